@@ -1,0 +1,85 @@
+# make build   set up .venv and build the package in place; leaves .venv/bin/distca
+# make train   train a tiny Llama on two CPU ranks             (ARGS="--steps 50" hands options to `distca train`)
+# make test    run the tests                                   (ARGS="-k plan" hands options to pytest)
+# make faults  plant faults in the sources one by one and check that the tests catch each
+# make lint    check formatting and types
+# make wheel   build dist/*.whl
+# make clean   remove what was built, .venv included
+#
+# Needs: Python >= 3.10 with venv and headers, a C++20 compiler, make. CMake and ninja come as wheels.
+#
+# PyTorch: where the Python that runs make (PYTHON; by default the python3 on PATH, so that of an activated environment)
+# has PyTorch >= 2.10, that one is used: .venv sees all packages of that Python, after its own (its outer.pth names them).
+# Else the version pinned in pyproject.toml is installed. To have another build of PyTorch, install it first.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+# Succeeds where a Python has torch >= 2.10; reads metadata only, for an import takes seconds.
+HAS_TORCH := -c 'import re, sys; from importlib.metadata import distributions as d; \
+  v = [re.findall(r"\d+", t.version)[:2] for t in d(name="torch")][:1]; \
+  sys.exit(not (v and [int(n) for n in v[0]] >= [2, 10]))'
+
+CPP_FILES = $(shell find cpp -name '*.h' -o -name '*.cpp')
+# Folders too: a removed file changes its folder.
+SOURCES = CMakeLists.txt setup.py pyproject.toml $(shell find cpp)
+
+.PHONY: build train test faults lint wheel clean
+.DELETE_ON_ERROR:
+
+build: $(VENV)/built
+
+train: build
+	$(BIN)/distca train $(ARGS)
+
+test: build
+	$(BIN)/python -m pytest $(ARGS)
+
+faults: build
+	$(BIN)/python tests/planted_faults.py $(ARGS)
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+
+# Without what an earlier run left in setuptools' own folders, modules since removed among it.
+wheel: $(VENV)/ready
+	rm -rf build/lib.* build/bdist.*
+	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf $(VENV) build dist python/*.egg-info python/distca/*.so
+
+$(VENV)/built: $(VENV)/ready $(SOURCES)
+	$(PIP) install --no-build-isolation --no-deps --editable .
+	@touch $@
+
+$(VENV)/ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo 'distca needs Python >= 3.10: install python3 (Debian, Ubuntu: apt-get install python3),' \
+	       'or name one: make PYTHON=/path/to/python3' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+	  echo "distca needs Python's venv module (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
+	@test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" || { \
+	  echo "distca needs Python's headers, Python.h (Debian, Ubuntu: apt-get install python3-dev)" >&2; exit 1; }
+	@command -v "$${CXX:-c++}" >/dev/null || { \
+	  echo "distca needs a C++20 compiler, $${CXX:-c++} was not found (Debian, Ubuntu: apt-get install g++)" >&2; exit 1; }
+	@printf '%s\n' '#include <bit>' '#include <span>' 'static_assert(std::bit_cast<unsigned>(0.0f) == 0);' | \
+	  "$${CXX:-c++}" -std=c++20 -fsyntax-only -x c++ - || { \
+	  echo "distca needs a C++20 compiler, $${CXX:-c++} is too old or incomplete: install GCC >= 11 or Clang >= 14" \
+	       "and name it: make CXX=g++-12" >&2; exit 1; }
+	@$(PYTHON) -c 'import os, sys; sys.exit(os.path.realpath("$(VENV)") == sys.prefix)' || { \
+	  echo '$(VENV) is about to be made anew and cannot make itself: deactivate it first' >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) install 'pip>=25.1'
+	$(PIP) install $$($(PYTHON) $(HAS_TORCH) || echo --group torch) --group build --group train --group test --group lint
+	@! $(PYTHON) $(HAS_TORCH) || { \
+	  echo 'using the PyTorch of $(PYTHON)'; \
+	  $(PYTHON) -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
+	    > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth"; }
+	@touch $@

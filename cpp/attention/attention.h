@@ -1,0 +1,105 @@
+// Core attention over a table of tasks: what every kernel of the library computes.
+//
+// For row i of a document, out[i] = softmax(scale * q[i] K^T) V over the keys that row i may see (causal: keys 0..i),
+// and lse[i] = log sum exp(scale * q[i] K^T), natural logarithm. Backward, with P = exp(scale * q K^T - lse) and delta
+// = rowsum(out * dout):  dV = P^T dout,  dS = P * (dout V^T - delta),  dQ = scale * dS K,  dK = scale * dS^T Q.
+//
+// Numerics: products, softmax and sums in fp32. Key blocks start at multiples of kKeyBlockRows from the start of the
+// document and are visited in ascending order; everything that is done for one row depends on that row, its keys and
+// the head shape alone, never on the task it is in. So out, lse and dq of a row are bitwise the same whatever the
+// tasks. No row that a task may not see takes part in any product, not even multiplied by zero.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "common/dtype.h"
+#include "common/error.h"
+#include "common/parallel.h"
+#include "common/rows.h"
+
+namespace distca::attention {
+
+/// Rows of a key block. Part of the numerics: changing it changes results in the last bits.
+inline constexpr int64_t kKeyBlockRows = 64;
+
+/// Where gradients of key/value rows [begin, end) of a document are to be written, in `dtype`. Rows are counted from
+/// `begin`; dk has kv_heads heads of dim elements, dv kv_heads heads of v_dim.
+struct KeyGradRun {
+  int64_t begin = 0;
+  int64_t end = 0;
+  DType dtype = DType::kFloat32;
+  RowView dk;
+  RowView dv;
+};
+
+/// The keys and values of one document as one server sees them.
+struct KeyGroup {
+  /// Document rows that are present.
+  int64_t kv_begin = 0;
+  int64_t kv_end = 0;
+  /// Entry b holds document rows [(first_block + b) * kKeyBlockRows, ...): row r >= 0 of source 0 (the local tensor),
+  /// or row ~r of source 1 (the arena) for r < 0. Where kv_begin lies inside the first block, the entry is the address
+  /// that the block's first row would have.
+  int64_t first_block = 0;
+  std::span<const int64_t> blocks;
+  RowView k[2];
+  RowView v[2];
+  /// This group's tasks are tasks[task_begin, task_end) of the problem, ascending by q_begin.
+  int64_t task_begin = 0;
+  int64_t task_end = 0;
+  /// Backward only: disjoint, ascending, covering [kv_begin, kv_end).
+  std::span<const KeyGradRun> grads;
+};
+
+/// Query rows [q_begin, q_end) of the group's document. Views count rows from q_begin.
+struct Task {
+  int64_t group = 0;  // index into the problem's groups
+  int64_t q_begin = 0;
+  int64_t q_end = 0;
+  RowView q;      // q_heads x dim
+  RowView out;    // q_heads x v_dim; written by forward; may be the same memory as q (same strides)
+  RowView lse;    // q_heads x 1, fp32; written by forward, read by backward
+  RowView dout;   // backward: q_heads x v_dim
+  RowView delta;  // backward: q_heads x 1, fp32
+  RowView dq;     // written by backward; may be the same memory as dout (same strides)
+};
+
+/// A causal problem. Tasks of one group do not overlap.
+struct Problem {
+  HeadShape heads;
+  float scale = 1.f;
+  std::span<const KeyGroup> groups;
+  std::span<const Task> tasks;
+};
+
+/// The CPU kernel. Keeps its scratch memory between calls and allocates nothing once it has seen the largest problem.
+/// One call at a time.
+class DISTCA_EXPORT CpuAttention {
+ public:
+  /// `isa` forces an instruction set: "avx512", "avx2" or "plain". If empty, the environment variable DISTCA_CPU_ISA
+  /// does; if that is unset, it is the best that this CPU has. InvalidArgumentError for a name that is unknown or that
+  /// this CPU lacks.
+  explicit CpuAttention(std::string_view isa = {});
+  ~CpuAttention();
+  CpuAttention(CpuAttention&&) noexcept;
+  CpuAttention& operator=(CpuAttention&&) noexcept;
+
+  /// Writes out and lse of every task.
+  void forward(const Problem& problem, const Parallel& parallel);
+  /// Writes the key gradients of every group, then dq of every task. A key row that no task sees gets zeros.
+  void backward(const Problem& problem, const Parallel& parallel);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+/// delta[i, h] = sum over dim of out[i, h, :] * dout[i, h, :], in fp32, for `num_rows` rows.
+DISTCA_EXPORT void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout,
+                           const RowView& delta, const Parallel& parallel);
+
+}  // namespace distca::attention

@@ -1,0 +1,61 @@
+// delta = rowsum(out * dout), the same on every instruction set: eight sums side by side, then a tree.
+#include <algorithm>
+
+#include "attention/attention.h"
+#include "common/error.h"
+
+namespace distca::attention {
+
+namespace {
+
+constexpr int64_t kLanes = 8;
+
+struct Call {
+  int64_t q_heads;
+  int64_t v_dim;
+  DType dtype;
+  int64_t num_rows;
+  int num_workers;
+  RowView out, dout, delta;
+};
+
+inline float widen(float x) { return x; }
+inline float widen(uint16_t x) { return bf16_to_float(x); }
+
+template <class Element>
+float dot(int64_t dim, const std::byte* a_bytes, const std::byte* b_bytes) {
+  const Element* a = reinterpret_cast<const Element*>(a_bytes);
+  const Element* b = reinterpret_cast<const Element*>(b_bytes);
+  float sum[kLanes] = {};
+  for (int64_t i = 0; i < dim; i += kLanes)
+    for (int64_t j = 0; j < kLanes; ++j) sum[j] += widen(a[i + j]) * widen(b[i + j]);
+  for (int64_t width = kLanes / 2; width > 0; width /= 2)
+    for (int64_t j = 0; j < width; ++j) sum[j] += sum[j + width];
+  return sum[0];
+}
+
+void work(const Call& call, int worker) {
+  const int64_t begin = call.num_rows * worker / call.num_workers;
+  const int64_t end = call.num_rows * (worker + 1) / call.num_workers;
+  const auto dot_of = call.dtype == DType::kFloat32 ? dot<float> : dot<uint16_t>;
+  for (int64_t i = begin; i < end; ++i) {
+    for (int64_t h = 0; h < call.q_heads; ++h) {
+      const float delta = dot_of(call.v_dim, call.out.at(i, h), call.dout.at(i, h));
+      std::memcpy(call.delta.at(i, h), &delta, sizeof(delta));
+    }
+  }
+}
+
+}  // namespace
+
+void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout, const RowView& delta,
+             const Parallel& parallel) {
+  require(heads.v_dim % kLanes == 0, "row_dot: v_dim is ", heads.v_dim, "; allowed are multiples of ", kLanes);
+  require(num_rows >= 0, "row_dot: num_rows is ", num_rows, "; it must not be negative");
+  if (num_rows == 0) return;
+  const int num_workers = static_cast<int>(std::clamp<int64_t>(parallel.num_workers, 1, num_rows));
+  const Call call{heads.q_heads, heads.v_dim, heads.dtype, num_rows, num_workers, out, dout, delta};
+  parallel.run(num_workers, [&call](int worker) { work(call, worker); });  // one pointer: std::function keeps it inside
+}
+
+}  // namespace distca::attention

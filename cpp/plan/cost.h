@@ -1,0 +1,38 @@
+// The cost of a task: what the scheduler balances.
+#pragma once
+
+#include <cstdint>
+
+#include "common/digest.h"
+#include "common/error.h"
+
+namespace distca::plan {
+
+/// Causal (row, key) pairs of query rows [q_begin, q_end): row i sees keys 0..i.
+constexpr int64_t causal_pairs(int64_t q_begin, int64_t q_end) {
+  const int64_t n = q_end - q_begin, twice_mean = q_begin + q_end + 1;
+  return n % 2 == 0 ? n / 2 * twice_mean : n * (twice_mean / 2);  // n odd makes q_begin + q_end + 1 even
+}
+
+/// Time of a task in arbitrary integer units: `per_pair` for each visible (row, key) pair and head, `per_row` for each
+/// query row. The default counts pairs.
+struct CostModel {
+  int64_t per_pair = 1;
+  int64_t per_row = 0;
+
+  constexpr int64_t cost(int64_t q_begin, int64_t q_end) const {
+    return per_pair * causal_pairs(q_begin, q_end) + per_row * (q_end - q_begin);
+  }
+  uint64_t digest() const {
+    const int64_t words[] = {per_pair, per_row};
+    return distca::digest(words);
+  }
+  void check() const {
+    constexpr int64_t kMax = 1 << 20;
+    require(per_pair >= 0 && per_row >= 0 && per_pair + per_row > 0 && per_pair <= kMax && per_row <= kMax,
+            "cost model: per_pair = ", per_pair, ", per_row = ", per_row, "; integers from 0 to ", kMax,
+            ", not both 0, are allowed");
+  }
+};
+
+}  // namespace distca::plan

@@ -1,0 +1,103 @@
+#include "plan/layout.h"
+
+#include <algorithm>
+
+namespace distca::plan {
+namespace {
+
+constexpr int64_t kMaxRows = int64_t{1} << 31;       // of one document or one rank
+constexpr int64_t kMaxRanks = int64_t{1} << 20;
+
+void check_segment(const Segment& s, size_t rank, size_t index) {
+  require(s.document >= kPadding, "layout: rank ", rank, ", segment ", index, ": document ", s.document,
+          " is negative; documents are numbered from 0, padding is ", kPadding);
+  require(s.begin >= 0 && s.end > s.begin && s.end <= kMaxRows, "layout: rank ", rank, ", segment ", index,
+          " (document ", s.document, "): rows [", s.begin, ", ", s.end, ") are not allowed; 0 <= begin < end <= ",
+          kMaxRows);
+}
+
+}  // namespace
+
+Layout::Layout(std::vector<std::vector<Segment>> ranks) : ranks_(std::move(ranks)) {
+  require(!ranks_.empty() && ranks_.size() <= static_cast<size_t>(kMaxRanks), "layout: ", ranks_.size(),
+          " ranks; 1 to ", kMaxRanks, " are allowed");
+  for (size_t r = 0; r < ranks_.size(); ++r) {
+    int64_t row = 0;
+    for (size_t i = 0; i < ranks_[r].size(); ++i) {
+      const Segment& s = ranks_[r][i];
+      check_segment(s, r, i);
+      if (s.document != kPadding)
+        placements_.push_back({s.document, s.begin, s.end, static_cast<int64_t>(r), row});
+      row += s.num_rows();
+      require(row <= kMaxRows, "layout: rank ", r, " holds more than ", kMaxRows, " rows");
+    }
+    num_rows_.push_back(row);
+  }
+  std::sort(placements_.begin(), placements_.end(), [](const Placement& a, const Placement& b) {
+    return a.document != b.document ? a.document < b.document : a.begin < b.begin;
+  });
+  for (const Placement& p : placements_) {
+    const int64_t next = num_documents();
+    if (p.document == next - 1) {
+      int64_t& length = document_lengths_.back();
+      require(p.begin == length, "layout: document ", p.document, ": rows [", std::min(p.begin, length), ", ",
+              std::max(p.begin, length), ") are ", p.begin > length ? "on no rank" : "given twice", " (rank ", p.rank,
+              ")");
+      length = p.end;
+      continue;
+    }
+    require(p.document == next, "layout: document ", next, " is missing; documents are numbered 0 .. n-1 without gaps,",
+            " and the next one given is ", p.document, " on rank ", p.rank);
+    require(p.begin == 0, "layout: document ", p.document, ": rows [0, ", p.begin, ") are on no rank");
+    first_placement_.push_back(static_cast<size_t>(&p - placements_.data()));
+    document_lengths_.push_back(p.end);
+  }
+  first_placement_.push_back(placements_.size());
+}
+
+std::span<const Placement> Layout::placements(int64_t document) const {
+  const size_t first = first_placement_[static_cast<size_t>(document)];
+  return std::span(placements_).subspan(first, first_placement_[static_cast<size_t>(document) + 1] - first);
+}
+
+Layout Layout::from_documents(const std::vector<std::vector<int64_t>>& lengths) {
+  std::vector<std::vector<Segment>> ranks(lengths.size());
+  int64_t document = 0;
+  for (size_t r = 0; r < lengths.size(); ++r) {
+    for (int64_t length : lengths[r]) {
+      require(length >= 1 && length <= kMaxRows, "layout: document ", document, " on rank ", r, " has length ", length,
+              "; 1 to ", kMaxRows, " are allowed");
+      ranks[r].push_back({document++, 0, length});
+    }
+  }
+  return Layout(std::move(ranks));
+}
+
+Layout Layout::packed(const std::vector<int64_t>& lengths, int64_t num_ranks, int64_t tokens_per_rank) {
+  require(num_ranks >= 1 && num_ranks <= kMaxRanks, "layout: ranks = ", num_ranks, "; 1 to ", kMaxRanks,
+          " are allowed");
+  require(tokens_per_rank >= 1 && tokens_per_rank <= kMaxRows, "layout: tokens_per_rank = ", tokens_per_rank,
+          "; 1 to ", kMaxRows, " are allowed");
+  std::vector<std::vector<Segment>> ranks(static_cast<size_t>(num_ranks));
+  size_t rank = 0;
+  int64_t room = tokens_per_rank;
+  for (size_t d = 0; d < lengths.size(); ++d) {
+    require(lengths[d] >= 1 && lengths[d] <= kMaxRows, "layout: document ", d, " has length ", lengths[d], "; 1 to ",
+            kMaxRows, " are allowed");
+    for (int64_t begin = 0; begin < lengths[d];) {
+      if (room == 0) {
+        ++rank;
+        room = tokens_per_rank;
+      }
+      require(rank < ranks.size(), "layout: document ", d, " (", lengths[d], " rows) does not fit: ", num_ranks,
+              " ranks of ", tokens_per_rank, " rows are full at its row ", begin);
+      const int64_t take = std::min(room, lengths[d] - begin);
+      ranks[rank].push_back({static_cast<int64_t>(d), begin, begin + take});
+      begin += take;
+      room -= take;
+    }
+  }
+  return Layout(std::move(ranks));
+}
+
+}  // namespace distca::plan

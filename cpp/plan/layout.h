@@ -1,0 +1,62 @@
+// The layout: which rows of which documents every rank holds, in the order of its packed token tensor.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "common/error.h"
+
+namespace distca::plan {
+
+/// The document number of padding rows.
+inline constexpr int64_t kPadding = -1;
+
+/// Rows [begin, end) of a document, consecutive on one rank.
+struct Segment {
+  int64_t document = kPadding;
+  int64_t begin = 0;
+  int64_t end = 0;
+
+  int64_t num_rows() const { return end - begin; }
+  bool operator==(const Segment&) const = default;
+};
+
+/// A segment and where it lives.
+struct Placement {
+  int64_t document = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+  int64_t rank = 0;
+  int64_t row = 0;  // row of `begin` in the rank's token tensor
+};
+
+/// Checked at construction: documents are numbered 0 .. n-1, and the segments of each tile [0, length) exactly.
+class DISTCA_EXPORT Layout {
+ public:
+  explicit Layout(std::vector<std::vector<Segment>> ranks);
+
+  /// Whole documents a rank (data parallel), numbered over ranks in order.
+  static Layout from_documents(const std::vector<std::vector<int64_t>>& lengths);
+  /// Documents one after another over the ranks; one that is longer than what is left on a rank goes on on the next.
+  static Layout packed(const std::vector<int64_t>& lengths, int64_t num_ranks, int64_t tokens_per_rank);
+
+  int64_t num_ranks() const { return static_cast<int64_t>(ranks_.size()); }
+  int64_t num_documents() const { return static_cast<int64_t>(document_lengths_.size()); }
+  int64_t num_rows(int64_t rank) const { return num_rows_[static_cast<size_t>(rank)]; }
+  const std::vector<std::vector<Segment>>& ranks() const { return ranks_; }
+  const std::vector<int64_t>& document_lengths() const { return document_lengths_; }
+  /// All segments of all documents, ascending by (document, begin).
+  std::span<const Placement> placements() const { return placements_; }
+  /// Those of one document.
+  std::span<const Placement> placements(int64_t document) const;
+
+ private:
+  std::vector<std::vector<Segment>> ranks_;
+  std::vector<int64_t> num_rows_;
+  std::vector<int64_t> document_lengths_;
+  std::vector<Placement> placements_;
+  std::vector<size_t> first_placement_;  // of each document, and one past the end
+};
+
+}  // namespace distca::plan

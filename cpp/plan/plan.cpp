@@ -1,0 +1,146 @@
+#include "plan/plan.h"
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+
+#include "common/digest.h"
+
+namespace distca::plan {
+namespace {
+
+void check_heads(const HeadShape& h) {
+  require(h.q_heads >= 1 && h.kv_heads >= 1 && h.q_heads % h.kv_heads == 0 && h.q_heads <= 4096, "heads: ", h.q_heads,
+          " query heads and ", h.kv_heads,
+          " key/value heads; 1 to 4096 query heads that are a multiple of the key/value heads are allowed");
+  require(h.dim >= 8 && h.dim <= 256 && h.dim % 8 == 0 && h.v_dim >= 8 && h.v_dim <= 256 && h.v_dim % 8 == 0,
+          "heads: dim = ", h.dim, ", v_dim = ", h.v_dim, "; multiples of 8 from 8 to 256 are allowed");
+}
+
+void check_options(const Layout& layout, const PlanOptions& o) {
+  check_heads(o.schedule.heads);
+  o.schedule.cost.check();
+  require(o.schedule.tolerance_ppm >= 0 && o.schedule.tolerance_ppm <= 1'000'000, "plan: tolerance = ",
+          static_cast<double>(o.schedule.tolerance_ppm) * 1e-6, "; 0 to 1 is allowed");
+  require(o.schedule.min_rows >= 1, "plan: min_rows = ", o.schedule.min_rows, "; at least 1 is allowed");
+  require(o.capacity > 0, "plan: capacity = ", o.capacity, " bytes; it must be positive");
+  __int128 total = 0;
+  for (int64_t length : layout.document_lengths()) {
+    const __int128 pairs = static_cast<__int128>(length) * (length + 1) / 2;
+    total += (pairs * o.schedule.cost.per_pair + static_cast<__int128>(length) * o.schedule.cost.per_row) *
+             o.schedule.heads.q_heads;
+  }
+  require(total < static_cast<__int128>(INT64_MAX) / 2, "plan: the total cost of the layout passes 2^62; make the ",
+          "cost model's units coarser or the documents shorter");
+}
+
+uint64_t plan_digest(const Layout& layout, const PlanOptions& o, const std::vector<Task>& tasks) {
+  Digest d;
+  const HeadShape& h = o.schedule.heads;
+  for (int64_t w : {kFormatVersion, h.q_heads, h.kv_heads, h.dim, h.v_dim, static_cast<int64_t>(h.dtype),
+                    o.key_block_rows, static_cast<int64_t>(o.schedule.cost.digest()), layout.num_ranks()})
+    d.add(w);
+  for (const auto& rank : layout.ranks()) {
+    d.add(static_cast<int64_t>(rank.size()));
+    for (const Segment& s : rank)
+      for (int64_t w : {s.document, s.begin, s.end}) d.add(w);
+  }
+  for (const Task& t : tasks)
+    for (int64_t w : {t.document, t.q_begin, t.q_end, t.kv_begin, t.kv_end, t.kv_head_begin, t.kv_head_end,
+                      static_cast<int64_t>(t.mask), t.home, t.home_row, t.server})
+      d.add(w);
+  return d.value();
+}
+
+}  // namespace
+
+Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options)
+    : layout_(std::move(layout)), options_(options) {
+  const auto start = std::chrono::steady_clock::now();
+  check_options(*layout_, options_);
+  tasks_ = schedule(*layout_, options_.schedule);
+
+  const auto n = static_cast<size_t>(layout_->num_ranks());
+  const int64_t heads = options_.schedule.heads.q_heads;
+  stats_.load_before.assign(n, 0);
+  stats_.load.assign(n, 0);
+  for (const Placement& p : layout_->placements())
+    stats_.load_before[static_cast<size_t>(p.rank)] += options_.schedule.cost.cost(p.begin, p.end) * heads;
+  for (const Task& t : tasks_)
+    stats_.load[static_cast<size_t>(t.server)] += options_.schedule.cost.cost(t.q_begin, t.q_end) * heads;
+  stats_.lower_bound = load_lower_bound(*layout_, options_.schedule.cost) * heads;
+
+  assemble(*layout_, options_, tasks_, tables_, stats_);
+  digest_ = plan_digest(*layout_, options_, tasks_);
+
+  size_t neediest = 0;
+  for (const auto& arenas : stats_.arenas) {
+    for (size_t r = 0; r < n; ++r) {
+      if (arenas[r].total() > slot_bytes_) {
+        slot_bytes_ = arenas[r].total();
+        neediest = r;
+      }
+    }
+  }
+  require<CapacityError>(slot_bytes_ <= options_.capacity, "plan: rank ", neediest, " needs an arena of ", slot_bytes_,
+                         " bytes a slot, but the capacity is ", options_.capacity, " bytes; give distca.init ",
+                         "heap_bytes >= ", 2 * slot_bytes_, " (two slots), or fewer tokens");
+  stats_.plan_ns =
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
+}
+
+std::vector<int64_t> Plan::slice(int64_t rank) const {
+  require(rank >= 0 && rank < layout_->num_ranks(), "plan: rank = ", rank, "; 0 to ", layout_->num_ranks() - 1,
+          " are allowed");
+  const auto r = static_cast<size_t>(rank);
+  const RankTables& t = tables_[r];
+  const HeadShape& h = options_.schedule.heads;
+  std::vector<int64_t> words(static_cast<size_t>(kHeaderWords));
+  Header header = {};
+  header.magic = kMagic;
+  header.version = kFormatVersion;
+  header.plan_digest = static_cast<int64_t>(digest_);
+  header.cost_digest = static_cast<int64_t>(options_.schedule.cost.digest());
+  header.context_epoch = options_.context_epoch;
+  header.rank = rank;
+  header.num_ranks = layout_->num_ranks();
+  header.num_rows = layout_->num_rows(rank);
+  header.q_heads = h.q_heads;
+  header.kv_heads = h.kv_heads;
+  header.dim = h.dim;
+  header.v_dim = h.v_dim;
+  header.dtype = static_cast<int64_t>(h.dtype);
+  header.key_block_rows = options_.key_block_rows;
+  header.arena_bytes = {stats_.arenas[0][r].total(), stats_.arenas[1][r].total()};
+  header.slot_bytes = slot_bytes_;
+  header.num_rounds = t.num_rounds;
+  for (const GroupRow& g : t.groups) {
+    if (!g.is_local) break;
+    ++header.num_local_groups;
+    header.num_local_tasks = g.task_end;
+  }
+  const auto append = [&](TableId id, const auto& rows) {
+    header.tables[id] = {static_cast<int64_t>(words.size()), static_cast<int64_t>(rows.size())};
+    const auto* first = reinterpret_cast<const int64_t*>(rows.data());
+    words.insert(words.end(), first, first + static_cast<int64_t>(rows.size()) * kRowWords[id]);
+  };
+  append(kGroups, t.groups);
+  append(kTasks, t.tasks);
+  append(kBlocks, t.blocks);
+  append(kGrads, t.grads);
+  append(kSums, t.sums);
+  append(kPaddingRows, t.padding);
+  append(kForwardSends, t.sends[0]);
+  append(kBackwardSends, t.sends[1]);
+  append(kForwardReceives, t.receives[0]);
+  append(kBackwardReceives, t.receives[1]);
+  append(kForwardWaits, t.waits[0]);
+  append(kBackwardWaits, t.waits[1]);
+  header.num_words = static_cast<int64_t>(words.size());
+  std::copy_n(reinterpret_cast<const int64_t*>(&header), kHeaderWords, words.begin());
+  words[3] = static_cast<int64_t>(distca::digest(std::span(words).subspan(kChecksumBegin)));
+  words.resize(std::bit_ceil(words.size()));
+  return words;
+}
+
+}  // namespace distca::plan

@@ -1,0 +1,219 @@
+#include "plan/scheduler.h"
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+
+namespace distca::plan {
+namespace {
+
+using Wide = __int128;
+
+/// A way to lighten a server: rows [begin, end) of one of its tasks go to `server`.
+struct Move {
+  size_t task = 0;
+  int64_t begin = 0, end = 0;
+  int64_t server = 0;
+  int64_t cost = 0;
+  int64_t bytes = 0;
+
+  /// More load for each byte first; then more load; then the lower task, server and row, so that the order is total.
+  bool better_than(const Move& other) const {
+    const Wide a = Wide{cost} * other.bytes, b = Wide{other.cost} * bytes;
+    if (a != b) return a > b;
+    if (cost != other.cost) return cost > other.cost;
+    if (task != other.task) return task < other.task;
+    if (server != other.server) return server < other.server;
+    return begin < other.begin;
+  }
+};
+
+class Greedy {
+ public:
+  Greedy(const Layout& layout, const ScheduleOptions& options)
+      : layout_(layout),
+        options_(options),
+        num_servers_(layout.num_ranks()),
+        load_(static_cast<size_t>(num_servers_)),
+        tasks_of_(static_cast<size_t>(num_servers_)) {
+    const HeadShape& h = options.heads;
+    // What a moved query row and a fetched key row cost over forward and backward together (see tables.h).
+    const int64_t e = h.element_bytes();
+    query_row_bytes_ = h.q_heads * (3 * e * h.dim + 2 * e * h.v_dim + 12);
+    key_row_bytes_ = h.kv_heads * (h.dim + h.v_dim) * (2 * e + 4);
+    for (const Placement& p : layout.placements()) {
+      add_task({p.document, p.begin, p.end, 0, p.end, 0, h.kv_heads, options.mask, p.rank, p.row, p.rank});
+    }
+    total_ = std::accumulate(load_.begin(), load_.end(), int64_t{0});
+    // Servers aim at the mean; the stop rule is the tolerance.
+    mean_ = total_ / num_servers_;
+  }
+
+  void run() {
+    const size_t most_moves = 64 * load_.size() + 4 * tasks_.size();
+    for (size_t i = 0; i < most_moves; ++i) {
+      const auto heaviest = std::max_element(load_.begin(), load_.end()) - load_.begin();
+      if (within_tolerance(load_[static_cast<size_t>(heaviest)])) return;
+      std::optional<Move> move = best_move(static_cast<size_t>(heaviest), options_.min_rows);
+      if (!move) move = best_move(static_cast<size_t>(heaviest), 1);
+      if (!move) return;
+      apply(*move);
+    }
+  }
+
+  std::vector<Task> take() {
+    std::sort(tasks_.begin(), tasks_.end(), [](const Task& a, const Task& b) {
+      if (a.server != b.server) return a.server < b.server;
+      if (a.document != b.document) return a.document < b.document;
+      return a.q_begin < b.q_begin;
+    });
+    std::vector<Task> merged;
+    for (const Task& t : tasks_) {
+      if (!merged.empty()) {
+        Task& last = merged.back();
+        if (last.server == t.server && last.document == t.document && last.home == t.home && last.q_end == t.q_begin &&
+            last.home_row + last.num_rows() == t.home_row) {
+          last.q_end = t.q_end;
+          last.kv_end = t.kv_end;
+          continue;
+        }
+      }
+      merged.push_back(t);
+    }
+    return merged;
+  }
+
+ private:
+  int64_t cost(int64_t begin, int64_t end) const { return options_.cost.cost(begin, end); }
+
+  bool within_tolerance(int64_t load) const {
+    return Wide{load} * num_servers_ * 1'000'000 <= Wide{total_} * (1'000'000 + options_.tolerance_ppm);
+  }
+
+  void add_task(const Task& t) {
+    tasks_of_[static_cast<size_t>(t.server)].push_back(tasks_.size());
+    load_[static_cast<size_t>(t.server)] += cost(t.q_begin, t.q_end);
+    tasks_.push_back(t);
+  }
+
+  /// Key rows [0, end) of a document that the server neither holds as home nor fetches for another task.
+  int64_t missing_key_rows(int64_t document, int64_t server, int64_t end) const {
+    int64_t have = 0;
+    for (size_t i : tasks_of_[static_cast<size_t>(server)]) {
+      if (tasks_[i].document == document) have = std::max(have, tasks_[i].q_end);
+    }
+    int64_t missing = std::max<int64_t>(0, end - have);
+    for (const Placement& p : layout_.placements(document)) {
+      if (p.rank == server) missing -= std::max<int64_t>(0, std::min(end, p.end) - std::max(have, p.begin));
+    }
+    return missing;
+  }
+
+  int64_t move_bytes(const Task& t, int64_t begin, int64_t end, int64_t server) const {
+    const int64_t query_rows = t.home == server ? 0 : end - begin;
+    return query_rows * query_row_bytes_ + missing_key_rows(t.document, server, end) * key_row_bytes_ + 1;
+  }
+
+  /// The most rows from `begin` on (up to `end`) that cost at most `budget`.
+  int64_t prefix_end(int64_t begin, int64_t end, int64_t budget) const {
+    int64_t low = begin, high = end;
+    while (low < high) {
+      const int64_t mid = low + (high - low + 1) / 2;
+      if (cost(begin, mid) <= budget) low = mid;
+      else high = mid - 1;
+    }
+    return low;
+  }
+  int64_t suffix_begin(int64_t begin, int64_t end, int64_t budget) const {
+    int64_t low = begin, high = end;
+    while (low < high) {
+      const int64_t mid = low + (high - low) / 2;
+      if (cost(mid, end) <= budget) high = mid;
+      else low = mid + 1;
+    }
+    return low;
+  }
+
+  std::optional<Move> best_move(size_t from, int64_t min_rows) const {
+    std::optional<Move> best;
+    const int64_t surplus = load_[from] - mean_;
+    const auto offer = [&](size_t i, int64_t begin, int64_t end, size_t to) {
+      const Task& t = tasks_[i];
+      const bool whole = begin == t.q_begin && end == t.q_end;
+      const int64_t rest = t.num_rows() - (end - begin);
+      if (end <= begin || (!whole && (end - begin < min_rows || rest < min_rows))) return;
+      const int64_t moved = cost(begin, end);
+      if (moved == 0 || load_[to] + moved >= load_[from]) return;  // the pair's larger load must fall
+      const Move move{i, begin, end, static_cast<int64_t>(to), moved,
+                      move_bytes(t, begin, end, static_cast<int64_t>(to))};
+      if (!best || move.better_than(*best)) best = move;
+    };
+    for (size_t to = 0; to < load_.size(); ++to) {
+      if (load_[to] >= mean_) continue;
+      const int64_t budget = std::min(surplus, mean_ - load_[to]);
+      for (size_t i : tasks_of_[from]) {
+        const Task& t = tasks_[i];
+        if (cost(t.q_begin, t.q_end) <= budget) {
+          offer(i, t.q_begin, t.q_end, to);
+          continue;
+        }
+        offer(i, t.q_begin, prefix_end(t.q_begin, t.q_end, budget), to);
+        offer(i, suffix_begin(t.q_begin, t.q_end, budget), t.q_end, to);
+        if (min_rows == 1) {  // a last resort: a single row may overshoot the mean and still pay
+          offer(i, t.q_begin, t.q_begin + 1, to);
+          offer(i, t.q_end - 1, t.q_end, to);
+        }
+      }
+    }
+    return best;
+  }
+
+  void apply(const Move& m) {
+    const Task t = tasks_[m.task];
+    auto& list = tasks_of_[static_cast<size_t>(t.server)];
+    list.erase(std::find(list.begin(), list.end(), m.task));
+    load_[static_cast<size_t>(t.server)] -= cost(t.q_begin, t.q_end);
+    const auto piece = [&](int64_t begin, int64_t end, int64_t server) {
+      Task p = t;
+      p.q_begin = begin;
+      p.q_end = p.kv_end = end;
+      p.home_row = t.home_row + (begin - t.q_begin);
+      p.server = server;
+      return p;
+    };
+    tasks_[m.task] = piece(m.begin, m.end, m.server);  // the moved piece takes the old one's place
+    tasks_of_[static_cast<size_t>(m.server)].push_back(m.task);
+    load_[static_cast<size_t>(m.server)] += m.cost;
+    if (t.q_begin < m.begin) add_task(piece(t.q_begin, m.begin, t.server));
+    if (m.end < t.q_end) add_task(piece(m.end, t.q_end, t.server));
+  }
+
+  const Layout& layout_;
+  const ScheduleOptions& options_;
+  int64_t num_servers_;
+  std::vector<int64_t> load_;
+  std::vector<std::vector<size_t>> tasks_of_;
+  std::vector<Task> tasks_;
+  int64_t total_ = 0, mean_ = 0;
+  int64_t query_row_bytes_ = 0, key_row_bytes_ = 0;
+};
+
+}  // namespace
+
+std::vector<Task> schedule(const Layout& layout, const ScheduleOptions& options) {
+  Greedy greedy(layout, options);
+  if (options.balance) greedy.run();
+  return greedy.take();
+}
+
+int64_t load_lower_bound(const Layout& layout, const CostModel& cost) {
+  int64_t total = 0, costliest_row = 0;
+  for (int64_t length : layout.document_lengths()) {
+    total += cost.cost(0, length);
+    costliest_row = std::max(costliest_row, cost.cost(length - 1, length));
+  }
+  const int64_t n = layout.num_ranks();
+  return std::max(costliest_row, (total + n - 1) / n);
+}
+
+}  // namespace distca::plan

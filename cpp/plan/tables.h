@@ -1,0 +1,228 @@
+// The flat form of a plan: what one rank needs to take part in a step, as int64 words.
+//
+// Words: Header, then tables of fixed-size rows. Everything is position independent and little more than addresses: byte
+// offsets count from the start of a slot's arena, rows from the start of the rank's own token tensor. `-1` means none.
+//
+// Where rows lie in an arena (e = element bytes, P = max(dim, v_dim)):
+//   q of a forward task   [rows, q_heads, P] e    out overwrites it in place, head by head
+//   q of a backward task  [rows, q_heads, dim] e
+//   dout                  [rows, q_heads, P] e    dq overwrites it in place
+//   lse, delta            [rows, q_heads] fp32
+//   k, v                  [blocks x key_block_rows, kv_heads, dim | v_dim] e
+//   dk, dv                [rows, kv_heads, dim | v_dim] e, or fp32 where several servers contribute
+//   out, dq come home     [rows, q_heads, v_dim | dim] e
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+
+#include "common/dtype.h"
+
+namespace distca::plan {
+
+inline constexpr int64_t kMagic = 0x64697374636131;  // "distca1"
+inline constexpr int64_t kFormatVersion = 1;
+/// Extents in an arena start on multiples of this many bytes.
+inline constexpr int64_t kExtentAlignment = 64;
+/// A step's rounds are numbered below this.
+inline constexpr int64_t kMaxRounds = 1 << 16;
+
+enum class Phase : int64_t { kForward = 0, kBackward = 1 };
+/// The two messages of a phase: rows to the servers, rows back home.
+enum class Direction : int64_t { kIn = 0, kOut = 1 };
+
+enum class TensorKind : int64_t {
+  kQ, kK, kV, kOut, kLse, kDout, kDelta, kDq, kDk, kDv,
+  kDkPartial, kDvPartial,  // fp32, one of several contributions to a row
+  kCount
+};
+
+/// One document's keys at this server. Blocks: rows of the block table, see attention::KeyGroup.
+struct GroupRow {
+  int64_t document;
+  int64_t kv_begin, kv_end;
+  int64_t first_block, num_blocks, block_begin;  // block_begin: index into the block table
+  int64_t task_begin, task_end;
+  int64_t num_arena_blocks;
+  int64_t forward_k, forward_v, backward_k, backward_v;  // arena offsets
+  int64_t grad_begin, grad_end;                          // index into the gradient table
+  int64_t is_local;                                      // 1: needs no row of another rank
+};
+
+/// One task of this server. Offsets are -1 where the rows are at home here.
+struct TaskRow {
+  int64_t group;
+  int64_t q_begin, q_end, kv_begin, kv_end, kv_head_begin, kv_head_end, mask;
+  int64_t home, home_row;
+  int64_t forward_q, forward_lse;
+  int64_t backward_q, backward_dout, backward_lse, backward_delta;
+};
+
+enum class GradTarget : int64_t {
+  kReturned = 0,  // the tensor that backward returns, in the input dtype, at `row`
+  kArena = 1,     // scratch in the input dtype: this server alone contributes, the home is elsewhere
+  kPartial = 2,   // scratch in fp32: one of several contributions
+};
+/// Gradients of document rows [begin, end) that this server computes.
+struct GradRow {
+  int64_t begin, end;
+  int64_t target;
+  int64_t row;     // kReturned
+  int64_t dk, dv;  // arena offsets otherwise
+};
+
+/// Rows at home whose dk, dv have several contributors: their fp32 sums, cast into the returned tensors at the end.
+struct SumRow {
+  int64_t row, num_rows;
+  int64_t dk, dv;  // arena offsets
+};
+
+/// Rows of the token tensor that belong to no document: out and gradients are 0, lse is -inf.
+struct PaddingRow {
+  int64_t row, num_rows;
+};
+
+/// One put of this rank (a copy within the rank where peer == rank). The source is `row` of the rank's own tensor, or
+/// the arena at `source` (then row = -1).
+struct SendRow {
+  int64_t direction, round, peer, tensor;
+  int64_t row, source;
+  int64_t num_rows;
+  int64_t target;  // offset in the peer's arena
+};
+
+enum class ReceiveAction : int64_t {
+  kCopy = 0,    // into the returned tensor
+  kAssign = 1,  // the first contribution to the sum at `sum`
+  kAdd = 2,     // a further one
+};
+/// Rows that come home and what is done with them.
+struct ReceiveRow {
+  int64_t round, peer, tensor, action;
+  int64_t row, num_rows;
+  int64_t source;  // arena offset (home-in)
+  int64_t sum;     // arena offset for kAssign, kAdd
+};
+
+/// Messages to await: `peer` puts rows of this direction in this round, and needs credit for it.
+struct WaitRow {
+  int64_t direction, round, peer;
+};
+
+struct TableSpan {
+  int64_t begin = 0;  // first word
+  int64_t count = 0;  // rows
+};
+
+enum TableId : size_t {
+  kGroups, kTasks, kBlocks, kGrads, kSums, kPaddingRows,
+  kForwardSends, kBackwardSends, kForwardReceives, kBackwardReceives, kForwardWaits, kBackwardWaits,
+  kNumTables
+};
+
+struct Header {
+  int64_t magic, version;
+  int64_t num_words;  // header and tables, without the padding to a power of two
+  int64_t checksum;   // of words [4, num_words)
+  int64_t plan_digest, cost_digest;
+  int64_t context_epoch;  // 0: any context
+  int64_t rank, num_ranks;
+  int64_t num_rows;  // of the rank's token tensor
+  int64_t q_heads, kv_heads, dim, v_dim, dtype;
+  int64_t key_block_rows;
+  std::array<int64_t, 2> arena_bytes;  // this rank's, by phase
+  int64_t slot_bytes;                  // the largest arena of any rank and phase
+  int64_t num_rounds;                  // of this home's backward-out
+  int64_t num_local_groups;            // groups are sorted: local ones first
+  int64_t num_local_tasks;
+  std::array<TableSpan, kNumTables> tables;
+};
+static_assert(std::is_trivially_copyable_v<Header> && sizeof(Header) % 8 == 0);
+inline constexpr int64_t kHeaderWords = sizeof(Header) / 8;
+inline constexpr int64_t kChecksumBegin = 4;
+
+constexpr int64_t padded_dim(const HeadShape& h) { return h.dim > h.v_dim ? h.dim : h.v_dim; }
+
+/// Bytes of one head of a row as it travels, and how it is laid out in an arena.
+struct RowFormat {
+  int64_t num_heads;
+  int64_t head_bytes;    // that carry data
+  int64_t head_stride;   // in an arena
+  int64_t row_stride() const { return num_heads * head_stride; }
+  int64_t wire_bytes() const { return num_heads * head_bytes; }
+};
+
+/// The format of a tensor's rows in the arena of the side that `direction` says: kIn = server-in, kOut = home-in.
+constexpr RowFormat row_format(const HeadShape& h, Phase phase, Direction direction, TensorKind kind) {
+  const int64_t e = h.element_bytes(), padded = padded_dim(h) * e;
+  const bool at_server = direction == Direction::kIn;
+  switch (kind) {
+    case TensorKind::kQ:
+      return {h.q_heads, h.dim * e, phase == Phase::kForward ? padded : h.dim * e};
+    case TensorKind::kOut:
+      return {h.q_heads, h.v_dim * e, at_server ? padded : h.v_dim * e};
+    case TensorKind::kDout:
+      return {h.q_heads, h.v_dim * e, padded};
+    case TensorKind::kDq:
+      return {h.q_heads, h.dim * e, at_server ? padded : h.dim * e};
+    case TensorKind::kLse:
+    case TensorKind::kDelta:
+      return {h.q_heads, 4, 4};
+    case TensorKind::kK:
+    case TensorKind::kDk:
+      return {h.kv_heads, h.dim * e, h.dim * e};
+    case TensorKind::kV:
+    case TensorKind::kDv:
+      return {h.kv_heads, h.v_dim * e, h.v_dim * e};
+    case TensorKind::kDkPartial:
+      return {h.kv_heads, h.dim * 4, h.dim * 4};
+    case TensorKind::kDvPartial:
+      return {h.kv_heads, h.v_dim * 4, h.v_dim * 4};
+    case TensorKind::kCount:
+      break;
+  }
+  return {0, 0, 0};
+}
+
+/// Reads a slice. The words must outlive the view; `validate` (validate.h) says whether they may be trusted.
+class SliceView {
+ public:
+  explicit SliceView(std::span<const int64_t> words) : words_(words) {}
+
+  const Header& header() const { return *reinterpret_cast<const Header*>(words_.data()); }
+  HeadShape heads() const {
+    const Header& h = header();
+    return {h.q_heads, h.kv_heads, h.dim, h.v_dim, static_cast<DType>(h.dtype)};
+  }
+  std::span<const GroupRow> groups() const { return table<GroupRow>(kGroups); }
+  std::span<const TaskRow> tasks() const { return table<TaskRow>(kTasks); }
+  std::span<const int64_t> blocks() const { return table<int64_t>(kBlocks); }
+  std::span<const GradRow> grads() const { return table<GradRow>(kGrads); }
+  std::span<const SumRow> sums() const { return table<SumRow>(kSums); }
+  std::span<const PaddingRow> padding() const { return table<PaddingRow>(kPaddingRows); }
+  std::span<const SendRow> sends(Phase p) const { return table<SendRow>(by_phase(kForwardSends, p)); }
+  std::span<const ReceiveRow> receives(Phase p) const { return table<ReceiveRow>(by_phase(kForwardReceives, p)); }
+  std::span<const WaitRow> waits(Phase p) const { return table<WaitRow>(by_phase(kForwardWaits, p)); }
+
+ private:
+  static TableId by_phase(TableId forward, Phase p) {
+    return static_cast<TableId>(forward + static_cast<size_t>(p));
+  }
+  template <class Row>
+  std::span<const Row> table(TableId id) const {
+    const TableSpan& t = header().tables[id];
+    return {reinterpret_cast<const Row*>(words_.data() + t.begin), static_cast<size_t>(t.count)};
+  }
+
+  std::span<const int64_t> words_;
+};
+
+/// Words of one row of each table.
+inline constexpr std::array<int64_t, kNumTables> kRowWords = {
+    sizeof(GroupRow) / 8, sizeof(TaskRow) / 8, 1,                      sizeof(GradRow) / 8,
+    sizeof(SumRow) / 8,   sizeof(PaddingRow) / 8, sizeof(SendRow) / 8, sizeof(SendRow) / 8,
+    sizeof(ReceiveRow) / 8, sizeof(ReceiveRow) / 8, sizeof(WaitRow) / 8, sizeof(WaitRow) / 8};
+
+}  // namespace distca::plan

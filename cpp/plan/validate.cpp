@@ -1,0 +1,251 @@
+#include "plan/validate.h"
+
+#include <algorithm>
+
+#include "common/digest.h"
+
+namespace distca::plan {
+namespace {
+
+template <class... Args>
+void check(bool condition, const Args&... args) {
+  require<PlanFormatError>(condition, "plan tensor: ", args...);
+}
+
+/// [begin, begin + count) inside [0, size), without overflow.
+bool inside(int64_t begin, int64_t count, int64_t size) {
+  return begin >= 0 && count >= 0 && begin <= size && count <= size - begin;
+}
+
+class Validator {
+ public:
+  explicit Validator(std::span<const int64_t> words) : words_(words), view_(words) {}
+
+  void run() {
+    check_header();
+    check_groups();
+    check_tasks();
+    check_sums();
+    for (const PaddingRow& r : view_.padding()) check_rows("padding", r.row, r.num_rows);
+    for (Phase p : {Phase::kForward, Phase::kBackward}) {
+      check_sends(p);
+      check_receives(p);
+      check_waits(p);
+    }
+  }
+
+ private:
+  const Header& h() const { return view_.header(); }
+
+  void check_header() {
+    const auto size = static_cast<int64_t>(words_.size());
+    check(size >= kHeaderWords, "it has ", size, " words; a plan has at least ", kHeaderWords,
+          " (pass plan.tensor of this rank, whole)");
+    check(h().magic == kMagic, "it does not start with a plan's mark (pass plan.tensor, an int64 CPU tensor)");
+    check(h().version == kFormatVersion, "its format version is ", h().version, ", this library reads ",
+          kFormatVersion);
+    check(h().num_words >= kHeaderWords && h().num_words <= size, "it is truncated: ", size, " words of ",
+          h().num_words);
+    const auto used = words_.subspan(kChecksumBegin, static_cast<size_t>(h().num_words - kChecksumBegin));
+    check(static_cast<int64_t>(digest(used)) == h().checksum, "its checksum does not match: it was altered");
+    check(h().num_ranks >= 1 && h().rank >= 0 && h().rank < h().num_ranks, "rank ", h().rank, " of ", h().num_ranks);
+    check(h().num_rows >= 0 && h().num_rows <= (int64_t{1} << 31), "it says ", h().num_rows, " rows");
+    check(h().q_heads >= 1 && h().q_heads <= 4096 && h().kv_heads >= 1 && h().q_heads % h().kv_heads == 0 &&
+              valid_dim(h().dim) && valid_dim(h().v_dim) && (h().dtype == 0 || h().dtype == 1) &&
+              h().key_block_rows >= 1 && h().key_block_rows <= 4096,
+          "its head shape is not possible");
+    check(h().num_rounds >= 1 && h().num_rounds <= kMaxRounds, "it says ", h().num_rounds, " rounds");
+    constexpr int64_t kMaxArena = int64_t{1} << 46;
+    for (int64_t bytes : h().arena_bytes)
+      check(bytes >= 0 && bytes <= h().slot_bytes && h().slot_bytes <= kMaxArena, "an arena of ", bytes, " bytes in ",
+            h().slot_bytes);
+    for (size_t id = 0; id < kNumTables; ++id) {
+      const TableSpan& t = h().tables[id];
+      check(t.begin >= kHeaderWords && t.begin <= h().num_words && t.count >= 0 &&
+                t.count <= (h().num_words - t.begin) / kRowWords[id],
+            "table ", id, " reaches past its end");
+    }
+    check(inside(0, h().num_local_groups, count(view_.groups())) && inside(0, h().num_local_tasks, count(view_.tasks())),
+          "more local groups or tasks than there are");
+  }
+
+  static bool valid_dim(int64_t d) { return d >= 8 && d <= 256 && d % 8 == 0; }
+  template <class Row>
+  static int64_t count(std::span<const Row> rows) {
+    return static_cast<int64_t>(rows.size());
+  }
+
+  /// `rows` rows of a tensor at an arena offset.
+  void check_extent(const char* what, Phase p, Direction d, TensorKind kind, int64_t offset, int64_t rows,
+                    int64_t alignment = kExtentAlignment) const {
+    const int64_t bytes = rows * row_format(view_.heads(), p, d, kind).row_stride();
+    check(offset % alignment == 0 && inside(offset, bytes, h().arena_bytes[static_cast<size_t>(p)]), what,
+          ": ", rows, " rows at offset ", offset, " do not lie in the arena of ",
+          h().arena_bytes[static_cast<size_t>(p)], " bytes");
+  }
+  void check_rows(const char* what, int64_t row, int64_t rows) const {
+    check(rows >= 1 && inside(row, rows, h().num_rows), what, ": rows [", row, ", ", row + rows, ") of ",
+          h().num_rows);
+  }
+  void check_peer(const char* what, int64_t peer, int64_t round) const {
+    check(peer >= 0 && peer < h().num_ranks, what, ": peer ", peer, " of ", h().num_ranks);
+    check(round >= 0 && round < kMaxRounds, what, ": round ", round);
+  }
+
+  void check_groups() const {
+    int64_t next_task = 0, index = 0;
+    for (const GroupRow& g : view_.groups()) {
+      check(g.kv_begin == 0 && g.kv_end >= 1 && g.kv_end <= (int64_t{1} << 31) && g.first_block == 0 &&
+                g.num_blocks == (g.kv_end + h().key_block_rows - 1) / h().key_block_rows &&
+                inside(g.block_begin, g.num_blocks, count(view_.blocks())),
+            "group ", index, " (document ", g.document, "): its key blocks");
+      check(g.task_begin == next_task && inside(g.task_begin, g.task_end - g.task_begin, count(view_.tasks())), "group ",
+            index, ": its tasks");
+      check(inside(g.num_arena_blocks, 0, g.num_blocks), "group ", index, ": its arena blocks");
+      const int64_t arena_rows = g.num_arena_blocks * h().key_block_rows;
+      if (arena_rows > 0) {
+        check_extent("group", Phase::kForward, Direction::kIn, TensorKind::kK, g.forward_k, arena_rows);
+        check_extent("group", Phase::kForward, Direction::kIn, TensorKind::kV, g.forward_v, arena_rows);
+        check_extent("group", Phase::kBackward, Direction::kIn, TensorKind::kK, g.backward_k, arena_rows);
+        check_extent("group", Phase::kBackward, Direction::kIn, TensorKind::kV, g.backward_v, arena_rows);
+      }
+      for (int64_t b = 0; b < g.num_blocks; ++b) {
+        const int64_t entry = view_.blocks()[static_cast<size_t>(g.block_begin + b)];
+        const int64_t rows = std::min(h().key_block_rows, g.kv_end - b * h().key_block_rows);
+        check(entry >= 0 ? inside(entry, rows, h().num_rows) : inside(~entry, rows, arena_rows), "group ", index,
+              ": key block ", b);
+      }
+      check_grads(g, index);
+      const bool local = index < h().num_local_groups;
+      check(!local || (g.num_arena_blocks == 0 && g.task_end <= h().num_local_tasks), "group ", index,
+            " is not local");
+      next_task = g.task_end;
+      ++index;
+    }
+    check(next_task == count(view_.tasks()), "tasks without a group");
+  }
+
+  void check_grads(const GroupRow& g, int64_t index) const {
+    check(inside(g.grad_begin, g.grad_end - g.grad_begin, count(view_.grads())), "group ", index, ": its gradients");
+    int64_t next = g.kv_begin;
+    for (const GradRow& r : view_.grads().subspan(static_cast<size_t>(g.grad_begin),
+                                                  static_cast<size_t>(g.grad_end - g.grad_begin))) {
+      check(r.begin == next && r.end > r.begin && r.end <= g.kv_end, "group ", index, ": gradient rows [", r.begin,
+            ", ", r.end, ")");
+      next = r.end;
+      if (r.target == static_cast<int64_t>(GradTarget::kReturned)) {
+        check_rows("gradient", r.row, r.end - r.begin);
+        continue;
+      }
+      const bool partial = r.target == static_cast<int64_t>(GradTarget::kPartial);
+      check(partial || r.target == static_cast<int64_t>(GradTarget::kArena), "gradient target ", r.target);
+      check_extent("gradient", Phase::kBackward, Direction::kOut, partial ? TensorKind::kDkPartial : TensorKind::kDk,
+                   r.dk, r.end - r.begin);
+      check_extent("gradient", Phase::kBackward, Direction::kOut, partial ? TensorKind::kDvPartial : TensorKind::kDv,
+                   r.dv, r.end - r.begin);
+    }
+    check(next == g.kv_end, "group ", index, ": its gradients end at row ", next, " of ", g.kv_end);
+  }
+
+  void check_tasks() const {
+    int64_t index = 0;
+    for (const TaskRow& t : view_.tasks()) {
+      check(t.group >= 0 && t.group < count(view_.groups()), "task ", index, ": group ", t.group);
+      const GroupRow& g = view_.groups()[static_cast<size_t>(t.group)];
+      check(index >= g.task_begin && index < g.task_end, "task ", index, " is not in its group");
+      const int64_t rows = t.q_end - t.q_begin;
+      check(t.q_begin >= 0 && rows >= 1 && t.q_end <= g.kv_end && t.kv_begin == 0 && t.kv_end == t.q_end, "task ",
+            index, ": rows [", t.q_begin, ", ", t.q_end, ") see keys [", t.kv_begin, ", ", t.kv_end, ")");
+      check(index == g.task_begin || view_.tasks()[static_cast<size_t>(index) - 1].q_end <= t.q_begin, "task ", index,
+            " overlaps the one before");
+      check(t.kv_head_begin == 0 && t.kv_head_end == h().kv_heads, "task ", index, ": key/value heads [",
+            t.kv_head_begin, ", ", t.kv_head_end, "); all ", h().kv_heads, " are allowed");
+      check(t.mask == static_cast<int64_t>(Mask::kCausal), "task ", index, ": mask ", t.mask);
+      check_peer("task", t.home, 0);
+      if (t.home == h().rank) {
+        check_rows("task", t.home_row, rows);
+      } else {
+        check(index >= h().num_local_tasks, "task ", index, " is not local");
+        check_extent("task", Phase::kForward, Direction::kIn, TensorKind::kOut, t.forward_q, rows);
+        check_extent("task", Phase::kForward, Direction::kIn, TensorKind::kLse, t.forward_lse, rows);
+        check_extent("task", Phase::kBackward, Direction::kIn, TensorKind::kQ, t.backward_q, rows);
+        check_extent("task", Phase::kBackward, Direction::kIn, TensorKind::kDout, t.backward_dout, rows);
+        check_extent("task", Phase::kBackward, Direction::kIn, TensorKind::kLse, t.backward_lse, rows);
+        check_extent("task", Phase::kBackward, Direction::kIn, TensorKind::kDelta, t.backward_delta, rows);
+      }
+      ++index;
+    }
+  }
+
+  void check_sums() const {
+    for (const SumRow& s : view_.sums()) {
+      check_rows("sum", s.row, s.num_rows);
+      check_extent("sum", Phase::kBackward, Direction::kOut, TensorKind::kDkPartial, s.dk, s.num_rows);
+      check_extent("sum", Phase::kBackward, Direction::kOut, TensorKind::kDvPartial, s.dv, s.num_rows);
+    }
+  }
+
+  void check_sends(Phase p) const {
+    for (const SendRow& s : view_.sends(p)) {
+      check_peer("send", s.peer, s.round);
+      const bool in = s.direction == static_cast<int64_t>(Direction::kIn);
+      check((in || s.direction == static_cast<int64_t>(Direction::kOut)) && s.num_rows >= 1 &&
+                s.num_rows <= (int64_t{1} << 31) && s.tensor >= 0 &&
+                s.tensor < static_cast<int64_t>(TensorKind::kCount) && s.target >= 0 && s.target <= h().slot_bytes,
+            "send to rank ", s.peer);
+      const auto kind = static_cast<TensorKind>(s.tensor);
+      check(in == is_input(p, kind), "send to rank ", s.peer, ": tensor ", s.tensor, " in this message");
+      if (in) {
+        check_rows("send", s.row, s.num_rows);
+        if (s.peer == h().rank)  // into the middle of an extent: aligned to elements only
+          check_extent("copy", p, Direction::kIn, kind, s.target, s.num_rows, view_.heads().element_bytes());
+      } else {
+        check(s.peer != h().rank, "rows are sent home to their own rank");
+        check_extent("send", p, Direction::kIn, kind, s.source, s.num_rows);
+      }
+    }
+  }
+
+  static bool is_input(Phase p, TensorKind k) {
+    if (k == TensorKind::kLse) return p == Phase::kBackward;
+    return k == TensorKind::kQ || k == TensorKind::kK || k == TensorKind::kV ||
+           (p == Phase::kBackward && (k == TensorKind::kDout || k == TensorKind::kDelta));
+  }
+
+  void check_receives(Phase p) const {
+    for (const ReceiveRow& r : view_.receives(p)) {
+      check_peer("receive", r.peer, r.round);
+      check(r.tensor >= 0 && r.tensor < static_cast<int64_t>(TensorKind::kCount), "receive: tensor ", r.tensor);
+      const auto kind = static_cast<TensorKind>(r.tensor);
+      check(!is_input(p, kind) && (p == Phase::kForward ? kind == TensorKind::kOut || kind == TensorKind::kLse
+                                                        : kind >= TensorKind::kDq),
+            "receive: tensor ", r.tensor, " in this message");
+      check(r.round < h().num_rounds, "receive: round ", r.round, " of ", h().num_rounds);
+      check_rows("receive", r.row, r.num_rows);
+      check_extent("receive", p, Direction::kOut, kind, r.source, r.num_rows);
+      const bool partial = kind == TensorKind::kDkPartial || kind == TensorKind::kDvPartial;
+      const bool copies = r.action == static_cast<int64_t>(ReceiveAction::kCopy);
+      check(copies != partial && r.action >= 0 && r.action <= static_cast<int64_t>(ReceiveAction::kAdd),
+            "receive: action ", r.action);
+      if (partial) check_extent("receive", p, Direction::kOut, kind, r.sum, r.num_rows);
+    }
+  }
+
+  void check_waits(Phase p) const {
+    for (const WaitRow& w : view_.waits(p)) {
+      check_peer("wait", w.peer, w.round);
+      check(w.peer != h().rank && (w.direction == 0 || w.direction == 1), "wait for rank ", w.peer);
+      check(w.round == 0 || (p == Phase::kBackward && w.direction == 1 && w.round < h().num_rounds), "wait for rank ",
+            w.peer, " in round ", w.round);
+    }
+  }
+
+  std::span<const int64_t> words_;
+  SliceView view_;
+};
+
+}  // namespace
+
+void validate(std::span<const int64_t> words) { Validator(words).run(); }
+
+}  // namespace distca::plan

@@ -1,0 +1,241 @@
+// distca._C: layouts, plans, transports and contexts for Python. Typed in python/distca/_C.pyi.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+
+#include "common/error.h"
+#include "plan/plan.h"
+#include "plan/validate.h"
+#include "runtime/context.h"
+#include "transport/loopback.h"
+#include "transport/reordering.h"
+#include "transport/shm.h"
+
+namespace py = pybind11;
+
+namespace distca {
+namespace {
+
+using Milliseconds = std::chrono::milliseconds;
+using SegmentTuple = std::tuple<int64_t, int64_t, int64_t>;
+
+/// An error of the core becomes the class of that name in distca.errors.
+void translate_errors(std::exception_ptr pending) {
+  try {
+    if (pending) std::rethrow_exception(pending);
+  } catch (const Error& error) {
+    const py::object type = py::module_::import("distca.errors").attr(error.kind());
+    py::set_error(type, error.what());
+  }
+}
+
+std::shared_ptr<plan::Layout> layout_from_tuples(const std::vector<std::vector<SegmentTuple>>& ranks) {
+  std::vector<std::vector<plan::Segment>> segments(ranks.size());
+  for (size_t r = 0; r < ranks.size(); ++r)
+    for (const auto& [document, begin, end] : ranks[r]) segments[r].push_back({document, begin, end});
+  return std::make_shared<plan::Layout>(std::move(segments));
+}
+
+void bind_layout(py::module_& m) {
+  py::class_<plan::Layout, std::shared_ptr<plan::Layout>>(m, "Layout")
+      .def(py::init(&layout_from_tuples), py::arg("ranks"))
+      .def_static(
+          "from_documents",
+          [](const std::vector<std::vector<int64_t>>& lengths) {
+            return std::make_shared<plan::Layout>(plan::Layout::from_documents(lengths));
+          },
+          py::arg("lengths"))
+      .def_static(
+          "packed",
+          [](const std::vector<int64_t>& lengths, int64_t ranks, int64_t tokens_per_rank) {
+            return std::make_shared<plan::Layout>(plan::Layout::packed(lengths, ranks, tokens_per_rank));
+          },
+          py::arg("lengths"), py::arg("ranks"), py::arg("tokens_per_rank"))
+      .def_property_readonly("num_ranks", &plan::Layout::num_ranks)
+      .def_property_readonly("document_lengths", &plan::Layout::document_lengths)
+      .def(
+          "num_rows",
+          [](const plan::Layout& l, int64_t rank) {
+            require(rank >= 0 && rank < l.num_ranks(), "layout: rank = ", rank, "; 0 to ", l.num_ranks() - 1,
+                    " are allowed");
+            return l.num_rows(rank);
+          },
+          py::arg("rank"))
+      .def(
+          "segments",
+          [](const plan::Layout& l, int64_t rank) {
+            require(rank >= 0 && rank < l.num_ranks(), "layout: rank = ", rank, "; 0 to ", l.num_ranks() - 1,
+                    " are allowed");
+            std::vector<SegmentTuple> segments;
+            for (const plan::Segment& s : l.ranks()[static_cast<size_t>(rank)])
+              segments.emplace_back(s.document, s.begin, s.end);
+            return segments;
+          },
+          py::arg("rank"));
+}
+
+std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int64_t q_heads, int64_t kv_heads,
+                                      int64_t dim, int64_t v_dim, int64_t dtype, int64_t per_pair, int64_t per_row,
+                                      int64_t tolerance_ppm, int64_t min_rows, bool balance, int64_t capacity,
+                                      int64_t context_epoch) {
+  require(dtype == 0 || dtype == 1, "plan: dtype number ", dtype, "; 0 (float32) and 1 (bfloat16) are allowed");
+  plan::PlanOptions options;
+  options.schedule.heads = {q_heads, kv_heads, dim, v_dim, static_cast<DType>(dtype)};
+  options.schedule.cost = {per_pair, per_row};
+  options.schedule.tolerance_ppm = tolerance_ppm;
+  options.schedule.min_rows = min_rows;
+  options.schedule.balance = balance;
+  options.key_block_rows = attention::kKeyBlockRows;
+  options.capacity = capacity;
+  options.context_epoch = context_epoch;
+  const py::gil_scoped_release release;
+  return std::make_shared<plan::Plan>(std::move(layout), options);
+}
+
+py::dict stats_of(const plan::Plan& p) {
+  const plan::PlanStats& s = p.stats();
+  py::dict d;
+  d["load_before"] = s.load_before;
+  d["load"] = s.load;
+  d["lower_bound"] = s.lower_bound;
+  py::dict bytes;
+  const char* messages[] = {"forward_in", "forward_out", "backward_in", "backward_out"};
+  for (size_t i = 0; i < 4; ++i) bytes[messages[i]] = s.bytes[i];
+  d["bytes"] = bytes;
+  const char* phases[] = {"forward", "backward"};
+  py::dict arenas;
+  for (size_t phase = 0; phase < 2; ++phase) {
+    py::list of_phase;
+    for (const plan::PlanStats::Arena& a : s.arenas[phase])
+      of_phase.append(py::make_tuple(a.server_in, a.home_in, a.scratch));
+    arenas[phases[phase]] = of_phase;
+  }
+  d["arena_bytes"] = arenas;
+  d["plan_ms"] = static_cast<double>(s.plan_ns) * 1e-6;
+  return d;
+}
+
+void bind_plan(py::module_& m) {
+  py::class_<plan::Plan, std::shared_ptr<plan::Plan>>(m, "Plan")
+      .def(py::init(&make_plan), py::kw_only(), py::arg("layout"), py::arg("q_heads"), py::arg("kv_heads"),
+           py::arg("dim"), py::arg("v_dim"), py::arg("dtype"), py::arg("per_pair"), py::arg("per_row"),
+           py::arg("tolerance_ppm"), py::arg("min_rows"), py::arg("balance"), py::arg("capacity"),
+           py::arg("context_epoch"))
+      .def_property_readonly("digest", &plan::Plan::digest)
+      .def("stats", &stats_of)
+      .def("tasks",
+           [](const plan::Plan& p) {
+             py::list tasks;
+             for (const plan::Task& t : p.tasks()) {
+               tasks.append(py::make_tuple(t.document, t.q_begin, t.q_end, t.kv_begin, t.kv_end, t.kv_head_begin,
+                                           t.kv_head_end, t.home, t.server));
+             }
+             return tasks;
+           })
+      .def(
+          "slice",
+          [](const plan::Plan& p, int64_t rank) {
+            const std::vector<int64_t> words = p.slice(rank);
+            return py::bytearray(reinterpret_cast<const char*>(words.data()), words.size() * sizeof(int64_t));
+          },
+          py::arg("rank"));
+}
+
+runtime::ContextOptions context_options(std::string name, int64_t slot_bytes, double timeout, int64_t per_pair,
+                                        int64_t per_row, int64_t epoch) {
+  require(timeout > 0 && timeout < 1e9, "context: timeout = ", timeout, " s; a positive number of seconds is expected");
+  require(slot_bytes > 0 && slot_bytes <= int64_t{1} << 46, "context: ", slot_bytes, " bytes a slot; 1 to 2^46 are allowed");
+  runtime::ContextOptions options;
+  options.name = std::move(name);
+  options.slot_bytes = slot_bytes;
+  options.timeout = Milliseconds(static_cast<int64_t>(timeout * 1e3));
+  const plan::CostModel cost{per_pair, per_row};
+  cost.check();
+  options.cost_digest = cost.digest();
+  options.epoch = epoch;
+  return options;
+}
+
+using ContextPtr = std::shared_ptr<runtime::Context>;
+
+ContextPtr register_context(std::unique_ptr<transport::Transport> transport, runtime::ContextOptions options,
+                            std::optional<uint64_t> reorder_seed) {
+  if (reorder_seed) {
+    const uint64_t seed = *reorder_seed * 1000003u + static_cast<uint64_t>(transport->rank());
+    transport = std::make_unique<transport::ReorderingTransport>(std::move(transport), seed);
+  }
+  auto context = std::make_shared<runtime::Context>(std::move(transport), std::move(options));
+  runtime::add_context(context);
+  return context;
+}
+
+std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& names, int64_t slot_bytes, double timeout,
+                                               int64_t per_pair, int64_t per_row, int64_t epoch,
+                                               std::optional<uint64_t> reorder_seed) {
+  const auto n = static_cast<int64_t>(names.size());
+  require(n >= 1 && n <= 4096, "loopback: ", n, " ranks; 1 to 4096 are allowed");
+  auto options = context_options("", slot_bytes, timeout, per_pair, per_row, epoch);
+  const runtime::HeapNeeds needs = runtime::heap_needs(n, slot_bytes);
+  auto transports = transport::make_loopback(static_cast<int>(n), needs.heap_bytes, needs.num_signals);
+  std::vector<ContextPtr> contexts;
+  for (size_t r = 0; r < names.size(); ++r) {
+    options.name = names[r];
+    contexts.push_back(register_context(std::move(transports[r]), options, reorder_seed));
+  }
+  return contexts;
+}
+
+ContextPtr make_shm_context(transport::ShmListener& listener, int rank, const std::vector<std::string>& addresses,
+                            std::string name, int64_t slot_bytes, double timeout, double connect_timeout,
+                            int64_t per_pair, int64_t per_row, int64_t epoch, std::optional<uint64_t> reorder_seed) {
+  const auto options = context_options(std::move(name), slot_bytes, timeout, per_pair, per_row, epoch);
+  const runtime::HeapNeeds needs = runtime::heap_needs(static_cast<int64_t>(addresses.size()), slot_bytes);
+  const py::gil_scoped_release release;
+  auto transport = transport::connect_shm(std::move(listener), rank, addresses, needs.heap_bytes, needs.num_signals,
+                                          Milliseconds(static_cast<int64_t>(connect_timeout * 1e3)));
+  return register_context(std::move(transport), options, reorder_seed);
+}
+
+void bind_context(py::module_& m) {
+  py::class_<runtime::Context, ContextPtr>(m, "Context")
+      .def_property_readonly("name", [](const runtime::Context& c) { return c.options().name; })
+      .def_property_readonly("rank", &runtime::Context::rank)
+      .def_property_readonly("num_ranks", &runtime::Context::num_ranks)
+      .def_property_readonly("transport", &runtime::Context::transport_name)
+      .def_property_readonly("slot_bytes", [](const runtime::Context& c) { return c.options().slot_bytes; })
+      .def_property_readonly("step", &runtime::Context::step)
+      .def("set_fill_with_nan", &runtime::Context::set_fill_with_nan, py::arg("on"))
+      .def("mark_died", [](runtime::Context& c) { transport::mark_died(c.transport()); });
+  m.def("make_loopback", &make_loopback_contexts, py::kw_only(), py::arg("names"), py::arg("slot_bytes"),
+        py::arg("timeout"), py::arg("per_pair"), py::arg("per_row"), py::arg("epoch"),
+        py::arg("reorder_seed") = std::nullopt);
+  py::class_<transport::ShmListener>(m, "ShmListener")
+      .def(py::init<>())
+      .def_property_readonly("address", &transport::ShmListener::address);
+  m.def("connect_shm", &make_shm_context, py::kw_only(), py::arg("listener"), py::arg("rank"), py::arg("addresses"),
+        py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"), py::arg("per_pair"),
+        py::arg("per_row"), py::arg("epoch"), py::arg("reorder_seed") = std::nullopt);
+  m.def("remove_context", &runtime::remove_context, py::arg("name"), py::call_guard<py::gil_scoped_release>());
+  m.def("find_context", &runtime::find_context, py::arg("name"));
+}
+
+}  // namespace
+}  // namespace distca
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Layouts, plans, transports and contexts of distca.";
+  py::register_exception_translator(&distca::translate_errors);
+  distca::bind_layout(m);
+  distca::bind_plan(m);
+  distca::bind_context(m);
+  m.def(
+      "validate_plan",
+      [](const py::buffer& words) {
+        const py::buffer_info info = words.request();
+        distca::require<distca::PlanFormatError>(info.itemsize == 8 && info.ndim == 1 && info.strides[0] == 8,
+                                                 "plan tensor: a contiguous buffer of 64-bit words is expected");
+        distca::plan::validate({static_cast<const int64_t*>(info.ptr), static_cast<size_t>(info.size)});
+      },
+      py::arg("words"), "Throws PlanFormatError unless the words are a whole, unaltered slice of a plan.");
+}

@@ -1,0 +1,125 @@
+#include "runtime/context.h"
+
+#include <map>
+
+#include "attention/attention.h"
+#include "plan/validate.h"
+
+namespace distca::runtime {
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::map<std::string, std::shared_ptr<Context>> contexts;
+};
+
+/// The one piece of global state of the library. Never destroyed: operators may run while the process exits.
+Registry& registry() {
+  static auto* instance = new Registry;
+  return *instance;
+}
+
+std::string describe(const HeadShape& h) {
+  return message(h.q_heads, " query heads and ", h.kv_heads, " key/value heads of dim ", h.dim, " (values ", h.v_dim,
+                 "), ", dtype_name(h.dtype));
+}
+
+}  // namespace
+
+HeapNeeds heap_needs(int64_t num_ranks, int64_t slot_bytes) {
+  return {kNumSlots * slot_bytes, Signals(num_ranks).count()};
+}
+
+Context::Context(std::unique_ptr<transport::Transport> transport, ContextOptions options)
+    : options_(std::move(options)),
+      protocol_(std::move(transport), options_.name, options_.slot_bytes, options_.timeout),
+      dispatcher_(protocol_) {
+  require(options_.slot_bytes > 0 && options_.slot_bytes % plan::kExtentAlignment == 0, "context: slot_bytes = ",
+          options_.slot_bytes, "; positive multiples of ", plan::kExtentAlignment, " are allowed");
+  require(static_cast<int64_t>(protocol_.transport().heap().size()) >= kNumSlots * options_.slot_bytes,
+          "context: the heap is smaller than its slots");
+}
+
+plan::SliceView Context::accept(std::span<const int64_t> plan_words, const HeadShape& heads, int64_t num_rows) const {
+  protocol_.check_healthy();
+  plan::validate(plan_words);
+  const plan::SliceView slice(plan_words);
+  const plan::Header& h = slice.header();
+  require(h.num_ranks == num_ranks(), "plan is for ", h.num_ranks, " ranks, context \"", options_.name, "\" has ",
+          num_ranks());
+  require(h.rank == rank(), "plan is the slice of rank ", h.rank, ", this is rank ", rank(), " of context \"",
+          options_.name, "\"; use plan.for_rank(", rank(), ")");
+  require(slice.heads() == heads, "plan was made for ", describe(slice.heads()), "; the tensors have ",
+          describe(heads));
+  require(h.num_rows == num_rows, "plan is of another layout: it has ", h.num_rows, " rows on rank ", h.rank,
+          ", the tensors have ", num_rows);
+  require(static_cast<uint64_t>(h.cost_digest) == options_.cost_digest, "plan was made with another cost model than ",
+          "context \"", options_.name, "\"; pass the same cost to distca.init and distca.plan");
+  require(h.context_epoch == 0 || h.context_epoch == options_.epoch, "plan was made for epoch ", h.context_epoch,
+          " of context \"", options_.name, "\", which is in epoch ", options_.epoch);
+  require(h.key_block_rows == attention::kKeyBlockRows, "plan has key blocks of ", h.key_block_rows,
+          " rows, the kernel has ", attention::kKeyBlockRows);
+  require<CapacityError>(h.slot_bytes <= options_.slot_bytes, "plan needs ", h.slot_bytes,
+                         " bytes a slot, context \"", options_.name, "\" has ", options_.slot_bytes,
+                         "; give distca.init heap_bytes >= ", kNumSlots * h.slot_bytes);
+  return slice;
+}
+
+template <class Step>
+void Context::run(const Step& step) {
+  const std::unique_lock lock(in_step_, std::try_to_lock);
+  require(lock.owns_lock(), "context \"", options_.name, "\" is in a step on another thread; one step at a time");
+  protocol_.check_healthy();
+  try {
+    step();
+  } catch (const Error& error) {
+    protocol_.fail(error);
+    throw;
+  } catch (const std::exception& error) {
+    const SystemError fault(message("context \"", options_.name, "\": ", error.what()));
+    protocol_.fail(fault);
+    throw fault;
+  }
+}
+
+void Context::forward(const plan::SliceView& slice, const ForwardTensors& tensors, float scale,
+                      const Parallel& parallel) {
+  run([&] { dispatcher_.forward(slice, tensors, scale, parallel); });
+}
+
+void Context::backward(const plan::SliceView& slice, const BackwardTensors& tensors, float scale,
+                       const Parallel& parallel) {
+  run([&] { dispatcher_.backward(slice, tensors, scale, parallel); });
+}
+
+void add_context(std::shared_ptr<Context> context) {
+  Registry& r = registry();
+  const std::lock_guard lock(r.mutex);
+  const std::string name = context->options().name;
+  require(r.contexts.emplace(name, std::move(context)).second, "context \"", name,
+          "\" exists already; close it first, or choose another name");
+}
+
+std::shared_ptr<Context> find_context(const std::string& name) {
+  Registry& r = registry();
+  const std::lock_guard lock(r.mutex);
+  const auto found = r.contexts.find(name);
+  if (found != r.contexts.end()) return found->second;
+  std::string names;
+  for (const auto& [other, context] : r.contexts) names += (names.empty() ? "\"" : ", \"") + other + "\"";
+  throw InvalidArgumentError(message("no context \"", name, "\"; call distca.init first (there are: ",
+                                     names.empty() ? "none" : names, ")"));
+}
+
+bool remove_context(const std::string& name) {
+  Registry& r = registry();
+  std::shared_ptr<Context> removed;  // destroyed after the lock is released
+  const std::lock_guard lock(r.mutex);
+  const auto found = r.contexts.find(name);
+  if (found == r.contexts.end()) return false;
+  removed = std::move(found->second);
+  r.contexts.erase(found);
+  return true;
+}
+
+}  // namespace distca::runtime

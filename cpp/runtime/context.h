@@ -1,0 +1,75 @@
+// A context: one rank's membership in an attention group. Holds the heap, the step counter and the kernel's scratch.
+//
+// The process has one registry of contexts by name; operators find theirs there.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+
+#include "common/dtype.h"
+#include "common/error.h"
+#include "runtime/dispatcher.h"
+#include "runtime/protocol.h"
+#include "transport/transport.h"
+
+namespace distca::runtime {
+
+struct ContextOptions {
+  std::string name = "default";
+  int64_t slot_bytes = 0;        // arena bytes of one slot
+  int64_t epoch = 1;             // plans that name another epoch are refused
+  uint64_t cost_digest = 0;      // of the cost model that plans must have been made with
+  std::chrono::milliseconds timeout{600'000};
+};
+
+/// Heap bytes and signal words that a transport for such a context must have.
+struct HeapNeeds {
+  int64_t heap_bytes;
+  int64_t num_signals;
+};
+DISTCA_EXPORT HeapNeeds heap_needs(int64_t num_ranks, int64_t slot_bytes);
+
+class DISTCA_EXPORT Context {
+ public:
+  Context(std::unique_ptr<transport::Transport> transport, ContextOptions options);
+
+  const ContextOptions& options() const { return options_; }
+  const char* transport_name() { return protocol_.transport().name(); }
+  transport::Transport& transport() { return protocol_.transport(); }
+  int64_t rank() const { return protocol_.rank(); }
+  int64_t num_ranks() const { return protocol_.num_ranks(); }
+  uint64_t step() const { return protocol_.step(); }
+
+  /// Whether a plan tensor may be used here, before anything moves: intact, for this rank, heads, rows and capacity.
+  /// `num_rows` and `heads` are those of the tensors. Throws the error that says which of these is wrong.
+  plan::SliceView accept(std::span<const int64_t> plan_words, const HeadShape& heads, int64_t num_rows) const;
+
+  /// One collective step. `slice` was accepted. A fault poisons the context.
+  void forward(const plan::SliceView& slice, const ForwardTensors& tensors, float scale, const Parallel& parallel);
+  void backward(const plan::SliceView& slice, const BackwardTensors& tensors, float scale, const Parallel& parallel);
+
+  /// For tests: fill arenas and returned tensors with NaN before every step.
+  void set_fill_with_nan(bool on) { dispatcher_.set_fill_with_nan(on); }
+
+ private:
+  template <class Step>
+  void run(const Step& step);
+
+  ContextOptions options_;
+  Protocol protocol_;
+  Dispatcher dispatcher_;
+  std::mutex in_step_;
+};
+
+/// Registers a context under its name; a name in use is an error.
+DISTCA_EXPORT void add_context(std::shared_ptr<Context> context);
+/// The context of that name, or an InvalidArgumentError that lists the names there are.
+DISTCA_EXPORT std::shared_ptr<Context> find_context(const std::string& name);
+/// Takes the context out of the registry; false if there was none.
+DISTCA_EXPORT bool remove_context(const std::string& name);
+
+}  // namespace distca::runtime

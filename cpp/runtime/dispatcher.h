@@ -1,0 +1,71 @@
+// The dispatcher: runs one rank's slice of a plan over the transport. Forward: dispatch, attend, collect; so is backward.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "attention/attention.h"
+#include "common/parallel.h"
+#include "plan/tables.h"
+#include "runtime/protocol.h"
+
+namespace distca::runtime {
+
+/// The tensors of this rank, [T, heads, dim] with T = the layout's rows of this rank. Inputs are never written.
+struct ForwardTensors {
+  RowView q, k, v;
+  RowView out, lse;  // returned; lse [T, q_heads] fp32
+};
+struct BackwardTensors {
+  RowView q, k, v, out, lse, dout;
+  RowView dq, dk, dv;  // returned
+};
+
+class Dispatcher {
+ public:
+  explicit Dispatcher(Protocol& protocol) : protocol_(protocol) {}
+
+  void forward(const plan::SliceView& slice, const ForwardTensors& tensors, float scale, const Parallel& parallel);
+  void backward(const plan::SliceView& slice, const BackwardTensors& tensors, float scale, const Parallel& parallel);
+
+  /// For tests: fill the arena and the returned tensors with NaN before every step.
+  void set_fill_with_nan(bool on) { fill_with_nan_ = on; }
+
+ private:
+  /// Where a tensor of this rank lies, by TensorKind; null where the step does not have it.
+  using LocalTensors = std::array<RowView, static_cast<size_t>(plan::TensorKind::kCount)>;
+
+  void open(const plan::SliceView& slice, plan::Phase phase);
+  void dispatch(const plan::SliceView& slice);
+  void attend(const plan::SliceView& slice, float scale, bool local, const Parallel& parallel);
+  void collect(const plan::SliceView& slice);
+  void send_home(const plan::SliceView& slice, int64_t round);
+  void receive_home(const plan::SliceView& slice, int64_t round);
+  void finish_sums(const plan::SliceView& slice);
+  void fill_padding(const plan::SliceView& slice);
+  void fill_nan(const plan::SliceView& slice);
+
+  RowView in_arena(plan::Direction direction, plan::TensorKind kind, int64_t offset) const;
+  const RowView& local(plan::TensorKind kind) const { return local_[static_cast<size_t>(kind)]; }
+  RowExtent extent(plan::Direction direction, plan::TensorKind kind, int64_t num_rows) const;
+  RowView task_rows(const plan::TaskRow& t, bool at_home, plan::TensorKind kind, int64_t offset) const;
+
+  Protocol& protocol_;
+  attention::CpuAttention kernel_;
+  bool fill_with_nan_ = false;
+
+  // The step under way.
+  plan::Phase phase_ = plan::Phase::kForward;
+  HeadShape heads_;
+  std::byte* arena_ = nullptr;
+  LocalTensors local_ = {};
+
+  // Scratch that only grows.
+  std::vector<attention::KeyGroup> groups_;
+  std::vector<attention::Task> tasks_;
+  std::vector<attention::KeyGradRun> grads_;
+  std::vector<float> delta_;
+};
+
+}  // namespace distca::runtime

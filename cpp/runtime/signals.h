@@ -1,0 +1,43 @@
+// What the signal words of a rank's heap mean. Words marked "of peer p" are written by p alone.
+#pragma once
+
+#include <cstdint>
+
+namespace distca::runtime {
+
+/// Slots a context alternates between (ping, pong): step n uses slot n % kNumSlots.
+inline constexpr int64_t kNumSlots = 2;
+
+class Signals {
+ public:
+  explicit Signals(int64_t num_ranks) : num_ranks_(num_ranks) {}
+
+  /// Of peer p: p's slot may be written by us in this step and round.
+  int64_t credit(int64_t slot, int64_t peer) const { return per_peer(3 * slot, peer); }
+  /// Of peer p: p's rows of the in / out message of this step and round have arrived.
+  int64_t arrived(int64_t direction, int64_t slot, int64_t peer) const { return per_peer(3 * slot + 1 + direction, peer); }
+  /// Of peer p: p has met a fault; kFaultDetails words of detail, then the code (0 = none).
+  int64_t fault_detail(int64_t peer, int64_t index) const { return per_peer(3 * kNumSlots + index, peer); }
+  int64_t fault_code(int64_t peer) const { return per_peer(3 * kNumSlots + kFaultDetails, peer); }
+  /// Published by the owner for its peers: at index step % kHistory the digest of a step's plan, then which step it is.
+  int64_t digest(uint64_t step) const { return published(2 * static_cast<int64_t>(step % kHistory)); }
+  int64_t step(uint64_t step) const { return digest(step) + 1; }
+  /// Published by the owner: its latest step.
+  int64_t latest_step() const { return published(2 * kHistory); }
+
+  int64_t count() const { return published(2 * kHistory + 1); }
+
+  static constexpr int64_t kFaultDetails = 4;
+
+ private:
+  static constexpr int64_t kHistory = 64;
+  int64_t per_peer(int64_t kind, int64_t peer) const { return kind * num_ranks_ + peer; }
+  int64_t published(int64_t index) const { return per_peer(3 * kNumSlots + kFaultDetails + 1, 0) + index; }
+
+  int64_t num_ranks_;
+};
+
+/// Sequence numbers are written, not added, and awaited with >=. Steps count from 1.
+constexpr uint64_t sequence(uint64_t step, int64_t round) { return step << 16 | static_cast<uint64_t>(round); }
+
+}  // namespace distca::runtime

@@ -1,0 +1,206 @@
+// torch.ops.distca.attention and its backward: the fused kernel over a table of tasks in this process's tensors alone.
+//
+// tasks is an int64 CPU tensor [N, 4]: (q_begin, q_end, kv_begin, kv_end), rows of q and of k/v. The document starts at
+// kv_begin, and the queries are its last q_end - q_begin rows up to kv_end (causal, aligned at the end).
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <vector>
+
+#include "attention/attention.h"
+#include "torch/tensors.h"
+
+namespace distca::ops {
+namespace {
+
+using attention::kKeyBlockRows;
+
+struct LocalTask {
+  int64_t q_begin, q_end, kv_begin, kv_end;
+  int64_t first_row() const { return (kv_end - kv_begin) - (q_end - q_begin); }  // of the queries, in the document
+};
+
+/// Scratch of one thread's local attention; only grows.
+struct Workspace {
+  std::vector<LocalTask> sorted;
+  std::vector<attention::Task> tasks;
+  std::vector<attention::KeyGroup> groups;
+  std::vector<attention::KeyGradRun> grads;
+  std::vector<int64_t> blocks;
+  std::vector<float> delta;
+  attention::CpuAttention kernel;
+};
+
+Workspace& workspace() {
+  thread_local Workspace instance;
+  return instance;
+}
+
+/// Reads and checks the tasks; afterwards they are sorted by (kv_begin, first row).
+void read_tasks(Workspace& w, const Tensor& tasks, int64_t q_rows, int64_t kv_rows) {
+  require(tasks.dim() == 2 && tasks.size(1) == 4, "tasks has shape ", shape_of(tasks),
+          "; [N, 4] (q_begin, q_end, kv_begin, kv_end) is expected");
+  const auto words = words_of(tasks, "tasks");
+  w.sorted.clear();
+  for (size_t i = 0; i < words.size(); i += 4) {
+    const LocalTask t{words[i], words[i + 1], words[i + 2], words[i + 3]};
+    require(t.q_begin >= 0 && t.q_end > t.q_begin && t.q_end <= q_rows, "task ", i / 4, ": query rows [", t.q_begin,
+            ", ", t.q_end, ") of ", q_rows);
+    require(t.kv_begin >= 0 && t.kv_end > t.kv_begin && t.kv_end <= kv_rows, "task ", i / 4, ": key rows [",
+            t.kv_begin, ", ", t.kv_end, ") of ", kv_rows);
+    require(t.first_row() >= 0, "task ", i / 4, " has more query rows (", t.q_end - t.q_begin, ") than key rows (",
+            t.kv_end - t.kv_begin, ")");
+    w.sorted.push_back(t);
+  }
+  std::sort(w.sorted.begin(), w.sorted.end(), [](const LocalTask& a, const LocalTask& b) { return a.q_begin < b.q_begin; });
+  for (size_t i = 1; i < w.sorted.size(); ++i)
+    require(w.sorted[i - 1].q_end <= w.sorted[i].q_begin, "two tasks have query row ", w.sorted[i].q_begin);
+  std::sort(w.sorted.begin(), w.sorted.end(), [](const LocalTask& a, const LocalTask& b) {
+    return a.kv_begin != b.kv_begin ? a.kv_begin < b.kv_begin : a.kv_end < b.kv_end;
+  });
+}
+
+/// Groups the sorted tasks by document.
+void group_tasks(Workspace& w, const RowView& k, const RowView& v) {
+  w.groups.clear();
+  w.tasks.clear();
+  w.blocks.clear();
+  int64_t total_blocks = 0, kv_done = 0;
+  for (size_t i = 0; i < w.sorted.size();) {
+    const int64_t begin = w.sorted[i].kv_begin;
+    require(begin >= kv_done, "the documents at key rows ", begin, " and before ", kv_done, " overlap");
+    attention::KeyGroup g;
+    g.task_begin = static_cast<int64_t>(i);
+    int64_t rows_done = 0;
+    for (; i < w.sorted.size() && w.sorted[i].kv_begin == begin; ++i) {
+      const LocalTask& t = w.sorted[i];
+      require(t.first_row() >= rows_done, "two tasks compute row ", t.first_row(), " of the document at key row ", begin);
+      rows_done = g.kv_end = t.kv_end - begin;
+      attention::Task task;
+      task.group = static_cast<int64_t>(w.groups.size());
+      task.q_begin = t.first_row();
+      task.q_end = rows_done;
+      w.tasks.push_back(task);
+    }
+    g.task_end = static_cast<int64_t>(i);
+    g.k[0] = k.from_row(begin);
+    g.v[0] = v.from_row(begin);
+    w.groups.push_back(g);
+    total_blocks = std::max(total_blocks, (g.kv_end + kKeyBlockRows - 1) / kKeyBlockRows);
+    kv_done = begin + g.kv_end;
+  }
+  // Each document starts at row 0 of its own view, so one table of consecutive blocks serves all.
+  for (int64_t b = 0; b < total_blocks; ++b) w.blocks.push_back(b * kKeyBlockRows);
+  for (attention::KeyGroup& g : w.groups)
+    g.blocks = std::span(w.blocks).first(static_cast<size_t>((g.kv_end + kKeyBlockRows - 1) / kKeyBlockRows));
+}
+
+int64_t covered_rows(const Workspace& w) {
+  int64_t rows = 0;
+  for (const LocalTask& t : w.sorted) rows += t.q_end - t.q_begin;
+  return rows;
+}
+
+std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
+                                             std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
+                                             bool /*deterministic*/) {
+  return guarded([&] {
+    refuse_unsupported(softcap, sinks);
+    const HeadShape heads = heads_of(q, k, v);
+    const float factor = scale_or_default(scale, heads);
+    Workspace& w = workspace();
+    read_tasks(w, tasks, q.size(0), k.size(0));
+    group_tasks(w, rows_of(k, "k"), rows_of(v, "v"));
+    Tensor out = empty_rows(q, q.size(0), heads.q_heads, heads.v_dim);
+    Tensor lse = empty_scalars(q, q.size(0), heads.q_heads);
+    if (covered_rows(w) < q.size(0)) {
+      torch::stable::zero_(out);
+      torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
+    }
+    for (size_t i = 0; i < w.tasks.size(); ++i) {
+      const int64_t row = w.sorted[i].q_begin;
+      w.tasks[i].q = rows_of(q, "q").from_row(row);
+      w.tasks[i].out = rows_of(out, "out").from_row(row);
+      w.tasks[i].lse = scalars_of(lse, "lse").from_row(row);
+    }
+    w.kernel.forward({heads, factor, w.groups, w.tasks}, torch_threads());
+    return std::tuple{out, lse};
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, const Tensor& q, const Tensor& k,
+                                                      const Tensor& v, const Tensor& out, const Tensor& lse,
+                                                      const Tensor& tasks, std::optional<Tensor> sinks,
+                                                      std::optional<double> scale, double softcap,
+                                                      bool /*deterministic*/) {
+  return guarded([&] {
+    refuse_unsupported(softcap, sinks);
+    const HeadShape heads = heads_of(q, k, v);
+    const float factor = scale_or_default(scale, heads);
+    const int64_t rows = q.size(0);
+    const Tensor dout = with_dense_rows(dout_any);
+    for (const auto& [t, name] : {std::pair{&dout, "dout"}, {&out, "out"}}) {
+      require(dtype_of(*t, name) == heads.dtype && t->dim() == 3 && t->size(0) == rows &&
+                  t->size(1) == heads.q_heads && t->size(2) == heads.v_dim,
+              name, " has shape ", shape_of(*t), "; [", rows, ", ", heads.q_heads, ", ", heads.v_dim, "] in q's dtype ",
+              "is expected");
+    }
+    const RowView lse_rows = scalars_of(lse, "lse");
+    require(lse.size(0) == rows && lse.size(1) == heads.q_heads, "lse has shape ", shape_of(lse), "; [", rows, ", ",
+            heads.q_heads, "] is expected");
+    Workspace& w = workspace();
+    read_tasks(w, tasks, rows, k.size(0));
+    group_tasks(w, rows_of(k, "k"), rows_of(v, "v"));
+    Tensor dq = empty_rows(q, rows, heads.q_heads, heads.dim);
+    Tensor dk = empty_rows(k, k.size(0), heads.kv_heads, heads.dim);
+    Tensor dv = empty_rows(v, k.size(0), heads.kv_heads, heads.v_dim);
+    int64_t key_rows = 0;
+    for (const attention::KeyGroup& g : w.groups) key_rows += g.kv_end;
+    if (covered_rows(w) < rows) torch::stable::zero_(dq);
+    if (key_rows < k.size(0)) {
+      torch::stable::zero_(dk);
+      torch::stable::zero_(dv);
+    }
+    w.delta.resize(std::max(w.delta.size(), static_cast<size_t>(rows * heads.q_heads)));
+    const RowView delta{reinterpret_cast<std::byte*>(w.delta.data()), heads.q_heads * 4, 4};
+    attention::row_dot(heads, rows, rows_of(out, "out"), rows_of(dout, "dout"), delta, torch_threads());
+    for (size_t i = 0; i < w.tasks.size(); ++i) {
+      const int64_t row = w.sorted[i].q_begin;
+      w.tasks[i].q = rows_of(q, "q").from_row(row);
+      w.tasks[i].dout = rows_of(dout, "dout").from_row(row);
+      w.tasks[i].lse = lse_rows.from_row(row);
+      w.tasks[i].delta = delta.from_row(row);
+      w.tasks[i].dq = rows_of(dq, "dq").from_row(row);
+    }
+    w.grads.clear();
+    w.grads.reserve(w.groups.size());  // spans into it are taken below
+    for (attention::KeyGroup& g : w.groups) {
+      const int64_t row = w.sorted[static_cast<size_t>(g.task_begin)].kv_begin;
+      w.grads.push_back({0, g.kv_end, heads.dtype, rows_of(dk, "dk").from_row(row), rows_of(dv, "dv").from_row(row)});
+      g.grads = std::span(w.grads).last(1);
+    }
+    w.kernel.backward({heads, factor, w.groups, w.tasks}, torch_threads());
+    return std::tuple{dq, dk, dv};
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
+  m.def(
+      "attention(Tensor q, Tensor k, Tensor v, Tensor tasks, Tensor? sinks=None, *, float? scale=None, "
+      "float softcap=0., bool deterministic=False) -> (Tensor out, Tensor lse)");
+  m.def(
+      "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor tasks, "
+      "Tensor? sinks=None, *, float? scale=None, float softcap=0., bool deterministic=False) -> "
+      "(Tensor dq, Tensor dk, Tensor dv)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(distca, CPU, m) {
+  m.impl("attention", TORCH_BOX(&attention_forward));
+  m.impl("attention_backward", TORCH_BOX(&attention_backward));
+}
+
+}  // namespace distca::ops

@@ -1,0 +1,127 @@
+// From torch tensors to the core's views, with the checks at the boundary; and from the core's errors to torch's.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string>
+
+#include "common/dtype.h"
+#include "common/error.h"
+#include "common/parallel.h"
+#include "common/rows.h"
+
+namespace distca::ops {
+
+using torch::stable::Tensor;
+
+/// Runs an operator's body; an error of the core becomes a RuntimeError "distca <kind>: <message>", from which the
+/// Python package makes the typed one.
+template <class Body>
+auto guarded(const Body& body) {
+  try {
+    return body();
+  } catch (const Error& error) {
+    throw std::runtime_error(message("distca ", error.kind(), ": ", error.what()));
+  }
+}
+
+inline std::string shape_of(const Tensor& t) {
+  std::string s = "[";
+  for (int64_t i = 0; i < t.dim(); ++i) s += (i > 0 ? ", " : "") + std::to_string(t.size(i));
+  return s + "]";
+}
+
+inline DType dtype_of(const Tensor& t, const char* name) {
+  using torch::headeronly::ScalarType;
+  const ScalarType type = t.scalar_type();
+  require(type == ScalarType::Float || type == ScalarType::BFloat16, name, " has dtype number ",
+          static_cast<int>(type), "; float32 and bfloat16 are supported");
+  return type == ScalarType::Float ? DType::kFloat32 : DType::kBFloat16;
+}
+
+/// A [rows, heads, dim] view of a CPU tensor; strides are arbitrary but for a contiguous last dimension.
+inline RowView rows_of(const Tensor& t, const char* name) {
+  require(t.is_cpu(), name, " is not on the CPU; this build supports CPU tensors");
+  require(t.dim() == 3, name, " has shape ", shape_of(t), "; [tokens, heads, dim] is expected");
+  require(t.stride(2) == 1 || t.size(2) == 1, name, ": the last dimension must be contiguous, its stride is ",
+          t.stride(2));
+  const auto bytes = static_cast<int64_t>(t.element_size());
+  return {static_cast<std::byte*>(t.data_ptr()), t.stride(0) * bytes, t.stride(1) * bytes};
+}
+
+/// A [rows, heads] fp32 CPU tensor (the log-sum-exp) as a view of one element a head.
+inline RowView scalars_of(const Tensor& t, const char* name) {
+  require(t.is_cpu() && t.dim() == 2 && t.scalar_type() == torch::headeronly::ScalarType::Float, name, " has shape ",
+          shape_of(t), "; a float32 CPU tensor [tokens, heads] is expected");
+  return {static_cast<std::byte*>(t.data_ptr()), t.stride(0) * 4, t.stride(1) * 4};
+}
+
+/// The words of an int64 CPU tensor, whatever its shape.
+inline std::span<const int64_t> words_of(const Tensor& t, const char* name) {
+  require(t.is_cpu() && t.scalar_type() == torch::headeronly::ScalarType::Long && t.is_contiguous(), name,
+          " must be a contiguous int64 CPU tensor; pass the Python object distca.Plan, or its .tensor unmoved");
+  return {static_cast<const int64_t*>(t.data_ptr()), static_cast<size_t>(t.numel())};
+}
+
+/// The head shape of q [T, H, D], k [T', Hkv, D], v [T', Hkv, Dv], checked against one another.
+inline HeadShape heads_of(const Tensor& q, const Tensor& k, const Tensor& v) {
+  for (const auto& [t, name] : {std::pair{&q, "q"}, {&k, "k"}, {&v, "v"}}) rows_of(*t, name);
+  const DType dtype = dtype_of(q, "q");
+  require(dtype_of(k, "k") == dtype && dtype_of(v, "v") == dtype, "q, k and v have different dtypes: ",
+          dtype_name(dtype), ", ", dtype_name(dtype_of(k, "k")), ", ", dtype_name(dtype_of(v, "v")));
+  require(k.size(0) == v.size(0), "k ", shape_of(k), " and v ", shape_of(v), " have different lengths");
+  require(k.size(1) == v.size(1), "k ", shape_of(k), " and v ", shape_of(v), " have different head counts");
+  require(q.size(2) == k.size(2), "q ", shape_of(q), " and k ", shape_of(k), " have different head dims");
+  require(k.size(1) >= 1 && q.size(1) >= 1 && q.size(1) % k.size(1) == 0, "q has ", q.size(1), " heads, k has ",
+          k.size(1), "; the query heads must be a multiple of the key/value heads");
+  for (int64_t dim : {q.size(2), v.size(2)})
+    require(dim >= 8 && dim <= 256 && dim % 8 == 0, "head dim ", dim, "; multiples of 8 from 8 to 256 are supported");
+  return {q.size(1), k.size(1), q.size(2), v.size(2), dtype};
+}
+
+inline Tensor empty_rows(const Tensor& like, int64_t rows, int64_t heads, int64_t dim) {
+  const int64_t sizes[] = {rows, heads, dim};
+  return torch::stable::new_empty(like, sizes);
+}
+inline Tensor empty_scalars(const Tensor& like, int64_t rows, int64_t heads) {
+  const int64_t sizes[] = {rows, heads};
+  return torch::stable::new_empty(like, sizes, torch::headeronly::ScalarType::Float);
+}
+
+/// The gradient that autograd hands over, with a contiguous last dimension (an expanded one is copied).
+inline Tensor with_dense_rows(const Tensor& t) {
+  return t.dim() != 3 || t.stride(2) == 1 || t.size(2) == 1 ? t : torch::stable::contiguous(t);
+}
+
+inline float scale_or_default(std::optional<double> scale, const HeadShape& heads) {
+  const double s = scale.value_or(1.0 / std::sqrt(static_cast<double>(heads.dim)));
+  require(std::isfinite(s), "scale = ", s, "; a finite number is expected");
+  return static_cast<float>(s);
+}
+
+/// What the kernels of this build cannot do yet.
+inline void refuse_unsupported(double softcap, const std::optional<Tensor>& sinks) {
+  require(softcap == 0.0, "softcap = ", softcap, " is not supported yet; 0 is");
+  require(!sinks.has_value(), "attention sinks are not supported yet");
+}
+
+/// PyTorch's own thread pool, so that nothing is oversubscribed.
+inline Parallel torch_threads() {
+  Parallel parallel;
+  parallel.num_workers = static_cast<int>(torch::stable::get_num_threads());
+  parallel.run = [](int n, const std::function<void(int)>& body) {
+    torch::stable::parallel_for(0, n, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) body(static_cast<int>(i));
+    });
+  };
+  return parallel;
+}
+
+}  // namespace distca::ops

@@ -1,0 +1,20 @@
+// Loopback: all ranks in one process, each used from a thread of its own. For tests, and for a group of one rank.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "common/error.h"
+#include "transport/transport.h"
+
+namespace distca::transport {
+
+/// Makes the transports of ranks 0 .. num_ranks-1. They share their memory, so each may be destroyed at any time; to
+/// the others that is an orderly departure.
+DISTCA_EXPORT std::vector<std::unique_ptr<Transport>> make_loopback(int num_ranks, int64_t heap_bytes,
+                                                                    int64_t num_signals);
+
+/// Makes a loopback rank look to its peers as if it had died. Throws InvalidArgumentError for other transports.
+DISTCA_EXPORT void mark_died(Transport& transport);
+
+}  // namespace distca::transport

@@ -1,0 +1,29 @@
+// How a process says where it can be reached on its host, as a string that any channel can carry.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+
+namespace distca::transport::shm {
+
+using Key = std::array<uint8_t, 16>;
+
+/// What an address string says.
+struct Address {
+  std::string boot_id;  // of the kernel: tells hosts apart
+  std::string network;  // the network namespace, within which abstract socket names are known
+  int pid = 0;          // for messages only
+  Key name{};           // of the socket; public, the system lists it
+  Key token{};          // shows that who connects was given the address
+
+  /// One of this process, with a new name and token. Throws SystemError.
+  static Address random();
+  std::string to_string() const;
+  /// Throws InvalidArgumentError.
+  static Address parse(const std::string& text);
+};
+
+std::string to_hex(const Key& key);
+
+}  // namespace distca::transport::shm

@@ -1,0 +1,45 @@
+#include "transport/transport.h"
+
+#include <algorithm>
+#include <thread>
+
+namespace distca::transport {
+namespace {
+
+// A signal that is on its way arrives within the spins; ranks that share a core need the yields; the rest is sleep.
+constexpr int kNumSpins = 64;
+constexpr int kNumYields = 8;
+// How long a peer's death may go unnoticed by `idle`.
+constexpr std::chrono::microseconds kDoze{4000};
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+bool Transport::wait(int64_t word, uint64_t value, std::chrono::steady_clock::time_point deadline,
+                     const std::function<void()>& idle) {
+  for (int round = 0;; ++round) {
+    const uint32_t seen = doorbell();  // before the load: a signal that comes after the load ends the sleep
+    if (load(word) >= value) return true;
+    progress();
+    if (round < kNumSpins) {
+      pause();
+    } else if (round < kNumSpins + kNumYields) {
+      std::this_thread::yield();
+    } else {
+      round = kNumSpins + kNumYields;
+      if (idle) idle();
+      const auto left = std::chrono::ceil<std::chrono::microseconds>(deadline - std::chrono::steady_clock::now());
+      if (left.count() <= 0) return load(word) >= value;
+      doze(seen, std::min(left, kDoze));
+    }
+  }
+}
+
+}  // namespace distca::transport

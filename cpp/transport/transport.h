@@ -1,0 +1,78 @@
+// The transport: one-sided puts and signals on a symmetric heap, waits, and news of peers that are gone.
+//
+// Every rank owns a heap of the same size and the same number of 64-bit signal words. A peer writes into them with
+// `put` and `signal`; nobody else takes part. What the words mean is the runtime's business.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "common/error.h"
+#include "common/rows.h"
+
+namespace distca::transport {
+
+/// A peer that will never answer again.
+struct Departure {
+  int peer = -1;
+  bool orderly = false;  // it closed its transport; otherwise its process (or, on loopback, its thread) died
+};
+
+class DISTCA_EXPORT Transport {
+ public:
+  virtual ~Transport() = default;
+
+  virtual const char* name() const = 0;
+  virtual int rank() const = 0;
+  virtual int num_ranks() const = 0;
+
+  /// This rank's heap, zero-filled at birth, 4096-byte aligned.
+  virtual std::span<std::byte> heap() = 0;
+
+  /// Starts a copy of rows into `peer`'s heap at `heap_offset`, laid out there with the given strides. The source must
+  /// stay unchanged until `quiet` returns. Puts to one peer may become visible in any order.
+  virtual void put(int peer, int64_t heap_offset, int64_t dst_row_stride, int64_t dst_head_stride, const RowView& src,
+                   const RowExtent& extent) = 0;
+
+  /// Writes `value` into `peer`'s signal word once every earlier put of this rank to that peer is visible there.
+  virtual void signal(int peer, int64_t word, uint64_t value) = 0;
+
+  /// This rank's own signal word; what was put before the signal is visible after it (acquire).
+  virtual uint64_t load(int64_t word) const = 0;
+
+  /// Writes this rank's own word, to be seen by `peek`. A `publish` followed by a `peek` is sequentially consistent:
+  /// of two ranks that both do so, at least one sees the other's value.
+  virtual void publish(int64_t word, uint64_t value) = 0;
+
+  /// The current value of a signal word of `peer`.
+  virtual uint64_t peek(int peer, int64_t word) const = 0;
+
+  /// Returns when every put and signal of this rank has been delivered.
+  virtual void quiet() = 0;
+
+  /// A peer whose departure this rank has learnt of: died ones first, then the lowest rank. Cheap enough to poll.
+  virtual std::optional<Departure> departed() const = 0;
+  /// Whether that one peer is known to be gone.
+  virtual std::optional<Departure> departed(int peer) const = 0;
+
+  /// Waits until this rank's `word` >= `value`. Calls `idle` now and then (at least every few milliseconds) while it
+  /// waits; `idle` may throw. False when the deadline has passed.
+  bool wait(int64_t word, uint64_t value, std::chrono::steady_clock::time_point deadline,
+            const std::function<void()>& idle);
+
+ protected:
+  /// Delivers what this rank has held back, if it holds anything back. Called while waiting.
+  virtual void progress() {}
+  /// A counter that changes whenever somebody writes into this rank's signal words.
+  virtual uint32_t doorbell() const = 0;
+  /// Sleeps until the doorbell differs from `seen`, a peer departs, or the time is over; may return early.
+  virtual void doze(uint32_t seen, std::chrono::microseconds at_most) const = 0;
+  friend class ReorderingTransport;
+};
+
+}  // namespace distca::transport

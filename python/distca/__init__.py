@@ -1,0 +1,53 @@
+"""distca: core attention disaggregation for PyTorch.
+
+Core attention of packed documents is cut into tasks, every rank gets the same attention time, and the rest of the model
+is untouched (Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation",
+arXiv 2510.18121).
+"""
+
+from distca.context import Context, get_context, init, loopback
+from distca.errors import (
+    CapacityError,
+    ContextPoisonedError,
+    DistcaError,
+    InvalidArgumentError,
+    PeerDiedError,
+    PeerTimeoutError,
+    PlanFormatError,
+    PlanMismatchError,
+    SystemError,
+)
+from distca.heads import Heads
+from distca.launch import launch
+from distca.ops import attention, core_attention
+from distca.planning import PADDING, ArenaBytes, CostModel, Layout, Plan, PlanStats, Task, plan
+from distca.plan_ahead import PlanAhead
+
+__all__ = [
+    "PADDING",
+    "ArenaBytes",
+    "CapacityError",
+    "Context",
+    "ContextPoisonedError",
+    "CostModel",
+    "DistcaError",
+    "Heads",
+    "InvalidArgumentError",
+    "Layout",
+    "PeerDiedError",
+    "PeerTimeoutError",
+    "Plan",
+    "PlanAhead",
+    "PlanFormatError",
+    "PlanMismatchError",
+    "PlanStats",
+    "SystemError",
+    "Task",
+    "attention",
+    "core_attention",
+    "get_context",
+    "init",
+    "launch",
+    "loopback",
+    "plan",
+]

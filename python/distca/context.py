@@ -1,0 +1,207 @@
+"""Contexts: a rank's membership in an attention group."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from distca import _C
+from distca.errors import DistcaError, InvalidArgumentError
+from distca.heads import Heads
+from distca.planning import CostModel
+
+_EXTENT_ALIGNMENT = 64
+_ADDRESS_BYTES = 512
+_loopback_groups = itertools.count()
+_epochs = itertools.count(1)
+_contexts: dict[str, Context] = {}
+
+
+class Context:
+    """One rank's membership in an attention group, with its heap and step counter. Made by :func:`init`.
+
+    Attributes:
+        name: its name in the process's registry, which ``core_attention`` takes.
+        heads: the head shape it was made for.
+        cost: the cost model that its plans are made with.
+    """
+
+    def __init__(self, core: _C.Context, heads: Heads, cost: CostModel) -> None:
+        self._core = core
+        self.name: str = core.name
+        self.heads = heads
+        self.cost = cost
+        _contexts[self.name] = self
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._core.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the group."""
+        return self._core.num_ranks
+
+    @property
+    def transport(self) -> str:
+        """Name of the transport in use."""
+        return self._core.transport
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot's arena: the capacity that plans must keep to."""
+        return self._core.slot_bytes
+
+    @property
+    def step(self) -> int:
+        """Steps taken so far; forward and backward of a call are one each."""
+        return self._core.step
+
+    def close(self) -> None:
+        """Leaves the group and frees the heap. May be called again."""
+        if _contexts.get(self.name) is self:
+            del _contexts[self.name]
+            _C.remove_context(self.name)
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Context({self.name!r}, rank {self.rank} of {self.num_ranks}, {self.transport})"
+
+
+def get_context(name: str = "default") -> Context | None:
+    """The open context of that name, or None."""
+    return _contexts.get(name)
+
+
+def init(
+    group: dist.ProcessGroup | None = None,
+    *,
+    transport: str = "auto",
+    max_tokens: int,
+    heads: Heads,
+    heap_bytes: int | None = None,
+    timeout: float = 600.0,
+    name: str = "default",
+    cost: CostModel | None = None,
+) -> Context:
+    """Makes this process a rank of an attention group. Collective over the group; starts no process.
+
+    Args:
+        group: the ranks; by default all of ``torch.distributed`` where that is initialised, else this process alone.
+        transport: ``"shm"`` (processes on one host), ``"loopback"`` (a group of one), or ``"auto"``.
+        max_tokens: the most rows this rank's token tensor will have; with ``heads`` it sets the heap's default size.
+        heads: head shape and dtype of the attention layers.
+        heap_bytes: size of the symmetric heap, the same on all ranks; holds two slots. Pages are taken as they are used.
+        timeout: seconds after which a peer that is alive but silent is an error. Long by default: peers compile and save.
+        name: several contexts may live at once, each under its own name.
+        cost: cost model of the plans.
+
+    Raises:
+        InvalidArgumentError: for wrong arguments, a name in use, arguments that differ between ranks, or ranks on
+            several hosts with ``"shm"``.
+    """
+    if transport not in ("auto", "shm", "loopback"):
+        raise InvalidArgumentError(f"init: transport = {transport!r}; 'auto', 'shm' and 'loopback' are allowed")
+    if name in _contexts:
+        raise InvalidArgumentError(f"init: context {name!r} exists already; close it first, or choose another name")
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    num_ranks = dist.get_world_size(group) if group is not None else 1
+    if transport == "loopback" and num_ranks > 1:
+        raise InvalidArgumentError(
+            f"init: transport 'loopback' serves a group of one process, this group has {num_ranks}; use 'shm'"
+        )
+    slot_bytes = _slot_bytes(num_ranks, max_tokens, heads, heap_bytes)
+    cost = cost or CostModel()
+    options = {
+        "slot_bytes": slot_bytes,
+        "timeout": float(timeout),
+        "per_pair": cost.per_pair,
+        "per_row": cost.per_row,
+        "epoch": next(_epochs),
+    }
+    if transport != "shm" and num_ranks == 1:
+        return Context(_C.make_loopback(names=[name], **options)[0], heads, cost)
+    assert group is not None or num_ranks == 1
+    listener = _C.ShmListener()
+    rank = dist.get_rank(group) if group is not None else 0
+    addresses = _exchange(listener.address, group) if group is not None else [listener.address]
+    core = _C.connect_shm(
+        listener=listener, rank=rank, addresses=addresses, name=name, connect_timeout=min(timeout, 120.0), **options
+    )
+    return Context(core, heads, cost)
+
+
+def loopback(
+    num_ranks: int,
+    *,
+    max_tokens: int,
+    heads: Heads,
+    heap_bytes: int | None = None,
+    timeout: float = 600.0,
+    cost: CostModel | None = None,
+    reorder_seed: int | None = None,
+) -> list[Context]:
+    """Makes a whole group in this process, for tests; each context must be used from a thread of its own.
+
+    Args:
+        num_ranks: number of ranks.
+        max_tokens, heads, heap_bytes, timeout, cost: as for :func:`init`.
+        reorder_seed: delays and reorders puts in an order drawn from this seed.
+    """
+    group = next(_loopback_groups)
+    cost = cost or CostModel()
+    cores = _C.make_loopback(
+        names=[f"loopback/{group}/{rank}" for rank in range(num_ranks)],
+        slot_bytes=_slot_bytes(num_ranks, max_tokens, heads, heap_bytes),
+        timeout=float(timeout),
+        per_pair=cost.per_pair,
+        per_row=cost.per_row,
+        epoch=next(_epochs),
+        reorder_seed=reorder_seed,
+    )
+    return [Context(core, heads, cost) for core in cores]
+
+
+def _slot_bytes(num_ranks: int, max_tokens: int, heads: Heads, heap_bytes: int | None) -> int:
+    """Bytes of one slot, from the heap's size or from a bound on what a step may need.
+
+    A server may need the keys of a document that spans all ranks, three more times as much for their fp32 gradients, and
+    the rows of tasks worth a few times its own tokens.
+    """
+    if max_tokens < 1:
+        raise InvalidArgumentError(f"init: max_tokens = {max_tokens}; at least 1 is expected")
+    if heap_bytes is not None:
+        slot_bytes = heap_bytes // 2 // _EXTENT_ALIGNMENT * _EXTENT_ALIGNMENT
+        if slot_bytes <= 0:
+            raise InvalidArgumentError(f"init: heap_bytes = {heap_bytes}; at least {2 * _EXTENT_ALIGNMENT} are needed")
+        return slot_bytes
+    key_bytes = heads.kv * (heads.dim + heads.value_dim) * (heads.dtype.itemsize + 8)
+    query_bytes = heads.q * (2 * heads.dim + 2 * heads.value_dim + 8) * max(heads.dtype.itemsize, 4)
+    wanted = max_tokens * (num_ranks * key_bytes + 4 * query_bytes) + (1 << 20)
+    return -(-wanted // 4096) * 4096
+
+
+def _exchange(address: str, group: dist.ProcessGroup) -> list[str]:
+    """All ranks' addresses, over the group's own collective; bytes only, nothing is unpickled."""
+    data = address.encode()
+    if len(data) > _ADDRESS_BYTES:
+        raise DistcaError(f"init: an address of {len(data)} bytes; at most {_ADDRESS_BYTES} are expected")
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else "cpu"
+    mine = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8, device=device)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [os.fsdecode(bytes(one.cpu().tolist()).rstrip(b"\0")) for one in everyone]

@@ -1,0 +1,232 @@
+"""Hugging Face transformers: importing this module registers `attn_implementation="distca"`.
+
+    import distca.integrations.hf
+    model = LlamaForCausalLM(LlamaConfig(..., attn_implementation="distca"))
+    model(input_ids=ids, position_ids=plan.layout.position_ids(plan.rank)[None], plan=plan)
+
+The model stays as it is: what its `forward` is given reaches every attention layer. Forward keywords:
+
+- `plan`: the `distca.Plan` of this step. Tensors are packed, batch size 1, one row for each row of `plan.layout` on
+  this rank. Documents are separated by the plan, so no [T, T] mask is built and no `attention_mask` is wanted; one of
+  ones is accepted.
+- `position_ids` [1, T]: must be those of the plan's layout, `plan.layout.position_ids(plan.rank)`. Left out,
+  transformers counts the rows of the tensor, which is right for one unsplit document only; in both cases they are
+  checked where the model hands them to its attention layers (Llama and its relatives do).
+- `distca_context`: the context, or its name (default "default").
+
+Without a plan attention is local, computed by transformers' own SDPA function: for evaluation and `generate()`. In
+training that is an error when the context has more than one rank. transformers cannot run a tensor of no rows: give a
+rank without tokens one row of padding, the segment (-1, 0, 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from distca.context import Context, get_context
+from distca.errors import InvalidArgumentError
+from distca.ops import core_attention
+from distca.planning import Plan
+
+NAME = "distca"
+
+
+class DeferredMask:
+    """The mask that transformers asked for, built only if a layer needs it.
+
+    transformers makes the mask before any layer runs, where the plan is not known. With a plan the layers ask only
+    whether the request goes beyond what the plan expresses; without one, the first layer builds the mask and the
+    others share it.
+    """
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self._request = request
+        self._mask: torch.Tensor | None = None
+        self._built = False
+        self._objection: str | None = None
+        self._examined = False
+
+    def build(self) -> torch.Tensor | None:
+        """The boolean mask [1, 1, q, kv] for SDPA, or None where SDPA's own causal flag says the same."""
+        if not self._built:
+            self._mask, self._built = sdpa_mask(**self._request), True
+        return self._mask
+
+    def objection(self) -> str | None:
+        """Why a plan cannot stand in for this mask; None if it can."""
+        if not self._examined:
+            self._objection, self._examined = self._examine(), True
+        return self._objection
+
+    def _examine(self) -> str | None:
+        padding: torch.Tensor | None = self._request.get("attention_mask")
+        if padding is not None and (torch.compiler.is_compiling() or not bool(padding.all())):
+            return (
+                "attention_mask marks padding, which would be dropped silently: pass no attention_mask; "
+                "padding rows belong into the plan's layout, as segments of document -1"
+            )
+        if self._request.get("use_vmap"):
+            return "the model lays a mask of its own (or_mask_function or and_mask_function) over the causal one"
+        if not torch.compiler.is_compiling() and self._sees_future():
+            return "the model asks for a mask that is not causal"
+        return None
+
+    def _sees_future(self) -> bool:
+        """Whether any row may see the row after it: bidirectional models, blocks of image tokens."""
+        rows = torch.arange(max(self._request["q_length"] - 1, 0), device=self._request.get("device"))
+        batch = torch.zeros_like(rows)
+        mask_function: Callable[..., torch.Tensor] = self._request["mask_function"]
+        return bool(mask_function(batch, batch, rows, rows + 1).any())
+
+    @property
+    def local_size(self) -> int | None:
+        """The window or chunk size of a layer that does not see its whole document."""
+        return self._request.get("local_size")
+
+
+def distca_mask(**request: Any) -> DeferredMask | torch.Tensor | None:
+    """The entry for AttentionMaskInterface: a mask request of transformers, deferred while a plan may still come."""
+    whole = request["q_length"] == request["kv_length"] and isinstance(request.get("q_offset", 0), int)
+    return DeferredMask(request) if whole else sdpa_mask(**request)
+
+
+def distca_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: DeferredMask | torch.Tensor | None,
+    *,
+    plan: Plan | None = None,
+    distca_context: Context | str = "default",
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The entry for AttentionInterface.
+
+    query [1, H, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] of this rank's rows; returns out [1, T, H, Dv] and
+    None. Raises InvalidArgumentError for what the plan does not express, and says what to do instead.
+    """
+    _refuse(kwargs.get("softcap") is not None, "softcap (logit soft-capping) is not supported yet")
+    _refuse(kwargs.get("s_aux") is not None, "attention sinks (s_aux) are not supported yet")
+    if plan is None:
+        _check_plan_not_needed(module, distca_context)
+        mask = attention_mask.build() if isinstance(attention_mask, DeferredMask) else attention_mask
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    _check_call(module, query, key, plan, dropout, kwargs)
+    _check_mask(attention_mask, plan, kwargs.get("sliding_window"))
+    _check_position_ids(module, kwargs.get("position_ids"), plan)
+    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    out, _ = core_attention(*rows, plan, context=distca_context, scale=scaling)
+    return out.unsqueeze(0), None
+
+
+def _refuse(condition: bool, message: str) -> None:
+    if condition:
+        raise InvalidArgumentError(f'attn_implementation="distca": {message}')
+
+
+def _check_plan_not_needed(module: torch.nn.Module, distca_context: Context | str) -> None:
+    if not (module.training and torch.is_grad_enabled()):
+        return
+    context = get_context(distca_context) if isinstance(distca_context, str) else distca_context
+    if context is not None and context.num_ranks > 1:
+        _refuse(
+            True,
+            f"no plan in a training step of rank {context.rank} of {context.num_ranks}: pass "
+            "plan=distca.plan(layout, heads) to the model's forward on every rank (distca.PlanAhead makes them), "
+            "or call model.eval() for local attention",
+        )
+
+
+def _check_call(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, plan: Plan, dropout: float, kwargs: dict[str, Any]
+) -> None:
+    _refuse(not isinstance(plan, Plan), f"plan is a {type(plan).__name__}, must be a distca.Plan")
+    batch, _, num_rows, _ = query.shape
+    _refuse(
+        batch != 1,
+        f"batch size is {batch}, must be 1: pack the documents of this rank one after the other into one row, "
+        "input_ids [1, T], and give their lengths to the plan",
+    )
+    expected = plan.layout.num_rows(plan.rank)
+    _refuse(
+        num_rows != expected,
+        f"the input has {num_rows} rows but the plan was made for {expected} rows on rank {plan.rank}: "
+        "make a plan of this batch's layout",
+    )
+    _refuse(
+        key.shape[2] != num_rows,
+        f"{key.shape[2]} keys for {num_rows} rows: a plan covers whole documents, so pass use_cache=False and no "
+        "past_key_values",
+    )
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    _refuse(not causal, "this layer is not causal; only causal attention is supported yet")
+    _refuse(
+        dropout > 0, f"attention dropout is {dropout:g}, must be 0: set attention_dropout=0.0 in the model's config"
+    )
+    _refuse(kwargs.get("position_bias") is not None, "a position bias is not supported yet")
+
+
+def _check_mask(mask: DeferredMask | torch.Tensor | None, plan: Plan, sliding_window: int | None) -> None:
+    longest = max(plan.layout.document_lengths, default=0)
+    _refuse(
+        sliding_window is not None and sliding_window < longest,
+        f"a sliding window of {sliding_window} is not supported yet for longer documents (here {longest} rows): "
+        "set sliding_window=None in the model's config or use shorter documents",
+    )
+    if isinstance(mask, DeferredMask):
+        _refuse(
+            sliding_window is None and mask.local_size is not None,
+            f"attention in chunks or windows of {mask.local_size} is not supported yet",
+        )
+        objection = mask.objection()
+        _refuse(objection is not None, str(objection))
+    else:
+        _refuse(
+            mask is not None,
+            "attention_mask is a ready-made mask: pass none, the plan separates the documents",
+        )
+
+
+def _check_position_ids(module: torch.nn.Module, position_ids: Any, plan: Plan) -> None:
+    """Once a forward (in the first layer), and only plain [1, T] positions: rotary ones of several axes are the
+    model's own.
+    """
+    if getattr(module, "layer_idx", 0) or torch.compiler.is_compiling():
+        return
+    if not isinstance(position_ids, torch.Tensor) or position_ids.dim() > 2:
+        return
+    expected = plan.layout.position_ids(plan.rank)
+    positions = position_ids.reshape(-1).cpu()
+    if positions.shape == expected.shape:
+        wrong = (positions != expected) & _document_rows(plan)
+        if not bool(wrong.any()):
+            return
+        row = int(wrong.nonzero()[0])
+        found = f"row {row} has position {int(positions[row])}, its document has {int(expected[row])} there"
+    else:
+        found = f"they have shape {list(position_ids.shape)}"
+    _refuse(
+        True,
+        f"position_ids are not those of the plan ({found}): pass "
+        "position_ids=plan.layout.position_ids(plan.rank).unsqueeze(0)",
+    )
+
+
+def _document_rows(plan: Plan) -> torch.Tensor:
+    """Boolean [T]: the rows that are not padding, whose positions mean something."""
+    rows = [torch.full((end - begin,), document >= 0) for document, begin, end in plan.layout.segments(plan.rank)]
+    return torch.cat(rows) if rows else torch.ones(0, dtype=torch.bool)
+
+
+AttentionInterface.register(NAME, distca_attention)
+AttentionMaskInterface.register(NAME, distca_mask)

@@ -1,0 +1,137 @@
+"""The operators with autograd: :func:`core_attention` for a group of ranks, :func:`attention` for this process alone."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+from distca.context import Context
+from distca.errors import InvalidArgumentError, typed_errors
+from distca.planning import Plan
+
+torch.ops.load_library(str(files("distca") / "libdistca_torch.so"))
+
+
+def core_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    *,
+    plan_backward: Plan | None = None,
+    context: str | Context = "default",
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Core attention of this rank's rows, ``softmax(scale * q k^T) v`` inside each document, computed by all ranks.
+
+    A collective step: every rank of the context calls it, in the same order, with its own slice of the same plan; so is
+    its backward. Differentiable in q, k and v.
+
+    Args:
+        q: ``[T, H, D]``, float32 or bfloat16, on the CPU; last dimension contiguous, any other strides.
+        k: ``[T, Hkv, D]``, same dtype.
+        v: ``[T, Hkv, Dv]``, same dtype.
+        plan: the plan of this step's layout; ``plan.rank`` is this rank.
+        plan_backward: another plan of the same layout for the backward pass.
+        context: the context or its name.
+        scale: factor on the logits; ``D ** -0.5`` by default.
+
+    Returns:
+        out ``[T, H, Dv]`` in q's dtype, and lse ``[T, H]`` float32, the natural log-sum-exp of each row's scaled logits
+        (not differentiable). Padding rows have out 0 and lse -inf.
+
+    Raises:
+        InvalidArgumentError, PlanFormatError, CapacityError: before anything moves.
+        PlanMismatchError, PeerDiedError, PeerTimeoutError: the context is poisoned, later calls raise
+            ContextPoisonedError.
+    """
+    for name, value in (("plan", plan), ("plan_backward", plan_backward)):
+        if not isinstance(value, Plan) and not (name == "plan_backward" and value is None):
+            raise InvalidArgumentError(f"core_attention: {name} is a {type(value).__name__}; a distca.Plan is expected")
+    with typed_errors():
+        return torch.ops.distca.core_attention(
+            q,
+            k,
+            v,
+            plan.tensor,
+            plan_backward=None if plan_backward is None else plan_backward.tensor,
+            context=context if isinstance(context, str) else context.name,
+            scale=scale,
+        )
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tasks: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fused kernel alone, over tasks in this process's tensors; no context needed. Differentiable in q, k and v.
+
+    Args:
+        q: ``[Tq, H, D]``, float32 or bfloat16, on the CPU; last dimension contiguous.
+        k: ``[Tk, Hkv, D]``. v: ``[Tk, Hkv, Dv]``.
+        tasks: int64 CPU ``[N, 4]``: rows ``(q_begin, q_end, kv_begin, kv_end)``. A document starts at ``kv_begin``; the
+            queries are its last ``q_end - q_begin`` rows before ``kv_end`` (causal, aligned at the end). By default one
+            causal document of all rows.
+        scale: factor on the logits; ``D ** -0.5`` by default.
+
+    Returns:
+        out ``[Tq, H, Dv]`` and lse ``[Tq, H]`` float32 (not differentiable); a row of no task has out 0 and lse -inf.
+    """
+    if tasks is None:
+        rows = [[0, q.shape[0], 0, k.shape[0]]] if q.shape[0] > 0 else []
+        tasks = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
+    with typed_errors():
+        return torch.ops.distca.attention(q, k, v, tasks, scale=scale)
+
+
+def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+    tokens, heads, _dim = q.shape
+    return q.new_empty(tokens, heads, v.shape[2]), q.new_empty(tokens, heads, dtype=torch.float32)
+
+
+def _fake_backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, ...]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    q, k, v, table, *optional, _sinks = inputs
+    out, lse = output
+    table_backward = optional[0] if optional and optional[0] is not None else table
+    ctx.save_for_backward(q, k, v, out, lse, table_backward)
+    ctx.options = keyword_only_inputs
+    ctx.num_inputs = len(inputs)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(operator: Any) -> Any:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        if dlse is not None:
+            raise InvalidArgumentError("distca: lse is not differentiable; use lse.detach()")
+        q, k, v, out, lse, table = ctx.saved_tensors
+        if dout is None:  # other ranks take part in this step all the same
+            dout = torch.zeros_like(out)
+        with typed_errors():
+            grads = operator(dout, q, k, v, out, lse, table, **ctx.options)
+        return (*grads, *[None] * (ctx.num_inputs - len(grads)))
+
+    return backward
+
+
+def _register(name: str) -> None:
+    forward, backward = f"distca::{name}", f"distca::{name}_backward"
+    torch.library.register_fake(forward)(_fake_forward)
+    torch.library.register_fake(backward)(_fake_backward)
+    operator = getattr(torch.ops.distca, f"{name}_backward")
+    torch.library.register_autograd(forward, _backward(operator), setup_context=_save_for_backward)
+
+
+_register("core_attention")
+_register("attention")

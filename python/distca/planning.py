@@ -1,0 +1,283 @@
+"""Layouts and plans. Usable alone: no process group, no context, no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from distca import _C
+from distca.errors import InvalidArgumentError
+from distca.heads import Heads
+
+#: The document number of padding rows in a layout.
+PADDING = -1
+
+
+class Layout:
+    """Which rows of which documents every rank holds, in the order of its packed token tensor.
+
+    Args:
+        ranks: for each rank its segments ``(document, begin, end)``: rows ``[begin, end)`` of a document. Documents are
+            numbered from 0 without gaps and covered exactly once; document ``-1`` is padding of ``end - begin`` rows.
+
+    Raises:
+        InvalidArgumentError: naming the document, the rank and the rows that are wrong.
+    """
+
+    def __init__(self, ranks: Sequence[Sequence[tuple[int, int, int]]]) -> None:
+        self._core = _C.Layout([[(int(d), int(b), int(e)) for d, b, e in segments] for segments in ranks])
+
+    @classmethod
+    def _wrap(cls, core: _C.Layout) -> Layout:
+        layout = cls.__new__(cls)
+        layout._core = core
+        return layout
+
+    @classmethod
+    def from_documents(cls, lengths: Sequence[Sequence[int]]) -> Layout:
+        """Whole documents on each rank (data parallel), numbered over the ranks in order.
+
+        Args:
+            lengths: for each rank the lengths of its documents, in tokens; a rank may have none.
+        """
+        return cls._wrap(_C.Layout.from_documents([[int(n) for n in rank] for rank in lengths]))
+
+    @classmethod
+    def packed(cls, lengths: Sequence[int], *, ranks: int, tokens_per_rank: int) -> Layout:
+        """Documents one after another; one that is longer than what is left on a rank goes on on the next.
+
+        Args:
+            lengths: lengths in tokens; their sum is at most ``ranks * tokens_per_rank``.
+            ranks: number of ranks; the last ones may stay empty.
+            tokens_per_rank: tokens that fit on one rank.
+        """
+        return cls._wrap(_C.Layout.packed([int(n) for n in lengths], ranks, tokens_per_rank))
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self._core.num_ranks
+
+    @property
+    def document_lengths(self) -> list[int]:
+        """Length of every document, in tokens."""
+        return self._core.document_lengths
+
+    def num_rows(self, rank: int) -> int:
+        """Rows of the rank's token tensor, padding included."""
+        return self._core.num_rows(rank)
+
+    def segments(self, rank: int) -> list[tuple[int, int, int]]:
+        """The rank's segments ``(document, begin, end)``, in row order."""
+        return self._core.segments(rank)
+
+    def position_ids(self, rank: int) -> torch.Tensor:
+        """Position of every row of the rank in its document, int64 ``[T]``; 0 for padding."""
+        parts = [
+            torch.arange(begin, end) if document != PADDING else torch.zeros(end - begin, dtype=torch.int64)
+            for document, begin, end in self.segments(rank)
+        ]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+    def __repr__(self) -> str:
+        rows = [self.num_rows(rank) for rank in range(self.num_ranks)]
+        return f"Layout({self.num_ranks} ranks, {len(self.document_lengths)} documents, rows {rows})"
+
+
+@dataclasses.dataclass(frozen=True)
+class CostModel:
+    """Time of a task in integer units of your choice; the plan balances it. The default counts visible pairs.
+
+    Args:
+        per_pair: units for each visible (query, key) pair of a head, 0 to 2**20.
+        per_row: units for each query row of a head, 0 to 2**20.
+    """
+
+    per_pair: int = 1
+    per_row: int = 0
+
+
+class Task(NamedTuple):
+    """Query rows ``[q_begin, q_end)`` of a document and the keys they see, computed by ``server`` in one go."""
+
+    document: int
+    q_begin: int
+    q_end: int
+    kv_begin: int
+    kv_end: int
+    kv_head_begin: int
+    kv_head_end: int
+    home: int
+    server: int
+
+
+class ArenaBytes(NamedTuple):
+    """Bytes of one rank's arena in one phase."""
+
+    server_in: int
+    home_in: int
+    scratch: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanStats:
+    """What a plan does, over all ranks. Loads are in units of the cost model, times query heads.
+
+    Attributes:
+        load_before: load of each rank with every row computed at home.
+        load: load of each rank as planned.
+        lower_bound: no plan of whole rows has a smaller largest load.
+        bytes: bytes between ranks for each message: forward_in, forward_out, backward_in, backward_out.
+        arena_bytes: for each phase, forward and backward, the arena of every rank.
+        plan_ms: time that planning took, in milliseconds.
+    """
+
+    load_before: list[int]
+    load: list[int]
+    lower_bound: int
+    bytes: dict[str, int]
+    arena_bytes: dict[str, list[ArenaBytes]]
+    plan_ms: float
+
+    @property
+    def imbalance_before(self) -> float:
+        """Largest load over mean load with every row computed at home; 1 where there is no load."""
+        return _imbalance(self.load_before)
+
+    @property
+    def imbalance_after(self) -> float:
+        """Largest load over mean load as planned; 1 where there is no load."""
+        return _imbalance(self.load)
+
+    @property
+    def gap(self) -> float:
+        """How far the largest load is above the lower bound, as a fraction of it."""
+        return max(self.load) / self.lower_bound - 1.0 if self.lower_bound else 0.0
+
+    @property
+    def slot_bytes(self) -> int:
+        """The largest arena of any rank and phase: what a slot of the context's heap must hold."""
+        return max(arena.total for arenas in self.arena_bytes.values() for arena in arenas)
+
+
+def _imbalance(loads: list[int]) -> float:
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else 1.0
+
+
+class Plan:
+    """One layout's tasks, transfers and arenas, seen from one rank. Made by :func:`plan`; the same on every rank."""
+
+    def __init__(self, core: _C.Plan, layout: Layout, heads: Heads, rank: int) -> None:
+        self._core = core
+        self.layout = layout
+        self.heads = heads
+        self.rank = rank
+
+    @functools.cached_property
+    def tensor(self) -> torch.Tensor:
+        """This rank's slice for the operators: int64, CPU, length a power of two."""
+        return torch.frombuffer(self._core.slice(self.rank), dtype=torch.int64)
+
+    def for_rank(self, rank: int) -> Plan:
+        """The same plan seen from another rank."""
+        return Plan(self._core, self.layout, self.heads, rank)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this rank's token tensor."""
+        return self.layout.num_rows(self.rank)
+
+    @property
+    def digest(self) -> str:
+        """What ranks compare to see that they have the same plan."""
+        return f"0x{self._core.digest:016x}"
+
+    @functools.cached_property
+    def tasks(self) -> list[Task]:
+        """All tasks, by (server, document, q_begin)."""
+        return [Task(*task) for task in self._core.tasks()]
+
+    @functools.cached_property
+    def stats(self) -> PlanStats:
+        """Loads, bytes and arenas."""
+        raw = self._core.stats()
+        raw["arena_bytes"] = {
+            phase: [ArenaBytes(*arena) for arena in arenas] for phase, arenas in raw["arena_bytes"].items()
+        }
+        return PlanStats(**raw)
+
+    def __repr__(self) -> str:
+        stats = self.stats
+        return (
+            f"Plan({self.layout.num_ranks} ranks, {len(self.tasks)} tasks, imbalance {stats.imbalance_before:.3f} -> "
+            f"{stats.imbalance_after:.3f}, {sum(stats.bytes.values()):,} bytes a layer, digest {self.digest})"
+        )
+
+
+def plan(
+    layout: Layout,
+    heads: Heads,
+    *,
+    rank: int | None = None,
+    tolerance: float = 0.05,
+    balance: bool = True,
+    min_rows: int = 64,
+    capacity: int | None = None,
+    cost: CostModel | None = None,
+) -> Plan:
+    """Cuts core attention of a layout into tasks and gives every rank the same load (paper, section 4.2).
+
+    A pure function of its arguments, the same on every rank to the last bit, so nobody needs to send it.
+
+    Args:
+        layout: rows of every rank.
+        heads: head shape and dtype of the layers that will use the plan.
+        rank: the rank whose slice ``Plan.tensor`` is; by default the default context's, or 0 where there is none.
+        tolerance: how far the *largest* load may be above the mean, 0 to 1.
+        balance: False computes every row at home; remote keys of split documents are still fetched.
+        min_rows: no smaller piece of a document is cut off as long as the tolerance can be met without.
+        capacity: bytes of one slot's arena; by default the default context's, or unlimited where there is none.
+        cost: what is balanced; visible pairs by default.
+
+    Raises:
+        InvalidArgumentError: for arguments out of range.
+        CapacityError: where an arena would not fit; says the bytes needed.
+    """
+    from distca.context import get_context
+
+    context = get_context()
+    if rank is None:
+        rank = context.rank if context is not None and context.num_ranks == layout.num_ranks else 0
+    if not 0 <= rank < layout.num_ranks:
+        raise InvalidArgumentError(f"plan: rank = {rank}; 0 to {layout.num_ranks - 1} are allowed")
+    if not 0.0 <= tolerance <= 1.0:
+        raise InvalidArgumentError(f"plan: tolerance = {tolerance}; 0 to 1 is allowed")
+    if capacity is None:
+        capacity = context.slot_bytes if context is not None else 2**62
+    cost = cost if cost is not None else context.cost if context is not None else CostModel()
+    core = _C.Plan(
+        layout=layout._core,
+        q_heads=heads.q,
+        kv_heads=heads.kv,
+        dim=heads.dim,
+        v_dim=heads.value_dim,
+        dtype=heads.dtype_number,
+        per_pair=cost.per_pair,
+        per_row=cost.per_row,
+        tolerance_ppm=round(tolerance * 1e6),
+        min_rows=min_rows,
+        balance=balance,
+        capacity=capacity,
+        context_epoch=0,
+    )
+    return Plan(core, layout, heads, rank)

@@ -1,0 +1,146 @@
+"""The command line: `distca train`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from distca.errors import DistcaError
+from distca.launch import RankError, launch, leave_process_group
+from distca.train.config import OPTION_TYPES, ConfigError, TrainConfig, option_name
+from distca.train.data import read_corpus
+from distca.train.metrics import create_run_dir, describe
+
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code: 0, 1 for a failure, 2 for a mistake in the options, 130 if
+    interrupted.
+    """
+    parser = argparse.ArgumentParser(prog="distca", description="Core attention disaggregation for PyTorch.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    _add_train(commands)
+    options = parser.parse_args(arguments)
+    try:
+        return _train(options)
+    except KeyboardInterrupt:
+        print("distca train: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except DistcaError as error:
+        return _report(error, options.debug)
+
+
+def _add_train(commands: Any) -> None:
+    command = commands.add_parser(
+        "train",
+        help="train a tiny Llama with balanced attention",
+        description="Trains a tiny Llama on documents of very different lengths, their attention balanced over the "
+        "ranks. Starts its own ranks on this machine, or runs as one rank under torchrun.",
+    )
+    for option in fields(TrainConfig):
+        default = "" if option.default is None or option.name == "ranks" else f" (default: {option.default})"
+        command.add_argument(
+            option_name(option.name),
+            type=OPTION_TYPES[option.name],
+            choices=option.metadata["choices"],
+            default=None if option.name == "ranks" else option.default,
+            help=option.metadata["help"] + default,
+        )
+    command.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
+
+
+def _train(options: argparse.Namespace) -> int:
+    values = {option.name: getattr(options, option.name) for option in fields(TrainConfig)}
+    values["ranks"] = _number_of_ranks(options.ranks)
+    config = TrainConfig(**values)
+    _check_packages()
+    return _train_as_rank(config) if _under_torchrun() else _train_with_own_ranks(config)
+
+
+def _under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _number_of_ranks(asked: int | None) -> int:
+    if not _under_torchrun():
+        return asked if asked is not None else 2
+    world_size = int(os.environ["WORLD_SIZE"])
+    if asked is not None and asked != world_size:
+        raise ConfigError(f"--ranks is {asked}, must be torchrun's world size ({world_size}) or left out")
+    return world_size
+
+
+def train_rank(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
+    """What a rank runs. The trainer is imported here, so that the command itself need not load transformers."""
+    from distca.train.trainer import train
+
+    return train(config, run_dir)
+
+
+def _check_packages() -> None:
+    for package in ("tqdm", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"the package {package} is not installed: install distca[train]")
+
+
+def _train_with_own_ranks(config: TrainConfig) -> int:
+    read_corpus(config.data, config.kept_fraction)  # mistakes in the data are found before ranks are started
+    run_dir = create_run_dir(config)
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    summary = launch(train_rank, config, run_dir, ranks=config.ranks)[0]
+    return _finish(summary)
+
+
+def _train_as_rank(config: TrainConfig) -> int:
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    run_dir = create_run_dir(config) if rank == 0 else None
+    dist.init_process_group("gloo")
+    try:
+        summary = train_rank(config, run_dir)
+        leave_process_group()
+    except BaseException as error:
+        # The frames of the failed function may hold the process group, with which gloo would abort: leave without
+        # destructors.
+        if isinstance(error, Exception):
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1 if isinstance(error, Exception) else INTERRUPTED)
+    return _finish(summary) if rank == 0 else INTERRUPTED if summary["interrupted"] else 0
+
+
+def _finish(summary: dict[str, Any]) -> int:
+    print(describe(summary))
+    return INTERRUPTED if summary["interrupted"] else 0
+
+
+def _report(error: DistcaError, debug: bool) -> int:
+    """Prints an error: what is wrong, and the traceback where it was asked for or is not a mistake that distca
+    explains.
+    """
+    if debug:
+        traceback.print_exception(error)
+    if not isinstance(error, RankError):
+        print(f"distca train: error: {error}", file=sys.stderr)
+        return 2
+    unexplained = bool(error.exception) and not error.expected
+    print(f"distca train: error: {error if unexplained else error.headline}", file=sys.stderr)
+    return 1
+
+
+def _as_interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,148 @@
+"""What a run records: one line of `metrics.jsonl` a step, `config.json`, and the summary at its end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from distca.planning import Plan
+from distca.train.config import ConfigError, TrainConfig
+from distca.train.data import Corpus
+
+_ENDS = 5  # steps at either end over which the loss is averaged
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step of all ranks."""
+
+    step: int
+    loss: float  # mean over all targets of all ranks
+    tokens: int  # of all ranks
+    seconds: float  # on rank 0, the wait for the plan included
+    imbalance_before: float  # largest attention load over the mean, every row computed at home
+    imbalance_after: float  # the same, as planned
+    bytes: int  # moved between ranks, forward and backward, all layers
+    plan_ms: float  # planning one step on one rank
+
+    @staticmethod
+    def of(step: int, loss: float, seconds: float, plan: Plan, *, layers: int) -> StepMetrics:
+        stats, layout = plan.stats, plan.layout
+        return StepMetrics(
+            step=step,
+            loss=loss,
+            tokens=sum(layout.num_rows(rank) for rank in range(layout.num_ranks)),
+            seconds=seconds,
+            imbalance_before=stats.imbalance_before,
+            imbalance_after=stats.imbalance_after,
+            bytes=layers * sum(stats.bytes.values()),
+            plan_ms=stats.plan_ms,
+        )
+
+    def line(self) -> str:
+        """For the progress bar."""
+        return (
+            f"loss {self.loss:.3f}, {self.tokens / self.seconds:,.0f} tokens/s, "
+            f"imbalance {self.imbalance_before:.2f} -> {self.imbalance_after:.2f}, "
+            f"{self.bytes / 1e6:.1f} MB moved, plan {self.plan_ms:.1f} ms"
+        )
+
+
+def create_run_dir(config: TrainConfig) -> Path:
+    """A new folder for the run: its name, or the name and the first free number from 2 on."""
+    number = 1
+    while True:
+        run_dir = config.runs_dir / (config.name if number == 1 else f"{config.name}-{number}")
+        try:
+            run_dir.mkdir(parents=True)
+            return run_dir
+        except FileExistsError:
+            if not config.runs_dir.is_dir():
+                raise ConfigError(f"--runs-dir is {config.runs_dir}, must be a folder") from None
+            number += 1
+        except OSError as error:
+            raise ConfigError(f"--runs-dir is {config.runs_dir}, where no folder can be made: {error}") from error
+
+
+class RunLog:
+    """Writes the files of a run as it goes; without a folder (ranks other than 0) it only counts."""
+
+    def __init__(self, config: TrainConfig, run_dir: Path | None, corpus: Corpus) -> None:
+        self._config, self._run_dir, self._corpus = config, run_dir, corpus
+        self._steps: list[StepMetrics] = []
+        self._file: TextIO | None = None
+
+    def __enter__(self) -> RunLog:
+        if self._run_dir is not None:
+            _write_json(self._run_dir / "config.json", self._config.as_json())
+            self._file = open(self._run_dir / "metrics.jsonl", "w", encoding="utf-8")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._steps.append(metrics)
+        if self._file is not None:
+            self._file.write(json.dumps(asdict(metrics)) + "\n")
+            self._file.flush()
+
+    def finish(self, interrupted: bool) -> dict[str, Any]:
+        summary = {
+            "run": str(self._run_dir),
+            "interrupted": interrupted,
+            **summarise(self._steps),
+            "documents": len(self._corpus.documents),
+            "files_skipped": self._corpus.num_skipped,
+        }
+        if self._run_dir is not None:
+            _write_json(self._run_dir / "summary.json", summary)
+        return summary
+
+
+def summarise(steps: list[StepMetrics]) -> dict[str, Any]:
+    """Means over the steps; the loss at the start and the end as the mean of up to five steps there."""
+    num_steps = len(steps)
+    # The first step carries one-time costs; where there are others, the rate is theirs.
+    timed = steps[1:] or steps
+    loss_first = sum(step.loss for step in steps[:_ENDS]) / len(steps[:_ENDS])
+    loss_last = sum(step.loss for step in steps[-_ENDS:]) / len(steps[-_ENDS:])
+    return {
+        "steps": num_steps,
+        "loss_first": loss_first,
+        "loss_last": loss_last,
+        "loss_ratio": loss_last / loss_first,
+        "seconds": sum(step.seconds for step in steps),
+        "tokens_per_second": sum(step.tokens for step in timed) / sum(step.seconds for step in timed),
+        "imbalance_before": sum(step.imbalance_before for step in steps) / num_steps,
+        "imbalance_after": sum(step.imbalance_after for step in steps) / num_steps,
+        "bytes_per_step": sum(step.bytes for step in steps) / num_steps,
+        "plan_ms": sum(step.plan_ms for step in steps) / num_steps,
+    }
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """The summary for people."""
+    how = "stopped" if summary["interrupted"] else "finished"
+    rate = f"{summary['tokens_per_second']:,.0f} tokens/s"
+    before, after = summary["imbalance_before"], summary["imbalance_after"]
+    lines = [
+        f"{how} after {summary['steps']} steps, {summary['seconds']:.1f} s, {rate}",
+        f"loss       {summary['loss_first']:.3f} -> {summary['loss_last']:.3f}, ratio {summary['loss_ratio']:.2f} "
+        f"(means of the first and last {_ENDS} steps)",
+        f"imbalance  {before:.2f} -> {after:.2f} (largest attention load over the mean)",
+        f"moved      {summary['bytes_per_step'] / 1e6:.1f} MB a step, planned in {summary['plan_ms']:.1f} ms",
+        f"documents  {summary['documents']}, files skipped as they are not UTF-8 text: {summary['files_skipped']}",
+        f"written to {summary['run']}",
+    ]
+    return "\n".join(lines)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,54 @@
+"""Build of the native libraries; everything else about the package stands in pyproject.toml."""
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+def find_tool(name: str) -> str:
+    """Path of `name`: the one installed beside the building Python, else the one on PATH."""
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    tool = shutil.which(name, path=path)
+    if tool is None:
+        raise SystemExit(f"distca: {name} is missing; run: {sys.executable} -m pip install {name}")
+    return tool
+
+
+def build_folder() -> Path:
+    """Folder of CMake's cache and objects: one for each Python, torch and compiler, for a cache keeps their paths."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        raise SystemExit(
+            f"distca: {sys.executable} has no PyTorch. Install PyTorch >= 2.10 there first, then build with "
+            "pip's option --no-build-isolation."
+        )
+    paths = f"{sys.prefix}\n{torch.origin}\n{os.environ.get('CXX')}"
+    return ROOT / "build" / f"{sys.implementation.cache_tag}-{hashlib.sha256(paths.encode()).hexdigest()[:12]}"
+
+
+class BuildNative(build_ext):
+    """Runs CMake and installs all libraries into the package folder: the wheel's, or the source's where editable.
+
+    setuptools by itself would carry only the extension module and drop the libraries it links.
+    """
+
+    def run(self) -> None:
+        package = (ROOT / "python" if self.inplace else Path(self.build_lib).resolve()) / "distca"
+        cmake, build = find_tool("cmake"), build_folder()
+        configure = [cmake, "-S", ROOT, "-B", build, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}"]
+        subprocess.run([*configure, f"-DPython_EXECUTABLE={sys.executable}"], check=True)
+        subprocess.run([cmake, "--build", build, "--parallel", str(os.cpu_count() or 1)], check=True)
+        subprocess.run([cmake, "--install", build, "--prefix", package, "--strip"], check=True)
+
+
+setup(ext_modules=[Extension("distca._C", sources=[])], cmdclass={"build_ext": BuildNative})

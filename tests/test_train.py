@@ -1,0 +1,337 @@
+"""`distca train`: its data, its options, and whole runs with every way they can end."""
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import distca
+from distca.train.cli import main, train_rank
+from distca.train.config import ConfigError, TrainConfig
+from distca.train.data import NO_TARGET, Batches, Corpus, DataError, pack_steps, read_corpus
+from distca.train.metrics import create_run_dir
+from distca.train.trainer import learning_rate_factor
+
+# ---- data ----
+
+
+def test_files_that_are_not_utf8_are_skipped_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "below" / "deeper").mkdir(parents=True)
+    (tmp_path / "a.txt").write_text("first", encoding="utf-8")
+    (tmp_path / "below" / "deeper" / "b").write_text("zwölf", encoding="utf-8")
+    (tmp_path / "below" / "picture").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "empty").touch()
+    corpus = read_corpus(tmp_path, 1.0)
+    assert corpus.documents == [b"first", "zwölf".encode()]
+    assert corpus.num_skipped == 1
+
+
+def test_the_start_of_each_document_is_kept_and_at_least_one_byte(tmp_path: Path) -> None:
+    (tmp_path / "long").write_text("0123456789" * 4)
+    (tmp_path / "short").write_text("x")
+    assert read_corpus(tmp_path, 0.25).documents == [b"0123456789", b"x"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist"),
+        ({}, "holds no text: 0 files below it"),
+        ({"a": b"", "b": b"\xff"}, "holds no text: 2 files below it, of which 1 are not UTF-8"),
+        ({"a": b"x", "b": b"y"}, "no document of two or more bytes"),
+    ],
+)
+def test_a_folder_without_text_is_an_error_that_says_why(
+    content: dict[str, bytes] | None, message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "data"
+    if content is not None:
+        folder.mkdir()
+        for name, text in content.items():
+            (folder / name).write_bytes(text)
+    with pytest.raises(DataError, match=message) as caught:
+        read_corpus(folder, 1.0)
+    assert str(folder) in str(caught.value)
+
+
+def test_a_file_in_place_of_the_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(DataError, match="is not a folder"):
+        read_corpus(tmp_path / "file", 1.0)
+
+
+def test_the_standard_library_is_the_corpus_by_default() -> None:
+    corpus = read_corpus(None, 1 / 16)
+    assert len(corpus.documents) > 300
+    longest = max(corpus.documents, key=len)
+    assert len(longest) > 10 * sum(map(len, corpus.documents)) / len(corpus.documents)
+
+
+def test_every_step_is_full_and_every_document_is_used_once_an_epoch() -> None:
+    lengths = [5, 1, 23, 2, 7]
+    steps = list(itertools.islice(pack_steps(lengths, 10, seed=3), 19))  # five epochs are 190 tokens
+    assert [sum(piece.end - piece.begin for piece in step) for step in steps] == [10] * 19
+    seen = {(piece.document, row): 0 for piece in sum(steps, []) for row in range(piece.begin, piece.end)}
+    for piece in sum(steps, []):
+        for row in range(piece.begin, piece.end):
+            seen[piece.document, row] += 1
+    assert seen == {(document, row): 5 for document, length in enumerate(lengths) for row in range(length)}
+    assert steps == list(itertools.islice(pack_steps(lengths, 10, seed=3), 19))
+    assert steps != list(itertools.islice(pack_steps(lengths, 10, seed=4), 19))
+
+
+def test_every_row_has_the_next_byte_of_its_document_as_target_across_all_cuts() -> None:
+    # No byte occurs twice, so a row names its document and position.
+    alphabet = bytes(range(256))
+    corpus = Corpus([alphabet[0:5], alphabet[5:6], alphabet[6:49], alphabet[49:120]], num_skipped=0)
+    following = {row: row + 1 for row in range(120)} | dict.fromkeys((4, 5, 48, 119), NO_TARGET)
+    ranks, tokens = 3, 8
+    packed = [Batches(corpus, rank=rank, ranks=ranks, tokens_per_rank=tokens, steps=5, seed=1) for rank in range(ranks)]
+    rows: list[int] = []
+    for batches in zip(*packed, strict=True):
+        valid = 0
+        for rank, batch in enumerate(batches):
+            assert batch.input_ids.shape == batch.labels.shape == (1, tokens)
+            assert batch.layout.num_rows(rank) == tokens
+            ids = batch.input_ids[0].tolist()
+            assert batch.labels[0].tolist() == [following[row] for row in ids]
+            valid += int((batch.labels != NO_TARGET).sum())
+            rows += ids
+        assert [batch.num_targets for batch in batches] == [valid] * ranks
+    assert sorted(rows) == list(range(120))
+
+
+def test_segments_of_a_batch_are_the_rows_of_its_tensors() -> None:
+    corpus = Corpus([bytes(range(30)), bytes(range(100, 107))], num_skipped=0)
+    for rank in range(2):
+        for batch in Batches(corpus, rank=rank, ranks=2, tokens_per_rank=9, steps=6, seed=0):
+            ids = batch.input_ids[0]
+            begin = 0
+            for _, first, last in batch.layout.segments(rank):
+                rows = ids[begin : begin + last - first]
+                assert torch.equal(rows - rows[0], torch.arange(last - first))
+                begin += last - first
+            assert begin == len(ids)
+
+
+# ---- options ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 0}, "--ranks is 0, must be at least 1"),
+        ({"tokens_per_rank": -1}, "--tokens-per-rank is -1, must be at least 1"),
+        ({"doc_scale": 0.0}, "--doc-scale is 0.0, must be above 0 and at most 1"),
+        ({"lr": float("nan")}, "--lr is nan, must be above 0 and finite"),
+        ({"tolerance": 1.5}, "--tolerance is 1.5, must be 0 to 1"),
+        ({"heads": 4, "kv_heads": 3}, "--kv-heads is 3, must be a divisor of --heads (4)"),
+        ({"hidden": 100}, "--hidden is 100, must be --heads (4) times a head size"),
+        ({"dtype": "float16"}, "--dtype is float16, must be one of float32, bfloat16"),
+        ({"name": "a/b"}, "--name is a/b, must be the name of a folder"),
+    ],
+)
+def test_a_wrong_option_names_its_value_and_what_is_allowed(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        TrainConfig(**options)
+
+
+def test_a_mistake_ends_the_command_with_one_line_and_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "runs"
+    code = main(["train", "--data", str(tmp_path / "missing"), "--runs-dir", str(runs)])
+    err = capsys.readouterr().err
+    assert (code, err.count("\n"), runs.exists()) == (2, 1, False)
+    assert err.startswith("distca train: error: data folder") and "does not exist" in err
+    assert main(["train", "--data", str(tmp_path / "missing"), "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_under_torchrun_ranks_must_agree_with_the_world_size(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(["train", "--ranks", "2"]) == 2
+    assert "--ranks is 2, must be torchrun's world size (4) or left out" in capsys.readouterr().err
+
+
+def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
+    config = TrainConfig(name="a", runs_dir=tmp_path / "runs")
+    assert [create_run_dir(config).name for _ in range(3)] == ["a", "a-2", "a-3"]
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="must be a folder"):
+        create_run_dir(TrainConfig(runs_dir=tmp_path / "file"))
+
+
+def test_the_learning_rate_warms_up_to_its_peak_and_falls_to_a_tenth() -> None:
+    factors = [learning_rate_factor(step, 40) for step in range(41)]
+    assert factors[4] == max(factors) == 1.0
+    assert factors[:5] == sorted(factors[:5]) and factors[5:] == sorted(factors[5:], reverse=True)
+    assert factors[40] == pytest.approx(0.1)
+    assert learning_rate_factor(0, 1) == 1.0
+
+
+# ---- whole runs ----
+
+KEYS = {"step", "loss", "tokens", "seconds", "imbalance_before", "imbalance_after", "bytes", "plan_ms"}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(12):
+        text = f"line {number} of a text that repeats itself\n" * (40 if number % 6 == 0 else 1 + number)
+        (folder / f"{number:02}.txt").write_text(text)
+    (folder / "noise").write_bytes(b"\xff\xff")
+    return folder
+
+
+def _command(tmp_path: Path, *options: str) -> list[str]:
+    small = [
+        "--tokens-per-rank",
+        "192",
+        "--hidden",
+        "32",
+        "--layers",
+        "1",
+        "--heads",
+        "4",
+        "--kv-heads",
+        "2",
+        "--name",
+        "run",
+    ]
+    places = ["--data", str(tmp_path / "data"), "--runs-dir", str(tmp_path / "runs")]
+    return ["-m", "distca", "train", *small, *places, *options]
+
+
+def _start(arguments: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _metrics(tmp_path: Path) -> list[dict]:
+    lines = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _summary(tmp_path: Path) -> dict:
+    return json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
+
+
+def _wait_for_first_step(tmp_path: Path, process: subprocess.Popen[str]) -> None:
+    path = tmp_path / "runs" / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (path.exists() and path.stat().st_size):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no step within 120 seconds"
+        time.sleep(0.01)
+
+
+def _ranks_of(process: subprocess.Popen[str]) -> dict[str, int]:
+    """The process ids of the ranks that a command has started, by their names."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                name, fields = re.fullmatch(r"\d+ \((.*)\) (.*)\n", (folder / "stat").read_text()).groups()
+            except (OSError, AttributeError):
+                continue
+            if int(fields.split()[1]) == process.pid and name.startswith("distca-rank"):
+                found[name] = int(folder.name)
+    return found
+
+
+def _assert_gone(pids: dict[str, int]) -> None:
+    for name, pid in pids.items():
+        assert not Path(f"/proc/{pid}").exists(), f"{name} is still there"
+
+
+@pytest.mark.parametrize("balance", ["on", "off"])
+def test_a_run_learns_and_writes_metrics_and_summary(balance: str, data: Path, tmp_path: Path) -> None:
+    options = ["--steps", "12", "--balance", balance]
+    if balance == "off":
+        options += ["--dtype", "bfloat16", "--ranks", "3"]
+    with _start(_command(tmp_path, *options)) as process:
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    metrics = _metrics(tmp_path)
+    assert [step["step"] for step in metrics] == list(range(12))
+    assert all(step.keys() == KEYS for step in metrics)
+    ranks = 2 if balance == "on" else 3
+    assert all(step["tokens"] == ranks * 192 for step in metrics)
+    assert all(step["bytes"] > 0 for step in metrics if step["imbalance_before"] > 1.1)
+    if balance == "off":
+        assert all(step["imbalance_after"] == step["imbalance_before"] for step in metrics)
+    else:
+        assert all(step["imbalance_after"] <= step["imbalance_before"] for step in metrics)
+    losses = [step["loss"] for step in metrics]
+    assert losses[0] == pytest.approx(5.55, abs=0.3)  # log(256): random weights
+    summary = _summary(tmp_path)
+    assert summary["loss_first"] == pytest.approx(sum(losses[:5]) / 5)
+    assert summary["loss_last"] == pytest.approx(sum(losses[-5:]) / 5)
+    assert summary["loss_ratio"] < 0.9
+    assert (summary["steps"], summary["files_skipped"], summary["interrupted"]) == (12, 1, False)
+    assert json.loads((tmp_path / "runs" / "run" / "config.json").read_text())["balance"] == balance
+    assert "finished after 12 steps" in out and "files skipped as they are not UTF-8 text: 1" in out
+    assert "12/12" in err and "imbalance" in err
+
+
+def test_torchrun_may_start_the_ranks(data: Path, tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable]
+    with _start([*torchrun, *_command(tmp_path, "--steps", "3")]) as process:
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert len(_metrics(tmp_path)) == _summary(tmp_path)["steps"] == 3
+    assert out.count("finished after 3 steps") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_all_ranks_after_a_whole_step_with_the_summary(
+    number: signal.Signals, data: Path, tmp_path: Path
+) -> None:
+    with _start(_command(tmp_path, "--steps", "100000")) as process:
+        _wait_for_first_step(tmp_path, process)
+        ranks = _ranks_of(process)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, sorted(ranks)) == (130, ["distca-rank-0", "distca-rank-1"]), err
+    summary = _summary(tmp_path)
+    assert summary["interrupted"] and summary["steps"] == len(_metrics(tmp_path)) < 100000
+    assert f"stopped after {summary['steps']} steps" in out
+    assert "Traceback" not in err
+    _assert_gone(ranks)
+
+
+def test_a_rank_that_is_killed_ends_the_run_with_an_error_that_names_it(data: Path, tmp_path: Path) -> None:
+    with _start(_command(tmp_path, "--steps", "100000")) as process:
+        _wait_for_first_step(tmp_path, process)
+        ranks = _ranks_of(process)
+        os.kill(ranks["distca-rank-1"], signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.splitlines()[-1] == "distca train: error: rank 1 of 2 was killed by signal SIGKILL"
+    assert "Traceback" not in err
+    _assert_gone(ranks)
+
+
+def test_the_same_seed_gives_the_same_losses_whether_balanced_or_not(data: Path, tmp_path: Path) -> None:
+    losses = []
+    for balance in ("on", "off"):
+        config = TrainConfig(
+            steps=3, tokens_per_rank=192, hidden=32, layers=1, data=data, balance=balance, runs_dir=tmp_path / balance
+        )
+        run_dir = create_run_dir(config)
+        distca.launch(train_rank, config, run_dir, ranks=2, threads=1)
+        losses.append([json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
