@@ -1,4 +1,5 @@
-// A 64-bit digest of integer words: the same on every machine, good against accidents and stale data, not cryptographic.
+// A 64-bit digest of integer words: the same on every machine, good against accidents and stale data, not
+// cryptographic.
 #pragma once
 
 #include <cstdint>

@@ -57,9 +57,9 @@ class DISTCA_EXPORT ContextPoisonedError : public Error {
   explicit ContextPoisonedError(const std::string& m) : Error("ContextPoisonedError", m) {}
 };
 /// The operating system refused something (memory, sockets).
-class DISTCA_EXPORT SystemError : public Error {
+class DISTCA_EXPORT OperatingSystemError : public Error {
  public:
-  explicit SystemError(const std::string& m) : Error("SystemError", m) {}
+  explicit OperatingSystemError(const std::string& m) : Error("OperatingSystemError", m) {}
 };
 
 /// Joins its arguments to one message: `message("rank ", 3, " holds ", 7, " rows")`.

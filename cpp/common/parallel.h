@@ -6,7 +6,8 @@
 
 namespace distca {
 
-/// Runs `body(worker)` for worker = 0 .. num_workers-1, concurrently where threads allow, and returns when all are done.
+/// Runs `body(worker)` for worker = 0 .. num_workers-1, concurrently where threads allow, and returns when all are
+/// done.
 struct Parallel {
   int num_workers = 1;
   std::function<void(int num_workers, const std::function<void(int)>& body)> run =

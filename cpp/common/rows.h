@@ -30,8 +30,7 @@ struct RowExtent {
 /// Copies between views that do not overlap, in as few memcpy calls as the strides allow.
 inline void copy_rows(const RowView& dst, const RowView& src, const RowExtent& n) {
   const int64_t row_bytes = n.num_heads * n.head_bytes;
-  const bool whole_rows =
-      n.num_heads == 1 || (dst.head_stride == n.head_bytes && src.head_stride == n.head_bytes);
+  const bool whole_rows = n.num_heads == 1 || (dst.head_stride == n.head_bytes && src.head_stride == n.head_bytes);
   if (whole_rows && dst.row_stride == row_bytes && src.row_stride == row_bytes) {
     std::memcpy(dst.data, src.data, static_cast<size_t>(n.num_rows * row_bytes));
     return;

@@ -129,8 +129,10 @@ class Assembler {
       const int64_t begin = b * block_rows_, end = std::min(begin + block_rows_, kv_end);
       while (placements[p].end <= begin) ++p;
       const Placement& home = placements[p];
-      if (home.rank == server && home.end >= end) t.blocks.push_back(home.row + (begin - home.begin));
-      else t.blocks.push_back(~(block_rows_ * g.num_arena_blocks++));
+      if (home.rank == server && home.end >= end)
+        t.blocks.push_back(home.row + (begin - home.begin));
+      else
+        t.blocks.push_back(~(block_rows_ * g.num_arena_blocks++));
     }
     document_servers_[static_cast<size_t>(document)].push_back({server, kv_end, t.groups.size()});
     t.groups.push_back(g);
@@ -170,11 +172,10 @@ class Assembler {
     for (const DocumentServer& s : servers) {
       GradTarget target = GradTarget::kPartial;
       if (!shared) target = s.server == piece.home ? GradTarget::kReturned : GradTarget::kArena;
-      group_grads_[{s.server, s.group}].push_back(
-          {{piece.begin, piece.end, static_cast<int64_t>(target), target == GradTarget::kReturned ? piece.row : -1, -1,
-            -1},
-           piece.home,
-           piece.row});
+      group_grads_[{s.server, s.group}].push_back({{piece.begin, piece.end, static_cast<int64_t>(target),
+                                                    target == GradTarget::kReturned ? piece.row : -1, -1, -1},
+                                                   piece.home,
+                                                   piece.row});
       if (s.server != piece.home) servers_of_[static_cast<size_t>(piece.home)].push_back(static_cast<size_t>(s.server));
     }
     if (shared) tables_[static_cast<size_t>(piece.home)].sums.push_back({piece.row, piece.end - piece.begin, -1, -1});
@@ -364,8 +365,14 @@ class Assembler {
     const int64_t target = home_in.take(n * format(phase, Direction::kOut, kind).row_stride());
     send(phase, Direction::kOut, round, static_cast<int64_t>(server), static_cast<int64_t>(home), kind, -1, source, n,
          target);
-    ReceiveRow r = {round, static_cast<int64_t>(server), static_cast<int64_t>(kind),
-                    static_cast<int64_t>(ReceiveAction::kCopy), row, n, target, -1};
+    ReceiveRow r = {round,
+                    static_cast<int64_t>(server),
+                    static_cast<int64_t>(kind),
+                    static_cast<int64_t>(ReceiveAction::kCopy),
+                    row,
+                    n,
+                    target,
+                    -1};
     if (kind == TensorKind::kDkPartial || kind == TensorKind::kDvPartial) {
       const auto& sum = sum_at_.at({home, row});
       r.sum = kind == TensorKind::kDkPartial ? sum.first : sum.second;
@@ -413,8 +420,8 @@ class Assembler {
   }
 
   RowFormat grad_format(bool fp32, bool is_dk) const {
-    const TensorKind kind = fp32 ? (is_dk ? TensorKind::kDkPartial : TensorKind::kDvPartial)
-                                 : (is_dk ? TensorKind::kDk : TensorKind::kDv);
+    const TensorKind kind =
+        fp32 ? (is_dk ? TensorKind::kDkPartial : TensorKind::kDvPartial) : (is_dk ? TensorKind::kDk : TensorKind::kDv);
     return format(Phase::kBackward, Direction::kOut, kind);
   }
   PlanStats::Arena& arena_of(Phase phase, size_t rank) { return stats_.arenas[static_cast<size_t>(phase)][rank]; }
@@ -433,9 +440,9 @@ class Assembler {
   PlanStats& stats_;
   std::vector<std::vector<DocumentServer>> document_servers_;
   std::vector<std::vector<size_t>> servers_of_;  // of each home: the other ranks that send rows back to it
-  std::map<std::pair<int64_t, size_t>, std::vector<GroupGrad>> group_grads_;           // by (server, group)
-  std::map<std::pair<size_t, int64_t>, std::pair<int64_t, int64_t>> sum_at_;           // (home, row) -> dk, dv offsets
-  std::map<std::pair<size_t, int64_t>, bool> has_own_term_;                            // of the sum at (home, row)
+  std::map<std::pair<int64_t, size_t>, std::vector<GroupGrad>> group_grads_;  // by (server, group)
+  std::map<std::pair<size_t, int64_t>, std::pair<int64_t, int64_t>> sum_at_;  // (home, row) -> dk, dv offsets
+  std::map<std::pair<size_t, int64_t>, bool> has_own_term_;                   // of the sum at (home, row)
 };
 
 }  // namespace

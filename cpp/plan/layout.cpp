@@ -5,15 +5,15 @@
 namespace distca::plan {
 namespace {
 
-constexpr int64_t kMaxRows = int64_t{1} << 31;       // of one document or one rank
+constexpr int64_t kMaxRows = int64_t{1} << 31;  // of one document or one rank
 constexpr int64_t kMaxRanks = int64_t{1} << 20;
 
 void check_segment(const Segment& s, size_t rank, size_t index) {
   require(s.document >= kPadding, "layout: rank ", rank, ", segment ", index, ": document ", s.document,
           " is negative; documents are numbered from 0, padding is ", kPadding);
   require(s.begin >= 0 && s.end > s.begin && s.end <= kMaxRows, "layout: rank ", rank, ", segment ", index,
-          " (document ", s.document, "): rows [", s.begin, ", ", s.end, ") are not allowed; 0 <= begin < end <= ",
-          kMaxRows);
+          " (document ", s.document, "): rows [", s.begin, ", ", s.end,
+          ") are not allowed; 0 <= begin < end <= ", kMaxRows);
 }
 
 }  // namespace
@@ -26,8 +26,7 @@ Layout::Layout(std::vector<std::vector<Segment>> ranks) : ranks_(std::move(ranks
     for (size_t i = 0; i < ranks_[r].size(); ++i) {
       const Segment& s = ranks_[r][i];
       check_segment(s, r, i);
-      if (s.document != kPadding)
-        placements_.push_back({s.document, s.begin, s.end, static_cast<int64_t>(r), row});
+      if (s.document != kPadding) placements_.push_back({s.document, s.begin, s.end, static_cast<int64_t>(r), row});
       row += s.num_rows();
       require(row <= kMaxRows, "layout: rank ", r, " holds more than ", kMaxRows, " rows");
     }
@@ -76,8 +75,8 @@ Layout Layout::from_documents(const std::vector<std::vector<int64_t>>& lengths) 
 Layout Layout::packed(const std::vector<int64_t>& lengths, int64_t num_ranks, int64_t tokens_per_rank) {
   require(num_ranks >= 1 && num_ranks <= kMaxRanks, "layout: ranks = ", num_ranks, "; 1 to ", kMaxRanks,
           " are allowed");
-  require(tokens_per_rank >= 1 && tokens_per_rank <= kMaxRows, "layout: tokens_per_rank = ", tokens_per_rank,
-          "; 1 to ", kMaxRows, " are allowed");
+  require(tokens_per_rank >= 1 && tokens_per_rank <= kMaxRows, "layout: tokens_per_rank = ", tokens_per_rank, "; 1 to ",
+          kMaxRows, " are allowed");
   std::vector<std::vector<Segment>> ranks(static_cast<size_t>(num_ranks));
   size_t rank = 0;
   int64_t room = tokens_per_rank;

@@ -20,8 +20,8 @@ void check_heads(const HeadShape& h) {
 void check_options(const Layout& layout, const PlanOptions& o) {
   check_heads(o.schedule.heads);
   o.schedule.cost.check();
-  require(o.schedule.tolerance_ppm >= 0 && o.schedule.tolerance_ppm <= 1'000'000, "plan: tolerance = ",
-          static_cast<double>(o.schedule.tolerance_ppm) * 1e-6, "; 0 to 1 is allowed");
+  require(o.schedule.tolerance_ppm >= 0 && o.schedule.tolerance_ppm <= 1'000'000,
+          "plan: tolerance = ", static_cast<double>(o.schedule.tolerance_ppm) * 1e-6, "; 0 to 1 is allowed");
   require(o.schedule.min_rows >= 1, "plan: min_rows = ", o.schedule.min_rows, "; at least 1 is allowed");
   require(o.capacity > 0, "plan: capacity = ", o.capacity, " bytes; it must be positive");
   __int128 total = 0;

@@ -119,8 +119,10 @@ class Greedy {
     int64_t low = begin, high = end;
     while (low < high) {
       const int64_t mid = low + (high - low + 1) / 2;
-      if (cost(begin, mid) <= budget) low = mid;
-      else high = mid - 1;
+      if (cost(begin, mid) <= budget)
+        low = mid;
+      else
+        high = mid - 1;
     }
     return low;
   }
@@ -128,8 +130,10 @@ class Greedy {
     int64_t low = begin, high = end;
     while (low < high) {
       const int64_t mid = low + (high - low) / 2;
-      if (cost(mid, end) <= budget) high = mid;
-      else low = mid + 1;
+      if (cost(mid, end) <= budget)
+        high = mid;
+      else
+        low = mid + 1;
     }
     return low;
   }
@@ -144,8 +148,8 @@ class Greedy {
       if (end <= begin || (!whole && (end - begin < min_rows || rest < min_rows))) return;
       const int64_t moved = cost(begin, end);
       if (moved == 0 || load_[to] + moved >= load_[from]) return;  // the pair's larger load must fall
-      const Move move{i, begin, end, static_cast<int64_t>(to), moved,
-                      move_bytes(t, begin, end, static_cast<int64_t>(to))};
+      const Move move{
+          i, begin, end, static_cast<int64_t>(to), moved, move_bytes(t, begin, end, static_cast<int64_t>(to))};
       if (!best || move.better_than(*best)) best = move;
     };
     for (size_t to = 0; to < load_.size(); ++to) {

@@ -33,10 +33,10 @@ struct ScheduleOptions {
   bool balance = true;             // false: every row is computed at home
 };
 
-/// The paper's communication-aware greedy (section 4.2): from the server with the largest load, again and again, the piece
-/// that lightens it most for each byte moved, to a server below the mean; until the *largest* load is within tolerance, or
-/// no single row can be moved with gain. Integers only: the same tasks on every machine. Sorted by (server, document,
-/// q_begin); neighbours on a server are merged.
+/// The paper's communication-aware greedy (section 4.2): from the server with the largest load, again and again, the
+/// piece that lightens it most for each byte moved, to a server below the mean; until the *largest* load is within
+/// tolerance, or no single row can be moved with gain. Integers only: the same tasks on every machine. Sorted by
+/// (server, document, q_begin); neighbours on a server are merged.
 std::vector<Task> schedule(const Layout& layout, const ScheduleOptions& options);
 
 /// No schedule of whole rows has a smaller largest load: the mean rounded up, or the costliest single row.

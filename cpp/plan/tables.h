@@ -1,7 +1,8 @@
 // The flat form of a plan: what one rank needs to take part in a step, as int64 words.
 //
-// Words: Header, then tables of fixed-size rows. Everything is position independent and little more than addresses: byte
-// offsets count from the start of a slot's arena, rows from the start of the rank's own token tensor. `-1` means none.
+// Words: Header, then tables of fixed-size rows. Everything is position independent and little more than addresses:
+// byte offsets count from the start of a slot's arena, rows from the start of the rank's own token tensor. `-1` means
+// none.
 //
 // Where rows lie in an arena (e = element bytes, P = max(dim, v_dim)):
 //   q of a forward task   [rows, q_heads, P] e    out overwrites it in place, head by head
@@ -34,8 +35,18 @@ enum class Phase : int64_t { kForward = 0, kBackward = 1 };
 enum class Direction : int64_t { kIn = 0, kOut = 1 };
 
 enum class TensorKind : int64_t {
-  kQ, kK, kV, kOut, kLse, kDout, kDelta, kDq, kDk, kDv,
-  kDkPartial, kDvPartial,  // fp32, one of several contributions to a row
+  kQ,
+  kK,
+  kV,
+  kOut,
+  kLse,
+  kDout,
+  kDelta,
+  kDq,
+  kDk,
+  kDv,
+  kDkPartial,
+  kDvPartial,  // fp32, one of several contributions to a row
   kCount
 };
 
@@ -117,8 +128,18 @@ struct TableSpan {
 };
 
 enum TableId : size_t {
-  kGroups, kTasks, kBlocks, kGrads, kSums, kPaddingRows,
-  kForwardSends, kBackwardSends, kForwardReceives, kBackwardReceives, kForwardWaits, kBackwardWaits,
+  kGroups,
+  kTasks,
+  kBlocks,
+  kGrads,
+  kSums,
+  kPaddingRows,
+  kForwardSends,
+  kBackwardSends,
+  kForwardReceives,
+  kBackwardReceives,
+  kForwardWaits,
+  kBackwardWaits,
   kNumTables
 };
 
@@ -148,8 +169,8 @@ constexpr int64_t padded_dim(const HeadShape& h) { return h.dim > h.v_dim ? h.di
 /// Bytes of one head of a row as it travels, and how it is laid out in an arena.
 struct RowFormat {
   int64_t num_heads;
-  int64_t head_bytes;    // that carry data
-  int64_t head_stride;   // in an arena
+  int64_t head_bytes;   // that carry data
+  int64_t head_stride;  // in an arena
   int64_t row_stride() const { return num_heads * head_stride; }
   int64_t wire_bytes() const { return num_heads * head_bytes; }
 };
@@ -207,9 +228,7 @@ class SliceView {
   std::span<const WaitRow> waits(Phase p) const { return table<WaitRow>(by_phase(kForwardWaits, p)); }
 
  private:
-  static TableId by_phase(TableId forward, Phase p) {
-    return static_cast<TableId>(forward + static_cast<size_t>(p));
-  }
+  static TableId by_phase(TableId forward, Phase p) { return static_cast<TableId>(forward + static_cast<size_t>(p)); }
   template <class Row>
   std::span<const Row> table(TableId id) const {
     const TableSpan& t = header().tables[id];
@@ -221,8 +240,9 @@ class SliceView {
 
 /// Words of one row of each table.
 inline constexpr std::array<int64_t, kNumTables> kRowWords = {
-    sizeof(GroupRow) / 8, sizeof(TaskRow) / 8, 1,                      sizeof(GradRow) / 8,
-    sizeof(SumRow) / 8,   sizeof(PaddingRow) / 8, sizeof(SendRow) / 8, sizeof(SendRow) / 8,
-    sizeof(ReceiveRow) / 8, sizeof(ReceiveRow) / 8, sizeof(WaitRow) / 8, sizeof(WaitRow) / 8};
+    sizeof(GroupRow) / 8,   sizeof(TaskRow) / 8, 1,
+    sizeof(GradRow) / 8,    sizeof(SumRow) / 8,  sizeof(PaddingRow) / 8,
+    sizeof(SendRow) / 8,    sizeof(SendRow) / 8, sizeof(ReceiveRow) / 8,
+    sizeof(ReceiveRow) / 8, sizeof(WaitRow) / 8, sizeof(WaitRow) / 8};
 
 }  // namespace distca::plan

@@ -65,8 +65,9 @@ class Validator {
                 t.count <= (h().num_words - t.begin) / kRowWords[id],
             "table ", id, " reaches past its end");
     }
-    check(inside(0, h().num_local_groups, count(view_.groups())) && inside(0, h().num_local_tasks, count(view_.tasks())),
-          "more local groups or tasks than there are");
+    check(
+        inside(0, h().num_local_groups, count(view_.groups())) && inside(0, h().num_local_tasks, count(view_.tasks())),
+        "more local groups or tasks than there are");
   }
 
   static bool valid_dim(int64_t d) { return d >= 8 && d <= 256 && d % 8 == 0; }
@@ -79,13 +80,12 @@ class Validator {
   void check_extent(const char* what, Phase p, Direction d, TensorKind kind, int64_t offset, int64_t rows,
                     int64_t alignment = kExtentAlignment) const {
     const int64_t bytes = rows * row_format(view_.heads(), p, d, kind).row_stride();
-    check(offset % alignment == 0 && inside(offset, bytes, h().arena_bytes[static_cast<size_t>(p)]), what,
-          ": ", rows, " rows at offset ", offset, " do not lie in the arena of ",
-          h().arena_bytes[static_cast<size_t>(p)], " bytes");
+    check(offset % alignment == 0 && inside(offset, bytes, h().arena_bytes[static_cast<size_t>(p)]), what, ": ", rows,
+          " rows at offset ", offset, " do not lie in the arena of ", h().arena_bytes[static_cast<size_t>(p)],
+          " bytes");
   }
   void check_rows(const char* what, int64_t row, int64_t rows) const {
-    check(rows >= 1 && inside(row, rows, h().num_rows), what, ": rows [", row, ", ", row + rows, ") of ",
-          h().num_rows);
+    check(rows >= 1 && inside(row, rows, h().num_rows), what, ": rows [", row, ", ", row + rows, ") of ", h().num_rows);
   }
   void check_peer(const char* what, int64_t peer, int64_t round) const {
     check(peer >= 0 && peer < h().num_ranks, what, ": peer ", peer, " of ", h().num_ranks);
@@ -99,8 +99,8 @@ class Validator {
                 g.num_blocks == (g.kv_end + h().key_block_rows - 1) / h().key_block_rows &&
                 inside(g.block_begin, g.num_blocks, count(view_.blocks())),
             "group ", index, " (document ", g.document, "): its key blocks");
-      check(g.task_begin == next_task && inside(g.task_begin, g.task_end - g.task_begin, count(view_.tasks())), "group ",
-            index, ": its tasks");
+      check(g.task_begin == next_task && inside(g.task_begin, g.task_end - g.task_begin, count(view_.tasks())),
+            "group ", index, ": its tasks");
       check(inside(g.num_arena_blocks, 0, g.num_blocks), "group ", index, ": its arena blocks");
       const int64_t arena_rows = g.num_arena_blocks * h().key_block_rows;
       if (arena_rows > 0) {
@@ -117,8 +117,7 @@ class Validator {
       }
       check_grads(g, index);
       const bool local = index < h().num_local_groups;
-      check(!local || (g.num_arena_blocks == 0 && g.task_end <= h().num_local_tasks), "group ", index,
-            " is not local");
+      check(!local || (g.num_arena_blocks == 0 && g.task_end <= h().num_local_tasks), "group ", index, " is not local");
       next_task = g.task_end;
       ++index;
     }
@@ -128,8 +127,8 @@ class Validator {
   void check_grads(const GroupRow& g, int64_t index) const {
     check(inside(g.grad_begin, g.grad_end - g.grad_begin, count(view_.grads())), "group ", index, ": its gradients");
     int64_t next = g.kv_begin;
-    for (const GradRow& r : view_.grads().subspan(static_cast<size_t>(g.grad_begin),
-                                                  static_cast<size_t>(g.grad_end - g.grad_begin))) {
+    for (const GradRow& r :
+         view_.grads().subspan(static_cast<size_t>(g.grad_begin), static_cast<size_t>(g.grad_end - g.grad_begin))) {
       check(r.begin == next && r.end > r.begin && r.end <= g.kv_end, "group ", index, ": gradient rows [", r.begin,
             ", ", r.end, ")");
       next = r.end;
@@ -217,8 +216,8 @@ class Validator {
       check_peer("receive", r.peer, r.round);
       check(r.tensor >= 0 && r.tensor < static_cast<int64_t>(TensorKind::kCount), "receive: tensor ", r.tensor);
       const auto kind = static_cast<TensorKind>(r.tensor);
-      check(!is_input(p, kind) && (p == Phase::kForward ? kind == TensorKind::kOut || kind == TensorKind::kLse
-                                                        : kind >= TensorKind::kDq),
+      check(!is_input(p, kind) &&
+                (p == Phase::kForward ? kind == TensorKind::kOut || kind == TensorKind::kLse : kind >= TensorKind::kDq),
             "receive: tensor ", r.tensor, " in this message");
       check(r.round < h().num_rounds, "receive: round ", r.round, " of ", h().num_rounds);
       check_rows("receive", r.row, r.num_rows);

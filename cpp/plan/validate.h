@@ -9,8 +9,8 @@
 
 namespace distca::plan {
 
-/// Throws PlanFormatError for words that are not a whole, unaltered, consistent slice. Reads each word once or twice and
-/// allocates nothing.
+/// Throws PlanFormatError for words that are not a whole, unaltered, consistent slice. Reads each word once or twice
+/// and allocates nothing.
 DISTCA_EXPORT void validate(std::span<const int64_t> words);
 
 }  // namespace distca::plan

@@ -145,7 +145,8 @@ void bind_plan(py::module_& m) {
 runtime::ContextOptions context_options(std::string name, int64_t slot_bytes, double timeout, int64_t per_pair,
                                         int64_t per_row, int64_t epoch) {
   require(timeout > 0 && timeout < 1e9, "context: timeout = ", timeout, " s; a positive number of seconds is expected");
-  require(slot_bytes > 0 && slot_bytes <= int64_t{1} << 46, "context: ", slot_bytes, " bytes a slot; 1 to 2^46 are allowed");
+  require(slot_bytes > 0 && slot_bytes <= int64_t{1} << 46, "context: ", slot_bytes,
+          " bytes a slot; 1 to 2^46 are allowed");
   runtime::ContextOptions options;
   options.name = std::move(name);
   options.slot_bytes = slot_bytes;
@@ -170,8 +171,8 @@ ContextPtr register_context(std::unique_ptr<transport::Transport> transport, run
   return context;
 }
 
-std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& names, int64_t slot_bytes, double timeout,
-                                               int64_t per_pair, int64_t per_row, int64_t epoch,
+std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& names, int64_t slot_bytes,
+                                               double timeout, int64_t per_pair, int64_t per_row, int64_t epoch,
                                                std::optional<uint64_t> reorder_seed) {
   const auto n = static_cast<int64_t>(names.size());
   require(n >= 1 && n <= 4096, "loopback: ", n, " ranks; 1 to 4096 are allowed");

@@ -34,8 +34,9 @@ Context::Context(std::unique_ptr<transport::Transport> transport, ContextOptions
     : options_(std::move(options)),
       protocol_(std::move(transport), options_.name, options_.slot_bytes, options_.timeout),
       dispatcher_(protocol_) {
-  require(options_.slot_bytes > 0 && options_.slot_bytes % plan::kExtentAlignment == 0, "context: slot_bytes = ",
-          options_.slot_bytes, "; positive multiples of ", plan::kExtentAlignment, " are allowed");
+  require(options_.slot_bytes > 0 && options_.slot_bytes % plan::kExtentAlignment == 0,
+          "context: slot_bytes = ", options_.slot_bytes, "; positive multiples of ", plan::kExtentAlignment,
+          " are allowed");
   require(static_cast<int64_t>(protocol_.transport().heap().size()) >= kNumSlots * options_.slot_bytes,
           "context: the heap is smaller than its slots");
 }
@@ -59,8 +60,8 @@ plan::SliceView Context::accept(std::span<const int64_t> plan_words, const HeadS
           " of context \"", options_.name, "\", which is in epoch ", options_.epoch);
   require(h.key_block_rows == attention::kKeyBlockRows, "plan has key blocks of ", h.key_block_rows,
           " rows, the kernel has ", attention::kKeyBlockRows);
-  require<CapacityError>(h.slot_bytes <= options_.slot_bytes, "plan needs ", h.slot_bytes,
-                         " bytes a slot, context \"", options_.name, "\" has ", options_.slot_bytes,
+  require<CapacityError>(h.slot_bytes <= options_.slot_bytes, "plan needs ", h.slot_bytes, " bytes a slot, context \"",
+                         options_.name, "\" has ", options_.slot_bytes,
                          "; give distca.init heap_bytes >= ", kNumSlots * h.slot_bytes);
   return slice;
 }
@@ -76,7 +77,7 @@ void Context::run(const Step& step) {
     protocol_.fail(error);
     throw;
   } catch (const std::exception& error) {
-    const SystemError fault(message("context \"", options_.name, "\": ", error.what()));
+    const OperatingSystemError fault(message("context \"", options_.name, "\": ", error.what()));
     protocol_.fail(fault);
     throw fault;
   }
@@ -107,8 +108,8 @@ std::shared_ptr<Context> find_context(const std::string& name) {
   if (found != r.contexts.end()) return found->second;
   std::string names;
   for (const auto& [other, context] : r.contexts) names += (names.empty() ? "\"" : ", \"") + other + "\"";
-  throw InvalidArgumentError(message("no context \"", name, "\"; call distca.init first (there are: ",
-                                     names.empty() ? "none" : names, ")"));
+  throw InvalidArgumentError(
+      message("no context \"", name, "\"; call distca.init first (there are: ", names.empty() ? "none" : names, ")"));
 }
 
 bool remove_context(const std::string& name) {

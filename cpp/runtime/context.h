@@ -20,9 +20,9 @@ namespace distca::runtime {
 
 struct ContextOptions {
   std::string name = "default";
-  int64_t slot_bytes = 0;        // arena bytes of one slot
-  int64_t epoch = 1;             // plans that name another epoch are refused
-  uint64_t cost_digest = 0;      // of the cost model that plans must have been made with
+  int64_t slot_bytes = 0;    // arena bytes of one slot
+  int64_t epoch = 1;         // plans that name another epoch are refused
+  uint64_t cost_digest = 0;  // of the cost model that plans must have been made with
   std::chrono::milliseconds timeout{600'000};
 };
 

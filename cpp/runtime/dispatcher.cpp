@@ -188,8 +188,8 @@ void Dispatcher::attend(const plan::SliceView& slice, float scale, bool local_pa
     group.task_begin = g.task_begin - first_task;
     group.task_end = g.task_end - first_task;
     if (backward) {
-      group.grads = std::span(grads_).subspan(static_cast<size_t>(g.grad_begin),
-                                              static_cast<size_t>(g.grad_end - g.grad_begin));
+      group.grads =
+          std::span(grads_).subspan(static_cast<size_t>(g.grad_begin), static_cast<size_t>(g.grad_end - g.grad_begin));
     }
     groups_.push_back(group);
   }
@@ -214,12 +214,14 @@ void Dispatcher::attend(const plan::SliceView& slice, float scale, bool local_pa
     tasks_.push_back(task);
   }
   const attention::Problem problem{heads_, scale, groups_, tasks_};
-  if (backward) kernel_.backward(problem, parallel);
-  else kernel_.forward(problem, parallel);
+  if (backward)
+    kernel_.backward(problem, parallel);
+  else
+    kernel_.forward(problem, parallel);
 }
 
-/// Results go home, round by round. A home grants round j + 1 after it took in round j, and every rank sends its round-j
-/// rows before it waits for those of its own round j; so, by induction over j, no rank waits for ever.
+/// Results go home, round by round. A home grants round j + 1 after it took in round j, and every rank sends its
+/// round-j rows before it waits for those of its own round j; so, by induction over j, no rank waits for ever.
 void Dispatcher::collect(const plan::SliceView& slice) {
   int64_t rounds = slice.header().num_rounds;
   for (const plan::SendRow& s : slice.sends(phase_)) rounds = std::max(rounds, s.round + 1);
@@ -262,8 +264,10 @@ void Dispatcher::receive_home(const plan::SliceView& slice, int64_t round) {
     const RowView source = in_arena(Direction::kOut, kind, r.source);
     const RowExtent n = extent(Direction::kOut, kind, r.num_rows);
     const auto action = static_cast<plan::ReceiveAction>(r.action);
-    if (action == plan::ReceiveAction::kCopy) copy_rows(local(kind).from_row(r.row), source, n);
-    else accumulate(in_arena(Direction::kOut, kind, r.sum), source, n, action == plan::ReceiveAction::kAssign);
+    if (action == plan::ReceiveAction::kCopy)
+      copy_rows(local(kind).from_row(r.row), source, n);
+    else
+      accumulate(in_arena(Direction::kOut, kind, r.sum), source, n, action == plan::ReceiveAction::kAssign);
   }
 }
 
@@ -299,9 +303,8 @@ void Dispatcher::fill_padding(const plan::SliceView& slice) {
 void Dispatcher::fill_nan(const plan::SliceView& slice) {
   const plan::Header& h = slice.header();
   std::memset(arena_, kNanByte, static_cast<size_t>(h.arena_bytes[static_cast<size_t>(phase_)]));
-  const auto returned = phase_ == Phase::kForward
-                            ? std::array{TensorKind::kOut, TensorKind::kLse, TensorKind::kLse}
-                            : std::array{TensorKind::kDq, TensorKind::kDk, TensorKind::kDv};
+  const auto returned = phase_ == Phase::kForward ? std::array{TensorKind::kOut, TensorKind::kLse, TensorKind::kLse}
+                                                  : std::array{TensorKind::kDq, TensorKind::kDk, TensorKind::kDv};
   for (TensorKind kind : returned) fill_bytes(local(kind), extent(Direction::kOut, kind, h.num_rows), kNanByte);
 }
 

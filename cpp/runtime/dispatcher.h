@@ -1,4 +1,5 @@
-// The dispatcher: runs one rank's slice of a plan over the transport. Forward: dispatch, attend, collect; so is backward.
+// The dispatcher: runs one rank's slice of a plan over the transport. Forward: dispatch, attend, collect; so is
+// backward.
 #pragma once
 
 #include <cstdint>

@@ -58,8 +58,7 @@ void Protocol::begin(plan::Phase phase, uint64_t plan_digest) {
 
 void Protocol::grant(std::span<const plan::WaitRow> waits) {
   for (const plan::WaitRow& w : waits) {
-    if (w.round == 0)
-      transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), sequence(step_, 0));
+    if (w.round == 0) transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), sequence(step_, 0));
   }
 }
 
@@ -123,10 +122,10 @@ void Protocol::check_departed() {
   const auto gone = transport_->departed();
   if (!gone || gone->orderly) return;
   fault_details_[0] = static_cast<uint64_t>(gone->peer);
-  throw PeerDiedError(message(where(), ": rank ", gone->peer, " died",
-                              waiting_.peer >= 0 ? message(" (this rank was waiting for rank ", waiting_.peer, ": ",
-                                                           waiting_.what, ")")
-                                                 : std::string()));
+  throw PeerDiedError(
+      message(where(), ": rank ", gone->peer, " died",
+              waiting_.peer >= 0 ? message(" (this rank was waiting for rank ", waiting_.peer, ": ", waiting_.what, ")")
+                                 : std::string()));
 }
 
 bool Protocol::compare_with(int64_t peer) {
@@ -159,11 +158,11 @@ void Protocol::time_out() {
   const int p = static_cast<int>(waiting_.peer);
   fault_details_[0] = static_cast<uint64_t>(waiting_.peer);
   const uint64_t seen = transport_->load(waiting_.word);
-  throw PeerTimeoutError(message(
-      where(), ": waited ", static_cast<double>(timeout_.count()) / 1000.0, " s for rank ", waiting_.peer, ": ",
-      waiting_.what, ", round ", waiting_.round, "; seen step ", seen >> 16, " round ", seen & 0xffff, ", expected step ",
-      step_, " round ", waiting_.round, "; rank ", waiting_.peer, " is at step ",
-      transport_->peek(p, signals_.latest_step())));
+  throw PeerTimeoutError(message(where(), ": waited ", static_cast<double>(timeout_.count()) / 1000.0, " s for rank ",
+                                 waiting_.peer, ": ", waiting_.what, ", round ", waiting_.round, "; seen step ",
+                                 seen >> 16, " round ", seen & 0xffff, ", expected step ", step_, " round ",
+                                 waiting_.round, "; rank ", waiting_.peer, " is at step ",
+                                 transport_->peek(p, signals_.latest_step())));
 }
 
 void Protocol::check_faults() {

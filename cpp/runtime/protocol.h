@@ -1,10 +1,11 @@
 // The step protocol between the ranks of a context: who may write where and when, agreement on the plan, and faults.
 //
-// Every rank issues the same sequence of steps. At step n a receiver grants credit to exactly the senders of plan n, for
-// the slot n % 2, once its own earlier use of that slot is over; senders wait for that credit, put, and signal. A rank
-// waits only for ranks that send to it, or receive from it, in this plan. Each rank publishes its step and plan digest;
-// of two neighbours with different digests at least one notices at once, and whoever waits compares again. The first
-// fault on a rank is told to all its peers; after that the context is poisoned: nothing of it sends or returns rows.
+// Every rank issues the same sequence of steps. At step n a receiver grants credit to exactly the senders of plan n,
+// for the slot n % 2, once its own earlier use of that slot is over; senders wait for that credit, put, and signal. A
+// rank waits only for ranks that send to it, or receive from it, in this plan. Each rank publishes its step and plan
+// digest; of two neighbours with different digests at least one notices at once, and whoever waits compares again. The
+// first fault on a rank is told to all its peers; after that the context is poisoned: nothing of it sends or returns
+// rows.
 #pragma once
 
 #include <array>

@@ -15,7 +15,9 @@ class Signals {
   /// Of peer p: p's slot may be written by us in this step and round.
   int64_t credit(int64_t slot, int64_t peer) const { return per_peer(3 * slot, peer); }
   /// Of peer p: p's rows of the in / out message of this step and round have arrived.
-  int64_t arrived(int64_t direction, int64_t slot, int64_t peer) const { return per_peer(3 * slot + 1 + direction, peer); }
+  int64_t arrived(int64_t direction, int64_t slot, int64_t peer) const {
+    return per_peer(3 * slot + 1 + direction, peer);
+  }
   /// Of peer p: p has met a fault; kFaultDetails words of detail, then the code (0 = none).
   int64_t fault_detail(int64_t peer, int64_t index) const { return per_peer(3 * kNumSlots + index, peer); }
   int64_t fault_code(int64_t peer) const { return per_peer(3 * kNumSlots + kFaultDetails, peer); }

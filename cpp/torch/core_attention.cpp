@@ -21,7 +21,8 @@ std::tuple<Tensor, Tensor> core_attention(const Tensor& q, const Tensor& k, cons
     const float factor = scale_or_default(scale, heads);
     Tensor out = empty_rows(q, q.size(0), heads.q_heads, heads.v_dim);
     Tensor lse = empty_scalars(q, q.size(0), heads.q_heads);
-    ctx->forward(slice, {rows_of(q, "q"), rows_of(k, "k"), rows_of(v, "v"), rows_of(out, "out"), scalars_of(lse, "lse")},
+    ctx->forward(slice,
+                 {rows_of(q, "q"), rows_of(k, "k"), rows_of(v, "v"), rows_of(out, "out"), scalars_of(lse, "lse")},
                  factor, torch_threads());
     return std::tuple{out, lse};
   });
@@ -38,8 +39,8 @@ std::tuple<Tensor, Tensor, Tensor> core_attention_backward(const Tensor& dout_an
     const int64_t rows = q.size(0);
     const Tensor dout = with_dense_rows(dout_any);
     for (const auto& [t, name] : {std::pair{&dout, "dout"}, {&out, "out"}}) {
-      require(dtype_of(*t, name) == heads.dtype && t->dim() == 3 && t->size(0) == rows &&
-                  t->size(1) == heads.q_heads && t->size(2) == heads.v_dim,
+      require(dtype_of(*t, name) == heads.dtype && t->dim() == 3 && t->size(0) == rows && t->size(1) == heads.q_heads &&
+                  t->size(2) == heads.v_dim,
               name, " has shape ", shape_of(*t), "; [", rows, ", ", heads.q_heads, ", ", heads.v_dim, "] in q's dtype ",
               "is expected");
     }
@@ -69,7 +70,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
       "(Tensor out, Tensor lse)");
   m.def(
       "core_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor plan, "
-      "Tensor? sinks=None, *, str context=\"default\", float? scale=None, float softcap=0., bool deterministic=False) -> "
+      "Tensor? sinks=None, *, str context=\"default\", float? scale=None, float softcap=0., bool deterministic=False) "
+      "-> "
       "(Tensor dq, Tensor dk, Tensor dv)");
 }
 

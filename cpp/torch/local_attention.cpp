@@ -48,13 +48,14 @@ void read_tasks(Workspace& w, const Tensor& tasks, int64_t q_rows, int64_t kv_ro
     const LocalTask t{words[i], words[i + 1], words[i + 2], words[i + 3]};
     require(t.q_begin >= 0 && t.q_end > t.q_begin && t.q_end <= q_rows, "task ", i / 4, ": query rows [", t.q_begin,
             ", ", t.q_end, ") of ", q_rows);
-    require(t.kv_begin >= 0 && t.kv_end > t.kv_begin && t.kv_end <= kv_rows, "task ", i / 4, ": key rows [",
-            t.kv_begin, ", ", t.kv_end, ") of ", kv_rows);
+    require(t.kv_begin >= 0 && t.kv_end > t.kv_begin && t.kv_end <= kv_rows, "task ", i / 4, ": key rows [", t.kv_begin,
+            ", ", t.kv_end, ") of ", kv_rows);
     require(t.first_row() >= 0, "task ", i / 4, " has more query rows (", t.q_end - t.q_begin, ") than key rows (",
             t.kv_end - t.kv_begin, ")");
     w.sorted.push_back(t);
   }
-  std::sort(w.sorted.begin(), w.sorted.end(), [](const LocalTask& a, const LocalTask& b) { return a.q_begin < b.q_begin; });
+  std::sort(w.sorted.begin(), w.sorted.end(),
+            [](const LocalTask& a, const LocalTask& b) { return a.q_begin < b.q_begin; });
   for (size_t i = 1; i < w.sorted.size(); ++i)
     require(w.sorted[i - 1].q_end <= w.sorted[i].q_begin, "two tasks have query row ", w.sorted[i].q_begin);
   std::sort(w.sorted.begin(), w.sorted.end(), [](const LocalTask& a, const LocalTask& b) {
@@ -76,7 +77,8 @@ void group_tasks(Workspace& w, const RowView& k, const RowView& v) {
     int64_t rows_done = 0;
     for (; i < w.sorted.size() && w.sorted[i].kv_begin == begin; ++i) {
       const LocalTask& t = w.sorted[i];
-      require(t.first_row() >= rows_done, "two tasks compute row ", t.first_row(), " of the document at key row ", begin);
+      require(t.first_row() >= rows_done, "two tasks compute row ", t.first_row(), " of the document at key row ",
+              begin);
       rows_done = g.kv_end = t.kv_end - begin;
       attention::Task task;
       task.group = static_cast<int64_t>(w.groups.size());
@@ -142,8 +144,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
     const int64_t rows = q.size(0);
     const Tensor dout = with_dense_rows(dout_any);
     for (const auto& [t, name] : {std::pair{&dout, "dout"}, {&out, "out"}}) {
-      require(dtype_of(*t, name) == heads.dtype && t->dim() == 3 && t->size(0) == rows &&
-                  t->size(1) == heads.q_heads && t->size(2) == heads.v_dim,
+      require(dtype_of(*t, name) == heads.dtype && t->dim() == 3 && t->size(0) == rows && t->size(1) == heads.q_heads &&
+                  t->size(2) == heads.v_dim,
               name, " has shape ", shape_of(*t), "; [", rows, ", ", heads.q_heads, ", ", heads.v_dim, "] in q's dtype ",
               "is expected");
     }

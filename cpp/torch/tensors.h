@@ -41,8 +41,8 @@ inline std::string shape_of(const Tensor& t) {
 inline DType dtype_of(const Tensor& t, const char* name) {
   using torch::headeronly::ScalarType;
   const ScalarType type = t.scalar_type();
-  require(type == ScalarType::Float || type == ScalarType::BFloat16, name, " has dtype number ",
-          static_cast<int>(type), "; float32 and bfloat16 are supported");
+  require(type == ScalarType::Float || type == ScalarType::BFloat16, name, " has dtype number ", static_cast<int>(type),
+          "; float32 and bfloat16 are supported");
   return type == ScalarType::Float ? DType::kFloat32 : DType::kBFloat16;
 }
 
@@ -74,8 +74,9 @@ inline std::span<const int64_t> words_of(const Tensor& t, const char* name) {
 inline HeadShape heads_of(const Tensor& q, const Tensor& k, const Tensor& v) {
   for (const auto& [t, name] : {std::pair{&q, "q"}, {&k, "k"}, {&v, "v"}}) rows_of(*t, name);
   const DType dtype = dtype_of(q, "q");
-  require(dtype_of(k, "k") == dtype && dtype_of(v, "v") == dtype, "q, k and v have different dtypes: ",
-          dtype_name(dtype), ", ", dtype_name(dtype_of(k, "k")), ", ", dtype_name(dtype_of(v, "v")));
+  require(dtype_of(k, "k") == dtype && dtype_of(v, "v") == dtype,
+          "q, k and v have different dtypes: ", dtype_name(dtype), ", ", dtype_name(dtype_of(k, "k")), ", ",
+          dtype_name(dtype_of(v, "v")));
   require(k.size(0) == v.size(0), "k ", shape_of(k), " and v ", shape_of(v), " have different lengths");
   require(k.size(1) == v.size(1), "k ", shape_of(k), " and v ", shape_of(v), " have different head counts");
   require(q.size(2) == k.size(2), "q ", shape_of(q), " and k ", shape_of(k), " have different head dims");

@@ -65,7 +65,7 @@ Mapping::Mapping(int flags, int fd, int64_t bytes) : bytes_(bytes) {
   watch_forks();
   generation_ = fork_generation();
   void* const p = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, flags | MAP_NORESERVE, fd, 0);
-  require<SystemError>(p != MAP_FAILED, "could not map ", bytes, " bytes of memory: ", std::strerror(errno));
+  require<OperatingSystemError>(p != MAP_FAILED, "could not map ", bytes, " bytes of memory: ", std::strerror(errno));
   data_ = static_cast<std::byte*>(p);
   // A worker that outlives its parent would keep the whole heap alive. No harm where the kernel does not know this.
   static_cast<void>(::madvise(p, static_cast<size_t>(bytes), MADV_DONTFORK));

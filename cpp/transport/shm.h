@@ -40,7 +40,7 @@ class DISTCA_EXPORT ShmListener {
 /// must call it with the same addresses and sizes. The listener is used up.
 ///
 /// Throws InvalidArgumentError where ranks disagree, an address is not one, or lies on another host; PeerDiedError
-/// where a rank has gone; PeerTimeoutError, with the ranks that are missing, after `timeout`; SystemError.
+/// where a rank has gone; PeerTimeoutError, with the ranks that are missing, after `timeout`; OperatingSystemError.
 DISTCA_EXPORT std::unique_ptr<Transport> connect_shm(ShmListener&& listener, int rank,
                                                      std::span<const std::string> addresses, int64_t heap_bytes,
                                                      int64_t num_signals, std::chrono::milliseconds timeout);

@@ -19,7 +19,7 @@ namespace {
 
 constexpr char kScheme[] = "distca-shm-1";
 
-[[noreturn]] void fail(const std::string& what) { throw SystemError(what + ": " + std::strerror(errno)); }
+[[noreturn]] void fail(const std::string& what) { throw OperatingSystemError(what + ": " + std::strerror(errno)); }
 
 Key random_key() {
   Key key;
@@ -40,7 +40,7 @@ std::optional<Key> from_hex(const std::string& text) {
 std::string read_boot_id() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string id;
-  require<SystemError>(static_cast<bool>(file >> id), "could not read /proc/sys/kernel/random/boot_id");
+  require<OperatingSystemError>(static_cast<bool>(file >> id), "could not read /proc/sys/kernel/random/boot_id");
   return id;
 }
 

@@ -17,7 +17,7 @@ struct Address {
   Key name{};           // of the socket; public, the system lists it
   Key token{};          // shows that who connects was given the address
 
-  /// One of this process, with a new name and token. Throws SystemError.
+  /// One of this process, with a new name and token. Throws OperatingSystemError.
   static Address random();
   std::string to_string() const;
   /// Throws InvalidArgumentError.

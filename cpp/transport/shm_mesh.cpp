@@ -41,7 +41,7 @@ struct Received {
   Descriptor memory;
 };
 
-[[noreturn]] void fail(const std::string& what) { throw SystemError(what + ": " + std::strerror(errno)); }
+[[noreturn]] void fail(const std::string& what) { throw OperatingSystemError(what + ": " + std::strerror(errno)); }
 
 struct SocketName {
   sockaddr_un address{};

@@ -11,17 +11,17 @@ from distca.errors import (
     ContextPoisonedError,
     DistcaError,
     InvalidArgumentError,
+    OperatingSystemError,
     PeerDiedError,
     PeerTimeoutError,
     PlanFormatError,
     PlanMismatchError,
-    SystemError,
 )
 from distca.heads import Heads
 from distca.launch import launch
 from distca.ops import attention, core_attention
-from distca.planning import PADDING, ArenaBytes, CostModel, Layout, Plan, PlanStats, Task, plan
 from distca.plan_ahead import PlanAhead
+from distca.planning import PADDING, ArenaBytes, CostModel, Layout, Plan, PlanStats, Task, plan
 
 __all__ = [
     "PADDING",
@@ -41,7 +41,7 @@ __all__ = [
     "PlanFormatError",
     "PlanMismatchError",
     "PlanStats",
-    "SystemError",
+    "OperatingSystemError",
     "Task",
     "attention",
     "core_attention",

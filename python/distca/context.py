@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,6 +87,13 @@ def get_context(name: str = "default") -> Context | None:
     return _contexts.get(name)
 
 
+@atexit.register
+def _close_all() -> None:
+    """A process that ends in good order leaves its groups; only one that dies looks dead to its peers."""
+    for context in list(_contexts.values()):
+        context.close()
+
+
 def init(
     group: dist.ProcessGroup | None = None,
     *,
@@ -103,8 +112,8 @@ def init(
         transport: ``"shm"`` (processes on one host), ``"loopback"`` (a group of one), or ``"auto"``.
         max_tokens: the most rows this rank's token tensor will have; with ``heads`` it sets the heap's default size.
         heads: head shape and dtype of the attention layers.
-        heap_bytes: size of the symmetric heap, the same on all ranks; holds two slots. Pages are taken as they are used.
-        timeout: seconds after which a peer that is alive but silent is an error. Long by default: peers compile and save.
+        heap_bytes: size of the symmetric heap, the same on all ranks; two slots. Pages are taken as they are used.
+        timeout: seconds after which a living but silent peer is an error. Long by default: peers compile and save.
         name: several contexts may live at once, each under its own name.
         cost: cost model of the plans.
 
@@ -125,13 +134,7 @@ def init(
         )
     slot_bytes = _slot_bytes(num_ranks, max_tokens, heads, heap_bytes)
     cost = cost or CostModel()
-    options = {
-        "slot_bytes": slot_bytes,
-        "timeout": float(timeout),
-        "per_pair": cost.per_pair,
-        "per_row": cost.per_row,
-        "epoch": next(_epochs),
-    }
+    options = _core_options(slot_bytes, timeout, cost)
     if transport != "shm" and num_ranks == 1:
         return Context(_C.make_loopback(names=[name], **options)[0], heads, cost)
     assert group is not None or num_ranks == 1
@@ -165,21 +168,28 @@ def loopback(
     cost = cost or CostModel()
     cores = _C.make_loopback(
         names=[f"loopback/{group}/{rank}" for rank in range(num_ranks)],
-        slot_bytes=_slot_bytes(num_ranks, max_tokens, heads, heap_bytes),
-        timeout=float(timeout),
-        per_pair=cost.per_pair,
-        per_row=cost.per_row,
-        epoch=next(_epochs),
         reorder_seed=reorder_seed,
+        **_core_options(_slot_bytes(num_ranks, max_tokens, heads, heap_bytes), timeout, cost),
     )
     return [Context(core, heads, cost) for core in cores]
+
+
+def _core_options(slot_bytes: int, timeout: float, cost: CostModel) -> dict[str, Any]:
+    """What every transport's constructor in ``_C`` takes."""
+    return {
+        "slot_bytes": slot_bytes,
+        "timeout": float(timeout),
+        "per_pair": cost.per_pair,
+        "per_row": cost.per_row,
+        "epoch": next(_epochs),
+    }
 
 
 def _slot_bytes(num_ranks: int, max_tokens: int, heads: Heads, heap_bytes: int | None) -> int:
     """Bytes of one slot, from the heap's size or from a bound on what a step may need.
 
-    A server may need the keys of a document that spans all ranks, three more times as much for their fp32 gradients, and
-    the rows of tasks worth a few times its own tokens.
+    A server may need the keys of a document that spans all ranks, with their gradients in fp32, and the rows of tasks
+    worth a few times its own tokens.
     """
     if max_tokens < 1:
         raise InvalidArgumentError(f"init: max_tokens = {max_tokens}; at least 1 is expected")

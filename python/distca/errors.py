@@ -39,7 +39,7 @@ class ContextPoisonedError(DistcaError):
     """The context was abandoned after an earlier fault."""
 
 
-class SystemError(DistcaError):  # noqa: A001
+class OperatingSystemError(DistcaError):
     """The operating system refused something (memory, sockets)."""
 
 

@@ -1,4 +1,4 @@
-"""The operators with autograd: :func:`core_attention` for a group of ranks, :func:`attention` for this process alone."""
+"""The operators with autograd: :func:`core_attention` for a group of ranks, :func:`attention` for one process."""
 
 from __future__ import annotations
 

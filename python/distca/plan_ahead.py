@@ -80,6 +80,7 @@ class PlanAhead(Generic[Batch]):
         if self._closed:
             raise InvalidArgumentError("PlanAhead: it was closed; make a new one")
         self._end_pass(_JOIN_SECONDS)
+        steps: _Steps[Batch]
         if self._layout is not None:
             steps = _KnownLayouts(self._loader, self._layout)
         else:
