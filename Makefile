@@ -9,7 +9,7 @@
 # Needs: Python >= 3.10 with venv and headers, a C++20 compiler, make. CMake and ninja come as wheels.
 #
 # PyTorch: where the Python that runs make (PYTHON; by default the python3 on PATH, so that of an activated environment)
-# has PyTorch >= 2.10, that one is used: .venv sees all packages of that Python, after its own (its outer.pth names them).
+# has PyTorch >= 2.10, that one is used: .venv sees that Python's packages too, after its own (outer.pth names them).
 # Else the version pinned in pyproject.toml is installed. To have another build of PyTorch, install it first.
 
 PYTHON ?= python3
@@ -69,13 +69,15 @@ $(VENV)/ready: pyproject.toml
 	  echo "distca needs Python's headers, Python.h (Debian, Ubuntu: apt-get install python3-dev)" >&2; exit 1; }
 	@command -v "$${CXX:-c++}" >/dev/null || { \
 	  echo "distca needs a C++20 compiler, $${CXX:-c++} was not found (Debian, Ubuntu: apt-get install g++)" >&2; exit 1; }
-	@printf '%s\n' '#include <bit>' '#include <span>' 'static_assert(std::bit_cast<unsigned>(0.0f) == 0);' | \
+	@printf '%s\n' '#include <bit>' '#include <span>' 'static_assert(std::bit_cast<unsigned>(0.0f) == 0);' \
+	  '#if !__has_builtin(__builtin_shufflevector)' '#error' '#endif' | \
 	  "$${CXX:-c++}" -std=c++20 -fsyntax-only -x c++ - || { \
-	  echo "distca needs a C++20 compiler, $${CXX:-c++} is too old or incomplete: install GCC >= 11 or Clang >= 14" \
+	  echo "distca needs a C++20 compiler, $${CXX:-c++} is too old or incomplete: install GCC >= 12 or Clang >= 14" \
 	       "and name it: make CXX=g++-12" >&2; exit 1; }
 	@$(PYTHON) -c 'import os, sys; sys.exit(os.path.realpath("$(VENV)") == sys.prefix)' || { \
 	  echo '$(VENV) is about to be made anew and cannot make itself: deactivate it first' >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
+	@# The first pip that reads the groups of pyproject.toml.
 	$(PIP) install 'pip>=25.1'
 	$(PIP) install $$($(PYTHON) $(HAS_TORCH) || echo --group torch) --group build --group train --group test --group lint
 	@! $(PYTHON) $(HAS_TORCH) || { \

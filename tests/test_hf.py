@@ -1,4 +1,4 @@
-"""An unmodified Llama with `attn_implementation="distca"`: the same gradients as SDPA, and errors for what a plan cannot mean."""
+"""An unmodified Llama with `attn_implementation="distca"`: SDPA's gradients, and errors for what a plan cannot mean."""
 
 import pytest
 import torch
@@ -175,9 +175,8 @@ def test_packed_logits_equal_those_of_each_document_alone_and_no_mask_is_built(
     cached: bool, one_rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distca.integrations.hf, "sdpa_mask", lambda **_: pytest.fail("a [T, T] mask was built"))
-    packed = _model("distca")(
-        IDS, position_ids=POSITIONS, use_cache=cached, plan=_plan(), distca_context=one_rank
-    ).logits
+    options = {"position_ids": POSITIONS, "use_cache": cached, "plan": _plan(), "distca_context": one_rank}
+    packed = _model("distca")(IDS, **options).logits
     alone = _model("sdpa")
     expected = torch.cat([alone(part, use_cache=False).logits for part in IDS.split([5, 3], dim=1)], dim=1)
     torch.testing.assert_close(packed, expected, rtol=1e-5, atol=1e-6)
@@ -189,6 +188,7 @@ def test_a_mask_of_ones_is_accepted(one_rank) -> None:
     assert torch.equal(with_mask, model(IDS, position_ids=POSITIONS, plan=_plan()).logits)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 def test_gradient_checkpointing_changes_nothing(one_rank) -> None:
     gradients = []
     for checkpointing in (False, True):

@@ -66,6 +66,15 @@ def _finishes_on_interrupt(folder: str) -> str:
         return "stopped cleanly"
 
 
+def _ignores_interrupts(folder: str) -> str:
+    try:
+        return _writes_pid_and_waits(folder)
+    except KeyboardInterrupt:
+        Path(folder, f"{dist.get_rank()}.interrupted").touch()
+        threading.Event().wait()
+        return "unreachable"
+
+
 def test_values_come_back_in_rank_order_from_an_initialised_group() -> None:
     results = distca.launch(_about_this_rank, "hello", ranks=3, threads=1)
     assert results == [("hello", rank, [str(rank), str(rank), "3", "3"], 1, 6.0) for rank in range(3)]
@@ -165,6 +174,18 @@ def test_ctrl_c_reaches_the_ranks_and_those_that_handle_it_still_return(tmp_path
 def test_ctrl_c_raises_keyboard_interrupt_where_ranks_do_not_handle_it(tmp_path: Path) -> None:
     with _start_script(tmp_path, "_writes_pid_and_waits") as parent:
         pids = _wait_for(lambda: _rank_pids(tmp_path), "the start of the ranks")
+        parent.send_signal(signal.SIGINT)
+        _, err = parent.communicate(timeout=60)
+    assert parent.returncode == -signal.SIGINT
+    assert err.strip().endswith("KeyboardInterrupt")
+    assert all(_gone(pid) for pid in pids)
+
+
+def test_a_second_ctrl_c_kills_ranks_that_go_on(tmp_path: Path) -> None:
+    with _start_script(tmp_path, "_ignores_interrupts") as parent:
+        pids = _wait_for(lambda: _rank_pids(tmp_path), "the start of the ranks")
+        parent.send_signal(signal.SIGINT)
+        _wait_for(lambda: len(list(tmp_path.glob("*.interrupted"))) == 2, "the interrupt of both ranks")
         parent.send_signal(signal.SIGINT)
         _, err = parent.communicate(timeout=60)
     assert parent.returncode == -signal.SIGINT

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -169,7 +170,7 @@ def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
     config = TrainConfig(name="a", runs_dir=tmp_path / "runs")
     assert [create_run_dir(config).name for _ in range(3)] == ["a", "a-2", "a-3"]
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="must be a folder"):
+    with pytest.raises(ConfigError, match="where no folder can be made"):
         create_run_dir(TrainConfig(runs_dir=tmp_path / "file"))
 
 
@@ -198,20 +199,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def _command(tmp_path: Path, *options: str) -> list[str]:
-    small = [
-        "--tokens-per-rank",
-        "192",
-        "--hidden",
-        "32",
-        "--layers",
-        "1",
-        "--heads",
-        "4",
-        "--kv-heads",
-        "2",
-        "--name",
-        "run",
-    ]
+    small = ["--tokens-per-rank", "192", "--hidden", "32", "--layers", "1", "--heads", "4", "--name", "run"]
     places = ["--data", str(tmp_path / "data"), "--runs-dir", str(tmp_path / "runs")]
     return ["-m", "distca", "train", *small, *places, *options]
 
@@ -325,13 +313,21 @@ def test_a_rank_that_is_killed_ends_the_run_with_an_error_that_names_it(data: Pa
     _assert_gone(ranks)
 
 
+def _train_each(configs: list[TrainConfig]) -> None:
+    for config in configs:
+        train_rank(config, config.runs_dir)
+
+
 def test_the_same_seed_gives_the_same_losses_whether_balanced_or_not(data: Path, tmp_path: Path) -> None:
-    losses = []
+    small = TrainConfig(steps=3, tokens_per_rank=192, hidden=32, layers=1, data=data)
+    configs = []
     for balance in ("on", "off"):
-        config = TrainConfig(
-            steps=3, tokens_per_rank=192, hidden=32, layers=1, data=data, balance=balance, runs_dir=tmp_path / balance
-        )
-        run_dir = create_run_dir(config)
-        distca.launch(train_rank, config, run_dir, ranks=2, threads=1)
-        losses.append([json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        (tmp_path / balance).mkdir()
+        configs.append(replace(small, balance=balance, runs_dir=tmp_path / balance))
+    distca.launch(_train_each, configs, ranks=2, threads=1)
+    on, off = (
+        [json.loads(line)["loss"] for line in (config.runs_dir / "metrics.jsonl").read_text().splitlines()]
+        for config in configs
+    )
+    assert len(on) == 3
+    assert on == pytest.approx(off, rel=1e-5)

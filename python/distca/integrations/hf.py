@@ -123,8 +123,8 @@ def distca_attention(
     _check_call(module, query, key, plan, dropout, kwargs)
     _check_mask(attention_mask, plan, kwargs.get("sliding_window"))
     _check_position_ids(module, kwargs.get("position_ids"), plan)
-    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    out, _ = core_attention(*rows, plan, context=distca_context, scale=scaling)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    out, _ = core_attention(q, k, v, plan, context=distca_context, scale=scaling)
     return out.unsqueeze(0), None
 
 

@@ -47,7 +47,7 @@ class StepMetrics:
         return (
             f"loss {self.loss:.3f}, {self.tokens / self.seconds:,.0f} tokens/s, "
             f"imbalance {self.imbalance_before:.2f} -> {self.imbalance_after:.2f}, "
-            f"{self.bytes / 1e6:.1f} MB moved, plan {self.plan_ms:.1f} ms"
+            f"{self.bytes / 1e6:.1f} MB moved, plan {self.plan_ms:.2f} ms"
         )
 
 
@@ -60,8 +60,6 @@ def create_run_dir(config: TrainConfig) -> Path:
             run_dir.mkdir(parents=True)
             return run_dir
         except FileExistsError:
-            if not config.runs_dir.is_dir():
-                raise ConfigError(f"--runs-dir is {config.runs_dir}, must be a folder") from None
             number += 1
         except OSError as error:
             raise ConfigError(f"--runs-dir is {config.runs_dir}, where no folder can be made: {error}") from error
@@ -137,7 +135,7 @@ def describe(summary: dict[str, Any]) -> str:
         f"loss       {summary['loss_first']:.3f} -> {summary['loss_last']:.3f}, ratio {summary['loss_ratio']:.2f} "
         f"(means of the first and last {_ENDS} steps)",
         f"imbalance  {before:.2f} -> {after:.2f} (largest attention load over the mean)",
-        f"moved      {summary['bytes_per_step'] / 1e6:.1f} MB a step, planned in {summary['plan_ms']:.1f} ms",
+        f"moved      {summary['bytes_per_step'] / 1e6:.1f} MB a step, planned in {summary['plan_ms']:.2f} ms",
         f"documents  {summary['documents']}, files skipped as they are not UTF-8 text: {summary['files_skipped']}",
         f"written to {summary['run']}",
     ]

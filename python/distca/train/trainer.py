@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
         seed=config.seed,
     )
     heads = config.attention_heads
+    tqdm.set_lock(threading.RLock())  # its default is shared between processes, which nothing here needs
     log = RunLog(config, run_dir if rank == 0 else None, corpus)
     with (
         stop_request() as stop,

@@ -1,0 +1,329 @@
+"""Ranks as real processes that a test can kill, stop and watch, without a process group or a port.
+
+A `Group` has a leader, forked from a server that has imported torch already, and the leader forks the ranks: tens of
+milliseconds a group. Where the kernel allows, the group lives in namespaces of its own: its abstract sockets are
+listed apart from all others, /dev/shm is a tiny one, and /tmp can only be read. What is left of the group once its
+processes have ended can then be told from everything else on the machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import distca
+import torch
+from distca import _C
+from distca.planning import CostModel
+
+LIMIT = 30.0
+"""Seconds after which a test gives up on a process that should have answered: far more than anything here takes."""
+
+HEADS = distca.Heads(q=2, kv=1, dim=8)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWNET = 0x00020000, 0x10000000, 0x40000000
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def _processes() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "distca"])
+    return context
+
+
+# ---- in the test
+
+
+@dataclass
+class Left:
+    """What is there once all ranks have ended, beyond what was there before."""
+
+    processes: list[str]
+    files: list[str]
+    sockets: list[str]
+
+    def nothing(self) -> bool:
+        return not (self.processes or self.files or self.sockets)
+
+
+class Group:
+    """Runs `program(rank, ranks, pipe, *args)` in `ranks` processes. Use it in `with`."""
+
+    def __init__(
+        self, program: Callable[..., None], ranks: int, *args: Any, shm: str | None = "size=64k", expect_left: bool = False
+    ) -> None:
+        context = _processes()
+        pairs = [context.Pipe() for _ in range(ranks)]
+        self._news, theirs = context.Pipe()
+        self._pipes: list[Connection] = [mine for mine, _ in pairs]
+        self._leader = context.Process(
+            target=_lead, args=(program, args, [pipe for _, pipe in pairs], theirs, shm), daemon=True
+        )
+        self._leader.start()
+        for pipe in (*(pipe for _, pipe in pairs), theirs):
+            pipe.close()
+        self._exits: dict[int, int] = {}
+        self._expect_left = expect_left
+        self.left: Left | None = None
+        self.refusal: str = self._told()
+        """Why the group has no namespaces of its own; empty where it has."""
+        self.pids: list[int] = self._told()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Ends what still runs; without an error the ranks end by themselves and leave nothing."""
+        try:
+            if error is None:
+                for rank in range(len(self.pids)):
+                    self.exit_code(rank)
+                self.left = self._told()
+        finally:
+            for pipe in self._pipes:
+                pipe.close()
+            for rank in range(len(self.pids)):
+                self.signal(rank, signal.SIGKILL)
+            self._leader.join(LIMIT)
+            self._leader.kill()
+            self._leader.join()
+            self._news.close()
+        if error is None and not self._expect_left:
+            assert self.left is not None
+            assert self.left.nothing(), self.left
+
+    def send(self, rank: int, message: Any) -> None:
+        self._pipes[rank].send(message)
+
+    def tell(self, message: Any, ranks: list[int] | None = None) -> None:
+        for rank in range(len(self.pids)) if ranks is None else ranks:
+            self.send(rank, message)
+
+    def receive(self, rank: int) -> Any:
+        """The next message of a rank. EOFError where it has ended; an assertion fails where it is silent."""
+        assert self._pipes[rank].poll(LIMIT), f"rank {rank} was silent for {LIMIT:g} seconds"
+        return self._pipes[rank].recv()
+
+    def exchange_addresses(self) -> None:
+        """The counterpart of `connect` in the ranks."""
+        self.tell([self.receive(rank) for rank in range(len(self.pids))])
+
+    def signal(self, rank: int, number: int) -> None:
+        if rank not in self._exits:
+            try:
+                os.kill(self.pids[rank], number)
+            except ProcessLookupError:
+                return
+
+    def kill(self, rank: int) -> None:
+        """kill -9, and waits until the process is gone."""
+        self.signal(rank, signal.SIGKILL)
+        assert self.exit_code(rank) == -signal.SIGKILL
+
+    def exit_code(self, rank: int) -> int:
+        while rank not in self._exits:
+            one, code = self._told()
+            self._exits[one] = code
+        return self._exits[rank]
+
+    def _told(self) -> Any:
+        assert self._news.poll(LIMIT), f"no news of the ranks for {LIMIT:g} seconds"
+        return self._news.recv()
+
+
+# ---- in the leader
+
+
+def _lead(
+    program: Callable[..., None], args: tuple[Any, ...], pipes: list[Connection], news: Connection, shm: str | None
+) -> None:
+    _call(_libc.prctl, _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _call(_libc.prctl, _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    refusal = _isolate(shm)
+    news.send(refusal)
+    before = _traces(everything=not refusal)
+    pids = [_fork_rank(program, rank, pipes, news, args) for rank in range(len(pipes))]
+    for pipe in pipes:
+        pipe.close()
+    news.send(pids)
+    running = set(pids)
+    while running:
+        pid, status = os.waitpid(-1, 0)
+        if pid in running:
+            running.discard(pid)
+            news.send((pids.index(pid), os.waitstatus_to_exitcode(status)))
+    after = _traces(everything=not refusal)
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    left = [Path(f"/proc/{pid}/cmdline").read_text() for pid in _living_children(children)]
+    news.send(Left(left, *(sorted(now - then) for now, then in zip(after, before, strict=True))))
+
+
+def _living_children(children: Path) -> list[str]:
+    """Orphans of the ranks come to the leader; the dead ones among them are reaped here."""
+    while children.read_text():
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return children.read_text().split()
+    return []
+
+
+def _fork_rank(
+    program: Callable[..., None], rank: int, pipes: list[Connection], news: Connection, args: tuple[Any, ...]
+) -> int:
+    leader = os.getpid()
+    pid = os.fork()
+    if pid != 0:
+        return pid
+    code = 1
+    try:
+        _call(_libc.prctl, _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != leader:
+            return 0
+        news.close()
+        for other, pipe in enumerate(pipes):
+            if other != rank:
+                pipe.close()
+        torch.set_num_threads(1)
+        program(rank, len(pipes), pipes[rank], *args)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+    return 0
+
+
+def _isolate(shm: str | None) -> str:
+    """Moves this process into namespaces of its own; says why where it cannot."""
+    try:
+        try:
+            _call(_libc.unshare, _CLONE_NEWNS | _CLONE_NEWNET)
+        except PermissionError:
+            user, group = os.getuid(), os.getgid()
+            _call(_libc.unshare, _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWNET)
+            Path("/proc/self/setgroups").write_text("deny")
+            Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+            Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+        _mount(None, "/", None, _MS_REC | _MS_PRIVATE, None)
+        flags = _MS_RDONLY if shm is None else 0
+        _mount("tmpfs", "/dev/shm", "tmpfs", flags, shm)
+        for folder in ("/tmp", "/var/tmp"):
+            if os.path.isdir(folder):
+                _mount(folder, folder, None, _MS_BIND | _MS_REC, None)
+                _mount(None, folder, None, _MS_BIND | _MS_REMOUNT | _MS_RDONLY, None)
+    except OSError as error:
+        return f"no namespaces here: {error}"
+    return ""
+
+
+def _traces(everything: bool) -> tuple[set[str], set[str]]:
+    """Files and abstract sockets; all of them, or those with our name where others make some too."""
+    files = {
+        os.path.join(folder, name)
+        for folder in ("/dev/shm", "/tmp", "/var/tmp")
+        if os.path.isdir(folder)
+        for name in os.listdir(folder)
+        if folder == "/dev/shm" and everything or "distca" in name
+    }
+    sockets = {line.split()[-1] for line in Path("/proc/self/net/unix").read_text().splitlines() if " @" in line}
+    return files, {name for name in sockets if everything or name.startswith("@distca")}
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None) -> None:
+    texts = [None if text is None else text.encode() for text in (source, target, kind, options)]
+    _call(_libc.mount, *texts[:3], ctypes.c_ulong(flags), texts[3])
+
+
+def _call(function: Any, *args: Any) -> None:
+    if function(*args) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{function.__name__}: {os.strerror(error)}")
+
+
+# ---- in a rank
+
+
+def connect(rank: int, pipe: Connection, *, slot_bytes: int = 1 << 20, timeout: float = 600.0, **options: Any):
+    """Joins the group through shm; addresses go over the pipe. Returns the context, named after nothing but its rank."""
+    listener = _C.ShmListener()
+    pipe.send(listener.address)
+    return connect_to(listener, rank, pipe.recv(), slot_bytes=slot_bytes, timeout=timeout, **options)
+
+
+def connect_to(
+    listener: Any,
+    rank: int,
+    addresses: list[str],
+    *,
+    slot_bytes: int = 1 << 20,
+    timeout: float = 600.0,
+    connect_timeout: float = 20.0,
+    name: str = "default",
+    reorder_seed: int | None = None,
+    heads: distca.Heads = HEADS,
+) -> distca.Context:
+    core = _C.connect_shm(
+        listener=listener,
+        rank=rank,
+        addresses=addresses,
+        name=name,
+        slot_bytes=slot_bytes,
+        timeout=timeout,
+        connect_timeout=connect_timeout,
+        per_pair=CostModel().per_pair,
+        per_row=CostModel().per_row,
+        epoch=1,
+        reorder_seed=reorder_seed,
+    )
+    return distca.Context(core, heads, CostModel())
+
+
+def plan_for(ranks: int, rank: int, *, heads: distca.Heads = HEADS, rows: int = 96) -> distca.Plan:
+    """A plan in which every rank sends to some other: one document over all ranks, then short ones."""
+    layout = distca.Layout.packed([rows * ranks - 40, 30, 10], ranks=ranks, tokens_per_rank=rows)
+    return distca.plan(layout, heads, rank=rank, tolerance=0.0, min_rows=1, capacity=2**62)
+
+
+def tensors_for(plan: distca.Plan, seed: int = 0) -> list[torch.Tensor]:
+    """q, k, v that need gradients, and the gradient of out."""
+    generator = torch.Generator().manual_seed(1000 * seed + plan.rank)
+    heads = plan.heads
+    shapes = [(heads.q, heads.dim), (heads.kv, heads.dim), (heads.kv, heads.value_dim), (heads.q, heads.value_dim)]
+    made = [torch.randn(plan.num_rows, *shape, generator=generator).to(heads.dtype) for shape in shapes]
+    return [one.requires_grad_(i < 3) for i, one in enumerate(made)]
+
+
+def fault_of(function: Callable[[], Any]) -> tuple[str, str]:
+    """Type and message of the distca error that the call raises; ("", "") where it returns."""
+    try:
+        function()
+    except distca.DistcaError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def held() -> list[str]:
+    """What of our transport this process holds: sockets, memfds and their mappings."""
+    gc.collect()
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue
+        if target.startswith(("socket:", "/memfd:distca")):
+            found.append(target)
+    found += [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:distca" in line]
+    return found
