@@ -1,6 +1,6 @@
 // Core attention over a table of tasks: what every kernel of the library computes.
 //
-// For row i of a document, out[i] = softmax(scale * q[i] K^T) V over the keys that row i may see (causal: keys 0..i),
+// For row i of a document, out[i] = softmax(scale * q[i] K^T) V over the keys that the mask lets row i see,
 // and lse[i] = log sum exp(scale * q[i] K^T), natural logarithm. Backward, with P = exp(scale * q K^T - lse) and delta
 // = rowsum(out * dout):  dV = P^T dout,  dS = P * (dout V^T - delta),  dQ = scale * dS K,  dK = scale * dS^T Q.
 //
@@ -41,9 +41,8 @@ struct KeyGroup {
   /// Document rows that are present.
   int64_t kv_begin = 0;
   int64_t kv_end = 0;
-  /// Entry b holds document rows [(first_block + b) * kKeyBlockRows, ...): row r >= 0 of source 0 (the local tensor),
-  /// or row ~r of source 1 (the arena) for r < 0. Where kv_begin lies inside the first block, the entry is the address
-  /// that the block's first row would have.
+  /// Entry b says where document row (first_block + b) * kKeyBlockRows and those after it lie: entry = 2 * row + source,
+  /// source 0 being the local tensor, 1 the arena. The row may be negative where kv_begin lies inside the first block.
   int64_t first_block = 0;
   std::span<const int64_t> blocks;
   RowView k[2];
@@ -68,9 +67,10 @@ struct Task {
   RowView dq;     // written by backward; may be the same memory as dout (same strides)
 };
 
-/// A causal problem. Tasks of one group do not overlap.
+/// Tasks of one group do not overlap, and each sees keys of its group's [kv_begin, kv_end) only.
 struct Problem {
   HeadShape heads;
+  Mask mask;
   float scale = 1.f;
   std::span<const KeyGroup> groups;
   std::span<const Task> tasks;

@@ -17,8 +17,10 @@ void check(const Problem& problem) {
   for (const int64_t dim : {heads.dim, heads.v_dim})
     require(dim >= 8 && dim <= 256 && dim % 8 == 0, "attention: a head dimension is ", dim,
             "; allowed are multiples of 8 from 8 to 256");
-  require(heads.dtype == DType::kFloat32 || heads.dtype == DType::kBFloat16, "attention: dtype is ",
-          static_cast<int64_t>(heads.dtype), "; allowed are float32 and bfloat16");
+  const auto dtype = static_cast<int64_t>(heads.dtype);
+  require(dtype >= 0 && dtype < kNumDTypes, "attention: dtype is ", dtype, "; allowed are 0 to ", kNumDTypes - 1);
+  require(problem.mask.window >= 0 && (problem.mask.window == 0 || problem.mask.kind == MaskKind::kCausal),
+          "attention: window is ", problem.mask.window, "; allowed are 0 (none) and, causal only, positive ones");
   const int64_t num_groups = std::ssize(problem.groups);
   const int64_t num_tasks = std::ssize(problem.tasks);
   for (int64_t g = 0; g < num_groups; ++g) {
@@ -37,9 +39,10 @@ void check(const Problem& problem) {
       const Task& task = problem.tasks[t];
       require(task.group == g, "attention: task ", t, " is of group ", task.group, " but in the task range of group ",
               g);
-      require(last <= task.q_begin && task.q_begin <= task.q_end && task.q_end <= group.kv_end, "attention: task ", t,
-              " has query rows [", task.q_begin, ", ", task.q_end, "); allowed is an ascending range in [", last, ", ",
-              group.kv_end, ")");
+      require(last <= task.q_begin && task.q_begin < task.q_end && task.q_end <= group.kv_end &&
+                  problem.mask.first_key(task.q_begin) >= group.kv_begin,
+              "attention: task ", t, " has query rows [", task.q_begin, ", ", task.q_end, "); allowed is an ascending ",
+              "range from row ", last, " on that sees keys of [", group.kv_begin, ", ", group.kv_end, ") only");
       last = task.q_end;
     }
   }
@@ -77,11 +80,13 @@ struct CpuAttention::State {
     items.clear();
     for (int64_t t = 0; t < std::ssize(problem.tasks); ++t) {
       const Task& task = problem.tasks[t];
-      const int64_t first_key = problem.groups[task.group].kv_begin;
+      const Mask& mask = problem.mask;
+      const int64_t length = problem.groups[task.group].kv_end;
       for (int64_t head = 0; head < problem.heads.kv_heads; ++head) {
         for (int64_t begin = task.q_begin; begin < task.q_end; begin += call.item_rows) {
           const int64_t end = std::min(begin + call.item_rows, task.q_end);
-          items.push_back({(end - begin) * (end - first_key), t, head, begin, end});
+          const int64_t num_keys = mask.end_key(end - 1, length) - mask.first_key(begin);
+          items.push_back({(end - begin) * num_keys, t, head, begin, end});
         }
       }
     }
@@ -95,8 +100,10 @@ struct CpuAttention::State {
       for (int64_t begin = group.kv_begin; begin < group.kv_end;) {
         const int64_t end = std::min((begin / kKeyBlockRows + 1) * kKeyBlockRows, group.kv_end);
         int64_t rows = 1;
-        for (const Task& task : problem.tasks.subspan(group.task_begin, group.task_end - group.task_begin))
-          rows += std::max<int64_t>(task.q_end - std::max(task.q_begin, begin), 0);
+        for (const Task& task : problem.tasks.subspan(group.task_begin, group.task_end - group.task_begin)) {
+          const RowRange seeing = rows_seeing(problem.mask, task, begin, end);
+          rows += std::max<int64_t>(seeing.end - seeing.begin, 0);
+        }
         for (int64_t head = 0; head < problem.heads.kv_heads; ++head)
           items.push_back({rows * (end - begin), g, head, begin, end});
         begin = end;

@@ -37,7 +37,7 @@ struct KeyBuffers {
 
   void load(const KernelCall& call, const KeyGroup& group, int64_t kv_head, int64_t begin, int64_t end) const {
     const HeadShape& heads = call.problem->heads;
-    const int64_t padded = round_up(end - begin, kPackedColumns);
+    const int64_t padded = round_up(end - block_start(begin), kPackedColumns);
     load_key_block(call, group, group.k, kv_head, begin, end, heads.dim, keys, call.columns);
     load_key_block(call, group, group.v, kv_head, begin, end, heads.v_dim, values, call.v_columns);
     call.micro->transpose(padded, call.columns, keys, call.columns, transposed_keys, kScoreColumns);
@@ -79,14 +79,22 @@ struct KeyGradientBuffers {
 /// c [keys, columns] += weights^T [keys, rows] * b [rows, columns], each key over the rows that see it and no other.
 void multiply_seeing(const KernelCall& call, int64_t rows, VisibleKeys visible, const float* weights, const float* b,
                      int64_t columns, float* c) {
-  const int64_t whole = std::min(visible.first, visible.limit);  // keys that every row sees
-  call.micro->multiply_add(whole, columns, rows, {weights, 1, kScoreColumns}, b, columns, c, columns);
-  for (int64_t key = whole; key < visible.limit; ++key) {
-    const int64_t row = key + 1 - visible.first;
-    if (row >= rows) return;
-    call.micro->multiply_add(1, columns, rows - row, {weights + row * kScoreColumns + key, 1, kScoreColumns},
+  const auto multiply = [&](int64_t key, int64_t num_keys, int64_t row, int64_t num_rows) {
+    call.micro->multiply_add(num_keys, columns, num_rows, {weights + row * kScoreColumns + key, 1, kScoreColumns},
                              b + row * columns, columns, c + key * columns, columns);
-  }
+  };
+  // Keys [whole_begin, whole_end) are seen by every row.
+  const int64_t whole_end = std::clamp<int64_t>(visible.upto, 0, visible.limit);
+  const int64_t whole_begin = std::clamp<int64_t>(rows - 1 + visible.from, 0, whole_end);
+  const auto multiply_singly = [&](int64_t begin, int64_t end) {
+    for (int64_t key = begin; key < end; ++key) {
+      const int64_t first = std::max<int64_t>(key - visible.upto + 1, 0), last = std::min(key - visible.from + 1, rows);
+      if (first < last) multiply(key, 1, first, last - first);
+    }
+  };
+  multiply_singly(0, whole_begin);
+  if (whole_begin < whole_end) multiply(whole_begin, whole_end - whole_begin, 0, rows);
+  multiply_singly(whole_end, visible.limit);
 }
 
 void store_key_gradients(const KernelCall& call, const KeyGroup& group, const WorkItem& item, const float* dk,
@@ -97,9 +105,10 @@ void store_key_gradients(const KernelCall& call, const KeyGroup& group, const Wo
   for (; run != group.grads.end() && run->begin < item.end; ++run) {
     const int64_t begin = std::max(run->begin, item.begin);
     const int64_t rows = std::min(run->end, item.end) - begin;
-    call.micro->store_rows(run->dtype, rows, heads.dim, call.problem->scale, dk + (begin - item.begin) * call.columns,
-                           call.columns, run->dk.at(begin - run->begin, item.kv_head), run->dk.row_stride);
-    call.micro->store_rows(run->dtype, rows, heads.v_dim, 1.f, dv + (begin - item.begin) * call.v_columns,
+    const int64_t row = begin - block_start(begin);
+    call.micro->store_rows(run->dtype, rows, heads.dim, call.problem->scale, dk + row * call.columns, call.columns,
+                           run->dk.at(begin - run->begin, item.kv_head), run->dk.row_stride);
+    call.micro->store_rows(run->dtype, rows, heads.v_dim, 1.f, dv + row * call.v_columns,
                            call.v_columns, run->dv.at(begin - run->begin, item.kv_head), run->dv.row_stride);
   }
 }
@@ -120,16 +129,20 @@ void work_on_key_gradients(const KernelCall& call, const WorkItem& item, float* 
   std::fill_n(buffers.dk, kKeyBlockRows * call.columns, 0.f);
   std::fill_n(buffers.dv, kKeyBlockRows * call.v_columns, 0.f);
 
-  const int64_t num_keys = std::min(item.end, tasks.empty() ? 0 : tasks.back().q_end) - item.begin;  // that a row sees
-  if (num_keys > 0) buffers.block.load(call, group, item.kv_head, item.begin, item.begin + num_keys);
+  const Mask& mask = call.problem->mask;
+  const int64_t block = block_start(item.begin);
+  const int64_t end_key = tasks.empty() ? 0 : std::min(item.end, mask.end_key(tasks.back().q_end - 1, group.kv_end));
+  const bool is_seen = item.begin < end_key;
+  if (is_seen) buffers.block.load(call, group, item.kv_head, item.begin, end_key);
   for (const Task& task : tasks) {
-    if (num_keys <= 0) break;
+    if (!is_seen) break;
+    const RowRange seeing = rows_seeing(mask, task, item.begin, end_key);
     for (int64_t h = 0; h < call.group_heads; ++h) {
       const int64_t head = item.kv_head * call.group_heads + h;
-      for (int64_t row = std::max(task.q_begin, item.begin); row < task.q_end; row += kQueryTileRows) {
-        const int64_t rows = std::min(kQueryTileRows, task.q_end - row);
+      for (int64_t row = seeing.begin; row < seeing.end; row += kQueryTileRows) {
+        const int64_t rows = std::min(kQueryTileRows, seeing.end - row);
         const int64_t task_row = row - task.q_begin;
-        const VisibleKeys visible{row + 1 - item.begin, num_keys};
+        const VisibleKeys visible = visible_keys(mask, row, block, end_key - block);
         micro.load_rows(heads.dtype, rows, heads.dim, task.q.at(task_row, head), task.q.row_stride, buffers.q,
                         call.columns);
         micro.load_rows(heads.dtype, rows, heads.v_dim, task.dout.at(task_row, head), task.dout.row_stride,
@@ -190,14 +203,17 @@ void work_on_query_gradients(const KernelCall& call, const WorkItem& item, float
   std::fill_n(buffers.dq, call.group_heads * rows * call.columns, 0.f);
   std::fill_n(buffers.prob_sum, call.group_heads * rows, 0.f);
 
-  for (int64_t begin = group.kv_begin; begin < item.end;) {
-    const int64_t end = std::min((begin / kKeyBlockRows + 1) * kKeyBlockRows, item.end);
+  const Mask& mask = call.problem->mask;
+  const int64_t end_key = mask.end_key(item.end - 1, group.kv_end);
+  for (int64_t begin = mask.first_key(item.begin); begin < end_key;) {
+    const int64_t block = block_start(begin);
+    const int64_t end = std::min(block + kKeyBlockRows, end_key);
     buffers.block.load(call, group, item.kv_head, begin, end);
     for (int64_t h = 0; h < call.group_heads; ++h) {
-      for (int64_t i = std::max<int64_t>(begin - item.begin, 0); i < rows; i += kQueryTileRows) {
+      for (int64_t i = first_seeing(mask, item, begin); i < rows; i += kQueryTileRows) {
         const int64_t tile = std::min(kQueryTileRows, rows - i);
         const int64_t at = h * rows + i;
-        const VisibleKeys visible{item.begin + i + 1 - begin, end - begin};
+        const VisibleKeys visible = visible_keys(mask, item.begin + i, block, end - block);
         compute_score_gradients(call, task, item.kv_head * call.group_heads + h, task_row + i, tile, visible,
                                 buffers.block, buffers.q + at * call.columns, buffers.dout + at * call.v_columns,
                                 buffers.tile, buffers.prob_sum + at);

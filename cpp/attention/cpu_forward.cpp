@@ -57,18 +57,21 @@ void work(const KernelCall& call, const WorkItem& item, float* scratch) {
   std::fill_n(buffers.row_max, call.group_heads * rows, -kInfinity);
   std::fill_n(buffers.row_sum, call.group_heads * rows, 0.f);
 
-  for (int64_t begin = group.kv_begin; begin < item.end;) {
-    const int64_t end = std::min((begin / kKeyBlockRows + 1) * kKeyBlockRows, item.end);
-    const int64_t num_keys = end - begin;
+  const Mask& mask = call.problem->mask;
+  const int64_t end_key = mask.end_key(item.end - 1, group.kv_end);
+  for (int64_t begin = mask.first_key(item.begin); begin < end_key;) {
+    const int64_t block = block_start(begin);
+    const int64_t end = std::min(block + kKeyBlockRows, end_key);
+    const int64_t num_keys = end - block;
     load_key_block(call, group, group.k, item.kv_head, begin, end, heads.dim, buffers.keys, call.columns);
     micro.transpose(round_up(num_keys, kPackedColumns), call.columns, buffers.keys, call.columns,
                     buffers.transposed_keys, kScoreColumns);
     load_key_block(call, group, group.v, item.kv_head, begin, end, heads.v_dim, buffers.values, call.v_columns);
     for (int64_t h = 0; h < call.group_heads; ++h) {
-      for (int64_t i = std::max<int64_t>(begin - item.begin, 0); i < rows; i += kQueryTileRows) {
+      for (int64_t i = first_seeing(mask, item, begin); i < rows; i += kQueryTileRows) {
         const int64_t tile = std::min(kQueryTileRows, rows - i);
         const int64_t at = h * rows + i;
-        const VisibleKeys visible{item.begin + i + 1 - begin, num_keys};
+        const VisibleKeys visible = visible_keys(mask, item.begin + i, block, num_keys);
         float* out = buffers.out + at * call.v_columns;
         multiply_scores(call, tile, num_keys, heads.dim, buffers.q + at * call.columns, call.columns,
                         buffers.transposed_keys, buffers.scores);

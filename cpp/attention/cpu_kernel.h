@@ -75,17 +75,47 @@ extern const Pass kForwardPass;        // out and lse; items are query rows
 extern const Pass kKeyGradientPass;    // dk and dv; items are key blocks
 extern const Pass kQueryGradientPass;  // dq; items are query rows
 
-/// The keys or values of document rows [begin, end), all of one key block, to fp32. Rows up to the next multiple of
-/// kPackedColumns become zero; nothing past `end` is read.
+/// The first row of the key block that `row` is in.
+inline int64_t block_start(int64_t row) { return row / kKeyBlockRows * kKeyBlockRows; }
+
+/// The keys or values of document rows [begin, end), all of one key block, to fp32: row r to row r - block_start of dst.
+/// Rows before `begin`, and after `end` up to the next multiple of kPackedColumns, become zero; they are not read.
 inline void load_key_block(const KernelCall& call, const KeyGroup& group, const RowView (&views)[2], int64_t kv_head,
                            int64_t begin, int64_t end, int64_t dim, float* dst, int64_t dst_stride) {
   const int64_t entry = group.blocks[static_cast<size_t>(begin / kKeyBlockRows - group.first_block)];
-  const RowView& view = views[entry < 0];
-  const int64_t row = (entry < 0 ? ~entry : entry) + begin % kKeyBlockRows;
-  call.micro->load_rows(call.problem->heads.dtype, end - begin, dim, view.at(row, kv_head), view.row_stride, dst,
-                        dst_stride);
-  const int64_t padding = round_up(end - begin, kPackedColumns) - (end - begin);
-  std::memset(dst + (end - begin) * dst_stride, 0, static_cast<size_t>(padding * dst_stride) * sizeof(float));
+  const RowView& view = views[entry & 1];
+  const int64_t skipped = begin - block_start(begin), rows = end - block_start(begin);
+  const auto clear = [&](int64_t from, int64_t to) {
+    std::memset(dst + from * dst_stride, 0, static_cast<size_t>((to - from) * dst_stride) * sizeof(float));
+  };
+  clear(0, skipped);
+  call.micro->load_rows(call.problem->heads.dtype, rows - skipped, dim, view.at((entry >> 1) + skipped, kv_head),
+                        view.row_stride, dst + skipped * dst_stride, dst_stride);
+  clear(rows, round_up(rows, kPackedColumns));
+}
+
+/// What query rows from `row` on see of the keys [block, block + limit).
+inline VisibleKeys visible_keys(const Mask& mask, int64_t row, int64_t block, int64_t limit) {
+  constexpr int64_t kFar = int64_t{1} << 40;  // beyond any row
+  return {mask.window > 0 ? row - mask.window + 1 - block : -kFar,
+          mask.kind == MaskKind::kFull ? kFar : row + 1 - block, limit};
+}
+
+struct RowRange {
+  int64_t begin;
+  int64_t end;
+};
+
+/// The task's query rows that may see any of the keys [begin, end).
+inline RowRange rows_seeing(const Mask& mask, const Task& task, int64_t begin, int64_t end) {
+  if (mask.kind == MaskKind::kFull) return {task.q_begin, task.q_end};
+  const int64_t last = mask.window > 0 ? std::min(task.q_end, end - 1 + mask.window) : task.q_end;
+  return {std::max(task.q_begin, begin), last};
+}
+
+/// The first of the item's query rows that may see keys from `begin` on, counted from the item's own begin.
+inline int64_t first_seeing(const Mask& mask, const WorkItem& item, int64_t begin) {
+  return mask.kind == MaskKind::kFull ? 0 : std::max<int64_t>(begin - item.begin, 0);
 }
 
 /// `rows` values of one head of a [rows, heads, 1] fp32 view.
@@ -104,13 +134,23 @@ inline void multiply_scores(const KernelCall& call, int64_t rows, int64_t num_ke
 /// c [rows, columns] += weights [rows, keys] * b [keys, columns], each row over the keys that it sees and no other.
 inline void multiply_visible(const KernelCall& call, int64_t rows, VisibleKeys visible, const float* weights,
                              const float* b, int64_t columns, float* c) {
-  const int64_t partial = std::clamp<int64_t>(visible.limit - visible.first, 0, rows);
-  for (int64_t i = 0; i < partial; ++i)
-    call.micro->multiply_add(1, columns, visible.first + i, {weights + i * kScoreColumns, kScoreColumns, 1}, b, columns,
-                             c + i * columns, columns);
-  call.micro->multiply_add(rows - partial, columns, visible.limit,
-                           {weights + partial * kScoreColumns, kScoreColumns, 1}, b, columns, c + partial * columns,
-                           columns);
+  const auto multiply = [&](int64_t row, int64_t num_rows, int64_t key, int64_t num_keys) {
+    call.micro->multiply_add(num_rows, columns, num_keys,
+                             {weights + row * kScoreColumns + key, kScoreColumns, 1}, b + key * columns, columns,
+                             c + row * columns, columns);
+  };
+  // Rows [whole_begin, whole_end) see all keys of the block.
+  const int64_t whole_begin = std::clamp<int64_t>(visible.limit - visible.upto, 0, rows);
+  const int64_t whole_end = std::clamp<int64_t>(1 - visible.from, whole_begin, rows);
+  const auto multiply_singly = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t first = std::max<int64_t>(visible.from + i, 0), last = std::min(visible.upto + i, visible.limit);
+      if (first < last) multiply(i, 1, first, last - first);
+    }
+  };
+  multiply_singly(0, whole_begin);
+  if (whole_begin < whole_end) multiply(whole_begin, whole_end - whole_begin, 0, visible.limit);
+  multiply_singly(whole_end, rows);
 }
 
 }  // namespace distca::attention

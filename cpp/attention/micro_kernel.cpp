@@ -121,9 +121,22 @@ DISTCA_INLINE Ints lane_numbers() {
   return lanes;
 }
 
-DISTCA_INLINE int64_t count_visible(VisibleKeys visible, int64_t row) {
-  const int64_t n = visible.first + row;
-  return n < visible.limit ? n : visible.limit;
+struct KeyRange {
+  int32_t begin;
+  int32_t end;
+};
+
+DISTCA_INLINE KeyRange visible_to(VisibleKeys visible, int64_t row) {
+  const int64_t from = visible.from + row;
+  const int64_t upto = visible.upto + row;
+  const int64_t begin = from > 0 ? from : 0;
+  const int64_t end = upto < visible.limit ? upto : visible.limit;
+  return end > begin ? KeyRange{static_cast<int32_t>(begin), static_cast<int32_t>(end)} : KeyRange{0, 0};
+}
+
+/// Which of the kWidth keys from `key` on are in the range.
+DISTCA_INLINE Ints in_range(Ints lanes, int32_t key, KeyRange range) {
+  return (lanes >= range.begin - key) & (lanes < range.end - key);
 }
 
 // ---- products
@@ -198,6 +211,27 @@ DISTCA_INLINE Halves narrow(Floats x) {
   return __builtin_convertvector((x == x ? rounded : (bits | 0x400000u)) >> 16, Halves);
 }
 
+typedef _Float16 Fp16 __attribute__((vector_size(kWidth * 2)));
+
+DISTCA_INLINE Floats widen_fp16(Halves x) { return __builtin_convertvector((Fp16)x, Floats); }
+DISTCA_INLINE Halves narrow_fp16(Floats x) { return (Halves) __builtin_convertvector(x, Fp16); }
+
+template <Floats (*kWiden)(Halves)>
+DISTCA_INLINE int64_t load_half_row(int64_t dim, const uint16_t* row, float* dst) {
+  int64_t j = 0;
+  for (; j + kWidth <= dim; j += kWidth) store(dst + j, kWiden(*reinterpret_cast<const HalvesInMemory*>(row + j)));
+  for (; j < dim; ++j) dst[j] = kWiden(Halves{row[j]})[0];
+  return j;
+}
+
+template <Halves (*kNarrow)(Floats)>
+DISTCA_INLINE void store_half_row(int64_t dim, float factor, const float* src, uint16_t* row) {
+  int64_t j = 0;
+  for (; j + kWidth <= dim; j += kWidth)
+    *reinterpret_cast<HalvesInMemory*>(row + j) = kNarrow(load(src + j) * factor);
+  for (; j < dim; ++j) row[j] = kNarrow(Floats{src[j] * factor})[0];
+}
+
 void load_rows(DType dtype, int64_t rows, int64_t dim, const std::byte* src, int64_t src_stride, float* dst,
                int64_t dst_stride) {
   for (int64_t i = 0; i < rows; ++i, src += src_stride, dst += dst_stride) {
@@ -208,8 +242,7 @@ void load_rows(DType dtype, int64_t rows, int64_t dim, const std::byte* src, int
       for (; j < dim; ++j) dst[j] = row[j];
     } else {
       const uint16_t* row = reinterpret_cast<const uint16_t*>(src);
-      for (; j + kWidth <= dim; j += kWidth) store(dst + j, widen(*reinterpret_cast<const HalvesInMemory*>(row + j)));
-      for (; j < dim; ++j) dst[j] = widen(Halves{row[j]})[0];
+      j = dtype == DType::kBFloat16 ? load_half_row<widen>(dim, row, dst) : load_half_row<widen_fp16>(dim, row, dst);
     }
     for (; j < dst_stride; ++j) dst[j] = 0.f;
   }
@@ -218,16 +251,15 @@ void load_rows(DType dtype, int64_t rows, int64_t dim, const std::byte* src, int
 void store_rows(DType dtype, int64_t rows, int64_t dim, float factor, const float* src, int64_t src_stride,
                 std::byte* dst, int64_t dst_stride) {
   for (int64_t i = 0; i < rows; ++i, src += src_stride, dst += dst_stride) {
-    int64_t j = 0;
     if (dtype == DType::kFloat32) {
       float* row = reinterpret_cast<float*>(dst);
+      int64_t j = 0;
       for (; j + kWidth <= dim; j += kWidth) store(row + j, load(src + j) * factor);
       for (; j < dim; ++j) row[j] = src[j] * factor;
     } else {
       uint16_t* row = reinterpret_cast<uint16_t*>(dst);
-      for (; j + kWidth <= dim; j += kWidth)
-        *reinterpret_cast<HalvesInMemory*>(row + j) = narrow(load(src + j) * factor);
-      for (; j < dim; ++j) row[j] = narrow(Floats{src[j] * factor})[0];
+      if (dtype == DType::kBFloat16) store_half_row<narrow>(dim, factor, src, row);
+      else store_half_row<narrow_fp16>(dim, factor, src, row);
     }
   }
 }
@@ -257,10 +289,10 @@ void softmax_step(int64_t rows, VisibleKeys visible, float scale, float* scores,
                   float* out, int64_t out_columns) {
   const Ints lanes = lane_numbers();
   for (int64_t i = 0; i < rows; ++i, scores += kScoreColumns, out += out_columns) {
-    const int32_t count = static_cast<int32_t>(count_visible(visible, i));
+    const KeyRange seen = visible_to(visible, i);
     Floats block_max = broadcast(-kInfinity);
-    for (int32_t j = 0; j < count; j += kWidth) {
-      const Floats score = lanes < count - j ? load(scores + j) * scale : broadcast(-kInfinity);
+    for (int32_t j = 0; j < seen.end; j += kWidth) {
+      const Floats score = in_range(lanes, j, seen) ? load(scores + j) * scale : broadcast(-kInfinity);
       store(scores + j, score);
       block_max = larger(block_max, score);
     }
@@ -272,7 +304,7 @@ void softmax_step(int64_t rows, VisibleKeys visible, float scale, float* scores,
     Floats sum{};
     for (int32_t j = 0; j < kScoreColumns; j += kWidth) {
       Floats p{};
-      if (j < count) {
+      if (j < seen.end) {
         p = exponential(load(scores + j) - base);
         sum = sum + p;
       }
@@ -297,13 +329,13 @@ void softmax_gradient(int64_t rows, VisibleKeys visible, float scale, const floa
                       float* scores, float* dprobs, float* prob_sum) {
   const Ints lanes = lane_numbers();
   for (int64_t i = 0; i < rows; ++i, scores += kScoreColumns, dprobs += kScoreColumns) {
-    const int32_t count = lse[i] == -kInfinity ? 0 : static_cast<int32_t>(count_visible(visible, i));
+    const KeyRange range = lse[i] == -kInfinity ? KeyRange{0, 0} : visible_to(visible, i);
     Floats sum{};
     for (int32_t j = 0; j < kScoreColumns; j += kWidth) {
       Floats p{};
       Floats ds{};
-      if (j < count) {
-        const Ints seen = lanes < count - j;
+      if (j < range.end) {
+        const Ints seen = in_range(lanes, j, range);
         p = seen ? exponential(load(scores + j) * scale - lse[i]) : Floats{};
         ds = seen ? p * (load(dprobs + j) - delta[i]) : Floats{};
       }

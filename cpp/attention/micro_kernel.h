@@ -27,9 +27,10 @@ struct LeftFactor {
   int64_t column_stride;
 };
 
-/// Row i of a tile sees the first min(limit, first + i) keys of the block; first >= 1.
+/// Row i of a tile sees keys [max(0, from + i), min(limit, upto + i)) of the block, none where that is empty.
 struct VisibleKeys {
-  int64_t first;
+  int64_t from;
+  int64_t upto;
   int64_t limit;
 };
 

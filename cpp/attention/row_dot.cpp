@@ -19,16 +19,15 @@ struct Call {
   RowView out, dout, delta;
 };
 
-inline float widen(float x) { return x; }
-inline float widen(uint16_t x) { return bf16_to_float(x); }
+inline float widen_fp32(float x) { return x; }
 
-template <class Element>
+template <class Element, float (*kWiden)(Element)>
 float dot(int64_t dim, const std::byte* a_bytes, const std::byte* b_bytes) {
   const Element* a = reinterpret_cast<const Element*>(a_bytes);
   const Element* b = reinterpret_cast<const Element*>(b_bytes);
   float sum[kLanes] = {};
   for (int64_t i = 0; i < dim; i += kLanes)
-    for (int64_t j = 0; j < kLanes; ++j) sum[j] += widen(a[i + j]) * widen(b[i + j]);
+    for (int64_t j = 0; j < kLanes; ++j) sum[j] += kWiden(a[i + j]) * kWiden(b[i + j]);
   for (int64_t width = kLanes / 2; width > 0; width /= 2)
     for (int64_t j = 0; j < width; ++j) sum[j] += sum[j + width];
   return sum[0];
@@ -37,7 +36,9 @@ float dot(int64_t dim, const std::byte* a_bytes, const std::byte* b_bytes) {
 void work(const Call& call, int worker) {
   const int64_t begin = call.num_rows * worker / call.num_workers;
   const int64_t end = call.num_rows * (worker + 1) / call.num_workers;
-  const auto dot_of = call.dtype == DType::kFloat32 ? dot<float> : dot<uint16_t>;
+  const auto dot_of = call.dtype == DType::kFloat32    ? dot<float, widen_fp32>
+                      : call.dtype == DType::kBFloat16 ? dot<uint16_t, bf16_to_float>
+                                                       : dot<uint16_t, fp16_to_float>;
   for (int64_t i = begin; i < end; ++i) {
     for (int64_t h = 0; h < call.q_heads; ++h) {
       const float delta = dot_of(call.v_dim, call.out.at(i, h), call.dout.at(i, h));

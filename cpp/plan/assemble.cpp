@@ -24,17 +24,10 @@ class Carver {
   int64_t begin_, next_;
 };
 
-/// Document rows [begin, end) with one home and one set of servers that contribute to their key gradients.
-struct GradPiece {
-  int64_t begin, end;
-  int64_t home, row;
-  size_t first_contributor;  // contributors are documents_servers[first_contributor ...): those that see rows this late
-};
-
-/// The servers of one document, ascending by the number of keys they see.
+/// A group of one document at one server.
 struct DocumentServer {
   int64_t server;
-  int64_t kv_end;
+  int64_t kv_begin, kv_end;
   size_t group;  // index into the server's groups
 };
 
@@ -81,36 +74,48 @@ class Assembler {
   void add_server(std::span<const Task> tasks) {
     struct Draft {
       std::span<const Task> tasks;
-      int64_t kv_end;
+      int64_t kv_begin, kv_end;
       bool is_local;
     };
     const int64_t server = tasks.front().server;
     RankTables& t = tables_[static_cast<size_t>(server)];
     std::vector<Draft> drafts;
     for (size_t begin = 0; begin < tasks.size();) {
+      // A group's tasks see one unbroken range of keys; with a window, a document may have several at a server.
+      const int64_t document = tasks[begin].document;
+      Draft draft{{}, tasks[begin].kv_begin, tasks[begin].kv_end, true};
       size_t end = begin;
-      Draft draft{{}, 0, true};
-      while (end < tasks.size() && tasks[end].document == tasks[begin].document) {
+      while (end < tasks.size() && tasks[end].document == document && tasks[end].kv_begin <= draft.kv_end) {
         draft.kv_end = std::max(draft.kv_end, tasks[end].kv_end);
         draft.is_local = draft.is_local && tasks[end].home == server;
         ++end;
       }
       draft.tasks = tasks.subspan(begin, end - begin);
-      const Placement& first = layout_.placements(tasks[begin].document).front();
-      draft.is_local = draft.is_local && first.rank == server && first.end >= draft.kv_end;
+      draft.is_local = draft.is_local && holds(server, document, draft.kv_begin, draft.kv_end);
       drafts.push_back(draft);
       begin = end;
     }
     std::stable_partition(drafts.begin(), drafts.end(), [](const Draft& d) { return d.is_local; });
-    for (const Draft& d : drafts) add_group(t, server, d.tasks, d.kv_end, d.is_local);
+    for (const Draft& d : drafts) add_group(t, server, d.tasks, d.kv_begin, d.kv_end, d.is_local);
   }
 
-  void add_group(RankTables& t, int64_t server, std::span<const Task> tasks, int64_t kv_end, bool is_local) {
+  /// Whether rows [begin, end) of a document lie in one segment of the rank.
+  bool holds(int64_t rank, int64_t document, int64_t begin, int64_t end) const {
+    const auto placements = layout_.placements(document);
+    return std::any_of(placements.begin(), placements.end(), [&](const Placement& p) {
+      return p.rank == rank && p.begin <= begin && p.end >= end;
+    });
+  }
+
+  void add_group(RankTables& t, int64_t server, std::span<const Task> tasks, int64_t kv_begin, int64_t kv_end,
+                 bool is_local) {
     const int64_t document = tasks.front().document;
     GroupRow g = {};
     g.document = document;
+    g.kv_begin = kv_begin;
     g.kv_end = kv_end;
-    g.num_blocks = (kv_end + block_rows_ - 1) / block_rows_;
+    g.first_block = kv_begin / block_rows_;
+    g.num_blocks = (kv_end + block_rows_ - 1) / block_rows_ - g.first_block;
     g.block_begin = static_cast<int64_t>(t.blocks.size());
     g.task_begin = static_cast<int64_t>(t.tasks.size());
     g.task_end = g.task_begin + static_cast<int64_t>(tasks.size());
@@ -119,22 +124,22 @@ class Assembler {
     const auto group = static_cast<int64_t>(t.groups.size());
     for (const Task& task : tasks) {
       t.tasks.push_back({group, task.q_begin, task.q_end, task.kv_begin, task.kv_end, task.kv_head_begin,
-                         task.kv_head_end, static_cast<int64_t>(task.mask), task.home, task.home_row, -1, -1, -1, -1,
-                         -1, -1});
+                         task.kv_head_end, task.home, task.home_row, -1, -1, -1, -1, -1, -1});
       if (task.home != server) servers_of_[static_cast<size_t>(task.home)].push_back(static_cast<size_t>(server));
     }
     const auto placements = layout_.placements(document);
     size_t p = 0;
     for (int64_t b = 0; b < g.num_blocks; ++b) {
-      const int64_t begin = b * block_rows_, end = std::min(begin + block_rows_, kv_end);
+      const int64_t start = (g.first_block + b) * block_rows_;
+      const int64_t begin = std::max(start, kv_begin), end = std::min(start + block_rows_, kv_end);
       while (placements[p].end <= begin) ++p;
       const Placement& home = placements[p];
       if (home.rank == server && home.end >= end)
-        t.blocks.push_back(home.row + (begin - home.begin));
+        t.blocks.push_back(block_entry(home.row + (start - home.begin), false));
       else
-        t.blocks.push_back(~(block_rows_ * g.num_arena_blocks++));
+        t.blocks.push_back(block_entry(block_rows_ * g.num_arena_blocks++, true));
     }
-    document_servers_[static_cast<size_t>(document)].push_back({server, kv_end, t.groups.size()});
+    document_servers_[static_cast<size_t>(document)].push_back({server, kv_begin, kv_end, t.groups.size()});
     t.groups.push_back(g);
   }
 
@@ -151,34 +156,39 @@ class Assembler {
   // ---- which server contributes to which key gradients ----
 
   void split_key_gradients(int64_t document) {
-    auto& servers = document_servers_[static_cast<size_t>(document)];
-    std::sort(servers.begin(), servers.end(), [](const DocumentServer& a, const DocumentServer& b) {
-      return a.kv_end != b.kv_end ? a.kv_end < b.kv_end : a.server < b.server;
-    });
-    size_t first = 0;
+    // Between two neighbouring cuts every row has the same servers.
+    const auto& servers = document_servers_[static_cast<size_t>(document)];
+    std::vector<int64_t> cuts;
+    for (const DocumentServer& s : servers) {
+      cuts.push_back(s.kv_begin);
+      cuts.push_back(s.kv_end);
+    }
+    std::sort(cuts.begin(), cuts.end());
     for (const Placement& p : layout_.placements(document)) {
       for (int64_t row = p.begin; row < p.end;) {
-        while (servers[first].kv_end <= row) ++first;
-        const int64_t end = std::min(p.end, servers[first].kv_end);
-        add_grad_piece(document, {row, end, p.rank, p.row + (row - p.begin), first});
+        const int64_t end = std::min(p.end, *std::upper_bound(cuts.begin(), cuts.end(), row));
+        add_key_gradients(document, row, end, p.rank, p.row + (row - p.begin));
         row = end;
       }
     }
   }
 
-  void add_grad_piece(int64_t document, const GradPiece& piece) {
-    const auto servers = std::span(document_servers_[static_cast<size_t>(document)]).subspan(piece.first_contributor);
-    const bool shared = servers.size() > 1;
+  /// Document rows [begin, end), at row `home_row` of `home`, all with the same servers.
+  void add_key_gradients(int64_t document, int64_t begin, int64_t end, int64_t home, int64_t home_row) {
+    const auto& servers = document_servers_[static_cast<size_t>(document)];
+    const auto contributes = [&](const DocumentServer& s) { return s.kv_begin <= begin && end <= s.kv_end; };
+    const bool shared = std::count_if(servers.begin(), servers.end(), contributes) > 1;
     for (const DocumentServer& s : servers) {
+      if (!contributes(s)) continue;
       GradTarget target = GradTarget::kPartial;
-      if (!shared) target = s.server == piece.home ? GradTarget::kReturned : GradTarget::kArena;
-      group_grads_[{s.server, s.group}].push_back({{piece.begin, piece.end, static_cast<int64_t>(target),
-                                                    target == GradTarget::kReturned ? piece.row : -1, -1, -1},
-                                                   piece.home,
-                                                   piece.row});
-      if (s.server != piece.home) servers_of_[static_cast<size_t>(piece.home)].push_back(static_cast<size_t>(s.server));
+      if (!shared) target = s.server == home ? GradTarget::kReturned : GradTarget::kArena;
+      group_grads_[{s.server, s.group}].push_back(
+          {{begin, end, static_cast<int64_t>(target), target == GradTarget::kReturned ? home_row : -1, -1, -1},
+           home,
+           home_row});
+      if (s.server != home) servers_of_[static_cast<size_t>(home)].push_back(static_cast<size_t>(s.server));
     }
-    if (shared) tables_[static_cast<size_t>(piece.home)].sums.push_back({piece.row, piece.end - piece.begin, -1, -1});
+    if (shared) tables_[static_cast<size_t>(home)].sums.push_back({home_row, end - begin, -1, -1});
   }
 
   // ---- arenas: rows from other homes ----
@@ -221,13 +231,13 @@ class Assembler {
       run.num_rows = 0;
     };
     for (int64_t b = 0; b < g.num_blocks; ++b) {
-      if (blocks[static_cast<size_t>(g.block_begin + b)] >= 0) continue;
-      const int64_t begin = b * block_rows_, end = std::min(begin + block_rows_, g.kv_end);
-      for (int64_t row = begin; row < end;) {
+      if ((blocks[static_cast<size_t>(g.block_begin + b)] & 1) == 0) continue;
+      const int64_t start = (g.first_block + b) * block_rows_, end = std::min(start + block_rows_, g.kv_end);
+      for (int64_t row = std::max(start, g.kv_begin); row < end;) {
         while (placements[p].end <= row) ++p;
         const Placement& home = placements[p];
         const int64_t n = std::min(end, home.end) - row;
-        const int64_t home_row = home.row + (row - home.begin), target = arena_row + (row - begin);
+        const int64_t home_row = home.row + (row - home.begin), target = arena_row + (row - start);
         if (run.num_rows > 0 && run.home == home.rank && run.row + run.num_rows == home_row &&
             run.arena_row + run.num_rows == target) {
           run.num_rows += n;

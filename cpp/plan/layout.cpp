@@ -16,6 +16,11 @@ void check_segment(const Segment& s, size_t rank, size_t index) {
           ") are not allowed; 0 <= begin < end <= ", kMaxRows);
 }
 
+void check_length(int64_t length, size_t document) {
+  require(length >= 1 && length <= kMaxRows, "layout: document ", document, " has length ", length, "; 1 to ", kMaxRows,
+          " are allowed");
+}
+
 }  // namespace
 
 Layout::Layout(std::vector<std::vector<Segment>> ranks) : ranks_(std::move(ranks)) {
@@ -81,8 +86,7 @@ Layout Layout::packed(const std::vector<int64_t>& lengths, int64_t num_ranks, in
   size_t rank = 0;
   int64_t room = tokens_per_rank;
   for (size_t d = 0; d < lengths.size(); ++d) {
-    require(lengths[d] >= 1 && lengths[d] <= kMaxRows, "layout: document ", d, " has length ", lengths[d], "; 1 to ",
-            kMaxRows, " are allowed");
+    check_length(lengths[d], d);
     for (int64_t begin = 0; begin < lengths[d];) {
       if (room == 0) {
         ++rank;
@@ -94,6 +98,23 @@ Layout Layout::packed(const std::vector<int64_t>& lengths, int64_t num_ranks, in
       ranks[rank].push_back({static_cast<int64_t>(d), begin, begin + take});
       begin += take;
       room -= take;
+    }
+  }
+  return Layout(std::move(ranks));
+}
+
+Layout Layout::head_tail(const std::vector<int64_t>& lengths, int64_t num_ranks) {
+  require(num_ranks >= 1 && num_ranks <= kMaxRanks, "layout: ranks = ", num_ranks, "; 1 to ", kMaxRanks,
+          " are allowed");
+  std::vector<std::vector<Segment>> ranks(static_cast<size_t>(num_ranks));
+  for (size_t d = 0; d < lengths.size(); ++d) {
+    check_length(lengths[d], d);
+    const int64_t chunks = 2 * num_ranks;
+    for (int64_t r = 0; r < num_ranks; ++r) {
+      for (int64_t chunk : {r, chunks - 1 - r}) {
+        const Segment s{static_cast<int64_t>(d), lengths[d] * chunk / chunks, lengths[d] * (chunk + 1) / chunks};
+        if (s.num_rows() > 0) ranks[static_cast<size_t>(r)].push_back(s);
+      }
     }
   }
   return Layout(std::move(ranks));

@@ -40,6 +40,8 @@ class DISTCA_EXPORT Layout {
   static Layout from_documents(const std::vector<std::vector<int64_t>>& lengths);
   /// Documents one after another over the ranks; one that is longer than what is left on a rank goes on on the next.
   static Layout packed(const std::vector<int64_t>& lengths, int64_t num_ranks, int64_t tokens_per_rank);
+  /// Context parallel: each document cut into 2 * num_ranks chunks; rank r holds chunk r and the r-th from the end.
+  static Layout head_tail(const std::vector<int64_t>& lengths, int64_t num_ranks);
 
   int64_t num_ranks() const { return static_cast<int64_t>(ranks_.size()); }
   int64_t num_documents() const { return static_cast<int64_t>(document_lengths_.size()); }

@@ -20,13 +20,16 @@ void check_heads(const HeadShape& h) {
 void check_options(const Layout& layout, const PlanOptions& o) {
   check_heads(o.schedule.heads);
   o.schedule.cost.check();
+  const Mask& mask = o.schedule.mask;
+  require(mask.window >= 0 && (mask.window == 0 || mask.kind == MaskKind::kCausal), "plan: window = ", mask.window,
+          "; 0 (none) and, with the causal mask only, positive numbers of keys are allowed");
   require(o.schedule.tolerance_ppm >= 0 && o.schedule.tolerance_ppm <= 1'000'000,
           "plan: tolerance = ", static_cast<double>(o.schedule.tolerance_ppm) * 1e-6, "; 0 to 1 is allowed");
   require(o.schedule.min_rows >= 1, "plan: min_rows = ", o.schedule.min_rows, "; at least 1 is allowed");
   require(o.capacity > 0, "plan: capacity = ", o.capacity, " bytes; it must be positive");
   __int128 total = 0;
   for (int64_t length : layout.document_lengths()) {
-    const __int128 pairs = static_cast<__int128>(length) * (length + 1) / 2;
+    const __int128 pairs = static_cast<__int128>(length) * length;  // the full mask's; no other has more
     total += (pairs * o.schedule.cost.per_pair + static_cast<__int128>(length) * o.schedule.cost.per_row) *
              o.schedule.heads.q_heads;
   }
@@ -37,7 +40,7 @@ void check_options(const Layout& layout, const PlanOptions& o) {
 uint64_t plan_digest(const Layout& layout, const PlanOptions& o, const std::vector<Task>& tasks) {
   Digest d;
   const HeadShape& h = o.schedule.heads;
-  for (int64_t w : {kFormatVersion, h.q_heads, h.kv_heads, h.dim, h.v_dim, static_cast<int64_t>(h.dtype),
+  for (int64_t w : {kFormatVersion, static_cast<int64_t>(o.schedule.mask.kind), o.schedule.mask.window, h.q_heads, h.kv_heads, h.dim, h.v_dim, static_cast<int64_t>(h.dtype),
                     o.key_block_rows, static_cast<int64_t>(o.schedule.cost.digest()), layout.num_ranks()})
     d.add(w);
   for (const auto& rank : layout.ranks()) {
@@ -47,7 +50,7 @@ uint64_t plan_digest(const Layout& layout, const PlanOptions& o, const std::vect
   }
   for (const Task& t : tasks)
     for (int64_t w : {t.document, t.q_begin, t.q_end, t.kv_begin, t.kv_end, t.kv_head_begin, t.kv_head_end,
-                      static_cast<int64_t>(t.mask), t.home, t.home_row, t.server})
+                      t.home, t.home_row, t.server})
       d.add(w);
   return d.value();
 }
@@ -62,13 +65,17 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options)
 
   const auto n = static_cast<size_t>(layout_->num_ranks());
   const int64_t heads = options_.schedule.heads.q_heads;
+  const auto cost_of = [&](int64_t document, int64_t begin, int64_t end) {
+    return options_.schedule.cost.cost(options_.schedule.mask,
+                                       layout_->document_lengths()[static_cast<size_t>(document)], begin, end);
+  };
   stats_.load_before.assign(n, 0);
   stats_.load.assign(n, 0);
   for (const Placement& p : layout_->placements())
-    stats_.load_before[static_cast<size_t>(p.rank)] += options_.schedule.cost.cost(p.begin, p.end) * heads;
+    stats_.load_before[static_cast<size_t>(p.rank)] += cost_of(p.document, p.begin, p.end) * heads;
   for (const Task& t : tasks_)
-    stats_.load[static_cast<size_t>(t.server)] += options_.schedule.cost.cost(t.q_begin, t.q_end) * heads;
-  stats_.lower_bound = load_lower_bound(*layout_, options_.schedule.cost) * heads;
+    stats_.load[static_cast<size_t>(t.server)] += cost_of(t.document, t.q_begin, t.q_end) * heads;
+  stats_.lower_bound = load_lower_bound(*layout_, options_.schedule.mask, options_.schedule.cost) * heads;
 
   assemble(*layout_, options_, tasks_, tables_, stats_);
   digest_ = plan_digest(*layout_, options_, tasks_);
@@ -111,6 +118,8 @@ std::vector<int64_t> Plan::slice(int64_t rank) const {
   header.v_dim = h.v_dim;
   header.dtype = static_cast<int64_t>(h.dtype);
   header.key_block_rows = options_.key_block_rows;
+  header.mask_kind = static_cast<int64_t>(options_.schedule.mask.kind);
+  header.window = options_.schedule.mask.window;
   header.arena_bytes = {stats_.arenas[0][r].total(), stats_.arenas[1][r].total()};
   header.slot_bytes = slot_bytes_;
   header.num_rounds = t.num_rounds;

@@ -42,7 +42,7 @@ class Greedy {
     query_row_bytes_ = h.q_heads * (3 * e * h.dim + 2 * e * h.v_dim + 12);
     key_row_bytes_ = h.kv_heads * (h.dim + h.v_dim) * (2 * e + 4);
     for (const Placement& p : layout.placements()) {
-      add_task({p.document, p.begin, p.end, 0, p.end, 0, h.kv_heads, options.mask, p.rank, p.row, p.rank});
+      add_task(with_keys({p.document, p.begin, p.end, 0, 0, 0, h.kv_heads, p.rank, p.row, p.rank}));
     }
     total_ = std::accumulate(load_.begin(), load_.end(), int64_t{0});
     // Servers aim at the mean; the stop rule is the tolerance.
@@ -84,7 +84,18 @@ class Greedy {
   }
 
  private:
-  int64_t cost(int64_t begin, int64_t end) const { return options_.cost.cost(begin, end); }
+  int64_t length_of(const Task& t) const { return layout_.document_lengths()[static_cast<size_t>(t.document)]; }
+  /// Of the task's rows [begin, end).
+  int64_t cost(const Task& t, int64_t begin, int64_t end) const {
+    return options_.cost.cost(options_.mask, length_of(t), begin, end);
+  }
+
+  /// Fills in which keys the task's queries see.
+  Task with_keys(Task t) const {
+    t.kv_begin = options_.mask.first_key(t.q_begin);
+    t.kv_end = options_.mask.end_key(t.q_end - 1, length_of(t));
+    return t;
+  }
 
   bool within_tolerance(int64_t load) const {
     return Wide{load} * num_servers_ * 1'000'000 <= Wide{total_} * (1'000'000 + options_.tolerance_ppm);
@@ -92,45 +103,53 @@ class Greedy {
 
   void add_task(const Task& t) {
     tasks_of_[static_cast<size_t>(t.server)].push_back(tasks_.size());
-    load_[static_cast<size_t>(t.server)] += cost(t.q_begin, t.q_end);
+    load_[static_cast<size_t>(t.server)] += cost(t, t.q_begin, t.q_end);
     tasks_.push_back(t);
   }
 
-  /// Key rows [0, end) of a document that the server neither holds as home nor fetches for another task.
-  int64_t missing_key_rows(int64_t document, int64_t server, int64_t end) const {
-    int64_t have = 0;
+  /// Key rows of a task that the server neither holds as home nor fetches for its other tasks.
+  int64_t missing_key_rows(const Task& wanted, int64_t server) {
+    // What the server has, as intervals in ascending order, and the gaps between them.
+    intervals_.clear();
     for (size_t i : tasks_of_[static_cast<size_t>(server)]) {
-      if (tasks_[i].document == document) have = std::max(have, tasks_[i].q_end);
+      if (tasks_[i].document == wanted.document) intervals_.push_back({tasks_[i].kv_begin, tasks_[i].kv_end});
     }
-    int64_t missing = std::max<int64_t>(0, end - have);
-    for (const Placement& p : layout_.placements(document)) {
-      if (p.rank == server) missing -= std::max<int64_t>(0, std::min(end, p.end) - std::max(have, p.begin));
+    for (const Placement& p : layout_.placements(wanted.document)) {
+      if (p.rank == server) intervals_.push_back({p.begin, p.end});
     }
-    return missing;
+    std::sort(intervals_.begin(), intervals_.end());
+    int64_t missing = 0, next = wanted.kv_begin;
+    for (const auto& [begin, end] : intervals_) {
+      missing += std::max<int64_t>(0, std::min(begin, wanted.kv_end) - next);
+      next = std::max(next, end);
+    }
+    return missing + std::max<int64_t>(0, wanted.kv_end - next);
   }
 
-  int64_t move_bytes(const Task& t, int64_t begin, int64_t end, int64_t server) const {
+  int64_t move_bytes(Task t, int64_t begin, int64_t end, int64_t server) {
+    t.q_begin = begin;
+    t.q_end = end;
     const int64_t query_rows = t.home == server ? 0 : end - begin;
-    return query_rows * query_row_bytes_ + missing_key_rows(t.document, server, end) * key_row_bytes_ + 1;
+    return query_rows * query_row_bytes_ + missing_key_rows(with_keys(t), server) * key_row_bytes_ + 1;
   }
 
-  /// The most rows from `begin` on (up to `end`) that cost at most `budget`.
-  int64_t prefix_end(int64_t begin, int64_t end, int64_t budget) const {
-    int64_t low = begin, high = end;
+  /// The most rows at the task's begin, or at its end, that cost at most `budget`.
+  int64_t prefix_end(const Task& t, int64_t budget) const {
+    int64_t low = t.q_begin, high = t.q_end;
     while (low < high) {
       const int64_t mid = low + (high - low + 1) / 2;
-      if (cost(begin, mid) <= budget)
+      if (cost(t, t.q_begin, mid) <= budget)
         low = mid;
       else
         high = mid - 1;
     }
     return low;
   }
-  int64_t suffix_begin(int64_t begin, int64_t end, int64_t budget) const {
-    int64_t low = begin, high = end;
+  int64_t suffix_begin(const Task& t, int64_t budget) const {
+    int64_t low = t.q_begin, high = t.q_end;
     while (low < high) {
       const int64_t mid = low + (high - low) / 2;
-      if (cost(mid, end) <= budget)
+      if (cost(t, mid, t.q_end) <= budget)
         high = mid;
       else
         low = mid + 1;
@@ -138,7 +157,7 @@ class Greedy {
     return low;
   }
 
-  std::optional<Move> best_move(size_t from, int64_t min_rows) const {
+  std::optional<Move> best_move(size_t from, int64_t min_rows) {
     std::optional<Move> best;
     const int64_t surplus = load_[from] - mean_;
     const auto offer = [&](size_t i, int64_t begin, int64_t end, size_t to) {
@@ -146,7 +165,7 @@ class Greedy {
       const bool whole = begin == t.q_begin && end == t.q_end;
       const int64_t rest = t.num_rows() - (end - begin);
       if (end <= begin || (!whole && (end - begin < min_rows || rest < min_rows))) return;
-      const int64_t moved = cost(begin, end);
+      const int64_t moved = cost(t, begin, end);
       if (moved == 0 || load_[to] + moved >= load_[from]) return;  // the pair's larger load must fall
       const Move move{
           i, begin, end, static_cast<int64_t>(to), moved, move_bytes(t, begin, end, static_cast<int64_t>(to))};
@@ -157,12 +176,12 @@ class Greedy {
       const int64_t budget = std::min(surplus, mean_ - load_[to]);
       for (size_t i : tasks_of_[from]) {
         const Task& t = tasks_[i];
-        if (cost(t.q_begin, t.q_end) <= budget) {
+        if (cost(t, t.q_begin, t.q_end) <= budget) {
           offer(i, t.q_begin, t.q_end, to);
           continue;
         }
-        offer(i, t.q_begin, prefix_end(t.q_begin, t.q_end, budget), to);
-        offer(i, suffix_begin(t.q_begin, t.q_end, budget), t.q_end, to);
+        offer(i, t.q_begin, prefix_end(t, budget), to);
+        offer(i, suffix_begin(t, budget), t.q_end, to);
         if (min_rows == 1) {  // a last resort: a single row may overshoot the mean and still pay
           offer(i, t.q_begin, t.q_begin + 1, to);
           offer(i, t.q_end - 1, t.q_end, to);
@@ -176,14 +195,14 @@ class Greedy {
     const Task t = tasks_[m.task];
     auto& list = tasks_of_[static_cast<size_t>(t.server)];
     list.erase(std::find(list.begin(), list.end(), m.task));
-    load_[static_cast<size_t>(t.server)] -= cost(t.q_begin, t.q_end);
+    load_[static_cast<size_t>(t.server)] -= cost(t, t.q_begin, t.q_end);
     const auto piece = [&](int64_t begin, int64_t end, int64_t server) {
       Task p = t;
       p.q_begin = begin;
-      p.q_end = p.kv_end = end;
+      p.q_end = end;
       p.home_row = t.home_row + (begin - t.q_begin);
       p.server = server;
-      return p;
+      return with_keys(p);
     };
     tasks_[m.task] = piece(m.begin, m.end, m.server);  // the moved piece takes the old one's place
     tasks_of_[static_cast<size_t>(m.server)].push_back(m.task);
@@ -200,6 +219,7 @@ class Greedy {
   std::vector<Task> tasks_;
   int64_t total_ = 0, mean_ = 0;
   int64_t query_row_bytes_ = 0, key_row_bytes_ = 0;
+  std::vector<std::pair<int64_t, int64_t>> intervals_;  // scratch
 };
 
 }  // namespace
@@ -210,11 +230,11 @@ std::vector<Task> schedule(const Layout& layout, const ScheduleOptions& options)
   return greedy.take();
 }
 
-int64_t load_lower_bound(const Layout& layout, const CostModel& cost) {
+int64_t load_lower_bound(const Layout& layout, const Mask& mask, const CostModel& cost) {
   int64_t total = 0, costliest_row = 0;
   for (int64_t length : layout.document_lengths()) {
-    total += cost.cost(0, length);
-    costliest_row = std::max(costliest_row, cost.cost(length - 1, length));
+    total += cost.cost(mask, length, 0, length);
+    costliest_row = std::max(costliest_row, cost.cost(mask, length, length - 1, length));
   }
   const int64_t n = layout.num_ranks();
   return std::max(costliest_row, (total + n - 1) / n);

@@ -16,7 +16,6 @@ struct Task {
   int64_t q_begin = 0, q_end = 0;
   int64_t kv_begin = 0, kv_end = 0;            // document rows of the keys that these queries see
   int64_t kv_head_begin = 0, kv_head_end = 0;  // key/value heads, with the query heads that share them
-  Mask mask = Mask::kCausal;
   int64_t home = 0;      // rank that holds the rows
   int64_t home_row = 0;  // row of q_begin in the home's token tensor
   int64_t server = 0;    // rank that computes them
@@ -26,7 +25,7 @@ struct Task {
 
 struct ScheduleOptions {
   HeadShape heads;
-  Mask mask = Mask::kCausal;
+  Mask mask;
   CostModel cost;
   int64_t tolerance_ppm = 50'000;  // the largest load may exceed the mean by this many millionths
   int64_t min_rows = 64;           // no smaller piece is cut off, as long as the tolerance can be met without
@@ -40,6 +39,6 @@ struct ScheduleOptions {
 std::vector<Task> schedule(const Layout& layout, const ScheduleOptions& options);
 
 /// No schedule of whole rows has a smaller largest load: the mean rounded up, or the costliest single row.
-int64_t load_lower_bound(const Layout& layout, const CostModel& cost);
+int64_t load_lower_bound(const Layout& layout, const Mask& mask, const CostModel& cost);
 
 }  // namespace distca::plan

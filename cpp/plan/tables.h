@@ -50,7 +50,7 @@ enum class TensorKind : int64_t {
   kCount
 };
 
-/// One document's keys at this server. Blocks: rows of the block table, see attention::KeyGroup.
+/// Consecutive keys of one document at this server. Blocks: entries of the block table, see attention::KeyGroup.
 struct GroupRow {
   int64_t document;
   int64_t kv_begin, kv_end;
@@ -62,10 +62,12 @@ struct GroupRow {
   int64_t is_local;                                      // 1: needs no row of another rank
 };
 
+constexpr int64_t block_entry(int64_t row, bool in_arena) { return 2 * row + (in_arena ? 1 : 0); }
+
 /// One task of this server. Offsets are -1 where the rows are at home here.
 struct TaskRow {
   int64_t group;
-  int64_t q_begin, q_end, kv_begin, kv_end, kv_head_begin, kv_head_end, mask;
+  int64_t q_begin, q_end, kv_begin, kv_end, kv_head_begin, kv_head_end;
   int64_t home, home_row;
   int64_t forward_q, forward_lse;
   int64_t backward_q, backward_dout, backward_lse, backward_delta;
@@ -153,6 +155,7 @@ struct Header {
   int64_t num_rows;  // of the rank's token tensor
   int64_t q_heads, kv_heads, dim, v_dim, dtype;
   int64_t key_block_rows;
+  int64_t mask_kind, window;
   std::array<int64_t, 2> arena_bytes;  // this rank's, by phase
   int64_t slot_bytes;                  // the largest arena of any rank and phase
   int64_t num_rounds;                  // of this home's backward-out
@@ -217,6 +220,7 @@ class SliceView {
     const Header& h = header();
     return {h.q_heads, h.kv_heads, h.dim, h.v_dim, static_cast<DType>(h.dtype)};
   }
+  Mask mask() const { return {static_cast<MaskKind>(header().mask_kind), header().window}; }
   std::span<const GroupRow> groups() const { return table<GroupRow>(kGroups); }
   std::span<const TaskRow> tasks() const { return table<TaskRow>(kTasks); }
   std::span<const int64_t> blocks() const { return table<int64_t>(kBlocks); }

@@ -51,9 +51,12 @@ class Validator {
     check(h().num_ranks >= 1 && h().rank >= 0 && h().rank < h().num_ranks, "rank ", h().rank, " of ", h().num_ranks);
     check(h().num_rows >= 0 && h().num_rows <= (int64_t{1} << 31), "it says ", h().num_rows, " rows");
     check(h().q_heads >= 1 && h().q_heads <= 4096 && h().kv_heads >= 1 && h().q_heads % h().kv_heads == 0 &&
-              valid_dim(h().dim) && valid_dim(h().v_dim) && (h().dtype == 0 || h().dtype == 1) &&
+              valid_dim(h().dim) && valid_dim(h().v_dim) && h().dtype >= 0 && h().dtype < kNumDTypes &&
               h().key_block_rows >= 1 && h().key_block_rows <= 4096,
           "its head shape is not possible");
+    check(h().mask_kind >= 0 && h().mask_kind < kNumMaskKinds && h().window >= 0 && h().window <= (int64_t{1} << 31) &&
+              (h().window == 0 || h().mask_kind == static_cast<int64_t>(MaskKind::kCausal)),
+          "it says mask ", h().mask_kind, " with window ", h().window);
     check(h().num_rounds >= 1 && h().num_rounds <= kMaxRounds, "it says ", h().num_rounds, " rounds");
     constexpr int64_t kMaxArena = int64_t{1} << 46;
     for (int64_t bytes : h().arena_bytes)
@@ -95,8 +98,9 @@ class Validator {
   void check_groups() const {
     int64_t next_task = 0, index = 0;
     for (const GroupRow& g : view_.groups()) {
-      check(g.kv_begin == 0 && g.kv_end >= 1 && g.kv_end <= (int64_t{1} << 31) && g.first_block == 0 &&
-                g.num_blocks == (g.kv_end + h().key_block_rows - 1) / h().key_block_rows &&
+      check(g.kv_begin >= 0 && g.kv_end > g.kv_begin && g.kv_end <= (int64_t{1} << 31) &&
+                g.first_block == g.kv_begin / h().key_block_rows &&
+                g.num_blocks == (g.kv_end + h().key_block_rows - 1) / h().key_block_rows - g.first_block &&
                 inside(g.block_begin, g.num_blocks, count(view_.blocks())),
             "group ", index, " (document ", g.document, "): its key blocks");
       check(g.task_begin == next_task && inside(g.task_begin, g.task_end - g.task_begin, count(view_.tasks())),
@@ -111,9 +115,12 @@ class Validator {
       }
       for (int64_t b = 0; b < g.num_blocks; ++b) {
         const int64_t entry = view_.blocks()[static_cast<size_t>(g.block_begin + b)];
-        const int64_t rows = std::min(h().key_block_rows, g.kv_end - b * h().key_block_rows);
-        check(entry >= 0 ? inside(entry, rows, h().num_rows) : inside(~entry, rows, arena_rows), "group ", index,
-              ": key block ", b);
+        const int64_t start = (g.first_block + b) * h().key_block_rows;
+        const int64_t begin = std::max(start, g.kv_begin), end = std::min(start + h().key_block_rows, g.kv_end);
+        constexpr int64_t kMaxRow = int64_t{1} << 32;
+        check(entry >= -2 * kMaxRow && entry <= 2 * kMaxRow &&
+                  inside((entry >> 1) + (begin - start), end - begin, (entry & 1) != 0 ? arena_rows : h().num_rows),
+              "group ", index, ": key block ", b);
       }
       check_grads(g, index);
       const bool local = index < h().num_local_groups;
@@ -148,18 +155,19 @@ class Validator {
 
   void check_tasks() const {
     int64_t index = 0;
+    const Mask mask = view_.mask();
     for (const TaskRow& t : view_.tasks()) {
       check(t.group >= 0 && t.group < count(view_.groups()), "task ", index, ": group ", t.group);
       const GroupRow& g = view_.groups()[static_cast<size_t>(t.group)];
       check(index >= g.task_begin && index < g.task_end, "task ", index, " is not in its group");
       const int64_t rows = t.q_end - t.q_begin;
-      check(t.q_begin >= 0 && rows >= 1 && t.q_end <= g.kv_end && t.kv_begin == 0 && t.kv_end == t.q_end, "task ",
+      check(t.q_begin >= 0 && rows >= 1 && t.q_end <= g.kv_end && t.kv_begin >= g.kv_begin &&
+                t.kv_begin == mask.first_key(t.q_begin) && t.kv_end == mask.end_key(t.q_end - 1, g.kv_end), "task ",
             index, ": rows [", t.q_begin, ", ", t.q_end, ") see keys [", t.kv_begin, ", ", t.kv_end, ")");
       check(index == g.task_begin || view_.tasks()[static_cast<size_t>(index) - 1].q_end <= t.q_begin, "task ", index,
             " overlaps the one before");
       check(t.kv_head_begin == 0 && t.kv_head_end == h().kv_heads, "task ", index, ": key/value heads [",
             t.kv_head_begin, ", ", t.kv_head_end, "); all ", h().kv_heads, " are allowed");
-      check(t.mask == static_cast<int64_t>(Mask::kCausal), "task ", index, ": mask ", t.mask);
       check_peer("task", t.home, 0);
       if (t.home == h().rank) {
         check_rows("task", t.home_row, rows);

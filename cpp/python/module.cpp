@@ -52,6 +52,12 @@ void bind_layout(py::module_& m) {
             return std::make_shared<plan::Layout>(plan::Layout::packed(lengths, ranks, tokens_per_rank));
           },
           py::arg("lengths"), py::arg("ranks"), py::arg("tokens_per_rank"))
+      .def_static(
+          "head_tail",
+          [](const std::vector<int64_t>& lengths, int64_t ranks) {
+            return std::make_shared<plan::Layout>(plan::Layout::head_tail(lengths, ranks));
+          },
+          py::arg("lengths"), py::arg("ranks"))
       .def_property_readonly("num_ranks", &plan::Layout::num_ranks)
       .def_property_readonly("document_lengths", &plan::Layout::document_lengths)
       .def(
@@ -78,11 +84,14 @@ void bind_layout(py::module_& m) {
 std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int64_t q_heads, int64_t kv_heads,
                                       int64_t dim, int64_t v_dim, int64_t dtype, int64_t per_pair, int64_t per_row,
                                       int64_t tolerance_ppm, int64_t min_rows, bool balance, int64_t capacity,
-                                      int64_t context_epoch) {
-  require(dtype == 0 || dtype == 1, "plan: dtype number ", dtype, "; 0 (float32) and 1 (bfloat16) are allowed");
+                                      int64_t context_epoch, int64_t mask_kind, int64_t window) {
+  require(dtype >= 0 && dtype < kNumDTypes, "plan: dtype number ", dtype, "; 0 to ", kNumDTypes - 1, " are allowed");
+  require(mask_kind >= 0 && mask_kind < kNumMaskKinds, "plan: mask number ", mask_kind, "; 0 to ", kNumMaskKinds - 1,
+          " are allowed");
   plan::PlanOptions options;
   options.schedule.heads = {q_heads, kv_heads, dim, v_dim, static_cast<DType>(dtype)};
   options.schedule.cost = {per_pair, per_row};
+  options.schedule.mask = {static_cast<MaskKind>(mask_kind), window};
   options.schedule.tolerance_ppm = tolerance_ppm;
   options.schedule.min_rows = min_rows;
   options.schedule.balance = balance;
@@ -121,7 +130,7 @@ void bind_plan(py::module_& m) {
       .def(py::init(&make_plan), py::kw_only(), py::arg("layout"), py::arg("q_heads"), py::arg("kv_heads"),
            py::arg("dim"), py::arg("v_dim"), py::arg("dtype"), py::arg("per_pair"), py::arg("per_row"),
            py::arg("tolerance_ppm"), py::arg("min_rows"), py::arg("balance"), py::arg("capacity"),
-           py::arg("context_epoch"))
+           py::arg("context_epoch"), py::arg("mask_kind"), py::arg("window"))
       .def_property_readonly("digest", &plan::Plan::digest)
       .def("stats", &stats_of)
       .def("tasks",

@@ -40,7 +40,7 @@ void cast_rows(const RowView& to, DType dtype, const RowView& from, const RowExt
     for (int64_t h = 0; h < n.num_heads; ++h) {
       auto* out = reinterpret_cast<uint16_t*>(to.at(i, h));
       const float* in = float_at(from, i, h);
-      for (int64_t d = 0; d < dim; ++d) out[d] = float_to_bf16(in[d]);
+      for (int64_t d = 0; d < dim; ++d) out[d] = dtype == DType::kBFloat16 ? float_to_bf16(in[d]) : float_to_fp16(in[d]);
     }
   }
 }
@@ -50,7 +50,7 @@ void fill_bytes(const RowView& view, const RowExtent& n, int byte) {
     for (int64_t h = 0; h < n.num_heads; ++h) std::memset(view.at(i, h), byte, static_cast<size_t>(n.head_bytes));
 }
 
-constexpr int kNanByte = 0xff;  // all ones is a NaN in fp32 and in bf16
+constexpr int kNanByte = 0xff;  // all ones is a NaN in every dtype
 
 }  // namespace
 
@@ -213,7 +213,7 @@ void Dispatcher::attend(const plan::SliceView& slice, float scale, bool local_pa
     }
     tasks_.push_back(task);
   }
-  const attention::Problem problem{heads_, scale, groups_, tasks_};
+  const attention::Problem problem{heads_, slice.mask(), scale, groups_, tasks_};
   if (backward)
     kernel_.backward(problem, parallel);
   else

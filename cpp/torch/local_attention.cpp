@@ -94,7 +94,7 @@ void group_tasks(Workspace& w, const RowView& k, const RowView& v) {
     kv_done = begin + g.kv_end;
   }
   // Each document starts at row 0 of its own view, so one table of consecutive blocks serves all.
-  for (int64_t b = 0; b < total_blocks; ++b) w.blocks.push_back(b * kKeyBlockRows);
+  for (int64_t b = 0; b < total_blocks; ++b) w.blocks.push_back(2 * b * kKeyBlockRows);
   for (attention::KeyGroup& g : w.groups)
     g.blocks = std::span(w.blocks).first(static_cast<size_t>((g.kv_end + kKeyBlockRows - 1) / kKeyBlockRows));
 }
@@ -127,7 +127,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
       w.tasks[i].out = rows_of(out, "out").from_row(row);
       w.tasks[i].lse = scalars_of(lse, "lse").from_row(row);
     }
-    w.kernel.forward({heads, factor, w.groups, w.tasks}, torch_threads());
+    w.kernel.forward({heads, Mask{}, factor, w.groups, w.tasks}, torch_threads());
     return std::tuple{out, lse};
   });
 }
@@ -183,7 +183,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
       w.grads.push_back({0, g.kv_end, heads.dtype, rows_of(dk, "dk").from_row(row), rows_of(dv, "dv").from_row(row)});
       g.grads = std::span(w.grads).last(1);
     }
-    w.kernel.backward({heads, factor, w.groups, w.tasks}, torch_threads());
+    w.kernel.backward({heads, Mask{}, factor, w.groups, w.tasks}, torch_threads());
     return std::tuple{dq, dk, dv};
   });
 }

@@ -41,9 +41,9 @@ inline std::string shape_of(const Tensor& t) {
 inline DType dtype_of(const Tensor& t, const char* name) {
   using torch::headeronly::ScalarType;
   const ScalarType type = t.scalar_type();
-  require(type == ScalarType::Float || type == ScalarType::BFloat16, name, " has dtype number ", static_cast<int>(type),
-          "; float32 and bfloat16 are supported");
-  return type == ScalarType::Float ? DType::kFloat32 : DType::kBFloat16;
+  require(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half, name,
+          " has dtype number ", static_cast<int>(type), "; float32, bfloat16 and float16 are supported");
+  return type == ScalarType::Float ? DType::kFloat32 : type == ScalarType::Half ? DType::kFloat16 : DType::kBFloat16;
 }
 
 /// A [rows, heads, dim] view of a CPU tensor; strides are arbitrary but for a contiguous last dimension.

@@ -8,7 +8,7 @@ import torch
 
 from distca.errors import InvalidArgumentError
 
-_DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1}
+_DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Heads:
         kv: number of key/value heads.
         dim: dimension of a query or key head, a multiple of 8 up to 256.
         v_dim: dimension of a value head; ``dim`` by default.
-        dtype: ``torch.float32`` or ``torch.bfloat16``.
+        dtype: ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``.
     """
 
     q: int
@@ -33,7 +33,7 @@ class Heads:
         if self.v_dim is None:
             object.__setattr__(self, "v_dim", self.dim)
         if self.dtype not in _DTYPE_NUMBERS:
-            raise InvalidArgumentError(f"heads: dtype = {self.dtype}; torch.float32 and torch.bfloat16 are supported")
+            raise InvalidArgumentError(f"heads: dtype = {self.dtype}; torch.float32, torch.bfloat16 and torch.float16 are supported")
 
     @property
     def value_dim(self) -> int:

@@ -16,6 +16,8 @@ from distca.heads import Heads
 #: The document number of padding rows in a layout.
 PADDING = -1
 
+_MASK_NUMBERS = {"causal": 0, "full": 1}
+
 
 class Layout:
     """Which rows of which documents every rank holds, in the order of its packed token tensor.
@@ -56,6 +58,16 @@ class Layout:
             tokens_per_rank: tokens that fit on one rank.
         """
         return cls._wrap(_C.Layout.packed([int(n) for n in lengths], ranks, tokens_per_rank))
+
+    @classmethod
+    def head_tail(cls, lengths: Sequence[int], *, ranks: int) -> Layout:
+        """Context parallel: each document is cut into ``2 * ranks`` chunks, rank r holds chunk r and the r-th from the end.
+
+        Args:
+            lengths: lengths in tokens; any, no padding is needed.
+            ranks: number of ranks.
+        """
+        return cls._wrap(_C.Layout.head_tail([int(n) for n in lengths], ranks))
 
     @property
     def num_ranks(self) -> int:
@@ -177,11 +189,15 @@ def _imbalance(loads: list[int]) -> float:
 class Plan:
     """One layout's tasks, transfers and arenas, seen from one rank. Made by :func:`plan`; the same on every rank."""
 
-    def __init__(self, core: _C.Plan, layout: Layout, heads: Heads, rank: int) -> None:
+    def __init__(
+        self, core: _C.Plan, layout: Layout, heads: Heads, rank: int, mask: str = "causal", window: int | None = None
+    ) -> None:
         self._core = core
         self.layout = layout
         self.heads = heads
         self.rank = rank
+        self.mask = mask
+        self.window = window
 
     @functools.cached_property
     def tensor(self) -> torch.Tensor:
@@ -190,7 +206,7 @@ class Plan:
 
     def for_rank(self, rank: int) -> Plan:
         """The same plan seen from another rank."""
-        return Plan(self._core, self.layout, self.heads, rank)
+        return Plan(self._core, self.layout, self.heads, rank, self.mask, self.window)
 
     @property
     def num_rows(self) -> int:
@@ -229,6 +245,8 @@ def plan(
     heads: Heads,
     *,
     rank: int | None = None,
+    mask: str = "causal",
+    window: int | None = None,
     tolerance: float = 0.05,
     balance: bool = True,
     min_rows: int = 64,
@@ -243,6 +261,8 @@ def plan(
         layout: rows of every rank.
         heads: head shape and dtype of the layers that will use the plan.
         rank: the rank whose slice ``Plan.tensor`` is; by default the default context's, or 0 where there is none.
+        mask: ``"causal"`` or ``"full"`` (every row of a document sees all of it).
+        window: with the causal mask, how many keys a row sees: its own and the ``window - 1`` before it.
         tolerance: how far the *largest* load may be above the mean, 0 to 1.
         balance: False computes every row at home; remote keys of split documents are still fetched.
         min_rows: no smaller piece of a document is cut off as long as the tolerance can be met without.
@@ -260,6 +280,10 @@ def plan(
         rank = context.rank if context is not None and context.num_ranks == layout.num_ranks else 0
     if not 0 <= rank < layout.num_ranks:
         raise InvalidArgumentError(f"plan: rank = {rank}; 0 to {layout.num_ranks - 1} are allowed")
+    if mask not in _MASK_NUMBERS:
+        raise InvalidArgumentError(f"plan: mask = {mask!r}; {', '.join(map(repr, _MASK_NUMBERS))} are allowed")
+    if window is not None and window < 1:
+        raise InvalidArgumentError(f"plan: window = {window}; None or a positive number of keys is allowed")
     if not 0.0 <= tolerance <= 1.0:
         raise InvalidArgumentError(f"plan: tolerance = {tolerance}; 0 to 1 is allowed")
     if capacity is None:
@@ -279,5 +303,7 @@ def plan(
         balance=balance,
         capacity=capacity,
         context_epoch=0,
+        mask_kind=_MASK_NUMBERS[mask],
+        window=window or 0,
     )
-    return Plan(core, layout, heads, rank)
+    return Plan(core, layout, heads, rank, mask, window)
