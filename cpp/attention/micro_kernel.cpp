@@ -211,10 +211,24 @@ DISTCA_INLINE Halves narrow(Floats x) {
   return __builtin_convertvector((x == x ? rounded : (bits | 0x400000u)) >> 16, Halves);
 }
 
-typedef _Float16 Fp16 __attribute__((vector_size(kWidth * 2)));
-
-DISTCA_INLINE Floats widen_fp16(Halves x) { return __builtin_convertvector((Fp16)x, Floats); }
-DISTCA_INLINE Halves narrow_fp16(Floats x) { return (Halves) __builtin_convertvector(x, Fp16); }
+#if defined(__AVX512F__)
+DISTCA_INLINE Floats widen_fp16(Halves x) { return _mm512_cvtph_ps((__m256i)x); }
+DISTCA_INLINE Halves narrow_fp16(Floats x) { return (Halves)_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+#elif defined(__AVX2__) && defined(__FMA__)
+DISTCA_INLINE Floats widen_fp16(Halves x) { return _mm256_cvtph_ps((__m128i)x); }
+DISTCA_INLINE Halves narrow_fp16(Floats x) { return (Halves)_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+#else
+DISTCA_INLINE Floats widen_fp16(Halves x) {
+  Floats y{};
+  for (int i = 0; i < kWidth; ++i) y[i] = fp16_to_float(x[i]);
+  return y;
+}
+DISTCA_INLINE Halves narrow_fp16(Floats x) {
+  Halves y{};
+  for (int i = 0; i < kWidth; ++i) y[i] = float_to_fp16(x[i]);
+  return y;
+}
+#endif
 
 template <Floats (*kWiden)(Halves)>
 DISTCA_INLINE int64_t load_half_row(int64_t dim, const uint16_t* row, float* dst) {

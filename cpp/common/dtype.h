@@ -51,7 +51,25 @@ inline uint16_t float_to_bf16(float x) {
   return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-inline float fp16_to_float(uint16_t x) { return static_cast<float>(std::bit_cast<_Float16>(x)); }
-inline uint16_t float_to_fp16(float x) { return std::bit_cast<uint16_t>(static_cast<_Float16>(x)); }
+// By hand, for the compiler's own conversions call functions that older systems' libgcc lacks.
+inline float fp16_to_float(uint16_t x) {
+  const uint32_t sign = static_cast<uint32_t>(x & 0x8000u) << 16, magnitude = x & 0x7fffu;
+  if (magnitude >= 0x7c00u) return std::bit_cast<float>(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+  if (magnitude >= 0x400u) return std::bit_cast<float>(sign | ((magnitude + 0x1c000u) << 13));
+  const float denormal = static_cast<float>(magnitude) * 0x1p-24f;
+  return sign != 0 ? -denormal : denormal;
+}
+
+/// Rounds to nearest even; NaN stays NaN.
+inline uint16_t float_to_fp16(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (magnitude >= 0x47800000u) return static_cast<uint16_t>(sign | 0x7c00u);  // 65536 and more
+  if (magnitude < 0x38800000u) {  // below 2^-14 halves are multiples of 2^-24, which is the last place of 0.5f
+    const float rounded = std::bit_cast<float>(magnitude) + 0.5f;
+    return static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(rounded) - 0x3f000000u));
+  }
+  return static_cast<uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13));
+}
 
 }  // namespace distca
