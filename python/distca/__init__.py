@@ -18,7 +18,7 @@ from distca.errors import (
     PlanMismatchError,
 )
 from distca.heads import Heads
-from distca.launch import launch
+from distca.launch import RankError, launch
 from distca.ops import attention, core_attention
 from distca.plan_ahead import PlanAhead
 from distca.planning import PADDING, ArenaBytes, CostModel, Layout, Plan, PlanStats, Task, plan
@@ -41,6 +41,7 @@ __all__ = [
     "PlanFormatError",
     "PlanMismatchError",
     "PlanStats",
+    "RankError",
     "OperatingSystemError",
     "Task",
     "attention",

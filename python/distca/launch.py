@@ -302,7 +302,7 @@ def _rank_main(call: bytes, rank: int, ranks: int, threads: int, port: int, pare
     try:
         leave_process_group()
     except Exception:  # a peer failed meanwhile: the parent knows why
-        _exit_now(1)
+        exit_now(1)
 
 
 def _join_group(rank: int, ranks: int, threads: int, port: int) -> None:
@@ -337,10 +337,10 @@ def _report_and_exit(pipe: Connection, error: BaseException) -> NoReturn:
     message = pickle.dumps(_Failure.of(error))
     with contextlib.suppress(OSError):  # the parent is gone
         pipe.send_bytes(message)
-    _exit_now(1)
+    exit_now(1)
 
 
-def _exit_now(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """Leaves without destructors: what failed may hold a process group, with which gloo would abort."""
     sys.stdout.flush()
     sys.stderr.flush()

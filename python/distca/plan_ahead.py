@@ -199,9 +199,7 @@ class _Exchange:
 
 
 class _GatheredLayouts(_Steps[Batch]):
-    """Steps whose layouts are gathered. Every rank takes part in the same exchanges until all have ended or one gave
-    up.
-    """
+    """Steps with gathered layouts. Every rank takes part in the same exchanges until all have ended or one gave up."""
 
     def __init__(self, exchange: _Exchange, loader: Iterable[Batch], lengths: Callable[[Batch], Sequence[int]]) -> None:
         self._exchange, self._loader, self._lengths = exchange, loader, lengths

@@ -198,9 +198,7 @@ def _check_mask(mask: DeferredMask | torch.Tensor | None, plan: Plan, sliding_wi
 
 
 def _check_position_ids(module: torch.nn.Module, position_ids: Any, plan: Plan) -> None:
-    """Once a forward (in the first layer), and only plain [1, T] positions: rotary ones of several axes are the
-    model's own.
-    """
+    """Checked once a forward, in the first layer; positions of several axes ([3, 1, T]) are left to the model."""
     if getattr(module, "layer_idx", 0) or torch.compiler.is_compiling():
         return
     if not isinstance(position_ids, torch.Tensor) or position_ids.dim() > 2:

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from distca.errors import DistcaError
-from distca.launch import RankError, launch, leave_process_group
+from distca.errors import DistcaError, InvalidArgumentError
+from distca.launch import RankError, exit_now, launch, leave_process_group
 from distca.train.config import OPTION_TYPES, ConfigError, TrainConfig, option_name
 from distca.train.data import read_corpus
 from distca.train.metrics import create_run_dir, describe
@@ -64,7 +64,8 @@ def _train(options: argparse.Namespace) -> int:
     values["ranks"] = _number_of_ranks(options.ranks)
     config = TrainConfig(**values)
     _check_packages()
-    return _train_as_rank(config) if _under_torchrun() else _train_with_own_ranks(config)
+    read_corpus(config.data, config.kept_fraction)  # mistakes in the data are found before anything is started
+    return _train_as_rank(config, options.debug) if _under_torchrun() else _train_with_own_ranks(config)
 
 
 def _under_torchrun() -> bool:
@@ -94,14 +95,13 @@ def _check_packages() -> None:
 
 
 def _train_with_own_ranks(config: TrainConfig) -> int:
-    read_corpus(config.data, config.kept_fraction)  # mistakes in the data are found before ranks are started
     run_dir = create_run_dir(config)
     signal.signal(signal.SIGTERM, _as_interrupt)
     summary = launch(train_rank, config, run_dir, ranks=config.ranks)[0]
     return _finish(summary)
 
 
-def _train_as_rank(config: TrainConfig) -> int:
+def _train_as_rank(config: TrainConfig, debug: bool) -> int:
     import torch.distributed as dist
 
     rank = int(os.environ["RANK"])
@@ -113,13 +113,14 @@ def _train_as_rank(config: TrainConfig) -> int:
         summary = train_rank(config, run_dir)
         leave_process_group()
     except BaseException as error:
-        # The frames of the failed function may hold the process group, with which gloo would abort: leave without
-        # destructors.
-        if isinstance(error, Exception):
+        if isinstance(error, DistcaError):
+            code = _report(error, debug)
+        elif isinstance(error, KeyboardInterrupt):
+            code = INTERRUPTED
+        else:
             traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1 if isinstance(error, Exception) else INTERRUPTED)
+            code = 1
+        exit_now(code)
     return _finish(summary) if rank == 0 else INTERRUPTED if summary["interrupted"] else 0
 
 
@@ -129,17 +130,15 @@ def _finish(summary: dict[str, Any]) -> int:
 
 
 def _report(error: DistcaError, debug: bool) -> int:
-    """Prints an error: what is wrong, and the traceback where it was asked for or is not a mistake that distca
-    explains.
-    """
+    """Prints what is wrong, with the traceback where it was asked for or a rank raised what distca cannot explain."""
     if debug:
         traceback.print_exception(error)
-    if not isinstance(error, RankError):
-        print(f"distca train: error: {error}", file=sys.stderr)
-        return 2
-    unexplained = bool(error.exception) and not error.expected
-    print(f"distca train: error: {error if unexplained else error.headline}", file=sys.stderr)
-    return 1
+    explained = isinstance(error, RankError) and (error.expected or not error.exception)
+    message = error.headline if isinstance(error, RankError) and explained else str(error)
+    if isinstance(error, RankError):  # a rank that died has left its progress bar on the line
+        print(file=sys.stderr)
+    print(f"distca train: error: {message}", file=sys.stderr)
+    return 2 if isinstance(error, InvalidArgumentError) else 1
 
 
 def _as_interrupt(number: int, frame: FrameType | None) -> None:

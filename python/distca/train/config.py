@@ -17,9 +17,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VOCABULARY = 256  # byte tokens
 
 STANDARD_LIBRARY_SCALE = 1 / 16
-"""Keeps the shape of the length distribution, and so the imbalance, of whole source files at contexts of some 4096
-tokens.
-"""
+"""Keeps the shape of the length distribution of whole source files, and so the imbalance, at some 4096 tokens."""
 
 
 class ConfigError(InvalidArgumentError):
@@ -35,7 +33,7 @@ class TrainConfig:
     """Options of `distca train`; each field is the command line option of the same name."""
 
     ranks: int = field(default=2, metadata=_about("number of ranks (processes); under torchrun its world size"))
-    steps: int = field(default=40, metadata=_about("training steps"))
+    steps: int = field(default=100, metadata=_about("training steps"))
     tokens_per_rank: int = field(default=4096, metadata=_about("tokens each rank holds in a step"))
     data: Path | None = field(
         default=None,

@@ -92,9 +92,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
 def train_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, plan: Plan, stop: StopRequest
 ) -> tuple[float, bool]:
-    """One optimizer step of all ranks: returns the mean loss over all targets of all ranks, and whether any rank
-    shall stop.
-    """
+    """One optimizer step. Returns the mean loss over all ranks' targets, and whether any rank was asked to stop."""
     optimizer.zero_grad()
     loss_sum = sum_of_losses(model, batch, plan)
     # DDP averages gradients over ranks; the loss is the mean over targets, of which ranks hold different numbers.
