@@ -21,7 +21,7 @@ from distca.heads import Heads
 from distca.launch import RankError, launch
 from distca.ops import attention, core_attention
 from distca.plan_ahead import PlanAhead
-from distca.planning import PADDING, ArenaBytes, CostModel, Layout, Plan, PlanStats, Task, plan
+from distca.planning import PADDING, ArenaBytes, CostModel, Layout, Plan, Plans, PlanStats, Task, plan, plans
 
 __all__ = [
     "PADDING",
@@ -41,6 +41,7 @@ __all__ = [
     "PlanFormatError",
     "PlanMismatchError",
     "PlanStats",
+    "Plans",
     "RankError",
     "OperatingSystemError",
     "Task",
@@ -51,4 +52,5 @@ __all__ = [
     "launch",
     "loopback",
     "plan",
+    "plans",
 ]

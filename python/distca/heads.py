@@ -33,7 +33,8 @@ class Heads:
         if self.v_dim is None:
             object.__setattr__(self, "v_dim", self.dim)
         if self.dtype not in _DTYPE_NUMBERS:
-            raise InvalidArgumentError(f"heads: dtype = {self.dtype}; torch.float32, torch.bfloat16 and torch.float16 are supported")
+            allowed = ", ".join(map(str, _DTYPE_NUMBERS))
+            raise InvalidArgumentError(f"heads: dtype = {self.dtype}; {allowed} are supported")
 
     @property
     def value_dim(self) -> int:

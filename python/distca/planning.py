@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,7 +61,7 @@ class Layout:
 
     @classmethod
     def head_tail(cls, lengths: Sequence[int], *, ranks: int) -> Layout:
-        """Context parallel: each document is cut into ``2 * ranks`` chunks, rank r holds chunk r and the r-th from the end.
+        """Context parallel: each document in ``2 * ranks`` chunks, rank r holds chunk r and the r-th from the end.
 
         Args:
             lengths: lengths in tokens; any, no padding is needed.
@@ -204,6 +204,11 @@ class Plan:
         """This rank's slice for the operators: int64, CPU, length a power of two."""
         return torch.frombuffer(self._core.slice(self.rank), dtype=torch.int64)
 
+    def same_window(self, window: int | None) -> bool:
+        """Whether this causal plan is right for a layer of that window: no document shows the difference."""
+        longest = max(self.layout.document_lengths, default=0)
+        return self.mask == "causal" and min(self.window or longest, longest) == min(window or longest, longest)
+
     def for_rank(self, rank: int) -> Plan:
         """The same plan seen from another rank."""
         return Plan(self._core, self.layout, self.heads, rank, self.mask, self.window)
@@ -307,3 +312,67 @@ def plan(
         window=window or 0,
     )
     return Plan(core, layout, heads, rank, mask, window)
+
+
+class Plans(Mapping[int | None, Plan]):
+    """Plans of one layout for a model whose layers differ in their window, by window; None is no window.
+
+    Made by :func:`plans`. ``plans[window]`` is the plan of exactly that window, :meth:`for_window` also takes one that
+    does the same.
+    """
+
+    def __init__(self, by_window: Mapping[int | None, Plan]) -> None:
+        if not by_window:
+            raise InvalidArgumentError("plans: no windows are given; None stands for a layer without one")
+        self._by_window = dict(by_window)
+
+    def __getitem__(self, window: int | None) -> Plan:
+        return self._by_window[window]
+
+    def __iter__(self) -> Iterator[int | None]:
+        return iter(self._by_window)
+
+    def __len__(self) -> int:
+        return len(self._by_window)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that all of them are for."""
+        return self._first.layout
+
+    @property
+    def rank(self) -> int:
+        """The rank that all of them are seen from."""
+        return self._first.rank
+
+    @property
+    def _first(self) -> Plan:
+        return next(iter(self._by_window.values()))
+
+    def for_rank(self, rank: int) -> Plans:
+        """The same plans seen from another rank."""
+        return Plans({window: plan.for_rank(rank) for window, plan in self.items()})
+
+    def for_window(self, window: int | None) -> Plan:
+        """The plan for layers of that window. Windows at least as long as every document are all the same.
+
+        Raises:
+            InvalidArgumentError: where no plan here does that; names the windows there are.
+        """
+        for plan in self.values():
+            if plan.same_window(window):
+                return plan
+        raise InvalidArgumentError(
+            f"plans: no plan for a window of {window}; there are plans for {', '.join(map(str, self))}: make them with "
+            f"distca.plans(layout, heads, windows=[...])"
+        )
+
+
+def plans(layout: Layout, heads: Heads, *, windows: Iterable[int | None], **options: Any) -> Plans:
+    """One plan for each window of a model whose layers differ in it (Gemma, gpt-oss); ``options`` as for :func:`plan`.
+
+    Args:
+        layout, heads: as for :func:`plan`.
+        windows: the layers' windows; None for layers that see all of their document.
+    """
+    return Plans({window: plan(layout, heads, window=window, **options) for window in dict.fromkeys(windows)})

@@ -6,9 +6,9 @@
 
 The model stays as it is: what its `forward` is given reaches every attention layer. Forward keywords:
 
-- `plan`: the `distca.Plan` of this step. Tensors are packed, batch size 1, one row for each row of `plan.layout` on
-  this rank. Documents are separated by the plan, so no [T, T] mask is built and no `attention_mask` is wanted; one of
-  ones is accepted.
+- `plan`: the `distca.Plan` of this step, or the `distca.Plans` where layers differ in their sliding window. Tensors are
+  packed, batch size 1, one row for each row of the layout on this rank. Documents are separated by the plan, so no
+  [T, T] mask is built and no `attention_mask` is wanted; one of ones is accepted.
 - `position_ids` [1, T]: must be those of the plan's layout, `plan.layout.position_ids(plan.rank)`. Left out,
   transformers counts the rows of the tensor, which is right for one unsplit document only; in both cases they are
   checked where the model hands them to its attention layers (Llama and its relatives do).
@@ -32,7 +32,7 @@ from transformers.masking_utils import sdpa_mask
 from distca.context import Context, get_context
 from distca.errors import InvalidArgumentError
 from distca.ops import core_attention
-from distca.planning import Plan
+from distca.planning import Plan, Plans
 
 NAME = "distca"
 
@@ -103,7 +103,7 @@ def distca_attention(
     value: torch.Tensor,
     attention_mask: DeferredMask | torch.Tensor | None,
     *,
-    plan: Plan | None = None,
+    plan: Plan | Plans | None = None,
     distca_context: Context | str = "default",
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -120,8 +120,9 @@ def distca_attention(
         _check_plan_not_needed(module, distca_context)
         mask = attention_mask.build() if isinstance(attention_mask, DeferredMask) else attention_mask
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    plan = _plan_of_layer(plan, kwargs.get("sliding_window"))
     _check_call(module, query, key, plan, dropout, kwargs)
-    _check_mask(attention_mask, plan, kwargs.get("sliding_window"))
+    _check_mask(attention_mask, kwargs.get("sliding_window"))
     _check_position_ids(module, kwargs.get("position_ids"), plan)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     out, _ = core_attention(q, k, v, plan, context=distca_context, scale=scaling)
@@ -146,10 +147,24 @@ def _check_plan_not_needed(module: torch.nn.Module, distca_context: Context | st
         )
 
 
+def _plan_of_layer(plan: Plan | Plans, sliding_window: int | None) -> Plan:
+    """transformers' window W lets row q see key k where q - k < W, as ours does."""
+    if isinstance(plan, Plans):
+        return plan.for_window(sliding_window)
+    _refuse(not isinstance(plan, Plan), f"plan is a {type(plan).__name__}, must be a distca.Plan or distca.Plans")
+    _refuse(plan.mask != "causal", f"the plan's mask is {plan.mask}; a causal one is needed")
+    _refuse(
+        not plan.same_window(sliding_window),
+        f"this layer has a sliding window of {sliding_window}, the plan one of {plan.window}: pass "
+        f"plan=distca.plan(layout, heads, window={sliding_window}), or distca.plans(layout, heads, windows=[...]) "
+        "where layers differ",
+    )
+    return plan
+
+
 def _check_call(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, plan: Plan, dropout: float, kwargs: dict[str, Any]
 ) -> None:
-    _refuse(not isinstance(plan, Plan), f"plan is a {type(plan).__name__}, must be a distca.Plan")
     batch, _, num_rows, _ = query.shape
     _refuse(
         batch != 1,
@@ -176,17 +191,11 @@ def _check_call(
     _refuse(kwargs.get("position_bias") is not None, "a position bias is not supported yet")
 
 
-def _check_mask(mask: DeferredMask | torch.Tensor | None, plan: Plan, sliding_window: int | None) -> None:
-    longest = max(plan.layout.document_lengths, default=0)
-    _refuse(
-        sliding_window is not None and sliding_window < longest,
-        f"a sliding window of {sliding_window} is not supported yet for longer documents (here {longest} rows): "
-        "set sliding_window=None in the model's config or use shorter documents",
-    )
+def _check_mask(mask: DeferredMask | torch.Tensor | None, sliding_window: int | None) -> None:
     if isinstance(mask, DeferredMask):
         _refuse(
             sliding_window is None and mask.local_size is not None,
-            f"attention in chunks or windows of {mask.local_size} is not supported yet",
+            f"attention in chunks of {mask.local_size} is not supported yet",
         )
         objection = mask.objection()
         _refuse(objection is not None, str(objection))
