@@ -41,8 +41,9 @@ struct KeyGroup {
   /// Document rows that are present.
   int64_t kv_begin = 0;
   int64_t kv_end = 0;
-  /// Entry b says where document row (first_block + b) * kKeyBlockRows and those after it lie: entry = 2 * row + source,
-  /// source 0 being the local tensor, 1 the arena. The row may be negative where kv_begin lies inside the first block.
+  /// Entry b says where document row (first_block + b) * kKeyBlockRows and those after it lie: entry = 2 * row +
+  /// source, source 0 being the local tensor, 1 the arena. The row may be negative where kv_begin lies inside the first
+  /// block.
   int64_t first_block = 0;
   std::span<const int64_t> blocks;
   RowView k[2];

@@ -108,8 +108,8 @@ void store_key_gradients(const KernelCall& call, const KeyGroup& group, const Wo
     const int64_t row = begin - block_start(begin);
     call.micro->store_rows(run->dtype, rows, heads.dim, call.problem->scale, dk + row * call.columns, call.columns,
                            run->dk.at(begin - run->begin, item.kv_head), run->dk.row_stride);
-    call.micro->store_rows(run->dtype, rows, heads.v_dim, 1.f, dv + row * call.v_columns,
-                           call.v_columns, run->dv.at(begin - run->begin, item.kv_head), run->dv.row_stride);
+    call.micro->store_rows(run->dtype, rows, heads.v_dim, 1.f, dv + row * call.v_columns, call.v_columns,
+                           run->dv.at(begin - run->begin, item.kv_head), run->dv.row_stride);
   }
 }
 

@@ -78,8 +78,8 @@ extern const Pass kQueryGradientPass;  // dq; items are query rows
 /// The first row of the key block that `row` is in.
 inline int64_t block_start(int64_t row) { return row / kKeyBlockRows * kKeyBlockRows; }
 
-/// The keys or values of document rows [begin, end), all of one key block, to fp32: row r to row r - block_start of dst.
-/// Rows before `begin`, and after `end` up to the next multiple of kPackedColumns, become zero; they are not read.
+/// The keys or values of document rows [begin, end), all of one key block, to fp32: row r to row r - block_start of
+/// dst. Rows before `begin`, and after `end` up to the next multiple of kPackedColumns, become zero; they are not read.
 inline void load_key_block(const KernelCall& call, const KeyGroup& group, const RowView (&views)[2], int64_t kv_head,
                            int64_t begin, int64_t end, int64_t dim, float* dst, int64_t dst_stride) {
   const int64_t entry = group.blocks[static_cast<size_t>(begin / kKeyBlockRows - group.first_block)];
@@ -135,9 +135,8 @@ inline void multiply_scores(const KernelCall& call, int64_t rows, int64_t num_ke
 inline void multiply_visible(const KernelCall& call, int64_t rows, VisibleKeys visible, const float* weights,
                              const float* b, int64_t columns, float* c) {
   const auto multiply = [&](int64_t row, int64_t num_rows, int64_t key, int64_t num_keys) {
-    call.micro->multiply_add(num_rows, columns, num_keys,
-                             {weights + row * kScoreColumns + key, kScoreColumns, 1}, b + key * columns, columns,
-                             c + row * columns, columns);
+    call.micro->multiply_add(num_rows, columns, num_keys, {weights + row * kScoreColumns + key, kScoreColumns, 1},
+                             b + key * columns, columns, c + row * columns, columns);
   };
   // Rows [whole_begin, whole_end) see all keys of the block.
   const int64_t whole_begin = std::clamp<int64_t>(visible.limit - visible.upto, 0, rows);

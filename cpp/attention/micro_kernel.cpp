@@ -241,8 +241,7 @@ DISTCA_INLINE int64_t load_half_row(int64_t dim, const uint16_t* row, float* dst
 template <Halves (*kNarrow)(Floats)>
 DISTCA_INLINE void store_half_row(int64_t dim, float factor, const float* src, uint16_t* row) {
   int64_t j = 0;
-  for (; j + kWidth <= dim; j += kWidth)
-    *reinterpret_cast<HalvesInMemory*>(row + j) = kNarrow(load(src + j) * factor);
+  for (; j + kWidth <= dim; j += kWidth) *reinterpret_cast<HalvesInMemory*>(row + j) = kNarrow(load(src + j) * factor);
   for (; j < dim; ++j) row[j] = kNarrow(Floats{src[j] * factor})[0];
 }
 
@@ -272,8 +271,10 @@ void store_rows(DType dtype, int64_t rows, int64_t dim, float factor, const floa
       for (; j < dim; ++j) row[j] = src[j] * factor;
     } else {
       uint16_t* row = reinterpret_cast<uint16_t*>(dst);
-      if (dtype == DType::kBFloat16) store_half_row<narrow>(dim, factor, src, row);
-      else store_half_row<narrow_fp16>(dim, factor, src, row);
+      if (dtype == DType::kBFloat16)
+        store_half_row<narrow>(dim, factor, src, row);
+      else
+        store_half_row<narrow_fp16>(dim, factor, src, row);
     }
   }
 }

@@ -29,7 +29,8 @@ struct HeadShape {
 enum class MaskKind : int64_t { kCausal = 0, kFull = 1 };
 inline constexpr int64_t kNumMaskKinds = 2;
 
-/// Which keys row i of a document of `length` rows may see: causal [0, i], with a window W (i - W, i], full [0, length).
+/// Which keys row i of a document of `length` rows may see: causal [0, i], with a window W (i - W, i], full [0,
+/// length).
 struct Mask {
   MaskKind kind = MaskKind::kCausal;
   int64_t window = 0;  // 0: none; causal only

@@ -102,9 +102,8 @@ class Assembler {
   /// Whether rows [begin, end) of a document lie in one segment of the rank.
   bool holds(int64_t rank, int64_t document, int64_t begin, int64_t end) const {
     const auto placements = layout_.placements(document);
-    return std::any_of(placements.begin(), placements.end(), [&](const Placement& p) {
-      return p.rank == rank && p.begin <= begin && p.end >= end;
-    });
+    return std::any_of(placements.begin(), placements.end(),
+                       [&](const Placement& p) { return p.rank == rank && p.begin <= begin && p.end >= end; });
   }
 
   void add_group(RankTables& t, int64_t server, std::span<const Task> tasks, int64_t kv_begin, int64_t kv_end,

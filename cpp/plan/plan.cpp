@@ -26,6 +26,13 @@ void check_options(const Layout& layout, const PlanOptions& o) {
   require(o.schedule.tolerance_ppm >= 0 && o.schedule.tolerance_ppm <= 1'000'000,
           "plan: tolerance = ", static_cast<double>(o.schedule.tolerance_ppm) * 1e-6, "; 0 to 1 is allowed");
   require(o.schedule.min_rows >= 1, "plan: min_rows = ", o.schedule.min_rows, "; at least 1 is allowed");
+  const std::vector<int64_t>& servers = o.schedule.servers;
+  for (size_t i = 0; i < servers.size(); ++i) {
+    require(servers[i] >= 0 && servers[i] < layout.num_ranks() && (i == 0 || servers[i - 1] < servers[i]),
+            "plan: servers[", i, "] = ", servers[i], "; ascending ranks below ", layout.num_ranks(), " are allowed");
+  }
+  require(o.schedule.balance || servers.empty(), "plan: servers are given, but without balance every row is computed ",
+          "at home");
   require(o.capacity > 0, "plan: capacity = ", o.capacity, " bytes; it must be positive");
   __int128 total = 0;
   for (int64_t length : layout.document_lengths()) {
@@ -40,8 +47,9 @@ void check_options(const Layout& layout, const PlanOptions& o) {
 uint64_t plan_digest(const Layout& layout, const PlanOptions& o, const std::vector<Task>& tasks) {
   Digest d;
   const HeadShape& h = o.schedule.heads;
-  for (int64_t w : {kFormatVersion, static_cast<int64_t>(o.schedule.mask.kind), o.schedule.mask.window, h.q_heads, h.kv_heads, h.dim, h.v_dim, static_cast<int64_t>(h.dtype),
-                    o.key_block_rows, static_cast<int64_t>(o.schedule.cost.digest()), layout.num_ranks()})
+  for (int64_t w : {kFormatVersion, static_cast<int64_t>(o.schedule.mask.kind), o.schedule.mask.window, h.q_heads,
+                    h.kv_heads, h.dim, h.v_dim, static_cast<int64_t>(h.dtype), o.key_block_rows,
+                    static_cast<int64_t>(o.schedule.cost.digest()), layout.num_ranks()})
     d.add(w);
   for (const auto& rank : layout.ranks()) {
     d.add(static_cast<int64_t>(rank.size()));
@@ -49,8 +57,8 @@ uint64_t plan_digest(const Layout& layout, const PlanOptions& o, const std::vect
       for (int64_t w : {s.document, s.begin, s.end}) d.add(w);
   }
   for (const Task& t : tasks)
-    for (int64_t w : {t.document, t.q_begin, t.q_end, t.kv_begin, t.kv_end, t.kv_head_begin, t.kv_head_end,
-                      t.home, t.home_row, t.server})
+    for (int64_t w : {t.document, t.q_begin, t.q_end, t.kv_begin, t.kv_end, t.kv_head_begin, t.kv_head_end, t.home,
+                      t.home_row, t.server})
       d.add(w);
   return d.value();
 }
@@ -75,7 +83,8 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options)
     stats_.load_before[static_cast<size_t>(p.rank)] += cost_of(p.document, p.begin, p.end) * heads;
   for (const Task& t : tasks_)
     stats_.load[static_cast<size_t>(t.server)] += cost_of(t.document, t.q_begin, t.q_end) * heads;
-  stats_.lower_bound = load_lower_bound(*layout_, options_.schedule.mask, options_.schedule.cost) * heads;
+  stats_.lower_bound =
+      load_lower_bound(*layout_, options_.schedule.mask, options_.schedule.cost, num_servers()) * heads;
 
   assemble(*layout_, options_, tasks_, tables_, stats_);
   digest_ = plan_digest(*layout_, options_, tasks_);
@@ -94,6 +103,11 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options)
                          "heap_bytes >= ", 2 * slot_bytes_, " (two slots), or fewer tokens");
   stats_.plan_ns =
       std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
+}
+
+int64_t Plan::num_servers() const {
+  const auto& servers = options_.schedule.servers;
+  return servers.empty() ? layout_->num_ranks() : static_cast<int64_t>(servers.size());
 }
 
 std::vector<int64_t> Plan::slice(int64_t rank) const {

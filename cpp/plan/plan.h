@@ -57,6 +57,7 @@ class DISTCA_EXPORT Plan {
   const PlanOptions& options() const { return options_; }
   const std::vector<Task>& tasks() const { return tasks_; }
   const PlanStats& stats() const { return stats_; }
+  int64_t num_servers() const;
   const RankTables& tables(int64_t rank) const { return tables_[static_cast<size_t>(rank)]; }
   uint64_t digest() const { return digest_; }
 

@@ -33,9 +33,11 @@ class Greedy {
   Greedy(const Layout& layout, const ScheduleOptions& options)
       : layout_(layout),
         options_(options),
-        num_servers_(layout.num_ranks()),
-        load_(static_cast<size_t>(num_servers_)),
-        tasks_of_(static_cast<size_t>(num_servers_)) {
+        is_server_(static_cast<size_t>(layout.num_ranks()), options.servers.empty()),
+        load_(is_server_.size()),
+        tasks_of_(is_server_.size()) {
+    for (int64_t server : options.servers) is_server_[static_cast<size_t>(server)] = true;
+    num_servers_ = std::count(is_server_.begin(), is_server_.end(), true);
     const HeadShape& h = options.heads;
     // What a moved query row and a fetched key row cost over forward and backward together (see tables.h).
     const int64_t e = h.element_bytes();
@@ -52,12 +54,20 @@ class Greedy {
   void run() {
     const size_t most_moves = 64 * load_.size() + 4 * tasks_.size();
     for (size_t i = 0; i < most_moves; ++i) {
-      const auto heaviest = std::max_element(load_.begin(), load_.end()) - load_.begin();
-      if (within_tolerance(load_[static_cast<size_t>(heaviest)])) return;
-      std::optional<Move> move = best_move(static_cast<size_t>(heaviest), options_.min_rows);
-      if (!move) move = best_move(static_cast<size_t>(heaviest), 1);
-      if (!move) return;
+      const size_t from = heaviest();
+      if (is_server_[from] ? within_tolerance(load_[from]) : tasks_of_[from].empty()) return;
+      std::optional<Move> move = best_move(from, options_.min_rows);
+      if (!move) move = best_move(from, 1);
+      if (!move) break;
       apply(*move);
+    }
+    // What could not be placed within the mean goes to whoever has least.
+    for (size_t r = 0; r < load_.size(); ++r) {
+      while (!is_server_[r] && !tasks_of_[r].empty()) {
+        const size_t i = tasks_of_[r].back();
+        const Task& t = tasks_[i];
+        apply({i, t.q_begin, t.q_end, static_cast<int64_t>(lightest_server()), cost(t, t.q_begin, t.q_end), 0});
+      }
     }
   }
 
@@ -95,6 +105,22 @@ class Greedy {
     t.kv_begin = options_.mask.first_key(t.q_begin);
     t.kv_end = options_.mask.end_key(t.q_end - 1, length_of(t));
     return t;
+  }
+
+  /// A rank that does not serve but still has tasks comes before any server.
+  size_t heaviest() const {
+    size_t found = 0;
+    for (size_t r = 1; r < load_.size(); ++r) {
+      const bool homeless = !is_server_[r] && load_[r] > 0, found_homeless = !is_server_[found] && load_[found] > 0;
+      if (homeless != found_homeless ? homeless : load_[r] > load_[found]) found = r;
+    }
+    return found;
+  }
+  size_t lightest_server() const {
+    size_t found = load_.size();
+    for (size_t r = 0; r < load_.size(); ++r)
+      if (is_server_[r] && (found == load_.size() || load_[r] < load_[found])) found = r;
+    return found;
   }
 
   bool within_tolerance(int64_t load) const {
@@ -159,20 +185,21 @@ class Greedy {
 
   std::optional<Move> best_move(size_t from, int64_t min_rows) {
     std::optional<Move> best;
-    const int64_t surplus = load_[from] - mean_;
+    const int64_t surplus = is_server_[from] ? load_[from] - mean_ : load_[from];
     const auto offer = [&](size_t i, int64_t begin, int64_t end, size_t to) {
       const Task& t = tasks_[i];
       const bool whole = begin == t.q_begin && end == t.q_end;
       const int64_t rest = t.num_rows() - (end - begin);
       if (end <= begin || (!whole && (end - begin < min_rows || rest < min_rows))) return;
       const int64_t moved = cost(t, begin, end);
-      if (moved == 0 || load_[to] + moved >= load_[from]) return;  // the pair's larger load must fall
+      // Between servers the larger load must fall.
+      if (moved == 0 || (is_server_[from] && load_[to] + moved >= load_[from])) return;
       const Move move{
           i, begin, end, static_cast<int64_t>(to), moved, move_bytes(t, begin, end, static_cast<int64_t>(to))};
       if (!best || move.better_than(*best)) best = move;
     };
     for (size_t to = 0; to < load_.size(); ++to) {
-      if (load_[to] >= mean_) continue;
+      if (!is_server_[to] || load_[to] >= mean_) continue;
       const int64_t budget = std::min(surplus, mean_ - load_[to]);
       for (size_t i : tasks_of_[from]) {
         const Task& t = tasks_[i];
@@ -213,7 +240,8 @@ class Greedy {
 
   const Layout& layout_;
   const ScheduleOptions& options_;
-  int64_t num_servers_;
+  std::vector<bool> is_server_;
+  int64_t num_servers_ = 0;
   std::vector<int64_t> load_;
   std::vector<std::vector<size_t>> tasks_of_;
   std::vector<Task> tasks_;
@@ -230,14 +258,13 @@ std::vector<Task> schedule(const Layout& layout, const ScheduleOptions& options)
   return greedy.take();
 }
 
-int64_t load_lower_bound(const Layout& layout, const Mask& mask, const CostModel& cost) {
+int64_t load_lower_bound(const Layout& layout, const Mask& mask, const CostModel& cost, int64_t num_servers) {
   int64_t total = 0, costliest_row = 0;
   for (int64_t length : layout.document_lengths()) {
     total += cost.cost(mask, length, 0, length);
     costliest_row = std::max(costliest_row, cost.cost(mask, length, length - 1, length));
   }
-  const int64_t n = layout.num_ranks();
-  return std::max(costliest_row, (total + n - 1) / n);
+  return std::max(costliest_row, (total + num_servers - 1) / num_servers);
 }
 
 }  // namespace distca::plan

@@ -162,8 +162,8 @@ class Validator {
       check(index >= g.task_begin && index < g.task_end, "task ", index, " is not in its group");
       const int64_t rows = t.q_end - t.q_begin;
       check(t.q_begin >= 0 && rows >= 1 && t.q_end <= g.kv_end && t.kv_begin >= g.kv_begin &&
-                t.kv_begin == mask.first_key(t.q_begin) && t.kv_end == mask.end_key(t.q_end - 1, g.kv_end), "task ",
-            index, ": rows [", t.q_begin, ", ", t.q_end, ") see keys [", t.kv_begin, ", ", t.kv_end, ")");
+                t.kv_begin == mask.first_key(t.q_begin) && t.kv_end == mask.end_key(t.q_end - 1, g.kv_end),
+            "task ", index, ": rows [", t.q_begin, ", ", t.q_end, ") see keys [", t.kv_begin, ", ", t.kv_end, ")");
       check(index == g.task_begin || view_.tasks()[static_cast<size_t>(index) - 1].q_end <= t.q_begin, "task ", index,
             " overlaps the one before");
       check(t.kv_head_begin == 0 && t.kv_head_end == h().kv_heads, "task ", index, ": key/value heads [",

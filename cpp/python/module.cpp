@@ -84,7 +84,8 @@ void bind_layout(py::module_& m) {
 std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int64_t q_heads, int64_t kv_heads,
                                       int64_t dim, int64_t v_dim, int64_t dtype, int64_t per_pair, int64_t per_row,
                                       int64_t tolerance_ppm, int64_t min_rows, bool balance, int64_t capacity,
-                                      int64_t context_epoch, int64_t mask_kind, int64_t window) {
+                                      int64_t context_epoch, int64_t mask_kind, int64_t window,
+                                      std::vector<int64_t> servers) {
   require(dtype >= 0 && dtype < kNumDTypes, "plan: dtype number ", dtype, "; 0 to ", kNumDTypes - 1, " are allowed");
   require(mask_kind >= 0 && mask_kind < kNumMaskKinds, "plan: mask number ", mask_kind, "; 0 to ", kNumMaskKinds - 1,
           " are allowed");
@@ -92,6 +93,7 @@ std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int6
   options.schedule.heads = {q_heads, kv_heads, dim, v_dim, static_cast<DType>(dtype)};
   options.schedule.cost = {per_pair, per_row};
   options.schedule.mask = {static_cast<MaskKind>(mask_kind), window};
+  options.schedule.servers = std::move(servers);
   options.schedule.tolerance_ppm = tolerance_ppm;
   options.schedule.min_rows = min_rows;
   options.schedule.balance = balance;
@@ -108,6 +110,7 @@ py::dict stats_of(const plan::Plan& p) {
   d["load_before"] = s.load_before;
   d["load"] = s.load;
   d["lower_bound"] = s.lower_bound;
+  d["num_servers"] = p.num_servers();
   py::dict bytes;
   const char* messages[] = {"forward_in", "forward_out", "backward_in", "backward_out"};
   for (size_t i = 0; i < 4; ++i) bytes[messages[i]] = s.bytes[i];
@@ -130,7 +133,7 @@ void bind_plan(py::module_& m) {
       .def(py::init(&make_plan), py::kw_only(), py::arg("layout"), py::arg("q_heads"), py::arg("kv_heads"),
            py::arg("dim"), py::arg("v_dim"), py::arg("dtype"), py::arg("per_pair"), py::arg("per_row"),
            py::arg("tolerance_ppm"), py::arg("min_rows"), py::arg("balance"), py::arg("capacity"),
-           py::arg("context_epoch"), py::arg("mask_kind"), py::arg("window"))
+           py::arg("context_epoch"), py::arg("mask_kind"), py::arg("window"), py::arg("servers"))
       .def_property_readonly("digest", &plan::Plan::digest)
       .def("stats", &stats_of)
       .def("tasks",

@@ -40,7 +40,8 @@ void cast_rows(const RowView& to, DType dtype, const RowView& from, const RowExt
     for (int64_t h = 0; h < n.num_heads; ++h) {
       auto* out = reinterpret_cast<uint16_t*>(to.at(i, h));
       const float* in = float_at(from, i, h);
-      for (int64_t d = 0; d < dim; ++d) out[d] = dtype == DType::kBFloat16 ? float_to_bf16(in[d]) : float_to_fp16(in[d]);
+      for (int64_t d = 0; d < dim; ++d)
+        out[d] = dtype == DType::kBFloat16 ? float_to_bf16(in[d]) : float_to_fp16(in[d]);
     }
   }
 }
@@ -62,7 +63,7 @@ void Dispatcher::forward(const plan::SliceView& slice, const ForwardTensors& t, 
   set(TensorKind::kV, t.v);
   set(TensorKind::kOut, t.out);
   set(TensorKind::kLse, t.lse);
-  open(slice, Phase::kForward);
+  open(slice, Phase::kForward, scale);
   dispatch(slice);
   attend(slice, scale, /*local=*/true, parallel);
   for (const plan::WaitRow& w : slice.waits(phase_))
@@ -90,7 +91,7 @@ void Dispatcher::backward(const plan::SliceView& slice, const BackwardTensors& t
   set(TensorKind::kDq, t.dq);
   set(TensorKind::kDk, t.dk);
   set(TensorKind::kDv, t.dv);
-  open(slice, Phase::kBackward);
+  open(slice, Phase::kBackward, scale);
   dispatch(slice);
   attend(slice, scale, /*local=*/true, parallel);
   for (const plan::WaitRow& w : slice.waits(phase_))
@@ -102,10 +103,10 @@ void Dispatcher::backward(const plan::SliceView& slice, const BackwardTensors& t
   protocol_.end();
 }
 
-void Dispatcher::open(const plan::SliceView& slice, Phase phase) {
+void Dispatcher::open(const plan::SliceView& slice, Phase phase, float scale) {
   phase_ = phase;
   heads_ = slice.heads();
-  protocol_.begin(phase, static_cast<uint64_t>(slice.header().plan_digest));
+  protocol_.begin(phase, static_cast<uint64_t>(slice.header().plan_digest), scale);
   arena_ = protocol_.arena();
   if (fill_with_nan_) fill_nan(slice);
   protocol_.grant(slice.waits(phase));

@@ -37,7 +37,7 @@ class Dispatcher {
   /// Where a tensor of this rank lies, by TensorKind; null where the step does not have it.
   using LocalTensors = std::array<RowView, static_cast<size_t>(plan::TensorKind::kCount)>;
 
-  void open(const plan::SliceView& slice, plan::Phase phase);
+  void open(const plan::SliceView& slice, plan::Phase phase, float scale);
   void dispatch(const plan::SliceView& slice);
   void attend(const plan::SliceView& slice, float scale, bool local, const Parallel& parallel);
   void collect(const plan::SliceView& slice);

@@ -1,6 +1,7 @@
 #include "runtime/protocol.h"
 
 #include <array>
+#include <bit>
 #include <cstring>
 #include <iomanip>
 
@@ -38,13 +39,15 @@ void Protocol::check_healthy() const {
                                 "close it and make a new one with distca.init. The fault was: ", poison_);
 }
 
-void Protocol::begin(plan::Phase phase, uint64_t plan_digest) {
+void Protocol::begin(plan::Phase phase, uint64_t plan_digest, float scale) {
   ++step_;
   phase_ = phase;
   digest_ = plan_digest;
+  scale_ = scale;
   // Taken back while it changes, so that nobody reads the digest of one step under the number of another.
   transport_->publish(signals_.step(step_), 0);
   transport_->publish(signals_.digest(step_), plan_digest);
+  transport_->publish(signals_.scale(step_), std::bit_cast<uint32_t>(scale));
   transport_->publish(signals_.step(step_), published_step());
   transport_->publish(signals_.latest_step(), step_);
   check_faults();
@@ -135,8 +138,14 @@ bool Protocol::compare_with(int64_t peer) {
   if (theirs >> 1 < step_) return false;
   if (theirs >> 1 == step_) {
     const uint64_t digest = transport_->peek(p, signals_.digest(step_));
+    const float scale = std::bit_cast<float>(static_cast<uint32_t>(transport_->peek(p, signals_.scale(step_))));
     if (transport_->peek(p, signals_.step(step_)) == theirs) {
-      if (theirs == published_step() && digest == digest_) return true;
+      if (theirs == published_step() && digest == digest_) {
+        if (scale == scale_) return true;
+        fault_details_ = {static_cast<uint64_t>(peer), theirs & 1, digest, digest_};
+        throw PlanMismatchError(
+            message(where(), ": rank ", peer, " came to this step with scale ", scale, ", this rank with ", scale_));
+      }
       fault_details_ = {static_cast<uint64_t>(peer), theirs & 1, digest, digest_};
       throw PlanMismatchError(message(where(), ": rank ", peer, " came to this step with another plan: it runs ",
                                       phase_name(theirs & 1), " of plan ", hex(digest), ", this rank ",
@@ -176,8 +185,8 @@ void Protocol::check_faults() {
     switch (code) {
       case FaultCode::kMismatch:
         throw PlanMismatchError(message(where(), ": rank ", p, " found that rank ", d[0],
-                                        " came to the same step with another plan: plan ", hex(d[2]), " on rank ", d[0],
-                                        ", plan ", hex(d[3]), " on rank ", p));
+                                        " came to the same step with another plan or scale: plan ", hex(d[2]),
+                                        " on rank ", d[0], ", plan ", hex(d[3]), " on rank ", p));
       case FaultCode::kDied:
         throw PeerDiedError(message(where(), ": rank ", d[0], " died, as rank ", p, " reports"));
       case FaultCode::kTimeout:

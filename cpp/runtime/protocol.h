@@ -40,7 +40,7 @@ class Protocol {
   void check_healthy() const;
 
   /// Opens the next step: publishes it and compares with the neighbours.
-  void begin(plan::Phase phase, uint64_t plan_digest);
+  void begin(plan::Phase phase, uint64_t plan_digest, float scale);
   /// Grants every sender of the step credit for round 0; this rank's slot may be written from here on.
   void grant(std::span<const plan::WaitRow> waits);
   /// Grants credit for `round` to the peers that send rows home in it.
@@ -87,6 +87,7 @@ class Protocol {
   uint64_t step_ = 0;
   plan::Phase phase_ = plan::Phase::kForward;
   uint64_t digest_ = 0;
+  float scale_ = 1.f;
   Wait waiting_;
   std::function<void()> watch_;  // made once: waiting allocates nothing
   std::string poison_;           // why the context is abandoned; empty while healthy

@@ -37,6 +37,7 @@ class Plan:
         context_epoch: int,
         mask_kind: int,
         window: int,
+        servers: Sequence[int],
     ) -> None: ...
     @property
     def digest(self) -> int: ...

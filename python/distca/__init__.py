@@ -19,7 +19,7 @@ from distca.errors import (
 )
 from distca.heads import Heads
 from distca.launch import RankError, launch
-from distca.ops import attention, core_attention
+from distca.ops import attention, core_attention, serve
 from distca.plan_ahead import PlanAhead
 from distca.planning import PADDING, ArenaBytes, CostModel, Layout, Plan, Plans, PlanStats, Task, plan, plans
 
@@ -53,4 +53,5 @@ __all__ = [
     "loopback",
     "plan",
     "plans",
+    "serve",
 ]

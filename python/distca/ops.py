@@ -62,6 +62,38 @@ def core_attention(
         )
 
 
+def serve(plan: Plan, phase: str, *, context: str | Context = "default", scale: float | None = None) -> None:
+    """Takes part in one step on a rank that has no rows of its own: a dedicated server, an idle pipeline stage.
+
+    A collective step, like the call of :func:`core_attention` (or its backward) that the other ranks make. Needs no
+    tensors and no autograd graph.
+
+    Args:
+        plan: the plan of the step; ``plan.num_rows`` is 0 here.
+        phase: ``"forward"`` or ``"backward"``.
+        context: the context or its name.
+        scale: factor on the logits, the same as on the other ranks.
+
+    Raises:
+        InvalidArgumentError: for another phase, or where this rank has rows. Else as :func:`core_attention`.
+    """
+    if phase not in ("forward", "backward"):
+        raise InvalidArgumentError(f"serve: phase = {phase!r}; 'forward' and 'backward' are allowed")
+    if plan.num_rows:
+        raise InvalidArgumentError(
+            f"serve: rank {plan.rank} has {plan.num_rows} rows in this plan; call core_attention"
+        )
+    heads, name = plan.heads, context if isinstance(context, str) else context.name
+    q, out = (torch.empty(0, heads.q, dim, dtype=heads.dtype) for dim in (heads.dim, heads.value_dim))
+    k, v = (torch.empty(0, heads.kv, dim, dtype=heads.dtype) for dim in (heads.dim, heads.value_dim))
+    with typed_errors():
+        if phase == "forward":
+            torch.ops.distca.core_attention(q, k, v, plan.tensor, context=name, scale=scale)
+        else:
+            lse = torch.empty(0, heads.q)
+            torch.ops.distca.core_attention_backward(out, q, k, v, out, lse, plan.tensor, context=name, scale=scale)
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

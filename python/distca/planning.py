@@ -148,6 +148,7 @@ class PlanStats:
         load_before: load of each rank with every row computed at home.
         load: load of each rank as planned.
         lower_bound: no plan of whole rows has a smaller largest load.
+        num_servers: ranks that compute tasks.
         bytes: bytes between ranks for each message: forward_in, forward_out, backward_in, backward_out.
         arena_bytes: for each phase, forward and backward, the arena of every rank.
         plan_ms: time that planning took, in milliseconds.
@@ -156,6 +157,7 @@ class PlanStats:
     load_before: list[int]
     load: list[int]
     lower_bound: int
+    num_servers: int
     bytes: dict[str, int]
     arena_bytes: dict[str, list[ArenaBytes]]
     plan_ms: float
@@ -163,12 +165,12 @@ class PlanStats:
     @property
     def imbalance_before(self) -> float:
         """Largest load over mean load with every row computed at home; 1 where there is no load."""
-        return _imbalance(self.load_before)
+        return _imbalance(self.load_before, len(self.load_before))
 
     @property
     def imbalance_after(self) -> float:
-        """Largest load over mean load as planned; 1 where there is no load."""
-        return _imbalance(self.load)
+        """Largest load over mean load of the servers as planned; 1 where there is no load."""
+        return _imbalance(self.load, self.num_servers)
 
     @property
     def gap(self) -> float:
@@ -181,9 +183,9 @@ class PlanStats:
         return max(arena.total for arenas in self.arena_bytes.values() for arena in arenas)
 
 
-def _imbalance(loads: list[int]) -> float:
+def _imbalance(loads: list[int], servers: int) -> float:
     total = sum(loads)
-    return max(loads) * len(loads) / total if total else 1.0
+    return max(loads) * servers / total if total else 1.0
 
 
 class Plan:
@@ -252,6 +254,7 @@ def plan(
     rank: int | None = None,
     mask: str = "causal",
     window: int | None = None,
+    servers: Sequence[int] | None = None,
     tolerance: float = 0.05,
     balance: bool = True,
     min_rows: int = 64,
@@ -268,6 +271,7 @@ def plan(
         rank: the rank whose slice ``Plan.tensor`` is; by default the default context's, or 0 where there is none.
         mask: ``"causal"`` or ``"full"`` (every row of a document sees all of it).
         window: with the causal mask, how many keys a row sees: its own and the ``window - 1`` before it.
+        servers: the ranks that compute tasks; by default all (in-place servers).
         tolerance: how far the *largest* load may be above the mean, 0 to 1.
         balance: False computes every row at home; remote keys of split documents are still fetched.
         min_rows: no smaller piece of a document is cut off as long as the tolerance can be met without.
@@ -287,6 +291,8 @@ def plan(
         raise InvalidArgumentError(f"plan: rank = {rank}; 0 to {layout.num_ranks - 1} are allowed")
     if mask not in _MASK_NUMBERS:
         raise InvalidArgumentError(f"plan: mask = {mask!r}; {', '.join(map(repr, _MASK_NUMBERS))} are allowed")
+    if servers is not None and not servers:
+        raise InvalidArgumentError("plan: servers is empty; None stands for all ranks")
     if window is not None and window < 1:
         raise InvalidArgumentError(f"plan: window = {window}; None or a positive number of keys is allowed")
     if not 0.0 <= tolerance <= 1.0:
@@ -310,6 +316,7 @@ def plan(
         context_epoch=0,
         mask_kind=_MASK_NUMBERS[mask],
         window=window or 0,
+        servers=[] if servers is None else sorted(set(servers)),
     )
     return Plan(core, layout, heads, rank, mask, window)
 
