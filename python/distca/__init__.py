@@ -5,6 +5,7 @@ is untouched (Zhuang et al., "Efficient Long-context Language Model Training by 
 arXiv 2510.18121).
 """
 
+from distca.checkpoint import save_core_attention
 from distca.context import Context, get_context, init, loopback
 from distca.errors import (
     CapacityError,
@@ -53,5 +54,6 @@ __all__ = [
     "loopback",
     "plan",
     "plans",
+    "save_core_attention",
     "serve",
 ]

@@ -6,6 +6,7 @@ from importlib.resources import files
 from typing import Any
 
 import torch
+from torch._higher_order_ops.effects import _EffectType as EffectType
 
 from distca.context import Context
 from distca.errors import InvalidArgumentError, typed_errors
@@ -42,6 +43,8 @@ def core_attention(
         out ``[T, H, Dv]`` in q's dtype, and lse ``[T, H]`` float32, the natural log-sum-exp of each row's scaled logits
         (not differentiable). Padding rows have out 0 and lse -inf.
 
+    Under autocast, q, k and v are cast to its dtype, which must then be the plan's.
+
     Raises:
         InvalidArgumentError, PlanFormatError, CapacityError: before anything moves.
         PlanMismatchError, PeerDiedError, PeerTimeoutError: the context is poisoned, later calls raise
@@ -50,6 +53,8 @@ def core_attention(
     for name, value in (("plan", plan), ("plan_backward", plan_backward)):
         if not isinstance(value, Plan) and not (name == "plan_backward" and value is None):
             raise InvalidArgumentError(f"core_attention: {name} is a {type(value).__name__}; a distca.Plan is expected")
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
     with typed_errors():
         return torch.ops.distca.core_attention(
             q,
@@ -157,13 +162,16 @@ def _backward(operator: Any) -> Any:
     return backward
 
 
-def _register(name: str) -> None:
+def _register(name: str, *, collective: bool) -> None:
     forward, backward = f"distca::{name}", f"distca::{name}_backward"
     torch.library.register_fake(forward)(_fake_forward)
     torch.library.register_fake(backward)(_fake_backward)
     operator = getattr(torch.ops.distca, f"{name}_backward")
     torch.library.register_autograd(forward, _backward(operator), setup_context=_save_for_backward)
+    if collective:  # compiled graphs then keep all its calls, and their order
+        for operator_name in (forward, backward):
+            torch.library._register_effectful_op(operator_name, EffectType.ORDERED)
 
 
-_register("core_attention")
-_register("attention")
+_register("core_attention", collective=True)
+_register("attention", collective=False)

@@ -189,7 +189,14 @@ def _imbalance(loads: list[int], servers: int) -> float:
 
 
 class Plan:
-    """One layout's tasks, transfers and arenas, seen from one rank. Made by :func:`plan`; the same on every rank."""
+    """One layout's tasks, transfers and arenas, seen from one rank. Made by :func:`plan`; the same on every rank.
+
+    Attributes:
+        layout, heads, mask, window: what it was made for.
+        rank: the rank it is seen from.
+        num_rows: rows of that rank's token tensor.
+        tensor: that rank's slice for the operators: int64, CPU, length a power of two.
+    """
 
     def __init__(
         self, core: _C.Plan, layout: Layout, heads: Heads, rank: int, mask: str = "causal", window: int | None = None
@@ -200,11 +207,9 @@ class Plan:
         self.rank = rank
         self.mask = mask
         self.window = window
-
-    @functools.cached_property
-    def tensor(self) -> torch.Tensor:
-        """This rank's slice for the operators: int64, CPU, length a power of two."""
-        return torch.frombuffer(self._core.slice(self.rank), dtype=torch.int64)
+        # Plain attributes, not properties: torch.compile reads them without breaking the graph.
+        self.tensor = torch.frombuffer(core.slice(rank), dtype=torch.int64)
+        self.num_rows = layout.num_rows(rank)
 
     def same_window(self, window: int | None) -> bool:
         """Whether this causal plan is right for a layer of that window: no document shows the difference."""
@@ -214,11 +219,6 @@ class Plan:
     def for_rank(self, rank: int) -> Plan:
         """The same plan seen from another rank."""
         return Plan(self._core, self.layout, self.heads, rank, self.mask, self.window)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of this rank's token tensor."""
-        return self.layout.num_rows(self.rank)
 
     @property
     def digest(self) -> str:
