@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import transformers
 
 import distca
-import distca.integrations.hf  # noqa: F401
+import distca.integrations.hf
 
 VOCABULARY = 61
 LENGTHS = [90, 1, 33, 7]
