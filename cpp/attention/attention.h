@@ -89,6 +89,9 @@ class DISTCA_EXPORT CpuAttention {
   CpuAttention(CpuAttention&&) noexcept;
   CpuAttention& operator=(CpuAttention&&) noexcept;
 
+  /// The instruction set in use.
+  const char* isa() const;
+
   /// Writes out and lse of every task.
   void forward(const Problem& problem, const Parallel& parallel);
   /// Writes the key gradients of every group, then dq of every task. A key row that no task sees gets zeros.

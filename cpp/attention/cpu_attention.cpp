@@ -144,6 +144,9 @@ CpuAttention::CpuAttention(std::string_view isa) : state_(std::make_unique<State
   state_->micro = &select_micro_kernel(isa);
 }
 CpuAttention::~CpuAttention() = default;
+
+const char* CpuAttention::isa() const { return state_->micro->isa; }
+
 CpuAttention::CpuAttention(CpuAttention&&) noexcept = default;
 CpuAttention& CpuAttention::operator=(CpuAttention&&) noexcept = default;
 

@@ -242,6 +242,7 @@ PYBIND11_MODULE(_C, m) {
   distca::bind_layout(m);
   distca::bind_plan(m);
   distca::bind_context(m);
+  m.def("cpu_isa", [] { return std::string(distca::attention::CpuAttention().isa()); });
   m.def(
       "validate_plan",
       [](const py::buffer& words) {

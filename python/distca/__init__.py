@@ -5,6 +5,9 @@ is untouched (Zhuang et al., "Efficient Long-context Language Model Training by 
 arXiv 2510.18121).
 """
 
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
+from importlib.metadata import version as _version
+
 from distca.checkpoint import save_core_attention
 from distca.context import Context, get_context, init, loopback
 from distca.errors import (
@@ -23,6 +26,11 @@ from distca.launch import RankError, launch
 from distca.ops import attention, core_attention, serve
 from distca.plan_ahead import PlanAhead
 from distca.planning import PADDING, ArenaBytes, CostModel, Layout, Plan, Plans, PlanStats, Task, plan, plans
+
+try:
+    __version__ = _version("distca")
+except _PackageNotFoundError:  # imported from a source tree that was never installed
+    __version__ = "unknown"
 
 __all__ = [
     "PADDING",

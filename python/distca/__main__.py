@@ -2,7 +2,7 @@
 
 import sys
 
-from distca.train.cli import main
+from distca.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

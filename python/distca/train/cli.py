@@ -1,4 +1,4 @@
-"""The command line: `distca train`."""
+"""The command `distca train`."""
 
 from __future__ import annotations
 
@@ -6,41 +6,22 @@ import argparse
 import importlib.util
 import os
 import signal
-import sys
 import traceback
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from distca.errors import DistcaError, InvalidArgumentError
-from distca.launch import RankError, exit_now, launch, leave_process_group
+from distca.cli import INTERRUPTED, add_debug, report
+from distca.errors import DistcaError
+from distca.launch import exit_now, launch, leave_process_group
 from distca.train.config import OPTION_TYPES, ConfigError, TrainConfig, option_name
 from distca.train.data import read_corpus
 from distca.train.metrics import create_run_dir, describe
 
-INTERRUPTED = 130
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code: 0, 1 for a failure, 2 for a mistake in the options, 130 if
-    interrupted.
-    """
-    parser = argparse.ArgumentParser(prog="distca", description="Core attention disaggregation for PyTorch.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    _add_train(commands)
-    options = parser.parse_args(arguments)
-    try:
-        return _train(options)
-    except KeyboardInterrupt:
-        print("distca train: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except DistcaError as error:
-        return _report(error, options.debug)
-
-
-def _add_train(commands: Any) -> None:
+def add_command(commands: Any) -> None:
+    """Adds `train` to the parser of the command line."""
     command = commands.add_parser(
         "train",
         help="train a tiny Llama with balanced attention",
@@ -56,10 +37,12 @@ def _add_train(commands: Any) -> None:
             default=None if option.name == "ranks" else option.default,
             help=option.metadata["help"] + default,
         )
-    command.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
+    add_debug(command)
+    command.set_defaults(run=run)
 
 
-def _train(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code; mistakes are DistcaErrors."""
     values = {option.name: getattr(options, option.name) for option in fields(TrainConfig)}
     values["ranks"] = _number_of_ranks(options.ranks)
     config = TrainConfig(**values)
@@ -114,7 +97,7 @@ def _train_as_rank(config: TrainConfig, debug: bool) -> int:
         leave_process_group()
     except BaseException as error:
         if isinstance(error, DistcaError):
-            code = _report(error, debug)
+            code = report(error, debug)
         elif isinstance(error, KeyboardInterrupt):
             code = INTERRUPTED
         else:
@@ -127,18 +110,6 @@ def _train_as_rank(config: TrainConfig, debug: bool) -> int:
 def _finish(summary: dict[str, Any]) -> int:
     print(describe(summary))
     return INTERRUPTED if summary["interrupted"] else 0
-
-
-def _report(error: DistcaError, debug: bool) -> int:
-    """Prints what is wrong, with the traceback where it was asked for or a rank raised what distca cannot explain."""
-    if debug:
-        traceback.print_exception(error)
-    explained = isinstance(error, RankError) and (error.expected or not error.exception)
-    message = error.headline if isinstance(error, RankError) and explained else str(error)
-    if isinstance(error, RankError):  # a rank that died has left its progress bar on the line
-        print(file=sys.stderr)
-    print(f"distca train: error: {message}", file=sys.stderr)
-    return 2 if isinstance(error, InvalidArgumentError) else 1
 
 
 def _as_interrupt(number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,1 @@
+"""Benchmarks: ratios between peers that are timed in alternation in the same run."""

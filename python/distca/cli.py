@@ -1,0 +1,97 @@
+"""The command line: `distca train`, `distca bench`, `distca doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distca.errors import DistcaError, InvalidArgumentError
+from distca.launch import RankError
+
+INTERRUPTED = 130
+BENCHMARKS = ("balance", "overhead")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command. Returns 0, 1 for a failure, 2 for a mistake in the options, 130 if interrupted."""
+    from distca.train.cli import add_command as add_train
+
+    parser = argparse.ArgumentParser(prog="distca", description="Core attention disaggregation for PyTorch.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    add_train(commands)
+    _add_bench(commands)
+    _add_doctor(commands)
+    options = parser.parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except KeyboardInterrupt:
+        print(f"distca {options.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except DistcaError as error:
+        return report(error, options.debug)
+
+
+def add_debug(command: argparse.ArgumentParser) -> None:
+    """Adds the option that all commands have."""
+    command.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
+
+
+def _add_bench(commands: Any) -> None:
+    command = commands.add_parser(
+        "bench",
+        help="measure, as ratios against a peer in the same run",
+        description="Each benchmark times its peers in alternation in one run and prints ratios.",
+    )
+    command.add_argument("benchmark", choices=BENCHMARKS, help="what to measure")
+    command.add_argument(
+        "--rounds", type=int, default=None, help="rounds of the alternation (default: the benchmark's)"
+    )
+    command.add_argument("--json", type=Path, default=None, help="also write figures, hardware and versions here")
+    add_debug(command)
+    command.set_defaults(run=_bench)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    if options.rounds is not None and options.rounds < 1:
+        raise InvalidArgumentError(f"--rounds is {options.rounds}, must be at least 1")
+    benchmark = importlib.import_module(f"distca.bench.{options.benchmark}")
+    result = benchmark.run(options.rounds) if options.rounds is not None else benchmark.run()
+    print(result.table())
+    if options.json is not None:
+        result.write(options.json)
+    return 0
+
+
+def _add_doctor(commands: Any) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help="say what was found on this machine and what will be used",
+        description="Says what was found on this machine, what will be used, and what to do about what is missing.",
+    )
+    add_debug(command)
+    command.set_defaults(run=_doctor)
+
+
+def _doctor(_options: argparse.Namespace) -> int:
+    from distca.doctor import examine
+
+    findings = examine()
+    print("\n".join(map(str, findings)))
+    return 0 if all(finding.fine for finding in findings) else 1
+
+
+def report(error: DistcaError, debug: bool) -> int:
+    """Prints what is wrong, with the traceback where it was asked for or a rank raised what distca cannot explain."""
+    if debug:
+        traceback.print_exception(error)
+    explained = isinstance(error, RankError) and (error.expected or not error.exception)
+    message = error.headline if isinstance(error, RankError) and explained else str(error)
+    if isinstance(error, RankError):  # a rank that died has left its progress bar on the line
+        print(file=sys.stderr)
+    print(f"distca: error: {message}", file=sys.stderr)
+    return 2 if isinstance(error, InvalidArgumentError) else 1

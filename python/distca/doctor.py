@@ -1,0 +1,99 @@
+"""`distca doctor`: what was found on this machine, what will be used, and what to do about what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+import torch
+
+import distca
+from distca import _C
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked for, what was found, whether it is as it should be, and else what to do."""
+
+    name: str
+    found: str
+    fine: bool = True
+    advice: str = ""
+
+    def __str__(self) -> str:
+        mark = "ok " if self.fine else "!! "
+        return f"{mark}{self.name:<14}{self.found}" + (f"\n     -> {self.advice}" if self.advice else "")
+
+
+def examine() -> list[Finding]:
+    """Looks at everything; starts nothing but a compiler asked for its version."""
+    return [
+        Finding("distca", f"{distca.__version__} in {os.path.dirname(distca.__file__)}"),
+        Finding("python", f"{platform.python_version()} on {platform.platform()}"),
+        _torch(),
+        _instruction_set(),
+        Finding("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores for one process"),
+        _shared_memory(),
+        _cuda(),
+        _transformers(),
+        _compiler(),
+    ]
+
+
+def _torch() -> Finding:
+    version = torch.__version__
+    major, minor = (int(part) for part in version.split(".")[:2])
+    fine = (major, minor) >= (2, 10)
+    return Finding("torch", version, fine, "" if fine else "install PyTorch >= 2.10 and build distca again")
+
+
+def _instruction_set() -> Finding:
+    forced = os.environ.get("DISTCA_CPU_ISA")
+    try:
+        used = _C.cpu_isa()
+    except distca.InvalidArgumentError as error:
+        return Finding("cpu kernel", f"DISTCA_CPU_ISA={forced}", False, str(error))
+    advice = "" if used == "avx512" or forced else "an AVX-512 CPU would be faster; nothing to do here"
+    return Finding("cpu kernel", used + (" (forced by DISTCA_CPU_ISA)" if forced else ""), True, advice)
+
+
+def _shared_memory() -> Finding:
+    heads = distca.Heads(q=1, kv=1, dim=8)
+    try:
+        distca.init(transport="shm", max_tokens=1, heads=heads, heap_bytes=1 << 20, name="doctor").close()
+    except distca.DistcaError as error:
+        return Finding("transport shm", "does not work", False, str(error))
+    return Finding("transport shm", "works: memory without a name between processes of one host")
+
+
+def _cuda() -> Finding:
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        return Finding("cuda", f"{name}, not used: distca runs on CPU tensors only, so far")
+    return Finding("cuda", "no device; distca runs on CPU tensors only, so far")
+
+
+def _transformers() -> Finding:
+    if importlib.util.find_spec("transformers") is None:
+        return Finding(
+            "transformers", "not installed", True, "for `distca train` and distca.integrations.hf: >= 5, < 6"
+        )
+    version = importlib.metadata.version("transformers")
+    fine = version.split(".")[0] == "5"
+    return Finding("transformers", version, fine, "" if fine else "install transformers >= 5, < 6")
+
+
+def _compiler() -> Finding:
+    name = os.environ.get("CXX", "c++")
+    path = shutil.which(name)
+    if path is None:
+        return Finding(
+            "compiler", f"{name} was not found", True, "needed only to build distca: g++ >= 12 or clang >= 14"
+        )
+    version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()
+    return Finding("compiler", version[0] if version else path)
