@@ -260,9 +260,7 @@ void softmax_step(int64_t rows, VisibleKeys visible, float scale, float* scores,
     const int32_t count = static_cast<int32_t>(count_visible(visible, i));
     Floats block_max = broadcast(-kInfinity);
     for (int32_t j = 0; j < count; j += kWidth) {
-      const Floats score = lanes < count - j ? load(scores + j) * scale : broadcast(-kInfinity);
-      store(scores + j, score);
-      block_max = larger(block_max, score);
+      block_max = larger(block_max, lanes < count - j ? load(scores + j) * scale : broadcast(-kInfinity));
     }
     const float old_max = row_max[i];
     const float found = largest_lane(block_max);
@@ -273,7 +271,9 @@ void softmax_step(int64_t rows, VisibleKeys visible, float scale, float* scores,
     for (int32_t j = 0; j < kScoreColumns; j += kWidth) {
       Floats p{};
       if (j < count) {
-        p = exponential(load(scores + j) - base);
+        // Fused: a rounded scale * score would be off by as much as all else together.
+        const Floats exponent = fused(load(scores + j), broadcast(scale), broadcast(-base));
+        p = lanes < count - j ? exponential(exponent) : Floats{};
         sum = sum + p;
       }
       store(scores + j, p);
@@ -304,7 +304,7 @@ void softmax_gradient(int64_t rows, VisibleKeys visible, float scale, const floa
       Floats ds{};
       if (j < count) {
         const Ints seen = lanes < count - j;
-        p = seen ? exponential(load(scores + j) * scale - lse[i]) : Floats{};
+        p = seen ? exponential(fused(load(scores + j), broadcast(scale), broadcast(-lse[i]))) : Floats{};
         ds = seen ? p * (load(dprobs + j) - delta[i]) : Floats{};
       }
       store(scores + j, p);
