@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 import distca
 import distca.integrations.hf
 from distca.train.data import NO_TARGET, Batch
-from distca.train.trainer import sum_of_losses
+from distca.train.trainer import StopRequest, train_step
 
 HEADS = distca.Heads(q=4, kv=2, dim=8)
 VOCABULARY = 61
@@ -85,14 +85,12 @@ def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _loss_and_gradients(name: str) -> tuple[float, dict[str, torch.Tensor]]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    batch = _batch(name, rank)
+    batch = _batch(name, dist.get_rank())
     model = DistributedDataParallel(_model("distca"))
-    loss = sum_of_losses(model, batch, distca.plan(batch.layout, HEADS, tolerance=0.01, min_rows=1))
-    (loss * (ranks / batch.num_targets)).backward()
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    return total.item() / batch.num_targets, _gradients(model.module)
+    plan = distca.plan(batch.layout, HEADS, tolerance=0.01, min_rows=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the gradients are looked at after the step
+    loss, _ = train_step(model, optimizer, batch, plan, StopRequest())
+    return loss, _gradients(model.module)
 
 
 def _error_without_a_plan() -> str:

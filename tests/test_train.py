@@ -292,7 +292,7 @@ def test_an_interrupt_ends_all_ranks_after_a_whole_step_with_the_summary(
         _wait_for_first_step(tmp_path, process)
         ranks = _ranks_of(process)
         process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=150)
     assert (process.returncode, sorted(ranks)) == (130, ["distca-rank-0", "distca-rank-1"]), err
     summary = _summary(tmp_path)
     assert summary["interrupted"] and summary["steps"] == len(_metrics(tmp_path)) < 100000
@@ -306,7 +306,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_an_error_that_names_it(data: Pa
         _wait_for_first_step(tmp_path, process)
         ranks = _ranks_of(process)
         os.kill(ranks["distca-rank-1"], signal.SIGKILL)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=150)
     assert process.returncode == 1
     assert err.splitlines()[-1] == "distca train: error: rank 1 of 2 was killed by signal SIGKILL"
     assert "Traceback" not in err
