@@ -22,9 +22,11 @@ MULTIPLIER = 0xD6E8FEB86659FD93
 FORWARD, BACKWARD = 0, 1
 IN, OUT = 0, 1
 TENSORS = ("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv", "dk_partial", "dv_partial")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MASKS = ("causal", "full")
 RETURNED, ARENA, PARTIAL = 0, 1, 2
 COPY, ASSIGN, ADD = 0, 1, 2
-NUM_RANKS_WORD, SLOT_BYTES_WORD = 8, 18
+NUM_RANKS_WORD, SLOT_BYTES_WORD = 8, 20
 CHECKSUM_BEGIN = 4
 
 
@@ -61,6 +63,8 @@ class Header(NamedTuple):
     v_dim: int
     dtype: int
     key_block_rows: int
+    mask_kind: int
+    window: int
     forward_arena_bytes: int
     backward_arena_bytes: int
     slot_bytes: int
@@ -96,7 +100,6 @@ class TaskEntry(NamedTuple):
     kv_end: int
     kv_head_begin: int
     kv_head_end: int
-    mask: int
     home: int
     home_row: int
     forward_q: int
@@ -220,6 +223,13 @@ Row = tuple[int, int]  # (document, row)
 Label = tuple[str, int, int]  # (tensor, document, row)
 
 
+def keys_of_rows(plan: distca.Plan, length: int, begin: int, end: int) -> tuple[int, int]:
+    """The keys that rows [begin, end) of a document see between them."""
+    if plan.mask == "full":
+        return 0, length
+    return (max(0, begin - plan.window + 1) if plan.window else 0), end
+
+
 class Simulation:
     """One step of all ranks. `run` asserts; afterwards `bytes` and `arena_ends` say what was seen."""
 
@@ -251,7 +261,8 @@ class Simulation:
         assert (header.rank, header.num_ranks) == (rank, len(self.ranks))
         assert header.num_rows == len(self.home_rows[rank])
         assert (header.q_heads, header.kv_heads, header.dim) == (heads.q, heads.kv, heads.dim)
-        assert (header.v_dim, header.dtype) == (heads.value_dim, 0 if heads.dtype == torch.float32 else 1)
+        assert (header.v_dim, DTYPES[header.dtype]) == (heads.value_dim, heads.dtype)
+        assert (MASKS[header.mask_kind], header.window) == (self.plan.mask, self.plan.window or 0)
         assert header.plan_digest & MASK == int(self.plan.digest, 16)
         padding = [row for p in self.slices[rank].padding for row in range(p.row, p.row + p.num_rows)]
         assert padding == [row for row, owner in enumerate(self.home_rows[rank]) if owner is None]
@@ -261,23 +272,25 @@ class Simulation:
         tables = self.slices[rank]
         next_task = next_block = next_grad = 0
         for index, group in enumerate(tables.groups):
-            assert (group.kv_begin, group.first_block) == (0, 0)
-            assert group.num_blocks == -(-group.kv_end // 64)
+            assert group.first_block == group.kv_begin // 64
+            assert group.num_blocks == -(-group.kv_end // 64) - group.first_block
             assert (group.task_begin, group.block_begin, group.grad_begin) == (next_task, next_block, next_grad)
             next_task, next_block = group.task_end, next_block + group.num_blocks
             next_grad = group.grad_end
             tasks = tables.tasks[group.task_begin : group.task_end]
-            assert tasks and all(task.group == index and task.mask == 0 for task in tasks)
-            assert group.kv_end == max(task.q_end for task in tasks)
+            assert tasks and all(task.group == index for task in tasks)
+            assert group.kv_begin == min(task.kv_begin for task in tasks)
+            assert group.kv_end == max(task.kv_end for task in tasks)
             entries = [block.entry for block in tables.blocks[group.block_begin : next_block]]
-            arena_blocks = [~entry // 64 for entry in entries if entry < 0]
+            arena_blocks = [entry // 2 // 64 for entry in entries if entry % 2]
             assert arena_blocks == list(range(group.num_arena_blocks))
             assert group.is_local == (index < tables.header.num_local_groups)
         assert (next_task, next_block, next_grad) == (len(tables.tasks), len(tables.blocks), len(tables.grads))
         for task in tables.tasks:
-            assert (task.kv_begin, task.kv_end) == (0, task.q_end)
+            length = self.layout.document_lengths[tables.groups[task.group].document]
+            assert (task.kv_begin, task.kv_end) == keys_of_rows(self.plan, length, task.q_begin, task.q_end)
             assert (task.kv_head_begin, task.kv_head_end) == (0, self.heads.kv)
-            assert all((offset == -1) == (task.home == rank) for offset in task[10:])
+            assert all((offset == -1) == (task.home == rank) for offset in task[9:])
 
     def _stride(self, phase: int, at_server: bool, tensor: str) -> int:
         return row_bytes(self.heads, phase, at_server, tensor)[1]
@@ -330,14 +343,17 @@ class Simulation:
             k, v = (group.forward_k, group.forward_v) if phase == FORWARD else (group.backward_k, group.backward_v)
             for b in range(group.num_blocks):
                 entry = tables.blocks[group.block_begin + b].entry
-                rows = [(group.document, row) for row in range(64 * b, min(64 * (b + 1), group.kv_end))]
-                if entry >= 0:
-                    assert home_rows[entry : entry + len(rows)] == rows
+                start = 64 * (group.first_block + b)
+                begin, end = max(start, group.kv_begin), min(start + 64, group.kv_end)
+                rows = [(group.document, row) for row in range(begin, end)]
+                at, in_arena = entry // 2 + begin - start, entry % 2
+                if not in_arena:
+                    assert at >= 0 and home_rows[at : at + len(rows)] == rows
                     continue
                 assert index >= tables.header.num_local_groups, "a local group waits for nobody"
                 for tensor, base in (("k", k), ("v", v)):
                     stride = self._stride(phase, True, tensor)
-                    self._expect(server, tensor, base + ~entry * stride, stride, rows)
+                    self._expect(server, tensor, base + at * stride, stride, rows)
             if phase == BACKWARD:
                 self._key_gradients(server, group)
         for index, task in enumerate(tables.tasks):
@@ -368,7 +384,7 @@ class Simulation:
     def _key_gradients(self, server: int, group: Group) -> None:
         tables = self.slices[server]
         sums = {(s.dk, s.dv): s for s in tables.sums}
-        next_row = 0
+        next_row = group.kv_begin
         for grad in tables.grads[group.grad_begin : group.grad_end]:
             assert grad.begin == next_row
             next_row = grad.end
@@ -461,7 +477,9 @@ class Simulation:
         for name in ("dk", "dv"):
             for row in rows:
                 document, position = self.home_rows[home][row]  # type: ignore[misc]
-                seeing = {t.server for t in self.plan.tasks if t.document == document and t.q_end > position}
+                seeing = {
+                    t.server for t in self.plan.tasks if t.document == document and t.kv_begin <= position < t.kv_end
+                }
                 order = sorted(seeing, key=lambda server: (server != home, server))
                 actions = [COPY] if len(order) == 1 else [ASSIGN] + [ADD] * (len(order) - 1)
                 assert self.terms[home][(name, row)] == list(zip(order, actions, strict=True))

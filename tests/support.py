@@ -19,8 +19,8 @@ Result = TypeVar("Result")
 
 NAN = float("nan")
 NAMES = ("out", "lse", "dq", "dk", "dv")
-UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
-MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7}
+UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 
 #: One token, primes, shorter than a key block, exactly one, one more, several.
 LENGTHS = (1, 97, 64, 1, 211, 7, 65, 2, 128, 63)
@@ -175,22 +175,31 @@ def _with_gradients(
     return out.detach(), lse.detach(), q.grad, k.grad, v.grad
 
 
-def oracle(batch: Batch, scale: float | None = None) -> tuple[torch.Tensor, ...]:
+def visible(length: int, mask: str = "causal", window: int | None = None) -> torch.Tensor:
+    """Boolean [length, length]: which keys each row of a document sees."""
+    row, key = torch.arange(length)[:, None], torch.arange(length)[None, :]
+    if mask == "full":
+        return torch.ones(length, length, dtype=torch.bool)
+    return (key <= row) & (row - key < (window or length))
+
+
+def oracle(
+    batch: Batch, scale: float | None = None, mask: str = "causal", window: int | None = None
+) -> tuple[torch.Tensor, ...]:
     """out, lse, dq, dk, dv in float64 from the same rounded inputs: the textbook formula and PyTorch's autograd."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         group = q.shape[1] // k.shape[1]
         k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[2] ** -0.5 if scale is None else scale)
-        rows = torch.arange(q.shape[0])
-        scores = scores.masked_fill(rows[:, None] < rows[None, :], -math.inf)
+        scores = scores.masked_fill(~visible(q.shape[0], mask, window), -math.inf)
         lse = torch.logsumexp(scores, dim=2)
         return torch.einsum("hij,jhd->ihd", torch.softmax(scores, dim=2), v), lse.T
 
     return _with_gradients(batch, torch.float64, attend)
 
 
-def torch_attention(batch: Batch) -> tuple[torch.Tensor, ...]:
+def torch_attention(batch: Batch, mask: str = "causal", window: int | None = None) -> tuple[torch.Tensor, ...]:
     """out, lse, dq, dk, dv by PyTorch's own fused attention, in the batch's dtype, document by document.
 
     Its CPU kernel wants Dv = D, so the narrower one of them is filled up with zeros, which changes no result.
@@ -201,9 +210,13 @@ def torch_attention(batch: Batch) -> tuple[torch.Tensor, ...]:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         value_dim, gqa = v.shape[2], q.shape[1] != k.shape[1]
         q, k, v = (F.pad(t, (0, dim - t.shape[2])).transpose(0, 1)[None] for t in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa, scale=scale)
+        seen = None if (mask, window) == ("causal", None) else visible(q.shape[2], mask, window)
+        out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=gqa, scale=scale)
         q, k = q.detach(), k.detach().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k, is_causal=True, scale=scale)[1]
+        added = None if seen is None else torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, -math.inf)
+        lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, k, is_causal=seen is None, attn_mask=added, scale=scale
+        )[1]
         return out[0].transpose(0, 1)[..., :value_dim], lse.float().reshape(q.shape[1], q.shape[2]).T
 
     return _with_gradients(batch, batch.heads.dtype, attend)

@@ -83,6 +83,64 @@ def test_every_head_shape_is_as_exact_as_pytorch_from_views_of_a_fused_projectio
     _check_against_pytorch(shape, plans, fused=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("mask", "window"), [("causal", 1), ("causal", 17), ("causal", 64), ("causal", 100), ("full", None)]
+)
+def test_windows_and_full_masks_are_as_exact_as_pytorch_and_the_same_bits_in_every_layout(
+    mask: str, window: int | None, dtype: torch.dtype
+) -> None:
+    shape = distca.Heads(8, 2, 32, dtype=dtype)
+    pool = ErrorPool(dtype)
+    for seed in (31, 32):
+        batch = random_batch(LENGTHS, shape, seed)
+        layouts = [distca.Layout.head_tail(LENGTHS, ranks=3), scattered(LENGTHS, 3, seed), spill(LENGTHS, 8)]
+        results = [
+            compute(
+                batch,
+                distca.plan(layout, shape, mask=mask, window=window, tolerance=0.0, min_rows=1),
+                reorder_seed=seed,
+            )
+            for layout in layouts
+        ]
+        for name, first, *others in zip(NAMES, *results, strict=True):
+            if name in ("out", "lse", "dq"):
+                assert all(torch.equal(first, other) for other in others), name
+        for ours in results:
+            pool.add(ours, torch_attention(batch, mask, window), oracle(batch, mask=mask, window=window))
+    pool.check()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_head_tail_layouts_and_float16_are_as_exact_as_pytorch(ranks: int) -> None:
+    shape = distca.Heads(8, 2, 64, dtype=torch.float16)
+    layout = distca.Layout.head_tail(LENGTHS, ranks=ranks)
+    plans = {seed: distca.plan(layout, shape, tolerance=0.0, min_rows=1) for seed in (33, 34)}
+    _check_against_pytorch(shape, plans, fused=True)
+
+
+def test_dedicated_servers_give_the_same_bits_as_their_rows_homes() -> None:
+    shape = distca.Heads(4, 2, 32)
+    batch = random_batch(LENGTHS, shape, 35)
+    layout = distca.Layout([*(scattered(LENGTHS, 2, 5).segments(rank) for rank in range(2)), [], []])
+    plan = distca.plan(layout, shape, servers=[2, 3], tolerance=0.01)
+
+    def work(rank: int, context: distca.Context) -> tuple[torch.Tensor, ...]:
+        if rank < 2:
+            return run_step(batch, plan, context)
+        for phase in ("forward", "backward"):
+            distca.serve(plan.for_rank(rank), phase, context=context)
+        return ()
+
+    with loopback_group(plan, reorder_seed=3) as contexts:
+        served = on_all_ranks(contexts, work)
+    ours = together(batch.lengths, layout, served[:2])
+    at_home = compute(batch, distca.plan(layout, shape, balance=False))
+    for name, served_rows, home_rows in zip(NAMES, ours, at_home, strict=True):
+        if name in ("out", "lse", "dq"):
+            assert torch.equal(served_rows, home_rows), name
+
+
 def test_rows_computed_at_home_are_as_exact_as_pytorch() -> None:
     shape = distca.Heads(8, 2, 32)
     plans = {seed: distca.plan(scattered(LENGTHS, 3, seed), shape, balance=False) for seed in (23, 24)}

@@ -250,7 +250,7 @@ def test_dropout_in_training_is_refused() -> None:
         _model("distca", attention_dropout=0.1)(IDS, position_ids=POSITIONS, plan=_plan())
 
 
-def test_a_sliding_window_is_refused_only_where_a_document_is_longer(one_rank) -> None:
+def test_a_plan_of_another_window_is_refused_only_where_a_document_shows_the_difference(one_rank) -> None:
     def logits(window: int | None) -> torch.Tensor:
         torch.manual_seed(7)
         config = MistralConfig(
@@ -267,7 +267,7 @@ def test_a_sliding_window_is_refused_only_where_a_document_is_longer(one_rank) -
         return MistralForCausalLM(config)(IDS, position_ids=POSITIONS, use_cache=False, plan=_plan()).logits
 
     assert torch.equal(logits(5), logits(None))
-    with pytest.raises(distca.InvalidArgumentError, match="sliding window of 4 is not supported yet"):
+    with pytest.raises(distca.InvalidArgumentError, match=r"sliding window of 4, the plan one of None: pass plan=distca.plan\(layout, heads, window=4\)"):
         logits(4)
 
 
@@ -283,7 +283,7 @@ def _mask_request(**options: object) -> dict[str, object]:
     [
         ({"use_vmap": True}, "a mask of its own"),
         ({"mask_function": lambda batch, head, q, kv: (kv <= q) | (kv // 4 == q // 4)}, "not causal"),
-        ({"local_size": 4}, "chunks or windows of 4"),
+        ({"local_size": 4}, "chunks of 4"),
     ],
 )
 def test_masks_that_models_lay_over_the_causal_one_are_refused(options: dict, message: str) -> None:

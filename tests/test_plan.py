@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,22 +12,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distca
-from plan_reader import TENSORS, Simulation, read_slice, row_bytes
+from plan_reader import TENSORS, Simulation, keys_of_rows, read_slice, row_bytes
 from support import LENGTHS, scattered, spill
 
 HEADS = [
     distca.Heads(4, 1, 16, 24),
     distca.Heads(2, 2, 24, 8, torch.bfloat16),
-    distca.Heads(3, 3, 8),
+    distca.Heads(3, 3, 8, dtype=torch.float16),
 ]
+MASKS = (("causal", None), ("causal", 1), ("causal", 50), ("causal", 64), ("causal", 150), ("full", None))
 COSTS = (distca.CostModel(), distca.CostModel(3, 40), distca.CostModel(0, 1))
+
+
+class Made(NamedTuple):
+    plan: distca.Plan
+    cost: distca.CostModel
+    servers: set[int]
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> distca.Layout:
     lengths = draw(st.lists(st.sampled_from((1, 2, 5, 31, 63, 64, 65, 127, 129, 200, 331)), max_size=7))
     ranks = draw(st.integers(1, 6))
-    kind = draw(st.sampled_from(("packed", "documents", "scattered")))
+    kind = draw(st.sampled_from(("packed", "documents", "scattered", "head_tail")))
     if kind == "packed":
         spare = draw(st.sampled_from((0, 1, 64, 1000)))
         return distca.Layout.packed(lengths, ranks=ranks, tokens_per_rank=-(-sum(lengths) // ranks) + spare or 1)
@@ -35,21 +43,30 @@ def layouts(draw: st.DrawFn) -> distca.Layout:
         for length in lengths:
             of_ranks[draw(st.integers(0, ranks - 1))].append(length)
         return distca.Layout.from_documents(of_ranks)
+    if kind == "head_tail":
+        return distca.Layout.head_tail(lengths, ranks=ranks)
     return scattered(lengths, ranks, draw(st.integers(0, 10**6)))
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[distca.Plan, distca.CostModel]:
+def plans(draw: st.DrawFn) -> Made:
     cost = draw(st.sampled_from(COSTS))
+    mask, window = draw(st.sampled_from(MASKS))
+    layout = draw(layouts())
+    balance = draw(st.sampled_from((True, True, True, False)))
+    servers = draw(st.none() | st.sets(st.integers(0, layout.num_ranks - 1), min_size=1)) if balance else None
     plan = distca.plan(
-        draw(layouts()),
+        layout,
         draw(st.sampled_from(HEADS)),
+        mask=mask,
+        window=window,
+        servers=None if servers is None else sorted(servers),
         tolerance=draw(st.sampled_from((0.0, 0.01, 0.05, 0.3, 1.0))),
         min_rows=draw(st.sampled_from((1, 10, 64, 500))),
-        balance=draw(st.sampled_from((True, True, True, False))),
+        balance=balance,
         cost=cost,
     )
-    return plan, cost
+    return Made(plan, cost, servers or set(range(layout.num_ranks)))
 
 
 def _rows_cost(cost: distca.CostModel, begin: int, end: int) -> int:
@@ -57,18 +74,26 @@ def _rows_cost(cost: distca.CostModel, begin: int, end: int) -> int:
     return sum(cost.per_pair * (row + 1) + cost.per_row for row in range(begin, end))
 
 
+def _cost(plan: distca.Plan, cost: distca.CostModel, document: int, begin: int, end: int) -> int:
+    length, total = plan.layout.document_lengths[document], 0
+    for row in range(begin, end):
+        first, last = keys_of_rows(plan, length, row, row + 1)
+        total += cost.per_pair * (last - first) + cost.per_row
+    return total
+
+
 def _loads_at_home(plan: distca.Plan, cost: distca.CostModel) -> list[int]:
     layout = plan.layout
     return [
-        plan.heads.q * sum(_rows_cost(cost, begin, end) for d, begin, end in layout.segments(rank) if d >= 0)
+        plan.heads.q * sum(_cost(plan, cost, d, begin, end) for d, begin, end in layout.segments(rank) if d >= 0)
         for rank in range(layout.num_ranks)
     ]
 
 
 @settings(max_examples=300)
 @given(plans())
-def test_every_visible_pair_of_every_head_is_computed_exactly_once(made: tuple[distca.Plan, distca.CostModel]) -> None:
-    plan, _ = made
+def test_every_visible_pair_of_every_head_is_computed_exactly_once(made: Made) -> None:
+    plan = made.plan
     computed: Counter[tuple[int, int]] = Counter()
     homes = {
         (document, row): rank
@@ -78,8 +103,8 @@ def test_every_visible_pair_of_every_head_is_computed_exactly_once(made: tuple[d
     }
     for task in plan.tasks:
         assert task.q_begin < task.q_end
-        # The keys of a causal task reach from the start of the document to its last row, of all heads.
-        assert (task.kv_begin, task.kv_end) == (0, task.q_end)
+        length = plan.layout.document_lengths[task.document]
+        assert (task.kv_begin, task.kv_end) == keys_of_rows(plan, length, task.q_begin, task.q_end)
         assert (task.kv_head_begin, task.kv_head_end) == (0, plan.heads.kv)
         assert 0 <= task.server < plan.layout.num_ranks
         for row in range(task.q_begin, task.q_end):
@@ -99,9 +124,9 @@ def test_every_visible_pair_of_every_head_is_computed_exactly_once(made: tuple[d
 @settings(max_examples=300)
 @given(plans())
 def test_every_row_is_where_its_task_looks_for_it_and_every_result_comes_home_once(
-    made: tuple[distca.Plan, distca.CostModel],
+    made: Made,
 ) -> None:
-    plan, _ = made
+    plan = made.plan
     simulation = Simulation(plan)
     simulation.run()
     stats = plan.stats
@@ -120,22 +145,23 @@ def test_every_row_is_where_its_task_looks_for_it_and_every_result_comes_home_on
 
 @settings(max_examples=300)
 @given(plans())
-def test_loads_are_what_the_tasks_cost(made: tuple[distca.Plan, distca.CostModel]) -> None:
-    plan, cost = made
+def test_loads_are_what_the_tasks_cost(made: Made) -> None:
+    plan, cost, servers = made
     stats, ranks = plan.stats, plan.layout.num_ranks
     load = [0] * ranks
     for task in plan.tasks:
-        load[task.server] += plan.heads.q * _rows_cost(cost, task.q_begin, task.q_end)
+        load[task.server] += plan.heads.q * _cost(plan, cost, task.document, task.q_begin, task.q_end)
     assert stats.load == load
     assert stats.load_before == _loads_at_home(plan, cost)
     total = sum(load)
-    mean = total / ranks
-    assert stats.imbalance_before == pytest.approx(max(stats.load_before) / mean if total else 1.0)
-    assert stats.imbalance_after == pytest.approx(max(load) / mean if total else 1.0)
+    assert {task.server for task in plan.tasks} <= servers
+    assert stats.num_servers == len(servers)
+    assert stats.imbalance_before == pytest.approx(max(stats.load_before) * ranks / total if total else 1.0)
+    assert stats.imbalance_after == pytest.approx(max(load) * len(servers) / total if total else 1.0)
     # No plan of whole rows does better than its costliest row, or than the mean rounded up to whole pairs.
-    longest = max(plan.layout.document_lengths, default=0)
-    costliest_row = _rows_cost(cost, longest - 1, longest) if longest else 0
-    assert stats.lower_bound == plan.heads.q * max(costliest_row, -(-(total // plan.heads.q) // ranks))
+    last_rows = [_cost(plan, cost, d, length - 1, length) for d, length in enumerate(plan.layout.document_lengths)]
+    mean = -(-(total // plan.heads.q) // len(servers))
+    assert stats.lower_bound == plan.heads.q * max([mean, *last_rows])
     assert max(load) >= stats.lower_bound
 
 
@@ -292,6 +318,10 @@ def test_the_digest_changes_with_everything_that_changes_a_plan() -> None:
         "dim": make(heads=distca.Heads(4, 2, 24, 16)),
         "v_dim": make(heads=distca.Heads(4, 2, 16, 24)),
         "dtype": make(heads=distca.Heads(4, 2, 16, None, torch.bfloat16)),
+        "another dtype": make(heads=distca.Heads(4, 2, 16, None, torch.float16)),
+        "mask": make(mask="full"),
+        "window": make(window=100),
+        "servers": make(servers=[0, 2]),
         "lengths": make(layout=spill((300, 6, 199), 3)),
         "a cut": make(layout=distca.Layout.packed((300, 5, 200), ranks=3, tokens_per_rank=170)),
         "padding": make(layout=padded),
@@ -330,6 +360,12 @@ def test_a_plan_is_the_slice_of_the_rank_that_was_asked_for() -> None:
         ({"tolerance": -0.01}, "tolerance = -0.01; 0 to 1"),
         ({"tolerance": 1.5}, "tolerance = 1.5; 0 to 1"),
         ({"tolerance": float("nan")}, "tolerance = nan; 0 to 1"),
+        ({"mask": "diagonal"}, "mask = 'diagonal'; 'causal', 'full'"),
+        ({"window": 0}, "window = 0"),
+        ({"window": 5, "mask": "full"}, "window = 5"),
+        ({"servers": []}, "servers is empty"),
+        ({"servers": [3]}, "servers[0] = 3; ascending ranks below 3"),
+        ({"servers": [0], "balance": False}, "without balance"),
         ({"min_rows": 0}, "min_rows = 0"),
         ({"min_rows": -5}, "min_rows = -5"),
         ({"capacity": 0}, "capacity = 0"),
@@ -360,11 +396,30 @@ def test_arguments_out_of_range_are_refused_with_the_value_and_what_is_allowed(
 
 
 def test_a_dtype_that_no_kernel_has_is_refused() -> None:
-    with pytest.raises(distca.InvalidArgumentError, match=r"torch\.float16; torch\.float32 and torch\.bfloat16"):
-        distca.Heads(4, 2, 16, dtype=torch.float16)
+    with pytest.raises(
+        distca.InvalidArgumentError, match=r"torch\.float64; torch\.float32, torch\.bfloat16, torch\.flo"
+    ):
+        distca.Heads(4, 2, 16, dtype=torch.float64)
 
 
 def test_a_layout_whose_cost_would_overflow_is_refused() -> None:
     layout = distca.Layout.from_documents([[2**31]])
     with pytest.raises(distca.InvalidArgumentError, match="cost"):
         distca.plan(layout, HEADS[0], cost=distca.CostModel(2**20, 0))
+
+
+def test_dedicated_servers_get_equal_loads_and_the_others_nothing() -> None:
+    lengths = (4096, 300, 300, 1, 77)
+    for layout in (distca.Layout.from_documents([lengths, [], []]), spill(lengths, 3)):
+        plan = distca.plan(layout, HEADS[0], servers=[1, 2], tolerance=0.02)
+        assert plan.stats.load[0] == 0
+        assert max(plan.stats.load) <= 1.02 * sum(plan.stats.load) / 2
+
+
+def test_a_window_moves_only_the_keys_that_it_sees() -> None:
+    """Of 1024 rows the last 256 are on rank 1; without balance it fetches the window of its first row and no more."""
+    heads = distca.Heads(2, 1, 8)
+    layout = distca.Layout([[(0, 0, 768)], [(0, 768, 1024)]])
+    for window, fetched in ((1, 0), (2, 1), (100, 99), (None, 768)):
+        plan = distca.plan(layout, heads, window=window, balance=False)
+        assert plan.stats.bytes["forward_in"] == fetched * (8 + 8) * 4

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import distca
-from distca.train.cli import main, train_rank
+from distca.cli import main
+from distca.train.cli import train_rank
 from distca.train.config import ConfigError, TrainConfig
 from distca.train.data import NO_TARGET, Batches, Corpus, DataError, pack_steps, read_corpus
 from distca.train.metrics import create_run_dir
