@@ -267,7 +267,10 @@ def test_a_plan_of_another_window_is_refused_only_where_a_document_shows_the_dif
         return MistralForCausalLM(config)(IDS, position_ids=POSITIONS, use_cache=False, plan=_plan()).logits
 
     assert torch.equal(logits(5), logits(None))
-    with pytest.raises(distca.InvalidArgumentError, match=r"sliding window of 4, the plan one of None: pass plan=distca.plan\(layout, heads, window=4\)"):
+    with pytest.raises(
+        distca.InvalidArgumentError,
+        match=r"window of 4, the plan one of None: pass .*window=4",
+    ):
         logits(4)
 
 
