@@ -36,7 +36,7 @@ train: build
 	$(BIN)/distca train $(ARGS)
 
 test: build
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 faults: build
 	$(BIN)/python tests/planted_faults.py $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,9 @@ from hypothesis import settings
 # The same examples in every run; a failing one is printed as code that reproduces it.
 settings.register_profile("distca", derandomize=True, deadline=None, print_blob=True, database=None)
 settings.load_profile("distca")
+
+# A shell that runs the tests in the background makes them ignore Ctrl-C, and so would every process they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
