@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import distca
-from distca.train.cli import main, train_rank
+from distca.cli import main
+from distca.train.cli import train_rank
 from distca.train.config import ConfigError, TrainConfig
 from distca.train.data import NO_TARGET, Batches, Corpus, DataError, pack_steps, read_corpus
 from distca.train.metrics import create_run_dir
@@ -152,7 +153,7 @@ def test_a_mistake_ends_the_command_with_one_line_and_code_2(
     code = main(["train", "--data", str(tmp_path / "missing"), "--runs-dir", str(runs)])
     err = capsys.readouterr().err
     assert (code, err.count("\n"), runs.exists()) == (2, 1, False)
-    assert err.startswith("distca train: error: data folder") and "does not exist" in err
+    assert err.startswith("distca: error: data folder") and "does not exist" in err
     assert main(["train", "--data", str(tmp_path / "missing"), "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
 
@@ -308,7 +309,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_an_error_that_names_it(data: Pa
         os.kill(ranks["distca-rank-1"], signal.SIGKILL)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert err.splitlines()[-1] == "distca train: error: rank 1 of 2 was killed by signal SIGKILL"
+    assert err.splitlines()[-1] == "distca: error: rank 1 of 2 was killed by signal SIGKILL"
     assert "Traceback" not in err
     _assert_gone(ranks)
 

@@ -24,8 +24,9 @@ class ConfigError(InvalidArgumentError):
     """An option has a value that is not allowed."""
 
 
-def _about(help: str, choices: tuple[str, ...] | None = None) -> dict[str, Any]:
-    return {"help": help, "choices": choices}
+def _about(help: str, choices: tuple[str, ...] | None = None, *, fixed: bool = False) -> dict[str, Any]:
+    """`fixed`: a run that is resumed must keep it."""
+    return {"help": help, "choices": choices, "fixed": fixed}
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,13 @@ class TrainConfig:
             "fraction of each document to keep, from its start (default: 1/16 for the standard library, else 1)"
         ),
     )
-    hidden: int = field(default=128, metadata=_about("hidden size of the model"))
-    layers: int = field(default=2, metadata=_about("number of layers"))
-    heads: int = field(default=4, metadata=_about("number of query heads"))
-    kv_heads: int = field(default=2, metadata=_about("number of key/value heads"))
-    dtype: str = field(default="float32", metadata=_about("dtype of the model", choices=tuple(DTYPES)))
-    lr: float = field(default=3e-3, metadata=_about("peak learning rate (AdamW)"))
-    seed: int = field(default=0, metadata=_about("seed of weights and of the order of documents"))
+    hidden: int = field(default=128, metadata=_about("hidden size of the model", fixed=True))
+    layers: int = field(default=2, metadata=_about("number of layers", fixed=True))
+    heads: int = field(default=4, metadata=_about("number of query heads", fixed=True))
+    kv_heads: int = field(default=2, metadata=_about("number of key/value heads", fixed=True))
+    dtype: str = field(default="float32", metadata=_about("dtype of the model", choices=tuple(DTYPES), fixed=True))
+    lr: float = field(default=3e-3, metadata=_about("peak learning rate (AdamW)", fixed=True))
+    seed: int = field(default=0, metadata=_about("seed of weights and of the order of documents", fixed=True))
     balance: str = field(
         default="on",
         metadata=_about("off: every row's attention is computed on the rank that holds it", choices=("on", "off")),
@@ -59,6 +60,11 @@ class TrainConfig:
     tolerance: float = field(
         default=0.05, metadata=_about("allowed excess of the largest attention load over the mean")
     )
+    checkpoint_every: int = field(
+        default=0,
+        metadata=_about("steps between checkpoints; 0: one at the end, or where the run is interrupted"),
+    )
+    keep_checkpoints: int = field(default=2, metadata=_about("how many of the last checkpoints to keep"))
     timeout: float = field(default=600.0, metadata=_about("seconds a rank waits for another before it gives up"))
     name: str = field(default="train", metadata=_about("name of the run; a number is appended if it exists"))
     runs_dir: Path = field(default=Path("runs"), metadata=_about("folder of the runs"))
@@ -104,20 +110,34 @@ class TrainConfig:
             return self.doc_scale
         return STANDARD_LIBRARY_SCALE if self.data is None else 1.0
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of all ranks in a step; they alone say which documents a step holds."""
+        return self.ranks * self.tokens_per_rank
+
     def as_json(self) -> dict[str, Any]:
         values = {option.name: getattr(self, option.name) for option in fields(self)}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> TrainConfig:
+        """The inverse of `as_json`; options that a later version has added take their defaults."""
+        read: dict[str, Any] = {}
+        for name, value in values.items():
+            if name in OPTION_TYPES:
+                read[name] = Path(value) if OPTION_TYPES[name] is Path and value is not None else value
+        return TrainConfig(**read)
+
 
 _LEAST: dict[str, float] = {
     "ranks": 1, "steps": 1, "tokens_per_rank": 1, "hidden": 1, "layers": 1, "heads": 1, "kv_heads": 1,
-    "seed": 0,
+    "seed": 0, "checkpoint_every": 0, "keep_checkpoints": 1,
 }  # fmt: skip
 
 OPTION_TYPES: dict[str, Callable[[str], Any]] = {
     "ranks": int, "steps": int, "tokens_per_rank": int, "data": Path, "doc_scale": float, "hidden": int, "layers": int,
     "heads": int, "kv_heads": int, "dtype": str, "lr": float, "seed": int, "balance": str, "tolerance": float,
-    "timeout": float, "name": str, "runs_dir": Path,
+    "checkpoint_every": int, "keep_checkpoints": int, "timeout": float, "name": str, "runs_dir": Path,
 }  # fmt: skip
 """How the command line reads each field."""
 

@@ -9,6 +9,7 @@ token of a document has none.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import sysconfig
@@ -135,21 +136,26 @@ def pack_steps(lengths: list[int], tokens: int, seed: int) -> Iterator[list[Piec
 
 
 class Batches:
-    """The batches of one rank; `len()` is the number of steps."""
+    """The batches of one rank from step `start` on; `len()` is their number.
 
-    def __init__(self, corpus: Corpus, *, rank: int, ranks: int, tokens_per_rank: int, steps: int, seed: int) -> None:
+    What a step holds depends on the seed and on `ranks * tokens_per_rank`, not on either of the two alone.
+    """
+
+    def __init__(
+        self, corpus: Corpus, *, rank: int, ranks: int, tokens_per_rank: int, steps: int, seed: int, start: int = 0
+    ) -> None:
         self._corpus = corpus
         self._rank, self._ranks = rank, ranks
         self._tokens_per_rank = tokens_per_rank
-        self._steps, self._seed = steps, seed
+        self._start, self._steps, self._seed = start, steps, seed
 
     def __len__(self) -> int:
-        return self._steps
+        return max(0, self._steps - self._start)
 
     def __iter__(self) -> Iterator[Batch]:
         lengths = [len(document) for document in self._corpus.documents]
         packed = pack_steps(lengths, self._ranks * self._tokens_per_rank, self._seed)
-        for _, pieces in zip(range(self._steps), packed, strict=False):
+        for pieces in itertools.islice(packed, self._start, max(self._start, self._steps)):
             yield self._batch(pieces)
 
     def _batch(self, pieces: list[Piece]) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,15 +69,20 @@ def create_run_dir(config: TrainConfig) -> Path:
 class RunLog:
     """Writes the files of a run as it goes; without a folder (ranks other than 0) it only counts."""
 
-    def __init__(self, config: TrainConfig, run_dir: Path | None, corpus: Corpus) -> None:
+    def __init__(self, config: TrainConfig, run_dir: Path | None, corpus: Corpus, *, start: int = 0) -> None:
+        """A run that is resumed at step `start` keeps its metrics of the steps before."""
         self._config, self._run_dir, self._corpus = config, run_dir, corpus
+        self._start = start
         self._steps: list[StepMetrics] = []
         self._file: TextIO | None = None
 
     def __enter__(self) -> RunLog:
         if self._run_dir is not None:
-            _write_json(self._run_dir / "config.json", self._config.as_json())
-            self._file = open(self._run_dir / "metrics.jsonl", "w", encoding="utf-8")
+            _write(self._run_dir / "config.json", _json(self._config.as_json()))
+            path = self._run_dir / "metrics.jsonl"
+            self._steps = _steps_before(self._start, path)
+            _write(path, "".join(map(_line, self._steps)))
+            self._file = open(path, "a", encoding="utf-8")
         return self
 
     def __exit__(
@@ -88,7 +94,7 @@ class RunLog:
     def step(self, metrics: StepMetrics) -> None:
         self._steps.append(metrics)
         if self._file is not None:
-            self._file.write(json.dumps(asdict(metrics)) + "\n")
+            self._file.write(_line(metrics))
             self._file.flush()
 
     def finish(self, interrupted: bool) -> dict[str, Any]:
@@ -100,12 +106,15 @@ class RunLog:
             "files_skipped": self._corpus.num_skipped,
         }
         if self._run_dir is not None:
-            _write_json(self._run_dir / "summary.json", summary)
+            _write(self._run_dir / "summary.json", _json(summary))
         return summary
 
 
 def summarise(steps: list[StepMetrics]) -> dict[str, Any]:
-    """Means over the steps; the loss at the start and the end as the mean of up to five steps there."""
+    """Means over all steps of the run, those before a resume included.
+
+    The loss at the start and the end is the mean of up to five steps there.
+    """
     num_steps = len(steps)
     # The first step carries one-time costs; where there are others, the rate is theirs.
     timed = steps[1:] or steps
@@ -139,8 +148,32 @@ def describe(summary: dict[str, Any]) -> str:
         f"documents  {summary['documents']}, files skipped as they are not UTF-8 text: {summary['files_skipped']}",
         f"written to {summary['run']}",
     ]
+    if summary["interrupted"]:
+        lines.append(f"go on with: distca train --resume {summary['run']}")
     return "\n".join(lines)
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+def _steps_before(start: int, path: Path) -> list[StepMetrics]:
+    """What an earlier part of the run has recorded; a line that a kill has cut off is of a later step."""
+    if start == 0 or not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(StepMetrics(**json.loads(line)))
+    return [metrics for metrics in found if metrics.step < start]
+
+
+def _line(metrics: StepMetrics) -> str:
+    return json.dumps(asdict(metrics)) + "\n"
+
+
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _write(path: Path, content: str) -> None:
+    """All or nothing: a kill leaves the file as it was."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(content, encoding="utf-8")
+    new.replace(path)
