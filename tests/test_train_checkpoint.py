@@ -1,7 +1,5 @@
 """Checkpoints of `distca train`: resuming to the bit, kills while one is written, and what may change on the way."""
 
-import contextlib
-import gc
 import json
 import os
 import re
@@ -9,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,11 @@ from distca.train.checkpoint import FOLDER, whole_checkpoints
 from distca.train.cli import train_rank
 from distca.train.config import ConfigError, TrainConfig
 from distca.train.data import DataError
-from distca.train.metrics import create_run_dir
+from distca.train.metrics import StepResult, create_run_dir
 from distca.train.resume import find_run, resumed_config
-from distca.train.trainer import train, train_step
+from distca.train.step import train_step
+from distca.train.trainer import train
+from train_runs import one_rank
 
 SMALL = TrainConfig(steps=6, tokens_per_rank=96, hidden=32, layers=1, checkpoint_every=2)
 
@@ -57,17 +57,6 @@ def _back_to(run_dir: Path, step: int, *, source: Path) -> Path:
             shutil.rmtree(folder)
     (run_dir / "summary.json").unlink()
     return run_dir
-
-
-@contextlib.contextmanager
-def _one_rank() -> Iterator[None]:
-    """This process as the only rank, which starts at once."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        gc.collect()
-        dist.destroy_process_group()
 
 
 def _whole_and_resumed(whole: TrainConfig, runs: Path) -> None:
@@ -120,7 +109,7 @@ def test_resuming_on_more_ranks_with_the_same_tokens_a_step_gives_the_same_losse
 def test_only_the_last_checkpoints_are_kept(every: int, kept: list[int], data: Path, tmp_path: Path) -> None:
     config = replace(SMALL, data=data, runs_dir=tmp_path, checkpoint_every=every)
     run_dir = create_run_dir(config)
-    with _one_rank():
+    with one_rank():
         train(config, run_dir)
     assert list(whole_checkpoints(run_dir)) == kept
 
@@ -133,7 +122,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_that_names_it(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, _one_rank():
+    with monkeypatch.context() as patch, one_rank():
         patch.setattr(os, "fsync", full)
         with pytest.raises(distca.DistcaError, match="could not write the checkpoint .*step-00000002.*No space left"):
             train(replace(SMALL, data=data), run_dir)
@@ -169,7 +158,7 @@ def test_other_documents_than_the_run_had_are_refused(whole: Path, tmp_path: Pat
     (tmp_path / "data" / "other").write_text("other text " * 50)
     run_dir = _back_to(tmp_path / "run", 4, source=whole)
     config = resumed_config(run_dir, {"data": tmp_path / "data", "ranks": 1, "tokens_per_rank": 192})
-    with _one_rank(), pytest.raises(DataError, match="the documents are not those of the checkpoint"):
+    with one_rank(), pytest.raises(DataError, match="the documents are not those of the checkpoint"):
         train(config, run_dir)
 
 
@@ -214,7 +203,7 @@ def test_a_kill_while_a_checkpoint_is_written_loses_only_the_steps_since_the_las
     last = max(whole_checkpoints(run_dir))
     before = _losses(run_dir)[:last]
     config = resumed_config(run_dir, {"steps": last + 2, "ranks": 1, "tokens_per_rank": 192})
-    with _one_rank():
+    with one_rank():
         train(config, run_dir)
     assert len(_losses(run_dir)) == last + 2
     assert _losses(run_dir)[:last] == before
@@ -226,12 +215,11 @@ def test_the_command_goes_on_where_an_interrupt_has_stopped_it(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def in_this_process(fn: Callable[..., dict], *args: Any, ranks: int) -> list[dict]:
-        with _one_rank():
+        with one_rank():
             return [fn(*args)]
 
-    def step_with_interrupt(*args: Any) -> tuple[float, bool]:
-        loss, _ = train_step(*args)
-        return loss, True
+    def step_with_interrupt(*args: Any) -> StepResult:
+        return replace(train_step(*args), interrupted=True)
 
     monkeypatch.setattr("distca.train.cli.launch", in_this_process)
     monkeypatch.setattr("distca.train.cli.signal.signal", lambda *_: None)

@@ -30,14 +30,16 @@ def add_command(commands: Any) -> None:
         "ranks. Starts its own ranks on this machine, or runs as one rank under torchrun.",
     )
     for option in fields(TrainConfig):
-        default = "" if option.default is None else f" (default: {option.default})"
-        command.add_argument(
-            option_name(option.name),
-            type=OPTION_TYPES[option.name],
-            choices=option.metadata["choices"],
-            default=argparse.SUPPRESS,  # options that were not given: a resumed run keeps its own
-            help=option.metadata["help"] + default,
-        )
+        default = "" if option.default in (None, False) else f" (default: {option.default})"
+        about: dict[str, Any] = {
+            "default": argparse.SUPPRESS,  # what was not given is not there: a resumed run keeps its own
+            "help": option.metadata["help"] + default,
+        }
+        if OPTION_TYPES[option.name] is bool:
+            about["action"] = argparse.BooleanOptionalAction
+        else:
+            about |= {"type": OPTION_TYPES[option.name], "choices": option.metadata["choices"]}
+        command.add_argument(option_name(option.name), **about)
     command.add_argument(
         "--resume",
         metavar="RUN|latest",

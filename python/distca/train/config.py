@@ -60,6 +60,13 @@ class TrainConfig:
     tolerance: float = field(
         default=0.05, metadata=_about("allowed excess of the largest attention load over the mean")
     )
+    compare: bool = field(
+        default=False, metadata=_about("take each step with and without balance on the same batch, and compare times")
+    )
+    fsdp: bool = field(
+        default=False, metadata=_about("shard weights, gradients and optimizer over the ranks, layer by layer (FSDP2)")
+    )
+    compile: bool = field(default=False, metadata=_about("compile each layer with torch.compile"))
     checkpoint_every: int = field(
         default=0,
         metadata=_about("steps between checkpoints; 0: one at the end, or where the run is interrupted"),
@@ -88,6 +95,8 @@ class TrainConfig:
             _fail(self, "kv_heads", f"a divisor of --heads ({self.heads})")
         if self.hidden % self.heads or self.head_dim % 8 or self.head_dim > 256:
             _fail(self, "hidden", f"--heads ({self.heads}) times a head size that is a multiple of 8 and at most 256")
+        if self.compare and self.balance == "off":
+            _fail(self, "balance", "left out with --compare, which takes every step with both")
         if not self.name or self.name in (".", "..") or "/" in self.name or "\0" in self.name:
             _fail(self, "name", "the name of a folder, without '/'")
 
@@ -137,6 +146,7 @@ _LEAST: dict[str, float] = {
 OPTION_TYPES: dict[str, Callable[[str], Any]] = {
     "ranks": int, "steps": int, "tokens_per_rank": int, "data": Path, "doc_scale": float, "hidden": int, "layers": int,
     "heads": int, "kv_heads": int, "dtype": str, "lr": float, "seed": int, "balance": str, "tolerance": float,
+    "compare": bool, "fsdp": bool, "compile": bool,
     "checkpoint_every": int, "keep_checkpoints": int, "timeout": float, "name": str, "runs_dir": Path,
 }  # fmt: skip
 """How the command line reads each field."""

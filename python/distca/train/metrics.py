@@ -4,16 +4,58 @@ from __future__ import annotations
 
 import contextlib
 import json
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from distca.planning import Plan
+from distca.planning import Layout, Plans
 from distca.train.config import ConfigError, TrainConfig
 from distca.train.data import Corpus
 
 _ENDS = 5  # steps at either end over which the loss is averaged
+
+
+@dataclass(frozen=True)
+class AttentionLoads:
+    """The attention of one step, all layers added up: load of each rank in units of the cost model, and traffic."""
+
+    before: list[int]  # every row computed at home
+    after: list[int]  # as planned
+    bytes: int  # moved between ranks, forward and backward
+    plan_ms: float  # planning the step on one rank
+
+    @staticmethod
+    def of(plans: Plans, windows: Sequence[int | None]) -> AttentionLoads:
+        """`windows`: of each layer."""
+        stats = [plans.for_window(window).stats for window in windows]
+        return AttentionLoads(
+            before=[sum(loads) for loads in zip(*(layer.load_before for layer in stats), strict=True)],
+            after=[sum(loads) for loads in zip(*(layer.load for layer in stats), strict=True)],
+            bytes=sum(sum(layer.bytes.values()) for layer in stats),
+            plan_ms=sum(plan.stats.plan_ms for plan in plans.values()),
+        )
+
+
+@dataclass(frozen=True)
+class Unbalanced:
+    """The same step with every row computed at home, beside the balanced one."""
+
+    seconds: float
+    loss_difference: float  # relative
+    gradient_difference: float  # of the gradient's norm, relative
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a rank knows after a step."""
+
+    loss: float  # mean over all targets of all ranks
+    interrupted: bool  # whether any rank was asked to stop
+    seconds: float  # on this rank, since the end of the step before
+    unbalanced: Unbalanced | None = None
 
 
 @dataclass(frozen=True)
@@ -28,20 +70,31 @@ class StepMetrics:
     imbalance_after: float  # the same, as planned
     bytes: int  # moved between ranks, forward and backward, all layers
     plan_ms: float  # planning one step on one rank
+    unbalanced: Unbalanced | None = None  # where the run compares
 
     @staticmethod
-    def of(step: int, loss: float, seconds: float, plan: Plan, *, layers: int) -> StepMetrics:
-        stats, layout = plan.stats, plan.layout
+    def of(step: int, result: StepResult, layout: Layout, loads: AttentionLoads) -> StepMetrics:
         return StepMetrics(
             step=step,
-            loss=loss,
+            loss=result.loss,
             tokens=sum(layout.num_rows(rank) for rank in range(layout.num_ranks)),
-            seconds=seconds,
-            imbalance_before=stats.imbalance_before,
-            imbalance_after=stats.imbalance_after,
-            bytes=layers * sum(stats.bytes.values()),
-            plan_ms=stats.plan_ms,
+            seconds=result.seconds,
+            imbalance_before=_imbalance(loads.before),
+            imbalance_after=_imbalance(loads.after),
+            bytes=loads.bytes,
+            plan_ms=loads.plan_ms,
+            unbalanced=result.unbalanced,
         )
+
+    @staticmethod
+    def from_json(line: str) -> StepMetrics:
+        values = json.loads(line)
+        if "unbalanced" in values:
+            values["unbalanced"] = Unbalanced(**values["unbalanced"])
+        return StepMetrics(**values)
+
+    def to_json(self) -> str:
+        return json.dumps({name: value for name, value in asdict(self).items() if value is not None})
 
     def line(self) -> str:
         """For the progress bar."""
@@ -81,7 +134,7 @@ class RunLog:
             _write(self._run_dir / "config.json", _json(self._config.as_json()))
             path = self._run_dir / "metrics.jsonl"
             self._steps = _steps_before(self._start, path)
-            _write(path, "".join(map(_line, self._steps)))
+            _write(path, "".join(metrics.to_json() + "\n" for metrics in self._steps))
             self._file = open(path, "a", encoding="utf-8")
         return self
 
@@ -94,7 +147,7 @@ class RunLog:
     def step(self, metrics: StepMetrics) -> None:
         self._steps.append(metrics)
         if self._file is not None:
-            self._file.write(_line(metrics))
+            self._file.write(metrics.to_json() + "\n")
             self._file.flush()
 
     def finish(self, interrupted: bool) -> dict[str, Any]:
@@ -120,7 +173,7 @@ def summarise(steps: list[StepMetrics]) -> dict[str, Any]:
     timed = steps[1:] or steps
     loss_first = sum(step.loss for step in steps[:_ENDS]) / len(steps[:_ENDS])
     loss_last = sum(step.loss for step in steps[-_ENDS:]) / len(steps[-_ENDS:])
-    return {
+    summary: dict[str, Any] = {
         "steps": num_steps,
         "loss_first": loss_first,
         "loss_last": loss_last,
@@ -132,6 +185,22 @@ def summarise(steps: list[StepMetrics]) -> dict[str, Any]:
         "bytes_per_step": sum(step.bytes for step in steps) / num_steps,
         "plan_ms": sum(step.plan_ms for step in steps) / num_steps,
     }
+    compared = [(step.seconds, step.unbalanced) for step in timed if step.unbalanced is not None]
+    if compared:
+        summary["compare"] = {
+            "steps": len(compared),
+            "seconds_balanced": statistics.median(seconds for seconds, _ in compared),
+            "seconds_unbalanced": statistics.median(other.seconds for _, other in compared),
+            "ratio": statistics.median(seconds / other.seconds for seconds, other in compared),
+            "loss_difference": max(other.loss_difference for _, other in compared),
+            "gradient_difference": max(other.gradient_difference for _, other in compared),
+        }
+    return summary
+
+
+def _imbalance(loads: list[int]) -> float:
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else 1.0
 
 
 def describe(summary: dict[str, Any]) -> str:
@@ -146,8 +215,15 @@ def describe(summary: dict[str, Any]) -> str:
         f"imbalance  {before:.2f} -> {after:.2f} (largest attention load over the mean)",
         f"moved      {summary['bytes_per_step'] / 1e6:.1f} MB a step, planned in {summary['plan_ms']:.2f} ms",
         f"documents  {summary['documents']}, files skipped as they are not UTF-8 text: {summary['files_skipped']}",
-        f"written to {summary['run']}",
     ]
+    if (compare := summary.get("compare")) is not None:
+        lines += [
+            f"step time  {compare['seconds_balanced']:.3f} s balanced, {compare['seconds_unbalanced']:.3f} s not "
+            f"(medians of {compare['steps']} pairs), ratio {compare['ratio']:.3f} (median of the pairs' ratios)",
+            f"           the same loss to {compare['loss_difference']:.1e}, the same gradient norm to "
+            f"{compare['gradient_difference']:.1e} (largest relative differences)",
+        ]
+    lines.append(f"written to {summary['run']}")
     if summary["interrupted"]:
         lines.append(f"go on with: distca train --resume {summary['run']}")
     return "\n".join(lines)
@@ -160,12 +236,8 @@ def _steps_before(start: int, path: Path) -> list[StepMetrics]:
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
-            found.append(StepMetrics(**json.loads(line)))
+            found.append(StepMetrics.from_json(line))
     return [metrics for metrics in found if metrics.step < start]
-
-
-def _line(metrics: StepMetrics) -> str:
-    return json.dumps(asdict(metrics)) + "\n"
 
 
 def _json(content: dict[str, Any]) -> str:
