@@ -19,7 +19,7 @@ from distca.cli import main
 from distca.train.cli import train_rank
 from distca.train.config import ConfigError, TrainConfig
 from distca.train.data import NO_TARGET, Batches, Corpus, DataError, pack_steps, read_corpus
-from distca.train.metrics import create_run_dir
+from distca.train.log import create_run_dir
 from distca.train.trainer import learning_rate_factor
 
 # ---- data ----

@@ -1,5 +1,6 @@
 """Options of `distca train`: comparison, FSDP and compilation on two ranks, each against the plain run."""
 
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -7,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import distca
 from distca.train.config import ConfigError, TrainConfig
-from distca.train.metrics import create_run_dir, describe
+from distca.train.log import create_run_dir
+from distca.train.metrics import describe
 from distca.train.trainer import train
 from train_runs import one_rank
 
@@ -96,3 +99,41 @@ def test_a_comparison_puts_step_times_side_by_side_and_shows_that_the_steps_are_
 def test_a_comparison_takes_no_balance() -> None:
     with pytest.raises(ConfigError, match="--balance is off, must be left out with --compare"):
         TrainConfig(compare=True, balance="off")
+
+
+# ---- what a run leaves ----
+
+
+def test_a_run_leaves_a_report_with_a_picture_of_the_loads_and_events(runs: Path) -> None:
+    report = (runs / "compare" / "report.md").read_text()
+    for part in (
+        "| `--compare` | True |",
+        "after 3 of 3 steps on 2 ranks",
+        "| ratio (median of the pairs) |",
+        "plan.png",
+    ):
+        assert part in report
+    assert "ratio (median" not in (runs / "plain" / "report.md").read_text()
+    assert (runs / "plain" / "plan.png").read_bytes().startswith(b"\x89PNG")
+    events = EventAccumulator(str(runs / "compare" / "tensorboard")).Reload()
+    losses = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert losses == [(step, pytest.approx(loss)) for step, loss in enumerate(_losses(runs / "compare"))]
+    assert {"imbalance/before", "imbalance/after", "seconds/balanced", "seconds/unbalanced"} <= {
+        *events.Tags()["scalars"]
+    }
+
+
+def test_without_matplotlib_and_tensorboard_a_run_says_what_is_missing(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    missing = ("matplotlib", "tensorboard")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
+    config = replace(SMALL, ranks=1, data=data, runs_dir=tmp_path)
+    run_dir = create_run_dir(config)
+    with one_rank():
+        summary = train(config, run_dir)
+    assert [path.name for path in run_dir.iterdir() if path.name in ("plan.png", "tensorboard")] == []
+    assert "plan.png" not in (run_dir / "report.md").read_text().partition("Note")[0]
+    assert "no plan.png: the package matplotlib is not installed" in describe(summary)
+    assert "no TensorBoard events: the package tensorboard is not installed" in (run_dir / "report.md").read_text()

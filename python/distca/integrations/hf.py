@@ -210,7 +210,7 @@ def _check_mask(mask: DeferredMask | torch.Tensor | None, sliding_window: int | 
 
 def _check_position_ids(module: torch.nn.Module, position_ids: Any, plan: Plan) -> None:
     """Checked once a forward, in the first layer; positions of several axes ([3, 1, T]) are left to the model."""
-    if getattr(module, "layer_idx", 0) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or getattr(module, "layer_idx", 0) != 0:
         return
     if not isinstance(position_ids, torch.Tensor) or position_ids.dim() > 2:
         return

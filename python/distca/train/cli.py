@@ -17,7 +17,8 @@ from distca.errors import DistcaError
 from distca.launch import exit_now, launch, leave_process_group
 from distca.train.config import OPTION_TYPES, ConfigError, TrainConfig, option_name
 from distca.train.data import read_corpus
-from distca.train.metrics import create_run_dir, describe
+from distca.train.log import create_run_dir
+from distca.train.metrics import describe
 from distca.train.resume import find_run, resumed_config
 
 

@@ -1,19 +1,14 @@
-"""What a run records: one line of `metrics.jsonl` a step, `config.json`, and the summary at its end."""
+"""The figures of a run: of each step, and their summary."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from distca.planning import Layout, Plans
-from distca.train.config import ConfigError, TrainConfig
-from distca.train.data import Corpus
 
 _ENDS = 5  # steps at either end over which the loss is averaged
 
@@ -96,6 +91,21 @@ class StepMetrics:
     def to_json(self) -> str:
         return json.dumps({name: value for name, value in asdict(self).items() if value is not None})
 
+    def scalars(self) -> dict[str, float]:
+        """For TensorBoard."""
+        scalars = {
+            "loss": self.loss,
+            "tokens per second": self.tokens / self.seconds,
+            "imbalance/before": self.imbalance_before,
+            "imbalance/after": self.imbalance_after,
+            "bytes moved": self.bytes,
+            "plan ms": self.plan_ms,
+            "seconds/balanced" if self.unbalanced else "seconds/step": self.seconds,
+        }
+        if self.unbalanced is not None:
+            scalars["seconds/unbalanced"] = self.unbalanced.seconds
+        return scalars
+
     def line(self) -> str:
         """For the progress bar."""
         return (
@@ -103,64 +113,6 @@ class StepMetrics:
             f"imbalance {self.imbalance_before:.2f} -> {self.imbalance_after:.2f}, "
             f"{self.bytes / 1e6:.1f} MB moved, plan {self.plan_ms:.2f} ms"
         )
-
-
-def create_run_dir(config: TrainConfig) -> Path:
-    """A new folder for the run: its name, or the name and the first free number from 2 on."""
-    number = 1
-    while True:
-        run_dir = config.runs_dir / (config.name if number == 1 else f"{config.name}-{number}")
-        try:
-            run_dir.mkdir(parents=True)
-            return run_dir
-        except FileExistsError:
-            number += 1
-        except OSError as error:
-            raise ConfigError(f"--runs-dir is {config.runs_dir}, where no folder can be made: {error}") from error
-
-
-class RunLog:
-    """Writes the files of a run as it goes; without a folder (ranks other than 0) it only counts."""
-
-    def __init__(self, config: TrainConfig, run_dir: Path | None, corpus: Corpus, *, start: int = 0) -> None:
-        """A run that is resumed at step `start` keeps its metrics of the steps before."""
-        self._config, self._run_dir, self._corpus = config, run_dir, corpus
-        self._start = start
-        self._steps: list[StepMetrics] = []
-        self._file: TextIO | None = None
-
-    def __enter__(self) -> RunLog:
-        if self._run_dir is not None:
-            _write(self._run_dir / "config.json", _json(self._config.as_json()))
-            path = self._run_dir / "metrics.jsonl"
-            self._steps = _steps_before(self._start, path)
-            _write(path, "".join(metrics.to_json() + "\n" for metrics in self._steps))
-            self._file = open(path, "a", encoding="utf-8")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def step(self, metrics: StepMetrics) -> None:
-        self._steps.append(metrics)
-        if self._file is not None:
-            self._file.write(metrics.to_json() + "\n")
-            self._file.flush()
-
-    def finish(self, interrupted: bool) -> dict[str, Any]:
-        summary = {
-            "run": str(self._run_dir),
-            "interrupted": interrupted,
-            **summarise(self._steps),
-            "documents": len(self._corpus.documents),
-            "files_skipped": self._corpus.num_skipped,
-        }
-        if self._run_dir is not None:
-            _write(self._run_dir / "summary.json", _json(summary))
-        return summary
 
 
 def summarise(steps: list[StepMetrics]) -> dict[str, Any]:
@@ -224,28 +176,7 @@ def describe(summary: dict[str, Any]) -> str:
             f"{compare['gradient_difference']:.1e} (largest relative differences)",
         ]
     lines.append(f"written to {summary['run']}")
+    lines += [f"note       {note}" for note in summary["notes"]]
     if summary["interrupted"]:
         lines.append(f"go on with: distca train --resume {summary['run']}")
     return "\n".join(lines)
-
-
-def _steps_before(start: int, path: Path) -> list[StepMetrics]:
-    """What an earlier part of the run has recorded; a line that a kill has cut off is of a later step."""
-    if start == 0 or not path.exists():
-        return []
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            found.append(StepMetrics.from_json(line))
-    return [metrics for metrics in found if metrics.step < start]
-
-
-def _json(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=2) + "\n"
-
-
-def _write(path: Path, content: str) -> None:
-    """All or nothing: a kill leaves the file as it was."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(content, encoding="utf-8")
-    new.replace(path)

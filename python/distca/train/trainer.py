@@ -28,7 +28,8 @@ from distca.planning import Plans
 from distca.train.checkpoint import Checkpoints, RunState, Trained, whole_checkpoints
 from distca.train.config import TrainConfig
 from distca.train.data import Batch, Batches, Corpus, DataError, read_corpus
-from distca.train.metrics import AttentionLoads, RunLog, StepMetrics
+from distca.train.log import RunLog
+from distca.train.metrics import AttentionLoads, StepMetrics
 from distca.train.model import build_model, heads_of, windows_of, wrap
 from distca.train.step import compared_step, train_step
 
@@ -76,8 +77,9 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
             else:  # who goes first alternates, so that neither gains by it
                 balanced_first = step % 2 == 0
                 result = compared_step(trained, batch, plans, unbalanced, stop.requested, since, balanced_first)
-            metrics = StepMetrics.of(step, result, plans.layout, AttentionLoads.of(plans, windows))
-            log.step(metrics)
+            loads = AttentionLoads.of(plans, windows)
+            metrics = StepMetrics.of(step, result, plans.layout, loads)
+            log.step(metrics, loads)
             bar.set_postfix_str(metrics.line(), refresh=False)
             bar.update()
             if not math.isfinite(result.loss):
