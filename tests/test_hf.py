@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 import distca
 import distca.integrations.hf
 from distca.train.data import NO_TARGET, Batch
-from distca.train.trainer import sum_of_losses
+from distca.train.step import sum_of_losses
 
 HEADS = distca.Heads(q=4, kv=2, dim=8)
 VOCABULARY = 61

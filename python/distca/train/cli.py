@@ -26,9 +26,9 @@ def add_command(commands: Any) -> None:
     """Adds `train` to the parser of the command line."""
     command = commands.add_parser(
         "train",
-        help="train a tiny Llama with balanced attention",
-        description="Trains a tiny Llama on documents of very different lengths, their attention balanced over the "
-        "ranks. Starts its own ranks on this machine, or runs as one rank under torchrun.",
+        help="train a language model with balanced attention",
+        description="Trains a language model, by default a tiny Llama, on documents of very different lengths, their "
+        "attention balanced over the ranks. Starts its own ranks on this machine, or runs as one rank under torchrun.",
     )
     for option in fields(TrainConfig):
         default = "" if option.default in (None, False) else f" (default: {option.default})"
@@ -61,10 +61,20 @@ def run(options: argparse.Namespace) -> int:
         run_dir = find_run(options.resume, given.get("runs_dir", TrainConfig.runs_dir))
         config = resumed_config(run_dir, given)
     _check_packages()
-    read_corpus(config.data, config.kept_fraction)  # mistakes in the data are found before anything is started
+    _check_inputs(config)
     if _under_torchrun():
         return _train_as_rank(config, run_dir, options.debug)
     return _train_with_own_ranks(config, run_dir)
+
+
+def _check_inputs(config: TrainConfig) -> None:
+    """Mistakes in data, model and tokenizer are found before anything is started."""
+    read_corpus(config.data, config.kept_fraction)
+    if config.model is not None or config.tokenizer is not None:
+        from distca.train.model import model_config
+        from distca.train.tokens import BYTES, Tokenizer
+
+        model_config(config, BYTES if config.tokenizer is None else Tokenizer(config.tokenizer).vocabulary)
 
 
 def _under_torchrun() -> bool:

@@ -78,7 +78,7 @@ class RunLog:
             "interrupted": interrupted,
             **summarise(self._steps),
             "documents": len(self._corpus.documents),
-            "files_skipped": self._corpus.num_skipped,
+            f"{self._corpus.unit}_skipped": self._corpus.num_skipped,
             "notes": missing_packages(),
         }
         if self._run_dir is not None:

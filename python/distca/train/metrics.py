@@ -155,6 +155,12 @@ def _imbalance(loads: list[int]) -> float:
     return max(loads) * len(loads) / total if total else 1.0
 
 
+def _skipped(summary: dict[str, Any]) -> str:
+    if "lines_skipped" in summary:
+        return f"lines skipped as they are no JSON objects with a text: {summary['lines_skipped']}"
+    return f"files skipped as they are not UTF-8 text: {summary['files_skipped']}"
+
+
 def describe(summary: dict[str, Any]) -> str:
     """The summary for people."""
     how = "stopped" if summary["interrupted"] else "finished"
@@ -166,7 +172,7 @@ def describe(summary: dict[str, Any]) -> str:
         f"(means of the first and last {_ENDS} steps)",
         f"imbalance  {before:.2f} -> {after:.2f} (largest attention load over the mean)",
         f"moved      {summary['bytes_per_step'] / 1e6:.1f} MB a step, planned in {summary['plan_ms']:.2f} ms",
-        f"documents  {summary['documents']}, files skipped as they are not UTF-8 text: {summary['files_skipped']}",
+        f"documents  {summary['documents']}, {_skipped(summary)}",
     ]
     if (compare := summary.get("compare")) is not None:
         lines += [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distca.train.checkpoint import whole_checkpoints
-from distca.train.config import ConfigError, TrainConfig, option_name
+from distca.train.config import TINY, ConfigError, TrainConfig, option_name
 
 LATEST = "latest"
 
@@ -42,7 +42,7 @@ def resumed_config(run_dir: Path, given: dict[str, Any]) -> TrainConfig:
     if "name" in given:
         raise ConfigError(f"--name is {given['name']}, but a resumed run goes on in its folder: leave it out")
     for option in fields(TrainConfig):
-        before = getattr(saved, option.name)
+        before = saved.tiny(option.name) if saved.model is None and option.name in TINY else getattr(saved, option.name)
         if option.metadata["fixed"] and given.get(option.name, before) != before:
             raise ConfigError(
                 f"{option_name(option.name)} is {given[option.name]}, the run {run_dir} has {before}: "

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from distca.errors import DistcaError
-from distca.planning import Plans
+from distca.planning import Plan, Plans
 from distca.train.checkpoint import Trained
 from distca.train.data import Batch
 from distca.train.metrics import StepResult, Unbalanced
@@ -73,10 +73,10 @@ def forward_backward(trained: Trained, batch: Batch, plans: Plans) -> torch.Tens
     return loss_sum
 
 
-def sum_of_losses(model: torch.nn.Module, batch: Batch, plans: Plans) -> torch.Tensor:
+def sum_of_losses(model: torch.nn.Module, batch: Batch, plan: Plan | Plans) -> torch.Tensor:
     """Cross entropy summed over the targets of this rank, fp32; zero (with gradients of zero) where it has none."""
-    positions = plans.layout.position_ids(plans.rank).unsqueeze(0)
-    logits = model(input_ids=batch.input_ids, position_ids=positions, use_cache=False, plan=plans).logits
+    positions = plan.layout.position_ids(plan.rank).unsqueeze(0)
+    logits = model(input_ids=batch.input_ids, position_ids=positions, use_cache=False, plan=plan).logits
     return F.cross_entropy(logits[0].float(), batch.labels[0], reduction="sum")
 
 

@@ -30,8 +30,9 @@ from distca.train.config import TrainConfig
 from distca.train.data import Batch, Batches, Corpus, DataError, read_corpus
 from distca.train.log import RunLog
 from distca.train.metrics import AttentionLoads, StepMetrics
-from distca.train.model import build_model, heads_of, windows_of, wrap
+from distca.train.model import build_model, check_positions, heads_of, windows_of, wrap
 from distca.train.step import compared_step, train_step
+from distca.train.tokens import BYTES, Tokenizer
 
 WARMUP_STEPS = 5
 _SAME_SIGNAL_SECONDS = 0.5  # torchrun repeats the terminal's Ctrl-C
@@ -44,10 +45,12 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
     the run goes on from the last one. It ends early, after a whole step, when any rank receives SIGINT or SIGTERM.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    corpus = read_corpus(config.data, config.kept_fraction)
+    tokenizer = Tokenizer(config.tokenizer) if config.tokenizer is not None else None
+    corpus = read_corpus(config.data, config.kept_fraction, tokenizer)
     _check_same_corpus(corpus)
-    model = build_model(config)
+    model = build_model(config, BYTES if tokenizer is None else tokenizer.vocabulary)
     shape = model.config.get_text_config()
+    check_positions(shape, config, max(map(len, corpus.documents)))
     heads, windows = heads_of(shape, config.torch_dtype), windows_of(shape)
     trained = _start_of_training(wrap(model, config), config)
     run_dir, last = _agree_on_run(run_dir)
