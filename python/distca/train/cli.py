@@ -31,7 +31,7 @@ def add_command(commands: Any) -> None:
         "attention balanced over the ranks. Starts its own ranks on this machine, or runs as one rank under torchrun.",
     )
     for option in fields(TrainConfig):
-        default = "" if option.default in (None, False) else f" (default: {option.default})"
+        default = "" if option.default is None or option.default is False else f" (default: {option.default})"
         about: dict[str, Any] = {
             "default": argparse.SUPPRESS,  # what was not given is not there: a resumed run keeps its own
             "help": option.metadata["help"] + default,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -44,6 +45,8 @@ def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
 
     Weights are random unless `--model` names a checkpoint.
     """
+    if dist.get_rank() != 0:
+        transformers.logging.disable_progress_bar()
     torch.manual_seed(config.seed)
     shape, checkpoint = model_config(config, vocabulary)
     model: PreTrainedModel
