@@ -5,12 +5,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ConstantLR
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import distca
 import distca.integrations.hf
+from distca.train.checkpoint import Trained
 from distca.train.data import NO_TARGET, Batch
-from distca.train.step import sum_of_losses
+from distca.train.step import train_step
 
 HEADS = distca.Heads(q=4, kv=2, dim=8)
 VOCABULARY = 61
@@ -85,14 +87,13 @@ def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _loss_and_gradients(name: str) -> tuple[float, dict[str, torch.Tensor]]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    batch = _batch(name, rank)
+    batch = _batch(name, dist.get_rank())
     model = DistributedDataParallel(_model("distca"))
-    loss = sum_of_losses(model, batch, distca.plan(batch.layout, HEADS, tolerance=0.01, min_rows=1))
-    (loss * (ranks / batch.num_targets)).backward()
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    return total.item() / batch.num_targets, _gradients(model.module)
+    plan = distca.plan(batch.layout, HEADS, tolerance=0.01, min_rows=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the gradients are looked at after the step
+    trained = Trained(model, optimizer, ConstantLR(optimizer))
+    result = train_step(trained, batch, plan, stop=False, since=0.0)
+    return result.loss, _gradients(model.module)
 
 
 def _error_without_a_plan() -> str:
@@ -252,7 +253,7 @@ def test_dropout_in_training_is_refused() -> None:
         _model("distca", attention_dropout=0.1)(IDS, position_ids=POSITIONS, plan=_plan())
 
 
-def test_a_sliding_window_is_refused_only_where_a_document_is_longer(one_rank) -> None:
+def test_a_plan_of_another_window_is_refused_only_where_a_document_shows_the_difference(one_rank) -> None:
     def logits(window: int | None) -> torch.Tensor:
         torch.manual_seed(7)
         config = MistralConfig(
@@ -269,7 +270,10 @@ def test_a_sliding_window_is_refused_only_where_a_document_is_longer(one_rank) -
         return MistralForCausalLM(config)(IDS, position_ids=POSITIONS, use_cache=False, plan=_plan()).logits
 
     assert torch.equal(logits(5), logits(None))
-    with pytest.raises(distca.InvalidArgumentError, match="sliding window of 4 is not supported yet"):
+    with pytest.raises(
+        distca.InvalidArgumentError,
+        match=r"sliding window of 4, the plan one of None: pass plan=distca.plan\(layout, heads, window=4\)",
+    ):
         logits(4)
 
 
@@ -285,7 +289,7 @@ def _mask_request(**options: object) -> dict[str, object]:
     [
         ({"use_vmap": True}, "a mask of its own"),
         ({"mask_function": lambda batch, head, q, kv: (kv <= q) | (kv // 4 == q // 4)}, "not causal"),
-        ({"local_size": 4}, "chunks or windows of 4"),
+        ({"local_size": 4}, "chunks of 4"),
     ],
 )
 def test_masks_that_models_lay_over_the_causal_one_are_refused(options: dict, message: str) -> None:

@@ -153,7 +153,7 @@ def test_a_mistake_ends_the_command_with_one_line_and_code_2(
     code = main(["train", "--data", str(tmp_path / "missing"), "--runs-dir", str(runs)])
     err = capsys.readouterr().err
     assert (code, err.count("\n"), runs.exists()) == (2, 1, False)
-    assert err.startswith("distca: error: data folder") and "does not exist" in err
+    assert err.startswith("distca train: error: data folder") and "does not exist" in err
     assert main(["train", "--data", str(tmp_path / "missing"), "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
 
@@ -293,7 +293,7 @@ def test_an_interrupt_ends_all_ranks_after_a_whole_step_with_the_summary(
         _wait_for_first_step(tmp_path, process)
         ranks = _ranks_of(process)
         process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=150)
     assert (process.returncode, sorted(ranks)) == (130, ["distca-rank-0", "distca-rank-1"]), err
     summary = _summary(tmp_path)
     assert summary["interrupted"] and summary["steps"] == len(_metrics(tmp_path)) < 100000
@@ -307,9 +307,9 @@ def test_a_rank_that_is_killed_ends_the_run_with_an_error_that_names_it(data: Pa
         _wait_for_first_step(tmp_path, process)
         ranks = _ranks_of(process)
         os.kill(ranks["distca-rank-1"], signal.SIGKILL)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=150)
     assert process.returncode == 1
-    assert err.splitlines()[-1] == "distca: error: rank 1 of 2 was killed by signal SIGKILL"
+    assert err.splitlines()[-1] == "distca train: error: rank 1 of 2 was killed by signal SIGKILL"
     assert "Traceback" not in err
     _assert_gone(ranks)
 

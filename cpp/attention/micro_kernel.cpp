@@ -306,11 +306,8 @@ void softmax_step(int64_t rows, VisibleKeys visible, float scale, float* scores,
   for (int64_t i = 0; i < rows; ++i, scores += kScoreColumns, out += out_columns) {
     const KeyRange seen = visible_to(visible, i);
     Floats block_max = broadcast(-kInfinity);
-    for (int32_t j = 0; j < seen.end; j += kWidth) {
-      const Floats score = in_range(lanes, j, seen) ? load(scores + j) * scale : broadcast(-kInfinity);
-      store(scores + j, score);
-      block_max = larger(block_max, score);
-    }
+    for (int32_t j = 0; j < seen.end; j += kWidth)
+      block_max = larger(block_max, in_range(lanes, j, seen) ? load(scores + j) * scale : broadcast(-kInfinity));
     const float old_max = row_max[i];
     const float found = largest_lane(block_max);
     const float new_max = found > old_max ? found : old_max;
@@ -320,7 +317,9 @@ void softmax_step(int64_t rows, VisibleKeys visible, float scale, float* scores,
     for (int32_t j = 0; j < kScoreColumns; j += kWidth) {
       Floats p{};
       if (j < seen.end) {
-        p = exponential(load(scores + j) - base);
+        // Fused: a rounded scale * score would be off by as much as all else together.
+        const Floats exponent = fused(load(scores + j), broadcast(scale), broadcast(-base));
+        p = in_range(lanes, j, seen) ? exponential(exponent) : Floats{};
         sum = sum + p;
       }
       store(scores + j, p);
@@ -351,7 +350,7 @@ void softmax_gradient(int64_t rows, VisibleKeys visible, float scale, const floa
       Floats ds{};
       if (j < range.end) {
         const Ints seen = in_range(lanes, j, range);
-        p = seen ? exponential(load(scores + j) * scale - lse[i]) : Floats{};
+        p = seen ? exponential(fused(load(scores + j), broadcast(scale), broadcast(-lse[i]))) : Floats{};
         ds = seen ? p * (load(dprobs + j) - delta[i]) : Floats{};
       }
       store(scores + j, p);

@@ -50,8 +50,11 @@ plan::SliceView Context::accept(std::span<const int64_t> plan_words, const HeadS
           num_ranks());
   require(h.rank == rank(), "plan is the slice of rank ", h.rank, ", this is rank ", rank(), " of context \"",
           options_.name, "\"; use plan.for_rank(", rank(), ")");
-  require(slice.heads() == heads, "plan was made for ", describe(slice.heads()), "; the tensors have ",
-          describe(heads));
+  // Not a require: the texts would be made, and allocate, at every call.
+  if (slice.heads() != heads) {
+    throw InvalidArgumentError(
+        message("plan was made for ", describe(slice.heads()), "; the tensors have ", describe(heads)));
+  }
   require(h.num_rows == num_rows, "plan is of another layout: it has ", h.num_rows, " rows on rank ", h.rank,
           ", the tensors have ", num_rows);
   require(static_cast<uint64_t>(h.cost_digest) == options_.cost_digest, "plan was made with another cost model than ",

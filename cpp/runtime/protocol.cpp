@@ -82,9 +82,10 @@ void Protocol::put(int64_t peer, int64_t target, int64_t dst_row_stride, int64_t
                    const RowExtent& extent) {
   // The transport checks against the heap; a slot is only a part of it.
   const int64_t bytes = (extent.num_rows - 1) * dst_row_stride + extent.num_heads * dst_head_stride;
-  require<PlanFormatError>(target >= 0 && target <= arena_bytes_ && bytes <= arena_bytes_ - target, where(),
-                           ": a put of ", bytes, " bytes at offset ", target, " does not fit into rank ", peer,
-                           "'s arena of ", arena_bytes_, " bytes");
+  if (target < 0 || target > arena_bytes_ || bytes > arena_bytes_ - target) {  // where() allocates
+    throw PlanFormatError(message(where(), ": a put of ", bytes, " bytes at offset ", target,
+                                  " does not fit into rank ", peer, "'s arena of ", arena_bytes_, " bytes"));
+  }
   transport_->put(static_cast<int>(peer), slot() * arena_bytes_ + target, dst_row_stride, dst_head_stride, source,
                   extent);
 }
@@ -116,6 +117,7 @@ void Protocol::watch() {
   if (const auto gone = transport_->departed(static_cast<int>(waiting_.peer))) {
     // It may have sent what we wait for before it left.
     if (transport_->load(waiting_.word) >= waiting_.value) return;
+    fault_details_ = {static_cast<uint64_t>(gone->peer), gone->orderly};
     throw PeerDiedError(message(where(), ": rank ", gone->peer, " closed its context while this rank waits for ",
                                 waiting_.what, " of it"));
   }
@@ -188,7 +190,8 @@ void Protocol::check_faults() {
                                         " came to the same step with another plan or scale: plan ", hex(d[2]),
                                         " on rank ", d[0], ", plan ", hex(d[3]), " on rank ", p));
       case FaultCode::kDied:
-        throw PeerDiedError(message(where(), ": rank ", d[0], " died, as rank ", p, " reports"));
+        throw PeerDiedError(message(where(), ": rank ", d[0], d[1] != 0 ? " closed its context" : " died", ", as rank ",
+                                    p, " reports"));
       case FaultCode::kTimeout:
         throw PeerTimeoutError(message(where(), ": rank ", p, " gave up waiting for rank ", d[0]));
       default:
@@ -204,11 +207,16 @@ void Protocol::fail(const Error& error) noexcept {
   if (std::strcmp(error.kind(), "PlanMismatchError") == 0) code = FaultCode::kMismatch;
   if (std::strcmp(error.kind(), "PeerDiedError") == 0) code = FaultCode::kDied;
   if (std::strcmp(error.kind(), "PeerTimeoutError") == 0) code = FaultCode::kTimeout;
-  for (int64_t p = 0; p < num_ranks(); ++p) {
-    if (p == rank()) continue;
-    for (int64_t i = 0; i < Signals::kFaultDetails; ++i)
-      transport_->signal(static_cast<int>(p), signals_.fault_detail(rank(), i), fault_details_[static_cast<size_t>(i)]);
-    transport_->signal(static_cast<int>(p), signals_.fault_code(rank()), static_cast<uint64_t>(code));
+  try {
+    for (int64_t p = 0; p < num_ranks(); ++p) {
+      if (p == rank()) continue;
+      for (int64_t i = 0; i < Signals::kFaultDetails; ++i)
+        transport_->signal(static_cast<int>(p), signals_.fault_detail(rank(), i),
+                           fault_details_[static_cast<size_t>(i)]);
+      transport_->signal(static_cast<int>(p), signals_.fault_code(rank()), static_cast<uint64_t>(code));
+    }
+  } catch (const Error&) {
+    // In a forked child the transport refuses all use: the fault is the child's alone.
   }
 }
 

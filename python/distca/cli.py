@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"distca {options.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except DistcaError as error:
-        return report(error, options.debug)
+        return report(error, options.command, options.debug)
 
 
 def add_debug(command: argparse.ArgumentParser) -> None:
@@ -85,7 +85,7 @@ def _doctor(_options: argparse.Namespace) -> int:
     return 0 if all(finding.fine for finding in findings) else 1
 
 
-def report(error: DistcaError, debug: bool) -> int:
+def report(error: DistcaError, command: str, debug: bool) -> int:
     """Prints what is wrong, with the traceback where it was asked for or a rank raised what distca cannot explain."""
     if debug:
         traceback.print_exception(error)
@@ -93,5 +93,5 @@ def report(error: DistcaError, debug: bool) -> int:
     message = error.headline if isinstance(error, RankError) and explained else str(error)
     if isinstance(error, RankError):  # a rank that died has left its progress bar on the line
         print(file=sys.stderr)
-    print(f"distca: error: {message}", file=sys.stderr)
+    print(f"distca {command}: error: {message}", file=sys.stderr)
     return 2 if isinstance(error, InvalidArgumentError) else 1

@@ -28,47 +28,37 @@ class Context:
 
     Attributes:
         name: its name in the process's registry, which ``core_attention`` takes.
+        rank, num_ranks: this rank, and the ranks of the group.
+        transport: name of the transport in use.
+        slot_bytes: bytes of one slot's arena: the capacity that plans must keep to.
         heads: the head shape it was made for.
         cost: the cost model that its plans are made with.
     """
 
     def __init__(self, core: _C.Context, heads: Heads, cost: CostModel) -> None:
-        self._core = core
+        self._core: _C.Context | None = core
         self.name: str = core.name
+        self.rank = core.rank
+        self.num_ranks = core.num_ranks
+        self.transport = core.transport
+        self.slot_bytes = core.slot_bytes
+        self._last_step = 0
         self.heads = heads
         self.cost = cost
         _contexts[self.name] = self
 
     @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._core.rank
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the group."""
-        return self._core.num_ranks
-
-    @property
-    def transport(self) -> str:
-        """Name of the transport in use."""
-        return self._core.transport
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot's arena: the capacity that plans must keep to."""
-        return self._core.slot_bytes
-
-    @property
     def step(self) -> int:
         """Steps taken so far; forward and backward of a call are one each."""
-        return self._core.step
+        return self._last_step if self._core is None else self._core.step
 
     def close(self) -> None:
         """Leaves the group and frees the heap. May be called again."""
         if _contexts.get(self.name) is self:
             del _contexts[self.name]
             _C.remove_context(self.name)
+            self._last_step = self.step
+            self._core = None  # the last reference but that of a step under way
 
     def __enter__(self) -> Context:
         return self

@@ -127,7 +127,14 @@ def attention(
         return torch.ops.distca.attention(q, k, v, tasks, scale=scale)
 
 
+def _check_devices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The fake kernels run wherever any one input is a meta tensor, so it is they that must refuse a mixture."""
+    if not q.device == k.device == v.device:
+        raise InvalidArgumentError(f"q, k and v are on different devices: {q.device}, {k.device}, {v.device}")
+
+
 def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+    _check_devices(q, k, v)
     tokens, heads, _dim = q.shape
     return q.new_empty(tokens, heads, v.shape[2]), q.new_empty(tokens, heads, dtype=torch.float32)
 
@@ -135,6 +142,7 @@ def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **
 def _fake_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, ...]:
+    _check_devices(q, k, v)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

@@ -123,7 +123,7 @@ def _train_as_rank(config: TrainConfig, resumed: Path | None, debug: bool) -> in
         leave_process_group()
     except BaseException as error:
         if isinstance(error, DistcaError):
-            code = report(error, debug)
+            code = report(error, "train", debug)
         elif isinstance(error, KeyboardInterrupt):
             code = INTERRUPTED
         else:

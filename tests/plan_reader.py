@@ -1,0 +1,496 @@
+"""A second reader of plan tensors, written from the description of the tables alone, and a simulation of a whole step.
+
+The simulation moves labels (tensor, document, row) instead of rows, for all ranks at once, and asserts that every task
+finds each of its rows where it will look for it, that no two things share a byte of an arena, and that every result
+comes home exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+import distca
+
+MASK = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
+MULTIPLIER = 0xD6E8FEB86659FD93
+
+FORWARD, BACKWARD = 0, 1
+IN, OUT = 0, 1
+TENSORS = ("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv", "dk_partial", "dv_partial")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MASKS = ("causal", "full")
+RETURNED, ARENA, PARTIAL = 0, 1, 2
+COPY, ASSIGN, ADD = 0, 1, 2
+NUM_RANKS_WORD, SLOT_BYTES_WORD = 8, 20
+CHECKSUM_BEGIN = 4
+
+
+def digest(words: Sequence[int]) -> int:
+    """The 64-bit digest of words, as a signed word."""
+    state = len(words) ^ GOLDEN
+    for word in words:
+        x = state ^ (word & MASK)
+        x = (x ^ (x >> 32)) * MULTIPLIER & MASK
+        x = (x ^ (x >> 32)) * MULTIPLIER & MASK
+        state = ((x ^ (x >> 32)) + GOLDEN) & MASK
+    return state - 2**64 if state >= 2**63 else state
+
+
+def with_checksum(words: Sequence[int]) -> list[int]:
+    """The words with a checksum that matches them."""
+    return [*words[:3], digest(words[CHECKSUM_BEGIN : words[2]]), *words[4:]]
+
+
+class Header(NamedTuple):
+    magic: int
+    version: int
+    num_words: int
+    checksum: int
+    plan_digest: int
+    cost_digest: int
+    context_epoch: int
+    rank: int
+    num_ranks: int
+    num_rows: int
+    q_heads: int
+    kv_heads: int
+    dim: int
+    v_dim: int
+    dtype: int
+    key_block_rows: int
+    mask_kind: int
+    window: int
+    forward_arena_bytes: int
+    backward_arena_bytes: int
+    slot_bytes: int
+    num_rounds: int
+    num_local_groups: int
+    num_local_tasks: int
+
+
+class Group(NamedTuple):
+    document: int
+    kv_begin: int
+    kv_end: int
+    first_block: int
+    num_blocks: int
+    block_begin: int
+    task_begin: int
+    task_end: int
+    num_arena_blocks: int
+    forward_k: int
+    forward_v: int
+    backward_k: int
+    backward_v: int
+    grad_begin: int
+    grad_end: int
+    is_local: int
+
+
+class TaskEntry(NamedTuple):
+    group: int
+    q_begin: int
+    q_end: int
+    kv_begin: int
+    kv_end: int
+    kv_head_begin: int
+    kv_head_end: int
+    home: int
+    home_row: int
+    forward_q: int
+    forward_lse: int
+    backward_q: int
+    backward_dout: int
+    backward_lse: int
+    backward_delta: int
+
+
+class Block(NamedTuple):
+    entry: int
+
+
+class Grad(NamedTuple):
+    begin: int
+    end: int
+    target: int
+    row: int
+    dk: int
+    dv: int
+
+
+class Sum(NamedTuple):
+    row: int
+    num_rows: int
+    dk: int
+    dv: int
+
+
+class Padding(NamedTuple):
+    row: int
+    num_rows: int
+
+
+class Send(NamedTuple):
+    direction: int
+    round: int
+    peer: int
+    tensor: int
+    row: int
+    source: int
+    num_rows: int
+    target: int
+
+
+class Receive(NamedTuple):
+    round: int
+    peer: int
+    tensor: int
+    action: int
+    row: int
+    num_rows: int
+    source: int
+    sum: int
+
+
+class Wait(NamedTuple):
+    direction: int
+    round: int
+    peer: int
+
+
+class Slice(NamedTuple):
+    """One rank's tables; those of two entries are by phase."""
+
+    header: Header
+    groups: list[Group]
+    tasks: list[TaskEntry]
+    blocks: list[Block]
+    grads: list[Grad]
+    sums: list[Sum]
+    padding: list[Padding]
+    sends: tuple[list[Send], list[Send]]
+    receives: tuple[list[Receive], list[Receive]]
+    waits: tuple[list[Wait], list[Wait]]
+
+
+def read_slice(words: Sequence[int]) -> Slice:
+    header = Header(*words[: len(Header._fields)])
+    assert digest(words[CHECKSUM_BEGIN : header.num_words]) == header.checksum
+    kinds: list[Any] = [Group, TaskEntry, Block, Grad, Sum, Padding, Send, Send, Receive, Receive, Wait, Wait]
+    tables: list[list[Any]] = []
+    next_word = len(header) + 2 * len(kinds)
+    for index, kind in enumerate(kinds):
+        begin, count = words[len(header) + 2 * index :][:2]
+        width = len(kind._fields)
+        assert begin == next_word, "tables follow one another without gaps"
+        next_word = begin + count * width
+        tables.append([kind(*words[begin + i * width : begin + (i + 1) * width]) for i in range(count)])
+    assert next_word == header.num_words
+    assert all(word == 0 for word in words[next_word:])
+    assert len(words).bit_count() == 1 and len(words) < 2 * header.num_words, "padded to the next power of two"
+    pairs = [(tables[i], tables[i + 1]) for i in (6, 8, 10)]
+    return Slice(header, *tables[:6], *pairs)
+
+
+def row_bytes(heads: distca.Heads, phase: int, at_server: bool, tensor: str) -> tuple[int, int]:
+    """Bytes of a row on the wire, and from one row to the next in an arena."""
+    e = heads.dtype.itemsize
+    query, value = heads.q * heads.dim * e, heads.q * heads.value_dim * e
+    wide = max(query, value)
+    key, key_value = heads.kv * heads.dim, heads.kv * heads.value_dim
+    return {
+        "q": (query, wide if phase == FORWARD else query),
+        "out": (value, wide if at_server else value),
+        "dout": (value, wide),
+        "dq": (query, wide if at_server else query),
+        "lse": (4 * heads.q, 4 * heads.q),
+        "delta": (4 * heads.q, 4 * heads.q),
+        "k": (key * e, key * e),
+        "v": (key_value * e, key_value * e),
+        "dk": (key * e, key * e),
+        "dv": (key_value * e, key_value * e),
+        "dk_partial": (key * 4, key * 4),
+        "dv_partial": (key_value * 4, key_value * 4),
+    }[tensor]
+
+
+Row = tuple[int, int]  # (document, row)
+Label = tuple[str, int, int]  # (tensor, document, row)
+
+
+def keys_of_rows(plan: distca.Plan, length: int, begin: int, end: int) -> tuple[int, int]:
+    """The keys that rows [begin, end) of a document see between them."""
+    if plan.mask == "full":
+        return 0, length
+    return (max(0, begin - plan.window + 1) if plan.window else 0), end
+
+
+class Simulation:
+    """One step of all ranks. `run` asserts; afterwards `bytes` and `arena_ends` say what was seen."""
+
+    def __init__(self, plan: distca.Plan) -> None:
+        self.plan, self.layout, self.heads = plan, plan.layout, plan.heads
+        self.ranks = range(plan.layout.num_ranks)
+        self.slices = [read_slice(plan.for_rank(rank).tensor.tolist()) for rank in self.ranks]
+        self.home_rows: list[list[Row | None]] = [
+            [
+                None if document < 0 else (document, row)
+                for document, begin, end in self.layout.segments(rank)
+                for row in range(begin, end)
+            ]
+            for rank in self.ranks
+        ]
+        self.bytes = [0, 0, 0, 0]
+        self.arena_ends: list[list[int]] = [[0 for _ in self.ranks] for _ in (FORWARD, BACKWARD)]
+
+    def run(self) -> None:
+        for rank in self.ranks:
+            self._check_header(rank)
+            self._check_groups(rank)
+        for phase in (FORWARD, BACKWARD):
+            self._run_phase(phase)
+
+    def _check_header(self, rank: int) -> None:
+        header = self.slices[rank].header
+        heads = self.heads
+        assert (header.rank, header.num_ranks) == (rank, len(self.ranks))
+        assert header.num_rows == len(self.home_rows[rank])
+        assert (header.q_heads, header.kv_heads, header.dim) == (heads.q, heads.kv, heads.dim)
+        assert (header.v_dim, DTYPES[header.dtype]) == (heads.value_dim, heads.dtype)
+        assert (MASKS[header.mask_kind], header.window) == (self.plan.mask, self.plan.window or 0)
+        assert header.plan_digest & MASK == int(self.plan.digest, 16)
+        padding = [row for p in self.slices[rank].padding for row in range(p.row, p.row + p.num_rows)]
+        assert padding == [row for row, owner in enumerate(self.home_rows[rank]) if owner is None]
+
+    def _check_groups(self, rank: int) -> None:
+        """Groups and their tasks, blocks and gradients follow one another; local ones come first."""
+        tables = self.slices[rank]
+        next_task = next_block = next_grad = 0
+        for index, group in enumerate(tables.groups):
+            assert group.first_block == group.kv_begin // 64
+            assert group.num_blocks == -(-group.kv_end // 64) - group.first_block
+            assert (group.task_begin, group.block_begin, group.grad_begin) == (next_task, next_block, next_grad)
+            next_task, next_block = group.task_end, next_block + group.num_blocks
+            next_grad = group.grad_end
+            tasks = tables.tasks[group.task_begin : group.task_end]
+            assert tasks and all(task.group == index for task in tasks)
+            assert group.kv_begin == min(task.kv_begin for task in tasks)
+            assert group.kv_end == max(task.kv_end for task in tasks)
+            entries = [block.entry for block in tables.blocks[group.block_begin : next_block]]
+            arena_blocks = [entry // 2 // 64 for entry in entries if entry % 2]
+            assert arena_blocks == list(range(group.num_arena_blocks))
+            assert group.is_local == (index < tables.header.num_local_groups)
+        assert (next_task, next_block, next_grad) == (len(tables.tasks), len(tables.blocks), len(tables.grads))
+        for task in tables.tasks:
+            length = self.layout.document_lengths[tables.groups[task.group].document]
+            assert (task.kv_begin, task.kv_end) == keys_of_rows(self.plan, length, task.q_begin, task.q_end)
+            assert (task.kv_head_begin, task.kv_head_end) == (0, self.heads.kv)
+            assert all((offset == -1) == (task.home == rank) for offset in task[9:])
+
+    def _stride(self, phase: int, at_server: bool, tensor: str) -> int:
+        return row_bytes(self.heads, phase, at_server, tensor)[1]
+
+    def _run_phase(self, phase: int) -> None:
+        # What lies where in each arena: byte ranges in use, and the label of the row that starts at an offset.
+        self.used: list[list[tuple[int, int, str]]] = [[] for _ in self.ranks]
+        self.arena: list[dict[int, Label]] = [{} for _ in self.ranks]
+        self.results: list[dict[tuple[str, int], list[Row]]] = [{} for _ in self.ranks]
+        self.written: list[Counter[tuple[str, int]]] = [Counter() for _ in self.ranks]
+        self.terms: list[dict[tuple[str, int], list[tuple[int, int]]]] = [{} for _ in self.ranks]
+        self._dispatch(phase)
+        for server in self.ranks:
+            self._attend(phase, server)
+        messages = self._send_home(phase)
+        for home in self.ranks:
+            self._receive(phase, home, messages)
+            self._check_returned(phase, home)
+        assert not messages, "rows that nobody receives"
+        self._check_waits(phase)
+
+    def _occupy(self, rank: int, begin: int, size: int, what: str) -> None:
+        assert begin >= 0 and size > 0
+        self.used[rank].append((begin, begin + size, what))
+
+    def _dispatch(self, phase: int) -> None:
+        for home in self.ranks:
+            for send in self.slices[home].sends[phase]:
+                if send.direction != IN:
+                    continue
+                assert (send.round, send.source) == (0, -1)
+                tensor = TENSORS[send.tensor]
+                wire, stride = row_bytes(self.heads, phase, True, tensor)
+                for i in range(send.num_rows):
+                    owner = self.home_rows[home][send.row + i]
+                    assert owner is not None, "a padding row travels"
+                    self.arena[send.peer][send.target + i * stride] = (tensor, *owner)
+                self._occupy(send.peer, send.target, send.num_rows * stride, tensor)
+                if send.peer != home:
+                    self.bytes[2 * phase + IN] += send.num_rows * wire
+
+    def _expect(self, server: int, tensor: str, offset: int, stride: int, rows: Iterable[Row]) -> None:
+        for i, row in enumerate(rows):
+            assert self.arena[server].get(offset + i * stride) == (tensor, *row)
+
+    def _attend(self, phase: int, server: int) -> None:
+        tables = self.slices[server]
+        home_rows = self.home_rows[server]
+        for index, group in enumerate(tables.groups):
+            k, v = (group.forward_k, group.forward_v) if phase == FORWARD else (group.backward_k, group.backward_v)
+            for b in range(group.num_blocks):
+                entry = tables.blocks[group.block_begin + b].entry
+                start = 64 * (group.first_block + b)
+                begin, end = max(start, group.kv_begin), min(start + 64, group.kv_end)
+                rows = [(group.document, row) for row in range(begin, end)]
+                at, in_arena = entry // 2 + begin - start, entry % 2
+                if not in_arena:
+                    assert at >= 0 and home_rows[at : at + len(rows)] == rows
+                    continue
+                assert index >= tables.header.num_local_groups, "a local group waits for nobody"
+                for tensor, base in (("k", k), ("v", v)):
+                    stride = self._stride(phase, True, tensor)
+                    self._expect(server, tensor, base + at * stride, stride, rows)
+            if phase == BACKWARD:
+                self._key_gradients(server, group)
+        for index, task in enumerate(tables.tasks):
+            document = tables.groups[task.group].document
+            rows = [(document, row) for row in range(task.q_begin, task.q_end)]
+            if task.home == server:
+                assert home_rows[task.home_row : task.home_row + len(rows)] == rows
+                for tensor in ("out", "lse") if phase == FORWARD else ("dq",):
+                    self.written[server].update((tensor, task.home_row + i) for i in range(len(rows)))
+                continue
+            assert index >= tables.header.num_local_tasks, "a local task waits for nobody"
+            self._remote_task(phase, server, task, rows)
+
+    def _remote_task(self, phase: int, server: int, task: TaskEntry, rows: list[Row]) -> None:
+        if phase == FORWARD:
+            self._expect(server, "q", task.forward_q, self._stride(phase, True, "q"), rows)
+            self._occupy(server, task.forward_lse, len(rows) * self._stride(phase, True, "lse"), "lse")
+            self.results[server][("out", task.forward_q)] = rows
+            self.results[server][("lse", task.forward_lse)] = rows
+            return
+        offsets = {
+            "q": task.backward_q, "dout": task.backward_dout, "lse": task.backward_lse, "delta": task.backward_delta
+        }  # fmt: skip
+        for tensor, offset in offsets.items():
+            self._expect(server, tensor, offset, self._stride(phase, True, tensor), rows)
+        self.results[server][("dq", task.backward_dout)] = rows
+
+    def _key_gradients(self, server: int, group: Group) -> None:
+        tables = self.slices[server]
+        sums = {(s.dk, s.dv): s for s in tables.sums}
+        next_row = group.kv_begin
+        for grad in tables.grads[group.grad_begin : group.grad_end]:
+            assert grad.begin == next_row
+            next_row = grad.end
+            rows = [(group.document, row) for row in range(grad.begin, grad.end)]
+            if grad.target == RETURNED:
+                assert self.home_rows[server][grad.row : grad.row + len(rows)] == rows
+                self._direct(server, ("dk", "dv"), grad.row, len(rows), server)
+                continue
+            assert grad.target in (ARENA, PARTIAL)
+            own = sums.get((grad.dk, grad.dv)) if grad.target == PARTIAL else None
+            if own is not None:  # the first term of a sum at home
+                assert self.home_rows[server][own.row : own.row + own.num_rows] == rows
+                self._term(server, ("dk", "dv"), own.row, own.num_rows, (server, ASSIGN))
+                continue
+            suffix = "_partial" if grad.target == PARTIAL else ""
+            for tensor, offset in ((f"dk{suffix}", grad.dk), (f"dv{suffix}", grad.dv)):
+                self._occupy(server, offset, len(rows) * self._stride(BACKWARD, True, tensor), tensor)
+                self.results[server][(tensor, offset)] = rows
+        assert next_row == group.kv_end
+
+    def _direct(self, home: int, tensors: Iterable[str], row: int, num_rows: int, server: int) -> None:
+        for tensor in tensors:
+            for i in range(row, row + num_rows):
+                self.written[home][(tensor, i)] += 1
+                self.terms[home].setdefault((tensor, i), []).append((server, COPY))
+
+    def _term(self, home: int, tensors: Iterable[str], row: int, num_rows: int, term: tuple[int, int]) -> None:
+        for tensor in tensors:
+            for i in range(row, row + num_rows):
+                self.terms[home].setdefault((tensor, i), []).append(term)
+
+    def _send_home(self, phase: int) -> dict[tuple[int, ...], list[Row]]:
+        messages: dict[tuple[int, ...], list[Row]] = {}
+        for server in self.ranks:
+            for send in self.slices[server].sends[phase]:
+                if send.direction != OUT:
+                    continue
+                assert send.peer != server and send.row == -1
+                tensor = TENSORS[send.tensor]
+                rows = self.results[server][(tensor, send.source)]
+                assert len(rows) == send.num_rows
+                key = (server, send.peer, send.round, send.tensor, send.target)
+                assert key not in messages
+                messages[key] = rows
+                self.bytes[2 * phase + OUT] += send.num_rows * row_bytes(self.heads, phase, True, tensor)[0]
+        return messages
+
+    def _receive(self, phase: int, home: int, messages: dict[tuple[int, ...], list[Row]]) -> None:
+        tables = self.slices[home]
+        sums = {}
+        for s in tables.sums if phase == BACKWARD else ():
+            for tensor, offset in (("dk_partial", s.dk), ("dv_partial", s.dv)):
+                self._occupy(home, offset, s.num_rows * self._stride(phase, False, tensor), "sum")
+                sums[(tensor, offset)] = s
+            for tensor in ("dk", "dv"):
+                self.written[home].update((tensor, row) for row in range(s.row, s.row + s.num_rows))
+        by_round: dict[int, list[tuple[int, int, str]]] = {0: []}
+        for receive in sorted(tables.receives[phase], key=lambda r: r.round):
+            assert receive.round < tables.header.num_rounds
+            tensor = TENSORS[receive.tensor]
+            rows = messages.pop((receive.peer, home, receive.round, receive.tensor, receive.source))
+            assert self.home_rows[home][receive.row : receive.row + receive.num_rows] == rows
+            end = receive.source + receive.num_rows * self._stride(phase, False, tensor)
+            by_round.setdefault(receive.round, []).append((receive.source, end, tensor))
+            if receive.action == COPY and phase == FORWARD:
+                self.written[home].update((tensor, receive.row + i) for i in range(receive.num_rows))
+            elif receive.action == COPY:
+                self._direct(home, [tensor], receive.row, receive.num_rows, receive.peer)
+            else:
+                into = sums[(tensor, receive.sum)]
+                assert (into.row, into.num_rows) == (receive.row, receive.num_rows)
+                name = tensor.removesuffix("_partial")
+                self._term(home, [name], receive.row, receive.num_rows, (receive.peer, receive.action))
+        size = (tables.header.forward_arena_bytes, tables.header.backward_arena_bytes)[phase]
+        for extents in by_round.values():
+            ordered = sorted(self.used[home] + extents)
+            for (_, end, first), (begin, _, second) in zip(ordered, ordered[1:], strict=False):
+                assert end <= begin, f"{first} and {second} overlap in the arena of rank {home}"
+            last = ordered[-1][1] if ordered else 0
+            assert last <= size <= tables.header.slot_bytes
+            self.arena_ends[phase][home] = max(self.arena_ends[phase][home], last)
+
+    def _check_returned(self, phase: int, home: int) -> None:
+        """Every row of a document is written exactly once; key gradients have every contributor once, in order."""
+        rows = [row for row, owner in enumerate(self.home_rows[home]) if owner is not None]
+        names = ("out", "lse") if phase == FORWARD else ("dq", "dk", "dv")
+        assert self.written[home] == Counter({(name, row): 1 for name in names for row in rows})
+        if phase == FORWARD:
+            return
+        for name in ("dk", "dv"):
+            for row in rows:
+                document, position = self.home_rows[home][row]  # type: ignore[misc]
+                seeing = {
+                    t.server for t in self.plan.tasks if t.document == document and t.kv_begin <= position < t.kv_end
+                }
+                order = sorted(seeing, key=lambda server: (server != home, server))
+                actions = [COPY] if len(order) == 1 else [ASSIGN] + [ADD] * (len(order) - 1)
+                assert self.terms[home][(name, row)] == list(zip(order, actions, strict=True))
+
+    def _check_waits(self, phase: int) -> None:
+        for rank in self.ranks:
+            senders = {
+                (send.direction, send.round, home)
+                for home in self.ranks
+                for send in self.slices[home].sends[phase]
+                if send.peer == rank and home != rank
+            }
+            waits = [tuple(wait) for wait in self.slices[rank].waits[phase]]
+            assert sorted(waits) == sorted(senders)

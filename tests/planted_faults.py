@@ -1,0 +1,436 @@
+"""Plants faults in the sources, one at a time, and requires that the tests catch each.
+
+    make faults                     all of them
+    make faults ARGS="--list"       their names
+    make faults ARGS="--only NAME"  one
+
+Works on a copy of the tree in a temporary folder, which it builds once and then again for each fault in C++. For each
+fault the tests that should notice run first, then, if they pass, the whole suite. Prints which test noticed; exits with
+1 if a fault survives, or if the tests fail without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 300.0
+"""Seconds for one run of tests; one that takes longer hangs, which is noticed too."""
+
+EXACT = "tests/test_exactness.py"
+STEPS = "tests/test_steps.py"
+ATTENTION = "tests/test_attention.py"
+PLAN = "tests/test_plan.py"
+DEATH = "tests/test_death.py"
+TRANSPORT = "tests/test_transport.py"
+BAD_INPUT = "tests/test_bad_input.py"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """In `file`, the text `old`, which must stand there exactly once, becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+DISPATCHER = "cpp/runtime/dispatcher.cpp"
+PROTOCOL = "cpp/runtime/protocol.cpp"
+ASSEMBLE = "cpp/plan/assemble.cpp"
+FORWARD = "cpp/attention/cpu_forward.cpp"
+BACKWARD = "cpp/attention/cpu_backward.cpp"
+KERNEL = "cpp/attention/cpu_kernel.h"
+MICRO = "cpp/attention/micro_kernel.cpp"
+
+FAULTS = [
+    # ---- puts, credits, signals
+    Fault(
+        "values are not put",
+        DISPATCHER,
+        "    protocol_.put(s.peer, s.target, f.row_stride(), f.head_stride, source, n);",
+        "    if (kind != TensorKind::kV) protocol_.put(s.peer, s.target, f.row_stride(), f.head_stride, source, n);",
+        (STEPS, EXACT),
+    ),
+    Fault(
+        "rows are sent without credit",
+        DISPATCHER,
+        "      protocol_.await_credit(Direction::kIn, s.peer, 0);",
+        "",
+        (STEPS, TRANSPORT),
+    ),
+    Fault(
+        "rows are sent home without credit",
+        DISPATCHER,
+        "      protocol_.await_credit(Direction::kOut, s.peer, round);",
+        "",
+        (STEPS, TRANSPORT),
+    ),
+    Fault(
+        "credit is granted for the step after next too",
+        PROTOCOL,
+        "    if (w.round == 0) transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), "
+        "sequence(step_, 0));",
+        "    if (w.round == 0) transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), "
+        "sequence(step_ + 2, 0));",
+        (STEPS, TRANSPORT),
+    ),
+    Fault(
+        "credit is granted for all rounds at once",
+        PROTOCOL,
+        "    if (w.round == 0) transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), "
+        "sequence(step_, 0));",
+        "    if (w.round == 0) transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), "
+        "sequence(step_, 99));",
+        (STEPS, TRANSPORT),
+    ),
+    Fault(
+        "rows are announced before they are put",
+        DISPATCHER,
+        "      protocol_.await_credit(Direction::kIn, s.peer, 0);",
+        "      protocol_.await_credit(Direction::kIn, s.peer, 0); protocol_.announce(Direction::kIn, s.peer, 0);",
+        (STEPS, TRANSPORT),
+    ),
+    Fault(
+        "rows that come home are not awaited",
+        DISPATCHER,
+        "      protocol_.await_rows(Direction::kOut, w.peer, round);",
+        "      continue;",
+        (STEPS, TRANSPORT),
+    ),
+    Fault(
+        "a signal does not wait for earlier puts",
+        "cpp/transport/reordering.cpp",
+        "  if (const Item& drawn = held_[pick]; drawn.is_signal) {",
+        "  if (const Item& drawn = held_[pick]; drawn.is_signal && drawn.value == 0) {",
+        (STEPS, TRANSPORT),
+    ),
+    # ---- faults of peers
+    Fault(
+        "the digest of a plan is not compared",
+        PROTOCOL,
+        "      if (theirs == published_step() && digest == digest_) {",
+        "      if (theirs == published_step()) {",
+        ("tests/test_faults.py",),
+    ),
+    Fault(
+        "a poisoned context goes on",
+        PROTOCOL,
+        "  require<ContextPoisonedError>(poison_.empty(),",
+        "  require<ContextPoisonedError>(true,",
+        (DEATH,),
+    ),
+    Fault(
+        "a death is not looked for",
+        PROTOCOL,
+        "  if (!gone || gone->orderly) return;",
+        "  return;",
+        (DEATH,),
+    ),
+    Fault(
+        "a forked child keeps the sockets",
+        "cpp/transport/fork_guard.cpp",
+        "                     for (const int fd : watch().open) ::close(fd);",
+        "",
+        (f"{DEATH}::test_a_forked_child_that_lives_on_does_not_hide_the_death_of_its_parent",),
+    ),
+    Fault(
+        "heaps of different sizes are not noticed",
+        "cpp/transport/shm_mesh.cpp",
+        "    require(hello.heap_bytes == group_.heap_bytes,",
+        "    require(true,",
+        (TRANSPORT,),
+    ),
+    # ---- the plan
+    Fault(
+        "queries are sent from the row before",
+        ASSEMBLE,
+        "      send(phase, Direction::kIn, 0, t.home, server, kind, t.home_row, -1, n, offset);",
+        "      send(phase, Direction::kIn, 0, t.home, server, kind, t.home_row - (t.home_row > 0), -1, n, offset);",
+        (PLAN, STEPS),
+    ),
+    Fault(
+        "a block of the local tensor starts a row late",
+        ASSEMBLE,
+        "        t.blocks.push_back(block_entry(home.row + (start - home.begin), false));",
+        "        t.blocks.push_back(block_entry(home.row + (start - home.begin) + (start > home.begin), false));",
+        (PLAN, STEPS),
+    ),
+    Fault(
+        "extents of the arena overlap",
+        ASSEMBLE,
+        "    next_ += (bytes + kExtentAlignment - 1) / kExtentAlignment * kExtentAlignment;",
+        "    next_ += bytes / kExtentAlignment * kExtentAlignment;",
+        (PLAN, STEPS),
+    ),
+    Fault(
+        "a first partial is added twice",
+        DISPATCHER,
+        "    copy_rows(sum, partial, n);\n    return;",
+        "    copy_rows(sum, partial, n);",
+        (STEPS, EXACT),
+    ),
+    Fault(
+        "a partial replaces the sum",
+        ASSEMBLE,
+        "static_cast<int64_t>(started ? ReceiveAction::kAdd : ReceiveAction::kAssign);",
+        "static_cast<int64_t>(ReceiveAction::kAssign);",
+        (PLAN, STEPS),
+    ),
+    Fault(
+        "an altered plan is not noticed",
+        "cpp/plan/validate.cpp",
+        "    check(static_cast<int64_t>(digest(used)) == h().checksum,",
+        "    check(static_cast<int64_t>(digest(used)) != 0,",
+        (BAD_INPUT,),
+    ),
+    # ---- the kernel
+    Fault(
+        "a row sees the key after it",
+        FORWARD,
+        "        const VisibleKeys visible = visible_keys(mask, item.begin + i, block, num_keys);",
+        "        const VisibleKeys visible = visible_keys(mask, item.begin + i + 1, block, num_keys);",
+        (ATTENTION,),
+    ),
+    Fault(
+        "a key's gradient misses the row of its own",
+        BACKWARD,
+        "std::max<int64_t>(key - visible.upto + 1, 0)",
+        "std::max<int64_t>(key - visible.upto + 2, 0)",
+        (ATTENTION,),
+    ),
+    Fault(
+        "a block of the arena starts a row late",
+        KERNEL,
+        "view.at((entry >> 1) + skipped, kv_head)",
+        "view.at((entry >> 1) + skipped + (entry & 1), kv_head)",
+        (STEPS, EXACT),
+    ),
+    Fault(
+        "a window reaches a key too far",
+        KERNEL,
+        "row - mask.window + 1 - block",
+        "row - mask.window - block",
+        (EXACT,),
+    ),
+    Fault(
+        "keys before a window are not fetched",
+        ASSEMBLE,
+        "      for (int64_t row = std::max(start, g.kv_begin); row < end;) {",
+        "      for (int64_t row = std::max(start, g.kv_begin + (g.kv_begin > 0)); row < end;) {",
+        (PLAN, EXACT),
+    ),
+    Fault(
+        "all query heads use the first key/value head",
+        KERNEL,
+        "view.at((entry >> 1) + skipped, kv_head)",
+        "view.at((entry >> 1) + skipped, 0 * kv_head)",
+        (ATTENTION,),
+    ),
+    Fault(
+        "keys that a row may not see are multiplied by zero",
+        KERNEL,
+        "      if (first < last) multiply(i, 1, first, last - first);",
+        "      if (first < last) multiply(i, 1, 0, visible.limit);",
+        ("tests/test_nan.py",),
+    ),
+    Fault(
+        "the order of sums depends on the rows beside",
+        MICRO,
+        "  for (int64_t p = 0; p < k; p += kChainLength) {\n"
+        "    const int64_t length = k - p < kChainLength ? k - p : kChainLength;",
+        "  const int64_t chain = m % 8 == 0 ? 16 : kChainLength;\n"
+        "  for (int64_t p = 0; p < k; p += chain) {\n"
+        "    const int64_t length = k - p < chain ? k - p : chain;",
+        (ATTENTION, EXACT),
+    ),
+    Fault(
+        "the log-sum-exp lacks the sum",
+        FORWARD,
+        "buffers.row_max[h * rows + i] + std::log(sum);",
+        "buffers.row_max[h * rows + i];",
+        (ATTENTION,),
+    ),
+    Fault(
+        "delta is left out",
+        MICRO,
+        "p * (load(dprobs + j) - delta[i])",
+        "p * load(dprobs + j)",
+        (ATTENTION,),
+    ),
+    Fault(
+        "padding rows are not filled",
+        DISPATCHER,
+        "  fill_padding(slice);\n  protocol_.end();\n}\n\nvoid Dispatcher::backward",
+        "  protocol_.end();\n}\n\nvoid Dispatcher::backward",
+        (EXACT, STEPS),
+    ),
+    # ---- training
+    Fault(
+        "labels are not shifted",
+        "python/distca/train/data.py",
+        "content[first + 1 : last + 1]",
+        "content[first:last]",
+        ("tests/test_train.py::test_every_row_has_the_next_byte_of_its_document_as_target_across_all_cuts",),
+    ),
+    Fault(
+        "the loss of a rank is a mean over its own share of targets",
+        "python/distca/train/step.py",
+        "(loss_sum * (dist.get_world_size() / max(batch.num_targets, 1))).backward()",
+        "(loss_sum / max(batch.num_targets, 1)).backward()",
+        ("tests/test_hf.py::test_two_ranks_have_the_loss_and_gradients_of_one_process_with_sdpa",),
+    ),
+    Fault(
+        "a resumed run reads its documents from the start",
+        "python/distca/train/data.py",
+        "itertools.islice(packed, self._start, max(self._start, self._steps))",
+        "itertools.islice(packed, self._steps - self._start)",
+        ("tests/test_train_checkpoint.py::test_a_resumed_run_takes_the_same_steps_to_the_bit_and_records_each_once",),
+    ),
+    Fault(
+        "a resumed run begins its learning rates anew",
+        "python/distca/train/checkpoint.py",
+        'self.schedule.load_state_dict(state["schedule"])',
+        "pass",
+        ("tests/test_train_checkpoint.py::test_a_resumed_run_takes_the_same_steps_to_the_bit_and_records_each_once",),
+    ),
+]
+
+
+def tool(name: str) -> str:
+    """The one installed beside this Python, else the one on PATH."""
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    found = shutil.which(name, path=path)
+    if found is None:
+        raise SystemExit(f"{name} is missing; make build installs it")
+    return found
+
+
+class Copy:
+    """A copy of the tree, with its own build."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tree = folder / "tree"
+        self.build_folder = folder / "build"
+        made_by_tools = (".git", ".venv", "build", "dist", "runs", "*.so", "*.egg-info", "__pycache__", ".*_cache")
+        shutil.copytree(ROOT, self.tree, ignore=shutil.ignore_patterns(*made_by_tools))
+        self.environment = {**os.environ, "PYTHONPATH": str(self.tree / "python"), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def configure(self) -> None:
+        ninja = f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"
+        python = f"-DPython_EXECUTABLE={sys.executable}"
+        self._run([tool("cmake"), "-S", str(self.tree), "-B", str(self.build_folder), "-G", "Ninja", ninja, python])
+        self.build()
+        where = self._run([sys.executable, "-c", "import distca; print(distca.__file__)"])
+        if not Path(where.strip()).is_relative_to(self.tree):
+            raise SystemExit(f"the tests would import {where.strip()} instead of the copy in {self.tree}")
+
+    def build(self) -> None:
+        self._run([tool("cmake"), "--build", str(self.build_folder), "--parallel", "2"])
+        self._run(
+            [tool("cmake"), "--install", str(self.build_folder), "--prefix", str(self.tree / "python" / "distca")]
+        )
+
+    def _run(self, command: list[str]) -> str:
+        ran = subprocess.run(
+            command, cwd=self.tree, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if ran.returncode != 0:
+            raise SystemExit(f"{' '.join(command)} failed:\n{ran.stdout}")
+        return ran.stdout
+
+    def failing_test(self, tests: tuple[str, ...]) -> str:
+        """The first test that fails, or what else went wrong; empty where all pass."""
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+        process = subprocess.Popen(
+            command,
+            cwd=self.tree,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            return f"no answer in {LIMIT:g} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if process.returncode == 0:
+            return ""
+        if process.returncode in (4, 5):
+            raise SystemExit(f"pytest found no tests in {' '.join(tests)}:\n{output}")
+        named = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(.*?)(?: - .*)?$", output, re.MULTILINE)
+        return named[1] if named else f"the end of pytest with code {process.returncode}"
+
+    def plant(self, fault: Fault) -> str:
+        """Changes the source; returns what it was."""
+        path = self.tree / fault.file
+        source = path.read_text()
+        if source.count(fault.old) != 1:
+            raise SystemExit(
+                f"fault {fault.name!r}: this text stands {source.count(fault.old)} times in {fault.file}, "
+                f"exactly once is expected; the fault has to follow the source:\n{fault.old}"
+            )
+        path.write_text(source.replace(fault.old, fault.new))
+        return source
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", metavar="NAME", action="append", help="plant this fault (may be given again)")
+    parser.add_argument("--list", action="store_true", help="list the faults and end")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(f"{fault.name:<60} {fault.file}" for fault in FAULTS))
+        return 0
+    chosen = [fault for fault in FAULTS if not options.only or fault.name in options.only]
+    if not chosen:
+        parser.error(f"no fault is called {options.only}; --list says which there are")
+    survivors = []
+    with tempfile.TemporaryDirectory(prefix="distca-faults-") as folder:
+        copy = Copy(Path(folder))
+        for fault in chosen:  # before anything takes time
+            (copy.tree / fault.file).write_text(copy.plant(fault))
+        copy.configure()
+        files = sorted({test for fault in chosen for test in fault.tests})
+        failure = copy.failing_test(tuple(files))
+        if failure:
+            print(f"the tests fail without any fault: {failure}")
+            return 1
+        print(f"{'fault':<60} {'file':<36} {'seconds':>7}  caught by", flush=True)
+        for fault in chosen:
+            source = copy.plant(fault)
+            if fault.file.startswith("cpp/"):
+                copy.build()
+            begin = time.monotonic()
+            caught = copy.failing_test(fault.tests) or copy.failing_test(("tests",))
+            seconds = time.monotonic() - begin
+            print(f"{fault.name:<60} {fault.file:<36} {seconds:7.1f}  {caught or 'NOTHING'}", flush=True)
+            if not caught:
+                survivors.append(fault)
+            (copy.tree / fault.file).write_text(source)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} faults were caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Layouts: which rows live where, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import distca
+
+HUGE = 2**40
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(1, 40), max_size=12), st.integers(1, 6), st.integers(0, 20))
+def test_packed_rows_in_rank_order_are_all_rows_of_all_documents_in_order(
+    lengths: list[int], ranks: int, spare: int
+) -> None:
+    tokens_per_rank = -(-sum(lengths) // ranks) + spare + 1
+    layout = distca.Layout.packed(lengths, ranks=ranks, tokens_per_rank=tokens_per_rank)
+    rows = [
+        (document, row)
+        for rank in range(ranks)
+        for document, begin, end in layout.segments(rank)
+        for row in range(begin, end)
+    ]
+    assert rows == [(document, row) for document, length in enumerate(lengths) for row in range(length)]
+    full = sum(lengths) // tokens_per_rank
+    counts = [tokens_per_rank] * full + [sum(lengths) % tokens_per_rank] + [0] * ranks
+    assert [layout.num_rows(rank) for rank in range(ranks)] == counts[:ranks]
+    assert layout.document_lengths == lengths
+    assert layout.num_ranks == ranks
+
+
+def test_a_document_that_does_not_fit_goes_on_on_the_next_ranks() -> None:
+    layout = distca.Layout.packed([3, 9, 1], ranks=4, tokens_per_rank=4)
+    assert [layout.segments(rank) for rank in range(4)] == [
+        [(0, 0, 3), (1, 0, 1)],
+        [(1, 1, 5)],
+        [(1, 5, 9)],
+        [(2, 0, 1)],
+    ]
+
+
+def test_whole_documents_are_numbered_over_the_ranks_in_order() -> None:
+    layout = distca.Layout.from_documents([[3, 1], [], [5]])
+    assert [layout.segments(rank) for rank in range(3)] == [[(0, 0, 3), (1, 0, 1)], [], [(2, 0, 5)]]
+    assert layout.document_lengths == [3, 1, 5]
+
+
+def test_position_ids_count_from_the_start_of_the_document_and_are_0_for_padding() -> None:
+    layout = distca.Layout([[(0, 4, 6), (-1, 0, 2), (1, 0, 3)], [], [(0, 0, 4), (-1, 0, 1)]])
+    expected = [[4, 5, 0, 0, 0, 1, 2], [], [0, 1, 2, 3, 0]]
+    for rank, positions in enumerate(expected):
+        ids = layout.position_ids(rank)
+        assert ids.dtype == torch.int64
+        assert ids.tolist() == positions
+        assert layout.num_rows(rank) == len(positions)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        ([], ["0 ranks"]),
+        ([[(0, 0, 3), (0, 4, 6)]], ["document 0", "[3, 4)", "on no rank"]),
+        ([[(0, 1, 3)]], ["document 0", "[0, 1)", "on no rank"]),
+        ([[(0, 0, 3)], [(0, 2, 6)]], ["document 0", "[2, 3)", "given twice", "rank 1"]),
+        ([[(0, 0, 3)], [(0, 0, 3)]], ["document 0", "given twice"]),
+        ([[(0, 0, 3), (2, 0, 3)]], ["document 1", "missing"]),
+        ([[(1, 0, 3)]], ["document 0", "missing"]),
+        ([[(-2, 0, 3)]], ["-2", "negative"]),
+        ([[(0, -1, 3)]], ["document 0", "[-1, 3)"]),
+        ([[(0, 3, 3)]], ["document 0", "[3, 3)"]),
+        ([[(0, 3, 1)]], ["document 0", "[3, 1)"]),
+        ([[(-1, 0, 0)]], ["[0, 0)"]),
+        ([[(0, 0, HUGE)]], [str(HUGE)]),
+        ([[(0, 0, 2**31), (1, 0, 1)]], ["rank 0", str(2**31)]),
+    ],
+    ids=str,
+)
+def test_segments_that_do_not_cover_documents_exactly_once_are_refused(
+    ranks: list[list[tuple[int, int, int]]], said: list[str]
+) -> None:
+    with pytest.raises(distca.InvalidArgumentError) as caught:
+        distca.Layout(ranks)
+    for words in said:
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [0, -3, HUGE])
+def test_impossible_document_lengths_are_refused_with_the_document_and_the_length(length: int) -> None:
+    with pytest.raises(distca.InvalidArgumentError, match=rf"document 1 .*length {length};"):
+        distca.Layout.packed([2, length], ranks=2, tokens_per_rank=8)
+    with pytest.raises(distca.InvalidArgumentError, match=rf"document 1 on rank 1 .*length {length};"):
+        distca.Layout.from_documents([[2], [length]])
+
+
+@pytest.mark.parametrize("length", [2**63, -(2**63) - 1, 2**200])
+def test_numbers_beyond_64_bits_are_refused(length: int) -> None:
+    with pytest.raises((distca.InvalidArgumentError, TypeError, OverflowError)):
+        distca.Layout.packed([length], ranks=1, tokens_per_rank=8)
+    with pytest.raises((distca.InvalidArgumentError, TypeError, OverflowError)):
+        distca.Layout([[(0, 0, length)]])
+
+
+def test_documents_that_do_not_fit_are_refused_with_the_document_and_the_room() -> None:
+    with pytest.raises(distca.InvalidArgumentError, match=r"document 1 \(6 rows\) does not fit: 2 ranks of 4 rows"):
+        distca.Layout.packed([3, 6], ranks=2, tokens_per_rank=4)
+    distca.Layout.packed([3, 5], ranks=2, tokens_per_rank=4)
+
+
+@pytest.mark.parametrize(("ranks", "tokens"), [(0, 8), (-1, 8), (2**40, 8), (2, 0), (2, -1), (2, HUGE)])
+def test_impossible_rank_and_token_counts_are_refused(ranks: int, tokens: int) -> None:
+    wrong = ranks if tokens == 8 else tokens
+    with pytest.raises(distca.InvalidArgumentError, match=rf"= {wrong};"):
+        distca.Layout.packed([1], ranks=ranks, tokens_per_rank=tokens)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_is_not_there_is_refused(rank: int) -> None:
+    layout = distca.Layout.from_documents([[3], [2]])
+    for ask in (layout.num_rows, layout.segments, layout.position_ids):
+        with pytest.raises(distca.InvalidArgumentError, match=rf"rank = {rank}; 0 to 1"):
+            ask(rank)
