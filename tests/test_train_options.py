@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import distca
+from distca.train.checkpoint import whole_checkpoints
 from distca.train.config import ConfigError, TrainConfig
 from distca.train.log import create_run_dir
 from distca.train.metrics import describe
+from distca.train.resume import resumed_config
 from distca.train.trainer import train
 from train_runs import one_rank
 
@@ -22,7 +25,7 @@ SMALL = TrainConfig(steps=3, tokens_per_rank=192, hidden=32, layers=2, lr=0.01)
 RUNS = {
     "plain": {},
     "compare": {"compare": True},
-    "fsdp": {"fsdp": True},
+    "fsdp": {"fsdp": True, "checkpoint_every": 2},
 }
 
 
@@ -40,6 +43,11 @@ def _train_all(runs: dict[str, TrainConfig], folder: Path) -> None:
         if dist.get_rank() == 0:
             (folder / name).mkdir()
         train(config, folder / name)
+    if dist.get_rank() == 0:
+        shutil.copytree(folder / "fsdp", folder / "fsdp, then not")
+        shutil.rmtree(whole_checkpoints(folder / "fsdp, then not")[3])
+    dist.barrier()
+    train(resumed_config(folder / "fsdp, then not", {"fsdp": False}), folder / "fsdp, then not")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +85,7 @@ def test_each_layer_compiles_to_one_graph(data: Path, tmp_path: Path, monkeypatc
     assert 1 <= counter.frame_count <= 2  # shared by the layers; a second one where plans are of several size classes
 
 
-@pytest.mark.parametrize(("name", "within"), [("compare", 1e-6), ("fsdp", 1e-6)])
+@pytest.mark.parametrize(("name", "within"), [("compare", 1e-6), ("fsdp", 1e-6), ("fsdp, then not", 1e-6)])
 def test_a_run_has_the_losses_of_the_plain_one(name: str, within: float, runs: Path) -> None:
     assert len(_losses(runs / "plain")) == 3
     assert _losses(runs / name) == pytest.approx(_losses(runs / "plain"), rel=within)
