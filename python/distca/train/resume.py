@@ -50,11 +50,8 @@ def resumed_config(run_dir: Path, given: dict[str, Any]) -> TrainConfig:
             )
     config = replace(saved, **given)
     if config.tokens_per_step != saved.tokens_per_step:
-        fits = (
-            ""
-            if saved.tokens_per_step % config.ranks
-            else (f"; with --ranks {config.ranks} that is --tokens-per-rank {saved.tokens_per_step // config.ranks}")
-        )
+        per_rank, rest = divmod(saved.tokens_per_step, config.ranks)
+        fits = "" if rest else f"; with --ranks {config.ranks} that is --tokens-per-rank {per_rank}"
         raise ConfigError(
             f"--ranks {config.ranks} times --tokens-per-rank {config.tokens_per_rank} are "
             f"{config.tokens_per_step} tokens a step, must be the run's {saved.tokens_per_step}{fits}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 
 import torch
@@ -100,4 +99,4 @@ def _share(loss_sum: torch.Tensor, batch: Batch, stop: bool) -> tuple[float, boo
 
 
 def _difference(a: float, b: float) -> float:
-    return abs(a - b) / abs(b) if math.isfinite(a) and b else abs(a - b)
+    return abs(a - b) / abs(b) if b else abs(a)
