@@ -233,7 +233,7 @@ def _is_no_address(words: list[int], index: int) -> bool:
     """Whether the word is one that a step never uses as a row or an offset."""
     tables = read_slice(words)
     spans = [words[len(tables.header) + 2 * i :][:2] for i in range(12)]
-    widths = (16, 16, 1, 6, 4, 2, 8, 8, 8, 8, 3, 3)
+    widths = (16, 15, 1, 6, 4, 2, 8, 8, 8, 8, 3, 3)
     for table, ((begin, count), width) in enumerate(zip(spans, widths, strict=True)):
         if not begin <= index < begin + count * width:
             continue
@@ -241,7 +241,7 @@ def _is_no_address(words: list[int], index: int) -> bool:
         if table == 0:  # groups: document, is_local; arena offsets of one that has no arena blocks
             return column in (0, 15) or (9 <= column <= 12 and tables.groups[row].num_arena_blocks == 0)
         if table == 1:  # tasks: arena offsets of rows at home, the row at home of rows in the arena
-            return column >= 10 if tables.tasks[row].home == tables.header.rank else column == 9
+            return column >= 9 if tables.tasks[row].home == tables.header.rank else column == 8
         if table == 3:  # gradients: an arena offset or a row, as the target says
             return column in ((4, 5) if tables.grads[row].target == 0 else (3,))
         if table in (6, 7):  # sends: the source that is not used; a target is for the peer's arena, checked at the put
@@ -352,9 +352,9 @@ WRONG_TENSORS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor, torch.Tenso
     "no rows": (lambda q, k, v: (q[:0], k[:0], v[:0]), ["another layout", "84 rows", "0"]),
     "k another dtype": (lambda q, k, v: (q, k.bfloat16(), v), ["different dtypes", "float32, bfloat16, float32"]),
     "v another dtype": (lambda q, k, v: (q, k, v.bfloat16()), ["different dtypes", "float32, float32, bfloat16"]),
-    "float64": (lambda q, k, v: (q.double(), k.double(), v.double()), ["float32 and bfloat16 are supported"]),
-    "float16": (lambda q, k, v: (q.half(), k.half(), v.half()), ["float32 and bfloat16 are supported"]),
-    "integers": (lambda q, k, v: (q.long(), k.long(), v.long()), ["float32 and bfloat16 are supported"]),
+    "float64": (lambda q, k, v: (q.double(), k.double(), v.double()), ["float32, bfloat16 and float16 are supported"]),
+    "float16": (lambda q, k, v: (q.half(), k.half(), v.half()), ["plan was made for", "float32", "float16"]),
+    "integers": (lambda q, k, v: (q.long(), k.long(), v.long()), ["float32, bfloat16 and float16 are supported"]),
     "q on another device": (lambda q, k, v: (q.to("meta"), k, v), ["device"]),
     "k on another device": (lambda q, k, v: (q, k.to("meta"), v), ["device"]),
     "v on another device": (lambda q, k, v: (q, k, v.to("meta")), ["device"]),

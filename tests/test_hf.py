@@ -272,7 +272,7 @@ def test_a_plan_of_another_window_is_refused_only_where_a_document_shows_the_dif
     assert torch.equal(logits(5), logits(None))
     with pytest.raises(
         distca.InvalidArgumentError,
-        match=r"sliding window of 4, the plan one of None: pass plan=distca.plan\(layout, heads, window=4\)",
+        match=r"window of 4, the plan one of None: pass .*window=4",
     ):
         logits(4)
 

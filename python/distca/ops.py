@@ -53,8 +53,9 @@ def core_attention(
     for name, value in (("plan", plan), ("plan_backward", plan_backward)):
         if not isinstance(value, Plan) and not (name == "plan_backward" and value is None):
             raise InvalidArgumentError(f"core_attention: {name} is a {type(value).__name__}; a distca.Plan is expected")
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
+    device = q.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        q, k, v = (t.to(torch.get_autocast_dtype(device)) for t in (q, k, v))
     with typed_errors():
         return torch.ops.distca.core_attention(
             q,
