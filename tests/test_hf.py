@@ -5,12 +5,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ConstantLR
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import distca
 import distca.integrations.hf
+from distca.train.checkpoint import Trained
 from distca.train.data import NO_TARGET, Batch
-from distca.train.trainer import StopRequest, train_step
+from distca.train.step import train_step
 
 HEADS = distca.Heads(q=4, kv=2, dim=8)
 VOCABULARY = 61
@@ -89,8 +91,9 @@ def _loss_and_gradients(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     model = DistributedDataParallel(_model("distca"))
     plan = distca.plan(batch.layout, HEADS, tolerance=0.01, min_rows=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the gradients are looked at after the step
-    loss, _ = train_step(model, optimizer, batch, plan, StopRequest())
-    return loss, _gradients(model.module)
+    trained = Trained(model, optimizer, ConstantLR(optimizer))
+    result = train_step(trained, batch, plan, stop=False, since=0.0)
+    return result.loss, _gradients(model.module)
 
 
 def _error_without_a_plan() -> str:

@@ -31,6 +31,17 @@ def test_a_known_layout_gives_each_batch_its_own_plan() -> None:
         assert plan.digest == repeated.digest == expected.digest
 
 
+def test_windows_give_each_batch_the_plans_of_all_of_them() -> None:
+    batches = [[8, 8], [11, 5]]
+    with distca.PlanAhead(batches, heads=HEADS, layout=_layout, rank=1, windows=iter([None, 4])) as steps:
+        pairs = list(steps)
+    for batch, plans in pairs:
+        assert isinstance(plans, distca.Plans)
+        assert [(window, plan.digest) for window, plan in plans.items()] == [
+            (window, distca.plan(_layout(batch), HEADS, rank=1, window=window).digest) for window in (None, 4)
+        ]
+
+
 def test_exactly_one_step_is_prepared_while_one_is_in_use() -> None:
     asked = threading.Semaphore(0)
     taken: list[int] = []

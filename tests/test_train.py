@@ -16,10 +16,11 @@ import torch
 
 import distca
 from distca.cli import main
+from distca.train.checkpoint import whole_checkpoints
 from distca.train.cli import train_rank
 from distca.train.config import ConfigError, TrainConfig
 from distca.train.data import NO_TARGET, Batches, Corpus, DataError, pack_steps, read_corpus
-from distca.train.metrics import create_run_dir
+from distca.train.log import create_run_dir
 from distca.train.trainer import learning_rate_factor
 
 # ---- data ----
@@ -297,6 +298,7 @@ def test_an_interrupt_ends_all_ranks_after_a_whole_step_with_the_summary(
     assert (process.returncode, sorted(ranks)) == (130, ["distca-rank-0", "distca-rank-1"]), err
     summary = _summary(tmp_path)
     assert summary["interrupted"] and summary["steps"] == len(_metrics(tmp_path)) < 100000
+    assert list(whole_checkpoints(tmp_path / "runs" / "run")) == [summary["steps"]]
     assert f"stopped after {summary['steps']} steps" in out
     assert "Traceback" not in err
     _assert_gone(ranks)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
 
 from distca.errors import DistcaError, InvalidArgumentError, PeerDiedError
 from distca.heads import Heads
-from distca.planning import Layout, Plan, plan
+from distca.planning import Layout, Plan, Plans, plan, plans
 
 Batch = TypeVar("Batch")
+Planned = TypeVar("Planned", bound=Plan | Plans)
 
 # What a rank says about a step in place of its number of documents.
 _ENDED = -1
@@ -26,7 +28,7 @@ _STOPPED = -3
 _JOIN_SECONDS = 10.0
 
 
-class PlanAhead(Generic[Batch]):
+class PlanAhead(Generic[Batch, Planned]):
     """Iterates over `loader` and yields `(batch, plan)`; the next pair is prepared while the current one is in use.
 
     How the ranks learn each other's lengths is chosen by one of two arguments:
@@ -41,13 +43,45 @@ class PlanAhead(Generic[Batch]):
       planned for it instead.
 
     `rank` is the rank whose slice the plans carry (default: this process's rank in `group`); `plan_options` go to
-    `distca.plan`. Calls to `loader`, `layout` and `lengths` are made on the thread, one at a time.
+    `distca.plan`. With `windows`, those of a model whose layers differ in their sliding window, each step has the
+    `distca.Plans` for them instead of one `distca.Plan`. Calls to `loader`, `layout` and `lengths` are made on the
+    thread, one at a time.
 
     An exception of the loader, of the callbacks or of planning is raised by the next iteration; with `lengths`, the
     other ranks then get a PeerDiedError that names the rank. Use it as a context manager, or call `close()`, to stop
     the thread; after a plain `break` it stops when the object is dropped. Each `iter()` begins a new pass over the
     loader.
     """
+
+    @overload
+    def __init__(
+        self: PlanAhead[Batch, Plan],
+        loader: Iterable[Batch],
+        *,
+        heads: Heads,
+        layout: Callable[[Batch], Layout] | None = None,
+        lengths: Callable[[Batch], Sequence[int]] | None = None,
+        group: dist.ProcessGroup | None = None,
+        rank: int | None = None,
+        idle_rows: int = 0,
+        windows: None = None,
+        **plan_options: Any,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: PlanAhead[Batch, Plans],
+        loader: Iterable[Batch],
+        *,
+        heads: Heads,
+        layout: Callable[[Batch], Layout] | None = None,
+        lengths: Callable[[Batch], Sequence[int]] | None = None,
+        group: dist.ProcessGroup | None = None,
+        rank: int | None = None,
+        idle_rows: int = 0,
+        windows: Iterable[int | None],
+        **plan_options: Any,
+    ) -> None: ...
 
     def __init__(
         self,
@@ -59,6 +93,7 @@ class PlanAhead(Generic[Batch]):
         group: dist.ProcessGroup | None = None,
         rank: int | None = None,
         idle_rows: int = 0,
+        windows: Iterable[int | None] | None = None,
         **plan_options: Any,
     ) -> None:
         if (layout is None) == (lengths is None):
@@ -68,15 +103,20 @@ class PlanAhead(Generic[Batch]):
         if rank is None and dist.is_initialized():
             rank = dist.get_rank(group)
         self._loader = loader
-        self._pass: _Pass[Batch] | None = None
+        self._pass: _Pass[Batch, Planned] | None = None
         self._closed = False
         self._exchange: _Exchange | None = None
         if lengths is not None:
             self._exchange = _Exchange(group, idle_rows)
         self._layout, self._lengths = layout, lengths
-        self._make_plan: Callable[[Layout], Plan] = lambda of: plan(of, heads, rank=rank, **plan_options)
+        make: Callable[[Layout], Plan | Plans] = (
+            functools.partial(plan, heads=heads, rank=rank, **plan_options)
+            if windows is None
+            else functools.partial(plans, heads=heads, rank=rank, windows=list(windows), **plan_options)
+        )
+        self._make_plan = cast(Callable[[Layout], Planned], make)
 
-    def __iter__(self) -> Iterator[tuple[Batch | None, Plan]]:
+    def __iter__(self) -> Iterator[tuple[Batch | None, Planned]]:
         if self._closed:
             raise InvalidArgumentError("PlanAhead: it was closed; make a new one")
         self._end_pass(_JOIN_SECONDS)
@@ -111,7 +151,7 @@ class PlanAhead(Generic[Batch]):
             )
         return over
 
-    def __enter__(self) -> PlanAhead[Batch]:
+    def __enter__(self) -> PlanAhead[Batch, Planned]:
         return self
 
     def __exit__(
@@ -270,20 +310,20 @@ class _GatheredLayouts(_Steps[Batch]):
         return Layout(ranks)
 
 
-class _Pass(Iterator[tuple[Batch | None, Plan]]):
+class _Pass(Iterator[tuple[Batch | None, Planned]]):
     """One pass over the loader: the thread, and the place where it puts what it has prepared.
 
     The thread holds the state below but not the `PlanAhead` itself, so that dropping that object can stop it.
     """
 
-    def __init__(self, steps: _Steps[Batch], make_plan: Callable[[Layout], Plan]) -> None:
-        self._state = _PassState[Batch]()
+    def __init__(self, steps: _Steps[Batch], make_plan: Callable[[Layout], Planned]) -> None:
+        self._state = _PassState[Batch, Planned]()
         self._thread = threading.Thread(
             target=_prepare, args=(self._state, steps, make_plan), name="distca-plan-ahead", daemon=True
         )
         self._thread.start()
 
-    def __next__(self) -> tuple[Batch | None, Plan]:
+    def __next__(self) -> tuple[Batch | None, Planned]:
         return self._state.take()
 
     def stop(self) -> None:
@@ -300,17 +340,17 @@ class _Pass(Iterator[tuple[Batch | None, Plan]]):
             state.stop()
 
 
-class _PassState(Generic[Batch]):
+class _PassState(Generic[Batch, Planned]):
     """What thread and consumer share: at most one prepared step, then how the pass ended."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._ready: deque[tuple[Batch | None, Plan]] = deque()
+        self._ready: deque[tuple[Batch | None, Planned]] = deque()
         self._stopped = False
         self._over = False
         self._error: BaseException | None = None
 
-    def take(self) -> tuple[Batch | None, Plan]:
+    def take(self) -> tuple[Batch | None, Planned]:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._over or self._stopped)
             if self._ready and not self._stopped:
@@ -322,7 +362,7 @@ class _PassState(Generic[Batch]):
                 raise error
             raise StopIteration
 
-    def put(self, step: tuple[Batch | None, Plan]) -> bool:
+    def put(self, step: tuple[Batch | None, Planned]) -> bool:
         """Waits until the step before was taken; False if the consumer wants no more."""
         with self._changed:
             self._ready.append(step)
@@ -341,7 +381,7 @@ class _PassState(Generic[Batch]):
             self._changed.notify_all()
 
 
-def _prepare(state: _PassState[Batch], steps: _Steps[Batch], make_plan: Callable[[Layout], Plan]) -> None:
+def _prepare(state: _PassState[Batch, Planned], steps: _Steps[Batch], make_plan: Callable[[Layout], Planned]) -> None:
     code = _STOPPED
     try:
         for batch, layout in steps:

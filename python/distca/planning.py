@@ -213,6 +213,8 @@ class Plan:
 
     def same_window(self, window: int | None) -> bool:
         """Whether this causal plan is right for a layer of that window: no document shows the difference."""
+        if self.window == window:
+            return self.mask == "causal"
         longest = max(self.layout.document_lengths, default=0)
         return self.mask == "causal" and min(self.window or longest, longest) == min(window or longest, longest)
 
@@ -366,6 +368,8 @@ class Plans(Mapping[int | None, Plan]):
         Raises:
             InvalidArgumentError: where no plan here does that; names the windows there are.
         """
+        if window in self._by_window:
+            return self._by_window[window]
         for plan in self.values():
             if plan.same_window(window):
                 return plan

@@ -60,6 +60,8 @@ class DeferredMask:
 
     def objection(self) -> str | None:
         """Why a plan cannot stand in for this mask; None if it can."""
+        if torch.compiler.is_compiling():  # costs nothing at run time, while the two flags would be guarded
+            return self._examine()
         if not self._examined:
             self._objection, self._examined = self._examine(), True
         return self._objection
@@ -171,7 +173,7 @@ def _check_call(
         f"batch size is {batch}, must be 1: pack the documents of this rank one after the other into one row, "
         "input_ids [1, T], and give their lengths to the plan",
     )
-    expected = plan.layout.num_rows(plan.rank)
+    expected = plan.num_rows
     _refuse(
         num_rows != expected,
         f"the input has {num_rows} rows but the plan was made for {expected} rows on rank {plan.rank}: "
@@ -208,7 +210,7 @@ def _check_mask(mask: DeferredMask | torch.Tensor | None, sliding_window: int | 
 
 def _check_position_ids(module: torch.nn.Module, position_ids: Any, plan: Plan) -> None:
     """Checked once a forward, in the first layer; positions of several axes ([3, 1, T]) are left to the model."""
-    if getattr(module, "layer_idx", 0) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or getattr(module, "layer_idx", 0) != 0:
         return
     if not isinstance(position_ids, torch.Tensor) or position_ids.dim() > 2:
         return

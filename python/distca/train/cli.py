@@ -17,47 +17,71 @@ from distca.errors import DistcaError
 from distca.launch import exit_now, launch, leave_process_group
 from distca.train.config import OPTION_TYPES, ConfigError, TrainConfig, option_name
 from distca.train.data import read_corpus
-from distca.train.metrics import create_run_dir, describe
+from distca.train.log import create_run_dir
+from distca.train.metrics import describe
+from distca.train.resume import find_run, resumed_config
 
 
 def add_command(commands: Any) -> None:
     """Adds `train` to the parser of the command line."""
     command = commands.add_parser(
         "train",
-        help="train a tiny Llama with balanced attention",
-        description="Trains a tiny Llama on documents of very different lengths, their attention balanced over the "
-        "ranks. Starts its own ranks on this machine, or runs as one rank under torchrun.",
+        help="train a language model with balanced attention",
+        description="Trains a language model, by default a tiny Llama, on documents of very different lengths, their "
+        "attention balanced over the ranks. Starts its own ranks on this machine, or runs as one rank under torchrun.",
     )
     for option in fields(TrainConfig):
-        default = "" if option.default is None or option.name == "ranks" else f" (default: {option.default})"
-        command.add_argument(
-            option_name(option.name),
-            type=OPTION_TYPES[option.name],
-            choices=option.metadata["choices"],
-            default=None if option.name == "ranks" else option.default,
-            help=option.metadata["help"] + default,
-        )
+        default = "" if option.default is None or option.default is False else f" (default: {option.default})"
+        about: dict[str, Any] = {
+            "default": argparse.SUPPRESS,  # what was not given is not there: a resumed run keeps its own
+            "help": option.metadata["help"] + default,
+        }
+        if OPTION_TYPES[option.name] is bool:
+            about["action"] = argparse.BooleanOptionalAction
+        else:
+            about |= {"type": OPTION_TYPES[option.name], "choices": option.metadata["choices"]}
+        command.add_argument(option_name(option.name), **about)
+    command.add_argument(
+        "--resume",
+        metavar="RUN|latest",
+        help="go on with the run in this folder from its last checkpoint, with its options; latest: the newest run",
+    )
     add_debug(command)
     command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit code; mistakes are DistcaErrors."""
-    values = {option.name: getattr(options, option.name) for option in fields(TrainConfig)}
-    values["ranks"] = _number_of_ranks(options.ranks)
-    config = TrainConfig(**values)
+    given = {option.name: getattr(options, option.name) for option in fields(TrainConfig) if option.name in options}
+    if _under_torchrun():
+        given["ranks"] = _torchrun_ranks(given.get("ranks"))
+    if options.resume is None:
+        config, run_dir = TrainConfig(**given), None
+    else:
+        run_dir = find_run(options.resume, given.get("runs_dir", TrainConfig.runs_dir))
+        config = resumed_config(run_dir, given)
     _check_packages()
-    read_corpus(config.data, config.kept_fraction)  # mistakes in the data are found before anything is started
-    return _train_as_rank(config, options.debug) if _under_torchrun() else _train_with_own_ranks(config)
+    _check_inputs(config)
+    if _under_torchrun():
+        return _train_as_rank(config, run_dir, options.debug)
+    return _train_with_own_ranks(config, run_dir)
+
+
+def _check_inputs(config: TrainConfig) -> None:
+    """Mistakes in data, model and tokenizer are found before anything is started."""
+    read_corpus(config.data, config.kept_fraction)
+    if config.model is not None or config.tokenizer is not None:
+        from distca.train.model import model_config
+        from distca.train.tokens import BYTES, Tokenizer
+
+        model_config(config, BYTES if config.tokenizer is None else Tokenizer(config.tokenizer).vocabulary)
 
 
 def _under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def _number_of_ranks(asked: int | None) -> int:
-    if not _under_torchrun():
-        return asked if asked is not None else 2
+def _torchrun_ranks(asked: int | None) -> int:
     world_size = int(os.environ["WORLD_SIZE"])
     if asked is not None and asked != world_size:
         raise ConfigError(f"--ranks is {asked}, must be torchrun's world size ({world_size}) or left out")
@@ -77,20 +101,22 @@ def _check_packages() -> None:
             raise ConfigError(f"the package {package} is not installed: install distca[train]")
 
 
-def _train_with_own_ranks(config: TrainConfig) -> int:
-    run_dir = create_run_dir(config)
+def _train_with_own_ranks(config: TrainConfig, resumed: Path | None) -> int:
+    run_dir = resumed if resumed is not None else create_run_dir(config)
     signal.signal(signal.SIGTERM, _as_interrupt)
     summary = launch(train_rank, config, run_dir, ranks=config.ranks)[0]
     return _finish(summary)
 
 
-def _train_as_rank(config: TrainConfig, debug: bool) -> int:
+def _train_as_rank(config: TrainConfig, resumed: Path | None, debug: bool) -> int:
     import torch.distributed as dist
 
     rank = int(os.environ["RANK"])
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    run_dir = create_run_dir(config) if rank == 0 else None
+    run_dir = resumed
+    if rank == 0 and run_dir is None:
+        run_dir = create_run_dir(config)
     dist.init_process_group("gloo")
     try:
         summary = train_rank(config, run_dir)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from distca.errors import InvalidArgumentError
-from distca.heads import Heads
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-VOCABULARY = 256  # byte tokens
+TINY = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2}
+"""The shape of the model without `--model`."""
 
 STANDARD_LIBRARY_SCALE = 1 / 16
 """Keeps the shape of the length distribution of whole source files, and so the imbalance, at some 4096 tokens."""
@@ -24,8 +24,9 @@ class ConfigError(InvalidArgumentError):
     """An option has a value that is not allowed."""
 
 
-def _about(help: str, choices: tuple[str, ...] | None = None) -> dict[str, Any]:
-    return {"help": help, "choices": choices}
+def _about(help: str, choices: tuple[str, ...] | None = None, *, fixed: bool = False) -> dict[str, Any]:
+    """`fixed`: a run that is resumed must keep it."""
+    return {"help": help, "choices": choices, "fixed": fixed}
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,10 @@ class TrainConfig:
     tokens_per_rank: int = field(default=4096, metadata=_about("tokens each rank holds in a step"))
     data: Path | None = field(
         default=None,
-        metadata=_about("folder of UTF-8 text files, each a document (default: the Python standard library's sources)"),
+        metadata=_about(
+            "folder of UTF-8 text files, each a document, or a .jsonl file of objects with a text "
+            "(default: the Python standard library's sources)"
+        ),
     )
     doc_scale: float | None = field(
         default=None,
@@ -45,13 +49,35 @@ class TrainConfig:
             "fraction of each document to keep, from its start (default: 1/16 for the standard library, else 1)"
         ),
     )
-    hidden: int = field(default=128, metadata=_about("hidden size of the model"))
-    layers: int = field(default=2, metadata=_about("number of layers"))
-    heads: int = field(default=4, metadata=_about("number of query heads"))
-    kv_heads: int = field(default=2, metadata=_about("number of key/value heads"))
-    dtype: str = field(default="float32", metadata=_about("dtype of the model", choices=tuple(DTYPES)))
-    lr: float = field(default=3e-3, metadata=_about("peak learning rate (AdamW)"))
-    seed: int = field(default=0, metadata=_about("seed of weights and of the order of documents"))
+    tokenizer: Path | None = field(
+        default=None,
+        metadata=_about("folder or tokenizer.json of a tokenizer of transformers (default: bytes)", fixed=True),
+    )
+    model: str | None = field(
+        default=None,
+        metadata=_about(
+            "llama-8b, a config.json or its folder (random weights), or the folder of a checkpoint of transformers; "
+            "nothing is downloaded (default: a tiny Llama)",
+            fixed=True,
+        ),
+    )
+    hidden: int | None = field(
+        default=None, metadata=_about(f"hidden size of the tiny model (default: {TINY['hidden']})", fixed=True)
+    )
+    layers: int | None = field(
+        default=None,
+        metadata=_about("number of layers (default: 2; with --model all, or else its first ones)", fixed=True),
+    )
+    heads: int | None = field(
+        default=None, metadata=_about(f"number of query heads of the tiny model (default: {TINY['heads']})", fixed=True)
+    )
+    kv_heads: int | None = field(
+        default=None,
+        metadata=_about(f"number of key/value heads of the tiny model (default: {TINY['kv_heads']})", fixed=True),
+    )
+    dtype: str = field(default="float32", metadata=_about("dtype of the model", choices=tuple(DTYPES), fixed=True))
+    lr: float = field(default=3e-3, metadata=_about("peak learning rate (AdamW)", fixed=True))
+    seed: int = field(default=0, metadata=_about("seed of weights and of the order of documents", fixed=True))
     balance: str = field(
         default="on",
         metadata=_about("off: every row's attention is computed on the rank that holds it", choices=("on", "off")),
@@ -59,13 +85,26 @@ class TrainConfig:
     tolerance: float = field(
         default=0.05, metadata=_about("allowed excess of the largest attention load over the mean")
     )
+    compare: bool = field(
+        default=False, metadata=_about("take each step with and without balance on the same batch, and compare times")
+    )
+    fsdp: bool = field(
+        default=False, metadata=_about("shard weights, gradients and optimizer over the ranks, layer by layer (FSDP2)")
+    )
+    compile: bool = field(default=False, metadata=_about("compile each layer with torch.compile"))
+    checkpoint_every: int = field(
+        default=0,
+        metadata=_about("steps between checkpoints; 0: one at the end, or where the run is interrupted"),
+    )
+    keep_checkpoints: int = field(default=2, metadata=_about("how many of the last checkpoints to keep"))
     timeout: float = field(default=600.0, metadata=_about("seconds a rank waits for another before it gives up"))
     name: str = field(default="train", metadata=_about("name of the run; a number is appended if it exists"))
     runs_dir: Path = field(default=Path("runs"), metadata=_about("folder of the runs"))
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
-            if not getattr(self, name) >= least:  # so written, NaN fails too
+            value = getattr(self, name)
+            if value is not None and not value >= least:  # so written, NaN fails too
                 _fail(self, name, f"at least {least}")
         for name in ("lr", "timeout"):
             if not 0 < getattr(self, name) < math.inf:
@@ -78,24 +117,34 @@ class TrainConfig:
                 _fail(self, option.name, f"one of {', '.join(choices)}")
         if self.doc_scale is not None and not 0 < self.doc_scale <= 1:
             _fail(self, "doc_scale", "above 0 and at most 1")
-        if self.heads % self.kv_heads:
-            _fail(self, "kv_heads", f"a divisor of --heads ({self.heads})")
-        if self.hidden % self.heads or self.head_dim % 8 or self.head_dim > 256:
-            _fail(self, "hidden", f"--heads ({self.heads}) times a head size that is a multiple of 8 and at most 256")
+        if self.model is None:
+            self._check_tiny()
+        else:
+            for name in TINY.keys() - {"layers"}:
+                if getattr(self, name) is not None:
+                    _fail(self, name, "left out with --model, which has a shape of its own")
+        if self.compare and self.balance == "off":
+            _fail(self, "balance", "left out with --compare, which takes every step with both")
         if not self.name or self.name in (".", "..") or "/" in self.name or "\0" in self.name:
             _fail(self, "name", "the name of a folder, without '/'")
 
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
+    def _check_tiny(self) -> None:
+        heads, kv_heads, hidden = (self.tiny(name) for name in ("heads", "kv_heads", "hidden"))
+        if heads % kv_heads:
+            _fail(self, "kv_heads", f"a divisor of --heads ({heads})", kv_heads)
+        if hidden % heads or hidden // heads % 8 or hidden // heads > 256:
+            _fail(
+                self, "hidden", f"--heads ({heads}) times a head size that is a multiple of 8 and at most 256", hidden
+            )
+
+    def tiny(self, name: str) -> int:
+        """A figure of the tiny model's shape: as given, else the default."""
+        value = getattr(self, name)
+        return TINY[name] if value is None else int(value)
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
-
-    @property
-    def attention_heads(self) -> Heads:
-        return Heads(q=self.heads, kv=self.kv_heads, dim=self.head_dim, dtype=self.torch_dtype)
 
     @property
     def kept_fraction(self) -> float:
@@ -104,20 +153,35 @@ class TrainConfig:
             return self.doc_scale
         return STANDARD_LIBRARY_SCALE if self.data is None else 1.0
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of all ranks in a step; they alone say which documents a step holds."""
+        return self.ranks * self.tokens_per_rank
+
     def as_json(self) -> dict[str, Any]:
         values = {option.name: getattr(self, option.name) for option in fields(self)}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> TrainConfig:
+        """The inverse of `as_json`; options that a later version has added take their defaults."""
+        read: dict[str, Any] = {}
+        for name, value in values.items():
+            if name in OPTION_TYPES:
+                read[name] = Path(value) if OPTION_TYPES[name] is Path and value is not None else value
+        return TrainConfig(**read)
+
 
 _LEAST: dict[str, float] = {
     "ranks": 1, "steps": 1, "tokens_per_rank": 1, "hidden": 1, "layers": 1, "heads": 1, "kv_heads": 1,
-    "seed": 0,
+    "seed": 0, "checkpoint_every": 0, "keep_checkpoints": 1,
 }  # fmt: skip
 
 OPTION_TYPES: dict[str, Callable[[str], Any]] = {
-    "ranks": int, "steps": int, "tokens_per_rank": int, "data": Path, "doc_scale": float, "hidden": int, "layers": int,
-    "heads": int, "kv_heads": int, "dtype": str, "lr": float, "seed": int, "balance": str, "tolerance": float,
-    "timeout": float, "name": str, "runs_dir": Path,
+    "ranks": int, "steps": int, "tokens_per_rank": int, "data": Path, "doc_scale": float, "tokenizer": Path,
+    "model": str, "hidden": int, "layers": int, "heads": int, "kv_heads": int, "dtype": str, "lr": float, "seed": int,
+    "balance": str, "tolerance": float, "compare": bool, "fsdp": bool, "compile": bool, "checkpoint_every": int,
+    "keep_checkpoints": int, "timeout": float, "name": str, "runs_dir": Path,
 }  # fmt: skip
 """How the command line reads each field."""
 
@@ -126,5 +190,6 @@ def option_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def _fail(config: TrainConfig, name: str, allowed: str) -> None:
-    raise ConfigError(f"{option_name(name)} is {getattr(config, name)}, must be {allowed}")
+def _fail(config: TrainConfig, name: str, allowed: str, value: Any = None) -> None:
+    value = getattr(config, name) if value is None else value
+    raise ConfigError(f"{option_name(name)} is {value}, must be {allowed}")

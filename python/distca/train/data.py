@@ -9,73 +9,110 @@ token of a document has none.
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import random
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from distca.errors import InvalidArgumentError
 from distca.planning import Layout
 
+if TYPE_CHECKING:
+    from distca.train.tokens import Tokenizer
+
 NO_TARGET = -100
 _EXCLUDED = frozenset({"test", "idlelib", "site-packages", "dist-packages", "__pycache__"})
 
 
 class DataError(InvalidArgumentError):
-    """The data folder is missing, unreadable or holds no text."""
+    """The data is missing, unreadable or holds no text."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents as bytes, in a fixed order, and what was left out."""
+    """Documents as tokens, in a fixed order, and what was left out."""
 
-    documents: list[bytes]
-    num_skipped: int  # files that are not UTF-8 text or could not be read
+    documents: Sequence[bytes | array[int]]
+    num_skipped: int  # files that are not UTF-8 text or could not be read, or lines that are no objects with a text
+    unit: str = "files"  # what was skipped: files or lines
 
     def fingerprint(self) -> int:
         """The same on every rank that has read the same documents."""
         value = 0
         for document in self.documents:
-            value = zlib.crc32(len(document).to_bytes(8, "little") + document, value)
+            value = zlib.crc32(len(document).to_bytes(8, "little") + bytes(document), value)
         return value
 
 
-def read_corpus(folder: Path | None, kept_fraction: float) -> Corpus:
-    """Reads all files below `folder` (default: the Python standard library's sources), of each the first
-    `kept_fraction`.
+def read_corpus(source: Path | None, kept_fraction: float, tokenizer: Tokenizer | None = None) -> Corpus:
+    """Reads all files below a folder, or the lines of a `.jsonl` file; of each document the first `kept_fraction`.
 
-    Files that are not UTF-8 are skipped and counted; empty ones are ignored. Raises DataError if there is nothing to
-    train on.
+    Without a source it is the Python standard library's sources, without a tokenizer the tokens are bytes. What is no
+    text is skipped and counted; empty documents are ignored. Raises DataError if there is nothing to train on.
     """
-    root = folder if folder is not None else Path(sysconfig.get_path("stdlib"))
+    root = source if source is not None else Path(sysconfig.get_path("stdlib"))
     if not root.exists():
         raise DataError(f"data folder {root} does not exist")
-    if not root.is_dir():
-        raise DataError(f"data folder {root} is not a folder")
-    documents: list[bytes] = []
-    num_files = num_skipped = 0
-    for path in _files(root) if folder is not None else _standard_library_files(root):
-        num_files += 1
+    lines = root.is_file() and root.suffix == ".jsonl"
+    if not lines and not root.is_dir():
+        raise DataError(f"data folder {root} is not a folder, nor a .jsonl file")
+    documents: list[bytes | array[int]] = []
+    num_found = num_skipped = 0
+    for text in _texts(root, lines, source is None):
+        num_found += 1
+        if text is None:
+            num_skipped += 1
+        elif text:
+            tokens = text if tokenizer is None else tokenizer.encode(text.decode())
+            documents.append(tokens[: max(1, round(len(tokens) * kept_fraction))])
+    documents = [document for document in documents if document]
+    what = f"data {'file' if lines else 'folder'} {root}"
+    if not documents:
+        found = (
+            f"{num_found} lines, of which {num_skipped} are no JSON objects with a text"
+            if lines
+            else f"{num_found} files below it, of which {num_skipped} are not UTF-8"
+        )
+        raise DataError(f"{what} holds no text: {found}")
+    if max(len(document) for document in documents) < 2:
+        unit = "bytes" if tokenizer is None else "tokens"
+        raise DataError(f"{what} has no document of two or more {unit}, so there is nothing to predict")
+    return Corpus(documents, num_skipped, "lines" if lines else "files")
+
+
+def _texts(root: Path, lines: bool, standard_library: bool) -> Iterator[bytes | None]:
+    """The documents in UTF-8; None for what is not text."""
+    if lines:
+        with open(root, "rb") as file:
+            for line in file:
+                yield _text_of(line)
+        return
+    for path in _standard_library_files(root) if standard_library else _files(root):
         try:
             content = path.read_bytes()
             content.decode("utf-8")
         except (OSError, UnicodeDecodeError):
-            num_skipped += 1
-            continue
-        if content:
-            documents.append(content[: max(1, round(len(content) * kept_fraction))])
-    if not documents:
-        raise DataError(
-            f"data folder {root} holds no text: {num_files} files below it, of which {num_skipped} are not UTF-8"
-        )
-    if max(len(document) for document in documents) < 2:
-        raise DataError(f"data folder {root} has no document of two or more bytes, so there is nothing to predict")
-    return Corpus(documents, num_skipped)
+            yield None
+        else:
+            yield content
+
+
+def _text_of(line: bytes) -> bytes | None:
+    """The text of a line of JSON lines; None for a line without."""
+    try:
+        value = json.loads(line)
+        return value["text"].encode() if isinstance(value, dict) and isinstance(value.get("text"), str) else None
+    except (ValueError, RecursionError):  # no JSON, no UTF-8, or a lone surrogate in the text
+        return None
 
 
 def _files(root: Path) -> list[Path]:
@@ -94,7 +131,7 @@ def _standard_library_files(root: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes [begin, end) of a document, packed into one step."""
+    """Tokens [begin, end) of a document, packed into one step."""
 
     document: int
     begin: int
@@ -107,7 +144,7 @@ class Batch:
 
     layout: Layout
     input_ids: torch.Tensor
-    labels: torch.Tensor  # the next byte of the document, NO_TARGET after its last
+    labels: torch.Tensor  # the next token of the document, NO_TARGET after its last
     num_targets: int  # of all ranks
 
 
@@ -135,39 +172,45 @@ def pack_steps(lengths: list[int], tokens: int, seed: int) -> Iterator[list[Piec
 
 
 class Batches:
-    """The batches of one rank; `len()` is the number of steps."""
+    """The batches of one rank from step `start` on; `len()` is their number.
 
-    def __init__(self, corpus: Corpus, *, rank: int, ranks: int, tokens_per_rank: int, steps: int, seed: int) -> None:
+    What a step holds depends on the seed and on `ranks * tokens_per_rank`, not on either of the two alone.
+    """
+
+    def __init__(
+        self, corpus: Corpus, *, rank: int, ranks: int, tokens_per_rank: int, steps: int, seed: int, start: int = 0
+    ) -> None:
         self._corpus = corpus
         self._rank, self._ranks = rank, ranks
         self._tokens_per_rank = tokens_per_rank
-        self._steps, self._seed = steps, seed
+        self._start, self._steps, self._seed = start, steps, seed
 
     def __len__(self) -> int:
-        return self._steps
+        return max(0, self._steps - self._start)
 
     def __iter__(self) -> Iterator[Batch]:
         lengths = [len(document) for document in self._corpus.documents]
         packed = pack_steps(lengths, self._ranks * self._tokens_per_rank, self._seed)
-        for _, pieces in zip(range(self._steps), packed, strict=False):
+        for pieces in itertools.islice(packed, self._start, max(self._start, self._steps)):
             yield self._batch(pieces)
 
     def _batch(self, pieces: list[Piece]) -> Batch:
         layout = Layout.packed(
             [piece.end - piece.begin for piece in pieces], ranks=self._ranks, tokens_per_rank=self._tokens_per_rank
         )
-        tokens, targets = bytearray(), []
+        tokens: list[int] = []
+        targets: list[int] = []
         for document, begin, end in layout.segments(self._rank):
             piece = pieces[document]
             content = self._corpus.documents[piece.document]
             first, last = piece.begin + begin, piece.begin + end
             tokens += content[first:last]
-            targets += list(content[first + 1 : last + 1])
+            targets += content[first + 1 : last + 1]
             if last == len(content):
                 targets.append(NO_TARGET)
         return Batch(
             layout,
-            input_ids=torch.tensor([list(tokens)], dtype=torch.int64),
+            input_ids=torch.tensor([tokens], dtype=torch.int64),
             labels=torch.tensor([targets], dtype=torch.int64),
             num_targets=sum(
                 piece.end - piece.begin - (piece.end == len(self._corpus.documents[piece.document])) for piece in pieces

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -16,20 +17,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from distca.context import init
 from distca.errors import DistcaError
-from distca.integrations import hf
+from distca.heads import Heads
 from distca.plan_ahead import PlanAhead
-from distca.planning import Plan
-from distca.train.config import VOCABULARY, TrainConfig
+from distca.planning import Plans
+from distca.train.checkpoint import Checkpoints, RunState, Trained, whole_checkpoints
+from distca.train.config import TrainConfig
 from distca.train.data import Batch, Batches, Corpus, DataError, read_corpus
-from distca.train.metrics import RunLog, StepMetrics
+from distca.train.log import RunLog
+from distca.train.metrics import AttentionLoads, StepMetrics
+from distca.train.model import build_model, check_positions, heads_of, windows_of, wrap
+from distca.train.step import compared_step, train_step
+from distca.train.tokens import BYTES, Tokenizer
 
 WARMUP_STEPS = 5
 _SAME_SIGNAL_SECONDS = 0.5  # torchrun repeats the terminal's Ctrl-C
@@ -38,15 +41,21 @@ _SAME_SIGNAL_SECONDS = 0.5  # torchrun repeats the terminal's Ctrl-C
 def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
     """Trains on this rank; `torch.distributed` is initialised. Returns the summary.
 
-    Rank 0 writes metrics and summary to `run_dir`; other ranks need none. The run ends early, after a whole step,
-    when any rank receives SIGINT or SIGTERM.
+    Metrics, summary and checkpoints go to `run_dir`, of which only rank 0 needs to know. Where it holds a checkpoint
+    the run goes on from the last one. It ends early, after a whole step, when any rank receives SIGINT or SIGTERM.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    corpus = read_corpus(config.data, config.kept_fraction)
+    tokenizer = Tokenizer(config.tokenizer) if config.tokenizer is not None else None
+    corpus = read_corpus(config.data, config.kept_fraction, tokenizer)
     _check_same_corpus(corpus)
-    model = DistributedDataParallel(build_model(config, ranks))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=0.0)
-    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, config.steps))
+    model = build_model(config, BYTES if tokenizer is None else tokenizer.vocabulary)
+    shape = model.config.get_text_config()
+    check_positions(shape, config, max(map(len, corpus.documents)))
+    heads, windows = heads_of(shape, config.torch_dtype), windows_of(shape)
+    trained = _start_of_training(wrap(model, config), config)
+    run_dir, last = _agree_on_run(run_dir)
+    checkpoints = Checkpoints(run_dir, keep=config.keep_checkpoints)
+    start = _resume(trained, checkpoints, last, corpus) if last is not None else 0
     batches = Batches(
         corpus,
         rank=rank,
@@ -54,83 +63,90 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
         tokens_per_rank=config.tokens_per_rank,
         steps=config.steps,
         seed=config.seed,
+        start=start,
     )
-    heads = config.attention_heads
     tqdm.set_lock(threading.RLock())  # its default is shared between processes, which nothing here needs
-    log = RunLog(config, run_dir if rank == 0 else None, corpus)
     with (
         stop_request() as stop,
         init(max_tokens=config.tokens_per_rank, heads=heads, timeout=config.timeout),
-        PlanAhead(
+        _planned(config, batches, heads, windows) as steps,
+        tqdm(total=config.steps, initial=start, disable=rank != 0, unit="step", dynamic_ncols=True) as bar,
+        RunLog(config, run_dir if rank == 0 else None, corpus, start=start) as log,
+    ):
+        since = time.perf_counter()
+        for step, (batch, plans, unbalanced) in enumerate(steps, start):
+            if unbalanced is None:
+                result = train_step(trained, batch, plans, stop.requested, since)
+            else:  # who goes first alternates, so that neither gains by it
+                balanced_first = step % 2 == 0
+                result = compared_step(trained, batch, plans, unbalanced, stop.requested, since, balanced_first)
+            loads = AttentionLoads.of(plans, windows)
+            metrics = StepMetrics.of(step, result, plans.layout, loads)
+            log.step(metrics, loads)
+            bar.set_postfix_str(metrics.line(), refresh=False)
+            bar.update()
+            if not math.isfinite(result.loss):
+                raise DistcaError(f"the loss is {result.loss} at step {step}: lower --lr (now {config.lr:g})")
+            taken = step + 1
+            if result.interrupted or taken == config.steps or _due(taken, config.checkpoint_every):
+                checkpoints.save(trained, RunState(taken, ranks, corpus.fingerprint()))
+            if result.interrupted:
+                break
+            since = time.perf_counter()
+        return log.finish(result.interrupted)
+
+
+def _due(taken: int, every: int) -> bool:
+    return every > 0 and taken % every == 0
+
+
+def _start_of_training(model: torch.nn.Module, config: TrainConfig) -> Trained:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=0.0)
+    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, config.steps))
+    return Trained(model, optimizer, schedule)
+
+
+@contextmanager
+def _planned(
+    config: TrainConfig, batches: Batches, heads: Heads, windows: list[int | None]
+) -> Iterator[Iterator[tuple[Batch, Plans, Plans | None]]]:
+    """Each batch with its plans and, where the run compares, those that compute every row at home."""
+
+    def plan_ahead(balance: bool) -> PlanAhead[Batch, Plans]:
+        return PlanAhead(
             batches,
             heads=heads,
             layout=lambda batch: batch.layout,
+            windows=windows,
             tolerance=config.tolerance,
-            balance=config.balance == "on",
-        ) as steps,
-        tqdm(total=config.steps, disable=rank != 0, unit="step", dynamic_ncols=True) as bar,
-        log,
-    ):
-        begin = time.perf_counter()
-        for step, (batch, plan) in enumerate(steps):
-            assert batch is not None  # every rank has the same number of batches
-            loss, interrupted = train_step(model, optimizer, batch, plan, stop)
-            schedule.step()
-            now = time.perf_counter()
-            metrics = StepMetrics.of(step, loss, now - begin, plan, layers=config.layers)
-            begin = now
-            log.step(metrics)
-            bar.set_postfix_str(metrics.line(), refresh=False)
-            bar.update()
-            if not math.isfinite(loss):
-                raise DistcaError(f"the loss is {loss} at step {step}: lower --lr (now {config.lr:g})")
-            if interrupted:
-                break
-        return log.finish(interrupted)
-
-
-def train_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, plan: Plan, stop: StopRequest
-) -> tuple[float, bool]:
-    """One optimizer step. Returns the mean loss over all ranks' targets, and whether any rank was asked to stop."""
-    optimizer.zero_grad()
-    loss_sum = sum_of_losses(model, batch, plan)
-    # DDP averages gradients over ranks; the loss is the mean over targets, of which ranks hold different numbers.
-    num_targets = max(batch.num_targets, 1)
-    (loss_sum * (dist.get_world_size() / num_targets)).backward()
-    optimizer.step()
-    shared = torch.tensor([loss_sum.item(), float(stop.requested)], dtype=torch.float64)
-    dist.all_reduce(shared)
-    return shared[0].item() / num_targets, shared[1].item() > 0
-
-
-def sum_of_losses(model: torch.nn.Module, batch: Batch, plan: Plan) -> torch.Tensor:
-    """Cross entropy summed over the targets of this rank, fp32; zero (with gradients of zero) where it has none."""
-    positions = plan.layout.position_ids(plan.rank).unsqueeze(0)
-    logits = model(input_ids=batch.input_ids, position_ids=positions, use_cache=False, plan=plan).logits
-    return F.cross_entropy(logits[0].float(), batch.labels[0], reduction="sum")
-
-
-def build_model(config: TrainConfig, ranks: int) -> LlamaForCausalLM:
-    """A Llama with random weights, the same on every rank, whose attention layers take a plan."""
-    torch.manual_seed(config.seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=config.hidden,
-            intermediate_size=-(-config.hidden * 8 // 3 // 32) * 32,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=ranks * config.tokens_per_rank,
-            pad_token_id=None,
-            bos_token_id=None,
-            eos_token_id=None,
-            attn_implementation=hf.NAME,
+            balance=balance,
         )
-    )
-    return model.to(config.torch_dtype).train()
+
+    with plan_ahead(config.balance == "on") as steps, plan_ahead(False) if config.compare else nullcontext() as others:
+        unbalanced = (plans for _, plans in others) if others is not None else itertools.repeat(None)
+        # Every rank has the same number of batches, so each step has one.
+        yield ((batch, plans, other) for (batch, plans), other in zip(steps, unbalanced, strict=False) if batch)
+
+
+def _agree_on_run(run_dir: Path | None) -> tuple[Path, Path | None]:
+    """Rank 0's folder of the run and its last checkpoint, of which it removes what an earlier kill has left half."""
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        assert run_dir is not None
+        Checkpoints(run_dir, keep=1).remove_leftovers()
+        found = [run_dir, next(reversed(whole_checkpoints(run_dir).values()), None)]
+    dist.broadcast_object_list(found, src=0)
+    return found[0], found[1]
+
+
+def _resume(trained: Trained, checkpoints: Checkpoints, last: Path, corpus: Corpus) -> int:
+    """Loads the checkpoint and returns the number of steps taken."""
+    state = checkpoints.load(trained, last)
+    if state.corpus != corpus.fingerprint():
+        raise DataError(
+            f"the documents are not those of the checkpoint {last}: a resumed run needs the same --data and --doc-scale"
+        )
+    return state.step
 
 
 def learning_rate_factor(step: int, steps: int) -> float:

@@ -1,0 +1,119 @@
+"""The folder of a run: configuration, `metrics.jsonl` and TensorBoard events, then `summary.json` and the report."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from distca.train.config import ConfigError, TrainConfig
+from distca.train.data import Corpus
+from distca.train.metrics import AttentionLoads, StepMetrics, summarise
+from distca.train.report import missing_packages, write_report
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+def create_run_dir(config: TrainConfig) -> Path:
+    """A new folder for the run: its name, or the name and the first free number from 2 on."""
+    number = 1
+    while True:
+        run_dir = config.runs_dir / (config.name if number == 1 else f"{config.name}-{number}")
+        try:
+            run_dir.mkdir(parents=True)
+            return run_dir
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise ConfigError(f"--runs-dir is {config.runs_dir}, where no folder can be made: {error}") from error
+
+
+class RunLog:
+    """Writes the files of a run as it goes; without a folder (ranks other than 0) it only counts."""
+
+    def __init__(self, config: TrainConfig, run_dir: Path | None, corpus: Corpus, *, start: int = 0) -> None:
+        """A run that is resumed at step `start` keeps its metrics of the steps before."""
+        self._config, self._run_dir, self._corpus = config, run_dir, corpus
+        self._start = start
+        self._steps: list[StepMetrics] = []
+        self._last: AttentionLoads | None = None
+        self._file: TextIO | None = None
+        self._board: SummaryWriter | None = None
+
+    def __enter__(self) -> RunLog:
+        if self._run_dir is not None:
+            _write(self._run_dir / "config.json", _json(self._config.as_json()))
+            path = self._run_dir / "metrics.jsonl"
+            self._steps = _steps_before(self._start, path)
+            _write(path, "".join(metrics.to_json() + "\n" for metrics in self._steps))
+            self._file = open(path, "a", encoding="utf-8")
+            self._board = _open_board(self._run_dir / "tensorboard", self._start)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def step(self, metrics: StepMetrics, loads: AttentionLoads) -> None:
+        self._steps.append(metrics)
+        self._last = loads
+        if self._file is not None:
+            self._file.write(metrics.to_json() + "\n")
+            self._file.flush()
+        if self._board is not None:
+            for name, value in metrics.scalars().items():
+                self._board.add_scalar(name, value, metrics.step)
+
+    def finish(self, interrupted: bool) -> dict[str, Any]:
+        summary = {
+            "run": str(self._run_dir),
+            "interrupted": interrupted,
+            **summarise(self._steps),
+            "documents": len(self._corpus.documents),
+            f"{self._corpus.unit}_skipped": self._corpus.num_skipped,
+            "notes": missing_packages(),
+        }
+        if self._run_dir is not None:
+            assert self._last is not None  # no run ends before its first step
+            write_report(self._run_dir, self._config, summary, self._steps, self._last)
+            _write(self._run_dir / "summary.json", _json(summary))
+        return summary
+
+
+def _open_board(folder: Path, start: int) -> SummaryWriter | None:
+    """None without the package tensorboard. Events of steps that a kill has undone are marked as such."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=start)
+
+
+def _steps_before(start: int, path: Path) -> list[StepMetrics]:
+    """What an earlier part of the run has recorded; a line that a kill has cut off is of a later step."""
+    if start == 0 or not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(StepMetrics.from_json(line))
+    return [metrics for metrics in found if metrics.step < start]
+
+
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _write(path: Path, content: str) -> None:
+    """All or nothing: a kill leaves the file as it was."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(content, encoding="utf-8")
+    new.replace(path)

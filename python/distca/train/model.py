@@ -1,0 +1,180 @@
+"""The model: made, its attention layers understood, wrapped for data-parallel training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+from distca.heads import Heads
+from distca.integrations import hf
+from distca.train.config import ConfigError, TrainConfig
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama-8b": {  # the shape of Llama 3.1 8B
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+}
+
+
+def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
+    """The model, the same on every rank, whose attention layers take a plan. `vocabulary`: number of tokens.
+
+    Weights are random unless `--model` names a checkpoint.
+    """
+    if dist.get_rank() != 0:
+        transformers.logging.disable_progress_bar()
+    torch.manual_seed(config.seed)
+    shape, checkpoint = model_config(config, vocabulary)
+    model: PreTrainedModel
+    try:
+        if checkpoint is None:
+            model = AutoModelForCausalLM.from_config(shape, attn_implementation=hf.NAME)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                checkpoint, config=shape, attn_implementation=hf.NAME, local_files_only=True
+            )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model is {config.model}, no language model of transformers: {error}") from error
+    return model.to(config.torch_dtype).train()
+
+
+def model_config(config: TrainConfig, vocabulary: int) -> tuple[PreTrainedConfig, Path | None]:
+    """The model's configuration, and the folder of its weights if there are any."""
+    checkpoint = None
+    if config.model is None:
+        shape: PreTrainedConfig = _tiny_llama(config, vocabulary)
+    elif config.model in PRESETS:
+        shape = LlamaConfig(**PRESETS[config.model])
+    else:
+        shape, checkpoint = _read_config(config.model)
+    text = shape.get_text_config()
+    if config.model is not None and config.layers is not None:
+        _keep_layers(text, config.layers)
+    if vocabulary > text.vocab_size:
+        tokens = f"--tokenizer {config.tokenizer}" if config.tokenizer is not None else "bytes, the default tokens"
+        raise ConfigError(
+            f"--model is {config.model}, whose vocabulary of {text.vocab_size} is too small for {tokens} ({vocabulary})"
+        )
+    return shape, checkpoint
+
+
+def check_positions(shape: PreTrainedConfig, config: TrainConfig, longest_document: int) -> None:
+    """Raises ConfigError where a document may be longer than the positions that the model was made for."""
+    positions = getattr(shape, "max_position_embeddings", None)
+    longest = min(longest_document, config.tokens_per_step)
+    if positions is not None and longest > positions:
+        raise ConfigError(
+            f"--model is {config.model}, made for {positions} positions, but a step may hold {longest} tokens of a "
+            "document: lower --tokens-per-rank or --doc-scale"
+        )
+
+
+def _tiny_llama(config: TrainConfig, vocabulary: int) -> LlamaConfig:
+    hidden, heads = config.tiny("hidden"), config.tiny("heads")
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=-(-hidden * 8 // 3 // 32) * 32,
+        num_hidden_layers=config.tiny("layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=config.tiny("kv_heads"),
+        head_dim=hidden // heads,
+        max_position_embeddings=config.tokens_per_step,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def _read_config(model: str) -> tuple[PreTrainedConfig, Path | None]:
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(
+            f"--model is {model}, must be one of {', '.join(PRESETS)}, a config.json, or a folder with one; nothing is "
+            "downloaded: fetch a model first and give its folder"
+        )
+    try:
+        shape = AutoConfig.from_pretrained(str(file), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--model is {model}, whose config.json transformers cannot read: {error}") from error
+    return shape, path if path.is_dir() and any(path.glob("*.safetensors")) else None
+
+
+def _keep_layers(shape: PreTrainedConfig, layers: int) -> None:
+    if layers > shape.num_hidden_layers:
+        raise ConfigError(f"--layers is {layers}, must be at most the model's {shape.num_hidden_layers}")
+    shape.num_hidden_layers = layers
+    if getattr(shape, "layer_types", None) is not None:
+        shape.layer_types = shape.layer_types[:layers]
+
+
+def heads_of(shape: PreTrainedConfig, dtype: torch.dtype) -> Heads:
+    """The head shape of the model's attention layers."""
+    q = shape.num_attention_heads
+    kv = getattr(shape, "num_key_value_heads", None) or q
+    return Heads(q=q, kv=kv, dim=getattr(shape, "head_dim", None) or shape.hidden_size // q, dtype=dtype)
+
+
+def windows_of(shape: PreTrainedConfig) -> list[int | None]:
+    """The sliding window of every layer; None for a layer whose rows see all of their document before them."""
+    window = getattr(shape, "sliding_window", None)
+    kinds = getattr(shape, "layer_types", None)
+    if kinds is None:
+        return [window] * shape.num_hidden_layers
+    windows = {"full_attention": None, "sliding_attention": window}
+    for layer, kind in enumerate(kinds):
+        if kind not in windows:
+            raise ConfigError(f"layer {layer} of the model is of type {kind}, must be one of {', '.join(windows)}")
+    return [windows[kind] for kind in kinds]
+
+
+def wrap(model: PreTrainedModel, config: TrainConfig) -> torch.nn.Module:
+    """The model as the trainer calls it: layers compiled where asked for, gradients averaged over the ranks.
+
+    Layers are compiled one by one, which share their code and so their graph: a layer of Llama is one graph, attention
+    included. Around them transformers prepares masks in Python, where a compiler has nothing to gain.
+    """
+    if config.compile:
+        for layer in _layers(model):
+            layer.compile()
+    if not config.fsdp:
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in _layers(model):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The decoder layers: the one list of modules that is as long as the configuration says."""
+    num_layers = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
+            return list(module)
+    raise ConfigError(f"{type(model).__name__} has no list of {num_layers} layers, which --fsdp and --compile need")

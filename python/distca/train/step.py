@@ -1,0 +1,102 @@
+"""A training step, alone or with and without balance side by side."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from distca.errors import DistcaError
+from distca.planning import Plan, Plans
+from distca.train.checkpoint import Trained
+from distca.train.data import Batch
+from distca.train.metrics import StepResult, Unbalanced
+
+SAME = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""How far losses and gradient norms with and without balance may differ, relative: far above rounding, far below any
+mistake. The rows of attention's output are the same to the bit; gradients of keys are added in another order."""
+
+
+def train_step(trained: Trained, batch: Batch, plans: Plans, stop: bool, since: float) -> StepResult:
+    """One optimizer step. `stop`: whether this rank was asked to; `since`: when the step before was over."""
+    loss_sum = forward_backward(trained, batch, plans)
+    update(trained)
+    loss, interrupted = _share(loss_sum, batch, stop)
+    return StepResult(loss, interrupted, time.perf_counter() - since)
+
+
+def compared_step(
+    trained: Trained, batch: Batch, plans: Plans, unbalanced: Plans, stop: bool, since: float, balanced_first: bool
+) -> StepResult:
+    """One optimizer step whose forward and backward run with both plans. What surrounds them counts for both.
+
+    Raises DistcaError where the two differ by more than rounding.
+    """
+    seconds, losses, norms = {}, {}, {}
+    interrupted = False
+    around = time.perf_counter() - since
+    for balanced in (balanced_first, not balanced_first):
+        dist.barrier()
+        begin = time.perf_counter()
+        loss_sum = forward_backward(trained, batch, plans if balanced else unbalanced)
+        losses[balanced], interrupted = _share(loss_sum, batch, stop)
+        seconds[balanced] = time.perf_counter() - begin
+        norms[balanced] = gradient_norm(trained.model)
+    begin = time.perf_counter()
+    update(trained)
+    around += time.perf_counter() - begin
+    beside = Unbalanced(
+        seconds[False] + around,
+        loss_difference=_difference(losses[False], losses[True]),
+        gradient_difference=_difference(norms[False], norms[True]),
+    )
+    allowed = SAME[next(trained.model.parameters()).dtype]
+    if max(beside.loss_difference, beside.gradient_difference) > allowed:
+        raise DistcaError(
+            f"with and without balance the losses are {losses[True]} and {losses[False]}, the gradient norms "
+            f"{norms[True]} and {norms[False]}: they must agree to {allowed:g}"
+        )
+    return StepResult(losses[True], interrupted, seconds[True] + around, beside)
+
+
+def forward_backward(trained: Trained, batch: Batch, plans: Plans) -> torch.Tensor:
+    """Leaves the gradients of the mean loss in the model and returns the sum of this rank's losses."""
+    trained.optimizer.zero_grad()
+    loss_sum = sum_of_losses(trained.model, batch, plans)
+    # Gradients are averaged over ranks; the loss is the mean over targets, of which ranks hold different numbers.
+    (loss_sum * (dist.get_world_size() / max(batch.num_targets, 1))).backward()
+    return loss_sum
+
+
+def sum_of_losses(model: torch.nn.Module, batch: Batch, plan: Plan | Plans) -> torch.Tensor:
+    """Cross entropy summed over the targets of this rank, fp32; zero (with gradients of zero) where it has none."""
+    positions = plan.layout.position_ids(plan.rank).unsqueeze(0)
+    logits = model(input_ids=batch.input_ids, position_ids=positions, use_cache=False, plan=plan).logits
+    return F.cross_entropy(logits[0].float(), batch.labels[0], reduction="sum")
+
+
+def update(trained: Trained) -> None:
+    """Applies the gradients."""
+    trained.optimizer.step()
+    trained.schedule.step()
+
+
+def gradient_norm(model: torch.nn.Module) -> float:
+    """Of all gradients together, the same on every rank."""
+    norm = get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def _share(loss_sum: torch.Tensor, batch: Batch, stop: bool) -> tuple[float, bool]:
+    """The mean loss over all ranks' targets, and whether any rank was asked to stop."""
+    shared = torch.tensor([loss_sum.item(), float(stop)], dtype=torch.float64)
+    dist.all_reduce(shared)
+    return shared[0].item() / max(batch.num_targets, 1), shared[1].item() > 0
+
+
+def _difference(a: float, b: float) -> float:
+    return abs(a - b) / abs(b) if b else abs(a)

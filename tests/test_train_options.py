@@ -1,0 +1,147 @@
+"""Options of `distca train`: comparison, FSDP and compilation on two ranks, each against the plain run."""
+
+import importlib.util
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import distca
+from distca.train.checkpoint import whole_checkpoints
+from distca.train.config import ConfigError, TrainConfig
+from distca.train.log import create_run_dir
+from distca.train.metrics import describe
+from distca.train.resume import resumed_config
+from distca.train.trainer import train
+from train_runs import one_rank
+
+SMALL = TrainConfig(steps=3, tokens_per_rank=192, hidden=32, layers=2, lr=0.01)
+RUNS = {
+    "plain": {},
+    "compare": {"compare": True},
+    "fsdp": {"fsdp": True, "checkpoint_every": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for number in range(12):
+        text = f"line {number} of a text that repeats itself\n" * (40 if number % 6 == 0 else 1 + number)
+        (folder / f"{number:02}.txt").write_text(text)
+    return folder
+
+
+def _train_all(runs: dict[str, TrainConfig], folder: Path) -> None:
+    for name, config in runs.items():
+        if dist.get_rank() == 0:
+            (folder / name).mkdir()
+        train(config, folder / name)
+    if dist.get_rank() == 0:
+        shutil.copytree(folder / "fsdp", folder / "fsdp, then not")
+        shutil.rmtree(whole_checkpoints(folder / "fsdp, then not")[3])
+    dist.barrier()
+    train(resumed_config(folder / "fsdp, then not", {"fsdp": False}), folder / "fsdp, then not")
+
+
+@pytest.fixture(scope="module")
+def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    configs = {name: replace(SMALL, data=data, **options) for name, options in RUNS.items()}
+    distca.launch(_train_all, configs, folder, ranks=2, threads=1)
+    return folder
+
+
+def _metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def _losses(run_dir: Path) -> list[float]:
+    return [step["loss"] for step in _metrics(run_dir)]
+
+
+def test_each_layer_compiles_to_one_graph(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+
+    def compile_whole(layer: torch.nn.Module) -> None:
+        layer._compiled_call_impl = torch.compile(layer._call_impl, backend=counter, fullgraph=True)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_whole)
+    losses = []
+    for compiled in (False, True):
+        config = replace(SMALL, ranks=1, data=data, compile=compiled, runs_dir=tmp_path)
+        run_dir = create_run_dir(config)
+        with one_rank():
+            train(config, run_dir)
+        losses.append(_losses(run_dir))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert 1 <= counter.frame_count <= 2  # shared by the layers; a second one where plans are of several size classes
+
+
+@pytest.mark.parametrize(("name", "within"), [("compare", 1e-6), ("fsdp", 1e-6), ("fsdp, then not", 1e-6)])
+def test_a_run_has_the_losses_of_the_plain_one(name: str, within: float, runs: Path) -> None:
+    assert len(_losses(runs / "plain")) == 3
+    assert _losses(runs / name) == pytest.approx(_losses(runs / "plain"), rel=within)
+
+
+def test_a_comparison_puts_step_times_side_by_side_and_shows_that_the_steps_are_the_same(runs: Path) -> None:
+    steps = [step["unbalanced"] for step in _metrics(runs / "compare")]
+    assert all(step["seconds"] > 0 for step in steps)
+    assert all(step["loss_difference"] == 0 for step in steps)  # attention's output is the same to the bit
+    assert all(step["gradient_difference"] < 1e-5 for step in steps)
+    summary = json.loads((runs / "compare" / "summary.json").read_text())
+    assert summary["compare"]["steps"] == 2  # the first step carries one-time costs
+    assert summary["compare"]["ratio"] > 0
+    assert "(medians of 2 pairs), ratio " in describe(summary)
+    assert "the same loss to 0.0e+00" in describe(summary)
+    assert "unbalanced" not in _metrics(runs / "plain")[0]
+
+
+def test_a_comparison_takes_no_balance() -> None:
+    with pytest.raises(ConfigError, match="--balance is off, must be left out with --compare"):
+        TrainConfig(compare=True, balance="off")
+
+
+# ---- what a run leaves ----
+
+
+def test_a_run_leaves_a_report_with_a_picture_of_the_loads_and_events(runs: Path) -> None:
+    report = (runs / "compare" / "report.md").read_text()
+    for part in (
+        "| `--compare` | True |",
+        "after 3 of 3 steps on 2 ranks",
+        "| ratio (median of the pairs) |",
+        "plan.png",
+    ):
+        assert part in report
+    assert "ratio (median" not in (runs / "plain" / "report.md").read_text()
+    assert (runs / "plain" / "plan.png").read_bytes().startswith(b"\x89PNG")
+    events = EventAccumulator(str(runs / "compare" / "tensorboard")).Reload()
+    losses = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert losses == [(step, pytest.approx(loss)) for step, loss in enumerate(_losses(runs / "compare"))]
+    assert {"imbalance/before", "imbalance/after", "seconds/balanced", "seconds/unbalanced"} <= {
+        *events.Tags()["scalars"]
+    }
+
+
+def test_without_matplotlib_and_tensorboard_a_run_says_what_is_missing(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    missing = ("matplotlib", "tensorboard")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
+    config = replace(SMALL, ranks=1, data=data, runs_dir=tmp_path)
+    run_dir = create_run_dir(config)
+    with one_rank():
+        summary = train(config, run_dir)
+    assert [path.name for path in run_dir.iterdir() if path.name in ("plan.png", "tensorboard")] == []
+    assert "plan.png" not in (run_dir / "report.md").read_text().partition("Note")[0]
+    assert "no plan.png: the package matplotlib is not installed" in describe(summary)
+    assert "no TensorBoard events: the package tensorboard is not installed" in (run_dir / "report.md").read_text()
