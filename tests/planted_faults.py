@@ -275,8 +275,8 @@ FAULTS = [
     Fault(
         "padding rows are not filled",
         DISPATCHER,
-        "  fill_padding(slice);\n  protocol_.end();\n}\n\nvoid Dispatcher::backward",
-        "  protocol_.end();\n}\n\nvoid Dispatcher::backward",
+        "  fill_padding(slice);\n  protocol_.end();",
+        "  protocol_.end();",
         (EXACT, STEPS),
     ),
     # ---- training

@@ -1,7 +1,5 @@
 """Model families of transformers with attn_implementation="distca": the loss and gradients of SDPA on each document."""
 
-import threading
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +7,7 @@ import transformers
 
 import distca
 import distca.integrations.hf
+from support import loopback_group, on_all_ranks
 
 VOCABULARY = 61
 LENGTHS = [90, 1, 33, 7]
@@ -81,41 +80,26 @@ def _on_two_ranks(family: str) -> tuple[float, dict[str, torch.Tensor]]:
     config_class, options, windows = FAMILIES[family]
     heads = distca.Heads(q=4, kv=2, dim=16)
     layout = distca.Layout.packed(LENGTHS, ranks=2, tokens_per_rank=70)
-    contexts = distca.loopback(2, max_tokens=70, heads=heads, timeout=60)
     plans = distca.plans(layout, heads, windows=windows, tolerance=0.02)
     models = [_model(config_class, options, "distca") for _ in range(2)]
-    results: list = [None, None]
 
-    def run(rank: int) -> None:
-        try:
-            model = models[rank]
-            mine = plans.for_rank(rank)
-            segments = layout.segments(rank)
-            tokens = torch.cat([_tokens()[d][begin:end] for d, begin, end in segments])
-            targets = torch.cat([_targets()[d][begin:end] for d, begin, end in segments])
-            logits = model(
-                tokens[None],
-                position_ids=layout.position_ids(rank)[None],
-                use_cache=False,
-                plan=mine if len(windows) > 1 else mine[windows[0]],
-                distca_context=contexts[rank],
-            ).logits
-            loss = _loss(logits[0], targets)
-            loss.backward()
-            results[rank] = (loss.item(), {name: p.grad for name, p in model.named_parameters()})
-        except BaseException as error:
-            results[rank] = error
+    def run(rank: int, context: distca.Context) -> tuple[float, dict[str, torch.Tensor]]:
+        model, mine, segments = models[rank], plans.for_rank(rank), layout.segments(rank)
+        tokens = torch.cat([_tokens()[d][begin:end] for d, begin, end in segments])
+        targets = torch.cat([_targets()[d][begin:end] for d, begin, end in segments])
+        logits = model(
+            tokens[None],
+            position_ids=layout.position_ids(rank)[None],
+            use_cache=False,
+            plan=mine if len(windows) > 1 else mine[windows[0]],
+            distca_context=context,
+        ).logits
+        loss = _loss(logits[0], targets)
+        loss.backward()
+        return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for context in contexts:
-        context.close()
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    with loopback_group(list(plans.values())) as contexts:
+        results = on_all_ranks(contexts, run)
     (loss_a, grads_a), (loss_b, grads_b) = results
     return loss_a + loss_b, {name: grads_a[name] + grads_b[name] for name in grads_a}
 

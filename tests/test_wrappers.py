@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import distca
+from support import loopback_group, on_all_ranks
 
 HEADS = distca.Heads(q=4, kv=2, dim=16)
 LAYOUT = distca.Layout.packed([100, 31, 5, 60], ranks=2, tokens_per_rank=98)
@@ -85,27 +86,9 @@ def test_a_compiled_model_is_one_graph_and_a_new_plan_of_its_size_does_not_recom
 
 
 def _on_two_ranks(work: Callable[[distca.Context, distca.Plan], object]) -> list:
-    contexts = distca.loopback(2, max_tokens=ROWS, heads=HEADS, timeout=30)
-    plan = distca.plan(LAYOUT, HEADS, tolerance=0.01, capacity=contexts[0].slot_bytes)
-    results: list = [None, None]
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(contexts[rank], plan.for_rank(rank))
-        except BaseException as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for context in contexts:
-        context.close()
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+    plan = distca.plan(LAYOUT, HEADS, tolerance=0.01)
+    with loopback_group(plan, heap_bytes=1 << 24) as contexts:
+        return on_all_ranks(contexts, lambda rank, context: work(context, plan.for_rank(rank)))
 
 
 @pytest.mark.parametrize(("options", "steps"), [({}, 6), ({"context_fn": distca.save_core_attention}, 4)])

@@ -63,15 +63,7 @@ void Dispatcher::forward(const plan::SliceView& slice, const ForwardTensors& t, 
   set(TensorKind::kV, t.v);
   set(TensorKind::kOut, t.out);
   set(TensorKind::kLse, t.lse);
-  open(slice, Phase::kForward, scale);
-  dispatch(slice);
-  attend(slice, scale, /*local=*/true, parallel);
-  for (const plan::WaitRow& w : slice.waits(phase_))
-    if (w.direction == static_cast<int64_t>(Direction::kIn)) protocol_.await_rows(Direction::kIn, w.peer, w.round);
-  attend(slice, scale, /*local=*/false, parallel);
-  collect(slice);
-  fill_padding(slice);
-  protocol_.end();
+  run(slice, Phase::kForward, scale, parallel);
 }
 
 void Dispatcher::backward(const plan::SliceView& slice, const BackwardTensors& t, float scale,
@@ -91,14 +83,18 @@ void Dispatcher::backward(const plan::SliceView& slice, const BackwardTensors& t
   set(TensorKind::kDq, t.dq);
   set(TensorKind::kDk, t.dk);
   set(TensorKind::kDv, t.dv);
-  open(slice, Phase::kBackward, scale);
+  run(slice, Phase::kBackward, scale, parallel);
+}
+
+void Dispatcher::run(const plan::SliceView& slice, Phase phase, float scale, const Parallel& parallel) {
+  open(slice, phase, scale);
   dispatch(slice);
   attend(slice, scale, /*local=*/true, parallel);
-  for (const plan::WaitRow& w : slice.waits(phase_))
+  for (const plan::WaitRow& w : slice.waits(phase))
     if (w.direction == static_cast<int64_t>(Direction::kIn)) protocol_.await_rows(Direction::kIn, w.peer, w.round);
   attend(slice, scale, /*local=*/false, parallel);
   collect(slice);
-  finish_sums(slice);
+  if (phase == Phase::kBackward) finish_sums(slice);
   fill_padding(slice);
   protocol_.end();
 }

@@ -37,6 +37,8 @@ class Dispatcher {
   /// Where a tensor of this rank lies, by TensorKind; null where the step does not have it.
   using LocalTensors = std::array<RowView, static_cast<size_t>(plan::TensorKind::kCount)>;
 
+  /// A step, once `local_` says where this rank's tensors are.
+  void run(const plan::SliceView& slice, plan::Phase phase, float scale, const Parallel& parallel);
   void open(const plan::SliceView& slice, plan::Phase phase, float scale);
   void dispatch(const plan::SliceView& slice);
   void attend(const plan::SliceView& slice, float scale, bool local, const Parallel& parallel);

@@ -143,12 +143,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
     const float factor = scale_or_default(scale, heads);
     const int64_t rows = q.size(0);
     const Tensor dout = with_dense_rows(dout_any);
-    for (const auto& [t, name] : {std::pair{&dout, "dout"}, {&out, "out"}}) {
-      require(dtype_of(*t, name) == heads.dtype && t->dim() == 3 && t->size(0) == rows && t->size(1) == heads.q_heads &&
-                  t->size(2) == heads.v_dim,
-              name, " has shape ", shape_of(*t), "; [", rows, ", ", heads.q_heads, ", ", heads.v_dim, "] in q's dtype ",
-              "is expected");
-    }
+    check_like_out(dout, "dout", heads, rows);
+    check_like_out(out, "out", heads, rows);
     const RowView lse_rows = scalars_of(lse, "lse");
     require(lse.size(0) == rows && lse.size(1) == heads.q_heads, "lse has shape ", shape_of(lse), "; [", rows, ", ",
             heads.q_heads, "] is expected");

@@ -87,6 +87,14 @@ inline HeadShape heads_of(const Tensor& q, const Tensor& k, const Tensor& v) {
   return {q.size(1), k.size(1), q.size(2), v.size(2), dtype};
 }
 
+/// Throws unless `t` looks like the output: [rows, H, Dv] in the dtype of q.
+inline void check_like_out(const Tensor& t, const char* name, const HeadShape& heads, int64_t rows) {
+  require(dtype_of(t, name) == heads.dtype && t.dim() == 3 && t.size(0) == rows && t.size(1) == heads.q_heads &&
+              t.size(2) == heads.v_dim,
+          name, " has shape ", shape_of(t), "; [", rows, ", ", heads.q_heads, ", ", heads.v_dim, "] in q's dtype is ",
+          "expected");
+}
+
 inline Tensor empty_rows(const Tensor& like, int64_t rows, int64_t heads, int64_t dim) {
   const int64_t sizes[] = {rows, heads, dim};
   return torch::stable::new_empty(like, sizes);
