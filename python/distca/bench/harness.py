@@ -50,7 +50,7 @@ class Result:
         content = {
             "benchmark": self.benchmark,
             "rows": [asdict(row) for row in self.rows],
-            **self.details,
+            "details": self.details,
             **_setting(),
         }
         path.write_text(json.dumps(content, indent=2) + "\n")
