@@ -17,7 +17,6 @@ class Carver {
     next_ += (bytes + kExtentAlignment - 1) / kExtentAlignment * kExtentAlignment;
     return offset;
   }
-  int64_t end() const { return next_; }
   int64_t bytes() const { return next_ - begin_; }
 
  private:

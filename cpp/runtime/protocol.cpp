@@ -133,17 +133,17 @@ void Protocol::check_departed() {
                                  : std::string()));
 }
 
-bool Protocol::compare_with(int64_t peer) {
+void Protocol::compare_with(int64_t peer) {
   const int p = static_cast<int>(peer);
-  if (peer == rank()) return true;
+  if (peer == rank()) return;
   const uint64_t theirs = transport_->peek(p, signals_.step(step_));
-  if (theirs >> 1 < step_) return false;
+  if (theirs >> 1 < step_) return;
   if (theirs >> 1 == step_) {
     const uint64_t digest = transport_->peek(p, signals_.digest(step_));
     const float scale = std::bit_cast<float>(static_cast<uint32_t>(transport_->peek(p, signals_.scale(step_))));
     if (transport_->peek(p, signals_.step(step_)) == theirs) {
       if (theirs == published_step() && digest == digest_) {
-        if (scale == scale_) return true;
+        if (scale == scale_) return;
         fault_details_ = {static_cast<uint64_t>(peer), theirs & 1, digest, digest_};
         throw PlanMismatchError(
             message(where(), ": rank ", peer, " came to this step with scale ", scale, ", this rank with ", scale_));
@@ -162,7 +162,6 @@ bool Protocol::compare_with(int64_t peer) {
                                     transport_->peek(p, signals_.latest_step()), " and never gave ", waiting_.what,
                                     "; the ranks do not have the same plan (here ", hex(digest_), ")"));
   }
-  return true;
 }
 
 void Protocol::time_out() {

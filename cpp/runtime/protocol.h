@@ -74,8 +74,8 @@ class Protocol {
   void watch();
   void check_departed();
   void check_faults();
-  /// Throws PlanMismatchError if `peer` came to this step with another plan or phase. False: it is not there yet.
-  bool compare_with(int64_t peer);
+  /// Throws PlanMismatchError if `peer` came to this step with another plan, phase or scale.
+  void compare_with(int64_t peer);
   [[noreturn]] void time_out();
   std::string where() const;
 
