@@ -27,7 +27,7 @@ namespace distca::attention {
 inline constexpr int64_t kKeyBlockRows = 64;
 
 /// Where gradients of key/value rows [begin, end) of a document are to be written, in `dtype`. Rows are counted from
-/// `begin`; dk has kv_heads heads of dim elements, dv kv_heads heads of v_dim.
+/// `begin`; dk has the group's kv_heads heads of dim elements, dv as many of v_dim.
 struct KeyGradRun {
   int64_t begin = 0;
   int64_t end = 0;
@@ -36,8 +36,10 @@ struct KeyGradRun {
   RowView dv;
 };
 
-/// The keys and values of one document as one server sees them.
+/// The keys and values of one document, or of some of its heads, as one server sees them. All views of the group and of
+/// its tasks start at its first key/value head, and at the query heads that share it.
 struct KeyGroup {
+  int64_t kv_heads = 0;
   /// Document rows that are present.
   int64_t kv_begin = 0;
   int64_t kv_end = 0;
@@ -60,17 +62,17 @@ struct Task {
   int64_t group = 0;  // index into the problem's groups
   int64_t q_begin = 0;
   int64_t q_end = 0;
-  RowView q;      // q_heads x dim
-  RowView out;    // q_heads x v_dim; written by forward; may be the same memory as q (same strides)
-  RowView lse;    // q_heads x 1, fp32; written by forward, read by backward
-  RowView dout;   // backward: q_heads x v_dim
-  RowView delta;  // backward: q_heads x 1, fp32
+  RowView q;      // query heads x dim
+  RowView out;    // query heads x v_dim; written by forward; may be the same memory as q (same strides)
+  RowView lse;    // query heads x 1, fp32; written by forward, read by backward
+  RowView dout;   // backward: query heads x v_dim
+  RowView delta;  // backward: query heads x 1, fp32
   RowView dq;     // written by backward; may be the same memory as dout (same strides)
 };
 
 /// Tasks of one group do not overlap, and each sees keys of its group's [kv_begin, kv_end) only.
 struct Problem {
-  HeadShape heads;
+  HeadShape heads;  // the model's; a group may have a range of them
   Mask mask;
   float scale = 1.f;
   std::span<const KeyGroup> groups;

@@ -25,6 +25,8 @@ void check(const Problem& problem) {
   const int64_t num_tasks = std::ssize(problem.tasks);
   for (int64_t g = 0; g < num_groups; ++g) {
     const KeyGroup& group = problem.groups[g];
+    require(1 <= group.kv_heads && group.kv_heads <= heads.kv_heads, "attention: group ", g, " has ", group.kv_heads,
+            " key/value heads; 1 to ", heads.kv_heads, " are allowed");
     require(0 <= group.kv_begin && group.kv_begin <= group.kv_end, "attention: group ", g, " has key rows [",
             group.kv_begin, ", ", group.kv_end, ")");
     require(group.kv_begin == group.kv_end ||
@@ -81,8 +83,9 @@ struct CpuAttention::State {
     for (int64_t t = 0; t < std::ssize(problem.tasks); ++t) {
       const Task& task = problem.tasks[t];
       const Mask& mask = problem.mask;
-      const int64_t length = problem.groups[task.group].kv_end;
-      for (int64_t head = 0; head < problem.heads.kv_heads; ++head) {
+      const KeyGroup& group = problem.groups[task.group];
+      const int64_t length = group.kv_end;
+      for (int64_t head = 0; head < group.kv_heads; ++head) {
         for (int64_t begin = task.q_begin; begin < task.q_end; begin += call.item_rows) {
           const int64_t end = std::min(begin + call.item_rows, task.q_end);
           const int64_t num_keys = mask.end_key(end - 1, length) - mask.first_key(begin);
@@ -104,7 +107,7 @@ struct CpuAttention::State {
           const RowRange seeing = rows_seeing(problem.mask, task, begin, end);
           rows += std::max<int64_t>(seeing.end - seeing.begin, 0);
         }
-        for (int64_t head = 0; head < problem.heads.kv_heads; ++head)
+        for (int64_t head = 0; head < group.kv_heads; ++head)
           items.push_back({rows * (end - begin), g, head, begin, end});
         begin = end;
       }

@@ -39,8 +39,8 @@ struct KernelCall {
         item_rows(std::clamp<int64_t>(2 * kQueryTileRows / group_heads, 16, 2 * kQueryTileRows)) {}
 };
 
-/// Rows [begin, end) of a document for one key/value head and the query heads that share it: query rows of the task
-/// `index`, or key rows of the group `index`.
+/// Rows [begin, end) of a document for one key/value head of a group and the query heads that share it: query rows of
+/// the task `index`, or key rows of the group `index`.
 struct WorkItem {
   int64_t cost;
   int64_t index;

@@ -172,6 +172,7 @@ void Dispatcher::attend(const plan::SliceView& slice, float scale, bool local_pa
   groups_.clear();
   for (const plan::GroupRow& g : groups) {
     attention::KeyGroup group;
+    group.kv_heads = heads_.kv_heads;
     group.kv_begin = g.kv_begin;
     group.kv_end = g.kv_end;
     group.first_block = g.first_block;

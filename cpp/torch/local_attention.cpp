@@ -64,7 +64,7 @@ void read_tasks(Workspace& w, const Tensor& tasks, int64_t q_rows, int64_t kv_ro
 }
 
 /// Groups the sorted tasks by document.
-void group_tasks(Workspace& w, const RowView& k, const RowView& v) {
+void group_tasks(Workspace& w, int64_t kv_heads, const RowView& k, const RowView& v) {
   w.groups.clear();
   w.tasks.clear();
   w.blocks.clear();
@@ -73,6 +73,7 @@ void group_tasks(Workspace& w, const RowView& k, const RowView& v) {
     const int64_t begin = w.sorted[i].kv_begin;
     require(begin >= kv_done, "the documents at key rows ", begin, " and before ", kv_done, " overlap");
     attention::KeyGroup g;
+    g.kv_heads = kv_heads;
     g.task_begin = static_cast<int64_t>(i);
     int64_t rows_done = 0;
     for (; i < w.sorted.size() && w.sorted[i].kv_begin == begin; ++i) {
@@ -114,7 +115,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     const float factor = scale_or_default(scale, heads);
     Workspace& w = workspace();
     read_tasks(w, tasks, q.size(0), k.size(0));
-    group_tasks(w, rows_of(k, "k"), rows_of(v, "v"));
+    group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"));
     Tensor out = empty_rows(q, q.size(0), heads.q_heads, heads.v_dim);
     Tensor lse = empty_scalars(q, q.size(0), heads.q_heads);
     if (covered_rows(w) < q.size(0)) {
@@ -150,7 +151,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
             heads.q_heads, "] is expected");
     Workspace& w = workspace();
     read_tasks(w, tasks, rows, k.size(0));
-    group_tasks(w, rows_of(k, "k"), rows_of(v, "v"));
+    group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"));
     Tensor dq = empty_rows(q, rows, heads.q_heads, heads.dim);
     Tensor dk = empty_rows(k, k.size(0), heads.kv_heads, heads.dim);
     Tensor dv = empty_rows(v, k.size(0), heads.kv_heads, heads.v_dim);
