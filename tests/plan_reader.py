@@ -7,6 +7,7 @@ comes home exactly once.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ TENSORS = ("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv", "dk_p
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASKS = ("causal", "full")
 RETURNED, ARENA, PARTIAL = 0, 1, 2
+Range = tuple[int, int]  # [begin, end)
 COPY, ASSIGN, ADD = 0, 1, 2
 NUM_RANKS_WORD, SLOT_BYTES_WORD = 8, 20
 CHECKSUM_BEGIN = 4
@@ -73,8 +75,10 @@ class Header(NamedTuple):
     num_local_tasks: int
 
 
-class Group(NamedTuple):
+class GroupEntry(NamedTuple):
     document: int
+    kv_head_begin: int
+    kv_head_end: int
     kv_begin: int
     kv_end: int
     first_block: int
@@ -98,8 +102,6 @@ class TaskEntry(NamedTuple):
     q_end: int
     kv_begin: int
     kv_end: int
-    kv_head_begin: int
-    kv_head_end: int
     home: int
     home_row: int
     forward_q: int
@@ -126,6 +128,8 @@ class Grad(NamedTuple):
 class Sum(NamedTuple):
     row: int
     num_rows: int
+    kv_head_begin: int
+    kv_head_end: int
     dk: int
     dv: int
 
@@ -143,6 +147,8 @@ class Send(NamedTuple):
     row: int
     source: int
     num_rows: int
+    kv_head_begin: int
+    kv_head_end: int
     target: int
 
 
@@ -153,6 +159,8 @@ class Receive(NamedTuple):
     action: int
     row: int
     num_rows: int
+    kv_head_begin: int
+    kv_head_end: int
     source: int
     sum: int
 
@@ -163,11 +171,15 @@ class Wait(NamedTuple):
     peer: int
 
 
+#: In the order of a slice; those of two phases follow one another.
+TABLES: list[Any] = [GroupEntry, TaskEntry, Block, Grad, Sum, Padding, Send, Send, Receive, Receive, Wait, Wait]
+
+
 class Slice(NamedTuple):
     """One rank's tables; those of two entries are by phase."""
 
     header: Header
-    groups: list[Group]
+    groups: list[GroupEntry]
     tasks: list[TaskEntry]
     blocks: list[Block]
     grads: list[Grad]
@@ -181,10 +193,9 @@ class Slice(NamedTuple):
 def read_slice(words: Sequence[int]) -> Slice:
     header = Header(*words[: len(Header._fields)])
     assert digest(words[CHECKSUM_BEGIN : header.num_words]) == header.checksum
-    kinds: list[Any] = [Group, TaskEntry, Block, Grad, Sum, Padding, Send, Send, Receive, Receive, Wait, Wait]
     tables: list[list[Any]] = []
-    next_word = len(header) + 2 * len(kinds)
-    for index, kind in enumerate(kinds):
+    next_word = len(header) + 2 * len(TABLES)
+    for index, kind in enumerate(TABLES):
         begin, count = words[len(header) + 2 * index :][:2]
         width = len(kind._fields)
         assert begin == next_word, "tables follow one another without gaps"
@@ -197,19 +208,21 @@ def read_slice(words: Sequence[int]) -> Slice:
     return Slice(header, *tables[:6], *pairs)
 
 
-def row_bytes(heads: distca.Heads, phase: int, at_server: bool, tensor: str) -> tuple[int, int]:
-    """Bytes of a row on the wire, and from one row to the next in an arena."""
+def row_bytes(heads: distca.Heads, kv_heads: Range, phase: int, at_server: bool, tensor: str) -> tuple[int, int]:
+    """Bytes of a row with some of its heads on the wire, and from one row to the next in an arena."""
     e = heads.dtype.itemsize
-    query, value = heads.q * heads.dim * e, heads.q * heads.value_dim * e
+    of_kv = kv_heads[1] - kv_heads[0]
+    of_q = of_kv * heads.q // heads.kv
+    query, value = of_q * heads.dim * e, of_q * heads.value_dim * e
     wide = max(query, value)
-    key, key_value = heads.kv * heads.dim, heads.kv * heads.value_dim
+    key, key_value = of_kv * heads.dim, of_kv * heads.value_dim
     return {
         "q": (query, wide if phase == FORWARD else query),
         "out": (value, wide if at_server else value),
         "dout": (value, wide),
         "dq": (query, wide if at_server else query),
-        "lse": (4 * heads.q, 4 * heads.q),
-        "delta": (4 * heads.q, 4 * heads.q),
+        "lse": (4 * of_q, 4 * of_q),
+        "delta": (4 * of_q, 4 * of_q),
         "k": (key * e, key * e),
         "v": (key_value * e, key_value * e),
         "dk": (key * e, key * e),
@@ -220,7 +233,13 @@ def row_bytes(heads: distca.Heads, phase: int, at_server: bool, tensor: str) -> 
 
 
 Row = tuple[int, int]  # (document, row)
-Label = tuple[str, int, int]  # (tensor, document, row)
+Label = tuple[str, Range, int, int]  # (tensor, key/value heads, document, row)
+Result = tuple[Range, list[Row]]
+
+
+def heads_of(entry: Any) -> Range:
+    """The key/value heads of a table's row."""
+    return entry.kv_head_begin, entry.kv_head_end
 
 
 def keys_of_rows(plan: distca.Plan, length: int, begin: int, end: int) -> tuple[int, int]:
@@ -245,6 +264,9 @@ class Simulation:
             ]
             for rank in self.ranks
         ]
+        self.tasks_of: dict[int, list[distca.Task]] = {}
+        for task in plan.tasks:
+            self.tasks_of.setdefault(task.document, []).append(task)
         self.bytes = [0, 0, 0, 0]
         self.arena_ends: list[list[int]] = [[0 for _ in self.ranks] for _ in (FORWARD, BACKWARD)]
 
@@ -272,6 +294,7 @@ class Simulation:
         tables = self.slices[rank]
         next_task = next_block = next_grad = 0
         for index, group in enumerate(tables.groups):
+            assert 0 <= group.kv_head_begin < group.kv_head_end <= self.heads.kv
             assert group.first_block == group.kv_begin // 64
             assert group.num_blocks == -(-group.kv_end // 64) - group.first_block
             assert (group.task_begin, group.block_begin, group.grad_begin) == (next_task, next_block, next_grad)
@@ -289,19 +312,19 @@ class Simulation:
         for task in tables.tasks:
             length = self.layout.document_lengths[tables.groups[task.group].document]
             assert (task.kv_begin, task.kv_end) == keys_of_rows(self.plan, length, task.q_begin, task.q_end)
-            assert (task.kv_head_begin, task.kv_head_end) == (0, self.heads.kv)
-            assert all((offset == -1) == (task.home == rank) for offset in task[9:])
+            assert all((offset == -1) == (task.home == rank) for offset in task[7:])
 
-    def _stride(self, phase: int, at_server: bool, tensor: str) -> int:
-        return row_bytes(self.heads, phase, at_server, tensor)[1]
+    def _stride(self, kv_heads: Range, phase: int, at_server: bool, tensor: str) -> int:
+        return row_bytes(self.heads, kv_heads, phase, at_server, tensor)[1]
 
     def _run_phase(self, phase: int) -> None:
         # What lies where in each arena: byte ranges in use, and the label of the row that starts at an offset.
         self.used: list[list[tuple[int, int, str]]] = [[] for _ in self.ranks]
         self.arena: list[dict[int, Label]] = [{} for _ in self.ranks]
-        self.results: list[dict[tuple[str, int], list[Row]]] = [{} for _ in self.ranks]
-        self.written: list[Counter[tuple[str, int]]] = [Counter() for _ in self.ranks]
-        self.terms: list[dict[tuple[str, int], list[tuple[int, int]]]] = [{} for _ in self.ranks]
+        self.results: list[dict[tuple[str, int], Result]] = [{} for _ in self.ranks]
+        # By (tensor, row, key/value head).
+        self.written: list[Counter[tuple[str, int, int]]] = [Counter() for _ in self.ranks]
+        self.terms: list[dict[tuple[str, int, int], list[tuple[int, int]]]] = [{} for _ in self.ranks]
         self._dispatch(phase)
         for server in self.ranks:
             self._attend(phase, server)
@@ -323,18 +346,23 @@ class Simulation:
                     continue
                 assert (send.round, send.source) == (0, -1)
                 tensor = TENSORS[send.tensor]
-                wire, stride = row_bytes(self.heads, phase, True, tensor)
+                kv_heads = heads_of(send)
+                wire, stride = row_bytes(self.heads, kv_heads, phase, True, tensor)
                 for i in range(send.num_rows):
                     owner = self.home_rows[home][send.row + i]
                     assert owner is not None, "a padding row travels"
-                    self.arena[send.peer][send.target + i * stride] = (tensor, *owner)
+                    self.arena[send.peer][send.target + i * stride] = (tensor, kv_heads, *owner)
                 self._occupy(send.peer, send.target, send.num_rows * stride, tensor)
                 if send.peer != home:
                     self.bytes[2 * phase + IN] += send.num_rows * wire
 
-    def _expect(self, server: int, tensor: str, offset: int, stride: int, rows: Iterable[Row]) -> None:
+    def _expect(self, server: int, tensor: str, kv_heads: Range, offset: int, stride: int, rows: Iterable[Row]) -> None:
         for i, row in enumerate(rows):
-            assert self.arena[server].get(offset + i * stride) == (tensor, *row)
+            assert self.arena[server].get(offset + i * stride) == (tensor, kv_heads, *row)
+
+    def _write(self, rank: int, tensors: Iterable[str], kv_heads: Range, row: int, num_rows: int) -> None:
+        keys = itertools.product(tensors, range(row, row + num_rows), range(*kv_heads))
+        self.written[rank].update(keys)
 
     def _attend(self, phase: int, server: int) -> None:
         tables = self.slices[server]
@@ -352,38 +380,39 @@ class Simulation:
                     continue
                 assert index >= tables.header.num_local_groups, "a local group waits for nobody"
                 for tensor, base in (("k", k), ("v", v)):
-                    stride = self._stride(phase, True, tensor)
-                    self._expect(server, tensor, base + at * stride, stride, rows)
+                    stride = self._stride(heads_of(group), phase, True, tensor)
+                    self._expect(server, tensor, heads_of(group), base + at * stride, stride, rows)
             if phase == BACKWARD:
                 self._key_gradients(server, group)
         for index, task in enumerate(tables.tasks):
-            document = tables.groups[task.group].document
+            document, kv_heads = tables.groups[task.group].document, heads_of(tables.groups[task.group])
             rows = [(document, row) for row in range(task.q_begin, task.q_end)]
             if task.home == server:
                 assert home_rows[task.home_row : task.home_row + len(rows)] == rows
-                for tensor in ("out", "lse") if phase == FORWARD else ("dq",):
-                    self.written[server].update((tensor, task.home_row + i) for i in range(len(rows)))
+                returned = ("out", "lse") if phase == FORWARD else ("dq",)
+                self._write(server, returned, kv_heads, task.home_row, len(rows))
                 continue
             assert index >= tables.header.num_local_tasks, "a local task waits for nobody"
-            self._remote_task(phase, server, task, rows)
+            self._remote_task(phase, server, task, kv_heads, rows)
 
-    def _remote_task(self, phase: int, server: int, task: TaskEntry, rows: list[Row]) -> None:
+    def _remote_task(self, phase: int, server: int, task: TaskEntry, kv_heads: Range, rows: list[Row]) -> None:
         if phase == FORWARD:
-            self._expect(server, "q", task.forward_q, self._stride(phase, True, "q"), rows)
-            self._occupy(server, task.forward_lse, len(rows) * self._stride(phase, True, "lse"), "lse")
-            self.results[server][("out", task.forward_q)] = rows
-            self.results[server][("lse", task.forward_lse)] = rows
+            self._expect(server, "q", kv_heads, task.forward_q, self._stride(kv_heads, phase, True, "q"), rows)
+            self._occupy(server, task.forward_lse, len(rows) * self._stride(kv_heads, phase, True, "lse"), "lse")
+            self.results[server][("out", task.forward_q)] = (kv_heads, rows)
+            self.results[server][("lse", task.forward_lse)] = (kv_heads, rows)
             return
         offsets = {
             "q": task.backward_q, "dout": task.backward_dout, "lse": task.backward_lse, "delta": task.backward_delta
         }  # fmt: skip
         for tensor, offset in offsets.items():
-            self._expect(server, tensor, offset, self._stride(phase, True, tensor), rows)
-        self.results[server][("dq", task.backward_dout)] = rows
+            self._expect(server, tensor, kv_heads, offset, self._stride(kv_heads, phase, True, tensor), rows)
+        self.results[server][("dq", task.backward_dout)] = (kv_heads, rows)
 
-    def _key_gradients(self, server: int, group: Group) -> None:
+    def _key_gradients(self, server: int, group: GroupEntry) -> None:
         tables = self.slices[server]
         sums = {(s.dk, s.dv): s for s in tables.sums}
+        kv_heads = heads_of(group)
         next_row = group.kv_begin
         for grad in tables.grads[group.grad_begin : group.grad_end]:
             assert grad.begin == next_row
@@ -391,73 +420,74 @@ class Simulation:
             rows = [(group.document, row) for row in range(grad.begin, grad.end)]
             if grad.target == RETURNED:
                 assert self.home_rows[server][grad.row : grad.row + len(rows)] == rows
-                self._direct(server, ("dk", "dv"), grad.row, len(rows), server)
+                self._direct(server, ("dk", "dv"), kv_heads, grad.row, len(rows), server)
                 continue
             assert grad.target in (ARENA, PARTIAL)
             own = sums.get((grad.dk, grad.dv)) if grad.target == PARTIAL else None
             if own is not None:  # the first term of a sum at home
                 assert self.home_rows[server][own.row : own.row + own.num_rows] == rows
-                self._term(server, ("dk", "dv"), own.row, own.num_rows, (server, ASSIGN))
+                assert heads_of(own) == kv_heads
+                self._term(server, ("dk", "dv"), kv_heads, own.row, own.num_rows, (server, ASSIGN))
                 continue
             suffix = "_partial" if grad.target == PARTIAL else ""
             for tensor, offset in ((f"dk{suffix}", grad.dk), (f"dv{suffix}", grad.dv)):
-                self._occupy(server, offset, len(rows) * self._stride(BACKWARD, True, tensor), tensor)
-                self.results[server][(tensor, offset)] = rows
+                self._occupy(server, offset, len(rows) * self._stride(kv_heads, BACKWARD, True, tensor), tensor)
+                self.results[server][(tensor, offset)] = (kv_heads, rows)
         assert next_row == group.kv_end
 
-    def _direct(self, home: int, tensors: Iterable[str], row: int, num_rows: int, server: int) -> None:
-        for tensor in tensors:
-            for i in range(row, row + num_rows):
-                self.written[home][(tensor, i)] += 1
-                self.terms[home].setdefault((tensor, i), []).append((server, COPY))
+    def _direct(self, home: int, tensors: Iterable[str], kv_heads: Range, row: int, num_rows: int, server: int) -> None:
+        self._write(home, tensors, kv_heads, row, num_rows)
+        self._term(home, tensors, kv_heads, row, num_rows, (server, COPY))
 
-    def _term(self, home: int, tensors: Iterable[str], row: int, num_rows: int, term: tuple[int, int]) -> None:
-        for tensor in tensors:
-            for i in range(row, row + num_rows):
-                self.terms[home].setdefault((tensor, i), []).append(term)
+    def _term(
+        self, home: int, tensors: Iterable[str], kv_heads: Range, row: int, num_rows: int, term: tuple[int, int]
+    ) -> None:
+        for key in itertools.product(tensors, range(row, row + num_rows), range(*kv_heads)):
+            self.terms[home].setdefault(key, []).append(term)
 
-    def _send_home(self, phase: int) -> dict[tuple[int, ...], list[Row]]:
-        messages: dict[tuple[int, ...], list[Row]] = {}
+    def _send_home(self, phase: int) -> dict[tuple[int, ...], Result]:
+        messages: dict[tuple[int, ...], Result] = {}
         for server in self.ranks:
             for send in self.slices[server].sends[phase]:
                 if send.direction != OUT:
                     continue
                 assert send.peer != server and send.row == -1
                 tensor = TENSORS[send.tensor]
-                rows = self.results[server][(tensor, send.source)]
-                assert len(rows) == send.num_rows
+                result = self.results[server][(tensor, send.source)]
+                assert (result[0], len(result[1])) == (heads_of(send), send.num_rows)
                 key = (server, send.peer, send.round, send.tensor, send.target)
                 assert key not in messages
-                messages[key] = rows
-                self.bytes[2 * phase + OUT] += send.num_rows * row_bytes(self.heads, phase, True, tensor)[0]
+                messages[key] = result
+                wire = row_bytes(self.heads, heads_of(send), phase, True, tensor)[0]
+                self.bytes[2 * phase + OUT] += send.num_rows * wire
         return messages
 
-    def _receive(self, phase: int, home: int, messages: dict[tuple[int, ...], list[Row]]) -> None:
+    def _receive(self, phase: int, home: int, messages: dict[tuple[int, ...], Result]) -> None:
         tables = self.slices[home]
         sums = {}
         for s in tables.sums if phase == BACKWARD else ():
             for tensor, offset in (("dk_partial", s.dk), ("dv_partial", s.dv)):
-                self._occupy(home, offset, s.num_rows * self._stride(phase, False, tensor), "sum")
+                self._occupy(home, offset, s.num_rows * self._stride(heads_of(s), phase, False, tensor), "sum")
                 sums[(tensor, offset)] = s
-            for tensor in ("dk", "dv"):
-                self.written[home].update((tensor, row) for row in range(s.row, s.row + s.num_rows))
+            self._write(home, ("dk", "dv"), heads_of(s), s.row, s.num_rows)
         by_round: dict[int, list[tuple[int, int, str]]] = {0: []}
         for receive in sorted(tables.receives[phase], key=lambda r: r.round):
             assert receive.round < tables.header.num_rounds
             tensor = TENSORS[receive.tensor]
-            rows = messages.pop((receive.peer, home, receive.round, receive.tensor, receive.source))
+            kv_heads, rows = messages.pop((receive.peer, home, receive.round, receive.tensor, receive.source))
+            assert kv_heads == heads_of(receive)
             assert self.home_rows[home][receive.row : receive.row + receive.num_rows] == rows
-            end = receive.source + receive.num_rows * self._stride(phase, False, tensor)
+            end = receive.source + receive.num_rows * self._stride(kv_heads, phase, False, tensor)
             by_round.setdefault(receive.round, []).append((receive.source, end, tensor))
             if receive.action == COPY and phase == FORWARD:
-                self.written[home].update((tensor, receive.row + i) for i in range(receive.num_rows))
+                self._write(home, [tensor], kv_heads, receive.row, receive.num_rows)
             elif receive.action == COPY:
-                self._direct(home, [tensor], receive.row, receive.num_rows, receive.peer)
+                self._direct(home, [tensor], kv_heads, receive.row, receive.num_rows, receive.peer)
             else:
                 into = sums[(tensor, receive.sum)]
-                assert (into.row, into.num_rows) == (receive.row, receive.num_rows)
+                assert (into.row, into.num_rows, heads_of(into)) == (receive.row, receive.num_rows, kv_heads)
                 name = tensor.removesuffix("_partial")
-                self._term(home, [name], receive.row, receive.num_rows, (receive.peer, receive.action))
+                self._term(home, [name], kv_heads, receive.row, receive.num_rows, (receive.peer, receive.action))
         size = (tables.header.forward_arena_bytes, tables.header.backward_arena_bytes)[phase]
         for extents in by_round.values():
             ordered = sorted(self.used[home] + extents)
@@ -468,21 +498,24 @@ class Simulation:
             self.arena_ends[phase][home] = max(self.arena_ends[phase][home], last)
 
     def _check_returned(self, phase: int, home: int) -> None:
-        """Every row of a document is written exactly once; key gradients have every contributor once, in order."""
+        """Every row and head of a document is written exactly once; key gradients have every contributor, in order."""
         rows = [row for row, owner in enumerate(self.home_rows[home]) if owner is not None]
         names = ("out", "lse") if phase == FORWARD else ("dq", "dk", "dv")
-        assert self.written[home] == Counter({(name, row): 1 for name in names for row in rows})
+        heads = range(self.heads.kv)
+        assert self.written[home] == Counter(itertools.product(names, rows, heads))
         if phase == FORWARD:
             return
-        for name in ("dk", "dv"):
-            for row in rows:
-                document, position = self.home_rows[home][row]  # type: ignore[misc]
-                seeing = {
-                    t.server for t in self.plan.tasks if t.document == document and t.kv_begin <= position < t.kv_end
-                }
-                order = sorted(seeing, key=lambda server: (server != home, server))
-                actions = [COPY] if len(order) == 1 else [ASSIGN] + [ADD] * (len(order) - 1)
-                assert self.terms[home][(name, row)] == list(zip(order, actions, strict=True))
+        for row, head in itertools.product(rows, heads):
+            document, position = self.home_rows[home][row]  # type: ignore[misc]
+            seeing = {
+                t.server
+                for t in self.tasks_of[document]
+                if t.kv_begin <= position < t.kv_end and t.kv_head_begin <= head < t.kv_head_end
+            }
+            order = sorted(seeing, key=lambda server: (server != home, server))
+            actions = [COPY] if len(order) == 1 else [ASSIGN] + [ADD] * (len(order) - 1)
+            for name in ("dk", "dv"):
+                assert self.terms[home][(name, row, head)] == list(zip(order, actions, strict=True))
 
     def _check_waits(self, phase: int) -> None:
         for rank in self.ranks:

@@ -51,7 +51,8 @@ class Fault:
 
 DISPATCHER = "cpp/runtime/dispatcher.cpp"
 PROTOCOL = "cpp/runtime/protocol.cpp"
-ASSEMBLE = "cpp/plan/assemble.cpp"
+ARRANGEMENT = "cpp/plan/arrangement.cpp"
+TABLES = "cpp/plan/rank_tables.cpp"
 FORWARD = "cpp/attention/cpu_forward.cpp"
 BACKWARD = "cpp/attention/cpu_backward.cpp"
 KERNEL = "cpp/attention/cpu_kernel.h"
@@ -158,23 +159,23 @@ FAULTS = [
     # ---- the plan
     Fault(
         "queries are sent from the row before",
-        ASSEMBLE,
-        "      send(phase, Direction::kIn, 0, t.home, server, kind, t.home_row, -1, n, offset);",
-        "      send(phase, Direction::kIn, 0, t.home, server, kind, t.home_row - (t.home_row > 0), -1, n, offset);",
+        TABLES,
+        "      send(phase, Direction::kIn, 0, t.server, kind, t.home_row, -1,",
+        "      send(phase, Direction::kIn, 0, t.server, kind, t.home_row - (t.home_row > 0), -1,",
         (PLAN, STEPS),
     ),
     Fault(
         "a block of the local tensor starts a row late",
-        ASSEMBLE,
-        "        t.blocks.push_back(block_entry(home.row + (start - home.begin), false));",
-        "        t.blocks.push_back(block_entry(home.row + (start - home.begin) + (start > home.begin), false));",
+        TABLES,
+        "block_entry(p.row + (next * block_rows_ - p.begin), false)",
+        "block_entry(p.row + (next * block_rows_ - p.begin) + (next * block_rows_ > p.begin), false)",
         (PLAN, STEPS),
     ),
     Fault(
         "extents of the arena overlap",
-        ASSEMBLE,
-        "    next_ += (bytes + kExtentAlignment - 1) / kExtentAlignment * kExtentAlignment;",
-        "    next_ += bytes / kExtentAlignment * kExtentAlignment;",
+        ARRANGEMENT,
+        "    part += (bytes + kExtentAlignment - 1) / kExtentAlignment * kExtentAlignment;",
+        "    part += bytes / kExtentAlignment * kExtentAlignment;",
         (PLAN, STEPS),
     ),
     Fault(
@@ -186,9 +187,9 @@ FAULTS = [
     ),
     Fault(
         "a partial replaces the sum",
-        ASSEMBLE,
-        "static_cast<int64_t>(started ? ReceiveAction::kAdd : ReceiveAction::kAssign);",
-        "static_cast<int64_t>(ReceiveAction::kAssign);",
+        TABLES,
+        ": ReceiveAction::kAdd;",
+        ": ReceiveAction::kAssign;",
         (PLAN, STEPS),
     ),
     Fault(
@@ -229,10 +230,24 @@ FAULTS = [
     ),
     Fault(
         "keys before a window are not fetched",
-        ASSEMBLE,
-        "      for (int64_t row = std::max(start, g.kv_begin); row < end;) {",
-        "      for (int64_t row = std::max(start, g.kv_begin + (g.kv_begin > 0)); row < end;) {",
+        TABLES,
+        "std::max(segment.begin, g.kv_begin)",
+        "std::max(segment.begin, g.kv_begin + (g.kv_begin > 0))",
         (PLAN, EXACT),
+    ),
+    Fault(
+        "a range of heads is read from the first head on",
+        DISPATCHER,
+        "plan::has_kv_heads(kind) ? heads.begin : heads.begin * heads_.group_heads()",
+        "plan::has_kv_heads(kind) ? heads.begin : 0 * heads_.group_heads()",
+        (EXACT,),
+    ),
+    Fault(
+        "tasks of overlapping head ranges are not cut apart",
+        "cpp/plan/task_list.cpp",
+        "        if (head <= piece.kv_head_begin || head >= t.kv_head_end) continue;",
+        "        if (head <= piece.kv_head_begin || head >= 0) continue;",
+        (PLAN,),
     ),
     Fault(
         "all query heads use the first key/value head",

@@ -132,6 +132,27 @@ LAYOUTS: dict[str, Callable[..., distca.Layout]] = {
 }
 
 
+def random_tasks(
+    layout: distca.Layout, kv_heads: int, seed: int, servers: Sequence[int] | None = None
+) -> list[tuple[int, int, int, int, int, int]]:
+    """A schedule for `distca.plan(tasks=)`: every document cut at random rows, each piece at random heads."""
+    rng = random.Random(seed)
+    servers = list(range(layout.num_ranks)) if servers is None else sorted(servers)
+
+    def pieces(size: int, most: int) -> list[tuple[int, int]]:
+        cuts = sorted({0, size, *(rng.randrange(size) for _ in range(rng.randrange(most + 1)))})
+        return list(zip(cuts, cuts[1:], strict=False))
+
+    tasks = [
+        (document, *rows, *heads, rng.choice(servers))
+        for document, length in enumerate(layout.document_lengths)
+        for rows in pieces(length, 3)
+        for heads in pieces(kv_heads, 2)
+    ]
+    rng.shuffle(tasks)
+    return tasks
+
+
 def source_rows(batch_lengths: Sequence[int], layout: distca.Layout, rank: int) -> torch.Tensor:
     """For each row of a rank its row among all documents; -1 for padding."""
     offsets = [sum(batch_lengths[:d]) for d in range(len(batch_lengths))]

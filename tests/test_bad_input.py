@@ -15,7 +15,21 @@ import torch
 
 import distca
 from distca import _C
-from plan_reader import SLOT_BYTES_WORD, digest, read_slice, with_checksum
+from plan_reader import (
+    COPY,
+    IN,
+    RETURNED,
+    SLOT_BYTES_WORD,
+    TABLES,
+    Grad,
+    GroupEntry,
+    Receive,
+    Send,
+    TaskEntry,
+    digest,
+    read_slice,
+    with_checksum,
+)
 from support import (
     Batch,
     compute,
@@ -232,23 +246,25 @@ def test_an_offset_far_outside_is_never_accepted_even_with_a_checksum_that_match
 def _is_no_address(words: list[int], index: int) -> bool:
     """Whether the word is one that a step never uses as a row or an offset."""
     tables = read_slice(words)
-    spans = [words[len(tables.header) + 2 * i :][:2] for i in range(12)]
-    widths = (16, 15, 1, 6, 4, 2, 8, 8, 8, 8, 3, 3)
-    for table, ((begin, count), width) in enumerate(zip(spans, widths, strict=True)):
-        if not begin <= index < begin + count * width:
+    for table, kind in enumerate(TABLES):
+        begin, count = words[len(tables.header) + 2 * table :][:2]
+        if not begin <= index < begin + count * len(kind._fields):
             continue
-        row, column = divmod(index - begin, width)
-        if table == 0:  # groups: document, is_local; arena offsets of one that has no arena blocks
-            return column in (0, 15) or (9 <= column <= 12 and tables.groups[row].num_arena_blocks == 0)
-        if table == 1:  # tasks: arena offsets of rows at home, the row at home of rows in the arena
-            return column >= 9 if tables.tasks[row].home == tables.header.rank else column == 8
-        if table == 3:  # gradients: an arena offset or a row, as the target says
-            return column in ((4, 5) if tables.grads[row].target == 0 else (3,))
-        if table in (6, 7):  # sends: the source that is not used; a target is for the peer's arena, checked at the put
-            send = tables.sends[table - 6][row]
-            return column == (5 if send.direction == 0 else 4)
-        if table in (8, 9):  # receives: the sum of rows that are only copied
-            return column == 7 and tables.receives[table - 8][row].action == 0
+        row, column = divmod(index - begin, len(kind._fields))
+        field = kind._fields[column]
+        if kind is GroupEntry:
+            if field in ("forward_k", "forward_v", "backward_k", "backward_v"):
+                return tables.groups[row].num_arena_blocks == 0
+            return field in ("document", "is_local")
+        if kind is TaskEntry:  # arena offsets of rows at home, the row at home of rows in the arena
+            at_home = tables.tasks[row].home == tables.header.rank
+            return field.startswith(("forward_", "backward_")) if at_home else field == "home_row"
+        if kind is Grad:  # an arena offset or a row, as the target says
+            return field in (("dk", "dv") if tables.grads[row].target == RETURNED else ("row",))
+        if kind is Send:  # a target is for the peer's arena, checked at the put
+            return field == ("source" if tables.sends[table - 6][row].direction == IN else "row")
+        if kind is Receive:
+            return field == "sum" and tables.receives[table - 8][row].action == COPY
         return False
     return False
 
@@ -327,7 +343,7 @@ def test_an_altered_target_outside_the_peer_s_slot_is_refused_when_it_would_be_w
     sends_begin = words[len(read_slice(words).header) + 2 * 6]
     sends = read_slice(words).sends[0]
     index = next(i for i, send in enumerate(sends) if send.peer == 1)
-    words[sends_begin + 8 * index + 7] = words[SLOT_BYTES_WORD]
+    words[sends_begin + len(Send._fields) * index + Send._fields.index("target")] = words[SLOT_BYTES_WORD]
     altered = _altered(plan, with_checksum(words))
     with loopback_group(plan, timeout=20.0) as contexts:
         results = outcomes(

@@ -25,6 +25,7 @@ from support import (
     on_all_ranks,
     oracle,
     random_batch,
+    random_tasks,
     rows_of_rank,
     run_step,
     scattered,
@@ -95,14 +96,10 @@ def test_windows_and_full_masks_are_as_exact_as_pytorch_and_the_same_bits_in_eve
     for seed in (31, 32):
         batch = random_batch(LENGTHS, shape, seed)
         layouts = [distca.Layout.head_tail(LENGTHS, ranks=3), scattered(LENGTHS, 3, seed), spill(LENGTHS, 8)]
-        results = [
-            compute(
-                batch,
-                distca.plan(layout, shape, mask=mask, window=window, tolerance=0.0, min_rows=1),
-                reorder_seed=seed,
-            )
-            for layout in layouts
-        ]
+        plans = [distca.plan(layout, shape, mask=mask, window=window, tolerance=0.0, min_rows=1) for layout in layouts]
+        tasks = random_tasks(layouts[0], shape.kv, seed)
+        plans.append(distca.plan(layouts[0], shape, mask=mask, window=window, tasks=tasks))
+        results = [compute(batch, plan, reorder_seed=seed) for plan in plans]
         for name, first, *others in zip(NAMES, *results, strict=True):
             if name in ("out", "lse", "dq"):
                 assert all(torch.equal(first, other) for other in others), name
@@ -139,6 +136,23 @@ def test_dedicated_servers_give_the_same_bits_as_their_rows_homes() -> None:
     for name, served_rows, home_rows in zip(NAMES, ours, at_home, strict=True):
         if name in ("out", "lse", "dq"):
             assert torch.equal(served_rows, home_rows), name
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("layout", "heads"),
+    [("data_parallel", "gqa4"), ("spill", "mha"), ("spill_with_empty_ranks", "dim8"), ("scattered", "wider_values")],
+)
+def test_ranges_of_heads_on_different_servers_are_as_exact_as_pytorch(
+    layout: str, heads: str, dtype: torch.dtype
+) -> None:
+    shape = distca.Heads(*HEADS[heads], dtype=dtype)
+    plans = {}
+    for seed in (27, 28):
+        where = LAYOUTS[layout](LENGTHS, 3, seed)
+        plans[seed] = distca.plan(where, shape, tasks=random_tasks(where, shape.kv, seed))
+        assert any(task.kv_head_end - task.kv_head_begin < shape.kv for task in plans[seed].tasks)
+    _check_against_pytorch(shape, plans, fused=True)
 
 
 def test_rows_computed_at_home_are_as_exact_as_pytorch() -> None:
@@ -278,7 +292,7 @@ def test_the_scale_that_is_given_is_the_one_used(scale: float) -> None:
 
 # ---- bitwise ----
 
-BITWISE_HEADS = [(4, 1, 40, 24, torch.float32), (4, 2, 32, None, torch.bfloat16)]
+BITWISE_HEADS = [(6, 3, 40, 24, torch.float32), (4, 2, 32, None, torch.bfloat16)]
 
 
 def _plans_of_one_batch(heads: distca.Heads) -> dict[str, distca.Plan]:
@@ -295,6 +309,7 @@ def _plans_of_one_batch(heads: distca.Heads) -> dict[str, distca.Plan]:
         "3 ranks, scattered": distca.plan(scattered(LENGTHS, 3, 2), heads, tolerance=0.3, min_rows=16),
         "8 ranks loose": distca.plan(eight, heads, tolerance=0.5),
         "8 ranks exact": distca.plan(eight, heads, tolerance=0.0, min_rows=1),
+        "8 ranks, heads apart": distca.plan(eight, heads, tasks=random_tasks(eight, heads.kv, 51)),
         "8 ranks, some empty": distca.plan(spill_with_empty_ranks(LENGTHS, 8), heads, tolerance=0.0, min_rows=7),
     }
 
@@ -325,7 +340,8 @@ def test_a_plan_gives_bitwise_the_same_gradients_in_every_run(
 ) -> None:
     shape = distca.Heads(*heads)
     batch = random_batch(LENGTHS, shape, 52)
-    plan = distca.plan(scattered(LENGTHS, ranks, 52), shape, tolerance=0.0, min_rows=1)
+    layout = scattered(LENGTHS, ranks, 52)
+    plan = distca.plan(layout, shape, tasks=random_tasks(layout, shape.kv, 52))
     first = compute(batch, plan)
     for threads, reorder_seed in ((1, None), (1, 1), (2, 2), (3, 3)):
         again = compute(batch, plan, threads=threads, reorder_seed=reorder_seed)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distca
-from plan_reader import TENSORS, Simulation, keys_of_rows, read_slice, row_bytes
-from support import LENGTHS, scattered, spill
+from plan_reader import TENSORS, Simulation, heads_of, keys_of_rows, read_slice, row_bytes
+from support import LENGTHS, random_tasks, scattered, spill
 
 HEADS = [
     distca.Heads(4, 1, 16, 24),
@@ -55,9 +55,13 @@ def plans(draw: st.DrawFn) -> Made:
     layout = draw(layouts())
     balance = draw(st.sampled_from((True, True, True, False)))
     servers = draw(st.none() | st.sets(st.integers(0, layout.num_ranks - 1), min_size=1)) if balance else None
+    heads = draw(st.sampled_from(HEADS))
+    tasks = None
+    if draw(st.booleans()):
+        tasks = random_tasks(layout, heads.kv, draw(st.integers(0, 10**6)), None if servers is None else list(servers))
     plan = distca.plan(
         layout,
-        draw(st.sampled_from(HEADS)),
+        heads,
         mask=mask,
         window=window,
         servers=None if servers is None else sorted(servers),
@@ -65,6 +69,7 @@ def plans(draw: st.DrawFn) -> Made:
         min_rows=draw(st.sampled_from((1, 10, 64, 500))),
         balance=balance,
         cost=cost,
+        tasks=tasks,
     )
     return Made(plan, cost, servers or set(range(layout.num_ranks)))
 
@@ -94,7 +99,7 @@ def _loads_at_home(plan: distca.Plan, cost: distca.CostModel) -> list[int]:
 @given(plans())
 def test_every_visible_pair_of_every_head_is_computed_exactly_once(made: Made) -> None:
     plan = made.plan
-    computed: Counter[tuple[int, int]] = Counter()
+    computed: Counter[tuple[int, int, int]] = Counter()
     homes = {
         (document, row): rank
         for rank in range(plan.layout.num_ranks)
@@ -105,18 +110,21 @@ def test_every_visible_pair_of_every_head_is_computed_exactly_once(made: Made) -
         assert task.q_begin < task.q_end
         length = plan.layout.document_lengths[task.document]
         assert (task.kv_begin, task.kv_end) == keys_of_rows(plan, length, task.q_begin, task.q_end)
-        assert (task.kv_head_begin, task.kv_head_end) == (0, plan.heads.kv)
         assert 0 <= task.server < plan.layout.num_ranks
         for row in range(task.q_begin, task.q_end):
-            computed[(task.document, row)] += 1
+            computed.update((task.document, row, head) for head in range(task.kv_head_begin, task.kv_head_end))
             assert homes[(task.document, row)] == task.home
     lengths = plan.layout.document_lengths
-    assert computed == Counter({(d, row): 1 for d, length in enumerate(lengths) for row in range(length)})
+    heads = range(plan.heads.kv)
+    assert computed == Counter(
+        (d, row, head) for d, length in enumerate(lengths) for row in range(length) for head in heads
+    )
     of_slices = [
-        (tables.groups[t.group].document, *t[1:7], t.home, rank)
+        (group.document, *t[1:5], *heads_of(group), t.home, rank)
         for rank in range(plan.layout.num_ranks)
         for tables in [read_slice(plan.for_rank(rank).tensor.tolist())]
         for t in tables.tasks
+        for group in [tables.groups[t.group]]
     ]
     assert sorted(of_slices) == sorted(tuple(task) for task in plan.tasks)
 
@@ -150,7 +158,8 @@ def test_loads_are_what_the_tasks_cost(made: Made) -> None:
     stats, ranks = plan.stats, plan.layout.num_ranks
     load = [0] * ranks
     for task in plan.tasks:
-        load[task.server] += plan.heads.q * _cost(plan, cost, task.document, task.q_begin, task.q_end)
+        heads = (task.kv_head_end - task.kv_head_begin) * plan.heads.q // plan.heads.kv
+        load[task.server] += heads * _cost(plan, cost, task.document, task.q_begin, task.q_end)
     assert stats.load == load
     assert stats.load_before == _loads_at_home(plan, cost)
     total = sum(load)
@@ -162,7 +171,8 @@ def test_loads_are_what_the_tasks_cost(made: Made) -> None:
     last_rows = [_cost(plan, cost, d, length - 1, length) for d, length in enumerate(plan.layout.document_lengths)]
     mean = -(-(total // plan.heads.q) // len(servers))
     assert stats.lower_bound == plan.heads.q * max([mean, *last_rows])
-    assert max(load) >= stats.lower_bound
+    # With heads apart, no plan does better than a single head of it.
+    assert max(load) >= stats.lower_bound // plan.heads.kv
 
 
 @settings(max_examples=250)
@@ -222,7 +232,9 @@ def test_gradients_of_many_servers_come_home_in_rounds_that_share_one_buffer() -
     assert home.header.num_rounds > 1
     messages: Counter[int] = Counter()
     for receive in home.receives[1]:
-        messages[receive.peer] += receive.num_rows * row_bytes(plan.heads, 1, False, TENSORS[receive.tensor])[1]
+        messages[receive.peer] += (
+            receive.num_rows * row_bytes(plan.heads, heads_of(receive), 1, False, TENSORS[receive.tensor])[1]
+        )
     # Within the alignment of each extent, home-in is as large as the largest message and no larger.
     extents = len(home.receives[1])
     assert max(messages.values()) <= plan.stats.arena_bytes["backward"][0].home_in
@@ -322,6 +334,10 @@ def test_the_digest_changes_with_everything_that_changes_a_plan() -> None:
         "mask": make(mask="full"),
         "window": make(window=100),
         "servers": make(servers=[0, 2]),
+        "tasks": make(tasks=[(0, 0, 300, 0, 2, 0), (1, 0, 5, 0, 2, 1), (2, 0, 200, 0, 2, 2)]),
+        "heads of tasks": make(
+            tasks=[(0, 0, 300, 0, 2, 0), (1, 0, 5, 0, 2, 1), (2, 0, 200, 0, 1, 2), (2, 0, 200, 1, 2, 2)]
+        ),
         "lengths": make(layout=spill((300, 6, 199), 3)),
         "a cut": make(layout=distca.Layout.packed((300, 5, 200), ranks=3, tokens_per_rank=170)),
         "padding": make(layout=padded),
@@ -333,6 +349,48 @@ def test_the_digest_changes_with_everything_that_changes_a_plan() -> None:
         assert plan.digest not in digests, f"{name!r} and {digests[plan.digest]!r} have one digest"
         digests[plan.digest] = name
     assert make(tolerance=0.05).digest == variants["as it is"].digest
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        ([(0, 0, 300, 0, 2, 0), (1, 0, 5, 0, 2, 3)], "tasks[1] is on rank 3, which does not serve"),
+        ([(0, 0, 301, 0, 2, 0), (1, 0, 5, 0, 2, 0)], "tasks[0] has rows [0, 301) of document 0, which has 300"),
+        ([(0, 0, 300, 0, 3, 0), (1, 0, 5, 0, 2, 0)], "tasks[0] has key/value heads [0, 3) of 2"),
+        ([(0, 5, 5, 0, 2, 0)], "tasks[0] has rows [5, 5)"),
+        ([(2, 0, 5, 0, 2, 0)], "tasks[0] is of document 2; 0 to 1"),
+        ([(0, 0, 300, 0, 2, 0)], "row 0 of document 1, key/value head 0, exactly once"),
+        ([(0, 0, 300, 0, 2, 0), (1, 0, 4, 0, 2, 0)], "row 4 of document 1, key/value head 0, exactly once"),
+        ([(0, 0, 300, 0, 2, 0), (1, 0, 5, 0, 1, 0)], "row 0 of document 1, key/value head 1, exactly once"),
+        (
+            [(0, 0, 300, 0, 1, 0), (0, 0, 300, 0, 2, 0), (1, 0, 5, 0, 2, 0)],
+            "row 0 of document 0, key/value head 0, exactly once",
+        ),
+        ([], "row 0 of document 0, key/value head 0, exactly once"),
+    ],
+    ids=str,
+)
+def test_a_schedule_that_does_not_compute_every_row_and_head_once_is_refused(
+    tasks: list[tuple[int, int, int, int, int, int]], said: str
+) -> None:
+    with pytest.raises(distca.InvalidArgumentError) as caught:
+        distca.plan(spill((300, 5), 3), distca.Heads(4, 2, 16), tasks=tasks)
+    assert said in str(caught.value)
+
+
+def test_a_head_range_moves_its_own_bytes_and_no_more() -> None:
+    """One of two key/value heads of a document is computed by the other rank."""
+    heads = distca.Heads(4, 2, 8, 16)
+    plan = distca.plan(distca.Layout([[(0, 0, 10)], []]), heads, tasks=[(0, 0, 10, 0, 1, 0), (0, 0, 10, 1, 2, 1)])
+    q, k, v, out, lse = 2 * 8 * 4, 8 * 4, 16 * 4, 2 * 16 * 4, 2 * 4
+    assert plan.stats.load == [2 * 55, 2 * 55]
+    assert plan.stats.bytes == {
+        "forward_in": 10 * (q + k + v),
+        "forward_out": 10 * (out + lse),
+        "backward_in": 10 * (q + k + v + out + 2 * lse),
+        # One server contributes to each head's keys, so they come home in the input's dtype.
+        "backward_out": 10 * (q + k + v),
+    }
 
 
 def test_an_empty_layout_has_a_plan_that_does_nothing() -> None:

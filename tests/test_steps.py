@@ -23,6 +23,7 @@ from support import (
     on_all_ranks,
     oracle,
     random_batch,
+    random_tasks,
     rows_of_rank,
     spill,
     together,
@@ -77,6 +78,7 @@ def _random_micro_batch(rng: random.Random, heads: distca.Heads) -> MicroBatch:
         tolerance=rng.choice((0.0, 0.05, 0.5)),
         min_rows=rng.choice((1, 16, 64)),
         balance=rng.random() < 0.9,
+        tasks=random_tasks(layout, heads.kv, rng.randrange(1000)) if rng.random() < 0.3 else None,
     )
     return MicroBatch(random_batch(lengths, heads, rng.randrange(10**6)), plan)
 

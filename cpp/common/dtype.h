@@ -23,6 +23,10 @@ struct HeadShape {
   DType dtype = DType::kFloat32;
 
   constexpr int64_t element_bytes() const { return dtype_bytes(dtype); }
+  /// Query heads that share a key/value head.
+  constexpr int64_t group_heads() const { return q_heads / kv_heads; }
+  /// `n` of the key/value heads, with the query heads that share them.
+  constexpr HeadShape with_kv_heads(int64_t n) const { return {n * group_heads(), n, dim, v_dim, dtype}; }
   bool operator==(const HeadShape&) const = default;
 };
 

@@ -15,7 +15,8 @@ struct RowView {
   int64_t head_stride = 0;
 
   std::byte* at(int64_t row, int64_t head) const { return data + row * row_stride + head * head_stride; }
-  RowView from_row(int64_t row) const { return {data + row * row_stride, row_stride, head_stride}; }
+  RowView from_row(int64_t row) const { return from(row, 0); }
+  RowView from(int64_t row, int64_t head) const { return {at(row, head), row_stride, head_stride}; }
 };
 
 /// How many bytes to copy: `num_rows` rows of `num_heads` heads of `head_bytes` bytes.

@@ -5,6 +5,7 @@
 #include <chrono>
 
 #include "common/digest.h"
+#include "plan/rank_tables.h"
 
 namespace distca::plan {
 namespace {
@@ -51,16 +52,25 @@ uint64_t plan_digest(const Layout& layout, const PlanOptions& o, const std::vect
                     h.kv_heads, h.dim, h.v_dim, static_cast<int64_t>(h.dtype), o.key_block_rows,
                     static_cast<int64_t>(o.schedule.cost.digest()), layout.num_ranks()})
     d.add(w);
+  // Rows and heads are below 2^31 and 2^12. What follows from the layout and the mask is left out.
+  const auto pair = [](int64_t high, int64_t low) { return high << 32 | low; };
   for (const auto& rank : layout.ranks()) {
     d.add(static_cast<int64_t>(rank.size()));
-    for (const Segment& s : rank)
-      for (int64_t w : {s.document, s.begin, s.end}) d.add(w);
+    for (const Segment& s : rank) {
+      d.add(s.document);
+      d.add(pair(s.begin, s.end));
+    }
   }
-  for (const Task& t : tasks)
-    for (int64_t w : {t.document, t.q_begin, t.q_end, t.kv_begin, t.kv_end, t.kv_head_begin, t.kv_head_end, t.home,
-                      t.home_row, t.server})
-      d.add(w);
+  for (const Task& t : tasks) {
+    d.add(pair(t.document, t.server));
+    d.add(pair(t.q_begin, t.q_end));
+    d.add(pair(t.kv_head_begin, t.kv_head_end));
+  }
   return d.value();
+}
+
+int64_t nanoseconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
 }
 
 }  // namespace
@@ -69,28 +79,42 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options)
     : layout_(std::move(layout)), options_(options) {
   const auto start = std::chrono::steady_clock::now();
   check_options(*layout_, options_);
-  tasks_ = schedule(*layout_, options_.schedule);
+  tasks_ = with_equal_head_ranges(schedule(*layout_, options_.schedule));
+  complete();
+  stats_.plan_ns = nanoseconds_since(start);
+}
 
+Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options, std::span<const GivenTask> tasks)
+    : layout_(std::move(layout)), options_(options) {
+  const auto start = std::chrono::steady_clock::now();
+  check_options(*layout_, options_);
+  tasks_ = task_list(*layout_, options_.schedule, tasks);
+  complete();
+  stats_.plan_ns = nanoseconds_since(start);
+}
+
+/// From the tasks to all the rest.
+void Plan::complete() {
+  const ScheduleOptions& o = options_.schedule;
   const auto n = static_cast<size_t>(layout_->num_ranks());
-  const int64_t heads = options_.schedule.heads.q_heads;
-  const auto cost_of = [&](int64_t document, int64_t begin, int64_t end) {
-    return options_.schedule.cost.cost(options_.schedule.mask,
-                                       layout_->document_lengths()[static_cast<size_t>(document)], begin, end);
+  const auto load_of = [&](int64_t document, int64_t begin, int64_t end, int64_t kv_heads) {
+    const int64_t length = layout_->document_lengths()[static_cast<size_t>(document)];
+    return o.cost.cost(o.mask, length, begin, end) * kv_heads * o.heads.group_heads();
   };
   stats_.load_before.assign(n, 0);
   stats_.load.assign(n, 0);
   for (const Placement& p : layout_->placements())
-    stats_.load_before[static_cast<size_t>(p.rank)] += cost_of(p.document, p.begin, p.end) * heads;
+    stats_.load_before[static_cast<size_t>(p.rank)] += load_of(p.document, p.begin, p.end, o.heads.kv_heads);
   for (const Task& t : tasks_)
-    stats_.load[static_cast<size_t>(t.server)] += cost_of(t.document, t.q_begin, t.q_end) * heads;
-  stats_.lower_bound =
-      load_lower_bound(*layout_, options_.schedule.mask, options_.schedule.cost, num_servers()) * heads;
+    stats_.load[static_cast<size_t>(t.server)] +=
+        load_of(t.document, t.q_begin, t.q_end, t.kv_head_end - t.kv_head_begin);
+  stats_.lower_bound = load_lower_bound(*layout_, o.mask, o.cost, num_servers()) * o.heads.q_heads;
 
-  assemble(*layout_, options_, tasks_, tables_, stats_);
+  arrangement_ = arrange(*layout_, o.heads, options_.key_block_rows, tasks_);
   digest_ = plan_digest(*layout_, options_, tasks_);
 
   size_t neediest = 0;
-  for (const auto& arenas : stats_.arenas) {
+  for (const auto& arenas : arrangement_.arenas) {
     for (size_t r = 0; r < n; ++r) {
       if (arenas[r].total() > slot_bytes_) {
         slot_bytes_ = arenas[r].total();
@@ -101,8 +125,6 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options)
   require<CapacityError>(slot_bytes_ <= options_.capacity, "plan: rank ", neediest, " needs an arena of ", slot_bytes_,
                          " bytes a slot, but the capacity is ", options_.capacity, " bytes; give distca.init ",
                          "heap_bytes >= ", 2 * slot_bytes_, " (two slots), or fewer tokens");
-  stats_.plan_ns =
-      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now() - start).count();
 }
 
 int64_t Plan::num_servers() const {
@@ -114,8 +136,8 @@ std::vector<int64_t> Plan::slice(int64_t rank) const {
   require(rank >= 0 && rank < layout_->num_ranks(), "plan: rank = ", rank, "; 0 to ", layout_->num_ranks() - 1,
           " are allowed");
   const auto r = static_cast<size_t>(rank);
-  const RankTables& t = tables_[r];
   const HeadShape& h = options_.schedule.heads;
+  const RankTables t = make_rank_tables(*layout_, h, options_.key_block_rows, tasks_, arrangement_, rank);
   std::vector<int64_t> words(static_cast<size_t>(kHeaderWords));
   Header header = {};
   header.magic = kMagic;
@@ -134,9 +156,9 @@ std::vector<int64_t> Plan::slice(int64_t rank) const {
   header.key_block_rows = options_.key_block_rows;
   header.mask_kind = static_cast<int64_t>(options_.schedule.mask.kind);
   header.window = options_.schedule.mask.window;
-  header.arena_bytes = {stats_.arenas[0][r].total(), stats_.arenas[1][r].total()};
+  header.arena_bytes = {arrangement_.arenas[0][r].total(), arrangement_.arenas[1][r].total()};
   header.slot_bytes = slot_bytes_;
-  header.num_rounds = t.num_rounds;
+  header.num_rounds = arrangement_.num_rounds[r];
   for (const GroupRow& g : t.groups) {
     if (!g.is_local) break;
     ++header.num_local_groups;

@@ -4,7 +4,8 @@
 // byte offsets count from the start of a slot's arena, rows from the start of the rank's own token tensor. `-1` means
 // none.
 //
-// Where rows lie in an arena (e = element bytes, P = max(dim, v_dim)):
+// A group, and all rows that travel for it, has a range of the key/value heads and the query heads that share them.
+// Where such rows lie in an arena (heads: those of the range; e = element bytes, P = max(dim, v_dim)):
 //   q of a forward task   [rows, q_heads, P] e    out overwrites it in place, head by head
 //   q of a backward task  [rows, q_heads, dim] e
 //   dout                  [rows, q_heads, P] e    dq overwrites it in place
@@ -50,9 +51,11 @@ enum class TensorKind : int64_t {
   kCount
 };
 
-/// Consecutive keys of one document at this server. Blocks: entries of the block table, see attention::KeyGroup.
+/// Consecutive keys of one document at this server, for a range of heads. Blocks: entries of the block table, see
+/// attention::KeyGroup.
 struct GroupRow {
   int64_t document;
+  int64_t kv_head_begin, kv_head_end;
   int64_t kv_begin, kv_end;
   int64_t first_block, num_blocks, block_begin;  // block_begin: index into the block table
   int64_t task_begin, task_end;
@@ -64,10 +67,10 @@ struct GroupRow {
 
 constexpr int64_t block_entry(int64_t row, bool in_arena) { return 2 * row + (in_arena ? 1 : 0); }
 
-/// One task of this server. Offsets are -1 where the rows are at home here.
+/// One task of this server, for the heads of its group. Offsets are -1 where the rows are at home here.
 struct TaskRow {
   int64_t group;
-  int64_t q_begin, q_end, kv_begin, kv_end, kv_head_begin, kv_head_end;
+  int64_t q_begin, q_end, kv_begin, kv_end;
   int64_t home, home_row;
   int64_t forward_q, forward_lse;
   int64_t backward_q, backward_dout, backward_lse, backward_delta;
@@ -89,6 +92,7 @@ struct GradRow {
 /// Rows at home whose dk, dv have several contributors: their fp32 sums, cast into the returned tensors at the end.
 struct SumRow {
   int64_t row, num_rows;
+  int64_t kv_head_begin, kv_head_end;
   int64_t dk, dv;  // arena offsets
 };
 
@@ -103,6 +107,7 @@ struct SendRow {
   int64_t direction, round, peer, tensor;
   int64_t row, source;
   int64_t num_rows;
+  int64_t kv_head_begin, kv_head_end;
   int64_t target;  // offset in the peer's arena
 };
 
@@ -115,6 +120,7 @@ enum class ReceiveAction : int64_t {
 struct ReceiveRow {
   int64_t round, peer, tensor, action;
   int64_t row, num_rows;
+  int64_t kv_head_begin, kv_head_end;
   int64_t source;  // arena offset (home-in)
   int64_t sum;     // arena offset for kAssign, kAdd
 };
@@ -178,7 +184,13 @@ struct RowFormat {
   int64_t wire_bytes() const { return num_heads * head_bytes; }
 };
 
-/// The format of a tensor's rows in the arena of the side that `direction` says: kIn = server-in, kOut = home-in.
+/// Whether a tensor has key/value heads, not query heads.
+constexpr bool has_kv_heads(TensorKind kind) {
+  return kind == TensorKind::kK || kind == TensorKind::kV || kind >= TensorKind::kDk;
+}
+
+/// The format of a tensor's rows in the arena of the side that `direction` says: kIn = server-in, kOut = home-in. `h`
+/// has the heads that travel.
 constexpr RowFormat row_format(const HeadShape& h, Phase phase, Direction direction, TensorKind kind) {
   const int64_t e = h.element_bytes(), padded = padded_dim(h) * e;
   const bool at_server = direction == Direction::kIn;

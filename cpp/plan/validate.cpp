@@ -79,13 +79,20 @@ class Validator {
     return static_cast<int64_t>(rows.size());
   }
 
-  /// `rows` rows of a tensor at an arena offset.
-  void check_extent(const char* what, Phase p, Direction d, TensorKind kind, int64_t offset, int64_t rows,
-                    int64_t alignment = kExtentAlignment) const {
-    const int64_t bytes = rows * row_format(view_.heads(), p, d, kind).row_stride();
+  /// `rows` rows of a tensor at an arena offset; `heads` is a row of a table that says which heads they have.
+  template <class Row>
+  void check_extent(const char* what, Phase p, Direction d, TensorKind kind, const Row& heads, int64_t offset,
+                    int64_t rows, int64_t alignment = kExtentAlignment) const {
+    const HeadShape part = view_.heads().with_kv_heads(heads.kv_head_end - heads.kv_head_begin);
+    const int64_t bytes = rows * row_format(part, p, d, kind).row_stride();
     check(offset % alignment == 0 && inside(offset, bytes, h().arena_bytes[static_cast<size_t>(p)]), what, ": ", rows,
           " rows at offset ", offset, " do not lie in the arena of ", h().arena_bytes[static_cast<size_t>(p)],
           " bytes");
+  }
+  template <class Row>
+  void check_heads(const char* what, const Row& row) const {
+    check(row.kv_head_begin >= 0 && row.kv_head_begin < row.kv_head_end && row.kv_head_end <= h().kv_heads, what,
+          ": key/value heads [", row.kv_head_begin, ", ", row.kv_head_end, ") of ", h().kv_heads);
   }
   void check_rows(const char* what, int64_t row, int64_t rows) const {
     check(rows >= 1 && inside(row, rows, h().num_rows), what, ": rows [", row, ", ", row + rows, ") of ", h().num_rows);
@@ -98,6 +105,7 @@ class Validator {
   void check_groups() const {
     int64_t next_task = 0, index = 0;
     for (const GroupRow& g : view_.groups()) {
+      check_heads("group", g);
       check(g.kv_begin >= 0 && g.kv_end > g.kv_begin && g.kv_end <= (int64_t{1} << 31) &&
                 g.first_block == g.kv_begin / h().key_block_rows &&
                 g.num_blocks == (g.kv_end + h().key_block_rows - 1) / h().key_block_rows - g.first_block &&
@@ -108,10 +116,10 @@ class Validator {
       check(inside(g.num_arena_blocks, 0, g.num_blocks), "group ", index, ": its arena blocks");
       const int64_t arena_rows = g.num_arena_blocks * h().key_block_rows;
       if (arena_rows > 0) {
-        check_extent("group", Phase::kForward, Direction::kIn, TensorKind::kK, g.forward_k, arena_rows);
-        check_extent("group", Phase::kForward, Direction::kIn, TensorKind::kV, g.forward_v, arena_rows);
-        check_extent("group", Phase::kBackward, Direction::kIn, TensorKind::kK, g.backward_k, arena_rows);
-        check_extent("group", Phase::kBackward, Direction::kIn, TensorKind::kV, g.backward_v, arena_rows);
+        check_extent("group", Phase::kForward, Direction::kIn, TensorKind::kK, g, g.forward_k, arena_rows);
+        check_extent("group", Phase::kForward, Direction::kIn, TensorKind::kV, g, g.forward_v, arena_rows);
+        check_extent("group", Phase::kBackward, Direction::kIn, TensorKind::kK, g, g.backward_k, arena_rows);
+        check_extent("group", Phase::kBackward, Direction::kIn, TensorKind::kV, g, g.backward_v, arena_rows);
       }
       for (int64_t b = 0; b < g.num_blocks; ++b) {
         const int64_t entry = view_.blocks()[static_cast<size_t>(g.block_begin + b)];
@@ -145,9 +153,9 @@ class Validator {
       }
       const bool partial = r.target == static_cast<int64_t>(GradTarget::kPartial);
       check(partial || r.target == static_cast<int64_t>(GradTarget::kArena), "gradient target ", r.target);
-      check_extent("gradient", Phase::kBackward, Direction::kOut, partial ? TensorKind::kDkPartial : TensorKind::kDk,
+      check_extent("gradient", Phase::kBackward, Direction::kOut, partial ? TensorKind::kDkPartial : TensorKind::kDk, g,
                    r.dk, r.end - r.begin);
-      check_extent("gradient", Phase::kBackward, Direction::kOut, partial ? TensorKind::kDvPartial : TensorKind::kDv,
+      check_extent("gradient", Phase::kBackward, Direction::kOut, partial ? TensorKind::kDvPartial : TensorKind::kDv, g,
                    r.dv, r.end - r.begin);
     }
     check(next == g.kv_end, "group ", index, ": its gradients end at row ", next, " of ", g.kv_end);
@@ -166,19 +174,17 @@ class Validator {
             "task ", index, ": rows [", t.q_begin, ", ", t.q_end, ") see keys [", t.kv_begin, ", ", t.kv_end, ")");
       check(index == g.task_begin || view_.tasks()[static_cast<size_t>(index) - 1].q_end <= t.q_begin, "task ", index,
             " overlaps the one before");
-      check(t.kv_head_begin == 0 && t.kv_head_end == h().kv_heads, "task ", index, ": key/value heads [",
-            t.kv_head_begin, ", ", t.kv_head_end, "); all ", h().kv_heads, " are allowed");
       check_peer("task", t.home, 0);
       if (t.home == h().rank) {
         check_rows("task", t.home_row, rows);
       } else {
         check(index >= h().num_local_tasks, "task ", index, " is not local");
-        check_extent("task", Phase::kForward, Direction::kIn, TensorKind::kOut, t.forward_q, rows);
-        check_extent("task", Phase::kForward, Direction::kIn, TensorKind::kLse, t.forward_lse, rows);
-        check_extent("task", Phase::kBackward, Direction::kIn, TensorKind::kQ, t.backward_q, rows);
-        check_extent("task", Phase::kBackward, Direction::kIn, TensorKind::kDout, t.backward_dout, rows);
-        check_extent("task", Phase::kBackward, Direction::kIn, TensorKind::kLse, t.backward_lse, rows);
-        check_extent("task", Phase::kBackward, Direction::kIn, TensorKind::kDelta, t.backward_delta, rows);
+        check_extent("task", Phase::kForward, Direction::kIn, TensorKind::kOut, g, t.forward_q, rows);
+        check_extent("task", Phase::kForward, Direction::kIn, TensorKind::kLse, g, t.forward_lse, rows);
+        check_extent("task", Phase::kBackward, Direction::kIn, TensorKind::kQ, g, t.backward_q, rows);
+        check_extent("task", Phase::kBackward, Direction::kIn, TensorKind::kDout, g, t.backward_dout, rows);
+        check_extent("task", Phase::kBackward, Direction::kIn, TensorKind::kLse, g, t.backward_lse, rows);
+        check_extent("task", Phase::kBackward, Direction::kIn, TensorKind::kDelta, g, t.backward_delta, rows);
       }
       ++index;
     }
@@ -186,15 +192,17 @@ class Validator {
 
   void check_sums() const {
     for (const SumRow& s : view_.sums()) {
+      check_heads("sum", s);
       check_rows("sum", s.row, s.num_rows);
-      check_extent("sum", Phase::kBackward, Direction::kOut, TensorKind::kDkPartial, s.dk, s.num_rows);
-      check_extent("sum", Phase::kBackward, Direction::kOut, TensorKind::kDvPartial, s.dv, s.num_rows);
+      check_extent("sum", Phase::kBackward, Direction::kOut, TensorKind::kDkPartial, s, s.dk, s.num_rows);
+      check_extent("sum", Phase::kBackward, Direction::kOut, TensorKind::kDvPartial, s, s.dv, s.num_rows);
     }
   }
 
   void check_sends(Phase p) const {
     for (const SendRow& s : view_.sends(p)) {
       check_peer("send", s.peer, s.round);
+      check_heads("send", s);
       const bool in = s.direction == static_cast<int64_t>(Direction::kIn);
       check((in || s.direction == static_cast<int64_t>(Direction::kOut)) && s.num_rows >= 1 &&
                 s.num_rows <= (int64_t{1} << 31) && s.tensor >= 0 &&
@@ -205,10 +213,10 @@ class Validator {
       if (in) {
         check_rows("send", s.row, s.num_rows);
         if (s.peer == h().rank)  // into the middle of an extent: aligned to elements only
-          check_extent("copy", p, Direction::kIn, kind, s.target, s.num_rows, view_.heads().element_bytes());
+          check_extent("copy", p, Direction::kIn, kind, s, s.target, s.num_rows, view_.heads().element_bytes());
       } else {
         check(s.peer != h().rank, "rows are sent home to their own rank");
-        check_extent("send", p, Direction::kIn, kind, s.source, s.num_rows);
+        check_extent("send", p, Direction::kIn, kind, s, s.source, s.num_rows);
       }
     }
   }
@@ -222,6 +230,7 @@ class Validator {
   void check_receives(Phase p) const {
     for (const ReceiveRow& r : view_.receives(p)) {
       check_peer("receive", r.peer, r.round);
+      check_heads("receive", r);
       check(r.tensor >= 0 && r.tensor < static_cast<int64_t>(TensorKind::kCount), "receive: tensor ", r.tensor);
       const auto kind = static_cast<TensorKind>(r.tensor);
       check(!is_input(p, kind) &&
@@ -229,12 +238,12 @@ class Validator {
             "receive: tensor ", r.tensor, " in this message");
       check(r.round < h().num_rounds, "receive: round ", r.round, " of ", h().num_rounds);
       check_rows("receive", r.row, r.num_rows);
-      check_extent("receive", p, Direction::kOut, kind, r.source, r.num_rows);
+      check_extent("receive", p, Direction::kOut, kind, r, r.source, r.num_rows);
       const bool partial = kind == TensorKind::kDkPartial || kind == TensorKind::kDvPartial;
       const bool copies = r.action == static_cast<int64_t>(ReceiveAction::kCopy);
       check(copies != partial && r.action >= 0 && r.action <= static_cast<int64_t>(ReceiveAction::kAdd),
             "receive: action ", r.action);
-      if (partial) check_extent("receive", p, Direction::kOut, kind, r.sum, r.num_rows);
+      if (partial) check_extent("receive", p, Direction::kOut, kind, r, r.sum, r.num_rows);
     }
   }
 

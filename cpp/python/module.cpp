@@ -19,6 +19,7 @@ namespace {
 
 using Milliseconds = std::chrono::milliseconds;
 using SegmentTuple = std::tuple<int64_t, int64_t, int64_t>;
+using TaskTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
 
 /// An error of the core becomes the class of that name in distca.errors.
 void translate_errors(std::exception_ptr pending) {
@@ -85,7 +86,8 @@ std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int6
                                       int64_t dim, int64_t v_dim, int64_t dtype, int64_t per_pair, int64_t per_row,
                                       int64_t tolerance_ppm, int64_t min_rows, bool balance, int64_t capacity,
                                       int64_t context_epoch, int64_t mask_kind, int64_t window,
-                                      std::vector<int64_t> servers) {
+                                      std::vector<int64_t> servers,
+                                      const std::optional<std::vector<TaskTuple>>& tasks) {
   require(dtype >= 0 && dtype < kNumDTypes, "plan: dtype number ", dtype, "; 0 to ", kNumDTypes - 1, " are allowed");
   require(mask_kind >= 0 && mask_kind < kNumMaskKinds, "plan: mask number ", mask_kind, "; 0 to ", kNumMaskKinds - 1,
           " are allowed");
@@ -101,6 +103,12 @@ std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int6
   options.capacity = capacity;
   options.context_epoch = context_epoch;
   const py::gil_scoped_release release;
+  if (tasks) {
+    std::vector<plan::GivenTask> given;
+    for (const auto& [document, q_begin, q_end, kv_head_begin, kv_head_end, server] : *tasks)
+      given.push_back({document, q_begin, q_end, kv_head_begin, kv_head_end, server});
+    return std::make_shared<plan::Plan>(std::move(layout), options, given);
+  }
   return std::make_shared<plan::Plan>(std::move(layout), options);
 }
 
@@ -113,13 +121,13 @@ py::dict stats_of(const plan::Plan& p) {
   d["num_servers"] = p.num_servers();
   py::dict bytes;
   const char* messages[] = {"forward_in", "forward_out", "backward_in", "backward_out"};
-  for (size_t i = 0; i < 4; ++i) bytes[messages[i]] = s.bytes[i];
+  for (size_t i = 0; i < 4; ++i) bytes[messages[i]] = p.arrangement().bytes[i];
   d["bytes"] = bytes;
   const char* phases[] = {"forward", "backward"};
   py::dict arenas;
   for (size_t phase = 0; phase < 2; ++phase) {
     py::list of_phase;
-    for (const plan::PlanStats::Arena& a : s.arenas[phase])
+    for (const plan::ArenaBytes& a : p.arrangement().arenas[phase])
       of_phase.append(py::make_tuple(a.server_in, a.home_in, a.scratch));
     arenas[phases[phase]] = of_phase;
   }
@@ -133,7 +141,8 @@ void bind_plan(py::module_& m) {
       .def(py::init(&make_plan), py::kw_only(), py::arg("layout"), py::arg("q_heads"), py::arg("kv_heads"),
            py::arg("dim"), py::arg("v_dim"), py::arg("dtype"), py::arg("per_pair"), py::arg("per_row"),
            py::arg("tolerance_ppm"), py::arg("min_rows"), py::arg("balance"), py::arg("capacity"),
-           py::arg("context_epoch"), py::arg("mask_kind"), py::arg("window"), py::arg("servers"))
+           py::arg("context_epoch"), py::arg("mask_kind"), py::arg("window"), py::arg("servers"),
+           py::arg("tasks") = std::nullopt)
       .def_property_readonly("digest", &plan::Plan::digest)
       .def("stats", &stats_of)
       .def("tasks",

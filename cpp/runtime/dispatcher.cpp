@@ -118,10 +118,11 @@ void Dispatcher::dispatch(const plan::SliceView& slice) {
   for (const plan::SendRow& s : slice.sends(phase_)) {
     if (s.direction != static_cast<int64_t>(Direction::kIn)) break;
     const auto kind = static_cast<TensorKind>(s.tensor);
-    const RowView source = local(kind).from_row(s.row);
-    const RowExtent n = extent(Direction::kIn, kind, s.num_rows);
+    const KvHeads heads = heads_of(s);
+    const RowView source = local(kind, heads, s.row);
+    const RowExtent n = extent(Direction::kIn, kind, heads, s.num_rows);
     if (s.peer == protocol_.rank()) {
-      copy_rows(in_arena(Direction::kIn, kind, s.target), source, n);
+      copy_rows(in_arena(Direction::kIn, kind, heads, s.target), source, n);
       continue;
     }
     if (s.peer != open_peer) {
@@ -129,15 +130,10 @@ void Dispatcher::dispatch(const plan::SliceView& slice) {
       protocol_.await_credit(Direction::kIn, s.peer, 0);
       open_peer = s.peer;
     }
-    const plan::RowFormat f = plan::row_format(heads_, phase_, Direction::kIn, kind);
+    const plan::RowFormat f = format(Direction::kIn, kind, heads);
     protocol_.put(s.peer, s.target, f.row_stride(), f.head_stride, source, n);
   }
   close();
-}
-
-RowView Dispatcher::task_rows(const plan::TaskRow& t, bool at_home, TensorKind kind, int64_t offset) const {
-  if (at_home) return local(kind).from_row(t.home_row);
-  return in_arena(Direction::kIn, kind, offset);
 }
 
 /// Computes the groups that need no row of another rank, or the others.
@@ -152,62 +148,47 @@ void Dispatcher::attend(const plan::SliceView& slice, float scale, bool local_pa
   const bool backward = phase_ == Phase::kBackward;
 
   grads_.clear();
-  if (backward) {
-    grads_.reserve(slice.grads().size());  // spans into it are taken below
-    for (const plan::GradRow& r : slice.grads()) {
-      attention::KeyGradRun run{r.begin, r.end, heads_.dtype, {}, {}};
-      const auto target = static_cast<plan::GradTarget>(r.target);
-      if (target == plan::GradTarget::kReturned) {
-        run.dk = local(TensorKind::kDk).from_row(r.row);
-        run.dv = local(TensorKind::kDv).from_row(r.row);
-      } else {
-        const bool partial = target == plan::GradTarget::kPartial;
-        if (partial) run.dtype = DType::kFloat32;
-        run.dk = in_arena(Direction::kOut, partial ? TensorKind::kDkPartial : TensorKind::kDk, r.dk);
-        run.dv = in_arena(Direction::kOut, partial ? TensorKind::kDvPartial : TensorKind::kDv, r.dv);
-      }
-      grads_.push_back(run);
-    }
-  }
+  if (backward) grads_.reserve(slice.grads().size());  // spans into it are taken below
   groups_.clear();
   for (const plan::GroupRow& g : groups) {
     attention::KeyGroup group;
-    group.kv_heads = heads_.kv_heads;
+    const KvHeads heads = heads_of(g);
+    group.kv_heads = heads.end - heads.begin;
     group.kv_begin = g.kv_begin;
     group.kv_end = g.kv_end;
     group.first_block = g.first_block;
     group.blocks = slice.blocks().subspan(static_cast<size_t>(g.block_begin), static_cast<size_t>(g.num_blocks));
-    group.k[0] = local(TensorKind::kK);
-    group.v[0] = local(TensorKind::kV);
+    group.k[0] = local(TensorKind::kK, heads, 0);
+    group.v[0] = local(TensorKind::kV, heads, 0);
     if (g.num_arena_blocks > 0) {
-      group.k[1] = in_arena(Direction::kIn, TensorKind::kK, backward ? g.backward_k : g.forward_k);
-      group.v[1] = in_arena(Direction::kIn, TensorKind::kV, backward ? g.backward_v : g.forward_v);
+      group.k[1] = in_arena(Direction::kIn, TensorKind::kK, heads, backward ? g.backward_k : g.forward_k);
+      group.v[1] = in_arena(Direction::kIn, TensorKind::kV, heads, backward ? g.backward_v : g.forward_v);
     }
     group.task_begin = g.task_begin - first_task;
     group.task_end = g.task_end - first_task;
-    if (backward) {
-      group.grads =
-          std::span(grads_).subspan(static_cast<size_t>(g.grad_begin), static_cast<size_t>(g.grad_end - g.grad_begin));
-    }
+    if (backward) group.grads = add_gradient_runs(slice, g);
     groups_.push_back(group);
   }
   tasks_.clear();
   for (const plan::TaskRow& t : tasks) {
-    const bool home = t.home == h.rank;
+    const KvHeads heads = heads_of(slice.groups()[static_cast<size_t>(t.group)]);
+    const auto rows = [&](TensorKind kind, int64_t offset) {
+      return t.home == h.rank ? local(kind, heads, t.home_row) : in_arena(Direction::kIn, kind, heads, offset);
+    };
     attention::Task task;
     task.group = t.group - first_group;
     task.q_begin = t.q_begin;
     task.q_end = t.q_end;
     if (backward) {
-      task.q = task_rows(t, home, TensorKind::kQ, t.backward_q);
-      task.lse = task_rows(t, home, TensorKind::kLse, t.backward_lse);
-      task.dout = task_rows(t, home, TensorKind::kDout, t.backward_dout);
-      task.delta = task_rows(t, home, TensorKind::kDelta, t.backward_delta);
-      task.dq = task_rows(t, home, TensorKind::kDq, t.backward_dout);  // over dout in the arena
+      task.q = rows(TensorKind::kQ, t.backward_q);
+      task.lse = rows(TensorKind::kLse, t.backward_lse);
+      task.dout = rows(TensorKind::kDout, t.backward_dout);
+      task.delta = rows(TensorKind::kDelta, t.backward_delta);
+      task.dq = rows(TensorKind::kDq, t.backward_dout);  // over dout in the arena
     } else {
-      task.q = task_rows(t, home, TensorKind::kQ, t.forward_q);
-      task.out = task_rows(t, home, TensorKind::kOut, t.forward_q);  // over q in the arena
-      task.lse = task_rows(t, home, TensorKind::kLse, t.forward_lse);
+      task.q = rows(TensorKind::kQ, t.forward_q);
+      task.out = rows(TensorKind::kOut, t.forward_q);  // over q in the arena
+      task.lse = rows(TensorKind::kLse, t.forward_lse);
     }
     tasks_.push_back(task);
   }
@@ -216,6 +197,28 @@ void Dispatcher::attend(const plan::SliceView& slice, float scale, bool local_pa
     kernel_.backward(problem, parallel);
   else
     kernel_.forward(problem, parallel);
+}
+
+std::span<const attention::KeyGradRun> Dispatcher::add_gradient_runs(const plan::SliceView& slice,
+                                                                     const plan::GroupRow& g) {
+  const size_t first = grads_.size();
+  const KvHeads heads = heads_of(g);
+  for (const plan::GradRow& r :
+       slice.grads().subspan(static_cast<size_t>(g.grad_begin), static_cast<size_t>(g.grad_end - g.grad_begin))) {
+    attention::KeyGradRun run{r.begin, r.end, heads_.dtype, {}, {}};
+    const auto target = static_cast<plan::GradTarget>(r.target);
+    if (target == plan::GradTarget::kReturned) {
+      run.dk = local(TensorKind::kDk, heads, r.row);
+      run.dv = local(TensorKind::kDv, heads, r.row);
+    } else {
+      const bool partial = target == plan::GradTarget::kPartial;
+      if (partial) run.dtype = DType::kFloat32;
+      run.dk = in_arena(Direction::kOut, partial ? TensorKind::kDkPartial : TensorKind::kDk, heads, r.dk);
+      run.dv = in_arena(Direction::kOut, partial ? TensorKind::kDvPartial : TensorKind::kDv, heads, r.dv);
+    }
+    grads_.push_back(run);
+  }
+  return std::span(grads_).subspan(first);
 }
 
 /// Results go home, round by round. A home grants round j + 1 after it took in round j, and every rank sends its
@@ -244,9 +247,10 @@ void Dispatcher::send_home(const plan::SliceView& slice, int64_t round) {
       open_peer = s.peer;
     }
     const auto kind = static_cast<TensorKind>(s.tensor);
-    const plan::RowFormat f = plan::row_format(heads_, phase_, Direction::kOut, kind);
-    protocol_.put(s.peer, s.target, f.row_stride(), f.head_stride, in_arena(Direction::kIn, kind, s.source),
-                  extent(Direction::kOut, kind, s.num_rows));
+    const KvHeads heads = heads_of(s);
+    const plan::RowFormat f = format(Direction::kOut, kind, heads);
+    protocol_.put(s.peer, s.target, f.row_stride(), f.head_stride, in_arena(Direction::kIn, kind, heads, s.source),
+                  extent(Direction::kOut, kind, heads, s.num_rows));
   }
   close();
 }
@@ -259,31 +263,33 @@ void Dispatcher::receive_home(const plan::SliceView& slice, int64_t round) {
   for (const plan::ReceiveRow& r : slice.receives(phase_)) {
     if (r.round != round) continue;
     const auto kind = static_cast<TensorKind>(r.tensor);
-    const RowView source = in_arena(Direction::kOut, kind, r.source);
-    const RowExtent n = extent(Direction::kOut, kind, r.num_rows);
+    const KvHeads heads = heads_of(r);
+    const RowView source = in_arena(Direction::kOut, kind, heads, r.source);
+    const RowExtent n = extent(Direction::kOut, kind, heads, r.num_rows);
     const auto action = static_cast<plan::ReceiveAction>(r.action);
     if (action == plan::ReceiveAction::kCopy)
-      copy_rows(local(kind).from_row(r.row), source, n);
+      copy_rows(local(kind, heads, r.row), source, n);
     else
-      accumulate(in_arena(Direction::kOut, kind, r.sum), source, n, action == plan::ReceiveAction::kAssign);
+      accumulate(in_arena(Direction::kOut, kind, heads, r.sum), source, n, action == plan::ReceiveAction::kAssign);
   }
 }
 
 void Dispatcher::finish_sums(const plan::SliceView& slice) {
   for (const plan::SumRow& s : slice.sums()) {
-    cast_rows(local(TensorKind::kDk).from_row(s.row), heads_.dtype,
-              in_arena(Direction::kOut, TensorKind::kDkPartial, s.dk),
-              extent(Direction::kOut, TensorKind::kDkPartial, s.num_rows));
-    cast_rows(local(TensorKind::kDv).from_row(s.row), heads_.dtype,
-              in_arena(Direction::kOut, TensorKind::kDvPartial, s.dv),
-              extent(Direction::kOut, TensorKind::kDvPartial, s.num_rows));
+    const KvHeads heads = heads_of(s);
+    const auto finish = [&](TensorKind kind, TensorKind sum, int64_t offset) {
+      cast_rows(local(kind, heads, s.row), heads_.dtype, in_arena(Direction::kOut, sum, heads, offset),
+                extent(Direction::kOut, sum, heads, s.num_rows));
+    };
+    finish(TensorKind::kDk, TensorKind::kDkPartial, s.dk);
+    finish(TensorKind::kDv, TensorKind::kDvPartial, s.dv);
   }
 }
 
 void Dispatcher::fill_padding(const plan::SliceView& slice) {
   for (const plan::PaddingRow& p : slice.padding()) {
     const auto zero = [&](TensorKind kind) {
-      fill_bytes(local(kind).from_row(p.row), extent(Direction::kOut, kind, p.num_rows), 0);
+      fill_bytes(local(kind).from_row(p.row), extent(Direction::kOut, kind, all_heads(), p.num_rows), 0);
     };
     if (phase_ == Phase::kBackward) {
       zero(TensorKind::kDq);
@@ -303,17 +309,26 @@ void Dispatcher::fill_nan(const plan::SliceView& slice) {
   std::memset(arena_, kNanByte, static_cast<size_t>(h.arena_bytes[static_cast<size_t>(phase_)]));
   const auto returned = phase_ == Phase::kForward ? std::array{TensorKind::kOut, TensorKind::kLse, TensorKind::kLse}
                                                   : std::array{TensorKind::kDq, TensorKind::kDk, TensorKind::kDv};
-  for (TensorKind kind : returned) fill_bytes(local(kind), extent(Direction::kOut, kind, h.num_rows), kNanByte);
+  for (TensorKind kind : returned)
+    fill_bytes(local(kind), extent(Direction::kOut, kind, all_heads(), h.num_rows), kNanByte);
 }
 
-RowView Dispatcher::in_arena(Direction direction, TensorKind kind, int64_t offset) const {
-  const plan::RowFormat f = plan::row_format(heads_, phase_, direction, kind);
+plan::RowFormat Dispatcher::format(Direction direction, TensorKind kind, const KvHeads& heads) const {
+  return plan::row_format(heads_.with_kv_heads(heads.end - heads.begin), phase_, direction, kind);
+}
+
+RowView Dispatcher::in_arena(Direction direction, TensorKind kind, const KvHeads& heads, int64_t offset) const {
+  const plan::RowFormat f = format(direction, kind, heads);
   return {arena_ + offset, f.row_stride(), f.head_stride};
 }
 
-RowExtent Dispatcher::extent(Direction direction, TensorKind kind, int64_t num_rows) const {
-  const plan::RowFormat f = plan::row_format(heads_, phase_, direction, kind);
+RowExtent Dispatcher::extent(Direction direction, TensorKind kind, const KvHeads& heads, int64_t num_rows) const {
+  const plan::RowFormat f = format(direction, kind, heads);
   return {num_rows, f.num_heads, f.head_bytes};
+}
+
+RowView Dispatcher::local(TensorKind kind, const KvHeads& heads, int64_t row) const {
+  return local(kind).from(row, plan::has_kv_heads(kind) ? heads.begin : heads.begin * heads_.group_heads());
 }
 
 }  // namespace distca::runtime

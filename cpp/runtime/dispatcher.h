@@ -34,6 +34,16 @@ class Dispatcher {
   void set_fill_with_nan(bool on) { fill_with_nan_ = on; }
 
  private:
+  /// A range of key/value heads; query heads follow from it.
+  struct KvHeads {
+    int64_t begin = 0, end = 0;
+  };
+  template <class Row>
+  static KvHeads heads_of(const Row& row) {
+    return {row.kv_head_begin, row.kv_head_end};
+  }
+  KvHeads all_heads() const { return {0, heads_.kv_heads}; }
+
   /// Where a tensor of this rank lies, by TensorKind; null where the step does not have it.
   using LocalTensors = std::array<RowView, static_cast<size_t>(plan::TensorKind::kCount)>;
 
@@ -42,6 +52,8 @@ class Dispatcher {
   void open(const plan::SliceView& slice, plan::Phase phase, float scale);
   void dispatch(const plan::SliceView& slice);
   void attend(const plan::SliceView& slice, float scale, bool local, const Parallel& parallel);
+  /// Where the key gradients of a group go; the runs join grads_.
+  std::span<const attention::KeyGradRun> add_gradient_runs(const plan::SliceView& slice, const plan::GroupRow& g);
   void collect(const plan::SliceView& slice);
   void send_home(const plan::SliceView& slice, int64_t round);
   void receive_home(const plan::SliceView& slice, int64_t round);
@@ -49,10 +61,13 @@ class Dispatcher {
   void fill_padding(const plan::SliceView& slice);
   void fill_nan(const plan::SliceView& slice);
 
-  RowView in_arena(plan::Direction direction, plan::TensorKind kind, int64_t offset) const;
+  /// How rows of a range of heads lie in an arena, and where one such extent is.
+  plan::RowFormat format(plan::Direction direction, plan::TensorKind kind, const KvHeads& heads) const;
+  RowView in_arena(plan::Direction direction, plan::TensorKind kind, const KvHeads& heads, int64_t offset) const;
+  RowExtent extent(plan::Direction direction, plan::TensorKind kind, const KvHeads& heads, int64_t num_rows) const;
   const RowView& local(plan::TensorKind kind) const { return local_[static_cast<size_t>(kind)]; }
-  RowExtent extent(plan::Direction direction, plan::TensorKind kind, int64_t num_rows) const;
-  RowView task_rows(const plan::TaskRow& t, bool at_home, plan::TensorKind kind, int64_t offset) const;
+  /// A tensor of this rank from a row on, and from the first of a range of heads.
+  RowView local(plan::TensorKind kind, const KvHeads& heads, int64_t row) const;
 
   Protocol& protocol_;
   attention::CpuAttention kernel_;

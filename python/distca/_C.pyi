@@ -38,6 +38,7 @@ class Plan:
         mask_kind: int,
         window: int,
         servers: Sequence[int],
+        tasks: Sequence[tuple[int, int, int, int, int, int]] | None = None,
     ) -> None: ...
     @property
     def digest(self) -> int: ...

@@ -114,7 +114,11 @@ class CostModel:
 
 
 class Task(NamedTuple):
-    """Query rows ``[q_begin, q_end)`` of a document and the keys they see, computed by ``server`` in one go."""
+    """Query rows ``[q_begin, q_end)`` of a document and the keys they see, computed by ``server`` in one go.
+
+    For key/value heads ``[kv_head_begin, kv_head_end)`` and the query heads that share them; ``home`` is the rank that
+    holds the rows.
+    """
 
     document: int
     q_begin: int
@@ -229,7 +233,7 @@ class Plan:
 
     @functools.cached_property
     def tasks(self) -> list[Task]:
-        """All tasks, by (server, document, q_begin)."""
+        """All tasks, by (server, document, kv_head_begin, q_begin)."""
         return [Task(*task) for task in self._core.tasks()]
 
     @functools.cached_property
@@ -262,6 +266,7 @@ def plan(
     min_rows: int = 64,
     capacity: int | None = None,
     cost: CostModel | None = None,
+    tasks: Sequence[tuple[int, int, int, int, int, int]] | None = None,
 ) -> Plan:
     """Cuts core attention of a layout into tasks and gives every rank the same load (paper, section 4.2).
 
@@ -279,9 +284,11 @@ def plan(
         min_rows: no smaller piece of a document is cut off as long as the tolerance can be met without.
         capacity: bytes of one slot's arena; by default the default context's, or unlimited where there is none.
         cost: what is balanced; visible pairs by default.
+        tasks: a schedule of your own in place of ours: for each task ``(document, q_begin, q_end, kv_head_begin,
+            kv_head_end, server)``, in any order. ``balance``, ``tolerance`` and ``min_rows`` then have no effect.
 
     Raises:
-        InvalidArgumentError: for arguments out of range.
+        InvalidArgumentError: for arguments out of range, and unless ``tasks`` compute every row and head exactly once.
         CapacityError: where an arena would not fit; says the bytes needed.
     """
     from distca.context import get_context
@@ -319,6 +326,7 @@ def plan(
         mask_kind=_MASK_NUMBERS[mask],
         window=window or 0,
         servers=[] if servers is None else sorted(set(servers)),
+        tasks=tasks,
     )
     return Plan(core, layout, heads, rank, mask, window)
 

@@ -1,0 +1,372 @@
+#include "plan/arrangement.h"
+
+#include <algorithm>
+
+namespace distca::plan {
+namespace {
+
+constexpr std::array<Phase, 2> kPhases = {Phase::kForward, Phase::kBackward};
+
+class Arranger {
+ public:
+  Arranger(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, std::span<const Task> tasks)
+      : layout_(layout), heads_(heads), block_rows_(key_block_rows), tasks_(tasks) {}
+
+  Arrangement run() {
+    const auto n = static_cast<size_t>(layout_.num_ranks());
+    for (auto& arenas : a_.arenas) arenas.assign(n, {});
+    make_groups();
+    a_.groups_of_server.fill(n, a_.groups.size(), [&](size_t i) { return a_.groups[i].server; });
+    a_.groups_of_document.fill(static_cast<size_t>(layout_.num_documents()), a_.groups.size(),
+                               [&](size_t i) { return a_.groups[i].document; });
+    a_.remote_of_server.fill(n, a_.remote.size(), [&](size_t i) { return tasks_[a_.remote[i].task].server; });
+    a_.remote_of_home.fill(n, a_.remote.size(), [&](size_t i) { return tasks_[a_.remote[i].task].home; });
+    carve_server_in();
+    for (int64_t d = 0; d < layout_.num_documents(); ++d) split_key_gradients(d);
+    order_gradients();
+    a_.sums_of_home.fill(n, a_.sums.size(), [&](size_t i) { return a_.sums[i].home; });
+    carve_scratch();
+    a_.num_rounds.assign(n, 1);
+    for (int64_t home = 0; home < layout_.num_ranks(); ++home) {
+      bring_out_home(home);
+      bring_gradients_home(home);
+    }
+    return std::move(a_);
+  }
+
+ private:
+  RowFormat format(Phase p, Direction d, TensorKind kind, int64_t kv_heads) const {
+    return row_format(heads_.with_kv_heads(kv_heads), p, d, kind);
+  }
+  ArenaBytes& arena(Phase p, int64_t rank) { return a_.arenas[static_cast<size_t>(p)][static_cast<size_t>(rank)]; }
+
+  /// The next extent of a growing part of an arena, counted from the part's start.
+  int64_t take(int64_t& part, Phase p, Direction d, TensorKind kind, int64_t kv_heads, int64_t num_rows) const {
+    const int64_t bytes = num_rows * format(p, d, kind, kv_heads).row_stride();
+    const int64_t offset = part;
+    part += (bytes + kExtentAlignment - 1) / kExtentAlignment * kExtentAlignment;
+    return offset;
+  }
+  void count_bytes(Phase p, Direction d, TensorKind kind, int64_t kv_heads, int64_t num_rows) {
+    a_.bytes[2 * static_cast<size_t>(p) + static_cast<size_t>(d)] +=
+        num_rows * format(p, d, kind, kv_heads).wire_bytes();
+  }
+
+  // ---- groups ----
+
+  void make_groups() {
+    a_.groups.reserve(tasks_.size());
+    std::vector<Group> waiting;  // of this server, those that need rows of others
+    for (size_t begin = 0; begin < tasks_.size();) {
+      const int64_t server = tasks_[begin].server;
+      waiting.clear();
+      while (begin < tasks_.size() && tasks_[begin].server == server) {
+        const Group g = next_group(begin);
+        (g.is_local ? a_.groups : waiting).push_back(g);
+        begin = g.task_end;
+      }
+      for (Group& g : waiting) add_waiting_group(g);
+    }
+  }
+
+  /// The group that starts with this task.
+  Group next_group(size_t begin) const {
+    const Task& first = tasks_[begin];
+    Group g;
+    g.server = first.server;
+    g.document = first.document;
+    g.kv_head_begin = first.kv_head_begin;
+    g.kv_head_end = first.kv_head_end;
+    g.kv_begin = first.kv_begin;
+    g.kv_end = first.kv_end;
+    g.is_local = true;
+    size_t end = begin;
+    // With a window, a document may have several groups at a server.
+    for (; end < tasks_.size(); ++end) {
+      const Task& t = tasks_[end];
+      if (t.server != g.server || t.document != g.document || t.kv_head_begin != g.kv_head_begin ||
+          t.kv_begin > g.kv_end)
+        break;
+      g.kv_end = std::max(g.kv_end, t.kv_end);
+      g.is_local = g.is_local && t.home == g.server;
+    }
+    g.task_begin = begin;
+    g.task_end = end;
+    const auto placements = layout_.placements(g.document);
+    g.is_local = g.is_local && std::any_of(placements.begin(), placements.end(), [&](const Placement& p) {
+                   return p.rank == g.server && p.begin <= g.kv_begin && p.end >= g.kv_end;
+                 });
+    return g;
+  }
+
+  void add_waiting_group(Group& g) {
+    g.num_arena_blocks = (g.kv_end + block_rows_ - 1) / block_rows_ - g.kv_begin / block_rows_;
+    for (const Placement& p : layout_.placements(g.document)) {
+      const BlockRange local = local_blocks(g, p, block_rows_);
+      g.num_arena_blocks -= local.end - local.begin;
+    }
+    for (size_t t = g.task_begin; t < g.task_end; ++t) {
+      if (tasks_[t].home == g.server) continue;
+      RemoteTask r;
+      r.task = t;
+      r.group = a_.groups.size();
+      a_.remote.push_back(r);
+    }
+    a_.groups.push_back(g);
+  }
+
+  // ---- rows from other homes ----
+
+  void carve_server_in() {
+    for (Group& g : a_.groups) {
+      if (g.num_arena_blocks == 0) continue;
+      int64_t foreign_rows = 0;
+      for (const Placement& p : layout_.placements(g.document)) {
+        if (p.rank != g.server)
+          foreign_rows += std::max<int64_t>(0, std::min(p.end, g.kv_end) - std::max(p.begin, g.kv_begin));
+      }
+      for (Phase phase : kPhases) {
+        const auto p = static_cast<size_t>(phase);
+        int64_t& next = arena(phase, g.server).server_in;
+        const int64_t rows = g.num_arena_blocks * block_rows_;
+        g.k[p] = take(next, phase, Direction::kIn, TensorKind::kK, g.num_kv_heads(), rows);
+        g.v[p] = take(next, phase, Direction::kIn, TensorKind::kV, g.num_kv_heads(), rows);
+        for (TensorKind kind : {TensorKind::kK, TensorKind::kV})
+          count_bytes(phase, Direction::kIn, kind, g.num_kv_heads(), foreign_rows);
+      }
+    }
+    for (RemoteTask& r : a_.remote) {
+      const Task& t = tasks_[r.task];
+      const int64_t heads = t.kv_head_end - t.kv_head_begin;
+      const auto fetch = [&](Phase phase, TensorKind kind) {
+        count_bytes(phase, Direction::kIn, kind, heads, t.num_rows());
+        return take(arena(phase, t.server).server_in, phase, Direction::kIn, kind, heads, t.num_rows());
+      };
+      r.forward_q = fetch(Phase::kForward, TensorKind::kQ);
+      r.forward_lse = take(arena(Phase::kForward, t.server).server_in, Phase::kForward, Direction::kIn,
+                           TensorKind::kLse, heads, t.num_rows());
+      r.backward_q = fetch(Phase::kBackward, TensorKind::kQ);
+      r.backward_dout = fetch(Phase::kBackward, TensorKind::kDout);
+      r.backward_lse = fetch(Phase::kBackward, TensorKind::kLse);
+      r.backward_delta = fetch(Phase::kBackward, TensorKind::kDelta);
+    }
+  }
+
+  // ---- which server contributes to which key gradients ----
+
+  void split_key_gradients(int64_t document) {
+    const auto groups = a_.groups_of_document[document];
+    if (groups.size() == 1 && a_.groups[groups.front()].is_local) {
+      a_.groups[groups.front()].is_alone = true;
+      return;
+    }
+    by_heads_.assign(groups.begin(), groups.end());
+    std::stable_sort(by_heads_.begin(), by_heads_.end(),
+                     [&](uint32_t x, uint32_t y) { return a_.groups[x].kv_head_begin < a_.groups[y].kv_head_begin; });
+    for (auto begin = by_heads_.begin(); begin != by_heads_.end();) {
+      const int64_t heads = a_.groups[*begin].kv_head_begin;
+      const auto end =
+          std::find_if(begin, by_heads_.end(), [&](uint32_t g) { return a_.groups[g].kv_head_begin != heads; });
+      split_key_gradients(document, {begin, end});
+      begin = end;
+    }
+  }
+
+  /// Of the groups of one document and head range, by server. Between two neighbouring cuts every row has the same.
+  void split_key_gradients(int64_t document, std::span<const uint32_t> groups) {
+    cuts_.clear();
+    for (uint32_t g : groups) {
+      cuts_.push_back(a_.groups[g].kv_begin);
+      cuts_.push_back(a_.groups[g].kv_end);
+    }
+    std::sort(cuts_.begin(), cuts_.end());
+    for (const Placement& p : layout_.placements(document)) {
+      for (int64_t row = p.begin; row < p.end;) {
+        const int64_t end = std::min(p.end, *std::upper_bound(cuts_.begin(), cuts_.end(), row));
+        add_key_gradients(groups, row, end, p.rank, p.row + (row - p.begin));
+        row = end;
+      }
+    }
+  }
+
+  /// Document rows [begin, end), at row `home_row` of `home`, all with the same servers.
+  void add_key_gradients(std::span<const uint32_t> groups, int64_t begin, int64_t end, int64_t home, int64_t home_row) {
+    const size_t first = drafts_.size();
+    size_t own = drafts_.max_size();
+    for (uint32_t i : groups) {
+      const Group& g = a_.groups[i];
+      if (g.kv_begin > begin || end > g.kv_end) continue;
+      if (g.server == home) own = drafts_.size();
+      KeyGradient gradient;
+      gradient.group = i;
+      gradient.begin = begin;
+      gradient.end = end;
+      gradient.home = home;
+      gradient.home_row = home_row;
+      gradient.target = g.server == home ? GradTarget::kReturned : GradTarget::kArena;
+      drafts_.push_back(gradient);
+    }
+    if (drafts_.size() - first < 2) return;
+    const Group& g = a_.groups[drafts_[first].group];
+    for (size_t i = first; i < drafts_.size(); ++i) {
+      drafts_[i].target = GradTarget::kPartial;
+      drafts_[i].sum = static_cast<int64_t>(a_.sums.size());
+    }
+    // The home's own contribution goes straight into the sum; without one the first that arrives does.
+    drafts_[own < drafts_.size() ? own : first].is_first = true;
+    a_.sums.push_back({home, home_row, end - begin, g.kv_head_begin, g.kv_head_end, -1, -1});
+  }
+
+  void order_gradients() {
+    Buckets by_group;
+    by_group.fill(a_.groups.size(), drafts_.size(), [&](size_t i) { return drafts_[i].group; });
+    a_.gradients.reserve(drafts_.size());
+    for (size_t g = 0; g < a_.groups.size(); ++g) {
+      a_.groups[g].gradient_begin = a_.gradients.size();
+      for (uint32_t i : by_group[static_cast<int64_t>(g)]) a_.gradients.push_back(drafts_[i]);
+      a_.groups[g].gradient_end = a_.gradients.size();
+    }
+    // Those that stay where they are go to a bucket of their own.
+    const auto n = static_cast<size_t>(layout_.num_ranks());
+    a_.gradients_of_home.fill(n + 1, a_.gradients.size(), [&](size_t i) {
+      const KeyGradient& g = a_.gradients[i];
+      return a_.groups[g.group].server == g.home ? static_cast<int64_t>(n) : g.home;
+    });
+  }
+
+  /// Scratch of the key gradients follows server-in: the sums of this home, then this server's contributions.
+  void carve_scratch() {
+    const auto extent = [&](int64_t rank, TensorKind kind, int64_t heads, int64_t rows) {
+      ArenaBytes& bytes = arena(Phase::kBackward, rank);
+      return bytes.server_in + take(bytes.scratch, Phase::kBackward, Direction::kOut, kind, heads, rows);
+    };
+    for (KeyGradientSum& s : a_.sums) {
+      const int64_t heads = s.kv_head_end - s.kv_head_begin;
+      s.dk = extent(s.home, TensorKind::kDkPartial, heads, s.num_rows);
+      s.dv = extent(s.home, TensorKind::kDvPartial, heads, s.num_rows);
+    }
+    for (KeyGradient& g : a_.gradients) {
+      const Group& group = a_.groups[g.group];
+      if (g.target == GradTarget::kReturned) continue;
+      const bool partial = g.target == GradTarget::kPartial;
+      if (partial && group.server == g.home) {
+        const KeyGradientSum& sum = a_.sums[static_cast<size_t>(g.sum)];
+        g.dk = sum.dk;
+        g.dv = sum.dv;
+        continue;
+      }
+      const int64_t rows = g.end - g.begin, heads = group.num_kv_heads();
+      g.dk = extent(group.server, partial ? TensorKind::kDkPartial : TensorKind::kDk, heads, rows);
+      g.dv = extent(group.server, partial ? TensorKind::kDvPartial : TensorKind::kDv, heads, rows);
+    }
+  }
+
+  // ---- rows that come home ----
+
+  /// The next extent of home-in, which is the last part of an arena.
+  int64_t come_home(Phase phase, int64_t home, int64_t& used, TensorKind kind, int64_t heads, int64_t rows) {
+    const ArenaBytes& bytes = arena(phase, home);
+    count_bytes(phase, Direction::kOut, kind, heads, rows);
+    return bytes.server_in + bytes.scratch + take(used, phase, Direction::kOut, kind, heads, rows);
+  }
+
+  /// Every server's message to this home, in one round: each row comes home once.
+  void bring_out_home(int64_t home) {
+    int64_t used = 0;
+    for (uint32_t i : a_.remote_of_home[home]) {
+      RemoteTask& r = a_.remote[i];
+      const Task& t = tasks_[r.task];
+      const int64_t heads = t.kv_head_end - t.kv_head_begin;
+      r.home_out = come_home(Phase::kForward, home, used, TensorKind::kOut, heads, t.num_rows());
+      r.home_lse = come_home(Phase::kForward, home, used, TensorKind::kLse, heads, t.num_rows());
+    }
+    arena(Phase::kForward, home).home_in = used;
+  }
+
+  /// Gradients come home in rounds: servers in ascending order, as many a round as fit into the largest single message.
+  void bring_gradients_home(int64_t home) {
+    const auto tasks = a_.remote_of_home[home], gradients = a_.gradients_of_home[home];
+    const auto server_of_task = [&](uint32_t i) { return tasks_[a_.remote[i].task].server; };
+    const auto server_of_gradient = [&](uint32_t i) { return a_.groups[a_.gradients[i].group].server; };
+    // Both are by server already. Calls visit(tasks, gradients) for each server.
+    const auto for_each_server = [&](const auto& visit) {
+      for (size_t t = 0, g = 0; t < tasks.size() || g < gradients.size();) {
+        const int64_t server = std::min(t < tasks.size() ? server_of_task(tasks[t]) : INT64_MAX,
+                                        g < gradients.size() ? server_of_gradient(gradients[g]) : INT64_MAX);
+        const size_t first_task = t, first_gradient = g;
+        while (t < tasks.size() && server_of_task(tasks[t]) == server) ++t;
+        while (g < gradients.size() && server_of_gradient(gradients[g]) == server) ++g;
+        visit(tasks.subspan(first_task, t - first_task), gradients.subspan(first_gradient, g - first_gradient));
+      }
+    };
+    int64_t round_bytes = 0;
+    for_each_server([&](auto of_tasks, auto of_gradients) {
+      round_bytes = std::max(round_bytes, message_bytes(of_tasks, of_gradients));
+    });
+    int64_t round = 0, used = 0, most = 0;
+    for_each_server([&](auto of_tasks, auto of_gradients) {
+      if (used + message_bytes(of_tasks, of_gradients) > round_bytes) {
+        ++round;
+        used = 0;
+      }
+      for (uint32_t i : of_tasks) {
+        RemoteTask& r = a_.remote[i];
+        const Task& t = tasks_[r.task];
+        r.round = round;
+        r.home_dq =
+            come_home(Phase::kBackward, home, used, TensorKind::kDq, t.kv_head_end - t.kv_head_begin, t.num_rows());
+      }
+      for (uint32_t i : of_gradients) {
+        KeyGradient& g = a_.gradients[i];
+        const bool partial = g.target == GradTarget::kPartial;
+        const int64_t rows = g.end - g.begin, heads = a_.groups[g.group].num_kv_heads();
+        g.round = round;
+        g.home_dk =
+            come_home(Phase::kBackward, home, used, partial ? TensorKind::kDkPartial : TensorKind::kDk, heads, rows);
+        g.home_dv =
+            come_home(Phase::kBackward, home, used, partial ? TensorKind::kDvPartial : TensorKind::kDv, heads, rows);
+      }
+      most = std::max(most, used);
+    });
+    require<CapacityError>(round < kMaxRounds, "plan: rank ", home, " would need ", round + 1,
+                           " rounds of gradients; at most ", kMaxRounds, " are allowed");
+    a_.num_rounds[static_cast<size_t>(home)] = round + 1;
+    arena(Phase::kBackward, home).home_in = most;
+  }
+
+  int64_t message_bytes(std::span<const uint32_t> tasks, std::span<const uint32_t> gradients) const {
+    int64_t used = 0;
+    const auto add = [&](TensorKind kind, int64_t heads, int64_t rows) {
+      take(used, Phase::kBackward, Direction::kOut, kind, heads, rows);
+    };
+    for (uint32_t i : tasks) {
+      const Task& t = tasks_[a_.remote[i].task];
+      add(TensorKind::kDq, t.kv_head_end - t.kv_head_begin, t.num_rows());
+    }
+    for (uint32_t i : gradients) {
+      const KeyGradient& g = a_.gradients[i];
+      const bool partial = g.target == GradTarget::kPartial;
+      const int64_t heads = a_.groups[g.group].num_kv_heads();
+      add(partial ? TensorKind::kDkPartial : TensorKind::kDk, heads, g.end - g.begin);
+      add(partial ? TensorKind::kDvPartial : TensorKind::kDv, heads, g.end - g.begin);
+    }
+    return used;
+  }
+
+  const Layout& layout_;
+  const HeadShape heads_;
+  const int64_t block_rows_;
+  const std::span<const Task> tasks_;
+  Arrangement a_;
+  std::vector<KeyGradient> drafts_;
+  std::vector<uint32_t> by_heads_;
+  std::vector<int64_t> cuts_;
+};
+
+}  // namespace
+
+Arrangement arrange(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, std::span<const Task> tasks) {
+  return Arranger(layout, heads, key_block_rows, tasks).run();
+}
+
+}  // namespace distca::plan

@@ -1,0 +1,123 @@
+// The arrangement of a plan: for all ranks at once, which keys every server needs, which rows travel, and where they
+// lie in the arenas of both ends. It costs little more than the tasks themselves; a rank's tables (rank_tables.h) are
+// filled from it on request.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "plan/layout.h"
+#include "plan/scheduler.h"
+#include "plan/tables.h"
+
+namespace distca::plan {
+
+/// Indices 0 .. n-1 by a key: those of each key are consecutive and ascending.
+class Buckets {
+ public:
+  template <class KeyOf>
+  void fill(size_t num_keys, size_t n, const KeyOf& key_of) {
+    first_.assign(num_keys + 1, 0);
+    items_.resize(n);
+    for (size_t i = 0; i < n; ++i) ++first_[static_cast<size_t>(key_of(i)) + 1];
+    for (size_t key = 0; key < num_keys; ++key) first_[key + 1] += first_[key];
+    std::vector<uint32_t> next(first_.begin(), first_.end() - 1);
+    for (size_t i = 0; i < n; ++i) items_[next[static_cast<size_t>(key_of(i))]++] = static_cast<uint32_t>(i);
+  }
+  std::span<const uint32_t> operator[](int64_t key) const {
+    const auto k = static_cast<size_t>(key);
+    return std::span(items_).subspan(first_[k], first_[k + 1] - first_[k]);
+  }
+
+ private:
+  std::vector<uint32_t> first_, items_;
+};
+
+/// The tasks of one document and head range at one server that see one unbroken range of keys.
+struct Group {
+  int64_t server = 0, document = 0;
+  int64_t kv_head_begin = 0, kv_head_end = 0;
+  int64_t kv_begin = 0, kv_end = 0;
+  size_t task_begin = 0, task_end = 0;          // of the plan's tasks
+  size_t gradient_begin = 0, gradient_end = 0;  // of the arrangement's key gradients
+  int64_t num_arena_blocks = 0;
+  std::array<int64_t, 2> k = {-1, -1}, v = {-1, -1};  // in the server's arena, by phase
+  bool is_local = false;                              // needs no row of another rank
+  bool is_alone = false;  // local, and its document has no other: its key gradients need no arrangement
+
+  int64_t num_kv_heads() const { return kv_head_end - kv_head_begin; }
+};
+
+/// A task whose rows live on another rank than its server.
+struct RemoteTask {
+  size_t task = 0, group = 0;
+  int64_t forward_q = -1, forward_lse = -1;  // in the server's arena
+  int64_t backward_q = -1, backward_dout = -1, backward_lse = -1, backward_delta = -1;
+  int64_t home_out = -1, home_lse = -1, home_dq = -1;  // in the home's arena
+  int64_t round = 0;                                   // of dq
+};
+
+/// Gradients of document rows [begin, end) that a group computes; the rows live on one rank.
+struct KeyGradient {
+  size_t group = 0;
+  int64_t begin = 0, end = 0;
+  int64_t home = 0, home_row = 0;
+  GradTarget target = GradTarget::kReturned;
+  int64_t dk = -1, dv = -1;            // in the server's arena; -1 for kReturned
+  int64_t home_dk = -1, home_dv = -1;  // in the home's arena, where the server is another rank
+  int64_t round = 0;
+  int64_t sum = -1;       // what it is added to, for kPartial
+  bool is_first = false;  // of that sum's terms
+};
+
+/// Rows whose key gradients have several contributors.
+struct KeyGradientSum {
+  int64_t home = 0;
+  int64_t row = 0, num_rows = 0;
+  int64_t kv_head_begin = 0, kv_head_end = 0;
+  int64_t dk = -1, dv = -1;  // in the home's arena
+};
+
+/// Bytes of one rank's arena in one phase: rows from other homes, fp32 scratch of key gradients, rows that come home.
+struct ArenaBytes {
+  int64_t server_in = 0, home_in = 0, scratch = 0;
+  int64_t total() const { return server_in + home_in + scratch; }
+};
+
+struct Arrangement {
+  std::vector<Group> groups;           // by server; a server's local ones first
+  std::vector<RemoteTask> remote;      // by group
+  std::vector<KeyGradient> gradients;  // by group
+  std::vector<KeyGradientSum> sums;
+  std::vector<int64_t> num_rounds;  // of each home's gradients
+
+  Buckets groups_of_server, groups_of_document;
+  Buckets remote_of_server, remote_of_home;
+  Buckets gradients_of_home;  // those that come from another rank
+  Buckets sums_of_home;
+
+  std::array<std::vector<ArenaBytes>, 2> arenas;  // by phase and rank
+  /// Bytes between ranks by message: forward in, forward out, backward in, backward out.
+  std::array<int64_t, 4> bytes = {};
+};
+
+/// Tasks as `Plan` has them: by (server, document, kv_head_begin, q_begin); head ranges of one document equal or
+/// disjoint.
+Arrangement arrange(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, std::span<const Task> tasks);
+
+/// The key blocks of a group that its server reads where they are: those whose keys lie in one segment of its own.
+/// Ascending, as [begin, end) numbers of blocks from the document's start.
+struct BlockRange {
+  int64_t begin = 0, end = 0;
+};
+inline BlockRange local_blocks(const Group& g, const Placement& p, int64_t key_block_rows) {
+  if (p.rank != g.server || p.end <= g.kv_begin || p.begin >= g.kv_end) return {};
+  const auto up = [&](int64_t row) { return (row + key_block_rows - 1) / key_block_rows; };
+  const int64_t begin = p.begin <= g.kv_begin ? g.kv_begin / key_block_rows : up(p.begin);
+  const int64_t end = p.end >= g.kv_end ? up(g.kv_end) : p.end / key_block_rows;
+  return begin < end ? BlockRange{begin, end} : BlockRange{};
+}
+
+}  // namespace distca::plan

@@ -1,0 +1,270 @@
+#include "plan/rank_tables.h"
+
+#include <algorithm>
+#include <tuple>
+
+namespace distca::plan {
+namespace {
+
+constexpr std::array<Phase, 2> kPhases = {Phase::kForward, Phase::kBackward};
+
+class Filler {
+ public:
+  Filler(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, std::span<const Task> tasks,
+         const Arrangement& arrangement, int64_t rank)
+      : layout_(layout), heads_(heads), block_rows_(key_block_rows), tasks_(tasks), a_(arrangement), rank_(rank) {}
+
+  RankTables run() {
+    for (uint32_t g : a_.groups_of_server[rank_]) add_group(a_.groups[g]);
+    for (uint32_t s : a_.sums_of_home[rank_]) {
+      const KeyGradientSum& sum = a_.sums[s];
+      t_.sums.push_back({sum.row, sum.num_rows, sum.kv_head_begin, sum.kv_head_end, sum.dk, sum.dv});
+    }
+    int64_t row = 0;
+    for (const Segment& s : layout_.ranks()[static_cast<size_t>(rank_)]) {
+      if (s.document == kPadding)
+        t_.padding.push_back({row, s.num_rows()});
+      else
+        send_keys({s.document, s.begin, s.end, rank_, row});
+      row += s.num_rows();
+    }
+    for (uint32_t i : a_.remote_of_home[rank_]) exchange_as_home(a_.remote[i]);
+    for (uint32_t i : a_.remote_of_server[rank_]) exchange_as_server(a_.remote[i]);
+    for (uint32_t i : a_.gradients_of_home[rank_]) receive_gradient(a_.gradients[i]);
+    put_in_order();
+    return std::move(t_);
+  }
+
+ private:
+  RowFormat format(Phase p, Direction d, TensorKind kind, int64_t kv_heads) const {
+    return row_format(heads_.with_kv_heads(kv_heads), p, d, kind);
+  }
+
+  // ---- what this rank computes ----
+
+  void add_group(const Group& g) {
+    const auto placements = layout_.placements(g.document);
+    GroupRow row = {};
+    row.document = g.document;
+    row.kv_head_begin = g.kv_head_begin;
+    row.kv_head_end = g.kv_head_end;
+    row.kv_begin = g.kv_begin;
+    row.kv_end = g.kv_end;
+    row.first_block = g.kv_begin / block_rows_;
+    row.num_blocks = (g.kv_end + block_rows_ - 1) / block_rows_ - row.first_block;
+    row.block_begin = std::ssize(t_.blocks);
+    row.num_arena_blocks = g.num_arena_blocks;
+    row.forward_k = g.k[0];
+    row.forward_v = g.v[0];
+    row.backward_k = g.k[1];
+    row.backward_v = g.v[1];
+    row.is_local = g.is_local;
+    add_blocks(g);
+    for (const Placement& p : placements) {
+      if (p.rank == rank_ || p.end <= g.kv_begin || p.begin >= g.kv_end) continue;
+      for (Phase phase : kPhases) wait(phase, Direction::kIn, 0, p.rank);
+    }
+    row.task_begin = std::ssize(t_.tasks);
+    for (size_t i = g.task_begin; i < g.task_end; ++i) add_task(tasks_[i]);
+    row.task_end = std::ssize(t_.tasks);
+    row.grad_begin = std::ssize(t_.grads);
+    if (g.is_alone) {
+      const auto home = std::find_if(placements.begin(), placements.end(),
+                                     [&](const Placement& p) { return p.begin <= g.kv_begin && g.kv_begin < p.end; });
+      t_.grads.push_back({g.kv_begin, g.kv_end, static_cast<int64_t>(GradTarget::kReturned),
+                          home->row + (g.kv_begin - home->begin), -1, -1});
+    }
+    for (size_t i = g.gradient_begin; i < g.gradient_end; ++i) add_gradient(a_.gradients[i]);
+    row.grad_end = std::ssize(t_.grads);
+    t_.groups.push_back(row);
+  }
+
+  void add_blocks(const Group& g) {
+    const int64_t end = (g.kv_end + block_rows_ - 1) / block_rows_;
+    int64_t next = g.kv_begin / block_rows_, arena_row = 0;
+    const auto fill_from_arena = [&](int64_t until) {
+      for (; next < until; ++next, arena_row += block_rows_) t_.blocks.push_back(block_entry(arena_row, true));
+    };
+    for (const Placement& p : layout_.placements(g.document)) {
+      const BlockRange local = local_blocks(g, p, block_rows_);
+      if (local.begin == local.end) continue;
+      fill_from_arena(local.begin);
+      for (; next < local.end; ++next) t_.blocks.push_back(block_entry(p.row + (next * block_rows_ - p.begin), false));
+    }
+    fill_from_arena(end);
+  }
+
+  void add_task(const Task& t) {
+    TaskRow row = {
+        std::ssize(t_.groups), t.q_begin, t.q_end, t.kv_begin, t.kv_end, t.home, t.home_row, -1, -1, -1, -1, -1, -1};
+    if (t.home != rank_) {  // in the order of a_.remote
+      const RemoteTask& r = a_.remote[a_.remote_of_server[rank_][next_remote_++]];
+      row.forward_q = r.forward_q;
+      row.forward_lse = r.forward_lse;
+      row.backward_q = r.backward_q;
+      row.backward_dout = r.backward_dout;
+      row.backward_lse = r.backward_lse;
+      row.backward_delta = r.backward_delta;
+    }
+    t_.tasks.push_back(row);
+  }
+
+  void add_gradient(const KeyGradient& g) {
+    const bool returned = g.target == GradTarget::kReturned;
+    t_.grads.push_back({g.begin, g.end, static_cast<int64_t>(g.target), returned ? g.home_row : -1, g.dk, g.dv});
+    if (g.home == rank_) return;
+    const Group& group = a_.groups[g.group];
+    const bool partial = g.target == GradTarget::kPartial;
+    const auto send_home = [&](TensorKind kind, int64_t source, int64_t target) {
+      send(Phase::kBackward, Direction::kOut, g.round, g.home, kind, -1, source, g.end - g.begin, group.kv_head_begin,
+           group.kv_head_end, target);
+    };
+    send_home(partial ? TensorKind::kDkPartial : TensorKind::kDk, g.dk, g.home_dk);
+    send_home(partial ? TensorKind::kDvPartial : TensorKind::kDv, g.dv, g.home_dv);
+  }
+
+  // ---- rows that travel ----
+
+  void send(Phase p, Direction d, int64_t round, int64_t peer, TensorKind kind, int64_t row, int64_t source,
+            int64_t num_rows, int64_t kv_head_begin, int64_t kv_head_end, int64_t target) {
+    t_.sends[static_cast<size_t>(p)].push_back({static_cast<int64_t>(d), round, peer, static_cast<int64_t>(kind), row,
+                                                source, num_rows, kv_head_begin, kv_head_end, target});
+  }
+  void wait(Phase p, Direction d, int64_t round, int64_t peer) {
+    t_.waits[static_cast<size_t>(p)].push_back({static_cast<int64_t>(d), round, peer});
+  }
+
+  /// Keys of a segment of this rank go to the servers that need them; those of a block that this server assembles are
+  /// copied.
+  void send_keys(const Placement& segment) {
+    for (uint32_t i : a_.groups_of_document[segment.document]) {
+      const Group& g = a_.groups[i];
+      if (g.num_arena_blocks == 0) continue;
+      const int64_t begin = std::max(segment.begin, g.kv_begin), end = std::min(segment.end, g.kv_end);
+      if (begin >= end) continue;
+      const BlockRange local = local_blocks(g, segment, block_rows_);
+      if (local.begin == local.end) {
+        put_keys(g, segment, begin, end);
+        continue;
+      }
+      put_keys(g, segment, begin, std::min(end, local.begin * block_rows_));
+      put_keys(g, segment, std::max(begin, local.end * block_rows_), end);
+    }
+  }
+
+  /// Document rows [begin, end) of a segment, all of blocks in the arena of the group's server.
+  void put_keys(const Group& g, const Placement& segment, int64_t begin, int64_t end) {
+    if (begin >= end) return;
+    const int64_t block = begin / block_rows_;
+    const int64_t arena_row = arena_blocks_before(g, block) * block_rows_ + (begin - block * block_rows_);
+    for (Phase phase : kPhases) {
+      const auto p = static_cast<size_t>(phase);
+      const auto put = [&](TensorKind kind, int64_t base) {
+        const int64_t stride = format(phase, Direction::kIn, kind, g.num_kv_heads()).row_stride();
+        send(phase, Direction::kIn, 0, g.server, kind, segment.row + (begin - segment.begin), -1, end - begin,
+             g.kv_head_begin, g.kv_head_end, base + arena_row * stride);
+      };
+      put(TensorKind::kK, g.k[p]);
+      put(TensorKind::kV, g.v[p]);
+    }
+  }
+
+  int64_t arena_blocks_before(const Group& g, int64_t block) const {
+    int64_t n = block - g.kv_begin / block_rows_;
+    for (const Placement& p : layout_.placements(g.document)) {
+      const BlockRange local = local_blocks(g, p, block_rows_);
+      n -= std::max<int64_t>(0, std::min(local.end, block) - local.begin);
+    }
+    return n;
+  }
+
+  void exchange_as_home(const RemoteTask& r) {
+    const Task& t = tasks_[r.task];
+    const auto put = [&](Phase phase, TensorKind kind, int64_t target) {
+      send(phase, Direction::kIn, 0, t.server, kind, t.home_row, -1, t.num_rows(), t.kv_head_begin, t.kv_head_end,
+           target);
+    };
+    put(Phase::kForward, TensorKind::kQ, r.forward_q);
+    put(Phase::kBackward, TensorKind::kQ, r.backward_q);
+    put(Phase::kBackward, TensorKind::kDout, r.backward_dout);
+    put(Phase::kBackward, TensorKind::kLse, r.backward_lse);
+    put(Phase::kBackward, TensorKind::kDelta, r.backward_delta);
+    const auto receive = [&](Phase phase, int64_t round, TensorKind kind, int64_t source) {
+      t_.receives[static_cast<size_t>(phase)].push_back({round, t.server, static_cast<int64_t>(kind),
+                                                         static_cast<int64_t>(ReceiveAction::kCopy), t.home_row,
+                                                         t.num_rows(), t.kv_head_begin, t.kv_head_end, source, -1});
+      wait(phase, Direction::kOut, round, t.server);
+    };
+    receive(Phase::kForward, 0, TensorKind::kOut, r.home_out);
+    receive(Phase::kForward, 0, TensorKind::kLse, r.home_lse);
+    receive(Phase::kBackward, r.round, TensorKind::kDq, r.home_dq);
+  }
+
+  void exchange_as_server(const RemoteTask& r) {
+    const Task& t = tasks_[r.task];
+    const auto send_home = [&](Phase phase, int64_t round, TensorKind kind, int64_t source, int64_t target) {
+      send(phase, Direction::kOut, round, t.home, kind, -1, source, t.num_rows(), t.kv_head_begin, t.kv_head_end,
+           target);
+    };
+    send_home(Phase::kForward, 0, TensorKind::kOut, r.forward_q, r.home_out);
+    send_home(Phase::kForward, 0, TensorKind::kLse, r.forward_lse, r.home_lse);
+    send_home(Phase::kBackward, r.round, TensorKind::kDq, r.backward_dout, r.home_dq);
+    for (Phase phase : kPhases) wait(phase, Direction::kIn, 0, t.home);
+  }
+
+  void receive_gradient(const KeyGradient& g) {
+    const Group& group = a_.groups[g.group];
+    const bool partial = g.target == GradTarget::kPartial;
+    const auto receive = [&](TensorKind kind, int64_t source, int64_t sum) {
+      const ReceiveAction action = !partial     ? ReceiveAction::kCopy
+                                   : g.is_first ? ReceiveAction::kAssign
+                                                : ReceiveAction::kAdd;
+      t_.receives[1].push_back({g.round, group.server, static_cast<int64_t>(kind), static_cast<int64_t>(action),
+                                g.home_row, g.end - g.begin, group.kv_head_begin, group.kv_head_end, source, sum});
+    };
+    const KeyGradientSum* sum = partial ? &a_.sums[static_cast<size_t>(g.sum)] : nullptr;
+    receive(partial ? TensorKind::kDkPartial : TensorKind::kDk, g.home_dk, partial ? sum->dk : -1);
+    receive(partial ? TensorKind::kDvPartial : TensorKind::kDv, g.home_dv, partial ? sum->dv : -1);
+    wait(Phase::kBackward, Direction::kOut, g.round, group.server);
+  }
+
+  // ---- order ----
+
+  void put_in_order() {
+    for (auto& sends : t_.sends) {
+      std::stable_sort(sends.begin(), sends.end(), [](const SendRow& a, const SendRow& b) {
+        return std::tie(a.direction, a.round, a.peer) < std::tie(b.direction, b.round, b.peer);
+      });
+    }
+    for (auto& receives : t_.receives) {
+      std::stable_sort(receives.begin(), receives.end(), [](const ReceiveRow& a, const ReceiveRow& b) {
+        return std::tie(a.round, a.peer) < std::tie(b.round, b.peer);
+      });
+    }
+    for (auto& waits : t_.waits) {
+      const auto key = [](const WaitRow& w) { return std::tie(w.direction, w.round, w.peer); };
+      std::sort(waits.begin(), waits.end(), [&](const WaitRow& a, const WaitRow& b) { return key(a) < key(b); });
+      waits.erase(
+          std::unique(waits.begin(), waits.end(), [&](const WaitRow& a, const WaitRow& b) { return key(a) == key(b); }),
+          waits.end());
+    }
+  }
+
+  const Layout& layout_;
+  const HeadShape heads_;
+  const int64_t block_rows_;
+  const std::span<const Task> tasks_;
+  const Arrangement& a_;
+  const int64_t rank_;
+  size_t next_remote_ = 0;
+  RankTables t_;
+};
+
+}  // namespace
+
+RankTables make_rank_tables(const Layout& layout, const HeadShape& heads, int64_t key_block_rows,
+                            std::span<const Task> tasks, const Arrangement& arrangement, int64_t rank) {
+  return Filler(layout, heads, key_block_rows, tasks, arrangement, rank).run();
+}
+
+}  // namespace distca::plan

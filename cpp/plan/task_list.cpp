@@ -1,0 +1,118 @@
+#include "plan/task_list.h"
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+
+namespace distca::plan {
+namespace {
+
+bool in_plan_order(const Task& a, const Task& b) {
+  return std::tie(a.server, a.document, a.kv_head_begin, a.q_begin) <
+         std::tie(b.server, b.document, b.kv_head_begin, b.q_begin);
+}
+
+void check_given(const Layout& layout, const ScheduleOptions& options, const GivenTask& t, size_t index) {
+  require(t.document >= 0 && t.document < layout.num_documents(), "plan: tasks[", index, "] is of document ",
+          t.document, "; 0 to ", layout.num_documents() - 1, " are allowed");
+  const int64_t length = layout.document_lengths()[static_cast<size_t>(t.document)];
+  require(t.q_begin >= 0 && t.q_begin < t.q_end && t.q_end <= length, "plan: tasks[", index, "] has rows [", t.q_begin,
+          ", ", t.q_end, ") of document ", t.document, ", which has ", length);
+  require(t.kv_head_begin >= 0 && t.kv_head_begin < t.kv_head_end && t.kv_head_end <= options.heads.kv_heads,
+          "plan: tasks[", index, "] has key/value heads [", t.kv_head_begin, ", ", t.kv_head_end, ") of ",
+          options.heads.kv_heads);
+  const auto& servers = options.servers;
+  require(t.server >= 0 && t.server < layout.num_ranks() &&
+              (servers.empty() || std::binary_search(servers.begin(), servers.end(), t.server)),
+          "plan: tasks[", index, "] is on rank ", t.server, ", which does not serve");
+}
+
+/// Tasks of equal or disjoint head ranges.
+void check_complete(const Layout& layout, const HeadShape& heads, std::vector<Task> tasks) {
+  std::sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
+    return std::tie(a.document, a.kv_head_begin, a.q_begin) < std::tie(b.document, b.kv_head_begin, b.q_begin);
+  });
+  int64_t document = 0, head = 0, head_end = 0, row = 0;
+  const auto fail = [](const std::tuple<int64_t, int64_t, int64_t>& at) {
+    const auto& [of_document, of_head, of_row] = at;
+    throw InvalidArgumentError(message("plan: the tasks do not compute row ", of_row, " of document ", of_document,
+                                       ", key/value head ", of_head, ", exactly once"));
+  };
+  const auto skip_finished = [&] {
+    if (document < layout.num_documents() && row == layout.document_lengths()[static_cast<size_t>(document)]) {
+      row = 0;
+      head = head_end;
+      if (head == heads.kv_heads) {
+        head = 0;
+        ++document;
+      }
+    }
+  };
+  for (const Task& t : tasks) {
+    if (row == 0) head_end = t.kv_head_end;
+    const auto expected = std::tuple(document, head, row), found = std::tuple(t.document, t.kv_head_begin, t.q_begin);
+    if (found != expected) fail(std::min(found, expected));
+    row = t.q_end;
+    skip_finished();
+  }
+  if (document != layout.num_documents()) fail({document, head, row});
+}
+
+}  // namespace
+
+std::vector<Task> task_list(const Layout& layout, const ScheduleOptions& options, std::span<const GivenTask> given) {
+  std::vector<Task> tasks;
+  for (size_t i = 0; i < given.size(); ++i) {
+    const GivenTask& t = given[i];
+    check_given(layout, options, t, i);
+    const int64_t length = layout.document_lengths()[static_cast<size_t>(t.document)];
+    for (const Placement& p : layout.placements(t.document)) {
+      const int64_t begin = std::max(p.begin, t.q_begin), end = std::min(p.end, t.q_end);
+      if (begin >= end) continue;
+      tasks.push_back({t.document, begin, end, options.mask.first_key(begin), options.mask.end_key(end - 1, length),
+                       t.kv_head_begin, t.kv_head_end, p.rank, p.row + (begin - p.begin), t.server});
+    }
+  }
+  std::sort(tasks.begin(), tasks.end(), in_plan_order);
+  tasks = with_equal_head_ranges(std::move(tasks));
+  check_complete(layout, options.heads, tasks);
+  return tasks;
+}
+
+std::vector<Task> with_equal_head_ranges(std::vector<Task> tasks) {
+  // Where the head ranges of a document begin and end, for documents with more than one range.
+  std::map<int64_t, std::vector<int64_t>> cuts;
+  int64_t most_heads = 0;
+  for (const Task& t : tasks) most_heads = std::max(most_heads, t.kv_head_end);
+  for (const Task& t : tasks) {
+    if (t.kv_head_begin == 0 && t.kv_head_end == most_heads) continue;
+    auto& of_document = cuts[t.document];
+    of_document.push_back(t.kv_head_begin);
+    of_document.push_back(t.kv_head_end);
+  }
+  if (cuts.empty()) return tasks;
+  for (auto& [document, of_document] : cuts) {
+    std::sort(of_document.begin(), of_document.end());
+    of_document.erase(std::unique(of_document.begin(), of_document.end()), of_document.end());
+  }
+  std::vector<Task> cut;
+  cut.reserve(tasks.size());
+  for (const Task& t : tasks) {
+    const auto found = cuts.find(t.document);
+    Task piece = t;
+    if (found != cuts.end()) {
+      for (int64_t head : found->second) {
+        if (head <= piece.kv_head_begin || head >= t.kv_head_end) continue;
+        piece.kv_head_end = head;
+        cut.push_back(piece);
+        piece.kv_head_begin = head;
+      }
+    }
+    piece.kv_head_end = t.kv_head_end;
+    cut.push_back(piece);
+  }
+  std::sort(cut.begin(), cut.end(), in_plan_order);
+  return cut;
+}
+
+}  // namespace distca::plan
