@@ -235,6 +235,7 @@ def row_bytes(heads: distca.Heads, kv_heads: Range, phase: int, at_server: bool,
 Row = tuple[int, int]  # (document, row)
 Label = tuple[str, Range, int, int]  # (tensor, key/value heads, document, row)
 Result = tuple[Range, list[Row]]
+Moved = tuple[int, int, int, str, int, int, int]  # message, source, target, tensor, document, row, key/value head
 
 
 def heads_of(entry: Any) -> Range:
@@ -268,6 +269,7 @@ class Simulation:
         for task in plan.tasks:
             self.tasks_of.setdefault(task.document, []).append(task)
         self.bytes = [0, 0, 0, 0]
+        self.moved: Counter[Moved] = Counter()
         self.arena_ends: list[list[int]] = [[0 for _ in self.ranks] for _ in (FORWARD, BACKWARD)]
 
     def run(self) -> None:
@@ -355,6 +357,12 @@ class Simulation:
                 self._occupy(send.peer, send.target, send.num_rows * stride, tensor)
                 if send.peer != home:
                     self.bytes[2 * phase + IN] += send.num_rows * wire
+                    owners = self.home_rows[home][send.row : send.row + send.num_rows]
+                    self._count_moves(2 * phase + IN, home, send.peer, tensor, (kv_heads, owners))
+
+    def _count_moves(self, message: int, source: int, target: int, tensor: str, result: Any) -> None:
+        for (document, row), head in itertools.product(result[1], range(*result[0])):
+            self.moved[(message, source, target, tensor, document, row, head)] += 1
 
     def _expect(self, server: int, tensor: str, kv_heads: Range, offset: int, stride: int, rows: Iterable[Row]) -> None:
         for i, row in enumerate(rows):
@@ -460,6 +468,7 @@ class Simulation:
                 messages[key] = result
                 wire = row_bytes(self.heads, heads_of(send), phase, True, tensor)[0]
                 self.bytes[2 * phase + OUT] += send.num_rows * wire
+                self._count_moves(2 * phase + OUT, server, send.peer, tensor.removesuffix("_partial"), result)
         return messages
 
     def _receive(self, phase: int, home: int, messages: dict[tuple[int, ...], Result]) -> None:

@@ -140,6 +140,14 @@ def test_every_row_is_where_its_task_looks_for_it_and_every_result_comes_home_on
     stats = plan.stats
     assert list(stats.bytes.values()) == simulation.bytes
     assert list(stats.bytes) == ["forward_in", "forward_out", "backward_in", "backward_out"]
+    listed = Counter(
+        (list(stats.bytes).index(t.message), t.source, t.target, t.tensor, t.document, row, head)
+        for t in plan.transfers
+        for row in range(t.begin, t.end)
+        for head in range(t.kv_head_begin, t.kv_head_end)
+    )
+    assert listed == simulation.moved
+    assert {name: sum(t.bytes for t in plan.transfers if t.message == name) for name in stats.bytes} == stats.bytes
     for phase, name in enumerate(("forward", "backward")):
         ends, sizes = simulation.arena_ends[phase], [arena.total for arena in stats.arena_bytes[name]]
         headers = [tables.header for tables in simulation.slices]

@@ -132,6 +132,10 @@ int64_t Plan::num_servers() const {
   return servers.empty() ? layout_->num_ranks() : static_cast<int64_t>(servers.size());
 }
 
+std::vector<Transfer> Plan::transfers() const {
+  return list_transfers(*layout_, options_.schedule.heads, tasks_, arrangement_);
+}
+
 std::vector<int64_t> Plan::slice(int64_t rank) const {
   require(rank >= 0 && rank < layout_->num_ranks(), "plan: rank = ", rank, "; 0 to ", layout_->num_ranks() - 1,
           " are allowed");

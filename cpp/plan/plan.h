@@ -11,6 +11,7 @@
 #include "plan/arrangement.h"
 #include "plan/scheduler.h"
 #include "plan/task_list.h"
+#include "plan/transfers.h"
 
 namespace distca::plan {
 
@@ -44,6 +45,8 @@ class DISTCA_EXPORT Plan {
   int64_t num_servers() const;
   uint64_t digest() const { return digest_; }
 
+  /// All rows that travel between ranks.
+  std::vector<Transfer> transfers() const;
   /// The rank's slice, padded with zeros to a power of two of words.
   std::vector<int64_t> slice(int64_t rank) const;
 

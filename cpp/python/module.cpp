@@ -154,6 +154,16 @@ void bind_plan(py::module_& m) {
              }
              return tasks;
            })
+      .def("transfers",
+           [](const plan::Plan& p) {
+             py::list transfers;
+             for (const plan::Transfer& t : p.transfers()) {
+               transfers.append(py::make_tuple(2 * static_cast<int64_t>(t.phase) + static_cast<int64_t>(t.direction),
+                                               t.source, t.target, t.document, t.begin, t.end, t.kv_head_begin,
+                                               t.kv_head_end, static_cast<int64_t>(t.tensor), t.bytes));
+             }
+             return transfers;
+           })
       .def(
           "slice",
           [](const plan::Plan& p, int64_t rank) {

@@ -25,7 +25,7 @@ from distca.heads import Heads
 from distca.launch import RankError, launch
 from distca.ops import attention, core_attention, serve
 from distca.plan_ahead import PlanAhead
-from distca.planning import PADDING, ArenaBytes, CostModel, Layout, Plan, Plans, PlanStats, Task, plan, plans
+from distca.planning import PADDING, ArenaBytes, CostModel, Layout, Plan, Plans, PlanStats, Task, Transfer, plan, plans
 
 try:
     __version__ = _version("distca")
@@ -54,6 +54,7 @@ __all__ = [
     "RankError",
     "OperatingSystemError",
     "Task",
+    "Transfer",
     "attention",
     "core_attention",
     "get_context",

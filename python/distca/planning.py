@@ -17,6 +17,9 @@ from distca.heads import Heads
 PADDING = -1
 
 _MASK_NUMBERS = {"causal": 0, "full": 1}
+_MESSAGES = ("forward_in", "forward_out", "backward_in", "backward_out")
+#: By number in the core; the last two are sums of several servers in fp32.
+_TENSORS = ("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv", "dk", "dv")
 
 
 class Layout:
@@ -131,6 +134,26 @@ class Task(NamedTuple):
     server: int
 
 
+class Transfer(NamedTuple):
+    """Rows ``[begin, end)`` of a document that one message takes from rank ``source`` to rank ``target``.
+
+    ``message`` is a key of ``PlanStats.bytes``. ``tensor`` is q, k, v, out, lse, dout, delta, dq, dk or dv; of it,
+    key/value heads ``[kv_head_begin, kv_head_end)`` or the query heads that share them travel. dk and dv travel in fp32
+    where several servers contribute to the rows.
+    """
+
+    message: str
+    source: int
+    target: int
+    document: int
+    begin: int
+    end: int
+    kv_head_begin: int
+    kv_head_end: int
+    tensor: str
+    bytes: int
+
+
 class ArenaBytes(NamedTuple):
     """Bytes of one rank's arena in one phase."""
 
@@ -235,6 +258,14 @@ class Plan:
     def tasks(self) -> list[Task]:
         """All tasks, by (server, document, kv_head_begin, q_begin)."""
         return [Task(*task) for task in self._core.tasks()]
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """All rows that travel between ranks; what stays on its rank is not listed."""
+        return [
+            Transfer(_MESSAGES[t[0]], t[1], t[2], t[3], t[4], t[5], t[6], t[7], _TENSORS[t[8]], t[9])
+            for t in self._core.transfers()
+        ]
 
     @functools.cached_property
     def stats(self) -> PlanStats:
