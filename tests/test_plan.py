@@ -28,6 +28,7 @@ class Made(NamedTuple):
     plan: distca.Plan
     cost: distca.CostModel
     servers: set[int]
+    ranks_per_node: int | None
 
 
 @st.composite
@@ -56,6 +57,7 @@ def plans(draw: st.DrawFn) -> Made:
     balance = draw(st.sampled_from((True, True, True, False)))
     servers = draw(st.none() | st.sets(st.integers(0, layout.num_ranks - 1), min_size=1)) if balance else None
     heads = draw(st.sampled_from(HEADS))
+    ranks_per_node = draw(st.none() | st.integers(1, 4))
     tasks = None
     if draw(st.booleans()):
         tasks = random_tasks(layout, heads.kv, draw(st.integers(0, 10**6)), None if servers is None else list(servers))
@@ -70,8 +72,9 @@ def plans(draw: st.DrawFn) -> Made:
         balance=balance,
         cost=cost,
         tasks=tasks,
+        ranks_per_node=ranks_per_node,
     )
-    return Made(plan, cost, servers or set(range(layout.num_ranks)))
+    return Made(plan, cost, servers or set(range(layout.num_ranks)), ranks_per_node)
 
 
 def _rows_cost(cost: distca.CostModel, begin: int, end: int) -> int:
@@ -148,6 +151,9 @@ def test_every_row_is_where_its_task_looks_for_it_and_every_result_comes_home_on
     )
     assert listed == simulation.moved
     assert {name: sum(t.bytes for t in plan.transfers if t.message == name) for name in stats.bytes} == stats.bytes
+    node = made.ranks_per_node or plan.layout.num_ranks
+    far = [t for t in plan.transfers if t.source // node != t.target // node]
+    assert stats.bytes_between_nodes == {name: sum(t.bytes for t in far if t.message == name) for name in stats.bytes}
     for phase, name in enumerate(("forward", "backward")):
         ends, sizes = simulation.arena_ends[phase], [arena.total for arena in stats.arena_bytes[name]]
         headers = [tables.header for tables in simulation.slices]
@@ -162,7 +168,7 @@ def test_every_row_is_where_its_task_looks_for_it_and_every_result_comes_home_on
 @settings(max_examples=300)
 @given(plans())
 def test_loads_are_what_the_tasks_cost(made: Made) -> None:
-    plan, cost, servers = made
+    plan, cost, servers, _ = made
     stats, ranks = plan.stats, plan.layout.num_ranks
     load = [0] * ranks
     for task in plan.tasks:
@@ -432,6 +438,7 @@ def test_a_plan_is_the_slice_of_the_rank_that_was_asked_for() -> None:
         ({"servers": []}, "servers is empty"),
         ({"servers": [3]}, "servers[0] = 3; ascending ranks below 3"),
         ({"servers": [0], "balance": False}, "without balance"),
+        ({"ranks_per_node": 0}, "ranks_per_node = 0; None or a positive"),
         ({"min_rows": 0}, "min_rows = 0"),
         ({"min_rows": -5}, "min_rows = -5"),
         ({"capacity": 0}, "capacity = 0"),

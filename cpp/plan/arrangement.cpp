@@ -9,8 +9,13 @@ constexpr std::array<Phase, 2> kPhases = {Phase::kForward, Phase::kBackward};
 
 class Arranger {
  public:
-  Arranger(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, std::span<const Task> tasks)
-      : layout_(layout), heads_(heads), block_rows_(key_block_rows), tasks_(tasks) {}
+  Arranger(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, int64_t ranks_per_node,
+           std::span<const Task> tasks)
+      : layout_(layout),
+        heads_(heads),
+        block_rows_(key_block_rows),
+        ranks_per_node_(ranks_per_node > 0 ? ranks_per_node : layout.num_ranks()),
+        tasks_(tasks) {}
 
   Arrangement run() {
     const auto n = static_cast<size_t>(layout_.num_ranks());
@@ -47,9 +52,12 @@ class Arranger {
     part += (bytes + kExtentAlignment - 1) / kExtentAlignment * kExtentAlignment;
     return offset;
   }
-  void count_bytes(Phase p, Direction d, TensorKind kind, int64_t kv_heads, int64_t num_rows) {
-    a_.bytes[2 * static_cast<size_t>(p) + static_cast<size_t>(d)] +=
-        num_rows * format(p, d, kind, kv_heads).wire_bytes();
+  void count_bytes(Phase p, Direction d, TensorKind kind, int64_t home, int64_t server, int64_t kv_heads,
+                   int64_t num_rows) {
+    const auto message = 2 * static_cast<size_t>(p) + static_cast<size_t>(d);
+    const int64_t bytes = num_rows * format(p, d, kind, kv_heads).wire_bytes();
+    a_.bytes[message] += bytes;
+    if (home / ranks_per_node_ != server / ranks_per_node_) a_.bytes_between_nodes[message] += bytes;
   }
 
   // ---- groups ----
@@ -120,26 +128,26 @@ class Arranger {
   void carve_server_in() {
     for (Group& g : a_.groups) {
       if (g.num_arena_blocks == 0) continue;
-      int64_t foreign_rows = 0;
-      for (const Placement& p : layout_.placements(g.document)) {
-        if (p.rank != g.server)
-          foreign_rows += std::max<int64_t>(0, std::min(p.end, g.kv_end) - std::max(p.begin, g.kv_begin));
-      }
       for (Phase phase : kPhases) {
         const auto p = static_cast<size_t>(phase);
         int64_t& next = arena(phase, g.server).server_in;
         const int64_t rows = g.num_arena_blocks * block_rows_;
         g.k[p] = take(next, phase, Direction::kIn, TensorKind::kK, g.num_kv_heads(), rows);
         g.v[p] = take(next, phase, Direction::kIn, TensorKind::kV, g.num_kv_heads(), rows);
-        for (TensorKind kind : {TensorKind::kK, TensorKind::kV})
-          count_bytes(phase, Direction::kIn, kind, g.num_kv_heads(), foreign_rows);
+      }
+      for (const Placement& p : layout_.placements(g.document)) {
+        const int64_t rows = std::min(p.end, g.kv_end) - std::max(p.begin, g.kv_begin);
+        if (p.rank == g.server || rows <= 0) continue;
+        for (Phase phase : kPhases)
+          for (TensorKind kind : {TensorKind::kK, TensorKind::kV})
+            count_bytes(phase, Direction::kIn, kind, p.rank, g.server, g.num_kv_heads(), rows);
       }
     }
     for (RemoteTask& r : a_.remote) {
       const Task& t = tasks_[r.task];
       const int64_t heads = t.kv_head_end - t.kv_head_begin;
       const auto fetch = [&](Phase phase, TensorKind kind) {
-        count_bytes(phase, Direction::kIn, kind, heads, t.num_rows());
+        count_bytes(phase, Direction::kIn, kind, t.home, t.server, heads, t.num_rows());
         return take(arena(phase, t.server).server_in, phase, Direction::kIn, kind, heads, t.num_rows());
       };
       r.forward_q = fetch(Phase::kForward, TensorKind::kQ);
@@ -264,9 +272,10 @@ class Arranger {
   // ---- rows that come home ----
 
   /// The next extent of home-in, which is the last part of an arena.
-  int64_t come_home(Phase phase, int64_t home, int64_t& used, TensorKind kind, int64_t heads, int64_t rows) {
+  int64_t come_home(Phase phase, int64_t server, int64_t home, int64_t& used, TensorKind kind, int64_t heads,
+                    int64_t rows) {
     const ArenaBytes& bytes = arena(phase, home);
-    count_bytes(phase, Direction::kOut, kind, heads, rows);
+    count_bytes(phase, Direction::kOut, kind, home, server, heads, rows);
     return bytes.server_in + bytes.scratch + take(used, phase, Direction::kOut, kind, heads, rows);
   }
 
@@ -277,8 +286,8 @@ class Arranger {
       RemoteTask& r = a_.remote[i];
       const Task& t = tasks_[r.task];
       const int64_t heads = t.kv_head_end - t.kv_head_begin;
-      r.home_out = come_home(Phase::kForward, home, used, TensorKind::kOut, heads, t.num_rows());
-      r.home_lse = come_home(Phase::kForward, home, used, TensorKind::kLse, heads, t.num_rows());
+      r.home_out = come_home(Phase::kForward, t.server, home, used, TensorKind::kOut, heads, t.num_rows());
+      r.home_lse = come_home(Phase::kForward, t.server, home, used, TensorKind::kLse, heads, t.num_rows());
     }
     arena(Phase::kForward, home).home_in = used;
   }
@@ -313,18 +322,19 @@ class Arranger {
         RemoteTask& r = a_.remote[i];
         const Task& t = tasks_[r.task];
         r.round = round;
-        r.home_dq =
-            come_home(Phase::kBackward, home, used, TensorKind::kDq, t.kv_head_end - t.kv_head_begin, t.num_rows());
+        r.home_dq = come_home(Phase::kBackward, t.server, home, used, TensorKind::kDq, t.kv_head_end - t.kv_head_begin,
+                              t.num_rows());
       }
       for (uint32_t i : of_gradients) {
         KeyGradient& g = a_.gradients[i];
         const bool partial = g.target == GradTarget::kPartial;
         const int64_t rows = g.end - g.begin, heads = a_.groups[g.group].num_kv_heads();
+        const int64_t server = a_.groups[g.group].server;
         g.round = round;
-        g.home_dk =
-            come_home(Phase::kBackward, home, used, partial ? TensorKind::kDkPartial : TensorKind::kDk, heads, rows);
-        g.home_dv =
-            come_home(Phase::kBackward, home, used, partial ? TensorKind::kDvPartial : TensorKind::kDv, heads, rows);
+        g.home_dk = come_home(Phase::kBackward, server, home, used, partial ? TensorKind::kDkPartial : TensorKind::kDk,
+                              heads, rows);
+        g.home_dv = come_home(Phase::kBackward, server, home, used, partial ? TensorKind::kDvPartial : TensorKind::kDv,
+                              heads, rows);
       }
       most = std::max(most, used);
     });
@@ -355,7 +365,7 @@ class Arranger {
 
   const Layout& layout_;
   const HeadShape heads_;
-  const int64_t block_rows_;
+  const int64_t block_rows_, ranks_per_node_;
   const std::span<const Task> tasks_;
   Arrangement a_;
   std::vector<KeyGradient> drafts_;
@@ -365,8 +375,9 @@ class Arranger {
 
 }  // namespace
 
-Arrangement arrange(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, std::span<const Task> tasks) {
-  return Arranger(layout, heads, key_block_rows, tasks).run();
+Arrangement arrange(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, int64_t ranks_per_node,
+                    std::span<const Task> tasks) {
+  return Arranger(layout, heads, key_block_rows, ranks_per_node, tasks).run();
 }
 
 }  // namespace distca::plan

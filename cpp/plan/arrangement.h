@@ -101,11 +101,13 @@ struct Arrangement {
   std::array<std::vector<ArenaBytes>, 2> arenas;  // by phase and rank
   /// Bytes between ranks by message: forward in, forward out, backward in, backward out.
   std::array<int64_t, 4> bytes = {};
+  std::array<int64_t, 4> bytes_between_nodes = {};  // the part of them whose ranks are on different nodes
 };
 
 /// Tasks as `Plan` has them: by (server, document, kv_head_begin, q_begin); head ranges of one document equal or
-/// disjoint.
-Arrangement arrange(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, std::span<const Task> tasks);
+/// disjoint. `ranks_per_node` neighbours are a node; 0: all ranks are.
+Arrangement arrange(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, int64_t ranks_per_node,
+                    std::span<const Task> tasks);
 
 /// The key blocks of a group that its server reads where they are: those whose keys lie in one segment of its own.
 /// Ascending, as [begin, end) numbers of blocks from the document's start.

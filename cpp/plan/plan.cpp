@@ -32,6 +32,8 @@ void check_options(const Layout& layout, const PlanOptions& o) {
     require(servers[i] >= 0 && servers[i] < layout.num_ranks() && (i == 0 || servers[i - 1] < servers[i]),
             "plan: servers[", i, "] = ", servers[i], "; ascending ranks below ", layout.num_ranks(), " are allowed");
   }
+  require(o.schedule.ranks_per_node >= 0, "plan: ranks_per_node = ", o.schedule.ranks_per_node,
+          "; 0 (one node) or a positive number is allowed");
   require(o.schedule.balance || servers.empty(), "plan: servers are given, but without balance every row is computed ",
           "at home");
   require(o.capacity > 0, "plan: capacity = ", o.capacity, " bytes; it must be positive");
@@ -110,7 +112,7 @@ void Plan::complete() {
         load_of(t.document, t.q_begin, t.q_end, t.kv_head_end - t.kv_head_begin);
   stats_.lower_bound = load_lower_bound(*layout_, o.mask, o.cost, num_servers()) * o.heads.q_heads;
 
-  arrangement_ = arrange(*layout_, o.heads, options_.key_block_rows, tasks_);
+  arrangement_ = arrange(*layout_, o.heads, options_.key_block_rows, o.ranks_per_node, tasks_);
   digest_ = plan_digest(*layout_, options_, tasks_);
 
   size_t neediest = 0;

@@ -31,6 +31,7 @@ struct ScheduleOptions {
   int64_t min_rows = 64;           // no smaller piece is cut off, as long as the tolerance can be met without
   bool balance = true;             // false: every row is computed at home
   std::vector<int64_t> servers;    // ranks that compute, ascending; empty: all
+  int64_t ranks_per_node = 0;      // neighbours with fast links among them; 0: all ranks
 };
 
 /// The paper's communication-aware greedy (section 4.2): from the server with the largest load, again and again, the

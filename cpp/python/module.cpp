@@ -86,7 +86,7 @@ std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int6
                                       int64_t dim, int64_t v_dim, int64_t dtype, int64_t per_pair, int64_t per_row,
                                       int64_t tolerance_ppm, int64_t min_rows, bool balance, int64_t capacity,
                                       int64_t context_epoch, int64_t mask_kind, int64_t window,
-                                      std::vector<int64_t> servers,
+                                      std::vector<int64_t> servers, int64_t ranks_per_node,
                                       const std::optional<std::vector<TaskTuple>>& tasks) {
   require(dtype >= 0 && dtype < kNumDTypes, "plan: dtype number ", dtype, "; 0 to ", kNumDTypes - 1, " are allowed");
   require(mask_kind >= 0 && mask_kind < kNumMaskKinds, "plan: mask number ", mask_kind, "; 0 to ", kNumMaskKinds - 1,
@@ -96,6 +96,7 @@ std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int6
   options.schedule.cost = {per_pair, per_row};
   options.schedule.mask = {static_cast<MaskKind>(mask_kind), window};
   options.schedule.servers = std::move(servers);
+  options.schedule.ranks_per_node = ranks_per_node;
   options.schedule.tolerance_ppm = tolerance_ppm;
   options.schedule.min_rows = min_rows;
   options.schedule.balance = balance;
@@ -119,10 +120,14 @@ py::dict stats_of(const plan::Plan& p) {
   d["load"] = s.load;
   d["lower_bound"] = s.lower_bound;
   d["num_servers"] = p.num_servers();
-  py::dict bytes;
+  py::dict bytes, between_nodes;
   const char* messages[] = {"forward_in", "forward_out", "backward_in", "backward_out"};
-  for (size_t i = 0; i < 4; ++i) bytes[messages[i]] = p.arrangement().bytes[i];
+  for (size_t i = 0; i < 4; ++i) {
+    bytes[messages[i]] = p.arrangement().bytes[i];
+    between_nodes[messages[i]] = p.arrangement().bytes_between_nodes[i];
+  }
   d["bytes"] = bytes;
+  d["bytes_between_nodes"] = between_nodes;
   const char* phases[] = {"forward", "backward"};
   py::dict arenas;
   for (size_t phase = 0; phase < 2; ++phase) {
@@ -142,7 +147,7 @@ void bind_plan(py::module_& m) {
            py::arg("dim"), py::arg("v_dim"), py::arg("dtype"), py::arg("per_pair"), py::arg("per_row"),
            py::arg("tolerance_ppm"), py::arg("min_rows"), py::arg("balance"), py::arg("capacity"),
            py::arg("context_epoch"), py::arg("mask_kind"), py::arg("window"), py::arg("servers"),
-           py::arg("tasks") = std::nullopt)
+           py::arg("ranks_per_node"), py::arg("tasks") = std::nullopt)
       .def_property_readonly("digest", &plan::Plan::digest)
       .def("stats", &stats_of)
       .def("tasks",

@@ -38,6 +38,7 @@ class Plan:
         mask_kind: int,
         window: int,
         servers: Sequence[int],
+        ranks_per_node: int,
         tasks: Sequence[tuple[int, int, int, int, int, int]] | None = None,
     ) -> None: ...
     @property

@@ -177,6 +177,7 @@ class PlanStats:
         lower_bound: no plan of whole rows has a smaller largest load.
         num_servers: ranks that compute tasks.
         bytes: bytes between ranks for each message: forward_in, forward_out, backward_in, backward_out.
+        bytes_between_nodes: the part of them that goes from one node to another.
         arena_bytes: for each phase, forward and backward, the arena of every rank.
         plan_ms: time that planning took, in milliseconds.
     """
@@ -186,6 +187,7 @@ class PlanStats:
     lower_bound: int
     num_servers: int
     bytes: dict[str, int]
+    bytes_between_nodes: dict[str, int]
     arena_bytes: dict[str, list[ArenaBytes]]
     plan_ms: float
 
@@ -292,6 +294,7 @@ def plan(
     mask: str = "causal",
     window: int | None = None,
     servers: Sequence[int] | None = None,
+    ranks_per_node: int | None = None,
     tolerance: float = 0.05,
     balance: bool = True,
     min_rows: int = 64,
@@ -310,6 +313,7 @@ def plan(
         mask: ``"causal"`` or ``"full"`` (every row of a document sees all of it).
         window: with the causal mask, how many keys a row sees: its own and the ``window - 1`` before it.
         servers: the ranks that compute tasks; by default all (in-place servers).
+        ranks_per_node: so many neighbouring ranks are a node; by default all ranks are one.
         tolerance: how far the *largest* load may be above the mean, 0 to 1.
         balance: False computes every row at home; remote keys of split documents are still fetched.
         min_rows: no smaller piece of a document is cut off as long as the tolerance can be met without.
@@ -333,6 +337,8 @@ def plan(
         raise InvalidArgumentError(f"plan: mask = {mask!r}; {', '.join(map(repr, _MASK_NUMBERS))} are allowed")
     if servers is not None and not servers:
         raise InvalidArgumentError("plan: servers is empty; None stands for all ranks")
+    if ranks_per_node is not None and ranks_per_node < 1:
+        raise InvalidArgumentError(f"plan: ranks_per_node = {ranks_per_node}; None or a positive number is allowed")
     if window is not None and window < 1:
         raise InvalidArgumentError(f"plan: window = {window}; None or a positive number of keys is allowed")
     if not 0.0 <= tolerance <= 1.0:
@@ -357,6 +363,7 @@ def plan(
         mask_kind=_MASK_NUMBERS[mask],
         window=window or 0,
         servers=[] if servers is None else sorted(set(servers)),
+        ranks_per_node=ranks_per_node or 0,
         tasks=tasks,
     )
     return Plan(core, layout, heads, rank, mask, window)
