@@ -1,4 +1,4 @@
-"""The command line: `distca train`, `distca bench`, `distca doctor`."""
+"""The command line: `distca train`, `distca plan`, `distca bench`, `distca doctor`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ BENCHMARKS = ("balance", "overhead")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command. Returns 0, 1 for a failure, 2 for a mistake in the options, 130 if interrupted."""
+    from distca.plan_command import add_command as add_plan
     from distca.train.cli import add_command as add_train
 
     parser = argparse.ArgumentParser(prog="distca", description="Core attention disaggregation for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     add_train(commands)
+    add_plan(commands)
     _add_bench(commands)
     _add_doctor(commands)
     options = parser.parse_args(arguments)

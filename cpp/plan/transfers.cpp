@@ -1,0 +1,50 @@
+#include "plan/transfers.h"
+
+#include <algorithm>
+
+namespace distca::plan {
+
+std::vector<Transfer> list_transfers(const Layout& layout, const HeadShape& heads, std::span<const Task> tasks,
+                                     const Arrangement& arrangement) {
+  std::vector<Transfer> all;
+  const auto add = [&](Phase phase, Direction direction, TensorKind tensor, int64_t home, const Group& g, int64_t begin,
+                       int64_t end) {
+    const bool in = direction == Direction::kIn;
+    const RowFormat format = row_format(heads.with_kv_heads(g.num_kv_heads()), phase, direction, tensor);
+    all.push_back({phase, direction, in ? home : g.server, in ? g.server : home, g.document, begin, end,
+                   g.kv_head_begin, g.kv_head_end, tensor, (end - begin) * format.wire_bytes()});
+  };
+  for (const Group& g : arrangement.groups) {
+    if (g.num_arena_blocks == 0) continue;
+    for (const Placement& p : layout.placements(g.document)) {
+      const int64_t begin = std::max(p.begin, g.kv_begin), end = std::min(p.end, g.kv_end);
+      if (p.rank == g.server || begin >= end) continue;
+      for (Phase phase : {Phase::kForward, Phase::kBackward})
+        for (TensorKind tensor : {TensorKind::kK, TensorKind::kV})
+          add(phase, Direction::kIn, tensor, p.rank, g, begin, end);
+    }
+  }
+  for (const RemoteTask& r : arrangement.remote) {
+    const Task& t = tasks[r.task];
+    const auto move = [&](Phase phase, Direction direction, TensorKind tensor) {
+      add(phase, direction, tensor, t.home, arrangement.groups[r.group], t.q_begin, t.q_end);
+    };
+    move(Phase::kForward, Direction::kIn, TensorKind::kQ);
+    for (TensorKind tensor : {TensorKind::kOut, TensorKind::kLse}) move(Phase::kForward, Direction::kOut, tensor);
+    for (TensorKind tensor : {TensorKind::kQ, TensorKind::kDout, TensorKind::kLse, TensorKind::kDelta})
+      move(Phase::kBackward, Direction::kIn, tensor);
+    move(Phase::kBackward, Direction::kOut, TensorKind::kDq);
+  }
+  for (const KeyGradient& g : arrangement.gradients) {
+    const Group& group = arrangement.groups[g.group];
+    if (group.server == g.home) continue;
+    const bool partial = g.target == GradTarget::kPartial;
+    add(Phase::kBackward, Direction::kOut, partial ? TensorKind::kDkPartial : TensorKind::kDk, g.home, group, g.begin,
+        g.end);
+    add(Phase::kBackward, Direction::kOut, partial ? TensorKind::kDvPartial : TensorKind::kDv, g.home, group, g.begin,
+        g.end);
+  }
+  return all;
+}
+
+}  // namespace distca::plan

@@ -1,0 +1,231 @@
+"""The command `distca plan`: plans a batch without running it, and shows or writes what the plan does."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distca.bench.workloads import draw_documents, read_lengths, read_workload
+from distca.cli import add_debug
+from distca.errors import InvalidArgumentError
+from distca.heads import Heads
+from distca.planning import Layout, Plan, plan
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_command(commands: Any) -> None:
+    """Adds `plan` to the parser of the command line."""
+    command = commands.add_parser(
+        "plan",
+        help="plan a batch without running it: loads, bytes, tasks",
+        description="Plans core attention of a batch on any machine, prints what the plan does, and writes it as JSON "
+        "or draws it. The batch is a workload file, or drawn from a list of document lengths.",
+    )
+    batch = command.add_argument_group("the batch")
+    batch.add_argument("--workload", type=Path, help='JSON with "documents": the lengths of each rank\'s documents')
+    batch.add_argument("--lengths", type=Path, help="JSON list of document lengths to draw from")
+    batch.add_argument("--ranks", type=int, help="with --lengths: number of ranks")
+    batch.add_argument("--tokens-per-rank", type=int, help="with --lengths: tokens of each rank")
+    batch.add_argument("--seed", type=int, default=0, help="with --lengths: of the draws (default: 0)")
+    batch.add_argument(
+        "--layout",
+        choices=("documents", "packed", "head-tail"),
+        default="documents",
+        help="whole documents on their ranks; one after another over ranks; or context parallel (default: documents)",
+    )
+    model = command.add_argument_group("the model's attention")
+    model.add_argument("--q-heads", type=int, default=32, help="query heads (default: 32)")
+    model.add_argument("--kv-heads", type=int, default=8, help="key/value heads (default: 8)")
+    model.add_argument("--head-dim", type=int, default=128, help="dimension of a head (default: 128)")
+    model.add_argument("--value-dim", type=int, help="dimension of a value head (default: that of a head)")
+    model.add_argument("--dtype", choices=_DTYPES, default="bf16", help="(default: bf16)")
+    model.add_argument("--mask", choices=("causal", "full"), default="causal", help="(default: causal)")
+    model.add_argument("--window", type=int, help="keys that a row sees (default: all before it)")
+    planner = command.add_argument_group("the planner")
+    planner.add_argument(
+        "--tolerance", type=float, default=0.05, help="of the largest load over the mean (default: 0.05)"
+    )
+    planner.add_argument("--min-rows", type=int, help="smallest piece of a document (default: the planner's)")
+    planner.add_argument("--servers", type=_ranks, help="ranks that compute, such as 0,1,6 (default: all)")
+    planner.add_argument("--ranks-per-node", type=int, help="so many neighbouring ranks are a node (default: all)")
+    planner.add_argument("--no-balance", action="store_true", help="compute every row at home")
+    output = command.add_argument_group("the output")
+    output.add_argument("--json", type=Path, help="write layout, tasks, transfers and statistics here")
+    output.add_argument("--plot", type=Path, help="draw loads and traffic here (PNG; needs matplotlib)")
+    add_debug(command)
+    command.set_defaults(run=run)
+
+
+def _ranks(text: str) -> list[int]:
+    return [int(rank) for rank in text.split(",")]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code."""
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise InvalidArgumentError("--plot needs matplotlib: pip install 'distca[train]'")
+    layout = _layout(options)
+    heads = Heads(options.q_heads, options.kv_heads, options.head_dim, options.value_dim, _DTYPES[options.dtype])
+    made = plan(
+        layout,
+        heads,
+        mask=options.mask,
+        window=options.window,
+        servers=options.servers,
+        ranks_per_node=options.ranks_per_node,
+        tolerance=options.tolerance,
+        balance=not options.no_balance,
+        **({} if options.min_rows is None else {"min_rows": options.min_rows}),
+    )
+    print(summary(made))
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_json(made)))
+    if options.plot is not None:
+        draw(made, options.plot)
+    return 0
+
+
+def _layout(options: argparse.Namespace) -> Layout:
+    if (options.workload is None) == (options.lengths is None):
+        raise InvalidArgumentError("either --workload or --lengths has to be given")
+    if options.workload is not None:
+        documents = read_workload(options.workload)
+    else:
+        if options.ranks is None or options.tokens_per_rank is None:
+            raise InvalidArgumentError("--lengths needs --ranks and --tokens-per-rank")
+        documents = draw_documents(read_lengths(options.lengths), options.ranks, options.tokens_per_rank, options.seed)
+    if options.layout == "documents":
+        return Layout.from_documents(documents)
+    lengths = [length for of_rank in documents for length in of_rank]
+    if options.layout == "packed":
+        tokens = max((sum(of_rank) for of_rank in documents), default=0)
+        return Layout.packed(lengths, ranks=len(documents), tokens_per_rank=tokens)
+    return Layout.head_tail(lengths, ranks=len(documents))
+
+
+def summary(made: Plan) -> str:
+    """What the plan does, as a table."""
+    stats = made.stats
+    arenas = [max(arena.total for arena in of_phase) for of_phase in stats.arena_bytes.values()]
+    home_in = max(arena.home_in for of_phase in stats.arena_bytes.values() for arena in of_phase)
+    rows = [
+        ("ranks, servers", f"{made.layout.num_ranks}, {stats.num_servers}"),
+        ("documents", f"{len(made.layout.document_lengths):,}"),
+        ("tasks", f"{len(made.tasks):,}, {sum(t.home != t.server for t in made.tasks):,} of them away from home"),
+        ("largest / mean load before", f"{stats.imbalance_before:.4f}"),
+        ("largest / mean load as planned", f"{stats.imbalance_after:.4f}"),
+        ("above the lower bound of any plan", f"{stats.gap:.4%}"),
+        *(
+            (f"{message.replace('_', ' ')}, between nodes", f"{size / 1e9:.3f} GB, {between / 1e9:.3f} GB")
+            for (message, size), between in zip(stats.bytes.items(), stats.bytes_between_nodes.values(), strict=True)
+        ),
+        ("largest arena forward, backward", f"{arenas[0] / 1e6:.1f} MB, {arenas[1] / 1e6:.1f} MB"),
+        ("largest part for rows that come home", f"{home_in / 1e6:.1f} MB"),
+        ("planned in", f"{stats.plan_ms:.2f} ms"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def as_json(made: Plan) -> dict[str, Any]:
+    """All that is needed to check the plan's claims without this library.
+
+    Documents are numbered over ranks in order; ``load`` is in cost units (by default visible pairs) times query heads;
+    ``src`` is the rank whose memory the bytes leave; rows are of the document, heads are key/value heads.
+    """
+    stats = made.stats
+    return {
+        "layout": [
+            [{"doc": doc, "begin": begin, "end": end} for doc, begin, end in made.layout.segments(rank)]
+            for rank in range(made.layout.num_ranks)
+        ],
+        "mask": made.mask,
+        "window": made.window,
+        "heads": {
+            "q": made.heads.q,
+            "kv": made.heads.kv,
+            "dim": made.heads.dim,
+            "value_dim": made.heads.value_dim,
+            "dtype": str(made.heads.dtype).removeprefix("torch."),
+        },
+        "tasks": [
+            {
+                "doc": t.document,
+                "q": [t.q_begin, t.q_end],
+                "kv": [t.kv_begin, t.kv_end],
+                "kv_heads": [t.kv_head_begin, t.kv_head_end],
+                "server": t.server,
+            }
+            for t in made.tasks
+        ],
+        "transfers": [
+            {
+                "message": t.message,
+                "src": t.source,
+                "dst": t.target,
+                "doc": t.document,
+                "rows": [t.begin, t.end],
+                "kv_heads": [t.kv_head_begin, t.kv_head_end],
+                "tensor": t.tensor,
+                "bytes": t.bytes,
+            }
+            for t in made.transfers
+        ],
+        "stats": {
+            "load_before": stats.load_before,
+            "load": stats.load,
+            "lower_bound": stats.lower_bound,
+            "bytes": stats.bytes,
+            "bytes_between_nodes": stats.bytes_between_nodes,
+            "plan_ms": stats.plan_ms,
+        },
+    }
+
+
+def draw(made: Plan, path: Path) -> None:
+    """Load of each rank before and after, and bytes of forward and backward from every rank to every other."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ranks = made.layout.num_ranks
+    figure = Figure(figsize=(12, 4.8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    loads, traffic = figure.subplots(1, 2, width_ratios=(1.3, 1))
+    for values, label, colour in (
+        (made.stats.load_before, "every row computed at home", "#c8553d"),
+        (made.stats.load, "as planned", "#2a6f97"),
+    ):
+        loads.step(range(ranks + 1), _shares(values), where="post", color=colour, label=label, linewidth=1.4)
+    loads.set_xlim(0, ranks)
+    loads.set_ylim(bottom=0)
+    loads.set_xlabel("rank")
+    loads.set_ylabel("load / mean load")
+    loads.set_title("Attention load of each rank")
+    loads.legend(frameon=False)
+
+    matrix = torch.zeros(ranks, ranks, dtype=torch.float64)
+    for transfer in made.transfers:
+        matrix[transfer.source, transfer.target] += transfer.bytes / 1e6
+    image = traffic.imshow(matrix.tolist(), cmap="magma_r", interpolation="nearest")
+    traffic.set_xlabel("to rank")
+    traffic.set_ylabel("from rank")
+    traffic.set_title("Traffic of one layer, forward and backward")
+    figure.colorbar(image, ax=traffic, label="MB")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"--plot {path}: {error}") from error
+
+
+def _shares(loads: Sequence[int]) -> list[float]:
+    """Loads relative to their mean; the last again, for the step that ends it."""
+    mean = sum(loads) / len(loads) if loads else 0
+    shares = [load / mean if mean else 0.0 for load in loads]
+    return [*shares, *shares[-1:]]

@@ -1,0 +1,194 @@
+"""`distca plan`: what it writes is enough to check the plan without the library, and mistakes are named."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distca.bench.workloads import draw_documents
+from distca.cli import main
+
+LENGTHS = [5, 64, 300, 17, 1200, 2, 90, 33]
+DRAW = ["--ranks", "4", "--tokens-per-rank", "1500", "--seed", "3"]
+MODEL = ["--q-heads", "8", "--kv-heads", "2", "--head-dim", "16", "--value-dim", "24"]
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps(LENGTHS))
+    return path
+
+
+def _plan(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    path = tmp_path / "plan.json"
+    assert main(["plan", *MODEL, *arguments, "--json", str(path)]) == 0
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def _visible(plan: dict[str, Any], length: int, row: int) -> int:
+    """Keys that a row sees."""
+    if plan["mask"] == "full":
+        return length
+    return min(row + 1, plan["window"] or length)
+
+
+def _check_loads(plan: dict[str, Any]) -> None:
+    lengths: dict[int, int] = defaultdict(int)
+    home = {}
+    before = [0] * len(plan["layout"])
+    for rank, segments in enumerate(plan["layout"]):
+        for s in segments:
+            lengths[s["doc"]] = max(lengths[s["doc"]], s["end"])
+            home |= {(s["doc"], row): rank for row in range(s["begin"], s["end"])}
+    for (doc, row), rank in home.items():
+        before[rank] += _visible(plan, lengths[doc], row) * plan["heads"]["q"]
+    group = plan["heads"]["q"] // plan["heads"]["kv"]
+    load = [0] * len(before)
+    computed = set()
+    for t in plan["tasks"]:
+        heads = range(*t["kv_heads"])
+        for row in range(*t["q"]):
+            load[t["server"]] += _visible(plan, lengths[t["doc"]], row) * len(heads) * group
+            for head in heads:
+                assert (t["doc"], row, head) not in computed
+                computed.add((t["doc"], row, head))
+    assert len(computed) == len(home) * plan["heads"]["kv"]
+    assert plan["stats"]["load_before"] == before
+    assert plan["stats"]["load"] == load
+
+
+def _check_transfers(plan: dict[str, Any]) -> None:
+    """Each row that a task needs and does not have comes from its home, and each result goes there."""
+    home = {
+        (s["doc"], row): rank
+        for rank, segments in enumerate(plan["layout"])
+        for s in segments
+        for row in range(s["begin"], s["end"])
+    }
+    needed: set[tuple[Any, ...]] = set()
+    servers_of_key = defaultdict(set)
+    for t in plan["tasks"]:
+        for head in range(*t["kv_heads"]):
+            for row in range(*t["kv"]):
+                servers_of_key[(t["doc"], row, head)].add(t["server"])
+            for row in range(*t["q"]):
+                at, server = home[(t["doc"], row)], t["server"]
+                if at == server:
+                    continue
+                for message, tensors in (("forward_in", ["q"]), ("backward_in", ["q", "dout", "lse", "delta"])):
+                    needed |= {(message, at, server, tensor, t["doc"], row, head) for tensor in tensors}
+                for message, tensors in (("forward_out", ["out", "lse"]), ("backward_out", ["dq"])):
+                    needed |= {(message, server, at, tensor, t["doc"], row, head) for tensor in tensors}
+    for (doc, row, head), servers in servers_of_key.items():
+        at = home[(doc, row)]
+        for server in servers - {at}:
+            needed |= {(m, at, server, kind, doc, row, head) for m in ("forward_in", "backward_in") for kind in "kv"}
+            needed |= {("backward_out", server, at, kind, doc, row, head) for kind in ("dk", "dv")}
+    listed = set()
+    element = {"float32": 4, "bfloat16": 2}[plan["heads"]["dtype"]]
+    group = plan["heads"]["q"] // plan["heads"]["kv"]
+    width = {"q": "dim", "k": "dim", "dq": "dim", "dk": "dim"}
+    total: dict[str, int] = defaultdict(int)
+    for t in plan["transfers"]:
+        size = 0
+        for row in range(*t["rows"]):
+            for head in range(*t["kv_heads"]):
+                item = (t["message"], t["src"], t["dst"], t["tensor"], t["doc"], row, head)
+                assert item not in listed
+                listed.add(item)
+                if t["tensor"] in ("lse", "delta"):
+                    size += 4 * group
+                    continue
+                shared = t["tensor"] in ("dk", "dv") and len(servers_of_key[(t["doc"], row, head)]) > 1
+                heads = 1 if t["tensor"] in ("k", "v", "dk", "dv") else group
+                dim = plan["heads"][width.get(t["tensor"], "value_dim")]
+                size += heads * dim * (4 if shared else element)
+        assert t["bytes"] == size
+        total[t["message"]] += size
+    assert listed == needed
+    assert plan["stats"]["bytes"] == {message: total[message] for message in plan["stats"]["bytes"]}
+    assert sum(total.values()) > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--layout", "documents"],
+        ["--layout", "packed", "--dtype", "fp32", "--window", "100"],
+        ["--layout", "head-tail", "--mask", "full", "--tolerance", "0"],
+        ["--layout", "documents", "--servers", "1,2", "--min-rows", "1"],
+    ],
+    ids=" ".join,
+)
+def test_a_stranger_can_check_every_claim_from_the_json_alone(
+    options: list[str], lengths: Path, tmp_path: Path
+) -> None:
+    plan = _plan(tmp_path, "--lengths", str(lengths), *DRAW, *options)
+    _check_loads(plan)
+    _check_transfers(plan)
+
+
+def test_a_workload_file_says_which_documents_every_rank_has(tmp_path: Path) -> None:
+    workload = tmp_path / "workload.json"
+    workload.write_text(json.dumps({"ranks": 2, "tokens_per_rank": 30, "documents": [[10, 20], [30]]}))
+    plan = _plan(tmp_path, "--workload", str(workload), "--no-balance")
+    assert plan["layout"] == [
+        [{"doc": 0, "begin": 0, "end": 10}, {"doc": 1, "begin": 0, "end": 20}],
+        [{"doc": 2, "begin": 0, "end": 30}],
+    ]
+    assert plan["stats"]["load"] == [8 * (55 + 210), 8 * 465]
+
+
+def test_drawn_documents_fill_every_rank_and_follow_from_the_seed() -> None:
+    drawn = draw_documents(LENGTHS, 5, 1000, seed=1)
+    assert [sum(of_rank) for of_rank in drawn] == [1000] * 5
+    assert all(length % 2 == 0 for of_rank in drawn for length in of_rank)
+    assert drawn == draw_documents(LENGTHS, 5, 1000, seed=1) != draw_documents(LENGTHS, 5, 1000, seed=2)
+
+
+def test_the_picture_and_the_table_are_made(lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plan.png"
+    assert main(["plan", "--lengths", str(lengths), *DRAW, "--ranks-per-node", "2", "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "largest / mean load as planned" in printed and "between nodes" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "either --workload or --lengths"),
+        (["--lengths", "{lengths}"], "--ranks and --tokens-per-rank"),
+        (["--lengths", "{folder}/none.json", *DRAW], "cannot be read"),
+        (["--lengths", "{lengths}", "--ranks", "0", "--tokens-per-rank", "4"], "ranks = 0"),
+        (["--lengths", "{lengths}", "--ranks", "1", "--tokens-per-rank", "3"], "tokens_per_rank = 3; an even"),
+        (["--lengths", "{lengths}", *DRAW, "--tolerance", "nan"], "tolerance = nan"),
+        (["--lengths", "{lengths}", *DRAW, "--q-heads", "7"], "7 query heads"),
+        (["--lengths", "{lengths}", *DRAW, "--servers", "4"], "servers[0] = 4"),
+        (["--workload", "{lengths}"], '"documents"'),
+    ],
+    ids=str,
+)
+def test_mistakes_are_named(
+    arguments: list[str], said: str, lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled = [a.format(lengths=lengths, folder=tmp_path) for a in arguments]
+    assert main(["plan", *filled]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("length", [0, -5, 2**31 + 1, 1.5, "7", True, None])
+def test_a_length_that_is_none_is_refused_with_its_document_and_rank(
+    length: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload = tmp_path / "workload.json"
+    workload.write_text(json.dumps({"documents": [[8], [4, length]]}))
+    assert main(["plan", "--workload", str(workload)]) == 2
+    assert f"rank 1, document 1 has length {length!r}; 1 to 2^31" in capsys.readouterr().err
