@@ -14,8 +14,9 @@ The model stays as it is: what its `forward` is given reaches every attention la
   checked where the model hands them to its attention layers (Llama and its relatives do).
 - `distca_context`: the context, or its name (default "default").
 
-Without a plan attention is local, computed by transformers' own SDPA function: for evaluation and `generate()`. In
-training that is an error when the context has more than one rank. transformers cannot run a tensor of no rows: give a
+Without a plan attention is local, computed by transformers' own SDPA function: for evaluation and `generate()`. The
+other ranks take no part in it, so this is also how one rank evaluates alone; with a plan all ranks must. In training
+no plan is an error when the context has more than one rank. transformers cannot run a tensor of no rows: give a
 rank without tokens one row of padding, the segment (-1, 0, 1).
 """
 
@@ -127,8 +128,15 @@ def distca_attention(
     _check_mask(attention_mask, kwargs.get("sliding_window"))
     _check_position_ids(module, kwargs.get("position_ids"), plan)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    out, _ = core_attention(q, k, v, plan, context=distca_context, scale=scaling)
+    out, _ = core_attention(q, k, v, plan, context=distca_context, scale=scaling, layer=_name_of_layer(module))
     return out.unsqueeze(0), None
+
+
+def _name_of_layer(module: torch.nn.Module) -> str | None:
+    """What error messages call the layer; not under torch.compile, where reading it would keep layers' graphs apart."""
+    if torch.compiler.is_compiling() or (index := getattr(module, "layer_idx", None)) is None:
+        return None
+    return f"{index} ({type(module).__name__})"
 
 
 def _refuse(condition: bool, message: str) -> None:
