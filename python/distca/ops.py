@@ -12,6 +12,7 @@ from distca.context import Context
 from distca.errors import InvalidArgumentError, typed_errors
 from distca.planning import Plan
 
+_DEVICES = ("cpu", "cuda")  # on others (meta) autocast need not exist; torch 2.10 cannot compile the question
 _LAYER = "distca.layer"  # where the graph's node keeps it for backward
 
 torch.ops.load_library(str(files("distca") / "libdistca_torch.so"))
@@ -41,14 +42,14 @@ def core_attention(
         plan_backward: another plan of the same layout for the backward pass.
         context: the context or its name.
         scale: factor on the logits; ``D ** -0.5`` by default.
-        layer: number or name of the layer that calls. Errors of this call and of its backward begin with it; in
-            compiled code they do without.
+        layer: number or name of the layer that calls. Errors of this call and of its backward begin with it.
 
     Returns:
         out ``[T, H, Dv]`` in q's dtype, and lse ``[T, H]`` float32, the natural log-sum-exp of each row's scaled logits
         (not differentiable). Padding rows have out 0 and lse -inf.
 
-    Under autocast, q, k and v are cast to its dtype, which must then be the plan's.
+    Under autocast, q, k and v are cast to its dtype, which must then be the plan's. In compiled code the errors below
+    are ``RuntimeError("distca <Kind>: ...")``, without the layer.
 
     Raises:
         InvalidArgumentError, PlanFormatError, CapacityError: before anything moves.
@@ -59,7 +60,7 @@ def core_attention(
         if not isinstance(value, Plan) and not (name == "plan_backward" and value is None):
             raise InvalidArgumentError(f"core_attention: {name} is a {type(value).__name__}; a distca.Plan is expected")
     device = q.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device in _DEVICES and torch.is_autocast_enabled(device):
         q, k, v = (t.to(torch.get_autocast_dtype(device)) for t in (q, k, v))
     if torch.compiler.is_compiling():  # layers that differ in a constant would not share a graph
         layer = None
