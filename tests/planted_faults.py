@@ -294,6 +294,14 @@ FAULTS = [
         "  protocol_.end();",
         (EXACT, STEPS),
     ),
+    # ---- errors
+    Fault(
+        "a backward does not know its layer",
+        "python/distca/ops.py",
+        "        out.grad_fn.metadata[_LAYER] = layer",
+        "        pass",
+        ("tests/test_mistakes.py",),
+    ),
     # ---- training
     Fault(
         "labels are not shifted",

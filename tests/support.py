@@ -25,6 +25,12 @@ MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 #: One token, primes, shorter than a key block, exactly one, one more, several.
 LENGTHS = (1, 97, 64, 1, 211, 7, 65, 2, 128, 63)
 
+#: How the errors of ranks end whose calls do not go together.
+ADVICE = (
+    "as many calls of core_attention and of its backward on every rank, in the same order; a rank without data passes "
+    "zero rows, and a model that is evaluated on one rank alone gets no plan there"
+)
+
 
 # ---- batches ----
 

@@ -1,12 +1,17 @@
 """Model families of transformers with attn_implementation="distca": the loss and gradients of SDPA on each document."""
 
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 
 import distca
-import distca.integrations.hf
+from distca.integrations import hf
 from support import loopback_group, on_all_ranks
 
 VOCABULARY = 61
@@ -25,31 +30,70 @@ SIZES = {
     "eos_token_id": None,
 }
 WINDOW = 12
-# Family: (configuration class, what is particular about it, the windows of its layers).
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+GQA = distca.Heads(4, 2, 16)
+MHA = {"num_key_value_heads": None, "head_dim": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A configuration class and what is particular about it; the head shapes of its layers by their window."""
+
+    config: str
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    heads: dict[int | None, distca.Heads] = dataclasses.field(default_factory=lambda: {None: GQA})
+    reference: str = "sdpa"
+
+    def model(self, attention: str) -> torch.nn.Module:
+        torch.manual_seed(5)
+        options = SIZES | self.options | {"attn_implementation": attention}
+        config = getattr(transformers, self.config)(**options)
+        return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
 FAMILIES = {
-    "llama": ("LlamaConfig", {}, [None]),
-    "qwen2 with windows in the upper layer": (
+    "llama": Family("LlamaConfig"),
+    "qwen2 with windows in the upper layer": Family(
         "Qwen2Config",
         {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-        [None, WINDOW],
+        {None: GQA, WINDOW: GQA},
     ),
-    "qwen3": ("Qwen3Config", {}, [None]),
-    "mistral": ("MistralConfig", {"sliding_window": WINDOW}, [WINDOW]),
-    "mistral with a window longer than any document": ("MistralConfig", {"sliding_window": 90}, [None]),
-    "gemma3": (
-        "Gemma3TextConfig",
-        {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 9},
-        [None, WINDOW],
+    "qwen2_moe": Family("Qwen2MoeConfig", {"num_experts": 4, "shared_expert_intermediate_size": 24} | EXPERTS),
+    "qwen3": Family("Qwen3Config"),
+    "qwen3_moe": Family("Qwen3MoeConfig", {"num_experts": 4} | EXPERTS),
+    "mistral": Family("MistralConfig", {"sliding_window": WINDOW}, {WINDOW: GQA}),
+    "mistral with a window longer than any document": Family("MistralConfig", {"sliding_window": 90}),
+    "mixtral": Family("MixtralConfig", {"num_local_experts": 4, "sliding_window": WINDOW}, {WINDOW: GQA}),
+    "gemma2 without softcap": Family(
+        "Gemma2Config", ALTERNATING | {"attn_logit_softcapping": None}, {None: GQA, WINDOW: GQA}, "eager"
     ),
-    "olmo2": ("Olmo2Config", {}, [None]),
-    "phi3": ("Phi3Config", {}, [None]),
+    "gemma3": Family("Gemma3TextConfig", ALTERNATING | {"query_pre_attn_scalar": 9}, {None: GQA, WINDOW: GQA}),
+    "gemma4 with full layers of other heads": Family(
+        "Gemma4TextConfig",
+        ALTERNATING
+        | {"global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+        | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY},
+        {None: distca.Heads(4, 1, 24), WINDOW: GQA},
+    ),
+    "olmo2": Family("Olmo2Config"),
+    "phi3": Family("Phi3Config"),
+    "granite": Family("GraniteConfig"),
+    "glm4": Family("Glm4Config"),
+    "smollm3": Family("SmolLM3Config"),
+    "cohere2": Family("Cohere2Config", ALTERNATING, {None: GQA, WINDOW: GQA}),
+    "deepseek_v3": Family(
+        "DeepseekV3Config",
+        {"num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "v_head_dim": 40}
+        | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+        | EXPERTS,
+        {None: distca.Heads(4, 4, 24, 40)},
+    ),
+    "gpt_neox": Family("GPTNeoXConfig", MHA, {None: distca.Heads(4, 4, 8)}),
+    "gpt2": Family(
+        "GPT2Config", MHA | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}, {None: distca.Heads(4, 4, 8)}
+    ),
 }
-
-
-def _model(config_class: str, options: dict, attention: str) -> torch.nn.Module:
-    torch.manual_seed(5)
-    config = getattr(transformers, config_class)(**SIZES, **options, attn_implementation=attention)
-    return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
 def _tokens() -> list[torch.Tensor]:
@@ -66,8 +110,7 @@ def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _reference(family: str) -> tuple[float, dict[str, torch.Tensor]]:
-    config_class, options, _ = FAMILIES[family]
-    model = _model(config_class, options, "sdpa")
+    model = FAMILIES[family].model(FAMILIES[family].reference)
     total = 0.0
     for tokens, targets in zip(_tokens(), _targets(), strict=True):
         loss = _loss(model(tokens[None], use_cache=False).logits[0], targets)
@@ -77,11 +120,10 @@ def _reference(family: str) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def _on_two_ranks(family: str) -> tuple[float, dict[str, torch.Tensor]]:
-    config_class, options, windows = FAMILIES[family]
-    heads = distca.Heads(q=4, kv=2, dim=16)
+    heads = FAMILIES[family].heads
     layout = distca.Layout.packed(LENGTHS, ranks=2, tokens_per_rank=70)
-    plans = distca.plans(layout, heads, windows=windows, tolerance=0.02)
-    models = [_model(config_class, options, "distca") for _ in range(2)]
+    plans = distca.Plans({w: distca.plan(layout, heads[w], window=w, tolerance=0.02) for w in heads})
+    models = [FAMILIES[family].model("distca") for _ in range(2)]
 
     def run(rank: int, context: distca.Context) -> tuple[float, dict[str, torch.Tensor]]:
         model, mine, segments = models[rank], plans.for_rank(rank), layout.segments(rank)
@@ -91,7 +133,7 @@ def _on_two_ranks(family: str) -> tuple[float, dict[str, torch.Tensor]]:
             tokens[None],
             position_ids=layout.position_ids(rank)[None],
             use_cache=False,
-            plan=mine if len(windows) > 1 else mine[windows[0]],
+            plan=mine if len(mine) > 1 else next(iter(mine.values())),
             distca_context=context,
         ).logits
         loss = _loss(logits[0], targets)
@@ -100,6 +142,7 @@ def _on_two_ranks(family: str) -> tuple[float, dict[str, torch.Tensor]]:
 
     with loopback_group(list(plans.values())) as contexts:
         results = on_all_ranks(contexts, run)
+        assert [context.step for context in contexts] == [4, 4], "a layer's attention went another way"
     (loss_a, grads_a), (loss_b, grads_b) = results
     return loss_a + loss_b, {name: grads_a[name] + grads_b[name] for name in grads_a}
 
@@ -111,3 +154,65 @@ def test_a_family_on_two_ranks_has_the_loss_and_gradients_of_sdpa_on_each_docume
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     for name, gradient in expected.items():
         assert (grads[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("gemma4")])
+def test_heads_and_windows_of_a_family_are_those_its_layers_call_with(family: str) -> None:
+    config = FAMILIES[family].model("distca").config
+    windows = {w if w != 90 else None for w in hf.windows_of(config)}
+    assert {window: hf.heads_of(config, torch.float32) for window in windows} == FAMILIES[family].heads
+
+
+# ---- what is not supported
+
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 24,
+}
+REFUSED = {
+    "gemma2": (Family("Gemma2Config", ALTERNATING), r"softcap \(logit soft-capping\) is not supported yet"),
+    "gpt_oss": (
+        Family("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+        r"attention sinks \(s_aux\) are not supported yet",
+    ),
+    "gemma4 with heads as they are released": (
+        Family(
+            "Gemma4TextConfig",
+            {"layer_types": ["full_attention"] * 2, "hidden_size_per_layer_input": 8}
+            | {"vocab_size_per_layer_input": VOCABULARY},
+        ),
+        "head dim 512; multiples of 8 from 8 to 256 are supported",
+    ),
+    "llama4": (
+        Family("Llama4TextConfig", {"attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 48}),
+        "attention in chunks of 16 is not supported yet",
+    ),
+    "qwen3_next": (Family("Qwen3NextConfig", HYBRID | EXPERTS), "layers of type linear_attention"),
+    "bloom": (Family("BloomConfig"), "adds the mask to its attention scores itself and bypasses"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers', of kernels that are not installed
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_needs_more_is_refused_with_what_it_needs(family: str) -> None:
+    made, message = REFUSED[family]
+    model = made.model("distca")
+    plans = distca.plans(distca.Layout.from_documents([LENGTHS]), GQA, windows=[None, WINDOW])
+    tokens = torch.cat(_tokens())[None]
+    with loopback_group(list(plans.values())) as [context], pytest.raises(distca.InvalidArgumentError, match=message):
+        model(
+            tokens,
+            position_ids=plans.layout.position_ids(0)[None],
+            use_cache=False,
+            plan=plans,
+            distca_context=context,
+        )
+
+
+def test_falcon_has_a_table_of_its_own_and_is_refused_by_transformers() -> None:
+    config = transformers.FalconConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, attn_implementation="distca"
+    )
+    with pytest.raises(KeyError, match="distca"):
+        transformers.FalconForCausalLM(config)

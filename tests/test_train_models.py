@@ -15,12 +15,13 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 import distca
+from distca.integrations.hf import heads_of, windows_of
 from distca.train.checkpoint import whole_checkpoints
 from distca.train.cli import train_rank
 from distca.train.config import ConfigError, TrainConfig
 from distca.train.data import Batches, DataError, read_corpus
 from distca.train.log import create_run_dir
-from distca.train.model import check_positions, heads_of, model_config, windows_of
+from distca.train.model import check_positions, model_config
 from distca.train.resume import resumed_config
 from distca.train.tokens import Tokenizer
 from distca.train.trainer import train
@@ -102,7 +103,7 @@ def test_windows_and_heads_come_from_the_configuration(files: Path) -> None:
     assert windows_of(shape) == [None] * 3
     assert heads_of(shape, torch.bfloat16) == distca.Heads(q=32, kv=8, dim=128, dtype=torch.bfloat16)
     assert windows_of(transformers.MistralConfig(num_hidden_layers=2, sliding_window=7)) == [7, 7]
-    with pytest.raises(ConfigError, match="layer 0 of the model is of type chunked_attention"):
+    with pytest.raises(distca.InvalidArgumentError, match="layer 0 of the model is of type chunked_attention"):
         windows_of(transformers.LlamaConfig(num_hidden_layers=1, layer_types=["chunked_attention"]))
 
 

@@ -85,6 +85,21 @@ def test_a_compiled_model_is_one_graph_and_a_new_plan_of_its_size_does_not_recom
     assert graphs[-1][1] <= min(sizes, 2), graphs
 
 
+def test_layers_that_name_themselves_share_a_compiled_graph(alone: distca.Plan) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    q, (k, v) = torch.randn(98, 4, 16, requires_grad=True), torch.randn(2, 98, 2, 16)
+
+    def layer(x: torch.Tensor, index: int) -> torch.Tensor:
+        return distca.core_attention(x, k, v, alone, layer=index)[0]
+
+    compiled, x, y = torch.compile(layer, fullgraph=True, backend=counter), q, q
+    for index in range(4):
+        x, y = layer(x, index), compiled(y, index)
+    assert torch.equal(x, y)
+    assert counter.frame_count == 1
+
+
 def _on_two_ranks(work: Callable[[distca.Context, distca.Plan], object]) -> list:
     plan = distca.plan(LAYOUT, HEADS, tolerance=0.01)
     with loopback_group(plan, heap_bytes=1 << 24) as contexts:

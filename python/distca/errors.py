@@ -44,11 +44,21 @@ class OperatingSystemError(DistcaError):
 
 
 _FROM_OPERATOR = re.compile(r"distca (\w+): (.*)", re.DOTALL)
+_WHAT_TO_CHANGE = {
+    PlanMismatchError: "as many calls of core_attention and of its backward on every rank, in the same order",
+    PeerTimeoutError: "if the rank that is waited for does not hang, it makes fewer calls of core_attention or of its "
+    "backward: as many on every rank",
+}
+_ALSO = "; a rank without data passes zero rows, and a model that is evaluated on one rank alone gets no plan there"
 
 
 @contextmanager
-def typed_errors() -> Iterator[None]:
-    """Turns the RuntimeError in which an operator of ``torch.ops.distca`` reports a fault into its own type."""
+def typed_errors(layer: int | str | None = None) -> Iterator[None]:
+    """Turns the RuntimeError in which an operator of ``torch.ops.distca`` reports a fault into its own type.
+
+    The message then begins with the layer that made the call, where that is known, and, where the ranks' calls do not
+    go together, ends with what to change.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -56,4 +66,7 @@ def typed_errors() -> Iterator[None]:
         kind = globals().get(match[1]) if match else None
         if match is None or kind is None:
             raise
-        raise kind(match[2]) from None
+        # A poisoned context tells of an earlier fault, perhaps of another layer.
+        where = "" if layer is None or kind is ContextPoisonedError else f"layer {layer}: "
+        advice = f". What to change: {_WHAT_TO_CHANGE[kind]}{_ALSO}" if kind in _WHAT_TO_CHANGE else ""
+        raise kind(f"{where}{match[2]}{advice}") from None

@@ -12,6 +12,9 @@ from distca.context import Context
 from distca.errors import InvalidArgumentError, typed_errors
 from distca.planning import Plan
 
+_DEVICES = ("cpu", "cuda")  # on others (meta) autocast need not exist; torch 2.10 cannot compile the question
+_LAYER = "distca.layer"  # where the graph's node keeps it for backward
+
 torch.ops.load_library(str(files("distca") / "libdistca_torch.so"))
 
 
@@ -24,6 +27,7 @@ def core_attention(
     plan_backward: Plan | None = None,
     context: str | Context = "default",
     scale: float | None = None,
+    layer: int | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Core attention of this rank's rows, ``softmax(scale * q k^T) v`` inside each document, computed by all ranks.
 
@@ -38,12 +42,14 @@ def core_attention(
         plan_backward: another plan of the same layout for the backward pass.
         context: the context or its name.
         scale: factor on the logits; ``D ** -0.5`` by default.
+        layer: number or name of the layer that calls. Errors of this call and of its backward begin with it.
 
     Returns:
         out ``[T, H, Dv]`` in q's dtype, and lse ``[T, H]`` float32, the natural log-sum-exp of each row's scaled logits
         (not differentiable). Padding rows have out 0 and lse -inf.
 
-    Under autocast, q, k and v are cast to its dtype, which must then be the plan's.
+    Under autocast, q, k and v are cast to its dtype, which must then be the plan's. In compiled code the errors below
+    are ``RuntimeError("distca <Kind>: ...")``, without the layer.
 
     Raises:
         InvalidArgumentError, PlanFormatError, CapacityError: before anything moves.
@@ -54,10 +60,12 @@ def core_attention(
         if not isinstance(value, Plan) and not (name == "plan_backward" and value is None):
             raise InvalidArgumentError(f"core_attention: {name} is a {type(value).__name__}; a distca.Plan is expected")
     device = q.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device in _DEVICES and torch.is_autocast_enabled(device):
         q, k, v = (t.to(torch.get_autocast_dtype(device)) for t in (q, k, v))
-    with typed_errors():
-        return torch.ops.distca.core_attention(
+    if torch.compiler.is_compiling():  # layers that differ in a constant would not share a graph
+        layer = None
+    with typed_errors(layer):
+        out, lse = torch.ops.distca.core_attention(
             q,
             k,
             v,
@@ -66,9 +74,19 @@ def core_attention(
             context=context if isinstance(context, str) else context.name,
             scale=scale,
         )
+    if layer is not None and out.grad_fn is not None:
+        out.grad_fn.metadata[_LAYER] = layer
+    return out, lse
 
 
-def serve(plan: Plan, phase: str, *, context: str | Context = "default", scale: float | None = None) -> None:
+def serve(
+    plan: Plan,
+    phase: str,
+    *,
+    context: str | Context = "default",
+    scale: float | None = None,
+    layer: int | str | None = None,
+) -> None:
     """Takes part in one step on a rank that has no rows of its own: a dedicated server, an idle pipeline stage.
 
     A collective step, like the call of :func:`core_attention` (or its backward) that the other ranks make. Needs no
@@ -79,6 +97,7 @@ def serve(plan: Plan, phase: str, *, context: str | Context = "default", scale: 
         phase: ``"forward"`` or ``"backward"``.
         context: the context or its name.
         scale: factor on the logits, the same as on the other ranks.
+        layer: number or name of the layer that is served, for error messages.
 
     Raises:
         InvalidArgumentError: for another phase, or where this rank has rows. Else as :func:`core_attention`.
@@ -92,7 +111,7 @@ def serve(plan: Plan, phase: str, *, context: str | Context = "default", scale: 
     heads, name = plan.heads, context if isinstance(context, str) else context.name
     q, out = (torch.empty(0, heads.q, dim, dtype=heads.dtype) for dim in (heads.dim, heads.value_dim))
     k, v = (torch.empty(0, heads.kv, dim, dtype=heads.dtype) for dim in (heads.dim, heads.value_dim))
-    with typed_errors():
+    with typed_errors(layer):
         if phase == "forward":
             torch.ops.distca.core_attention(q, k, v, plan.tensor, context=name, scale=scale)
         else:
@@ -164,7 +183,7 @@ def _backward(operator: Any) -> Any:
         q, k, v, out, lse, table = ctx.saved_tensors
         if dout is None:  # other ranks take part in this step all the same
             dout = torch.zeros_like(out)
-        with typed_errors():
+        with typed_errors(ctx.metadata.get(_LAYER)):
             grads = operator(dout, q, k, v, out, lse, table, **ctx.options)
         return (*grads, *[None] * (ctx.num_inputs - len(grads)))
 

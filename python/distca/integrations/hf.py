@@ -14,27 +14,35 @@ The model stays as it is: what its `forward` is given reaches every attention la
   checked where the model hands them to its attention layers (Llama and its relatives do).
 - `distca_context`: the context, or its name (default "default").
 
-Without a plan attention is local, computed by transformers' own SDPA function: for evaluation and `generate()`. In
-training that is an error when the context has more than one rank. transformers cannot run a tensor of no rows: give a
+Without a plan attention is local, computed by transformers' own SDPA function: for evaluation and `generate()`. The
+other ranks take no part in it, so this is also how one rank evaluates alone; with a plan all ranks must. In training
+no plan is an error when the context has more than one rank. transformers cannot run a tensor of no rows: give a
 rank without tokens one row of padding, the segment (-1, 0, 1).
+
+`heads_of` and `windows_of` read from a model's configuration what `distca.plan` needs; `PlanInputs` lets a
+`transformers.Trainer` make the plans itself.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+import torch.distributed as dist
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from distca.context import Context, get_context
 from distca.errors import InvalidArgumentError
+from distca.heads import Heads
 from distca.ops import core_attention
-from distca.planning import Plan, Plans
+from distca.planning import Layout, Plan, Plans, plans
 
 NAME = "distca"
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")  # the last is refused where it has chunks
 
 
 class DeferredMask:
@@ -86,6 +94,15 @@ class DeferredMask:
         mask_function: Callable[..., torch.Tensor] = self._request["mask_function"]
         return bool(mask_function(batch, batch, rows, rows + 1).any())
 
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        """A model that computes with the mask itself does not let its attention be replaced."""
+        _refuse(
+            True,
+            "the model adds the mask to its attention scores itself and bypasses transformers' AttentionInterface: its "
+            "attention cannot be replaced; choose another attn_implementation",
+        )
+
     @property
     def local_size(self) -> int | None:
         """The window or chunk size of a layer that does not see its whole document."""
@@ -127,8 +144,15 @@ def distca_attention(
     _check_mask(attention_mask, kwargs.get("sliding_window"))
     _check_position_ids(module, kwargs.get("position_ids"), plan)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    out, _ = core_attention(q, k, v, plan, context=distca_context, scale=scaling)
+    out, _ = core_attention(q, k, v, plan, context=distca_context, scale=scaling, layer=_name_of_layer(module))
     return out.unsqueeze(0), None
+
+
+def _name_of_layer(module: torch.nn.Module) -> str | None:
+    """What error messages call the layer; not under torch.compile, where reading it would keep layers' graphs apart."""
+    if torch.compiler.is_compiling() or (index := getattr(module, "layer_idx", None)) is None:
+        return None
+    return f"{index} ({type(module).__name__})"
 
 
 def _refuse(condition: bool, message: str) -> None:
@@ -188,9 +212,17 @@ def _check_call(
     causal = getattr(module, "is_causal", True) if causal is None else causal
     _refuse(not causal, "this layer is not causal; only causal attention is supported yet")
     _refuse(
-        dropout > 0, f"attention dropout is {dropout:g}, must be 0: set attention_dropout=0.0 in the model's config"
+        dropout > 0,
+        f"attention dropout is {dropout:g}, must be 0: set attention_dropout=0.0 in the model's config "
+        "(attn_pdrop in GPT-2's)",
     )
     _refuse(kwargs.get("position_bias") is not None, "a position bias is not supported yet")
+    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    other = next((kind for kind in kinds if kind not in _LAYER_TYPES), None)
+    _refuse(
+        other is not None,
+        f"the model has layers of type {other}, which know no borders of documents or ranks: not supported yet",
+    )
 
 
 def _check_mask(mask: DeferredMask | torch.Tensor | None, sliding_window: int | None) -> None:
@@ -235,6 +267,82 @@ def _document_rows(plan: Plan) -> torch.Tensor:
     """Boolean [T]: the rows that are not padding, whose positions mean something."""
     rows = [torch.full((end - begin,), document >= 0) for document, begin, end in plan.layout.segments(plan.rank)]
     return torch.cat(rows) if rows else torch.ones(0, dtype=torch.bool)
+
+
+def heads_of(config: PreTrainedConfig, dtype: torch.dtype) -> Heads:
+    """The head shape of a language model's attention layers; `dtype` is that of q, k and v."""
+    config = config.get_text_config()
+    q = config.num_attention_heads
+    kv = getattr(config, "num_key_value_heads", None) or q
+    if getattr(config, "v_head_dim", None) is not None:  # multi-head latent attention
+        return Heads(q, kv, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim, dtype)
+    return Heads(q=q, kv=kv, dim=getattr(config, "head_dim", None) or config.hidden_size // q, dtype=dtype)
+
+
+def windows_of(config: PreTrainedConfig) -> list[int | None]:
+    """The sliding window of every layer; None for a layer whose rows see all of their document before them."""
+    config = config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window] * config.num_hidden_layers
+    windows: dict[str, int | None] = {"full_attention": None, "sliding_attention": window}
+    for layer, kind in enumerate(kinds):
+        _refuse(
+            kind not in windows, f"layer {layer} of the model is of type {kind}, must be one of {', '.join(windows)}"
+        )
+    return [windows[kind] for kind in kinds]
+
+
+class PlanInputs:
+    """Makes the plan of every batch, in training and in evaluation, when put before a Trainer::
+
+        class Trainer(distca.integrations.hf.PlanInputs, transformers.Trainer):
+            pass
+
+    A rank's batch is whole documents packed into one row, with their position_ids, as transformers'
+    DataCollatorWithFlattening makes it of documents of any length. The ranks exchange the lengths over
+    torch.distributed's default group, which must be that of the context. Heads come from the context, windows from the
+    model.
+    """
+
+    distca_context: ClassVar[str] = "default"
+    """Name of the context, made by `distca.init` once the TrainingArguments have begun `torch.distributed`."""
+    plan_options: ClassVar[dict[str, Any]] = {}
+    """Options of `distca.plan`: tolerance, min_rows."""
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        context = get_context(self.distca_context)
+        if context is None:
+            raise InvalidArgumentError(f"no context {self.distca_context!r}: call distca.init before training")
+        lengths = _packed_lengths(inputs.get("position_ids"))
+        of_ranks: list[Any] = [lengths] * context.num_ranks
+        if context.num_ranks > 1:
+            dist.all_gather_object(of_ranks, lengths)
+        made = plans(
+            Layout.from_documents(of_ranks),
+            context.heads,
+            windows=windows_of(self.model.config),  # type: ignore[attr-defined]
+            rank=context.rank,
+            **self.plan_options,
+        )
+        return {**inputs, "plan": made, "distca_context": self.distca_context}
+
+
+def _packed_lengths(position_ids: Any) -> list[int]:
+    """The lengths of whole documents packed into one row, from their positions [1, T]."""
+    asked = "use DataCollatorWithFlattening, which packs a batch's documents into one row"
+    _refuse(not isinstance(position_ids, torch.Tensor), f"the batch has no position_ids: {asked}")
+    _refuse(position_ids.dim() != 2 or len(position_ids) != 1, f"position_ids are {list(position_ids.shape)}: {asked}")
+    starts = [*(position_ids[0] == 0).nonzero().flatten().tolist(), position_ids.shape[1]]
+    lengths = [end - begin for begin, end in itertools.pairwise(starts)]
+    whole = torch.cat([torch.arange(length) for length in (starts[0], *lengths)])
+    _refuse(
+        starts[0] != 0 or not torch.equal(whole, position_ids[0].cpu()),
+        f"position_ids do not count each document from 0: {asked}",
+    )
+    return lengths
 
 
 AttentionInterface.register(NAME, distca_attention)

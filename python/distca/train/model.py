@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from distca.heads import Heads
 from distca.integrations import hf
 from distca.train.config import ConfigError, TrainConfig
 
@@ -131,26 +130,6 @@ def _keep_layers(shape: PreTrainedConfig, layers: int) -> None:
     shape.num_hidden_layers = layers
     if getattr(shape, "layer_types", None) is not None:
         shape.layer_types = shape.layer_types[:layers]
-
-
-def heads_of(shape: PreTrainedConfig, dtype: torch.dtype) -> Heads:
-    """The head shape of the model's attention layers."""
-    q = shape.num_attention_heads
-    kv = getattr(shape, "num_key_value_heads", None) or q
-    return Heads(q=q, kv=kv, dim=getattr(shape, "head_dim", None) or shape.hidden_size // q, dtype=dtype)
-
-
-def windows_of(shape: PreTrainedConfig) -> list[int | None]:
-    """The sliding window of every layer; None for a layer whose rows see all of their document before them."""
-    window = getattr(shape, "sliding_window", None)
-    kinds = getattr(shape, "layer_types", None)
-    if kinds is None:
-        return [window] * shape.num_hidden_layers
-    windows = {"full_attention": None, "sliding_attention": window}
-    for layer, kind in enumerate(kinds):
-        if kind not in windows:
-            raise ConfigError(f"layer {layer} of the model is of type {kind}, must be one of {', '.join(windows)}")
-    return [windows[kind] for kind in kinds]
 
 
 def wrap(model: PreTrainedModel, config: TrainConfig) -> torch.nn.Module:

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from distca.context import init
 from distca.errors import DistcaError
 from distca.heads import Heads
+from distca.integrations.hf import heads_of, windows_of
 from distca.plan_ahead import PlanAhead
 from distca.planning import Plans
 from distca.train.checkpoint import Checkpoints, RunState, Trained, whole_checkpoints
@@ -30,7 +31,7 @@ from distca.train.config import TrainConfig
 from distca.train.data import Batch, Batches, Corpus, DataError, read_corpus
 from distca.train.log import RunLog
 from distca.train.metrics import AttentionLoads, StepMetrics
-from distca.train.model import build_model, check_positions, heads_of, windows_of, wrap
+from distca.train.model import build_model, check_positions, wrap
 from distca.train.step import compared_step, train_step
 from distca.train.tokens import BYTES, Tokenizer
 
