@@ -1,9 +1,10 @@
 // The cost of a task: what the scheduler balances.
 #pragma once
 
+#include <bit>
 #include <cstdint>
+#include <vector>
 
-#include "common/digest.h"
 #include "common/dtype.h"
 #include "common/error.h"
 
@@ -25,25 +26,56 @@ constexpr int64_t visible_pairs(const Mask& mask, int64_t length, int64_t q_begi
          (steady_begin < q_end ? (q_end - steady_begin) * mask.window : 0);
 }
 
-/// Time of a task in arbitrary integer units: `per_pair` for each visible (row, key) pair and head, `per_row` for each
-/// query row. The default counts pairs.
-struct CostModel {
+/// How the time of a visible pair depends on the size of its task, in units of kRateUnit: entry (i, j) is for 2^i query
+/// rows that see 2^j keys between them, row after row; straight lines between, and the last entry beyond.
+struct RateTable {
+  static constexpr int64_t kRateUnit = 1024;
+  static constexpr int64_t kMaxOctaves = 32;
+
+  int64_t num_keys_octaves = 0;
+  std::vector<int64_t> rates;  // empty: kRateUnit everywhere
+
+  int64_t num_rows_octaves() const { return static_cast<int64_t>(rates.size()) / num_keys_octaves; }
+  int64_t at(int64_t num_rows, int64_t num_keys) const {
+    const Position i = position(num_rows, num_rows_octaves()), j = position(num_keys, num_keys_octaves);
+    const int64_t low = between(entry(i.octave, j.octave), entry(i.octave, j.next), j.part);
+    const int64_t high = between(entry(i.next, j.octave), entry(i.next, j.next), j.part);
+    return between(low, high, i.part);
+  }
+
+ private:
+  struct Position {
+    int64_t octave, next, part;  // part: of the way from one to the other, in 1024ths
+  };
+  static Position position(int64_t n, int64_t num_octaves) {
+    const int64_t octave = std::bit_width(static_cast<uint64_t>(n)) - 1;
+    if (octave >= num_octaves - 1) return {num_octaves - 1, num_octaves - 1, 0};
+    return {octave, octave + 1, (n << 10 >> octave) - 1024};
+  }
+  static int64_t between(int64_t a, int64_t b, int64_t part) { return a + (b - a) * part / 1024; }
+  int64_t entry(int64_t i, int64_t j) const { return rates[static_cast<size_t>(i * num_keys_octaves + j)]; }
+};
+
+/// Time of a task in arbitrary integer units: `per_pair` for each visible (row, key) pair and head, times the rate of
+/// the task's size, and `per_row` for each query row. The default counts pairs.
+struct DISTCA_EXPORT CostModel {
   int64_t per_pair = 1;
   int64_t per_row = 0;
+  RateTable rates = {};
 
-  constexpr int64_t cost(const Mask& mask, int64_t length, int64_t q_begin, int64_t q_end) const {
-    return per_pair * visible_pairs(mask, length, q_begin, q_end) + per_row * (q_end - q_begin);
+  int64_t cost(const Mask& mask, int64_t length, int64_t q_begin, int64_t q_end) const {
+    const int64_t pairs = per_pair * visible_pairs(mask, length, q_begin, q_end), rows = per_row * (q_end - q_begin);
+    if (rates.rates.empty() || q_begin >= q_end) return pairs + rows;
+    const int64_t num_keys = mask.end_key(q_end - 1, length) - mask.first_key(q_begin);
+    const __int128 scaled = static_cast<__int128>(pairs) * rates.at(q_end - q_begin, num_keys);
+    return static_cast<int64_t>(scaled / RateTable::kRateUnit) + rows;
   }
-  uint64_t digest() const {
-    const int64_t words[] = {per_pair, per_row};
-    return distca::digest(words);
-  }
-  void check() const {
-    constexpr int64_t kMax = 1 << 20;
-    require(per_pair >= 0 && per_row >= 0 && per_pair + per_row > 0 && per_pair <= kMax && per_row <= kMax,
-            "cost model: per_pair = ", per_pair, ", per_row = ", per_row, "; integers from 0 to ", kMax,
-            ", not both 0, are allowed");
-  }
+  /// Whether a task costs what its parts do.
+  bool is_additive() const { return rates.rates.empty(); }
+  /// No task of these pairs and rows costs less.
+  int64_t least_cost(int64_t pairs, int64_t rows) const;
+  uint64_t digest() const;
+  void check() const;
 };
 
 }  // namespace distca::plan

@@ -37,10 +37,13 @@ void check_options(const Layout& layout, const PlanOptions& o) {
   require(o.schedule.balance || servers.empty(), "plan: servers are given, but without balance every row is computed ",
           "at home");
   require(o.capacity > 0, "plan: capacity = ", o.capacity, " bytes; it must be positive");
+  const auto& rates = o.schedule.cost.rates.rates;
+  const int64_t dearest = rates.empty() ? RateTable::kRateUnit : *std::max_element(rates.begin(), rates.end());
   __int128 total = 0;
   for (int64_t length : layout.document_lengths()) {
     const __int128 pairs = static_cast<__int128>(length) * length;  // the full mask's; no other has more
-    total += (pairs * o.schedule.cost.per_pair + static_cast<__int128>(length) * o.schedule.cost.per_row) *
+    total += (pairs * o.schedule.cost.per_pair * dearest / RateTable::kRateUnit +
+              static_cast<__int128>(length) * o.schedule.cost.per_row) *
              o.schedule.heads.q_heads;
   }
   require(total < static_cast<__int128>(INT64_MAX) / 2, "plan: the total cost of the layout passes 2^62; make the ",

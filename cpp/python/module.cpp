@@ -83,7 +83,7 @@ void bind_layout(py::module_& m) {
 }
 
 std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int64_t q_heads, int64_t kv_heads,
-                                      int64_t dim, int64_t v_dim, int64_t dtype, int64_t per_pair, int64_t per_row,
+                                      int64_t dim, int64_t v_dim, int64_t dtype, plan::CostModel cost,
                                       int64_t tolerance_ppm, int64_t min_rows, bool balance, int64_t capacity,
                                       int64_t context_epoch, int64_t mask_kind, int64_t window,
                                       std::vector<int64_t> servers, int64_t ranks_per_node,
@@ -93,7 +93,7 @@ std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int6
           " are allowed");
   plan::PlanOptions options;
   options.schedule.heads = {q_heads, kv_heads, dim, v_dim, static_cast<DType>(dtype)};
-  options.schedule.cost = {per_pair, per_row};
+  options.schedule.cost = std::move(cost);
   options.schedule.mask = {static_cast<MaskKind>(mask_kind), window};
   options.schedule.servers = std::move(servers);
   options.schedule.ranks_per_node = ranks_per_node;
@@ -142,12 +142,23 @@ py::dict stats_of(const plan::Plan& p) {
 }
 
 void bind_plan(py::module_& m) {
+  py::class_<plan::CostModel>(m, "CostModel")
+      .def(py::init([](int64_t per_pair, int64_t per_row, std::vector<int64_t> rates, int64_t num_keys_octaves) {
+             plan::CostModel cost{per_pair, per_row, {num_keys_octaves, std::move(rates)}};
+             cost.check();
+             return cost;
+           }),
+           py::kw_only(), py::arg("per_pair"), py::arg("per_row"), py::arg("rates"), py::arg("num_keys_octaves"))
+      .def(
+          "cost",
+          [](const plan::CostModel& cost, int64_t mask_kind, int64_t window, int64_t length, int64_t q_begin,
+             int64_t q_end) { return cost.cost({static_cast<MaskKind>(mask_kind), window}, length, q_begin, q_end); },
+          py::arg("mask_kind"), py::arg("window"), py::arg("length"), py::arg("q_begin"), py::arg("q_end"));
   py::class_<plan::Plan, std::shared_ptr<plan::Plan>>(m, "Plan")
       .def(py::init(&make_plan), py::kw_only(), py::arg("layout"), py::arg("q_heads"), py::arg("kv_heads"),
-           py::arg("dim"), py::arg("v_dim"), py::arg("dtype"), py::arg("per_pair"), py::arg("per_row"),
-           py::arg("tolerance_ppm"), py::arg("min_rows"), py::arg("balance"), py::arg("capacity"),
-           py::arg("context_epoch"), py::arg("mask_kind"), py::arg("window"), py::arg("servers"),
-           py::arg("ranks_per_node"), py::arg("tasks") = std::nullopt)
+           py::arg("dim"), py::arg("v_dim"), py::arg("dtype"), py::arg("cost"), py::arg("tolerance_ppm"),
+           py::arg("min_rows"), py::arg("balance"), py::arg("capacity"), py::arg("context_epoch"), py::arg("mask_kind"),
+           py::arg("window"), py::arg("servers"), py::arg("ranks_per_node"), py::arg("tasks") = std::nullopt)
       .def_property_readonly("digest", &plan::Plan::digest)
       .def("stats", &stats_of)
       .def("tasks",
@@ -178,8 +189,8 @@ void bind_plan(py::module_& m) {
           py::arg("rank"));
 }
 
-runtime::ContextOptions context_options(std::string name, int64_t slot_bytes, double timeout, int64_t per_pair,
-                                        int64_t per_row, int64_t epoch) {
+runtime::ContextOptions context_options(std::string name, int64_t slot_bytes, double timeout,
+                                        const plan::CostModel& cost, int64_t epoch) {
   require(timeout > 0 && timeout < 1e9, "context: timeout = ", timeout, " s; a positive number of seconds is expected");
   require(slot_bytes > 0 && slot_bytes <= int64_t{1} << 46, "context: ", slot_bytes,
           " bytes a slot; 1 to 2^46 are allowed");
@@ -187,7 +198,6 @@ runtime::ContextOptions context_options(std::string name, int64_t slot_bytes, do
   options.name = std::move(name);
   options.slot_bytes = slot_bytes;
   options.timeout = Milliseconds(static_cast<int64_t>(timeout * 1e3));
-  const plan::CostModel cost{per_pair, per_row};
   cost.check();
   options.cost_digest = cost.digest();
   options.epoch = epoch;
@@ -208,11 +218,11 @@ ContextPtr register_context(std::unique_ptr<transport::Transport> transport, run
 }
 
 std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& names, int64_t slot_bytes,
-                                               double timeout, int64_t per_pair, int64_t per_row, int64_t epoch,
+                                               double timeout, const plan::CostModel& cost, int64_t epoch,
                                                std::optional<uint64_t> reorder_seed) {
   const auto n = static_cast<int64_t>(names.size());
   require(n >= 1 && n <= 4096, "loopback: ", n, " ranks; 1 to 4096 are allowed");
-  auto options = context_options("", slot_bytes, timeout, per_pair, per_row, epoch);
+  auto options = context_options("", slot_bytes, timeout, cost, epoch);
   const runtime::HeapNeeds needs = runtime::heap_needs(n, slot_bytes);
   auto transports = transport::make_loopback(static_cast<int>(n), needs.heap_bytes, needs.num_signals);
   std::vector<ContextPtr> contexts;
@@ -225,8 +235,8 @@ std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& n
 
 ContextPtr make_shm_context(transport::ShmListener& listener, int rank, const std::vector<std::string>& addresses,
                             std::string name, int64_t slot_bytes, double timeout, double connect_timeout,
-                            int64_t per_pair, int64_t per_row, int64_t epoch, std::optional<uint64_t> reorder_seed) {
-  const auto options = context_options(std::move(name), slot_bytes, timeout, per_pair, per_row, epoch);
+                            const plan::CostModel& cost, int64_t epoch, std::optional<uint64_t> reorder_seed) {
+  const auto options = context_options(std::move(name), slot_bytes, timeout, cost, epoch);
   const runtime::HeapNeeds needs = runtime::heap_needs(static_cast<int64_t>(addresses.size()), slot_bytes);
   const py::gil_scoped_release release;
   auto transport = transport::connect_shm(std::move(listener), rank, addresses, needs.heap_bytes, needs.num_signals,
@@ -245,14 +255,13 @@ void bind_context(py::module_& m) {
       .def("set_fill_with_nan", &runtime::Context::set_fill_with_nan, py::arg("on"))
       .def("mark_died", [](runtime::Context& c) { transport::mark_died(c.transport()); });
   m.def("make_loopback", &make_loopback_contexts, py::kw_only(), py::arg("names"), py::arg("slot_bytes"),
-        py::arg("timeout"), py::arg("per_pair"), py::arg("per_row"), py::arg("epoch"),
-        py::arg("reorder_seed") = std::nullopt);
+        py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("reorder_seed") = std::nullopt);
   py::class_<transport::ShmListener>(m, "ShmListener")
       .def(py::init<>())
       .def_property_readonly("address", &transport::ShmListener::address);
   m.def("connect_shm", &make_shm_context, py::kw_only(), py::arg("listener"), py::arg("rank"), py::arg("addresses"),
-        py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"), py::arg("per_pair"),
-        py::arg("per_row"), py::arg("epoch"), py::arg("reorder_seed") = std::nullopt);
+        py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"),
+        py::arg("epoch"), py::arg("reorder_seed") = std::nullopt);
   m.def("remove_context", &runtime::remove_context, py::arg("name"), py::call_guard<py::gil_scoped_release>());
   m.def("find_context", &runtime::find_context, py::arg("name"));
 }

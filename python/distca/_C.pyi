@@ -18,6 +18,10 @@ class Layout:
     def num_rows(self, rank: int) -> int: ...
     def segments(self, rank: int) -> list[tuple[int, int, int]]: ...
 
+class CostModel:
+    def __init__(self, *, per_pair: int, per_row: int, rates: Sequence[int], num_keys_octaves: int) -> None: ...
+    def cost(self, mask_kind: int, window: int, length: int, q_begin: int, q_end: int) -> int: ...
+
 class Plan:
     def __init__(
         self,
@@ -28,8 +32,7 @@ class Plan:
         dim: int,
         v_dim: int,
         dtype: int,
-        per_pair: int,
-        per_row: int,
+        cost: CostModel,
         tolerance_ppm: int,
         min_rows: int,
         balance: bool,
@@ -74,8 +77,7 @@ def make_loopback(
     names: Sequence[str],
     slot_bytes: int,
     timeout: float,
-    per_pair: int,
-    per_row: int,
+    cost: CostModel,
     epoch: int,
     reorder_seed: int | None = None,
 ) -> list[Context]: ...
@@ -88,8 +90,7 @@ def connect_shm(
     slot_bytes: int,
     timeout: float,
     connect_timeout: float,
-    per_pair: int,
-    per_row: int,
+    cost: CostModel,
     epoch: int,
     reorder_seed: int | None = None,
 ) -> Context: ...

@@ -10,6 +10,7 @@ from importlib.metadata import version as _version
 
 from distca.checkpoint import save_core_attention
 from distca.context import Context, get_context, init, loopback
+from distca.cost import CostModel
 from distca.errors import (
     CapacityError,
     ContextPoisonedError,
@@ -25,7 +26,7 @@ from distca.heads import Heads
 from distca.launch import RankError, launch
 from distca.ops import attention, core_attention, serve
 from distca.plan_ahead import PlanAhead
-from distca.planning import PADDING, ArenaBytes, CostModel, Layout, Plan, Plans, PlanStats, Task, Transfer, plan, plans
+from distca.planning import PADDING, ArenaBytes, Layout, Plan, Plans, PlanStats, Task, Transfer, plan, plans
 
 try:
     __version__ = _version("distca")

@@ -1,4 +1,4 @@
-"""The command line: `distca train`, `distca plan`, `distca bench`, `distca doctor`."""
+"""The command line: `distca train`, `distca plan`, `distca profile`, `distca bench`, `distca doctor`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from distca.errors import DistcaError, InvalidArgumentError
 from distca.launch import RankError
 
 INTERRUPTED = 130
-BENCHMARKS = ("balance", "overhead")
+BENCHMARKS = ("balance", "overhead", "plan")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command. Returns 0, 1 for a failure, 2 for a mistake in the options, 130 if interrupted."""
     from distca.plan_command import add_command as add_plan
+    from distca.profile import add_command as add_profile
     from distca.train.cli import add_command as add_train
 
     parser = argparse.ArgumentParser(prog="distca", description="Core attention disaggregation for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     add_train(commands)
     add_plan(commands)
+    add_profile(commands)
     _add_bench(commands)
     _add_doctor(commands)
     options = parser.parse_args(arguments)

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from distca import _C
+from distca.cost import CostModel
 from distca.errors import DistcaError, InvalidArgumentError
 from distca.heads import Heads
-from distca.planning import CostModel
 
 _EXTENT_ALIGNMENT = 64
 _ADDRESS_BYTES = 512
@@ -169,8 +169,7 @@ def _core_options(slot_bytes: int, timeout: float, cost: CostModel) -> dict[str,
     return {
         "slot_bytes": slot_bytes,
         "timeout": float(timeout),
-        "per_pair": cost.per_pair,
-        "per_row": cost.per_row,
+        "cost": cost.core,
         "epoch": next(_epochs),
     }
 

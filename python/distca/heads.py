@@ -8,6 +8,8 @@ import torch
 
 from distca.errors import InvalidArgumentError
 
+#: Short names, for the command line.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 

@@ -13,11 +13,10 @@ import torch
 
 from distca.bench.workloads import draw_documents, read_lengths, read_workload
 from distca.cli import add_debug
+from distca.cost import CostModel
 from distca.errors import InvalidArgumentError
-from distca.heads import Heads
+from distca.heads import DTYPES, Heads
 from distca.planning import Layout, Plan, plan
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def add_command(commands: Any) -> None:
@@ -45,7 +44,7 @@ def add_command(commands: Any) -> None:
     model.add_argument("--kv-heads", type=int, default=8, help="key/value heads (default: 8)")
     model.add_argument("--head-dim", type=int, default=128, help="dimension of a head (default: 128)")
     model.add_argument("--value-dim", type=int, help="dimension of a value head (default: that of a head)")
-    model.add_argument("--dtype", choices=_DTYPES, default="bf16", help="(default: bf16)")
+    model.add_argument("--dtype", choices=DTYPES, default="bf16", help="(default: bf16)")
     model.add_argument("--mask", choices=("causal", "full"), default="causal", help="(default: causal)")
     model.add_argument("--window", type=int, help="keys that a row sees (default: all before it)")
     planner = command.add_argument_group("the planner")
@@ -55,6 +54,9 @@ def add_command(commands: Any) -> None:
     planner.add_argument("--min-rows", type=int, help="smallest piece of a document (default: the planner's)")
     planner.add_argument("--servers", type=_ranks, help="ranks that compute, such as 0,1,6 (default: all)")
     planner.add_argument("--ranks-per-node", type=int, help="so many neighbouring ranks are a node (default: all)")
+    planner.add_argument(
+        "--cost", default="pairs", help="pairs, a name (cpu-avx512, h200), or a file of `distca profile`"
+    )
     planner.add_argument("--no-balance", action="store_true", help="compute every row at home")
     output = command.add_argument_group("the output")
     output.add_argument("--json", type=Path, help="write layout, tasks, transfers and statistics here")
@@ -72,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise InvalidArgumentError("--plot needs matplotlib: pip install 'distca[train]'")
     layout = _layout(options)
-    heads = Heads(options.q_heads, options.kv_heads, options.head_dim, options.value_dim, _DTYPES[options.dtype])
+    heads = Heads(options.q_heads, options.kv_heads, options.head_dim, options.value_dim, DTYPES[options.dtype])
     made = plan(
         layout,
         heads,
@@ -82,6 +84,7 @@ def run(options: argparse.Namespace) -> int:
         ranks_per_node=options.ranks_per_node,
         tolerance=options.tolerance,
         balance=not options.no_balance,
+        cost=CostModel.load(options.cost),
         **({} if options.min_rows is None else {"min_rows": options.min_rows}),
     )
     print(summary(made))

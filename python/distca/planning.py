@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distca import _C
+from distca.cost import CostModel
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 
@@ -101,19 +102,6 @@ class Layout:
     def __repr__(self) -> str:
         rows = [self.num_rows(rank) for rank in range(self.num_ranks)]
         return f"Layout({self.num_ranks} ranks, {len(self.document_lengths)} documents, rows {rows})"
-
-
-@dataclasses.dataclass(frozen=True)
-class CostModel:
-    """Time of a task in integer units of your choice; the plan balances it. The default counts visible pairs.
-
-    Args:
-        per_pair: units for each visible (query, key) pair of a head, 0 to 2**20.
-        per_row: units for each query row of a head, 0 to 2**20.
-    """
-
-    per_pair: int = 1
-    per_row: int = 0
 
 
 class Task(NamedTuple):
@@ -353,8 +341,7 @@ def plan(
         dim=heads.dim,
         v_dim=heads.value_dim,
         dtype=heads.dtype_number,
-        per_pair=cost.per_pair,
-        per_row=cost.per_row,
+        cost=cost.core,
         tolerance_ppm=round(tolerance * 1e6),
         min_rows=min_rows,
         balance=balance,

@@ -41,7 +41,7 @@ class Result:
         lines = [f"distca bench {self.benchmark}"]
         for row in self.rows:
             target = "" if row.at_most is None else f"  (at most {row.at_most:g} wanted)"
-            lines.append(f"  {row.name:<{width}}  {row.value:10.4g} {row.unit}{target}")
+            lines.append(f"  {row.name:<{width}}  {row.value:10.5g} {row.unit}{target}")
         return "\n".join(lines)
 
     def write(self, path: Path) -> None:
@@ -51,7 +51,7 @@ class Result:
             "benchmark": self.benchmark,
             "rows": [asdict(row) for row in self.rows],
             "details": self.details,
-            **_setting(),
+            **setting(),
         }
         path.write_text(json.dumps(content, indent=2) + "\n")
 
@@ -80,7 +80,8 @@ def median_ratio(times: Sequence[float], peers: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(times, peers, strict=True))
 
 
-def _setting() -> dict[str, Any]:
+def setting() -> dict[str, Any]:
+    """Command, hardware and versions."""
     return {
         "command": " ".join(["distca", *sys.argv[1:]]),
         "cpu": _cpu_name(),
