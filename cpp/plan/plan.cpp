@@ -32,6 +32,12 @@ void check_options(const Layout& layout, const PlanOptions& o) {
     require(servers[i] >= 0 && servers[i] < layout.num_ranks() && (i == 0 || servers[i - 1] < servers[i]),
             "plan: servers[", i, "] = ", servers[i], "; ascending ranks below ", layout.num_ranks(), " are allowed");
   }
+  const std::vector<int64_t>& speeds = o.schedule.speeds;
+  require(speeds.empty() || static_cast<int64_t>(speeds.size()) == layout.num_ranks(), "plan: ", speeds.size(),
+          " speeds for ", layout.num_ranks(), " ranks");
+  for (size_t i = 0; i < speeds.size(); ++i)
+    require(speeds[i] >= 1 && speeds[i] <= 1 << 20, "plan: speeds[", i, "] = ", speeds[i], "; 1 to ", 1 << 20,
+            " are allowed");
   require(o.schedule.ranks_per_node >= 0, "plan: ranks_per_node = ", o.schedule.ranks_per_node,
           "; 0 (one node) or a positive number is allowed");
   require(o.schedule.balance || servers.empty(), "plan: servers are given, but without balance every row is computed ",

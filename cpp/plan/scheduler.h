@@ -7,6 +7,7 @@
 #include "common/dtype.h"
 #include "plan/cost.h"
 #include "plan/layout.h"
+#include "plan/shard.h"
 
 namespace distca::plan {
 
@@ -28,16 +29,19 @@ struct ScheduleOptions {
   Mask mask;
   CostModel cost;
   int64_t tolerance_ppm = 50'000;  // the largest load may exceed the mean by this many millionths
-  int64_t min_rows = 64;           // no smaller piece is cut off, as long as the tolerance can be met without
+  int64_t min_rows = 128;          // no smaller piece is cut off, as long as the tolerance can be met without
   bool balance = true;             // false: every row is computed at home
+  bool split_heads = true;         // whether key/value heads of a row may go to different servers
   std::vector<int64_t> servers;    // ranks that compute, ascending; empty: all
+  std::vector<int64_t> speeds;     // of every rank; loads are compared after division by it; empty: all the same
   int64_t ranks_per_node = 0;      // neighbours with fast links among them; 0: all ranks
+  Objective objective = Objective::kAll;
 };
 
-/// The paper's communication-aware greedy (section 4.2): from the server with the largest load, again and again, the
-/// piece that lightens it most for each byte moved, to a server below the mean; until the *largest* load is within
-/// tolerance, or no single row can be moved with gain. Integers only: the same tasks on every machine. Sorted by
-/// (server, document, q_begin); neighbours on a server are merged.
+/// Every server's load within the tolerance of its share of the mean, or as near as single rows come; with few bytes
+/// between nodes, then few bytes. How: balancer.h. A pure function in integers: the same tasks on every machine. Sorted
+/// by (server, document, kv_head_begin, q_begin); neighbours on a server are merged; head ranges of the tasks of one
+/// document at one server are equal or disjoint.
 std::vector<Task> schedule(const Layout& layout, const ScheduleOptions& options);
 
 /// No schedule of whole rows has a smaller largest load: the mean rounded up, or the costliest single row.

@@ -86,7 +86,8 @@ std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int6
                                       int64_t dim, int64_t v_dim, int64_t dtype, plan::CostModel cost,
                                       int64_t tolerance_ppm, int64_t min_rows, bool balance, int64_t capacity,
                                       int64_t context_epoch, int64_t mask_kind, int64_t window,
-                                      std::vector<int64_t> servers, int64_t ranks_per_node,
+                                      std::vector<int64_t> servers, std::vector<int64_t> speeds, int64_t ranks_per_node,
+                                      bool forward_only, bool split_heads,
                                       const std::optional<std::vector<TaskTuple>>& tasks) {
   require(dtype >= 0 && dtype < kNumDTypes, "plan: dtype number ", dtype, "; 0 to ", kNumDTypes - 1, " are allowed");
   require(mask_kind >= 0 && mask_kind < kNumMaskKinds, "plan: mask number ", mask_kind, "; 0 to ", kNumMaskKinds - 1,
@@ -96,7 +97,10 @@ std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int6
   options.schedule.cost = std::move(cost);
   options.schedule.mask = {static_cast<MaskKind>(mask_kind), window};
   options.schedule.servers = std::move(servers);
+  options.schedule.speeds = std::move(speeds);
   options.schedule.ranks_per_node = ranks_per_node;
+  options.schedule.objective = forward_only ? plan::Objective::kForward : plan::Objective::kAll;
+  options.schedule.split_heads = split_heads;
   options.schedule.tolerance_ppm = tolerance_ppm;
   options.schedule.min_rows = min_rows;
   options.schedule.balance = balance;
@@ -158,7 +162,8 @@ void bind_plan(py::module_& m) {
       .def(py::init(&make_plan), py::kw_only(), py::arg("layout"), py::arg("q_heads"), py::arg("kv_heads"),
            py::arg("dim"), py::arg("v_dim"), py::arg("dtype"), py::arg("cost"), py::arg("tolerance_ppm"),
            py::arg("min_rows"), py::arg("balance"), py::arg("capacity"), py::arg("context_epoch"), py::arg("mask_kind"),
-           py::arg("window"), py::arg("servers"), py::arg("ranks_per_node"), py::arg("tasks") = std::nullopt)
+           py::arg("window"), py::arg("servers"), py::arg("speeds"), py::arg("ranks_per_node"), py::arg("forward_only"),
+           py::arg("split_heads"), py::arg("tasks") = std::nullopt)
       .def_property_readonly("digest", &plan::Plan::digest)
       .def("stats", &stats_of)
       .def("tasks",

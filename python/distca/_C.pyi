@@ -41,7 +41,10 @@ class Plan:
         mask_kind: int,
         window: int,
         servers: Sequence[int],
+        speeds: Sequence[int],
         ranks_per_node: int,
+        forward_only: bool,
+        split_heads: bool,
         tasks: Sequence[tuple[int, int, int, int, int, int]] | None = None,
     ) -> None: ...
     @property

@@ -57,6 +57,8 @@ def add_command(commands: Any) -> None:
     planner.add_argument(
         "--cost", default="pairs", help="pairs, a name (cpu-avx512, h200), or a file of `distca profile`"
     )
+    planner.add_argument("--objective", choices=("all", "forward"), default="all", help="whose bytes are kept few")
+    planner.add_argument("--whole-heads", action="store_true", help="move rows only, never some of their heads")
     planner.add_argument("--no-balance", action="store_true", help="compute every row at home")
     output = command.add_argument_group("the output")
     output.add_argument("--json", type=Path, help="write layout, tasks, transfers and statistics here")
@@ -85,6 +87,8 @@ def run(options: argparse.Namespace) -> int:
         tolerance=options.tolerance,
         balance=not options.no_balance,
         cost=CostModel.load(options.cost),
+        objective=options.objective,
+        split_heads=not options.whole_heads,
         **({} if options.min_rows is None else {"min_rows": options.min_rows}),
     )
     print(summary(made))

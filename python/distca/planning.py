@@ -282,10 +282,13 @@ def plan(
     mask: str = "causal",
     window: int | None = None,
     servers: Sequence[int] | None = None,
+    speeds: Sequence[int] | None = None,
     ranks_per_node: int | None = None,
     tolerance: float = 0.05,
     balance: bool = True,
-    min_rows: int = 64,
+    split_heads: bool = True,
+    min_rows: int = 128,
+    objective: str = "all",
     capacity: int | None = None,
     cost: CostModel | None = None,
     tasks: Sequence[tuple[int, int, int, int, int, int]] | None = None,
@@ -301,10 +304,16 @@ def plan(
         mask: ``"causal"`` or ``"full"`` (every row of a document sees all of it).
         window: with the causal mask, how many keys a row sees: its own and the ``window - 1`` before it.
         servers: the ranks that compute tasks; by default all (in-place servers).
-        ranks_per_node: so many neighbouring ranks are a node; by default all ranks are one.
+        speeds: how fast each rank is, integers from 1 to 2**20 in units of your choice; a rank's load is compared with
+            its share of their sum. By default all are equal.
+        ranks_per_node: so many neighbouring ranks are a node, and bytes between nodes are avoided first; by default all
+            ranks are one.
         tolerance: how far the *largest* load may be above the mean, 0 to 1.
         balance: False computes every row at home; remote keys of split documents are still fetched.
+        split_heads: whether ranges of a document's key/value heads may go to different servers, which often moves fewer
+            bytes than rows do.
         min_rows: no smaller piece of a document is cut off as long as the tolerance can be met without.
+        objective: whose bytes are kept few: ``"all"`` four messages, or those of the ``"forward"`` pass.
         capacity: bytes of one slot's arena; by default the default context's, or unlimited where there is none.
         cost: what is balanced; visible pairs by default.
         tasks: a schedule of your own in place of ours: for each task ``(document, q_begin, q_end, kv_head_begin,
@@ -329,6 +338,8 @@ def plan(
         raise InvalidArgumentError(f"plan: ranks_per_node = {ranks_per_node}; None or a positive number is allowed")
     if window is not None and window < 1:
         raise InvalidArgumentError(f"plan: window = {window}; None or a positive number of keys is allowed")
+    if objective not in ("all", "forward"):
+        raise InvalidArgumentError(f"plan: objective = {objective!r}; 'all' and 'forward' are allowed")
     if not 0.0 <= tolerance <= 1.0:
         raise InvalidArgumentError(f"plan: tolerance = {tolerance}; 0 to 1 is allowed")
     if capacity is None:
@@ -350,7 +361,10 @@ def plan(
         mask_kind=_MASK_NUMBERS[mask],
         window=window or 0,
         servers=[] if servers is None else sorted(set(servers)),
+        speeds=[] if speeds is None else list(speeds),
         ranks_per_node=ranks_per_node or 0,
+        forward_only=objective == "forward",
+        split_heads=split_heads,
         tasks=tasks,
     )
     return Plan(core, layout, heads, rank, mask, window)

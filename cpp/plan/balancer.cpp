@@ -1,0 +1,354 @@
+#include "plan/balancer.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+namespace distca::plan {
+namespace {
+
+using Wide = __int128;
+constexpr size_t kNeighbours = 8;  // segments of a document before and after one, whose ranks are looked at
+constexpr int32_t kNoRank = std::numeric_limits<int32_t>::max();
+constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
+
+}  // namespace
+
+Balancer::Balancer(const Layout& layout, const ScheduleOptions& options)
+    : layout_(layout),
+      options_(options),
+      finder_(options.heads, options.mask, options.cost, options.objective, options.split_heads),
+      num_heads_(options.split_heads ? options.heads.kv_heads : 1),
+      ranks_per_node_(options.ranks_per_node > 0 ? options.ranks_per_node : layout.num_ranks()),
+      num_nodes_((layout.num_ranks() + ranks_per_node_ - 1) / ranks_per_node_) {
+  const auto n = static_cast<size_t>(layout.num_ranks());
+  load_.assign(n, 0);
+  first_piece_.assign(n, -1);
+  is_materialised_.assign(n, 0);
+  is_cut_.assign(layout.placements().size(), 0);
+  moved_.assign(static_cast<size_t>(layout.num_documents()), 0);
+  room_of_.assign(n, 0);
+  node_out_.assign(static_cast<size_t>(num_nodes_), kNoLimit);
+  node_in_.assign(static_cast<size_t>(num_nodes_), kNoLimit);
+  index_placements();
+  set_limits();
+}
+
+void Balancer::index_placements() {
+  const auto placements = layout_.placements();
+  first_of_rank_.assign(load_.size() + 1, 0);
+  for (const Placement& p : placements) {
+    ++first_of_rank_[static_cast<size_t>(p.rank) + 1];
+    const int64_t length = layout_.document_lengths()[static_cast<size_t>(p.document)];
+    load_[static_cast<size_t>(p.rank)] += num_heads_ * finder_.cost(length, p.begin, p.end);
+  }
+  std::partial_sum(first_of_rank_.begin(), first_of_rank_.end(), first_of_rank_.begin());
+  by_rank_.resize(placements.size());
+  std::vector<size_t> next(first_of_rank_.begin(), first_of_rank_.end() - 1);
+  for (size_t i = 0; i < placements.size(); ++i)
+    by_rank_[next[static_cast<size_t>(placements[i].rank)]++] = static_cast<int32_t>(i);
+}
+
+void Balancer::set_limits() {
+  const size_t n = load_.size();
+  speed_ = options_.speeds.empty() ? std::vector<int64_t>(n, 1) : options_.speeds;
+  if (!options_.servers.empty()) {
+    std::vector<int64_t> of_servers(n, 0);
+    for (int64_t s : options_.servers) of_servers[static_cast<size_t>(s)] = speed_[static_cast<size_t>(s)];
+    speed_ = std::move(of_servers);
+  }
+  const int64_t total = std::accumulate(load_.begin(), load_.end(), int64_t{0});
+  const int64_t speeds = std::accumulate(speed_.begin(), speed_.end(), int64_t{0});
+  // Nodes aim a little below the tolerance, so that their ranks need not all be filled to the last row.
+  node_limit_.assign(static_cast<size_t>(num_nodes_), 0);
+  for (size_t r = 0; r < n; ++r) {
+    const Wide share = Wide{total} * speed_[r];
+    const auto at_least = static_cast<int64_t>((share + speeds - 1) / speeds);
+    const auto limit = [&](int64_t ppm) {
+      return std::max(at_least, static_cast<int64_t>(share * (1'000'000 + ppm) / (Wide{speeds} * 1'000'000)));
+    };
+    limit_.push_back(limit(options_.tolerance_ppm));
+    node_limit_[r / static_cast<size_t>(ranks_per_node_)] += limit(options_.tolerance_ppm * 3 / 4);
+  }
+}
+
+void Balancer::run() {
+  const auto n = static_cast<int32_t>(load_.size()), of_node = static_cast<int32_t>(ranks_per_node_);
+  if (num_nodes_ > 1) {
+    exchange_between_nodes();
+    for (int32_t r = 0; r < n; r += of_node) drain(r, std::min(n, r + of_node), options_.min_rows);
+  }
+  drain(0, n, options_.min_rows);
+  if (options_.min_rows > 1) drain(0, n, 1);
+  place_remains();
+  polish();
+}
+
+void Balancer::exchange_between_nodes() {
+  std::vector<int64_t> excess(node_limit_.size());
+  for (size_t r = 0; r < load_.size(); ++r) excess[r / static_cast<size_t>(ranks_per_node_)] += load_[r];
+  for (size_t node = 0; node < excess.size(); ++node) {
+    excess[node] -= node_limit_[node];
+    node_out_[node] = std::max<int64_t>(0, excess[node]);
+    node_in_[node] = std::max<int64_t>(0, -excess[node]);
+  }
+  drain(0, static_cast<int32_t>(load_.size()), options_.min_rows);
+  node_out_.assign(node_out_.size(), kNoLimit);
+  node_in_.assign(node_in_.size(), kNoLimit);
+}
+
+/// Moves pieces from ranks above their limit to ranks below it, among ranks [rank_begin, rank_end).
+void Balancer::drain(int32_t rank_begin, int32_t rank_end, int64_t min_rows) {
+  for (const Room& r : rooms_) room_of_[static_cast<size_t>(r.rank)] = 0;
+  rooms_.clear();
+  sources_.clear();
+  for (int32_t r = rank_begin; r < rank_end; ++r) {
+    const auto i = static_cast<size_t>(r);
+    if (load_[i] > limit_[i]) {
+      if (surplus(r) <= 0) continue;
+      materialise(r);
+      for (int32_t p = first_piece_[i]; p >= 0; p = pieces_[static_cast<size_t>(p)].next) push_source(p);
+    } else if (speed_[i] > 0 && room(r) > 0) {
+      room_of_[i] = room(r);
+      rooms_.push_back({room(r), r});
+    }
+  }
+  if (sources_.empty()) return;
+  std::make_heap(sources_.begin(), sources_.end());
+  std::sort(rooms_.begin(), rooms_.end());
+  while (!sources_.empty() && !rooms_.empty()) {
+    std::pop_heap(sources_.begin(), sources_.end());
+    const int32_t piece = sources_.back().piece;
+    sources_.pop_back();
+    const Piece& p = pieces_[static_cast<size_t>(piece)];
+    if (surplus(p.server) <= 0) continue;
+    // A rank may end below its limit if there is no piece that is small enough.
+    const int64_t least = finder_.cost(length_of(p), p.begin, std::min(p.end, p.begin + min_rows));
+    const int64_t amount = std::max(surplus(p.server), least);
+    // The largest room is looked at in any case, so let it be a true one.
+    while (!rooms_.empty() && room(rooms_.back().rank) != rooms_.back().amount)
+      set_room(rooms_.back().rank, room(rooms_.back().rank));
+    const Move move = best_move(p, amount, min_rows);
+    if (move.rank >= 0) apply(piece, move);
+  }
+}
+
+void Balancer::push_source(int32_t piece) {
+  const Piece& p = pieces_[static_cast<size_t>(piece)];
+  if (p.empty()) return;
+  sources_.push_back({finder_.value(length_of(p), p.begin, p.end), piece});
+}
+
+Balancer::Move Balancer::best_move(const Piece& p, int64_t amount, int64_t min_rows) {
+  Move best;
+  if (rooms_.empty()) return best;
+  const auto at_least = [&](int64_t wanted) {
+    return static_cast<size_t>(std::lower_bound(rooms_.begin(), rooms_.end(), Room{wanted, kNoRank}) - rooms_.begin());
+  };
+  const size_t last = rooms_.size() - 1;
+  consider(p, amount, min_rows, rooms_[last].rank, best);
+  const size_t fitting = at_least(amount);
+  if (fitting < last) consider(p, amount, min_rows, rooms_[fitting].rank, best);
+  const int64_t length = length_of(p);
+  const int64_t ideal = finder_.cost(length, finder_.best_tail(length, p.begin, p.end), p.end);
+  const int64_t most = std::min(amount, rooms_[last].amount);
+  for (int64_t k = most / ideal, tried = 0; k > 0 && tried < 2; --k, ++tried) {
+    const size_t near = at_least(k * ideal);
+    if (near < last && near != fitting) consider(p, amount, min_rows, rooms_[near].rank, best);
+  }
+  // Ranks that hold other rows of the document need fewer keys.
+  const auto of_document = layout_.placements(placement_of(p).document);
+  if (of_document.size() > 1) {
+    const auto here = static_cast<size_t>(&placement_of(p) - of_document.data());
+    const size_t begin = here - std::min<size_t>(here, kNeighbours);
+    for (size_t i = begin; i < std::min(of_document.size(), here + kNeighbours); ++i)
+      if (room_of_[static_cast<size_t>(of_document[i].rank)] > 0)
+        consider(p, amount, min_rows, static_cast<int32_t>(of_document[i].rank), best);
+  }
+  return best;
+}
+
+void Balancer::consider(const Piece& p, int64_t amount, int64_t min_rows, int32_t rank, Move& best) {
+  const int64_t budget = std::min(amount, room(rank));
+  if (budget <= 0 || rank == p.server) return;
+  const int64_t length = length_of(p);
+  Shard shard;
+  const auto offer = [&](Shard s) {
+    if (s.empty()) return;
+    s.bytes = s.num_heads * finder_.bytes(placement_of(p).rank == rank ? 0 : s.end - s.begin, missing_keys(p, s, rank));
+    if (s.better_than(best.shard)) best = {s, rank, true};
+  };
+  const int64_t column = finder_.cost(length, p.begin, p.end);
+  if (speed_[static_cast<size_t>(p.server)] == 0 && column <= budget)  // all has to go in the end
+    offer(finder_.of_heads(length, p.begin, p.end, std::min(p.num_heads(), budget / column), budget, min_rows));
+  else
+    offer(finder_.best(length, p.begin, p.end, p.num_heads(), budget, min_rows));
+}
+
+/// Key rows that the shard needs and the server neither holds nor has for other pieces.
+int64_t Balancer::missing_keys(const Piece& p, const Shard& s, int32_t server) const {
+  const int64_t document = placement_of(p).document, length = length_of(p);
+  int64_t next = finder_.mask().first_key(s.begin);
+  const int64_t end = finder_.mask().end_key(s.end - 1, length);
+  const auto of_document = layout_.placements(document);
+  if (of_document.size() == 1 && !moved_[static_cast<size_t>(document)]) return end - next;
+  std::vector<std::pair<int64_t, int64_t>> present;
+  for (const Placement& q : of_document)
+    if (q.rank == server) present.emplace_back(q.begin, q.end);
+  for (int32_t i = first_piece_[static_cast<size_t>(server)]; i >= 0; i = pieces_[static_cast<size_t>(i)].next) {
+    const Piece& q = pieces_[static_cast<size_t>(i)];
+    if (q.empty() || placement_of(q).document != document) continue;
+    // Of the shard's heads, which are the first ones of the piece.
+    if (q.head_begin <= p.head_begin && q.head_end >= p.head_begin + s.num_heads)
+      present.emplace_back(finder_.mask().first_key(q.begin), finder_.mask().end_key(q.end - 1, length));
+  }
+  std::sort(present.begin(), present.end());
+  int64_t missing = 0;
+  for (const auto& [b, e] : present) {
+    missing += std::max<int64_t>(0, std::min(b, end) - next);
+    next = std::max(next, e);
+  }
+  return missing + std::max<int64_t>(0, end - next);
+}
+
+void Balancer::apply(int32_t index, const Move& move) {
+  const Piece p = pieces_[static_cast<size_t>(index)];
+  const Shard& s = move.shard;
+  const auto head_end = static_cast<int32_t>(p.head_begin + s.num_heads);
+  const auto from = static_cast<size_t>(p.server), to = static_cast<size_t>(move.rank);
+  pieces_[static_cast<size_t>(index)].end = p.begin;  // empty, unless a remaining part takes its place
+  bool reused = false;
+  const auto keep = [&](int32_t head_begin, int32_t end_head, int64_t begin, int64_t end) {
+    if (head_begin == end_head || begin == end) return;
+    Piece rest = {p.placement, p.server, head_begin, end_head, begin, end, p.next};
+    int32_t at = index;
+    if (reused)
+      at = add_piece(rest);
+    else
+      pieces_[static_cast<size_t>(index)] = rest;
+    reused = true;
+    if (move.goes_on) {
+      push_source(at);
+      std::push_heap(sources_.begin(), sources_.end());
+    }
+  };
+  keep(head_end, p.head_end, p.begin, p.end);
+  keep(p.head_begin, head_end, p.begin, s.begin);
+  keep(p.head_begin, head_end, s.end, p.end);
+  add_piece({p.placement, move.rank, p.head_begin, head_end, s.begin, s.end, -1});
+  moved_[static_cast<size_t>(placement_of(p).document)] = 1;
+  load_[from] -= s.cost;
+  load_[to] += s.cost;
+  if (node_of(p.server) != node_of(move.rank)) {
+    auto& out = node_out_[static_cast<size_t>(node_of(p.server))];
+    auto& in = node_in_[static_cast<size_t>(node_of(move.rank))];
+    if (out != kNoLimit) out -= s.cost;
+    if (in != kNoLimit) in -= s.cost;
+  }
+  if (room_of_[to] > 0) set_room(move.rank, room(move.rank));
+}
+
+void Balancer::set_room(int32_t rank, int64_t amount) {
+  int64_t& now = room_of_[static_cast<size_t>(rank)];
+  rooms_.erase(std::lower_bound(rooms_.begin(), rooms_.end(), Room{now, rank}));
+  now = std::max<int64_t>(0, amount);
+  if (now > 0) rooms_.insert(std::lower_bound(rooms_.begin(), rooms_.end(), Room{now, rank}), Room{now, rank});
+}
+
+void Balancer::materialise(int32_t rank) {
+  char& done = is_materialised_[static_cast<size_t>(rank)];
+  if (done) return;
+  done = 1;
+  for (int32_t i : placements_of(static_cast<size_t>(rank))) {
+    const Placement& p = layout_.placements()[static_cast<size_t>(i)];
+    is_cut_[static_cast<size_t>(i)] = 1;
+    add_piece({i, rank, 0, static_cast<int32_t>(num_heads_), p.begin, p.end, -1});
+  }
+}
+
+int32_t Balancer::add_piece(Piece piece) {
+  int32_t& first = first_piece_[static_cast<size_t>(piece.server)];
+  piece.next = first;
+  first = static_cast<int32_t>(pieces_.size());
+  pieces_.push_back(piece);
+  return first;
+}
+
+/// Ranks that do not serve give what found no room to whoever has least.
+void Balancer::place_remains() {
+  for (int32_t r = 0; r < static_cast<int32_t>(load_.size()); ++r) {
+    if (speed_[static_cast<size_t>(r)] > 0 || load_[static_cast<size_t>(r)] == 0) continue;
+    for (int32_t i = first_piece_[static_cast<size_t>(r)]; i >= 0;) {
+      const Piece p = pieces_[static_cast<size_t>(i)];
+      if (p.empty()) {
+        i = p.next;
+        continue;
+      }
+      const int32_t to = lightest();
+      const int64_t length = length_of(p);
+      const int64_t begin =
+          std::min(p.end - 1, finder_.tail_begin(length, p.begin, p.end, std::max<int64_t>(0, room(to))));
+      apply(i, {{begin, p.end, 1, finder_.cost(length, begin, p.end), 0}, to, false});
+      // Further parts come first in the list.
+      i = first_piece_[static_cast<size_t>(r)];
+    }
+  }
+}
+
+/// Whether a's load is larger than b's, each with `extra` more, after division by their speeds.
+bool Balancer::heavier(int32_t a, int64_t extra_a, int32_t b, int64_t extra_b) const {
+  const auto i = static_cast<size_t>(a), j = static_cast<size_t>(b);
+  return Wide{load_[i] + extra_a} * speed_[j] > Wide{load_[j] + extra_b} * speed_[i];
+}
+
+int32_t Balancer::lightest() const {
+  int32_t found = -1;
+  for (int32_t r = 0; r < static_cast<int32_t>(load_.size()); ++r)
+    if (speed_[static_cast<size_t>(r)] > 0 && (found < 0 || heavier(found, 0, r, 0))) found = r;
+  return found;
+}
+
+/// From the largest load to the smallest, as long as the larger one of the two falls.
+void Balancer::polish() {
+  for (size_t i = 0; i < 64 + 4 * load_.size(); ++i) {
+    int32_t from = -1;
+    for (int32_t r = 0; r < static_cast<int32_t>(load_.size()); ++r)
+      if (speed_[static_cast<size_t>(r)] > 0 && (from < 0 || heavier(r, 0, from, 0))) from = r;
+    if (load_[static_cast<size_t>(from)] <= limit_[static_cast<size_t>(from)]) return;
+    const int32_t to = lightest();
+    materialise(from);
+    int32_t piece = -1;
+    const Move move = last_resort(from, to, piece);
+    if (piece < 0) return;
+    apply(piece, move);
+  }
+}
+
+/// Rows of one head that bring the two loads closest to each other.
+Balancer::Move Balancer::last_resort(int32_t from, int32_t to, int32_t& piece) const {
+  const auto f = static_cast<size_t>(from), t = static_cast<size_t>(to);
+  const Wide speeds = Wide{speed_[f]} + speed_[t];
+  const auto even = static_cast<int64_t>((Wide{load_[f]} * speed_[t] - Wide{load_[t]} * speed_[f]) / speeds);
+  Move best;
+  int64_t best_distance = kNoLimit;
+  const auto offer = [&](int32_t i, int64_t begin, int64_t end) {
+    if (begin >= end) return;
+    const int64_t cost = finder_.cost(length_of(pieces_[static_cast<size_t>(i)]), begin, end);
+    const int64_t distance = std::abs(cost - even);
+    if (distance >= best_distance || !heavier(from, 0, to, cost)) return;
+    best_distance = distance;
+    best = {{begin, end, 1, cost, 0}, to, false};
+    piece = i;
+  };
+  for (int32_t i = first_piece_[f]; i >= 0; i = pieces_[static_cast<size_t>(i)].next) {
+    const Piece& p = pieces_[static_cast<size_t>(i)];
+    if (p.empty()) continue;
+    const int64_t begin = finder_.tail_begin(length_of(p), p.begin, p.end, even);
+    offer(i, begin, p.end);
+    offer(i, std::max(p.begin, begin - 1), p.end);
+    offer(i, p.begin, p.begin + 1);
+  }
+  return best;
+}
+
+}  // namespace distca::plan

@@ -1,0 +1,149 @@
+#include "plan/shard.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace distca::plan {
+namespace {
+
+using Wide = __int128;
+constexpr int kFractionBits = 20;
+
+/// Rounded down. The floating-point root is a first guess.
+int64_t square_root(Wide x) {
+  auto root = static_cast<int64_t>(std::sqrt(static_cast<double>(x)));
+  while (Wide{root} * root > x) --root;
+  while (Wide{root + 1} * (root + 1) <= x) ++root;
+  return root;
+}
+
+}  // namespace
+
+bool Shard::better_than(const Shard& other) const {
+  if (empty() || other.empty()) return !empty();
+  const Wide x = Wide{cost} * other.bytes, y = Wide{other.cost} * bytes;
+  return x != y ? x > y : cost > other.cost;
+}
+
+Prices prices(const HeadShape& h, bool split_heads, Objective objective) {
+  const int64_t e = h.element_bytes(), group = h.q_heads / h.kv_heads;
+  Prices p = {group * (e * (h.dim + h.v_dim) + 4), e * (h.dim + h.v_dim)};
+  if (objective == Objective::kAll) {
+    p.query_row += group * (e * (2 * h.dim + h.v_dim) + 8);
+    p.key_row += (e + 4) * (h.dim + h.v_dim);
+  }
+  if (split_heads) return p;
+  return {h.kv_heads * p.query_row, h.kv_heads * p.key_row};
+}
+
+ShardFinder::ShardFinder(const HeadShape& heads, const Mask& mask, const CostModel& cost, Objective objective,
+                         bool split_heads)
+    : mask_(mask), cost_(cost), prices_(plan::prices(heads, split_heads, objective)) {
+  // sqrt(r^2 + 2 r) - r with r = key_row / query_row, see best_tail.
+  const int64_t k = prices_.key_row, q = prices_.query_row;
+  tail_fraction_ =
+      (square_root((Wide{k} * k + Wide{2} * k * q) << (2 * kFractionBits)) - (Wide{k} << kFractionBits)) / q;
+}
+
+int64_t ShardFinder::tail_begin(int64_t length, int64_t begin, int64_t end, int64_t budget) const {
+  int64_t low = begin, high = end;  // the answer lies in [low, high]
+  if (mask_.kind == MaskKind::kCausal && mask_.window == 0 && cost_.per_pair > 0) {
+    // per_pair (end^2 - a^2) / 2 + (per_row + per_pair / 2) (end - a) = budget
+    const double s = static_cast<double>(cost_.per_row) / static_cast<double>(cost_.per_pair) + 0.5;
+    const double e = static_cast<double>(end) + s;
+    const double square = e * e - 2 * static_cast<double>(budget) / static_cast<double>(cost_.per_pair);
+    const auto guess = std::clamp(square > 0 ? static_cast<int64_t>(std::sqrt(square) - s) : begin, begin, end);
+    for (int64_t step = 1; low < high; step *= 4) {  // a bracket around the guess
+      const int64_t up = std::min(high, guess + step), down = std::max(low, guess - step);
+      if (cost(length, up, end) > budget) {
+        low = up + 1;
+        continue;
+      }
+      high = up;
+      if (down == low || cost(length, down, end) > budget) {
+        low = down == low ? low : down + 1;
+        break;
+      }
+      high = down;
+    }
+  }
+  while (low < high) {
+    const int64_t mid = low + (high - low) / 2;
+    if (cost(length, mid, end) <= budget)
+      high = mid;
+    else
+      low = mid + 1;
+  }
+  return low;
+}
+
+int64_t ShardFinder::best_tail(int64_t, int64_t begin, int64_t end) const {
+  if (!grows(end - 1)) return begin;
+  // Rows [a, b) see b keys. With f = (b - a) / b and r the price of a key row over that of a query row, cost over bytes
+  // is (f - f^2 / 2) / (f + r), largest where f^2 + 2 r f = 2 r.
+  return std::max(begin, end - std::max<int64_t>(1, end * tail_fraction_ >> kFractionBits));
+}
+
+int64_t ShardFinder::value(int64_t length, int64_t begin, int64_t end) const {
+  const int64_t a = best_tail(length, begin, end);
+  return static_cast<int64_t>((Wide{cost(length, a, end)} << 20) / bytes(end - a, num_keys(length, a, end)));
+}
+
+Shard ShardFinder::of_heads(int64_t length, int64_t begin, int64_t end, int64_t num_heads, int64_t budget,
+                            int64_t min_rows) const {
+  const int64_t of_one = budget / num_heads;
+  int64_t a = begin, b = end;
+  if (cost(length, begin, end) > of_one) {
+    if (end - begin < 2 * min_rows) return {};
+    if (grows(end - 1) && cost_.per_pair > 0) {
+      // The cheapest rows [a, b) of a given cost have b = (1 + r) a: where that b lies below `end`, neither the last
+      // rows nor the first ones are the cheapest.
+      const int64_t k = prices_.key_row, q = prices_.query_row;
+      const int64_t inner =
+          square_root(Wide{of_one / cost_.per_pair} * 2 * (k + q) * (k + q) / (Wide{k} * (k + 2 * q)));
+      if (inner <= end - min_rows && inner >= begin + 2 * min_rows) b = inner;
+    }
+    a = tail_begin(length, begin, b, of_one);
+    if (a > begin) a = std::max(a, begin + min_rows);
+    if (b - a < min_rows) {
+      a = last_affordable(length, begin, end, of_one, min_rows);
+      if (a < 0) return {};
+      b = a + min_rows;
+    }
+  }
+  return {a, b, num_heads, num_heads * cost(length, a, b), num_heads * bytes(b - a, num_keys(length, a, b))};
+}
+
+int64_t ShardFinder::last_affordable(int64_t length, int64_t begin, int64_t end, int64_t budget,
+                                     int64_t num_rows) const {
+  const auto affordable = [&](int64_t row) { return cost(length, row, row + num_rows) <= budget; };
+  if (!affordable(begin)) return -1;
+  int64_t low = begin, high = end - num_rows;
+  while (low < high) {
+    const int64_t mid = low + (high - low + 1) / 2;
+    if (affordable(mid))
+      low = mid;
+    else
+      high = mid - 1;
+  }
+  // What is left on either side is long enough, or nothing.
+  if (low > end - 2 * num_rows && low < end - num_rows) low = end - 2 * num_rows;
+  return low < begin + num_rows ? begin : low;
+}
+
+Shard ShardFinder::best(int64_t length, int64_t begin, int64_t end, int64_t num_heads, int64_t budget,
+                        int64_t min_rows) const {
+  const int64_t ideal = cost(length, best_tail(length, begin, end), end);
+  const int64_t fewer = std::clamp<int64_t>(budget / ideal, 1, num_heads);
+  Shard found;
+  // All heads down to the best row; a lower one would lose.
+  if (fewer == num_heads) found = of_heads(length, begin, end, fewer, std::min(budget, fewer * ideal), min_rows);
+  if (found.empty()) found = of_heads(length, begin, end, fewer, budget, min_rows);
+  if (fewer < num_heads) {
+    const Shard more = of_heads(length, begin, end, fewer + 1, budget, min_rows);
+    if (more.better_than(found)) found = more;
+  }
+  return found;
+}
+
+}  // namespace distca::plan
