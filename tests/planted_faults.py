@@ -245,8 +245,8 @@ FAULTS = [
     Fault(
         "tasks of overlapping head ranges are not cut apart",
         "cpp/plan/task_list.cpp",
-        "        if (head <= piece.kv_head_begin || head >= t.kv_head_end) continue;",
-        "        if (head <= piece.kv_head_begin || head >= 0) continue;",
+        "    if (head <= piece.kv_head_begin || head >= task.kv_head_end) continue;",
+        "    if (head <= piece.kv_head_begin || head >= 0) continue;",
         (PLAN,),
     ),
     Fault(

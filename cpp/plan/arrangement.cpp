@@ -63,12 +63,15 @@ class Arranger {
   // ---- groups ----
 
   void make_groups() {
-    a_.groups.reserve(tasks_.size());
     std::vector<Group> waiting;  // of this server, those that need rows of others
     for (size_t begin = 0; begin < tasks_.size();) {
       const int64_t server = tasks_[begin].server;
       waiting.clear();
       while (begin < tasks_.size() && tasks_[begin].server == server) {
+        if (is_whole_at_home(layout_, heads_, tasks_[begin])) {
+          ++begin;
+          continue;
+        }
         const Group g = next_group(begin);
         (g.is_local ? a_.groups : waiting).push_back(g);
         begin = g.task_end;
@@ -164,10 +167,6 @@ class Arranger {
 
   void split_key_gradients(int64_t document) {
     const auto groups = a_.groups_of_document[document];
-    if (groups.size() == 1 && a_.groups[groups.front()].is_local) {
-      a_.groups[groups.front()].is_alone = true;
-      return;
-    }
     by_heads_.assign(groups.begin(), groups.end());
     std::stable_sort(by_heads_.begin(), by_heads_.end(),
                      [&](uint32_t x, uint32_t y) { return a_.groups[x].kv_head_begin < a_.groups[y].kv_head_begin; });

@@ -35,6 +35,13 @@ class Buckets {
   std::vector<uint32_t> first_, items_;
 };
 
+/// A document in one segment that its home computes whole: nothing of it travels, and it needs no arrangement.
+inline bool is_whole_at_home(const Layout& layout, const HeadShape& heads, const Task& t) {
+  return t.server == t.home && t.kv_head_end - t.kv_head_begin == heads.kv_heads && t.q_begin == 0 &&
+         t.q_end == layout.document_lengths()[static_cast<size_t>(t.document)] &&
+         layout.placements(t.document).size() == 1;
+}
+
 /// The tasks of one document and head range at one server that see one unbroken range of keys.
 struct Group {
   int64_t server = 0, document = 0;
@@ -45,7 +52,6 @@ struct Group {
   int64_t num_arena_blocks = 0;
   std::array<int64_t, 2> k = {-1, -1}, v = {-1, -1};  // in the server's arena, by phase
   bool is_local = false;                              // needs no row of another rank
-  bool is_alone = false;  // local, and its document has no other: its key gradients need no arrangement
 
   int64_t num_kv_heads() const { return kv_head_end - kv_head_begin; }
 };

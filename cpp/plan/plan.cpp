@@ -45,13 +45,14 @@ void check_options(const Layout& layout, const PlanOptions& o) {
   require(o.capacity > 0, "plan: capacity = ", o.capacity, " bytes; it must be positive");
   const auto& rates = o.schedule.cost.rates.rates;
   const int64_t dearest = rates.empty() ? RateTable::kRateUnit : *std::max_element(rates.begin(), rates.end());
-  __int128 total = 0;
+  __int128 pairs = 0, rows = 0;
   for (int64_t length : layout.document_lengths()) {
-    const __int128 pairs = static_cast<__int128>(length) * length;  // the full mask's; no other has more
-    total += (pairs * o.schedule.cost.per_pair * dearest / RateTable::kRateUnit +
-              static_cast<__int128>(length) * o.schedule.cost.per_row) *
-             o.schedule.heads.q_heads;
+    pairs += static_cast<__int128>(length) * length;  // the full mask's; no other has more
+    rows += length;
   }
+  const __int128 total =
+      (pairs * o.schedule.cost.per_pair * dearest / RateTable::kRateUnit + rows * o.schedule.cost.per_row) *
+      o.schedule.heads.q_heads;
   require(total < static_cast<__int128>(INT64_MAX) / 2, "plan: the total cost of the layout passes 2^62; make the ",
           "cost model's units coarser or the documents shorter");
 }

@@ -15,6 +15,7 @@ class Filler {
       : layout_(layout), heads_(heads), block_rows_(key_block_rows), tasks_(tasks), a_(arrangement), rank_(rank) {}
 
   RankTables run() {
+    add_whole_documents();
     for (uint32_t g : a_.groups_of_server[rank_]) add_group(a_.groups[g]);
     for (uint32_t s : a_.sums_of_home[rank_]) {
       const KeyGradientSum& sum = a_.sums[s];
@@ -42,6 +43,25 @@ class Filler {
 
   // ---- what this rank computes ----
 
+  void add_whole_documents() {
+    const auto first = std::lower_bound(tasks_.begin(), tasks_.end(), rank_,
+                                        [](const Task& t, int64_t rank) { return t.server < rank; });
+    for (auto t = first; t != tasks_.end() && t->server == rank_; ++t) {
+      if (!is_whole_at_home(layout_, heads_, *t)) continue;
+      Group g;
+      g.server = rank_;
+      g.document = t->document;
+      g.kv_head_end = heads_.kv_heads;
+      g.kv_end = t->kv_end;
+      g.task_begin = static_cast<size_t>(t - tasks_.begin());
+      g.task_end = g.task_begin + 1;
+      g.is_local = true;
+      add_group(g);
+      t_.grads.push_back({0, g.kv_end, static_cast<int64_t>(GradTarget::kReturned), t->home_row, -1, -1});
+      t_.groups.back().grad_end = std::ssize(t_.grads);
+    }
+  }
+
   void add_group(const Group& g) {
     const auto placements = layout_.placements(g.document);
     GroupRow row = {};
@@ -68,12 +88,6 @@ class Filler {
     for (size_t i = g.task_begin; i < g.task_end; ++i) add_task(tasks_[i]);
     row.task_end = std::ssize(t_.tasks);
     row.grad_begin = std::ssize(t_.grads);
-    if (g.is_alone) {
-      const auto home = std::find_if(placements.begin(), placements.end(),
-                                     [&](const Placement& p) { return p.begin <= g.kv_begin && g.kv_begin < p.end; });
-      t_.grads.push_back({g.kv_begin, g.kv_end, static_cast<int64_t>(GradTarget::kReturned),
-                          home->row + (g.kv_begin - home->begin), -1, -1});
-    }
     for (size_t i = g.gradient_begin; i < g.gradient_end; ++i) add_gradient(a_.gradients[i]);
     row.grad_end = std::ssize(t_.grads);
     t_.groups.push_back(row);

@@ -1,7 +1,6 @@
 #include "plan/task_list.h"
 
 #include <algorithm>
-#include <map>
 #include <tuple>
 
 namespace distca::plan {
@@ -25,6 +24,31 @@ void check_given(const Layout& layout, const ScheduleOptions& options, const Giv
   require(t.server >= 0 && t.server < layout.num_ranks() &&
               (servers.empty() || std::binary_search(servers.begin(), servers.end(), t.server)),
           "plan: tasks[", index, "] is on rank ", t.server, ", which does not serve");
+}
+
+/// Appends the task in pieces that end at the next cut.
+void cut_at(std::span<const int64_t> cuts, const Task& task, std::vector<Task>& pieces) {
+  Task piece = task;
+  for (int64_t head : cuts) {
+    if (head <= piece.kv_head_begin || head >= task.kv_head_end) continue;
+    piece.kv_head_end = head;
+    pieces.push_back(piece);
+    piece.kv_head_begin = head;
+  }
+  piece.kv_head_end = task.kv_head_end;
+  pieces.push_back(piece);
+}
+
+/// How many more tasks there will be.
+size_t num_cuts(std::span<const std::vector<int64_t>> cuts, std::span<const int32_t> cuts_of,
+                std::span<const Task> tasks) {
+  size_t n = 0;
+  for (const Task& t : tasks) {
+    const int32_t index = cuts_of[static_cast<size_t>(t.document)];
+    if (index < 0) continue;
+    for (int64_t head : cuts[static_cast<size_t>(index)]) n += t.kv_head_begin < head && head < t.kv_head_end;
+  }
+  return n;
 }
 
 /// Tasks of equal or disjoint head ranges.
@@ -80,39 +104,49 @@ std::vector<Task> task_list(const Layout& layout, const ScheduleOptions& options
 }
 
 std::vector<Task> with_equal_head_ranges(std::vector<Task> tasks) {
-  // Where the head ranges of a document begin and end, for documents with more than one range.
-  std::map<int64_t, std::vector<int64_t>> cuts;
-  int64_t most_heads = 0;
-  for (const Task& t : tasks) most_heads = std::max(most_heads, t.kv_head_end);
+  int64_t most_heads = 0, num_documents = 0;
+  for (const Task& t : tasks) {
+    most_heads = std::max(most_heads, t.kv_head_end);
+    num_documents = std::max(num_documents, t.document + 1);
+  }
+  // Where the head ranges begin and end, of documents that have several.
+  std::vector<int32_t> cuts_of(static_cast<size_t>(num_documents), -1);
+  std::vector<std::vector<int64_t>> cuts;
   for (const Task& t : tasks) {
     if (t.kv_head_begin == 0 && t.kv_head_end == most_heads) continue;
-    auto& of_document = cuts[t.document];
-    of_document.push_back(t.kv_head_begin);
-    of_document.push_back(t.kv_head_end);
+    int32_t& index = cuts_of[static_cast<size_t>(t.document)];
+    if (index < 0) {
+      index = static_cast<int32_t>(cuts.size());
+      cuts.emplace_back();
+    }
+    cuts[static_cast<size_t>(index)].push_back(t.kv_head_begin);
+    cuts[static_cast<size_t>(index)].push_back(t.kv_head_end);
   }
   if (cuts.empty()) return tasks;
-  for (auto& [document, of_document] : cuts) {
+  for (auto& of_document : cuts) {
     std::sort(of_document.begin(), of_document.end());
     of_document.erase(std::unique(of_document.begin(), of_document.end()), of_document.end());
   }
-  std::vector<Task> cut;
-  cut.reserve(tasks.size());
-  for (const Task& t : tasks) {
-    const auto found = cuts.find(t.document);
-    Task piece = t;
-    if (found != cuts.end()) {
-      for (int64_t head : found->second) {
-        if (head <= piece.kv_head_begin || head >= t.kv_head_end) continue;
-        piece.kv_head_end = head;
-        cut.push_back(piece);
-        piece.kv_head_begin = head;
-      }
+  // From the last task to the first, into the same memory: nearly all stay as they are.
+  size_t begin = tasks.size(), write = begin + num_cuts(cuts, cuts_of, tasks);
+  tasks.resize(write);
+  std::vector<Task> pieces;
+  while (begin < write) {  // once they are equal nothing is left to cut
+    const size_t end = begin;
+    const Task last = tasks[--begin];
+    const int32_t index = cuts_of[static_cast<size_t>(last.document)];
+    if (index < 0) {
+      tasks[--write] = last;
+      continue;
     }
-    piece.kv_head_end = t.kv_head_end;
-    cut.push_back(piece);
+    while (begin > 0 && tasks[begin - 1].server == last.server && tasks[begin - 1].document == last.document) --begin;
+    pieces.clear();
+    for (size_t i = begin; i < end; ++i) cut_at(cuts[static_cast<size_t>(index)], tasks[i], pieces);
+    std::sort(pieces.begin(), pieces.end(), in_plan_order);
+    write -= pieces.size();
+    std::copy(pieces.begin(), pieces.end(), tasks.begin() + static_cast<int64_t>(write));
   }
-  std::sort(cut.begin(), cut.end(), in_plan_order);
-  return cut;
+  return tasks;
 }
 
 }  // namespace distca::plan
