@@ -2,6 +2,7 @@
 # make train   train a tiny Llama on two CPU ranks             (ARGS="--steps 50" hands options to `distca train`)
 # make test    run the tests                                   (ARGS="-k plan" hands options to pytest)
 # make faults  plant faults in the sources one by one and check that the tests catch each
+# make bench   run the short form of all benchmarks and rewrite benchmarks/results
 # make lint    check formatting and types
 # make wheel   build dist/*.whl
 # make clean   remove what was built, .venv included
@@ -27,7 +28,7 @@ CPP_FILES = $(shell find cpp -name '*.h' -o -name '*.cpp')
 # Folders too: a removed file changes its folder.
 SOURCES = CMakeLists.txt setup.py pyproject.toml $(shell find cpp)
 
-.PHONY: build train test faults lint wheel clean
+.PHONY: build train test faults bench lint wheel clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/built
@@ -40,6 +41,9 @@ test: build
 
 faults: build
 	$(BIN)/python tests/planted_faults.py $(ARGS)
+
+bench: build
+	$(BIN)/distca bench all --short --results benchmarks/results $(ARGS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ from distca.errors import DistcaError, InvalidArgumentError
 from distca.launch import RankError
 
 INTERRUPTED = 130
-BENCHMARKS = ("balance", "overhead", "plan")
+BENCHMARKS = ("attention", "balance", "overhead", "plan", "shards")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,11 +51,13 @@ def _add_bench(commands: Any) -> None:
         help="measure, as ratios against a peer in the same run",
         description="Each benchmark times its peers in alternation in one run and prints ratios.",
     )
-    command.add_argument("benchmark", choices=BENCHMARKS, help="what to measure")
+    command.add_argument("benchmark", choices=(*BENCHMARKS, "all"), help="what to measure")
+    command.add_argument("--short", action="store_true", help="fewer cases and rounds")
     command.add_argument(
         "--rounds", type=int, default=None, help="rounds of the alternation (default: the benchmark's)"
     )
     command.add_argument("--json", type=Path, default=None, help="also write figures, hardware and versions here")
+    command.add_argument("--results", type=Path, default=None, help="also write a JSON each and <machine>.md in here")
     add_debug(command)
     command.set_defaults(run=_bench)
 
@@ -63,11 +65,19 @@ def _add_bench(commands: Any) -> None:
 def _bench(options: argparse.Namespace) -> int:
     if options.rounds is not None and options.rounds < 1:
         raise InvalidArgumentError(f"--rounds is {options.rounds}, must be at least 1")
-    benchmark = importlib.import_module(f"distca.bench.{options.benchmark}")
-    result = benchmark.run(options.rounds) if options.rounds is not None else benchmark.run()
-    print(result.table())
+    from distca.bench.harness import write_report
+
+    if options.json is not None and options.benchmark == "all":
+        raise InvalidArgumentError("--json takes one benchmark; --results takes all")
+    results = []
+    for name in BENCHMARKS if options.benchmark == "all" else (options.benchmark,):
+        result = importlib.import_module(f"distca.bench.{name}").run(options.rounds, options.short)
+        print(result.table(), flush=True)
+        results.append(result)
     if options.json is not None:
-        result.write(options.json)
+        results[0].write(options.json)
+    if options.results is not None:
+        print(f"{write_report(results, options.results)} written")
     return 0
 
 

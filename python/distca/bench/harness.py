@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -19,12 +21,20 @@ import distca
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a benchmark's table: a figure, its unit, and what it should be at most (None: no target)."""
+    """One line of a benchmark's table: a figure, its unit, and the bounds it should keep to (None: no bound)."""
 
     name: str
     value: float
     unit: str
     at_most: float | None = None
+    at_least: float | None = None
+
+    @property
+    def wanted(self) -> str:
+        """The bound in words."""
+        if self.at_most is not None:
+            return f"at most {self.at_most:g}"
+        return "" if self.at_least is None else f"at least {self.at_least:g}"
 
 
 @dataclass
@@ -40,9 +50,15 @@ class Result:
         width = max(len(row.name) for row in self.rows)
         lines = [f"distca bench {self.benchmark}"]
         for row in self.rows:
-            target = "" if row.at_most is None else f"  (at most {row.at_most:g} wanted)"
-            lines.append(f"  {row.name:<{width}}  {row.value:10.5g} {row.unit}{target}")
+            wanted = f"  ({row.wanted} wanted)" if row.wanted else ""
+            lines.append(f"  {row.name:<{width}}  {row.value:10.5g} {row.unit}{wanted}")
         return "\n".join(lines)
+
+    def markdown(self) -> str:
+        """The rows as a table in Markdown."""
+        lines = [f"## {self.benchmark}", "", "| | figure | wanted |", "|---|---|---|"]
+        lines += [f"| {row.name} | {row.value:.5g} {row.unit} | {row.wanted} |" for row in self.rows]
+        return "\n".join([*lines, "", f"`{json.dumps(self.details)}`", ""])
 
     def write(self, path: Path) -> None:
         """Writes everything as JSON."""
@@ -54,6 +70,18 @@ class Result:
             **setting(),
         }
         path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_report(results: Sequence[Result], folder: Path) -> Path:
+    """Each result as JSON, and all of them as ``<machine>.md``, which is returned."""
+    for result in results:
+        result.write(folder / f"{result.benchmark}.json")
+    facts = setting()
+    head = [f"# {facts['cpu']}, {facts['cores']} cores", "", "Ratios are medians of times taken in alternation.", ""]
+    head += [f"- {name}: {value}" for name, value in facts.items() if name not in ("cpu", "cores")]
+    path = folder / (re.sub(r"[^a-z0-9]+", "-", f"{facts['cpu']} {facts['cores']} cores".lower()).strip("-") + ".md")
+    path.write_text("\n".join([*head, "", *(result.markdown() for result in results)]))
+    return path
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -80,12 +108,22 @@ def median_ratio(times: Sequence[float], peers: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(times, peers, strict=True))
 
 
+def spread(times: Sequence[float]) -> float:
+    """Distance of the quartiles over the median."""
+    if len(times) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(times, n=4)
+    return (high - low) / middle
+
+
 def setting() -> dict[str, Any]:
     """Command, hardware and versions."""
     return {
         "command": " ".join(["distca", *sys.argv[1:]]),
         "cpu": _cpu_name(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu_kernel": distca._C.cpu_isa(),
+        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -10,8 +10,9 @@ from distca.bench.harness import Result, Row, alternate, median_ratio
 ROWS, HEADS, DIM = 8192, 8, 64
 
 
-def run(pairs: int = 30) -> Result:
+def run(rounds: int | None = None, short: bool = False) -> Result:
     """`core_attention` of one rank against the local kernel on the same rows, forward, in alternation."""
+    pairs = rounds or (10 if short else 30)
     heads = distca.Heads(q=HEADS, kv=HEADS, dim=DIM)
     q, k, v = torch.randn(3, ROWS, HEADS, DIM, generator=torch.Generator().manual_seed(0))
     with distca.init(max_tokens=ROWS, heads=heads, name="bench/overhead") as context:

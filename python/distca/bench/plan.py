@@ -39,13 +39,14 @@ WANTED = (
 )
 
 
-def run(rounds: int = 20) -> Result:
+def run(rounds: int | None = None, short: bool = False) -> Result:
     """Plans on one core. A time is the least of ``rounds``, with statistics and the slice of one rank."""
+    rounds = rounds or 20
     lengths = read_lengths(_lengths_file())
     rows: list[Row] = []
     for wanted in WANTED:
         rows += _rows(wanted, _layout(lengths, wanted.ranks), rounds)
-    for ranks in GROWTH_RANKS:
+    for ranks in GROWTH_RANKS[:-1] if short else GROWTH_RANKS:
         layout = _layout(lengths, ranks)
         milliseconds = _least_ms(layout, max(1, rounds // 4))
         documents = len(layout.document_lengths)

@@ -1,0 +1,74 @@
+"""The benchmarks' own parts: peers compute what they should, reports hold what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import distca
+from distca.bench.harness import Result, Row, median_ratio, spread, write_report
+from distca.bench.peers import AllGather, AllToAll
+from support import oracle, random_batch
+
+LENGTHS = (64, 8, 128)
+HEADS = distca.Heads(4, 2, 16)
+
+
+def _peers_on_a_rank() -> list[list[torch.Tensor]]:
+    """out, dq, dk, dv of this rank, in the rows' order of each peer."""
+    batch = random_batch(LENGTHS, HEADS, 3)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    results = []
+    for peer in (AllGather(LENGTHS), AllToAll(LENGTHS)):
+        rows = _rows_of(type(peer), rank, ranks)
+        q, k, v = (t[rows].requires_grad_() for t in (batch.q, batch.k, batch.v))
+        out = peer(q, k, v)
+        out.backward(batch.dout[rows])
+        assert q.grad is not None and k.grad is not None and v.grad is not None
+        results.append([out.detach(), q.grad, k.grad, v.grad])
+    return results
+
+
+def _rows_of(peer: type, rank: int, ranks: int) -> torch.Tensor:
+    if peer is AllToAll:
+        part = sum(LENGTHS) // ranks
+        return torch.arange(rank * part, (rank + 1) * part)
+    rows, begin = [], 0
+    for length in LENGTHS:
+        chunk = length // (2 * ranks)
+        for index in (rank, 2 * ranks - 1 - rank):
+            rows.append(torch.arange(begin + index * chunk, begin + (index + 1) * chunk))
+        begin += length
+    return torch.cat(rows)
+
+
+def test_the_peers_that_are_timed_compute_the_same_attention() -> None:
+    of_ranks = distca.launch(_peers_on_a_rank, ranks=2, threads=1)
+    out, _, *gradients = oracle(random_batch(LENGTHS, HEADS, 3))
+    for index, peer in enumerate((AllGather, AllToAll)):
+        for rank in range(2):
+            rows = _rows_of(peer, rank, 2)
+            for ours, expected in zip(of_ranks[rank][index], (out, *gradients), strict=True):
+                torch.testing.assert_close(ours.double(), expected[rows], rtol=1e-4, atol=1e-5)
+
+
+def test_a_report_has_every_figure_with_its_bound_and_the_setting(tmp_path: Path) -> None:
+    results = [
+        Result("first", [Row("ratio", 0.5, "x", at_most=0.75), Row("rate", 12.25, "GFLOP/s", at_least=10)], {"n": 3}),
+        Result("second", [Row("time", 7, "ms")]),
+    ]
+    written = write_report(results, tmp_path).read_text()
+    assert "| ratio | 0.5 x | at most 0.75 |" in written
+    assert "| rate | 12.25 GFLOP/s | at least 10 |" in written
+    assert "| time | 7 ms |  |" in written
+    assert f"- torch: {torch.__version__}" in written
+    assert json.loads((tmp_path / "first.json").read_text())["rows"][1]["at_least"] == 10
+
+
+def test_medians_of_ratios_and_spreads() -> None:
+    assert median_ratio([2.0, 9.0, 4.0], [1.0, 3.0, 1.0]) == 3.0
+    assert spread([1.0, 2.0, 3.0]) == 1.0
+    assert spread([1.0]) == 0.0
