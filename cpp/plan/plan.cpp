@@ -83,8 +83,7 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options)
     stats_.load_before[static_cast<size_t>(p.rank)] += cost_of(p.document, p.begin, p.end) * heads;
   for (const Task& t : tasks_)
     stats_.load[static_cast<size_t>(t.server)] += cost_of(t.document, t.q_begin, t.q_end) * heads;
-  stats_.lower_bound =
-      load_lower_bound(*layout_, options_.schedule.mask, options_.schedule.cost, num_servers()) * heads;
+  stats_.lower_bound = lower_bounds(*layout_, options_.schedule).load;
 
   assemble(*layout_, options_, tasks_, tables_, stats_);
   digest_ = plan_digest(*layout_, options_, tasks_);
