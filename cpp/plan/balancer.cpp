@@ -4,6 +4,8 @@
 #include <limits>
 #include <numeric>
 
+#include "plan/limits.h"
+
 namespace distca::plan {
 namespace {
 
@@ -18,8 +20,8 @@ Balancer::Balancer(const Layout& layout, const ScheduleOptions& options)
     : layout_(layout),
       options_(options),
       finder_(options.heads, options.mask, options.cost, options.objective, options.split_heads),
-      num_heads_(options.split_heads ? options.heads.kv_heads : 1),
-      ranks_per_node_(options.ranks_per_node > 0 ? options.ranks_per_node : layout.num_ranks()),
+      num_heads_(head_groups(options).num_groups),
+      ranks_per_node_(ranks_of_node(layout, options)),
       num_nodes_((layout.num_ranks() + ranks_per_node_ - 1) / ranks_per_node_) {
   const auto n = static_cast<size_t>(layout.num_ranks());
   load_.assign(n, 0);
@@ -50,26 +52,13 @@ void Balancer::index_placements() {
 }
 
 void Balancer::set_limits() {
-  const size_t n = load_.size();
-  speed_ = options_.speeds.empty() ? std::vector<int64_t>(n, 1) : options_.speeds;
-  if (!options_.servers.empty()) {
-    std::vector<int64_t> of_servers(n, 0);
-    for (int64_t s : options_.servers) of_servers[static_cast<size_t>(s)] = speed_[static_cast<size_t>(s)];
-    speed_ = std::move(of_servers);
-  }
+  speed_ = server_speeds(layout_, options_);
   const int64_t total = std::accumulate(load_.begin(), load_.end(), int64_t{0});
-  const int64_t speeds = std::accumulate(speed_.begin(), speed_.end(), int64_t{0});
+  limit_ = load_limits(total, speed_, options_.tolerance_ppm);
   // Nodes aim a little below the tolerance, so that their ranks need not all be filled to the last row.
+  const std::vector<int64_t> lower = load_limits(total, speed_, options_.tolerance_ppm * 3 / 4);
   node_limit_.assign(static_cast<size_t>(num_nodes_), 0);
-  for (size_t r = 0; r < n; ++r) {
-    const Wide share = Wide{total} * speed_[r];
-    const auto at_least = static_cast<int64_t>((share + speeds - 1) / speeds);
-    const auto limit = [&](int64_t ppm) {
-      return std::max(at_least, static_cast<int64_t>(share * (1'000'000 + ppm) / (Wide{speeds} * 1'000'000)));
-    };
-    limit_.push_back(limit(options_.tolerance_ppm));
-    node_limit_[r / static_cast<size_t>(ranks_per_node_)] += limit(options_.tolerance_ppm * 3 / 4);
-  }
+  for (size_t r = 0; r < lower.size(); ++r) node_limit_[r / static_cast<size_t>(ranks_per_node_)] += lower[r];
 }
 
 void Balancer::run() {
@@ -122,7 +111,7 @@ void Balancer::drain(int32_t rank_begin, int32_t rank_end, int64_t min_rows) {
     sources_.pop_back();
     const Piece& p = pieces_[static_cast<size_t>(piece)];
     if (surplus(p.server) <= 0) continue;
-    // A rank may end below its limit if there is no piece that is small enough.
+    // A rank may end below its limit, since a shard has min_rows rows at least.
     const int64_t least = finder_.cost(length_of(p), p.begin, std::min(p.end, p.begin + min_rows));
     const int64_t amount = std::max(surplus(p.server), least);
     // The largest room is looked at in any case, so let it be a true one.
@@ -237,6 +226,7 @@ void Balancer::apply(int32_t index, const Move& move) {
   keep(p.head_begin, head_end, s.end, p.end);
   add_piece({p.placement, move.rank, p.head_begin, head_end, s.begin, s.end, -1});
   moved_[static_cast<size_t>(placement_of(p).document)] = 1;
+  is_cut_[static_cast<size_t>(p.placement)] = 1;
   load_[from] -= s.cost;
   load_[to] += s.cost;
   if (node_of(p.server) != node_of(move.rank)) {
@@ -261,7 +251,6 @@ void Balancer::materialise(int32_t rank) {
   done = 1;
   for (int32_t i : placements_of(static_cast<size_t>(rank))) {
     const Placement& p = layout_.placements()[static_cast<size_t>(i)];
-    is_cut_[static_cast<size_t>(i)] = 1;
     add_piece({i, rank, 0, static_cast<int32_t>(num_heads_), p.begin, p.end, -1});
   }
 }

@@ -33,8 +33,8 @@ class Balancer {
   /// shards that are long enough goes anywhere. 4. Single rows, as long as the largest load falls.
   void run();
 
-  /// Placements without pieces stay whole at home. A piece may be empty.
-  bool has_pieces(size_t placement) const { return is_cut_[placement]; }
+  /// Of a placement that is not cut all is at home; of one that is, all is in pieces, some of which are empty.
+  bool is_cut(size_t placement) const { return is_cut_[placement]; }
   const std::vector<Piece>& pieces() const { return pieces_; }
   /// Placements of a rank, ascending.
   std::span<const int32_t> placements_of(size_t rank) const {

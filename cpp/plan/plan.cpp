@@ -120,7 +120,7 @@ void Plan::complete() {
   for (const Task& t : tasks_)
     stats_.load[static_cast<size_t>(t.server)] +=
         load_of(t.document, t.q_begin, t.q_end, t.kv_head_end - t.kv_head_begin);
-  stats_.lower_bound = load_lower_bound(*layout_, o.mask, o.cost, num_servers()) * o.heads.q_heads;
+  stats_.lower_bounds = lower_bounds(*layout_, o);
 
   arrangement_ = arrange(*layout_, o.heads, options_.key_block_rows, o.ranks_per_node, tasks_);
   digest_ = plan_digest(*layout_, options_, tasks_);

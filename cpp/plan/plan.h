@@ -25,7 +25,7 @@ struct PlanOptions {
 struct PlanStats {
   std::vector<int64_t> load_before;  // by rank, with every row computed at home; cost-model units x query heads
   std::vector<int64_t> load;
-  int64_t lower_bound = 0;  // of the largest load
+  LowerBounds lower_bounds;
   int64_t plan_ns = 0;
 };
 

@@ -3,45 +3,49 @@
 #include <algorithm>
 
 #include "plan/balancer.h"
+#include "plan/limits.h"
 
 namespace distca::plan {
 namespace {
 
-/// Turns pieces into tasks: sorted, with equal or disjoint head ranges in a document at a server, neighbours merged.
+/// Writes tasks that come ascending by (server, document). Within one document at one server head ranges become equal
+/// or disjoint, and neighbours are merged.
 class TaskWriter {
  public:
   TaskWriter(const Layout& layout, const ScheduleOptions& options)
-      : layout_(layout), mask_(options.mask), heads_(options.split_heads ? 1 : options.heads.kv_heads) {}
+      : layout_(layout), mask_(options.mask), heads_of_group_(head_groups(options).heads_of_group) {}
 
-  Task task(const Placement& p, int64_t begin, int64_t end, int64_t head_begin, int64_t head_end,
-            int64_t server) const {
-    return {p.document,
-            begin,
-            end,
-            mask_.first_key(begin),
-            mask_.end_key(end - 1, layout_.document_lengths()[static_cast<size_t>(p.document)]),
-            head_begin * heads_,
-            head_end * heads_,
-            p.rank,
-            p.row + (begin - p.begin),
-            server};
+  void reserve(size_t n) { tasks_.reserve(n); }
+
+  /// Of a segment, rows and groups of heads.
+  void add(const Placement& p, int64_t begin, int64_t end, int64_t group_begin, int64_t group_end, int64_t server) {
+    if (run_ < tasks_.size() && (tasks_[run_].document != p.document || tasks_[run_].server != server)) end_run();
+    tasks_.push_back({p.document, begin, end, mask_.first_key(begin),
+                      mask_.end_key(end - 1, layout_.document_lengths()[static_cast<size_t>(p.document)]),
+                      group_begin * heads_of_group_, group_end * heads_of_group_, p.rank, p.row + (begin - p.begin),
+                      server});
   }
 
-  /// All tasks of one document at one server.
-  void write(std::span<Task> tasks, std::vector<Task>& out) {
-    if (tasks.size() == 1) {
-      out.push_back(tasks[0]);
-      return;
-    }
-    split_at_common_heads(tasks);
-    std::sort(split_.begin(), split_.end(), [](const Task& a, const Task& b) {
-      return a.kv_head_begin != b.kv_head_begin ? a.kv_head_begin < b.kv_head_begin : a.q_begin < b.q_begin;
-    });
-    merge_rows();
-    merge_heads(out);
+  std::vector<Task> take() {
+    end_run();
+    return std::move(tasks_);
   }
 
  private:
+  /// All tasks of one document at one server are there.
+  void end_run() {
+    if (tasks_.size() > run_ + 1) {
+      split_at_common_heads(std::span(tasks_).subspan(run_));
+      std::sort(split_.begin(), split_.end(), [](const Task& a, const Task& b) {
+        return a.kv_head_begin != b.kv_head_begin ? a.kv_head_begin < b.kv_head_begin : a.q_begin < b.q_begin;
+      });
+      merge_rows();
+      tasks_.resize(run_);
+      merge_heads();
+    }
+    run_ = tasks_.size();
+  }
+
   void split_at_common_heads(std::span<const Task> tasks) {
     cuts_.clear();
     for (const Task& t : tasks) {
@@ -77,23 +81,24 @@ class TaskWriter {
   }
 
   /// Neighbouring head ranges with the same rows become one.
-  void merge_heads(std::vector<Task>& out) const {
-    size_t run = out.size(), run_end = run;  // the tasks of the head range written last
+  void merge_heads() {
+    size_t run = tasks_.size(), run_end = run;  // the tasks of the head range written last
     for (size_t i = 0; i < split_.size();) {
       size_t end = i;
       while (end < split_.size() && split_[end].kv_head_begin == split_[i].kv_head_begin) ++end;
       const bool same =
-          run_end > run && out[run].kv_head_end == split_[i].kv_head_begin &&
+          run_end > run && tasks_[run].kv_head_end == split_[i].kv_head_begin &&
           std::equal(split_.begin() + static_cast<int64_t>(i), split_.begin() + static_cast<int64_t>(end),
-                     out.begin() + static_cast<int64_t>(run), out.end(), [](const Task& a, const Task& b) {
+                     tasks_.begin() + static_cast<int64_t>(run), tasks_.end(), [](const Task& a, const Task& b) {
                        return a.q_begin == b.q_begin && a.q_end == b.q_end && a.home_row == b.home_row;
                      });
       if (same) {
-        for (size_t k = run; k < run_end; ++k) out[k].kv_head_end = split_[i].kv_head_end;
+        for (size_t k = run; k < run_end; ++k) tasks_[k].kv_head_end = split_[i].kv_head_end;
       } else {
         run = run_end;
-        out.insert(out.end(), split_.begin() + static_cast<int64_t>(i), split_.begin() + static_cast<int64_t>(end));
-        run_end = out.size();
+        tasks_.insert(tasks_.end(), split_.begin() + static_cast<int64_t>(i),
+                      split_.begin() + static_cast<int64_t>(end));
+        run_end = tasks_.size();
       }
       i = end;
     }
@@ -101,7 +106,9 @@ class TaskWriter {
 
   const Layout& layout_;
   const Mask& mask_;
-  int64_t heads_;
+  int64_t heads_of_group_;
+  std::vector<Task> tasks_;
+  size_t run_ = 0;  // where the tasks of the last document and server begin
   std::vector<int64_t> cuts_;
   std::vector<Task> split_;
 };
@@ -111,50 +118,33 @@ class TaskWriter {
 std::vector<Task> schedule(const Layout& layout, const ScheduleOptions& options) {
   Balancer balancer(layout, options);
   if (options.balance) balancer.run();
+  const auto placements = layout.placements();
+  const auto placement_of = [&](const Piece& p) { return placements[static_cast<size_t>(p.placement)]; };
+  std::vector<Piece> pieces;
+  for (const Piece& p : balancer.pieces())
+    if (!p.empty() && balancer.is_cut(static_cast<size_t>(p.placement))) pieces.push_back(p);
+  // Placements ascend by document.
+  std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) {
+    return a.server != b.server ? a.server < b.server : a.placement < b.placement;
+  });
   TaskWriter writer(layout, options);
-  const int64_t num_heads = options.split_heads ? options.heads.kv_heads : 1;
-  std::vector<Task> cut, merged, tasks;
-  for (const Piece& p : balancer.pieces()) {
-    if (!p.empty())
-      cut.push_back(writer.task(layout.placements()[static_cast<size_t>(p.placement)], p.begin, p.end, p.head_begin,
-                                p.head_end, p.server));
-  }
-  const auto before = [](const Task& a, const Task& b) {
-    if (a.server != b.server) return a.server < b.server;
-    if (a.document != b.document) return a.document < b.document;
-    return a.q_begin < b.q_begin;
+  writer.reserve(placements.size() + pieces.size());
+  const int64_t num_groups = head_groups(options).num_groups;
+  auto piece = pieces.begin();
+  const auto add_pieces = [&](int32_t server, int32_t end) {
+    for (; piece != pieces.end() && piece->server == server && piece->placement < end; ++piece)
+      writer.add(placement_of(*piece), piece->begin, piece->end, piece->head_begin, piece->head_end, server);
   };
-  std::sort(cut.begin(), cut.end(), before);
-  tasks.reserve(layout.placements().size() + 2 * cut.size());
-  size_t next = 0;
-  for (size_t r = 0; r < static_cast<size_t>(layout.num_ranks()); ++r) {
-    // Whole segments at home and pieces, both ascending by document.
-    merged.clear();
-    for (int32_t i : balancer.placements_of(r)) {
-      if (balancer.has_pieces(static_cast<size_t>(i))) continue;
-      const Placement& p = layout.placements()[static_cast<size_t>(i)];
-      while (next < cut.size() && cut[next].server == p.rank && cut[next].document <= p.document)
-        merged.push_back(cut[next++]);
-      merged.push_back(writer.task(p, p.begin, p.end, 0, num_heads, p.rank));
+  for (int32_t r = 0; r < layout.num_ranks(); ++r) {
+    for (int32_t i : balancer.placements_of(static_cast<size_t>(r))) {
+      if (balancer.is_cut(static_cast<size_t>(i))) continue;
+      add_pieces(r, i);
+      const Placement& p = placements[static_cast<size_t>(i)];
+      writer.add(p, p.begin, p.end, 0, num_groups, r);
     }
-    while (next < cut.size() && cut[next].server == static_cast<int64_t>(r)) merged.push_back(cut[next++]);
-    for (size_t i = 0; i < merged.size();) {
-      size_t end = i + 1;
-      while (end < merged.size() && merged[end].document == merged[i].document) ++end;
-      writer.write(std::span(merged).subspan(i, end - i), tasks);
-      i = end;
-    }
+    add_pieces(r, static_cast<int32_t>(placements.size()));
   }
-  return tasks;
-}
-
-int64_t load_lower_bound(const Layout& layout, const Mask& mask, const CostModel& cost, int64_t num_servers) {
-  int64_t total = 0, costliest_row = 0;
-  for (int64_t length : layout.document_lengths()) {
-    total += cost.cost(mask, length, 0, length);
-    costliest_row = std::max(costliest_row, cost.cost(mask, length, length - 1, length));
-  }
-  return std::max(costliest_row, (total + num_servers - 1) / num_servers);
+  return writer.take();
 }
 
 }  // namespace distca::plan

@@ -44,7 +44,12 @@ struct ScheduleOptions {
 /// document at one server are equal or disjoint.
 std::vector<Task> schedule(const Layout& layout, const ScheduleOptions& options);
 
-/// No schedule of whole rows has a smaller largest load: the mean rounded up, or the costliest single row.
-int64_t load_lower_bound(const Layout& layout, const Mask& mask, const CostModel& cost, int64_t num_servers);
+/// No schedule does better (proofs: bounds.cpp).
+struct LowerBounds {
+  int64_t load = 0;   // the largest load at mean speed, cost units x query heads: the mean, or the costliest row
+  int64_t bytes = 0;  // under the objective, of schedules that keep every load within the tolerance
+  int64_t bytes_between_nodes = 0;
+};
+LowerBounds lower_bounds(const Layout& layout, const ScheduleOptions& options);
 
 }  // namespace distca::plan

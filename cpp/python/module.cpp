@@ -122,7 +122,9 @@ py::dict stats_of(const plan::Plan& p) {
   py::dict d;
   d["load_before"] = s.load_before;
   d["load"] = s.load;
-  d["lower_bound"] = s.lower_bound;
+  d["lower_bound"] = s.lower_bounds.load;
+  d["bytes_lower_bound"] = s.lower_bounds.bytes;
+  d["bytes_between_nodes_lower_bound"] = s.lower_bounds.bytes_between_nodes;
   d["num_servers"] = p.num_servers();
   py::dict bytes, between_nodes;
   const char* messages[] = {"forward_in", "forward_out", "backward_in", "backward_out"};

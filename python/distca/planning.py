@@ -162,7 +162,9 @@ class PlanStats:
     Attributes:
         load_before: load of each rank with every row computed at home.
         load: load of each rank as planned.
-        lower_bound: no plan of whole rows has a smaller largest load.
+        lower_bound: no plan has a smaller largest load.
+        bytes_lower_bound: no plan within the tolerance moves fewer bytes, of all messages or of those of the objective.
+        bytes_between_nodes_lower_bound: the same of bytes from one node to another.
         num_servers: ranks that compute tasks.
         bytes: bytes between ranks for each message: forward_in, forward_out, backward_in, backward_out.
         bytes_between_nodes: the part of them that goes from one node to another.
@@ -173,6 +175,8 @@ class PlanStats:
     load_before: list[int]
     load: list[int]
     lower_bound: int
+    bytes_lower_bound: int
+    bytes_between_nodes_lower_bound: int
     num_servers: int
     bytes: dict[str, int]
     bytes_between_nodes: dict[str, int]

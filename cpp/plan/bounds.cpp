@@ -1,0 +1,165 @@
+// Lower bounds of load and bytes, with their proofs.
+#include <algorithm>
+#include <numeric>
+#include <span>
+#include <vector>
+
+#include "plan/limits.h"
+#include "plan/scheduler.h"
+
+namespace distca::plan {
+namespace {
+
+using Wide = __int128;
+
+/// Bytes that cross the border of a set of ranks when `excess` of the cost of the rows that they hold is computed
+/// elsewhere, at least.
+///
+/// Let n rows of a document, for one head, be computed elsewhere; their cost is C. Each crosses the border with its
+/// query and its result: n times `query_row`. Their keys cross it once at least: under the causal mask all rows held up
+/// to the highest of the n, under the full mask all rows held, under a window no fewer than n. So the bytes are at
+/// least some B(C). For every price x > 0 of a unit of cost, and for all documents and heads together,
+///     bytes >= sum B(C) >= x excess - sum (x C - B(C)) >= x excess - sum max_C (x C - B(C)).
+/// That maximum is known: rows that cost more than t = query_row / x are worth their bytes, and where any is, all of
+/// them are, for under the causal mask the next higher row costs more at the same bytes. Every t gives a valid bound;
+/// the best one is searched for by halving.
+class BorderBound {
+ public:
+  BorderBound(const Layout& layout, const ScheduleOptions& options)
+      : layout_(layout),
+        finder_(options.heads, options.mask, options.cost, options.objective, options.split_heads),
+        groups_(head_groups(options).num_groups),
+        query_row_(finder_.prices().query_row) {
+    // A key's gradient travels in the input dtype where one server alone contributes to it.
+    const int64_t row = options.heads.element_bytes() * (options.heads.dim + options.heads.v_dim);
+    key_row_ = row * head_groups(options).heads_of_group * (options.objective == Objective::kAll ? 3 : 1);
+    keys_ = options.mask.kind == MaskKind::kFull ? Keys::kAll : options.mask.window > 0 ? Keys::kOwn : Keys::kUpToTop;
+  }
+
+  int64_t bytes(std::vector<Placement>& held, int64_t excess) {
+    std::sort(held.begin(), held.end(), [](const Placement& a, const Placement& b) {
+      return a.document != b.document ? a.document < b.document : a.begin < b.begin;
+    });
+    documents_.clear();
+    int64_t low = 1, high = 1, best = 0;
+    for (const Placement& p : held) {
+      if (documents_.empty() || documents_.back().placements.front().document != p.document)
+        documents_.push_back({std::span(&p, 0), 0});
+      Document& d = documents_.back();
+      d = {std::span(d.placements.data(), d.placements.size() + 1), row_cost(p, p.end - 1)};
+      high = std::max(high, d.top_cost);
+    }
+    while (low <= high) {
+      const int64_t t = low + (high - low) / 2;
+      Wide moved = 0, gain = 0;
+      for (const Document& d : documents_) add(d, t, moved, gain);
+      best = std::max(best, static_cast<int64_t>((Wide{query_row_} * excess - gain * groups_) / t));
+      if (moved * groups_ > excess) {
+        low = t + 1;
+        std::erase_if(documents_, [&](const Document& d) { return d.top_cost < low; });
+      } else {
+        high = t - 1;
+      }
+    }
+    return best;
+  }
+
+ private:
+  enum class Keys { kUpToTop, kAll, kOwn };
+  struct Document {
+    std::span<const Placement> placements;
+    int64_t top_cost;  // of its last row, which costs most
+  };
+
+  int64_t length_of(const Placement& p) const { return layout_.document_lengths()[static_cast<size_t>(p.document)]; }
+  int64_t row_cost(const Placement& p, int64_t row) const { return finder_.cost(length_of(p), row, row + 1); }
+
+  /// The document's best C, and t / x times what it brings.
+  void add(const Document& d, int64_t t, Wide& moved, Wide& gain) const {
+    // Under a window every row pays for one key.
+    const int64_t worth = keys_ == Keys::kOwn ? (t * (query_row_ + key_row_) + query_row_ - 1) / query_row_ : t;
+    if (d.top_cost < worth) return;
+    int64_t cost = 0, num_rows = 0, num_held = 0;
+    for (const Placement& p : d.placements) {
+      num_held += p.end - p.begin;
+      if (row_cost(p, p.end - 1) < worth) continue;
+      int64_t low = p.begin, high = p.end - 1;  // rows cost no less than the rows before them
+      while (low < high) {
+        const int64_t mid = low + (high - low) / 2;
+        if (row_cost(p, mid) >= worth)
+          high = mid;
+        else
+          low = mid + 1;
+      }
+      cost += finder_.cost(length_of(p), low, p.end);
+      num_rows += p.end - low;
+    }
+    const int64_t num_keys = keys_ == Keys::kOwn ? num_rows : num_held;
+    const Wide brings = Wide{query_row_} * cost - Wide{t} * (Wide{query_row_} * num_rows + Wide{key_row_} * num_keys);
+    if (brings <= 0) return;
+    moved += cost;
+    gain += brings;
+  }
+
+  const Layout& layout_;
+  ShardFinder finder_;
+  int64_t groups_;
+  int64_t query_row_, key_row_;
+  Keys keys_;
+  std::vector<Document> documents_;
+};
+
+/// What sets of `size` consecutive ranks hold above the limits of their ranks must be computed elsewhere.
+int64_t bytes_between(const Layout& layout, const ScheduleOptions& options, const std::vector<int64_t>& load,
+                      const std::vector<int64_t>& limits, const std::vector<std::vector<int32_t>>& of_rank,
+                      size_t size) {
+  int64_t bytes = 0;
+  BorderBound bound(layout, options);
+  std::vector<Placement> held;
+  for (size_t begin = 0; begin < load.size(); begin += size) {
+    const size_t end = std::min(load.size(), begin + size);
+    int64_t excess = 0;
+    for (size_t r = begin; r < end; ++r) excess += load[r] - limits[r];
+    if (excess <= 0) continue;
+    held.clear();
+    for (size_t r = begin; r < end; ++r)
+      for (int32_t i : of_rank[r]) held.push_back(layout.placements()[static_cast<size_t>(i)]);
+    bytes += bound.bytes(held, excess);
+  }
+  return bytes;
+}
+
+}  // namespace
+
+LowerBounds lower_bounds(const Layout& layout, const ScheduleOptions& options) {
+  const HeadGroups groups = head_groups(options);
+  const auto n = static_cast<size_t>(layout.num_ranks());
+  std::vector<int64_t> load(n, 0);
+  std::vector<std::vector<int32_t>> of_rank(n);
+  int64_t costliest = 0;
+  for (size_t i = 0; i < layout.placements().size(); ++i) {
+    const Placement& p = layout.placements()[i];
+    const int64_t length = layout.document_lengths()[static_cast<size_t>(p.document)];
+    load[static_cast<size_t>(p.rank)] += groups.num_groups * options.cost.cost(options.mask, length, p.begin, p.end);
+    costliest = std::max(costliest, options.cost.cost(options.mask, length, p.end - 1, p.end));
+    of_rank[static_cast<size_t>(p.rank)].push_back(static_cast<int32_t>(i));
+  }
+  const std::vector<int64_t> speeds = server_speeds(layout, options);
+  const auto num_servers = static_cast<int64_t>(n) - std::count(speeds.begin(), speeds.end(), 0);
+  const int64_t fastest = *std::max_element(speeds.begin(), speeds.end());
+  const Wide sum = std::accumulate(speeds.begin(), speeds.end(), int64_t{0});
+  const int64_t total = std::accumulate(load.begin(), load.end(), int64_t{0});
+  // Loads at mean speed: load times the mean speed over the server's.
+  const bool even = sum == Wide{fastest} * num_servers;
+  LowerBounds bounds;
+  const int64_t mean = even ? (total + num_servers - 1) / num_servers : total / num_servers;
+  bounds.load = std::max(mean, static_cast<int64_t>(Wide{costliest} * sum / (Wide{fastest} * num_servers))) *
+                groups.query_heads_of_group;
+  const std::vector<int64_t> limits = load_limits(total, speeds, options.tolerance_ppm);
+  bounds.bytes = bytes_between(layout, options, load, limits, of_rank, 1);
+  bounds.bytes_between_nodes =
+      bytes_between(layout, options, load, limits, of_rank, static_cast<size_t>(ranks_of_node(layout, options)));
+  return bounds;
+}
+
+}  // namespace distca::plan
