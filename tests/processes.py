@@ -292,8 +292,7 @@ def connect_to(
         slot_bytes=slot_bytes,
         timeout=timeout,
         connect_timeout=connect_timeout,
-        per_pair=CostModel().per_pair,
-        per_row=CostModel().per_row,
+        cost=CostModel().core,
         epoch=1,
         reorder_seed=reorder_seed,
     )

@@ -167,7 +167,8 @@ def test_ctrl_c_reaches_the_ranks_and_those_that_handle_it_still_return(tmp_path
         pids = _wait_for(lambda: _rank_pids(tmp_path), "the start of the ranks")
         parent.send_signal(signal.SIGINT)
         out, err = parent.communicate(timeout=60)
-    assert (parent.returncode, out.strip(), err) == (0, "['stopped cleanly', 'stopped cleanly']", "")
+    said = [line for line in out.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10 does
+    assert (parent.returncode, said, err) == (0, ["['stopped cleanly', 'stopped cleanly']"], "")
     assert all(_gone(pid) for pid in pids)
 
 
