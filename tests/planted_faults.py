@@ -33,6 +33,7 @@ EXACT = "tests/test_exactness.py"
 STEPS = "tests/test_steps.py"
 ATTENTION = "tests/test_attention.py"
 PLAN = "tests/test_plan.py"
+SCHEDULER = "tests/test_scheduler.py"
 DEATH = "tests/test_death.py"
 TRANSPORT = "tests/test_transport.py"
 BAD_INPUT = "tests/test_bad_input.py"
@@ -53,6 +54,7 @@ DISPATCHER = "cpp/runtime/dispatcher.cpp"
 PROTOCOL = "cpp/runtime/protocol.cpp"
 ARRANGEMENT = "cpp/plan/arrangement.cpp"
 TABLES = "cpp/plan/rank_tables.cpp"
+SHARD = "cpp/plan/shard.cpp"
 FORWARD = "cpp/attention/cpu_forward.cpp"
 BACKWARD = "cpp/attention/cpu_backward.cpp"
 KERNEL = "cpp/attention/cpu_kernel.h"
@@ -198,6 +200,27 @@ FAULTS = [
         "    check(static_cast<int64_t>(digest(used)) == h().checksum,",
         "    check(static_cast<int64_t>(digest(used)) != 0,",
         (BAD_INPUT,),
+    ),
+    Fault(
+        "a shard is always the last rows",
+        SHARD,
+        "b = inner;",
+        "b = end;",
+        (SCHEDULER,),
+    ),
+    Fault(
+        "what a shard leaves may be shorter than wanted",
+        SHARD,
+        "    if (a > begin) a = std::max(a, begin + min_rows);",
+        "",
+        (SCHEDULER,),
+    ),
+    Fault(
+        "ranks give away more than they must",
+        "cpp/plan/balancer.cpp",
+        "  limit_ = load_limits(total, speed_, options_.tolerance_ppm);",
+        "  limit_ = load_limits(total, speed_, 0);",
+        (SCHEDULER,),
     ),
     # ---- the kernel
     Fault(

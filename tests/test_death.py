@@ -277,10 +277,9 @@ def test_a_peer_that_closed_its_context_is_named_and_not_called_dead() -> None:
 
 def serve_one_another(rank: int, ranks: int, pipe: Connection) -> None:
     """As `obey`, with a plan in which rank 0 deals with the last rank alone."""
-    plan = distca.plan(
-        distca.Layout.from_documents([[128], [90], []]), HEADS, rank=rank, tolerance=0.0, min_rows=1, capacity=2**62
-    )
-    assert {(task.home, task.server) for task in plan.tasks} == {(0, 0), (0, 2), (1, 1)}
+    tasks = [(0, 0, 90, 0, HEADS.kv, 0), (0, 90, 128, 0, HEADS.kv, 2), (1, 0, 90, 0, HEADS.kv, 1)]
+    layout = distca.Layout.from_documents([[128], [90], []])
+    plan = distca.plan(layout, HEADS, rank=rank, capacity=2**62, tasks=tasks)
     me = Rank(rank, pipe, connect(rank, pipe), plan)
     while (command := pipe.recv()) != "end":
         if command == "close":

@@ -109,6 +109,14 @@ def test_pieces_are_no_shorter_than_wanted(min_rows: int, seed: int) -> None:
         assert whole or task.q_end - task.q_begin >= min_rows
 
 
+def test_what_a_shard_leaves_is_no_shorter_either() -> None:
+    """900 of 1000 rows would do, but then 100 are left: 872 go, and 128 of the other document."""
+    layout = distca.Layout.from_documents([[1000, 1000], [316]])
+    plan = distca.plan(layout, HEADS, mask="full", tolerance=0.05, min_rows=128)
+    assert plan.stats.imbalance_after <= 1.05
+    assert min(task.q_end - task.q_begin for task in plan.tasks) == 128
+
+
 def test_dedicated_servers_compute_everything_and_nobody_else_anything() -> None:
     documents = heavy_tailed(12, 8192, 7)
     servers = [1, 5, 6]

@@ -161,7 +161,6 @@ void Balancer::consider(const Piece& p, int64_t amount, int64_t min_rows, int32_
   const int64_t budget = std::min(amount, room(rank));
   if (budget <= 0 || rank == p.server) return;
   const int64_t length = length_of(p);
-  Shard shard;
   const auto offer = [&](Shard s) {
     if (s.empty()) return;
     s.bytes = s.num_heads * finder_.bytes(placement_of(p).rank == rank ? 0 : s.end - s.begin, missing_keys(p, s, rank));
@@ -182,8 +181,13 @@ int64_t Balancer::missing_keys(const Piece& p, const Shard& s, int32_t server) c
   const auto of_document = layout_.placements(document);
   if (of_document.size() == 1 && !moved_[static_cast<size_t>(document)]) return end - next;
   std::vector<std::pair<int64_t, int64_t>> present;
-  for (const Placement& q : of_document)
-    if (q.rank == server) present.emplace_back(q.begin, q.end);
+  const auto held = placements_of(static_cast<size_t>(server));
+  const auto first = static_cast<int32_t>(of_document.data() - layout_.placements().data());
+  for (auto i = std::lower_bound(held.begin(), held.end(), first); i != held.end(); ++i) {
+    const Placement& q = layout_.placements()[static_cast<size_t>(*i)];
+    if (q.document != document) break;
+    present.emplace_back(q.begin, q.end);
+  }
   for (int32_t i = first_piece_[static_cast<size_t>(server)]; i >= 0; i = pieces_[static_cast<size_t>(i)].next) {
     const Piece& q = pieces_[static_cast<size_t>(i)];
     if (q.empty() || placement_of(q).document != document) continue;

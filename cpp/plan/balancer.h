@@ -11,7 +11,7 @@
 
 namespace distca::plan {
 
-/// Rows [begin, end) of key/value heads [head_begin, head_end) of one segment, at one server.
+/// Rows [begin, end) and groups of heads (limits.h) [head_begin, head_end) of one segment, at one server.
 struct Piece {
   int32_t placement = 0;  // index into Layout::placements()
   int32_t server = 0;
@@ -23,7 +23,7 @@ struct Piece {
   bool empty() const { return begin == end; }
 };
 
-/// Loads here are cost units x key/value heads.
+/// Loads here are cost units x groups of heads.
 class Balancer {
  public:
   Balancer(const Layout& layout, const ScheduleOptions& options);
@@ -81,7 +81,6 @@ class Balancer {
     return layout_.document_lengths()[static_cast<size_t>(placement_of(p).document)];
   }
   const Placement& placement_of(const Piece& p) const { return layout_.placements()[static_cast<size_t>(p.placement)]; }
-  int64_t cost_of(const Piece& p) const { return p.num_heads() * finder_.cost(length_of(p), p.begin, p.end); }
   int64_t node_of(int32_t rank) const { return rank / ranks_per_node_; }
   int64_t surplus(int32_t rank) const {
     const auto r = static_cast<size_t>(rank);
@@ -95,7 +94,7 @@ class Balancer {
   const Layout& layout_;
   const ScheduleOptions& options_;
   ShardFinder finder_;
-  int64_t num_heads_ = 1;  // that may go to different servers
+  int64_t num_heads_ = 1;  // groups of them
   int64_t ranks_per_node_ = 1, num_nodes_ = 1;
   std::vector<int64_t> load_, limit_;
   std::vector<int64_t> speed_;  // 0: no server
