@@ -44,7 +44,7 @@ def test_packed_documents_are_as_exact_as_pytorch(shape: tuple[int, int, int, in
     check_exactness(distca.Heads(*shape, dtype=dtype))
 
 
-@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512", "avx512_bf16"])
 def test_every_instruction_set_is_as_exact_as_pytorch(isa: str) -> None:
     """The choice is made once a process, so each has one of its own."""
     script = (

@@ -50,6 +50,8 @@ struct KeyGroup {
   std::span<const int64_t> blocks;
   RowView k[2];
   RowView v[2];
+  /// For each query head one more score that takes part in every row's softmax, with a value of nothing; null for none.
+  const float* sinks = nullptr;
   /// This group's tasks are tasks[task_begin, task_end) of the problem, ascending by q_begin.
   int64_t task_begin = 0;
   int64_t task_end = 0;
@@ -77,15 +79,17 @@ struct Problem {
   float scale = 1.f;
   std::span<const KeyGroup> groups;
   std::span<const Task> tasks;
+  /// Not 0: scores become softcap * tanh(scale * q k / softcap).
+  float softcap = 0.f;
 };
 
 /// The CPU kernel. Keeps its scratch memory between calls and allocates nothing once it has seen the largest problem.
 /// One call at a time.
 class DISTCA_EXPORT CpuAttention {
  public:
-  /// `isa` forces an instruction set: "avx512", "avx2" or "plain". If empty, the environment variable DISTCA_CPU_ISA
-  /// does; if that is unset, it is the best that this CPU has. InvalidArgumentError for a name that is unknown or that
-  /// this CPU lacks.
+  /// `isa` forces an instruction set: "avx512_bf16", "avx512", "avx2" or "plain". If empty, the environment variable
+  /// DISTCA_CPU_ISA does; if that is unset, it is the best that this CPU has. InvalidArgumentError for a name that is
+  /// unknown or that this CPU lacks.
   explicit CpuAttention(std::string_view isa = {});
   ~CpuAttention();
   CpuAttention(CpuAttention&&) noexcept;
