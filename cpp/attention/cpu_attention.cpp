@@ -79,7 +79,7 @@ KernelCall::KernelCall(const Problem& p, const MicroKernel& m)
       columns(round_up(p.heads.dim, kColumnUnit)),
       v_columns(round_up(p.heads.v_dim, kColumnUnit)),
       // A step of keys is read once for item_rows * group_heads rows; more would leave the second cache.
-      item_rows(std::clamp<int64_t>(4 / group_heads, 1, 4) * kTileRows),
+      item_rows(std::clamp<int64_t>(8 / group_heads, 1, 8) * kTileRows),
       // The sign goes into the queries; with scale 0, they become zero.
       scale(p.scale == 0.f ? 1.f : std::abs(p.scale)),
       sign(p.scale > 0.f   ? 1
@@ -87,8 +87,9 @@ KernelCall::KernelCall(const Problem& p, const MicroKernel& m)
                            : 0) {}
 
 struct CpuAttention::State {
-  /// Units are taken in batches of about this many floats of packed memory.
-  static constexpr int64_t kBatchFloats = int64_t{1} << 24;
+  /// Units are taken in batches of about this many floats of packed memory for each worker: small enough for caches, yet
+  /// work enough for all of them.
+  static constexpr int64_t kBatchFloats = int64_t{1} << 20;
 
   const InstructionSet* isa = nullptr;
   KernelCall call;
@@ -113,11 +114,12 @@ struct CpuAttention::State {
 
   /// Runs `body` for one batch of units after the other.
   template <class Body>
-  void for_each_batch(const Body& body) {
+  void for_each_batch(const Parallel& parallel, const Body& body) {
+    const int64_t most = kBatchFloats * std::max(parallel.num_workers, 1);
     for (size_t begin = 0; begin < units.size();) {
       size_t end = begin;
       int64_t floats = 0;
-      for (; end < units.size() && (end == begin || floats + units[end].num_floats <= kBatchFloats); ++end) {
+      for (; end < units.size() && (end == begin || floats + units[end].num_floats <= most); ++end) {
         units[end].offset = floats;
         floats += round_up(units[end].num_floats, 16);
       }
@@ -129,12 +131,15 @@ struct CpuAttention::State {
     }
   }
 
-  void add_key_items(int64_t rows_per_item) {
+  /// Steps of keys of each group that has units in the batch; the item's unit is the first of them.
+  void add_step_items() {
     items.clear();
     for (int64_t u = 0; u < std::ssize(call.units); ++u) {
-      const KeyGroup& group = call.group_of(call.units[static_cast<size_t>(u)]);
+      const Unit& unit = call.units[static_cast<size_t>(u)];
+      if (u > 0 && call.units[static_cast<size_t>(u - 1)].group == unit.group) continue;
+      const KeyGroup& group = call.group_of(unit);
       for (int64_t begin = group.kv_begin; begin < group.kv_end;) {
-        const int64_t end = std::min(round_down(begin, rows_per_item) + rows_per_item, group.kv_end);
+        const int64_t end = std::min(round_down(begin, kStepKeys) + kStepKeys, group.kv_end);
         items.push_back({end - begin, u, 0, begin, end});
         begin = end;
       }
@@ -239,8 +244,8 @@ void CpuAttention::forward(const Problem& problem, const Parallel& parallel) {
   check(problem);
   State& s = *state_;
   s.start(problem, forward_unit_floats);
-  s.for_each_batch([&] {
-    s.add_key_items(kStepKeys);
+  s.for_each_batch(parallel, [&] {
+    s.add_step_items();
     s.run(kPackKeysPass, parallel);
     s.add_query_items();
     s.sort_items();
@@ -253,7 +258,7 @@ void CpuAttention::backward(const Problem& problem, const Parallel& parallel) {
   check_key_gradients(problem);
   State& s = *state_;
   s.start(problem, backward_unit_floats);
-  s.for_each_batch([&] {
+  s.for_each_batch(parallel, [&] {
     s.reset_progress();
     s.add_chunk_items();
     s.sort_items();

@@ -137,6 +137,25 @@ int64_t gradient_scratch(const KernelCall& call) {
   return carver.used();
 }
 
+/// The rows of q and dout that are packed next. They lie far apart in memory, so they are fetched into the cache while
+/// the strip before them is at work.
+struct RowsToCome {
+  const Task* task = nullptr;
+  int64_t head = 0;
+  int64_t task_row = 0;
+  int64_t rows = 0;
+
+  void prefetch(const HeadShape& heads, int64_t begin, int64_t end) const {
+    for (int64_t i = begin; i < std::min(end, rows); ++i) {
+      prefetch_bytes(task->q.at(task_row + i, head), heads.dim * heads.element_bytes());
+      prefetch_bytes(task->dout.at(task_row + i, head), heads.v_dim * heads.element_bytes());
+    }
+  }
+  static void prefetch_bytes(const std::byte* p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+  }
+};
+
 Panels from_row(Panels panels, int64_t row) { return {panels.data + row * kPanelWords, panels.panel_stride}; }
 
 /// P, dS and the strip's dq of one tile against one step. `key` is the step's first row in the chunk, `row` the tile's
@@ -168,16 +187,20 @@ void compute_tile(const KernelCall& call, int64_t key, int64_t row, int64_t rows
 
 /// Adds what `rows` rows of a strip, the first of which is row `first` of the document, do to the chunk [begin, end).
 void add_strip(const KernelCall& call, int64_t first, int64_t rows, int64_t begin, int64_t end, const Buffers& buffers,
-               const StripSums& sums) {
+               const StripSums& sums, const RowsToCome& next) {
   const Mask& mask = call.problem->mask;
   const MicroKernel& micro = *call.micro;
+  constexpr int64_t kRowsFetched = kTileRows / (kChunkKeys / kStepKeys);
   const int64_t chunk = round_down(begin, kChunkKeys);
   for (int64_t start = round_down(begin, kStepKeys); start < end; start += kStepKeys) {
     const int64_t step_end = std::min(start + kStepKeys, end), key = start - chunk;
+    const int64_t part = key / kStepKeys * kRowsFetched;
     if (tile_of(rows, keys_visible_from(mask, first, start, step_end)).end == 0) continue;
-    for (int64_t row = 0; row < rows; row += kTileRows)
+    for (int64_t row = 0; row < rows; row += kTileRows) {
+      next.prefetch(call.problem->heads, row + part, row + part + kRowsFetched);
       compute_tile(call, key, row, std::min(kTileRows, rows - row),
                    keys_visible_from(mask, first + row, start, step_end), buffers, sums);
+    }
     // Key j of the step is seen by the strip's rows [from + j, upto + j).
     const Visible keys = keys_visible_from(mask, first, start, step_end);
     const Visible seeing{1 - keys.upto, 1 - keys.from, rows};
@@ -244,7 +267,11 @@ void work_on_chunk(const KernelCall& call, const WorkItem& item, float* scratch)
         buffers.strip.load(call, task, unit.kv_head * call.group_heads + h, begin - task.q_begin, end - begin);
         await_turn(progress, chunk_index - first_chunk);
         if (chunk_index == first_chunk) std::fill_n(sums.prob_sum, StripSums::floats(call), 0.f);
-        add_strip(call, begin, end - begin, item.begin, item.end, buffers, sums);
+        RowsToCome next{&task, unit.kv_head * call.group_heads, end - task.q_begin,
+                        std::min(kStripRows, std::min(task.q_end, seeing.end) - end)};
+        if (h + 1 < call.group_heads)
+          next = {&task, unit.kv_head * call.group_heads + h + 1, begin - task.q_begin, end - begin};
+        add_strip(call, begin, end - begin, item.begin, item.end, buffers, sums, next);
         progress.store(static_cast<int32_t>(chunk_index - first_chunk + 1), std::memory_order_release);
       }
     }

@@ -40,14 +40,27 @@ PackedStep packed_step(const KernelCall& call, const Unit& unit, int64_t step) {
 
 int64_t no_scratch(const KernelCall&) { return 0; }
 
+/// One step of all units of the batch that are of one group. A few rows of every head at a time: the heads of a row lie
+/// side by side in memory.
 void pack_step(const KernelCall& call, const WorkItem& item, float*) {
-  const Unit& unit = call.units[static_cast<size_t>(item.unit)];
-  const KeyGroup& group = call.group_of(unit);
+  constexpr int64_t kRows = 16;
   const HeadShape& heads = call.problem->heads;
+  const KeyGroup& group = call.group_of(call.units[static_cast<size_t>(item.unit)]);
   const int64_t start = round_down(item.begin, kStepKeys);
-  const PackedStep step = packed_step(call, unit, start);
-  pack_keys(call, group, group.k, unit.kv_head, start, step.begin, step.end, heads.dim, step.keys);
-  pack_key_pairs(call, group, group.v, unit.kv_head, start, step.begin, step.end, heads.v_dim, step.values);
+  for (const auto& [views, is_keys] : {std::pair{&group.k, true}, {&group.v, false}}) {
+    for (int64_t begin = item.begin; begin < item.end;) {
+      const int64_t end = std::min(round_down(begin, kRows) + kRows, item.end);
+      for (const Unit& unit : call.units.subspan(static_cast<size_t>(item.unit))) {
+        if (&call.group_of(unit) != &group) break;
+        const PackedStep step = packed_step(call, unit, start);
+        if (is_keys)
+          pack_keys(call, group, *views, unit.kv_head, start, begin, end, heads.dim, step.keys);
+        else
+          pack_key_pairs(call, group, *views, unit.kv_head, start, begin, end, heads.v_dim, step.values);
+      }
+      begin = end;
+    }
+  }
 }
 
 // ---- attend
