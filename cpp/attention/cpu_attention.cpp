@@ -87,8 +87,8 @@ KernelCall::KernelCall(const Problem& p, const MicroKernel& m)
                            : 0) {}
 
 struct CpuAttention::State {
-  /// Units are taken in batches of about this many floats of packed memory for each worker: small enough for caches, yet
-  /// work enough for all of them.
+  /// Units are taken in batches of about this many floats of packed memory for each worker: small enough for caches,
+  /// yet work enough for all of them.
   static constexpr int64_t kBatchFloats = int64_t{1} << 20;
 
   const InstructionSet* isa = nullptr;

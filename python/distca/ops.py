@@ -105,10 +105,14 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     tasks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     *,
     scale: float | None = None,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fused kernel alone, over tasks in this process's tensors; no context needed. Differentiable in q, k and v.
+    """The fused kernel alone, over tasks in this process's tensors; no context needed.
+
+    Differentiable in q, k, v and sinks.
 
     Args:
         q: ``[Tq, H, D]``, float32 or bfloat16, on the CPU; last dimension contiguous.
@@ -116,7 +120,9 @@ def attention(
         tasks: int64 CPU ``[N, 4]``: rows ``(q_begin, q_end, kv_begin, kv_end)``. A document starts at ``kv_begin``; the
             queries are its last ``q_end - q_begin`` rows before ``kv_end`` (causal, aligned at the end). By default one
             causal document of all rows.
+        sinks: ``[H]``, one more logit of every row of a head, whose value is zero (gpt-oss); it counts in lse.
         scale: factor on the logits; ``D ** -0.5`` by default.
+        softcap: where positive, logits become ``softcap * tanh(scale * q k^T / softcap)`` (Gemma 2).
 
     Returns:
         out ``[Tq, H, Dv]`` and lse ``[Tq, H]`` float32 (not differentiable); a row of no task has out 0 and lse -inf.
@@ -125,7 +131,9 @@ def attention(
         rows = [[0, q.shape[0], 0, k.shape[0]]] if q.shape[0] > 0 else []
         tasks = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
     with typed_errors():
-        return torch.ops.distca.attention(q, k, v, tasks, scale=scale)
+        return torch.ops.distca.attention(
+            q, k, v, tasks, None if sinks is None else sinks.float(), scale=scale, softcap=softcap
+        )
 
 
 def _check_devices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -148,10 +156,10 @@ def _fake_backward(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    q, k, v, table, *optional, _sinks = inputs
+    q, k, v, table, *optional, sinks = inputs
     out, lse = output
     table_backward = optional[0] if optional and optional[0] is not None else table
-    ctx.save_for_backward(q, k, v, out, lse, table_backward)
+    ctx.save_for_backward(q, k, v, out, lse, table_backward, sinks)
     ctx.options = keyword_only_inputs
     ctx.num_inputs = len(inputs)
     ctx.set_materialize_grads(False)
@@ -161,12 +169,15 @@ def _backward(operator: Any) -> Any:
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         if dlse is not None:
             raise InvalidArgumentError("distca: lse is not differentiable; use lse.detach()")
-        q, k, v, out, lse, table = ctx.saved_tensors
+        q, k, v, out, lse, table, sinks = ctx.saved_tensors
         if dout is None:  # other ranks take part in this step all the same
             dout = torch.zeros_like(out)
         with typed_errors():
-            grads = operator(dout, q, k, v, out, lse, table, **ctx.options)
-        return (*grads, *[None] * (ctx.num_inputs - len(grads)))
+            grads = operator(dout, q, k, v, out, lse, table, sinks, **ctx.options)
+            dsinks = None
+            if sinks is not None and ctx.needs_input_grad[ctx.num_inputs - 1]:
+                dsinks = torch.ops.distca.sink_gradient(dout, out, lse, sinks)
+        return (*grads, *[None] * (ctx.num_inputs - len(grads) - 1), dsinks)
 
     return backward
 
@@ -182,5 +193,10 @@ def _register(name: str, *, collective: bool) -> None:
             torch.library._register_effectful_op(operator_name, EffectType.ORDERED)
 
 
+def _fake_sink_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    return sinks.new_empty(sinks.shape)
+
+
+torch.library.register_fake("distca::sink_gradient")(_fake_sink_gradient)
 _register("core_attention", collective=True)
 _register("attention", collective=False)
