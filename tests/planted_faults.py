@@ -58,7 +58,8 @@ SHARD = "cpp/plan/shard.cpp"
 FORWARD = "cpp/attention/cpu_forward.cpp"
 BACKWARD = "cpp/attention/cpu_backward.cpp"
 KERNEL = "cpp/attention/cpu_kernel.h"
-MICRO = "cpp/attention/micro_kernel.cpp"
+PRODUCTS = "cpp/attention/micro_products.h"
+SOFTMAX = "cpp/attention/micro_softmax.h"
 
 FAULTS = [
     # ---- puts, credits, signals
@@ -226,29 +227,29 @@ FAULTS = [
     Fault(
         "a row sees the key after it",
         FORWARD,
-        "        const VisibleKeys visible = visible_keys(mask, item.begin + i, block, num_keys);",
-        "        const VisibleKeys visible = visible_keys(mask, item.begin + i + 1, block, num_keys);",
+        "keys_visible_from(mask, item.begin + t * kTileRows, start, step.end)",
+        "keys_visible_from(mask, item.begin + t * kTileRows + 1, start, step.end)",
         (ATTENTION,),
     ),
     Fault(
         "a key's gradient misses the row of its own",
         BACKWARD,
-        "std::max<int64_t>(key - visible.upto + 1, 0)",
-        "std::max<int64_t>(key - visible.upto + 2, 0)",
+        "seeing{1 - keys.upto,",
+        "seeing{2 - keys.upto,",
         (ATTENTION,),
     ),
     Fault(
         "a block of the arena starts a row late",
         KERNEL,
-        "view.at((entry >> 1) + skipped, kv_head)",
-        "view.at((entry >> 1) + skipped + (entry & 1), kv_head)",
+        "view.at((entry >> 1) + row - block * kKeyBlockRows, kv_head)",
+        "view.at((entry >> 1) + row - block * kKeyBlockRows + (entry & 1), kv_head)",
         (STEPS, EXACT),
     ),
     Fault(
         "a window reaches a key too far",
         KERNEL,
-        "row - mask.window + 1 - block",
-        "row - mask.window - block",
+        "row - mask.window + 1 - key",
+        "row - mask.window - key",
         (EXACT,),
     ),
     Fault(
@@ -275,39 +276,43 @@ FAULTS = [
     Fault(
         "all query heads use the first key/value head",
         KERNEL,
-        "view.at((entry >> 1) + skipped, kv_head)",
-        "view.at((entry >> 1) + skipped, 0 * kv_head)",
+        "view.at((entry >> 1) + row - block * kKeyBlockRows, kv_head)",
+        "view.at((entry >> 1) + row - block * kKeyBlockRows, 0 * kv_head)",
         (ATTENTION,),
     ),
     Fault(
         "keys that a row may not see are multiplied by zero",
-        KERNEL,
-        "      if (first < last) multiply(i, 1, first, last - first);",
-        "      if (first < last) multiply(i, 1, 0, visible.limit);",
+        PRODUCTS,
+        "        if (begin < from || begin >= upto) continue;",
+        "        if (begin < from && begin >= upto) continue;",
+        ("tests/test_nan.py",),
+    ),
+    Fault(
+        "the unseen one of a pair is multiplied by zero",
+        PRODUCTS,
+        "(second ? 0xffff0000u : 0u)",
+        "0xffff0000u",
         ("tests/test_nan.py",),
     ),
     Fault(
         "the order of sums depends on the rows beside",
-        MICRO,
-        "  for (int64_t p = 0; p < k; p += kChainLength) {\n"
-        "    const int64_t length = k - p < kChainLength ? k - p : kChainLength;",
-        "  const int64_t chain = m % 8 == 0 ? 16 : kChainLength;\n"
-        "  for (int64_t p = 0; p < k; p += chain) {\n"
-        "    const int64_t length = k - p < chain ? k - p : chain;",
+        PRODUCTS,
+        "constexpr int64_t kScoreChain = 64;\n",
+        "#define kScoreChain (tile.lanes == kTileRows ? 16 : 64)\n",
         (ATTENTION, EXACT),
     ),
     Fault(
         "the log-sum-exp lacks the sum",
         FORWARD,
-        "buffers.row_max[h * rows + i] + std::log(sum);",
-        "buffers.row_max[h * rows + i];",
+        "-kInfinity : base + std::log(sum);",
+        "-kInfinity : base;",
         (ATTENTION,),
     ),
     Fault(
         "delta is left out",
-        MICRO,
-        "p * (load(dprobs + j) - delta[i])",
-        "p * load(dprobs + j)",
+        SOFTMAX,
+        "p * (load(dprobs + key * kTileRows) - lanes.delta)",
+        "p * load(dprobs + key * kTileRows)",
         (ATTENTION,),
     ),
     Fault(

@@ -44,11 +44,11 @@ def test_packed_documents_are_as_exact_as_pytorch(shape: tuple[int, int, int, in
     check_exactness(distca.Heads(*shape, dtype=dtype))
 
 
-@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512", "avx512_bf16"])
 def test_every_instruction_set_is_as_exact_as_pytorch(isa: str) -> None:
     """The choice is made once a process, so each has one of its own."""
     script = (
-        "import torch, distca, test_attention as t\n"
+        "import torch, distca, test_attention as t, test_attention_features as f\n"
         "try:\n"
         "    distca.attention(*[torch.zeros(1, 1, 8)] * 3)\n"
         "except distca.InvalidArgumentError as error:\n"
@@ -56,6 +56,8 @@ def test_every_instruction_set_is_as_exact_as_pytorch(isa: str) -> None:
         "else:\n"
         "    t.check_exactness(distca.Heads(16, 4, 8, 24))\n"
         "    t.check_exactness(distca.Heads(16, 2, 24, 8, torch.bfloat16))\n"
+        "    t.check_exactness(distca.Heads(16, 2, 24, 8, torch.float16))\n"
+        "    f.check_features(distca.Heads(6, 2, 24, 40), 3.0, True)\n"
         "    print('exact')\n"
     )
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])

@@ -65,8 +65,12 @@ FAMILIES = {
     "mistral": Family("MistralConfig", {"sliding_window": WINDOW}, {WINDOW: GQA}),
     "mistral with a window longer than any document": Family("MistralConfig", {"sliding_window": 90}),
     "mixtral": Family("MixtralConfig", {"num_local_experts": 4, "sliding_window": WINDOW}, {WINDOW: GQA}),
-    "gemma2 without softcap": Family(
-        "Gemma2Config", ALTERNATING | {"attn_logit_softcapping": None}, {None: GQA, WINDOW: GQA}, "eager"
+    "gemma2": Family("Gemma2Config", ALTERNATING | {"attn_logit_softcapping": 2.0}, {None: GQA, WINDOW: GQA}, "eager"),
+    "gpt_oss": Family(
+        "GptOssConfig",
+        ALTERNATING | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        {None: GQA, WINDOW: GQA},
+        "eager",
     ),
     "gemma3": Family("Gemma3TextConfig", ALTERNATING | {"query_pre_attn_scalar": 9}, {None: GQA, WINDOW: GQA}),
     "gemma4 with full layers of other heads": Family(
@@ -156,6 +160,17 @@ def test_a_family_on_two_ranks_has_the_loss_and_gradients_of_sdpa_on_each_docume
         assert (grads[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama"])
+def test_without_a_plan_attention_is_the_models_own_with_its_softcap_and_sinks(family: str) -> None:
+    tokens = _tokens()[0][None]
+    with torch.no_grad():
+        ours, eager = (
+            FAMILIES[family].model(attention).eval()(tokens, use_cache=False).logits
+            for attention in ("distca", "eager")
+        )
+    torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("gemma4")])
 def test_heads_and_windows_of_a_family_are_those_its_layers_call_with(family: str) -> None:
     config = FAMILIES[family].model("distca").config
@@ -171,11 +186,6 @@ HYBRID = {
     "shared_expert_intermediate_size": 24,
 }
 REFUSED = {
-    "gemma2": (Family("Gemma2Config", ALTERNATING), r"softcap \(logit soft-capping\) is not supported yet"),
-    "gpt_oss": (
-        Family("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
-        r"attention sinks \(s_aux\) are not supported yet",
-    ),
     "gemma4 with heads as they are released": (
         Family(
             "Gemma4TextConfig",

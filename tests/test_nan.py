@@ -17,11 +17,12 @@ def gradients_and_results(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor
     return {"out": out.detach(), "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("row", [0, 1, 63, 64, 100, 128, LENGTH - 1])
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
-def test_a_nan_reaches_no_row_that_does_not_see_it(name: str, row: int) -> None:
+def test_a_nan_reaches_no_row_that_does_not_see_it(name: str, row: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(row)
-    tensors = [torch.randn(LENGTH, heads, 8, generator=generator) for heads in (4, 2, 2, 4)]
+    tensors = [torch.randn(LENGTH, heads, 8, generator=generator).to(dtype) for heads in (4, 2, 2, 4)]
     clean = gradients_and_results(tensors)
     tensors[("q", "k", "v", "dout").index(name)][row] = float("nan")
     found = gradients_and_results(tensors)

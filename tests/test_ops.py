@@ -39,6 +39,9 @@ WITHOUT_TRACING = ("test_schema", "test_autograd_registration", "test_faketensor
 def _opcheck(operator: Any, inputs: tuple[torch.Tensor, ...], tables: tuple[Any, ...], options: dict[str, Any]) -> None:
     torch.library.opcheck(operator, (*inputs, *tables), options)
     differentiable = tuple(t.detach().requires_grad_() for t in inputs)
+    tables = tuple(  # sinks are differentiable too
+        t.detach().requires_grad_() if t is not None and t.is_floating_point() else t for t in tables
+    )
     torch.library.opcheck(operator, (*differentiable, *tables), options, test_utils=WITHOUT_TRACING)
     for dynamic in (False, True):
         optests.aot_autograd_check(
@@ -52,6 +55,8 @@ def test_core_attention_passes_opcheck(alone: tuple[distca.Context, distca.Plan]
     operator = torch.ops.distca.core_attention.default
     _opcheck(operator, inputs, (plan.tensor,), {"context": context.name})
     _opcheck(operator, inputs, (plan.tensor, plan.tensor), {"context": context.name, "scale": 0.5})
+    sinks = torch.tensor([0.5, -1.0, 0.0, 2.0])
+    _opcheck(operator, inputs, (plan.tensor, None, sinks), {"context": context.name, "softcap": 4.0})
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=["fp32", "bf16"])
@@ -59,6 +64,8 @@ def test_attention_passes_opcheck(heads: distca.Heads) -> None:
     operator = torch.ops.distca.attention.default
     tasks = torch.tensor([[0, 70, 0, 70], [71, 104, 71, 104]])
     _opcheck(operator, _inputs(heads, grad=False), (tasks,), {"scale": 0.25})
+    sinks = torch.tensor([0.5, -1.0, 0.0, 2.0])
+    _opcheck(operator, _inputs(heads, grad=False), (tasks, sinks), {"softcap": 4.0})
     fused = torch.zeros(104, heads.q + 2, heads.dim + 3, dtype=heads.dtype)[:, :, : heads.dim]
     _opcheck(operator, (fused[:, : heads.q], fused[:, -2:-1], fused[:, -1:]), (tasks,), {})
 
@@ -214,13 +221,3 @@ def test_inputs_and_plan_are_never_written() -> None:
     assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
     assert [t._version for t in inputs] == versions
     assert torch.equal(out, kept[0]) and torch.equal(lse, kept[1])
-
-
-def test_features_that_are_not_there_yet_are_refused(alone: tuple[distca.Context, distca.Plan]) -> None:
-    context, plan = alone
-    q, k, v = _inputs(plan.heads, grad=False)
-    with pytest.raises(RuntimeError, match=r"softcap = 30 is not supported"):
-        torch.ops.distca.core_attention(q, k, v, plan.tensor, context=context.name, softcap=30.0)
-    with pytest.raises(RuntimeError, match="sinks are not supported"):
-        torch.ops.distca.core_attention(q, k, v, plan.tensor, context=context.name, sinks=torch.zeros(4))
-    assert context.step == 0

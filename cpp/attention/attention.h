@@ -3,6 +3,8 @@
 // For row i of a document, out[i] = softmax(scale * q[i] K^T) V over the keys that the mask lets row i see,
 // and lse[i] = log sum exp(scale * q[i] K^T), natural logarithm. Backward, with P = exp(scale * q K^T - lse) and delta
 // = rowsum(out * dout):  dV = P^T dout,  dS = P * (dout V^T - delta),  dQ = scale * dS K,  dK = scale * dS^T Q.
+// With a softcap c, scores S are c * tanh(scale * q K^T / c) instead, and dS has the factor 1 - (S / c)^2 besides. A
+// sink is one more score of every row of its query head, with a value of nothing; it counts in lse.
 //
 // Numerics: products, softmax and sums in fp32. Key blocks start at multiples of kKeyBlockRows from the start of the
 // document and are visited in ascending order; everything that is done for one row depends on that row, its keys and
@@ -50,6 +52,8 @@ struct KeyGroup {
   std::span<const int64_t> blocks;
   RowView k[2];
   RowView v[2];
+  /// For each query head one more score that takes part in every row's softmax, with a value of nothing; null for none.
+  const float* sinks = nullptr;
   /// This group's tasks are tasks[task_begin, task_end) of the problem, ascending by q_begin.
   int64_t task_begin = 0;
   int64_t task_end = 0;
@@ -77,15 +81,17 @@ struct Problem {
   float scale = 1.f;
   std::span<const KeyGroup> groups;
   std::span<const Task> tasks;
+  /// Not 0: scores become softcap * tanh(scale * q k / softcap).
+  float softcap = 0.f;
 };
 
 /// The CPU kernel. Keeps its scratch memory between calls and allocates nothing once it has seen the largest problem.
 /// One call at a time.
 class DISTCA_EXPORT CpuAttention {
  public:
-  /// `isa` forces an instruction set: "avx512", "avx2" or "plain". If empty, the environment variable DISTCA_CPU_ISA
-  /// does; if that is unset, it is the best that this CPU has. InvalidArgumentError for a name that is unknown or that
-  /// this CPU lacks.
+  /// `isa` forces an instruction set: "avx512_bf16", "avx512", "avx2" or "plain". If empty, the environment variable
+  /// DISTCA_CPU_ISA does; if that is unset, it is the best that this CPU has. InvalidArgumentError for a name that is
+  /// unknown or that this CPU lacks.
   explicit CpuAttention(std::string_view isa = {});
   ~CpuAttention();
   CpuAttention(CpuAttention&&) noexcept;
@@ -107,5 +113,10 @@ class DISTCA_EXPORT CpuAttention {
 /// delta[i, h] = sum over dim of out[i, h, :] * dout[i, h, :], in fp32, for `num_rows` rows.
 DISTCA_EXPORT void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout,
                            const RowView& delta, const Parallel& parallel);
+
+/// dsinks[h] = - sum over rows of exp(sinks[h] - lse[i, h]) * (out[i, h, :] . dout[i, h, :]), rows ascending, in
+/// double; rows whose lse is -inf give nothing.
+DISTCA_EXPORT void sink_gradient(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout,
+                                 const RowView& lse, const float* sinks, float* dsinks, const Parallel& parallel);
 
 }  // namespace distca::attention

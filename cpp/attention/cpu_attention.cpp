@@ -1,4 +1,5 @@
 // The CPU kernel: checks a problem, expands its tasks to work items and runs the passes over them.
+#include <cmath>
 #include <limits>
 
 #include "attention/attention.h"
@@ -69,106 +70,202 @@ void check_key_gradients(const Problem& problem) {
 
 }  // namespace
 
+KernelCall::KernelCall(const Problem& p, const MicroKernel& m)
+    : problem(&p),
+      micro(&m),
+      group_heads(p.heads.q_heads / p.heads.kv_heads),
+      words(p.heads.dim / m.word_elements),
+      v_words(p.heads.v_dim / m.word_elements),
+      columns(round_up(p.heads.dim, kColumnUnit)),
+      v_columns(round_up(p.heads.v_dim, kColumnUnit)),
+      // A step of keys is read once for item_rows * group_heads rows; more would leave the second cache.
+      item_rows(std::clamp<int64_t>(8 / group_heads, 1, 8) * kTileRows),
+      // The sign goes into the queries; with scale 0, they become zero.
+      scale(p.scale == 0.f ? 1.f : std::abs(p.scale)),
+      sign(p.scale > 0.f   ? 1
+           : p.scale < 0.f ? -1
+                           : 0) {}
+
 struct CpuAttention::State {
-  const MicroKernel* micro = nullptr;
+  /// Units are taken in batches of about this many floats of packed memory for each worker: small enough for caches,
+  /// yet work enough for all of them.
+  static constexpr int64_t kBatchFloats = int64_t{1} << 20;
+
+  const InstructionSet* isa = nullptr;
   KernelCall call;
   const Pass* pass = nullptr;
+  std::vector<Unit> units;  // of all batches
   std::vector<WorkItem> items;
-  std::vector<std::vector<float>> scratch;  // one a worker
+  std::vector<Buffer> scratch;  // one a worker
+  Buffer memory;
+  std::unique_ptr<std::atomic<int32_t>[]> progress;
+  int64_t num_progress = 0;
   std::atomic<int64_t> next_item{0};
 
-  void add_query_items() {
-    const Problem& problem = *call.problem;
-    items.clear();
-    for (int64_t t = 0; t < std::ssize(problem.tasks); ++t) {
-      const Task& task = problem.tasks[t];
-      const Mask& mask = problem.mask;
-      const KeyGroup& group = problem.groups[task.group];
-      const int64_t length = group.kv_end;
-      for (int64_t head = 0; head < group.kv_heads; ++head) {
-        for (int64_t begin = task.q_begin; begin < task.q_end; begin += call.item_rows) {
-          const int64_t end = std::min(begin + call.item_rows, task.q_end);
-          const int64_t num_keys = mask.end_key(end - 1, length) - mask.first_key(begin);
-          items.push_back({(end - begin) * num_keys, t, head, begin, end});
-        }
-      }
+  void start(const Problem& problem, int64_t (*unit_floats)(const KernelCall&, const KeyGroup&)) {
+    call = KernelCall(problem, isa->kernel_for(problem.heads.dtype));
+    units.clear();
+    for (int64_t g = 0; g < std::ssize(problem.groups); ++g) {
+      const KeyGroup& group = problem.groups[static_cast<size_t>(g)];
+      for (int64_t head = 0; head < group.kv_heads; ++head)
+        units.push_back({.group = g, .kv_head = head, .num_floats = unit_floats(call, group)});
     }
   }
 
-  void add_key_items() {
-    const Problem& problem = *call.problem;
+  /// Runs `body` for one batch of units after the other.
+  template <class Body>
+  void for_each_batch(const Parallel& parallel, const Body& body) {
+    const int64_t most = kBatchFloats * std::max(parallel.num_workers, 1);
+    for (size_t begin = 0; begin < units.size();) {
+      size_t end = begin;
+      int64_t floats = 0;
+      for (; end < units.size() && (end == begin || floats + units[end].num_floats <= most); ++end) {
+        units[end].offset = floats;
+        floats += round_up(units[end].num_floats, 16);
+      }
+      memory.reserve(floats);
+      call.memory = memory.data();
+      call.units = std::span(units).subspan(begin, end - begin);
+      body();
+      begin = end;
+    }
+  }
+
+  /// Steps of keys of each group that has units in the batch; the item's unit is the first of them.
+  void add_step_items() {
     items.clear();
-    for (int64_t g = 0; g < std::ssize(problem.groups); ++g) {
-      const KeyGroup& group = problem.groups[g];
+    for (int64_t u = 0; u < std::ssize(call.units); ++u) {
+      const Unit& unit = call.units[static_cast<size_t>(u)];
+      if (u > 0 && call.units[static_cast<size_t>(u - 1)].group == unit.group) continue;
+      const KeyGroup& group = call.group_of(unit);
       for (int64_t begin = group.kv_begin; begin < group.kv_end;) {
-        const int64_t end = std::min((begin / kKeyBlockRows + 1) * kKeyBlockRows, group.kv_end);
-        int64_t rows = 1;
-        for (const Task& task : problem.tasks.subspan(group.task_begin, group.task_end - group.task_begin)) {
-          const RowRange seeing = rows_seeing(problem.mask, task, begin, end);
-          rows += std::max<int64_t>(seeing.end - seeing.begin, 0);
-        }
-        for (int64_t head = 0; head < group.kv_heads; ++head)
-          items.push_back({rows * (end - begin), g, head, begin, end});
+        const int64_t end = std::min(round_down(begin, kStepKeys) + kStepKeys, group.kv_end);
+        items.push_back({end - begin, u, 0, begin, end});
         begin = end;
       }
     }
   }
 
-  void work(int worker) {
-    // Vectors that straddle two cache lines cost twice.
-    const uintptr_t address = reinterpret_cast<uintptr_t>(scratch[worker].data());
-    float* base = reinterpret_cast<float*>((address + 63) / 64 * 64);
+  void add_query_items() {
+    items.clear();
+    const Mask& mask = call.problem->mask;
+    for (int64_t u = 0; u < std::ssize(call.units); ++u) {
+      const KeyGroup& group = call.group_of(call.units[static_cast<size_t>(u)]);
+      for (int64_t t = group.task_begin; t < group.task_end; ++t) {
+        const Task& task = call.problem->tasks[static_cast<size_t>(t)];
+        for (int64_t begin = task.q_begin; begin < task.q_end; begin += call.item_rows) {
+          const int64_t end = std::min(begin + call.item_rows, task.q_end);
+          const int64_t num_keys = mask.end_key(end - 1, group.kv_end) - mask.first_key(begin);
+          items.push_back({(end - begin) * num_keys, u, t, begin, end});
+        }
+      }
+    }
+  }
+
+  /// Items of a unit stay in ascending order: those of a chunk cost at most what those before it do.
+  void add_chunk_items() {
+    items.clear();
+    const Mask& mask = call.problem->mask;
+    for (int64_t u = 0; u < std::ssize(call.units); ++u) {
+      const KeyGroup& group = call.group_of(call.units[static_cast<size_t>(u)]);
+      const auto tasks = call.problem->tasks.subspan(static_cast<size_t>(group.task_begin),
+                                                     static_cast<size_t>(group.task_end - group.task_begin));
+      int64_t cost = std::numeric_limits<int64_t>::max();
+      for (int64_t begin = group.kv_begin; begin < group.kv_end;) {
+        const int64_t end = std::min(round_down(begin, kChunkKeys) + kChunkKeys, group.kv_end);
+        int64_t rows = 1;
+        for (const Task& task : tasks) {
+          const RowRange seeing = rows_seeing(mask, task, begin, end);
+          rows += std::max<int64_t>(seeing.end - seeing.begin, 0);
+        }
+        cost = std::min(cost, rows * kChunkKeys);
+        items.push_back({cost, u, 0, begin, end});
+        begin = end;
+      }
+    }
+  }
+
+  /// One counter a strip of the batch, at zero.
+  void reset_progress() {
+    int64_t strips = 0;
+    for (size_t i = 0; i < call.units.size(); ++i) {
+      Unit& unit = units[static_cast<size_t>(call.units.data() - units.data()) + i];
+      unit.first_strip = strips;
+      strips += backward_unit_strips(call, call.group_of(unit));
+    }
+    if (num_progress < strips) {
+      progress = std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(strips));
+      num_progress = strips;
+    }
+    for (int64_t i = 0; i < strips; ++i) progress[static_cast<size_t>(i)].store(0, std::memory_order_relaxed);
+    call.progress = progress.get();
+  }
+
+  void sort_items() {
+    std::sort(items.begin(), items.end(), [](const WorkItem& a, const WorkItem& b) {
+      if (a.cost != b.cost) return a.cost > b.cost;
+      if (a.unit != b.unit) return a.unit < b.unit;
+      return a.begin < b.begin;
+    });
+  }
+
+  void work(float* base) {
     for (;;) {
       const int64_t i = next_item.fetch_add(1, std::memory_order_relaxed);
       if (i >= std::ssize(items)) return;
-      pass->work(call, items[i], base);
+      pass->work(call, items[static_cast<size_t>(i)], base);
     }
   }
 
   void run(const Pass& which, const Parallel& parallel) {
     if (items.empty()) return;
-    std::sort(items.begin(), items.end(), [](const WorkItem& a, const WorkItem& b) {
-      if (a.cost != b.cost) return a.cost > b.cost;
-      if (a.index != b.index) return a.index < b.index;
-      return a.kv_head != b.kv_head ? a.kv_head < b.kv_head : a.begin < b.begin;
-    });
     const int num_workers = static_cast<int>(std::min<int64_t>(std::max(parallel.num_workers, 1), std::ssize(items)));
-    if (std::ssize(scratch) < num_workers) scratch.resize(num_workers);
-    const size_t floats = static_cast<size_t>(which.scratch_floats(call)) + 16;
-    for (int i = 0; i < num_workers; ++i)
-      if (scratch[i].size() < floats) scratch[i].resize(floats);
+    if (std::ssize(scratch) < num_workers) scratch.resize(static_cast<size_t>(num_workers));
+    const int64_t floats = which.scratch_floats(call);
+    for (int i = 0; i < num_workers; ++i) scratch[static_cast<size_t>(i)].reserve(floats);
     pass = &which;
     next_item.store(0, std::memory_order_relaxed);
-    parallel.run(num_workers, [this](int worker) { work(worker); });  // one pointer: std::function keeps it inside
+    // One pointer: std::function keeps it inside.
+    parallel.run(num_workers, [this](int worker) { work(scratch[static_cast<size_t>(worker)].data()); });
   }
 };
 
 CpuAttention::CpuAttention(std::string_view isa) : state_(std::make_unique<State>()) {
-  state_->micro = &select_micro_kernel(isa);
+  state_->isa = &select_instruction_set(isa);
 }
 CpuAttention::~CpuAttention() = default;
 
-const char* CpuAttention::isa() const { return state_->micro->isa; }
+const char* CpuAttention::isa() const { return state_->isa->name; }
 
 CpuAttention::CpuAttention(CpuAttention&&) noexcept = default;
 CpuAttention& CpuAttention::operator=(CpuAttention&&) noexcept = default;
 
 void CpuAttention::forward(const Problem& problem, const Parallel& parallel) {
   check(problem);
-  state_->call = KernelCall(problem, *state_->micro);
-  state_->add_query_items();
-  state_->run(kForwardPass, parallel);
+  State& s = *state_;
+  s.start(problem, forward_unit_floats);
+  s.for_each_batch(parallel, [&] {
+    s.add_step_items();
+    s.run(kPackKeysPass, parallel);
+    s.add_query_items();
+    s.sort_items();
+    s.run(kForwardPass, parallel);
+  });
 }
 
 void CpuAttention::backward(const Problem& problem, const Parallel& parallel) {
   check(problem);
   check_key_gradients(problem);
-  state_->call = KernelCall(problem, *state_->micro);
-  // All key gradients first: the second pass may write dq over the dout that the first one reads.
-  state_->add_key_items();
-  state_->run(kKeyGradientPass, parallel);
-  state_->add_query_items();
-  state_->run(kQueryGradientPass, parallel);
+  State& s = *state_;
+  s.start(problem, backward_unit_floats);
+  s.for_each_batch(parallel, [&] {
+    s.reset_progress();
+    s.add_chunk_items();
+    s.sort_items();
+    s.run(kGradientPass, parallel);
+    s.add_query_items();
+    s.run(kStoreQueryGradientPass, parallel);
+  });
 }
 
 }  // namespace distca::attention

@@ -1,240 +1,329 @@
-// Backward: the gradients of a key block over ascending query rows, and those of query rows over ascending key blocks.
-// Both recompute the probabilities from the log-sum-exp, so that each result has one writer and a fixed order of sums.
+// Backward in one pass over the pairs of query rows and keys: a work item is a chunk of keys of a unit, goes over the
+// query rows that see it and adds to dk and dv, which it owns, and to dq, which it shares with the other chunks.
+//
+// dq is summed up in the batch's memory. To each tile of query rows the chunks add in ascending order: a chunk waits
+// until the one before it is through with the tile. Items of a unit are handed out in ascending order, so the one that
+// is waited for is at work in another worker, and waits in its turn only for earlier ones: there is no circle. A last
+// pass stores dq, which may lie over dout.
+#include <cmath>
+#include <limits>
+#include <thread>
+
 #include "attention/cpu_kernel.h"
 
 namespace distca::attention {
 
 namespace {
 
-/// Scores of a tile and what becomes of them.
-struct TileBuffers {
-  float* scores;  // [tile rows, keys], then P
-  float* dprobs;  // [tile rows, keys], then dS
-  float* lse;     // [tile rows]
-  float* delta;   // [tile rows]
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-  explicit TileBuffers(Carver& carver) {
-    scores = carver.take(kQueryTileRows * kScoreColumns);
-    dprobs = carver.take(kQueryTileRows * kScoreColumns);
-    lse = carver.take(kQueryTileRows);
-    delta = carver.take(kQueryTileRows);
+/// Query rows that go through a chunk together: a few tiles.
+constexpr int64_t kStripRows = 2 * kTileRows;
+constexpr int64_t kStripTiles = kStripRows / kTileRows;
+
+int64_t strips_of(const Task& task) { return (task.q_end - task.q_begin + kStripRows - 1) / kStripRows; }
+
+int64_t strips_of(const KernelCall& call, const KeyGroup& group) {
+  int64_t strips = 0;
+  for (int64_t t = group.task_begin; t < group.task_end; ++t)
+    strips += strips_of(call.problem->tasks[static_cast<size_t>(t)]);
+  return strips;
+}
+
+/// A unit's part of the batch's memory: for each strip and head the running dq and sums of probabilities.
+struct StripSums {
+  Panels dq;        // [kStripRows, columns]
+  float* prob_sum;  // [kStripRows]
+
+  static int64_t floats(const KernelCall& call) { return kStripRows * (panels_of(call.columns) * kPanelWords + 1); }
+  StripSums(const KernelCall& call, const Unit& unit, int64_t strip, int64_t h) {
+    float* data = call.memory + unit.offset + (strip * call.group_heads + h) * floats(call);
+    prob_sum = data;
+    dq = {data + kStripRows, kStripRows * kPanelWords};
   }
 };
 
-/// A key block with both of its transposes.
-struct KeyBuffers {
-  float* keys;               // [keys, columns]
-  float* transposed_keys;    // [dim, keys]
-  float* values;             // [keys, v_columns]
-  float* transposed_values;  // [v_dim, keys]
+/// Keys and values of a chunk, packed in every way that products want them.
+struct ChunkBuffers {
+  Panels keys;       // [keys, words]
+  Panels key_pairs;  // [keys, columns], pairs of rows
+  Panels values;     // [keys, v_words]
+  Panels dk;         // [keys, columns]
+  Panels dv;         // [keys, v_columns]
 
-  KeyBuffers(const KernelCall& call, Carver& carver) {
-    keys = carver.take(kKeyBlockRows * call.columns);
-    transposed_keys = carver.take(call.columns * kScoreColumns);
-    values = carver.take(kKeyBlockRows * call.v_columns);
-    transposed_values = carver.take(call.v_columns * kScoreColumns);
-  }
-
-  void load(const KernelCall& call, const KeyGroup& group, int64_t kv_head, int64_t begin, int64_t end) const {
-    const HeadShape& heads = call.problem->heads;
-    const int64_t padded = round_up(end - block_start(begin), kPackedColumns);
-    load_key_block(call, group, group.k, kv_head, begin, end, heads.dim, keys, call.columns);
-    load_key_block(call, group, group.v, kv_head, begin, end, heads.v_dim, values, call.v_columns);
-    call.micro->transpose(padded, call.columns, keys, call.columns, transposed_keys, kScoreColumns);
-    call.micro->transpose(padded, call.v_columns, values, call.v_columns, transposed_values, kScoreColumns);
+  ChunkBuffers(const KernelCall& call, Carver& carver) {
+    keys = carver.take_panels(kChunkKeys, call.words);
+    key_pairs = call.micro->word_elements == 1 ? keys : carver.take_panels(kChunkKeys / 2, call.columns);
+    values = carver.take_panels(kChunkKeys, call.v_words);
+    dk = carver.take_panels(kChunkKeys, call.columns);
+    dv = carver.take_panels(kChunkKeys, call.v_columns);
   }
 };
 
-/// P and dS of `rows` query rows from `task_row` on against a loaded key block.
-void compute_score_gradients(const KernelCall& call, const Task& task, int64_t head, int64_t task_row, int64_t rows,
-                             VisibleKeys visible, const KeyBuffers& block, const float* q, const float* dout,
-                             const TileBuffers& tile, float* prob_sum) {
-  const HeadShape& heads = call.problem->heads;
-  load_column(task.lse, task_row, head, rows, tile.lse);
-  load_column(task.delta, task_row, head, rows, tile.delta);
-  multiply_scores(call, rows, visible.limit, heads.dim, q, call.columns, block.transposed_keys, tile.scores);
-  multiply_scores(call, rows, visible.limit, heads.v_dim, dout, call.v_columns, block.transposed_values, tile.dprobs);
-  call.micro->softmax_gradient(rows, visible, call.problem->scale, tile.lse, tile.delta, tile.scores, tile.dprobs,
-                               prob_sum);
-}
+/// One head's rows of a strip.
+struct StripBuffers {
+  Panels q;        // [rows, words], of one tile where pairs are packed apart
+  Panels q_pairs;  // [rows, columns], pairs of rows
+  Panels dout;     // the same of dout
+  Panels dout_pairs;
+  float* queries;      // [tiles] of [words, kTileRows]
+  float* out_columns;  // [tiles] of [v_words, kTileRows]: dout transposed
+  float* lse;          // [rows]
+  float* delta;        // [rows]
 
-// ---- dk and dv
+  StripBuffers(const KernelCall& call, Carver& carver) {
+    const int64_t elements = call.micro->word_elements;
+    q = carver.take_panels(kStripRows, call.words);
+    dout = carver.take_panels(kStripRows, call.v_words);
+    q_pairs = elements == 1 ? q : carver.take_panels(kStripRows / elements, call.columns);
+    dout_pairs = elements == 1 ? dout : carver.take_panels(kStripRows / elements, call.v_columns);
+    queries = carver.take(kStripRows * round_up(call.words, kColumnUnit));
+    out_columns = carver.take(kStripRows * round_up(call.v_words, kColumnUnit));
+    lse = carver.take(kStripRows);
+    delta = carver.take(kStripRows);
+  }
 
-struct KeyGradientBuffers {
-  KeyBuffers block;
-  TileBuffers tile;
-  float* q;     // [tile rows, columns]
-  float* dout;  // [tile rows, v_columns]
-  float* dk;    // [keys, columns]
-  float* dv;    // [keys, v_columns]
+  void load(const KernelCall& call, const Task& task, int64_t head, int64_t task_row, int64_t rows) const {
+    load_rows(call, task.q, head, task_row, rows, call.problem->heads.dim, call.sign, q, q_pairs, queries);
+    load_rows(call, task.dout, head, task_row, rows, call.problem->heads.v_dim, 1, dout, dout_pairs, out_columns);
+    load_column(task.lse, task_row, head, rows, lse);
+    load_column(task.delta, task_row, head, rows, delta);
+    // Rows that are none get no probability.
+    std::fill(lse + rows, lse + round_up(rows, kTileRows), -kInfinity);
+    std::fill(delta + rows, delta + round_up(rows, kTileRows), 0.f);
+  }
 
-  KeyGradientBuffers(const KernelCall& call, Carver& carver) : block(call, carver), tile(carver) {
-    q = carver.take(kQueryTileRows * call.columns);
-    dout = carver.take(kQueryTileRows * call.v_columns);
-    dk = carver.take(kKeyBlockRows * call.columns);
-    dv = carver.take(kKeyBlockRows * call.v_columns);
+  static void load_rows(const KernelCall& call, const RowView& view, int64_t head, int64_t task_row, int64_t rows,
+                        int64_t dim, int sign, Panels packed, Panels pairs, float* transposed) {
+    const MicroKernel& micro = *call.micro;
+    const DType dtype = call.problem->heads.dtype;
+    const int64_t words = call.words_of(dim);
+    micro.pack_rows(dtype, rows, dim, view.at(task_row, head), view.row_stride, packed);
+    if (pairs.data != packed.data)
+      micro.pack_row_pairs(dtype, 0, rows, dim, view.at(task_row, head), view.row_stride, pairs);
+    for (int64_t row = 0; row < rows; row += kTileRows)
+      micro.transpose_rows(std::min(kTileRows, rows - row), words, sign, packed.data + row * kPanelWords,
+                           packed.panel_stride, transposed + row * round_up(words, kColumnUnit));
   }
 };
 
-/// c [keys, columns] += weights^T [keys, rows] * b [rows, columns], each key over the rows that see it and no other.
-void multiply_seeing(const KernelCall& call, int64_t rows, VisibleKeys visible, const float* weights, const float* b,
-                     int64_t columns, float* c) {
-  const auto multiply = [&](int64_t key, int64_t num_keys, int64_t row, int64_t num_rows) {
-    call.micro->multiply_add(num_keys, columns, num_rows, {weights + row * kScoreColumns + key, 1, kScoreColumns},
-                             b + row * columns, columns, c + key * columns, columns);
-  };
-  // Keys [whole_begin, whole_end) are seen by every row.
-  const int64_t whole_end = std::clamp<int64_t>(visible.upto, 0, visible.limit);
-  const int64_t whole_begin = std::clamp<int64_t>(rows - 1 + visible.from, 0, whole_end);
-  const auto multiply_singly = [&](int64_t begin, int64_t end) {
-    for (int64_t key = begin; key < end; ++key) {
-      const int64_t first = std::max<int64_t>(key - visible.upto + 1, 0), last = std::min(key - visible.from + 1, rows);
-      if (first < last) multiply(key, 1, first, last - first);
-    }
-  };
-  multiply_singly(0, whole_begin);
-  if (whole_begin < whole_end) multiply(whole_begin, whole_end - whole_begin, 0, rows);
-  multiply_singly(whole_end, visible.limit);
-}
+/// Scores of a step and what becomes of them.
+struct StepBuffers {
+  float* scores;       // [keys, kTileRows]
+  float* dprobs;       // the same
+  float* dscore_rows;  // [pairs of keys, kTileRows]
+  Panels probs;        // [keys, rows of the strip], pairs of columns
+  Panels dscores;      // the same
 
-void store_key_gradients(const KernelCall& call, const KeyGroup& group, const WorkItem& item, const float* dk,
-                         const float* dv) {
-  const HeadShape& heads = call.problem->heads;
-  auto run = std::partition_point(group.grads.begin(), group.grads.end(),
-                                  [&](const KeyGradRun& r) { return r.end <= item.begin; });
-  for (; run != group.grads.end() && run->begin < item.end; ++run) {
-    const int64_t begin = std::max(run->begin, item.begin);
-    const int64_t rows = std::min(run->end, item.end) - begin;
-    const int64_t row = begin - block_start(begin);
-    call.micro->store_rows(run->dtype, rows, heads.dim, call.problem->scale, dk + row * call.columns, call.columns,
-                           run->dk.at(begin - run->begin, item.kv_head), run->dk.row_stride);
-    call.micro->store_rows(run->dtype, rows, heads.v_dim, 1.f, dv + row * call.v_columns, call.v_columns,
-                           run->dv.at(begin - run->begin, item.kv_head), run->dv.row_stride);
+  StepBuffers(const KernelCall& call, Carver& carver) {
+    scores = carver.take(kStepKeys * kTileRows);
+    dprobs = carver.take(kStepKeys * kTileRows);
+    dscore_rows = carver.take(kStepKeys * kTileRows / 2);
+    probs = carver.take_panels(kStepKeys, kStripRows / call.micro->word_elements);
+    dscores = carver.take_panels(kStepKeys, kStripRows / call.micro->word_elements);
   }
-}
+};
 
-int64_t key_gradient_scratch(const KernelCall& call) {
+struct Buffers {
+  ChunkBuffers chunk;
+  StripBuffers strip;
+  StepBuffers step;
+  Buffers(const KernelCall& call, Carver& carver) : chunk(call, carver), strip(call, carver), step(call, carver) {}
+};
+
+int64_t gradient_scratch(const KernelCall& call) {
   Carver carver(nullptr);
-  KeyGradientBuffers(call, carver);
+  Buffers(call, carver);
   return carver.used();
 }
 
-void work_on_key_gradients(const KernelCall& call, const WorkItem& item, float* scratch) {
-  const HeadShape& heads = call.problem->heads;
-  const MicroKernel& micro = *call.micro;
-  const KeyGroup& group = call.problem->groups[item.index];
-  const auto tasks = call.problem->tasks.subspan(group.task_begin, group.task_end - group.task_begin);
-  Carver carver(scratch);
-  const KeyGradientBuffers buffers(call, carver);
-  std::fill_n(buffers.dk, kKeyBlockRows * call.columns, 0.f);
-  std::fill_n(buffers.dv, kKeyBlockRows * call.v_columns, 0.f);
+/// The rows of q and dout that are packed next. They lie far apart in memory, so they are fetched into the cache while
+/// the strip before them is at work.
+struct RowsToCome {
+  const Task* task = nullptr;
+  int64_t head = 0;
+  int64_t task_row = 0;
+  int64_t rows = 0;
 
+  void prefetch(const HeadShape& heads, int64_t begin, int64_t end) const {
+    for (int64_t i = begin; i < std::min(end, rows); ++i) {
+      prefetch_bytes(task->q.at(task_row + i, head), heads.dim * heads.element_bytes());
+      prefetch_bytes(task->dout.at(task_row + i, head), heads.v_dim * heads.element_bytes());
+    }
+  }
+  static void prefetch_bytes(const std::byte* p, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+  }
+};
+
+Panels from_row(Panels panels, int64_t row) { return {panels.data + row * kPanelWords, panels.panel_stride}; }
+
+/// P, dS and the strip's dq of one tile against one step. `key` is the step's first row in the chunk, `row` the tile's
+/// first in the strip.
+void compute_tile(const KernelCall& call, int64_t key, int64_t row, int64_t rows, Visible visible,
+                  const Buffers& buffers, const StripSums& sums) {
+  const MicroKernel& micro = *call.micro;
+  const ScoreTile tile = tile_of(rows, visible);
+  if (tile.begin == tile.end) return;
+  const StripBuffers& strip = buffers.strip;
+  const StepBuffers& step = buffers.step;
+  micro.multiply_scores(tile, call.words, from_row(buffers.chunk.keys, key).data, buffers.chunk.keys.panel_stride,
+                        strip.queries + row * round_up(call.words, kColumnUnit), step.scores);
+  micro.multiply_scores(tile, call.v_words, from_row(buffers.chunk.values, key).data, buffers.chunk.values.panel_stride,
+                        strip.out_columns + row * round_up(call.v_words, kColumnUnit), step.dprobs);
+  const float cap = call.problem->softcap;
+  if (cap != 0.f) micro.cap_scores(tile, call.scale, cap, step.scores);
+  // Words of P and dS are pairs of query rows.
+  const int64_t elements = micro.word_elements, word = row / elements;
+  const int64_t at = word / kPanelWords * step.probs.panel_stride + word % kPanelWords;
+  const GradientOutputs outputs{step.probs.data + at, step.dscores.data + at, step.dscore_rows};
+  micro.softmax_gradient(tile, cap != 0.f ? 1.f : call.scale, cap, strip.lse + row, strip.delta + row, step.scores,
+                         step.dprobs, outputs, sums.prob_sum + row);
+  micro.multiply_visible(rows, call.columns, visible,
+                         {LeftForm::kInnerRows, elements == 1 ? outputs.dscores : step.dscore_rows, 0},
+                         from_row(buffers.chunk.key_pairs, key / elements).data, buffers.chunk.key_pairs.panel_stride,
+                         nullptr, from_row(sums.dq, row));
+}
+
+/// Adds what `rows` rows of a strip, the first of which is row `first` of the document, do to the chunk [begin, end).
+void add_strip(const KernelCall& call, int64_t first, int64_t rows, int64_t begin, int64_t end, const Buffers& buffers,
+               const StripSums& sums, const RowsToCome& next) {
   const Mask& mask = call.problem->mask;
-  const int64_t block = block_start(item.begin);
-  const int64_t end_key = tasks.empty() ? 0 : std::min(item.end, mask.end_key(tasks.back().q_end - 1, group.kv_end));
-  const bool is_seen = item.begin < end_key;
-  if (is_seen) buffers.block.load(call, group, item.kv_head, item.begin, end_key);
-  for (const Task& task : tasks) {
-    if (!is_seen) break;
-    const RowRange seeing = rows_seeing(mask, task, item.begin, end_key);
-    for (int64_t h = 0; h < call.group_heads; ++h) {
-      const int64_t head = item.kv_head * call.group_heads + h;
-      for (int64_t row = seeing.begin; row < seeing.end; row += kQueryTileRows) {
-        const int64_t rows = std::min(kQueryTileRows, seeing.end - row);
-        const int64_t task_row = row - task.q_begin;
-        const VisibleKeys visible = visible_keys(mask, row, block, end_key - block);
-        micro.load_rows(heads.dtype, rows, heads.dim, task.q.at(task_row, head), task.q.row_stride, buffers.q,
-                        call.columns);
-        micro.load_rows(heads.dtype, rows, heads.v_dim, task.dout.at(task_row, head), task.dout.row_stride,
-                        buffers.dout, call.v_columns);
-        compute_score_gradients(call, task, head, task_row, rows, visible, buffers.block, buffers.q, buffers.dout,
-                                buffers.tile, nullptr);
-        multiply_seeing(call, rows, visible, buffers.tile.scores, buffers.dout, call.v_columns, buffers.dv);
-        multiply_seeing(call, rows, visible, buffers.tile.dprobs, buffers.q, call.columns, buffers.dk);
+  const MicroKernel& micro = *call.micro;
+  constexpr int64_t kRowsFetched = kTileRows / (kChunkKeys / kStepKeys);
+  const int64_t chunk = round_down(begin, kChunkKeys);
+  for (int64_t start = round_down(begin, kStepKeys); start < end; start += kStepKeys) {
+    const int64_t step_end = std::min(start + kStepKeys, end), key = start - chunk;
+    const int64_t part = key / kStepKeys * kRowsFetched;
+    if (tile_of(rows, keys_visible_from(mask, first, start, step_end)).end == 0) continue;
+    for (int64_t row = 0; row < rows; row += kTileRows) {
+      next.prefetch(call.problem->heads, row + part, row + part + kRowsFetched);
+      compute_tile(call, key, row, std::min(kTileRows, rows - row),
+                   keys_visible_from(mask, first + row, start, step_end), buffers, sums);
+    }
+    // Key j of the step is seen by the strip's rows [from + j, upto + j).
+    const Visible keys = keys_visible_from(mask, first, start, step_end);
+    const Visible seeing{1 - keys.upto, 1 - keys.from, rows};
+    const int64_t num_keys = step_end - start;
+    micro.multiply_visible(num_keys, call.v_columns, seeing,
+                           {LeftForm::kInnerColumns, buffers.step.probs.data, buffers.step.probs.panel_stride},
+                           buffers.strip.dout_pairs.data, buffers.strip.dout_pairs.panel_stride, nullptr,
+                           from_row(buffers.chunk.dv, key));
+    micro.multiply_visible(num_keys, call.columns, seeing,
+                           {LeftForm::kInnerColumns, buffers.step.dscores.data, buffers.step.dscores.panel_stride},
+                           buffers.strip.q_pairs.data, buffers.strip.q_pairs.panel_stride, nullptr,
+                           from_row(buffers.chunk.dk, key));
+  }
+}
+
+/// Waits for the turn of `chunk` at a strip that chunks from `first` on add to.
+void await_turn(const std::atomic<int32_t>& progress, int64_t turn) {
+  for (int spins = 0; progress.load(std::memory_order_acquire) != static_cast<int32_t>(turn); ++spins)
+    if (spins > 1000) std::this_thread::yield();
+}
+
+void store_key_gradients(const KernelCall& call, const KeyGroup& group, int64_t kv_head, int64_t begin, int64_t end,
+                         const ChunkBuffers& chunk) {
+  const HeadShape& heads = call.problem->heads;
+  auto run =
+      std::partition_point(group.grads.begin(), group.grads.end(), [&](const KeyGradRun& r) { return r.end <= begin; });
+  for (; run != group.grads.end() && run->begin < end; ++run) {
+    const int64_t first = std::max(run->begin, begin), rows = std::min(run->end, end) - first;
+    const int64_t row = first - round_down(begin, kChunkKeys);
+    call.micro->store_rows(run->dtype, rows, heads.dim, call.problem->scale, nullptr, from_row(chunk.dk, row),
+                           run->dk.at(first - run->begin, kv_head), run->dk.row_stride);
+    call.micro->store_rows(run->dtype, rows, heads.v_dim, 1.f, nullptr, from_row(chunk.dv, row),
+                           run->dv.at(first - run->begin, kv_head), run->dv.row_stride);
+  }
+}
+
+void work_on_chunk(const KernelCall& call, const WorkItem& item, float* scratch) {
+  const Unit& unit = call.units[static_cast<size_t>(item.unit)];
+  const KeyGroup& group = call.group_of(unit);
+  const Mask& mask = call.problem->mask;
+  Carver carver(scratch);
+  const Buffers buffers(call, carver);
+  const ChunkBuffers& chunk = buffers.chunk;
+  const int64_t start = round_down(item.begin, kChunkKeys), chunk_index = start / kChunkKeys;
+  pack_keys(call, group, group.k, unit.kv_head, start, item.begin, item.end, call.problem->heads.dim, chunk.keys);
+  pack_keys(call, group, group.v, unit.kv_head, start, item.begin, item.end, call.problem->heads.v_dim, chunk.values);
+  if (chunk.key_pairs.data != chunk.keys.data)
+    pack_key_pairs(call, group, group.k, unit.kv_head, start, item.begin, item.end, call.problem->heads.dim,
+                   chunk.key_pairs);
+  clear_rows(chunk.dk, panels_of(call.columns), 0, round_up(item.end - start, kRowUnit));
+  clear_rows(chunk.dv, panels_of(call.v_columns), 0, round_up(item.end - start, kRowUnit));
+
+  int64_t strip = 0;  // of the unit
+  for (int64_t t = group.task_begin; t < group.task_end; ++t) {
+    const Task& task = call.problem->tasks[static_cast<size_t>(t)];
+    const RowRange seeing = rows_seeing(mask, task, item.begin, item.end);
+    for (int64_t begin = task.q_begin; begin < task.q_end; begin += kStripRows, ++strip) {
+      const int64_t end = std::min(begin + kStripRows, task.q_end);
+      if (end <= seeing.begin || begin >= seeing.end) continue;
+      const int64_t first_chunk = mask.first_key(begin) / kChunkKeys;
+      for (int64_t h = 0; h < call.group_heads; ++h) {
+        const StripSums sums(call, unit, strip, h);
+        std::atomic<int32_t>& progress = call.progress[unit.first_strip + strip * call.group_heads + h];
+        buffers.strip.load(call, task, unit.kv_head * call.group_heads + h, begin - task.q_begin, end - begin);
+        await_turn(progress, chunk_index - first_chunk);
+        if (chunk_index == first_chunk) std::fill_n(sums.prob_sum, StripSums::floats(call), 0.f);
+        RowsToCome next{&task, unit.kv_head * call.group_heads, end - task.q_begin,
+                        std::min(kStripRows, std::min(task.q_end, seeing.end) - end)};
+        if (h + 1 < call.group_heads)
+          next = {&task, unit.kv_head * call.group_heads + h + 1, begin - task.q_begin, end - begin};
+        add_strip(call, begin, end - begin, item.begin, item.end, buffers, sums, next);
+        progress.store(static_cast<int32_t>(chunk_index - first_chunk + 1), std::memory_order_release);
       }
     }
   }
-  store_key_gradients(call, group, item, buffers.dk, buffers.dv);
+  store_key_gradients(call, group, unit.kv_head, item.begin, item.end, chunk);
 }
 
 // ---- dq
 
-struct QueryGradientBuffers {
-  KeyBuffers block;
-  TileBuffers tile;
-  float* q;         // [heads, rows, columns]
-  float* dout;      // [heads, rows, v_columns]
-  float* dq;        // [heads, rows, columns]
-  float* prob_sum;  // [heads, rows]
+int64_t no_scratch(const KernelCall&) { return 0; }
 
-  QueryGradientBuffers(const KernelCall& call, Carver& carver) : block(call, carver), tile(carver) {
-    const int64_t rows = call.group_heads * call.item_rows;
-    q = carver.take(rows * call.columns);
-    dout = carver.take(rows * call.v_columns);
-    dq = carver.take(rows * call.columns);
-    prob_sum = carver.take(rows);
-  }
-};
-
-int64_t query_gradient_scratch(const KernelCall& call) {
-  Carver carver(nullptr);
-  QueryGradientBuffers(call, carver);
-  return carver.used();
-}
-
-void work_on_query_gradients(const KernelCall& call, const WorkItem& item, float* scratch) {
+/// The probabilities of a row sum to one but for the rounding of its log-sum-exp, the largest error in them: divide it
+/// out. A sink has its part of them.
+void store_query_gradients(const KernelCall& call, const WorkItem& item, float*) {
   const HeadShape& heads = call.problem->heads;
-  const MicroKernel& micro = *call.micro;
-  const Task& task = call.problem->tasks[item.index];
-  const KeyGroup& group = call.problem->groups[task.group];
-  const int64_t rows = item.end - item.begin;
-  const int64_t task_row = item.begin - task.q_begin;
-  Carver carver(scratch);
-  const QueryGradientBuffers buffers(call, carver);
-
-  // All rows of dout are read before any of dq is written: they may be the same memory.
-  for (int64_t h = 0; h < call.group_heads; ++h) {
-    const int64_t head = item.kv_head * call.group_heads + h;
-    micro.load_rows(heads.dtype, rows, heads.dim, task.q.at(task_row, head), task.q.row_stride,
-                    buffers.q + h * rows * call.columns, call.columns);
-    micro.load_rows(heads.dtype, rows, heads.v_dim, task.dout.at(task_row, head), task.dout.row_stride,
-                    buffers.dout + h * rows * call.v_columns, call.v_columns);
-  }
-  std::fill_n(buffers.dq, call.group_heads * rows * call.columns, 0.f);
-  std::fill_n(buffers.prob_sum, call.group_heads * rows, 0.f);
-
-  const Mask& mask = call.problem->mask;
-  const int64_t end_key = mask.end_key(item.end - 1, group.kv_end);
-  for (int64_t begin = mask.first_key(item.begin); begin < end_key;) {
-    const int64_t block = block_start(begin);
-    const int64_t end = std::min(block + kKeyBlockRows, end_key);
-    buffers.block.load(call, group, item.kv_head, begin, end);
+  const Unit& unit = call.units[static_cast<size_t>(item.unit)];
+  const KeyGroup& group = call.group_of(unit);
+  int64_t strip = 0;
+  for (int64_t t = group.task_begin; t < item.task; ++t)
+    strip += strips_of(call.problem->tasks[static_cast<size_t>(t)]);
+  const Task& task = call.problem->tasks[static_cast<size_t>(item.task)];
+  for (int64_t begin = item.begin; begin < item.end;) {
+    const int64_t task_row = begin - task.q_begin, row = task_row % kStripRows;
+    const int64_t rows = std::min(kStripRows - row, item.end - begin);
     for (int64_t h = 0; h < call.group_heads; ++h) {
-      for (int64_t i = first_seeing(mask, item, begin); i < rows; i += kQueryTileRows) {
-        const int64_t tile = std::min(kQueryTileRows, rows - i);
-        const int64_t at = h * rows + i;
-        const VisibleKeys visible = visible_keys(mask, item.begin + i, block, end - block);
-        compute_score_gradients(call, task, item.kv_head * call.group_heads + h, task_row + i, tile, visible,
-                                buffers.block, buffers.q + at * call.columns, buffers.dout + at * call.v_columns,
-                                buffers.tile, buffers.prob_sum + at);
-        multiply_visible(call, tile, visible, buffers.tile.dprobs, buffers.block.keys, call.columns,
-                         buffers.dq + at * call.columns);
+      const int64_t head = unit.kv_head * call.group_heads + h;
+      const StripSums sums(call, unit, strip + task_row / kStripRows, h);
+      float* prob_sum = sums.prob_sum + row;
+      if (group.sinks != nullptr) {
+        for (int64_t i = 0; i < rows; ++i) {
+          float lse;
+          std::memcpy(&lse, task.lse.at(task_row + i, head), sizeof(lse));
+          if (prob_sum[i] != 0.f) prob_sum[i] += std::exp(group.sinks[head] - lse);
+        }
       }
+      call.micro->store_rows(heads.dtype, rows, heads.dim, call.problem->scale, prob_sum, from_row(sums.dq, row),
+                             task.dq.at(task_row, head), task.dq.row_stride);
     }
-    begin = end;
+    begin += rows;
   }
-
-  // The probabilities of a row sum to one but for the rounding of its log-sum-exp, the largest error in them: divide it
-  // out.
-  micro.divide_rows(call.group_heads * rows, call.columns, buffers.prob_sum, buffers.dq);
-  for (int64_t h = 0; h < call.group_heads; ++h)
-    micro.store_rows(heads.dtype, rows, heads.dim, call.problem->scale, buffers.dq + h * rows * call.columns,
-                     call.columns, task.dq.at(task_row, item.kv_head * call.group_heads + h), task.dq.row_stride);
 }
 
 }  // namespace
 
-const Pass kKeyGradientPass = {key_gradient_scratch, work_on_key_gradients};
-const Pass kQueryGradientPass = {query_gradient_scratch, work_on_query_gradients};
+const Pass kGradientPass = {gradient_scratch, work_on_chunk};
+const Pass kStoreQueryGradientPass = {no_scratch, store_query_gradients};
+
+int64_t backward_unit_floats(const KernelCall& call, const KeyGroup& group) {
+  return strips_of(call, group) * call.group_heads * StripSums::floats(call);
+}
+int64_t backward_unit_strips(const KernelCall& call, const KeyGroup& group) {
+  return strips_of(call, group) * call.group_heads;
+}
 
 }  // namespace distca::attention

@@ -1,4 +1,5 @@
-// Forward: the online softmax of some query rows over ascending key blocks.
+// Forward: keys and values are packed once for each unit; then the online softmax of some query rows goes over the
+// steps of keys in ascending order.
 #include <cmath>
 #include <limits>
 
@@ -10,95 +11,189 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
+/// Packed keys and values of one step of a unit.
+struct PackedStep {
+  int64_t begin;  // document rows
+  int64_t end;
+  Panels keys;    // [keys, words]
+  Panels values;  // [keys, v_columns], pairs of rows
+};
+
+int64_t floats_per_key(const KernelCall& call) {
+  // Pairs: a step holds an even number of keys.
+  return panels_of(call.words) * kPanelWords + panels_of(call.v_columns) * kPanelWords / call.micro->word_elements;
+}
+
+PackedStep packed_step(const KernelCall& call, const Unit& unit, int64_t step) {
+  const KeyGroup& group = call.group_of(unit);
+  const int64_t first = round_down(group.kv_begin, kStepKeys);
+  const int64_t rows = round_up(std::min(step + kStepKeys, group.kv_end) - step, kRowUnit);
+  const int64_t key_panels = panels_of(call.words), value_rows = call.row_words(rows);
+  float* data = call.memory + unit.offset + (step - first) * floats_per_key(call);
+  return {std::max(step, group.kv_begin),
+          std::min(step + kStepKeys, group.kv_end),
+          {data, rows * kPanelWords},
+          {data + rows * key_panels * kPanelWords, value_rows * kPanelWords}};
+}
+
+// ---- pack
+
+int64_t no_scratch(const KernelCall&) { return 0; }
+
+/// One step of all units of the batch that are of one group. A few rows of every head at a time: the heads of a row lie
+/// side by side in memory.
+void pack_step(const KernelCall& call, const WorkItem& item, float*) {
+  constexpr int64_t kRows = 16;
+  const HeadShape& heads = call.problem->heads;
+  const KeyGroup& group = call.group_of(call.units[static_cast<size_t>(item.unit)]);
+  const int64_t start = round_down(item.begin, kStepKeys);
+  for (const auto& [views, is_keys] : {std::pair{&group.k, true}, {&group.v, false}}) {
+    for (int64_t begin = item.begin; begin < item.end;) {
+      const int64_t end = std::min(round_down(begin, kRows) + kRows, item.end);
+      for (const Unit& unit : call.units.subspan(static_cast<size_t>(item.unit))) {
+        if (&call.group_of(unit) != &group) break;
+        const PackedStep step = packed_step(call, unit, start);
+        if (is_keys)
+          pack_keys(call, group, *views, unit.kv_head, start, begin, end, heads.dim, step.keys);
+        else
+          pack_key_pairs(call, group, *views, unit.kv_head, start, begin, end, heads.v_dim, step.values);
+      }
+      begin = end;
+    }
+  }
+}
+
+// ---- attend
+
 struct Buffers {
-  float* keys;             // [keys, columns]
-  float* transposed_keys;  // [dim, keys]
-  float* values;           // [keys, v_columns]
-  float* scores;           // [tile rows, keys]
-  float* q;                // [heads, rows, columns]
-  float* out;              // [heads, rows, v_columns]
-  float* row_max;          // [heads, rows]
-  float* row_sum;          // [heads, rows]
+  int64_t tiles;   // of a head
+  Panels rows;     // a tile's queries as they lie
+  float* scores;   // [keys, kTileRows]
+  float* queries;  // [heads, tiles] of [words, kTileRows]
+  float* out;      // [heads, tiles] of packed [kTileRows, v_columns]
+  float* row_max;  // [heads, tiles, kTileRows]
+  float* row_sum;  // the same
+  float* rescale;  // [kTileRows]
 
   Buffers(const KernelCall& call, Carver& carver) {
-    const int64_t rows = call.group_heads * call.item_rows;
-    keys = carver.take(kKeyBlockRows * call.columns);
-    transposed_keys = carver.take(call.columns * kScoreColumns);
-    values = carver.take(kKeyBlockRows * call.v_columns);
-    scores = carver.take(kQueryTileRows * kScoreColumns);
-    q = carver.take(rows * call.columns);
-    out = carver.take(rows * call.v_columns);
-    row_max = carver.take(rows);
-    row_sum = carver.take(rows);
+    tiles = panels_of(call.item_rows);
+    const int64_t all = call.group_heads * tiles;
+    rows = carver.take_panels(kTileRows, call.words);
+    scores = carver.take(kStepKeys * kTileRows);
+    queries = carver.take(all * query_floats(call));
+    out = carver.take(all * out_floats(call));
+    row_max = carver.take(all * kTileRows);
+    row_sum = carver.take(all * kTileRows);
+    rescale = carver.take(kTileRows);
+  }
+
+  static int64_t query_floats(const KernelCall& call) { return round_up(call.words, kColumnUnit) * kTileRows; }
+  static int64_t out_floats(const KernelCall& call) { return panels_of(call.v_columns) * kPanelWords * kTileRows; }
+  Panels out_of(const KernelCall& call, int64_t tile) const {
+    return {out + tile * out_floats(call), kTileRows * kPanelWords};
   }
 };
 
-int64_t scratch_floats(const KernelCall& call) {
+int64_t forward_scratch(const KernelCall& call) {
   Carver carver(nullptr);
   Buffers(call, carver);
   return carver.used();
 }
 
+/// One step of one tile.
+void attend(const KernelCall& call, const PackedStep& step, int64_t rows, Visible visible, int64_t tile,
+            const Buffers& buffers) {
+  const ScoreTile scores = tile_of(rows, visible);
+  if (scores.begin == scores.end) return;
+  const MicroKernel& micro = *call.micro;
+  micro.multiply_scores(scores, call.words, step.keys.data, step.keys.panel_stride,
+                        buffers.queries + tile * Buffers::query_floats(call), buffers.scores);
+  float scale = call.scale;
+  if (call.problem->softcap != 0.f) {
+    micro.cap_scores(scores, scale, call.problem->softcap, buffers.scores);
+    scale = 1.f;
+  }
+  micro.softmax_step(scores, scale, buffers.scores,
+                     {buffers.row_max + tile * kTileRows, buffers.row_sum + tile * kTileRows, buffers.rescale});
+  micro.multiply_visible(rows, call.v_columns, visible, {LeftForm::kInnerRows, buffers.scores, 0}, step.values.data,
+                         step.values.panel_stride, buffers.rescale, buffers.out_of(call, tile));
+}
+
+/// Row sums become what out is to be divided by, and the log-sum-exp is written. A sink is one more score, with a value
+/// of nothing.
+void finish_rows(const Task& task, const float* sink, int64_t head, int64_t task_row, int64_t rows,
+                 const float* row_max, float* row_sum) {
+  for (int64_t i = 0; i < rows; ++i) {
+    float base = row_max[i], sum = row_sum[i];
+    if (sink != nullptr) {
+      base = std::max(row_max[i], *sink);
+      if (base != -kInfinity) sum = row_sum[i] * std::exp(row_max[i] - base) + std::exp(*sink - base);
+      row_sum[i] = row_max[i] == -kInfinity ? 0.f : row_sum[i] + std::exp(*sink - row_max[i]);
+    }
+    const float lse = sum == 0.f ? -kInfinity : base + std::log(sum);
+    std::memcpy(task.lse.at(task_row + i, head), &lse, sizeof(lse));
+  }
+}
+
 void work(const KernelCall& call, const WorkItem& item, float* scratch) {
   const HeadShape& heads = call.problem->heads;
   const MicroKernel& micro = *call.micro;
-  const Task& task = call.problem->tasks[item.index];
-  const KeyGroup& group = call.problem->groups[task.group];
-  const int64_t rows = item.end - item.begin;
-  const int64_t task_row = item.begin - task.q_begin;
+  const Mask& mask = call.problem->mask;
+  const Unit& unit = call.units[static_cast<size_t>(item.unit)];
+  const KeyGroup& group = call.group_of(unit);
+  const Task& task = call.problem->tasks[static_cast<size_t>(item.task)];
+  const int64_t tiles = panels_of(item.end - item.begin);
+  const auto rows_of = [&](int64_t t) { return std::min(kTileRows, item.end - item.begin - t * kTileRows); };
   Carver carver(scratch);
   const Buffers buffers(call, carver);
 
   // All rows of q are read before any of out is written: they may be the same memory.
-  for (int64_t h = 0; h < call.group_heads; ++h)
-    micro.load_rows(heads.dtype, rows, heads.dim, task.q.at(task_row, item.kv_head * call.group_heads + h),
-                    task.q.row_stride, buffers.q + h * rows * call.columns, call.columns);
-  std::fill_n(buffers.out, call.group_heads * rows * call.v_columns, 0.f);
-  std::fill_n(buffers.row_max, call.group_heads * rows, -kInfinity);
-  std::fill_n(buffers.row_sum, call.group_heads * rows, 0.f);
+  for (int64_t h = 0; h < call.group_heads; ++h) {
+    for (int64_t t = 0; t < tiles; ++t) {
+      micro.pack_rows(heads.dtype, rows_of(t), heads.dim,
+                      task.q.at(item.begin - task.q_begin + t * kTileRows, unit.kv_head * call.group_heads + h),
+                      task.q.row_stride, buffers.rows);
+      micro.transpose_rows(rows_of(t), call.words, call.sign, buffers.rows.data, buffers.rows.panel_stride,
+                           buffers.queries + (h * tiles + t) * Buffers::query_floats(call));
+    }
+  }
+  const int64_t all = call.group_heads * tiles;
+  std::fill_n(buffers.out, all * Buffers::out_floats(call), 0.f);
+  std::fill_n(buffers.row_max, all * kTileRows, -kInfinity);
+  std::fill_n(buffers.row_sum, all * kTileRows, 0.f);
 
-  const Mask& mask = call.problem->mask;
   const int64_t end_key = mask.end_key(item.end - 1, group.kv_end);
-  for (int64_t begin = mask.first_key(item.begin); begin < end_key;) {
-    const int64_t block = block_start(begin);
-    const int64_t end = std::min(block + kKeyBlockRows, end_key);
-    const int64_t num_keys = end - block;
-    load_key_block(call, group, group.k, item.kv_head, begin, end, heads.dim, buffers.keys, call.columns);
-    micro.transpose(round_up(num_keys, kPackedColumns), call.columns, buffers.keys, call.columns,
-                    buffers.transposed_keys, kScoreColumns);
-    load_key_block(call, group, group.v, item.kv_head, begin, end, heads.v_dim, buffers.values, call.v_columns);
+  for (int64_t start = round_down(mask.first_key(item.begin), kStepKeys); start < end_key; start += kStepKeys) {
+    const PackedStep step = packed_step(call, unit, start);
     for (int64_t h = 0; h < call.group_heads; ++h) {
-      for (int64_t i = first_seeing(mask, item, begin); i < rows; i += kQueryTileRows) {
-        const int64_t tile = std::min(kQueryTileRows, rows - i);
-        const int64_t at = h * rows + i;
-        const VisibleKeys visible = visible_keys(mask, item.begin + i, block, num_keys);
-        float* out = buffers.out + at * call.v_columns;
-        multiply_scores(call, tile, num_keys, heads.dim, buffers.q + at * call.columns, call.columns,
-                        buffers.transposed_keys, buffers.scores);
-        micro.softmax_step(tile, visible, call.problem->scale, buffers.scores, buffers.row_max + at,
-                           buffers.row_sum + at, out, call.v_columns);
-        multiply_visible(call, tile, visible, buffers.scores, buffers.values, call.v_columns, out);
+      for (int64_t t = 0; t < tiles; ++t) {
+        const Visible visible = keys_visible_from(mask, item.begin + t * kTileRows, start, step.end);
+        attend(call, step, rows_of(t), visible, h * tiles + t, buffers);
       }
     }
-    begin = end;
   }
 
   for (int64_t h = 0; h < call.group_heads; ++h) {
-    const int64_t head = item.kv_head * call.group_heads + h;
-    float* out = buffers.out + h * rows * call.v_columns;
-    micro.divide_rows(rows, call.v_columns, buffers.row_sum + h * rows, out);
-    micro.store_rows(heads.dtype, rows, heads.v_dim, 1.f, out, call.v_columns, task.out.at(task_row, head),
-                     task.out.row_stride);
-    for (int64_t i = 0; i < rows; ++i) {
-      const float sum = buffers.row_sum[h * rows + i];
-      const float lse = sum == 0.f ? -kInfinity : buffers.row_max[h * rows + i] + std::log(sum);
-      std::memcpy(task.lse.at(task_row + i, head), &lse, sizeof(lse));
+    const int64_t head = unit.kv_head * call.group_heads + h;
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t tile = h * tiles + t, task_row = item.begin - task.q_begin + t * kTileRows;
+      float* row_sum = buffers.row_sum + tile * kTileRows;
+      finish_rows(task, group.sinks == nullptr ? nullptr : group.sinks + head, head, task_row, rows_of(t),
+                  buffers.row_max + tile * kTileRows, row_sum);
+      micro.store_rows(heads.dtype, rows_of(t), heads.v_dim, 1.f, row_sum, buffers.out_of(call, tile),
+                       task.out.at(task_row, head), task.out.row_stride);
     }
   }
 }
 
 }  // namespace
 
-const Pass kForwardPass = {scratch_floats, work};
+const Pass kPackKeysPass = {no_scratch, pack_step};
+const Pass kForwardPass = {forward_scratch, work};
+
+int64_t forward_unit_floats(const KernelCall& call, const KeyGroup& group) {
+  const int64_t rows = round_up(group.kv_end, kRowUnit) - round_down(group.kv_begin, kStepKeys);
+  return rows * floats_per_key(call);
+}
 
 }  // namespace distca::attention

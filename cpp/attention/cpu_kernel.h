@@ -1,10 +1,17 @@
-// What the passes of the CPU kernel share: a pass is a list of independent work items, handed out longest first to
-// workers that have scratch memory of their own.
+// What the passes of the CPU kernel share. A call is cut into batches of units; a unit is one key/value head of a
+// group, and a pass over a batch is a list of independent work items, handed out longest first to workers that have
+// scratch memory of their own.
 #pragma once
+
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <new>
+#include <span>
 #include <vector>
 
 #include "attention/attention.h"
@@ -12,44 +19,46 @@
 
 namespace distca::attention {
 
-/// Rows of a query tile.
-inline constexpr int64_t kQueryTileRows = 64;
+/// Keys of a step of the online softmax: part of the numerics. Steps start at multiples of this many rows of the
+/// document.
+inline constexpr int64_t kStepKeys = 128;
+static_assert(kStepKeys % kKeyBlockRows == 0 && kStepKeys % kRowUnit == 0);
 
-static_assert(kScoreColumns == kKeyBlockRows);
+/// Keys of a work item of the backward pass; results do not depend on it.
+inline constexpr int64_t kChunkKeys = 4 * kStepKeys;
 
 inline constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+inline constexpr int64_t round_down(int64_t n, int64_t multiple) { return n / multiple * multiple; }
+inline constexpr int64_t panels_of(int64_t words) { return (words + kPanelWords - 1) / kPanelWords; }
 
-/// What a worker needs to know about the problem.
-struct KernelCall {
-  const Problem* problem = nullptr;
-  const MicroKernel* micro = nullptr;
-  int64_t group_heads = 0;  // query heads that share a key/value head
-  int64_t columns = 0;      // packed width of q, k, dq, dk
-  int64_t v_columns = 0;    // packed width of v, out, dout, dv
-  int64_t item_rows = 0;    // most rows of a work item over query rows
+/// Aligned memory that only grows and is not initialised.
+class Buffer {
+ public:
+  float* data() const { return data_.get(); }
+  void reserve(int64_t floats) {
+    if (floats <= size_) return;
+    data_.reset();
+    size_ = 0;
+    const auto bytes = static_cast<size_t>(round_up(floats * 4, kHugePage));
+    void* p = std::aligned_alloc(kHugePage, bytes);
+    if (p == nullptr) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+    madvise(p, bytes, MADV_HUGEPAGE);  // packed rows are read from end to end; a refusal costs speed alone
+#endif
+    data_.reset(static_cast<float*>(p));
+    size_ = floats;
+  }
 
-  KernelCall() = default;
-  KernelCall(const Problem& p, const MicroKernel& m)
-      : problem(&p),
-        micro(&m),
-        group_heads(p.heads.q_heads / p.heads.kv_heads),
-        columns(round_up(p.heads.dim, kPackedColumns)),
-        v_columns(round_up(p.heads.v_dim, kPackedColumns)),
-        // Packing a key block is shared by item_rows * group_heads rows; more would leave the second cache.
-        item_rows(std::clamp<int64_t>(2 * kQueryTileRows / group_heads, 16, 2 * kQueryTileRows)) {}
+ private:
+  static constexpr int64_t kHugePage = int64_t{1} << 21;
+  struct Free {
+    void operator()(float* p) const { std::free(p); }
+  };
+  std::unique_ptr<float, Free> data_;
+  int64_t size_ = 0;
 };
 
-/// Rows [begin, end) of a document for one key/value head of a group and the query heads that share it: query rows of
-/// the task `index`, or key rows of the group `index`.
-struct WorkItem {
-  int64_t cost;
-  int64_t index;
-  int64_t kv_head;
-  int64_t begin;
-  int64_t end;
-};
-
-/// Carves arrays out of a worker's scratch memory; from a null base it only counts.
+/// Carves arrays out of scratch memory, each on cache lines of its own; from a null base it only counts.
 class Carver {
  public:
   explicit Carver(float* base) : base_(base) {}
@@ -58,6 +67,10 @@ class Carver {
     used_ += round_up(floats, 16);
     return result;
   }
+  /// A packed matrix of `rows` rows.
+  Panels take_panels(int64_t rows, int64_t words) {
+    return {take(rows * panels_of(words) * kPanelWords), rows * kPanelWords};
+  }
   int64_t used() const { return used_; }
 
  private:
@@ -65,40 +78,132 @@ class Carver {
   int64_t used_ = 0;
 };
 
-/// A pass: how much scratch an item needs at most, and the work.
+/// One key/value head of a group, the query heads that share it, and where the batch's memory has its part.
+struct Unit {
+  int64_t group;
+  int64_t kv_head;
+  int64_t offset = 0;  // of its floats in the batch's memory
+  int64_t num_floats = 0;
+  int64_t first_strip = 0;  // of its strips in the batch, see cpu_backward.cpp
+};
+
+/// Rows [begin, end) of a document for one unit: query rows of task `task`, or key rows where the pass goes by keys.
+struct WorkItem {
+  int64_t cost;
+  int64_t unit;
+  int64_t task;
+  int64_t begin;
+  int64_t end;
+};
+
+/// What a worker needs to know about the problem.
+struct KernelCall {
+  const Problem* problem = nullptr;
+  const MicroKernel* micro = nullptr;
+  std::span<const Unit> units;               // of the batch
+  float* memory = nullptr;                   // of the batch
+  std::atomic<int32_t>* progress = nullptr;  // of the batch's strips
+  int64_t group_heads = 0;                   // query heads that share a key/value head
+  int64_t words = 0;                         // packed words of a row of q and k
+  int64_t v_words = 0;                       // the same of v and dout
+  int64_t columns = 0;                       // of dq and dk as products
+  int64_t v_columns = 0;                     // the same of out and dv
+  int64_t item_rows = 0;                     // most rows of a work item over query rows
+  float scale = 0.f;                         // what scores are multiplied by in the softmax, > 0
+  int sign = 1;                              // and what queries are multiplied by before: scale * sign is the problem's
+
+  KernelCall() = default;
+  KernelCall(const Problem& p, const MicroKernel& m);
+
+  int64_t words_of(int64_t elements) const { return elements / micro->word_elements; }
+  /// Rows of packed pairs of rows.
+  int64_t row_words(int64_t rows) const { return (rows + micro->word_elements - 1) / micro->word_elements; }
+  const KeyGroup& group_of(const Unit& unit) const { return problem->groups[static_cast<size_t>(unit.group)]; }
+};
+
+/// A pass over the items of a batch: how much scratch an item needs at most, and the work.
 struct Pass {
   int64_t (*scratch_floats)(const KernelCall&);
   void (*work)(const KernelCall&, const WorkItem&, float* scratch);
 };
 
-extern const Pass kForwardPass;        // out and lse; items are query rows
-extern const Pass kKeyGradientPass;    // dk and dv; items are key blocks
-extern const Pass kQueryGradientPass;  // dq; items are query rows
+/// Forward: items of the first pass are steps of keys, of the second query rows.
+extern const Pass kPackKeysPass;
+extern const Pass kForwardPass;  // out and lse
+/// Backward: items of the first pass are chunks of keys, of the second query rows.
+extern const Pass kGradientPass;
+extern const Pass kStoreQueryGradientPass;
 
-/// The first row of the key block that `row` is in.
-inline int64_t block_start(int64_t row) { return row / kKeyBlockRows * kKeyBlockRows; }
+/// Floats of the batch's memory that one unit takes.
+int64_t forward_unit_floats(const KernelCall& call, const KeyGroup& group);
+int64_t backward_unit_floats(const KernelCall& call, const KeyGroup& group);
+/// Strips of query rows of one unit, each counting the chunks of keys that are done with it.
+int64_t backward_unit_strips(const KernelCall& call, const KeyGroup& group);
 
-/// The keys or values of document rows [begin, end), all of one key block, to fp32: row r to row r - block_start of
-/// dst. Rows before `begin`, and after `end` up to the next multiple of kPackedColumns, become zero; they are not read.
-inline void load_key_block(const KernelCall& call, const KeyGroup& group, const RowView (&views)[2], int64_t kv_head,
-                           int64_t begin, int64_t end, int64_t dim, float* dst, int64_t dst_stride) {
-  const int64_t entry = group.blocks[static_cast<size_t>(begin / kKeyBlockRows - group.first_block)];
-  const RowView& view = views[entry & 1];
-  const int64_t skipped = begin - block_start(begin), rows = end - block_start(begin);
-  const auto clear = [&](int64_t from, int64_t to) {
-    std::memset(dst + from * dst_stride, 0, static_cast<size_t>((to - from) * dst_stride) * sizeof(float));
-  };
-  clear(0, skipped);
-  call.micro->load_rows(call.problem->heads.dtype, rows - skipped, dim, view.at((entry >> 1) + skipped, kv_head),
-                        view.row_stride, dst + skipped * dst_stride, dst_stride);
-  clear(rows, round_up(rows, kPackedColumns));
+// ---- keys
+
+/// Calls pack(rows of the matrix before, rows, source, its stride) for each run of the document rows [begin, end) that
+/// lies in one place.
+template <class PackRows>
+void for_each_run(const KeyGroup& group, const RowView (&views)[2], int64_t kv_head, int64_t begin, int64_t end,
+                  const PackRows& pack) {
+  for (int64_t row = begin; row < end;) {
+    const int64_t block = row / kKeyBlockRows;
+    const int64_t stop = std::min((block + 1) * kKeyBlockRows, end);
+    const int64_t entry = group.blocks[static_cast<size_t>(block - group.first_block)];
+    const RowView& view = views[entry & 1];
+    pack(row, stop - row, view.at((entry >> 1) + row - block * kKeyBlockRows, kv_head), view.row_stride);
+    row = stop;
+  }
 }
 
-/// What query rows from `row` on see of the keys [block, block + limit).
-inline VisibleKeys visible_keys(const Mask& mask, int64_t row, int64_t block, int64_t limit) {
-  constexpr int64_t kFar = int64_t{1} << 40;  // beyond any row
-  return {mask.window > 0 ? row - mask.window + 1 - block : -kFar,
-          mask.kind == MaskKind::kFull ? kFar : row + 1 - block, limit};
+/// Zeroes rows [begin, end) of a packed matrix.
+inline void clear_rows(Panels panels, int64_t num_panels, int64_t begin, int64_t end) {
+  for (int64_t p = 0; p < num_panels; ++p)
+    std::memset(panels.data + p * panels.panel_stride + begin * kPanelWords, 0,
+                static_cast<size_t>((end - begin) * kPanelWords) * sizeof(float));
+}
+
+/// Packs keys or values of document rows [begin, end) into rows from begin - start on. Rows after them, up to the next
+/// multiple of kRowUnit, become zero; what lies before is left alone.
+inline void pack_keys(const KernelCall& call, const KeyGroup& group, const RowView (&views)[2], int64_t kv_head,
+                      int64_t start, int64_t begin, int64_t end, int64_t dim, Panels dst) {
+  const auto pack = [&](int64_t row, int64_t rows, const std::byte* src, int64_t stride) {
+    const Panels at{dst.data + (row - start) * kPanelWords, dst.panel_stride};
+    call.micro->pack_rows(call.problem->heads.dtype, rows, dim, src, stride, at);
+  };
+  for_each_run(group, views, kv_head, begin, end, pack);
+  clear_rows(dst, panels_of(call.words_of(dim)), end - start, round_up(end - start, kRowUnit));
+}
+
+/// The same as pairs of rows.
+inline void pack_key_pairs(const KernelCall& call, const KeyGroup& group, const RowView (&views)[2], int64_t kv_head,
+                           int64_t start, int64_t begin, int64_t end, int64_t dim, Panels dst) {
+  const int64_t elements = call.micro->word_elements;
+  const auto pack = [&](int64_t row, int64_t rows, const std::byte* src, int64_t stride) {
+    const Panels at{dst.data + (row - start) / elements * kPanelWords, dst.panel_stride};
+    call.micro->pack_row_pairs(call.problem->heads.dtype, (row - start) % elements, rows, dim, src, stride, at);
+  };
+  for_each_run(group, views, kv_head, begin, end, pack);
+  clear_rows(dst, panels_of(dim), call.row_words(end - start), call.row_words(round_up(end - start, kRowUnit)));
+}
+
+// ---- what sees what
+
+/// What query rows from `row` on see of the keys from `key` on, those before `key_end`.
+inline Visible keys_visible_from(const Mask& mask, int64_t row, int64_t key, int64_t key_end) {
+  constexpr int64_t kFar = int64_t{1} << 28;  // beyond any step and tile
+  return {mask.window > 0 ? std::max(row - mask.window + 1 - key, -kFar) : -kFar,
+          mask.kind == MaskKind::kFull ? kFar : std::clamp(row + 1 - key, -kFar, kFar), key_end - key};
+}
+
+/// The keys of a step that some of `rows` query rows see, as a tile; empty (begin == end) where there are none.
+inline ScoreTile tile_of(int64_t rows, Visible visible) {
+  const int64_t begin = std::max<int64_t>(visible.from, 0);
+  const int64_t end = std::min(visible.upto + rows - 1, visible.limit);
+  const int64_t lanes = round_up(rows, kColumnUnit);
+  if (begin >= end) return {0, 0, lanes, visible};
+  return {round_down(begin, kRowUnit), round_up(end, kRowUnit), lanes, visible};
 }
 
 struct RowRange {
@@ -113,43 +218,9 @@ inline RowRange rows_seeing(const Mask& mask, const Task& task, int64_t begin, i
   return {std::max(task.q_begin, begin), last};
 }
 
-/// The first of the item's query rows that may see keys from `begin` on, counted from the item's own begin.
-inline int64_t first_seeing(const Mask& mask, const WorkItem& item, int64_t begin) {
-  return mask.kind == MaskKind::kFull ? 0 : std::max<int64_t>(begin - item.begin, 0);
-}
-
 /// `rows` values of one head of a [rows, heads, 1] fp32 view.
 inline void load_column(const RowView& view, int64_t row, int64_t head, int64_t rows, float* dst) {
   for (int64_t i = 0; i < rows; ++i) std::memcpy(dst + i, view.at(row + i, head), sizeof(float));
-}
-
-/// scores [rows, kScoreColumns] = a [rows, dim] * transposed [dim, keys], for the first num_keys keys.
-inline void multiply_scores(const KernelCall& call, int64_t rows, int64_t num_keys, int64_t dim, const float* a,
-                            int64_t a_stride, const float* transposed, float* scores) {
-  std::memset(scores, 0, static_cast<size_t>(rows * kScoreColumns) * sizeof(float));
-  call.micro->multiply_add(rows, round_up(num_keys, kPackedColumns), dim, {a, a_stride, 1}, transposed, kScoreColumns,
-                           scores, kScoreColumns);
-}
-
-/// c [rows, columns] += weights [rows, keys] * b [keys, columns], each row over the keys that it sees and no other.
-inline void multiply_visible(const KernelCall& call, int64_t rows, VisibleKeys visible, const float* weights,
-                             const float* b, int64_t columns, float* c) {
-  const auto multiply = [&](int64_t row, int64_t num_rows, int64_t key, int64_t num_keys) {
-    call.micro->multiply_add(num_rows, columns, num_keys, {weights + row * kScoreColumns + key, kScoreColumns, 1},
-                             b + key * columns, columns, c + row * columns, columns);
-  };
-  // Rows [whole_begin, whole_end) see all keys of the block.
-  const int64_t whole_begin = std::clamp<int64_t>(visible.limit - visible.upto, 0, rows);
-  const int64_t whole_end = std::clamp<int64_t>(1 - visible.from, whole_begin, rows);
-  const auto multiply_singly = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t first = std::max<int64_t>(visible.from + i, 0), last = std::min(visible.upto + i, visible.limit);
-      if (first < last) multiply(i, 1, first, last - first);
-    }
-  };
-  multiply_singly(0, whole_begin);
-  if (whole_begin < whole_end) multiply(whole_begin, whole_end - whole_begin, 0, visible.limit);
-  multiply_singly(whole_end, rows);
 }
 
 }  // namespace distca::attention

@@ -1,9 +1,19 @@
-// The inner loops of the CPU kernel: a table of functions for one instruction set.
+// The inner loops of the CPU kernel: a table of functions for one instruction set and one kind of operand.
 //
 // micro_kernel.cpp is compiled once for each instruction set, each time with its own compiler flags, and yields one
-// table. All matrices are fp32, row-major and packed in scratch memory; only load_rows, store_rows see strides and
-// dtypes of the caller. Every element of a product is summed over the inner dimension in one order (ascending chains of
-// 64 products, each from zero), so that a row comes out bitwise the same however many rows are computed beside it.
+// table for operands that are floats and, where the CPU multiplies bf16, one for operands that are pairs of bf16. All
+// matrices are packed in scratch memory; only the pack and store functions see strides and dtypes of the caller.
+//
+// A packed matrix is a row of panels, each kPanelWords 32-bit words wide: word (r, c) is at
+// panels + c / kPanelWords * panel_stride + r * kPanelWords + c % kPanelWords. A word of an operand is one float, or a
+// pair of bf16 that are neighbours along the inner dimension of the product: of one row ("pairs of columns") or of one
+// column ("pairs of rows"). For floats the two are the same.
+//
+// Scores are kept transposed, [keys, kTileRows query rows], so that query rows are the lanes of a vector: softmax needs
+// no operation across lanes, and keys and values are multiplied as they are, element by element.
+//
+// Every element of a product is one chain over the inner dimension, in ascending order, and only over what the mask
+// lets it see, so that a row comes out bitwise the same however many rows are computed beside it.
 #pragma once
 
 #include <cstddef>
@@ -14,64 +24,118 @@
 
 namespace distca::attention {
 
-/// Widths of packed matrices are multiples of this many floats, and so are the columns of a product.
-inline constexpr int64_t kPackedColumns = 16;
+/// Words of a panel's row.
+inline constexpr int64_t kPanelWords = 32;
+/// Query rows of a tile: the columns of a matrix of scores, one panel.
+inline constexpr int64_t kTileRows = 32;
+/// Rows and keys that are the outer dimensions of a product are computed in multiples of this many.
+inline constexpr int64_t kRowUnit = 8;
+/// Columns of a product are computed in multiples of this many.
+inline constexpr int64_t kColumnUnit = 16;
 
-/// Row length of a packed matrix that has one column for each key of a block.
-inline constexpr int64_t kScoreColumns = 64;
+static_assert(kTileRows == kPanelWords);
 
-/// Left factor of a product: element (i, p) is data[i * row_stride + p * column_stride].
-struct LeftFactor {
-  const float* data;
-  int64_t row_stride;
-  int64_t column_stride;
-};
-
-/// Row i of a tile sees keys [max(0, from + i), min(limit, upto + i)) of the block, none where that is empty.
-struct VisibleKeys {
+/// Element m of an outer dimension sees inner elements [max(0, from + m), min(limit, upto + m)), none where that is
+/// empty.
+struct Visible {
   int64_t from;
   int64_t upto;
   int64_t limit;
 };
 
-struct MicroKernel {
-  const char* isa;
-
-  /// c[m, n] += a[m, k] * b[k, n]; n a multiple of kPackedColumns.
-  void (*multiply_add)(int64_t m, int64_t n, int64_t k, LeftFactor a, const float* b, int64_t b_stride, float* c,
-                       int64_t c_stride);
-
-  /// Converts `rows` rows of `dim` elements (byte stride src_stride) to fp32; columns dim..dst_stride become zero.
-  void (*load_rows)(DType dtype, int64_t rows, int64_t dim, const std::byte* src, int64_t src_stride, float* dst,
-                    int64_t dst_stride);
-
-  /// Writes factor * src, rounded once to `dtype`; the inverse of load_rows.
-  void (*store_rows)(DType dtype, int64_t rows, int64_t dim, float factor, const float* src, int64_t src_stride,
-                     std::byte* dst, int64_t dst_stride);
-
-  /// dst[j, i] = src[i, j]; rows and columns are multiples of 4.
-  void (*transpose)(int64_t rows, int64_t columns, const float* src, int64_t src_stride, float* dst,
-                    int64_t dst_stride);
-
-  /// One step of the online softmax. scores [rows, kScoreColumns] become exp(scale * score - new maximum), zero where a
-  /// row sees no key; row maxima, row sums and the running output [rows, out_columns] are updated. A row whose
-  /// maximum is still -inf keeps a sum and an output of zero.
-  void (*softmax_step)(int64_t rows, VisibleKeys visible, float scale, float* scores, float* row_max, float* row_sum,
-                       float* out, int64_t out_columns);
-
-  /// out[i, :] /= row_sum[i]; zero where the sum is zero.
-  void (*divide_rows)(int64_t rows, int64_t columns, const float* row_sum, float* out);
-
-  /// scores become P = exp(scale * score - lse), dprobs become dS = P * (dprobs - delta); both [rows, kScoreColumns],
-  /// zero where a row sees no key and in rows whose lse is -inf. prob_sum[i], if not null, grows by the sum of P's row
-  /// i.
-  void (*softmax_gradient)(int64_t rows, VisibleKeys visible, float scale, const float* lse, const float* delta,
-                           float* scores, float* dprobs, float* prob_sum);
+/// The left factor of a product of visible elements.
+enum class LeftForm {
+  kInnerColumns,  // element (m, p) is word (m, p) of panels: the inner dimension runs along a row
+  kInnerRows,     // element (m, p) is word (p, m) of one panel
 };
 
-/// The table for `isa` ("avx512", "avx2", "plain"); if empty, for the one in the environment variable DISTCA_CPU_ISA;
-/// if that is unset or empty, the best that this CPU has. InvalidArgumentError for a name that is unknown or that this
-/// CPU lacks.
-const MicroKernel& select_micro_kernel(std::string_view isa);
+struct LeftFactor {
+  LeftForm form;
+  const float* panels;
+  int64_t panel_stride;
+};
+
+struct Panels {
+  float* data;
+  int64_t panel_stride;
+};
+
+/// Per query row of a tile.
+struct SoftmaxState {
+  float* row_max;
+  float* row_sum;
+  float* rescale;  // out: what the sums of earlier keys are to be multiplied by
+};
+
+/// Keys [begin, end) of a step, multiples of kRowUnit, for `lanes` query rows (a multiple of kColumnUnit).
+struct ScoreTile {
+  int64_t begin;
+  int64_t end;
+  int64_t lanes;
+  Visible visible;  // of query rows
+};
+
+/// Where the backward pass wants P and dS of a tile.
+struct GradientOutputs {
+  float* probs;        // [keys] rows of a panel; words are pairs of query rows
+  float* dscores;      // the same
+  float* dscore_rows;  // [keys or pairs of keys, kTileRows]; only where words are pairs, else dscores serves
+};
+
+struct MicroKernel {
+  /// Elements of a word: 1 (floats) or 2 (bf16).
+  int64_t word_elements;
+
+  /// Packs `rows` rows of `dim` elements (byte stride src_stride), converted; words are pairs of columns. Words past
+  /// `dim` up to the next multiple of kColumnUnit become zero.
+  void (*pack_rows)(DType dtype, int64_t rows, int64_t dim, const std::byte* src, int64_t src_stride, Panels dst);
+  /// The same, but words are pairs of rows, and the first row comes after `skipped` rows (0 or 1) of its pair. What is
+  /// missing of a pair becomes zero.
+  void (*pack_row_pairs)(DType dtype, int64_t skipped, int64_t rows, int64_t dim, const std::byte* src,
+                         int64_t src_stride, Panels dst);
+  /// dst [words, kTileRows], one panel = `sign` times the transpose of up to kTileRows packed rows (pairs of columns);
+  /// sign is 1, -1 or 0. Columns past `rows` up to the next multiple of kColumnUnit become zero.
+  void (*transpose_rows)(int64_t rows, int64_t words, int sign, const float* panels, int64_t panel_stride, float* dst);
+
+  /// scores [keys, kTileRows] = keys * queries for the tile's keys; queries [words, kTileRows] from transpose_rows.
+  void (*multiply_scores)(const ScoreTile& tile, int64_t words, const float* keys, int64_t panel_stride,
+                          const float* queries, float* scores);
+  /// c [m, columns] = rescale[m] * c + left [m, inner] * right [inner, columns], each row m over what it sees. `right`
+  /// has pairs of rows, `columns` is a multiple of kColumnUnit; rows up to the next multiple of kRowUnit are computed
+  /// too. rescale may be null (ones).
+  void (*multiply_visible)(int64_t m, int64_t columns, Visible visible, LeftFactor left, const float* right,
+                           int64_t right_stride, const float* rescale, Panels c);
+
+  /// scores = cap * tanh(scale / cap * scores).
+  void (*cap_scores)(const ScoreTile& tile, float scale, float cap, float* scores);
+  /// One step of the online softmax. The tile's scores become exp(scale * score - new maximum), as operands [pairs of
+  /// keys, kTileRows], zero where a row sees no key. A row whose maximum is still -inf keeps a sum of zero. scale > 0.
+  void (*softmax_step)(const ScoreTile& tile, float scale, float* scores, const SoftmaxState& state);
+  /// P = exp(scale * score - lse) and dS = P * (dprob - delta), zero where a row sees no key and in rows whose lse is
+  /// -inf or beyond `rows`. cap != 0: scores are capped already, and dS is multiplied by the derivative of the cap.
+  /// prob_sum grows by the sums of P's rows. scale > 0.
+  void (*softmax_gradient)(const ScoreTile& tile, float scale, float cap, const float* lse, const float* delta,
+                           const float* scores, const float* dprobs, const GradientOutputs& outputs, float* prob_sum);
+
+  /// Writes factor * src / divisor[row] (zero where the divisor is; null: ones) rounded once to `dtype`.
+  void (*store_rows)(DType dtype, int64_t rows, int64_t dim, float factor, const float* divisor, Panels src,
+                     std::byte* dst, int64_t dst_stride);
+};
+
+/// The tables of one instruction set.
+struct InstructionSet {
+  const char* name;
+  const MicroKernel* floats;
+  const MicroKernel* pairs;  // for bf16 inputs; null where the CPU has no such products
+
+  const MicroKernel& kernel_for(DType dtype) const {
+    return dtype == DType::kBFloat16 && pairs != nullptr ? *pairs : *floats;
+  }
+};
+
+/// The tables for `isa` ("avx512_bf16", "avx512", "avx2", "plain"); if empty, for the one in the environment variable
+/// DISTCA_CPU_ISA; if that is unset or empty, the best that this CPU has. InvalidArgumentError for a name that is
+/// unknown or that this CPU lacks.
+const InstructionSet& select_instruction_set(std::string_view isa);
 
 }  // namespace distca::attention

@@ -1,5 +1,8 @@
-// delta = rowsum(out * dout), the same on every instruction set: eight sums side by side, then a tree.
+// delta = rowsum(out * dout) and the gradient of sinks that follows from it, the same on every instruction set: eight
+// sums side by side, then a tree.
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include "attention/attention.h"
 #include "common/error.h"
@@ -33,12 +36,17 @@ float dot(int64_t dim, const std::byte* a_bytes, const std::byte* b_bytes) {
   return sum[0];
 }
 
+using Dot = float (*)(int64_t, const std::byte*, const std::byte*);
+Dot dot_for(DType dtype) {
+  return dtype == DType::kFloat32    ? dot<float, widen_fp32>
+         : dtype == DType::kBFloat16 ? dot<uint16_t, bf16_to_float>
+                                     : dot<uint16_t, fp16_to_float>;
+}
+
 void work(const Call& call, int worker) {
   const int64_t begin = call.num_rows * worker / call.num_workers;
   const int64_t end = call.num_rows * (worker + 1) / call.num_workers;
-  const auto dot_of = call.dtype == DType::kFloat32    ? dot<float, widen_fp32>
-                      : call.dtype == DType::kBFloat16 ? dot<uint16_t, bf16_to_float>
-                                                       : dot<uint16_t, fp16_to_float>;
+  const Dot dot_of = dot_for(call.dtype);
   for (int64_t i = begin; i < end; ++i) {
     for (int64_t h = 0; h < call.q_heads; ++h) {
       const float delta = dot_of(call.v_dim, call.out.at(i, h), call.dout.at(i, h));
@@ -57,6 +65,26 @@ void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const
   const int num_workers = static_cast<int>(std::clamp<int64_t>(parallel.num_workers, 1, num_rows));
   const Call call{heads.q_heads, heads.v_dim, heads.dtype, num_rows, num_workers, out, dout, delta};
   parallel.run(num_workers, [&call](int worker) { work(call, worker); });  // one pointer: std::function keeps it inside
+}
+
+void sink_gradient(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout,
+                   const RowView& lse, const float* sinks, float* dsinks, const Parallel& parallel) {
+  require(heads.v_dim % kLanes == 0, "sink_gradient: v_dim is ", heads.v_dim, "; allowed are multiples of ", kLanes);
+  const Dot dot_of = dot_for(heads.dtype);
+  const int num_workers = static_cast<int>(std::clamp<int64_t>(parallel.num_workers, 1, heads.q_heads));
+  const auto work_on_heads = [&](int worker) {
+    for (int64_t h = heads.q_heads * worker / num_workers; h < heads.q_heads * (worker + 1) / num_workers; ++h) {
+      double sum = 0.0;
+      for (int64_t i = 0; i < num_rows; ++i) {
+        float row_lse;
+        std::memcpy(&row_lse, lse.at(i, h), sizeof(row_lse));
+        if (row_lse == -std::numeric_limits<float>::infinity()) continue;
+        sum -= std::exp(static_cast<double>(sinks[h]) - row_lse) * dot_of(heads.v_dim, out.at(i, h), dout.at(i, h));
+      }
+      dsinks[h] = static_cast<float>(sum);
+    }
+  };
+  parallel.run(num_workers, [&work_on_heads](int worker) { work_on_heads(worker); });
 }
 
 }  // namespace distca::attention

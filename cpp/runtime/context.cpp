@@ -86,14 +86,14 @@ void Context::run(const Step& step) {
   }
 }
 
-void Context::forward(const plan::SliceView& slice, const ForwardTensors& tensors, float scale,
+void Context::forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
                       const Parallel& parallel) {
-  run([&] { dispatcher_.forward(slice, tensors, scale, parallel); });
+  run([&] { dispatcher_.forward(slice, tensors, scores, parallel); });
 }
 
-void Context::backward(const plan::SliceView& slice, const BackwardTensors& tensors, float scale,
+void Context::backward(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
                        const Parallel& parallel) {
-  run([&] { dispatcher_.backward(slice, tensors, scale, parallel); });
+  run([&] { dispatcher_.backward(slice, tensors, scores, parallel); });
 }
 
 void add_context(std::shared_ptr<Context> context) {

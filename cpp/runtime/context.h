@@ -49,8 +49,10 @@ class DISTCA_EXPORT Context {
   plan::SliceView accept(std::span<const int64_t> plan_words, const HeadShape& heads, int64_t num_rows) const;
 
   /// One collective step. `slice` was accepted. A fault poisons the context.
-  void forward(const plan::SliceView& slice, const ForwardTensors& tensors, float scale, const Parallel& parallel);
-  void backward(const plan::SliceView& slice, const BackwardTensors& tensors, float scale, const Parallel& parallel);
+  void forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
+               const Parallel& parallel);
+  void backward(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
+                const Parallel& parallel);
 
   /// For tests: fill arenas and returned tensors with NaN before every step.
   void set_fill_with_nan(bool on) { dispatcher_.set_fill_with_nan(on); }

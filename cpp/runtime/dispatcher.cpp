@@ -55,7 +55,8 @@ constexpr int kNanByte = 0xff;  // all ones is a NaN in every dtype
 
 }  // namespace
 
-void Dispatcher::forward(const plan::SliceView& slice, const ForwardTensors& t, float scale, const Parallel& parallel) {
+void Dispatcher::forward(const plan::SliceView& slice, const ForwardTensors& t, const ScoreOptions& scores,
+                         const Parallel& parallel) {
   local_ = {};
   const auto set = [&](TensorKind kind, const RowView& view) { local_[static_cast<size_t>(kind)] = view; };
   set(TensorKind::kQ, t.q);
@@ -63,10 +64,10 @@ void Dispatcher::forward(const plan::SliceView& slice, const ForwardTensors& t, 
   set(TensorKind::kV, t.v);
   set(TensorKind::kOut, t.out);
   set(TensorKind::kLse, t.lse);
-  run(slice, Phase::kForward, scale, parallel);
+  run(slice, Phase::kForward, scores, parallel);
 }
 
-void Dispatcher::backward(const plan::SliceView& slice, const BackwardTensors& t, float scale,
+void Dispatcher::backward(const plan::SliceView& slice, const BackwardTensors& t, const ScoreOptions& scores,
                           const Parallel& parallel) {
   local_ = {};
   const auto set = [&](TensorKind kind, const RowView& view) { local_[static_cast<size_t>(kind)] = view; };
@@ -83,26 +84,26 @@ void Dispatcher::backward(const plan::SliceView& slice, const BackwardTensors& t
   set(TensorKind::kDq, t.dq);
   set(TensorKind::kDk, t.dk);
   set(TensorKind::kDv, t.dv);
-  run(slice, Phase::kBackward, scale, parallel);
+  run(slice, Phase::kBackward, scores, parallel);
 }
 
-void Dispatcher::run(const plan::SliceView& slice, Phase phase, float scale, const Parallel& parallel) {
-  open(slice, phase, scale);
+void Dispatcher::run(const plan::SliceView& slice, Phase phase, const ScoreOptions& scores, const Parallel& parallel) {
+  open(slice, phase, scores);
   dispatch(slice);
-  attend(slice, scale, /*local=*/true, parallel);
+  attend(slice, scores, /*local=*/true, parallel);
   for (const plan::WaitRow& w : slice.waits(phase))
     if (w.direction == static_cast<int64_t>(Direction::kIn)) protocol_.await_rows(Direction::kIn, w.peer, w.round);
-  attend(slice, scale, /*local=*/false, parallel);
+  attend(slice, scores, /*local=*/false, parallel);
   collect(slice);
   if (phase == Phase::kBackward) finish_sums(slice);
   fill_padding(slice);
   protocol_.end();
 }
 
-void Dispatcher::open(const plan::SliceView& slice, Phase phase, float scale) {
+void Dispatcher::open(const plan::SliceView& slice, Phase phase, const ScoreOptions& scores) {
   phase_ = phase;
   heads_ = slice.heads();
-  protocol_.begin(phase, static_cast<uint64_t>(slice.header().plan_digest), scale);
+  protocol_.begin(phase, static_cast<uint64_t>(slice.header().plan_digest), scores);
   arena_ = protocol_.arena();
   if (fill_with_nan_) fill_nan(slice);
   protocol_.grant(slice.waits(phase));
@@ -137,7 +138,8 @@ void Dispatcher::dispatch(const plan::SliceView& slice) {
 }
 
 /// Computes the groups that need no row of another rank, or the others.
-void Dispatcher::attend(const plan::SliceView& slice, float scale, bool local_part, const Parallel& parallel) {
+void Dispatcher::attend(const plan::SliceView& slice, const ScoreOptions& scores, bool local_part,
+                        const Parallel& parallel) {
   const plan::Header& h = slice.header();
   const auto local_groups = static_cast<size_t>(h.num_local_groups);
   const auto local_tasks = static_cast<size_t>(h.num_local_tasks);
@@ -164,6 +166,7 @@ void Dispatcher::attend(const plan::SliceView& slice, float scale, bool local_pa
       group.k[1] = in_arena(Direction::kIn, TensorKind::kK, heads, backward ? g.backward_k : g.forward_k);
       group.v[1] = in_arena(Direction::kIn, TensorKind::kV, heads, backward ? g.backward_v : g.forward_v);
     }
+    if (!scores.sinks.empty()) group.sinks = scores.sinks.data() + heads.begin * heads_.group_heads();
     group.task_begin = g.task_begin - first_task;
     group.task_end = g.task_end - first_task;
     if (backward) group.grads = add_gradient_runs(slice, g);
@@ -192,7 +195,7 @@ void Dispatcher::attend(const plan::SliceView& slice, float scale, bool local_pa
     }
     tasks_.push_back(task);
   }
-  const attention::Problem problem{heads_, slice.mask(), scale, groups_, tasks_};
+  const attention::Problem problem{heads_, slice.mask(), scores.scale, groups_, tasks_, scores.softcap};
   if (backward)
     kernel_.backward(problem, parallel);
   else

@@ -27,8 +27,10 @@ class Dispatcher {
  public:
   explicit Dispatcher(Protocol& protocol) : protocol_(protocol) {}
 
-  void forward(const plan::SliceView& slice, const ForwardTensors& tensors, float scale, const Parallel& parallel);
-  void backward(const plan::SliceView& slice, const BackwardTensors& tensors, float scale, const Parallel& parallel);
+  void forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
+               const Parallel& parallel);
+  void backward(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
+                const Parallel& parallel);
 
   /// For tests: fill the arena and the returned tensors with NaN before every step.
   void set_fill_with_nan(bool on) { fill_with_nan_ = on; }
@@ -48,10 +50,10 @@ class Dispatcher {
   using LocalTensors = std::array<RowView, static_cast<size_t>(plan::TensorKind::kCount)>;
 
   /// A step, once `local_` says where this rank's tensors are.
-  void run(const plan::SliceView& slice, plan::Phase phase, float scale, const Parallel& parallel);
-  void open(const plan::SliceView& slice, plan::Phase phase, float scale);
+  void run(const plan::SliceView& slice, plan::Phase phase, const ScoreOptions& scores, const Parallel& parallel);
+  void open(const plan::SliceView& slice, plan::Phase phase, const ScoreOptions& scores);
   void dispatch(const plan::SliceView& slice);
-  void attend(const plan::SliceView& slice, float scale, bool local, const Parallel& parallel);
+  void attend(const plan::SliceView& slice, const ScoreOptions& scores, bool local, const Parallel& parallel);
   /// Where the key gradients of a group go; the runs join grads_.
   std::span<const attention::KeyGradRun> add_gradient_runs(const plan::SliceView& slice, const plan::GroupRow& g);
   void collect(const plan::SliceView& slice);

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <iomanip>
 
+#include "common/digest.h"
+
 namespace distca::runtime {
 namespace {
 
@@ -14,6 +16,11 @@ std::string hex(uint64_t x) {
   std::ostringstream out;
   out << "0x" << std::hex << std::setw(16) << std::setfill('0') << x;
   return out.str();
+}
+
+std::string describe(uint64_t scale_and_softcap) {
+  return message("scale ", std::bit_cast<float>(static_cast<uint32_t>(scale_and_softcap)), " and softcap ",
+                 std::bit_cast<float>(static_cast<uint32_t>(scale_and_softcap >> 32)));
 }
 
 }  // namespace
@@ -39,15 +46,27 @@ void Protocol::check_healthy() const {
                                 "close it and make a new one with distca.init. The fault was: ", poison_);
 }
 
-void Protocol::begin(plan::Phase phase, uint64_t plan_digest, float scale) {
+uint64_t ScoreOptions::scale_and_softcap() const {
+  return uint64_t{std::bit_cast<uint32_t>(softcap)} << 32 | std::bit_cast<uint32_t>(scale);
+}
+
+uint64_t ScoreOptions::sinks_digest() const {
+  Digest d(sinks.size());
+  for (float sink : sinks) d.add(std::bit_cast<uint32_t>(sink));
+  return d.value();
+}
+
+void Protocol::begin(plan::Phase phase, uint64_t plan_digest, const ScoreOptions& scores) {
   ++step_;
   phase_ = phase;
   digest_ = plan_digest;
-  scale_ = scale;
+  scale_and_softcap_ = scores.scale_and_softcap();
+  sinks_digest_ = scores.sinks_digest();
   // Taken back while it changes, so that nobody reads the digest of one step under the number of another.
   transport_->publish(signals_.step(step_), 0);
   transport_->publish(signals_.digest(step_), plan_digest);
-  transport_->publish(signals_.scale(step_), std::bit_cast<uint32_t>(scale));
+  transport_->publish(signals_.scale_and_softcap(step_), scale_and_softcap_);
+  transport_->publish(signals_.sinks(step_), sinks_digest_);
   transport_->publish(signals_.step(step_), published_step());
   transport_->publish(signals_.latest_step(), step_);
   check_faults();
@@ -140,13 +159,15 @@ void Protocol::compare_with(int64_t peer) {
   if (theirs >> 1 < step_) return;
   if (theirs >> 1 == step_) {
     const uint64_t digest = transport_->peek(p, signals_.digest(step_));
-    const float scale = std::bit_cast<float>(static_cast<uint32_t>(transport_->peek(p, signals_.scale(step_))));
+    const uint64_t scores = transport_->peek(p, signals_.scale_and_softcap(step_));
+    const uint64_t sinks = transport_->peek(p, signals_.sinks(step_));
     if (transport_->peek(p, signals_.step(step_)) == theirs) {
       if (theirs == published_step() && digest == digest_) {
-        if (scale == scale_) return;
+        if (scores == scale_and_softcap_ && sinks == sinks_digest_) return;
         fault_details_ = {static_cast<uint64_t>(peer), theirs & 1, digest, digest_};
-        throw PlanMismatchError(
-            message(where(), ": rank ", peer, " came to this step with scale ", scale, ", this rank with ", scale_));
+        throw PlanMismatchError(message(where(), ": rank ", peer, " came to this step with ", describe(scores),
+                                        ", this rank with ", describe(scale_and_softcap_),
+                                        sinks == sinks_digest_ ? "" : "; their attention sinks differ"));
       }
       fault_details_ = {static_cast<uint64_t>(peer), theirs & 1, digest, digest_};
       throw PlanMismatchError(message(where(), ": rank ", peer, " came to this step with another plan: it runs ",
@@ -186,8 +207,8 @@ void Protocol::check_faults() {
     switch (code) {
       case FaultCode::kMismatch:
         throw PlanMismatchError(message(where(), ": rank ", p, " found that rank ", d[0],
-                                        " came to the same step with another plan or scale: plan ", hex(d[2]),
-                                        " on rank ", d[0], ", plan ", hex(d[3]), " on rank ", p));
+                                        " came to the same step with another plan, scale, softcap or sinks: plan ",
+                                        hex(d[2]), " on rank ", d[0], ", plan ", hex(d[3]), " on rank ", p));
       case FaultCode::kDied:
         throw PeerDiedError(message(where(), ": rank ", d[0], d[1] != 0 ? " closed its context" : " died", ", as rank ",
                                     p, " reports"));

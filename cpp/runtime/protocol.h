@@ -23,6 +23,17 @@
 
 namespace distca::runtime {
 
+/// What makes scores besides q, k and the mask: the same on all ranks of a step.
+struct ScoreOptions {
+  float scale = 1.f;
+  float softcap = 0.f;
+  std::span<const float> sinks;  // one for each query head, or none
+
+  /// How ranks compare them.
+  uint64_t scale_and_softcap() const;
+  uint64_t sinks_digest() const;
+};
+
 class Protocol {
  public:
   Protocol(std::unique_ptr<transport::Transport> transport, std::string context_name, int64_t arena_bytes,
@@ -40,7 +51,7 @@ class Protocol {
   void check_healthy() const;
 
   /// Opens the next step: publishes it and compares with the neighbours.
-  void begin(plan::Phase phase, uint64_t plan_digest, float scale);
+  void begin(plan::Phase phase, uint64_t plan_digest, const ScoreOptions& scores);
   /// Grants every sender of the step credit for round 0; this rank's slot may be written from here on.
   void grant(std::span<const plan::WaitRow> waits);
   /// Grants credit for `round` to the peers that send rows home in it.
@@ -74,7 +85,7 @@ class Protocol {
   void watch();
   void check_departed();
   void check_faults();
-  /// Throws PlanMismatchError if `peer` came to this step with another plan, phase or scale.
+  /// Throws PlanMismatchError if `peer` came to this step with another plan, phase or other options of the scores.
   void compare_with(int64_t peer);
   [[noreturn]] void time_out();
   std::string where() const;
@@ -87,7 +98,7 @@ class Protocol {
   uint64_t step_ = 0;
   plan::Phase phase_ = plan::Phase::kForward;
   uint64_t digest_ = 0;
-  float scale_ = 1.f;
+  uint64_t scale_and_softcap_ = 0, sinks_digest_ = 0;
   Wait waiting_;
   std::function<void()> watch_;  // made once: waiting allocates nothing
   std::string poison_;           // why the context is abandoned; empty while healthy

@@ -21,20 +21,21 @@ class Signals {
   /// Of peer p: p has met a fault; kFaultDetails words of detail, then the code (0 = none).
   int64_t fault_detail(int64_t peer, int64_t index) const { return per_peer(3 * kNumSlots + index, peer); }
   int64_t fault_code(int64_t peer) const { return per_peer(3 * kNumSlots + kFaultDetails, peer); }
-  /// Published by the owner for its peers: at index step % kHistory the digest of a step's plan, the scale of its
-  /// logits, and which step it is.
-  int64_t digest(uint64_t step) const { return published(3 * static_cast<int64_t>(step % kHistory)); }
-  int64_t scale(uint64_t step) const { return digest(step) + 1; }
-  int64_t step(uint64_t step) const { return digest(step) + 2; }
+  /// Published by the owner for its peers: at index step % kHistory the digest of a step's plan, the scale and the
+  /// softcap of its scores, the digest of its sinks, and which step it is.
+  int64_t digest(uint64_t step) const { return published(kWords * static_cast<int64_t>(step % kHistory)); }
+  int64_t scale_and_softcap(uint64_t step) const { return digest(step) + 1; }
+  int64_t sinks(uint64_t step) const { return digest(step) + 2; }
+  int64_t step(uint64_t step) const { return digest(step) + 3; }
   /// Published by the owner: its latest step.
-  int64_t latest_step() const { return published(3 * kHistory); }
+  int64_t latest_step() const { return published(kWords * kHistory); }
 
-  int64_t count() const { return published(3 * kHistory + 1); }
+  int64_t count() const { return published(kWords * kHistory + 1); }
 
   static constexpr int64_t kFaultDetails = 4;
 
  private:
-  static constexpr int64_t kHistory = 64;
+  static constexpr int64_t kHistory = 64, kWords = 4;
   int64_t per_peer(int64_t kind, int64_t peer) const { return kind * num_ranks_ + peer; }
   int64_t published(int64_t index) const { return per_peer(3 * kNumSlots + kFaultDetails + 1, 0) + index; }
 

@@ -12,18 +12,18 @@ std::tuple<Tensor, Tensor> core_attention(const Tensor& q, const Tensor& k, cons
                                           std::string context, std::optional<double> scale, double softcap,
                                           bool /*deterministic: the CPU kernel always is*/) {
   return guarded([&] {
-    refuse_unsupported(softcap, sinks);
     const HeadShape heads = heads_of(q, k, v);
     require(q.size(0) == k.size(0), "q ", shape_of(q), " and k ", shape_of(k), " have different lengths");
     const auto ctx = runtime::find_context(context);
     const plan::SliceView slice = ctx->accept(words_of(plan, "plan"), heads, q.size(0));
     if (plan_backward) ctx->accept(words_of(*plan_backward, "plan_backward"), heads, q.size(0));
-    const float factor = scale_or_default(scale, heads);
+    const runtime::ScoreOptions scores{scale_or_default(scale, heads), checked_softcap(softcap),
+                                       sinks_of(sinks, heads)};
     Tensor out = empty_rows(q, q.size(0), heads.q_heads, heads.v_dim);
     Tensor lse = empty_scalars(q, q.size(0), heads.q_heads);
     ctx->forward(slice,
                  {rows_of(q, "q"), rows_of(k, "k"), rows_of(v, "v"), rows_of(out, "out"), scalars_of(lse, "lse")},
-                 factor, torch_threads());
+                 scores, torch_threads());
     return std::tuple{out, lse};
   });
 }
@@ -34,7 +34,6 @@ std::tuple<Tensor, Tensor, Tensor> core_attention_backward(const Tensor& dout_an
                                                            std::string context, std::optional<double> scale,
                                                            double softcap, bool /*deterministic*/) {
   return guarded([&] {
-    refuse_unsupported(softcap, sinks);
     const HeadShape heads = heads_of(q, k, v);
     const int64_t rows = q.size(0);
     const Tensor dout = with_dense_rows(dout_any);
@@ -45,14 +44,15 @@ std::tuple<Tensor, Tensor, Tensor> core_attention_backward(const Tensor& dout_an
             "q, k, v, out and lse have different lengths or head counts");
     const auto ctx = runtime::find_context(context);
     const plan::SliceView slice = ctx->accept(words_of(plan, "plan"), heads, rows);
-    const float factor = scale_or_default(scale, heads);
+    const runtime::ScoreOptions scores{scale_or_default(scale, heads), checked_softcap(softcap),
+                                       sinks_of(sinks, heads)};
     Tensor dq = empty_rows(q, rows, heads.q_heads, heads.dim);
     Tensor dk = empty_rows(k, rows, heads.kv_heads, heads.dim);
     Tensor dv = empty_rows(v, rows, heads.kv_heads, heads.v_dim);
     ctx->backward(slice,
                   {rows_of(q, "q"), rows_of(k, "k"), rows_of(v, "v"), rows_of(out, "out"), lse_rows,
                    rows_of(dout, "dout"), rows_of(dq, "dq"), rows_of(dk, "dk"), rows_of(dv, "dv")},
-                  factor, torch_threads());
+                  scores, torch_threads());
     return std::tuple{dq, dk, dv};
   });
 }

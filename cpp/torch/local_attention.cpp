@@ -64,7 +64,7 @@ void read_tasks(Workspace& w, const Tensor& tasks, int64_t q_rows, int64_t kv_ro
 }
 
 /// Groups the sorted tasks by document.
-void group_tasks(Workspace& w, int64_t kv_heads, const RowView& k, const RowView& v) {
+void group_tasks(Workspace& w, int64_t kv_heads, const RowView& k, const RowView& v, const float* sinks) {
   w.groups.clear();
   w.tasks.clear();
   w.blocks.clear();
@@ -90,6 +90,7 @@ void group_tasks(Workspace& w, int64_t kv_heads, const RowView& k, const RowView
     g.task_end = static_cast<int64_t>(i);
     g.k[0] = k.from_row(begin);
     g.v[0] = v.from_row(begin);
+    g.sinks = sinks;
     w.groups.push_back(g);
     total_blocks = std::max(total_blocks, (g.kv_end + kKeyBlockRows - 1) / kKeyBlockRows);
     kv_done = begin + g.kv_end;
@@ -110,12 +111,11 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
                                              std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
                                              bool /*deterministic*/) {
   return guarded([&] {
-    refuse_unsupported(softcap, sinks);
     const HeadShape heads = heads_of(q, k, v);
-    const float factor = scale_or_default(scale, heads);
+    const float factor = scale_or_default(scale, heads), cap = checked_softcap(softcap);
     Workspace& w = workspace();
     read_tasks(w, tasks, q.size(0), k.size(0));
-    group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"));
+    group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"), sinks_of(sinks, heads).data());
     Tensor out = empty_rows(q, q.size(0), heads.q_heads, heads.v_dim);
     Tensor lse = empty_scalars(q, q.size(0), heads.q_heads);
     if (covered_rows(w) < q.size(0)) {
@@ -128,7 +128,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
       w.tasks[i].out = rows_of(out, "out").from_row(row);
       w.tasks[i].lse = scalars_of(lse, "lse").from_row(row);
     }
-    w.kernel.forward({heads, Mask{}, factor, w.groups, w.tasks}, torch_threads());
+    w.kernel.forward({heads, Mask{}, factor, w.groups, w.tasks, cap}, torch_threads());
     return std::tuple{out, lse};
   });
 }
@@ -139,9 +139,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
                                                       std::optional<double> scale, double softcap,
                                                       bool /*deterministic*/) {
   return guarded([&] {
-    refuse_unsupported(softcap, sinks);
     const HeadShape heads = heads_of(q, k, v);
-    const float factor = scale_or_default(scale, heads);
+    const float factor = scale_or_default(scale, heads), cap = checked_softcap(softcap);
     const int64_t rows = q.size(0);
     const Tensor dout = with_dense_rows(dout_any);
     check_like_out(dout, "dout", heads, rows);
@@ -151,7 +150,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
             heads.q_heads, "] is expected");
     Workspace& w = workspace();
     read_tasks(w, tasks, rows, k.size(0));
-    group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"));
+    group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"), sinks_of(sinks, heads).data());
     Tensor dq = empty_rows(q, rows, heads.q_heads, heads.dim);
     Tensor dk = empty_rows(k, k.size(0), heads.kv_heads, heads.dim);
     Tensor dv = empty_rows(v, k.size(0), heads.kv_heads, heads.v_dim);
@@ -180,8 +179,26 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
       w.grads.push_back({0, g.kv_end, heads.dtype, rows_of(dk, "dk").from_row(row), rows_of(dv, "dv").from_row(row)});
       g.grads = std::span(w.grads).last(1);
     }
-    w.kernel.backward({heads, Mask{}, factor, w.groups, w.tasks}, torch_threads());
+    w.kernel.backward({heads, Mask{}, factor, w.groups, w.tasks, cap}, torch_threads());
     return std::tuple{dq, dk, dv};
+  });
+}
+
+/// Of either operator: all that it takes lies at home.
+Tensor sink_gradient(const Tensor& dout_any, const Tensor& out, const Tensor& lse, const Tensor& sinks) {
+  return guarded([&] {
+    const Tensor dout = with_dense_rows(dout_any);
+    const RowView out_rows = rows_of(out, "out"), dout_rows = rows_of(dout, "dout"), lse_rows = scalars_of(lse, "lse");
+    const HeadShape heads{out.size(1), 1, out.size(2), out.size(2), dtype_of(out, "out")};
+    check_like_out(dout, "dout", heads, out.size(0));
+    require(lse.size(0) == out.size(0) && lse.size(1) == heads.q_heads, "lse has shape ", shape_of(lse), "; [",
+            out.size(0), ", ", heads.q_heads, "] is expected");
+    const float* values = sinks_of(sinks, heads).data();
+    const int64_t sizes[] = {heads.q_heads};
+    Tensor dsinks = torch::stable::new_empty(sinks, sizes);
+    attention::sink_gradient(heads, out.size(0), out_rows, dout_rows, lse_rows, values,
+                             static_cast<float*>(dsinks.data_ptr()), torch_threads());
+    return dsinks;
   });
 }
 
@@ -195,11 +212,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
       "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor tasks, "
       "Tensor? sinks=None, *, float? scale=None, float softcap=0., bool deterministic=False) -> "
       "(Tensor dq, Tensor dk, Tensor dv)");
+  m.def("sink_gradient(Tensor dout, Tensor out, Tensor lse, Tensor sinks) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(distca, CPU, m) {
   m.impl("attention", TORCH_BOX(&attention_forward));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("sink_gradient", TORCH_BOX(&sink_gradient));
 }
 
 }  // namespace distca::ops

@@ -115,10 +115,19 @@ inline float scale_or_default(std::optional<double> scale, const HeadShape& head
   return static_cast<float>(s);
 }
 
-/// What the kernels of this build cannot do yet.
-inline void refuse_unsupported(double softcap, const std::optional<Tensor>& sinks) {
-  require(softcap == 0.0, "softcap = ", softcap, " is not supported yet; 0 is");
-  require(!sinks.has_value(), "attention sinks are not supported yet");
+inline float checked_softcap(double softcap) {
+  require(std::isfinite(softcap) && softcap >= 0.0, "softcap = ", softcap,
+          "; 0 (none) or a positive number is expected");
+  return static_cast<float>(softcap);
+}
+
+/// One float32 for each query head; empty where there are none.
+inline std::span<const float> sinks_of(const std::optional<Tensor>& sinks, const HeadShape& heads) {
+  if (!sinks.has_value()) return {};
+  require(sinks->is_cpu() && sinks->dim() == 1 && sinks->size(0) == heads.q_heads && sinks->is_contiguous() &&
+              sinks->scalar_type() == torch::headeronly::ScalarType::Float,
+          "sinks has shape ", shape_of(*sinks), "; a contiguous float32 CPU tensor [", heads.q_heads, "] is expected");
+  return {static_cast<const float*>(sinks->data_ptr()), static_cast<size_t>(heads.q_heads)};
 }
 
 /// PyTorch's own thread pool, so that nothing is oversubscribed.

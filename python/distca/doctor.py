@@ -58,7 +58,7 @@ def _instruction_set() -> Finding:
         used = _C.cpu_isa()
     except distca.InvalidArgumentError as error:
         return Finding("cpu kernel", f"DISTCA_CPU_ISA={forced}", False, str(error))
-    advice = "" if used == "avx512" or forced else "an AVX-512 CPU would be faster; nothing to do here"
+    advice = "" if used.startswith("avx512") or forced else "an AVX-512 CPU would be faster; nothing to do here"
     return Finding("cpu kernel", used + (" (forced by DISTCA_CPU_ISA)" if forced else ""), True, advice)
 
 

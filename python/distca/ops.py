@@ -27,12 +27,14 @@ def core_attention(
     plan_backward: Plan | None = None,
     context: str | Context = "default",
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     layer: int | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Core attention of this rank's rows, ``softmax(scale * q k^T) v`` inside each document, computed by all ranks.
 
     A collective step: every rank of the context calls it, in the same order, with its own slice of the same plan; so is
-    its backward. Differentiable in q, k and v.
+    its backward. Differentiable in q, k, v and sinks.
 
     Args:
         q: ``[T, H, D]``, float32 or bfloat16, on the CPU; last dimension contiguous, any other strides.
@@ -42,6 +44,9 @@ def core_attention(
         plan_backward: another plan of the same layout for the backward pass.
         context: the context or its name.
         scale: factor on the logits; ``D ** -0.5`` by default.
+        softcap: where positive, logits become ``softcap * tanh(scale * q k^T / softcap)`` (Gemma 2).
+        sinks: ``[H]``, one more logit of every row of a head, whose value is zero (gpt-oss); it counts in lse. All
+            ranks must have the same; its gradient is that of this rank's rows.
         layer: number or name of the layer that calls. Errors of this call and of its backward begin with it.
 
     Returns:
@@ -71,8 +76,10 @@ def core_attention(
             v,
             plan.tensor,
             plan_backward=None if plan_backward is None else plan_backward.tensor,
+            sinks=None if sinks is None else sinks.float(),
             context=context if isinstance(context, str) else context.name,
             scale=scale,
+            softcap=softcap,
         )
     if layer is not None and out.grad_fn is not None:
         out.grad_fn.metadata[_LAYER] = layer
@@ -85,6 +92,8 @@ def serve(
     *,
     context: str | Context = "default",
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     layer: int | str | None = None,
 ) -> None:
     """Takes part in one step on a rank that has no rows of its own: a dedicated server, an idle pipeline stage.
@@ -96,7 +105,7 @@ def serve(
         plan: the plan of the step; ``plan.num_rows`` is 0 here.
         phase: ``"forward"`` or ``"backward"``.
         context: the context or its name.
-        scale: factor on the logits, the same as on the other ranks.
+        scale, softcap, sinks: the same as on the other ranks.
         layer: number or name of the layer that is served, for error messages.
 
     Raises:
@@ -111,12 +120,14 @@ def serve(
     heads, name = plan.heads, context if isinstance(context, str) else context.name
     q, out = (torch.empty(0, heads.q, dim, dtype=heads.dtype) for dim in (heads.dim, heads.value_dim))
     k, v = (torch.empty(0, heads.kv, dim, dtype=heads.dtype) for dim in (heads.dim, heads.value_dim))
+    options: dict[str, Any] = {"context": name, "scale": scale, "softcap": softcap}
+    sinks = None if sinks is None else sinks.detach().float()
     with typed_errors(layer):
         if phase == "forward":
-            torch.ops.distca.core_attention(q, k, v, plan.tensor, context=name, scale=scale)
+            torch.ops.distca.core_attention(q, k, v, plan.tensor, sinks=sinks, **options)
         else:
             lse = torch.empty(0, heads.q)
-            torch.ops.distca.core_attention_backward(out, q, k, v, out, lse, plan.tensor, context=name, scale=scale)
+            torch.ops.distca.core_attention_backward(out, q, k, v, out, lse, plan.tensor, sinks, **options)
 
 
 def attention(
@@ -124,10 +135,14 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     tasks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     *,
     scale: float | None = None,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fused kernel alone, over tasks in this process's tensors; no context needed. Differentiable in q, k and v.
+    """The fused kernel alone, over tasks in this process's tensors; no context needed.
+
+    Differentiable in q, k, v and sinks.
 
     Args:
         q: ``[Tq, H, D]``, float32 or bfloat16, on the CPU; last dimension contiguous.
@@ -135,7 +150,9 @@ def attention(
         tasks: int64 CPU ``[N, 4]``: rows ``(q_begin, q_end, kv_begin, kv_end)``. A document starts at ``kv_begin``; the
             queries are its last ``q_end - q_begin`` rows before ``kv_end`` (causal, aligned at the end). By default one
             causal document of all rows.
+        sinks: ``[H]``, one more logit of every row of a head, whose value is zero (gpt-oss); it counts in lse.
         scale: factor on the logits; ``D ** -0.5`` by default.
+        softcap: where positive, logits become ``softcap * tanh(scale * q k^T / softcap)`` (Gemma 2).
 
     Returns:
         out ``[Tq, H, Dv]`` and lse ``[Tq, H]`` float32 (not differentiable); a row of no task has out 0 and lse -inf.
@@ -144,7 +161,9 @@ def attention(
         rows = [[0, q.shape[0], 0, k.shape[0]]] if q.shape[0] > 0 else []
         tasks = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
     with typed_errors():
-        return torch.ops.distca.attention(q, k, v, tasks, scale=scale)
+        return torch.ops.distca.attention(
+            q, k, v, tasks, None if sinks is None else sinks.float(), scale=scale, softcap=softcap
+        )
 
 
 def _check_devices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -167,10 +186,10 @@ def _fake_backward(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    q, k, v, table, *optional, _sinks = inputs
+    q, k, v, table, *optional, sinks = inputs
     out, lse = output
     table_backward = optional[0] if optional and optional[0] is not None else table
-    ctx.save_for_backward(q, k, v, out, lse, table_backward)
+    ctx.save_for_backward(q, k, v, out, lse, table_backward, sinks)
     ctx.options = keyword_only_inputs
     ctx.num_inputs = len(inputs)
     ctx.set_materialize_grads(False)
@@ -180,12 +199,15 @@ def _backward(operator: Any) -> Any:
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         if dlse is not None:
             raise InvalidArgumentError("distca: lse is not differentiable; use lse.detach()")
-        q, k, v, out, lse, table = ctx.saved_tensors
+        q, k, v, out, lse, table, sinks = ctx.saved_tensors
         if dout is None:  # other ranks take part in this step all the same
             dout = torch.zeros_like(out)
         with typed_errors(ctx.metadata.get(_LAYER)):
-            grads = operator(dout, q, k, v, out, lse, table, **ctx.options)
-        return (*grads, *[None] * (ctx.num_inputs - len(grads)))
+            grads = operator(dout, q, k, v, out, lse, table, sinks, **ctx.options)
+            dsinks = None
+            if sinks is not None and ctx.needs_input_grad[ctx.num_inputs - 1]:
+                dsinks = torch.ops.distca.sink_gradient(dout, out, lse, sinks)
+        return (*grads, *[None] * (ctx.num_inputs - len(grads) - 1), dsinks)
 
     return backward
 
@@ -201,5 +223,10 @@ def _register(name: str, *, collective: bool) -> None:
             torch.library._register_effectful_op(operator_name, EffectType.ORDERED)
 
 
+def _fake_sink_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    return sinks.new_empty(sinks.shape)
+
+
+torch.library.register_fake("distca::sink_gradient")(_fake_sink_gradient)
 _register("core_attention", collective=True)
 _register("attention", collective=False)

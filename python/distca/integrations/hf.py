@@ -26,6 +26,7 @@ rank without tokens one row of padding, the segment (-1, 0, 1).
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -133,19 +134,50 @@ def distca_attention(
     query [1, H, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] of this rank's rows; returns out [1, T, H, Dv] and
     None. Raises InvalidArgumentError for what the plan does not express, and says what to do instead.
     """
-    _refuse(kwargs.get("softcap") is not None, "softcap (logit soft-capping) is not supported yet")
-    _refuse(kwargs.get("s_aux") is not None, "attention sinks (s_aux) are not supported yet")
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if plan is None:
         _check_plan_not_needed(module, distca_context)
         mask = attention_mask.build() if isinstance(attention_mask, DeferredMask) else attention_mask
+        if softcap is not None or sinks is not None:  # SDPA would drop them silently
+            return _eager(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     plan = _plan_of_layer(plan, kwargs.get("sliding_window"))
     _check_call(module, query, key, plan, dropout, kwargs)
     _check_mask(attention_mask, kwargs.get("sliding_window"))
     _check_position_ids(module, kwargs.get("position_ids"), plan)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    out, _ = core_attention(q, k, v, plan, context=distca_context, scale=scaling, layer=_name_of_layer(module))
+    out, _ = core_attention(
+        q,
+        k,
+        v,
+        plan,
+        context=distca_context,
+        scale=scaling,
+        softcap=softcap or 0.0,
+        sinks=sinks,
+        layer=_name_of_layer(module),
+    )
     return out.unsqueeze(0), None
+
+
+def _eager(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The model's own attention, with the mask that it takes."""
+    num_rows, num_keys = query.shape[2], key.shape[2]
+    if mask is None:
+        mask = torch.ones(num_rows, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_rows)[
+            None, None
+        ]
+    added = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+    added = added.masked_fill(~mask, torch.finfo(query.dtype).min)
+    attend = sys.modules[type(module).__module__].eager_attention_forward
+    return attend(module, query, key, value, added, **options)[0], None
 
 
 def _name_of_layer(module: torch.nn.Module) -> str | None:

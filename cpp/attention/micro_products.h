@@ -1,0 +1,161 @@
+// Register-blocked products of packed operands, for micro_kernel.cpp alone (see there).
+//
+// A tile is kTileM elements of the outer dimension times kTileN vectors of columns. The left factor is broadcast
+// element by element, the right one loaded as vectors; both lie in a few consecutive cache lines.
+#pragma once
+
+#include "attention/micro_simd.h"
+
+namespace distca::attention {
+namespace {
+
+/// Longer chains over the words of a row are added up from chains of this many: smaller errors.
+constexpr int64_t kScoreChain = 64;
+
+/// sum += left * right over inner words [begin, end), seen by every row of the tile.
+template <class Operands, LeftForm kForm, int kM, int kN>
+DISTCA_INLINE void add_products(int64_t begin, int64_t end, const float* left, int64_t left_stride, const float* right,
+                                Floats (&sum)[kM][kN]) {
+  constexpr int64_t kStepP = kForm == LeftForm::kInnerColumns ? 1 : kPanelWords;
+  constexpr int64_t kStepM = kForm == LeftForm::kInnerColumns ? kPanelWords : 1;
+  right += begin * kPanelWords;
+  while (begin < end) {
+    int64_t stop = end;
+    const float* a = left + begin * kPanelWords;
+    if constexpr (kForm == LeftForm::kInnerColumns) {
+      stop = smaller_of(end, (begin / kPanelWords + 1) * kPanelWords);
+      a = left + begin / kPanelWords * left_stride + begin % kPanelWords;
+    }
+#pragma GCC unroll 4
+    for (; begin < stop; ++begin, a += kStepP, right += kPanelWords) {
+      Floats vectors[kN];
+#pragma GCC unroll 4
+      for (int j = 0; j < kN; ++j) vectors[j] = load(right + j * kWidth);
+#pragma GCC unroll 8
+      for (int i = 0; i < kM; ++i) {
+        const Floats element = broadcast_word(a + i * kStepM);
+#pragma GCC unroll 4
+        for (int j = 0; j < kN; ++j) sum[i][j] = Operands::multiply_add(element, vectors[j], sum[i][j]);
+      }
+    }
+  }
+}
+
+/// The same where rows differ in what they see: row i sees elements [from + i, upto + i) below limit.
+template <class Operands, LeftForm kForm, int kM, int kN>
+DISTCA_INLINE void add_edge_products(int64_t begin, int64_t end, Visible visible, const float* left,
+                                     int64_t left_stride, const float* right, Floats (&sum)[kM][kN]) {
+  for (; begin < end; ++begin) {
+    const float* a = kForm == LeftForm::kInnerColumns ? left + begin / kPanelWords * left_stride + begin % kPanelWords
+                                                      : left + begin * kPanelWords;
+    Floats vectors[kN];
+#pragma GCC unroll 4
+    for (int j = 0; j < kN; ++j) vectors[j] = load(right + begin * kPanelWords + j * kWidth);
+#pragma GCC unroll 8
+    for (int i = 0; i < kM; ++i) {
+      const int64_t from = visible.from + i, upto = smaller_of(visible.upto + i, visible.limit);
+      const Floats element = broadcast_word(a + i * (kForm == LeftForm::kInnerColumns ? kPanelWords : 1));
+      if constexpr (Operands::kElements == 1) {
+        if (begin < from || begin >= upto) continue;
+#pragma GCC unroll 4
+        for (int j = 0; j < kN; ++j) sum[i][j] = Operands::multiply_add(element, vectors[j], sum[i][j]);
+      } else {
+        const bool first = 2 * begin >= from && 2 * begin < upto;
+        const bool second = 2 * begin + 1 >= from && 2 * begin + 1 < upto;
+        if (!first && !second) continue;
+        // What is not seen becomes zero, and not only its weight: it may be NaN.
+        const uint32_t seen = (first ? 0xffffu : 0u) | (second ? 0xffff0000u : 0u);
+#pragma GCC unroll 4
+        for (int j = 0; j < kN; ++j)
+          sum[i][j] = Operands::multiply_add(element, (Floats)((Words)vectors[j] & seen), sum[i][j]);
+      }
+    }
+  }
+}
+
+template <class Operands, int kN>
+DISTCA_INLINE void score_panel(const ScoreTile& tile, int64_t words, const float* keys, int64_t panel_stride,
+                               const float* queries, float* scores) {
+  for (int64_t key = tile.begin; key < tile.end; key += kTileM) {
+    for (int64_t begin = 0; begin < words; begin += kScoreChain) {
+      Floats sum[kTileM][kN] = {};
+      add_products<Operands, LeftForm::kInnerColumns, kTileM, kN>(begin, smaller_of(begin + kScoreChain, words),
+                                                                  keys + key * kPanelWords, panel_stride, queries, sum);
+#pragma GCC unroll 8
+      for (int i = 0; i < kTileM; ++i) {
+#pragma GCC unroll 4
+        for (int j = 0; j < kN; ++j) {
+          float* at = scores + (key + i) * kTileRows + j * kWidth;
+          store(at, begin == 0 ? sum[i][j] : load(at) + sum[i][j]);
+        }
+      }
+    }
+  }
+}
+
+template <class Operands>
+void multiply_scores(const ScoreTile& tile, int64_t words, const float* keys, int64_t panel_stride,
+                     const float* queries, float* scores) {
+  int64_t lane = 0;
+  for (; lane + kTileN * kWidth <= tile.lanes; lane += kTileN * kWidth)
+    score_panel<Operands, kTileN>(tile, words, keys, panel_stride, queries + lane, scores + lane);
+  for (; lane < tile.lanes; lane += kWidth)
+    score_panel<Operands, 1>(tile, words, keys, panel_stride, queries + lane, scores + lane);
+}
+
+template <class Operands, LeftForm kForm, int kN>
+DISTCA_INLINE void multiply_column(int64_t m, Visible visible, LeftFactor left, const float* right,
+                                   const float* rescale, float* c) {
+  constexpr int64_t kElements = Operands::kElements;
+  for (int64_t row = 0; row < m; row += kTileM) {
+    const Visible rows{visible.from + row, visible.upto + row, visible.limit};
+    const int64_t begin = larger_of(rows.from, 0), end = smaller_of(rows.upto + kTileM - 1, rows.limit);
+    // All rows of the tile see [whole_begin, whole_end).
+    const int64_t begin_word = begin / kElements;
+    const int64_t end_word = larger_of((end + kElements - 1) / kElements, begin_word);
+    const int64_t whole_begin =
+        smaller_of((larger_of(rows.from + kTileM - 1, 0) + kElements - 1) / kElements, end_word);
+    const int64_t whole_end = larger_of(larger_of(smaller_of(rows.upto, rows.limit), 0) / kElements, whole_begin);
+    const float* a = left.panels + row * (kForm == LeftForm::kInnerColumns ? kPanelWords : 1);
+    Floats sum[kTileM][kN] = {};
+    if (begin_word < whole_begin)
+      add_edge_products<Operands, kForm, kTileM, kN>(begin_word, whole_begin, rows, a, left.panel_stride, right, sum);
+    add_products<Operands, kForm, kTileM, kN>(whole_begin, whole_end, a, left.panel_stride, right, sum);
+    if (whole_end < end_word)
+      add_edge_products<Operands, kForm, kTileM, kN>(whole_end, end_word, rows, a, left.panel_stride, right, sum);
+#pragma GCC unroll 8
+    for (int i = 0; i < kTileM; ++i) {
+      const Floats factor = broadcast(rescale == nullptr ? 1.f : rescale[row + i]);
+#pragma GCC unroll 4
+      for (int j = 0; j < kN; ++j) {
+        float* at = c + (row + i) * kPanelWords + j * kWidth;
+        store(at, fused(load(at), factor, sum[i][j]));
+      }
+    }
+  }
+}
+
+template <class Operands, LeftForm kForm>
+DISTCA_INLINE void multiply_columns(int64_t m, int64_t columns, Visible visible, LeftFactor left, const float* right,
+                                    int64_t right_stride, const float* rescale, Panels c) {
+  int64_t column = 0;
+  const auto at = [](int64_t i, int64_t stride) { return i / kPanelWords * stride + i % kPanelWords; };
+  for (; column + kTileN * kWidth <= columns; column += kTileN * kWidth)
+    multiply_column<Operands, kForm, kTileN>(m, visible, left, right + at(column, right_stride), rescale,
+                                             c.data + at(column, c.panel_stride));
+  for (; column < columns; column += kWidth)
+    multiply_column<Operands, kForm, 1>(m, visible, left, right + at(column, right_stride), rescale,
+                                        c.data + at(column, c.panel_stride));
+}
+
+template <class Operands>
+void multiply_visible(int64_t m, int64_t columns, Visible visible, LeftFactor left, const float* right,
+                      int64_t right_stride, const float* rescale, Panels c) {
+  if (left.form == LeftForm::kInnerColumns)
+    multiply_columns<Operands, LeftForm::kInnerColumns>(m, columns, visible, left, right, right_stride, rescale, c);
+  else
+    multiply_columns<Operands, LeftForm::kInnerRows>(m, columns, visible, left, right, right_stride, rescale, c);
+}
+
+}  // namespace
+}  // namespace distca::attention

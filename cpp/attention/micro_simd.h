@@ -1,0 +1,172 @@
+// Vectors of one instruction set, for micro_kernel.cpp and its parts alone (see there).
+#pragma once
+
+#include <cstdint>
+
+#if defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+#endif
+
+#include "attention/micro_kernel.h"
+
+#define DISTCA_INLINE static inline __attribute__((always_inline))
+
+namespace distca::attention {
+namespace {
+
+// A tile of a product is kTileM x kTileN registers of accumulators.
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;  // floats of a vector
+constexpr int kTileM = 8;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int kWidth = 8;
+constexpr int kTileM = 4;
+#else
+constexpr int kWidth = 4;
+constexpr int kTileM = 4;
+#endif
+constexpr int kTileN = 2;
+
+typedef float Floats __attribute__((vector_size(kWidth * 4)));
+typedef int32_t Ints __attribute__((vector_size(kWidth * 4)));
+typedef uint32_t Words __attribute__((vector_size(kWidth * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kWidth * 2)));
+typedef float FloatsInMemory __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
+typedef uint16_t HalvesInMemory __attribute__((vector_size(kWidth * 2), aligned(2), may_alias));
+typedef float Quad __attribute__((vector_size(16)));
+typedef float QuadInMemory __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float FloatInMemory __attribute__((may_alias));
+
+constexpr float kInfinity = __builtin_inff();
+
+DISTCA_INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
+DISTCA_INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+DISTCA_INLINE Floats load(const float* p) { return *reinterpret_cast<const FloatsInMemory*>(p); }
+DISTCA_INLINE void store(float* p, Floats x) { *reinterpret_cast<FloatsInMemory*>(p) = x; }
+
+/// All lanes x, to the last bit (a word may be no float).
+DISTCA_INLINE Floats broadcast(float x) {
+#if defined(__AVX512F__)
+  return _mm512_set1_ps(x);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return _mm256_set1_ps(x);
+#else
+  return Floats{x, x, x, x};
+#endif
+}
+DISTCA_INLINE Floats broadcast_word(const float* p) { return broadcast(*reinterpret_cast<const FloatInMemory*>(p)); }
+
+/// a * b + c, with one rounding where the instruction set has it.
+DISTCA_INLINE Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+DISTCA_INLINE Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+DISTCA_INLINE Ints lane_numbers() {
+  Ints lanes{};
+  for (int i = 0; i < kWidth; ++i) lanes[i] = i;
+  return lanes;
+}
+
+/// exp(x) within one ulp (see tests): exactly 0 for -inf and wherever the result would be denormal, exactly 1 for 0,
+/// inf where it overflows, NaN for NaN.
+DISTCA_INLINE Floats exponential(Floats x) {
+  constexpr float kLog2E = 1.44269504f;
+  constexpr float kLn2High = 0.693359375f;  // few enough bits that its multiples by an exponent are exact
+  constexpr float kLn2Low = -2.12194440e-4f;
+  constexpr float kSmallest = -87.3f;
+#if defined(__AVX512F__)
+  const Floats n = _mm512_roundscale_ps(x * kLog2E, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
+  const Floats shifted = fused(x, broadcast(kLog2E), broadcast(kRound));
+  const Floats n = shifted - kRound;
+#endif
+  Floats r = fused(n, broadcast(-kLn2High), x);
+  r = fused(n, broadcast(-kLn2Low), r);
+  // (exp(r) - 1 - r) / r^2 on [-ln2/2, ln2/2], minimax fit of the relative error of exp (3e-9).
+  Floats p = broadcast(1.3814320554956794e-3f);
+  p = fused(p, r, broadcast(8.368851616978645e-3f));
+  p = fused(p, r, broadcast(4.1668400168418884e-2f));
+  p = fused(p, r, broadcast(1.666651964187622e-1f));
+  p = fused(p, r, broadcast(4.999999403953552e-1f));
+  p = fused(p, r, broadcast(1.f));
+  p = fused(p, r, broadcast(1.f));
+#if defined(__AVX512F__)
+  const __mmask16 is_normal = _mm512_cmp_ps_mask(x, broadcast(kSmallest), _CMP_NLT_UQ);
+  return _mm512_maskz_scalef_ps(is_normal, p, n);
+#else
+  const Words power = ((Words)shifted << 23) + 0x3f800000u;  // 2^n
+  p = p * (Floats)power;
+  p = x < kSmallest ? Floats{} : p;
+  return x > 88.7f ? broadcast(kInfinity) : p;
+#endif
+}
+
+/// Which query rows of a vector see a key.
+struct LaneVisibility {
+  Ints from;  // first key that each lane sees
+  Ints upto;  // and the one past its last
+};
+
+DISTCA_INLINE int32_t clamped(int64_t x) {
+  constexpr int64_t kFar = 1 << 30;
+  return static_cast<int32_t>(x < -kFar ? -kFar : x > kFar ? kFar : x);
+}
+
+DISTCA_INLINE LaneVisibility lane_visibility(Visible visible, int64_t first_lane) {
+  const Ints lanes = lane_numbers();
+  const Ints from = lanes + clamped(visible.from + first_lane), upto = lanes + clamped(visible.upto + first_lane);
+  const Ints limit = Ints{} + clamped(visible.limit);
+  return {from > 0 ? from : Ints{}, upto < limit ? upto : limit};
+}
+DISTCA_INLINE Ints sees(const LaneVisibility& lane, int32_t key) { return (lane.from <= key) & (lane.upto > key); }
+
+/// Whether some row of the tile does not see some key of it.
+DISTCA_INLINE bool is_edge(const ScoreTile& tile) {
+  return tile.visible.from + tile.lanes - 1 > tile.begin || tile.visible.upto < tile.end ||
+         tile.visible.limit < tile.end;
+}
+
+// ---- operands
+
+/// Operands are floats.
+struct FloatOperands {
+  static constexpr int kElements = 1;
+  DISTCA_INLINE Floats multiply_add(Floats left, Floats right, Floats sum) { return fused(left, right, sum); }
+};
+
+#if defined(__AVX512BF16__)
+/// Operands are pairs of bf16; products of pairs are added up in fp32.
+struct PairOperands {
+  static constexpr int kElements = 2;
+  DISTCA_INLINE Floats multiply_add(Floats left, Floats right, Floats sum) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)right, (__m512bh)left);
+  }
+  /// Pairs (first[i], second[i]), rounded.
+  DISTCA_INLINE Floats pairs_of(Floats first, Floats second) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (Floats)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+  }
+  /// The lanes of `low`, then those of `high`, rounded.
+  DISTCA_INLINE Floats halves_of(Floats low, Floats high) { return (Floats)_mm512_cvtne2ps_pbh(high, low); }
+};
+#endif
+
+}  // namespace
+}  // namespace distca::attention

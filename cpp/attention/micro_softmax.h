@@ -1,0 +1,193 @@
+// The online softmax and its gradient over a tile of scores, for micro_kernel.cpp alone (see there).
+//
+// Query rows are the lanes of a vector. Sums over keys go into four accumulators, by the key's number modulo four.
+#pragma once
+
+#include "attention/micro_simd.h"
+
+namespace distca::attention {
+namespace {
+
+constexpr int kSums = 4;
+
+/// exp(x) - 1 for x >= 0, without cancellation near zero.
+DISTCA_INLINE Floats exponential_minus_one(Floats x) {
+  constexpr float kRound = 12582912.f;
+  const Floats shifted = fused(x, broadcast(1.44269504f), broadcast(kRound));
+  const Floats n = shifted - kRound;
+  Floats r = fused(n, broadcast(-0.693359375f), x);
+  r = fused(n, broadcast(2.12194440e-4f), r);
+  Floats p = broadcast(1.3814320554956794e-3f);  // as in exponential()
+  p = fused(p, r, broadcast(8.368851616978645e-3f));
+  p = fused(p, r, broadcast(4.1668400168418884e-2f));
+  p = fused(p, r, broadcast(1.666651964187622e-1f));
+  p = fused(p, r, broadcast(4.999999403953552e-1f));
+  p = fused(p, r * r, r);
+  const Floats power = (Floats)(((Words)shifted << 23) + 0x3f800000u);
+  return fused(p, power, power - 1.f);
+}
+
+DISTCA_INLINE Floats hyperbolic_tangent(Floats x) {
+  const Words sign = (Words)x & 0x80000000u;
+  const Floats size = (Floats)((Words)x & 0x7fffffffu);
+  const Floats e = exponential_minus_one(2.f * (size < 20.f ? size : broadcast(20.f)));
+  const Floats result = (Floats)((Words)(e / (e + 2.f)) | sign);
+  return x == x ? result : x;
+}
+
+void cap_scores(const ScoreTile& tile, float scale, float cap, float* scores) {
+  for (int64_t key = tile.begin; key < tile.end; ++key) {
+    for (int64_t lane = 0; lane < tile.lanes; lane += kWidth) {
+      float* at = scores + key * kTileRows + lane;
+      store(at, cap * hyperbolic_tangent(load(at) * (scale / cap)));
+    }
+  }
+}
+
+/// Writes the operand words of keys `key`, key + 1, ...: kSums vectors of `values` become rows of [words, kTileRows].
+template <class Operands>
+DISTCA_INLINE void store_keys(const Floats (&values)[kSums], int64_t key, float* rows) {
+  if constexpr (Operands::kElements == 1) {
+#pragma GCC unroll 4
+    for (int u = 0; u < kSums; ++u) store(rows + (key + u) * kTileRows, values[u]);
+  } else {
+#pragma GCC unroll 4
+    for (int u = 0; u < kSums; u += 2)
+      store(rows + (key + u) / 2 * kTileRows, Operands::pairs_of(values[u], values[u + 1]));
+  }
+}
+
+/// One vector of query rows. In place: words of a pair of keys lie no later than the first one's scores.
+template <class Operands>
+DISTCA_INLINE void softmax_lanes(const ScoreTile& tile, int64_t lane, float scale, float* scores,
+                                 const SoftmaxState& state) {
+  const bool edge = is_edge(tile);
+  if (edge) {
+    const LaneVisibility visible = lane_visibility(tile.visible, lane);
+    for (int64_t key = tile.begin; key < tile.end; ++key) {
+      float* at = scores + key * kTileRows;
+      store(at, sees(visible, static_cast<int32_t>(key)) ? load(at) : broadcast(-kInfinity));
+    }
+  }
+  Floats largest[kSums];
+#pragma GCC unroll 4
+  for (int u = 0; u < kSums; ++u) largest[u] = broadcast(-kInfinity);
+  for (int64_t key = tile.begin; key < tile.end; key += kSums) {
+#pragma GCC unroll 4
+    for (int u = 0; u < kSums; ++u) largest[u] = larger(largest[u], load(scores + (key + u) * kTileRows));
+  }
+  const Floats found = scale * larger(larger(largest[0], largest[1]), larger(largest[2], largest[3]));
+  const Floats old_max = load(state.row_max + lane);
+  const Floats new_max = larger(old_max, found);
+  const Floats base = new_max == -kInfinity ? Floats{} : new_max;  // -inf - -inf would be NaN
+  const Floats rescale = exponential(old_max - base);
+  Floats sum[kSums] = {};
+  for (int64_t key = tile.begin; key < tile.end; key += kSums) {
+    Floats p[kSums];
+#pragma GCC unroll 4
+    for (int u = 0; u < kSums; ++u) {
+      // Fused: a rounded scale * score would be off by as much as all else together.
+      p[u] = exponential(fused(load(scores + (key + u) * kTileRows), broadcast(scale), -base));
+      sum[u] = sum[u] + p[u];
+    }
+    store_keys<Operands>(p, key, scores);
+  }
+  store(state.row_max + lane, new_max);
+  store(state.row_sum + lane, fused(load(state.row_sum + lane), rescale, (sum[0] + sum[1]) + (sum[2] + sum[3])));
+  store(state.rescale + lane, rescale);
+}
+
+template <class Operands>
+void softmax_step(const ScoreTile& tile, float scale, float* scores, const SoftmaxState& state) {
+  for (int64_t lane = 0; lane < tile.lanes; lane += kWidth)
+    softmax_lanes<Operands>(tile, lane, scale, scores + lane, state);
+}
+
+struct GradientLanes {
+  Floats lse, delta;
+  Ints valid;
+  LaneVisibility visible;
+};
+
+template <bool kEdge, bool kCap>
+DISTCA_INLINE void gradient_of(const GradientLanes& lanes, int64_t key, float scale, float inverse_cap,
+                               const float* scores, const float* dprobs, Floats& p, Floats& ds) {
+  const Floats score = load(scores + key * kTileRows);
+  p = exponential(fused(score, broadcast(scale), -lanes.lse));
+  ds = p * (load(dprobs + key * kTileRows) - lanes.delta);
+  if constexpr (kCap) {
+    const Floats t = score * inverse_cap;
+    ds = ds * fused(-t, t, broadcast(1.f));
+  }
+  if constexpr (kEdge) {
+    const Ints seen = sees(lanes.visible, static_cast<int32_t>(key)) & lanes.valid;
+    p = seen ? p : Floats{};
+    ds = seen ? ds : Floats{};
+  }
+}
+
+template <class Operands, bool kEdge, bool kCap>
+DISTCA_INLINE void gradient_tile(const ScoreTile& tile, float scale, float inverse_cap, const float* lse,
+                                 const float* delta, const float* scores, const float* dprobs,
+                                 const GradientOutputs& outputs, float* prob_sum) {
+  constexpr int kVectors = Operands::kElements;  // of lanes at a time: pairs of query rows need two
+  for (int64_t lane = 0; lane < tile.lanes; lane += kVectors * kWidth) {
+    // The second vector may lie past the tile's lanes; then it sees nothing.
+    GradientLanes lanes[kVectors];
+    Floats sum[kVectors][kSums] = {};
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t at = lane + v * kWidth;
+      lanes[v] = {load(lse + at), load(delta + at), load(lse + at) > -kInfinity, lane_visibility(tile.visible, at)};
+      if (at >= tile.lanes) lanes[v].valid = Ints{};
+    }
+    for (int64_t key = tile.begin; key < tile.end; key += kSums) {
+      Floats p[kVectors][kSums], ds[kVectors][kSums];
+#pragma GCC unroll 4
+      for (int u = 0; u < kSums; ++u) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+          const int64_t at = lane + v * kWidth;
+          gradient_of<kEdge, kCap>(lanes[v], key + u, scale, inverse_cap, scores + at, dprobs + at, p[v][u], ds[v][u]);
+          sum[v][u] = sum[v][u] + p[v][u];
+        }
+        const int64_t row = (key + u) * kPanelWords + lane / kVectors;
+        if constexpr (kVectors == 1) {
+          store(outputs.probs + row, p[0][u]);
+          store(outputs.dscores + row, ds[0][u]);
+        } else {
+          store(outputs.probs + row, Operands::halves_of(p[0][u], p[1][u]));
+          store(outputs.dscores + row, Operands::halves_of(ds[0][u], ds[1][u]));
+        }
+      }
+      if constexpr (kVectors > 1) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) store_keys<Operands>(ds[v], key, outputs.dscore_rows + lane + v * kWidth);
+      }
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      float* at = prob_sum + lane + v * kWidth;
+      store(at, load(at) + ((sum[v][0] + sum[v][1]) + (sum[v][2] + sum[v][3])));
+    }
+  }
+}
+
+template <class Operands>
+void softmax_gradient(const ScoreTile& tile, float scale, float cap, const float* lse, const float* delta,
+                      const float* scores, const float* dprobs, const GradientOutputs& outputs, float* prob_sum) {
+  bool edge = is_edge(tile) || tile.lanes % (Operands::kElements * kWidth) != 0;
+  for (int64_t i = 0; i < tile.lanes; ++i) edge |= !(lse[i] > -kInfinity);
+  const float inverse = cap == 0.f ? 0.f : 1.f / cap;
+  if (cap != 0.f && edge)
+    gradient_tile<Operands, true, true>(tile, scale, inverse, lse, delta, scores, dprobs, outputs, prob_sum);
+  else if (cap != 0.f)
+    gradient_tile<Operands, false, true>(tile, scale, inverse, lse, delta, scores, dprobs, outputs, prob_sum);
+  else if (edge)
+    gradient_tile<Operands, true, false>(tile, scale, inverse, lse, delta, scores, dprobs, outputs, prob_sum);
+  else
+    gradient_tile<Operands, false, false>(tile, scale, inverse, lse, delta, scores, dprobs, outputs, prob_sum);
+}
+
+}  // namespace
+}  // namespace distca::attention
