@@ -71,8 +71,8 @@ def check_features(heads: distca.Heads, softcap: float, with_sinks: bool) -> Non
             # A sum over rows of values as exact as out: its own bound is the rounding of out and dout.
             rounding = 2e-6 if heads.dtype == torch.float32 else 2e-2
             torch.testing.assert_close(ours[5].double(), exact[5], rtol=rounding, atol=20 * rounding)
-    # PyTorch has no fused kernel for these. Its unfused gradients take delta from P, not from the rounded output as fused
-    # kernels must: in fp32 that is worth a fifth of dq's error, with or without these features.
+    # PyTorch has no fused kernel for these. Its unfused gradients take delta from P, not from the rounded output as
+    # fused kernels must: in fp32 that is worth a fifth of dq's error, with or without these features.
     pool.check(1.4 if heads.dtype == torch.float32 else 1.1)
 
 
