@@ -2,6 +2,7 @@
 # make train   train a tiny Llama on two CPU ranks             (ARGS="--steps 50" hands options to `distca train`)
 # make test    run the tests                                   (ARGS="-k plan" hands options to pytest)
 # make faults  plant faults in the sources one by one and check that the tests catch each
+# make sanitize  run the CPU kernel on random problems under AddressSanitizer, UndefinedBehaviorSanitizer, ThreadSanitizer
 # make bench   run the short form of all benchmarks and rewrite benchmarks/results
 # make lint    check formatting and types
 # make wheel   build dist/*.whl
@@ -24,11 +25,11 @@ HAS_TORCH := -c 'import re, sys; from importlib.metadata import distributions as
   v = [re.findall(r"\d+", t.version)[:2] for t in d(name="torch")][:1]; \
   sys.exit(not (v and [int(n) for n in v[0]] >= [2, 10]))'
 
-CPP_FILES = $(shell find cpp -name '*.h' -o -name '*.cpp')
+CPP_FILES = $(shell find cpp tests -name '*.h' -o -name '*.cpp')
 # Folders too: a removed file changes its folder.
 SOURCES = CMakeLists.txt setup.py pyproject.toml $(shell find cpp)
 
-.PHONY: build train test faults bench lint wheel clean
+.PHONY: build train test faults sanitize bench lint wheel clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/built
@@ -41,6 +42,13 @@ test: build
 
 faults: build
 	$(BIN)/python tests/planted_faults.py $(ARGS)
+
+sanitize: $(VENV)/ready
+	for kind in address,undefined thread; do \
+	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S tests/sanitize -B "build/sanitize-$$kind" -DDISTCA_SANITIZE="$$kind" && \
+	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build "build/sanitize-$$kind" && \
+	  "build/sanitize-$$kind/kernel_stress" $(ARGS) || exit 1; \
+	done
 
 bench: build
 	$(BIN)/distca bench all --short --results benchmarks/results $(ARGS)

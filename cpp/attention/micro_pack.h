@@ -100,12 +100,21 @@ void pack_float_row_pairs(DType dtype, int64_t, int64_t rows, int64_t dim, const
 }
 
 #if defined(__AVX512BF16__)
+/// The first `count` of kWidth pairs from p on, which may be aligned for bf16 alone, zeros after them.
+DISTCA_INLINE Floats load_pairs(const std::byte* p, int64_t count) {
+  typedef float PairsInMemory __attribute__((vector_size(kWidth * 4), aligned(2), may_alias));
+  if (count >= kWidth) return *reinterpret_cast<const PairsInMemory*>(p);
+  const uint16_t* from = reinterpret_cast<const uint16_t*>(p);
+  Words x{};
+  for (int64_t i = 0; i < count; ++i) x[i] = from[2 * i] | static_cast<uint32_t>(from[2 * i + 1]) << 16;
+  return (Floats)x;
+}
+
 /// Pairs of columns: the row as it is.
 void pack_pairs(DType, int64_t rows, int64_t dim, const std::byte* src, int64_t src_stride, Panels dst) {
   const int64_t words = column_units(dim / 2);
   for (int64_t i = 0; i < rows; ++i, src += src_stride) {
-    for (int64_t j = 0; j < words; j += kWidth)
-      store(panel_at(dst, i, j), load_elements(DType::kFloat32, src + j * 4, dim / 2 - j));
+    for (int64_t j = 0; j < words; j += kWidth) store(panel_at(dst, i, j), load_pairs(src + j * 4, dim / 2 - j));
   }
 }
 
