@@ -8,6 +8,7 @@
 #include "attention/micro_kernel.h"
 
 #include "attention/micro_pack.h"
+#include "attention/micro_peak.h"
 #include "attention/micro_products.h"
 #include "attention/micro_softmax.h"
 
@@ -30,7 +31,8 @@ constexpr MicroKernel table(decltype(MicroKernel::pack_rows) rows, decltype(Micr
           cap_scores,
           softmax_step<Operands>,
           softmax_gradient<Operands>,
-          store_rows};
+          store_rows,
+          multiply_registers<Operands>};
 }
 
 constexpr MicroKernel kFloats = table<FloatOperands>(pack_floats, pack_float_row_pairs);

@@ -120,6 +120,9 @@ struct MicroKernel {
   /// Writes factor * src / divisor[row] (zero where the divisor is; null: ones) rounded once to `dtype`.
   void (*store_rows)(DType dtype, int64_t rows, int64_t dim, float factor, const float* divisor, Panels src,
                      std::byte* dst, int64_t dst_stride);
+
+  /// See micro_peak.h.
+  double (*multiply_registers)(int64_t rounds, float* sink);
 };
 
 /// The tables of one instruction set.

@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "attention/peak.h"
 #include "common/error.h"
 #include "plan/plan.h"
 #include "plan/validate.h"
@@ -283,6 +284,13 @@ PYBIND11_MODULE(_C, m) {
   distca::bind_plan(m);
   distca::bind_context(m);
   m.def("cpu_isa", [] { return std::string(distca::attention::CpuAttention().isa()); });
+  m.def(
+      "measure_peak_flops",
+      [](int64_t dtype, int num_threads, double seconds) {
+        distca::require(dtype >= 0 && dtype < distca::kNumDTypes, "peak: dtype number ", dtype);
+        return distca::attention::measure_peak_flops(static_cast<distca::DType>(dtype), num_threads, seconds);
+      },
+      py::arg("dtype"), py::arg("num_threads"), py::arg("seconds"), py::call_guard<py::gil_scoped_release>());
   m.def(
       "validate_plan",
       [](const py::buffer& words) {

@@ -37,10 +37,18 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
     rounds = rounds or (3 if short else 7)
     rows: list[Row] = []
     details: dict[str, Any] = {"heads": HEADS, "rounds": rounds, "cases": {}}
+    peaks = {
+        dtype: distca._C.measure_peak_flops(
+            distca.Heads(1, 1, 8, dtype=dtype).dtype_number, torch.get_num_threads(), 0.5
+        )
+        for dtype in WANTED
+    }
+    for dtype, peak in peaks.items():
+        rows.append(Row(f"{_short(dtype)}: multiply-adds on registers alone", peak / 1e9, "GFLOP/s"))
     for case in _cases(short):
         for phase, figures in _against_sdpa(case, rounds).items():
             details["cases"][f"{case.name} {phase}"] = figures
-            rows += _rows(case, phase, figures)
+            rows += _rows(case, phase, figures, peaks[case.dtype])
     for dtype in (torch.float32, torch.bfloat16):
         for phase, ratio in _mix_against_dense(dtype, rounds).items():
             name = f"shards of 128 and more, {_short(dtype)} {phase}: rate / dense rate"
@@ -117,13 +125,14 @@ def _against_sdpa(case: Case, rounds: int) -> dict[str, dict[str, float]]:
     return figures
 
 
-def _rows(case: Case, phase: str, figures: dict[str, float]) -> list[Row]:
+def _rows(case: Case, phase: str, figures: dict[str, float], peak: float) -> list[Row]:
     wanted = WANTED[case.dtype][phase == "backward"]
     if len(case.lengths) > 1:
         wanted = SHORT_WANTED
     return [
         Row(f"{case.name}, {phase}: SDPA's time / ours", figures["ratio"], "x", at_least=wanted),
         Row(f"{case.name}, {phase}: rate", figures["gflops"], "GFLOP/s"),
+        Row(f"{case.name}, {phase}: share of the multiply-adds on registers", figures["gflops"] * 1e9 / peak, "x"),
     ]
 
 
