@@ -174,8 +174,8 @@ def launch(fn: Callable[..., Result], *args: Any, ranks: int, threads: int | Non
 
 def _start(group: list[_Rank], call: bytes, ranks: int, threads: int, port: int) -> None:
     context = multiprocessing.get_context("spawn")
-    # A rank starts with SIGINT blocked and unblocks it once it can report: a Ctrl-C during its imports waits until
-    # then. The tracker is started first because starting it would unblock the signal again.
+    # A rank starts with SIGINT blocked and unblocks it once it has joined the group: a Ctrl-C before waits until then.
+    # The tracker is started first because starting it would unblock the signal again.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -291,8 +291,9 @@ def _rank_main(call: bytes, rank: int, ranks: int, threads: int, port: int, pare
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # outside the terminal's own process group, printing must not stop us
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         _join_group(rank, ranks, threads, port)
+        # Gloo's threads keep SIGINT blocked: one that took it would leave this thread asleep.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         fn, args = pickle.loads(call)
         value = fn(*args)
         fn = args = None
