@@ -1,6 +1,7 @@
 # make build   set up .venv and build the package in place; leaves .venv/bin/distca
 # make train   train a tiny Llama on two CPU ranks             (ARGS="--steps 50" hands options to `distca train`)
 # make test    run the tests                                   (ARGS="-k plan" hands options to pytest)
+# make fuzz    run the tests of the planner with 20 times as many random cases
 # make faults  plant faults in the sources one by one and check that the tests catch each
 # make sanitize  run the CPU kernel on random problems under AddressSanitizer, UndefinedBehaviorSanitizer, ThreadSanitizer
 # make bench   run the short form of all benchmarks and rewrite benchmarks/results
@@ -29,7 +30,7 @@ CPP_FILES = $(shell find cpp tests -name '*.h' -o -name '*.cpp')
 # Folders too: a removed file changes its folder.
 SOURCES = CMakeLists.txt setup.py pyproject.toml $(shell find cpp)
 
-.PHONY: build train test faults sanitize bench lint wheel clean
+.PHONY: build train test fuzz faults sanitize bench lint wheel clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/built
@@ -39,6 +40,9 @@ train: build
 
 test: build
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+fuzz: build
+	$(BIN)/python -m pytest -n 2 --hypothesis-profile=fuzz tests/test_plan.py tests/test_scheduler.py $(ARGS)
 
 faults: build
 	$(BIN)/python tests/planted_faults.py $(ARGS)

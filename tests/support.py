@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from hypothesis import settings
 
 import distca
 
@@ -30,6 +31,11 @@ ADVICE = (
     "as many calls of core_attention and of its backward on every rank, in the same order; a rank without data passes "
     "zero rows, and a model that is evaluated on one rank alone gets no plan there"
 )
+
+
+def examples(number: int) -> settings:
+    """So many random examples of a test, or as many times more as the profile has (`make fuzz`: 20)."""
+    return settings(max_examples=number * settings.default.max_examples // 100)
 
 
 # ---- batches ----

@@ -154,8 +154,8 @@ def test_a_plan_that_needs_more_than_the_context_has_is_refused_with_the_bytes_n
 def test_planning_keeps_to_the_capacity_of_the_default_context() -> None:
     needed = _plan().stats.slot_bytes
     with distca.init(max_tokens=1, heads=HEADS, heap_bytes=2 * (needed - 64)):
-        with pytest.raises(distca.CapacityError, match=rf"{needed} bytes"):
-            _plan()
+        stats = _plan().stats
+        assert stats.slot_bytes <= needed - 64 and stats.wanted_slot_bytes == needed
         assert _plan(capacity=needed).stats.slot_bytes == needed
 
 

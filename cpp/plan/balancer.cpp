@@ -16,15 +16,20 @@ constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
 }  // namespace
 
-Balancer::Balancer(const Layout& layout, const ScheduleOptions& options)
+Balancer::Balancer(const Layout& layout, const ScheduleOptions& options, const Allowances& allowances)
     : layout_(layout),
       options_(options),
       finder_(options.heads, options.mask, options.cost, options.objective, options.split_heads),
+      is_additive_(options.cost.is_additive()),
+      has_allowances_(!allowances.in.empty()),
+      left_(allowances),
       num_heads_(head_groups(options).num_groups),
       ranks_per_node_(ranks_of_node(layout, options)),
       num_nodes_((layout.num_ranks() + ranks_per_node_ - 1) / ranks_per_node_) {
   const auto n = static_cast<size_t>(layout.num_ranks());
-  load_.assign(n, 0);
+  load_ = loads_at_home(layout, options);
+  speed_ = server_speeds(layout, options);
+  if (!has_allowances_) left_ = {std::vector<int64_t>(n, kNoLimit), std::vector<int64_t>(n, kNoLimit)};
   first_piece_.assign(n, -1);
   is_materialised_.assign(n, 0);
   is_cut_.assign(layout.placements().size(), 0);
@@ -39,11 +44,7 @@ Balancer::Balancer(const Layout& layout, const ScheduleOptions& options)
 void Balancer::index_placements() {
   const auto placements = layout_.placements();
   first_of_rank_.assign(load_.size() + 1, 0);
-  for (const Placement& p : placements) {
-    ++first_of_rank_[static_cast<size_t>(p.rank) + 1];
-    const int64_t length = layout_.document_lengths()[static_cast<size_t>(p.document)];
-    load_[static_cast<size_t>(p.rank)] += num_heads_ * finder_.cost(length, p.begin, p.end);
-  }
+  for (const Placement& p : placements) ++first_of_rank_[static_cast<size_t>(p.rank) + 1];
   std::partial_sum(first_of_rank_.begin(), first_of_rank_.end(), first_of_rank_.begin());
   by_rank_.resize(placements.size());
   std::vector<size_t> next(first_of_rank_.begin(), first_of_rank_.end() - 1);
@@ -52,11 +53,15 @@ void Balancer::index_placements() {
 }
 
 void Balancer::set_limits() {
-  speed_ = server_speeds(layout_, options_);
   const int64_t total = std::accumulate(load_.begin(), load_.end(), int64_t{0});
   limit_ = load_limits(total, speed_, options_.tolerance_ppm);
   // Nodes aim a little below the tolerance, so that their ranks need not all be filled to the last row.
-  const std::vector<int64_t> lower = load_limits(total, speed_, options_.tolerance_ppm * 3 / 4);
+  const int64_t lower_tolerance = options_.tolerance_ppm * 3 / 4;
+  std::vector<int64_t> lower = load_limits(total, speed_, lower_tolerance);
+  if (has_allowances_) {
+    raise_to_reachable(load_, speed_, left_, options_.tolerance_ppm, limit_);
+    raise_to_reachable(load_, speed_, left_, lower_tolerance, lower);
+  }
   node_limit_.assign(static_cast<size_t>(num_nodes_), 0);
   for (size_t r = 0; r < lower.size(); ++r) node_limit_[r / static_cast<size_t>(ranks_per_node_)] += lower[r];
 }
@@ -67,10 +72,26 @@ void Balancer::run() {
     exchange_between_nodes();
     for (int32_t r = 0; r < n; r += of_node) drain(r, std::min(n, r + of_node), options_.min_rows);
   }
+  move_leftovers();
+  constexpr int kRounds = 4;
+  for (int round = 0; !is_additive_ && round < kRounds; ++round) {
+    set_limits();
+    if (all_within_limits()) break;
+    move_leftovers();
+  }
+}
+
+void Balancer::move_leftovers() {
+  const auto n = static_cast<int32_t>(load_.size());
   drain(0, n, options_.min_rows);
   if (options_.min_rows > 1) drain(0, n, 1);
   place_remains();
   polish();
+}
+
+bool Balancer::all_within_limits() const {
+  return std::equal(load_.begin(), load_.end(), limit_.begin(),
+                    [](int64_t load, int64_t limit) { return load <= limit; });
 }
 
 void Balancer::exchange_between_nodes() {
@@ -113,12 +134,12 @@ void Balancer::drain(int32_t rank_begin, int32_t rank_end, int64_t min_rows) {
     if (surplus(p.server) <= 0) continue;
     // A rank may end below its limit, since a shard has min_rows rows at least.
     const int64_t least = finder_.cost(length_of(p), p.begin, std::min(p.end, p.begin + min_rows));
-    const int64_t amount = std::max(surplus(p.server), least);
+    const int64_t amount = std::min(std::max(surplus(p.server), least), leaving(p));
     // The largest room is looked at in any case, so let it be a true one.
     while (!rooms_.empty() && room(rooms_.back().rank) != rooms_.back().amount)
       set_room(rooms_.back().rank, room(rooms_.back().rank));
     const Move move = best_move(p, amount, min_rows);
-    if (move.rank >= 0) apply(piece, move);
+    if (move.rank >= 0 && (is_additive_ || relief(p, move.shard) > 0)) apply(piece, move);
   }
 }
 
@@ -209,6 +230,11 @@ void Balancer::apply(int32_t index, const Move& move) {
   const Shard& s = move.shard;
   const auto head_end = static_cast<int32_t>(p.head_begin + s.num_heads);
   const auto from = static_cast<size_t>(p.server), to = static_cast<size_t>(move.rank);
+  const int64_t document = placement_of(p).document;
+  if (!is_additive_) {
+    load_[from] -= cost_at(p.server, document);
+    load_[to] -= cost_at(move.rank, document);
+  }
   pieces_[static_cast<size_t>(index)].end = p.begin;  // empty, unless a remaining part takes its place
   bool reused = false;
   const auto keep = [&](int32_t head_begin, int32_t end_head, int64_t begin, int64_t end) {
@@ -229,10 +255,16 @@ void Balancer::apply(int32_t index, const Move& move) {
   keep(p.head_begin, head_end, p.begin, s.begin);
   keep(p.head_begin, head_end, s.end, p.end);
   add_piece({p.placement, move.rank, p.head_begin, head_end, s.begin, s.end, -1});
-  moved_[static_cast<size_t>(placement_of(p).document)] = 1;
+  moved_[static_cast<size_t>(document)] = 1;
   is_cut_[static_cast<size_t>(p.placement)] = 1;
-  load_[from] -= s.cost;
-  load_[to] += s.cost;
+  if (is_additive_) {
+    load_[from] -= s.cost;
+    load_[to] += s.cost;
+  } else {
+    load_[from] += cost_at(p.server, document);
+    load_[to] += cost_at(move.rank, document);
+  }
+  if (has_allowances_) use_allowances(p, move.rank, s.cost);
   if (node_of(p.server) != node_of(move.rank)) {
     auto& out = node_out_[static_cast<size_t>(node_of(p.server))];
     auto& in = node_in_[static_cast<size_t>(node_of(move.rank))];
@@ -265,83 +297,6 @@ int32_t Balancer::add_piece(Piece piece) {
   first = static_cast<int32_t>(pieces_.size());
   pieces_.push_back(piece);
   return first;
-}
-
-/// Ranks that do not serve give what found no room to whoever has least.
-void Balancer::place_remains() {
-  for (int32_t r = 0; r < static_cast<int32_t>(load_.size()); ++r) {
-    if (speed_[static_cast<size_t>(r)] > 0 || load_[static_cast<size_t>(r)] == 0) continue;
-    for (int32_t i = first_piece_[static_cast<size_t>(r)]; i >= 0;) {
-      const Piece p = pieces_[static_cast<size_t>(i)];
-      if (p.empty()) {
-        i = p.next;
-        continue;
-      }
-      const int32_t to = lightest();
-      const int64_t length = length_of(p);
-      const int64_t begin =
-          std::min(p.end - 1, finder_.tail_begin(length, p.begin, p.end, std::max<int64_t>(0, room(to))));
-      apply(i, {{begin, p.end, 1, finder_.cost(length, begin, p.end), 0}, to, false});
-      // Further parts come first in the list.
-      i = first_piece_[static_cast<size_t>(r)];
-    }
-  }
-}
-
-/// Whether a's load is larger than b's, each with `extra` more, after division by their speeds.
-bool Balancer::heavier(int32_t a, int64_t extra_a, int32_t b, int64_t extra_b) const {
-  const auto i = static_cast<size_t>(a), j = static_cast<size_t>(b);
-  return Wide{load_[i] + extra_a} * speed_[j] > Wide{load_[j] + extra_b} * speed_[i];
-}
-
-int32_t Balancer::lightest() const {
-  int32_t found = -1;
-  for (int32_t r = 0; r < static_cast<int32_t>(load_.size()); ++r)
-    if (speed_[static_cast<size_t>(r)] > 0 && (found < 0 || heavier(found, 0, r, 0))) found = r;
-  return found;
-}
-
-/// From the largest load to the smallest, as long as the larger one of the two falls.
-void Balancer::polish() {
-  for (size_t i = 0; i < 64 + 4 * load_.size(); ++i) {
-    int32_t from = -1;
-    for (int32_t r = 0; r < static_cast<int32_t>(load_.size()); ++r)
-      if (speed_[static_cast<size_t>(r)] > 0 && (from < 0 || heavier(r, 0, from, 0))) from = r;
-    if (load_[static_cast<size_t>(from)] <= limit_[static_cast<size_t>(from)]) return;
-    const int32_t to = lightest();
-    materialise(from);
-    int32_t piece = -1;
-    const Move move = last_resort(from, to, piece);
-    if (piece < 0) return;
-    apply(piece, move);
-  }
-}
-
-/// Rows of one head that bring the two loads closest to each other.
-Balancer::Move Balancer::last_resort(int32_t from, int32_t to, int32_t& piece) const {
-  const auto f = static_cast<size_t>(from), t = static_cast<size_t>(to);
-  const Wide speeds = Wide{speed_[f]} + speed_[t];
-  const auto even = static_cast<int64_t>((Wide{load_[f]} * speed_[t] - Wide{load_[t]} * speed_[f]) / speeds);
-  Move best;
-  int64_t best_distance = kNoLimit;
-  const auto offer = [&](int32_t i, int64_t begin, int64_t end) {
-    if (begin >= end) return;
-    const int64_t cost = finder_.cost(length_of(pieces_[static_cast<size_t>(i)]), begin, end);
-    const int64_t distance = std::abs(cost - even);
-    if (distance >= best_distance || !heavier(from, 0, to, cost)) return;
-    best_distance = distance;
-    best = {{begin, end, 1, cost, 0}, to, false};
-    piece = i;
-  };
-  for (int32_t i = first_piece_[f]; i >= 0; i = pieces_[static_cast<size_t>(i)].next) {
-    const Piece& p = pieces_[static_cast<size_t>(i)];
-    if (p.empty()) continue;
-    const int64_t begin = finder_.tail_begin(length_of(p), p.begin, p.end, even);
-    offer(i, begin, p.end);
-    offer(i, std::max(p.begin, begin - 1), p.end);
-    offer(i, p.begin, p.begin + 1);
-  }
-  return best;
 }
 
 }  // namespace distca::plan

@@ -26,11 +26,12 @@ struct Piece {
 /// Loads here are cost units x groups of heads.
 class Balancer {
  public:
-  Balancer(const Layout& layout, const ScheduleOptions& options);
+  Balancer(const Layout& layout, const ScheduleOptions& options, const Allowances& allowances);
 
   /// Servers aim at their limit: the tolerance above their share of the mean. 1. What a node has above the limits of
   /// its ranks leaves it. 2. What a rank has above its limit goes to others of its node. 3. What is left for lack of
-  /// shards that are long enough goes anywhere. 4. Single rows, as long as the largest load falls.
+  /// shards that are long enough goes anywhere. 4. Single rows, as long as the largest load falls. Where tasks do not
+  /// cost what their parts do, cutting changes the mean, and 3 and 4 are done again for the new one.
   void run();
 
   /// Of a placement that is not cut all is at home; of one that is, all is in pieces, some of which are empty.
@@ -66,7 +67,13 @@ class Balancer {
   void consider(const Piece& piece, int64_t amount, int64_t min_rows, int32_t rank, Move& best);
   int64_t missing_keys(const Piece& piece, const Shard& shard, int32_t server) const;
   void apply(int32_t piece, const Move& move);
+  void use_allowances(const Piece& piece, int32_t to, int64_t cost);
+  int64_t allowance(const Piece& piece, int32_t to) const;
+  int64_t relief(const Piece& piece, const Shard& shard) const;
+  int64_t cost_at(int32_t server, int64_t document) const;
+  bool all_within_limits() const;
   void set_room(int32_t rank, int64_t amount);
+  void move_leftovers();
   void place_remains();
   void polish();
   bool heavier(int32_t a, int64_t extra_a, int32_t b, int64_t extra_b) const;
@@ -86,14 +93,20 @@ class Balancer {
     const auto r = static_cast<size_t>(rank);
     return std::min(load_[r] - limit_[r], node_out_[static_cast<size_t>(node_of(rank))]);
   }
+  int64_t leaving(const Piece& p) const {
+    return placement_of(p).rank == p.server ? left_.out[static_cast<size_t>(p.server)] : INT64_MAX;
+  }
   int64_t room(int32_t rank) const {
     const auto r = static_cast<size_t>(rank);
-    return std::min(limit_[r] - load_[r], node_in_[static_cast<size_t>(node_of(rank))]);
+    return std::min(std::min(limit_[r] - load_[r], left_.in[r]), node_in_[static_cast<size_t>(node_of(rank))]);
   }
 
   const Layout& layout_;
   const ScheduleOptions& options_;
   ShardFinder finder_;
+  const bool is_additive_;
+  bool has_allowances_ = false;
+  Allowances left_;        // kNoLimit: any amount
   int64_t num_heads_ = 1;  // groups of them
   int64_t ranks_per_node_ = 1, num_nodes_ = 1;
   std::vector<int64_t> load_, limit_;

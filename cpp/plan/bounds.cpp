@@ -22,18 +22,19 @@ using Wide = __int128;
 ///     bytes >= sum B(C) >= x excess - sum (x C - B(C)) >= x excess - sum max_C (x C - B(C)).
 /// That maximum is known: rows that cost more than t = query_row / x are worth their bytes, and where any is, all of
 /// them are, for under the causal mask the next higher row costs more at the same bytes. Every t gives a valid bound;
-/// the best one is searched for by halving.
+/// the best one is searched for by halving. Costs have to add up, so cost models with rates are not for this.
 class BorderBound {
  public:
   BorderBound(const Layout& layout, const ScheduleOptions& options)
       : layout_(layout),
-        finder_(options.heads, options.mask, options.cost, options.objective, options.split_heads),
+        mask_(options.mask),
+        cost_(options.cost),
         groups_(head_groups(options).num_groups),
-        query_row_(finder_.prices().query_row) {
+        query_row_(prices(options.heads, options.split_heads, options.objective).query_row) {
     // A key's gradient travels in the input dtype where one server alone contributes to it.
     const int64_t row = options.heads.element_bytes() * (options.heads.dim + options.heads.v_dim);
     key_row_ = row * head_groups(options).heads_of_group * (options.objective == Objective::kAll ? 3 : 1);
-    keys_ = options.mask.kind == MaskKind::kFull ? Keys::kAll : options.mask.window > 0 ? Keys::kOwn : Keys::kUpToTop;
+    key_of_each_row_ = options.mask.window > 0;
   }
 
   int64_t bytes(std::vector<Placement>& held, int64_t excess) {
@@ -65,36 +66,34 @@ class BorderBound {
   }
 
  private:
-  enum class Keys { kUpToTop, kAll, kOwn };
   struct Document {
     std::span<const Placement> placements;
     int64_t top_cost;  // of its last row, which costs most
   };
 
   int64_t length_of(const Placement& p) const { return layout_.document_lengths()[static_cast<size_t>(p.document)]; }
-  int64_t row_cost(const Placement& p, int64_t row) const { return finder_.cost(length_of(p), row, row + 1); }
+  int64_t row_cost(const Placement& p, int64_t row) const { return cost_.cost(mask_, length_of(p), row, row + 1); }
+  /// The first row that costs at least `worth`, for the last one does. Rows cost no less than the rows before them.
+  int64_t first_row(const Placement& p, int64_t worth) const {
+    if (mask_.kind == MaskKind::kFull || worth <= cost_.per_row) return p.begin;
+    return std::max(p.begin,
+                    (worth - cost_.per_row + cost_.per_pair - 1) / cost_.per_pair - 1);  // row i sees i + 1 keys
+  }
 
   /// The document's best C, and t / x times what it brings.
   void add(const Document& d, int64_t t, Wide& moved, Wide& gain) const {
     // Under a window every row pays for one key.
-    const int64_t worth = keys_ == Keys::kOwn ? (t * (query_row_ + key_row_) + query_row_ - 1) / query_row_ : t;
+    const int64_t worth = key_of_each_row_ ? (t * (query_row_ + key_row_) + query_row_ - 1) / query_row_ : t;
     if (d.top_cost < worth) return;
     int64_t cost = 0, num_rows = 0, num_held = 0;
     for (const Placement& p : d.placements) {
       num_held += p.end - p.begin;
       if (row_cost(p, p.end - 1) < worth) continue;
-      int64_t low = p.begin, high = p.end - 1;  // rows cost no less than the rows before them
-      while (low < high) {
-        const int64_t mid = low + (high - low) / 2;
-        if (row_cost(p, mid) >= worth)
-          high = mid;
-        else
-          low = mid + 1;
-      }
-      cost += finder_.cost(length_of(p), low, p.end);
-      num_rows += p.end - low;
+      const int64_t begin = first_row(p, worth);
+      cost += cost_.cost(mask_, length_of(p), begin, p.end);
+      num_rows += p.end - begin;
     }
-    const int64_t num_keys = keys_ == Keys::kOwn ? num_rows : num_held;
+    const int64_t num_keys = key_of_each_row_ ? num_rows : num_held;
     const Wide brings = Wide{query_row_} * cost - Wide{t} * (Wide{query_row_} * num_rows + Wide{key_row_} * num_keys);
     if (brings <= 0) return;
     moved += cost;
@@ -102,28 +101,29 @@ class BorderBound {
   }
 
   const Layout& layout_;
-  ShardFinder finder_;
+  const Mask mask_;
+  const CostModel& cost_;
   int64_t groups_;
   int64_t query_row_, key_row_;
-  Keys keys_;
+  bool key_of_each_row_;
   std::vector<Document> documents_;
 };
 
 /// What sets of `size` consecutive ranks hold above the limits of their ranks must be computed elsewhere.
 int64_t bytes_between(const Layout& layout, const ScheduleOptions& options, const std::vector<int64_t>& load,
-                      const std::vector<int64_t>& limits, const std::vector<std::vector<int32_t>>& of_rank,
-                      size_t size) {
+                      const std::vector<int64_t>& limits, std::span<const Placement> by_rank, size_t size) {
   int64_t bytes = 0;
   BorderBound bound(layout, options);
   std::vector<Placement> held;
+  auto next = by_rank.begin();
   for (size_t begin = 0; begin < load.size(); begin += size) {
     const size_t end = std::min(load.size(), begin + size);
+    const auto first = next;
+    while (next != by_rank.end() && next->rank < static_cast<int64_t>(end)) ++next;
     int64_t excess = 0;
     for (size_t r = begin; r < end; ++r) excess += load[r] - limits[r];
     if (excess <= 0) continue;
-    held.clear();
-    for (size_t r = begin; r < end; ++r)
-      for (int32_t i : of_rank[r]) held.push_back(layout.placements()[static_cast<size_t>(i)]);
+    held.assign(first, next);
     bytes += bound.bytes(held, excess);
   }
   return bytes;
@@ -131,35 +131,42 @@ int64_t bytes_between(const Layout& layout, const ScheduleOptions& options, cons
 
 }  // namespace
 
-LowerBounds lower_bounds(const Layout& layout, const ScheduleOptions& options) {
+int64_t load_lower_bound(const Layout& layout, const ScheduleOptions& options) {
+  // However rows are cut into tasks, and wherever they are computed, together they cost no less than `total`.
   const HeadGroups groups = head_groups(options);
-  const auto n = static_cast<size_t>(layout.num_ranks());
-  std::vector<int64_t> load(n, 0);
-  std::vector<std::vector<int32_t>> of_rank(n);
-  int64_t costliest = 0;
-  for (size_t i = 0; i < layout.placements().size(); ++i) {
-    const Placement& p = layout.placements()[i];
+  int64_t pairs = 0, rows = 0, costliest = 0;
+  for (const Placement& p : layout.placements()) {
     const int64_t length = layout.document_lengths()[static_cast<size_t>(p.document)];
-    load[static_cast<size_t>(p.rank)] += groups.num_groups * options.cost.cost(options.mask, length, p.begin, p.end);
-    costliest = std::max(costliest, options.cost.cost(options.mask, length, p.end - 1, p.end));
-    of_rank[static_cast<size_t>(p.rank)].push_back(static_cast<int32_t>(i));
+    pairs += visible_pairs(options.mask, length, p.begin, p.end);
+    rows += p.end - p.begin;
+    const int64_t of_row = visible_pairs(options.mask, length, p.end - 1, p.end);
+    costliest = std::max(costliest, of_row);
   }
+  costliest = costliest > 0 ? options.cost.least_cost(costliest, 1) : 0;
+  const int64_t total = groups.num_groups * options.cost.least_cost(pairs, rows);
   const std::vector<int64_t> speeds = server_speeds(layout, options);
-  const auto num_servers = static_cast<int64_t>(n) - std::count(speeds.begin(), speeds.end(), 0);
+  const int64_t num_servers = std::ssize(speeds) - std::count(speeds.begin(), speeds.end(), 0);
   const int64_t fastest = *std::max_element(speeds.begin(), speeds.end());
   const Wide sum = std::accumulate(speeds.begin(), speeds.end(), int64_t{0});
-  const int64_t total = std::accumulate(load.begin(), load.end(), int64_t{0});
   // Loads at mean speed: load times the mean speed over the server's.
   const bool even = sum == Wide{fastest} * num_servers;
-  LowerBounds bounds;
   const int64_t mean = even ? (total + num_servers - 1) / num_servers : total / num_servers;
-  bounds.load = std::max(mean, static_cast<int64_t>(Wide{costliest} * sum / (Wide{fastest} * num_servers))) *
-                groups.query_heads_of_group;
+  return std::max(mean, static_cast<int64_t>(Wide{costliest} * sum / (Wide{fastest} * num_servers))) *
+         groups.query_heads_of_group;
+}
+
+ByteBounds byte_lower_bounds(const Layout& layout, const ScheduleOptions& options) {
+  if (!options.cost.is_additive()) return {};
+  const std::vector<int64_t> load = loads_at_home(layout, options), speeds = server_speeds(layout, options);
+  const int64_t total = std::accumulate(load.begin(), load.end(), int64_t{0});
   const std::vector<int64_t> limits = load_limits(total, speeds, options.tolerance_ppm);
-  bounds.bytes = bytes_between(layout, options, load, limits, of_rank, 1);
-  bounds.bytes_between_nodes =
-      bytes_between(layout, options, load, limits, of_rank, static_cast<size_t>(ranks_of_node(layout, options)));
-  return bounds;
+  std::vector<size_t> next(load.size() + 1, 0);
+  for (const Placement& p : layout.placements()) ++next[static_cast<size_t>(p.rank) + 1];
+  std::partial_sum(next.begin(), next.end(), next.begin());
+  std::vector<Placement> by_rank(layout.placements().size());
+  for (const Placement& p : layout.placements()) by_rank[next[static_cast<size_t>(p.rank)]++] = p;
+  return {bytes_between(layout, options, load, limits, by_rank, 1),
+          bytes_between(layout, options, load, limits, by_rank, static_cast<size_t>(ranks_of_node(layout, options)))};
 }
 
 }  // namespace distca::plan

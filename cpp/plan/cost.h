@@ -57,7 +57,7 @@ struct RateTable {
 };
 
 /// Time of a task in arbitrary integer units: `per_pair` for each visible (row, key) pair and head, times the rate of
-/// the task's size, and `per_row` for each query row. The default counts pairs.
+/// the task's size and rounded up, and `per_row` for each query row. The default counts pairs.
 struct DISTCA_EXPORT CostModel {
   int64_t per_pair = 1;
   int64_t per_row = 0;
@@ -68,11 +68,11 @@ struct DISTCA_EXPORT CostModel {
     if (rates.rates.empty() || q_begin >= q_end) return pairs + rows;
     const int64_t num_keys = mask.end_key(q_end - 1, length) - mask.first_key(q_begin);
     const __int128 scaled = static_cast<__int128>(pairs) * rates.at(q_end - q_begin, num_keys);
-    return static_cast<int64_t>(scaled / RateTable::kRateUnit) + rows;
+    return static_cast<int64_t>((scaled + RateTable::kRateUnit - 1) / RateTable::kRateUnit) + rows;
   }
   /// Whether a task costs what its parts do.
   bool is_additive() const { return rates.rates.empty(); }
-  /// No task of these pairs and rows costs less.
+  /// However these pairs and rows are cut into tasks, they cost no less together.
   int64_t least_cost(int64_t pairs, int64_t rows) const;
   uint64_t digest() const;
   void check() const;

@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <bit>
 #include <chrono>
+#include <numeric>
 
 #include "common/digest.h"
+#include "plan/capacity.h"
+#include "plan/limits.h"
 #include "plan/rank_tables.h"
 
 namespace distca::plan {
@@ -91,8 +94,19 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options)
     : layout_(std::move(layout)), options_(options) {
   const auto start = std::chrono::steady_clock::now();
   check_options(*layout_, options_);
-  tasks_ = with_equal_head_ranges(schedule(*layout_, options_.schedule));
-  complete();
+  const ScheduleOptions& o = options_.schedule;
+  Draft draft = make_draft(*layout_, o, options_.key_block_rows);
+  const size_t neediest = neediest_rank(draft.arrangement);
+  const int64_t wanted = slot_bytes(draft.arrangement);
+  draft = fit(*layout_, o, options_.key_block_rows, options_.capacity, std::move(draft));
+  tasks_ = std::move(draft.tasks);
+  complete(std::move(draft.arrangement));
+  stats_.wanted_slot_bytes = wanted;
+  if (!is_within_tolerance()) {
+    const bool fits = wanted <= options_.capacity;
+    stats_.binding = !o.balance ? Binding::kBalanceOff : fits ? Binding::kGrain : Binding::kCapacity;
+    if (stats_.binding == Binding::kCapacity) stats_.binding_rank = static_cast<int64_t>(neediest);
+  }
   stats_.plan_ns = nanoseconds_since(start);
 }
 
@@ -100,49 +114,49 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options, std
     : layout_(std::move(layout)), options_(options) {
   const auto start = std::chrono::steady_clock::now();
   check_options(*layout_, options_);
-  tasks_ = task_list(*layout_, options_.schedule, tasks);
-  complete();
+  const ScheduleOptions& o = options_.schedule;
+  tasks_ = task_list(*layout_, o, tasks);
+  complete(arrange(*layout_, o.heads, options_.key_block_rows, o.ranks_per_node, tasks_));
+  check_capacity(arrangement_, options_.capacity);
+  stats_.wanted_slot_bytes = slot_bytes_;
+  if (!is_within_tolerance()) stats_.binding = Binding::kGivenTasks;
   stats_.plan_ns = nanoseconds_since(start);
 }
 
 /// From the tasks to all the rest.
-void Plan::complete() {
+void Plan::complete(Arrangement arrangement) {
   const ScheduleOptions& o = options_.schedule;
-  const auto n = static_cast<size_t>(layout_->num_ranks());
   const auto load_of = [&](int64_t document, int64_t begin, int64_t end, int64_t kv_heads) {
     const int64_t length = layout_->document_lengths()[static_cast<size_t>(document)];
     return o.cost.cost(o.mask, length, begin, end) * kv_heads * o.heads.group_heads();
   };
-  stats_.load_before.assign(n, 0);
-  stats_.load.assign(n, 0);
-  for (const Placement& p : layout_->placements())
-    stats_.load_before[static_cast<size_t>(p.rank)] += load_of(p.document, p.begin, p.end, o.heads.kv_heads);
+  stats_.load_before = loads_at_home(*layout_, o);
+  for (int64_t& load : stats_.load_before) load *= head_groups(o).query_heads_of_group;
+  stats_.load.assign(stats_.load_before.size(), 0);
   for (const Task& t : tasks_)
     stats_.load[static_cast<size_t>(t.server)] +=
         load_of(t.document, t.q_begin, t.q_end, t.kv_head_end - t.kv_head_begin);
-  stats_.lower_bounds = lower_bounds(*layout_, o);
-
-  arrangement_ = arrange(*layout_, o.heads, options_.key_block_rows, o.ranks_per_node, tasks_);
+  stats_.load_lower_bound = load_lower_bound(*layout_, o);
+  arrangement_ = std::move(arrangement);
   digest_ = plan_digest(*layout_, options_, tasks_);
+  slot_bytes_ = slot_bytes(arrangement_);
+}
 
-  size_t neediest = 0;
-  for (const auto& arenas : arrangement_.arenas) {
-    for (size_t r = 0; r < n; ++r) {
-      if (arenas[r].total() > slot_bytes_) {
-        slot_bytes_ = arenas[r].total();
-        neediest = r;
-      }
-    }
-  }
-  require<CapacityError>(slot_bytes_ <= options_.capacity, "plan: rank ", neediest, " needs an arena of ", slot_bytes_,
-                         " bytes a slot, but the capacity is ", options_.capacity, " bytes; give distca.init ",
-                         "heap_bytes >= ", 2 * slot_bytes_, " (two slots), or fewer tokens");
+bool Plan::is_within_tolerance() const {
+  const ScheduleOptions& o = options_.schedule;
+  const int64_t unit = head_groups(o).query_heads_of_group;
+  const int64_t total = std::accumulate(stats_.load.begin(), stats_.load.end(), int64_t{0}) / unit;
+  const std::vector<int64_t> limits = load_limits(total, server_speeds(*layout_, o), o.tolerance_ppm);
+  return std::equal(stats_.load.begin(), stats_.load.end(), limits.begin(),
+                    [&](int64_t load, int64_t limit) { return load <= limit * unit; });
 }
 
 int64_t Plan::num_servers() const {
   const auto& servers = options_.schedule.servers;
   return servers.empty() ? layout_->num_ranks() : static_cast<int64_t>(servers.size());
 }
+
+ByteBounds Plan::byte_lower_bounds() const { return plan::byte_lower_bounds(*layout_, options_.schedule); }
 
 std::vector<Transfer> Plan::transfers() const {
   return list_transfers(*layout_, options_.schedule.heads, tasks_, arrangement_);

@@ -18,14 +18,26 @@ namespace distca::plan {
 struct PlanOptions {
   ScheduleOptions schedule;
   int64_t key_block_rows = 64;
-  int64_t capacity = INT64_MAX;  // bytes of one slot's arena; a plan that needs more is never made
+  int64_t capacity = INT64_MAX;  // bytes of one slot's arena, which no plan passes
   int64_t context_epoch = 0;     // 0: usable by any context
+};
+
+/// What keeps the largest load from the tolerance.
+enum class Binding : int64_t {
+  kNone = 0,      // it is within the tolerance
+  kGrain = 1,     // single rows of a head: none can move with gain
+  kCapacity = 2,  // the arena of PlanStats::binding_rank
+  kBalanceOff = 3,
+  kGivenTasks = 4,
 };
 
 struct PlanStats {
   std::vector<int64_t> load_before;  // by rank, with every row computed at home; cost-model units x query heads
   std::vector<int64_t> load;
-  LowerBounds lower_bounds;
+  int64_t load_lower_bound = 0;
+  Binding binding = Binding::kNone;
+  int64_t binding_rank = -1;
+  int64_t wanted_slot_bytes = 0;  // the largest arena of the plan that would be made with any capacity
   int64_t plan_ns = 0;
 };
 
@@ -43,6 +55,8 @@ class DISTCA_EXPORT Plan {
   const PlanStats& stats() const { return stats_; }
   const Arrangement& arrangement() const { return arrangement_; }
   int64_t num_servers() const;
+  /// Found on request, for they take longer than all other statistics.
+  ByteBounds byte_lower_bounds() const;
   uint64_t digest() const { return digest_; }
 
   /// All rows that travel between ranks.
@@ -51,7 +65,8 @@ class DISTCA_EXPORT Plan {
   std::vector<int64_t> slice(int64_t rank) const;
 
  private:
-  void complete();
+  void complete(Arrangement arrangement);
+  bool is_within_tolerance() const;
 
   std::shared_ptr<const Layout> layout_;
   PlanOptions options_;

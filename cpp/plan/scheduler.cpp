@@ -115,8 +115,8 @@ class TaskWriter {
 
 }  // namespace
 
-std::vector<Task> schedule(const Layout& layout, const ScheduleOptions& options) {
-  Balancer balancer(layout, options);
+std::vector<Task> schedule(const Layout& layout, const ScheduleOptions& options, const Allowances& allowances) {
+  Balancer balancer(layout, options, allowances);
   if (options.balance) balancer.run();
   const auto placements = layout.placements();
   const auto placement_of = [&](const Piece& p) { return placements[static_cast<size_t>(p.placement)]; };

@@ -38,18 +38,30 @@ struct ScheduleOptions {
   Objective objective = Objective::kAll;
 };
 
+/// By rank: how much of others' rows it may compute, and how much of its own others may; in cost units x groups of
+/// heads (limits.h). Empty: any amount.
+struct Allowances {
+  std::vector<int64_t> in, out;
+  // What a rank must keep may be more than the others' limit: whether they may then have as much, or stay at the mean.
+  bool level_with_largest = false;
+};
+
 /// Every server's load within the tolerance of its share of the mean, or as near as single rows come; with few bytes
 /// between nodes, then few bytes. How: balancer.h. A pure function in integers: the same tasks on every machine. Sorted
 /// by (server, document, kv_head_begin, q_begin); neighbours on a server are merged; head ranges of the tasks of one
 /// document at one server are equal or disjoint.
-std::vector<Task> schedule(const Layout& layout, const ScheduleOptions& options);
+/// `allowances` are kept, and where they forbid the tolerance, the largest load is about as small as they let it be;
+/// ranks that do not serve give all they have in any case.
+std::vector<Task> schedule(const Layout& layout, const ScheduleOptions& options, const Allowances& allowances = {});
 
-/// No schedule does better (proofs: bounds.cpp).
-struct LowerBounds {
-  int64_t load = 0;   // the largest load at mean speed, cost units x query heads: the mean, or the costliest row
-  int64_t bytes = 0;  // under the objective, of schedules that keep every load within the tolerance
-  int64_t bytes_between_nodes = 0;
+/// No schedule has a smaller largest load at mean speed, in cost units x query heads: the mean, or the costliest row.
+int64_t load_lower_bound(const Layout& layout, const ScheduleOptions& options);
+
+/// No schedule that keeps every load within the tolerance moves fewer bytes under the objective (proof: bounds.cpp).
+/// 0 where tasks do not cost what their parts do: nothing is proven then.
+struct ByteBounds {
+  int64_t bytes = 0, between_nodes = 0;
 };
-LowerBounds lower_bounds(const Layout& layout, const ScheduleOptions& options);
+ByteBounds byte_lower_bounds(const Layout& layout, const ScheduleOptions& options);
 
 }  // namespace distca::plan

@@ -123,9 +123,9 @@ py::dict stats_of(const plan::Plan& p) {
   py::dict d;
   d["load_before"] = s.load_before;
   d["load"] = s.load;
-  d["lower_bound"] = s.lower_bounds.load;
-  d["bytes_lower_bound"] = s.lower_bounds.bytes;
-  d["bytes_between_nodes_lower_bound"] = s.lower_bounds.bytes_between_nodes;
+  d["lower_bound"] = s.load_lower_bound;
+  d["binding"] = std::make_pair(static_cast<int64_t>(s.binding), s.binding_rank);
+  d["wanted_slot_bytes"] = s.wanted_slot_bytes;
   d["num_servers"] = p.num_servers();
   py::dict bytes, between_nodes;
   const char* messages[] = {"forward_in", "forward_out", "backward_in", "backward_out"};
@@ -169,6 +169,11 @@ void bind_plan(py::module_& m) {
            py::arg("split_heads"), py::arg("tasks") = std::nullopt)
       .def_property_readonly("digest", &plan::Plan::digest)
       .def("stats", &stats_of)
+      .def("byte_lower_bounds",
+           [](const plan::Plan& p) {
+             const plan::ByteBounds bounds = p.byte_lower_bounds();
+             return std::make_pair(bounds.bytes, bounds.between_nodes);
+           })
       .def("tasks",
            [](const plan::Plan& p) {
              py::list tasks;

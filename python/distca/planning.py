@@ -163,25 +163,45 @@ class PlanStats:
         load_before: load of each rank with every row computed at home.
         load: load of each rank as planned.
         lower_bound: no plan has a smaller largest load.
-        bytes_lower_bound: no plan within the tolerance moves fewer bytes, of all messages or of those of the objective.
-        bytes_between_nodes_lower_bound: the same of bytes from one node to another.
         num_servers: ranks that compute tasks.
         bytes: bytes between ranks for each message: forward_in, forward_out, backward_in, backward_out.
         bytes_between_nodes: the part of them that goes from one node to another.
         arena_bytes: for each phase, forward and backward, the arena of every rank.
+        binding: what keeps the largest load from the tolerance: None (nothing, it is within it), ``"single rows"`` (none
+            can move with gain), ``"capacity of rank 3"`` (whose arena would need most), ``"balance off"`` or
+            ``"given tasks"``. ``imbalance_after`` tells how near it came.
+        wanted_slot_bytes: ``slot_bytes`` of the plan that would be made if there were no capacity to keep to.
         plan_ms: time that planning took, in milliseconds.
     """
 
     load_before: list[int]
     load: list[int]
     lower_bound: int
-    bytes_lower_bound: int
-    bytes_between_nodes_lower_bound: int
     num_servers: int
     bytes: dict[str, int]
     bytes_between_nodes: dict[str, int]
     arena_bytes: dict[str, list[ArenaBytes]]
+    binding: str | None
+    wanted_slot_bytes: int
     plan_ms: float
+    _core: _C.Plan = dataclasses.field(repr=False, compare=False)
+
+    @functools.cached_property
+    def _byte_lower_bounds(self) -> tuple[int, int]:
+        return self._core.byte_lower_bounds()
+
+    @property
+    def bytes_lower_bound(self) -> int:
+        """No plan within the tolerance moves fewer bytes, of all messages or of those of the objective.
+
+        Found when asked for; 0, which says nothing, for cost models with rates.
+        """
+        return self._byte_lower_bounds[0]
+
+    @property
+    def bytes_between_nodes_lower_bound(self) -> int:
+        """The same of bytes from one node to another."""
+        return self._byte_lower_bounds[1]
 
     @property
     def imbalance_before(self) -> float:
@@ -268,7 +288,9 @@ class Plan:
         raw["arena_bytes"] = {
             phase: [ArenaBytes(*arena) for arena in arenas] for phase, arenas in raw["arena_bytes"].items()
         }
-        return PlanStats(**raw)
+        number, rank = raw.pop("binding")
+        raw["binding"] = (None, "single rows", f"capacity of rank {rank}", "balance off", "given tasks")[number]
+        return PlanStats(**raw, _core=self._core)
 
     def __repr__(self) -> str:
         stats = self.stats

@@ -1,0 +1,169 @@
+#include "plan/capacity.h"
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <utility>
+
+#include "plan/limits.h"
+#include "plan/task_list.h"
+
+namespace distca::plan {
+namespace {
+
+using Wide = __int128;
+constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
+constexpr int kGentleRounds = 24;  // from then on a rank that needs too much exchanges nothing
+constexpr int kRounds = 40;
+
+/// Finds allowances under which all ranks fit, from round to round with smaller ones.
+class Fitter {
+ public:
+  Fitter(const Layout& layout, const ScheduleOptions& options, int64_t key_block_rows, int64_t capacity,
+         const std::vector<int64_t>& at_home_bytes, bool level_with_largest)
+      : layout_(layout),
+        options_(options),
+        block_rows_(key_block_rows),
+        capacity_(capacity),
+        at_home_bytes_(at_home_bytes) {
+    const auto n = at_home_bytes.size();
+    allowed_ = {std::vector<int64_t>(n, kNoLimit), std::vector<int64_t>(n, kNoLimit), level_with_largest};
+  }
+
+  /// Nothing where none was found.
+  std::optional<Draft> run(const Draft& first) {
+    restrict(first, false);
+    for (int round = 1; round < kRounds; ++round) {
+      Draft draft = make_draft(layout_, options_, block_rows_, allowed_);
+      if (!restrict(draft, round >= kGentleRounds)) return draft;
+    }
+    return std::nullopt;
+  }
+
+ private:
+  /// Less for the ranks that need too much; false where there are none.
+  bool restrict(const Draft& draft, bool sternly) {
+    const Allowances used = exchanged(draft.tasks);
+    bool restricted = false;
+    for (size_t r = 0; r < at_home_bytes_.size(); ++r) {
+      const int64_t bytes = arena_bytes(draft.arrangement, r);
+      if (bytes <= capacity_) continue;
+      restricted = true;
+      if (allowed_.in[r] == 0 && allowed_.out[r] == 0) {
+        keep_documents_at_home(static_cast<int64_t>(r));
+        continue;
+      }
+      // Of what comes on top of the arena that the layout itself forces, so much fits. A little less is aimed at.
+      const int64_t room = std::max<int64_t>(0, capacity_ - at_home_bytes_[r]);
+      const auto less = [&](int64_t amount) {
+        return sternly ? 0 : static_cast<int64_t>(Wide{amount} * room / (bytes - at_home_bytes_[r]) * 31 / 32);
+      };
+      allowed_.in[r] = std::min(allowed_.in[r], less(used.in[r]));
+      allowed_.out[r] = std::min(allowed_.out[r], less(used.out[r]));
+    }
+    return restricted;
+  }
+
+  /// A rank that exchanges nothing itself may still get gradients of its keys from too many servers of others' rows.
+  void keep_documents_at_home(int64_t rank) {
+    for (const Placement& p : layout_.placements()) {
+      if (p.rank != rank) continue;
+      for (const Placement& other : layout_.placements(p.document)) allowed_.out[static_cast<size_t>(other.rank)] = 0;
+    }
+  }
+
+  /// What ranks compute of others' rows, and others of theirs.
+  Allowances exchanged(const std::vector<Task>& tasks) const {
+    const std::vector<int64_t> nothing(at_home_bytes_.size(), 0);
+    Allowances used = {nothing, nothing};
+    for (const Task& t : tasks) {
+      if (t.server == t.home) continue;
+      const int64_t length = layout_.document_lengths()[static_cast<size_t>(t.document)];
+      const int64_t groups = (t.kv_head_end - t.kv_head_begin) / head_groups(options_).heads_of_group;
+      const int64_t cost = groups * options_.cost.cost(options_.mask, length, t.q_begin, t.q_end);
+      used.in[static_cast<size_t>(t.server)] += cost;
+      used.out[static_cast<size_t>(t.home)] += cost;
+    }
+    return used;
+  }
+
+  const Layout& layout_;
+  const ScheduleOptions& options_;
+  const int64_t block_rows_, capacity_;
+  Allowances allowed_;
+  const std::vector<int64_t>& at_home_bytes_;
+};
+
+/// Whether the largest load of `a`, after division by speeds, is smaller than that of `b`.
+bool is_better_balanced(const Layout& layout, const ScheduleOptions& options, const Draft& a, const Draft& b) {
+  const std::vector<int64_t> speeds = server_speeds(layout, options);
+  const auto largest = [&](const Draft& draft) {
+    std::vector<int64_t> load(speeds.size(), 0);
+    for (const Task& t : draft.tasks) {
+      const int64_t length = layout.document_lengths()[static_cast<size_t>(t.document)];
+      load[static_cast<size_t>(t.server)] +=
+          (t.kv_head_end - t.kv_head_begin) * options.cost.cost(options.mask, length, t.q_begin, t.q_end);
+    }
+    std::pair<int64_t, int64_t> found = {0, 1};
+    for (size_t r = 0; r < load.size(); ++r)
+      if (Wide{load[r]} * found.second > Wide{found.first} * speeds[r]) found = {load[r], speeds[r]};
+    return found;
+  };
+  const auto [x, x_speed] = largest(a);
+  const auto [y, y_speed] = largest(b);
+  return Wide{x} * y_speed < Wide{y} * x_speed;
+}
+
+}  // namespace
+
+Draft make_draft(const Layout& layout, const ScheduleOptions& options, int64_t key_block_rows,
+                 const Allowances& allowances) {
+  Draft draft;
+  draft.tasks = with_equal_head_ranges(schedule(layout, options, allowances));
+  draft.arrangement = arrange(layout, options.heads, key_block_rows, options.ranks_per_node, draft.tasks);
+  return draft;
+}
+
+int64_t arena_bytes(const Arrangement& arrangement, size_t rank) {
+  return std::max(arrangement.arenas[0][rank].total(), arrangement.arenas[1][rank].total());
+}
+
+size_t neediest_rank(const Arrangement& arrangement) {
+  size_t neediest = 0;
+  for (size_t r = 1; r < arrangement.arenas[0].size(); ++r)
+    if (arena_bytes(arrangement, r) > arena_bytes(arrangement, neediest)) neediest = r;
+  return neediest;
+}
+
+int64_t slot_bytes(const Arrangement& arrangement) { return arena_bytes(arrangement, neediest_rank(arrangement)); }
+
+Draft fit(const Layout& layout, const ScheduleOptions& options, int64_t key_block_rows, int64_t capacity, Draft draft) {
+  if (slot_bytes(draft.arrangement) <= capacity) return draft;
+  std::optional<Draft> best;
+  // What the layout itself forces; nothing where servers are given, for then rows may not be computed at home.
+  std::vector<int64_t> at_home_bytes(static_cast<size_t>(layout.num_ranks()), 0);
+  if (options.servers.empty()) {
+    ScheduleOptions unbalanced = options;
+    unbalanced.balance = false;
+    best = make_draft(layout, unbalanced, key_block_rows);
+    const Arrangement& at_home = best->arrangement;
+    check_capacity(slot_bytes(at_home) < slot_bytes(draft.arrangement) ? at_home : draft.arrangement, capacity);
+    for (size_t r = 0; r < at_home_bytes.size(); ++r) at_home_bytes[r] = arena_bytes(best->arrangement, r);
+  }
+  for (bool level_with_largest : {false, true}) {
+    auto found = Fitter(layout, options, key_block_rows, capacity, at_home_bytes, level_with_largest).run(draft);
+    if (found && (!best || is_better_balanced(layout, options, *found, *best))) best = std::move(found);
+  }
+  if (!best) check_capacity(draft.arrangement, capacity);  // throws, with bytes that are enough
+  return std::move(*best);
+}
+
+void check_capacity(const Arrangement& arrangement, int64_t capacity) {
+  const size_t neediest = neediest_rank(arrangement);
+  const int64_t bytes = arena_bytes(arrangement, neediest);
+  require<CapacityError>(bytes <= capacity, "plan: rank ", neediest, " needs an arena of ", bytes,
+                         " bytes a slot, but the capacity is ", capacity,
+                         " bytes; give distca.init heap_bytes >= ", 2 * bytes, " (two slots), or fewer tokens");
+}
+
+}  // namespace distca::plan

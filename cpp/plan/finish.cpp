@@ -1,0 +1,171 @@
+// The last steps of the balancer: what found no room, single rows, and what moves really change.
+#include <algorithm>
+#include <limits>
+
+#include "plan/balancer.h"
+
+namespace distca::plan {
+namespace {
+
+using Wide = __int128;
+constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
+
+}  // namespace
+
+/// Ranks that do not serve give what found no room to whoever has least.
+void Balancer::place_remains() {
+  for (int32_t r = 0; r < static_cast<int32_t>(load_.size()); ++r) {
+    if (speed_[static_cast<size_t>(r)] > 0 || load_[static_cast<size_t>(r)] == 0) continue;
+    materialise(r);
+    for (int32_t i = first_piece_[static_cast<size_t>(r)]; i >= 0;) {
+      const Piece p = pieces_[static_cast<size_t>(i)];
+      if (p.empty()) {
+        i = p.next;
+        continue;
+      }
+      const int32_t to = lightest();
+      const int64_t length = length_of(p);
+      if (left_.in[static_cast<size_t>(to)] <= 0) {  // no server may have more: all at once
+        apply(i, {{p.begin, p.end, p.num_heads(), p.num_heads() * finder_.cost(length, p.begin, p.end), 0}, to, false});
+      } else {
+        const int64_t begin =
+            std::min(p.end - 1, finder_.tail_begin(length, p.begin, p.end, std::max<int64_t>(0, room(to))));
+        apply(i, {{begin, p.end, 1, finder_.cost(length, begin, p.end), 0}, to, false});
+      }
+      // Further parts come first in the list.
+      i = first_piece_[static_cast<size_t>(r)];
+    }
+  }
+}
+
+/// Whether a's load is larger than b's, each with `extra` more, after division by their speeds.
+bool Balancer::heavier(int32_t a, int64_t extra_a, int32_t b, int64_t extra_b) const {
+  const auto i = static_cast<size_t>(a), j = static_cast<size_t>(b);
+  return Wide{load_[i] + extra_a} * speed_[j] > Wide{load_[j] + extra_b} * speed_[i];
+}
+
+/// Of the servers that may have more, if there are any.
+int32_t Balancer::lightest() const {
+  int32_t found = -1;
+  for (int32_t r = 0; r < static_cast<int32_t>(load_.size()); ++r) {
+    const auto i = static_cast<size_t>(r);
+    if (speed_[i] == 0) continue;
+    const bool has_room = left_.in[i] > 0, found_has = found >= 0 && left_.in[static_cast<size_t>(found)] > 0;
+    if (found < 0 || has_room > found_has || (has_room == found_has && heavier(found, 0, r, 0))) found = r;
+  }
+  return found;
+}
+
+/// From the largest load to the smallest, as long as the larger one of the two falls.
+void Balancer::polish() {
+  for (size_t i = 0; i < 64 + 4 * load_.size(); ++i) {
+    int32_t from = -1;
+    for (int32_t r = 0; r < static_cast<int32_t>(load_.size()); ++r)
+      if (speed_[static_cast<size_t>(r)] > 0 && (from < 0 || heavier(r, 0, from, 0))) from = r;
+    if (load_[static_cast<size_t>(from)] <= limit_[static_cast<size_t>(from)]) return;
+    const int32_t to = lightest();
+    materialise(from);
+    int32_t piece = -1;
+    const Move move = last_resort(from, to, piece);
+    if (piece < 0) return;
+    apply(piece, move);
+  }
+}
+
+/// Rows of one head that bring the two loads closest to each other.
+Balancer::Move Balancer::last_resort(int32_t from, int32_t to, int32_t& piece) const {
+  const auto f = static_cast<size_t>(from), t = static_cast<size_t>(to);
+  const Wide speeds = Wide{speed_[f]} + speed_[t];
+  const auto even = static_cast<int64_t>((Wide{load_[f]} * speed_[t] - Wide{load_[t]} * speed_[f]) / speeds);
+  Move best;
+  int64_t best_distance = kNoLimit;
+  const auto offer = [&](int32_t i, int64_t begin, int64_t end) {
+    if (begin >= end) return;
+    const Piece& p = pieces_[static_cast<size_t>(i)];
+    const Shard shard = {begin, end, 1, finder_.cost(length_of(p), begin, end), 0};
+    const int64_t distance = std::abs(shard.cost - even);
+    if (distance >= best_distance || !heavier(from, 0, to, shard.cost) || shard.cost > allowance(p, to)) return;
+    if (!is_additive_ && relief(p, shard) <= 0) return;
+    best_distance = distance;
+    best = {shard, to, false};
+    piece = i;
+  };
+  for (int32_t i = first_piece_[f]; i >= 0; i = pieces_[static_cast<size_t>(i)].next) {
+    const Piece& p = pieces_[static_cast<size_t>(i)];
+    if (p.empty()) continue;
+    const int64_t begin = finder_.tail_begin(length_of(p), p.begin, p.end, std::min(even, allowance(p, to)));
+    offer(i, begin, p.end);
+    offer(i, std::max(p.begin, begin - 1), p.end);
+    offer(i, p.begin, p.begin + 1);
+  }
+  return best;
+}
+
+/// How much of a piece may go to a rank.
+int64_t Balancer::allowance(const Piece& p, int32_t to) const {
+  const auto home = static_cast<int32_t>(placement_of(p).rank);
+  return std::min(to == home ? kNoLimit : left_.in[static_cast<size_t>(to)],
+                  p.server == home ? left_.out[static_cast<size_t>(home)] : kNoLimit);
+}
+
+void Balancer::use_allowances(const Piece& p, int32_t to, int64_t cost) {
+  const auto home = static_cast<int32_t>(placement_of(p).rank);
+  const auto use = [](int64_t& left, int64_t amount) {
+    if (left != kNoLimit) left -= amount;
+  };
+  // A piece that was away from home before gives back what it used.
+  if (p.server == home)
+    use(left_.out[static_cast<size_t>(home)], cost);
+  else
+    use(left_.in[static_cast<size_t>(p.server)], -cost);
+  if (to == home)
+    use(left_.out[static_cast<size_t>(home)], -cost);
+  else
+    use(left_.in[static_cast<size_t>(to)], cost);
+}
+
+/// By how much the piece's server gets less when the shard goes; not its cost where what is left costs more in parts.
+int64_t Balancer::relief(const Piece& p, const Shard& s) const {
+  const int64_t length = length_of(p);
+  return s.num_heads * (finder_.cost(length, p.begin, p.end) - finder_.cost(length, p.begin, s.begin) -
+                        finder_.cost(length, s.end, p.end));
+}
+
+/// Of the tasks of a document at a server: of each head, rows that follow each other in the document and at their home
+/// are one task.
+int64_t Balancer::cost_at(int32_t server, int64_t document) const {
+  std::vector<Piece> parts;
+  const auto of_document = layout_.placements(document);
+  const auto first = static_cast<int32_t>(of_document.data() - layout_.placements().data());
+  for (int32_t i = 0; !is_materialised_[static_cast<size_t>(server)] && i < std::ssize(of_document); ++i) {
+    const Placement& p = of_document[static_cast<size_t>(i)];
+    if (p.rank == server) parts.push_back({first + i, server, 0, static_cast<int32_t>(num_heads_), p.begin, p.end, -1});
+  }
+  for (int32_t i = first_piece_[static_cast<size_t>(server)]; i >= 0; i = pieces_[static_cast<size_t>(i)].next) {
+    const Piece& p = pieces_[static_cast<size_t>(i)];
+    if (!p.empty() && placement_of(p).document == document) parts.push_back(p);
+  }
+  std::sort(parts.begin(), parts.end(), [](const Piece& a, const Piece& b) { return a.begin < b.begin; });
+  const int64_t length = layout_.document_lengths()[static_cast<size_t>(document)];
+  int64_t cost = 0;
+  for (int32_t head = 0; head < num_heads_; ++head) {
+    int64_t begin = 0, end = 0;
+    const Placement* home = nullptr;
+    for (const Piece& p : parts) {
+      if (head < p.head_begin || head >= p.head_end) continue;
+      const Placement& at = placement_of(p);
+      const bool follows =
+          home && p.begin == end && at.rank == home->rank && at.row - at.begin == home->row - home->begin;
+      if (!follows) {
+        cost += finder_.cost(length, begin, end);
+        begin = p.begin;
+      }
+      end = p.end;
+      home = &at;
+    }
+    cost += finder_.cost(length, begin, end);
+  }
+  return cost;
+}
+
+}  // namespace distca::plan
