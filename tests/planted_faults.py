@@ -36,6 +36,7 @@ PLAN = "tests/test_plan.py"
 SCHEDULER = "tests/test_scheduler.py"
 DEATH = "tests/test_death.py"
 TRANSPORT = "tests/test_transport.py"
+TORCH_TRANSPORT = "tests/test_torch_transport.py"
 BAD_INPUT = "tests/test_bad_input.py"
 
 
@@ -158,6 +159,35 @@ FAULTS = [
         "    require(hello.heap_bytes == group_.heap_bytes,",
         "    require(true,",
         (TRANSPORT,),
+    ),
+    # ---- exchanges of all ranks
+    Fault(
+        "ranks of an exchange do not compare their plans",
+        PROTOCOL,
+        "        for (int64_t p = 0; p < num_ranks(); ++p) compare_with(p);",
+        "",
+        (TORCH_TRANSPORT,),
+    ),
+    Fault(
+        "a rank stops exchanging when its own rounds are over",
+        "cpp/transport/collective.cpp",
+        "    return any(&Header::more);",
+        "    return more;",
+        (TORCH_TRANSPORT,),
+    ),
+    Fault(
+        "rows of a peer go wherever it says",
+        "cpp/transport/collective.cpp",
+        "        check_put(rank_, heap_bytes(), record.target, record.row_stride, record.head_stride, n);",
+        "",
+        (TORCH_TRANSPORT,),
+    ),
+    Fault(
+        "a rank that fails leaves its group without a word",
+        "python/distca/exchange.py",
+        "            self._report(kind, text)",
+        "            pass",
+        (TORCH_TRANSPORT,),
     ),
     # ---- the plan
     Fault(

@@ -61,7 +61,11 @@ class Left:
 
 
 class Group:
-    """Runs `program(rank, ranks, pipe, *args)` in `ranks` processes. Use it in `with`."""
+    """Runs `program(rank, ranks, pipe, *args)` in `ranks` processes. Use it in `with`.
+
+    With `network` the ranks can reach the test's ports, and the group has no namespaces of its own: only processes
+    are then looked for afterwards, for files and sockets may be anybody's.
+    """
 
     def __init__(
         self,
@@ -70,13 +74,14 @@ class Group:
         *args: Any,
         shm: str | None = "size=64k",
         expect_left: bool = False,
+        network: bool = False,
     ) -> None:
         context = _processes()
         pairs = [context.Pipe() for _ in range(ranks)]
         self._news, theirs = context.Pipe()
         self._pipes: list[Connection] = [mine for mine, _ in pairs]
         self._leader = context.Process(
-            target=_lead, args=(program, args, [pipe for _, pipe in pairs], theirs, shm), daemon=True
+            target=_lead, args=(program, args, [pipe for _, pipe in pairs], theirs, shm, network), daemon=True
         )
         self._leader.start()
         for pipe in (*(pipe for _, pipe in pairs), theirs):
@@ -156,11 +161,16 @@ class Group:
 
 
 def _lead(
-    program: Callable[..., None], args: tuple[Any, ...], pipes: list[Connection], news: Connection, shm: str | None
+    program: Callable[..., None],
+    args: tuple[Any, ...],
+    pipes: list[Connection],
+    news: Connection,
+    shm: str | None,
+    network: bool,
 ) -> None:
     _call(_libc.prctl, _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _call(_libc.prctl, _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    refusal = _isolate(shm)
+    refusal = "its ranks use the network" if network else _isolate(shm)
     news.send(refusal)
     before = _traces(everything=not refusal)
     pids = [_fork_rank(program, rank, pipes, news, args) for rank in range(len(pipes))]
@@ -173,7 +183,7 @@ def _lead(
         if pid in running:
             running.discard(pid)
             news.send((pids.index(pid), os.waitstatus_to_exitcode(status)))
-    after = _traces(everything=not refusal)
+    after = before if network else _traces(everything=not refusal)
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     left = [Path(f"/proc/{pid}/cmdline").read_text() for pid in _living_children(children)]
     news.send(Left(left, *(sorted(now - then) for now, then in zip(after, before, strict=True))))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import distca
+from distca.bench import transport
 from distca.bench.harness import Result, Row, median_ratio, spread, write_report
 from distca.bench.peers import AllGather, AllToAll
 from support import oracle, random_batch
@@ -72,3 +74,13 @@ def test_medians_of_ratios_and_spreads() -> None:
     assert median_ratio([2.0, 9.0, 4.0], [1.0, 3.0, 1.0]) == 3.0
     assert spread([1.0, 2.0, 3.0]) == 1.0
     assert spread([1.0]) == 0.0
+
+
+def test_a_transport_is_as_fast_as_the_ratio_of_the_times_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {1 << 20: ([0.001, 0.002, 0.003], [0.002, 0.004, 0.006], [0.01, 0.02, 0.03])}
+    monkeypatch.setattr(distca, "launch", lambda function, sizes, rounds, **_: [times, times])
+    rows = {row.name: row for row in transport.run(3).rows}
+    assert rows["1024 KiB: memcpy, median"].value == pytest.approx((1 << 20) / 0.002 / 1e9)
+    assert rows["1024 KiB: bandwidth of shm / memcpy"].value == pytest.approx(0.5)
+    assert rows["1024 KiB: bandwidth of shm / memcpy"].at_least == 0.8
+    assert rows["1024 KiB: bandwidth of torch / memcpy"].value == pytest.approx(0.1)

@@ -154,9 +154,9 @@ def _plan_of(seed: int) -> distca.Plan:
     return distca.plan(distca.Layout.from_documents(lengths), HEADS, tolerance=0.01)
 
 
-def _wrapped_gradients(wrapper: str) -> list[torch.Tensor]:
+def _wrapped_gradients(wrapper: str, transport: str) -> list[torch.Tensor]:
     """Gradients of two accumulated micro-batches on this rank, averaged over ranks by the wrapper."""
-    with distca.init(max_tokens=ROWS, heads=HEADS, timeout=60):
+    with distca.init(transport=transport, max_tokens=ROWS, heads=HEADS, timeout=60):
         model: torch.nn.Module = _seeded_model()
         if wrapper == "fsdp2":
             for layer in model.layers:
@@ -171,9 +171,9 @@ def _wrapped_gradients(wrapper: str) -> list[torch.Tensor]:
     return gradients
 
 
-@pytest.mark.parametrize("wrapper", ["fsdp2", "ddp"])
-def test_accumulated_gradients_under_a_wrapper_are_the_mean_of_those_without(wrapper: str) -> None:
-    found = distca.launch(_wrapped_gradients, wrapper, ranks=2)
+@pytest.mark.parametrize(("wrapper", "transport"), [("fsdp2", "shm"), ("ddp", "shm"), ("ddp", "torch")])
+def test_accumulated_gradients_under_a_wrapper_are_the_mean_of_those_without(wrapper: str, transport: str) -> None:
+    found = distca.launch(_wrapped_gradients, wrapper, transport, ranks=2)
 
     def work(context: distca.Context, _: distca.Plan) -> list[torch.Tensor]:
         model = models[context.rank]

@@ -1,4 +1,5 @@
 // distca._C: layouts, plans, transports and contexts for Python. Typed in python/distca/_C.pyi.
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -9,6 +10,7 @@
 #include "plan/plan.h"
 #include "plan/validate.h"
 #include "runtime/context.h"
+#include "transport/collective.h"
 #include "transport/loopback.h"
 #include "transport/reordering.h"
 #include "transport/shm.h"
@@ -257,6 +259,68 @@ ContextPtr make_shm_context(transport::ShmListener& listener, int rank, const st
   return register_context(std::move(transport), options, reorder_seed);
 }
 
+/// Throws the error of the core that the Python exception stands for.
+[[noreturn]] void throw_as_ours(const py::error_already_set& error) {
+  const std::string text = py::str(error.value());
+  const py::module_ errors = py::module_::import("distca.errors");
+  if (error.matches(errors.attr("PlanMismatchError"))) throw PlanMismatchError(text);
+  if (error.matches(errors.attr("PeerDiedError"))) throw PeerDiedError(text);
+  if (error.matches(errors.attr("PeerTimeoutError"))) throw PeerTimeoutError(text);
+  if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();  // once more, where Python can raise it
+  throw OperatingSystemError(message("the exchange between the ranks failed: ", text));
+}
+
+using AllToAll = std::function<void(py::memoryview, std::vector<int64_t>, py::memoryview, std::vector<int64_t>)>;
+using Abandon = std::function<void(std::string, std::string)>;
+
+ContextPtr make_torch_context(int rank, int num_ranks, AllToAll all_to_all, Abandon abandon, std::string name,
+                              int64_t slot_bytes, double timeout, const plan::CostModel& cost, int64_t epoch) {
+  const auto options = context_options(std::move(name), slot_bytes, timeout, cost, epoch);
+  const runtime::HeapNeeds needs = runtime::heap_needs(num_ranks, slot_bytes);
+  transport::Collective collective;
+  collective.name = "torch";
+  // Operators run without the GIL.
+  collective.all_to_all = [all_to_all = std::move(all_to_all)](
+                              std::span<std::byte> send, std::span<const int64_t> send_bytes,
+                              std::span<std::byte> receive, std::span<const int64_t> receive_bytes) {
+    const py::gil_scoped_acquire gil;
+    const auto view = [](std::span<std::byte> bytes) {
+      return py::memoryview::from_memory(bytes.data(), static_cast<py::ssize_t>(bytes.size()));
+    };
+    try {
+      all_to_all(view(send), {send_bytes.begin(), send_bytes.end()}, view(receive),
+                 {receive_bytes.begin(), receive_bytes.end()});
+    } catch (const py::error_already_set& error) {
+      throw_as_ours(error);
+    }
+  };
+  collective.abandon = [abandon = std::move(abandon)](const Error& why) {
+    const py::gil_scoped_acquire gil;
+    try {
+      abandon(why.kind(), why.what());
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("distca: a context is abandoned");
+    }
+  };
+  return register_context(
+      transport::make_collective(rank, num_ranks, needs.heap_bytes, needs.num_signals, std::move(collective)), options,
+      std::nullopt);
+}
+
+/// The rows of a buffer [rows, bytes], dense in each row, as the transport takes them.
+std::pair<RowView, RowExtent> rows_of_buffer(const py::buffer_info& rows) {
+  require(rows.ndim == 2 && rows.itemsize == 1 && rows.strides[1] == 1, "rows: a buffer [rows, bytes] is expected");
+  const RowExtent extent{rows.shape[0], 1, rows.shape[1]};
+  return {{static_cast<std::byte*>(rows.ptr), rows.strides[0], rows.shape[1]}, extent};
+}
+
+void put_rows(runtime::Context& context, int peer, int64_t heap_offset, const py::buffer& buffer) {
+  const py::buffer_info rows = buffer.request();
+  const auto [source, extent] = rows_of_buffer(rows);
+  const py::gil_scoped_release release;
+  context.transport().put(peer, heap_offset, extent.head_bytes, extent.head_bytes, source, extent);
+}
+
 void bind_context(py::module_& m) {
   py::class_<runtime::Context, ContextPtr>(m, "Context")
       .def_property_readonly("name", [](const runtime::Context& c) { return c.options().name; })
@@ -266,7 +330,22 @@ void bind_context(py::module_& m) {
       .def_property_readonly("slot_bytes", [](const runtime::Context& c) { return c.options().slot_bytes; })
       .def_property_readonly("step", &runtime::Context::step)
       .def("set_fill_with_nan", &runtime::Context::set_fill_with_nan, py::arg("on"))
-      .def("mark_died", [](runtime::Context& c) { transport::mark_died(c.transport()); });
+      .def("mark_died", [](runtime::Context& c) { transport::mark_died(c.transport()); })
+      .def("put", &put_rows, py::arg("peer"), py::arg("heap_offset"), py::arg("rows"))
+      .def(
+          "signal",
+          [](runtime::Context& c, int peer, int64_t word, uint64_t value) { c.transport().signal(peer, word, value); },
+          py::arg("peer"), py::arg("word"), py::arg("value"))
+      .def(
+          "wait",
+          [](runtime::Context& c, int64_t word, uint64_t value) {
+            const auto deadline = std::chrono::steady_clock::now() + c.options().timeout;
+            return c.transport().wait(word, value, deadline, nullptr);
+          },
+          py::arg("word"), py::arg("value"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "exchange", [](runtime::Context& c) { c.transport().exchange(false, [] {}); },
+          py::call_guard<py::gil_scoped_release>());
   m.def("make_loopback", &make_loopback_contexts, py::kw_only(), py::arg("names"), py::arg("slot_bytes"),
         py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("reorder_seed") = std::nullopt);
   py::class_<transport::ShmListener>(m, "ShmListener")
@@ -275,6 +354,12 @@ void bind_context(py::module_& m) {
   m.def("connect_shm", &make_shm_context, py::kw_only(), py::arg("listener"), py::arg("rank"), py::arg("addresses"),
         py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"),
         py::arg("epoch"), py::arg("reorder_seed") = std::nullopt);
+  m.def(
+      "share_memory", [](const std::vector<std::string>& addresses) { return transport::share_memory(addresses); },
+      py::arg("addresses"));
+  m.def("make_torch", &make_torch_context, py::kw_only(), py::arg("rank"), py::arg("num_ranks"), py::arg("all_to_all"),
+        py::arg("abandon"), py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("cost"),
+        py::arg("epoch"));
   m.def("remove_context", &runtime::remove_context, py::arg("name"), py::call_guard<py::gil_scoped_release>());
   m.def("find_context", &runtime::find_context, py::arg("name"));
 }

@@ -90,6 +90,7 @@ void Dispatcher::backward(const plan::SliceView& slice, const BackwardTensors& t
 void Dispatcher::run(const plan::SliceView& slice, Phase phase, const ScoreOptions& scores, const Parallel& parallel) {
   open(slice, phase, scores);
   dispatch(slice);
+  protocol_.exchange(/*more=*/true);
   attend(slice, scores, /*local=*/true, parallel);
   for (const plan::WaitRow& w : slice.waits(phase))
     if (w.direction == static_cast<int64_t>(Direction::kIn)) protocol_.await_rows(Direction::kIn, w.peer, w.round);
@@ -225,13 +226,16 @@ std::span<const attention::KeyGradRun> Dispatcher::add_gradient_runs(const plan:
 }
 
 /// Results go home, round by round. A home grants round j + 1 after it took in round j, and every rank sends its
-/// round-j rows before it waits for those of its own round j; so, by induction over j, no rank waits for ever.
+/// round-j rows before it waits for those of its own round j; so, by induction over j, no rank waits for ever. Where
+/// ranks exchange rows together, all of them go on as long as one has a round left.
 void Dispatcher::collect(const plan::SliceView& slice) {
   int64_t rounds = slice.header().num_rounds;
   for (const plan::SendRow& s : slice.sends(phase_)) rounds = std::max(rounds, s.round + 1);
-  for (int64_t round = 0; round < rounds; ++round) {
+  bool more = true;
+  for (int64_t round = 0; more; ++round) {
     if (round > 0) protocol_.grant_round(slice.waits(phase_), round);
     send_home(slice, round);
+    more = protocol_.exchange(round + 1 < rounds);
     receive_home(slice, round);
   }
 }

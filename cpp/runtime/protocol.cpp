@@ -32,7 +32,10 @@ Protocol::Protocol(std::unique_ptr<transport::Transport> transport, std::string 
       name_(std::move(context_name)),
       arena_bytes_(arena_bytes),
       timeout_(timeout),
-      watch_([this] { watch(); }) {}
+      watch_([this] { watch(); }),
+      agree_([this] {
+        for (int64_t p = 0; p < num_ranks(); ++p) compare_with(p);
+      }) {}
 
 std::byte* Protocol::arena() { return transport_->heap().data() + slot() * arena_bytes_; }
 
@@ -71,7 +74,8 @@ void Protocol::begin(plan::Phase phase, uint64_t plan_digest, const ScoreOptions
   transport_->publish(signals_.latest_step(), step_);
   check_faults();
   check_departed();
-  // If all ranks do not agree, some two neighbours do not, and the later one of them sees it here.
+  // If all ranks do not agree, some two neighbours do not, and the later one of them sees it here. Over a collective
+  // transport all see it in the first exchange.
   if (num_ranks() > 1) {
     compare_with((rank() + 1) % num_ranks());
     compare_with((rank() + num_ranks() - 1) % num_ranks());
@@ -79,12 +83,14 @@ void Protocol::begin(plan::Phase phase, uint64_t plan_digest, const ScoreOptions
 }
 
 void Protocol::grant(std::span<const plan::WaitRow> waits) {
+  if (transport_->is_collective()) return;
   for (const plan::WaitRow& w : waits) {
     if (w.round == 0) transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), sequence(step_, 0));
   }
 }
 
 void Protocol::grant_round(std::span<const plan::WaitRow> waits, int64_t round) {
+  if (transport_->is_collective()) return;
   for (const plan::WaitRow& w : waits) {
     if (w.direction == static_cast<int64_t>(plan::Direction::kOut) && w.round == round)
       transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), sequence(step_, round));
@@ -92,6 +98,7 @@ void Protocol::grant_round(std::span<const plan::WaitRow> waits, int64_t round) 
 }
 
 void Protocol::await_credit(plan::Direction direction, int64_t peer, int64_t round) {
+  if (transport_->is_collective()) return;
   const bool in = direction == plan::Direction::kIn;
   wait({in ? "credit to send rows to its server arena" : "credit to send rows home", peer,
         signals_.credit(slot(), peer), sequence(step_, round), round});
@@ -112,6 +119,16 @@ void Protocol::put(int64_t peer, int64_t target, int64_t dst_row_stride, int64_t
 void Protocol::announce(plan::Direction direction, int64_t peer, int64_t round) {
   transport_->signal(static_cast<int>(peer), signals_.arrived(static_cast<int64_t>(direction), slot(), rank()),
                      sequence(step_, round));
+}
+
+bool Protocol::exchange(bool more) {
+  try {
+    return transport_->exchange(more, agree_);
+  } catch (const PeerDiedError& error) {
+    throw PeerDiedError(message(where(), ": ", error.what()));
+  } catch (const PeerTimeoutError& error) {
+    throw PeerTimeoutError(message(where(), ": ", error.what()));
+  }
 }
 
 void Protocol::await_rows(plan::Direction direction, int64_t peer, int64_t round) {
@@ -227,6 +244,7 @@ void Protocol::fail(const Error& error) noexcept {
   if (std::strcmp(error.kind(), "PlanMismatchError") == 0) code = FaultCode::kMismatch;
   if (std::strcmp(error.kind(), "PeerDiedError") == 0) code = FaultCode::kDied;
   if (std::strcmp(error.kind(), "PeerTimeoutError") == 0) code = FaultCode::kTimeout;
+  if (transport_->is_collective()) return transport_->abandon(error);
   try {
     for (int64_t p = 0; p < num_ranks(); ++p) {
       if (p == rank()) continue;

@@ -6,6 +6,10 @@
 // digest; of two neighbours with different digests at least one notices at once, and whoever waits compares again. The
 // first fault on a rank is told to all its peers; after that the context is poisoned: nothing of it sends or returns
 // rows.
+//
+// Over a collective transport rows reach a slot only in an exchange, to which its owner comes when the slot is free: so
+// there is no credit. All ranks compare their steps in every exchange, before rows move, and who is gone is noticed
+// there.
 #pragma once
 
 #include <array>
@@ -62,6 +66,9 @@ class Protocol {
            const RowExtent& extent);
   /// Tells `peer` that all rows of this message are there.
   void announce(plan::Direction direction, int64_t peer, int64_t round);
+  /// Rows announced before it on other ranks have arrived after it, where the transport is collective; else it does
+  /// nothing. Returns whether any rank (else: this rank) wants `more`.
+  bool exchange(bool more);
   void await_rows(plan::Direction direction, int64_t peer, int64_t round);
   /// Closes the step once nothing of it is under way.
   void end();
@@ -101,6 +108,7 @@ class Protocol {
   uint64_t scale_and_softcap_ = 0, sinks_digest_ = 0;
   Wait waiting_;
   std::function<void()> watch_;  // made once: waiting allocates nothing
+  std::function<void()> agree_;  // likewise
   std::string poison_;           // why the context is abandoned; empty while healthy
   std::array<uint64_t, Signals::kFaultDetails> fault_details_ = {};
 };

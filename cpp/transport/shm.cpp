@@ -2,6 +2,7 @@
 
 #include <poll.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -82,6 +83,15 @@ ShmListener& ShmListener::operator=(ShmListener&&) noexcept = default;
 std::string ShmListener::address() const {
   require(listener_ != nullptr, "this listener has been used up");
   return listener_->address.to_string();
+}
+
+bool share_memory(std::span<const std::string> addresses) {
+  if (addresses.empty()) return true;
+  const shm::Address first = shm::Address::parse(addresses.front());
+  return std::all_of(addresses.begin(), addresses.end(), [&](const std::string& text) {
+    const shm::Address other = shm::Address::parse(text);
+    return other.boot_id == first.boot_id && other.network == first.network;
+  });
 }
 
 std::unique_ptr<Transport> connect_shm(ShmListener&& from, int rank, std::span<const std::string> addresses,

@@ -36,6 +36,10 @@ class DISTCA_EXPORT ShmListener {
   std::unique_ptr<shm::Listener> listener_;
 };
 
+/// Whether ranks that listen at these addresses can reach each other through shared memory. Throws InvalidArgumentError
+/// for what is no address.
+DISTCA_EXPORT bool share_memory(std::span<const std::string> addresses);
+
 /// Connects the ranks that listen at `addresses` (one a rank, this rank's own among them) to each other. All of them
 /// must call it with the same addresses and sizes. The listener is used up.
 ///

@@ -1,7 +1,8 @@
 // The transport: one-sided puts and signals on a symmetric heap, waits, and news of peers that are gone.
 //
 // Every rank owns a heap of the same size and the same number of 64-bit signal words. A peer writes into them with
-// `put` and `signal`; nobody else takes part. What the words mean is the runtime's business.
+// `put` and `signal`; nobody else takes part, but for a collective transport, which delivers in `exchange` alone. What
+// the words mean is the runtime's business.
 #pragma once
 
 #include <chrono>
@@ -54,6 +55,18 @@ class DISTCA_EXPORT Transport {
 
   /// Returns when every put and signal of this rank has been delivered.
   virtual void quiet() = 0;
+
+  /// Whether puts, signals and published words reach the peers in `exchange` and at no other time.
+  virtual bool is_collective() const { return false; }
+
+  /// Called by all ranks equally often. A collective transport delivers what all ranks put, signalled and published
+  /// since the call before; `agree` is called once what the peers published can be seen, before anything else moves,
+  /// and may throw. Returns whether any rank wants `more`; a transport that is not collective knows of this rank alone.
+  virtual bool exchange(bool more, const std::function<void()>& /*agree*/) { return more; }
+
+  /// Tells the peers of a fault on this rank where the transport is collective: a signal would not get there any more.
+  /// Nothing else is called afterwards.
+  virtual void abandon(const Error& /*why*/) noexcept {}
 
   /// A peer whose departure this rank has learnt of: died ones first, then the lowest rank. Cheap enough to poll.
   virtual std::optional<Departure> departed() const = 0;

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import os
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from distca import _C
 from distca.cost import CostModel
-from distca.errors import DistcaError, InvalidArgumentError
+from distca.errors import InvalidArgumentError
+from distca.exchange import Exchange, gather_text
 from distca.heads import Heads
 
 _EXTENT_ALIGNMENT = 64
-_ADDRESS_BYTES = 512
+_TRANSPORTS = ("auto", "shm", "torch", "loopback")
 _loopback_groups = itertools.count()
 _epochs = itertools.count(1)
 _contexts: dict[str, Context] = {}
@@ -35,8 +34,9 @@ class Context:
         cost: the cost model that its plans are made with.
     """
 
-    def __init__(self, core: _C.Context, heads: Heads, cost: CostModel) -> None:
+    def __init__(self, core: _C.Context, heads: Heads, cost: CostModel, exchange: Exchange | None = None) -> None:
         self._core: _C.Context | None = core
+        self._exchange = exchange
         self.name: str = core.name
         self.rank = core.rank
         self.num_ranks = core.num_ranks
@@ -59,6 +59,8 @@ class Context:
             _C.remove_context(self.name)
             self._last_step = self.step
             self._core = None  # the last reference but that of a step under way
+            if self._exchange is not None:
+                self._exchange.close()
 
     def __enter__(self) -> Context:
         return self
@@ -99,7 +101,9 @@ def init(
 
     Args:
         group: the ranks; by default all of ``torch.distributed`` where that is initialised, else this process alone.
-        transport: ``"shm"`` (processes on one host), ``"loopback"`` (a group of one), or ``"auto"``.
+        transport: ``"shm"`` (processes on one host), ``"torch"`` (processes on any hosts: ``all_to_all_single`` over a
+            gloo or NCCL group of its own with the same ranks; NCCL has not yet been run), ``"loopback"`` (a group of
+            one), or ``"auto"``, which is loopback for a single rank, shm where all ranks are on one host, else torch.
         max_tokens: the most rows this rank's token tensor will have; with ``heads`` it sets the heap's default size.
         heads: head shape and dtype of the attention layers.
         heap_bytes: size of the symmetric heap, the same on all ranks; two slots. Pages are taken as they are used.
@@ -108,11 +112,11 @@ def init(
         cost: cost model of the plans.
 
     Raises:
-        InvalidArgumentError: for wrong arguments, a name in use, arguments that differ between ranks, or ranks on
-            several hosts with ``"shm"``.
+        InvalidArgumentError: for wrong arguments, a name in use, arguments that differ between ranks, ranks on
+            several hosts with ``"shm"``, or no group with ``"torch"``.
     """
-    if transport not in ("auto", "shm", "loopback"):
-        raise InvalidArgumentError(f"init: transport = {transport!r}; 'auto', 'shm' and 'loopback' are allowed")
+    if transport not in _TRANSPORTS:
+        raise InvalidArgumentError(f"init: transport = {transport!r}; one of {', '.join(_TRANSPORTS)} is expected")
     if name in _contexts:
         raise InvalidArgumentError(f"init: context {name!r} exists already; close it first, or choose another name")
     if group is None and dist.is_available() and dist.is_initialized():
@@ -122,19 +126,45 @@ def init(
         raise InvalidArgumentError(
             f"init: transport 'loopback' serves a group of one process, this group has {num_ranks}; use 'shm'"
         )
+    if transport == "torch" and group is None:
+        raise InvalidArgumentError(
+            "init: transport 'torch' exchanges rows over a process group; call torch.distributed.init_process_group "
+            "first, or pass the group"
+        )
     slot_bytes = _slot_bytes(num_ranks, max_tokens, heads, heap_bytes)
     cost = cost or CostModel()
     options = _core_options(slot_bytes, timeout, cost)
-    if transport != "shm" and num_ranks == 1:
+    if transport in ("auto", "loopback") and num_ranks == 1:
         return Context(_C.make_loopback(names=[name], **options)[0], heads, cost)
-    assert group is not None or num_ranks == 1
+    if group is not None and transport == "torch":
+        return _over_torch(group, name, heads, cost, options)
     listener = _C.ShmListener()
     rank = dist.get_rank(group) if group is not None else 0
-    addresses = _exchange(listener.address, group) if group is not None else [listener.address]
+    addresses = gather_text(listener.address, group) if group is not None else [listener.address]
+    if group is not None and transport == "auto" and not _C.share_memory(addresses):
+        return _over_torch(group, name, heads, cost, options)
     core = _C.connect_shm(
         listener=listener, rank=rank, addresses=addresses, name=name, connect_timeout=min(timeout, 120.0), **options
     )
     return Context(core, heads, cost)
+
+
+def _over_torch(group: dist.ProcessGroup, name: str, heads: Heads, cost: CostModel, options: dict[str, Any]) -> Context:
+    slots = [int(text) for text in gather_text(str(options["slot_bytes"]), group)]
+    if len(set(slots)) > 1:
+        raise InvalidArgumentError(
+            f"init: the ranks' slots have {slots} bytes; give all ranks the same heap_bytes, or max_tokens and heads"
+        )
+    exchange = Exchange(group, options["timeout"])
+    core = _C.make_torch(
+        rank=dist.get_rank(group),
+        num_ranks=dist.get_world_size(group),
+        all_to_all=exchange.all_to_all,
+        abandon=exchange.abandon,
+        name=name,
+        **options,
+    )
+    return Context(core, heads, cost, exchange)
 
 
 def loopback(
@@ -191,16 +221,3 @@ def _slot_bytes(num_ranks: int, max_tokens: int, heads: Heads, heap_bytes: int |
     query_bytes = heads.q * (2 * heads.dim + 2 * heads.value_dim + 8) * max(heads.dtype.itemsize, 4)
     wanted = max_tokens * (num_ranks * key_bytes + 4 * query_bytes) + (1 << 20)
     return -(-wanted // 4096) * 4096
-
-
-def _exchange(address: str, group: dist.ProcessGroup) -> list[str]:
-    """All ranks' addresses, over the group's own collective; bytes only, nothing is unpickled."""
-    data = address.encode()
-    if len(data) > _ADDRESS_BYTES:
-        raise DistcaError(f"init: an address of {len(data)} bytes; at most {_ADDRESS_BYTES} are expected")
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else "cpu"
-    mine = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8, device=device)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    return [os.fsdecode(bytes(one.cpu().tolist()).rstrip(b"\0")) for one in everyone]

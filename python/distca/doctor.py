@@ -9,11 +9,14 @@ import platform
 import shutil
 import subprocess
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 import distca
 from distca import _C
+from distca.exchange import all_to_all_single
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Finding:
 
     def __str__(self) -> str:
         mark = "ok " if self.fine else "!! "
-        return f"{mark}{self.name:<14}{self.found}" + (f"\n     -> {self.advice}" if self.advice else "")
+        return f"{mark}{self.name:<17}{self.found}" + (f"\n     -> {self.advice}" if self.advice else "")
 
 
 def examine() -> list[Finding]:
@@ -39,6 +42,7 @@ def examine() -> list[Finding]:
         _instruction_set(),
         Finding("threads", f"{torch.get_num_threads()} of {os.cpu_count()} cores for one process"),
         _shared_memory(),
+        _process_groups(),
         _cuda(),
         _transformers(),
         _compiler(),
@@ -69,6 +73,23 @@ def _shared_memory() -> Finding:
     except distca.DistcaError as error:
         return Finding("transport shm", "does not work", False, str(error))
     return Finding("transport shm", "works: memory without a name between processes of one host")
+
+
+def _process_groups() -> Finding:
+    # A group of this process alone; gloo's messages are those of any group.
+    if not (dist.is_available() and dist.is_gloo_available()):
+        return Finding("transport torch", "torch was built without gloo", True, "needed only between several hosts")
+    try:
+        bytes_to_self = torch.arange(8, dtype=torch.uint8)
+        received = torch.zeros_like(bytes_to_self)
+        backend = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
+        all_to_all_single(backend, received, bytes_to_self, [8], [8])
+    except RuntimeError as error:
+        advice = f"{error}; set GLOO_SOCKET_IFNAME to the network interface between the hosts"
+        return Finding("transport torch", "does not work", False, advice)
+    fine = torch.equal(received, bytes_to_self)
+    nccl = ", NCCL there but not yet run" if dist.is_nccl_available() else ""
+    return Finding("transport torch", f"works over gloo: between hosts{nccl}", fine)
 
 
 def _cuda() -> Finding:
