@@ -223,6 +223,27 @@ FAULTS = [
         "  limit_ = load_limits(total, speed_, 0);",
         (SCHEDULER,),
     ),
+    Fault(
+        "a rank may pass its capacity a little",
+        "cpp/plan/capacity.cpp",
+        "      if (bytes <= capacity_) continue;",
+        "      if (bytes <= capacity_ + 64) continue;",
+        (PLAN,),
+    ),
+    Fault(
+        "small tasks are dear in the statistics alone",
+        "cpp/plan/balancer.cpp",
+        "is_additive_(options.cost.is_additive()),",
+        "is_additive_(true),",
+        (SCHEDULER,),
+    ),
+    Fault(
+        "neighbours that are one task are paid for one by one",
+        "cpp/plan/finish.cpp",
+        "p.begin == end && at.rank == home->rank",
+        "p.begin < end && at.rank == home->rank",
+        (SCHEDULER, PLAN),
+    ),
     # ---- the kernel
     Fault(
         "a row sees the key after it",

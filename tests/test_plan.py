@@ -206,7 +206,9 @@ def test_loads_are_what_the_tasks_cost(made: Made) -> None:
     total = sum(load)
     assert {task.server for task in plan.tasks} <= servers
     assert stats.num_servers == len(servers)
-    assert stats.imbalance_before == pytest.approx(max(stats.load_before) * ranks / (sum(stats.load_before) or 1) if total else 1.0)
+    assert stats.imbalance_before == pytest.approx(
+        max(stats.load_before) * ranks / (sum(stats.load_before) or 1) if total else 1.0
+    )
     assert stats.imbalance_after == pytest.approx(max(load) * len(servers) / total if total else 1.0)
     assert max(load) >= stats.lower_bound
     if cost.rates:

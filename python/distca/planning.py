@@ -167,9 +167,9 @@ class PlanStats:
         bytes: bytes between ranks for each message: forward_in, forward_out, backward_in, backward_out.
         bytes_between_nodes: the part of them that goes from one node to another.
         arena_bytes: for each phase, forward and backward, the arena of every rank.
-        binding: what keeps the largest load from the tolerance: None (nothing, it is within it), ``"single rows"`` (none
-            can move with gain), ``"capacity of rank 3"`` (whose arena would need most), ``"balance off"`` or
-            ``"given tasks"``. ``imbalance_after`` tells how near it came.
+        binding: what keeps the largest load from the tolerance: None (it is within), ``"single rows"`` (none can move
+            with gain), ``"capacity of rank 3"`` (whose arena would need most), ``"balance off"`` or ``"given tasks"``.
+            ``imbalance_after`` tells how near it came.
         wanted_slot_bytes: ``slot_bytes`` of the plan that would be made if there were no capacity to keep to.
         plan_ms: time that planning took, in milliseconds.
     """
@@ -340,14 +340,15 @@ def plan(
             bytes than rows do.
         min_rows: no smaller piece of a document is cut off as long as the tolerance can be met without.
         objective: whose bytes are kept few: ``"all"`` four messages, or those of the ``"forward"`` pass.
-        capacity: bytes of one slot's arena; by default the default context's, or unlimited where there is none.
+        capacity: bytes of one slot's arena, which no plan passes: it comes first, then the tolerance. By default the
+            default context's, or unlimited where there is none.
         cost: what is balanced; visible pairs by default.
         tasks: a schedule of your own in place of ours: for each task ``(document, q_begin, q_end, kv_head_begin,
             kv_head_end, server)``, in any order. ``balance``, ``tolerance`` and ``min_rows`` then have no effect.
 
     Raises:
         InvalidArgumentError: for arguments out of range, and unless ``tasks`` compute every row and head exactly once.
-        CapacityError: where an arena would not fit; says the bytes needed.
+        CapacityError: where not even rows computed at home fit, or given tasks do not; says the bytes needed.
     """
     from distca.context import get_context
 
