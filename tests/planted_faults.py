@@ -237,13 +237,6 @@ FAULTS = [
         "is_additive_(true),",
         (SCHEDULER,),
     ),
-    Fault(
-        "neighbours that are one task are paid for one by one",
-        "cpp/plan/finish.cpp",
-        "p.begin == end && at.rank == home->rank",
-        "p.begin < end && at.rank == home->rank",
-        (SCHEDULER, PLAN),
-    ),
     # ---- the kernel
     Fault(
         "a row sees the key after it",
