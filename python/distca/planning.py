@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,9 @@ from distca.heads import Heads
 
 #: The document number of padding rows in a layout.
 PADDING = -1
+
+#: Of a document or a rank.
+_MOST_ROWS = 2**31
 
 _MASK_NUMBERS = {"causal": 0, "full": 1}
 _MESSAGES = ("forward_in", "forward_out", "backward_in", "backward_out")
@@ -35,7 +39,10 @@ class Layout:
     """
 
     def __init__(self, ranks: Sequence[Sequence[tuple[int, int, int]]]) -> None:
-        self._core = _C.Layout([[(int(d), int(b), int(e)) for d, b, e in segments] for segments in ranks])
+        try:
+            self._core = _C.Layout([[(index(d), index(b), index(e)) for d, b, e in segments] for segments in ranks])
+        except TypeError:
+            raise _bad_segment(ranks) from None
 
     @classmethod
     def _wrap(cls, core: _C.Layout) -> Layout:
@@ -50,7 +57,10 @@ class Layout:
         Args:
             lengths: for each rank the lengths of its documents, in tokens; a rank may have none.
         """
-        return cls._wrap(_C.Layout.from_documents([[int(n) for n in rank] for rank in lengths]))
+        try:
+            return cls._wrap(_C.Layout.from_documents([[index(n) for n in rank] for rank in lengths]))
+        except TypeError:
+            raise _bad_length((f" on rank {rank}", n) for rank, of in enumerate(lengths) for n in of) from None
 
     @classmethod
     def packed(cls, lengths: Sequence[int], *, ranks: int, tokens_per_rank: int) -> Layout:
@@ -61,7 +71,10 @@ class Layout:
             ranks: number of ranks; the last ones may stay empty.
             tokens_per_rank: tokens that fit on one rank.
         """
-        return cls._wrap(_C.Layout.packed([int(n) for n in lengths], ranks, tokens_per_rank))
+        try:
+            return cls._wrap(_C.Layout.packed([index(n) for n in lengths], ranks, tokens_per_rank))
+        except TypeError:
+            raise _bad_length(("", n) for n in lengths) from None
 
     @classmethod
     def head_tail(cls, lengths: Sequence[int], *, ranks: int) -> Layout:
@@ -71,7 +84,10 @@ class Layout:
             lengths: lengths in tokens; any, no padding is needed.
             ranks: number of ranks.
         """
-        return cls._wrap(_C.Layout.head_tail([int(n) for n in lengths], ranks))
+        try:
+            return cls._wrap(_C.Layout.head_tail([index(n) for n in lengths], ranks))
+        except TypeError:
+            raise _bad_length(("", n) for n in lengths) from None
 
     @property
     def num_ranks(self) -> int:
@@ -102,6 +118,31 @@ class Layout:
     def __repr__(self) -> str:
         rows = [self.num_rows(rank) for rank in range(self.num_ranks)]
         return f"Layout({self.num_ranks} ranks, {len(self.document_lengths)} documents, rows {rows})"
+
+
+def _is_row_number(n: Any, least: int) -> bool:
+    return hasattr(n, "__index__") and least <= index(n) <= _MOST_ROWS
+
+
+def _bad_length(lengths: Iterable[tuple[str, Any]]) -> InvalidArgumentError:
+    """What to raise for lengths, each with where it is, that are not all integers the core can take."""
+    for document, (where, n) in enumerate(lengths):
+        if not _is_row_number(n, 1):
+            return InvalidArgumentError(
+                f"layout: document {document}{where} has length {n!r}; 1 to {_MOST_ROWS} are allowed"
+            )
+    return InvalidArgumentError("layout: numbers of ranks and tokens are integers below 2**63")
+
+
+def _bad_segment(ranks: Iterable[Iterable[Any]]) -> InvalidArgumentError:
+    for rank, segments in enumerate(ranks):
+        for number, segment in enumerate(segments):
+            if not all(_is_row_number(n, PADDING) for n in segment):
+                return InvalidArgumentError(
+                    f"layout: rank {rank}, segment {number} is {segment!r}; integers (document, begin, end) up to "
+                    f"{_MOST_ROWS} are allowed"
+                )
+    return InvalidArgumentError("layout: a list of segments (document, begin, end) for each rank is expected")
 
 
 class Task(NamedTuple):
