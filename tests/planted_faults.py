@@ -253,6 +253,20 @@ FAULTS = [
         "  limit_ = load_limits(total, speed_, 0);",
         (SCHEDULER,),
     ),
+    Fault(
+        "a rank may pass its capacity a little",
+        "cpp/plan/capacity.cpp",
+        "      if (bytes <= capacity_) continue;",
+        "      if (bytes <= capacity_ + 64) continue;",
+        (PLAN,),
+    ),
+    Fault(
+        "small tasks are dear in the statistics alone",
+        "cpp/plan/balancer.cpp",
+        "is_additive_(options.cost.is_additive()),",
+        "is_additive_(true),",
+        (SCHEDULER,),
+    ),
     # ---- the kernel
     Fault(
         "a row sees the key after it",

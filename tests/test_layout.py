@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -123,3 +125,17 @@ def test_a_rank_that_is_not_there_is_refused(rank: int) -> None:
     for ask in (layout.num_rows, layout.segments, layout.position_ids):
         with pytest.raises(distca.InvalidArgumentError, match=rf"rank = {rank}; 0 to 1"):
             ask(rank)
+
+
+@pytest.mark.parametrize("length", [2**70, 1.5, float("nan"), "8", None], ids=str)
+def test_lengths_that_are_no_row_numbers_are_named(length: object) -> None:
+    lengths = [8, length]
+    said = "has length " + re.escape(repr(length)) + "; 1 to 2147483648 are allowed"
+    with pytest.raises(distca.InvalidArgumentError, match="document 2 on rank 1 " + said):
+        distca.Layout.from_documents([[3], lengths])  # type: ignore[list-item]
+    with pytest.raises(distca.InvalidArgumentError, match="document 1 " + said):
+        distca.Layout.packed(lengths, ranks=2, tokens_per_rank=8)  # type: ignore[arg-type]
+    with pytest.raises(distca.InvalidArgumentError, match="document 1 " + said):
+        distca.Layout.head_tail(lengths, ranks=2)  # type: ignore[arg-type]
+    with pytest.raises(distca.InvalidArgumentError, match=r"rank 1, segment 0 is \(1, 0, "):
+        distca.Layout([[(0, 0, 8)], [(1, 0, length)]])  # type: ignore[list-item]

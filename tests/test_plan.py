@@ -206,7 +206,9 @@ def test_loads_are_what_the_tasks_cost(made: Made) -> None:
     total = sum(load)
     assert {task.server for task in plan.tasks} <= servers
     assert stats.num_servers == len(servers)
-    assert stats.imbalance_before == pytest.approx(max(stats.load_before) * ranks / (sum(stats.load_before) or 1) if total else 1.0)
+    assert stats.imbalance_before == pytest.approx(
+        max(stats.load_before) * ranks / (sum(stats.load_before) or 1) if total else 1.0
+    )
     assert stats.imbalance_after == pytest.approx(max(load) * len(servers) / total if total else 1.0)
     assert max(load) >= stats.lower_bound
     if cost.rates:
@@ -522,6 +524,9 @@ def test_a_plan_is_the_slice_of_the_rank_that_was_asked_for() -> None:
         ({"cost": distca.CostModel(-1, 0)}, "per_pair = -1"),
         ({"cost": distca.CostModel(0, -1)}, "per_row = -1"),
         ({"cost": distca.CostModel(0, 0)}, "not both 0"),
+        ({"cost": distca.CostModel(float("nan"))}, "per_pair is nan; integers up to 1048576"),  # type: ignore[arg-type]
+        ({"cost": distca.CostModel(1, 2**70)}, f"per_row is {2**70}"),
+        ({"cost": distca.CostModel(rates=((float("nan"),),))}, "a rate is nan"),  # type: ignore[arg-type]
         ({"cost": distca.CostModel(2**20 + 1, 0)}, str(2**20 + 1)),
         ({"heads": distca.Heads(4, 3, 16)}, "4 query heads and 3 key/value heads"),
         ({"heads": distca.Heads(0, 1, 16)}, "0 query heads"),

@@ -136,3 +136,88 @@ def test_windows_and_full_masks_are_balanced(mask: str, window: int | None) -> N
     )
     assert plan.stats.imbalance_before > 1.5
     assert plan.stats.imbalance_after <= 1.01
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_renumbering_the_nodes_hardly_changes_the_bytes(seed: int) -> None:
+    documents = heavy_tailed(64, 16384, seed)
+    nodes = [documents[begin : begin + 8] for begin in range(0, 64, 8)]
+    moved = []
+    for shuffle in range(4):
+        if shuffle:
+            random.Random(shuffle).shuffle(nodes)
+            for node in nodes:
+                random.Random(shuffle).shuffle(node)
+        layout = distca.Layout.from_documents([of_rank for node in nodes for of_rank in node])
+        plan = distca.plan(layout, HEADS, tolerance=0.01, min_rows=64, ranks_per_node=8)
+        assert plan.stats.imbalance_after <= 1.01
+        moved.append((sum(plan.stats.bytes.values()), sum(plan.stats.bytes_between_nodes.values())))
+    for of_plans in zip(*moved, strict=True):
+        assert max(of_plans) <= 1.01 * min(of_plans)
+
+
+def step_cost(rows: int, begin: int, dear: int) -> float:
+    """Tasks of up to 1024 rows are `dear` times as dear by the pair as those of 2048 and more, evenly between."""
+    factor = dear + (1 - dear) * min(1.0, max(0.0, rows / 1024 - 1))
+    return factor * pairs(begin, begin + rows)
+
+
+@pytest.mark.parametrize("dear", [2, 4])
+@pytest.mark.parametrize("ranks_per_node", [None, 8])
+@pytest.mark.parametrize("tolerance", [0.01, 0.1])
+@pytest.mark.parametrize("whole_documents", [True, False])
+def test_predicted_time_is_balanced_where_small_tasks_are_dearer(
+    dear: int, ranks_per_node: int | None, tolerance: float, whole_documents: bool
+) -> None:
+    documents = heavy_tailed(32, 8192, dear)
+    layout = distca.Layout.from_documents(documents)
+    if not whole_documents:
+        lengths = [length for of_rank in documents for length in of_rank]
+        layout = distca.Layout.packed(sorted(lengths), ranks=32, tokens_per_rank=8192)
+    cost = distca.CostModel(per_pair=16, rates=(*[(dear * 1024,)] * 11, (1024,)))
+    plan = distca.plan(layout, HEADS, tolerance=tolerance, cost=cost, ranks_per_node=ranks_per_node)
+    assert plan.stats.imbalance_before > 1.5
+    assert plan.stats.binding is None
+    assert plan.stats.bytes_lower_bound == 0
+    load = [0.0] * 32
+    for task in plan.tasks:
+        heads = task.kv_head_end - task.kv_head_begin
+        load[task.server] += heads * step_cost(task.q_end - task.q_begin, task.q_begin, dear)
+    assert max(load) <= (1 + tolerance) * sum(load) / 32 * 1.001
+
+
+def test_a_table_of_ones_gives_the_plan_of_pairs_but_for_bounds_that_are_proven_no_more() -> None:
+    layout = distca.Layout.from_documents(heavy_tailed(16, 8192, 5))
+    plain = distca.plan(layout, HEADS, tolerance=0.01)
+    rated = distca.plan(layout, HEADS, tolerance=0.01, cost=distca.CostModel(rates=((1024, 1024), (1024, 1024))))
+    assert rated.tasks == plain.tasks
+    assert rated.stats.load == plain.stats.load
+    assert rated.stats.lower_bound == plain.stats.lower_bound
+    assert plain.stats.bytes_lower_bound > 0 == rated.stats.bytes_lower_bound
+
+
+@pytest.mark.parametrize("servers", [None, list(range(0, 32, 2))])
+def test_a_little_too_little_capacity_costs_a_little_balance(servers: list[int] | None) -> None:
+    layout = distca.Layout.from_documents(heavy_tailed(32, 65536, 1))
+    free = distca.plan(layout, HEADS, tolerance=0.01, servers=servers, capacity=2**62).stats
+    assert free.binding is None
+    for share, imbalance in ((0.98, 1.15), (0.9, 1.4)):
+        capacity = int(free.slot_bytes * share)
+        stats = distca.plan(layout, HEADS, tolerance=0.01, servers=servers, capacity=capacity).stats
+        assert stats.slot_bytes <= capacity
+        assert stats.wanted_slot_bytes == free.slot_bytes
+        assert stats.imbalance_after <= imbalance < stats.imbalance_before
+        assert (stats.binding is None) == (stats.imbalance_after <= 1.01)
+
+
+def test_what_keeps_a_plan_from_the_tolerance_is_named() -> None:
+    def binding(**options: object) -> str | None:
+        layout = distca.Layout.from_documents([[4, 3], []])
+        return distca.plan(layout, distca.Heads(1, 1, 8), tolerance=0.01, **options).stats.binding  # type: ignore[arg-type]
+
+    # Rows cost 1 to 4 and 1 to 3, 16 together: 8 and 8 can be had.
+    assert binding() is None
+    assert binding(cost=distca.CostModel(1, 100)) == "single rows"
+    assert binding(capacity=1) == "capacity of rank 1"
+    assert binding(balance=False) == "balance off"
+    assert binding(tasks=[(0, 0, 4, 0, 1, 0), (1, 0, 3, 0, 1, 1)]) == "given tasks"

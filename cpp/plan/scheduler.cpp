@@ -128,7 +128,7 @@ std::vector<Task> schedule(const Layout& layout, const ScheduleOptions& options,
     return a.server != b.server ? a.server < b.server : a.placement < b.placement;
   });
   TaskWriter writer(layout, options);
-  writer.reserve(placements.size() + pieces.size());
+  writer.reserve(placements.size() + 4 * pieces.size());  // tasks may be cut by heads later
   const int64_t num_groups = head_groups(options).num_groups;
   auto piece = pieces.begin();
   const auto add_pieces = [&](int32_t server, int32_t end) {

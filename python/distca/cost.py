@@ -41,6 +41,11 @@ class CostModel:
         widths = {len(line) for line in self.rates}
         if len(widths) > 1:
             raise InvalidArgumentError(f"cost model: lines of {sorted(widths)} rates; all must be equally long")
+        numbers = [("per_pair", self.per_pair), ("per_row", self.per_row)]
+        numbers += [("a rate", rate) for line in self.rates for rate in line]
+        for name, number in numbers:
+            if not isinstance(number, int) or abs(number) >= 2**63:
+                raise InvalidArgumentError(f"cost model: {name} is {number!r}; integers up to {_MOST} are allowed")
         return _C.CostModel(
             per_pair=self.per_pair,
             per_row=self.per_row,

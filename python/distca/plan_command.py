@@ -129,6 +129,7 @@ def summary(made: Plan) -> str:
         ("largest / mean load before", f"{stats.imbalance_before:.4f}"),
         ("largest / mean load as planned", f"{stats.imbalance_after:.4f}"),
         ("above the lower bound of any plan", f"{stats.gap:.4%}"),
+        ("what keeps it from the tolerance", stats.binding or "nothing"),
         *(
             (f"{message.replace('_', ' ')}, between nodes", f"{size / 1e9:.3f} GB, {between / 1e9:.3f} GB")
             for (message, size), between in zip(stats.bytes.items(), stats.bytes_between_nodes.values(), strict=True)
@@ -189,6 +190,9 @@ def as_json(made: Plan) -> dict[str, Any]:
             "load_before": stats.load_before,
             "load": stats.load,
             "lower_bound": stats.lower_bound,
+            "bytes_lower_bound": stats.bytes_lower_bound,
+            "bytes_between_nodes_lower_bound": stats.bytes_between_nodes_lower_bound,
+            "binding": stats.binding,
             "bytes": stats.bytes,
             "bytes_between_nodes": stats.bytes_between_nodes,
             "plan_ms": stats.plan_ms,

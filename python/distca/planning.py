@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,9 @@ from distca.heads import Heads
 
 #: The document number of padding rows in a layout.
 PADDING = -1
+
+#: Of a document or a rank.
+_MOST_ROWS = 2**31
 
 _MASK_NUMBERS = {"causal": 0, "full": 1}
 _MESSAGES = ("forward_in", "forward_out", "backward_in", "backward_out")
@@ -35,7 +39,10 @@ class Layout:
     """
 
     def __init__(self, ranks: Sequence[Sequence[tuple[int, int, int]]]) -> None:
-        self._core = _C.Layout([[(int(d), int(b), int(e)) for d, b, e in segments] for segments in ranks])
+        try:
+            self._core = _C.Layout([[(index(d), index(b), index(e)) for d, b, e in segments] for segments in ranks])
+        except TypeError:
+            raise _bad_segment(ranks) from None
 
     @classmethod
     def _wrap(cls, core: _C.Layout) -> Layout:
@@ -50,7 +57,10 @@ class Layout:
         Args:
             lengths: for each rank the lengths of its documents, in tokens; a rank may have none.
         """
-        return cls._wrap(_C.Layout.from_documents([[int(n) for n in rank] for rank in lengths]))
+        try:
+            return cls._wrap(_C.Layout.from_documents([[index(n) for n in rank] for rank in lengths]))
+        except TypeError:
+            raise _bad_length((f" on rank {rank}", n) for rank, of in enumerate(lengths) for n in of) from None
 
     @classmethod
     def packed(cls, lengths: Sequence[int], *, ranks: int, tokens_per_rank: int) -> Layout:
@@ -61,7 +71,10 @@ class Layout:
             ranks: number of ranks; the last ones may stay empty.
             tokens_per_rank: tokens that fit on one rank.
         """
-        return cls._wrap(_C.Layout.packed([int(n) for n in lengths], ranks, tokens_per_rank))
+        try:
+            return cls._wrap(_C.Layout.packed([index(n) for n in lengths], ranks, tokens_per_rank))
+        except TypeError:
+            raise _bad_length(("", n) for n in lengths) from None
 
     @classmethod
     def head_tail(cls, lengths: Sequence[int], *, ranks: int) -> Layout:
@@ -71,7 +84,10 @@ class Layout:
             lengths: lengths in tokens; any, no padding is needed.
             ranks: number of ranks.
         """
-        return cls._wrap(_C.Layout.head_tail([int(n) for n in lengths], ranks))
+        try:
+            return cls._wrap(_C.Layout.head_tail([index(n) for n in lengths], ranks))
+        except TypeError:
+            raise _bad_length(("", n) for n in lengths) from None
 
     @property
     def num_ranks(self) -> int:
@@ -102,6 +118,31 @@ class Layout:
     def __repr__(self) -> str:
         rows = [self.num_rows(rank) for rank in range(self.num_ranks)]
         return f"Layout({self.num_ranks} ranks, {len(self.document_lengths)} documents, rows {rows})"
+
+
+def _is_row_number(n: Any, least: int) -> bool:
+    return hasattr(n, "__index__") and least <= index(n) <= _MOST_ROWS
+
+
+def _bad_length(lengths: Iterable[tuple[str, Any]]) -> InvalidArgumentError:
+    """What to raise for lengths, each with where it is, that are not all integers the core can take."""
+    for document, (where, n) in enumerate(lengths):
+        if not _is_row_number(n, 1):
+            return InvalidArgumentError(
+                f"layout: document {document}{where} has length {n!r}; 1 to {_MOST_ROWS} are allowed"
+            )
+    return InvalidArgumentError("layout: numbers of ranks and tokens are integers below 2**63")
+
+
+def _bad_segment(ranks: Iterable[Iterable[Any]]) -> InvalidArgumentError:
+    for rank, segments in enumerate(ranks):
+        for number, segment in enumerate(segments):
+            if not all(_is_row_number(n, PADDING) for n in segment):
+                return InvalidArgumentError(
+                    f"layout: rank {rank}, segment {number} is {segment!r}; integers (document, begin, end) up to "
+                    f"{_MOST_ROWS} are allowed"
+                )
+    return InvalidArgumentError("layout: a list of segments (document, begin, end) for each rank is expected")
 
 
 class Task(NamedTuple):
@@ -167,9 +208,9 @@ class PlanStats:
         bytes: bytes between ranks for each message: forward_in, forward_out, backward_in, backward_out.
         bytes_between_nodes: the part of them that goes from one node to another.
         arena_bytes: for each phase, forward and backward, the arena of every rank.
-        binding: what keeps the largest load from the tolerance: None (nothing, it is within it), ``"single rows"`` (none
-            can move with gain), ``"capacity of rank 3"`` (whose arena would need most), ``"balance off"`` or
-            ``"given tasks"``. ``imbalance_after`` tells how near it came.
+        binding: what keeps the largest load from the tolerance: None (it is within), ``"single rows"`` (none can move
+            with gain), ``"capacity of rank 3"`` (whose arena would need most), ``"balance off"`` or ``"given tasks"``.
+            ``imbalance_after`` tells how near it came.
         wanted_slot_bytes: ``slot_bytes`` of the plan that would be made if there were no capacity to keep to.
         plan_ms: time that planning took, in milliseconds.
     """
@@ -340,14 +381,15 @@ def plan(
             bytes than rows do.
         min_rows: no smaller piece of a document is cut off as long as the tolerance can be met without.
         objective: whose bytes are kept few: ``"all"`` four messages, or those of the ``"forward"`` pass.
-        capacity: bytes of one slot's arena; by default the default context's, or unlimited where there is none.
+        capacity: bytes of one slot's arena, which no plan passes: it comes first, then the tolerance. By default the
+            default context's, or unlimited where there is none.
         cost: what is balanced; visible pairs by default.
         tasks: a schedule of your own in place of ours: for each task ``(document, q_begin, q_end, kv_head_begin,
             kv_head_end, server)``, in any order. ``balance``, ``tolerance`` and ``min_rows`` then have no effect.
 
     Raises:
         InvalidArgumentError: for arguments out of range, and unless ``tasks`` compute every row and head exactly once.
-        CapacityError: where an arena would not fit; says the bytes needed.
+        CapacityError: where not even rows computed at home fit, or given tasks do not; says the bytes needed.
     """
     from distca.context import get_context
 
