@@ -18,7 +18,8 @@ TOKENS_PER_RANK = 131_072
 RANKS_PER_NODE = 8
 TOLERANCE = 0.01
 LENGTHS = Path("benchmarks/workloads/doc_lengths_pretrain.json")
-GROWTH_RANKS = (8, 64, 512, 4096)
+#: Ranks and their tokens; the last has 200,000 documents.
+GROWTH = ((8, TOKENS_PER_RANK), (64, TOKENS_PER_RANK), (512, TOKENS_PER_RANK), (4096, 184_320))
 
 
 class Wanted(NamedTuple):
@@ -46,8 +47,8 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
     rows: list[Row] = []
     for wanted in WANTED:
         rows += _rows(wanted, _layout(lengths, wanted.ranks), rounds)
-    for ranks in GROWTH_RANKS[:-1] if short else GROWTH_RANKS:
-        layout = _layout(lengths, ranks)
+    for ranks, tokens in GROWTH[:-1] if short else GROWTH:
+        layout = _layout(lengths, ranks, tokens)
         milliseconds = _least_ms(layout, max(1, rounds // 4))
         documents = len(layout.document_lengths)
         rows.append(
@@ -75,8 +76,8 @@ def _lengths_file() -> Path:
     raise InvalidArgumentError(f"bench plan: there is no {LENGTHS} here; run it in distca's source tree")
 
 
-def _layout(lengths: list[int], ranks: int) -> distca.Layout:
-    return distca.Layout.from_documents(draw_documents(lengths, ranks, TOKENS_PER_RANK))
+def _layout(lengths: list[int], ranks: int, tokens_per_rank: int = TOKENS_PER_RANK) -> distca.Layout:
+    return distca.Layout.from_documents(draw_documents(lengths, ranks, tokens_per_rank))
 
 
 def _plan(layout: distca.Layout) -> distca.Plan:
