@@ -34,6 +34,7 @@ Result = TypeVar("Result")
 
 GRACE_SECONDS = 5.0
 """How long the other ranks may take to end by themselves once one has failed."""
+_WAKE_SECONDS = 0.5
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -214,10 +215,11 @@ def _supervise(group: list[_Rank]) -> bool:
 
 
 def _collect(group: list[_Rank], deadline: float | None) -> None:
-    """Waits for news of any rank, or until the deadline, and takes it in."""
+    """Waits for news of any rank, a while or until the deadline, and takes it in."""
     waiting: list[Any] = [rank.process.sentinel for rank in group if rank.running]
     waiting += [rank.pipe for rank in group if rank.running and rank.report is None]
-    timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) + 0.01
+    # A Ctrl-C that another thread is given (torch's store has one) does not wake this one, so look now and then.
+    timeout = _WAKE_SECONDS if deadline is None else min(_WAKE_SECONDS, max(0.0, deadline - time.monotonic()) + 0.01)
     ready = wait(waiting, timeout)
     for rank in group:
         if rank.pipe in ready:
