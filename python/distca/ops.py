@@ -37,7 +37,7 @@ def core_attention(
     its backward. Differentiable in q, k, v and sinks.
 
     Args:
-        q: ``[T, H, D]``, float32 or bfloat16, on the CPU; last dimension contiguous, any other strides.
+        q: ``[T, H, D]``, float32, bfloat16 or float16, on the CPU; last dimension contiguous, any other strides.
         k: ``[T, Hkv, D]``, same dtype.
         v: ``[T, Hkv, Dv]``, same dtype.
         plan: the plan of this step's layout; ``plan.rank`` is this rank.
@@ -145,7 +145,7 @@ def attention(
     Differentiable in q, k, v and sinks.
 
     Args:
-        q: ``[Tq, H, D]``, float32 or bfloat16, on the CPU; last dimension contiguous.
+        q: ``[Tq, H, D]``, float32, bfloat16 or float16, on the CPU; last dimension contiguous.
         k: ``[Tk, Hkv, D]``. v: ``[Tk, Hkv, Dv]``.
         tasks: int64 CPU ``[N, 4]``: rows ``(q_begin, q_end, kv_begin, kv_end)``. A document starts at ``kv_begin``; the
             queries are its last ``q_end - q_begin`` rows before ``kv_end`` (causal, aligned at the end). By default one
