@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from distca.errors import InvalidArgumentError
-from distca.planning import Layout
+from distca.halves import Half, halves
+from distca.planning import PADDING, Layout
 
 if TYPE_CHECKING:
     from distca.train.tokens import Tokenizer
@@ -146,6 +147,21 @@ class Batch:
     input_ids: torch.Tensor
     labels: torch.Tensor  # the next token of the document, NO_TARGET after its last
     num_targets: int  # of all ranks
+    targets_of: tuple[int, ...] = ()  # of each document, on all ranks
+
+    def halves(self, rank: int, window: int | None = None) -> tuple[Batch, Batch]:
+        """What ping-pong runs at once. A rank without rows in a half has one of padding, for models that need one."""
+        first, second = halves(self.layout, window=window)
+        return self._half(first, rank), self._half(second, rank)
+
+    def _half(self, half: Half, rank: int) -> Batch:
+        layout = half.layout
+        segments = [layout.segments(r) or [(PADDING, 0, 1)] for r in range(layout.num_ranks)]
+        rows = half.rows(rank)
+        ids, labels = self.input_ids[:, rows], self.labels[:, rows]
+        if len(rows) == 0:
+            ids, labels = torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), NO_TARGET)
+        return Batch(Layout(segments), ids, labels, sum(self.targets_of[document] for document in half.documents))
 
 
 def pack_steps(lengths: list[int], tokens: int, seed: int) -> Iterator[list[Piece]]:
@@ -198,6 +214,9 @@ class Batches:
         layout = Layout.packed(
             [piece.end - piece.begin for piece in pieces], ranks=self._ranks, tokens_per_rank=self._tokens_per_rank
         )
+        targets_of = tuple(
+            piece.end - piece.begin - (piece.end == len(self._corpus.documents[piece.document])) for piece in pieces
+        )
         tokens: list[int] = []
         targets: list[int] = []
         for document, begin, end in layout.segments(self._rank):
@@ -212,7 +231,6 @@ class Batches:
             layout,
             input_ids=torch.tensor([tokens], dtype=torch.int64),
             labels=torch.tensor([targets], dtype=torch.int64),
-            num_targets=sum(
-                piece.end - piece.begin - (piece.end == len(self._corpus.documents[piece.document])) for piece in pieces
-            ),
+            num_targets=sum(targets_of),
+            targets_of=targets_of,
         )
