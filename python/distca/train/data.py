@@ -25,7 +25,7 @@ import torch
 
 from distca.errors import InvalidArgumentError
 from distca.halves import Half, halves
-from distca.planning import PADDING, Layout
+from distca.planning import Layout
 
 if TYPE_CHECKING:
     from distca.train.tokens import Tokenizer
@@ -151,17 +151,16 @@ class Batch:
 
     def halves(self, rank: int, window: int | None = None) -> tuple[Batch, Batch]:
         """What ping-pong runs at once. A rank without rows in a half has one of padding, for models that need one."""
-        first, second = halves(self.layout, window=window)
+        first, second = halves(self.layout, window=window, idle_rows=1)
         return self._half(first, rank), self._half(second, rank)
 
     def _half(self, half: Half, rank: int) -> Batch:
-        layout = half.layout
-        segments = [layout.segments(r) or [(PADDING, 0, 1)] for r in range(layout.num_ranks)]
-        rows = half.rows(rank)
-        ids, labels = self.input_ids[:, rows], self.labels[:, rows]
-        if len(rows) == 0:
-            ids, labels = torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), NO_TARGET)
-        return Batch(Layout(segments), ids, labels, sum(self.targets_of[document] for document in half.documents))
+        return Batch(
+            half.layout,
+            half.take(self.input_ids, rank, dim=1),
+            half.take(self.labels, rank, dim=1, fill=NO_TARGET),
+            num_targets=sum(self.targets_of[document] for document in half.documents),
+        )
 
 
 def pack_steps(lengths: list[int], tokens: int, seed: int) -> Iterator[list[Piece]]:
