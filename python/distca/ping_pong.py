@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from distca.errors import InvalidArgumentError
 from distca.planning import Plan, Plans
-from distca.steps import Step, attend, collect, dispatch
+from distca.steps import Step, attend, collect, dispatch, in_compiled_code
 from distca.thread_state import ThreadState
 
 _FSDP_SINCE = (2, 13)
@@ -194,7 +194,7 @@ class PingPong(torch.nn.Module):
 
 def refuse_compiled(what: str) -> None:
     """Raises InvalidArgumentError in compiled code."""
-    if torch.compiler.is_compiling():
+    if in_compiled_code():
         raise InvalidArgumentError(_COMPILED.format(what))
 
 
