@@ -292,6 +292,7 @@ def connect_to(
     connect_timeout: float = 20.0,
     name: str = "default",
     reorder_seed: int | None = None,
+    progress_thread: bool = False,
     heads: distca.Heads = HEADS,
 ) -> distca.Context:
     core = _C.connect_shm(
@@ -305,6 +306,7 @@ def connect_to(
         cost=CostModel().core,
         epoch=1,
         reorder_seed=reorder_seed,
+        progress_thread=progress_thread,
     )
     return distca.Context(core, heads, CostModel())
 

@@ -6,6 +6,7 @@ Expected are the results of the whole step, which other tests hold to PyTorch's.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import distca
+from processes import Group, connect, fault_of
 from support import (
     LENGTHS,
     Batch,
@@ -122,12 +124,12 @@ def test_two_steps_in_parts_give_the_bits_of_two_whole_steps(ranks: int, dtype: 
     with loopback_group(plans) as contexts:
         expected = on_all_ranks(contexts, lambda rank, context: whole_steps(made(context)))
     for way in (overlapped_steps, steps_in_parts):
-        for seed in (None, 1, 2, 3):
-            with loopback_group(plans, reorder_seed=seed) as contexts:
+        for seed, thread in ((None, False), (None, True), (1, False), (2, False), (3, True)):
+            with loopback_group(plans, reorder_seed=seed, progress_thread=thread) as contexts:
                 found = on_all_ranks(contexts, lambda rank, context, way=way: way(made(context)))
                 assert [context.step for context in contexts] == [4] * ranks
             for mine, theirs in zip(found, expected, strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), (way.__name__, seed)
+                assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), (way.__name__, seed, thread)
 
 
 def test_a_step_between_the_parts_of_another_takes_the_other_slot_again_and_again() -> None:
@@ -403,6 +405,45 @@ def test_a_backward_that_breaks_off_on_all_ranks_between_overlapping_steps_is_na
         results = outcomes(contexts, work)
         assert all(isinstance(one, distca.ContextPoisonedError | distca.PeerDiedError) for one in results), results
         assert any("(backward) of context" in str(one) and "broke off" in str(one) for one in results), results
+
+
+# ---- the progress thread between processes
+
+
+def with_a_progress_thread(rank: int, ranks: int, pipe: Any) -> None:
+    plan, batch = _plan(ranks), random_batch(LENGTHS, HEADS, 1)
+    options = {"slot_bytes": plan.stats.slot_bytes, "heads": HEADS}
+    with connect(rank, pipe, progress_thread=True, **options) as context:
+        results = [way([Rows(batch, plan, context) for _ in range(2)]) for way in (whole_steps, overlapped_steps)]
+        pipe.send(all(torch.equal(a, b) for a, b in zip(*results, strict=True)))
+        child = os.fork()
+        if child == 0:
+            step = fault_of(Rows(batch, plan, context).dispatch)
+            context.close()
+            os._exit(0 if "before this process was forked" in step[1] else 1)
+        pipe.send(os.waitpid(child, 0)[1])
+        rows = [Rows(batch, plan, context) for _ in range(2)]
+        step = rows[0].dispatch()
+        if rank == 0:
+            pipe.recv()
+        pipe.send(fault_of(lambda: (distca.attend(step), rows[0].collect(step), rows[1].whole())))
+
+
+def test_with_a_progress_thread_bits_deaths_and_forks_are_as_without() -> None:
+    with Group(with_a_progress_thread, 3) as group:
+        group.exchange_addresses()
+        for rank in range(3):
+            assert group.receive(rank), "other bits"
+            assert group.receive(rank) == 0, "a forked child hangs or uses its parent's context"
+        group.kill(0)
+        for rank in (1, 2):
+            kind, message = group.receive(rank)
+            assert kind == "PeerDiedError" and "rank 0 died" in message, message
+
+
+def test_a_progress_thread_is_refused_where_rows_are_exchanged_all_at_once() -> None:
+    with pytest.raises(distca.InvalidArgumentError, match="progress_thread is for 'shm'"):
+        distca.init(transport="torch", max_tokens=8, heads=HEADS, progress_thread=True)
 
 
 def test_whole_documents_at_home_need_no_peer_in_any_part() -> None:

@@ -10,6 +10,7 @@
 #include "plan/plan.h"
 #include "plan/validate.h"
 #include "runtime/context.h"
+#include "transport/background.h"
 #include "transport/collective.h"
 #include "transport/loopback.h"
 #include "transport/reordering.h"
@@ -222,7 +223,8 @@ runtime::ContextOptions context_options(std::string name, int64_t slot_bytes, do
 using ContextPtr = std::shared_ptr<runtime::Context>;
 
 ContextPtr register_context(std::unique_ptr<transport::Transport> transport, runtime::ContextOptions options,
-                            std::optional<uint64_t> reorder_seed) {
+                            std::optional<uint64_t> reorder_seed, bool progress_thread = false) {
+  if (progress_thread) transport = transport::make_background(std::move(transport));
   if (reorder_seed) {
     const uint64_t seed = *reorder_seed * 1000003u + static_cast<uint64_t>(transport->rank());
     transport = std::make_unique<transport::ReorderingTransport>(std::move(transport), seed);
@@ -234,7 +236,7 @@ ContextPtr register_context(std::unique_ptr<transport::Transport> transport, run
 
 std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& names, int64_t slot_bytes,
                                                double timeout, const plan::CostModel& cost, int64_t epoch,
-                                               std::optional<uint64_t> reorder_seed) {
+                                               std::optional<uint64_t> reorder_seed, bool progress_thread) {
   const auto n = static_cast<int64_t>(names.size());
   require(n >= 1 && n <= 4096, "loopback: ", n, " ranks; 1 to 4096 are allowed");
   auto options = context_options("", slot_bytes, timeout, cost, epoch);
@@ -243,20 +245,21 @@ std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& n
   std::vector<ContextPtr> contexts;
   for (size_t r = 0; r < names.size(); ++r) {
     options.name = names[r];
-    contexts.push_back(register_context(std::move(transports[r]), options, reorder_seed));
+    contexts.push_back(register_context(std::move(transports[r]), options, reorder_seed, progress_thread));
   }
   return contexts;
 }
 
 ContextPtr make_shm_context(transport::ShmListener& listener, int rank, const std::vector<std::string>& addresses,
                             std::string name, int64_t slot_bytes, double timeout, double connect_timeout,
-                            const plan::CostModel& cost, int64_t epoch, std::optional<uint64_t> reorder_seed) {
+                            const plan::CostModel& cost, int64_t epoch, std::optional<uint64_t> reorder_seed,
+                            bool progress_thread) {
   const auto options = context_options(std::move(name), slot_bytes, timeout, cost, epoch);
   const runtime::HeapNeeds needs = runtime::heap_needs(static_cast<int64_t>(addresses.size()), slot_bytes);
   const py::gil_scoped_release release;
   auto transport = transport::connect_shm(std::move(listener), rank, addresses, needs.heap_bytes, needs.num_signals,
                                           Milliseconds(static_cast<int64_t>(connect_timeout * 1e3)));
-  return register_context(std::move(transport), options, reorder_seed);
+  return register_context(std::move(transport), options, reorder_seed, progress_thread);
 }
 
 /// Throws the error of the core that the Python exception stands for.
@@ -349,13 +352,14 @@ void bind_context(py::module_& m) {
           "exchange", [](runtime::Context& c) { c.transport().exchange(false, [] {}); },
           py::call_guard<py::gil_scoped_release>());
   m.def("make_loopback", &make_loopback_contexts, py::kw_only(), py::arg("names"), py::arg("slot_bytes"),
-        py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("reorder_seed") = std::nullopt);
+        py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("reorder_seed") = std::nullopt,
+        py::arg("progress_thread") = false);
   py::class_<transport::ShmListener>(m, "ShmListener")
       .def(py::init<>())
       .def_property_readonly("address", &transport::ShmListener::address);
   m.def("connect_shm", &make_shm_context, py::kw_only(), py::arg("listener"), py::arg("rank"), py::arg("addresses"),
         py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"),
-        py::arg("epoch"), py::arg("reorder_seed") = std::nullopt);
+        py::arg("epoch"), py::arg("reorder_seed") = std::nullopt, py::arg("progress_thread") = false);
   m.def(
       "share_memory", [](const std::vector<std::string>& addresses) { return transport::share_memory(addresses); },
       py::arg("addresses"));

@@ -149,6 +149,7 @@ void Protocol::put(int64_t peer, int64_t target, int64_t dst_row_stride, int64_t
   }
   transport_->put(static_cast<int>(peer), slot() * arena_bytes_ + target, dst_row_stride, dst_head_stride, source,
                   extent);
+  posted_[static_cast<size_t>(slot())] = transport_->posted();
 }
 
 void Protocol::announce(plan::Direction direction, int64_t peer, int64_t round) {
@@ -173,7 +174,7 @@ void Protocol::await_rows(plan::Direction direction, int64_t peer, int64_t round
 }
 
 void Protocol::end() {
-  transport_->quiet();
+  transport_->quiet_upto(posted_[static_cast<size_t>(slot())]);
   busy_[static_cast<size_t>(slot())] = false;
 }
 
@@ -299,6 +300,7 @@ void Protocol::abandon(const StepId& step, const std::string& why) noexcept {
 void Protocol::fail(const Error& error, FaultCode code) noexcept {
   if (!poison_.empty()) return;
   poison_ = error.what();
+  transport_->cancel();  // the tensors of a whole step that fails go with the error
   if (transport_->is_collective()) return transport_->abandon(error);
   try {
     for (int64_t p = 0; p < num_ranks(); ++p) {

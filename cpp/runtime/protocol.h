@@ -139,6 +139,7 @@ class Protocol {
   Part part_ = Part::kWhole;
   int64_t last_slot_ = 0;
   std::array<bool, kNumSlots> busy_ = {};
+  std::array<uint64_t, kNumSlots> posted_ = {};  // Transport::posted after the last put of the slot's step
   Wait waiting_;
   std::function<void()> watch_;  // made once: waiting allocates nothing
   std::function<void()> agree_;  // likewise

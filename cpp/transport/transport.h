@@ -55,6 +55,11 @@ class DISTCA_EXPORT Transport {
 
   /// Returns when every put and signal of this rank has been delivered.
   virtual void quiet() = 0;
+  /// How many puts and signals this rank has asked for, and the same as `quiet` for those that came first.
+  virtual uint64_t posted() const { return 0; }
+  virtual void quiet_upto(uint64_t /*posted*/) { quiet(); }
+  /// Drops puts and signals that wait to be made; returns when none is being made. What they read may go then.
+  virtual void cancel() noexcept {}
 
   /// Whether puts, signals and published words reach the peers in `exchange` and at no other time.
   virtual bool is_collective() const { return false; }
@@ -86,6 +91,7 @@ class DISTCA_EXPORT Transport {
   /// Sleeps until the doorbell differs from `seen`, a peer departs, or the time is over; may return early.
   virtual void doze(uint32_t seen, std::chrono::microseconds at_most) const = 0;
   friend class ReorderingTransport;
+  friend class BackgroundTransport;
 };
 
 }  // namespace distca::transport

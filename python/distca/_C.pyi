@@ -89,6 +89,7 @@ def make_loopback(
     cost: CostModel,
     epoch: int,
     reorder_seed: int | None = None,
+    progress_thread: bool = False,
 ) -> list[Context]: ...
 def connect_shm(
     *,
@@ -102,6 +103,7 @@ def connect_shm(
     cost: CostModel,
     epoch: int,
     reorder_seed: int | None = None,
+    progress_thread: bool = False,
 ) -> Context: ...
 def share_memory(addresses: Sequence[str]) -> bool: ...
 def make_torch(

@@ -106,6 +106,7 @@ def init(
     timeout: float = 600.0,
     name: str = "default",
     cost: CostModel | None = None,
+    progress_thread: bool = False,
 ) -> Context:
     """Makes this process a rank of an attention group. Collective over the group; starts no process.
 
@@ -120,6 +121,8 @@ def init(
         timeout: seconds after which a living but silent peer is an error. Long by default: peers compile and save.
         name: several contexts may live at once, each under its own name.
         cost: cost model of the plans.
+        progress_thread: with shm, copy rows on a thread of the context's own, so that they travel while this rank
+            computes (`PingPong`). Worth it where there is a core to spare for it.
 
     Raises:
         InvalidArgumentError: for wrong arguments, a name in use, arguments that differ between ranks, ranks on
@@ -136,6 +139,8 @@ def init(
         raise InvalidArgumentError(
             f"init: transport 'loopback' serves a group of one process, this group has {num_ranks}; use 'shm'"
         )
+    if progress_thread and transport == "torch":
+        raise InvalidArgumentError("init: progress_thread is for 'shm'; transport 'torch' exchanges rows all at once")
     if transport == "torch" and group is None:
         raise InvalidArgumentError(
             "init: transport 'torch' exchanges rows over a process group; call torch.distributed.init_process_group "
@@ -154,7 +159,13 @@ def init(
     if group is not None and transport == "auto" and not _C.share_memory(addresses):
         return _over_torch(group, name, heads, cost, options)
     core = _C.connect_shm(
-        listener=listener, rank=rank, addresses=addresses, name=name, connect_timeout=min(timeout, 120.0), **options
+        listener=listener,
+        rank=rank,
+        addresses=addresses,
+        name=name,
+        connect_timeout=min(timeout, 120.0),
+        progress_thread=progress_thread,
+        **options,
     )
     return Context(core, heads, cost)
 
@@ -186,6 +197,7 @@ def loopback(
     timeout: float = 600.0,
     cost: CostModel | None = None,
     reorder_seed: int | None = None,
+    progress_thread: bool = False,
 ) -> list[Context]:
     """Makes a whole group in this process, for tests; each context must be used from a thread of its own.
 
@@ -193,12 +205,14 @@ def loopback(
         num_ranks: number of ranks.
         max_tokens, heads, heap_bytes, timeout, cost: as for :func:`init`.
         reorder_seed: delays and reorders puts in an order drawn from this seed.
+        progress_thread: as for :func:`init`, though nothing else is shared memory between processes here.
     """
     group = next(_loopback_groups)
     cost = cost or CostModel()
     cores = _C.make_loopback(
         names=[f"loopback/{group}/{rank}" for rank in range(num_ranks)],
         reorder_seed=reorder_seed,
+        progress_thread=progress_thread,
         **_core_options(_slot_bytes(num_ranks, max_tokens, heads, heap_bytes), timeout, cost),
     )
     return [Context(core, heads, cost) for core in cores]
