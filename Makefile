@@ -95,7 +95,7 @@ $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
 	@# The first pip that reads the groups of pyproject.toml.
 	$(PIP) install 'pip>=25.1'
-	$(PIP) install $$($(PYTHON) $(HAS_TORCH) || echo --group torch) --group build --group train --group test --group lint
+	$(PIP) install $$($(PYTHON) $(HAS_TORCH) || echo --group torch) --group build --group train --group ping-pong --group test --group lint
 	$(PIP) install --no-deps --group trainer
 	@! $(PYTHON) $(HAS_TORCH) || { \
 	  echo 'using the PyTorch of $(PYTHON)'; \

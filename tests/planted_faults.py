@@ -38,6 +38,8 @@ DEATH = "tests/test_death.py"
 TRANSPORT = "tests/test_transport.py"
 TORCH_TRANSPORT = "tests/test_torch_transport.py"
 BAD_INPUT = "tests/test_bad_input.py"
+PARTS = "tests/test_parts.py"
+PING_PONG = "tests/test_ping_pong.py"
 
 
 @dataclass(frozen=True)
@@ -88,19 +90,15 @@ FAULTS = [
     Fault(
         "credit is granted for the step after next too",
         PROTOCOL,
-        "    if (w.round == 0) transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), "
-        "sequence(step_, 0));",
-        "    if (w.round == 0) transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), "
-        "sequence(step_ + 2, 0));",
+        "signals_.credit(slot(), rank()), sequence(now_.number, 0));",
+        "signals_.credit(slot(), rank()), sequence(now_.number + 2, 0));",
         (STEPS, TRANSPORT),
     ),
     Fault(
         "credit is granted for all rounds at once",
         PROTOCOL,
-        "    if (w.round == 0) transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), "
-        "sequence(step_, 0));",
-        "    if (w.round == 0) transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), "
-        "sequence(step_, 99));",
+        "signals_.credit(slot(), rank()), sequence(now_.number, 0));",
+        "signals_.credit(slot(), rank()), sequence(now_.number, 99));",
         (STEPS, TRANSPORT),
     ),
     Fault(
@@ -128,8 +126,8 @@ FAULTS = [
     Fault(
         "the digest of a plan is not compared",
         PROTOCOL,
-        "      if (theirs == published_step() && digest == digest_) {",
-        "      if (theirs == published_step()) {",
+        "      if (theirs == call_word() && digest == now_.plan_digest) {",
+        "      if (theirs == call_word()) {",
         ("tests/test_faults.py",),
     ),
     Fault(
@@ -213,7 +211,7 @@ FAULTS = [
     ),
     Fault(
         "a first partial is added twice",
-        DISPATCHER,
+        "cpp/runtime/row_arithmetic.h",
         "    copy_rows(sum, partial, n);\n    return;",
         "    copy_rows(sum, partial, n);",
         (STEPS, EXACT),
@@ -306,8 +304,8 @@ FAULTS = [
     Fault(
         "a range of heads is read from the first head on",
         DISPATCHER,
-        "plan::has_kv_heads(kind) ? heads.begin : heads.begin * heads_.group_heads()",
-        "plan::has_kv_heads(kind) ? heads.begin : 0 * heads_.group_heads()",
+        "plan::has_kv_heads(kind) ? range.begin : range.begin * heads.group_heads()",
+        "plan::has_kv_heads(kind) ? range.begin : 0 * heads.group_heads()",
         (EXACT,),
     ),
     Fault(
@@ -362,7 +360,7 @@ FAULTS = [
     Fault(
         "padding rows are not filled",
         DISPATCHER,
-        "  fill_padding(slice);\n  protocol_.end();",
+        "  fill_padding(step);\n  protocol_.end();",
         "  protocol_.end();",
         (EXACT, STEPS),
     ),
@@ -373,6 +371,63 @@ FAULTS = [
         "        out.grad_fn.metadata[_LAYER] = layer",
         "        pass",
         ("tests/test_mistakes.py",),
+    ),
+    # ---- steps in parts, ping-pong
+    Fault(
+        "a step takes a slot that is in use",
+        PROTOCOL,
+        "    if (!busy_[static_cast<size_t>(slot)]) return slot;",
+        "    return slot;",
+        (PARTS,),
+    ),
+    Fault(
+        "whole steps and parts look alike to peers",
+        PROTOCOL,
+        "static_cast<uint64_t>(part_) << 1 |",
+        "",
+        (PARTS,),
+    ),
+    Fault(
+        "peers are not told of a step that is given up",
+        "python/distca/context.py",
+        "            self._core.abandon(step, why)",
+        "            pass",
+        (PARTS,),
+    ),
+    Fault(
+        "inputs may change while a step is under way",
+        "python/distca/steps.py",
+        "        if (name := self._call.changed_input()) is not None:",
+        "        if (name := None) is not None:",
+        (PARTS,),
+    ),
+    Fault(
+        "a half runs under the saved-tensor hooks of the other",
+        "python/distca/thread_state.py",
+        "        self._restore_hooks()",
+        "        pass",
+        (PING_PONG,),
+    ),
+    Fault(
+        "a half draws random numbers of the other",
+        "python/distca/thread_state.py",
+        "        self.random.restore()",
+        "        pass",
+        (PING_PONG,),
+    ),
+    Fault(
+        "halves share what autocast has cast for one of them",
+        "python/distca/thread_state.py",
+        "            torch.clear_autocast_cache()",
+        "            pass",
+        (PING_PONG,),
+    ),
+    Fault(
+        "FSDP2 frees the weights of the half that comes later",
+        "python/distca/ping_pong.py",
+        "    module.set_reshard_after_forward(False, recurse=False)",
+        "    pass",
+        (PING_PONG,),
     ),
     # ---- training
     Fault(

@@ -22,11 +22,14 @@ from distca.errors import (
     PlanFormatError,
     PlanMismatchError,
 )
+from distca.halves import Half, halves
 from distca.heads import Heads
 from distca.launch import RankError, launch
-from distca.ops import attention, core_attention, serve
+from distca.ops import attention, core_attention, serve, serve_ping_pong
+from distca.ping_pong import PingPong
 from distca.plan_ahead import PlanAhead
 from distca.planning import PADDING, ArenaBytes, Layout, Plan, Plans, PlanStats, Task, Transfer, plan, plans
+from distca.steps import Step, attend, collect, dispatch
 
 try:
     __version__ = _version("distca")
@@ -41,6 +44,7 @@ __all__ = [
     "ContextPoisonedError",
     "CostModel",
     "DistcaError",
+    "Half",
     "Heads",
     "InvalidArgumentError",
     "Layout",
@@ -54,11 +58,17 @@ __all__ = [
     "Plans",
     "RankError",
     "OperatingSystemError",
+    "PingPong",
+    "Step",
+    "attend",
+    "collect",
+    "dispatch",
     "Task",
     "Transfer",
     "attention",
     "core_attention",
     "get_context",
+    "halves",
     "init",
     "launch",
     "loopback",
@@ -66,4 +76,5 @@ __all__ = [
     "plans",
     "save_core_attention",
     "serve",
+    "serve_ping_pong",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import weakref
 from types import TracebackType
 from typing import Any
 
@@ -45,12 +46,21 @@ class Context:
         self._last_step = 0
         self.heads = heads
         self.cost = cost
+        self.backward_steps: weakref.WeakSet[Any] = weakref.WeakSet()  # those under way of distca.steps
         _contexts[self.name] = self
 
     @property
     def step(self) -> int:
         """Steps taken so far; forward and backward of a call are one each."""
         return self._last_step if self._core is None else self._core.step
+
+    def abandon(self, step: int, why: str = "") -> None:
+        """Says that this rank will not finish a step that it has dispatched, unless it has; `why` ends the message.
+
+        A fault: this context is poisoned and the peers are told, so that they do not wait.
+        """
+        if self._core is not None:
+            self._core.abandon(step, why)
 
     def close(self) -> None:
         """Leaves the group and frees the heap. May be called again."""
