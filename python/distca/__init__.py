@@ -27,6 +27,7 @@ from distca.launch import RankError, launch
 from distca.ops import attention, core_attention, serve
 from distca.plan_ahead import PlanAhead
 from distca.planning import PADDING, ArenaBytes, Layout, Plan, Plans, PlanStats, Task, Transfer, plan, plans
+from distca.trace import Link, Trace, write_trace
 
 try:
     __version__ = _version("distca")
@@ -44,6 +45,7 @@ __all__ = [
     "Heads",
     "InvalidArgumentError",
     "Layout",
+    "Link",
     "PeerDiedError",
     "PeerTimeoutError",
     "Plan",
@@ -55,6 +57,7 @@ __all__ = [
     "RankError",
     "OperatingSystemError",
     "Task",
+    "Trace",
     "Transfer",
     "attention",
     "core_attention",
@@ -66,4 +69,5 @@ __all__ = [
     "plans",
     "save_core_attention",
     "serve",
+    "write_trace",
 ]
