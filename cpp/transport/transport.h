@@ -56,8 +56,8 @@ class DISTCA_EXPORT Transport {
   /// Returns when every put and signal of this rank has been delivered.
   virtual void quiet() = 0;
 
-  /// A mark after what this rank has put and signalled so far, and a wait for what is before a mark alone. Of a step that
-  /// ends while rows of another travel, only its own have to have arrived.
+  /// A mark after what this rank has put and signalled so far, and a wait for what is before a mark alone. Of a step
+  /// that ends while rows of another travel, only its own have to have arrived.
   virtual uint64_t mark() const { return 0; }
   virtual void quiet_until(uint64_t /*mark*/) { quiet(); }
 

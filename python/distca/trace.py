@@ -89,8 +89,10 @@ class Trace:
 
     @property
     def hidden(self) -> float:
-        """Share of `traffic` that did not make this rank wait: 1 - exposed / traffic; negative where other waits came on
-        top, and 1 where nothing travelled."""
+        """Share of `traffic` that did not make this rank wait: 1 - exposed / traffic; 1 where nothing travelled.
+
+        Negative where it waited longer for other reasons.
+        """
         return 1.0 - self.exposed / self.traffic if self.traffic > 0 else 1.0
 
     def _waits_in(self, name: str) -> Iterable[Span]:
@@ -122,11 +124,18 @@ def write_trace(path: str | Path, traces: Sequence[Trace]) -> None:
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
 
-def from_core(rank: int, spans: Sequence[tuple[Any, ...]], transfers: Sequence[tuple[Any, ...]]) -> Trace:
+def from_core(
+    rank: int,
+    spans: Sequence[tuple[str, bool, int, int, int, int, int, int]],
+    transfers: Sequence[tuple[int, int, int, int]],
+) -> Trace:
     """From what ``_C`` records, in nanoseconds."""
     return Trace(
         rank,
-        [Span(*head, _PHASES[phase], peer, begin * 1e-9, end * 1e-9) for *head, phase, peer, begin, end in spans],
+        [
+            Span(name, is_wait, step, slot, _PHASES[phase], peer, begin * 1e-9, end * 1e-9)
+            for name, is_wait, step, slot, phase, peer, begin, end in spans
+        ],
         [LinkTransfer(peer, size, begin * 1e-9, end * 1e-9) for peer, size, begin, end in transfers],
     )
 
