@@ -112,15 +112,20 @@ def write_trace(path: str | Path, traces: Sequence[Trace]) -> None:
         events.append(_label("process_name", trace.rank, 0, f"rank {trace.rank}"))
         events.append(_label("thread_name", trace.rank, 0, "steps"))
         for span in trace.spans:
-            arguments = {"step": span.step, "slot": span.slot, "phase": span.phase, "peer": span.peer}
+            arguments: dict[str, int | str] = {
+                "step": span.step,
+                "slot": span.slot,
+                "phase": span.phase,
+                "peer": span.peer,
+            }
             name = f"wait for {span.name}" if span.is_wait else f"{span.name} {span.phase}"
             category = "wait" if span.is_wait else "step"
             events.append(_event(name, category, trace.rank, 0, span.begin, span.end, arguments))
         if trace.transfers:
             events.append(_label("thread_name", trace.rank, 1, "link"))
         for sent in trace.transfers:
-            arguments = {"bytes": sent.bytes}
-            events.append(_event(f"to rank {sent.peer}", "link", trace.rank, 1, sent.begin, sent.end, arguments))
+            size: dict[str, int | str] = {"bytes": sent.bytes}
+            events.append(_event(f"to rank {sent.peer}", "link", trace.rank, 1, sent.begin, sent.end, size))
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
 
