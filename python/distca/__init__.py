@@ -24,6 +24,7 @@ from distca.errors import (
 )
 from distca.heads import Heads
 from distca.launch import RankError, launch
+from distca.memory import MemoryReport, memory_report
 from distca.ops import attention, core_attention, serve
 from distca.plan_ahead import PlanAhead
 from distca.planning import PADDING, ArenaBytes, Layout, Plan, Plans, PlanStats, Task, Transfer, plan, plans
@@ -46,6 +47,7 @@ __all__ = [
     "InvalidArgumentError",
     "Layout",
     "Link",
+    "MemoryReport",
     "PeerDiedError",
     "PeerTimeoutError",
     "Plan",
@@ -65,6 +67,7 @@ __all__ = [
     "init",
     "launch",
     "loopback",
+    "memory_report",
     "plan",
     "plans",
     "save_core_attention",
