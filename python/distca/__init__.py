@@ -25,11 +25,13 @@ from distca.errors import (
 from distca.halves import Half, halves
 from distca.heads import Heads
 from distca.launch import RankError, launch
+from distca.memory import MemoryReport, memory_report
 from distca.ops import attention, core_attention, serve, serve_ping_pong
 from distca.ping_pong import PingPong
 from distca.plan_ahead import PlanAhead
 from distca.planning import PADDING, ArenaBytes, Layout, Plan, Plans, PlanStats, Task, Transfer, plan, plans
 from distca.steps import Step, attend, collect, dispatch
+from distca.trace import Link, Trace, write_trace
 
 try:
     __version__ = _version("distca")
@@ -48,6 +50,8 @@ __all__ = [
     "Heads",
     "InvalidArgumentError",
     "Layout",
+    "Link",
+    "MemoryReport",
     "PeerDiedError",
     "PeerTimeoutError",
     "Plan",
@@ -64,6 +68,7 @@ __all__ = [
     "collect",
     "dispatch",
     "Task",
+    "Trace",
     "Transfer",
     "attention",
     "core_attention",
@@ -72,9 +77,11 @@ __all__ = [
     "init",
     "launch",
     "loopback",
+    "memory_report",
     "plan",
     "plans",
     "save_core_attention",
     "serve",
     "serve_ping_pong",
+    "write_trace",
 ]

@@ -15,6 +15,7 @@ from distca.cost import CostModel
 from distca.errors import InvalidArgumentError
 from distca.exchange import Exchange, gather_text
 from distca.heads import Heads
+from distca.trace import Link, Trace, from_core
 
 _EXTENT_ALIGNMENT = 64
 _TRANSPORTS = ("auto", "shm", "torch", "loopback")
@@ -62,6 +63,18 @@ class Context:
         if self._core is not None:
             self._core.abandon(step, why)
 
+    def start_trace(self) -> None:
+        """From now on this rank's steps are recorded, until the context is closed; see `take_trace`."""
+        if self._core is not None:
+            self._core.set_trace(True)
+            self.take_trace()
+
+    def take_trace(self) -> Trace:
+        """What was recorded since `start_trace`, or since the call before. Not while a step runs on another thread."""
+        if self._core is None:
+            return Trace(self.rank, [], [])
+        return from_core(self.rank, self._core.take_trace(), self._core.take_transfers())
+
     def close(self) -> None:
         """Leaves the group and frees the heap. May be called again."""
         if _contexts.get(self.name) is self:
@@ -106,6 +119,7 @@ def init(
     timeout: float = 600.0,
     name: str = "default",
     cost: CostModel | None = None,
+    link: Link | None = None,
 ) -> Context:
     """Makes this process a rank of an attention group. Collective over the group; starts no process.
 
@@ -120,6 +134,7 @@ def init(
         timeout: seconds after which a living but silent peer is an error. Long by default: peers compile and save.
         name: several contexts may live at once, each under its own name.
         cost: cost model of the plans.
+        link: emulates a network of that speed over shm or loopback, for tests and benchmarks.
 
     Raises:
         InvalidArgumentError: for wrong arguments, a name in use, arguments that differ between ranks, ranks on
@@ -127,6 +142,8 @@ def init(
     """
     if transport not in _TRANSPORTS:
         raise InvalidArgumentError(f"init: transport = {transport!r}; one of {', '.join(_TRANSPORTS)} is expected")
+    if link is not None and transport == "torch":
+        raise InvalidArgumentError("init: transport 'torch' has no link; use 'shm' to emulate one")
     if name in _contexts:
         raise InvalidArgumentError(f"init: context {name!r} exists already; close it first, or choose another name")
     if group is None and dist.is_available() and dist.is_initialized():
@@ -144,17 +161,24 @@ def init(
     slot_bytes = _slot_bytes(num_ranks, max_tokens, heads, heap_bytes)
     cost = cost or CostModel()
     options = _core_options(slot_bytes, timeout, cost)
+    words = None if link is None else link.words
     if transport in ("auto", "loopback") and num_ranks == 1:
-        return Context(_C.make_loopback(names=[name], **options)[0], heads, cost)
+        return Context(_C.make_loopback(names=[name], link=words, **options)[0], heads, cost)
     if group is not None and transport == "torch":
         return _over_torch(group, name, heads, cost, options)
     listener = _C.ShmListener()
     rank = dist.get_rank(group) if group is not None else 0
     addresses = gather_text(listener.address, group) if group is not None else [listener.address]
-    if group is not None and transport == "auto" and not _C.share_memory(addresses):
+    if group is not None and transport == "auto" and link is None and not _C.share_memory(addresses):
         return _over_torch(group, name, heads, cost, options)
     core = _C.connect_shm(
-        listener=listener, rank=rank, addresses=addresses, name=name, connect_timeout=min(timeout, 120.0), **options
+        listener=listener,
+        rank=rank,
+        addresses=addresses,
+        name=name,
+        connect_timeout=min(timeout, 120.0),
+        link=words,
+        **options,
     )
     return Context(core, heads, cost)
 
@@ -186,6 +210,7 @@ def loopback(
     timeout: float = 600.0,
     cost: CostModel | None = None,
     reorder_seed: int | None = None,
+    link: Link | None = None,
 ) -> list[Context]:
     """Makes a whole group in this process, for tests; each context must be used from a thread of its own.
 
@@ -193,12 +218,14 @@ def loopback(
         num_ranks: number of ranks.
         max_tokens, heads, heap_bytes, timeout, cost: as for :func:`init`.
         reorder_seed: delays and reorders puts in an order drawn from this seed.
+        link: emulates a network of that speed.
     """
     group = next(_loopback_groups)
     cost = cost or CostModel()
     cores = _C.make_loopback(
         names=[f"loopback/{group}/{rank}" for rank in range(num_ranks)],
         reorder_seed=reorder_seed,
+        link=None if link is None else link.words,
         **_core_options(_slot_bytes(num_ranks, max_tokens, heads, heap_bytes), timeout, cost),
     )
     return [Context(core, heads, cost) for core in cores]
