@@ -10,6 +10,7 @@
 #include "plan/plan.h"
 #include "plan/validate.h"
 #include "runtime/context.h"
+#include "runtime/cuda_library.h"
 #include "transport/collective.h"
 #include "transport/loopback.h"
 #include "transport/reordering.h"
@@ -373,6 +374,15 @@ PYBIND11_MODULE(_C, m) {
   distca::bind_layout(m);
   distca::bind_plan(m);
   distca::bind_context(m);
+  m.def(
+      "cuda_status",
+      [] {
+        const distca::runtime::CudaLibrary* const library = distca::runtime::cuda_library();
+        if (library == nullptr) return std::make_tuple(false, 0, distca::runtime::cuda_library_problem());
+        const auto found = library->devices();
+        return std::make_tuple(true, found.count, found.problem);
+      },
+      "Whether libdistca_cuda is there, how many GPUs it finds, and why not where there is none.");
   m.def("cpu_isa", [] { return std::string(distca::attention::CpuAttention().isa()); });
   m.def(
       "measure_peak_flops",
