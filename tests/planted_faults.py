@@ -88,19 +88,15 @@ FAULTS = [
     Fault(
         "credit is granted for the step after next too",
         PROTOCOL,
-        "    if (w.round == 0) transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), "
-        "sequence(step_, 0));",
-        "    if (w.round == 0) transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), "
-        "sequence(step_ + 2, 0));",
+        "signals_.credit(slot(), rank()), sequence(now_.number, 0));",
+        "signals_.credit(slot(), rank()), sequence(now_.number + 2, 0));",
         (STEPS, TRANSPORT),
     ),
     Fault(
         "credit is granted for all rounds at once",
         PROTOCOL,
-        "    if (w.round == 0) transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), "
-        "sequence(step_, 0));",
-        "    if (w.round == 0) transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), "
-        "sequence(step_, 99));",
+        "signals_.credit(slot(), rank()), sequence(now_.number, 0));",
+        "signals_.credit(slot(), rank()), sequence(now_.number, 99));",
         (STEPS, TRANSPORT),
     ),
     Fault(
@@ -128,8 +124,8 @@ FAULTS = [
     Fault(
         "the digest of a plan is not compared",
         PROTOCOL,
-        "      if (theirs == published_step() && digest == digest_) {",
-        "      if (theirs == published_step()) {",
+        "      if (theirs == call_word() && digest == now_.plan_digest) {",
+        "      if (theirs == call_word()) {",
         ("tests/test_faults.py",),
     ),
     Fault(
@@ -213,7 +209,7 @@ FAULTS = [
     ),
     Fault(
         "a first partial is added twice",
-        DISPATCHER,
+        "cpp/runtime/row_arithmetic.h",
         "    copy_rows(sum, partial, n);\n    return;",
         "    copy_rows(sum, partial, n);",
         (STEPS, EXACT),
@@ -306,8 +302,8 @@ FAULTS = [
     Fault(
         "a range of heads is read from the first head on",
         DISPATCHER,
-        "plan::has_kv_heads(kind) ? heads.begin : heads.begin * heads_.group_heads()",
-        "plan::has_kv_heads(kind) ? heads.begin : 0 * heads_.group_heads()",
+        "plan::has_kv_heads(kind) ? range.begin : range.begin * heads.group_heads()",
+        "plan::has_kv_heads(kind) ? range.begin : 0 * heads.group_heads()",
         (EXACT,),
     ),
     Fault(
@@ -362,7 +358,7 @@ FAULTS = [
     Fault(
         "padding rows are not filled",
         DISPATCHER,
-        "  fill_padding(slice);\n  protocol_.end();",
+        "  fill_padding(step);\n  protocol_.end();",
         "  protocol_.end();",
         (EXACT, STEPS),
     ),

@@ -330,6 +330,8 @@ void bind_context(py::module_& m) {
       .def_property_readonly("transport", &runtime::Context::transport_name)
       .def_property_readonly("slot_bytes", [](const runtime::Context& c) { return c.options().slot_bytes; })
       .def_property_readonly("step", &runtime::Context::step)
+      .def("abandon", &runtime::Context::abandon, py::arg("step"), py::arg("why"),
+           py::call_guard<py::gil_scoped_release>())
       .def("set_fill_with_nan", &runtime::Context::set_fill_with_nan, py::arg("on"))
       .def("mark_died", [](runtime::Context& c) { transport::mark_died(c.transport()); })
       .def("put", &put_rows, py::arg("peer"), py::arg("heap_offset"), py::arg("rows"))

@@ -41,6 +41,8 @@ Context::Context(std::unique_ptr<transport::Transport> transport, ContextOptions
           "context: the heap is smaller than its slots");
 }
 
+Context::~Context() = default;
+
 plan::SliceView Context::accept(std::span<const int64_t> plan_words, const HeadShape& heads, int64_t num_rows) const {
   protocol_.check_healthy();
   plan::validate(plan_words);
@@ -69,13 +71,32 @@ plan::SliceView Context::accept(std::span<const int64_t> plan_words, const HeadS
   return slice;
 }
 
-template <class Step>
-void Context::run(const Step& step) {
-  const std::unique_lock lock(in_step_, std::try_to_lock);
-  require(lock.owns_lock(), "context \"", options_.name, "\" is in a step on another thread; one step at a time");
-  protocol_.check_healthy();
+/// Makes this thread the one that is in a step of a healthy context.
+class Context::Call {
+ public:
+  explicit Call(Context& context) : context_(context), lock_(context.in_step_, std::try_to_lock) {
+    require(lock_.owns_lock(), "context \"", context.options_.name,
+            "\" is in a step on another thread; one step at a time");
+    context.settle_abandoned();
+    context.protocol_.check_healthy();
+  }
+  // A step may be abandoned up to the moment at which the flag is given back.
+  ~Call() {
+    do {
+      context_.settle_abandoned();
+      lock_.unlock();
+    } while (context_.has_abandoned_ && lock_.try_lock());
+  }
+
+ private:
+  Context& context_;
+  std::unique_lock<Flag> lock_;
+};
+
+template <class Body>
+auto Context::guarded(const Body& body) {
   try {
-    step();
+    return body();
   } catch (const Error& error) {
     protocol_.fail(error);
     throw;
@@ -88,12 +109,64 @@ void Context::run(const Step& step) {
 
 void Context::forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
                       const Parallel& parallel) {
-  run([&] { dispatcher_.forward(slice, tensors, scores, parallel); });
+  const Call call(*this);
+  dispatcher_.check_slot();
+  guarded([&] { dispatcher_.forward(slice, tensors, scores, parallel); });
 }
 
 void Context::backward(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
                        const Parallel& parallel) {
-  run([&] { dispatcher_.backward(slice, tensors, scores, parallel); });
+  const Call call(*this);
+  dispatcher_.check_slot();
+  guarded([&] { dispatcher_.backward(slice, tensors, scores, parallel); });
+}
+
+uint64_t Context::dispatch(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
+                           std::shared_ptr<void> owner) {
+  const Call call(*this);
+  dispatcher_.check_slot();
+  return guarded([&] { return dispatcher_.dispatch(slice, tensors, scores, std::move(owner)); });
+}
+
+uint64_t Context::dispatch(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
+                           const Parallel& parallel, std::shared_ptr<void> owner) {
+  const Call call(*this);
+  dispatcher_.check_slot();
+  return guarded([&] { return dispatcher_.dispatch(slice, tensors, scores, parallel, std::move(owner)); });
+}
+
+void Context::attend(uint64_t step, const Parallel& parallel) {
+  const Call call(*this);
+  Dispatcher::Step& s = dispatcher_.step_for(Part::kAttend, step);
+  guarded([&] { dispatcher_.attend(s, parallel); });
+}
+
+std::shared_ptr<void> Context::collect(uint64_t step, plan::Phase phase) {
+  const Call call(*this);
+  Dispatcher::Step& s = dispatcher_.step_for(Part::kCollect, step);
+  require(s.phase() == phase, "collect: ", s.id.name(), " is of the other phase");
+  return guarded([&] { return dispatcher_.collect(s); });
+}
+
+void Context::abandon(uint64_t step, const std::string& why) noexcept {
+  {
+    const std::lock_guard lock(abandoned_mutex_);
+    abandoned_.emplace_back(step, why);
+    has_abandoned_ = true;
+  }
+  while (has_abandoned_ && in_step_.try_lock()) {  // else whoever is in a step looks after it
+    settle_abandoned();
+    in_step_.unlock();
+  }
+}
+
+void Context::settle_abandoned() noexcept {
+  if (!has_abandoned_) return;
+  const std::lock_guard lock(abandoned_mutex_);
+  has_abandoned_ = false;
+  for (const auto& [step, why] : abandoned_)
+    if (const Dispatcher::Step* const s = dispatcher_.find(step)) protocol_.abandon(s->id, why);
+  abandoned_.clear();
 }
 
 void add_context(std::shared_ptr<Context> context) {

@@ -3,12 +3,15 @@
 // The process has one registry of contexts by name; operators find theirs there.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <span>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "common/dtype.h"
 #include "common/error.h"
@@ -36,6 +39,7 @@ DISTCA_EXPORT HeapNeeds heap_needs(int64_t num_ranks, int64_t slot_bytes);
 class DISTCA_EXPORT Context {
  public:
   Context(std::unique_ptr<transport::Transport> transport, ContextOptions options);
+  ~Context();
 
   const ContextOptions& options() const { return options_; }
   const char* transport_name() { return protocol_.transport().name(); }
@@ -54,17 +58,45 @@ class DISTCA_EXPORT Context {
   void backward(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
                 const Parallel& parallel);
 
+  /// A step in parts, each a collective call, so that a second one may be under way at the same time. `dispatch` sends
+  /// this home's rows and returns the number of the step, `attend` computes and sends results home, `collect` takes in
+  /// those of this home: the returned tensors are complete. `owner` keeps plan and tensors, which must not change,
+  /// alive until `collect` gives it back. Parts out of order, or a step where no slot is free, are refused before
+  /// anything moves.
+  uint64_t dispatch(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
+                    std::shared_ptr<void> owner);
+  uint64_t dispatch(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
+                    const Parallel& parallel, std::shared_ptr<void> owner);
+  void attend(uint64_t step, const Parallel& parallel);
+  std::shared_ptr<void> collect(uint64_t step, plan::Phase phase);
+
+  /// Says that a step was dispatched and will not be finished, where that is so: a fault, of which the peers are told
+  /// at once. May be called from any thread, also while another is in a step. `why` ends the message.
+  void abandon(uint64_t step, const std::string& why) noexcept;
+
   /// For tests: fill arenas and returned tensors with NaN before every step.
   void set_fill_with_nan(bool on) { dispatcher_.set_fill_with_nan(on); }
 
  private:
-  template <class Step>
-  void run(const Step& step);
+  /// One call at a time.
+  struct Flag {
+    bool try_lock() { return !held.exchange(true, std::memory_order_acquire); }
+    void unlock() { held.store(false, std::memory_order_release); }
+    std::atomic<bool> held{false};
+  };
+  class Call;
+  /// Runs what moves rows; a fault poisons the context.
+  template <class Body>
+  auto guarded(const Body& body);
+  void settle_abandoned() noexcept;
 
   ContextOptions options_;
   Protocol protocol_;
   Dispatcher dispatcher_;
-  std::mutex in_step_;
+  Flag in_step_;
+  std::mutex abandoned_mutex_;
+  std::vector<std::pair<uint64_t, std::string>> abandoned_;  // steps, not yet looked after
+  std::atomic<bool> has_abandoned_{false};
 };
 
 /// Registers a context under its name; a name in use is an error.

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <limits>
 
+#include "runtime/row_arithmetic.h"
+
 namespace distca::runtime {
 
 using plan::Direction;
@@ -12,119 +14,151 @@ using plan::TensorKind;
 
 namespace {
 
-float* float_at(const RowView& view, int64_t row, int64_t head) { return reinterpret_cast<float*>(view.at(row, head)); }
-
-/// sum (+)= partial, over [rows, heads, dim] fp32.
-void accumulate(const RowView& sum, const RowView& partial, const RowExtent& n, bool assign) {
-  if (assign) {
-    copy_rows(sum, partial, n);
-    return;
-  }
-  const int64_t dim = n.head_bytes / 4;
-  for (int64_t i = 0; i < n.num_rows; ++i) {
-    for (int64_t h = 0; h < n.num_heads; ++h) {
-      float* to = float_at(sum, i, h);
-      const float* from = float_at(partial, i, h);
-      for (int64_t d = 0; d < dim; ++d) to[d] += from[d];
-    }
-  }
-}
-
-void cast_rows(const RowView& to, DType dtype, const RowView& from, const RowExtent& n) {
-  if (dtype == DType::kFloat32) {
-    copy_rows(to, from, n);
-    return;
-  }
-  const int64_t dim = n.head_bytes / 4;
-  for (int64_t i = 0; i < n.num_rows; ++i) {
-    for (int64_t h = 0; h < n.num_heads; ++h) {
-      auto* out = reinterpret_cast<uint16_t*>(to.at(i, h));
-      const float* in = float_at(from, i, h);
-      for (int64_t d = 0; d < dim; ++d)
-        out[d] = dtype == DType::kBFloat16 ? float_to_bf16(in[d]) : float_to_fp16(in[d]);
-    }
-  }
-}
-
-void fill_bytes(const RowView& view, const RowExtent& n, int byte) {
-  for (int64_t i = 0; i < n.num_rows; ++i)
-    for (int64_t h = 0; h < n.num_heads; ++h) std::memset(view.at(i, h), byte, static_cast<size_t>(n.head_bytes));
-}
-
 constexpr int kNanByte = 0xff;  // all ones is a NaN in every dtype
 
 }  // namespace
 
-void Dispatcher::forward(const plan::SliceView& slice, const ForwardTensors& t, const ScoreOptions& scores,
+Dispatcher::Dispatcher(Protocol& protocol) : protocol_(protocol), steps_(kNumSlots) {}
+Dispatcher::~Dispatcher() = default;
+
+void Dispatcher::forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
                          const Parallel& parallel) {
-  local_ = {};
-  const auto set = [&](TensorKind kind, const RowView& view) { local_[static_cast<size_t>(kind)] = view; };
-  set(TensorKind::kQ, t.q);
-  set(TensorKind::kK, t.k);
-  set(TensorKind::kV, t.v);
-  set(TensorKind::kOut, t.out);
-  set(TensorKind::kLse, t.lse);
-  run(slice, Phase::kForward, scores, parallel);
+  Step& s = begin(slice, tensors, scores, Part::kWhole);
+  compute(s, parallel);
+  take_in(s);
 }
 
-void Dispatcher::backward(const plan::SliceView& slice, const BackwardTensors& t, const ScoreOptions& scores,
+void Dispatcher::backward(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
                           const Parallel& parallel) {
-  local_ = {};
-  const auto set = [&](TensorKind kind, const RowView& view) { local_[static_cast<size_t>(kind)] = view; };
+  Step& s = begin(slice, tensors, scores, parallel, Part::kWhole);
+  compute(s, parallel);
+  take_in(s);
+}
+
+void Dispatcher::check_slot() const {
+  if (protocol_.has_free_slot()) return;
+  std::string names;
+  for (const Step& s : steps_) names += (names.empty() ? "" : " and ") + s.id.name();
+  throw InvalidArgumentError(message(
+      names, " are under way; collect one of them before the next begins: a context has ", kNumSlots, " slots"));
+}
+
+uint64_t Dispatcher::dispatch(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
+                              std::shared_ptr<void> owner) {
+  Step& s = begin(slice, tensors, scores, Part::kDispatch);
+  s.owner = std::move(owner);
+  return s.id.number;
+}
+
+uint64_t Dispatcher::dispatch(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
+                              const Parallel& parallel, std::shared_ptr<void> owner) {
+  Step& s = begin(slice, tensors, scores, parallel, Part::kDispatch);
+  s.owner = std::move(owner);
+  return s.id.number;
+}
+
+Dispatcher::Step* Dispatcher::find(uint64_t number) {
+  for (Step& s : steps_)
+    if (s.state != Step::State::kFree && s.id.number == number) return &s;
+  return nullptr;
+}
+
+Dispatcher::Step& Dispatcher::step_for(Part part, uint64_t number) {
+  Step* const s = find(number);
+  const char* const name = part == Part::kAttend ? "attend" : "collect";
+  require(s != nullptr, name, ": step ", number, " is not under way; a step is collected once");
+  require(part != Part::kAttend || s->state == Step::State::kDispatched, name, ": ", s->id.name(), " is attended to ",
+          "already; its collect comes next");
+  require(part != Part::kCollect || s->state == Step::State::kAttended, name, ": ", s->id.name(), " is dispatched ",
+          "and not attended to; its attend comes next");
+  return *s;
+}
+
+void Dispatcher::attend(Step& s, const Parallel& parallel) {
+  protocol_.resume(s.id, Part::kAttend);
+  compute(s, parallel);
+}
+
+std::shared_ptr<void> Dispatcher::collect(Step& s) {
+  protocol_.resume(s.id, Part::kCollect);
+  take_in(s);
+  return std::move(s.owner);
+}
+
+Dispatcher::Step& Dispatcher::begin(const plan::SliceView& slice, const ForwardTensors& t, const ScoreOptions& scores,
+                                    Part part) {
+  Step& s = free_step();
+  s.slice = slice;
+  s.scores = scores;
+  s.id.phase = Phase::kForward;
+  s.set(TensorKind::kQ, t.q);
+  s.set(TensorKind::kK, t.k);
+  s.set(TensorKind::kV, t.v);
+  s.set(TensorKind::kOut, t.out);
+  s.set(TensorKind::kLse, t.lse);
+  open(s, part);
+  send_in(s);
+  return s;
+}
+
+Dispatcher::Step& Dispatcher::begin(const plan::SliceView& slice, const BackwardTensors& t, const ScoreOptions& scores,
+                                    const Parallel& parallel, Part part) {
+  Step& s = free_step();
+  s.slice = slice;
+  s.scores = scores;
+  s.id.phase = Phase::kBackward;
   const plan::Header& h = slice.header();
-  delta_.resize(std::max(delta_.size(), static_cast<size_t>(h.num_rows * h.q_heads)));
-  const RowView delta = {reinterpret_cast<std::byte*>(delta_.data()), h.q_heads * 4, 4};
+  s.delta.resize(std::max(s.delta.size(), static_cast<size_t>(h.num_rows * h.q_heads)));
+  const RowView delta = {reinterpret_cast<std::byte*>(s.delta.data()), h.q_heads * 4, 4};
   attention::row_dot(slice.heads(), h.num_rows, t.out, t.dout, delta, parallel);
-  set(TensorKind::kQ, t.q);
-  set(TensorKind::kK, t.k);
-  set(TensorKind::kV, t.v);
-  set(TensorKind::kLse, t.lse);
-  set(TensorKind::kDout, t.dout);
-  set(TensorKind::kDelta, delta);
-  set(TensorKind::kDq, t.dq);
-  set(TensorKind::kDk, t.dk);
-  set(TensorKind::kDv, t.dv);
-  run(slice, Phase::kBackward, scores, parallel);
+  s.set(TensorKind::kQ, t.q);
+  s.set(TensorKind::kK, t.k);
+  s.set(TensorKind::kV, t.v);
+  s.set(TensorKind::kLse, t.lse);
+  s.set(TensorKind::kDout, t.dout);
+  s.set(TensorKind::kDelta, delta);
+  s.set(TensorKind::kDq, t.dq);
+  s.set(TensorKind::kDk, t.dk);
+  s.set(TensorKind::kDv, t.dv);
+  open(s, part);
+  send_in(s);
+  return s;
 }
 
-void Dispatcher::run(const plan::SliceView& slice, Phase phase, const ScoreOptions& scores, const Parallel& parallel) {
-  open(slice, phase, scores);
-  dispatch(slice);
-  protocol_.exchange(/*more=*/true);
-  attend(slice, scores, /*local=*/true, parallel);
-  for (const plan::WaitRow& w : slice.waits(phase))
-    if (w.direction == static_cast<int64_t>(Direction::kIn)) protocol_.await_rows(Direction::kIn, w.peer, w.round);
-  attend(slice, scores, /*local=*/false, parallel);
-  collect(slice);
-  if (phase == Phase::kBackward) finish_sums(slice);
-  fill_padding(slice);
-  protocol_.end();
+/// The record of the slot that the step will get.
+Dispatcher::Step& Dispatcher::free_step() {
+  Step& s =
+      *std::find_if(steps_.begin(), steps_.end(), [](const Step& one) { return one.state == Step::State::kFree; });
+  s.tensors = {};
+  return s;
 }
 
-void Dispatcher::open(const plan::SliceView& slice, Phase phase, const ScoreOptions& scores) {
-  phase_ = phase;
-  heads_ = slice.heads();
-  protocol_.begin(phase, static_cast<uint64_t>(slice.header().plan_digest), scores);
-  arena_ = protocol_.arena();
-  if (fill_with_nan_) fill_nan(slice);
-  protocol_.grant(slice.waits(phase));
+void Dispatcher::open(Step& s, Part part) {
+  s.heads = s.slice.heads();
+  s.num_rounds = s.slice.header().num_rounds;
+  for (const plan::SendRow& row : s.slice.sends(s.phase())) s.num_rounds = std::max(s.num_rounds, row.round + 1);
+  s.id = protocol_.begin(s.phase(), static_cast<uint64_t>(s.slice.header().plan_digest), s.scores, part);
+  s.state = Step::State::kDispatched;
+  s.arena = protocol_.arena();
+  if (fill_with_nan_) fill_nan(s);
+  protocol_.grant(s.slice.waits(s.phase()));
 }
 
 /// Rows of this home go to their servers' arenas; rows that this server assembles from its own tensor are copied.
-void Dispatcher::dispatch(const plan::SliceView& slice) {
+void Dispatcher::send_in(const Step& step) {
   int64_t open_peer = -1;
   const auto close = [&] {
     if (open_peer >= 0) protocol_.announce(Direction::kIn, open_peer, 0);
     open_peer = -1;
   };
-  for (const plan::SendRow& s : slice.sends(phase_)) {
+  for (const plan::SendRow& s : step.slice.sends(step.phase())) {
     if (s.direction != static_cast<int64_t>(Direction::kIn)) break;
     const auto kind = static_cast<TensorKind>(s.tensor);
     const KvHeads heads = heads_of(s);
-    const RowView source = local(kind, heads, s.row);
-    const RowExtent n = extent(Direction::kIn, kind, heads, s.num_rows);
+    const RowView source = step.local(kind, heads, s.row);
+    const RowExtent n = step.extent(Direction::kIn, kind, heads, s.num_rows);
     if (s.peer == protocol_.rank()) {
-      copy_rows(in_arena(Direction::kIn, kind, heads, s.target), source, n);
+      copy_rows(step.in_arena(Direction::kIn, kind, heads, s.target), source, n);
       continue;
     }
     if (s.peer != open_peer) {
@@ -132,15 +166,16 @@ void Dispatcher::dispatch(const plan::SliceView& slice) {
       protocol_.await_credit(Direction::kIn, s.peer, 0);
       open_peer = s.peer;
     }
-    const plan::RowFormat f = format(Direction::kIn, kind, heads);
+    const plan::RowFormat f = step.format(Direction::kIn, kind, heads);
     protocol_.put(s.peer, s.target, f.row_stride(), f.head_stride, source, n);
   }
   close();
+  protocol_.exchange(/*more=*/true);
 }
 
 /// Computes the groups that need no row of another rank, or the others.
-void Dispatcher::attend(const plan::SliceView& slice, const ScoreOptions& scores, bool local_part,
-                        const Parallel& parallel) {
+void Dispatcher::attend_groups(const Step& step, bool local_part, const Parallel& parallel) {
+  const plan::SliceView& slice = step.slice;
   const plan::Header& h = slice.header();
   const auto local_groups = static_cast<size_t>(h.num_local_groups);
   const auto local_tasks = static_cast<size_t>(h.num_local_tasks);
@@ -148,7 +183,7 @@ void Dispatcher::attend(const plan::SliceView& slice, const ScoreOptions& scores
   const auto tasks = local_part ? slice.tasks().first(local_tasks) : slice.tasks().subspan(local_tasks);
   if (groups.empty()) return;
   const int64_t first_group = local_part ? 0 : h.num_local_groups, first_task = local_part ? 0 : h.num_local_tasks;
-  const bool backward = phase_ == Phase::kBackward;
+  const bool backward = step.phase() == Phase::kBackward;
 
   grads_.clear();
   if (backward) grads_.reserve(slice.grads().size());  // spans into it are taken below
@@ -161,23 +196,24 @@ void Dispatcher::attend(const plan::SliceView& slice, const ScoreOptions& scores
     group.kv_end = g.kv_end;
     group.first_block = g.first_block;
     group.blocks = slice.blocks().subspan(static_cast<size_t>(g.block_begin), static_cast<size_t>(g.num_blocks));
-    group.k[0] = local(TensorKind::kK, heads, 0);
-    group.v[0] = local(TensorKind::kV, heads, 0);
+    group.k[0] = step.local(TensorKind::kK, heads, 0);
+    group.v[0] = step.local(TensorKind::kV, heads, 0);
     if (g.num_arena_blocks > 0) {
-      group.k[1] = in_arena(Direction::kIn, TensorKind::kK, heads, backward ? g.backward_k : g.forward_k);
-      group.v[1] = in_arena(Direction::kIn, TensorKind::kV, heads, backward ? g.backward_v : g.forward_v);
+      group.k[1] = step.in_arena(Direction::kIn, TensorKind::kK, heads, backward ? g.backward_k : g.forward_k);
+      group.v[1] = step.in_arena(Direction::kIn, TensorKind::kV, heads, backward ? g.backward_v : g.forward_v);
     }
-    if (!scores.sinks.empty()) group.sinks = scores.sinks.data() + heads.begin * heads_.group_heads();
+    if (!step.scores.sinks.empty()) group.sinks = step.scores.sinks.data() + heads.begin * step.heads.group_heads();
     group.task_begin = g.task_begin - first_task;
     group.task_end = g.task_end - first_task;
-    if (backward) group.grads = add_gradient_runs(slice, g);
+    if (backward) group.grads = add_gradient_runs(step, g);
     groups_.push_back(group);
   }
   tasks_.clear();
   for (const plan::TaskRow& t : tasks) {
     const KvHeads heads = heads_of(slice.groups()[static_cast<size_t>(t.group)]);
     const auto rows = [&](TensorKind kind, int64_t offset) {
-      return t.home == h.rank ? local(kind, heads, t.home_row) : in_arena(Direction::kIn, kind, heads, offset);
+      return t.home == h.rank ? step.local(kind, heads, t.home_row)
+                              : step.in_arena(Direction::kIn, kind, heads, offset);
     };
     attention::Task task;
     task.group = t.group - first_group;
@@ -196,57 +232,70 @@ void Dispatcher::attend(const plan::SliceView& slice, const ScoreOptions& scores
     }
     tasks_.push_back(task);
   }
-  const attention::Problem problem{heads_, slice.mask(), scores.scale, groups_, tasks_, scores.softcap};
+  const attention::Problem problem{step.heads, slice.mask(), step.scores.scale, groups_, tasks_, step.scores.softcap};
   if (backward)
     kernel_.backward(problem, parallel);
   else
     kernel_.forward(problem, parallel);
 }
 
-std::span<const attention::KeyGradRun> Dispatcher::add_gradient_runs(const plan::SliceView& slice,
-                                                                     const plan::GroupRow& g) {
+std::span<const attention::KeyGradRun> Dispatcher::add_gradient_runs(const Step& step, const plan::GroupRow& g) {
   const size_t first = grads_.size();
   const KvHeads heads = heads_of(g);
   for (const plan::GradRow& r :
-       slice.grads().subspan(static_cast<size_t>(g.grad_begin), static_cast<size_t>(g.grad_end - g.grad_begin))) {
-    attention::KeyGradRun run{r.begin, r.end, heads_.dtype, {}, {}};
+       step.slice.grads().subspan(static_cast<size_t>(g.grad_begin), static_cast<size_t>(g.grad_end - g.grad_begin))) {
+    attention::KeyGradRun run{r.begin, r.end, step.heads.dtype, {}, {}};
     const auto target = static_cast<plan::GradTarget>(r.target);
     if (target == plan::GradTarget::kReturned) {
-      run.dk = local(TensorKind::kDk, heads, r.row);
-      run.dv = local(TensorKind::kDv, heads, r.row);
+      run.dk = step.local(TensorKind::kDk, heads, r.row);
+      run.dv = step.local(TensorKind::kDv, heads, r.row);
     } else {
       const bool partial = target == plan::GradTarget::kPartial;
       if (partial) run.dtype = DType::kFloat32;
-      run.dk = in_arena(Direction::kOut, partial ? TensorKind::kDkPartial : TensorKind::kDk, heads, r.dk);
-      run.dv = in_arena(Direction::kOut, partial ? TensorKind::kDvPartial : TensorKind::kDv, heads, r.dv);
+      run.dk = step.in_arena(Direction::kOut, partial ? TensorKind::kDkPartial : TensorKind::kDk, heads, r.dk);
+      run.dv = step.in_arena(Direction::kOut, partial ? TensorKind::kDvPartial : TensorKind::kDv, heads, r.dv);
     }
     grads_.push_back(run);
   }
   return std::span(grads_).subspan(first);
 }
 
-/// Results go home, round by round. A home grants round j + 1 after it took in round j, and every rank sends its
-/// round-j rows before it waits for those of its own round j; so, by induction over j, no rank waits for ever. Where
-/// ranks exchange rows together, all of them go on as long as one has a round left.
-void Dispatcher::collect(const plan::SliceView& slice) {
-  int64_t rounds = slice.header().num_rounds;
-  for (const plan::SendRow& s : slice.sends(phase_)) rounds = std::max(rounds, s.round + 1);
-  bool more = true;
-  for (int64_t round = 0; more; ++round) {
-    if (round > 0) protocol_.grant_round(slice.waits(phase_), round);
-    send_home(slice, round);
-    more = protocol_.exchange(round + 1 < rounds);
-    receive_home(slice, round);
-  }
+/// All that this server computes of the step; what needs no row of another rank first, while those arrive. The first
+/// round of results goes home.
+void Dispatcher::compute(Step& step, const Parallel& parallel) {
+  attend_groups(step, /*local=*/true, parallel);
+  for (const plan::WaitRow& w : step.slice.waits(step.phase()))
+    if (w.direction == static_cast<int64_t>(Direction::kIn)) protocol_.await_rows(Direction::kIn, w.peer, w.round);
+  attend_groups(step, /*local=*/false, parallel);
+  send_home(step, 0);
+  step.more = protocol_.exchange(step.num_rounds > 1);
+  step.state = Step::State::kAttended;
 }
 
-void Dispatcher::send_home(const plan::SliceView& slice, int64_t round) {
+/// Results come home, round by round. A home grants round j + 1 after it took in round j, and every rank sends its
+/// round-j rows before it waits for those of its own round j; so, by induction over j, no rank waits for ever. Where
+/// ranks exchange rows together, all of them go on as long as one has a round left.
+void Dispatcher::take_in(Step& step) {
+  receive_home(step, 0);
+  for (int64_t round = 1; step.more; ++round) {
+    protocol_.grant_round(step.slice.waits(step.phase()), round);
+    send_home(step, round);
+    step.more = protocol_.exchange(round + 1 < step.num_rounds);
+    receive_home(step, round);
+  }
+  if (step.phase() == Phase::kBackward) finish_sums(step);
+  fill_padding(step);
+  protocol_.end();
+  step.state = Step::State::kFree;
+}
+
+void Dispatcher::send_home(const Step& step, int64_t round) {
   int64_t open_peer = -1;
   const auto close = [&] {
     if (open_peer >= 0) protocol_.announce(Direction::kOut, open_peer, round);
     open_peer = -1;
   };
-  for (const plan::SendRow& s : slice.sends(phase_)) {
+  for (const plan::SendRow& s : step.slice.sends(step.phase())) {
     if (s.direction != static_cast<int64_t>(Direction::kOut) || s.round != round) continue;
     if (s.peer != open_peer) {
       close();
@@ -255,50 +304,50 @@ void Dispatcher::send_home(const plan::SliceView& slice, int64_t round) {
     }
     const auto kind = static_cast<TensorKind>(s.tensor);
     const KvHeads heads = heads_of(s);
-    const plan::RowFormat f = format(Direction::kOut, kind, heads);
-    protocol_.put(s.peer, s.target, f.row_stride(), f.head_stride, in_arena(Direction::kIn, kind, heads, s.source),
-                  extent(Direction::kOut, kind, heads, s.num_rows));
+    const plan::RowFormat f = step.format(Direction::kOut, kind, heads);
+    protocol_.put(s.peer, s.target, f.row_stride(), f.head_stride, step.in_arena(Direction::kIn, kind, heads, s.source),
+                  step.extent(Direction::kOut, kind, heads, s.num_rows));
   }
   close();
 }
 
-void Dispatcher::receive_home(const plan::SliceView& slice, int64_t round) {
-  for (const plan::WaitRow& w : slice.waits(phase_)) {
+void Dispatcher::receive_home(const Step& step, int64_t round) {
+  for (const plan::WaitRow& w : step.slice.waits(step.phase())) {
     if (w.direction == static_cast<int64_t>(Direction::kOut) && w.round == round)
       protocol_.await_rows(Direction::kOut, w.peer, round);
   }
-  for (const plan::ReceiveRow& r : slice.receives(phase_)) {
+  for (const plan::ReceiveRow& r : step.slice.receives(step.phase())) {
     if (r.round != round) continue;
     const auto kind = static_cast<TensorKind>(r.tensor);
     const KvHeads heads = heads_of(r);
-    const RowView source = in_arena(Direction::kOut, kind, heads, r.source);
-    const RowExtent n = extent(Direction::kOut, kind, heads, r.num_rows);
+    const RowView source = step.in_arena(Direction::kOut, kind, heads, r.source);
+    const RowExtent n = step.extent(Direction::kOut, kind, heads, r.num_rows);
     const auto action = static_cast<plan::ReceiveAction>(r.action);
     if (action == plan::ReceiveAction::kCopy)
-      copy_rows(local(kind, heads, r.row), source, n);
+      copy_rows(step.local(kind, heads, r.row), source, n);
     else
-      accumulate(in_arena(Direction::kOut, kind, heads, r.sum), source, n, action == plan::ReceiveAction::kAssign);
+      accumulate(step.in_arena(Direction::kOut, kind, heads, r.sum), source, n, action == plan::ReceiveAction::kAssign);
   }
 }
 
-void Dispatcher::finish_sums(const plan::SliceView& slice) {
-  for (const plan::SumRow& s : slice.sums()) {
+void Dispatcher::finish_sums(const Step& step) {
+  for (const plan::SumRow& s : step.slice.sums()) {
     const KvHeads heads = heads_of(s);
     const auto finish = [&](TensorKind kind, TensorKind sum, int64_t offset) {
-      cast_rows(local(kind, heads, s.row), heads_.dtype, in_arena(Direction::kOut, sum, heads, offset),
-                extent(Direction::kOut, sum, heads, s.num_rows));
+      cast_rows(step.local(kind, heads, s.row), step.heads.dtype, step.in_arena(Direction::kOut, sum, heads, offset),
+                step.extent(Direction::kOut, sum, heads, s.num_rows));
     };
     finish(TensorKind::kDk, TensorKind::kDkPartial, s.dk);
     finish(TensorKind::kDv, TensorKind::kDvPartial, s.dv);
   }
 }
 
-void Dispatcher::fill_padding(const plan::SliceView& slice) {
-  for (const plan::PaddingRow& p : slice.padding()) {
+void Dispatcher::fill_padding(const Step& step) {
+  for (const plan::PaddingRow& p : step.slice.padding()) {
     const auto zero = [&](TensorKind kind) {
-      fill_bytes(local(kind).from_row(p.row), extent(Direction::kOut, kind, all_heads(), p.num_rows), 0);
+      fill_bytes(step.local(kind).from_row(p.row), step.extent(Direction::kOut, kind, step.all_heads(), p.num_rows), 0);
     };
-    if (phase_ == Phase::kBackward) {
+    if (step.phase() == Phase::kBackward) {
       zero(TensorKind::kDq);
       zero(TensorKind::kDk);
       zero(TensorKind::kDv);
@@ -306,36 +355,37 @@ void Dispatcher::fill_padding(const plan::SliceView& slice) {
     }
     zero(TensorKind::kOut);
     for (int64_t i = p.row; i < p.row + p.num_rows; ++i)
-      for (int64_t head = 0; head < heads_.q_heads; ++head)
-        *float_at(local(TensorKind::kLse), i, head) = -std::numeric_limits<float>::infinity();
+      for (int64_t head = 0; head < step.heads.q_heads; ++head)
+        *float_at(step.local(TensorKind::kLse), i, head) = -std::numeric_limits<float>::infinity();
   }
 }
 
-void Dispatcher::fill_nan(const plan::SliceView& slice) {
-  const plan::Header& h = slice.header();
-  std::memset(arena_, kNanByte, static_cast<size_t>(h.arena_bytes[static_cast<size_t>(phase_)]));
-  const auto returned = phase_ == Phase::kForward ? std::array{TensorKind::kOut, TensorKind::kLse, TensorKind::kLse}
-                                                  : std::array{TensorKind::kDq, TensorKind::kDk, TensorKind::kDv};
+void Dispatcher::fill_nan(const Step& step) {
+  const plan::Header& h = step.slice.header();
+  std::memset(step.arena, kNanByte, static_cast<size_t>(h.arena_bytes[static_cast<size_t>(step.phase())]));
+  const auto returned = step.phase() == Phase::kForward
+                            ? std::array{TensorKind::kOut, TensorKind::kLse, TensorKind::kLse}
+                            : std::array{TensorKind::kDq, TensorKind::kDk, TensorKind::kDv};
   for (TensorKind kind : returned)
-    fill_bytes(local(kind), extent(Direction::kOut, kind, all_heads(), h.num_rows), kNanByte);
+    fill_bytes(step.local(kind), step.extent(Direction::kOut, kind, step.all_heads(), h.num_rows), kNanByte);
 }
 
-plan::RowFormat Dispatcher::format(Direction direction, TensorKind kind, const KvHeads& heads) const {
-  return plan::row_format(heads_.with_kv_heads(heads.end - heads.begin), phase_, direction, kind);
+plan::RowFormat Dispatcher::Step::format(Direction direction, TensorKind kind, const KvHeads& range) const {
+  return plan::row_format(heads.with_kv_heads(range.end - range.begin), phase(), direction, kind);
 }
 
-RowView Dispatcher::in_arena(Direction direction, TensorKind kind, const KvHeads& heads, int64_t offset) const {
-  const plan::RowFormat f = format(direction, kind, heads);
-  return {arena_ + offset, f.row_stride(), f.head_stride};
+RowView Dispatcher::Step::in_arena(Direction direction, TensorKind kind, const KvHeads& range, int64_t offset) const {
+  const plan::RowFormat f = format(direction, kind, range);
+  return {arena + offset, f.row_stride(), f.head_stride};
 }
 
-RowExtent Dispatcher::extent(Direction direction, TensorKind kind, const KvHeads& heads, int64_t num_rows) const {
-  const plan::RowFormat f = format(direction, kind, heads);
+RowExtent Dispatcher::Step::extent(Direction direction, TensorKind kind, const KvHeads& range, int64_t num_rows) const {
+  const plan::RowFormat f = format(direction, kind, range);
   return {num_rows, f.num_heads, f.head_bytes};
 }
 
-RowView Dispatcher::local(TensorKind kind, const KvHeads& heads, int64_t row) const {
-  return local(kind).from(row, plan::has_kv_heads(kind) ? heads.begin : heads.begin * heads_.group_heads());
+RowView Dispatcher::Step::local(TensorKind kind, const KvHeads& range, int64_t row) const {
+  return local(kind).from(row, plan::has_kv_heads(kind) ? range.begin : range.begin * heads.group_heads());
 }
 
 }  // namespace distca::runtime

@@ -1,8 +1,10 @@
 // The dispatcher: runs one rank's slice of a plan over the transport. Forward: dispatch, attend, collect; so is
-// backward.
+// backward. A step is done in one go, or in these three parts, between which another step may go on in the other slot.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -25,12 +27,35 @@ struct BackwardTensors {
 
 class Dispatcher {
  public:
-  explicit Dispatcher(Protocol& protocol) : protocol_(protocol) {}
+  explicit Dispatcher(Protocol& protocol);
+  ~Dispatcher();
 
+  /// A whole step.
   void forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
                const Parallel& parallel);
   void backward(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
                 const Parallel& parallel);
+
+  /// Throws InvalidArgumentError, which says what is under way, unless another step may begin.
+  void check_slot() const;
+  /// Sends this home's rows to their servers; returns the number of the step. `owner` keeps slice, tensors and sinks
+  /// alive; inputs must not change until the step is collected.
+  uint64_t dispatch(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
+                    std::shared_ptr<void> owner);
+  uint64_t dispatch(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
+                    const Parallel& parallel, std::shared_ptr<void> owner);
+
+  /// A step that was dispatched and not yet collected.
+  struct Step;
+  /// The step of that number, if `attend` (after dispatch) or `collect` (after attend) may come now; else throws
+  /// InvalidArgumentError.
+  Step& step_for(Part part, uint64_t number);
+  /// Computes what this server has of the step, and sends home the first round of results.
+  void attend(Step& steptep, const Parallel& parallel);
+  /// Takes in the results of this home: the returned tensors are complete. Gives `owner` back.
+  std::shared_ptr<void> collect(Step& steptep);
+  /// The step of that number; null where it is not under way.
+  Step* find(uint64_t number);
 
   /// For tests: fill the arena and the returned tensors with NaN before every step.
   void set_fill_with_nan(bool on) { fill_with_nan_ = on; }
@@ -44,48 +69,64 @@ class Dispatcher {
   static KvHeads heads_of(const Row& row) {
     return {row.kv_head_begin, row.kv_head_end};
   }
-  KvHeads all_heads() const { return {0, heads_.kv_heads}; }
 
-  /// Where a tensor of this rank lies, by TensorKind; null where the step does not have it.
-  using LocalTensors = std::array<RowView, static_cast<size_t>(plan::TensorKind::kCount)>;
+  // The parts of a step, whether calls of their own or not.
+  Step& begin(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores, Part part);
+  Step& begin(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
+              const Parallel& parallel, Part part);
+  Step& free_step();
+  void open(Step& step, Part part);
+  void send_in(const Step& step);
+  void compute(Step& step, const Parallel& parallel);
+  void take_in(Step& step);
 
-  /// A step, once `local_` says where this rank's tensors are.
-  void run(const plan::SliceView& slice, plan::Phase phase, const ScoreOptions& scores, const Parallel& parallel);
-  void open(const plan::SliceView& slice, plan::Phase phase, const ScoreOptions& scores);
-  void dispatch(const plan::SliceView& slice);
-  void attend(const plan::SliceView& slice, const ScoreOptions& scores, bool local, const Parallel& parallel);
+  void attend_groups(const Step& step, bool local, const Parallel& parallel);
   /// Where the key gradients of a group go; the runs join grads_.
-  std::span<const attention::KeyGradRun> add_gradient_runs(const plan::SliceView& slice, const plan::GroupRow& g);
-  void collect(const plan::SliceView& slice);
-  void send_home(const plan::SliceView& slice, int64_t round);
-  void receive_home(const plan::SliceView& slice, int64_t round);
-  void finish_sums(const plan::SliceView& slice);
-  void fill_padding(const plan::SliceView& slice);
-  void fill_nan(const plan::SliceView& slice);
-
-  /// How rows of a range of heads lie in an arena, and where one such extent is.
-  plan::RowFormat format(plan::Direction direction, plan::TensorKind kind, const KvHeads& heads) const;
-  RowView in_arena(plan::Direction direction, plan::TensorKind kind, const KvHeads& heads, int64_t offset) const;
-  RowExtent extent(plan::Direction direction, plan::TensorKind kind, const KvHeads& heads, int64_t num_rows) const;
-  const RowView& local(plan::TensorKind kind) const { return local_[static_cast<size_t>(kind)]; }
-  /// A tensor of this rank from a row on, and from the first of a range of heads.
-  RowView local(plan::TensorKind kind, const KvHeads& heads, int64_t row) const;
+  std::span<const attention::KeyGradRun> add_gradient_runs(const Step& step, const plan::GroupRow& g);
+  void send_home(const Step& step, int64_t round);
+  void receive_home(const Step& step, int64_t round);
+  void finish_sums(const Step& step);
+  void fill_padding(const Step& step);
+  void fill_nan(const Step& step);
 
   Protocol& protocol_;
   attention::CpuAttention kernel_;
   bool fill_with_nan_ = false;
+  std::vector<Step> steps_;  // kNumSlots of them
 
-  // The step under way.
-  plan::Phase phase_ = plan::Phase::kForward;
-  HeadShape heads_;
-  std::byte* arena_ = nullptr;
-  LocalTensors local_ = {};
-
-  // Scratch that only grows.
+  // Scratch of one computation that only grows.
   std::vector<attention::KeyGroup> groups_;
   std::vector<attention::Task> tasks_;
   std::vector<attention::KeyGradRun> grads_;
-  std::vector<float> delta_;
+};
+
+/// What is kept of a step from its dispatch until it is collected.
+struct Dispatcher::Step {
+  enum class State { kFree, kDispatched, kAttended };
+
+  State state = State::kFree;
+  StepId id;
+  plan::SliceView slice{{}};
+  ScoreOptions scores;
+  HeadShape heads;
+  std::byte* arena = nullptr;
+  /// Where a tensor of this rank lies, by TensorKind; null where the step does not have it.
+  std::array<RowView, static_cast<size_t>(plan::TensorKind::kCount)> tensors = {};
+  std::vector<float> delta;  // of a backward step; only grows
+  int64_t num_rounds = 0;    // that this rank takes part in
+  bool more = false;         // rounds to come after the one at hand
+  std::shared_ptr<void> owner;
+
+  plan::Phase phase() const { return id.phase; }
+  KvHeads all_heads() const { return {0, heads.kv_heads}; }
+  /// How rows of a range of heads lie in an arena, and where one such extent is.
+  plan::RowFormat format(plan::Direction direction, plan::TensorKind kind, const KvHeads& range) const;
+  RowView in_arena(plan::Direction direction, plan::TensorKind kind, const KvHeads& range, int64_t offset) const;
+  RowExtent extent(plan::Direction direction, plan::TensorKind kind, const KvHeads& range, int64_t num_rows) const;
+  void set(plan::TensorKind kind, const RowView& view) { tensors[static_cast<size_t>(kind)] = view; }
+  const RowView& local(plan::TensorKind kind) const { return tensors[static_cast<size_t>(kind)]; }
+  /// A tensor of this rank from a row on, and from the first of a range of heads.
+  RowView local(plan::TensorKind kind, const KvHeads& range, int64_t row) const;
 };
 
 }  // namespace distca::runtime

@@ -10,7 +10,19 @@
 namespace distca::runtime {
 namespace {
 
-const char* phase_name(uint64_t phase) { return phase == 0 ? "forward" : "backward"; }
+const char* phase_name(plan::Phase phase) { return phase == plan::Phase::kForward ? "forward" : "backward"; }
+
+/// The word of a call: its number << 4 | slot << 3 | part << 1 | phase.
+constexpr int kCallShift = 4;
+static_assert(kNumSlots == 2);
+
+/// "forward", or, of a call that does a part of it, "attend of forward (slot 1)".
+std::string describe_call(uint64_t word) {
+  constexpr std::array kParts = {"", "dispatch of ", "attend of ", "collect of "};
+  const auto part = static_cast<size_t>(word >> 1 & 3);
+  const std::string slot = part == 0 ? "" : message(" (slot ", word >> 3 & 1, ")");
+  return kParts[part] + std::string(phase_name(static_cast<plan::Phase>(word & 1))) + slot;
+}
 
 std::string hex(uint64_t x) {
   std::ostringstream out;
@@ -39,9 +51,23 @@ Protocol::Protocol(std::unique_ptr<transport::Transport> transport, std::string 
 
 std::byte* Protocol::arena() { return transport_->heap().data() + slot() * arena_bytes_; }
 
+std::string StepId::name() const { return message("step ", number, " (", phase_name(phase), ")"); }
+
 std::string Protocol::where() const {
-  return message("context \"", name_, "\", rank ", rank(), " of ", num_ranks(), ", step ", step_, " (",
-                 phase_name(static_cast<uint64_t>(phase_)), ")");
+  return message("context \"", name_, "\", rank ", rank(), " of ", num_ranks(), ", ", now_.name());
+}
+
+uint64_t Protocol::call_word() const {
+  return num_calls_ << kCallShift | static_cast<uint64_t>(now_.slot) << 3 | static_cast<uint64_t>(part_) << 1 |
+         static_cast<uint64_t>(now_.phase);
+}
+
+int64_t Protocol::free_slot() const {
+  for (int64_t i = 1; i <= kNumSlots; ++i) {
+    const int64_t slot = (last_slot_ + i) % kNumSlots;
+    if (!busy_[static_cast<size_t>(slot)]) return slot;
+  }
+  return -1;
 }
 
 void Protocol::check_healthy() const {
@@ -59,19 +85,27 @@ uint64_t ScoreOptions::sinks_digest() const {
   return d.value();
 }
 
-void Protocol::begin(plan::Phase phase, uint64_t plan_digest, const ScoreOptions& scores) {
-  ++step_;
-  phase_ = phase;
-  digest_ = plan_digest;
-  scale_and_softcap_ = scores.scale_and_softcap();
-  sinks_digest_ = scores.sinks_digest();
-  // Taken back while it changes, so that nobody reads the digest of one step under the number of another.
-  transport_->publish(signals_.step(step_), 0);
-  transport_->publish(signals_.digest(step_), plan_digest);
-  transport_->publish(signals_.scale_and_softcap(step_), scale_and_softcap_);
-  transport_->publish(signals_.sinks(step_), sinks_digest_);
-  transport_->publish(signals_.step(step_), published_step());
-  transport_->publish(signals_.latest_step(), step_);
+StepId Protocol::begin(plan::Phase phase, uint64_t plan_digest, const ScoreOptions& scores, Part part) {
+  last_slot_ = free_slot();
+  busy_[static_cast<size_t>(last_slot_)] = true;
+  const StepId step{++num_steps_, last_slot_, phase, plan_digest, scores.scale_and_softcap(), scores.sinks_digest()};
+  enter(step, part);
+  return step;
+}
+
+void Protocol::resume(const StepId& step, Part part) { enter(step, part); }
+
+void Protocol::enter(const StepId& step, Part part) {
+  const uint64_t call = ++num_calls_;
+  now_ = step;
+  part_ = part;
+  // Taken back while it changes, so that nobody reads the digest of one call under the number of another.
+  transport_->publish(signals_.call(call), 0);
+  transport_->publish(signals_.digest(call), step.plan_digest);
+  transport_->publish(signals_.scale_and_softcap(call), step.scale_and_softcap);
+  transport_->publish(signals_.sinks(call), step.sinks_digest);
+  transport_->publish(signals_.call(call), call_word());
+  transport_->publish(signals_.latest_step(), num_steps_);
   check_faults();
   check_departed();
   // If all ranks do not agree, some two neighbours do not, and the later one of them sees it here. Over a collective
@@ -85,7 +119,8 @@ void Protocol::begin(plan::Phase phase, uint64_t plan_digest, const ScoreOptions
 void Protocol::grant(std::span<const plan::WaitRow> waits) {
   if (transport_->is_collective()) return;
   for (const plan::WaitRow& w : waits) {
-    if (w.round == 0) transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), sequence(step_, 0));
+    if (w.round == 0)
+      transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), sequence(now_.number, 0));
   }
 }
 
@@ -93,7 +128,7 @@ void Protocol::grant_round(std::span<const plan::WaitRow> waits, int64_t round) 
   if (transport_->is_collective()) return;
   for (const plan::WaitRow& w : waits) {
     if (w.direction == static_cast<int64_t>(plan::Direction::kOut) && w.round == round)
-      transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), sequence(step_, round));
+      transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), sequence(now_.number, round));
   }
 }
 
@@ -101,7 +136,7 @@ void Protocol::await_credit(plan::Direction direction, int64_t peer, int64_t rou
   if (transport_->is_collective()) return;
   const bool in = direction == plan::Direction::kIn;
   wait({in ? "credit to send rows to its server arena" : "credit to send rows home", peer,
-        signals_.credit(slot(), peer), sequence(step_, round), round});
+        signals_.credit(slot(), peer), sequence(now_.number, round), round});
 }
 
 void Protocol::put(int64_t peer, int64_t target, int64_t dst_row_stride, int64_t dst_head_stride, const RowView& source,
@@ -118,7 +153,7 @@ void Protocol::put(int64_t peer, int64_t target, int64_t dst_row_stride, int64_t
 
 void Protocol::announce(plan::Direction direction, int64_t peer, int64_t round) {
   transport_->signal(static_cast<int>(peer), signals_.arrived(static_cast<int64_t>(direction), slot(), rank()),
-                     sequence(step_, round));
+                     sequence(now_.number, round));
 }
 
 bool Protocol::exchange(bool more) {
@@ -134,10 +169,13 @@ bool Protocol::exchange(bool more) {
 void Protocol::await_rows(plan::Direction direction, int64_t peer, int64_t round) {
   const bool in = direction == plan::Direction::kIn;
   wait({in ? "rows for tasks served here" : "rows that come home", peer,
-        signals_.arrived(static_cast<int64_t>(direction), slot(), peer), sequence(step_, round), round});
+        signals_.arrived(static_cast<int64_t>(direction), slot(), peer), sequence(now_.number, round), round});
 }
 
-void Protocol::end() { transport_->quiet(); }
+void Protocol::end() {
+  transport_->quiet();
+  busy_[static_cast<size_t>(slot())] = false;
+}
 
 void Protocol::wait(const Wait& w) {
   waiting_ = w;
@@ -172,33 +210,35 @@ void Protocol::check_departed() {
 void Protocol::compare_with(int64_t peer) {
   const int p = static_cast<int>(peer);
   if (peer == rank()) return;
-  const uint64_t theirs = transport_->peek(p, signals_.step(step_));
-  if (theirs >> 1 < step_) return;
-  if (theirs >> 1 == step_) {
-    const uint64_t digest = transport_->peek(p, signals_.digest(step_));
-    const uint64_t scores = transport_->peek(p, signals_.scale_and_softcap(step_));
-    const uint64_t sinks = transport_->peek(p, signals_.sinks(step_));
-    if (transport_->peek(p, signals_.step(step_)) == theirs) {
-      if (theirs == published_step() && digest == digest_) {
-        if (scores == scale_and_softcap_ && sinks == sinks_digest_) return;
-        fault_details_ = {static_cast<uint64_t>(peer), theirs & 1, digest, digest_};
+  const uint64_t call = num_calls_;
+  const uint64_t theirs = transport_->peek(p, signals_.call(call));
+  if (theirs >> kCallShift < call) return;
+  if (theirs >> kCallShift == call) {
+    const uint64_t digest = transport_->peek(p, signals_.digest(call));
+    const uint64_t scores = transport_->peek(p, signals_.scale_and_softcap(call));
+    const uint64_t sinks = transport_->peek(p, signals_.sinks(call));
+    if (transport_->peek(p, signals_.call(call)) == theirs) {
+      if (theirs == call_word() && digest == now_.plan_digest) {
+        if (scores == now_.scale_and_softcap && sinks == now_.sinks_digest) return;
+        fault_details_ = {static_cast<uint64_t>(peer), theirs & 1, digest, now_.plan_digest};
         throw PlanMismatchError(message(where(), ": rank ", peer, " came to this step with ", describe(scores),
-                                        ", this rank with ", describe(scale_and_softcap_),
-                                        sinks == sinks_digest_ ? "" : "; their attention sinks differ"));
+                                        ", this rank with ", describe(now_.scale_and_softcap),
+                                        sinks == now_.sinks_digest ? "" : "; their attention sinks differ"));
       }
-      fault_details_ = {static_cast<uint64_t>(peer), theirs & 1, digest, digest_};
-      throw PlanMismatchError(message(where(), ": rank ", peer, " came to this step with another plan: it runs ",
-                                      phase_name(theirs & 1), " of plan ", hex(digest), ", this rank ",
-                                      phase_name(static_cast<uint64_t>(phase_)), " of plan ", hex(digest_),
+      fault_details_ = {static_cast<uint64_t>(peer), theirs & 1, digest, now_.plan_digest};
+      throw PlanMismatchError(message(where(), ": rank ", peer, " came to this step with another ",
+                                      theirs == call_word() ? "plan" : "call", ": it runs ", describe_call(theirs),
+                                      " of plan ", hex(digest), ", this rank ", describe_call(call_word()), " of plan ",
+                                      hex(now_.plan_digest),
                                       ". All ranks must make the same calls in the same order with the same plan"));
     }
   }
   // The peer is so far ahead that its history of this step is gone. Fine, unless we still wait for something of it.
   if (waiting_.peer == peer && transport_->load(waiting_.word) < waiting_.value) {
-    fault_details_ = {static_cast<uint64_t>(peer), 0, 0, digest_};
+    fault_details_ = {static_cast<uint64_t>(peer), 0, 0, now_.plan_digest};
     throw PlanMismatchError(message(where(), ": rank ", peer, " is already at step ",
                                     transport_->peek(p, signals_.latest_step()), " and never gave ", waiting_.what,
-                                    "; the ranks do not have the same plan (here ", hex(digest_), ")"));
+                                    "; the ranks do not have the same plan (here ", hex(now_.plan_digest), ")"));
   }
 }
 
@@ -208,7 +248,7 @@ void Protocol::time_out() {
   const uint64_t seen = transport_->load(waiting_.word);
   throw PeerTimeoutError(message(where(), ": waited ", static_cast<double>(timeout_.count()) / 1000.0, " s for rank ",
                                  waiting_.peer, ": ", waiting_.what, ", round ", waiting_.round, "; seen step ",
-                                 seen >> 16, " round ", seen & 0xffff, ", expected step ", step_, " round ",
+                                 seen >> 16, " round ", seen & 0xffff, ", expected step ", now_.number, " round ",
                                  waiting_.round, "; rank ", waiting_.peer, " is at step ",
                                  transport_->peek(p, signals_.latest_step())));
 }
@@ -231,6 +271,9 @@ void Protocol::check_faults() {
                                     p, " reports"));
       case FaultCode::kTimeout:
         throw PeerTimeoutError(message(where(), ": rank ", p, " gave up waiting for rank ", d[0]));
+      case FaultCode::kUnfinished:
+        throw PeerDiedError(message(where(), ": rank ", p, " left step ", d[0], " (",
+                                    phase_name(static_cast<plan::Phase>(d[1])), ") unfinished"));
       default:
         throw PeerDiedError(message(where(), ": rank ", p, " abandoned this context after an error of its own"));
     }
@@ -238,12 +281,24 @@ void Protocol::check_faults() {
 }
 
 void Protocol::fail(const Error& error) noexcept {
-  if (!poison_.empty()) return;
-  poison_ = error.what();
   FaultCode code = FaultCode::kOther;
   if (std::strcmp(error.kind(), "PlanMismatchError") == 0) code = FaultCode::kMismatch;
   if (std::strcmp(error.kind(), "PeerDiedError") == 0) code = FaultCode::kDied;
   if (std::strcmp(error.kind(), "PeerTimeoutError") == 0) code = FaultCode::kTimeout;
+  fail(error, code);
+}
+
+void Protocol::abandon(const StepId& step, const std::string& why) noexcept {
+  if (!poison_.empty()) return;
+  fault_details_ = {step.number, static_cast<uint64_t>(step.phase)};
+  fail(InvalidArgumentError(message(step.name(), " of context \"", name_, "\" was dispatched on rank ", rank(),
+                                    " and never collected", why)),
+       FaultCode::kUnfinished);
+}
+
+void Protocol::fail(const Error& error, FaultCode code) noexcept {
+  if (!poison_.empty()) return;
+  poison_ = error.what();
   if (transport_->is_collective()) return transport_->abandon(error);
   try {
     for (int64_t p = 0; p < num_ranks(); ++p) {

@@ -1,11 +1,17 @@
 // The step protocol between the ranks of a context: who may write where and when, agreement on the plan, and faults.
 //
-// Every rank issues the same sequence of steps. At step n a receiver grants credit to exactly the senders of plan n,
-// for the slot n % 2, once its own earlier use of that slot is over; senders wait for that credit, put, and signal. A
-// rank waits only for ranks that send to it, or receive from it, in this plan. Each rank publishes its step and plan
-// digest; of two neighbours with different digests at least one notices at once, and whoever waits compares again. The
-// first fault on a rank is told to all its peers; after that the context is poisoned: nothing of it sends or returns
-// rows.
+// Every rank makes the same sequence of calls: each does a whole step, or one of its parts (dispatch, attend, collect),
+// so that two steps may be under way at once. A step gets the slot that is free; where both are, the one that the step
+// before did not get. At step n a receiver grants credit to exactly the senders of plan n, for the step's slot, once
+// its own earlier use of that slot is over; senders wait for that credit, put, and signal. A rank waits only for ranks
+// that send to it, or receive from it, in this plan. Each rank publishes its calls with their plan digests; of two
+// neighbours whose calls differ at least one notices at once, and whoever waits compares again. The first fault on a
+// rank is told to all its peers; after that the context is poisoned: nothing of it sends or returns rows.
+//
+// No rank waits for ever, by induction over the calls. Whatever dispatch waits for (credit), peers give when they come
+// to the same call, before they wait themselves. Whatever attend waits for (rows of the step, credit to send results
+// home) was given in the step's dispatch, and the first round that collect waits for in its attend: earlier calls,
+// which all ranks complete. Of the rounds within collect see Dispatcher::collect.
 //
 // Over a collective transport rows reach a slot only in an exchange, to which its owner comes when the slot is free: so
 // there is no credit. All ranks compare their steps in every exchange, before rows move, and who is gone is noticed
@@ -38,6 +44,20 @@ struct ScoreOptions {
   uint64_t sinks_digest() const;
 };
 
+/// What a call does of a step. All ranks split their steps alike.
+enum class Part : uint64_t { kWhole = 0, kDispatch, kAttend, kCollect };
+
+/// A step as all ranks know it.
+struct StepId {
+  uint64_t number = 0;  // from 1
+  int64_t slot = 0;
+  plan::Phase phase = plan::Phase::kForward;
+  uint64_t plan_digest = 0, scale_and_softcap = 0, sinks_digest = 0;
+
+  /// "step 7 (forward)"
+  std::string name() const;
+};
+
 class Protocol {
  public:
   Protocol(std::unique_ptr<transport::Transport> transport, std::string context_name, int64_t arena_bytes,
@@ -46,16 +66,22 @@ class Protocol {
   transport::Transport& transport() { return *transport_; }
   int64_t rank() const { return transport_->rank(); }
   int64_t num_ranks() const { return transport_->num_ranks(); }
-  uint64_t step() const { return step_; }
+  /// Steps begun so far.
+  uint64_t step() const { return num_steps_; }
 
-  /// This rank's arena of the current slot.
+  /// This rank's arena of the slot of the step at hand.
   std::byte* arena();
 
   /// Throws ContextPoisonedError after a fault.
   void check_healthy() const;
 
-  /// Opens the next step: publishes it and compares with the neighbours.
-  void begin(plan::Phase phase, uint64_t plan_digest, const ScoreOptions& scores);
+  /// Whether another step may begin.
+  bool has_free_slot() const { return free_slot() >= 0; }
+  /// Begins the next step with a call that does `part` of it: publishes it and compares with the neighbours. What
+  /// follows is about this step.
+  StepId begin(plan::Phase phase, uint64_t plan_digest, const ScoreOptions& scores, Part part);
+  /// A further call, about a step that is under way.
+  void resume(const StepId& step, Part part);
   /// Grants every sender of the step credit for round 0; this rank's slot may be written from here on.
   void grant(std::span<const plan::WaitRow> waits);
   /// Grants credit for `round` to the peers that send rows home in it.
@@ -70,14 +96,16 @@ class Protocol {
   /// nothing. Returns whether any rank (else: this rank) wants `more`.
   bool exchange(bool more);
   void await_rows(plan::Direction direction, int64_t peer, int64_t round);
-  /// Closes the step once nothing of it is under way.
+  /// Closes the step, and frees its slot, once nothing of it is under way.
   void end();
 
   /// Poisons the context with its first fault and tells the peers. Later calls do nothing.
   void fail(const Error& error) noexcept;
+  /// The fault of a step that was begun here and will not be finished.
+  void abandon(const StepId& step, const std::string& why) noexcept;
 
  private:
-  enum class FaultCode : uint64_t { kNone = 0, kMismatch, kDied, kTimeout, kOther };
+  enum class FaultCode : uint64_t { kNone = 0, kMismatch, kDied, kTimeout, kUnfinished, kOther };
   struct Wait {
     const char* what = "";
     int64_t peer = -1;
@@ -86,13 +114,17 @@ class Protocol {
     int64_t round = 0;
   };
 
-  uint64_t published_step() const { return step_ << 1 | static_cast<uint64_t>(phase_); }
-  int64_t slot() const { return static_cast<int64_t>(step_ % kNumSlots); }
+  /// What is published of the call at hand: its number, and what it does.
+  uint64_t call_word() const;
+  int64_t slot() const { return now_.slot; }
+  int64_t free_slot() const;
+  void enter(const StepId& step, Part part);
+  void fail(const Error& error, FaultCode code) noexcept;
   void wait(const Wait& w);
   void watch();
   void check_departed();
   void check_faults();
-  /// Throws PlanMismatchError if `peer` came to this step with another plan, phase or other options of the scores.
+  /// Throws PlanMismatchError if this call of `peer` is another one, or about another plan or other scores.
   void compare_with(int64_t peer);
   [[noreturn]] void time_out();
   std::string where() const;
@@ -102,10 +134,11 @@ class Protocol {
   std::string name_;
   int64_t arena_bytes_;
   std::chrono::milliseconds timeout_;
-  uint64_t step_ = 0;
-  plan::Phase phase_ = plan::Phase::kForward;
-  uint64_t digest_ = 0;
-  uint64_t scale_and_softcap_ = 0, sinks_digest_ = 0;
+  uint64_t num_steps_ = 0, num_calls_ = 0;
+  StepId now_;  // the step at hand
+  Part part_ = Part::kWhole;
+  int64_t last_slot_ = 0;
+  std::array<bool, kNumSlots> busy_ = {};
   Wait waiting_;
   std::function<void()> watch_;  // made once: waiting allocates nothing
   std::function<void()> agree_;  // likewise

@@ -5,7 +5,7 @@
 
 namespace distca::runtime {
 
-/// Slots a context alternates between (ping, pong): step n uses slot n % kNumSlots.
+/// Slots of a context (ping, pong): so many steps may be under way at once.
 inline constexpr int64_t kNumSlots = 2;
 
 class Signals {
@@ -21,12 +21,12 @@ class Signals {
   /// Of peer p: p has met a fault; kFaultDetails words of detail, then the code (0 = none).
   int64_t fault_detail(int64_t peer, int64_t index) const { return per_peer(3 * kNumSlots + index, peer); }
   int64_t fault_code(int64_t peer) const { return per_peer(3 * kNumSlots + kFaultDetails, peer); }
-  /// Published by the owner for its peers: at index step % kHistory the digest of a step's plan, the scale and the
-  /// softcap of its scores, the digest of its sinks, and which step it is.
-  int64_t digest(uint64_t step) const { return published(kWords * static_cast<int64_t>(step % kHistory)); }
-  int64_t scale_and_softcap(uint64_t step) const { return digest(step) + 1; }
-  int64_t sinks(uint64_t step) const { return digest(step) + 2; }
-  int64_t step(uint64_t step) const { return digest(step) + 3; }
+  /// Published by the owner for its peers: at index call % kHistory, of the step that a call is about, the digest of
+  /// its plan, the scale and the softcap of its scores and the digest of its sinks; and which call it is (call_word).
+  int64_t digest(uint64_t call) const { return published(kWords * static_cast<int64_t>(call % kHistory)); }
+  int64_t scale_and_softcap(uint64_t call) const { return digest(call) + 1; }
+  int64_t sinks(uint64_t call) const { return digest(call) + 2; }
+  int64_t call(uint64_t call) const { return digest(call) + 3; }
   /// Published by the owner: its latest step.
   int64_t latest_step() const { return published(kWords * kHistory); }
 

@@ -1,5 +1,8 @@
-// torch.ops.distca.core_attention and its backward: one collective step each.
+// torch.ops.distca.core_attention and its backward, one collective step each; and the parts of such a step.
 #include <torch/csrc/stable/library.h>
+
+#include <memory>
+#include <utility>
 
 #include "runtime/context.h"
 #include "torch/tensors.h"
@@ -7,53 +10,139 @@
 namespace distca::ops {
 namespace {
 
+/// The arguments of a forward step, checked, and the tensors that it returns. What it views lives as long as it does.
+struct Forward {
+  Forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan, const std::optional<Tensor>& sinks,
+          const std::string& context, std::optional<double> scale, double softcap)
+      : q(q),
+        k(k),
+        v(v),
+        plan(plan),
+        sinks(sinks),
+        heads(heads_of(q, k, v)),
+        context(runtime::find_context(context)),
+        out(empty_rows(q, q.size(0), heads.q_heads, heads.v_dim)),
+        lse(empty_scalars(q, q.size(0), heads.q_heads)) {
+    require(q.size(0) == k.size(0), "q ", shape_of(q), " and k ", shape_of(k), " have different lengths");
+    slice = this->context->accept(words_of(plan, "plan"), heads, q.size(0));
+    scores = {scale_or_default(scale, heads), checked_softcap(softcap), sinks_of(sinks, heads)};
+  }
+
+  runtime::ForwardTensors tensors() const {
+    return {rows_of(q, "q"), rows_of(k, "k"), rows_of(v, "v"), rows_of(out, "out"), scalars_of(lse, "lse")};
+  }
+
+  Tensor q, k, v, plan;
+  std::optional<Tensor> sinks;
+  HeadShape heads;
+  std::shared_ptr<runtime::Context> context;
+  plan::SliceView slice{{}};
+  runtime::ScoreOptions scores;
+  Tensor out, lse;
+};
+
+/// Likewise of a backward step.
+struct Backward {
+  Backward(const Tensor& dout_any, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+           const Tensor& lse, const Tensor& plan, const std::optional<Tensor>& sinks, const std::string& context,
+           std::optional<double> scale, double softcap)
+      : dout(with_dense_rows(dout_any)),
+        q(q),
+        k(k),
+        v(v),
+        out(out),
+        lse(lse),
+        plan(plan),
+        sinks(sinks),
+        heads(heads_of(q, k, v)),
+        context(runtime::find_context(context)),
+        dq(empty_rows(q, q.size(0), heads.q_heads, heads.dim)),
+        dk(empty_rows(k, q.size(0), heads.kv_heads, heads.dim)),
+        dv(empty_rows(v, q.size(0), heads.kv_heads, heads.v_dim)) {
+    const int64_t rows = q.size(0);
+    check_like_out(dout, "dout", heads, rows);
+    check_like_out(out, "out", heads, rows);
+    scalars_of(lse, "lse");
+    require(k.size(0) == rows && lse.size(0) == rows && lse.size(1) == heads.q_heads,
+            "q, k, v, out and lse have different lengths or head counts");
+    slice = this->context->accept(words_of(plan, "plan"), heads, rows);
+    scores = {scale_or_default(scale, heads), checked_softcap(softcap), sinks_of(sinks, heads)};
+  }
+
+  runtime::BackwardTensors tensors() const {
+    return {rows_of(q, "q"),       rows_of(k, "k"),   rows_of(v, "v"),   rows_of(out, "out"), scalars_of(lse, "lse"),
+            rows_of(dout, "dout"), rows_of(dq, "dq"), rows_of(dk, "dk"), rows_of(dv, "dv")};
+  }
+
+  Tensor dout, q, k, v, out, lse, plan;
+  std::optional<Tensor> sinks;
+  HeadShape heads;
+  std::shared_ptr<runtime::Context> context;
+  plan::SliceView slice{{}};
+  runtime::ScoreOptions scores;
+  Tensor dq, dk, dv;
+};
+
 std::tuple<Tensor, Tensor> core_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan,
                                           std::optional<Tensor> plan_backward, std::optional<Tensor> sinks,
                                           std::string context, std::optional<double> scale, double softcap,
                                           bool /*deterministic: the CPU kernel always is*/) {
   return guarded([&] {
-    const HeadShape heads = heads_of(q, k, v);
-    require(q.size(0) == k.size(0), "q ", shape_of(q), " and k ", shape_of(k), " have different lengths");
-    const auto ctx = runtime::find_context(context);
-    const plan::SliceView slice = ctx->accept(words_of(plan, "plan"), heads, q.size(0));
-    if (plan_backward) ctx->accept(words_of(*plan_backward, "plan_backward"), heads, q.size(0));
-    const runtime::ScoreOptions scores{scale_or_default(scale, heads), checked_softcap(softcap),
-                                       sinks_of(sinks, heads)};
-    Tensor out = empty_rows(q, q.size(0), heads.q_heads, heads.v_dim);
-    Tensor lse = empty_scalars(q, q.size(0), heads.q_heads);
-    ctx->forward(slice,
-                 {rows_of(q, "q"), rows_of(k, "k"), rows_of(v, "v"), rows_of(out, "out"), scalars_of(lse, "lse")},
-                 scores, torch_threads());
-    return std::tuple{out, lse};
+    const Forward f(q, k, v, plan, sinks, context, scale, softcap);
+    if (plan_backward) f.context->accept(words_of(*plan_backward, "plan_backward"), f.heads, q.size(0));
+    f.context->forward(f.slice, f.tensors(), f.scores, torch_threads());
+    return std::tuple{f.out, f.lse};
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor> core_attention_backward(const Tensor& dout_any, const Tensor& q, const Tensor& k,
+std::tuple<Tensor, Tensor, Tensor> core_attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
                                                            const Tensor& v, const Tensor& out, const Tensor& lse,
                                                            const Tensor& plan, std::optional<Tensor> sinks,
                                                            std::string context, std::optional<double> scale,
                                                            double softcap, bool /*deterministic*/) {
   return guarded([&] {
-    const HeadShape heads = heads_of(q, k, v);
-    const int64_t rows = q.size(0);
-    const Tensor dout = with_dense_rows(dout_any);
-    check_like_out(dout, "dout", heads, rows);
-    check_like_out(out, "out", heads, rows);
-    const RowView lse_rows = scalars_of(lse, "lse");
-    require(k.size(0) == rows && lse.size(0) == rows && lse.size(1) == heads.q_heads,
-            "q, k, v, out and lse have different lengths or head counts");
-    const auto ctx = runtime::find_context(context);
-    const plan::SliceView slice = ctx->accept(words_of(plan, "plan"), heads, rows);
-    const runtime::ScoreOptions scores{scale_or_default(scale, heads), checked_softcap(softcap),
-                                       sinks_of(sinks, heads)};
-    Tensor dq = empty_rows(q, rows, heads.q_heads, heads.dim);
-    Tensor dk = empty_rows(k, rows, heads.kv_heads, heads.dim);
-    Tensor dv = empty_rows(v, rows, heads.kv_heads, heads.v_dim);
-    ctx->backward(slice,
-                  {rows_of(q, "q"), rows_of(k, "k"), rows_of(v, "v"), rows_of(out, "out"), lse_rows,
-                   rows_of(dout, "dout"), rows_of(dq, "dq"), rows_of(dk, "dk"), rows_of(dv, "dv")},
-                  scores, torch_threads());
-    return std::tuple{dq, dk, dv};
+    const Backward b(dout, q, k, v, out, lse, plan, sinks, context, scale, softcap);
+    b.context->backward(b.slice, b.tensors(), b.scores, torch_threads());
+    return std::tuple{b.dq, b.dk, b.dv};
+  });
+}
+
+int64_t dispatch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan, std::optional<Tensor> sinks,
+                 std::string context, std::optional<double> scale, double softcap) {
+  return guarded([&] {
+    const auto f = std::make_shared<Forward>(q, k, v, plan, sinks, context, scale, softcap);
+    const auto ctx = std::exchange(f->context, nullptr);  // which will hold f: no cycle
+    return static_cast<int64_t>(ctx->dispatch(f->slice, f->tensors(), f->scores, f));
+  });
+}
+
+int64_t dispatch_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                          const Tensor& lse, const Tensor& plan, std::optional<Tensor> sinks, std::string context,
+                          std::optional<double> scale, double softcap) {
+  return guarded([&] {
+    const auto b = std::make_shared<Backward>(dout, q, k, v, out, lse, plan, sinks, context, scale, softcap);
+    const auto ctx = std::exchange(b->context, nullptr);
+    return static_cast<int64_t>(ctx->dispatch(b->slice, b->tensors(), b->scores, torch_threads(), b));
+  });
+}
+
+void attend(int64_t step, std::string context) {
+  guarded([&] { runtime::find_context(context)->attend(static_cast<uint64_t>(step), torch_threads()); });
+}
+
+std::tuple<Tensor, Tensor> collect(int64_t step, std::string context) {
+  return guarded([&] {
+    const auto owner = runtime::find_context(context)->collect(static_cast<uint64_t>(step), plan::Phase::kForward);
+    const auto f = std::static_pointer_cast<Forward>(owner);
+    return std::tuple{f->out, f->lse};
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor> collect_backward(int64_t step, std::string context) {
+  return guarded([&] {
+    const auto owner = runtime::find_context(context)->collect(static_cast<uint64_t>(step), plan::Phase::kBackward);
+    const auto b = std::static_pointer_cast<Backward>(owner);
+    return std::tuple{b->dq, b->dk, b->dv};
   });
 }
 
@@ -69,11 +158,29 @@ STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
       "Tensor? sinks=None, *, str context=\"default\", float? scale=None, float softcap=0., bool deterministic=False) "
       "-> "
       "(Tensor dq, Tensor dk, Tensor dv)");
+  m.def(
+      "dispatch(Tensor q, Tensor k, Tensor v, Tensor plan, Tensor? sinks=None, *, str context=\"default\", "
+      "float? scale=None, float softcap=0.) -> int");
+  m.def(
+      "dispatch_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor plan, "
+      "Tensor? sinks=None, *, str context=\"default\", float? scale=None, float softcap=0.) -> int");
+  m.def("attend(int step, *, str context=\"default\") -> ()");
+  m.def("collect(int step, *, str context=\"default\") -> (Tensor out, Tensor lse)");
+  m.def("collect_backward(int step, *, str context=\"default\") -> (Tensor dq, Tensor dk, Tensor dv)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(distca, CPU, m) {
   m.impl("core_attention", TORCH_BOX(&core_attention));
   m.impl("core_attention_backward", TORCH_BOX(&core_attention_backward));
+  m.impl("dispatch", TORCH_BOX(&dispatch));
+  m.impl("dispatch_backward", TORCH_BOX(&dispatch_backward));
+}
+
+// No tensor among their arguments says where they run; the context knows.
+STABLE_TORCH_LIBRARY_IMPL(distca, CompositeExplicitAutograd, m) {
+  m.impl("attend", TORCH_BOX(&attend));
+  m.impl("collect", TORCH_BOX(&collect));
+  m.impl("collect_backward", TORCH_BOX(&collect_backward));
 }
 
 }  // namespace distca::ops
