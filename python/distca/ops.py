@@ -142,10 +142,11 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The fused kernel alone, over tasks in this process's tensors; no context needed.
 
-    Differentiable in q, k, v and sinks.
+    Differentiable in q, k, v and sinks. On CUDA it is ATen's flash attention, which takes bfloat16 and float16, Dv = D
+    and no softcap; not yet run on a GPU.
 
     Args:
-        q: ``[Tq, H, D]``, float32, bfloat16 or float16, on the CPU; last dimension contiguous.
+        q: ``[Tq, H, D]``, float32, bfloat16 or float16; last dimension contiguous.
         k: ``[Tk, Hkv, D]``. v: ``[Tk, Hkv, Dv]``.
         tasks: int64 CPU ``[N, 4]``: rows ``(q_begin, q_end, kv_begin, kv_end)``. A document starts at ``kv_begin``; the
             queries are its last ``q_end - q_begin`` rows before ``kv_end`` (causal, aligned at the end). By default one
@@ -228,5 +229,7 @@ def _fake_sink_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 
 
 torch.library.register_fake("distca::sink_gradient")(_fake_sink_gradient)
+torch.library.register_fake("distca::sink_gradient_by_aten")(_fake_sink_gradient)
 _register("core_attention", collective=True)
 _register("attention", collective=False)
+_register("attention_by_flash", collective=False)
