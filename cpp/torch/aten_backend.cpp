@@ -8,8 +8,10 @@
 #include <vector>
 
 #include "runtime/backend.h"
+#include "runtime/cuda_library.h"
 #include "torch/aten.h"
 #include "torch/flash.h"
+#include "torch/gpu.h"
 
 namespace distca::ops {
 namespace {
@@ -97,7 +99,7 @@ class AtenBackend final : public runtime::Backend {
 
   /// A copy of one number to the host waits for all that was started before it.
   void finish() override {
-    if (device_.type() == torch::headeronly::DeviceType::CPU) return;
+    if (device_.is_cpu()) return;
     const int64_t sizes[] = {1};
     Tensor host = torch::stable::empty(sizes, ScalarType::Float);
     torch::stable::copy_(host, anchor_);
@@ -290,8 +292,11 @@ Device device_of(const std::string& name) {
 
 struct Registration {
   Registration() {
-    runtime::set_backend_maker([](const std::string& device, const std::string& /*attention: there is one*/) {
-      return std::make_shared<AtenBackend>(device_of(device));
+    runtime::set_backend_maker([](const std::string& name, const std::string& /*attention: there is one*/) {
+      const Device device = device_of(name);
+      std::shared_ptr<runtime::Backend> aten = std::make_shared<AtenBackend>(device);
+      const runtime::CudaLibrary* const library = device.is_cpu() ? nullptr : runtime::cuda_library();
+      return library == nullptr ? aten : library->make_backend(aten, device.index(), &gpu_stream);
     });
   }
 } const registration;

@@ -147,7 +147,7 @@ def init(
         )
     if (device, attention) != ("cpu", "auto") and (num_ranks > 1 or transport not in ("auto", "loopback")):
         raise InvalidArgumentError(
-            f"init: device = {device!r} with attention = {attention!r}, {num_ranks} ranks, transport = {transport!r}; a "
+            f"init: device = {device!r} with attention = {attention!r}, {num_ranks} ranks, transport {transport!r}; a "
             "group of one rank over 'loopback' is supported so far (several ranks on one GPU: distca.loopback)"
         )
     slot_bytes = _slot_bytes(num_ranks, max_tokens, heads, heap_bytes)
