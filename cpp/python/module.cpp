@@ -10,6 +10,7 @@
 #include "plan/plan.h"
 #include "plan/validate.h"
 #include "runtime/context.h"
+#include "runtime/cuda_library.h"
 #include "transport/collective.h"
 #include "transport/link.h"
 #include "transport/loopback.h"
@@ -230,7 +231,7 @@ struct Wrappers {
 };
 
 ContextPtr register_context(std::unique_ptr<transport::Transport> transport, runtime::ContextOptions options,
-                            const Wrappers& wrappers) {
+                            const Wrappers& wrappers, std::shared_ptr<runtime::Backend> backend = nullptr) {
   const auto& [reorder_seed, link] = wrappers;
   if (reorder_seed) {
     const uint64_t seed = *reorder_seed * 1000003u + static_cast<uint64_t>(transport->rank());
@@ -243,7 +244,7 @@ ContextPtr register_context(std::unique_ptr<transport::Transport> transport, run
     transport = std::make_unique<transport::LinkTransport>(
         std::move(transport), transport::LinkOptions{bytes_per_second, nanoseconds, signal_only});
   }
-  auto context = std::make_shared<runtime::Context>(std::move(transport), std::move(options));
+  auto context = std::make_shared<runtime::Context>(std::move(transport), std::move(options), std::move(backend));
   runtime::add_context(context);
   return context;
 }
@@ -251,16 +252,21 @@ ContextPtr register_context(std::unique_ptr<transport::Transport> transport, run
 std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& names, int64_t slot_bytes,
                                                double timeout, const plan::CostModel& cost, int64_t epoch,
                                                std::optional<uint64_t> reorder_seed,
-                                               std::optional<std::tuple<double, double, bool>> link) {
+                                               std::optional<std::tuple<double, double, bool>> link,
+                                               const std::string& device, const std::string& attention) {
   const auto n = static_cast<int64_t>(names.size());
   require(n >= 1 && n <= 4096, "loopback: ", n, " ranks; 1 to 4096 are allowed");
   auto options = context_options("", slot_bytes, timeout, cost, epoch);
   const runtime::HeapNeeds needs = runtime::heap_needs(n, slot_bytes);
-  auto transports = transport::make_loopback(static_cast<int>(n), needs.heap_bytes, needs.num_signals);
+  std::vector<std::shared_ptr<runtime::Backend>> backends;
+  for (int64_t r = 0; r < n; ++r) backends.push_back(runtime::make_backend(device, attention));
+  std::vector<std::shared_ptr<Memory>> memories;
+  if (device != "cpu" || attention != "auto") memories.assign(backends.begin(), backends.end());
+  auto transports = transport::make_loopback(static_cast<int>(n), needs.heap_bytes, needs.num_signals, memories);
   std::vector<ContextPtr> contexts;
   for (size_t r = 0; r < names.size(); ++r) {
     options.name = names[r];
-    contexts.push_back(register_context(std::move(transports[r]), options, {reorder_seed, link}));
+    contexts.push_back(register_context(std::move(transports[r]), options, {reorder_seed, link}, backends[r]));
   }
   return contexts;
 }
@@ -347,6 +353,10 @@ void bind_context(py::module_& m) {
       .def_property_readonly("transport", &runtime::Context::transport_name)
       .def_property_readonly("slot_bytes", [](const runtime::Context& c) { return c.options().slot_bytes; })
       .def_property_readonly("step", &runtime::Context::step)
+      .def_property_readonly("device", [](const runtime::Context& c) { return c.backend().device(); })
+      .def_property_readonly("attention", [](const runtime::Context& c) { return c.backend().attention(); })
+      .def_property_readonly("plan_independent",
+                             [](const runtime::Context& c) { return c.backend().plan_independent(); })
       .def("abandon", &runtime::Context::abandon, py::arg("step"), py::arg("why"),
            py::call_guard<py::gil_scoped_release>())
       .def("set_trace", &runtime::Context::set_trace, py::arg("on"))
@@ -384,7 +394,7 @@ void bind_context(py::module_& m) {
           py::call_guard<py::gil_scoped_release>());
   m.def("make_loopback", &make_loopback_contexts, py::kw_only(), py::arg("names"), py::arg("slot_bytes"),
         py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("reorder_seed") = std::nullopt,
-        py::arg("link") = std::nullopt);
+        py::arg("link") = std::nullopt, py::arg("device") = "cpu", py::arg("attention") = "auto");
   py::class_<transport::ShmListener>(m, "ShmListener")
       .def(py::init<>())
       .def_property_readonly("address", &transport::ShmListener::address);
@@ -410,6 +420,15 @@ PYBIND11_MODULE(_C, m) {
   distca::bind_layout(m);
   distca::bind_plan(m);
   distca::bind_context(m);
+  m.def(
+      "cuda_status",
+      [] {
+        const distca::runtime::CudaLibrary* const library = distca::runtime::cuda_library();
+        if (library == nullptr) return std::make_tuple(false, 0, distca::runtime::cuda_library_problem());
+        const auto found = library->devices();
+        return std::make_tuple(true, found.count, found.problem);
+      },
+      "Whether libdistca_cuda is there, how many GPUs it finds, and why not where there is none.");
   m.def("cpu_isa", [] { return std::string(distca::attention::CpuAttention().isa()); });
   m.def(
       "measure_peak_flops",
