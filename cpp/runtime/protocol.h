@@ -25,6 +25,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "common/error.h"
 #include "plan/tables.h"
@@ -120,6 +121,7 @@ class Protocol {
   int64_t free_slot() const;
   void enter(const StepId& step, Part part);
   void fail(const Error& error, FaultCode code) noexcept;
+  void give_credit(int64_t peer, int64_t round);
   void wait(const Wait& w);
   void watch();
   void check_departed();
@@ -139,6 +141,7 @@ class Protocol {
   Part part_ = Part::kWhole;
   int64_t last_slot_ = 0;
   std::array<bool, kNumSlots> busy_ = {};
+  std::vector<uint64_t> credit_given_;  // by slot and peer: the latest
   Wait waiting_;
   std::function<void()> watch_;  // made once: waiting allocates nothing
   std::function<void()> agree_;  // likewise
