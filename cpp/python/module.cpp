@@ -223,28 +223,33 @@ runtime::ContextOptions context_options(std::string name, int64_t slot_bytes, do
 using ContextPtr = std::shared_ptr<runtime::Context>;
 
 ContextPtr register_context(std::unique_ptr<transport::Transport> transport, runtime::ContextOptions options,
-                            std::optional<uint64_t> reorder_seed) {
+                            std::optional<uint64_t> reorder_seed, std::shared_ptr<runtime::Backend> backend = nullptr) {
   if (reorder_seed) {
     const uint64_t seed = *reorder_seed * 1000003u + static_cast<uint64_t>(transport->rank());
     transport = std::make_unique<transport::ReorderingTransport>(std::move(transport), seed);
   }
-  auto context = std::make_shared<runtime::Context>(std::move(transport), std::move(options));
+  auto context = std::make_shared<runtime::Context>(std::move(transport), std::move(options), std::move(backend));
   runtime::add_context(context);
   return context;
 }
 
 std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& names, int64_t slot_bytes,
                                                double timeout, const plan::CostModel& cost, int64_t epoch,
-                                               std::optional<uint64_t> reorder_seed) {
+                                               std::optional<uint64_t> reorder_seed, const std::string& device,
+                                               const std::string& attention) {
   const auto n = static_cast<int64_t>(names.size());
   require(n >= 1 && n <= 4096, "loopback: ", n, " ranks; 1 to 4096 are allowed");
   auto options = context_options("", slot_bytes, timeout, cost, epoch);
   const runtime::HeapNeeds needs = runtime::heap_needs(n, slot_bytes);
-  auto transports = transport::make_loopback(static_cast<int>(n), needs.heap_bytes, needs.num_signals);
+  std::vector<std::shared_ptr<runtime::Backend>> backends;
+  for (int64_t r = 0; r < n; ++r) backends.push_back(runtime::make_backend(device, attention));
+  std::vector<std::shared_ptr<Memory>> memories;
+  if (device != "cpu" || attention != "auto") memories.assign(backends.begin(), backends.end());
+  auto transports = transport::make_loopback(static_cast<int>(n), needs.heap_bytes, needs.num_signals, memories);
   std::vector<ContextPtr> contexts;
   for (size_t r = 0; r < names.size(); ++r) {
     options.name = names[r];
-    contexts.push_back(register_context(std::move(transports[r]), options, reorder_seed));
+    contexts.push_back(register_context(std::move(transports[r]), options, reorder_seed, backends[r]));
   }
   return contexts;
 }
@@ -330,6 +335,10 @@ void bind_context(py::module_& m) {
       .def_property_readonly("transport", &runtime::Context::transport_name)
       .def_property_readonly("slot_bytes", [](const runtime::Context& c) { return c.options().slot_bytes; })
       .def_property_readonly("step", &runtime::Context::step)
+      .def_property_readonly("device", [](const runtime::Context& c) { return c.backend().device(); })
+      .def_property_readonly("attention", [](const runtime::Context& c) { return c.backend().attention(); })
+      .def_property_readonly("plan_independent",
+                             [](const runtime::Context& c) { return c.backend().plan_independent(); })
       .def("abandon", &runtime::Context::abandon, py::arg("step"), py::arg("why"),
            py::call_guard<py::gil_scoped_release>())
       .def("set_fill_with_nan", &runtime::Context::set_fill_with_nan, py::arg("on"))
@@ -350,7 +359,8 @@ void bind_context(py::module_& m) {
           "exchange", [](runtime::Context& c) { c.transport().exchange(false, [] {}); },
           py::call_guard<py::gil_scoped_release>());
   m.def("make_loopback", &make_loopback_contexts, py::kw_only(), py::arg("names"), py::arg("slot_bytes"),
-        py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("reorder_seed") = std::nullopt);
+        py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("reorder_seed") = std::nullopt,
+        py::arg("device") = "cpu", py::arg("attention") = "auto");
   py::class_<transport::ShmListener>(m, "ShmListener")
       .def(py::init<>())
       .def_property_readonly("address", &transport::ShmListener::address);

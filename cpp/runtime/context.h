@@ -38,10 +38,13 @@ DISTCA_EXPORT HeapNeeds heap_needs(int64_t num_ranks, int64_t slot_bytes);
 
 class DISTCA_EXPORT Context {
  public:
-  Context(std::unique_ptr<transport::Transport> transport, ContextOptions options);
+  /// Without a backend: the CPU's.
+  Context(std::unique_ptr<transport::Transport> transport, ContextOptions options,
+          std::shared_ptr<Backend> backend = nullptr);
   ~Context();
 
   const ContextOptions& options() const { return options_; }
+  const Backend& backend() const { return *backend_; }
   const char* transport_name() { return protocol_.transport().name(); }
   transport::Transport& transport() { return protocol_.transport(); }
   int64_t rank() const { return protocol_.rank(); }
@@ -91,6 +94,7 @@ class DISTCA_EXPORT Context {
   void settle_abandoned() noexcept;
 
   ContextOptions options_;
+  std::shared_ptr<Backend> backend_;
   Protocol protocol_;
   Dispatcher dispatcher_;
   Flag in_step_;

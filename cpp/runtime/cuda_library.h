@@ -2,11 +2,16 @@
 // lacks it; a machine without a GPU or a driver loads it and finds no device.
 #pragma once
 
+#include <memory>
 #include <string>
 
 #include "common/error.h"
+#include "runtime/backend.h"
 
 namespace distca::runtime {
+
+/// The stream, a cudaStream_t, that PyTorch has current on a device in the calling thread.
+using CurrentStream = void* (*)(int device);
 
 /// What the library offers.
 struct CudaLibrary {
@@ -18,6 +23,8 @@ struct CudaLibrary {
   Devices (*devices)();
   /// Compute capability of a device, 10 * major + minor.
   int (*capability)(int device);
+  /// The backend of a rank on that device, over the one by ATen's operators.
+  std::shared_ptr<Backend> (*make_backend)(std::shared_ptr<Backend> aten, int device, CurrentStream current_stream);
 };
 
 /// Of this process; null where it is missing or does not load.

@@ -34,4 +34,18 @@ int gpu_capability(int32_t device) {
   return 10 * major + minor;
 }
 
+void* gpu_stream(int device) {
+  using GetStream = int32_t (*)(int32_t device, void** stream);
+  static const auto get_stream = [] {
+    void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    require<DeviceError>(library != nullptr, "this PyTorch has no CUDA part, libtorch_cuda.so");
+    const auto function = reinterpret_cast<GetStream>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+    require<DeviceError>(function != nullptr, "PyTorch's libtorch_cuda.so does not tell its current stream");
+    return function;
+  }();
+  void* stream = nullptr;
+  require<DeviceError>(get_stream(device, &stream) == 0, "PyTorch has no current stream on device ", device);
+  return stream;
+}
+
 }  // namespace distca::ops

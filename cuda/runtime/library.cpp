@@ -3,6 +3,7 @@
 
 #include "runtime/check.h"
 #include "runtime/cuda_library.h"
+#include "runtime/device_backend.h"
 
 namespace distca::cuda {
 namespace {
@@ -29,7 +30,7 @@ int capability(int device) {
 }  // namespace
 
 extern "C" DISTCA_EXPORT const runtime::CudaLibrary* distca_cuda_library() {
-  static constexpr runtime::CudaLibrary library{&devices, &capability};
+  static constexpr runtime::CudaLibrary library{&devices, &capability, &make_device_backend};
   return &library;
 }
 

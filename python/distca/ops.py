@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._higher_order_ops.effects import _EffectType as EffectType
 
-from distca.context import Context
+from distca.context import Context, get_context
 from distca.errors import InvalidArgumentError, typed_errors
 from distca.planning import Plan
 
@@ -118,15 +118,17 @@ def serve(
             f"serve: rank {plan.rank} has {plan.num_rows} rows in this plan; call core_attention"
         )
     heads, name = plan.heads, context if isinstance(context, str) else context.name
-    q, out = (torch.empty(0, heads.q, dim, dtype=heads.dtype) for dim in (heads.dim, heads.value_dim))
-    k, v = (torch.empty(0, heads.kv, dim, dtype=heads.dtype) for dim in (heads.dim, heads.value_dim))
+    found = get_context(name)
+    device = "cpu" if found is None else found.device  # an unknown one is the operator's to refuse
+    q, out = (torch.empty(0, heads.q, dim, dtype=heads.dtype, device=device) for dim in (heads.dim, heads.value_dim))
+    k, v = (torch.empty(0, heads.kv, dim, dtype=heads.dtype, device=device) for dim in (heads.dim, heads.value_dim))
     options: dict[str, Any] = {"context": name, "scale": scale, "softcap": softcap}
     sinks = None if sinks is None else sinks.detach().float()
     with typed_errors(layer):
         if phase == "forward":
             torch.ops.distca.core_attention(q, k, v, plan.tensor, sinks=sinks, **options)
         else:
-            lse = torch.empty(0, heads.q)
+            lse = torch.empty(0, heads.q, device=device)
             torch.ops.distca.core_attention_backward(out, q, k, v, out, lse, plan.tensor, sinks, **options)
 
 
