@@ -92,14 +92,14 @@ FAULTS = [
     Fault(
         "credit is granted for the step after next too",
         PROTOCOL,
-        "signals_.credit(slot(), rank()), sequence(now_.number, 0));",
-        "signals_.credit(slot(), rank()), sequence(now_.number + 2, 0));",
+        "signals_.credit(slot(), rank()), given);",
+        "signals_.credit(slot(), rank()), sequence(now_.number + 2, round));",
         (STEPS, TRANSPORT),
     ),
     Fault(
         "credit is granted for all rounds at once",
         PROTOCOL,
-        "signals_.credit(slot(), rank()), sequence(now_.number, 0));",
+        "signals_.credit(slot(), rank()), given);",
         "signals_.credit(slot(), rank()), sequence(now_.number, 99));",
         (STEPS, TRANSPORT),
     ),

@@ -25,6 +25,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "common/error.h"
 #include "plan/tables.h"
@@ -143,6 +144,7 @@ class Protocol {
   int64_t free_slot() const;
   void enter(const StepId& step, Part part);
   void fail(const Error& error, FaultCode code) noexcept;
+  void give_credit(int64_t peer, int64_t round);
   void wait(const Wait& w);
   void record(const Timer& timer);
   void watch();
@@ -165,6 +167,7 @@ class Protocol {
   std::array<bool, kNumSlots> busy_ = {};
   std::array<uint64_t, kNumSlots> marks_ = {};  // of the transport, after the last put of the slot's step
   Trace trace_;
+  std::vector<uint64_t> credit_given_;  // by slot and peer: the latest
   Wait waiting_;
   std::function<void()> watch_;  // made once: waiting allocates nothing
   std::function<void()> agree_;  // likewise

@@ -41,6 +41,7 @@ class DISTCA_EXPORT Transport {
                    const RowExtent& extent) = 0;
 
   /// Writes `value` into `peer`'s signal word once every earlier put of this rank to that peer is visible there.
+  /// Signals may overtake each other, also to one word.
   virtual void signal(int peer, int64_t word, uint64_t value) = 0;
 
   /// This rank's own signal word; what was put before the signal is visible after it (acquire).
