@@ -15,7 +15,7 @@ class Half:
     """Some of the documents of a layout, as a layout of its own.
 
     Attributes:
-        layout: of these documents alone, numbered from 0 in their order, without padding.
+        layout: of these documents alone, numbered from 0 in their order; a rank without any has the idle rows.
         documents: their numbers in the whole layout, ascending.
     """
 
@@ -24,7 +24,7 @@ class Half:
     _whole: Layout = dataclasses.field(repr=False)
 
     def rows(self, rank: int) -> torch.Tensor:
-        """Rows of the rank's whole token tensor that are in this half, in order: int64 ``[layout.num_rows(rank)]``."""
+        """Rows of the rank's whole token tensor that are in this half, in order, int64; without idle ones."""
         mine, parts, first = set(self.documents), [torch.zeros(0, dtype=torch.int64)], 0
         for document, begin, end in self._whole.segments(rank):
             if document in mine:
@@ -32,8 +32,17 @@ class Half:
             first += end - begin
         return torch.cat(parts)
 
+    def take(self, whole: torch.Tensor, rank: int, *, dim: int = 0, fill: float = 0) -> torch.Tensor:
+        """The rows of this half of a tensor of the rank's rows; `fill` in idle ones."""
+        rows = self.rows(rank).to(whole.device)
+        if len(rows) > 0:
+            return whole.index_select(dim, rows)
+        shape = list(whole.shape)
+        shape[dim] = self.layout.num_rows(rank)
+        return whole.new_full(shape, fill)
 
-def halves(layout: Layout, *, window: int | None = None) -> tuple[Half, Half]:
+
+def halves(layout: Layout, *, window: int | None = None, idle_rows: int = 0) -> tuple[Half, Half]:
     """Deals the documents of a layout out to two halves with about the same attention and, on every rank, tokens.
 
     A pure function of its arguments, so every rank finds the same halves. Documents stay whole: one that is longer than
@@ -42,6 +51,7 @@ def halves(layout: Layout, *, window: int | None = None) -> tuple[Half, Half]:
     Args:
         layout: of the micro-batch.
         window: how many keys a row sees, its own included; all of its document before it by default.
+        idle_rows: rows of padding for a rank that has no row in a half, for models that cannot take an empty tensor.
     """
     lengths = layout.document_lengths
     tokens: list[dict[int, int]] = [defaultdict(int) for _ in lengths]  # of each document, by rank
@@ -51,7 +61,7 @@ def halves(layout: Layout, *, window: int | None = None) -> tuple[Half, Half]:
                 tokens[document][rank] += end - begin
     pairs = [_visible_pairs(length, window) for length in lengths]
     second = _deal(pairs, tokens, layout.num_ranks)
-    return _half(layout, [not one for one in second]), _half(layout, second)
+    return _half(layout, [not one for one in second], idle_rows), _half(layout, second, idle_rows)
 
 
 def _visible_pairs(length: int, window: int | None) -> int:
@@ -59,14 +69,15 @@ def _visible_pairs(length: int, window: int | None) -> int:
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
-def _half(layout: Layout, taken: list[bool]) -> Half:
+def _half(layout: Layout, taken: list[bool], idle_rows: int) -> Half:
     documents = [document for document, one in enumerate(taken) if one]
     number = {document: i for i, document in enumerate(documents)}
     segments = [
         [(number[document], begin, end) for document, begin, end in layout.segments(rank) if document in number]
         for rank in range(layout.num_ranks)
     ]
-    return Half(Layout(segments), documents, layout)
+    idle = [(PADDING, 0, idle_rows)] if idle_rows else []
+    return Half(Layout([of_rank or idle for of_rank in segments]), documents, layout)
 
 
 class _Difference:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from distca.errors import InvalidArgumentError
 from distca.planning import Plan, Plans
-from distca.steps import Step, attend, collect, dispatch
+from distca.steps import Step, attend, collect, dispatch, in_compiled_code
 from distca.thread_state import ThreadState
 
 _FSDP_SINCE = (2, 13)
@@ -54,9 +54,9 @@ def core_attention_in_parts(
 class _Half:
     """One forward pass, which gives the turn back where it pauses."""
 
-    def __init__(self, greenlet: Any, model: torch.nn.Module, call: Any, state: ThreadState) -> None:
+    def __init__(self, greenlet: Any, run: Callable[..., Any], call: Any, state: ThreadState) -> None:
         self._call = tree_map(_in_parts, call)
-        self._model = model
+        self._function = run
         self._greenlet = greenlet.greenlet(self._run)
         self._greenlet.gr_context = contextvars.copy_context()
         self._step: Step | None = None
@@ -65,7 +65,7 @@ class _Half:
 
     def _run(self) -> None:
         call = self._call
-        self.result = self._model(**call) if isinstance(call, Mapping) else self._model(*call)
+        self.result = self._function(**call) if isinstance(call, Mapping) else self._function(*call)
         self.state = ThreadState.now()
 
     @property
@@ -106,12 +106,36 @@ def _in_parts(leaf: Any) -> Any:
     return leaf.for_parts() if isinstance(leaf, Plan | Plans) else leaf
 
 
-def _greenlet_module() -> Any:
+def greenlet_module() -> Any:
+    """The package greenlet, or an ImportError that says what to install."""
     try:
         import greenlet
     except ImportError as error:
         raise ImportError("distca.PingPong needs the package greenlet: pip install 'distca[ping-pong]'") from error
     return greenlet
+
+
+def run_halves(run: Callable[..., Any], first: Any, second: Any) -> tuple[Any, Any]:
+    """What `run` returns for each, both going on in turns: keyword arguments (a mapping) or positional ones."""
+    if in_half():
+        raise InvalidArgumentError("ping-pong: a half calls another PingPong; use one around the whole model")
+    outer = ThreadState.now()
+    states = outer, dataclasses.replace(outer, random=outer.random.other())
+    greenlet = greenlet_module()
+    halves = [_Half(greenlet, run, call, state) for call, state in zip((first, second), states, strict=True)]
+    try:
+        while not all(half.over for half in halves):
+            for half in halves:
+                if not half.over:
+                    half.resume(outer)
+    except BaseException as error:
+        for half in halves:
+            half.cancel(outer, f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        outer.random = halves[0].state.random
+        outer.restore()
+    return halves[0].result, halves[1].result
 
 
 class PingPong(torch.nn.Module):
@@ -141,7 +165,7 @@ class PingPong(torch.nn.Module):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
-        _greenlet_module()
+        greenlet_module()
         self._checked = False
         #: Bytes of weights that stay whole on this rank from forward to backward because of ping-pong; 0 without FSDP2.
         #: Known after the first forward.
@@ -158,46 +182,36 @@ class PingPong(torch.nn.Module):
             Otherwise what the model raises; steps under way are abandoned then, on all ranks.
         """
         self._check()
-        if in_half():
-            raise InvalidArgumentError("ping-pong: a half calls another PingPong; use one around the whole model")
-        outer = ThreadState.now()
-        states = outer, dataclasses.replace(outer, random=outer.random.other())
-        greenlet = _greenlet_module()
-        halves = [_Half(greenlet, self.model, call, state) for call, state in zip((first, second), states, strict=True)]
-        try:
-            while not all(half.over for half in halves):
-                for half in halves:
-                    if not half.over:
-                        half.resume(outer)
-        except BaseException as error:
-            for half in halves:
-                half.cancel(outer, f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            outer.random = halves[0].state.random
-            outer.restore()
-        return halves[0].result, halves[1].result
+        return run_halves(self.model, first, second)
 
     def _check(self) -> None:
         """What cannot be switched between two halves is refused; once, at the first forward, when all is wrapped."""
-        if torch.compiler.is_compiling():
-            raise InvalidArgumentError(_COMPILED.format("PingPong is"))
-        if self._checked:
-            return
-        for name, module in self.model.named_modules():
-            what = f"{name or 'the model'} ({type(module).__name__}) is"
-            if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
-                raise InvalidArgumentError(_COMPILED.format(what))
-            if isinstance(module, DistributedDataParallel):
-                raise InvalidArgumentError(
-                    f"ping-pong: {what} inside; a gradient would be reduced before both halves have added to it: wrap "
-                    "PingPong in it, DistributedDataParallel(PingPong(model))"
-                )
-            if isinstance(module, FSDPModule):
-                _keep_weights(module)
-        whole = (p for p in self.model.parameters() if isinstance(p, DTensor))
-        self.unsharded_bytes = sum(p.numel() * p.element_size() for p in whole)
-        self._checked = True
+        refuse_compiled("PingPong is")
+        if not self._checked:
+            self.unsharded_bytes = prepare(self.model)
+            self._checked = True
+
+
+def refuse_compiled(what: str) -> None:
+    """Raises InvalidArgumentError in compiled code."""
+    if in_compiled_code():
+        raise InvalidArgumentError(_COMPILED.format(what))
+
+
+def prepare(model: torch.nn.Module) -> int:
+    """Refuses what cannot take turns; FSDP2 keeps weights from here on. Returns how many bytes that is."""
+    for name, module in model.named_modules():
+        what = f"{name or 'the model'} ({type(module).__name__}) is"
+        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+            raise InvalidArgumentError(_COMPILED.format(what))
+        if isinstance(module, DistributedDataParallel):
+            raise InvalidArgumentError(
+                f"ping-pong: {what} inside; a gradient would be reduced before both halves have added to it: wrap "
+                "PingPong in it, DistributedDataParallel(PingPong(model))"
+            )
+        if isinstance(module, FSDPModule):
+            _keep_weights(module)
+    return sum(p.numel() * p.element_size() for p in model.parameters() if isinstance(p, DTensor))
 
 
 _COMPILED = (

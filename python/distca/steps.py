@@ -34,6 +34,14 @@ def as_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torc
     return q, k, v
 
 
+def in_compiled_code() -> bool:
+    """Whether torch.compile is tracing this call, or runs it between graphs because it could not."""
+    if torch.compiler.is_compiling():
+        return True
+    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
+    return callback is not None and callback is not False
+
+
 class _UnderWay:
     """A step between dispatch and collect. With this object, unless the step is collected, the context is abandoned.
 
@@ -252,7 +260,7 @@ def dispatch(
             torch.compile. Nothing has moved then.
         PlanMismatchError, PeerDiedError, PeerTimeoutError: the context is poisoned.
     """
-    if torch.compiler.is_compiling():
+    if in_compiled_code():
         raise InvalidArgumentError(
             "dispatch: a compiler could move the parts of a step, or free rows that are still being sent; call it "
             "outside of torch.compile, or core_attention inside"
