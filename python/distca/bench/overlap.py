@@ -126,12 +126,15 @@ def _run_rank(rounds: int) -> Measured:
             ]
             traces: list[list[distca.Trace]] = [[] for _ in works]
             timed = [_between_barriers(work, slow, into) for work, into in zip(works, traces, strict=True)]
-            times = alternate(timed, rounds)
+            ping_pong, single_stream, signal_only, without_link = alternate(timed, rounds)
     return Measured(
-        *times,
-        [trace.hidden for trace in traces[0][-rounds:]],
-        [trace.hidden for trace in traces[1][-rounds:]],
-        statistics.median(trace.traffic / trace.attending for trace in traces[0]),
+        ping_pong,
+        single_stream,
+        signal_only,
+        without_link,
+        hidden=[trace.hidden for trace in traces[0][-rounds:]],
+        hidden_of_single=[trace.hidden for trace in traces[1][-rounds:]],
+        traffic=statistics.median(trace.traffic / trace.attending for trace in traces[0]),
     )
 
 
