@@ -5,11 +5,15 @@
 # make faults  plant faults in the sources one by one and check that the tests catch each
 # make sanitize  run the CPU kernel on random problems under AddressSanitizer, UndefinedBehaviorSanitizer, ThreadSanitizer
 # make bench   run the short form of all benchmarks and rewrite benchmarks/results
+# make ptxas   print registers, shared memory and spills of the CUDA kernels; fails where attention kernels spill
 # make lint    check formatting and types
 # make wheel   build dist/*.whl
 # make clean   remove what was built, .venv included
 #
 # Needs: Python >= 3.10 with venv and headers, a C++20 compiler, make. CMake and ninja come as wheels.
+#
+# CUDA: what runs on a GPU is built where nvcc >= 12.8 is on PATH or named by CUDACXX; DISTCA_CUDA=0 leaves it out,
+# DISTCA_CUDA=1 makes it an error where it cannot be built.
 #
 # PyTorch: where the Python that runs make (PYTHON; by default the python3 on PATH, so that of an activated environment)
 # has PyTorch >= 2.10, that one is used: .venv sees that Python's packages too, after its own (outer.pth names them).
@@ -26,11 +30,13 @@ HAS_TORCH := -c 'import re, sys; from importlib.metadata import distributions as
   v = [re.findall(r"\d+", t.version)[:2] for t in d(name="torch")][:1]; \
   sys.exit(not (v and [int(n) for n in v[0]] >= [2, 10]))'
 
-CPP_FILES = $(shell find cpp tests -name '*.h' -o -name '*.cpp')
-# Folders too: a removed file changes its folder.
-SOURCES = CMakeLists.txt setup.py pyproject.toml $(shell find cpp)
+NVCC := $(if $(filter 0,$(DISTCA_CUDA)),,$(shell command -v "$${CUDACXX:-nvcc}"))
 
-.PHONY: build train test fuzz faults sanitize bench lint wheel clean
+CPP_FILES = $(shell find cpp cuda tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+# Folders too: a removed file changes its folder.
+SOURCES = CMakeLists.txt setup.py pyproject.toml $(shell find cpp cuda third_party)
+
+.PHONY: build train test fuzz faults sanitize bench ptxas lint wheel clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/built
@@ -62,6 +68,9 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+
+ptxas: build
+	$(BIN)/python cuda/ptxas.py report build
 
 # Without what an earlier run left in setuptools' own folders, modules since removed among it.
 wheel: $(VENV)/ready
@@ -97,6 +106,7 @@ $(VENV)/ready: pyproject.toml
 	$(PIP) install 'pip>=25.1'
 	$(PIP) install $$($(PYTHON) $(HAS_TORCH) || echo --group torch) --group build --group train --group ping-pong --group test --group lint
 	$(PIP) install --no-deps --group trainer
+	$(if $(NVCC),$(PIP) install --no-deps --group cuda)
 	@! $(PYTHON) $(HAS_TORCH) || { \
 	  echo 'using the PyTorch of $(PYTHON)'; \
 	  $(PYTHON) -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \

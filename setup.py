@@ -32,8 +32,17 @@ def build_folder() -> Path:
             f"distca: {sys.executable} has no PyTorch. Install PyTorch >= 2.10 there first, then build with "
             "pip's option --no-build-isolation."
         )
-    paths = f"{sys.prefix}\n{torch.origin}\n{os.environ.get('CXX')}"
+    paths = f"{sys.prefix}\n{torch.origin}\n{os.environ.get('CXX')}\n{os.environ.get('CUDACXX')}"
     return ROOT / "build" / f"{sys.implementation.cache_tag}-{hashlib.sha256(paths.encode()).hexdigest()[:12]}"
+
+
+def cuda_option() -> str:
+    """Whether to build what runs on a GPU: the environment's DISTCA_CUDA, by default where nvcc is found."""
+    wanted = os.environ.get("DISTCA_CUDA", "")
+    options = {"": "AUTO", "0": "OFF", "1": "ON"}
+    if wanted not in options:
+        raise SystemExit(f"distca: DISTCA_CUDA={wanted}; 0 (never) and 1 (always) are allowed")
+    return options[wanted]
 
 
 class BuildNative(build_ext):
@@ -46,7 +55,8 @@ class BuildNative(build_ext):
         package = (ROOT / "python" if self.inplace else Path(self.build_lib).resolve()) / "distca"
         cmake, build = find_tool("cmake"), build_folder()
         configure = [cmake, "-S", ROOT, "-B", build, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}"]
-        subprocess.run([*configure, f"-DPython_EXECUTABLE={sys.executable}"], check=True)
+        configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DDISTCA_CUDA={cuda_option()}"]
+        subprocess.run(configure, check=True)
         subprocess.run([cmake, "--build", build, "--parallel", str(os.cpu_count() or 1)], check=True)
         subprocess.run([cmake, "--install", build, "--prefix", package, "--strip"], check=True)
 

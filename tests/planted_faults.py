@@ -40,6 +40,8 @@ TORCH_TRANSPORT = "tests/test_torch_transport.py"
 BAD_INPUT = "tests/test_bad_input.py"
 PARTS = "tests/test_parts.py"
 PING_PONG = "tests/test_ping_pong.py"
+FLASH = "tests/test_flash.py"
+FLASH_RANKS = "tests/test_flash_ranks.py"
 
 
 @dataclass(frozen=True)
@@ -90,14 +92,14 @@ FAULTS = [
     Fault(
         "credit is granted for the step after next too",
         PROTOCOL,
-        "signals_.credit(slot(), rank()), sequence(now_.number, 0));",
-        "signals_.credit(slot(), rank()), sequence(now_.number + 2, 0));",
+        "signals_.credit(slot(), rank()), given);",
+        "signals_.credit(slot(), rank()), sequence(now_.number + 2, round));",
         (STEPS, TRANSPORT),
     ),
     Fault(
         "credit is granted for all rounds at once",
         PROTOCOL,
-        "signals_.credit(slot(), rank()), sequence(now_.number, 0));",
+        "signals_.credit(slot(), rank()), given);",
         "signals_.credit(slot(), rank()), sequence(now_.number, 99));",
         (STEPS, TRANSPORT),
     ),
@@ -360,9 +362,52 @@ FAULTS = [
     Fault(
         "padding rows are not filled",
         DISPATCHER,
-        "  fill_padding(step);\n  protocol_.end();",
-        "  protocol_.end();",
+        "  fill_padding(step);\n  backend_.finish();",
+        "  backend_.finish();",
         (EXACT, STEPS),
+    ),
+    # ---- attention by ATen's operator
+    Fault(
+        "flash: a window is a row too wide",
+        "cpp/torch/flash.cpp",
+        "mask.window - 1, 0}",
+        "mask.window, 0}",
+        (FLASH_RANKS,),
+    ),
+    Fault(
+        "flash: a sink leaves the output as it is",
+        "cpp/torch/flash.cpp",
+        "torch::stable::subtract(lse, with_sink)",
+        "torch::stable::subtract(lse, lse)",
+        (FLASH,),
+    ),
+    Fault(
+        "flash: the last task's gradient replaces the sum",
+        "cpp/torch/flash.cpp",
+        "aten::add(rows, aten::narrow_rows(partial, done, b.kv_lengths[i]))",
+        "aten::narrow_rows(partial, done, b.kv_lengths[i])",
+        (FLASH,),
+    ),
+    Fault(
+        "flash: rows that are not aligned are passed as they are",
+        "cpp/torch/flash.cpp",
+        "  if (fine) return t;",
+        "  if (fine || true) return t;",
+        (FLASH,),
+    ),
+    Fault(
+        "flash: squares of small gradients are zero",
+        "cpp/torch/aten_backend.cpp",
+        "zero_for_nan(aten::divide(rows, largest))",
+        "aten::multiply(rows, aten::divide(largest, largest))",
+        (FLASH_RANKS,),
+    ),
+    Fault(
+        "flash: keys of a block that begins before the group are a row off",
+        "cpp/torch/aten_backend.cpp",
+        "(entry >> 1) + begin - first",
+        "(entry >> 1)",
+        (FLASH_RANKS,),
     ),
     # ---- errors
     Fault(

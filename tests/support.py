@@ -352,8 +352,19 @@ def run_step(
 
     `fused` makes q, k, v strided views of one projection, with columns between them that are nobody's.
     """
+    # On a GPU one thread would run the backward of all ranks, where they would wait for each other.
+    with torch.autograd.set_multithreading_enabled(context.device == "cpu"):
+        tensors = _run_step(batch, plan, context, fused, scale)
+    return tuple(t.cpu() for t in tensors)
+
+
+def _run_step(
+    batch: Batch, plan: distca.Plan, context: distca.Context, fused: bool, scale: float | None
+) -> tuple[torch.Tensor, ...]:
     rank, layout, heads = context.rank, plan.layout, batch.heads
-    q, k, v, dout = (rows_of_rank(batch, layout, rank, t) for t in (batch.q, batch.k, batch.v, batch.dout))
+    q, k, v, dout = (
+        rows_of_rank(batch, layout, rank, t).to(context.device) for t in (batch.q, batch.k, batch.v, batch.dout)
+    )
     if not fused:
         q, k, v = (t.requires_grad_() for t in (q, k, v))
         out, lse = distca.core_attention(q, k, v, plan.for_rank(rank), context=context, scale=scale)
@@ -361,7 +372,7 @@ def run_step(
         assert q.grad is not None and k.grad is not None and v.grad is not None
         return out.detach(), lse.detach(), q.grad, k.grad, v.grad
     rows = len(q)
-    gap = torch.full((rows, 3), NAN, dtype=heads.dtype)
+    gap = torch.full((rows, 3), NAN, dtype=heads.dtype, device=context.device)
     projection = torch.cat([gap, q.flatten(1), gap, k.flatten(1), v.flatten(1), gap], dim=1).requires_grad_()
     widths = [3, heads.q * heads.dim, 3, heads.kv * heads.dim, heads.kv * heads.value_dim, 3]
     parts = projection.split(widths, dim=1)
@@ -398,9 +409,10 @@ def compute(
     reorder_seed: int | None = None,
     fused: bool = False,
     scale: float | None = None,
+    **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     """out, lse, dq, dk, dv of the whole batch in document order, computed by a loopback group of its own."""
-    with loopback_group(plan, reorder_seed=reorder_seed) as contexts:
+    with loopback_group(plan, reorder_seed=reorder_seed, **options) as contexts:
         results = on_all_ranks(
             contexts, lambda rank, context: run_step(batch, plan, context, fused=fused, scale=scale), threads
         )

@@ -61,6 +61,11 @@ class DISTCA_EXPORT OperatingSystemError : public Error {
  public:
   explicit OperatingSystemError(const std::string& m) : Error("OperatingSystemError", m) {}
 };
+/// A GPU or its driver refused something, or there is none where one is needed.
+class DISTCA_EXPORT DeviceError : public Error {
+ public:
+  explicit DeviceError(const std::string& m) : Error("DeviceError", m) {}
+};
 
 /// Joins its arguments to one message: `message("rank ", 3, " holds ", 7, " rows")`.
 template <class... Args>

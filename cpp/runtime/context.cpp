@@ -30,10 +30,12 @@ HeapNeeds heap_needs(int64_t num_ranks, int64_t slot_bytes) {
   return {kNumSlots * slot_bytes, Signals(num_ranks).count()};
 }
 
-Context::Context(std::unique_ptr<transport::Transport> transport, ContextOptions options)
+Context::Context(std::unique_ptr<transport::Transport> transport, ContextOptions options,
+                 std::shared_ptr<Backend> backend)
     : options_(std::move(options)),
+      backend_(backend ? std::move(backend) : make_backend("cpu", "auto")),
       protocol_(std::move(transport), options_.name, options_.slot_bytes, options_.timeout),
-      dispatcher_(protocol_) {
+      dispatcher_(protocol_, *backend_) {
   require(options_.slot_bytes > 0 && options_.slot_bytes % plan::kExtentAlignment == 0,
           "context: slot_bytes = ", options_.slot_bytes, "; positive multiples of ", plan::kExtentAlignment,
           " are allowed");

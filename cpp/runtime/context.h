@@ -38,10 +38,13 @@ DISTCA_EXPORT HeapNeeds heap_needs(int64_t num_ranks, int64_t slot_bytes);
 
 class DISTCA_EXPORT Context {
  public:
-  Context(std::unique_ptr<transport::Transport> transport, ContextOptions options);
+  /// Without a backend: the CPU's.
+  Context(std::unique_ptr<transport::Transport> transport, ContextOptions options,
+          std::shared_ptr<Backend> backend = nullptr);
   ~Context();
 
   const ContextOptions& options() const { return options_; }
+  const Backend& backend() const { return *backend_; }
   const char* transport_name() { return protocol_.transport().name(); }
   transport::Transport& transport() { return protocol_.transport(); }
   int64_t rank() const { return protocol_.rank(); }
@@ -74,6 +77,10 @@ class DISTCA_EXPORT Context {
   /// at once. May be called from any thread, also while another is in a step. `why` ends the message.
   void abandon(uint64_t step, const std::string& why) noexcept;
 
+  /// Spans of this rank's steps since the call before, of which there are some once the trace is on. Not during a call.
+  void set_trace(bool on) { protocol_.trace().set_on(on); }
+  std::vector<Span> take_trace() { return protocol_.trace().take(); }
+
   /// For tests: fill arenas and returned tensors with NaN before every step.
   void set_fill_with_nan(bool on) { dispatcher_.set_fill_with_nan(on); }
 
@@ -91,6 +98,7 @@ class DISTCA_EXPORT Context {
   void settle_abandoned() noexcept;
 
   ContextOptions options_;
+  std::shared_ptr<Backend> backend_;
   Protocol protocol_;
   Dispatcher dispatcher_;
   Flag in_step_;

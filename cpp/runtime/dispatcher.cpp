@@ -1,10 +1,6 @@
 #include "runtime/dispatcher.h"
 
 #include <algorithm>
-#include <cstring>
-#include <limits>
-
-#include "runtime/row_arithmetic.h"
 
 namespace distca::runtime {
 
@@ -12,13 +8,8 @@ using plan::Direction;
 using plan::Phase;
 using plan::TensorKind;
 
-namespace {
-
-constexpr int kNanByte = 0xff;  // all ones is a NaN in every dtype
-
-}  // namespace
-
-Dispatcher::Dispatcher(Protocol& protocol) : protocol_(protocol), steps_(kNumSlots) {}
+Dispatcher::Dispatcher(Protocol& protocol, Backend& backend)
+    : protocol_(protocol), backend_(backend), steps_(kNumSlots) {}
 Dispatcher::~Dispatcher() = default;
 
 void Dispatcher::forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
@@ -108,9 +99,12 @@ Dispatcher::Step& Dispatcher::begin(const plan::SliceView& slice, const Backward
   s.scores = scores;
   s.id.phase = Phase::kBackward;
   const plan::Header& h = slice.header();
-  s.delta.resize(std::max(s.delta.size(), static_cast<size_t>(h.num_rows * h.q_heads)));
-  const RowView delta = {reinterpret_cast<std::byte*>(s.delta.data()), h.q_heads * 4, 4};
-  attention::row_dot(slice.heads(), h.num_rows, t.out, t.dout, delta, parallel);
+  if (const int64_t bytes = h.num_rows * h.q_heads * 4; bytes > s.delta_bytes) {
+    s.delta = backend_.allocate(bytes);
+    s.delta_bytes = bytes;
+  }
+  const RowView delta = {s.delta.get(), h.q_heads * 4, 4};
+  backend_.row_dot(slice.heads(), h.num_rows, t.out, t.dout, delta, parallel);
   s.set(TensorKind::kQ, t.q);
   s.set(TensorKind::kK, t.k);
   s.set(TensorKind::kV, t.v);
@@ -146,6 +140,7 @@ void Dispatcher::open(Step& s, Part part) {
 
 /// Rows of this home go to their servers' arenas; rows that this server assembles from its own tensor are copied.
 void Dispatcher::send_in(const Step& step) {
+  const Protocol::Timer timer(protocol_, "dispatch");
   int64_t open_peer = -1;
   const auto close = [&] {
     if (open_peer >= 0) protocol_.announce(Direction::kIn, open_peer, 0);
@@ -158,7 +153,7 @@ void Dispatcher::send_in(const Step& step) {
     const RowView source = step.local(kind, heads, s.row);
     const RowExtent n = step.extent(Direction::kIn, kind, heads, s.num_rows);
     if (s.peer == protocol_.rank()) {
-      copy_rows(step.in_arena(Direction::kIn, kind, heads, s.target), source, n);
+      backend_.copy(step.in_arena(Direction::kIn, kind, heads, s.target), source, n);
       continue;
     }
     if (s.peer != open_peer) {
@@ -234,9 +229,9 @@ void Dispatcher::attend_groups(const Step& step, bool local_part, const Parallel
   }
   const attention::Problem problem{step.heads, slice.mask(), step.scores.scale, groups_, tasks_, step.scores.softcap};
   if (backward)
-    kernel_.backward(problem, parallel);
+    backend_.backward(problem, parallel);
   else
-    kernel_.forward(problem, parallel);
+    backend_.forward(problem, parallel);
 }
 
 std::span<const attention::KeyGradRun> Dispatcher::add_gradient_runs(const Step& step, const plan::GroupRow& g) {
@@ -263,6 +258,7 @@ std::span<const attention::KeyGradRun> Dispatcher::add_gradient_runs(const Step&
 /// All that this server computes of the step; what needs no row of another rank first, while those arrive. The first
 /// round of results goes home.
 void Dispatcher::compute(Step& step, const Parallel& parallel) {
+  const Protocol::Timer timer(protocol_, "attend");
   attend_groups(step, /*local=*/true, parallel);
   for (const plan::WaitRow& w : step.slice.waits(step.phase()))
     if (w.direction == static_cast<int64_t>(Direction::kIn)) protocol_.await_rows(Direction::kIn, w.peer, w.round);
@@ -276,6 +272,7 @@ void Dispatcher::compute(Step& step, const Parallel& parallel) {
 /// round-j rows before it waits for those of its own round j; so, by induction over j, no rank waits for ever. Where
 /// ranks exchange rows together, all of them go on as long as one has a round left.
 void Dispatcher::take_in(Step& step) {
+  const Protocol::Timer timer(protocol_, "collect");
   receive_home(step, 0);
   for (int64_t round = 1; step.more; ++round) {
     protocol_.grant_round(step.slice.waits(step.phase()), round);
@@ -285,6 +282,7 @@ void Dispatcher::take_in(Step& step) {
   }
   if (step.phase() == Phase::kBackward) finish_sums(step);
   fill_padding(step);
+  backend_.finish();
   protocol_.end();
   step.state = Step::State::kFree;
 }
@@ -324,9 +322,10 @@ void Dispatcher::receive_home(const Step& step, int64_t round) {
     const RowExtent n = step.extent(Direction::kOut, kind, heads, r.num_rows);
     const auto action = static_cast<plan::ReceiveAction>(r.action);
     if (action == plan::ReceiveAction::kCopy)
-      copy_rows(step.local(kind, heads, r.row), source, n);
+      backend_.copy(step.local(kind, heads, r.row), source, n);
     else
-      accumulate(step.in_arena(Direction::kOut, kind, heads, r.sum), source, n, action == plan::ReceiveAction::kAssign);
+      backend_.accumulate(step.in_arena(Direction::kOut, kind, heads, r.sum), source, n,
+                          action == plan::ReceiveAction::kAssign);
   }
 }
 
@@ -334,8 +333,9 @@ void Dispatcher::finish_sums(const Step& step) {
   for (const plan::SumRow& s : step.slice.sums()) {
     const KvHeads heads = heads_of(s);
     const auto finish = [&](TensorKind kind, TensorKind sum, int64_t offset) {
-      cast_rows(step.local(kind, heads, s.row), step.heads.dtype, step.in_arena(Direction::kOut, sum, heads, offset),
-                step.extent(Direction::kOut, sum, heads, s.num_rows));
+      backend_.cast(step.local(kind, heads, s.row), step.heads.dtype,
+                    step.in_arena(Direction::kOut, sum, heads, offset),
+                    step.extent(Direction::kOut, sum, heads, s.num_rows));
     };
     finish(TensorKind::kDk, TensorKind::kDkPartial, s.dk);
     finish(TensorKind::kDv, TensorKind::kDvPartial, s.dv);
@@ -344,30 +344,28 @@ void Dispatcher::finish_sums(const Step& step) {
 
 void Dispatcher::fill_padding(const Step& step) {
   for (const plan::PaddingRow& p : step.slice.padding()) {
-    const auto zero = [&](TensorKind kind) {
-      fill_bytes(step.local(kind).from_row(p.row), step.extent(Direction::kOut, kind, step.all_heads(), p.num_rows), 0);
+    const auto fill = [&](TensorKind kind, Fill value) {
+      backend_.fill(step.local(kind).from_row(p.row), step.extent(Direction::kOut, kind, step.all_heads(), p.num_rows),
+                    value);
     };
     if (step.phase() == Phase::kBackward) {
-      zero(TensorKind::kDq);
-      zero(TensorKind::kDk);
-      zero(TensorKind::kDv);
+      for (const TensorKind kind : {TensorKind::kDq, TensorKind::kDk, TensorKind::kDv}) fill(kind, Fill::kZero);
       continue;
     }
-    zero(TensorKind::kOut);
-    for (int64_t i = p.row; i < p.row + p.num_rows; ++i)
-      for (int64_t head = 0; head < step.heads.q_heads; ++head)
-        *float_at(step.local(TensorKind::kLse), i, head) = -std::numeric_limits<float>::infinity();
+    fill(TensorKind::kOut, Fill::kZero);
+    fill(TensorKind::kLse, Fill::kMinusInfinity);
   }
 }
 
 void Dispatcher::fill_nan(const Step& step) {
   const plan::Header& h = step.slice.header();
-  std::memset(step.arena, kNanByte, static_cast<size_t>(h.arena_bytes[static_cast<size_t>(step.phase())]));
+  const int64_t bytes = h.arena_bytes[static_cast<size_t>(step.phase())];
+  backend_.fill({step.arena, bytes, bytes}, {1, 1, bytes}, Fill::kNan);
   const auto returned = step.phase() == Phase::kForward
                             ? std::array{TensorKind::kOut, TensorKind::kLse, TensorKind::kLse}
                             : std::array{TensorKind::kDq, TensorKind::kDk, TensorKind::kDv};
   for (TensorKind kind : returned)
-    fill_bytes(step.local(kind), step.extent(Direction::kOut, kind, step.all_heads(), h.num_rows), kNanByte);
+    backend_.fill(step.local(kind), step.extent(Direction::kOut, kind, step.all_heads(), h.num_rows), Fill::kNan);
 }
 
 plan::RowFormat Dispatcher::Step::format(Direction direction, TensorKind kind, const KvHeads& range) const {

@@ -11,6 +11,7 @@
 #include "attention/attention.h"
 #include "common/parallel.h"
 #include "plan/tables.h"
+#include "runtime/backend.h"
 #include "runtime/protocol.h"
 
 namespace distca::runtime {
@@ -27,7 +28,7 @@ struct BackwardTensors {
 
 class Dispatcher {
  public:
-  explicit Dispatcher(Protocol& protocol);
+  Dispatcher(Protocol& protocol, Backend& backend);
   ~Dispatcher();
 
   /// A whole step.
@@ -90,7 +91,7 @@ class Dispatcher {
   void fill_nan(const Step& step);
 
   Protocol& protocol_;
-  attention::CpuAttention kernel_;
+  Backend& backend_;
   bool fill_with_nan_ = false;
   std::vector<Step> steps_;  // kNumSlots of them
 
@@ -112,9 +113,10 @@ struct Dispatcher::Step {
   std::byte* arena = nullptr;
   /// Where a tensor of this rank lies, by TensorKind; null where the step does not have it.
   std::array<RowView, static_cast<size_t>(plan::TensorKind::kCount)> tensors = {};
-  std::vector<float> delta;  // of a backward step; only grows
-  int64_t num_rounds = 0;    // that this rank takes part in
-  bool more = false;         // rounds to come after the one at hand
+  std::shared_ptr<std::byte> delta;  // of a backward step; only grows
+  int64_t delta_bytes = 0;
+  int64_t num_rounds = 0;  // that this rank takes part in
+  bool more = false;       // rounds to come after the one at hand
   std::shared_ptr<void> owner;
 
   plan::Phase phase() const { return id.phase; }

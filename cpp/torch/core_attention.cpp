@@ -10,6 +10,20 @@
 namespace distca::ops {
 namespace {
 
+/// Throws unless the context works where the tensors are, and takes such heads.
+void check_backend(const runtime::Context& context, const Tensor& q, const HeadShape& heads, float softcap) {
+  const std::string device = context.backend().device();
+  require(device == device_name(q), "context \"", context.options().name, "\" is on ", device, ", the tensors are on ",
+          device_name(q), "; give distca.init device=\"", device_name(q), "\"");
+  context.backend().check(heads, softcap);
+}
+
+/// Ranks compare their sinks, so the host has them.
+std::optional<Tensor> on_host(const std::optional<Tensor>& sinks) {
+  if (!sinks.has_value() || sinks->is_cpu()) return sinks;
+  return torch::stable::to(*sinks, torch::stable::Device(torch::headeronly::DeviceType::CPU));
+}
+
 /// The arguments of a forward step, checked, and the tensors that it returns. What it views lives as long as it does.
 struct Forward {
   Forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan, const std::optional<Tensor>& sinks,
@@ -18,14 +32,15 @@ struct Forward {
         k(k),
         v(v),
         plan(plan),
-        sinks(sinks),
         heads(heads_of(q, k, v)),
         context(runtime::find_context(context)),
+        sinks_on_host(on_host(sinks)),
         out(empty_rows(q, q.size(0), heads.q_heads, heads.v_dim)),
         lse(empty_scalars(q, q.size(0), heads.q_heads)) {
     require(q.size(0) == k.size(0), "q ", shape_of(q), " and k ", shape_of(k), " have different lengths");
     slice = this->context->accept(words_of(plan, "plan"), heads, q.size(0));
-    scores = {scale_or_default(scale, heads), checked_softcap(softcap), sinks_of(sinks, heads)};
+    scores = {scale_or_default(scale, heads), checked_softcap(softcap), sinks_of(sinks_on_host, heads)};
+    check_backend(*this->context, q, heads, scores.softcap);
   }
 
   runtime::ForwardTensors tensors() const {
@@ -33,9 +48,9 @@ struct Forward {
   }
 
   Tensor q, k, v, plan;
-  std::optional<Tensor> sinks;
   HeadShape heads;
   std::shared_ptr<runtime::Context> context;
+  std::optional<Tensor> sinks_on_host;
   plan::SliceView slice{{}};
   runtime::ScoreOptions scores;
   Tensor out, lse;
@@ -53,9 +68,9 @@ struct Backward {
         out(out),
         lse(lse),
         plan(plan),
-        sinks(sinks),
         heads(heads_of(q, k, v)),
         context(runtime::find_context(context)),
+        sinks_on_host(on_host(sinks)),
         dq(empty_rows(q, q.size(0), heads.q_heads, heads.dim)),
         dk(empty_rows(k, q.size(0), heads.kv_heads, heads.dim)),
         dv(empty_rows(v, q.size(0), heads.kv_heads, heads.v_dim)) {
@@ -63,10 +78,14 @@ struct Backward {
     check_like_out(dout, "dout", heads, rows);
     check_like_out(out, "out", heads, rows);
     scalars_of(lse, "lse");
+    check_device_of(q, dout, "dout");
+    check_device_of(q, out, "out");
+    check_device_of(q, lse, "lse");
     require(k.size(0) == rows && lse.size(0) == rows && lse.size(1) == heads.q_heads,
             "q, k, v, out and lse have different lengths or head counts");
     slice = this->context->accept(words_of(plan, "plan"), heads, rows);
-    scores = {scale_or_default(scale, heads), checked_softcap(softcap), sinks_of(sinks, heads)};
+    scores = {scale_or_default(scale, heads), checked_softcap(softcap), sinks_of(sinks_on_host, heads)};
+    check_backend(*this->context, q, heads, scores.softcap);
   }
 
   runtime::BackwardTensors tensors() const {
@@ -75,9 +94,9 @@ struct Backward {
   }
 
   Tensor dout, q, k, v, out, lse, plan;
-  std::optional<Tensor> sinks;
   HeadShape heads;
   std::shared_ptr<runtime::Context> context;
+  std::optional<Tensor> sinks_on_host;
   plan::SliceView slice{{}};
   runtime::ScoreOptions scores;
   Tensor dq, dk, dv;
@@ -172,6 +191,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(distca, CPU, m) {
+  m.impl("core_attention", TORCH_BOX(&core_attention));
+  m.impl("core_attention_backward", TORCH_BOX(&core_attention_backward));
+  m.impl("dispatch", TORCH_BOX(&dispatch));
+  m.impl("dispatch_backward", TORCH_BOX(&dispatch_backward));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(distca, CUDA, m) {
   m.impl("core_attention", TORCH_BOX(&core_attention));
   m.impl("core_attention_backward", TORCH_BOX(&core_attention_backward));
   m.impl("dispatch", TORCH_BOX(&dispatch));

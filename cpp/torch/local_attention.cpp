@@ -10,17 +10,13 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "torch/local_tasks.h"
 #include "torch/tensors.h"
 
 namespace distca::ops {
 namespace {
 
 using attention::kKeyBlockRows;
-
-struct LocalTask {
-  int64_t q_begin, q_end, kv_begin, kv_end;
-  int64_t first_row() const { return (kv_end - kv_begin) - (q_end - q_begin); }  // of the queries, in the document
-};
 
 /// Scratch of one thread's local attention; only grows.
 struct Workspace {
@@ -38,53 +34,24 @@ Workspace& workspace() {
   return instance;
 }
 
-/// Reads and checks the tasks; afterwards they are sorted by (kv_begin, first row).
-void read_tasks(Workspace& w, const Tensor& tasks, int64_t q_rows, int64_t kv_rows) {
-  require(tasks.dim() == 2 && tasks.size(1) == 4, "tasks has shape ", shape_of(tasks),
-          "; [N, 4] (q_begin, q_end, kv_begin, kv_end) is expected");
-  const auto words = words_of(tasks, "tasks");
-  w.sorted.clear();
-  for (size_t i = 0; i < words.size(); i += 4) {
-    const LocalTask t{words[i], words[i + 1], words[i + 2], words[i + 3]};
-    require(t.q_begin >= 0 && t.q_end > t.q_begin && t.q_end <= q_rows, "task ", i / 4, ": query rows [", t.q_begin,
-            ", ", t.q_end, ") of ", q_rows);
-    require(t.kv_begin >= 0 && t.kv_end > t.kv_begin && t.kv_end <= kv_rows, "task ", i / 4, ": key rows [", t.kv_begin,
-            ", ", t.kv_end, ") of ", kv_rows);
-    require(t.first_row() >= 0, "task ", i / 4, " has more query rows (", t.q_end - t.q_begin, ") than key rows (",
-            t.kv_end - t.kv_begin, ")");
-    w.sorted.push_back(t);
-  }
-  std::sort(w.sorted.begin(), w.sorted.end(),
-            [](const LocalTask& a, const LocalTask& b) { return a.q_begin < b.q_begin; });
-  for (size_t i = 1; i < w.sorted.size(); ++i)
-    require(w.sorted[i - 1].q_end <= w.sorted[i].q_begin, "two tasks have query row ", w.sorted[i].q_begin);
-  std::sort(w.sorted.begin(), w.sorted.end(), [](const LocalTask& a, const LocalTask& b) {
-    return a.kv_begin != b.kv_begin ? a.kv_begin < b.kv_begin : a.kv_end < b.kv_end;
-  });
-}
-
 /// Groups the sorted tasks by document.
 void group_tasks(Workspace& w, int64_t kv_heads, const RowView& k, const RowView& v, const float* sinks) {
   w.groups.clear();
   w.tasks.clear();
   w.blocks.clear();
-  int64_t total_blocks = 0, kv_done = 0;
+  int64_t total_blocks = 0;
   for (size_t i = 0; i < w.sorted.size();) {
     const int64_t begin = w.sorted[i].kv_begin;
-    require(begin >= kv_done, "the documents at key rows ", begin, " and before ", kv_done, " overlap");
     attention::KeyGroup g;
     g.kv_heads = kv_heads;
     g.task_begin = static_cast<int64_t>(i);
-    int64_t rows_done = 0;
     for (; i < w.sorted.size() && w.sorted[i].kv_begin == begin; ++i) {
       const LocalTask& t = w.sorted[i];
-      require(t.first_row() >= rows_done, "two tasks compute row ", t.first_row(), " of the document at key row ",
-              begin);
-      rows_done = g.kv_end = t.kv_end - begin;
+      g.kv_end = t.kv_rows();
       attention::Task task;
       task.group = static_cast<int64_t>(w.groups.size());
       task.q_begin = t.first_row();
-      task.q_end = rows_done;
+      task.q_end = g.kv_end;
       w.tasks.push_back(task);
     }
     g.task_end = static_cast<int64_t>(i);
@@ -93,7 +60,6 @@ void group_tasks(Workspace& w, int64_t kv_heads, const RowView& k, const RowView
     g.sinks = sinks;
     w.groups.push_back(g);
     total_blocks = std::max(total_blocks, (g.kv_end + kKeyBlockRows - 1) / kKeyBlockRows);
-    kv_done = begin + g.kv_end;
   }
   // Each document starts at row 0 of its own view, so one table of consecutive blocks serves all.
   for (int64_t b = 0; b < total_blocks; ++b) w.blocks.push_back(2 * b * kKeyBlockRows);
@@ -103,7 +69,7 @@ void group_tasks(Workspace& w, int64_t kv_heads, const RowView& k, const RowView
 
 int64_t covered_rows(const Workspace& w) {
   int64_t rows = 0;
-  for (const LocalTask& t : w.sorted) rows += t.q_end - t.q_begin;
+  for (const LocalTask& t : w.sorted) rows += t.q_rows();
   return rows;
 }
 
@@ -114,7 +80,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
     const HeadShape heads = heads_of(q, k, v);
     const float factor = scale_or_default(scale, heads), cap = checked_softcap(softcap);
     Workspace& w = workspace();
-    read_tasks(w, tasks, q.size(0), k.size(0));
+    read_tasks(w.sorted, tasks, q.size(0), k.size(0));
     group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"), sinks_of(sinks, heads).data());
     Tensor out = empty_rows(q, q.size(0), heads.q_heads, heads.v_dim);
     Tensor lse = empty_scalars(q, q.size(0), heads.q_heads);
@@ -149,7 +115,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
     require(lse.size(0) == rows && lse.size(1) == heads.q_heads, "lse has shape ", shape_of(lse), "; [", rows, ", ",
             heads.q_heads, "] is expected");
     Workspace& w = workspace();
-    read_tasks(w, tasks, rows, k.size(0));
+    read_tasks(w.sorted, tasks, rows, k.size(0));
     group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"), sinks_of(sinks, heads).data());
     Tensor dq = empty_rows(q, rows, heads.q_heads, heads.dim);
     Tensor dk = empty_rows(k, k.size(0), heads.kv_heads, heads.dim);

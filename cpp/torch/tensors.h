@@ -38,6 +38,10 @@ inline std::string shape_of(const Tensor& t) {
   return s + "]";
 }
 
+inline std::string device_name(const Tensor& t) {
+  return t.is_cpu() ? "cpu" : t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index()) : "another device";
+}
+
 inline DType dtype_of(const Tensor& t, const char* name) {
   using torch::headeronly::ScalarType;
   const ScalarType type = t.scalar_type();
@@ -46,9 +50,13 @@ inline DType dtype_of(const Tensor& t, const char* name) {
   return type == ScalarType::Float ? DType::kFloat32 : type == ScalarType::Half ? DType::kFloat16 : DType::kBFloat16;
 }
 
-/// A [rows, heads, dim] view of a CPU tensor; strides are arbitrary but for a contiguous last dimension.
+/// Operators get tensors of several devices where any of them is on a GPU.
+inline void check_device_of(const Tensor& like, const Tensor& t, const char* name) {
+  require(t.device() == like.device(), name, " is on ", device_name(t), ", q on ", device_name(like));
+}
+
+/// A [rows, heads, dim] view of a tensor; strides are arbitrary but for a contiguous last dimension.
 inline RowView rows_of(const Tensor& t, const char* name) {
-  require(t.is_cpu(), name, " is not on the CPU; this build supports CPU tensors");
   require(t.dim() == 3, name, " has shape ", shape_of(t), "; [tokens, heads, dim] is expected");
   require(t.stride(2) == 1 || t.size(2) == 1, name, ": the last dimension must be contiguous, its stride is ",
           t.stride(2));
@@ -56,10 +64,10 @@ inline RowView rows_of(const Tensor& t, const char* name) {
   return {static_cast<std::byte*>(t.data_ptr()), t.stride(0) * bytes, t.stride(1) * bytes};
 }
 
-/// A [rows, heads] fp32 CPU tensor (the log-sum-exp) as a view of one element a head.
+/// A [rows, heads] fp32 tensor (the log-sum-exp) as a view of one element a head.
 inline RowView scalars_of(const Tensor& t, const char* name) {
-  require(t.is_cpu() && t.dim() == 2 && t.scalar_type() == torch::headeronly::ScalarType::Float, name, " has shape ",
-          shape_of(t), "; a float32 CPU tensor [tokens, heads] is expected");
+  require(t.dim() == 2 && t.scalar_type() == torch::headeronly::ScalarType::Float, name, " has shape ", shape_of(t),
+          "; a float32 tensor [tokens, heads] is expected");
   return {static_cast<std::byte*>(t.data_ptr()), t.stride(0) * 4, t.stride(1) * 4};
 }
 
@@ -72,7 +80,10 @@ inline std::span<const int64_t> words_of(const Tensor& t, const char* name) {
 
 /// The head shape of q [T, H, D], k [T', Hkv, D], v [T', Hkv, Dv], checked against one another.
 inline HeadShape heads_of(const Tensor& q, const Tensor& k, const Tensor& v) {
-  for (const auto& [t, name] : {std::pair{&q, "q"}, {&k, "k"}, {&v, "v"}}) rows_of(*t, name);
+  for (const auto& [t, name] : {std::pair{&q, "q"}, {&k, "k"}, {&v, "v"}}) {
+    rows_of(*t, name);
+    check_device_of(q, *t, name);
+  }
   const DType dtype = dtype_of(q, "q");
   require(dtype_of(k, "k") == dtype && dtype_of(v, "v") == dtype,
           "q, k and v have different dtypes: ", dtype_name(dtype), ", ", dtype_name(dtype_of(k, "k")), ", ",
@@ -121,12 +132,17 @@ inline float checked_softcap(double softcap) {
   return static_cast<float>(softcap);
 }
 
-/// One float32 for each query head; empty where there are none.
+inline void check_sinks(const Tensor& sinks, const HeadShape& heads) {
+  require(sinks.dim() == 1 && sinks.size(0) == heads.q_heads && sinks.is_contiguous() &&
+              sinks.scalar_type() == torch::headeronly::ScalarType::Float,
+          "sinks has shape ", shape_of(sinks), "; a contiguous float32 tensor [", heads.q_heads, "] is expected");
+}
+
+/// One float32 for each query head, on the CPU; empty where there are none.
 inline std::span<const float> sinks_of(const std::optional<Tensor>& sinks, const HeadShape& heads) {
   if (!sinks.has_value()) return {};
-  require(sinks->is_cpu() && sinks->dim() == 1 && sinks->size(0) == heads.q_heads && sinks->is_contiguous() &&
-              sinks->scalar_type() == torch::headeronly::ScalarType::Float,
-          "sinks has shape ", shape_of(*sinks), "; a contiguous float32 CPU tensor [", heads.q_heads, "] is expected");
+  check_sinks(*sinks, heads);
+  require(sinks->is_cpu(), "sinks is on ", device_name(*sinks), ", q on cpu");
   return {static_cast<const float*>(sinks->data_ptr()), static_cast<size_t>(heads.q_heads)};
 }
 

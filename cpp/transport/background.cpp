@@ -152,9 +152,9 @@ class BackgroundTransport final : public Transport {
   void publish(int64_t word, uint64_t value) override { inner_->publish(word, value); }
   uint64_t peek(int peer, int64_t word) const override { return inner_->peek(peer, word); }
 
-  uint64_t posted() const override { return worker_->num_posted(); }
-  void quiet() override { quiet_upto(posted()); }
-  void quiet_upto(uint64_t posted) override { worker_->wait(posted); }
+  uint64_t mark() const override { return worker_->num_posted(); }
+  void quiet() override { quiet_until(mark()); }
+  void quiet_until(uint64_t mark) override { worker_->wait(mark); }
   void cancel() noexcept override {
     if (!is_forked()) worker_->cancel();
   }

@@ -80,9 +80,12 @@ Mapping::~Mapping() {
 }
 
 Region::Region(std::byte* base, int64_t heap_bytes, int64_t num_signals)
+    : Region(base, num_signals, {base + region_bytes(0, num_signals), static_cast<size_t>(heap_bytes)}) {}
+
+Region::Region(std::byte* base, int64_t num_signals, std::span<std::byte> heap)
     : header_(reinterpret_cast<Header*>(base)),
       words_(reinterpret_cast<uint64_t*>(base + sizeof(Header)), static_cast<size_t>(num_signals)),
-      heap_(base + region_bytes(0, num_signals), static_cast<size_t>(heap_bytes)) {
+      heap_(heap) {
   static_assert(std::atomic_ref<uint32_t>::is_always_lock_free && std::atomic_ref<uint64_t>::is_always_lock_free);
 }
 
@@ -128,7 +131,7 @@ void HostTransport::put(int peer, int64_t heap_offset, int64_t dst_row_stride, i
   const std::span<std::byte> heap = region(peer).heap();
   check_put(peer, static_cast<int64_t>(heap.size()), heap_offset, dst_row_stride, dst_head_stride, extent);
   if (extent.num_rows == 0 || extent.num_heads == 0 || extent.head_bytes == 0) return;
-  copy_rows({heap.data() + heap_offset, dst_row_stride, dst_head_stride}, src, extent);
+  copy({heap.data() + heap_offset, dst_row_stride, dst_head_stride}, src, extent);
 }
 
 void HostTransport::signal(int peer, int64_t word, uint64_t value) {

@@ -46,6 +46,8 @@ enum class RankState : uint32_t { kPresent = 0, kClosed = 1, kDied = 2 };
 class Region {
  public:
   Region(std::byte* base, int64_t heap_bytes, int64_t num_signals);
+  /// With a heap that lies elsewhere, on a GPU say.
+  Region(std::byte* base, int64_t num_signals, std::span<std::byte> heap);
 
   std::span<std::byte> heap() const { return heap_; }
   std::atomic_ref<uint64_t> word(int64_t index) const;
@@ -105,6 +107,8 @@ class HostTransport : public Transport {
     return regions_[static_cast<size_t>(peer)];
   }
   bool in_home_process() const { return generation_ == fork_generation(); }
+  /// Copies rows of this rank into a heap.
+  virtual void copy(const RowView& to, const RowView& from, const RowExtent& n) { copy_rows(to, from, n); }
   /// Tells all others that this rank leaves. Does nothing in a forked child.
   void leave(RankState state) noexcept;
   /// Asks anew who is gone, where that takes asking.

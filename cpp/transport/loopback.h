@@ -2,17 +2,20 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "common/error.h"
+#include "common/memory.h"
 #include "transport/transport.h"
 
 namespace distca::transport {
 
 /// Makes the transports of ranks 0 .. num_ranks-1. They share their memory, so each may be destroyed at any time; to
-/// the others that is an orderly departure.
-DISTCA_EXPORT std::vector<std::unique_ptr<Transport>> make_loopback(int num_ranks, int64_t heap_bytes,
-                                                                    int64_t num_signals);
+/// the others that is an orderly departure. `memories` says where the ranks' heaps and rows lie, one for each rank; on
+/// the host where there are none. A signal is sent when all that its rank's memory was asked to do is done.
+DISTCA_EXPORT std::vector<std::unique_ptr<Transport>> make_loopback(
+    int num_ranks, int64_t heap_bytes, int64_t num_signals, std::span<const std::shared_ptr<Memory>> memories = {});
 
 /// Makes a loopback rank look to its peers as if it had died. Throws InvalidArgumentError for other transports.
 DISTCA_EXPORT void mark_died(Transport& transport);

@@ -14,6 +14,7 @@ from distca.cost import CostModel
 from distca.errors import (
     CapacityError,
     ContextPoisonedError,
+    DeviceError,
     DistcaError,
     InvalidArgumentError,
     OperatingSystemError,
@@ -25,11 +26,13 @@ from distca.errors import (
 from distca.halves import Half, halves
 from distca.heads import Heads
 from distca.launch import RankError, launch
+from distca.memory import MemoryReport, memory_report
 from distca.ops import attention, core_attention, serve, serve_ping_pong
 from distca.ping_pong import PingPong
 from distca.plan_ahead import PlanAhead
 from distca.planning import PADDING, ArenaBytes, Layout, Plan, Plans, PlanStats, Task, Transfer, plan, plans
 from distca.steps import Step, attend, collect, dispatch
+from distca.trace import Link, Trace, write_trace
 
 try:
     __version__ = _version("distca")
@@ -43,11 +46,15 @@ __all__ = [
     "Context",
     "ContextPoisonedError",
     "CostModel",
+    "DeviceError",
     "DistcaError",
     "Half",
     "Heads",
     "InvalidArgumentError",
     "Layout",
+    "Link",
+    "MemoryReport",
+    "OperatingSystemError",
     "PeerDiedError",
     "PeerTimeoutError",
     "Plan",
@@ -57,13 +64,13 @@ __all__ = [
     "PlanStats",
     "Plans",
     "RankError",
-    "OperatingSystemError",
     "PingPong",
     "Step",
     "attend",
     "collect",
     "dispatch",
     "Task",
+    "Trace",
     "Transfer",
     "attention",
     "core_attention",
@@ -72,9 +79,11 @@ __all__ = [
     "init",
     "launch",
     "loopback",
+    "memory_report",
     "plan",
     "plans",
     "save_core_attention",
     "serve",
     "serve_ping_pong",
+    "write_trace",
 ]

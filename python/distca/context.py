@@ -8,13 +8,15 @@ import weakref
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from distca import _C
 from distca.cost import CostModel
-from distca.errors import InvalidArgumentError
+from distca.errors import DeviceError, InvalidArgumentError
 from distca.exchange import Exchange, gather_text
 from distca.heads import Heads
+from distca.trace import Link, Trace, from_core
 
 _EXTENT_ALIGNMENT = 64
 _TRANSPORTS = ("auto", "shm", "torch", "loopback")
@@ -30,6 +32,9 @@ class Context:
         name: its name in the process's registry, which ``core_attention`` takes.
         rank, num_ranks: this rank, and the ranks of the group.
         transport: name of the transport in use.
+        device: where its tensors are.
+        attention: what computes attention, in words.
+        plan_independent: whether out, lse and dq of a row have the same bits whatever the plan and the number of ranks.
         slot_bytes: bytes of one slot's arena: the capacity that plans must keep to.
         heads: the head shape it was made for.
         cost: the cost model that its plans are made with.
@@ -42,6 +47,9 @@ class Context:
         self.rank = core.rank
         self.num_ranks = core.num_ranks
         self.transport = core.transport
+        self.device = core.device
+        self.attention = core.attention
+        self.plan_independent = core.plan_independent
         self.slot_bytes = core.slot_bytes
         self._last_step = 0
         self.heads = heads
@@ -61,6 +69,18 @@ class Context:
         """
         if self._core is not None:
             self._core.abandon(step, why)
+
+    def start_trace(self) -> None:
+        """From now on this rank's steps are recorded, until the context is closed; see `take_trace`."""
+        if self._core is not None:
+            self._core.set_trace(True)
+            self.take_trace()
+
+    def take_trace(self) -> Trace:
+        """What was recorded since `start_trace`, or since the call before. Not while a step runs on another thread."""
+        if self._core is None:
+            return Trace(self.rank, [], [])
+        return from_core(self.rank, self._core.take_trace(), self._core.take_transfers())
 
     def close(self) -> None:
         """Leaves the group and frees the heap. May be called again."""
@@ -107,6 +127,9 @@ def init(
     name: str = "default",
     cost: CostModel | None = None,
     progress_thread: bool = False,
+    link: Link | None = None,
+    device: torch.device | str = "cpu",
+    attention: str = "auto",
 ) -> Context:
     """Makes this process a rank of an attention group. Collective over the group; starts no process.
 
@@ -123,6 +146,11 @@ def init(
         cost: cost model of the plans.
         progress_thread: with shm, copy rows on a thread of the context's own, so that they travel while this rank
             computes (`PingPong`). Worth it where there is a core to spare for it.
+        link: emulates a network of that speed over shm or loopback, for tests and benchmarks.
+        device: where the tensors are: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``. On CUDA a group of one rank, so far; not
+            yet run on a GPU.
+        attention: ``"auto"``, the library's own kernels where there are some for the device, else ``"flash"``, ATen's
+            flash attention.
 
     Raises:
         InvalidArgumentError: for wrong arguments, a name in use, arguments that differ between ranks, ranks on
@@ -130,6 +158,9 @@ def init(
     """
     if transport not in _TRANSPORTS:
         raise InvalidArgumentError(f"init: transport = {transport!r}; one of {', '.join(_TRANSPORTS)} is expected")
+    if link is not None and transport == "torch":
+        raise InvalidArgumentError("init: transport 'torch' has no link; use 'shm' to emulate one")
+    device = _device_name(device)
     if name in _contexts:
         raise InvalidArgumentError(f"init: context {name!r} exists already; close it first, or choose another name")
     if group is None and dist.is_available() and dist.is_initialized():
@@ -146,17 +177,24 @@ def init(
             "init: transport 'torch' exchanges rows over a process group; call torch.distributed.init_process_group "
             "first, or pass the group"
         )
+    if (device, attention) != ("cpu", "auto") and (num_ranks > 1 or transport not in ("auto", "loopback")):
+        raise InvalidArgumentError(
+            f"init: device = {device!r} with attention = {attention!r}, {num_ranks} ranks, transport {transport!r}; a "
+            "group of one rank over 'loopback' is supported so far (several ranks on one GPU: distca.loopback)"
+        )
     slot_bytes = _slot_bytes(num_ranks, max_tokens, heads, heap_bytes)
     cost = cost or CostModel()
     options = _core_options(slot_bytes, timeout, cost)
+    words = None if link is None else link.words
     if transport in ("auto", "loopback") and num_ranks == 1:
-        return Context(_C.make_loopback(names=[name], **options)[0], heads, cost)
+        core = _C.make_loopback(names=[name], link=words, device=device, attention=attention, **options)[0]
+        return Context(core, heads, cost)
     if group is not None and transport == "torch":
         return _over_torch(group, name, heads, cost, options)
     listener = _C.ShmListener()
     rank = dist.get_rank(group) if group is not None else 0
     addresses = gather_text(listener.address, group) if group is not None else [listener.address]
-    if group is not None and transport == "auto" and not _C.share_memory(addresses):
+    if group is not None and transport == "auto" and link is None and not _C.share_memory(addresses):
         return _over_torch(group, name, heads, cost, options)
     core = _C.connect_shm(
         listener=listener,
@@ -165,6 +203,7 @@ def init(
         name=name,
         connect_timeout=min(timeout, 120.0),
         progress_thread=progress_thread,
+        link=words,
         **options,
     )
     return Context(core, heads, cost)
@@ -198,14 +237,21 @@ def loopback(
     cost: CostModel | None = None,
     reorder_seed: int | None = None,
     progress_thread: bool = False,
+    link: Link | None = None,
+    device: torch.device | str = "cpu",
+    attention: str = "auto",
 ) -> list[Context]:
     """Makes a whole group in this process, for tests; each context must be used from a thread of its own.
 
+    On CUDA the ranks share a GPU. Autograd runs the backward of all threads' graphs on a GPU in one thread, where ranks
+    would wait for each other for ever: run them under ``torch.autograd.set_multithreading_enabled(False)``.
+
     Args:
         num_ranks: number of ranks.
-        max_tokens, heads, heap_bytes, timeout, cost: as for :func:`init`.
+        max_tokens, heads, heap_bytes, timeout, cost, device, attention: as for :func:`init`.
         reorder_seed: delays and reorders puts in an order drawn from this seed.
         progress_thread: as for :func:`init`, though nothing else is shared memory between processes here.
+        link: emulates a network of that speed.
     """
     group = next(_loopback_groups)
     cost = cost or CostModel()
@@ -213,9 +259,30 @@ def loopback(
         names=[f"loopback/{group}/{rank}" for rank in range(num_ranks)],
         reorder_seed=reorder_seed,
         progress_thread=progress_thread,
+        link=None if link is None else link.words,
+        device=_device_name(device),
+        attention=attention,
         **_core_options(_slot_bytes(num_ranks, max_tokens, heads, heap_bytes), timeout, cost),
     )
     return [Context(core, heads, cost) for core in cores]
+
+
+def _device_name(device: torch.device | str) -> str:
+    """``"cpu"``, or ``"cuda:"`` and the number of a device that is there."""
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise InvalidArgumentError(f"init: device = {device!r}; {error}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidArgumentError(f"init: device = {str(device)!r}; cpu and cuda are supported")
+    if device.type == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise DeviceError(f"init: device = {str(device)!r}, but PyTorch finds no CUDA device here")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise DeviceError(f"init: device = {str(device)!r}; there are {torch.cuda.device_count()}")
+    return f"cuda:{index}"
 
 
 def _core_options(slot_bytes: int, timeout: float, cost: CostModel) -> dict[str, Any]:

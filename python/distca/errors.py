@@ -43,6 +43,10 @@ class OperatingSystemError(DistcaError):
     """The operating system refused something (memory, sockets)."""
 
 
+class DeviceError(DistcaError):
+    """A GPU or its driver refused something, or there is none where one is needed."""
+
+
 _FROM_OPERATOR = re.compile(r"distca (\w+): (.*)", re.DOTALL)
 _WHAT_TO_CHANGE = {
     PlanMismatchError: "as many calls of core_attention and of its backward on every rank, in the same order",

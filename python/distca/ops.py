@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._higher_order_ops.effects import _EffectType as EffectType
 
-from distca.context import Context
+from distca.context import Context, get_context
 from distca.errors import InvalidArgumentError, typed_errors
 from distca.ping_pong import core_attention_in_parts, in_half
 from distca.planning import Plan
@@ -113,8 +113,9 @@ def serve(
         InvalidArgumentError: for another phase, or where this rank has rows. Else as :func:`core_attention`.
     """
     _check_serving("serve", phase, plan)
-    q, k, v, out, lse = _no_rows(plan)
-    options: dict[str, Any] = {"context": _name_of(context), "scale": scale, "softcap": softcap}
+    name = _name_of(context)
+    q, k, v, out, lse = _no_rows(plan, name)
+    options: dict[str, Any] = {"context": name, "scale": scale, "softcap": softcap}
     sinks = None if sinks is None else sinks.detach().float()
     with typed_errors(layer):
         if phase == "forward":
@@ -153,7 +154,7 @@ def serve_ping_pong(
         with typed_errors(index):
             if part == "dispatch":
                 plan = layers[index][half]
-                q, k, v, out, lse = _no_rows(plan)
+                q, k, v, out, lse = _no_rows(plan, name)
                 own = None if sinks is None else sinks[index].detach().float()
                 steps[index, half] = (
                     ops.dispatch(q, k, v, plan.tensor, None, own, context=name, **scores)
@@ -190,12 +191,13 @@ def _check_serving(function: str, phase: str, plan: Plan) -> None:
         )
 
 
-def _no_rows(plan: Plan) -> tuple[torch.Tensor, ...]:
+def _no_rows(plan: Plan, context: str) -> tuple[torch.Tensor, ...]:
     """q, k, v, out and lse of a rank without rows."""
-    heads = plan.heads
-    q, out = (torch.empty(0, heads.q, dim, dtype=heads.dtype) for dim in (heads.dim, heads.value_dim))
-    k, v = (torch.empty(0, heads.kv, dim, dtype=heads.dtype) for dim in (heads.dim, heads.value_dim))
-    return q, k, v, out, torch.empty(0, heads.q)
+    heads, found = plan.heads, get_context(context)
+    device = "cpu" if found is None else found.device  # an unknown one is the operator's to refuse
+    q, out = (torch.empty(0, heads.q, dim, dtype=heads.dtype, device=device) for dim in (heads.dim, heads.value_dim))
+    k, v = (torch.empty(0, heads.kv, dim, dtype=heads.dtype, device=device) for dim in (heads.dim, heads.value_dim))
+    return q, k, v, out, torch.empty(0, heads.q, device=device)
 
 
 def _name_of(context: str | Context) -> str:
@@ -214,10 +216,11 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The fused kernel alone, over tasks in this process's tensors; no context needed.
 
-    Differentiable in q, k, v and sinks.
+    Differentiable in q, k, v and sinks. On CUDA it is ATen's flash attention, which takes bfloat16 and float16, Dv = D
+    and no softcap; not yet run on a GPU.
 
     Args:
-        q: ``[Tq, H, D]``, float32, bfloat16 or float16, on the CPU; last dimension contiguous.
+        q: ``[Tq, H, D]``, float32, bfloat16 or float16; last dimension contiguous.
         k: ``[Tk, Hkv, D]``. v: ``[Tk, Hkv, Dv]``.
         tasks: int64 CPU ``[N, 4]``: rows ``(q_begin, q_end, kv_begin, kv_end)``. A document starts at ``kv_begin``; the
             queries are its last ``q_end - q_begin`` rows before ``kv_end`` (causal, aligned at the end). By default one
@@ -300,5 +303,7 @@ def _fake_sink_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 
 
 torch.library.register_fake("distca::sink_gradient")(_fake_sink_gradient)
+torch.library.register_fake("distca::sink_gradient_by_aten")(_fake_sink_gradient)
 _register("core_attention", collective=True)
 _register("attention", collective=False)
+_register("attention_by_flash", collective=False)

@@ -1,0 +1,76 @@
+#include "runtime/backend.h"
+
+#include <cstring>
+#include <limits>
+#include <new>
+
+#include "runtime/row_arithmetic.h"
+
+namespace distca::runtime {
+namespace {
+
+class CpuBackend final : public Backend {
+ public:
+  std::string device() const override { return "cpu"; }
+  std::string attention() const override { return std::string("CPU kernel, ") + kernel_.isa(); }
+  bool plan_independent() const override { return true; }
+  void check(const HeadShape&, float) const override {}
+
+  std::shared_ptr<std::byte> allocate(int64_t bytes) override {
+    constexpr auto alignment = std::align_val_t(256);
+    auto* const data = static_cast<std::byte*>(::operator new(static_cast<size_t>(bytes), alignment));
+    std::memset(data, 0, static_cast<size_t>(bytes));
+    return {data, [](std::byte* p) { ::operator delete(p, std::align_val_t(256)); }};
+  }
+  void copy(const RowView& to, const RowView& from, const RowExtent& n) override { copy_rows(to, from, n); }
+  void finish() override {}
+
+  void accumulate(const RowView& sum, const RowView& partial, const RowExtent& n, bool assign) override {
+    runtime::accumulate(sum, partial, n, assign);
+  }
+  void cast(const RowView& to, DType dtype, const RowView& from, const RowExtent& n) override {
+    cast_rows(to, dtype, from, n);
+  }
+  void fill(const RowView& rows, const RowExtent& n, Fill value) override {
+    if (value != Fill::kMinusInfinity) return fill_bytes(rows, n, value == Fill::kZero ? 0 : kNanByte);
+    for (int64_t i = 0; i < n.num_rows; ++i)
+      for (int64_t head = 0; head < n.num_heads; ++head)
+        *float_at(rows, i, head) = -std::numeric_limits<float>::infinity();
+  }
+  void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout, const RowView& delta,
+               const Parallel& parallel) override {
+    attention::row_dot(heads, num_rows, out, dout, delta, parallel);
+  }
+  void forward(const attention::Problem& problem, const Parallel& parallel) override {
+    kernel_.forward(problem, parallel);
+  }
+  void backward(const attention::Problem& problem, const Parallel& parallel) override {
+    kernel_.backward(problem, parallel);
+  }
+
+ private:
+  static constexpr int kNanByte = 0xff;  // all ones is a NaN in every dtype
+
+  attention::CpuAttention kernel_;
+};
+
+/// Never destroyed, like the registry of contexts.
+MakeBackend& maker() {
+  static auto* const instance = new MakeBackend;
+  return *instance;
+}
+
+}  // namespace
+
+void set_backend_maker(MakeBackend make) { maker() = std::move(make); }
+
+std::shared_ptr<Backend> make_backend(const std::string& device, const std::string& attention) {
+  require(attention == "auto" || attention == "flash", "attention = \"", attention,
+          "\"; \"auto\" and \"flash\" are allowed");
+  if (device == "cpu" && attention == "auto") return std::make_shared<CpuBackend>();
+  require(maker() != nullptr, "device \"", device, "\" with attention \"", attention,
+          "\" needs the operators; import distca first");
+  return maker()(device, attention);
+}
+
+}  // namespace distca::runtime

@@ -1,0 +1,49 @@
+// Who does the work of one rank: on the host, the CPU kernel and plain loops; on a GPU, what the operators' library and
+// libdistca_cuda bring. All that a step does with rows goes through here.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "attention/attention.h"
+#include "common/memory.h"
+#include "common/parallel.h"
+
+namespace distca::runtime {
+
+enum class Fill { kZero, kNan, kMinusInfinity };  // the last one for fp32 rows
+
+/// One call at a time. Work may go on after a call; `finish` ends it.
+class DISTCA_EXPORT Backend : public Memory {
+ public:
+  /// What computes attention, for people to read.
+  virtual std::string attention() const = 0;
+  /// Whether out, lse and dq of a row have the same bits whatever the plan.
+  virtual bool plan_independent() const = 0;
+  /// Throws the error that names what is supported, unless attention over such heads is.
+  virtual void check(const HeadShape& heads, float softcap) const = 0;
+
+  /// sum (+)= partial, over [rows, heads, dim] fp32.
+  virtual void accumulate(const RowView& sum, const RowView& partial, const RowExtent& n, bool assign) = 0;
+  /// to = from, which is fp32 of the extent `n`, in `dtype`.
+  virtual void cast(const RowView& to, DType dtype, const RowView& from, const RowExtent& n) = 0;
+  virtual void fill(const RowView& rows, const RowExtent& n, Fill value) = 0;
+  /// As attention::row_dot.
+  virtual void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout,
+                       const RowView& delta, const Parallel& parallel) = 0;
+  /// As attention::CpuAttention. `sinks` of the problem's groups and its tables lie on the host.
+  virtual void forward(const attention::Problem& problem, const Parallel& parallel) = 0;
+  virtual void backward(const attention::Problem& problem, const Parallel& parallel) = 0;
+};
+
+/// Attention that a context is asked for: "auto" is the library's own kernels where there are some, else "flash",
+/// ATen's flash attention.
+using MakeBackend = std::function<std::shared_ptr<Backend>(const std::string& device, const std::string& attention)>;
+
+/// Makes the backend of one rank. InvalidArgumentError or DeviceError where there is none such.
+DISTCA_EXPORT std::shared_ptr<Backend> make_backend(const std::string& device, const std::string& attention);
+/// Of the library of operators, when it is loaded: what makes all backends but the CPU's own.
+DISTCA_EXPORT void set_backend_maker(MakeBackend maker);
+
+}  // namespace distca::runtime

@@ -1,0 +1,38 @@
+// libdistca_cuda: loaded from beside this library when it is first asked for, and not before. A build without nvcc
+// lacks it; a machine without a GPU or a driver loads it and finds no device.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "common/error.h"
+#include "runtime/backend.h"
+
+namespace distca::runtime {
+
+/// The stream, a cudaStream_t, that PyTorch has current on a device in the calling thread.
+using CurrentStream = void* (*)(int device);
+
+/// What the library offers.
+struct CudaLibrary {
+  struct Devices {
+    int count = 0;
+    std::string problem;  // why there is none
+  };
+  /// The GPUs that this process may use.
+  Devices (*devices)();
+  /// Compute capability of a device, 10 * major + minor.
+  int (*capability)(int device);
+  /// The backend of a rank on that device, over the one by ATen's operators.
+  std::shared_ptr<Backend> (*make_backend)(std::shared_ptr<Backend> aten, int device, CurrentStream current_stream);
+};
+
+/// Of this process; null where it is missing or does not load.
+DISTCA_EXPORT const CudaLibrary* cuda_library();
+/// Why there is no library; empty where there is one.
+DISTCA_EXPORT const std::string& cuda_library_problem();
+
+/// How the library hands itself over: its only exported name.
+inline constexpr const char* kCudaLibraryEntry = "distca_cuda_library";
+
+}  // namespace distca::runtime

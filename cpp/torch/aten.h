@@ -1,0 +1,68 @@
+// ATen's operators by name, through the stable dispatcher. What a later PyTorch has appended to a schema is left at
+// None.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <span>
+
+namespace distca::ops::aten {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+/// Arguments and, after a call, results. Words beyond the arguments given are zero, which is None.
+using Stack = std::array<StableIValue, 32>;
+
+template <class... Args>
+Stack call(const char* name, const char* overload, const Args&... args) {
+  static_assert(sizeof...(Args) <= std::tuple_size_v<Stack>);
+  Stack stack{torch::stable::detail::from(args)...};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+  return stack;
+}
+
+/// Takes the result over; once for each.
+inline Tensor tensor(StableIValue result) { return torch::stable::detail::to<Tensor>(result); }
+
+inline Tensor unary(const char* name, const Tensor& x) { return tensor(call(name, "", x)[0]); }
+inline Tensor binary(const char* name, const char* overload, const Tensor& a, const Tensor& b) {
+  return tensor(call(name, overload, a, b)[0]);
+}
+inline Tensor multiply(const Tensor& a, const Tensor& b) { return binary("aten::mul", "Tensor", a, b); }
+inline Tensor divide(const Tensor& a, const Tensor& b) { return binary("aten::div", "Tensor", a, b); }
+inline Tensor add(const Tensor& a, const Tensor& b) { return torch::stable::subtract(a, b, -1.0); }
+
+inline Tensor narrow_rows(Tensor t, int64_t begin, int64_t count) { return torch::stable::narrow(t, 0, begin, count); }
+inline void assign(Tensor to, const Tensor& from) { torch::stable::copy_(to, from); }
+inline Tensor cast(const Tensor& t, ScalarType dtype) { return torch::stable::to(t, dtype); }
+
+inline Tensor select_rows(const Tensor& t, const Tensor& index) {
+  return tensor(call("aten::index_select", "", t, int64_t{0}, index)[0]);
+}
+/// to[index[i]] = rows[i]; no row twice.
+inline void scatter_rows(const Tensor& to, const Tensor& index, const Tensor& rows) {
+  tensor(call("aten::index_copy_", "", to, int64_t{0}, index, rows)[0]);
+}
+
+/// The words as a vector on the device of `like`.
+template <class Word>
+Tensor vector_on_device_of(const Tensor& like, std::span<const Word> words) {
+  constexpr ScalarType dtype = sizeof(Word) == 8                ? ScalarType::Long
+                               : std::is_floating_point_v<Word> ? ScalarType::Float
+                                                                : ScalarType::Int;
+  const int64_t sizes[] = {static_cast<int64_t>(words.size())};
+  const Tensor host = torch::stable::empty(sizes, dtype);
+  std::copy(words.begin(), words.end(), static_cast<Word*>(host.data_ptr()));
+  Tensor device = torch::stable::new_empty(like, sizes, dtype);
+  torch::stable::copy_(device, host);
+  return device;
+}
+
+}  // namespace distca::ops::aten

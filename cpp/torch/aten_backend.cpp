@@ -1,0 +1,305 @@
+// A rank's work done by ATen's operators: moves and sums of rows by strided copies, attention by flash attention. It
+// runs on every device that has these, and is what a GPU without libdistca_cuda gets.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <vector>
+
+#include "runtime/backend.h"
+#include "runtime/cuda_library.h"
+#include "torch/aten.h"
+#include "torch/flash.h"
+#include "torch/gpu.h"
+
+namespace distca::ops {
+namespace {
+
+using attention::KeyGradRun;
+using attention::KeyGroup;
+using attention::Problem;
+using attention::Task;
+using runtime::Fill;
+using torch::headeronly::ScalarType;
+using torch::stable::Device;
+
+ScalarType scalar_type(DType dtype) {
+  return dtype == DType::kFloat32   ? ScalarType::Float
+         : dtype == DType::kFloat16 ? ScalarType::Half
+                                    : ScalarType::BFloat16;
+}
+
+/// Groups of a problem with the same heads, packed: their query rows one after another, and their keys.
+struct Pack {
+  struct Group {
+    const KeyGroup* group;
+    int64_t kv_row;  // of its first key
+  };
+  struct Member {
+    const Task* task;
+    int64_t q_row;
+  };
+  HeadShape heads;
+  const float* sinks = nullptr;
+  std::vector<Group> groups;
+  std::vector<Member> members;
+  std::vector<LocalTask> tasks;
+  int64_t q_rows = 0, kv_rows = 0;
+};
+
+/// One call of flash attention takes one number of heads, and one vector of sinks.
+std::vector<Pack> pack_groups(const Problem& p) {
+  std::map<std::pair<int64_t, const float*>, Pack> packs;
+  for (const KeyGroup& g : p.groups) {
+    Pack& pack = packs[{g.kv_heads, g.sinks}];
+    pack.heads = p.heads.with_kv_heads(g.kv_heads);
+    pack.sinks = g.sinks;
+    pack.groups.push_back({&g, pack.kv_rows});
+    for (int64_t i = g.task_begin; i < g.task_end; ++i) {
+      const Task& t = p.tasks[static_cast<size_t>(i)];
+      const int64_t first_key = std::max(g.kv_begin, p.mask.first_key(t.q_begin));
+      const int64_t end_key = std::min(g.kv_end, p.mask.end_key(t.q_end - 1, g.kv_end));
+      pack.tasks.push_back({pack.q_rows, pack.q_rows + t.q_end - t.q_begin, pack.kv_rows + first_key - g.kv_begin,
+                            pack.kv_rows + end_key - g.kv_begin});
+      pack.members.push_back({&t, pack.q_rows});
+      pack.q_rows += t.q_end - t.q_begin;
+    }
+    pack.kv_rows += g.kv_end - g.kv_begin;
+  }
+  std::vector<Pack> list;
+  for (auto& [key, pack] : packs) list.push_back(std::move(pack));
+  return list;
+}
+
+class AtenBackend final : public runtime::Backend {
+ public:
+  explicit AtenBackend(Device device) : device_(device), anchor_(empty({1}, ScalarType::Float)) {}
+
+  std::string device() const override { return device_name(anchor_); }
+  std::string attention() const override { return "ATen's flash attention"; }
+  bool plan_independent() const override { return false; }
+  void check(const HeadShape& heads, float softcap) const override { check_flash(anchor_, heads, softcap); }
+
+  std::shared_ptr<std::byte> allocate(int64_t bytes) override {
+    auto owner = std::make_shared<Tensor>(empty({bytes + kAlignment}, ScalarType::Byte));
+    torch::stable::zero_(*owner);
+    const auto address = reinterpret_cast<uintptr_t>(owner->data_ptr());
+    auto* const aligned = reinterpret_cast<std::byte*>((address + kAlignment - 1) / kAlignment * kAlignment);
+    return {aligned, [owner](std::byte*) {}};
+  }
+
+  void copy(const RowView& to, const RowView& from, const RowExtent& n) override {
+    if (n.bytes() == 0) return;
+    const ScalarType word =
+        n.head_bytes % 4 == 0 && words_of_4(to) && words_of_4(from) ? ScalarType::Int : ScalarType::Short;
+    const int64_t dim = n.head_bytes / (word == ScalarType::Int ? 4 : 2);
+    aten::assign(view(to, n.num_rows, n.num_heads, dim, word), view(from, n.num_rows, n.num_heads, dim, word));
+  }
+
+  /// A copy of one number to the host waits for all that was started before it.
+  void finish() override {
+    if (device_.is_cpu()) return;
+    const int64_t sizes[] = {1};
+    Tensor host = torch::stable::empty(sizes, ScalarType::Float);
+    torch::stable::copy_(host, anchor_);
+  }
+
+  void accumulate(const RowView& sum, const RowView& partial, const RowExtent& n, bool assign) override {
+    if (assign) return copy(sum, partial, n);
+    if (n.bytes() == 0) return;
+    const Tensor to = fp32(sum, n);
+    aten::assign(to, aten::add(to, fp32(partial, n)));
+  }
+
+  void cast(const RowView& to, DType dtype, const RowView& from, const RowExtent& n) override {
+    if (n.bytes() == 0) return;
+    aten::assign(view(to, n.num_rows, n.num_heads, n.head_bytes / 4, scalar_type(dtype)), fp32(from, n));
+  }
+
+  void fill(const RowView& rows, const RowExtent& n, Fill value) override {
+    if (n.bytes() == 0) return;
+    if (value == Fill::kMinusInfinity)
+      torch::stable::fill_(fp32(rows, n), -std::numeric_limits<double>::infinity());
+    else  // all ones is a NaN in every dtype
+      torch::stable::fill_(view(rows, n.num_rows, n.num_heads, n.head_bytes / 2, ScalarType::Short),
+                           value == Fill::kZero ? 0.0 : -1.0);
+  }
+
+  void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout, const RowView& delta,
+               const Parallel&) override {
+    if (num_rows == 0) return;
+    const auto rows = [&](const RowView& v) {
+      return aten::cast(view(v, num_rows, heads.q_heads, heads.v_dim, scalar_type(heads.dtype)), ScalarType::Float);
+    };
+    const int64_t dim[] = {2};
+    aten::assign(view(delta, num_rows, heads.q_heads, 1, ScalarType::Float),
+                 torch::stable::sum(aten::multiply(rows(out), rows(dout)), dim, /*keepdim=*/true));
+  }
+
+  void forward(const Problem& p, const Parallel&) override {
+    for (const Pack& pack : pack_groups(p)) {
+      const HeadShape& h = pack.heads;
+      const Tensor q = gather(pack, h.q_heads, h.dim, scalar_type(h.dtype), &Task::q);
+      const auto [k, v] = gather_keys(pack);
+      const auto [out, lse] = flash_forward(q, k, v, pack.tasks, options(p, pack));
+      scatter(pack, out, &Task::out);
+      scatter(pack, torch::stable::unsqueeze(lse, 2), &Task::lse);
+    }
+  }
+
+  void backward(const Problem& p, const Parallel&) override {
+    for (const Pack& pack : pack_groups(p)) {
+      const HeadShape& h = pack.heads;
+      const ScalarType type = scalar_type(h.dtype);
+      const Tensor q = gather(pack, h.q_heads, h.dim, type, &Task::q);
+      const Tensor dout = gather(pack, h.q_heads, h.v_dim, type, &Task::dout);
+      const Tensor lse = torch::stable::select(gather(pack, h.q_heads, 1, ScalarType::Float, &Task::lse), 2, 0);
+      const Tensor delta = gather(pack, h.q_heads, 1, ScalarType::Float, &Task::delta);
+      const auto [k, v] = gather_keys(pack);
+      const auto [dq, dk, dv] =
+          flash_backward(dout, q, k, v, stand_in_for_out(dout, delta), lse, pack.tasks, options(p, pack));
+      scatter(pack, dq, &Task::dq);
+      scatter_key_gradients(pack, dk, dv);
+    }
+  }
+
+ private:
+  static constexpr int64_t kAlignment = 256;
+
+  static bool words_of_4(const RowView& v) {
+    return (reinterpret_cast<uintptr_t>(v.data) | static_cast<uintptr_t>(v.row_stride | v.head_stride)) % 4 == 0;
+  }
+
+  Tensor empty(std::vector<int64_t> sizes, ScalarType type) const {
+    return torch::stable::empty(sizes, type, std::nullopt, device_);
+  }
+  Tensor empty_rows(int64_t rows, int64_t heads, int64_t dim, ScalarType type) const {
+    return empty({rows, heads, dim}, type);
+  }
+
+  Tensor view(const RowView& v, int64_t rows, int64_t heads, int64_t dim, ScalarType type) const {
+    const int64_t bytes = type == ScalarType::Float || type == ScalarType::Int ? 4 : 2;
+    const int64_t sizes[] = {rows, heads, dim}, strides[] = {v.row_stride / bytes, v.head_stride / bytes, 1};
+    return torch::stable::from_blob(v.data, sizes, strides, device_, type);
+  }
+  Tensor fp32(const RowView& v, const RowExtent& n) const {
+    return view(v, n.num_rows, n.num_heads, n.head_bytes / 4, ScalarType::Float);
+  }
+
+  FlashOptions options(const Problem& p, const Pack& pack) const {
+    FlashOptions options{p.mask, p.scale, std::nullopt};
+    if (pack.sinks != nullptr)
+      options.sinks =
+          aten::vector_on_device_of(anchor_, std::span(pack.sinks, static_cast<size_t>(pack.heads.q_heads)));
+    return options;
+  }
+
+  Tensor gather(const Pack& pack, int64_t heads, int64_t dim, ScalarType type, RowView Task::* rows) const {
+    const Tensor packed = empty_rows(pack.q_rows, heads, dim, type);
+    for (const Pack::Member& m : pack.members) {
+      const int64_t n = m.task->q_end - m.task->q_begin;
+      aten::assign(aten::narrow_rows(packed, m.q_row, n), view(m.task->*rows, n, heads, dim, type));
+    }
+    return packed;
+  }
+
+  void scatter(const Pack& pack, const Tensor& packed, RowView Task::* rows) const {
+    for (const Pack::Member& m : pack.members) {
+      const int64_t n = m.task->q_end - m.task->q_begin;
+      aten::assign(view(m.task->*rows, n, packed.size(1), packed.size(2), packed.scalar_type()),
+                   aten::narrow_rows(packed, m.q_row, n));
+    }
+  }
+
+  std::pair<Tensor, Tensor> gather_keys(const Pack& pack) const {
+    const HeadShape& h = pack.heads;
+    const ScalarType type = scalar_type(h.dtype);
+    const Tensor k = empty_rows(pack.kv_rows, h.kv_heads, h.dim, type);
+    const Tensor v = empty_rows(pack.kv_rows, h.kv_heads, h.v_dim, type);
+    for (const Pack::Group& member : pack.groups) {
+      const KeyGroup& g = *member.group;
+      for_each_run(g, [&](int64_t begin, int64_t end, int source, int64_t row) {
+        const int64_t at = member.kv_row + begin - g.kv_begin, n = end - begin;
+        aten::assign(aten::narrow_rows(k, at, n), view(g.k[source].from_row(row), n, h.kv_heads, h.dim, type));
+        aten::assign(aten::narrow_rows(v, at, n), view(g.v[source].from_row(row), n, h.kv_heads, h.v_dim, type));
+      });
+    }
+    return {k, v};
+  }
+
+  /// Calls body(begin, end, source, row) for rows [begin, end) of the document that lie one after another from `row`
+  /// on.
+  template <class Body>
+  static void for_each_run(const KeyGroup& g, const Body& body) {
+    constexpr int64_t n = attention::kKeyBlockRows;
+    const auto num_blocks = static_cast<int64_t>(g.blocks.size());
+    for (int64_t b = 0; b < num_blocks;) {
+      const int64_t entry = g.blocks[static_cast<size_t>(b)], first = (g.first_block + b) * n;
+      int64_t count = 1;
+      while (b + count < num_blocks && g.blocks[static_cast<size_t>(b + count)] == entry + 2 * count * n) ++count;
+      const int64_t begin = std::max(first, g.kv_begin), end = std::min(first + count * n, g.kv_end);
+      if (begin < end) body(begin, end, static_cast<int>(entry & 1), (entry >> 1) + begin - first);
+      b += count;
+    }
+  }
+
+  void scatter_key_gradients(const Pack& pack, const Tensor& dk, const Tensor& dv) const {
+    for (const Pack::Group& member : pack.groups) {
+      for (const KeyGradRun& run : member.group->grads) {
+        const int64_t at = member.kv_row + run.begin - member.group->kv_begin, n = run.end - run.begin;
+        const auto write = [&](const RowView& to, const Tensor& grads) {
+          aten::assign(view(to, n, grads.size(1), grads.size(2), scalar_type(run.dtype)),
+                       aten::narrow_rows(grads, at, n));
+        };
+        write(run.dk, dk);
+        write(run.dv, dv);
+      }
+    }
+  }
+
+  /// A server has delta = rowsum(out * dout), and ATen asks for out, from which it makes just this: so it is given the
+  /// part of out that points along dout, dout * delta / |dout|^2. It is no longer than out, and its rounding to the
+  /// dtype of out does delta no more harm than that of out did.
+  static Tensor stand_in_for_out(const Tensor& dout, const Tensor& delta) {
+    const Tensor rows = aten::cast(dout, ScalarType::Float);
+    const int64_t dim[] = {2};
+    // Scaled, for squares of small gradients would be zero; where all are zero, so is what stands in.
+    const Tensor largest = torch::stable::amax(aten::unary("aten::abs", rows), dim, /*keepdim=*/true);
+    const Tensor unit = zero_for_nan(aten::divide(rows, largest));
+    const Tensor square = torch::stable::sum(aten::multiply(unit, unit), dim, /*keepdim=*/true);
+    const Tensor along = zero_for_nan(aten::divide(aten::divide(delta, largest), square));
+    return aten::cast(aten::multiply(unit, along), dout.scalar_type());
+  }
+  static Tensor zero_for_nan(const Tensor& t) {
+    return aten::tensor(aten::call("aten::nan_to_num", "", t, std::optional(0.0))[0]);
+  }
+
+  Device device_;
+  Tensor anchor_;
+};
+
+/// "cpu", "cuda" or "cuda:" and a number.
+Device device_of(const std::string& name) {
+  using torch::headeronly::DeviceType;
+  if (name == "cpu") return Device(DeviceType::CPU);
+  const std::string number = name.starts_with("cuda:") ? name.substr(5) : name == "cuda" ? "0" : "";
+  const bool is_number =
+      !number.empty() && number.size() < 4 && number.find_first_not_of("0123456789") == std::string::npos;
+  require(is_number, "device \"", name, "\"; \"cpu\", \"cuda\" and \"cuda:0\" are examples of what is allowed");
+  return Device(DeviceType::CUDA, static_cast<int32_t>(std::stoi(number)));
+}
+
+struct Registration {
+  Registration() {
+    runtime::set_backend_maker([](const std::string& name, const std::string& /*attention: there is one*/) {
+      const Device device = device_of(name);
+      std::shared_ptr<runtime::Backend> aten = std::make_shared<AtenBackend>(device);
+      const runtime::CudaLibrary* const library = device.is_cpu() ? nullptr : runtime::cuda_library();
+      return library == nullptr ? aten : library->make_backend(aten, device.index(), &gpu_stream);
+    });
+  }
+} const registration;
+
+}  // namespace
+}  // namespace distca::ops

@@ -1,0 +1,39 @@
+// Attention over tasks by ATen's flash attention with variable lengths: what runs on every NVIDIA GPU from compute
+// capability 8.0 on, and follows torch.nn.attention.activate_flash_attention_impl. Held to the error bound of PyTorch's
+// attention; its results are not bitwise the same whatever the tasks.
+//
+// Forward reads shared keys where they are. Backward of ATen cannot share them between tasks: there each task gets a
+// copy of its keys, and the partial gradients are added in fp32 in the order of the tasks.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <tuple>
+
+#include "common/dtype.h"
+#include "torch/local_tasks.h"
+
+namespace distca::ops {
+
+/// All that makes scores besides q and k.
+struct FlashOptions {
+  Mask mask;
+  float scale = 1.f;
+  std::optional<Tensor> sinks;  // [H] fp32, on the device
+};
+
+/// Throws unless flash attention takes such heads on the device of q: InvalidArgumentError or DeviceError, which name
+/// what is supported.
+void check_flash(const Tensor& q, const HeadShape& heads, float softcap);
+
+/// Attention over `tasks` (in any order; query rows do not overlap) of q [T, H, D], k and v [T', Hkv, D]: out like q,
+/// and lse [T, H] fp32. Rows of no task have out 0 and lse -inf.
+std::tuple<Tensor, Tensor> flash_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                         std::span<const LocalTask> tasks, const FlashOptions& options);
+
+/// dq like q, and dk, dv of the shape of k, v: in their dtype, or in fp32 where tasks share keys.
+std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                                                  const Tensor& out, const Tensor& lse,
+                                                  std::span<const LocalTask> tasks, const FlashOptions& options);
+
+}  // namespace distca::ops

@@ -1,0 +1,105 @@
+// torch.ops.distca.attention_by_flash and its backward: distca.attention by ATen's flash attention, and what
+// distca.attention is on CUDA.
+#include <torch/csrc/stable/library.h>
+
+#include <limits>
+#include <vector>
+
+#include "torch/aten.h"
+#include "torch/flash.h"
+
+namespace distca::ops {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+struct Checked {
+  HeadShape heads;
+  std::vector<LocalTask> tasks;
+  FlashOptions options;
+};
+
+Checked check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
+              const std::optional<Tensor>& sinks, std::optional<double> scale, double softcap) {
+  Checked c;
+  c.heads = heads_of(q, k, v);
+  check_flash(q, c.heads, checked_softcap(softcap));
+  if (sinks.has_value()) {
+    check_sinks(*sinks, c.heads);
+    check_device_of(q, *sinks, "sinks");
+  }
+  read_tasks(c.tasks, tasks, q.size(0), k.size(0));
+  c.options = {Mask{}, scale_or_default(scale, c.heads), sinks};
+  return c;
+}
+
+std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
+                                   std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
+                                   bool /*deterministic: forward always is*/) {
+  return guarded([&] {
+    const Checked c = check(q, k, v, tasks, sinks, scale, softcap);
+    return flash_forward(q, k, v, c.tasks, c.options);
+  });
+}
+
+/// Deterministic where torch.use_deterministic_algorithms is on, which ATen's kernels ask themselves.
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dout_any, const Tensor& q, const Tensor& k, const Tensor& v,
+                                            const Tensor& out, const Tensor& lse, const Tensor& tasks,
+                                            std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
+                                            bool /*deterministic*/) {
+  return guarded([&] {
+    const Checked c = check(q, k, v, tasks, sinks, scale, softcap);
+    const Tensor dout = with_dense_rows(dout_any);
+    check_like_out(dout, "dout", c.heads, q.size(0));
+    check_like_out(out, "out", c.heads, q.size(0));
+    scalars_of(lse, "lse");
+    require(lse.size(0) == q.size(0) && lse.size(1) == c.heads.q_heads, "lse has shape ", shape_of(lse), "; [",
+            q.size(0), ", ", c.heads.q_heads, "] is expected");
+    for (const auto& [t, name] : {std::pair{&dout, "dout"}, {&out, "out"}, {&lse, "lse"}}) check_device_of(q, *t, name);
+    auto [dq, dk, dv] = flash_backward(dout, q, k, v, out, lse, c.tasks, c.options);
+    return std::tuple{dq, aten::cast(dk, k.scalar_type()), aten::cast(dv, v.scalar_type())};
+  });
+}
+
+/// As on the CPU, but for the order of the sum over rows.
+Tensor sink_gradient_by_aten(const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& sinks) {
+  return guarded([&] {
+    const auto fp32 = [](const Tensor& t) { return aten::cast(t, ScalarType::Float); };
+    const int64_t dim[] = {2}, rows[] = {0};
+    const Tensor delta = torch::stable::sum(aten::multiply(fp32(out), fp32(dout)), dim);
+    const Tensor share = aten::unary("aten::exp", torch::stable::subtract(sinks, lse));
+    // Rows of no task have lse -inf, and a share that is infinite: they give nothing.
+    const Tensor finite =
+        aten::tensor(aten::call("aten::nan_to_num", "", share, std::optional(std::numeric_limits<double>::quiet_NaN()),
+                                std::optional(0.0), std::optional(0.0))[0]);
+    return aten::unary("aten::neg", torch::stable::sum(aten::multiply(finite, delta), rows));
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
+  m.def(
+      "attention_by_flash(Tensor q, Tensor k, Tensor v, Tensor tasks, Tensor? sinks=None, *, float? scale=None, "
+      "float softcap=0., bool deterministic=False) -> (Tensor out, Tensor lse)");
+  m.def(
+      "attention_by_flash_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor tasks, "
+      "Tensor? sinks=None, *, float? scale=None, float softcap=0., bool deterministic=False) -> "
+      "(Tensor dq, Tensor dk, Tensor dv)");
+  m.def("sink_gradient_by_aten(Tensor dout, Tensor out, Tensor lse, Tensor sinks) -> Tensor");
+}
+
+// Whatever device has ATen's operator.
+STABLE_TORCH_LIBRARY_IMPL(distca, CompositeExplicitAutograd, m) {
+  m.impl("attention_by_flash", TORCH_BOX(&forward));
+  m.impl("attention_by_flash_backward", TORCH_BOX(&backward));
+  m.impl("sink_gradient_by_aten", TORCH_BOX(&sink_gradient_by_aten));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(distca, CUDA, m) {
+  m.impl("attention", TORCH_BOX(&forward));
+  m.impl("attention_backward", TORCH_BOX(&backward));
+  m.impl("sink_gradient", TORCH_BOX(&sink_gradient_by_aten));
+}
+
+}  // namespace distca::ops

@@ -1,0 +1,14 @@
+// The work of a rank on one GPU: rows by this library's kernels, and attention by ATen.
+#pragma once
+
+#include <memory>
+
+#include "runtime/cuda_library.h"
+
+namespace distca::cuda {
+
+/// `aten` brings memory and attention. Work is started on the stream that PyTorch has current in the calling thread.
+std::shared_ptr<runtime::Backend> make_device_backend(std::shared_ptr<runtime::Backend> aten, int device,
+                                                      runtime::CurrentStream current_stream);
+
+}  // namespace distca::cuda

@@ -1,0 +1,37 @@
+// What libdistca_cuda offers to libdistca.
+#include <cuda_runtime_api.h>
+
+#include "runtime/check.h"
+#include "runtime/cuda_library.h"
+#include "runtime/device_backend.h"
+
+namespace distca::cuda {
+namespace {
+
+runtime::CudaLibrary::Devices devices() {
+  runtime::CudaLibrary::Devices found;
+  const cudaError_t result = cudaGetDeviceCount(&found.count);
+  if (result != cudaSuccess) {
+    cudaGetLastError();  // else the next check would find it
+    found = {0, cudaGetErrorString(result)};
+  } else if (found.count == 0) {
+    found.problem = "no CUDA-capable device is visible";
+  }
+  return found;
+}
+
+int capability(int device) {
+  int major = 0, minor = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "compute capability");
+  return 10 * major + minor;
+}
+
+}  // namespace
+
+extern "C" DISTCA_EXPORT const runtime::CudaLibrary* distca_cuda_library() {
+  static constexpr runtime::CudaLibrary library{&devices, &capability, &make_device_backend};
+  return &library;
+}
+
+}  // namespace distca::cuda
