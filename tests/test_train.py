@@ -159,6 +159,14 @@ def test_a_mistake_ends_the_command_with_one_line_and_code_2(
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_a_trace_into_a_folder_that_does_not_exist_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--trace", str(tmp_path / "none" / "trace.json"), "--runs-dir", str(tmp_path)]) == 2
+    assert "whose folder does not exist" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_under_torchrun_ranks_must_agree_with_the_world_size(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,7 +44,7 @@ def _train_all(runs: dict[str, TrainConfig], folder: Path) -> None:
     for name, config in runs.items():
         if dist.get_rank() == 0:
             (folder / name).mkdir()
-        train(config, folder / name)
+        train(replace(config, trace=folder / f"{name}.json") if config.ping_pong else config, folder / name)
     if dist.get_rank() == 0:
         shutil.copytree(folder / "fsdp", folder / "fsdp, then not")
         shutil.rmtree(whole_checkpoints(folder / "fsdp, then not")[3])
@@ -104,6 +104,21 @@ def test_a_run_with_ping_pong_reports_its_halves_and_what_fsdp_keeps_whole(runs:
         assert ("MB of weights whole on every rank" in report) == ("fsdp" in name)
     assert [step["tokens"] for step in _metrics(runs / "ping-pong")] == [384] * 3
     assert "larger_half" not in _metrics(runs / "plain")[0]
+
+
+def test_a_trace_has_the_overlapping_steps_of_both_ranks_and_what_they_compute_between(runs: Path) -> None:
+    events = json.loads((runs / "ping-pong.json").read_text())["traceEvents"]
+    for rank in range(2):
+        mine = sorted((e for e in events if e["pid"] == rank and e.get("cat") == "step"), key=lambda event: event["ts"])
+        names = [event["name"] for event in mine]
+        assert {
+            f"{part} {phase}" for part in ("dispatch", "attend", "collect") for phase in ("forward", "backward")
+        } <= {*names}
+        parts = [event for event in mine if not event["name"].startswith("compute")]
+        assert [event["args"]["step"] for event in parts[:6]] == [1, 2, 1, 2, 1, 3]
+        assert len(parts) == 3 * 3 * 2 * 2 * 2  # steps, parts, layers, halves, phases
+        assert all(b["ts"] >= a["ts"] + a["dur"] - 1 for a, b in zip(mine, mine[1:], strict=False)), "spans overlap"
+        assert names[0] == "compute forward" and names[-1] == "compute backward"
 
 
 def test_ping_pong_takes_no_compilation() -> None:

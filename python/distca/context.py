@@ -71,9 +71,15 @@ class Context:
             self._core.abandon(step, why)
 
     def start_trace(self) -> None:
-        """From now on this rank's steps are recorded, until the context is closed; see `take_trace`."""
+        """From now on this rank's steps are recorded, until `stop_trace`; see `take_trace`."""
         if self._core is not None:
             self._core.set_trace(True)
+            self.take_trace()
+
+    def stop_trace(self) -> None:
+        """Ends what `start_trace` has begun; what was not taken is dropped."""
+        if self._core is not None:
+            self._core.set_trace(False)
             self.take_trace()
 
     def take_trace(self) -> Trace:

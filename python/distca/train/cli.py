@@ -69,6 +69,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_inputs(config: TrainConfig) -> None:
     """Mistakes in data, model and tokenizer are found before anything is started."""
+    if config.trace is not None and not config.trace.parent.is_dir():
+        raise ConfigError(f"--trace is {config.trace}, whose folder does not exist")
     read_corpus(config.data, config.kept_fraction)
     if config.model is not None or config.tokenizer is not None:
         from distca.train.model import model_config

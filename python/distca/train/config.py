@@ -101,6 +101,10 @@ class TrainConfig:
         metadata=_about("steps between checkpoints; 0: one at the end, or where the run is interrupted"),
     )
     keep_checkpoints: int = field(default=2, metadata=_about("how many of the last checkpoints to keep"))
+    trace: Path | None = field(
+        default=None,
+        metadata=_about("file for a trace of the first 10 steps of all ranks (Chrome's format, which Perfetto opens)"),
+    )
     timeout: float = field(default=600.0, metadata=_about("seconds a rank waits for another before it gives up"))
     name: str = field(default="train", metadata=_about("name of the run; a number is appended if it exists"))
     runs_dir: Path = field(default=Path("runs"), metadata=_about("folder of the runs"))
@@ -187,7 +191,7 @@ OPTION_TYPES: dict[str, Callable[[str], Any]] = {
     "ranks": int, "steps": int, "tokens_per_rank": int, "data": Path, "doc_scale": float, "tokenizer": Path,
     "model": str, "hidden": int, "layers": int, "heads": int, "kv_heads": int, "dtype": str, "lr": float, "seed": int,
     "balance": str, "tolerance": float, "compare": bool, "fsdp": bool, "compile": bool, "ping_pong": bool,
-    "checkpoint_every": int, "keep_checkpoints": int, "timeout": float, "name": str, "runs_dir": Path,
+    "checkpoint_every": int, "keep_checkpoints": int, "trace": Path, "timeout": float, "name": str, "runs_dir": Path,
 }  # fmt: skip
 """How the command line reads each field."""
 

@@ -35,6 +35,7 @@ from distca.train.metrics import AttentionLoads, StepMetrics
 from distca.train.model import build_model, check_positions, wrap
 from distca.train.step import compared_step, train_step
 from distca.train.tokens import BYTES, Tokenizer
+from distca.train.tracing import StepTraces
 
 WARMUP_STEPS = 5
 _SAME_SIGNAL_SECONDS = 0.5  # torchrun repeats the terminal's Ctrl-C
@@ -70,11 +71,12 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
     tqdm.set_lock(threading.RLock())  # its default is shared between processes, which nothing here needs
     with (
         stop_request() as stop,
-        init(max_tokens=config.tokens_per_rank, heads=heads, timeout=config.timeout),
+        init(max_tokens=config.tokens_per_rank, heads=heads, timeout=config.timeout) as context,
         _planned(config, batches, heads, windows) as steps,
         tqdm(total=config.steps, initial=start, disable=rank != 0, unit="step", dynamic_ncols=True) as bar,
         RunLog(config, run_dir if rank == 0 else None, corpus, start=start) as log,
     ):
+        traces = StepTraces(context, config.trace)
         since = time.perf_counter()
         for step, (work, unbalanced) in enumerate(steps, start):
             if unbalanced is None:
@@ -82,6 +84,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
             else:  # who goes first alternates, so that neither gains by it
                 balanced_first = step % 2 == 0
                 result = compared_step(trained, work, unbalanced, stop.requested, since, balanced_first)
+            traces.step()
             loads = AttentionLoads.of([plans for _, plans in work], windows)
             metrics = StepMetrics.of(step, result, [batch.layout for batch, _ in work], loads)
             log.step(metrics, loads)
@@ -95,6 +98,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
             if result.interrupted:
                 break
             since = time.perf_counter()
+        traces.write()
         return log.finish(result.interrupted, _notes(trained.model))
 
 
