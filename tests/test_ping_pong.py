@@ -47,7 +47,7 @@ class Layer(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """Layers, with what a caller may ask for: checkpointing (True, or its options), autocast."""
+    """Layers, with what a caller may ask for: checkpointing (its options), autocast."""
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Model(torch.nn.Module):
                 if recompute is None:
                     x = layer(x, plan, context)
                 else:
-                    x = checkpoint(layer, x, plan, context, use_reentrant=False, **recompute)
+                    x = checkpoint(layer, x, plan, context, **{"use_reentrant": False} | recompute)
                 assert torch.is_autocast_enabled("cpu") == cast
         return x
 
@@ -202,7 +202,9 @@ def test_gradients_of_tied_weights_differ_by_rounding_alone() -> None:
 
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize(
-    "recompute", [{}, {"context_fn": distca.save_core_attention}], ids=["recomputed", "attention is saved"]
+    "recompute",
+    [{}, {"context_fn": distca.save_core_attention}, {"use_reentrant": True}],
+    ids=["recomputed", "attention is saved", "reentrant"],
 )
 def test_one_half_is_checkpointed_and_the_other_in_autocast(recompute: dict[str, Any], swapped: bool) -> None:
     plans = plans_for(2, (BF16, HEADS) if swapped else (HEADS, BF16))
@@ -211,6 +213,7 @@ def test_one_half_is_checkpointed_and_the_other_in_autocast(recompute: dict[str,
         model, halves = seeded(Model), halves_for(plans, context)
         checkpointed, in_autocast = reversed(halves) if swapped else halves
         checkpointed["recompute"], in_autocast["cast"] = recompute, True
+        checkpointed["x"].requires_grad_()  # without which reentrant checkpointing computes no gradients
         assert_same(results(ping_pong, model, halves), results(one_after_the_other, model, halves))
 
     with loopback_group(plans) as contexts:
@@ -486,6 +489,23 @@ class Fails(Model):
             if fail:
                 raise ValueError("half way")
             return self.layers[1](x, plan, context)
+
+
+class Infers(Model):
+    def forward(self, x: torch.Tensor, plan: distca.Plan, context: Any, infer: bool = False) -> torch.Tensor:  # type: ignore[override]
+        with torch.inference_mode() if infer else contextlib.nullcontext():
+            return super().forward(x, plan, context)
+
+
+def test_an_inference_mode_of_one_half_alone_is_refused_and_left() -> None:
+    plans = plans_for(1)
+    for half in range(2):
+        with loopback_group(plans) as [context]:
+            halves = halves_for(plans, context)
+            halves[half]["infer"] = True
+            with pytest.raises(distca.InvalidArgumentError, match=r"inside torch.inference_mode\(\) of its own"):
+                ping_pong(Infers(), halves)
+        assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ dispatched, and after its results are on their way home. Autograd mirrors the or
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 import threading
@@ -60,6 +61,7 @@ class _Half:
         self._greenlet = greenlet.greenlet(self._run)
         self._greenlet.gr_context = contextvars.copy_context()
         self._step: Step | None = None
+        self._inference = torch.is_inference_mode_enabled()
         self.state = state
         self.result: Any = None
 
@@ -75,6 +77,11 @@ class _Half:
     def pause(self, step: Step) -> None:
         """Called in this half: the other one takes its turn."""
         self._step = step
+        if torch.is_inference_mode_enabled() != self._inference:
+            raise InvalidArgumentError(
+                "ping-pong: a layer calls core_attention inside torch.inference_mode() of its own, which torch cannot "
+                "switch; enter it around both halves, or use torch.no_grad()"
+            )
         self.state = ThreadState.now()
         self._greenlet.parent.switch()
 
@@ -93,7 +100,9 @@ class _Half:
         if self._greenlet:
             self._enter(outer)
             try:
-                self._greenlet.throw()
+                # What it raises on its way out follows from the error that ends both.
+                with contextlib.suppress(Exception):
+                    self._greenlet.throw()
             finally:
                 _here.half = None
 

@@ -1,7 +1,8 @@
 """Torch's thread-local state, taken from a thread and put back: what a switch between two forward passes must exchange.
 
-Covered: grad mode, autocast, saved-tensor hooks (activation checkpointing), the stacks of function and dispatch modes,
-and the states of the random generators. Contexts that a half enters thus apply to that half alone.
+Covered: grad mode (inference mode cannot be switched), autocast, saved-tensor hooks (activation checkpointing), the
+stacks of function and dispatch modes, and the states of the random generators. Contexts that a half enters thus apply
+to that half alone.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from typing import Any
 
 import torch
 from torch.utils import _python_dispatch
-
-from distca.errors import InvalidArgumentError
 
 _Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -63,7 +62,6 @@ class ThreadState:
 
     grad: bool
     forward_grad: bool
-    inference: bool
     autocast: list[tuple[str, bool, torch.dtype]]
     autocast_cache: bool
     autocast_depth: int
@@ -81,7 +79,6 @@ class ThreadState:
         return cls(
             grad=torch.is_grad_enabled(),
             forward_grad=torch._C._is_fwd_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
             autocast=[(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices],
             autocast_cache=torch.is_autocast_cache_enabled(),
             autocast_depth=_autocast_depth(),
@@ -94,16 +91,7 @@ class ThreadState:
         )
 
     def restore(self) -> None:
-        """Puts the thread back into this state.
-
-        Raises:
-            InvalidArgumentError: where only one of the two is in inference mode, which torch cannot switch.
-        """
-        if self.inference != torch.is_inference_mode_enabled():
-            raise InvalidArgumentError(
-                "ping-pong: a layer calls core_attention inside torch.inference_mode() of its own; enter it around "
-                "both halves, or use torch.no_grad()"
-            )
+        """Puts the thread back into this state."""
         torch._C._set_grad_enabled(self.grad)
         torch._C._set_fwd_grad_enabled(self.forward_grad)
         self._restore_autocast()
