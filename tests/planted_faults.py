@@ -474,6 +474,20 @@ FAULTS = [
         "    pass",
         (PING_PONG,),
     ),
+    Fault(
+        "a half is labelled with rows of the other",
+        "python/distca/halves.py",
+        "            return whole.index_select(dim, rows)",
+        "            return whole.narrow(dim, 0, len(rows))",
+        ("tests/test_train_options.py", "tests/test_hf_ping_pong.py"),
+    ),
+    Fault(
+        "the loss of a half is a mean over its own targets",
+        "python/distca/integrations/hf_ping_pong.py",
+        '            call["num_items_in_batch"] = max(targets, 1)',
+        "            pass",
+        ("tests/test_hf_ping_pong.py",),
+    ),
     # ---- training
     Fault(
         "labels are not shifted",

@@ -22,6 +22,7 @@ from distca import steps as parts
 from distca.integrations import hf  # noqa: F401
 from support import loopback_group, on_all_ranks, outcomes
 from test_models import FAMILIES, GQA, VOCABULARY
+from train_runs import one_rank
 
 HEADS = distca.Heads(q=4, kv=2, dim=16)
 BF16 = distca.Heads(q=4, kv=2, dim=16, dtype=torch.bfloat16)
@@ -369,7 +370,23 @@ def _gradients(wrapper: str, context: distca.Context) -> tuple[list[torch.Tensor
 
 def _wrapped() -> dict[str, tuple[list[torch.Tensor], int]]:
     with distca.init(transport="shm", max_tokens=256, heads=HEADS, timeout=60) as context:
-        return {wrapper: _gradients(wrapper, context) for wrapper in ("ddp", "fsdp2", "fsdp2 around")}
+        wrappers = ["ddp", "fsdp2", "fsdp2 around"] if _has_fsdp() else ["ddp"]
+        return {wrapper: _gradients(wrapper, context) for wrapper in wrappers}
+
+
+def _has_fsdp() -> bool:
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
+def test_fsdp2_of_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distca.ping_pong.torch.__version__", "2.12.1+cpu")
+    with one_rank():
+        model = Model()
+        fully_shard(model.layers[0])
+        with pytest.raises(
+            distca.InvalidArgumentError, match=r"FSDP2 of torch 2\.12\.1.*torch 2\.13 or later is needed"
+        ):
+            _alone(lambda context: distca.PingPong(model))
 
 
 def test_gradients_under_a_wrapper_are_the_mean_over_ranks_of_those_without() -> None:
