@@ -44,6 +44,7 @@ Protocol::Protocol(std::unique_ptr<transport::Transport> transport, std::string 
       name_(std::move(context_name)),
       arena_bytes_(arena_bytes),
       timeout_(timeout),
+      credit_given_(static_cast<size_t>(kNumSlots * num_ranks())),
       watch_([this] { watch(); }),
       agree_([this] {
         for (int64_t p = 0; p < num_ranks(); ++p) compare_with(p);
@@ -118,18 +119,24 @@ void Protocol::enter(const StepId& step, Part part) {
 
 void Protocol::grant(std::span<const plan::WaitRow> waits) {
   if (transport_->is_collective()) return;
-  for (const plan::WaitRow& w : waits) {
-    if (w.round == 0)
-      transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), sequence(now_.number, 0));
-  }
+  for (const plan::WaitRow& w : waits)
+    if (w.round == 0) give_credit(w.peer, 0);
 }
 
 void Protocol::grant_round(std::span<const plan::WaitRow> waits, int64_t round) {
   if (transport_->is_collective()) return;
   for (const plan::WaitRow& w : waits) {
-    if (w.direction == static_cast<int64_t>(plan::Direction::kOut) && w.round == round)
-      transport_->signal(static_cast<int>(w.peer), signals_.credit(slot(), rank()), sequence(now_.number, round));
+    if (w.direction == static_cast<int64_t>(plan::Direction::kOut) && w.round == round) give_credit(w.peer, round);
   }
+}
+
+/// Once, also to a peer that sends rows here and rows home: else the second signal could arrive after that of a later
+/// round and take it back.
+void Protocol::give_credit(int64_t peer, int64_t round) {
+  uint64_t& given = credit_given_[static_cast<size_t>(slot() * num_ranks() + peer)];
+  if (given >= sequence(now_.number, round)) return;
+  given = sequence(now_.number, round);
+  transport_->signal(static_cast<int>(peer), signals_.credit(slot(), rank()), given);
 }
 
 void Protocol::await_credit(plan::Direction direction, int64_t peer, int64_t round) {
@@ -149,6 +156,7 @@ void Protocol::put(int64_t peer, int64_t target, int64_t dst_row_stride, int64_t
   }
   transport_->put(static_cast<int>(peer), slot() * arena_bytes_ + target, dst_row_stride, dst_head_stride, source,
                   extent);
+  marks_[static_cast<size_t>(slot())] = transport_->mark();
 }
 
 void Protocol::announce(plan::Direction direction, int64_t peer, int64_t round) {
@@ -173,15 +181,22 @@ void Protocol::await_rows(plan::Direction direction, int64_t peer, int64_t round
 }
 
 void Protocol::end() {
-  transport_->quiet();
+  const Timer timer(*this, "its own rows to arrive", /*is_wait=*/true);
+  transport_->quiet_until(marks_[static_cast<size_t>(slot())]);
   busy_[static_cast<size_t>(slot())] = false;
 }
 
 void Protocol::wait(const Wait& w) {
   waiting_ = w;
+  const Timer timer(*this, w.what, /*is_wait=*/true, w.peer);
   const auto deadline = std::chrono::steady_clock::now() + timeout_;
   if (!transport_->wait(w.word, w.value, deadline, watch_)) time_out();
   waiting_ = {};
+}
+
+void Protocol::record(const Timer& timer) {
+  trace_.add({timer.name_, timer.is_wait_, now_.number, now_.slot, static_cast<int64_t>(now_.phase), timer.peer_,
+              timer.begin_ns_, Trace::now()});
 }
 
 void Protocol::watch() {

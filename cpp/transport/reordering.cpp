@@ -70,7 +70,7 @@ void ReorderingTransport::deliver_one() const {
     // The earliest item that must come before it has nothing that must come before itself.
     for (size_t i = 0; i < pick; ++i) {
       const Item& earlier = held_[i];
-      if (earlier.peer == drawn.peer && (!earlier.is_signal || earlier.word == drawn.word)) {
+      if (earlier.peer == drawn.peer && !earlier.is_signal) {
         pick = i;
         break;
       }

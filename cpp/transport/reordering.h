@@ -11,9 +11,9 @@
 namespace distca::transport {
 
 /// Holds back puts and signals of another transport and delivers them in an order drawn from a seed. The one promise it
-/// keeps is the contract's: a signal comes after all earlier puts to that peer (and after earlier signals to that word
-/// of it). Sources are read at delivery. Some calls that look at memory deliver one item; `quiet` delivers all; what is
-/// still held at destruction is lost. The same calls with the same seed give the same order.
+/// keeps is the contract's: a signal comes after all earlier puts to that peer. Sources are read at delivery. Some
+/// calls that look at memory deliver one item; `quiet` delivers all; what is still held at destruction is lost. The
+/// same calls with the same seed give the same order.
 class DISTCA_EXPORT ReorderingTransport final : public Transport {
  public:
   ReorderingTransport(std::unique_ptr<Transport> inner, uint64_t seed);

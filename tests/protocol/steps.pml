@@ -1,0 +1,418 @@
+/* The step protocol of cpp/runtime, for spin: three ranks, two slots, three steps, several plans and orders of calls.
+ *
+ * Names are those of the code: `dispatch`, `attend` and `collect` are Dispatcher::begin, ::compute and ::take_in; what
+ * they call is in dispatcher.cpp and protocol.cpp. A loop here over peers with SENDS_... is a loop there over
+ * slice.waits(phase) or slice.sends(phase). Checked are deadlock (by spin itself) and, by assertion, that
+ *   - a server computes on rows of this step, and a home takes in results of this step, round and server, although
+ *     who opens a slot wipes it and a round lies over another server's rows of the round before;
+ *   - a put finds at its source what its step left there, however late it is carried out;
+ *   - no two signals to one word are under way at once, so that none is overwritten unseen, or by an older one.
+ *
+ * The network is weaker than any transport. What is under way arrives in any order, and a put reads its source when it
+ * arrives. The one promise is that a message's signal comes after the message's own puts. A message has two: one may
+ * arrive at any time, the other together with the signal, which is as late as it can.
+ *
+ *   -DORDER=1        whole steps
+ *   -DORDER=2        ping-pong, the parts in turn
+ *   -DORDER=3        ping-pong, the next step is dispatched as soon as its slot is free
+ *   -DORDER=4        the step that was dispatched last is finished first, and the next one gets its slot
+ *   -DALL_PLANS      every sequence of the plans below; else four: step n has plan (first + n) % 4
+ *   -DSLOW_CREDITS   credit is under way like a message; else it arrives at once. A sender looks at credit only where
+ *                    it waits for it, so late credit is to it what being late itself is; the rest is checked with this
+ *   -DFAULT_...      plants a fault; tests/test_protocol_model.py requires that spin finds each
+ */
+#ifndef ORDER
+#define ORDER 1
+#endif
+#define STEPS 3
+
+/* sequence() of signals.h: step << 16 | round; a byte has room for one bit of rounds. */
+#ifdef FAULT_ROUND_NOT_IN_VALUE
+#define SEQUENCE(n, round) ((n) << 1)
+#else
+#define SEQUENCE(n, round) ((n) << 1 | (round))
+#endif
+
+/* A plan: bit (from, to) of `rows_in` says that home `from` sends rows to server `to`, of `rows_home` that server
+ * `from` sends results to home `to`, in round 0 or 1. */
+#define BIT(from, to) (1 << ((from) * 3 + (to)))
+short rows_in[STEPS + 1], rows_home[(STEPS + 1) * 2];
+#define SENDS_IN(n, from, to) (rows_in[n] & BIT(from, to))
+#define SENDS_HOME(n, round, from, to) (rows_home[(n) * 2 + (round)] & BIT(from, to))
+
+/* Protocol::slot(): of a step that this rank has begun. */
+#define SLOT(n) slot_of[n]
+/* What belongs to rank `of` at rank `at`, by slot. */
+#define CELL(at, slot, of) ((at) * 6 + (slot) * 3 + (of))
+/* Where a server's rows of a round lie in home-in. */
+#define HOME_CELL(at, slot, server, round) CELL(at, slot, ((server) + 3 - (at) + (round)) % 2)
+#define RESULT(n, round, server) ((n) << 3 | (round) << 2 | (server))
+
+/* Arenas. Each message has two puts, so two cells; a cell holds what was written there last, 0 once it is wiped. */
+byte server_in_a[18], server_in_b[18]; /* step of the rows */
+byte results[6];                       /* [rank, slot]: step of the results that the server made */
+byte home_in_a[18], home_in_b[18];     /* RESULT(step, round, server) */
+/* [rank, slot]: the step whose q, k, v the caller keeps as they are. */
+byte tensors[6];
+
+/* Signal words: signals_.credit(slot, peer), signals_.arrived(direction, slot, peer). */
+byte credit[18], arrived_in[18], arrived_home[18];
+
+/* Messages under way, by the word of their signal: bit 1: first put, bit 2: second put and signal. Credits: 2. */
+byte pending_in[18], pending_home[18];
+byte value_in[18], value_home[18];
+#ifdef SLOW_CREDITS
+byte pending_credit[18], value_credit[18];
+#endif
+byte under_way[3]; /* number of signals on their way, by sender */
+
+/* Protocol::put and ::announce: hand a message to the network. */
+#define SEND(pending, value, word, bits, v) \
+  assert(pending[word] == 0); \
+  pending[word] = bits; \
+  value[word] = v; \
+  under_way[me]++
+
+/* Protocol::grant, ::grant_round: */
+#ifdef SLOW_CREDITS
+#define GRANT(p, v) SEND(pending_credit, value_credit, CELL(p, SLOT(n), me), 2, v)
+#else
+#define GRANT(p, v) credit[CELL(p, SLOT(n), me)] = v
+#endif
+
+/* ---- one rank ---- */
+
+inline grant(n) {
+  for (p : 0 .. 2) {
+    if
+    :: SENDS_IN(n, p, me) || SENDS_HOME(n, 0, p, me) ->
+       GRANT(p, SEQUENCE(n, 0))
+#ifdef FAULT_GRANTED_TWICE
+       ; if
+       :: SENDS_IN(n, p, me) && SENDS_HOME(n, 0, p, me) ->
+          GRANT(p, SEQUENCE(n, 0))
+       :: else
+       fi
+#endif
+    :: else
+    fi
+  }
+}
+
+inline grant_round(n, round) {
+  for (p : 0 .. 2) {
+    if
+    :: SENDS_HOME(n, round, p, me) ->
+       GRANT(p, SEQUENCE(n, round))
+    :: else
+    fi
+  }
+}
+
+/* Protocol::begin takes the slot that is free; where both are, the one that the step before did not get. */
+inline take_slot(n) {
+#ifdef FAULT_ONE_SLOT
+  SLOT(n) = 0;
+#else
+  if
+  :: !busy[1 - last_slot] -> SLOT(n) = 1 - last_slot
+  :: else -> SLOT(n) = last_slot; assert(!busy[last_slot])
+  fi;
+#endif
+  last_slot = SLOT(n);
+  busy[last_slot] = true
+}
+
+/* Whoever opens a slot may write all of it, as fill_nan does. */
+inline open(n) {
+  take_slot(n);
+  for (p : 0 .. 2) {
+    server_in_a[CELL(me, SLOT(n), p)] = 0;
+    server_in_b[CELL(me, SLOT(n), p)] = 0;
+    home_in_a[CELL(me, SLOT(n), p)] = 0;
+    home_in_b[CELL(me, SLOT(n), p)] = 0
+  }
+  results[me * 2 + SLOT(n)] = 0;
+  tensors[me * 2 + SLOT(n)] = n;
+#ifdef FAULT_CREDIT_TOO_EARLY
+  if
+  :: n <= 2 -> grant(n)
+  :: else
+  fi
+#else
+  grant(n)
+#endif
+}
+
+inline send_in(n) {
+  for (p : 0 .. 2) {
+    if
+    :: SENDS_IN(n, me, p) ->
+#ifndef FAULT_NO_WAIT_FOR_CREDIT
+       credit[CELL(me, SLOT(n), p)] >= SEQUENCE(n, 0); /* await_credit */
+#endif
+       SEND(pending_in, value_in, CELL(p, SLOT(n), me), 3, SEQUENCE(n, 0))
+    :: else
+    fi
+  }
+}
+
+inline await_rows_in(n) {
+  for (p : 0 .. 2) {
+    if
+#ifdef FAULT_WAITS_FOR_ALL
+    :: p != me ->
+#else
+    :: SENDS_IN(n, p, me) ->
+#endif
+       arrived_in[CELL(me, SLOT(n), p)] >= SEQUENCE(n, 0)
+    :: else
+    fi
+  }
+}
+
+inline compute(n) {
+  for (p : 0 .. 2) {
+    if
+    :: SENDS_IN(n, p, me) ->
+       assert(server_in_a[CELL(me, SLOT(n), p)] == n && server_in_b[CELL(me, SLOT(n), p)] == n)
+    :: else
+    fi
+  }
+  results[me * 2 + SLOT(n)] = n
+}
+
+inline send_home(n, round) {
+  for (p : 0 .. 2) {
+    if
+    :: SENDS_HOME(n, round, me, p) ->
+#ifdef FAULT_NO_WAIT_FOR_ROUND_CREDIT
+       credit[CELL(me, SLOT(n), p)] >= SEQUENCE(n, 0);
+#else
+       credit[CELL(me, SLOT(n), p)] >= SEQUENCE(n, round); /* await_credit */
+#endif
+       SEND(pending_home, value_home, CELL(p, SLOT(n), me), 3, SEQUENCE(n, round))
+    :: else
+    fi
+  }
+}
+
+inline await_rows_home(n, round) {
+  for (p : 0 .. 2) {
+    if
+    :: SENDS_HOME(n, round, p, me) -> arrived_home[CELL(me, SLOT(n), p)] >= SEQUENCE(n, round)
+    :: else
+    fi
+  }
+}
+
+/* The second half of receive_home. */
+inline take_in(n, round) {
+  for (p : 0 .. 2) {
+    if
+    :: SENDS_HOME(n, round, p, me) ->
+       assert(home_in_a[HOME_CELL(me, SLOT(n), p, round)] == RESULT(n, round, p) &&
+              home_in_b[HOME_CELL(me, SLOT(n), p, round)] == RESULT(n, round, p))
+    :: else
+    fi
+  }
+}
+
+/* Protocol::end; then the caller may change its tensors. */
+inline protocol_end(n) {
+#ifndef FAULT_NO_QUIET
+  under_way[me] == 0; /* quiet */
+#endif
+  busy[SLOT(n)] = false;
+  tensors[me * 2 + SLOT(n)] = 0
+}
+
+/* The calls of a rank, in order: 4 * part + step; the last is none. */
+#define D1 1
+#define D2 2
+#define D3 3
+#define A1 5
+#define A2 6
+#define A3 7
+#define C1 9
+#define C2 10
+#define C3 11
+#define WHOLE_STEPS {D1, A1, C1, D2, A2, C2, D3, A3, C3, 0}
+#if ORDER == 1
+byte calls[10] = WHOLE_STEPS;
+#elif ORDER == 2
+byte calls[10] = {D1, D2, A1, A2, C1, C2, D3, A3, C3, 0};
+#elif ORDER == 3
+byte calls[10] = {D1, D2, A1, C1, D3, A2, C2, A3, C3, 0};
+#elif ORDER == 4
+byte calls[10] = {D1, D2, A2, C2, D3, A3, A1, C3, C1, 0};
+#endif
+#ifdef FAULT_ORDERS_DIFFER
+byte calls_of_rank_0[10] = WHOLE_STEPS;
+#define CALL(i) (me == 0 -> calls_of_rank_0[i] : calls[i])
+#else
+#define CALL(i) calls[i]
+#endif
+
+inline next_call() {
+  i++;
+  call = CALL(i - 1) / 4;
+  step = CALL(i - 1) % 4
+}
+
+/* What happens elsewhere meanwhile happens between two atomic blocks, or while one of them waits. */
+proctype Rank(byte me) {
+  byte p, i, call, step, last_slot;
+  byte slot_of[STEPS + 1];
+  bool busy[2];
+  atomic { next_call() }
+  do
+  :: atomic {
+       call == 0 && step > 0 -> /* dispatch */
+       open(step);
+       send_in(step);
+       next_call()
+     }
+  :: atomic {
+       call == 1 -> /* attend */
+       await_rows_in(step)
+     }
+#ifdef FAULT_CREDIT_TOO_EARLY
+     atomic {
+       if
+       :: step + 2 <= STEPS -> SLOT(step + 2) = SLOT(step); grant(step + 2)
+       :: else
+       fi
+     }
+#endif
+     atomic {
+       compute(step);
+#ifdef FAULT_RECEIVES_BEFORE_IT_SENDS
+       await_rows_home(step, 0);
+#endif
+       send_home(step, 0);
+       next_call()
+     }
+  :: atomic {
+       call == 2 -> /* collect */
+#ifdef FAULT_ROUND_CREDIT_TOO_EARLY
+       grant_round(step, 1);
+#endif
+       await_rows_home(step, 0)
+     }
+     atomic {
+       take_in(step, 0);
+#if !defined(FAULT_NO_ROUND_CREDIT) && !defined(FAULT_ROUND_CREDIT_TOO_EARLY)
+       grant_round(step, 1);
+#endif
+       send_home(step, 1);
+       await_rows_home(step, 1)
+     }
+     atomic {
+       take_in(step, 1);
+       protocol_end(step);
+       next_call()
+     }
+  :: step == 0 -> break
+  od
+}
+
+/* ---- the network ---- */
+
+/* A put of rows to a server reads the sender's tensors, one of results reads its arena: both may be gone by then. */
+#define ROWS_IN(at, slot, from) tensors[from * 2 + slot]
+#define ROWS_HOME(at, slot, from) \
+  RESULT(results[from * 2 + slot], value_home[CELL(at, slot, from)] % 2, from)
+#define CELL_IN(at, slot, from) CELL(at, slot, from)
+#define CELL_HOME(at, slot, from) HOME_CELL(at, slot, from, value_home[CELL(at, slot, from)] % 2)
+
+#ifdef FAULT_SIGNALS_ADD
+#define WRITE(word, value) word = word + value
+#else
+#define WRITE(word, value) word = value
+#endif
+#define ARRIVES(word, value, from) WRITE(word, value); value = 0; under_way[from]--
+
+#ifdef FAULT_SIGNAL_OVERTAKES_PUT
+#define LAST(pending) (pending & 2)
+#else
+#define LAST(pending) (pending == 2)
+#endif
+#define MESSAGE(at, slot, from, pending, value, words, rows, cell, cells_a, cells_b) \
+  :: d_step { pending[CELL(at, slot, from)] & 1 -> \
+       cells_a[cell(at, slot, from)] = rows(at, slot, from); \
+       pending[CELL(at, slot, from)] = pending[CELL(at, slot, from)] - 1 } \
+  :: d_step { LAST(pending[CELL(at, slot, from)]) -> \
+       cells_b[cell(at, slot, from)] = rows(at, slot, from); \
+       pending[CELL(at, slot, from)] = pending[CELL(at, slot, from)] - 2; \
+       ARRIVES(words[CELL(at, slot, from)], value[CELL(at, slot, from)], from) }
+#ifdef SLOW_CREDITS
+#define CREDIT(at, slot, from) \
+  :: d_step { pending_credit[CELL(at, slot, from)] -> \
+       pending_credit[CELL(at, slot, from)] = 0; \
+       ARRIVES(credit[CELL(at, slot, from)], value_credit[CELL(at, slot, from)], from) }
+#else
+#define CREDIT(at, slot, from)
+#endif
+
+#define BETWEEN(at, slot, from) \
+  MESSAGE(at, slot, from, pending_in, value_in, arrived_in, ROWS_IN, CELL_IN, server_in_a, server_in_b) \
+  MESSAGE(at, slot, from, pending_home, value_home, arrived_home, ROWS_HOME, CELL_HOME, home_in_a, home_in_b) \
+  CREDIT(at, slot, from)
+
+proctype Network() {
+end:
+  do
+  BETWEEN(0, 0, 1)
+  BETWEEN(0, 0, 2)
+  BETWEEN(0, 1, 1)
+  BETWEEN(0, 1, 2)
+  BETWEEN(1, 0, 0)
+  BETWEEN(1, 0, 2)
+  BETWEEN(1, 1, 0)
+  BETWEEN(1, 1, 2)
+  BETWEEN(2, 0, 0)
+  BETWEEN(2, 0, 1)
+  BETWEEN(2, 1, 0)
+  BETWEEN(2, 1, 1)
+  od
+}
+
+inline plan(n, in, round_0, round_1) {
+  rows_in[n] = in;
+  rows_home[(n) * 2] = round_0;
+  rows_home[(n) * 2 + 1] = round_1
+}
+
+#define PLANS 4
+inline choose(n, which) {
+  if
+  /* A home lends to both others; what one sends in round 1 lies over what the other sent in round 0. */
+  :: which == 0 -> plan(n, BIT(0, 1) | BIT(0, 2), BIT(1, 0) | BIT(2, 0), BIT(2, 0))
+  /* A ring in one round, as in forward. */
+  :: which == 1 -> plan(n, BIT(0, 1) | BIT(1, 2) | BIT(2, 0), BIT(1, 0) | BIT(2, 1) | BIT(0, 2), 0)
+  /* Two ranks lend to each other, with two rounds. */
+  :: which == 2 -> plan(n, BIT(0, 1) | BIT(1, 0), BIT(0, 1) | BIT(1, 0), BIT(0, 1) | BIT(1, 0))
+  /* Two homes lend to one server, which sends nothing to one and to the other only in round 1; none sends in round 0. */
+  :: which == 3 -> plan(n, BIT(1, 2) | BIT(0, 2), 0, BIT(2, 0))
+  fi
+}
+
+init {
+  byte n, first;
+  atomic {
+    select(first : 0 .. PLANS - 1);
+    for (n : 1 .. STEPS) {
+#ifdef ALL_PLANS
+      select(first : 0 .. PLANS - 1);
+      choose(n, first)
+#else
+      choose(n, (first + n) % PLANS)
+#endif
+    }
+    run Network();
+    run Rank(0);
+    run Rank(1);
+    run Rank(2)
+  }
+}
