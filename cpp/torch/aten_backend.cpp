@@ -77,8 +77,8 @@ class AtenBackend final : public runtime::Backend {
   explicit AtenBackend(Device device) : device_(device), anchor_(empty({1}, ScalarType::Float)) {}
 
   std::string device() const override { return device_name(anchor_); }
-  std::string attention() const override { return "ATen's flash attention"; }
-  bool plan_independent() const override { return false; }
+  std::string attention(const HeadShape&) const override { return "ATen's flash attention"; }
+  bool plan_independent(const HeadShape&) const override { return false; }
   void check(const HeadShape& heads, float softcap) const override { check_flash(anchor_, heads, softcap); }
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override {

@@ -41,8 +41,8 @@ class DeviceBackend final : public runtime::Backend {
       : aten_(std::move(aten)), device_(device), current_stream_(current_stream) {}
 
   std::string device() const override { return aten_->device(); }
-  std::string attention() const override { return aten_->attention(); }
-  bool plan_independent() const override { return aten_->plan_independent(); }
+  std::string attention(const HeadShape& heads) const override { return aten_->attention(heads); }
+  bool plan_independent(const HeadShape& heads) const override { return aten_->plan_independent(heads); }
   void check(const HeadShape& heads, float softcap) const override { aten_->check(heads, softcap); }
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override { return aten_->allocate(bytes); }
