@@ -7,6 +7,7 @@ all peers take turns. Data is random: matrix products of zeros run faster. Not y
 from __future__ import annotations
 
 import importlib
+import inspect
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -137,7 +138,10 @@ def _varlen(x: Inputs, lengths: Sequence[int]) -> Callable[[], torch.Tensor]:
     varlen_attn: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     ends = torch.tensor(_ends(lengths), dtype=torch.int32, device=x.q.device)
     longest = max(lengths)
-    options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": True}
+    known = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}  # torch 2.10
+    if "enable_gqa" in known:
+        options["enable_gqa"] = True
     return lambda: varlen_attn(x.q, x.k, x.v, ends, ends, longest, longest, **options)
 
 
