@@ -37,21 +37,31 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _run(program: Path, *arguments: object) -> None:
     done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{arguments}: status {done.returncode}\n{done.stdout[-4000:]}{done.stderr}"
-    assert "out" in done.stdout
+    assert "rms" in done.stdout
 
 
-@pytest.mark.parametrize(
+SHAPES = pytest.mark.parametrize(
     ("dim", "v_dim", "dtype", "rounds"),
     [
-        (64, 64, "bfloat16", 12),
-        (64, 64, "float16", 6),
-        (128, 128, "bfloat16", 6),
-        (96, 80, "float16", 4),  # columns that the kernel of 128 fills with zeros
-        (192, 128, "bfloat16", 3),
+        (64, 64, "bfloat16", 8),
+        (64, 64, "float16", 4),
+        (128, 128, "bfloat16", 4),
+        (96, 80, "float16", 3),  # columns that the kernel of 128 fills with zeros
+        (192, 128, "bfloat16", 2),
         (256, 256, "bfloat16", 2),
     ],
 )
+
+
+@SHAPES
 def test_forward_is_right_and_a_row_has_the_same_bits_however_tasks_are_cut(
     program: Path, dim: int, v_dim: int, dtype: str, rounds: int
 ) -> None:
     _run(program, "forward", dim, v_dim, dtype, rounds, 1)
+
+
+@SHAPES
+def test_backward_is_right_and_dq_has_the_same_bits_in_the_deterministic_mode(
+    program: Path, dim: int, v_dim: int, dtype: str, rounds: int
+) -> None:
+    _run(program, "backward", dim, v_dim, dtype, rounds, 1)

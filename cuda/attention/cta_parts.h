@@ -12,8 +12,9 @@ inline constexpr int kWarpgroup = 128;
 /// One warpgroup produces (one warp of it; the copy engine does the work), two consume.
 inline constexpr int kConsumers = 2 * kWarpgroup;
 inline constexpr int kThreads = kWarpgroup + kConsumers;
-inline constexpr int kProducerRegisters = 56;
-inline constexpr int kConsumerRegisters = 224;
+/// Registers of a thread by role; the CTA is launched with 168 for each: three warpgroups share 504.
+inline constexpr int kSharedRegisters = 504;
+constexpr int consumer_registers(int producer_registers) { return (kSharedRegisters - producer_registers) / 2; }
 /// Warps that report to a barrier that they are done with a stage.
 inline constexpr int kConsumerWarps = kConsumers / kWarp;
 inline constexpr int kBoxBytes = kTableRows * kBoxColumns * 2;
@@ -29,18 +30,18 @@ enum NamedBarrier : int { kFirstTurn = 0, kSecondTurn = 1, kScoresWritten = 2, k
 template <int kChunks, int kRows>
 using SharedTile = uint16_t[kChunks][kRows][kBoxColumns];
 
-/// A stage of a ring of buffers and the parity of its current phase.
+/// How often a ring of buffers has been used: one register.
 template <int kStages>
 struct Ring {
-  int stage = 0;
-  int parity = 0;
-  DISTCA_DEVICE void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
+  static_assert((kStages & (kStages - 1)) == 0);
+  int uses = 0;
+  DISTCA_DEVICE int stage() const { return uses % kStages; }
+  DISTCA_DEVICE int parity() const { return uses / kStages % 2; }
+  DISTCA_DEVICE void advance() { ++uses; }
 };
+
+/// Found anew each time rather than kept in a register.
+DISTCA_DEVICE int lane_of_warp() { return hopper::thread_of_cta() % kWarp; }
 
 /// Barriers of a ring. full: 0 -> filled by the producer; empty: all consumer warps are done with it.
 template <int kStages>
@@ -70,8 +71,8 @@ DISTCA_DEVICE void await_empty(hopper::Barrier& empty, int parity) {
 }
 
 /// Every lane of the producer: waits until all rows of the item's tasks have come.
-DISTCA_DEVICE void await_signals(const KernelParams& p, const WorkItem& item, int lane) {
-  for (int t = item.task + lane; t < item.task_end; t += kWarp) {
+DISTCA_DEVICE void await_signals(const KernelParams& p, const WorkItem& item) {
+  for (int t = item.task + lane_of_warp(); t < item.task_end; t += kWarp) {
     const Signal signal = p.tasks[t].signal;
     if (signal.word == nullptr) continue;
     while (hopper::load_signal(signal.word) < signal.value) hopper::pause();
@@ -81,43 +82,45 @@ DISTCA_DEVICE void await_signals(const KernelParams& p, const WorkItem& item, in
 }
 
 /// Every lane of the producer: takes the next item and tells the consumers. Returns num_items at the end.
-DISTCA_DEVICE int take_item(const KernelParams& p, ItemRing& items, Ring<2>& ring, int lane) {
-  int index = lane == 0 ? hopper::fetch_add(p.next_item, 1) : 0;
+DISTCA_DEVICE int take_item(const KernelParams& p, ItemRing& items, Ring<2>& ring) {
+  int index = lane_of_warp() == 0 ? hopper::fetch_add(p.next_item, 1) : 0;
   index = minimum(hopper::shuffle_from(index, 0), p.num_items);
-  if (index < p.num_items && p.items[index].remote != 0) await_signals(p, p.items[index], lane);
-  await_empty(items.stages.empty[ring.stage], ring.parity);
-  if (lane == 0) {
-    items.index[ring.stage] = index;
-    items.stages.full[ring.stage].arrive();
+  if (index < p.num_items && p.items[index].remote != 0) await_signals(p, p.items[index]);
+  await_empty(items.stages.empty[ring.stage()], ring.parity());
+  if (lane_of_warp() == 0) {
+    items.index[ring.stage()] = index;
+    items.stages.full[ring.stage()].arrive();
   }
   hopper::sync_warp();
   ring.advance();
   return index;
 }
 
-/// Every consumer: the item that comes next.
-DISTCA_DEVICE int next_item(ItemRing& items, Ring<2>& ring) {
-  items.stages.full[ring.stage].wait(ring.parity);
-  const int index = items.index[ring.stage];
-  items.stages.empty[ring.stage].arrive();
+/// Every consumer: the item that comes next. It stays in shared memory, to be read again, until end_item().
+DISTCA_DEVICE int begin_item(ItemRing& items, const Ring<2>& ring) {
+  items.stages.full[ring.stage()].wait(ring.parity());
+  return items.index[ring.stage()];
+}
+DISTCA_DEVICE int this_item(const ItemRing& items, const Ring<2>& ring) { return items.index[ring.stage()]; }
+DISTCA_DEVICE void end_item(ItemRing& items, Ring<2>& ring) {
+  items.stages.empty[ring.stage()].arrive();
   ring.advance();
-  return index;
 }
 
 /// Every warp of the consumers, once its products have read a stage.
-DISTCA_DEVICE void release(hopper::Barrier& empty, int lane) {
+DISTCA_DEVICE void release(hopper::Barrier& empty) {
   hopper::sync_warp();
-  if (lane == 0) empty.arrive();
+  if (lane_of_warp() == 0) empty.arrive();
 }
 
 /// Zeroes rows [begin, end) of a tile; all lanes of a warp.
 template <int kChunks, int kRows>
-DISTCA_DEVICE void clear_rows(SharedTile<kChunks, kRows>& tile, int begin, int end, int lane) {
+DISTCA_DEVICE void clear_rows(SharedTile<kChunks, kRows>& tile, int begin, int end) {
   constexpr int kPieces = kBoxColumns / 8;
 #pragma unroll 1
   for (int chunk = 0; chunk < kChunks; ++chunk)
 #pragma unroll 1
-    for (int i = begin * kPieces + lane; i < end * kPieces; i += kWarp)
+    for (int i = begin * kPieces + lane_of_warp(); i < end * kPieces; i += kWarp)
       hopper::store_shared(&tile[chunk][i / kPieces][i % kPieces * 8], hopper::Words4{});
 }
 
@@ -132,11 +135,11 @@ struct KeyBlock {
 
   /// Every lane of the producer. `parity` is that of `loaded`.
   DISTCA_DEVICE void load(const KernelParams& p, const GroupEntry& group, int maps, int kv_head, int begin,
-                          RowRange needed, bool clear, int& parity, int lane) const {
+                          RowRange needed, bool clear, int& parity) const {
     const int first = maximum(needed.begin - begin, 0), last = minimum(needed.end - begin, kRows);
     const bool partial = clear && (first > 0 || last < kRows);
     hopper::Barrier& target = partial ? loaded : full;
-    if (lane == 0) {
+    if (lane_of_warp() == 0) {
       const int first_box = first / kTableRows, end_box = ceil_div(last, kTableRows);
       target.expect_bytes((end_box - first_box) * kChunks * kBoxBytes);
 #pragma unroll 1
@@ -155,11 +158,11 @@ struct KeyBlock {
     }
     loaded.wait(parity);
     parity ^= 1;
-    clear_rows<kChunks, kRows>(tile, 0, first, lane);
-    clear_rows<kChunks, kRows>(tile, last, kRows, lane);
+    clear_rows<kChunks, kRows>(tile, 0, first);
+    clear_rows<kChunks, kRows>(tile, last, kRows);
     hopper::fence_shared();
     hopper::sync_warp();
-    if (lane == 0) full.arrive();
+    if (lane_of_warp() == 0) full.arrive();
   }
 };
 
@@ -177,6 +180,11 @@ template <int kChunks>
 DISTCA_DEVICE int query_bytes(const KernelParams& p) {
   return kChunks * kRowBytes * p.tile_rows();
 }
+
+/// Two neighbouring elements of a row of fp32.
+struct alignas(8) FloatPair {
+  float x, y;
+};
 
 /// What the softmax makes of a product of a query and a key, before exponent_scale.
 DISTCA_DEVICE float mapped_score(const ScoreMap& map, float x) {

@@ -33,6 +33,7 @@ struct ForwardConfig {
   /// Part of the numerics: blocks start at multiples of it.
   static constexpr int kKeys = kDim > 192 ? 64 : 128;
   static constexpr int kStages = 2;
+  static constexpr int kProducerRegisters = 56;
 
   struct alignas(1024) Shared {
     SharedTile<kDim / kBoxColumns, kRows> q;
@@ -62,20 +63,20 @@ DISTCA_HOST_DEVICE ForwardTile forward_tile(const KernelParams& p, const WorkIte
 }
 
 template <class Config>
-DISTCA_DEVICE void produce_forward(const KernelParams& p, typename Config::Shared& s, int lane) {
+DISTCA_DEVICE void produce_forward(const KernelParams& p, typename Config::Shared& s) {
   constexpr int kStages = Config::kStages, kKeys = Config::kKeys;
   constexpr int kChunks = Config::kDim / kBoxColumns, kValueChunks = Config::kValueDim / kBoxColumns;
   Ring<2> items;
   Ring<1> q;
   Ring<kStages> k, v;
   int loaded_parity = 0;
-  for (int index; (index = take_item(p, s.items, items, lane)) < p.num_items;) {
-    const WorkItem item = p.items[index];
+  for (int index; (index = take_item(p, s.items, items)) < p.num_items;) {
+    const WorkItem& item = p.items[index];
     const TaskEntry& task = p.tasks[item.task];
     const GroupEntry& group = p.groups[item.group];
     const ForwardTile tile = forward_tile<Config>(p, item);
-    await_empty(s.q_stages.empty[0], q.parity);
-    if (lane == 0) {
+    await_empty(s.q_stages.empty[0], q.parity());
+    if (lane_of_warp() == 0) {
       hopper::acquire_map(p.maps + task.q_map);
       for (int source = 0; source < 2; ++source) {
         hopper::acquire_map(p.maps + group.k_maps + source);
@@ -89,13 +90,13 @@ DISTCA_DEVICE void produce_forward(const KernelParams& p, typename Config::Share
     hopper::sync_warp();
     q.advance();
     for (int block = tile.begin_block; block < tile.end_block; ++block) {
-      await_empty(s.k_stages.empty[k.stage], k.parity);
-      KeyBlock<kChunks, kKeys>{s.k[k.stage], s.k_stages.full[k.stage], s.loaded}.load(
-          p, group, group.k_maps, item.kv_head, block * kKeys, tile.keys, false, loaded_parity, lane);
+      await_empty(s.k_stages.empty[k.stage()], k.parity());
+      KeyBlock<kChunks, kKeys>{s.k[k.stage()], s.k_stages.full[k.stage()], s.loaded}.load(
+          p, group, group.k_maps, item.kv_head, block * kKeys, tile.keys, false, loaded_parity);
       k.advance();
-      await_empty(s.v_stages.empty[v.stage], v.parity);
-      KeyBlock<kValueChunks, kKeys>{s.v[v.stage], s.v_stages.full[v.stage], s.loaded}.load(
-          p, group, group.v_maps, item.kv_head, block * kKeys, tile.keys, true, loaded_parity, lane);
+      await_empty(s.v_stages.empty[v.stage()], v.parity());
+      KeyBlock<kValueChunks, kKeys>{s.v[v.stage()], s.v_stages.full[v.stage()], s.loaded}.load(
+          p, group, group.v_maps, item.kv_head, block * kKeys, tile.keys, true, loaded_parity);
       v.advance();
     }
   }
@@ -137,56 +138,56 @@ struct ForwardConsumer {
 
   DISTCA_DEVICE void run() {
     if (warpgroup == 1) pass_turn();
-    for (int index; (index = next_item(s.items, items)) < p.num_items;) work(p.items[index]);
+    for (int index; (index = begin_item(s.items, items)) < p.num_items; end_item(s.items, items)) work(p.items[index]);
     if (warpgroup == 0) await_turn();
   }
 
   DISTCA_DEVICE void work(const WorkItem& item) {
     const ForwardTile tile = forward_tile<Config>(p, item);
     begin_rows(item, tile);
-    s.q_stages.full[0].wait(q.parity);
+    s.q_stages.full[0].wait(q.parity());
 
-    s.k_stages.full[k.stage].wait(k.parity);
+    s.k_stages.full[k.stage()].wait(k.parity());
     await_turn();
     multiply_scores();
     pass_turn();
     hopper::wait_groups<0>();
     hopper::pin(scores);
-    release(s.k_stages.empty[k.stage], lane);
+    release(s.k_stages.empty[k.stage()]);
     k.advance();
     softmax(tile, item, tile.begin_block);
     pack_probs();
 
     for (int block = tile.begin_block + 1; block < tile.end_block; ++block) {
-      s.k_stages.full[k.stage].wait(k.parity);
-      s.v_stages.full[v.stage].wait(v.parity);
+      s.k_stages.full[k.stage()].wait(k.parity());
+      s.v_stages.full[v.stage()].wait(v.parity());
       await_turn();
       multiply_scores();
       multiply_values();
       pass_turn();
       hopper::wait_groups<1>();
       hopper::pin(scores);
-      release(s.k_stages.empty[k.stage], lane);
+      release(s.k_stages.empty[k.stage()]);
       k.advance();
       softmax(tile, item, block);
       hopper::wait_groups<0>();
       hopper::pin(out);
       hopper::pin(probs);
-      release(s.v_stages.empty[v.stage], lane);
+      release(s.v_stages.empty[v.stage()]);
       v.advance();
       rescale_out();
       pack_probs();
     }
-    release(s.q_stages.empty[0], lane);
+    release(s.q_stages.empty[0]);
     q.advance();
 
-    s.v_stages.full[v.stage].wait(v.parity);
+    s.v_stages.full[v.stage()].wait(v.parity());
     await_turn();
     multiply_values();
     pass_turn();
     hopper::wait_groups<0>();
     hopper::pin(out);
-    release(s.v_stages.empty[v.stage], lane);
+    release(s.v_stages.empty[v.stage()]);
     v.advance();
     store(item, tile);
   }
@@ -207,7 +208,7 @@ struct ForwardConsumer {
 
   DISTCA_DEVICE void multiply_scores() {
     const hopper::Operand queries = hopper::make_operand(&s.q[0][64 * warpgroup][0], kRowBytes);
-    const hopper::Operand keys = hopper::make_operand(&s.k[k.stage][0][0][0], kRowBytes);
+    const hopper::Operand keys = hopper::make_operand(&s.k[k.stage()][0][0][0], kRowBytes);
     hopper::pin(scores);
     hopper::begin_products();
 #pragma unroll
@@ -221,7 +222,7 @@ struct ForwardConsumer {
   }
 
   DISTCA_DEVICE void multiply_values() {
-    const hopper::Operand values = hopper::make_operand(&s.v[v.stage][0][0][0], kKeys * kRowBytes);
+    const hopper::Operand values = hopper::make_operand(&s.v[v.stage()][0][0][0], kKeys * kRowBytes);
     hopper::pin(out);
     hopper::pin(probs);
     hopper::begin_products();
@@ -337,10 +338,10 @@ DISTCA_DEVICE void forward_cta(const KernelParams& p, typename Config::Shared& s
   hopper::fence_shared();
   hopper::sync_cta();
   if (thread < kWarpgroup) {
-    hopper::lower_registers<kProducerRegisters>();
-    if (thread < kWarp) produce_forward<Config>(p, s, thread);
+    hopper::lower_registers<Config::kProducerRegisters>();
+    if (thread < kWarp) produce_forward<Config>(p, s);
   } else {
-    hopper::raise_registers<kConsumerRegisters>();
+    hopper::raise_registers<consumer_registers(Config::kProducerRegisters)>();
     ForwardConsumer<Config>(p, s, thread - kWarpgroup).run();
   }
 }

@@ -28,7 +28,12 @@ namespace distca::attention::cuda::hopper {
 
 // ---- threads
 
-DISTCA_DEVICE int thread_of_cta() { return static_cast<int>(threadIdx.x); }
+/// Read anew each time rather than kept in a register.
+DISTCA_DEVICE int thread_of_cta() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
 DISTCA_DEVICE int cta() { return static_cast<int>(blockIdx.x); }
 DISTCA_DEVICE void sync_cta() { __syncthreads(); }
 DISTCA_DEVICE void sync_warp() { __syncwarp(); }
@@ -104,9 +109,19 @@ struct Float16 {
 /// Along which dimension of the product the columns of an operand's tile run.
 enum class Columns { kInner, kOuter };
 
-/// Where an operand starts; kOuter: chunk_bytes is from one chunk of 64 columns to the next.
+/// Where an operand starts; kOuter: chunk_bytes is from one chunk of 64 columns to the next. The low half of its
+/// descriptor; the other is the same for all.
 struct Operand {
-  uint64_t descriptor;
+  uint32_t low;
+
+  DISTCA_DEVICE uint64_t descriptor() const {
+    cute::GmmaDescriptor d;
+    d.desc_ = 0;
+    d.bitfield.stride_byte_offset_ = 1024 >> 4;  // eight rows
+    d.bitfield.layout_type_ = static_cast<uint8_t>(cute::SM90::GMMA::LayoutType::B128);
+    d.reg32_[0] = low;
+    return d.desc_;
+  }
 };
 
 DISTCA_DEVICE Operand make_operand(const void* shared, int chunk_bytes) {
@@ -114,15 +129,11 @@ DISTCA_DEVICE Operand make_operand(const void* shared, int chunk_bytes) {
   d.desc_ = 0;
   d.bitfield.start_address_ = static_cast<uint16_t>(cute::cast_smem_ptr_to_uint(shared) >> 4);
   d.bitfield.leading_byte_offset_ = static_cast<uint16_t>(chunk_bytes >> 4);
-  d.bitfield.stride_byte_offset_ = 1024 >> 4;  // eight rows
-  d.bitfield.layout_type_ = static_cast<uint8_t>(cute::SM90::GMMA::LayoutType::B128);
-  return {d.desc_};
+  return {d.reg32_[0]};
 }
 
 /// `bytes` further in shared memory.
-DISTCA_DEVICE Operand advance(Operand operand, int bytes) {
-  return {operand.descriptor + static_cast<uint64_t>(bytes >> 4)};
-}
+DISTCA_DEVICE Operand advance(Operand operand, int bytes) { return {operand.low + static_cast<uint32_t>(bytes >> 4)}; }
 
 namespace detail {
 
@@ -135,9 +146,9 @@ DISTCA_DEVICE void multiply(float (&sums)[kRegisters], const A& a, Operand b, bo
                             std::index_sequence<kIndex...>) {
   const auto scale = add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
   if constexpr (std::is_same_v<A, Operand>)
-    Operation::fma(a.descriptor, b.descriptor, sums[kIndex]..., scale);
+    Operation::fma(a.descriptor(), b.descriptor(), sums[kIndex]..., scale);
   else
-    Operation::fma(a[0], a[1], a[2], a[3], b.descriptor, sums[kIndex]..., scale);
+    Operation::fma(a[0], a[1], a[2], a[3], b.descriptor(), sums[kIndex]..., scale);
 }
 
 }  // namespace detail

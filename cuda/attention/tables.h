@@ -87,8 +87,9 @@ struct WorkItem {
   int kv_head;
   int task;
   int task_end;
-  int index;   // forward: tile of the task. Backward: block of the document
-  int remote;  // 1: signals are to be awaited
+  int index;      // forward: tile of the task. Backward: block of the document
+  int num_tiles;  // backward: tiles that see the block
+  int remote;     // 1: signals are to be awaited
 };
 
 /// A tile whose sums of dq become dq.

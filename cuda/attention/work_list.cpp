@@ -150,18 +150,17 @@ void add_key_items(const KeyGroup& group, int group_index, int keys, WorkList& l
   const size_t first = list.unsorted.size();
   for (int block = entry.kv_begin / keys; block * keys < entry.kv_end; ++block) {
     const int begin = maximum(block * keys, entry.kv_begin), end = minimum((block + 1) * keys, entry.kv_end);
-    WorkItem item{group_index, 0, 0, 0, block, remote ? 1 : 0};
-    int64_t tiles = 0;
+    WorkItem item{group_index, 0, 0, 0, block, 0, remote ? 1 : 0};
     for (size_t t = 0; t < tasks.size(); ++t) {
       const RowRange seeing = tiles_that_see(list.params, tasks[t], begin, end);
       if (seeing.begin >= seeing.end) continue;
       const int index = static_cast<int>(group.task_begin + static_cast<int64_t>(t));
       if (item.task_end == 0) item.task = index;
       item.task_end = index + 1;
-      tiles += seeing.end - seeing.begin;
+      item.num_tiles += seeing.end - seeing.begin;
     }
     list.unsorted.push_back(item);
-    list.costs.push_back(tiles);
+    list.costs.push_back(item.num_tiles);
   }
   // As dear as the dearest that comes after it: then sorting by cost keeps the order.
   for (size_t i = list.costs.size(); i-- > first + 1;) list.costs[i - 1] = std::max(list.costs[i - 1], list.costs[i]);
@@ -189,7 +188,7 @@ void list_forward(const Problem& problem, std::span<const Signal> signals, TileS
     for (int head = 0; head < kv_heads; ++head) {
       for (int tile = 0; tile < task.num_tiles; ++tile) {
         const RowRange keys = visible_keys(list.params.mask, tile_tokens(list.params, task, tile), group);
-        list.unsorted.push_back({task.group, head, index, index + 1, tile, remote});
+        list.unsorted.push_back({task.group, head, index, index + 1, tile, 0, remote});
         list.costs.push_back(ceil_div(keys.end, shape.keys) - keys.begin / shape.keys);
       }
     }

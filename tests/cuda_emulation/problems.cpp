@@ -249,6 +249,26 @@ std::unique_ptr<Placement> place(const Case& c, bool remote, std::mt19937& rando
   return p;
 }
 
+void give_statistics(const Case& c, const Answer& right, Placement& p) {
+  int64_t first_head = 0;
+  for (const attention::KeyGroup& group : p.groups) {
+    const int64_t q_heads = group.kv_heads * c.heads.group_heads(), first = first_head * c.heads.group_heads();
+    for (int64_t t = group.task_begin; t < group.task_end; ++t) {
+      const attention::Task& task = p.task_table[static_cast<size_t>(t)];
+      for (int64_t row = task.q_begin; row < task.q_end; ++row) {
+        for (int64_t h = 0; h < q_heads; ++h) {
+          double delta = 0;
+          for (int64_t d = 0; d < c.heads.v_dim; ++d)
+            delta += right.out.at(row, first + h)[d] * c.dout.at(row, first + h)[d];
+          write(DType::kFloat32, task.lse.at(row - task.q_begin, h), right.lse.at(row, first + h)[0]);
+          write(DType::kFloat32, task.delta.at(row - task.q_begin, h), delta);
+        }
+      }
+    }
+    first_head += group.kv_heads;
+  }
+}
+
 Answer results(const Case& c, const Placement& p) {
   const HeadShape& heads = c.heads;
   Answer a{Array(c.length, heads.q_heads, heads.v_dim), Array(c.length, heads.q_heads, 1),

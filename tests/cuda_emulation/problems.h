@@ -81,6 +81,9 @@ struct Placement {
 
 std::unique_ptr<Placement> place(const Case& c, bool remote, std::mt19937& random);
 
+/// Writes what backward is given of forward: lse and delta of every row, from the right answer.
+void give_statistics(const Case& c, const Answer& right, Placement& placement);
+
 /// What was written to a placement. Rows that no task has stay not a number.
 Answer results(const Case& c, const Placement& placement);
 

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "attention/backward_kernel.h"
 #include "attention/forward_kernel.h"
 #include "attention/work_list.h"
 #include "machine.h"
@@ -97,6 +98,26 @@ void run_forward(Placement& placement, bool remote, std::mt19937& random) {
   });
 }
 
+template <class Config>
+void run_backward(Placement& placement, bool remote, bool deterministic, std::mt19937& random) {
+  WorkList list;
+  list_backward(placement.problem, remote ? std::span(placement.signals) : std::span<Signal>(),
+                {Config::kRows, Config::kKeys}, list);
+  Tables tables;
+  KernelParams params = tables.params(list);
+  const auto num_tiles = static_cast<size_t>(params.num_store_items);
+  std::vector<hopper::Words4> sums(num_tiles * Config::kParts * 1024);  // for their alignment
+  std::vector<int> turns(num_tiles * Config::kTurnsPerTile);
+  params.dq_sums = reinterpret_cast<float*>(sums.data());
+  params.turns = deterministic ? turns.data() : nullptr;
+  emulation::Machine machine(static_cast<uint32_t>(random()));
+  let_arrive(machine, placement, remote);
+  machine.run(3, kThreads, sizeof(typename Config::Shared), [&](std::byte* shared) {
+    backward_cta<Config>(params, *reinterpret_cast<typename Config::Shared*>(shared));
+  });
+  for (int i = 0; i < params.num_store_items; ++i) store_queries<Config>(params, params.store_items[i], 0, 1);
+}
+
 template <class Element, int kDim, int kValueDim>
 void run_round(const std::string& pass, distca::HeadShape heads, std::mt19937& random) {
   const Case c = problems::random_case(heads, 500, random);
@@ -106,23 +127,34 @@ void run_round(const std::string& pass, distca::HeadShape heads, std::mt19937& r
               static_cast<long long>(c.mask.window), static_cast<double>(c.scale), static_cast<double>(c.softcap),
               c.has_sinks ? ", sinks" : "");
   const double roundoff = heads.dtype == distca::DType::kBFloat16 ? 0x1p-8 : 0x1p-11;
+  const bool deterministic = random() % 2 == 0;
   Answer first;
   std::vector<bool> first_covered;
   for (int i = 0; i < 2; ++i) {
     const bool remote = random() % 2 == 0;
     const auto placement = problems::place(c, remote, random);
     const Answer right = problems::answer(c, placement->covered);
-    run_forward<ForwardConfig<Element, kDim, kValueDim>>(*placement, remote, random);
-    const Answer got = problems::results(c, *placement);
-    check("out", got.out, right.out, placement->covered, roundoff);
-    check("lse", got.lse, right.lse, placement->covered, 1e-6);
-    if (i == 0) {
+    if (pass == "backward") {
+      problems::give_statistics(c, right, *placement);
+      run_backward<BackwardConfig<Element, kDim, kValueDim>>(*placement, remote, deterministic, random);
+      const Answer got = problems::results(c, *placement);
+      std::vector<bool> keys(static_cast<size_t>(c.length));
+      std::fill(keys.begin() + placement->kv_begin, keys.begin() + placement->kv_end, true);
+      check("dq", got.dq, right.dq, placement->covered, 1.5 * roundoff);
+      check("dk", got.dk, right.dk, keys, 1.5 * roundoff);
+      check("dv", got.dv, right.dv, keys, 1.5 * roundoff);
+      if (i == 1 && deterministic) check_same("dq", first.dq, got.dq, first_covered, placement->covered);
       first = got;
-      first_covered = placement->covered;
-      continue;
+    } else {
+      run_forward<ForwardConfig<Element, kDim, kValueDim>>(*placement, remote, random);
+      const Answer got = problems::results(c, *placement);
+      check("out", got.out, right.out, placement->covered, roundoff);
+      check("lse", got.lse, right.lse, placement->covered, 1e-6);
+      if (i == 1) check_same("out", first.out, got.out, first_covered, placement->covered);
+      if (i == 1) check_same("lse", first.lse, got.lse, first_covered, placement->covered);
+      first = got;
     }
-    check_same("out", first.out, got.out, first_covered, placement->covered);
-    check_same("lse", first.lse, got.lse, first_covered, placement->covered);
+    first_covered = placement->covered;
   }
 }
 
