@@ -219,7 +219,7 @@ struct BackwardConsumer {
                                RowView RunEntry::* view) {
     const GroupEntry& group = p.groups[item.group];
     const int row = item.index * kKeys + first_key_of_thread() + 8 * kRow;
-    const bool present = row >= group.kv_begin && row < group.kv_end;
+    if (row < group.kv_begin || row >= group.kv_end) return;
     int first = group.run_begin, last = group.run_end - 1;
     while (first < last) {  // the first run that ends after the row
       const int middle = (first + last) / 2;
@@ -230,15 +230,17 @@ struct BackwardConsumer {
     }
     const RunEntry& run = p.runs[first];
     const bool floats = run.dtype == DType::kFloat32;
-    std::byte* dst = present ? address(run.*view, row - run.begin, item.kv_head) : nullptr;
-    store_row<Element, kColumns>(sums, kRow, factor, dst, columns, present && !floats, lane_of_warp());
-    if (!present || !floats) return;
+    const int first_column = first_row_of_thread();
+    std::byte* dst = address(run.*view, row - run.begin, item.kv_head) + first_column * (floats ? 4 : 2);
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
-      const int column = 8 * j + first_row_of_thread();
-      if (column < columns)
-        *reinterpret_cast<FloatPair*>(dst + column * 4) = {hopper::product(sums[4 * j + 2 * kRow], factor),
-                                                           hopper::product(sums[4 * j + 2 * kRow + 1], factor)};
+      if (8 * j >= columns) break;
+      const float x = hopper::product(sums[4 * j + 2 * kRow], factor);
+      const float y = hopper::product(sums[4 * j + 2 * kRow + 1], factor);
+      if (floats)
+        *reinterpret_cast<FloatPair*>(dst + j * 32) = {x, y};
+      else
+        *reinterpret_cast<uint32_t*>(dst + j * 16) = hopper::pack<Element>(x, y);
     }
   }
 };

@@ -99,6 +99,7 @@ DISTCA_DEVICE int take_item(const KernelParams& p, ItemRing& items, Ring<2>& rin
 /// Every consumer: the item that comes next. It stays in shared memory, to be read again, until end_item().
 DISTCA_DEVICE int begin_item(ItemRing& items, const Ring<2>& ring) {
   items.stages.full[ring.stage()].wait(ring.parity());
+  hopper::sync_warp();  // products want whole warps
   return items.index[ring.stage()];
 }
 DISTCA_DEVICE int this_item(const ItemRing& items, const Ring<2>& ring) { return items.index[ring.stage()]; }

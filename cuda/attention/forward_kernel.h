@@ -110,9 +110,6 @@ struct ForwardConsumer {
 
   const KernelParams& p;
   typename Config::Shared& s;
-  int warpgroup;
-  int lane;
-  int first_row;  // of the tile, of this thread
   Ring<2> items;
   Ring<1> q;
   Ring<Config::kStages> k, v;
@@ -126,20 +123,23 @@ struct ForwardConsumer {
   float rescale[2];
   RowRange visible[2];
 
-  DISTCA_DEVICE ForwardConsumer(const KernelParams& params, typename Config::Shared& shared, int thread)
-      : p(params),
-        s(shared),
-        warpgroup(thread / kWarpgroup),
-        lane(thread % kWarp),
-        first_row(thread / kWarp * 16 + lane / 4) {}
+  DISTCA_DEVICE ForwardConsumer(const KernelParams& params, typename Config::Shared& shared) : p(params), s(shared) {}
 
-  DISTCA_DEVICE void await_turn() { hopper::sync_named(kFirstTurn + warpgroup, kConsumers); }
-  DISTCA_DEVICE void pass_turn() { hopper::arrive_named(kFirstTurn + 1 - warpgroup, kConsumers); }
+  // Registers are short: what follows from the thread's number is found when it is needed.
+  static DISTCA_DEVICE int warpgroup() { return hopper::thread_of_cta() / kWarpgroup - 1; }
+  /// Of the tile, the first of this thread's two rows.
+  static DISTCA_DEVICE int first_row() {
+    const int thread = hopper::thread_of_cta() - kWarpgroup;
+    return thread / kWarp * 16 + thread % kWarp / 4;
+  }
+
+  DISTCA_DEVICE void await_turn() { hopper::sync_named(kFirstTurn + warpgroup(), kConsumers); }
+  DISTCA_DEVICE void pass_turn() { hopper::arrive_named(kFirstTurn + 1 - warpgroup(), kConsumers); }
 
   DISTCA_DEVICE void run() {
-    if (warpgroup == 1) pass_turn();
+    if (warpgroup() == 1) pass_turn();
     for (int index; (index = begin_item(s.items, items)) < p.num_items; end_item(s.items, items)) work(p.items[index]);
-    if (warpgroup == 0) await_turn();
+    if (warpgroup() == 0) await_turn();
   }
 
   DISTCA_DEVICE void work(const WorkItem& item) {
@@ -194,9 +194,10 @@ struct ForwardConsumer {
 
   DISTCA_DEVICE void begin_rows(const WorkItem& item, const ForwardTile& tile) {
     const GroupEntry& group = p.groups[item.group];
+    const int row = first_row();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int token = tile.rows.begin + (first_row + 8 * i) / p.group_heads;
+      const int token = tile.rows.begin + (row + 8 * i) / p.group_heads;
       row_max[i] = -kInfinity;
       row_sum[i] = 0.f;
       visible[i] = token < tile.rows.end ? RowRange{p.mask.first_key(token), p.mask.end_key(token, group.kv_end)}
@@ -207,7 +208,7 @@ struct ForwardConsumer {
   }
 
   DISTCA_DEVICE void multiply_scores() {
-    const hopper::Operand queries = hopper::make_operand(&s.q[0][64 * warpgroup][0], kRowBytes);
+    const hopper::Operand queries = hopper::make_operand(&s.q[0][64 * warpgroup()][0], kRowBytes);
     const hopper::Operand keys = hopper::make_operand(&s.k[k.stage()][0][0][0], kRowBytes);
     hopper::pin(scores);
     hopper::begin_products();
@@ -236,7 +237,7 @@ struct ForwardConsumer {
   /// Scores of a block become probabilities relative to the new maximum; `rescale` is what older sums are to be
   /// multiplied by.
   DISTCA_DEVICE void softmax(const ForwardTile& tile, const WorkItem& item, int block) {
-    const int begin = block * kKeys;
+    const int begin = block * kKeys, first_key = begin + lane_of_warp() % 4 * 2;
     if (maps_scores(p.scores)) {
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) scores[i] = mapped_score(p.scores, scores[i]);
@@ -245,7 +246,7 @@ struct ForwardConsumer {
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) {
         const RowRange& see = visible[i / 2 % 2];
-        const int key = begin + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        const int key = first_key + i / 4 * 8 + i % 2;
         if (key < see.begin || key >= see.end) scores[i] = -kInfinity;
       }
     }
@@ -292,7 +293,7 @@ struct ForwardConsumer {
     constexpr float kLn2 = 0.6931471805599453f, kLog2E = 1.4426950408889634f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = first_row + 8 * r, head = item.kv_head * p.group_heads + row % p.group_heads;
+      const int row = first_row() + 8 * r, head = item.kv_head * p.group_heads + row % p.group_heads;
       const int token = tile.rows.begin + row / p.group_heads;
       const bool valid = token < tile.rows.end;
       float sum = row_sum[r];
@@ -311,8 +312,8 @@ struct ForwardConsumer {
       }
       const float factor = sum == 0.f ? 0.f : 1.f / sum;
       store_row<Element, kValueDim>(out, r, factor, address(task.out, token - task.q_begin, head), p.v_dim, valid,
-                                    lane);
-      if (valid && lane % 4 == 0) {
+                                    lane_of_warp());
+      if (valid && lane_of_warp() % 4 == 0) {
         const float lse = total == 0.f ? -kInfinity : base * kLn2 + logf(total);
         *reinterpret_cast<float*>(address(task.lse, token - task.q_begin, head)) = lse;
       }
@@ -342,7 +343,7 @@ DISTCA_DEVICE void forward_cta(const KernelParams& p, typename Config::Shared& s
     if (thread < kWarp) produce_forward<Config>(p, s);
   } else {
     hopper::raise_registers<consumer_registers(Config::kProducerRegisters)>();
-    ForwardConsumer<Config>(p, s, thread - kWarpgroup).run();
+    ForwardConsumer<Config>(p, s).run();
   }
 }
 

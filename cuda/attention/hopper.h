@@ -129,7 +129,10 @@ DISTCA_DEVICE Operand make_operand(const void* shared, int chunk_bytes) {
   d.desc_ = 0;
   d.bitfield.start_address_ = static_cast<uint16_t>(cute::cast_smem_ptr_to_uint(shared) >> 4);
   d.bitfield.leading_byte_offset_ = static_cast<uint16_t>(chunk_bytes >> 4);
-  return {d.reg32_[0]};
+  uint32_t low = d.reg32_[0];
+  // Made anew each time: descriptors of all steps of a product, kept over a loop, take more registers than there are.
+  asm volatile("" : "+r"(low));
+  return {low};
 }
 
 /// `bytes` further in shared memory.

@@ -29,7 +29,7 @@ DISTCA_HOST_DEVICE constexpr int maximum(int a, int b) { return a > b ? a : b; }
 DISTCA_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 /// What the copy engine knows of a tensor: CUtensorMap, whose header plain C++ does without.
-struct alignas(64) TensorMap {
+struct alignas(128) TensorMap {
   std::byte opaque[128];
 };
 
