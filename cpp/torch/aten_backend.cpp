@@ -292,11 +292,11 @@ Device device_of(const std::string& name) {
 
 struct Registration {
   Registration() {
-    runtime::set_backend_maker([](const std::string& name, const std::string& /*attention: there is one*/) {
+    runtime::set_backend_maker([](const std::string& name, const std::string& attention) {
       const Device device = device_of(name);
       std::shared_ptr<runtime::Backend> aten = std::make_shared<AtenBackend>(device);
       const runtime::CudaLibrary* const library = device.is_cpu() ? nullptr : runtime::cuda_library();
-      return library == nullptr ? aten : library->make_backend(aten, device.index(), &gpu_stream);
+      return library == nullptr ? aten : library->make_backend(aten, device.index(), &gpu_stream, attention == "auto");
     });
   }
 } const registration;

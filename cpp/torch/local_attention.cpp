@@ -84,7 +84,7 @@ int64_t covered_rows(const Workspace& w) {
 
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
                                              std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
-                                             bool /*deterministic*/) {
+                                             bool deterministic) {
   return guarded([&] {
     const HeadShape heads = heads_of(q, k, v);
     const float factor = scale_or_default(scale, heads), cap = checked_softcap(softcap);
@@ -103,7 +103,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
       w.tasks[i].out = rows_of(out, "out").from_row(row);
       w.tasks[i].lse = scalars_of(lse, "lse").from_row(row);
     }
-    w.backend->forward({heads, Mask{}, factor, w.groups, w.tasks, cap}, torch_threads());
+    w.backend->forward({heads, Mask{}, factor, w.groups, w.tasks, cap, deterministic}, torch_threads());
     return std::tuple{out, lse};
   });
 }
@@ -111,8 +111,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, const Tensor& q, const Tensor& k,
                                                       const Tensor& v, const Tensor& out, const Tensor& lse,
                                                       const Tensor& tasks, std::optional<Tensor> sinks,
-                                                      std::optional<double> scale, double softcap,
-                                                      bool /*deterministic*/) {
+                                                      std::optional<double> scale, double softcap, bool deterministic) {
   return guarded([&] {
     const HeadShape heads = heads_of(q, k, v);
     const float factor = scale_or_default(scale, heads), cap = checked_softcap(softcap);
@@ -160,7 +159,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
       w.grads.push_back({0, g.kv_end, heads.dtype, rows_of(dk, "dk").from_row(row), rows_of(dv, "dv").from_row(row)});
       g.grads = std::span(w.grads).last(1);
     }
-    w.backend->backward({heads, Mask{}, factor, w.groups, w.tasks, cap}, torch_threads());
+    w.backend->backward({heads, Mask{}, factor, w.groups, w.tasks, cap, deterministic}, torch_threads());
     return std::tuple{dq, dk, dv};
   });
 }

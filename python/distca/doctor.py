@@ -101,7 +101,9 @@ def _cuda() -> Finding:
     found = f"{name}, compute capability {major}.{minor}"
     if major < 8:
         return Finding("cuda", found, True, "not used: 8.0 and later are; distca runs on CPU tensors here")
-    return Finding("cuda", f"{found}: attention by PyTorch's flash attention{_activated()}, not yet run on a GPU")
+    own = (major, minor) == (9, 0) and _C.cuda_status()[0]
+    by = "distca's kernels" if own else f"PyTorch's flash attention{_activated()}"
+    return Finding("cuda", f"{found}: attention by {by}, not yet run on a GPU")
 
 
 def _activated() -> str:
