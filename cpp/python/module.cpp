@@ -358,9 +358,15 @@ void bind_context(py::module_& m) {
       .def_property_readonly("slot_bytes", [](const runtime::Context& c) { return c.options().slot_bytes; })
       .def_property_readonly("step", &runtime::Context::step)
       .def_property_readonly("device", [](const runtime::Context& c) { return c.backend().device(); })
-      .def_property_readonly("attention", [](const runtime::Context& c) { return c.backend().attention(); })
-      .def_property_readonly("plan_independent",
-                             [](const runtime::Context& c) { return c.backend().plan_independent(); })
+      .def(
+          "attention",
+          [](const runtime::Context& c, int64_t q_heads, int64_t kv_heads, int64_t dim, int64_t v_dim, int64_t dtype) {
+            require(dtype >= 0 && dtype < kNumDTypes, "context: dtype number ", dtype);
+            const HeadShape heads{q_heads, kv_heads, dim, v_dim, static_cast<DType>(dtype)};
+            return std::make_pair(c.backend().attention(heads), c.backend().plan_independent(heads));
+          },
+          py::arg("q_heads"), py::arg("kv_heads"), py::arg("dim"), py::arg("v_dim"), py::arg("dtype"),
+          "What computes attention over such heads, and whether its bits do not depend on the plan.")
       .def("abandon", &runtime::Context::abandon, py::arg("step"), py::arg("why"),
            py::call_guard<py::gil_scoped_release>())
       .def("set_trace", &runtime::Context::set_trace, py::arg("on"))

@@ -48,8 +48,9 @@ class Context:
         self.num_ranks = core.num_ranks
         self.transport = core.transport
         self.device = core.device
-        self.attention = core.attention
-        self.plan_independent = core.plan_independent
+        self.attention, self.plan_independent = core.attention(
+            heads.q, heads.kv, heads.dim, heads.value_dim, heads.dtype_number
+        )
         self.slot_bytes = core.slot_bytes
         self._last_step = 0
         self.heads = heads

@@ -44,6 +44,7 @@ def examine() -> list[Finding]:
         _shared_memory(),
         _process_groups(),
         _cuda(),
+        _cuda_library(),
         _transformers(),
         _compiler(),
     ]
@@ -93,10 +94,29 @@ def _process_groups() -> Finding:
 
 
 def _cuda() -> Finding:
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-        return Finding("cuda", f"{name}, not used: distca runs on CPU tensors only, so far")
-    return Finding("cuda", "no device; distca runs on CPU tensors only, so far")
+    """The device, and whether distca can use it."""
+    if not torch.cuda.is_available():
+        return Finding("cuda", "PyTorch finds no device; distca runs on CPU tensors here")
+    name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    found = f"{name}, compute capability {major}.{minor}"
+    if major < 8:
+        return Finding("cuda", found, True, "not used: 8.0 and later are; distca runs on CPU tensors here")
+    own = (major, minor) == (9, 0) and _C.cuda_status()[0]
+    by = "distca's kernels" if own else f"PyTorch's flash attention{_activated()}"
+    return Finding("cuda", f"{found}: attention by {by}, not yet run on a GPU")
+
+
+def _activated() -> str:
+    """The implementation that PyTorch was told to use instead of its own; no such question before 2.11."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    return f" ({current})" if current else ""
+
+
+def _cuda_library() -> Finding:
+    built, count, problem = _C.cuda_status()
+    if not built:
+        return Finding("libdistca_cuda", "not built", True, "needed only on GPUs: build distca where nvcc >= 12.8 is")
+    return Finding("libdistca_cuda", f"built; {count} devices" if count else f"built; no device: {problem}")
 
 
 def _transformers() -> Finding:
