@@ -10,6 +10,7 @@
 #include "plan/plan.h"
 #include "transport/put_table.h"
 #include "transport/reduce_table.h"
+#include "transport/send_table.h"
 
 using namespace distca;
 using namespace distca::cuda;
@@ -101,6 +102,46 @@ void check_puts(uint64_t seed) {
   require_that(table.num_bytes() == bytes[0] + bytes[1] + bytes[2] + bytes[3], "bytes of the table", seed);
 }
 
+/// Messages packed by put tables into a send arena and sent in pieces. Returns how many puts needed no piece of their
+/// own.
+int64_t check_sends(uint64_t seed) {
+  Random random(seed);
+  constexpr int64_t kBytes = 1 << 17;
+  const std::vector<std::byte> source = random_bytes(random, kBytes), before = random_bytes(random, kBytes);
+  std::vector<std::byte> arena = random_bytes(random, kBytes), heap = before, expected = before;
+  std::vector<bool> is_gap(static_cast<size_t>(kBytes));
+  SendTable sends(kBytes);
+  int64_t used = 0, saved = 0;
+  for (int32_t peer = 0; peer < 3; ++peer) {
+    PutTable table;
+    table.open({peer, 0, nullptr, 0, nullptr, 0, 0});
+    for (int64_t puts = random.below(5); puts >= 0; --puts, ++saved) {
+      const RowExtent n{1 + random.below(20), 1 + random.below(4), 2 * (1 + random.below(40))};
+      const RowView from = random_view(random, const_cast<std::byte*>(source.data()), n, 2);
+      const int64_t head_stride = n.head_bytes + 2 * random.below(2), row_stride = n.num_heads * head_stride;
+      const int64_t packed = sends.add(used, row_stride, head_stride, n);
+      require_that(packed >= 0 && packed % 16 == used % 16, "packed at another alignment", seed);
+      table.add({arena.data() + packed, row_stride, head_stride}, from, n);
+      copy_rows({expected.data() + used, row_stride, head_stride}, from, n);
+      for (int64_t i = 0; i < n.num_rows * n.num_heads - 1; ++i)
+        for (int64_t j = n.head_bytes; j < head_stride; ++j)
+          is_gap[static_cast<size_t>(used + i * head_stride + j)] = true;
+      used += (n.num_rows * n.num_heads - 1) * head_stride + n.head_bytes;
+      if (random.below(2) == 0) used = (used + 64) / 64 * 64;  // else the next rows follow at once
+    }
+    run_puts(table, seed);
+    for (const SendPiece& piece : sends.take()) {
+      std::memcpy(heap.data() + piece.to, arena.data() + piece.from, static_cast<size_t>(piece.bytes));
+      --saved;
+    }
+  }
+  for (size_t i = 0; i < heap.size(); ++i)
+    require_that(is_gap[i] || heap[i] == expected[i], "the heap got other bytes", seed);
+  SendTable small(100);
+  require_that(small.add(0, 20, 10, {5, 2, 10}) == 0 && small.add(128, 1, 1, {1, 1, 1}) < 0, "room for too much", seed);
+  return saved;
+}
+
 /// One home: its rounds by the reduce tables, and by the rows of the slice one after another.
 struct Home {
   explicit Home(const plan::SliceView& slice_of_rank) : slice(slice_of_rank) {
@@ -180,6 +221,9 @@ int64_t check_reduction(const plan::SliceView& slice, uint64_t seed) {
 
 int main() {
   for (uint64_t seed = 0; seed < 300; ++seed) check_puts(seed);
+  int64_t saved = 0;
+  for (uint64_t seed = 0; seed < 300; ++seed) saved += check_sends(seed);
+  require_that(saved > 100, "no puts were sent together", 0);
   int64_t sums = 0, later = 0;
   for (uint64_t seed = 0; seed < 40; ++seed) {
     Random random(seed);

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, 1) put_kernel(DevicePutTable table, 
     const PutMessage& m = table.messages[e.message];
     if (threadIdx.x == 0) {
       may_write = !is_aborted(guard);
-      if (may_write && e.message != allowed)
+      if (may_write && e.message != allowed && m.credit != nullptr)
         may_write = await(guard, m.credit, m.credit_value, m.peer, Awaited::kCredit, m.round);
     }
     __syncthreads();
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, 1) put_kernel(DevicePutTable table, 
       if (atomicAdd(&table.chunks_done[e.message], 1u) + 1 == static_cast<uint32_t>(m.num_chunks)) {
         __threadfence_system();
         table.chunks_done[e.message] = 0;
-        store_release(m.signal, m.signal_value);
+        if (m.signal != nullptr) store_release(m.signal, m.signal_value);
       }
     }
   }

@@ -33,9 +33,9 @@ struct PutEntry {
 struct PutMessage {
   int32_t peer;
   int32_t num_chunks;
-  const uint64_t* credit;  // own word; the rows may be written once it is >= credit_value
+  const uint64_t* credit;  // own word; the rows may be written once it is >= credit_value. Null: they may now
   uint64_t credit_value;
-  uint64_t* signal;  // the peer's word, as this rank addresses it
+  uint64_t* signal;  // the peer's word, as this rank addresses it. Null: none is written
   uint64_t signal_value;
   int64_t round;
 };

@@ -20,13 +20,13 @@ struct DeviceFault {
 
 /// What a kernel needs to wait and to fail.
 struct Guard {
-  uint32_t* aborted;            // device memory: 1 once a wait of this context has failed
-  DeviceFault* fault;           // the host's memory, mapped
-  const uint64_t* fault_codes;  // own words, one a rank: not 0 once that rank has met a fault
-  uint64_t* const* told_to;     // the word of each peer for faults of this rank; null for itself
-  uint64_t told_value;          // what is written there
-  int32_t num_ranks;
-  uint64_t timeout_ns;
+  uint32_t* aborted = nullptr;            // device memory: 1 once a wait of this context has failed
+  DeviceFault* fault = nullptr;           // the host's memory, mapped
+  const uint64_t* fault_codes = nullptr;  // own words, one a rank: not 0 once that rank has met a fault
+  uint64_t* const* told_to = nullptr;     // the word of each peer for faults of this rank; null for itself
+  uint64_t told_value = 0;                // what is written there
+  int32_t num_ranks = 0;
+  uint64_t timeout_ns = 0;
 };
 
 #ifdef __CUDACC__

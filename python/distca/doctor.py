@@ -10,12 +10,13 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import distca
-from distca import _C
+from distca import _C, nvshmem
 from distca.exchange import all_to_all_single
 
 
@@ -30,7 +31,7 @@ class Finding:
 
     def __str__(self) -> str:
         mark = "ok " if self.fine else "!! "
-        return f"{mark}{self.name:<17}{self.found}" + (f"\n     -> {self.advice}" if self.advice else "")
+        return f"{mark}{self.name:<19}{self.found}" + (f"\n     -> {self.advice}" if self.advice else "")
 
 
 def examine() -> list[Finding]:
@@ -44,6 +45,7 @@ def examine() -> list[Finding]:
         _shared_memory(),
         _process_groups(),
         _cuda(),
+        _nvshmem(),
         _transformers(),
         _compiler(),
     ]
@@ -97,6 +99,21 @@ def _cuda() -> Finding:
         name = torch.cuda.get_device_name()
         return Finding("cuda", f"{name}, not used: distca runs on CPU tensors only, so far")
     return Finding("cuda", "no device; distca runs on CPU tensors only, so far")
+
+
+def _nvshmem() -> Finding:
+    version, problem = nvshmem.status()
+    if not version:
+        return Finding("transport nvshmem", "not to be had", True, f"needed only between GPUs: {problem}")
+    infiniband = Path("/sys/class/infiniband")
+    adapters = sorted(path.name for path in infiniband.iterdir()) if infiniband.exists() else []
+    parts = [f"NVSHMEM {version}, not yet run on a GPU", f"RDMA adapters: {', '.join(adapters) or 'none'}"]
+    count = torch.cuda.device_count()
+    if count > 1:
+        pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+        reached = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+        parts.append(f"{reached} of {len(pairs)} pairs of GPUs reach each other's memory")
+    return Finding("transport nvshmem", "; ".join(parts))
 
 
 def _transformers() -> Finding:
