@@ -59,8 +59,10 @@ function(add_cuda_library)
   target_include_directories(distca_cuda PRIVATE cuda)
   target_link_libraries(distca_cuda PRIVATE distca)
   target_include_directories(distca_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
-  # The runtime's symbols stay inside, so that PyTorch's copy of it is not taken for ours, nor ours for PyTorch's.
-  target_link_options(distca_cuda PRIVATE -Wl,--no-undefined -Wl,--exclude-libs,ALL)
+  # One name leaves the library. The runtime's stay inside, so that PyTorch's copy of it is not taken for ours.
+  target_link_options(distca_cuda PRIVATE -Wl,--no-undefined
+                      "-Wl,--version-script=${PROJECT_SOURCE_DIR}/cuda/exports.map")
+  set_target_properties(distca_cuda PROPERTIES LINK_DEPENDS "${PROJECT_SOURCE_DIR}/cuda/exports.map")
   install(TARGETS distca_cuda LIBRARY DESTINATION .)
 endfunction()
 
@@ -70,6 +72,7 @@ if(distca_cuda_found)
   set(CMAKE_CUDA_FLAGS_RELEASE "-O3 -DNDEBUG")
   list(APPEND CMAKE_MODULE_PATH "${PROJECT_SOURCE_DIR}/third_party/cmake")
   add_cuda_library()
+  include(cuda/transport/nvshmem/nvshmem.cmake)
 else()
   message(STATUS "without libdistca_cuda (DISTCA_CUDA=${DISTCA_CUDA}, no nvcc in use)")
 endif()

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 import distca
-from distca.bench import transport
-from distca.bench.harness import Result, Row, median_ratio, spread, write_report
+from distca.bench import gpu, transport
+from distca.bench.harness import Result, Row, median_ratio, seconds, spread, write_report
 from distca.bench.peers import AllGather, AllToAll
+from distca.cli import main
 from support import oracle, random_batch
 
 LENGTHS = (64, 8, 128)
@@ -84,3 +85,38 @@ def test_a_transport_is_as_fast_as_the_ratio_of_the_times_says(monkeypatch: pyte
     assert rows["1024 KiB: bandwidth of shm / memcpy"].value == pytest.approx(0.5)
     assert rows["1024 KiB: bandwidth of shm / memcpy"].at_least == 0.8
     assert rows["1024 KiB: bandwidth of torch / memcpy"].value == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("benchmark", ["attention", "shards", "all"])
+def test_without_a_gpu_its_benchmarks_say_so(benchmark: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert main(["bench", benchmark, "--device", "cuda"]) == 1
+    assert "--device cuda, but PyTorch finds no CUDA device here" in capsys.readouterr().err
+
+
+def test_a_benchmark_that_has_no_gpu_form_says_which_have(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "plan", "--device", "cuda"]) == 2
+    assert "attention, shards and all are there for it" in capsys.readouterr().err
+
+
+def test_the_gpu_benchmarks_time_every_peer_that_is_there_and_name_those_that_are_not() -> None:
+    # On the CPU, with the clock of the wall: what is timed is the same.
+    case = gpu.Case("tiny", (40, 24), 16)
+    result = gpu.attention_of([case], 2, seconds, "cpu")
+    names = [row.name for row in result.rows]
+    assert "tiny, forward: rate" in names and "tiny, backward: SDPA flash's time / ours" in names
+    assert all(row.value > 0 for row in result.rows)
+    missing = result.details["missing"]
+    assert any(name.startswith("SDPA cuDNN") for name in missing) and any("varlen" in name for name in missing)
+    assert set(result.details["tiny, forward"]) == {"distca", "SDPA flash"}
+    cut = gpu.shards_of(64, (16, 32), 2, seconds, "cpu")
+    assert [row.name for row in cut.rows if "forward" in row.name] == [
+        f"tasks of {n} rows, forward: rate / rate of the whole document" for n in (16, 32)
+    ]
+
+
+def test_the_gpu_benchmarks_peers_compute_the_same_attention() -> None:
+    lengths, inputs = (40, 24), gpu._inputs((40, 24), 16, "cpu")
+    ours = gpu._ours(inputs, lengths)()
+    torch.testing.assert_close(gpu.PEERS["SDPA flash"](inputs, lengths)(), ours, rtol=0.02, atol=0.02)

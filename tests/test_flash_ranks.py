@@ -213,3 +213,37 @@ def test_a_group_of_one_rank_made_by_init_computes_on_the_gpu() -> None:
         out, lse = run_step(batch, plan, context)[:2]
     torch.testing.assert_close(out.double(), oracle(batch)[0], rtol=0.02, atol=0.02)
     assert not math.isnan(lse.sum().item())
+
+
+def test_two_steps_in_parts_that_overlap_give_what_whole_ones_do(flash: dict[str, str]) -> None:
+    batches = [random_batch(LENGTHS, BF16, seed) for seed in (7, 8)]
+    plans = [mixed_plan(scattered(LENGTHS, 3, seed), BF16, seed) for seed in (7, 8)]
+
+    def work(rank: int, context: distca.Context) -> list[tuple[torch.Tensor, ...]]:
+        leaves, steps = [], []
+        for batch, plan in zip(batches, plans, strict=True):
+            tensors = (batch.q, batch.k, batch.v)
+            q, k, v = (rows_of_rank(batch, plan.layout, rank, t).to(context.device) for t in tensors)
+            leaves.append([t.requires_grad_() for t in (q, k, v)])
+        for of_batch, plan in zip(leaves, plans, strict=True):
+            steps.append(distca.dispatch(*of_batch, plan.for_rank(rank), context=context))
+        for step in steps:
+            distca.attend(step)
+        outs = [distca.collect(step) for step in steps]
+        douts = [
+            rows_of_rank(batch, plan.layout, rank, batch.dout).to(context.device)
+            for batch, plan in zip(batches, plans, strict=True)
+        ]
+        with torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.backward([out for out, _ in outs], douts)
+        return [
+            tuple(t.detach().cpu() for t in (*out, *(leaf.grad for leaf in of_batch)))
+            for out, of_batch in zip(outs, leaves, strict=True)
+        ]
+
+    with loopback_group(plans, **flash) as contexts:
+        results = on_all_ranks(contexts, work)
+    for i, (batch, plan) in enumerate(zip(batches, plans, strict=True)):
+        ours = together(batch.lengths, plan.layout, [of_rank[i] for of_rank in results])
+        for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, compute(batch, plan, **flash), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0 if flash["device"] == "cpu" else 1e-2, msg=name)

@@ -83,6 +83,9 @@ struct Problem {
   std::span<const Task> tasks;
   /// Not 0: scores become softcap * tanh(scale * q k / softcap).
   float softcap = 0.f;
+  /// Backward: dq is to have the same bits whatever the tasks, dk and dv the same from run to run. The CPU's always
+  /// have.
+  bool deterministic = true;
 };
 
 /// The CPU kernel. Keeps its scratch memory between calls and allocates nothing once it has seen the largest problem.

@@ -15,6 +15,7 @@
 #include "transport/collective.h"
 #include "transport/link.h"
 #include "transport/loopback.h"
+#include "transport/nvshmem.h"
 #include "transport/reordering.h"
 #include "transport/shm.h"
 
@@ -287,6 +288,33 @@ ContextPtr make_shm_context(transport::ShmListener& listener, int rank, const st
   return register_context(std::move(transport), options, {reorder_seed, link, progress_thread});
 }
 
+const transport::NvshmemLibrary& need_nvshmem() {
+  const transport::NvshmemLibrary* const library = transport::nvshmem_library();
+  require(library != nullptr, "transport 'nvshmem' is not to be had here: ", transport::nvshmem_library_problem());
+  return *library;
+}
+
+py::bytes make_nvshmem_id() {
+  const transport::NvshmemId id = need_nvshmem().unique_id();
+  return {reinterpret_cast<const char*>(id.data()), id.size()};
+}
+
+ContextPtr make_nvshmem_context(int rank, int num_ranks, const std::string& unique_id, int device,
+                                const std::string& attention, std::string name, int64_t slot_bytes, double timeout,
+                                const plan::CostModel& cost, int64_t epoch) {
+  const transport::NvshmemLibrary& library = need_nvshmem();
+  const auto options = context_options(std::move(name), slot_bytes, timeout, cost, epoch);
+  transport::NvshmemGroup group{.rank = rank, .num_ranks = num_ranks, .device = device};
+  require(unique_id.size() == group.unique_id.size(), "NVSHMEM's unique id has ", group.unique_id.size(),
+          " bytes, not ", unique_id.size());
+  std::memcpy(group.unique_id.data(), unique_id.data(), unique_id.size());
+  const runtime::HeapNeeds needs = runtime::heap_needs(num_ranks, slot_bytes);
+  const py::gil_scoped_release release;
+  auto backend = runtime::make_backend(message("cuda:", device), attention);
+  auto transport = library.connect(group, needs.heap_bytes, needs.num_signals, backend);
+  return register_context(std::move(transport), options, {}, std::move(backend));
+}
+
 /// Throws the error of the core that the Python exception stands for.
 [[noreturn]] void throw_as_ours(const py::error_already_set& error) {
   const std::string text = py::str(error.value());
@@ -358,9 +386,15 @@ void bind_context(py::module_& m) {
       .def_property_readonly("slot_bytes", [](const runtime::Context& c) { return c.options().slot_bytes; })
       .def_property_readonly("step", &runtime::Context::step)
       .def_property_readonly("device", [](const runtime::Context& c) { return c.backend().device(); })
-      .def_property_readonly("attention", [](const runtime::Context& c) { return c.backend().attention(); })
-      .def_property_readonly("plan_independent",
-                             [](const runtime::Context& c) { return c.backend().plan_independent(); })
+      .def(
+          "attention",
+          [](const runtime::Context& c, int64_t q_heads, int64_t kv_heads, int64_t dim, int64_t v_dim, int64_t dtype) {
+            require(dtype >= 0 && dtype < kNumDTypes, "context: dtype number ", dtype);
+            const HeadShape heads{q_heads, kv_heads, dim, v_dim, static_cast<DType>(dtype)};
+            return std::make_pair(c.backend().attention(heads), c.backend().plan_independent(heads));
+          },
+          py::arg("q_heads"), py::arg("kv_heads"), py::arg("dim"), py::arg("v_dim"), py::arg("dtype"),
+          "What computes attention over such heads, and whether its bits do not depend on the plan.")
       .def("abandon", &runtime::Context::abandon, py::arg("step"), py::arg("why"),
            py::call_guard<py::gil_scoped_release>())
       .def("set_trace", &runtime::Context::set_trace, py::arg("on"))
@@ -400,6 +434,9 @@ void bind_context(py::module_& m) {
         py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("reorder_seed") = std::nullopt,
         py::arg("progress_thread") = false, py::arg("link") = std::nullopt, py::arg("device") = "cpu",
         py::arg("attention") = "auto");
+  m.def("connect_nvshmem", &make_nvshmem_context, py::kw_only(), py::arg("rank"), py::arg("num_ranks"),
+        py::arg("unique_id"), py::arg("device"), py::arg("attention"), py::arg("name"), py::arg("slot_bytes"),
+        py::arg("timeout"), py::arg("cost"), py::arg("epoch"));
   py::class_<transport::ShmListener>(m, "ShmListener")
       .def(py::init<>())
       .def_property_readonly("address", &transport::ShmListener::address);
@@ -435,6 +472,15 @@ PYBIND11_MODULE(_C, m) {
         return std::make_tuple(true, found.count, found.problem);
       },
       "Whether libdistca_cuda is there, how many GPUs it finds, and why not where there is none.");
+  m.def(
+      "nvshmem_status",
+      [] {
+        const distca::transport::NvshmemLibrary* const library = distca::transport::nvshmem_library();
+        return std::make_pair(library != nullptr ? library->version() : "",
+                              distca::transport::nvshmem_library_problem());
+      },
+      "Version of NVSHMEM and an empty text, or an empty text and why there is no libdistca_nvshmem.");
+  m.def("nvshmem_unique_id", &distca::make_nvshmem_id);
   m.def("cpu_isa", [] { return std::string(distca::attention::CpuAttention().isa()); });
   m.def(
       "measure_peak_flops",

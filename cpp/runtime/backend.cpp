@@ -12,8 +12,8 @@ namespace {
 class CpuBackend final : public Backend {
  public:
   std::string device() const override { return "cpu"; }
-  std::string attention() const override { return std::string("CPU kernel, ") + kernel_.isa(); }
-  bool plan_independent() const override { return true; }
+  std::string attention(const HeadShape&) const override { return std::string("CPU kernel, ") + kernel_.isa(); }
+  bool plan_independent(const HeadShape&) const override { return true; }
   void check(const HeadShape&, float) const override {}
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override {

@@ -17,10 +17,10 @@ enum class Fill { kZero, kNan, kMinusInfinity };  // the last one for fp32 rows
 /// One call at a time. Work may go on after a call; `finish` ends it.
 class DISTCA_EXPORT Backend : public Memory {
  public:
-  /// What computes attention, for people to read.
-  virtual std::string attention() const = 0;
-  /// Whether out, lse and dq of a row have the same bits whatever the plan.
-  virtual bool plan_independent() const = 0;
+  /// What computes attention over such heads, for people to read.
+  virtual std::string attention(const HeadShape& heads) const = 0;
+  /// Whether it is a kernel of this library: out, lse and dq of a row have the same bits whatever the plan.
+  virtual bool plan_independent(const HeadShape& heads) const = 0;
   /// Throws the error that names what is supported, unless attention over such heads is.
   virtual void check(const HeadShape& heads, float softcap) const = 0;
 

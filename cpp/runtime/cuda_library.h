@@ -23,8 +23,10 @@ struct CudaLibrary {
   Devices (*devices)();
   /// Compute capability of a device, 10 * major + minor.
   int (*capability)(int device);
-  /// The backend of a rank on that device, over the one by ATen's operators.
-  std::shared_ptr<Backend> (*make_backend)(std::shared_ptr<Backend> aten, int device, CurrentStream current_stream);
+  /// The backend of a rank on that device, over the one by ATen's operators; with the library's own kernels for
+  /// attention or without.
+  std::shared_ptr<Backend> (*make_backend)(std::shared_ptr<Backend> aten, int device, CurrentStream current_stream,
+                                           bool own_attention);
 };
 
 /// Of this process; null where it is missing or does not load.
@@ -32,7 +34,7 @@ DISTCA_EXPORT const CudaLibrary* cuda_library();
 /// Why there is no library; empty where there is one.
 DISTCA_EXPORT const std::string& cuda_library_problem();
 
-/// How the library hands itself over: its only exported name.
+/// How the library hands itself over: the only name that it exports.
 inline constexpr const char* kCudaLibraryEntry = "distca_cuda_library";
 
 }  // namespace distca::runtime

@@ -77,8 +77,8 @@ class AtenBackend final : public runtime::Backend {
   explicit AtenBackend(Device device) : device_(device), anchor_(empty({1}, ScalarType::Float)) {}
 
   std::string device() const override { return device_name(anchor_); }
-  std::string attention() const override { return "ATen's flash attention"; }
-  bool plan_independent() const override { return false; }
+  std::string attention(const HeadShape&) const override { return "ATen's flash attention"; }
+  bool plan_independent(const HeadShape&) const override { return false; }
   void check(const HeadShape& heads, float softcap) const override { check_flash(anchor_, heads, softcap); }
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override {
@@ -292,11 +292,11 @@ Device device_of(const std::string& name) {
 
 struct Registration {
   Registration() {
-    runtime::set_backend_maker([](const std::string& name, const std::string& /*attention: there is one*/) {
+    runtime::set_backend_maker([](const std::string& name, const std::string& attention) {
       const Device device = device_of(name);
       std::shared_ptr<runtime::Backend> aten = std::make_shared<AtenBackend>(device);
       const runtime::CudaLibrary* const library = device.is_cpu() ? nullptr : runtime::cuda_library();
-      return library == nullptr ? aten : library->make_backend(aten, device.index(), &gpu_stream);
+      return library == nullptr ? aten : library->make_backend(aten, device.index(), &gpu_stream, attention == "auto");
     });
   }
 } const registration;

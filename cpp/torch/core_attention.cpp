@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "runtime/context.h"
+#include "torch/flash.h"
 #include "torch/tensors.h"
 
 namespace distca::ops {
@@ -18,19 +19,16 @@ void check_backend(const runtime::Context& context, const Tensor& q, const HeadS
   context.backend().check(heads, softcap);
 }
 
-/// Ranks compare their sinks, so the host has them.
-std::optional<Tensor> on_host(const std::optional<Tensor>& sinks) {
-  if (!sinks.has_value() || sinks->is_cpu()) return sinks;
-  return torch::stable::to(*sinks, torch::stable::Device(torch::headeronly::DeviceType::CPU));
-}
+/// Kernels of a GPU load 16 bytes at once; those of the CPU take rows as they are.
+Tensor loadable(const Tensor& rows) { return rows.is_cpu() ? rows : aligned_rows(rows); }
 
 /// The arguments of a forward step, checked, and the tensors that it returns. What it views lives as long as it does.
 struct Forward {
   Forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan, const std::optional<Tensor>& sinks,
           const std::string& context, std::optional<double> scale, double softcap)
-      : q(q),
-        k(k),
-        v(v),
+      : q(loadable(q)),
+        k(loadable(k)),
+        v(loadable(v)),
         plan(plan),
         heads(heads_of(q, k, v)),
         context(runtime::find_context(context)),
@@ -61,10 +59,10 @@ struct Backward {
   Backward(const Tensor& dout_any, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
            const Tensor& lse, const Tensor& plan, const std::optional<Tensor>& sinks, const std::string& context,
            std::optional<double> scale, double softcap)
-      : dout(with_dense_rows(dout_any)),
-        q(q),
-        k(k),
-        v(v),
+      : dout(loadable(with_dense_rows(dout_any))),
+        q(loadable(q)),
+        k(loadable(k)),
+        v(loadable(v)),
         out(out),
         lse(lse),
         plan(plan),

@@ -52,17 +52,6 @@ Batch make_batch(std::span<const LocalTask> tasks, int64_t q_rows, int64_t kv_ro
   return b;
 }
 
-/// The kernels load 16 bytes at once.
-Tensor aligned(const Tensor& t) {
-  const auto bytes = static_cast<int64_t>(t.element_size());
-  const bool fine = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0 && t.stride(0) * bytes % 16 == 0 &&
-                    t.stride(1) * bytes % 16 == 0 && t.stride(2) == 1;
-  if (fine) return t;
-  Tensor copy = empty_rows(t, t.size(0), t.size(1), t.size(2));
-  torch::stable::copy_(copy, t);
-  return copy;
-}
-
 /// How ATen is told of a mask.
 struct Window {
   bool causal;
@@ -105,6 +94,17 @@ Tensor sum_of_tasks(const Tensor& partial, const Tensor& like, const Batch& b) {
 
 }  // namespace
 
+Tensor aligned_rows(const Tensor& t) {
+  if (t.dim() != 3) return t;  // refused by those who ask for rows
+  const auto bytes = static_cast<int64_t>(t.element_size());
+  const bool fine = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0 && t.stride(0) * bytes % 16 == 0 &&
+                    t.stride(1) * bytes % 16 == 0 && t.stride(2) == 1;
+  if (fine) return t;
+  Tensor copy = empty_rows(t, t.size(0), t.size(1), t.size(2));
+  torch::stable::copy_(copy, t);
+  return copy;
+}
+
 void check_flash(const Tensor& q, const HeadShape& heads, float softcap) {
   require(heads.dtype != DType::kFloat32,
           "attention on CUDA: the tensors are float32; bfloat16 and float16 are supported, and float32 on the CPU");
@@ -129,10 +129,10 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_any, const Tensor& k_an
     torch::stable::fill_(lse, -std::numeric_limits<double>::infinity());
   }
   if (tasks.empty()) return {out, lse};
-  const Tensor k = aligned(k_any), v = aligned(v_any);
+  const Tensor k = aligned_rows(k_any), v = aligned_rows(v_any);
   Tensor index;
   if (scattered) index = aten::vector_on_device_of<int64_t>(q_any, b.q_index);
-  const Tensor q = scattered ? aten::select_rows(q_any, index) : aligned(q_any);
+  const Tensor q = scattered ? aten::select_rows(q_any, index) : aligned_rows(q_any);
   const Tensor q_ends = aten::vector_on_device_of<int32_t>(q, b.q_ends);
   const Tensor kv_begins = aten::vector_on_device_of<int32_t>(q, b.kv_begins);
   std::optional<Tensor> kv_lengths;
@@ -171,8 +171,8 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_any, const 
   if (scattered) index = aten::vector_on_device_of<int64_t>(q_any, b.q_index);
   if (!b.own_keys) kv_index = aten::vector_on_device_of<int64_t>(q_any, rows_of_keys(b));
   const auto of_queries = [&](const Tensor& t) { return scattered ? aten::select_rows(t, index) : t; };
-  const auto of_keys = [&](const Tensor& t) { return b.own_keys ? aligned(t) : aten::select_rows(t, kv_index); };
-  const Tensor q = aligned(of_queries(q_any)), k = of_keys(k_any), v = of_keys(v_any);
+  const auto of_keys = [&](const Tensor& t) { return b.own_keys ? aligned_rows(t) : aten::select_rows(t, kv_index); };
+  const Tensor q = aligned_rows(of_queries(q_any)), k = of_keys(k_any), v = of_keys(v_any);
   const Tensor lse = torch::stable::contiguous(torch::stable::transpose(of_queries(lse_any), 0, 1));
   std::vector<int32_t> kv_ends{0};
   for (const int32_t length : b.kv_lengths) kv_ends.push_back(kv_ends.back() + length);

@@ -36,4 +36,17 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout, const Tens
                                                   const Tensor& out, const Tensor& lse,
                                                   std::span<const LocalTask> tasks, const FlashOptions& options);
 
+/// The same rows, copied where the kernels of a GPU could not load 16 bytes of them at once.
+Tensor aligned_rows(const Tensor& t);
+
+/// As the operators of that name, with their checks.
+std::tuple<Tensor, Tensor> attention_by_flash(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
+                                              std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
+                                              bool deterministic);
+std::tuple<Tensor, Tensor, Tensor> attention_by_flash_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
+                                                               const Tensor& v, const Tensor& out, const Tensor& lse,
+                                                               const Tensor& tasks, std::optional<Tensor> sinks,
+                                                               std::optional<double> scale, double softcap,
+                                                               bool deterministic);
+
 }  // namespace distca::ops

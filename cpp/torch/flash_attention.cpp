@@ -1,5 +1,4 @@
-// torch.ops.distca.attention_by_flash and its backward: distca.attention by ATen's flash attention, and what
-// distca.attention is on CUDA.
+// torch.ops.distca.attention_by_flash and its backward: distca.attention by ATen's flash attention.
 #include <torch/csrc/stable/library.h>
 
 #include <limits>
@@ -33,9 +32,11 @@ Checked check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& t
   return c;
 }
 
-std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
-                                   std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
-                                   bool /*deterministic: forward always is*/) {
+}  // namespace
+
+std::tuple<Tensor, Tensor> attention_by_flash(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
+                                              std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
+                                              bool /*deterministic: forward always is*/) {
   return guarded([&] {
     const Checked c = check(q, k, v, tasks, sinks, scale, softcap);
     return flash_forward(q, k, v, c.tasks, c.options);
@@ -43,10 +44,11 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
 }
 
 /// Deterministic where torch.use_deterministic_algorithms is on, which ATen's kernels ask themselves.
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dout_any, const Tensor& q, const Tensor& k, const Tensor& v,
-                                            const Tensor& out, const Tensor& lse, const Tensor& tasks,
-                                            std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
-                                            bool /*deterministic*/) {
+std::tuple<Tensor, Tensor, Tensor> attention_by_flash_backward(const Tensor& dout_any, const Tensor& q, const Tensor& k,
+                                                               const Tensor& v, const Tensor& out, const Tensor& lse,
+                                                               const Tensor& tasks, std::optional<Tensor> sinks,
+                                                               std::optional<double> scale, double softcap,
+                                                               bool /*deterministic*/) {
   return guarded([&] {
     const Checked c = check(q, k, v, tasks, sinks, scale, softcap);
     const Tensor dout = with_dense_rows(dout_any);
@@ -60,6 +62,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dout_any, const Tensor
     return std::tuple{dq, aten::cast(dk, k.scalar_type()), aten::cast(dv, v.scalar_type())};
   });
 }
+
+namespace {
 
 /// As on the CPU, but for the order of the sum over rows.
 Tensor sink_gradient_by_aten(const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& sinks) {
@@ -91,15 +95,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
 
 // Whatever device has ATen's operator.
 STABLE_TORCH_LIBRARY_IMPL(distca, CompositeExplicitAutograd, m) {
-  m.impl("attention_by_flash", TORCH_BOX(&forward));
-  m.impl("attention_by_flash_backward", TORCH_BOX(&backward));
+  m.impl("attention_by_flash", TORCH_BOX(&attention_by_flash));
+  m.impl("attention_by_flash_backward", TORCH_BOX(&attention_by_flash_backward));
   m.impl("sink_gradient_by_aten", TORCH_BOX(&sink_gradient_by_aten));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(distca, CUDA, m) {
-  m.impl("attention", TORCH_BOX(&forward));
-  m.impl("attention_backward", TORCH_BOX(&backward));
-  m.impl("sink_gradient", TORCH_BOX(&sink_gradient_by_aten));
-}
+STABLE_TORCH_LIBRARY_IMPL(distca, CUDA, m) { m.impl("sink_gradient", TORCH_BOX(&sink_gradient_by_aten)); }
 
 }  // namespace distca::ops

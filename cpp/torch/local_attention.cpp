@@ -7,9 +7,13 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <map>
+#include <string>
 #include <vector>
 
 #include "attention/attention.h"
+#include "runtime/backend.h"
+#include "torch/flash.h"
 #include "torch/local_tasks.h"
 #include "torch/tensors.h"
 
@@ -25,13 +29,18 @@ struct Workspace {
   std::vector<attention::KeyGroup> groups;
   std::vector<attention::KeyGradRun> grads;
   std::vector<int64_t> blocks;
-  std::vector<float> delta;
-  attention::CpuAttention kernel;
+  std::shared_ptr<std::byte> delta;
+  int64_t delta_bytes = 0;
+  std::shared_ptr<runtime::Backend> backend;
 };
 
-Workspace& workspace() {
-  thread_local Workspace instance;
-  return instance;
+/// Of this thread, for the device of `like`.
+Workspace& workspace(const Tensor& like) {
+  thread_local std::map<std::string, Workspace> instances;
+  const std::string device = device_name(like);
+  Workspace& w = instances[device];
+  if (!w.backend) w.backend = runtime::make_backend(device, "auto");
+  return w;
 }
 
 /// Groups the sorted tasks by document.
@@ -75,11 +84,11 @@ int64_t covered_rows(const Workspace& w) {
 
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
                                              std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
-                                             bool /*deterministic*/) {
+                                             bool deterministic) {
   return guarded([&] {
     const HeadShape heads = heads_of(q, k, v);
     const float factor = scale_or_default(scale, heads), cap = checked_softcap(softcap);
-    Workspace& w = workspace();
+    Workspace& w = workspace(q);
     read_tasks(w.sorted, tasks, q.size(0), k.size(0));
     group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"), sinks_of(sinks, heads).data());
     Tensor out = empty_rows(q, q.size(0), heads.q_heads, heads.v_dim);
@@ -94,7 +103,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
       w.tasks[i].out = rows_of(out, "out").from_row(row);
       w.tasks[i].lse = scalars_of(lse, "lse").from_row(row);
     }
-    w.kernel.forward({heads, Mask{}, factor, w.groups, w.tasks, cap}, torch_threads());
+    w.backend->forward({heads, Mask{}, factor, w.groups, w.tasks, cap, deterministic}, torch_threads());
     return std::tuple{out, lse};
   });
 }
@@ -102,8 +111,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, const Tensor& q, const Tensor& k,
                                                       const Tensor& v, const Tensor& out, const Tensor& lse,
                                                       const Tensor& tasks, std::optional<Tensor> sinks,
-                                                      std::optional<double> scale, double softcap,
-                                                      bool /*deterministic*/) {
+                                                      std::optional<double> scale, double softcap, bool deterministic) {
   return guarded([&] {
     const HeadShape heads = heads_of(q, k, v);
     const float factor = scale_or_default(scale, heads), cap = checked_softcap(softcap);
@@ -112,9 +120,12 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
     check_like_out(dout, "dout", heads, rows);
     check_like_out(out, "out", heads, rows);
     const RowView lse_rows = scalars_of(lse, "lse");
+    check_device_of(q, dout, "dout");
+    check_device_of(q, out, "out");
+    check_device_of(q, lse, "lse");
     require(lse.size(0) == rows && lse.size(1) == heads.q_heads, "lse has shape ", shape_of(lse), "; [", rows, ", ",
             heads.q_heads, "] is expected");
-    Workspace& w = workspace();
+    Workspace& w = workspace(q);
     read_tasks(w.sorted, tasks, rows, k.size(0));
     group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"), sinks_of(sinks, heads).data());
     Tensor dq = empty_rows(q, rows, heads.q_heads, heads.dim);
@@ -127,9 +138,12 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
       torch::stable::zero_(dk);
       torch::stable::zero_(dv);
     }
-    w.delta.resize(std::max(w.delta.size(), static_cast<size_t>(rows * heads.q_heads)));
-    const RowView delta{reinterpret_cast<std::byte*>(w.delta.data()), heads.q_heads * 4, 4};
-    attention::row_dot(heads, rows, rows_of(out, "out"), rows_of(dout, "dout"), delta, torch_threads());
+    if (const int64_t bytes = rows * heads.q_heads * 4; bytes > w.delta_bytes) {
+      w.delta = w.backend->allocate(bytes);
+      w.delta_bytes = bytes;
+    }
+    const RowView delta{w.delta.get(), heads.q_heads * 4, 4};
+    w.backend->row_dot(heads, rows, rows_of(out, "out"), rows_of(dout, "dout"), delta, torch_threads());
     for (size_t i = 0; i < w.tasks.size(); ++i) {
       const int64_t row = w.sorted[i].q_begin;
       w.tasks[i].q = rows_of(q, "q").from_row(row);
@@ -145,9 +159,33 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
       w.grads.push_back({0, g.kv_end, heads.dtype, rows_of(dk, "dk").from_row(row), rows_of(dv, "dv").from_row(row)});
       g.grads = std::span(w.grads).last(1);
     }
-    w.kernel.backward({heads, Mask{}, factor, w.groups, w.tasks, cap}, torch_threads());
+    w.backend->backward({heads, Mask{}, factor, w.groups, w.tasks, cap, deterministic}, torch_threads());
     return std::tuple{dq, dk, dv};
   });
+}
+
+/// Whether the library has a kernel of its own for the GPU and the heads; else ATen computes, straight from the
+/// tensors.
+bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v) {
+  return guarded([&] { return workspace(q).backend->plan_independent(heads_of(q, k, v)); });
+}
+
+std::tuple<Tensor, Tensor> gpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
+                                       std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
+                                       bool deterministic) {
+  if (!has_kernel(q, k, v)) return attention_by_flash(q, k, v, tasks, sinks, scale, softcap, deterministic);
+  return attention_forward(aligned_rows(q), aligned_rows(k), aligned_rows(v), tasks, on_host(sinks), scale, softcap,
+                           deterministic);
+}
+
+std::tuple<Tensor, Tensor, Tensor> gpu_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                                                const Tensor& out, const Tensor& lse, const Tensor& tasks,
+                                                std::optional<Tensor> sinks, std::optional<double> scale,
+                                                double softcap, bool deterministic) {
+  if (!has_kernel(q, k, v))
+    return attention_by_flash_backward(dout, q, k, v, out, lse, tasks, sinks, scale, softcap, deterministic);
+  return attention_backward(aligned_rows(with_dense_rows(dout)), aligned_rows(q), aligned_rows(k), aligned_rows(v), out,
+                            lse, tasks, on_host(sinks), scale, softcap, deterministic);
 }
 
 /// Of either operator: all that it takes lies at home.
@@ -185,6 +223,11 @@ STABLE_TORCH_LIBRARY_IMPL(distca, CPU, m) {
   m.impl("attention", TORCH_BOX(&attention_forward));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
   m.impl("sink_gradient", TORCH_BOX(&sink_gradient));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(distca, CUDA, m) {
+  m.impl("attention", TORCH_BOX(&gpu_forward));
+  m.impl("attention_backward", TORCH_BOX(&gpu_backward));
 }
 
 }  // namespace distca::ops

@@ -138,6 +138,12 @@ inline void check_sinks(const Tensor& sinks, const HeadShape& heads) {
           "sinks has shape ", shape_of(sinks), "; a contiguous float32 tensor [", heads.q_heads, "] is expected");
 }
 
+/// Ranks compare their sinks, and tables are made on the host: so it has them.
+inline std::optional<Tensor> on_host(const std::optional<Tensor>& sinks) {
+  if (!sinks.has_value() || sinks->is_cpu()) return sinks;
+  return torch::stable::to(*sinks, torch::stable::Device(torch::headeronly::DeviceType::CPU));
+}
+
 /// One float32 for each query head, on the CPU; empty where there are none.
 inline std::span<const float> sinks_of(const std::optional<Tensor>& sinks, const HeadShape& heads) {
   if (!sinks.has_value()) return {};

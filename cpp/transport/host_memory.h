@@ -18,8 +18,8 @@ void check_region_sizes(int64_t heap_bytes, int64_t num_signals);
 /// Bytes of a region; a multiple of the page size.
 int64_t region_bytes(int64_t heap_bytes, int64_t num_signals);
 /// Throws InvalidArgumentError unless rows of that extent and those strides lie within a heap of `heap_bytes`.
-void check_put(int peer, int64_t heap_bytes, int64_t heap_offset, int64_t dst_row_stride, int64_t dst_head_stride,
-               const RowExtent& extent);
+DISTCA_EXPORT void check_put(int peer, int64_t heap_bytes, int64_t heap_offset, int64_t dst_row_stride,
+                             int64_t dst_head_stride, const RowExtent& extent);
 
 /// Owns mapped pages: zero-filled private ones, or those of a file descriptor. Forked children do not inherit them.
 class Mapping {

@@ -1,4 +1,5 @@
-// The work of a rank on one GPU: rows by this library's kernels, and attention by ATen.
+// The work of a rank on one GPU: rows by this library's kernels, attention by those it has for the GPU and the heads,
+// else by ATen.
 #pragma once
 
 #include <memory>
@@ -7,8 +8,9 @@
 
 namespace distca::cuda {
 
-/// `aten` brings memory and attention. Work is started on the stream that PyTorch has current in the calling thread.
+/// `aten` brings memory, and attention where this library has none or `own_attention` is false. Work is started on the
+/// stream that PyTorch has current in the calling thread.
 std::shared_ptr<runtime::Backend> make_device_backend(std::shared_ptr<runtime::Backend> aten, int device,
-                                                      runtime::CurrentStream current_stream);
+                                                      runtime::CurrentStream current_stream, bool own_attention);
 
 }  // namespace distca::cuda

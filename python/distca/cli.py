@@ -15,6 +15,7 @@ from distca.launch import RankError
 
 INTERRUPTED = 130
 BENCHMARKS = ("attention", "balance", "overhead", "overlap", "plan", "shards", "transport")
+GPU_BENCHMARKS = ("attention", "shards")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,6 +55,9 @@ def _add_bench(commands: Any) -> None:
     command.add_argument("benchmark", choices=(*BENCHMARKS, "all"), help="what to measure")
     command.add_argument("--short", action="store_true", help="fewer cases and rounds")
     command.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: attention and shards on a GPU (default: cpu)"
+    )
+    command.add_argument(
         "--rounds", type=int, default=None, help="rounds of the alternation (default: the benchmark's)"
     )
     command.add_argument("--json", type=Path, default=None, help="also write figures, hardware and versions here")
@@ -69,9 +73,17 @@ def _bench(options: argparse.Namespace) -> int:
 
     if options.json is not None and options.benchmark == "all":
         raise InvalidArgumentError("--json takes one benchmark; --results takes all")
+    known = GPU_BENCHMARKS if options.device == "cuda" else BENCHMARKS
+    if options.benchmark not in (*known, "all"):
+        raise InvalidArgumentError(
+            f"bench {options.benchmark} --device {options.device}: {', '.join(known)} and all are there for it"
+        )
     results = []
-    for name in BENCHMARKS if options.benchmark == "all" else (options.benchmark,):
-        result = importlib.import_module(f"distca.bench.{name}").run(options.rounds, options.short)
+    for name in known if options.benchmark == "all" else (options.benchmark,):
+        if options.device == "cuda":
+            result = getattr(importlib.import_module("distca.bench.gpu"), name)(options.rounds, options.short)
+        else:
+            result = importlib.import_module(f"distca.bench.{name}").run(options.rounds, options.short)
         print(result.table(), flush=True)
         results.append(result)
     if options.json is not None:

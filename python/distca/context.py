@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distca import _C
+from distca import _C, nvshmem
 from distca.cost import CostModel
 from distca.errors import DeviceError, InvalidArgumentError
 from distca.exchange import Exchange, gather_text
@@ -19,7 +19,7 @@ from distca.heads import Heads
 from distca.trace import Link, Trace, from_core
 
 _EXTENT_ALIGNMENT = 64
-_TRANSPORTS = ("auto", "shm", "torch", "loopback")
+_TRANSPORTS = ("auto", "shm", "torch", "nvshmem", "loopback")
 _loopback_groups = itertools.count()
 _epochs = itertools.count(1)
 _contexts: dict[str, Context] = {}
@@ -48,8 +48,9 @@ class Context:
         self.num_ranks = core.num_ranks
         self.transport = core.transport
         self.device = core.device
-        self.attention = core.attention
-        self.plan_independent = core.plan_independent
+        self.attention, self.plan_independent = core.attention(
+            heads.q, heads.kv, heads.dim, heads.value_dim, heads.dtype_number
+        )
         self.slot_bytes = core.slot_bytes
         self._last_step = 0
         self.heads = heads
@@ -142,11 +143,14 @@ def init(
     Args:
         group: the ranks; by default all of ``torch.distributed`` where that is initialised, else this process alone.
         transport: ``"shm"`` (processes on one host), ``"torch"`` (processes on any hosts: ``all_to_all_single`` over a
-            gloo or NCCL group of its own with the same ranks; NCCL has not yet been run), ``"loopback"`` (a group of
-            one), or ``"auto"``, which is loopback for a single rank, shm where all ranks are on one host, else torch.
+            gloo or NCCL group of its own with the same ranks; NCCL has not yet been run), ``"nvshmem"`` (GPUs of any
+            hosts; not yet run on a GPU), ``"loopback"`` (a group of one), or ``"auto"``, which is loopback for a single
+            rank, shm where all ranks are on one host, else torch.
         max_tokens: the most rows this rank's token tensor will have; with ``heads`` it sets the heap's default size.
         heads: head shape and dtype of the attention layers.
-        heap_bytes: size of the symmetric heap, the same on all ranks; two slots. Pages are taken as they are used.
+        heap_bytes: size of the symmetric heap, the same on all ranks; two slots. Pages are taken as they are used. With
+            ``"nvshmem"`` the environment's ``EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB`` (in GiB) takes its place where it is
+            not given.
         timeout: seconds after which a living but silent peer is an error. Long by default: peers compile and save.
         name: several contexts may live at once, each under its own name.
         cost: cost model of the plans.
@@ -183,6 +187,14 @@ def init(
             "init: transport 'torch' exchanges rows over a process group; call torch.distributed.init_process_group "
             "first, or pass the group"
         )
+    if transport == "nvshmem":
+        if device == "cpu":
+            raise InvalidArgumentError("init: transport 'nvshmem' moves rows between GPUs; give device='cuda'")
+        if heap_bytes is None:
+            heap_bytes = nvshmem.heap_bytes_of_environment()
+        cost = cost or CostModel()
+        options = _core_options(_slot_bytes(num_ranks, max_tokens, heads, heap_bytes), timeout, cost)
+        return Context(nvshmem.connect(group, device, attention, name, options), heads, cost)
     if (device, attention) != ("cpu", "auto") and (num_ranks > 1 or transport not in ("auto", "loopback")):
         raise InvalidArgumentError(
             f"init: device = {device!r} with attention = {attention!r}, {num_ranks} ranks, transport {transport!r}; a "

@@ -10,12 +10,13 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import distca
-from distca import _C
+from distca import _C, nvshmem
 from distca.exchange import all_to_all_single
 
 
@@ -30,7 +31,7 @@ class Finding:
 
     def __str__(self) -> str:
         mark = "ok " if self.fine else "!! "
-        return f"{mark}{self.name:<17}{self.found}" + (f"\n     -> {self.advice}" if self.advice else "")
+        return f"{mark}{self.name:<19}{self.found}" + (f"\n     -> {self.advice}" if self.advice else "")
 
 
 def examine() -> list[Finding]:
@@ -44,6 +45,8 @@ def examine() -> list[Finding]:
         _shared_memory(),
         _process_groups(),
         _cuda(),
+        _cuda_library(),
+        _nvshmem(),
         _transformers(),
         _compiler(),
     ]
@@ -93,10 +96,44 @@ def _process_groups() -> Finding:
 
 
 def _cuda() -> Finding:
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-        return Finding("cuda", f"{name}, not used: distca runs on CPU tensors only, so far")
-    return Finding("cuda", "no device; distca runs on CPU tensors only, so far")
+    """The device, and whether distca can use it."""
+    if not torch.cuda.is_available():
+        return Finding("cuda", "PyTorch finds no device; distca runs on CPU tensors here")
+    name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    found = f"{name}, compute capability {major}.{minor}"
+    if major < 8:
+        return Finding("cuda", found, True, "not used: 8.0 and later are; distca runs on CPU tensors here")
+    own = (major, minor) == (9, 0) and _C.cuda_status()[0]
+    by = "distca's kernels" if own else f"PyTorch's flash attention{_activated()}"
+    return Finding("cuda", f"{found}: attention by {by}, not yet run on a GPU")
+
+
+def _activated() -> str:
+    """The implementation that PyTorch was told to use instead of its own; no such question before 2.11."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    return f" ({current})" if current else ""
+
+
+def _cuda_library() -> Finding:
+    built, count, problem = _C.cuda_status()
+    if not built:
+        return Finding("libdistca_cuda", "not built", True, "needed only on GPUs: build distca where nvcc >= 12.8 is")
+    return Finding("libdistca_cuda", f"built; {count} devices" if count else f"built; no device: {problem}")
+
+
+def _nvshmem() -> Finding:
+    version, problem = nvshmem.status()
+    if not version:
+        return Finding("transport nvshmem", "not to be had", True, f"needed only between GPUs: {problem}")
+    infiniband = Path("/sys/class/infiniband")
+    adapters = sorted(path.name for path in infiniband.iterdir()) if infiniband.exists() else []
+    parts = [f"NVSHMEM {version}, not yet run on a GPU", f"RDMA adapters: {', '.join(adapters) or 'none'}"]
+    count = torch.cuda.device_count()
+    if count > 1:
+        pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+        reached = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+        parts.append(f"{reached} of {len(pairs)} pairs of GPUs reach each other's memory")
+    return Finding("transport nvshmem", "; ".join(parts))
 
 
 def _transformers() -> Finding:

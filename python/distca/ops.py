@@ -216,8 +216,10 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The fused kernel alone, over tasks in this process's tensors; no context needed.
 
-    Differentiable in q, k, v and sinks. On CUDA it is ATen's flash attention, which takes bfloat16 and float16, Dv = D
-    and no softcap; not yet run on a GPU.
+    Differentiable in q, k, v and sinks. On CUDA, which is not yet run on a GPU, it takes bfloat16 and float16: by
+    kernels of its own on compute capability 9.0, where under ``torch.use_deterministic_algorithms`` dq has the same
+    bits whatever the tasks, and dk and dv the same from run to run; elsewhere by ATen's flash attention, which asks
+    Dv = D and has no softcap.
 
     Args:
         q: ``[Tq, H, D]``, float32, bfloat16 or float16; last dimension contiguous.
@@ -237,7 +239,14 @@ def attention(
         tasks = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
     with typed_errors():
         return torch.ops.distca.attention(
-            q, k, v, tasks, None if sinks is None else sinks.float(), scale=scale, softcap=softcap
+            q,
+            k,
+            v,
+            tasks,
+            None if sinks is None else sinks.float(),
+            scale=scale,
+            softcap=softcap,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
 
 

@@ -91,13 +91,15 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def alternate(works: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
+def alternate(
+    works: Sequence[Callable[[], object]], rounds: int, timer: Callable[[Callable[[], object]], float] = seconds
+) -> list[list[float]]:
     """Times of each of `works`, called in turn, every other round in reverse; the first round is not counted."""
     times: list[list[float]] = [[] for _ in works]
     for round_number in range(rounds + 1):
         order = range(len(works)) if round_number % 2 else reversed(range(len(works)))
         for i in order:
-            taken = seconds(works[i])
+            taken = timer(works[i])
             if round_number > 0:
                 times[i].append(taken)
     return times
@@ -118,7 +120,17 @@ def spread(times: Sequence[float]) -> float:
 
 def setting() -> dict[str, Any]:
     """Command, hardware and versions."""
+    gpu = {}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        gpu = {
+            "gpu": properties.name,
+            "gpu_capability": f"{properties.major}.{properties.minor}",
+            "gpu_multiprocessors": properties.multi_processor_count,
+            "cuda": torch.version.cuda,
+        }
     return {
+        **gpu,
         "command": " ".join(["distca", *sys.argv[1:]]),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),

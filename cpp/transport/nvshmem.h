@@ -1,0 +1,45 @@
+// libdistca_nvshmem: the transport over NVSHMEM, between GPUs of any hosts. Loaded from beside this library when it is
+// first asked for; a build without the wheel nvidia-nvshmem-cu13 lacks it.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "common/error.h"
+#include "common/memory.h"
+#include "transport/transport.h"
+
+namespace distca::transport {
+
+using NvshmemId = std::array<std::byte, 128>;
+
+/// One rank of a group that finds itself by the id that rank 0 made.
+struct NvshmemGroup {
+  int rank = 0;
+  int num_ranks = 1;
+  NvshmemId unique_id = {};
+  int device = 0;
+};
+
+/// What the library offers.
+struct NvshmemLibrary {
+  /// "3.4.5"
+  std::string (*version)();
+  /// Made on one rank, and taken to the others by any channel.
+  NvshmemId (*unique_id)();
+  /// All ranks call it with the same sizes. `memory` is where the rank's rows lie.
+  std::unique_ptr<Transport> (*connect)(const NvshmemGroup& group, int64_t heap_bytes, int64_t num_signals,
+                                        std::shared_ptr<Memory> memory);
+};
+
+/// Of this process; null where it is missing or does not load.
+DISTCA_EXPORT const NvshmemLibrary* nvshmem_library();
+/// Why there is no library; empty where there is one.
+DISTCA_EXPORT const std::string& nvshmem_library_problem();
+
+/// How the library hands itself over: its only exported name.
+inline constexpr const char* kNvshmemLibraryEntry = "distca_nvshmem_library";
+
+}  // namespace distca::transport

@@ -1,0 +1,439 @@
+// Backward of core attention over a work list: an item is a block of keys of one key/value head. It goes over all tiles
+// of all tasks that see it, keeps dk and dv in registers until the end, and adds to dq in memory:
+//
+//   P^T = exp2(scores(K Q^T) - lse)     dV += P^T dout      dP^T = V dout^T
+//   dS^T = P^T * (dP^T - delta)         dK += dS^T Q        dQ  += dS K
+//
+// Everything is transposed, keys being the rows, so that P^T is in the registers that the product for dV wants; dS^T
+// goes through shared memory, for dK and, read the other way, for dQ. Sums of dq are fp32, in parts of 64 rows by 64
+// columns, of which each thread's elements lie together, so that adding is 16 bytes a thread and needs no exchange.
+//
+// Up to 128 columns, each warpgroup has 64 of 128 keys, and of dq one of two parts, or the only one every other time.
+// Beyond, both compute P of the same 64 keys, and one goes on with dP, dS and dk, the other with dv and dq.
+//
+// Deterministic: to each part of a tile items add in ascending order of their blocks: turns[] counts those that have.
+// An item whose turn it is not waits for one that was taken earlier (work_list.h), which waits in its turn only for
+// earlier ones.
+//
+// What each barrier protects
+//   items.full/empty      as in forward; an item's uses are also those of key_stages
+//   key_stages            k and v of an item: two arrivals (bytes, or cleared rows) / 8 consumer warps
+//   tile_stages           q, dout, lse, delta, visible of a tile: 32 lanes and bytes / 8 warps after wait_groups<0>
+//   loaded                bytes of a block that is cleared before it is full
+//   named kScoresWritten  dscores[stage] of step i is written (after fence_shared) and may be read by both warpgroups;
+//                         that both pass it at step i + 1 says that both have read that of step i (wait_groups<0> of
+//                         step i is before it), so that it may be written at step i + 2
+//   named kQueryTurn + w  within warpgroup w: its turn has come; all its adds are done
+#pragma once
+
+#include "attention/backward_parts.h"
+
+namespace distca::attention::cuda {
+
+template <int kRegisters>
+DISTCA_DEVICE void clear(float (&sums)[kRegisters]) {
+#pragma unroll
+  for (int i = 0; i < kRegisters; ++i) sums[i] = 0.f;
+}
+
+/// What both kinds of consumer do with a tile of queries and 64 keys. A thread has two keys, eight apart.
+template <class Config>
+struct BackwardConsumer {
+  using Element = typename Config::Element;
+  using Columns_ = hopper::Columns;
+  static constexpr int kDim = Config::kDim, kValueDim = Config::kValueDim;
+  static constexpr int kKeys = Config::kKeys, kRows = Config::kRows;
+  static constexpr int kScores = kRows / 2;  // registers of a product of 64 keys and all rows
+
+  const KernelParams& p;
+  typename Config::Shared& s;
+  Ring<2> items;
+  Ring<Config::kStages> tiles;
+
+  float scores[kScores];
+  float dprobs[kScores];
+  uint32_t probs[kRows / 16][4];  // P^T
+
+  DISTCA_DEVICE BackwardConsumer(const KernelParams& params, typename Config::Shared& shared) : p(params), s(shared) {}
+
+  // Registers are short: what follows from the thread's number is found when it is needed.
+  static DISTCA_DEVICE int warpgroup() { return hopper::thread_of_cta() / kWarpgroup - 1; }
+  static DISTCA_DEVICE int thread() { return hopper::thread_of_cta() % kWarpgroup; }
+  /// Of the warpgroup, in the block.
+  static DISTCA_DEVICE int first_key() { return Config::kWide ? 0 : 64 * warpgroup(); }
+  /// The first of this thread's two.
+  static DISTCA_DEVICE int first_key_of_thread() {
+    const int t = thread();
+    return first_key() + t / kWarp * 16 + t % kWarp / 4;
+  }
+  /// The first column of this thread's pairs: the query rows 8 j + this and one more.
+  static DISTCA_DEVICE int first_row_of_thread() { return lane_of_warp() % 4 * 2; }
+
+  /// Calls step(facts) for all tiles that see the item's keys, and releases these.
+  template <class Step>
+  DISTCA_DEVICE void for_each_tile(int num_tiles, const Step& step) {
+    s.key_stages.full[0].wait(items.uses % 2);
+#pragma unroll 1
+    for (const int end = tiles.uses + num_tiles; tiles.uses < end;) {
+      s.tile_stages.full[tiles.stage()].wait(tiles.parity());
+      step(s.facts[tiles.stage()]);
+      release(s.tile_stages.empty[tiles.stage()]);
+      tiles.advance();
+    }
+    release(s.key_stages.empty[0]);
+  }
+
+  /// products = 64 rows of `left` (keys or values) times the transpose of `right` (q or dout).
+  template <int kChunks>
+  DISTCA_DEVICE void multiply_rows(SharedTile<kChunks, kKeys>& left, SharedTile<kChunks, kRows>& right,
+                                   float (&products)[kScores]) {
+    const hopper::Operand a = hopper::make_operand(&left[0][first_key()][0], kRowBytes);
+    const hopper::Operand b = hopper::make_operand(&right[0][0][0], kRowBytes);
+    hopper::pin(products);
+    hopper::begin_products();
+#pragma unroll
+    for (int i = 0; i < kChunks * 4; ++i) {
+      const int chunk = i / 4, inner = i % 4 * kInnerStep * 2;
+      hopper::multiply<Element, kRows, Columns_::kInner, Columns_::kInner>(
+          products, hopper::advance(a, chunk * kKeys * kRowBytes + inner),
+          hopper::advance(b, chunk * kRows * kRowBytes + inner), i > 0);
+    }
+    hopper::end_group();
+  }
+
+  /// dV += P^T dout.
+  DISTCA_DEVICE void multiply_probabilities(float (&sums)[kValueDim / 2]) {
+    const hopper::Operand b = hopper::make_operand(&s.dout[tiles.stage()][0][0][0], kRows * kRowBytes);
+    hopper::pin(sums);
+    hopper::pin(probs);
+    hopper::begin_products();
+#pragma unroll
+    for (int i = 0; i < kRows / kInnerStep; ++i)
+      hopper::multiply<Element, kValueDim, Columns_::kOuter>(sums, probs[i],
+                                                             hopper::advance(b, i * kInnerStep * kRowBytes), true);
+    hopper::end_group();
+  }
+
+  /// Products of keys and queries become probabilities, packed; with kGradients, those of values and gradients of out
+  /// become dS, in shared memory.
+  template <bool kGradients>
+  DISTCA_DEVICE void probabilities(const TileFacts<kRows>& facts) {
+    if (maps_scores(p.scores))
+      probabilities_of<kGradients, true, true>(facts);
+    else if (facts.masked != 0)
+      probabilities_of<kGradients, false, true>(facts);
+    else
+      probabilities_of<kGradients, false, false>(facts);
+  }
+
+  template <bool kGradients, bool kMapped, bool kMasked>
+  DISTCA_DEVICE void probabilities_of(const TileFacts<kRows>& facts) {
+    const int first_row = first_row_of_thread(), first_key = first_key_of_thread();
+    const float inverse = p.scores.cap != 0.f ? 1.f / p.scores.cap : 0.f;  // without a cap the slope is 1
+#pragma unroll
+    for (int i = 0; i < kScores; i += 2) {
+      float prob[2], gradient[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = first_row + i / 4 * 8 + e, key = first_key + i / 2 % 2 * 8;
+        const float score = kMapped ? mapped_score(p.scores, scores[i + e]) : scores[i + e];
+        prob[e] = hopper::exp2_fast(hopper::fused(score, p.scores.exponent_scale, -facts.lse[row]));
+        if (kMasked && (key < facts.visible[row].begin || key >= facts.visible[row].end)) prob[e] = 0.f;
+        if constexpr (kGradients) {
+          gradient[e] = hopper::product(prob[e], dprobs[i + e] - facts.delta[row]);
+          if (kMapped) {
+            const float t = hopper::product(score, inverse);
+            gradient[e] = hopper::product(gradient[e], hopper::fused(-t, t, 1.f));
+          }
+        }
+      }
+      probs[i / 8][i % 8 / 2] = hopper::pack<Element>(prob[0], prob[1]);
+      if constexpr (kGradients) {
+        const int key = first_key + i / 2 % 2 * 8, piece = i / 4;
+        hopper::store_shared(&s.dscores[tiles.stage()][0][key][(piece ^ (key % 8)) * 8 + first_row],
+                             hopper::pack<Element>(gradient[0], gradient[1]));
+      }
+    }
+    if constexpr (kGradients) hopper::fence_shared();
+  }
+
+  /// dK += dS^T q, of the warpgroup's keys.
+  DISTCA_DEVICE void multiply_gradients(float (&sums)[kDim / 2]) {
+    const hopper::Operand a = hopper::make_operand(&s.dscores[tiles.stage()][0][first_key()][0], kRowBytes);
+    const hopper::Operand b = hopper::make_operand(&s.q[tiles.stage()][0][0][0], kRows * kRowBytes);
+    hopper::pin(sums);
+    hopper::begin_products();
+#pragma unroll
+    for (int i = 0; i < kRows / kInnerStep; ++i)
+      hopper::multiply<Element, kDim, Columns_::kInner, Columns_::kOuter>(
+          sums, hopper::advance(a, i * kInnerStep * 2), hopper::advance(b, i * kInnerStep * kRowBytes), true);
+    hopper::end_group();
+  }
+
+  /// One part of dq of the tile.
+  DISTCA_DEVICE void multiply_queries(int part, float (&dq)[32]) {
+    const hopper::Operand a = hopper::make_operand(&s.dscores[tiles.stage()][0][0][0], kKeys * kRowBytes);
+    const hopper::Operand b = hopper::make_operand(&s.k[part][0][0], kKeys * kRowBytes);
+    hopper::pin(dq);
+    hopper::begin_products();
+#pragma unroll
+    for (int i = 0; i < kKeys / kInnerStep; ++i)
+      hopper::multiply<Element, 64, Columns_::kOuter, Columns_::kOuter>(
+          dq, hopper::advance(a, i * kInnerStep * kRowBytes), hopper::advance(b, i * kInnerStep * kRowBytes), i > 0);
+    hopper::end_group();
+  }
+
+  DISTCA_DEVICE void add_queries(const TileFacts<kRows>& facts, int part, const float (&dq)[32]) {
+    float* sums = facts.dq_sums + part * kPartElements + thread() * 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      hopper::add_global(sums + i * kWarpgroup * 4, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+  }
+
+  DISTCA_DEVICE int* turn_of(const TileFacts<kRows>& facts) const {
+    return facts.turns + (Config::kTurnsPerTile == 1 ? 0 : warpgroup());
+  }
+  DISTCA_DEVICE void await_turn(const TileFacts<kRows>& facts) {
+    if (facts.turns == nullptr) return;
+    if (thread() == 0)
+      while (hopper::load_acquire(turn_of(facts)) != facts.blocks_before) hopper::pause();
+    hopper::sync_named(kQueryTurn + warpgroup(), kWarpgroup);
+  }
+  DISTCA_DEVICE void pass_turn(const TileFacts<kRows>& facts) {
+    if (facts.turns == nullptr) return;
+    hopper::fence_gpu();
+    hopper::sync_named(kQueryTurn + warpgroup(), kWarpgroup);
+    if (thread() == 0) hopper::store_release(turn_of(facts), facts.blocks_before + 1);
+  }
+
+  /// Writes the first `columns` of dk or dv, times `factor`, to where the group wants its rows.
+  template <int kColumns>
+  DISTCA_DEVICE void store_keys(const WorkItem& item, const float (&sums)[kColumns / 2], float factor, int columns,
+                                RowView RunEntry::* view) {
+    store_key<kColumns, 0>(item, sums, factor, columns, view);
+    store_key<kColumns, 1>(item, sums, factor, columns, view);
+  }
+
+  template <int kColumns, int kRow>
+  DISTCA_DEVICE void store_key(const WorkItem& item, const float (&sums)[kColumns / 2], float factor, int columns,
+                               RowView RunEntry::* view) {
+    const GroupEntry& group = p.groups[item.group];
+    const int row = item.index * kKeys + first_key_of_thread() + 8 * kRow;
+    if (row < group.kv_begin || row >= group.kv_end) return;
+    int first = group.run_begin, last = group.run_end - 1;
+    while (first < last) {  // the first run that ends after the row
+      const int middle = (first + last) / 2;
+      if (p.runs[middle].end > row)
+        last = middle;
+      else
+        first = middle + 1;
+    }
+    const RunEntry& run = p.runs[first];
+    const bool floats = run.dtype == DType::kFloat32;
+    const int first_column = first_row_of_thread();
+    std::byte* dst = address(run.*view, row - run.begin, item.kv_head) + first_column * (floats ? 4 : 2);
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      if (8 * j >= columns) break;
+      const float x = hopper::product(sums[4 * j + 2 * kRow], factor);
+      const float y = hopper::product(sums[4 * j + 2 * kRow + 1], factor);
+      if (floats)
+        *reinterpret_cast<FloatPair*>(dst + j * 32) = {x, y};
+      else
+        *reinterpret_cast<uint32_t*>(dst + j * 16) = hopper::pack<Element>(x, y);
+    }
+  }
+};
+
+/// Up to 128 columns: everything about 64 of the item's keys.
+template <class Config>
+struct NarrowConsumer : BackwardConsumer<Config> {
+  using Base = BackwardConsumer<Config>;
+  using Base::Base;
+  using Base::p, Base::s, Base::tiles, Base::scores, Base::dprobs, Base::probs;
+  static constexpr int kDim = Config::kDim, kValueDim = Config::kValueDim, kRows = Config::kRows;
+
+  float dk[kDim / 2];
+  float dv[kValueDim / 2];
+
+  DISTCA_DEVICE void run() {
+    for (int index; (index = begin_item(s.items, this->items)) < p.num_items; end_item(s.items, this->items)) {
+      clear(dk);
+      clear(dv);
+      this->for_each_tile(p.items[index].num_tiles, [&](const TileFacts<Config::kRows>& facts) { step(facts); });
+      const WorkItem& item = p.items[this_item(s.items, this->items)];
+      this->template store_keys<kDim>(item, dk, p.scale, p.dim, &RunEntry::dk);
+      this->template store_keys<kValueDim>(item, dv, 1.f, p.v_dim, &RunEntry::dv);
+    }
+  }
+
+  DISTCA_DEVICE void step(const TileFacts<Config::kRows>& facts) {
+    const int stage = tiles.stage();
+    this->multiply_rows(s.k, s.q[stage], scores);
+    this->multiply_rows(s.v, s.dout[stage], dprobs);
+    hopper::wait_groups<0>();
+    hopper::pin(scores);
+    hopper::pin(dprobs);
+    this->template probabilities<true>(facts);
+    this->multiply_probabilities(dv);
+    hopper::sync_named(kScoresWritten, kConsumers);
+    this->multiply_gradients(dk);
+    const bool has_part = Config::kParts == 2 || tiles.stage() == this->warpgroup();
+    if (!has_part) {
+      finish_keys();
+      return;
+    }
+    const int part = Config::kParts == 2 ? this->warpgroup() : 0;
+    float dq[32];
+    this->multiply_queries(part, dq);
+    finish_keys();
+    hopper::pin(dq);
+    this->await_turn(facts);
+    this->add_queries(facts, part, dq);
+    this->pass_turn(facts);
+  }
+
+  DISTCA_DEVICE void finish_keys() {
+    hopper::wait_groups<0>();
+    hopper::pin(dk);
+    hopper::pin(dv);
+    hopper::pin(probs);
+  }
+};
+
+/// Beyond 128 columns, the first warpgroup: dS and dk.
+template <class Config>
+struct WideKeyConsumer : BackwardConsumer<Config> {
+  using Base = BackwardConsumer<Config>;
+  using Base::Base;
+  using Base::p, Base::s, Base::tiles, Base::scores, Base::dprobs;
+
+  float dk[Config::kDim / 2];
+
+  DISTCA_DEVICE void run() {
+    for (int index; (index = begin_item(s.items, this->items)) < p.num_items; end_item(s.items, this->items)) {
+      clear(dk);
+      this->for_each_tile(p.items[index].num_tiles, [&](const TileFacts<Config::kRows>& facts) { step(facts); });
+      const WorkItem& item = p.items[this_item(s.items, this->items)];
+      this->template store_keys<Config::kDim>(item, dk, p.scale, p.dim, &RunEntry::dk);
+    }
+  }
+
+  DISTCA_DEVICE void step(const TileFacts<Config::kRows>& facts) {
+    const int stage = tiles.stage();
+    this->multiply_rows(s.k, s.q[stage], scores);
+    this->multiply_rows(s.v, s.dout[stage], dprobs);
+    hopper::wait_groups<0>();
+    hopper::pin(scores);
+    hopper::pin(dprobs);
+    this->template probabilities<true>(facts);
+    hopper::sync_named(kScoresWritten, kConsumers);
+    this->multiply_gradients(dk);
+    hopper::wait_groups<0>();
+    hopper::pin(dk);
+  }
+};
+
+/// Beyond 128 columns, the second warpgroup: dv and dq.
+template <class Config>
+struct WideValueConsumer : BackwardConsumer<Config> {
+  using Base = BackwardConsumer<Config>;
+  using Base::Base;
+  using Base::p, Base::s, Base::tiles, Base::scores, Base::probs;
+
+  float dv[Config::kValueDim / 2];
+
+  DISTCA_DEVICE void run() {
+    for (int index; (index = begin_item(s.items, this->items)) < p.num_items; end_item(s.items, this->items)) {
+      clear(dv);
+      this->for_each_tile(p.items[index].num_tiles, [&](const TileFacts<Config::kRows>& facts) { step(facts); });
+      const WorkItem& item = p.items[this_item(s.items, this->items)];
+      this->template store_keys<Config::kValueDim>(item, dv, 1.f, p.v_dim, &RunEntry::dv);
+    }
+  }
+
+  DISTCA_DEVICE void step(const TileFacts<Config::kRows>& facts) {
+    const int stage = tiles.stage();
+    this->multiply_rows(s.k, s.q[stage], scores);
+    hopper::wait_groups<0>();
+    hopper::pin(scores);
+    this->template probabilities<false>(facts);
+    this->multiply_probabilities(dv);
+    hopper::sync_named(kScoresWritten, kConsumers);
+    this->await_turn(facts);
+#pragma unroll 1
+    for (int part = 0; part < Config::kParts; ++part) {
+      float dq[32];
+      this->multiply_queries(part, dq);
+      hopper::wait_groups<0>();
+      hopper::pin(dv);
+      hopper::pin(probs);
+      hopper::pin(dq);
+      this->add_queries(facts, part, dq);
+    }
+    this->pass_turn(facts);
+  }
+};
+
+/// One CTA of kThreads threads; shared memory is uninitialised.
+template <class Config>
+DISTCA_DEVICE void backward_cta(const KernelParams& p, typename Config::Shared& s) {
+  const int thread = hopper::thread_of_cta();
+  if (thread == 0) {
+    s.key_stages.init(2, kConsumerWarps);
+    s.tile_stages.init(kWarp, kConsumerWarps);
+    s.loaded.init(1);
+    s.items.stages.init(1, kConsumers);
+    hopper::fence_barrier_init();
+  }
+  // Rows of tiles of queries that no box reaches stay zero.
+  static_assert(sizeof(s.q) % 16 == 0 && sizeof(s.dout) % 16 == 0);
+  for (int i = thread; i < static_cast<int>(sizeof(s.q) / 16); i += kThreads)
+    hopper::store_shared(&s.q[0][0][0][0] + i * 8, hopper::Words4{});
+  for (int i = thread; i < static_cast<int>(sizeof(s.dout) / 16); i += kThreads)
+    hopper::store_shared(&s.dout[0][0][0][0] + i * 8, hopper::Words4{});
+  hopper::fence_shared();
+  hopper::sync_cta();
+  if (thread < kWarpgroup) {
+    hopper::lower_registers<Config::kProducerRegisters>();
+    if (thread < kWarp) BackwardProducer<Config>{p, s, {}, {}, {}}.run();
+  } else {
+    hopper::raise_registers<consumer_registers(Config::kProducerRegisters)>();
+    if constexpr (!Config::kWide)
+      NarrowConsumer<Config>(p, s).run();
+    else if (thread < 2 * kWarpgroup)
+      WideKeyConsumer<Config>(p, s).run();
+    else
+      WideValueConsumer<Config>(p, s).run();
+  }
+}
+
+/// Sums of dq of one tile become dq, `scale` times. Any number of threads of a CTA.
+template <class Config>
+DISTCA_DEVICE void store_queries(const KernelParams& p, const StoreItem& item, int first, int step) {
+  const TaskEntry& task = p.tasks[item.task];
+  const int tokens = minimum(p.tile_tokens, task.num_rows - item.tile * p.tile_tokens);
+  const float* sums = p.dq_sums + int64_t{tile_index(task, item.kv_head, item.tile)} * Config::kParts * kPartElements;
+  // Four threads of a warpgroup had eight columns of two rows; one thread writes them.
+  for (int i = first; i < Config::kParts * 256; i += step) {
+    const int group = i % 8, quad = i / 8 % 32, part = i / 256;
+    const float* at = sums + part * kPartElements + group * kWarpgroup * 4 + quad * 16;
+    const int column = part * kBoxColumns + group * 8;
+    if (column >= p.dim) continue;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = quad / 8 * 16 + quad % 8 + 8 * r;
+      const int token = row / p.group_heads;
+      if (token >= tokens) continue;
+      hopper::Words4 words;
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        words.x[j] = hopper::pack<typename Config::Element>(hopper::product(at[4 * j + 2 * r], p.scale),
+                                                            hopper::product(at[4 * j + 2 * r + 1], p.scale));
+      const int head = item.kv_head * p.group_heads + row % p.group_heads;
+      hopper::store_global(address(task.dq, item.tile * p.tile_tokens + token, head) + column * 2, words);
+    }
+  }
+}
+
+}  // namespace distca::attention::cuda

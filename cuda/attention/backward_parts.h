@@ -1,0 +1,165 @@
+// Backward of core attention: shared memory and the producer. The consumers are in backward_kernel.h.
+#pragma once
+
+#include "attention/cta_parts.h"
+
+namespace distca::attention::cuda {
+
+/// What consumers have to know of a tile; they know nothing of tasks.
+template <int kRows>
+struct TileFacts {
+  float lse[kRows];  // in powers of two; inf where a row has no probabilities
+  float delta[kRows];
+  RowRange visible[kRows];  // of the rows: keys, counted from the item's block
+  float* dq_sums;
+  int* turns;         // null where adds come in any order
+  int blocks_before;  // of the item's, that add to the tile's dq
+  int masked;         // whether some row does not see some key of the block
+};
+
+template <class Element_, int kDim_, int kValueDim_>
+struct BackwardConfig {
+  using Element = Element_;
+  static constexpr int kDim = kDim_;
+  static constexpr int kValueDim = kValueDim_;
+  /// Sums for keys and for values of 64 keys are too many registers for one warpgroup: each has one of the two.
+  static constexpr bool kWide = kDim > 128 || kValueDim > 128;
+  /// Part of the numerics, as in forward.
+  static constexpr int kKeys = kWide ? 64 : 128;
+  static constexpr int kRows = 64;
+  static constexpr int kStages = 2;
+  /// Sums of 128 columns for keys and values leave few for the producer.
+  static constexpr int kProducerRegisters = kDim == 128 ? 40 : 56;
+  /// Sums of dq come in parts of 64 rows and 64 columns.
+  static constexpr int kParts = kDim / kBoxColumns;
+  /// Parts that are added to one by one.
+  static constexpr int kTurnsPerTile = kWide ? 1 : kParts;
+
+  struct alignas(1024) Shared {
+    SharedTile<kDim / kBoxColumns, kKeys> k;
+    SharedTile<kValueDim / kBoxColumns, kKeys> v;
+    SharedTile<kDim / kBoxColumns, kRows> q[kStages];
+    SharedTile<kValueDim / kBoxColumns, kRows> dout[kStages];
+    /// dS of a tile, one row a key.
+    SharedTile<1, kKeys> dscores[2];
+    TileFacts<kRows> facts[kStages];
+    Stages<1> key_stages;
+    Stages<kStages> tile_stages;
+    hopper::Barrier loaded;
+    ItemRing items;
+  };
+};
+
+/// A part of a tile's sums of dq: 64 rows and 64 columns.
+inline constexpr int kPartElements = 64 * 64;
+
+/// Rows of the document that an item's keys are: the block, and what of it is there.
+struct KeyRows {
+  int block;
+  RowRange rows;
+};
+
+template <class Config>
+DISTCA_HOST_DEVICE KeyRows key_rows(const KernelParams& p, const WorkItem& item) {
+  const GroupEntry& group = p.groups[item.group];
+  const int begin = item.index * Config::kKeys;
+  return {begin, {maximum(begin, group.kv_begin), minimum(begin + Config::kKeys, group.kv_end)}};
+}
+
+template <class Config>
+struct BackwardProducer {
+  static constexpr int kStages = Config::kStages, kKeys = Config::kKeys, kRows = Config::kRows;
+  static constexpr int kChunks = Config::kDim / kBoxColumns, kValueChunks = Config::kValueDim / kBoxColumns;
+
+  const KernelParams& p;
+  typename Config::Shared& s;
+  Ring<2> items;
+  Ring<1> keys;
+  Ring<kStages> tiles;
+  int loaded_parity = 0;
+
+  DISTCA_DEVICE void run() {
+    for (int index; (index = take_item(p, s.items, items)) < p.num_items;) {
+      const WorkItem& item = p.items[index];
+      load_keys(item);
+      const RowRange rows = key_rows<Config>(p, item).rows;
+#pragma unroll 1
+      for (int t = item.task; t < item.task_end; ++t) {
+        const TaskEntry& task = p.tasks[t];
+        const RowRange seeing = tiles_that_see(p, task, rows.begin, rows.end);
+        if (seeing.begin >= seeing.end) continue;
+        if (lane_of_warp() == 0) {
+          hopper::acquire_map(p.maps + task.q_map);
+          hopper::acquire_map(p.maps + task.dout_map);
+        }
+#pragma unroll 1
+        for (int tile = seeing.begin; tile < seeing.end; ++tile) load_tile(item, task, tile);
+      }
+    }
+  }
+
+  DISTCA_DEVICE void load_keys(const WorkItem& item) {
+    const GroupEntry& group = p.groups[item.group];
+    const KeyRows rows = key_rows<Config>(p, item);
+    await_empty(s.key_stages.empty[0], keys.parity());
+    if (lane_of_warp() == 0) {
+      for (int source = 0; source < 2; ++source) {
+        hopper::acquire_map(p.maps + group.k_maps + source);
+        hopper::acquire_map(p.maps + group.v_maps + source);
+      }
+    }
+    hopper::Barrier& full = s.key_stages.full[0];
+    KeyBlock<kChunks, kKeys>{s.k, full, s.loaded}.load(p, group, group.k_maps, item.kv_head, rows.block, rows.rows,
+                                                       true, loaded_parity);
+    KeyBlock<kValueChunks, kKeys>{s.v, full, s.loaded}.load(p, group, group.v_maps, item.kv_head, rows.block, rows.rows,
+                                                            true, loaded_parity);
+    keys.advance();
+  }
+
+  /// The copy engine brings q and dout, the lanes what is one number a row.
+  DISTCA_DEVICE void load_tile(const WorkItem& item, const TaskEntry& task, int tile) {
+    const int stage = tiles.stage();
+    hopper::Barrier& full = s.tile_stages.full[stage];
+    await_empty(s.tile_stages.empty[stage], tiles.parity());
+    if (lane_of_warp() == 0) {
+      full.expect_bytes(query_bytes<kChunks>(p) + query_bytes<kValueChunks>(p));
+      load_queries<kChunks, kRows>(p, task.q_map, item.kv_head, tile, full, s.q[stage]);
+      load_queries<kValueChunks, kRows>(p, task.dout_map, item.kv_head, tile, full, s.dout[stage]);
+    }
+    const RowRange tokens = tile_tokens(p, task, tile);
+    const GroupEntry& group = p.groups[item.group];
+    const int block = item.index * kKeys;
+    TileFacts<kRows>& facts = s.facts[stage];
+#pragma unroll 1
+    for (int row = lane_of_warp(); row < kRows; row += kWarp) write_row(item, task, tokens, row, facts);
+    if (lane_of_warp() == 0) {
+      const int index = tile_index(task, item.kv_head, tile);
+      facts.dq_sums = p.dq_sums + int64_t{index} * Config::kParts * kPartElements;
+      facts.turns = p.turns == nullptr ? nullptr : p.turns + int64_t{index} * Config::kTurnsPerTile;
+      facts.blocks_before = item.index - visible_keys(p.mask, tokens, group).begin / kKeys;
+      facts.masked = all_visible(p.mask, tokens, group, block, block + kKeys) ? 0 : 1;
+    }
+    full.arrive();
+    tiles.advance();
+  }
+
+  DISTCA_DEVICE void write_row(const WorkItem& item, const TaskEntry& task, RowRange tokens, int row,
+                               TileFacts<kRows>& facts) {
+    constexpr float kLog2E = 1.4426950408889634f;
+    const int token = tokens.begin + row / p.group_heads, block = item.index * kKeys;
+    float lse = kInfinity, delta = 0.f;
+    RowRange visible{0, 0};
+    if (token < tokens.end) {
+      const int head = item.kv_head * p.group_heads + row % p.group_heads;
+      lse = *reinterpret_cast<const float*>(address(task.lse, token - task.q_begin, head)) * kLog2E;
+      if (lse == -kInfinity) lse = kInfinity;
+      delta = *reinterpret_cast<const float*>(address(task.delta, token - task.q_begin, head));
+      visible = {p.mask.first_key(token) - block, p.mask.end_key(token, p.groups[item.group].kv_end) - block};
+    }
+    facts.lse[row] = lse;
+    facts.delta[row] = delta;
+    facts.visible[row] = visible;
+  }
+};
+
+}  // namespace distca::attention::cuda

@@ -1,0 +1,239 @@
+// What the CTAs of both passes have in common. A CTA stays: its producer warp takes one item of the work list after
+// another, tells the consumers, and loads what they need, as far ahead as shared memory allows.
+#pragma once
+
+#include "attention/hopper.h"
+#include "attention/tables.h"
+
+namespace distca::attention::cuda {
+
+inline constexpr int kWarp = 32;
+inline constexpr int kWarpgroup = 128;
+/// One warpgroup produces (one warp of it; the copy engine does the work), two consume.
+inline constexpr int kConsumers = 2 * kWarpgroup;
+inline constexpr int kThreads = kWarpgroup + kConsumers;
+/// Registers of a thread by role; the CTA is launched with 168 for each: three warpgroups share 504.
+inline constexpr int kSharedRegisters = 504;
+constexpr int consumer_registers(int producer_registers) { return (kSharedRegisters - producer_registers) / 2; }
+/// Warps that report to a barrier that they are done with a stage.
+inline constexpr int kConsumerWarps = kConsumers / kWarp;
+inline constexpr int kBoxBytes = kTableRows * kBoxColumns * 2;
+/// Bytes of a chunk's row, of eight of them, and of 16 elements along it.
+inline constexpr int kRowBytes = kBoxColumns * 2;
+inline constexpr int kInnerStep = 16;
+inline constexpr float kInfinity = __builtin_huge_valf();
+
+/// Named barriers.
+enum NamedBarrier : int { kFirstTurn = 0, kSecondTurn = 1, kScoresWritten = 2, kQueryTurn = 3 /* and 4 */ };
+
+/// A tile of 16-bit elements as hopper.h wants it.
+template <int kChunks, int kRows>
+using SharedTile = uint16_t[kChunks][kRows][kBoxColumns];
+
+/// How often a ring of buffers has been used: one register.
+template <int kStages>
+struct Ring {
+  static_assert((kStages & (kStages - 1)) == 0);
+  int uses = 0;
+  DISTCA_DEVICE int stage() const { return uses % kStages; }
+  DISTCA_DEVICE int parity() const { return uses / kStages % 2; }
+  DISTCA_DEVICE void advance() { ++uses; }
+};
+
+/// Found anew each time rather than kept in a register.
+DISTCA_DEVICE int lane_of_warp() { return hopper::thread_of_cta() % kWarp; }
+
+/// Barriers of a ring. full: 0 -> filled by the producer; empty: all consumer warps are done with it.
+template <int kStages>
+struct Stages {
+  hopper::Barrier full[kStages];
+  hopper::Barrier empty[kStages];
+
+  DISTCA_DEVICE void init(int producers, int consumers) {
+    for (int i = 0; i < kStages; ++i) {
+      full[i].init(producers);
+      empty[i].init(consumers);
+    }
+  }
+};
+
+/// The items of a CTA, from its producer to its consumers.
+struct ItemRing {
+  Stages<2> stages;
+  int index[2];
+};
+
+/// Every lane of the producer: waits until a stage is empty. No lane fills it before all have seen that: the consumers
+/// could be done with it again, and to a late lane the barrier would look as it did at first.
+DISTCA_DEVICE void await_empty(hopper::Barrier& empty, int parity) {
+  empty.wait(parity ^ 1);
+  hopper::sync_warp();
+}
+
+/// Every lane of the producer: waits until all rows of the item's tasks have come.
+DISTCA_DEVICE void await_signals(const KernelParams& p, const WorkItem& item) {
+  for (int t = item.task + lane_of_warp(); t < item.task_end; t += kWarp) {
+    const Signal signal = p.tasks[t].signal;
+    if (signal.word == nullptr) continue;
+    while (hopper::load_signal(signal.word) < signal.value) hopper::pause();
+  }
+  hopper::sync_warp();
+  hopper::fence_all();
+}
+
+/// Every lane of the producer: takes the next item and tells the consumers. Returns num_items at the end.
+DISTCA_DEVICE int take_item(const KernelParams& p, ItemRing& items, Ring<2>& ring) {
+  int index = lane_of_warp() == 0 ? hopper::fetch_add(p.next_item, 1) : 0;
+  index = minimum(hopper::shuffle_from(index, 0), p.num_items);
+  if (index < p.num_items && p.items[index].remote != 0) await_signals(p, p.items[index]);
+  await_empty(items.stages.empty[ring.stage()], ring.parity());
+  if (lane_of_warp() == 0) {
+    items.index[ring.stage()] = index;
+    items.stages.full[ring.stage()].arrive();
+  }
+  hopper::sync_warp();
+  ring.advance();
+  return index;
+}
+
+/// Every consumer: the item that comes next. It stays in shared memory, to be read again, until end_item().
+DISTCA_DEVICE int begin_item(ItemRing& items, const Ring<2>& ring) {
+  items.stages.full[ring.stage()].wait(ring.parity());
+  hopper::sync_warp();  // products want whole warps
+  return items.index[ring.stage()];
+}
+DISTCA_DEVICE int this_item(const ItemRing& items, const Ring<2>& ring) { return items.index[ring.stage()]; }
+DISTCA_DEVICE void end_item(ItemRing& items, Ring<2>& ring) {
+  items.stages.empty[ring.stage()].arrive();
+  ring.advance();
+}
+
+/// Every warp of the consumers, once its products have read a stage.
+DISTCA_DEVICE void release(hopper::Barrier& empty) {
+  hopper::sync_warp();
+  if (lane_of_warp() == 0) empty.arrive();
+}
+
+/// Zeroes rows [begin, end) of a tile; all lanes of a warp.
+template <int kChunks, int kRows>
+DISTCA_DEVICE void clear_rows(SharedTile<kChunks, kRows>& tile, int begin, int end) {
+  constexpr int kPieces = kBoxColumns / 8;
+#pragma unroll 1
+  for (int chunk = 0; chunk < kChunks; ++chunk)
+#pragma unroll 1
+    for (int i = begin * kPieces + lane_of_warp(); i < end * kPieces; i += kWarp)
+      hopper::store_shared(&tile[chunk][i / kPieces][i % kPieces * 8], hopper::Words4{});
+}
+
+/// Keys or values of document rows [begin, begin + kRows) of one head, of which rows `needed` are there. The others
+/// become zero where `clear` asks for it: what happens to lie in memory may be no number.
+template <int kChunks, int kRows>
+struct KeyBlock {
+  SharedTile<kChunks, kRows>& tile;
+  hopper::Barrier& full;
+  /// Counts the bytes of a block that is cleared before `full` says it is there; only the producer waits for it.
+  hopper::Barrier& loaded;
+
+  /// Every lane of the producer. `parity` is that of `loaded`.
+  DISTCA_DEVICE void load(const KernelParams& p, const GroupEntry& group, int maps, int kv_head, int begin,
+                          RowRange needed, bool clear, int& parity) const {
+    const int first = maximum(needed.begin - begin, 0), last = minimum(needed.end - begin, kRows);
+    const bool partial = clear && (first > 0 || last < kRows);
+    hopper::Barrier& target = partial ? loaded : full;
+    if (lane_of_warp() == 0) {
+      const int first_box = first / kTableRows, end_box = ceil_div(last, kTableRows);
+      target.expect_bytes((end_box - first_box) * kChunks * kBoxBytes);
+#pragma unroll 1
+      for (int box = first_box; box < end_box; ++box) {
+        const BlockPlace place = block_place(p, group, begin / kTableRows + box);
+#pragma unroll 1
+        for (int chunk = 0; chunk < kChunks; ++chunk)
+          hopper::load_box(p.maps + maps + place.source, &target, &tile[chunk][box * kTableRows][0],
+                           chunk * kBoxColumns, place.row, kv_head);
+      }
+      target.arrive();
+    }
+    if (!partial) {
+      hopper::sync_warp();
+      return;
+    }
+    loaded.wait(parity);
+    parity ^= 1;
+    clear_rows<kChunks, kRows>(tile, 0, first);
+    clear_rows<kChunks, kRows>(tile, last, kRows);
+    hopper::fence_shared();
+    hopper::sync_warp();
+    if (lane_of_warp() == 0) full.arrive();
+  }
+};
+
+/// One thread: loads a tile of query rows (or gradients of out) and reports its bytes to `full`, which the caller tells
+/// to expect box_bytes(). Rows past the task's last are beyond the map's and become zero.
+template <int kChunks, int kRows>
+DISTCA_DEVICE void load_queries(const KernelParams& p, int map, int kv_head, int tile_of_task, hopper::Barrier& full,
+                                SharedTile<kChunks, kRows>& tile) {
+#pragma unroll 1
+  for (int chunk = 0; chunk < kChunks; ++chunk)
+    hopper::load_box(p.maps + map, &full, &tile[chunk][0][0], chunk * kBoxColumns, kv_head * p.group_heads,
+                     tile_of_task * p.tile_tokens);
+}
+template <int kChunks>
+DISTCA_DEVICE int query_bytes(const KernelParams& p) {
+  return kChunks * kRowBytes * p.tile_rows();
+}
+
+/// Two neighbouring elements of a row of fp32.
+struct alignas(8) FloatPair {
+  float x, y;
+};
+
+/// What the softmax makes of a product of a query and a key, before exponent_scale.
+DISTCA_DEVICE float mapped_score(const ScoreMap& map, float x) {
+  if (map.cap == 0.f) return hopper::product(map.sign, x);
+  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
+  constexpr float kTwoLog2E = 2.885390081777927f;
+  const float e = hopper::exp2_fast(hopper::product(hopper::product(map.cap_scale, kTwoLog2E), x));
+  return hopper::product(map.cap, hopper::fused(-2.f, hopper::reciprocal(e + 1.f), 1.f));
+}
+DISTCA_DEVICE bool maps_scores(const ScoreMap& map) { return map.cap != 0.f || map.sign != 1.f; }
+
+/// Stores what four neighbouring lanes have of two rows of products: lane % 4 has columns 8 j + lane % 4 * 2 and one
+/// more of 32 columns. Afterwards words[k] of each are the eight columns 8 (lane % 4) to 8 (lane % 4) + 7.
+DISTCA_DEVICE hopper::Words4 gather_columns(hopper::Words4 words, int lane) {
+  // A transposition of 4 x 4 words: first of pairs, then of pairs of pairs.
+  const bool odd = (lane & 1) != 0, high = (lane & 2) != 0;
+#pragma unroll
+  for (int j = 0; j < 4; j += 2) {
+    const uint32_t other = hopper::shuffle_xor(odd ? words.x[j] : words.x[j + 1], 1);
+    words.x[j] = odd ? other : words.x[j];
+    words.x[j + 1] = odd ? words.x[j + 1] : other;
+  }
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const uint32_t other = hopper::shuffle_xor(high ? words.x[j] : words.x[j + 2], 2);
+    words.x[j] = high ? other : words.x[j];
+    words.x[j + 2] = high ? words.x[j + 2] : other;
+  }
+  return words;
+}
+
+/// Writes row `i` (0 or 1) of a thread's part of `sums`, times `factor`, to dst, rounded to Element, the first
+/// `columns` of it. All four lanes of a row call it with the same arguments but `sums`.
+template <class Element, int kColumns>
+DISTCA_DEVICE void store_row(const float (&sums)[kColumns / 2], int i, float factor, std::byte* dst, int columns,
+                             bool valid, int lane) {
+#pragma unroll
+  for (int part = 0; part < kColumns / 32; ++part) {
+    hopper::Words4 words;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int at = 4 * (4 * part + j) + 2 * i;
+      words.x[j] = hopper::pack<Element>(hopper::product(sums[at], factor), hopper::product(sums[at + 1], factor));
+    }
+    words = gather_columns(words, lane);
+    const int column = 32 * part + 8 * (lane % 4);
+    if (valid && column < columns) hopper::store_global(dst + column * 2, words);
+  }
+}
+
+}  // namespace distca::attention::cuda

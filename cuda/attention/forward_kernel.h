@@ -1,0 +1,350 @@
+// Forward of core attention over a work list: out and the log-sum-exp of one tile of a task after another.
+//
+// A CTA has a producer warp and two consumer warpgroups. Each consumer has 64 of a tile's 128 rows; both go over the
+// same blocks of keys, in ascending order from the start of the document. While one multiplies, the other is at its
+// softmax, and within a warpgroup the scores of block j + 1 are multiplied while the values of block j are.
+//
+// Everything that is done for a row depends on that row and on the keys of the blocks that it sees: a block of which it
+// sees nothing leaves its maximum, its sum and its output as they are, to the bit (2^0 = 1, x + 0 = x). There is no
+// decision for a warp or tile as a whole but whether to mask, which changes nothing for a row that sees everything.
+//
+// What each barrier protects
+//   items.full/empty   index[stage]: written by the producer's lane 0, read by all 256 consumers
+//   q.full/empty       the tile of queries: bytes of the copy engine; 8 consumer warps after their last scores
+//   k.full/empty       a block of keys: bytes; 8 warps, each after wait_groups has covered its reading products
+//   v.full/empty       a block of values: bytes, or lane 0 after all lanes have cleared rows and fenced; 8 warps
+//   loaded             bytes of a block of values that is cleared before v.full
+//   named 0, 1         whose turn it is to start products: a warpgroup waits on its own, arrives on the other's. Both
+//                      take the same number of turns; warpgroup 1 gives the first, warpgroup 0 takes the last one back
+// The phase of a ring is (uses / stages) % 2, counted by each side for itself; a producer waits on parity ^ 1, which an
+// unused barrier passes. Of every ring each side makes the same moves: once an item, or once a block of an item.
+#pragma once
+
+#include "attention/cta_parts.h"
+
+namespace distca::attention::cuda {
+
+template <class Element_, int kDim_, int kValueDim_>
+struct ForwardConfig {
+  using Element = Element_;
+  static constexpr int kDim = kDim_;  // rounded up to whole chunks, as is kValueDim; what is beyond is zero
+  static constexpr int kValueDim = kValueDim_;
+  static constexpr int kRows = 128;
+  /// Part of the numerics: blocks start at multiples of it.
+  static constexpr int kKeys = kDim > 192 ? 64 : 128;
+  static constexpr int kStages = 2;
+  static constexpr int kProducerRegisters = 56;
+
+  struct alignas(1024) Shared {
+    SharedTile<kDim / kBoxColumns, kRows> q;
+    SharedTile<kDim / kBoxColumns, kKeys> k[kStages];
+    SharedTile<kValueDim / kBoxColumns, kKeys> v[kStages];
+    Stages<1> q_stages;
+    Stages<kStages> k_stages;
+    Stages<kStages> v_stages;
+    hopper::Barrier loaded;
+    ItemRing items;
+  };
+};
+
+/// A tile's rows and the keys that they see.
+struct ForwardTile {
+  RowRange rows;
+  RowRange keys;
+  int begin_block;
+  int end_block;
+};
+
+template <class Config>
+DISTCA_HOST_DEVICE ForwardTile forward_tile(const KernelParams& p, const WorkItem& item) {
+  const RowRange rows = tile_tokens(p, p.tasks[item.task], item.index);
+  const RowRange keys = visible_keys(p.mask, rows, p.groups[item.group]);
+  return {rows, keys, keys.begin / Config::kKeys, ceil_div(keys.end, Config::kKeys)};
+}
+
+template <class Config>
+DISTCA_DEVICE void produce_forward(const KernelParams& p, typename Config::Shared& s) {
+  constexpr int kStages = Config::kStages, kKeys = Config::kKeys;
+  constexpr int kChunks = Config::kDim / kBoxColumns, kValueChunks = Config::kValueDim / kBoxColumns;
+  Ring<2> items;
+  Ring<1> q;
+  Ring<kStages> k, v;
+  int loaded_parity = 0;
+  for (int index; (index = take_item(p, s.items, items)) < p.num_items;) {
+    const WorkItem& item = p.items[index];
+    const TaskEntry& task = p.tasks[item.task];
+    const GroupEntry& group = p.groups[item.group];
+    const ForwardTile tile = forward_tile<Config>(p, item);
+    await_empty(s.q_stages.empty[0], q.parity());
+    if (lane_of_warp() == 0) {
+      hopper::acquire_map(p.maps + task.q_map);
+      for (int source = 0; source < 2; ++source) {
+        hopper::acquire_map(p.maps + group.k_maps + source);
+        hopper::acquire_map(p.maps + group.v_maps + source);
+      }
+      hopper::Barrier& full = s.q_stages.full[0];
+      full.expect_bytes(query_bytes<kChunks>(p));
+      load_queries<kChunks, Config::kRows>(p, task.q_map, item.kv_head, item.index, full, s.q);
+      full.arrive();
+    }
+    hopper::sync_warp();
+    q.advance();
+    for (int block = tile.begin_block; block < tile.end_block; ++block) {
+      await_empty(s.k_stages.empty[k.stage()], k.parity());
+      KeyBlock<kChunks, kKeys>{s.k[k.stage()], s.k_stages.full[k.stage()], s.loaded}.load(
+          p, group, group.k_maps, item.kv_head, block * kKeys, tile.keys, false, loaded_parity);
+      k.advance();
+      await_empty(s.v_stages.empty[v.stage()], v.parity());
+      KeyBlock<kValueChunks, kKeys>{s.v[v.stage()], s.v_stages.full[v.stage()], s.loaded}.load(
+          p, group, group.v_maps, item.kv_head, block * kKeys, tile.keys, true, loaded_parity);
+      v.advance();
+    }
+  }
+}
+
+/// One consumer warpgroup: 64 rows of a tile after another. A thread has two rows, eight apart.
+template <class Config>
+struct ForwardConsumer {
+  using Element = typename Config::Element;
+  static constexpr int kDim = Config::kDim, kValueDim = Config::kValueDim, kKeys = Config::kKeys;
+
+  const KernelParams& p;
+  typename Config::Shared& s;
+  Ring<2> items;
+  Ring<1> q;
+  Ring<Config::kStages> k, v;
+
+  float scores[kKeys / 2];
+  float out[kValueDim / 2];
+  uint32_t probs[kKeys / 16][4];
+  // Per row: the maximum of the mapped scores so far, this thread's part of the sum, and the keys it sees.
+  float row_max[2];
+  float row_sum[2];
+  float rescale[2];
+  RowRange visible[2];
+
+  DISTCA_DEVICE ForwardConsumer(const KernelParams& params, typename Config::Shared& shared) : p(params), s(shared) {}
+
+  // Registers are short: what follows from the thread's number is found when it is needed.
+  static DISTCA_DEVICE int warpgroup() { return hopper::thread_of_cta() / kWarpgroup - 1; }
+  /// Of the tile, the first of this thread's two rows.
+  static DISTCA_DEVICE int first_row() {
+    const int thread = hopper::thread_of_cta() - kWarpgroup;
+    return thread / kWarp * 16 + thread % kWarp / 4;
+  }
+
+  DISTCA_DEVICE void await_turn() { hopper::sync_named(kFirstTurn + warpgroup(), kConsumers); }
+  DISTCA_DEVICE void pass_turn() { hopper::arrive_named(kFirstTurn + 1 - warpgroup(), kConsumers); }
+
+  DISTCA_DEVICE void run() {
+    if (warpgroup() == 1) pass_turn();
+    for (int index; (index = begin_item(s.items, items)) < p.num_items; end_item(s.items, items)) work(p.items[index]);
+    if (warpgroup() == 0) await_turn();
+  }
+
+  DISTCA_DEVICE void work(const WorkItem& item) {
+    const ForwardTile tile = forward_tile<Config>(p, item);
+    begin_rows(item, tile);
+    s.q_stages.full[0].wait(q.parity());
+
+    s.k_stages.full[k.stage()].wait(k.parity());
+    await_turn();
+    multiply_scores();
+    pass_turn();
+    hopper::wait_groups<0>();
+    hopper::pin(scores);
+    release(s.k_stages.empty[k.stage()]);
+    k.advance();
+    softmax(tile, item, tile.begin_block);
+    pack_probs();
+
+    for (int block = tile.begin_block + 1; block < tile.end_block; ++block) {
+      s.k_stages.full[k.stage()].wait(k.parity());
+      s.v_stages.full[v.stage()].wait(v.parity());
+      await_turn();
+      multiply_scores();
+      multiply_values();
+      pass_turn();
+      hopper::wait_groups<1>();
+      hopper::pin(scores);
+      release(s.k_stages.empty[k.stage()]);
+      k.advance();
+      softmax(tile, item, block);
+      hopper::wait_groups<0>();
+      hopper::pin(out);
+      hopper::pin(probs);
+      release(s.v_stages.empty[v.stage()]);
+      v.advance();
+      rescale_out();
+      pack_probs();
+    }
+    release(s.q_stages.empty[0]);
+    q.advance();
+
+    s.v_stages.full[v.stage()].wait(v.parity());
+    await_turn();
+    multiply_values();
+    pass_turn();
+    hopper::wait_groups<0>();
+    hopper::pin(out);
+    release(s.v_stages.empty[v.stage()]);
+    v.advance();
+    store(item, tile);
+  }
+
+  DISTCA_DEVICE void begin_rows(const WorkItem& item, const ForwardTile& tile) {
+    const GroupEntry& group = p.groups[item.group];
+    const int row = first_row();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = tile.rows.begin + (row + 8 * i) / p.group_heads;
+      row_max[i] = -kInfinity;
+      row_sum[i] = 0.f;
+      visible[i] = token < tile.rows.end ? RowRange{p.mask.first_key(token), p.mask.end_key(token, group.kv_end)}
+                                         : RowRange{0, 0};
+    }
+#pragma unroll
+    for (int i = 0; i < kValueDim / 2; ++i) out[i] = 0.f;
+  }
+
+  DISTCA_DEVICE void multiply_scores() {
+    const hopper::Operand queries = hopper::make_operand(&s.q[0][64 * warpgroup()][0], kRowBytes);
+    const hopper::Operand keys = hopper::make_operand(&s.k[k.stage()][0][0][0], kRowBytes);
+    hopper::pin(scores);
+    hopper::begin_products();
+#pragma unroll
+    for (int i = 0; i < kDim / kInnerStep; ++i) {
+      const int chunk = i / 4, inner = i % 4 * kInnerStep * 2;
+      hopper::multiply<Element, kKeys, hopper::Columns::kInner, hopper::Columns::kInner>(
+          scores, hopper::advance(queries, chunk * Config::kRows * kRowBytes + inner),
+          hopper::advance(keys, chunk * kKeys * kRowBytes + inner), i > 0);
+    }
+    hopper::end_group();
+  }
+
+  DISTCA_DEVICE void multiply_values() {
+    const hopper::Operand values = hopper::make_operand(&s.v[v.stage()][0][0][0], kKeys * kRowBytes);
+    hopper::pin(out);
+    hopper::pin(probs);
+    hopper::begin_products();
+#pragma unroll
+    for (int i = 0; i < kKeys / kInnerStep; ++i)
+      hopper::multiply<Element, kValueDim, hopper::Columns::kOuter>(
+          out, probs[i], hopper::advance(values, i * kInnerStep * kRowBytes), true);
+    hopper::end_group();
+  }
+
+  /// Scores of a block become probabilities relative to the new maximum; `rescale` is what older sums are to be
+  /// multiplied by.
+  DISTCA_DEVICE void softmax(const ForwardTile& tile, const WorkItem& item, int block) {
+    const int begin = block * kKeys, first_key = begin + lane_of_warp() % 4 * 2;
+    if (maps_scores(p.scores)) {
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) scores[i] = mapped_score(p.scores, scores[i]);
+    }
+    if (!all_visible(p.mask, tile.rows, p.groups[item.group], begin, begin + kKeys)) {
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) {
+        const RowRange& see = visible[i / 2 % 2];
+        const int key = first_key + i / 4 * 8 + i % 2;
+        if (key < see.begin || key >= see.end) scores[i] = -kInfinity;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float highest = row_max[r];
+#pragma unroll
+      for (int i = 2 * r; i < kKeys / 2; i += 4) highest = fmaxf(highest, fmaxf(scores[i], scores[i + 1]));
+      highest = fmaxf(highest, hopper::shuffle_xor(highest, 1));
+      highest = fmaxf(highest, hopper::shuffle_xor(highest, 2));
+      // A row that has seen nothing yet: exponents of -inf, not of -inf + inf.
+      const float base = highest == -kInfinity ? 0.f : hopper::product(highest, p.scores.exponent_scale);
+      // From the rounded products, so that an unchanged maximum gives 1.
+      rescale[r] = hopper::exp2_fast(hopper::product(row_max[r], p.scores.exponent_scale) - base);
+      row_max[r] = highest;
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 2 * r; i < kKeys / 2; i += 4) {
+        scores[i] = hopper::exp2_fast(hopper::fused(scores[i], p.scores.exponent_scale, -base));
+        scores[i + 1] = hopper::exp2_fast(hopper::fused(scores[i + 1], p.scores.exponent_scale, -base));
+        sum += scores[i];
+        sum += scores[i + 1];
+      }
+      row_sum[r] = hopper::fused(row_sum[r], rescale[r], sum);
+    }
+  }
+
+  DISTCA_DEVICE void pack_probs() {
+#pragma unroll
+    for (int i = 0; i < kKeys / 16; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) probs[i][j] = hopper::pack<Element>(scores[8 * i + 2 * j], scores[8 * i + 2 * j + 1]);
+  }
+
+  DISTCA_DEVICE void rescale_out() {
+#pragma unroll
+    for (int i = 0; i < kValueDim / 2; ++i) out[i] = hopper::product(out[i], rescale[i / 2 % 2]);
+  }
+
+  /// Divides by the sums and writes out and the log-sum-exp. A sink is one more score, with a value of nothing.
+  DISTCA_DEVICE void store(const WorkItem& item, const ForwardTile& tile) {
+    const TaskEntry& task = p.tasks[item.task];
+    const float* sinks = p.groups[item.group].sinks;
+    constexpr float kLn2 = 0.6931471805599453f, kLog2E = 1.4426950408889634f;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row() + 8 * r, head = item.kv_head * p.group_heads + row % p.group_heads;
+      const int token = tile.rows.begin + row / p.group_heads;
+      const bool valid = token < tile.rows.end;
+      float sum = row_sum[r];
+      sum += hopper::shuffle_xor(sum, 1);
+      sum += hopper::shuffle_xor(sum, 2);
+      // In powers of two, relative to the row's maximum.
+      const float highest = hopper::product(row_max[r], p.scores.exponent_scale);
+      float base = highest, total = sum;
+      if (sinks != nullptr && valid) {
+        const float sink = hopper::product(sinks[head], kLog2E);
+        base = fmaxf(highest, sink);
+        if (base != -kInfinity) {
+          total = sum * hopper::exp2_fast(highest - base) + hopper::exp2_fast(sink - base);
+          sum = highest == -kInfinity ? 0.f : sum + hopper::exp2_fast(sink - highest);
+        }
+      }
+      const float factor = sum == 0.f ? 0.f : 1.f / sum;
+      store_row<Element, kValueDim>(out, r, factor, address(task.out, token - task.q_begin, head), p.v_dim, valid,
+                                    lane_of_warp());
+      if (valid && lane_of_warp() % 4 == 0) {
+        const float lse = total == 0.f ? -kInfinity : base * kLn2 + logf(total);
+        *reinterpret_cast<float*>(address(task.lse, token - task.q_begin, head)) = lse;
+      }
+    }
+  }
+};
+
+/// One CTA of kThreads threads; shared memory is uninitialised.
+template <class Config>
+DISTCA_DEVICE void forward_cta(const KernelParams& p, typename Config::Shared& s) {
+  const int thread = hopper::thread_of_cta();
+  if (thread == 0) {
+    s.q_stages.init(1, kConsumerWarps);
+    s.k_stages.init(1, kConsumerWarps);
+    s.v_stages.init(1, kConsumerWarps);
+    s.loaded.init(1);
+    s.items.stages.init(1, kConsumers);
+    hopper::fence_barrier_init();
+  }
+  // Rows of the tile of queries that no box reaches stay zero.
+  for (int i = thread; i < static_cast<int>(sizeof(s.q) / 16); i += kThreads)
+    hopper::store_shared(&s.q[0][0][0] + i * 8, hopper::Words4{});
+  hopper::fence_shared();
+  hopper::sync_cta();
+  if (thread < kWarpgroup) {
+    hopper::lower_registers<Config::kProducerRegisters>();
+    if (thread < kWarp) produce_forward<Config>(p, s);
+  } else {
+    hopper::raise_registers<consumer_registers(Config::kProducerRegisters)>();
+    ForwardConsumer<Config>(p, s).run();
+  }
+}
+
+}  // namespace distca::attention::cuda

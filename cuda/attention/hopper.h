@@ -1,0 +1,269 @@
+// The instructions of sm_90a that the kernels are written in, on CUTLASS's CuTe: barriers in shared memory, the bulk
+// copy engine, matrix products of a warpgroup. Nothing else in the kernels knows what they run on, so that a test can
+// put another header in this one's place and run them on a host.
+//
+// Operands of products are tiles of 16-bit elements in shared memory: columns in chunks of 64 (128 bytes), a chunk's
+// rows one after another, aligned to 1024 bytes, swizzled as the copy engine does it (16-byte piece p of row r lies at
+// p ^ (r % 8)).
+#pragma once
+
+#include <cuda_runtime.h>
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+#include <cutlass/numeric_types.h>
+
+#include <cstdint>
+#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/arch/mma_sm90.hpp>
+#include <cute/arch/mma_sm90_desc.hpp>
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <utility>
+
+#include "attention/tables.h"
+
+namespace distca::attention::cuda::hopper {
+
+#define DISTCA_DEVICE __device__ __forceinline__
+
+// ---- threads
+
+/// Read anew each time rather than kept in a register.
+DISTCA_DEVICE int thread_of_cta() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+DISTCA_DEVICE int cta() { return static_cast<int>(blockIdx.x); }
+DISTCA_DEVICE void sync_cta() { __syncthreads(); }
+DISTCA_DEVICE void sync_warp() { __syncwarp(); }
+template <class T>
+DISTCA_DEVICE T shuffle_xor(T value, int lane_mask) {
+  return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+}
+template <class T>
+DISTCA_DEVICE T shuffle_from(T value, int lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
+}
+/// Named barriers of the CTA, 0 to 7, with `threads` threads, whole warps of them.
+DISTCA_DEVICE void sync_named(int barrier, int threads) {
+  cutlass::arch::NamedBarrier::sync(static_cast<uint32_t>(threads), static_cast<uint32_t>(barrier));
+}
+DISTCA_DEVICE void arrive_named(int barrier, int threads) {
+  cutlass::arch::NamedBarrier::arrive(static_cast<uint32_t>(threads), static_cast<uint32_t>(barrier));
+}
+/// Registers of each thread of the warpgroup from here on; all four warps call it.
+template <int kRegisters>
+DISTCA_DEVICE void raise_registers() {
+  cutlass::arch::warpgroup_reg_alloc<kRegisters>();
+}
+template <int kRegisters>
+DISTCA_DEVICE void lower_registers() {
+  cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
+}
+
+// ---- barriers in shared memory
+
+/// Phases complete one after another, each when `arrivals` threads have arrived and all bytes that were announced are
+/// there. wait(parity) returns once the phase of that parity is complete; the first has parity 0, and before it "parity
+/// 1" counts as complete.
+struct Barrier {
+  uint64_t word;
+
+  DISTCA_DEVICE void init(int arrivals) { cutlass::arch::ClusterBarrier::init(&word, static_cast<uint32_t>(arrivals)); }
+  DISTCA_DEVICE void arrive() { cutlass::arch::ClusterBarrier::arrive(&word); }
+  DISTCA_DEVICE void expect_bytes(int bytes) {
+    cutlass::arch::ClusterTransactionBarrier::expect_transaction(&word, static_cast<uint32_t>(bytes));
+  }
+  DISTCA_DEVICE void wait(int parity) { cutlass::arch::ClusterBarrier::wait(&word, static_cast<uint32_t>(parity)); }
+};
+
+/// Makes initialised barriers known to the copy engine; sync_cta() comes after it.
+DISTCA_DEVICE void fence_barrier_init() { cutlass::arch::fence_barrier_init(); }
+
+// ---- the asynchronous proxy: the copy engine, and products reading shared memory
+
+/// Orders this thread's own accesses to shared memory, and those it has been told of, before later ones by the proxy.
+DISTCA_DEVICE void fence_shared() { cutlass::arch::fence_view_async_shared(); }
+/// The same for all memory: what another GPU or a copy wrote, and this thread has seen the signal of.
+DISTCA_DEVICE void fence_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
+/// Before the first use in this CTA of a map that the host has copied to memory.
+DISTCA_DEVICE void acquire_map(const TensorMap* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+}
+/// One thread: starts loading a box and reports its bytes to `barrier`. What lies outside the tensor becomes zero.
+DISTCA_DEVICE void load_box(const TensorMap* map, Barrier* barrier, void* shared, int column, int row, int plane) {
+  cute::SM90_TMA_LOAD_3D::copy(map, &barrier->word, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                               shared, column, row, plane);
+}
+
+// ---- products of a warpgroup
+
+struct BFloat16 {
+  using Native = cutlass::bfloat16_t;
+};
+struct Float16 {
+  using Native = cutlass::half_t;
+};
+
+/// Along which dimension of the product the columns of an operand's tile run.
+enum class Columns { kInner, kOuter };
+
+/// Where an operand starts; kOuter: chunk_bytes is from one chunk of 64 columns to the next. The low half of its
+/// descriptor; the other is the same for all.
+struct Operand {
+  uint32_t low;
+
+  DISTCA_DEVICE uint64_t descriptor() const {
+    cute::GmmaDescriptor d;
+    d.desc_ = 0;
+    d.bitfield.stride_byte_offset_ = 1024 >> 4;  // eight rows
+    d.bitfield.layout_type_ = static_cast<uint8_t>(cute::SM90::GMMA::LayoutType::B128);
+    d.reg32_[0] = low;
+    return d.desc_;
+  }
+};
+
+DISTCA_DEVICE Operand make_operand(const void* shared, int chunk_bytes) {
+  cute::GmmaDescriptor d;
+  d.desc_ = 0;
+  d.bitfield.start_address_ = static_cast<uint16_t>(cute::cast_smem_ptr_to_uint(shared) >> 4);
+  d.bitfield.leading_byte_offset_ = static_cast<uint16_t>(chunk_bytes >> 4);
+  uint32_t low = d.reg32_[0];
+  // Made anew each time: descriptors of all steps of a product, kept over a loop, take more registers than there are.
+  asm volatile("" : "+r"(low));
+  return {low};
+}
+
+/// `bytes` further in shared memory.
+DISTCA_DEVICE Operand advance(Operand operand, int bytes) { return {operand.low + static_cast<uint32_t>(bytes >> 4)}; }
+
+namespace detail {
+
+template <Columns kColumns>
+inline constexpr cute::SM90::GMMA::Major kMajor =
+    kColumns == Columns::kInner ? cute::SM90::GMMA::Major::K : cute::SM90::GMMA::Major::MN;
+
+template <class Operation, class A, int kRegisters, size_t... kIndex>
+DISTCA_DEVICE void multiply(float (&sums)[kRegisters], const A& a, Operand b, bool add,
+                            std::index_sequence<kIndex...>) {
+  const auto scale = add ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
+  if constexpr (std::is_same_v<A, Operand>)
+    Operation::fma(a.descriptor(), b.descriptor(), sums[kIndex]..., scale);
+  else
+    Operation::fma(a[0], a[1], a[2], a[3], b.descriptor(), sums[kIndex]..., scale);
+}
+
+}  // namespace detail
+
+/// sums [64, kColumnsB] (+)= A [64, 16] * B [16, kColumnsB], started and not awaited. Of thread t of the warpgroup,
+/// sums[4 j + 2 i + e] is element (t / 32 * 16 + t % 32 / 4 + 8 i, 8 j + t % 4 * 2 + e).
+template <class Element, int kColumnsB, Columns kA, Columns kB>
+DISTCA_DEVICE void multiply(float (&sums)[kColumnsB / 2], Operand a, Operand b, bool add) {
+  using Native = typename Element::Native;
+  using Shape = cute::Shape<cute::_64, cute::Int<kColumnsB>, cute::_16>;
+  using Operation = decltype(cute::SM90::GMMA::ss_op_selector<Native, Native, float, Shape, detail::kMajor<kA>,
+                                                              detail::kMajor<kB>>());
+  detail::multiply<Operation>(sums, a, b, add, std::make_index_sequence<kColumnsB / 2>());
+}
+
+/// The same with A in registers: a[i + 2 j] is the pair of elements (row of sums[2 i], columns 8 j + t % 4 * 2 and one
+/// more).
+template <class Element, int kColumnsB, Columns kB>
+DISTCA_DEVICE void multiply(float (&sums)[kColumnsB / 2], const uint32_t (&a)[4], Operand b, bool add) {
+  using Native = typename Element::Native;
+  using Shape = cute::Shape<cute::_64, cute::Int<kColumnsB>, cute::_16>;
+  using Operation = decltype(cute::SM90::GMMA::rs_op_selector<Native, Native, float, Shape, cute::SM90::GMMA::Major::K,
+                                                              detail::kMajor<kB>>());
+  detail::multiply<Operation>(sums, a, b, add, std::make_index_sequence<kColumnsB / 2>());
+}
+
+/// Before products are started: what was done to their registers is done.
+DISTCA_DEVICE void begin_products() { cute::warpgroup_arrive(); }
+/// The products started since the last call are a group.
+DISTCA_DEVICE void end_group() { cute::warpgroup_commit_batch(); }
+/// Waits until no more than `kGroups` groups are under way.
+template <int kGroups>
+DISTCA_DEVICE void wait_groups() {
+  cute::warpgroup_wait<kGroups>();
+}
+/// Keeps the compiler from moving other uses of registers across the start or the end of a product.
+template <class T, int kRegisters>
+DISTCA_DEVICE void pin(T (&registers)[kRegisters]) {
+#pragma unroll
+  for (int i = 0; i < kRegisters; ++i) cute::warpgroup_fence_operand(registers[i]);
+}
+template <class T, int kRows, int kRegisters>
+DISTCA_DEVICE void pin(T (&registers)[kRows][kRegisters]) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) pin(registers[i]);
+}
+
+// ---- arithmetic
+
+/// Never fused with what comes after, nor split: results do not depend on the compiler's choice.
+DISTCA_DEVICE float product(float a, float b) { return __fmul_rn(a, b); }
+DISTCA_DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+/// 2^x, within two units of the last place; 0 for -inf, 1 for 0.
+DISTCA_DEVICE float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+/// 1 / x; 0 for inf.
+DISTCA_DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+/// Two elements, rounded to nearest even, the first in the low half.
+template <class Element>
+DISTCA_DEVICE uint32_t pack(float low, float high) {
+  uint32_t word;
+  if constexpr (std::is_same_v<Element, BFloat16>)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+
+// ---- memory
+
+struct alignas(16) Words4 {
+  uint32_t x[4];
+};
+
+DISTCA_DEVICE void store_shared(void* shared, const Words4& words) {
+  *static_cast<uint4*>(shared) = make_uint4(words.x[0], words.x[1], words.x[2], words.x[3]);
+}
+DISTCA_DEVICE void store_shared(void* shared, uint32_t word) { *static_cast<uint32_t*>(shared) = word; }
+DISTCA_DEVICE void store_global(void* p, const Words4& words) {
+  *static_cast<uint4*>(p) = make_uint4(words.x[0], words.x[1], words.x[2], words.x[3]);
+}
+DISTCA_DEVICE int fetch_add(int* p, int n) { return atomicAdd(p, n); }
+/// p[0..4) += values, at the memory; p is a multiple of 16 bytes.
+DISTCA_DEVICE void add_global(float* p, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+DISTCA_DEVICE int load_acquire(const int* p) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+DISTCA_DEVICE void store_release(int* p, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+/// Orders this thread's accesses to global memory before its later ones for the whole GPU.
+DISTCA_DEVICE void fence_gpu() { __threadfence(); }
+/// A word that another device may be writing.
+DISTCA_DEVICE uint64_t load_signal(const uint64_t* p) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
+  return value;
+}
+
+/// Between two looks at something that others change.
+DISTCA_DEVICE void pause() { __nanosleep(100); }
+
+}  // namespace distca::attention::cuda::hopper

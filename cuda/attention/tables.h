@@ -1,0 +1,197 @@
+// What the kernels read: tables in device memory, made by work_list.h from a Problem, and the arithmetic of tiles, the
+// same for host and device.
+//
+// A tile is a number of consecutive tokens of a task times all query heads that share a key/value head: its row r is
+// query head r % group_heads of token r / group_heads. So one tile of keys serves all heads that share it (packed
+// grouped-query attention), and rows beyond a tile's tokens are never loaded: they stay zero in shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/rows.h"
+
+#ifdef __CUDACC__
+#define DISTCA_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define DISTCA_HOST_DEVICE inline
+#endif
+
+namespace distca::attention::cuda {
+
+/// Document rows of an entry of a block table, and rows of a box of keys that the copy engine loads at once.
+inline constexpr int kTableRows = 64;
+/// Columns of a box: 128 bytes, the width of a swizzled row of shared memory.
+inline constexpr int kBoxColumns = 64;
+
+DISTCA_HOST_DEVICE constexpr int minimum(int a, int b) { return a < b ? a : b; }
+DISTCA_HOST_DEVICE constexpr int maximum(int a, int b) { return a > b ? a : b; }
+DISTCA_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+/// What the copy engine knows of a tensor: CUtensorMap, whose header plain C++ does without.
+struct alignas(128) TensorMap {
+  std::byte opaque[128];
+};
+
+/// A word in memory that somebody else raises: work that waits for it starts when it is at least `value`.
+struct Signal {
+  const uint64_t* word = nullptr;  // null: nothing to wait for
+  uint64_t value = 0;
+};
+
+/// Rows of a document.
+struct RowRange {
+  int begin;
+  int end;
+};
+
+struct GroupEntry {
+  int kv_begin;
+  int kv_end;
+  int first_block;  // document block of the first entry of its block table
+  int blocks;       // index of that entry
+  int k_maps;       // index of the map of the local tensor, the arena's comes after it
+  int v_maps;
+  const float* sinks;
+  int run_begin;  // gradients of keys: runs[run_begin, run_end)
+  int run_end;
+};
+
+struct TaskEntry {
+  int group;
+  int q_begin;
+  int num_rows;
+  int num_tiles;   // for one key/value head
+  int first_tile;  // backward: index of its first tile among all tasks' tiles
+  int q_map;
+  int dout_map;
+  Signal signal;
+  RowView out;
+  RowView lse;
+  RowView delta;
+  RowView dq;
+};
+
+/// Where gradients of some rows of keys go.
+struct RunEntry {
+  int begin;
+  int end;
+  DType dtype;
+  RowView dk;
+  RowView dv;
+};
+
+/// Forward: a tile of a task. Backward: a block of keys of a group, seen by tasks [task, task_end).
+struct WorkItem {
+  int group;
+  int kv_head;
+  int task;
+  int task_end;
+  int index;      // forward: tile of the task. Backward: block of the document
+  int num_tiles;  // backward: tiles that see the block
+  int remote;     // 1: signals are to be awaited
+};
+
+/// A tile whose sums of dq become dq.
+struct StoreItem {
+  int task;
+  int kv_head;
+  int tile;
+};
+
+/// The mask with 32-bit rows.
+struct TileMask {
+  int window;  // 0: none
+  int full;
+
+  DISTCA_HOST_DEVICE int first_key(int row) const { return window == 0 ? 0 : maximum(0, row - window + 1); }
+  DISTCA_HOST_DEVICE int end_key(int row, int kv_end) const { return full ? kv_end : row + 1; }
+};
+
+/// How scores become exponents of two: exponent = score_scale * f(q k), f(x) being sign * x or, with a cap,
+/// cap * tanh(cap_scale * x).
+struct ScoreMap {
+  float exponent_scale;  // > 0
+  float sign;            // 1, -1 or 0
+  float cap;             // 0: none
+  float cap_scale;
+};
+
+/// All that a kernel is given.
+struct KernelParams {
+  const WorkItem* items;
+  const StoreItem* store_items;
+  const TaskEntry* tasks;
+  const GroupEntry* groups;
+  const RunEntry* runs;
+  const int64_t* blocks;
+  const TensorMap* maps;
+  int* next_item;  // how many items have been taken
+  float* dq_sums;  // backward: see QuerySums
+  int* turns;      // deterministic: key blocks that have added to each part of a tile of dq_sums; else null
+  int num_items;
+  int num_store_items;
+  int dim;
+  int v_dim;
+  int group_heads;
+  int tile_tokens;
+  float scale;
+  TileMask mask;
+  ScoreMap scores;
+
+  DISTCA_HOST_DEVICE int tile_rows() const { return tile_tokens * group_heads; }
+};
+
+/// Query rows of a tile, in the document.
+DISTCA_HOST_DEVICE RowRange tile_tokens(const KernelParams& p, const TaskEntry& task, int tile) {
+  const int begin = tile * p.tile_tokens;
+  return {task.q_begin + begin, task.q_begin + minimum(begin + p.tile_tokens, task.num_rows)};
+}
+
+/// The keys that some query row of `rows` sees.
+DISTCA_HOST_DEVICE RowRange visible_keys(const TileMask& mask, RowRange rows, const GroupEntry& group) {
+  return {maximum(mask.first_key(rows.begin), group.kv_begin),
+          minimum(mask.end_key(rows.end - 1, group.kv_end), group.kv_end)};
+}
+
+/// Whether every row of `rows` sees all keys [begin, end).
+DISTCA_HOST_DEVICE bool all_visible(const TileMask& mask, RowRange rows, const GroupEntry& group, int begin, int end) {
+  return begin >= maximum(mask.first_key(rows.end - 1), group.kv_begin) &&
+         end <= minimum(mask.end_key(rows.begin, group.kv_end), group.kv_end);
+}
+
+/// The rows that see some of the keys [begin, end) (not empty).
+DISTCA_HOST_DEVICE RowRange rows_that_see(const TileMask& mask, const TaskEntry& task, int begin, int end) {
+  const int first = mask.full ? task.q_begin : maximum(task.q_begin, begin);
+  const int last = task.q_begin + task.num_rows;
+  return {first, mask.window == 0 ? last : minimum(last, end + mask.window - 1)};
+}
+
+/// The tiles of a task that have such rows; empty: begin >= end.
+DISTCA_HOST_DEVICE RowRange tiles_that_see(const KernelParams& p, const TaskEntry& task, int begin, int end) {
+  const RowRange rows = rows_that_see(p.mask, task, begin, end);
+  if (rows.begin >= rows.end) return {0, 0};
+  return {(rows.begin - task.q_begin) / p.tile_tokens, ceil_div(rows.end - task.q_begin, p.tile_tokens)};
+}
+
+/// Where document row `block * kTableRows` lies: row of the source, and the source.
+struct BlockPlace {
+  int row;
+  int source;
+};
+
+DISTCA_HOST_DEVICE BlockPlace block_place(const KernelParams& p, const GroupEntry& group, int block) {
+  const int64_t entry = p.blocks[group.blocks + block - group.first_block];
+  return {static_cast<int>(entry >> 1), static_cast<int>(entry & 1)};
+}
+
+DISTCA_HOST_DEVICE std::byte* address(const RowView& view, int64_t row, int64_t head) {
+  return view.data + row * view.row_stride + head * view.head_stride;
+}
+
+/// The index of a tile among all tasks' tiles.
+DISTCA_HOST_DEVICE int tile_index(const TaskEntry& task, int kv_head, int tile) {
+  return task.first_tile + kv_head * task.num_tiles + tile;
+}
+
+}  // namespace distca::attention::cuda

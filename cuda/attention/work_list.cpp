@@ -1,0 +1,230 @@
+#include "attention/work_list.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+namespace distca::attention::cuda {
+
+namespace {
+
+int checked(int64_t n, const char* what) {
+  require(n >= -kMostRows && n <= kMostRows, what, " is ", n, "; the CUDA kernels take up to ", kMostRows);
+  return static_cast<int>(n);
+}
+
+void check_aligned(const RowView& view, const char* what) {
+  const auto bits = reinterpret_cast<uintptr_t>(view.data) | static_cast<uintptr_t>(view.row_stride) |
+                    static_cast<uintptr_t>(view.head_stride);
+  require(bits % 16 == 0, what, ": address ", static_cast<const void*>(view.data), " and strides ", view.row_stride,
+          ", ", view.head_stride, " bytes have to be multiples of 16 for the CUDA kernels");
+}
+
+/// The stride of a dimension of one element plays no part, but a map wants a good one.
+int64_t used_stride(int64_t stride, int64_t size) { return size == 1 ? 16 : stride; }
+
+/// `rows` rows of keys, loaded a box of one head at a time.
+int add_key_map(WorkList& list, const RowView& view, int64_t dim, int64_t heads, int64_t rows, const char* what) {
+  const int index = static_cast<int>(list.maps.size());
+  MapSpec& map = list.maps.emplace_back();
+  if (rows <= 0) return index;
+  check_aligned(view, what);
+  map = {view.data,
+         {dim, rows, heads},
+         {used_stride(view.row_stride, rows), used_stride(view.head_stride, heads)},
+         {kBoxColumns, kTableRows, 1}};
+  return index;
+}
+
+/// Rows of queries, loaded some tokens at a time with all heads that share a key/value head.
+int add_query_map(WorkList& list, const RowView& view, int64_t dim, int64_t heads, int64_t rows, const char* what) {
+  const int index = static_cast<int>(list.maps.size());
+  MapSpec& map = list.maps.emplace_back();
+  if (rows <= 0) return index;
+  check_aligned(view, what);
+  map = {view.data,
+         {dim, heads, rows},
+         {used_stride(view.head_stride, heads), used_stride(view.row_stride, rows)},
+         {kBoxColumns, list.params.group_heads, list.params.tile_tokens}};
+  return index;
+}
+
+ScoreMap score_map(const Problem& problem) {
+  constexpr float kLog2E = 1.4426950408889634f;
+  if (problem.softcap != 0.f) return {kLog2E, 1.f, problem.softcap, problem.scale / problem.softcap};
+  if (problem.scale == 0.f) return {1.f, 0.f, 0.f, 0.f};
+  return {std::fabs(problem.scale) * kLog2E, problem.scale > 0.f ? 1.f : -1.f, 0.f, 0.f};
+}
+
+void begin_list(const Problem& problem, TileShape shape, WorkList& list) {
+  list.items.clear();
+  list.store_items.clear();
+  list.tasks.clear();
+  list.groups.clear();
+  list.runs.clear();
+  list.blocks.clear();
+  list.maps.clear();
+  list.costs.clear();
+  list.unsorted.clear();
+  KernelParams& p = list.params = KernelParams{};
+  p.dim = static_cast<int>(problem.heads.dim);
+  p.v_dim = static_cast<int>(problem.heads.v_dim);
+  p.group_heads = checked(problem.heads.group_heads(), "number of query heads that share a key/value head");
+  require(p.group_heads >= 1 && p.group_heads <= shape.rows, p.group_heads,
+          " query heads share a key/value head; the CUDA kernels take up to ", shape.rows);
+  p.tile_tokens = shape.rows / p.group_heads;
+  p.scale = problem.scale;
+  p.mask = {static_cast<int>(std::min(problem.mask.window, kMostRows)), problem.mask.kind == MaskKind::kFull ? 1 : 0};
+  p.scores = score_map(problem);
+}
+
+void add_group(const Problem& problem, const KeyGroup& group, WorkList& list) {
+  GroupEntry entry{};
+  entry.kv_begin = checked(group.kv_begin, "first key row");
+  entry.kv_end = checked(group.kv_end, "end of key rows");
+  entry.first_block = checked(group.first_block, "first key block");
+  entry.blocks = checked(static_cast<int64_t>(list.blocks.size()), "number of key blocks");
+  entry.sinks = group.sinks;
+  // What lies beyond the last row that the table refers to is no part of a source.
+  int64_t rows[2] = {0, 0};
+  for (size_t b = 0; b < group.blocks.size(); ++b) {
+    const int64_t word = group.blocks[b], begin = (group.first_block + static_cast<int64_t>(b)) * kTableRows;
+    const int64_t end = (word >> 1) + std::min(begin + kTableRows, group.kv_end) - begin;
+    checked(word >> 1, "row of a key block");
+    rows[word & 1] = std::max(rows[word & 1], end);
+    list.blocks.push_back(word);
+  }
+  const HeadShape& heads = problem.heads;
+  entry.k_maps = add_key_map(list, group.k[0], heads.dim, group.kv_heads, rows[0], "k");
+  add_key_map(list, group.k[1], heads.dim, group.kv_heads, rows[1], "k in the arena");
+  entry.v_maps = add_key_map(list, group.v[0], heads.v_dim, group.kv_heads, rows[0], "v");
+  add_key_map(list, group.v[1], heads.v_dim, group.kv_heads, rows[1], "v in the arena");
+  list.groups.push_back(entry);
+}
+
+void add_task(const Problem& problem, const Task& task, Signal signal, WorkList& list) {
+  TaskEntry entry{};
+  entry.group = checked(task.group, "number of groups");
+  entry.q_begin = checked(task.q_begin, "first query row");
+  entry.num_rows = checked(task.q_end, "end of query rows") - entry.q_begin;
+  entry.num_tiles = ceil_div(entry.num_rows, list.params.tile_tokens);
+  const int64_t kv_heads = problem.groups[static_cast<size_t>(task.group)].kv_heads;
+  entry.q_map = add_query_map(list, task.q, problem.heads.dim, kv_heads * list.params.group_heads, entry.num_rows, "q");
+  entry.signal = signal;
+  entry.out = task.out;
+  entry.lse = task.lse;
+  entry.delta = task.delta;
+  entry.dq = task.dq;
+  list.tasks.push_back(entry);
+}
+
+/// items = unsorted by (remote, cost descending), else in the order in which they stand.
+void sort_items(WorkList& list) {
+  std::vector<int32_t> order(list.unsorted.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    const auto x = static_cast<size_t>(a), y = static_cast<size_t>(b);
+    if (list.unsorted[x].remote != list.unsorted[y].remote) return list.unsorted[x].remote < list.unsorted[y].remote;
+    return list.costs[x] > list.costs[y];
+  });
+  for (int32_t i : order) list.items.push_back(list.unsorted[static_cast<size_t>(i)]);
+  list.params.num_items = checked(static_cast<int64_t>(list.items.size()), "number of work items");
+}
+
+void add_tables(const Problem& problem, std::span<const Signal> signals, WorkList& list) {
+  require(signals.empty() || signals.size() == problem.tasks.size(), signals.size(), " signals for ",
+          problem.tasks.size(), " tasks");
+  for (const KeyGroup& group : problem.groups) add_group(problem, group, list);
+  for (size_t t = 0; t < problem.tasks.size(); ++t)
+    add_task(problem, problem.tasks[t], signals.empty() ? Signal{} : signals[t], list);
+}
+
+/// Items of one key/value head of a group, blocks ascending, with their costs.
+void add_key_items(const KeyGroup& group, int group_index, int keys, WorkList& list) {
+  const GroupEntry& entry = list.groups[static_cast<size_t>(group_index)];
+  const auto tasks =
+      std::span(list.tasks)
+          .subspan(static_cast<size_t>(group.task_begin), static_cast<size_t>(group.task_end - group.task_begin));
+  const bool remote =
+      std::any_of(tasks.begin(), tasks.end(), [](const TaskEntry& t) { return t.signal.word != nullptr; });
+  const size_t first = list.unsorted.size();
+  for (int block = entry.kv_begin / keys; block * keys < entry.kv_end; ++block) {
+    const int begin = maximum(block * keys, entry.kv_begin), end = minimum((block + 1) * keys, entry.kv_end);
+    WorkItem item{group_index, 0, 0, 0, block, 0, remote ? 1 : 0};
+    for (size_t t = 0; t < tasks.size(); ++t) {
+      const RowRange seeing = tiles_that_see(list.params, tasks[t], begin, end);
+      if (seeing.begin >= seeing.end) continue;
+      const int index = static_cast<int>(group.task_begin + static_cast<int64_t>(t));
+      if (item.task_end == 0) item.task = index;
+      item.task_end = index + 1;
+      item.num_tiles += seeing.end - seeing.begin;
+    }
+    list.unsorted.push_back(item);
+    list.costs.push_back(item.num_tiles);
+  }
+  // As dear as the dearest that comes after it: then sorting by cost keeps the order.
+  for (size_t i = list.costs.size(); i-- > first + 1;) list.costs[i - 1] = std::max(list.costs[i - 1], list.costs[i]);
+  const size_t end = list.unsorted.size();
+  for (int head = 1; head < group.kv_heads; ++head) {
+    for (size_t i = first; i < end; ++i) {
+      list.unsorted.push_back(list.unsorted[i]);
+      list.unsorted.back().kv_head = head;
+      list.costs.push_back(list.costs[i]);
+    }
+  }
+}
+
+}  // namespace
+
+void list_forward(const Problem& problem, std::span<const Signal> signals, TileShape shape, WorkList& list) {
+  begin_list(problem, shape, list);
+  add_tables(problem, signals, list);
+  for (size_t t = 0; t < problem.tasks.size(); ++t) {
+    const TaskEntry& task = list.tasks[t];
+    const GroupEntry& group = list.groups[static_cast<size_t>(task.group)];
+    const auto kv_heads = static_cast<int>(problem.groups[static_cast<size_t>(task.group)].kv_heads);
+    check_aligned(task.out, "out");
+    const int index = static_cast<int>(t), remote = task.signal.word != nullptr ? 1 : 0;
+    for (int head = 0; head < kv_heads; ++head) {
+      for (int tile = 0; tile < task.num_tiles; ++tile) {
+        const RowRange keys = visible_keys(list.params.mask, tile_tokens(list.params, task, tile), group);
+        list.unsorted.push_back({task.group, head, index, index + 1, tile, 0, remote});
+        list.costs.push_back(ceil_div(keys.end, shape.keys) - keys.begin / shape.keys);
+      }
+    }
+  }
+  sort_items(list);
+}
+
+void list_backward(const Problem& problem, std::span<const Signal> signals, TileShape shape, WorkList& list) {
+  begin_list(problem, shape, list);
+  add_tables(problem, signals, list);
+  int64_t num_tiles = 0;
+  for (size_t t = 0; t < problem.tasks.size(); ++t) {
+    TaskEntry& task = list.tasks[t];
+    const auto kv_heads = static_cast<int>(problem.groups[static_cast<size_t>(task.group)].kv_heads);
+    task.dout_map = add_query_map(list, problem.tasks[t].dout, problem.heads.v_dim, kv_heads * list.params.group_heads,
+                                  task.num_rows, "dout");
+    check_aligned(task.dq, "dq");
+    task.first_tile = checked(num_tiles, "number of query tiles");
+    num_tiles += int64_t{kv_heads} * task.num_tiles;
+    for (int head = 0; head < kv_heads; ++head)
+      for (int tile = 0; tile < task.num_tiles; ++tile) list.store_items.push_back({static_cast<int>(t), head, tile});
+  }
+  list.params.num_store_items = checked(num_tiles, "number of query tiles");
+  for (size_t g = 0; g < problem.groups.size(); ++g) {
+    const KeyGroup& group = problem.groups[g];
+    GroupEntry& entry = list.groups[g];
+    entry.run_begin = static_cast<int>(list.runs.size());
+    for (const KeyGradRun& run : group.grads) {
+      check_aligned(run.dk, "dk");
+      check_aligned(run.dv, "dv");
+      list.runs.push_back({static_cast<int>(run.begin), static_cast<int>(run.end), run.dtype, run.dk, run.dv});
+    }
+    entry.run_end = static_cast<int>(list.runs.size());
+    add_key_items(group, static_cast<int>(g), shape.keys, list);
+  }
+  sort_items(list);
+}
+
+}  // namespace distca::attention::cuda

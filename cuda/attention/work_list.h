@@ -1,0 +1,53 @@
+// A Problem as tables for the kernels: plain C++, nothing of CUDA.
+//
+// Forward items are tiles of tasks, longest first. Backward items are blocks of keys: longest first too, but of one
+// key/value head of a group always in ascending order, so that whoever waits for the block before (deterministic mode)
+// waits for an item that was taken earlier. Items that wait for a signal come after all that do not.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "attention/attention.h"
+#include "attention/tables.h"
+
+namespace distca::attention::cuda {
+
+/// Query rows of a tile and keys of a block.
+struct TileShape {
+  int rows;
+  int keys;
+};
+
+/// What a tensor map is made of: three dimensions, the first contiguous, strides of the others in bytes, and the box
+/// that is loaded at once.
+struct MapSpec {
+  const std::byte* data = nullptr;  // null: never loaded from
+  int64_t sizes[3] = {};
+  int64_t strides[2] = {};
+  int box[3] = {};
+};
+
+struct WorkList {
+  std::vector<WorkItem> items;
+  std::vector<StoreItem> store_items;
+  std::vector<TaskEntry> tasks;
+  std::vector<GroupEntry> groups;
+  std::vector<RunEntry> runs;
+  std::vector<int64_t> blocks;
+  std::vector<MapSpec> maps;
+  std::vector<int64_t> costs;  // of items, before they are sorted; kept for its memory
+  std::vector<WorkItem> unsorted;
+  /// All but pointers.
+  KernelParams params;
+};
+
+/// Rows of documents, windows and numbers of things are 32 bit in the kernels.
+inline constexpr int64_t kMostRows = int64_t{1} << 30;
+
+/// Fills `list`, whose memory is used again. `signals`: of each task, or empty. InvalidArgumentError where numbers do
+/// not fit or tensors are not aligned to 16 bytes.
+void list_forward(const Problem& problem, std::span<const Signal> signals, TileShape shape, WorkList& list);
+void list_backward(const Problem& problem, std::span<const Signal> signals, TileShape shape, WorkList& list);
+
+}  // namespace distca::attention::cuda

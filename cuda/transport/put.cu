@@ -1,0 +1,121 @@
+#include <algorithm>
+
+#include "runtime/check.h"
+#include "transport/put.h"
+
+namespace distca::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWordsUnderWay = 4;  // of one thread: as many loads are issued before the first store
+
+template <class Word>
+__device__ void copy_chunk(const PutEntry& e, int64_t first_row, uint32_t num_words) {
+  for (uint32_t begin = threadIdx.x; begin < num_words; begin += kThreads * kWordsUnderWay) {
+    Word words[kWordsUnderWay];
+    std::byte* to[kWordsUnderWay];
+#pragma unroll
+    for (uint32_t j = 0; j < kWordsUnderWay; ++j) {
+      const uint32_t i = begin + j * kThreads;
+      if (i >= num_words) continue;
+      const WordPlace place = place_of_word(e, first_row, i);
+      to[j] = place.to;
+      words[j] = *reinterpret_cast<const Word*>(place.from);
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < kWordsUnderWay; ++j)
+      if (begin + j * kThreads < num_words) *reinterpret_cast<Word*>(to[j]) = words[j];
+  }
+}
+
+__device__ void copy_chunk(const PutEntry& e, const Rows& rows) {
+  const auto num_words = static_cast<uint32_t>((rows.end - rows.begin) * e.words_per_row);
+  switch (e.word_bytes) {
+    case 16:
+      return copy_chunk<uint4>(e, rows.begin, num_words);
+    case 8:
+      return copy_chunk<uint2>(e, rows.begin, num_words);
+    case 4:
+      return copy_chunk<uint32_t>(e, rows.begin, num_words);
+    case 2:
+      return copy_chunk<uint16_t>(e, rows.begin, num_words);
+    default:
+      return copy_chunk<uint8_t>(e, rows.begin, num_words);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1) put_kernel(DevicePutTable table, Guard guard) {
+  __shared__ bool may_write;
+  int32_t allowed = -1;  // the message whose credit this block has seen last
+  for (int32_t chunk = blockIdx.x; chunk < table.num_chunks; chunk += gridDim.x) {
+    const PutEntry& e = table.entries[entry_of_chunk(table.entries, table.num_entries, chunk)];
+    const PutMessage& m = table.messages[e.message];
+    if (threadIdx.x == 0) {
+      may_write = !is_aborted(guard);
+      if (may_write && e.message != allowed && m.credit != nullptr)
+        may_write = await(guard, m.credit, m.credit_value, m.peer, Awaited::kCredit, m.round);
+    }
+    __syncthreads();
+    // Nobody writes any more, and no signal follows: the peers learn of the fault by another word.
+    if (!may_write) return;
+    allowed = e.message;
+
+    copy_chunk(e, rows_of_chunk(e, chunk));
+
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      // The rows of this block come before its count, and the counts of all blocks before the signal.
+      __threadfence_system();
+      if (atomicAdd(&table.chunks_done[e.message], 1u) + 1 == static_cast<uint32_t>(m.num_chunks)) {
+        __threadfence_system();
+        table.chunks_done[e.message] = 0;
+        if (m.signal != nullptr) store_release(m.signal, m.signal_value);
+      }
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    await_kernel(const AwaitedMessage* messages, int32_t num_messages, Guard guard) {
+  if (is_aborted(guard)) return;
+  for (int32_t i = threadIdx.x; i < num_messages; i += kThreads) {
+    const AwaitedMessage& m = messages[i];
+    if (!await(guard, m.word, m.value, m.peer, m.what, m.round)) return;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) fill_nan_kernel(RowView rows, RowExtent n, Guard guard) {
+  if (!is_aborted(guard)) return;
+  const int64_t per_head = n.head_bytes / 2, per_row = n.num_heads * per_head;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < n.num_rows * per_row; i += step) {
+    const int64_t row = i / per_row, head = i % per_row / per_head;
+    auto* const to = reinterpret_cast<uint16_t*>(rows.data + row * rows.row_stride + head * rows.head_stride);
+    to[i % per_head] = 0xffff;  // all ones is a NaN in every dtype
+  }
+}
+
+}  // namespace
+
+void put_rows(const DevicePutTable& table, const Guard& guard, int32_t num_blocks, cudaStream_t stream) {
+  if (table.num_chunks == 0) return;
+  put_kernel<<<static_cast<unsigned>(num_blocks), kThreads, 0, stream>>>(table, guard);
+  check(cudaGetLastError(), "the put kernel");
+}
+
+int64_t bytes_under_way_of_a_block() { return int64_t{kThreads} * kWordsUnderWay * 16; }
+
+void await_messages(const AwaitedMessage* messages, int32_t num_messages, const Guard& guard, cudaStream_t stream) {
+  if (num_messages == 0) return;
+  await_kernel<<<1, kThreads, 0, stream>>>(messages, num_messages, guard);
+  check(cudaGetLastError(), "the kernel that awaits messages");
+}
+
+void fill_nan_if_stopped(const RowView& rows, const RowExtent& n, const Guard& guard, cudaStream_t stream) {
+  if (n.bytes() == 0) return;
+  const int64_t blocks = std::min<int64_t>(1024, (n.bytes() / 2 + kThreads - 1) / kThreads);
+  fill_nan_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(rows, n, guard);
+  check(cudaGetLastError(), "the kernel that fills outputs after a fault");
+}
+
+}  // namespace distca::cuda

@@ -1,0 +1,65 @@
+#include "transport/put_table.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "common/error.h"
+
+namespace distca::cuda {
+namespace {
+
+constexpr int64_t kMaxWordBytes = 16;
+
+/// The largest power of two up to 16 that divides all sizes, strides and addresses.
+int64_t word_bytes(const RowView& to, const RowView& from, const RowExtent& n) {
+  int64_t bits = kMaxWordBytes | n.head_bytes;
+  for (const RowView& view : {to, from}) {
+    bits |= static_cast<int64_t>(reinterpret_cast<uintptr_t>(view.data));
+    if (n.num_heads > 1) bits |= view.head_stride;
+    if (n.num_rows > 1) bits |= view.row_stride;
+  }
+  return bits & -bits;
+}
+
+}  // namespace
+
+void PutTable::open(const PutMessage& message) {
+  messages_.push_back(message);
+  messages_.back().num_chunks = 0;
+}
+
+void PutTable::add(const RowView& to, const RowView& from, const RowExtent& n) {
+  require(!messages_.empty(), "rows are put before a message is opened");
+  if (n.bytes() == 0) return;
+  const int64_t word = word_bytes(to, from, n);
+  const int64_t row_bytes = n.num_heads * n.head_bytes;
+  const int64_t rows_per_chunk = std::clamp<int64_t>(chunk_bytes_ / row_bytes, 1, n.num_rows);
+  // Words of a chunk are counted in 32 bits.
+  require(rows_per_chunk * row_bytes / word <= std::numeric_limits<int32_t>::max(), "a row of ", row_bytes,
+          " bytes is too long to be put");
+  const int64_t num_chunks = (n.num_rows + rows_per_chunk - 1) / rows_per_chunk;
+  require(num_chunks_ + num_chunks <= std::numeric_limits<int32_t>::max(), "a message of ", num_chunks,
+          " chunks is too long");
+  entries_.push_back({from.data, to.data, from.row_stride, from.head_stride, to.row_stride, to.head_stride, n.num_rows,
+                      static_cast<int32_t>(row_bytes / word), static_cast<int32_t>(n.head_bytes / word),
+                      static_cast<int32_t>(word), static_cast<int32_t>(rows_per_chunk), num_chunks_,
+                      static_cast<int32_t>(messages_.size()) - 1});
+  messages_.back().num_chunks += static_cast<int32_t>(num_chunks);
+  num_chunks_ += static_cast<int32_t>(num_chunks);
+  num_bytes_ += n.bytes();
+}
+
+void PutTable::clear() {
+  entries_.clear();
+  messages_.clear();
+  num_chunks_ = 0;
+  num_bytes_ = 0;
+}
+
+int32_t blocks_for(const LinkModel& link, int32_t num_chunks, int64_t bytes_under_way_of_a_block) {
+  const double under_way = static_cast<double>(link.bytes_per_second) * static_cast<double>(link.latency_ns) * 1e-9;
+  const auto blocks = static_cast<int64_t>(under_way / static_cast<double>(bytes_under_way_of_a_block)) + 1;
+  return static_cast<int32_t>(std::clamp<int64_t>(blocks, 1, std::min(link.max_blocks, std::max(num_chunks, 1))));
+}
+
+}  // namespace distca::cuda

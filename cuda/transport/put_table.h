@@ -1,0 +1,119 @@
+// What one launch of the put kernel does, as plain data: messages to peers, whose rows go straight from where they lie
+// into the peers' arenas. Made on the host; addresses are computed by the same functions on host and device, so that
+// the host's tests cover them. Knows nothing of CUDA.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "common/rows.h"
+
+#ifdef __CUDACC__
+#define DISTCA_HOST_DEVICE __host__ __device__
+#else
+#define DISTCA_HOST_DEVICE
+#endif
+
+namespace distca::cuda {
+
+/// One put: rows of heads of words. A word is the largest power of two up to 16 bytes that all addresses allow.
+struct PutEntry {
+  const std::byte* from;
+  std::byte* to;
+  int64_t from_row_stride, from_head_stride, to_row_stride, to_head_stride;  // bytes
+  int64_t num_rows;
+  int32_t words_per_row, words_per_head, word_bytes;
+  int32_t rows_per_chunk;
+  int32_t first_chunk;  // of the table; an entry has ceil(num_rows / rows_per_chunk)
+  int32_t message;
+};
+
+/// All puts to one peer: after its credit, before one signal.
+struct PutMessage {
+  int32_t peer;
+  int32_t num_chunks;
+  const uint64_t* credit;  // own word; the rows may be written once it is >= credit_value. Null: they may now
+  uint64_t credit_value;
+  uint64_t* signal;  // the peer's word, as this rank addresses it. Null: none is written
+  uint64_t signal_value;
+  int64_t round;
+};
+
+struct Rows {
+  int64_t begin, end;
+};
+
+/// Rows of an entry that `chunk` of the table covers.
+DISTCA_HOST_DEVICE inline Rows rows_of_chunk(const PutEntry& e, int32_t chunk) {
+  const int64_t begin = static_cast<int64_t>(chunk - e.first_chunk) * e.rows_per_chunk;
+  const int64_t end = begin + e.rows_per_chunk;
+  return {begin, end < e.num_rows ? end : e.num_rows};
+}
+
+/// The entry that a chunk belongs to.
+template <class Entry>
+DISTCA_HOST_DEVICE inline int32_t entry_of_chunk(const Entry* entries, int32_t num_entries, int32_t chunk) {
+  int32_t low = 0, high = num_entries - 1;
+  while (low < high) {
+    const int32_t middle = (low + high + 1) / 2;
+    if (entries[middle].first_chunk <= chunk)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return low;
+}
+
+struct WordPlace {
+  const std::byte* from;
+  std::byte* to;
+};
+
+/// Where word `i` of the rows from `first_row` on lies; words are counted row by row, head by head.
+DISTCA_HOST_DEVICE inline WordPlace place_of_word(const PutEntry& e, int64_t first_row, uint32_t i) {
+  const uint32_t row_in_chunk = i / static_cast<uint32_t>(e.words_per_row);
+  const uint32_t in_row = i - row_in_chunk * static_cast<uint32_t>(e.words_per_row);
+  const uint32_t head = in_row / static_cast<uint32_t>(e.words_per_head);
+  const int64_t in_head = static_cast<int64_t>(in_row - head * static_cast<uint32_t>(e.words_per_head)) * e.word_bytes;
+  const int64_t row = first_row + row_in_chunk;
+  return {e.from + row * e.from_row_stride + head * e.from_head_stride + in_head,
+          e.to + row * e.to_row_stride + head * e.to_head_stride + in_head};
+}
+
+/// Collects the messages of one launch.
+class PutTable {
+ public:
+  /// A chunk is what one thread block copies at a time: about `chunk_bytes`, at least a row.
+  explicit PutTable(int64_t chunk_bytes = int64_t{32} << 10) : chunk_bytes_(chunk_bytes) {}
+
+  /// Begins the message to a peer; `num_chunks` of it is not looked at.
+  void open(const PutMessage& message);
+  /// Adds rows to the message that was opened last.
+  void add(const RowView& to, const RowView& from, const RowExtent& n);
+  void clear();
+
+  bool empty() const { return entries_.empty(); }
+  std::span<const PutEntry> entries() const { return entries_; }
+  std::span<const PutMessage> messages() const { return messages_; }
+  int32_t num_chunks() const { return num_chunks_; }
+  int64_t num_bytes() const { return num_bytes_; }
+
+ private:
+  int64_t chunk_bytes_;
+  int32_t num_chunks_ = 0;
+  int64_t num_bytes_ = 0;
+  std::vector<PutEntry> entries_;
+  std::vector<PutMessage> messages_;
+};
+
+/// How many thread blocks keep a link busy (Little's law): bytes that must be under way to hide its latency, over those
+/// that one block has under way. The rest of the GPU is left to attention.
+struct LinkModel {
+  int64_t bytes_per_second = int64_t{450} << 30;  // NVLink 4, one direction
+  int64_t latency_ns = 1500;                      // of a load followed by a store to a peer
+  int32_t max_blocks = 32;
+};
+int32_t blocks_for(const LinkModel& link, int32_t num_chunks, int64_t bytes_under_way_of_a_block);
+
+}  // namespace distca::cuda

@@ -1,0 +1,64 @@
+// What one launch of the reduce kernel does: the partial dk, dv that came home in one round are added in the order of
+// the plan, in fp32, in one pass; where no later round adds to a row, it is cast into the returned tensor in that pass.
+// Made on the host from a slice; what a thread does is the same function on host and device. Knows nothing of CUDA.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "plan/tables.h"
+#include "transport/put_table.h"
+
+namespace distca::cuda {
+
+/// Rows of dk or dv of a range of heads: [rows, heads, dim] values, which lie densely in fp32 but in the returned
+/// tensor.
+struct ReduceEntry {
+  float* sum;  // what was added before, unless it `starts` here; what has been added now, unless it `finishes`
+  std::byte* to;
+  int64_t to_row_stride, to_head_stride;  // bytes
+  int64_t num_values;
+  int32_t num_heads, dim;
+  int32_t first_term, num_terms;
+  int32_t first_chunk;
+  bool starts, finishes;
+};
+
+/// Values of an entry that one thread block takes at a time.
+inline constexpr int64_t kReduceChunk = 8192;
+
+/// Values that a thread takes at a time: of one head, for dims are multiples of 8, and aligned in an arena.
+struct alignas(16) Four {
+  float x[4];
+};
+
+/// Values [i, i + 4) of an entry with the terms of this round, added in their order.
+DISTCA_HOST_DEVICE inline Four reduced(const ReduceEntry& e, const float* const* terms, int64_t i) {
+  int32_t t = e.first_term;
+  Four sum = *reinterpret_cast<const Four*>((e.starts ? terms[t++] : e.sum) + i);
+  for (; t < e.first_term + e.num_terms; ++t) {
+    const Four term = *reinterpret_cast<const Four*>(terms[t] + i);
+    for (int j = 0; j < 4; ++j) sum.x[j] += term.x[j];
+  }
+  return sum;
+}
+
+/// Where value `i` goes in the returned tensor.
+DISTCA_HOST_DEVICE inline std::byte* place_of_value(const ReduceEntry& e, int64_t i, int32_t element_bytes) {
+  const int64_t head_of_row = i / e.dim;
+  return e.to + head_of_row / e.num_heads * e.to_row_stride + head_of_row % e.num_heads * e.to_head_stride +
+         i % e.dim * element_bytes;
+}
+
+struct ReduceTable {
+  std::vector<ReduceEntry> entries;
+  std::vector<const float*> terms;
+  int32_t num_chunks = 0;
+};
+
+/// Round `round` of a backward step at home. `arena` is the slot's, `dk` and `dv` are the returned tensors.
+ReduceTable reduce_table(const plan::SliceView& slice, int64_t round, std::byte* arena, const RowView& dk,
+                         const RowView& dv);
+
+}  // namespace distca::cuda

@@ -1,0 +1,86 @@
+"""``transport="nvshmem"``: rows between GPUs of any hosts. Not yet run on a GPU.
+
+Ranks find each other by NVSHMEM's unique id, which travels over the process group: so it makes no difference whether
+torchrun, Slurm or MPI started them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from distca import _C
+from distca.errors import DeviceError, InvalidArgumentError
+from distca.exchange import gather_text
+
+HEAP_VARIABLE = "EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB"
+"""The heap's size in GiB where ``heap_bytes`` is not given; the released DistCA reads the same."""
+
+
+@functools.cache
+def status() -> tuple[str, str]:
+    """Version of NVSHMEM, or else why the transport is not to be had. Loads the libraries; starts nothing."""
+    # In a wheel our library lies beside the one that it needs; elsewhere that one is found if it is loaded already.
+    try:
+        found = importlib.util.find_spec("nvidia.nvshmem")
+    except ModuleNotFoundError:
+        found = None
+    for folder in found.submodule_search_locations or [] if found else []:
+        library = Path(folder) / "lib" / "libnvshmem_host.so.3"
+        if library.exists():
+            ctypes.CDLL(str(library))
+    return _C.nvshmem_status()
+
+
+def heap_bytes_of_environment() -> int | None:
+    """What ``EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB`` asks for, if it is set."""
+    text = os.environ.get(HEAP_VARIABLE)
+    if text is None:
+        return None
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < 1 << 20:
+        raise InvalidArgumentError(f"init: {HEAP_VARIABLE} = {text!r}; a positive number of GiB is expected")
+    return int(size * (1 << 30))
+
+
+def connect(
+    group: dist.ProcessGroup | None, device: str, attention: str, name: str, options: dict[str, Any]
+) -> _C.Context:
+    """Makes this process a rank; collective over the group. ``device`` is ``"cuda:"`` and a number."""
+    rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
+    unique_id, problem = b"", status()[1]
+    if rank == 0 and not problem:
+        try:
+            unique_id = _C.nvshmem_unique_id()
+        except DeviceError as error:
+            problem = str(error)
+    # Told to all, so that none waits for a rank that cannot come.
+    mine = f"{options['slot_bytes']}|{unique_id.hex()}|{problem[:100]}"
+    told = [text.split("|", 2) for text in (gather_text(mine, group) if group is not None else [mine])]
+    for peer, (_, _, problem) in enumerate(told):
+        if problem:
+            raise InvalidArgumentError(f"init: transport 'nvshmem' is not to be had on rank {peer}: {problem}")
+    slots = [int(slot) for slot, _, _ in told]
+    if len(set(slots)) > 1:
+        raise InvalidArgumentError(
+            f"init: the ranks' slots have {slots} bytes; give all ranks the same heap_bytes, or max_tokens and heads"
+        )
+    unique_id = bytes.fromhex(told[0][1])
+    return _C.connect_nvshmem(
+        rank=rank,
+        num_ranks=num_ranks,
+        unique_id=unique_id,
+        device=int(device.removeprefix("cuda:")),
+        attention=attention,
+        name=name,
+        **options,
+    )

@@ -1,0 +1,269 @@
+// What cuda/attention/hopper.h declares, for the emulated machine.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "attention/tables.h"
+#include "attention/work_list.h"
+#include "machine.h"
+
+#define DISTCA_DEVICE inline
+
+namespace distca::attention::cuda::hopper {
+
+using emulation::fail;
+using emulation::machine;
+
+// ---- threads
+
+inline int thread_of_cta() { return machine->fiber().thread; }
+inline int cta() { return machine->cta().index; }
+
+inline void meet(emulation::NamedBarrier& barrier, int threads, bool wait) {
+  if (barrier.arrived != 0 && barrier.threads != threads) fail("threads disagree on the size of a named barrier");
+  barrier.threads = threads;
+  const uint64_t generation = barrier.generation;
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+  }
+  if (wait) machine->await("a named barrier", [&barrier, generation] { return barrier.generation != generation; });
+}
+inline void sync_cta() { meet(machine->cta().named[8], static_cast<int>(machine->cta().queues.size()) * 128, true); }
+inline void sync_named(int barrier, int threads) { meet(machine->cta().named[barrier], threads, true); }
+inline void arrive_named(int barrier, int threads) { meet(machine->cta().named[barrier], threads, false); }
+
+/// All lanes give a value; each gets that of lane `source`.
+template <class T>
+T exchange(T value, int source) {
+  static_assert(sizeof(T) <= 8);
+  emulation::Exchange& e = machine->cta().exchanges[static_cast<size_t>(thread_of_cta() / 32)];
+  // Two rounds, so that a fast lane does not overwrite what a slow one has yet to read.
+  std::memcpy(&e.values[thread_of_cta() % 32], &value, sizeof(T));
+  T result{};
+  for (int round = 0; round < 2; ++round) {
+    const uint64_t generation = e.generation;
+    if (++e.arrived == 32) {
+      e.arrived = 0;
+      ++e.generation;
+    }
+    machine->await("the lanes of its warp", [&e, generation] { return e.generation != generation; });
+    if (round == 0) std::memcpy(&result, &e.values[source], sizeof(T));
+  }
+  return result;
+}
+template <class T>
+T shuffle_xor(T value, int lane_mask) {
+  return exchange(value, (thread_of_cta() % 32) ^ lane_mask);
+}
+template <class T>
+T shuffle_from(T value, int lane) {
+  return exchange(value, lane);
+}
+inline void sync_warp() { exchange(0, 0); }
+template <int kRegisters>
+void raise_registers() {}
+template <int kRegisters>
+void lower_registers() {}
+
+// ---- barriers in shared memory
+
+struct Barrier {
+  int expected;
+  int missing;
+  int bytes;
+  int phase;
+
+  void init(int arrivals) {
+    machine->check_shared(machine->cta(), this, sizeof(*this));
+    expected = missing = arrivals;
+    bytes = phase = 0;
+  }
+  void complete_if_done() {
+    if (missing != 0 || bytes != 0) return;
+    missing = expected;
+    ++phase;
+  }
+  void arrive() {
+    if (missing-- <= 0) fail("more arrivals at a barrier than it was made for");
+    complete_if_done();
+  }
+  void expect_bytes(int n) { bytes += n; }
+  void receive_bytes(int n) {
+    if ((bytes -= n) < 0) fail("more bytes at a barrier than were announced");
+    complete_if_done();
+  }
+  void wait(int parity) {
+    machine->await("a barrier in shared memory", [this, parity] { return phase % 2 != parity; });
+  }
+};
+
+inline void fence_barrier_init() {}
+
+// ---- the asynchronous proxy
+
+inline void fence_shared() { machine->fence(); }
+inline void fence_all() { machine->fence(); }
+inline void acquire_map(const TensorMap* map) { machine->cta().acquired_maps.insert(map); }
+
+inline void load_box(const TensorMap* map, Barrier* barrier, void* shared, int column, int row, int plane) {
+  emulation::Cta& cta = machine->cta();
+  if (cta.acquired_maps.count(map) == 0) fail("a map is used that was not acquired");
+  MapSpec spec;
+  std::memcpy(static_cast<void*>(&spec), map, sizeof(spec));
+  if (spec.data == nullptr) fail("a box is loaded through a map of nothing");
+  if (reinterpret_cast<uintptr_t>(shared) % 1024 != 0) fail("a box is loaded to an address off 1024");
+  machine->later([=, &cta] {
+    auto* dst = static_cast<std::byte*>(shared);
+    for (int z = 0; z < spec.box[2]; ++z) {
+      for (int y = 0; y < spec.box[1]; ++y) {
+        for (int x = 0; x < spec.box[0]; ++x, dst += 2) {
+          auto address = reinterpret_cast<uintptr_t>(dst);
+          address ^= (address >> 3) & 0x70;
+          machine->check_fenced(cta, reinterpret_cast<void*>(address), 2);
+          const int64_t at[3] = {column + x, row + y, plane + z};
+          bool inside = true;
+          for (int d = 0; d < 3; ++d) inside &= at[d] >= 0 && at[d] < spec.sizes[d];
+          if (inside)
+            std::memcpy(reinterpret_cast<void*>(address),
+                        spec.data + at[0] * 2 + at[1] * spec.strides[0] + at[2] * spec.strides[1], 2);
+          else
+            std::memset(reinterpret_cast<void*>(address), 0, 2);
+        }
+      }
+    }
+    barrier->receive_bytes(spec.box[0] * spec.box[1] * spec.box[2] * 2);
+  });
+}
+
+// ---- products
+
+struct BFloat16 {};
+struct Float16 {};
+enum class Columns { kInner, kOuter };
+struct Operand {
+  uint64_t address;
+  int chunk_bytes;
+};
+inline Operand make_operand(const void* shared, int chunk_bytes) {
+  return {reinterpret_cast<uint64_t>(shared), chunk_bytes};
+}
+inline Operand advance(Operand operand, int bytes) {
+  return {operand.address + static_cast<uint64_t>(bytes), operand.chunk_bytes};
+}
+
+inline void start_product(const emulation::Product& mine, float* sums, const uint32_t* registers) {
+  emulation::Fiber& fiber = machine->fiber();
+  emulation::ProductQueue& queue = machine->cta().queues[static_cast<size_t>(fiber.thread / 128)];
+  const size_t index = fiber.started++;
+  if (index == queue.products.size()) queue.products.push_back(std::make_unique<emulation::Product>(mine));
+  emulation::Product& p = *queue.products[index];
+  if (p.columns != mine.columns || p.group != mine.group || p.add != mine.add || p.a_outer != mine.a_outer ||
+      p.b_outer != mine.b_outer || p.a != mine.a || p.b != mine.b || p.a_chunk != mine.a_chunk ||
+      p.b_chunk != mine.b_chunk)
+    fail("threads of a warpgroup start different products");
+  p.sums[fiber.thread % 128] = sums;
+  p.registers[fiber.thread % 128] = registers;
+  ++p.threads;
+}
+
+template <class Element, int kColumnsB, Columns kA, Columns kB>
+void multiply(float (&sums)[kColumnsB / 2], Operand a, Operand b, bool add) {
+  start_product({.columns = kColumnsB,
+                 .group = machine->fiber().ended_groups,
+                 .add = add,
+                 .bfloat16 = std::is_same_v<Element, BFloat16>,
+                 .a_outer = kA == Columns::kOuter,
+                 .b_outer = kB == Columns::kOuter,
+                 .a = a.address,
+                 .b = b.address,
+                 .a_chunk = a.chunk_bytes,
+                 .b_chunk = b.chunk_bytes},
+                sums, nullptr);
+}
+template <class Element, int kColumnsB, Columns kB>
+void multiply(float (&sums)[kColumnsB / 2], const uint32_t (&a)[4], Operand b, bool add) {
+  start_product({.columns = kColumnsB,
+                 .group = machine->fiber().ended_groups,
+                 .add = add,
+                 .bfloat16 = std::is_same_v<Element, BFloat16>,
+                 .b_outer = kB == Columns::kOuter,
+                 .b = b.address,
+                 .b_chunk = b.chunk_bytes},
+                sums, a);
+}
+inline void begin_products() {}
+inline void end_group() { ++machine->fiber().ended_groups; }
+template <int kGroups>
+void wait_groups() {
+  emulation::Fiber& fiber = machine->fiber();
+  emulation::ProductQueue& queue = machine->cta().queues[static_cast<size_t>(fiber.thread / 128)];
+  const int needed = fiber.ended_groups - kGroups;
+  const size_t started = fiber.started;
+  machine->await("its products", [&queue, needed, started] {
+    return queue.done >= started || queue.products[queue.done]->group >= needed;
+  });
+}
+template <class T>
+void pin(T&) {}
+
+// ---- arithmetic
+
+inline float product(float a, float b) { return a * b; }
+inline float fused(float a, float b, float c) { return std::fma(a, b, c); }
+inline float exp2_fast(float x) { return std::exp2(x); }
+inline float reciprocal(float x) { return 1.f / x; }
+template <class Element>
+uint32_t pack(float low, float high) {
+  const auto round = std::is_same_v<Element, BFloat16> ? float_to_bf16 : float_to_fp16;
+  return round(low) | static_cast<uint32_t>(round(high)) << 16;
+}
+
+// ---- memory
+
+struct alignas(16) Words4 {
+  uint32_t x[4];
+};
+inline void check_aligned(const void* p, size_t bytes) {
+  if (reinterpret_cast<uintptr_t>(p) % bytes != 0) fail("an access that is not aligned");
+}
+inline void store_shared(void* shared, const Words4& words) {
+  check_aligned(shared, 16);
+  machine->mark_unfenced(shared, 16);
+  std::memcpy(shared, &words, 16);
+}
+inline void store_shared(void* shared, uint32_t word) {
+  check_aligned(shared, 4);
+  machine->mark_unfenced(shared, 4);
+  std::memcpy(shared, &word, 4);
+}
+inline void store_global(void* p, const Words4& words) {
+  check_aligned(p, 16);
+  std::memcpy(p, &words, 16);
+}
+inline int fetch_add(int* p, int n) {
+  const int old = *p;
+  *p += n;
+  return old;
+}
+inline void add_global(float* p, float a, float b, float c, float d) {
+  check_aligned(p, 16);
+  p[0] += a, p[1] += b, p[2] += c, p[3] += d;
+}
+inline int load_acquire(const int* p) { return *p; }
+inline void store_release(int* p, int value) { *p = value; }
+inline void fence_gpu() {}
+inline uint64_t load_signal(const uint64_t* p) { return *p; }
+/// A kernel that looks again and again at what never changes is found by its sheer number of looks.
+inline void pause() {
+  static int looks = 0;
+  if (++looks > 100000000) fail("a kernel waits for a word that nobody changes");
+  bool first = true;
+  machine->await("a word in memory", [first]() mutable { return !std::exchange(first, false); });
+}
+
+}  // namespace distca::attention::cuda::hopper

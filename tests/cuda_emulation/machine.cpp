@@ -1,0 +1,208 @@
+#include "machine.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "common/dtype.h"
+
+namespace emulation {
+
+Machine* machine = nullptr;
+
+void fail(const std::string& what) {
+  std::fprintf(stderr, "emulated machine: %s\n", what.c_str());
+  std::exit(2);
+}
+
+void Machine::start(uint32_t low, uint32_t high) {
+  auto* self = reinterpret_cast<Machine*>(static_cast<uintptr_t>(low) | static_cast<uintptr_t>(high) << 32);
+  (*self->body_)(self->current_->cta->shared);
+  self->current_->finished = true;
+  --self->current_->cta->alive;
+  swapcontext(&self->current_->context, &self->scheduler_);
+}
+
+void Machine::run(int num_ctas, int num_threads, size_t shared_bytes, const std::function<void(std::byte*)>& body) {
+  constexpr size_t kStack = 128 << 10, kAlignment = 1024;
+  shared_bytes = (shared_bytes + kAlignment - 1) / kAlignment * kAlignment;
+  machine = this;
+  body_ = &body;
+  ctas_.clear();
+  fibers_.clear();
+  for (int c = 0; c < num_ctas; ++c) {
+    Cta& cta = *ctas_.emplace_back(std::make_unique<Cta>());
+    cta.index = c;
+    cta.alive = num_threads;
+    cta.shared = static_cast<std::byte*>(std::aligned_alloc(kAlignment, shared_bytes));
+    cta.shared_bytes = shared_bytes;
+    std::memset(cta.shared, 0xff, shared_bytes);
+    cta.unfenced.assign(shared_bytes / 16, 0);
+    cta.queues.resize(static_cast<size_t>(num_threads / kGroupThreads));
+    cta.exchanges.resize(static_cast<size_t>(num_threads / kWarpThreads));
+    for (int t = 0; t < num_threads; ++t) {
+      Fiber& fiber = *fibers_.emplace_back(std::make_unique<Fiber>());
+      fiber.cta = &cta;
+      fiber.thread = t;
+      fiber.stack.resize(kStack);
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.data();
+      fiber.context.uc_stack.ss_size = kStack;
+      const auto self = reinterpret_cast<uintptr_t>(this);
+      makecontext(&fiber.context, reinterpret_cast<void (*)()>(&Machine::start), 2, static_cast<uint32_t>(self),
+                  static_cast<uint32_t>(self >> 32));
+    }
+  }
+  std::vector<Fiber*> alive;
+  for (auto& fiber : fibers_) alive.push_back(fiber.get());
+  while (!alive.empty()) {
+    bool moved = false;
+    // From a random warp on, so that no order of warps is the only one that is tried.
+    std::rotate(alive.begin(), alive.begin() + static_cast<long>(random() % alive.size()), alive.end());
+    for (Fiber* fiber : alive) {
+      if (fiber->ready && !fiber->ready()) continue;
+      fiber->ready = nullptr;
+      current_ = fiber;
+      moved = true;
+      swapcontext(&scheduler_, &fiber->context);
+    }
+    std::erase_if(alive, [](const Fiber* f) { return f->finished; });
+    moved |= run_pending(false);
+    for (auto& cta : ctas_) moved |= run_products(*cta, false);
+    if (moved) continue;
+    moved = run_pending(true);
+    for (auto& cta : ctas_) moved |= run_products(*cta, true);
+    if (moved || alive.empty()) continue;
+    std::string waiting = "nothing can go on; of CTA.warp wait for";
+    for (const Fiber* fiber : alive)
+      if (fiber->thread % kWarpThreads == 0)
+        waiting += "\n  " + std::to_string(fiber->cta->index) + "." + std::to_string(fiber->thread / kWarpThreads) +
+                   " " + fiber->awaited;
+    fail(waiting);
+  }
+  if (!pending_.empty()) fail("a kernel ended before its copies did");
+  for (auto& cta : ctas_) {
+    for (const NamedBarrier& barrier : cta->named)
+      if (barrier.arrived != 0) fail("a kernel ended with threads that had arrived at a named barrier");
+    for (const ProductQueue& queue : cta->queues)
+      if (queue.done != queue.products.size()) fail("a kernel ended before its products did");
+    std::free(cta->shared);
+  }
+}
+
+void Machine::await(const char* what, std::function<bool()> ready) {
+  if (ready() && random() % 8 != 0) return;  // now and then others go first
+  current_->ready = std::move(ready);
+  current_->awaited = what;
+  Fiber* self = current_;
+  swapcontext(&self->context, &scheduler_);
+}
+
+bool Machine::run_pending(bool all) {
+  bool moved = false;
+  for (size_t i = 0; i < pending_.size();) {
+    if (!all && random() % 4 != 0) {
+      ++i;
+      continue;
+    }
+    auto action = std::move(pending_[i]);
+    pending_.erase(pending_.begin() + static_cast<long>(i));
+    action();
+    moved = true;
+  }
+  return moved;
+}
+
+bool Machine::run_products(Cta& cta, bool all) {
+  bool moved = false;
+  for (ProductQueue& queue : cta.queues) {
+    while (queue.done < queue.products.size() && queue.products[queue.done]->threads == kGroupThreads &&
+           (all || random() % 4 != 0)) {
+      execute(*this, cta, *queue.products[queue.done]);
+      queue.products[queue.done++].reset();
+      moved = true;
+    }
+  }
+  return moved;
+}
+
+void Machine::check_shared(const Cta& cta, const void* p, size_t bytes) const {
+  const auto* at = static_cast<const std::byte*>(p);
+  if (at < cta.shared || at + bytes > cta.shared + cta.shared_bytes) fail("an access beyond shared memory");
+}
+
+void Machine::mark_unfenced(const void* p, size_t bytes) {
+  Cta& c = cta();
+  check_shared(c, p, bytes);
+  const auto first = static_cast<size_t>(static_cast<const std::byte*>(p) - c.shared);
+  for (size_t i = first / 16; i <= (first + bytes - 1) / 16; ++i) c.unfenced[i] = 1 + fiber().thread;
+}
+
+void Machine::fence() {
+  for (int& mark : cta().unfenced)
+    if (mark == 1 + fiber().thread) mark = 0;
+}
+
+void Machine::check_fenced(const Cta& cta, const void* p, size_t bytes) const {
+  check_shared(cta, p, bytes);
+  const auto first = static_cast<size_t>(static_cast<const std::byte*>(p) - cta.shared);
+  for (size_t i = first / 16; i <= (first + bytes - 1) / 16; ++i)
+    if (cta.unfenced[i] != 0) fail("the asynchronous proxy met a store that no fence had followed");
+}
+
+namespace {
+
+float element(const Machine& machine, const Cta& cta, bool bfloat16, uint64_t address) {
+  // Swizzle of 128 bytes: bits 4 to 6 of an address are exclusive-ored with bits 7 to 9.
+  address ^= (address >> 3) & 0x70;
+  const auto* p = reinterpret_cast<const std::byte*>(address);
+  machine.check_fenced(cta, p, 2);
+  uint16_t bits;
+  std::memcpy(&bits, p, 2);
+  return bfloat16 ? distca::bf16_to_float(bits) : distca::fp16_to_float(bits);
+}
+
+/// Element (outer, inner) of an operand, by the canonical layouts of the PTX manual for a swizzle of 128 bytes.
+uint64_t operand_address(uint64_t start, bool outer_columns, int chunk, int outer, int inner) {
+  constexpr int kEightRows = 1024;
+  if (!outer_columns) return start + static_cast<uint64_t>(outer / 8 * kEightRows + outer % 8 * 128 + inner * 2);
+  return start + static_cast<uint64_t>(outer / 64 * chunk + outer % 64 * 2 + inner / 8 * kEightRows + inner % 8 * 128);
+}
+
+}  // namespace
+
+void execute(const Machine& machine, const Cta& cta, const Product& product) {
+  constexpr int kInner = 16, kRows = 64;
+  static thread_local float a[kRows][kInner], b[kInner][256];
+  for (int row = 0; row < kRows; ++row) {
+    for (int k = 0; k < kInner; ++k) {
+      if (product.a != 0) {
+        a[row][k] = element(machine, cta, product.bfloat16,
+                            operand_address(product.a, product.a_outer, product.a_chunk, row, k));
+        continue;
+      }
+      // Register i + 2 j of a thread: its row + 8 i, columns 8 j + twice its number in the quad.
+      const int thread = row / 16 * 32 + row % 8 * 4 + k % 8 / 2;
+      const uint32_t word = product.registers[thread][row % 16 / 8 + 2 * (k / 8)];
+      const auto bits = static_cast<uint16_t>(k % 2 == 0 ? word : word >> 16);
+      a[row][k] = product.bfloat16 ? distca::bf16_to_float(bits) : distca::fp16_to_float(bits);
+    }
+  }
+  for (int k = 0; k < kInner; ++k)
+    for (int column = 0; column < product.columns; ++column)
+      b[k][column] = element(machine, cta, product.bfloat16,
+                             operand_address(product.b, product.b_outer, product.b_chunk, column, k));
+  for (int row = 0; row < kRows; ++row) {
+    float sums[256] = {};
+    for (int k = 0; k < kInner; ++k)
+      for (int column = 0; column < product.columns; ++column) sums[column] += a[row][k] * b[k][column];
+    for (int column = 0; column < product.columns; ++column) {
+      const int thread = row / 16 * 32 + row % 8 * 4 + column % 8 / 2;
+      float& sum = product.sums[thread][column / 8 * 4 + row % 16 / 8 * 2 + column % 2];
+      sum = product.add ? sum + sums[column] : sums[column];
+    }
+  }
+}
+
+}  // namespace emulation

@@ -1,0 +1,128 @@
+// A machine that runs the CUDA kernels' code on a host, for tests: every thread of a CTA is a fiber, and what sm_90a
+// does on its own time, copies into shared memory and matrix products, is done at a random later moment. Written from
+// the definitions of the PTX instructions, not from the kernels.
+//
+// It stops the program with a message where a kernel hangs, leaves a barrier half used, reads with the asynchronous
+// proxy what was written past it without a fence, goes beyond shared memory, or gives the threads of a warpgroup
+// different arguments.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace emulation {
+
+inline constexpr int kWarpThreads = 32;
+inline constexpr int kGroupThreads = 128;
+
+[[noreturn]] void fail(const std::string& what);
+
+/// A product of a warpgroup: what each of its threads gave.
+struct Product {
+  int columns = 0;
+  int group = 0;  // which group of the warpgroup's threads it belongs to
+  bool add = false;
+  bool bfloat16 = false;
+  bool a_outer = false, b_outer = false;
+  uint64_t a = 0, b = 0;         // addresses; a is 0 where it comes from registers
+  int a_chunk = 0, b_chunk = 0;  // bytes from one chunk of columns to the next
+  int threads = 0;               // that have started it
+  float* sums[kGroupThreads] = {};
+  const uint32_t* registers[kGroupThreads] = {};
+};
+
+/// The products of a warpgroup, in the order in which they were started.
+struct ProductQueue {
+  std::vector<std::unique_ptr<Product>> products;
+  size_t done = 0;
+};
+
+struct NamedBarrier {
+  int threads = 0;
+  int arrived = 0;
+  uint64_t generation = 0;
+};
+
+/// What the lanes of a warp exchange.
+struct Exchange {
+  uint64_t values[kWarpThreads] = {};
+  int arrived = 0;
+  uint64_t generation = 0;
+};
+
+struct Cta {
+  int index = 0;
+  int alive = 0;
+  std::byte* shared = nullptr;
+  size_t shared_bytes = 0;
+  std::vector<int> unfenced;  // of each 16 bytes: 1 + the thread whose store no fence has followed, or 0
+  std::set<const void*> acquired_maps;
+  std::vector<ProductQueue> queues;
+  NamedBarrier named[9];  // the last is that of the whole CTA
+  std::vector<Exchange> exchanges;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<std::byte> stack;
+  Cta* cta = nullptr;
+  int thread = 0;
+  bool finished = false;
+  std::function<bool()> ready;  // empty: can go on
+  const char* awaited = "";
+  // Products this thread has started, groups it has ended.
+  size_t started = 0;
+  int ended_groups = 0;
+  size_t exchanges = 0;
+};
+
+class Machine {
+ public:
+  explicit Machine(uint32_t seed) : random(seed) {}
+
+  /// Runs `body` in every thread of `num_ctas` CTAs at once, each with `shared_bytes` of memory full of ones.
+  void run(int num_ctas, int num_threads, size_t shared_bytes, const std::function<void(std::byte* shared)>& body);
+
+  Fiber& fiber() { return *current_; }
+  Cta& cta() { return *current_->cta; }
+  /// Lets others run until `ready` holds.
+  void await(const char* what, std::function<bool()> ready);
+  /// Does something at a later moment.
+  void later(std::function<void()> action) { pending_.push_back(std::move(action)); }
+
+  /// Stores by a thread itself, and by or for the asynchronous proxy.
+  void check_shared(const Cta& cta, const void* p, size_t bytes) const;
+  void mark_unfenced(const void* p, size_t bytes);
+  void fence();
+  void check_fenced(const Cta& cta, const void* p, size_t bytes) const;
+
+  std::mt19937 random;
+
+ private:
+  bool run_pending(bool all);
+  bool run_products(Cta& cta, bool all);
+  static void start(uint32_t low, uint32_t high);
+
+  ucontext_t scheduler_;
+  Fiber* current_ = nullptr;
+  std::vector<std::unique_ptr<Cta>> ctas_;
+  std::vector<std::unique_ptr<Fiber>> fibers_;
+  std::vector<std::function<void()>> pending_;
+  const std::function<void(std::byte*)>* body_ = nullptr;
+};
+
+/// The one that runs.
+extern Machine* machine;
+
+/// Computes a product and gives it to its threads.
+void execute(const Machine& machine, const Cta& cta, const Product& product);
+
+}  // namespace emulation

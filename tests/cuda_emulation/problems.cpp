@@ -1,0 +1,322 @@
+#include "problems.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace problems {
+
+namespace {
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+int64_t pick(std::mt19937& random, int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(random);
+}
+
+Array random_array(DType dtype, int64_t rows, int64_t heads, int64_t dim, std::mt19937& random) {
+  Array a(rows, heads, dim);
+  std::normal_distribution<double> normal;
+  for (double& x : a.x) {
+    std::byte bits[4];
+    write(dtype, bits, normal(random));
+    x = read(dtype, bits);
+  }
+  return a;
+}
+
+bool sees(const Mask& mask, int64_t row, int64_t key) {
+  if (mask.kind == MaskKind::kFull) return true;
+  return key <= row && (mask.window == 0 || key > row - mask.window);
+}
+
+}  // namespace
+
+float read(DType dtype, const std::byte* p) {
+  if (dtype == DType::kFloat32) {
+    float x;
+    std::memcpy(&x, p, 4);
+    return x;
+  }
+  uint16_t bits;
+  std::memcpy(&bits, p, 2);
+  return dtype == DType::kBFloat16 ? distca::bf16_to_float(bits) : distca::fp16_to_float(bits);
+}
+
+void write(DType dtype, std::byte* p, double x) {
+  const auto f = static_cast<float>(x);
+  const uint16_t bits = dtype == DType::kBFloat16 ? distca::float_to_bf16(f) : distca::float_to_fp16(f);
+  if (dtype == DType::kFloat32)
+    std::memcpy(p, &f, 4);
+  else
+    std::memcpy(p, &bits, 2);
+}
+
+Case random_case(HeadShape heads, int64_t most_rows, std::mt19937& random) {
+  Case c;
+  c.heads = heads;
+  c.length = pick(random, 1, most_rows);
+  if (pick(random, 0, 3) == 0) c.mask.kind = MaskKind::kFull;
+  if (c.mask.kind == MaskKind::kCausal && pick(random, 0, 2) == 0) c.mask.window = pick(random, 1, most_rows);
+  c.scale = 1.f / std::sqrt(static_cast<float>(heads.dim));
+  if (pick(random, 0, 4) == 0) c.scale = -c.scale;
+  if (pick(random, 0, 2) == 0) c.softcap = 1.5f;
+  c.q = random_array(heads.dtype, c.length, heads.q_heads, heads.dim, random);
+  c.k = random_array(heads.dtype, c.length, heads.kv_heads, heads.dim, random);
+  c.v = random_array(heads.dtype, c.length, heads.kv_heads, heads.v_dim, random);
+  c.dout = random_array(heads.dtype, c.length, heads.q_heads, heads.v_dim, random);
+  c.has_sinks = pick(random, 0, 2) == 0;
+  for (int64_t h = 0; h < heads.q_heads; ++h)
+    c.sinks.push_back(static_cast<float>(std::normal_distribution<double>()(random)));
+  return c;
+}
+
+Answer answer(const Case& c, const std::vector<bool>& covered) {
+  const HeadShape& heads = c.heads;
+  Answer a{Array(c.length, heads.q_heads, heads.v_dim), Array(c.length, heads.q_heads, 1),
+           Array(c.length, heads.q_heads, heads.dim), Array(c.length, heads.kv_heads, heads.dim),
+           Array(c.length, heads.kv_heads, heads.v_dim)};
+  const auto n = static_cast<size_t>(c.length);
+  std::vector<double> scores(n), slopes(n), probs(n);
+  for (int64_t row = 0; row < c.length; ++row) {
+    if (!covered[static_cast<size_t>(row)]) continue;
+    for (int64_t head = 0; head < heads.q_heads; ++head) {
+      const int64_t kv_head = head / heads.group_heads();
+      double sum = c.has_sinks ? std::exp(static_cast<double>(c.sinks[static_cast<size_t>(head)])) : 0.;
+      for (int64_t key = 0; key < c.length; ++key) {
+        const auto i = static_cast<size_t>(key);
+        double s = 0;
+        for (int64_t d = 0; d < heads.dim; ++d) s += c.q.at(row, head)[d] * c.k.at(key, kv_head)[d];
+        s *= c.scale;
+        slopes[i] = c.scale;
+        if (c.softcap != 0.f) {
+          const double t = std::tanh(s / c.softcap);
+          s = c.softcap * t;
+          slopes[i] *= 1 - t * t;
+        }
+        scores[i] = sees(c.mask, row, key) ? s : -kInfinity;
+        sum += std::exp(scores[i]);
+      }
+      a.lse.at(row, head)[0] = std::log(sum);
+      double* out = a.out.at(row, head);
+      for (int64_t key = 0; key < c.length; ++key) {
+        probs[static_cast<size_t>(key)] = std::exp(scores[static_cast<size_t>(key)]) / sum;
+        for (int64_t d = 0; d < heads.v_dim; ++d) out[d] += probs[static_cast<size_t>(key)] * c.v.at(key, kv_head)[d];
+      }
+      const double* dout = c.dout.at(row, head);
+      double delta = 0;
+      for (int64_t d = 0; d < heads.v_dim; ++d) delta += out[d] * dout[d];
+      for (int64_t key = 0; key < c.length; ++key) {
+        const double p = probs[static_cast<size_t>(key)];
+        double dp = 0;
+        for (int64_t d = 0; d < heads.v_dim; ++d) {
+          dp += c.v.at(key, kv_head)[d] * dout[d];
+          a.dv.at(key, kv_head)[d] += p * dout[d];
+        }
+        const double ds = p * (dp - delta) * slopes[static_cast<size_t>(key)];
+        for (int64_t d = 0; d < heads.dim; ++d) {
+          a.dq.at(row, head)[d] += ds * c.k.at(key, kv_head)[d];
+          a.dk.at(key, kv_head)[d] += ds * c.q.at(row, head)[d];
+        }
+      }
+    }
+  }
+  return a;
+}
+
+namespace {
+
+/// Fresh memory, not a number anywhere, for [rows, heads, dim] with some more after each row.
+RowView fresh(Placement& p, DType dtype, int64_t rows, int64_t heads, int64_t dim, std::mt19937& random) {
+  const int64_t size = distca::dtype_bytes(dtype), head_stride = (dim * size + 15) / 16 * 16;
+  const int64_t row_stride = heads * head_stride + 16 * pick(random, 0, 2);
+  auto& bytes = p.memory.emplace_back(static_cast<size_t>(rows * row_stride + 64), std::byte{0xff});
+  auto base = reinterpret_cast<uintptr_t>(bytes.data());
+  return {reinterpret_cast<std::byte*>((base + 15) / 16 * 16), row_stride, head_stride};
+}
+
+void copy_in(DType dtype, const Array& from, int64_t row, int64_t head, int64_t rows, int64_t heads, RowView to) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t d = 0; d < from.dim; ++d)
+        write(dtype, to.at(i, h) + d * distca::dtype_bytes(dtype), from.at(row + i, head + h)[d]);
+}
+
+void cut_tasks(const Case& c, Placement& p, std::mt19937& random) {
+  for (int64_t row = 0; row < c.length;) {
+    const int64_t end = std::min(c.length, row + pick(random, 1, c.length));
+    if (pick(random, 0, 3) > 0 || (end == c.length && p.tasks.empty())) p.tasks.push_back({row, end});
+    row = end;
+  }
+  p.kv_begin = c.mask.first_key(p.tasks.front().begin);
+  p.kv_end = c.mask.kind == MaskKind::kFull ? c.length : p.tasks.back().end;
+  p.covered.assign(static_cast<size_t>(c.length), false);
+  for (const auto& t : p.tasks) std::fill(p.covered.begin() + t.begin, p.covered.begin() + t.end, true);
+}
+
+/// One head range of the document as a group, its tasks after those that are there.
+void place_group(const Case& c, int64_t first_head, int64_t kv_heads, bool remote, Placement& p, std::mt19937& random) {
+  constexpr int64_t kRows = attention::kKeyBlockRows;
+  const DType dtype = c.heads.dtype;
+  const int64_t per_group = c.heads.group_heads(), q_heads = kv_heads * per_group;
+  attention::KeyGroup& group = p.groups.emplace_back();
+  group.kv_heads = kv_heads;
+  group.kv_begin = p.kv_begin;
+  group.kv_end = p.kv_end;
+  group.first_block = p.kv_begin / kRows;
+  if (c.has_sinks) group.sinks = c.sinks.data() + first_head * per_group;
+
+  // Blocks in any order, in one of two sources; between them rows that belong to nobody.
+  auto& blocks = p.blocks.emplace_back();
+  int64_t rows[2] = {0, 0};
+  const int64_t num_blocks = (p.kv_end - 1) / kRows + 1 - group.first_block;
+  for (int64_t b = 0; b < num_blocks; ++b) {
+    const int64_t start = (group.first_block + b) * kRows, begin = std::max(start, p.kv_begin);
+    const int64_t source = pick(random, 0, 1);
+    rows[source] += pick(random, 0, 3) == 0 ? pick(random, 1, 70) : 0;
+    blocks.push_back(2 * (rows[source] - (begin - start)) + source);
+    rows[source] += std::min(start + kRows, p.kv_end) - begin;
+  }
+  group.blocks = blocks;
+  for (int s = 0; s < 2; ++s) {
+    group.k[s] = fresh(p, dtype, rows[s], kv_heads, c.heads.dim, random);
+    group.v[s] = fresh(p, dtype, rows[s], kv_heads, c.heads.v_dim, random);
+  }
+  std::vector<std::function<void()>> copies;
+  for (int64_t b = 0; b < num_blocks; ++b) {
+    const int64_t start = (group.first_block + b) * kRows, begin = std::max(start, p.kv_begin);
+    const int64_t end = std::min(start + kRows, p.kv_end), word = blocks[static_cast<size_t>(b)];
+    const RowView k = group.k[word & 1].from_row((word >> 1) + begin - start);
+    const RowView v = group.v[word & 1].from_row((word >> 1) + begin - start);
+    copies.emplace_back([&c, dtype, begin, end, first_head, kv_heads, k, v] {
+      copy_in(dtype, c.k, begin, first_head, end - begin, kv_heads, k);
+      copy_in(dtype, c.v, begin, first_head, end - begin, kv_heads, v);
+    });
+  }
+
+  group.task_begin = static_cast<int64_t>(p.task_table.size());
+  for (const auto& range : p.tasks) {
+    const int64_t n = range.end - range.begin;
+    attention::Task& task = p.task_table.emplace_back();
+    task.group = static_cast<int64_t>(p.groups.size()) - 1;
+    task.q_begin = range.begin;
+    task.q_end = range.end;
+    task.q = fresh(p, dtype, n, q_heads, c.heads.dim, random);
+    task.dout = fresh(p, dtype, n, q_heads, c.heads.v_dim, random);
+    const bool in_place = c.heads.dim == c.heads.v_dim && pick(random, 0, 1) == 0;
+    task.out = in_place ? task.q : fresh(p, dtype, n, q_heads, c.heads.v_dim, random);
+    task.dq = in_place ? task.dout : fresh(p, dtype, n, q_heads, c.heads.dim, random);
+    task.lse = fresh(p, DType::kFloat32, n, q_heads, 1, random);
+    task.delta = fresh(p, DType::kFloat32, n, q_heads, 1, random);
+    copies.emplace_back([&c, dtype, range, n, first_head, per_group, q_heads, q = task.q, dout = task.dout] {
+      copy_in(dtype, c.q, range.begin, first_head * per_group, n, q_heads, q);
+      copy_in(dtype, c.dout, range.begin, first_head * per_group, n, q_heads, dout);
+    });
+  }
+  group.task_end = static_cast<int64_t>(p.task_table.size());
+
+  auto& runs = p.runs.emplace_back();
+  for (int64_t row = p.kv_begin; row < p.kv_end;) {
+    const int64_t end = std::min(p.kv_end, row + pick(random, 1, 200));
+    const DType run = pick(random, 0, 1) == 0 ? dtype : DType::kFloat32;
+    runs.push_back({row, end, run, fresh(p, run, end - row, kv_heads, c.heads.dim, random),
+                    fresh(p, run, end - row, kv_heads, c.heads.v_dim, random)});
+    row = end;
+  }
+  group.grads = runs;
+
+  p.words.push_back(std::make_unique<uint64_t>(4));
+  uint64_t* word = p.words.back().get();
+  p.arrivals.emplace_back([copies, word] {
+    for (const auto& copy : copies) copy();
+    *word = 7;
+  });
+  p.signals.resize(p.task_table.size(), remote ? attention::cuda::Signal{word, 7} : attention::cuda::Signal{});
+}
+
+}  // namespace
+
+std::unique_ptr<Placement> place(const Case& c, bool remote, std::mt19937& random) {
+  auto p = std::make_unique<Placement>();
+  cut_tasks(c, *p, random);
+  p->head_split = pick(random, 0, c.heads.kv_heads - 1);
+  // Spans point into these.
+  p->blocks.reserve(2);
+  p->runs.reserve(2);
+  if (p->head_split > 0) place_group(c, 0, p->head_split, false, *p, random);
+  place_group(c, p->head_split, c.heads.kv_heads - p->head_split, remote, *p, random);
+  p->problem = {c.heads, c.mask, c.scale, p->groups, p->task_table, c.softcap};
+  return p;
+}
+
+void give_statistics(const Case& c, const Answer& right, Placement& p) {
+  int64_t first_head = 0;
+  for (const attention::KeyGroup& group : p.groups) {
+    const int64_t q_heads = group.kv_heads * c.heads.group_heads(), first = first_head * c.heads.group_heads();
+    for (int64_t t = group.task_begin; t < group.task_end; ++t) {
+      const attention::Task& task = p.task_table[static_cast<size_t>(t)];
+      for (int64_t row = task.q_begin; row < task.q_end; ++row) {
+        for (int64_t h = 0; h < q_heads; ++h) {
+          double delta = 0;
+          for (int64_t d = 0; d < c.heads.v_dim; ++d)
+            delta += right.out.at(row, first + h)[d] * c.dout.at(row, first + h)[d];
+          write(DType::kFloat32, task.lse.at(row - task.q_begin, h), right.lse.at(row, first + h)[0]);
+          write(DType::kFloat32, task.delta.at(row - task.q_begin, h), delta);
+        }
+      }
+    }
+    first_head += group.kv_heads;
+  }
+}
+
+Answer results(const Case& c, const Placement& p) {
+  const HeadShape& heads = c.heads;
+  Answer a{Array(c.length, heads.q_heads, heads.v_dim), Array(c.length, heads.q_heads, 1),
+           Array(c.length, heads.q_heads, heads.dim), Array(c.length, heads.kv_heads, heads.dim),
+           Array(c.length, heads.kv_heads, heads.v_dim)};
+  for (Array* array : {&a.out, &a.lse, &a.dq, &a.dk, &a.dv}) std::fill(array->x.begin(), array->x.end(), kNan);
+  const auto copy_out = [](DType dtype, RowView from, int64_t rows, int64_t n, Array& to, int64_t row, int64_t head) {
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t h = 0; h < n; ++h)
+        for (int64_t d = 0; d < to.dim; ++d)
+          to.at(row + i, head + h)[d] = read(dtype, from.at(i, h) + d * distca::dtype_bytes(dtype));
+  };
+  int64_t first_head = 0;
+  for (const attention::KeyGroup& group : p.groups) {
+    const int64_t q_heads = group.kv_heads * heads.group_heads(), first = first_head * heads.group_heads();
+    for (int64_t t = group.task_begin; t < group.task_end; ++t) {
+      const attention::Task& task = p.task_table[static_cast<size_t>(t)];
+      const int64_t n = task.q_end - task.q_begin;
+      copy_out(heads.dtype, task.out, n, q_heads, a.out, task.q_begin, first);
+      copy_out(DType::kFloat32, task.lse, n, q_heads, a.lse, task.q_begin, first);
+      copy_out(heads.dtype, task.dq, n, q_heads, a.dq, task.q_begin, first);
+    }
+    for (const attention::KeyGradRun& run : group.grads) {
+      copy_out(run.dtype, run.dk, run.end - run.begin, group.kv_heads, a.dk, run.begin, first_head);
+      copy_out(run.dtype, run.dv, run.end - run.begin, group.kv_heads, a.dv, run.begin, first_head);
+    }
+    first_head += group.kv_heads;
+  }
+  return a;
+}
+
+Difference difference(const Array& got, const Array& right, const std::vector<bool>& rows) {
+  double squares = 0, of_right = 0;
+  Difference result;
+  const int64_t per_row = right.heads * right.dim;
+  for (size_t row = 0; row < rows.size(); ++row) {
+    if (!rows[row]) continue;
+    for (int64_t i = 0; i < per_row; ++i) {
+      const auto at = row * static_cast<size_t>(per_row) + static_cast<size_t>(i);
+      const double d = got.x[at] - right.x[at];
+      squares += d * d;
+      of_right += right.x[at] * right.x[at];
+      if (!(std::fabs(d) <= result.largest)) result.largest = std::isnan(d) ? kInfinity : std::fabs(d);
+    }
+  }
+  result.rms = of_right == 0 ? std::sqrt(squares) : std::sqrt(squares / of_right);
+  if (std::isnan(result.rms)) result.rms = kInfinity;
+  return result;
+}
+
+}  // namespace problems

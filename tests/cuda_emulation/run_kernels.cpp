@@ -1,0 +1,194 @@
+// Runs the code of the CUDA kernels on the emulated machine (machine.h): random problems, of which every row that must
+// not be read is not a number, against float64; and twice over differently cut tasks, whose rows have to be the same
+// bits. Prints the errors of each; ends with 1 where one is too large.
+//
+// run_kernels PASS DIM V_DIM DTYPE ROUNDS SEED
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#include "attention/backward_kernel.h"
+#include "attention/forward_kernel.h"
+#include "attention/work_list.h"
+#include "machine.h"
+#include "problems.h"
+
+namespace {
+
+using namespace distca::attention::cuda;
+using problems::Answer;
+using problems::Array;
+using problems::Case;
+using problems::Placement;
+
+int failures = 0;
+
+void check(const char* name, const Array& got, const Array& right, const std::vector<bool>& rows, double bound) {
+  const problems::Difference d = problems::difference(got, right, rows);
+  const bool good = d.rms <= bound;
+  std::printf("  %-4s rms %.2e of %.2e, largest %.2e%s\n", name, d.rms, bound, d.largest, good ? "" : "  TOO LARGE");
+  failures += good ? 0 : 1;
+}
+
+void check_same(const char* name, const Array& a, const Array& b, const std::vector<bool>& x,
+                const std::vector<bool>& y) {
+  const auto per_row = static_cast<size_t>(a.heads * a.dim);
+  size_t different = 0, rows = 0;
+  for (size_t row = 0; row < x.size(); ++row) {
+    if (!x[row] || !y[row]) continue;
+    ++rows;
+    different += std::memcmp(&a.x[row * per_row], &b.x[row * per_row], per_row * sizeof(double)) != 0 ? 1 : 0;
+  }
+  if (different == 0) return;
+  std::printf("  %-4s %zu of %zu rows DIFFER between two ways to cut the tasks\n", name, different, rows);
+  ++failures;
+}
+
+/// Pointers of a list's tables, as the launcher makes them.
+struct Tables {
+  std::vector<TensorMap> maps;
+  int next_item = 0;
+
+  KernelParams params(const WorkList& list) {
+    KernelParams p = list.params;
+    maps.resize(list.maps.size());
+    for (size_t i = 0; i < maps.size(); ++i) {
+      static_assert(sizeof(MapSpec) <= sizeof(TensorMap));
+      std::memcpy(static_cast<void*>(&maps[i]), &list.maps[i], sizeof(MapSpec));
+    }
+    p.items = list.items.data();
+    p.store_items = list.store_items.data();
+    p.tasks = list.tasks.data();
+    p.groups = list.groups.data();
+    p.runs = list.runs.data();
+    p.blocks = list.blocks.data();
+    p.maps = maps.data();
+    p.next_item = &next_item;
+    return p;
+  }
+};
+
+/// Lets rows arrive, those of remote groups some time after the start.
+void let_arrive(emulation::Machine& machine, Placement& placement, bool remote) {
+  for (size_t g = 0; g < placement.arrivals.size(); ++g) {
+    if (!remote || g + 1 < placement.arrivals.size()) {
+      placement.arrivals[g]();
+      continue;
+    }
+    auto wait = std::make_shared<std::function<void(int)>>();
+    *wait = [&machine, wait, arrive = placement.arrivals[g]](int rounds) {
+      if (rounds == 0) return arrive();
+      machine.later([wait, rounds] { (*wait)(rounds - 1); });
+    };
+    (*wait)(20);
+  }
+}
+
+template <class Config>
+void run_forward(Placement& placement, bool remote, std::mt19937& random) {
+  WorkList list;
+  list_forward(placement.problem, remote ? std::span(placement.signals) : std::span<Signal>(),
+               {Config::kRows, Config::kKeys}, list);
+  Tables tables;
+  const KernelParams params = tables.params(list);
+  emulation::Machine machine(static_cast<uint32_t>(random()));
+  let_arrive(machine, placement, remote);
+  machine.run(2, kThreads, sizeof(typename Config::Shared), [&](std::byte* shared) {
+    forward_cta<Config>(params, *reinterpret_cast<typename Config::Shared*>(shared));
+  });
+}
+
+template <class Config>
+void run_backward(Placement& placement, bool remote, bool deterministic, std::mt19937& random) {
+  WorkList list;
+  list_backward(placement.problem, remote ? std::span(placement.signals) : std::span<Signal>(),
+                {Config::kRows, Config::kKeys}, list);
+  Tables tables;
+  KernelParams params = tables.params(list);
+  const auto num_tiles = static_cast<size_t>(params.num_store_items);
+  std::vector<hopper::Words4> sums(num_tiles * Config::kParts * 1024);  // for their alignment
+  std::vector<int> turns(num_tiles * Config::kTurnsPerTile);
+  params.dq_sums = reinterpret_cast<float*>(sums.data());
+  params.turns = deterministic ? turns.data() : nullptr;
+  emulation::Machine machine(static_cast<uint32_t>(random()));
+  let_arrive(machine, placement, remote);
+  machine.run(3, kThreads, sizeof(typename Config::Shared), [&](std::byte* shared) {
+    backward_cta<Config>(params, *reinterpret_cast<typename Config::Shared*>(shared));
+  });
+  for (int i = 0; i < params.num_store_items; ++i) store_queries<Config>(params, params.store_items[i], 0, 1);
+}
+
+template <class Element, int kDim, int kValueDim>
+void run_round(const std::string& pass, distca::HeadShape heads, std::mt19937& random) {
+  const Case c = problems::random_case(heads, 500, random);
+  std::printf("%s: %lld rows, %lld heads on %lld, %s, window %lld, scale %g, softcap %g%s\n", pass.c_str(),
+              static_cast<long long>(c.length), static_cast<long long>(heads.q_heads),
+              static_cast<long long>(heads.kv_heads), c.mask.kind == distca::MaskKind::kFull ? "full" : "causal",
+              static_cast<long long>(c.mask.window), static_cast<double>(c.scale), static_cast<double>(c.softcap),
+              c.has_sinks ? ", sinks" : "");
+  const double roundoff = heads.dtype == distca::DType::kBFloat16 ? 0x1p-8 : 0x1p-11;
+  const bool deterministic = random() % 2 == 0;
+  Answer first;
+  std::vector<bool> first_covered;
+  for (int i = 0; i < 2; ++i) {
+    const bool remote = random() % 2 == 0;
+    const auto placement = problems::place(c, remote, random);
+    const Answer right = problems::answer(c, placement->covered);
+    if (pass == "backward") {
+      problems::give_statistics(c, right, *placement);
+      run_backward<BackwardConfig<Element, kDim, kValueDim>>(*placement, remote, deterministic, random);
+      const Answer got = problems::results(c, *placement);
+      std::vector<bool> keys(static_cast<size_t>(c.length));
+      std::fill(keys.begin() + placement->kv_begin, keys.begin() + placement->kv_end, true);
+      check("dq", got.dq, right.dq, placement->covered, 1.5 * roundoff);
+      check("dk", got.dk, right.dk, keys, 1.5 * roundoff);
+      check("dv", got.dv, right.dv, keys, 1.5 * roundoff);
+      if (i == 1 && deterministic) check_same("dq", first.dq, got.dq, first_covered, placement->covered);
+      first = got;
+    } else {
+      run_forward<ForwardConfig<Element, kDim, kValueDim>>(*placement, remote, random);
+      const Answer got = problems::results(c, *placement);
+      check("out", got.out, right.out, placement->covered, roundoff);
+      check("lse", got.lse, right.lse, placement->covered, 1e-6);
+      if (i == 1) check_same("out", first.out, got.out, first_covered, placement->covered);
+      if (i == 1) check_same("lse", first.lse, got.lse, first_covered, placement->covered);
+      first = got;
+    }
+    first_covered = placement->covered;
+  }
+}
+
+template <int kDim, int kValueDim>
+void run_rounds(const std::string& pass, distca::HeadShape heads, int rounds, std::mt19937& random) {
+  for (int i = 0; i < rounds; ++i) {
+    constexpr int kShared[] = {1, 2, 3, 4, 5, 8};
+    heads.kv_heads = 1 + static_cast<int64_t>(random() % 2);
+    heads.q_heads = heads.kv_heads * kShared[random() % 6];
+    if (heads.dtype == distca::DType::kBFloat16)
+      run_round<hopper::BFloat16, kDim, kValueDim>(pass, heads, random);
+    else
+      run_round<hopper::Float16, kDim, kValueDim>(pass, heads, random);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 7) return 3;
+  const std::string pass = argv[1];
+  const int rounds = std::atoi(argv[5]);
+  std::mt19937 random(static_cast<uint32_t>(std::atoi(argv[6])));
+  distca::HeadShape heads;
+  heads.dim = std::atoi(argv[2]);
+  heads.v_dim = std::atoi(argv[3]);
+  heads.dtype = std::string(argv[4]) == "bfloat16" ? distca::DType::kBFloat16 : distca::DType::kFloat16;
+  if (heads.dim <= 64 && heads.v_dim <= 64)
+    run_rounds<64, 64>(pass, heads, rounds, random);
+  else if (heads.dim <= 128 && heads.v_dim <= 128)
+    run_rounds<128, 128>(pass, heads, rounds, random);
+  else if (heads.dim <= 192 && heads.v_dim <= 128)
+    run_rounds<192, 128>(pass, heads, rounds, random);
+  else
+    run_rounds<256, 256>(pass, heads, rounds, random);
+  return failures == 0 ? 0 : 1;
+}

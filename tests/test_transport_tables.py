@@ -1,0 +1,33 @@
+"""What the GPU's put and reduce kernels are told to do, done on the host: no GPU and no CUDA compiler is needed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+COMPILER = os.environ.get("CXX") or shutil.which("c++") or "c++"
+
+
+@pytest.mark.skipif(shutil.which(COMPILER) is None, reason="there is no C++ compiler here")
+def test_put_and_reduce_tables_move_and_add_what_plain_loops_do(tmp_path: Path) -> None:
+    program = tmp_path / "transport_tables"
+    sources = [ROOT / "tests/transport_tables.cpp", *sorted((ROOT / "cuda/transport").glob("*_table.cpp"))]
+    library = Path(str(files("distca")))
+    # Undefined behaviour, a misaligned access among it, ends the program.
+    options = ["-std=c++20", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    includes = ["-I", str(ROOT / "cpp"), "-I", str(ROOT / "cuda")]
+    link = ["-L", str(library), "-ldistca", f"-Wl,-rpath,{library}"]
+    command = [COMPILER, *options, *includes, *map(str, sources), *link, "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    ran = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    counts = re.fullmatch(r"(\d+) sums, (\d+) of them carried to a later round\n", ran.stdout)
+    assert counts is not None and int(counts[1]) > 100 and int(counts[2]) > 100, ran.stdout
