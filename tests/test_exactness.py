@@ -172,6 +172,17 @@ def test_a_document_over_eight_ranks_whose_gradients_come_home_in_rounds_is_as_e
     pool.check()
 
 
+def test_gradients_that_come_home_at_once_are_bitwise_those_that_come_in_rounds() -> None:
+    shape = distca.Heads(4, 2, 16, dtype=torch.bfloat16)
+    in_rounds, at_once = (
+        distca.plan(spill((1500,), 8), shape, tolerance=0.0, min_rows=1, overlap=overlap) for overlap in (False, True)
+    )
+    assert at_once.stats.slot_bytes > in_rounds.stats.slot_bytes
+    batch = random_batch((1500,), shape, seed=27)
+    for ours, theirs in zip(compute(batch, at_once, reorder_seed=27), compute(batch, in_rounds), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 # ---- processes ----
 
 SHM_HEADS = {"fp32": (8, 2, 32, None, torch.float32), "bf16": (8, 1, 24, 40, torch.bfloat16)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -286,6 +287,44 @@ def test_gradients_of_many_servers_come_home_in_rounds_that_share_one_buffer() -
     assert max(messages.values()) <= plan.stats.arena_bytes["backward"][0].home_in
     assert plan.stats.arena_bytes["backward"][0].home_in <= max(messages.values()) + 64 * extents
     assert sum(messages.values()) > 2 * max(messages.values())
+
+
+def rounds_of(plan: distca.Plan) -> int:
+    simulation = Simulation(plan)
+    simulation.run()  # which asserts that no two messages of a round share memory
+    return max(one.header.num_rounds for one in simulation.slices)
+
+
+def test_for_overlap_gradients_come_home_at_once_where_the_capacity_allows() -> None:
+    make = partial(distca.plan, spill((3000,), 8), HEADS[0], tolerance=0.0, min_rows=1)
+    in_rounds, at_once = make(), make(overlap=True)
+    assert rounds_of(in_rounds) > 2 and rounds_of(at_once) == 1
+    assert at_once.tasks == in_rounds.tasks and at_once.digest != in_rounds.digest
+    assert at_once.stats.bytes == in_rounds.stats.bytes
+    least, most = in_rounds.stats.slot_bytes, at_once.stats.slot_bytes
+    assert least < most
+    tight, half_way = make(overlap=True, capacity=least), make(overlap=True, capacity=(least + most) // 2)
+    assert tight.stats.slot_bytes == least and rounds_of(tight) == rounds_of(in_rounds)
+    assert tight.digest == in_rounds.digest
+    assert least < half_way.stats.slot_bytes <= (least + most) // 2
+    assert 1 < rounds_of(half_way) < rounds_of(in_rounds)
+    assert make(overlap=True, capacity=most).digest == at_once.digest
+
+
+def test_rounds_use_the_memory_that_another_rank_needs_anyway() -> None:
+    """A rank's arena may be as large as the neediest one's; so two messages come home at once here, and not one."""
+    layout = distca.Layout.from_documents([[2500], [6000], *([[2]] * 6)])
+    plan = distca.plan(layout, HEADS[0], tolerance=0.0, min_rows=1)
+    simulation = Simulation(plan)
+    simulation.run()
+    arenas = plan.stats.arena_bytes["backward"]
+    messages: Counter[int] = Counter()
+    for receive in simulation.slices[0].receives[1]:
+        messages[receive.peer] += (
+            receive.num_rows * row_bytes(plan.heads, heads_of(receive), 1, False, TENSORS[receive.tensor])[1]
+        )
+    largest, extents = max(messages.values()), len(simulation.slices[0].receives[1])
+    assert largest + 64 * extents < arenas[0].home_in and arenas[0].total <= plan.stats.slot_bytes
 
 
 def test_balance_off_leaves_every_row_at_home() -> None:

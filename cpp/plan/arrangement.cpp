@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "plan/rounds.h"
+
 namespace distca::plan {
 namespace {
 
@@ -291,75 +293,22 @@ class Arranger {
     arena(Phase::kForward, home).home_in = used;
   }
 
-  /// Gradients come home in rounds: servers in ascending order, as many a round as fit into the largest single message.
   void bring_gradients_home(int64_t home) {
-    const auto tasks = a_.remote_of_home[home], gradients = a_.gradients_of_home[home];
-    const auto server_of_task = [&](uint32_t i) { return tasks_[a_.remote[i].task].server; };
-    const auto server_of_gradient = [&](uint32_t i) { return a_.groups[a_.gradients[i].group].server; };
-    // Both are by server already. Calls visit(tasks, gradients) for each server.
-    const auto for_each_server = [&](const auto& visit) {
-      for (size_t t = 0, g = 0; t < tasks.size() || g < gradients.size();) {
-        const int64_t server = std::min(t < tasks.size() ? server_of_task(tasks[t]) : INT64_MAX,
-                                        g < gradients.size() ? server_of_gradient(gradients[g]) : INT64_MAX);
-        const size_t first_task = t, first_gradient = g;
-        while (t < tasks.size() && server_of_task(tasks[t]) == server) ++t;
-        while (g < gradients.size() && server_of_gradient(gradients[g]) == server) ++g;
-        visit(tasks.subspan(first_task, t - first_task), gradients.subspan(first_gradient, g - first_gradient));
-      }
+    const auto count = [&](TensorKind kind, int64_t server, int64_t heads, int64_t rows) {
+      count_bytes(Phase::kBackward, Direction::kOut, kind, home, server, heads, rows);
     };
-    int64_t round_bytes = 0;
-    for_each_server([&](auto of_tasks, auto of_gradients) {
-      round_bytes = std::max(round_bytes, message_bytes(of_tasks, of_gradients));
-    });
-    int64_t round = 0, used = 0, most = 0;
-    for_each_server([&](auto of_tasks, auto of_gradients) {
-      if (used + message_bytes(of_tasks, of_gradients) > round_bytes) {
-        ++round;
-        used = 0;
-      }
-      for (uint32_t i : of_tasks) {
-        RemoteTask& r = a_.remote[i];
-        const Task& t = tasks_[r.task];
-        r.round = round;
-        r.home_dq = come_home(Phase::kBackward, t.server, home, used, TensorKind::kDq, t.kv_head_end - t.kv_head_begin,
-                              t.num_rows());
-      }
-      for (uint32_t i : of_gradients) {
-        KeyGradient& g = a_.gradients[i];
-        const bool partial = g.target == GradTarget::kPartial;
-        const int64_t rows = g.end - g.begin, heads = a_.groups[g.group].num_kv_heads();
-        const int64_t server = a_.groups[g.group].server;
-        g.round = round;
-        g.home_dk = come_home(Phase::kBackward, server, home, used, partial ? TensorKind::kDkPartial : TensorKind::kDk,
-                              heads, rows);
-        g.home_dv = come_home(Phase::kBackward, server, home, used, partial ? TensorKind::kDvPartial : TensorKind::kDv,
-                              heads, rows);
-      }
-      most = std::max(most, used);
-    });
-    require<CapacityError>(round < kMaxRounds, "plan: rank ", home, " would need ", round + 1,
-                           " rounds of gradients; at most ", kMaxRounds, " are allowed");
-    a_.num_rounds[static_cast<size_t>(home)] = round + 1;
-    arena(Phase::kBackward, home).home_in = most;
-  }
-
-  int64_t message_bytes(std::span<const uint32_t> tasks, std::span<const uint32_t> gradients) const {
-    int64_t used = 0;
-    const auto add = [&](TensorKind kind, int64_t heads, int64_t rows) {
-      take(used, Phase::kBackward, Direction::kOut, kind, heads, rows);
-    };
-    for (uint32_t i : tasks) {
+    for (uint32_t i : a_.remote_of_home[home]) {
       const Task& t = tasks_[a_.remote[i].task];
-      add(TensorKind::kDq, t.kv_head_end - t.kv_head_begin, t.num_rows());
+      count(TensorKind::kDq, t.server, t.kv_head_end - t.kv_head_begin, t.num_rows());
     }
-    for (uint32_t i : gradients) {
+    for (uint32_t i : a_.gradients_of_home[home]) {
       const KeyGradient& g = a_.gradients[i];
+      const Group& group = a_.groups[g.group];
       const bool partial = g.target == GradTarget::kPartial;
-      const int64_t heads = a_.groups[g.group].num_kv_heads();
-      add(partial ? TensorKind::kDkPartial : TensorKind::kDk, heads, g.end - g.begin);
-      add(partial ? TensorKind::kDvPartial : TensorKind::kDv, heads, g.end - g.begin);
+      count(partial ? TensorKind::kDkPartial : TensorKind::kDk, group.server, group.num_kv_heads(), g.end - g.begin);
+      count(partial ? TensorKind::kDvPartial : TensorKind::kDv, group.server, group.num_kv_heads(), g.end - g.begin);
     }
-    return used;
+    place_gradients(a_, heads_, tasks_, home, 0);
   }
 
   const Layout& layout_;

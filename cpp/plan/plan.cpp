@@ -9,6 +9,7 @@
 #include "plan/capacity.h"
 #include "plan/limits.h"
 #include "plan/rank_tables.h"
+#include "plan/rounds.h"
 
 namespace distca::plan {
 namespace {
@@ -60,7 +61,8 @@ void check_options(const Layout& layout, const PlanOptions& o) {
           "cost model's units coarser or the documents shorter");
 }
 
-uint64_t plan_digest(const Layout& layout, const PlanOptions& o, const std::vector<Task>& tasks) {
+uint64_t plan_digest(const Layout& layout, const PlanOptions& o, const std::vector<Task>& tasks,
+                     const Arrangement& arrangement) {
   Digest d;
   const HeadShape& h = o.schedule.heads;
   for (int64_t w : {kFormatVersion, static_cast<int64_t>(o.schedule.mask.kind), o.schedule.mask.window, h.q_heads,
@@ -81,6 +83,11 @@ uint64_t plan_digest(const Layout& layout, const PlanOptions& o, const std::vect
     d.add(pair(t.q_begin, t.q_end));
     d.add(pair(t.kv_head_begin, t.kv_head_end));
   }
+  // Rounds depend on the capacity, which one rank may have been told otherwise.
+  for (const RemoteTask& r : arrangement.remote)
+    if (r.round > 0) d.add(pair(r.task, r.round));
+  for (size_t g = 0; g < arrangement.gradients.size(); ++g)
+    if (arrangement.gradients[g].round > 0) d.add(pair(static_cast<int64_t>(g), arrangement.gradients[g].round));
   return d.value();
 }
 
@@ -138,7 +145,8 @@ void Plan::complete(Arrangement arrangement) {
         load_of(t.document, t.q_begin, t.q_end, t.kv_head_end - t.kv_head_begin);
   stats_.load_lower_bound = load_lower_bound(*layout_, o);
   arrangement_ = std::move(arrangement);
-  digest_ = plan_digest(*layout_, options_, tasks_);
+  merge_rounds(arrangement_, o.heads, tasks_, options_.overlap ? options_.capacity : slot_bytes(arrangement_));
+  digest_ = plan_digest(*layout_, options_, tasks_, arrangement_);
   slot_bytes_ = slot_bytes(arrangement_);
 }
 

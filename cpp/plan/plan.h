@@ -20,6 +20,7 @@ struct PlanOptions {
   int64_t key_block_rows = 64;
   int64_t capacity = INT64_MAX;  // bytes of one slot's arena, which no plan passes
   int64_t context_epoch = 0;     // 0: usable by any context
+  bool overlap = false;          // gradients come home in one round where the capacity allows
 };
 
 /// What keeps the largest load from the tolerance.

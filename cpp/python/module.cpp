@@ -11,6 +11,7 @@
 #include "plan/validate.h"
 #include "runtime/context.h"
 #include "runtime/cuda_library.h"
+#include "runtime/replay_backend.h"
 #include "transport/background.h"
 #include "transport/collective.h"
 #include "transport/link.h"
@@ -94,7 +95,7 @@ std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int6
                                       int64_t tolerance_ppm, int64_t min_rows, bool balance, int64_t capacity,
                                       int64_t context_epoch, int64_t mask_kind, int64_t window,
                                       std::vector<int64_t> servers, std::vector<int64_t> speeds, int64_t ranks_per_node,
-                                      bool forward_only, bool split_heads,
+                                      bool forward_only, bool split_heads, bool overlap,
                                       const std::optional<std::vector<TaskTuple>>& tasks) {
   require(dtype >= 0 && dtype < kNumDTypes, "plan: dtype number ", dtype, "; 0 to ", kNumDTypes - 1, " are allowed");
   require(mask_kind >= 0 && mask_kind < kNumMaskKinds, "plan: mask number ", mask_kind, "; 0 to ", kNumMaskKinds - 1,
@@ -114,6 +115,7 @@ std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int6
   options.key_block_rows = attention::kKeyBlockRows;
   options.capacity = capacity;
   options.context_epoch = context_epoch;
+  options.overlap = overlap;
   const py::gil_scoped_release release;
   if (tasks) {
     std::vector<plan::GivenTask> given;
@@ -172,7 +174,7 @@ void bind_plan(py::module_& m) {
            py::arg("dim"), py::arg("v_dim"), py::arg("dtype"), py::arg("cost"), py::arg("tolerance_ppm"),
            py::arg("min_rows"), py::arg("balance"), py::arg("capacity"), py::arg("context_epoch"), py::arg("mask_kind"),
            py::arg("window"), py::arg("servers"), py::arg("speeds"), py::arg("ranks_per_node"), py::arg("forward_only"),
-           py::arg("split_heads"), py::arg("tasks") = std::nullopt)
+           py::arg("split_heads"), py::arg("overlap"), py::arg("tasks") = std::nullopt)
       .def_property_readonly("digest", &plan::Plan::digest)
       .def("stats", &stats_of)
       .def("byte_lower_bounds",
@@ -233,6 +235,9 @@ struct Wrappers {
   bool progress_thread = false;
 };
 
+/// Costs of forward and of backward, each followed by the nanoseconds of its unit.
+using Replay = std::tuple<plan::CostModel, double, plan::CostModel, double>;
+
 ContextPtr register_context(std::unique_ptr<transport::Transport> transport, runtime::ContextOptions options,
                             const Wrappers& wrappers, std::shared_ptr<runtime::Backend> backend = nullptr) {
   const auto& [reorder_seed, link, progress_thread] = wrappers;
@@ -257,13 +262,17 @@ std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& n
                                                double timeout, const plan::CostModel& cost, int64_t epoch,
                                                std::optional<uint64_t> reorder_seed, bool progress_thread,
                                                std::optional<std::tuple<double, double, bool>> link,
-                                               const std::string& device, const std::string& attention) {
+                                               const std::string& device, const std::string& attention,
+                                               const std::optional<Replay>& replay) {
   const auto n = static_cast<int64_t>(names.size());
   require(n >= 1 && n <= 4096, "loopback: ", n, " ranks; 1 to 4096 are allowed");
   auto options = context_options("", slot_bytes, timeout, cost, epoch);
   const runtime::HeapNeeds needs = runtime::heap_needs(n, slot_bytes);
   std::vector<std::shared_ptr<runtime::Backend>> backends;
-  for (int64_t r = 0; r < n; ++r) backends.push_back(runtime::make_backend(device, attention));
+  for (int64_t r = 0; r < n; ++r)
+    backends.push_back(replay ? runtime::make_replay_backend({std::get<0>(*replay), std::get<1>(*replay)},
+                                                             {std::get<2>(*replay), std::get<3>(*replay)})
+                              : runtime::make_backend(device, attention));
   std::vector<std::shared_ptr<Memory>> memories;
   if (device != "cpu" || attention != "auto") memories.assign(backends.begin(), backends.end());
   auto transports = transport::make_loopback(static_cast<int>(n), needs.heap_bytes, needs.num_signals, memories);
@@ -433,7 +442,7 @@ void bind_context(py::module_& m) {
   m.def("make_loopback", &make_loopback_contexts, py::kw_only(), py::arg("names"), py::arg("slot_bytes"),
         py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("reorder_seed") = std::nullopt,
         py::arg("progress_thread") = false, py::arg("link") = std::nullopt, py::arg("device") = "cpu",
-        py::arg("attention") = "auto");
+        py::arg("attention") = "auto", py::arg("replay") = std::nullopt);
   m.def("connect_nvshmem", &make_nvshmem_context, py::kw_only(), py::arg("rank"), py::arg("num_ranks"),
         py::arg("unique_id"), py::arg("device"), py::arg("attention"), py::arg("name"), py::arg("slot_bytes"),
         py::arg("timeout"), py::arg("cost"), py::arg("epoch"));

@@ -44,6 +44,7 @@ class Plan:
         speeds: Sequence[int],
         ranks_per_node: int,
         forward_only: bool,
+        overlap: bool,
         split_heads: bool,
         tasks: Sequence[tuple[int, int, int, int, int, int]] | None = None,
     ) -> None: ...
@@ -99,6 +100,7 @@ def make_loopback(
     link: tuple[float, float, bool] | None = None,
     device: str = "cpu",
     attention: str = "auto",
+    replay: tuple[CostModel, float, CostModel, float] | None = None,
 ) -> list[Context]: ...
 def connect_shm(
     *,

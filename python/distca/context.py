@@ -258,6 +258,7 @@ def loopback(
     link: Link | None = None,
     device: torch.device | str = "cpu",
     attention: str = "auto",
+    replay: tuple[CostModel, CostModel] | None = None,
 ) -> list[Context]:
     """Makes a whole group in this process, for tests; each context must be used from a thread of its own.
 
@@ -270,6 +271,9 @@ def loopback(
         reorder_seed: delays and reorders puts in an order drawn from this seed.
         progress_thread: as for :func:`init`, though nothing else is shared memory between processes here.
         link: emulates a network of that speed.
+        replay: what forward and backward of attention cost, with ``unit_ns``; attention is not computed then, but every
+            rank sleeps as long, so that schedules of many ranks run on few cores. Rows travel; what comes out is
+            whatever was in memory.
     """
     group = next(_loopback_groups)
     cost = cost or CostModel()
@@ -280,9 +284,16 @@ def loopback(
         link=None if link is None else link.words,
         device=_device_name(device),
         attention=attention,
+        replay=None if replay is None else _replayed(*replay),
         **_core_options(_slot_bytes(num_ranks, max_tokens, heads, heap_bytes), timeout, cost),
     )
     return [Context(core, heads, cost) for core in cores]
+
+
+def _replayed(forward: CostModel, backward: CostModel) -> tuple[_C.CostModel, float, _C.CostModel, float]:
+    if forward.unit_ns is None or backward.unit_ns is None:
+        raise InvalidArgumentError("loopback: replay takes cost models that were measured: unit_ns is None")
+    return forward.core, forward.unit_ns, backward.core, backward.unit_ns
 
 
 def _device_name(device: torch.device | str) -> str:

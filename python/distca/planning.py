@@ -365,6 +365,7 @@ def plan(
     split_heads: bool = True,
     min_rows: int = 128,
     objective: str = "all",
+    overlap: bool = False,
     capacity: int | None = None,
     cost: CostModel | None = None,
     tasks: Sequence[tuple[int, int, int, int, int, int]] | None = None,
@@ -390,6 +391,9 @@ def plan(
             bytes than rows do.
         min_rows: no smaller piece of a document is cut off as long as the tolerance can be met without.
         objective: whose bytes are kept few: ``"all"`` four messages, or those of the ``"forward"`` pass.
+        overlap: gradients come home from all servers at once where the capacity allows, so that they travel while ranks
+            compute: for ping-pong. By default they come in rounds, as many messages at a time as fit into memory that
+            the neediest rank's arena takes anyway, and only the first round travels unawaited.
         capacity: bytes of one slot's arena, which no plan passes: it comes first, then the tolerance. By default the
             default context's, or unlimited where there is none.
         cost: what is balanced; visible pairs by default.
@@ -441,6 +445,7 @@ def plan(
         speeds=[] if speeds is None else list(speeds),
         ranks_per_node=ranks_per_node or 0,
         forward_only=objective == "forward",
+        overlap=overlap,
         split_heads=split_heads,
         tasks=tasks,
     )

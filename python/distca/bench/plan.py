@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 import distca
 from distca.bench.harness import Result, Row, seconds
-from distca.bench.workloads import draw_documents, read_lengths
-from distca.errors import InvalidArgumentError
+from distca.bench.workloads import draw_documents, pretrain_lengths, read_lengths
 
 HEADS = distca.Heads(q=32, kv=8, dim=128, dtype=torch.bfloat16)
 TOKENS_PER_RANK = 131_072
 RANKS_PER_NODE = 8
 TOLERANCE = 0.01
-LENGTHS = Path("benchmarks/workloads/doc_lengths_pretrain.json")
 #: Ranks and their tokens; the last has 200,000 documents.
 GROWTH = ((8, TOKENS_PER_RANK), (64, TOKENS_PER_RANK), (512, TOKENS_PER_RANK), (4096, 184_320))
 
@@ -43,7 +40,7 @@ WANTED = (
 def run(rounds: int | None = None, short: bool = False) -> Result:
     """Plans on one core. A time is the least of ``rounds``, with all statistics and the slice of one rank."""
     rounds = rounds or 20
-    lengths = read_lengths(_lengths_file())
+    lengths = read_lengths(pretrain_lengths())
     rows: list[Row] = []
     for wanted in WANTED:
         rows += _rows(wanted, _layout(lengths, wanted.ranks), rounds)
@@ -55,7 +52,7 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
             Row(f"{ranks} ranks, {documents:,} documents: time a document", 1e3 * milliseconds / documents, "us")
         )
     details = {
-        "lengths": LENGTHS.name,
+        "lengths": pretrain_lengths().name,
         "tokens_per_rank": TOKENS_PER_RANK,
         "heads": [HEADS.q, HEADS.kv, HEADS.dim],
         "dtype": "bfloat16",
@@ -66,14 +63,6 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
         "rounds": rounds,
     }
     return Result("plan", rows, details)
-
-
-def _lengths_file() -> Path:
-    """In the working directory, or in the source tree that the package is installed from in place."""
-    for root in (Path.cwd(), Path(distca.__file__).resolve().parents[2]):
-        if (root / LENGTHS).exists():
-            return root / LENGTHS
-    raise InvalidArgumentError(f"bench plan: there is no {LENGTHS} here; run it in distca's source tree")
 
 
 def _layout(lengths: list[int], ranks: int, tokens_per_rank: int = TOKENS_PER_RANK) -> distca.Layout:

@@ -10,6 +10,8 @@ from typing import Any
 
 from distca.errors import InvalidArgumentError
 
+_PRETRAIN = Path("benchmarks/workloads/doc_lengths_pretrain.json")
+
 
 def draw_documents(lengths: Sequence[int], ranks: int, tokens_per_rank: int, seed: int = 0) -> list[list[int]]:
     """Lengths of each rank's documents: drawn with replacement, cut where the rank is full, and even.
@@ -38,6 +40,15 @@ def draw_documents(lengths: Sequence[int], ranks: int, tokens_per_rank: int, see
             left -= of_rank[-1]
         documents.append(of_rank)
     return documents
+
+
+def pretrain_lengths() -> Path:
+    """The file of a pretraining corpus's lengths: in the working directory, or in the source tree that the package is
+    installed from in place."""
+    for root in (Path.cwd(), Path(__file__).resolve().parents[3]):
+        if (root / _PRETRAIN).exists():
+            return root / _PRETRAIN
+    raise InvalidArgumentError(f"workload: there is no {_PRETRAIN} here; run it in distca's source tree")
 
 
 def read_lengths(path: Path) -> list[int]:
