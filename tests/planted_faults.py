@@ -42,6 +42,7 @@ PARTS = "tests/test_parts.py"
 PING_PONG = "tests/test_ping_pong.py"
 FLASH = "tests/test_flash.py"
 FLASH_RANKS = "tests/test_flash_ranks.py"
+CUDA_HOST = "tests/test_cuda_attention_host.py"
 
 
 @dataclass(frozen=True)
@@ -516,6 +517,93 @@ FAULTS = [
         'self.schedule.load_state_dict(state["schedule"])',
         "pass",
         ("tests/test_train_checkpoint.py::test_a_resumed_run_takes_the_same_steps_to_the_bit_and_records_each_once",),
+    ),
+    # ---- the CUDA kernels, on the emulated machine
+    Fault(
+        "CUDA: values past the visible keys stay as they are in memory",
+        "cuda/attention/cta_parts.h",
+        "clear_rows<kChunks, kRows>(tile, last, kRows);",
+        "clear_rows<kChunks, kRows>(tile, last, last);",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: cleared rows are not fenced",
+        "cuda/attention/cta_parts.h",
+        "    hopper::fence_shared();\n    hopper::sync_warp();\n    if (lane_of_warp() == 0) full.arrive();",
+        "    hopper::sync_warp();\n    if (lane_of_warp() == 0) full.arrive();",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: a lane may come late to an empty stage",
+        "cuda/attention/cta_parts.h",
+        "  empty.wait(parity ^ 1);\n  hopper::sync_warp();",
+        "  empty.wait(parity ^ 1);",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: signals are not awaited",
+        "cuda/attention/cta_parts.h",
+        "p.items[index].remote != 0",
+        "p.items[index].remote > 1",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: an unchanged maximum rescales a row",
+        "cuda/attention/forward_kernel.h",
+        "hopper::product(row_max[r], p.scores.exponent_scale) - base)",
+        "hopper::fused(row_max[r], p.scores.exponent_scale, -base))",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: keys are given back before the scores are there",
+        "cuda/attention/forward_kernel.h",
+        "      hopper::wait_groups<1>();",
+        "      hopper::wait_groups<2>();",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: dS is not fenced",
+        "cuda/attention/backward_kernel.h",
+        "    if constexpr (kGradients) hopper::fence_shared();",
+        "",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: dq is multiplied before the other warpgroup has written dS",
+        "cuda/attention/backward_kernel.h",
+        "    this->multiply_probabilities(dv);\n    hopper::sync_named(kScoresWritten, kConsumers);\n"
+        "    this->multiply_gradients(dk);",
+        "    this->multiply_probabilities(dv);\n    hopper::sync_named(kQueryTurn + this->warpgroup(), kWarpgroup);\n"
+        "    this->multiply_gradients(dk);",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: dq is added without waiting for a turn",
+        "cuda/attention/backward_kernel.h",
+        "hopper::load_acquire(turn_of(facts)) != facts.blocks_before",
+        "hopper::load_acquire(turn_of(facts)) < 0",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: a row beyond a tile's tokens has probabilities",
+        "cuda/attention/backward_parts.h",
+        "    float lse = kInfinity, delta = 0.f;",
+        "    float lse = 0.f, delta = 1.f;",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: a window is one key too wide",
+        "cuda/attention/tables.h",
+        "maximum(0, row - window + 1)",
+        "maximum(0, row - window)",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: one tile too few for a block of keys",
+        "cuda/attention/tables.h",
+        "ceil_div(rows.end - task.q_begin, p.tile_tokens)}",
+        "ceil_div(rows.end - task.q_begin - 1, p.tile_tokens)}",
+        (CUDA_HOST,),
     ),
 ]
 

@@ -87,6 +87,13 @@ void LinkTransport::quiet_until(uint64_t mark) {
   inner_->quiet();
 }
 
+void LinkTransport::cancel() noexcept {
+  std::unique_lock lock(mutex_);
+  for (const Item& item : under_way_) numbers_.erase(item.number);
+  under_way_.clear();
+  delivered_.wait(lock, [&] { return numbers_.empty(); });  // what is being delivered
+}
+
 std::vector<Transfer> LinkTransport::take_transfers() {
   const std::lock_guard lock(mutex_);
   return std::exchange(transfers_, {});

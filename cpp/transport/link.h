@@ -53,6 +53,7 @@ class DISTCA_EXPORT LinkTransport final : public Transport {
   void quiet() override { quiet_until(mark()); }
   uint64_t mark() const override { return num_sent_; }
   void quiet_until(uint64_t mark) override;
+  void cancel() noexcept override;
   std::optional<Departure> departed() const override { return inner_->departed(); }
   std::optional<Departure> departed(int peer) const override { return inner_->departed(peer); }
 

@@ -87,8 +87,8 @@ struct BackwardConsumer {
   template <int kChunks>
   DISTCA_DEVICE void multiply_rows(SharedTile<kChunks, kKeys>& left, SharedTile<kChunks, kRows>& right,
                                    float (&products)[kScores]) {
-    const hopper::Operand a = hopper::make_operand(&left[0][first_key()][0], kRowBytes);
-    const hopper::Operand b = hopper::make_operand(&right[0][0][0], kRowBytes);
+    const hopper::Operand a = hopper::make_operand(&left[0][first_key()][0], kNoChunk);
+    const hopper::Operand b = hopper::make_operand(&right[0][0][0], kNoChunk);
     hopper::pin(products);
     hopper::begin_products();
 #pragma unroll
@@ -159,7 +159,7 @@ struct BackwardConsumer {
 
   /// dK += dS^T q, of the warpgroup's keys.
   DISTCA_DEVICE void multiply_gradients(float (&sums)[kDim / 2]) {
-    const hopper::Operand a = hopper::make_operand(&s.dscores[tiles.stage()][0][first_key()][0], kRowBytes);
+    const hopper::Operand a = hopper::make_operand(&s.dscores[tiles.stage()][0][first_key()][0], kNoChunk);
     const hopper::Operand b = hopper::make_operand(&s.q[tiles.stage()][0][0][0], kRows * kRowBytes);
     hopper::pin(sums);
     hopper::begin_products();

@@ -21,6 +21,8 @@ inline constexpr int kBoxBytes = kTableRows * kBoxColumns * 2;
 /// Bytes of a chunk's row, of eight of them, and of 16 elements along it.
 inline constexpr int kRowBytes = kBoxColumns * 2;
 inline constexpr int kInnerStep = 16;
+/// Between chunks of an operand whose columns are the inner dimension: not looked at, but CuTe has it so.
+inline constexpr int kNoChunk = 16;
 inline constexpr float kInfinity = __builtin_huge_valf();
 
 /// Named barriers.

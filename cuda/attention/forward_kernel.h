@@ -208,8 +208,8 @@ struct ForwardConsumer {
   }
 
   DISTCA_DEVICE void multiply_scores() {
-    const hopper::Operand queries = hopper::make_operand(&s.q[0][64 * warpgroup()][0], kRowBytes);
-    const hopper::Operand keys = hopper::make_operand(&s.k[k.stage()][0][0][0], kRowBytes);
+    const hopper::Operand queries = hopper::make_operand(&s.q[0][64 * warpgroup()][0], kNoChunk);
+    const hopper::Operand keys = hopper::make_operand(&s.k[k.stage()][0][0][0], kNoChunk);
     hopper::pin(scores);
     hopper::begin_products();
 #pragma unroll

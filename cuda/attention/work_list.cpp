@@ -20,8 +20,8 @@ void check_aligned(const RowView& view, const char* what) {
           ", ", view.head_stride, " bytes have to be multiples of 16 for the CUDA kernels");
 }
 
-/// The stride of a dimension of one element plays no part, but a map wants a good one.
-int64_t used_stride(int64_t stride, int64_t size) { return size == 1 ? 16 : stride; }
+/// The stride of a dimension of one element plays no part, but a map wants a good one: that of rows side by side.
+int64_t used_stride(int64_t stride, int64_t size, int64_t dim) { return size == 1 ? (2 * dim + 15) / 16 * 16 : stride; }
 
 /// `rows` rows of keys, loaded a box of one head at a time.
 int add_key_map(WorkList& list, const RowView& view, int64_t dim, int64_t heads, int64_t rows, const char* what) {
@@ -31,7 +31,7 @@ int add_key_map(WorkList& list, const RowView& view, int64_t dim, int64_t heads,
   check_aligned(view, what);
   map = {view.data,
          {dim, rows, heads},
-         {used_stride(view.row_stride, rows), used_stride(view.head_stride, heads)},
+         {used_stride(view.row_stride, rows, dim), used_stride(view.head_stride, heads, dim)},
          {kBoxColumns, kTableRows, 1}};
   return index;
 }
@@ -44,7 +44,7 @@ int add_query_map(WorkList& list, const RowView& view, int64_t dim, int64_t head
   check_aligned(view, what);
   map = {view.data,
          {dim, heads, rows},
-         {used_stride(view.head_stride, heads), used_stride(view.row_stride, rows)},
+         {used_stride(view.head_stride, heads, dim), used_stride(view.row_stride, rows, dim)},
          {kBoxColumns, list.params.group_heads, list.params.tile_tokens}};
   return index;
 }

@@ -61,6 +61,11 @@ void Machine::run(int num_ctas, int num_threads, size_t shared_bytes, const std:
     // From a random warp on, so that no order of warps is the only one that is tried.
     std::rotate(alive.begin(), alive.begin() + static_cast<long>(random() % alive.size()), alive.end());
     for (Fiber* fiber : alive) {
+      if (fiber->nap > 0) {
+        --fiber->nap;
+        moved = true;
+        continue;
+      }
       if (fiber->ready && !fiber->ready()) continue;
       fiber->ready = nullptr;
       current_ = fiber;
@@ -92,7 +97,10 @@ void Machine::run(int num_ctas, int num_threads, size_t shared_bytes, const std:
 }
 
 void Machine::await(const char* what, std::function<bool()> ready) {
-  if (ready() && random() % 8 != 0) return;  // now and then others go first
+  // Now and then others go first, once in a while by far.
+  const auto chance = random() % 4096;
+  if (chance == 0) current_->nap = 50 + static_cast<int>(random() % 200);
+  if (chance % 8 != 0 && ready()) return;
   current_->ready = std::move(ready);
   current_->awaited = what;
   Fiber* self = current_;

@@ -78,6 +78,7 @@ struct Fiber {
   bool finished = false;
   std::function<bool()> ready;  // empty: can go on
   const char* awaited = "";
+  int nap = 0;  // rounds of the scheduler that it misses, as a thread that is late
   // Products this thread has started, groups it has ended.
   size_t started = 0;
   int ended_groups = 0;
