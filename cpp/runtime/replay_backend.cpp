@@ -15,8 +15,8 @@ class ReplayBackend final : public Backend {
       : forward_(forward), backward_(backward), cpu_(make_backend("cpu", "auto")) {}
 
   std::string device() const override { return cpu_->device(); }
-  std::string attention() const override { return "replayed"; }
-  bool plan_independent() const override { return false; }
+  std::string attention(const HeadShape&) const override { return "replayed"; }
+  bool plan_independent(const HeadShape&) const override { return false; }
   void check(const HeadShape& heads, float softcap) const override { cpu_->check(heads, softcap); }
   std::shared_ptr<std::byte> allocate(int64_t bytes) override { return cpu_->allocate(bytes); }
   void copy(const RowView& to, const RowView& from, const RowExtent& n) override { cpu_->copy(to, from, n); }
