@@ -104,7 +104,7 @@ $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
 	@# The first pip that reads the groups of pyproject.toml.
 	$(PIP) install 'pip>=25.1'
-	$(PIP) install $$($(PYTHON) $(HAS_TORCH) || echo --group torch) --group build --group train --group test --group lint
+	$(PIP) install $$($(PYTHON) $(HAS_TORCH) || echo --group torch) --group build --group train --group ping-pong --group test --group lint
 	$(PIP) install --no-deps --group trainer
 	$(if $(NVCC),$(PIP) install --no-deps --group cuda)
 	@! $(PYTHON) $(HAS_TORCH) || { \

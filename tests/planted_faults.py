@@ -38,6 +38,8 @@ DEATH = "tests/test_death.py"
 TRANSPORT = "tests/test_transport.py"
 TORCH_TRANSPORT = "tests/test_torch_transport.py"
 BAD_INPUT = "tests/test_bad_input.py"
+PARTS = "tests/test_parts.py"
+PING_PONG = "tests/test_ping_pong.py"
 FLASH = "tests/test_flash.py"
 FLASH_RANKS = "tests/test_flash_ranks.py"
 
@@ -415,6 +417,63 @@ FAULTS = [
         "        pass",
         ("tests/test_mistakes.py",),
     ),
+    # ---- steps in parts, ping-pong
+    Fault(
+        "a step takes a slot that is in use",
+        PROTOCOL,
+        "    if (!busy_[static_cast<size_t>(slot)]) return slot;",
+        "    return slot;",
+        (PARTS,),
+    ),
+    Fault(
+        "whole steps and parts look alike to peers",
+        PROTOCOL,
+        "static_cast<uint64_t>(part_) << 1 |",
+        "",
+        (PARTS,),
+    ),
+    Fault(
+        "peers are not told of a step that is given up",
+        "python/distca/context.py",
+        "            self._core.abandon(step, why)",
+        "            pass",
+        (PARTS,),
+    ),
+    Fault(
+        "inputs may change while a step is under way",
+        "python/distca/steps.py",
+        "        if (name := self._call.changed_input()) is not None:",
+        "        if (name := None) is not None:",
+        (PARTS,),
+    ),
+    Fault(
+        "a half runs under the saved-tensor hooks of the other",
+        "python/distca/thread_state.py",
+        "        self._restore_hooks()",
+        "        pass",
+        (PING_PONG,),
+    ),
+    Fault(
+        "a half draws random numbers of the other",
+        "python/distca/thread_state.py",
+        "        self.random.restore()",
+        "        pass",
+        (PING_PONG,),
+    ),
+    Fault(
+        "halves share what autocast has cast for one of them",
+        "python/distca/thread_state.py",
+        "            torch.clear_autocast_cache()",
+        "            pass",
+        (PING_PONG,),
+    ),
+    Fault(
+        "FSDP2 frees the weights of the half that comes later",
+        "python/distca/ping_pong.py",
+        "    module.set_reshard_after_forward(False, recurse=False)",
+        "    pass",
+        (PING_PONG,),
+    ),
     # ---- training
     Fault(
         "labels are not shifted",
@@ -426,8 +485,8 @@ FAULTS = [
     Fault(
         "the loss of a rank is a mean over its own share of targets",
         "python/distca/train/step.py",
-        "(loss_sum * (dist.get_world_size() / max(batch.num_targets, 1))).backward()",
-        "(loss_sum / max(batch.num_targets, 1)).backward()",
+        "(loss_sum * (dist.get_world_size() / max(_num_targets(work), 1))).backward()",
+        "(loss_sum / max(_num_targets(work), 1)).backward()",
         ("tests/test_hf.py::test_two_ranks_have_the_loss_and_gradients_of_one_process_with_sdpa",),
     ),
     Fault(

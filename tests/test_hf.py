@@ -92,7 +92,7 @@ def _loss_and_gradients(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     plan = distca.plan(batch.layout, HEADS, tolerance=0.01, min_rows=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the gradients are looked at after the step
     trained = Trained(model, optimizer, ConstantLR(optimizer))
-    result = train_step(trained, batch, plan, stop=False, since=0.0)
+    result = train_step(trained, [(batch, plan)], stop=False, since=0.0)
     return result.loss, _gradients(model.module)
 
 

@@ -26,6 +26,8 @@ RUNS = {
     "plain": {},
     "compare": {"compare": True},
     "fsdp": {"fsdp": True, "checkpoint_every": 2},
+    "ping-pong": {"ping_pong": True},
+    "ping-pong, fsdp and compare": {"ping_pong": True, "fsdp": True, "compare": True},
 }
 
 
@@ -47,7 +49,8 @@ def _train_all(runs: dict[str, TrainConfig], folder: Path) -> None:
         shutil.copytree(folder / "fsdp", folder / "fsdp, then not")
         shutil.rmtree(whole_checkpoints(folder / "fsdp, then not")[3])
     dist.barrier()
-    train(resumed_config(folder / "fsdp, then not", {"fsdp": False}), folder / "fsdp, then not")
+    changed = {"fsdp": False, "ping_pong": True}
+    train(resumed_config(folder / "fsdp, then not", changed), folder / "fsdp, then not")
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +88,27 @@ def test_each_layer_compiles_to_one_graph(data: Path, tmp_path: Path, monkeypatc
     assert 1 <= counter.frame_count <= 2  # shared by the layers; a second one where plans are of several size classes
 
 
-@pytest.mark.parametrize(("name", "within"), [("compare", 1e-6), ("fsdp", 1e-6), ("fsdp, then not", 1e-6)])
-def test_a_run_has_the_losses_of_the_plain_one(name: str, within: float, runs: Path) -> None:
+@pytest.mark.parametrize("name", [*(name for name in RUNS if name != "plain"), "fsdp, then not"])
+def test_a_run_has_the_losses_of_the_plain_one(name: str, runs: Path) -> None:
     assert len(_losses(runs / "plain")) == 3
-    assert _losses(runs / name) == pytest.approx(_losses(runs / "plain"), rel=within)
+    assert _losses(runs / name) == pytest.approx(_losses(runs / "plain"), rel=1e-6)
+
+
+def test_a_run_with_ping_pong_reports_its_halves_and_what_fsdp_keeps_whole(runs: Path) -> None:
+    for name in ("ping-pong", "ping-pong, fsdp and compare"):
+        assert all(0.5 <= step["larger_half"] <= 1 for step in _metrics(runs / name))
+        summary = json.loads((runs / name / "summary.json").read_text())
+        assert f"the larger half of a step has {summary['larger_half']:.2f} of its attention" in describe(summary)
+        report = (runs / name / "report.md").read_text()
+        assert "ping-pong: part of the attention in the larger half" in report
+        assert ("MB of weights whole on every rank" in report) == ("fsdp" in name)
+    assert [step["tokens"] for step in _metrics(runs / "ping-pong")] == [384] * 3
+    assert "larger_half" not in _metrics(runs / "plain")[0]
+
+
+def test_ping_pong_takes_no_compilation() -> None:
+    with pytest.raises(ConfigError, match="--ping-pong is True, must be left out with --compile"):
+        TrainConfig(ping_pong=True, compile=True)
 
 
 def test_a_comparison_puts_step_times_side_by_side_and_shows_that_the_steps_are_the_same(runs: Path) -> None:

@@ -1,4 +1,4 @@
-"""What torchrun starts in test_trainer.py: the same model trained by a transformers.Trainer, eager and compiled.
+"""What torchrun starts in test_trainer.py: the same model trained by a transformers.Trainer, in each of WAYS.
 
     trainer_program.py FOLDER
 
@@ -18,11 +18,13 @@ import transformers
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import distca
-from distca.integrations.hf import PlanInputs, heads_of
+from distca.integrations.hf import PlanInputs, heads_of, ping_pong
+from distca.integrations.hf_ping_pong import HalvedPlans
 
 LENGTHS = [150, 9, 1, 40, 5, 33, 90, 2, 64, 70, 3, 17]
 VOCABULARY = 61
 STEPS = 3
+WAYS = ("eager", "compiled", "ping-pong")
 LEARNING_RATE = 0.05
 
 
@@ -59,11 +61,13 @@ class Trainer(PlanInputs, transformers.Trainer):
         inputs = super()._prepare_inputs(inputs)
         packed, starts = inputs["input_ids"][0].tolist(), (inputs["position_ids"][0] == 0).nonzero().flatten().tolist()
         self.seen.append([packed[a:b] for a, b in zip(starts, [*starts[1:], len(packed)], strict=True)])
-        self.bytes_moved.append(next(iter(inputs["plan"].values())).stats.bytes["forward_in"])
+        parts = inputs["plan"].plans if isinstance(inputs["plan"], HalvedPlans) else [inputs["plan"]]
+        self.bytes_moved.append(sum(next(iter(plans.values())).stats.bytes["forward_in"] for plans in parts))
         return inputs
 
 
-def train(folder: Path, compiled: bool) -> dict[str, Any]:
+def train(folder: Path, way: str) -> dict[str, Any]:
+    compiled = way == "compiled"
     arguments = TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
@@ -83,6 +87,8 @@ def train(folder: Path, compiled: bool) -> dict[str, Any]:
         torch_compile_backend="aot_eager" if compiled else None,
     )
     model = model_with("distca")
+    if way == "ping-pong":
+        model = ping_pong(model)
     trainer = Trainer(
         model, arguments, DataCollatorWithFlattening(), train_dataset=documents(), eval_dataset=documents()[:6]
     )
@@ -102,7 +108,7 @@ def train(folder: Path, compiled: bool) -> dict[str, Any]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    results = {compiled: train(folder, compiled) for compiled in (False, True)}
+    results = {way: train(folder, way) for way in WAYS}
     torch.save(results, folder / f"{dist.get_rank()}.pt")
     gc.collect()
     dist.barrier()

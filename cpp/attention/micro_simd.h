@@ -117,6 +117,22 @@ DISTCA_INLINE Floats exponential(Floats x) {
 #endif
 }
 
+#if defined(__AVX512F__)
+/// 2^x, 3e-6 of it too much or too little, for what is rounded to bf16 afterwards: exactly 1 for 0, exactly 0 for -inf
+/// and wherever the result would be denormal, NaN for NaN.
+DISTCA_INLINE Floats rough_power_of_two(Floats x) {
+  const Floats n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Floats r = x - n;
+  // 2^r on [-1/2, 1/2], minimax fit of the relative error (2.8e-6).
+  Floats p = broadcast(9.582853e-3f);
+  p = fused(p, r, broadcast(5.5906426e-2f));
+  p = fused(p, r, broadcast(2.4024099e-1f));
+  p = fused(p, r, broadcast(6.931242e-1f));
+  p = fused(p, r, broadcast(1.f));
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, broadcast(-126.f), _CMP_NLT_UQ), p, n);
+}
+#endif
+
 /// Which query rows of a vector see a key.
 struct LaneVisibility {
   Ints from;  // first key that each lane sees
@@ -148,6 +164,10 @@ DISTCA_INLINE bool is_edge(const ScoreTile& tile) {
 struct FloatOperands {
   static constexpr int kElements = 1;
   DISTCA_INLINE Floats multiply_add(Floats left, Floats right, Floats sum) { return fused(left, right, sum); }
+  /// exp(scale * score - base). Fused: a rounded scale * score would be off by as much as all else together.
+  DISTCA_INLINE Floats weight(Floats score, float scale, Floats base) {
+    return exponential(fused(score, broadcast(scale), -base));
+  }
 };
 
 #if defined(__AVX512BF16__)
@@ -156,6 +176,11 @@ struct PairOperands {
   static constexpr int kElements = 2;
   DISTCA_INLINE Floats multiply_add(Floats left, Floats right, Floats sum) {
     return _mm512_dpbf16_ps(sum, (__m512bh)right, (__m512bh)left);
+  }
+  /// exp(scale * score - base), as exact as the rounding to bf16 that follows can tell.
+  DISTCA_INLINE Floats weight(Floats score, float scale, Floats base) {
+    constexpr float kLog2E = 1.44269504f;
+    return rough_power_of_two(fused(score, broadcast(scale * kLog2E), base * -kLog2E));
   }
   /// Pairs (first[i], second[i]), rounded.
   DISTCA_INLINE Floats pairs_of(Floats first, Floats second) {

@@ -86,8 +86,7 @@ DISTCA_INLINE void softmax_lanes(const ScoreTile& tile, int64_t lane, float scal
     Floats p[kSums];
 #pragma GCC unroll 4
     for (int u = 0; u < kSums; ++u) {
-      // Fused: a rounded scale * score would be off by as much as all else together.
-      p[u] = exponential(fused(load(scores + (key + u) * kTileRows), broadcast(scale), -base));
+      p[u] = Operands::weight(load(scores + (key + u) * kTileRows), scale, base);
       sum[u] = sum[u] + p[u];
     }
     store_keys<Operands>(p, key, scores);
@@ -109,11 +108,11 @@ struct GradientLanes {
   LaneVisibility visible;
 };
 
-template <bool kEdge, bool kCap>
+template <class Operands, bool kEdge, bool kCap>
 DISTCA_INLINE void gradient_of(const GradientLanes& lanes, int64_t key, float scale, float inverse_cap,
                                const float* scores, const float* dprobs, Floats& p, Floats& ds) {
   const Floats score = load(scores + key * kTileRows);
-  p = exponential(fused(score, broadcast(scale), -lanes.lse));
+  p = Operands::weight(score, scale, lanes.lse);
   ds = p * (load(dprobs + key * kTileRows) - lanes.delta);
   if constexpr (kCap) {
     const Floats t = score * inverse_cap;
@@ -148,7 +147,8 @@ DISTCA_INLINE void gradient_tile(const ScoreTile& tile, float scale, float inver
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
           const int64_t at = lane + v * kWidth;
-          gradient_of<kEdge, kCap>(lanes[v], key + u, scale, inverse_cap, scores + at, dprobs + at, p[v][u], ds[v][u]);
+          gradient_of<Operands, kEdge, kCap>(lanes[v], key + u, scale, inverse_cap, scores + at, dprobs + at, p[v][u],
+                                             ds[v][u]);
           sum[v][u] = sum[v][u] + p[v][u];
         }
         const int64_t row = (key + u) * kPanelWords + lane / kVectors;

@@ -12,6 +12,7 @@
 #include "runtime/context.h"
 #include "runtime/cuda_library.h"
 #include "transport/collective.h"
+#include "transport/link.h"
 #include "transport/loopback.h"
 #include "transport/nvshmem.h"
 #include "transport/reordering.h"
@@ -223,11 +224,26 @@ runtime::ContextOptions context_options(std::string name, int64_t slot_bytes, do
 
 using ContextPtr = std::shared_ptr<runtime::Context>;
 
+/// What a test or a benchmark puts in front of a transport: an order drawn from a seed, or a link's (bytes a second,
+/// latency in seconds, signals only).
+struct Wrappers {
+  std::optional<uint64_t> reorder_seed;
+  std::optional<std::tuple<double, double, bool>> link;
+};
+
 ContextPtr register_context(std::unique_ptr<transport::Transport> transport, runtime::ContextOptions options,
-                            std::optional<uint64_t> reorder_seed, std::shared_ptr<runtime::Backend> backend = nullptr) {
+                            const Wrappers& wrappers, std::shared_ptr<runtime::Backend> backend = nullptr) {
+  const auto& [reorder_seed, link] = wrappers;
   if (reorder_seed) {
     const uint64_t seed = *reorder_seed * 1000003u + static_cast<uint64_t>(transport->rank());
     transport = std::make_unique<transport::ReorderingTransport>(std::move(transport), seed);
+  }
+  if (link) {
+    const auto& [bytes_per_second, latency, signal_only] = *link;
+    require(latency >= 0 && latency <= 10, "link: a latency of ", latency, " s; 0 to 10 are allowed");
+    const auto nanoseconds = std::chrono::nanoseconds(static_cast<int64_t>(latency * 1e9));
+    transport = std::make_unique<transport::LinkTransport>(
+        std::move(transport), transport::LinkOptions{bytes_per_second, nanoseconds, signal_only});
   }
   auto context = std::make_shared<runtime::Context>(std::move(transport), std::move(options), std::move(backend));
   runtime::add_context(context);
@@ -236,8 +252,9 @@ ContextPtr register_context(std::unique_ptr<transport::Transport> transport, run
 
 std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& names, int64_t slot_bytes,
                                                double timeout, const plan::CostModel& cost, int64_t epoch,
-                                               std::optional<uint64_t> reorder_seed, const std::string& device,
-                                               const std::string& attention) {
+                                               std::optional<uint64_t> reorder_seed,
+                                               std::optional<std::tuple<double, double, bool>> link,
+                                               const std::string& device, const std::string& attention) {
   const auto n = static_cast<int64_t>(names.size());
   require(n >= 1 && n <= 4096, "loopback: ", n, " ranks; 1 to 4096 are allowed");
   auto options = context_options("", slot_bytes, timeout, cost, epoch);
@@ -250,20 +267,21 @@ std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& n
   std::vector<ContextPtr> contexts;
   for (size_t r = 0; r < names.size(); ++r) {
     options.name = names[r];
-    contexts.push_back(register_context(std::move(transports[r]), options, reorder_seed, backends[r]));
+    contexts.push_back(register_context(std::move(transports[r]), options, {reorder_seed, link}, backends[r]));
   }
   return contexts;
 }
 
 ContextPtr make_shm_context(transport::ShmListener& listener, int rank, const std::vector<std::string>& addresses,
                             std::string name, int64_t slot_bytes, double timeout, double connect_timeout,
-                            const plan::CostModel& cost, int64_t epoch, std::optional<uint64_t> reorder_seed) {
+                            const plan::CostModel& cost, int64_t epoch, std::optional<uint64_t> reorder_seed,
+                            std::optional<std::tuple<double, double, bool>> link) {
   const auto options = context_options(std::move(name), slot_bytes, timeout, cost, epoch);
   const runtime::HeapNeeds needs = runtime::heap_needs(static_cast<int64_t>(addresses.size()), slot_bytes);
   const py::gil_scoped_release release;
   auto transport = transport::connect_shm(std::move(listener), rank, addresses, needs.heap_bytes, needs.num_signals,
                                           Milliseconds(static_cast<int64_t>(connect_timeout * 1e3)));
-  return register_context(std::move(transport), options, reorder_seed);
+  return register_context(std::move(transport), options, {reorder_seed, link});
 }
 
 const transport::NvshmemLibrary& need_nvshmem() {
@@ -290,7 +308,7 @@ ContextPtr make_nvshmem_context(int rank, int num_ranks, const std::string& uniq
   const py::gil_scoped_release release;
   auto backend = runtime::make_backend(message("cuda:", device), attention);
   auto transport = library.connect(group, needs.heap_bytes, needs.num_signals, backend);
-  return register_context(std::move(transport), options, std::nullopt, std::move(backend));
+  return register_context(std::move(transport), options, {}, std::move(backend));
 }
 
 /// Throws the error of the core that the Python exception stands for.
@@ -338,7 +356,7 @@ ContextPtr make_torch_context(int rank, int num_ranks, AllToAll all_to_all, Aban
   };
   return register_context(
       transport::make_collective(rank, num_ranks, needs.heap_bytes, needs.num_signals, std::move(collective)), options,
-      std::nullopt);
+      {});
 }
 
 /// The rows of a buffer [rows, bytes], dense in each row, as the transport takes them.
@@ -369,6 +387,22 @@ void bind_context(py::module_& m) {
                              [](const runtime::Context& c) { return c.backend().plan_independent(); })
       .def("abandon", &runtime::Context::abandon, py::arg("step"), py::arg("why"),
            py::call_guard<py::gil_scoped_release>())
+      .def("set_trace", &runtime::Context::set_trace, py::arg("on"))
+      .def("take_trace",
+           [](runtime::Context& c) {
+             std::vector<std::tuple<std::string, bool, uint64_t, int64_t, int64_t, int64_t, int64_t, int64_t>> spans;
+             for (const runtime::Span& s : c.take_trace())
+               spans.emplace_back(s.name, s.is_wait, s.step, s.slot, s.phase, s.peer, s.begin_ns, s.end_ns);
+             return spans;
+           })
+      .def("take_transfers",
+           [](runtime::Context& c) {
+             std::vector<std::tuple<int, int64_t, int64_t, int64_t>> transfers;
+             if (auto* const link = dynamic_cast<transport::LinkTransport*>(&c.transport()))
+               for (const transport::Transfer& t : link->take_transfers())
+                 transfers.emplace_back(t.peer, t.bytes, t.begin_ns, t.end_ns);
+             return transfers;
+           })
       .def("set_fill_with_nan", &runtime::Context::set_fill_with_nan, py::arg("on"))
       .def("mark_died", [](runtime::Context& c) { transport::mark_died(c.transport()); })
       .def("put", &put_rows, py::arg("peer"), py::arg("heap_offset"), py::arg("rows"))
@@ -388,7 +422,7 @@ void bind_context(py::module_& m) {
           py::call_guard<py::gil_scoped_release>());
   m.def("make_loopback", &make_loopback_contexts, py::kw_only(), py::arg("names"), py::arg("slot_bytes"),
         py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("reorder_seed") = std::nullopt,
-        py::arg("device") = "cpu", py::arg("attention") = "auto");
+        py::arg("link") = std::nullopt, py::arg("device") = "cpu", py::arg("attention") = "auto");
   m.def("connect_nvshmem", &make_nvshmem_context, py::kw_only(), py::arg("rank"), py::arg("num_ranks"),
         py::arg("unique_id"), py::arg("device"), py::arg("attention"), py::arg("name"), py::arg("slot_bytes"),
         py::arg("timeout"), py::arg("cost"), py::arg("epoch"));
@@ -397,7 +431,7 @@ void bind_context(py::module_& m) {
       .def_property_readonly("address", &transport::ShmListener::address);
   m.def("connect_shm", &make_shm_context, py::kw_only(), py::arg("listener"), py::arg("rank"), py::arg("addresses"),
         py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"),
-        py::arg("epoch"), py::arg("reorder_seed") = std::nullopt);
+        py::arg("epoch"), py::arg("reorder_seed") = std::nullopt, py::arg("link") = std::nullopt);
   m.def(
       "share_memory", [](const std::vector<std::string>& addresses) { return transport::share_memory(addresses); },
       py::arg("addresses"));

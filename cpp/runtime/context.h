@@ -77,6 +77,10 @@ class DISTCA_EXPORT Context {
   /// at once. May be called from any thread, also while another is in a step. `why` ends the message.
   void abandon(uint64_t step, const std::string& why) noexcept;
 
+  /// Spans of this rank's steps since the call before, of which there are some once the trace is on. Not during a call.
+  void set_trace(bool on) { protocol_.trace().set_on(on); }
+  std::vector<Span> take_trace() { return protocol_.trace().take(); }
+
   /// For tests: fill arenas and returned tensors with NaN before every step.
   void set_fill_with_nan(bool on) { dispatcher_.set_fill_with_nan(on); }
 

@@ -140,6 +140,7 @@ void Dispatcher::open(Step& s, Part part) {
 
 /// Rows of this home go to their servers' arenas; rows that this server assembles from its own tensor are copied.
 void Dispatcher::send_in(const Step& step) {
+  const Protocol::Timer timer(protocol_, "dispatch");
   int64_t open_peer = -1;
   const auto close = [&] {
     if (open_peer >= 0) protocol_.announce(Direction::kIn, open_peer, 0);
@@ -257,6 +258,7 @@ std::span<const attention::KeyGradRun> Dispatcher::add_gradient_runs(const Step&
 /// All that this server computes of the step; what needs no row of another rank first, while those arrive. The first
 /// round of results goes home.
 void Dispatcher::compute(Step& step, const Parallel& parallel) {
+  const Protocol::Timer timer(protocol_, "attend");
   attend_groups(step, /*local=*/true, parallel);
   for (const plan::WaitRow& w : step.slice.waits(step.phase()))
     if (w.direction == static_cast<int64_t>(Direction::kIn)) protocol_.await_rows(Direction::kIn, w.peer, w.round);
@@ -270,6 +272,7 @@ void Dispatcher::compute(Step& step, const Parallel& parallel) {
 /// round-j rows before it waits for those of its own round j; so, by induction over j, no rank waits for ever. Where
 /// ranks exchange rows together, all of them go on as long as one has a round left.
 void Dispatcher::take_in(Step& step) {
+  const Protocol::Timer timer(protocol_, "collect");
   receive_home(step, 0);
   for (int64_t round = 1; step.more; ++round) {
     protocol_.grant_round(step.slice.waits(step.phase()), round);

@@ -156,6 +156,7 @@ void Protocol::put(int64_t peer, int64_t target, int64_t dst_row_stride, int64_t
   }
   transport_->put(static_cast<int>(peer), slot() * arena_bytes_ + target, dst_row_stride, dst_head_stride, source,
                   extent);
+  marks_[static_cast<size_t>(slot())] = transport_->mark();
 }
 
 void Protocol::announce(plan::Direction direction, int64_t peer, int64_t round) {
@@ -180,15 +181,22 @@ void Protocol::await_rows(plan::Direction direction, int64_t peer, int64_t round
 }
 
 void Protocol::end() {
-  transport_->quiet();
+  const Timer timer(*this, "its own rows to arrive", /*is_wait=*/true);
+  transport_->quiet_until(marks_[static_cast<size_t>(slot())]);
   busy_[static_cast<size_t>(slot())] = false;
 }
 
 void Protocol::wait(const Wait& w) {
   waiting_ = w;
+  const Timer timer(*this, w.what, /*is_wait=*/true, w.peer);
   const auto deadline = std::chrono::steady_clock::now() + timeout_;
   if (!transport_->wait(w.word, w.value, deadline, watch_)) time_out();
   waiting_ = {};
+}
+
+void Protocol::record(const Timer& timer) {
+  trace_.add({timer.name_, timer.is_wait_, now_.number, now_.slot, static_cast<int64_t>(now_.phase), timer.peer_,
+              timer.begin_ns_, Trace::now()});
 }
 
 void Protocol::watch() {

@@ -30,6 +30,7 @@
 #include "common/error.h"
 #include "plan/tables.h"
 #include "runtime/signals.h"
+#include "runtime/trace.h"
 #include "transport/transport.h"
 
 namespace distca::runtime {
@@ -100,6 +101,28 @@ class Protocol {
   /// Closes the step, and frees its slot, once nothing of it is under way.
   void end();
 
+  Trace& trace() { return trace_; }
+  /// A span of the trace, if that is on: its own lifetime.
+  class Timer {
+   public:
+    Timer(Protocol& protocol, const char* name, bool is_wait = false, int64_t peer = -1)
+        : protocol_(protocol), name_(name), is_wait_(is_wait), peer_(peer) {
+      if (protocol.trace_.is_on()) begin_ns_ = Trace::now();
+    }
+    ~Timer() {
+      if (protocol_.trace_.is_on()) protocol_.record(*this);
+    }
+    Timer(const Timer&) = delete;
+
+   private:
+    friend class Protocol;
+    Protocol& protocol_;
+    const char* name_;
+    bool is_wait_;
+    int64_t peer_;
+    int64_t begin_ns_ = 0;
+  };
+
   /// Poisons the context with its first fault and tells the peers. Later calls do nothing.
   void fail(const Error& error) noexcept;
   /// The fault of a step that was begun here and will not be finished.
@@ -123,6 +146,7 @@ class Protocol {
   void fail(const Error& error, FaultCode code) noexcept;
   void give_credit(int64_t peer, int64_t round);
   void wait(const Wait& w);
+  void record(const Timer& timer);
   void watch();
   void check_departed();
   void check_faults();
@@ -141,6 +165,8 @@ class Protocol {
   Part part_ = Part::kWhole;
   int64_t last_slot_ = 0;
   std::array<bool, kNumSlots> busy_ = {};
+  std::array<uint64_t, kNumSlots> marks_ = {};  // of the transport, after the last put of the slot's step
+  Trace trace_;
   std::vector<uint64_t> credit_given_;  // by slot and peer: the latest
   Wait waiting_;
   std::function<void()> watch_;  // made once: waiting allocates nothing

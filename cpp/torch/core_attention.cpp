@@ -126,10 +126,12 @@ std::tuple<Tensor, Tensor, Tensor> core_attention_backward(const Tensor& dout, c
   });
 }
 
-int64_t dispatch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan, std::optional<Tensor> sinks,
-                 std::string context, std::optional<double> scale, double softcap) {
+int64_t dispatch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan,
+                 std::optional<Tensor> plan_backward, std::optional<Tensor> sinks, std::string context,
+                 std::optional<double> scale, double softcap) {
   return guarded([&] {
     const auto f = std::make_shared<Forward>(q, k, v, plan, sinks, context, scale, softcap);
+    if (plan_backward) f->context->accept(words_of(*plan_backward, "plan_backward"), f->heads, q.size(0));
     const auto ctx = std::exchange(f->context, nullptr);  // which will hold f: no cycle
     return static_cast<int64_t>(ctx->dispatch(f->slice, f->tensors(), f->scores, f));
   });
@@ -178,8 +180,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
       "-> "
       "(Tensor dq, Tensor dk, Tensor dv)");
   m.def(
-      "dispatch(Tensor q, Tensor k, Tensor v, Tensor plan, Tensor? sinks=None, *, str context=\"default\", "
-      "float? scale=None, float softcap=0.) -> int");
+      "dispatch(Tensor q, Tensor k, Tensor v, Tensor plan, Tensor? plan_backward=None, Tensor? sinks=None, *, "
+      "str context=\"default\", float? scale=None, float softcap=0.) -> int");
   m.def(
       "dispatch_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor plan, "
       "Tensor? sinks=None, *, str context=\"default\", float? scale=None, float softcap=0.) -> int");

@@ -57,6 +57,11 @@ class DISTCA_EXPORT Transport {
   /// Returns when every put and signal of this rank has been delivered.
   virtual void quiet() = 0;
 
+  /// A mark after what this rank has put and signalled so far, and a wait for what is before a mark alone. Of a step
+  /// that ends while rows of another travel, only its own have to have arrived.
+  virtual uint64_t mark() const { return 0; }
+  virtual void quiet_until(uint64_t /*mark*/) { quiet(); }
+
   /// Whether puts, signals and published words reach the peers in `exchange` and at no other time.
   virtual bool is_collective() const { return false; }
 
@@ -87,6 +92,7 @@ class DISTCA_EXPORT Transport {
   /// Sleeps until the doorbell differs from `seen`, a peer departs, or the time is over; may return early.
   virtual void doze(uint32_t seen, std::chrono::microseconds at_most) const = 0;
   friend class ReorderingTransport;
+  friend class LinkTransport;
 };
 
 }  // namespace distca::transport

@@ -23,11 +23,16 @@ from distca.errors import (
     PlanFormatError,
     PlanMismatchError,
 )
+from distca.halves import Half, halves
 from distca.heads import Heads
 from distca.launch import RankError, launch
-from distca.ops import attention, core_attention, serve
+from distca.memory import MemoryReport, memory_report
+from distca.ops import attention, core_attention, serve, serve_ping_pong
+from distca.ping_pong import PingPong
 from distca.plan_ahead import PlanAhead
 from distca.planning import PADDING, ArenaBytes, Layout, Plan, Plans, PlanStats, Task, Transfer, plan, plans
+from distca.steps import Step, attend, collect, dispatch
+from distca.trace import Link, Trace, write_trace
 
 try:
     __version__ = _version("distca")
@@ -43,9 +48,12 @@ __all__ = [
     "CostModel",
     "DeviceError",
     "DistcaError",
+    "Half",
     "Heads",
     "InvalidArgumentError",
     "Layout",
+    "Link",
+    "MemoryReport",
     "OperatingSystemError",
     "PeerDiedError",
     "PeerTimeoutError",
@@ -56,16 +64,26 @@ __all__ = [
     "PlanStats",
     "Plans",
     "RankError",
+    "PingPong",
+    "Step",
+    "attend",
+    "collect",
+    "dispatch",
     "Task",
+    "Trace",
     "Transfer",
     "attention",
     "core_attention",
     "get_context",
+    "halves",
     "init",
     "launch",
     "loopback",
+    "memory_report",
     "plan",
     "plans",
     "save_core_attention",
     "serve",
+    "serve_ping_pong",
+    "write_trace",
 ]

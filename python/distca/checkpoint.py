@@ -23,6 +23,9 @@ def save_core_attention() -> Any:
 
 
 def _policy(_ctx: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    if operator is torch.ops.distca.core_attention.default:
+    ops = torch.ops.distca
+    # Of a step in parts all are kept, so that none is begun again.
+    kept = (ops.core_attention.default, ops.dispatch.default, ops.attend.default, ops.collect.default)
+    if operator in kept:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -14,7 +14,7 @@ from distca.errors import DistcaError, InvalidArgumentError
 from distca.launch import RankError
 
 INTERRUPTED = 130
-BENCHMARKS = ("attention", "balance", "overhead", "plan", "shards", "transport")
+BENCHMARKS = ("attention", "balance", "overhead", "overlap", "plan", "shards", "transport")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import weakref
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +16,7 @@ from distca.cost import CostModel
 from distca.errors import DeviceError, InvalidArgumentError
 from distca.exchange import Exchange, gather_text
 from distca.heads import Heads
+from distca.trace import Link, Trace, from_core
 
 _EXTENT_ALIGNMENT = 64
 _TRANSPORTS = ("auto", "shm", "torch", "nvshmem", "loopback")
@@ -52,12 +54,33 @@ class Context:
         self._last_step = 0
         self.heads = heads
         self.cost = cost
+        self.backward_steps: weakref.WeakSet[Any] = weakref.WeakSet()  # those under way of distca.steps
         _contexts[self.name] = self
 
     @property
     def step(self) -> int:
         """Steps taken so far; forward and backward of a call are one each."""
         return self._last_step if self._core is None else self._core.step
+
+    def abandon(self, step: int, why: str = "") -> None:
+        """Says that this rank will not finish a step that it has dispatched, unless it has; `why` ends the message.
+
+        A fault: this context is poisoned and the peers are told, so that they do not wait.
+        """
+        if self._core is not None:
+            self._core.abandon(step, why)
+
+    def start_trace(self) -> None:
+        """From now on this rank's steps are recorded, until the context is closed; see `take_trace`."""
+        if self._core is not None:
+            self._core.set_trace(True)
+            self.take_trace()
+
+    def take_trace(self) -> Trace:
+        """What was recorded since `start_trace`, or since the call before. Not while a step runs on another thread."""
+        if self._core is None:
+            return Trace(self.rank, [], [])
+        return from_core(self.rank, self._core.take_trace(), self._core.take_transfers())
 
     def close(self) -> None:
         """Leaves the group and frees the heap. May be called again."""
@@ -103,6 +126,7 @@ def init(
     timeout: float = 600.0,
     name: str = "default",
     cost: CostModel | None = None,
+    link: Link | None = None,
     device: torch.device | str = "cpu",
     attention: str = "auto",
 ) -> Context:
@@ -122,6 +146,7 @@ def init(
         timeout: seconds after which a living but silent peer is an error. Long by default: peers compile and save.
         name: several contexts may live at once, each under its own name.
         cost: cost model of the plans.
+        link: emulates a network of that speed over shm or loopback, for tests and benchmarks.
         device: where the tensors are: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``. On CUDA a group of one rank, so far; not
             yet run on a GPU.
         attention: ``"auto"``, the library's own kernels where there are some for the device, else ``"flash"``, ATen's
@@ -133,6 +158,8 @@ def init(
     """
     if transport not in _TRANSPORTS:
         raise InvalidArgumentError(f"init: transport = {transport!r}; one of {', '.join(_TRANSPORTS)} is expected")
+    if link is not None and transport == "torch":
+        raise InvalidArgumentError("init: transport 'torch' has no link; use 'shm' to emulate one")
     device = _device_name(device)
     if name in _contexts:
         raise InvalidArgumentError(f"init: context {name!r} exists already; close it first, or choose another name")
@@ -164,18 +191,25 @@ def init(
     slot_bytes = _slot_bytes(num_ranks, max_tokens, heads, heap_bytes)
     cost = cost or CostModel()
     options = _core_options(slot_bytes, timeout, cost)
+    words = None if link is None else link.words
     if transport in ("auto", "loopback") and num_ranks == 1:
-        core = _C.make_loopback(names=[name], device=device, attention=attention, **options)[0]
+        core = _C.make_loopback(names=[name], link=words, device=device, attention=attention, **options)[0]
         return Context(core, heads, cost)
     if group is not None and transport == "torch":
         return _over_torch(group, name, heads, cost, options)
     listener = _C.ShmListener()
     rank = dist.get_rank(group) if group is not None else 0
     addresses = gather_text(listener.address, group) if group is not None else [listener.address]
-    if group is not None and transport == "auto" and not _C.share_memory(addresses):
+    if group is not None and transport == "auto" and link is None and not _C.share_memory(addresses):
         return _over_torch(group, name, heads, cost, options)
     core = _C.connect_shm(
-        listener=listener, rank=rank, addresses=addresses, name=name, connect_timeout=min(timeout, 120.0), **options
+        listener=listener,
+        rank=rank,
+        addresses=addresses,
+        name=name,
+        connect_timeout=min(timeout, 120.0),
+        link=words,
+        **options,
     )
     return Context(core, heads, cost)
 
@@ -207,6 +241,7 @@ def loopback(
     timeout: float = 600.0,
     cost: CostModel | None = None,
     reorder_seed: int | None = None,
+    link: Link | None = None,
     device: torch.device | str = "cpu",
     attention: str = "auto",
 ) -> list[Context]:
@@ -219,12 +254,14 @@ def loopback(
         num_ranks: number of ranks.
         max_tokens, heads, heap_bytes, timeout, cost, device, attention: as for :func:`init`.
         reorder_seed: delays and reorders puts in an order drawn from this seed.
+        link: emulates a network of that speed.
     """
     group = next(_loopback_groups)
     cost = cost or CostModel()
     cores = _C.make_loopback(
         names=[f"loopback/{group}/{rank}" for rank in range(num_ranks)],
         reorder_seed=reorder_seed,
+        link=None if link is None else link.words,
         device=_device_name(device),
         attention=attention,
         **_core_options(_slot_bytes(num_ranks, max_tokens, heads, heap_bytes), timeout, cost),

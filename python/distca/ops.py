@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -10,9 +11,10 @@ from torch._higher_order_ops.effects import _EffectType as EffectType
 
 from distca.context import Context, get_context
 from distca.errors import InvalidArgumentError, typed_errors
+from distca.ping_pong import core_attention_in_parts, in_half
 from distca.planning import Plan
+from distca.steps import as_autocast, check_plans
 
-_DEVICES = ("cpu", "cuda")  # on others (meta) autocast need not exist; torch 2.10 cannot compile the question
 _LAYER = "distca.layer"  # where the graph's node keeps it for backward
 
 torch.ops.load_library(str(files("distca") / "libdistca_torch.so"))
@@ -61,14 +63,13 @@ def core_attention(
         PlanMismatchError, PeerDiedError, PeerTimeoutError: the context is poisoned, later calls raise
             ContextPoisonedError.
     """
-    for name, value in (("plan", plan), ("plan_backward", plan_backward)):
-        if not isinstance(value, Plan) and not (name == "plan_backward" and value is None):
-            raise InvalidArgumentError(f"core_attention: {name} is a {type(value).__name__}; a distca.Plan is expected")
-    device = q.device.type
-    if device in _DEVICES and torch.is_autocast_enabled(device):
-        q, k, v = (t.to(torch.get_autocast_dtype(device)) for t in (q, k, v))
+    check_plans("core_attention", plan, plan_backward)
     if torch.compiler.is_compiling():  # layers that differ in a constant would not share a graph
         layer = None
+    elif plan.in_parts or in_half():
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "layer": layer}
+        return core_attention_in_parts(q, k, v, plan, plan_backward=plan_backward, context=context, **options)
+    q, k, v = as_autocast(q, k, v)
     with typed_errors(layer):
         out, lse = torch.ops.distca.core_attention(
             q,
@@ -77,7 +78,7 @@ def core_attention(
             plan.tensor,
             plan_backward=None if plan_backward is None else plan_backward.tensor,
             sinks=None if sinks is None else sinks.float(),
-            context=context if isinstance(context, str) else context.name,
+            context=_name_of(context),
             scale=scale,
             softcap=softcap,
         )
@@ -111,25 +112,96 @@ def serve(
     Raises:
         InvalidArgumentError: for another phase, or where this rank has rows. Else as :func:`core_attention`.
     """
-    if phase not in ("forward", "backward"):
-        raise InvalidArgumentError(f"serve: phase = {phase!r}; 'forward' and 'backward' are allowed")
-    if plan.num_rows:
-        raise InvalidArgumentError(
-            f"serve: rank {plan.rank} has {plan.num_rows} rows in this plan; call core_attention"
-        )
-    heads, name = plan.heads, context if isinstance(context, str) else context.name
-    found = get_context(name)
-    device = "cpu" if found is None else found.device  # an unknown one is the operator's to refuse
-    q, out = (torch.empty(0, heads.q, dim, dtype=heads.dtype, device=device) for dim in (heads.dim, heads.value_dim))
-    k, v = (torch.empty(0, heads.kv, dim, dtype=heads.dtype, device=device) for dim in (heads.dim, heads.value_dim))
+    _check_serving("serve", phase, plan)
+    name = _name_of(context)
+    q, k, v, out, lse = _no_rows(plan, name)
     options: dict[str, Any] = {"context": name, "scale": scale, "softcap": softcap}
     sinks = None if sinks is None else sinks.detach().float()
     with typed_errors(layer):
         if phase == "forward":
             torch.ops.distca.core_attention(q, k, v, plan.tensor, sinks=sinks, **options)
         else:
-            lse = torch.empty(0, heads.q, device=device)
             torch.ops.distca.core_attention_backward(out, q, k, v, out, lse, plan.tensor, sinks, **options)
+
+
+def serve_ping_pong(
+    layers: Sequence[tuple[Plan, Plan]],
+    phase: str,
+    *,
+    context: str | Context = "default",
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Sequence[torch.Tensor] | None = None,
+) -> None:
+    """As :func:`serve`, for a whole forward or backward pass of :class:`distca.PingPong` on the other ranks.
+
+    Takes part in their steps in the order in which they make their calls. Not for activation checkpointing, which adds
+    forward steps to the backward pass; run the model with zero rows there.
+
+    Args:
+        layers: for each layer of the model, in order, the plans of the first and of the second half.
+        phase: ``"forward"`` or ``"backward"``.
+        context: the context or its name.
+        scale, softcap: the same as on the other ranks.
+        sinks: those of each layer, where the model has them.
+    """
+    for both in layers:
+        for plan in both:
+            _check_serving("serve_ping_pong", phase, plan)
+    name, steps = _name_of(context), {}
+    ops, scores = torch.ops.distca, {"scale": scale, "softcap": softcap}
+    for part, index, half in _calls_of_ping_pong(len(layers), phase):
+        with typed_errors(index):
+            if part == "dispatch":
+                plan = layers[index][half]
+                q, k, v, out, lse = _no_rows(plan, name)
+                own = None if sinks is None else sinks[index].detach().float()
+                steps[index, half] = (
+                    ops.dispatch(q, k, v, plan.tensor, None, own, context=name, **scores)
+                    if phase == "forward"
+                    else ops.dispatch_backward(out, q, k, v, out, lse, plan.tensor, own, context=name, **scores)
+                )
+            elif part == "attend":
+                ops.attend(steps[index, half], context=name)
+            else:
+                (ops.collect if phase == "forward" else ops.collect_backward)(steps[index, half], context=name)
+
+
+def _calls_of_ping_pong(num_layers: int, phase: str) -> list[tuple[str, int, int]]:
+    """(part, layer, half) of each call, in order. Backward mirrors forward, with the ends of a step exchanged."""
+    calls = [("dispatch", 0, half) for half in range(2)]
+    for layer in range(num_layers):
+        calls += [("attend", layer, half) for half in range(2)]
+        for half in range(2):
+            calls.append(("collect", layer, half))
+            if layer + 1 < num_layers:
+                calls.append(("dispatch", layer + 1, half))
+    if phase == "forward":
+        return calls
+    mirror = {"dispatch": "collect", "attend": "attend", "collect": "dispatch"}
+    return [(mirror[part], layer, half) for part, layer, half in reversed(calls)]
+
+
+def _check_serving(function: str, phase: str, plan: Plan) -> None:
+    if phase not in ("forward", "backward"):
+        raise InvalidArgumentError(f"{function}: phase = {phase!r}; 'forward' and 'backward' are allowed")
+    if plan.num_rows:
+        raise InvalidArgumentError(
+            f"{function}: rank {plan.rank} has {plan.num_rows} rows in this plan; call core_attention"
+        )
+
+
+def _no_rows(plan: Plan, context: str) -> tuple[torch.Tensor, ...]:
+    """q, k, v, out and lse of a rank without rows."""
+    heads, found = plan.heads, get_context(context)
+    device = "cpu" if found is None else found.device  # an unknown one is the operator's to refuse
+    q, out = (torch.empty(0, heads.q, dim, dtype=heads.dtype, device=device) for dim in (heads.dim, heads.value_dim))
+    k, v = (torch.empty(0, heads.kv, dim, dtype=heads.dtype, device=device) for dim in (heads.dim, heads.value_dim))
+    return q, k, v, out, torch.empty(0, heads.q, device=device)
+
+
+def _name_of(context: str | Context) -> str:
+    return context if isinstance(context, str) else context.name
 
 
 def attention(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -278,6 +279,7 @@ class Plan:
         rank: the rank it is seen from.
         num_rows: rows of that rank's token tensor.
         tensor: that rank's slice for the operators: int64, CPU, length a power of two.
+        in_parts: whether `core_attention` takes its steps in parts, as ping-pong does.
     """
 
     def __init__(
@@ -292,6 +294,13 @@ class Plan:
         # Plain attributes, not properties: torch.compile reads them without breaking the graph.
         self.tensor = torch.frombuffer(core.slice(rank), dtype=torch.int64)
         self.num_rows = layout.num_rows(rank)
+        self.in_parts = False
+
+    def for_parts(self) -> Plan:
+        """The same plan, whose steps `core_attention` takes in parts."""
+        plan = copy.copy(self)
+        plan.in_parts = True
+        return plan
 
     def same_window(self, window: int | None) -> bool:
         """Whether this causal plan is right for a layer of that window: no document shows the difference."""
@@ -476,6 +485,10 @@ class Plans(Mapping[int | None, Plan]):
     def for_rank(self, rank: int) -> Plans:
         """The same plans seen from another rank."""
         return Plans({window: plan.for_rank(rank) for window, plan in self.items()})
+
+    def for_parts(self) -> Plans:
+        """The same plans, whose steps `core_attention` takes in parts."""
+        return Plans({window: plan.for_parts() for window, plan in self.items()})
 
     def for_window(self, window: int | None) -> Plan:
         """The plan for layers of that window. Windows at least as long as every document are all the same.

@@ -20,7 +20,7 @@ no plan is an error when the context has more than one rank. transformers cannot
 rank without tokens one row of padding, the segment (-1, 0, 1).
 
 `heads_of` and `windows_of` read from a model's configuration what `distca.plan` needs; `PlanInputs` lets a
-`transformers.Trainer` make the plans itself.
+`transformers.Trainer` make the plans itself. `ping_pong` and `plan_halves`: see hf_ping_pong.py.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ from transformers.masking_utils import sdpa_mask
 from distca.context import Context, get_context
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
+from distca.integrations.hf_ping_pong import HalvedPlans, InHalves
+from distca.integrations.hf_ping_pong import ping_pong as ping_pong
+from distca.integrations.hf_ping_pong import plan_halves as plan_halves
 from distca.ops import core_attention
 from distca.planning import Layout, Plan, Plans, plans
 
@@ -209,6 +212,9 @@ def _plan_of_layer(plan: Plan | Plans, sliding_window: int | None) -> Plan:
     """transformers' window W lets row q see key k where q - k < W, as ours does."""
     if isinstance(plan, Plans):
         return plan.for_window(sliding_window)
+    _refuse(
+        isinstance(plan, HalvedPlans), "the plan is one of halves, the model is not in ping-pong: hf.ping_pong(model)"
+    )
     _refuse(not isinstance(plan, Plan), f"plan is a {type(plan).__name__}, must be a distca.Plan or distca.Plans")
     _refuse(plan.mask != "causal", f"the plan's mask is {plan.mask}; a causal one is needed")
     _refuse(
@@ -335,7 +341,7 @@ class PlanInputs:
     A rank's batch is whole documents packed into one row, with their position_ids, as transformers'
     DataCollatorWithFlattening makes it of documents of any length. The ranks exchange the lengths over
     torch.distributed's default group, which must be that of the context. Heads come from the context, windows from the
-    model.
+    model. A model that went through `ping_pong` gets a plan for each half.
     """
 
     distca_context: ClassVar[str] = "default"
@@ -352,7 +358,8 @@ class PlanInputs:
         of_ranks: list[Any] = [lengths] * context.num_ranks
         if context.num_ranks > 1:
             dist.all_gather_object(of_ranks, lengths)
-        made = plans(
+        make = plan_halves if isinstance(self.model, InHalves) else plans  # type: ignore[attr-defined]
+        made = make(
             Layout.from_documents(of_ranks),
             context.heads,
             windows=windows_of(self.model.config),  # type: ignore[attr-defined]

@@ -49,17 +49,23 @@ class Trained:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler
+    saved: torch.nn.Module | None = None  # the part of the model whose names a checkpoint has, where not all of it
 
     def state(self, saved_ranks: int) -> dict[str, Any]:
         """By name, for `torch.distributed.checkpoint`; each rank adds its own random state if there is one of it."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = get_state_dict(self.saved or self.model, self.optimizer)
         state = {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
         if dist.get_rank() < saved_ranks:
             state[_random_key()] = torch.get_rng_state()
         return state
 
     def set_state(self, state: dict[str, Any]) -> None:
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            self.saved or self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
         self.schedule.load_state_dict(state["schedule"])
         if (random := state.get(_random_key())) is not None:
             torch.set_rng_state(random)

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         run_dir = find_run(options.resume, given.get("runs_dir", TrainConfig.runs_dir))
         config = resumed_config(run_dir, given)
-    _check_packages()
+    _check_packages(config)
     _check_inputs(config)
     if _under_torchrun():
         return _train_as_rank(config, run_dir, options.debug)
@@ -95,10 +95,12 @@ def train_rank(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
     return train(config, run_dir)
 
 
-def _check_packages() -> None:
+def _check_packages(config: TrainConfig) -> None:
     for package in ("tqdm", "transformers"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"the package {package} is not installed: install distca[train]")
+    if config.ping_pong and importlib.util.find_spec("greenlet") is None:
+        raise ConfigError("--ping-pong needs the package greenlet: install distca[ping-pong]")
 
 
 def _train_with_own_ranks(config: TrainConfig, resumed: Path | None) -> int:

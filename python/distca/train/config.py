@@ -92,6 +92,10 @@ class TrainConfig:
         default=False, metadata=_about("shard weights, gradients and optimizer over the ranks, layer by layer (FSDP2)")
     )
     compile: bool = field(default=False, metadata=_about("compile each layer with torch.compile"))
+    ping_pong: bool = field(
+        default=False,
+        metadata=_about("run two halves of each batch at once: one computes while the other's rows travel"),
+    )
     checkpoint_every: int = field(
         default=0,
         metadata=_about("steps between checkpoints; 0: one at the end, or where the run is interrupted"),
@@ -125,6 +129,8 @@ class TrainConfig:
                     _fail(self, name, "left out with --model, which has a shape of its own")
         if self.compare and self.balance == "off":
             _fail(self, "balance", "left out with --compare, which takes every step with both")
+        if self.ping_pong and self.compile:
+            _fail(self, "ping_pong", "left out with --compile, whose code cannot give the turn to the other half")
         if not self.name or self.name in (".", "..") or "/" in self.name or "\0" in self.name:
             _fail(self, "name", "the name of a folder, without '/'")
 
@@ -180,8 +186,8 @@ _LEAST: dict[str, float] = {
 OPTION_TYPES: dict[str, Callable[[str], Any]] = {
     "ranks": int, "steps": int, "tokens_per_rank": int, "data": Path, "doc_scale": float, "tokenizer": Path,
     "model": str, "hidden": int, "layers": int, "heads": int, "kv_heads": int, "dtype": str, "lr": float, "seed": int,
-    "balance": str, "tolerance": float, "compare": bool, "fsdp": bool, "compile": bool, "checkpoint_every": int,
-    "keep_checkpoints": int, "timeout": float, "name": str, "runs_dir": Path,
+    "balance": str, "tolerance": float, "compare": bool, "fsdp": bool, "compile": bool, "ping_pong": bool,
+    "checkpoint_every": int, "keep_checkpoints": int, "timeout": float, "name": str, "runs_dir": Path,
 }  # fmt: skip
 """How the command line reads each field."""
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from distca.errors import InvalidArgumentError
+from distca.halves import Half, halves
 from distca.planning import Layout
 
 if TYPE_CHECKING:
@@ -146,6 +147,20 @@ class Batch:
     input_ids: torch.Tensor
     labels: torch.Tensor  # the next token of the document, NO_TARGET after its last
     num_targets: int  # of all ranks
+    targets_of: tuple[int, ...] = ()  # of each document, on all ranks
+
+    def halves(self, rank: int, window: int | None = None) -> tuple[Batch, Batch]:
+        """What ping-pong runs at once. A rank without rows in a half has one of padding, for models that need one."""
+        first, second = halves(self.layout, window=window, idle_rows=1)
+        return self._half(first, rank), self._half(second, rank)
+
+    def _half(self, half: Half, rank: int) -> Batch:
+        return Batch(
+            half.layout,
+            half.take(self.input_ids, rank, dim=1),
+            half.take(self.labels, rank, dim=1, fill=NO_TARGET),
+            num_targets=sum(self.targets_of[document] for document in half.documents),
+        )
 
 
 def pack_steps(lengths: list[int], tokens: int, seed: int) -> Iterator[list[Piece]]:
@@ -198,6 +213,9 @@ class Batches:
         layout = Layout.packed(
             [piece.end - piece.begin for piece in pieces], ranks=self._ranks, tokens_per_rank=self._tokens_per_rank
         )
+        targets_of = tuple(
+            piece.end - piece.begin - (piece.end == len(self._corpus.documents[piece.document])) for piece in pieces
+        )
         tokens: list[int] = []
         targets: list[int] = []
         for document, begin, end in layout.segments(self._rank):
@@ -212,7 +230,6 @@ class Batches:
             layout,
             input_ids=torch.tensor([tokens], dtype=torch.int64),
             labels=torch.tensor([targets], dtype=torch.int64),
-            num_targets=sum(
-                piece.end - piece.begin - (piece.end == len(self._corpus.documents[piece.document])) for piece in pieces
-            ),
+            num_targets=sum(targets_of),
+            targets_of=targets_of,
         )

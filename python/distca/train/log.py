@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -72,14 +73,14 @@ class RunLog:
             for name, value in metrics.scalars().items():
                 self._board.add_scalar(name, value, metrics.step)
 
-    def finish(self, interrupted: bool) -> dict[str, Any]:
+    def finish(self, interrupted: bool, notes: Sequence[str] = ()) -> dict[str, Any]:
         summary = {
             "run": str(self._run_dir),
             "interrupted": interrupted,
             **summarise(self._steps),
             "documents": len(self._corpus.documents),
             f"{self._corpus.unit}_skipped": self._corpus.num_skipped,
-            "notes": missing_packages(),
+            "notes": [*notes, *missing_packages()],
         }
         if self._run_dir is not None:
             assert self._last is not None  # no run ends before its first step

@@ -21,16 +21,19 @@ class AttentionLoads:
     after: list[int]  # as planned
     bytes: int  # moved between ranks, forward and backward
     plan_ms: float  # planning the step on one rank
+    larger_half: float | None = None  # with ping-pong, the part of the load that its larger half has
 
     @staticmethod
-    def of(plans: Plans, windows: Sequence[int | None]) -> AttentionLoads:
-        """`windows`: of each layer."""
-        stats = [plans.for_window(window).stats for window in windows]
+    def of(parts: Sequence[Plans], windows: Sequence[int | None]) -> AttentionLoads:
+        """`parts`: the batch, or the halves of ping-pong; `windows`: of each layer."""
+        stats = [plans.for_window(window).stats for plans in parts for window in windows]
+        halves = [sum(sum(plans.for_window(window).stats.load_before) for window in windows) for plans in parts]
         return AttentionLoads(
             before=[sum(loads) for loads in zip(*(layer.load_before for layer in stats), strict=True)],
             after=[sum(loads) for loads in zip(*(layer.load for layer in stats), strict=True)],
             bytes=sum(sum(layer.bytes.values()) for layer in stats),
-            plan_ms=sum(plan.stats.plan_ms for plan in plans.values()),
+            plan_ms=sum(plan.stats.plan_ms for plans in parts for plan in plans.values()),
+            larger_half=max(halves) / sum(halves) if len(halves) == 2 else None,
         )
 
 
@@ -66,19 +69,21 @@ class StepMetrics:
     bytes: int  # moved between ranks, forward and backward, all layers
     plan_ms: float  # planning one step on one rank
     unbalanced: Unbalanced | None = None  # where the run compares
+    larger_half: float | None = None  # with ping-pong, the part of the attention that its larger half has
 
     @staticmethod
-    def of(step: int, result: StepResult, layout: Layout, loads: AttentionLoads) -> StepMetrics:
+    def of(step: int, result: StepResult, layouts: Sequence[Layout], loads: AttentionLoads) -> StepMetrics:
         return StepMetrics(
             step=step,
             loss=result.loss,
-            tokens=sum(layout.num_rows(rank) for rank in range(layout.num_ranks)),
+            tokens=sum(sum(layout.document_lengths) for layout in layouts),
             seconds=result.seconds,
             imbalance_before=_imbalance(loads.before),
             imbalance_after=_imbalance(loads.after),
             bytes=loads.bytes,
             plan_ms=loads.plan_ms,
             unbalanced=result.unbalanced,
+            larger_half=loads.larger_half,
         )
 
     @staticmethod
@@ -137,6 +142,9 @@ def summarise(steps: list[StepMetrics]) -> dict[str, Any]:
         "bytes_per_step": sum(step.bytes for step in steps) / num_steps,
         "plan_ms": sum(step.plan_ms for step in steps) / num_steps,
     }
+    halved = [step.larger_half for step in steps if step.larger_half is not None]
+    if halved:
+        summary["larger_half"] = sum(halved) / len(halved)
     compared = [(step.seconds, step.unbalanced) for step in timed if step.unbalanced is not None]
     if compared:
         summary["compare"] = {
@@ -174,6 +182,8 @@ def describe(summary: dict[str, Any]) -> str:
         f"moved      {summary['bytes_per_step'] / 1e6:.1f} MB a step, planned in {summary['plan_ms']:.2f} ms",
         f"documents  {summary['documents']}, {_skipped(summary)}",
     ]
+    if (larger := summary.get("larger_half")) is not None:
+        lines.append(f"ping-pong  the larger half of a step has {larger:.2f} of its attention")
     if (compare := summary.get("compare")) is not None:
         lines += [
             f"step time  {compare['seconds_balanced']:.3f} s balanced, {compare['seconds_unbalanced']:.3f} s not "

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from distca.integrations import hf
+from distca.ping_pong import PingPong
 from distca.train.config import ConfigError, TrainConfig
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -142,12 +143,12 @@ def wrap(model: PreTrainedModel, config: TrainConfig) -> torch.nn.Module:
         for layer in _layers(model):
             layer.compile()
     if not config.fsdp:
-        return DistributedDataParallel(model)
+        return DistributedDataParallel(PingPong(model) if config.ping_pong else model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in _layers(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return model
+    return PingPong(model) if config.ping_pong else model
 
 
 def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:

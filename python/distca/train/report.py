@@ -71,6 +71,8 @@ def _figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("moved a step", f"{summary['bytes_per_step'] / 1e6:.2f} MB"),
         ("planning a step", f"{summary['plan_ms']:.2f} ms"),
     ]
+    if (larger := summary.get("larger_half")) is not None:
+        figures.append(("ping-pong: part of the attention in the larger half", f"{larger:.3f}"))
     if (compare := summary.get("compare")) is not None:
         figures += [
             ("step time balanced (median)", f"{compare['seconds_balanced']:.4f} s"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,16 +22,20 @@ SAME = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 mistake. The rows of attention's output are the same to the bit; gradients of keys are added in another order."""
 
 
-def train_step(trained: Trained, batch: Batch, plans: Plans, stop: bool, since: float) -> StepResult:
+Work = Sequence[tuple[Batch, Plan | Plans]]
+"""What a step computes: a batch with its plans; with ping-pong its two halves, each with its own."""
+
+
+def train_step(trained: Trained, work: Work, stop: bool, since: float) -> StepResult:
     """One optimizer step. `stop`: whether this rank was asked to; `since`: when the step before was over."""
-    loss_sum = forward_backward(trained, batch, plans)
+    loss_sum = forward_backward(trained, work)
     update(trained)
-    loss, interrupted = _share(loss_sum, batch, stop)
+    loss, interrupted = _share(loss_sum, work, stop)
     return StepResult(loss, interrupted, time.perf_counter() - since)
 
 
 def compared_step(
-    trained: Trained, batch: Batch, plans: Plans, unbalanced: Plans, stop: bool, since: float, balanced_first: bool
+    trained: Trained, work: Work, unbalanced: Work, stop: bool, since: float, balanced_first: bool
 ) -> StepResult:
     """One optimizer step whose forward and backward run with both plans. What surrounds them counts for both.
 
@@ -42,8 +47,8 @@ def compared_step(
     for balanced in (balanced_first, not balanced_first):
         dist.barrier()
         begin = time.perf_counter()
-        loss_sum = forward_backward(trained, batch, plans if balanced else unbalanced)
-        losses[balanced], interrupted = _share(loss_sum, batch, stop)
+        loss_sum = forward_backward(trained, work if balanced else unbalanced)
+        losses[balanced], interrupted = _share(loss_sum, work, stop)
         seconds[balanced] = time.perf_counter() - begin
         norms[balanced] = gradient_norm(trained.model)
     begin = time.perf_counter()
@@ -63,20 +68,37 @@ def compared_step(
     return StepResult(losses[True], interrupted, seconds[True] + around, beside)
 
 
-def forward_backward(trained: Trained, batch: Batch, plans: Plans) -> torch.Tensor:
+def forward_backward(trained: Trained, work: Work) -> torch.Tensor:
     """Leaves the gradients of the mean loss in the model and returns the sum of this rank's losses."""
     trained.optimizer.zero_grad()
-    loss_sum = sum_of_losses(trained.model, batch, plans)
+    loss_sum = sum_of_losses(trained.model, work)
     # Gradients are averaged over ranks; the loss is the mean over targets, of which ranks hold different numbers.
-    (loss_sum * (dist.get_world_size() / max(batch.num_targets, 1))).backward()
+    (loss_sum * (dist.get_world_size() / max(_num_targets(work), 1))).backward()
     return loss_sum
 
 
-def sum_of_losses(model: torch.nn.Module, batch: Batch, plan: Plan | Plans) -> torch.Tensor:
+def sum_of_losses(model: torch.nn.Module, work: Work) -> torch.Tensor:
     """Cross entropy summed over the targets of this rank, fp32; zero (with gradients of zero) where it has none."""
-    positions = plan.layout.position_ids(plan.rank).unsqueeze(0)
-    logits = model(input_ids=batch.input_ids, position_ids=positions, use_cache=False, plan=plan).logits
-    return F.cross_entropy(logits[0].float(), batch.labels[0], reduction="sum")
+    inputs = [
+        {
+            "input_ids": batch.input_ids,
+            "position_ids": plan.layout.position_ids(plan.rank).unsqueeze(0),
+            "use_cache": False,
+            "plan": plan,
+        }
+        for batch, plan in work
+    ]
+    outputs = [model(**inputs[0])] if len(inputs) == 1 else model(*inputs)
+    losses = [
+        F.cross_entropy(output.logits[0].float(), batch.labels[0], reduction="sum")
+        for output, (batch, _) in zip(outputs, work, strict=True)
+    ]
+    return torch.stack(losses).sum()
+
+
+def _num_targets(work: Work) -> int:
+    """Of all ranks."""
+    return sum(batch.num_targets for batch, _ in work)
 
 
 def update(trained: Trained) -> None:
@@ -91,11 +113,11 @@ def gradient_norm(model: torch.nn.Module) -> float:
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
-def _share(loss_sum: torch.Tensor, batch: Batch, stop: bool) -> tuple[float, bool]:
+def _share(loss_sum: torch.Tensor, work: Work, stop: bool) -> tuple[float, bool]:
     """The mean loss over all ranks' targets, and whether any rank was asked to stop."""
     shared = torch.tensor([loss_sum.item(), float(stop)], dtype=torch.float64)
     dist.all_reduce(shared)
-    return shared[0].item() / max(batch.num_targets, 1), shared[1].item() > 0
+    return shared[0].item() / max(_num_targets(work), 1), shared[1].item() > 0
 
 
 def _difference(a: float, b: float) -> float:

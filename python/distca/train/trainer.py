@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from distca.context import init
 from distca.errors import DistcaError
 from distca.heads import Heads
 from distca.integrations.hf import heads_of, windows_of
+from distca.ping_pong import PingPong
 from distca.plan_ahead import PlanAhead
 from distca.planning import Plans
 from distca.train.checkpoint import Checkpoints, RunState, Trained, whole_checkpoints
@@ -53,7 +54,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
     shape = model.config.get_text_config()
     check_positions(shape, config, max(map(len, corpus.documents)))
     heads, windows = heads_of(shape, config.torch_dtype), windows_of(shape)
-    trained = _start_of_training(wrap(model, config), config)
+    trained = _start_of_training(wrap(model, config), model, config)
     run_dir, last = _agree_on_run(run_dir)
     checkpoints = Checkpoints(run_dir, keep=config.keep_checkpoints)
     start = _resume(trained, checkpoints, last, corpus) if last is not None else 0
@@ -75,14 +76,14 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
         RunLog(config, run_dir if rank == 0 else None, corpus, start=start) as log,
     ):
         since = time.perf_counter()
-        for step, (batch, plans, unbalanced) in enumerate(steps, start):
+        for step, (work, unbalanced) in enumerate(steps, start):
             if unbalanced is None:
-                result = train_step(trained, batch, plans, stop.requested, since)
+                result = train_step(trained, work, stop.requested, since)
             else:  # who goes first alternates, so that neither gains by it
                 balanced_first = step % 2 == 0
-                result = compared_step(trained, batch, plans, unbalanced, stop.requested, since, balanced_first)
-            loads = AttentionLoads.of(plans, windows)
-            metrics = StepMetrics.of(step, result, plans.layout, loads)
+                result = compared_step(trained, work, unbalanced, stop.requested, since, balanced_first)
+            loads = AttentionLoads.of([plans for _, plans in work], windows)
+            metrics = StepMetrics.of(step, result, [batch.layout for batch, _ in work], loads)
             log.step(metrics, loads)
             bar.set_postfix_str(metrics.line(), refresh=False)
             bar.update()
@@ -94,28 +95,39 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
             if result.interrupted:
                 break
             since = time.perf_counter()
-        return log.finish(result.interrupted)
+        return log.finish(result.interrupted, _notes(trained.model))
 
 
 def _due(taken: int, every: int) -> bool:
     return every > 0 and taken % every == 0
 
 
-def _start_of_training(model: torch.nn.Module, config: TrainConfig) -> Trained:
+def _notes(model: torch.nn.Module) -> list[str]:
+    whole = sum(module.unsharded_bytes for module in model.modules() if isinstance(module, PingPong))
+    return [f"ping-pong keeps {whole / 1e6:.1f} MB of weights whole on every rank in a step"] if whole else []
+
+
+def _start_of_training(model: torch.nn.Module, saved: torch.nn.Module, config: TrainConfig) -> Trained:
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=0.0)
     schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, config.steps))
-    return Trained(model, optimizer, schedule)
+    return Trained(model, optimizer, schedule, saved if config.ping_pong else None)
+
+
+Planned = list[tuple[Batch, Plans]]
 
 
 @contextmanager
 def _planned(
     config: TrainConfig, batches: Batches, heads: Heads, windows: list[int | None]
-) -> Iterator[Iterator[tuple[Batch, Plans, Plans | None]]]:
-    """Each batch with its plans and, where the run compares, those that compute every row at home."""
+) -> Iterator[Iterator[tuple[Planned, Planned | None]]]:
+    """The work of each step and, where the run compares, the same with plans that compute every row at home."""
+    num_parts = 2 if config.ping_pong else 1
+    window = windows[0] if len(set(windows)) == 1 else None
+    rank = dist.get_rank()
 
     def plan_ahead(balance: bool) -> PlanAhead[Batch, Plans]:
         return PlanAhead(
-            batches,
+            (half for batch in batches for half in batch.halves(rank, window)) if config.ping_pong else batches,
             heads=heads,
             layout=lambda batch: batch.layout,
             windows=windows,
@@ -123,10 +135,15 @@ def _planned(
             balance=balance,
         )
 
-    with plan_ahead(config.balance == "on") as steps, plan_ahead(False) if config.compare else nullcontext() as others:
-        unbalanced = (plans for _, plans in others) if others is not None else itertools.repeat(None)
+    def in_steps(planned: Iterable[tuple[Batch | None, Plans]]) -> Iterator[Planned]:
         # Every rank has the same number of batches, so each step has one.
-        yield ((batch, plans, other) for (batch, plans), other in zip(steps, unbalanced, strict=False) if batch)
+        parts = ((batch, plans) for batch, plans in planned if batch is not None)
+        while step := list(itertools.islice(parts, num_parts)):
+            yield step
+
+    with plan_ahead(config.balance == "on") as steps, plan_ahead(False) if config.compare else nullcontext() as others:
+        unbalanced = in_steps(others) if others is not None else itertools.repeat(None)
+        yield zip(in_steps(steps), unbalanced, strict=False)
 
 
 def _agree_on_run(run_dir: Path | None) -> tuple[Path, Path | None]:

@@ -1,0 +1,41 @@
+// What a rank did when: the parts of its steps, and the waits in them.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace distca::runtime {
+
+/// Times are those of the steady clock, which all processes of a host share.
+struct Span {
+  const char* name;  // "dispatch", "attend", "collect", or what is waited for in one of them
+  bool is_wait;
+  uint64_t step;
+  int64_t slot;
+  int64_t phase;  // 0 forward, 1 backward
+  int64_t peer;   // who is waited for; -1 where it is nobody
+  int64_t begin_ns;
+  int64_t end_ns;
+};
+
+/// Off until somebody starts it, and then a record of every span until that is taken.
+class Trace {
+ public:
+  void set_on(bool on) { on_ = on; }
+  bool is_on() const { return on_; }
+  void add(const Span& span) { spans_.push_back(span); }
+  std::vector<Span> take() { return std::exchange(spans_, {}); }
+
+  static int64_t now() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+  }
+
+ private:
+  bool on_ = false;
+  std::vector<Span> spans_;
+};
+
+}  // namespace distca::runtime

@@ -1,0 +1,134 @@
+"""Ping-pong with transformers: two halves of a packed row at once, inside the forward of a model that stays as it is.
+
+model = distca.integrations.hf.ping_pong(LlamaForCausalLM(...))
+plan = distca.integrations.hf.plan_halves(layout, heads, windows=windows_of(model.config))
+model(input_ids=ids, position_ids=positions, labels=labels, plan=plan).loss.backward()
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+
+from distca.context import get_context
+from distca.errors import InvalidArgumentError
+from distca.halves import Half, halves
+from distca.heads import Heads
+from distca.ping_pong import greenlet_module, prepare, refuse_compiled, run_halves
+from distca.planning import Layout, Plans, plans
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+_NO_TARGET = -100  # of transformers
+
+
+class HalvedPlans:
+    """The halves of a layout with their plans, for the forward of a model in ping-pong. Made by :func:`plan_halves`."""
+
+    def __init__(self, layout: Layout, rank: int, parts: tuple[Half, Half], plans: tuple[Plans, Plans]) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.halves = parts
+        self.plans = plans
+
+
+def plan_halves(
+    layout: Layout, heads: Heads, *, windows: Iterable[int | None] = (None,), rank: int | None = None, **options: Any
+) -> HalvedPlans:
+    """Deals a layout's documents out to two halves and plans each.
+
+    Args:
+        layout: of the whole batch.
+        heads, rank: as for `distca.plan`, and `options` too.
+        windows: those of the model's layers (`windows_of`).
+    """
+    if rank is None:
+        context = get_context()
+        rank = context.rank if context is not None and context.num_ranks == layout.num_ranks else 0
+    windows = list(windows)
+    parts = halves(layout, window=windows[0] if len(set(windows)) == 1 else None, idle_rows=1)
+    first, second = (plans(half.layout, heads, windows=windows, rank=rank, **options) for half in parts)
+    return HalvedPlans(layout, rank, parts, (first, second))
+
+
+class InHalves:
+    """Marks the class of a model that :func:`ping_pong` has changed."""
+
+
+def ping_pong(model: Model) -> Model:
+    """Lets a causal language model run in halves where its forward is given ``plan=plan_halves(...)``; else as before.
+
+    Tensors ``[1, T, ...]`` among its arguments are the rank's whole packed row. Labels are those of
+    DataCollatorWithFlattening: a document's first one is -100. The loss is that of the whole row; logits are left out
+    where a model in training has labels. DDP and FSDP2 go around the model, torch.compile is refused.
+
+    Returns:
+        The same model, whose class has a new forward.
+    """
+    greenlet_module()
+    kind = type(model)
+    if not issubclass(kind, InHalves):
+        model.__class__ = type(kind.__name__, (InHalves, kind), {"forward": _forward_of(kind), "__doc__": kind.__doc__})
+    return model
+
+
+def _forward_of(kind: type[torch.nn.Module]) -> Any:
+    whole: Any = kind.forward
+
+    @functools.wraps(whole)
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plan = kwargs.get("plan")
+        if not isinstance(plan, HalvedPlans):
+            return whole(self, *args, **kwargs)
+        refuse_compiled("a model in ping-pong is")
+        if args:
+            raise InvalidArgumentError("ping-pong: a model in halves takes keyword arguments only")
+        if not self.__dict__.get("_distca_prepared"):
+            prepare(self)
+            self.__dict__["_distca_prepared"] = True
+        first, second = _calls(plan, kwargs)
+        outputs = run_halves(functools.partial(whole, self), first, second)
+        return _joined(plan, outputs, with_logits=not (self.training and kwargs.get("labels") is not None))
+
+    return forward
+
+
+def _calls(plan: HalvedPlans, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
+    """The arguments of the model for each half."""
+    num_rows = plan.layout.num_rows(plan.rank)
+    calls = []
+    for half, own in zip(plan.halves, plan.plans, strict=True):
+        call = {**kwargs, "plan": own}
+        for name, value in kwargs.items():
+            if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[:2] == (1, num_rows):
+                fill = _NO_TARGET if "labels" in name else 1 if name == "attention_mask" else 0
+                call[name] = half.take(value, plan.rank, dim=1, fill=fill)
+        calls.append(call)
+    if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
+        # Divided by the targets of both halves, their losses add up to that of the whole row.
+        targets = sum(int((call["labels"][:, 1:] != _NO_TARGET).sum()) for call in calls)
+        for call in calls:
+            call["num_items_in_batch"] = max(targets, 1)
+    return calls
+
+
+def _joined(plan: HalvedPlans, outputs: tuple[Any, Any], *, with_logits: bool) -> Any:
+    if getattr(outputs[0], "aux_loss", None) is not None:
+        raise InvalidArgumentError(
+            "ping-pong: the model adds a loss of its routers, which is not a sum over rows: set "
+            "output_router_logits=False in its config"
+        )
+    joined: dict[str, Any] = {}
+    if outputs[0].loss is not None:
+        joined["loss"] = outputs[0].loss + outputs[1].loss
+    if with_logits:
+        parts = [(half.rows(plan.rank), output.logits) for half, output in zip(plan.halves, outputs, strict=True)]
+        shape = (1, plan.layout.num_rows(plan.rank), *parts[0][1].shape[2:])
+        logits = parts[0][1].new_zeros(shape)
+        for rows, of_half in parts:
+            if len(rows) > 0:
+                logits = logits.index_copy(1, rows.to(logits.device), of_half)
+        joined["logits"] = logits
+    return type(outputs[0])(**joined)

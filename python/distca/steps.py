@@ -1,0 +1,296 @@
+"""Core attention in three steps, :func:`dispatch`, :func:`attend` and :func:`collect`, for loops that overlap two.
+
+Each is a node of its own in autograd's graph, and what they do in backward mirrors forward: the backward of collect
+sends gradients to the servers, that of attend computes, that of dispatch brings dq, dk and dv home. Autograd runs nodes
+in the reverse order of their creation, so steps that overlap in forward overlap in backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from distca.context import Context, get_context
+from distca.errors import InvalidArgumentError, typed_errors
+from distca.planning import Plan
+
+_DEVICES = ("cpu", "cuda")  # on others (meta) autocast need not exist; torch 2.10 cannot compile the question
+
+
+def check_plans(function: str, plan: Any, plan_backward: Any) -> None:
+    """Raises InvalidArgumentError unless both are plans; the second may be None."""
+    for name, value in (("plan", plan), ("plan_backward", plan_backward)):
+        if not isinstance(value, Plan) and not (name == "plan_backward" and value is None):
+            raise InvalidArgumentError(f"{function}: {name} is a {type(value).__name__}; a distca.Plan is expected")
+
+
+def as_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The three in the dtype of autocast, where that is on."""
+    device = q.device.type
+    if device in _DEVICES and torch.is_autocast_enabled(device):
+        return tuple(t.to(torch.get_autocast_dtype(device)) for t in (q, k, v))
+    return q, k, v
+
+
+def in_compiled_code() -> bool:
+    """Whether torch.compile is tracing this call, or runs it between graphs because it could not."""
+    if torch.compiler.is_compiling():
+        return True
+    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
+    return callback is not None and callback is not False
+
+
+class _UnderWay:
+    """A step between dispatch and collect. With this object, unless the step is collected, the context is abandoned.
+
+    The other ranks wait for what this rank will never send; so they are told.
+    """
+
+    def __init__(self, number: int, context: str, layer: int | str | None) -> None:
+        self.number = number
+        here = get_context(context)
+        self._context = None if here is None else weakref.ref(here)
+        self._layer = layer
+        self.graph_task = torch._C._current_graph_task_id()  # -1 in forward
+        if here is not None and self.graph_task != -1:
+            here.backward_steps.add(self)
+
+    def over(self) -> Context | None:
+        """It has been collected. Returns its context, if that is there and this was not known yet."""
+        context = self._context() if self._context is not None else None
+        self._context = None
+        if context is not None:
+            context.backward_steps.discard(self)
+        return context
+
+    def abandon(self, why: str = "") -> None:
+        """It will not be collected."""
+        context = self.over()
+        if context is not None:
+            where = "" if self._layer is None else f" (layer {self._layer})"
+            context.abandon(self.number, where + why)
+
+    def __del__(self) -> None:
+        self.abandon()
+
+
+def _abandon_broken_off(context: Context | None) -> None:
+    """Abandons steps of backward passes that this thread is no longer in; autograd may keep what they have left."""
+    if context is not None:
+        for step in list(context.backward_steps):
+            if step.graph_task != torch._C._current_graph_task_id():
+                step.abandon(": its backward pass broke off")
+
+
+class _Call:
+    """What the three nodes of one call share. The graph holds it, so it holds nothing that holds the graph."""
+
+    def __init__(
+        self, plan: Plan, plan_backward: Plan | None, context: str, layer: int | str | None, **scores: Any
+    ) -> None:
+        self.tables = (plan.tensor, None if plan_backward is None else plan_backward.tensor)
+        self.context = context
+        self.layer = layer
+        self.scores = scores
+        self.number = -1
+        self.inputs: list[torch.Tensor] = []  # q, k, v and sinks if there are any; until collect
+        self._versions: list[int] = []
+        self._dsinks: torch.Tensor | None = None
+
+    def dispatch(self, *inputs: torch.Tensor) -> None:
+        self.inputs = list(inputs)
+        self._versions = [_version_of(t) for t in inputs]
+        q, k, v, *sinks = inputs
+        with typed_errors(self.layer):
+            self.number = torch.ops.distca.dispatch(q, k, v, *self.tables, *sinks, context=self.context, **self.scores)
+
+    def changed_input(self) -> str | None:
+        """Which input was written to since dispatch."""
+        names = ("q", "k", "v", "sinks")
+        now = (_version_of(t) for t in self.inputs)
+        return next((n for n, a, b in zip(names, now, self._versions, strict=False) if a != b), None)
+
+    def attend(self) -> None:
+        with typed_errors(self.layer):
+            torch.ops.distca.attend(self.number, context=self.context)
+
+    def collect(self) -> tuple[torch.Tensor, torch.Tensor]:
+        with typed_errors(self.layer):
+            return torch.ops.distca.collect(self.number, context=self.context)
+
+    def take_inputs(self) -> list[torch.Tensor | None]:
+        """q, k, v, and sinks or None; they are let go of here."""
+        q, k, v, *sinks = self.inputs
+        self.inputs = []
+        return [q, k, v, sinks[0] if sinks else None]
+
+    def dispatch_backward(self, dout: torch.Tensor, *saved: Any) -> _UnderWay:
+        *rows, out, lse, table, sinks = saved
+        with typed_errors(self.layer):
+            number = torch.ops.distca.dispatch_backward(
+                dout, *rows, out, lse, table, sinks, context=self.context, **self.scores
+            )
+            under_way = _UnderWay(number, self.context, self.layer)
+            self._dsinks = None if sinks is None else torch.ops.distca.sink_gradient(dout, out, lse, sinks)
+        return under_way
+
+    def attend_backward(self, under_way: _UnderWay) -> None:
+        with typed_errors(self.layer):
+            torch.ops.distca.attend(under_way.number, context=self.context)
+
+    def collect_backward(self, under_way: _UnderWay) -> tuple[torch.Tensor | None, ...]:
+        with typed_errors(self.layer):
+            grads = torch.ops.distca.collect_backward(under_way.number, context=self.context)
+        under_way.over()
+        dsinks, self._dsinks = self._dsinks, None
+        return (*grads, dsinks)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """Counts changes in place; tensors of inference mode do not."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *inputs: Any) -> torch.Tensor:
+        ctx.call, ctx.num_inputs = call, len(inputs)
+        call.dispatch(*inputs)
+        return inputs[0].new_empty(0, dtype=torch.float32)  # what links the nodes
+
+    @staticmethod
+    def backward(ctx: Any, token: Any) -> tuple[Any, ...]:
+        return (None, *ctx.call.collect_backward(token.under_way)[: ctx.num_inputs])
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, token: torch.Tensor) -> torch.Tensor:
+        ctx.call = call
+        call.attend()
+        return torch.empty_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, token: Any) -> tuple[Any, ...]:
+        ctx.call.attend_backward(token.under_way)
+        return None, token
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        out, lse = call.collect()
+        *rows, sinks = call.take_inputs()
+        table, table_backward = call.tables
+        # The same, in the same order, as the operator of the whole step: activation checkpointing counts them.
+        ctx.save_for_backward(*rows, out, lse, table if table_backward is None else table_backward, sinks)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        if dlse is not None:
+            raise InvalidArgumentError("distca: lse is not differentiable; use lse.detach()")
+        saved = ctx.saved_tensors
+        if dout is None:  # other ranks take part in this step all the same
+            dout = torch.zeros_like(saved[3])
+        token: Any = dout.new_empty(0, dtype=torch.float32)
+        # Where backward breaks off, autograd drops the token, and the step goes with it.
+        token.under_way = ctx.call.dispatch_backward(dout, *saved)
+        return None, token
+
+
+class Step:
+    """A step of core attention under way. Made by :func:`dispatch`; goes on with :func:`attend`, then :func:`collect`.
+
+    A step that goes out of use before it is collected is a fault: this rank's context is abandoned, and the others',
+    which wait for it, raise an error that names the step.
+
+    Attributes:
+        number: the context's number of this step.
+    """
+
+    def __init__(self, call: _Call, token: torch.Tensor) -> None:
+        self.number = call.number
+        self._call = call
+        self._token: torch.Tensor | None = token
+        self._under_way = _UnderWay(call.number, call.context, call.layer)
+
+    def abandon(self, why: str) -> None:
+        """Says that it will not be collected, and why: the other ranks then need not wait for it."""
+        self._under_way.abandon(f": {why}")
+
+    def _next(self, node: Any, part: str) -> Any:
+        if self._token is None:
+            raise InvalidArgumentError(f"{part}: step {self.number} has been collected")
+        if (name := self._call.changed_input()) is not None:
+            message = f"{part}: {name} was changed in place after its dispatch, when some of its rows may have left"
+            self.abandon(message)
+            raise InvalidArgumentError(f"{message}; step {self.number} is abandoned")
+        return node.apply(self._call, self._token)
+
+
+def dispatch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    *,
+    plan_backward: Plan | None = None,
+    context: str | Context = "default",
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    layer: int | str | None = None,
+) -> Step:
+    """Sends this rank's rows to the ranks that compute with them.
+
+    The first of three calls that together are :func:`distca.core_attention`, with the same arguments; the others are
+    :func:`attend` and :func:`collect`. All three are collective: every rank makes the same calls in the same order.
+    Between them another step may go on; two at most are under way. q, k, v and sinks must not change until collect.
+    Backward asks for nothing: autograd runs the three in reverse, overlapped as forward was.
+
+    In eager mode only: a compiler could move the calls, or free rows that are still being sent.
+
+    Raises:
+        InvalidArgumentError: as `core_attention` does; where two steps are under way, which it names; under
+            torch.compile. Nothing has moved then.
+        PlanMismatchError, PeerDiedError, PeerTimeoutError: the context is poisoned.
+    """
+    if in_compiled_code():
+        raise InvalidArgumentError(
+            "dispatch: a compiler could move the parts of a step, or free rows that are still being sent; call it "
+            "outside of torch.compile, or core_attention inside"
+        )
+    check_plans("dispatch", plan, plan_backward)
+    inputs = as_autocast(q, k, v)
+    name = context if isinstance(context, str) else context.name
+    _abandon_broken_off(get_context(name))
+    call = _Call(plan, plan_backward, name, layer, scale=scale, softcap=softcap)
+    apply: Any = _Dispatch.apply
+    return Step(call, apply(call, *inputs, *([] if sinks is None else [sinks.float()])))
+
+
+def attend(step: Step) -> None:
+    """Computes what this rank has of a dispatched step, and sends results home. Waits for the rows that it needs.
+
+    Raises:
+        InvalidArgumentError: out of order; where an input was changed in place since dispatch.
+        PlanMismatchError, PeerDiedError, PeerTimeoutError: the context is poisoned.
+    """
+    step._token = step._next(_Attend, "attend")
+
+
+def collect(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """Takes in the results of this rank's rows: out and lse, as :func:`distca.core_attention` returns them.
+
+    Raises:
+        As :func:`attend`.
+    """
+    out, lse = step._next(_Collect, "collect")
+    step._token = None
+    step._under_way.over()
+    return out, lse

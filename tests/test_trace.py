@@ -1,0 +1,169 @@
+"""Emulated links, and traces of what ranks did over them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import distca
+from distca.trace import LinkTransfer, Span
+from support import (
+    Batch,
+    compute,
+    data_parallel,
+    loopback_group,
+    on_all_ranks,
+    random_batch,
+    run_step,
+    spill,
+    together,
+)
+
+HEADS = distca.Heads(4, 2, 32)
+LENGTHS = (300, 97, 64, 1, 211)
+FAST = distca.Link(bytes_per_second=1e9, latency=2e-4)
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    return random_batch(LENGTHS, HEADS, seed=5)
+
+
+@pytest.fixture(scope="module")
+def plan() -> distca.Plan:
+    return distca.plan(spill(LENGTHS, 3), HEADS, tolerance=0.01, min_rows=16)
+
+
+def traced_step(batch: Batch, plan: distca.Plan, link: distca.Link | None) -> tuple[list, list[distca.Trace]]:
+    """Results of all ranks' forward and backward, and their traces."""
+
+    def work(rank: int, context: distca.Context) -> tuple:
+        context.start_trace()
+        return run_step(batch, plan, context)
+
+    with loopback_group(plan, link=link) as contexts:
+        results = on_all_ranks(contexts, work)
+        return results, [context.take_trace() for context in contexts]
+
+
+def test_results_over_a_link_are_bitwise_those_without(batch: Batch, plan: distca.Plan) -> None:
+    expected = compute(batch, plan)
+    for link in (FAST, distca.Link(2e7), distca.Link(1e3, signal_only=True), distca.Link(1e12, latency=2e-3)):
+        results, _ = traced_step(batch, plan, link)
+        for ours, theirs in zip(together(batch.lengths, plan.layout, results), expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_what_crosses_a_link_is_what_the_plan_says_and_takes_the_links_time(batch: Batch, plan: distca.Plan) -> None:
+    link = distca.Link(bytes_per_second=4e7, latency=1e-3)
+    _, traces = traced_step(batch, plan, link)
+    assert sum(sent.bytes for trace in traces for sent in trace.transfers) == sum(plan.stats.bytes.values()) > 0
+    for trace in traces:
+        for sent in trace.transfers:
+            assert sent.end - sent.begin == pytest.approx(sent.bytes / link.bytes_per_second, abs=2e-9)
+        in_order = sorted(trace.transfers, key=lambda sent: sent.begin)
+        # One after another; two readings of the clock in seconds may differ in the last digits.
+        assert all(a.end <= b.begin + 1e-6 for a, b in zip(in_order, in_order[1:], strict=False))
+        # No step ends before its last rows have been there for a latency.
+        collected = [span.end for span in trace.spans if span.name == "collect"]
+        assert max(collected) >= max(sent.end for sent in trace.transfers) + link.latency
+
+
+def test_signal_only_takes_the_link_no_time_and_moves_all_rows(batch: Batch, plan: distca.Plan) -> None:
+    _, traces = traced_step(batch, plan, distca.Link(1e6, signal_only=True))
+    for trace in traces:
+        assert all(sent.end - sent.begin == pytest.approx(1e-6, abs=2e-9) for sent in trace.transfers)
+    assert sum(sent.bytes for trace in traces for sent in trace.transfers) == sum(plan.stats.bytes.values())
+
+
+def test_a_trace_has_the_parts_of_both_phases_in_order_with_the_waits_inside(batch: Batch, plan: distca.Plan) -> None:
+    _, traces = traced_step(batch, plan, FAST)
+    for rank, trace in enumerate(traces):
+        assert trace.rank == rank
+        parts = [span for span in trace.spans if not span.is_wait]
+        assert [(part.name, part.phase, part.step) for part in sorted(parts, key=lambda part: part.begin)] == [
+            *[(name, "forward", 1) for name in ("dispatch", "attend", "collect")],
+            *[(name, "backward", 2) for name in ("dispatch", "attend", "collect")],
+        ]
+        waits = [span for span in trace.spans if span.is_wait]
+        assert waits
+        for wait in waits:
+            assert any(part.begin <= wait.begin <= wait.end <= part.end and part.step == wait.step for part in parts)
+            assert wait.peer in {-1, *range(3)} - {rank}
+
+
+def test_nothing_is_recorded_unless_asked_for_and_nothing_twice(batch: Batch, plan: distca.Plan) -> None:
+    with loopback_group(plan, link=FAST) as contexts:
+        on_all_ranks(contexts, lambda rank, context: run_step(batch, plan, context))
+        assert [trace.spans for trace in (context.take_trace() for context in contexts)] == [[], [], []]
+        for context in contexts:
+            context.start_trace()
+        assert [context.take_trace().transfers for context in contexts] == [[], [], []]
+        on_all_ranks(contexts, lambda rank, context: run_step(batch, plan, context))
+        assert all(context.take_trace().spans for context in contexts)
+        assert not any(context.take_trace().spans for context in contexts)
+    assert contexts[0].take_trace() == distca.Trace(0, [], [])
+
+
+def test_figures_of_a_trace_written_by_hand() -> None:
+    def span(name: str, begin: float, end: float, is_wait: bool = False) -> Span:
+        return Span(name, is_wait, 1, 0, "forward", 1 if is_wait else -1, begin, end)
+
+    trace = distca.Trace(
+        0,
+        [
+            span("rows for tasks served here", 3.0, 3.5, is_wait=True),
+            span("attend", 2.0, 6.0),
+            span("its own rows to arrive", 7.0, 8.0, is_wait=True),
+            span("collect", 6.5, 8.0),
+        ],
+        [LinkTransfer(1, 100, 0.0, 4.0), LinkTransfer(1, 100, 4.0, 10.0)],
+    )
+    assert trace.exposed == 1.5
+    assert trace.attending == 3.5
+    assert trace.traffic == 10.0
+    assert trace.hidden == 0.85
+    assert distca.Trace(0, trace.spans, []).hidden == 1.0
+
+
+def test_a_written_trace_is_chromes_format(batch: Batch, plan: distca.Plan, tmp_path: Path) -> None:
+    _, traces = traced_step(batch, plan, FAST)
+    distca.write_trace(tmp_path / "trace.json", traces)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["ph"] == "M" and event["name"] == "process_name"}
+    assert names == {"rank 0", "rank 1", "rank 2"}
+    complete = [event for event in events if event["ph"] == "X"]
+    assert len(complete) == sum(len(trace.spans) + len(trace.transfers) for trace in traces)
+    attend = next(event for event in complete if event["name"] == "attend backward" and event["pid"] == 2)
+    ours = next(span for span in traces[2].spans if span.name == "attend" and span.phase == "backward")
+    assert attend["ts"] == pytest.approx(ours.begin * 1e6) and attend["dur"] == pytest.approx(ours.seconds * 1e6)
+
+
+@pytest.mark.parametrize(
+    ("link", "complaint"),
+    [
+        (distca.Link(0), "at least 1"),
+        (distca.Link(float("nan")), "at least 1"),
+        (distca.Link(1e9, latency=-1), "0 to 10"),
+        (distca.Link(1e9, latency=float("nan")), "0 to 10"),
+    ],
+)
+def test_a_link_that_cannot_be_is_refused(link: distca.Link, complaint: str) -> None:
+    with pytest.raises(distca.errors.InvalidArgumentError, match=complaint):
+        distca.loopback(2, max_tokens=8, heads=HEADS, link=link)
+
+
+def test_the_torch_transport_has_no_link() -> None:
+    with pytest.raises(distca.errors.InvalidArgumentError, match="has no link"):
+        distca.init(transport="torch", max_tokens=8, heads=HEADS, link=FAST)
+
+
+def test_a_rank_that_dies_behind_a_link_is_noticed(batch: Batch) -> None:
+    plan = distca.plan(data_parallel(LENGTHS, 2), HEADS, tolerance=0.01, min_rows=16)
+    with loopback_group(plan, link=FAST) as contexts:
+        contexts[1].close()
+        with pytest.raises(distca.errors.PeerDiedError):
+            run_step(batch, plan, contexts[0])
