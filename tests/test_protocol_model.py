@@ -35,7 +35,9 @@ def _check(folder: Path, *defines: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "options", ["ORDER=1 ALL_PLANS", "ORDER=1 SLOW_CREDITS", "ORDER=2", "ORDER=3", "ORDER=4"], ids=str.lower
+    "options",
+    ["ORDER=1 ALL_PLANS ONE_PUT", "ORDER=1 SLOW_CREDITS", "ORDER=2 ONE_PUT", "ORDER=3 ONE_PUT", "ORDER=4 ONE_PUT"],
+    ids=str.lower,
 )
 def test_no_order_of_events_deadlocks_loses_a_signal_or_overwrites_rows(options: str, tmp_path: Path) -> None:
     out = _check(tmp_path, *options.split())

@@ -9,8 +9,7 @@
  *   - no two signals to one word are under way at once, so that none is overwritten unseen, or by an older one.
  *
  * The network is weaker than any transport. What is under way arrives in any order, and a put reads its source when it
- * arrives. The one promise is that a message's signal comes after the message's own puts. A message has two: one may
- * arrive at any time, the other together with the signal, which is as late as it can.
+ * arrives. The one promise is that a message's signal comes after the message's own puts, of which each has two.
  *
  *   -DORDER=1        whole steps
  *   -DORDER=2        ping-pong, the parts in turn
@@ -19,6 +18,7 @@
  *   -DALL_PLANS      every sequence of the plans below; else four: step n has plan (first + n) % 4
  *   -DSLOW_CREDITS   credit is under way like a message; else it arrives at once. A sender looks at credit only where
  *                    it waits for it, so late credit is to it what being late itself is; the rest is checked with this
+ *   -DONE_PUT        messages have one put, which arrives at any time before the signal
  *   -DFAULT_...      plants a fault; tests/test_protocol_model.py requires that spin finds each
  */
 #ifndef ORDER
@@ -58,24 +58,27 @@ byte tensors[6];
 /* Signal words: signals_.credit(slot, peer), signals_.arrived(direction, slot, peer). */
 byte credit[18], arrived_in[18], arrived_home[18];
 
-/* Messages under way, by the word of their signal: bit 1: first put, bit 2: second put and signal. Credits: 2. */
+/* Messages under way, by the word of their signal: bits 1 and 2: the puts, bit 4: the signal. */
 byte pending_in[18], pending_home[18];
 byte value_in[18], value_home[18];
 #ifdef SLOW_CREDITS
 byte pending_credit[18], value_credit[18];
 #endif
-byte under_way[3]; /* number of signals on their way, by sender */
 
+#ifdef ONE_PUT
+#define PUTS_AND_SIGNAL 5
+#else
+#define PUTS_AND_SIGNAL 7
+#endif
 /* Protocol::put and ::announce: hand a message to the network. */
 #define SEND(pending, value, word, bits, v) \
   assert(pending[word] == 0); \
   pending[word] = bits; \
-  value[word] = v; \
-  under_way[me]++
+  value[word] = v
 
 /* Protocol::grant, ::grant_round: */
 #ifdef SLOW_CREDITS
-#define GRANT(p, v) SEND(pending_credit, value_credit, CELL(p, SLOT(n), me), 2, v)
+#define GRANT(p, v) SEND(pending_credit, value_credit, CELL(p, SLOT(n), me), 4, v)
 #else
 #define GRANT(p, v) credit[CELL(p, SLOT(n), me)] = v
 #endif
@@ -151,7 +154,7 @@ inline send_in(n) {
 #ifndef FAULT_NO_WAIT_FOR_CREDIT
        credit[CELL(me, SLOT(n), p)] >= SEQUENCE(n, 0); /* await_credit */
 #endif
-       SEND(pending_in, value_in, CELL(p, SLOT(n), me), 3, SEQUENCE(n, 0))
+       SEND(pending_in, value_in, CELL(p, SLOT(n), me), PUTS_AND_SIGNAL, SEQUENCE(n, 0))
     :: else
     fi
   }
@@ -191,7 +194,7 @@ inline send_home(n, round) {
 #else
        credit[CELL(me, SLOT(n), p)] >= SEQUENCE(n, round); /* await_credit */
 #endif
-       SEND(pending_home, value_home, CELL(p, SLOT(n), me), 3, SEQUENCE(n, round))
+       SEND(pending_home, value_home, CELL(p, SLOT(n), me), PUTS_AND_SIGNAL, SEQUENCE(n, round))
     :: else
     fi
   }
@@ -221,7 +224,9 @@ inline take_in(n, round) {
 /* Protocol::end; then the caller may change its tensors. */
 inline protocol_end(n) {
 #ifndef FAULT_NO_QUIET
-  under_way[me] == 0; /* quiet */
+  for (p : 0 .. 2) { /* quiet_until the last put of this step: signals may still be under way, and other steps' puts */
+    !(pending_in[CELL(p, SLOT(n), me)] & 3) && !(pending_home[CELL(p, SLOT(n), me)] & 3)
+  }
 #endif
   busy[SLOT(n)] = false;
   tensors[me * 2 + SLOT(n)] = 0
@@ -331,26 +336,38 @@ proctype Rank(byte me) {
 #else
 #define WRITE(word, value) word = value
 #endif
-#define ARRIVES(word, value, from) WRITE(word, value); value = 0; under_way[from]--
+#define ARRIVES(pending, words, value, at, slot, from) \
+       WRITE(words[CELL(at, slot, from)], value[CELL(at, slot, from)]); \
+       value[CELL(at, slot, from)] = 0; \
+       pending[CELL(at, slot, from)] = 0
 
 #ifdef FAULT_SIGNAL_OVERTAKES_PUT
-#define LAST(pending) (pending & 2)
+#define MAY_SIGNAL(pending) (pending >= 4)
 #else
-#define LAST(pending) (pending == 2)
+#define MAY_SIGNAL(pending) (pending == 4)
 #endif
+#ifdef ONE_PUT
+#define WITH_IT(bit) (bit == 1)
+#else
+#define WITH_IT(bit) false
+#endif
+#define PUT(bit, at, slot, from, pending, rows, cell, cells, others) \
+  :: d_step { pending[CELL(at, slot, from)] & bit -> \
+       cells[cell(at, slot, from)] = rows(at, slot, from); \
+       if \
+       :: WITH_IT(bit) -> others[cell(at, slot, from)] = rows(at, slot, from) \
+       :: else \
+       fi; \
+       pending[CELL(at, slot, from)] = pending[CELL(at, slot, from)] - bit }
 #define MESSAGE(at, slot, from, pending, value, words, rows, cell, cells_a, cells_b) \
-  :: d_step { pending[CELL(at, slot, from)] & 1 -> \
-       cells_a[cell(at, slot, from)] = rows(at, slot, from); \
-       pending[CELL(at, slot, from)] = pending[CELL(at, slot, from)] - 1 } \
-  :: d_step { LAST(pending[CELL(at, slot, from)]) -> \
-       cells_b[cell(at, slot, from)] = rows(at, slot, from); \
-       pending[CELL(at, slot, from)] = pending[CELL(at, slot, from)] - 2; \
-       ARRIVES(words[CELL(at, slot, from)], value[CELL(at, slot, from)], from) }
+  PUT(1, at, slot, from, pending, rows, cell, cells_a, cells_b) \
+  PUT(2, at, slot, from, pending, rows, cell, cells_b, cells_a) \
+  :: d_step { MAY_SIGNAL(pending[CELL(at, slot, from)]) -> \
+       ARRIVES(pending, words, value, at, slot, from) }
 #ifdef SLOW_CREDITS
 #define CREDIT(at, slot, from) \
   :: d_step { pending_credit[CELL(at, slot, from)] -> \
-       pending_credit[CELL(at, slot, from)] = 0; \
-       ARRIVES(credit[CELL(at, slot, from)], value_credit[CELL(at, slot, from)], from) }
+       ARRIVES(pending_credit, credit, value_credit, at, slot, from) }
 #else
 #define CREDIT(at, slot, from)
 #endif
