@@ -41,13 +41,13 @@ def plan_halves(
 
     Args:
         layout: of the whole batch.
-        heads, rank: as for `distca.plan`, and `options` too.
+        heads, rank: as for `distca.plan`, and `options` too; ``overlap`` is on unless they say otherwise.
         windows: those of the model's layers (`windows_of`).
     """
     if rank is None:
         context = get_context()
         rank = context.rank if context is not None and context.num_ranks == layout.num_ranks else 0
-    windows = list(windows)
+    windows, options = list(windows), {"overlap": True} | options
     parts = halves(layout, window=windows[0] if len(set(windows)) == 1 else None, idle_rows=1)
     first, second = (plans(half.layout, heads, windows=windows, rank=rank, **options) for half in parts)
     return HalvedPlans(layout, rank, parts, (first, second))

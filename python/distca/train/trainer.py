@@ -137,6 +137,7 @@ def _planned(
             windows=windows,
             tolerance=config.tolerance,
             balance=balance,
+            overlap=config.ping_pong,
         )
 
     def in_steps(planned: Iterable[tuple[Batch | None, Plans]]) -> Iterator[Planned]:
