@@ -585,13 +585,6 @@ FAULTS = [
         (CUDA_HOST,),
     ),
     Fault(
-        "CUDA: a row beyond a tile's tokens has probabilities",
-        "cuda/attention/backward_parts.h",
-        "    float lse = kInfinity, delta = 0.f;",
-        "    float lse = 0.f, delta = 1.f;",
-        (CUDA_HOST,),
-    ),
-    Fault(
         "CUDA: a window is one key too wide",
         "cuda/attention/tables.h",
         "maximum(0, row - window + 1)",

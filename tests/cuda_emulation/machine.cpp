@@ -98,8 +98,8 @@ void Machine::run(int num_ctas, int num_threads, size_t shared_bytes, const std:
 
 void Machine::await(const char* what, std::function<bool()> ready) {
   // Now and then others go first, once in a while by far.
-  const auto chance = random() % 4096;
-  if (chance == 0) current_->nap = 50 + static_cast<int>(random() % 200);
+  const auto chance = random() % 1024;
+  if (chance == 0) current_->nap = 100 + static_cast<int>(random() % 1000);
   if (chance % 8 != 0 && ready()) return;
   current_->ready = std::move(ready);
   current_->awaited = what;
