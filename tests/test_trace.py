@@ -16,6 +16,7 @@ from support import (
     data_parallel,
     loopback_group,
     on_all_ranks,
+    outcomes,
     random_batch,
     run_step,
     spill,
@@ -159,6 +160,28 @@ def test_a_link_that_cannot_be_is_refused(link: distca.Link, complaint: str) -> 
 def test_the_torch_transport_has_no_link() -> None:
     with pytest.raises(distca.errors.InvalidArgumentError, match="has no link"):
         distca.init(transport="torch", max_tokens=8, heads=HEADS, link=FAST)
+
+
+def test_rows_that_wait_for_the_link_when_a_step_fails_are_dropped_and_the_news_overtakes_them() -> None:
+    heads = distca.Heads(2, 1, 16)
+    plan = distca.plan(distca.Layout.from_documents([[400], [16]]), heads, tolerance=0.01, min_rows=16)
+    sent = sum(transfer.bytes for transfer in plan.transfers if transfer.source == 0 and transfer.tensor in "qkv")
+    assert sent > 10_000
+
+    def work(rank: int, context: distca.Context) -> None:
+        rows = plan.for_rank(rank).num_rows
+        q, k, v = torch.zeros(rows, 2, 16), torch.zeros(rows, 1, 16), torch.zeros(rows, 1, 16)
+        step = distca.dispatch(q, k, v, plan.for_rank(rank), context=context)
+        if rank == 0:
+            step.abandon("on purpose")
+        else:
+            distca.attend(step)
+
+    # Ten minutes for the rows; the contexts wait for one.
+    with loopback_group(plan, link=distca.Link(sent / 600)) as contexts:
+        _, waited_in_vain = outcomes(contexts, work)
+        assert "rank 0 left step 1 (forward) unfinished" in str(waited_in_vain)
+        assert contexts[0].take_trace().transfers == []
 
 
 def test_a_rank_that_dies_behind_a_link_is_noticed(batch: Batch) -> None:

@@ -88,6 +88,9 @@ void LinkTransport::quiet_until(uint64_t mark) {
 }
 
 void LinkTransport::cancel() noexcept {
+  // The link is free, and no row is left that a signal of the fault would have to wait for.
+  free_from_ = {};
+  std::fill(last_to_.begin(), last_to_.end(), Clock::time_point());
   std::unique_lock lock(mutex_);
   for (const Item& item : under_way_) numbers_.erase(item.number);
   under_way_.clear();
