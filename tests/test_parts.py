@@ -422,11 +422,17 @@ def with_a_progress_thread(rank: int, ranks: int, pipe: Any) -> None:
             context.close()
             os._exit(0 if "before this process was forked" in step[1] else 1)
         pipe.send(os.waitpid(child, 0)[1])
-        rows = [Rows(batch, plan, context) for _ in range(2)]
-        step = rows[0].dispatch()
-        if rank == 0:
-            pipe.recv()
-        pipe.send(fault_of(lambda: (distca.attend(step), rows[0].collect(step), rows[1].whole())))
+
+        def go_on() -> None:  # the death may come at any point of it
+            one, other = (Rows(batch, plan, context) for _ in range(2))
+            step = one.dispatch()
+            if rank == 0:
+                pipe.recv()
+            distca.attend(step)
+            one.collect(step)
+            other.whole()
+
+        pipe.send(fault_of(go_on))
 
 
 def test_with_a_progress_thread_bits_deaths_and_forks_are_as_without() -> None:

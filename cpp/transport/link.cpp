@@ -6,8 +6,6 @@
 #include <cmath>
 #include <utility>
 
-#include "transport/host_memory.h"
-
 namespace distca::transport {
 namespace {
 
@@ -15,123 +13,106 @@ int64_t nanoseconds(std::chrono::steady_clock::time_point t) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(t.time_since_epoch()).count();
 }
 
-}  // namespace
-
-LinkTransport::LinkTransport(std::unique_ptr<Transport> inner, const LinkOptions& options)
-    : inner_(std::move(inner)), options_(options) {
-  require(inner_ != nullptr && !inner_->is_collective(), "a link needs a transport to wrap that is not collective");
+LinkOptions checked(const LinkOptions& options) {
   require(std::isfinite(options.bytes_per_second) && options.bytes_per_second >= 1, "link: ", options.bytes_per_second,
           " bytes a second; at least 1 is expected");
   require(options.latency.count() >= 0 && options.latency <= std::chrono::seconds(10), "link: a latency of ",
           options.latency.count(), " ns; 0 to 10^10 are allowed");
-  last_to_.resize(static_cast<size_t>(num_ranks()));
-  thread_ = std::thread([this] { deliver(); });
+  return options;
 }
+
+}  // namespace
+
+LinkTransport::LinkTransport(std::unique_ptr<Transport> inner, const LinkOptions& options)
+    : WrappingTransport(std::move(inner)),
+      options_(checked(options)),
+      last_to_(static_cast<size_t>(inner_->num_ranks())),
+      thread_([this] { deliver(); }) {}
 
 LinkTransport::~LinkTransport() {
+  if (thread_.is_forked()) return;
   {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(thread_.mutex());
     closing_ = true;
   }
-  sent_.notify_one();
-  thread_.join();
+  thread_.posted().notify_one();
 }
 
-void LinkTransport::check_peer(int peer) const {
-  require(peer >= 0 && peer < num_ranks(), "rank ", peer, " is not one of ", num_ranks(), " ranks");
-}
-
-// Checked here, where the call was made, and not at delivery; heaps are symmetric.
 void LinkTransport::put(int peer, int64_t heap_offset, int64_t dst_row_stride, int64_t dst_head_stride,
                         const RowView& src, const RowExtent& extent) {
-  check_peer(peer);
-  check_put(peer, static_cast<int64_t>(heap().size()), heap_offset, dst_row_stride, dst_head_stride, extent);
+  const Write write = checked_put(peer, heap_offset, dst_row_stride, dst_head_stride, src, extent);
   const double bytes = options_.signal_only ? 1.0 : static_cast<double>(extent.bytes());
   const auto time = std::chrono::nanoseconds(std::llround(bytes / options_.bytes_per_second * 1e9));
   const Clock::time_point begin = std::max(Clock::now(), free_from_);
   free_from_ = begin + time;
   const Clock::time_point arrival = free_from_ + options_.latency;
   last_to_[static_cast<size_t>(peer)] = arrival;
-  send({.arrival = arrival,
-        .number = ++num_sent_,
-        .peer = peer,
-        .heap_offset = heap_offset,
-        .dst_row_stride = dst_row_stride,
-        .dst_head_stride = dst_head_stride,
-        .src = src,
-        .extent = extent,
-        .begin = begin,
-        .end = free_from_});
+  send({.arrival = arrival, .number = ++num_sent_, .write = write, .begin = begin, .end = free_from_});
 }
 
 void LinkTransport::signal(int peer, int64_t word, uint64_t value) {
-  check_peer(peer);
-  static_cast<void>(inner_->load(word));  // refuses a word that does not exist
+  const Write write = checked_signal(peer, word, value);
   const Clock::time_point arrival = std::max(Clock::now() + options_.latency, last_to_[static_cast<size_t>(peer)]);
-  send({.arrival = arrival, .number = ++num_sent_, .peer = peer, .is_signal = true, .word = word, .value = value});
+  send({.arrival = arrival, .number = ++num_sent_, .write = write});
 }
 
-void LinkTransport::send(Item item) {
+void LinkTransport::send(const Item& item) {
   {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(thread_.mutex());
     numbers_.insert(item.number);
-    under_way_.insert(std::move(item));
+    under_way_.insert(item);
   }
-  sent_.notify_one();
+  thread_.posted().notify_one();
 }
 
 void LinkTransport::quiet_until(uint64_t mark) {
-  std::unique_lock lock(mutex_);
-  delivered_.wait(lock, [&] { return numbers_.empty() || *numbers_.begin() > mark; });
+  std::unique_lock lock(thread_.mutex());
+  thread_.made().wait(lock, [&] { return numbers_.empty() || *numbers_.begin() > mark; });
   lock.unlock();
   inner_->quiet();
 }
 
 void LinkTransport::cancel() noexcept {
+  if (thread_.is_forked()) return;
   // The link is free, and no row is left that a signal of the fault would have to wait for.
   free_from_ = {};
   std::fill(last_to_.begin(), last_to_.end(), Clock::time_point());
-  std::unique_lock lock(mutex_);
+  std::unique_lock lock(thread_.mutex());
   for (const Item& item : under_way_) numbers_.erase(item.number);
   under_way_.clear();
-  delivered_.wait(lock, [&] { return numbers_.empty(); });  // what is being delivered
+  thread_.made().wait(lock, [&] { return numbers_.empty(); });  // what is being delivered
+  inner_->cancel();
 }
 
 std::vector<Transfer> LinkTransport::take_transfers() {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(thread_.mutex());
   return std::exchange(transfers_, {});
 }
 
 void LinkTransport::deliver() {
   ::prctl(PR_SET_TIMERSLACK, 1UL);  // sleeps end when they should, not 50 us later
-  std::unique_lock lock(mutex_);
+  std::unique_lock lock(thread_.mutex());
   while (!closing_) {
     if (under_way_.empty()) {
-      sent_.wait(lock);
+      thread_.posted().wait(lock);
       continue;
     }
     const auto next = under_way_.begin();
     if (Clock::now() < next->arrival) {
-      sent_.wait_until(lock, next->arrival);
+      thread_.posted().wait_until(lock, next->arrival);
       continue;
     }
     const Item item = *next;
     under_way_.erase(next);
     lock.unlock();
-    deliver(item);
+    item.write.make(*inner_);
     lock.lock();
     numbers_.erase(item.number);
-    if (!item.is_signal)
-      transfers_.push_back({item.peer, item.extent.bytes(), nanoseconds(item.begin), nanoseconds(item.end)});
-    delivered_.notify_all();
+    if (!item.write.is_signal)
+      transfers_.push_back(
+          {item.write.peer, item.write.extent.bytes(), nanoseconds(item.begin), nanoseconds(item.end)});
+    thread_.made().notify_all();
   }
-}
-
-void LinkTransport::deliver(const Item& item) {
-  if (item.is_signal)
-    inner_->signal(item.peer, item.word, item.value);
-  else
-    inner_->put(item.peer, item.heap_offset, item.dst_row_stride, item.dst_head_stride, item.src, item.extent);
 }
 
 }  // namespace distca::transport

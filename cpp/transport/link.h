@@ -1,16 +1,13 @@
 // An emulated network link in front of another transport, for tests and benchmarks of what hides behind compute.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <set>
-#include <thread>
 #include <vector>
 
 #include "common/error.h"
-#include "transport/transport.h"
+#include "transport/wrapper.h"
 
 namespace distca::transport {
 
@@ -31,50 +28,29 @@ struct Transfer {
 /// Puts leave one after another at the link's speed and arrive a latency later; a signal arrives a latency after it was
 /// sent, but not before the puts to that peer that came first. A thread of its own delivers, so that rows travel while
 /// the rank computes; what is under way at destruction is lost. Sources are read at delivery.
-class DISTCA_EXPORT LinkTransport final : public Transport {
+class DISTCA_EXPORT LinkTransport final : public WrappingTransport {
  public:
   LinkTransport(std::unique_ptr<Transport> inner, const LinkOptions& options);
   ~LinkTransport() override;
 
-  Transport& inner() { return *inner_; }
   /// What has arrived since the call before.
   std::vector<Transfer> take_transfers();
 
   const char* name() const override { return "link"; }
-  int rank() const override { return inner_->rank(); }
-  int num_ranks() const override { return inner_->num_ranks(); }
-  std::span<std::byte> heap() override { return inner_->heap(); }
   void put(int peer, int64_t heap_offset, int64_t dst_row_stride, int64_t dst_head_stride, const RowView& src,
            const RowExtent& extent) override;
   void signal(int peer, int64_t word, uint64_t value) override;
-  uint64_t load(int64_t word) const override { return inner_->load(word); }
-  void publish(int64_t word, uint64_t value) override { inner_->publish(word, value); }
-  uint64_t peek(int peer, int64_t word) const override { return inner_->peek(peer, word); }
   void quiet() override { quiet_until(mark()); }
   uint64_t mark() const override { return num_sent_; }
   void quiet_until(uint64_t mark) override;
   void cancel() noexcept override;
-  std::optional<Departure> departed() const override { return inner_->departed(); }
-  std::optional<Departure> departed(int peer) const override { return inner_->departed(peer); }
-
- protected:
-  uint32_t doorbell() const override { return inner_->doorbell(); }
-  void doze(uint32_t seen, std::chrono::microseconds at_most) const override { inner_->doze(seen, at_most); }
 
  private:
   using Clock = std::chrono::steady_clock;
   struct Item {
     Clock::time_point arrival;
     uint64_t number;  // of what this rank has sent
-    int peer;
-    bool is_signal = false;
-    int64_t word = 0;
-    uint64_t value = 0;
-    int64_t heap_offset = 0;
-    int64_t dst_row_stride = 0;
-    int64_t dst_head_stride = 0;
-    RowView src = {};
-    RowExtent extent = {};
+    Write write;
     Clock::time_point begin = {};
     Clock::time_point end = {};
 
@@ -83,23 +59,18 @@ class DISTCA_EXPORT LinkTransport final : public Transport {
     }
   };
 
-  void check_peer(int peer) const;
-  void send(Item item);
+  void send(const Item& item);
   void deliver();
-  void deliver(const Item& item);
 
-  std::unique_ptr<Transport> inner_;
   LinkOptions options_;
   uint64_t num_sent_ = 0;                   // by the rank's thread alone
   Clock::time_point free_from_ = {};        // the link; by the rank's thread alone
   std::vector<Clock::time_point> last_to_;  // arrival of the last put to each peer; likewise
-  std::mutex mutex_;                        // of what follows
-  std::condition_variable sent_, delivered_;
-  std::set<Item> under_way_;
-  std::set<uint64_t> numbers_;  // of the items under way
+  std::set<Item> under_way_;                // this and what follows under the thread's mutex
+  std::set<uint64_t> numbers_;              // of the items under way
   std::vector<Transfer> transfers_;
   bool closing_ = false;
-  std::thread thread_;
+  WritingThread thread_;  // last: it ends before what it uses goes
 };
 
 }  // namespace distca::transport

@@ -5,8 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "common/error.h"
-#include "transport/transport.h"
+#include "transport/wrapper.h"
 
 namespace distca::transport {
 
@@ -14,52 +13,30 @@ namespace distca::transport {
 /// keeps is the contract's: a signal comes after all earlier puts to that peer. Sources are read at delivery. Some
 /// calls that look at memory deliver one item; `quiet` delivers all; what is still held at destruction is lost. The
 /// same calls with the same seed give the same order.
-class DISTCA_EXPORT ReorderingTransport final : public Transport {
+class DISTCA_EXPORT ReorderingTransport final : public WrappingTransport {
  public:
   ReorderingTransport(std::unique_ptr<Transport> inner, uint64_t seed);
 
-  Transport& inner() { return *inner_; }
-
   const char* name() const override { return "reordering"; }
-  int rank() const override { return inner_->rank(); }
-  int num_ranks() const override { return inner_->num_ranks(); }
-  std::span<std::byte> heap() override { return inner_->heap(); }
   void put(int peer, int64_t heap_offset, int64_t dst_row_stride, int64_t dst_head_stride, const RowView& src,
            const RowExtent& extent) override;
   void signal(int peer, int64_t word, uint64_t value) override;
   uint64_t load(int64_t word) const override;
-  void publish(int64_t word, uint64_t value) override { inner_->publish(word, value); }
   uint64_t peek(int peer, int64_t word) const override;
   void quiet() override;
-  std::optional<Departure> departed() const override { return inner_->departed(); }
-  std::optional<Departure> departed(int peer) const override { return inner_->departed(peer); }
+  void cancel() noexcept override;
 
  protected:
   void progress() override;
-  uint32_t doorbell() const override { return inner_->doorbell(); }
   void doze(uint32_t seen, std::chrono::microseconds at_most) const override;
 
  private:
-  struct Item {
-    int peer = -1;
-    bool is_signal = false;
-    int64_t word = 0;
-    uint64_t value = 0;
-    int64_t heap_offset = 0;
-    int64_t dst_row_stride = 0;
-    int64_t dst_head_stride = 0;
-    RowView src = {};
-    RowExtent extent = {};
-  };
-
-  void check_peer(int peer) const;
   void deliver_one() const;
   void deliver_sometimes() const;
 
-  std::unique_ptr<Transport> inner_;
   // Delivery also happens in const calls: to the caller it is something that the network does on its own.
   mutable std::mt19937_64 random_;
-  mutable std::vector<Item> held_;
+  mutable std::vector<Write> held_;
 };
 
 }  // namespace distca::transport

@@ -93,9 +93,7 @@ class DISTCA_EXPORT Transport {
   virtual uint32_t doorbell() const = 0;
   /// Sleeps until the doorbell differs from `seen`, a peer departs, or the time is over; may return early.
   virtual void doze(uint32_t seen, std::chrono::microseconds at_most) const = 0;
-  friend class ReorderingTransport;
-  friend class BackgroundTransport;
-  friend class LinkTransport;
+  friend class WrappingTransport;
 };
 
 }  // namespace distca::transport

@@ -1,0 +1,62 @@
+#include "transport/wrapper.h"
+
+#include <pthread.h>
+
+#include <csignal>
+#include <utility>
+
+#include "transport/fork_guard.h"
+#include "transport/host_memory.h"
+
+namespace distca::transport {
+
+void WrappingTransport::Write::make(Transport& transport) const {
+  if (is_signal)
+    transport.signal(peer, word, value);
+  else
+    transport.put(peer, heap_offset, dst_row_stride, dst_head_stride, src, extent);
+}
+
+WrappingTransport::WrappingTransport(std::unique_ptr<Transport> inner) : inner_(std::move(inner)) {
+  require(inner_ != nullptr && !inner_->is_collective(),
+          "a wrapping transport needs one to wrap that is not collective");
+}
+
+// Heaps are symmetric, so this rank's own size is what the put will be checked against.
+WrappingTransport::Write WrappingTransport::checked_put(int peer, int64_t heap_offset, int64_t dst_row_stride,
+                                                        int64_t dst_head_stride, const RowView& src,
+                                                        const RowExtent& extent) {
+  static_cast<void>(inner_->peek(peer, 0));
+  check_put(peer, static_cast<int64_t>(heap().size()), heap_offset, dst_row_stride, dst_head_stride, extent);
+  return {.peer = peer,
+          .heap_offset = heap_offset,
+          .dst_row_stride = dst_row_stride,
+          .dst_head_stride = dst_head_stride,
+          .src = src,
+          .extent = extent};
+}
+
+WrappingTransport::Write WrappingTransport::checked_signal(int peer, int64_t word, uint64_t value) const {
+  static_cast<void>(inner_->peek(peer, word));
+  return {.peer = peer, .is_signal = true, .word = word, .value = value};
+}
+
+WritingThread::WritingThread(const std::function<void()>& body)
+    : shared_(std::make_unique<Shared>()), generation_(fork_generation()) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  shared_->thread = std::thread(body);
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+WritingThread::~WritingThread() {
+  if (is_forked())
+    static_cast<void>(shared_.release());
+  else
+    shared_->thread.join();
+}
+
+bool WritingThread::is_forked() const { return generation_ != fork_generation(); }
+
+}  // namespace distca::transport

@@ -1,0 +1,84 @@
+// What transports have in common that stand in front of another one and hold back what is written through them.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "common/error.h"
+#include "transport/transport.h"
+
+namespace distca::transport {
+
+/// Hands on everything but puts and signals, which the classes below it make when they see fit.
+class DISTCA_EXPORT WrappingTransport : public Transport {
+ public:
+  Transport& inner() { return *inner_; }
+
+  const char* name() const override { return inner_->name(); }
+  int rank() const override { return inner_->rank(); }
+  int num_ranks() const override { return inner_->num_ranks(); }
+  std::span<std::byte> heap() override { return inner_->heap(); }
+  uint64_t load(int64_t word) const override { return inner_->load(word); }
+  void publish(int64_t word, uint64_t value) override { inner_->publish(word, value); }
+  uint64_t peek(int peer, int64_t word) const override { return inner_->peek(peer, word); }
+  std::optional<Departure> departed() const override { return inner_->departed(); }
+  std::optional<Departure> departed(int peer) const override { return inner_->departed(peer); }
+
+ protected:
+  /// A put or a signal that is still to be made.
+  struct Write {
+    int peer = -1;
+    bool is_signal = false;
+    int64_t word = 0;
+    uint64_t value = 0;
+    int64_t heap_offset = 0;
+    int64_t dst_row_stride = 0;
+    int64_t dst_head_stride = 0;
+    RowView src = {};
+    RowExtent extent = {};
+
+    void make(Transport& transport) const;
+  };
+
+  explicit WrappingTransport(std::unique_ptr<Transport> inner);
+
+  /// Wrong arguments, and any use in a forked child, fail here, where the call is made, and not when it is carried out.
+  Write checked_put(int peer, int64_t heap_offset, int64_t dst_row_stride, int64_t dst_head_stride, const RowView& src,
+                    const RowExtent& extent);
+  Write checked_signal(int peer, int64_t word, uint64_t value) const;
+
+  uint32_t doorbell() const override { return inner_->doorbell(); }
+  void doze(uint32_t seen, std::chrono::microseconds at_most) const override { inner_->doze(seen, at_most); }
+
+  std::unique_ptr<Transport> inner_;
+};
+
+/// A thread that makes what was held back, with what it shares with the rank's own. Signals of the system are for the
+/// threads of the program, not for this one. In a forked child the thread is the parent's: there is nothing to end, and
+/// a mutex or condition that it held or waited for can be neither used nor destroyed.
+class WritingThread {
+ public:
+  explicit WritingThread(const std::function<void()>& body);
+  /// Joins; `body` must have been told to return.
+  ~WritingThread();
+  WritingThread(const WritingThread&) = delete;
+
+  bool is_forked() const;
+  std::mutex& mutex() { return shared_->mutex; }
+  std::condition_variable& posted() { return shared_->posted; }
+  std::condition_variable& made() { return shared_->made; }
+
+ private:
+  struct Shared {
+    std::mutex mutex;
+    std::condition_variable posted, made;
+    std::thread thread;
+  };
+  std::unique_ptr<Shared> shared_;
+  uint32_t generation_;
+};
+
+}  // namespace distca::transport
