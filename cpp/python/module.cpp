@@ -11,9 +11,11 @@
 #include "plan/validate.h"
 #include "runtime/context.h"
 #include "runtime/cuda_library.h"
+#include "runtime/queued_backend.h"
 #include "runtime/replay_backend.h"
 #include "transport/background.h"
 #include "transport/collective.h"
+#include "transport/host_streams.h"
 #include "transport/link.h"
 #include "transport/loopback.h"
 #include "transport/nvshmem.h"
@@ -258,16 +260,36 @@ ContextPtr register_context(std::unique_ptr<transport::Transport> transport, run
   return context;
 }
 
+/// Ranks whose steps are queued, on threads that stand for the streams of a device.
+std::vector<ContextPtr> make_streamed_contexts(const std::vector<std::string>& names, runtime::ContextOptions options,
+                                               const runtime::HeapNeeds& needs) {
+  std::vector<std::shared_ptr<transport::Streams>> streams;
+  std::vector<std::shared_ptr<runtime::Backend>> backends;
+  for (size_t r = 0; r < names.size(); ++r) {
+    auto one = std::make_shared<transport::HostStreams>(options.timeout);
+    backends.push_back(runtime::make_queued_backend(one));
+    streams.push_back(std::move(one));
+  }
+  auto transports = transport::make_stream_loopback(needs.heap_bytes, needs.num_signals, streams);
+  std::vector<ContextPtr> contexts;
+  for (size_t r = 0; r < names.size(); ++r) {
+    options.name = names[r];
+    contexts.push_back(register_context(std::move(transports[r]), options, {}, backends[r]));
+  }
+  return contexts;
+}
+
 std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& names, int64_t slot_bytes,
                                                double timeout, const plan::CostModel& cost, int64_t epoch,
                                                std::optional<uint64_t> reorder_seed, bool progress_thread,
                                                std::optional<std::tuple<double, double, bool>> link,
                                                const std::string& device, const std::string& attention,
-                                               const std::optional<Replay>& replay) {
+                                               const std::optional<Replay>& replay, bool streams) {
   const auto n = static_cast<int64_t>(names.size());
   require(n >= 1 && n <= 4096, "loopback: ", n, " ranks; 1 to 4096 are allowed");
   auto options = context_options("", slot_bytes, timeout, cost, epoch);
   const runtime::HeapNeeds needs = runtime::heap_needs(n, slot_bytes);
+  if (streams) return make_streamed_contexts(names, options, needs);
   std::vector<std::shared_ptr<runtime::Backend>> backends;
   for (int64_t r = 0; r < n; ++r)
     backends.push_back(replay ? runtime::make_replay_backend({std::get<0>(*replay), std::get<1>(*replay)},
@@ -423,6 +445,7 @@ void bind_context(py::module_& m) {
              return transfers;
            })
       .def("set_fill_with_nan", &runtime::Context::set_fill_with_nan, py::arg("on"))
+      .def("check", &runtime::Context::check, py::call_guard<py::gil_scoped_release>())
       .def("mark_died", [](runtime::Context& c) { transport::mark_died(c.transport()); })
       .def("put", &put_rows, py::arg("peer"), py::arg("heap_offset"), py::arg("rows"))
       .def(
@@ -442,7 +465,7 @@ void bind_context(py::module_& m) {
   m.def("make_loopback", &make_loopback_contexts, py::kw_only(), py::arg("names"), py::arg("slot_bytes"),
         py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("reorder_seed") = std::nullopt,
         py::arg("progress_thread") = false, py::arg("link") = std::nullopt, py::arg("device") = "cpu",
-        py::arg("attention") = "auto", py::arg("replay") = std::nullopt);
+        py::arg("attention") = "auto", py::arg("replay") = std::nullopt, py::arg("streams") = false);
   m.def("connect_nvshmem", &make_nvshmem_context, py::kw_only(), py::arg("rank"), py::arg("num_ranks"),
         py::arg("unique_id"), py::arg("device"), py::arg("attention"), py::arg("name"), py::arg("slot_bytes"),
         py::arg("timeout"), py::arg("cost"), py::arg("epoch"));

@@ -43,7 +43,7 @@ Context::Context(std::unique_ptr<transport::Transport> transport, ContextOptions
           "context: the heap is smaller than its slots");
 }
 
-Context::~Context() = default;
+Context::~Context() { protocol_.drain(); }
 
 plan::SliceView Context::accept(std::span<const int64_t> plan_words, const HeadShape& heads, int64_t num_rows) const {
   protocol_.check_healthy();
@@ -148,6 +148,12 @@ std::shared_ptr<void> Context::collect(uint64_t step, plan::Phase phase) {
   Dispatcher::Step& s = dispatcher_.step_for(Part::kCollect, step);
   require(s.phase() == phase, "collect: ", s.id.name(), " is of the other phase");
   return guarded([&] { return dispatcher_.collect(s); });
+}
+
+void Context::check() {
+  const Call call(*this);
+  protocol_.check_healthy();
+  guarded([&] { protocol_.check(); });
 }
 
 void Context::abandon(uint64_t step, const std::string& why) noexcept {

@@ -77,6 +77,10 @@ class DISTCA_EXPORT Context {
   /// at once. May be called from any thread, also while another is in a step. `why` ends the message.
   void abandon(uint64_t step, const std::string& why) noexcept;
 
+  /// Throws the fault that this rank has met, also of a step that was queued on a device and that no call has reported
+  /// yet, or of which a peer has told. Waits for nothing.
+  void check();
+
   /// Spans of this rank's steps since the call before, of which there are some once the trace is on. Not during a call.
   void set_trace(bool on) { protocol_.trace().set_on(on); }
   std::vector<Span> take_trace() { return protocol_.trace().take(); }

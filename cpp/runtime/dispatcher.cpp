@@ -135,7 +135,7 @@ void Dispatcher::open(Step& s, Part part) {
   s.state = Step::State::kDispatched;
   s.arena = protocol_.arena();
   if (fill_with_nan_) fill_nan(s);
-  protocol_.grant(s.slice.waits(s.phase()));
+  protocol_.grant(s.slice.waits(s.phase()), /*after_work=*/fill_with_nan_);
 }
 
 /// Rows of this home go to their servers' arenas; rows that this server assembles from its own tensor are copied.
@@ -260,8 +260,7 @@ std::span<const attention::KeyGradRun> Dispatcher::add_gradient_runs(const Step&
 void Dispatcher::compute(Step& step, const Parallel& parallel) {
   const Protocol::Timer timer(protocol_, "attend");
   attend_groups(step, /*local=*/true, parallel);
-  for (const plan::WaitRow& w : step.slice.waits(step.phase()))
-    if (w.direction == static_cast<int64_t>(Direction::kIn)) protocol_.await_rows(Direction::kIn, w.peer, w.round);
+  protocol_.await_rows(step.slice.waits(step.phase()), Direction::kIn, 0);
   attend_groups(step, /*local=*/false, parallel);
   send_home(step, 0);
   step.more = protocol_.exchange(step.num_rounds > 1);
@@ -282,7 +281,10 @@ void Dispatcher::take_in(Step& step) {
   }
   if (step.phase() == Phase::kBackward) finish_sums(step);
   fill_padding(step);
-  backend_.finish();
+  if (protocol_.is_queued())
+    poison(step);
+  else
+    backend_.finish();
   protocol_.end();
   step.state = Step::State::kFree;
 }
@@ -310,10 +312,7 @@ void Dispatcher::send_home(const Step& step, int64_t round) {
 }
 
 void Dispatcher::receive_home(const Step& step, int64_t round) {
-  for (const plan::WaitRow& w : step.slice.waits(step.phase())) {
-    if (w.direction == static_cast<int64_t>(Direction::kOut) && w.round == round)
-      protocol_.await_rows(Direction::kOut, w.peer, round);
-  }
+  protocol_.await_rows(step.slice.waits(step.phase()), Direction::kOut, round);
   for (const plan::ReceiveRow& r : step.slice.receives(step.phase())) {
     if (r.round != round) continue;
     const auto kind = static_cast<TensorKind>(r.tensor);
@@ -361,11 +360,21 @@ void Dispatcher::fill_nan(const Step& step) {
   const plan::Header& h = step.slice.header();
   const int64_t bytes = h.arena_bytes[static_cast<size_t>(step.phase())];
   backend_.fill({step.arena, bytes, bytes}, {1, 1, bytes}, Fill::kNan);
-  const auto returned = step.phase() == Phase::kForward
-                            ? std::array{TensorKind::kOut, TensorKind::kLse, TensorKind::kLse}
-                            : std::array{TensorKind::kDq, TensorKind::kDk, TensorKind::kDv};
-  for (TensorKind kind : returned)
+  for (TensorKind kind : step.returned())
     backend_.fill(step.local(kind), step.extent(Direction::kOut, kind, step.all_heads(), h.num_rows), Fill::kNan);
+}
+
+void Dispatcher::poison(const Step& step) {
+  const int64_t num_rows = step.slice.header().num_rows;
+  for (TensorKind kind : step.returned())
+    protocol_.poison(step.local(kind), step.extent(Direction::kOut, kind, step.all_heads(), num_rows));
+}
+
+std::span<const TensorKind> Dispatcher::Step::returned() const {
+  static constexpr std::array kForward = {TensorKind::kOut, TensorKind::kLse};
+  static constexpr std::array kBackward = {TensorKind::kDq, TensorKind::kDk, TensorKind::kDv};
+  if (phase() == Phase::kForward) return kForward;
+  return kBackward;
 }
 
 plan::RowFormat Dispatcher::Step::format(Direction direction, TensorKind kind, const KvHeads& range) const {

@@ -89,6 +89,7 @@ class Dispatcher {
   void finish_sums(const Step& step);
   void fill_padding(const Step& step);
   void fill_nan(const Step& step);
+  void poison(const Step& step);
 
   Protocol& protocol_;
   Backend& backend_;
@@ -120,6 +121,8 @@ struct Dispatcher::Step {
   std::shared_ptr<void> owner;
 
   plan::Phase phase() const { return id.phase; }
+  /// Kinds of the tensors that the step returns.
+  std::span<const plan::TensorKind> returned() const;
   KvHeads all_heads() const { return {0, heads.kv_heads}; }
   /// How rows of a range of heads lie in an arena, and where one such extent is.
   plan::RowFormat format(plan::Direction direction, plan::TensorKind kind, const KvHeads& range) const;

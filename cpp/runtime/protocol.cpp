@@ -40,6 +40,7 @@ std::string describe(uint64_t scale_and_softcap) {
 Protocol::Protocol(std::unique_ptr<transport::Transport> transport, std::string context_name, int64_t arena_bytes,
                    std::chrono::milliseconds timeout)
     : transport_(std::move(transport)),
+      stream_(transport_->stream_order()),
       signals_(transport_->num_ranks()),
       name_(std::move(context_name)),
       arena_bytes_(arena_bytes),
@@ -48,7 +49,18 @@ Protocol::Protocol(std::unique_ptr<transport::Transport> transport, std::string 
       watch_([this] { watch(); }),
       agree_([this] {
         for (int64_t p = 0; p < num_ranks(); ++p) compare_with(p);
-      }) {}
+      }) {
+  if (stream_) stream_->watch([this] { look(); });
+}
+
+Protocol::~Protocol() {
+  drain();  // with somebody who watches, for a fault may be all that ends it
+  if (stream_) stream_->watch(nullptr);
+}
+
+void Protocol::drain() noexcept {
+  if (stream_) transport_->quiet();
+}
 
 std::byte* Protocol::arena() { return transport_->heap().data() + slot() * arena_bytes_; }
 
@@ -107,8 +119,7 @@ void Protocol::enter(const StepId& step, Part part) {
   transport_->publish(signals_.sinks(call), step.sinks_digest);
   transport_->publish(signals_.call(call), call_word());
   transport_->publish(signals_.latest_step(), num_steps_);
-  check_faults();
-  check_departed();
+  check();
   // If all ranks do not agree, some two neighbours do not, and the later one of them sees it here. Over a collective
   // transport all see it in the first exchange.
   if (num_ranks() > 1) {
@@ -117,33 +128,53 @@ void Protocol::enter(const StepId& step, Part part) {
   }
 }
 
-void Protocol::grant(std::span<const plan::WaitRow> waits) {
+void Protocol::grant(std::span<const plan::WaitRow> waits, bool after_work) {
   if (transport_->is_collective()) return;
-  for (const plan::WaitRow& w : waits)
-    if (w.round == 0) give_credit(w.peer, 0);
+  for (const plan::WaitRow& w : waits) {
+    if (stream_) check_present(w.peer, rows_wait(static_cast<plan::Direction>(w.direction), w.peer, w.round).what);
+    if (w.round == 0) give_credit(w.peer, 0, after_work);
+  }
 }
 
 void Protocol::grant_round(std::span<const plan::WaitRow> waits, int64_t round) {
   if (transport_->is_collective()) return;
   for (const plan::WaitRow& w : waits) {
-    if (w.direction == static_cast<int64_t>(plan::Direction::kOut) && w.round == round) give_credit(w.peer, round);
+    if (w.direction == static_cast<int64_t>(plan::Direction::kOut) && w.round == round)
+      give_credit(w.peer, round, /*after_work=*/true);
   }
 }
 
 /// Once, also to a peer that sends rows here and rows home: else the second signal could arrive after that of a later
 /// round and take it back.
-void Protocol::give_credit(int64_t peer, int64_t round) {
+void Protocol::give_credit(int64_t peer, int64_t round, bool after_work) {
   uint64_t& given = credit_given_[static_cast<size_t>(slot() * num_ranks() + peer)];
   if (given >= sequence(now_.number, round)) return;
   given = sequence(now_.number, round);
-  transport_->signal(static_cast<int>(peer), signals_.credit(slot(), rank()), given);
+  const int64_t word = signals_.credit(slot(), rank());
+  if (stream_)
+    stream_->grant(slot(), static_cast<int>(peer), word, given, after_work);
+  else
+    transport_->signal(static_cast<int>(peer), word, given);
+}
+
+Protocol::Wait Protocol::credit_wait(plan::Direction direction, int64_t peer, int64_t round) const {
+  const bool in = direction == plan::Direction::kIn;
+  return {in ? "credit to send rows to its server arena" : "credit to send rows home", peer,
+          signals_.credit(slot(), peer), sequence(now_.number, round), round};
+}
+
+Protocol::Wait Protocol::rows_wait(plan::Direction direction, int64_t peer, int64_t round) const {
+  const bool in = direction == plan::Direction::kIn;
+  return {in ? "rows for tasks served here" : "rows that come home", peer,
+          signals_.arrived(static_cast<int64_t>(direction), slot(), peer), sequence(now_.number, round), round};
 }
 
 void Protocol::await_credit(plan::Direction direction, int64_t peer, int64_t round) {
   if (transport_->is_collective()) return;
-  const bool in = direction == plan::Direction::kIn;
-  wait({in ? "credit to send rows to its server arena" : "credit to send rows home", peer,
-        signals_.credit(slot(), peer), sequence(now_.number, round), round});
+  const Wait w = credit_wait(direction, peer, round);
+  if (!stream_) return wait(w);
+  check_present(peer, w.what);
+  stream_->await_credit({static_cast<int>(peer), w.word, w.value, transport::Awaited::kCredit, round});
 }
 
 void Protocol::put(int64_t peer, int64_t target, int64_t dst_row_stride, int64_t dst_head_stride, const RowView& source,
@@ -160,11 +191,18 @@ void Protocol::put(int64_t peer, int64_t target, int64_t dst_row_stride, int64_t
 }
 
 void Protocol::announce(plan::Direction direction, int64_t peer, int64_t round) {
-  transport_->signal(static_cast<int>(peer), signals_.arrived(static_cast<int64_t>(direction), slot(), rank()),
-                     sequence(now_.number, round));
+  const int64_t word = signals_.arrived(static_cast<int64_t>(direction), slot(), rank());
+  if (stream_)
+    stream_->announce(static_cast<int>(peer), word, sequence(now_.number, round));
+  else
+    transport_->signal(static_cast<int>(peer), word, sequence(now_.number, round));
 }
 
 bool Protocol::exchange(bool more) {
+  if (stream_) {
+    stream_->send();
+    return more;
+  }
   try {
     return transport_->exchange(more, agree_);
   } catch (const PeerDiedError& error) {
@@ -174,15 +212,31 @@ bool Protocol::exchange(bool more) {
   }
 }
 
-void Protocol::await_rows(plan::Direction direction, int64_t peer, int64_t round) {
+void Protocol::await_rows(std::span<const plan::WaitRow> waits, plan::Direction direction, int64_t round) {
   const bool in = direction == plan::Direction::kIn;
-  wait({in ? "rows for tasks served here" : "rows that come home", peer,
-        signals_.arrived(static_cast<int64_t>(direction), slot(), peer), sequence(now_.number, round), round});
+  stream_waits_.clear();
+  for (const plan::WaitRow& row : waits) {
+    if (row.direction != static_cast<int64_t>(direction) || row.round != round) continue;
+    const Wait w = rows_wait(direction, row.peer, round);
+    if (stream_)
+      stream_waits_.push_back({static_cast<int>(w.peer), w.word, w.value,
+                               in ? transport::Awaited::kRowsIn : transport::Awaited::kRowsHome, round});
+    else
+      wait(w);
+  }
+  if (stream_) stream_->await_rows(stream_waits_);
+}
+
+void Protocol::poison(const RowView& rows, const RowExtent& n) {
+  if (stream_) stream_->poison(rows, n);
 }
 
 void Protocol::end() {
   const Timer timer(*this, "its own rows to arrive", /*is_wait=*/true);
-  transport_->quiet_until(marks_[static_cast<size_t>(slot())]);
+  if (stream_)
+    stream_->end(slot());
+  else
+    transport_->quiet_until(marks_[static_cast<size_t>(slot())]);
   busy_[static_cast<size_t>(slot())] = false;
 }
 
@@ -209,6 +263,50 @@ void Protocol::watch() {
     fault_details_ = {static_cast<uint64_t>(gone->peer), gone->orderly};
     throw PeerDiedError(message(where(), ": rank ", gone->peer, " closed its context while this rank waits for ",
                                 waiting_.what, " of it"));
+  }
+}
+
+void Protocol::check() {
+  check_faults();
+  check_departed();
+  check_streams();
+}
+
+void Protocol::check_present(int64_t peer, const char* what) {
+  const auto gone = transport_->departed(static_cast<int>(peer));
+  if (!gone) return;
+  fault_details_ = {static_cast<uint64_t>(peer), gone->orderly};
+  throw PeerDiedError(
+      message(where(), ": rank ", peer, gone->orderly ? " closed its context" : " died", " and owes this rank ", what));
+}
+
+void Protocol::check_streams() {
+  const auto fault = stream_ ? stream_->fault() : std::nullopt;
+  if (!fault) return;
+  constexpr std::array kAwaited = {"nothing", "credit to send it rows", "rows for tasks served here",
+                                   "rows that come home"};
+  fault_details_[0] = static_cast<uint64_t>(fault->peer);
+  throw PeerTimeoutError(message(where(), ": a step before this one waited ",
+                                 static_cast<double>(timeout_.count()) / 1000.0, " s for rank ", fault->peer, ": ",
+                                 kAwaited[static_cast<size_t>(fault->awaited)], ", round ", fault->round,
+                                 "; seen step ", fault->seen >> 16, " round ", fault->seen & 0xffff, ", expected step ",
+                                 fault->expected >> 16, " round ", fault->expected & 0xffff, "; rank ", fault->peer,
+                                 " is at step ", transport_->peek(fault->peer, signals_.latest_step())));
+}
+
+void Protocol::look() noexcept {
+  try {
+    if (const auto fault = stream_->fault()) {
+      // The details of this rank's own faults are those of its calls.
+      tell_peers(FaultCode::kTimeout, {static_cast<uint64_t>(fault->peer)});
+      return stream_->stop();
+    }
+    const auto gone = transport_->departed();
+    bool stop = gone && !gone->orderly;
+    for (int64_t p = 0; p < num_ranks(); ++p) stop = stop || transport_->load(signals_.fault_code(p)) != 0;
+    if (stop) stream_->stop();
+  } catch (const Error&) {
+    // In a forked child there is no such thread; what else may fail here fails in the next call too.
   }
 }
 
@@ -316,12 +414,17 @@ void Protocol::fail(const Error& error, FaultCode code) noexcept {
   poison_ = error.what();
   transport_->cancel();  // the tensors of a whole step that fails go with the error
   if (transport_->is_collective()) return transport_->abandon(error);
+  if (stream_) stream_->stop();
+  tell_peers(code, fault_details_);
+}
+
+void Protocol::tell_peers(FaultCode code, const FaultDetails& details) noexcept {
+  if (told_peers_.exchange(true)) return;
   try {
     for (int64_t p = 0; p < num_ranks(); ++p) {
       if (p == rank()) continue;
       for (int64_t i = 0; i < Signals::kFaultDetails; ++i)
-        transport_->signal(static_cast<int>(p), signals_.fault_detail(rank(), i),
-                           fault_details_[static_cast<size_t>(i)]);
+        transport_->signal(static_cast<int>(p), signals_.fault_detail(rank(), i), details[static_cast<size_t>(i)]);
       transport_->signal(static_cast<int>(p), signals_.fault_code(rank()), static_cast<uint64_t>(code));
     }
   } catch (const Error&) {

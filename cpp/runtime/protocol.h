@@ -19,6 +19,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -31,6 +32,7 @@
 #include "plan/tables.h"
 #include "runtime/signals.h"
 #include "runtime/trace.h"
+#include "transport/stream_order.h"
 #include "transport/transport.h"
 
 namespace distca::runtime {
@@ -64,6 +66,7 @@ class Protocol {
  public:
   Protocol(std::unique_ptr<transport::Transport> transport, std::string context_name, int64_t arena_bytes,
            std::chrono::milliseconds timeout);
+  ~Protocol();
 
   transport::Transport& transport() { return *transport_; }
   int64_t rank() const { return transport_->rank(); }
@@ -76,6 +79,12 @@ class Protocol {
 
   /// Throws ContextPoisonedError after a fault.
   void check_healthy() const;
+  /// Throws the fault that this rank, its streams or a peer have met meanwhile, if there is one.
+  void check();
+  /// Whether steps are queued on the streams of a device: then nothing below returns late or with news of a fault.
+  bool is_queued() const { return stream_ != nullptr; }
+  /// Returns when nothing is queued any more.
+  void drain() noexcept;
 
   /// Whether another step may begin.
   bool has_free_slot() const { return free_slot() >= 0; }
@@ -84,8 +93,9 @@ class Protocol {
   StepId begin(plan::Phase phase, uint64_t plan_digest, const ScoreOptions& scores, Part part);
   /// A further call, about a step that is under way.
   void resume(const StepId& step, Part part);
-  /// Grants every sender of the step credit for round 0; this rank's slot may be written from here on.
-  void grant(std::span<const plan::WaitRow> waits);
+  /// Grants every sender of the step credit for round 0; this rank's slot may be written from here on, or, of a step
+  /// that is queued, once the slot's last use, or where `after_work` all that was queued, is over.
+  void grant(std::span<const plan::WaitRow> waits, bool after_work);
   /// Grants credit for `round` to the peers that send rows home in it.
   void grant_round(std::span<const plan::WaitRow> waits, int64_t round);
   /// Waits until `peer` lets this rank write into its slot.
@@ -97,7 +107,10 @@ class Protocol {
   /// Rows announced before it on other ranks have arrived after it, where the transport is collective; else it does
   /// nothing. Returns whether any rank (else: this rank) wants `more`.
   bool exchange(bool more);
-  void await_rows(plan::Direction direction, int64_t peer, int64_t round);
+  /// Waits for the rows of all messages of that direction and round.
+  void await_rows(std::span<const plan::WaitRow> waits, plan::Direction direction, int64_t round);
+  /// Of a step that is queued: rows to be returned become NaN if there was a fault.
+  void poison(const RowView& rows, const RowExtent& n);
   /// Closes the step, and frees its slot, once nothing of it is under way.
   void end();
 
@@ -129,6 +142,7 @@ class Protocol {
   void abandon(const StepId& step, const std::string& why) noexcept;
 
  private:
+  using FaultDetails = std::array<uint64_t, Signals::kFaultDetails>;
   enum class FaultCode : uint64_t { kNone = 0, kMismatch, kDied, kTimeout, kUnfinished, kOther };
   struct Wait {
     const char* what = "";
@@ -137,6 +151,8 @@ class Protocol {
     uint64_t value = 0;
     int64_t round = 0;
   };
+  Wait credit_wait(plan::Direction direction, int64_t peer, int64_t round) const;
+  Wait rows_wait(plan::Direction direction, int64_t peer, int64_t round) const;
 
   /// What is published of the call at hand: its number, and what it does.
   uint64_t call_word() const;
@@ -144,18 +160,25 @@ class Protocol {
   int64_t free_slot() const;
   void enter(const StepId& step, Part part);
   void fail(const Error& error, FaultCode code) noexcept;
-  void give_credit(int64_t peer, int64_t round);
+  void give_credit(int64_t peer, int64_t round, bool after_work);
   void wait(const Wait& w);
   void record(const Timer& timer);
   void watch();
   void check_departed();
   void check_faults();
+  void check_streams();
+  /// Throws PeerDiedError if the peer has left, of which this step needs something to come.
+  void check_present(int64_t peer, const char* what);
+  /// What the thread that watches the streams does: no more than stop them and tell the peers.
+  void look() noexcept;
+  void tell_peers(FaultCode code, const FaultDetails& details) noexcept;
   /// Throws PlanMismatchError if this call of `peer` is another one, or about another plan or other scores.
   void compare_with(int64_t peer);
   [[noreturn]] void time_out();
   std::string where() const;
 
   std::unique_ptr<transport::Transport> transport_;
+  transport::StreamOrder* stream_;  // null: steps are not queued
   Signals signals_;
   std::string name_;
   int64_t arena_bytes_;
@@ -169,10 +192,12 @@ class Protocol {
   Trace trace_;
   std::vector<uint64_t> credit_given_;  // by slot and peer: the latest
   Wait waiting_;
+  std::vector<transport::StreamWait> stream_waits_;
+  std::atomic<bool> told_peers_{false};
   std::function<void()> watch_;  // made once: waiting allocates nothing
   std::function<void()> agree_;  // likewise
   std::string poison_;           // why the context is abandoned; empty while healthy
-  std::array<uint64_t, Signals::kFaultDetails> fault_details_ = {};
+  FaultDetails fault_details_ = {};
 };
 
 }  // namespace distca::runtime

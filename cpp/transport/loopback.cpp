@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "transport/host_memory.h"
+#include "transport/stream_transport.h"
 
 namespace distca::transport {
 namespace {
@@ -74,8 +75,26 @@ std::vector<std::unique_ptr<Transport>> make_loopback(int num_ranks, int64_t hea
   return ranks;
 }
 
+std::vector<std::unique_ptr<Transport>> make_stream_loopback(int64_t heap_bytes, int64_t num_signals,
+                                                             std::span<const std::shared_ptr<Streams>> streams) {
+  const auto num_ranks = static_cast<int>(streams.size());
+  check_region_sizes(heap_bytes, num_signals);
+  std::vector<std::unique_ptr<Transport>> ranks = make_loopback(num_ranks, 0, num_signals);
+  auto memory = std::make_shared<std::vector<std::shared_ptr<std::byte>>>();
+  DeviceHeaps heaps{.ranks = {}, .heap_bytes = heap_bytes, .num_words = num_signals, .owner = memory};
+  for (const std::shared_ptr<Streams>& one : streams) {
+    std::byte* const heap = memory->emplace_back(one->allocate(heap_bytes)).get();
+    std::byte* const words = memory->emplace_back(one->allocate(num_signals * 8)).get();
+    heaps.ranks.push_back({heap, reinterpret_cast<uint64_t*>(words)});
+  }
+  for (size_t i = 0; i < ranks.size(); ++i)
+    ranks[i] = std::make_unique<StreamTransport>("loopback", std::move(ranks[i]), streams[i], heaps);
+  return ranks;
+}
+
 void mark_died(Transport& transport) {
-  auto* const loopback = dynamic_cast<LoopbackTransport*>(&transport);
+  auto* const wrapper = dynamic_cast<WrappingTransport*>(&transport);
+  auto* const loopback = dynamic_cast<LoopbackTransport*>(wrapper == nullptr ? &transport : &wrapper->inner());
   require(loopback != nullptr, "only a loopback rank can be marked as died, not one of a ", transport.name(),
           " transport");
   loopback->die();

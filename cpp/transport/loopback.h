@@ -7,6 +7,7 @@
 
 #include "common/error.h"
 #include "common/memory.h"
+#include "transport/streams.h"
 #include "transport/transport.h"
 
 namespace distca::transport {
@@ -16,6 +17,10 @@ namespace distca::transport {
 /// the host where there are none. A signal is sent when all that its rank's memory was asked to do is done.
 DISTCA_EXPORT std::vector<std::unique_ptr<Transport>> make_loopback(
     int num_ranks, int64_t heap_bytes, int64_t num_signals, std::span<const std::shared_ptr<Memory>> memories = {});
+
+/// As ranks on devices of one process do it: each has its streams, and rows go by them.
+DISTCA_EXPORT std::vector<std::unique_ptr<Transport>> make_stream_loopback(
+    int64_t heap_bytes, int64_t num_signals, std::span<const std::shared_ptr<Streams>> streams);
 
 /// Makes a loopback rank look to its peers as if it had died. Throws InvalidArgumentError for other transports.
 DISTCA_EXPORT void mark_died(Transport& transport);

@@ -24,6 +24,8 @@ struct Departure {
   bool orderly = false;  // it closed its transport; otherwise its process (or, on loopback, its thread) died
 };
 
+class StreamOrder;
+
 class DISTCA_EXPORT Transport {
  public:
   virtual ~Transport() = default;
@@ -66,6 +68,9 @@ class DISTCA_EXPORT Transport {
 
   /// Whether puts, signals and published words reach the peers in `exchange` and at no other time.
   virtual bool is_collective() const { return false; }
+
+  /// Not null where puts, and the waits for rows, happen in the order of a device's streams, after the calls.
+  virtual StreamOrder* stream_order() { return nullptr; }
 
   /// Called by all ranks equally often. A collective transport delivers what all ranks put, signalled and published
   /// since the call before; `agree` is called once what the peers published can be seen, before anything else moves,

@@ -71,6 +71,17 @@ class Context:
         if self._core is not None:
             self._core.abandon(step, why)
 
+    def check(self) -> None:
+        """Raises the fault that this rank has met, if any; waits for nothing.
+
+        For steps on a GPU, which are queued: what goes wrong there is reported by the next call, or by this.
+
+        Raises:
+            PeerDiedError, PeerTimeoutError, PlanMismatchError: the fault. ContextPoisonedError: one reported before.
+        """
+        if self._core is not None:
+            self._core.check()
+
     def start_trace(self) -> None:
         """From now on this rank's steps are recorded, until `stop_trace`; see `take_trace`."""
         if self._core is not None:
@@ -259,6 +270,7 @@ def loopback(
     device: torch.device | str = "cpu",
     attention: str = "auto",
     replay: tuple[CostModel, CostModel] | None = None,
+    streams: bool = False,
 ) -> list[Context]:
     """Makes a whole group in this process, for tests; each context must be used from a thread of its own.
 
@@ -274,7 +286,15 @@ def loopback(
         replay: what forward and backward of attention cost, with ``unit_ns``; attention is not computed then, but every
             rank sleeps as long, so that schedules of many ranks run on few cores. Rows travel; what comes out is
             whatever was in memory.
+        streams: queue every step on two threads a rank that stand for a GPU's streams, as steps on a GPU are, instead
+            of running it in the calling thread. Nothing that is above but ``timeout`` and ``cost`` goes with it.
+
+    Raises:
+        InvalidArgumentError: for wrong arguments, or such that do not go together.
     """
+    others = (reorder_seed, link, replay) != (None, None, None) or progress_thread or attention != "auto"
+    if streams and (others or _device_name(device) != "cpu"):
+        raise InvalidArgumentError("loopback: streams=True goes with device='cpu', timeout and cost alone")
     group = next(_loopback_groups)
     cost = cost or CostModel()
     cores = _C.make_loopback(
@@ -285,6 +305,7 @@ def loopback(
         device=_device_name(device),
         attention=attention,
         replay=None if replay is None else _replayed(*replay),
+        streams=streams,
         **_core_options(_slot_bytes(num_ranks, max_tokens, heads, heap_bytes), timeout, cost),
     )
     return [Context(core, heads, cost) for core in cores]

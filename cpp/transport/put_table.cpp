@@ -3,9 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "common/error.h"
-
-namespace distca::cuda {
+namespace distca::transport {
 namespace {
 
 constexpr int64_t kMaxWordBytes = 16;
@@ -49,6 +47,11 @@ void PutTable::add(const RowView& to, const RowView& from, const RowExtent& n) {
   num_bytes_ += n.bytes();
 }
 
+void PutTable::close(uint64_t* signal, uint64_t value) {
+  messages_.back().signal = signal;
+  messages_.back().signal_value = value;
+}
+
 void PutTable::clear() {
   entries_.clear();
   messages_.clear();
@@ -62,4 +65,4 @@ int32_t blocks_for(const LinkModel& link, int32_t num_chunks, int64_t bytes_unde
   return static_cast<int32_t>(std::clamp<int64_t>(blocks, 1, std::min(link.max_blocks, std::max(num_chunks, 1))));
 }
 
-}  // namespace distca::cuda
+}  // namespace distca::transport

@@ -7,15 +7,11 @@
 #include <span>
 #include <vector>
 
+#include "common/error.h"
+#include "common/host_device.h"
 #include "common/rows.h"
 
-#ifdef __CUDACC__
-#define DISTCA_HOST_DEVICE __host__ __device__
-#else
-#define DISTCA_HOST_DEVICE
-#endif
-
-namespace distca::cuda {
+namespace distca::transport {
 
 /// One put: rows of heads of words. A word is the largest power of two up to 16 bytes that all addresses allow.
 struct PutEntry {
@@ -82,7 +78,7 @@ DISTCA_HOST_DEVICE inline WordPlace place_of_word(const PutEntry& e, int64_t fir
 }
 
 /// Collects the messages of one launch.
-class PutTable {
+class DISTCA_EXPORT PutTable {
  public:
   /// A chunk is what one thread block copies at a time: about `chunk_bytes`, at least a row.
   explicit PutTable(int64_t chunk_bytes = int64_t{32} << 10) : chunk_bytes_(chunk_bytes) {}
@@ -91,6 +87,8 @@ class PutTable {
   void open(const PutMessage& message);
   /// Adds rows to the message that was opened last.
   void add(const RowView& to, const RowView& from, const RowExtent& n);
+  /// The signal of that message.
+  void close(uint64_t* signal, uint64_t value);
   void clear();
 
   bool empty() const { return entries_.empty(); }
@@ -114,6 +112,6 @@ struct LinkModel {
   int64_t latency_ns = 1500;                      // of a load followed by a store to a peer
   int32_t max_blocks = 32;
 };
-int32_t blocks_for(const LinkModel& link, int32_t num_chunks, int64_t bytes_under_way_of_a_block);
+DISTCA_EXPORT int32_t blocks_for(const LinkModel& link, int32_t num_chunks, int64_t bytes_under_way_of_a_block);
 
-}  // namespace distca::cuda
+}  // namespace distca::transport

@@ -1,0 +1,172 @@
+#include "transport/host_streams.h"
+
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <utility>
+#include <vector>
+
+namespace distca::transport {
+namespace {
+
+/// What the blocks of the put kernel do, one after another.
+void put_all(const std::vector<PutEntry>& entries, const std::vector<PutMessage>& messages, const Guard& guard) {
+  const PutEntry* e = entries.data();
+  for (size_t i = 0; i < messages.size(); ++i) {
+    const PutMessage& m = messages[i];
+    if (is_stopped(guard)) return;
+    if (m.credit != nullptr && !await(guard, {m.credit, m.credit_value, m.peer, Awaited::kCredit, m.round})) return;
+    for (; e != entries.data() + entries.size() && e->message == static_cast<int32_t>(i); ++e) {
+      const int64_t num_chunks = (e->num_rows + e->rows_per_chunk - 1) / e->rows_per_chunk;
+      for (int64_t c = 0; c < num_chunks; ++c) {
+        const Rows rows = rows_of_chunk(*e, e->first_chunk + static_cast<int32_t>(c));
+        const auto num_words = static_cast<uint32_t>((rows.end - rows.begin) * e->words_per_row);
+        const auto per_head = static_cast<uint32_t>(e->words_per_head);
+        for (uint32_t word = 0; word < num_words; word += per_head) {
+          const WordPlace place = place_of_word(*e, rows.begin, word);
+          std::memcpy(place.to, place.from, per_head * static_cast<size_t>(e->word_bytes));
+        }
+      }
+    }
+    if (m.signal != nullptr) store_release(m.signal, m.signal_value);
+  }
+}
+
+}  // namespace
+
+/// One stream: a thread and what is queued for it.
+class HostStreams::Lane {
+ public:
+  Lane() : thread_([this] { run(); }) {}
+  ~Lane() {
+    if (thread_.is_forked()) return;
+    {
+      const std::lock_guard lock(thread_.mutex());
+      closing_ = true;
+    }
+    thread_.posted().notify_one();
+  }
+
+  void queue(std::function<void()> work) {
+    {
+      const std::lock_guard lock(thread_.mutex());
+      queue_.push_back(std::move(work));
+    }
+    thread_.posted().notify_one();
+  }
+
+  void drain() {
+    if (thread_.is_forked()) return;
+    std::unique_lock lock(thread_.mutex());
+    thread_.made().wait(lock, [&] { return queue_.empty(); });
+  }
+
+ private:
+  void run() {
+    std::unique_lock lock(thread_.mutex());
+    while (true) {
+      thread_.posted().wait(lock, [&] { return closing_ || !queue_.empty(); });
+      if (queue_.empty()) return;
+      const std::function<void()>& work = queue_.front();  // stays where it is: others are only added behind it
+      lock.unlock();
+      work();
+      lock.lock();
+      queue_.pop_front();
+      thread_.made().notify_all();
+    }
+  }
+
+  std::deque<std::function<void()>> queue_;
+  bool closing_ = false;
+  WritingThread thread_;  // last: it ends before what it uses goes
+};
+
+struct HostStreams::Point {
+  std::atomic<bool> is_reached{false};
+};
+
+HostStreams::HostStreams(std::chrono::milliseconds timeout)
+    : guard_{&stopped_, &told_to_stop_, &fault_, static_cast<uint64_t>(std::chrono::nanoseconds(timeout).count())} {
+  for (std::unique_ptr<Lane>& lane : lanes_) lane = std::make_unique<Lane>();
+}
+
+HostStreams::~HostStreams() { drain(); }
+
+std::shared_ptr<std::byte> HostStreams::allocate(int64_t bytes) {
+  constexpr auto alignment = std::align_val_t(256);
+  auto* const data = static_cast<std::byte*>(::operator new(static_cast<size_t>(bytes), alignment));
+  std::memset(data, 0, static_cast<size_t>(bytes));
+  return {data, [](std::byte* p) { ::operator delete(p, std::align_val_t(256)); }};
+}
+
+void HostStreams::queue(Stream stream, std::function<void()> work) {
+  lane(stream).queue([this, work = std::move(work)] {
+    try {
+      work();
+    } catch (...) {
+      thrown_ = std::current_exception();
+    }
+  });
+}
+
+void HostStreams::record(int point, Stream stream) {
+  auto reached = std::make_shared<Point>();
+  points_[static_cast<size_t>(point)] = reached;
+  lane(stream).queue([reached = std::move(reached)] {
+    reached->is_reached = true;
+    reached->is_reached.notify_all();
+  });
+}
+
+void HostStreams::wait_for(Stream stream, int point) {
+  const std::shared_ptr<Point>& awaited = points_[static_cast<size_t>(point)];
+  if (awaited) lane(stream).queue([awaited] { awaited->is_reached.wait(false); });
+}
+
+void HostStreams::hand_over() {
+  lane(Stream::kWork).drain();
+  if (thrown_) std::rethrow_exception(std::exchange(thrown_, nullptr));
+}
+
+void HostStreams::drain() noexcept {
+  for (const std::unique_ptr<Lane>& lane : lanes_) lane->drain();
+}
+
+void HostStreams::put(const PutTable& table) {
+  std::vector<PutEntry> entries(table.entries().begin(), table.entries().end());
+  std::vector<PutMessage> messages(table.messages().begin(), table.messages().end());
+  lane(Stream::kTransfer).queue([this, entries = std::move(entries), messages = std::move(messages)] {
+    put_all(entries, messages, guard_);
+  });
+}
+
+void HostStreams::signal(std::span<const SignalTo> signals) {
+  lane(Stream::kTransfer).queue([this, signals = std::vector<SignalTo>(signals.begin(), signals.end())] {
+    if (is_stopped()) return;
+    for (const SignalTo& s : signals) store_release(s.word, s.value);
+  });
+}
+
+void HostStreams::await(std::span<const AwaitedMessage> messages) {
+  lane(Stream::kWork).queue([this, messages = std::vector<AwaitedMessage>(messages.begin(), messages.end())] {
+    if (is_stopped()) return;
+    for (const AwaitedMessage& m : messages)
+      if (!transport::await(guard_, m)) return;
+  });
+}
+
+void HostStreams::fill_nan_if_stopped(const RowView& rows, const RowExtent& n) {
+  lane(Stream::kWork).queue([this, rows, n] {
+    if (!is_stopped()) return;
+    for (int64_t i = 0; i < n.num_rows; ++i)
+      for (int64_t h = 0; h < n.num_heads; ++h) std::memset(rows.at(i, h), 0xff, static_cast<size_t>(n.head_bytes));
+  });
+}
+
+std::optional<StreamFault> HostStreams::fault() const {
+  if (!is_set(&fault_.is_set)) return std::nullopt;  // an acquire: the rest was written before
+  return fault_;
+}
+
+}  // namespace distca::transport

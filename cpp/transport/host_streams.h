@@ -1,0 +1,52 @@
+// Two threads that stand for the streams of a device, for tests: they run what is queued on them in order, with the
+// code that kernels are made of, while the rank's own thread goes on.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <memory>
+
+#include "transport/streams.h"
+#include "transport/wrapper.h"
+
+namespace distca::transport {
+
+class DISTCA_EXPORT HostStreams final : public Streams {
+ public:
+  explicit HostStreams(std::chrono::milliseconds timeout);
+  /// Ends when all that was queued is done.
+  ~HostStreams() override;
+
+  /// Queues any work; what it throws comes out of the next `hand_over`.
+  void queue(Stream stream, std::function<void()> work);
+  bool is_stopped() const { return transport::is_stopped(guard_); }
+
+  std::shared_ptr<std::byte> allocate(int64_t bytes) override;
+  void record(int point, Stream stream) override;
+  void wait_for(Stream stream, int point) override;
+  void hand_over() override;
+  void drain() noexcept override;
+  void put(const PutTable& table) override;
+  void signal(std::span<const SignalTo> signals) override;
+  void await(std::span<const AwaitedMessage> messages) override;
+  void fill_nan_if_stopped(const RowView& rows, const RowExtent& n) override;
+  std::optional<StreamFault> fault() const override;
+  void stop() noexcept override { set(&told_to_stop_); }
+
+ private:
+  class Lane;
+  struct Point;
+
+  Lane& lane(Stream stream) { return *lanes_[static_cast<size_t>(stream)]; }
+
+  uint32_t stopped_ = 0, told_to_stop_ = 0;
+  StreamFault fault_;
+  Guard guard_;
+  std::array<std::shared_ptr<Point>, kNumPoints> points_;
+  std::exception_ptr thrown_;
+  std::array<std::unique_ptr<Lane>, 2> lanes_;  // last: they end before what they use goes
+};
+
+}  // namespace distca::transport

@@ -1,0 +1,56 @@
+// What a step needs of a transport that does nothing at once: puts, signals and waits are queued on streams of a device
+// and happen there, in order, while the host goes on.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+
+#include "common/error.h"
+#include "common/rows.h"
+#include "transport/guard.h"
+
+namespace distca::transport {
+
+/// A word of this rank that has to reach a value.
+struct StreamWait {
+  int peer = -1;
+  int64_t word = 0;
+  uint64_t value = 0;
+  Awaited what = Awaited::kNothing;
+  int64_t round = 0;
+};
+
+/// "Work" is what the rank itself queues: its kernels, on a stream of its own.
+class DISTCA_EXPORT StreamOrder {
+ public:
+  virtual ~StreamOrder() = default;
+
+  /// Writes a peer's word once the slot's last use is over, or, where `after_work`, also all work queued so far.
+  virtual void grant(int64_t slot, int peer, int64_t word, uint64_t value, bool after_work) = 0;
+  /// What is put to that peer until `announce` waits for this.
+  virtual void await_credit(const StreamWait& wait) = 0;
+  /// Writes the peer's word after the rows that were put to it since.
+  virtual void announce(int peer, int64_t word, uint64_t value) = 0;
+  /// Starts what was granted, put and announced: after all work queued so far, but for grants that need not wait.
+  virtual void send() = 0;
+  /// Work queued from here on comes after these messages.
+  virtual void await_rows(std::span<const StreamWait> waits) = 0;
+
+  /// Fills rows with NaN, where they are when all work queued so far is done, if the streams have stopped by then.
+  virtual void poison(const RowView& rows, const RowExtent& n) = 0;
+  /// Work queued from here on comes after all that was sent: the slot's last use is over, and what it read may go.
+  virtual void end(int64_t slot) = 0;
+
+  /// Why the streams have stopped, if they have.
+  virtual std::optional<StreamFault> fault() const = 0;
+  /// Stops them: waits end, and nothing is sent any more.
+  virtual void stop() noexcept = 0;
+
+  /// Calls `look` now and then from a thread of the transport's until it is destroyed: what the streams wait for, the
+  /// host does not see otherwise.
+  virtual void watch(std::function<void()> look) = 0;
+};
+
+}  // namespace distca::transport

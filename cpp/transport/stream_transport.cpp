@@ -1,0 +1,172 @@
+#include "transport/stream_transport.h"
+
+#include <utility>
+
+namespace distca::transport {
+namespace {
+
+using Stream = Streams::Stream;
+
+// Points of the streams; those below are of the slots.
+constexpr int kWorkSoFar = Streams::kNumPoints - 2, kSentSoFar = Streams::kNumPoints - 1;
+constexpr int64_t kMaxSlots = Streams::kNumPoints - 2;
+
+}  // namespace
+
+/// Looks at what only the host can see, every few milliseconds.
+class StreamTransport::Watch {
+ public:
+  explicit Watch(std::function<void()> look) : look_(std::move(look)), thread_([this] { run(); }) {}
+  ~Watch() {
+    if (thread_.is_forked()) return;
+    {
+      const std::lock_guard lock(thread_.mutex());
+      closing_ = true;
+    }
+    thread_.posted().notify_one();
+  }
+
+  bool is_forked() const { return thread_.is_forked(); }
+
+ private:
+  void run() {
+    std::unique_lock lock(thread_.mutex());
+    while (!thread_.posted().wait_for(lock, std::chrono::milliseconds(2), [&] { return closing_; })) {
+      lock.unlock();
+      look_();
+      lock.lock();
+    }
+  }
+
+  std::function<void()> look_;
+  bool closing_ = false;
+  WritingThread thread_;  // last: it ends before what it uses goes
+};
+
+StreamTransport::StreamTransport(const char* name, std::unique_ptr<Transport> control, std::shared_ptr<Streams> streams,
+                                 DeviceHeaps heaps)
+    : WrappingTransport(std::move(control)), name_(name), streams_(std::move(streams)), heaps_(std::move(heaps)) {
+  require(static_cast<int>(heaps_.ranks.size()) == num_ranks(), name, ": heaps of ", heaps_.ranks.size(), " ranks, ",
+          num_ranks(), " are there");
+}
+
+StreamTransport::~StreamTransport() {
+  quiet();
+  watch_.reset();
+  // Of a context that has met a fault nobody knows who still writes there.
+  if (stopped_ || streams_->fault()) static_cast<void>(new std::shared_ptr<void>(std::move(heaps_.owner)));
+}
+
+std::span<std::byte> StreamTransport::heap() {
+  return {memory_of(rank()).heap, static_cast<size_t>(heaps_.heap_bytes)};
+}
+
+const DeviceMemory& StreamTransport::memory_of(int peer) const {
+  static_cast<void>(inner_->peek(peer, 0));  // refuses what is no peer, and use in a forked child
+  return heaps_.ranks[static_cast<size_t>(peer)];
+}
+
+uint64_t* StreamTransport::word_of(int peer, int64_t word) const {
+  require(word >= 0 && word < heaps_.num_words, "signal word ", word, " does not exist; there are ", heaps_.num_words);
+  return memory_of(peer).words + word;
+}
+
+void StreamTransport::await_credit(const StreamWait& wait) {
+  next_ = {.peer = wait.peer,
+           .num_chunks = 0,
+           .credit = word_of(rank(), wait.word),
+           .credit_value = wait.value,
+           .signal = nullptr,
+           .signal_value = 0,
+           .round = wait.round};
+  is_open_ = false;
+}
+
+void StreamTransport::put(int peer, int64_t heap_offset, int64_t dst_row_stride, int64_t dst_head_stride,
+                          const RowView& src, const RowExtent& extent) {
+  const Write write = checked_put(peer, heap_offset, dst_row_stride, dst_head_stride, src, extent);
+  if (!is_open_ || next_.peer != peer) {
+    if (next_.peer != peer) next_ = {.peer = peer};
+    table_.open(next_);
+    is_open_ = true;
+  }
+  table_.add({memory_of(peer).heap + write.heap_offset, dst_row_stride, dst_head_stride}, src, extent);
+}
+
+void StreamTransport::announce(int peer, int64_t word, uint64_t value) {
+  if (is_open_ && next_.peer == peer)
+    table_.close(word_of(peer, word), value);
+  else
+    late_grants_.push_back({word_of(peer, word), value});
+  next_ = {.peer = -1};
+  is_open_ = false;
+}
+
+void StreamTransport::grant(int64_t slot, int peer, int64_t word, uint64_t value, bool after_work) {
+  require(slot >= 0 && slot < kMaxSlots, "slot ", slot, "; there are ", kMaxSlots);
+  (after_work ? late_grants_ : early_grants_).push_back({word_of(peer, word), value});
+  granting_slot_ = slot;
+}
+
+void StreamTransport::send() {
+  if (!early_grants_.empty()) {
+    streams_->wait_for(Stream::kTransfer, static_cast<int>(granting_slot_));
+    streams_->signal(early_grants_);
+    early_grants_.clear();
+  }
+  if (late_grants_.empty() && table_.empty()) return;
+  streams_->record(kWorkSoFar, Stream::kWork);
+  streams_->wait_for(Stream::kTransfer, kWorkSoFar);
+  if (!late_grants_.empty()) streams_->signal(late_grants_);
+  if (!table_.empty()) streams_->put(table_);
+  late_grants_.clear();
+  table_.clear();
+}
+
+void StreamTransport::await_rows(std::span<const StreamWait> waits) {
+  if (waits.empty()) return;
+  awaited_.clear();
+  for (const StreamWait& w : waits) awaited_.push_back({word_of(rank(), w.word), w.value, w.peer, w.what, w.round});
+  streams_->await(awaited_);
+}
+
+void StreamTransport::end(int64_t slot) {
+  streams_->record(kSentSoFar, Stream::kTransfer);
+  streams_->wait_for(Stream::kWork, kSentSoFar);
+  streams_->record(static_cast<int>(slot), Stream::kWork);
+  streams_->hand_over();
+}
+
+void StreamTransport::quiet() { streams_->drain(); }
+
+void StreamTransport::cancel() noexcept {
+  table_.clear();
+  early_grants_.clear();
+  late_grants_.clear();
+  is_open_ = false;
+  inner_->cancel();
+}
+
+void StreamTransport::stop() noexcept {
+  stopped_ = true;
+  streams_->stop();
+}
+
+std::optional<Departure> StreamTransport::departed() const {
+  if (watch_ && watch_->is_forked()) return inner_->departed();  // the lock may be the parent's for ever
+  const std::lock_guard lock(departures_);
+  return inner_->departed();
+}
+
+std::optional<Departure> StreamTransport::departed(int peer) const {
+  if (watch_ && watch_->is_forked()) return inner_->departed(peer);
+  const std::lock_guard lock(departures_);
+  return inner_->departed(peer);
+}
+
+void StreamTransport::watch(std::function<void()> look) {
+  watch_.reset();
+  if (look) watch_ = std::make_unique<Watch>(std::move(look));
+}
+
+}  // namespace distca::transport

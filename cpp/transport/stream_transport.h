@@ -1,0 +1,85 @@
+// The transport between devices that write into each other's memory: rows go by streams, everything else by way of the
+// hosts.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "common/error.h"
+#include "transport/put_table.h"
+#include "transport/stream_order.h"
+#include "transport/streams.h"
+#include "transport/wrapper.h"
+
+namespace distca::transport {
+
+/// A rank's memory on its device, as this rank addresses it: its heap, and the words that streams signal.
+struct DeviceMemory {
+  std::byte* heap = nullptr;
+  uint64_t* words = nullptr;
+};
+
+/// Heap and words of all ranks, and what keeps them there. After a fault nobody lets go of it: a peer may still write.
+struct DeviceHeaps {
+  std::vector<DeviceMemory> ranks;
+  int64_t heap_bytes = 0;
+  int64_t num_words = 0;
+  std::shared_ptr<void> owner;
+};
+
+/// `control`, a transport between the hosts whose heap is not used, carries what ranks publish, their faults, and the
+/// news of who is gone. Its signals and words are not those of the streams, though their numbers are the same.
+class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public StreamOrder {
+ public:
+  StreamTransport(const char* name, std::unique_ptr<Transport> control, std::shared_ptr<Streams> streams,
+                  DeviceHeaps heaps);
+  ~StreamTransport() override;
+
+  const char* name() const override { return name_; }
+  std::span<std::byte> heap() override;
+  void put(int peer, int64_t heap_offset, int64_t dst_row_stride, int64_t dst_head_stride, const RowView& src,
+           const RowExtent& extent) override;
+  void signal(int peer, int64_t word, uint64_t value) override { inner_->signal(peer, word, value); }
+  void quiet() override;
+  void cancel() noexcept override;
+  // Also of the thread that watches.
+  std::optional<Departure> departed() const override;
+  std::optional<Departure> departed(int peer) const override;
+  StreamOrder* stream_order() override { return this; }
+
+  void grant(int64_t slot, int peer, int64_t word, uint64_t value, bool after_work) override;
+  void await_credit(const StreamWait& wait) override;
+  void announce(int peer, int64_t word, uint64_t value) override;
+  void send() override;
+  void await_rows(std::span<const StreamWait> waits) override;
+  void poison(const RowView& rows, const RowExtent& n) override { streams_->fill_nan_if_stopped(rows, n); }
+  void end(int64_t slot) override;
+  std::optional<StreamFault> fault() const override { return streams_->fault(); }
+  void stop() noexcept override;
+  void watch(std::function<void()> look) override;
+
+ private:
+  class Watch;
+
+  const DeviceMemory& memory_of(int peer) const;
+  uint64_t* word_of(int peer, int64_t word) const;
+
+  const char* name_;
+  std::shared_ptr<Streams> streams_;
+  DeviceHeaps heaps_;
+  std::atomic<bool> stopped_{false};
+  mutable std::mutex departures_;
+  std::unique_ptr<Watch> watch_;
+
+  // What `send` will start.
+  PutTable table_;
+  PutMessage next_ = {};  // the message that the next put to its peer opens
+  bool is_open_ = false;
+  std::vector<SignalTo> early_grants_, late_grants_;
+  int64_t granting_slot_ = 0;
+  std::vector<AwaitedMessage> awaited_;
+};
+
+}  // namespace distca::transport
