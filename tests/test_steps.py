@@ -101,10 +101,18 @@ def _random_script(rng: random.Random, steps: int) -> list[tuple[str, int]]:
 
 @DTYPES
 def test_200_random_steps_of_changing_plans_are_each_right(dtype: torch.dtype) -> None:
+    _random_steps(dtype, 200, reorder_seed=7)
+
+
+def test_100_random_steps_that_are_queued_on_streams_are_each_right() -> None:
+    _random_steps(torch.float32, 100, streams=True)
+
+
+def _random_steps(dtype: torch.dtype, steps: int, **options: Any) -> None:
     seed = 7
     rng = random.Random(seed)
     heads = distca.Heads(4, 2, 16, 24, dtype)
-    script = _random_script(rng, steps=200)
+    script = _random_script(rng, steps)
     assert any(action == "skip" for action, _ in script)
     micro_batches = [_random_micro_batch(rng, heads) for action, _ in script if action == "forward"]
 
@@ -115,10 +123,10 @@ def test_200_random_steps_of_changing_plans_are_each_right(dtype: torch.dtype) -
         }  # fmt: skip
         for action, index in script:
             actions[action](index)
-        assert context.step == 200
+        assert context.step == steps
         return side
 
-    with loopback_group([micro.plan for micro in micro_batches], reorder_seed=seed) as contexts:
+    with loopback_group([micro.plan for micro in micro_batches], **options) as contexts:
         ranks = on_all_ranks(contexts, run)
 
     rounding = {torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]

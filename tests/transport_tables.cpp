@@ -14,6 +14,7 @@
 
 using namespace distca;
 using namespace distca::cuda;
+using namespace distca::transport;
 
 namespace {
 

@@ -414,7 +414,6 @@ void Protocol::fail(const Error& error, FaultCode code) noexcept {
   poison_ = error.what();
   transport_->cancel();  // the tensors of a whole step that fails go with the error
   if (transport_->is_collective()) return transport_->abandon(error);
-  if (stream_) stream_->stop();
   tell_peers(code, fault_details_);
 }
 

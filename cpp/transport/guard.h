@@ -42,57 +42,57 @@ struct AwaitedMessage {
 };
 
 #ifdef __CUDACC__
-#define DISTCA_DEVICE __device__ inline
+#define DISTCA_DEVICE_OR_HOST __device__ inline
 
-DISTCA_DEVICE uint64_t load_acquire(const uint64_t* word) {
+DISTCA_DEVICE_OR_HOST uint64_t load_acquire(const uint64_t* word) {
   uint64_t value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
   return value;
 }
-DISTCA_DEVICE void store_release(uint64_t* word, uint64_t value) {
+DISTCA_DEVICE_OR_HOST void store_release(uint64_t* word, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
-DISTCA_DEVICE bool is_set(const uint32_t* flag) { return *static_cast<volatile const uint32_t*>(flag) != 0; }
-DISTCA_DEVICE void set(uint32_t* flag) { *static_cast<volatile uint32_t*>(flag) = 1; }
+DISTCA_DEVICE_OR_HOST bool is_set(const uint32_t* flag) { return *static_cast<volatile const uint32_t*>(flag) != 0; }
+DISTCA_DEVICE_OR_HOST void set(uint32_t* flag) { *static_cast<volatile uint32_t*>(flag) = 1; }
 /// True for the first caller.
-DISTCA_DEVICE bool set_first(uint32_t* flag) { return atomicCAS(flag, 0u, 1u) == 0; }
-DISTCA_DEVICE void fence() { __threadfence_system(); }
-DISTCA_DEVICE uint64_t nanoseconds() {
+DISTCA_DEVICE_OR_HOST bool set_first(uint32_t* flag) { return atomicCAS(flag, 0u, 1u) == 0; }
+DISTCA_DEVICE_OR_HOST void fence() { __threadfence_system(); }
+DISTCA_DEVICE_OR_HOST uint64_t nanoseconds() {
   uint64_t value;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
   return value;
 }
-DISTCA_DEVICE void pause() { __nanosleep(100); }
+DISTCA_DEVICE_OR_HOST void pause() { __nanosleep(100); }
 
 #else
-#define DISTCA_DEVICE inline
+#define DISTCA_DEVICE_OR_HOST inline
 
-DISTCA_DEVICE uint64_t load_acquire(const uint64_t* word) {
+DISTCA_DEVICE_OR_HOST uint64_t load_acquire(const uint64_t* word) {
   return std::atomic_ref(*const_cast<uint64_t*>(word)).load(std::memory_order_acquire);
 }
-DISTCA_DEVICE void store_release(uint64_t* word, uint64_t value) {
+DISTCA_DEVICE_OR_HOST void store_release(uint64_t* word, uint64_t value) {
   std::atomic_ref(*word).store(value, std::memory_order_release);
 }
-DISTCA_DEVICE bool is_set(const uint32_t* flag) {
+DISTCA_DEVICE_OR_HOST bool is_set(const uint32_t* flag) {
   return std::atomic_ref(*const_cast<uint32_t*>(flag)).load(std::memory_order_acquire) != 0;
 }
-DISTCA_DEVICE void set(uint32_t* flag) { std::atomic_ref(*flag).store(1u, std::memory_order_release); }
-DISTCA_DEVICE bool set_first(uint32_t* flag) { return std::atomic_ref(*flag).exchange(1u) == 0; }
-DISTCA_DEVICE void fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-DISTCA_DEVICE uint64_t nanoseconds() {
+DISTCA_DEVICE_OR_HOST void set(uint32_t* flag) { std::atomic_ref(*flag).store(1u, std::memory_order_release); }
+DISTCA_DEVICE_OR_HOST bool set_first(uint32_t* flag) { return std::atomic_ref(*flag).exchange(1u) == 0; }
+DISTCA_DEVICE_OR_HOST void fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+DISTCA_DEVICE_OR_HOST uint64_t nanoseconds() {
   return static_cast<uint64_t>(std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count());
 }
-DISTCA_DEVICE void pause() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
+DISTCA_DEVICE_OR_HOST void pause() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
 
 #endif
 
-DISTCA_DEVICE bool is_stopped(const Guard& g) {
+DISTCA_DEVICE_OR_HOST bool is_stopped(const Guard& g) {
   return is_set(g.stopped) || (g.told_to_stop != nullptr && is_set(g.told_to_stop));
 }
 
 /// Of one thread: returns true once *word >= value, and false once the streams have stopped. A wait that lasts too long
 /// stops them, for what comes later on them, and for the host.
-DISTCA_DEVICE bool await(const Guard& g, const AwaitedMessage& m) {
+DISTCA_DEVICE_OR_HOST bool await(const Guard& g, const AwaitedMessage& m) {
   const uint64_t start = nanoseconds();
   for (uint32_t turn = 1;; ++turn) {
     const uint64_t seen = load_acquire(m.word);

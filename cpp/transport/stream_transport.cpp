@@ -130,9 +130,13 @@ void StreamTransport::await_rows(std::span<const StreamWait> waits) {
   streams_->await(awaited_);
 }
 
-void StreamTransport::end(int64_t slot) {
+void StreamTransport::join() {
   streams_->record(kSentSoFar, Stream::kTransfer);
   streams_->wait_for(Stream::kWork, kSentSoFar);
+}
+
+void StreamTransport::end(int64_t slot) {
+  join();
   streams_->record(static_cast<int>(slot), Stream::kWork);
   streams_->hand_over();
 }
@@ -145,6 +149,14 @@ void StreamTransport::cancel() noexcept {
   late_grants_.clear();
   is_open_ = false;
   inner_->cancel();
+  stop();
+  // What the streams still read and write may be let go of after the work queued so far.
+  try {
+    join();
+    streams_->hand_over();
+  } catch (const std::exception&) {
+    // The fault that led here is the one to report.
+  }
 }
 
 void StreamTransport::stop() noexcept {

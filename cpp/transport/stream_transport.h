@@ -63,6 +63,8 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
  private:
   class Watch;
 
+  /// Work queued from here on comes after all that was sent.
+  void join();
   const DeviceMemory& memory_of(int peer) const;
   uint64_t* word_of(int peer, int64_t word) const;
 

@@ -6,6 +6,15 @@
 namespace distca::cuda {
 namespace {
 
+using transport::Awaited;
+using transport::entry_of_chunk;
+using transport::is_stopped;
+using transport::place_of_word;
+using transport::Rows;
+using transport::rows_of_chunk;
+using transport::store_release;
+using transport::WordPlace;
+
 constexpr int kThreads = 512;
 constexpr int kWordsUnderWay = 4;  // of one thread: as many loads are issued before the first store
 
@@ -51,9 +60,9 @@ __global__ void __launch_bounds__(kThreads, 1) put_kernel(DevicePutTable table, 
     const PutEntry& e = table.entries[entry_of_chunk(table.entries, table.num_entries, chunk)];
     const PutMessage& m = table.messages[e.message];
     if (threadIdx.x == 0) {
-      may_write = !is_aborted(guard);
+      may_write = !is_stopped(guard);
       if (may_write && e.message != allowed && m.credit != nullptr)
-        may_write = await(guard, m.credit, m.credit_value, m.peer, Awaited::kCredit, m.round);
+        may_write = transport::await(guard, {m.credit, m.credit_value, m.peer, Awaited::kCredit, m.round});
     }
     __syncthreads();
     // Nobody writes any more, and no signal follows: the peers learn of the fault by another word.
@@ -77,15 +86,20 @@ __global__ void __launch_bounds__(kThreads, 1) put_kernel(DevicePutTable table, 
 
 __global__ void __launch_bounds__(kThreads)
     await_kernel(const AwaitedMessage* messages, int32_t num_messages, Guard guard) {
-  if (is_aborted(guard)) return;
+  if (is_stopped(guard)) return;
   for (int32_t i = threadIdx.x; i < num_messages; i += kThreads) {
-    const AwaitedMessage& m = messages[i];
-    if (!await(guard, m.word, m.value, m.peer, m.what, m.round)) return;
+    if (!transport::await(guard, messages[i])) return;
   }
 }
 
+__global__ void __launch_bounds__(kThreads)
+    signal_kernel(const SignalTo* signals, int32_t num_signals, Guard guard) {
+  if (is_stopped(guard)) return;
+  for (int32_t i = threadIdx.x; i < num_signals; i += kThreads) store_release(signals[i].word, signals[i].value);
+}
+
 __global__ void __launch_bounds__(kThreads) fill_nan_kernel(RowView rows, RowExtent n, Guard guard) {
-  if (!is_aborted(guard)) return;
+  if (!is_stopped(guard)) return;
   const int64_t per_head = n.head_bytes / 2, per_row = n.num_heads * per_head;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < n.num_rows * per_row; i += step) {
@@ -104,6 +118,12 @@ void put_rows(const DevicePutTable& table, const Guard& guard, int32_t num_block
 }
 
 int64_t bytes_under_way_of_a_block() { return int64_t{kThreads} * kWordsUnderWay * 16; }
+
+void write_signals(const SignalTo* signals, int32_t num_signals, const Guard& guard, cudaStream_t stream) {
+  if (num_signals == 0) return;
+  signal_kernel<<<1, kThreads, 0, stream>>>(signals, num_signals, guard);
+  check(cudaGetLastError(), "the kernel that writes signals");
+}
 
 void await_messages(const AwaitedMessage* messages, int32_t num_messages, const Guard& guard, cudaStream_t stream) {
   if (num_messages == 0) return;

@@ -4,10 +4,17 @@
 
 #include <cuda_runtime_api.h>
 
+#include "transport/guard.h"
 #include "transport/put_table.h"
-#include "transport/wait.h"
+#include "transport/streams.h"
 
 namespace distca::cuda {
+
+using transport::AwaitedMessage;
+using transport::Guard;
+using transport::PutEntry;
+using transport::PutMessage;
+using transport::SignalTo;
 
 /// A PutTable in device memory.
 struct DevicePutTable {
@@ -17,20 +24,14 @@ struct DevicePutTable {
   int32_t num_entries, num_chunks;
 };
 
-/// One message to await.
-struct AwaitedMessage {
-  const uint64_t* word;
-  uint64_t value;
-  int32_t peer;
-  Awaited what;
-  int64_t round;
-};
-
 /// For each message: waits for the peer's credit, copies the rows, 16 bytes a thread where they are aligned, and writes
 /// the signal. `num_blocks` thread blocks share the chunks; each may wait, so all must fit on the GPU at once.
 void put_rows(const DevicePutTable& table, const Guard& guard, int32_t num_blocks, cudaStream_t stream);
 /// What one thread block of it has under way.
 int64_t bytes_under_way_of_a_block();
+
+/// Writes words of peers.
+void write_signals(const SignalTo* signals, int32_t num_signals, const Guard& guard, cudaStream_t stream);
 
 /// What follows on the stream sees what was put before each message's signal.
 void await_messages(const AwaitedMessage* messages, int32_t num_messages, const Guard& guard, cudaStream_t stream);

@@ -19,9 +19,9 @@ __device__ void store(__half* to, float x) { *to = __float2half_rn(x); }
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads) reduce_kernel(DeviceReduceTable table, Guard guard) {
-  const bool stopped = is_aborted(guard);
+  const bool stopped = transport::is_stopped(guard);
   for (int32_t chunk = blockIdx.x; chunk < table.num_chunks; chunk += gridDim.x) {
-    const ReduceEntry& e = table.entries[entry_of_chunk(table.entries, table.num_entries, chunk)];
+    const ReduceEntry& e = table.entries[transport::entry_of_chunk(table.entries, table.num_entries, chunk)];
     const int64_t begin = (chunk - e.first_chunk) * kReduceChunk;
     const int64_t end = min(begin + kReduceChunk, e.num_values);
     for (int64_t i = begin + 4 * static_cast<int64_t>(threadIdx.x); i < end; i += 4 * kThreads) {

@@ -5,9 +5,11 @@
 
 #include "common/dtype.h"
 #include "transport/reduce_table.h"
-#include "transport/wait.h"
+#include "transport/guard.h"
 
 namespace distca::cuda {
+
+using transport::Guard;
 
 /// A ReduceTable in device memory.
 struct DeviceReduceTable {

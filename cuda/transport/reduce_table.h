@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "common/host_device.h"
 #include "plan/tables.h"
 #include "transport/put_table.h"
 

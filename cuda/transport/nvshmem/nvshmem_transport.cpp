@@ -162,7 +162,7 @@ class NvshmemTransport final : public transport::Transport {
     require(word >= 0 && word < num_signals_, "signal word ", word, " is not one of ", num_signals_);
     return words_ + word;
   }
-  Guard guard() const { return {.aborted = flags_.data()}; }
+  Guard guard() const { return {.stopped = flags_.data()}; }
 
   /// The offset in the send arena for rows that go to `to` in the open peer's heap. Waits where it is full.
   int64_t pack(int64_t to, int64_t row_stride, int64_t head_stride, const RowExtent& n) {
@@ -192,7 +192,7 @@ class NvshmemTransport final : public transport::Transport {
       const DevicePutTable table{entries_.upload(table_.entries(), stream_),
                                  messages_.upload(std::span<const PutMessage>(&message, 1), stream_), flags_.data() + 1,
                                  static_cast<int32_t>(table_.entries().size()), table_.num_chunks()};
-      const int32_t blocks = blocks_for(LinkModel{}, table_.num_chunks(), bytes_under_way_of_a_block());
+      const int32_t blocks = transport::blocks_for(transport::LinkModel{}, table_.num_chunks(), bytes_under_way_of_a_block());
       put_rows(table, guard(), blocks, stream_);
     }
     if (p.heap == nullptr) {
@@ -225,7 +225,7 @@ class NvshmemTransport final : public transport::Transport {
   DeviceArray<uint32_t> flags_;  // whether the context has stopped; chunks done
   // What goes to one peer, until a signal follows it.
   int open_peer_ = -1;
-  PutTable table_;
+  transport::PutTable table_;
   SendTable sends_;
   DeviceArray<PutEntry> entries_;
   DeviceArray<PutMessage> messages_;

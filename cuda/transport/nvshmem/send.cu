@@ -11,7 +11,7 @@ constexpr int kThreads = 256;
 
 /// One block: the network does the rest. Nothing here waits for a put to complete.
 __global__ void __launch_bounds__(kThreads) send_kernel(RemoteMessage m, Guard guard) {
-  if (is_aborted(guard)) return;
+  if (transport::is_stopped(guard)) return;
   for (int32_t i = 0; i < m.num_pieces; ++i) {
     const SendPiece& piece = m.pieces[i];
     const auto bytes = static_cast<size_t>(piece.bytes);

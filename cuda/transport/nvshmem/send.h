@@ -6,9 +6,11 @@
 #include <cstdint>
 
 #include "transport/send_table.h"
-#include "transport/wait.h"
+#include "transport/guard.h"
 
 namespace distca::cuda {
+
+using transport::Guard;
 
 /// Sends pieces of `from` to `to` at the peer, then writes its signal. Offsets are those of the pieces.
 struct RemoteMessage {
