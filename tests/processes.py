@@ -294,7 +294,25 @@ def connect_to(
     reorder_seed: int | None = None,
     progress_thread: bool = False,
     heads: distca.Heads = HEADS,
+    streams: bool = False,
 ) -> distca.Context:
+    """With `streams` over what stands on the CPU for GPUs that write into each other's memory."""
+    if streams:
+        core = _C.connect_ipc(
+            listener=listener,
+            rank=rank,
+            addresses=addresses,
+            device="cpu",
+            attention="auto",
+            put_blocks=0,
+            name=name,
+            slot_bytes=slot_bytes,
+            timeout=timeout,
+            connect_timeout=connect_timeout,
+            cost=CostModel().core,
+            epoch=1,
+        )
+        return distca.Context(core, heads, CostModel())
     core = _C.connect_shm(
         listener=listener,
         rank=rank,

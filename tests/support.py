@@ -312,6 +312,16 @@ def loopback_group(plans: Sequence[distca.Plan] | distca.Plan, **options: Any) -
             context.close()
 
 
+@contextmanager
+def ranks_apart(context: distca.Context) -> Iterator[None]:
+    """On a GPU: a stream of this thread's own, and its own backward too; in common ones ranks would wait for ever."""
+    if context.device == "cpu":
+        yield
+        return
+    with torch.autograd.set_multithreading_enabled(False), torch.cuda.stream(torch.cuda.Stream()):
+        yield
+
+
 def outcomes(
     contexts: Sequence[distca.Context], work: Callable[[int, distca.Context], Result], threads: int = 1
 ) -> list[Result | BaseException]:
@@ -321,7 +331,8 @@ def outcomes(
     def main(rank: int) -> None:
         torch.set_num_threads(threads)
         try:
-            results[rank] = work(rank, contexts[rank])
+            with ranks_apart(contexts[rank]):
+                results[rank] = work(rank, contexts[rank])
         except BaseException as error:  # handed to the caller
             results[rank] = error
 
@@ -352,10 +363,7 @@ def run_step(
 
     `fused` makes q, k, v strided views of one projection, with columns between them that are nobody's.
     """
-    # On a GPU one thread would run the backward of all ranks, where they would wait for each other.
-    with torch.autograd.set_multithreading_enabled(context.device == "cpu"):
-        tensors = _run_step(batch, plan, context, fused, scale)
-    return tuple(t.cpu() for t in tensors)
+    return tuple(t.cpu() for t in _run_step(batch, plan, context, fused, scale))
 
 
 def _run_step(

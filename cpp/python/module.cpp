@@ -11,15 +11,14 @@
 #include "plan/validate.h"
 #include "runtime/context.h"
 #include "runtime/cuda_library.h"
-#include "runtime/queued_backend.h"
 #include "runtime/replay_backend.h"
 #include "transport/background.h"
 #include "transport/collective.h"
-#include "transport/host_streams.h"
 #include "transport/link.h"
 #include "transport/loopback.h"
 #include "transport/nvshmem.h"
 #include "transport/reordering.h"
+#include "transport/shared_heaps.h"
 #include "transport/shm.h"
 
 namespace py = pybind11;
@@ -260,44 +259,35 @@ ContextPtr register_context(std::unique_ptr<transport::Transport> transport, run
   return context;
 }
 
-/// Ranks whose steps are queued, on threads that stand for the streams of a device.
-std::vector<ContextPtr> make_streamed_contexts(const std::vector<std::string>& names, runtime::ContextOptions options,
-                                               const runtime::HeapNeeds& needs) {
-  std::vector<std::shared_ptr<transport::Streams>> streams;
-  std::vector<std::shared_ptr<runtime::Backend>> backends;
-  for (size_t r = 0; r < names.size(); ++r) {
-    auto one = std::make_shared<transport::HostStreams>(options.timeout);
-    backends.push_back(runtime::make_queued_backend(one));
-    streams.push_back(std::move(one));
-  }
-  auto transports = transport::make_stream_loopback(needs.heap_bytes, needs.num_signals, streams);
-  std::vector<ContextPtr> contexts;
-  for (size_t r = 0; r < names.size(); ++r) {
-    options.name = names[r];
-    contexts.push_back(register_context(std::move(transports[r]), options, {}, backends[r]));
-  }
-  return contexts;
-}
-
 std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& names, int64_t slot_bytes,
                                                double timeout, const plan::CostModel& cost, int64_t epoch,
                                                std::optional<uint64_t> reorder_seed, bool progress_thread,
                                                std::optional<std::tuple<double, double, bool>> link,
                                                const std::string& device, const std::string& attention,
-                                               const std::optional<Replay>& replay, bool streams) {
+                                               const std::optional<Replay>& replay, bool streams, int put_blocks) {
   const auto n = static_cast<int64_t>(names.size());
   require(n >= 1 && n <= 4096, "loopback: ", n, " ranks; 1 to 4096 are allowed");
   auto options = context_options("", slot_bytes, timeout, cost, epoch);
   const runtime::HeapNeeds needs = runtime::heap_needs(n, slot_bytes);
-  if (streams) return make_streamed_contexts(names, options, needs);
   std::vector<std::shared_ptr<runtime::Backend>> backends;
-  for (int64_t r = 0; r < n; ++r)
-    backends.push_back(replay ? runtime::make_replay_backend({std::get<0>(*replay), std::get<1>(*replay)},
-                                                             {std::get<2>(*replay), std::get<3>(*replay)})
-                              : runtime::make_backend(device, attention));
+  std::vector<std::shared_ptr<transport::Streams>> queues;
+  for (int64_t r = 0; r < n; ++r) {
+    if (streams) {
+      runtime::Device one = runtime::make_device(device, attention, options.timeout, put_blocks);
+      if (one.streams) queues.push_back(std::move(one.streams));
+      backends.push_back(std::move(one.backend));
+    } else if (replay) {
+      backends.push_back(runtime::make_replay_backend({std::get<0>(*replay), std::get<1>(*replay)},
+                                                      {std::get<2>(*replay), std::get<3>(*replay)}));
+    } else {
+      backends.push_back(runtime::make_backend(device, attention));
+    }
+  }
   std::vector<std::shared_ptr<Memory>> memories;
   if (device != "cpu" || attention != "auto") memories.assign(backends.begin(), backends.end());
-  auto transports = transport::make_loopback(static_cast<int>(n), needs.heap_bytes, needs.num_signals, memories);
+  auto transports = queues.empty()
+                        ? transport::make_loopback(static_cast<int>(n), needs.heap_bytes, needs.num_signals, memories)
+                        : transport::make_stream_loopback(needs.heap_bytes, needs.num_signals, queues);
   std::vector<ContextPtr> contexts;
   for (size_t r = 0; r < names.size(); ++r) {
     options.name = names[r];
@@ -317,6 +307,27 @@ ContextPtr make_shm_context(transport::ShmListener& listener, int rank, const st
   auto transport = transport::connect_shm(std::move(listener), rank, addresses, needs.heap_bytes, needs.num_signals,
                                           Milliseconds(static_cast<int64_t>(connect_timeout * 1e3)));
   return register_context(std::move(transport), options, {reorder_seed, link, progress_thread});
+}
+
+/// Ranks of several processes whose devices write into each other's memory; on "cpu", what stands for that.
+ContextPtr make_ipc_context(transport::ShmListener& listener, int rank, const std::vector<std::string>& addresses,
+                            const std::string& device, const std::string& attention, int put_blocks, std::string name,
+                            int64_t slot_bytes, double timeout, double connect_timeout, const plan::CostModel& cost,
+                            int64_t epoch) {
+  const auto options = context_options(std::move(name), slot_bytes, timeout, cost, epoch);
+  const auto num_ranks = static_cast<int>(addresses.size());
+  const runtime::HeapNeeds needs = runtime::heap_needs(num_ranks, slot_bytes);
+  const auto limit = Milliseconds(static_cast<int64_t>(connect_timeout * 1e3));
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  const py::gil_scoped_release release;
+  runtime::Device mine = runtime::make_device(device, attention, options.timeout, put_blocks);
+  require<DeviceError>(mine.streams != nullptr, "transport 'cuda-ipc' needs libdistca_cuda, which is not there: ",
+                       runtime::cuda_library_problem());
+  auto control = transport::connect_shm(std::move(listener), rank, addresses, transport::control_heap_bytes(num_ranks),
+                                        needs.num_signals, limit);
+  auto transport = transport::share_heaps("cuda-ipc", std::move(control), std::move(mine.streams), needs.heap_bytes,
+                                          needs.num_signals, deadline);
+  return register_context(std::move(transport), options, {}, std::move(mine.backend));
 }
 
 const transport::NvshmemLibrary& need_nvshmem() {
@@ -465,7 +476,11 @@ void bind_context(py::module_& m) {
   m.def("make_loopback", &make_loopback_contexts, py::kw_only(), py::arg("names"), py::arg("slot_bytes"),
         py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("reorder_seed") = std::nullopt,
         py::arg("progress_thread") = false, py::arg("link") = std::nullopt, py::arg("device") = "cpu",
-        py::arg("attention") = "auto", py::arg("replay") = std::nullopt, py::arg("streams") = false);
+        py::arg("attention") = "auto", py::arg("replay") = std::nullopt, py::arg("streams") = false,
+        py::arg("put_blocks") = 0);
+  m.def("connect_ipc", &make_ipc_context, py::kw_only(), py::arg("listener"), py::arg("rank"), py::arg("addresses"),
+        py::arg("device"), py::arg("attention"), py::arg("put_blocks"), py::arg("name"), py::arg("slot_bytes"),
+        py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"), py::arg("epoch"));
   m.def("connect_nvshmem", &make_nvshmem_context, py::kw_only(), py::arg("rank"), py::arg("num_ranks"),
         py::arg("unique_id"), py::arg("device"), py::arg("attention"), py::arg("name"), py::arg("slot_bytes"),
         py::arg("timeout"), py::arg("cost"), py::arg("epoch"));

@@ -4,6 +4,7 @@
 #include <limits>
 #include <new>
 
+#include "runtime/queued_backend.h"
 #include "runtime/row_arithmetic.h"
 
 namespace distca::runtime {
@@ -54,23 +55,40 @@ class CpuBackend final : public Backend {
   attention::CpuAttention kernel_;
 };
 
+struct Makers {
+  MakeBackend backend;
+  MakeStreams streams;
+};
+
 /// Never destroyed, like the registry of contexts.
-MakeBackend& maker() {
-  static auto* const instance = new MakeBackend;
+Makers& makers() {
+  static auto* const instance = new Makers;
   return *instance;
 }
 
 }  // namespace
 
-void set_backend_maker(MakeBackend make) { maker() = std::move(make); }
+void set_makers(MakeBackend backend, MakeStreams streams) { makers() = {std::move(backend), std::move(streams)}; }
 
 std::shared_ptr<Backend> make_backend(const std::string& device, const std::string& attention) {
   require(attention == "auto" || attention == "flash", "attention = \"", attention,
           "\"; \"auto\" and \"flash\" are allowed");
   if (device == "cpu" && attention == "auto") return std::make_shared<CpuBackend>();
-  require(maker() != nullptr, "device \"", device, "\" with attention \"", attention,
+  require(makers().backend != nullptr, "device \"", device, "\" with attention \"", attention,
           "\" needs the operators; import distca first");
-  return maker()(device, attention);
+  return makers().backend(device, attention);
+}
+
+Device make_device(const std::string& device, const std::string& attention, std::chrono::milliseconds timeout,
+                   int put_blocks) {
+  if (device == "cpu") {
+    require(attention == "auto", "attention = \"", attention, "\" has no queued steps on the CPU");
+    const auto streams = std::make_shared<transport::HostStreams>(timeout);
+    return {make_queued_backend(streams), streams};
+  }
+  std::shared_ptr<Backend> backend = make_backend(device, attention);
+  const int index = std::stoi(backend->device().substr(std::string("cuda:").size()));
+  return {std::move(backend), makers().streams(index, timeout, put_blocks)};
 }
 
 }  // namespace distca::runtime

@@ -2,6 +2,7 @@
 // libdistca_cuda bring. All that a step does with rows goes through here.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -9,6 +10,7 @@
 #include "attention/attention.h"
 #include "common/memory.h"
 #include "common/parallel.h"
+#include "transport/streams.h"
 
 namespace distca::runtime {
 
@@ -41,9 +43,22 @@ class DISTCA_EXPORT Backend : public Memory {
 /// ATen's flash attention.
 using MakeBackend = std::function<std::shared_ptr<Backend>(const std::string& device, const std::string& attention)>;
 
+/// The streams of a rank on a GPU; `put_blocks` as in CudaLibrary.
+using MakeStreams =
+    std::function<std::shared_ptr<transport::Streams>(int device, std::chrono::milliseconds timeout, int put_blocks)>;
+
 /// Makes the backend of one rank. InvalidArgumentError or DeviceError where there is none such.
 DISTCA_EXPORT std::shared_ptr<Backend> make_backend(const std::string& device, const std::string& attention);
 /// Of the library of operators, when it is loaded: what makes all backends but the CPU's own.
-DISTCA_EXPORT void set_backend_maker(MakeBackend maker);
+DISTCA_EXPORT void set_makers(MakeBackend backend, MakeStreams streams);
+
+/// What steps of one rank are queued on, and the backend that queues its work there. On "cpu" threads stand for
+/// streams. Null streams where libdistca_cuda is missing: such a device's steps are the host's.
+struct Device {
+  std::shared_ptr<Backend> backend;
+  std::shared_ptr<transport::Streams> streams;
+};
+DISTCA_EXPORT Device make_device(const std::string& device, const std::string& attention,
+                                 std::chrono::milliseconds timeout, int put_blocks);
 
 }  // namespace distca::runtime

@@ -2,11 +2,13 @@
 // lacks it; a machine without a GPU or a driver loads it and finds no device.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <string>
 
 #include "common/error.h"
 #include "runtime/backend.h"
+#include "transport/streams.h"
 
 namespace distca::runtime {
 
@@ -27,6 +29,9 @@ struct CudaLibrary {
   /// attention or without.
   std::shared_ptr<Backend> (*make_backend)(std::shared_ptr<Backend> aten, int device, CurrentStream current_stream,
                                            bool own_attention);
+  /// The streams of a rank on that device. `put_blocks` thread blocks carry out a put; 0: as many as keep a link busy.
+  std::shared_ptr<transport::Streams> (*make_streams)(int device, CurrentStream current_stream,
+                                                      std::chrono::milliseconds timeout, int put_blocks);
 };
 
 /// Of this process; null where it is missing or does not load.

@@ -292,12 +292,17 @@ Device device_of(const std::string& name) {
 
 struct Registration {
   Registration() {
-    runtime::set_backend_maker([](const std::string& name, const std::string& attention) {
+    const auto make_backend = [](const std::string& name, const std::string& attention) {
       const Device device = device_of(name);
       std::shared_ptr<runtime::Backend> aten = std::make_shared<AtenBackend>(device);
       const runtime::CudaLibrary* const library = device.is_cpu() ? nullptr : runtime::cuda_library();
       return library == nullptr ? aten : library->make_backend(aten, device.index(), &gpu_stream, attention == "auto");
-    });
+    };
+    const auto make_streams = [](int device, std::chrono::milliseconds timeout, int put_blocks) {
+      const runtime::CudaLibrary* const library = runtime::cuda_library();
+      return library == nullptr ? nullptr : library->make_streams(device, &gpu_stream, timeout, put_blocks);
+    };
+    runtime::set_makers(make_backend, make_streams);
   }
 } const registration;
 

@@ -1,5 +1,9 @@
 #include "transport/host_streams.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstring>
 #include <exception>
@@ -7,8 +11,16 @@
 #include <utility>
 #include <vector>
 
+#include "transport/host_memory.h"
+#include "transport/shm_mesh.h"
+
 namespace distca::transport {
 namespace {
+
+/// What a card says: which open file of which process the memory is.
+struct OpenFile {
+  int32_t process, descriptor;
+};
 
 /// What the blocks of the put kernel do, one after another.
 void put_all(const std::vector<PutEntry>& entries, const std::vector<PutMessage>& messages, const Guard& guard) {
@@ -98,6 +110,32 @@ std::shared_ptr<std::byte> HostStreams::allocate(int64_t bytes) {
   auto* const data = static_cast<std::byte*>(::operator new(static_cast<size_t>(bytes), alignment));
   std::memset(data, 0, static_cast<size_t>(bytes));
   return {data, [](std::byte* p) { ::operator delete(p, std::align_val_t(256)); }};
+}
+
+Streams::Shared HostStreams::allocate_shared(int64_t bytes) {
+  struct File {
+    Descriptor descriptor;
+    Mapping mapping;
+  };
+  Descriptor made = shm::make_memory(bytes);
+  const OpenFile card = {::getpid(), made.get()};
+  Mapping mapping = Mapping::shared(made.get(), bytes);
+  auto file = std::make_shared<File>(std::move(made), std::move(mapping));
+  Shared shared{{file, file->mapping.data()}, {}};
+  std::memcpy(shared.card.data(), &card, sizeof(card));
+  return shared;
+}
+
+std::shared_ptr<std::byte> HostStreams::open(const Card& from, int64_t bytes) {
+  OpenFile card;
+  std::memcpy(&card, from.data(), sizeof(card));
+  const std::string path = message("/proc/", card.process, "/fd/", card.descriptor);
+  const Descriptor descriptor([&] { return ::open(path.c_str(), O_RDWR | O_CLOEXEC); });
+  struct stat status{};
+  require<OperatingSystemError>(descriptor && ::fstat(descriptor.get(), &status) == 0 && status.st_size >= bytes,
+                                "could not open ", bytes, " bytes of another rank's memory");
+  auto mapping = std::make_shared<Mapping>(Mapping::shared(descriptor.get(), bytes));
+  return {mapping, mapping->data()};
 }
 
 void HostStreams::queue(Stream stream, std::function<void()> work) {

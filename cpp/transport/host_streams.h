@@ -24,6 +24,8 @@ class DISTCA_EXPORT HostStreams final : public Streams {
   bool is_stopped() const { return transport::is_stopped(guard_); }
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override;
+  Shared allocate_shared(int64_t bytes) override;
+  std::shared_ptr<std::byte> open(const Card& card, int64_t bytes) override;
   void record(int point, Stream stream) override;
   void wait_for(Stream stream, int point) override;
   void hand_over() override;

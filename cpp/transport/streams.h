@@ -2,6 +2,7 @@
 // transport. What is queued on one happens in order; the streams go on by themselves.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -27,8 +28,18 @@ class DISTCA_EXPORT Streams {
 
   virtual ~Streams() = default;
 
-  /// Zero-filled memory that the peers can write into, aligned to 256 bytes.
+  /// Zero-filled memory that ranks of this process can write into, aligned to 256 bytes.
   virtual std::shared_ptr<std::byte> allocate(int64_t bytes) = 0;
+  /// What other processes of this host need to reach memory.
+  using Card = std::array<std::byte, 64>;
+  struct Shared {
+    std::shared_ptr<std::byte> memory;
+    Card card;
+  };
+  /// The same for ranks of other processes of this host.
+  virtual Shared allocate_shared(int64_t bytes) = 0;
+  /// Memory of as many bytes that another process allocated. Writable as long as that has not let go of it.
+  virtual std::shared_ptr<std::byte> open(const Card& card, int64_t bytes) = 0;
 
   /// A point after what is queued on a stream so far, in place of the one of that number before.
   virtual void record(int point, Stream stream) = 0;

@@ -7,25 +7,11 @@
 
 #include "attention/cuda_attention.h"
 #include "runtime/check.h"
+#include "runtime/device_guard.h"
 #include "runtime/rows.h"
 
 namespace distca::cuda {
 namespace {
-
-/// Makes a device the calling thread's current one, and then again the one it was.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    check(cudaGetDevice(&before_), "the current device");
-    if (device != before_) check(cudaSetDevice(device), "another device");
-  }
-  ~DeviceGuard() { static_cast<void>(cudaSetDevice(before_)); }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int before_ = 0;
-};
 
 uint32_t word_of(runtime::Fill value) {
   switch (value) {

@@ -4,6 +4,7 @@
 #include "runtime/check.h"
 #include "runtime/cuda_library.h"
 #include "runtime/device_backend.h"
+#include "transport/cuda_streams.h"
 
 namespace distca::cuda {
 namespace {
@@ -30,7 +31,7 @@ int capability(int device) {
 }  // namespace
 
 extern "C" DISTCA_EXPORT const runtime::CudaLibrary* distca_cuda_library() {
-  static constexpr runtime::CudaLibrary library{&devices, &capability, &make_device_backend};
+  static constexpr runtime::CudaLibrary library{&devices, &capability, &make_device_backend, &make_cuda_streams};
   return &library;
 }
 

@@ -92,8 +92,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
-    signal_kernel(const SignalTo* signals, int32_t num_signals, Guard guard) {
+__global__ void __launch_bounds__(kThreads) signal_kernel(const SignalTo* signals, int32_t num_signals, Guard guard) {
   if (is_stopped(guard)) return;
   for (int32_t i = threadIdx.x; i < num_signals; i += kThreads) store_release(signals[i].word, signals[i].value);
 }

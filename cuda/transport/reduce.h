@@ -4,8 +4,8 @@
 #include <cuda_runtime_api.h>
 
 #include "common/dtype.h"
-#include "transport/reduce_table.h"
 #include "transport/guard.h"
+#include "transport/reduce_table.h"
 
 namespace distca::cuda {
 

@@ -103,7 +103,23 @@ def make_loopback(
     attention: str = "auto",
     replay: tuple[CostModel, float, CostModel, float] | None = None,
     streams: bool = False,
+    put_blocks: int = 0,
 ) -> list[Context]: ...
+def connect_ipc(
+    *,
+    listener: ShmListener,
+    rank: int,
+    addresses: Sequence[str],
+    device: str,
+    attention: str,
+    put_blocks: int,
+    name: str,
+    slot_bytes: int,
+    timeout: float,
+    connect_timeout: float,
+    cost: CostModel,
+    epoch: int,
+) -> Context: ...
 def connect_shm(
     *,
     listener: ShmListener,

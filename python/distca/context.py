@@ -19,7 +19,7 @@ from distca.heads import Heads
 from distca.trace import Link, Trace, from_core
 
 _EXTENT_ALIGNMENT = 64
-_TRANSPORTS = ("auto", "shm", "torch", "nvshmem", "loopback")
+_TRANSPORTS = ("auto", "shm", "torch", "cuda-ipc", "nvshmem", "loopback")
 _loopback_groups = itertools.count()
 _epochs = itertools.count(1)
 _contexts: dict[str, Context] = {}
@@ -148,15 +148,18 @@ def init(
     link: Link | None = None,
     device: torch.device | str = "cpu",
     attention: str = "auto",
+    put_ctas: int | None = None,
 ) -> Context:
     """Makes this process a rank of an attention group. Collective over the group; starts no process.
 
     Args:
         group: the ranks; by default all of ``torch.distributed`` where that is initialised, else this process alone.
         transport: ``"shm"`` (processes on one host), ``"torch"`` (processes on any hosts: ``all_to_all_single`` over a
-            gloo or NCCL group of its own with the same ranks; NCCL has not yet been run), ``"nvshmem"`` (GPUs of any
-            hosts; not yet run on a GPU), ``"loopback"`` (a group of one), or ``"auto"``, which is loopback for a single
-            rank, shm where all ranks are on one host, else torch.
+            gloo or NCCL group of its own with the same ranks; NCCL has not yet been run), ``"cuda-ipc"`` (GPUs of one
+            host that reach each other's memory, or processes that share a GPU; not yet run on a GPU), ``"nvshmem"``
+            (GPUs of any hosts; not yet run on a GPU), ``"loopback"`` (a group of one), or ``"auto"``, which is loopback
+            for a single rank; for tensors on the CPU shm where all ranks are on one host, else torch; on CUDA
+            cuda-ipc where all ranks are on one host, else nvshmem.
         max_tokens: the most rows this rank's token tensor will have; with ``heads`` it sets the heap's default size.
         heads: head shape and dtype of the attention layers.
         heap_bytes: size of the symmetric heap, the same on all ranks; two slots. Pages are taken as they are used. With
@@ -168,10 +171,13 @@ def init(
         progress_thread: with shm, copy rows on a thread of the context's own, so that they travel while this rank
             computes (`PingPong`). Worth it where there is a core to spare for it.
         link: emulates a network of that speed over shm or loopback, for tests and benchmarks.
-        device: where the tensors are: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``. On CUDA a group of one rank, so far; not
-            yet run on a GPU.
+        device: where the tensors are: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``; CUDA was not yet run on a GPU. Steps are
+            queued there on PyTorch's current stream and one of the context's own: a fault is NaN in what they return
+            and an error of the next call, or of `check`.
         attention: ``"auto"``, the library's own kernels where there are some for the device, else ``"flash"``, ATen's
             flash attention.
+        put_ctas: on CUDA, the thread blocks that send rows, which attention does without; by default as many as keep a
+            link busy, by its bandwidth and latency.
 
     Raises:
         InvalidArgumentError: for wrong arguments, a name in use, arguments that differ between ranks, ranks on
@@ -198,43 +204,55 @@ def init(
             "init: transport 'torch' exchanges rows over a process group; call torch.distributed.init_process_group "
             "first, or pass the group"
         )
-    if transport == "nvshmem":
-        if device == "cpu":
-            raise InvalidArgumentError("init: transport 'nvshmem' moves rows between GPUs; give device='cuda'")
-        if heap_bytes is None:
-            heap_bytes = nvshmem.heap_bytes_of_environment()
-        cost = cost or CostModel()
-        options = _core_options(_slot_bytes(num_ranks, max_tokens, heads, heap_bytes), timeout, cost)
-        return Context(nvshmem.connect(group, device, attention, name, options), heads, cost)
-    if (device, attention) != ("cpu", "auto") and (num_ranks > 1 or transport not in ("auto", "loopback")):
+    if transport in ("nvshmem", "cuda-ipc") and device == "cpu":
+        raise InvalidArgumentError(f"init: transport {transport!r} moves rows between GPUs; give device='cuda'")
+    if device != "cpu" and (transport in ("shm", "torch") or progress_thread or link is not None):
         raise InvalidArgumentError(
-            f"init: device = {device!r} with attention = {attention!r}, {num_ranks} ranks, transport {transport!r}; a "
-            "group of one rank over 'loopback' is supported so far (several ranks on one GPU: distca.loopback)"
+            f"init: device = {device!r} goes with transport 'cuda-ipc', 'nvshmem' or, for one rank, 'loopback', and "
+            "without progress_thread and link"
         )
-    slot_bytes = _slot_bytes(num_ranks, max_tokens, heads, heap_bytes)
+    if (device, attention) == ("cpu", "flash") and (num_ranks > 1 or transport not in ("auto", "loopback")):
+        raise InvalidArgumentError("init: attention = 'flash' on the CPU is for one rank over 'loopback'")
+    if put_ctas is not None and (put_ctas < 1 or device == "cpu"):
+        raise InvalidArgumentError(f"init: put_ctas = {put_ctas} with device = {device!r}; at least 1, on CUDA")
     cost = cost or CostModel()
-    options = _core_options(slot_bytes, timeout, cost)
+    if transport == "nvshmem" and heap_bytes is None:
+        heap_bytes = nvshmem.heap_bytes_of_environment()
+    options = _core_options(_slot_bytes(num_ranks, max_tokens, heads, heap_bytes), timeout, cost)
     words = None if link is None else link.words
     if transport in ("auto", "loopback") and num_ranks == 1:
-        core = _C.make_loopback(names=[name], link=words, device=device, attention=attention, **options)[0]
+        core = _C.make_loopback(
+            names=[name],
+            link=words,
+            device=device,
+            attention=attention,
+            streams=device != "cpu",
+            put_blocks=put_ctas or 0,
+            **options,
+        )[0]
         return Context(core, heads, cost)
+    if transport == "nvshmem":
+        return Context(nvshmem.connect(group, device, attention, name, options), heads, cost)
     if group is not None and transport == "torch":
         return _over_torch(group, name, heads, cost, options)
     listener = _C.ShmListener()
     rank = dist.get_rank(group) if group is not None else 0
     addresses = gather_text(listener.address, group) if group is not None else [listener.address]
     if group is not None and transport == "auto" and link is None and not _C.share_memory(addresses):
+        if device != "cpu":
+            return Context(nvshmem.connect(group, device, attention, name, options), heads, cost)
         return _over_torch(group, name, heads, cost, options)
-    core = _C.connect_shm(
-        listener=listener,
-        rank=rank,
-        addresses=addresses,
-        name=name,
-        connect_timeout=min(timeout, 120.0),
-        progress_thread=progress_thread,
-        link=words,
-        **options,
-    )
+    mesh: dict[str, Any] = {
+        "listener": listener,
+        "rank": rank,
+        "addresses": addresses,
+        "name": name,
+        "connect_timeout": min(timeout, 120.0),
+    }
+    if device != "cpu":
+        core = _C.connect_ipc(device=device, attention=attention, put_blocks=put_ctas or 0, **mesh, **options)
+    else:
+        core = _C.connect_shm(progress_thread=progress_thread, link=words, **mesh, **options)
     return Context(core, heads, cost)
 
 
@@ -274,8 +292,10 @@ def loopback(
 ) -> list[Context]:
     """Makes a whole group in this process, for tests; each context must be used from a thread of its own.
 
-    On CUDA the ranks share a GPU. Autograd runs the backward of all threads' graphs on a GPU in one thread, where ranks
-    would wait for each other for ever: run them under ``torch.autograd.set_multithreading_enabled(False)``.
+    On CUDA the ranks share a GPU, and each must work on a stream of its own (``with torch.cuda.stream(...)``), for on a
+    common one they would wait for each other. Autograd runs the backward of all threads' graphs on a GPU in one thread,
+    where ranks would wait for each other for ever: run them under
+    ``torch.autograd.set_multithreading_enabled(False)``.
 
     Args:
         num_ranks: number of ranks.
@@ -286,15 +306,20 @@ def loopback(
         replay: what forward and backward of attention cost, with ``unit_ns``; attention is not computed then, but every
             rank sleeps as long, so that schedules of many ranks run on few cores. Rows travel; what comes out is
             whatever was in memory.
-        streams: queue every step on two threads a rank that stand for a GPU's streams, as steps on a GPU are, instead
-            of running it in the calling thread. Nothing that is above but ``timeout`` and ``cost`` goes with it.
+        streams: queue every step on two threads a rank that stand for a GPU's streams, as steps on CUDA always are,
+            instead of running it in the calling thread. ``reorder_seed``, ``progress_thread``, ``link`` and ``replay``
+            do not go with it.
 
     Raises:
         InvalidArgumentError: for wrong arguments, or such that do not go together.
     """
-    others = (reorder_seed, link, replay) != (None, None, None) or progress_thread or attention != "auto"
-    if streams and (others or _device_name(device) != "cpu"):
-        raise InvalidArgumentError("loopback: streams=True goes with device='cpu', timeout and cost alone")
+    device = _device_name(device)
+    if streams or device != "cpu":
+        if (reorder_seed, link, replay, progress_thread) != (None, None, None, False):
+            raise InvalidArgumentError(
+                "loopback: steps that are queued on streams have no reorder_seed, progress_thread, link or replay"
+            )
+        streams = True
     group = next(_loopback_groups)
     cost = cost or CostModel()
     cores = _C.make_loopback(
@@ -302,7 +327,7 @@ def loopback(
         reorder_seed=reorder_seed,
         progress_thread=progress_thread,
         link=None if link is None else link.words,
-        device=_device_name(device),
+        device=device,
         attention=attention,
         replay=None if replay is None else _replayed(*replay),
         streams=streams,

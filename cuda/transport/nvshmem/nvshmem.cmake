@@ -5,7 +5,7 @@ if(NVSHMEM_FOUND)
   add_library(
     distca_nvshmem SHARED
     cuda/transport/nvshmem/library.cpp cuda/transport/nvshmem/world.cpp cuda/transport/nvshmem/nvshmem_transport.cpp
-    cuda/transport/nvshmem/send.cu cuda/transport/put.cu cuda/transport/put_table.cpp
+    cuda/transport/nvshmem/send.cu cuda/transport/put.cu
     cuda/transport/send_table.cpp)
   set_target_properties(
     distca_nvshmem

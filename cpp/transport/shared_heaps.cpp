@@ -1,0 +1,107 @@
+#include "transport/shared_heaps.h"
+
+#include <cstring>
+#include <utility>
+
+namespace distca::transport {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kPageBytes = 4096;
+constexpr int64_t kCardBytes = sizeof(Streams::Card);
+/// How long a rank that closes waits for the others to let go of its memory; else it keeps it until the process ends.
+constexpr std::chrono::seconds kLettingGo{2};
+
+constexpr int64_t whole_pages(int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
+
+/// Words of the control transport that steps leave alone, for theirs are on the devices.
+int64_t card_word(int64_t rank) { return rank; }
+int64_t let_go_word(const Transport& control, int64_t rank) { return control.num_ranks() + rank; }
+
+/// The memory of all ranks as this process sees it.
+class SharedHeaps {
+ public:
+  SharedHeaps(Transport& control, Streams::Shared own) : control_(control), own_(std::move(own.memory)) {
+    opened_.resize(static_cast<size_t>(control.num_ranks()));
+  }
+  /// Nobody may free what another still has open: so all let go of the others' first.
+  ~SharedHeaps() {
+    opened_.clear();
+    bool is_let_go = true;
+    try {
+      const Clock::time_point deadline = Clock::now() + kLettingGo;
+      for (int p = 0; p < control_.num_ranks(); ++p)
+        if (p != control_.rank()) control_.signal(p, let_go_word(control_, control_.rank()), 1);
+      for (int p = 0; p < control_.num_ranks() && is_let_go; ++p)
+        is_let_go = p == control_.rank() || await_peer(p, let_go_word(control_, p), deadline);
+    } catch (const Error&) {
+      is_let_go = false;  // in a forked child
+    }
+    if (!is_let_go) static_cast<void>(new std::shared_ptr<std::byte>(std::move(own_)));
+  }
+
+  std::byte* own() const { return own_.get(); }
+  std::byte* open(int peer, Streams& streams, const Streams::Card& card, int64_t bytes) {
+    return (opened_[static_cast<size_t>(peer)] = streams.open(card, bytes)).get();
+  }
+
+ private:
+  /// Whether the peer has written the word, or is gone.
+  bool await_peer(int peer, int64_t word, Clock::time_point deadline) {
+    struct Gone {};
+    try {
+      return control_.wait(word, 1, deadline, [&] {
+        if (control_.departed(peer)) throw Gone();
+      });
+    } catch (const Gone&) {
+      return true;
+    }
+  }
+
+  Transport& control_;
+  std::shared_ptr<std::byte> own_;
+  std::vector<std::shared_ptr<std::byte>> opened_;
+};
+
+/// Gives this rank's card to all others.
+void hand_out(Transport& control, const Streams::Card& card) {
+  const RowView row{const_cast<std::byte*>(card.data()), kCardBytes, kCardBytes};
+  for (int p = 0; p < control.num_ranks(); ++p) {
+    if (p == control.rank()) continue;
+    control.put(p, control.rank() * kCardBytes, kCardBytes, kCardBytes, row, {1, 1, kCardBytes});
+    control.signal(p, card_word(control.rank()), 1);
+  }
+}
+
+Streams::Card card_of(Transport& control, int peer, Clock::time_point deadline) {
+  const bool came = control.wait(card_word(peer), 1, deadline, [&] {
+    require<PeerDiedError>(!control.departed(peer), "rank ", peer, " is gone before its memory could be reached");
+  });
+  require<PeerTimeoutError>(came, "rank ", peer, " does not share its memory");
+  Streams::Card card;
+  std::memcpy(card.data(), control.heap().data() + peer * kCardBytes, kCardBytes);
+  return card;
+}
+
+}  // namespace
+
+int64_t control_heap_bytes(int num_ranks) { return num_ranks * kCardBytes; }
+
+std::unique_ptr<Transport> share_heaps(const char* name, std::unique_ptr<Transport> control,
+                                       std::shared_ptr<Streams> streams, int64_t heap_bytes, int64_t num_words,
+                                       Clock::time_point deadline) {
+  const int64_t words_bytes = whole_pages(num_words * 8), bytes = words_bytes + whole_pages(heap_bytes);
+  Streams::Shared own = streams->allocate_shared(bytes);
+  hand_out(*control, own.card);
+  auto heaps = std::make_shared<SharedHeaps>(*control, std::move(own));
+  DeviceHeaps ranks{.ranks = {}, .heap_bytes = heap_bytes, .num_words = num_words, .owner = heaps};
+  for (int p = 0; p < control->num_ranks(); ++p) {
+    std::byte* const base =
+        p == control->rank() ? heaps->own() : heaps->open(p, *streams, card_of(*control, p, deadline), bytes);
+    ranks.ranks.push_back({base + words_bytes, reinterpret_cast<uint64_t*>(base)});
+  }
+  return std::make_unique<StreamTransport>(name, std::move(control), std::move(streams), std::move(ranks));
+}
+
+}  // namespace distca::transport

@@ -1,0 +1,16 @@
+// The streams of a rank on a GPU.
+#pragma once
+
+#include <chrono>
+#include <memory>
+
+#include "runtime/cuda_library.h"
+#include "transport/streams.h"
+
+namespace distca::cuda {
+
+/// The rank's work is on the stream that PyTorch has current in the calling thread; the transport has one of its own.
+std::shared_ptr<transport::Streams> make_cuda_streams(int device, runtime::CurrentStream current_stream,
+                                                      std::chrono::milliseconds timeout, int put_blocks);
+
+}  // namespace distca::cuda
