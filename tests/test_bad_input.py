@@ -453,7 +453,7 @@ def test_a_name_in_use_is_refused_until_it_is_closed() -> None:
         ({"timeout": 0.0}, "timeout = 0"),
         ({"timeout": -1.0}, "timeout = -1"),
         ({"timeout": float("nan")}, "timeout = nan"),
-        ({"transport": "carrier pigeon"}, "'carrier pigeon'; one of auto, shm, torch, nvshmem, loopback"),
+        ({"transport": "carrier pigeon"}, "'carrier pigeon'; one of auto, shm, torch, cuda-ipc, nvshmem, loopback"),
         ({"cost": distca.CostModel(0, 0)}, "not both 0"),
     ],
     ids=str,
