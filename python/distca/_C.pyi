@@ -1,4 +1,4 @@
-"""Types of the pybind11 module (cpp/python/module.cpp). Private: use the wrappers in the package."""
+"""Types of the pybind11 module (cpp/python). Private: use the wrappers in the package."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
