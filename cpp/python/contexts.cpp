@@ -193,18 +193,11 @@ ContextPtr make_torch_context(int rank, int num_ranks, AllToAll all_to_all, Aban
       {});
 }
 
-/// The rows of a buffer [rows, bytes], dense in each row, as the transport takes them.
-std::pair<RowView, RowExtent> rows_of_buffer(const py::buffer_info& rows) {
-  require(rows.ndim == 2 && rows.itemsize == 1 && rows.strides[1] == 1, "rows: a buffer [rows, bytes] is expected");
-  const RowExtent extent{rows.shape[0], 1, rows.shape[1]};
-  return {{static_cast<std::byte*>(rows.ptr), rows.strides[0], rows.shape[1]}, extent};
-}
-
-void put_rows(runtime::Context& context, int peer, int64_t heap_offset, const py::buffer& buffer) {
-  const py::buffer_info rows = buffer.request();
-  const auto [source, extent] = rows_of_buffer(rows);
-  const py::gil_scoped_release release;
-  context.transport().put(peer, heap_offset, extent.head_bytes, extent.head_bytes, source, extent);
+/// Rows without gaps, in the memory of the context's device.
+void put_rows(runtime::Context& context, int peer, int64_t heap_offset, uintptr_t address, int64_t num_rows,
+              int64_t row_bytes) {
+  const RowView rows{reinterpret_cast<std::byte*>(address), row_bytes, row_bytes};
+  context.transport().put(peer, heap_offset, row_bytes, row_bytes, rows, {num_rows, 1, row_bytes});
 }
 
 void bind_context(py::module_& m) {
@@ -245,7 +238,8 @@ void bind_context(py::module_& m) {
            })
       .def("set_fill_with_nan", &runtime::Context::set_fill_with_nan, py::arg("on"))
       .def("mark_died", [](runtime::Context& c) { transport::mark_died(c.transport()); })
-      .def("put", &put_rows, py::arg("peer"), py::arg("heap_offset"), py::arg("rows"))
+      .def("put", &put_rows, py::arg("peer"), py::arg("heap_offset"), py::arg("address"), py::arg("num_rows"),
+           py::arg("row_bytes"), py::call_guard<py::gil_scoped_release>())
       .def(
           "signal",
           [](runtime::Context& c, int peer, int64_t word, uint64_t value) { c.transport().signal(peer, word, value); },
