@@ -34,7 +34,7 @@ step install 30 cmake --install "$out/objects" --prefix python/distca
 step ptxas 30 "$python" cuda/ptxas.py report "$out/objects"
 step doctor 60 "$python" -m distca doctor
 step tests 180 "$python" -m pytest -q -p no:cacheprovider "--junitxml=$out/tests.xml" tests/test_cuda*.py tests/test_flash*.py
-for benchmark in attention shards; do
+for benchmark in attention shards transport; do
   step "bench-$benchmark" 90 "$python" -m distca bench "$benchmark" --device cuda --short --json "$out/$benchmark.json"
 done
 
@@ -66,7 +66,7 @@ if (out / "tests.xml").exists():
         else:
             outcomes["passed"] += 1
     result["tests"] = outcomes
-for name in ("attention", "shards"):
+for name in ("attention", "shards", "transport"):
     if (out / f"{name}.json").exists():
         result[name] = json.loads((out / f"{name}.json").read_text())
 (out / "gpu_check.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import distca
-from distca.bench import gpu, transport
+from distca.bench import gpu, gpu_transport, transport
 from distca.bench.harness import Result, Row, median_ratio, seconds, spread, write_report
 from distca.bench.peers import AllGather, AllToAll
 from distca.cli import main
@@ -77,17 +79,34 @@ def test_medians_of_ratios_and_spreads() -> None:
     assert spread([1.0]) == 0.0
 
 
-def test_a_transport_is_as_fast_as_the_ratio_of_the_times_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {1 << 20: ([0.001, 0.002, 0.003], [0.002, 0.004, 0.006], [0.01, 0.02, 0.03])}
-    monkeypatch.setattr(distca, "launch", lambda function, sizes, rounds, **_: [times, times])
-    rows = {row.name: row for row in transport.run(3).rows}
+def test_a_transport_is_as_fast_and_steals_as_much_as_the_times_say() -> None:
+    memcpy = [0.001, 0.002, 0.003]
+    measured = {1 << 20: {"shm": (memcpy, [0.002, 0.004, 0.006]), "torch": (memcpy, [0.01, 0.02, 0.03])}}
+    rows = {row.name: row for row in transport.bandwidth_rows(measured)}
     assert rows["1024 KiB: memcpy, median"].value == pytest.approx((1 << 20) / 0.002 / 1e9)
     assert rows["1024 KiB: bandwidth of shm / memcpy"].value == pytest.approx(0.5)
     assert rows["1024 KiB: bandwidth of shm / memcpy"].at_least == 0.8
     assert rows["1024 KiB: bandwidth of torch / memcpy"].value == pytest.approx(0.1)
+    assert rows["1024 KiB: bandwidth of torch / memcpy"].at_least is None
+    alone, sending, both = [0.02, 0.02], [0.01, 0.01], [0.025, 0.025]
+    beside = transport.beside_rows({1: {"torch": (alone, sending, both)}}, 2)
+    assert [row.value for row in beside] == pytest.approx([1.25, 0.5])
+    assert all(row.name.startswith("matmul on 1 of 2 cores beside 16 MiB by torch") for row in beside)
 
 
-@pytest.mark.parametrize("benchmark", ["attention", "shards", "all"])
+def test_the_transports_benchmark_measures_each_at_every_size_and_beside_a_matmul(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport, "SHORT_SIZES", (1 << 14,))
+    result = transport.run(2, short=True)
+    names = [row.name for row in result.rows]
+    for over in ("shm", "shm with thread", "torch"):
+        assert f"16 KiB: bandwidth of {over} / memcpy" in names
+        assert [name for name in names if f"by {over}: time stolen" in name]
+    assert all(row.value > 0 for row in result.rows if "stolen" not in row.name)
+
+
+@pytest.mark.parametrize("benchmark", ["attention", "shards", "transport", "all"])
 def test_without_a_gpu_its_benchmarks_say_so(benchmark: str, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -97,7 +116,7 @@ def test_without_a_gpu_its_benchmarks_say_so(benchmark: str, capsys: pytest.Capt
 
 def test_a_benchmark_that_has_no_gpu_form_says_which_have(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "plan", "--device", "cuda"]) == 2
-    assert "attention, shards and all are there for it" in capsys.readouterr().err
+    assert "attention, shards, transport and all are there for it" in capsys.readouterr().err
 
 
 def test_the_gpu_benchmarks_time_every_peer_that_is_there_and_name_those_that_are_not() -> None:
@@ -120,3 +139,35 @@ def test_the_gpu_benchmarks_peers_compute_the_same_attention() -> None:
     lengths, inputs = (40, 24), gpu._inputs((40, 24), 16, "cpu")
     ours = gpu._ours(inputs, lengths)()
     torch.testing.assert_close(gpu.PEERS["SDPA flash"](inputs, lengths)(), ours, rtol=0.02, atol=0.02)
+
+
+def test_the_gpu_benchmark_of_transports_measures_those_that_are_there_and_names_those_that_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # On the CPU: two ranks of loopback, and for the matmul on a stream of its own, work that is done three times.
+    monkeypatch.setattr(gpu_transport, "BESIDE_BYTES", 1 << 20)
+
+    def beside(work: Callable[[], object]) -> float:
+        return seconds(lambda: [work() for _ in range(3)])
+
+    with ExitStack() as stack:
+        pairs, missing = gpu_transport.connect("cpu", 1 << 21, stack)
+        result = gpu_transport.transport_of(pairs, (1 << 14,), 2, beside, "cpu", lambda: None)
+    assert list(pairs) == ["loopback"] and "moves rows between GPUs" in missing["nvshmem"]
+    rows = {row.name: row.value for row in result.rows}
+    assert rows.keys() == {
+        "16 KiB: copy on the device, median",
+        "16 KiB: bandwidth of loopback / copy",
+        "matmul beside puts of 1 MiB by loopback: time / alone",
+        "matmul beside puts of 1 MiB by loopback: puts in a matmul",
+    }
+    assert rows["matmul beside puts of 1 MiB by loopback: puts in a matmul"] == 3
+    assert all(value > 0 for value in rows.values())
+
+
+def test_rows_that_no_heap_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_transport, "BESIDE_BYTES", 1 << 20)
+    with ExitStack() as stack:
+        pairs, _ = gpu_transport.connect("cpu", 1 << 13, stack)
+        with pytest.raises(distca.InvalidArgumentError, match="leaves the heap"):
+            gpu_transport.transport_of(pairs, (1 << 20,), 1, seconds, "cpu", lambda: None)

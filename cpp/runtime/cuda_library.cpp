@@ -1,32 +1,19 @@
 #include "runtime/cuda_library.h"
 
-#include <dlfcn.h>
+#include "common/optional_library.h"
 
 namespace distca::runtime {
 namespace {
 
-struct Loaded {
-  const CudaLibrary* library = nullptr;
-  std::string problem;
-};
-
-Loaded load() {
-  // Found by the RUNPATH of this library, which is its own folder. Never unloaded: contexts use it until the end.
-  void* const handle = dlopen("libdistca_cuda.so", RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) return {nullptr, dlerror()};
-  const auto entry = reinterpret_cast<const CudaLibrary* (*)()>(dlsym(handle, kCudaLibraryEntry));
-  if (entry == nullptr) return {nullptr, dlerror()};
-  return {entry(), {}};
-}
-
-const Loaded& loaded() {
-  static const auto* const instance = new Loaded(load());
-  return *instance;
+const OptionalLibrary<CudaLibrary>& loaded() {
+  static const auto* const library =
+      new OptionalLibrary(load_optional_library<CudaLibrary>("libdistca_cuda.so", kCudaLibraryEntry));
+  return *library;
 }
 
 }  // namespace
 
-const CudaLibrary* cuda_library() { return loaded().library; }
+const CudaLibrary* cuda_library() { return loaded().offer; }
 const std::string& cuda_library_problem() { return loaded().problem; }
 
 }  // namespace distca::runtime

@@ -1,32 +1,19 @@
 #include "transport/nvshmem.h"
 
-#include <dlfcn.h>
+#include "common/optional_library.h"
 
 namespace distca::transport {
 namespace {
 
-struct Loaded {
-  const NvshmemLibrary* library = nullptr;
-  std::string problem;
-};
-
-Loaded load() {
-  // Found by the RUNPATH of this library, which is its own folder. Never unloaded: NVSHMEM does not end.
-  void* const handle = dlopen("libdistca_nvshmem.so", RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) return {nullptr, dlerror()};
-  const auto entry = reinterpret_cast<const NvshmemLibrary* (*)()>(dlsym(handle, kNvshmemLibraryEntry));
-  if (entry == nullptr) return {nullptr, dlerror()};
-  return {entry(), {}};
-}
-
-const Loaded& loaded() {
-  static const auto* const instance = new Loaded(load());
-  return *instance;
+const OptionalLibrary<NvshmemLibrary>& loaded() {
+  static const auto* const library =
+      new OptionalLibrary(load_optional_library<NvshmemLibrary>("libdistca_nvshmem.so", kNvshmemLibraryEntry));
+  return *library;
 }
 
 }  // namespace
 
-const NvshmemLibrary* nvshmem_library() { return loaded().library; }
+const NvshmemLibrary* nvshmem_library() { return loaded().offer; }
 const std::string& nvshmem_library_problem() { return loaded().problem; }
 
 }  // namespace distca::transport

@@ -15,7 +15,7 @@ from distca.launch import RankError
 
 INTERRUPTED = 130
 BENCHMARKS = ("attention", "balance", "overhead", "overlap", "plan", "replay", "shards", "transport")
-GPU_BENCHMARKS = ("attention", "shards")
+GPU_BENCHMARKS = {"attention": "gpu", "shards": "gpu", "transport": "gpu_transport"}  # and the module of each
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +55,10 @@ def _add_bench(commands: Any) -> None:
     command.add_argument("benchmark", choices=(*BENCHMARKS, "all"), help="what to measure")
     command.add_argument("--short", action="store_true", help="fewer cases and rounds")
     command.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: attention and shards on a GPU (default: cpu)"
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: attention, shards and transport on a GPU (default: cpu)",
     )
     command.add_argument(
         "--rounds", type=int, default=None, help="rounds of the alternation (default: the benchmark's)"
@@ -73,7 +76,7 @@ def _bench(options: argparse.Namespace) -> int:
 
     if options.json is not None and options.benchmark == "all":
         raise InvalidArgumentError("--json takes one benchmark; --results takes all")
-    known = GPU_BENCHMARKS if options.device == "cuda" else BENCHMARKS
+    known = tuple(GPU_BENCHMARKS) if options.device == "cuda" else BENCHMARKS
     if options.benchmark not in (*known, "all"):
         raise InvalidArgumentError(
             f"bench {options.benchmark} --device {options.device}: {', '.join(known)} and all are there for it"
@@ -81,7 +84,8 @@ def _bench(options: argparse.Namespace) -> int:
     results = []
     for name in known if options.benchmark == "all" else (options.benchmark,):
         if options.device == "cuda":
-            result = getattr(importlib.import_module("distca.bench.gpu"), name)(options.rounds, options.short)
+            module = importlib.import_module(f"distca.bench.{GPU_BENCHMARKS[name]}")
+            result = getattr(module, name)(options.rounds, options.short)
         else:
             result = importlib.import_module(f"distca.bench.{name}").run(options.rounds, options.short)
         print(result.table(), flush=True)

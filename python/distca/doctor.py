@@ -8,34 +8,19 @@ import os
 import platform
 import shutil
 import subprocess
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import distca
-from distca import _C, nvshmem
+from distca import _C, doctor_gpu, nvshmem
 from distca.exchange import all_to_all_single
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line: what was looked for, what was found, whether it is as it should be, and else what to do."""
-
-    name: str
-    found: str
-    fine: bool = True
-    advice: str = ""
-
-    def __str__(self) -> str:
-        mark = "ok " if self.fine else "!! "
-        return f"{mark}{self.name:<19}{self.found}" + (f"\n     -> {self.advice}" if self.advice else "")
+from distca.finding import Finding
 
 
 def examine() -> list[Finding]:
-    """Looks at everything; starts nothing but a compiler asked for its version."""
+    """Looks at everything; starts nothing but a compiler asked for its version. Loads NVSHMEM where it is there."""
     return [
         Finding("distca", f"{distca.__version__} in {os.path.dirname(distca.__file__)}"),
         Finding("python", f"{platform.python_version()} on {platform.platform()}"),
@@ -46,7 +31,7 @@ def examine() -> list[Finding]:
         _process_groups(),
         _cuda(),
         _cuda_library(),
-        _nvshmem(),
+        *_between_gpus(),
         _transformers(),
         _compiler(),
     ]
@@ -121,19 +106,19 @@ def _cuda_library() -> Finding:
     return Finding("libdistca_cuda", f"built; {count} devices" if count else f"built; no device: {problem}")
 
 
-def _nvshmem() -> Finding:
+def _between_gpus() -> list[Finding]:
     version, problem = nvshmem.status()
     if not version:
-        return Finding("transport nvshmem", "not to be had", True, f"needed only between GPUs: {problem}")
-    infiniband = Path("/sys/class/infiniband")
-    adapters = sorted(path.name for path in infiniband.iterdir()) if infiniband.exists() else []
-    parts = [f"NVSHMEM {version}, not yet run on a GPU", f"RDMA adapters: {', '.join(adapters) or 'none'}"]
-    count = torch.cuda.device_count()
-    if count > 1:
-        pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-        reached = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-        parts.append(f"{reached} of {len(pairs)} pairs of GPUs reach each other's memory")
-    return Finding("transport nvshmem", "; ".join(parts))
+        return [Finding("transport nvshmem", "not to be had", True, f"needed only between GPUs: {problem}")]
+    folder, num_gpus = nvshmem.library_folder(), torch.cuda.device_count()
+    adapters = doctor_gpu.rdma_adapters()
+    return [
+        Finding("transport nvshmem", f"NVSHMEM {version}, not yet run on a GPU"),
+        *(doctor_gpu.remote_transports(folder, bool(adapters)) if folder is not None else []),
+        *(adapters or [Finding("rdma adapters", "none: NVSHMEM reaches the GPUs of one host")]),
+        doctor_gpu.peer_access(num_gpus, torch.cuda.can_device_access_peer),
+        doctor_gpu.memory_sharing(num_gpus, doctor_gpu.driver_attribute),
+    ]
 
 
 def _transformers() -> Finding:

@@ -19,22 +19,28 @@ from distca import _C
 from distca.errors import DeviceError, InvalidArgumentError
 from distca.exchange import gather_text
 
+_LIBRARY = "libnvshmem_host.so.3"
 HEAP_VARIABLE = "EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB"
 """The heap's size in GiB where ``heap_bytes`` is not given; the released DistCA reads the same."""
+
+
+def library_folder() -> Path | None:
+    """Where the wheel nvidia-nvshmem-cu13 of this Python has its libraries; None where it is not installed."""
+    try:
+        found = importlib.util.find_spec("nvidia.nvshmem")
+    except ModuleNotFoundError:
+        found = None
+    folders = [Path(folder) / "lib" for folder in found.submodule_search_locations or []] if found else []
+    return next((folder for folder in folders if (folder / _LIBRARY).exists()), None)
 
 
 @functools.cache
 def status() -> tuple[str, str]:
     """Version of NVSHMEM, or else why the transport is not to be had. Loads the libraries; starts nothing."""
     # In a wheel our library lies beside the one that it needs; elsewhere that one is found if it is loaded already.
-    try:
-        found = importlib.util.find_spec("nvidia.nvshmem")
-    except ModuleNotFoundError:
-        found = None
-    for folder in found.submodule_search_locations or [] if found else []:
-        library = Path(folder) / "lib" / "libnvshmem_host.so.3"
-        if library.exists():
-            ctypes.CDLL(str(library))
+    folder = library_folder()
+    if folder is not None:
+        ctypes.CDLL(str(folder / _LIBRARY))
     return _C.nvshmem_status()
 
 

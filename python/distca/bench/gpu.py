@@ -19,15 +19,13 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import distca
-from distca.bench.harness import Result, Row, alternate, spread
+from distca.bench.harness import Result, Row, Work, alternate, spread
 from distca.errors import DeviceError
 
 Q_HEADS, KV_HEADS = 32, 8
 SHARD_ROWS = 8192
 SHARDS = (64, 128, 256, 512, 1024, 2048)
 _SEED = 0
-
-Work = Callable[[], object]
 
 
 class Case(NamedTuple):

@@ -18,6 +18,8 @@ import torch
 
 import distca
 
+Work = Callable[[], object]
+
 
 @dataclass(frozen=True)
 class Row:
@@ -84,16 +86,24 @@ def write_report(results: Sequence[Result], folder: Path) -> Path:
     return path
 
 
-def seconds(work: Callable[[], object]) -> float:
+def in_turn(*works: Work) -> Work:
+    """All of them, one after another."""
+
+    def all_of_them() -> None:
+        for work in works:
+            work()
+
+    return all_of_them
+
+
+def seconds(work: Work) -> float:
     """Time of one call."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
 
 
-def alternate(
-    works: Sequence[Callable[[], object]], rounds: int, timer: Callable[[Callable[[], object]], float] = seconds
-) -> list[list[float]]:
+def alternate(works: Sequence[Work], rounds: int, timer: Callable[[Work], float] = seconds) -> list[list[float]]:
     """Times of each of `works`, called in turn, every other round in reverse; the first round is not counted."""
     times: list[list[float]] = [[] for _ in works]
     for round_number in range(rounds + 1):

@@ -1,0 +1,19 @@
+"""What `distca doctor` says of one thing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked for, what was found, whether it is as it should be, and else what to do."""
+
+    name: str
+    found: str
+    fine: bool = True
+    advice: str = ""
+
+    def __str__(self) -> str:
+        mark = "ok " if self.fine else "!! "
+        return f"{mark}{self.name:<19}{self.found}" + (f"\n     -> {self.advice}" if self.advice else "")
