@@ -215,8 +215,8 @@ FAULTS = [
     Fault(
         "a first partial is added twice",
         "cpp/runtime/row_arithmetic.h",
-        "    copy_rows(sum, partial, n);\n    return;",
-        "    copy_rows(sum, partial, n);",
+        "e.starts ? table.terms[static_cast<size_t>(t++)]",
+        "e.starts ? table.terms[static_cast<size_t>(t)]",
         (STEPS, EXACT),
     ),
     Fault(

@@ -8,12 +8,13 @@
 #include <vector>
 
 #include "plan/plan.h"
+#include "runtime/reduce_table.h"
 #include "transport/put_table.h"
-#include "transport/reduce_table.h"
 #include "transport/send_table.h"
 
 using namespace distca;
 using namespace distca::cuda;
+using namespace distca::runtime;
 using namespace distca::transport;
 
 namespace {
@@ -173,10 +174,10 @@ int64_t check_reduction(const plan::SliceView& slice, uint64_t seed) {
   for (float& x : home.by_rows.arena) x = static_cast<float>(random.below(1 << 20)) / 999.f;
   home.by_table.arena = home.by_rows.arena;
   int64_t finished = 0, later = 0;
+  ReduceTable table;
   for (int64_t round = 0; round < h.num_rounds; ++round) {
-    const ReduceTable table =
-        reduce_table(slice, round, reinterpret_cast<std::byte*>(home.by_table.arena.data()),
-                     view(home.by_table.dk, h.kv_heads, h.dim), view(home.by_table.dv, h.kv_heads, h.v_dim));
+    table.fill(slice, round, reinterpret_cast<std::byte*>(home.by_table.arena.data()),
+               view(home.by_table.dk, h.kv_heads, h.dim), view(home.by_table.dv, h.kv_heads, h.v_dim));
     for (int32_t chunk = 0; chunk < table.num_chunks; ++chunk) {
       const ReduceEntry& e = table.entries[static_cast<size_t>(
           entry_of_chunk(table.entries.data(), static_cast<int32_t>(table.entries.size()), chunk))];

@@ -26,12 +26,7 @@ class CpuBackend final : public Backend {
   void copy(const RowView& to, const RowView& from, const RowExtent& n) override { copy_rows(to, from, n); }
   void finish() override {}
 
-  void accumulate(const RowView& sum, const RowView& partial, const RowExtent& n, bool assign) override {
-    runtime::accumulate(sum, partial, n, assign);
-  }
-  void cast(const RowView& to, DType dtype, const RowView& from, const RowExtent& n) override {
-    cast_rows(to, dtype, from, n);
-  }
+  void reduce(const ReduceTable& table, DType dtype) override { reduce_on_host(table, dtype); }
   void fill(const RowView& rows, const RowExtent& n, Fill value) override {
     if (value != Fill::kMinusInfinity) return fill_bytes(rows, n, value == Fill::kZero ? 0 : kNanByte);
     for (int64_t i = 0; i < n.num_rows; ++i)

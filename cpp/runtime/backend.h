@@ -10,6 +10,7 @@
 #include "attention/attention.h"
 #include "common/memory.h"
 #include "common/parallel.h"
+#include "runtime/reduce_table.h"
 #include "transport/streams.h"
 
 namespace distca::runtime {
@@ -26,10 +27,8 @@ class DISTCA_EXPORT Backend : public Memory {
   /// Throws the error that names what is supported, unless attention over such heads is.
   virtual void check(const HeadShape& heads, float softcap) const = 0;
 
-  /// sum (+)= partial, over [rows, heads, dim] fp32.
-  virtual void accumulate(const RowView& sum, const RowView& partial, const RowExtent& n, bool assign) = 0;
-  /// to = from, which is fp32 of the extent `n`, in `dtype`.
-  virtual void cast(const RowView& to, DType dtype, const RowView& from, const RowExtent& n) = 0;
+  /// The sums of a round; returned tensors are of `dtype`.
+  virtual void reduce(const ReduceTable& table, DType dtype) = 0;
   virtual void fill(const RowView& rows, const RowExtent& n, Fill value) = 0;
   /// As attention::row_dot.
   virtual void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout,

@@ -279,7 +279,6 @@ void Dispatcher::take_in(Step& step) {
     step.more = protocol_.exchange(round + 1 < step.num_rounds);
     receive_home(step, round);
   }
-  if (step.phase() == Phase::kBackward) finish_sums(step);
   fill_padding(step);
   if (protocol_.is_queued())
     poison(step);
@@ -314,31 +313,16 @@ void Dispatcher::send_home(const Step& step, int64_t round) {
 void Dispatcher::receive_home(const Step& step, int64_t round) {
   protocol_.await_rows(step.slice.waits(step.phase()), Direction::kOut, round);
   for (const plan::ReceiveRow& r : step.slice.receives(step.phase())) {
-    if (r.round != round) continue;
+    if (r.round != round || r.action != static_cast<int64_t>(plan::ReceiveAction::kCopy)) continue;
     const auto kind = static_cast<TensorKind>(r.tensor);
     const KvHeads heads = heads_of(r);
     const RowView source = step.in_arena(Direction::kOut, kind, heads, r.source);
     const RowExtent n = step.extent(Direction::kOut, kind, heads, r.num_rows);
-    const auto action = static_cast<plan::ReceiveAction>(r.action);
-    if (action == plan::ReceiveAction::kCopy)
-      backend_.copy(step.local(kind, heads, r.row), source, n);
-    else
-      backend_.accumulate(step.in_arena(Direction::kOut, kind, heads, r.sum), source, n,
-                          action == plan::ReceiveAction::kAssign);
+    backend_.copy(step.local(kind, heads, r.row), source, n);
   }
-}
-
-void Dispatcher::finish_sums(const Step& step) {
-  for (const plan::SumRow& s : step.slice.sums()) {
-    const KvHeads heads = heads_of(s);
-    const auto finish = [&](TensorKind kind, TensorKind sum, int64_t offset) {
-      backend_.cast(step.local(kind, heads, s.row), step.heads.dtype,
-                    step.in_arena(Direction::kOut, sum, heads, offset),
-                    step.extent(Direction::kOut, sum, heads, s.num_rows));
-    };
-    finish(TensorKind::kDk, TensorKind::kDkPartial, s.dk);
-    finish(TensorKind::kDv, TensorKind::kDvPartial, s.dv);
-  }
+  if (step.phase() == Phase::kForward) return;
+  reduce_table_.fill(step.slice, round, step.arena, step.local(TensorKind::kDk), step.local(TensorKind::kDv));
+  if (!reduce_table_.entries.empty()) backend_.reduce(reduce_table_, step.heads.dtype);
 }
 
 void Dispatcher::fill_padding(const Step& step) {

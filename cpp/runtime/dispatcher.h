@@ -86,7 +86,6 @@ class Dispatcher {
   std::span<const attention::KeyGradRun> add_gradient_runs(const Step& step, const plan::GroupRow& g);
   void send_home(const Step& step, int64_t round);
   void receive_home(const Step& step, int64_t round);
-  void finish_sums(const Step& step);
   void fill_padding(const Step& step);
   void fill_nan(const Step& step);
   void poison(const Step& step);
@@ -100,6 +99,7 @@ class Dispatcher {
   std::vector<attention::KeyGroup> groups_;
   std::vector<attention::Task> tasks_;
   std::vector<attention::KeyGradRun> grads_;
+  ReduceTable reduce_table_;
 };
 
 /// What is kept of a step from its dispatch until it is collected.

@@ -52,11 +52,8 @@ class QueuedBackend final : public Backend {
     queue([=](Backend& cpu) { cpu.copy(to, from, n); });
   }
   void finish() override { streams_->hand_over(); }
-  void accumulate(const RowView& sum, const RowView& partial, const RowExtent& n, bool assign) override {
-    queue([=](Backend& cpu) { cpu.accumulate(sum, partial, n, assign); });
-  }
-  void cast(const RowView& to, DType dtype, const RowView& from, const RowExtent& n) override {
-    queue([=](Backend& cpu) { cpu.cast(to, dtype, from, n); });
+  void reduce(const ReduceTable& table, DType dtype) override {
+    queue([table, dtype](Backend& cpu) { cpu.reduce(table, dtype); });
   }
   void fill(const RowView& rows, const RowExtent& n, Fill value) override {
     queue([=](Backend& cpu) { cpu.fill(rows, n, value); });

@@ -21,12 +21,7 @@ class ReplayBackend final : public Backend {
   std::shared_ptr<std::byte> allocate(int64_t bytes) override { return cpu_->allocate(bytes); }
   void copy(const RowView& to, const RowView& from, const RowExtent& n) override { cpu_->copy(to, from, n); }
   void finish() override { cpu_->finish(); }
-  void accumulate(const RowView& sum, const RowView& partial, const RowExtent& n, bool assign) override {
-    cpu_->accumulate(sum, partial, n, assign);
-  }
-  void cast(const RowView& to, DType dtype, const RowView& from, const RowExtent& n) override {
-    cpu_->cast(to, dtype, from, n);
-  }
+  void reduce(const ReduceTable& table, DType dtype) override { cpu_->reduce(table, dtype); }
   void fill(const RowView& rows, const RowExtent& n, Fill value) override { cpu_->fill(rows, n, value); }
   void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout, const RowView& delta,
                const Parallel& parallel) override {

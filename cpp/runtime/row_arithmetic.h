@@ -1,11 +1,13 @@
 // What the dispatcher does with the elements of rows: sums and casts of gradients, fills.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
 #include "common/dtype.h"
 #include "common/rows.h"
+#include "runtime/reduce_table.h"
 
 namespace distca::runtime {
 
@@ -13,34 +15,34 @@ inline float* float_at(const RowView& view, int64_t row, int64_t head) {
   return reinterpret_cast<float*>(view.at(row, head));
 }
 
-/// sum (+)= partial, over [rows, heads, dim] fp32.
-inline void accumulate(const RowView& sum, const RowView& partial, const RowExtent& n, bool assign) {
-  if (assign) {
-    copy_rows(sum, partial, n);
+/// fp32 in another dtype.
+inline void cast_values(std::byte* to, DType dtype, const float* from, int64_t n) {
+  if (dtype == DType::kFloat32) {
+    std::memcpy(to, from, static_cast<size_t>(n) * sizeof(float));
     return;
   }
-  const int64_t dim = n.head_bytes / 4;
-  for (int64_t i = 0; i < n.num_rows; ++i) {
-    for (int64_t h = 0; h < n.num_heads; ++h) {
-      float* to = float_at(sum, i, h);
-      const float* from = float_at(partial, i, h);
-      for (int64_t d = 0; d < dim; ++d) to[d] += from[d];
-    }
-  }
+  auto* const out = reinterpret_cast<uint16_t*>(to);
+  for (int64_t i = 0; i < n; ++i) out[i] = dtype == DType::kBFloat16 ? float_to_bf16(from[i]) : float_to_fp16(from[i]);
 }
 
-inline void cast_rows(const RowView& to, DType dtype, const RowView& from, const RowExtent& n) {
-  if (dtype == DType::kFloat32) {
-    copy_rows(to, from, n);
-    return;
-  }
-  const int64_t dim = n.head_bytes / 4;
-  for (int64_t i = 0; i < n.num_rows; ++i) {
-    for (int64_t h = 0; h < n.num_heads; ++h) {
-      auto* out = reinterpret_cast<uint16_t*>(to.at(i, h));
-      const float* in = float_at(from, i, h);
-      for (int64_t d = 0; d < dim; ++d)
-        out[d] = dtype == DType::kBFloat16 ? float_to_bf16(in[d]) : float_to_fp16(in[d]);
+/// What the kernel of a GPU does with the sums of a round.
+inline void reduce_on_host(const ReduceTable& table, DType dtype) {
+  constexpr int64_t kAtOnce = 512;  // values of a head, which stay in the first cache
+  for (const ReduceEntry& e : table.entries) {
+    float sum[kAtOnce];
+    for (int64_t i = 0, n = 0; i < e.num_values; i += n) {
+      n = std::min(kAtOnce, e.dim - i % e.dim);
+      int32_t t = e.first_term;
+      const auto bytes = static_cast<size_t>(n) * sizeof(float);
+      std::memcpy(sum, (e.starts ? table.terms[static_cast<size_t>(t++)] : e.sum) + i, bytes);
+      for (; t < e.first_term + e.num_terms; ++t) {
+        const float* const term = table.terms[static_cast<size_t>(t)] + i;
+        for (int64_t d = 0; d < n; ++d) sum[d] += term[d];
+      }
+      if (e.finishes)
+        cast_values(place_of_value(e, i, static_cast<int32_t>(dtype_bytes(dtype))), dtype, sum, n);
+      else
+        std::memcpy(e.sum + i, sum, bytes);
     }
   }
 }

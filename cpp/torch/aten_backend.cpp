@@ -105,16 +105,23 @@ class AtenBackend final : public runtime::Backend {
     torch::stable::copy_(host, anchor_);
   }
 
-  void accumulate(const RowView& sum, const RowView& partial, const RowExtent& n, bool assign) override {
-    if (assign) return copy(sum, partial, n);
-    if (n.bytes() == 0) return;
-    const Tensor to = fp32(sum, n);
-    aten::assign(to, aten::add(to, fp32(partial, n)));
-  }
-
-  void cast(const RowView& to, DType dtype, const RowView& from, const RowExtent& n) override {
-    if (n.bytes() == 0) return;
-    aten::assign(view(to, n.num_rows, n.num_heads, n.head_bytes / 4, scalar_type(dtype)), fp32(from, n));
+  void reduce(const runtime::ReduceTable& table, DType dtype) override {
+    for (const runtime::ReduceEntry& e : table.entries) {
+      const int64_t head_bytes = e.dim * 4, num_rows = e.num_values / e.num_heads / e.dim;
+      const RowExtent n{num_rows, e.num_heads, head_bytes};
+      const auto dense = [&](const float* values) {
+        auto* const data = reinterpret_cast<std::byte*>(const_cast<float*>(values));
+        return fp32({data, e.num_heads * head_bytes, head_bytes}, n);
+      };
+      const float* const* term = table.terms.data() + e.first_term;
+      Tensor sum = dense(e.starts ? *term++ : e.sum);
+      for (; term != table.terms.data() + e.first_term + e.num_terms; ++term) sum = aten::add(sum, dense(*term));
+      if (e.finishes)
+        aten::assign(view({e.to, e.to_row_stride, e.to_head_stride}, num_rows, e.num_heads, e.dim, scalar_type(dtype)),
+                     sum);
+      else if (sum.data_ptr() != static_cast<void*>(e.sum))
+        aten::assign(dense(e.sum), sum);
+    }
   }
 
   void fill(const RowView& rows, const RowExtent& n, Fill value) override {

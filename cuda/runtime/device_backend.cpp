@@ -9,6 +9,8 @@
 #include "runtime/check.h"
 #include "runtime/device_guard.h"
 #include "runtime/rows.h"
+#include "transport/reduce.h"
+#include "transport/table_ring.h"
 
 namespace distca::cuda {
 namespace {
@@ -55,14 +57,15 @@ class DeviceBackend final : public runtime::Backend {
     cuda::check(cudaStreamSynchronize(stream()), "work on the GPU");
   }
 
-  void accumulate(const RowView& sum, const RowView& partial, const RowExtent& n, bool assign) override {
-    if (assign) return copy(sum, partial, n);
+  void reduce(const runtime::ReduceTable& table, DType dtype) override {
     const DeviceGuard guard(device_);
-    add_rows(sum, partial, n, stream());
-  }
-  void cast(const RowView& to, DType dtype, const RowView& from, const RowExtent& n) override {
-    const DeviceGuard guard(device_);
-    cast_rows(to, dtype, from, n, stream());
+    const cudaStream_t on = stream();
+    const auto [entries, terms] =
+        tables_.upload<2>({std::as_bytes(std::span(table.entries)), std::as_bytes(std::span(table.terms))}, on);
+    reduce_rows({reinterpret_cast<const runtime::ReduceEntry*>(entries), reinterpret_cast<const float* const*>(terms),
+                 static_cast<int32_t>(table.entries.size()), table.num_chunks},
+                dtype, on);
+    tables_.done(on);
   }
   void fill(const RowView& rows, const RowExtent& n, runtime::Fill value) override {
     const DeviceGuard guard(device_);
@@ -139,6 +142,7 @@ class DeviceBackend final : public runtime::Backend {
   int major_ = 0, minor_ = 0;
   std::optional<attention::cuda::CudaAttention> kernels_;
   Buffer scratch_, sinks_;
+  TableRing tables_;
   std::vector<attention::KeyGroup> groups_;
 };
 

@@ -57,22 +57,6 @@ void copy_words(const RowView& to, const RowView& from, const RowExtent& n, cuda
   });
 }
 
-template <class Element>
-__device__ Element rounded(float x) {
-  if constexpr (std::is_same_v<Element, __nv_bfloat16>)
-    return __float2bfloat16_rn(x);
-  else
-    return __float2half_rn(x);
-}
-
-template <class Element>
-void cast_words(const RowView& to, const RowView& from, const RowExtent& n, cudaStream_t stream) {
-  launch(n, sizeof(float), stream, [=] __device__(int64_t row, int head, int piece) {
-    reinterpret_cast<Element*>(address(to, row, head))[piece] =
-        rounded<Element>(reinterpret_cast<const float*>(address(from, row, head))[piece]);
-  });
-}
-
 __device__ float as_float(float x) { return x; }
 __device__ float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ float as_float(__half x) { return __half2float(x); }
@@ -117,24 +101,6 @@ void copy_rows(const RowView& to, const RowView& from, const RowExtent& n, cudaS
       return copy_words<uint32_t>(to, from, n, stream);
     default:
       return copy_words<uint16_t>(to, from, n, stream);
-  }
-}
-
-void add_rows(const RowView& sum, const RowView& partial, const RowExtent& n, cudaStream_t stream) {
-  launch(n, sizeof(float), stream, [=] __device__(int64_t row, int head, int piece) {
-    reinterpret_cast<float*>(address(sum, row, head))[piece] +=
-        reinterpret_cast<const float*>(address(partial, row, head))[piece];
-  });
-}
-
-void cast_rows(const RowView& to, DType dtype, const RowView& from, const RowExtent& n, cudaStream_t stream) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return copy_rows(to, from, n, stream);
-    case DType::kBFloat16:
-      return cast_words<__nv_bfloat16>(to, from, n, stream);
-    case DType::kFloat16:
-      return cast_words<__half>(to, from, n, stream);
   }
 }
 

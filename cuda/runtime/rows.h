@@ -1,5 +1,5 @@
 // What a GPU does with rows besides attention: the same operations as the CPU's, on device memory, in the order of a
-// stream. Sums are made in a fixed order, so they have the same bits in every run.
+// stream.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,10 +11,6 @@ namespace distca::cuda {
 
 /// to = from; views may lie on two devices that can address each other.
 void copy_rows(const RowView& to, const RowView& from, const RowExtent& n, cudaStream_t stream);
-/// sum += partial, both fp32.
-void add_rows(const RowView& sum, const RowView& partial, const RowExtent& n, cudaStream_t stream);
-/// to = from (fp32, of the extent `n`) rounded to `dtype`, to nearest even.
-void cast_rows(const RowView& to, DType dtype, const RowView& from, const RowExtent& n, cudaStream_t stream);
 /// Every 4 bytes of the rows become `word`; head_bytes is a multiple of 4.
 void fill_rows(const RowView& rows, const RowExtent& n, uint32_t word, cudaStream_t stream);
 /// delta[i, h] = sum over dim of out[i, h, :] * dout[i, h, :], in fp32.

@@ -1,14 +1,20 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <math_constants.h>
 
 #include <algorithm>
 
 #include "runtime/check.h"
+#include "transport/put_table.h"
 #include "transport/reduce.h"
 
 namespace distca::cuda {
 namespace {
+
+using runtime::Four;
+using runtime::kReduceChunk;
+using runtime::place_of_value;
+using runtime::reduced;
+using runtime::ReduceEntry;
 
 constexpr int kThreads = 256;
 constexpr int kMaxBlocks = 132 * 8;
@@ -18,8 +24,7 @@ __device__ void store(__nv_bfloat16* to, float x) { *to = __float2bfloat16_rn(x)
 __device__ void store(__half* to, float x) { *to = __float2half_rn(x); }
 
 template <class Element>
-__global__ void __launch_bounds__(kThreads) reduce_kernel(DeviceReduceTable table, Guard guard) {
-  const bool stopped = transport::is_stopped(guard);
+__global__ void __launch_bounds__(kThreads) reduce_kernel(DeviceReduceTable table) {
   for (int32_t chunk = blockIdx.x; chunk < table.num_chunks; chunk += gridDim.x) {
     const ReduceEntry& e = table.entries[transport::entry_of_chunk(table.entries, table.num_entries, chunk)];
     const int64_t begin = (chunk - e.first_chunk) * kReduceChunk;
@@ -33,25 +38,25 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(DeviceReduceTable tabl
       // One by one: the returned tensor need not be aligned.
       auto* const to = reinterpret_cast<Element*>(place_of_value(e, i, sizeof(Element)));
 #pragma unroll
-      for (int j = 0; j < 4; ++j) store(to + j, stopped ? CUDART_NAN_F : sum.x[j]);
+      for (int j = 0; j < 4; ++j) store(to + j, sum.x[j]);
     }
   }
 }
 
 }  // namespace
 
-void reduce_rows(const DeviceReduceTable& table, DType dtype, const Guard& guard, cudaStream_t stream) {
+void reduce_rows(const DeviceReduceTable& table, DType dtype, cudaStream_t stream) {
   if (table.num_chunks == 0) return;
   const auto blocks = static_cast<unsigned>(std::min<int32_t>(table.num_chunks, kMaxBlocks));
   switch (dtype) {
     case DType::kFloat32:
-      reduce_kernel<float><<<blocks, kThreads, 0, stream>>>(table, guard);
+      reduce_kernel<float><<<blocks, kThreads, 0, stream>>>(table);
       break;
     case DType::kBFloat16:
-      reduce_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(table, guard);
+      reduce_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(table);
       break;
     case DType::kFloat16:
-      reduce_kernel<__half><<<blocks, kThreads, 0, stream>>>(table, guard);
+      reduce_kernel<__half><<<blocks, kThreads, 0, stream>>>(table);
       break;
   }
   check(cudaGetLastError(), "the kernel that adds key gradients");

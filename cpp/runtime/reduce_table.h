@@ -1,17 +1,18 @@
-// What one launch of the reduce kernel does: the partial dk, dv that came home in one round are added in the order of
-// the plan, in fp32, in one pass; where no later round adds to a row, it is cast into the returned tensor in that pass.
-// Made on the host from a slice; what a thread does is the same function on host and device. Knows nothing of CUDA.
+// The sums of one round of a backward step at home: the partial dk, dv that came are added in the order of the plan, in
+// fp32, in one pass; where no later round adds to a row, it is cast into the returned tensor in that pass. What a
+// thread of the GPU's kernel does is the same function on host and device.
 #pragma once
 
 #include <cstdint>
 #include <span>
 #include <vector>
 
+#include "common/error.h"
 #include "common/host_device.h"
+#include "common/rows.h"
 #include "plan/tables.h"
-#include "transport/put_table.h"
 
-namespace distca::cuda {
+namespace distca::runtime {
 
 /// Rows of dk or dv of a range of heads: [rows, heads, dim] values, which lie densely in fp32 but in the returned
 /// tensor.
@@ -52,14 +53,18 @@ DISTCA_HOST_DEVICE inline std::byte* place_of_value(const ReduceEntry& e, int64_
          i % e.dim * element_bytes;
 }
 
-struct ReduceTable {
+/// Used again and again, it allocates nothing once it has seen the largest round.
+class DISTCA_EXPORT ReduceTable {
+ public:
   std::vector<ReduceEntry> entries;
   std::vector<const float*> terms;
   int32_t num_chunks = 0;
+
+  /// Round `round` of a backward step at home. `arena` is the slot's, `dk` and `dv` are the returned tensors.
+  void fill(const plan::SliceView& slice, int64_t round, std::byte* arena, const RowView& dk, const RowView& dv);
+
+ private:
+  std::vector<const plan::ReceiveRow*> order_;
 };
 
-/// Round `round` of a backward step at home. `arena` is the slot's, `dk` and `dv` are the returned tensors.
-ReduceTable reduce_table(const plan::SliceView& slice, int64_t round, std::byte* arena, const RowView& dk,
-                         const RowView& dv);
-
-}  // namespace distca::cuda
+}  // namespace distca::runtime
