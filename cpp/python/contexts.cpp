@@ -28,6 +28,8 @@ namespace {
 
 using Milliseconds = std::chrono::milliseconds;
 
+constexpr Milliseconds kConnecting{120'000};
+
 runtime::ContextOptions context_options(std::string name, int64_t slot_bytes, double timeout,
                                         const plan::CostModel& cost, int64_t epoch) {
   require(timeout > 0 && timeout < 1e9, "context: timeout = ", timeout, " s; a positive number of seconds is expected");
@@ -165,7 +167,8 @@ py::bytes make_nvshmem_id() {
 
 ContextPtr make_nvshmem_context(int rank, int num_ranks, const std::string& unique_id, int device,
                                 const std::string& attention, std::string name, int64_t slot_bytes, double timeout,
-                                const plan::CostModel& cost, int64_t epoch) {
+                                const plan::CostModel& cost, int64_t epoch, transport::ShmListener* listener,
+                                const std::vector<std::string>& addresses, int put_blocks) {
   const transport::NvshmemLibrary& library = need_nvshmem();
   const auto options = context_options(std::move(name), slot_bytes, timeout, cost, epoch);
   transport::NvshmemGroup group{.rank = rank, .num_ranks = num_ranks, .device = device};
@@ -174,9 +177,13 @@ ContextPtr make_nvshmem_context(int rank, int num_ranks, const std::string& uniq
   std::memcpy(group.unique_id.data(), unique_id.data(), unique_id.size());
   const runtime::HeapNeeds needs = runtime::heap_needs(num_ranks, slot_bytes);
   const py::gil_scoped_release release;
-  auto backend = runtime::make_backend(message("cuda:", device), attention);
-  auto transport = library.connect(group, needs.heap_bytes, needs.num_signals, backend);
-  return register_context(std::move(transport), options, {}, std::move(backend));
+  runtime::Device mine = runtime::make_device(message("cuda:", device), attention, options.timeout, put_blocks);
+  std::unique_ptr<transport::Transport> control;
+  if (listener != nullptr)
+    control = transport::connect_shm(std::move(*listener), rank, addresses, 0, needs.num_signals, kConnecting);
+  auto transport = library.connect(group, needs.heap_bytes, needs.num_signals, mine.backend, std::move(control),
+                                   std::move(mine.streams));
+  return register_context(std::move(transport), options, {}, std::move(mine.backend));
 }
 
 /// Throws the error of the core that the Python exception stands for.
@@ -305,7 +312,8 @@ void bind_contexts(py::module_& m) {
         py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"), py::arg("epoch"));
   m.def("connect_nvshmem", &make_nvshmem_context, py::kw_only(), py::arg("rank"), py::arg("num_ranks"),
         py::arg("unique_id"), py::arg("device"), py::arg("attention"), py::arg("name"), py::arg("slot_bytes"),
-        py::arg("timeout"), py::arg("cost"), py::arg("epoch"));
+        py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("listener"), py::arg("addresses"),
+        py::arg("put_blocks"));
   py::class_<transport::ShmListener>(m, "ShmListener")
       .def(py::init<>())
       .def_property_readonly("address", &transport::ShmListener::address);

@@ -166,6 +166,9 @@ def connect_nvshmem(
     timeout: float,
     cost: CostModel,
     epoch: int,
+    listener: ShmListener | None,
+    addresses: Sequence[str],
+    put_blocks: int,
 ) -> Context: ...
 def cpu_isa() -> str: ...
 def measure_peak_flops(dtype: int, num_threads: int, seconds: float) -> float: ...

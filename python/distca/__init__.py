@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
 from distca.checkpoint import save_core_attention
-from distca.context import Context, get_context, init, loopback
+from distca.context import Context, check, get_context, init, loopback
 from distca.cost import CostModel
 from distca.errors import (
     CapacityError,
@@ -74,6 +74,7 @@ __all__ = [
     "Transfer",
     "attention",
     "core_attention",
+    "check",
     "get_context",
     "halves",
     "init",

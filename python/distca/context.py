@@ -122,6 +122,15 @@ class Context:
         return f"Context({self.name!r}, rank {self.rank} of {self.num_ranks}, {self.transport})"
 
 
+def check() -> None:
+    """Raises the first fault that a context of this process has met; waits for nothing. See `Context.check`.
+
+    Steps on a GPU are queued: after ``torch.cuda.synchronize()`` this says whether what they returned may be used.
+    """
+    for context in list(_contexts.values()):
+        context.check()
+
+
 def get_context(name: str = "default") -> Context | None:
     """The open context of that name, or None."""
     return _contexts.get(name)
@@ -232,7 +241,7 @@ def init(
         )[0]
         return Context(core, heads, cost)
     if transport == "nvshmem":
-        return Context(nvshmem.connect(group, device, attention, name, options), heads, cost)
+        return Context(nvshmem.connect(group, device, attention, name, options, put_ctas), heads, cost)
     if group is not None and transport == "torch":
         return _over_torch(group, name, heads, cost, options)
     listener = _C.ShmListener()
@@ -240,7 +249,7 @@ def init(
     addresses = gather_text(listener.address, group) if group is not None else [listener.address]
     if group is not None and transport == "auto" and link is None and not _C.share_memory(addresses):
         if device != "cpu":
-            return Context(nvshmem.connect(group, device, attention, name, options), heads, cost)
+            return Context(nvshmem.connect(group, device, attention, name, options, put_ctas), heads, cost)
         return _over_torch(group, name, heads, cost, options)
     mesh: dict[str, Any] = {
         "listener": listener,

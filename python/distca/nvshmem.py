@@ -59,9 +59,17 @@ def heap_bytes_of_environment() -> int | None:
 
 
 def connect(
-    group: dist.ProcessGroup | None, device: str, attention: str, name: str, options: dict[str, Any]
+    group: dist.ProcessGroup | None,
+    device: str,
+    attention: str,
+    name: str,
+    options: dict[str, Any],
+    put_ctas: int | None = None,
 ) -> _C.Context:
-    """Makes this process a rank; collective over the group. ``device`` is ``"cuda:"`` and a number."""
+    """Makes this process a rank; collective over the group. ``device`` is ``"cuda:"`` and a number.
+
+    Where all ranks are on one host, and their GPUs load and store each other's memory, steps are queued on streams.
+    """
     rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
     unique_id, problem = b"", status()[1]
     if rank == 0 and not problem:
@@ -81,6 +89,9 @@ def connect(
             f"init: the ranks' slots have {slots} bytes; give all ranks the same heap_bytes, or max_tokens and heads"
         )
     unique_id = bytes.fromhex(told[0][1])
+    listener = _C.ShmListener()
+    addresses = gather_text(listener.address, group) if group is not None else [listener.address]
+    on_one_host = _C.share_memory(addresses)
     return _C.connect_nvshmem(
         rank=rank,
         num_ranks=num_ranks,
@@ -88,5 +99,8 @@ def connect(
         device=int(device.removeprefix("cuda:")),
         attention=attention,
         name=name,
+        listener=listener if on_one_host else None,
+        addresses=addresses,
+        put_blocks=put_ctas or 0,
         **options,
     )

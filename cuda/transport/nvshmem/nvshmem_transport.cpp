@@ -14,6 +14,7 @@
 #include "transport/nvshmem/send.h"
 #include "transport/nvshmem/world.h"
 #include "transport/put.h"
+#include "transport/stream_transport.h"
 
 namespace distca::cuda {
 namespace {
@@ -21,6 +22,7 @@ namespace {
 constexpr int64_t kPage = 4096;
 constexpr int64_t kSendArenaBytes = int64_t{256} << 20;
 constexpr std::chrono::microseconds kPoll{20};
+constexpr std::chrono::seconds kConnecting{120};
 
 int64_t whole_pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
@@ -192,7 +194,8 @@ class NvshmemTransport final : public transport::Transport {
       const DevicePutTable table{entries_.upload(table_.entries(), stream_),
                                  messages_.upload(std::span<const PutMessage>(&message, 1), stream_), flags_.data() + 1,
                                  static_cast<int32_t>(table_.entries().size()), table_.num_chunks()};
-      const int32_t blocks = transport::blocks_for(transport::LinkModel{}, table_.num_chunks(), bytes_under_way_of_a_block());
+      const int32_t blocks =
+          transport::blocks_for(transport::LinkModel{}, table_.num_chunks(), bytes_under_way_of_a_block());
       put_rows(table, guard(), blocks, stream_);
     }
     if (p.heap == nullptr) {
@@ -232,13 +235,45 @@ class NvshmemTransport final : public transport::Transport {
   DeviceArray<SendPiece> pieces_;
 };
 
+/// Whether `mine` holds on all ranks.
+bool holds_on_all(transport::Transport& control, bool mine, std::chrono::milliseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  for (int p = 0; p < control.num_ranks(); ++p) control.signal(p, control.rank(), mine ? 2 : 1);
+  bool all = true;
+  for (int p = 0; p < control.num_ranks(); ++p) {
+    const bool came = control.wait(p, 1, deadline, [&] {
+      require<PeerDiedError>(!control.departed(p), "rank ", p, " is gone before NVSHMEM could begin");
+    });
+    require<PeerTimeoutError>(came, "rank ", p, " does not say which GPUs it reaches");
+    all = all && control.load(p) == 2;
+  }
+  return all;
+}
+
 }  // namespace
 
 std::unique_ptr<transport::Transport> connect_nvshmem(const transport::NvshmemGroup& group, int64_t heap_bytes,
-                                                      int64_t num_signals, std::shared_ptr<Memory> memory) {
+                                                      int64_t num_signals, std::shared_ptr<Memory> memory,
+                                                      std::unique_ptr<transport::Transport> control,
+                                                      std::shared_ptr<transport::Streams> streams) {
   require(memory != nullptr, "the nvshmem transport moves rows between GPUs, and the rank's rows lie on the host");
   join_world(group);
-  return std::make_unique<NvshmemTransport>(group, heap_bytes, num_signals, std::move(memory));
+  const auto host_driven = [&] {
+    return std::make_unique<NvshmemTransport>(group, heap_bytes, num_signals, std::move(memory));
+  };
+  if (control == nullptr || streams == nullptr) return host_driven();
+  const int64_t words_bytes = whole_pages(num_signals * 8);
+  const std::span<std::byte> own = allocate_symmetric(words_bytes + whole_pages(heap_bytes));
+  transport::DeviceHeaps heaps{.ranks = {}, .heap_bytes = heap_bytes, .num_words = num_signals, .owner = nullptr};
+  bool reaches_all = true;
+  for (int p = 0; p < group.num_ranks; ++p) {
+    auto* const base = static_cast<std::byte*>(nvshmem_ptr(own.data(), p));
+    reaches_all = reaches_all && base != nullptr;
+    heaps.ranks.push_back({base + words_bytes, reinterpret_cast<uint64_t*>(base)});
+  }
+  if (!holds_on_all(*control, reaches_all, kConnecting)) return host_driven();
+  return std::make_unique<transport::StreamTransport>("nvshmem", std::move(control), std::move(streams),
+                                                      std::move(heaps));
 }
 
 }  // namespace distca::cuda

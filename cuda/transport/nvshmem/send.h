@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "transport/send_table.h"
 #include "transport/guard.h"
+#include "transport/send_table.h"
 
 namespace distca::cuda {
 
