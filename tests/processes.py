@@ -294,15 +294,15 @@ def connect_to(
     reorder_seed: int | None = None,
     progress_thread: bool = False,
     heads: distca.Heads = HEADS,
-    streams: bool = False,
+    device: str = "",
 ) -> distca.Context:
-    """With `streams` over what stands on the CPU for GPUs that write into each other's memory."""
-    if streams:
+    """With a device: ranks that write into each other's GPU, or on "cpu" into what stands for one."""
+    if device:
         core = _C.connect_ipc(
             listener=listener,
             rank=rank,
             addresses=addresses,
-            device="cpu",
+            device=device,
             attention="auto",
             put_blocks=0,
             name=name,

@@ -6,14 +6,12 @@ What they compute is what the host does; a fault comes as NaN at once and as an 
 from __future__ import annotations
 
 import time
-from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
 import distca
 from plan_reader import read_slice
-from processes import Group, connect, fault_of, held, plan_for, tensors_for
 from support import (
     Batch,
     data_parallel,
@@ -71,62 +69,6 @@ def test_gradients_that_come_home_in_rounds_give_the_bits_of_the_host() -> None:
             results.append(on_all_ranks(contexts, lambda rank, context: run_step(batch, plan, context)))
     for on_host, queued in zip(*results, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(on_host, queued, strict=True))
-
-
-# ---- processes, each with memory of its own that the others write into
-
-
-def step_until_a_fault(rank: int, ranks: int, pipe: Connection) -> None:
-    before = held()
-    plan = plan_for(ranks, rank)
-
-    def step(context: distca.Context) -> list[torch.Tensor]:
-        q, k, v, dout = tensors_for(plan)
-        out, lse = distca.core_attention(q, k, v, plan, context=context)
-        out.backward(dout)
-        return [out.detach(), lse, *(t.grad for t in (q, k, v) if t.grad is not None)]
-
-    with connect(rank, pipe, streams=True) as context:
-        results = [step(context) for _ in range(5)]
-        assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
-        pipe.send([t.detach().numpy() for t in results[0]])  # numpy: torch's own way would leave memory behind
-    pipe.send([one for one in held() if one not in before])
-    with connect(rank, pipe, streams=True) as context:
-        pipe.send("joined")
-        while not (fault := fault_of(lambda: step(context)))[0]:
-            pass
-        pipe.send(fault)
-        pipe.send(fault_of(context.check))
-
-
-@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (3, 1), (3, 2)])
-def test_processes_give_the_bits_of_loopback_leave_nothing_and_name_one_that_is_killed(ranks: int, victim: int) -> None:
-    plans = [plan_for(ranks, rank) for rank in range(ranks)]
-
-    def step(rank: int, context: distca.Context) -> list[torch.Tensor]:
-        q, k, v, dout = tensors_for(plans[rank])
-        out, lse = distca.core_attention(q, k, v, plans[rank], context=context)
-        out.backward(dout)
-        return [out.detach(), lse, *(t.grad for t in (q, k, v) if t.grad is not None)]
-
-    with loopback_group(plans) as contexts:
-        expected = on_all_ranks(contexts, step)
-    with Group(step_until_a_fault, ranks) as group:
-        group.exchange_addresses()
-        for rank in range(ranks):
-            for a, b in zip(group.receive(rank), expected[rank], strict=True):
-                assert torch.equal(torch.from_numpy(a), b)
-        for rank in range(ranks):
-            assert group.receive(rank) == []
-        group.exchange_addresses()
-        for rank in range(ranks):
-            assert group.receive(rank) == "joined"
-        group.kill(victim)
-        for rank in set(range(ranks)) - {victim}:
-            kind, message = group.receive(rank)
-            assert kind == "PeerDiedError" and f"rank {victim} died" in message, (kind, message)
-            kind, message = group.receive(rank)
-            assert kind == "ContextPoisonedError" and f"rank {victim} died" in message, (kind, message)
 
 
 # ---- faults
