@@ -269,6 +269,13 @@ void bind_context(py::module_& m) {
                spans.emplace_back(s.name, s.is_wait, s.step, s.slot, s.phase, s.peer, s.begin_ns, s.end_ns);
              return spans;
            })
+      .def("take_copies",
+           [](runtime::Context& c) {
+             std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> copies;
+             for (const runtime::Copy& copy : c.take_copies())
+               copies.emplace_back(copy.peer, copy.bytes, copy.begin_ns, copy.end_ns);
+             return copies;
+           })
       .def("take_transfers",
            [](runtime::Context& c) {
              std::vector<std::tuple<int, int64_t, int64_t, int64_t>> transfers;

@@ -10,7 +10,7 @@ namespace {
 
 struct Registry {
   std::mutex mutex;
-  std::map<std::string, std::shared_ptr<Context>> contexts;
+  std::map<std::string, std::shared_ptr<Context>, std::less<>> contexts;
 };
 
 /// The one piece of global state of the library. Never destroyed: operators may run while the process exits.
@@ -146,7 +146,7 @@ void Context::attend(uint64_t step, const Parallel& parallel) {
 std::shared_ptr<void> Context::collect(uint64_t step, plan::Phase phase) {
   const Call call(*this);
   Dispatcher::Step& s = dispatcher_.step_for(Part::kCollect, step);
-  require(s.phase() == phase, "collect: ", s.id.name(), " is of the other phase");
+  if (s.phase() != phase) throw InvalidArgumentError(message("collect: ", s.id.name(), " is of the other phase"));
   return guarded([&] { return dispatcher_.collect(s); });
 }
 
@@ -185,7 +185,7 @@ void add_context(std::shared_ptr<Context> context) {
           "\" exists already; close it first, or choose another name");
 }
 
-std::shared_ptr<Context> find_context(const std::string& name) {
+std::shared_ptr<Context> find_context(std::string_view name) {
   Registry& r = registry();
   const std::lock_guard lock(r.mutex);
   const auto found = r.contexts.find(name);

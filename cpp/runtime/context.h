@@ -10,6 +10,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -81,9 +82,10 @@ class DISTCA_EXPORT Context {
   /// yet, or of which a peer has told. Waits for nothing.
   void check();
 
-  /// Spans of this rank's steps since the call before, of which there are some once the trace is on. Not during a call.
+  /// Spans and copies of this rank's steps since the call before, where the trace is on. Not during a call.
   void set_trace(bool on) { protocol_.trace().set_on(on); }
   std::vector<Span> take_trace() { return protocol_.trace().take(); }
+  std::vector<Copy> take_copies() { return protocol_.trace().take_copies(); }
 
   /// For tests: fill arenas and returned tensors with NaN before every step.
   void set_fill_with_nan(bool on) { dispatcher_.set_fill_with_nan(on); }
@@ -114,7 +116,7 @@ class DISTCA_EXPORT Context {
 /// Registers a context under its name; a name in use is an error.
 DISTCA_EXPORT void add_context(std::shared_ptr<Context> context);
 /// The context of that name, or an InvalidArgumentError that lists the names there are.
-DISTCA_EXPORT std::shared_ptr<Context> find_context(const std::string& name);
+DISTCA_EXPORT std::shared_ptr<Context> find_context(std::string_view name);
 /// Takes the context out of the registry; false if there was none.
 DISTCA_EXPORT bool remove_context(const std::string& name);
 

@@ -58,10 +58,12 @@ Dispatcher::Step& Dispatcher::step_for(Part part, uint64_t number) {
   Step* const s = find(number);
   const char* const name = part == Part::kAttend ? "attend" : "collect";
   require(s != nullptr, name, ": step ", number, " is not under way; a step is collected once");
-  require(part != Part::kAttend || s->state == Step::State::kDispatched, name, ": ", s->id.name(), " is attended to ",
-          "already; its collect comes next");
-  require(part != Part::kCollect || s->state == Step::State::kAttended, name, ": ", s->id.name(), " is dispatched ",
-          "and not attended to; its attend comes next");
+  const bool attended = s->state == Step::State::kAttended;
+  if (attended != (part == Part::kCollect)) {  // the step's name allocates
+    throw InvalidArgumentError(message(name, ": ", s->id.name(),
+                                       attended ? " is attended to already; its collect comes next"
+                                                : " is dispatched and not attended to; its attend comes next"));
+  }
   return *s;
 }
 

@@ -185,8 +185,11 @@ void Protocol::put(int64_t peer, int64_t target, int64_t dst_row_stride, int64_t
     throw PlanFormatError(message(where(), ": a put of ", bytes, " bytes at offset ", target,
                                   " does not fit into rank ", peer, "'s arena of ", arena_bytes_, " bytes"));
   }
+  const bool is_copy = trace_.is_on() && transport_->copies_in_put();
+  const int64_t begin_ns = is_copy ? Trace::now() : 0;
   transport_->put(static_cast<int>(peer), slot() * arena_bytes_ + target, dst_row_stride, dst_head_stride, source,
                   extent);
+  if (is_copy) trace_.add(Copy{peer, extent.bytes(), begin_ns, Trace::now()});
   marks_[static_cast<size_t>(slot())] = transport_->mark();
 }
 
@@ -203,6 +206,8 @@ bool Protocol::exchange(bool more) {
     stream_->send();
     return more;
   }
+  if (!transport_->is_collective()) return more;
+  const Timer timer(*this, "all ranks to exchange rows", /*is_wait=*/true);
   try {
     return transport_->exchange(more, agree_);
   } catch (const PeerDiedError& error) {
@@ -249,8 +254,8 @@ void Protocol::wait(const Wait& w) {
 }
 
 void Protocol::record(const Timer& timer) {
-  trace_.add({timer.name_, timer.is_wait_, now_.number, now_.slot, static_cast<int64_t>(now_.phase), timer.peer_,
-              timer.begin_ns_, Trace::now()});
+  trace_.add(Span{timer.name_, timer.is_wait_, now_.number, now_.slot, static_cast<int64_t>(now_.phase), timer.peer_,
+                  timer.begin_ns_, Trace::now()});
 }
 
 void Protocol::watch() {

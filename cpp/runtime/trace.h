@@ -1,4 +1,4 @@
-// What a rank did when: the parts of its steps, and the waits in them.
+// What a rank did when: the parts of its steps, and the waits and copies in them.
 #pragma once
 
 #include <chrono>
@@ -20,13 +20,23 @@ struct Span {
   int64_t end_ns;
 };
 
-/// Off until somebody starts it, and then a record of every span until that is taken.
+/// Rows that this rank has copied to a peer itself, in one of the parts of a step.
+struct Copy {
+  int64_t peer;
+  int64_t bytes;
+  int64_t begin_ns;
+  int64_t end_ns;
+};
+
+/// Off until somebody starts it, and then a record of every span and copy until those are taken.
 class Trace {
  public:
   void set_on(bool on) { on_ = on; }
   bool is_on() const { return on_; }
   void add(const Span& span) { spans_.push_back(span); }
+  void add(const Copy& copy) { copies_.push_back(copy); }
   std::vector<Span> take() { return std::exchange(spans_, {}); }
+  std::vector<Copy> take_copies() { return std::exchange(copies_, {}); }
 
   static int64_t now() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -36,6 +46,7 @@ class Trace {
  private:
   bool on_ = false;
   std::vector<Span> spans_;
+  std::vector<Copy> copies_;
 };
 
 }  // namespace distca::runtime

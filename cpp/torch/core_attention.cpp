@@ -2,10 +2,12 @@
 #include <torch/csrc/stable/library.h>
 
 #include <memory>
+#include <string_view>
 #include <utility>
 
 #include "runtime/context.h"
 #include "torch/flash.h"
+#include "torch/memory.h"
 #include "torch/tensors.h"
 
 namespace distca::ops {
@@ -25,7 +27,7 @@ Tensor loadable(const Tensor& rows) { return rows.is_cpu() ? rows : aligned_rows
 /// The arguments of a forward step, checked, and the tensors that it returns. What it views lives as long as it does.
 struct Forward {
   Forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan, const std::optional<Tensor>& sinks,
-          const std::string& context, std::optional<double> scale, double softcap)
+          std::string_view context, std::optional<double> scale, double softcap)
       : q(loadable(q)),
         k(loadable(k)),
         v(loadable(v)),
@@ -57,7 +59,7 @@ struct Forward {
 /// Likewise of a backward step.
 struct Backward {
   Backward(const Tensor& dout_any, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-           const Tensor& lse, const Tensor& plan, const std::optional<Tensor>& sinks, const std::string& context,
+           const Tensor& lse, const Tensor& plan, const std::optional<Tensor>& sinks, std::string_view context,
            std::optional<double> scale, double softcap)
       : dout(loadable(with_dense_rows(dout_any))),
         q(loadable(q)),
@@ -102,10 +104,11 @@ struct Backward {
 
 std::tuple<Tensor, Tensor> core_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan,
                                           std::optional<Tensor> plan_backward, std::optional<Tensor> sinks,
-                                          std::string context, std::optional<double> scale, double softcap,
+                                          StringHandle context, std::optional<double> scale, double softcap,
                                           bool /*deterministic: the CPU kernel always is*/) {
+  const Text name(context);
   return guarded([&] {
-    const Forward f(q, k, v, plan, sinks, context, scale, softcap);
+    const Forward f(q, k, v, plan, sinks, name, scale, softcap);
     if (plan_backward) f.context->accept(words_of(*plan_backward, "plan_backward"), f.heads, q.size(0));
     f.context->forward(f.slice, f.tensors(), f.scores, torch_threads());
     return std::tuple{f.out, f.lse};
@@ -115,20 +118,22 @@ std::tuple<Tensor, Tensor> core_attention(const Tensor& q, const Tensor& k, cons
 std::tuple<Tensor, Tensor, Tensor> core_attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
                                                            const Tensor& v, const Tensor& out, const Tensor& lse,
                                                            const Tensor& plan, std::optional<Tensor> sinks,
-                                                           std::string context, std::optional<double> scale,
+                                                           StringHandle context, std::optional<double> scale,
                                                            double softcap, bool /*deterministic*/) {
+  const Text name(context);
   return guarded([&] {
-    const Backward b(dout, q, k, v, out, lse, plan, sinks, context, scale, softcap);
+    const Backward b(dout, q, k, v, out, lse, plan, sinks, name, scale, softcap);
     b.context->backward(b.slice, b.tensors(), b.scores, torch_threads());
     return std::tuple{b.dq, b.dk, b.dv};
   });
 }
 
 int64_t dispatch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan,
-                 std::optional<Tensor> plan_backward, std::optional<Tensor> sinks, std::string context,
+                 std::optional<Tensor> plan_backward, std::optional<Tensor> sinks, StringHandle context,
                  std::optional<double> scale, double softcap) {
+  const Text name(context);
   return guarded([&] {
-    const auto f = std::make_shared<Forward>(q, k, v, plan, sinks, context, scale, softcap);
+    const auto f = make_reused<Forward>(q, k, v, plan, sinks, name, scale, softcap);
     if (plan_backward) f->context->accept(words_of(*plan_backward, "plan_backward"), f->heads, q.size(0));
     const auto ctx = std::exchange(f->context, nullptr);  // which will hold f: no cycle
     return static_cast<int64_t>(ctx->dispatch(f->slice, f->tensors(), f->scores, f));
@@ -136,30 +141,34 @@ int64_t dispatch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
 }
 
 int64_t dispatch_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                          const Tensor& lse, const Tensor& plan, std::optional<Tensor> sinks, std::string context,
+                          const Tensor& lse, const Tensor& plan, std::optional<Tensor> sinks, StringHandle context,
                           std::optional<double> scale, double softcap) {
+  const Text name(context);
   return guarded([&] {
-    const auto b = std::make_shared<Backward>(dout, q, k, v, out, lse, plan, sinks, context, scale, softcap);
+    const auto b = make_reused<Backward>(dout, q, k, v, out, lse, plan, sinks, name, scale, softcap);
     const auto ctx = std::exchange(b->context, nullptr);
     return static_cast<int64_t>(ctx->dispatch(b->slice, b->tensors(), b->scores, torch_threads(), b));
   });
 }
 
-void attend(int64_t step, std::string context) {
-  guarded([&] { runtime::find_context(context)->attend(static_cast<uint64_t>(step), torch_threads()); });
+void attend(int64_t step, StringHandle context) {
+  const Text name(context);
+  guarded([&] { runtime::find_context(name)->attend(static_cast<uint64_t>(step), torch_threads()); });
 }
 
-std::tuple<Tensor, Tensor> collect(int64_t step, std::string context) {
+std::tuple<Tensor, Tensor> collect(int64_t step, StringHandle context) {
+  const Text name(context);
   return guarded([&] {
-    const auto owner = runtime::find_context(context)->collect(static_cast<uint64_t>(step), plan::Phase::kForward);
+    const auto owner = runtime::find_context(name)->collect(static_cast<uint64_t>(step), plan::Phase::kForward);
     const auto f = std::static_pointer_cast<Forward>(owner);
     return std::tuple{f->out, f->lse};
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor> collect_backward(int64_t step, std::string context) {
+std::tuple<Tensor, Tensor, Tensor> collect_backward(int64_t step, StringHandle context) {
+  const Text name(context);
   return guarded([&] {
-    const auto owner = runtime::find_context(context)->collect(static_cast<uint64_t>(step), plan::Phase::kBackward);
+    const auto owner = runtime::find_context(name)->collect(static_cast<uint64_t>(step), plan::Phase::kBackward);
     const auto b = std::static_pointer_cast<Backward>(owner);
     return std::tuple{b->dq, b->dk, b->dv};
   });

@@ -85,6 +85,7 @@ class HostTransport : public Transport {
   std::span<std::byte> heap() override { return region(rank_).heap(); }
   void put(int peer, int64_t heap_offset, int64_t dst_row_stride, int64_t dst_head_stride, const RowView& src,
            const RowExtent& extent) override;
+  bool copies_in_put() const override { return true; }
   void signal(int peer, int64_t word, uint64_t value) override;
   uint64_t load(int64_t word) const override { return region(rank_).word(word).load(std::memory_order_acquire); }
   void publish(int64_t word, uint64_t value) override;

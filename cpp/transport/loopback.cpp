@@ -24,6 +24,7 @@ class LoopbackTransport final : public HostTransport {
   }
 
   const char* name() const override { return "loopback"; }
+  bool copies_in_put() const override { return memory_ == nullptr; }
   void signal(int peer, int64_t word, uint64_t value) override {
     if (memory_) memory_->finish();
     HostTransport::signal(peer, word, value);

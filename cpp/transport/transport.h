@@ -42,6 +42,9 @@ class DISTCA_EXPORT Transport {
   virtual void put(int peer, int64_t heap_offset, int64_t dst_row_stride, int64_t dst_head_stride, const RowView& src,
                    const RowExtent& extent) = 0;
 
+  /// Whether `put` copies the rows itself, so that its own time is that of the rows on their way.
+  virtual bool copies_in_put() const { return false; }
+
   /// Writes `value` into `peer`'s signal word once every earlier put of this rank to that peer is visible there.
   /// Signals may overtake each other, also to one word.
   virtual void signal(int peer, int64_t word, uint64_t value) = 0;
