@@ -32,7 +32,7 @@ from distca.ping_pong import PingPong
 from distca.plan_ahead import PlanAhead
 from distca.planning import PADDING, ArenaBytes, Layout, Plan, Plans, PlanStats, Task, Transfer, plan, plans
 from distca.steps import Step, attend, collect, dispatch
-from distca.trace import Link, Trace, write_trace
+from distca.trace import Link, Trace, read_trace, write_trace
 
 try:
     __version__ = _version("distca")
@@ -83,6 +83,7 @@ __all__ = [
     "memory_report",
     "plan",
     "plans",
+    "read_trace",
     "save_core_attention",
     "serve",
     "serve_ping_pong",

@@ -1,4 +1,4 @@
-"""The command line: `distca train`, `distca plan`, `distca profile`, `distca bench`, `distca doctor`."""
+"""The command line: `distca train`, `report`, `plan`, `profile`, `bench` and `doctor`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command. Returns 0, 1 for a failure, 2 for a mistake in the options, 130 if interrupted."""
     from distca.plan_command import add_command as add_plan
     from distca.profile import add_command as add_profile
+    from distca.report_command import add_command as add_report
     from distca.train.cli import add_command as add_train
 
     parser = argparse.ArgumentParser(prog="distca", description="Core attention disaggregation for PyTorch.")
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_train(commands)
     add_plan(commands)
     add_profile(commands)
+    add_report(commands)
     _add_bench(commands)
     _add_doctor(commands)
     options = parser.parse_args(arguments)

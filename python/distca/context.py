@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distca import _C, nvshmem
+from distca import nsys as ranges
 from distca.cost import CostModel
 from distca.errors import DeviceError, InvalidArgumentError
 from distca.exchange import Exchange, gather_text
@@ -38,9 +39,18 @@ class Context:
         slot_bytes: bytes of one slot's arena: the capacity that plans must keep to.
         heads: the head shape it was made for.
         cost: the cost model that its plans are made with.
+        nsys: whether its operators are NVTX ranges.
     """
 
-    def __init__(self, core: _C.Context, heads: Heads, cost: CostModel, exchange: Exchange | None = None) -> None:
+    def __init__(
+        self,
+        core: _C.Context,
+        heads: Heads,
+        cost: CostModel,
+        exchange: Exchange | None = None,
+        *,
+        nsys: bool = False,
+    ) -> None:
         self._core: _C.Context | None = core
         self._exchange = exchange
         self.name: str = core.name
@@ -55,6 +65,7 @@ class Context:
         self._last_step = 0
         self.heads = heads
         self.cost = cost
+        self.nsys = nsys
         self.backward_steps: weakref.WeakSet[Any] = weakref.WeakSet()  # those under way of distca.steps
         _contexts[self.name] = self
 
@@ -98,7 +109,7 @@ class Context:
         """What was recorded since `start_trace`, or since the call before. Not while a step runs on another thread."""
         if self._core is None:
             return Trace(self.rank, [], [])
-        return from_core(self.rank, self._core.take_trace(), self._core.take_transfers())
+        return from_core(self.rank, self._core.take_trace(), self._core.take_transfers(), self._core.take_copies())
 
     def close(self) -> None:
         """Leaves the group and frees the heap. May be called again."""
@@ -158,6 +169,7 @@ def init(
     device: torch.device | str = "cpu",
     attention: str = "auto",
     put_ctas: int | None = None,
+    nsys: bool | None = None,
 ) -> Context:
     """Makes this process a rank of an attention group. Collective over the group; starts no process.
 
@@ -187,8 +199,11 @@ def init(
             flash attention.
         put_ctas: on CUDA, the thread blocks that send rows, which attention does without; by default as many as keep a
             link busy, by its bandwidth and latency.
+        nsys: makes every operator of this context an NVTX range of its name (``distca::dispatch``), for Nsight Systems;
+            not yet run on a GPU. None: where the environment's ``ENABLE_NSYS`` is 1.
 
     Raises:
+        DeviceError: for a device or NVTX that is not there.
         InvalidArgumentError: for wrong arguments, a name in use, arguments that differ between ranks, ranks on
             several hosts with ``"shm"``, or no group with ``"torch"``.
     """
@@ -197,6 +212,7 @@ def init(
     if link is not None and transport == "torch":
         raise InvalidArgumentError("init: transport 'torch' has no link; use 'shm' to emulate one")
     device = _device_name(device)
+    nsys = ranges.wanted(nsys)
     if name in _contexts:
         raise InvalidArgumentError(f"init: context {name!r} exists already; close it first, or choose another name")
     if group is None and dist.is_available() and dist.is_initialized():
@@ -239,18 +255,18 @@ def init(
             put_blocks=put_ctas or 0,
             **options,
         )[0]
-        return Context(core, heads, cost)
+        return Context(core, heads, cost, nsys=nsys)
     if transport == "nvshmem":
-        return Context(nvshmem.connect(group, device, attention, name, options, put_ctas), heads, cost)
+        return Context(nvshmem.connect(group, device, attention, name, options, put_ctas), heads, cost, nsys=nsys)
     if group is not None and transport == "torch":
-        return _over_torch(group, name, heads, cost, options)
+        return _over_torch(group, name, heads, cost, options, nsys)
     listener = _C.ShmListener()
     rank = dist.get_rank(group) if group is not None else 0
     addresses = gather_text(listener.address, group) if group is not None else [listener.address]
     if group is not None and transport == "auto" and link is None and not _C.share_memory(addresses):
         if device != "cpu":
-            return Context(nvshmem.connect(group, device, attention, name, options, put_ctas), heads, cost)
-        return _over_torch(group, name, heads, cost, options)
+            return Context(nvshmem.connect(group, device, attention, name, options, put_ctas), heads, cost, nsys=nsys)
+        return _over_torch(group, name, heads, cost, options, nsys)
     mesh: dict[str, Any] = {
         "listener": listener,
         "rank": rank,
@@ -262,10 +278,12 @@ def init(
         core = _C.connect_ipc(device=device, attention=attention, put_blocks=put_ctas or 0, **mesh, **options)
     else:
         core = _C.connect_shm(progress_thread=progress_thread, link=words, **mesh, **options)
-    return Context(core, heads, cost)
+    return Context(core, heads, cost, nsys=nsys)
 
 
-def _over_torch(group: dist.ProcessGroup, name: str, heads: Heads, cost: CostModel, options: dict[str, Any]) -> Context:
+def _over_torch(
+    group: dist.ProcessGroup, name: str, heads: Heads, cost: CostModel, options: dict[str, Any], nsys: bool
+) -> Context:
     slots = [int(text) for text in gather_text(str(options["slot_bytes"]), group)]
     if len(set(slots)) > 1:
         raise InvalidArgumentError(
@@ -280,7 +298,7 @@ def _over_torch(group: dist.ProcessGroup, name: str, heads: Heads, cost: CostMod
         name=name,
         **options,
     )
-    return Context(core, heads, cost, exchange)
+    return Context(core, heads, cost, exchange, nsys=nsys)
 
 
 def loopback(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.resources import files
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch._higher_order_ops.effects import _EffectType as EffectType
 
 from distca.context import Context, get_context
 from distca.errors import InvalidArgumentError, typed_errors
+from distca.nsys import operator_range
 from distca.ping_pong import core_attention_in_parts, in_half
 from distca.planning import Plan
 from distca.steps import as_autocast, check_plans
@@ -70,7 +72,7 @@ def core_attention(
         options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "layer": layer}
         return core_attention_in_parts(q, k, v, plan, plan_backward=plan_backward, context=context, **options)
     q, k, v = as_autocast(q, k, v)
-    with typed_errors(layer):
+    with typed_errors(layer), _range_of("core_attention", context):
         out, lse = torch.ops.distca.core_attention(
             q,
             k,
@@ -117,7 +119,8 @@ def serve(
     q, k, v, out, lse = _no_rows(plan, name)
     options: dict[str, Any] = {"context": name, "scale": scale, "softcap": softcap}
     sinks = None if sinks is None else sinks.detach().float()
-    with typed_errors(layer):
+    operator = "core_attention" if phase == "forward" else "core_attention_backward"
+    with typed_errors(layer), _range_of(operator, name):
         if phase == "forward":
             torch.ops.distca.core_attention(q, k, v, plan.tensor, sinks=sinks, **options)
         else:
@@ -150,8 +153,9 @@ def serve_ping_pong(
             _check_serving("serve_ping_pong", phase, plan)
     name, steps = _name_of(context), {}
     ops, scores = torch.ops.distca, {"scale": scale, "softcap": softcap}
+    suffix = "" if phase == "forward" else "_backward"
     for part, index, half in _calls_of_ping_pong(len(layers), phase):
-        with typed_errors(index):
+        with typed_errors(index), _range_of(part + suffix, name):
             if part == "dispatch":
                 plan = layers[index][half]
                 q, k, v, out, lse = _no_rows(plan, name)
@@ -198,6 +202,14 @@ def _no_rows(plan: Plan, context: str) -> tuple[torch.Tensor, ...]:
     q, out = (torch.empty(0, heads.q, dim, dtype=heads.dtype, device=device) for dim in (heads.dim, heads.value_dim))
     k, v = (torch.empty(0, heads.kv, dim, dtype=heads.dtype, device=device) for dim in (heads.dim, heads.value_dim))
     return q, k, v, out, torch.empty(0, heads.q, device=device)
+
+
+def _range_of(operator: str, context: str | Context) -> AbstractContextManager[object]:
+    """An NVTX range, where the context wants them."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    found = get_context(context) if isinstance(context, str) else context
+    return operator_range(operator, found is not None and found.nsys)
 
 
 def _name_of(context: str | Context) -> str:
@@ -279,14 +291,15 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: d
     ctx.set_materialize_grads(False)
 
 
-def _backward(operator: Any) -> Any:
+def _backward(operator: Any, range_name: str) -> Any:
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         if dlse is not None:
             raise InvalidArgumentError("distca: lse is not differentiable; use lse.detach()")
         q, k, v, out, lse, table, sinks = ctx.saved_tensors
         if dout is None:  # other ranks take part in this step all the same
             dout = torch.zeros_like(out)
-        with typed_errors(ctx.metadata.get(_LAYER)):
+        name = ctx.options.get("context", "")  # an operator that is not collective has none
+        with typed_errors(ctx.metadata.get(_LAYER)), _range_of(range_name, name):
             grads = operator(dout, q, k, v, out, lse, table, sinks, **ctx.options)
             dsinks = None
             if sinks is not None and ctx.needs_input_grad[ctx.num_inputs - 1]:
@@ -301,7 +314,7 @@ def _register(name: str, *, collective: bool) -> None:
     torch.library.register_fake(forward)(_fake_forward)
     torch.library.register_fake(backward)(_fake_backward)
     operator = getattr(torch.ops.distca, f"{name}_backward")
-    torch.library.register_autograd(forward, _backward(operator), setup_context=_save_for_backward)
+    torch.library.register_autograd(forward, _backward(operator, f"{name}_backward"), setup_context=_save_for_backward)
     if collective:  # compiled graphs then keep all its calls, and their order
         for operator_name in (forward, backward):
             torch.library._register_effectful_op(operator_name, EffectType.ORDERED)

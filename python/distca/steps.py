@@ -8,12 +8,14 @@ in the reverse order of their creation, so steps that overlap in forward overlap
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from distca.context import Context, get_context
 from distca.errors import InvalidArgumentError, typed_errors
+from distca.nsys import operator_range
 from distca.planning import Plan
 
 _DEVICES = ("cpu", "cuda")  # on others (meta) autocast need not exist; torch 2.10 cannot compile the question
@@ -99,11 +101,15 @@ class _Call:
         self._versions: list[int] = []
         self._dsinks: torch.Tensor | None = None
 
+    def _range(self, operator: str) -> AbstractContextManager[object]:
+        here = get_context(self.context)
+        return operator_range(operator, here is not None and here.nsys)
+
     def dispatch(self, *inputs: torch.Tensor) -> None:
         self.inputs = list(inputs)
         self._versions = [_version_of(t) for t in inputs]
         q, k, v, *sinks = inputs
-        with typed_errors(self.layer):
+        with typed_errors(self.layer), self._range("dispatch"):
             self.number = torch.ops.distca.dispatch(q, k, v, *self.tables, *sinks, context=self.context, **self.scores)
 
     def changed_input(self) -> str | None:
@@ -113,11 +119,11 @@ class _Call:
         return next((n for n, a, b in zip(names, now, self._versions, strict=False) if a != b), None)
 
     def attend(self) -> None:
-        with typed_errors(self.layer):
+        with typed_errors(self.layer), self._range("attend"):
             torch.ops.distca.attend(self.number, context=self.context)
 
     def collect(self) -> tuple[torch.Tensor, torch.Tensor]:
-        with typed_errors(self.layer):
+        with typed_errors(self.layer), self._range("collect"):
             return torch.ops.distca.collect(self.number, context=self.context)
 
     def take_inputs(self) -> list[torch.Tensor | None]:
@@ -128,7 +134,7 @@ class _Call:
 
     def dispatch_backward(self, dout: torch.Tensor, *saved: Any) -> _UnderWay:
         *rows, out, lse, table, sinks = saved
-        with typed_errors(self.layer):
+        with typed_errors(self.layer), self._range("dispatch_backward"):
             number = torch.ops.distca.dispatch_backward(
                 dout, *rows, out, lse, table, sinks, context=self.context, **self.scores
             )
@@ -137,11 +143,11 @@ class _Call:
         return under_way
 
     def attend_backward(self, under_way: _UnderWay) -> None:
-        with typed_errors(self.layer):
+        with typed_errors(self.layer), self._range("attend_backward"):
             torch.ops.distca.attend(under_way.number, context=self.context)
 
     def collect_backward(self, under_way: _UnderWay) -> tuple[torch.Tensor | None, ...]:
-        with typed_errors(self.layer):
+        with typed_errors(self.layer), self._range("collect_backward"):
             grads = torch.ops.distca.collect_backward(under_way.number, context=self.context)
         under_way.over()
         dsinks, self._dsinks = self._dsinks, None

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distca.errors import InvalidArgumentError
+
+#: The parts of a step of attention, in their order.
+PARTS = ("dispatch", "attend", "collect")
 _PHASES = ("forward", "backward")
+_FORMAT = "distca"  # what `otherData` of a file names, and its version
+_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,8 @@ class Link:
 class Span(NamedTuple):
     """Seconds [begin, end) of a rank's thread, by the monotonic clock, which the processes of a host share."""
 
-    #: ``dispatch``, ``attend`` or ``collect``; of a wait, what was waited for in one of them.
+    #: ``dispatch``, ``attend`` or ``collect``, and ``compute`` for what lies between (`Trace.of_step`); of a wait,
+    #: what was waited for in one of them.
     name: str
     is_wait: bool
     step: int
@@ -54,8 +62,8 @@ class Span(NamedTuple):
         return self.end - self.begin
 
 
-class LinkTransfer(NamedTuple):
-    """Rows on a rank's emulated link, seconds [begin, end) as in `Span`."""
+class SentRows(NamedTuple):
+    """Rows on their way to a peer, seconds [begin, end) as in `Span`."""
 
     peer: int
     bytes: int
@@ -63,13 +71,62 @@ class LinkTransfer(NamedTuple):
     end: float
 
 
+class TrainingStep(NamedTuple):
+    """A step of training on one rank, seconds [begin, end) as in `Span`."""
+
+    number: int
+    begin: float
+    end: float
+    #: Attention that the plans give this rank in it, in units of the cost model (`PlanStats.load`); None if not said.
+    load: int | None = None
+
+
 @dataclass(frozen=True)
 class Trace:
-    """What one rank did between two calls of `Context.take_trace`."""
+    """What one rank did between two calls of `Context.take_trace`.
+
+    Attributes:
+        rank: which.
+        spans: the parts of steps of attention, and the waits in them.
+        transfers: rows on the emulated link, while the rank did something else.
+        copies: rows that the rank copied to peers itself, in one of the parts. Rows that a thread, a network or an
+            exchange of all ranks carries are not recorded one by one.
+        steps: the steps of training that it covers, where somebody said so (`of_step`).
+    """
 
     rank: int
     spans: list[Span]
-    transfers: list[LinkTransfer]
+    transfers: list[SentRows]
+    copies: list[SentRows] = field(default_factory=list)
+    steps: list[TrainingStep] = field(default_factory=list)
+
+    def of_step(self, number: int, begin: float, end: float, load: int | None = None) -> Trace:
+        """This trace as that of a step of training, with what lies between the parts as spans ``compute``.
+
+        Args:
+            number: of the step.
+            begin, end: seconds of `time.monotonic` between which it was taken.
+            load: attention that the plans give this rank in it, for reports to compare with what it took.
+        """
+        parts = sorted((span for span in self.spans if not span.is_wait), key=lambda span: span.begin)
+        phases = [span.phase for span in parts] or ["forward"]
+        gaps = [
+            Span("compute", False, -1, -1, phase, -1, after, before)
+            for phase, after, before in zip(
+                [*phases, phases[-1]],
+                [begin, *(span.end for span in parts)],
+                [*(span.begin for span in parts), end],
+                strict=False,
+            )
+            if before > after
+        ]
+        spans = sorted([*self.spans, *gaps], key=lambda span: (span.begin, -span.end))
+        return replace(self, spans=spans, steps=[*self.steps, TrainingStep(number, begin, end, load)])
+
+    def begins(self) -> Iterator[float]:
+        """When each span, each sending of rows and each step of training began, in seconds."""
+        for spans in (self.spans, self.transfers, self.copies, self.steps):
+            yield from (span.begin for span in spans)
 
     @property
     def exposed(self) -> float:
@@ -78,9 +135,15 @@ class Trace:
 
     @property
     def attending(self) -> float:
-        """Seconds of computing attention."""
-        waits = sum(span.seconds for span in self._waits_in("attend"))
-        return sum(span.seconds for span in self.spans if span.name == "attend" and not span.is_wait) - waits
+        """Seconds of computing attention, and of sending its results where no link or thread does."""
+        parts = sorted((s.begin, s.end) for s in self.spans if s.name == "attend" and not s.is_wait)
+        begins = [begin for begin, _ in parts]
+        seconds = sum(end - begin for begin, end in parts)
+        for wait in (span for span in self.spans if span.is_wait):
+            part = bisect_right(begins, wait.begin) - 1
+            if part >= 0 and wait.end <= parts[part][1]:
+                seconds -= wait.seconds
+        return seconds
 
     @property
     def traffic(self) -> float:
@@ -91,48 +154,89 @@ class Trace:
     def hidden(self) -> float:
         """Share of `traffic` that did not make this rank wait: 1 - exposed / traffic; 1 where nothing travelled.
 
-        Negative where it waited longer for other reasons.
+        Strict, for all of its waits count against it: negative where it waited longer for other reasons.
         """
         return 1.0 - self.exposed / self.traffic if self.traffic > 0 else 1.0
-
-    def _waits_in(self, name: str) -> Iterable[Span]:
-        parts = [span for span in self.spans if span.name == name and not span.is_wait]
-        for wait in (span for span in self.spans if span.is_wait):
-            if any(part.begin <= wait.begin and wait.end <= part.end for part in parts):
-                yield wait
 
 
 def write_trace(path: str | Path, traces: Sequence[Trace]) -> None:
     """Writes ranks' traces as one JSON file of Chrome's trace format, which Perfetto and ``chrome://tracing`` open.
 
-    A rank is a process there: its first thread has the parts of steps with the waits in them, its second one the link.
+    A rank is a process there: its first thread has the steps of training, in them the parts of steps of attention, and
+    in those the waits; its second one has the rows that it sends. A rank may have several traces, one after another.
+    `read_trace` and ``distca report`` read the file.
     """
-    events: list[dict[str, Any]] = []
+    events = _Events(min((begin for trace in traces for begin in trace.begins()), default=0.0))
+    for rank in sorted({trace.rank for trace in traces}):
+        events.label("process_name", rank, 0, f"rank {rank}")
+        events.label("thread_name", rank, 0, "steps")
+        events.label("thread_name", rank, 1, "rows sent")
     for trace in traces:
-        events.append(_label("process_name", trace.rank, 0, f"rank {trace.rank}"))
-        events.append(_label("thread_name", trace.rank, 0, "steps"))
+        for step in trace.steps:
+            load = {} if step.load is None else {"load": step.load}
+            events.add(f"training step {step.number}", "training", trace.rank, 0, step, {"step": step.number, **load})
         for span in trace.spans:
-            arguments: dict[str, int | str] = {
-                "step": span.step,
-                "slot": span.slot,
-                "phase": span.phase,
-                "peer": span.peer,
-            }
             name = f"wait for {span.name}" if span.is_wait else f"{span.name} {span.phase}"
-            category = "wait" if span.is_wait else "step"
-            events.append(_event(name, category, trace.rank, 0, span.begin, span.end, arguments))
-        if trace.transfers:
-            events.append(_label("thread_name", trace.rank, 1, "link"))
-        for sent in trace.transfers:
-            size: dict[str, int | str] = {"bytes": sent.bytes}
-            events.append(_event(f"to rank {sent.peer}", "link", trace.rank, 1, sent.begin, sent.end, size))
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+            about = {"step": span.step, "slot": span.slot, "phase": span.phase, "peer": span.peer}
+            events.add(name, "wait" if span.is_wait else "step", trace.rank, 0, span, about)
+        for category, rows in (("link", trace.transfers), ("copy", trace.copies)):
+            for sent in rows:
+                events.add(
+                    f"to rank {sent.peer}", category, trace.rank, 1, sent, {"peer": sent.peer, "bytes": sent.bytes}
+                )
+    content = {"traceEvents": events.in_order(), "displayTimeUnit": "ms", "otherData": {_FORMAT: _VERSION}}
+    Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def read_trace(path: str | Path) -> list[Trace]:
+    """The traces of a file of `write_trace`, one a rank, seconds from the first event on.
+
+    Raises:
+        InvalidArgumentError: where there is no such file, or one of another kind.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidArgumentError(f"{path}: {error.strerror}; a trace of distca.write_trace is expected") from error
+    except ValueError as error:
+        raise InvalidArgumentError(f"{path} is no JSON; a trace of distca.write_trace is expected") from error
+    found = content.get("otherData") if isinstance(content, dict) else None
+    version = found.get(_FORMAT) if isinstance(found, dict) else None
+    if version != _VERSION:
+        raise InvalidArgumentError(
+            f"{path} is no trace of distca.write_trace"
+            + ("" if version is None else f" of this version (it has format {version}, this reads {_VERSION})")
+        )
+    traces: dict[int, Trace] = {}
+    try:
+        for event in content["traceEvents"]:
+            trace = traces.setdefault(event["pid"], Trace(event["pid"], [], []))
+            if event["ph"] == "X":
+                _add_event(trace, event)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"{path}: an event is not as distca.write_trace makes it ({error!r})") from error
+    return [traces[rank] for rank in sorted(traces)]
+
+
+def _add_event(trace: Trace, event: dict[str, Any]) -> None:
+    begin, about, category = event["ts"] * 1e-6, event["args"], event["cat"]
+    end = begin + event["dur"] * 1e-6
+    if category == "training":
+        trace.steps.append(TrainingStep(about["step"], begin, end, about.get("load")))
+    elif category in ("link", "copy"):
+        rows = trace.transfers if category == "link" else trace.copies
+        rows.append(SentRows(about["peer"], about["bytes"], begin, end))
+    else:
+        is_wait, phase = category == "wait", about["phase"]
+        name = event["name"].removeprefix("wait for ") if is_wait else event["name"].removesuffix(f" {phase}")
+        trace.spans.append(Span(name, is_wait, about["step"], about["slot"], phase, about["peer"], begin, end))
 
 
 def from_core(
     rank: int,
     spans: Sequence[tuple[str, bool, int, int, int, int, int, int]],
     transfers: Sequence[tuple[int, int, int, int]],
+    copies: Sequence[tuple[int, int, int, int]],
 ) -> Trace:
     """From what ``_C`` records, in nanoseconds."""
     return Trace(
@@ -141,24 +245,54 @@ def from_core(
             Span(name, is_wait, step, slot, _PHASES[phase], peer, begin * 1e-9, end * 1e-9)
             for name, is_wait, step, slot, phase, peer, begin, end in spans
         ],
-        [LinkTransfer(peer, size, begin * 1e-9, end * 1e-9) for peer, size, begin, end in transfers],
+        _sent(transfers),
+        _sent(copies),
     )
 
 
-def _event(
-    name: str, category: str, rank: int, thread: int, begin: float, end: float, arguments: dict[str, int | str]
-) -> dict[str, Any]:
-    microseconds = {"ts": begin * 1e6, "dur": (end - begin) * 1e6}
-    return {
-        "name": name,
-        "cat": category,
-        "ph": "X",
-        "pid": rank,
-        "tid": thread,
-        **microseconds,
-        "args": arguments,
-    }
+def _sent(rows: Iterable[tuple[int, int, int, int]]) -> list[SentRows]:
+    return [SentRows(peer, size, begin * 1e-9, end * 1e-9) for peer, size, begin, end in rows]
 
 
-def _label(kind: str, rank: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
+class _Events:
+    """Events of Chrome's format. Times count from the first one: microseconds since the machine's start lose digits."""
+
+    def __init__(self, origin: float) -> None:
+        self._origin = origin
+        self._labels: list[dict[str, Any]] = []
+        self._spans: list[dict[str, Any]] = []
+
+    def in_order(self) -> list[dict[str, Any]]:
+        """Of spans that begin together, the one that holds the others comes first."""
+        return [*self._labels, *sorted(self._spans, key=lambda event: (event["ts"], -event["dur"]))]
+
+    def add(
+        self,
+        name: str,
+        category: str,
+        rank: int,
+        thread: int,
+        span: Span | SentRows | TrainingStep,
+        about: dict[str, Any],
+    ) -> None:
+        begin, end = (round((at - self._origin) * 1e9) for at in (span.begin, span.end))
+        self._spans.append(
+            {
+                "name": name,
+                "cat": category,
+                "ph": "X",
+                "pid": rank,
+                "tid": thread,
+                "ts": _microseconds(begin),
+                "dur": _microseconds(end - begin),
+                "args": about,
+            }
+        )
+
+    def label(self, kind: str, rank: int, thread: int, name: str) -> None:
+        self._labels.append({"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}})
+
+
+def _microseconds(nanoseconds: int) -> float:
+    """A little more, so that a reader who cuts it down to nanoseconds finds these: spans that touch never overlap."""
+    return round(nanoseconds / 1e3 + 1e-4, 4)

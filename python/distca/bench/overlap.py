@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 import distca
 from distca.bench.harness import Result, Row, alternate, median_ratio
+from distca.timeline import figures, windows
 
 # Causal pairs 3.4 : 0.6 on two ranks; each half of the micro-batch has this layout.
 LENGTHS = [[2048], [512, 512, 512, 512]]
@@ -54,14 +56,14 @@ class Model(torch.nn.Module):
 
 
 class Measured(NamedTuple):
-    """Of one rank: seconds of each round, and from the traces of ping-pong over the link what each round hid."""
+    """Of one rank: seconds of each round, and its traces over the link."""
 
     ping_pong: list[float]
     single_stream: list[float]
     signal_only: list[float]
     without_link: list[float]
-    hidden: list[float]
-    hidden_of_single: list[float]
+    traces: list[distca.Trace]
+    traces_of_single: list[distca.Trace]
     traffic: float  # of a second of attention
 
 
@@ -70,14 +72,19 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
     rounds = rounds or (5 if short else 9)
     ranks: list[Measured] = distca.launch(_run_rank, rounds, ranks=2, threads=1)
     first = ranks[0]
-    hidden = [min(of_round) for of_round in zip(*(rank.hidden for rank in ranks), strict=True)]
-    of_single = [min(of_round) for of_round in zip(*(rank.hidden_of_single for rank in ranks), strict=True)]
+    in_rounds = list(zip(*(rank.traces for rank in ranks), strict=True))
+    single_in_rounds = list(zip(*(rank.traces_of_single for rank in ranks), strict=True))
+    hidden, of_single = ([min(t.hidden for t in traces) for traces in each] for each in (in_rounds, single_in_rounds))
+    idle, idle_of_single = ([_idle(traces) for traces in each] for each in (in_rounds, single_in_rounds))
     return Result(
         "overlap",
         [
             Row("time on the link / time of attention, busiest rank", max(rank.traffic for rank in ranks), "x"),
             Row("traffic hidden by ping-pong, worst rank, median", statistics.median(hidden), "", at_least=0.9),
             Row("traffic hidden in a single stream", statistics.median(of_single), ""),
+            Row("idle share of a step, slowest rank, median", statistics.median(least for least, _ in idle), ""),
+            Row("idle share of a step, rank that idles most", statistics.median(most for _, most in idle), ""),
+            Row("idle share in a single stream, slowest rank", statistics.median(a for a, _ in idle_of_single), ""),
             Row(
                 "ping-pong step / the same with one byte a message",
                 median_ratio(first.ping_pong, first.signal_only),
@@ -95,6 +102,7 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
             "dtype": "float32",
             "rounds": rounds,
             "hidden_in_each_round": hidden,
+            "idle_of_slowest_rank_in_each_round": [least for least, _ in idle],
         },
     )
 
@@ -132,10 +140,15 @@ def _run_rank(rounds: int) -> Measured:
         single_stream,
         signal_only,
         without_link,
-        hidden=[trace.hidden for trace in traces[0][-rounds:]],
-        hidden_of_single=[trace.hidden for trace in traces[1][-rounds:]],
+        traces=traces[0][-rounds:],
+        traces_of_single=traces[1][-rounds:],
         traffic=statistics.median(trace.traffic / trace.attending for trace in traces[0]),
     )
+
+
+def _idle(traces: Sequence[distca.Trace]) -> tuple[float, float]:
+    """Idle shares of all ranks' step: of the slowest rank, which idles least, and of the one that idles most."""
+    return figures(traces, windows(traces)).idle_shares
 
 
 def _step(
@@ -173,8 +186,10 @@ def _between_barriers(
     def call() -> None:
         dist.barrier()
         traced.take_trace()
+        begin = time.monotonic()
         work()
+        end = time.monotonic()
         dist.barrier()
-        traces.append(traced.take_trace())
+        traces.append(traced.take_trace().of_step(len(traces), begin, end))
 
     return call

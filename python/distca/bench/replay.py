@@ -20,6 +20,7 @@ import torch
 import distca
 from distca.bench.harness import Result, Row
 from distca.bench.workloads import draw_documents, pretrain_lengths, read_lengths
+from distca.timeline import figures, windows
 
 RANKS = 8
 LAYERS = 4
@@ -59,7 +60,6 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
         for balance in (True, False)
     }
     forward, backward, dense = _times(layouts)
-    attention = sum(sum(plan.stats.load) for plan in plans[True]) / 2 / RANKS
     link = distca.Link(_bytes_sent(plans[True]) / (TRAFFIC * 3.5 * 2 * SECONDS), latency=1e-5)
     make = partial(distca.loopback, RANKS, max_tokens=TOKENS, heads=HEADS, cost=costs, replay=(forward, backward))
     slot_bytes = max(plan.stats.slot_bytes for plan in plans[True])
@@ -91,7 +91,6 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
             "tokens_of_a_half": TOKENS,
             "lengths": pretrain_lengths().name,
             "costs": COSTS,
-            "mean_load": attention,
             "dense_seconds": dense,
             "attention_seconds": SECONDS,
             "link_traffic_of_attention": TRAFFIC,
@@ -162,8 +161,8 @@ class _Model(torch.nn.Module):
 def _step(contexts: list[distca.Context], plans: list[distca.Plan], dense: float, *, ping_pong: bool) -> Step:
     """Forward and backward of both halves on all ranks, which start together."""
     start = threading.Barrier(RANKS)
-    ended, waited, errors = [0.0] * RANKS, [0.0] * RANKS, []
-    began = [0.0] * RANKS
+    traces: list[distca.Trace] = [distca.Trace(rank, [], []) for rank in range(RANKS)]
+    errors: list[BaseException] = []
 
     def main(rank: int) -> None:
         try:
@@ -171,10 +170,10 @@ def _step(contexts: list[distca.Context], plans: list[distca.Plan], dense: float
             step = _rank_step(contexts[rank], [plan.for_rank(rank) for plan in plans], dense, ping_pong)
             contexts[rank].start_trace()
             start.wait()
-            began[rank] = time.perf_counter()
+            begin = time.monotonic()
             step()
-            ended[rank] = time.perf_counter()
-            waited[rank] = contexts[rank].take_trace().exposed
+            end = time.monotonic()
+            traces[rank] = contexts[rank].take_trace().of_step(0, begin, end)
         except BaseException as error:
             errors.append(error)
             start.abort()
@@ -186,8 +185,8 @@ def _step(contexts: list[distca.Context], plans: list[distca.Plan], dense: float
         thread.join()
     if errors:
         raise errors[0]
-    seconds = max(ended) - min(began)
-    return Step(seconds, [(waited[rank] + max(ended) - ended[rank]) / seconds for rank in range(RANKS)])
+    (window,) = windows(traces)
+    return Step(window.seconds, [rank.idle_share for rank in figures(traces, [window]).ranks])
 
 
 def _rank_step(

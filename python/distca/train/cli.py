@@ -12,14 +12,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
+from distca import nsys
 from distca.cli import INTERRUPTED, add_debug, report
 from distca.errors import DistcaError
 from distca.launch import exit_now, launch, leave_process_group
+from distca.nsys import switched_on
+from distca.train import memory_log
 from distca.train.config import OPTION_TYPES, ConfigError, TrainConfig, option_name
 from distca.train.data import read_corpus
 from distca.train.log import create_run_dir
 from distca.train.metrics import describe
 from distca.train.resume import find_run, resumed_config
+
+_BY_ENVIRONMENT = {"nsys": nsys.VARIABLE, "log_memory": memory_log.VARIABLE}
 
 
 def add_command(commands: Any) -> None:
@@ -53,6 +60,9 @@ def add_command(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit code; mistakes are DistcaErrors."""
     given = {option.name: getattr(options, option.name) for option in fields(TrainConfig) if option.name in options}
+    for name, variable in _BY_ENVIRONMENT.items():
+        if name not in given and switched_on(variable):
+            given[name] = True
     if _under_torchrun():
         given["ranks"] = _torchrun_ranks(given.get("ranks"))
     if options.resume is None:
@@ -69,8 +79,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_inputs(config: TrainConfig) -> None:
     """Mistakes in data, model and tokenizer are found before anything is started."""
-    if config.trace is not None and not config.trace.parent.is_dir():
-        raise ConfigError(f"--trace is {config.trace}, whose folder does not exist")
     read_corpus(config.data, config.kept_fraction)
     if config.model is not None or config.tokenizer is not None:
         from distca.train.model import model_config
@@ -101,6 +109,11 @@ def _check_packages(config: TrainConfig) -> None:
     for package in ("tqdm", "transformers"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"the package {package} is not installed: install distca[train]")
+    if config.nsys and not torch.cuda.is_available():
+        raise ConfigError(
+            f"--nsys (or {nsys.VARIABLE}=1) captures CUDA, which this machine or PyTorch does not have: leave it out, "
+            "or see --trace"
+        )
     if config.ping_pong and importlib.util.find_spec("greenlet") is None:
         raise ConfigError("--ping-pong needs the package greenlet: install distca[ping-pong]")
 

@@ -101,9 +101,23 @@ class TrainConfig:
         metadata=_about("steps between checkpoints; 0: one at the end, or where the run is interrupted"),
     )
     keep_checkpoints: int = field(default=2, metadata=_about("how many of the last checkpoints to keep"))
-    trace: Path | None = field(
-        default=None,
-        metadata=_about("file for a trace of the first 10 steps of all ranks (Chrome's format, which Perfetto opens)"),
+    trace: bool = field(
+        default=False,
+        metadata=_about("write what all ranks did in the first 10 steps to trace.json of the run, for `distca report`"),
+    )
+    nsys: bool = field(
+        default=False,
+        metadata=_about(
+            "NVTX ranges and a capture range (cudaProfilerStart, Stop) around 10 steps, for Nsight Systems; also by "
+            "ENABLE_NSYS=1 in the environment"
+        ),
+    )
+    log_memory: bool = field(
+        default=False,
+        metadata=_about(
+            "write the memory of every rank at points of each step to memory-rank<N>.jsonl of the run; also by "
+            "EXPERIMENT_LOG_MEMORY_USAGE=1 in the environment"
+        ),
     )
     timeout: float = field(default=600.0, metadata=_about("seconds a rank waits for another before it gives up"))
     name: str = field(default="train", metadata=_about("name of the run; a number is appended if it exists"))
@@ -191,7 +205,8 @@ OPTION_TYPES: dict[str, Callable[[str], Any]] = {
     "ranks": int, "steps": int, "tokens_per_rank": int, "data": Path, "doc_scale": float, "tokenizer": Path,
     "model": str, "hidden": int, "layers": int, "heads": int, "kv_heads": int, "dtype": str, "lr": float, "seed": int,
     "balance": str, "tolerance": float, "compare": bool, "fsdp": bool, "compile": bool, "ping_pong": bool,
-    "checkpoint_every": int, "keep_checkpoints": int, "trace": Path, "timeout": float, "name": str, "runs_dir": Path,
+    "checkpoint_every": int, "keep_checkpoints": int, "trace": bool, "nsys": bool, "log_memory": bool,
+    "timeout": float, "name": str, "runs_dir": Path,
 }  # fmt: skip
 """How the command line reads each field."""
 

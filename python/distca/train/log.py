@@ -10,10 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from distca.timeline import after_warm_up, figures, windows
+from distca.trace import Trace
 from distca.train.config import ConfigError, TrainConfig
 from distca.train.data import Corpus
 from distca.train.metrics import AttentionLoads, StepMetrics, summarise
-from distca.train.report import missing_packages, write_report
+from distca.train.report import add_timeline, missing_packages, write_report
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -73,7 +75,9 @@ class RunLog:
             for name, value in metrics.scalars().items():
                 self._board.add_scalar(name, value, metrics.step)
 
-    def finish(self, interrupted: bool, notes: Sequence[str] = ()) -> dict[str, Any]:
+    def finish(self, interrupted: bool, notes: Sequence[str] = (), traces: Sequence[Trace] = ()) -> dict[str, Any]:
+        """Writes summary and report; `traces` are those of all ranks, if there are any."""
+        traced = figures(traces, after_warm_up(windows(traces))) if traces else None
         summary = {
             "run": str(self._run_dir),
             "interrupted": interrupted,
@@ -82,9 +86,13 @@ class RunLog:
             f"{self._corpus.unit}_skipped": self._corpus.num_skipped,
             "notes": [*notes, *missing_packages()],
         }
+        if traced is not None:
+            summary["trace"] = traced.as_json()
         if self._run_dir is not None:
             assert self._last is not None  # no run ends before its first step
             write_report(self._run_dir, self._config, summary, self._steps, self._last)
+            if traced is not None:
+                add_timeline(self._run_dir, traces, traced)
             _write(self._run_dir / "summary.json", _json(summary))
         return summary
 

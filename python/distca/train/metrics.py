@@ -191,6 +191,11 @@ def describe(summary: dict[str, Any]) -> str:
             f"           the same loss to {compare['loss_difference']:.1e}, the same gradient norm to "
             f"{compare['gradient_difference']:.1e} (largest relative differences)",
         ]
+    if (traced := summary.get("trace")) is not None:
+        lines.append(
+            f"idle       {min(traced['idle']):.2%} of a step on the slowest rank, {max(traced['idle']):.2%} on the one "
+            f"that idles most (steps {traced['steps'][0]} to {traced['steps'][-1]})"
+        )
     lines.append(f"written to {summary['run']}")
     lines += [f"note       {note}" for note in summary["notes"]]
     if summary["interrupted"]:

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from distca.timeline import PICTURE as TIMELINE
+from distca.timeline import TRACE, Figures, lines_below_table, rows_of_table, windows
+from distca.timeline_picture import draw_timeline
+from distca.trace import Trace
 from distca.train.config import TrainConfig, option_name
 from distca.train.metrics import AttentionLoads, StepMetrics
 
@@ -58,6 +62,25 @@ def write_report(
     ]
     parts += [f"Note: {note}." for note in summary["notes"]]
     (run_dir / "report.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def add_timeline(run_dir: Path, traces: Sequence[Trace], found: Figures) -> None:
+    """Adds to `report.md` what ranks did in the traced steps, and draws the last of them where matplotlib is there."""
+    head, *rows = rows_of_table(found)
+    parts = [
+        "## Timeline",
+        f"Steps {found.numbers[0]} to {found.numbers[-1]}, traced. Waits outside of attention, for gradients say, are "
+        "not told from compute.",
+        _table(head, rows),
+        *(f"{line[0].upper()}{line[1:]}." for line in lines_below_table(found)),
+    ]
+    if importlib.util.find_spec("matplotlib") is not None:
+        last = windows(traces)[-1:]
+        draw_timeline(run_dir / TIMELINE, traces, last)
+        parts.append(f"![What every rank did in step {last[0].number}]({TIMELINE})")
+    parts.append(f"[{TRACE}]({TRACE}): open it in [Perfetto](https://ui.perfetto.dev), or see `distca report`.")
+    with open(run_dir / "report.md", "a", encoding="utf-8") as report:
+        report.write("\n" + "\n\n".join(parts) + "\n")
 
 
 def _figures(summary: dict[str, Any]) -> list[tuple[str, str]]:

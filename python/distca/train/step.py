@@ -15,6 +15,7 @@ from distca.errors import DistcaError
 from distca.planning import Plan, Plans
 from distca.train.checkpoint import Trained
 from distca.train.data import Batch
+from distca.train.memory_log import Note, ignore
 from distca.train.metrics import StepResult, Unbalanced
 
 SAME = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -26,16 +27,22 @@ Work = Sequence[tuple[Batch, Plan | Plans]]
 """What a step computes: a batch with its plans; with ping-pong its two halves, each with its own."""
 
 
-def train_step(trained: Trained, work: Work, stop: bool, since: float) -> StepResult:
+def train_step(trained: Trained, work: Work, stop: bool, since: float, note: Note = ignore) -> StepResult:
     """One optimizer step. `stop`: whether this rank was asked to; `since`: when the step before was over."""
-    loss_sum = forward_backward(trained, work)
-    update(trained)
+    loss_sum = forward_backward(trained, work, note)
+    update(trained, note)
     loss, interrupted = _share(loss_sum, work, stop)
     return StepResult(loss, interrupted, time.perf_counter() - since)
 
 
 def compared_step(
-    trained: Trained, work: Work, unbalanced: Work, stop: bool, since: float, balanced_first: bool
+    trained: Trained,
+    work: Work,
+    unbalanced: Work,
+    stop: bool,
+    since: float,
+    balanced_first: bool,
+    note: Note = ignore,
 ) -> StepResult:
     """One optimizer step whose forward and backward run with both plans. What surrounds them counts for both.
 
@@ -47,12 +54,12 @@ def compared_step(
     for balanced in (balanced_first, not balanced_first):
         dist.barrier()
         begin = time.perf_counter()
-        loss_sum = forward_backward(trained, work if balanced else unbalanced)
+        loss_sum = forward_backward(trained, work if balanced else unbalanced, note)
         losses[balanced], interrupted = _share(loss_sum, work, stop)
         seconds[balanced] = time.perf_counter() - begin
         norms[balanced] = gradient_norm(trained.model)
     begin = time.perf_counter()
-    update(trained)
+    update(trained, note)
     around += time.perf_counter() - begin
     beside = Unbalanced(
         seconds[False] + around,
@@ -68,12 +75,14 @@ def compared_step(
     return StepResult(losses[True], interrupted, seconds[True] + around, beside)
 
 
-def forward_backward(trained: Trained, work: Work) -> torch.Tensor:
+def forward_backward(trained: Trained, work: Work, note: Note = ignore) -> torch.Tensor:
     """Leaves the gradients of the mean loss in the model and returns the sum of this rank's losses."""
     trained.optimizer.zero_grad()
     loss_sum = sum_of_losses(trained.model, work)
+    note("forward")
     # Gradients are averaged over ranks; the loss is the mean over targets, of which ranks hold different numbers.
     (loss_sum * (dist.get_world_size() / max(_num_targets(work), 1))).backward()
+    note("backward")
     return loss_sum
 
 
@@ -101,10 +110,11 @@ def _num_targets(work: Work) -> int:
     return sum(batch.num_targets for batch, _ in work)
 
 
-def update(trained: Trained) -> None:
+def update(trained: Trained, note: Note = ignore) -> None:
     """Applies the gradients."""
     trained.optimizer.step()
     trained.schedule.step()
+    note("optimizer")
 
 
 def gradient_norm(model: torch.nn.Module) -> float:

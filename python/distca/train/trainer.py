@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,18 +24,21 @@ from distca.context import init
 from distca.errors import DistcaError
 from distca.heads import Heads
 from distca.integrations.hf import heads_of, windows_of
+from distca.nsys import Capture
 from distca.ping_pong import PingPong
 from distca.plan_ahead import PlanAhead
 from distca.planning import Plans
+from distca.timeline import TRACE
 from distca.train.checkpoint import Checkpoints, RunState, Trained, whole_checkpoints
 from distca.train.config import TrainConfig
 from distca.train.data import Batch, Batches, Corpus, DataError, read_corpus
 from distca.train.log import RunLog
+from distca.train.memory_log import MemoryLog
 from distca.train.metrics import AttentionLoads, StepMetrics
 from distca.train.model import build_model, check_positions, wrap
 from distca.train.step import compared_step, train_step
 from distca.train.tokens import BYTES, Tokenizer
-from distca.train.tracing import StepTraces
+from distca.train.tracing import TRACED_STEPS, StepTraces
 
 WARMUP_STEPS = 5
 _SAME_SIGNAL_SECONDS = 0.5  # torchrun repeats the terminal's Ctrl-C
@@ -71,21 +74,25 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
     tqdm.set_lock(threading.RLock())  # its default is shared between processes, which nothing here needs
     with (
         stop_request() as stop,
-        init(max_tokens=config.tokens_per_rank, heads=heads, timeout=config.timeout) as context,
+        init(max_tokens=config.tokens_per_rank, heads=heads, timeout=config.timeout, nsys=config.nsys) as context,
         _planned(config, batches, heads, windows) as steps,
         tqdm(total=config.steps, initial=start, disable=rank != 0, unit="step", dynamic_ncols=True) as bar,
         RunLog(config, run_dir if rank == 0 else None, corpus, start=start) as log,
+        MemoryLog(run_dir / f"memory-rank{rank}.jsonl" if config.log_memory else None, context) as memory,
+        closing(Capture(config.nsys, TRACED_STEPS)) as capture,
     ):
-        traces = StepTraces(context, config.trace)
+        traces = StepTraces(context, run_dir / TRACE if config.trace else None)
         since = time.perf_counter()
         for step, (work, unbalanced) in enumerate(steps, start):
+            note = memory.begin(step, [plans for _, plans in work])
             if unbalanced is None:
-                result = train_step(trained, work, stop.requested, since)
+                result = train_step(trained, work, stop.requested, since, note)
             else:  # who goes first alternates, so that neither gains by it
                 balanced_first = step % 2 == 0
-                result = compared_step(trained, work, unbalanced, stop.requested, since, balanced_first)
-            traces.step()
+                result = compared_step(trained, work, unbalanced, stop.requested, since, balanced_first, note)
             loads = AttentionLoads.of([plans for _, plans in work], windows)
+            traces.step(step, loads.after[rank] + (loads.before[rank] if unbalanced is not None else 0))
+            capture.step(step + 1)
             metrics = StepMetrics.of(step, result, [batch.layout for batch, _ in work], loads)
             log.step(metrics, loads)
             bar.set_postfix_str(metrics.line(), refresh=False)
@@ -99,7 +106,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
                 break
             since = time.perf_counter()
         traces.write()
-        return log.finish(result.interrupted, _notes(trained.model))
+        return log.finish(result.interrupted, _notes(trained.model), traces.everyone)
 
 
 def _due(taken: int, every: int) -> bool:
