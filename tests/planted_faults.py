@@ -43,6 +43,8 @@ PING_PONG = "tests/test_ping_pong.py"
 FLASH = "tests/test_flash.py"
 FLASH_RANKS = "tests/test_flash_ranks.py"
 CUDA_HOST = "tests/test_cuda_attention_host.py"
+MEMORY = "tests/test_memory.py"
+TIMELINE = "tests/test_timeline.py"
 
 
 @dataclass(frozen=True)
@@ -597,6 +599,35 @@ FAULTS = [
         "ceil_div(rows.end - task.q_begin, p.tile_tokens)}",
         "ceil_div(rows.end - task.q_begin - 1, p.tile_tokens)}",
         (CUDA_HOST,),
+    ),
+    # ---- memory and traces
+    Fault(
+        "the name of a context leaks in every call",
+        "cpp/torch/memory.h",
+        "  ~Text() { torch_delete_string(handle_); }",
+        "  ~Text() = default;",
+        (MEMORY,),
+    ),
+    Fault(
+        "the record of a step in parts is allocated anew",
+        "cpp/torch/memory.h",
+        "return std::allocate_shared<T>(Reusing<T>(), std::forward<Args>(args)...);",
+        "return std::make_shared<T>(std::forward<Args>(args)...);",
+        (MEMORY,),
+    ),
+    Fault(
+        "rows that a rank copies itself count as hidden",
+        "python/distca/timeline.py",
+        "cover((*moving, *trace.copies), *here)",
+        "cover(moving, *here)",
+        (TIMELINE,),
+    ),
+    Fault(
+        "a rank that is through early does not idle",
+        "python/distca/timeline.py",
+        "idle=_seconds(waits) + window.seconds - (step.end - step.begin),",
+        "idle=_seconds(waits),",
+        (TIMELINE,),
     ),
 ]
 

@@ -270,6 +270,9 @@ def over_gloo(rank: int, ranks: int, pipe: Any, port: int) -> None:
     with over_torch(heap_bytes=4 * plan.stats.slot_bytes, heads=HEADS) as context:
         results = [way([Rows(batch, plan, context) for _ in range(2)]) for way in (whole_steps, overlapped_steps)]
         pipe.send(all(torch.equal(a, b) for a, b in zip(*results, strict=True)))
+        context.start_trace()
+        whole_steps([Rows(batch, plan, context)])
+        pipe.send([span for span in context.take_trace().spans if span.peer == -1 and span.is_wait])
         rows = [Rows(batch, plan, context) for _ in range(2)]
         try:
             whole_steps(rows) if rank == 1 else overlapped_steps(rows)
@@ -278,10 +281,14 @@ def over_gloo(rank: int, ranks: int, pipe: Any, port: int) -> None:
     pipe.recv()
 
 
-def test_over_a_collective_transport_bits_and_mistakes_are_the_same() -> None:
+def test_over_a_collective_transport_bits_and_mistakes_are_the_same_and_an_exchange_is_a_wait() -> None:
     with torch_group(over_gloo, 2) as group:
         for rank in range(2):
             assert group.receive(rank)
+        for rank in range(2):
+            exchanges = [span for span in group.receive(rank) if span.name == "all ranks to exchange rows"]
+            # Forward and backward, each once after dispatch and once for the results.
+            assert len(exchanges) >= 4 and all(span.seconds > 0 for span in exchanges)
         for rank in range(2):
             kind, message = group.receive(rank)
             assert kind == "PlanMismatchError" and "another call" in message, message

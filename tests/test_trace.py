@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import distca
-from distca.trace import LinkTransfer, Span
+from distca.trace import SentRows, Span, TrainingStep
 from support import (
     Batch,
     compute,
@@ -121,13 +121,58 @@ def test_figures_of_a_trace_written_by_hand() -> None:
             span("its own rows to arrive", 7.0, 8.0, is_wait=True),
             span("collect", 6.5, 8.0),
         ],
-        [LinkTransfer(1, 100, 0.0, 4.0), LinkTransfer(1, 100, 4.0, 10.0)],
+        [SentRows(1, 100, 0.0, 4.0), SentRows(1, 100, 4.0, 10.0)],
     )
     assert trace.exposed == 1.5
     assert trace.attending == 3.5
     assert trace.traffic == 10.0
     assert trace.hidden == 0.85
     assert distca.Trace(0, trace.spans, []).hidden == 1.0
+
+
+def test_rows_that_a_rank_copies_itself_are_what_the_plan_says_and_lie_in_its_steps(
+    batch: Batch, plan: distca.Plan
+) -> None:
+    _, traces = traced_step(batch, plan, None)
+    for trace in traces:
+        sent = [transfer for transfer in plan.transfers if transfer.source == trace.rank]
+        to_peers = {peer: sum(rows.bytes for rows in trace.copies if rows.peer == peer) for peer in range(3)}
+        assert to_peers == {peer: sum(t.bytes for t in sent if t.target == peer) for peer in range(3)}
+        parts = [span for span in trace.spans if not span.is_wait]
+        assert all(any(p.begin <= rows.begin <= rows.end <= p.end for p in parts) for rows in trace.copies)
+    _, over_link = traced_step(batch, plan, FAST)
+    assert [trace.copies for trace in over_link] == [[], [], []]
+
+
+def a_trace(rank: int = 0) -> distca.Trace:
+    """Two steps of training, 1 s and 2 s long, at hours of which microseconds do not fit into a float32."""
+    at = 1e6 + 1 / 3
+    spans = [
+        Span("attend", False, 1, 0, "forward", -1, at + 0.25, at + 0.5),
+        Span("rows for tasks served here", True, 1, 0, "forward", 1 - rank, at + 0.25, at + 0.3),
+    ]
+    of_first = distca.Trace(rank, spans, [SentRows(1 - rank, 7, at + 0.1, at + 0.2)]).of_step(3, at, at + 1.0, load=5)
+    of_second = distca.Trace(rank, [], [], [SentRows(1 - rank, 8, at + 1.1, at + 1.2)]).of_step(4, at + 1.0, at + 3.0)
+    return distca.Trace(
+        rank,
+        [*of_first.spans, *of_second.spans],
+        of_first.transfers,
+        of_second.copies,
+        [*of_first.steps, *of_second.steps],
+    )
+
+
+def test_the_trace_of_a_step_has_what_lies_between_its_parts() -> None:
+    at = 1e6 + 1 / 3
+    found = [(span.name, round(span.begin - at, 6), round(span.end - at, 6)) for span in a_trace().spans]
+    assert found == [
+        ("compute", 0, 0.25),
+        ("attend", 0.25, 0.5),
+        ("rows for tasks served here", 0.25, 0.3),
+        ("compute", 0.5, 1.0),
+        ("compute", 1.0, 3.0),
+    ]
+    assert a_trace().steps == [TrainingStep(3, at, at + 1.0, 5), TrainingStep(4, at + 1.0, at + 3.0, None)]
 
 
 def test_a_written_trace_is_chromes_format(batch: Batch, plan: distca.Plan, tmp_path: Path) -> None:
@@ -140,7 +185,69 @@ def test_a_written_trace_is_chromes_format(batch: Batch, plan: distca.Plan, tmp_
     assert len(complete) == sum(len(trace.spans) + len(trace.transfers) for trace in traces)
     attend = next(event for event in complete if event["name"] == "attend backward" and event["pid"] == 2)
     ours = next(span for span in traces[2].spans if span.name == "attend" and span.phase == "backward")
-    assert attend["ts"] == pytest.approx(ours.begin * 1e6) and attend["dur"] == pytest.approx(ours.seconds * 1e6)
+    first = min(span.begin for trace in traces for span in trace.spans)
+    assert attend["ts"] == pytest.approx((ours.begin - first) * 1e6, abs=0.002)
+    assert attend["dur"] == pytest.approx(ours.seconds * 1e6, abs=0.002)
+
+
+def test_written_spans_nest_also_where_a_reader_cuts_times_down_to_nanoseconds(
+    batch: Batch, plan: distca.Plan, tmp_path: Path
+) -> None:
+    _, traces = traced_step(batch, plan, FAST)
+    begin, end = (pick(s for t in traces for s in t.begins()) for pick in (min, max))
+    traces = [trace.of_step(0, begin - 0.1, end + 1.0, load=3) for trace in traces]
+    distca.write_trace(tmp_path / "trace.json", [*traces, a_trace()])
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    threads: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in (event for event in events if event["ph"] == "X"):
+        cut = int(event["ts"] * 1e3), int(event["ts"] * 1e3) + int(event["dur"] * 1e3)
+        open_ones = threads.setdefault((event["pid"], event["tid"]), [])
+        while open_ones and open_ones[-1][1] <= cut[0]:
+            open_ones.pop()
+        assert not open_ones or (open_ones[-1][0] <= cut[0] and cut[1] <= open_ones[-1][1]), event
+        open_ones.append(cut)
+    assert {thread for _, thread in threads} == {0, 1}
+
+
+def test_a_trace_that_is_read_is_the_one_that_was_written(tmp_path: Path) -> None:
+    distca.write_trace(tmp_path / "trace.json", [a_trace(1), a_trace(0)])
+    read = distca.read_trace(tmp_path / "trace.json")
+    assert [trace.rank for trace in read] == [0, 1]
+    at = a_trace().steps[0].begin
+    for trace in read:
+        wrote = a_trace(trace.rank)
+        for ours, theirs in (
+            (trace.spans, wrote.spans),
+            (trace.transfers, wrote.transfers),
+            (trace.copies, wrote.copies),
+            (trace.steps, wrote.steps),
+        ):
+            for one, other in zip(ours, theirs, strict=True):
+                times = {
+                    "begin": pytest.approx(other.begin - at, abs=2e-9),
+                    "end": pytest.approx(other.end - at, abs=2e-9),
+                }
+                assert one._asdict() == other._asdict() | times
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "No such file.*a trace of distca.write_trace is expected"),
+        ("{", "is no JSON"),
+        ("[]", "is no trace of distca.write_trace"),
+        ('{"traceEvents": []}', "is no trace of distca.write_trace"),
+        ('{"traceEvents": [], "otherData": {"distca": 2}}', "it has format 2, this reads 1"),
+        ('{"traceEvents": [{"pid": 0, "ph": "X"}], "otherData": {"distca": 1}}', "an event is not as"),
+    ],
+)
+def test_what_is_no_trace_is_refused_by_name(content: str | None, complaint: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(distca.InvalidArgumentError, match=complaint) as caught:
+        distca.read_trace(file)
+    assert str(file) in str(caught.value)
 
 
 @pytest.mark.parametrize(

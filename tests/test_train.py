@@ -159,11 +159,28 @@ def test_a_mistake_ends_the_command_with_one_line_and_code_2(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_trace_into_a_folder_that_does_not_exist_is_refused_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_the_environment_switches_on_an_option_switches_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "--trace", str(tmp_path / "none" / "trace.json"), "--runs-dir", str(tmp_path)]) == 2
-    assert "whose folder does not exist" in capsys.readouterr().err
+    configs: list[TrainConfig] = []
+    monkeypatch.setattr("distca.train.cli._train_with_own_ranks", lambda config, resumed: configs.append(config) or 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("ENABLE_NSYS", "EXPERIMENT_LOG_MEMORY_USAGE"):
+        monkeypatch.setenv(name, "1")
+    for options in ([], ["--no-nsys"], ["--no-log-memory"]):
+        assert main(["train", *options]) == 0
+    assert [(config.nsys, config.log_memory) for config in configs] == [(True, True), (False, True), (True, False)]
+    monkeypatch.setenv("EXPERIMENT_LOG_MEMORY_USAGE", "often")
+    assert main(["train"]) == 2
+    assert "EXPERIMENT_LOG_MEMORY_USAGE is 'often'; 1 (on) and 0 (off) are allowed" in capsys.readouterr().err
+
+
+def test_nsys_without_cuda_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["train", "--nsys", "--runs-dir", str(tmp_path)]) == 2
+    assert "--nsys (or ENABLE_NSYS=1) captures CUDA" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

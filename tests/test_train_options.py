@@ -26,8 +26,14 @@ RUNS = {
     "plain": {},
     "compare": {"compare": True},
     "fsdp": {"fsdp": True, "checkpoint_every": 2},
-    "ping-pong": {"ping_pong": True},
-    "ping-pong, fsdp and compare": {"ping_pong": True, "fsdp": True, "compare": True},
+    "ping-pong": {"ping_pong": True, "trace": True},
+    "ping-pong, fsdp and compare": {
+        "ping_pong": True,
+        "fsdp": True,
+        "compare": True,
+        "trace": True,
+        "log_memory": True,
+    },
 }
 
 
@@ -44,7 +50,7 @@ def _train_all(runs: dict[str, TrainConfig], folder: Path) -> None:
     for name, config in runs.items():
         if dist.get_rank() == 0:
             (folder / name).mkdir()
-        train(replace(config, trace=folder / f"{name}.json") if config.ping_pong else config, folder / name)
+        train(config, folder / name)
     if dist.get_rank() == 0:
         shutil.copytree(folder / "fsdp", folder / "fsdp, then not")
         shutil.rmtree(whole_checkpoints(folder / "fsdp, then not")[3])
@@ -107,7 +113,7 @@ def test_a_run_with_ping_pong_reports_its_halves_and_what_fsdp_keeps_whole(runs:
 
 
 def test_a_trace_has_the_overlapping_steps_of_both_ranks_and_what_they_compute_between(runs: Path) -> None:
-    events = json.loads((runs / "ping-pong.json").read_text())["traceEvents"]
+    events = json.loads((runs / "ping-pong" / "trace.json").read_text())["traceEvents"]
     for rank in range(2):
         mine = sorted((e for e in events if e["pid"] == rank and e.get("cat") == "step"), key=lambda event: event["ts"])
         names = [event["name"] for event in mine]
@@ -119,6 +125,46 @@ def test_a_trace_has_the_overlapping_steps_of_both_ranks_and_what_they_compute_b
         assert len(parts) == 3 * 3 * 2 * 2 * 2  # steps, parts, layers, halves, phases
         assert all(b["ts"] >= a["ts"] + a["dur"] - 1 for a, b in zip(mine, mine[1:], strict=False)), "spans overlap"
         assert names[0] == "compute forward" and names[-1] == "compute backward"
+
+
+def test_a_traced_run_reports_idle_shares_and_how_attention_was_planned_and_measured(runs: Path) -> None:
+    for name in ("ping-pong", "ping-pong, fsdp and compare"):
+        traces = distca.read_trace(runs / name / "trace.json")
+        assert [[step.number for step in trace.steps] for trace in traces] == [[0, 1, 2]] * 2
+        # The loads of each step are those that its imbalance was computed from; a comparison runs both plans.
+        for number, metrics in enumerate(_metrics(runs / name)):
+            loads = [trace.steps[number].load for trace in traces]
+            assert None not in loads
+            if name == "ping-pong":
+                assert max(loads) * 2 / sum(loads) == pytest.approx(metrics["imbalance_after"])
+        summary = json.loads((runs / name / "summary.json").read_text())
+        traced = summary["trace"]
+        assert traced["steps"] == [1, 2]  # the first has one-time costs
+        assert all(0 <= share < 1 for share in traced["idle"]) and len(traced["idle"]) == 2
+        assert 1 <= traced["imbalance_predicted"] <= 2 and 1 <= traced["imbalance_measured"] <= 2
+        assert f"{max(traced['idle']):.2%} on the one that idles most (steps 1 to 2)" in describe(summary)
+        report = (runs / name / "report.md").read_text()
+        assert (
+            "| rank | idle | traffic hidden |" in report and "![What every rank did in step 2](timeline.png)" in report
+        )
+        assert f"| 1 | {traced['idle'][1]:.2%} |" in report
+        assert (runs / name / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert "trace" not in json.loads((runs / "plain" / "summary.json").read_text())
+    assert not {"trace.json", "timeline.png"} & {path.name for path in (runs / "plain").iterdir()}
+
+
+def test_a_log_of_memory_has_a_line_for_every_point_of_every_step_of_every_rank(runs: Path) -> None:
+    run = runs / "ping-pong, fsdp and compare"
+    # Forward and backward run twice in a step that compares.
+    points = ["begin", "forward", "backward", "forward", "backward", "optimizer"]
+    for rank in range(2):
+        lines = [json.loads(line) for line in (run / f"memory-rank{rank}.jsonl").read_text().splitlines()]
+        assert [(line["step"], line["point"]) for line in lines] == [(n, p) for n in range(3) for p in points]
+        for line in lines:
+            assert 0 < line["rss"] <= line["rss_peak"]
+            assert 0 < line["arena_forward"] <= line["heap"] and 0 < line["arena_backward"] <= line["heap"]
+        assert lines[-1]["rss_shared"] > 0  # the heaps, of which steps have used a part
+    assert not list((runs / "plain").glob("memory*"))
 
 
 def test_ping_pong_takes_no_compilation() -> None:
