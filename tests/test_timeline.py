@@ -27,14 +27,14 @@ def wait(begin: float, end: float) -> Span:
 def by_hand() -> list[distca.Trace]:
     """Two ranks, a step of 1 s with one-time costs, then one of 10 s in which rank 1 is through a second earlier."""
     first = [distca.Trace(rank, [part("attend", 0.1, 0.9)], []).of_step(0, 0.0, 1.0, load=4) for rank in range(2)]
-    # Rank 0 sends from 3 to 6 over a link; rank 1 copies from 2 to 2.5 itself.
+    # Rank 0 sends from 3 to 6 over a link; rank 1 copies from 6.5 to 7 itself, results say.
     second = [
         distca.Trace(
-            0, [part("dispatch", 2, 3), part("attend", 4, 8)], [SentRows(1, 10, 3, 6)]
+            0, [part("dispatch", 2, 3.5), part("attend", 4, 8)], [SentRows(1, 10, 3, 6)]
         ).of_step(1, 1, 11, load=9),
         distca.Trace(
             1, [part("dispatch", 2, 3), part("attend", 3, 7), wait(4, 6), wait(8, 9), part("collect", 8, 9)], [],
-            [SentRows(0, 5, 2, 2.5)],
+            [SentRows(0, 5, 6.5, 7)],
         ).of_step(1, 1, 10, load=3),
     ]  # fmt: skip
     return [
@@ -53,7 +53,7 @@ def test_figures_of_a_step_are_those_counted_by_hand() -> None:
     assert (zero.idle_share, one.idle_share) == (0.0, 0.4)  # 2 s, 1 s, and the second for which rank 0 goes on
     assert found.idle_shares == (0.0, 0.4)
     assert (zero.attention, one.attention) == (4, 2)
-    # Rows from 2 to 2.5 and from 3 to 6. Rank 0 dispatches in the first half second; rank 1 copies, then waits 4 to 6.
+    # Rows from 3 to 6 and from 6.5 to 7. Rank 0 dispatches until 3.5; rank 1 waits from 4 to 6, then copies.
     assert (zero.traffic, zero.exposed, zero.hidden) == (3.5, 0.5, 3.0)
     assert (one.traffic, one.exposed, one.hidden) == (3.5, 2.5, 1.0)
     assert found.predicted == 9 / 6
@@ -98,9 +98,9 @@ def test_the_picture_has_a_bar_for_every_span_and_the_steps_that_were_asked_for(
     draw_timeline(tmp_path / "all.png", by_hand(), everything[1:])
     assert (tmp_path / "all.png").read_bytes().startswith(PNG)
     # What rank 0 did in step 1, in milliseconds from its begin, and its rows; the same of rank 1.
-    zero = [(0, 1000), (1000, 1000), (2000, 1000), (3000, 4000), (7000, 3000), (2000, 3000)]
+    zero = [(0, 1000), (1000, 1500), (2500, 500), (3000, 4000), (7000, 3000), (2000, 3000)]
     one = [(0, 1000), (1000, 1000), (2000, 4000), (6000, 1000), (7000, 1000), (8000, 1000)]
-    waits_and_rows = [(3000, 2000), (7000, 1000), (1000, 500)]
+    waits_and_rows = [(3000, 2000), (7000, 1000), (5500, 500)]
     assert sorted(drawn) == sorted(zero + one + waits_and_rows)
     drawn.clear()
     draw_timeline(tmp_path / "part.png", by_hand()[:1], everything[1:], between=(2500, 3500))
