@@ -145,7 +145,7 @@ def test_rows_that_a_rank_copies_itself_are_what_the_plan_says_and_lie_in_its_st
 
 
 def a_trace(rank: int = 0) -> distca.Trace:
-    """Two steps of training, 1 s and 2 s long, at hours of which microseconds do not fit into a float32."""
+    """Two steps of training, 1 s and 2 s long, on a machine that has been up for days."""
     at = 1e6 + 1 / 3
     spans = [
         Span("attend", False, 1, 0, "forward", -1, at + 0.25, at + 0.5),
