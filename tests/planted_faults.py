@@ -77,6 +77,13 @@ FAULTS = [
         (STEPS, EXACT),
     ),
     Fault(
+        "attention is not told to be deterministic",
+        DISPATCHER,
+        "scores.deterministic};",
+        "false};",
+        ("tests/test_deterministic.py",),
+    ),
+    Fault(
         "rows are sent without credit",
         DISPATCHER,
         "      protocol_.await_credit(Direction::kIn, s.peer, 0);",

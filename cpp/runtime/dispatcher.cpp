@@ -227,7 +227,9 @@ void Dispatcher::attend_groups(const Step& step, bool local_part, const Parallel
     }
     tasks_.push_back(task);
   }
-  const attention::Problem problem{step.heads, slice.mask(), step.scores.scale, groups_, tasks_, step.scores.softcap};
+  const ScoreOptions& scores = step.scores;
+  const attention::Problem problem{step.heads, slice.mask(),   scores.scale,        groups_,
+                                   tasks_,     scores.softcap, scores.deterministic};
   if (backward)
     backend_.backward(problem, parallel);
   else

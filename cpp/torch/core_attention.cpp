@@ -25,7 +25,7 @@ Tensor loadable(const Tensor& rows) { return rows.is_cpu() ? rows : aligned_rows
 /// The arguments of a forward step, checked, and the tensors that it returns. What it views lives as long as it does.
 struct Forward {
   Forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan, const std::optional<Tensor>& sinks,
-          const std::string& context, std::optional<double> scale, double softcap)
+          const std::string& context, std::optional<double> scale, double softcap, bool deterministic)
       : q(loadable(q)),
         k(loadable(k)),
         v(loadable(v)),
@@ -37,7 +37,7 @@ struct Forward {
         lse(empty_scalars(q, q.size(0), heads.q_heads)) {
     require(q.size(0) == k.size(0), "q ", shape_of(q), " and k ", shape_of(k), " have different lengths");
     slice = this->context->accept(words_of(plan, "plan"), heads, q.size(0));
-    scores = {scale_or_default(scale, heads), checked_softcap(softcap), sinks_of(sinks_on_host, heads)};
+    scores = {scale_or_default(scale, heads), checked_softcap(softcap), sinks_of(sinks_on_host, heads), deterministic};
     check_backend(*this->context, q, heads, scores.softcap);
   }
 
@@ -58,7 +58,7 @@ struct Forward {
 struct Backward {
   Backward(const Tensor& dout_any, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
            const Tensor& lse, const Tensor& plan, const std::optional<Tensor>& sinks, const std::string& context,
-           std::optional<double> scale, double softcap)
+           std::optional<double> scale, double softcap, bool deterministic)
       : dout(loadable(with_dense_rows(dout_any))),
         q(loadable(q)),
         k(loadable(k)),
@@ -82,7 +82,7 @@ struct Backward {
     require(k.size(0) == rows && lse.size(0) == rows && lse.size(1) == heads.q_heads,
             "q, k, v, out and lse have different lengths or head counts");
     slice = this->context->accept(words_of(plan, "plan"), heads, rows);
-    scores = {scale_or_default(scale, heads), checked_softcap(softcap), sinks_of(sinks_on_host, heads)};
+    scores = {scale_or_default(scale, heads), checked_softcap(softcap), sinks_of(sinks_on_host, heads), deterministic};
     check_backend(*this->context, q, heads, scores.softcap);
   }
 
@@ -103,9 +103,9 @@ struct Backward {
 std::tuple<Tensor, Tensor> core_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan,
                                           std::optional<Tensor> plan_backward, std::optional<Tensor> sinks,
                                           std::string context, std::optional<double> scale, double softcap,
-                                          bool /*deterministic: the CPU kernel always is*/) {
+                                          bool deterministic) {
   return guarded([&] {
-    const Forward f(q, k, v, plan, sinks, context, scale, softcap);
+    const Forward f(q, k, v, plan, sinks, context, scale, softcap, deterministic);
     if (plan_backward) f.context->accept(words_of(*plan_backward, "plan_backward"), f.heads, q.size(0));
     f.context->forward(f.slice, f.tensors(), f.scores, torch_threads());
     return std::tuple{f.out, f.lse};
@@ -116,9 +116,9 @@ std::tuple<Tensor, Tensor, Tensor> core_attention_backward(const Tensor& dout, c
                                                            const Tensor& v, const Tensor& out, const Tensor& lse,
                                                            const Tensor& plan, std::optional<Tensor> sinks,
                                                            std::string context, std::optional<double> scale,
-                                                           double softcap, bool /*deterministic*/) {
+                                                           double softcap, bool deterministic) {
   return guarded([&] {
-    const Backward b(dout, q, k, v, out, lse, plan, sinks, context, scale, softcap);
+    const Backward b(dout, q, k, v, out, lse, plan, sinks, context, scale, softcap, deterministic);
     b.context->backward(b.slice, b.tensors(), b.scores, torch_threads());
     return std::tuple{b.dq, b.dk, b.dv};
   });
@@ -126,9 +126,9 @@ std::tuple<Tensor, Tensor, Tensor> core_attention_backward(const Tensor& dout, c
 
 int64_t dispatch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan,
                  std::optional<Tensor> plan_backward, std::optional<Tensor> sinks, std::string context,
-                 std::optional<double> scale, double softcap) {
+                 std::optional<double> scale, double softcap, bool deterministic) {
   return guarded([&] {
-    const auto f = std::make_shared<Forward>(q, k, v, plan, sinks, context, scale, softcap);
+    const auto f = std::make_shared<Forward>(q, k, v, plan, sinks, context, scale, softcap, deterministic);
     if (plan_backward) f->context->accept(words_of(*plan_backward, "plan_backward"), f->heads, q.size(0));
     const auto ctx = std::exchange(f->context, nullptr);  // which will hold f: no cycle
     return static_cast<int64_t>(ctx->dispatch(f->slice, f->tensors(), f->scores, f));
@@ -137,9 +137,10 @@ int64_t dispatch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
 
 int64_t dispatch_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                           const Tensor& lse, const Tensor& plan, std::optional<Tensor> sinks, std::string context,
-                          std::optional<double> scale, double softcap) {
+                          std::optional<double> scale, double softcap, bool deterministic) {
   return guarded([&] {
-    const auto b = std::make_shared<Backward>(dout, q, k, v, out, lse, plan, sinks, context, scale, softcap);
+    const auto b =
+        std::make_shared<Backward>(dout, q, k, v, out, lse, plan, sinks, context, scale, softcap, deterministic);
     const auto ctx = std::exchange(b->context, nullptr);
     return static_cast<int64_t>(ctx->dispatch(b->slice, b->tensors(), b->scores, torch_threads(), b));
   });
@@ -179,10 +180,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
       "(Tensor dq, Tensor dk, Tensor dv)");
   m.def(
       "dispatch(Tensor q, Tensor k, Tensor v, Tensor plan, Tensor? plan_backward=None, Tensor? sinks=None, *, "
-      "str context=\"default\", float? scale=None, float softcap=0.) -> int");
+      "str context=\"default\", float? scale=None, float softcap=0., bool deterministic=False) -> int");
   m.def(
       "dispatch_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor plan, "
-      "Tensor? sinks=None, *, str context=\"default\", float? scale=None, float softcap=0.) -> int");
+      "Tensor? sinks=None, *, str context=\"default\", float? scale=None, float softcap=0., bool deterministic=False) "
+      "-> int");
   m.def("attend(int step, *, str context=\"default\") -> ()");
   m.def("collect(int step, *, str context=\"default\") -> (Tensor out, Tensor lse)");
   m.def("collect_backward(int step, *, str context=\"default\") -> (Tensor dq, Tensor dk, Tensor dv)");

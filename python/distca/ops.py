@@ -13,7 +13,7 @@ from distca.context import Context, get_context
 from distca.errors import InvalidArgumentError, typed_errors
 from distca.ping_pong import core_attention_in_parts, in_half
 from distca.planning import Plan
-from distca.steps import as_autocast, check_plans
+from distca.steps import as_autocast, check_plans, is_deterministic
 
 _LAYER = "distca.layer"  # where the graph's node keeps it for backward
 
@@ -31,6 +31,7 @@ def core_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    deterministic: bool = False,
     layer: int | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Core attention of this rank's rows, ``softmax(scale * q k^T) v`` inside each document, computed by all ranks.
@@ -49,6 +50,9 @@ def core_attention(
         softcap: where positive, logits become ``softcap * tanh(scale * q k^T / softcap)`` (Gemma 2).
         sinks: ``[H]``, one more logit of every row of a head, whose value is zero (gpt-oss); it counts in lse. All
             ranks must have the same; its gradient is that of this rank's rows.
+        deterministic: what this rank computes as a server has dq with the same bits whatever the plan, and dk and dv
+            the same from run to run; so it has everywhere under ``torch.use_deterministic_algorithms``, and on the CPU
+            always. For distca's CUDA kernels; where ATen's flash attention computes, only torch's own switch counts.
         layer: number or name of the layer that calls. Errors of this call and of its backward begin with it.
 
     Returns:
@@ -67,8 +71,10 @@ def core_attention(
     if torch.compiler.is_compiling():  # layers that differ in a constant would not share a graph
         layer = None
     elif plan.in_parts or in_half():
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "layer": layer}
-        return core_attention_in_parts(q, k, v, plan, plan_backward=plan_backward, context=context, **options)
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
+        return core_attention_in_parts(
+            q, k, v, plan, plan_backward=plan_backward, context=context, layer=layer, **options
+        )
     q, k, v = as_autocast(q, k, v)
     with typed_errors(layer):
         out, lse = torch.ops.distca.core_attention(
@@ -81,6 +87,7 @@ def core_attention(
             context=_name_of(context),
             scale=scale,
             softcap=softcap,
+            deterministic=is_deterministic(deterministic),
         )
     if layer is not None and out.grad_fn is not None:
         out.grad_fn.metadata[_LAYER] = layer
@@ -95,6 +102,7 @@ def serve(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    deterministic: bool = False,
     layer: int | str | None = None,
 ) -> None:
     """Takes part in one step on a rank that has no rows of its own: a dedicated server, an idle pipeline stage.
@@ -107,6 +115,7 @@ def serve(
         phase: ``"forward"`` or ``"backward"``.
         context: the context or its name.
         scale, softcap, sinks: the same as on the other ranks.
+        deterministic: as for :func:`core_attention`, of what is computed here.
         layer: number or name of the layer that is served, for error messages.
 
     Raises:
@@ -116,6 +125,7 @@ def serve(
     name = _name_of(context)
     q, k, v, out, lse = _no_rows(plan, name)
     options: dict[str, Any] = {"context": name, "scale": scale, "softcap": softcap}
+    options["deterministic"] = is_deterministic(deterministic)
     sinks = None if sinks is None else sinks.detach().float()
     with typed_errors(layer):
         if phase == "forward":
@@ -132,6 +142,7 @@ def serve_ping_pong(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Sequence[torch.Tensor] | None = None,
+    deterministic: bool = False,
 ) -> None:
     """As :func:`serve`, for a whole forward or backward pass of :class:`distca.PingPong` on the other ranks.
 
@@ -144,12 +155,15 @@ def serve_ping_pong(
         context: the context or its name.
         scale, softcap: the same as on the other ranks.
         sinks: those of each layer, where the model has them.
+        deterministic: as for :func:`core_attention`, of what is computed here.
     """
     for both in layers:
         for plan in both:
             _check_serving("serve_ping_pong", phase, plan)
     name, steps = _name_of(context), {}
-    ops, scores = torch.ops.distca, {"scale": scale, "softcap": softcap}
+    ops = torch.ops.distca
+    options: dict[str, Any] = {"context": name, "scale": scale, "softcap": softcap}
+    options["deterministic"] = is_deterministic(deterministic)
     for part, index, half in _calls_of_ping_pong(len(layers), phase):
         with typed_errors(index):
             if part == "dispatch":
@@ -157,9 +171,9 @@ def serve_ping_pong(
                 q, k, v, out, lse = _no_rows(plan, name)
                 own = None if sinks is None else sinks[index].detach().float()
                 steps[index, half] = (
-                    ops.dispatch(q, k, v, plan.tensor, None, own, context=name, **scores)
+                    ops.dispatch(q, k, v, plan.tensor, None, own, **options)
                     if phase == "forward"
-                    else ops.dispatch_backward(out, q, k, v, out, lse, plan.tensor, own, context=name, **scores)
+                    else ops.dispatch_backward(out, q, k, v, out, lse, plan.tensor, own, **options)
                 )
             elif part == "attend":
                 ops.attend(steps[index, half], context=name)
@@ -246,7 +260,7 @@ def attention(
             None if sinks is None else sinks.float(),
             scale=scale,
             softcap=softcap,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+            deterministic=is_deterministic(False),
         )
 
 

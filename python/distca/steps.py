@@ -34,6 +34,11 @@ def as_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torc
     return q, k, v
 
 
+def is_deterministic(asked: bool) -> bool:
+    """Whether attention is to be deterministic: where the caller or torch asks for it."""
+    return asked or torch.are_deterministic_algorithms_enabled()
+
+
 def in_compiled_code() -> bool:
     """Whether torch.compile is tracing this call, or runs it between graphs because it could not."""
     if torch.compiler.is_compiling():
@@ -88,12 +93,12 @@ class _Call:
     """What the three nodes of one call share. The graph holds it, so it holds nothing that holds the graph."""
 
     def __init__(
-        self, plan: Plan, plan_backward: Plan | None, context: str, layer: int | str | None, **scores: Any
+        self, plan: Plan, plan_backward: Plan | None, context: str, layer: int | str | None, **options: Any
     ) -> None:
         self.tables = (plan.tensor, None if plan_backward is None else plan_backward.tensor)
         self.context = context
         self.layer = layer
-        self.scores = scores
+        self.options = options
         self.number = -1
         self.inputs: list[torch.Tensor] = []  # q, k, v and sinks if there are any; until collect
         self._versions: list[int] = []
@@ -104,7 +109,7 @@ class _Call:
         self._versions = [_version_of(t) for t in inputs]
         q, k, v, *sinks = inputs
         with typed_errors(self.layer):
-            self.number = torch.ops.distca.dispatch(q, k, v, *self.tables, *sinks, context=self.context, **self.scores)
+            self.number = torch.ops.distca.dispatch(q, k, v, *self.tables, *sinks, context=self.context, **self.options)
 
     def changed_input(self) -> str | None:
         """Which input was written to since dispatch."""
@@ -130,7 +135,7 @@ class _Call:
         *rows, out, lse, table, sinks = saved
         with typed_errors(self.layer):
             number = torch.ops.distca.dispatch_backward(
-                dout, *rows, out, lse, table, sinks, context=self.context, **self.scores
+                dout, *rows, out, lse, table, sinks, context=self.context, **self.options
             )
             under_way = _UnderWay(number, self.context, self.layer)
             self._dsinks = None if sinks is None else torch.ops.distca.sink_gradient(dout, out, lse, sinks)
@@ -244,6 +249,7 @@ def dispatch(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    deterministic: bool = False,
     layer: int | str | None = None,
 ) -> Step:
     """Sends this rank's rows to the ranks that compute with them.
@@ -269,7 +275,8 @@ def dispatch(
     inputs = as_autocast(q, k, v)
     name = context if isinstance(context, str) else context.name
     _abandon_broken_off(get_context(name))
-    call = _Call(plan, plan_backward, name, layer, scale=scale, softcap=softcap)
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": is_deterministic(deterministic)}
+    call = _Call(plan, plan_backward, name, layer, **options)
     apply: Any = _Dispatch.apply
     return Step(call, apply(call, *inputs, *([] if sinks is None else [sinks.float()])))
 
