@@ -64,6 +64,8 @@ PlanOptions make_options(Random& random, int64_t num_ranks) {
     for (int64_t r = 0; r < num_ranks; ++r) o.schedule.speeds.push_back(1 + random.below(100));
   if (random.below(6) == 0)
     for (int64_t r = 0; r < num_ranks; r += 2) o.schedule.servers.push_back(r);
+  if (random.below(3) == 0)
+    for (int64_t r = 0; r < num_ranks; ++r) o.arrangement.retain_bytes.push_back(random.below(int64_t{1} << 27));
   return o;
 }
 

@@ -28,7 +28,7 @@ MASKS = ("causal", "full")
 RETURNED, ARENA, PARTIAL = 0, 1, 2
 Range = tuple[int, int]  # [begin, end)
 COPY, ASSIGN, ADD = 0, 1, 2
-NUM_RANKS_WORD, SLOT_BYTES_WORD = 8, 20
+NUM_RANKS_WORD, SLOT_BYTES_WORD = 8, 22
 CHECKSUM_BEGIN = 4
 
 
@@ -69,6 +69,8 @@ class Header(NamedTuple):
     window: int
     forward_arena_bytes: int
     backward_arena_bytes: int
+    retains: int
+    retained_bytes: int
     slot_bytes: int
     num_rounds: int
     num_local_groups: int
@@ -91,6 +93,8 @@ class GroupEntry(NamedTuple):
     forward_v: int
     backward_k: int
     backward_v: int
+    retained_k: int
+    retained_v: int
     grad_begin: int
     grad_end: int
     is_local: int
@@ -269,6 +273,7 @@ class Simulation:
         for task in plan.tasks:
             self.tasks_of.setdefault(task.document, []).append(task)
         self.bytes = [0, 0, 0, 0]
+        self.retained: list[dict[int, Label]] = [{} for _ in self.ranks]  # as `arena` below, from forward to backward
         self.moved: Counter[Moved] = Counter()
         self.arena_ends: list[list[int]] = [[0 for _ in self.ranks] for _ in (FORWARD, BACKWARD)]
 
@@ -288,6 +293,7 @@ class Simulation:
         assert (header.v_dim, DTYPES[header.dtype]) == (heads.value_dim, heads.dtype)
         assert (MASKS[header.mask_kind], header.window) == (self.plan.mask, self.plan.window or 0)
         assert header.plan_digest & MASK == int(self.plan.digest, 16)
+        assert header.retains == any(self.plan.retain_bytes)
         padding = [row for p in self.slices[rank].padding for row in range(p.row, p.row + p.num_rows)]
         assert padding == [row for row, owner in enumerate(self.home_rows[rank]) if owner is None]
 
@@ -330,6 +336,8 @@ class Simulation:
         self._dispatch(phase)
         for server in self.ranks:
             self._attend(phase, server)
+            if phase == FORWARD:
+                self._retain(server)
         messages = self._send_home(phase)
         for home in self.ranks:
             self._receive(phase, home, messages)
@@ -365,8 +373,39 @@ class Simulation:
             self.moved[(message, source, target, tensor, document, row, head)] += 1
 
     def _expect(self, server: int, tensor: str, kv_heads: Range, offset: int, stride: int, rows: Iterable[Row]) -> None:
+        self._expect_in(self.arena[server], tensor, kv_heads, offset, stride, rows)
+
+    @staticmethod
+    def _expect_in(
+        memory: dict[int, Label], tensor: str, kv_heads: Range, offset: int, stride: int, rows: Iterable[Row]
+    ) -> None:
         for i, row in enumerate(rows):
-            assert self.arena[server].get(offset + i * stride) == (tensor, kv_heads, *row)
+            assert memory.get(offset + i * stride) == (tensor, kv_heads, *row)
+
+    def _retain(self, server: int) -> None:
+        """Key blocks of retained groups are copied whole; each has a place of its own, and all are needed."""
+        tables = self.slices[server]
+        extents = []
+        for group in tables.groups:
+            kept = group.retained_k >= 0
+            assert (group.retained_v >= 0) == kept
+            if not kept:
+                continue
+            assert group.num_arena_blocks > 0 and (group.backward_k, group.backward_v) == (-1, -1)
+            for tensor, offset, to in (
+                ("k", group.forward_k, group.retained_k), ("v", group.forward_v, group.retained_v)
+            ):  # fmt: skip
+                size = 64 * group.num_arena_blocks * self._stride(heads_of(group), FORWARD, True, tensor)
+                extents.append((to, to + size))
+                for at, label in self.arena[server].items():
+                    if offset <= at < offset + size:
+                        self.retained[server][to + at - offset] = label
+        end = 0
+        for begin, after in sorted(extents):
+            assert end <= begin and begin % 64 == 0
+            end = after
+        assert end <= tables.header.retained_bytes < end + 64
+        assert tables.header.retained_bytes <= self.plan.retain_bytes[server]
 
     def _write(self, rank: int, tensors: Iterable[str], kv_heads: Range, row: int, num_rows: int) -> None:
         keys = itertools.product(tensors, range(row, row + num_rows), range(*kv_heads))
@@ -376,7 +415,10 @@ class Simulation:
         tables = self.slices[server]
         home_rows = self.home_rows[server]
         for index, group in enumerate(tables.groups):
+            memory = self.arena[server]
             k, v = (group.forward_k, group.forward_v) if phase == FORWARD else (group.backward_k, group.backward_v)
+            if phase == BACKWARD and group.retained_k >= 0:
+                memory, k, v = self.retained[server], group.retained_k, group.retained_v
             for b in range(group.num_blocks):
                 entry = tables.blocks[group.block_begin + b].entry
                 start = 64 * (group.first_block + b)
@@ -389,7 +431,7 @@ class Simulation:
                 assert index >= tables.header.num_local_groups, "a local group waits for nobody"
                 for tensor, base in (("k", k), ("v", v)):
                     stride = self._stride(heads_of(group), phase, True, tensor)
-                    self._expect(server, tensor, heads_of(group), base + at * stride, stride, rows)
+                    self._expect_in(memory, tensor, heads_of(group), base + at * stride, stride, rows)
             if phase == BACKWARD:
                 self._key_gradients(server, group)
         for index, task in enumerate(tables.tasks):

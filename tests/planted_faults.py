@@ -42,6 +42,7 @@ PARTS = "tests/test_parts.py"
 PING_PONG = "tests/test_ping_pong.py"
 FLASH = "tests/test_flash.py"
 FLASH_RANKS = "tests/test_flash_ranks.py"
+RETAIN = "tests/test_retain.py"
 CUDA_HOST = "tests/test_cuda_attention_host.py"
 MEMORY = "tests/test_memory.py"
 TIMELINE = "tests/test_timeline.py"
@@ -77,6 +78,13 @@ FAULTS = [
         "    protocol_.put(s.peer, s.target, f.row_stride(), f.head_stride, source, n);",
         "    if (kind != TensorKind::kV) protocol_.put(s.peer, s.target, f.row_stride(), f.head_stride, source, n);",
         (STEPS, EXACT),
+    ),
+    Fault(
+        "attention is not told to be deterministic",
+        DISPATCHER,
+        "scores.deterministic};",
+        "false};",
+        ("tests/test_deterministic.py",),
     ),
     Fault(
         "rows are sent without credit",
@@ -126,6 +134,56 @@ FAULTS = [
         "  if (const Item& drawn = held_[pick]; drawn.is_signal) {",
         "  if (const Item& drawn = held_[pick]; drawn.is_signal && drawn.value == 0) {",
         (STEPS, TRANSPORT),
+    ),
+    # ---- what is retained
+    Fault(
+        "retained keys are not copied",
+        DISPATCHER,
+        "    keep(TensorKind::kK, g.retained_k, g.forward_k);",
+        "",
+        (RETAIN,),
+    ),
+    Fault(
+        "retained keys are read from the arena in backward",
+        DISPATCHER,
+        "    if (backward && g.retained_k >= 0) {",
+        "    if (false) {",
+        (RETAIN,),
+    ),
+    Fault(
+        "keys that save the fewest bytes are kept first",
+        ARRANGEMENT,
+        "    std::sort(by_bytes.begin(), by_bytes.end());",
+        "    std::sort(by_bytes.rbegin(), by_bytes.rend());",
+        (RETAIN,),
+    ),
+    Fault(
+        "more is retained than is allowed",
+        ARRANGEMENT,
+        "      if (end > retain_bytes_[s]) continue;",
+        "      if (end > retain_bytes_[s] + 20'000) continue;",
+        (PLAN, RETAIN),
+    ),
+    Fault(
+        "what is retained is not part of the digest",
+        "cpp/plan/plan.cpp",
+        "    if (arrangement.groups[g].is_retained()) d.add(",
+        "    if (false) d.add(",
+        (RETAIN,),
+    ),
+    Fault(
+        "servers wait for keys that they have retained",
+        TABLES,
+        "      if (!g.is_retained()) wait(Phase::kBackward, Direction::kIn, 0, p.rank);",
+        "      wait(Phase::kBackward, Direction::kIn, 0, p.rank);",
+        (PLAN, RETAIN),
+    ),
+    Fault(
+        "the size of what forward has kept is not checked",
+        "cpp/torch/core_attention.cpp",
+        "given.has_value() && given->numel() == h.retained_bytes,",
+        "given.has_value(),",
+        (RETAIN,),
     ),
     # ---- faults of peers
     Fault(

@@ -191,7 +191,14 @@ SHM_LAYOUTS = (spill, scattered, data_parallel, spill_with_empty_ranks)
 
 def _shm_plans(heads: distca.Heads, ranks: int) -> list[distca.Plan]:
     return [
-        distca.plan(layout(LENGTHS, ranks, seed), heads, tolerance=0.0, min_rows=1, capacity=2**40)
+        distca.plan(
+            layout(LENGTHS, ranks, seed),
+            heads,
+            tolerance=0.0,
+            min_rows=1,
+            capacity=2**40,
+            retain_bytes=seed % 2 * 2**40,
+        )
         for seed, layout in enumerate(SHM_LAYOUTS)
     ]
 

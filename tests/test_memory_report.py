@@ -66,6 +66,19 @@ def test_the_report_of_a_context_has_its_heap() -> None:
         assert f"of {1 << 19:,} bytes" in str(report)
 
 
+def test_it_says_what_is_kept_beside_the_heap_in_all_layers() -> None:
+    small, large = (distca.plan(skewed(n), HEADS, min_rows=8, retain_bytes=1 << 30) for n in (256, 1024))
+    kept = [max(plan.stats.retained_bytes[rank] for plan in (small, large)) for rank in range(2)]
+    assert kept[0] == 0 < kept[1]
+    report = distca.memory_report(small, large, layers=12)
+    assert report.retained_bytes == [0, 12 * kept[1]]
+    assert f"up to {12 * kept[1]:,} bytes (rank 1) are kept from forward to backward" in str(report)
+    resending = distca.memory_report(distca.plan(skewed(1024), HEADS, min_rows=8))
+    assert resending.retained_bytes == [0, 0] and "kept" not in str(resending)
+    with pytest.raises(distca.errors.InvalidArgumentError, match="layers = 0; at least 1"):
+        distca.memory_report(small, layers=0)
+
+
 def test_every_rank_and_phase_has_a_line() -> None:
     lines = str(distca.memory_report(distca.plan(skewed(256, ranks=3), HEADS, min_rows=8))).splitlines()
     assert [line.split()[:2] for line in lines[1:7]] == [[str(r), p] for r in range(3) for p in ("forward", "backward")]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -67,13 +66,14 @@ class Model(torch.nn.Module):
         return x
 
 
-_building = threading.Lock()  # ranks are threads, and the seed is the process's
-
-
 def seeded(make: Callable[[], Any]) -> Any:
-    with _building:
-        torch.manual_seed(0)
-        return make()
+    """A model with weights of its own generator's: ranks are threads here, and ping-pong sets the process's."""
+    model, generator = make(), torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 or name.endswith("bias"):  # else of a norm, and always the same
+            bound = parameter.shape[-1] ** -0.5
+            torch.nn.init.uniform_(parameter, -bound, bound, generator=generator)
+    return model
 
 
 def plans_for(ranks: int, heads: tuple[distca.Heads, distca.Heads] = (HEADS, HEADS)) -> list[distca.Plan]:

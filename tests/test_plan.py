@@ -56,6 +56,11 @@ def layouts(draw: st.DrawFn) -> distca.Layout:
     return scattered(lengths, ranks, draw(st.integers(0, 10**6)))
 
 
+def retain_bytes(ranks: int) -> st.SearchStrategy[int | list[int]]:
+    some = st.sampled_from((0, 1, 64, 5000, 20_000, 100_000, 2**40))
+    return st.just(0) | some | st.lists(some, min_size=ranks, max_size=ranks)
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> Made:
     cost = draw(st.sampled_from(COSTS + RATED))
@@ -80,6 +85,7 @@ def plans(draw: st.DrawFn) -> Made:
         cost=cost,
         tasks=tasks,
         ranks_per_node=ranks_per_node,
+        retain_bytes=draw(retain_bytes(layout.num_ranks)),
     )
     return Made(plan, cost, servers or set(range(layout.num_ranks)), ranks_per_node)
 

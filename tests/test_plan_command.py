@@ -161,6 +161,21 @@ def test_the_picture_and_the_table_are_made(lengths: Path, tmp_path: Path, capsy
     assert "largest / mean load as planned" in printed and "between nodes" in printed
 
 
+def test_it_says_what_servers_would_keep_and_what_that_saves(
+    lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent_again = _plan(tmp_path, "--lengths", str(lengths), *DRAW)
+    assert "kept until backward" not in capsys.readouterr().out
+    kept = _plan(tmp_path, "--lengths", str(lengths), *DRAW, "--retain-bytes", "100000000")
+    saved = sent_again["stats"]["bytes"]["backward_in"] - kept["stats"]["bytes"]["backward_in"]
+    again = sum(t["bytes"] for t in sent_again["transfers"] if t["message"] == "backward_in" and t["tensor"] in "kv")
+    assert saved == again == kept["stats"]["saved_bytes"] > 0
+    assert not [t for t in kept["transfers"] if t["message"] == "backward_in" and t["tensor"] in "kv"]
+    most = max(kept["stats"]["retained_bytes"])
+    said = f"{most / 1e6:.1f} MB a rank, which saves {saved / 1e9:.3f} GB of backward in"
+    assert "kept until backward, at most" in (printed := capsys.readouterr().out) and said in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -172,6 +187,7 @@ def test_the_picture_and_the_table_are_made(lengths: Path, tmp_path: Path, capsy
         (["--lengths", "{lengths}", *DRAW, "--tolerance", "nan"], "tolerance = nan"),
         (["--lengths", "{lengths}", *DRAW, "--q-heads", "7"], "7 query heads"),
         (["--lengths", "{lengths}", *DRAW, "--servers", "4"], "servers[0] = 4"),
+        (["--lengths", "{lengths}", *DRAW, "--retain-bytes", "-1"], "retain_bytes = -1"),
         (["--workload", "{lengths}"], '"documents"'),
     ],
     ids=str,

@@ -66,7 +66,10 @@ def random_step(seed: int, ranks: int) -> tuple[Any, distca.Plan]:
     layout = LAYOUTS[rng.choice(list(LAYOUTS))](lengths, ranks, rng.randrange(1000))
     mask, window = rng.choice([("causal", None), ("causal", 40), ("full", None)])
     tasks = random_tasks(layout, heads.kv, rng.randrange(1000)) if rng.random() < 0.5 else None
-    plan = distca.plan(layout, heads, mask=mask, window=window, tolerance=0.0, min_rows=1, tasks=tasks)
+    retain = rng.choice([0, 5000, 2**40])  # what is expected then is tested in test_retain.py
+    plan = distca.plan(
+        layout, heads, mask=mask, window=window, tolerance=0.0, min_rows=1, tasks=tasks, retain_bytes=retain
+    )
     return random_batch(lengths, heads, seed), plan
 
 

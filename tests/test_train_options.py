@@ -34,6 +34,7 @@ RUNS = {
         "trace": True,
         "log_memory": True,
     },
+    "retain": {"retain_bytes": 1 << 30},
 }
 
 
@@ -98,6 +99,12 @@ def test_each_layer_compiles_to_one_graph(data: Path, tmp_path: Path, monkeypatc
 def test_a_run_has_the_losses_of_the_plain_one(name: str, runs: Path) -> None:
     assert len(_losses(runs / "plain")) == 3
     assert _losses(runs / name) == pytest.approx(_losses(runs / "plain"), rel=1e-6)
+
+
+def test_a_run_that_retains_keys_has_the_same_bits_and_moves_fewer_bytes(runs: Path) -> None:
+    assert _losses(runs / "retain") == _losses(runs / "plain")
+    for retaining, plain in zip(_metrics(runs / "retain"), _metrics(runs / "plain"), strict=True):
+        assert 0 < retaining["bytes"] < plain["bytes"]
 
 
 def test_a_run_with_ping_pong_reports_its_halves_and_what_fsdp_keeps_whole(runs: Path) -> None:

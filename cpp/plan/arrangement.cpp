@@ -1,6 +1,7 @@
 #include "plan/arrangement.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "plan/rounds.h"
 
@@ -11,11 +12,12 @@ constexpr std::array<Phase, 2> kPhases = {Phase::kForward, Phase::kBackward};
 
 class Arranger {
  public:
-  Arranger(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, int64_t ranks_per_node,
+  Arranger(const Layout& layout, const HeadShape& heads, const ArrangementOptions& options, int64_t ranks_per_node,
            std::span<const Task> tasks)
       : layout_(layout),
         heads_(heads),
-        block_rows_(key_block_rows),
+        block_rows_(options.key_block_rows),
+        retain_bytes_(options.retain_bytes),
         ranks_per_node_(ranks_per_node > 0 ? ranks_per_node : layout.num_ranks()),
         tasks_(tasks) {}
 
@@ -28,6 +30,9 @@ class Arranger {
                                [&](size_t i) { return a_.groups[i].document; });
     a_.remote_of_server.fill(n, a_.remote.size(), [&](size_t i) { return tasks_[a_.remote[i].task].server; });
     a_.remote_of_home.fill(n, a_.remote.size(), [&](size_t i) { return tasks_[a_.remote[i].task].home; });
+    a_.retained_bytes.assign(n, 0);
+    for (size_t server = 0; server < retain_bytes_.size(); ++server)
+      if (retain_bytes_[server] > 0) retain_keys(static_cast<int64_t>(server));
     carve_server_in();
     for (int64_t d = 0; d < layout_.num_documents(); ++d) split_key_gradients(d);
     order_gradients();
@@ -130,22 +135,63 @@ class Arranger {
 
   // ---- rows from other homes ----
 
+  /// Calls visit(home, rows) for each segment on another rank of which the group needs rows.
+  template <class Visit>
+  void for_each_source(const Group& g, const Visit& visit) const {
+    for (const Placement& p : layout_.placements(g.document)) {
+      const int64_t rows = std::min(p.end, g.kv_end) - std::max(p.begin, g.kv_begin);
+      if (p.rank != g.server && rows > 0) visit(p.rank, rows);
+    }
+  }
+
+  /// Bytes of the group's keys and values that come from other ranks in a phase.
+  int64_t key_bytes_of_others(const Group& g) const {
+    int64_t bytes = 0;
+    for_each_source(g, [&](int64_t, int64_t rows) {
+      for (TensorKind kind : {TensorKind::kK, TensorKind::kV})
+        bytes += rows * format(Phase::kBackward, Direction::kIn, kind, g.num_kv_heads()).wire_bytes();
+    });
+    return bytes;
+  }
+
+  /// Chooses the groups whose keys the server keeps for backward: those that save most bytes first, each that still
+  /// fits.
+  void retain_keys(int64_t server) {
+    const auto s = static_cast<size_t>(server);
+    std::vector<std::pair<int64_t, uint32_t>> by_bytes;  // (bytes saved, negative; group)
+    for (uint32_t i : a_.groups_of_server[server])
+      if (const int64_t bytes = key_bytes_of_others(a_.groups[i]); bytes > 0) by_bytes.emplace_back(-bytes, i);
+    std::sort(by_bytes.begin(), by_bytes.end());
+    for (const auto& [minus_saved, i] : by_bytes) {
+      Group& g = a_.groups[i];
+      const int64_t rows = g.num_arena_blocks * block_rows_;
+      int64_t end = a_.retained_bytes[s];
+      const auto extent = [&](TensorKind kind) {
+        return take(end, Phase::kForward, Direction::kIn, kind, g.num_kv_heads(), rows);
+      };
+      const int64_t k = extent(TensorKind::kK), v = extent(TensorKind::kV);
+      if (end > retain_bytes_[s]) continue;
+      g.retained_k = k;
+      g.retained_v = v;
+      a_.retained_bytes[s] = end;
+      a_.saved_bytes -= minus_saved;
+    }
+  }
+
   void carve_server_in() {
     for (Group& g : a_.groups) {
       if (g.num_arena_blocks == 0) continue;
       for (Phase phase : kPhases) {
+        if (phase == Phase::kBackward && g.is_retained()) continue;
         const auto p = static_cast<size_t>(phase);
         int64_t& next = arena(phase, g.server).server_in;
         const int64_t rows = g.num_arena_blocks * block_rows_;
         g.k[p] = take(next, phase, Direction::kIn, TensorKind::kK, g.num_kv_heads(), rows);
         g.v[p] = take(next, phase, Direction::kIn, TensorKind::kV, g.num_kv_heads(), rows);
-      }
-      for (const Placement& p : layout_.placements(g.document)) {
-        const int64_t rows = std::min(p.end, g.kv_end) - std::max(p.begin, g.kv_begin);
-        if (p.rank == g.server || rows <= 0) continue;
-        for (Phase phase : kPhases)
+        for_each_source(g, [&](int64_t home, int64_t num_rows) {
           for (TensorKind kind : {TensorKind::kK, TensorKind::kV})
-            count_bytes(phase, Direction::kIn, kind, p.rank, g.server, g.num_kv_heads(), rows);
+            count_bytes(phase, Direction::kIn, kind, home, g.server, g.num_kv_heads(), num_rows);
+        });
       }
     }
     for (RemoteTask& r : a_.remote) {
@@ -313,7 +359,9 @@ class Arranger {
 
   const Layout& layout_;
   const HeadShape heads_;
-  const int64_t block_rows_, ranks_per_node_;
+  const int64_t block_rows_;
+  const std::vector<int64_t>& retain_bytes_;
+  const int64_t ranks_per_node_;
   const std::span<const Task> tasks_;
   Arrangement a_;
   std::vector<KeyGradient> drafts_;
@@ -323,9 +371,9 @@ class Arranger {
 
 }  // namespace
 
-Arrangement arrange(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, int64_t ranks_per_node,
-                    std::span<const Task> tasks) {
-  return Arranger(layout, heads, key_block_rows, ranks_per_node, tasks).run();
+Arrangement arrange(const Layout& layout, const HeadShape& heads, const ArrangementOptions& options,
+                    int64_t ranks_per_node, std::span<const Task> tasks) {
+  return Arranger(layout, heads, options, ranks_per_node, tasks).run();
 }
 
 }  // namespace distca::plan

@@ -42,6 +42,13 @@ inline bool is_whole_at_home(const Layout& layout, const HeadShape& heads, const
          layout.placements(t.document).size() == 1;
 }
 
+struct ArrangementOptions {
+  int64_t key_block_rows = 64;
+  /// By rank, how many bytes of keys and values it may keep from a forward step, as a server, until its backward step;
+  /// empty: none, nowhere.
+  std::vector<int64_t> retain_bytes;
+};
+
 /// The tasks of one document and head range at one server that see one unbroken range of keys.
 struct Group {
   int64_t server = 0, document = 0;
@@ -51,7 +58,10 @@ struct Group {
   size_t gradient_begin = 0, gradient_end = 0;  // of the arrangement's key gradients
   int64_t num_arena_blocks = 0;
   std::array<int64_t, 2> k = {-1, -1}, v = {-1, -1};  // in the server's arena, by phase
-  bool is_local = false;                              // needs no row of another rank
+  int64_t retained_k = -1, retained_v = -1;  // in the server's retained memory; then nowhere in backward's arena
+  bool is_local = false;                     // needs no row of another rank
+
+  bool is_retained() const { return retained_k >= 0; }
 
   int64_t num_kv_heads() const { return kv_head_end - kv_head_begin; }
 };
@@ -108,12 +118,15 @@ struct Arrangement {
   /// Bytes between ranks by message: forward in, forward out, backward in, backward out.
   std::array<int64_t, 4> bytes = {};
   std::array<int64_t, 4> bytes_between_nodes = {};  // the part of them whose ranks are on different nodes
+
+  std::vector<int64_t> retained_bytes;  // of each server
+  int64_t saved_bytes = 0;              // that backward-in would have besides, without what is retained
 };
 
 /// Tasks as `Plan` has them: by (server, document, kv_head_begin, q_begin); head ranges of one document equal or
 /// disjoint. `ranks_per_node` neighbours are a node; 0: all ranks are.
-Arrangement arrange(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, int64_t ranks_per_node,
-                    std::span<const Task> tasks);
+Arrangement arrange(const Layout& layout, const HeadShape& heads, const ArrangementOptions& options,
+                    int64_t ranks_per_node, std::span<const Task> tasks);
 
 /// The key blocks of a group that its server reads where they are: those whose keys lie in one segment of its own.
 /// Ascending, as [begin, end) numbers of blocks from the document's start.

@@ -25,15 +25,19 @@ using Wide = __int128;
 /// the best one is searched for by halving. Costs have to add up, so cost models with rates are not for this.
 class BorderBound {
  public:
-  BorderBound(const Layout& layout, const ScheduleOptions& options)
+  BorderBound(const Layout& layout, const ScheduleOptions& options, bool may_retain)
       : layout_(layout),
         mask_(options.mask),
         cost_(options.cost),
         groups_(head_groups(options).num_groups),
         query_row_(prices(options.heads, options.split_heads, options.objective).query_row) {
-    // A key's gradient travels in the input dtype where one server alone contributes to it.
+    // A key's gradient travels in the input dtype where one server alone contributes to it; the key itself once a
+    // phase, or once.
     const int64_t row = options.heads.element_bytes() * (options.heads.dim + options.heads.v_dim);
-    key_row_ = row * head_groups(options).heads_of_group * (options.objective == Objective::kAll ? 3 : 1);
+    key_row_ = row * head_groups(options).heads_of_group *
+               (options.objective == Objective::kForward ? 1
+                : may_retain                             ? 2
+                                                         : 3);
     key_of_each_row_ = options.mask.window > 0;
   }
 
@@ -111,9 +115,10 @@ class BorderBound {
 
 /// What sets of `size` consecutive ranks hold above the limits of their ranks must be computed elsewhere.
 int64_t bytes_between(const Layout& layout, const ScheduleOptions& options, const std::vector<int64_t>& load,
-                      const std::vector<int64_t>& limits, std::span<const Placement> by_rank, size_t size) {
+                      const std::vector<int64_t>& limits, std::span<const Placement> by_rank, size_t size,
+                      bool may_retain) {
   int64_t bytes = 0;
-  BorderBound bound(layout, options);
+  BorderBound bound(layout, options, may_retain);
   std::vector<Placement> held;
   auto next = by_rank.begin();
   for (size_t begin = 0; begin < load.size(); begin += size) {
@@ -155,7 +160,7 @@ int64_t load_lower_bound(const Layout& layout, const ScheduleOptions& options) {
          groups.query_heads_of_group;
 }
 
-ByteBounds byte_lower_bounds(const Layout& layout, const ScheduleOptions& options) {
+ByteBounds byte_lower_bounds(const Layout& layout, const ScheduleOptions& options, bool may_retain) {
   if (!options.cost.is_additive()) return {};
   const std::vector<int64_t> load = loads_at_home(layout, options), speeds = server_speeds(layout, options);
   const int64_t total = std::accumulate(load.begin(), load.end(), int64_t{0});
@@ -165,8 +170,10 @@ ByteBounds byte_lower_bounds(const Layout& layout, const ScheduleOptions& option
   std::partial_sum(next.begin(), next.end(), next.begin());
   std::vector<Placement> by_rank(layout.placements().size());
   for (const Placement& p : layout.placements()) by_rank[next[static_cast<size_t>(p.rank)]++] = p;
-  return {bytes_between(layout, options, load, limits, by_rank, 1),
-          bytes_between(layout, options, load, limits, by_rank, static_cast<size_t>(ranks_of_node(layout, options)))};
+  const auto between = [&](int64_t size) {
+    return bytes_between(layout, options, load, limits, by_rank, static_cast<size_t>(size), may_retain);
+  };
+  return {between(1), between(ranks_of_node(layout, options))};
 }
 
 }  // namespace distca::plan

@@ -19,11 +19,11 @@ constexpr int kRounds = 40;
 /// Finds allowances under which all ranks fit, from round to round with smaller ones.
 class Fitter {
  public:
-  Fitter(const Layout& layout, const ScheduleOptions& options, int64_t key_block_rows, int64_t capacity,
+  Fitter(const Layout& layout, const ScheduleOptions& options, const ArrangementOptions& arrangement, int64_t capacity,
          const std::vector<int64_t>& at_home_bytes, bool level_with_largest)
       : layout_(layout),
         options_(options),
-        block_rows_(key_block_rows),
+        arrangement_(arrangement),
         capacity_(capacity),
         at_home_bytes_(at_home_bytes) {
     const auto n = at_home_bytes.size();
@@ -34,7 +34,7 @@ class Fitter {
   std::optional<Draft> run(const Draft& first) {
     restrict(first, false);
     for (int round = 1; round < kRounds; ++round) {
-      Draft draft = make_draft(layout_, options_, block_rows_, allowed_);
+      Draft draft = make_draft(layout_, options_, arrangement_, allowed_);
       if (!restrict(draft, round >= kGentleRounds)) return draft;
     }
     return std::nullopt;
@@ -89,7 +89,8 @@ class Fitter {
 
   const Layout& layout_;
   const ScheduleOptions& options_;
-  const int64_t block_rows_, capacity_;
+  const ArrangementOptions& arrangement_;
+  const int64_t capacity_;
   Allowances allowed_;
   const std::vector<int64_t>& at_home_bytes_;
 };
@@ -116,11 +117,11 @@ bool is_better_balanced(const Layout& layout, const ScheduleOptions& options, co
 
 }  // namespace
 
-Draft make_draft(const Layout& layout, const ScheduleOptions& options, int64_t key_block_rows,
+Draft make_draft(const Layout& layout, const ScheduleOptions& options, const ArrangementOptions& arrangement,
                  const Allowances& allowances) {
   Draft draft;
   draft.tasks = with_equal_head_ranges(schedule(layout, options, allowances));
-  draft.arrangement = arrange(layout, options.heads, key_block_rows, options.ranks_per_node, draft.tasks);
+  draft.arrangement = arrange(layout, options.heads, arrangement, options.ranks_per_node, draft.tasks);
   return draft;
 }
 
@@ -137,7 +138,8 @@ size_t neediest_rank(const Arrangement& arrangement) {
 
 int64_t slot_bytes(const Arrangement& arrangement) { return arena_bytes(arrangement, neediest_rank(arrangement)); }
 
-Draft fit(const Layout& layout, const ScheduleOptions& options, int64_t key_block_rows, int64_t capacity, Draft draft) {
+Draft fit(const Layout& layout, const ScheduleOptions& options, const ArrangementOptions& arrangement, int64_t capacity,
+          Draft draft) {
   if (slot_bytes(draft.arrangement) <= capacity) return draft;
   std::optional<Draft> best;
   // What the layout itself forces; nothing where servers are given, for then rows may not be computed at home.
@@ -145,13 +147,13 @@ Draft fit(const Layout& layout, const ScheduleOptions& options, int64_t key_bloc
   if (options.servers.empty()) {
     ScheduleOptions unbalanced = options;
     unbalanced.balance = false;
-    best = make_draft(layout, unbalanced, key_block_rows);
+    best = make_draft(layout, unbalanced, arrangement);
     const Arrangement& at_home = best->arrangement;
     check_capacity(slot_bytes(at_home) < slot_bytes(draft.arrangement) ? at_home : draft.arrangement, capacity);
     for (size_t r = 0; r < at_home_bytes.size(); ++r) at_home_bytes[r] = arena_bytes(best->arrangement, r);
   }
   for (bool level_with_largest : {false, true}) {
-    auto found = Fitter(layout, options, key_block_rows, capacity, at_home_bytes, level_with_largest).run(draft);
+    auto found = Fitter(layout, options, arrangement, capacity, at_home_bytes, level_with_largest).run(draft);
     if (found && (!best || is_better_balanced(layout, options, *found, *best))) best = std::move(found);
   }
   if (!best) check_capacity(draft.arrangement, capacity);  // throws, with bytes that are enough

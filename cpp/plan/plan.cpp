@@ -46,6 +46,11 @@ void check_options(const Layout& layout, const PlanOptions& o) {
           "; 0 (one node) or a positive number is allowed");
   require(o.schedule.balance || servers.empty(), "plan: servers are given, but without balance every row is computed ",
           "at home");
+  const std::vector<int64_t>& retain = o.arrangement.retain_bytes;
+  require(retain.empty() || static_cast<int64_t>(retain.size()) == layout.num_ranks(), "plan: retain_bytes has ",
+          retain.size(), " numbers for ", layout.num_ranks(), " ranks");
+  for (size_t i = 0; i < retain.size(); ++i)
+    require(retain[i] >= 0, "plan: retain_bytes of rank ", i, " = ", retain[i], "; 0 or a positive number is allowed");
   require(o.capacity > 0, "plan: capacity = ", o.capacity, " bytes; it must be positive");
   const auto& rates = o.schedule.cost.rates.rates;
   const int64_t dearest = rates.empty() ? RateTable::kRateUnit : *std::max_element(rates.begin(), rates.end());
@@ -66,7 +71,7 @@ uint64_t plan_digest(const Layout& layout, const PlanOptions& o, const std::vect
   Digest d;
   const HeadShape& h = o.schedule.heads;
   for (int64_t w : {kFormatVersion, static_cast<int64_t>(o.schedule.mask.kind), o.schedule.mask.window, h.q_heads,
-                    h.kv_heads, h.dim, h.v_dim, static_cast<int64_t>(h.dtype), o.key_block_rows,
+                    h.kv_heads, h.dim, h.v_dim, static_cast<int64_t>(h.dtype), o.arrangement.key_block_rows,
                     static_cast<int64_t>(o.schedule.cost.digest()), layout.num_ranks()})
     d.add(w);
   // Rows and heads are below 2^31 and 2^12. What follows from the layout and the mask is left out.
@@ -83,11 +88,13 @@ uint64_t plan_digest(const Layout& layout, const PlanOptions& o, const std::vect
     d.add(pair(t.q_begin, t.q_end));
     d.add(pair(t.kv_head_begin, t.kv_head_end));
   }
-  // Rounds depend on the capacity, which one rank may have been told otherwise.
+  // Rounds depend on the capacity, and what is retained on its limits, which one rank may have been told otherwise.
   for (const RemoteTask& r : arrangement.remote)
     if (r.round > 0) d.add(pair(r.task, r.round));
   for (size_t g = 0; g < arrangement.gradients.size(); ++g)
     if (arrangement.gradients[g].round > 0) d.add(pair(static_cast<int64_t>(g), arrangement.gradients[g].round));
+  for (size_t g = 0; g < arrangement.groups.size(); ++g)
+    if (arrangement.groups[g].is_retained()) d.add(pair(static_cast<int64_t>(g), kMaxRounds));  // which is no round
   return d.value();
 }
 
@@ -102,10 +109,10 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options)
   const auto start = std::chrono::steady_clock::now();
   check_options(*layout_, options_);
   const ScheduleOptions& o = options_.schedule;
-  Draft draft = make_draft(*layout_, o, options_.key_block_rows);
+  Draft draft = make_draft(*layout_, o, options_.arrangement);
   const size_t neediest = neediest_rank(draft.arrangement);
   const int64_t wanted = slot_bytes(draft.arrangement);
-  draft = fit(*layout_, o, options_.key_block_rows, options_.capacity, std::move(draft));
+  draft = fit(*layout_, o, options_.arrangement, options_.capacity, std::move(draft));
   tasks_ = std::move(draft.tasks);
   complete(std::move(draft.arrangement));
   stats_.wanted_slot_bytes = wanted;
@@ -123,7 +130,7 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options, std
   check_options(*layout_, options_);
   const ScheduleOptions& o = options_.schedule;
   tasks_ = task_list(*layout_, o, tasks);
-  complete(arrange(*layout_, o.heads, options_.key_block_rows, o.ranks_per_node, tasks_));
+  complete(arrange(*layout_, o.heads, options_.arrangement, o.ranks_per_node, tasks_));
   check_capacity(arrangement_, options_.capacity);
   stats_.wanted_slot_bytes = slot_bytes_;
   if (!is_within_tolerance()) stats_.binding = Binding::kGivenTasks;
@@ -164,7 +171,12 @@ int64_t Plan::num_servers() const {
   return servers.empty() ? layout_->num_ranks() : static_cast<int64_t>(servers.size());
 }
 
-ByteBounds Plan::byte_lower_bounds() const { return plan::byte_lower_bounds(*layout_, options_.schedule); }
+bool Plan::retains() const {
+  const std::vector<int64_t>& retain = options_.arrangement.retain_bytes;
+  return std::any_of(retain.begin(), retain.end(), [](int64_t bytes) { return bytes > 0; });
+}
+
+ByteBounds Plan::byte_lower_bounds() const { return plan::byte_lower_bounds(*layout_, options_.schedule, retains()); }
 
 std::vector<Transfer> Plan::transfers() const {
   return list_transfers(*layout_, options_.schedule.heads, tasks_, arrangement_);
@@ -175,7 +187,7 @@ std::vector<int64_t> Plan::slice(int64_t rank) const {
           " are allowed");
   const auto r = static_cast<size_t>(rank);
   const HeadShape& h = options_.schedule.heads;
-  const RankTables t = make_rank_tables(*layout_, h, options_.key_block_rows, tasks_, arrangement_, rank);
+  const RankTables t = make_rank_tables(*layout_, h, options_.arrangement.key_block_rows, tasks_, arrangement_, rank);
   std::vector<int64_t> words(static_cast<size_t>(kHeaderWords));
   Header header = {};
   header.magic = kMagic;
@@ -191,10 +203,12 @@ std::vector<int64_t> Plan::slice(int64_t rank) const {
   header.dim = h.dim;
   header.v_dim = h.v_dim;
   header.dtype = static_cast<int64_t>(h.dtype);
-  header.key_block_rows = options_.key_block_rows;
+  header.key_block_rows = options_.arrangement.key_block_rows;
   header.mask_kind = static_cast<int64_t>(options_.schedule.mask.kind);
   header.window = options_.schedule.mask.window;
   header.arena_bytes = {arrangement_.arenas[0][r].total(), arrangement_.arenas[1][r].total()};
+  header.retains = retains();
+  header.retained_bytes = arrangement_.retained_bytes[r];
   header.slot_bytes = slot_bytes_;
   header.num_rounds = arrangement_.num_rounds[r];
   for (const GroupRow& g : t.groups) {

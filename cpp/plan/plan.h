@@ -17,7 +17,7 @@ namespace distca::plan {
 
 struct PlanOptions {
   ScheduleOptions schedule;
-  int64_t key_block_rows = 64;
+  ArrangementOptions arrangement;
   int64_t capacity = INT64_MAX;  // bytes of one slot's arena, which no plan passes
   int64_t context_epoch = 0;     // 0: usable by any context
   bool overlap = false;          // gradients come home in one round where the capacity allows
@@ -56,6 +56,8 @@ class DISTCA_EXPORT Plan {
   const PlanStats& stats() const { return stats_; }
   const Arrangement& arrangement() const { return arrangement_; }
   int64_t num_servers() const;
+  /// Whether any rank may keep rows from forward to backward.
+  bool retains() const;
   /// Found on request, for they take longer than all other statistics.
   ByteBounds byte_lower_bounds() const;
   uint64_t digest() const { return digest_; }

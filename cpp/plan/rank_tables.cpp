@@ -78,11 +78,14 @@ class Filler {
     row.forward_v = g.v[0];
     row.backward_k = g.k[1];
     row.backward_v = g.v[1];
+    row.retained_k = g.retained_k;
+    row.retained_v = g.retained_v;
     row.is_local = g.is_local;
     add_blocks(g);
     for (const Placement& p : placements) {
       if (p.rank == rank_ || p.end <= g.kv_begin || p.begin >= g.kv_end) continue;
-      for (Phase phase : kPhases) wait(phase, Direction::kIn, 0, p.rank);
+      wait(Phase::kForward, Direction::kIn, 0, p.rank);
+      if (!g.is_retained()) wait(Phase::kBackward, Direction::kIn, 0, p.rank);
     }
     row.task_begin = std::ssize(t_.tasks);
     for (size_t i = g.task_begin; i < g.task_end; ++i) add_task(tasks_[i]);
@@ -172,6 +175,7 @@ class Filler {
     const int64_t block = begin / block_rows_;
     const int64_t arena_row = arena_blocks_before(g, block) * block_rows_ + (begin - block * block_rows_);
     for (Phase phase : kPhases) {
+      if (phase == Phase::kBackward && g.is_retained()) continue;
       const auto p = static_cast<size_t>(phase);
       const auto put = [&](TensorKind kind, int64_t base) {
         const int64_t stride = format(phase, Direction::kIn, kind, g.num_kv_heads()).row_stride();

@@ -58,10 +58,11 @@ std::vector<Task> schedule(const Layout& layout, const ScheduleOptions& options,
 int64_t load_lower_bound(const Layout& layout, const ScheduleOptions& options);
 
 /// No schedule that keeps every load within the tolerance moves fewer bytes under the objective (proof: bounds.cpp).
-/// 0 where tasks do not cost what their parts do: nothing is proven then.
+/// `may_retain`: with keys that need not travel again in backward. 0 where tasks do not cost what their parts do:
+/// nothing is proven then.
 struct ByteBounds {
   int64_t bytes = 0, between_nodes = 0;
 };
-ByteBounds byte_lower_bounds(const Layout& layout, const ScheduleOptions& options);
+ByteBounds byte_lower_bounds(const Layout& layout, const ScheduleOptions& options, bool may_retain);
 
 }  // namespace distca::plan

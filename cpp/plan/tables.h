@@ -13,6 +13,9 @@
 //   k, v                  [blocks x key_block_rows, kv_heads, dim | v_dim] e
 //   dk, dv                [rows, kv_heads, dim | v_dim] e, or fp32 where several servers contribute
 //   out, dq come home     [rows, q_heads, v_dim | dim] e
+//
+// Of groups that a server retains, k and v of the forward step lie in the rank's retained memory as they did in the
+// arena, from the end of forward on: they do not travel in backward, and have no place in its arena.
 #pragma once
 
 #include <array>
@@ -25,7 +28,7 @@
 namespace distca::plan {
 
 inline constexpr int64_t kMagic = 0x64697374636131;  // "distca1"
-inline constexpr int64_t kFormatVersion = 1;
+inline constexpr int64_t kFormatVersion = 2;
 /// Extents in an arena start on multiples of this many bytes.
 inline constexpr int64_t kExtentAlignment = 64;
 /// A step's rounds are numbered below this.
@@ -61,6 +64,7 @@ struct GroupRow {
   int64_t task_begin, task_end;
   int64_t num_arena_blocks;
   int64_t forward_k, forward_v, backward_k, backward_v;  // arena offsets
+  int64_t retained_k, retained_v;                        // offsets in the retained memory; then backward_* are -1
   int64_t grad_begin, grad_end;                          // index into the gradient table
   int64_t is_local;                                      // 1: needs no row of another rank
 };
@@ -163,6 +167,8 @@ struct Header {
   int64_t key_block_rows;
   int64_t mask_kind, window;
   std::array<int64_t, 2> arena_bytes;  // this rank's, by phase
+  int64_t retains;                     // 1: servers may keep rows from forward to backward, on whatever ranks
+  int64_t retained_bytes;              // what this rank keeps
   int64_t slot_bytes;                  // the largest arena of any rank and phase
   int64_t num_rounds;                  // of this home's backward-out
   int64_t num_local_groups;            // groups are sorted: local ones first

@@ -19,9 +19,10 @@ std::vector<Transfer> list_transfers(const Layout& layout, const HeadShape& head
     for (const Placement& p : layout.placements(g.document)) {
       const int64_t begin = std::max(p.begin, g.kv_begin), end = std::min(p.end, g.kv_end);
       if (p.rank == g.server || begin >= end) continue;
-      for (Phase phase : {Phase::kForward, Phase::kBackward})
-        for (TensorKind tensor : {TensorKind::kK, TensorKind::kV})
-          add(phase, Direction::kIn, tensor, p.rank, g, begin, end);
+      for (TensorKind tensor : {TensorKind::kK, TensorKind::kV}) {
+        add(Phase::kForward, Direction::kIn, tensor, p.rank, g, begin, end);
+        if (!g.is_retained()) add(Phase::kBackward, Direction::kIn, tensor, p.rank, g, begin, end);
+      }
     }
   }
   for (const RemoteTask& r : arrangement.remote) {

@@ -1,6 +1,7 @@
 #include "plan/validate.h"
 
 #include <algorithm>
+#include <tuple>
 
 #include "common/digest.h"
 
@@ -62,6 +63,9 @@ class Validator {
     for (int64_t bytes : h().arena_bytes)
       check(bytes >= 0 && bytes <= h().slot_bytes && h().slot_bytes <= kMaxArena, "an arena of ", bytes, " bytes in ",
             h().slot_bytes);
+    check((h().retains == 0 || h().retains == 1) && h().retained_bytes >= 0 &&
+              h().retained_bytes <= (h().retains != 0 ? kMaxArena : 0),
+          "it retains ", h().retained_bytes, " bytes");
     for (size_t id = 0; id < kNumTables; ++id) {
       const TableSpan& t = h().tables[id];
       check(t.begin >= kHeaderWords && t.begin <= h().num_words && t.count >= 0 &&
@@ -83,11 +87,15 @@ class Validator {
   template <class Row>
   void check_extent(const char* what, Phase p, Direction d, TensorKind kind, const Row& heads, int64_t offset,
                     int64_t rows, int64_t alignment = kExtentAlignment) const {
+    check_memory(what, "arena", h().arena_bytes[static_cast<size_t>(p)], p, d, kind, heads, offset, rows, alignment);
+  }
+  template <class Row>
+  void check_memory(const char* what, const char* memory, int64_t size, Phase p, Direction d, TensorKind kind,
+                    const Row& heads, int64_t offset, int64_t rows, int64_t alignment) const {
     const HeadShape part = view_.heads().with_kv_heads(heads.kv_head_end - heads.kv_head_begin);
     const int64_t bytes = rows * row_format(part, p, d, kind).row_stride();
-    check(offset % alignment == 0 && inside(offset, bytes, h().arena_bytes[static_cast<size_t>(p)]), what, ": ", rows,
-          " rows at offset ", offset, " do not lie in the arena of ", h().arena_bytes[static_cast<size_t>(p)],
-          " bytes");
+    check(offset % alignment == 0 && inside(offset, bytes, size), what, ": ", rows, " rows at offset ", offset,
+          " do not lie in the ", memory, " of ", size, " bytes");
   }
   template <class Row>
   void check_heads(const char* what, const Row& row) const {
@@ -118,8 +126,9 @@ class Validator {
       if (arena_rows > 0) {
         check_extent("group", Phase::kForward, Direction::kIn, TensorKind::kK, g, g.forward_k, arena_rows);
         check_extent("group", Phase::kForward, Direction::kIn, TensorKind::kV, g, g.forward_v, arena_rows);
-        check_extent("group", Phase::kBackward, Direction::kIn, TensorKind::kK, g, g.backward_k, arena_rows);
-        check_extent("group", Phase::kBackward, Direction::kIn, TensorKind::kV, g, g.backward_v, arena_rows);
+        check_backward_keys(g, arena_rows);
+      } else {
+        check(g.retained_k == -1 && g.retained_v == -1, "group ", index, ": keys are retained that do not travel");
       }
       for (int64_t b = 0; b < g.num_blocks; ++b) {
         const int64_t entry = view_.blocks()[static_cast<size_t>(g.block_begin + b)];
@@ -137,6 +146,21 @@ class Validator {
       ++index;
     }
     check(next_task == count(view_.tasks()), "tasks without a group");
+  }
+
+  /// In the retained memory or in the arena.
+  void check_backward_keys(const GroupRow& g, int64_t arena_rows) const {
+    for (const auto& [kind, backward, retained] :
+         {std::tuple{TensorKind::kK, g.backward_k, g.retained_k}, {TensorKind::kV, g.backward_v, g.retained_v}}) {
+      if (g.retained_k < 0) {
+        check_extent("group", Phase::kBackward, Direction::kIn, kind, g, backward, arena_rows);
+        check(retained == -1, "group: keys retained at offset ", retained);
+      } else {
+        check_memory("group", "retained memory", h().retained_bytes, Phase::kForward, Direction::kIn, kind, g, retained,
+                     arena_rows, kExtentAlignment);
+        check(backward == -1, "group: keys are retained, and in backward's arena at offset ", backward);
+      }
+    }
   }
 
   void check_grads(const GroupRow& g, int64_t index) const {

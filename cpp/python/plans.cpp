@@ -29,6 +29,7 @@ std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int6
                                       int64_t context_epoch, int64_t mask_kind, int64_t window,
                                       std::vector<int64_t> servers, std::vector<int64_t> speeds, int64_t ranks_per_node,
                                       bool forward_only, bool split_heads, bool overlap,
+                                      std::vector<int64_t> retain_bytes,
                                       const std::optional<std::vector<TaskTuple>>& tasks) {
   require(dtype >= 0 && dtype < kNumDTypes, "plan: dtype number ", dtype, "; 0 to ", kNumDTypes - 1, " are allowed");
   require(mask_kind >= 0 && mask_kind < kNumMaskKinds, "plan: mask number ", mask_kind, "; 0 to ", kNumMaskKinds - 1,
@@ -45,7 +46,7 @@ std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int6
   options.schedule.tolerance_ppm = tolerance_ppm;
   options.schedule.min_rows = min_rows;
   options.schedule.balance = balance;
-  options.key_block_rows = attention::kKeyBlockRows;
+  options.arrangement = {attention::kKeyBlockRows, std::move(retain_bytes)};
   options.capacity = capacity;
   options.context_epoch = context_epoch;
   options.overlap = overlap;
@@ -85,6 +86,8 @@ py::dict stats_of(const plan::Plan& p) {
     arenas[phases[phase]] = of_phase;
   }
   d["arena_bytes"] = arenas;
+  d["retained_bytes"] = p.arrangement().retained_bytes;
+  d["saved_bytes"] = p.arrangement().saved_bytes;
   d["plan_ms"] = static_cast<double>(s.plan_ns) * 1e-6;
   return d;
 }
@@ -158,7 +161,7 @@ void bind_plan(py::module_& m) {
            py::arg("dim"), py::arg("v_dim"), py::arg("dtype"), py::arg("cost"), py::arg("tolerance_ppm"),
            py::arg("min_rows"), py::arg("balance"), py::arg("capacity"), py::arg("context_epoch"), py::arg("mask_kind"),
            py::arg("window"), py::arg("servers"), py::arg("speeds"), py::arg("ranks_per_node"), py::arg("forward_only"),
-           py::arg("split_heads"), py::arg("overlap"), py::arg("tasks") = std::nullopt)
+           py::arg("split_heads"), py::arg("overlap"), py::arg("retain_bytes"), py::arg("tasks") = std::nullopt)
       .def_property_readonly("digest", &plan::Plan::digest)
       .def("stats", &stats_of)
       .def("byte_lower_bounds",

@@ -22,7 +22,8 @@ class DISTCA_EXPORT Backend : public Memory {
  public:
   /// What computes attention over such heads, for people to read.
   virtual std::string attention(const HeadShape& heads) const = 0;
-  /// Whether it is a kernel of this library: out, lse and dq of a row have the same bits whatever the plan.
+  /// Whether it is a kernel of this library: out, lse and, if deterministic, dq of a row have the same bits whatever
+  /// the plan.
   virtual bool plan_independent(const HeadShape& heads) const = 0;
   /// Throws the error that names what is supported, unless attention over such heads is.
   virtual void check(const HeadShape& heads, float softcap) const = 0;

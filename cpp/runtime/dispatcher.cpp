@@ -89,6 +89,7 @@ Dispatcher::Step& Dispatcher::begin(const plan::SliceView& slice, const ForwardT
   s.set(TensorKind::kV, t.v);
   s.set(TensorKind::kOut, t.out);
   s.set(TensorKind::kLse, t.lse);
+  s.retained = t.retained;
   open(s, part);
   send_in(s);
   return s;
@@ -116,6 +117,7 @@ Dispatcher::Step& Dispatcher::begin(const plan::SliceView& slice, const Backward
   s.set(TensorKind::kDq, t.dq);
   s.set(TensorKind::kDk, t.dk);
   s.set(TensorKind::kDv, t.dv);
+  s.retained = t.retained;
   open(s, part);
   send_in(s);
   return s;
@@ -195,7 +197,10 @@ void Dispatcher::attend_groups(const Step& step, bool local_part, const Parallel
     group.blocks = slice.blocks().subspan(static_cast<size_t>(g.block_begin), static_cast<size_t>(g.num_blocks));
     group.k[0] = step.local(TensorKind::kK, heads, 0);
     group.v[0] = step.local(TensorKind::kV, heads, 0);
-    if (g.num_arena_blocks > 0) {
+    if (backward && g.retained_k >= 0) {
+      group.k[1] = step.in_retained(TensorKind::kK, heads, g.retained_k);
+      group.v[1] = step.in_retained(TensorKind::kV, heads, g.retained_v);
+    } else if (g.num_arena_blocks > 0) {
       group.k[1] = step.in_arena(Direction::kIn, TensorKind::kK, heads, backward ? g.backward_k : g.forward_k);
       group.v[1] = step.in_arena(Direction::kIn, TensorKind::kV, heads, backward ? g.backward_v : g.forward_v);
     }
@@ -229,7 +234,9 @@ void Dispatcher::attend_groups(const Step& step, bool local_part, const Parallel
     }
     tasks_.push_back(task);
   }
-  const attention::Problem problem{step.heads, slice.mask(), step.scores.scale, groups_, tasks_, step.scores.softcap};
+  const ScoreOptions& scores = step.scores;
+  const attention::Problem problem{step.heads, slice.mask(),   scores.scale,        groups_,
+                                   tasks_,     scores.softcap, scores.deterministic};
   if (backward)
     backend_.backward(problem, parallel);
   else
@@ -265,8 +272,25 @@ void Dispatcher::compute(Step& step, const Parallel& parallel) {
   protocol_.await_rows(step.slice.waits(step.phase()), Direction::kIn, 0);
   attend_groups(step, /*local=*/false, parallel);
   send_home(step, 0);
+  if (step.phase() == Phase::kForward && step.retained != nullptr) retain_keys(step);
   step.more = protocol_.exchange(step.num_rounds > 1);
   step.state = Step::State::kAttended;
+}
+
+/// Keeps the keys that backward will not be sent again. Results are on their way by now, and nothing has written over
+/// keys.
+void Dispatcher::retain_keys(const Step& step) {
+  for (const plan::GroupRow& g : step.slice.groups()) {
+    if (g.retained_k < 0) continue;
+    const KvHeads heads = heads_of(g);
+    const int64_t num_rows = g.num_arena_blocks * step.slice.header().key_block_rows;
+    const auto keep = [&](TensorKind kind, int64_t to, int64_t from) {
+      backend_.copy(step.in_retained(kind, heads, to), step.in_arena(Direction::kIn, kind, heads, from),
+                    step.extent(Direction::kIn, kind, heads, num_rows));
+    };
+    keep(TensorKind::kK, g.retained_k, g.forward_k);
+    keep(TensorKind::kV, g.retained_v, g.forward_v);
+  }
 }
 
 /// Results come home, round by round. A home grants round j + 1 after it took in round j, and every rank sends its
@@ -348,6 +372,8 @@ void Dispatcher::fill_nan(const Step& step) {
   backend_.fill({step.arena, bytes, bytes}, {1, 1, bytes}, Fill::kNan);
   for (TensorKind kind : step.returned())
     backend_.fill(step.local(kind), step.extent(Direction::kOut, kind, step.all_heads(), h.num_rows), Fill::kNan);
+  if (const int64_t kept = h.retained_bytes; step.phase() == Phase::kForward && step.retained != nullptr)
+    backend_.fill({step.retained, kept, kept}, {1, 1, kept}, Fill::kNan);
 }
 
 void Dispatcher::poison(const Step& step) {
@@ -370,6 +396,11 @@ plan::RowFormat Dispatcher::Step::format(Direction direction, TensorKind kind, c
 RowView Dispatcher::Step::in_arena(Direction direction, TensorKind kind, const KvHeads& range, int64_t offset) const {
   const plan::RowFormat f = format(direction, kind, range);
   return {arena + offset, f.row_stride(), f.head_stride};
+}
+
+RowView Dispatcher::Step::in_retained(TensorKind kind, const KvHeads& range, int64_t offset) const {
+  const plan::RowFormat f = format(Direction::kIn, kind, range);
+  return {retained + offset, f.row_stride(), f.head_stride};
 }
 
 RowExtent Dispatcher::Step::extent(Direction direction, TensorKind kind, const KvHeads& range, int64_t num_rows) const {

@@ -19,11 +19,13 @@ namespace distca::runtime {
 /// The tensors of this rank, [T, heads, dim] with T = the layout's rows of this rank. Inputs are never written.
 struct ForwardTensors {
   RowView q, k, v;
-  RowView out, lse;  // returned; lse [T, q_heads] fp32
+  RowView out, lse;               // returned; lse [T, q_heads] fp32
+  std::byte* retained = nullptr;  // returned too: of the plan's retained bytes; null where no backward will come
 };
 struct BackwardTensors {
   RowView q, k, v, out, lse, dout;
-  RowView dq, dk, dv;  // returned
+  std::byte* retained = nullptr;  // of the forward step; null where the plan retains nothing here
+  RowView dq, dk, dv;             // returned
 };
 
 class Dispatcher {
@@ -84,6 +86,7 @@ class Dispatcher {
   void attend_groups(const Step& step, bool local, const Parallel& parallel);
   /// Where the key gradients of a group go; the runs join grads_.
   std::span<const attention::KeyGradRun> add_gradient_runs(const Step& step, const plan::GroupRow& g);
+  void retain_keys(const Step& step);
   void send_home(const Step& step, int64_t round);
   void receive_home(const Step& step, int64_t round);
   void fill_padding(const Step& step);
@@ -112,6 +115,7 @@ struct Dispatcher::Step {
   ScoreOptions scores;
   HeadShape heads;
   std::byte* arena = nullptr;
+  std::byte* retained = nullptr;
   /// Where a tensor of this rank lies, by TensorKind; null where the step does not have it.
   std::array<RowView, static_cast<size_t>(plan::TensorKind::kCount)> tensors = {};
   std::shared_ptr<std::byte> delta;  // of a backward step; only grows
@@ -127,6 +131,8 @@ struct Dispatcher::Step {
   /// How rows of a range of heads lie in an arena, and where one such extent is.
   plan::RowFormat format(plan::Direction direction, plan::TensorKind kind, const KvHeads& range) const;
   RowView in_arena(plan::Direction direction, plan::TensorKind kind, const KvHeads& range, int64_t offset) const;
+  /// Likewise of keys and values in the retained memory, where they lie as in the arena of a forward step.
+  RowView in_retained(plan::TensorKind kind, const KvHeads& range, int64_t offset) const;
   RowExtent extent(plan::Direction direction, plan::TensorKind kind, const KvHeads& range, int64_t num_rows) const;
   void set(plan::TensorKind kind, const RowView& view) { tensors[static_cast<size_t>(kind)] = view; }
   const RowView& local(plan::TensorKind kind) const { return tensors[static_cast<size_t>(kind)]; }

@@ -37,11 +37,13 @@
 
 namespace distca::runtime {
 
-/// What makes scores besides q, k and the mask: the same on all ranks of a step.
+/// What makes scores besides q, k and the mask: the same on all ranks of a step. And how a rank computes, which is its
+/// own affair.
 struct ScoreOptions {
   float scale = 1.f;
   float softcap = 0.f;
   std::span<const float> sinks;  // one for each query head, or none
+  bool deterministic = false;    // as attention::Problem; not compared
 
   /// How ranks compare them.
   uint64_t scale_and_softcap() const;

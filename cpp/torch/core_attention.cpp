@@ -27,7 +27,7 @@ Tensor loadable(const Tensor& rows) { return rows.is_cpu() ? rows : aligned_rows
 /// The arguments of a forward step, checked, and the tensors that it returns. What it views lives as long as it does.
 struct Forward {
   Forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan, const std::optional<Tensor>& sinks,
-          std::string_view context, std::optional<double> scale, double softcap)
+          std::string_view context, std::optional<double> scale, double softcap, bool deterministic, bool retain)
       : q(loadable(q)),
         k(loadable(k)),
         v(loadable(v)),
@@ -39,12 +39,24 @@ struct Forward {
         lse(empty_scalars(q, q.size(0), heads.q_heads)) {
     require(q.size(0) == k.size(0), "q ", shape_of(q), " and k ", shape_of(k), " have different lengths");
     slice = this->context->accept(words_of(plan, "plan"), heads, q.size(0));
-    scores = {scale_or_default(scale, heads), checked_softcap(softcap), sinks_of(sinks_on_host, heads)};
+    scores = {scale_or_default(scale, heads), checked_softcap(softcap), sinks_of(sinks_on_host, heads), deterministic};
     check_backend(*this->context, q, heads, scores.softcap);
+    if (retain) retained = empty_bytes(q, slice.header().retained_bytes);
+  }
+
+  /// Throws unless what this step retains, if anything, is what a backward step of that plan will ask for.
+  void check_backward(const std::optional<Tensor>& plan_backward) const {
+    if (!plan_backward) return;
+    const plan::Header& h = context->accept(words_of(*plan_backward, "plan_backward"), heads, q.size(0)).header();
+    const plan::Header& own = slice.header();
+    require(h.retains == 0 || (own.retains != 0 && h.plan_digest == own.plan_digest),
+            "plan_backward retains keys, but of another ",
+            "plan than the one of forward: make plan_backward without retain_bytes");
   }
 
   runtime::ForwardTensors tensors() const {
-    return {rows_of(q, "q"), rows_of(k, "k"), rows_of(v, "v"), rows_of(out, "out"), scalars_of(lse, "lse")};
+    return {rows_of(q, "q"),     rows_of(k, "k"),        rows_of(v, "v"),
+            rows_of(out, "out"), scalars_of(lse, "lse"), retained ? bytes_of(*retained) : nullptr};
   }
 
   Tensor q, k, v, plan;
@@ -54,13 +66,14 @@ struct Forward {
   plan::SliceView slice{{}};
   runtime::ScoreOptions scores;
   Tensor out, lse;
+  std::optional<Tensor> retained;  // where a backward step will follow
 };
 
 /// Likewise of a backward step.
 struct Backward {
   Backward(const Tensor& dout_any, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
            const Tensor& lse, const Tensor& plan, const std::optional<Tensor>& sinks, std::string_view context,
-           std::optional<double> scale, double softcap)
+           std::optional<double> scale, double softcap, bool deterministic, const std::optional<Tensor>& retained)
       : dout(loadable(with_dense_rows(dout_any))),
         q(loadable(q)),
         k(loadable(k)),
@@ -84,13 +97,39 @@ struct Backward {
     require(k.size(0) == rows && lse.size(0) == rows && lse.size(1) == heads.q_heads,
             "q, k, v, out and lse have different lengths or head counts");
     slice = this->context->accept(words_of(plan, "plan"), heads, rows);
-    scores = {scale_or_default(scale, heads), checked_softcap(softcap), sinks_of(sinks_on_host, heads)};
+    scores = {scale_or_default(scale, heads), checked_softcap(softcap), sinks_of(sinks_on_host, heads), deterministic};
     check_backend(*this->context, q, heads, scores.softcap);
+    take_retained(retained);
   }
 
   runtime::BackwardTensors tensors() const {
-    return {rows_of(q, "q"),       rows_of(k, "k"),   rows_of(v, "v"),   rows_of(out, "out"), scalars_of(lse, "lse"),
-            rows_of(dout, "dout"), rows_of(dq, "dq"), rows_of(dk, "dk"), rows_of(dv, "dv")};
+    return {rows_of(q, "q"),
+            rows_of(k, "k"),
+            rows_of(v, "v"),
+            rows_of(out, "out"),
+            scalars_of(lse, "lse"),
+            rows_of(dout, "dout"),
+            retained ? bytes_of(*retained) : nullptr,
+            rows_of(dq, "dq"),
+            rows_of(dk, "dk"),
+            rows_of(dv, "dv")};
+  }
+
+  /// What forward has kept on this rank, checked against what the plan says that it keeps.
+  void take_retained(const std::optional<Tensor>& given) {
+    const plan::Header& h = slice.header();
+    if (h.retains == 0) return;
+    require(given.has_value() && given->numel() == h.retained_bytes, "backward of a plan with retain_bytes needs the ",
+            h.retained_bytes, " bytes that its forward step kept on this rank, and has ",
+            given.has_value() ? std::to_string(given->numel()) : "none",
+            "; call distca.core_attention (or distca.dispatch) with inputs that need a gradient");
+    require(given->scalar_type() == torch::headeronly::ScalarType::Byte && given->is_contiguous(),
+            "what forward has retained must be a contiguous uint8 tensor");
+    check_device_of(q, *given, "retained");
+    retained = *given;
+    if (reinterpret_cast<uintptr_t>(given->data_ptr()) % 16 == 0) return;  // kernels of a GPU load so many at once
+    retained = empty_bytes(q, h.retained_bytes);
+    torch::stable::copy_(*retained, *given);
   }
 
   Tensor dout, q, k, v, out, lse, plan;
@@ -100,18 +139,38 @@ struct Backward {
   plan::SliceView slice{{}};
   runtime::ScoreOptions scores;
   Tensor dq, dk, dv;
+  std::optional<Tensor> retained;
 };
 
 std::tuple<Tensor, Tensor> core_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan,
                                           std::optional<Tensor> plan_backward, std::optional<Tensor> sinks,
                                           StringHandle context, std::optional<double> scale, double softcap,
-                                          bool /*deterministic: the CPU kernel always is*/) {
+                                          bool deterministic) {
   const Text name(context);
   return guarded([&] {
-    const Forward f(q, k, v, plan, sinks, name, scale, softcap);
-    if (plan_backward) f.context->accept(words_of(*plan_backward, "plan_backward"), f.heads, q.size(0));
+    const Forward f(q, k, v, plan, sinks, name, scale, softcap, deterministic, /*retain=*/false);
+    require(f.slice.header().retains == 0, "the plan has retain_bytes, and this operator returns nothing to keep for ",
+            "backward; call distca.core_attention, or torch.ops.distca.core_attention_retain");
+    f.check_backward(plan_backward);
     f.context->forward(f.slice, f.tensors(), f.scores, torch_threads());
     return std::tuple{f.out, f.lse};
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor> core_attention_retain(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                         const Tensor& plan, std::optional<Tensor> plan_backward,
+                                                         std::optional<Tensor> sinks, int64_t retained_bytes,
+                                                         StringHandle context, std::optional<double> scale,
+                                                         double softcap, bool deterministic) {
+  const Text name(context);
+  return guarded([&] {
+    const Forward f(q, k, v, plan, sinks, name, scale, softcap, deterministic, /*retain=*/retained_bytes != 0);
+    f.check_backward(plan_backward);
+    require(retained_bytes == 0 || retained_bytes == f.slice.header().retained_bytes,
+            "retained_bytes = ", retained_bytes, "; the plan says ", f.slice.header().retained_bytes,
+            " on this rank; 0 keeps nothing");
+    f.context->forward(f.slice, f.tensors(), f.scores, torch_threads());
+    return std::tuple{f.out, f.lse, f.retained ? *f.retained : empty_bytes(q, 0)};
   });
 }
 
@@ -119,10 +178,11 @@ std::tuple<Tensor, Tensor, Tensor> core_attention_backward(const Tensor& dout, c
                                                            const Tensor& v, const Tensor& out, const Tensor& lse,
                                                            const Tensor& plan, std::optional<Tensor> sinks,
                                                            StringHandle context, std::optional<double> scale,
-                                                           double softcap, bool /*deterministic*/) {
+                                                           double softcap, bool deterministic,
+                                                           std::optional<Tensor> retained) {
   const Text name(context);
   return guarded([&] {
-    const Backward b(dout, q, k, v, out, lse, plan, sinks, name, scale, softcap);
+    const Backward b(dout, q, k, v, out, lse, plan, sinks, name, scale, softcap, deterministic, retained);
     b.context->backward(b.slice, b.tensors(), b.scores, torch_threads());
     return std::tuple{b.dq, b.dk, b.dv};
   });
@@ -130,11 +190,11 @@ std::tuple<Tensor, Tensor, Tensor> core_attention_backward(const Tensor& dout, c
 
 int64_t dispatch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan,
                  std::optional<Tensor> plan_backward, std::optional<Tensor> sinks, StringHandle context,
-                 std::optional<double> scale, double softcap) {
+                 std::optional<double> scale, double softcap, bool deterministic, bool retain) {
   const Text name(context);
   return guarded([&] {
-    const auto f = make_reused<Forward>(q, k, v, plan, sinks, name, scale, softcap);
-    if (plan_backward) f->context->accept(words_of(*plan_backward, "plan_backward"), f->heads, q.size(0));
+    const auto f = make_reused<Forward>(q, k, v, plan, sinks, name, scale, softcap, deterministic, retain);
+    f->check_backward(plan_backward);
     const auto ctx = std::exchange(f->context, nullptr);  // which will hold f: no cycle
     return static_cast<int64_t>(ctx->dispatch(f->slice, f->tensors(), f->scores, f));
   });
@@ -142,10 +202,12 @@ int64_t dispatch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
 
 int64_t dispatch_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                           const Tensor& lse, const Tensor& plan, std::optional<Tensor> sinks, StringHandle context,
-                          std::optional<double> scale, double softcap) {
+                          std::optional<double> scale, double softcap, bool deterministic,
+                          std::optional<Tensor> retained) {
   const Text name(context);
   return guarded([&] {
-    const auto b = make_reused<Backward>(dout, q, k, v, out, lse, plan, sinks, name, scale, softcap);
+    const auto b =
+        make_reused<Backward>(dout, q, k, v, out, lse, plan, sinks, name, scale, softcap, deterministic, retained);
     const auto ctx = std::exchange(b->context, nullptr);
     return static_cast<int64_t>(ctx->dispatch(b->slice, b->tensors(), b->scores, torch_threads(), b));
   });
@@ -156,12 +218,24 @@ void attend(int64_t step, StringHandle context) {
   guarded([&] { runtime::find_context(name)->attend(static_cast<uint64_t>(step), torch_threads()); });
 }
 
+std::shared_ptr<Forward> collect_forward(int64_t step, std::string_view context) {
+  const auto owner = runtime::find_context(context)->collect(static_cast<uint64_t>(step), plan::Phase::kForward);
+  return std::static_pointer_cast<Forward>(owner);
+}
+
 std::tuple<Tensor, Tensor> collect(int64_t step, StringHandle context) {
   const Text name(context);
   return guarded([&] {
-    const auto owner = runtime::find_context(name)->collect(static_cast<uint64_t>(step), plan::Phase::kForward);
-    const auto f = std::static_pointer_cast<Forward>(owner);
+    const auto f = collect_forward(step, name);
     return std::tuple{f->out, f->lse};
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor> collect_retained(int64_t step, StringHandle context) {
+  const Text name(context);
+  return guarded([&] {
+    const auto f = collect_forward(step, name);
+    return std::tuple{f->out, f->lse, f->retained ? *f->retained : empty_bytes(f->q, 0)};
   });
 }
 
@@ -182,23 +256,30 @@ STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
       "str context=\"default\", float? scale=None, float softcap=0., bool deterministic=False) -> "
       "(Tensor out, Tensor lse)");
   m.def(
+      "core_attention_retain(Tensor q, Tensor k, Tensor v, Tensor plan, Tensor? plan_backward=None, "
+      "Tensor? sinks=None, *, SymInt retained_bytes, str context=\"default\", float? scale=None, float softcap=0., "
+      "bool deterministic=False) -> (Tensor out, Tensor lse, Tensor retained)");
+  m.def(
       "core_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor plan, "
-      "Tensor? sinks=None, *, str context=\"default\", float? scale=None, float softcap=0., bool deterministic=False) "
-      "-> "
-      "(Tensor dq, Tensor dk, Tensor dv)");
+      "Tensor? sinks=None, *, str context=\"default\", float? scale=None, float softcap=0., bool deterministic=False, "
+      "Tensor? retained=None) -> (Tensor dq, Tensor dk, Tensor dv)");
   m.def(
       "dispatch(Tensor q, Tensor k, Tensor v, Tensor plan, Tensor? plan_backward=None, Tensor? sinks=None, *, "
-      "str context=\"default\", float? scale=None, float softcap=0.) -> int");
+      "str context=\"default\", float? scale=None, float softcap=0., bool deterministic=False, bool retain=False) -> "
+      "int");
   m.def(
       "dispatch_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor plan, "
-      "Tensor? sinks=None, *, str context=\"default\", float? scale=None, float softcap=0.) -> int");
+      "Tensor? sinks=None, *, str context=\"default\", float? scale=None, float softcap=0., bool deterministic=False, "
+      "Tensor? retained=None) -> int");
   m.def("attend(int step, *, str context=\"default\") -> ()");
   m.def("collect(int step, *, str context=\"default\") -> (Tensor out, Tensor lse)");
+  m.def("collect_retained(int step, *, str context=\"default\") -> (Tensor out, Tensor lse, Tensor retained)");
   m.def("collect_backward(int step, *, str context=\"default\") -> (Tensor dq, Tensor dk, Tensor dv)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(distca, CPU, m) {
   m.impl("core_attention", TORCH_BOX(&core_attention));
+  m.impl("core_attention_retain", TORCH_BOX(&core_attention_retain));
   m.impl("core_attention_backward", TORCH_BOX(&core_attention_backward));
   m.impl("dispatch", TORCH_BOX(&dispatch));
   m.impl("dispatch_backward", TORCH_BOX(&dispatch_backward));
@@ -206,6 +287,7 @@ STABLE_TORCH_LIBRARY_IMPL(distca, CPU, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(distca, CUDA, m) {
   m.impl("core_attention", TORCH_BOX(&core_attention));
+  m.impl("core_attention_retain", TORCH_BOX(&core_attention_retain));
   m.impl("core_attention_backward", TORCH_BOX(&core_attention_backward));
   m.impl("dispatch", TORCH_BOX(&dispatch));
   m.impl("dispatch_backward", TORCH_BOX(&dispatch_backward));
@@ -215,6 +297,7 @@ STABLE_TORCH_LIBRARY_IMPL(distca, CUDA, m) {
 STABLE_TORCH_LIBRARY_IMPL(distca, CompositeExplicitAutograd, m) {
   m.impl("attend", TORCH_BOX(&attend));
   m.impl("collect", TORCH_BOX(&collect));
+  m.impl("collect_retained", TORCH_BOX(&collect_retained));
   m.impl("collect_backward", TORCH_BOX(&collect_backward));
 }
 

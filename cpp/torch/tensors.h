@@ -115,6 +115,12 @@ inline Tensor empty_scalars(const Tensor& like, int64_t rows, int64_t heads) {
   return torch::stable::new_empty(like, sizes, torch::headeronly::ScalarType::Float);
 }
 
+inline Tensor empty_bytes(const Tensor& like, int64_t bytes) {
+  const int64_t sizes[] = {bytes};
+  return torch::stable::new_empty(like, sizes, torch::headeronly::ScalarType::Byte);
+}
+inline std::byte* bytes_of(const Tensor& t) { return static_cast<std::byte*>(t.data_ptr()); }
+
 /// The gradient that autograd hands over, with a contiguous last dimension (an expanded one is copied).
 inline Tensor with_dense_rows(const Tensor& t) {
   return t.dim() != 3 || t.stride(2) == 1 || t.size(2) == 1 ? t : torch::stable::contiguous(t);

@@ -45,6 +45,7 @@ class Plan:
         ranks_per_node: int,
         forward_only: bool,
         overlap: bool,
+        retain_bytes: Sequence[int],
         split_heads: bool,
         tasks: Sequence[tuple[int, int, int, int, int, int]] | None = None,
     ) -> None: ...

@@ -24,8 +24,9 @@ def save_core_attention() -> Any:
 
 def _policy(_ctx: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     ops = torch.ops.distca
+    whole = (ops.core_attention.default, ops.core_attention_retain.default)
     # Of a step in parts all are kept, so that none is begun again.
-    kept = (ops.core_attention.default, ops.dispatch.default, ops.attend.default, ops.collect.default)
-    if operator in kept:
+    parts = (ops.dispatch.default, ops.attend.default, ops.collect.default, ops.collect_retained.default)
+    if operator in whole + parts:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

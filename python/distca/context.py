@@ -35,7 +35,8 @@ class Context:
         transport: name of the transport in use.
         device: where its tensors are.
         attention: what computes attention, in words.
-        plan_independent: whether out, lse and dq of a row have the same bits whatever the plan and the number of ranks.
+        plan_independent: whether out, lse and dq of a row have the same bits whatever the plan and the number of ranks;
+            on a GPU dq only where it is asked to be deterministic.
         slot_bytes: bytes of one slot's arena: the capacity that plans must keep to.
         heads: the head shape it was made for.
         cost: the cost model that its plans are made with.

@@ -1,4 +1,4 @@
-"""What distca's heap takes on every rank, stated before anything runs."""
+"""What distca's heap takes on every rank, and what is retained beside it, stated before anything runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class MemoryReport:
     """Bytes of the symmetric heap for some plans; printed, it is a table. Made by `memory_report`.
 
     The heap has two slots, so that the rows of two steps may be there at once, and is as large on every rank as the
-    neediest one wants it, for peers write into it. Beside it distca keeps the kernel's scratch, and returned tensors.
+    neediest one wants it, for peers write into it. Beside it distca keeps the kernel's scratch, returned tensors, and
+    what plans with `retain_bytes` keep.
 
     Attributes:
         arenas: of every rank, the largest arena that one of the plans has in each phase.
@@ -25,6 +26,7 @@ class MemoryReport:
         capacity: bytes of a slot of the context; None without one.
         imbalance: largest attention load over the mean, for each plan.
         wanted_slot_bytes: what a slot would have to hold for no plan to trade balance for memory.
+        retained_bytes: of every rank, what it keeps outside the heap from forward to backward, of all layers.
     """
 
     arenas: list[dict[str, ArenaBytes]]
@@ -33,6 +35,7 @@ class MemoryReport:
     capacity: int | None
     imbalance: list[float]
     wanted_slot_bytes: int
+    retained_bytes: list[int]
 
     @property
     def trades_balance(self) -> bool:
@@ -48,6 +51,10 @@ class MemoryReport:
                 lines.append(f"{rank:>4}  {phase:<8}  {parts}")
         room = "" if self.capacity is None else f" of {self.capacity:,}"
         lines.append(f"a slot needs {self.slot_bytes:,}{room} bytes; the heap of each rank has {self.heap_bytes:,}")
+        if any(self.retained_bytes):
+            most = max(self.retained_bytes)
+            rank = self.retained_bytes.index(most)
+            lines.append(f"beside the heap, up to {most:,} bytes (rank {rank}) are kept from forward to backward")
         if self.trades_balance:
             lines.append(
                 f"memory costs balance: the largest load is {max(self.imbalance):.3f} of the mean, and slots of "
@@ -56,16 +63,17 @@ class MemoryReport:
         return "\n".join(lines)
 
 
-def memory_report(*plans: Plan, context: Context | str | None = None) -> MemoryReport:
+def memory_report(*plans: Plan, context: Context | str | None = None, layers: int = 1) -> MemoryReport:
     """States the bytes that these plans take on every rank; nothing runs.
 
     Args:
         plans: of one or several layouts of the same ranks, a batch each, say.
         context: the context that is to run them, or its name; by default the default context, if there is one.
+        layers: how many calls of `core_attention` keep what their plan retains at the same time: the layers of a model.
 
     Raises:
         InvalidArgumentError: without a plan, for plans of different numbers of ranks, or for a context that is not
-            open or has other ranks.
+            open or has other ranks; unless there is a layer.
     """
     here = context if isinstance(context, Context) else get_context(context or "default")
     if here is None and context is not None:
@@ -73,6 +81,8 @@ def memory_report(*plans: Plan, context: Context | str | None = None) -> MemoryR
     ranks = {plan.layout.num_ranks for plan in plans}
     if len(ranks) != 1:
         raise InvalidArgumentError(f"memory_report: plans for {sorted(ranks)} ranks; plans of one group are expected")
+    if layers < 1:
+        raise InvalidArgumentError(f"memory_report: layers = {layers}; at least 1 is allowed")
     (num_ranks,) = ranks
     if here is not None and context is not None and here.num_ranks != num_ranks:
         raise InvalidArgumentError(
@@ -93,6 +103,7 @@ def memory_report(*plans: Plan, context: Context | str | None = None) -> MemoryR
         capacity=None if here is None else here.slot_bytes,
         imbalance=[s.imbalance_after for s in stats],
         wanted_slot_bytes=max(s.wanted_slot_bytes for s in stats),
+        retained_bytes=[layers * max(s.retained_bytes[rank] for s in stats) for rank in range(num_ranks)],
     )
 
 

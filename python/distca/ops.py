@@ -15,7 +15,7 @@ from distca.errors import InvalidArgumentError, typed_errors
 from distca.nsys import operator_range
 from distca.ping_pong import core_attention_in_parts, in_half
 from distca.planning import Plan
-from distca.steps import as_autocast, check_plans
+from distca.steps import as_autocast, check_plans, is_deterministic, retained_bytes
 
 _LAYER = "distca.layer"  # where the graph's node keeps it for backward
 
@@ -33,6 +33,7 @@ def core_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    deterministic: bool = False,
     layer: int | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Core attention of this rank's rows, ``softmax(scale * q k^T) v`` inside each document, computed by all ranks.
@@ -45,12 +46,15 @@ def core_attention(
         k: ``[T, Hkv, D]``, same dtype.
         v: ``[T, Hkv, Dv]``, same dtype.
         plan: the plan of this step's layout; ``plan.rank`` is this rank.
-        plan_backward: another plan of the same layout for the backward pass.
+        plan_backward: another plan of the same layout for the backward pass; one without ``retain_bytes``.
         context: the context or its name.
         scale: factor on the logits; ``D ** -0.5`` by default.
         softcap: where positive, logits become ``softcap * tanh(scale * q k^T / softcap)`` (Gemma 2).
         sinks: ``[H]``, one more logit of every row of a head, whose value is zero (gpt-oss); it counts in lse. All
             ranks must have the same; its gradient is that of this rank's rows.
+        deterministic: what this rank computes as a server has dq with the same bits whatever the plan, and dk and dv
+            the same from run to run; so it has everywhere under ``torch.use_deterministic_algorithms``, and on the CPU
+            always. For distca's CUDA kernels; where ATen's flash attention computes, only torch's own switch counts.
         layer: number or name of the layer that calls. Errors of this call and of its backward begin with it.
 
     Returns:
@@ -69,21 +73,21 @@ def core_attention(
     if torch.compiler.is_compiling():  # layers that differ in a constant would not share a graph
         layer = None
     elif plan.in_parts or in_half():
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "layer": layer}
-        return core_attention_in_parts(q, k, v, plan, plan_backward=plan_backward, context=context, **options)
+        asked: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
+        asked |= {"plan_backward": plan_backward, "context": context, "layer": layer}
+        return core_attention_in_parts(q, k, v, plan, **asked)
     q, k, v = as_autocast(q, k, v)
+    tables = plan.tensor, None if plan_backward is None else plan_backward.tensor
+    options = {"scale": scale, "softcap": softcap, "deterministic": is_deterministic(deterministic)}
+    sinks = None if sinks is None else sinks.float()
     with typed_errors(layer), _range_of("core_attention", context):
-        out, lse = torch.ops.distca.core_attention(
-            q,
-            k,
-            v,
-            plan.tensor,
-            plan_backward=None if plan_backward is None else plan_backward.tensor,
-            sinks=None if sinks is None else sinks.float(),
-            context=_name_of(context),
-            scale=scale,
-            softcap=softcap,
-        )
+        if plan.retains:
+            kept = retained_bytes(plan, plan_backward, q, k, v, sinks)
+            out, lse, _ = torch.ops.distca.core_attention_retain(
+                q, k, v, *tables, sinks, retained_bytes=kept, context=_name_of(context), **options
+            )
+        else:
+            out, lse = torch.ops.distca.core_attention(q, k, v, *tables, sinks, context=_name_of(context), **options)
     if layer is not None and out.grad_fn is not None:
         out.grad_fn.metadata[_LAYER] = layer
     return out, lse
@@ -97,6 +101,7 @@ def serve(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    deterministic: bool = False,
     layer: int | str | None = None,
 ) -> None:
     """Takes part in one step on a rank that has no rows of its own: a dedicated server, an idle pipeline stage.
@@ -105,10 +110,11 @@ def serve(
     tensors and no autograd graph.
 
     Args:
-        plan: the plan of the step; ``plan.num_rows`` is 0 here.
+        plan: the plan of the step; ``plan.num_rows`` is 0 here, and so is this rank's number in ``plan.retain_bytes``.
         phase: ``"forward"`` or ``"backward"``.
         context: the context or its name.
         scale, softcap, sinks: the same as on the other ranks.
+        deterministic: as for :func:`core_attention`, of what is computed here.
         layer: number or name of the layer that is served, for error messages.
 
     Raises:
@@ -118,13 +124,17 @@ def serve(
     name = _name_of(context)
     q, k, v, out, lse = _no_rows(plan, name)
     options: dict[str, Any] = {"context": name, "scale": scale, "softcap": softcap}
+    options["deterministic"] = is_deterministic(deterministic)
     sinks = None if sinks is None else sinks.detach().float()
     operator = "core_attention" if phase == "forward" else "core_attention_backward"
     with typed_errors(layer), _range_of(operator, name):
         if phase == "forward":
-            torch.ops.distca.core_attention(q, k, v, plan.tensor, sinks=sinks, **options)
+            torch.ops.distca.core_attention_retain(q, k, v, plan.tensor, None, sinks, retained_bytes=0, **options)
         else:
-            torch.ops.distca.core_attention_backward(out, q, k, v, out, lse, plan.tensor, sinks, **options)
+            kept = _nothing_retained(plan, q)
+            torch.ops.distca.core_attention_backward(
+                out, q, k, v, out, lse, plan.tensor, sinks, retained=kept, **options
+            )
 
 
 def serve_ping_pong(
@@ -135,6 +145,7 @@ def serve_ping_pong(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Sequence[torch.Tensor] | None = None,
+    deterministic: bool = False,
 ) -> None:
     """As :func:`serve`, for a whole forward or backward pass of :class:`distca.PingPong` on the other ranks.
 
@@ -147,12 +158,15 @@ def serve_ping_pong(
         context: the context or its name.
         scale, softcap: the same as on the other ranks.
         sinks: those of each layer, where the model has them.
+        deterministic: as for :func:`core_attention`, of what is computed here.
     """
     for both in layers:
         for plan in both:
             _check_serving("serve_ping_pong", phase, plan)
     name, steps = _name_of(context), {}
-    ops, scores = torch.ops.distca, {"scale": scale, "softcap": softcap}
+    ops = torch.ops.distca
+    options: dict[str, Any] = {"context": name, "scale": scale, "softcap": softcap}
+    options["deterministic"] = is_deterministic(deterministic)
     suffix = "" if phase == "forward" else "_backward"
     for part, index, half in _calls_of_ping_pong(len(layers), phase):
         with typed_errors(index), _range_of(part + suffix, name):
@@ -161,9 +175,11 @@ def serve_ping_pong(
                 q, k, v, out, lse = _no_rows(plan, name)
                 own = None if sinks is None else sinks[index].detach().float()
                 steps[index, half] = (
-                    ops.dispatch(q, k, v, plan.tensor, None, own, context=name, **scores)
+                    ops.dispatch(q, k, v, plan.tensor, None, own, **options)
                     if phase == "forward"
-                    else ops.dispatch_backward(out, q, k, v, out, lse, plan.tensor, own, context=name, **scores)
+                    else ops.dispatch_backward(
+                        out, q, k, v, out, lse, plan.tensor, own, retained=_nothing_retained(plan, q), **options
+                    )
                 )
             elif part == "attend":
                 ops.attend(steps[index, half], context=name)
@@ -193,6 +209,12 @@ def _check_serving(function: str, phase: str, plan: Plan) -> None:
         raise InvalidArgumentError(
             f"{function}: rank {plan.rank} has {plan.num_rows} rows in this plan; call core_attention"
         )
+    if plan.retain_bytes[plan.rank]:
+        raise InvalidArgumentError(
+            f"{function}: the plan has retain_bytes = {plan.retain_bytes[plan.rank]} for rank {plan.rank}, which keeps "
+            "nothing between forward and backward without an autograd graph: make the plan with retain_bytes=[...], 0 "
+            "for this rank, or call core_attention with zero rows"
+        )
 
 
 def _no_rows(plan: Plan, context: str) -> tuple[torch.Tensor, ...]:
@@ -202,6 +224,11 @@ def _no_rows(plan: Plan, context: str) -> tuple[torch.Tensor, ...]:
     q, out = (torch.empty(0, heads.q, dim, dtype=heads.dtype, device=device) for dim in (heads.dim, heads.value_dim))
     k, v = (torch.empty(0, heads.kv, dim, dtype=heads.dtype, device=device) for dim in (heads.dim, heads.value_dim))
     return q, k, v, out, torch.empty(0, heads.q, device=device)
+
+
+def _nothing_retained(plan: Plan, like: torch.Tensor) -> torch.Tensor | None:
+    """What a rank has that keeps nothing, where others may keep something."""
+    return like.new_empty(0, dtype=torch.uint8) if plan.retains else None
 
 
 def _range_of(operator: str, context: str | Context) -> AbstractContextManager[object]:
@@ -258,7 +285,7 @@ def attention(
             None if sinks is None else sinks.float(),
             scale=scale,
             softcap=softcap,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+            deterministic=is_deterministic(False),
         )
 
 
@@ -274,6 +301,12 @@ def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **
     return q.new_empty(tokens, heads, v.shape[2]), q.new_empty(tokens, heads, dtype=torch.float32)
 
 
+def _fake_retain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tables: Any, retained_bytes: int, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    return (*_fake_forward(q, k, v, *tables, **options), q.new_empty(retained_bytes, dtype=torch.uint8))
+
+
 def _fake_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, ...]:
@@ -283,24 +316,25 @@ def _fake_backward(
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
     q, k, v, table, *optional, sinks = inputs
-    out, lse = output
+    out, lse, *retained = output
     table_backward = optional[0] if optional and optional[0] is not None else table
-    ctx.save_for_backward(q, k, v, out, lse, table_backward, sinks)
-    ctx.options = keyword_only_inputs
+    ctx.save_for_backward(q, k, v, out, lse, table_backward, sinks, *retained)
+    ctx.options = {name: value for name, value in keyword_only_inputs.items() if name != "retained_bytes"}
     ctx.num_inputs = len(inputs)
     ctx.set_materialize_grads(False)
 
 
 def _backward(operator: Any, range_name: str) -> Any:
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
         if dlse is not None:
             raise InvalidArgumentError("distca: lse is not differentiable; use lse.detach()")
-        q, k, v, out, lse, table, sinks = ctx.saved_tensors
+        q, k, v, out, lse, table, sinks, *kept = ctx.saved_tensors
+        retained = {"retained": kept[0]} if kept else {}
         if dout is None:  # other ranks take part in this step all the same
             dout = torch.zeros_like(out)
         name = ctx.options.get("context", "")  # an operator that is not collective has none
         with typed_errors(ctx.metadata.get(_LAYER)), _range_of(range_name, name):
-            grads = operator(dout, q, k, v, out, lse, table, sinks, **ctx.options)
+            grads = operator(dout, q, k, v, out, lse, table, sinks, **ctx.options, **retained)
             dsinks = None
             if sinks is not None and ctx.needs_input_grad[ctx.num_inputs - 1]:
                 dsinks = torch.ops.distca.sink_gradient(dout, out, lse, sinks)
@@ -309,15 +343,19 @@ def _backward(operator: Any, range_name: str) -> Any:
     return backward
 
 
-def _register(name: str, *, collective: bool) -> None:
-    forward, backward = f"distca::{name}", f"distca::{name}_backward"
-    torch.library.register_fake(forward)(_fake_forward)
-    torch.library.register_fake(backward)(_fake_backward)
-    operator = getattr(torch.ops.distca, f"{name}_backward")
-    torch.library.register_autograd(forward, _backward(operator, f"{name}_backward"), setup_context=_save_for_backward)
-    if collective:  # compiled graphs then keep all its calls, and their order
-        for operator_name in (forward, backward):
-            torch.library._register_effectful_op(operator_name, EffectType.ORDERED)
+def _register(*forwards: str, backward: str, collective: bool) -> None:
+    """Operators that have their backward in common."""
+    operator = getattr(torch.ops.distca, backward)
+    torch.library.register_fake(f"distca::{backward}")(_fake_backward)
+    for forward in forwards:
+        retains = forward == "core_attention_retain"
+        torch.library.register_fake(f"distca::{forward}")(_fake_retain if retains else _fake_forward)
+        torch.library.register_autograd(
+            f"distca::{forward}", _backward(operator, backward), setup_context=_save_for_backward
+        )
+    if collective:  # compiled graphs then keep all calls, and their order
+        for name in (*forwards, backward):
+            torch.library._register_effectful_op(f"distca::{name}", EffectType.ORDERED)
 
 
 def _fake_sink_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
@@ -326,6 +364,6 @@ def _fake_sink_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 
 torch.library.register_fake("distca::sink_gradient")(_fake_sink_gradient)
 torch.library.register_fake("distca::sink_gradient_by_aten")(_fake_sink_gradient)
-_register("core_attention", collective=True)
-_register("attention", collective=False)
-_register("attention_by_flash", collective=False)
+_register("core_attention", "core_attention_retain", backward="core_attention_backward", collective=True)
+_register("attention", backward="attention_backward", collective=False)
+_register("attention_by_flash", backward="attention_by_flash_backward", collective=False)

@@ -16,7 +16,7 @@ from distca.cli import add_debug
 from distca.cost import CostModel
 from distca.errors import InvalidArgumentError
 from distca.heads import DTYPES, Heads
-from distca.planning import Layout, Plan, plan
+from distca.planning import Layout, Plan, PlanStats, plan
 
 
 def add_command(commands: Any) -> None:
@@ -59,6 +59,9 @@ def add_command(commands: Any) -> None:
     )
     planner.add_argument("--objective", choices=("all", "forward"), default="all", help="whose bytes are kept few")
     planner.add_argument("--whole-heads", action="store_true", help="move rows only, never some of their heads")
+    planner.add_argument(
+        "--retain-bytes", type=int, default=0, help="of keys that a rank may keep for backward (default: 0)"
+    )
     planner.add_argument("--no-balance", action="store_true", help="compute every row at home")
     output = command.add_argument_group("the output")
     output.add_argument("--json", type=Path, help="write layout, tasks, transfers and statistics here")
@@ -89,6 +92,7 @@ def run(options: argparse.Namespace) -> int:
         cost=CostModel.load(options.cost),
         objective=options.objective,
         split_heads=not options.whole_heads,
+        retain_bytes=options.retain_bytes,
         **({} if options.min_rows is None else {"min_rows": options.min_rows}),
     )
     print(summary(made))
@@ -136,10 +140,16 @@ def summary(made: Plan) -> str:
         ),
         ("largest arena forward, backward", f"{arenas[0] / 1e6:.1f} MB, {arenas[1] / 1e6:.1f} MB"),
         ("largest part for rows that come home", f"{home_in / 1e6:.1f} MB"),
+        *([("kept until backward, at most", _retained(stats))] if made.retains else []),
         ("planned in", f"{stats.plan_ms:.2f} ms"),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _retained(stats: PlanStats) -> str:
+    saved = f"{stats.saved_bytes / 1e9:.3f} GB of backward in"
+    return f"{max(stats.retained_bytes) / 1e6:.1f} MB a rank, which saves {saved}"
 
 
 def as_json(made: Plan) -> dict[str, Any]:
@@ -195,6 +205,8 @@ def as_json(made: Plan) -> dict[str, Any]:
             "binding": stats.binding,
             "bytes": stats.bytes,
             "bytes_between_nodes": stats.bytes_between_nodes,
+            "retained_bytes": stats.retained_bytes,
+            "saved_bytes": stats.saved_bytes,
             "plan_ms": stats.plan_ms,
         },
     }

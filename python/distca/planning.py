@@ -21,6 +21,8 @@ PADDING = -1
 
 #: Of a document or a rank.
 _MOST_ROWS = 2**31
+#: That a rank may keep: no limit in practice.
+_MOST_BYTES = 2**46
 
 _MASK_NUMBERS = {"causal": 0, "full": 1}
 _MESSAGES = ("forward_in", "forward_out", "backward_in", "backward_out")
@@ -209,6 +211,8 @@ class PlanStats:
         bytes: bytes between ranks for each message: forward_in, forward_out, backward_in, backward_out.
         bytes_between_nodes: the part of them that goes from one node to another.
         arena_bytes: for each phase, forward and backward, the arena of every rank.
+        retained_bytes: what every rank keeps, as a server, from a step's forward to its backward.
+        saved_bytes: what backward_in would have besides if nothing were retained.
         binding: what keeps the largest load from the tolerance: None (it is within), ``"single rows"`` (none can move
             with gain), ``"capacity of rank 3"`` (whose arena would need most), ``"balance off"`` or ``"given tasks"``.
             ``imbalance_after`` tells how near it came.
@@ -223,6 +227,8 @@ class PlanStats:
     bytes: dict[str, int]
     bytes_between_nodes: dict[str, int]
     arena_bytes: dict[str, list[ArenaBytes]]
+    retained_bytes: list[int]
+    saved_bytes: int
     binding: str | None
     wanted_slot_bytes: int
     plan_ms: float
@@ -279,11 +285,21 @@ class Plan:
         rank: the rank it is seen from.
         num_rows: rows of that rank's token tensor.
         tensor: that rank's slice for the operators: int64, CPU, length a power of two.
+        retain_bytes: what each rank may keep of a step, as `plan` was told.
+        retains: whether any rank may keep something.
+        retained_bytes: what this rank keeps of a step.
         in_parts: whether `core_attention` takes its steps in parts, as ping-pong does.
     """
 
     def __init__(
-        self, core: _C.Plan, layout: Layout, heads: Heads, rank: int, mask: str = "causal", window: int | None = None
+        self,
+        core: _C.Plan,
+        layout: Layout,
+        heads: Heads,
+        rank: int,
+        mask: str = "causal",
+        window: int | None = None,
+        retain_bytes: Sequence[int] = (),
     ) -> None:
         self._core = core
         self.layout = layout
@@ -291,9 +307,12 @@ class Plan:
         self.rank = rank
         self.mask = mask
         self.window = window
+        self.retain_bytes = list(retain_bytes) or [0] * layout.num_ranks
         # Plain attributes, not properties: torch.compile reads them without breaking the graph.
         self.tensor = torch.frombuffer(core.slice(rank), dtype=torch.int64)
         self.num_rows = layout.num_rows(rank)
+        self.retains = any(self.retain_bytes)
+        self.retained_bytes: int = self.stats.retained_bytes[rank] if self.retains else 0
         self.in_parts = False
 
     def for_parts(self) -> Plan:
@@ -311,7 +330,7 @@ class Plan:
 
     def for_rank(self, rank: int) -> Plan:
         """The same plan seen from another rank."""
-        return Plan(self._core, self.layout, self.heads, rank, self.mask, self.window)
+        return Plan(self._core, self.layout, self.heads, rank, self.mask, self.window, self.retain_bytes)
 
     @property
     def digest(self) -> str:
@@ -366,6 +385,7 @@ def plan(
     min_rows: int = 128,
     objective: str = "all",
     overlap: bool = False,
+    retain_bytes: int | Sequence[int] = 0,
     capacity: int | None = None,
     cost: CostModel | None = None,
     tasks: Sequence[tuple[int, int, int, int, int, int]] | None = None,
@@ -394,6 +414,10 @@ def plan(
         overlap: gradients come home from all servers at once where the capacity allows, so that they travel while ranks
             compute: for ping-pong. By default they come in rounds, as many messages at a time as fit into memory that
             the neediest rank's arena takes anyway, and only the first round travels unawaited.
+        retain_bytes: how many bytes of keys and values each rank, as a server, may keep from a step's forward to its
+            backward, so that they are not sent again: one number for all ranks, or one for each. Every call of
+            `core_attention` keeps up to as much until its backward has run, so times the layers. Kept are the documents
+            that save most bytes; results have the same bits. By default nothing is.
         capacity: bytes of one slot's arena, which no plan passes: it comes first, then the tolerance. By default the
             default context's, or unlimited where there is none.
         cost: what is balanced; visible pairs by default.
@@ -423,6 +447,7 @@ def plan(
         raise InvalidArgumentError(f"plan: objective = {objective!r}; 'all' and 'forward' are allowed")
     if not 0.0 <= tolerance <= 1.0:
         raise InvalidArgumentError(f"plan: tolerance = {tolerance}; 0 to 1 is allowed")
+    retain = _retain_bytes(retain_bytes, layout.num_ranks)
     if capacity is None:
         capacity = context.slot_bytes if context is not None else 2**62
     cost = cost if cost is not None else context.cost if context is not None else CostModel()
@@ -446,10 +471,25 @@ def plan(
         ranks_per_node=ranks_per_node or 0,
         forward_only=objective == "forward",
         overlap=overlap,
+        retain_bytes=retain,
         split_heads=split_heads,
         tasks=tasks,
     )
-    return Plan(core, layout, heads, rank, mask, window)
+    return Plan(core, layout, heads, rank, mask, window, retain)
+
+
+def _retain_bytes(asked: int | Sequence[int], num_ranks: int) -> list[int]:
+    """For each rank."""
+    try:
+        of_ranks = [index(n) for n in asked] if isinstance(asked, Sequence) else [index(asked)] * num_ranks
+    except TypeError:
+        of_ranks = [-1]
+    if len(of_ranks) != num_ranks or not all(0 <= n <= _MOST_BYTES for n in of_ranks):
+        raise InvalidArgumentError(
+            f"plan: retain_bytes = {asked!r}; a number of bytes from 0 to 2**46 is allowed, or one for each of "
+            f"{num_ranks} ranks"
+        )
+    return of_ranks
 
 
 class Plans(Mapping[int | None, Plan]):

@@ -36,6 +36,17 @@ def as_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torc
     return q, k, v
 
 
+def retained_bytes(plan: Plan, plan_backward: Plan | None, *inputs: torch.Tensor | None) -> int:
+    """Bytes that this rank keeps of a step with a plan that retains: none where no backward will ask for them."""
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    return plan.retained_bytes if wanted and (plan_backward is None or plan_backward.retains) else 0
+
+
+def is_deterministic(asked: bool) -> bool:
+    """Whether attention is to be deterministic: where the caller or torch asks for it."""
+    return asked or torch.are_deterministic_algorithms_enabled()
+
+
 def in_compiled_code() -> bool:
     """Whether torch.compile is tracing this call, or runs it between graphs because it could not."""
     if torch.compiler.is_compiling():
@@ -90,12 +101,13 @@ class _Call:
     """What the three nodes of one call share. The graph holds it, so it holds nothing that holds the graph."""
 
     def __init__(
-        self, plan: Plan, plan_backward: Plan | None, context: str, layer: int | str | None, **scores: Any
+        self, plan: Plan, plan_backward: Plan | None, context: str, layer: int | str | None, **options: Any
     ) -> None:
         self.tables = (plan.tensor, None if plan_backward is None else plan_backward.tensor)
+        self.retains = plan.retains
         self.context = context
         self.layer = layer
-        self.scores = scores
+        self.options = options
         self.number = -1
         self.inputs: list[torch.Tensor] = []  # q, k, v and sinks if there are any; until collect
         self._versions: list[int] = []
@@ -105,12 +117,14 @@ class _Call:
         here = get_context(self.context)
         return operator_range(operator, here is not None and here.nsys)
 
-    def dispatch(self, *inputs: torch.Tensor) -> None:
+    def dispatch(self, retain: bool, *inputs: torch.Tensor) -> None:
         self.inputs = list(inputs)
         self._versions = [_version_of(t) for t in inputs]
         q, k, v, *sinks = inputs
         with typed_errors(self.layer), self._range("dispatch"):
-            self.number = torch.ops.distca.dispatch(q, k, v, *self.tables, *sinks, context=self.context, **self.scores)
+            self.number = torch.ops.distca.dispatch(
+                q, k, v, *self.tables, *sinks, context=self.context, **self.options, retain=retain
+            )
 
     def changed_input(self) -> str | None:
         """Which input was written to since dispatch."""
@@ -122,9 +136,11 @@ class _Call:
         with typed_errors(self.layer), self._range("attend"):
             torch.ops.distca.attend(self.number, context=self.context)
 
-    def collect(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def collect(self) -> tuple[torch.Tensor, ...]:
+        """out, lse and, where the plan retains, what is kept here."""
+        collect = torch.ops.distca.collect_retained if self.retains else torch.ops.distca.collect
         with typed_errors(self.layer), self._range("collect"):
-            return torch.ops.distca.collect(self.number, context=self.context)
+            return collect(self.number, context=self.context)
 
     def take_inputs(self) -> list[torch.Tensor | None]:
         """q, k, v, and sinks or None; they are let go of here."""
@@ -133,10 +149,14 @@ class _Call:
         return [q, k, v, sinks[0] if sinks else None]
 
     def dispatch_backward(self, dout: torch.Tensor, *saved: Any) -> _UnderWay:
-        *rows, out, lse, table, sinks = saved
+        q, k, v, out, lse, table, sinks, *retained = saved
         with typed_errors(self.layer), self._range("dispatch_backward"):
             number = torch.ops.distca.dispatch_backward(
-                dout, *rows, out, lse, table, sinks, context=self.context, **self.scores
+                dout,
+                *(q, k, v, out, lse, table, sinks),
+                context=self.context,
+                retained=retained[0] if retained else None,
+                **self.options,
             )
             under_way = _UnderWay(number, self.context, self.layer)
             self._dsinks = None if sinks is None else torch.ops.distca.sink_gradient(dout, out, lse, sinks)
@@ -161,14 +181,14 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *inputs: Any) -> torch.Tensor:
+    def forward(ctx: Any, call: _Call, retain: bool, *inputs: Any) -> torch.Tensor:
         ctx.call, ctx.num_inputs = call, len(inputs)
-        call.dispatch(*inputs)
+        call.dispatch(retain, *inputs)
         return inputs[0].new_empty(0, dtype=torch.float32)  # what links the nodes
 
     @staticmethod
     def backward(ctx: Any, token: Any) -> tuple[Any, ...]:
-        return (None, *ctx.call.collect_backward(token.under_way)[: ctx.num_inputs])
+        return (None, None, *ctx.call.collect_backward(token.under_way)[: ctx.num_inputs])
 
 
 class _Attend(torch.autograd.Function):
@@ -189,11 +209,12 @@ class _Collect(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        out, lse = call.collect()
+        out, lse, *retained = call.collect()
         *rows, sinks = call.take_inputs()
         table, table_backward = call.tables
         # The same, in the same order, as the operator of the whole step: activation checkpointing counts them.
-        ctx.save_for_backward(*rows, out, lse, table if table_backward is None else table_backward, sinks)
+        table = table if table_backward is None else table_backward
+        ctx.save_for_backward(*rows, out, lse, table, sinks, *retained)
         return out, lse
 
     @staticmethod
@@ -250,6 +271,7 @@ def dispatch(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    deterministic: bool = False,
     layer: int | str | None = None,
 ) -> Step:
     """Sends this rank's rows to the ranks that compute with them.
@@ -275,9 +297,12 @@ def dispatch(
     inputs = as_autocast(q, k, v)
     name = context if isinstance(context, str) else context.name
     _abandon_broken_off(get_context(name))
-    call = _Call(plan, plan_backward, name, layer, scale=scale, softcap=softcap)
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": is_deterministic(deterministic)}
+    call = _Call(plan, plan_backward, name, layer, **options)
     apply: Any = _Dispatch.apply
-    return Step(call, apply(call, *inputs, *([] if sinks is None else [sinks.float()])))
+    inputs = (*inputs, *([] if sinks is None else [sinks.float()]))
+    retain = plan.retains and retained_bytes(plan, plan_backward, *inputs) > 0
+    return Step(call, apply(call, retain, *inputs))
 
 
 def attend(step: Step) -> None:

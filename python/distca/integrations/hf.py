@@ -347,7 +347,7 @@ class PlanInputs:
     distca_context: ClassVar[str] = "default"
     """Name of the context, made by `distca.init` once the TrainingArguments have begun `torch.distributed`."""
     plan_options: ClassVar[dict[str, Any]] = {}
-    """Options of `distca.plan`: tolerance, min_rows."""
+    """Options of `distca.plan`: tolerance, min_rows, retain_bytes."""
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]

@@ -85,6 +85,13 @@ class TrainConfig:
     tolerance: float = field(
         default=0.05, metadata=_about("allowed excess of the largest attention load over the mean")
     )
+    retain_bytes: int = field(
+        default=0,
+        metadata=_about(
+            "bytes of keys and values that a rank may keep in each layer from forward to backward, so that they are "
+            "not sent again"
+        ),
+    )
     compare: bool = field(
         default=False, metadata=_about("take each step with and without balance on the same batch, and compare times")
     )
@@ -198,15 +205,15 @@ class TrainConfig:
 
 _LEAST: dict[str, float] = {
     "ranks": 1, "steps": 1, "tokens_per_rank": 1, "hidden": 1, "layers": 1, "heads": 1, "kv_heads": 1,
-    "seed": 0, "checkpoint_every": 0, "keep_checkpoints": 1,
+    "seed": 0, "retain_bytes": 0, "checkpoint_every": 0, "keep_checkpoints": 1,
 }  # fmt: skip
 
 OPTION_TYPES: dict[str, Callable[[str], Any]] = {
     "ranks": int, "steps": int, "tokens_per_rank": int, "data": Path, "doc_scale": float, "tokenizer": Path,
     "model": str, "hidden": int, "layers": int, "heads": int, "kv_heads": int, "dtype": str, "lr": float, "seed": int,
-    "balance": str, "tolerance": float, "compare": bool, "fsdp": bool, "compile": bool, "ping_pong": bool,
-    "checkpoint_every": int, "keep_checkpoints": int, "trace": bool, "nsys": bool, "log_memory": bool,
-    "timeout": float, "name": str, "runs_dir": Path,
+    "balance": str, "tolerance": float, "retain_bytes": int, "compare": bool, "fsdp": bool, "compile": bool,
+    "ping_pong": bool, "checkpoint_every": int, "keep_checkpoints": int, "trace": bool, "nsys": bool,
+    "log_memory": bool, "timeout": float, "name": str, "runs_dir": Path,
 }  # fmt: skip
 """How the command line reads each field."""
 

@@ -145,6 +145,7 @@ def _planned(
             tolerance=config.tolerance,
             balance=balance,
             overlap=config.ping_pong,
+            retain_bytes=config.retain_bytes,
         )
 
     def in_steps(planned: Iterable[tuple[Batch | None, Plans]]) -> Iterator[Planned]:
