@@ -1,0 +1,5 @@
+"""The faults that planted_faults.py plants, each with the tests that should notice it."""
+
+from faults import attention, plans, retained, steps, training
+
+FAULTS = [*steps.FAULTS, *plans.FAULTS, *retained.FAULTS, *attention.FAULTS, *training.FAULTS]
