@@ -144,7 +144,7 @@ def test_the_gpu_benchmarks_peers_compute_the_same_attention() -> None:
 def test_the_gpu_benchmark_of_transports_measures_those_that_are_there_and_names_those_that_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # On the CPU: two ranks of loopback, and for the matmul on a stream of its own, work that is done three times.
+    # On the CPU: ranks of loopback, with streams and without. For the matmul stands work that is done three times.
     monkeypatch.setattr(gpu_transport, "BESIDE_BYTES", 1 << 20)
 
     def beside(work: Callable[[], object]) -> float:
@@ -152,16 +152,18 @@ def test_the_gpu_benchmark_of_transports_measures_those_that_are_there_and_names
 
     with ExitStack() as stack:
         pairs, missing = gpu_transport.connect("cpu", 1 << 21, stack)
+        options = {"max_tokens": 1, "heads": HEADS, "heap_bytes": 1 << 21}
+        streams = [stack.enter_context(rank) for rank in distca.loopback(2, streams=True, **options)]
+        pairs["streams"] = gpu_transport.Pair(*streams)
         result = gpu_transport.transport_of(pairs, (1 << 14,), 2, beside, "cpu", lambda: None)
-    assert list(pairs) == ["loopback"] and "moves rows between GPUs" in missing["nvshmem"]
+    assert list(pairs) == ["loopback", "streams"] and "moves rows between GPUs" in missing["nvshmem"]
     rows = {row.name: row.value for row in result.rows}
-    assert rows.keys() == {
-        "16 KiB: copy on the device, median",
-        "16 KiB: bandwidth of loopback / copy",
-        "matmul beside puts of 1 MiB by loopback: time / alone",
-        "matmul beside puts of 1 MiB by loopback: puts in a matmul",
-    }
-    assert rows["matmul beside puts of 1 MiB by loopback: puts in a matmul"] == 3
+    names = ["16 KiB: copy on the device, median"]
+    for over in pairs:
+        beside_it = f"matmul beside puts of 1 MiB by {over}"
+        names += [f"16 KiB: bandwidth of {over} / copy", f"{beside_it}: time / alone", f"{beside_it}: puts in a matmul"]
+        assert rows[f"{beside_it}: puts in a matmul"] == 3
+    assert rows.keys() == set(names)
     assert all(value > 0 for value in rows.values())
 
 

@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
+from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
+from compiled import COMPILER, compiled_once
+
 ROOT = Path(__file__).parents[1]
-COMPILER = os.environ.get("CXX") or shutil.which("c++") or "c++"
+PROGRAM = ROOT / "tests/plan_digests.cpp"
 
 
-def _digests(folder: Path, *options: str) -> list[str]:
-    """What the program prints when compiled with these options."""
-    program = folder / "plan_digests"
-    sources = [str(path) for path in sorted((ROOT / "cpp/plan").glob("*.cpp")) if path.name != "validate.cpp"]
-    command = [
-        COMPILER,
-        "-std=c++20",
-        *options,
-        "-I",
-        str(ROOT / "cpp"),
-        str(ROOT / "tests/plan_digests.cpp"),
-        *sources,
-    ]
-    built = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
+def _digests(
+    factory: pytest.TempPathFactory,
+    name: str,
+    sources: Sequence[Path],
+    options: Sequence[str],
+    link: Sequence[str] = (),
+) -> list[str]:
+    """What the program prints when compiled like this."""
+    program = compiled_once(factory, name, sources, ["-std=c++20", f"-I{ROOT / 'cpp'}", *options], link)
     return subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason="there is no C++ compiler here")
-def test_plans_are_the_same_for_a_plain_processor_and_for_all_that_this_one_can(tmp_path: Path) -> None:
-    for name in ("plain", "native"):
-        (tmp_path / name).mkdir()
-    plain = _digests(tmp_path / "plain", "-O1")
+def test_plans_are_the_same_for_a_plain_processor_and_for_all_that_this_one_can(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    library = files("distca")  # compiled for every processor of this kind
+    link = ["-L", str(library), "-ldistca", f"-Wl,-rpath,{library}"]
+    plain = _digests(tmp_path_factory, "plain_plans", [PROGRAM], ["-O1"], link)
     assert len(plain) == 2 * 48
     assert len(set(plain)) > 48, "these plans are too much alike to show anything"
-    assert plain == _digests(tmp_path / "native", "-O2", "-ftree-vectorize", "-march=native")
+    scheduler = [path for path in sorted((ROOT / "cpp/plan").glob("*.cpp")) if path.name != "validate.cpp"]
+    options = ["-O2", "-ftree-vectorize", "-march=native"]
+    assert plain == _digests(tmp_path_factory, "native_plans", [PROGRAM, *scheduler], options)

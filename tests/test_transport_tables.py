@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -11,22 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from compiled import COMPILER, compiled_once
+
 ROOT = Path(__file__).parents[1]
-COMPILER = os.environ.get("CXX") or shutil.which("c++") or "c++"
 
 
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason="there is no C++ compiler here")
-def test_put_and_reduce_tables_move_and_add_what_plain_loops_do(tmp_path: Path) -> None:
-    program = tmp_path / "transport_tables"
+def test_put_and_reduce_tables_move_and_add_what_plain_loops_do(tmp_path_factory: pytest.TempPathFactory) -> None:
     sources = [ROOT / "tests/transport_tables.cpp", *sorted((ROOT / "cuda/transport").glob("*_table.cpp"))]
-    library = Path(str(files("distca")))
+    library = files("distca")
     # Undefined behaviour, a misaligned access among it, ends the program.
     options = ["-std=c++20", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    includes = ["-I", str(ROOT / "cpp"), "-I", str(ROOT / "cuda")]
+    includes = [f"-I{ROOT / 'cpp'}", f"-I{ROOT / 'cuda'}"]
     link = ["-L", str(library), "-ldistca", f"-Wl,-rpath,{library}"]
-    command = [COMPILER, *options, *includes, *map(str, sources), *link, "-o", str(program)]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
+    program = compiled_once(tmp_path_factory, "transport_tables", sources, [*options, *includes], link)
     ran = subprocess.run([program], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     counts = re.fullmatch(r"(\d+) sums, (\d+) of them carried to a later round\n", ran.stdout)

@@ -20,6 +20,7 @@
 #include "transport/reordering.h"
 #include "transport/shared_heaps.h"
 #include "transport/shm.h"
+#include "transport/stream_order.h"
 
 namespace py = pybind11;
 
@@ -234,11 +235,18 @@ ContextPtr make_torch_context(int rank, int num_ranks, AllToAll all_to_all, Aban
       {});
 }
 
-/// Rows without gaps, in the memory of the context's device.
-void put_rows(runtime::Context& context, int peer, int64_t heap_offset, uintptr_t address, int64_t num_rows,
-              int64_t row_bytes) {
+/// Puts rows without gaps, in the memory of the context's device, and signals, as a step does.
+void send_rows(runtime::Context& context, int peer, uintptr_t address, int64_t num_rows, int64_t row_bytes,
+               int64_t word, uint64_t value) {
+  transport::Transport& transport = context.transport();
   const RowView rows{reinterpret_cast<std::byte*>(address), row_bytes, row_bytes};
-  context.transport().put(peer, heap_offset, row_bytes, row_bytes, rows, {num_rows, 1, row_bytes});
+  transport.put(peer, 0, row_bytes, row_bytes, rows, {num_rows, 1, row_bytes});
+  if (transport::StreamOrder* const streams = transport.stream_order()) {
+    streams->announce(peer, word, value);
+    streams->send();
+  } else {
+    transport.signal(peer, word, value);
+  }
 }
 
 void bind_context(py::module_& m) {
@@ -287,19 +295,10 @@ void bind_context(py::module_& m) {
       .def("set_fill_with_nan", &runtime::Context::set_fill_with_nan, py::arg("on"))
       .def("check", &runtime::Context::check, py::call_guard<py::gil_scoped_release>())
       .def("mark_died", [](runtime::Context& c) { transport::mark_died(c.transport()); })
-      .def("put", &put_rows, py::arg("peer"), py::arg("heap_offset"), py::arg("address"), py::arg("num_rows"),
-           py::arg("row_bytes"), py::call_guard<py::gil_scoped_release>())
+      .def("send_rows", &send_rows, py::arg("peer"), py::arg("address"), py::arg("num_rows"), py::arg("row_bytes"),
+           py::arg("word"), py::arg("value"), py::call_guard<py::gil_scoped_release>())
       .def(
-          "signal",
-          [](runtime::Context& c, int peer, int64_t word, uint64_t value) { c.transport().signal(peer, word, value); },
-          py::arg("peer"), py::arg("word"), py::arg("value"))
-      .def(
-          "wait",
-          [](runtime::Context& c, int64_t word, uint64_t value) {
-            const auto deadline = std::chrono::steady_clock::now() + c.options().timeout;
-            return c.transport().wait(word, value, deadline, nullptr);
-          },
-          py::arg("word"), py::arg("value"), py::call_guard<py::gil_scoped_release>())
+          "quiet", [](runtime::Context& c) { c.transport().quiet(); }, py::call_guard<py::gil_scoped_release>())
       .def(
           "exchange", [](runtime::Context& c) { c.transport().exchange(false, [] {}); },
           py::call_guard<py::gil_scoped_release>());

@@ -45,9 +45,9 @@ void Machine::run(int num_ctas, int num_threads, size_t shared_bytes, const std:
       Fiber& fiber = *fibers_.emplace_back(std::make_unique<Fiber>());
       fiber.cta = &cta;
       fiber.thread = t;
-      fiber.stack.resize(kStack);
+      fiber.stack = std::make_unique_for_overwrite<std::byte[]>(kStack);
       getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack.data();
+      fiber.context.uc_stack.ss_sp = fiber.stack.get();
       fiber.context.uc_stack.ss_size = kStack;
       const auto self = reinterpret_cast<uintptr_t>(this);
       makecontext(&fiber.context, reinterpret_cast<void (*)()>(&Machine::start), 2, static_cast<uint32_t>(self),

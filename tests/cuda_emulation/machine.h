@@ -72,7 +72,7 @@ struct Cta {
 
 struct Fiber {
   ucontext_t context;
-  std::vector<std::byte> stack;
+  std::unique_ptr<std::byte[]> stack;
   Cta* cta = nullptr;
   int thread = 0;
   bool finished = false;

@@ -71,49 +71,54 @@ Case random_case(HeadShape heads, int64_t most_rows, std::mt19937& random) {
   return c;
 }
 
-Answer answer(const Case& c, const std::vector<bool>& covered) {
+Answer answer(const Case& c, const std::vector<bool>& covered, bool gradients) {
   const HeadShape& heads = c.heads;
   Answer a{Array(c.length, heads.q_heads, heads.v_dim), Array(c.length, heads.q_heads, 1),
            Array(c.length, heads.q_heads, heads.dim), Array(c.length, heads.kv_heads, heads.dim),
            Array(c.length, heads.kv_heads, heads.v_dim)};
-  const auto n = static_cast<size_t>(c.length);
-  std::vector<double> scores(n), slopes(n), probs(n);
+  std::vector<int64_t> seen;
+  std::vector<double> scores, slopes;
   for (int64_t row = 0; row < c.length; ++row) {
     if (!covered[static_cast<size_t>(row)]) continue;
+    seen.clear();
+    for (int64_t key = 0; key < c.length; ++key)
+      if (sees(c.mask, row, key)) seen.push_back(key);
+    scores.assign(seen.size(), 0);
+    slopes.assign(seen.size(), c.scale);
     for (int64_t head = 0; head < heads.q_heads; ++head) {
       const int64_t kv_head = head / heads.group_heads();
       double sum = c.has_sinks ? std::exp(static_cast<double>(c.sinks[static_cast<size_t>(head)])) : 0.;
-      for (int64_t key = 0; key < c.length; ++key) {
-        const auto i = static_cast<size_t>(key);
+      for (size_t i = 0; i < seen.size(); ++i) {
         double s = 0;
-        for (int64_t d = 0; d < heads.dim; ++d) s += c.q.at(row, head)[d] * c.k.at(key, kv_head)[d];
+        for (int64_t d = 0; d < heads.dim; ++d) s += c.q.at(row, head)[d] * c.k.at(seen[i], kv_head)[d];
         s *= c.scale;
-        slopes[i] = c.scale;
         if (c.softcap != 0.f) {
           const double t = std::tanh(s / c.softcap);
           s = c.softcap * t;
-          slopes[i] *= 1 - t * t;
+          slopes[i] = c.scale * (1 - t * t);
         }
-        scores[i] = sees(c.mask, row, key) ? s : -kInfinity;
-        sum += std::exp(scores[i]);
+        scores[i] = s;
+        sum += std::exp(s);
       }
       a.lse.at(row, head)[0] = std::log(sum);
       double* out = a.out.at(row, head);
-      for (int64_t key = 0; key < c.length; ++key) {
-        probs[static_cast<size_t>(key)] = std::exp(scores[static_cast<size_t>(key)]) / sum;
-        for (int64_t d = 0; d < heads.v_dim; ++d) out[d] += probs[static_cast<size_t>(key)] * c.v.at(key, kv_head)[d];
+      for (size_t i = 0; i < seen.size(); ++i) {
+        const double p = std::exp(scores[i]) / sum;
+        for (int64_t d = 0; d < heads.v_dim; ++d) out[d] += p * c.v.at(seen[i], kv_head)[d];
       }
+      if (!gradients) continue;
       const double* dout = c.dout.at(row, head);
       double delta = 0;
       for (int64_t d = 0; d < heads.v_dim; ++d) delta += out[d] * dout[d];
-      for (int64_t key = 0; key < c.length; ++key) {
-        const double p = probs[static_cast<size_t>(key)];
+      for (size_t i = 0; i < seen.size(); ++i) {
+        const int64_t key = seen[i];
+        const double p = std::exp(scores[i]) / sum;
         double dp = 0;
         for (int64_t d = 0; d < heads.v_dim; ++d) {
           dp += c.v.at(key, kv_head)[d] * dout[d];
           a.dv.at(key, kv_head)[d] += p * dout[d];
         }
-        const double ds = p * (dp - delta) * slopes[static_cast<size_t>(key)];
+        const double ds = p * (dp - delta) * slopes[i];
         for (int64_t d = 0; d < heads.dim; ++d) {
           a.dq.at(row, head)[d] += ds * c.k.at(key, kv_head)[d];
           a.dk.at(key, kv_head)[d] += ds * c.q.at(row, head)[d];

@@ -52,8 +52,8 @@ struct Answer {
   Array out, lse, dq, dk, dv;
 };
 
-/// Gradients count only query rows with covered[row].
-Answer answer(const Case& c, const std::vector<bool>& covered);
+/// For query rows with covered[row] alone; with gradients or without.
+Answer answer(const Case& c, const std::vector<bool>& covered, bool gradients);
 
 /// A case in memory: tasks, blocks of keys in two sources, everything around them not a number.
 struct Placement {

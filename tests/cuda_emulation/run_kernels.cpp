@@ -133,7 +133,7 @@ void run_round(const std::string& pass, distca::HeadShape heads, std::mt19937& r
   for (int i = 0; i < 2; ++i) {
     const bool remote = random() % 2 == 0;
     const auto placement = problems::place(c, remote, random);
-    const Answer right = problems::answer(c, placement->covered);
+    const Answer right = problems::answer(c, placement->covered, pass == "backward");
     if (pass == "backward") {
       problems::give_statistics(c, right, *placement);
       run_backward<BackwardConfig<Element, kDim, kValueDim>>(*placement, remote, deterministic, random);

@@ -1,15 +1,14 @@
 """`distca bench transport --device cuda`: rows within one GPU, beside a copy of the same rows, and beside a matmul.
 
-Two ranks of `distca.loopback` copy on PyTorch's current stream; one rank of NVSHMEM puts to itself by the kernel that
-serves all peers that load and store reach, on a stream of its own. By the clock of the host, from the call until the
-rows are known to be there, as a rank waits for them. Not yet run on a GPU.
+Rows go from one rank of `distca.loopback` to another, and from one rank of NVSHMEM to itself, in both cases by the
+kernel that serves all peers that load and store reach, on a stream of the transport's own. By the clock of the host,
+from the call until the rows are there. Not yet run on a GPU.
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -95,12 +94,11 @@ def transport_of(
     synchronize: Work,
 ) -> Result:
     """The benchmark over these transports; `beside` times a matmul while it does other work again and again."""
-    values = itertools.count(1)  # of signals: they only grow
     rows: list[Row] = []
     for size in sizes:
         source, copy = torch.ones(2, size, dtype=torch.uint8, device=device)
         works = [in_turn(partial(copy.copy_, source), synchronize)]
-        works += [partial(_send, pair, source, values) for pair in pairs.values()]
+        works += [partial(_send, pair, source) for pair in pairs.values()]
         copies, *sends = alternate(works, rounds)
         name = f"{size >> 10} KiB"
         rows.append(Row(f"{name}: copy on the device, median", size / statistics.median(copies) / 1e9, "GB/s"))
@@ -109,7 +107,7 @@ def transport_of(
             for over, times in zip(pairs, sends, strict=True)
         ]
     source = torch.ones(BESIDE_BYTES, dtype=torch.uint8, device=device)
-    counted = [_Counted(partial(_send, pair, source, values)) for pair in pairs.values()]
+    counted = [_Counted(partial(_send, pair, source)) for pair in pairs.values()]
     alone, *times_beside = alternate([lambda: None, *counted], rounds, beside)
     for over, work, times in zip(pairs, counted, times_beside, strict=True):
         name = f"matmul beside puts of {BESIDE_BYTES >> 20} MiB by {over}"
@@ -131,11 +129,9 @@ class _Counted:
         self.count += 1
 
 
-def _send(pair: Pair, rows: torch.Tensor, values: Iterator[int]) -> None:
-    """Puts rows and waits, as their receiver, until they are there."""
-    core, receiver = pair.sender._core, pair.receiver._core
-    assert core is not None and receiver is not None
-    value, peer = next(values), pair.receiver.rank
-    core.put(peer, 0, rows.data_ptr(), rows.numel() // ROW_BYTES, ROW_BYTES)
-    core.signal(peer, WORD, value)
-    receiver.wait(WORD, value)
+def _send(pair: Pair, rows: torch.Tensor) -> None:
+    """Sends rows and waits until they are there."""
+    core = pair.sender._core
+    assert core is not None
+    core.send_rows(pair.receiver.rank, rows.data_ptr(), rows.numel() // ROW_BYTES, ROW_BYTES, WORD, 1)
+    core.quiet()

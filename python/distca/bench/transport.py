@@ -8,10 +8,8 @@ destination, and that one pays for it.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import statistics
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
@@ -106,14 +104,11 @@ def _run_rank(sizes: tuple[int, ...], threads: list[int], rounds: int) -> Measur
             "torch": stack.enter_context(join(transport="torch", name="bench/torch")),
         }
         sends = dist.get_rank() == 0
-        values = itertools.count(1)  # of signals: they only grow
         bandwidth: dict[int, dict[str, Times]] = {}
         for size in sizes:
             rows, copy = torch.ones(2, size, dtype=torch.uint8)
             memcpy = partial(ctypes.memmove, copy.data_ptr(), rows.data_ptr(), size) if sends else _nothing
-            works = {
-                name: _send(context, rows, values) if sends else _receive(context) for name, context in contexts.items()
-            }
+            works = {name: _send(context, rows) if sends else _receive(context) for name, context in contexts.items()}
             bandwidth[size] = {name: tuple(alternate([memcpy, in_turn(*work)], rounds)) for name, work in works.items()}
         beside: dict[int, dict[str, Times]] = {}
         rows = torch.ones(BESIDE_BYTES, dtype=torch.uint8)
@@ -123,7 +118,7 @@ def _run_rank(sizes: tuple[int, ...], threads: list[int], rounds: int) -> Measur
             matmul = partial(torch.mm, a, b, out=c) if sends else _nothing
             beside[count] = {}
             for name, context in contexts.items():
-                start, finish = _send(context, rows, values) if sends else _receive(context)
+                start, finish = _send(context, rows) if sends else _receive(context)
                 works_ = [matmul, in_turn(start, finish), in_turn(start, matmul, finish)]
                 beside[count][name] = tuple(alternate(works_, rounds))
     return Measured(bandwidth, beside)
@@ -133,24 +128,15 @@ def _nothing() -> None:
     """What the receiver does while the sender works alone."""
 
 
-def _send(context: distca.Context, rows: torch.Tensor, values: Iterator[int]) -> tuple[Work, Work]:
-    """Starts to send rows to rank 1, and waits until they are there; `values` are those of its signals."""
+def _send(context: distca.Context, rows: torch.Tensor) -> tuple[Work, Work]:
+    """Starts to send rows to rank 1, and waits until they are there."""
     core = context._core
     assert core is not None
-    put = partial(core.put, 1, 0, rows.data_ptr(), rows.numel() // ROW_BYTES, ROW_BYTES)
+    start = partial(core.send_rows, 1, rows.data_ptr(), rows.numel() // ROW_BYTES, ROW_BYTES, WORD, 1)
     if context.transport == "torch":
         # The peer comes to the second exchange when the rows lie in its heap.
-        return in_turn(put, core.exchange, core.exchange), _nothing
-    value = 0
-
-    def start() -> None:
-        nonlocal value
-        value = next(values)
-        put()
-        core.signal(1, WORD, value)
-        core.signal(0, WORD, value)  # to itself: made after the others, in their order
-
-    return start, lambda: core.wait(WORD, value)
+        return in_turn(start, core.exchange, core.exchange), _nothing
+    return start, core.quiet
 
 
 def _receive(context: distca.Context) -> tuple[Work, Work]:

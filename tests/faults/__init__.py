@@ -1,0 +1,12 @@
+"""The faults that planted_faults.py plants, each with the tests that should notice it."""
+
+from faults import attention, plans, retained, steps, training, watching
+
+FAULTS = [
+    *steps.FAULTS,
+    *plans.FAULTS,
+    *retained.FAULTS,
+    *attention.FAULTS,
+    *training.FAULTS,
+    *watching.FAULTS,
+]

@@ -1,0 +1,243 @@
+"""Faults of attention: of the CPU's kernel, of ATen's, of the CUDA kernels."""
+
+from faults.fault import Fault
+
+EXACT = "tests/test_exactness.py"
+STEPS = "tests/test_steps.py"
+ATTENTION = "tests/test_attention.py"
+PLAN = "tests/test_plan.py"
+FLASH = "tests/test_flash.py"
+FLASH_RANKS = "tests/test_flash_ranks.py"
+CUDA_HOST = "tests/test_cuda_attention_host.py"
+DISPATCHER = "cpp/runtime/dispatcher.cpp"
+TABLES = "cpp/plan/rank_tables.cpp"
+FORWARD = "cpp/attention/cpu_forward.cpp"
+BACKWARD = "cpp/attention/cpu_backward.cpp"
+KERNEL = "cpp/attention/cpu_kernel.h"
+PRODUCTS = "cpp/attention/micro_products.h"
+SOFTMAX = "cpp/attention/micro_softmax.h"
+
+FAULTS = [
+    # ---- the kernel
+    Fault(
+        "a row sees the key after it",
+        FORWARD,
+        "keys_visible_from(mask, item.begin + t * kTileRows, start, step.end)",
+        "keys_visible_from(mask, item.begin + t * kTileRows + 1, start, step.end)",
+        (ATTENTION,),
+    ),
+    Fault(
+        "a key's gradient misses the row of its own",
+        BACKWARD,
+        "seeing{1 - keys.upto,",
+        "seeing{2 - keys.upto,",
+        (ATTENTION,),
+    ),
+    Fault(
+        "a block of the arena starts a row late",
+        KERNEL,
+        "view.at((entry >> 1) + row - block * kKeyBlockRows, kv_head)",
+        "view.at((entry >> 1) + row - block * kKeyBlockRows + (entry & 1), kv_head)",
+        (STEPS, EXACT),
+    ),
+    Fault(
+        "a window reaches a key too far",
+        KERNEL,
+        "row - mask.window + 1 - key",
+        "row - mask.window - key",
+        (EXACT,),
+    ),
+    Fault(
+        "keys before a window are not fetched",
+        TABLES,
+        "std::max(segment.begin, g.kv_begin)",
+        "std::max(segment.begin, g.kv_begin + (g.kv_begin > 0))",
+        (PLAN, EXACT),
+    ),
+    Fault(
+        "a range of heads is read from the first head on",
+        DISPATCHER,
+        "plan::has_kv_heads(kind) ? range.begin : range.begin * heads.group_heads()",
+        "plan::has_kv_heads(kind) ? range.begin : 0 * heads.group_heads()",
+        (EXACT,),
+    ),
+    Fault(
+        "tasks of overlapping head ranges are not cut apart",
+        "cpp/plan/task_list.cpp",
+        "    if (head <= piece.kv_head_begin || head >= task.kv_head_end) continue;",
+        "    if (head <= piece.kv_head_begin || head >= 0) continue;",
+        (PLAN,),
+    ),
+    Fault(
+        "all query heads use the first key/value head",
+        KERNEL,
+        "view.at((entry >> 1) + row - block * kKeyBlockRows, kv_head)",
+        "view.at((entry >> 1) + row - block * kKeyBlockRows, 0 * kv_head)",
+        (ATTENTION,),
+    ),
+    Fault(
+        "keys that a row may not see are multiplied by zero",
+        PRODUCTS,
+        "        if (begin < from || begin >= upto) continue;",
+        "        if (begin < from && begin >= upto) continue;",
+        ("tests/test_nan.py",),
+    ),
+    Fault(
+        "the unseen one of a pair is multiplied by zero",
+        PRODUCTS,
+        "(second ? 0xffff0000u : 0u)",
+        "0xffff0000u",
+        ("tests/test_nan.py",),
+    ),
+    Fault(
+        "the order of sums depends on the rows beside",
+        PRODUCTS,
+        "constexpr int64_t kScoreChain = 64;\n",
+        "#define kScoreChain (tile.lanes == kTileRows ? 16 : 64)\n",
+        (ATTENTION, EXACT),
+    ),
+    Fault(
+        "the log-sum-exp lacks the sum",
+        FORWARD,
+        "-kInfinity : base + std::log(sum);",
+        "-kInfinity : base;",
+        (ATTENTION,),
+    ),
+    Fault(
+        "delta is left out",
+        SOFTMAX,
+        "p * (load(dprobs + key * kTileRows) - lanes.delta)",
+        "p * load(dprobs + key * kTileRows)",
+        (ATTENTION,),
+    ),
+    Fault(
+        "padding rows are not filled",
+        DISPATCHER,
+        "  fill_padding(step);\n  if (protocol_.is_queued())",
+        "  if (protocol_.is_queued())",
+        (EXACT, STEPS),
+    ),
+    # ---- attention by ATen's operator
+    Fault(
+        "flash: a window is a row too wide",
+        "cpp/torch/flash.cpp",
+        "mask.window - 1, 0}",
+        "mask.window, 0}",
+        (FLASH_RANKS,),
+    ),
+    Fault(
+        "flash: a sink leaves the output as it is",
+        "cpp/torch/flash.cpp",
+        "torch::stable::subtract(lse, with_sink)",
+        "torch::stable::subtract(lse, lse)",
+        (FLASH,),
+    ),
+    Fault(
+        "flash: the last task's gradient replaces the sum",
+        "cpp/torch/flash.cpp",
+        "aten::add(rows, aten::narrow_rows(partial, done, b.kv_lengths[i]))",
+        "aten::narrow_rows(partial, done, b.kv_lengths[i])",
+        (FLASH,),
+    ),
+    Fault(
+        "flash: rows that are not aligned are passed as they are",
+        "cpp/torch/flash.cpp",
+        "  if (fine) return t;",
+        "  if (fine || true) return t;",
+        (FLASH,),
+    ),
+    Fault(
+        "flash: squares of small gradients are zero",
+        "cpp/torch/aten_backend.cpp",
+        'aten::unary("aten::abs", rows)',
+        "aten::divide(rows, rows)",
+        (FLASH_RANKS,),
+    ),
+    Fault(
+        "flash: keys of a block that begins before the group are a row off",
+        "cpp/torch/aten_backend.cpp",
+        "(entry >> 1) + begin - first",
+        "(entry >> 1)",
+        (FLASH_RANKS,),
+    ),
+    # ---- the CUDA kernels, on the emulated machine
+    Fault(
+        "CUDA: values past the visible keys stay as they are in memory",
+        "cuda/attention/cta_parts.h",
+        "clear_rows<kChunks, kRows>(tile, last, kRows);",
+        "clear_rows<kChunks, kRows>(tile, last, last);",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: cleared rows are not fenced",
+        "cuda/attention/cta_parts.h",
+        "    hopper::fence_shared();\n    hopper::sync_warp();\n    if (lane_of_warp() == 0) full.arrive();",
+        "    hopper::sync_warp();\n    if (lane_of_warp() == 0) full.arrive();",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: a lane may come late to an empty stage",
+        "cuda/attention/cta_parts.h",
+        "  empty.wait(parity ^ 1);\n  hopper::sync_warp();",
+        "  empty.wait(parity ^ 1);",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: signals are not awaited",
+        "cuda/attention/cta_parts.h",
+        "p.items[index].remote != 0",
+        "p.items[index].remote > 1",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: an unchanged maximum rescales a row",
+        "cuda/attention/forward_kernel.h",
+        "hopper::product(row_max[r], p.scores.exponent_scale) - base)",
+        "hopper::fused(row_max[r], p.scores.exponent_scale, -base))",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: keys are given back before the scores are there",
+        "cuda/attention/forward_kernel.h",
+        "      hopper::wait_groups<1>();",
+        "      hopper::wait_groups<2>();",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: dS is not fenced",
+        "cuda/attention/backward_kernel.h",
+        "    if constexpr (kGradients) hopper::fence_shared();",
+        "",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: dq is multiplied before the other warpgroup has written dS",
+        "cuda/attention/backward_kernel.h",
+        "    this->multiply_probabilities(dv);\n    hopper::sync_named(kScoresWritten, kConsumers);\n"
+        "    this->multiply_gradients(dk);",
+        "    this->multiply_probabilities(dv);\n    hopper::sync_named(kQueryTurn + this->warpgroup(), kWarpgroup);\n"
+        "    this->multiply_gradients(dk);",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: dq is added without waiting for a turn",
+        "cuda/attention/backward_kernel.h",
+        "hopper::load_acquire(turn_of(facts)) != facts.blocks_before",
+        "hopper::load_acquire(turn_of(facts)) < 0",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: a window is one key too wide",
+        "cuda/attention/tables.h",
+        "maximum(0, row - window + 1)",
+        "maximum(0, row - window)",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: one tile too few for a block of keys",
+        "cuda/attention/tables.h",
+        "ceil_div(rows.end - task.q_begin, p.tile_tokens)}",
+        "ceil_div(rows.end - task.q_begin - 1, p.tile_tokens)}",
+        (CUDA_HOST,),
+    ),
+]

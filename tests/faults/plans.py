@@ -1,0 +1,93 @@
+"""Faults of the planner."""
+
+from faults.fault import Fault
+
+EXACT = "tests/test_exactness.py"
+STEPS = "tests/test_steps.py"
+PLAN = "tests/test_plan.py"
+SCHEDULER = "tests/test_scheduler.py"
+BAD_INPUT = "tests/test_bad_input.py"
+ARRANGEMENT = "cpp/plan/arrangement.cpp"
+TABLES = "cpp/plan/rank_tables.cpp"
+SHARD = "cpp/plan/shard.cpp"
+
+FAULTS = [
+    # ---- the plan
+    Fault(
+        "queries are sent from the row before",
+        TABLES,
+        "      send(phase, Direction::kIn, 0, t.server, kind, t.home_row, -1,",
+        "      send(phase, Direction::kIn, 0, t.server, kind, t.home_row - (t.home_row > 0), -1,",
+        (PLAN, STEPS),
+    ),
+    Fault(
+        "a block of the local tensor starts a row late",
+        TABLES,
+        "block_entry(p.row + (next * block_rows_ - p.begin), false)",
+        "block_entry(p.row + (next * block_rows_ - p.begin) + (next * block_rows_ > p.begin), false)",
+        (PLAN, STEPS),
+    ),
+    Fault(
+        "extents of the arena overlap",
+        ARRANGEMENT,
+        "    part += (bytes + kExtentAlignment - 1) / kExtentAlignment * kExtentAlignment;",
+        "    part += bytes / kExtentAlignment * kExtentAlignment;",
+        (PLAN, STEPS),
+    ),
+    Fault(
+        "a first partial is added twice",
+        "cpp/runtime/row_arithmetic.h",
+        "e.starts ? table.terms[static_cast<size_t>(t++)]",
+        "e.starts ? table.terms[static_cast<size_t>(t)]",
+        (STEPS, EXACT),
+    ),
+    Fault(
+        "a partial replaces the sum",
+        TABLES,
+        ": ReceiveAction::kAdd;",
+        ": ReceiveAction::kAssign;",
+        (PLAN, STEPS),
+    ),
+    Fault(
+        "an altered plan is not noticed",
+        "cpp/plan/validate.cpp",
+        "    check(static_cast<int64_t>(digest(used)) == h().checksum,",
+        "    check(static_cast<int64_t>(digest(used)) != 0,",
+        (BAD_INPUT,),
+    ),
+    Fault(
+        "a shard is always the last rows",
+        SHARD,
+        "b = inner;",
+        "b = end;",
+        (SCHEDULER,),
+    ),
+    Fault(
+        "what a shard leaves may be shorter than wanted",
+        SHARD,
+        "    if (a > begin) a = std::max(a, begin + min_rows);",
+        "",
+        (SCHEDULER,),
+    ),
+    Fault(
+        "ranks give away more than they must",
+        "cpp/plan/balancer.cpp",
+        "  limit_ = load_limits(total, speed_, options_.tolerance_ppm);",
+        "  limit_ = load_limits(total, speed_, 0);",
+        (SCHEDULER,),
+    ),
+    Fault(
+        "a rank may pass its capacity a little",
+        "cpp/plan/capacity.cpp",
+        "      if (bytes <= capacity_) continue;",
+        "      if (bytes <= capacity_ + 64) continue;",
+        (PLAN,),
+    ),
+    Fault(
+        "small tasks are dear in the statistics alone",
+        "cpp/plan/balancer.cpp",
+        "is_additive_(options.cost.is_additive()),",
+        "is_additive_(true),",
+        (SCHEDULER,),
+    ),
+]

@@ -1,0 +1,61 @@
+"""Faults of what servers keep from forward to backward."""
+
+from faults.fault import Fault
+
+PLAN = "tests/test_plan.py"
+RETAIN = "tests/test_retain.py"
+ARRANGEMENT = "cpp/plan/arrangement.cpp"
+DISPATCHER = "cpp/runtime/dispatcher.cpp"
+TABLES = "cpp/plan/rank_tables.cpp"
+
+FAULTS = [
+    Fault(
+        "retained keys are not copied",
+        DISPATCHER,
+        "    keep(TensorKind::kK, g.retained_k, g.forward_k);",
+        "",
+        (RETAIN,),
+    ),
+    Fault(
+        "retained keys are read from the arena in backward",
+        DISPATCHER,
+        "    if (backward && g.retained_k >= 0) {",
+        "    if (false) {",
+        (RETAIN,),
+    ),
+    Fault(
+        "keys that save the fewest bytes are kept first",
+        ARRANGEMENT,
+        "    std::sort(by_bytes.begin(), by_bytes.end());",
+        "    std::sort(by_bytes.rbegin(), by_bytes.rend());",
+        (RETAIN,),
+    ),
+    Fault(
+        "more is retained than is allowed",
+        ARRANGEMENT,
+        "      if (end > retain_bytes_[s]) continue;",
+        "      if (end > retain_bytes_[s] + 20'000) continue;",
+        (PLAN, RETAIN),
+    ),
+    Fault(
+        "what is retained is not part of the digest",
+        "cpp/plan/plan.cpp",
+        "    if (arrangement.groups[g].is_retained()) d.add(",
+        "    if (false) d.add(",
+        (RETAIN,),
+    ),
+    Fault(
+        "servers wait for keys that they have retained",
+        TABLES,
+        "      if (!g.is_retained()) wait(Phase::kBackward, Direction::kIn, 0, p.rank);",
+        "      wait(Phase::kBackward, Direction::kIn, 0, p.rank);",
+        (PLAN, RETAIN),
+    ),
+    Fault(
+        "the size of what forward has kept is not checked",
+        "cpp/torch/core_attention.cpp",
+        "given.has_value() && given->numel() == h.retained_bytes,",
+        "given.has_value(),",
+        (RETAIN,),
+    ),
+]

@@ -1,0 +1,224 @@
+"""Faults of steps: of the protocol, of transports, of parts and ping-pong."""
+
+from faults.fault import Fault
+
+EXACT = "tests/test_exactness.py"
+STEPS = "tests/test_steps.py"
+DEATH = "tests/test_death.py"
+TRANSPORT = "tests/test_transport.py"
+TORCH_TRANSPORT = "tests/test_torch_transport.py"
+PARTS = "tests/test_parts.py"
+PING_PONG = "tests/test_ping_pong.py"
+DISPATCHER = "cpp/runtime/dispatcher.cpp"
+PROTOCOL = "cpp/runtime/protocol.cpp"
+
+FAULTS = [
+    # ---- puts, credits, signals
+    Fault(
+        "values are not put",
+        DISPATCHER,
+        "    protocol_.put(s.peer, s.target, f.row_stride(), f.head_stride, source, n);",
+        "    if (kind != TensorKind::kV) protocol_.put(s.peer, s.target, f.row_stride(), f.head_stride, source, n);",
+        (STEPS, EXACT),
+    ),
+    Fault(
+        "attention is not told to be deterministic",
+        DISPATCHER,
+        "scores.deterministic};",
+        "false};",
+        ("tests/test_deterministic.py",),
+    ),
+    Fault(
+        "rows are sent without credit",
+        DISPATCHER,
+        "      protocol_.await_credit(Direction::kIn, s.peer, 0);",
+        "",
+        (STEPS, TRANSPORT),
+    ),
+    Fault(
+        "rows are sent home without credit",
+        DISPATCHER,
+        "      protocol_.await_credit(Direction::kOut, s.peer, round);",
+        "",
+        (STEPS, TRANSPORT),
+    ),
+    Fault(
+        "credit is granted for the step after next too",
+        PROTOCOL,
+        "transport_->signal(static_cast<int>(peer), word, given);",
+        "transport_->signal(static_cast<int>(peer), word, sequence(now_.number + 2, round));",
+        (STEPS, TRANSPORT),
+    ),
+    Fault(
+        "credit is granted for all rounds at once",
+        PROTOCOL,
+        "transport_->signal(static_cast<int>(peer), word, given);",
+        "transport_->signal(static_cast<int>(peer), word, sequence(now_.number, 99));",
+        (STEPS, TRANSPORT),
+    ),
+    Fault(
+        "rows are announced before they are put",
+        DISPATCHER,
+        "      protocol_.await_credit(Direction::kIn, s.peer, 0);",
+        "      protocol_.await_credit(Direction::kIn, s.peer, 0); protocol_.announce(Direction::kIn, s.peer, 0);",
+        (STEPS, TRANSPORT),
+    ),
+    Fault(
+        "rows that come home are not awaited",
+        DISPATCHER,
+        "  protocol_.await_rows(step.slice.waits(step.phase()), Direction::kOut, round);",
+        "",
+        (STEPS, TRANSPORT),
+    ),
+    Fault(
+        "a signal does not wait for earlier puts",
+        "cpp/transport/reordering.cpp",
+        "  if (const Write& drawn = held_[pick]; drawn.is_signal) {",
+        "  if (const Write& drawn = held_[pick]; drawn.is_signal && drawn.value == 0) {",
+        (STEPS, TRANSPORT),
+    ),
+    # ---- faults of peers
+    Fault(
+        "the digest of a plan is not compared",
+        PROTOCOL,
+        "      if (theirs == call_word() && digest == now_.plan_digest) {",
+        "      if (theirs == call_word()) {",
+        ("tests/test_faults.py",),
+    ),
+    Fault(
+        "a poisoned context goes on",
+        PROTOCOL,
+        "  require<ContextPoisonedError>(poison_.empty(),",
+        "  require<ContextPoisonedError>(true,",
+        (DEATH,),
+    ),
+    Fault(
+        "a death is not looked for",
+        PROTOCOL,
+        "  if (!gone || gone->orderly) return;",
+        "  return;",
+        (DEATH,),
+    ),
+    Fault(
+        "a forked child keeps the sockets",
+        "cpp/transport/fork_guard.cpp",
+        "                     for (const int fd : watch().open) ::close(fd);",
+        "",
+        (f"{DEATH}::test_a_forked_child_that_lives_on_does_not_hide_the_death_of_its_parent",),
+    ),
+    Fault(
+        "heaps of different sizes are not noticed",
+        "cpp/transport/shm_mesh.cpp",
+        "    require(hello.heap_bytes == group_.heap_bytes,",
+        "    require(true,",
+        (TRANSPORT,),
+    ),
+    # ---- exchanges of all ranks
+    Fault(
+        "ranks of an exchange do not compare their plans",
+        PROTOCOL,
+        "        for (int64_t p = 0; p < num_ranks(); ++p) compare_with(p);",
+        "",
+        (TORCH_TRANSPORT,),
+    ),
+    Fault(
+        "a rank stops exchanging when its own rounds are over",
+        "cpp/transport/collective.cpp",
+        "    return any(&Header::more);",
+        "    return more;",
+        (TORCH_TRANSPORT,),
+    ),
+    Fault(
+        "rows of a peer go wherever it says",
+        "cpp/transport/collective.cpp",
+        "        check_put(rank_, heap_bytes(), record.target, record.row_stride, record.head_stride, n);",
+        "",
+        (TORCH_TRANSPORT,),
+    ),
+    Fault(
+        "a rank that fails leaves its group without a word",
+        "python/distca/exchange.py",
+        "            self._report(kind, text)",
+        "            pass",
+        (TORCH_TRANSPORT,),
+    ),
+    # ---- errors
+    Fault(
+        "a backward does not know its layer",
+        "python/distca/ops.py",
+        "        out.grad_fn.metadata[_LAYER] = layer",
+        "        pass",
+        ("tests/test_mistakes.py",),
+    ),
+    # ---- steps in parts, ping-pong
+    Fault(
+        "a step takes a slot that is in use",
+        PROTOCOL,
+        "    if (!busy_[static_cast<size_t>(slot)]) return slot;",
+        "    return slot;",
+        (PARTS,),
+    ),
+    Fault(
+        "whole steps and parts look alike to peers",
+        PROTOCOL,
+        "static_cast<uint64_t>(part_) << 1 |",
+        "",
+        (PARTS,),
+    ),
+    Fault(
+        "peers are not told of a step that is given up",
+        "python/distca/context.py",
+        "            self._core.abandon(step, why)",
+        "            pass",
+        (PARTS,),
+    ),
+    Fault(
+        "inputs may change while a step is under way",
+        "python/distca/steps.py",
+        "        if (name := self._call.changed_input()) is not None:",
+        "        if (name := None) is not None:",
+        (PARTS,),
+    ),
+    Fault(
+        "a half runs under the saved-tensor hooks of the other",
+        "python/distca/thread_state.py",
+        "        self._restore_hooks()",
+        "        pass",
+        (PING_PONG,),
+    ),
+    Fault(
+        "a half draws random numbers of the other",
+        "python/distca/thread_state.py",
+        "        self.random.restore()",
+        "        pass",
+        (PING_PONG,),
+    ),
+    Fault(
+        "halves share what autocast has cast for one of them",
+        "python/distca/thread_state.py",
+        "            torch.clear_autocast_cache()",
+        "            pass",
+        (PING_PONG,),
+    ),
+    Fault(
+        "FSDP2 frees the weights of the half that comes later",
+        "python/distca/ping_pong.py",
+        "    module.set_reshard_after_forward(False, recurse=False)",
+        "    pass",
+        (PING_PONG,),
+    ),
+    Fault(
+        "a half is labelled with rows of the other",
+        "python/distca/halves.py",
+        "            return whole.index_select(dim, rows)",
+        "            return whole.narrow(dim, 0, len(rows))",
+        ("tests/test_train_options.py", "tests/test_hf_ping_pong.py"),
+    ),
+    Fault(
+        "the loss of a half is a mean over its own targets",
+        "python/distca/integrations/hf_ping_pong.py",
+        '            call["num_items_in_batch"] = max(targets, 1)',
+        "            pass",
+        ("tests/test_hf_ping_pong.py",),
+    ),
+]

@@ -1,0 +1,35 @@
+"""Faults of the trainer."""
+
+from faults.fault import Fault
+
+FAULTS = [
+    # ---- training
+    Fault(
+        "labels are not shifted",
+        "python/distca/train/data.py",
+        "content[first + 1 : last + 1]",
+        "content[first:last]",
+        ("tests/test_train.py::test_every_row_has_the_next_byte_of_its_document_as_target_across_all_cuts",),
+    ),
+    Fault(
+        "the loss of a rank is a mean over its own share of targets",
+        "python/distca/train/step.py",
+        "(loss_sum * (dist.get_world_size() / max(_num_targets(work), 1))).backward()",
+        "(loss_sum / max(_num_targets(work), 1)).backward()",
+        ("tests/test_hf.py::test_two_ranks_have_the_loss_and_gradients_of_one_process_with_sdpa",),
+    ),
+    Fault(
+        "a resumed run reads its documents from the start",
+        "python/distca/train/data.py",
+        "itertools.islice(packed, self._start, max(self._start, self._steps))",
+        "itertools.islice(packed, self._steps - self._start)",
+        ("tests/test_train_checkpoint.py::test_a_resumed_run_takes_the_same_steps_to_the_bit_and_records_each_once",),
+    ),
+    Fault(
+        "a resumed run begins its learning rates anew",
+        "python/distca/train/checkpoint.py",
+        'self.schedule.load_state_dict(state["schedule"])',
+        "pass",
+        ("tests/test_train_checkpoint.py::test_a_resumed_run_takes_the_same_steps_to_the_bit_and_records_each_once",),
+    ),
+]

@@ -1,0 +1,37 @@
+"""Faults of memory that a step should not take, and of figures of traces."""
+
+from faults.fault import Fault
+
+MEMORY = "tests/test_memory.py"
+TIMELINE = "tests/test_timeline.py"
+
+FAULTS = [
+    Fault(
+        "the name of a context leaks in every call",
+        "cpp/torch/memory.h",
+        "  ~Text() { torch_delete_string(handle_); }",
+        "  ~Text() = default;",
+        (MEMORY,),
+    ),
+    Fault(
+        "the record of a step in parts is allocated anew",
+        "cpp/torch/memory.h",
+        "return std::allocate_shared<T>(Reusing<T>(), std::forward<Args>(args)...);",
+        "return std::make_shared<T>(std::forward<Args>(args)...);",
+        (MEMORY,),
+    ),
+    Fault(
+        "rows that a rank copies itself count as hidden",
+        "python/distca/timeline.py",
+        "cover((*moving, *trace.copies), *here)",
+        "cover(moving, *here)",
+        (TIMELINE,),
+    ),
+    Fault(
+        "a rank that is through early does not idle",
+        "python/distca/timeline.py",
+        "idle=_seconds(waits) + window.seconds - (step.end - step.begin),",
+        "idle=_seconds(waits),",
+        (TIMELINE,),
+    ),
+]
