@@ -95,7 +95,10 @@ class Context:
             self._core.check()
 
     def start_trace(self) -> None:
-        """From now on this rank's steps are recorded, until `stop_trace`; see `take_trace`."""
+        """From now on this rank's steps are recorded, until `stop_trace`; see `take_trace`.
+
+        By the host's clock: of steps on a GPU, which are queued, it is when they were queued.
+        """
         if self._core is not None:
             self._core.set_trace(True)
             self.take_trace()
