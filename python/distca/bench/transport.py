@@ -25,6 +25,9 @@ SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 SHORT_SIZES = (1 << 16, 1 << 20, 1 << 24)
 #: A call from Python takes about as long as to copy some tens of kilobytes, so that smaller messages measure the call.
 SMALLEST_BOUND = 1 << 20
+#: Buffers that take turns, up to so many bytes: where a megabyte happens to lie makes a quarter more or less of the
+#: time of any copy, as memcpy into one buffer and another shows.
+PLACES, PLACES_BYTES = 10, 1 << 26
 #: Sent beside a matmul of square matrices, which takes longer.
 BESIDE_BYTES = 1 << 24
 MATMUL_ROWS = 1024
@@ -106,10 +109,17 @@ def _run_rank(sizes: tuple[int, ...], threads: list[int], rounds: int) -> Measur
         sends = dist.get_rank() == 0
         bandwidth: dict[int, dict[str, Times]] = {}
         for size in sizes:
-            rows, copy = torch.ones(2, size, dtype=torch.uint8)
-            memcpy = partial(ctypes.memmove, copy.data_ptr(), rows.data_ptr(), size) if sends else _nothing
-            works = {name: _send(context, rows) if sends else _receive(context) for name, context in contexts.items()}
-            bandwidth[size] = {name: tuple(alternate([memcpy, in_turn(*work)], rounds)) for name, work in works.items()}
+            bandwidth[size] = {name: ([], []) for name in contexts}
+            num_places = max(1, min(PLACES, PLACES_BYTES // size))
+            places = torch.ones(num_places, 2, size if sends else ROW_BYTES, dtype=torch.uint8)
+            for rows, copy in places:
+                memcpy = partial(ctypes.memmove, copy.data_ptr(), rows.data_ptr(), size) if sends else _nothing
+                for name, context in contexts.items():
+                    send = in_turn(*(_send(context, rows) if sends else _receive(context)))
+                    for all_times, times in zip(
+                        bandwidth[size][name], alternate([memcpy, send], -(-rounds // num_places)), strict=True
+                    ):
+                        all_times += times
         beside: dict[int, dict[str, Times]] = {}
         rows = torch.ones(BESIDE_BYTES, dtype=torch.uint8)
         for count in threads:
