@@ -249,7 +249,17 @@ void send_rows(runtime::Context& context, int peer, uintptr_t address, int64_t n
   }
 }
 
+/// Plans as address and number of their words.
+void replan(runtime::Context& context, const std::shared_ptr<runtime::Recording>& recording,
+            const std::vector<std::pair<uintptr_t, size_t>>& plans, bool check_only) {
+  std::vector<std::span<const int64_t>> words;
+  for (const auto& [address, count] : plans) words.emplace_back(reinterpret_cast<const int64_t*>(address), count);
+  context.replan(recording, words, check_only);
+}
+
 void bind_context(py::module_& m) {
+  py::class_<runtime::Recording, std::shared_ptr<runtime::Recording>>(m, "Recording")
+      .def_property_readonly("num_steps", [](const runtime::Recording& r) { return r.steps().size(); });
   py::class_<runtime::Context, ContextPtr>(m, "Context")
       .def_property_readonly("name", [](const runtime::Context& c) { return c.options().name; })
       .def_property_readonly("rank", &runtime::Context::rank)
@@ -294,6 +304,13 @@ void bind_context(py::module_& m) {
            })
       .def("set_fill_with_nan", &runtime::Context::set_fill_with_nan, py::arg("on"))
       .def("check", &runtime::Context::check, py::call_guard<py::gil_scoped_release>())
+      .def("begin_recording", &runtime::Context::begin_recording, py::arg("headroom"), py::arg("rounds"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("end_recording", &runtime::Context::end_recording, py::call_guard<py::gil_scoped_release>())
+      .def("drop_recording", &runtime::Context::drop_recording, py::call_guard<py::gil_scoped_release>())
+      .def("replan", &replan, py::arg("recording"), py::arg("plans"), py::kw_only(), py::arg("check_only"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("replay", &runtime::Context::replay, py::arg("recording"), py::call_guard<py::gil_scoped_release>())
       .def("mark_died", [](runtime::Context& c) { transport::mark_died(c.transport()); })
       .def("send_rows", &send_rows, py::arg("peer"), py::arg("address"), py::arg("num_rows"), py::arg("row_bytes"),
            py::arg("word"), py::arg("value"), py::call_guard<py::gil_scoped_release>())

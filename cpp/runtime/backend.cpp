@@ -63,6 +63,15 @@ Makers& makers() {
 
 }  // namespace
 
+void Backend::run(std::span<const RowWork> rows) {
+  for (const RowWork& r : rows) {
+    if (r.kind == RowWork::Kind::kCopy)
+      copy(r.to, r.from, r.n);
+    else
+      fill(r.to, r.n, r.fill);
+  }
+}
+
 void set_makers(MakeBackend backend, MakeStreams streams) { makers() = {std::move(backend), std::move(streams)}; }
 
 std::shared_ptr<Backend> make_backend(const std::string& device, const std::string& attention) {

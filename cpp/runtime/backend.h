@@ -5,6 +5,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "attention/attention.h"
@@ -16,6 +17,16 @@
 namespace distca::runtime {
 
 enum class Fill { kZero, kNan, kMinusInfinity };  // the last one for fp32 rows
+
+/// One thing that is done with rows.
+struct RowWork {
+  enum class Kind { kCopy, kFill };
+
+  Kind kind = Kind::kCopy;
+  RowView to, from;  // kFill has no `from`
+  RowExtent n;
+  Fill fill = Fill::kZero;
+};
 
 /// One call at a time. Work may go on after a call; `finish` ends it.
 class DISTCA_EXPORT Backend : public Memory {
@@ -31,6 +42,8 @@ class DISTCA_EXPORT Backend : public Memory {
   /// The sums of a round; returned tensors are of `dtype`.
   virtual void reduce(const ReduceTable& table, DType dtype) = 0;
   virtual void fill(const RowView& rows, const RowExtent& n, Fill value) = 0;
+  /// All of it, one after another.
+  virtual void run(std::span<const RowWork> rows);
   /// As attention::row_dot.
   virtual void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout,
                        const RowView& delta, const Parallel& parallel) = 0;

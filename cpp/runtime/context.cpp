@@ -13,6 +13,10 @@ struct Registry {
   std::map<std::string, std::shared_ptr<Context>, std::less<>> contexts;
 };
 
+constexpr const char* kNoRetention =
+    "a plan with retain_bytes keeps as many bytes as it needs from forward to backward, and a recording has the same "
+    "tensors whatever the plan; make its plans without retain_bytes";
+
 /// The one piece of global state of the library. Never destroyed: operators may run while the process exits.
 Registry& registry() {
   static auto* instance = new Registry;
@@ -109,45 +113,166 @@ auto Context::guarded(const Body& body) {
   }
 }
 
-void Context::forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
-                      const Parallel& parallel) {
-  const Call call(*this);
+void Context::check_may_begin(const plan::SliceView& slice) const {
+  check_may_begin();
+  require(!open_recording_ || slice.header().retains == 0, kNoRetention);
+}
+
+void Context::check_may_begin() const {
+  require(planned_ == nullptr, "context \"", options_.name, "\": a recording was replanned, so its steps come next; ",
+          "replay it first");
   dispatcher_.check_slot();
+}
+
+void Context::forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
+                      const Parallel& parallel, std::shared_ptr<void> owner) {
+  const Call call(*this);
+  check_may_begin(slice);
   guarded([&] { dispatcher_.forward(slice, tensors, scores, parallel); });
+  if (!open_recording_) return;
+  const auto again = [=, this](Recording::Step& s) { dispatcher_.forward(s.slice, tensors, scores, Parallel()); };
+  open_recording_->add({slice.heads(), slice.header().num_rows, step()}, again, std::move(owner));
 }
 
 void Context::backward(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
-                       const Parallel& parallel) {
+                       const Parallel& parallel, std::shared_ptr<void> owner) {
   const Call call(*this);
-  dispatcher_.check_slot();
+  check_may_begin(slice);
   guarded([&] { dispatcher_.backward(slice, tensors, scores, parallel); });
+  if (!open_recording_) return;
+  const auto again = [=, this](Recording::Step& s) { dispatcher_.backward(s.slice, tensors, scores, Parallel()); };
+  open_recording_->add({slice.heads(), slice.header().num_rows, step()}, again, std::move(owner));
 }
 
 uint64_t Context::dispatch(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
                            std::shared_ptr<void> owner) {
   const Call call(*this);
-  dispatcher_.check_slot();
-  return guarded([&] { return dispatcher_.dispatch(slice, tensors, scores, std::move(owner)); });
+  check_may_begin(slice);
+  const uint64_t number = guarded([&] { return dispatcher_.dispatch(slice, tensors, scores, owner); });
+  if (!open_recording_) return number;
+  const auto again = [=, this](Recording::Step& s) {
+    s.number = dispatcher_.dispatch(s.slice, tensors, scores, nullptr);
+  };
+  open_recording_->add({slice.heads(), slice.header().num_rows, number}, again, std::move(owner));
+  return number;
 }
 
 uint64_t Context::dispatch(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
                            const Parallel& parallel, std::shared_ptr<void> owner) {
   const Call call(*this);
-  dispatcher_.check_slot();
-  return guarded([&] { return dispatcher_.dispatch(slice, tensors, scores, parallel, std::move(owner)); });
+  check_may_begin(slice);
+  const uint64_t number = guarded([&] { return dispatcher_.dispatch(slice, tensors, scores, parallel, owner); });
+  if (!open_recording_) return number;
+  const auto again = [=, this](Recording::Step& s) {
+    s.number = dispatcher_.dispatch(s.slice, tensors, scores, Parallel(), nullptr);
+  };
+  open_recording_->add({slice.heads(), slice.header().num_rows, number}, again, std::move(owner));
+  return number;
 }
 
 void Context::attend(uint64_t step, const Parallel& parallel) {
   const Call call(*this);
   Dispatcher::Step& s = dispatcher_.step_for(Part::kAttend, step);
   guarded([&] { dispatcher_.attend(s, parallel); });
+  if (!open_recording_) return;
+  open_recording_->add(step, [this](Recording::Step& again) {
+    dispatcher_.attend(dispatcher_.step_for(Part::kAttend, again.number), Parallel());
+  });
 }
 
 std::shared_ptr<void> Context::collect(uint64_t step, plan::Phase phase) {
   const Call call(*this);
   Dispatcher::Step& s = dispatcher_.step_for(Part::kCollect, step);
   if (s.phase() != phase) throw InvalidArgumentError(message("collect: ", s.id.name(), " is of the other phase"));
-  return guarded([&] { return dispatcher_.collect(s); });
+  auto owner = guarded([&] { return dispatcher_.collect(s); });
+  if (open_recording_) {
+    open_recording_->add(step, [this](Recording::Step& again) {
+      dispatcher_.collect(dispatcher_.step_for(Part::kCollect, again.number));
+    });
+  }
+  return owner;
+}
+
+std::shared_ptr<Recording> Context::begin_recording(double headroom, int64_t rounds) {
+  const Call call(*this);
+  require(headroom >= 1 && headroom <= 1000, "record: headroom = ", headroom, "; 1 to 1000 is allowed");
+  require(rounds >= 1 && rounds <= 1000, "record: rounds = ", rounds, "; 1 to 1000 is allowed");
+  require(open_recording_ == nullptr, "record: a recording of context \"", options_.name, "\" is open already");
+  check_may_begin();
+  require(dispatcher_.is_idle(), "record: a step is under way; collect it first");
+  auto recording = std::make_shared<Recording>(headroom, rounds);
+  protocol_.set_tape(recording->tape(), /*is_complete=*/false);
+  dispatcher_.set_recording(recording.get());
+  open_recording_ = recording;
+  return recording;
+}
+
+void Context::end_recording() {
+  const Call call(*this);
+  require(open_recording_ != nullptr, "record: no recording of context \"", options_.name, "\" is open");
+  const bool is_idle = dispatcher_.is_idle();
+  const std::shared_ptr<Recording> recording = open_recording_;
+  drop_recording();
+  require(is_idle, "record: a step was dispatched and not collected; a recording has whole steps");
+  require(!recording->steps().empty(), "record: no step was recorded");
+  recording->complete();
+}
+
+void Context::drop_recording() noexcept {
+  if (!open_recording_) return;
+  open_recording_ = nullptr;
+  dispatcher_.set_recording(nullptr);
+  protocol_.take_back();
+}
+
+void Context::replan(const std::shared_ptr<Recording>& recording, std::span<const std::span<const int64_t>> plans,
+                     bool check_only) {
+  const std::span<const Recording::Step> steps = recording->steps();
+  require(plans.size() == 1 || plans.size() == steps.size(), "replan: ", plans.size(), " plans for ", steps.size(),
+          " recorded steps; one for each, or one for all, is expected");
+  std::vector<plan::SliceView> slices;
+  for (size_t i = 0; i < steps.size(); ++i)
+    slices.push_back(accept(plans[plans.size() == 1 ? 0 : i], steps[i].heads, steps[i].num_rows));
+  const Call call(*this);
+  require(open_recording_ == nullptr, "replan: a recording of context \"", options_.name, "\" is open; end it first");
+  check_may_begin();
+  require(dispatcher_.is_idle(), "replan: a step is under way; collect it first");
+  for (const plan::SliceView& slice : slices) require(slice.header().retains == 0, kNoRetention);
+  fill_again(*recording, slices, check_only);
+  if (check_only) return;
+  guarded([&] { protocol_.announce_replay(); });
+  recording->tape()->commit();
+  planned_ = recording;
+}
+
+/// What does not fit changes nothing; a fault that shows meanwhile is one.
+void Context::fill_again(Recording& recording, std::span<const plan::SliceView> slices, bool check_only) {
+  const auto take_back = [&] {
+    dispatcher_.set_recording(nullptr);
+    protocol_.take_back();
+  };
+  protocol_.set_tape(recording.tape(), /*is_complete=*/true);
+  dispatcher_.set_recording(&recording);
+  try {
+    recording.refill(slices);
+  } catch (const CapacityError&) {
+    take_back();
+    throw;
+  } catch (const Error& error) {
+    take_back();
+    protocol_.fail(error);
+    throw;
+  }
+  if (check_only) return take_back();
+  dispatcher_.set_recording(nullptr);
+}
+
+void Context::replay(const std::shared_ptr<Recording>& recording) {
+  const Call call(*this);
+  require(planned_ == recording,
+          "replay: the recording has no plan for its next steps; call replan before each replay");
+  planned_ = nullptr;
+  guarded([&] { protocol_.replay(*recording->tape()); });
 }
 
 void Context::check() {

@@ -18,6 +18,7 @@
 #include "common/error.h"
 #include "runtime/dispatcher.h"
 #include "runtime/protocol.h"
+#include "runtime/recording.h"
 #include "transport/transport.h"
 
 namespace distca::runtime {
@@ -56,11 +57,12 @@ class DISTCA_EXPORT Context {
   /// `num_rows` and `heads` are those of the tensors. Throws the error that says which of these is wrong.
   plan::SliceView accept(std::span<const int64_t> plan_words, const HeadShape& heads, int64_t num_rows) const;
 
-  /// One collective step. `slice` was accepted. A fault poisons the context.
+  /// One collective step. `slice` was accepted. A fault poisons the context. `owner` keeps tensors and sinks alive for
+  /// a recording.
   void forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
-               const Parallel& parallel);
+               const Parallel& parallel, std::shared_ptr<void> owner);
   void backward(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
-                const Parallel& parallel);
+                const Parallel& parallel, std::shared_ptr<void> owner);
 
   /// A step in parts, each a collective call, so that a second one may be under way at the same time. `dispatch` sends
   /// this home's rows and returns the number of the step, `attend` computes and sends results home, `collect` takes in
@@ -77,6 +79,22 @@ class DISTCA_EXPORT Context {
   /// Says that a step was dispatched and will not be finished, where that is so: a fault, of which the peers are told
   /// at once. May be called from any thread, also while another is in a step. `why` ends the message.
   void abandon(uint64_t step, const std::string& why) noexcept;
+
+  /// Steps from here on are recorded and not done; those of a context whose steps are queued. `headroom`: the room in
+  /// the tables of each operation, over what this plan needs. `rounds`: those of a step, where its plan has fewer.
+  std::shared_ptr<Recording> begin_recording(double headroom, int64_t rounds);
+  /// Ends that. InvalidArgumentError, and no recording, where a step is not complete, or there is none.
+  void end_recording();
+  /// Ends that with nothing kept, if it is so.
+  void drop_recording() noexcept;
+  bool is_recording() const { return open_recording_ != nullptr; }
+  /// Makes the steps of a recording the next ones, with a plan for each, or one for all. A collective call, which
+  /// `replay` has to follow. A plan that does not fit is refused before anything changes; with `check_only`
+  /// that is all.
+  void replan(const std::shared_ptr<Recording>& recording, std::span<const std::span<const int64_t>> plans,
+              bool check_only);
+  /// Does these steps.
+  void replay(const std::shared_ptr<Recording>& recording);
 
   /// Throws the fault that this rank has met, also of a step that was queued on a device and that no call has reported
   /// yet, or of which a peer has told. Waits for nothing.
@@ -102,11 +120,17 @@ class DISTCA_EXPORT Context {
   template <class Body>
   auto guarded(const Body& body);
   void settle_abandoned() noexcept;
+  /// Throws InvalidArgumentError unless the next step may begin, with that slice.
+  void check_may_begin() const;
+  void check_may_begin(const plan::SliceView& slice) const;
+  void fill_again(Recording& recording, std::span<const plan::SliceView> slices, bool check_only);
 
   ContextOptions options_;
   std::shared_ptr<Backend> backend_;
   Protocol protocol_;
   Dispatcher dispatcher_;
+  std::shared_ptr<Recording> open_recording_;
+  std::shared_ptr<Recording> planned_;  // its steps are the next ones
   Flag in_step_;
   std::mutex abandoned_mutex_;
   std::vector<std::pair<uint64_t, std::string>> abandoned_;  // steps, not yet looked after

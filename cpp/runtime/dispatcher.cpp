@@ -48,6 +48,19 @@ uint64_t Dispatcher::dispatch(const plan::SliceView& slice, const BackwardTensor
   return s.id.number;
 }
 
+bool Dispatcher::is_idle() const {
+  return std::all_of(steps_.begin(), steps_.end(), [](const Step& s) { return s.state == Step::State::kFree; });
+}
+
+void Dispatcher::set_recording(Recording* recording) {
+  recording_ = recording;
+  rows_.clear();
+  for (Step& s : steps_) {
+    s.state = Step::State::kFree;
+    s.owner.reset();
+  }
+}
+
 Dispatcher::Step* Dispatcher::find(uint64_t number) {
   for (Step& s : steps_)
     if (s.state != Step::State::kFree && s.id.number == number) return &s;
@@ -135,6 +148,7 @@ void Dispatcher::open(Step& s, Part part) {
   s.heads = s.slice.heads();
   s.num_rounds = s.slice.header().num_rounds;
   for (const plan::SendRow& row : s.slice.sends(s.phase())) s.num_rounds = std::max(s.num_rounds, row.round + 1);
+  if (recording_) s.num_rounds = recording_->rounds_of_next_step(s.num_rounds);
   s.id = protocol_.begin(s.phase(), static_cast<uint64_t>(s.slice.header().plan_digest), s.scores, part);
   s.state = Step::State::kDispatched;
   s.arena = protocol_.arena();
@@ -157,7 +171,7 @@ void Dispatcher::send_in(const Step& step) {
     const RowView source = step.local(kind, heads, s.row);
     const RowExtent n = step.extent(Direction::kIn, kind, heads, s.num_rows);
     if (s.peer == protocol_.rank()) {
-      backend_.copy(step.in_arena(Direction::kIn, kind, heads, s.target), source, n);
+      rows_.push_back({.to = step.in_arena(Direction::kIn, kind, heads, s.target), .from = source, .n = n});
       continue;
     }
     if (s.peer != open_peer) {
@@ -169,6 +183,7 @@ void Dispatcher::send_in(const Step& step) {
     protocol_.put(s.peer, s.target, f.row_stride(), f.head_stride, source, n);
   }
   close();
+  run_rows();
   protocol_.exchange(/*more=*/true);
 }
 
@@ -180,7 +195,7 @@ void Dispatcher::attend_groups(const Step& step, bool local_part, const Parallel
   const auto local_tasks = static_cast<size_t>(h.num_local_tasks);
   const auto groups = local_part ? slice.groups().first(local_groups) : slice.groups().subspan(local_groups);
   const auto tasks = local_part ? slice.tasks().first(local_tasks) : slice.tasks().subspan(local_tasks);
-  if (groups.empty()) return;
+  if (groups.empty() && !recording_) return;
   const int64_t first_group = local_part ? 0 : h.num_local_groups, first_task = local_part ? 0 : h.num_local_tasks;
   const bool backward = step.phase() == Phase::kBackward;
 
@@ -344,18 +359,21 @@ void Dispatcher::receive_home(const Step& step, int64_t round) {
     const KvHeads heads = heads_of(r);
     const RowView source = step.in_arena(Direction::kOut, kind, heads, r.source);
     const RowExtent n = step.extent(Direction::kOut, kind, heads, r.num_rows);
-    backend_.copy(step.local(kind, heads, r.row), source, n);
+    rows_.push_back({.to = step.local(kind, heads, r.row), .from = source, .n = n});
   }
+  run_rows();
   if (step.phase() == Phase::kForward) return;
   reduce_table_.fill(step.slice, round, step.arena, step.local(TensorKind::kDk), step.local(TensorKind::kDv));
-  if (!reduce_table_.entries.empty()) backend_.reduce(reduce_table_, step.heads.dtype);
+  if (!reduce_table_.entries.empty() || recording_) backend_.reduce(reduce_table_, step.heads.dtype);
 }
 
 void Dispatcher::fill_padding(const Step& step) {
   for (const plan::PaddingRow& p : step.slice.padding()) {
     const auto fill = [&](TensorKind kind, Fill value) {
-      backend_.fill(step.local(kind).from_row(p.row), step.extent(Direction::kOut, kind, step.all_heads(), p.num_rows),
-                    value);
+      rows_.push_back({.kind = RowWork::Kind::kFill,
+                       .to = step.local(kind).from_row(p.row),
+                       .n = step.extent(Direction::kOut, kind, step.all_heads(), p.num_rows),
+                       .fill = value});
     };
     if (step.phase() == Phase::kBackward) {
       for (const TensorKind kind : {TensorKind::kDq, TensorKind::kDk, TensorKind::kDv}) fill(kind, Fill::kZero);
@@ -364,6 +382,13 @@ void Dispatcher::fill_padding(const Step& step) {
     fill(TensorKind::kOut, Fill::kZero);
     fill(TensorKind::kLse, Fill::kMinusInfinity);
   }
+  run_rows();
+}
+
+/// In one operation; of a recording also where there is nothing to do, for another plan may have something.
+void Dispatcher::run_rows() {
+  if (!rows_.empty() || recording_) backend_.run(rows_);
+  rows_.clear();
 }
 
 void Dispatcher::fill_nan(const Step& step) {

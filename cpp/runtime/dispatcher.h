@@ -13,6 +13,7 @@
 #include "plan/tables.h"
 #include "runtime/backend.h"
 #include "runtime/protocol.h"
+#include "runtime/recording.h"
 
 namespace distca::runtime {
 
@@ -60,6 +61,10 @@ class Dispatcher {
   /// The step of that number; null where it is not under way.
   Step* find(uint64_t number);
 
+  bool is_idle() const;
+  /// Steps from here on are recorded, or fill a recording again; null ends that, and drops what is under way.
+  void set_recording(Recording* recording);
+
   /// For tests: fill the arena and the returned tensors with NaN before every step.
   void set_fill_with_nan(bool on) { fill_with_nan_ = on; }
 
@@ -91,11 +96,13 @@ class Dispatcher {
   void receive_home(const Step& step, int64_t round);
   void fill_padding(const Step& step);
   void fill_nan(const Step& step);
+  void run_rows();
   void poison(const Step& step);
 
   Protocol& protocol_;
   Backend& backend_;
   bool fill_with_nan_ = false;
+  Recording* recording_ = nullptr;
   std::vector<Step> steps_;  // kNumSlots of them
 
   // Scratch of one computation that only grows.
@@ -103,6 +110,7 @@ class Dispatcher {
   std::vector<attention::Task> tasks_;
   std::vector<attention::KeyGradRun> grads_;
   ReduceTable reduce_table_;
+  std::vector<RowWork> rows_;
 };
 
 /// What is kept of a step from its dispatch until it is collected.

@@ -12,15 +12,18 @@ namespace {
 
 const char* phase_name(plan::Phase phase) { return phase == plan::Phase::kForward ? "forward" : "backward"; }
 
-/// The word of a call: its number << 4 | slot << 3 | part << 1 | phase.
-constexpr int kCallShift = 4;
+/// The word of a call: its number << 5 | slot << 4 | part << 1 | phase.
+constexpr int kCallShift = 5;
 static_assert(kNumSlots == 2);
+
+/// Steps that only join a tape are numbered from here on.
+constexpr uint64_t kFirstRecorded = uint64_t{1} << 40;
 
 /// "forward", or, of a call that does a part of it, "attend of forward (slot 1)".
 std::string describe_call(uint64_t word) {
-  constexpr std::array kParts = {"", "dispatch of ", "attend of ", "collect of "};
-  const auto part = static_cast<size_t>(word >> 1 & 3);
-  const std::string slot = part == 0 ? "" : message(" (slot ", word >> 3 & 1, ")");
+  constexpr std::array kParts = {"", "dispatch of ", "attend of ", "collect of ", "a replay up to "};
+  const auto part = static_cast<size_t>(word >> 1 & 7);
+  const std::string slot = part == 0 ? "" : message(" (slot ", word >> 4 & 1, ")");
   return kParts[part] + std::string(phase_name(static_cast<plan::Phase>(word & 1))) + slot;
 }
 
@@ -45,11 +48,11 @@ Protocol::Protocol(std::unique_ptr<transport::Transport> transport, std::string 
       name_(std::move(context_name)),
       arena_bytes_(arena_bytes),
       timeout_(timeout),
-      credit_given_(static_cast<size_t>(kNumSlots * num_ranks())),
       watch_([this] { watch(); }),
       agree_([this] {
         for (int64_t p = 0; p < num_ranks(); ++p) compare_with(p);
       }) {
+  at_.credit_given.resize(static_cast<size_t>(kNumSlots * num_ranks()));
   if (stream_) stream_->watch([this] { look(); });
 }
 
@@ -67,17 +70,17 @@ std::byte* Protocol::arena() { return transport_->heap().data() + slot() * arena
 std::string StepId::name() const { return message("step ", number, " (", phase_name(phase), ")"); }
 
 std::string Protocol::where() const {
-  return message("context \"", name_, "\", rank ", rank(), " of ", num_ranks(), ", ", now_.name());
+  return message("context \"", name_, "\", rank ", rank(), " of ", num_ranks(), ", ", at_.now.name());
 }
 
 uint64_t Protocol::call_word() const {
-  return num_calls_ << kCallShift | static_cast<uint64_t>(now_.slot) << 3 | static_cast<uint64_t>(part_) << 1 |
-         static_cast<uint64_t>(now_.phase);
+  return num_calls_ << kCallShift | static_cast<uint64_t>(at_.now.slot) << 4 | static_cast<uint64_t>(part_) << 1 |
+         static_cast<uint64_t>(at_.now.phase);
 }
 
 int64_t Protocol::free_slot() const {
   for (int64_t i = 1; i <= kNumSlots; ++i) {
-    const int64_t slot = (last_slot_ + i) % kNumSlots;
+    const int64_t slot = (at_.last_slot + i) % kNumSlots;
     if (!busy_[static_cast<size_t>(slot)]) return slot;
   }
   return -1;
@@ -99,9 +102,10 @@ uint64_t ScoreOptions::sinks_digest() const {
 }
 
 StepId Protocol::begin(plan::Phase phase, uint64_t plan_digest, const ScoreOptions& scores, Part part) {
-  last_slot_ = free_slot();
-  busy_[static_cast<size_t>(last_slot_)] = true;
-  const StepId step{++num_steps_, last_slot_, phase, plan_digest, scores.scale_and_softcap(), scores.sinks_digest()};
+  at_.last_slot = free_slot();
+  busy_[static_cast<size_t>(at_.last_slot)] = true;
+  const StepId step{++at_.num_steps,      at_.last_slot, phase, plan_digest, scores.scale_and_softcap(),
+                    scores.sinks_digest()};
   enter(step, part);
   return step;
 }
@@ -109,16 +113,26 @@ StepId Protocol::begin(plan::Phase phase, uint64_t plan_digest, const ScoreOptio
 void Protocol::resume(const StepId& step, Part part) { enter(step, part); }
 
 void Protocol::enter(const StepId& step, Part part) {
-  const uint64_t call = ++num_calls_;
-  now_ = step;
+  at_.now = step;
   part_ = part;
+  if (is_silent_) {
+    for (const uint64_t word : {call_word(), step.plan_digest, step.scale_and_softcap, step.sinks_digest})
+      calls_.add(static_cast<int64_t>(word));
+  } else {
+    publish();
+  }
+}
+
+void Protocol::publish() {
+  const uint64_t call = ++num_calls_;
+  const StepId& step = at_.now;
   // Taken back while it changes, so that nobody reads the digest of one call under the number of another.
   transport_->publish(signals_.call(call), 0);
   transport_->publish(signals_.digest(call), step.plan_digest);
   transport_->publish(signals_.scale_and_softcap(call), step.scale_and_softcap);
   transport_->publish(signals_.sinks(call), step.sinks_digest);
   transport_->publish(signals_.call(call), call_word());
-  transport_->publish(signals_.latest_step(), num_steps_);
+  transport_->publish(signals_.latest_step(), at_.num_steps);
   check();
   // If all ranks do not agree, some two neighbours do not, and the later one of them sees it here. Over a collective
   // transport all see it in the first exchange.
@@ -127,6 +141,35 @@ void Protocol::enter(const StepId& step, Part part) {
     compare_with((rank() + num_ranks() - 1) % num_ranks());
   }
 }
+
+void Protocol::set_tape(std::shared_ptr<transport::Tape> tape, bool is_complete) {
+  require(stream_ != nullptr, "steps over transport '", transport_->name(), "' are done by the host, not queued on a ",
+          "device: they cannot be recorded");
+  stream_->set_tape(std::move(tape));
+  before_ = at_;
+  calls_ = Digest();
+  is_silent_ = true;
+  at_.last_slot = kNumSlots - 1;
+  if (!is_complete) at_.num_steps = kFirstRecorded + num_recorded_;
+}
+
+void Protocol::take_back() {
+  stream_->set_tape(nullptr);
+  if (at_.num_steps >= kFirstRecorded) num_recorded_ = at_.num_steps - kFirstRecorded;
+  at_ = before_;
+  busy_ = {};
+  is_silent_ = false;
+}
+
+void Protocol::announce_replay() {
+  stream_->set_tape(nullptr);
+  is_silent_ = false;
+  at_.now.plan_digest = calls_.value();
+  part_ = Part::kReplay;
+  publish();
+}
+
+void Protocol::replay(const transport::Tape& tape) { stream_->replay(tape); }
 
 void Protocol::grant(std::span<const plan::WaitRow> waits, bool after_work) {
   if (transport_->is_collective()) return;
@@ -147,12 +190,12 @@ void Protocol::grant_round(std::span<const plan::WaitRow> waits, int64_t round) 
 /// Once, also to a peer that sends rows here and rows home: else the second signal could arrive after that of a later
 /// round and take it back.
 void Protocol::give_credit(int64_t peer, int64_t round, bool after_work) {
-  uint64_t& given = credit_given_[static_cast<size_t>(slot() * num_ranks() + peer)];
-  if (given >= sequence(now_.number, round)) return;
-  given = sequence(now_.number, round);
+  uint64_t& given = at_.credit_given[static_cast<size_t>(slot() * num_ranks() + peer)];
+  if (given >= sequence(at_.now.number, round)) return;
+  given = sequence(at_.now.number, round);
   const int64_t word = signals_.credit(slot(), rank());
   if (stream_)
-    stream_->grant(slot(), static_cast<int>(peer), word, given, after_work);
+    stream_->grant(static_cast<int>(peer), word, given, after_work);
   else
     transport_->signal(static_cast<int>(peer), word, given);
 }
@@ -160,13 +203,13 @@ void Protocol::give_credit(int64_t peer, int64_t round, bool after_work) {
 Protocol::Wait Protocol::credit_wait(plan::Direction direction, int64_t peer, int64_t round) const {
   const bool in = direction == plan::Direction::kIn;
   return {in ? "credit to send rows to its server arena" : "credit to send rows home", peer,
-          signals_.credit(slot(), peer), sequence(now_.number, round), round};
+          signals_.credit(slot(), peer), sequence(at_.now.number, round), round};
 }
 
 Protocol::Wait Protocol::rows_wait(plan::Direction direction, int64_t peer, int64_t round) const {
   const bool in = direction == plan::Direction::kIn;
   return {in ? "rows for tasks served here" : "rows that come home", peer,
-          signals_.arrived(static_cast<int64_t>(direction), slot(), peer), sequence(now_.number, round), round};
+          signals_.arrived(static_cast<int64_t>(direction), slot(), peer), sequence(at_.now.number, round), round};
 }
 
 void Protocol::await_credit(plan::Direction direction, int64_t peer, int64_t round) {
@@ -196,14 +239,14 @@ void Protocol::put(int64_t peer, int64_t target, int64_t dst_row_stride, int64_t
 void Protocol::announce(plan::Direction direction, int64_t peer, int64_t round) {
   const int64_t word = signals_.arrived(static_cast<int64_t>(direction), slot(), rank());
   if (stream_)
-    stream_->announce(static_cast<int>(peer), word, sequence(now_.number, round));
+    stream_->announce(static_cast<int>(peer), word, sequence(at_.now.number, round));
   else
-    transport_->signal(static_cast<int>(peer), word, sequence(now_.number, round));
+    transport_->signal(static_cast<int>(peer), word, sequence(at_.now.number, round));
 }
 
 bool Protocol::exchange(bool more) {
   if (stream_) {
-    stream_->send();
+    stream_->send(slot());
     return more;
   }
   if (!transport_->is_collective()) return more;
@@ -254,8 +297,9 @@ void Protocol::wait(const Wait& w) {
 }
 
 void Protocol::record(const Timer& timer) {
-  trace_.add(Span{timer.name_, timer.is_wait_, now_.number, now_.slot, static_cast<int64_t>(now_.phase), timer.peer_,
-                  timer.begin_ns_, Trace::now()});
+  if (is_silent_) return;
+  trace_.add(Span{timer.name_, timer.is_wait_, at_.now.number, at_.now.slot, static_cast<int64_t>(at_.now.phase),
+                  timer.peer_, timer.begin_ns_, Trace::now()});
 }
 
 void Protocol::watch() {
@@ -336,27 +380,27 @@ void Protocol::compare_with(int64_t peer) {
     const uint64_t scores = transport_->peek(p, signals_.scale_and_softcap(call));
     const uint64_t sinks = transport_->peek(p, signals_.sinks(call));
     if (transport_->peek(p, signals_.call(call)) == theirs) {
-      if (theirs == call_word() && digest == now_.plan_digest) {
-        if (scores == now_.scale_and_softcap && sinks == now_.sinks_digest) return;
-        fault_details_ = {static_cast<uint64_t>(peer), theirs & 1, digest, now_.plan_digest};
+      if (theirs == call_word() && digest == at_.now.plan_digest) {
+        if (scores == at_.now.scale_and_softcap && sinks == at_.now.sinks_digest) return;
+        fault_details_ = {static_cast<uint64_t>(peer), theirs & 1, digest, at_.now.plan_digest};
         throw PlanMismatchError(message(where(), ": rank ", peer, " came to this step with ", describe(scores),
-                                        ", this rank with ", describe(now_.scale_and_softcap),
-                                        sinks == now_.sinks_digest ? "" : "; their attention sinks differ"));
+                                        ", this rank with ", describe(at_.now.scale_and_softcap),
+                                        sinks == at_.now.sinks_digest ? "" : "; their attention sinks differ"));
       }
-      fault_details_ = {static_cast<uint64_t>(peer), theirs & 1, digest, now_.plan_digest};
+      fault_details_ = {static_cast<uint64_t>(peer), theirs & 1, digest, at_.now.plan_digest};
       throw PlanMismatchError(message(where(), ": rank ", peer, " came to this step with another ",
                                       theirs == call_word() ? "plan" : "call", ": it runs ", describe_call(theirs),
                                       " of plan ", hex(digest), ", this rank ", describe_call(call_word()), " of plan ",
-                                      hex(now_.plan_digest),
+                                      hex(at_.now.plan_digest),
                                       ". All ranks must make the same calls in the same order with the same plan"));
     }
   }
   // The peer is so far ahead that its history of this step is gone. Fine, unless we still wait for something of it.
   if (waiting_.peer == peer && transport_->load(waiting_.word) < waiting_.value) {
-    fault_details_ = {static_cast<uint64_t>(peer), 0, 0, now_.plan_digest};
+    fault_details_ = {static_cast<uint64_t>(peer), 0, 0, at_.now.plan_digest};
     throw PlanMismatchError(message(where(), ": rank ", peer, " is already at step ",
                                     transport_->peek(p, signals_.latest_step()), " and never gave ", waiting_.what,
-                                    "; the ranks do not have the same plan (here ", hex(now_.plan_digest), ")"));
+                                    "; the ranks do not have the same plan (here ", hex(at_.now.plan_digest), ")"));
   }
 }
 
@@ -366,7 +410,7 @@ void Protocol::time_out() {
   const uint64_t seen = transport_->load(waiting_.word);
   throw PeerTimeoutError(message(where(), ": waited ", static_cast<double>(timeout_.count()) / 1000.0, " s for rank ",
                                  waiting_.peer, ": ", waiting_.what, ", round ", waiting_.round, "; seen step ",
-                                 seen >> 16, " round ", seen & 0xffff, ", expected step ", now_.number, " round ",
+                                 seen >> 16, " round ", seen & 0xffff, ", expected step ", at_.now.number, " round ",
                                  waiting_.round, "; rank ", waiting_.peer, " is at step ",
                                  transport_->peek(p, signals_.latest_step())));
 }

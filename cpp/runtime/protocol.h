@@ -16,6 +16,8 @@
 // Over a collective transport rows reach a slot only in an exchange, to which its owner comes when the slot is free: so
 // there is no credit. All ranks compare their steps in every exchange, before rows move, and who is gone is noticed
 // there.
+//
+// Steps that were recorded are done by a replay: all of them get their numbers, and are made known, in one call.
 #pragma once
 
 #include <array>
@@ -28,6 +30,7 @@
 #include <string>
 #include <vector>
 
+#include "common/digest.h"
 #include "common/error.h"
 #include "plan/tables.h"
 #include "runtime/signals.h"
@@ -50,8 +53,8 @@ struct ScoreOptions {
   uint64_t sinks_digest() const;
 };
 
-/// What a call does of a step. All ranks split their steps alike.
-enum class Part : uint64_t { kWhole = 0, kDispatch, kAttend, kCollect };
+/// What a call does of a step, or that it does steps that were recorded. All ranks split their steps alike.
+enum class Part : uint64_t { kWhole = 0, kDispatch, kAttend, kCollect, kReplay };
 
 /// A step as all ranks know it.
 struct StepId {
@@ -74,7 +77,7 @@ class Protocol {
   int64_t rank() const { return transport_->rank(); }
   int64_t num_ranks() const { return transport_->num_ranks(); }
   /// Steps begun so far.
-  uint64_t step() const { return num_steps_; }
+  uint64_t step() const { return at_.num_steps; }
 
   /// This rank's arena of the slot of the step at hand.
   std::byte* arena();
@@ -115,6 +118,16 @@ class Protocol {
   void poison(const RowView& rows, const RowExtent& n);
   /// Closes the step, and frees its slot, once nothing of it is under way.
   void end();
+
+  /// Steps of a queued context, from here on, join a tape, or fill it again: nobody is told of them. They begin with
+  /// slot 0; none may be under way. Those that only join it have numbers that no step ever has which is done.
+  void set_tape(std::shared_ptr<transport::Tape> tape, bool is_complete);
+  /// Ends that, as if there had been no such steps.
+  void take_back();
+  /// Ends that: these steps are the next ones. Tells the peers, in one call for all, and compares.
+  void announce_replay();
+  /// Queues them.
+  void replay(const transport::Tape& tape);
 
   Trace& trace() { return trace_; }
   /// A span of the trace, if that is on: its own lifetime.
@@ -158,9 +171,10 @@ class Protocol {
 
   /// What is published of the call at hand: its number, and what it does.
   uint64_t call_word() const;
-  int64_t slot() const { return now_.slot; }
+  int64_t slot() const { return at_.now.slot; }
   int64_t free_slot() const;
   void enter(const StepId& step, Part part);
+  void publish();
   void fail(const Error& error, FaultCode code) noexcept;
   void give_credit(int64_t peer, int64_t round, bool after_work);
   void wait(const Wait& w);
@@ -185,14 +199,24 @@ class Protocol {
   std::string name_;
   int64_t arena_bytes_;
   std::chrono::milliseconds timeout_;
-  uint64_t num_steps_ = 0, num_calls_ = 0;
-  StepId now_;  // the step at hand
+  /// Where the sequence of steps is.
+  struct Position {
+    uint64_t num_steps = 0;
+    StepId now;  // the step at hand
+    int64_t last_slot = 0;
+    std::vector<uint64_t> credit_given;  // by slot and peer: the latest
+  };
+  Position at_;
+  uint64_t num_calls_ = 0;
   Part part_ = Part::kWhole;
-  int64_t last_slot_ = 0;
   std::array<bool, kNumSlots> busy_ = {};
   std::array<uint64_t, kNumSlots> marks_ = {};  // of the transport, after the last put of the slot's step
   Trace trace_;
-  std::vector<uint64_t> credit_given_;  // by slot and peer: the latest
+  // Of steps on a tape.
+  bool is_silent_ = false;
+  Position before_;
+  Digest calls_;
+  uint64_t num_recorded_ = 0;
   Wait waiting_;
   std::vector<transport::StreamWait> stream_waits_;
   std::atomic<bool> told_peers_{false};

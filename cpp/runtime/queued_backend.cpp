@@ -1,40 +1,27 @@
 #include "runtime/queued_backend.h"
 
+#include <array>
 #include <utility>
 #include <vector>
 
 namespace distca::runtime {
 namespace {
 
-/// A problem with tables of its own.
-class KeptProblem {
- public:
-  explicit KeptProblem(const attention::Problem& problem)
-      : problem_(problem),
-        groups_(problem.groups.begin(), problem.groups.end()),
-        tasks_(problem.tasks.begin(), problem.tasks.end()) {
-    for (attention::KeyGroup& g : groups_) {
-      g.blocks = blocks_.emplace_back(g.blocks.begin(), g.blocks.end());
-      g.grads = grads_.emplace_back(g.grads.begin(), g.grads.end());
-      if (g.sinks == nullptr) continue;
-      g.sinks = sinks_.emplace_back(g.sinks, g.sinks + g.kv_heads * problem.heads.group_heads()).data();
-    }
-  }
+using transport::Table;
+using transport::table_part;
+using transport::table_value;
+using transport::TablePart;
 
-  attention::Problem problem() const {
-    attention::Problem kept = problem_;
-    kept.groups = groups_;
-    kept.tasks = tasks_;
-    return kept;
-  }
+/// The arguments of row_dot.
+struct RowDot {
+  HeadShape heads;
+  int64_t num_rows;
+  RowView out, dout, delta;
+};
 
- private:
-  attention::Problem problem_;
-  std::vector<attention::KeyGroup> groups_;
-  std::vector<attention::Task> tasks_;
-  std::vector<std::vector<int64_t>> blocks_;  // moving a vector leaves what it holds where it is
-  std::vector<std::vector<attention::KeyGradRun>> grads_;
-  std::vector<std::vector<float>> sinks_;
+struct ReduceScalars {
+  DType dtype;
+  int32_t num_chunks;
 };
 
 class QueuedBackend final : public Backend {
@@ -49,35 +36,102 @@ class QueuedBackend final : public Backend {
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override { return cpu_->allocate(bytes); }
   void copy(const RowView& to, const RowView& from, const RowExtent& n) override {
-    queue([=](Backend& cpu) { cpu.copy(to, from, n); });
+    run_one({.to = to, .from = from, .n = n});
   }
   void finish() override { streams_->hand_over(); }
   void reduce(const ReduceTable& table, DType dtype) override {
-    queue([table, dtype](Backend& cpu) { cpu.reduce(table, dtype); });
+    const ReduceScalars scalars = {dtype, table.num_chunks};
+    const std::array parts = {table_value("scalars", scalars), table_part("sums", table.entries),
+                              table_part("terms", table.terms)};
+    queue("sum of gradients", parts, [this](const Table& t) {
+      const ReduceScalars& s = t.get<ReduceScalars>(0)[0];
+      const auto entries = t.get<ReduceEntry>(1);
+      const auto terms = t.get<const float*>(2);
+      ReduceTable kept;
+      kept.entries.assign(entries.begin(), entries.end());
+      kept.terms.assign(terms.begin(), terms.end());
+      kept.num_chunks = s.num_chunks;
+      cpu_->reduce(kept, s.dtype);
+    });
   }
   void fill(const RowView& rows, const RowExtent& n, Fill value) override {
-    queue([=](Backend& cpu) { cpu.fill(rows, n, value); });
+    run_one({.kind = RowWork::Kind::kFill, .to = rows, .from = {}, .n = n, .fill = value});
+  }
+  void run(std::span<const RowWork> rows) override {
+    queue("batch of rows", std::array{table_part("extents of rows", rows)},
+          [this](const Table& t) { cpu_->run(t.get<RowWork>(0)); });
   }
   void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout, const RowView& delta,
                const Parallel&) override {
-    queue([=](Backend& cpu) { cpu.row_dot(heads, num_rows, out, dout, delta, Parallel()); });
+    const RowDot arguments = {heads, num_rows, out, dout, delta};
+    queue("row dot", std::array{table_value("arguments", arguments)}, [this](const Table& t) {
+      const RowDot& a = t.get<RowDot>(0)[0];
+      cpu_->row_dot(a.heads, a.num_rows, a.out, a.dout, a.delta, Parallel());
+    });
   }
   // The caller's threads may be gone when its turn comes.
   void forward(const attention::Problem& problem, const Parallel&) override {
-    queue([kept = std::make_shared<KeptProblem>(problem)](Backend& cpu) { cpu.forward(kept->problem(), Parallel()); });
+    queue_attention("forward", problem, &Backend::forward);
   }
   void backward(const attention::Problem& problem, const Parallel&) override {
-    queue([kept = std::make_shared<KeptProblem>(problem)](Backend& cpu) { cpu.backward(kept->problem(), Parallel()); });
+    queue_attention("backward", problem, &Backend::backward);
   }
 
  private:
-  template <class Work>
-  void queue(Work work) {
-    streams_->queue(transport::Streams::Stream::kWork, [this, work = std::move(work)] { work(*cpu_); });
+  void queue(const char* operation, std::span<const TablePart> parts, transport::HostStreams::Work work) {
+    streams_->queue(transport::Streams::Stream::kWork, operation, parts, std::move(work));
+  }
+  void run_one(const RowWork& row) { run(std::span(&row, 1)); }
+
+  using Attention = void (Backend::*)(const attention::Problem&, const Parallel&);
+  /// Arrays of the groups lie one after another in the table.
+  void queue_attention(const char* operation, const attention::Problem& problem, Attention attention) {
+    blocks_.clear();
+    grads_.clear();
+    sinks_.clear();
+    for (const attention::KeyGroup& g : problem.groups) {
+      blocks_.insert(blocks_.end(), g.blocks.begin(), g.blocks.end());
+      grads_.insert(grads_.end(), g.grads.begin(), g.grads.end());
+      if (g.sinks != nullptr) sinks_.insert(sinks_.end(), g.sinks, g.sinks + g.kv_heads * problem.heads.group_heads());
+    }
+    const std::array parts = {table_value("problem", problem),
+                              table_part("groups of tasks", problem.groups),
+                              table_part("tasks", problem.tasks),
+                              table_part("key blocks", blocks_),
+                              table_part("runs of key gradients", grads_),
+                              table_part("sinks", sinks_)};
+    queue(operation, parts, [this, attention](const Table& t) { compute(t, attention); });
+  }
+
+  void compute(const Table& t, Attention attention) {
+    attention::Problem problem = t.get<attention::Problem>(0)[0];
+    const auto groups = t.get<attention::KeyGroup>(1);
+    if (groups.empty()) return;
+    std::vector<attention::KeyGroup> kept(groups.begin(), groups.end());
+    auto blocks = t.get<int64_t>(3);
+    auto grads = t.get<attention::KeyGradRun>(4);
+    const float* sinks = t.get<float>(5).data();
+    for (attention::KeyGroup& g : kept) {
+      g.blocks = blocks.first(g.blocks.size());
+      g.grads = grads.first(g.grads.size());
+      blocks = blocks.subspan(g.blocks.size());
+      grads = grads.subspan(g.grads.size());
+      if (g.sinks == nullptr) continue;
+      g.sinks = sinks;
+      sinks += g.kv_heads * problem.heads.group_heads();
+    }
+    problem.groups = kept;
+    problem.tasks = t.get<attention::Task>(2);
+    ((*cpu_).*attention)(problem, Parallel());
   }
 
   std::shared_ptr<Backend> cpu_;
   std::shared_ptr<transport::HostStreams> streams_;
+
+  // Scratch of one call that only grows.
+  std::vector<int64_t> blocks_;
+  std::vector<attention::KeyGradRun> grads_;
+  std::vector<float> sinks_;
 };
 
 }  // namespace

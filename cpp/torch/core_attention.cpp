@@ -89,6 +89,8 @@ struct Backward {
         dv(empty_rows(v, q.size(0), heads.kv_heads, heads.v_dim)) {
     const int64_t rows = q.size(0);
     check_like_out(dout, "dout", heads, rows);
+    require(!this->context->is_recording() || !dout.is_cpu() || dout.data_ptr() == dout_any.data_ptr(),
+            "dout has gaps inside its rows, and the copy of it would not be made again; a recording needs it dense");
     check_like_out(out, "out", heads, rows);
     scalars_of(lse, "lse");
     check_device_of(q, dout, "dout");
@@ -148,12 +150,13 @@ std::tuple<Tensor, Tensor> core_attention(const Tensor& q, const Tensor& k, cons
                                           bool deterministic) {
   const Text name(context);
   return guarded([&] {
-    const Forward f(q, k, v, plan, sinks, name, scale, softcap, deterministic, /*retain=*/false);
-    require(f.slice.header().retains == 0, "the plan has retain_bytes, and this operator returns nothing to keep for ",
+    const auto f = make_reused<Forward>(q, k, v, plan, sinks, name, scale, softcap, deterministic, false);
+    require(f->slice.header().retains == 0, "the plan has retain_bytes, and this operator returns nothing to keep for ",
             "backward; call distca.core_attention, or torch.ops.distca.core_attention_retain");
-    f.check_backward(plan_backward);
-    f.context->forward(f.slice, f.tensors(), f.scores, torch_threads());
-    return std::tuple{f.out, f.lse};
+    f->check_backward(plan_backward);
+    const auto ctx = std::exchange(f->context, nullptr);  // which may hold f: no cycle
+    ctx->forward(f->slice, f->tensors(), f->scores, torch_threads(), f);
+    return std::tuple{f->out, f->lse};
   });
 }
 
@@ -164,13 +167,15 @@ std::tuple<Tensor, Tensor, Tensor> core_attention_retain(const Tensor& q, const 
                                                          double softcap, bool deterministic) {
   const Text name(context);
   return guarded([&] {
-    const Forward f(q, k, v, plan, sinks, name, scale, softcap, deterministic, /*retain=*/retained_bytes != 0);
-    f.check_backward(plan_backward);
-    require(retained_bytes == 0 || retained_bytes == f.slice.header().retained_bytes,
-            "retained_bytes = ", retained_bytes, "; the plan says ", f.slice.header().retained_bytes,
+    const auto f = make_reused<Forward>(q, k, v, plan, sinks, name, scale, softcap, deterministic,
+                                        /*retain=*/retained_bytes != 0);
+    f->check_backward(plan_backward);
+    require(retained_bytes == 0 || retained_bytes == f->slice.header().retained_bytes,
+            "retained_bytes = ", retained_bytes, "; the plan says ", f->slice.header().retained_bytes,
             " on this rank; 0 keeps nothing");
-    f.context->forward(f.slice, f.tensors(), f.scores, torch_threads());
-    return std::tuple{f.out, f.lse, f.retained ? *f.retained : empty_bytes(q, 0)};
+    const auto ctx = std::exchange(f->context, nullptr);
+    ctx->forward(f->slice, f->tensors(), f->scores, torch_threads(), f);
+    return std::tuple{f->out, f->lse, f->retained ? *f->retained : empty_bytes(q, 0)};
   });
 }
 
@@ -182,9 +187,11 @@ std::tuple<Tensor, Tensor, Tensor> core_attention_backward(const Tensor& dout, c
                                                            std::optional<Tensor> retained) {
   const Text name(context);
   return guarded([&] {
-    const Backward b(dout, q, k, v, out, lse, plan, sinks, name, scale, softcap, deterministic, retained);
-    b.context->backward(b.slice, b.tensors(), b.scores, torch_threads());
-    return std::tuple{b.dq, b.dk, b.dv};
+    const auto b =
+        make_reused<Backward>(dout, q, k, v, out, lse, plan, sinks, name, scale, softcap, deterministic, retained);
+    const auto ctx = std::exchange(b->context, nullptr);
+    ctx->backward(b->slice, b->tensors(), b->scores, torch_threads(), b);
+    return std::tuple{b->dq, b->dk, b->dv};
   });
 }
 

@@ -23,7 +23,7 @@ struct OpenFile {
 };
 
 /// What the blocks of the put kernel do, one after another.
-void put_all(const std::vector<PutEntry>& entries, const std::vector<PutMessage>& messages, const Guard& guard) {
+void put_all(std::span<const PutEntry> entries, std::span<const PutMessage> messages, const Guard& guard) {
   const PutEntry* e = entries.data();
   for (size_t i = 0; i < messages.size(); ++i) {
     const PutMessage& m = messages[i];
@@ -138,17 +138,22 @@ std::shared_ptr<std::byte> HostStreams::open(const Card& from, int64_t bytes) {
   return {mapping, mapping->data()};
 }
 
-void HostStreams::queue(Stream stream, std::function<void()> work) {
-  lane(stream).queue([this, work = std::move(work)] {
-    try {
-      work();
-    } catch (...) {
-      thrown_ = std::current_exception();
-    }
-  });
+void HostStreams::queue(Stream stream, const char* operation, std::span<const TablePart> parts, Work work) {
+  auto start = [this, stream, work = std::move(work)](const std::shared_ptr<const Table>& table) {
+    lane(stream).queue([this, work, table] {
+      try {
+        work(*table);
+      } catch (...) {
+        thrown_ = std::current_exception();
+      }
+    });
+  };
+  if (tape_) return tape_->add(operation, parts, std::move(start));
+  start(std::make_shared<const Table>(parts));
 }
 
 void HostStreams::record(int point, Stream stream) {
+  if (tape_) return tape_->add("point", {}, [this, point, stream](const auto&) { record(point, stream); });
   auto reached = std::make_shared<Point>();
   points_[static_cast<size_t>(point)] = reached;
   lane(stream).queue([reached = std::move(reached)] {
@@ -158,11 +163,18 @@ void HostStreams::record(int point, Stream stream) {
 }
 
 void HostStreams::wait_for(Stream stream, int point) {
+  if (tape_) return tape_->add("wait for a point", {}, [=, this](const auto&) { wait_for(stream, point); });
   const std::shared_ptr<Point>& awaited = points_[static_cast<size_t>(point)];
   if (awaited) lane(stream).queue([awaited] { awaited->is_reached.wait(false); });
 }
 
+void HostStreams::replay(const Tape& tape) {
+  tape.replay();
+  hand_over();
+}
+
 void HostStreams::hand_over() {
+  if (tape_) return;
   lane(Stream::kWork).drain();
   if (thrown_) std::rethrow_exception(std::exchange(thrown_, nullptr));
 }
@@ -172,31 +184,32 @@ void HostStreams::drain() noexcept {
 }
 
 void HostStreams::put(const PutTable& table) {
-  std::vector<PutEntry> entries(table.entries().begin(), table.entries().end());
-  std::vector<PutMessage> messages(table.messages().begin(), table.messages().end());
-  lane(Stream::kTransfer).queue([this, entries = std::move(entries), messages = std::move(messages)] {
-    put_all(entries, messages, guard_);
-  });
+  const std::array parts = {table_part("extents of rows", table.entries()), table_part("messages", table.messages())};
+  queue(Stream::kTransfer, "put", parts,
+        [this](const Table& t) { put_all(t.get<PutEntry>(0), t.get<PutMessage>(1), guard_); });
 }
 
 void HostStreams::signal(std::span<const SignalTo> signals) {
-  lane(Stream::kTransfer).queue([this, signals = std::vector<SignalTo>(signals.begin(), signals.end())] {
+  queue(Stream::kTransfer, "signal", std::array{table_part("signals", signals)}, [this](const Table& t) {
     if (is_stopped()) return;
-    for (const SignalTo& s : signals) store_release(s.word, s.value);
+    for (const SignalTo& s : t.get<SignalTo>(0)) store_release(s.word, s.value);
   });
 }
 
 void HostStreams::await(std::span<const AwaitedMessage> messages) {
-  lane(Stream::kWork).queue([this, messages = std::vector<AwaitedMessage>(messages.begin(), messages.end())] {
+  queue(Stream::kWork, "wait", std::array{table_part("messages", messages)}, [this](const Table& t) {
     if (is_stopped()) return;
-    for (const AwaitedMessage& m : messages)
+    for (const AwaitedMessage& m : t.get<AwaitedMessage>(0))
       if (!transport::await(guard_, m)) return;
   });
 }
 
-void HostStreams::fill_nan_if_stopped(const RowView& rows, const RowExtent& n) {
-  lane(Stream::kWork).queue([this, rows, n] {
+void HostStreams::fill_nan_if_stopped(const RowView& to, const RowExtent& extent) {
+  const std::array parts = {table_value("rows", to), table_value("extent", extent)};
+  queue(Stream::kWork, "fill", parts, [this](const Table& t) {
     if (!is_stopped()) return;
+    const RowView rows = t.get<RowView>(0)[0];
+    const RowExtent n = t.get<RowExtent>(1)[0];
     for (int64_t i = 0; i < n.num_rows; ++i)
       for (int64_t h = 0; h < n.num_heads; ++h) std::memset(rows.at(i, h), 0xff, static_cast<size_t>(n.head_bytes));
   });

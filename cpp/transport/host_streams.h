@@ -7,8 +7,11 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <span>
+#include <utility>
 
 #include "transport/streams.h"
+#include "transport/tape.h"
 #include "transport/wrapper.h"
 
 namespace distca::transport {
@@ -19,8 +22,9 @@ class DISTCA_EXPORT HostStreams final : public Streams {
   /// Ends when all that was queued is done.
   ~HostStreams() override;
 
-  /// Queues any work; what it throws comes out of the next `hand_over`.
-  void queue(Stream stream, std::function<void()> work);
+  /// Queues any operation, with a copy of what it reads; what it throws comes out of the next `hand_over`.
+  using Work = std::function<void(const Table& table)>;
+  void queue(Stream stream, const char* operation, std::span<const TablePart> parts, Work work);
   bool is_stopped() const { return transport::is_stopped(guard_); }
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override;
@@ -34,6 +38,8 @@ class DISTCA_EXPORT HostStreams final : public Streams {
   void signal(std::span<const SignalTo> signals) override;
   void await(std::span<const AwaitedMessage> messages) override;
   void fill_nan_if_stopped(const RowView& rows, const RowExtent& n) override;
+  void set_tape(std::shared_ptr<Tape> tape) override { tape_ = std::move(tape); }
+  void replay(const Tape& tape) override;
   std::optional<StreamFault> fault() const override;
   void stop() noexcept override { set(&told_to_stop_); }
 
@@ -48,6 +54,7 @@ class DISTCA_EXPORT HostStreams final : public Streams {
   Guard guard_;
   std::array<std::shared_ptr<Point>, kNumPoints> points_;
   std::exception_ptr thrown_;
+  std::shared_ptr<Tape> tape_;
   std::array<std::unique_ptr<Lane>, 2> lanes_;  // last: they end before what they use goes
 };
 

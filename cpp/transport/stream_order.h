@@ -4,12 +4,14 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 
 #include "common/error.h"
 #include "common/rows.h"
 #include "transport/guard.h"
+#include "transport/tape.h"
 
 namespace distca::transport {
 
@@ -27,14 +29,15 @@ class DISTCA_EXPORT StreamOrder {
  public:
   virtual ~StreamOrder() = default;
 
-  /// Writes a peer's word once the slot's last use is over, or, where `after_work`, also all work queued so far.
-  virtual void grant(int64_t slot, int peer, int64_t word, uint64_t value, bool after_work) = 0;
+  /// Writes a peer's word once the last use of the slot is over, or, where `after_work`, also all work queued so far.
+  virtual void grant(int peer, int64_t word, uint64_t value, bool after_work) = 0;
   /// What is put to that peer until `announce` waits for this.
   virtual void await_credit(const StreamWait& wait) = 0;
   /// Writes the peer's word after the rows that were put to it since.
   virtual void announce(int peer, int64_t word, uint64_t value) = 0;
-  /// Starts what was granted, put and announced: after all work queued so far, but for grants that need not wait.
-  virtual void send() = 0;
+  /// Starts what was granted, put and announced for the slot: after all work queued so far, but for grants that need
+  /// not wait.
+  virtual void send(int64_t slot) = 0;
   /// Work queued from here on comes after these messages.
   virtual void await_rows(std::span<const StreamWait> waits) = 0;
 
@@ -42,6 +45,12 @@ class DISTCA_EXPORT StreamOrder {
   virtual void poison(const RowView& rows, const RowExtent& n) = 0;
   /// Work queued from here on comes after all that was sent: the slot's last use is over, and what it read may go.
   virtual void end(int64_t slot) = 0;
+
+  /// From here on what is queued joins the tape, or fills it: the same operations whatever there is to put, to grant
+  /// and to await. Null ends that, and forgets what was not sent.
+  virtual void set_tape(std::shared_ptr<Tape> tape) = 0;
+  /// Queues what is on a tape.
+  virtual void replay(const Tape& tape) = 0;
 
   /// Why the streams have stopped, if they have.
   virtual std::optional<StreamFault> fault() const = 0;

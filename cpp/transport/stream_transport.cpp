@@ -102,29 +102,28 @@ void StreamTransport::announce(int peer, int64_t word, uint64_t value) {
   is_open_ = false;
 }
 
-void StreamTransport::grant(int64_t slot, int peer, int64_t word, uint64_t value, bool after_work) {
-  require(slot >= 0 && slot < kMaxSlots, "slot ", slot, "; there are ", kMaxSlots);
+void StreamTransport::grant(int peer, int64_t word, uint64_t value, bool after_work) {
   (after_work ? late_grants_ : early_grants_).push_back({word_of(peer, word), value});
-  granting_slot_ = slot;
 }
 
-void StreamTransport::send() {
-  if (!early_grants_.empty()) {
-    streams_->wait_for(Stream::kTransfer, static_cast<int>(granting_slot_));
+void StreamTransport::send(int64_t slot) {
+  require(slot >= 0 && slot < kMaxSlots, "slot ", slot, "; there are ", kMaxSlots);
+  if (!early_grants_.empty() || is_recording_) {
+    streams_->wait_for(Stream::kTransfer, static_cast<int>(slot));
     streams_->signal(early_grants_);
     early_grants_.clear();
   }
-  if (late_grants_.empty() && table_.empty()) return;
+  if (late_grants_.empty() && table_.empty() && !is_recording_) return;
   streams_->record(kWorkSoFar, Stream::kWork);
   streams_->wait_for(Stream::kTransfer, kWorkSoFar);
-  if (!late_grants_.empty()) streams_->signal(late_grants_);
-  if (!table_.empty()) streams_->put(table_);
+  if (!late_grants_.empty() || is_recording_) streams_->signal(late_grants_);
+  if (!table_.empty() || is_recording_) streams_->put(table_);
   late_grants_.clear();
   table_.clear();
 }
 
 void StreamTransport::await_rows(std::span<const StreamWait> waits) {
-  if (waits.empty()) return;
+  if (waits.empty() && !is_recording_) return;
   awaited_.clear();
   for (const StreamWait& w : waits) awaited_.push_back({word_of(rank(), w.word), w.value, w.peer, w.what, w.round});
   streams_->await(awaited_);
@@ -141,13 +140,24 @@ void StreamTransport::end(int64_t slot) {
   streams_->hand_over();
 }
 
+void StreamTransport::set_tape(std::shared_ptr<Tape> tape) {
+  forget_unsent();
+  is_recording_ = tape != nullptr;
+  streams_->set_tape(std::move(tape));
+}
+
 void StreamTransport::quiet() { streams_->drain(); }
 
-void StreamTransport::cancel() noexcept {
+void StreamTransport::forget_unsent() {
   table_.clear();
   early_grants_.clear();
   late_grants_.clear();
+  next_ = {.peer = -1};
   is_open_ = false;
+}
+
+void StreamTransport::cancel() noexcept {
+  forget_unsent();
   inner_->cancel();
   stop();
   // What the streams still read and write may be let go of after the work queued so far.

@@ -49,13 +49,15 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   std::optional<Departure> departed(int peer) const override;
   StreamOrder* stream_order() override { return this; }
 
-  void grant(int64_t slot, int peer, int64_t word, uint64_t value, bool after_work) override;
+  void grant(int peer, int64_t word, uint64_t value, bool after_work) override;
   void await_credit(const StreamWait& wait) override;
   void announce(int peer, int64_t word, uint64_t value) override;
-  void send() override;
+  void send(int64_t slot) override;
   void await_rows(std::span<const StreamWait> waits) override;
   void poison(const RowView& rows, const RowExtent& n) override { streams_->fill_nan_if_stopped(rows, n); }
   void end(int64_t slot) override;
+  void set_tape(std::shared_ptr<Tape> tape) override;
+  void replay(const Tape& tape) override { streams_->replay(tape); }
   std::optional<StreamFault> fault() const override { return streams_->fault(); }
   void stop() noexcept override;
   void watch(std::function<void()> look) override;
@@ -63,6 +65,7 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
  private:
   class Watch;
 
+  void forget_unsent();
   /// Work queued from here on comes after all that was sent.
   void join();
   const DeviceMemory& memory_of(int peer) const;
@@ -80,7 +83,7 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   PutMessage next_ = {};  // the message that the next put to its peer opens
   bool is_open_ = false;
   std::vector<SignalTo> early_grants_, late_grants_;
-  int64_t granting_slot_ = 0;
+  bool is_recording_ = false;  // then each call queues the same operations, with nothing to do or not
   std::vector<AwaitedMessage> awaited_;
 };
 

@@ -12,6 +12,7 @@
 #include "common/rows.h"
 #include "transport/guard.h"
 #include "transport/put_table.h"
+#include "transport/tape.h"
 
 namespace distca::transport {
 
@@ -59,6 +60,12 @@ class DISTCA_EXPORT Streams {
   virtual void await(std::span<const AwaitedMessage> messages) = 0;
   /// Fills rows with NaN if the streams have stopped, else does nothing. On the stream of the rank's work.
   virtual void fill_nan_if_stopped(const RowView& rows, const RowExtent& n) = 0;
+
+  /// From here on what is queued joins the tape, or fills it, and does not happen; null ends that. Throws
+  /// InvalidArgumentError where streams cannot be recorded.
+  virtual void set_tape(std::shared_ptr<Tape> tape) = 0;
+  /// Queues what is on a tape, and hands over.
+  virtual void replay(const Tape& tape) = 0;
 
   virtual std::optional<StreamFault> fault() const = 0;
   virtual void stop() noexcept = 0;

@@ -132,6 +132,11 @@ class CudaStreams final : public Streams {
     cuda::fill_nan_if_stopped(rows, n, guard_, stream(Stream::kWork));
   }
 
+  void set_tape(std::shared_ptr<transport::Tape> tape) override {
+    require(tape == nullptr, "steps on a GPU cannot be recorded yet, only those queued on threads that stand for one");
+  }
+  void replay(const transport::Tape&) override {}
+
   std::optional<StreamFault> fault() const override {
     if (std::atomic_ref(news_->fault.is_set).load(std::memory_order_acquire) == 0) return std::nullopt;
     return news_->fault;

@@ -17,6 +17,7 @@ from distca.cost import CostModel
 from distca.errors import DeviceError, InvalidArgumentError
 from distca.exchange import Exchange, gather_text
 from distca.heads import Heads
+from distca.recording import Recording
 from distca.trace import Link, Trace, from_core
 
 _EXTENT_ALIGNMENT = 64
@@ -93,6 +94,23 @@ class Context:
         """
         if self._core is not None:
             self._core.check()
+
+    def record(self, *, headroom: float = 2.0, rounds: int = 2) -> Recording:
+        """Steps inside ``with context.record() as recording`` are recorded, to be done again and again with new plans.
+
+        For contexts whose steps are queued on threads that stand for a GPU's streams (`loopback` with ``streams``); on
+        CUDA it is refused as yet. All else that PyTorch does inside is done at once, and once.
+
+        Args:
+            headroom: the room in the tables of each operation, over what the plans inside need, 1 to 1000. Above 1, and
+                where that is little, there is room for 256 elements.
+            rounds: in how many rounds results may come home to this rank, 1 to 1000, where the plans inside have fewer.
+
+        Raises:
+            InvalidArgumentError: on entering: over transports whose steps are the host's, while another recording is
+                open or a step under way. On leaving: where a step was dispatched and not collected, or there is none.
+        """
+        return Recording(self, headroom, rounds)
 
     def start_trace(self) -> None:
         """From now on this rank's steps are recorded, until `stop_trace`; see `take_trace`.

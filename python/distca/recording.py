@@ -1,0 +1,106 @@
+"""Steps that are recorded once and done again and again, each time with other plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from distca import _C
+from distca.errors import InvalidArgumentError
+from distca.planning import Plan
+
+if TYPE_CHECKING:
+    from distca.context import Context
+
+
+class Recording:
+    """Steps of one context, forward and backward, that are done again with new plans. Made by :meth:`Context.record`.
+
+    Use it in ``with``: steps inside are written down and not done, so what they return is not computed yet. Then, as
+    often as you like, and the same on all ranks::
+
+        recording.replan(plan)
+        recording.replay()
+
+    A replay does the same operations over the same tensors: those that the calls inside were given, and those that they
+    returned. Write new values into the former before a replay, and read the latter after it.
+    """
+
+    def __init__(self, context: Context, headroom: float, rounds: int) -> None:
+        self._context = context
+        self._room = headroom, rounds
+        self._open: _C.Recording | None = None
+        self._made: _C.Recording | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were recorded; forward and backward of a call are one each."""
+        return self._complete().num_steps
+
+    def __enter__(self) -> Recording:
+        if self._open is not None or self._made is not None:
+            raise InvalidArgumentError("record: a recording is made once; make another one with Context.record")
+        self._open = self._core().begin_recording(*self._room)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        recording, self._open = self._open, None
+        if kind is not None:
+            self._core().drop_recording()
+            return
+        self._core().end_recording()
+        self._made = recording
+
+    def replan(self, plan: Plan | Sequence[Plan]) -> None:
+        """Makes the recorded steps the next ones of the context, with other plans or the same. :meth:`replay` does them.
+
+        A collective call: all ranks make it, with their slices of the same plans, and of two neighbours whose plans
+        differ one notices here. It reads and writes nothing of the tensors. No other step may come between it and
+        the replay.
+
+        Args:
+            plan: one plan for all steps, or one for each, in the order in which the steps began. Of any documents, but
+                with as many rows on this rank as the tensors have.
+
+        Raises:
+            CapacityError: a plan needs more than the recording has room for: of what, and how much. Nothing has
+                happened here then, but other ranks may wait for this one: see :meth:`check`.
+            InvalidArgumentError, PlanFormatError: before anything changes.
+            PlanMismatchError, PeerDiedError, PeerTimeoutError: a fault, as of a step.
+        """
+        self._fill(plan, check_only=False)
+
+    def check(self, plan: Plan | Sequence[Plan]) -> None:
+        """Raises what :meth:`replan` would raise for plans that do not fit here, and does nothing else.
+
+        Not a collective call: let all ranks call it, tell each other how it went, and do steps one by one, without the
+        recording, where a plan does not fit on some of them.
+        """
+        self._fill(plan, check_only=True)
+
+    def replay(self) -> None:
+        """Does the steps, once after each :meth:`replan`; queued, as the steps of the context are.
+
+        Raises:
+            InvalidArgumentError: there was no replan since the last replay.
+        """
+        self._core().replay(self._complete())
+
+    def _fill(self, plan: Plan | Sequence[Plan], *, check_only: bool) -> None:
+        plans = [plan] if isinstance(plan, Plan) else list(plan)
+        tensors = [one.tensor for one in plans]  # kept until the call is over
+        words = [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
+        self._core().replan(self._complete(), words, check_only=check_only)
+
+    def _core(self) -> _C.Context:
+        if self._context._core is None:
+            raise InvalidArgumentError(f"recording: context {self._context.name!r} is closed")
+        return self._context._core
+
+    def _complete(self) -> _C.Recording:
+        if self._made is None:
+            raise InvalidArgumentError("recording: nothing is recorded; use it in `with` first")
+        return self._made
