@@ -243,7 +243,7 @@ void send_rows(runtime::Context& context, int peer, uintptr_t address, int64_t n
   transport.put(peer, 0, row_bytes, row_bytes, rows, {num_rows, 1, row_bytes});
   if (transport::StreamOrder* const streams = transport.stream_order()) {
     streams->announce(peer, word, value);
-    streams->send();
+    streams->send(0);
   } else {
     transport.signal(peer, word, value);
   }

@@ -31,6 +31,7 @@ from distca.ops import attention, core_attention, serve, serve_ping_pong
 from distca.ping_pong import PingPong
 from distca.plan_ahead import PlanAhead
 from distca.planning import PADDING, ArenaBytes, Layout, Plan, Plans, PlanStats, Task, Transfer, plan, plans
+from distca.recording import Recording
 from distca.steps import Step, attend, collect, dispatch
 from distca.trace import Link, Trace, read_trace, write_trace
 
@@ -64,6 +65,7 @@ __all__ = [
     "PlanStats",
     "Plans",
     "RankError",
+    "Recording",
     "PingPong",
     "Step",
     "attend",

@@ -55,7 +55,7 @@ class Recording:
         self._made = recording
 
     def replan(self, plan: Plan | Sequence[Plan]) -> None:
-        """Makes the recorded steps the next ones of the context, with other plans or the same. :meth:`replay` does them.
+        """Makes the recorded steps the next ones of the context, with other plans or the same, for `replay`.
 
         A collective call: all ranks make it, with their slices of the same plans, and of two neighbours whose plans
         differ one notices here. It reads and writes nothing of the tensors. No other step may come between it and
