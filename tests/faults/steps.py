@@ -46,14 +46,14 @@ FAULTS = [
         "credit is granted for the step after next too",
         PROTOCOL,
         "transport_->signal(static_cast<int>(peer), word, given);",
-        "transport_->signal(static_cast<int>(peer), word, sequence(now_.number + 2, round));",
+        "transport_->signal(static_cast<int>(peer), word, sequence(at_.now.number + 2, round));",
         (STEPS, TRANSPORT),
     ),
     Fault(
         "credit is granted for all rounds at once",
         PROTOCOL,
         "transport_->signal(static_cast<int>(peer), word, given);",
-        "transport_->signal(static_cast<int>(peer), word, sequence(now_.number, 99));",
+        "transport_->signal(static_cast<int>(peer), word, sequence(at_.now.number, 99));",
         (STEPS, TRANSPORT),
     ),
     Fault(
@@ -81,7 +81,7 @@ FAULTS = [
     Fault(
         "the digest of a plan is not compared",
         PROTOCOL,
-        "      if (theirs == call_word() && digest == now_.plan_digest) {",
+        "      if (theirs == call_word() && digest == at_.now.plan_digest) {",
         "      if (theirs == call_word()) {",
         ("tests/test_faults.py",),
     ),
