@@ -1,10 +1,11 @@
 """The faults that planted_faults.py plants, each with the tests that should notice it."""
 
-from faults import attention, plans, retained, steps, training, watching
+from faults import attention, plans, recording, retained, steps, training, watching
 
 FAULTS = [
     *steps.FAULTS,
     *plans.FAULTS,
+    *recording.FAULTS,
     *retained.FAULTS,
     *attention.FAULTS,
     *training.FAULTS,

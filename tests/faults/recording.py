@@ -1,0 +1,36 @@
+"""Faults of recordings."""
+
+from faults.fault import Fault
+
+RECORDING = ("tests/test_recording.py",)
+
+FAULTS = [
+    Fault(
+        "ranks do not compare the plans of a replay",
+        "cpp/runtime/protocol.cpp",
+        "      calls_.add(static_cast<int64_t>(word));",
+        "      calls_.add(static_cast<int64_t>(word & 0));",
+        RECORDING,
+    ),
+    Fault(
+        "a recorded step goes through the rounds of its plan",
+        "cpp/runtime/recording.cpp",
+        "  return recorded;",
+        "  return needed;",
+        RECORDING,
+    ),
+    Fault(
+        "a recording is replayed twice with one plan",
+        "cpp/runtime/context.cpp",
+        "  planned_ = nullptr;\n  guarded(",
+        "  guarded(",
+        RECORDING,
+    ),
+    Fault(
+        "a plan that does not fit has taken step numbers",
+        "cpp/runtime/protocol.cpp",
+        "  at_ = before_;",
+        "",
+        RECORDING,
+    ),
+]
