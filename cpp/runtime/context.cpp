@@ -258,10 +258,9 @@ void Context::fill_again(Recording& recording, std::span<const plan::SliceView> 
   } catch (const CapacityError&) {
     take_back();
     throw;
-  } catch (const Error& error) {
+  } catch (...) {
     take_back();
-    protocol_.fail(error);
-    throw;
+    guarded([] { throw; });
   }
   if (check_only) return take_back();
   dispatcher_.set_recording(nullptr);

@@ -170,7 +170,7 @@ void HostStreams::wait_for(Stream stream, int point) {
 
 void HostStreams::replay(const Tape& tape) {
   tape.replay();
-  hand_over();
+  hand_over();  // after which nobody reads the tables any more: each step's end has joined the streams
 }
 
 void HostStreams::hand_over() {
