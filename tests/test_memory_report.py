@@ -75,6 +75,7 @@ def test_it_says_what_is_kept_beside_the_heap_in_all_layers() -> None:
     assert f"up to {12 * kept[1]:,} bytes (rank 1) are kept from forward to backward" in str(report)
     resending = distca.memory_report(distca.plan(skewed(1024), HEADS, min_rows=8))
     assert resending.retained_bytes == [0, 0] and "kept" not in str(resending)
+    assert large.memory(layers=12) == distca.memory_report(large, layers=12)
     with pytest.raises(distca.errors.InvalidArgumentError, match="layers = 0; at least 1"):
         distca.memory_report(small, layers=0)
 

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import distca
+from distca.cli import main
 from distca.train.checkpoint import whole_checkpoints
 from distca.train.config import ConfigError, TrainConfig
 from distca.train.log import create_run_dir
@@ -26,12 +27,11 @@ RUNS = {
     "plain": {},
     "compare": {"compare": True},
     "fsdp": {"fsdp": True, "checkpoint_every": 2},
-    "ping-pong": {"ping_pong": True, "trace": True},
+    "ping-pong": {"ping_pong": True, "trace": ""},
     "ping-pong, fsdp and compare": {
         "ping_pong": True,
         "fsdp": True,
         "compare": True,
-        "trace": True,
         "log_memory": True,
     },
     "retain": {"retain_bytes": 1 << 30},
@@ -64,6 +64,8 @@ def _train_all(runs: dict[str, TrainConfig], folder: Path) -> None:
 def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     configs = {name: replace(SMALL, data=data, **options) for name, options in RUNS.items()}
+    name = "ping-pong, fsdp and compare"
+    configs[name] = replace(configs[name], trace=str(folder / "given.json"))
     distca.launch(_train_all, configs, folder, ranks=2, threads=1)
     return folder
 
@@ -117,6 +119,17 @@ def test_a_run_with_ping_pong_reports_its_halves_and_what_fsdp_keeps_whole(runs:
         assert ("MB of weights whole on every rank" in report) == ("fsdp" in name)
     assert [step["tokens"] for step in _metrics(runs / "ping-pong")] == [384] * 3
     assert "larger_half" not in _metrics(runs / "plain")[0]
+
+
+def test_a_trace_goes_to_a_file_that_is_given_too_whose_folder_must_exist(
+    runs: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "ping-pong, fsdp and compare"
+    assert (runs / "given.json").read_text() == (runs / name / "trace.json").read_text()
+    train = ["train", "--data", str(data), "--runs-dir", str(tmp_path / "runs")]
+    assert main([*train, "--trace", str(tmp_path / "missing" / "t.json")]) == 2
+    assert "t.json, must be a file in a folder that exists" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_trace_has_the_overlapping_steps_of_both_ranks_and_what_they_compute_between(runs: Path) -> None:

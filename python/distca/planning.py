@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import index
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,9 @@ from distca import _C
 from distca.cost import CostModel
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
+
+if TYPE_CHECKING:
+    from distca.memory import MemoryReport
 
 #: The document number of padding rows in a layout.
 PADDING = -1
@@ -327,6 +330,12 @@ class Plan:
             return self.mask == "causal"
         longest = max(self.layout.document_lengths, default=0)
         return self.mask == "causal" and min(self.window or longest, longest) == min(window or longest, longest)
+
+    def memory(self, *, layers: int = 1) -> MemoryReport:
+        """The bytes that this plan takes on every rank; printed, a table. See :func:`distca.memory_report`."""
+        from distca.memory import memory_report  # which knows contexts, that know plans
+
+        return memory_report(self, layers=layers)
 
     def for_rank(self, rank: int) -> Plan:
         """The same plan seen from another rank."""

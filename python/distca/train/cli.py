@@ -47,6 +47,8 @@ def add_command(commands: Any) -> None:
             about["action"] = argparse.BooleanOptionalAction
         else:
             about |= {"type": OPTION_TYPES[option.name], "choices": option.metadata["choices"]}
+        if option.metadata["bare"] is not None:
+            about |= {"nargs": "?", "const": option.metadata["bare"], "metavar": "FILE"}
         command.add_argument(option_name(option.name), **about)
     command.add_argument(
         "--resume",
@@ -80,6 +82,8 @@ def run(options: argparse.Namespace) -> int:
 def _check_inputs(config: TrainConfig) -> None:
     """Mistakes in data, model and tokenizer are found before anything is started."""
     read_corpus(config.data, config.kept_fraction)
+    if config.trace and not Path(config.trace).parent.is_dir():
+        raise ConfigError(f"--trace is {config.trace}, must be a file in a folder that exists")
     if config.model is not None or config.tokenizer is not None:
         from distca.train.model import model_config
         from distca.train.tokens import BYTES, Tokenizer

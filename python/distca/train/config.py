@@ -24,9 +24,11 @@ class ConfigError(InvalidArgumentError):
     """An option has a value that is not allowed."""
 
 
-def _about(help: str, choices: tuple[str, ...] | None = None, *, fixed: bool = False) -> dict[str, Any]:
-    """`fixed`: a run that is resumed must keep it."""
-    return {"help": help, "choices": choices, "fixed": fixed}
+def _about(
+    help: str, choices: tuple[str, ...] | None = None, *, fixed: bool = False, bare: str | None = None
+) -> dict[str, Any]:
+    """`fixed`: a run that is resumed must keep it. `bare`: what the option means without a value."""
+    return {"help": help, "choices": choices, "fixed": fixed, "bare": bare}
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,13 @@ class TrainConfig:
         metadata=_about("steps between checkpoints; 0: one at the end, or where the run is interrupted"),
     )
     keep_checkpoints: int = field(default=2, metadata=_about("how many of the last checkpoints to keep"))
-    trace: bool = field(
-        default=False,
-        metadata=_about("write what all ranks did in the first 10 steps to trace.json of the run, for `distca report`"),
+    trace: str | None = field(
+        default=None,
+        metadata=_about(
+            "write what all ranks did in the first 10 steps to trace.json of the run, for Perfetto and `distca "
+            "report`, and to a file, where one is given",
+            bare="",
+        ),
     )
     nsys: bool = field(
         default=False,
@@ -212,7 +218,7 @@ OPTION_TYPES: dict[str, Callable[[str], Any]] = {
     "ranks": int, "steps": int, "tokens_per_rank": int, "data": Path, "doc_scale": float, "tokenizer": Path,
     "model": str, "hidden": int, "layers": int, "heads": int, "kv_heads": int, "dtype": str, "lr": float, "seed": int,
     "balance": str, "tolerance": float, "retain_bytes": int, "compare": bool, "fsdp": bool, "compile": bool,
-    "ping_pong": bool, "checkpoint_every": int, "keep_checkpoints": int, "trace": bool, "nsys": bool,
+    "ping_pong": bool, "checkpoint_every": int, "keep_checkpoints": int, "trace": str, "nsys": bool,
     "log_memory": bool, "timeout": float, "name": str, "runs_dir": Path,
 }  # fmt: skip
 """How the command line reads each field."""

@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
 from distca.context import Context
+from distca.timeline import TRACE
 from distca.trace import Trace, write_trace
 
 TRACED_STEPS = 10
 
 
+def trace_files(run_dir: Path, option: str | None) -> list[Path]:
+    """Where a run's trace goes; nowhere without the option."""
+    return [] if option is None else [run_dir / TRACE, *([Path(option)] if option else [])]
+
+
 class StepTraces:
-    """Records the steps of this rank until there are `TRACED_STEPS`; does nothing without a file.
+    """Records the steps of this rank until there are `TRACED_STEPS`; does nothing without files to write.
 
     Attributes:
         everyone: on rank 0 the traces of all ranks, once they are written.
     """
 
-    def __init__(self, context: Context, file: Path | None) -> None:
-        self._context, self._file = context, file
+    def __init__(self, context: Context, files: Sequence[Path]) -> None:
+        self._context, self._files = context, files
         self._traces: list[Trace] = []
         self._begin = time.monotonic()
         self.everyone: list[Trace] = []
-        if file is not None:
+        if files:
             context.start_trace()
 
     def step(self, number: int, load: int) -> None:
-        """A step is over, in which the plans gave this rank `load`. After the last one rank 0 writes the file."""
-        if self._file is None:
+        """A step is over, in which the plans gave this rank `load`. After the last one rank 0 writes the files."""
+        if not self._files:
             return
         end = time.monotonic()
         self._traces.append(self._context.take_trace().of_step(number, self._begin, end, load))
@@ -40,10 +47,10 @@ class StepTraces:
 
     def write(self) -> None:
         """Rank 0 writes what all ranks have recorded, unless it has. Collective."""
-        if self._file is None:
+        if not self._files:
             return
         self._context.stop_trace()
-        file, self._file = self._file, None
+        files, self._files = self._files, ()
         mine = Trace(
             self._context.rank,
             [span for trace in self._traces for span in trace.spans],
@@ -56,4 +63,5 @@ class StepTraces:
         dist.all_gather_object(everyone, mine)
         if dist.get_rank() == 0:
             self.everyone = everyone
-            write_trace(file, everyone)
+            for file in files:
+                write_trace(file, everyone)

@@ -28,7 +28,6 @@ from distca.nsys import Capture
 from distca.ping_pong import PingPong
 from distca.plan_ahead import PlanAhead
 from distca.planning import Plans
-from distca.timeline import TRACE
 from distca.train.checkpoint import Checkpoints, RunState, Trained, whole_checkpoints
 from distca.train.config import TrainConfig
 from distca.train.data import Batch, Batches, Corpus, DataError, read_corpus
@@ -38,7 +37,7 @@ from distca.train.metrics import AttentionLoads, StepMetrics
 from distca.train.model import build_model, check_positions, wrap
 from distca.train.step import compared_step, train_step
 from distca.train.tokens import BYTES, Tokenizer
-from distca.train.tracing import TRACED_STEPS, StepTraces
+from distca.train.tracing import TRACED_STEPS, StepTraces, trace_files
 
 WARMUP_STEPS = 5
 _SAME_SIGNAL_SECONDS = 0.5  # torchrun repeats the terminal's Ctrl-C
@@ -81,7 +80,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
         MemoryLog(run_dir / f"memory-rank{rank}.jsonl" if config.log_memory else None, context) as memory,
         closing(Capture(config.nsys, TRACED_STEPS)) as capture,
     ):
-        traces = StepTraces(context, run_dir / TRACE if config.trace else None)
+        traces = StepTraces(context, trace_files(run_dir, config.trace))
         since = time.perf_counter()
         for step, (work, unbalanced) in enumerate(steps, start):
             note = memory.begin(step, [plans for _, plans in work])
