@@ -74,16 +74,17 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
     first = ranks[0]
     in_rounds = list(zip(*(rank.traces for rank in ranks), strict=True))
     single_in_rounds = list(zip(*(rank.traces_of_single for rank in ranks), strict=True))
-    hidden, of_single = ([_hidden(traces) for traces in each] for each in (in_rounds, single_in_rounds))
-    strictly = [min(trace.hidden for trace in traces) for traces in in_rounds]
+    hidden, of_single = ([min(t.hidden for t in traces) for traces in each] for each in (in_rounds, single_in_rounds))
+    computing, of_single_computing = ([_computing(traces) for traces in each] for each in (in_rounds, single_in_rounds))
     idle, idle_of_single = ([_idle(traces) for traces in each] for each in (in_rounds, single_in_rounds))
     return Result(
         "overlap",
         [
             Row("time on the link / time of attention, busiest rank", max(rank.traffic for rank in ranks), "x"),
             Row("traffic hidden by ping-pong, worst rank, median", statistics.median(hidden), "", at_least=0.9),
-            Row("the same, all waits taken for exposed traffic", statistics.median(strictly), ""),
             Row("traffic hidden in a single stream", statistics.median(of_single), ""),
+            Row("share of traffic's time in which a rank computes, worst rank", statistics.median(computing), ""),
+            Row("the same in a single stream", statistics.median(of_single_computing), ""),
             Row("idle share of a step, slowest rank, median", statistics.median(least for least, _ in idle), ""),
             Row("idle share of a step, rank that idles most", statistics.median(most for _, most in idle), ""),
             Row("idle share in a single stream, slowest rank", statistics.median(a for a, _ in idle_of_single), ""),
@@ -104,7 +105,7 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
             "dtype": "float32",
             "rounds": rounds,
             "hidden_in_each_round": hidden,
-            "hidden_strictly_in_each_round": strictly,
+            "computing_in_each_round": computing,
             "idle_of_slowest_rank_in_each_round": [least for least, _ in idle],
         },
     )
@@ -149,7 +150,7 @@ def _run_rank(rounds: int) -> Measured:
     )
 
 
-def _hidden(traces: Sequence[distca.Trace]) -> float:
+def _computing(traces: Sequence[distca.Trace]) -> float:
     """Of the time in which rows to or from a rank were under way, the share in which it computed; of the worst rank."""
     return min(rank.hidden / rank.traffic for rank in figures(traces, windows(traces)).ranks)
 
