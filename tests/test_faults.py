@@ -57,6 +57,30 @@ def test_one_of_several_ranks_with_another_plan_is_found_by_all(odd_one: int) ->
         _assert_poisoned(contexts, plan, batch)
 
 
+def test_a_sender_that_needs_no_credit_and_has_another_plan_is_found_before_its_rows_are_used() -> None:
+    """Rank 0 sends to rank 2, whose slot it knows to be free, and which expects no rows; no neighbour is there."""
+    layout = distca.Layout([[(rank, 0, 64)] for rank in range(4)])
+    at_home = [(rank, 0, 64, 0, HEADS.kv, rank) for rank in range(4)]
+    lent = distca.plan(layout, HEADS, tasks=[(0, 0, 64, 0, HEADS.kv, 2), *at_home[1:]])
+    own = distca.plan(layout, HEADS, tasks=at_home)
+    batch = random_batch((64,) * 4, HEADS, 1)
+
+    def dispatch(plan: distca.Plan, rank: int, context: distca.Context) -> distca.Step:
+        q, k, v = (rows_of_rank(batch, layout, rank, t) for t in (batch.q, batch.k, batch.v))
+        return distca.dispatch(q, k, v, plan.for_rank(rank), context=context)
+
+    for first, second in ((0, 2), (2, 0)):
+        with loopback_group([lent, own], timeout=20.0) as contexts:
+            for _ in range(2):
+                on_all_ranks(contexts, lambda rank, context: _forward(lent, batch, rank, context))
+            plans = {0: lent, 2: own}
+            step = dispatch(plans[first], first, contexts[first])
+            with pytest.raises(distca.PlanMismatchError, match=f"rank {first} came to this step with another plan"):
+                dispatch(plans[second], second, contexts[second])
+            with pytest.raises(distca.PlanMismatchError, match=f"rank {second} found that rank {first}"):
+                distca.attend(step)
+
+
 def test_one_rank_in_forward_and_another_in_backward_is_a_mismatch_that_says_so() -> None:
     plan = _plan()
     batch = random_batch(LENGTHS, HEADS, 1)

@@ -132,6 +132,35 @@ def test_two_steps_in_parts_give_the_bits_of_two_whole_steps(ranks: int, dtype: 
                 assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), (way.__name__, seed, thread)
 
 
+def test_rows_leave_before_a_peer_comes_to_the_step_that_got_rows_in_the_slot_before() -> None:
+    """Each rank is far ahead of the others once: it would not get credit in time."""
+    plan = distca.plan(spill(LENGTHS, 3), HEADS, tolerance=0.0)
+    batch = random_batch(LENGTHS, HEADS, 1)
+    senders = {transfer.source for transfer in plan.transfers if transfer.message == "forward_in"}
+    assert senders
+    with loopback_group(plan, timeout=0.5) as contexts:
+        expected = on_all_ranks(contexts, lambda rank, context: whole_steps([Rows(batch, plan, context)]))
+        for ahead in senders:
+            rows = [Rows(batch, plan, context) for context in contexts]
+            early = rows[ahead].dispatch()
+
+            def work(
+                rank: int,
+                context: distca.Context,
+                rows: list[Rows] = rows,
+                early: tuple[int, distca.Step] = (ahead, early),
+            ) -> list[torch.Tensor]:
+                step = early[1] if rank == early[0] else rows[rank].dispatch()
+                distca.attend(step)
+                rows[rank].collect(step)
+                rows[rank].loss().backward()
+                return rows[rank].results()
+
+            found = on_all_ranks(contexts, work)
+            for mine, theirs in zip(found, expected, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
 def test_a_step_between_the_parts_of_another_takes_the_other_slot_again_and_again() -> None:
     """As activation checkpointing does in backward: whole steps while one step stays under way."""
     plans = [distca.plan(spill(LENGTHS, 2), HEADS), distca.plan(spill((200, 3), 2), HEADS, tolerance=0.0)]

@@ -152,7 +152,10 @@ void Dispatcher::open(Step& s, Part part) {
   s.id = protocol_.begin(s.phase(), static_cast<uint64_t>(s.slice.header().plan_digest), s.scores, part);
   s.state = Step::State::kDispatched;
   s.arena = protocol_.arena();
-  if (fill_with_nan_) fill_nan(s);
+  if (fill_with_nan_) {
+    if (!protocol_.is_freed_early() || protocol_.is_first_use()) fill_arena(s);
+    fill_returned(s);
+  }
   protocol_.grant(s.slice.waits(s.phase()), /*after_work=*/fill_with_nan_);
 }
 
@@ -325,6 +328,8 @@ void Dispatcher::take_in(Step& step) {
     poison(step);
   else
     backend_.finish();
+  protocol_.settle();
+  if (fill_with_nan_ && protocol_.is_freed_early()) fill_arena(step);
   protocol_.end();
   step.state = Step::State::kFree;
 }
@@ -391,10 +396,13 @@ void Dispatcher::run_rows() {
   rows_.clear();
 }
 
-void Dispatcher::fill_nan(const Step& step) {
-  const plan::Header& h = step.slice.header();
-  const int64_t bytes = h.arena_bytes[static_cast<size_t>(step.phase())];
+void Dispatcher::fill_arena(const Step& step) {
+  const int64_t bytes = protocol_.arena_bytes();
   backend_.fill({step.arena, bytes, bytes}, {1, 1, bytes}, Fill::kNan);
+}
+
+void Dispatcher::fill_returned(const Step& step) {
+  const plan::Header& h = step.slice.header();
   for (TensorKind kind : step.returned())
     backend_.fill(step.local(kind), step.extent(Direction::kOut, kind, step.all_heads(), h.num_rows), Fill::kNan);
   if (const int64_t kept = h.retained_bytes; step.phase() == Phase::kForward && step.retained != nullptr)

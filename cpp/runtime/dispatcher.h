@@ -65,7 +65,7 @@ class Dispatcher {
   /// Steps from here on are recorded, or fill a recording again; null ends that, and drops what is under way.
   void set_recording(Recording* recording);
 
-  /// For tests: fill the arena and the returned tensors with NaN before every step.
+  /// For tests: fill the arena and the returned tensors with NaN before peers may write there.
   void set_fill_with_nan(bool on) { fill_with_nan_ = on; }
 
  private:
@@ -95,7 +95,8 @@ class Dispatcher {
   void send_home(const Step& step, int64_t round);
   void receive_home(const Step& step, int64_t round);
   void fill_padding(const Step& step);
-  void fill_nan(const Step& step);
+  void fill_arena(const Step& step);
+  void fill_returned(const Step& step);
   void run_rows();
   void poison(const Step& step);
 

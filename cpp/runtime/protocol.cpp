@@ -52,7 +52,7 @@ Protocol::Protocol(std::unique_ptr<transport::Transport> transport, std::string 
       agree_([this] {
         for (int64_t p = 0; p < num_ranks(); ++p) compare_with(p);
       }) {
-  at_.credit_given.resize(static_cast<size_t>(kNumSlots * num_ranks()));
+  at_.credits = Credits(num_ranks());
   if (stream_) stream_->watch([this] { look(); });
 }
 
@@ -106,11 +106,16 @@ StepId Protocol::begin(plan::Phase phase, uint64_t plan_digest, const ScoreOptio
   busy_[static_cast<size_t>(at_.last_slot)] = true;
   const StepId step{++at_.num_steps,      at_.last_slot, phase, plan_digest, scores.scale_and_softcap(),
                     scores.sinks_digest()};
+  at_.credits.use(step.slot, step.number);
   enter(step, part);
   return step;
 }
 
-void Protocol::resume(const StepId& step, Part part) { enter(step, part); }
+void Protocol::resume(const StepId& step, Part part) {
+  enter(step, part);
+  for (int64_t slot = 0; slot < kNumSlots; ++slot)
+    if (!busy_[static_cast<size_t>(slot)]) compare_with_early_senders(slot);
+}
 
 void Protocol::enter(const StepId& step, Part part) {
   at_.now = step;
@@ -175,8 +180,22 @@ void Protocol::grant(std::span<const plan::WaitRow> waits, bool after_work) {
   if (transport_->is_collective()) return;
   for (const plan::WaitRow& w : waits) {
     if (stream_) check_present(w.peer, rows_wait(static_cast<plan::Direction>(w.direction), w.peer, w.round).what);
-    if (w.round == 0) give_credit(w.peer, 0, after_work);
+    const bool in = w.direction == static_cast<int64_t>(plan::Direction::kIn);
+    const bool has_it = in && is_freed_early() && at_.credits.received_before(slot(), w.peer);
+    if (w.round == 0 && !has_it) give_credit(w.peer, 0, after_work);
+    if (in) at_.credits.receive(slot(), w.peer);
   }
+  compare_with_early_senders(slot());
+}
+
+/// Peers that may send rows into the slot though this rank does not expect any: with the same plan they do not. Of two
+/// ranks that differ the other one looks too, before it sends (await_credit), so one of them notices before rows are
+/// used.
+void Protocol::compare_with_early_senders(int64_t slot) {
+  if (!is_freed_early()) return;
+  for (int64_t p = 0; p < num_ranks(); ++p)
+    if (busy_[static_cast<size_t>(slot)] ? at_.credits.received_before(slot, p) : at_.credits.receives(slot, p))
+      compare_with(p);
 }
 
 void Protocol::grant_round(std::span<const plan::WaitRow> waits, int64_t round) {
@@ -190,9 +209,8 @@ void Protocol::grant_round(std::span<const plan::WaitRow> waits, int64_t round) 
 /// Once, also to a peer that sends rows here and rows home: else the second signal could arrive after that of a later
 /// round and take it back.
 void Protocol::give_credit(int64_t peer, int64_t round, bool after_work) {
-  uint64_t& given = at_.credit_given[static_cast<size_t>(slot() * num_ranks() + peer)];
-  if (given >= sequence(at_.now.number, round)) return;
-  given = sequence(at_.now.number, round);
+  const uint64_t given = sequence(at_.now.number, round);
+  if (!at_.credits.give(slot(), peer, given)) return;
   const int64_t word = signals_.credit(slot(), rank());
   if (stream_)
     stream_->grant(static_cast<int>(peer), word, given, after_work);
@@ -215,6 +233,16 @@ Protocol::Wait Protocol::rows_wait(plan::Direction direction, int64_t peer, int6
 void Protocol::await_credit(plan::Direction direction, int64_t peer, int64_t round) {
   if (transport_->is_collective()) return;
   const Wait w = credit_wait(direction, peer, round);
+  if (is_freed_early() && direction == plan::Direction::kIn) {
+    // Also where more credit is needed: no two signals to one word may be under way.
+    if (const uint64_t last = at_.credits.send(slot(), peer); last != 0) {
+      Wait freed = w;
+      freed.word = signals_.freed(slot(), peer);
+      freed.value = sequence(last, 0);
+      wait(freed);
+      if (last == at_.credits.before(slot())) return compare_with(peer);
+    }
+  }
   if (!stream_) return wait(w);
   check_present(peer, w.what);
   stream_->await_credit({static_cast<int>(peer), w.word, w.value, transport::Awaited::kCredit, round});
@@ -279,12 +307,21 @@ void Protocol::poison(const RowView& rows, const RowExtent& n) {
   if (stream_) stream_->poison(rows, n);
 }
 
-void Protocol::end() {
+void Protocol::settle() {
   const Timer timer(*this, "its own rows to arrive", /*is_wait=*/true);
   if (stream_)
     stream_->end(slot());
   else
     transport_->quiet_until(marks_[static_cast<size_t>(slot())]);
+}
+
+void Protocol::end() {
+  if (is_freed_early()) {
+    for (int64_t p = 0; p < num_ranks(); ++p) {
+      if (at_.credits.receives(slot(), p))
+        transport_->signal(static_cast<int>(p), signals_.freed(slot(), rank()), sequence(at_.now.number, 0));
+    }
+  }
   busy_[static_cast<size_t>(slot())] = false;
 }
 
@@ -410,8 +447,8 @@ void Protocol::time_out() {
   const uint64_t seen = transport_->load(waiting_.word);
   throw PeerTimeoutError(message(where(), ": waited ", static_cast<double>(timeout_.count()) / 1000.0, " s for rank ",
                                  waiting_.peer, ": ", waiting_.what, ", round ", waiting_.round, "; seen step ",
-                                 seen >> 16, " round ", seen & 0xffff, ", expected step ", at_.now.number, " round ",
-                                 waiting_.round, "; rank ", waiting_.peer, " is at step ",
+                                 seen >> 16, " round ", seen & 0xffff, ", expected step ", waiting_.value >> 16,
+                                 " round ", waiting_.round, "; rank ", waiting_.peer, " is at step ",
                                  transport_->peek(p, signals_.latest_step())));
 }
 

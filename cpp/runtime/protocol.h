@@ -3,15 +3,16 @@
 // Every rank makes the same sequence of calls: each does a whole step, or one of its parts (dispatch, attend, collect),
 // so that two steps may be under way at once. A step gets the slot that is free; where both are, the one that the step
 // before did not get. At step n a receiver grants credit to exactly the senders of plan n, for the step's slot, once
-// its own earlier use of that slot is over; senders wait for that credit, put, and signal. A rank waits only for ranks
-// that send to it, or receive from it, in this plan. Each rank publishes its calls with their plan digests; of two
+// its own earlier use of that slot is over; senders wait for that credit, put, and signal. Peers that sent it rows in
+// that earlier use are told at its end already (credits.h), unless steps are queued. A rank waits only for ranks that
+// send to it, or receive from it, in this plan. Each rank publishes its calls with their plan digests; of two
 // neighbours whose calls differ at least one notices at once, and whoever waits compares again. The first fault on a
 // rank is told to all its peers; after that the context is poisoned: nothing of it sends or returns rows.
 //
 // No rank waits for ever, by induction over the calls. Whatever dispatch waits for (credit), peers give when they come
-// to the same call, before they wait themselves. Whatever attend waits for (rows of the step, credit to send results
-// home) was given in the step's dispatch, and the first round that collect waits for in its attend: earlier calls,
-// which all ranks complete. Of the rounds within collect see Dispatcher::collect.
+// to the same call, before they wait themselves, or gave at the end of an earlier one. Whatever attend waits for (rows
+// of the step, credit to send results home) was given in the step's dispatch, and the first round that collect waits
+// for in its attend: earlier calls, which all ranks complete. Of the rounds within collect see Dispatcher::collect.
 //
 // Over a collective transport rows reach a slot only in an exchange, to which its owner comes when the slot is free: so
 // there is no credit. All ranks compare their steps in every exchange, before rows move, and who is gone is noticed
@@ -33,6 +34,7 @@
 #include "common/digest.h"
 #include "common/error.h"
 #include "plan/tables.h"
+#include "runtime/credits.h"
 #include "runtime/signals.h"
 #include "runtime/trace.h"
 #include "transport/stream_order.h"
@@ -81,6 +83,7 @@ class Protocol {
 
   /// This rank's arena of the slot of the step at hand.
   std::byte* arena();
+  int64_t arena_bytes() const { return arena_bytes_; }
 
   /// Throws ContextPoisonedError after a fault.
   void check_healthy() const;
@@ -116,8 +119,13 @@ class Protocol {
   void await_rows(std::span<const plan::WaitRow> waits, plan::Direction direction, int64_t round);
   /// Of a step that is queued: rows to be returned become NaN if there was a fault.
   void poison(const RowView& rows, const RowExtent& n);
-  /// Closes the step, and frees its slot, once nothing of it is under way.
+  /// Returns, or of a step that is queued lets the work go on, once nothing of the step is under way.
+  void settle();
+  /// Closes the step, of which nothing is under way any more, and frees its slot.
   void end();
+  /// Whether peers may write into this slot before this rank comes to the step at hand.
+  bool is_freed_early() const { return !stream_ && !transport_->is_collective(); }
+  bool is_first_use() const { return at_.credits.before(slot()) == 0; }
 
   /// Steps of a queued context, from here on, join a tape, or fill it again: nobody is told of them. They begin with
   /// slot 0; none may be under way. Those that only join it have numbers that no step ever has which is done.
@@ -190,6 +198,7 @@ class Protocol {
   void tell_peers(FaultCode code, const FaultDetails& details) noexcept;
   /// Throws PlanMismatchError if this call of `peer` is another one, or about another plan or other scores.
   void compare_with(int64_t peer);
+  void compare_with_early_senders(int64_t slot);
   [[noreturn]] void time_out();
   std::string where() const;
 
@@ -204,7 +213,7 @@ class Protocol {
     uint64_t num_steps = 0;
     StepId now;  // the step at hand
     int64_t last_slot = 0;
-    std::vector<uint64_t> credit_given;  // by slot and peer: the latest
+    Credits credits;
   };
   Position at_;
   uint64_t num_calls_ = 0;

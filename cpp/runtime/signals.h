@@ -13,14 +13,16 @@ class Signals {
   explicit Signals(int64_t num_ranks) : num_ranks_(num_ranks) {}
 
   /// Of peer p: p's slot may be written by us in this step and round.
-  int64_t credit(int64_t slot, int64_t peer) const { return per_peer(3 * slot, peer); }
+  int64_t credit(int64_t slot, int64_t peer) const { return per_peer(kKinds * slot, peer); }
+  /// Of peer p: p's slot is free again after this step, in which we sent rows there.
+  int64_t freed(int64_t slot, int64_t peer) const { return per_peer(kKinds * slot + 1, peer); }
   /// Of peer p: p's rows of the in / out message of this step and round have arrived.
   int64_t arrived(int64_t direction, int64_t slot, int64_t peer) const {
-    return per_peer(3 * slot + 1 + direction, peer);
+    return per_peer(kKinds * slot + 2 + direction, peer);
   }
   /// Of peer p: p has met a fault; kFaultDetails words of detail, then the code (0 = none).
-  int64_t fault_detail(int64_t peer, int64_t index) const { return per_peer(3 * kNumSlots + index, peer); }
-  int64_t fault_code(int64_t peer) const { return per_peer(3 * kNumSlots + kFaultDetails, peer); }
+  int64_t fault_detail(int64_t peer, int64_t index) const { return per_peer(kKinds * kNumSlots + index, peer); }
+  int64_t fault_code(int64_t peer) const { return per_peer(kKinds * kNumSlots + kFaultDetails, peer); }
   /// Published by the owner for its peers: at index call % kHistory, of the step that a call is about, the digest of
   /// its plan, the scale and the softcap of its scores and the digest of its sinks; and which call it is (call_word).
   int64_t digest(uint64_t call) const { return published(kWords * static_cast<int64_t>(call % kHistory)); }
@@ -35,9 +37,9 @@ class Signals {
   static constexpr int64_t kFaultDetails = 4;
 
  private:
-  static constexpr int64_t kHistory = 64, kWords = 4;
+  static constexpr int64_t kHistory = 64, kWords = 4, kKinds = 4;
   int64_t per_peer(int64_t kind, int64_t peer) const { return kind * num_ranks_ + peer; }
-  int64_t published(int64_t index) const { return per_peer(3 * kNumSlots + kFaultDetails + 1, 0) + index; }
+  int64_t published(int64_t index) const { return per_peer(kKinds * kNumSlots + kFaultDetails + 1, 0) + index; }
 
   int64_t num_ranks_;
 };

@@ -1,10 +1,11 @@
-/* The step protocol of cpp/runtime, for spin: three ranks, two slots, three steps, several plans and orders of calls.
+/* The step protocol of cpp/runtime, for spin: three ranks, two slots, three steps or more, several plans and orders of
+ * calls.
  *
  * Names are those of the code: `dispatch`, `attend` and `collect` are Dispatcher::begin, ::compute and ::take_in; what
  * they call is in dispatcher.cpp and protocol.cpp. A loop here over peers with SENDS_... is a loop there over
  * slice.waits(phase) or slice.sends(phase). Checked are deadlock (by spin itself) and, by assertion, that
  *   - a server computes on rows of this step, and a home takes in results of this step, round and server, although
- *     who opens a slot wipes it and a round lies over another server's rows of the round before;
+ *     who frees a slot wipes it and a round lies over another server's rows of the round before;
  *   - a put finds at its source what its step left there, however late it is carried out;
  *   - no two signals to one word are under way at once, so that none is overwritten unseen, or by an older one.
  *
@@ -15,16 +16,22 @@
  *   -DORDER=2        ping-pong, the parts in turn
  *   -DORDER=3        ping-pong, the next step is dispatched as soon as its slot is free
  *   -DORDER=4        the step that was dispatched last is finished first, and the next one gets its slot
+ *   -DSTEPS=5        so many steps, of whole ones; with five a slot is used three times
+ *   -DQUEUED         steps that are queued on streams: no slot is freed early, whoever opens it wipes it
  *   -DALL_PLANS      every sequence of the plans below; else four: step n has plan (first + n) % 4
- *   -DSLOW_CREDITS   credit is under way like a message; else it arrives at once. A sender looks at credit only where
- *                    it waits for it, so late credit is to it what being late itself is; the rest is checked with this
+ *   -DFIRST=3        one of these
+ *   -DSLOW_CREDITS   credit, and that a slot is free, are under way like a message; else they arrive at once. A
+ *                    sender looks at credit only where it waits for it, so late credit is to it what being late
+ *                    itself is; the rest is checked with this
  *   -DONE_PUT        messages have one put, which arrives at any time before the signal
  *   -DFAULT_...      plants a fault; tests/test_protocol_model.py requires that spin finds each
  */
 #ifndef ORDER
 #define ORDER 1
 #endif
+#ifndef STEPS
 #define STEPS 3
+#endif
 
 /* sequence() of signals.h: step << 16 | round; a byte has room for one bit of rounds. */
 #ifdef FAULT_ROUND_NOT_IN_VALUE
@@ -40,8 +47,17 @@ short rows_in[STEPS + 1], rows_home[(STEPS + 1) * 2];
 #define SENDS_IN(n, from, to) (rows_in[n] & BIT(from, to))
 #define SENDS_HOME(n, round, from, to) (rows_home[(n) * 2 + (round)] & BIT(from, to))
 
-/* Protocol::slot(): of a step that this rank has begun. */
+/* Protocol::slot(): of a step that this rank has begun. Credits::before(): the step that used its slot before, or 0. */
 #define SLOT(n) slot_of[n]
+#define BEFORE(n) before[n]
+
+/* Home `from` may send in step n as soon as it knows that the slot is free: it sent in the slot's use before as well.
+ * Both know that. */
+#ifdef QUEUED
+#define FREED_EARLY(n, from, to) false
+#else
+#define FREED_EARLY(n, from, to) SENDS_IN(BEFORE(n), from, to)
+#endif
 /* What belongs to rank `of` at rank `at`, by slot. */
 #define CELL(at, slot, of) ((at) * 6 + (slot) * 3 + (of))
 /* Where a server's rows of a round lie in home-in. */
@@ -55,14 +71,14 @@ byte home_in_a[18], home_in_b[18];     /* RESULT(step, round, server) */
 /* [rank, slot]: the step whose q, k, v the caller keeps as they are. */
 byte tensors[6];
 
-/* Signal words: signals_.credit(slot, peer), signals_.arrived(direction, slot, peer). */
-byte credit[18], arrived_in[18], arrived_home[18];
+/* Signal words: signals_.credit(slot, peer), .freed(slot, peer), .arrived(direction, slot, peer). */
+byte credit[18], freed[18], arrived_in[18], arrived_home[18];
 
 /* Messages under way, by the word of their signal: bits 1 and 2: the puts, bit 4: the signal. */
 byte pending_in[18], pending_home[18];
 byte value_in[18], value_home[18];
 #ifdef SLOW_CREDITS
-byte pending_credit[18], value_credit[18];
+byte pending_credit[18], value_credit[18], pending_freed[18], value_freed[18];
 #endif
 
 #ifdef ONE_PUT
@@ -79,8 +95,10 @@ byte pending_credit[18], value_credit[18];
 /* Protocol::grant, ::grant_round: */
 #ifdef SLOW_CREDITS
 #define GRANT(p, v) SEND(pending_credit, value_credit, CELL(p, SLOT(n), me), 4, v)
+#define FREE(p, v) SEND(pending_freed, value_freed, CELL(p, SLOT(n), me), 4, v)
 #else
 #define GRANT(p, v) credit[CELL(p, SLOT(n), me)] = v
+#define FREE(p, v) freed[CELL(p, SLOT(n), me)] = v
 #endif
 
 /* ---- one rank ---- */
@@ -88,7 +106,7 @@ byte pending_credit[18], value_credit[18];
 inline grant(n) {
   for (p : 0 .. 2) {
     if
-    :: SENDS_IN(n, p, me) || SENDS_HOME(n, 0, p, me) ->
+    :: SENDS_IN(n, p, me) && !FREED_EARLY(n, p, me) || SENDS_HOME(n, 0, p, me) ->
        GRANT(p, SEQUENCE(n, 0))
 #ifdef FAULT_GRANTED_TWICE
        ; if
@@ -123,19 +141,27 @@ inline take_slot(n) {
   fi;
 #endif
   last_slot = SLOT(n);
-  busy[last_slot] = true
+  busy[last_slot] = true;
+  BEFORE(n) = latest[last_slot];
+  latest[last_slot] = n
 }
 
-/* Whoever opens a slot may write all of it, as fill_nan does. */
-inline open(n) {
-  take_slot(n);
+/* Dispatcher::fill_arena: whoever has a slot to itself may write all of it. */
+inline wipe(n) {
   for (p : 0 .. 2) {
     server_in_a[CELL(me, SLOT(n), p)] = 0;
     server_in_b[CELL(me, SLOT(n), p)] = 0;
     home_in_a[CELL(me, SLOT(n), p)] = 0;
     home_in_b[CELL(me, SLOT(n), p)] = 0
   }
-  results[me * 2 + SLOT(n)] = 0;
+  results[me * 2 + SLOT(n)] = 0
+}
+
+inline open(n) {
+  take_slot(n);
+#ifdef QUEUED
+  wipe(n);
+#endif
   tensors[me * 2 + SLOT(n)] = n;
 #ifdef FAULT_CREDIT_TOO_EARLY
   if
@@ -147,13 +173,31 @@ inline open(n) {
 #endif
 }
 
+inline await_credit_in(n) {
+#ifdef FAULT_NO_WAIT_FOR_CREDIT
+  skip
+#else
+  if
+  :: FREED_EARLY(n, me, p) -> freed[CELL(me, SLOT(n), p)] >= SEQUENCE(BEFORE(n), 0)
+  :: else ->
+#if STEPS > 3 && !defined(QUEUED) && !defined(FAULT_NO_WAIT_FOR_OLDER_SIGNAL)
+     /* What came of an earlier use, and was not needed. */
+     if
+     :: BEFORE(n) && BEFORE(BEFORE(n)) && SENDS_IN(BEFORE(BEFORE(n)), me, p) ->
+        freed[CELL(me, SLOT(n), p)] >= SEQUENCE(BEFORE(BEFORE(n)), 0)
+     :: else
+     fi;
+#endif
+     credit[CELL(me, SLOT(n), p)] >= SEQUENCE(n, 0)
+  fi
+#endif
+}
+
 inline send_in(n) {
   for (p : 0 .. 2) {
     if
     :: SENDS_IN(n, me, p) ->
-#ifndef FAULT_NO_WAIT_FOR_CREDIT
-       credit[CELL(me, SLOT(n), p)] >= SEQUENCE(n, 0); /* await_credit */
-#endif
+       await_credit_in(n);
        SEND(pending_in, value_in, CELL(p, SLOT(n), me), PUTS_AND_SIGNAL, SEQUENCE(n, 0))
     :: else
     fi
@@ -221,6 +265,15 @@ inline take_in(n, round) {
   }
 }
 
+inline free(n) {
+  for (p : 0 .. 2) {
+    if
+    :: SENDS_IN(n, p, me) -> FREE(p, SEQUENCE(n, 0))
+    :: else
+    fi
+  }
+}
+
 /* Protocol::end; then the caller may change its tensors. */
 inline protocol_end(n) {
 #ifndef FAULT_NO_QUIET
@@ -228,32 +281,38 @@ inline protocol_end(n) {
     !(pending_in[CELL(p, SLOT(n), me)] & 3) && !(pending_home[CELL(p, SLOT(n), me)] & 3)
   }
 #endif
-  busy[SLOT(n)] = false;
-  tensors[me * 2 + SLOT(n)] = 0
+  tensors[me * 2 + SLOT(n)] = 0;
+#ifndef QUEUED
+  wipe(n);
+#ifndef FAULT_FREED_TOO_EARLY
+  free(n);
+#endif
+#endif
+  busy[SLOT(n)] = false
 }
 
-/* The calls of a rank, in order: 4 * part + step; the last is none. */
-#define D1 1
-#define D2 2
-#define D3 3
-#define A1 5
-#define A2 6
-#define A3 7
-#define C1 9
-#define C2 10
-#define C3 11
-#define WHOLE_STEPS {D1, A1, C1, D2, A2, C2, D3, A3, C3, 0}
+/* The calls of a rank, in order: 10 * part + step; the last is none. */
+#define D(n) n
+#define A(n) 1##n
+#define C(n) 2##n
+#define STEP(n) D(n), A(n), C(n)
+#define NUM_CALLS 3 * STEPS + 1
+#if STEPS == 3
+#define WHOLE_STEPS {STEP(1), STEP(2), STEP(3), 0}
+#else
+#define WHOLE_STEPS {STEP(1), STEP(2), STEP(3), STEP(4), STEP(5), 0}
+#endif
 #if ORDER == 1
-byte calls[10] = WHOLE_STEPS;
+byte calls[NUM_CALLS] = WHOLE_STEPS;
 #elif ORDER == 2
-byte calls[10] = {D1, D2, A1, A2, C1, C2, D3, A3, C3, 0};
+byte calls[NUM_CALLS] = {D(1), D(2), A(1), A(2), C(1), C(2), D(3), A(3), C(3), 0};
 #elif ORDER == 3
-byte calls[10] = {D1, D2, A1, C1, D3, A2, C2, A3, C3, 0};
+byte calls[NUM_CALLS] = {D(1), D(2), A(1), C(1), D(3), A(2), C(2), A(3), C(3), 0};
 #elif ORDER == 4
-byte calls[10] = {D1, D2, A2, C2, D3, A3, A1, C3, C1, 0};
+byte calls[NUM_CALLS] = {D(1), D(2), A(2), C(2), D(3), A(3), A(1), C(3), C(1), 0};
 #endif
 #ifdef FAULT_ORDERS_DIFFER
-byte calls_of_rank_0[10] = WHOLE_STEPS;
+byte calls_of_rank_0[NUM_CALLS] = WHOLE_STEPS;
 #define CALL(i) (me == 0 -> calls_of_rank_0[i] : calls[i])
 #else
 #define CALL(i) calls[i]
@@ -261,14 +320,14 @@ byte calls_of_rank_0[10] = WHOLE_STEPS;
 
 inline next_call() {
   i++;
-  call = CALL(i - 1) / 4;
-  step = CALL(i - 1) % 4
+  call = CALL(i - 1) / 10;
+  step = CALL(i - 1) % 10
 }
 
 /* What happens elsewhere meanwhile happens between two atomic blocks, or while one of them waits. */
 proctype Rank(byte me) {
   byte p, i, call, step, last_slot;
-  byte slot_of[STEPS + 1];
+  byte slot_of[STEPS + 1], before[STEPS + 1], latest[2];
   bool busy[2];
   atomic { next_call() }
   do
@@ -289,6 +348,9 @@ proctype Rank(byte me) {
        :: else
        fi
      }
+#endif
+#ifdef FAULT_FREED_TOO_EARLY
+     atomic { free(step) }
 #endif
      atomic {
        compute(step);
@@ -367,7 +429,9 @@ proctype Rank(byte me) {
 #ifdef SLOW_CREDITS
 #define CREDIT(at, slot, from) \
   :: d_step { pending_credit[CELL(at, slot, from)] -> \
-       ARRIVES(pending_credit, credit, value_credit, at, slot, from) }
+       ARRIVES(pending_credit, credit, value_credit, at, slot, from) } \
+  :: d_step { pending_freed[CELL(at, slot, from)] -> \
+       ARRIVES(pending_freed, freed, value_freed, at, slot, from) }
 #else
 #define CREDIT(at, slot, from)
 #endif
@@ -418,7 +482,11 @@ inline choose(n, which) {
 init {
   byte n, first;
   atomic {
+#ifdef FIRST
+    first = FIRST;
+#else
     select(first : 0 .. PLANS - 1);
+#endif
     for (n : 1 .. STEPS) {
 #ifdef ALL_PLANS
       select(first : 0 .. PLANS - 1);
