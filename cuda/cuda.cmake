@@ -46,7 +46,7 @@ function(add_cuda_library)
   endforeach()
   # Later GPUs compile what comes last when they load it.
   list(APPEND all_architectures -gencode=arch=compute_100,code=compute_100)
-  set_source_files_properties(${other_sources} PROPERTIES COMPILE_OPTIONS "${all_architectures};--extended-lambda")
+  set_source_files_properties(${other_sources} PROPERTIES COMPILE_OPTIONS "${all_architectures}")
   if(attention_sources)
     find_package(Cutlass REQUIRED)
     target_link_libraries(distca_cuda PRIVATE cutlass)

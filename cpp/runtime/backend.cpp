@@ -61,6 +61,13 @@ Makers& makers() {
   return *instance;
 }
 
+void check_asked(const std::string& device, const std::string& attention) {
+  require(attention == "auto" || attention == "flash", "attention = \"", attention,
+          "\"; \"auto\" and \"flash\" are allowed");
+  require((device == "cpu" && attention == "auto") || makers().backend != nullptr, "device \"", device,
+          "\" with attention \"", attention, "\" needs the operators; import distca first");
+}
+
 }  // namespace
 
 void Backend::run(std::span<const RowWork> rows) {
@@ -75,24 +82,20 @@ void Backend::run(std::span<const RowWork> rows) {
 void set_makers(MakeBackend backend, MakeStreams streams) { makers() = {std::move(backend), std::move(streams)}; }
 
 std::shared_ptr<Backend> make_backend(const std::string& device, const std::string& attention) {
-  require(attention == "auto" || attention == "flash", "attention = \"", attention,
-          "\"; \"auto\" and \"flash\" are allowed");
+  check_asked(device, attention);
   if (device == "cpu" && attention == "auto") return std::make_shared<CpuBackend>();
-  require(makers().backend != nullptr, "device \"", device, "\" with attention \"", attention,
-          "\" needs the operators; import distca first");
-  return makers().backend(device, attention);
+  return makers().backend(device, attention, nullptr);
 }
 
 Device make_device(const std::string& device, const std::string& attention, std::chrono::milliseconds timeout,
                    int put_blocks) {
-  if (device == "cpu") {
-    require(attention == "auto", "attention = \"", attention, "\" has no queued steps on the CPU");
+  check_asked(device, attention);
+  if (device == "cpu" && attention == "auto") {
     const auto streams = std::make_shared<transport::HostStreams>(timeout);
     return {make_queued_backend(streams), streams};
   }
-  std::shared_ptr<Backend> backend = make_backend(device, attention);
-  const int index = std::stoi(backend->device().substr(std::string("cuda:").size()));
-  return {std::move(backend), makers().streams(index, timeout, put_blocks)};
+  const std::shared_ptr<transport::Streams> streams = makers().streams(device, timeout, put_blocks);
+  return {makers().backend(device, attention, streams), streams};
 }
 
 }  // namespace distca::runtime

@@ -53,12 +53,13 @@ class DISTCA_EXPORT Backend : public Memory {
 };
 
 /// Attention that a context is asked for: "auto" is the library's own kernels where there are some, else "flash",
-/// ATen's flash attention.
-using MakeBackend = std::function<std::shared_ptr<Backend>(const std::string& device, const std::string& attention)>;
+/// ATen's flash attention. Its work is queued on `streams`; where they are null, on the device's current stream.
+using MakeBackend = std::function<std::shared_ptr<Backend>(const std::string& device, const std::string& attention,
+                                                           std::shared_ptr<transport::Streams> streams)>;
 
-/// The streams of a rank on a GPU; `put_blocks` as in CudaLibrary.
-using MakeStreams =
-    std::function<std::shared_ptr<transport::Streams>(int device, std::chrono::milliseconds timeout, int put_blocks)>;
+/// The streams of a rank on a GPU; `put_blocks` as in CudaLibrary. Null where libdistca_cuda is missing.
+using MakeStreams = std::function<std::shared_ptr<transport::Streams>(
+    const std::string& device, std::chrono::milliseconds timeout, int put_blocks)>;
 
 /// Makes the backend of one rank. InvalidArgumentError or DeviceError where there is none such.
 DISTCA_EXPORT std::shared_ptr<Backend> make_backend(const std::string& device, const std::string& attention);

@@ -238,11 +238,12 @@ void Context::replan(const std::shared_ptr<Recording>& recording, std::span<cons
   check_may_begin();
   require(dispatcher_.is_idle(), "replan: a step is under way; collect it first");
   for (const plan::SliceView& slice : slices) require(slice.header().retains == 0, kNoRetention);
+  if (!check_only) recording->tape()->await_readers();
   fill_again(*recording, slices, check_only);
   if (check_only) return;
   guarded([&] { protocol_.announce_replay(); });
   recording->tape()->commit();
-  planned_ = recording;
+  if (!recording->tape()->is_captured()) planned_ = recording;
 }
 
 /// What does not fit changes nothing; a fault that shows meanwhile is one.
@@ -268,6 +269,7 @@ void Context::fill_again(Recording& recording, std::span<const plan::SliceView> 
 
 void Context::replay(const std::shared_ptr<Recording>& recording) {
   const Call call(*this);
+  require(!recording->tape()->is_captured(), "replay: the steps were captured into a graph; launch that instead");
   require(planned_ == recording,
           "replay: the recording has no plan for its next steps; call replan before each replay");
   planned_ = nullptr;

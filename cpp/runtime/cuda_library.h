@@ -26,9 +26,9 @@ struct CudaLibrary {
   /// Compute capability of a device, 10 * major + minor.
   int (*capability)(int device);
   /// The backend of a rank on that device, over the one by ATen's operators; with the library's own kernels for
-  /// attention or without.
+  /// attention or without. `streams`: those of make_streams on which it queues its work, or null.
   std::shared_ptr<Backend> (*make_backend)(std::shared_ptr<Backend> aten, int device, CurrentStream current_stream,
-                                           bool own_attention);
+                                           bool own_attention, const std::shared_ptr<transport::Streams>& streams);
   /// The streams of a rank on that device. `put_blocks` thread blocks carry out a put; 0: as many as keep a link busy.
   std::shared_ptr<transport::Streams> (*make_streams)(int device, CurrentStream current_stream,
                                                       std::chrono::milliseconds timeout, int put_blocks);

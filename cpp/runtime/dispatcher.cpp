@@ -115,11 +115,13 @@ Dispatcher::Step& Dispatcher::begin(const plan::SliceView& slice, const Backward
   s.scores = scores;
   s.id.phase = Phase::kBackward;
   const plan::Header& h = slice.header();
-  if (const int64_t bytes = h.num_rows * h.q_heads * 4; bytes > s.delta_bytes) {
+  const int64_t bytes = h.num_rows * h.q_heads * 4;
+  if (bytes > s.delta_bytes && !recording_) {
     s.delta = backend_.allocate(bytes);
     s.delta_bytes = bytes;
   }
-  const RowView delta = {s.delta.get(), h.q_heads * 4, 4};
+  std::byte* const memory = recording_ ? recording_->memory_of_next_step(bytes, backend_).get() : s.delta.get();
+  const RowView delta = {memory, h.q_heads * 4, 4};
   backend_.row_dot(slice.heads(), h.num_rows, t.out, t.dout, delta, parallel);
   s.set(TensorKind::kQ, t.q);
   s.set(TensorKind::kK, t.k);
@@ -303,12 +305,14 @@ void Dispatcher::retain_keys(const Step& step) {
     const KvHeads heads = heads_of(g);
     const int64_t num_rows = g.num_arena_blocks * step.slice.header().key_block_rows;
     const auto keep = [&](TensorKind kind, int64_t to, int64_t from) {
-      backend_.copy(step.in_retained(kind, heads, to), step.in_arena(Direction::kIn, kind, heads, from),
-                    step.extent(Direction::kIn, kind, heads, num_rows));
+      rows_.push_back({.to = step.in_retained(kind, heads, to),
+                       .from = step.in_arena(Direction::kIn, kind, heads, from),
+                       .n = step.extent(Direction::kIn, kind, heads, num_rows)});
     };
     keep(TensorKind::kK, g.retained_k, g.forward_k);
     keep(TensorKind::kV, g.retained_v, g.forward_v);
   }
+  run_rows();
 }
 
 /// Results come home, round by round. A home grants round j + 1 after it took in round j, and every rank sends its

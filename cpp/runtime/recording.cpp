@@ -11,7 +11,8 @@ void Recording::add(Step step, Call call, std::shared_ptr<void> owner) {
   step.slice = plan::SliceView({});
   calls_.push_back({steps_.size(), std::move(call)});
   steps_.push_back(step);
-  owners_.push_back(std::move(owner));
+  // A graph that is captured uses memory again as the calls inside did.
+  if (!tape_->is_captured()) owners_.push_back(std::move(owner));
 }
 
 void Recording::add(uint64_t number, Call call) {
@@ -31,6 +32,13 @@ void Recording::refill(std::span<const plan::SliceView> slices) {
       throw CapacityError(message("replan, step ", c.step, " of the recording: ", error.what()));
     }
   }
+}
+
+std::shared_ptr<std::byte> Recording::memory_of_next_step(int64_t bytes, Memory& memory) {
+  const size_t step = is_complete_ ? num_begun_ : num_rounds_.size();
+  if (memory_.size() <= step) memory_.resize(step + 1);
+  if (!memory_[step]) memory_[step] = memory.allocate(bytes);
+  return memory_[step];
 }
 
 int64_t Recording::rounds_of_next_step(int64_t needed) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/dtype.h"
+#include "common/memory.h"
 #include "plan/tables.h"
 #include "transport/tape.h"
 
@@ -40,6 +41,8 @@ class Recording {
 
   /// Makes all calls again, with a slice for each step. Throws CapacityError where one does not fit.
   void refill(std::span<const plan::SliceView> slices);
+  /// Memory that a step is recorded with, and goes on to use: of the step that comes next.
+  std::shared_ptr<std::byte> memory_of_next_step(int64_t bytes, Memory& memory);
   /// Rounds that the next step goes through: as many as it needs, or the least there are to be; later, as many as it
   /// was recorded with. CapacityError where these are fewer.
   int64_t rounds_of_next_step(int64_t needed);
@@ -53,7 +56,8 @@ class Recording {
   std::shared_ptr<transport::Tape> tape_;
   int64_t least_rounds_;
   std::vector<Step> steps_;
-  std::vector<int64_t> num_rounds_;  // of each step
+  std::vector<int64_t> num_rounds_;                 // of each step
+  std::vector<std::shared_ptr<std::byte>> memory_;  // likewise; null where it needs none
   std::vector<NumberedCall> calls_;
   std::vector<std::shared_ptr<void>> owners_;
   bool is_complete_ = false;

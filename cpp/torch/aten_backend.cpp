@@ -299,15 +299,19 @@ Device device_of(const std::string& name) {
 
 struct Registration {
   Registration() {
-    const auto make_backend = [](const std::string& name, const std::string& attention) {
+    const auto make_backend = [](const std::string& name, const std::string& attention,
+                                 const std::shared_ptr<transport::Streams>& streams) {
       const Device device = device_of(name);
       std::shared_ptr<runtime::Backend> aten = std::make_shared<AtenBackend>(device);
       const runtime::CudaLibrary* const library = device.is_cpu() ? nullptr : runtime::cuda_library();
-      return library == nullptr ? aten : library->make_backend(aten, device.index(), &gpu_stream, attention == "auto");
+      if (library == nullptr) return aten;
+      return library->make_backend(aten, device.index(), &gpu_stream, attention == "auto", streams);
     };
-    const auto make_streams = [](int device, std::chrono::milliseconds timeout, int put_blocks) {
+    const auto make_streams = [](const std::string& name, std::chrono::milliseconds timeout, int put_blocks) {
+      const Device device = device_of(name);
+      require(!device.is_cpu(), "attention = \"flash\" has no queued steps on the CPU");
       const runtime::CudaLibrary* const library = runtime::cuda_library();
-      return library == nullptr ? nullptr : library->make_streams(device, &gpu_stream, timeout, put_blocks);
+      return library == nullptr ? nullptr : library->make_streams(device.index(), &gpu_stream, timeout, put_blocks);
     };
     runtime::set_makers(make_backend, make_streams);
   }

@@ -148,12 +148,18 @@ void HostStreams::queue(Stream stream, const char* operation, std::span<const Ta
       }
     });
   };
-  if (tape_) return tape_->add(operation, parts, std::move(start));
+  if (tape_) {
+    tape_->add(operation, parts, std::move(start));
+    return;
+  }
   start(std::make_shared<const Table>(parts));
 }
 
 void HostStreams::record(int point, Stream stream) {
-  if (tape_) return tape_->add("point", {}, [this, point, stream](const auto&) { record(point, stream); });
+  if (tape_) {
+    tape_->add("point", {}, [this, point, stream](const auto&) { record(point, stream); });
+    return;
+  }
   auto reached = std::make_shared<Point>();
   points_[static_cast<size_t>(point)] = reached;
   lane(stream).queue([reached = std::move(reached)] {
@@ -163,7 +169,10 @@ void HostStreams::record(int point, Stream stream) {
 }
 
 void HostStreams::wait_for(Stream stream, int point) {
-  if (tape_) return tape_->add("wait for a point", {}, [=, this](const auto&) { wait_for(stream, point); });
+  if (tape_) {
+    tape_->add("wait for a point", {}, [=, this](const auto&) { wait_for(stream, point); });
+    return;
+  }
   const std::shared_ptr<Point>& awaited = points_[static_cast<size_t>(point)];
   if (awaited) lane(stream).queue([awaited] { awaited->is_reached.wait(false); });
 }

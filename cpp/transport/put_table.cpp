@@ -59,10 +59,10 @@ void PutTable::clear() {
   num_bytes_ = 0;
 }
 
-int32_t blocks_for(const LinkModel& link, int32_t num_chunks, int64_t bytes_under_way_of_a_block) {
+int32_t blocks_for(const LinkModel& link, int64_t bytes_under_way_of_a_block) {
   const double under_way = static_cast<double>(link.bytes_per_second) * static_cast<double>(link.latency_ns) * 1e-9;
   const auto blocks = static_cast<int64_t>(under_way / static_cast<double>(bytes_under_way_of_a_block)) + 1;
-  return static_cast<int32_t>(std::clamp<int64_t>(blocks, 1, std::min(link.max_blocks, std::max(num_chunks, 1))));
+  return static_cast<int32_t>(std::clamp<int64_t>(blocks, 1, link.max_blocks));
 }
 
 }  // namespace distca::transport

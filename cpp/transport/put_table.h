@@ -112,6 +112,6 @@ struct LinkModel {
   int64_t latency_ns = 1500;                      // of a load followed by a store to a peer
   int32_t max_blocks = 32;
 };
-DISTCA_EXPORT int32_t blocks_for(const LinkModel& link, int32_t num_chunks, int64_t bytes_under_way_of_a_block);
+DISTCA_EXPORT int32_t blocks_for(const LinkModel& link, int64_t bytes_under_way_of_a_block);
 
 }  // namespace distca::transport

@@ -2,64 +2,28 @@
 // its own of all that it reads, which may be filled anew between one time and the next.
 #pragma once
 
-#include <array>
 #include <cstddef>
-#include <cstdint>
 #include <functional>
 #include <memory>
 #include <span>
-#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "common/error.h"
+#include "transport/table.h"
 
 namespace distca::transport {
 
-/// An array of a table.
-struct TablePart {
-  const char* name;
-  std::span<const std::byte> bytes;
-  size_t element_bytes;
-  bool is_one = false;  // a value that is there once, whatever the plan
-};
-template <class T>
-TablePart table_part(const char* name, std::span<T> values) {
-  static_assert(std::is_trivially_copyable_v<T>);
-  return {name, std::as_bytes(values), sizeof(T)};
-}
-template <class T>
-TablePart table_part(const char* name, const std::vector<T>& values) {
-  return table_part(name, std::span<const T>(values));
-}
-template <class T>
-TablePart table_value(const char* name, const T& value) {
-  static_assert(std::is_trivially_copyable_v<T>);
-  return {name, std::as_bytes(std::span(&value, 1)), sizeof(T), true};
-}
-
-/// The arrays that one operation reads when its turn comes, in one block of memory.
-class DISTCA_EXPORT Table {
+/// What the streams of a device bring to a tape.
+class TapeDevice {
  public:
-  static constexpr size_t kMaxParts = 6;
-
-  /// With room for `headroom` times what there is; with 1 for just that.
-  explicit Table(std::span<const TablePart> parts, double headroom = 1);
-
-  /// Throws CapacityError unless these parts fit into the room.
-  void check(const char* operation, std::span<const TablePart> parts) const;
-  /// Takes the place of what was there.
-  void fill(std::span<const TablePart> parts);
-  /// Takes over what another table of the same capacity holds.
-  void fill(const Table& other);
-
-  template <class T>
-  std::span<const T> get(size_t part) const {
-    return {reinterpret_cast<const T*>(memory_.data() + offsets_[part]), counts_[part]};
-  }
-
- private:
-  std::array<size_t, kMaxParts> counts_ = {}, capacities_ = {}, offsets_ = {};
-  std::vector<std::byte> memory_;
+  virtual ~TapeDevice() = default;
+  virtual TableMemory allocate(size_t bytes) = 0;
+  /// Returns when the tables that were committed last have been read. Throws InvalidArgumentError where nobody comes
+  /// to read them.
+  virtual void await_readers() = 0;
+  /// The tables have changed.
+  virtual void commit() = 0;
 };
 
 /// First the operations join it, in the order in which they are queued. Later the same operations come again, in the
@@ -72,17 +36,28 @@ class DISTCA_EXPORT Tape {
   /// Tables get room for `headroom` times what they hold at first, and for some elements where that is little.
   explicit Tape(double headroom) : headroom_(headroom) {}
 
-  /// The next operation. Of a tape that is complete: what will be in its table after `commit`. Throws CapacityError
-  /// where that does not fit.
-  void add(const char* operation, std::span<const TablePart> parts, Start start);
+  void set_device(std::shared_ptr<TapeDevice> device) { device_ = std::move(device); }
+  TapeDevice* device() const { return device_.get(); }
+
+  /// The next operation; returns it with its table. Of a tape that is complete: what will be in its table after
+  /// `commit`, and returns null. Throws CapacityError where that does not fit.
+  std::shared_ptr<const Table> add(const char* operation, std::span<const TablePart> parts, Start start);
   /// Operations come from the first one on again; what was not committed is forgotten.
   void rewind();
-  /// All operations have come again: their tables change. Nobody may be reading them.
+  /// Returns when the tables may change.
+  void await_readers() const;
+  /// All operations have come again: their tables change.
   void commit();
   /// Queues all operations.
   void replay() const;
 
+  bool is_complete() const { return is_complete_; }
   size_t num_operations() const { return operations_.size(); }
+
+  /// Whether operations were also queued as they joined it, into the graph that a device captures: that is launched
+  /// instead of a `replay`.
+  bool is_captured() const { return is_captured_; }
+  void set_captured() { is_captured_ = true; }
 
  private:
   struct Operation {
@@ -92,7 +67,8 @@ class DISTCA_EXPORT Tape {
   };
 
   double headroom_;
-  bool is_complete_ = false;
+  std::shared_ptr<TapeDevice> device_;
+  bool is_complete_ = false, is_captured_ = false;
   size_t next_ = 0;
   std::vector<Operation> operations_;
 };

@@ -257,7 +257,7 @@ struct NarrowConsumer : BackwardConsumer<Config> {
   float dv[kValueDim / 2];
 
   DISTCA_DEVICE void run() {
-    for (int index; (index = begin_item(s.items, this->items)) < p.num_items; end_item(s.items, this->items)) {
+    for (int index; (index = begin_item(s.items, this->items)) < p.num_items(); end_item(s.items, this->items)) {
       clear(dk);
       clear(dv);
       this->for_each_tile(p.items[index].num_tiles, [&](const TileFacts<Config::kRows>& facts) { step(facts); });
@@ -311,7 +311,7 @@ struct WideKeyConsumer : BackwardConsumer<Config> {
   float dk[Config::kDim / 2];
 
   DISTCA_DEVICE void run() {
-    for (int index; (index = begin_item(s.items, this->items)) < p.num_items; end_item(s.items, this->items)) {
+    for (int index; (index = begin_item(s.items, this->items)) < p.num_items(); end_item(s.items, this->items)) {
       clear(dk);
       this->for_each_tile(p.items[index].num_tiles, [&](const TileFacts<Config::kRows>& facts) { step(facts); });
       const WorkItem& item = p.items[this_item(s.items, this->items)];
@@ -344,7 +344,7 @@ struct WideValueConsumer : BackwardConsumer<Config> {
   float dv[Config::kValueDim / 2];
 
   DISTCA_DEVICE void run() {
-    for (int index; (index = begin_item(s.items, this->items)) < p.num_items; end_item(s.items, this->items)) {
+    for (int index; (index = begin_item(s.items, this->items)) < p.num_items(); end_item(s.items, this->items)) {
       clear(dv);
       this->for_each_tile(p.items[index].num_tiles, [&](const TileFacts<Config::kRows>& facts) { step(facts); });
       const WorkItem& item = p.items[this_item(s.items, this->items)];

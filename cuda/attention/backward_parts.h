@@ -79,7 +79,7 @@ struct BackwardProducer {
   int loaded_parity = 0;
 
   DISTCA_DEVICE void run() {
-    for (int index; (index = take_item(p, s.items, items)) < p.num_items;) {
+    for (int index; (index = take_item(p, s.items, items)) < p.num_items();) {
       const WorkItem& item = p.items[index];
       load_keys(item);
       const RowRange rows = key_rows<Config>(p, item).rows;

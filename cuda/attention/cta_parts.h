@@ -86,8 +86,8 @@ DISTCA_DEVICE void await_signals(const KernelParams& p, const WorkItem& item) {
 /// Every lane of the producer: takes the next item and tells the consumers. Returns num_items at the end.
 DISTCA_DEVICE int take_item(const KernelParams& p, ItemRing& items, Ring<2>& ring) {
   int index = lane_of_warp() == 0 ? hopper::fetch_add(p.next_item, 1) : 0;
-  index = minimum(hopper::shuffle_from(index, 0), p.num_items);
-  if (index < p.num_items && p.items[index].remote != 0) await_signals(p, p.items[index]);
+  index = minimum(hopper::shuffle_from(index, 0), p.num_items());
+  if (index < p.num_items() && p.items[index].remote != 0) await_signals(p, p.items[index]);
   await_empty(items.stages.empty[ring.stage()], ring.parity());
   if (lane_of_warp() == 0) {
     items.index[ring.stage()] = index;

@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 #include <vector>
 
 #include "attention/kernels.h"
 #include "attention/work_list.h"
+#include "runtime/table_ring.h"
 
 namespace distca::attention::cuda {
 
@@ -76,66 +78,8 @@ class Carver {
   size_t used_ = 0;
 };
 
-/// A run's memory: tables, copied from the host; then what starts as zeros.
-struct Memory {
-  WorkItem* items;
-  StoreItem* store_items;
-  TaskEntry* tasks;
-  GroupEntry* groups;
-  RunEntry* runs;
-  int64_t* blocks;
-  TensorMap* maps;
-  int* next_item;
-  float* dq_sums;
-  int* turns;
-  size_t table_bytes;
-  size_t bytes;
-};
-
-Memory carve(std::byte* base, const WorkList& list, size_t num_sums, size_t num_turns) {
-  Carver carver(base);
-  Memory m{};
-  m.items = carver.take<WorkItem>(list.items.size());
-  m.store_items = carver.take<StoreItem>(list.store_items.size());
-  m.tasks = carver.take<TaskEntry>(list.tasks.size());
-  m.groups = carver.take<GroupEntry>(list.groups.size());
-  m.runs = carver.take<RunEntry>(list.runs.size());
-  m.blocks = carver.take<int64_t>(list.blocks.size());
-  m.maps = carver.take<TensorMap>(list.maps.size());
-  m.table_bytes = carver.used();
-  m.next_item = carver.take<int>(1);
-  m.turns = carver.take<int>(num_turns);
-  m.dq_sums = carver.take<float>(num_sums);
-  m.bytes = carver.used();
-  return m;
-}
-
-/// Page-locked memory that a copy reads from until its event has happened.
-struct Staging {
-  std::byte* data = nullptr;
-  size_t bytes = 0;
-  cudaEvent_t copied = nullptr;
-
-  Staging() = default;
-  Staging(const Staging&) = delete;
-  Staging& operator=(const Staging&) = delete;
-  ~Staging() {
-    if (copied != nullptr) cudaEventDestroy(copied);
-    if (data != nullptr) cudaFreeHost(data);
-  }
-  bool is_free() const { return copied == nullptr || cudaEventQuery(copied) == cudaSuccess; }
-  void reserve(size_t n) {
-    if (copied == nullptr) check(cudaEventCreateWithFlags(&copied, cudaEventDisableTiming), "creating an event");
-    if (n <= bytes) return;
-    if (data != nullptr) cudaFreeHost(data);
-    data = nullptr;
-    bytes = 0;
-    void* p = nullptr;
-    check(cudaHostAlloc(&p, n, cudaHostAllocDefault), "page-locked memory for work lists");
-    data = static_cast<std::byte*>(p);
-    bytes = n;
-  }
-};
+// Parts of the tables.
+enum : size_t { kItems, kStoreItems, kTasks, kGroups, kRuns, kBlocks, kMaps, kNumParts };
 
 }  // namespace
 
@@ -145,35 +89,37 @@ struct CudaAttention::State {
   int major = 0;
   int minor = 0;
   EncodeTiled encode_tiled = nullptr;
-  std::vector<std::unique_ptr<Staging>> staging;
+  distca::cuda::TableRing ring;
 
   // What was prepared last.
   WorkList list;
   std::vector<TensorMap> maps;
-  const HeadKernels* kernels = nullptr;
-  bool is_backward = false;
-  size_t num_sums = 0;
-  size_t num_turns = 0;
+  AttentionLaunch launch;
+  std::array<transport::TablePart, kNumParts> parts;
 
   const HeadKernels& begin(const HeadShape& heads) {
     const std::string reason = unsupported_reason(heads, major, minor);
     require(reason.empty(), reason);
-    kernels = kernels_for(heads);
-    return *kernels;
+    return *kernels_for(heads);
   }
-  size_t finish(DType dtype) {
+  void finish(DType dtype) {
+    using transport::table_part;
     maps.resize(list.maps.size());
     for (size_t i = 0; i < maps.size(); ++i) encode(encode_tiled, dtype, list.maps[i], maps[i]);
-    return carve(nullptr, list, num_sums, num_turns).bytes;
-  }
-  /// Memory that no copy reads any more; more of it where there is none.
-  Staging& free_staging(size_t bytes) {
-    auto found = std::find_if(staging.begin(), staging.end(), [](const auto& s) { return s->is_free(); });
-    if (found == staging.end()) found = staging.insert(staging.end(), std::make_unique<Staging>());
-    (*found)->reserve(bytes);
-    return **found;
+    parts = {table_part("work items", list.items),
+             table_part("tiles of queries", list.store_items),
+             table_part("tasks", list.tasks),
+             table_part("groups of tasks", list.groups),
+             table_part("runs of key gradients", list.runs),
+             table_part("key blocks", list.blocks),
+             table_part("tensor maps", maps)};
   }
 };
+
+void load_kernels() {
+  for (const auto& kernels : {hopper_kernels_64(), hopper_kernels_128(), hopper_kernels_192(), hopper_kernels_256()})
+    for (const HeadKernels& k : kernels) check(k.load(), "loading kernels");
+}
 
 std::string unsupported_reason(const HeadShape& heads, int major, int minor) {
   if (major != 9 || minor != 0)
@@ -203,68 +149,98 @@ CudaAttention::~CudaAttention() = default;
 CudaAttention::CudaAttention(CudaAttention&&) noexcept = default;
 CudaAttention& CudaAttention::operator=(CudaAttention&&) noexcept = default;
 
-size_t CudaAttention::prepare_forward(const Problem& problem, std::span<const Signal> signals) {
+void CudaAttention::prepare_forward(const Problem& problem, std::span<const Signal> signals) {
   State& s = *state_;
   const HeadKernels& kernels = s.begin(problem.heads);
-  s.is_backward = false;
   list_forward(problem, signals, kernels.forward_shape, s.list);
-  s.num_sums = s.num_turns = 0;
-  return s.finish(problem.heads.dtype);
+  s.launch.set(kernels, s.list.params, /*is_backward=*/false, /*is_deterministic=*/false, s.num_sms);
+  s.finish(problem.heads.dtype);
 }
 
-size_t CudaAttention::prepare_backward(const Problem& problem, bool deterministic, std::span<const Signal> signals) {
+void CudaAttention::prepare_backward(const Problem& problem, bool deterministic, std::span<const Signal> signals) {
   State& s = *state_;
   const HeadKernels& kernels = s.begin(problem.heads);
-  s.is_backward = true;
   list_backward(problem, signals, kernels.backward_shape, s.list);
-  const auto num_tiles = static_cast<size_t>(s.list.params.num_store_items);
-  s.num_sums = num_tiles * static_cast<size_t>(kernels.dq_elements);
-  s.num_turns = deterministic ? num_tiles * static_cast<size_t>(kernels.turns_per_tile) : 0;
-  return s.finish(problem.heads.dtype);
+  s.launch.set(kernels, s.list.params, /*is_backward=*/true, deterministic, s.num_sms);
+  s.finish(problem.heads.dtype);
 }
+
+std::span<const transport::TablePart> CudaAttention::parts() const { return state_->parts; }
+const AttentionLaunch& CudaAttention::launch() const { return state_->launch; }
+size_t CudaAttention::scratch_bytes() const { return state_->launch.scratch_bytes(transport::TableLayout(parts())); }
 
 void CudaAttention::run(void* scratch, cudaStream_t stream) {
   State& s = *state_;
-  const WorkList& list = s.list;
-  if (list.items.empty()) return;
-  const Memory m = carve(static_cast<std::byte*>(scratch), list, s.num_sums, s.num_turns);
-  Staging& staging = s.free_staging(m.table_bytes);
-  const Memory host = carve(staging.data, list, 0, 0);
-  const auto copy = [](const auto& from, auto* to) {
-    static_assert(std::is_trivially_copyable_v<std::remove_pointer_t<decltype(to)>>);
-    if (!from.empty()) std::memcpy(static_cast<void*>(to), from.data(), from.size() * sizeof(from[0]));
-  };
-  copy(list.items, host.items);
-  copy(list.store_items, host.store_items);
-  copy(list.tasks, host.tasks);
-  copy(list.groups, host.groups);
-  copy(list.runs, host.runs);
-  copy(list.blocks, host.blocks);
-  copy(s.maps, host.maps);
-  check(cudaMemcpyAsync(scratch, staging.data, m.table_bytes, cudaMemcpyHostToDevice, stream), "copying work lists");
-  check(cudaEventRecord(staging.copied, stream), "recording an event");
-  check(cudaMemsetAsync(static_cast<std::byte*>(scratch) + m.table_bytes, 0, m.bytes - m.table_bytes, stream),
-        "clearing scratch memory");
+  if (s.list.items.empty()) return;
+  s.launch(s.ring.upload(s.parts, stream), scratch, stream);
+  s.ring.done(stream);
+}
 
-  KernelParams p = list.params;
-  p.items = m.items;
-  p.store_items = m.store_items;
-  p.tasks = m.tasks;
-  p.groups = m.groups;
-  p.runs = m.runs;
-  p.blocks = m.blocks;
-  p.maps = m.maps;
-  p.next_item = m.next_item;
-  p.dq_sums = m.dq_sums;
-  p.turns = s.num_turns == 0 ? nullptr : m.turns;
-  const int num_ctas = std::min(s.num_sms, p.num_items);
-  if (!s.is_backward) {
-    check(s.kernels->forward(p, num_ctas, stream), "starting the forward kernel");
+void AttentionLaunch::set(const HeadKernels& kernels, const KernelParams& params, bool is_backward,
+                          bool is_deterministic, int num_sms) {
+  kernels_ = &kernels;
+  params_ = params;
+  is_backward_ = is_backward;
+  is_deterministic_ = is_deterministic;
+  num_sms_ = num_sms;
+}
+
+AttentionLaunch::Kind AttentionLaunch::kind() const {
+  const KernelParams& p = params_;
+  const auto word = [](auto x) { return std::bit_cast<uint32_t>(x); };
+  return {word(p.dim),
+          word(p.v_dim),
+          word(p.group_heads),
+          word(p.tile_tokens),
+          word(p.scale),
+          word(p.mask.window),
+          word(p.mask.full),
+          word(p.scores.exponent_scale),
+          word(p.scores.sign),
+          word(p.scores.cap),
+          word(p.scores.cap_scale),
+          static_cast<uint32_t>(kernels_->dtype),
+          is_deterministic_ ? 1u : 0u};
+}
+
+size_t AttentionLaunch::scratch_bytes(const transport::TableLayout& tables) const {
+  return scratch(tables, nullptr).bytes;
+}
+
+AttentionLaunch::Scratch AttentionLaunch::scratch(const transport::TableLayout& tables, std::byte* base) const {
+  const size_t num_tiles = is_backward_ ? tables.capacity(kStoreItems) : 0;
+  Carver carver(base);
+  Scratch s;
+  s.next_item = carver.take<int>(1);
+  s.turns = carver.take<int>(is_deterministic_ ? num_tiles * static_cast<size_t>(kernels_->turns_per_tile) : 0);
+  s.dq_sums = carver.take<float>(num_tiles * static_cast<size_t>(kernels_->dq_elements));
+  s.bytes = carver.used();
+  return s;
+}
+
+void AttentionLaunch::operator()(const distca::cuda::DeviceTable& tables, void* memory, cudaStream_t stream) const {
+  const Scratch s = scratch(*tables.layout, static_cast<std::byte*>(memory));
+  check(cudaMemsetAsync(memory, 0, s.bytes, stream), "clearing scratch memory");
+  KernelParams p = params_;
+  p.counts = tables.counts();
+  p.items = tables.part<const WorkItem>(kItems);
+  p.store_items = tables.part<const StoreItem>(kStoreItems);
+  p.tasks = tables.part<const TaskEntry>(kTasks);
+  p.groups = tables.part<const GroupEntry>(kGroups);
+  p.runs = tables.part<const RunEntry>(kRuns);
+  p.blocks = tables.part<const int64_t>(kBlocks);
+  p.maps = tables.part<const TensorMap>(kMaps);
+  p.next_item = s.next_item;
+  p.dq_sums = s.dq_sums;
+  p.turns = is_deterministic_ ? s.turns : nullptr;
+  const int num_ctas = std::min(num_sms_, static_cast<int>(tables.capacity(kItems)));
+  if (!is_backward_) {
+    check(kernels_->forward(p, num_ctas, stream), "starting the forward kernel");
     return;
   }
-  check(s.kernels->backward(p, num_ctas, stream), "starting the backward kernel");
-  if (p.num_store_items > 0)
-    check(s.kernels->store_queries(p, p.num_store_items, stream), "starting the kernel that stores dq");
+  check(kernels_->backward(p, num_ctas, stream), "starting the backward kernel");
+  if (const auto num_tiles = static_cast<int>(tables.capacity(kStoreItems)); num_tiles > 0)
+    check(kernels_->store_queries(p, num_tiles, stream), "starting the kernel that stores dq");
 }
 
 }  // namespace distca::attention::cuda

@@ -70,7 +70,7 @@ DISTCA_DEVICE void produce_forward(const KernelParams& p, typename Config::Share
   Ring<1> q;
   Ring<kStages> k, v;
   int loaded_parity = 0;
-  for (int index; (index = take_item(p, s.items, items)) < p.num_items;) {
+  for (int index; (index = take_item(p, s.items, items)) < p.num_items();) {
     const WorkItem& item = p.items[index];
     const TaskEntry& task = p.tasks[item.task];
     const GroupEntry& group = p.groups[item.group];
@@ -138,7 +138,8 @@ struct ForwardConsumer {
 
   DISTCA_DEVICE void run() {
     if (warpgroup() == 1) pass_turn();
-    for (int index; (index = begin_item(s.items, items)) < p.num_items; end_item(s.items, items)) work(p.items[index]);
+    for (int index; (index = begin_item(s.items, items)) < p.num_items(); end_item(s.items, items))
+      work(p.items[index]);
     if (warpgroup() == 0) await_turn();
   }
 

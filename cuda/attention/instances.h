@@ -30,8 +30,9 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
 
 template <class Config>
 __global__ void store_queries_kernel(const __grid_constant__ KernelParams params) {
-  store_queries<Config>(params, params.store_items[blockIdx.x], static_cast<int>(threadIdx.x),
-                        static_cast<int>(blockDim.x));
+  const auto index = static_cast<int>(blockIdx.x);
+  if (index >= params.num_store_items()) return;
+  store_queries<Config>(params, params.store_items[index], static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
 }
 
 /// A kernel whose CTAs stay and take all of an SM's shared memory.
@@ -51,6 +52,15 @@ cudaError_t launch_store_queries(const KernelParams& params, int num_ctas, cudaS
   return cudaGetLastError();
 }
 
+template <class... Kernels>
+cudaError_t load(Kernels*... kernels) {
+  cudaError_t error = cudaSuccess;
+  cudaFuncAttributes attributes;
+  for (const void* kernel : {reinterpret_cast<const void*>(kernels)...})
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
+  return error;
+}
+
 template <class Element, int kDim, int kValueDim>
 HeadKernels head_kernels(DType dtype) {
   using Forward = ForwardConfig<Element, kDim, kValueDim>;
@@ -64,7 +74,8 @@ HeadKernels head_kernels(DType dtype) {
           Backward::kParts * kPartElements,
           Backward::kTurnsPerTile,
           launch<Backward, backward_kernel<Backward>>,
-          launch_store_queries<Backward>};
+          launch_store_queries<Backward>,
+          [] { return load(forward_kernel<Forward>, backward_kernel<Backward>, store_queries_kernel<Backward>); }};
 }
 
 /// Both dtypes.

@@ -26,6 +26,7 @@ struct HeadKernels {
   int turns_per_tile;  // parts of them that are added to one by one
   Launch backward;
   Launch store_queries;
+  cudaError_t (*load)();  // them, before they are first started
 };
 
 // For compute capability 9.0, one file each. The first that a head fits into is the one for it.

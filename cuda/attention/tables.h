@@ -119,6 +119,7 @@ struct ScoreMap {
 
 /// All that a kernel is given.
 struct KernelParams {
+  const uint64_t* counts;  // of items and of store_items
   const WorkItem* items;
   const StoreItem* store_items;
   const TaskEntry* tasks;
@@ -129,8 +130,6 @@ struct KernelParams {
   int* next_item;  // how many items have been taken
   float* dq_sums;  // backward: see QuerySums
   int* turns;      // deterministic: key blocks that have added to each part of a tile of dq_sums; else null
-  int num_items;
-  int num_store_items;
   int dim;
   int v_dim;
   int group_heads;
@@ -139,6 +138,8 @@ struct KernelParams {
   TileMask mask;
   ScoreMap scores;
 
+  DISTCA_HOST_DEVICE int num_items() const { return static_cast<int>(counts[0]); }
+  DISTCA_HOST_DEVICE int num_store_items() const { return static_cast<int>(counts[1]); }
   DISTCA_HOST_DEVICE int tile_rows() const { return tile_tokens * group_heads; }
 };
 

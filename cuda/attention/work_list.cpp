@@ -128,7 +128,7 @@ void sort_items(WorkList& list) {
     return list.costs[x] > list.costs[y];
   });
   for (int32_t i : order) list.items.push_back(list.unsorted[static_cast<size_t>(i)]);
-  list.params.num_items = checked(static_cast<int64_t>(list.items.size()), "number of work items");
+  checked(static_cast<int64_t>(list.items.size()), "number of work items");
 }
 
 void add_tables(const Problem& problem, std::span<const Signal> signals, WorkList& list) {
@@ -211,7 +211,7 @@ void list_backward(const Problem& problem, std::span<const Signal> signals, Tile
     for (int head = 0; head < kv_heads; ++head)
       for (int tile = 0; tile < task.num_tiles; ++tile) list.store_items.push_back({static_cast<int>(t), head, tile});
   }
-  list.params.num_store_items = checked(num_tiles, "number of query tiles");
+  checked(num_tiles, "number of query tiles");
   for (size_t g = 0; g < problem.groups.size(); ++g) {
     const KeyGroup& group = problem.groups[g];
     GroupEntry& entry = list.groups[g];

@@ -13,4 +13,12 @@ inline void check(cudaError_t result, const char* what) {
     throw DeviceError(message(what, ": ", cudaGetErrorString(result), " (", cudaGetErrorName(result), ")"));
 }
 
+/// Loads a kernel, which its first launch would do: that may wait for the whole device, and so for kernels that wait
+/// for what this thread has yet to queue.
+template <class Kernel>
+void load_kernel(Kernel* kernel) {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), "loading a kernel");
+}
+
 }  // namespace distca::cuda

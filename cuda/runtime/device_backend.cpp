@@ -1,6 +1,8 @@
 #include "runtime/device_backend.h"
 
 #include <algorithm>
+#include <array>
+#include <chrono>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -8,12 +10,29 @@
 #include "attention/cuda_attention.h"
 #include "runtime/check.h"
 #include "runtime/device_guard.h"
-#include "runtime/rows.h"
+#include "runtime/device_queue.h"
+#include "runtime/row_dot.h"
+#include "transport/cuda_streams.h"
+#include "transport/put.h"
 #include "transport/reduce.h"
-#include "transport/table_ring.h"
 
 namespace distca::cuda {
 namespace {
+
+using transport::fixed_value;
+using transport::Streams;
+using transport::table_part;
+using transport::table_value;
+using transport::TablePart;
+
+/// Bytes of the rows that fills copy from.
+constexpr int64_t kConstantBytes = 4096;
+/// Room for the sinks of one call.
+constexpr int64_t kSinkBytes = int64_t{64} << 10;
+/// Where no streams were made, nothing is recorded, and nobody waits for a graph.
+constexpr std::chrono::milliseconds kNoTimeout{0};
+
+constexpr std::array kFills = {runtime::Fill::kZero, runtime::Fill::kNan, runtime::Fill::kMinusInfinity};
 
 uint32_t word_of(runtime::Fill value) {
   switch (value) {
@@ -27,13 +46,25 @@ uint32_t word_of(runtime::Fill value) {
   return 0;
 }
 
+/// The same in each replay.
+struct RowDotArguments {
+  int64_t q_heads, v_dim, dtype, num_rows;
+  RowView out, dout, delta;
+};
+
 class DeviceBackend final : public runtime::Backend {
  public:
   DeviceBackend(std::shared_ptr<runtime::Backend> aten, int device, runtime::CurrentStream current_stream,
-                bool own_attention)
-      : aten_(std::move(aten)), device_(device), current_stream_(current_stream), own_attention_(own_attention) {
+                bool own_attention, std::shared_ptr<DeviceQueue> queue)
+      : aten_(std::move(aten)), device_(device), own_attention_(own_attention), queue_(std::move(queue)) {
+    const DeviceGuard guard(device_);
+    if (!queue_) queue_ = std::make_shared<DeviceQueue>(device, current_stream, kNoTimeout);
     cuda::check(cudaDeviceGetAttribute(&major_, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
     cuda::check(cudaDeviceGetAttribute(&minor_, cudaDevAttrComputeCapabilityMinor, device), "compute capability");
+    load_reduce_kernels();
+    load_row_dot_kernels();
+    if (own_attention_ && major_ == 9 && minor_ == 0) attention::cuda::load_kernels();
+    make_constants();
   }
 
   std::string device() const override { return aten_->device(); }
@@ -49,43 +80,55 @@ class DeviceBackend final : public runtime::Backend {
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override { return aten_->allocate(bytes); }
   void copy(const RowView& to, const RowView& from, const RowExtent& n) override {
-    const DeviceGuard guard(device_);
-    copy_rows(to, from, n, stream());
+    const runtime::RowWork copy = {.to = to, .from = from, .n = n};
+    run(std::span(&copy, 1));
   }
   void finish() override {
     const DeviceGuard guard(device_);
-    cuda::check(cudaStreamSynchronize(stream()), "work on the GPU");
+    cuda::check(cudaStreamSynchronize(queue_->stream(Streams::Stream::kWork)), "work on the GPU");
   }
 
   void reduce(const runtime::ReduceTable& table, DType dtype) override {
-    const DeviceGuard guard(device_);
-    const cudaStream_t on = stream();
-    const auto [entries, terms] =
-        tables_.upload<2>({std::as_bytes(std::span(table.entries)), std::as_bytes(std::span(table.terms))}, on);
-    reduce_rows({reinterpret_cast<const runtime::ReduceEntry*>(entries), reinterpret_cast<const float* const*>(terms),
-                 static_cast<int32_t>(table.entries.size()), table.num_chunks},
-                dtype, on);
-    tables_.done(on);
+    const std::array parts = {table_value("chunks", table.num_chunks), table_part("sums", table.entries),
+                              table_part("terms", table.terms)};
+    queue("sum of gradients", parts,
+          [dtype](const DeviceTable& t, cudaStream_t stream) { reduce_rows(t, dtype, stream); });
   }
   void fill(const RowView& rows, const RowExtent& n, runtime::Fill value) override {
-    const DeviceGuard guard(device_);
-    fill_rows(rows, n, word_of(value), stream());
+    const runtime::RowWork fill = {
+        .kind = runtime::RowWork::Kind::kFill, .to = rows, .from = {}, .n = n, .fill = value};
+    run(std::span(&fill, 1));
+  }
+  /// In one kernel.
+  void run(std::span<const runtime::RowWork> rows) override {
+    put_table_.clear();
+    put_table_.open({.peer = -1});
+    for (const runtime::RowWork& r : rows) {
+      if (r.kind == runtime::RowWork::Kind::kCopy)
+        put_table_.add(r.to, r.from, r.n);
+      else
+        add_fill(r);
+    }
+    queue("batch of rows", put_parts_.of(put_table_),
+          [](const DeviceTable& t, cudaStream_t stream) { copy_extents(t, stream); });
   }
   void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout, const RowView& delta,
                const Parallel&) override {
-    const DeviceGuard guard(device_);
-    cuda::row_dot(heads, num_rows, out, dout, delta, stream());
+    const RowDotArguments arguments = {heads.q_heads, heads.v_dim, static_cast<int64_t>(heads.dtype), num_rows, out,
+                                       dout,          delta};
+    queue("row dot", std::array{fixed_value("rows", arguments)},
+          [=](const DeviceTable&, cudaStream_t stream) { cuda::row_dot(heads, num_rows, out, dout, delta, stream); });
   }
 
   void forward(const attention::Problem& problem, const Parallel& parallel) override {
-    if (!plan_independent(problem.heads)) return aten_->forward(problem, parallel);
-    const DeviceGuard guard(device_);
-    run(kernels().prepare_forward(with_sinks_on_device(problem)));
+    if (!is_own(problem)) return aten_->forward(problem, parallel);
+    kernels().prepare_forward(with_sinks_on_device(problem));
+    attend("forward");
   }
   void backward(const attention::Problem& problem, const Parallel& parallel) override {
-    if (!plan_independent(problem.heads)) return aten_->backward(problem, parallel);
-    const DeviceGuard guard(device_);
-    run(kernels().prepare_backward(with_sinks_on_device(problem), problem.deterministic));
+    if (!is_own(problem)) return aten_->backward(problem, parallel);
+    kernels().prepare_backward(with_sinks_on_device(problem), problem.deterministic);
+    attend("backward");
   }
 
  private:
@@ -93,17 +136,19 @@ class DeviceBackend final : public runtime::Backend {
   struct Buffer {
     std::shared_ptr<std::byte> data;
     int64_t bytes = 0;
-
-    std::byte* of(int64_t wanted, runtime::Backend& memory) {
-      if (wanted > bytes) {
-        data = memory.allocate(wanted);
-        bytes = wanted;
-      }
-      return data.get();
-    }
   };
 
-  cudaStream_t stream() const { return static_cast<cudaStream_t>(current_stream_(device_)); }
+  template <class Launch>
+  void queue(const char* operation, std::span<const TablePart> parts, const Launch& launch) {
+    queue_->run(Streams::Stream::kWork, operation, parts, launch);
+  }
+
+  bool is_own(const attention::Problem& problem) const {
+    const bool own = plan_independent(problem.heads);
+    require(own || !queue_->is_recording(), "record: attention over these heads is ", aten_->attention(problem.heads),
+            ", which cannot be recorded");
+    return own;
+  }
 
   /// Made for the first problem: it asks the driver for what old ones lack.
   attention::cuda::CudaAttention& kernels() {
@@ -111,7 +156,47 @@ class DeviceBackend final : public runtime::Backend {
     return *kernels_;
   }
 
-  void run(size_t scratch_bytes) { kernels().run(scratch_.of(static_cast<int64_t>(scratch_bytes), *aten_), stream()); }
+  /// What was prepared last.
+  void attend(const char* operation) {
+    const attention::cuda::AttentionLaunch launch = kernels_->launch();
+    const std::span<const TablePart> tables = kernels_->parts();
+    if (tables[0].count() == 0 && !queue_->is_recording()) return;
+    parts_.assign(tables.begin(), tables.end());
+    const attention::cuda::AttentionLaunch::Kind kind = launch.kind();
+    parts_.push_back(fixed_value("mask, scores or heads", kind));
+    queue(operation, parts_, [launch, this](const DeviceTable& t, cudaStream_t stream) {
+      const auto bytes = static_cast<int64_t>(launch.scratch_bytes(*t.layout));
+      launch(t, at_least(scratch_, bytes), stream);
+    });
+  }
+
+  std::byte* at_least(Buffer& buffer, int64_t bytes) {
+    if (bytes <= buffer.bytes) return buffer.data.get();
+    // A graph may have been given what there was.
+    if (queue_->has_recorded()) given_.push_back(std::move(buffer.data));
+    buffer = {aten_->allocate(bytes), bytes};
+    return buffer.data.get();
+  }
+
+  void make_constants() {
+    const DeviceGuard guard(device_);
+    for (const runtime::Fill value : kFills) {
+      const std::vector<uint32_t> words(kConstantBytes / sizeof(uint32_t), word_of(value));
+      std::shared_ptr<std::byte>& row = constants_[static_cast<size_t>(value)];
+      row = aten_->allocate(kConstantBytes);
+      finish();  // allocate may fill it
+      cuda::check(cudaMemcpy(row.get(), words.data(), kConstantBytes, cudaMemcpyHostToDevice), "filling rows");
+    }
+  }
+  /// Copies from a row whose strides are zero. Heads that are longer than it are taken in pieces.
+  void add_fill(const runtime::RowWork& r) {
+    const RowView from = {constants_[static_cast<size_t>(r.fill)].get(), 0, 0};
+    if (r.n.head_bytes <= kConstantBytes) return put_table_.add(r.to, from, r.n);
+    require(r.n.num_rows == 1 && r.n.num_heads == 1, "rows with heads of ", r.n.head_bytes, " bytes are to be filled");
+    const int64_t pieces = r.n.head_bytes / kConstantBytes, done = pieces * kConstantBytes;
+    put_table_.add({r.to.data, kConstantBytes, kConstantBytes}, from, {pieces, 1, kConstantBytes});
+    put_table_.add({r.to.data + done, 0, 0}, from, {1, 1, r.n.head_bytes - done});
+  }
 
   /// The kernels read sinks on the device. Those of all groups are parts of one vector.
   attention::Problem with_sinks_on_device(const attention::Problem& problem) {
@@ -123,10 +208,15 @@ class DeviceBackend final : public runtime::Backend {
       last = last == nullptr ? end : std::max(last, end);
     }
     if (first == nullptr) return problem;
-    const auto bytes = static_cast<int64_t>(sizeof(float)) * (last - first);
-    auto* const on_device = reinterpret_cast<float*>(sinks_.of(bytes, *aten_));
-    cuda::check(cudaMemcpyAsync(on_device, first, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, stream()),
-                "copying sinks");
+    const std::span values(first, last);
+    require(static_cast<int64_t>(values.size_bytes()) <= kSinkBytes, "attention sinks of ", values.size(),
+            " heads; up to ", kSinkBytes / 4, " are allowed");
+    auto* const on_device = reinterpret_cast<float*>(at_least(sinks_, kSinkBytes));
+    queue("sinks", std::array{table_part("sinks", values)}, [on_device](const DeviceTable& t, cudaStream_t stream) {
+      cuda::check(
+          cudaMemcpyAsync(on_device, t.part<float>(0), t.capacity(0) * sizeof(float), cudaMemcpyDeviceToDevice, stream),
+          "copying sinks");
+    });
     groups_.assign(problem.groups.begin(), problem.groups.end());
     for (attention::KeyGroup& g : groups_)
       if (g.sinks != nullptr) g.sinks = on_device + (g.sinks - first);
@@ -137,20 +227,27 @@ class DeviceBackend final : public runtime::Backend {
 
   std::shared_ptr<runtime::Backend> aten_;
   int device_;
-  runtime::CurrentStream current_stream_;
   bool own_attention_;
+  std::shared_ptr<DeviceQueue> queue_;
   int major_ = 0, minor_ = 0;
   std::optional<attention::cuda::CudaAttention> kernels_;
   Buffer scratch_, sinks_;
-  TableRing tables_;
+  std::array<std::shared_ptr<std::byte>, 3> constants_;  // by Fill: a row of it
+  std::vector<std::shared_ptr<std::byte>> given_;
+
+  // Scratch of one call.
+  transport::PutTable put_table_;
+  PutParts put_parts_;
+  std::vector<TablePart> parts_;
   std::vector<attention::KeyGroup> groups_;
 };
 
 }  // namespace
 
 std::shared_ptr<runtime::Backend> make_device_backend(std::shared_ptr<runtime::Backend> aten, int device,
-                                                      runtime::CurrentStream current_stream, bool own_attention) {
-  return std::make_shared<DeviceBackend>(std::move(aten), device, current_stream, own_attention);
+                                                      runtime::CurrentStream current_stream, bool own_attention,
+                                                      const std::shared_ptr<transport::Streams>& streams) {
+  return std::make_shared<DeviceBackend>(std::move(aten), device, current_stream, own_attention, queue_of(streams));
 }
 
 }  // namespace distca::cuda

@@ -8,9 +8,11 @@
 
 namespace distca::cuda {
 
-/// `aten` brings memory, and attention where this library has none or `own_attention` is false. Work is started on the
-/// stream that PyTorch has current in the calling thread.
+/// `aten` brings memory, and attention where this library has none or `own_attention` is false. Work is queued on
+/// `streams`, those of make_cuda_streams, or where they are null on the stream that PyTorch has current in the calling
+/// thread.
 std::shared_ptr<runtime::Backend> make_device_backend(std::shared_ptr<runtime::Backend> aten, int device,
-                                                      runtime::CurrentStream current_stream, bool own_attention);
+                                                      runtime::CurrentStream current_stream, bool own_attention,
+                                                      const std::shared_ptr<transport::Streams>& streams);
 
 }  // namespace distca::cuda

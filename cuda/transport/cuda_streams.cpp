@@ -5,15 +5,15 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/device_guard.h"
+#include "runtime/mark.h"
 #include "transport/put.h"
-#include "transport/table_ring.h"
 
 namespace distca::cuda {
 namespace {
 
 using transport::StreamFault;
 using transport::Streams;
+using transport::table_part;
 
 /// What the host and the kernels tell each other, in page-locked memory.
 struct News {
@@ -21,27 +21,21 @@ struct News {
   StreamFault fault;
 };
 
-template <class T>
-std::span<const std::byte> bytes_of(std::span<const T> values) {
-  return std::as_bytes(values);
-}
-
 class CudaStreams final : public Streams {
  public:
   CudaStreams(int device, runtime::CurrentStream current_stream, std::chrono::milliseconds timeout, int put_blocks)
-      : device_(device), current_stream_(current_stream), put_blocks_(put_blocks) {
+      : device_(device),
+        put_blocks_(put_blocks),
+        queue_(std::make_shared<DeviceQueue>(device, current_stream, timeout)) {
     const DeviceGuard guard(device_);
-    int lowest = 0, highest = 0;
-    check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "priorities of streams");
-    // Rows leave before the work that waits for the device goes on.
-    check(cudaStreamCreateWithPriority(&transfer_, cudaStreamNonBlocking, highest), "the stream of the transport");
-    for (cudaEvent_t& point : points_)
-      check(cudaEventCreateWithFlags(&point, cudaEventDisableTiming), "an event of the transport");
+    load_put_kernels();
+    load_mark_kernel();
     check(cudaHostAlloc(reinterpret_cast<void**>(&news_), sizeof(News), cudaHostAllocPortable | cudaHostAllocMapped),
           "page-locked memory");
     std::memset(static_cast<void*>(news_), 0, sizeof(News));
     check(cudaMalloc(reinterpret_cast<void**>(&stopped_), sizeof(uint32_t)), "a flag on the device");
     check(cudaMemset(stopped_, 0, sizeof(uint32_t)), "a flag on the device");
+    check(cudaDeviceSynchronize(), "a flag on the device");  // before any stream reads it
     guard_ = {stopped_, &news_->told_to_stop, &news_->fault,
               static_cast<uint64_t>(std::chrono::nanoseconds(timeout).count())};
   }
@@ -49,9 +43,9 @@ class CudaStreams final : public Streams {
     drain();
     cudaFree(stopped_);
     cudaFreeHost(news_);
-    for (cudaEvent_t point : points_) cudaEventDestroy(point);
-    cudaStreamDestroy(transfer_);
   }
+
+  const std::shared_ptr<DeviceQueue>& queue() const { return queue_; }
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override {
     const DeviceGuard guard(device_);
@@ -81,61 +75,39 @@ class CudaStreams final : public Streams {
     return {static_cast<std::byte*>(data), [](std::byte* p) { cudaIpcCloseMemHandle(p); }};
   }
 
-  void record(int point, Stream which) override {
-    const DeviceGuard guard(device_);
-    check(cudaEventRecord(points_[static_cast<size_t>(point)], stream(which)), "a point of a stream");
-  }
-  void wait_for(Stream which, int point) override {
-    const DeviceGuard guard(device_);
-    check(cudaStreamWaitEvent(stream(which), points_[static_cast<size_t>(point)], 0), "a wait for another stream");
-  }
+  void record(int point, Stream which) override { queue_->record(point, which); }
+  void wait_for(Stream which, int point) override { queue_->wait_for(which, point); }
   void hand_over() override {}
-  void drain() noexcept override {
-    int before = 0;
-    cudaGetDevice(&before);
-    cudaSetDevice(device_);
-    cudaDeviceSynchronize();
-    cudaSetDevice(before);
-  }
+  void drain() noexcept override { queue_->drain(); }
 
   void put(const transport::PutTable& table) override {
-    const DeviceGuard guard(device_);
-    zeros_.resize(table.messages().size(), 0);
-    const auto [entries, messages, counters] =
-        tables_.upload<3>({bytes_of(table.entries()), bytes_of(table.messages()),
-                           bytes_of(std::span<const uint32_t>(zeros_).first(table.messages().size()))},
-                          transfer_);
-    const DevicePutTable on_device{reinterpret_cast<const PutEntry*>(entries),
-                                   reinterpret_cast<const PutMessage*>(messages), reinterpret_cast<uint32_t*>(counters),
-                                   static_cast<int32_t>(table.entries().size()), table.num_chunks()};
-    const int32_t blocks = put_blocks_ > 0
-                               ? std::min(put_blocks_, table.num_chunks())
-                               : transport::blocks_for(link_, table.num_chunks(), bytes_under_way_of_a_block());
-    put_rows(on_device, guard_, blocks, transfer_);
-    tables_.done(transfer_);
+    queue_->run(Stream::kTransfer, "put", put_parts_.of(table),
+                [guard = guard_, blocks = put_blocks_](const DeviceTable& t, cudaStream_t stream) {
+                  put_rows(t, guard, blocks, stream);
+                });
   }
   void signal(std::span<const transport::SignalTo> signals) override {
-    const DeviceGuard guard(device_);
-    const auto [list] = tables_.upload<1>({bytes_of(signals)}, transfer_);
-    write_signals(reinterpret_cast<const SignalTo*>(list), static_cast<int32_t>(signals.size()), guard_, transfer_);
-    tables_.done(transfer_);
+    queue_->run(Stream::kTransfer, "signal", std::array{table_part("signals", signals)},
+                [guard = guard_](const DeviceTable& t, cudaStream_t stream) { write_signals(t, guard, stream); });
   }
   void await(std::span<const transport::AwaitedMessage> awaited) override {
-    const DeviceGuard guard(device_);
-    const cudaStream_t work = stream(Stream::kWork);
-    const auto [list] = tables_.upload<1>({bytes_of(awaited)}, work);
-    await_messages(reinterpret_cast<const AwaitedMessage*>(list), static_cast<int32_t>(awaited.size()), guard_, work);
-    tables_.done(work);
+    queue_->run(Stream::kWork, "wait", std::array{table_part("messages", awaited)},
+                [guard = guard_](const DeviceTable& t, cudaStream_t stream) { await_messages(t, guard, stream); });
   }
   void fill_nan_if_stopped(const RowView& rows, const RowExtent& n) override {
-    const DeviceGuard guard(device_);
-    cuda::fill_nan_if_stopped(rows, n, guard_, stream(Stream::kWork));
+    struct Arguments {
+      RowView rows;
+      RowExtent n;
+    };
+    const Arguments arguments = {rows, n};
+    queue_->run(Stream::kWork, "fill", std::array{transport::fixed_value("rows", arguments)},
+                [=, guard = guard_](const DeviceTable&, cudaStream_t stream) {
+                  cuda::fill_nan_if_stopped(rows, n, guard, stream);
+                });
   }
 
-  void set_tape(std::shared_ptr<transport::Tape> tape) override {
-    require(tape == nullptr, "steps on a GPU cannot be recorded yet, only those queued on threads that stand for one");
-  }
-  void replay(const transport::Tape&) override {}
+  void set_tape(std::shared_ptr<transport::Tape> tape) override { queue_->set_tape(std::move(tape)); }
+  void replay(const transport::Tape& tape) override { queue_->replay(tape); }
 
   std::optional<StreamFault> fault() const override {
     if (std::atomic_ref(news_->fault.is_set).load(std::memory_order_acquire) == 0) return std::nullopt;
@@ -144,21 +116,13 @@ class CudaStreams final : public Streams {
   void stop() noexcept override { std::atomic_ref(news_->told_to_stop).store(1, std::memory_order_release); }
 
  private:
-  cudaStream_t stream(Stream which) const {
-    return which == Stream::kTransfer ? transfer_ : static_cast<cudaStream_t>(current_stream_(device_));
-  }
-
   int device_;
-  runtime::CurrentStream current_stream_;
   int put_blocks_;
-  transport::LinkModel link_;
-  cudaStream_t transfer_ = nullptr;
-  std::array<cudaEvent_t, kNumPoints> points_ = {};
+  std::shared_ptr<DeviceQueue> queue_;
   News* news_ = nullptr;
   uint32_t* stopped_ = nullptr;
   Guard guard_;
-  TableRing tables_;
-  std::vector<uint32_t> zeros_;
+  PutParts put_parts_;
 };
 
 }  // namespace
@@ -166,6 +130,11 @@ class CudaStreams final : public Streams {
 std::shared_ptr<Streams> make_cuda_streams(int device, runtime::CurrentStream current_stream,
                                            std::chrono::milliseconds timeout, int put_blocks) {
   return std::make_shared<CudaStreams>(device, current_stream, timeout, put_blocks);
+}
+
+std::shared_ptr<DeviceQueue> queue_of(const std::shared_ptr<Streams>& streams) {
+  const auto* const mine = dynamic_cast<const CudaStreams*>(streams.get());
+  return mine == nullptr ? nullptr : mine->queue();
 }
 
 }  // namespace distca::cuda

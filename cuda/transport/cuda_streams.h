@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "runtime/cuda_library.h"
+#include "runtime/device_queue.h"
 #include "transport/streams.h"
 
 namespace distca::cuda {
@@ -12,5 +13,8 @@ namespace distca::cuda {
 /// The rank's work is on the stream that PyTorch has current in the calling thread; the transport has one of its own.
 std::shared_ptr<transport::Streams> make_cuda_streams(int device, runtime::CurrentStream current_stream,
                                                       std::chrono::milliseconds timeout, int put_blocks);
+
+/// What such streams queue on; null for others.
+std::shared_ptr<DeviceQueue> queue_of(const std::shared_ptr<transport::Streams>& streams);
 
 }  // namespace distca::cuda

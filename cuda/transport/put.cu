@@ -17,6 +17,24 @@ using transport::WordPlace;
 
 constexpr int kThreads = 512;
 constexpr int kWordsUnderWay = 4;  // of one thread: as many loads are issued before the first store
+constexpr int32_t kCopyBlocks = 132 * 4;
+
+/// The parts of PutParts in device memory.
+struct DevicePutTable {
+  const int32_t* num_chunks;
+  const PutEntry* entries;
+  const PutMessage* messages;
+  uint32_t* chunks_done;  // one a message, 0 before and after
+  const uint64_t* counts;
+
+  explicit DevicePutTable(const DeviceTable& table)
+      : num_chunks(table.part<const int32_t>(0)),
+        entries(table.part<const PutEntry>(1)),
+        messages(table.part<const PutMessage>(2)),
+        chunks_done(table.part<uint32_t>(3)),
+        counts(table.counts()) {}
+  __device__ int32_t num_entries() const { return static_cast<int32_t>(counts[1]); }
+};
 
 template <class Word>
 __device__ void copy_chunk(const PutEntry& e, int64_t first_row, uint32_t num_words) {
@@ -55,9 +73,10 @@ __device__ void copy_chunk(const PutEntry& e, const Rows& rows) {
 
 __global__ void __launch_bounds__(kThreads, 1) put_kernel(DevicePutTable table, Guard guard) {
   __shared__ bool may_write;
+  const int32_t num_chunks = *table.num_chunks, num_entries = table.num_entries();
   int32_t allowed = -1;  // the message whose credit this block has seen last
-  for (int32_t chunk = blockIdx.x; chunk < table.num_chunks; chunk += gridDim.x) {
-    const PutEntry& e = table.entries[entry_of_chunk(table.entries, table.num_entries, chunk)];
+  for (int32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
+    const PutEntry& e = table.entries[entry_of_chunk(table.entries, num_entries, chunk)];
     const PutMessage& m = table.messages[e.message];
     if (threadIdx.x == 0) {
       may_write = !is_stopped(guard);
@@ -84,17 +103,26 @@ __global__ void __launch_bounds__(kThreads, 1) put_kernel(DevicePutTable table, 
   }
 }
 
+__global__ void __launch_bounds__(kThreads, 1) copy_kernel(DevicePutTable table) {
+  const int32_t num_chunks = *table.num_chunks, num_entries = table.num_entries();
+  for (int32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
+    const PutEntry& e = table.entries[entry_of_chunk(table.entries, num_entries, chunk)];
+    copy_chunk(e, rows_of_chunk(e, chunk));
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
-    await_kernel(const AwaitedMessage* messages, int32_t num_messages, Guard guard) {
+    await_kernel(const AwaitedMessage* messages, const uint64_t* num_messages, Guard guard) {
   if (is_stopped(guard)) return;
-  for (int32_t i = threadIdx.x; i < num_messages; i += kThreads) {
+  for (uint64_t i = threadIdx.x; i < *num_messages; i += kThreads) {
     if (!transport::await(guard, messages[i])) return;
   }
 }
 
-__global__ void __launch_bounds__(kThreads) signal_kernel(const SignalTo* signals, int32_t num_signals, Guard guard) {
+__global__ void __launch_bounds__(kThreads)
+    signal_kernel(const SignalTo* signals, const uint64_t* num_signals, Guard guard) {
   if (is_stopped(guard)) return;
-  for (int32_t i = threadIdx.x; i < num_signals; i += kThreads) store_release(signals[i].word, signals[i].value);
+  for (uint64_t i = threadIdx.x; i < *num_signals; i += kThreads) store_release(signals[i].word, signals[i].value);
 }
 
 __global__ void __launch_bounds__(kThreads) fill_nan_kernel(RowView rows, RowExtent n, Guard guard) {
@@ -110,24 +138,43 @@ __global__ void __launch_bounds__(kThreads) fill_nan_kernel(RowView rows, RowExt
 
 }  // namespace
 
-void put_rows(const DevicePutTable& table, const Guard& guard, int32_t num_blocks, cudaStream_t stream) {
-  if (table.num_chunks == 0) return;
-  put_kernel<<<static_cast<unsigned>(num_blocks), kThreads, 0, stream>>>(table, guard);
+std::span<const transport::TablePart> PutParts::of(const transport::PutTable& table) {
+  using transport::table_part;
+  num_chunks_ = table.num_chunks();
+  zeros_.assign(table.messages().size(), 0);
+  parts_ = {transport::table_value("chunks", num_chunks_), table_part("extents of rows", table.entries()),
+            table_part("messages", table.messages()), table_part("messages", zeros_)};
+  return parts_;
+}
+
+void put_rows(const DeviceTable& table, const Guard& guard, int32_t blocks, cudaStream_t stream) {
+  constexpr int64_t kBytesUnderWay = int64_t{kThreads} * kWordsUnderWay * 16;
+  const int32_t busy = blocks > 0 ? blocks : transport::blocks_for({}, kBytesUnderWay);
+  put_kernel<<<static_cast<unsigned>(busy), kThreads, 0, stream>>>(DevicePutTable(table), guard);
   check(cudaGetLastError(), "the put kernel");
 }
 
-int64_t bytes_under_way_of_a_block() { return int64_t{kThreads} * kWordsUnderWay * 16; }
+void copy_extents(const DeviceTable& table, cudaStream_t stream) {
+  copy_kernel<<<static_cast<unsigned>(kCopyBlocks), kThreads, 0, stream>>>(DevicePutTable(table));
+  check(cudaGetLastError(), "the kernel that copies rows");
+}
 
-void write_signals(const SignalTo* signals, int32_t num_signals, const Guard& guard, cudaStream_t stream) {
-  if (num_signals == 0) return;
-  signal_kernel<<<1, kThreads, 0, stream>>>(signals, num_signals, guard);
+void write_signals(const DeviceTable& table, const Guard& guard, cudaStream_t stream) {
+  signal_kernel<<<1, kThreads, 0, stream>>>(table.part<const SignalTo>(0), table.counts(), guard);
   check(cudaGetLastError(), "the kernel that writes signals");
 }
 
-void await_messages(const AwaitedMessage* messages, int32_t num_messages, const Guard& guard, cudaStream_t stream) {
-  if (num_messages == 0) return;
-  await_kernel<<<1, kThreads, 0, stream>>>(messages, num_messages, guard);
+void await_messages(const DeviceTable& table, const Guard& guard, cudaStream_t stream) {
+  await_kernel<<<1, kThreads, 0, stream>>>(table.part<const AwaitedMessage>(0), table.counts(), guard);
   check(cudaGetLastError(), "the kernel that awaits messages");
+}
+
+void load_put_kernels() {
+  load_kernel(put_kernel);
+  load_kernel(copy_kernel);
+  load_kernel(signal_kernel);
+  load_kernel(await_kernel);
+  load_kernel(fill_nan_kernel);
 }
 
 void fill_nan_if_stopped(const RowView& rows, const RowExtent& n, const Guard& guard, cudaStream_t stream) {

@@ -4,6 +4,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
+#include <vector>
+
+#include "runtime/device_table.h"
 #include "transport/guard.h"
 #include "transport/put_table.h"
 #include "transport/streams.h"
@@ -16,25 +20,31 @@ using transport::PutEntry;
 using transport::PutMessage;
 using transport::SignalTo;
 
-/// A PutTable in device memory.
-struct DevicePutTable {
-  const PutEntry* entries;
-  const PutMessage* messages;
-  uint32_t* chunks_done;  // one a message, 0 before and after
-  int32_t num_entries, num_chunks;
+/// A PutTable as parts of a table, good as long as it does not change.
+class PutParts {
+ public:
+  std::span<const transport::TablePart> of(const transport::PutTable& table);
+
+ private:
+  int32_t num_chunks_ = 0;
+  std::vector<uint32_t> zeros_;
+  std::array<transport::TablePart, 4> parts_;
 };
 
 /// For each message: waits for the peer's credit, copies the rows, 16 bytes a thread where they are aligned, and writes
-/// the signal. `num_blocks` thread blocks share the chunks; each may wait, so all must fit on the GPU at once.
-void put_rows(const DevicePutTable& table, const Guard& guard, int32_t num_blocks, cudaStream_t stream);
-/// What one thread block of it has under way.
-int64_t bytes_under_way_of_a_block();
+/// the signal. `blocks` thread blocks share the chunks, 0: as many as keep a link busy; each may wait, so all must fit
+/// on the GPU at once.
+void put_rows(const DeviceTable& table, const Guard& guard, int32_t blocks, cudaStream_t stream);
+/// Copies the rows of its messages and does nothing else, with as many blocks as keep the GPU's own memory busy.
+void copy_extents(const DeviceTable& table, cudaStream_t stream);
 
-/// Writes words of peers.
-void write_signals(const SignalTo* signals, int32_t num_signals, const Guard& guard, cudaStream_t stream);
+/// Writes words of peers: `SignalTo`s are the table's one part.
+void write_signals(const DeviceTable& table, const Guard& guard, cudaStream_t stream);
 
-/// What follows on the stream sees what was put before each message's signal.
-void await_messages(const AwaitedMessage* messages, int32_t num_messages, const Guard& guard, cudaStream_t stream);
+/// What follows on the stream sees what was put before each message's signal: `AwaitedMessage`s are the one part.
+void await_messages(const DeviceTable& table, const Guard& guard, cudaStream_t stream);
+
+void load_put_kernels();
 
 /// Fills rows with NaN if the context has stopped, else does nothing. `head_bytes` is a multiple of 2.
 void fill_nan_if_stopped(const RowView& rows, const RowExtent& n, const Guard& guard, cudaStream_t stream);

@@ -1,8 +1,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <algorithm>
-
 #include "runtime/check.h"
 #include "transport/put_table.h"
 #include "transport/reduce.h"
@@ -17,16 +15,24 @@ using runtime::reduced;
 using runtime::ReduceEntry;
 
 constexpr int kThreads = 256;
-constexpr int kMaxBlocks = 132 * 8;
+constexpr int kBlocks = 132 * 8;
 
 __device__ void store(float* to, float x) { *to = x; }
 __device__ void store(__nv_bfloat16* to, float x) { *to = __float2bfloat16_rn(x); }
 __device__ void store(__half* to, float x) { *to = __float2half_rn(x); }
 
+struct DeviceReduceTable {
+  const int32_t* num_chunks;
+  const ReduceEntry* entries;
+  const float* const* terms;
+  const uint64_t* counts;
+};
+
 template <class Element>
 __global__ void __launch_bounds__(kThreads) reduce_kernel(DeviceReduceTable table) {
-  for (int32_t chunk = blockIdx.x; chunk < table.num_chunks; chunk += gridDim.x) {
-    const ReduceEntry& e = table.entries[transport::entry_of_chunk(table.entries, table.num_entries, chunk)];
+  const int32_t num_chunks = *table.num_chunks, num_entries = static_cast<int32_t>(table.counts[1]);
+  for (int32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
+    const ReduceEntry& e = table.entries[transport::entry_of_chunk(table.entries, num_entries, chunk)];
     const int64_t begin = (chunk - e.first_chunk) * kReduceChunk;
     const int64_t end = min(begin + kReduceChunk, e.num_values);
     for (int64_t i = begin + 4 * static_cast<int64_t>(threadIdx.x); i < end; i += 4 * kThreads) {
@@ -45,21 +51,27 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(DeviceReduceTable tabl
 
 }  // namespace
 
-void reduce_rows(const DeviceReduceTable& table, DType dtype, cudaStream_t stream) {
-  if (table.num_chunks == 0) return;
-  const auto blocks = static_cast<unsigned>(std::min<int32_t>(table.num_chunks, kMaxBlocks));
+void reduce_rows(const DeviceTable& table, DType dtype, cudaStream_t stream) {
+  const DeviceReduceTable t = {table.part<const int32_t>(0), table.part<const ReduceEntry>(1),
+                               table.part<const float* const>(2), table.counts()};
   switch (dtype) {
     case DType::kFloat32:
-      reduce_kernel<float><<<blocks, kThreads, 0, stream>>>(table);
+      reduce_kernel<float><<<kBlocks, kThreads, 0, stream>>>(t);
       break;
     case DType::kBFloat16:
-      reduce_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(table);
+      reduce_kernel<__nv_bfloat16><<<kBlocks, kThreads, 0, stream>>>(t);
       break;
     case DType::kFloat16:
-      reduce_kernel<__half><<<blocks, kThreads, 0, stream>>>(table);
+      reduce_kernel<__half><<<kBlocks, kThreads, 0, stream>>>(t);
       break;
   }
   check(cudaGetLastError(), "the kernel that adds key gradients");
+}
+
+void load_reduce_kernels() {
+  load_kernel(reduce_kernel<float>);
+  load_kernel(reduce_kernel<__nv_bfloat16>);
+  load_kernel(reduce_kernel<__half>);
 }
 
 }  // namespace distca::cuda

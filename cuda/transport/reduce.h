@@ -4,18 +4,14 @@
 #include <cuda_runtime_api.h>
 
 #include "common/dtype.h"
+#include "runtime/device_table.h"
 #include "runtime/reduce_table.h"
 
 namespace distca::cuda {
 
-/// A ReduceTable in device memory.
-struct DeviceReduceTable {
-  const runtime::ReduceEntry* entries;
-  const float* const* terms;
-  int32_t num_entries, num_chunks;
-};
-
-/// Returned tensors are of `dtype`, rounded to nearest even.
-void reduce_rows(const DeviceReduceTable& table, DType dtype, cudaStream_t stream);
+/// A ReduceTable's number of chunks, its entries and its terms are the parts. Returned tensors are of `dtype`, rounded
+/// to nearest even.
+void reduce_rows(const DeviceTable& table, DType dtype, cudaStream_t stream);
+void load_reduce_kernels();
 
 }  // namespace distca::cuda

@@ -98,8 +98,17 @@ class Context:
     def record(self, *, headroom: float = 2.0, rounds: int = 2) -> Recording:
         """Steps inside ``with context.record() as recording`` are recorded, to be done again and again with new plans.
 
-        For contexts whose steps are queued on threads that stand for a GPU's streams (`loopback` with ``streams``); on
-        CUDA it is refused as yet. All else that PyTorch does inside is done at once, and once.
+        For contexts whose steps are queued: on CUDA (not yet run on a GPU; with the library's own attention kernels), or
+        on threads that stand for a GPU's streams (`loopback` with ``streams``). All else that PyTorch does inside is done
+        at once, and once; unless a CUDA graph is captured, of which the recorded steps then are a part::
+
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph), context.record() as recording:
+                loss = step_of_training()
+            recording.replan(plans)  # before each launch
+            graph.replay()
+
+        Keep recording and context as long as the graph.
 
         Args:
             headroom: the room in the tables of each operation, over what the plans inside need, 1 to 1000. Above 1, and

@@ -21,7 +21,7 @@ class Recording:
     often as you like, and the same on all ranks::
 
         recording.replan(plan)
-        recording.replay()
+        recording.replay()  # or launch the CUDA graph that was captured meanwhile
 
     A replay does the same operations over the same tensors: those that the calls inside were given, and those that they
     returned. Write new values into the former before a replay, and read the latter after it.
@@ -66,9 +66,10 @@ class Recording:
                 with as many rows on this rank as the tensors have.
 
         Raises:
-            CapacityError: a plan needs more than the recording has room for: of what, and how much. Nothing has
-                happened here then, but other ranks may wait for this one: see :meth:`check`.
-            InvalidArgumentError, PlanFormatError: before anything changes.
+            CapacityError: a plan needs more than the recording has room for: of what, and how much; or, on CUDA, it has
+                another mask. Nothing has happened here then, but other ranks may wait for this one: see :meth:`check`.
+            InvalidArgumentError, PlanFormatError: before anything changes. So it is where a graph was not launched since
+                the replan before.
             PlanMismatchError, PeerDiedError, PeerTimeoutError: a fault, as of a step.
         """
         self._fill(plan, check_only=False)
@@ -85,7 +86,7 @@ class Recording:
         """Does the steps, once after each :meth:`replan`; queued, as the steps of the context are.
 
         Raises:
-            InvalidArgumentError: there was no replan since the last replay.
+            InvalidArgumentError: there was no replan since the last replay; or the steps are part of a CUDA graph.
         """
         self._core().replay(self._complete())
 

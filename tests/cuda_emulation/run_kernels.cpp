@@ -48,6 +48,7 @@ void check_same(const char* name, const Array& a, const Array& b, const std::vec
 struct Tables {
   std::vector<TensorMap> maps;
   int next_item = 0;
+  uint64_t counts[2] = {};
 
   KernelParams params(const WorkList& list) {
     KernelParams p = list.params;
@@ -56,6 +57,9 @@ struct Tables {
       static_assert(sizeof(MapSpec) <= sizeof(TensorMap));
       std::memcpy(static_cast<void*>(&maps[i]), &list.maps[i], sizeof(MapSpec));
     }
+    counts[0] = list.items.size();
+    counts[1] = list.store_items.size();
+    p.counts = counts;
     p.items = list.items.data();
     p.store_items = list.store_items.data();
     p.tasks = list.tasks.data();
@@ -105,7 +109,7 @@ void run_backward(Placement& placement, bool remote, bool deterministic, std::mt
                 {Config::kRows, Config::kKeys}, list);
   Tables tables;
   KernelParams params = tables.params(list);
-  const auto num_tiles = static_cast<size_t>(params.num_store_items);
+  const auto num_tiles = static_cast<size_t>(params.num_store_items());
   std::vector<hopper::Words4> sums(num_tiles * Config::kParts * 1024);  // for their alignment
   std::vector<int> turns(num_tiles * Config::kTurnsPerTile);
   params.dq_sums = reinterpret_cast<float*>(sums.data());
@@ -115,7 +119,7 @@ void run_backward(Placement& placement, bool remote, bool deterministic, std::mt
   machine.run(3, kThreads, sizeof(typename Config::Shared), [&](std::byte* shared) {
     backward_cta<Config>(params, *reinterpret_cast<typename Config::Shared*>(shared));
   });
-  for (int i = 0; i < params.num_store_items; ++i) store_queries<Config>(params, params.store_items[i], 0, 1);
+  for (int i = 0; i < params.num_store_items(); ++i) store_queries<Config>(params, params.store_items[i], 0, 1);
 }
 
 template <class Element, int kDim, int kValueDim>

@@ -288,7 +288,8 @@ void run_setup(CudaAttention& kernel, const Setup& setup, std::mt19937& random) 
   }
   const std::vector<float> right_out = out.exact.host(), right_lse = lse.host();
   {
-    DeviceArray<std::byte> scratch(kernel.prepare_forward(problem));
+    kernel.prepare_forward(problem);
+    DeviceArray<std::byte> scratch(kernel.scratch_bytes());
     const double ms = time_of([&] { kernel.run(scratch.data, nullptr); });
     std::printf("  forward %.3f ms, %.1f TFLOP/s\n", ms,
                 pairs(setup) * static_cast<double>(h.q_heads * (h.dim + h.v_dim)) * 2e-9 / ms);
@@ -312,7 +313,8 @@ void run_setup(CudaAttention& kernel, const Setup& setup, std::mt19937& random) 
   }
   std::vector<uint16_t> first_dq;
   for (const bool deterministic : {false, true, true}) {
-    DeviceArray<std::byte> scratch(kernel.prepare_backward(problem, deterministic));
+    kernel.prepare_backward(problem, deterministic);
+    DeviceArray<std::byte> scratch(kernel.scratch_bytes());
     const double ms = time_of([&] { kernel.run(scratch.data, nullptr); });
     std::printf("  backward%s %.3f ms, %.1f TFLOP/s\n", deterministic ? ", deterministic" : "", ms,
                 pairs(setup) * static_cast<double>(h.q_heads * (3 * h.dim + 2 * h.v_dim)) * 2e-9 / ms);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "runtime/check.h"
+#include "runtime/table_ring.h"
 #include "transport/host_memory.h"
 #include "transport/nvshmem/send.h"
 #include "transport/nvshmem/world.h"
@@ -77,8 +78,8 @@ class NvshmemTransport final : public transport::Transport {
     check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "the stream of the transport");
     check(cudaStreamCreateWithFlags(&poll_stream_, cudaStreamNonBlocking), "the stream of its waits");
     check(cudaMallocHost(reinterpret_cast<void**>(&polled_), sizeof(uint64_t)), "a word of the host's");
-    flags_.reserve(2);
-    check(cudaMemset(flags_.data(), 0, 2 * sizeof(uint32_t)), "clearing flags");
+    flags_.reserve(1);
+    check(cudaMemset(flags_.data(), 0, sizeof(uint32_t)), "clearing flags");
   }
   ~NvshmemTransport() override {
     cudaStreamSynchronize(stream_);
@@ -185,18 +186,10 @@ class NvshmemTransport final : public transport::Transport {
   void flush(uint64_t* signal, uint64_t value) {
     Peer& p = peer_at(open_peer_);
     memory_->finish();  // the rows are complete
-    PutMessage message = table_.messages().front();
-    if (p.heap != nullptr && signal != nullptr) {
-      message.signal = p.words + (signal - words_);
-      message.signal_value = value;
-    }
+    if (p.heap != nullptr && signal != nullptr) table_.close(p.words + (signal - words_), value);
     if (!table_.empty()) {
-      const DevicePutTable table{entries_.upload(table_.entries(), stream_),
-                                 messages_.upload(std::span<const PutMessage>(&message, 1), stream_), flags_.data() + 1,
-                                 static_cast<int32_t>(table_.entries().size()), table_.num_chunks()};
-      const int32_t blocks =
-          transport::blocks_for(transport::LinkModel{}, table_.num_chunks(), bytes_under_way_of_a_block());
-      put_rows(table, guard(), blocks, stream_);
+      put_rows(tables_.upload(parts_.of(table_), stream_), guard(), /*blocks=*/0, stream_);
+      tables_.done(stream_);
     }
     if (p.heap == nullptr) {
       const std::vector<SendPiece> pieces = sends_.take();
@@ -225,13 +218,13 @@ class NvshmemTransport final : public transport::Transport {
   mutable std::vector<Peer> peers_;
   cudaStream_t stream_ = nullptr, poll_stream_ = nullptr;
   uint64_t* polled_ = nullptr;   // the host's, pinned
-  DeviceArray<uint32_t> flags_;  // whether the context has stopped; chunks done
+  DeviceArray<uint32_t> flags_;  // whether the context has stopped
   // What goes to one peer, until a signal follows it.
   int open_peer_ = -1;
   transport::PutTable table_;
   SendTable sends_;
-  DeviceArray<PutEntry> entries_;
-  DeviceArray<PutMessage> messages_;
+  PutParts parts_;
+  TableRing tables_;
   DeviceArray<SendPiece> pieces_;
 };
 

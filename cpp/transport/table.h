@@ -1,0 +1,108 @@
+// The arrays that one queued operation reads when its turn comes, in one block of memory: first how many elements each
+// has, then the elements. On a device kernels read both there.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <type_traits>
+#include <vector>
+
+#include "common/error.h"
+
+namespace distca::transport {
+
+/// An array of a table; or a value that is there once whatever the plan, and may be one that no plan changes.
+struct TablePart {
+  enum class Kind { kArray, kValue, kFixed };
+
+  const char* name;
+  std::span<const std::byte> bytes;
+  size_t element_bytes;
+  Kind kind = Kind::kArray;
+
+  size_t count() const { return bytes.size() / element_bytes; }
+};
+template <class T>
+TablePart table_part(const char* name, std::span<T> values) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  return {name, std::as_bytes(values), sizeof(T)};
+}
+template <class T>
+TablePart table_part(const char* name, const std::vector<T>& values) {
+  return table_part(name, std::span<const T>(values));
+}
+template <class T>
+TablePart table_value(const char* name, const T& value) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  return {name, std::as_bytes(std::span(&value, 1)), sizeof(T), TablePart::Kind::kValue};
+}
+/// Its bytes are compared, so it has no padding.
+template <class T>
+TablePart fixed_value(const char* name, const T& value) {
+  static_assert(std::has_unique_object_representations_v<T>);
+  return {name, std::as_bytes(std::span(&value, 1)), sizeof(T), TablePart::Kind::kFixed};
+}
+
+/// Where the parts of a table lie.
+class DISTCA_EXPORT TableLayout {
+ public:
+  static constexpr size_t kMaxParts = 8;
+  /// Of each part; any kernel's arrays are aligned so.
+  static constexpr size_t kAlignment = 128;
+
+  /// With room for `headroom` times what there is, and for some elements where that is little; with 1 for just that.
+  explicit TableLayout(std::span<const TablePart> parts, double headroom = 1);
+
+  size_t bytes() const { return bytes_; }
+  /// Elements that there is room for.
+  size_t capacity(size_t part) const { return capacities_[part]; }
+  size_t offset(size_t part) const { return offsets_[part]; }
+  /// Writes them, with their counts, into memory of `bytes()`.
+  void write(std::span<const TablePart> parts, std::byte* memory) const;
+
+ private:
+  std::array<size_t, kMaxParts> capacities_ = {}, offsets_ = {};
+  size_t bytes_ = 0;
+};
+
+/// Memory that the host writes and where a device reads it: the same place, or another to which it is copied.
+struct TableMemory {
+  std::shared_ptr<std::byte> host;
+  std::byte* device = nullptr;
+};
+using AllocateTable = std::function<TableMemory(size_t bytes)>;
+/// Memory of the host alone.
+DISTCA_EXPORT TableMemory allocate_on_host(size_t bytes);
+
+class DISTCA_EXPORT Table {
+ public:
+  explicit Table(std::span<const TablePart> parts, double headroom = 1,
+                 const AllocateTable& allocate = allocate_on_host);
+
+  const TableLayout& layout() const { return layout_; }
+  /// Throws CapacityError unless these parts may take the place of those that there are.
+  void check(const char* operation, std::span<const TablePart> parts) const;
+  const std::byte* host() const { return memory_.host.get(); }
+  std::byte* device() const { return memory_.device; }
+
+  /// What there is takes the place of what was there.
+  void fill(std::span<const TablePart> parts) { layout_.write(parts, memory_.host.get()); }
+  /// Takes over what another table of the same layout holds.
+  void fill(const Table& other);
+
+  template <class T>
+  std::span<const T> get(size_t part) const {
+    const std::byte* const memory = memory_.host.get();
+    return {reinterpret_cast<const T*>(memory + layout_.offset(part)), reinterpret_cast<const uint64_t*>(memory)[part]};
+  }
+
+ private:
+  TableLayout layout_;
+  TableMemory memory_;
+};
+
+}  // namespace distca::transport

@@ -1,0 +1,82 @@
+// Where all that a rank does on a GPU is queued: operations with their tables, on the stream of its own work and on
+// that of its transport. They happen once; or they join a tape, whose tables are filled anew between one time and the
+// next.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <span>
+
+#include "runtime/cuda_library.h"
+#include "runtime/device_guard.h"
+#include "runtime/device_table.h"
+#include "runtime/table_ring.h"
+#include "transport/streams.h"
+#include "transport/tape.h"
+
+namespace distca::cuda {
+
+class DeviceQueue {
+ public:
+  using Stream = transport::Streams::Stream;
+
+  /// Rank's work is on the stream that PyTorch has current in the calling thread. `timeout`: for a graph to come.
+  DeviceQueue(int device, runtime::CurrentStream current_stream, std::chrono::milliseconds timeout);
+  ~DeviceQueue();
+  DeviceQueue(const DeviceQueue&) = delete;
+
+  int device() const { return device_; }
+  cudaStream_t stream(Stream which) const {
+    return which == Stream::kTransfer ? transfer_ : static_cast<cudaStream_t>(current_stream_(device_));
+  }
+
+  /// launch(table, stream) starts the kernels of an operation that reads a table with these parts.
+  template <class Launch>
+  void run(Stream which, const char* operation, std::span<const transport::TablePart> parts, const Launch& launch) {
+    const DeviceGuard guard(device_);
+    if (tape_) return join(which, operation, parts, launch);
+    const cudaStream_t on = stream(which);
+    if (!has_table(parts)) return launch(DeviceTable{}, on);
+    launch(tables_.upload(parts, on), on);
+    tables_.done(on);
+  }
+
+  /// As of transport::Streams.
+  void record(int point, Stream which);
+  void wait_for(Stream which, int point);
+  void set_tape(std::shared_ptr<transport::Tape> tape);
+  void replay(const transport::Tape& tape);
+  void drain() noexcept;
+
+  bool is_recording() const { return tape_ != nullptr; }
+  /// Whether anything was ever recorded: then device memory that operations were given stays theirs.
+  bool has_recorded() const { return has_recorded_; }
+
+ private:
+  class Reel;
+  using Points = std::array<cudaEvent_t, transport::Streams::kNumPoints>;
+  using Launch = std::function<void(const DeviceTable& table, cudaStream_t stream)>;
+
+  static bool has_table(std::span<const transport::TablePart> parts);
+  void join(Stream which, const char* operation, std::span<const transport::TablePart> parts, Launch launch);
+  void start(const std::shared_ptr<const transport::Table>& operation, const transport::Tape::Start& start);
+
+  int device_;
+  runtime::CurrentStream current_stream_;
+  std::chrono::milliseconds timeout_;
+  cudaStream_t transfer_ = nullptr;
+  Points points_ = {};
+  TableRing tables_;
+
+  std::shared_ptr<transport::Tape> tape_;
+  std::shared_ptr<Reel> reel_;  // of the tape that is recorded at the moment
+  bool is_capturing_ = false;   // then its operations are queued too, into a graph
+  bool has_recorded_ = false;
+  std::shared_ptr<bool> was_refilled_ = std::make_shared<bool>(false);  // since points were passed last
+};
+
+}  // namespace distca::cuda

@@ -1,0 +1,14 @@
+// A word of the host's that says how far a stream has come.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace distca::cuda {
+
+/// *to = *from when the stream comes to it: both in page-locked memory that the device addresses.
+void mark(const uint64_t* from, uint64_t* to, cudaStream_t stream);
+void load_mark_kernel();
+
+}  // namespace distca::cuda

@@ -1,0 +1,71 @@
+// Tables of kernels on their way to the device, in memory that is used again once the kernel that read them is done.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <optional>
+#include <span>
+
+#include "runtime/check.h"
+#include "runtime/device_table.h"
+#include "runtime/table_memory.h"
+
+namespace distca::cuda {
+
+class TableRing {
+ public:
+  TableRing() = default;
+  TableRing(const TableRing&) = delete;
+  TableRing& operator=(const TableRing&) = delete;
+  ~TableRing() {
+    for (Place& p : places_)
+      if (p.used != nullptr) cudaEventDestroy(p.used);
+  }
+
+  /// A table with these parts, as it will be on the device for what is queued on that stream next. `done` has to
+  /// follow; the table is good until then.
+  DeviceTable upload(std::span<const transport::TablePart> parts, cudaStream_t stream) {
+    const transport::TableLayout layout(parts);
+    Place& p = next_place(layout.bytes());
+    p.layout = layout;
+    layout.write(parts, p.block.host);
+    check(cudaMemcpyAsync(p.block.device, p.block.host, layout.bytes(), cudaMemcpyHostToDevice, stream),
+          "copying a table to the device");
+    return {&*p.layout, p.block.device};
+  }
+  /// What reads the table that was uploaded last has been queued.
+  void done(cudaStream_t stream) { check(cudaEventRecord(places_[last_].used, stream), "an event after a kernel"); }
+
+ private:
+  struct Place {
+    TableMemory::Block block;
+    size_t bytes = 0;
+    cudaEvent_t used = nullptr;
+    std::optional<transport::TableLayout> layout;
+  };
+  /// The host may be as many launches ahead of the device.
+  static constexpr size_t kPlaces = 128, kLeastBytes = 4096;
+
+  Place& next_place(size_t bytes) {
+    last_ = (last_ + 1) % kPlaces;
+    Place& p = places_[last_];
+    if (p.used == nullptr)
+      check(cudaEventCreateWithFlags(&p.used, cudaEventDisableTiming), "an event");
+    else
+      check(cudaEventSynchronize(p.used), "waiting for a kernel");
+    if (bytes > p.bytes) {
+      p.bytes = std::bit_ceil(std::max(bytes, kLeastBytes));
+      p.block = memory_.take(p.bytes);
+    }
+    return p;
+  }
+
+  TableMemory memory_;
+  std::array<Place, kPlaces> places_;
+  size_t last_ = 0;
+};
+
+}  // namespace distca::cuda
