@@ -98,9 +98,9 @@ class Context:
     def record(self, *, headroom: float = 2.0, rounds: int = 2) -> Recording:
         """Steps inside ``with context.record() as recording`` are recorded, to be done again and again with new plans.
 
-        For contexts whose steps are queued: on CUDA (not yet run on a GPU; with the library's own attention kernels), or
-        on threads that stand for a GPU's streams (`loopback` with ``streams``). All else that PyTorch does inside is done
-        at once, and once; unless a CUDA graph is captured, of which the recorded steps then are a part::
+        For contexts whose steps are queued: on CUDA (with the library's own attention kernels; not yet run on a GPU),
+        or on threads that stand for a GPU's streams (`loopback` with ``streams``). All else that PyTorch does inside is
+        done at once, and once; unless a CUDA graph is captured, of which the recorded steps then are a part::
 
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph), context.record() as recording:

@@ -66,10 +66,11 @@ class Recording:
                 with as many rows on this rank as the tensors have.
 
         Raises:
-            CapacityError: a plan needs more than the recording has room for: of what, and how much; or, on CUDA, it has
-                another mask. Nothing has happened here then, but other ranks may wait for this one: see :meth:`check`.
-            InvalidArgumentError, PlanFormatError: before anything changes. So it is where a graph was not launched since
-                the replan before.
+            CapacityError: a plan needs more than the recording has room for: of what, and how much; or, on CUDA, it
+                has another mask. Nothing has happened here then, but other ranks may wait for this one: see
+                :meth:`check`.
+            InvalidArgumentError, PlanFormatError: before anything changes. So it is where a graph was not launched
+                since the replan before.
             PlanMismatchError, PeerDiedError, PeerTimeoutError: a fault, as of a step.
         """
         self._fill(plan, check_only=False)
