@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "runtime/backend.h"
+#include "runtime/wrapping_backend.h"
 
 namespace distca::runtime {
 namespace {
@@ -15,32 +15,19 @@ std::string& record() {
   return calls;
 }
 
-class RecordingBackend final : public Backend {
+class RecordingBackend final : public WrappingBackend {
  public:
-  std::string device() const override { return cpu_->device(); }
+  RecordingBackend() : WrappingBackend(make_backend("cpu", "auto")) {}
+
   std::string attention(const HeadShape&) const override { return "recorded"; }
-  bool plan_independent(const HeadShape& heads) const override { return cpu_->plan_independent(heads); }
-  void check(const HeadShape& heads, float softcap) const override { cpu_->check(heads, softcap); }
-  std::shared_ptr<std::byte> allocate(int64_t bytes) override { return cpu_->allocate(bytes); }
-  void copy(const RowView& to, const RowView& from, const RowExtent& n) override { cpu_->copy(to, from, n); }
-  void finish() override { cpu_->finish(); }
-  void reduce(const ReduceTable& table, DType dtype) override { cpu_->reduce(table, dtype); }
-  void fill(const RowView& rows, const RowExtent& n, Fill value) override { cpu_->fill(rows, n, value); }
-  void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout, const RowView& delta,
-               const Parallel& parallel) override {
-    cpu_->row_dot(heads, num_rows, out, dout, delta, parallel);
-  }
   void forward(const attention::Problem& problem, const Parallel& parallel) override {
     record() += problem.deterministic ? 'F' : 'f';
-    cpu_->forward(problem, parallel);
+    WrappingBackend::forward(problem, parallel);
   }
   void backward(const attention::Problem& problem, const Parallel& parallel) override {
     record() += problem.deterministic ? 'B' : 'b';
-    cpu_->backward(problem, parallel);
+    WrappingBackend::backward(problem, parallel);
   }
-
- private:
-  std::shared_ptr<Backend> cpu_ = make_backend("cpu", "auto");
 };
 
 }  // namespace

@@ -6,27 +6,18 @@
 #include <cmath>
 #include <thread>
 
+#include "runtime/wrapping_backend.h"
+
 namespace distca::runtime {
 namespace {
 
-class ReplayBackend final : public Backend {
+class ReplayBackend final : public WrappingBackend {
  public:
   ReplayBackend(const ReplayedPass& forward, const ReplayedPass& backward)
-      : forward_(forward), backward_(backward), cpu_(make_backend("cpu", "auto")) {}
+      : WrappingBackend(make_backend("cpu", "auto")), forward_(forward), backward_(backward) {}
 
-  std::string device() const override { return cpu_->device(); }
   std::string attention(const HeadShape&) const override { return "replayed"; }
   bool plan_independent(const HeadShape&) const override { return false; }
-  void check(const HeadShape& heads, float softcap) const override { cpu_->check(heads, softcap); }
-  std::shared_ptr<std::byte> allocate(int64_t bytes) override { return cpu_->allocate(bytes); }
-  void copy(const RowView& to, const RowView& from, const RowExtent& n) override { cpu_->copy(to, from, n); }
-  void finish() override { cpu_->finish(); }
-  void reduce(const ReduceTable& table, DType dtype) override { cpu_->reduce(table, dtype); }
-  void fill(const RowView& rows, const RowExtent& n, Fill value) override { cpu_->fill(rows, n, value); }
-  void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout, const RowView& delta,
-               const Parallel& parallel) override {
-    cpu_->row_dot(heads, num_rows, out, dout, delta, parallel);
-  }
   void forward(const attention::Problem& problem, const Parallel&) override { sleep(forward_, problem); }
   void backward(const attention::Problem& problem, const Parallel&) override { sleep(backward_, problem); }
 
@@ -44,7 +35,6 @@ class ReplayBackend final : public Backend {
   }
 
   ReplayedPass forward_, backward_;
-  std::shared_ptr<Backend> cpu_;
 };
 
 }  // namespace

@@ -1,0 +1,41 @@
+// A backend that leaves to another one what it does not do itself.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "runtime/backend.h"
+
+namespace distca::runtime {
+
+class WrappingBackend : public Backend {
+ public:
+  explicit WrappingBackend(std::shared_ptr<Backend> inner) : inner_(std::move(inner)) {}
+
+  std::string device() const override { return inner_->device(); }
+  std::string attention(const HeadShape& heads) const override { return inner_->attention(heads); }
+  bool plan_independent(const HeadShape& heads) const override { return inner_->plan_independent(heads); }
+  void check(const HeadShape& heads, float softcap) const override { inner_->check(heads, softcap); }
+  std::shared_ptr<std::byte> allocate(int64_t bytes) override { return inner_->allocate(bytes); }
+  void copy(const RowView& to, const RowView& from, const RowExtent& n) override { inner_->copy(to, from, n); }
+  void finish() override { inner_->finish(); }
+  void reduce(const ReduceTable& table, DType dtype) override { inner_->reduce(table, dtype); }
+  void fill(const RowView& rows, const RowExtent& n, Fill value) override { inner_->fill(rows, n, value); }
+  void run(std::span<const RowWork> rows) override { inner_->run(rows); }
+  void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout, const RowView& delta,
+               const Parallel& parallel) override {
+    inner_->row_dot(heads, num_rows, out, dout, delta, parallel);
+  }
+  void forward(const attention::Problem& problem, const Parallel& parallel) override {
+    inner_->forward(problem, parallel);
+  }
+  void backward(const attention::Problem& problem, const Parallel& parallel) override {
+    inner_->backward(problem, parallel);
+  }
+
+ private:
+  std::shared_ptr<Backend> inner_;
+};
+
+}  // namespace distca::runtime
