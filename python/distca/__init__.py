@@ -26,11 +26,12 @@ from distca.errors import (
 from distca.halves import Half, halves
 from distca.heads import Heads
 from distca.launch import RankError, launch
+from distca.layout import PADDING, Layout
 from distca.memory import MemoryReport, memory_report
 from distca.ops import attention, core_attention, serve, serve_ping_pong
 from distca.ping_pong import PingPong
 from distca.plan_ahead import PlanAhead
-from distca.planning import PADDING, ArenaBytes, Layout, Plan, Plans, PlanStats, Task, Transfer, plan, plans
+from distca.planning import ArenaBytes, Plan, Plans, PlanStats, Task, Transfer, plan, plans
 from distca.recording import Recording
 from distca.steps import Step, attend, collect, dispatch
 from distca.trace import Link, Trace, read_trace, write_trace

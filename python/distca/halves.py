@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import torch
 
-from distca.planning import PADDING, Layout
+from distca.layout import PADDING, Layout
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from distca.errors import DistcaError, InvalidArgumentError, PeerDiedError
 from distca.heads import Heads
-from distca.planning import Layout, Plan, Plans, plan, plans
+from distca.layout import Layout
+from distca.planning import Plan, Plans, plan, plans
 
 Batch = TypeVar("Batch")
 Planned = TypeVar("Planned", bound=Plan | Plans)

@@ -16,7 +16,8 @@ from distca.cli import add_debug
 from distca.cost import CostModel
 from distca.errors import InvalidArgumentError
 from distca.heads import DTYPES, Heads
-from distca.planning import Layout, Plan, PlanStats, plan
+from distca.layout import Layout
+from distca.planning import Plan, PlanStats, plan
 
 
 def add_command(commands: Any) -> None:

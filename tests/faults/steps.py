@@ -11,6 +11,7 @@ PARTS = "tests/test_parts.py"
 PING_PONG = "tests/test_ping_pong.py"
 DISPATCHER = "cpp/runtime/dispatcher.cpp"
 PROTOCOL = "cpp/runtime/protocol.cpp"
+PROTOCOL_FAULTS = "cpp/runtime/protocol_faults.cpp"
 
 FAULTS = [
     # ---- puts, credits, signals
@@ -108,7 +109,7 @@ FAULTS = [
     # ---- faults of peers
     Fault(
         "the digest of a plan is not compared",
-        PROTOCOL,
+        PROTOCOL_FAULTS,
         "      if (theirs == call_word() && digest == at_.now.plan_digest) {",
         "      if (theirs == call_word()) {",
         ("tests/test_faults.py",),
@@ -122,7 +123,7 @@ FAULTS = [
     ),
     Fault(
         "a death is not looked for",
-        PROTOCOL,
+        PROTOCOL_FAULTS,
         "  if (!gone || gone->orderly) return;",
         "  return;",
         (DEATH,),
@@ -188,7 +189,7 @@ FAULTS = [
     ),
     Fault(
         "whole steps and parts look alike to peers",
-        PROTOCOL,
+        PROTOCOL_FAULTS,
         "static_cast<uint64_t>(part_) << 1 |",
         "",
         (PARTS,),

@@ -42,8 +42,9 @@ from distca.heads import Heads
 from distca.integrations.hf_ping_pong import HalvedPlans, InHalves
 from distca.integrations.hf_ping_pong import ping_pong as ping_pong
 from distca.integrations.hf_ping_pong import plan_halves as plan_halves
+from distca.layout import Layout
 from distca.ops import core_attention
-from distca.planning import Layout, Plan, Plans, plans
+from distca.planning import Plan, Plans, plans
 
 NAME = "distca"
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")  # the last is refused where it has chunks

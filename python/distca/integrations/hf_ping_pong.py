@@ -17,8 +17,9 @@ from distca.context import get_context
 from distca.errors import InvalidArgumentError
 from distca.halves import Half, halves
 from distca.heads import Heads
+from distca.layout import Layout
 from distca.ping_pong import greenlet_module, prepare, refuse_compiled, run_halves
-from distca.planning import Layout, Plans, plans
+from distca.planning import Plans, plans
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 _NO_TARGET = -100  # of transformers

@@ -25,7 +25,7 @@ import torch
 
 from distca.errors import InvalidArgumentError
 from distca.halves import Half, halves
-from distca.planning import Layout
+from distca.layout import Layout
 
 if TYPE_CHECKING:
     from distca.train.tokens import Tokenizer

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from distca.planning import Layout, Plans
+from distca.layout import Layout
+from distca.planning import Plans
 
 _ENDS = 5  # steps at either end over which the loss is averaged
 

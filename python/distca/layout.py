@@ -1,0 +1,136 @@
+"""Which rows of which documents lie on which rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import index
+from typing import Any
+
+import torch
+
+from distca import _C
+from distca.errors import InvalidArgumentError
+
+#: The document number of padding rows in a layout.
+PADDING = -1
+
+#: Of a document or a rank.
+_MOST_ROWS = 2**31
+
+
+class Layout:
+    """Which rows of which documents every rank holds, in the order of its packed token tensor.
+
+    Args:
+        ranks: for each rank its segments ``(document, begin, end)``: rows ``[begin, end)`` of a document. Documents are
+            numbered from 0 without gaps and covered exactly once; document ``-1`` is padding of ``end - begin`` rows.
+
+    Raises:
+        InvalidArgumentError: naming the document, the rank and the rows that are wrong.
+    """
+
+    def __init__(self, ranks: Sequence[Sequence[tuple[int, int, int]]]) -> None:
+        try:
+            self._core = _C.Layout([[(index(d), index(b), index(e)) for d, b, e in segments] for segments in ranks])
+        except TypeError:
+            raise _bad_segment(ranks) from None
+
+    @classmethod
+    def _wrap(cls, core: _C.Layout) -> Layout:
+        layout = cls.__new__(cls)
+        layout._core = core
+        return layout
+
+    @classmethod
+    def from_documents(cls, lengths: Sequence[Sequence[int]]) -> Layout:
+        """Whole documents on each rank (data parallel), numbered over the ranks in order.
+
+        Args:
+            lengths: for each rank the lengths of its documents, in tokens; a rank may have none.
+        """
+        try:
+            return cls._wrap(_C.Layout.from_documents([[index(n) for n in rank] for rank in lengths]))
+        except TypeError:
+            raise _bad_length((f" on rank {rank}", n) for rank, of in enumerate(lengths) for n in of) from None
+
+    @classmethod
+    def packed(cls, lengths: Sequence[int], *, ranks: int, tokens_per_rank: int) -> Layout:
+        """Documents one after another; one that is longer than what is left on a rank goes on on the next.
+
+        Args:
+            lengths: lengths in tokens; their sum is at most ``ranks * tokens_per_rank``.
+            ranks: number of ranks; the last ones may stay empty.
+            tokens_per_rank: tokens that fit on one rank.
+        """
+        try:
+            return cls._wrap(_C.Layout.packed([index(n) for n in lengths], ranks, tokens_per_rank))
+        except TypeError:
+            raise _bad_length(("", n) for n in lengths) from None
+
+    @classmethod
+    def head_tail(cls, lengths: Sequence[int], *, ranks: int) -> Layout:
+        """Context parallel: each document in ``2 * ranks`` chunks, rank r holds chunk r and the r-th from the end.
+
+        Args:
+            lengths: lengths in tokens; any, no padding is needed.
+            ranks: number of ranks.
+        """
+        try:
+            return cls._wrap(_C.Layout.head_tail([index(n) for n in lengths], ranks))
+        except TypeError:
+            raise _bad_length(("", n) for n in lengths) from None
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self._core.num_ranks
+
+    @property
+    def document_lengths(self) -> list[int]:
+        """Length of every document, in tokens."""
+        return self._core.document_lengths
+
+    def num_rows(self, rank: int) -> int:
+        """Rows of the rank's token tensor, padding included."""
+        return self._core.num_rows(rank)
+
+    def segments(self, rank: int) -> list[tuple[int, int, int]]:
+        """The rank's segments ``(document, begin, end)``, in row order."""
+        return self._core.segments(rank)
+
+    def position_ids(self, rank: int) -> torch.Tensor:
+        """Position of every row of the rank in its document, int64 ``[T]``; 0 for padding."""
+        parts = [
+            torch.arange(begin, end) if document != PADDING else torch.zeros(end - begin, dtype=torch.int64)
+            for document, begin, end in self.segments(rank)
+        ]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+    def __repr__(self) -> str:
+        rows = [self.num_rows(rank) for rank in range(self.num_ranks)]
+        return f"Layout({self.num_ranks} ranks, {len(self.document_lengths)} documents, rows {rows})"
+
+
+def _is_row_number(n: Any, least: int) -> bool:
+    return hasattr(n, "__index__") and least <= index(n) <= _MOST_ROWS
+
+
+def _bad_length(lengths: Iterable[tuple[str, Any]]) -> InvalidArgumentError:
+    """What to raise for lengths, each with where it is, that are not all integers the core can take."""
+    for document, (where, n) in enumerate(lengths):
+        if not _is_row_number(n, 1):
+            return InvalidArgumentError(
+                f"layout: document {document}{where} has length {n!r}; 1 to {_MOST_ROWS} are allowed"
+            )
+    return InvalidArgumentError("layout: numbers of ranks and tokens are integers below 2**63")
+
+
+def _bad_segment(ranks: Iterable[Iterable[Any]]) -> InvalidArgumentError:
+    for rank, segments in enumerate(ranks):
+        for number, segment in enumerate(segments):
+            if not all(_is_row_number(n, PADDING) for n in segment):
+                return InvalidArgumentError(
+                    f"layout: rank {rank}, segment {number} is {segment!r}; integers (document, begin, end) up to "
+                    f"{_MOST_ROWS} are allowed"
+                )
+    return InvalidArgumentError("layout: a list of segments (document, begin, end) for each rank is expected")
