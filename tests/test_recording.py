@@ -86,8 +86,8 @@ def _assert_same(results: Sequence[Tensors], expected: Sequence[Tensors]) -> Non
             assert not a.isnan().any(), f"step {i}: {name}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_twenty_replays_with_other_plans_of_other_documents_give_the_bits_of_steps_on_the_host(dtype) -> None:
+@pytest.mark.parametrize(("dtype", "hosts"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.float32, 2)])
+def test_twenty_replays_with_other_plans_of_other_documents_give_the_bits_of_steps_on_the_host(dtype, hosts) -> None:
     heads = distca.Heads(4, 2, 16, 24, dtype)
     seeds = range(20)
     plans = [_plan(seed, heads) for seed in seeds]
@@ -107,7 +107,7 @@ def test_twenty_replays_with_other_plans_of_other_documents_give_the_bits_of_ste
         assert context.step == 40
         return results
 
-    with loopback_group(plans, streams=True, timeout=3.0) as contexts:
+    with loopback_group(plans, streams=True, timeout=3.0, hosts=hosts) as contexts:
         for results, expected in zip(on_all_ranks(contexts, work), _on_the_host(plans, seeds, heads), strict=True):
             _assert_same(results, expected)
 

@@ -13,7 +13,6 @@
 #include "transport/send_table.h"
 
 using namespace distca;
-using namespace distca::cuda;
 using namespace distca::runtime;
 using namespace distca::transport;
 
@@ -112,18 +111,22 @@ int64_t check_sends(uint64_t seed) {
   const std::vector<std::byte> source = random_bytes(random, kBytes), before = random_bytes(random, kBytes);
   std::vector<std::byte> arena = random_bytes(random, kBytes), heap = before, expected = before;
   std::vector<bool> is_gap(static_cast<size_t>(kBytes));
-  SendTable sends(kBytes);
+  SendTable sends(arena);
+  PutTable table;
   int64_t used = 0, saved = 0;
   for (int32_t peer = 0; peer < 3; ++peer) {
-    PutTable table;
-    table.open({peer, 0, nullptr, 0, nullptr, 0, 0});
+    table.open({.peer = peer});
+    sends.open({.peer = peer});
     for (int64_t puts = random.below(5); puts >= 0; --puts, ++saved) {
       const RowExtent n{1 + random.below(20), 1 + random.below(4), 2 * (1 + random.below(40))};
       const RowView from = random_view(random, const_cast<std::byte*>(source.data()), n, 2);
       const int64_t head_stride = n.head_bytes + 2 * random.below(2), row_stride = n.num_heads * head_stride;
-      const int64_t packed = sends.add(used, row_stride, head_stride, n);
-      require_that(packed >= 0 && packed % 16 == used % 16, "packed at another alignment", seed);
-      table.add({arena.data() + packed, row_stride, head_stride}, from, n);
+      std::byte* const to = heap.data() + used;
+      std::byte* const packed = sends.add(to, row_stride, head_stride, n);
+      require_that(
+          packed != nullptr && (reinterpret_cast<uintptr_t>(packed) - reinterpret_cast<uintptr_t>(to)) % 16 == 0,
+          "packed at another alignment", seed);
+      table.add({packed, row_stride, head_stride}, from, n);
       copy_rows({expected.data() + used, row_stride, head_stride}, from, n);
       for (int64_t i = 0; i < n.num_rows * n.num_heads - 1; ++i)
         for (int64_t j = n.head_bytes; j < head_stride; ++j)
@@ -131,16 +134,30 @@ int64_t check_sends(uint64_t seed) {
       used += (n.num_rows * n.num_heads - 1) * head_stride + n.head_bytes;
       if (random.below(2) == 0) used = (used + 64) / 64 * 64;  // else the next rows follow at once
     }
-    run_puts(table, seed);
-    for (const SendPiece& piece : sends.take()) {
-      std::memcpy(heap.data() + piece.to, arena.data() + piece.from, static_cast<size_t>(piece.bytes));
-      --saved;
+    uint64_t word = 0;
+    sends.close(&word, 7);
+    require_that(sends.messages().back().signal == &word && sends.messages().back().signal_value == 7, "signal", seed);
+  }
+  run_puts(table, seed);
+  size_t piece = 0;
+  for (const SendMessage& m : sends.messages()) {
+    require_that(m.first_piece == static_cast<int32_t>(piece), "pieces of a message", seed);
+    for (int32_t i = 0; i < m.num_pieces; ++i, ++piece, --saved) {
+      const SendPiece& p = sends.pieces()[piece];
+      std::memcpy(p.to, p.from, static_cast<size_t>(p.bytes));
     }
   }
+  require_that(piece == sends.pieces().size(), "pieces of no message", seed);
   for (size_t i = 0; i < heap.size(); ++i)
     require_that(is_gap[i] || heap[i] == expected[i], "the heap got other bytes", seed);
-  SendTable small(100);
-  require_that(small.add(0, 20, 10, {5, 2, 10}) == 0 && small.add(128, 1, 1, {1, 1, 1}) < 0, "room for too much", seed);
+  SendTable small({arena.data(), 100});
+  small.open({.peer = 0});
+  const auto fits = [&](int64_t rows) { return small.add(arena.data() + 200, 20, 10, {rows, 2, 10}) != nullptr; };
+  require_that(fits(4) && !fits(1), "room for too much", seed);
+  small.clear();
+  require_that(small.empty() && small.pieces().empty(), "something is left", seed);
+  small.open({.peer = 0});
+  require_that(fits(4), "no room again", seed);
   return saved;
 }
 

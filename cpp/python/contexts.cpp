@@ -84,7 +84,8 @@ std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& n
                                                std::optional<uint64_t> reorder_seed, bool progress_thread,
                                                std::optional<std::tuple<double, double, bool>> link,
                                                const std::string& device, const std::string& attention,
-                                               const std::optional<Replay>& replay, bool streams, int put_blocks) {
+                                               const std::optional<Replay>& replay, bool streams, int hosts,
+                                               int put_blocks) {
   const auto n = static_cast<int64_t>(names.size());
   require(n >= 1 && n <= 4096, "loopback: ", n, " ranks; 1 to 4096 are allowed");
   auto options = context_options("", slot_bytes, timeout, cost, epoch);
@@ -105,9 +106,10 @@ std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& n
   }
   std::vector<std::shared_ptr<Memory>> memories;
   if (device != "cpu" || attention != "auto") memories.assign(backends.begin(), backends.end());
-  auto transports = queues.empty()
-                        ? transport::make_loopback(static_cast<int>(n), needs.heap_bytes, needs.num_signals, memories)
-                        : transport::make_stream_loopback(needs.heap_bytes, needs.num_signals, queues);
+  auto transports =
+      queues.empty()
+          ? transport::make_loopback(static_cast<int>(n), needs.heap_bytes, needs.num_signals, memories)
+          : transport::make_stream_loopback(needs.heap_bytes, needs.num_signals, queues, hosts, needs.send_arena_bytes);
   std::vector<ContextPtr> contexts;
   for (size_t r = 0; r < names.size(); ++r) {
     options.name = names[r];
@@ -179,11 +181,10 @@ ContextPtr make_nvshmem_context(int rank, int num_ranks, const std::string& uniq
   const runtime::HeapNeeds needs = runtime::heap_needs(num_ranks, slot_bytes);
   const py::gil_scoped_release release;
   runtime::Device mine = runtime::make_device(message("cuda:", device), attention, options.timeout, put_blocks);
-  std::unique_ptr<transport::Transport> control;
-  if (listener != nullptr)
-    control = transport::connect_shm(std::move(*listener), rank, addresses, 0, needs.num_signals, kConnecting);
-  auto transport = library.connect(group, needs.heap_bytes, needs.num_signals, mine.backend, std::move(control),
-                                   std::move(mine.streams));
+  require(listener != nullptr, "transport 'nvshmem' between hosts has no control transport");
+  auto control = transport::connect_shm(std::move(*listener), rank, addresses, 0, needs.num_signals, kConnecting);
+  auto transport = library.connect(group, needs.heap_bytes, needs.num_signals, needs.send_arena_bytes,
+                                   std::move(control), std::move(mine.streams));
   return register_context(std::move(transport), options, {}, std::move(mine.backend));
 }
 
@@ -329,7 +330,7 @@ void bind_contexts(py::module_& m) {
         py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("reorder_seed") = std::nullopt,
         py::arg("progress_thread") = false, py::arg("link") = std::nullopt, py::arg("device") = "cpu",
         py::arg("attention") = "auto", py::arg("replay") = std::nullopt, py::arg("streams") = false,
-        py::arg("put_blocks") = 0);
+        py::arg("hosts") = 1, py::arg("put_blocks") = 0);
   m.def("connect_ipc", &make_ipc_context, py::kw_only(), py::arg("listener"), py::arg("rank"), py::arg("addresses"),
         py::arg("device"), py::arg("attention"), py::arg("put_blocks"), py::arg("name"), py::arg("slot_bytes"),
         py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"), py::arg("epoch"));

@@ -31,7 +31,8 @@ std::string describe(const HeadShape& h) {
 }  // namespace
 
 HeapNeeds heap_needs(int64_t num_ranks, int64_t slot_bytes) {
-  return {kNumSlots * slot_bytes, Signals(num_ranks).count()};
+  // Any message fits, however it is aligned; more than fits at once is sent in parts.
+  return {kNumSlots * slot_bytes, Signals(num_ranks).count(), slot_bytes + plan::kExtentAlignment};
 }
 
 Context::Context(std::unique_ptr<transport::Transport> transport, ContextOptions options,

@@ -35,6 +35,7 @@ struct ContextOptions {
 struct HeapNeeds {
   int64_t heap_bytes;
   int64_t num_signals;
+  int64_t send_arena_bytes;  // for rows to ranks that load and store do not reach
 };
 DISTCA_EXPORT HeapNeeds heap_needs(int64_t num_ranks, int64_t slot_bytes);
 

@@ -37,7 +37,10 @@ class Recording {
   void add(Step step, Call call, std::shared_ptr<void> owner);
   /// A further one, about the step that was recorded under that number.
   void add(uint64_t number, Call call);
-  void complete() { is_complete_ = true; }
+  void complete() {
+    is_complete_ = true;
+    tape_->rewind();
+  }
 
   /// Makes all calls again, with a slice for each step. Throws CapacityError where one does not fit.
   void refill(std::span<const plan::SliceView> slices);

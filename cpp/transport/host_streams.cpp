@@ -205,6 +205,19 @@ void HostStreams::signal(std::span<const SignalTo> signals) {
   });
 }
 
+void HostStreams::send(const SendTable& table, const std::shared_ptr<Sender>& sender) {
+  const std::array parts = {table_part("messages", table.messages()), table_part("pieces", table.pieces())};
+  queue(Stream::kTransfer, "send", parts, [this, sender](const Table& t) {
+    const auto messages = t.get<SendMessage>(0);
+    const uint64_t num_messages = messages.size();
+    sender->send({&num_messages, messages.data(), t.get<SendPiece>(1).data(), messages.size()}, guard_, nullptr);
+  });
+}
+
+void HostStreams::quiet(const std::shared_ptr<Sender>& sender) {
+  queue(Stream::kTransfer, "quiet", {}, [sender](const Table&) { sender->quiet(nullptr); });
+}
+
 void HostStreams::await(std::span<const AwaitedMessage> messages) {
   queue(Stream::kWork, "wait", std::array{table_part("messages", messages)}, [this](const Table& t) {
     if (is_stopped()) return;

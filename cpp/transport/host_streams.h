@@ -36,6 +36,8 @@ class DISTCA_EXPORT HostStreams final : public Streams {
   void drain() noexcept override;
   void put(const PutTable& table) override;
   void signal(std::span<const SignalTo> signals) override;
+  void send(const SendTable& table, const std::shared_ptr<Sender>& sender) override;
+  void quiet(const std::shared_ptr<Sender>& sender) override;
   void await(std::span<const AwaitedMessage> messages) override;
   void fill_nan_if_stopped(const RowView& rows, const RowExtent& n) override;
   void set_tape(std::shared_ptr<Tape> tape) override { tape_ = std::move(tape); }

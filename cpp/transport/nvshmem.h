@@ -8,7 +8,6 @@
 #include <string>
 
 #include "common/error.h"
-#include "common/memory.h"
 #include "transport/streams.h"
 #include "transport/transport.h"
 
@@ -30,10 +29,9 @@ struct NvshmemLibrary {
   std::string (*version)();
   /// Made on one rank, and taken to the others by any channel.
   NvshmemId (*unique_id)();
-  /// All ranks call it with the same sizes. `memory` is where the rank's rows lie. With `control`, a transport between
-  /// ranks of one host, steps are queued on `streams` if all ranks' GPUs load and store each other's memory.
+  /// All ranks call it with the same sizes. Steps are queued on `streams`; `control` is a transport between the hosts.
   std::unique_ptr<Transport> (*connect)(const NvshmemGroup& group, int64_t heap_bytes, int64_t num_signals,
-                                        std::shared_ptr<Memory> memory, std::unique_ptr<Transport> control,
+                                        int64_t send_arena_bytes, std::unique_ptr<Transport> control,
                                         std::shared_ptr<Streams> streams);
 };
 

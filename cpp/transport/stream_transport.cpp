@@ -45,7 +45,11 @@ class StreamTransport::Watch {
 
 StreamTransport::StreamTransport(const char* name, std::unique_ptr<Transport> control, std::shared_ptr<Streams> streams,
                                  DeviceHeaps heaps)
-    : WrappingTransport(std::move(control)), name_(name), streams_(std::move(streams)), heaps_(std::move(heaps)) {
+    : WrappingTransport(std::move(control)),
+      name_(name),
+      streams_(std::move(streams)),
+      heaps_(std::move(heaps)),
+      sends_(heaps_.send_arena) {
   require(static_cast<int>(heaps_.ranks.size()) == num_ranks(), name, ": heaps of ", heaps_.ranks.size(), " ranks, ",
           num_ranks(), " are there");
 }
@@ -62,13 +66,13 @@ std::span<std::byte> StreamTransport::heap() {
 }
 
 const DeviceMemory& StreamTransport::memory_of(int peer) const {
-  static_cast<void>(inner_->peek(peer, 0));  // refuses what is no peer, and use in a forked child
+  inner_->check_peer(peer);
   return heaps_.ranks[static_cast<size_t>(peer)];
 }
 
 uint64_t* StreamTransport::word_of(int peer, int64_t word) const {
   require(word >= 0 && word < heaps_.num_words, "signal word ", word, " does not exist; there are ", heaps_.num_words);
-  return memory_of(peer).words + word;
+  return (is_remote(peer) ? memory_of(rank()) : memory_of(peer)).words + word;
 }
 
 void StreamTransport::await_credit(const StreamWait& wait) {
@@ -87,39 +91,96 @@ void StreamTransport::put(int peer, int64_t heap_offset, int64_t dst_row_stride,
   const Write write = checked_put(peer, heap_offset, dst_row_stride, dst_head_stride, src, extent);
   if (!is_open_ || next_.peer != peer) {
     if (next_.peer != peer) next_ = {.peer = peer};
-    table_.open(next_);
+    open_message(peer);
     is_open_ = true;
   }
-  table_.add({memory_of(peer).heap + write.heap_offset, dst_row_stride, dst_head_stride}, src, extent);
+  if (extent.bytes() == 0) return;
+  std::byte* const to = is_remote(peer) ? pack(peer, write, extent) : memory_of(peer).heap + write.heap_offset;
+  table_.add({to, dst_row_stride, dst_head_stride}, src, extent);
+}
+
+void StreamTransport::open_message(int peer) {
+  if (!is_remote(peer)) return table_.open(next_);
+  table_.open({.peer = peer});  // packing needs no credit
+  sends_.open({.peer = peer,
+               .first_piece = 0,
+               .num_pieces = 0,
+               .credit = next_.credit,
+               .credit_value = next_.credit_value,
+               .signal = nullptr,
+               .signal_value = 0,
+               .round = next_.round});
+}
+
+std::byte* StreamTransport::pack(int peer, const Write& write, const RowExtent& extent) {
+  std::byte* const there = memory_of(rank()).heap + write.heap_offset;
+  const auto packed = [&] { return sends_.add(there, write.dst_row_stride, write.dst_head_stride, extent); };
+  if (std::byte* const to = packed()) return to;
+  require<CapacityError>(!is_recording_, "plan sends more than the send arena of ", heaps_.send_arena.size(),
+                         " bytes holds to ranks of other hosts in one call, which cannot be recorded");
+  empty_arena();
+  next_.credit = nullptr;  // which has been waited for
+  open_message(peer);
+  std::byte* const to = packed();
+  require<CapacityError>(to != nullptr, "rows of ", extent.bytes(), " bytes for rank ", peer,
+                         " do not fit into the send arena of ", heaps_.send_arena.size(), " bytes");
+  return to;
+}
+
+void StreamTransport::empty_arena() {
+  streams_->record(kWorkSoFar, Stream::kWork);
+  streams_->wait_for(Stream::kTransfer, kWorkSoFar);
+  streams_->put(table_);
+  streams_->send(sends_, heaps_.sender);
+  streams_->quiet(heaps_.sender);
+  table_.clear();
+  sends_.clear();
 }
 
 void StreamTransport::announce(int peer, int64_t word, uint64_t value) {
-  if (is_open_ && next_.peer == peer)
+  const bool has_rows = is_open_ && next_.peer == peer;
+  if (is_remote(peer)) {
+    if (!has_rows) sends_.open({.peer = peer});
+    sends_.close(word_of(peer, word), value);
+  } else if (has_rows) {
     table_.close(word_of(peer, word), value);
-  else
+  } else {
     late_grants_.push_back({word_of(peer, word), value});
+  }
   next_ = {.peer = -1};
   is_open_ = false;
 }
 
 void StreamTransport::grant(int peer, int64_t word, uint64_t value, bool after_work) {
-  (after_work ? late_grants_ : early_grants_).push_back({word_of(peer, word), value});
+  uint64_t* const there = word_of(peer, word);
+  if (!is_remote(peer)) return (after_work ? late_grants_ : early_grants_).push_back({there, value});
+  SendTable& sends = after_work ? sends_ : early_sends_;
+  sends.open({.peer = peer});
+  sends.close(there, value);
 }
 
 void StreamTransport::send(int64_t slot) {
   require(slot >= 0 && slot < kMaxSlots, "slot ", slot, "; there are ", kMaxSlots);
-  if (!early_grants_.empty() || is_recording_) {
+  const bool sends_early = heaps_.sender && (!early_sends_.empty() || is_recording_);
+  const bool sends_late = heaps_.sender && (!sends_.empty() || is_recording_);
+  if (!early_grants_.empty() || sends_early || is_recording_) {
     streams_->wait_for(Stream::kTransfer, static_cast<int>(slot));
-    streams_->signal(early_grants_);
+    if (!early_grants_.empty() || is_recording_) streams_->signal(early_grants_);
+    if (sends_early) streams_->send(early_sends_, heaps_.sender);
     early_grants_.clear();
+    early_sends_.clear();
   }
-  if (late_grants_.empty() && table_.empty() && !is_recording_) return;
+  if (late_grants_.empty() && table_.empty() && !sends_late && !is_recording_) return;
   streams_->record(kWorkSoFar, Stream::kWork);
   streams_->wait_for(Stream::kTransfer, kWorkSoFar);
   if (!late_grants_.empty() || is_recording_) streams_->signal(late_grants_);
+  // Rows are packed where those of the call before were.
+  if (sends_late) streams_->quiet(heaps_.sender);
   if (!table_.empty() || is_recording_) streams_->put(table_);
+  if (sends_late) streams_->send(sends_, heaps_.sender);
   late_grants_.clear();
   table_.clear();
+  sends_.clear();
 }
 
 void StreamTransport::await_rows(std::span<const StreamWait> waits) {
@@ -150,6 +211,8 @@ void StreamTransport::quiet() { streams_->drain(); }
 
 void StreamTransport::forget_unsent() {
   table_.clear();
+  sends_.clear();
+  early_sends_.clear();
   early_grants_.clear();
   late_grants_.clear();
   next_ = {.peer = -1};

@@ -15,7 +15,8 @@
 
 namespace distca::transport {
 
-/// A rank's memory on its device, as this rank addresses it: its heap, and the words that streams signal.
+/// A rank's memory on its device, as this rank addresses it: its heap, and the words that streams signal. Null where
+/// load and store do not reach it.
 struct DeviceMemory {
   std::byte* heap = nullptr;
   uint64_t* words = nullptr;
@@ -27,6 +28,9 @@ struct DeviceHeaps {
   int64_t heap_bytes = 0;
   int64_t num_words = 0;
   std::shared_ptr<void> owner;
+  // Where there are ranks that load and store do not reach:
+  std::shared_ptr<Sender> sender = nullptr;
+  std::span<std::byte> send_arena = {};
 };
 
 /// `control`, a transport between the hosts whose heap is not used, carries what ranks publish, their faults, and the
@@ -69,7 +73,14 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   /// Work queued from here on comes after all that was sent.
   void join();
   const DeviceMemory& memory_of(int peer) const;
+  bool is_remote(int peer) const { return memory_of(peer).heap == nullptr; }
+  /// As this rank addresses it: of a remote peer, what lies at the same place in its own memory.
   uint64_t* word_of(int peer, int64_t word) const;
+  void open_message(int peer);
+  /// Where rows that go to that place in a remote peer's heap are packed.
+  std::byte* pack(int peer, const Write& write, const RowExtent& extent);
+  /// Starts what is put so far, and waits on the stream until all of it has left the send arena.
+  void empty_arena();
 
   const char* name_;
   std::shared_ptr<Streams> streams_;
@@ -80,6 +91,7 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
 
   // What `send` will start.
   PutTable table_;
+  SendTable sends_, early_sends_;
   PutMessage next_ = {};  // the message that the next put to its peer opens
   bool is_open_ = false;
   std::vector<SignalTo> early_grants_, late_grants_;

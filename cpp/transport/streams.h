@@ -12,6 +12,7 @@
 #include "common/rows.h"
 #include "transport/guard.h"
 #include "transport/put_table.h"
+#include "transport/send_table.h"
 #include "transport/tape.h"
 
 namespace distca::transport {
@@ -56,6 +57,9 @@ class DISTCA_EXPORT Streams {
   virtual void put(const PutTable& table) = 0;
   /// On the transport's stream.
   virtual void signal(std::span<const SignalTo> signals) = 0;
+  /// What has been packed goes out. On the transport's stream, as is the next.
+  virtual void send(const SendTable& table, const std::shared_ptr<Sender>& sender) = 0;
+  virtual void quiet(const std::shared_ptr<Sender>& sender) = 0;
   /// On the stream of the rank's work.
   virtual void await(std::span<const AwaitedMessage> messages) = 0;
   /// Fills rows with NaN if the streams have stopped, else does nothing. On the stream of the rank's work.

@@ -26,7 +26,7 @@ WrappingTransport::WrappingTransport(std::unique_ptr<Transport> inner) : inner_(
 WrappingTransport::Write WrappingTransport::checked_put(int peer, int64_t heap_offset, int64_t dst_row_stride,
                                                         int64_t dst_head_stride, const RowView& src,
                                                         const RowExtent& extent) {
-  static_cast<void>(inner_->peek(peer, 0));
+  inner_->check_peer(peer);
   check_put(peer, static_cast<int64_t>(heap().size()), heap_offset, dst_row_stride, dst_head_stride, extent);
   return {.peer = peer,
           .heap_offset = heap_offset,

@@ -121,6 +121,7 @@ DeviceQueue::DeviceQueue(int device, runtime::CurrentStream current_stream, std:
   check(cudaStreamCreateWithPriority(&transfer_, cudaStreamNonBlocking, highest), "the stream of the transport");
   for (cudaEvent_t& point : points_)
     check(cudaEventCreateWithFlags(&point, cudaEventDisableTiming), "an event of the transport");
+  tables_.reserve();
 }
 
 DeviceQueue::~DeviceQueue() {

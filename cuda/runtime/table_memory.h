@@ -1,5 +1,6 @@
 // Page-locked memory of the host and as much of the device, in chunks that are given back at the end alone: freeing
-// either waits for the whole device, and so for kernels that wait for what this thread has yet to queue.
+// either waits for the whole device, and so for kernels that wait for what this thread has yet to queue. Allocating may
+// do the same.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -41,6 +42,8 @@ class TableMemory {
     }
   }
 
+  /// Makes room before anything waits on the device: allocating may wait for it, too.
+  void reserve(size_t bytes) { add(bytes); }
   /// Both aligned to 256 bytes; on the calling thread's device.
   Block take(size_t bytes) {
     bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;

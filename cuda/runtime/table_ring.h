@@ -25,6 +25,8 @@ class TableRing {
       if (p.used != nullptr) cudaEventDestroy(p.used);
   }
 
+  /// Makes room for the tables of most plans; on the calling thread's device.
+  void reserve() { memory_.reserve(kReserved); }
   /// A table with these parts, as it will be on the device for what is queued on that stream next. `done` has to
   /// follow; the table is good until then.
   DeviceTable upload(std::span<const transport::TablePart> parts, cudaStream_t stream) {
@@ -47,7 +49,7 @@ class TableRing {
     std::optional<transport::TableLayout> layout;
   };
   /// The host may be as many launches ahead of the device.
-  static constexpr size_t kPlaces = 128, kLeastBytes = 4096;
+  static constexpr size_t kPlaces = 128, kLeastBytes = 4096, kReserved = size_t{8} << 20;
 
   Place& next_place(size_t bytes) {
     last_ = (last_ + 1) % kPlaces;

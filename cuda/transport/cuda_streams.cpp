@@ -90,6 +90,18 @@ class CudaStreams final : public Streams {
     queue_->run(Stream::kTransfer, "signal", std::array{table_part("signals", signals)},
                 [guard = guard_](const DeviceTable& t, cudaStream_t stream) { write_signals(t, guard, stream); });
   }
+  void send(const transport::SendTable& table, const std::shared_ptr<transport::Sender>& sender) override {
+    const std::array parts = {table_part("messages", table.messages()), table_part("pieces", table.pieces())};
+    queue_->run(Stream::kTransfer, "send", parts, [guard = guard_, sender](const DeviceTable& t, cudaStream_t stream) {
+      sender->send(
+          {t.counts(), t.part<const transport::SendMessage>(0), t.part<const transport::SendPiece>(1), t.capacity(0)},
+          guard, stream);
+    });
+  }
+  void quiet(const std::shared_ptr<transport::Sender>& sender) override {
+    queue_->run(Stream::kTransfer, "quiet", {},
+                [sender](const DeviceTable&, cudaStream_t stream) { sender->quiet(stream); });
+  }
   void await(std::span<const transport::AwaitedMessage> awaited) override {
     queue_->run(Stream::kWork, "wait", std::array{table_part("messages", awaited)},
                 [guard = guard_](const DeviceTable& t, cudaStream_t stream) { await_messages(t, guard, stream); });

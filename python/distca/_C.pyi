@@ -113,6 +113,7 @@ def make_loopback(
     attention: str = "auto",
     replay: tuple[CostModel, float, CostModel, float] | None = None,
     streams: bool = False,
+    hosts: int = 1,
     put_blocks: int = 0,
 ) -> list[Context]: ...
 def connect_ipc(

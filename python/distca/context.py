@@ -347,6 +347,7 @@ def loopback(
     attention: str = "auto",
     replay: tuple[CostModel, CostModel] | None = None,
     streams: bool = False,
+    hosts: int = 1,
 ) -> list[Context]:
     """Makes a whole group in this process, for tests; each context must be used from a thread of its own.
 
@@ -367,6 +368,8 @@ def loopback(
         streams: queue every step on two threads a rank that stand for a GPU's streams, as steps on CUDA always are,
             instead of running it in the calling thread. ``reorder_seed``, ``progress_thread``, ``link`` and ``replay``
             do not go with it.
+        hosts: on the CPU with ``streams``: ranks stand for those of so many hosts, on which they lie in turn. Between
+            hosts rows are packed and carried by a thread that stands for a network.
 
     Raises:
         InvalidArgumentError: for wrong arguments, or such that do not go together.
@@ -378,6 +381,8 @@ def loopback(
                 "loopback: steps that are queued on streams have no reorder_seed, progress_thread, link or replay"
             )
         streams = True
+    if hosts != 1 and not (streams and device == "cpu"):
+        raise InvalidArgumentError(f"loopback: hosts = {hosts} goes with streams, on the CPU")
     group = next(_loopback_groups)
     cost = cost or CostModel()
     cores = _C.make_loopback(
@@ -389,6 +394,7 @@ def loopback(
         attention=attention,
         replay=None if replay is None else _replayed(*replay),
         streams=streams,
+        hosts=hosts,
         **_core_options(_slot_bytes(num_ranks, max_tokens, heads, heap_bytes), timeout, cost),
     )
     return [Context(core, heads, cost) for core in cores]

@@ -86,6 +86,27 @@ FAULTS = [
         ("tests/test_faults.py",),
     ),
     Fault(
+        "rows for other hosts are packed over those that are on their way",
+        "cpp/transport/stream_transport.cpp",
+        "  if (sends_late) streams_->quiet(heaps_.sender);",
+        "",
+        ("tests/test_stream_hosts.py", "tests/test_recording.py"),
+    ),
+    Fault(
+        "a full send arena is used again while it is read",
+        "cpp/transport/stream_transport.cpp",
+        "  streams_->quiet(heaps_.sender);\n  table_.clear();",
+        "  table_.clear();",
+        ("tests/test_stream_hosts.py",),
+    ),
+    Fault(
+        "what goes to another host awaits no credit",
+        "cpp/transport/stream_transport.cpp",
+        "               .credit = next_.credit,",
+        "               .credit = nullptr,",
+        ("tests/test_stream_hosts.py", "tests/test_recording.py"),
+    ),
+    Fault(
         "rows are announced before they are put",
         DISPATCHER,
         "      protocol_.await_credit(Direction::kIn, s.peer, 0);",

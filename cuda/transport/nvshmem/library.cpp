@@ -6,7 +6,7 @@
 
 #include "common/error.h"
 #include "transport/nvshmem.h"
-#include "transport/nvshmem/nvshmem_transport.h"
+#include "transport/nvshmem/connect.h"
 
 namespace distca::cuda {
 namespace {

@@ -4,9 +4,8 @@ find_package(NVSHMEM 3.4)
 if(NVSHMEM_FOUND)
   add_library(
     distca_nvshmem SHARED
-    cuda/transport/nvshmem/library.cpp cuda/transport/nvshmem/world.cpp cuda/transport/nvshmem/nvshmem_transport.cpp
-    cuda/transport/nvshmem/send.cu cuda/transport/put.cu
-    cuda/transport/send_table.cpp)
+    cuda/transport/nvshmem/library.cpp cuda/transport/nvshmem/world.cpp cuda/transport/nvshmem/connect.cpp
+    cuda/transport/nvshmem/sender.cu)
   set_target_properties(
     distca_nvshmem
     PROPERTIES CUDA_ARCHITECTURES "80-real;90-real;100-real" CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_VISIBILITY_PRESET hidden CUDA_SEPARABLE_COMPILATION ON

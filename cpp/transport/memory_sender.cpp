@@ -1,0 +1,89 @@
+#include "transport/memory_sender.h"
+
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "transport/fork_guard.h"
+#include "transport/wrapper.h"
+
+namespace distca::transport {
+namespace {
+
+class MemorySender final : public Sender {
+ public:
+  MemorySender(int rank, std::vector<DeviceMemory> ranks)
+      : own_(ranks[static_cast<size_t>(rank)]), ranks_(std::move(ranks)), thread_([this] { run(); }) {}
+  ~MemorySender() override {
+    if (thread_.is_forked()) return;
+    {
+      const std::lock_guard lock(thread_.mutex());
+      closing_ = true;
+    }
+    thread_.posted().notify_one();
+  }
+
+  void send(const Tables& tables, const Guard& guard, void* /*stream*/) override {
+    for (uint64_t i = 0; i < *tables.num_messages; ++i) {
+      const SendMessage& m = tables.messages[i];
+      if (is_stopped(guard)) return;
+      if (m.credit != nullptr && !await(guard, {m.credit, m.credit_value, m.peer, Awaited::kCredit, m.round})) return;
+      const SendPiece* const pieces = tables.pieces + m.first_piece;
+      {
+        const std::lock_guard lock(thread_.mutex());
+        queue_.push_back({m, {pieces, pieces + m.num_pieces}});
+      }
+      thread_.posted().notify_one();
+    }
+  }
+  void quiet(void* /*stream*/) override {
+    std::unique_lock lock(thread_.mutex());
+    thread_.made().wait(lock, [&] { return queue_.empty(); });
+  }
+
+ private:
+  struct Sent {
+    SendMessage message;
+    std::vector<SendPiece> pieces;
+  };
+
+  void deliver(const Sent& sent) {
+    const DeviceMemory& peer = ranks_[static_cast<size_t>(sent.message.peer)];
+    for (const SendPiece& p : sent.pieces) {
+      std::this_thread::yield();  // late: what has packed the piece may be far on
+      std::memcpy(peer.heap + (p.to - own_.heap), p.from, static_cast<size_t>(p.bytes));
+    }
+    const SendMessage& m = sent.message;
+    if (m.signal != nullptr) store_release(peer.words + (m.signal - own_.words), m.signal_value);
+  }
+
+  void run() {
+    std::unique_lock lock(thread_.mutex());
+    while (true) {
+      thread_.posted().wait(lock, [&] { return closing_ || !queue_.empty(); });
+      if (queue_.empty()) return;
+      const Sent& sent = queue_.front();  // stays where it is: others are only added behind it
+      lock.unlock();
+      deliver(sent);
+      lock.lock();
+      queue_.pop_front();
+      thread_.made().notify_all();
+    }
+  }
+
+  DeviceMemory own_;
+  std::vector<DeviceMemory> ranks_;
+  std::deque<Sent> queue_;
+  bool closing_ = false;
+  WritingThread thread_;  // last: it ends before what it uses goes
+};
+
+}  // namespace
+
+std::shared_ptr<Sender> make_memory_sender(int rank, std::vector<DeviceMemory> ranks) {
+  return std::make_shared<MemorySender>(rank, std::move(ranks));
+}
+
+}  // namespace distca::transport

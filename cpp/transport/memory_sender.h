@@ -1,0 +1,17 @@
+// What stands for a network between ranks of one process, for tests: a thread of the rank's carries its messages, while
+// its streams go on.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "transport/send_table.h"
+#include "transport/stream_transport.h"
+
+namespace distca::transport {
+
+/// `ranks`: the memory of all of them, where this process has it.
+std::shared_ptr<Sender> make_memory_sender(int rank, std::vector<DeviceMemory> ranks);
+
+}  // namespace distca::transport

@@ -1,0 +1,48 @@
+#include "transport/nvshmem/connect.h"
+
+#include <nvshmem_host.h>
+#include <nvshmemx.h>
+
+#include <utility>
+
+#include "transport/nvshmem/sender.h"
+#include "transport/nvshmem/world.h"
+#include "transport/stream_transport.h"
+
+namespace distca::cuda {
+namespace {
+
+constexpr int64_t kPage = 4096;
+
+int64_t whole_pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+}  // namespace
+
+std::unique_ptr<transport::Transport> connect_nvshmem(const transport::NvshmemGroup& group, int64_t heap_bytes,
+                                                      int64_t num_signals, int64_t send_arena_bytes,
+                                                      std::unique_ptr<transport::Transport> control,
+                                                      std::shared_ptr<transport::Streams> streams) {
+  require<DeviceError>(streams != nullptr, "transport 'nvshmem' needs libdistca_cuda, which is not there");
+  join_world(group);
+  const int64_t words_bytes = whole_pages(num_signals * 8), arena_begin = words_bytes + whole_pages(heap_bytes);
+  // The send arena too: a network registers symmetric memory alone.
+  const std::span<std::byte> own = allocate_symmetric(arena_begin + whole_pages(send_arena_bytes));
+  transport::DeviceHeaps heaps{.ranks = {}, .heap_bytes = heap_bytes, .num_words = num_signals, .owner = nullptr};
+  bool reaches_all = true;
+  for (int p = 0; p < group.num_ranks; ++p) {
+    auto* const base = static_cast<std::byte*>(nvshmem_ptr(own.data(), p));
+    reaches_all = reaches_all && base != nullptr;
+    if (base == nullptr)
+      heaps.ranks.emplace_back();
+    else
+      heaps.ranks.push_back({base + words_bytes, reinterpret_cast<uint64_t*>(base)});
+  }
+  if (!reaches_all) {
+    heaps.sender = make_nvshmem_sender();
+    heaps.send_arena = own.subspan(static_cast<size_t>(arena_begin), static_cast<size_t>(send_arena_bytes));
+  }
+  return std::make_unique<transport::StreamTransport>("nvshmem", std::move(control), std::move(streams),
+                                                      std::move(heaps));
+}
+
+}  // namespace distca::cuda
