@@ -266,7 +266,7 @@ void Protocol::await_rows(std::span<const plan::WaitRow> waits, plan::Direction 
     else
       wait(w);
   }
-  if (stream_) stream_->await_rows(stream_waits_);
+  if (stream_) stream_->await_rows(stream_waits_, slot());
 }
 
 void Protocol::poison(const RowView& rows, const RowExtent& n) {

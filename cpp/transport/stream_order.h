@@ -38,8 +38,8 @@ class DISTCA_EXPORT StreamOrder {
   /// Starts what was granted, put and announced for the slot: after all work queued so far, but for grants that need
   /// not wait.
   virtual void send(int64_t slot) = 0;
-  /// Work queued from here on comes after these messages.
-  virtual void await_rows(std::span<const StreamWait> waits) = 0;
+  /// Work queued from here on comes after these messages, which are about the slot.
+  virtual void await_rows(std::span<const StreamWait> waits, int64_t slot) = 0;
 
   /// Fills rows with NaN, where they are when all work queued so far is done, if the streams have stopped by then.
   virtual void poison(const RowView& rows, const RowExtent& n) = 0;

@@ -7,9 +7,12 @@ namespace {
 
 using Stream = Streams::Stream;
 
-// Points of the streams; those below are of the slots.
-constexpr int kWorkSoFar = Streams::kNumPoints - 2, kSentSoFar = Streams::kNumPoints - 1;
-constexpr int64_t kMaxSlots = Streams::kNumPoints - 2;
+// Points of the streams: of each slot, the end of its last use, and what was sent last for it.
+constexpr int64_t kMaxSlots = 2;
+constexpr int end_of(int64_t slot) { return static_cast<int>(slot); }
+constexpr int sent_for(int64_t slot) { return static_cast<int>(kMaxSlots + slot); }
+constexpr int kWorkSoFar = 2 * kMaxSlots, kSentSoFar = 2 * kMaxSlots + 1;
+static_assert(kSentSoFar < Streams::kNumPoints);
 
 }  // namespace
 
@@ -164,7 +167,7 @@ void StreamTransport::send(int64_t slot) {
   const bool sends_early = heaps_.sender && (!early_sends_.empty() || is_recording_);
   const bool sends_late = heaps_.sender && (!sends_.empty() || is_recording_);
   if (!early_grants_.empty() || sends_early || is_recording_) {
-    streams_->wait_for(Stream::kTransfer, static_cast<int>(slot));
+    streams_->wait_for(Stream::kTransfer, end_of(slot));
     if (!early_grants_.empty() || is_recording_) streams_->signal(early_grants_);
     if (sends_early) streams_->send(early_sends_, heaps_.sender);
     early_grants_.clear();
@@ -178,13 +181,17 @@ void StreamTransport::send(int64_t slot) {
   if (sends_late) streams_->quiet(heaps_.sender);
   if (!table_.empty() || is_recording_) streams_->put(table_);
   if (sends_late) streams_->send(sends_, heaps_.sender);
+  if (is_recording_) streams_->record(sent_for(slot), Stream::kTransfer);
   late_grants_.clear();
   table_.clear();
   sends_.clear();
 }
 
-void StreamTransport::await_rows(std::span<const StreamWait> waits) {
+void StreamTransport::await_rows(std::span<const StreamWait> waits, int64_t slot) {
   if (waits.empty() && !is_recording_) return;
+  // A graph may do on one stream what was queued on two, in any order that its edges allow: what peers need for what is
+  // awaited here must not come after.
+  if (is_recording_) streams_->wait_for(Stream::kWork, sent_for(slot));
   awaited_.clear();
   for (const StreamWait& w : waits) awaited_.push_back({word_of(rank(), w.word), w.value, w.peer, w.what, w.round});
   streams_->await(awaited_);
@@ -197,7 +204,7 @@ void StreamTransport::join() {
 
 void StreamTransport::end(int64_t slot) {
   join();
-  streams_->record(static_cast<int>(slot), Stream::kWork);
+  streams_->record(end_of(slot), Stream::kWork);
   streams_->hand_over();
 }
 

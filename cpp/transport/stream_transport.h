@@ -57,7 +57,7 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   void await_credit(const StreamWait& wait) override;
   void announce(int peer, int64_t word, uint64_t value) override;
   void send(int64_t slot) override;
-  void await_rows(std::span<const StreamWait> waits) override;
+  void await_rows(std::span<const StreamWait> waits, int64_t slot) override;
   void poison(const RowView& rows, const RowExtent& n) override { streams_->fill_nan_if_stopped(rows, n); }
   void end(int64_t slot) override;
   void set_tape(std::shared_ptr<Tape> tape) override;
