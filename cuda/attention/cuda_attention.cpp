@@ -16,9 +16,7 @@ namespace distca::attention::cuda {
 
 namespace {
 
-void check(cudaError_t error, const char* what) {
-  require<OperatingSystemError>(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
-}
+using distca::cuda::check;
 
 /// The kernels for heads of this shape; null where there are none.
 const HeadKernels* kernels_for(const HeadShape& heads) {
@@ -36,7 +34,7 @@ EncodeTiled find_encode_tiled() {
   cudaDriverEntryPointQueryResult found{};
   check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found),
         "looking for cuTensorMapEncodeTiled");
-  require<OperatingSystemError>(found == cudaDriverEntryPointSuccess && function != nullptr,
+  require<DeviceError>(found == cudaDriverEntryPointSuccess && function != nullptr,
                                 "the CUDA driver has no cuTensorMapEncodeTiled; CUDA >= 12 is needed");
   return reinterpret_cast<EncodeTiled>(function);
 }
@@ -56,7 +54,7 @@ void encode(EncodeTiled encode_tiled, DType dtype, const MapSpec& spec, TensorMa
       encode_tiled(reinterpret_cast<CUtensorMap*>(&map), type, 3, const_cast<std::byte*>(spec.data), sizes, strides,
                    box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  require<OperatingSystemError>(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled refuses a tensor of ", sizes[0], " x ",
+  require<DeviceError>(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled refuses a tensor of ", sizes[0], " x ",
                                 sizes[1], " x ", sizes[2], ", strides ", strides[0], ", ", strides[1], " bytes, at ",
                                 static_cast<const void*>(spec.data), ": error ", static_cast<int>(result));
 }

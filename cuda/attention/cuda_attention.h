@@ -24,7 +24,7 @@ DISTCA_EXPORT std::string unsupported_reason(const HeadShape& heads, int major, 
 
 struct HeadKernels;
 
-/// Loads all kernels for the current device: their first start may wait for it otherwise. OperatingSystemError.
+/// Loads all kernels for the current device: their first start may wait for it otherwise. DeviceError.
 DISTCA_EXPORT void load_kernels();
 
 /// What is the same in all problems of one kind: what kernels are started, and with what besides tables.
@@ -32,7 +32,7 @@ class AttentionLaunch {
  public:
   /// Device memory that a start wants, aligned to 256 bytes, nobody else's until the stream has come past.
   size_t scratch_bytes(const transport::TableLayout& tables) const;
-  /// `tables` has the parts of CudaAttention::parts, these or others of this kind. OperatingSystemError where CUDA
+  /// `tables` has the parts of CudaAttention::parts, these or others of this kind. DeviceError where CUDA
   /// refuses.
   void operator()(const distca::cuda::DeviceTable& tables, void* scratch, cudaStream_t stream) const;
   /// In 32-bit words, to be compared.

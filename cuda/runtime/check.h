@@ -7,10 +7,15 @@
 
 namespace distca::cuda {
 
+/// Forgets the thread's last error: else the check after the next launch would find it.
+inline void forget_error() { static_cast<void>(cudaGetLastError()); }
+
 /// Throws DeviceError unless `result` is success; `what` says what was tried.
 inline void check(cudaError_t result, const char* what) {
-  if (result != cudaSuccess) [[unlikely]]
-    throw DeviceError(message(what, ": ", cudaGetErrorString(result), " (", cudaGetErrorName(result), ")"));
+  if (result == cudaSuccess) [[likely]]
+    return;
+  forget_error();
+  throw DeviceError(message(what, ": ", cudaGetErrorString(result), " (", cudaGetErrorName(result), ")"));
 }
 
 /// Loads a kernel, which its first launch would do: that may wait for the whole device, and so for kernels that wait

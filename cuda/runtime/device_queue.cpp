@@ -136,6 +136,7 @@ void DeviceQueue::drain() noexcept {
   cudaSetDevice(device_);
   cudaDeviceSynchronize();
   cudaSetDevice(before);
+  forget_error();
 }
 
 bool DeviceQueue::has_table(std::span<const TablePart> parts) {

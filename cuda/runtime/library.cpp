@@ -13,7 +13,7 @@ runtime::CudaLibrary::Devices devices() {
   runtime::CudaLibrary::Devices found;
   const cudaError_t result = cudaGetDeviceCount(&found.count);
   if (result != cudaSuccess) {
-    cudaGetLastError();  // else the next check would find it
+    forget_error();
     found = {0, cudaGetErrorString(result)};
   } else if (found.count == 0) {
     found.problem = "no CUDA-capable device is visible";

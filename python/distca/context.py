@@ -108,7 +108,8 @@ class Context:
             recording.replan(plans)  # before each launch
             graph.replay()
 
-        Keep recording and context as long as the graph.
+        Keep recording and context as long as the graph. Ranks of one process that share a GPU meet (at a barrier) after
+        they have recorded, for making the recording's memory may wait for the whole device.
 
         Args:
             headroom: the room in the tables of each operation, over what the plans inside need, 1 to 1000. Above 1, and
