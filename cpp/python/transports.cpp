@@ -28,10 +28,11 @@ bool wait(Transport& transport, int64_t word, uint64_t value, double timeout) {
   return transport.wait(word, value, std::chrono::steady_clock::now() + milliseconds(timeout), nullptr);
 }
 
-std::vector<uint64_t> peek_words(const Transport& transport, int peer, int64_t first, size_t count) {
+/// Whether the peer answered, and the words.
+std::pair<bool, std::vector<uint64_t>> peek_words(const Transport& transport, int peer, int64_t first, size_t count) {
   std::vector<uint64_t> values(count);
-  transport.peek_words(peer, first, values);
-  return values;
+  const bool answered = transport.peek_words(peer, first, values);
+  return {answered, std::move(values)};
 }
 
 /// (peer, whether it left in good order) of one peer, or of the first that is gone.

@@ -119,7 +119,7 @@ void Protocol::compare_with(int64_t peer) {
   if (theirs >> kCallShift < call) return;
   if (theirs >> kCallShift == call) {
     std::array<uint64_t, Signals::kWords> words;
-    transport_->peek_words(p, signals_.digest(call), words);
+    if (!transport_->peek_words(p, signals_.digest(call), words)) return;  // that it is gone is found elsewhere
     const auto [digest, scores, sinks, still_theirs] = words;
     if (still_theirs == theirs) {
       if (theirs == call_word() && digest == at_.now.plan_digest) {

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -36,13 +37,18 @@ struct Peer {
   tcp::Connection connection;
   // The last question.
   int64_t first = 0, num_asked = 0, num_answered = 0;
-  bool is_silent = false;        // it was not answered in time
   bool has_unconfirmed = false;  // signals, perhaps, that are under way
   bool has_read_goodbye = false;
 
   bool is_open() const { return connection.descriptor() >= 0; }
   bool owes_answer() const { return num_answered < num_asked; }
 };
+
+Descriptor make_eventfd() {
+  Descriptor made([] { return ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); });
+  require<OperatingSystemError>(static_cast<bool>(made), "could not make an eventfd: ", std::strerror(errno));
+  return made;
+}
 
 /// The regions of the peers hold their state and what is last known of their words.
 class TcpTransport final : public HostTransport {
@@ -52,22 +58,20 @@ class TcpTransport final : public HostTransport {
       : HostTransport(rank, std::move(regions)),
         memory_(std::move(memory)),
         num_signals_(num_signals),
-        wake_([] { return ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); }),
-        peers_(std::make_unique<std::vector<Peer>>()) {
-    require<OperatingSystemError>(static_cast<bool>(wake_), "could not make an eventfd: ", std::strerror(errno));
-    for (Descriptor& socket : sockets) peers_->emplace_back(std::move(socket));
-    thread_ = std::make_unique<WritingThread>([this] { serve(); });
-  }
+        wake_(make_eventfd()),
+        peers_(std::make_unique<std::vector<Peer>>(std::make_move_iterator(sockets.begin()),
+                                                   std::make_move_iterator(sockets.end()))),
+        thread_([this] { serve(); }) {}
 
   ~TcpTransport() override {
     if (!in_home_process()) {
       static_cast<void>(peers_.release());  // the parent's thread may have been changing them
       return;
     }
-    std::unique_lock lock(thread_->mutex());
+    std::unique_lock lock(thread_.mutex());
     for (Peer& peer : *peers_) static_cast<void>(post(peer, {.kind = Kind::kGoodbye}));
     // Else the system could break a connection on which something arrives unread, and the goodbye would be lost.
-    thread_->made().wait_for(lock, kParting, [&] {
+    thread_.made().wait_for(lock, kParting, [&] {
       return std::all_of(peers_->begin(), peers_->end(),
                          [](const Peer& peer) { return !peer.is_open() || peer.has_read_goodbye; });
     });
@@ -80,7 +84,7 @@ class TcpTransport final : public HostTransport {
   void signal(int to, int64_t word, uint64_t value) override {
     if (to == rank()) return HostTransport::signal(to, word, value);
     check_word(to, word);
-    const std::lock_guard lock(thread_->mutex());
+    const std::lock_guard lock(thread_.mutex());
     Peer& peer = at(to);
     peer.has_unconfirmed = true;
     require<PeerTimeoutError>(post(peer, {.kind = Kind::kSignal, .word = word, .value = value}), "rank ", rank(),
@@ -93,13 +97,15 @@ class TcpTransport final : public HostTransport {
     return value;
   }
 
-  void peek_words(int from, int64_t first, std::span<uint64_t> values) const override {
+  bool peek_words(int from, int64_t first, std::span<uint64_t> values) const override {
     const auto count = static_cast<int64_t>(values.size());
     for (int64_t i = 0; i < count; ++i) check_word(from, first + i);
+    bool is_answered = true;
     for (int64_t i = 0; i < count && from != rank(); i += kMaxAsked)
-      ask(from, first + i, std::min(count - i, kMaxAsked));
+      is_answered = ask(from, first + i, std::min(count - i, kMaxAsked)) && is_answered;
     for (int64_t i = 0; i < count; ++i)
       values[static_cast<size_t>(i)] = region(from).word(first + i).load(std::memory_order_seq_cst);
+    return is_answered;
   }
 
   /// Signals arrive in their order: what was sent before a question is there once it is answered.
@@ -107,7 +113,7 @@ class TcpTransport final : public HostTransport {
     for (int to = 0; to < num_ranks(); ++to) {
       {
         check_word(to, 0);
-        const std::lock_guard lock(thread_->mutex());
+        const std::lock_guard lock(thread_.mutex());
         if (!std::exchange(at(to).has_unconfirmed, false)) continue;
       }
       ask(to, 0, 1);
@@ -133,20 +139,18 @@ class TcpTransport final : public HostTransport {
     return true;
   }
 
-  /// Brings what is known of a peer's words up to date, unless the peer is gone or silent.
-  void ask(int from, int64_t first, int64_t count) const {
-    std::unique_lock lock(thread_->mutex());
+  /// Brings what is known of a peer's words up to date. False where the peer is gone, or silent: then it is not asked
+  /// again before it has answered.
+  bool ask(int from, int64_t first, int64_t count) const {
+    std::unique_lock lock(thread_.mutex());
     Peer& peer = at(from);
-    const Clock::time_point deadline = Clock::now() + kPatience;
-    const auto is_over = [&] { return !peer.owes_answer() || !is_present(from); };
-    if (peer.owes_answer() && peer.is_silent) return;
-    // There may be a question of another thread.
-    if (!thread_->made().wait_until(lock, deadline, is_over) || !is_present(from)) return;
-    if (!post(peer, {.kind = Kind::kQuestion, .count = static_cast<uint32_t>(count), .word = first})) return;
+    if (peer.owes_answer() || !is_present(from)) return false;
+    if (!post(peer, {.kind = Kind::kQuestion, .count = static_cast<uint32_t>(count), .word = first})) return false;
     peer.first = first;
     peer.num_asked = count;
     peer.num_answered = 0;
-    peer.is_silent = !thread_->made().wait_until(lock, deadline, is_over);
+    thread_.made().wait_for(lock, kPatience, [&] { return !peer.owes_answer() || !is_present(from); });
+    return !peer.owes_answer();
   }
 
   /// What the thread does: it takes what arrives, and sends what could not be sent at once.
@@ -155,7 +159,7 @@ class TcpTransport final : public HostTransport {
     while (true) {
       fds.assign(1, {.fd = wake_.get(), .events = POLLIN, .revents = 0});
       {
-        const std::lock_guard lock(thread_->mutex());
+        const std::lock_guard lock(thread_.mutex());
         if (is_closing_) return;
         for (const Peer& peer : *peers_) {
           const int events = POLLIN | (peer.connection.has_unsent() ? POLLOUT : 0);
@@ -171,7 +175,7 @@ class TcpTransport final : public HostTransport {
   void serve(int from, int events) {
     tcp::Connection& connection = at(from).connection;
     if ((events & POLLOUT) != 0) {
-      const std::lock_guard lock(thread_->mutex());
+      const std::lock_guard lock(thread_.mutex());
       connection.flush();
     }
     if ((events & ~POLLOUT) == 0) return;
@@ -189,7 +193,7 @@ class TcpTransport final : public HostTransport {
       HostTransport::signal(rank(), message.word, message.value);
       return true;
     }
-    const std::lock_guard lock(thread_->mutex());
+    const std::lock_guard lock(thread_.mutex());
     Peer& peer = at(from);
     switch (message.kind) {
       case Kind::kQuestion:
@@ -197,7 +201,7 @@ class TcpTransport final : public HostTransport {
       case Kind::kAnswer:
         if (!peer.owes_answer() || message.word != peer.first + peer.num_answered) return false;
         region(from).word(message.word).store(message.value, std::memory_order_release);
-        if (++peer.num_answered == peer.num_asked) peer.is_silent = false;
+        ++peer.num_answered;
         break;
       case Kind::kGoodbye:
         region(from).set_state(RankState::kClosed);
@@ -210,7 +214,7 @@ class TcpTransport final : public HostTransport {
       default:
         return false;
     }
-    thread_->made().notify_all();
+    thread_.made().notify_all();
     return true;
   }
 
@@ -225,11 +229,11 @@ class TcpTransport final : public HostTransport {
 
   /// The connection has ended: it was closed, or broke, or is closed here because of what came.
   void part_from(int peer) {
-    const std::lock_guard lock(thread_->mutex());
+    const std::lock_guard lock(thread_.mutex());
     at(peer).connection.close();
     if (is_present(peer)) region(peer).set_state(RankState::kDied);
     region(rank()).ring();
-    thread_->made().notify_all();
+    thread_.made().notify_all();
   }
 
   Mapping memory_;
@@ -237,7 +241,7 @@ class TcpTransport final : public HostTransport {
   Descriptor wake_;
   bool is_closing_ = false;
   std::unique_ptr<std::vector<Peer>> peers_;  // one a rank; the own one is not connected
-  std::unique_ptr<WritingThread> thread_;     // last: it ends before what it uses goes
+  mutable WritingThread thread_;              // last: it ends before what it uses goes
 };
 
 /// The parsed addresses, after checking that this rank's own is among them.

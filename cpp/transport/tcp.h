@@ -42,10 +42,11 @@ class DISTCA_EXPORT TcpListener {
 /// Connects the ranks that listen at `addresses` (one a rank, this rank's own among them) to each other. All of them
 /// must call it with the same addresses and number of words. The listener is used up.
 ///
-/// The transport has no heap and refuses puts. Signals of one rank to another arrive in their order. Signals, `load`
-/// and `departed` may come from several threads. `peek` of a peer that is gone, or silent for 2 s, gives what is last
-/// known of the word, at first 0; once a peer is silent it does not wait again before the peer has answered. `signal`
-/// throws PeerTimeoutError where a peer has not read for so long that no more messages are kept for it.
+/// The transport has no heap and refuses puts. Signals of one rank to another arrive in their order. `signal`, `load`
+/// and `departed` may be called from several threads, the rest from one. `peek` of a peer that is gone, or silent for
+/// 2 s, gives what is last known of the word, at first 0; it does not wait for a silent peer again before that has
+/// answered, and nor does `quiet`. `signal` throws PeerTimeoutError where a peer has not read for so long that no more
+/// messages are kept for it.
 ///
 /// Throws InvalidArgumentError where ranks disagree, or an address is not one; PeerDiedError where a rank has gone;
 /// PeerTimeoutError, with the ranks that are missing, after `timeout`; OperatingSystemError.

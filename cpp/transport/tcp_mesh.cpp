@@ -105,7 +105,8 @@ class Mesh {
         next_probe_(Clock::now() + kProbe),
         peers_(group.addresses.size()),
         probes_(group.addresses.size()),
-        sockets_(group.addresses.size()) {}
+        sockets_(group.addresses.size()),
+        has_spoken_(group.addresses.size()) {}
 
   std::vector<Descriptor> connect() {
     for (int peer = 0; peer < group_.rank; ++peer) at(peers_, peer).socket = start_connecting(peer);
@@ -172,15 +173,19 @@ class Mesh {
       fds.push_back(
           {.fd = one.socket.get(), .events = one.is_connected ? short{POLLIN} : short{POLLOUT}, .revents = 0});
     for (const Descriptor& one : probes_) fds.push_back({.fd = one.get(), .events = POLLOUT, .revents = 0});
+    for (size_t i = 0; i < sockets_.size(); ++i)
+      fds.push_back({.fd = has_spoken_[i] ? -1 : sockets_[i].get(), .events = POLLIN, .revents = 0});
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(std::min(deadline_, next_probe_) - now).count();
     const int ready = ::poll(fds.data(), fds.size(), static_cast<int>(std::max<int64_t>(left, 0)));
     if (ready < 0 && errno != EINTR) fail("could not wait for the peers");
     if (ready <= 0) return;
 
-    const size_t first_peer = 1 + num_nameless, first_probe = first_peer + peers_.size();
-    for (int i = 0; i < group_.num_ranks(); ++i) {
-      if (fds[first_peer + static_cast<size_t>(i)].revents != 0) attend_to(i);
-      if (fds[first_probe + static_cast<size_t>(i)].revents != 0) take_probe(i);
+    const size_t num_ranks = sockets_.size();
+    for (size_t i = 0; i < num_ranks; ++i) {
+      const pollfd* const of_rank = &fds[1 + num_nameless + i];
+      if (of_rank[0].revents != 0) attend_to(static_cast<int>(i));
+      if (of_rank[num_ranks].revents != 0) take_probe(static_cast<int>(i));
+      if (of_rank[2 * num_ranks].revents != 0) look_at(static_cast<int>(i));
     }
     for (size_t i = 0; i < num_nameless; ++i)
       if (fds[1 + i].revents != 0) hear(nameless_[i]);
@@ -221,6 +226,16 @@ class Mesh {
     require(hello.to_token == listener_.address.token, name(to), " answered rank ", group_.rank,
             " with a token that is not this rank's");
     at(sockets_, to) = std::move(peer.socket);
+  }
+
+  /// News of a rank that is connected. A transport that is closed would have said so, and what comes is for the
+  /// transport.
+  void look_at(int peer) {
+    char first;
+    const ssize_t n = ::recv(at(sockets_, peer).get(), &first, 1, MSG_PEEK);
+    require<PeerDiedError>(n > 0, name(peer), " hung up on rank ", group_.rank,
+                           " before all ranks were connected: it has ended, or met an error of its own", refused_);
+    has_spoken_[static_cast<size_t>(peer)] = true;
   }
 
   void accept_all() {
@@ -287,6 +302,7 @@ class Mesh {
   std::deque<Newcomer> nameless_;    // accepted, but have not said who they are
   std::vector<Descriptor> probes_;   // to higher ranks, on their way
   std::vector<Descriptor> sockets_;  // of the peers that are connected
+  std::vector<bool> has_spoken_;     // likewise, and something has come since
   std::string refused_;              // the last connection that was let go, for the message
 };
 

@@ -61,9 +61,11 @@ class DISTCA_EXPORT Transport {
 
   /// The current value of a signal word of `peer`.
   virtual uint64_t peek(int peer, int64_t word) const = 0;
-  /// Those of consecutive words, as if they were peeked one after another. Cheaper where a peek is a question.
-  virtual void peek_words(int peer, int64_t first, std::span<uint64_t> values) const {
+  /// Those of consecutive words, as if they were peeked one after another; cheaper where a peek is a question. False
+  /// where the peer does not answer: they are what was last known then, of each at another time perhaps.
+  virtual bool peek_words(int peer, int64_t first, std::span<uint64_t> values) const {
     for (uint64_t& value : values) value = peek(peer, first++);
+    return true;
   }
 
   /// Returns when every put and signal of this rank has been delivered.
