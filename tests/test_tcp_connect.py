@@ -337,6 +337,36 @@ class TestHostAddress:
                 self.address([f"there|{text}"], "10.1.2.3")
             assert f"DISTCA_HOST_ADDRESS = {text!r} on rank 1" in str(caught.value)
 
+    def listen(self, tcp_of_other: str) -> tuple[Any, list[str]]:
+        parts = _C.ShmListener().address.split("/")
+        answers = iter(["/".join([parts[0], "0a0b", *parts[2:]]), "there|10.1.2.4", tcp_of_other])
+        self.monkeypatch.setattr(hosts, "gather_text", lambda text, group: [text, next(answers)])
+        self.monkeypatch.setattr(hosts.dist, "get_rank", lambda group: 0)
+        return hosts.listen(object())  # type: ignore[arg-type]
+
+    def test_ranks_of_several_hosts_listen_over_tcp_and_those_of_one_over_shared_memory(self) -> None:
+        self.monkeypatch.setattr(hosts, "_candidates", lambda: ["10.1.2.3"])
+        self.monkeypatch.setattr(_C, "TcpListener", lambda host, make=_C.TcpListener: make("127.0.0.1"))
+        other = f"distca-tcp-1/10.1.2.4/80/{'0' * 32}"
+        listener, addresses = self.listen(other)
+        assert addresses == [listener.address, other]
+        assert addresses[0].startswith("distca-tcp-1/")
+        self.monkeypatch.setattr(hosts, "gather_text", lambda text, group: [text, _C.ShmListener().address])
+        listener, addresses = hosts.listen(object())  # type: ignore[arg-type]
+        assert isinstance(listener, _C.ShmListener)
+        assert addresses[0] == listener.address
+
+    def test_a_rank_that_cannot_listen_is_an_error_on_all(self) -> None:
+        self.monkeypatch.setenv(hosts.ADDRESS_VARIABLE, "192.0.2.1")
+        other = f"distca-tcp-1/10.1.2.4/80/{'0' * 32}"
+        with pytest.raises(distca.InvalidArgumentError, match=r"rank 0 cannot listen: 192\.0\.2\.1 is not an address"):
+            self.listen(other)
+        self.monkeypatch.setattr(hosts, "host_address", lambda group: "127.0.0.1")
+        answers = iter([_C.ShmListener().address.replace("distca-shm-1/", "distca-shm-1/0"), "no socket"])
+        self.monkeypatch.setattr(hosts, "gather_text", lambda text, group: [text, next(answers)])
+        with pytest.raises(distca.InvalidArgumentError, match="rank 1 cannot listen: no socket; DISTCA_HOST_ADDRESS"):
+            hosts.listen(object())  # type: ignore[arg-type]
+
     def test_names_that_nobody_knows_are_no_address(self) -> None:
         self.monkeypatch.setattr(hosts.socket, "getaddrinfo", _nobody_knows)
         self.monkeypatch.setenv("MASTER_ADDR", "nowhere")

@@ -183,7 +183,7 @@ py::bytes make_nvshmem_id() {
 
 ContextPtr make_nvshmem_context(int rank, int num_ranks, const std::string& unique_id, int device,
                                 const std::string& attention, std::string name, int64_t slot_bytes, double timeout,
-                                const plan::CostModel& cost, int64_t epoch, transport::ShmListener* listener,
+                                const plan::CostModel& cost, int64_t epoch, const Listener& listener,
                                 const std::vector<std::string>& addresses, int put_blocks) {
   const transport::NvshmemLibrary& library = need_nvshmem();
   const auto options = context_options(std::move(name), slot_bytes, timeout, cost, epoch);
@@ -194,8 +194,7 @@ ContextPtr make_nvshmem_context(int rank, int num_ranks, const std::string& uniq
   const runtime::HeapNeeds needs = runtime::heap_needs(num_ranks, slot_bytes);
   const py::gil_scoped_release release;
   runtime::Device mine = runtime::make_device(message("cuda:", device), attention, options.timeout, put_blocks);
-  require(listener != nullptr, "transport 'nvshmem' between hosts has no control transport");
-  auto control = transport::connect_shm(std::move(*listener), rank, addresses, 0, needs.num_signals, kConnecting);
+  auto control = connect_control(listener, rank, addresses, needs.num_signals, kConnecting);
   auto transport = library.connect(group, needs.heap_bytes, needs.num_signals, needs.send_arena_bytes,
                                    std::move(control), std::move(mine.streams));
   return register_context(std::move(transport), options, {}, std::move(mine.backend));
@@ -349,7 +348,7 @@ void bind_contexts(py::module_& m) {
         py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"), py::arg("epoch"));
   m.def("connect_nvshmem", &make_nvshmem_context, py::kw_only(), py::arg("rank"), py::arg("num_ranks"),
         py::arg("unique_id"), py::arg("device"), py::arg("attention"), py::arg("name"), py::arg("slot_bytes"),
-        py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("listener"), py::arg("addresses"),
+        py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("listener").none(false), py::arg("addresses"),
         py::arg("put_blocks"));
   m.def("connect_shm", &make_shm_context, py::kw_only(), py::arg("listener"), py::arg("rank"), py::arg("addresses"),
         py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"),

@@ -34,7 +34,7 @@ class DISTCA_EXPORT Transport {
   virtual int rank() const = 0;
   virtual int num_ranks() const = 0;
 
-  /// Throws InvalidArgumentError for what is no peer, and OperatingSystemError in a forked child.
+  /// Throws InvalidArgumentError for what is no peer, and in a forked child.
   virtual void check_peer(int peer) const { static_cast<void>(peek(peer, 0)); }
 
   /// This rank's heap, zero-filled at birth, 4096-byte aligned.

@@ -195,7 +195,7 @@ def connect_nvshmem(
     timeout: float,
     cost: CostModel,
     epoch: int,
-    listener: ShmListener | None,
+    listener: ShmListener | TcpListener,
     addresses: Sequence[str],
     put_blocks: int,
 ) -> Context: ...

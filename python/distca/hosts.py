@@ -1,4 +1,4 @@
-"""By which address the hosts of a group reach each other."""
+"""How the ranks of a group find each other for a control transport: on one host, or by which address of their hosts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,44 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from distca.errors import InvalidArgumentError
+from distca import _C
+from distca.errors import DistcaError, InvalidArgumentError
 from distca.exchange import gather_text
 
 ADDRESS_VARIABLE = "DISTCA_HOST_ADDRESS"
 """The numeric address of this host where `host_address` is given none."""
+
+
+def listen(group: dist.ProcessGroup | None) -> tuple[_C.ShmListener | _C.TcpListener, list[str]]:
+    """What this rank listens with, and the addresses of all ranks: over shared memory where all share a host, else TCP.
+
+    Collective over the group; None is a group of this process alone. Raises as `host_address`, on all ranks too where
+    one cannot listen at its address.
+    """
+    shm = _C.ShmListener()
+    if group is None:
+        return shm, [shm.address]
+    addresses = gather_text(shm.address, group)
+    if _C.share_memory(addresses):
+        return shm, addresses
+    tcp, problem = None, ""
+    host = host_address(group)
+    try:
+        tcp = _C.TcpListener(host)
+    except DistcaError as error:
+        problem = str(error)
+    addresses = gather_text(tcp.address if tcp else problem[:500], group)
+    return _all_listen(tcp, addresses), addresses
+
+
+def _all_listen(tcp: _C.TcpListener | None, addresses: list[str]) -> _C.TcpListener:
+    for rank, text in enumerate(addresses):
+        if not text.startswith("distca-tcp"):
+            raise InvalidArgumentError(
+                f"rank {rank} cannot listen: {text}; {ADDRESS_VARIABLE} there names an address of its own host"
+            )
+    assert tcp is not None
+    return tcp
 
 
 def host_address(group: dist.ProcessGroup, address: str | None = None) -> str:
