@@ -275,9 +275,20 @@ def _call(function: Any, *args: Any) -> None:
 # ---- in a rank
 
 
-def connect(rank: int, pipe: Connection, *, slot_bytes: int = 1 << 20, timeout: float = 600.0, **options: Any):
-    """Joins the group through shm; the addresses go over the pipe (`Group.exchange_addresses`)."""
-    listener = _C.ShmListener()
+def connect(
+    rank: int,
+    pipe: Connection,
+    *,
+    slot_bytes: int = 1 << 20,
+    timeout: float = 600.0,
+    control: str = "shm",
+    **options: Any,
+):
+    """Joins the group; the addresses go over the pipe (`Group.exchange_addresses`).
+
+    With a device the group's control transport may be "tcp" instead of "shm"; its `Group` needs the network then.
+    """
+    listener = _C.TcpListener("127.0.0.1") if control == "tcp" else _C.ShmListener()
     pipe.send(listener.address)
     return connect_to(listener, rank, pipe.recv(), slot_bytes=slot_bytes, timeout=timeout, **options)
 

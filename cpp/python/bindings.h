@@ -6,6 +6,7 @@
 namespace distca::python {
 
 void bind_plans(pybind11::module_& m);
+void bind_transports(pybind11::module_& m);
 void bind_contexts(pybind11::module_& m);
 
 }  // namespace distca::python

@@ -1,10 +1,11 @@
-// Transports and contexts for Python.
+// Contexts for Python.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <chrono>
 #include <cstring>
+#include <variant>
 
 #include "common/error.h"
 #include "plan/cost.h"
@@ -21,6 +22,7 @@
 #include "transport/shared_heaps.h"
 #include "transport/shm.h"
 #include "transport/stream_order.h"
+#include "transport/tcp.h"
 
 namespace py = pybind11;
 
@@ -131,8 +133,19 @@ ContextPtr make_shm_context(transport::ShmListener& listener, int rank, const st
   return register_context(std::move(transport), options, {reorder_seed, link, progress_thread});
 }
 
+/// Connects the hosts' ranks by way of what they listen with; both kinds of listeners are used up.
+using Listener = std::variant<transport::ShmListener*, transport::TcpListener*>;
+std::unique_ptr<transport::Transport> connect_control(const Listener& listener, int rank,
+                                                      const std::vector<std::string>& addresses, int64_t num_signals,
+                                                      Milliseconds timeout) {
+  if (auto* const shm = std::get_if<transport::ShmListener*>(&listener))
+    return transport::connect_shm(std::move(**shm), rank, addresses, 0, num_signals, timeout);
+  return transport::connect_tcp(std::move(*std::get<transport::TcpListener*>(listener)), rank, addresses, num_signals,
+                                timeout);
+}
+
 /// Ranks of several processes whose devices write into each other's memory; on "cpu", what stands for that.
-ContextPtr make_ipc_context(transport::ShmListener& listener, int rank, const std::vector<std::string>& addresses,
+ContextPtr make_ipc_context(const Listener& listener, int rank, const std::vector<std::string>& addresses,
                             const std::string& device, const std::string& attention, int put_blocks, std::string name,
                             int64_t slot_bytes, double timeout, double connect_timeout, const plan::CostModel& cost,
                             int64_t epoch) {
@@ -145,8 +158,8 @@ ContextPtr make_ipc_context(transport::ShmListener& listener, int rank, const st
   runtime::Device mine = runtime::make_device(device, attention, options.timeout, put_blocks);
   require<DeviceError>(mine.streams != nullptr, "transport 'cuda-ipc' needs libdistca_cuda, which is not there: ",
                        runtime::cuda_library_problem());
-  auto control = transport::connect_shm(std::move(listener), rank, addresses, transport::control_heap_bytes(num_ranks),
-                                        needs.num_signals, limit);
+  auto control =
+      connect_control(listener, rank, addresses, transport::control_words(num_ranks, needs.num_signals), limit);
   auto transport = transport::share_heaps("cuda-ipc", std::move(control), std::move(mine.streams), needs.heap_bytes,
                                           needs.num_signals, deadline);
   return register_context(std::move(transport), options, {}, std::move(mine.backend));
@@ -170,7 +183,7 @@ py::bytes make_nvshmem_id() {
 
 ContextPtr make_nvshmem_context(int rank, int num_ranks, const std::string& unique_id, int device,
                                 const std::string& attention, std::string name, int64_t slot_bytes, double timeout,
-                                const plan::CostModel& cost, int64_t epoch, transport::ShmListener* listener,
+                                const plan::CostModel& cost, int64_t epoch, const Listener& listener,
                                 const std::vector<std::string>& addresses, int put_blocks) {
   const transport::NvshmemLibrary& library = need_nvshmem();
   const auto options = context_options(std::move(name), slot_bytes, timeout, cost, epoch);
@@ -181,8 +194,7 @@ ContextPtr make_nvshmem_context(int rank, int num_ranks, const std::string& uniq
   const runtime::HeapNeeds needs = runtime::heap_needs(num_ranks, slot_bytes);
   const py::gil_scoped_release release;
   runtime::Device mine = runtime::make_device(message("cuda:", device), attention, options.timeout, put_blocks);
-  require(listener != nullptr, "transport 'nvshmem' between hosts has no control transport");
-  auto control = transport::connect_shm(std::move(*listener), rank, addresses, 0, needs.num_signals, kConnecting);
+  auto control = connect_control(listener, rank, addresses, needs.num_signals, kConnecting);
   auto transport = library.connect(group, needs.heap_bytes, needs.num_signals, needs.send_arena_bytes,
                                    std::move(control), std::move(mine.streams));
   return register_context(std::move(transport), options, {}, std::move(mine.backend));
@@ -331,23 +343,17 @@ void bind_contexts(py::module_& m) {
         py::arg("progress_thread") = false, py::arg("link") = std::nullopt, py::arg("device") = "cpu",
         py::arg("attention") = "auto", py::arg("replay") = std::nullopt, py::arg("streams") = false,
         py::arg("hosts") = 1, py::arg("put_blocks") = 0);
-  m.def("connect_ipc", &make_ipc_context, py::kw_only(), py::arg("listener"), py::arg("rank"), py::arg("addresses"),
-        py::arg("device"), py::arg("attention"), py::arg("put_blocks"), py::arg("name"), py::arg("slot_bytes"),
-        py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"), py::arg("epoch"));
+  m.def("connect_ipc", &make_ipc_context, py::kw_only(), py::arg("listener").none(false), py::arg("rank"),
+        py::arg("addresses"), py::arg("device"), py::arg("attention"), py::arg("put_blocks"), py::arg("name"),
+        py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"), py::arg("epoch"));
   m.def("connect_nvshmem", &make_nvshmem_context, py::kw_only(), py::arg("rank"), py::arg("num_ranks"),
         py::arg("unique_id"), py::arg("device"), py::arg("attention"), py::arg("name"), py::arg("slot_bytes"),
-        py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("listener"), py::arg("addresses"),
+        py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("listener").none(false), py::arg("addresses"),
         py::arg("put_blocks"));
-  py::class_<transport::ShmListener>(m, "ShmListener")
-      .def(py::init<>())
-      .def_property_readonly("address", &transport::ShmListener::address);
   m.def("connect_shm", &make_shm_context, py::kw_only(), py::arg("listener"), py::arg("rank"), py::arg("addresses"),
         py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"),
         py::arg("epoch"), py::arg("reorder_seed") = std::nullopt, py::arg("progress_thread") = false,
         py::arg("link") = std::nullopt);
-  m.def(
-      "share_memory", [](const std::vector<std::string>& addresses) { return transport::share_memory(addresses); },
-      py::arg("addresses"));
   m.def("make_torch", &make_torch_context, py::kw_only(), py::arg("rank"), py::arg("num_ranks"), py::arg("all_to_all"),
         py::arg("abandon"), py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("cost"),
         py::arg("epoch"));

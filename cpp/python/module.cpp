@@ -51,6 +51,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "Layouts, plans, transports and contexts of distca.";
   py::register_exception_translator(&distca::python::translate_errors);
   distca::python::bind_plans(m);
+  distca::python::bind_transports(m);
   distca::python::bind_contexts(m);
   distca::python::bind_machine(m);
 }

@@ -118,10 +118,10 @@ void Protocol::compare_with(int64_t peer) {
   const uint64_t theirs = transport_->peek(p, signals_.call(call));
   if (theirs >> kCallShift < call) return;
   if (theirs >> kCallShift == call) {
-    const uint64_t digest = transport_->peek(p, signals_.digest(call));
-    const uint64_t scores = transport_->peek(p, signals_.scale_and_softcap(call));
-    const uint64_t sinks = transport_->peek(p, signals_.sinks(call));
-    if (transport_->peek(p, signals_.call(call)) == theirs) {
+    std::array<uint64_t, Signals::kWords> words;
+    if (!transport_->peek_words(p, signals_.digest(call), words)) return;  // that it is gone is found elsewhere
+    const auto [digest, scores, sinks, still_theirs] = words;
+    if (still_theirs == theirs) {
       if (theirs == call_word() && digest == at_.now.plan_digest) {
         if (scores == at_.now.scale_and_softcap && sinks == at_.now.sinks_digest) return;
         fault_details_ = {static_cast<uint64_t>(peer), theirs & 1, digest, at_.now.plan_digest};

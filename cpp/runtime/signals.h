@@ -29,6 +29,7 @@ class Signals {
   int64_t scale_and_softcap(uint64_t call) const { return digest(call) + 1; }
   int64_t sinks(uint64_t call) const { return digest(call) + 2; }
   int64_t call(uint64_t call) const { return digest(call) + 3; }
+  static constexpr int64_t kWords = 4;
   /// Published by the owner: its latest step.
   int64_t latest_step() const { return published(kWords * kHistory); }
 
@@ -37,7 +38,7 @@ class Signals {
   static constexpr int64_t kFaultDetails = 4;
 
  private:
-  static constexpr int64_t kHistory = 64, kWords = 4, kKinds = 4;
+  static constexpr int64_t kHistory = 64, kKinds = 4;
   int64_t per_peer(int64_t kind, int64_t peer) const { return kind * num_ranks_ + peer; }
   int64_t published(int64_t index) const { return per_peer(kKinds * kNumSlots + kFaultDetails + 1, 0) + index; }
 

@@ -15,9 +15,14 @@ constexpr std::chrono::seconds kLettingGo{2};
 
 constexpr int64_t whole_pages(int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 
-/// Words of the control transport that steps leave alone, for theirs are on the devices.
-int64_t card_word(int64_t rank) { return rank; }
-int64_t let_go_word(const Transport& control, int64_t rank) { return control.num_ranks() + rank; }
+/// A card travels in signal words behind those of the steps: 4 bytes each, and a bit that says that they came, for
+/// signals may overtake each other.
+constexpr int64_t kCardWords = kCardBytes / 4;
+constexpr uint64_t kCame = uint64_t{1} << 32;
+
+/// Of those that steps leave alone, for theirs are on the devices.
+int64_t let_go_word(int64_t rank) { return rank; }
+int64_t card_word(int64_t num_words, int64_t rank, int64_t index) { return num_words + rank * kCardWords + index; }
 
 /// The memory of all ranks as this process sees it.
 class SharedHeaps {
@@ -32,9 +37,9 @@ class SharedHeaps {
     try {
       const Clock::time_point deadline = Clock::now() + kLettingGo;
       for (int p = 0; p < control_.num_ranks(); ++p)
-        if (p != control_.rank()) control_.signal(p, let_go_word(control_, control_.rank()), 1);
+        if (p != control_.rank()) control_.signal(p, let_go_word(control_.rank()), 1);
       for (int p = 0; p < control_.num_ranks() && is_let_go; ++p)
-        is_let_go = p == control_.rank() || await_peer(p, let_go_word(control_, p), deadline);
+        is_let_go = p == control_.rank() || await_peer(p, let_go_word(p), deadline);
     } catch (const Error&) {
       is_let_go = false;  // in a forked child
     }
@@ -65,40 +70,47 @@ class SharedHeaps {
 };
 
 /// Gives this rank's card to all others.
-void hand_out(Transport& control, const Streams::Card& card) {
-  const RowView row{const_cast<std::byte*>(card.data()), kCardBytes, kCardBytes};
+void hand_out(Transport& control, int64_t num_words, const Streams::Card& card) {
   for (int p = 0; p < control.num_ranks(); ++p) {
     if (p == control.rank()) continue;
-    control.put(p, control.rank() * kCardBytes, kCardBytes, kCardBytes, row, {1, 1, kCardBytes});
-    control.signal(p, card_word(control.rank()), 1);
+    for (int64_t i = 0; i < kCardWords; ++i) {
+      uint32_t part;
+      std::memcpy(&part, card.data() + 4 * i, sizeof(part));
+      control.signal(p, card_word(num_words, control.rank(), i), kCame | part);
+    }
   }
 }
 
-Streams::Card card_of(Transport& control, int peer, Clock::time_point deadline) {
-  const bool came = control.wait(card_word(peer), 1, deadline, [&] {
-    require<PeerDiedError>(!control.departed(peer), "rank ", peer, " is gone before its memory could be reached");
-  });
-  require<PeerTimeoutError>(came, "rank ", peer, " does not share its memory");
+Streams::Card card_of(Transport& control, int64_t num_words, int peer, Clock::time_point deadline) {
   Streams::Card card;
-  std::memcpy(card.data(), control.heap().data() + peer * kCardBytes, kCardBytes);
+  for (int64_t i = 0; i < kCardWords; ++i) {
+    const int64_t word = card_word(num_words, peer, i);
+    const bool came = control.wait(word, kCame, deadline, [&] {
+      require<PeerDiedError>(!control.departed(peer), "rank ", peer, " is gone before its memory could be reached");
+    });
+    require<PeerTimeoutError>(came, "rank ", peer, " does not share its memory");
+    const auto part = static_cast<uint32_t>(control.load(word));
+    std::memcpy(card.data() + 4 * i, &part, sizeof(part));
+  }
   return card;
 }
 
 }  // namespace
 
-int64_t control_heap_bytes(int num_ranks) { return num_ranks * kCardBytes; }
+int64_t control_words(int num_ranks, int64_t num_words) { return num_words + num_ranks * kCardWords; }
 
 std::unique_ptr<Transport> share_heaps(const char* name, std::unique_ptr<Transport> control,
                                        std::shared_ptr<Streams> streams, int64_t heap_bytes, int64_t num_words,
                                        Clock::time_point deadline) {
   const int64_t words_bytes = whole_pages(num_words * 8), bytes = words_bytes + whole_pages(heap_bytes);
   Streams::Shared own = streams->allocate_shared(bytes);
-  hand_out(*control, own.card);
+  hand_out(*control, num_words, own.card);
   auto heaps = std::make_shared<SharedHeaps>(*control, std::move(own));
   DeviceHeaps ranks{.ranks = {}, .heap_bytes = heap_bytes, .num_words = num_words, .owner = heaps};
   for (int p = 0; p < control->num_ranks(); ++p) {
-    std::byte* const base =
-        p == control->rank() ? heaps->own() : heaps->open(p, *streams, card_of(*control, p, deadline), bytes);
+    std::byte* const base = p == control->rank()
+                                ? heaps->own()
+                                : heaps->open(p, *streams, card_of(*control, num_words, p, deadline), bytes);
     ranks.ranks.push_back({base + words_bytes, reinterpret_cast<uint64_t*>(base)});
   }
   return std::make_unique<StreamTransport>(name, std::move(control), std::move(streams), std::move(ranks));

@@ -1,6 +1,5 @@
 #include "transport/shm_address.h"
 
-#include <sys/random.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -21,22 +20,6 @@ constexpr char kScheme[] = "distca-shm-1";
 
 [[noreturn]] void fail(const std::string& what) { throw OperatingSystemError(what + ": " + std::strerror(errno)); }
 
-Key random_key() {
-  Key key;
-  if (::getrandom(key.data(), key.size(), 0) != static_cast<ssize_t>(key.size())) fail("could not get random bytes");
-  return key;
-}
-
-std::optional<Key> from_hex(const std::string& text) {
-  Key key;
-  if (text.size() != 2 * key.size()) return std::nullopt;
-  for (size_t i = 0; i < key.size(); ++i) {
-    const char* const at = text.data() + 2 * i;
-    if (std::from_chars(at, at + 2, key[i], 16).ptr != at + 2) return std::nullopt;
-  }
-  return key;
-}
-
 std::string read_boot_id() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string id;
@@ -52,13 +35,6 @@ std::string read_network() {
 }
 
 }  // namespace
-
-std::string to_hex(const Key& key) {
-  constexpr char digits[] = "0123456789abcdef";
-  std::string text;
-  for (const uint8_t byte : key) text += {digits[byte >> 4], digits[byte & 15]};
-  return text;
-}
 
 Address Address::random() {
   return {.boot_id = read_boot_id(),
@@ -81,8 +57,8 @@ Address Address::parse(const std::string& text) {
     const std::string& digits = parts[3];
     int pid = 0;
     const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), pid);
-    const std::optional<Key> name = from_hex(parts[4]);
-    const std::optional<Key> token = from_hex(parts[5]);
+    const std::optional<Key> name = key_from_hex(parts[4]);
+    const std::optional<Key> token = key_from_hex(parts[5]);
     if (error != std::errc{} || end != digits.data() + digits.size() || !name || !token) return std::nullopt;
     return Address{.boot_id = parts[1], .network = parts[2], .pid = pid, .name = *name, .token = *token};
   };

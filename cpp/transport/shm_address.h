@@ -1,13 +1,11 @@
 // How a process says where it can be reached on its host, as a string that any channel can carry.
 #pragma once
 
-#include <array>
-#include <cstdint>
 #include <string>
 
-namespace distca::transport::shm {
+#include "transport/key.h"
 
-using Key = std::array<uint8_t, 16>;
+namespace distca::transport::shm {
 
 /// What an address string says.
 struct Address {
@@ -23,7 +21,5 @@ struct Address {
   /// Throws InvalidArgumentError.
   static Address parse(const std::string& text);
 };
-
-std::string to_hex(const Key& key);
 
 }  // namespace distca::transport::shm

@@ -34,7 +34,7 @@ class DISTCA_EXPORT Transport {
   virtual int rank() const = 0;
   virtual int num_ranks() const = 0;
 
-  /// Throws InvalidArgumentError for what is no peer, and OperatingSystemError in a forked child.
+  /// Throws InvalidArgumentError for what is no peer, and in a forked child.
   virtual void check_peer(int peer) const { static_cast<void>(peek(peer, 0)); }
 
   /// This rank's heap, zero-filled at birth, 4096-byte aligned.
@@ -61,6 +61,12 @@ class DISTCA_EXPORT Transport {
 
   /// The current value of a signal word of `peer`.
   virtual uint64_t peek(int peer, int64_t word) const = 0;
+  /// Those of consecutive words, as if they were peeked one after another; cheaper where a peek is a question. False
+  /// where the peer does not answer: they are what was last known then, of each at another time perhaps.
+  virtual bool peek_words(int peer, int64_t first, std::span<uint64_t> values) const {
+    for (uint64_t& value : values) value = peek(peer, first++);
+    return true;
+  }
 
   /// Returns when every put and signal of this rank has been delivered.
   virtual void quiet() = 0;

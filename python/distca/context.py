@@ -212,7 +212,9 @@ def init(
             host that reach each other's memory, or processes that share a GPU; not yet run on a GPU), ``"nvshmem"``
             (GPUs of any hosts; not yet run on a GPU), ``"loopback"`` (a group of one), or ``"auto"``, which is loopback
             for a single rank; for tensors on the CPU shm where all ranks are on one host, else torch; on CUDA
-            cuda-ipc where all ranks are on one host, else nvshmem.
+            cuda-ipc where all ranks are on one host, else nvshmem. With nvshmem hosts also talk to each other over TCP,
+            each at its address in the network of ``MASTER_ADDR`` or the one in its environment's
+            ``DISTCA_HOST_ADDRESS``.
         max_tokens: the most rows this rank's token tensor will have; with ``heads`` it sets the heap's default size.
         heads: head shape and dtype of the attention layers.
         heap_bytes: size of the symmetric heap, the same on all ranks; two slots. Pages are taken as they are used. With

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distca import _C
+from distca import _C, hosts
 from distca.errors import DeviceError, InvalidArgumentError
 from distca.exchange import gather_text
 
@@ -68,7 +68,7 @@ def connect(
 ) -> _C.Context:
     """Makes this process a rank; collective over the group. ``device`` is ``"cuda:"`` and a number.
 
-    Where all ranks are on one host, and their GPUs load and store each other's memory, steps are queued on streams.
+    Raises InvalidArgumentError where ranks differ, or the hosts have no address at which to reach each other.
     """
     rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
     unique_id, problem = b"", status()[1]
@@ -89,9 +89,7 @@ def connect(
             f"init: the ranks' slots have {slots} bytes; give all ranks the same heap_bytes, or max_tokens and heads"
         )
     unique_id = bytes.fromhex(told[0][1])
-    listener = _C.ShmListener()
-    addresses = gather_text(listener.address, group) if group is not None else [listener.address]
-    on_one_host = _C.share_memory(addresses)
+    listener, addresses = hosts.listen(group)
     return _C.connect_nvshmem(
         rank=rank,
         num_ranks=num_ranks,
@@ -99,7 +97,7 @@ def connect(
         device=int(device.removeprefix("cuda:")),
         attention=attention,
         name=name,
-        listener=listener if on_one_host else None,
+        listener=listener,
         addresses=addresses,
         put_blocks=put_ctas or 0,
         **options,

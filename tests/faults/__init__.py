@@ -1,6 +1,6 @@
 """The faults that planted_faults.py plants, each with the tests that should notice it."""
 
-from faults import attention, plans, recording, retained, steps, training, watching
+from faults import attention, plans, recording, retained, steps, tcp, training, watching
 
 FAULTS = [
     *steps.FAULTS,
@@ -8,6 +8,7 @@ FAULTS = [
     *recording.FAULTS,
     *retained.FAULTS,
     *attention.FAULTS,
+    *tcp.FAULTS,
     *training.FAULTS,
     *watching.FAULTS,
 ]

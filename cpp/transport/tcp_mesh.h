@@ -1,0 +1,36 @@
+// How the ranks of a TCP transport find, check and connect to each other.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <vector>
+
+#include "transport/fork_guard.h"
+#include "transport/tcp_address.h"
+
+namespace distca::transport::tcp {
+
+struct Listener {
+  /// At that numeric address of this host, with a port of the system's choice. Throws InvalidArgumentError,
+  /// OperatingSystemError.
+  explicit Listener(const std::string& host);
+
+  Address address;
+  Descriptor socket;
+};
+
+/// Where this rank stands in the group, and what all ranks must agree on.
+struct Group {
+  int rank = 0;
+  std::vector<Address> addresses;  // one a rank
+  int64_t num_signals = 0;
+
+  int num_ranks() const { return static_cast<int>(addresses.size()); }
+};
+
+/// Connects to every lower rank, and accepts every higher one that shows this rank's token. One socket a rank, which
+/// does not block; the own one is empty.
+std::vector<Descriptor> connect_mesh(const Listener& listener, const Group& group,
+                                     std::chrono::steady_clock::time_point deadline);
+
+}  // namespace distca::transport::tcp
