@@ -35,7 +35,7 @@ EncodeTiled find_encode_tiled() {
   check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found),
         "looking for cuTensorMapEncodeTiled");
   require<DeviceError>(found == cudaDriverEntryPointSuccess && function != nullptr,
-                                "the CUDA driver has no cuTensorMapEncodeTiled; CUDA >= 12 is needed");
+                       "the CUDA driver has no cuTensorMapEncodeTiled; CUDA >= 12 is needed");
   return reinterpret_cast<EncodeTiled>(function);
 }
 
@@ -54,9 +54,9 @@ void encode(EncodeTiled encode_tiled, DType dtype, const MapSpec& spec, TensorMa
       encode_tiled(reinterpret_cast<CUtensorMap*>(&map), type, 3, const_cast<std::byte*>(spec.data), sizes, strides,
                    box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  require<DeviceError>(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled refuses a tensor of ", sizes[0], " x ",
-                                sizes[1], " x ", sizes[2], ", strides ", strides[0], ", ", strides[1], " bytes, at ",
-                                static_cast<const void*>(spec.data), ": error ", static_cast<int>(result));
+  require<DeviceError>(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled refuses a tensor of ", sizes[0], " x ", sizes[1],
+                       " x ", sizes[2], ", strides ", strides[0], ", ", strides[1], " bytes, at ",
+                       static_cast<const void*>(spec.data), ": error ", static_cast<int>(result));
 }
 
 /// Carves arrays out of memory, each aligned to 256 bytes; from null it only counts.
