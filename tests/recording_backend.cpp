@@ -38,10 +38,10 @@ extern "C" {
 void record_attention() {
   using namespace distca;
   runtime::set_makers(
-      [](const std::string&, const std::string&, const std::shared_ptr<transport::Streams>&) {
-        return std::make_shared<runtime::RecordingBackend>();
-      },
-      [](const std::string&, std::chrono::milliseconds, int) { return std::shared_ptr<transport::Streams>(); });
+      {[](const std::string&, const std::string&, const std::shared_ptr<transport::Streams>&) {
+         return std::make_shared<runtime::RecordingBackend>();
+       },
+       [](const std::string&, std::chrono::milliseconds, int) { return std::shared_ptr<transport::Streams>(); }});
 }
 
 /// The calls of this process since it forgot them.

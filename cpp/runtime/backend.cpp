@@ -3,6 +3,7 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <utility>
 
 #include "runtime/queued_backend.h"
 #include "runtime/row_arithmetic.h"
@@ -50,11 +51,6 @@ class CpuBackend final : public Backend {
   attention::CpuAttention kernel_;
 };
 
-struct Makers {
-  MakeBackend backend;
-  MakeStreams streams;
-};
-
 /// Never destroyed, like the registry of contexts.
 Makers& makers() {
   static auto* const instance = new Makers;
@@ -79,7 +75,7 @@ void Backend::run(std::span<const RowWork> rows) {
   }
 }
 
-void set_makers(MakeBackend backend, MakeStreams streams) { makers() = {std::move(backend), std::move(streams)}; }
+Makers set_makers(Makers those) { return std::exchange(makers(), std::move(those)); }
 
 std::shared_ptr<Backend> make_backend(const std::string& device, const std::string& attention) {
   check_asked(device, attention);

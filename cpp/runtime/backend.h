@@ -63,11 +63,16 @@ using MakeStreams = std::function<std::shared_ptr<transport::Streams>(
 
 /// Makes the backend of one rank. InvalidArgumentError or DeviceError where there is none such.
 DISTCA_EXPORT std::shared_ptr<Backend> make_backend(const std::string& device, const std::string& attention);
-/// Of the library of operators, when it is loaded: what makes all backends but the CPU's own.
-DISTCA_EXPORT void set_makers(MakeBackend backend, MakeStreams streams);
+/// What makes all backends but the CPU's own.
+struct Makers {
+  MakeBackend backend;
+  MakeStreams streams;
+};
+/// Of the library of operators, when it is loaded. Returns those before.
+DISTCA_EXPORT Makers set_makers(Makers makers);
 
-/// What steps of one rank are queued on, and the backend that queues its work there. On "cpu" threads stand for
-/// streams. Null streams where libdistca_cuda is missing: such a device's steps are the host's.
+/// What steps of one rank are queued on, and the backend that queues its work there. On "cpu" with attention "auto"
+/// threads stand for streams. Null streams where libdistca_cuda is missing: such a device's steps are the host's.
 struct Device {
   std::shared_ptr<Backend> backend;
   std::shared_ptr<transport::Streams> streams;

@@ -1,0 +1,4 @@
+// Stands for CUDA's header of that name.
+#pragma once
+
+#include "../device.h"
