@@ -24,7 +24,7 @@ def for_the_host(source: str) -> str:
     def launch(found: re.Match[str]) -> str:
         name, arguments, how, given = found.groups()
         call = f"[](auto... a) {{ {name}{arguments}(a...); }}"
-        return f'emulated_gpu::launch("{name}", {{{how}}}, {call}, {given});'
+        return f'emulated_gpu::launch("{name}", {{{how}}}, {call}{", " if given else ""}{given});'
 
     source = _SHARED.sub(r"auto& \2 = emulated_gpu::shared<\1>(__LINE__);", source)
     return _LAUNCH.sub(launch, source)
@@ -33,14 +33,22 @@ def for_the_host(source: str) -> str:
 def build(factory: pytest.TempPathFactory) -> Path:
     """The shared library; see contexts.cpp for its functions."""
     folder = factory.mktemp("rewritten")
-    sources = [*FOLDER.glob("*.cpp"), *(ROOT / "cuda").glob("transport/*.cpp"), ROOT / "cuda/runtime/device_backend.cpp"]
-    sources += [ROOT / "cuda/attention/cuda_attention.cpp", ROOT / "cuda/attention/work_list.cpp"]
-    for source in [*(ROOT / "cuda/transport").glob("*.cu"), *(ROOT / "cuda/runtime").glob("*.cu")]:
+    sources = [*FOLDER.glob("*.cpp"), *(ROOT / "cuda").glob("*/*.cpp")]
+    kernels = [source for source in (ROOT / "cuda").glob("*/*.cu") if source.parent.name != "attention"]
+    for source in [*FOLDER.glob("*.cu"), *kernels]:
         rewritten = folder / f"{source.stem}.cpp"
         rewritten.write_text(f'#include "device.h"\n#line 1 "{source}"\n{for_the_host(source.read_text())}')
         sources.append(rewritten)
     includes = [f"-I{part}" for part in (FOLDER / "headers", FOLDER, ROOT / "cuda", ROOT / "cpp")]
-    options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-unknown-pragmas"]
+    options = [
+        "-std=c++20",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-fvisibility=hidden",
+        "-ffp-contract=off",
+        "-Wno-unknown-pragmas",
+    ]
     package = Path(str(files("distca")))
     link = ["-L", str(package), "-ldistca", f"-Wl,-rpath,{package}", "-Wl,--no-undefined", "-lpthread"]
     return compiled_once(factory, "emulated_gpu.so", sources, [*options, *includes], link)

@@ -166,3 +166,5 @@ def test_a_peer_that_closed_its_context_is_named() -> None:
 def test_what_does_not_go_with_streams_is_refused() -> None:
     with pytest.raises(distca.InvalidArgumentError, match="queued on streams have no reorder_seed"):
         distca.loopback(2, max_tokens=8, heads=HEADS, streams=True, reorder_seed=1)
+    with pytest.raises(distca.InvalidArgumentError, match='attention = "flash" has no queued steps on the CPU'):
+        distca.loopback(2, max_tokens=8, heads=HEADS, streams=True, attention="flash")

@@ -1,7 +1,7 @@
 // The attention kernels that there are on the emulated GPU: none.
-#include "attention/kernels.h"
-
 #include <cuda.h>
+
+#include "attention/kernels.h"
 
 namespace distca::attention::cuda {
 

@@ -189,7 +189,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   stream = alive(stream);
   const std::lock_guard guard(lock);
-  *status = stream->capture == nullptr     ? cudaStreamCaptureStatusNone
+  *status = stream->capture == nullptr    ? cudaStreamCaptureStatusNone
             : stream->capture->is_invalid ? cudaStreamCaptureStatusInvalidated
                                           : cudaStreamCaptureStatusActive;
   return cudaSuccess;
@@ -212,10 +212,11 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
   std::vector<const void*> words;
   for (const Node& node : *exec->nodes)
     words.insert(words.end(), node.operation.words.begin(), node.operation.words.end());
-  return report(queue(stream, {"graph", std::move(words), [nodes = exec->nodes, running = exec->running](uint32_t seed) {
-                                 const std::lock_guard one_at_a_time(*running);
-                                 run_graph(*nodes, seed);
-                               }}));
+  return report(
+      queue(stream, {"graph", std::move(words), [nodes = exec->nodes, running = exec->running](uint32_t seed) {
+                       const std::lock_guard one_at_a_time(*running);
+                       run_graph(*nodes, seed);
+                     }}));
 }
 
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {

@@ -4,17 +4,21 @@
 #include <chrono>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "runtime/backend.h"
 #include "runtime/check.h"
-#include "runtime/device_backend.h"
+#include "runtime/cuda_library.h"
 #include "streams.h"
-#include "transport/cuda_streams.h"
 
 namespace distca::cuda {
+
+/// The library's own entry.
+extern "C" const runtime::CudaLibrary* distca_cuda_library();
+
 namespace {
 
 /// The stream that is current in the calling thread, as PyTorch would have one for it: it goes to another thread when
@@ -193,11 +197,12 @@ extern "C" {
 DISTCA_EXPORT void use_emulated_gpu(bool own_attention) {
   using namespace distca;
   const auto make_backend = [own_attention](const std::string&, const std::string&) {
-    return cuda::make_device_backend(std::make_shared<cuda::AtenInPlace>(), 0, &cuda::current_stream, own_attention);
+    return cuda::distca_cuda_library()->make_backend(std::make_shared<cuda::AtenInPlace>(), 0, &cuda::current_stream,
+                                                     own_attention);
   };
   const auto make_streams = [](int, std::chrono::milliseconds timeout, int put_blocks) {
     return std::make_shared<cuda::WaitingStreams>(
-        cuda::make_cuda_streams(0, &cuda::current_stream, timeout, put_blocks));
+        cuda::distca_cuda_library()->make_streams(0, &cuda::current_stream, timeout, put_blocks));
   };
   cuda::makers_before() = runtime::set_makers({make_backend, make_streams});
 }
