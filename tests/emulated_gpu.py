@@ -1,4 +1,4 @@
-"""The library's code for GPUs on an emulated CUDA runtime (tests/cuda_emulation/runtime): compiled by the host's compiler."""
+"""The library's code for GPUs on an emulated CUDA runtime (cuda_emulation/runtime): compiled by the host's compiler."""
 
 from __future__ import annotations
 
