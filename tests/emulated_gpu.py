@@ -14,32 +14,47 @@ from compiled import compiled_once
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests/cuda_emulation/runtime"
 
-_LAUNCH = re.compile(r"([\w:]+)((?:<[\w, ]+>)?)<<<(.*?)>>>\((.*?)\);", re.DOTALL)
-_SHARED = re.compile(r"__shared__ ([\w:]+) (\w+);")
+_LAUNCH = re.compile(r"(\w+)((?:<[\w, ]+>)?)<<<(.*?)>>>\((.*?)\);", re.DOTALL)
+_SHARED = re.compile(r"(?<!extern )__shared__ ([\w:]+) (\w+);")
+_DYNAMIC = re.compile(r"extern __shared__ std::byte (\w+)\[\];")
+_ON_MACHINE = {"kKernel"}
+"""Kernels, as their launches name them, that are written in the instructions of hopper.h."""
 
 
 def for_the_host(source: str) -> str:
-    """Text of a .cu file as C++: launches of kernels and shared memory in other words, in the same lines."""
+    """Text of a .cu file as C++: launches of kernels and shared memory in other words, in the same lines.
+
+    A GPU has 2 multiprocessors here, so grids that fill one are small.
+    """
 
     def launch(found: re.Match[str]) -> str:
         name, arguments, how, given = found.groups()
-        call = f"[](auto... a) {{ {name}{arguments}(a...); }}"
-        return f'emulated_gpu::launch("{name}", {{{how}}}, {call}{", " if given else ""}{given});'
+        start = "start_on_machine" if name in _ON_MACHINE else "start_kernel"
+        kernel = f'with_arguments("{name}", {name}{arguments}{", " if given else ""}{given})'
+        return f"emulated_gpu::{start}({{{how}}}, emulated_gpu::{kernel});"
 
     source = _SHARED.sub(r"auto& \2 = emulated_gpu::shared<\1>(__LINE__);", source)
-    return _LAUNCH.sub(launch, source)
+    source = _DYNAMIC.sub(r"std::byte* const \1 = emulated_gpu::dynamic_shared();", source)
+    return _LAUNCH.sub(launch, source).replace(" 132 * ", " 2 * ")
 
 
 def build(factory: pytest.TempPathFactory) -> Path:
     """The shared library; see contexts.cpp for its functions."""
-    folder = factory.mktemp("rewritten")
-    sources = [*FOLDER.glob("*.cpp"), *(ROOT / "cuda").glob("*/*.cpp")]
-    kernels = [source for source in (ROOT / "cuda").glob("*/*.cu") if source.parent.name != "attention"]
-    for source in [*FOLDER.glob("*.cu"), *kernels]:
-        rewritten = folder / f"{source.stem}.cpp"
-        rewritten.write_text(f'#include "device.h"\n#line 1 "{source}"\n{for_the_host(source.read_text())}')
-        sources.append(rewritten)
-    includes = [f"-I{part}" for part in (FOLDER / "headers", FOLDER, ROOT / "cuda", ROOT / "cpp")]
+    folder, cuda = factory.mktemp("rewritten"), ROOT / "cuda"
+
+    def rewritten(source: Path, name: str) -> Path:
+        to = folder / name
+        to.parent.mkdir(exist_ok=True)
+        to.write_text(f'#include "device.h"\n#line 1 "{source}"\n{for_the_host(source.read_text())}')
+        return to
+
+    rewritten(cuda / "attention/instances.h", "attention/instances.h")
+    kernels = [one for one in cuda.glob("*/*.cu") if one.parent.name != "attention" or one.stem == "kernels_64"]
+    sources = [rewritten(one, f"{one.stem}.cpp") for one in [*kernels, *FOLDER.glob("*.cu")]]
+    sources += [FOLDER.parent / "machine.cpp", *FOLDER.glob("*.cpp"), *cuda.glob("*/*.cpp")]
+    # Of headers with the same name the first is found: instances.h as rewritten, hopper.h as emulated.
+    folders = [FOLDER / "headers", FOLDER, folder, FOLDER.parent, cuda, ROOT / "cpp"]
+    includes = [f"-I{part}" for part in folders]
     options = [
         "-std=c++20",
         "-O1",

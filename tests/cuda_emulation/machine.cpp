@@ -9,7 +9,7 @@
 
 namespace emulation {
 
-Machine* machine = nullptr;
+thread_local Machine* machine = nullptr;
 
 void fail(const std::string& what) {
   std::fprintf(stderr, "emulated machine: %s\n", what.c_str());

@@ -121,7 +121,7 @@ class Machine {
 };
 
 /// The one that runs.
-extern Machine* machine;
+extern thread_local Machine* machine;
 
 /// Computes a product and gives it to its threads.
 void execute(const Machine& machine, const Cta& cta, const Product& product);

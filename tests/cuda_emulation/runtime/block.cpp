@@ -55,7 +55,6 @@ class Runner {
     if (used_ > kMaxShared) fail(std::string(name_) + " has too much shared memory");
     return std::memset(shared_.data() + lines_.back().second, 0xff, bytes);
   }
-  void* dynamic_shared() { return shared_.data(); }
   Fiber& current() { return *current_; }
   const char* name() const { return name_; }
 
@@ -212,7 +211,6 @@ void Runner::run(const char* name, const Launch& how, const std::function<void()
 }  // namespace
 
 void* shared_of_line(int line, size_t bytes) { return runner().shared_of_line(line, bytes); }
-void* dynamic_shared() { return runner().dynamic_shared(); }
 void meet_block() { runner().stop(State::kAtBarrier); }
 uint64_t exchange(uint64_t word, unsigned lane_mask) {
   Fiber& self = runner().current();
@@ -222,17 +220,23 @@ uint64_t exchange(uint64_t word, unsigned lane_mask) {
   return self.word;
 }
 
-void start_kernel(const char* name, const Launch& how, std::vector<const void*> words, std::function<void()> thread) {
+void start_kernel(const Launch& how, Kernel kernel) {
+  check_launch(how, kernel);
+  auto run = [how, name = kernel.name, thread = std::move(kernel.thread)](uint32_t seed) {
+    runner().run(name, how, thread, seed);
+  };
+  report(queue(how.stream, {kernel.name, std::move(kernel.words), std::move(run)}));
+}
+
+void check_launch(const Launch& how, const Kernel& kernel) {
   const auto size = [](const dim3& d) { return uint64_t{d.x} * d.y * d.z; };
   const auto must = [&](bool good, const char* what) {
-    if (!good) fail(std::string(name) + " is launched with " + what);
+    if (!good) fail(std::string(kernel.name) + " is launched with " + what);
   };
   must(size(how.grid) > 0 && how.grid.x <= 0x7fffffffu && how.grid.y < 65536 && how.grid.z < 65536, "a wrong grid");
   must(size(how.block) > 0 && size(how.block) <= 1024, "0 or more than 1024 threads a block");
   must(how.shared_bytes <= kMaxShared, "too much shared memory");
-  queue(how.stream, {name, std::move(words), [name, how, thread = std::move(thread)](uint32_t seed) {
-                       runner().run(name, how, thread, seed);
-                     }});
+  load(kernel.address);
 }
 
 }  // namespace emulated_gpu

@@ -153,6 +153,7 @@ class AtenInPlace final : public runtime::Backend {
 class WaitingStreams final : public transport::Streams {
  public:
   explicit WaitingStreams(std::shared_ptr<Streams> streams) : streams_(std::move(streams)) {}
+  const std::shared_ptr<Streams>& inner() const { return streams_; }
 
   void hand_over() override {
     streams_->hand_over();
@@ -196,11 +197,14 @@ extern "C" {
 /// From here on contexts as said above are on the emulated GPU; `own_attention`: with the library's own kernels.
 DISTCA_EXPORT void use_emulated_gpu(bool own_attention) {
   using namespace distca;
-  const auto make_backend = [own_attention](const std::string&, const std::string&) {
+  const auto make_backend = [own_attention](const std::string&, const std::string&,
+                                            const std::shared_ptr<transport::Streams>& streams) {
+    // Contexts whose steps the host takes have none.
+    const auto waiting = std::dynamic_pointer_cast<cuda::WaitingStreams>(streams);
     return cuda::distca_cuda_library()->make_backend(std::make_shared<cuda::AtenInPlace>(), 0, &cuda::current_stream,
-                                                     own_attention);
+                                                     own_attention, waiting ? waiting->inner() : nullptr);
   };
-  const auto make_streams = [](int, std::chrono::milliseconds timeout, int put_blocks) {
+  const auto make_streams = [](const std::string&, std::chrono::milliseconds timeout, int put_blocks) {
     return std::make_shared<cuda::WaitingStreams>(
         cuda::distca_cuda_library()->make_streams(0, &cuda::current_stream, timeout, put_blocks));
   };

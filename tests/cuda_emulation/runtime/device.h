@@ -47,12 +47,21 @@ struct Launch {
   cudaStream_t stream = nullptr;
 };
 
-/// Queues a kernel whose threads call `thread`. `words` are the words of its arguments, addresses among them.
-void start_kernel(const char* name, const Launch& how, std::vector<const void*> words, std::function<void()> thread);
+/// A kernel with its arguments, ready to be queued.
+struct Kernel {
+  const char* name;
+  const void* address;
+  std::vector<const void*> words;  // of its arguments, addresses among them
+  std::function<void()> thread;    // what each thread calls
+};
+void start_kernel(const Launch& how, Kernel kernel);
+/// Ends the program if no GPU takes such a launch; loads the kernel.
+void check_launch(const Launch& how, const Kernel& kernel);
+/// The same for kernels written in the instructions of hopper.h: on the emulated machine.
+void start_on_machine(const Launch& how, Kernel kernel);
 
-/// `kernel<<<how>>>(arguments...)`.
-template <class Kernel, class... Arguments>
-void launch(const char* name, const Launch& how, Kernel kernel, const Arguments&... arguments) {
+template <class... Arguments>
+Kernel with_arguments(const char* name, void (*kernel)(Arguments...), std::type_identity_t<Arguments>... arguments) {
   static_assert((std::is_trivially_copyable_v<Arguments> && ...), "arguments of a kernel are copied as bytes");
   std::vector<const void*> words;
   const auto add_words = [&words](const auto& argument) {
@@ -63,7 +72,7 @@ void launch(const char* name, const Launch& how, Kernel kernel, const Arguments&
     }
   };
   (add_words(arguments), ...);
-  start_kernel(name, how, std::move(words), [kernel, arguments...] { kernel(arguments...); });
+  return {name, reinterpret_cast<const void*>(kernel), std::move(words), [=] { kernel(arguments...); }};
 }
 
 /// The block's shared memory that is declared on that line of the kernel; full of ones before the first thread runs.
@@ -72,8 +81,8 @@ template <class T>
 T& shared(int line) {
   return *static_cast<T*>(shared_of_line(line, sizeof(T)));
 }
-/// The part whose size the launch says.
-void* dynamic_shared();
+/// The part whose size the launch says, on the emulated machine.
+std::byte* dynamic_shared();
 
 void meet_block();
 /// All lanes of a warp give a word; each gets that of the lane whose number differs in the bits of `lane_mask`.
@@ -86,6 +95,7 @@ uint64_t exchange(uint64_t word, unsigned lane_mask);
 #define blockDim (emulated_gpu::place.block_size)
 #define gridDim (emulated_gpu::place.grid_size)
 
+inline size_t __cvta_generic_to_shared(const void* p) { return reinterpret_cast<size_t>(p); }
 inline void __syncthreads() { emulated_gpu::meet_block(); }
 inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 

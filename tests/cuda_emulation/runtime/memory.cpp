@@ -127,6 +127,7 @@ cudaError_t cudaMalloc(void** p, size_t bytes) {
 cudaError_t cudaFree(void* p) { return report(emulated_gpu::free_now(p, false)); }
 cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) {
   if (const cudaError_t error = emulated_gpu::forbidden_by_capture(); error != cudaSuccess) return report(error);
+  emulated_gpu::finish_all();  // as the driver may
   return emulated_gpu::allocate(p, bytes, true);
 }
 cudaError_t cudaFreeHost(void* p) { return report(emulated_gpu::free_now(p, true)); }
@@ -149,6 +150,11 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
                                  check_bounds("a copy", from, bytes);
                                  if (bytes > 0) std::memcpy(to, from, bytes);
                                }}));
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+  if (const cudaError_t error = emulated_gpu::forbidden_by_capture(); error != cudaSuccess) return report(error);
+  cudaMemcpyAsync(to, from, bytes, kind, nullptr);
+  return cudaStreamSynchronize(nullptr);
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
   using namespace emulated_gpu;

@@ -1,6 +1,7 @@
 // Tests of the emulator itself: wrong use that it has to notice, and captures whose outcome is known. Each part is
 // called by test_emulated_gpu.py by its name.
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <string>
@@ -44,6 +45,8 @@ int* page_locked_int(int value) {
   return &(*static_cast<int*>(p) = value);
 }
 
+// ---- kernels
+
 __global__ void add_kernel(int* to, const int* a, const int* b) { *to = *a + *b; }
 __global__ void set_kernel(int* to, int value) { *to = value; }
 __global__ void spin_kernel(int* word) {
@@ -63,6 +66,7 @@ __global__ void broadcast_kernel(int* to, bool with_barrier) {
 
 void free_what_a_kernel_reads() {
   const cudaStream_t stream = make_stream();
+  emulated_gpu::load(reinterpret_cast<const void*>(add_kernel));
   Gate gate;
   gate.hold(stream);
   int* const table = device_ints();
@@ -71,9 +75,9 @@ void free_what_a_kernel_reads() {
 }
 void free_the_source_of_a_copy() {
   const cudaStream_t stream = make_stream();
+  int* const source = page_locked_int(1);
   Gate gate;
   gate.hold(stream);
-  int* const source = page_locked_int(1);
   cudaMemcpyAsync(device_ints(), source, sizeof(int), cudaMemcpyHostToDevice, stream);
   cudaFreeHost(source);
 }
@@ -132,15 +136,40 @@ void leave_threads_at_a_barrier() {
 
 int reuse_a_source_too_early() {
   const cudaStream_t stream = make_stream();
+  int *const source = page_locked_int(1), *const to = device_ints();
   Gate gate;
   gate.hold(stream);
-  int *const source = page_locked_int(1), *const to = device_ints();
   cudaMemcpyAsync(to, source, sizeof(int), cudaMemcpyHostToDevice, stream);
   *source = 2;
   gate.open();
   cudaStreamSynchronize(stream);
   return *to;
 }
+/// Whether a call returns only after work that takes a while, on any stream.
+template <class Call>
+int waits_for_the_device(const Call& call) {
+  std::atomic<bool> is_done{false};
+  emulated_gpu::queue(make_stream(), {"long work", {}, [&](uint32_t) {
+                                        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+                                        is_done = true;
+                                      }});
+  call();
+  const bool waited = is_done;
+  cudaDeviceSynchronize();
+  return waited ? 1 : 0;
+}
+__global__ void new_kernel() {}
+
+int free_something() {
+  int* const p = device_ints();
+  return waits_for_the_device([&] { cudaFree(p); });
+}
+int start_a_kernel_for_the_first_time() {
+  const cudaStream_t stream = make_stream();
+  const auto start = [&] { new_kernel<<<1, 1, 0, stream>>>(); };
+  return 10 * waits_for_the_device(start) + waits_for_the_device(start);
+}
+
 int wrong_values(bool with_barrier) {
   constexpr int kBlocks = 16, kThreads = 64;
   const cudaStream_t stream = make_stream();
@@ -335,6 +364,10 @@ constexpr auto kGlobal = cudaStreamCaptureModeGlobal, kThreadLocal = cudaStreamC
 
 const std::map<std::string, int (*)()> kOutcomes = {
     {"reuse_a_source_too_early", reuse_a_source_too_early},
+    {"free_something", free_something},
+    {"allocate_page_locked_memory", [] { return waits_for_the_device([] { page_locked_int(1); }); }},
+    {"allocate_memory_of_the_device", [] { return waits_for_the_device([] { device_ints(); }); }},
+    {"start_a_kernel_for_the_first_time", start_a_kernel_for_the_first_time},
     {"values_with_a_barrier", [] { return wrong_values(true); }},
     {"values_without_a_barrier", [] { return wrong_values(false); }},
     {"replay_a_fork_and_join", replay_a_fork_and_join},

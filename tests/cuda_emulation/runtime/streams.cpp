@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <map>
 #include <random>
+#include <set>
 #include <utility>
 
 namespace emulated_gpu {
@@ -128,6 +129,15 @@ void finish_all() {
     progress.wait(guard, [stream = streams()[i]] { return stream->queue.empty(); });
 }
 
+void load(const void* kernel) {
+  {
+    const std::lock_guard guard(lock);
+    static auto* const loaded = new std::set<const void*>;
+    if (!loaded->insert(kernel).second) return;
+  }
+  finish_all();
+}
+
 void check_unused(const void* memory) {
   const std::lock_guard guard(lock);
   for (const cudaStream_t stream : streams())
@@ -144,6 +154,11 @@ cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); 
 cudaError_t cudaDeviceSynchronize() {
   if (const cudaError_t error = refuse_while_capturing(); error != cudaSuccess) return report(error);
   finish_all();
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void* kernel) {
+  load(kernel);
   return cudaSuccess;
 }
 

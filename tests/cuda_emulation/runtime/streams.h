@@ -86,6 +86,8 @@ cudaError_t wait_in_capture(cudaStream_t stream, const CUevent_st& event);
 bool is_capturing(cudaStream_t stream);
 /// Returns once all is done that was queued on any stream.
 void finish_all();
+/// Waits for the device, as the driver may, unless this kernel was loaded before.
+void load(const void* kernel);
 
 // ---- memory
 

@@ -43,10 +43,13 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 cudaError_t cudaDeviceSynchronize();
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-template <class Function>
-cudaError_t cudaFuncSetAttribute(Function*, cudaFuncAttribute, int) {
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
   return cudaSuccess;
 }
+struct cudaFuncAttributes {};
+/// Loads the kernel, which waits for the device, as the driver may.
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel);
 
 // ---- memory
 
@@ -65,6 +68,7 @@ enum cudaMemcpyKind {
 };
 struct CUstream_st;
 using cudaStream_t = CUstream_st*;
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind);
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream);
 cudaError_t cudaMemset(void* to, int value, size_t bytes);
