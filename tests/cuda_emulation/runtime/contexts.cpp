@@ -115,7 +115,10 @@ class AtenInPlace final : public runtime::Backend {
   void check(const HeadShape&, float) const override {}
   std::shared_ptr<std::byte> allocate(int64_t bytes) override {
     void* data = nullptr;
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // PyTorch allocates in captures too
+    cudaThreadExchangeStreamCaptureMode(&mode);
     cuda::check(cudaMalloc(&data, static_cast<size_t>(bytes)), "memory of the device");
+    cudaThreadExchangeStreamCaptureMode(&mode);
     const cudaStream_t stream = CurrentStream::get();
     cuda::check(cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), stream), "clearing memory");
     return {static_cast<std::byte*>(data), [stream](std::byte* p) { emulated_gpu::free_in_order(p, stream); }};

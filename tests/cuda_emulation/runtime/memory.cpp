@@ -113,6 +113,7 @@ bool uses(const Operation& operation, const void* p) {
 }
 
 void free_in_order(void* p, cudaStream_t stream) {
+  if (is_capturing(stream)) return;
   queue(stream, {"free", {}, [p](uint32_t) { release(p, false); }});
 }
 

@@ -178,8 +178,8 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   if (stream == nullptr) return report(cudaErrorInvalidResourceHandle);
   alive(stream);
+  if (stream->capture != nullptr) return report(refuse_captured(*stream));
   const std::lock_guard guard(lock);
-  if (stream->capture != nullptr) fail("a stream is destroyed that is being captured");
   stream->is_alive = false;
   stream->posted.notify_one();
   return cudaSuccess;

@@ -99,7 +99,7 @@ bool is_page_locked(const void* p);
 /// Ends the program if an operation that is queued has an address of the allocation that begins at `memory`.
 void check_unused(const void* memory);
 bool uses(const Operation& operation, const void* memory);
-/// Frees device memory after all that was queued on the stream.
+/// Frees device memory after all that was queued on the stream; in a capture it is kept.
 void free_in_order(void* memory, cudaStream_t stream);
 
 }  // namespace emulated_gpu
