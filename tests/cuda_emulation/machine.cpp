@@ -16,12 +16,11 @@ void fail(const std::string& what) {
   std::exit(2);
 }
 
-void Machine::start(uint32_t low, uint32_t high) {
-  auto* self = reinterpret_cast<Machine*>(static_cast<uintptr_t>(low) | static_cast<uintptr_t>(high) << 32);
-  (*self->body_)(self->current_->cta->shared);
-  self->current_->finished = true;
-  --self->current_->cta->alive;
-  swapcontext(&self->current_->context, &self->scheduler_);
+void Machine::run_thread() {
+  (*body_)(current_->cta->shared);
+  current_->finished = true;
+  --current_->cta->alive;
+  current_->stack->stop();
 }
 
 void Machine::run(int num_ctas, int num_threads, size_t shared_bytes, const std::function<void(std::byte*)>& body) {
@@ -45,13 +44,7 @@ void Machine::run(int num_ctas, int num_threads, size_t shared_bytes, const std:
       Fiber& fiber = *fibers_.emplace_back(std::make_unique<Fiber>());
       fiber.cta = &cta;
       fiber.thread = t;
-      fiber.stack = std::make_unique_for_overwrite<std::byte[]>(kStack);
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack.get();
-      fiber.context.uc_stack.ss_size = kStack;
-      const auto self = reinterpret_cast<uintptr_t>(this);
-      makecontext(&fiber.context, reinterpret_cast<void (*)()>(&Machine::start), 2, static_cast<uint32_t>(self),
-                  static_cast<uint32_t>(self >> 32));
+      fiber.stack = std::make_unique<Stack>(kStack, [this] { run_thread(); });
     }
   }
   std::vector<Fiber*> alive;
@@ -70,7 +63,7 @@ void Machine::run(int num_ctas, int num_threads, size_t shared_bytes, const std:
       fiber->ready = nullptr;
       current_ = fiber;
       moved = true;
-      swapcontext(&scheduler_, &fiber->context);
+      fiber->stack->resume();
     }
     std::erase_if(alive, [](const Fiber* f) { return f->finished; });
     moved |= run_pending(false);
@@ -103,8 +96,7 @@ void Machine::await(const char* what, std::function<bool()> ready) {
   if (chance % 8 != 0 && ready()) return;
   current_->ready = std::move(ready);
   current_->awaited = what;
-  Fiber* self = current_;
-  swapcontext(&self->context, &scheduler_);
+  current_->stack->stop();
 }
 
 bool Machine::run_pending(bool all) {

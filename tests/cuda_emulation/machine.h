@@ -7,8 +7,6 @@
 // different arguments.
 #pragma once
 
-#include <ucontext.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -17,6 +15,8 @@
 #include <set>
 #include <string>
 #include <vector>
+
+#include "stack.h"
 
 namespace emulation {
 
@@ -71,8 +71,7 @@ struct Cta {
 };
 
 struct Fiber {
-  ucontext_t context;
-  std::unique_ptr<std::byte[]> stack;
+  std::unique_ptr<Stack> stack;
   Cta* cta = nullptr;
   int thread = 0;
   bool finished = false;
@@ -110,9 +109,8 @@ class Machine {
  private:
   bool run_pending(bool all);
   bool run_products(Cta& cta, bool all);
-  static void start(uint32_t low, uint32_t high);
+  void run_thread();
 
-  ucontext_t scheduler_;
   Fiber* current_ = nullptr;
   std::vector<std::unique_ptr<Cta>> ctas_;
   std::vector<std::unique_ptr<Fiber>> fibers_;

@@ -1,16 +1,14 @@
 // Runs a kernel: blocks one after another, the threads of a block one after another too, in an order of chance. A
 // thread that has to wait for others stops in the middle, on a stack of its own, and others go on.
-#include <ucontext.h>
-
 #include <algorithm>
 #include <array>
-#include <csetjmp>
 #include <memory>
 #include <numeric>
 #include <random>
 #include <string>
 
 #include "device.h"
+#include "stack.h"
 #include "streams.h"
 
 namespace emulated_gpu {
@@ -26,14 +24,11 @@ enum class State { kIdle, kRunning, kAtBarrier, kInExchange };
 
 /// A stack on which threads run, one after another as long as none stops.
 struct Fiber {
-  ucontext_t start;
-  jmp_buf at;
-  bool is_started = false;
   State state = State::kIdle;
   unsigned thread = 0;  // its number in the block
   uint64_t word = 0;    // that it gives to its warp, then what it has got
   unsigned lane_mask = 0;
-  std::unique_ptr<std::byte[]> stack;
+  std::unique_ptr<emulation::Stack> stack;
 };
 
 /// The blocks that one host thread runs.
@@ -44,7 +39,7 @@ class Runner {
   void stop(State why) {
     Fiber& self = *current_;
     self.state = why;
-    if (_setjmp(self.at) == 0) _longjmp(scheduler_, 1);
+    self.stack->stop();
     set_place(self.thread);
   }
   void* shared_of_line(int line, size_t bytes) {
@@ -61,8 +56,7 @@ class Runner {
  private:
   void run_block();
   void resume(Fiber& fiber);
-  [[noreturn]] void run_threads();
-  static void enter(uint32_t low, uint32_t high);
+  void run_threads();
   void set_place(unsigned number);
   Fiber& idle_fiber();
   bool release_barrier();
@@ -79,7 +73,6 @@ class Runner {
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<Fiber*> idle_;
   Fiber* current_ = nullptr;
-  jmp_buf scheduler_;
   alignas(1024) std::array<std::byte, kMaxShared> shared_;
   std::vector<std::pair<int, size_t>> lines_;
   size_t used_ = 0;
@@ -93,10 +86,6 @@ Runner& runner() {
 void Runner::set_place(unsigned number) {
   const dim3& size = how_->block;
   place.thread = {number % size.x, number / size.x % size.y, number / size.x / size.y};
-}
-
-void Runner::enter(uint32_t low, uint32_t high) {
-  reinterpret_cast<Runner*>(static_cast<uintptr_t>(low) | static_cast<uintptr_t>(high) << 32)->run_threads();
 }
 
 void Runner::run_threads() {
@@ -115,10 +104,7 @@ void Runner::run_threads() {
 void Runner::resume(Fiber& fiber) {
   current_ = &fiber;
   fiber.state = State::kRunning;
-  if (_setjmp(scheduler_) != 0) return;
-  if (fiber.is_started) _longjmp(fiber.at, 1);
-  fiber.is_started = true;
-  setcontext(&fiber.start);
+  fiber.stack->resume();
 }
 
 Fiber& Runner::idle_fiber() {
@@ -128,13 +114,7 @@ Fiber& Runner::idle_fiber() {
     return fiber;
   }
   Fiber& fiber = *fibers_.emplace_back(std::make_unique<Fiber>());
-  fiber.stack = std::make_unique_for_overwrite<std::byte[]>(kStack);
-  getcontext(&fiber.start);
-  fiber.start.uc_stack.ss_sp = fiber.stack.get();
-  fiber.start.uc_stack.ss_size = kStack;
-  const auto self = reinterpret_cast<uintptr_t>(this);
-  makecontext(&fiber.start, reinterpret_cast<void (*)()>(&Runner::enter), 2, static_cast<uint32_t>(self),
-              static_cast<uint32_t>(self >> 32));
+  fiber.stack = std::make_unique<emulation::Stack>(kStack, [this] { run_threads(); });
   return fiber;
 }
 

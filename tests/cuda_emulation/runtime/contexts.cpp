@@ -1,6 +1,6 @@
 // Contexts on the emulated GPU: in a process that has called `use_emulated_gpu`, those with device="cpu",
 // attention="flash" and streams queue their steps on the streams of the library for CUDA, with its backend.
-#include <algorithm>
+#include <array>
 #include <chrono>
 #include <memory>
 #include <optional>
@@ -9,10 +9,11 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/backend.h"
 #include "runtime/check.h"
 #include "runtime/cuda_library.h"
+#include "runtime/wrapping_backend.h"
 #include "streams.h"
+#include "transport/cuda_streams.h"
 
 namespace distca::cuda {
 
@@ -60,59 +61,11 @@ class CurrentStream {
 
 void* current_stream(int) { return CurrentStream::get(); }
 
-/// A problem with all that it points to but rows.
-class KeptProblem {
+/// Stands for ATen's backend on a GPU, of which DeviceBackend wants memory, and attention where there are no kernels.
+class AtenInPlace final : public runtime::WrappingBackend {
  public:
-  explicit KeptProblem(const attention::Problem& from)
-      : problem_(from), groups_(from.groups.begin(), from.groups.end()), tasks_(from.tasks.begin(), from.tasks.end()) {
-    arrays_.reserve(groups_.size());
-    for (attention::KeyGroup& g : groups_) {
-      Arrays& own = arrays_.emplace_back();
-      own.blocks.assign(g.blocks.begin(), g.blocks.end());
-      own.grads.assign(g.grads.begin(), g.grads.end());
-      g.blocks = own.blocks;
-      g.grads = own.grads;
-      if (g.sinks == nullptr) continue;
-      own.sinks.assign(g.sinks, g.sinks + g.kv_heads * from.heads.group_heads());
-      g.sinks = own.sinks.data();
-    }
-    problem_.groups = groups_;
-    problem_.tasks = tasks_;
-  }
-  KeptProblem(const KeptProblem&) = delete;
+  AtenInPlace() : WrappingBackend(runtime::make_backend("cpu", "auto")) {}
 
-  const attention::Problem& get() const { return problem_; }
-  /// Where its rows lie.
-  std::vector<const void*> words() const {
-    std::vector<const void*> all;
-    for (const attention::KeyGroup& g : groups_)
-      for (const RowView* view : {&g.k[0], &g.k[1], &g.v[0], &g.v[1]}) all.push_back(view->data);
-    for (const attention::Task& t : tasks_)
-      for (const RowView* view : {&t.q, &t.out, &t.lse, &t.dout, &t.delta, &t.dq}) all.push_back(view->data);
-    return all;
-  }
-
- private:
-  struct Arrays {
-    std::vector<int64_t> blocks;
-    std::vector<attention::KeyGradRun> grads;
-    std::vector<float> sinks;
-  };
-
-  attention::Problem problem_;
-  std::vector<attention::KeyGroup> groups_;
-  std::vector<attention::Task> tasks_;
-  std::vector<Arrays> arrays_;
-};
-
-/// Stands for ATen's backend on a GPU: memory of the device, and attention by the CPU's kernel in the order of the
-/// stream. All else is what DeviceBackend does itself.
-class AtenInPlace final : public runtime::Backend {
- public:
-  std::string device() const override { return "cpu"; }
-  std::string attention(const HeadShape&) const override { return "the CPU's kernel on an emulated GPU"; }
-  bool plan_independent(const HeadShape&) const override { return false; }
-  void check(const HeadShape&, float) const override {}
   std::shared_ptr<std::byte> allocate(int64_t bytes) override {
     void* data = nullptr;
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // PyTorch allocates in captures too
@@ -123,6 +76,21 @@ class AtenInPlace final : public runtime::Backend {
     cuda::check(cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), stream), "clearing memory");
     return {static_cast<std::byte*>(data), [stream](std::byte* p) { emulated_gpu::free_in_order(p, stream); }};
   }
+  void forward(const attention::Problem&, const Parallel&) override { emulated_gpu::fail("attention without kernels"); }
+  void backward(const attention::Problem&, const Parallel&) override {
+    emulated_gpu::fail("attention without kernels");
+  }
+};
+
+/// DeviceBackend with attention by the CPU's kernel, in the order of the stream: with the bits of the host, and soon.
+class HostAttention final : public runtime::WrappingBackend {
+ public:
+  HostAttention(std::shared_ptr<Backend> device, std::shared_ptr<DeviceQueue> queue)
+      : WrappingBackend(std::move(device)), queue_(std::move(queue)) {}
+
+  std::string attention(const HeadShape&) const override { return "the CPU's kernel on an emulated GPU"; }
+  bool plan_independent(const HeadShape&) const override { return true; }
+  void check(const HeadShape&, float) const override {}
   void forward(const attention::Problem& problem, const Parallel&) override {
     queue("host forward", problem, &Backend::forward);
   }
@@ -130,25 +98,69 @@ class AtenInPlace final : public runtime::Backend {
     queue("host backward", problem, &Backend::backward);
   }
 
-  void copy(const RowView&, const RowView&, const RowExtent&) override { not_asked(); }
-  void finish() override { not_asked(); }
-  void reduce(const runtime::ReduceTable&, DType) override { not_asked(); }
-  void fill(const RowView&, const RowExtent&, runtime::Fill) override { not_asked(); }
-  void row_dot(const HeadShape&, int64_t, const RowView&, const RowView&, const RowView&, const Parallel&) override {
-    not_asked();
-  }
-
  private:
-  static void not_asked() { emulated_gpu::fail("ATen's backend is asked for what the kernels do"); }
+  using Attention = void (Backend::*)(const attention::Problem&, const Parallel&);
 
-  void queue(const char* name, const attention::Problem& problem,
-             void (Backend::*attention)(const attention::Problem&, const Parallel&)) {
-    auto kept = std::make_shared<const KeptProblem>(problem);
-    auto run = [cpu = cpu_, kept, attention](uint32_t) { ((*cpu).*attention)(kept->get(), Parallel()); };
-    cuda::check(emulated_gpu::queue(CurrentStream::get(), {name, kept->words(), std::move(run)}), name);
+  /// Arrays of the groups lie one after another in the table.
+  void queue(const char* name, const attention::Problem& problem, Attention attention) {
+    blocks_.clear();
+    grads_.clear();
+    sinks_.clear();
+    for (const attention::KeyGroup& g : problem.groups) {
+      blocks_.insert(blocks_.end(), g.blocks.begin(), g.blocks.end());
+      grads_.insert(grads_.end(), g.grads.begin(), g.grads.end());
+      if (g.sinks != nullptr) sinks_.insert(sinks_.end(), g.sinks, g.sinks + g.kv_heads * problem.heads.group_heads());
+    }
+    using transport::table_part;
+    const std::array parts = {transport::table_value("problem", problem),
+                              table_part("groups of tasks", problem.groups),
+                              table_part("tasks", problem.tasks),
+                              table_part("key blocks", blocks_),
+                              table_part("runs of key gradients", grads_),
+                              table_part("sinks", sinks_)};
+    queue_->run(transport::Streams::Stream::kWork, name, parts,
+                [name, cpu = cpu_, attention](const DeviceTable& t, cudaStream_t stream) {
+                  auto compute = [cpu, attention, memory = t.memory, layout = *t.layout](uint32_t) {
+                    const Kept kept({&layout, memory});
+                    if (!kept.problem.groups.empty()) ((*cpu).*attention)(kept.problem, Parallel());
+                  };
+                  cuda::check(emulated_gpu::queue(stream, {name, {t.memory}, std::move(compute)}), name);
+                });
   }
+
+  /// What a table says when its turn comes.
+  struct Kept {
+    attention::Problem problem;
+    std::vector<attention::KeyGroup> groups;
+
+    explicit Kept(const DeviceTable& t) : problem(*t.part<const attention::Problem>(0)) {
+      const auto part = [&]<class T>(size_t i, T*) { return std::span<const T>(t.part<const T>(i), t.counts()[i]); };
+      const auto all = part(1, static_cast<attention::KeyGroup*>(nullptr));
+      groups.assign(all.begin(), all.end());
+      auto blocks = part(3, static_cast<int64_t*>(nullptr));
+      auto grads = part(4, static_cast<attention::KeyGradRun*>(nullptr));
+      const float* sinks = t.part<const float>(5);
+      for (attention::KeyGroup& g : groups) {
+        g.blocks = blocks.first(g.blocks.size());
+        g.grads = grads.first(g.grads.size());
+        blocks = blocks.subspan(g.blocks.size());
+        grads = grads.subspan(g.grads.size());
+        if (g.sinks == nullptr) continue;
+        g.sinks = sinks;
+        sinks += g.kv_heads * problem.heads.group_heads();
+      }
+      problem.groups = groups;
+      problem.tasks = part(2, static_cast<attention::Task*>(nullptr));
+    }
+  };
 
   std::shared_ptr<Backend> cpu_ = runtime::make_backend("cpu", "auto");
+  std::shared_ptr<DeviceQueue> queue_;
+
+  // Scratch of one call.
+  std::vector<int64_t> blocks_;
+  std::vector<attention::KeyGradRun> grads_;
+  std::vector<float> sinks_;
 };
 
 /// The streams of the library, but that the host waits for its work when a step is over: the tests' tensors are the
@@ -197,15 +209,18 @@ runtime::Makers& makers_before() {
 
 extern "C" {
 
-/// From here on contexts as said above are on the emulated GPU; `own_attention`: with the library's own kernels.
+/// From here on contexts as said above are on the emulated GPU; `own_attention`: with the library's own kernels for
+/// attention, else with the CPU's.
 DISTCA_EXPORT void use_emulated_gpu(bool own_attention) {
   using namespace distca;
   const auto make_backend = [own_attention](const std::string&, const std::string&,
-                                            const std::shared_ptr<transport::Streams>& streams) {
-    // Contexts whose steps the host takes have none.
-    const auto waiting = std::dynamic_pointer_cast<cuda::WaitingStreams>(streams);
-    return cuda::distca_cuda_library()->make_backend(std::make_shared<cuda::AtenInPlace>(), 0, &cuda::current_stream,
-                                                     own_attention, waiting ? waiting->inner() : nullptr);
+                                            const std::shared_ptr<transport::Streams>& streams)
+      -> std::shared_ptr<runtime::Backend> {
+    const auto& inner = dynamic_cast<const cuda::WaitingStreams&>(*streams).inner();
+    std::shared_ptr<runtime::Backend> device = cuda::distca_cuda_library()->make_backend(
+        std::make_shared<cuda::AtenInPlace>(), 0, &cuda::current_stream, own_attention, inner);
+    if (own_attention) return device;
+    return std::make_shared<cuda::HostAttention>(std::move(device), cuda::queue_of(inner));
   };
   const auto make_streams = [](const std::string&, std::chrono::milliseconds timeout, int put_blocks) {
     return std::make_shared<cuda::WaitingStreams>(
