@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+import emulated_gpu
+from compiled import COMPILER
 
 # The same examples in every run; a failing one is printed as code that reproduces it.
 settings.register_profile("distca", derandomize=True, deadline=None, print_blob=True, database=None)
@@ -26,3 +31,28 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def emulated_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What emulated_gpu.py builds."""
+    if shutil.which(COMPILER) is None:
+        pytest.skip("there is no C++ compiler here")
+    return emulated_gpu.build(tmp_path_factory)
+
+
+@pytest.fixture
+def gpu(emulated_library: Path) -> Iterator[emulated_gpu.EmulatedGpu]:
+    """The emulated GPU, where attention is computed by the CPU's kernel."""
+    with emulated_gpu.EmulatedGpu(emulated_library).in_use(own_attention=False) as one:
+        yield one
+
+
+@pytest.fixture
+def own_gpu(emulated_library: Path) -> Iterator[emulated_gpu.EmulatedGpu]:
+    """The emulated GPU with the library's own kernels for attention, deterministic ones."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with emulated_gpu.EmulatedGpu(emulated_library).in_use(own_attention=True) as one:
+        yield one
+    torch.use_deterministic_algorithms(before)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 
@@ -13,7 +15,10 @@ from compiled import compiled_once
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests/cuda_emulation/runtime"
+OPTIONS = {"streams": True, "attention": "flash", "timeout": 20.0}
+"""Of contexts on the emulated GPU, while it is in use."""
 
+_THREAD_LOCAL = 1  # the mode of captures
 _LAUNCH = re.compile(r"(\w+)((?:<[\w, ]+>)?)<<<(.*?)>>>\((.*?)\);", re.DOTALL)
 _SHARED = re.compile(r"(?<!extern )__shared__ ([\w:]+) (\w+);")
 _DYNAMIC = re.compile(r"extern __shared__ std::byte (\w+)\[\];")
@@ -69,7 +74,45 @@ def build(factory: pytest.TempPathFactory) -> Path:
     return compiled_once(factory, "emulated_gpu.so", sources, [*options, *includes], link)
 
 
-def load(library: Path) -> ctypes.CDLL:
-    loaded = ctypes.CDLL(str(library))
-    loaded.emulated_launches.restype = ctypes.c_int64
-    return loaded
+class EmulatedGpu:
+    """The library, in this process."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._library.emulated_launches.restype = ctypes.c_int64
+
+    @contextmanager
+    def in_use(self, own_attention: bool) -> Iterator[EmulatedGpu]:
+        """Inside, contexts made with `OPTIONS` are on it; with the library's own attention kernels, or the CPU's."""
+        self._library.use_emulated_gpu(own_attention)
+        try:
+            yield self
+        finally:
+            self._library.leave_emulated_gpu()
+
+    def launches(self, kernel: str) -> int:
+        return self._library.emulated_launches(kernel.encode())
+
+    def outcome(self, which: str) -> int:
+        return self._library.outcome(which.encode())
+
+    @contextmanager
+    def graph(self) -> Iterator[Callable[[], None]]:
+        """Captures what this thread queues inside; what it gives launches that afterwards, and waits for it."""
+        graph = ctypes.c_void_p()
+        self._call("begin_capture", _THREAD_LOCAL)
+
+        def launch() -> None:
+            self._call("launch_graph", graph)
+            self._call("synchronize")
+
+        try:
+            yield launch
+        except BaseException:
+            self._library.end_capture(ctypes.byref(graph))
+            raise
+        self._call("end_capture", ctypes.byref(graph))
+
+    def _call(self, function: str, *arguments: object) -> None:
+        error = self._library[function](*arguments)
+        assert error == 0, f"{function}: error {error}"

@@ -112,12 +112,10 @@ class HostAttention final : public runtime::WrappingBackend {
       if (g.sinks != nullptr) sinks_.insert(sinks_.end(), g.sinks, g.sinks + g.kv_heads * problem.heads.group_heads());
     }
     using transport::table_part;
-    const std::array parts = {transport::table_value("problem", problem),
-                              table_part("groups of tasks", problem.groups),
-                              table_part("tasks", problem.tasks),
-                              table_part("key blocks", blocks_),
-                              table_part("runs of key gradients", grads_),
-                              table_part("sinks", sinks_)};
+    const std::array parts = {
+        transport::table_value("problem", problem),  table_part("groups of tasks", problem.groups),
+        table_part("tasks", problem.tasks),          table_part("key blocks", blocks_),
+        table_part("runs of key gradients", grads_), table_part("sinks", sinks_)};
     queue_->run(transport::Streams::Stream::kWork, name, parts,
                 [name, cpu = cpu_, attention](const DeviceTable& t, cudaStream_t stream) {
                   auto compute = [cpu, attention, memory = t.memory, layout = *t.layout](uint32_t) {
@@ -184,6 +182,10 @@ class WaitingStreams final : public transport::Streams {
   void drain() noexcept override { streams_->drain(); }
   void put(const transport::PutTable& table) override { streams_->put(table); }
   void signal(std::span<const transport::SignalTo> signals) override { streams_->signal(signals); }
+  void send(const transport::SendTable& table, const std::shared_ptr<transport::Sender>& sender) override {
+    streams_->send(table, sender);
+  }
+  void quiet(const std::shared_ptr<transport::Sender>& sender) override { streams_->quiet(sender); }
   void await(std::span<const transport::AwaitedMessage> messages) override { streams_->await(messages); }
   void fill_nan_if_stopped(const RowView& rows, const RowExtent& n) override { streams_->fill_nan_if_stopped(rows, n); }
   void set_tape(std::shared_ptr<transport::Tape> tape) override { streams_->set_tape(std::move(tape)); }
@@ -213,9 +215,9 @@ extern "C" {
 /// attention, else with the CPU's.
 DISTCA_EXPORT void use_emulated_gpu(bool own_attention) {
   using namespace distca;
-  const auto make_backend = [own_attention](const std::string&, const std::string&,
-                                            const std::shared_ptr<transport::Streams>& streams)
-      -> std::shared_ptr<runtime::Backend> {
+  const auto make_backend =
+      [own_attention](const std::string&, const std::string&,
+                      const std::shared_ptr<transport::Streams>& streams) -> std::shared_ptr<runtime::Backend> {
     const auto& inner = dynamic_cast<const cuda::WaitingStreams&>(*streams).inner();
     std::shared_ptr<runtime::Backend> device = cuda::distca_cuda_library()->make_backend(
         std::make_shared<cuda::AtenInPlace>(), 0, &cuda::current_stream, own_attention, inner);
@@ -241,6 +243,7 @@ DISTCA_EXPORT int begin_capture(int mode) {
 DISTCA_EXPORT int end_capture(cudaGraphExec_t* graph) {
   cudaGraph_t captured = nullptr;
   const cudaError_t error = cudaStreamEndCapture(distca::cuda::CurrentStream::get(), &captured);
+  cudaGetLastError();  // of what may have made it fail, too
   if (error != cudaSuccess) return error;
   cudaGraphInstantiate(graph, captured);
   return cudaGraphDestroy(captured);

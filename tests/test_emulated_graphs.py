@@ -1,0 +1,184 @@
+"""Recordings on the emulated GPU: steps that are replayed, or launched as a captured graph, with other plans each time.
+
+Expected are the bits of the same steps on the host, one by one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import distca
+from emulated_gpu import OPTIONS, EmulatedGpu
+from support import loopback_group, on_all_ranks, outcomes, random_tasks
+from test_recording import ROWS, Tensors, _assert_same, _layout, _on_the_host, _set, _step, _tensors
+
+HEADS = distca.Heads(4, 2, 24, 16)
+OWN = distca.Heads(2, 1, 16, 24, torch.bfloat16)
+
+
+def _plans(number: int, ranks: int = 3, heads: distca.Heads = HEADS) -> list[distca.Plan]:
+    layouts = [_layout(seed, ranks) for seed in range(number)]
+    return [distca.plan(one, heads, tasks=random_tasks(one, heads.kv, seed)) for seed, one in enumerate(layouts)]
+
+
+def _record(
+    gpu: EmulatedGpu,
+    context: distca.Context,
+    all_ranks: threading.Barrier,
+    steps: Callable[[], object],
+    captured: bool = True,
+) -> tuple[distca.Recording, Callable[[], None]]:
+    """A recording of the steps, and what does them again: the launch of a graph that was captured, or a replay.
+
+    Ranks of one process wait for each other on both sides: recording may wait for the device, and so for a rank that is
+    ahead and waits for this one there.
+    """
+    all_ranks.wait()
+    with gpu.graph() if captured else nullcontext() as launch, context.record(headroom=4.0, rounds=8) as recording:
+        steps()
+    all_ranks.wait()
+    return recording, launch or recording.replay
+
+
+def _work(
+    gpu: EmulatedGpu, plans: Sequence[distca.Plan], heads: distca.Heads, captured: bool
+) -> Callable[[int, distca.Context], list[Tensors]]:
+    """What a rank does: each plan's step from a recording; now and then also one that is not recorded."""
+    all_ranks = threading.Barrier(plans[0].layout.num_ranks, timeout=60.0)
+
+    def work(rank: int, context: distca.Context) -> list[Tensors]:
+        tensors, returned, results = _tensors(99, rank, heads), [], []
+        recording, again = _record(
+            gpu, context, all_ranks, lambda: returned.extend(_step(plans[0], tensors, context)), captured
+        )
+        for seed, plan in enumerate(plans):
+            _set(tensors, _tensors(seed, rank, heads))
+            recording.replan(plan.for_rank(rank))
+            again()
+            results.append([one.clone() for one in returned])
+            if seed % 5 == 3:
+                _assert_same([_step(plan, _tensors(seed, rank, heads), context)], results[-1:])
+        return results
+
+    return work
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["replays", "launches of a graph"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_twenty_plans_give_the_bits_of_steps_on_the_host(gpu: EmulatedGpu, ranks: int, captured: bool) -> None:
+    plans = _plans(20, ranks)
+    assert len({plan.digest for plan in plans}) == 20
+    with loopback_group(plans, **OPTIONS) as contexts:
+        results = on_all_ranks(contexts, _work(gpu, plans, HEADS, captured))
+    for mine, right in zip(results, _on_the_host(plans, range(20), HEADS), strict=True):
+        _assert_same(mine, right)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["replays", "launches of a graph"])
+def test_own_attention_is_recorded(own_gpu: EmulatedGpu, captured: bool) -> None:
+    plans = _plans(4, 2, OWN)
+    with loopback_group(plans, **OPTIONS) as contexts:
+        results = on_all_ranks(contexts, _work(own_gpu, plans, OWN, captured))
+    with loopback_group(plans, **OPTIONS) as contexts:
+        expected = on_all_ranks(
+            contexts,
+            lambda rank, context: [_step(plan, _tensors(seed, rank, OWN), context) for seed, plan in enumerate(plans)],
+        )
+    for mine, right in zip(results, expected, strict=True):
+        _assert_same(mine, right)
+
+
+def test_two_steps_in_parts_at_once_are_launched_as_a_graph(gpu: EmulatedGpu) -> None:
+    plans = _plans(5)
+    all_ranks = threading.Barrier(3, timeout=60.0)
+    ops = torch.ops.distca
+
+    def work(rank: int, context: distca.Context) -> list[Tensors]:
+        tensors = [[t.detach() for t in _tensors(seed, rank, HEADS)] for seed in (0, 1)]
+        words, name = plans[4].for_rank(rank).tensor, context.name
+        returned = []
+
+        def in_parts() -> None:
+            steps = [ops.dispatch(*t[:3], words, context=name) for t in tensors]
+            for step in steps:
+                ops.attend(step, context=name)
+            forward = [ops.collect(step, context=name) for step in steps]
+            steps = [
+                ops.dispatch_backward(t[3], *t[:3], *result, words, context=name)
+                for t, result in zip(tensors, forward, strict=True)
+            ]
+            for step in steps:
+                ops.attend(step, context=name)
+            backward = [ops.collect_backward(step, context=name) for step in steps]
+            returned.extend((*f, *b) for f, b in zip(forward, backward, strict=True))
+
+        recording, launch = _record(gpu, context, all_ranks, in_parts)
+        results = []
+        for turn in range(2):
+            mine = [plans[2 * turn + i].for_rank(rank) for i in range(2)]
+            recording.replan([*mine, *mine])
+            launch()
+            results += [[t.clone() for t in step] for step in returned]
+        return results
+
+    with loopback_group(plans, **OPTIONS) as contexts:
+        results = on_all_ranks(contexts, work)
+    for mine, right in zip(results, _on_the_host(plans[:4], [0, 1, 0, 1], HEADS), strict=True):
+        _assert_same(mine, right)
+
+
+def test_a_replan_without_a_launch_since_the_one_before_is_refused(gpu: EmulatedGpu) -> None:
+    plans = _plans(2, 1)
+    with loopback_group(plans, **(OPTIONS | {"timeout": 0.3})) as [context]:
+        tensors, returned = _tensors(1, 0, HEADS), []
+        recording, launch = _record(
+            gpu, context, threading.Barrier(1), lambda: returned.extend(_step(plans[0], tensors, context))
+        )
+        with pytest.raises(distca.InvalidArgumentError, match="launch that instead"):
+            recording.replay()
+        recording.replan(plans[0])
+        with pytest.raises(distca.InvalidArgumentError, match="launch the graph once after each replan"):
+            recording.replan(plans[1])
+        launch()
+        recording.replan(plans[1])
+        launch()
+        [[right]] = _on_the_host(plans[1:], [1], HEADS)
+        _assert_same([returned], [right])
+
+
+def test_a_peer_that_dies_between_launches_ends_them(gpu: EmulatedGpu) -> None:
+    [plan] = _plans(1)
+    all_ranks = threading.Barrier(3, timeout=60.0)
+
+    def work(rank: int, context: distca.Context) -> None:
+        tensors, returned = _tensors(0, rank, HEADS), []
+        recording, launch = _record(gpu, context, all_ranks, lambda: returned.extend(_step(plan, tensors, context)))
+        for _ in range(2):
+            recording.replan(plan.for_rank(rank))
+            launch()
+        if rank == 1:
+            context._core.mark_died()
+            return
+        while True:  # until a replan says so
+            recording.replan(plan.for_rank(rank))
+            launch()
+            assert all(not one.isnan().any() for one in returned) or returned[0].isnan().all()
+
+    with loopback_group(plan, **OPTIONS) as contexts:
+        results = outcomes(contexts, work)
+    for rank in (0, 2):
+        assert isinstance(results[rank], distca.PeerDiedError) and "rank 1 died" in str(results[rank]), results
+
+
+def test_a_step_that_is_captured_and_not_recorded_is_an_error_of_cuda(gpu: EmulatedGpu) -> None:
+    plan = distca.plan(distca.Layout.packed([ROWS], ranks=1, tokens_per_rank=ROWS), HEADS)
+    with loopback_group(plan, **OPTIONS) as [context]:
+        tensors = _tensors(0, 0, HEADS)
+        _step(plan, tensors, context)
+        with pytest.raises(distca.DistcaError, match="cudaErrorStreamCapture"), gpu.graph():
+            _step(plan, tensors, context)
