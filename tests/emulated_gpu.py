@@ -96,15 +96,27 @@ class EmulatedGpu:
     def outcome(self, which: str) -> int:
         return self._library.outcome(which.encode())
 
+    def synchronize(self) -> None:
+        """Waits for what this thread has queued: a replay or a launch; steps wait by themselves."""
+        self._call("synchronize")
+
+    @contextmanager
+    def steps_do_not_wait(self) -> Iterator[None]:
+        """Inside, they are only queued: keep all that they read and return, and look at nothing before a wait."""
+        self._library.wait_after_steps(False)
+        try:
+            yield
+        finally:
+            self._library.wait_after_steps(True)
+
     @contextmanager
     def graph(self) -> Iterator[Callable[[], None]]:
-        """Captures what this thread queues inside; what it gives launches that afterwards, and waits for it."""
+        """Captures what this thread queues inside; what it gives launches that afterwards."""
         graph = ctypes.c_void_p()
         self._call("begin_capture", _THREAD_LOCAL)
 
         def launch() -> None:
             self._call("launch_graph", graph)
-            self._call("synchronize")
 
         try:
             yield launch

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 import time
 from collections.abc import Sequence
 
@@ -161,6 +162,33 @@ def test_many_steps_whose_tables_take_turns_in_memory_give_the_bits_of_the_host(
     for right, mine in zip(*results, strict=True):
         for a, b in zip(mine, right, strict=True):
             _assert_same(a, b)
+
+
+def test_a_host_that_is_many_steps_ahead_waits_before_it_uses_memory_of_tables_again(gpu: EmulatedGpu) -> None:
+    heads = distca.Heads(2, 1, 8)
+    layout = scattered(LENGTHS, 2, 5)
+    plans = [distca.plan(layout, heads, tasks=random_tasks(layout, heads.kv, seed)) for seed in range(30)]
+    batch = random_batch(LENGTHS, heads, 1)
+    is_ahead = threading.Event()
+
+    def work(rank: int, context: distca.Context) -> list[torch.Tensor]:
+        tensors = [rows_of_rank(batch, layout, rank, t) for t in (batch.q, batch.k, batch.v)]
+        results = []
+        if rank == 1:
+            assert is_ahead.wait(20)
+        for number, plan in enumerate(plans):
+            results.append(distca.core_attention(*tensors, plan.for_rank(rank), context=context))
+            if number == 6:
+                is_ahead.set()  # of the 128 tables that may be under way, half
+        gpu.synchronize()
+        return [out for out, _ in results]
+
+    with loopback_group(plans, **OPTIONS) as contexts, gpu.steps_do_not_wait():
+        results = on_all_ranks(contexts, work)
+    with loopback_group(plans[0]) as contexts:
+        expected = on_all_ranks(contexts, lambda rank, context: _forward(plans[0], batch, rank, context))
+    for mine, right in zip(results, expected, strict=True):
+        assert all(torch.equal(one, right) for one in mine)  # rows are the same whatever the plan
 
 
 # ---- the library's own attention

@@ -56,13 +56,18 @@ def _work(
         recording, again = _record(
             gpu, context, all_ranks, lambda: returned.extend(_step(plans[0], tensors, context)), captured
         )
+        recording.replan(plans[0].for_rank(rank))
         for seed, plan in enumerate(plans):
             _set(tensors, _tensors(seed, rank, heads))
-            recording.replan(plan.for_rank(rank))
             again()
+            # While that may still be under way:
+            other = _step(plan, _tensors(seed, rank, heads), context) if seed % 5 == 3 else None
+            if seed + 1 < len(plans):
+                recording.replan(plans[seed + 1].for_rank(rank))
+            gpu.synchronize()
             results.append([one.clone() for one in returned])
-            if seed % 5 == 3:
-                _assert_same([_step(plan, _tensors(seed, rank, heads), context)], results[-1:])
+            if other is not None:
+                _assert_same([other], results[-1:])
         return results
 
     return work
@@ -91,6 +96,21 @@ def test_own_attention_is_recorded(own_gpu: EmulatedGpu, captured: bool) -> None
         )
     for mine, right in zip(results, expected, strict=True):
         _assert_same(mine, right)
+
+
+def test_a_graph_keeps_its_memory_when_a_later_one_needs_more(own_gpu: EmulatedGpu) -> None:
+    [plan] = _plans(1, 1, OWN)
+    with loopback_group(plan, **OPTIONS) as [context]:
+        tensors, returned = _tensors(0, 0, OWN), []
+        right = _step(plan, tensors, context)
+        for headroom in (1.0, 4.0):
+            with own_gpu.graph() as launch, context.record(headroom=headroom) as recording:
+                returned.append((_step(plan, tensors, context), recording, launch))
+        for mine, recording, launch in returned:
+            recording.replan(plan)
+            launch()
+            own_gpu.synchronize()
+            _assert_same([mine], [right])
 
 
 def test_two_steps_in_parts_at_once_are_launched_as_a_graph(gpu: EmulatedGpu) -> None:
@@ -123,6 +143,7 @@ def test_two_steps_in_parts_at_once_are_launched_as_a_graph(gpu: EmulatedGpu) ->
             mine = [plans[2 * turn + i].for_rank(rank) for i in range(2)]
             recording.replan([*mine, *mine])
             launch()
+            gpu.synchronize()
             results += [[t.clone() for t in step] for step in returned]
         return results
 
@@ -147,6 +168,7 @@ def test_a_replan_without_a_launch_since_the_one_before_is_refused(gpu: Emulated
         launch()
         recording.replan(plans[1])
         launch()
+        gpu.synchronize()
         [[right]] = _on_the_host(plans[1:], [1], HEADS)
         _assert_same([returned], [right])
 
@@ -167,6 +189,7 @@ def test_a_peer_that_dies_between_launches_ends_them(gpu: EmulatedGpu) -> None:
         while True:  # until a replan says so
             recording.replan(plan.for_rank(rank))
             launch()
+            gpu.synchronize()
             assert all(not one.isnan().any() for one in returned) or returned[0].isnan().all()
 
     with loopback_group(plan, **OPTIONS) as contexts:

@@ -1,6 +1,7 @@
 // Contexts on the emulated GPU: in a process that has called `use_emulated_gpu`, those with device="cpu",
 // attention="flash" and streams queue their steps on the streams of the library for CUDA, with its backend.
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <optional>
@@ -161,8 +162,11 @@ class HostAttention final : public runtime::WrappingBackend {
   std::vector<float> sinks_;
 };
 
-/// The streams of the library, but that the host waits for its work when a step is over: the tests' tensors are the
-/// host's, and are read without asking any stream.
+/// Whether the host waits for its work when a step is over: tensors of the tests are the host's, and are read without
+/// asking any stream.
+std::atomic<bool> waits_after_steps{true};
+
+/// The streams of the library, but for that.
 class WaitingStreams final : public transport::Streams {
  public:
   explicit WaitingStreams(std::shared_ptr<Streams> streams) : streams_(std::move(streams)) {}
@@ -170,7 +174,7 @@ class WaitingStreams final : public transport::Streams {
 
   void hand_over() override {
     streams_->hand_over();
-    if (emulated_gpu::is_capturing(CurrentStream::get())) return;
+    if (!waits_after_steps || emulated_gpu::is_capturing(CurrentStream::get())) return;
     check(cudaStreamSynchronize(CurrentStream::get()), "the end of a step");
   }
 
@@ -189,10 +193,7 @@ class WaitingStreams final : public transport::Streams {
   void await(std::span<const transport::AwaitedMessage> messages) override { streams_->await(messages); }
   void fill_nan_if_stopped(const RowView& rows, const RowExtent& n) override { streams_->fill_nan_if_stopped(rows, n); }
   void set_tape(std::shared_ptr<transport::Tape> tape) override { streams_->set_tape(std::move(tape)); }
-  void replay(const transport::Tape& tape) override {
-    streams_->replay(tape);
-    hand_over();
-  }
+  void replay(const transport::Tape& tape) override { streams_->replay(tape); }
   std::optional<transport::StreamFault> fault() const override { return streams_->fault(); }
   void stop() noexcept override { streams_->stop(); }
 
@@ -232,6 +233,9 @@ DISTCA_EXPORT void use_emulated_gpu(bool own_attention) {
 }
 /// Ends that.
 DISTCA_EXPORT void leave_emulated_gpu() { distca::runtime::set_makers(distca::cuda::makers_before()); }
+
+/// At the end of a step; a replay or a launch of a graph never waits.
+DISTCA_EXPORT void wait_after_steps(bool wait) { distca::cuda::waits_after_steps = wait; }
 
 /// How many operations of that name, kernels among them, were done in this process.
 DISTCA_EXPORT int64_t emulated_launches(const char* name) { return emulated_gpu::num_done(name); }
