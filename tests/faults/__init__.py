@@ -1,6 +1,6 @@
 """The faults that planted_faults.py plants, each with the tests that should notice it."""
 
-from faults import attention, plans, recording, retained, steps, tcp, training, watching
+from faults import attention, emulated_gpu, plans, recording, retained, steps, tcp, training, watching
 
 FAULTS = [
     *steps.FAULTS,
@@ -8,7 +8,8 @@ FAULTS = [
     *recording.FAULTS,
     *retained.FAULTS,
     *attention.FAULTS,
-    *tcp.FAULTS,
     *training.FAULTS,
     *watching.FAULTS,
+    *tcp.FAULTS,
+    *emulated_gpu.FAULTS,
 ]

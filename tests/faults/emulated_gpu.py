@@ -1,0 +1,66 @@
+"""Faults of what runs on a GPU, which the emulated one shows."""
+
+from faults.fault import Fault
+
+STEPS = ("tests/test_emulated_gpu.py",)
+GRAPHS = ("tests/test_emulated_graphs.py",)
+
+FAULTS = [
+    Fault(
+        "a block of the put kernel counts its rows before all threads have copied them",
+        "cuda/transport/put.cu",
+        "    copy_chunk(e, rows_of_chunk(e, chunk));\n\n    __syncthreads();",
+        "    copy_chunk(e, rows_of_chunk(e, chunk));\n",
+        STEPS,
+    ),
+    Fault(
+        "a thread of the put kernel writes before the first one has seen credit",
+        "cuda/transport/put.cu",
+        "    __syncthreads();\n    // Nobody writes any more",
+        "    // Nobody writes any more",
+        STEPS,
+    ),
+    Fault(
+        "one stream of a rank does not wait for the other",
+        "cuda/runtime/device_queue.cpp",
+        "    check(cudaStreamWaitEvent(stream(which), points_[static_cast<size_t>(point)], 0), "
+        '"a wait for another stream");\n    return;',
+        "    return;",
+        STEPS,
+    ),
+    Fault(
+        "memory of a table is used again while a kernel may read it",
+        "cuda/runtime/table_ring.h",
+        'check(cudaEventRecord(places_[last_].used, stream), "an event after a kernel");',
+        "static_cast<void>(stream);",
+        STEPS,
+    ),
+    Fault(
+        "kernels are loaded when they are first started",
+        "cuda/transport/cuda_streams.cpp",
+        "    load_put_kernels();\n",
+        "",
+        STEPS,
+    ),
+    Fault(
+        "a replan does not wait until its tables have been read",
+        "cuda/runtime/device_queue.cpp",
+        "    while (read() != turns_->committed) {",
+        "    while (read() > turns_->committed) {",
+        GRAPHS,
+    ),
+    Fault(
+        "a graph's scratch memory is let go of when another step needs more",
+        "cuda/runtime/device_backend.cpp",
+        "    if (queue_->has_recorded()) given_.push_back(std::move(buffer.data));\n",
+        "",
+        GRAPHS,
+    ),
+    Fault(
+        "a recording allocates as part of the capture",
+        "cuda/runtime/table_memory.h",
+        "mode_ = cudaStreamCaptureModeRelaxed;",
+        "mode_ = cudaStreamCaptureModeGlobal;",
+        GRAPHS,
+    ),
+]
