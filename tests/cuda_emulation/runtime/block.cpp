@@ -51,7 +51,6 @@ class Runner {
     return std::memset(shared_.data() + lines_.back().second, 0xff, bytes);
   }
   Fiber& current() { return *current_; }
-  const char* name() const { return name_; }
 
  private:
   void run_block();
@@ -73,7 +72,7 @@ class Runner {
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<Fiber*> idle_;
   Fiber* current_ = nullptr;
-  alignas(1024) std::array<std::byte, kMaxShared> shared_;
+  alignas(16) std::array<std::byte, kMaxShared> shared_;
   std::vector<std::pair<int, size_t>> lines_;
   size_t used_ = 0;
 };
