@@ -110,6 +110,15 @@ class EmulatedGpu:
             self._library.wait_after_steps(True)
 
     @contextmanager
+    def nodes_one_by_one(self) -> Iterator[None]:
+        """Inside, graphs that start do their nodes one after another, in a random order that their edges allow."""
+        self._library.run_graphs_one_by_one(True)
+        try:
+            yield
+        finally:
+            self._library.run_graphs_one_by_one(False)
+
+    @contextmanager
     def graph(self) -> Iterator[Callable[[], None]]:
         """Captures what this thread queues inside; what it gives launches that afterwards."""
         graph = ctypes.c_void_p()

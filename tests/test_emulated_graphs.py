@@ -84,6 +84,14 @@ def test_twenty_plans_give_the_bits_of_steps_on_the_host(gpu: EmulatedGpu, ranks
         _assert_same(mine, right)
 
 
+def test_graphs_end_though_nothing_in_them_happens_at_once_and_in_any_order_of_their_edges(gpu: EmulatedGpu) -> None:
+    plans = _plans(20)
+    with gpu.nodes_one_by_one(), loopback_group(plans, **OPTIONS) as contexts:
+        results = on_all_ranks(contexts, _work(gpu, plans, HEADS, captured=True))
+    for mine, right in zip(results, _on_the_host(plans, range(20), HEADS), strict=True):
+        _assert_same(mine, right)
+
+
 @pytest.mark.parametrize("captured", [False, True], ids=["replays", "launches of a graph"])
 def test_own_attention_is_recorded(own_gpu: EmulatedGpu, captured: bool) -> None:
     plans = _plans(4, 2, OWN)

@@ -217,6 +217,7 @@ AttentionLaunch::Scratch AttentionLaunch::scratch(const transport::TableLayout& 
 }
 
 void AttentionLaunch::operator()(const distca::cuda::DeviceTable& tables, void* memory, cudaStream_t stream) const {
+  if (tables.capacity(kItems) == 0) return;
   const Scratch s = scratch(*tables.layout, static_cast<std::byte*>(memory));
   check(cudaMemsetAsync(memory, 0, s.bytes, stream), "clearing scratch memory");
   KernelParams p = params_;

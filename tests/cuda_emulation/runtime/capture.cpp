@@ -1,7 +1,10 @@
 // Streams that are captured, and the graphs that come of it. The rules are those of the CUDA Runtime API's manual
 // (stream management, cudaThreadExchangeStreamCaptureMode) and of the chapter on graphs of the programming guide.
 #include <algorithm>
+#include <atomic>
 #include <map>
+#include <numeric>
+#include <random>
 #include <utility>
 
 #include "streams.h"
@@ -125,7 +128,28 @@ cudaError_t wait_in_capture(cudaStream_t stream, const CUevent_st& event) {
   return cudaSuccess;
 }
 
+std::atomic<bool> one_by_one{false};
+
+/// CUDA promises no two branches of a graph at once, and of nodes that may come next no order.
+static void run_one_by_one(const std::vector<Node>& nodes, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<bool> is_done(nodes.size(), false);
+  std::vector<size_t> left(nodes.size());
+  std::iota(left.begin(), left.end(), size_t{0});
+  while (!left.empty()) {
+    const auto is_ready = [&](size_t node) {
+      return std::all_of(nodes[node].after.begin(), nodes[node].after.end(), [&](size_t n) { return is_done[n]; });
+    };
+    const auto end = std::partition(left.begin(), left.end(), is_ready);
+    const auto pick = left.begin() + static_cast<std::ptrdiff_t>(random() % static_cast<size_t>(end - left.begin()));
+    perform(nodes[*pick].operation, seed + static_cast<uint32_t>(*pick));
+    is_done[*pick] = true;
+    left.erase(pick);
+  }
+}
+
 void run_graph(const std::vector<Node>& nodes, uint32_t seed) {
+  if (one_by_one) return run_one_by_one(nodes, seed);
   std::vector<bool> is_done(nodes.size(), false);
   const auto run_branch = [&](const std::vector<size_t>& branch) {
     for (const size_t node : branch) {

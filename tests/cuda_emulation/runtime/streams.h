@@ -60,6 +60,8 @@ extern std::condition_variable progress;
 cudaError_t queue(cudaStream_t stream, Operation operation);
 /// Does the nodes of a graph, branches of it side by side.
 void run_graph(const std::vector<Node>& nodes, uint32_t seed);
+/// Graphs that start from here on do their nodes one after another, in a random order that their edges allow.
+extern std::atomic<bool> one_by_one;
 /// Counts and does it, after a while.
 void perform(const Operation& operation, uint32_t seed);
 /// How many kernels of that name were done.
