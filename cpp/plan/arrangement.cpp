@@ -8,8 +8,6 @@
 namespace distca::plan {
 namespace {
 
-constexpr std::array<Phase, 2> kPhases = {Phase::kForward, Phase::kBackward};
-
 class Arranger {
  public:
   Arranger(const Layout& layout, const HeadShape& heads, const ArrangementOptions& options, int64_t ranks_per_node,

@@ -12,7 +12,6 @@ namespace {
 using Wide = __int128;
 constexpr size_t kNeighbours = 8;  // segments of a document before and after one, whose ranks are looked at
 constexpr int32_t kNoRank = std::numeric_limits<int32_t>::max();
-constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
 }  // namespace
 

@@ -12,7 +12,6 @@ namespace distca::plan {
 namespace {
 
 using Wide = __int128;
-constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 constexpr int kGentleRounds = 24;  // from then on a rank that needs too much exchanges nothing
 constexpr int kRounds = 40;
 

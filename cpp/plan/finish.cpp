@@ -1,14 +1,13 @@
 // The last steps of the balancer: what found no room, single rows, and what moves really change.
 #include <algorithm>
-#include <limits>
 
 #include "plan/balancer.h"
+#include "plan/limits.h"
 
 namespace distca::plan {
 namespace {
 
 using Wide = __int128;
-constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
 }  // namespace
 

@@ -2,12 +2,15 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "plan/layout.h"
 #include "plan/scheduler.h"
 
 namespace distca::plan {
+
+inline constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
 /// Of every rank; 0 where it does not serve.
 std::vector<int64_t> server_speeds(const Layout& layout, const ScheduleOptions& options);

@@ -6,8 +6,6 @@
 namespace distca::plan {
 namespace {
 
-constexpr std::array<Phase, 2> kPhases = {Phase::kForward, Phase::kBackward};
-
 class Filler {
  public:
   Filler(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, std::span<const Task> tasks,

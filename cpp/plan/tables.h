@@ -35,6 +35,7 @@ inline constexpr int64_t kExtentAlignment = 64;
 inline constexpr int64_t kMaxRounds = 1 << 16;
 
 enum class Phase : int64_t { kForward = 0, kBackward = 1 };
+inline constexpr std::array kPhases = {Phase::kForward, Phase::kBackward};
 /// The two messages of a phase: rows to the servers, rows back home.
 enum class Direction : int64_t { kIn = 0, kOut = 1 };
 
