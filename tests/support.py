@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -354,6 +355,18 @@ def on_all_ranks(
     if errors:
         raise errors[0]
     return results  # type: ignore[return-value]
+
+
+def fault_of_check(context: distca.Context) -> Exception:
+    """What `check` raises, once there is something to raise."""
+    limit = time.monotonic() + 20
+    while time.monotonic() < limit:
+        try:
+            context.check()
+        except distca.DistcaError as error:
+            return error
+        time.sleep(0.001)
+    raise AssertionError("no fault is reported")
 
 
 def run_step(

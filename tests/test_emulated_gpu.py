@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -24,6 +23,7 @@ from support import (
     Batch,
     ErrorPool,
     data_parallel,
+    fault_of_check,
     loopback_group,
     on_all_ranks,
     oracle,
@@ -248,25 +248,13 @@ def _forward(plan: distca.Plan, batch: Batch, rank: int, context: distca.Context
     return distca.core_attention(q, k, v, plan.for_rank(rank), context=context)[0]
 
 
-def _fault(context: distca.Context) -> Exception:
-    """What `check` raises, once there is something to raise."""
-    limit = time.monotonic() + 20
-    while time.monotonic() < limit:
-        try:
-            context.check()
-        except distca.DistcaError as error:
-            return error
-        time.sleep(0.001)
-    raise AssertionError("no fault is reported")
-
-
 def test_a_silent_peer_is_not_a_number_and_a_timeout_that_names_it(gpu: EmulatedGpu) -> None:
     heads = distca.Heads(4, 2, 16, 16)
     plan = distca.plan(spill(LENGTHS, 2), heads, tolerance=0.0, min_rows=1)
     batch = random_batch(LENGTHS, heads, 1)
     with loopback_group(plan, **(OPTIONS | {"timeout": 0.2})) as contexts:
         assert _forward(plan, batch, 0, contexts[0]).isnan().all()
-        fault = _fault(contexts[0])
+        fault = fault_of_check(contexts[0])
         assert isinstance(fault, distca.PeerTimeoutError)
         assert "rank 0 of 2, step 1 (forward)" in str(fault) and "waited 0.2 s for rank 1" in str(fault)
 
@@ -291,4 +279,4 @@ def test_a_peer_that_died_between_steps_ends_what_waits_for_it_on_the_device(gpu
         for rank, out in enumerate(on_all_ranks(contexts, work)):
             assert out is None or out.isnan().all()
             if rank != 1:
-                assert "rank 1 died" in str(_fault(contexts[rank]))
+                assert "rank 1 died" in str(fault_of_check(contexts[rank]))

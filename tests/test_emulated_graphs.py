@@ -15,7 +15,7 @@ import torch
 import distca
 from emulated_gpu import OPTIONS, EmulatedGpu
 from support import loopback_group, on_all_ranks, outcomes, random_tasks
-from test_recording import ROWS, Tensors, _assert_same, _layout, _on_the_host, _set, _step, _tensors
+from test_recording import ROWS, Tensors, _assert_same, _layout, _on_the_host, _set, _step, _tensors, two_steps_in_parts
 
 HEADS = distca.Heads(4, 2, 24, 16)
 OWN = distca.Heads(2, 1, 16, 24, torch.bfloat16)
@@ -125,28 +125,16 @@ def test_a_graph_keeps_its_memory_when_other_steps_need_more(own_gpu: EmulatedGp
 def test_two_steps_in_parts_at_once_are_launched_as_a_graph(gpu: EmulatedGpu) -> None:
     plans = _plans(5)
     all_ranks = threading.Barrier(3, timeout=60.0)
-    ops = torch.ops.distca
 
     def work(rank: int, context: distca.Context) -> list[Tensors]:
         tensors = [[t.detach() for t in _tensors(seed, rank, HEADS)] for seed in (0, 1)]
-        words, name = plans[4].for_rank(rank).tensor, context.name
-        returned = []
-
-        def in_parts() -> None:
-            steps = [ops.dispatch(*t[:3], words, context=name) for t in tensors]
-            for step in steps:
-                ops.attend(step, context=name)
-            forward = [ops.collect(step, context=name) for step in steps]
-            steps = [
-                ops.dispatch_backward(t[3], *t[:3], *result, words, context=name)
-                for t, result in zip(tensors, forward, strict=True)
-            ]
-            for step in steps:
-                ops.attend(step, context=name)
-            backward = [ops.collect_backward(step, context=name) for step in steps]
-            returned.extend((*f, *b) for f, b in zip(forward, backward, strict=True))
-
-        recording, launch = _record(gpu, context, all_ranks, in_parts)
+        returned: list[Tensors] = []
+        recording, launch = _record(
+            gpu,
+            context,
+            all_ranks,
+            lambda: returned.extend(two_steps_in_parts(tensors, plans[4].for_rank(rank), context)),
+        )
         results = []
         for turn in range(2):
             mine = [plans[2 * turn + i].for_rank(rank) for i in range(2)]

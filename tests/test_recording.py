@@ -60,6 +60,23 @@ def _step(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> Tenso
     return [out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout)]
 
 
+def two_steps_in_parts(tensors: Sequence[Tensors], plan: distca.Plan, context: distca.Context) -> list[Tensors]:
+    """Forward and backward of two steps, which are under way at once: of each out, lse, dq, dk, dv."""
+    ops, name = torch.ops.distca, context.name
+    steps = [ops.dispatch(*t[:3], plan.tensor, context=name) for t in tensors]
+    for step in steps:
+        ops.attend(step, context=name)
+    forward = [ops.collect(step, context=name) for step in steps]
+    steps = [
+        ops.dispatch_backward(t[3], *t[:3], *result, plan.tensor, context=name)
+        for t, result in zip(tensors, forward, strict=True)
+    ]
+    for step in steps:
+        ops.attend(step, context=name)
+    backward = [ops.collect_backward(step, context=name) for step in steps]
+    return [[*f, *b] for f, b in zip(forward, backward, strict=True)]
+
+
 def _set(tensors: Tensors, values: Tensors) -> None:
     for tensor, value in zip(tensors, values, strict=True):
         tensor.data.copy_(value)
@@ -144,29 +161,17 @@ def test_layers_have_plans_of_their_own_and_replays_of_two_recordings_take_turns
 
 def test_steps_in_parts_of_which_two_are_under_way_at_once_are_replayed() -> None:
     plans = [_plan(seed) for seed in range(5)]
-    ops = torch.ops.distca
 
     def work(rank: int, context: distca.Context) -> list[Tensors]:
         tensors = [[t.detach() for t in _tensors(seed, rank)] for seed in (0, 1)]
-        words, name = plans[4].for_rank(rank).tensor, context.name
         with context.record(headroom=4.0, rounds=8) as recording:
-            steps = [ops.dispatch(*t[:3], words, context=name) for t in tensors]
-            for step in steps:
-                ops.attend(step, context=name)
-            forward = [ops.collect(step, context=name) for step in steps]
-            steps = [
-                ops.dispatch_backward(t[3], *t[:3], *result, words, context=name)
-                for t, result in zip(tensors, forward, strict=True)
-            ]
-            for step in steps:
-                ops.attend(step, context=name)
-            backward = [ops.collect_backward(step, context=name) for step in steps]
+            returned = two_steps_in_parts(tensors, plans[4].for_rank(rank), context)
         results = []
         for turn in range(2):
             mine = [plans[2 * turn + i].for_rank(rank) for i in range(2)]
             recording.replan([*mine, *mine])
             recording.replay()
-            results += [[t.clone() for t in (*f, *b)] for f, b in zip(forward, backward, strict=True)]
+            results += [[t.clone() for t in step] for step in returned]
         return results
 
     with loopback_group(plans, streams=True, timeout=3.0) as contexts:

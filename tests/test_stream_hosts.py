@@ -5,13 +5,12 @@ Here a thread of each rank stands for the network. What is computed is what the 
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
 import distca
 from support import (
+    fault_of_check,
     loopback_group,
     on_all_ranks,
     outcomes,
@@ -75,25 +74,15 @@ def test_a_peer_of_another_host_that_is_silent_or_dead_is_named() -> None:
         q, k, v = (rows_of_rank(batch, plan.layout, rank, t) for t in (batch.q, batch.k, batch.v))
         return distca.core_attention(q, k, v, plan.for_rank(rank), context=context)[0]
 
-    def fault(context: distca.Context) -> Exception:
-        limit = time.monotonic() + 20
-        while time.monotonic() < limit:
-            try:
-                context.check()
-            except distca.DistcaError as error:
-                return error
-            time.sleep(0.001)
-        raise AssertionError("no fault is reported")
-
     with loopback_group(plan, timeout=0.2, streams=True, hosts=2) as contexts:
         assert forward(0, contexts[0]).isnan().all()
-        error = fault(contexts[0])
+        error = fault_of_check(contexts[0])
         assert isinstance(error, distca.PeerTimeoutError) and "waited 0.2 s for rank 1" in str(error), error
     with loopback_group(plan, timeout=60.0, streams=True, hosts=2) as contexts:
         contexts[1]._core.mark_died()
         [result, _] = outcomes(contexts, lambda rank, context: forward(rank, context) if rank == 0 else None)
         assert isinstance(result, distca.PeerDiedError) or result.isnan().all()
-        assert "rank 1 died" in str(fault(contexts[0]))
+        assert "rank 1 died" in str(fault_of_check(contexts[0]))
 
 
 def test_hosts_go_with_streams_on_the_cpu() -> None:

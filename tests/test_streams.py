@@ -5,8 +5,6 @@ What they compute is what the host does; a fault comes as NaN at once and as an 
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -15,6 +13,7 @@ from plan_reader import read_slice
 from support import (
     Batch,
     data_parallel,
+    fault_of_check,
     loopback_group,
     on_all_ranks,
     outcomes,
@@ -74,18 +73,6 @@ def test_gradients_that_come_home_in_rounds_give_the_bits_of_the_host() -> None:
 # ---- faults
 
 
-def _fault(context: distca.Context) -> Exception:
-    """What `check` raises, once there is something to raise."""
-    limit = time.monotonic() + 20
-    while time.monotonic() < limit:
-        try:
-            context.check()
-        except distca.DistcaError as error:
-            return error
-        time.sleep(0.001)
-    raise AssertionError("no fault is reported")
-
-
 def _assert_nothing_came_out(result: torch.Tensor | BaseException, kind: type[Exception]) -> None:
     assert isinstance(result, kind) or result.isnan().all(), result
 
@@ -110,7 +97,7 @@ def test_of_ranks_with_different_plans_one_says_so_at_once_and_the_others_return
             # A rank that needed no row of the odd one may have been done before.
             if not (isinstance(result, torch.Tensor) and torch.equal(result, right)):
                 _assert_nothing_came_out(result, distca.PlanMismatchError)
-            fault = _fault(context)
+            fault = fault_of_check(context)
             assert isinstance(fault, distca.PlanMismatchError | distca.ContextPoisonedError), fault
             assert plan.digest in str(fault) and other.digest in str(fault), fault
 
@@ -120,7 +107,7 @@ def test_a_silent_peer_is_a_timeout_that_says_who_waited_for_whom_for_what_and_w
     batch = random_batch(LENGTHS, HEADS, 1)
     with loopback_group(plan, timeout=0.2, streams=True) as contexts:
         assert _forward(plan, batch, 0, contexts[0]).isnan().all()
-        fault = _fault(contexts[0])
+        fault = fault_of_check(contexts[0])
         assert isinstance(fault, distca.PeerTimeoutError)
         for words in ("rank 0 of 2, step 1 (forward)", "waited 0.2 s for rank 1", "seen step 0", "expected step 1"):
             assert words in str(fault)
@@ -149,7 +136,7 @@ def test_a_peer_that_died_is_named_to_all_others_though_only_their_streams_wait_
         results = outcomes(contexts, work)
         for rank in (0, 2):
             _assert_nothing_came_out(results[rank], distca.PeerDiedError)
-            fault = _fault(contexts[rank])
+            fault = fault_of_check(contexts[rank])
             assert isinstance(fault, distca.PeerDiedError | distca.ContextPoisonedError), fault
             assert "rank 1 died" in str(fault) and f"rank {rank} of 3" in str(fault)
 

@@ -155,11 +155,14 @@ void DeviceQueue::join(Stream which, const char* operation, std::span<const Tabl
   }();
   // The reel has the tape's tables, the tape has the reel: here it is not to be kept.
   Reel* const reel = reel_.get();
-  const Tape::Start start = [=, this, launch = std::move(launch)](const std::shared_ptr<const Table>& table) {
+  add(operation, parts, [=, this, launch = std::move(launch)](const std::shared_ptr<const Table>& table) {
     const DeviceGuard guard(device_);
     const cudaStream_t on = stream(which);
     launch(reads ? reel->load(*table, *loaded, on) : DeviceTable{}, on);
-  };
+  });
+}
+
+void DeviceQueue::add(const char* operation, std::span<const TablePart> parts, const Tape::Start& start) {
   const auto table = tape_->add(operation, parts, start);
   if (is_capturing_) start(table);
 }
@@ -171,9 +174,7 @@ void DeviceQueue::record(int point, Stream which) {
     return;
   }
   Reel* const reel = reel_.get();
-  const Tape::Start start = [=, this](const auto&) { reel->record(point, stream(which)); };
-  const auto table = tape_->add("point", {}, start);
-  if (table && is_capturing_) start(table);
+  add("point", {}, [=, this](const auto&) { reel->record(point, stream(which)); });
 }
 
 void DeviceQueue::wait_for(Stream which, int point) {
@@ -186,9 +187,7 @@ void DeviceQueue::wait_for(Stream which, int point) {
     return;
   }
   Reel* const reel = reel_.get();
-  const Tape::Start start = [=, this](const auto&) { reel->wait_for(stream(which), point); };
-  const auto table = tape_->add("wait for a point", {}, start);
-  if (table && is_capturing_) start(table);
+  add("wait for a point", {}, [=, this](const auto&) { reel->wait_for(stream(which), point); });
 }
 
 void DeviceQueue::set_tape(std::shared_ptr<Tape> tape) {

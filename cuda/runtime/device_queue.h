@@ -29,7 +29,6 @@ class DeviceQueue {
   ~DeviceQueue();
   DeviceQueue(const DeviceQueue&) = delete;
 
-  int device() const { return device_; }
   cudaStream_t stream(Stream which) const {
     return which == Stream::kTransfer ? transfer_ : static_cast<cudaStream_t>(current_stream_(device_));
   }
@@ -63,7 +62,8 @@ class DeviceQueue {
 
   static bool has_table(std::span<const transport::TablePart> parts);
   void join(Stream which, const char* operation, std::span<const transport::TablePart> parts, Launch launch);
-  void start(const std::shared_ptr<const transport::Table>& operation, const transport::Tape::Start& start);
+  /// The next operation of the tape; of a graph that is captured, too.
+  void add(const char* operation, std::span<const transport::TablePart> parts, const transport::Tape::Start& start);
 
   int device_;
   runtime::CurrentStream current_stream_;
