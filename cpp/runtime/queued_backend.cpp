@@ -2,7 +2,8 @@
 
 #include <array>
 #include <utility>
-#include <vector>
+
+#include "runtime/problem_table.h"
 
 namespace distca::runtime {
 namespace {
@@ -84,54 +85,16 @@ class QueuedBackend final : public Backend {
   void run_one(const RowWork& row) { run(std::span(&row, 1)); }
 
   using Attention = void (Backend::*)(const attention::Problem&, const Parallel&);
-  /// Arrays of the groups lie one after another in the table.
   void queue_attention(const char* operation, const attention::Problem& problem, Attention attention) {
-    blocks_.clear();
-    grads_.clear();
-    sinks_.clear();
-    for (const attention::KeyGroup& g : problem.groups) {
-      blocks_.insert(blocks_.end(), g.blocks.begin(), g.blocks.end());
-      grads_.insert(grads_.end(), g.grads.begin(), g.grads.end());
-      if (g.sinks != nullptr) sinks_.insert(sinks_.end(), g.sinks, g.sinks + g.kv_heads * problem.heads.group_heads());
-    }
-    const std::array parts = {table_value("problem", problem),
-                              table_part("groups of tasks", problem.groups),
-                              table_part("tasks", problem.tasks),
-                              table_part("key blocks", blocks_),
-                              table_part("runs of key gradients", grads_),
-                              table_part("sinks", sinks_)};
-    queue(operation, parts, [this, attention](const Table& t) { compute(t, attention); });
-  }
-
-  void compute(const Table& t, Attention attention) {
-    attention::Problem problem = t.get<attention::Problem>(0)[0];
-    const auto groups = t.get<attention::KeyGroup>(1);
-    if (groups.empty()) return;
-    std::vector<attention::KeyGroup> kept(groups.begin(), groups.end());
-    auto blocks = t.get<int64_t>(3);
-    auto grads = t.get<attention::KeyGradRun>(4);
-    const float* sinks = t.get<float>(5).data();
-    for (attention::KeyGroup& g : kept) {
-      g.blocks = blocks.first(g.blocks.size());
-      g.grads = grads.first(g.grads.size());
-      blocks = blocks.subspan(g.blocks.size());
-      grads = grads.subspan(g.grads.size());
-      if (g.sinks == nullptr) continue;
-      g.sinks = sinks;
-      sinks += g.kv_heads * problem.heads.group_heads();
-    }
-    problem.groups = kept;
-    problem.tasks = t.get<attention::Task>(2);
-    ((*cpu_).*attention)(problem, Parallel());
+    queue(operation, problem_parts_.of(problem), [this, attention](const Table& t) {
+      const KeptProblem kept(t.layout(), t.host());
+      if (!kept.problem.groups.empty()) ((*cpu_).*attention)(kept.problem, Parallel());
+    });
   }
 
   std::shared_ptr<Backend> cpu_;
   std::shared_ptr<transport::HostStreams> streams_;
-
-  // Scratch of one call that only grows.
-  std::vector<int64_t> blocks_;
-  std::vector<attention::KeyGradRun> grads_;
-  std::vector<float> sinks_;
+  ProblemParts problem_parts_;
 };
 
 }  // namespace

@@ -12,6 +12,7 @@
 
 #include "runtime/check.h"
 #include "runtime/cuda_library.h"
+#include "runtime/problem_table.h"
 #include "runtime/wrapping_backend.h"
 #include "streams.h"
 #include "transport/cuda_streams.h"
@@ -102,64 +103,20 @@ class HostAttention final : public runtime::WrappingBackend {
  private:
   using Attention = void (Backend::*)(const attention::Problem&, const Parallel&);
 
-  /// Arrays of the groups lie one after another in the table.
   void queue(const char* name, const attention::Problem& problem, Attention attention) {
-    blocks_.clear();
-    grads_.clear();
-    sinks_.clear();
-    for (const attention::KeyGroup& g : problem.groups) {
-      blocks_.insert(blocks_.end(), g.blocks.begin(), g.blocks.end());
-      grads_.insert(grads_.end(), g.grads.begin(), g.grads.end());
-      if (g.sinks != nullptr) sinks_.insert(sinks_.end(), g.sinks, g.sinks + g.kv_heads * problem.heads.group_heads());
-    }
-    using transport::table_part;
-    const std::array parts = {
-        transport::table_value("problem", problem),  table_part("groups of tasks", problem.groups),
-        table_part("tasks", problem.tasks),          table_part("key blocks", blocks_),
-        table_part("runs of key gradients", grads_), table_part("sinks", sinks_)};
-    queue_->run(transport::Streams::Stream::kWork, name, parts,
+    queue_->run(transport::Streams::Stream::kWork, name, parts_.of(problem),
                 [name, cpu = cpu_, attention](const DeviceTable& t, cudaStream_t stream) {
                   auto compute = [cpu, attention, memory = t.memory, layout = *t.layout](uint32_t) {
-                    const Kept kept({&layout, memory});
+                    const runtime::KeptProblem kept(layout, memory);
                     if (!kept.problem.groups.empty()) ((*cpu).*attention)(kept.problem, Parallel());
                   };
                   cuda::check(emulated_gpu::queue(stream, {name, {t.memory}, std::move(compute)}), name);
                 });
   }
 
-  /// What a table says when its turn comes.
-  struct Kept {
-    attention::Problem problem;
-    std::vector<attention::KeyGroup> groups;
-
-    explicit Kept(const DeviceTable& t) : problem(*t.part<const attention::Problem>(0)) {
-      const auto part = [&]<class T>(size_t i, T*) { return std::span<const T>(t.part<const T>(i), t.counts()[i]); };
-      const auto all = part(1, static_cast<attention::KeyGroup*>(nullptr));
-      groups.assign(all.begin(), all.end());
-      auto blocks = part(3, static_cast<int64_t*>(nullptr));
-      auto grads = part(4, static_cast<attention::KeyGradRun*>(nullptr));
-      const float* sinks = t.part<const float>(5);
-      for (attention::KeyGroup& g : groups) {
-        g.blocks = blocks.first(g.blocks.size());
-        g.grads = grads.first(g.grads.size());
-        blocks = blocks.subspan(g.blocks.size());
-        grads = grads.subspan(g.grads.size());
-        if (g.sinks == nullptr) continue;
-        g.sinks = sinks;
-        sinks += g.kv_heads * problem.heads.group_heads();
-      }
-      problem.groups = groups;
-      problem.tasks = part(2, static_cast<attention::Task*>(nullptr));
-    }
-  };
-
   std::shared_ptr<Backend> cpu_ = runtime::make_backend("cpu", "auto");
   std::shared_ptr<DeviceQueue> queue_;
-
-  // Scratch of one call.
-  std::vector<int64_t> blocks_;
-  std::vector<attention::KeyGradRun> grads_;
-  std::vector<float> sinks_;
+  runtime::ProblemParts parts_;
 };
 
 /// Whether the host waits for its work when a step is over: tensors of the tests are the host's, and are read without
