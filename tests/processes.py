@@ -249,13 +249,16 @@ def _isolate(shm: str | None) -> str:
 
 
 def _traces(everything: bool) -> tuple[set[str], set[str]]:
-    """Files and abstract sockets; all of them, or those with our name where others make some too."""
+    """Files and abstract sockets; all of them, or those with our name where others make some too.
+
+    In namespaces of their own the ranks can write to no other folder: what appears there meanwhile is not theirs.
+    """
     files = {
         os.path.join(folder, name)
-        for folder in ("/dev/shm", "/tmp", "/var/tmp")
+        for folder in (("/dev/shm",) if everything else ("/dev/shm", "/tmp", "/var/tmp"))
         if os.path.isdir(folder)
         for name in os.listdir(folder)
-        if folder == "/dev/shm" and everything or "distca" in name
+        if everything or "distca" in name
     }
     sockets = {line.split()[-1] for line in Path("/proc/self/net/unix").read_text().splitlines() if " @" in line}
     return files, {name for name in sockets if everything or name.startswith("@distca")}
