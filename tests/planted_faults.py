@@ -3,10 +3,11 @@
     make faults                     all of them
     make faults ARGS="--list"       their names
     make faults ARGS="--only NAME"  one
+    make faults ARGS="--jobs 1"     one after the other; by default as many at once as there are cores
 
-Works on a copy of the tree in a temporary folder, which it builds once and then again for each fault in C++. For each
-fault the tests that should notice run first, then, if they pass, the whole suite. Prints which test noticed; exits with
-1 if a fault survives, or if the tests fail without one.
+Works on copies of the tree in a temporary folder, one a job, each of which it builds once and then again for each fault
+in C++. For each fault the tests that should notice run first, then, if they pass, the whole suite. Prints which test
+noticed; exits with 1 if a fault survives, or if the tests fail without one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import sys
 import sysconfig
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 from faults import FAULTS
 from faults.fault import Fault
@@ -44,7 +47,8 @@ def tool(name: str) -> str:
 class Copy:
     """A copy of the tree, with its own build."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, build_jobs: int) -> None:
+        self.build_jobs = build_jobs
         self.tree = folder / "tree"
         self.build_folder = folder / "build"
         made_by_tools = (".git", ".venv", "build", "dist", "runs", "*.so", "*.egg-info", "__pycache__", ".*_cache")
@@ -61,7 +65,7 @@ class Copy:
             raise SystemExit(f"the tests would import {where.strip()} instead of the copy in {self.tree}")
 
     def build(self) -> None:
-        self._run([tool("cmake"), "--build", str(self.build_folder), "--parallel", "2"])
+        self._run([tool("cmake"), "--build", str(self.build_folder), "--parallel", str(self.build_jobs)])
         self._run(
             [tool("cmake"), "--install", str(self.build_folder), "--prefix", str(self.tree / "python" / "distca")]
         )
@@ -102,22 +106,30 @@ class Copy:
         named = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(.*?)(?: - .*)?$", output, re.MULTILINE)
         return named[1] if named else f"the end of pytest with code {process.returncode}"
 
-    def plant(self, fault: Fault) -> str:
-        """Changes the source; returns what it was."""
+    def noticed(self, fault: Fault) -> str:
+        """What notices the fault, which is then taken out of the source again; empty where nothing does."""
         path = self.tree / fault.file
         source = path.read_text()
         path.write_text(fault.planted(self.tree))
-        return source
+        try:
+            if fault.file.startswith("cpp/"):
+                self.build()
+            return self.failing_test(fault.tests) or self.failing_test(("tests",))
+        finally:
+            path.write_text(source)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="NAME", action="append", help="plant this fault (may be given again)")
+    parser.add_argument("--jobs", metavar="N", type=int, default=os.cpu_count() or 1, help="so many faults at once")
     parser.add_argument("--list", action="store_true", help="list the faults and end")
     options = parser.parse_args()
     if options.list:
         print("\n".join(f"{fault.name:<60} {fault.file}" for fault in FAULTS))
         return 0
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}; 1 or more are allowed")
     chosen = [fault for fault in FAULTS if not options.only or fault.name in options.only]
     if not chosen:
         parser.error(f"no fault is called {options.only}; --list says which there are")
@@ -126,27 +138,32 @@ def main() -> int:
             fault.planted(ROOT)
         except (OSError, ValueError) as error:
             raise SystemExit(str(error)) from None
-    survivors = []
-    with tempfile.TemporaryDirectory(prefix="distca-faults-") as folder:
-        copy = Copy(Path(folder))
-        copy.configure()
+    jobs = min(options.jobs, len(chosen))
+    with tempfile.TemporaryDirectory(prefix="distca-faults-") as folder, ThreadPoolExecutor(jobs) as pool:
+        cores = os.cpu_count() or 1
+        copies = [Copy(Path(folder) / str(job), max(1, cores // jobs)) for job in range(jobs)]
+        list(pool.map(Copy.configure, copies))
         files = sorted({test for fault in chosen for test in fault.tests})
-        failure = copy.failing_test(tuple(files))
-        if failure:
+        parts = [tuple(files[job::jobs]) for job in range(min(jobs, len(files)))]
+        failures = list(pool.map(Copy.failing_test, copies, parts))
+        if failure := next(filter(None, failures), ""):
             print(f"the tests fail without any fault: {failure}")
             return 1
         print(f"{'fault':<60} {'file':<36} {'seconds':>7}  caught by", flush=True)
-        for fault in chosen:
-            source = copy.plant(fault)
-            if fault.file.startswith("cpp/"):
-                copy.build()
+        free: SimpleQueue[Copy] = SimpleQueue()
+        for copy in copies:
+            free.put(copy)
+
+        def is_caught(fault: Fault) -> bool:
+            copy = free.get()
             begin = time.monotonic()
-            caught = copy.failing_test(fault.tests) or copy.failing_test(("tests",))
+            caught = copy.noticed(fault)
+            free.put(copy)
             seconds = time.monotonic() - begin
             print(f"{fault.name:<60} {fault.file:<36} {seconds:7.1f}  {caught or 'NOTHING'}", flush=True)
-            if not caught:
-                survivors.append(fault)
-            (copy.tree / fault.file).write_text(source)
+            return bool(caught)
+
+        survivors = [fault for fault, caught in zip(chosen, pool.map(is_caught, chosen), strict=True) if not caught]
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} faults were caught")
     return 1 if survivors else 0
 
