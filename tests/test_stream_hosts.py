@@ -10,6 +10,7 @@ import torch
 
 import distca
 from support import (
+    Batch,
     fault_of_check,
     loopback_group,
     on_all_ranks,
@@ -64,6 +65,53 @@ def test_what_does_not_fit_into_the_send_arena_at_once_goes_in_parts() -> None:
             results.append(on_all_ranks(contexts, lambda rank, context: run_step(batch, plan, context)))
     for on_host, queued in zip(*results, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(on_host, queued, strict=True))
+
+
+def _overflowing(homes: int) -> distca.Plan:
+    """Each of the first ranks sends to all others, the other such ranks among them, more than its send arena holds."""
+    ranks, rows, heads = 4 * homes, 24, distca.Heads(4, 4, 64)
+    layout = distca.Layout([[(rank, 0, rows * ranks if rank < homes else 1)] for rank in range(ranks)])
+    tasks = [
+        (home, rows * i, rows * (i + 1), 0, heads.kv, (i + 4 * home) % ranks)
+        for home in range(homes)
+        for i in range(ranks)
+    ]
+    tasks += [(rank, 0, 1, 0, heads.kv, rank) for rank in range(homes, ranks)]
+    plan = distca.plan(layout, heads, tasks=tasks)
+    for home in range(homes):
+        sent = sum(t.bytes for t in plan.transfers if t.source == home and t.message == "forward_in")
+        assert sent > 1.2 * plan.stats.slot_bytes
+    return plan
+
+
+def _overlapped(batch: Batch, plan: distca.Plan, context: distca.Context) -> list[torch.Tensor]:
+    """Two steps and their backward, of which two are under way at once."""
+    inputs = [rows_of_rank(batch, plan.layout, context.rank, t) for t in (batch.q, batch.k, batch.v)]
+    leaves = [[t.clone().requires_grad_() for t in inputs] for _ in range(2)]
+    steps = [distca.dispatch(*one, plan.for_rank(context.rank), context=context) for one in leaves]
+    for step in steps:
+        distca.attend(step)
+    outs = [distca.collect(step)[0] for step in steps]
+    sum(out.sum() for out in outs).backward()
+    return [out.detach() for out in outs] + [t.grad for one in leaves for t in one]
+
+
+@pytest.mark.parametrize("homes", [2, 3])
+def test_ranks_that_send_each_other_more_than_their_arenas_hold_do_not_wait_for_each_other_for_ever(homes: int) -> None:
+    """What a full arena waits for is credit of a rank that may wait in the same way; so credit always leaves first."""
+    plan = _overflowing(homes)
+    ranks, lengths = plan.layout.num_ranks, plan.layout.document_lengths
+    batch = random_batch(lengths, plan.heads, 2)
+    for work in (
+        lambda rank, context: run_step(batch, plan, context),
+        lambda _, context: _overlapped(batch, plan, context),
+    ):
+        results = []
+        for options in ({}, {"streams": True, "hosts": ranks, "timeout": 20.0}):
+            with loopback_group(plan, **options) as contexts:
+                results.append(on_all_ranks(contexts, work))
+        for on_host, queued in zip(*results, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(on_host, queued, strict=True))
 
 
 def test_a_peer_of_another_host_that_is_silent_or_dead_is_named() -> None:

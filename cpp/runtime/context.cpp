@@ -283,6 +283,8 @@ void Context::check() {
   guarded([&] { protocol_.check(); });
 }
 
+void Context::fill_with_nan() { dispatcher_.fill_with_nan(); }
+
 void Context::abandon(uint64_t step, const std::string& why) noexcept {
   {
     const std::lock_guard lock(abandoned_mutex_);

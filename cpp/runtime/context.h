@@ -106,8 +106,8 @@ class DISTCA_EXPORT Context {
   std::vector<Span> take_trace() { return protocol_.trace().take(); }
   std::vector<Copy> take_copies() { return protocol_.trace().take_copies(); }
 
-  /// For tests: fill arenas and returned tensors with NaN before every step.
-  void set_fill_with_nan(bool on) { dispatcher_.set_fill_with_nan(on); }
+  /// For tests, before the first step: arenas and returned tensors are full of NaN when a step begins.
+  void fill_with_nan();
 
  private:
   /// One call at a time.

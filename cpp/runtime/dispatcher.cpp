@@ -154,11 +154,8 @@ void Dispatcher::open(Step& s, Part part) {
   s.id = protocol_.begin(s.phase(), static_cast<uint64_t>(s.slice.header().plan_digest), s.scores, part);
   s.state = Step::State::kDispatched;
   s.arena = protocol_.arena();
-  if (fill_with_nan_) {
-    if (!protocol_.is_freed_early() || protocol_.is_first_use()) fill_arena(s);
-    fill_returned(s);
-  }
-  protocol_.grant(s.slice.waits(s.phase()), /*after_work=*/fill_with_nan_);
+  if (fill_with_nan_) fill_returned(s);
+  protocol_.grant(s.slice.waits(s.phase()));
 }
 
 /// Rows of this home go to their servers' arenas; rows that this server assembles from its own tensor are copied.
@@ -333,7 +330,7 @@ void Dispatcher::take_in(Step& step) {
   else
     backend_.finish();
   protocol_.settle();
-  if (fill_with_nan_ && protocol_.is_freed_early()) fill_arena(step);
+  if (fill_with_nan_) fill_arena(step.arena);
   protocol_.end();
   step.state = Step::State::kFree;
 }
@@ -400,9 +397,15 @@ void Dispatcher::run_rows() {
   rows_.clear();
 }
 
-void Dispatcher::fill_arena(const Step& step) {
+void Dispatcher::fill_with_nan() {
+  fill_with_nan_ = true;
+  for (int64_t slot = 0; slot < kNumSlots; ++slot) fill_arena(protocol_.arena(slot));
+  protocol_.drain();
+}
+
+void Dispatcher::fill_arena(std::byte* arena) {
   const int64_t bytes = protocol_.arena_bytes();
-  backend_.fill({step.arena, bytes, bytes}, {1, 1, bytes}, Fill::kNan);
+  backend_.fill({arena, bytes, bytes}, {1, 1, bytes}, Fill::kNan);
 }
 
 void Dispatcher::fill_returned(const Step& step) {

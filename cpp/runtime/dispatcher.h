@@ -65,8 +65,9 @@ class Dispatcher {
   /// Steps from here on are recorded, or fill a recording again; null ends that, and drops what is under way.
   void set_recording(Recording* recording);
 
-  /// For tests: fill the arena and the returned tensors with NaN before peers may write there.
-  void set_fill_with_nan(bool on) { fill_with_nan_ = on; }
+  /// For tests, before the first step: arenas are full of NaN whenever peers begin to write there, and returned tensors
+  /// when a step begins. An arena is filled at the end of its use, so that credit is granted when it is without this.
+  void fill_with_nan();
 
  private:
   /// A range of key/value heads; query heads follow from it.
@@ -95,7 +96,7 @@ class Dispatcher {
   void send_home(const Step& step, int64_t round);
   void receive_home(const Step& step, int64_t round);
   void fill_padding(const Step& step);
-  void fill_arena(const Step& step);
+  void fill_arena(std::byte* arena);
   void fill_returned(const Step& step);
   void run_rows();
   void poison(const Step& step);

@@ -38,7 +38,7 @@ void Protocol::drain() noexcept {
   if (stream_) transport_->quiet();
 }
 
-std::byte* Protocol::arena() { return transport_->heap().data() + slot() * arena_bytes_; }
+std::byte* Protocol::arena(int64_t slot) { return transport_->heap().data() + slot * arena_bytes_; }
 
 std::string Protocol::where() const {
   return message("context \"", name_, "\", rank ", rank(), " of ", num_ranks(), ", ", at_.now.name());
@@ -142,13 +142,13 @@ void Protocol::announce_replay() {
 
 void Protocol::replay(const transport::Tape& tape) { stream_->replay(tape); }
 
-void Protocol::grant(std::span<const plan::WaitRow> waits, bool after_work) {
+void Protocol::grant(std::span<const plan::WaitRow> waits) {
   if (transport_->is_collective()) return;
   for (const plan::WaitRow& w : waits) {
     if (stream_) check_present(w.peer, rows_wait(static_cast<plan::Direction>(w.direction), w.peer, w.round).what);
     const bool in = w.direction == static_cast<int64_t>(plan::Direction::kIn);
     const bool has_it = in && is_freed_early() && at_.credits.received_before(slot(), w.peer);
-    if (w.round == 0 && !has_it) give_credit(w.peer, 0, after_work);
+    if (w.round == 0 && !has_it) give_credit(w.peer, 0, /*after_work=*/false);
     if (in) at_.credits.receive(slot(), w.peer);
   }
   compare_with_early_senders(slot());
@@ -179,7 +179,7 @@ void Protocol::give_credit(int64_t peer, int64_t round, bool after_work) {
   if (!at_.credits.give(slot(), peer, given)) return;
   const int64_t word = signals_.credit(slot(), rank());
   if (stream_)
-    stream_->grant(static_cast<int>(peer), word, given, after_work);
+    stream_->grant(static_cast<int>(peer), word, given, slot(), after_work);
   else
     transport_->signal(static_cast<int>(peer), word, given);
 }
@@ -276,12 +276,13 @@ void Protocol::poison(const RowView& rows, const RowExtent& n) {
 void Protocol::settle() {
   const Timer timer(*this, "its own rows to arrive", /*is_wait=*/true);
   if (stream_)
-    stream_->end(slot());
+    stream_->join();
   else
     transport_->quiet_until(marks_[static_cast<size_t>(slot())]);
 }
 
 void Protocol::end() {
+  if (stream_) stream_->end(slot());
   if (is_freed_early()) {
     for (int64_t p = 0; p < num_ranks(); ++p) {
       if (at_.credits.receives(slot(), p))

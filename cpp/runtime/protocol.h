@@ -81,8 +81,9 @@ class Protocol {
   /// Steps begun so far.
   uint64_t step() const { return at_.num_steps; }
 
-  /// This rank's arena of the slot of the step at hand.
-  std::byte* arena();
+  /// This rank's arena of the slot of the step at hand, or of any.
+  std::byte* arena() { return arena(slot()); }
+  std::byte* arena(int64_t slot);
   int64_t arena_bytes() const { return arena_bytes_; }
 
   /// Throws ContextPoisonedError after a fault.
@@ -102,8 +103,8 @@ class Protocol {
   /// A further call, about a step that is under way.
   void resume(const StepId& step, Part part);
   /// Grants every sender of the step credit for round 0; this rank's slot may be written from here on, or, of a step
-  /// that is queued, once the slot's last use, or where `after_work` all that was queued, is over.
-  void grant(std::span<const plan::WaitRow> waits, bool after_work);
+  /// that is queued, once the slot's last use is over.
+  void grant(std::span<const plan::WaitRow> waits);
   /// Grants credit for `round` to the peers that send rows home in it.
   void grant_round(std::span<const plan::WaitRow> waits, int64_t round);
   /// Waits until `peer` lets this rank write into its slot.
@@ -125,7 +126,6 @@ class Protocol {
   void end();
   /// Whether peers may write into this slot before this rank comes to the step at hand.
   bool is_freed_early() const { return !stream_ && !transport_->is_collective(); }
-  bool is_first_use() const { return at_.credits.before(slot()) == 0; }
 
   /// Steps of a queued context, from here on, join a tape, or fill it again: nobody is told of them. They begin with
   /// slot 0; none may be under way. Those that only join it have numbers that no step ever has which is done.

@@ -30,7 +30,8 @@ class DISTCA_EXPORT StreamOrder {
   virtual ~StreamOrder() = default;
 
   /// Writes a peer's word once the last use of the slot is over, or, where `after_work`, also all work queued so far.
-  virtual void grant(int peer, int64_t word, uint64_t value, bool after_work) = 0;
+  /// What waits for a peer and was not sent before comes after it: the peer may be waiting for this very word.
+  virtual void grant(int peer, int64_t word, uint64_t value, int64_t slot, bool after_work) = 0;
   /// What is put to that peer until `announce` waits for this.
   virtual void await_credit(const StreamWait& wait) = 0;
   /// Writes the peer's word after the rows that were put to it since.
@@ -43,7 +44,9 @@ class DISTCA_EXPORT StreamOrder {
 
   /// Fills rows with NaN, where they are when all work queued so far is done, if the streams have stopped by then.
   virtual void poison(const RowView& rows, const RowExtent& n) = 0;
-  /// Work queued from here on comes after all that was sent: the slot's last use is over, and what it read may go.
+  /// Work queued from here on comes after all that was sent.
+  virtual void join() = 0;
+  /// The slot's last use, and all that reads tensors of its step, is over with the work queued so far.
   virtual void end(int64_t slot) = 0;
 
   /// From here on what is queued joins the tape, or fills it: the same operations whatever there is to put, to grant

@@ -121,23 +121,13 @@ std::byte* StreamTransport::pack(int peer, const Write& write, const RowExtent& 
   if (std::byte* const to = packed()) return to;
   require<CapacityError>(!is_recording_, "plan sends more than the send arena of ", heaps_.send_arena.size(),
                          " bytes holds to ranks of other hosts in one call, which cannot be recorded");
-  empty_arena();
+  send(slot_);             // which empties the arena, once all of it has left
   next_.credit = nullptr;  // which has been waited for
   open_message(peer);
   std::byte* const to = packed();
   require<CapacityError>(to != nullptr, "rows of ", extent.bytes(), " bytes for rank ", peer,
                          " do not fit into the send arena of ", heaps_.send_arena.size(), " bytes");
   return to;
-}
-
-void StreamTransport::empty_arena() {
-  streams_->record(kWorkSoFar, Stream::kWork);
-  streams_->wait_for(Stream::kTransfer, kWorkSoFar);
-  streams_->put(table_);
-  streams_->send(sends_, heaps_.sender);
-  streams_->quiet(heaps_.sender);
-  table_.clear();
-  sends_.clear();
 }
 
 void StreamTransport::announce(int peer, int64_t word, uint64_t value) {
@@ -154,7 +144,8 @@ void StreamTransport::announce(int peer, int64_t word, uint64_t value) {
   is_open_ = false;
 }
 
-void StreamTransport::grant(int peer, int64_t word, uint64_t value, bool after_work) {
+void StreamTransport::grant(int peer, int64_t word, uint64_t value, int64_t slot, bool after_work) {
+  slot_ = slot;
   uint64_t* const there = word_of(peer, word);
   if (!is_remote(peer)) return (after_work ? late_grants_ : early_grants_).push_back({there, value});
   SendTable& sends = after_work ? sends_ : early_sends_;
@@ -177,7 +168,7 @@ void StreamTransport::send(int64_t slot) {
   streams_->record(kWorkSoFar, Stream::kWork);
   streams_->wait_for(Stream::kTransfer, kWorkSoFar);
   if (!late_grants_.empty() || is_recording_) streams_->signal(late_grants_);
-  // Rows are packed where those of the call before were.
+  // Rows are packed where those that were sent before were.
   if (sends_late) streams_->quiet(heaps_.sender);
   if (!table_.empty() || is_recording_) streams_->put(table_);
   if (sends_late) streams_->send(sends_, heaps_.sender);
@@ -203,7 +194,6 @@ void StreamTransport::join() {
 }
 
 void StreamTransport::end(int64_t slot) {
-  join();
   streams_->record(end_of(slot), Stream::kWork);
   streams_->hand_over();
 }

@@ -53,12 +53,13 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   std::optional<Departure> departed(int peer) const override;
   StreamOrder* stream_order() override { return this; }
 
-  void grant(int peer, int64_t word, uint64_t value, bool after_work) override;
+  void grant(int peer, int64_t word, uint64_t value, int64_t slot, bool after_work) override;
   void await_credit(const StreamWait& wait) override;
   void announce(int peer, int64_t word, uint64_t value) override;
   void send(int64_t slot) override;
   void await_rows(std::span<const StreamWait> waits, int64_t slot) override;
   void poison(const RowView& rows, const RowExtent& n) override { streams_->fill_nan_if_stopped(rows, n); }
+  void join() override;
   void end(int64_t slot) override;
   void set_tape(std::shared_ptr<Tape> tape) override;
   void replay(const Tape& tape) override { streams_->replay(tape); }
@@ -70,17 +71,13 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   class Watch;
 
   void forget_unsent();
-  /// Work queued from here on comes after all that was sent.
-  void join();
   const DeviceMemory& memory_of(int peer) const;
   bool is_remote(int peer) const { return memory_of(peer).heap == nullptr; }
   /// As this rank addresses it: of a remote peer, what lies at the same place in its own memory.
   uint64_t* word_of(int peer, int64_t word) const;
   void open_message(int peer);
-  /// Where rows that go to that place in a remote peer's heap are packed.
+  /// Where rows that go to that place in a remote peer's heap are packed. A full send arena is sent first.
   std::byte* pack(int peer, const Write& write, const RowExtent& extent);
-  /// Starts what is put so far, and waits on the stream until all of it has left the send arena.
-  void empty_arena();
 
   const char* name_;
   std::shared_ptr<Streams> streams_;
@@ -95,6 +92,7 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   PutMessage next_ = {};  // the message that the next put to its peer opens
   bool is_open_ = false;
   std::vector<SignalTo> early_grants_, late_grants_;
+  int64_t slot_ = 0;  // that the grants are for
   bool is_recording_ = false;  // then each call queues the same operations, with nothing to do or not
   std::vector<AwaitedMessage> awaited_;
 };

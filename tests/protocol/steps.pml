@@ -17,7 +17,7 @@
  *   -DORDER=3        ping-pong, the next step is dispatched as soon as its slot is free
  *   -DORDER=4        the step that was dispatched last is finished first, and the next one gets its slot
  *   -DSTEPS=5        so many steps, of whole ones; with five a slot is used three times
- *   -DQUEUED         steps that are queued on streams: no slot is freed early, whoever opens it wipes it
+ *   -DQUEUED         steps that are queued on streams: no slot is freed early
  *   -DALL_PLANS      every sequence of the plans below; else four: step n has plan (first + n) % 4
  *   -DFIRST=3        one of these
  *   -DSLOW_CREDITS   credit, and that a slot is free, are under way like a message; else they arrive at once. A
@@ -146,7 +146,7 @@ inline take_slot(n) {
   latest[last_slot] = n
 }
 
-/* Dispatcher::fill_arena: whoever has a slot to itself may write all of it. */
+/* Dispatcher::fill_arena, at the end of a slot's use: whoever has a slot to itself may write all of it. */
 inline wipe(n) {
   for (p : 0 .. 2) {
     server_in_a[CELL(me, SLOT(n), p)] = 0;
@@ -159,9 +159,6 @@ inline wipe(n) {
 
 inline open(n) {
   take_slot(n);
-#ifdef QUEUED
-  wipe(n);
-#endif
   tensors[me * 2 + SLOT(n)] = n;
 #ifdef FAULT_CREDIT_TOO_EARLY
   if
@@ -282,11 +279,9 @@ inline protocol_end(n) {
   }
 #endif
   tensors[me * 2 + SLOT(n)] = 0;
-#ifndef QUEUED
   wipe(n);
-#ifndef FAULT_FREED_TOO_EARLY
+#if !defined(QUEUED) && !defined(FAULT_FREED_TOO_EARLY)
   free(n);
-#endif
 #endif
   busy[SLOT(n)] = false
 }
