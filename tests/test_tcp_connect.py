@@ -296,7 +296,7 @@ class TestHostAddress:
         self.monkeypatch = monkeypatch
 
     def address(self, others: list[str], address: str | None = None) -> str:
-        self.monkeypatch.setattr(hosts, "gather_text", lambda text, group: [text, *others])
+        self.monkeypatch.setattr(hosts, "gather_text", lambda text, group, timeout=None: [text, *others])
         self.monkeypatch.setattr(hosts.dist, "get_rank", lambda group: 0)
         return hosts.host_address(None, address)  # type: ignore[arg-type]
 
@@ -340,7 +340,7 @@ class TestHostAddress:
     def listen(self, tcp_of_other: str) -> tuple[Any, list[str]]:
         parts = _C.ShmListener().address.split("/")
         answers = iter(["/".join([parts[0], "0a0b", *parts[2:]]), "there|10.1.2.4", tcp_of_other])
-        self.monkeypatch.setattr(hosts, "gather_text", lambda text, group: [text, next(answers)])
+        self.monkeypatch.setattr(hosts, "gather_text", lambda text, group, timeout=None: [text, next(answers)])
         self.monkeypatch.setattr(hosts.dist, "get_rank", lambda group: 0)
         return hosts.listen(object())  # type: ignore[arg-type]
 
@@ -351,7 +351,9 @@ class TestHostAddress:
         listener, addresses = self.listen(other)
         assert addresses == [listener.address, other]
         assert addresses[0].startswith("distca-tcp-1/")
-        self.monkeypatch.setattr(hosts, "gather_text", lambda text, group: [text, _C.ShmListener().address])
+        self.monkeypatch.setattr(
+            hosts, "gather_text", lambda text, group, timeout=None: [text, _C.ShmListener().address]
+        )
         listener, addresses = hosts.listen(object())  # type: ignore[arg-type]
         assert isinstance(listener, _C.ShmListener)
         assert addresses[0] == listener.address
@@ -363,15 +365,16 @@ class TestHostAddress:
             self.listen(other)
         self.monkeypatch.setattr(hosts, "host_address", lambda group: "127.0.0.1")
         answers = iter([_C.ShmListener().address.replace("distca-shm-1/", "distca-shm-1/0"), "no socket"])
-        self.monkeypatch.setattr(hosts, "gather_text", lambda text, group: [text, next(answers)])
+        self.monkeypatch.setattr(hosts, "gather_text", lambda text, group, timeout=None: [text, next(answers)])
         with pytest.raises(distca.InvalidArgumentError, match="rank 1 cannot listen: no socket; DISTCA_HOST_ADDRESS"):
             hosts.listen(object())  # type: ignore[arg-type]
 
-    def test_names_that_nobody_knows_are_no_address(self) -> None:
+    def test_a_host_whose_names_nobody_knows_is_reached_from_itself_alone(self) -> None:
         self.monkeypatch.setattr(hosts.socket, "getaddrinfo", _nobody_knows)
         self.monkeypatch.setenv("MASTER_ADDR", "nowhere")
-        with pytest.raises(distca.InvalidArgumentError, match="the host of rank 0 has no address"):
-            self.address([])
+        assert self.address([]) == "127.0.0.1"
+        with pytest.raises(distca.InvalidArgumentError, match=r"the host of rank 0 is known by 127\.0\.0\.1 alone"):
+            self.address(["there|10.1.2.4"])
 
 
 def _nobody_knows(*_: Any, **__: Any) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import distca
 from distca import context as context_module
 from distca.exchange import Exchange
+from distca.fault_reports import FaultReports
 from plan_reader import read_slice
 from processes import HEADS, Group, fault_of, plan_for, tensors_for
 from support import LAYOUTS, loopback_group, on_all_ranks, random_batch, random_tasks, run_step
@@ -155,9 +156,9 @@ def choose(rank: int, ranks: int, pipe: Connection, port: int) -> None:
     gather = context_module.gather_text
     for far in (False, True):
         # As if every rank ran on a host of its own: the part of an address that names the host differs.
-        context_module.gather_text = lambda text, group, far=far: [
+        context_module.gather_text = lambda text, group, timeout, far=far: [
             "/".join([parts[0], parts[1] + str(i) * far, *parts[2:]]) if len(parts := one.split("/")) > 2 else one
-            for i, one in enumerate(gather(text, group))
+            for i, one in enumerate(gather(text, group, timeout))
         ]
         with distca.init(max_tokens=96, heads=HEADS, timeout=20.0) as context:
             plan = plan_for(ranks, rank)
@@ -351,6 +352,42 @@ def test_an_error_of_one_rank_reaches_the_others_with_its_text() -> None:
                 True,
             ), message
             assert "division" in message
+        group.tell("end")
+
+
+def be_interrupted(rank: int, ranks: int, pipe: Connection, port: int, when: str) -> None:
+    """Rank 1 gets a Ctrl-C in an exchange, or while it tells its peers that it cannot go on."""
+    join(rank, ranks, port)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    tap, tell = Tap(), FaultReports.tell
+    context = over_torch(heap_bytes=1 << 20)
+    plan = plan_for(ranks, rank)
+    q, k, v, _ = tensors_for(plan)
+
+    def interrupt_and_tell(*args: Any) -> None:
+        FaultReports.tell = tell  # type: ignore[method-assign]
+        signal.raise_signal(signal.SIGINT)
+        tell(*args)
+
+    if rank == 1 and when == "in the exchange":
+        tap.damage = lambda send, call: signal.raise_signal(signal.SIGINT)
+    elif rank == 1:
+        tap.damage = lambda send, call: 1 // 0
+        FaultReports.tell = interrupt_and_tell  # type: ignore[method-assign]
+    try:
+        pipe.send(fault_of(lambda: distca.core_attention(q, k, v, plan)))
+    except KeyboardInterrupt as interrupt:
+        pipe.send((type(interrupt.__context__).__name__, "interrupted"))
+    context.close()
+    pipe.recv()
+
+
+@pytest.mark.parametrize("when", ["in the exchange", "while it tells"])
+def test_an_interrupt_is_raised_once_the_peers_are_told(when: str) -> None:
+    with torch_group(be_interrupted, 2, when) as group:
+        assert group.receive(1)[1] == "interrupted"
+        kind, message = group.receive(0)
+        assert (kind, "rank 1 abandoned this context" in message) == ("PeerDiedError", True), message
         group.tell("end")
 
 

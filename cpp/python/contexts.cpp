@@ -237,11 +237,20 @@ ContextPtr make_torch_context(int rank, int num_ranks, AllToAll all_to_all, Aban
   };
   collective.abandon = [abandon = std::move(abandon)](const Error& why) {
     const py::gil_scoped_acquire gil;
-    try {
-      abandon(why.kind(), why.what());
-    } catch (py::error_already_set& error) {
-      error.discard_as_unraisable("distca: a context is abandoned");
+    bool is_interrupted = false;
+    for (bool is_done = false; !is_done;) {
+      is_done = true;
+      try {
+        abandon(why.kind(), why.what());
+      } catch (py::error_already_set& error) {
+        if (error.matches(PyExc_KeyboardInterrupt)) {  // of Ctrl-C before or meanwhile: the peers are told all the same
+          is_done = std::exchange(is_interrupted, true);
+        } else {
+          error.discard_as_unraisable("distca: a context is abandoned");
+        }
+      }
     }
+    if (is_interrupted) PyErr_SetInterrupt();  // once more, where Python can raise it
   };
   return register_context(
       transport::make_collective(rank, num_ranks, needs.heap_bytes, needs.num_signals, std::move(collective)), options,

@@ -27,6 +27,8 @@ using tcp::Message;
 constexpr std::chrono::seconds kPatience{2};
 /// How long a rank that closes waits for the others to read its goodbye.
 constexpr std::chrono::seconds kParting{1};
+/// A host from which nothing comes counts as dead after the timeout, but within these bounds.
+constexpr std::chrono::milliseconds kLeastSilence{1000}, kMostSilence{60000};
 /// Words that one question may ask for.
 constexpr int64_t kMaxAsked = 64;
 
@@ -276,8 +278,10 @@ std::unique_ptr<Transport> connect_tcp(TcpListener&& from, int rank, std::span<c
   require(static_cast<bool>(listener->socket),
           "this listener was made before the process was forked; make it afterwards");
   check_region_sizes(0, num_signals);
-  const tcp::Group group{
-      .rank = rank, .addresses = check_addresses(*listener, rank, addresses), .num_signals = num_signals};
+  const tcp::Group group{.rank = rank,
+                         .addresses = check_addresses(*listener, rank, addresses),
+                         .num_signals = num_signals,
+                         .silence = std::clamp(timeout, kLeastSilence, kMostSilence)};
   std::vector<Descriptor> sockets = tcp::connect_mesh(*listener, group, deadline);
 
   const int64_t bytes = region_bytes(0, num_signals);

@@ -46,7 +46,8 @@ class DISTCA_EXPORT TcpListener {
 /// and `departed` may be called from several threads, the rest from one. `peek` of a peer that is gone, or silent for
 /// 2 s, gives what is last known of the word, at first 0; it does not wait for a silent peer again before that has
 /// answered, and nor does `quiet`. `signal` throws PeerTimeoutError where a peer has not read for so long that no more
-/// messages are kept for it.
+/// messages are kept for it. A host from which nothing comes for `timeout`, 1 s at least and 60 s at most, counts as
+/// dead, and its ranks with it.
 ///
 /// Throws InvalidArgumentError where ranks disagree, or an address is not one; PeerDiedError where a rank has gone;
 /// PeerTimeoutError, with the ranks that are missing, after `timeout`; OperatingSystemError.

@@ -25,8 +25,8 @@ constexpr int kBacklog = 4096;
 constexpr std::chrono::seconds kProbe{1};
 /// So many connections may be there that have not said who they are. A member does so at once.
 constexpr size_t kMaxNameless = 256;
-/// A host that does not answer for so long counts as dead.
-constexpr int kSilenceSeconds = 60, kKeepaliveSeconds = 15;
+/// Empty messages of the system to a silent host, before it counts as dead.
+constexpr int kKeepalives = 3;
 
 /// The first message of either side.
 struct Hello {
@@ -53,13 +53,15 @@ void set_option(const Descriptor& socket, int level, int option, int value) {
   if (::setsockopt(socket.get(), level, option, &value, sizeof(value)) != 0) fail("could not set up a TCP socket");
 }
 
-void set_options(const Descriptor& socket) {
+void set_options(const Descriptor& socket, std::chrono::milliseconds silence) {
+  const auto silence_ms = static_cast<int>(silence.count());
+  const int interval = std::max(1, silence_ms / 1000 / (kKeepalives + 1));
   set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
   set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
-  set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, kKeepaliveSeconds);
-  set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, kKeepaliveSeconds);
-  set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, kSilenceSeconds / kKeepaliveSeconds - 1);
-  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, 1000 * kSilenceSeconds);  // while something is under way
+  set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, interval);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, interval);
+  set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, kKeepalives);
+  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, silence_ms);  // while something is under way
 }
 
 int error_of(const Descriptor& socket) {
@@ -212,7 +214,7 @@ class Mesh {
     if (!peer.is_connected) {
       check_reached(to, error_of(peer.socket));
       peer.is_connected = true;
-      set_options(peer.socket);
+      set_options(peer.socket, group_.silence);
       return send_hello(peer.socket, hello_to(kCall, address(to).token));
     }
     const bool is_there = peer.receive();
@@ -278,7 +280,7 @@ class Mesh {
     check_member(hello, hello.rank);
     const int from = static_cast<int>(hello.rank);
     require(from > group_.rank && is_missing(from), "rank ", group_.rank, " was called by a second rank ", from);
-    set_options(one.socket);
+    set_options(one.socket, group_.silence);
     at(sockets_, from) = std::move(one.socket);
   }
 

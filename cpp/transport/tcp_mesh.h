@@ -24,6 +24,7 @@ struct Group {
   int rank = 0;
   std::vector<Address> addresses;  // one a rank
   int64_t num_signals = 0;
+  std::chrono::milliseconds silence{};  // a host from which nothing comes for so long counts as dead
 
   int num_ranks() const { return static_cast<int>(addresses.size()); }
 };

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distca import _C, nvshmem
+from distca import _C, hosts, nvshmem
 from distca import nsys as ranges
 from distca.cost import CostModel
 from distca.errors import DeviceError, InvalidArgumentError
@@ -296,7 +296,7 @@ def init(
         return _over_torch(group, name, heads, cost, options, nsys)
     listener = _C.ShmListener()
     rank = dist.get_rank(group) if group is not None else 0
-    addresses = gather_text(listener.address, group) if group is not None else [listener.address]
+    addresses = gather_text(listener.address, group, timeout) if group is not None else [listener.address]
     if group is not None and transport == "auto" and link is None and not _C.share_memory(addresses):
         if device != "cpu":
             return Context(nvshmem.connect(group, device, attention, name, options, put_ctas), heads, cost, nsys=nsys)
@@ -318,12 +318,13 @@ def init(
 def _over_torch(
     group: dist.ProcessGroup, name: str, heads: Heads, cost: CostModel, options: dict[str, Any], nsys: bool
 ) -> Context:
-    slots = [int(text) for text in gather_text(str(options["slot_bytes"]), group)]
+    timeout = options["timeout"]
+    slots = [int(text) for text in gather_text(str(options["slot_bytes"]), group, timeout)]
     if len(set(slots)) > 1:
         raise InvalidArgumentError(
             f"init: the ranks' slots have {slots} bytes; give all ranks the same heap_bytes, or max_tokens and heads"
         )
-    exchange = Exchange(group, options["timeout"])
+    exchange = Exchange(group, timeout, hosts.address_if_known(group, timeout))
     core = _C.make_torch(
         rank=dist.get_rank(group),
         num_ranks=dist.get_world_size(group),

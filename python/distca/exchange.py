@@ -1,15 +1,16 @@
 """The collective behind ``transport="torch"``: ``all_to_all_single`` over a group of the context's own.
 
 The group has the ranks of the user's, so that nothing that runs on theirs (DDP's hooks, say) can come between two ranks
-in another order. What a rank knows of a fault it leaves in the store of ``torch.distributed``, where its peers, whose
-connections then break, look for the cause.
+in another order. What a rank knows of a fault it tells its peers by `FaultReports`; a peer whose connections break
+looks there for the cause. Once a context is made nothing is asked of the store of ``torch.distributed``: a question to
+it lasts as long as the network between is cut, and prints C++ frames when it fails.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,11 +20,14 @@ import torch
 import torch.distributed as dist
 
 from distca.errors import DistcaError, InvalidArgumentError, PeerDiedError, PeerTimeoutError, PlanMismatchError
+from distca.fault_reports import FaultReports
 
 REPORT_SECONDS = 1.0
-"""How long a rank whose exchange broke waits for what its peers know of it."""
+"""How long a rank whose exchange broke tells its peers and waits for what they know of it."""
 
 _TEXT_BYTES = 512
+_WAITING = "waiting"
+"""The report of a rank whose exchange broke off as those of the others did, and that knows no cause."""
 _open: set[Exchange] = set()  # a forked child must not end the threads and sockets of its parent's groups
 
 
@@ -33,25 +37,32 @@ class Exchange:
     Args:
         group: the ranks. With gloo bytes go from memory to memory, with NCCL by way of the current CUDA device.
         timeout: seconds for one exchange, so also for the ranks to wait for each other.
+        host: the numeric address at which the peers reach this host, for reports of faults; empty where it is unknown.
+
+    Raises:
+        PeerDiedError, PeerTimeoutError: where the ranks do not come together.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: float, host: str) -> None:
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._timeout = timeout
         self._device = device_of(group)
         self._pid = os.getpid()
-        name = gather_text(secrets.token_hex(8), group)[0]
-        self._store = dist.PrefixStore(f"distca/{name}", dist.distributed_c10d._get_default_store())
-        self._backend: Any = self._connect()
+        self._reports = FaultReports(self._rank, host)
+        told = gather_text(f"{secrets.token_hex(8)}|{self._reports.address}", group, timeout)
+        names, addresses = zip(*(text.split("|") for text in told), strict=True)
+        self._reports.meet(addresses)
+        self._backend: Any = self._connect(f"distca/{names[0]}")
         self._reported = False
         _open.add(self)
 
-    def _connect(self) -> Any:
+    def _connect(self, name: str) -> Any:
         make: Callable[..., Any] = dist.ProcessGroupGloo if self._device.type == "cpu" else dist.ProcessGroupNCCL
-        store = dist.PrefixStore("group", self._store)
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        limit = timedelta(seconds=self._timeout)
         try:
-            return make(store, self._rank, self._ranks, timedelta(seconds=self._timeout))
-        except RuntimeError as error:
+            return _within(self._timeout + REPORT_SECONDS, lambda: make(store, self._rank, self._ranks, limit))
+        except (RuntimeError, TimeoutError) as error:
             raise PeerTimeoutError(f"init: rank {self._rank} could not connect to its peers: {error}") from error
 
     def all_to_all(
@@ -80,51 +91,37 @@ class Exchange:
         """Leaves the group after a fault of this rank; peers that wait for it learn of it at once."""
         if not self._reported:
             self._report(kind, text)
-        self._leave()
+        self._backend = None  # its connections close with it
+        self._reports.close()
+        _open.discard(self)
 
     def close(self) -> None:
         """Leaves the group in good order."""
         if self._pid == os.getpid() and self._backend is not None:
             self.abandon("", "")
 
-    def _leave(self) -> None:
-        self._backend = None  # its connections close with it
-        _open.discard(self)
-
     def _report(self, kind: str, text: str) -> None:
         """Tells the peers: the kind of a fault, "" for a rank that closes its context."""
+        self._reports.tell(kind, text)
         self._reported = True
-        try:
-            self._store.set(str(self._rank), json.dumps([kind, text]))
-        except RuntimeError:  # the store is gone with the process that held it
-            return
-
-    def _reports(self, others: list[int]) -> dict[int, tuple[str, str]]:
-        """What those of the ranks have reported that have."""
-        try:
-            found = [rank for rank in others if self._store.check([str(rank)])]
-            return {rank: tuple(json.loads(self._store.get(str(rank)))) for rank in found}
-        except RuntimeError:
-            return {}
 
     def _explain(self, error: RuntimeError) -> DistcaError:
         """Why an exchange broke: what a peer reports as its own fault, or which peers say nothing."""
         late = "timed out" in str(error).lower()
-        waiting = "waiting"  # broke off as the others did, and knows no cause
-        self._report(waiting, str(error))
-        others = [rank for rank in range(self._ranks) if rank != self._rank]
         deadline = time.monotonic() + REPORT_SECONDS
+        self._report(_WAITING, str(error))
+        others = others_of(self._rank, self._ranks)
         while True:
-            reports = self._reports(others)
+            left = deadline - time.monotonic()
+            reports = self._reports.heard(max(left, 0.0))
             for rank, (kind, text) in reports.items():
-                if kind != waiting:
+                if kind != _WAITING:
                     return _as_reported(rank, kind, text)
-            if len(reports) == len(others) or time.monotonic() > deadline:
+            if len(reports) == len(others) or left <= 0:
                 break
-            time.sleep(0.005)
         late |= any("timed out" in text.lower() for _, text in reports.values())
         silent = [rank for rank in others if rank not in reports]
-        names = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else "a peer"
+        names = names_of(silent) if silent else "a peer"
         if late:
             explained: DistcaError = PeerTimeoutError(f"waited {self._timeout:g} s for {names} to exchange rows")
         else:
@@ -165,13 +162,57 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def gather_text(text: str, group: dist.ProcessGroup) -> list[str]:
-    """All ranks' texts, over the group's own collective; bytes only, nothing is unpickled."""
+def others_of(rank: int, ranks: int) -> list[int]:
+    return [other for other in range(ranks) if other != rank]
+
+
+def names_of(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _within(seconds: float, make: Callable[[], Any]) -> Any:
+    """What `make` returns or raises; TimeoutError where that takes longer. Its thread is then left to itself."""
+    made: list[Any] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except Exception as error:
+            made.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not made:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return made[0]
+
+
+def gather_text(text: str, group: dist.ProcessGroup, timeout: float | None = None) -> list[str]:
+    """All ranks' texts, over the group's own collective; bytes only, nothing is unpickled.
+
+    Raises:
+        PeerDiedError, PeerTimeoutError: where a rank has gone, or does not come within `timeout` seconds (None: the
+            group's own timeout).
+    """
     data = text.encode()
     if len(data) > _TEXT_BYTES:
         raise InvalidArgumentError(f"init: a text of {len(data)} bytes; at most {_TEXT_BYTES} are expected")
     mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device=device_of(group))
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
+    options = dist.distributed_c10d.AllgatherOptions()
+    if timeout is not None:
+        options.timeout = timedelta(seconds=timeout)
+    try:
+        group.allgather([everyone], [mine], options).wait()
+    except RuntimeError as error:
+        rank = dist.get_rank(group)
+        names = names_of(others_of(rank, len(everyone)))
+        if "timed out" in str(error).lower():
+            limit = "" if timeout is None else f" {timeout:g} s"
+            raise PeerTimeoutError(f"init: rank {rank} waited{limit} in vain for {names} to come to it") from error
+        raise PeerDiedError(f"init: rank {rank} lost the connection to one of {names}: {error}") from error
     return [os.fsdecode(bytes(one.cpu().tolist()).rstrip(b"\0")) for one in everyone]

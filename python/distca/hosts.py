@@ -49,15 +49,16 @@ def _all_listen(tcp: _C.TcpListener | None, addresses: list[str]) -> _C.TcpListe
     return tcp
 
 
-def host_address(group: dist.ProcessGroup, address: str | None = None) -> str:
+def host_address(group: dist.ProcessGroup, address: str | None = None, timeout: float | None = None) -> str:
     """The numeric IPv4 or IPv6 address at which the other ranks reach this host. Collective over the group.
 
     That is the one by which this host reaches ``MASTER_ADDR``, or where that is not set or leads to the host itself
-    alone, the one that the host's own name stands for.
+    alone, the one that the host's own name stands for. Ranks of one host may reach each other by 127.0.0.1 alone.
 
     Args:
         group: the ranks.
         address: takes the place of all that; by default the environment's ``DISTCA_HOST_ADDRESS``, where it is set.
+        timeout: seconds to wait for the other ranks; None: the group's own timeout.
 
     Raises:
         InvalidArgumentError: on all ranks, where the address of one is not numeric or not known, or, with ranks on
@@ -65,10 +66,18 @@ def host_address(group: dist.ProcessGroup, address: str | None = None) -> str:
     """
     given = address or os.environ.get(ADDRESS_VARIABLE, "")
     candidates = [given] if given else _candidates()
-    told = [text.split("|") for text in gather_text("|".join([_host(), *candidates])[:500], group)]
+    told = [text.split("|") for text in gather_text("|".join([_host(), *candidates])[:500], group, timeout)]
     are_apart = len({host for host, *_ in told}) > 1
     chosen = [_choose(rank, theirs, are_apart) for rank, (_, *theirs) in enumerate(told)]
     return chosen[dist.get_rank(group)]
+
+
+def address_if_known(group: dist.ProcessGroup, timeout: float) -> str:
+    """`host_address`; empty on all ranks where one has none that is known."""
+    try:
+        return host_address(group, timeout=timeout)
+    except InvalidArgumentError:
+        return ""
 
 
 def _choose(rank: int, candidates: list[str], are_apart: bool) -> str:
@@ -94,7 +103,7 @@ def _choose(rank: int, candidates: list[str], are_apart: bool) -> str:
 def _candidates() -> list[str]:
     names = [os.environ.get("MASTER_ADDR"), socket.gethostname()]
     found = [_address_towards(name) for name in names if name]
-    return list(dict.fromkeys(one for one in found if one))
+    return list(dict.fromkeys([*(one for one in found if one), "127.0.0.1"]))
 
 
 def _address_towards(name: str) -> str | None:

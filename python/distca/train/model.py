@@ -39,6 +39,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
+_ONE_PARAMETER = 2.0**-20
+"""DDP's buckets in MB, so small that each holds one parameter. DDP changes larger ones after the first backward of a
+process, and with them the order in which three or more ranks add; a resumed run then differs in the last bits."""
+
 
 def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
     """The model, the same on every rank, whose attention layers take a plan. `vocabulary`: number of tokens.
@@ -143,7 +147,7 @@ def wrap(model: PreTrainedModel, config: TrainConfig) -> torch.nn.Module:
         for layer in _layers(model):
             layer.compile()
     if not config.fsdp:
-        return DistributedDataParallel(PingPong(model) if config.ping_pong else model)
+        return DistributedDataParallel(PingPong(model) if config.ping_pong else model, bucket_cap_mb=_ONE_PARAMETER)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in _layers(model):
         fully_shard(layer, mesh=mesh)
