@@ -101,6 +101,15 @@ class EmulatedGpu:
         self._call("synchronize")
 
     @contextmanager
+    def stream(self, number: int) -> Iterator[None]:
+        """Inside, this thread queues on a stream of its own of that number; 0 is the one that it has otherwise."""
+        self._library.use_stream(number)
+        try:
+            yield
+        finally:
+            self._library.use_stream(0)
+
+    @contextmanager
     def steps_do_not_wait(self) -> Iterator[None]:
         """Inside, they are only queued: keep all that they read and return, and look at nothing before a wait."""
         self._library.wait_after_steps(False)

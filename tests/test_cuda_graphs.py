@@ -85,7 +85,7 @@ def _compare(rank: int, plans: list[distca.Plan], context: distca.Context, all_r
 def test_launches_of_a_graph_with_other_plans_give_the_bits_of_steps_that_are_not_recorded(ranks: int) -> None:
     plans = _plans(ranks)
     all_ranks = threading.Barrier(ranks, timeout=120.0)
-    with loopback_group(plans, device="cuda") as contexts:
+    with loopback_group(plans, device="cuda", attention="own") as contexts:
         on_all_ranks(contexts, lambda rank, context: _compare(rank, plans, context, all_ranks))
 
 
@@ -105,7 +105,7 @@ def test_processes_launch_graphs_of_their_own() -> None:
 
 def test_a_replan_without_a_launch_since_the_one_before_is_refused() -> None:
     [plan, other] = _plans(1)[:2]
-    with loopback_group([plan, other], device="cuda", timeout=0.5) as [context]:
+    with loopback_group([plan, other], device="cuda", attention="own", timeout=0.5) as [context]:
         tensors = _tensors(0, 0)
         _step(plan, tensors, context)
         graph = torch.cuda.CUDAGraph()
@@ -124,7 +124,7 @@ def test_a_replan_without_a_launch_since_the_one_before_is_refused() -> None:
 def test_another_mask_is_refused() -> None:
     layout = distca.Layout.packed([ROWS], ranks=1, tokens_per_rank=ROWS)
     plan = distca.plan(layout, HEADS)
-    with loopback_group(plan, device="cuda") as [context]:
+    with loopback_group(plan, device="cuda", attention="own") as [context]:
         tensors = _tensors(0, 0)
         with context.record() as recording:
             _step(plan, tensors, context)

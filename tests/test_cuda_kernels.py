@@ -45,7 +45,7 @@ HEADS = {
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16))
     for dim, v_dim, q, kv in ((64, 64, 4, 2), (128, 128, 8, 1), (128, 128, 2, 2), (192, 128, 4, 2), (256, 256, 2, 1))
 }
-CUDA = {"device": "cuda"}
+CUDA = {"device": "cuda", "attention": "own"}
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,8 @@ def local(
 ) -> tuple[torch.Tensor, ...]:
     """out, lse, dq, dk, dv of distca.attention, on the CPU."""
     q, k, v = (t.cuda().detach().requires_grad_() for t in tensors[:3])
-    out, lse = distca.attention(q, k, v, torch.tensor(tasks, dtype=torch.int64).reshape(-1, 4), **options)
+    rows = torch.tensor(tasks, dtype=torch.int64).reshape(-1, 4)
+    out, lse = distca.attention(q, k, v, rows, attention="own", **options)
     out.backward(tensors[3].cuda())
     return tuple(t.detach().cpu() for t in (out, lse, q.grad, k.grad, v.grad))
 
@@ -137,5 +138,5 @@ def test_softcap_and_sinks_are_as_exact_as_pytorch(softcap: float, with_sinks: b
 
 
 def test_a_context_says_that_its_bits_do_not_depend_on_the_plan() -> None:
-    with distca.init(max_tokens=8, heads=HEADS["bf16 128/128, 8/1"], device="cuda", name="own") as context:
+    with distca.init(max_tokens=8, heads=HEADS["bf16 128/128, 8/1"], name="own", **CUDA) as context:
         assert context.plan_independent and context.attention == "distca's kernels for compute capability 9.0"

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import pytest
 import torch
@@ -42,6 +44,7 @@ from test_attention_features import eager_attention, random_sinks
 LENGTHS = (100, 3, 64, 130)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Tensors = list[torch.Tensor]
+T = TypeVar("T")
 
 
 def _assert_same(mine: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> None:
@@ -238,6 +241,75 @@ def test_own_attention_takes_sinks(own_gpu: EmulatedGpu) -> None:
         out = torch.cat(on_all_ranks(contexts, forward))
     exact = eager_attention(batch, torch.float64, 0.0, sinks)[0]
     assert ((out.double() - exact).square().mean() / exact.square().mean()).sqrt() < 2.0**-8
+
+
+# ---- attention in this process alone: the GPU's backend is what the CPU's operator calls "flash" here
+
+
+def _in_a_new_thread(work: Callable[[], T]) -> T:
+    """Each thread keeps the backends that its calls of distca.attention were made with."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def test_attention_on_two_streams_at_once_gives_what_it_gives_alone(own_gpu: EmulatedGpu) -> None:
+    operators = torch.ops.distca
+    batches = [random_batch((lengths,), OWN, seed) for seed, lengths in enumerate((300, 180))]
+    tasks = [torch.tensor([[0, *b.lengths, 0, *b.lengths]]) for b in batches]
+    options = {"deterministic": True, "attention": "flash"}
+
+    def forward(i: int) -> Tensors:
+        return operators.attention(batches[i].q, batches[i].k, batches[i].v, tasks[i], **options)
+
+    def backward(i: int, result: Tensors) -> Tensors:
+        b = batches[i]
+        return operators.attention_backward(b.dout, b.q, b.k, b.v, *result, tasks[i], **options)
+
+    def queued(work: Callable[[int], Tensors], streams: Sequence[int]) -> list[Tensors]:
+        results = []
+        for i, stream in enumerate(streams):
+            with own_gpu.stream(stream):
+                results.append(work(i))
+        for stream in streams:
+            with own_gpu.stream(stream):
+                own_gpu.synchronize()
+        return results
+
+    def run() -> None:
+        right = queued(forward, [0, 0])
+        gradients = queued(lambda i: backward(i, right[i]), [0, 0])
+        for _ in range(3):
+            for results, alone in (
+                (queued(forward, [1, 2]), right),
+                (queued(lambda i: backward(i, right[i]), [1, 2]), gradients),
+            ):
+                for mine, expected in zip(results, alone, strict=True):
+                    assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
+
+    _in_a_new_thread(run)
+
+
+def test_what_flash_attention_lacks_and_own_kernels_have_is_an_error_that_names_them(gpu: EmulatedGpu) -> None:
+    def error_of(dtype: torch.dtype) -> str:
+        q, k, v = (torch.zeros(3, heads, 16, dtype=dtype) for heads in (4, 2, 2))
+        with pytest.raises(distca.InvalidArgumentError) as error:
+            distca.attention(q, k, v, softcap=2.0, attention="flash")
+        return str(error.value)
+
+    bf16, fp32 = _in_a_new_thread(lambda: [error_of(dtype) for dtype in (torch.bfloat16, torch.float32)])
+    assert bf16 == "softcap = 2; what stands for flash attention has none; distca's own kernels take it: " + (
+        'attention="own"'
+    )
+    assert fp32 == "softcap = 2; what stands for flash attention has none"
+
+
+def test_what_own_kernels_lack_is_an_error_that_says_what_they_take(own_gpu: EmulatedGpu) -> None:
+    def attend() -> None:
+        q, k, v = torch.zeros(3, 3, 2, 16).unbind()
+        distca.attention(q, k, v, attention="flash")
+
+    with pytest.raises(distca.InvalidArgumentError, match='attention = "own": .* take bfloat16 and float16, not float32'):
+        _in_a_new_thread(attend)
 
 
 # ---- faults

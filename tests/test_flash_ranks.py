@@ -194,7 +194,7 @@ def test_a_device_that_is_not_there_is_named(device: str, error: type[Exception]
 
 
 def test_another_kind_of_attention_is_refused() -> None:
-    with pytest.raises(distca.InvalidArgumentError, match='attention = "slow"; "auto" and "flash" are allowed'):
+    with pytest.raises(distca.InvalidArgumentError, match='attention = "slow"; "auto", "own" and "flash" are allowed'):
         distca.init(max_tokens=8, heads=BF16, attention="slow")
 
 

@@ -31,8 +31,6 @@ namespace {
 
 using Milliseconds = std::chrono::milliseconds;
 
-constexpr Milliseconds kConnecting{120'000};
-
 runtime::ContextOptions context_options(std::string name, int64_t slot_bytes, double timeout,
                                         const plan::CostModel& cost, int64_t epoch) {
   require(timeout > 0 && timeout < 1e9, "context: timeout = ", timeout, " s; a positive number of seconds is expected");
@@ -107,7 +105,7 @@ std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& n
     }
   }
   std::vector<std::shared_ptr<Memory>> memories;
-  if (device != "cpu" || attention != "auto") memories.assign(backends.begin(), backends.end());
+  if (device != "cpu" || attention == "flash") memories.assign(backends.begin(), backends.end());
   auto transports =
       queues.empty()
           ? transport::make_loopback(static_cast<int>(n), needs.heap_bytes, needs.num_signals, memories)
@@ -181,20 +179,32 @@ py::bytes make_nvshmem_id() {
   return {reinterpret_cast<const char*>(id.data()), id.size()};
 }
 
-ContextPtr make_nvshmem_context(int rank, int num_ranks, const std::string& unique_id, int device,
-                                const std::string& attention, std::string name, int64_t slot_bytes, double timeout,
-                                const plan::CostModel& cost, int64_t epoch, const Listener& listener,
-                                const std::vector<std::string>& addresses, int put_blocks) {
+std::string nvshmem_problem(int rank, int num_ranks, int device) {
+  const transport::NvshmemLibrary& library = need_nvshmem();
+  return library.problem({rank, num_ranks, device});
+}
+
+void join_nvshmem(int rank, int num_ranks, int device, const std::string& unique_id) {
+  const transport::NvshmemLibrary& library = need_nvshmem();
+  transport::NvshmemId id;
+  require(unique_id.size() == id.size(), "NVSHMEM's unique id has ", id.size(), " bytes, not ", unique_id.size());
+  std::memcpy(id.data(), unique_id.data(), unique_id.size());
+  const py::gil_scoped_release release;
+  library.join({rank, num_ranks, device}, id);
+}
+
+ContextPtr make_nvshmem_context(int rank, int num_ranks, int device, const std::string& attention, std::string name,
+                                int64_t slot_bytes, double timeout, double connect_timeout, const plan::CostModel& cost,
+                                int64_t epoch, const Listener& listener, const std::vector<std::string>& addresses,
+                                int put_blocks) {
   const transport::NvshmemLibrary& library = need_nvshmem();
   const auto options = context_options(std::move(name), slot_bytes, timeout, cost, epoch);
-  transport::NvshmemGroup group{.rank = rank, .num_ranks = num_ranks, .device = device};
-  require(unique_id.size() == group.unique_id.size(), "NVSHMEM's unique id has ", group.unique_id.size(),
-          " bytes, not ", unique_id.size());
-  std::memcpy(group.unique_id.data(), unique_id.data(), unique_id.size());
+  const transport::NvshmemGroup group{.rank = rank, .num_ranks = num_ranks, .device = device};
   const runtime::HeapNeeds needs = runtime::heap_needs(num_ranks, slot_bytes);
   const py::gil_scoped_release release;
+  auto control = connect_control(listener, rank, addresses, needs.num_signals,
+                                 Milliseconds(static_cast<int64_t>(connect_timeout * 1e3)));
   runtime::Device mine = runtime::make_device(message("cuda:", device), attention, options.timeout, put_blocks);
-  auto control = connect_control(listener, rank, addresses, needs.num_signals, kConnecting);
   auto transport = library.connect(group, needs.heap_bytes, needs.num_signals, needs.send_arena_bytes,
                                    std::move(control), std::move(mine.streams));
   return register_context(std::move(transport), options, {}, std::move(mine.backend));
@@ -356,9 +366,9 @@ void bind_contexts(py::module_& m) {
         py::arg("addresses"), py::arg("device"), py::arg("attention"), py::arg("put_blocks"), py::arg("name"),
         py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"), py::arg("epoch"));
   m.def("connect_nvshmem", &make_nvshmem_context, py::kw_only(), py::arg("rank"), py::arg("num_ranks"),
-        py::arg("unique_id"), py::arg("device"), py::arg("attention"), py::arg("name"), py::arg("slot_bytes"),
-        py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("listener").none(false), py::arg("addresses"),
-        py::arg("put_blocks"));
+        py::arg("device"), py::arg("attention"), py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"),
+        py::arg("connect_timeout"), py::arg("cost"), py::arg("epoch"), py::arg("listener").none(false),
+        py::arg("addresses"), py::arg("put_blocks"));
   m.def("connect_shm", &make_shm_context, py::kw_only(), py::arg("listener"), py::arg("rank"), py::arg("addresses"),
         py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"),
         py::arg("epoch"), py::arg("reorder_seed") = std::nullopt, py::arg("progress_thread") = false,
@@ -371,6 +381,10 @@ void bind_contexts(py::module_& m) {
   m.def("nvshmem_status", &nvshmem_status,
         "Version of NVSHMEM and an empty text, or an empty text and why there is no libdistca_nvshmem.");
   m.def("nvshmem_unique_id", &make_nvshmem_id);
+  m.def("nvshmem_problem", &nvshmem_problem, py::arg("rank"), py::arg("num_ranks"), py::arg("device"),
+        "Why this process cannot be that rank of NVSHMEM on that device; empty where nothing is known against it.");
+  m.def("nvshmem_join", &join_nvshmem, py::arg("rank"), py::arg("num_ranks"), py::arg("device"), py::arg("unique_id"),
+        "Begins NVSHMEM with these ranks; all of them call it.");
 }
 
 }  // namespace distca::python

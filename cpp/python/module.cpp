@@ -7,6 +7,7 @@
 #include "attention/peak.h"
 #include "common/error.h"
 #include "python/bindings.h"
+#include "runtime/backend.h"
 #include "runtime/cuda_library.h"
 
 namespace py = pybind11;
@@ -36,9 +37,23 @@ double measure_peak_flops(int64_t dtype, int num_threads, double seconds) {
   return attention::measure_peak_flops(static_cast<DType>(dtype), num_threads, seconds);
 }
 
+/// Empty where the library's own kernels compute attention over such heads on that GPU.
+std::string own_attention_problem(int64_t q_heads, int64_t kv_heads, int64_t dim, int64_t v_dim, int64_t dtype,
+                                  int device) {
+  require(dtype >= 0 && dtype < kNumDTypes, "attention: dtype number ", dtype);
+  const runtime::CudaLibrary* const library = runtime::cuda_library();
+  if (library == nullptr) return message("libdistca_cuda is not there: ", runtime::cuda_library_problem());
+  return library->own_attention_problem({q_heads, kv_heads, dim, v_dim, static_cast<DType>(dtype)}, device);
+}
+
 void bind_machine(py::module_& m) {
   m.def("cuda_status", &cuda_status,
         "Whether libdistca_cuda is there, how many GPUs it finds, and why not where there is none.");
+  m.def("chosen_attention", &runtime::chosen_attention, py::arg("argument"), py::arg("device"),
+        "What computes attention there, \"own\" or \"flash\", by an argument or else the environment.");
+  m.def("own_attention_problem", &own_attention_problem, py::arg("q_heads"), py::arg("kv_heads"), py::arg("dim"),
+        py::arg("v_dim"), py::arg("dtype"), py::arg("device"),
+        "Why the library's own kernels do not compute attention over such heads on that GPU; empty where they do.");
   m.def("cpu_isa", [] { return std::string(attention::CpuAttention().isa()); });
   m.def("measure_peak_flops", &measure_peak_flops, py::arg("dtype"), py::arg("num_threads"), py::arg("seconds"),
         py::call_guard<py::gil_scoped_release>());

@@ -200,6 +200,7 @@ void bind_plan(py::module_& m) {
 }  // namespace
 
 void bind_plans(py::module_& m) {
+  m.attr("PLAN_FORMAT") = plan::kFormatVersion;
   bind_layout(m);
   bind_plan(m);
   m.def("validate_plan", &validate_words, py::arg("words"),

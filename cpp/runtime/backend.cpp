@@ -1,5 +1,6 @@
 #include "runtime/backend.h"
 
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <new>
@@ -57,11 +58,20 @@ Makers& makers() {
   return *instance;
 }
 
-void check_asked(const std::string& device, const std::string& attention) {
-  require(attention == "auto" || attention == "flash", "attention = \"", attention,
-          "\"; \"auto\" and \"flash\" are allowed");
-  require((device == "cpu" && attention == "auto") || makers().backend != nullptr, "device \"", device,
-          "\" with attention \"", attention, "\" needs the operators; import distca first");
+constexpr const char* kVariable = "DISTCA_ATTENTION";
+
+void check_choice(const char* what, std::string_view attention) {
+  require(attention == "auto" || attention == "own" || attention == "flash", what, " = \"", attention,
+          "\"; \"auto\", \"own\" and \"flash\" are allowed");
+}
+
+/// Whether the CPU's kernel computes.
+bool check_asked(const std::string& device, const std::string& attention) {
+  check_choice("attention", attention);
+  const bool by_cpu = device == "cpu" && attention != "flash";
+  require(by_cpu || makers().backend != nullptr, "device \"", device, "\" with attention \"", attention,
+          "\" needs the operators; import distca first");
+  return by_cpu;
 }
 
 }  // namespace
@@ -75,18 +85,26 @@ void Backend::run(std::span<const RowWork> rows) {
   }
 }
 
+std::string chosen_attention(std::optional<std::string_view> argument, std::string_view device) {
+  const char* const variable = std::getenv(kVariable);
+  if (argument)
+    check_choice("attention", *argument);
+  else if (variable != nullptr)
+    check_choice(kVariable, variable);
+  if (device == "cpu") return argument == "flash" ? "flash" : "own";
+  return argument.value_or(variable != nullptr ? variable : "auto") == "own" ? "own" : "flash";
+}
+
 Makers set_makers(Makers those) { return std::exchange(makers(), std::move(those)); }
 
 std::shared_ptr<Backend> make_backend(const std::string& device, const std::string& attention) {
-  check_asked(device, attention);
-  if (device == "cpu" && attention == "auto") return std::make_shared<CpuBackend>();
+  if (check_asked(device, attention)) return std::make_shared<CpuBackend>();
   return makers().backend(device, attention, nullptr);
 }
 
 Device make_device(const std::string& device, const std::string& attention, std::chrono::milliseconds timeout,
                    int put_blocks) {
-  check_asked(device, attention);
-  if (device == "cpu" && attention == "auto") {
+  if (check_asked(device, attention)) {
     const auto streams = std::make_shared<transport::HostStreams>(timeout);
     return {make_queued_backend(streams), streams};
   }

@@ -5,8 +5,10 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "attention/attention.h"
 #include "common/memory.h"
@@ -39,6 +41,10 @@ class DISTCA_EXPORT Backend : public Memory {
   /// Throws the error that names what is supported, unless attention over such heads is.
   virtual void check(const HeadShape& heads, float softcap) const = 0;
 
+  /// Memory of any content, aligned to 256 bytes, for what is queued next on the device's current stream: the caller
+  /// may let go of it as soon as that is queued, and no work on another stream gets it meanwhile.
+  virtual std::shared_ptr<std::byte> scratch(int64_t bytes) { return allocate(bytes); }
+
   /// The sums of a round; returned tensors are of `dtype`.
   virtual void reduce(const ReduceTable& table, DType dtype) = 0;
   virtual void fill(const RowView& rows, const RowExtent& n, Fill value) = 0;
@@ -52,8 +58,13 @@ class DISTCA_EXPORT Backend : public Memory {
   virtual void backward(const attention::Problem& problem, const Parallel& parallel) = 0;
 };
 
-/// Attention that a context is asked for: "auto" is the library's own kernels where there are some, else "flash",
-/// ATen's flash attention. Its work is queued on `streams`; where they are null, on the device's current stream.
+/// Who computes attention: "own" is this library's kernels, "flash" ATen's flash attention, and "auto" is "own" on the
+/// CPU and "flash" on a GPU, where the own kernels have not been verified yet. The result is "own" or "flash": what
+/// `argument` says, or without one DISTCA_ATTENTION, which is about GPUs alone, or without that "auto".
+/// InvalidArgumentError for any other word.
+DISTCA_EXPORT std::string chosen_attention(std::optional<std::string_view> argument, std::string_view device);
+
+/// `attention` is one of these words. Work is queued on `streams`; where they are null, on the device's current stream.
 using MakeBackend = std::function<std::shared_ptr<Backend>(const std::string& device, const std::string& attention,
                                                            std::shared_ptr<transport::Streams> streams)>;
 
@@ -71,8 +82,8 @@ struct Makers {
 /// Of the library of operators, when it is loaded. Returns those before.
 DISTCA_EXPORT Makers set_makers(Makers makers);
 
-/// What steps of one rank are queued on, and the backend that queues its work there. On "cpu" with attention "auto"
-/// threads stand for streams. Null streams where libdistca_cuda is missing: such a device's steps are the host's.
+/// What steps of one rank are queued on, and the backend that queues its work there. On "cpu" threads stand for streams,
+/// unless attention is "flash". Null streams where libdistca_cuda is missing: such a device's steps are the host's.
 struct Device {
   std::shared_ptr<Backend> backend;
   std::shared_ptr<transport::Streams> streams;

@@ -25,8 +25,10 @@ struct CudaLibrary {
   Devices (*devices)();
   /// Compute capability of a device, 10 * major + minor.
   int (*capability)(int device);
-  /// The backend of a rank on that device, over the one by ATen's operators; with the library's own kernels for
-  /// attention or without. `streams`: those of make_streams on which it queues its work, or null.
+  /// Why the library's own kernels do not compute attention over such heads on that device; empty where they do.
+  std::string (*own_attention_problem)(const HeadShape& heads, int device);
+  /// The backend of a rank on that device, over the one by ATen's operators, which also computes attention unless
+  /// `own_attention`. `streams`: those of make_streams on which it queues its work, or null.
   std::shared_ptr<Backend> (*make_backend)(std::shared_ptr<Backend> aten, int device, CurrentStream current_stream,
                                            bool own_attention, const std::shared_ptr<transport::Streams>& streams);
   /// The streams of a rank on that device. `put_blocks` thread blocks carry out a put; 0: as many as keep a link busy.

@@ -18,6 +18,7 @@ class WrappingBackend : public Backend {
   bool plan_independent(const HeadShape& heads) const override { return inner_->plan_independent(heads); }
   void check(const HeadShape& heads, float softcap) const override { inner_->check(heads, softcap); }
   std::shared_ptr<std::byte> allocate(int64_t bytes) override { return inner_->allocate(bytes); }
+  std::shared_ptr<std::byte> scratch(int64_t bytes) override { return inner_->scratch(bytes); }
   void copy(const RowView& to, const RowView& from, const RowExtent& n) override { inner_->copy(to, from, n); }
   void finish() override { inner_->finish(); }
   void reduce(const ReduceTable& table, DType dtype) override { inner_->reduce(table, dtype); }

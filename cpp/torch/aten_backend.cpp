@@ -81,13 +81,9 @@ class AtenBackend final : public runtime::Backend {
   bool plan_independent(const HeadShape&) const override { return false; }
   void check(const HeadShape& heads, float softcap) const override { check_flash(anchor_, heads, softcap); }
 
-  std::shared_ptr<std::byte> allocate(int64_t bytes) override {
-    auto owner = std::make_shared<Tensor>(empty({bytes + kAlignment}, ScalarType::Byte));
-    torch::stable::zero_(*owner);
-    const auto address = reinterpret_cast<uintptr_t>(owner->data_ptr());
-    auto* const aligned = reinterpret_cast<std::byte*>((address + kAlignment - 1) / kAlignment * kAlignment);
-    return {aligned, [owner](std::byte*) {}};
-  }
+  std::shared_ptr<std::byte> allocate(int64_t bytes) override { return memory(bytes, /*is_zero=*/true); }
+  /// PyTorch's allocator gives a tensor's memory to later work of the same stream alone.
+  std::shared_ptr<std::byte> scratch(int64_t bytes) override { return memory(bytes, /*is_zero=*/false); }
 
   void copy(const RowView& to, const RowView& from, const RowExtent& n) override {
     if (n.bytes() == 0) return;
@@ -176,6 +172,14 @@ class AtenBackend final : public runtime::Backend {
 
   static bool words_of_4(const RowView& v) {
     return (reinterpret_cast<uintptr_t>(v.data) | static_cast<uintptr_t>(v.row_stride | v.head_stride)) % 4 == 0;
+  }
+
+  std::shared_ptr<std::byte> memory(int64_t bytes, bool is_zero) const {
+    auto owner = std::make_shared<Tensor>(empty({bytes + kAlignment}, ScalarType::Byte));
+    if (is_zero) torch::stable::zero_(*owner);
+    const auto address = reinterpret_cast<uintptr_t>(owner->data_ptr());
+    auto* const aligned = reinterpret_cast<std::byte*>((address + kAlignment - 1) / kAlignment * kAlignment);
+    return {aligned, [owner](std::byte*) {}};
   }
 
   Tensor empty(std::vector<int64_t> sizes, ScalarType type) const {
@@ -304,8 +308,10 @@ struct Registration {
       const Device device = device_of(name);
       std::shared_ptr<runtime::Backend> aten = std::make_shared<AtenBackend>(device);
       const runtime::CudaLibrary* const library = device.is_cpu() ? nullptr : runtime::cuda_library();
+      require<DeviceError>(library != nullptr || attention != "own", "attention = \"own\" needs libdistca_cuda: ",
+                           runtime::cuda_library_problem());
       if (library == nullptr) return aten;
-      return library->make_backend(aten, device.index(), &gpu_stream, attention == "auto", streams);
+      return library->make_backend(aten, device.index(), &gpu_stream, attention == "own", streams);
     };
     const auto make_streams = [](const std::string& name, std::chrono::milliseconds timeout, int put_blocks) {
       const Device device = device_of(name);

@@ -9,12 +9,15 @@
 #include <limits>
 #include <map>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "attention/attention.h"
 #include "runtime/backend.h"
 #include "torch/flash.h"
 #include "torch/local_tasks.h"
+#include "torch/memory.h"
 #include "torch/tensors.h"
 
 namespace distca::ops {
@@ -22,25 +25,37 @@ namespace {
 
 using attention::kKeyBlockRows;
 
-/// Scratch of one thread's local attention; only grows.
+/// What one thread's local attention has on the host, for one device and one who computes; used again by every call.
 struct Workspace {
   std::vector<LocalTask> sorted;
   std::vector<attention::Task> tasks;
   std::vector<attention::KeyGroup> groups;
   std::vector<attention::KeyGradRun> grads;
   std::vector<int64_t> blocks;
-  std::shared_ptr<std::byte> delta;
-  int64_t delta_bytes = 0;
   std::shared_ptr<runtime::Backend> backend;
 };
 
-/// Of this thread, for the device of `like`.
-Workspace& workspace(const Tensor& like) {
-  thread_local std::map<std::string, Workspace> instances;
+/// `attention` is what the operator was given.
+Workspace& workspace(const Tensor& like, std::optional<StringHandle> attention) {
+  thread_local std::map<std::pair<std::string, std::string>, Workspace> instances;
+  std::optional<Text> text;
+  if (attention) text.emplace(*attention);
   const std::string device = device_name(like);
-  Workspace& w = instances[device];
-  if (!w.backend) w.backend = runtime::make_backend(device, "auto");
+  const std::string chosen = runtime::chosen_attention(text ? std::optional(std::string_view(*text)) : std::nullopt, device);
+  Workspace& w = instances[{device, chosen}];
+  if (!w.backend) w.backend = runtime::make_backend(device, chosen);
   return w;
+}
+
+/// The same, where it takes such heads, as a context does.
+Workspace& checked_workspace(const Tensor& q, const Tensor& k, const Tensor& v, double softcap,
+                             std::optional<StringHandle> attention) {
+  return *guarded([&] {
+    const HeadShape heads = heads_of(q, k, v);
+    Workspace& w = workspace(q, attention);
+    w.backend->check(heads, checked_softcap(softcap));
+    return &w;
+  });
 }
 
 /// Groups the sorted tasks by document.
@@ -83,12 +98,11 @@ int64_t covered_rows(const Workspace& w) {
 }
 
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
-                                             std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
-                                             bool deterministic) {
+                                             const std::optional<Tensor>& sinks, std::optional<double> scale,
+                                             double softcap, bool deterministic, Workspace& w) {
   return guarded([&] {
     const HeadShape heads = heads_of(q, k, v);
     const float factor = scale_or_default(scale, heads), cap = checked_softcap(softcap);
-    Workspace& w = workspace(q);
     read_tasks(w.sorted, tasks, q.size(0), k.size(0));
     group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"), sinks_of(sinks, heads).data());
     Tensor out = empty_rows(q, q.size(0), heads.q_heads, heads.v_dim);
@@ -110,8 +124,9 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
 
 std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, const Tensor& q, const Tensor& k,
                                                       const Tensor& v, const Tensor& out, const Tensor& lse,
-                                                      const Tensor& tasks, std::optional<Tensor> sinks,
-                                                      std::optional<double> scale, double softcap, bool deterministic) {
+                                                      const Tensor& tasks, const std::optional<Tensor>& sinks,
+                                                      std::optional<double> scale, double softcap, bool deterministic,
+                                                      Workspace& w) {
   return guarded([&] {
     const HeadShape heads = heads_of(q, k, v);
     const float factor = scale_or_default(scale, heads), cap = checked_softcap(softcap);
@@ -125,7 +140,6 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
     check_device_of(q, lse, "lse");
     require(lse.size(0) == rows && lse.size(1) == heads.q_heads, "lse has shape ", shape_of(lse), "; [", rows, ", ",
             heads.q_heads, "] is expected");
-    Workspace& w = workspace(q);
     read_tasks(w.sorted, tasks, rows, k.size(0));
     group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"), sinks_of(sinks, heads).data());
     Tensor dq = empty_rows(q, rows, heads.q_heads, heads.dim);
@@ -138,11 +152,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
       torch::stable::zero_(dk);
       torch::stable::zero_(dv);
     }
-    if (const int64_t bytes = rows * heads.q_heads * 4; bytes > w.delta_bytes) {
-      w.delta = w.backend->allocate(bytes);
-      w.delta_bytes = bytes;
-    }
-    const RowView delta{w.delta.get(), heads.q_heads * 4, 4};
+    const std::shared_ptr<std::byte> deltas = w.backend->scratch(rows * heads.q_heads * 4);
+    const RowView delta{deltas.get(), heads.q_heads * 4, 4};
     w.backend->row_dot(heads, rows, rows_of(out, "out"), rows_of(dout, "dout"), delta, torch_threads());
     for (size_t i = 0; i < w.tasks.size(); ++i) {
       const int64_t row = w.sorted[i].q_begin;
@@ -164,28 +175,41 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
   });
 }
 
-/// Whether the library has a kernel of its own for the GPU and the heads; else ATen computes, straight from the
-/// tensors.
-bool has_kernel(const Tensor& q, const Tensor& k, const Tensor& v) {
-  return guarded([&] { return workspace(q).backend->plan_independent(heads_of(q, k, v)); });
+std::tuple<Tensor, Tensor> cpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
+                                       std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
+                                       bool deterministic, std::optional<StringHandle> attention) {
+  Workspace& w = checked_workspace(q, k, v, softcap, attention);
+  return attention_forward(q, k, v, tasks, sinks, scale, softcap, deterministic, w);
+}
+std::tuple<Tensor, Tensor, Tensor> cpu_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                                                const Tensor& out, const Tensor& lse, const Tensor& tasks,
+                                                std::optional<Tensor> sinks, std::optional<double> scale,
+                                                double softcap, bool deterministic,
+                                                std::optional<StringHandle> attention) {
+  Workspace& w = checked_workspace(q, k, v, softcap, attention);
+  return attention_backward(dout, q, k, v, out, lse, tasks, sinks, scale, softcap, deterministic, w);
 }
 
+/// ATen computes straight from the tensors.
 std::tuple<Tensor, Tensor> gpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
                                        std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
-                                       bool deterministic) {
-  if (!has_kernel(q, k, v)) return attention_by_flash(q, k, v, tasks, sinks, scale, softcap, deterministic);
+                                       bool deterministic, std::optional<StringHandle> attention) {
+  Workspace& w = checked_workspace(q, k, v, softcap, attention);
+  if (!w.backend->plan_independent(heads_of(q, k, v)))
+    return attention_by_flash(q, k, v, tasks, sinks, scale, softcap, deterministic);
   return attention_forward(aligned_rows(q), aligned_rows(k), aligned_rows(v), tasks, on_host(sinks), scale, softcap,
-                           deterministic);
+                           deterministic, w);
 }
-
 std::tuple<Tensor, Tensor, Tensor> gpu_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                                 const Tensor& out, const Tensor& lse, const Tensor& tasks,
                                                 std::optional<Tensor> sinks, std::optional<double> scale,
-                                                double softcap, bool deterministic) {
-  if (!has_kernel(q, k, v))
+                                                double softcap, bool deterministic,
+                                                std::optional<StringHandle> attention) {
+  Workspace& w = checked_workspace(q, k, v, softcap, attention);
+  if (!w.backend->plan_independent(heads_of(q, k, v)))
     return attention_by_flash_backward(dout, q, k, v, out, lse, tasks, sinks, scale, softcap, deterministic);
   return attention_backward(aligned_rows(with_dense_rows(dout)), aligned_rows(q), aligned_rows(k), aligned_rows(v), out,
-                            lse, tasks, on_host(sinks), scale, softcap, deterministic);
+                            lse, tasks, on_host(sinks), scale, softcap, deterministic, w);
 }
 
 /// Of either operator: all that it takes lies at home.
@@ -211,17 +235,17 @@ Tensor sink_gradient(const Tensor& dout_any, const Tensor& out, const Tensor& ls
 STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
   m.def(
       "attention(Tensor q, Tensor k, Tensor v, Tensor tasks, Tensor? sinks=None, *, float? scale=None, "
-      "float softcap=0., bool deterministic=False) -> (Tensor out, Tensor lse)");
+      "float softcap=0., bool deterministic=False, str? attention=None) -> (Tensor out, Tensor lse)");
   m.def(
       "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor tasks, "
-      "Tensor? sinks=None, *, float? scale=None, float softcap=0., bool deterministic=False) -> "
-      "(Tensor dq, Tensor dk, Tensor dv)");
+      "Tensor? sinks=None, *, float? scale=None, float softcap=0., bool deterministic=False, "
+      "str? attention=None) -> (Tensor dq, Tensor dk, Tensor dv)");
   m.def("sink_gradient(Tensor dout, Tensor out, Tensor lse, Tensor sinks) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(distca, CPU, m) {
-  m.impl("attention", TORCH_BOX(&attention_forward));
-  m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("attention", TORCH_BOX(&cpu_forward));
+  m.impl("attention_backward", TORCH_BOX(&cpu_backward));
   m.impl("sink_gradient", TORCH_BOX(&sink_gradient));
 }
 

@@ -15,12 +15,13 @@ namespace distca::transport {
 
 using NvshmemId = std::array<std::byte, 128>;
 
-/// One rank of a group that finds itself by the id that rank 0 made.
+/// A rank of a group, and its device.
 struct NvshmemGroup {
   int rank = 0;
   int num_ranks = 1;
-  NvshmemId unique_id = {};
   int device = 0;
+
+  bool operator==(const NvshmemGroup&) const = default;
 };
 
 /// What the library offers.
@@ -29,7 +30,12 @@ struct NvshmemLibrary {
   std::string (*version)();
   /// Made on one rank, and taken to the others by any channel.
   NvshmemId (*unique_id)();
-  /// All ranks call it with the same sizes. Steps are queued on `streams`; `control` is a transport between the hosts.
+  /// Why this process cannot be that rank, as far as it is known before its peers are asked; empty where it can.
+  std::string (*problem)(const NvshmemGroup& group);
+  /// Begins NVSHMEM with these ranks, who all call it with the id that one of them made. DeviceError where it does not
+  /// begin: the other ranks do not learn that by this.
+  void (*join)(const NvshmemGroup& group, const NvshmemId& id);
+  /// All ranks, who have joined, call it with the same sizes. Steps are queued on `streams`; `control` is a transport between the hosts.
   std::unique_ptr<Transport> (*connect)(const NvshmemGroup& group, int64_t heap_bytes, int64_t num_signals,
                                         int64_t send_arena_bytes, std::unique_ptr<Transport> control,
                                         std::shared_ptr<Streams> streams);

@@ -9,20 +9,26 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kPageBytes = 4096;
-constexpr int64_t kCardBytes = sizeof(Streams::Card);
 /// How long a rank that closes waits for the others to let go of its memory; else it keeps it until the process ends.
 constexpr std::chrono::seconds kLettingGo{2};
 
 constexpr int64_t whole_pages(int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 
-/// A card travels in signal words behind those of the steps: 4 bytes each, and a bit that says that they came, for
+/// What a rank tells each other one: how to reach its memory, and how large the heap is that lies there.
+struct Offer {
+  Streams::Card card;
+  int64_t heap_bytes;
+};
+static_assert(sizeof(Offer) == sizeof(Streams::Card) + 8);
+
+/// An offer travels in signal words behind those of the steps: 4 bytes each, and a bit that says that they came, for
 /// signals may overtake each other.
-constexpr int64_t kCardWords = kCardBytes / 4;
+constexpr int64_t kOfferWords = sizeof(Offer) / 4;
 constexpr uint64_t kCame = uint64_t{1} << 32;
 
 /// Of those that steps leave alone, for theirs are on the devices.
 int64_t let_go_word(int64_t rank) { return rank; }
-int64_t card_word(int64_t num_words, int64_t rank, int64_t index) { return num_words + rank * kCardWords + index; }
+int64_t offer_word(int64_t num_words, int64_t rank, int64_t index) { return num_words + rank * kOfferWords + index; }
 
 /// The memory of all ranks as this process sees it.
 class SharedHeaps {
@@ -69,48 +75,65 @@ class SharedHeaps {
   std::vector<std::shared_ptr<std::byte>> opened_;
 };
 
-/// Gives this rank's card to all others.
-void hand_out(Transport& control, int64_t num_words, const Streams::Card& card) {
+/// Makes this rank's offer to all others.
+void hand_out(Transport& control, int64_t num_words, const Offer& offer) {
   for (int p = 0; p < control.num_ranks(); ++p) {
     if (p == control.rank()) continue;
-    for (int64_t i = 0; i < kCardWords; ++i) {
+    for (int64_t i = 0; i < kOfferWords; ++i) {
       uint32_t part;
-      std::memcpy(&part, card.data() + 4 * i, sizeof(part));
-      control.signal(p, card_word(num_words, control.rank(), i), kCame | part);
+      std::memcpy(&part, reinterpret_cast<const std::byte*>(&offer) + 4 * i, sizeof(part));
+      control.signal(p, offer_word(num_words, control.rank(), i), kCame | part);
     }
   }
 }
 
-Streams::Card card_of(Transport& control, int64_t num_words, int peer, Clock::time_point deadline) {
-  Streams::Card card;
-  for (int64_t i = 0; i < kCardWords; ++i) {
-    const int64_t word = card_word(num_words, peer, i);
+Offer offer_of(Transport& control, int64_t num_words, int peer, Clock::time_point deadline) {
+  Offer offer;
+  for (int64_t i = 0; i < kOfferWords; ++i) {
+    const int64_t word = offer_word(num_words, peer, i);
     const bool came = control.wait(word, kCame, deadline, [&] {
-      require<PeerDiedError>(!control.departed(peer), "rank ", peer, " is gone before its memory could be reached");
+      // One that is gone may have said all before it went.
+      require<PeerDiedError>(!control.departed(peer) || control.load(word) >= kCame, "rank ", peer,
+                             " is gone before its memory could be reached");
     });
     require<PeerTimeoutError>(came, "rank ", peer, " does not share its memory");
     const auto part = static_cast<uint32_t>(control.load(word));
-    std::memcpy(card.data() + 4 * i, &part, sizeof(part));
+    std::memcpy(reinterpret_cast<std::byte*>(&offer) + 4 * i, &part, sizeof(part));
   }
-  return card;
+  return offer;
+}
+
+/// Those of all ranks but this one. A rank computes the addresses in its peers' heaps from the size of its own.
+std::vector<Offer> take_offers(Transport& control, int64_t num_words, int64_t heap_bytes, Clock::time_point deadline) {
+  std::vector<Offer> offers(static_cast<size_t>(control.num_ranks()));
+  for (int p = 0; p < control.num_ranks(); ++p) {
+    if (p == control.rank()) continue;
+    const Offer& offer = offers[static_cast<size_t>(p)] = offer_of(control, num_words, p, deadline);
+    require(offer.heap_bytes == heap_bytes, "rank ", p, " has a heap of ", offer.heap_bytes, " bytes, rank ",
+            control.rank(), " one of ", heap_bytes,
+            "; give all ranks the same heap_bytes, or the same max_tokens and heads");
+  }
+  return offers;
 }
 
 }  // namespace
 
-int64_t control_words(int num_ranks, int64_t num_words) { return num_words + num_ranks * kCardWords; }
+int64_t control_words(int num_ranks, int64_t num_words) { return num_words + num_ranks * kOfferWords; }
 
 std::unique_ptr<Transport> share_heaps(const char* name, std::unique_ptr<Transport> control,
                                        std::shared_ptr<Streams> streams, int64_t heap_bytes, int64_t num_words,
                                        Clock::time_point deadline) {
   const int64_t words_bytes = whole_pages(num_words * 8), bytes = words_bytes + whole_pages(heap_bytes);
   Streams::Shared own = streams->allocate_shared(bytes);
-  hand_out(*control, num_words, own.card);
+  hand_out(*control, num_words, {own.card, heap_bytes});
+  // Nobody opens the memory of another before all offers were compared, so a rank that refuses may free its own.
+  const std::vector<Offer> offers = take_offers(*control, num_words, heap_bytes, deadline);
   auto heaps = std::make_shared<SharedHeaps>(*control, std::move(own));
   DeviceHeaps ranks{.ranks = {}, .heap_bytes = heap_bytes, .num_words = num_words, .owner = heaps};
   for (int p = 0; p < control->num_ranks(); ++p) {
     std::byte* const base = p == control->rank()
                                 ? heaps->own()
-                                : heaps->open(p, *streams, card_of(*control, num_words, p, deadline), bytes);
+                                : heaps->open(p, *streams, offers[static_cast<size_t>(p)].card, bytes);
     ranks.ranks.push_back({base + words_bytes, reinterpret_cast<uint64_t*>(base)});
   }
   return std::make_unique<StreamTransport>(name, std::move(control), std::move(streams), std::move(ranks));

@@ -50,7 +50,7 @@ TablePart fixed_value(const char* name, const T& value) {
 /// Where the parts of a table lie.
 class DISTCA_EXPORT TableLayout {
  public:
-  static constexpr size_t kMaxParts = 8;
+  static constexpr size_t kMaxParts = 10;
   /// Of each part; any kernel's arrays are aligned so.
   static constexpr size_t kAlignment = 128;
 

@@ -77,7 +77,7 @@ class Carver {
 };
 
 // Parts of the tables.
-enum : size_t { kItems, kStoreItems, kTasks, kGroups, kRuns, kBlocks, kMaps, kNumParts };
+enum : size_t { kItems, kStoreItems, kTasks, kGroups, kRuns, kBlocks, kMaps, kSinks, kNumParts };
 
 }  // namespace
 
@@ -110,7 +110,8 @@ struct CudaAttention::State {
              table_part("groups of tasks", list.groups),
              table_part("runs of key gradients", list.runs),
              table_part("key blocks", list.blocks),
-             table_part("tensor maps", maps)};
+             table_part("tensor maps", maps),
+             table_part("sinks", list.sinks)};
   }
 };
 
@@ -229,6 +230,7 @@ void AttentionLaunch::operator()(const distca::cuda::DeviceTable& tables, void* 
   p.runs = tables.part<const RunEntry>(kRuns);
   p.blocks = tables.part<const int64_t>(kBlocks);
   p.maps = tables.part<const TensorMap>(kMaps);
+  p.sinks = tables.part<const float>(kSinks);
   p.next_item = s.next_item;
   p.dq_sums = s.dq_sums;
   p.turns = is_deterministic_ ? s.turns : nullptr;

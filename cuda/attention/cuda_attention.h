@@ -1,5 +1,5 @@
-// Core attention on CUDA devices: the same Problem as on the CPU, with device pointers in its views, sinks and gradient
-// runs, host memory for everything else.
+// Core attention on CUDA devices: the same Problem as on the CPU, with device pointers in its views and gradient runs,
+// host memory for everything else.
 //
 // prepare_*() expands a problem on the host into tables; with these on the device, launch() starts the kernels, and
 // run() does both. Nothing waits for the device, and nothing of a Problem is needed after prepare_*().

@@ -290,7 +290,7 @@ struct ForwardConsumer {
   /// Divides by the sums and writes out and the log-sum-exp. A sink is one more score, with a value of nothing.
   DISTCA_DEVICE void store(const WorkItem& item, const ForwardTile& tile) {
     const TaskEntry& task = p.tasks[item.task];
-    const float* sinks = p.groups[item.group].sinks;
+    const int sinks = p.groups[item.group].sinks;
     constexpr float kLn2 = 0.6931471805599453f, kLog2E = 1.4426950408889634f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -303,8 +303,8 @@ struct ForwardConsumer {
       // In powers of two, relative to the row's maximum.
       const float highest = hopper::product(row_max[r], p.scores.exponent_scale);
       float base = highest, total = sum;
-      if (sinks != nullptr && valid) {
-        const float sink = hopper::product(sinks[head], kLog2E);
+      if (sinks >= 0 && valid) {
+        const float sink = hopper::product(p.sinks[sinks + head], kLog2E);
         base = fmaxf(highest, sink);
         if (base != -kInfinity) {
           total = sum * hopper::exp2_fast(highest - base) + hopper::exp2_fast(sink - base);

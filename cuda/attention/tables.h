@@ -52,7 +52,7 @@ struct GroupEntry {
   int blocks;       // index of that entry
   int k_maps;       // index of the map of the local tensor, the arena's comes after it
   int v_maps;
-  const float* sinks;
+  int sinks;        // index of the sink of its first query head; -1: none
   int run_begin;  // gradients of keys: runs[run_begin, run_end)
   int run_end;
 };
@@ -127,6 +127,7 @@ struct KernelParams {
   const RunEntry* runs;
   const int64_t* blocks;
   const TensorMap* maps;
+  const float* sinks;
   int* next_item;  // how many items have been taken
   float* dq_sums;  // backward: see QuerySums
   int* turns;      // deterministic: key blocks that have added to each part of a tile of dq_sums; else null

@@ -36,6 +36,7 @@ struct WorkList {
   std::vector<RunEntry> runs;
   std::vector<int64_t> blocks;
   std::vector<MapSpec> maps;
+  std::vector<float> sinks;
   std::vector<int64_t> costs;  // of items, before they are sorted; kept for its memory
   std::vector<WorkItem> unsorted;
   /// All but pointers.

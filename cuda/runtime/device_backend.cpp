@@ -27,8 +27,6 @@ using transport::TablePart;
 
 /// Bytes of the rows that fills copy from.
 constexpr int64_t kConstantBytes = 4096;
-/// Room for the sinks of one call.
-constexpr int64_t kSinkBytes = int64_t{64} << 10;
 /// Where no streams were made, nothing is recorded, and nobody waits for a graph.
 constexpr std::chrono::milliseconds kNoTimeout{0};
 
@@ -68,17 +66,23 @@ class DeviceBackend final : public runtime::Backend {
   }
 
   std::string device() const override { return aten_->device(); }
-  std::string attention(const HeadShape& heads) const override {
-    return plan_independent(heads) ? "distca's kernels for compute capability 9.0" : aten_->attention(heads);
+  std::string attention(const HeadShape&) const override {
+    return own_attention_ ? "distca's kernels for compute capability 9.0" : "ATen's flash attention";
   }
-  bool plan_independent(const HeadShape& heads) const override {
-    return own_attention_ && attention::cuda::unsupported_reason(heads, major_, minor_).empty();
-  }
+  bool plan_independent(const HeadShape&) const override { return own_attention_; }
   void check(const HeadShape& heads, float softcap) const override {
-    if (!plan_independent(heads)) aten_->check(heads, softcap);
+    const std::string reason = attention::cuda::unsupported_reason(heads, major_, minor_);
+    if (own_attention_) return require(reason.empty(), "attention = \"own\": ", reason);
+    try {
+      aten_->check(heads, softcap);
+    } catch (const InvalidArgumentError& error) {
+      require(!reason.empty(), error.what(), "; distca's own kernels take it: attention=\"own\"");
+      throw;
+    }
   }
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override { return aten_->allocate(bytes); }
+  std::shared_ptr<std::byte> scratch(int64_t bytes) override { return aten_->scratch(bytes); }
   void copy(const RowView& to, const RowView& from, const RowExtent& n) override {
     const runtime::RowWork copy = {.to = to, .from = from, .n = n};
     run(std::span(&copy, 1));
@@ -122,32 +126,25 @@ class DeviceBackend final : public runtime::Backend {
 
   void forward(const attention::Problem& problem, const Parallel& parallel) override {
     if (!is_own(problem)) return aten_->forward(problem, parallel);
-    kernels().prepare_forward(with_sinks_on_device(problem));
+    kernels().prepare_forward(problem);
     attend("forward");
   }
   void backward(const attention::Problem& problem, const Parallel& parallel) override {
     if (!is_own(problem)) return aten_->backward(problem, parallel);
-    kernels().prepare_backward(with_sinks_on_device(problem), problem.deterministic);
+    kernels().prepare_backward(problem, problem.deterministic);
     attend("backward");
   }
 
  private:
-  /// Memory of the device that only grows. What reads it was started on the same stream as what writes it next.
-  struct Buffer {
-    std::shared_ptr<std::byte> data;
-    int64_t bytes = 0;
-  };
-
   template <class Launch>
   void queue(const char* operation, std::span<const TablePart> parts, const Launch& launch) {
     queue_->run(Streams::Stream::kWork, operation, parts, launch);
   }
 
   bool is_own(const attention::Problem& problem) const {
-    const bool own = plan_independent(problem.heads);
-    require(own || !queue_->is_recording(), "record: attention over these heads is ", aten_->attention(problem.heads),
-            ", which cannot be recorded");
-    return own;
+    require(own_attention_ || !queue_->is_recording(), "record: attention is ", aten_->attention(problem.heads),
+            ", which cannot be recorded; attention=\"own\" can, on compute capability 9.0");
+    return own_attention_;
   }
 
   /// Made for the first problem: it asks the driver for what old ones lack.
@@ -164,18 +161,11 @@ class DeviceBackend final : public runtime::Backend {
     parts_.assign(tables.begin(), tables.end());
     const attention::cuda::AttentionLaunch::Kind kind = launch.kind();
     parts_.push_back(fixed_value("mask, scores or heads", kind));
-    queue(operation, parts_, [launch, this](const DeviceTable& t, cudaStream_t stream) {
+    // Each start has scratch of its own: two starts may be under way at once, on two streams.
+    queue(operation, parts_, [launch, aten = aten_](const DeviceTable& t, cudaStream_t stream) {
       const auto bytes = static_cast<int64_t>(launch.scratch_bytes(*t.layout));
-      launch(t, at_least(scratch_, bytes), stream);
+      launch(t, aten->scratch(bytes).get(), stream);
     });
-  }
-
-  std::byte* at_least(Buffer& buffer, int64_t bytes) {
-    if (bytes <= buffer.bytes) return buffer.data.get();
-    // A graph may have been given what there was.
-    if (queue_->has_recorded()) given_.push_back(std::move(buffer.data));
-    buffer = {aten_->allocate(bytes), bytes};
-    return buffer.data.get();
   }
 
   void make_constants() {
@@ -198,48 +188,18 @@ class DeviceBackend final : public runtime::Backend {
     put_table_.add({r.to.data + done, 0, 0}, from, {1, 1, r.n.head_bytes - done});
   }
 
-  /// The kernels read sinks on the device. Those of all groups are parts of one vector.
-  attention::Problem with_sinks_on_device(const attention::Problem& problem) {
-    const float *first = nullptr, *last = nullptr;
-    for (const attention::KeyGroup& g : problem.groups) {
-      if (g.sinks == nullptr) continue;
-      const float* const end = g.sinks + g.kv_heads * problem.heads.group_heads();
-      first = first == nullptr ? g.sinks : std::min(first, g.sinks);
-      last = last == nullptr ? end : std::max(last, end);
-    }
-    if (first == nullptr) return problem;
-    const std::span values(first, last);
-    require(static_cast<int64_t>(values.size_bytes()) <= kSinkBytes, "attention sinks of ", values.size(),
-            " heads; up to ", kSinkBytes / 4, " are allowed");
-    auto* const on_device = reinterpret_cast<float*>(at_least(sinks_, kSinkBytes));
-    queue("sinks", std::array{table_part("sinks", values)}, [on_device](const DeviceTable& t, cudaStream_t stream) {
-      cuda::check(
-          cudaMemcpyAsync(on_device, t.part<float>(0), t.capacity(0) * sizeof(float), cudaMemcpyDeviceToDevice, stream),
-          "copying sinks");
-    });
-    groups_.assign(problem.groups.begin(), problem.groups.end());
-    for (attention::KeyGroup& g : groups_)
-      if (g.sinks != nullptr) g.sinks = on_device + (g.sinks - first);
-    attention::Problem moved = problem;
-    moved.groups = groups_;
-    return moved;
-  }
-
   std::shared_ptr<runtime::Backend> aten_;
   int device_;
   bool own_attention_;
   std::shared_ptr<DeviceQueue> queue_;
   int major_ = 0, minor_ = 0;
   std::optional<attention::cuda::CudaAttention> kernels_;
-  Buffer scratch_, sinks_;
   std::array<std::shared_ptr<std::byte>, 3> constants_;  // by Fill: a row of it
-  std::vector<std::shared_ptr<std::byte>> given_;
 
   // Scratch of one call.
   transport::PutTable put_table_;
   PutParts put_parts_;
   std::vector<TablePart> parts_;
-  std::vector<attention::KeyGroup> groups_;
 };
 
 }  // namespace

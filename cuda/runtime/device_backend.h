@@ -1,5 +1,4 @@
-// The work of a rank on one GPU: rows by this library's kernels, attention by those it has for the GPU and the heads,
-// else by ATen.
+// The work of a rank on one GPU: rows by this library's kernels, attention by them or by ATen, as is asked.
 #pragma once
 
 #include <memory>
@@ -8,8 +7,7 @@
 
 namespace distca::cuda {
 
-/// `aten` brings memory, and attention where this library has none or `own_attention` is false. Work is queued on
-/// `streams`, those of make_cuda_streams, or where they are null on the stream that PyTorch has current in the calling
+/// `aten` brings memory, and attention unless `own_attention`. Work is queued on `streams`, those of make_cuda_streams, or where they are null on the stream that PyTorch has current in the calling
 /// thread.
 std::shared_ptr<runtime::Backend> make_device_backend(std::shared_ptr<runtime::Backend> aten, int device,
                                                       runtime::CurrentStream current_stream, bool own_attention,

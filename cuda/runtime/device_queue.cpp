@@ -204,7 +204,6 @@ void DeviceQueue::set_tape(std::shared_ptr<Tape> tape) {
   tape_ = std::move(tape);
   reel_ = nullptr;
   if (!tape_ || tape_->is_complete()) return;
-  has_recorded_ = true;
   {
     const OutsideOfCapture outside;
     reel_ = std::make_shared<Reel>(timeout_, was_refilled_);

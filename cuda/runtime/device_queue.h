@@ -52,8 +52,6 @@ class DeviceQueue {
   void drain() noexcept;
 
   bool is_recording() const { return tape_ != nullptr; }
-  /// Whether anything was ever recorded: then device memory that operations were given stays theirs.
-  bool has_recorded() const { return has_recorded_; }
 
  private:
   class Reel;
@@ -75,7 +73,6 @@ class DeviceQueue {
   std::shared_ptr<transport::Tape> tape_;
   std::shared_ptr<Reel> reel_;  // of the tape that is recorded at the moment
   bool is_capturing_ = false;   // then its operations are queued too, into a graph
-  bool has_recorded_ = false;
   std::shared_ptr<bool> was_refilled_ = std::make_shared<bool>(false);  // since points were passed last
 };
 

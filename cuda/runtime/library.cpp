@@ -1,6 +1,7 @@
 // What libdistca_cuda offers to libdistca.
 #include <cuda_runtime_api.h>
 
+#include "attention/cuda_attention.h"
 #include "runtime/check.h"
 #include "runtime/cuda_library.h"
 #include "runtime/device_backend.h"
@@ -28,10 +29,16 @@ int capability(int device) {
   return 10 * major + minor;
 }
 
+std::string own_attention_problem(const HeadShape& heads, int device) {
+  const int found = capability(device);
+  return attention::cuda::unsupported_reason(heads, found / 10, found % 10);
+}
+
 }  // namespace
 
 extern "C" DISTCA_EXPORT const runtime::CudaLibrary* distca_cuda_library() {
-  static constexpr runtime::CudaLibrary library{&devices, &capability, &make_device_backend, &make_cuda_streams};
+  static constexpr runtime::CudaLibrary library{&devices, &capability, &own_attention_problem, &make_device_backend,
+                                                &make_cuda_streams};
   return &library;
 }
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from distca import _C, hosts, nvshmem
 from distca import nsys as ranges
+from distca.agreement import Terms, agree
 from distca.cost import CostModel
 from distca.errors import DeviceError, InvalidArgumentError
 from distca.exchange import Exchange, gather_text
@@ -199,7 +200,7 @@ def init(
     progress_thread: bool = False,
     link: Link | None = None,
     device: torch.device | str = "cpu",
-    attention: str = "auto",
+    attention: str | None = None,
     put_ctas: int | None = None,
     nsys: bool | None = None,
 ) -> Context:
@@ -229,8 +230,10 @@ def init(
         device: where the tensors are: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``; CUDA was not yet run on a GPU. Steps are
             queued there on PyTorch's current stream and one of the context's own: a fault is NaN in what they return
             and an error of the next call, or of `check`.
-        attention: ``"auto"``, the library's own kernels where there are some for the device, else ``"flash"``, ATen's
-            flash attention.
+        attention: what computes attention on a GPU, the same on all ranks: ``"own"``, the library's kernels for compute
+            capability 9.0, not yet verified on a GPU; ``"flash"``, ATen's flash attention; or ``"auto"``, which is
+            flash until own kernels are verified. None: as the environment's ``DISTCA_ATTENTION`` says, by default
+            auto. The CPU has one kernel.
         put_ctas: on CUDA, the thread blocks that send rows, which attention does without; by default as many as keep a
             link busy, by its bandwidth and latency.
         nsys: makes every operator of this context an NVTX range of its name (``distca::dispatch``), for Nsight Systems;
@@ -270,6 +273,7 @@ def init(
             f"init: device = {device!r} goes with transport 'cuda-ipc', 'nvshmem' or, for one rank, 'loopback', and "
             "without progress_thread and link"
         )
+    attention = _C.chosen_attention(attention, device)
     if (device, attention) == ("cpu", "flash") and (num_ranks > 1 or transport not in ("auto", "loopback")):
         raise InvalidArgumentError("init: attention = 'flash' on the CPU is for one rank over 'loopback'")
     if put_ctas is not None and (put_ctas < 1 or device == "cpu"):
@@ -279,6 +283,11 @@ def init(
         heap_bytes = nvshmem.heap_bytes_of_environment()
     options = _core_options(_slot_bytes(num_ranks, max_tokens, heads, heap_bytes), timeout, cost)
     words = None if link is None else link.words
+    problem = _attention_problem(device, attention, heads)
+    if group is not None and num_ranks > 1:
+        agree(group, Terms(transport, device.partition(":")[0], options["slot_bytes"], attention, problem), timeout)
+    elif problem:
+        raise InvalidArgumentError(f"init: {problem}")
     if transport in ("auto", "loopback") and num_ranks == 1:
         core = _C.make_loopback(
             names=[name],
@@ -319,11 +328,6 @@ def _over_torch(
     group: dist.ProcessGroup, name: str, heads: Heads, cost: CostModel, options: dict[str, Any], nsys: bool
 ) -> Context:
     timeout = options["timeout"]
-    slots = [int(text) for text in gather_text(str(options["slot_bytes"]), group, timeout)]
-    if len(set(slots)) > 1:
-        raise InvalidArgumentError(
-            f"init: the ranks' slots have {slots} bytes; give all ranks the same heap_bytes, or max_tokens and heads"
-        )
     exchange = Exchange(group, timeout, hosts.address_if_known(group, timeout))
     core = _C.make_torch(
         rank=dist.get_rank(group),
@@ -348,7 +352,7 @@ def loopback(
     progress_thread: bool = False,
     link: Link | None = None,
     device: torch.device | str = "cpu",
-    attention: str = "auto",
+    attention: str | None = None,
     replay: tuple[CostModel, CostModel] | None = None,
     streams: bool = False,
     hosts: int = 1,
@@ -387,6 +391,9 @@ def loopback(
         streams = True
     if hosts != 1 and not (streams and device == "cpu"):
         raise InvalidArgumentError(f"loopback: hosts = {hosts} goes with streams, on the CPU")
+    attention = _C.chosen_attention(attention, device)
+    if problem := _attention_problem(device, attention, heads):
+        raise InvalidArgumentError(f"loopback: {problem}")
     group = next(_loopback_groups)
     cost = cost or CostModel()
     cores = _C.make_loopback(
@@ -408,6 +415,15 @@ def _replayed(forward: CostModel, backward: CostModel) -> tuple[_C.CostModel, fl
     if forward.unit_ns is None or backward.unit_ns is None:
         raise InvalidArgumentError("loopback: replay takes cost models that were measured: unit_ns is None")
     return forward.core, forward.unit_ns, backward.core, backward.unit_ns
+
+
+def _attention_problem(device: str, attention: str, heads: Heads) -> str:
+    """Why the own kernels, if they are chosen, do not compute there; empty where they do."""
+    if device == "cpu" or attention != "own":
+        return ""
+    shape = heads.q, heads.kv, heads.dim, heads.value_dim, heads.dtype_number
+    problem = _C.own_attention_problem(*shape, int(device.removeprefix("cuda:")))
+    return problem and f"attention = 'own': {problem}"
 
 
 def _device_name(device: torch.device | str) -> str:

@@ -20,6 +20,8 @@ from distca.errors import DeviceError, InvalidArgumentError
 from distca.exchange import gather_text
 
 _LIBRARY = "libnvshmem_host.so.3"
+_TOLD = 200
+"""Characters of a problem that the other ranks are told."""
 HEAP_VARIABLE = "EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB"
 """The heap's size in GiB where ``heap_bytes`` is not given; the released DistCA reads the same."""
 
@@ -68,37 +70,42 @@ def connect(
 ) -> _C.Context:
     """Makes this process a rank; collective over the group. ``device`` is ``"cuda:"`` and a number.
 
-    Raises InvalidArgumentError where ranks differ, or the hosts have no address at which to reach each other.
+    Raises InvalidArgumentError where a rank cannot have the transport, DeviceError where NVSHMEM does not begin on one,
+    on all ranks; InvalidArgumentError too where the hosts have no address at which to reach each other.
     """
     rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
+    member = {"rank": rank, "num_ranks": num_ranks, "device": int(device.removeprefix("cuda:"))}
     unique_id, problem = b"", status()[1]
-    if rank == 0 and not problem:
-        try:
+    try:
+        problem = problem or _C.nvshmem_problem(**member)
+        if rank == 0 and not problem:
             unique_id = _C.nvshmem_unique_id()
-        except DeviceError as error:
-            problem = str(error)
+    except DeviceError as error:
+        problem = str(error)
     # Told to all, so that none waits for a rank that cannot come.
-    mine = f"{options['slot_bytes']}|{unique_id.hex()}|{problem[:100]}"
-    told = [text.split("|", 2) for text in (gather_text(mine, group) if group is not None else [mine])]
-    for peer, (_, _, problem) in enumerate(told):
+    told = [text.split("|", 1) for text in _gather(f"{unique_id.hex()}|{problem[:_TOLD]}", group)]
+    for peer, (_, problem) in enumerate(told):
         if problem:
             raise InvalidArgumentError(f"init: transport 'nvshmem' is not to be had on rank {peer}: {problem}")
-    slots = [int(slot) for slot, _, _ in told]
-    if len(set(slots)) > 1:
-        raise InvalidArgumentError(
-            f"init: the ranks' slots have {slots} bytes; give all ranks the same heap_bytes, or max_tokens and heads"
-        )
-    unique_id = bytes.fromhex(told[0][1])
+    try:
+        _C.nvshmem_join(**member, unique_id=bytes.fromhex(told[0][0]))
+    except DeviceError as error:
+        problem = str(error)
+    for peer, problem in enumerate(_gather(problem[:_TOLD], group)):
+        if problem:
+            raise DeviceError(f"init: transport 'nvshmem', rank {peer}: {problem}")
     listener, addresses = hosts.listen(group)
     return _C.connect_nvshmem(
-        rank=rank,
-        num_ranks=num_ranks,
-        unique_id=unique_id,
-        device=int(device.removeprefix("cuda:")),
+        **member,
         attention=attention,
         name=name,
         listener=listener,
         addresses=addresses,
         put_blocks=put_ctas or 0,
+        connect_timeout=min(options["timeout"], 120.0),
         **options,
     )
+
+
+def _gather(text: str, group: dist.ProcessGroup | None) -> list[str]:
+    return gather_text(text, group) if group is not None else [text]

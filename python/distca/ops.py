@@ -252,13 +252,14 @@ def attention(
     *,
     scale: float | None = None,
     softcap: float = 0.0,
+    attention: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The fused kernel alone, over tasks in this process's tensors; no context needed.
 
     Differentiable in q, k, v and sinks. On CUDA, which is not yet run on a GPU, it takes bfloat16 and float16: by
-    kernels of its own on compute capability 9.0, where under ``torch.use_deterministic_algorithms`` dq has the same
-    bits whatever the tasks, and dk and dv the same from run to run; elsewhere by ATen's flash attention, which asks
-    Dv = D and has no softcap.
+    ATen's flash attention, which asks Dv = D and has no softcap; or, if asked, by kernels of its own on compute
+    capability 9.0, where under ``torch.use_deterministic_algorithms`` dq has the same bits whatever the tasks, and dk
+    and dv the same from run to run.
 
     Args:
         q: ``[Tq, H, D]``, float32, bfloat16 or float16; last dimension contiguous.
@@ -269,6 +270,7 @@ def attention(
         sinks: ``[H]``, one more logit of every row of a head, whose value is zero (gpt-oss); it counts in lse.
         scale: factor on the logits; ``D ** -0.5`` by default.
         softcap: where positive, logits become ``softcap * tanh(scale * q k^T / softcap)`` (Gemma 2).
+        attention: what computes on a GPU, ``"own"``, ``"flash"`` or ``"auto"``, as for :func:`distca.init`.
 
     Returns:
         out ``[Tq, H, Dv]`` and lse ``[Tq, H]`` float32 (not differentiable); a row of no task has out 0 and lse -inf.
@@ -286,6 +288,7 @@ def attention(
             scale=scale,
             softcap=softcap,
             deterministic=is_deterministic(False),
+            attention=attention,
         )
 
 

@@ -67,6 +67,7 @@ struct Tables {
     p.runs = list.runs.data();
     p.blocks = list.blocks.data();
     p.maps = maps.data();
+    p.sinks = list.sinks.data();
     p.next_item = &next_item;
     return p;
   }

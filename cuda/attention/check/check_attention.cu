@@ -227,7 +227,8 @@ void run_setup(CudaAttention& kernel, const Setup& setup, std::mt19937& random) 
   Tensor dk(h.dtype, n, h.kv_heads, h.dim), dv(h.dtype, n, h.kv_heads, h.v_dim);
   for (Tensor* t : {&q, &k, &v, &dout}) t->fill(random);
   DeviceArray<float> lse(static_cast<size_t>(n * h.q_heads)), delta(lse.size), sinks(static_cast<size_t>(h.q_heads));
-  sinks.set(std::vector<float>(sinks.size, 0.5f));
+  const std::vector<float> host_sinks(sinks.size, 0.5f);
+  sinks.set(host_sinks);
 
   // Every third block of keys lies in the second source, and is not a number in the first.
   Tensor arena_k(h.dtype, num_blocks * block, h.kv_heads, h.dim);
@@ -253,7 +254,7 @@ void run_setup(CudaAttention& kernel, const Setup& setup, std::mt19937& random) 
   group.blocks = blocks;
   group.k[0] = k.view(), group.k[1] = arena_k.view();
   group.v[0] = v.view(), group.v[1] = arena_v.view();
-  group.sinks = setup.sinks ? sinks.data : nullptr;
+  group.sinks = setup.sinks ? host_sinks.data() : nullptr;
   const attention::KeyGradRun run{0, n, h.dtype, dk.view(), dv.view()};
   group.grads = std::span(&run, 1);
   std::vector<attention::Task> tasks;
@@ -279,7 +280,7 @@ void run_setup(CudaAttention& kernel, const Setup& setup, std::mt19937& random) 
                     static_cast<int>(setup.mask.window),
                     scale,
                     setup.softcap,
-                    group.sinks};
+                    setup.sinks ? sinks.data : nullptr};
   const auto num_rows = static_cast<unsigned>(n * h.q_heads);
   const unsigned grid = (num_rows + 127) / 128;
   if (setup.compare) {

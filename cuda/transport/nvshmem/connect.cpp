@@ -23,7 +23,6 @@ std::unique_ptr<transport::Transport> connect_nvshmem(const transport::NvshmemGr
                                                       std::unique_ptr<transport::Transport> control,
                                                       std::shared_ptr<transport::Streams> streams) {
   require<DeviceError>(streams != nullptr, "transport 'nvshmem' needs libdistca_cuda, which is not there");
-  join_world(group);
   const int64_t words_bytes = whole_pages(num_signals * 8), arena_begin = words_bytes + whole_pages(heap_bytes);
   // The send arena too: a network registers symmetric memory alone.
   const std::span<std::byte> own = allocate_symmetric(arena_begin + whole_pages(send_arena_bytes));

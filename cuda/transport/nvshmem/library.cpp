@@ -7,6 +7,7 @@
 #include "common/error.h"
 #include "transport/nvshmem.h"
 #include "transport/nvshmem/connect.h"
+#include "transport/nvshmem/world.h"
 
 namespace distca::cuda {
 namespace {
@@ -29,7 +30,7 @@ transport::NvshmemId unique_id() {
 }  // namespace
 
 extern "C" DISTCA_EXPORT const transport::NvshmemLibrary* distca_nvshmem_library() {
-  static constexpr transport::NvshmemLibrary library{&version, &unique_id, &connect_nvshmem};
+  static constexpr transport::NvshmemLibrary library{&version, &unique_id, &joining_problem, &join_world, &connect_nvshmem};
   return &library;
 }
 

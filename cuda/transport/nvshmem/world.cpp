@@ -13,29 +13,72 @@
 namespace distca::cuda {
 
 using transport::NvshmemGroup;
+using transport::NvshmemId;
 
-void join_world(const NvshmemGroup& group) {
-  static std::mutex mutex;
-  static std::optional<NvshmemGroup> joined;
-  const std::lock_guard lock(mutex);
-  check(cudaSetDevice(group.device), "the device of the rank");
-  if (joined) {
-    require(joined->rank == group.rank && joined->num_ranks == group.num_ranks && joined->device == group.device,
-            "this process is rank ", joined->rank, " of ", joined->num_ranks, " of NVSHMEM on device ", joined->device,
-            "; a further context must have the same ranks and devices, not rank ", group.rank, " of ", group.num_ranks,
-            " on device ", group.device);
-    return;
-  }
-  nvshmemx_uniqueid_t id;
-  static_assert(sizeof(id) == sizeof(group.unique_id));
-  std::memcpy(&id, group.unique_id.data(), sizeof(id));
+namespace {
+
+/// The rank that this process has joined as.
+struct Joined {
+  std::mutex mutex;
+  std::optional<NvshmemGroup> group;
+};
+Joined& joined() {
+  static Joined instance;
+  return instance;
+}
+
+/// Somebody else in this process may have begun it too: PyTorch's symmetric memory does.
+bool has_begun() { return nvshmemx_init_status() > NVSHMEM_STATUS_NOT_INITIALIZED; }
+bool is_world_of(const NvshmemGroup& group) {
+  return nvshmem_my_pe() == group.rank && nvshmem_n_pes() == group.num_ranks;
+}
+
+}  // namespace
+
+std::string joining_problem(const NvshmemGroup& group) {
+  Joined& j = joined();
+  const std::lock_guard lock(j.mutex);
+  if (j.group && *j.group != group)
+    return message("this process is rank ", j.group->rank, " of ", j.group->num_ranks, " of NVSHMEM on device ",
+                   j.group->device, "; a further context must have the same ranks and devices, not rank ", group.rank,
+                   " of ", group.num_ranks, " on device ", group.device);
+  if (!j.group && has_begun() && !is_world_of(group))
+    return message("NVSHMEM has begun in this process already, as PE ", nvshmem_my_pe(), " of ", nvshmem_n_pes(),
+                   "; it begins once a process, so it must be with distca's ranks, here rank ", group.rank, " of ",
+                   group.num_ranks);
+  const cudaError_t device = cudaSetDevice(group.device);
+  forget_error();
+  return device == cudaSuccess ? "" : message("device ", group.device, ": ", cudaGetErrorString(device));
+}
+
+void join_world(const NvshmemGroup& group, const NvshmemId& id) {
+  Joined& j = joined();
+  const std::lock_guard lock(j.mutex);
+  // Where the device is not there, NVSHMEM gets no further than its peers, which is told below.
+  static_cast<void>(cudaSetDevice(group.device));
+  forget_error();
+  if (j.group) return;
+  nvshmemx_uniqueid_t bytes;
+  static_assert(sizeof(bytes) == sizeof(id));
+  std::memcpy(&bytes, id.data(), sizeof(id));
   nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
-  require<DeviceError>(nvshmemx_set_attr_uniqueid_args(group.rank, group.num_ranks, &id, &attributes) == 0,
+  require<DeviceError>(nvshmemx_set_attr_uniqueid_args(group.rank, group.num_ranks, &bytes, &attributes) == 0,
                        "NVSHMEM refuses the unique id for rank ", group.rank, " of ", group.num_ranks);
-  const int status = nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes);
-  require<DeviceError>(status == 0, "NVSHMEM did not begin on rank ", group.rank, " of ", group.num_ranks, ": status ",
-                       status, "; NVSHMEM_DEBUG=INFO says more");
-  joined = group;
+  // What nvshmemx_init_attr calls, and then ends the process where it fails.
+  int provided = 0;
+  const int error = nvshmemi_init_thread(
+      NVSHMEM_THREAD_SERIALIZED, &provided, NVSHMEMX_INIT_WITH_UNIQUEID, &attributes,
+      {NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION, NVSHMEM_VENDOR_PATCH_VERSION});
+  // Without a device that it can use it calls itself bootstrapped, and ends the process when memory is asked for.
+  const int status = nvshmemx_init_status();
+  require<DeviceError>(error == 0 && status > NVSHMEM_STATUS_IS_BOOTSTRAPPED, "NVSHMEM did not begin on rank ",
+                       group.rank, " of ", group.num_ranks, ", device ", group.device, ": error ", error, ", ",
+                       status == NVSHMEM_STATUS_IS_BOOTSTRAPPED ? "it found its peers, but cannot use the device"
+                                                                : "it did not find its peers",
+                       "; NVSHMEM_DEBUG=INFO says more");
+  require<DeviceError>(is_world_of(group), "NVSHMEM made this process PE ", nvshmem_my_pe(), " of ", nvshmem_n_pes(),
+                       ", not rank ", group.rank, " of ", group.num_ranks);
+  j.group = group;
 }
 
 std::span<std::byte> allocate_symmetric(int64_t bytes) {

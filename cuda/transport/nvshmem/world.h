@@ -5,13 +5,16 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 
 #include "transport/nvshmem.h"
 
 namespace distca::cuda {
 
-/// Begins NVSHMEM with these ranks, or checks that it has begun with them. The group's ranks are its PEs.
-void join_world(const transport::NvshmemGroup& group);
+/// Why NVSHMEM cannot begin here as that rank: another world has begun in this process, or the device is not there.
+std::string joining_problem(const transport::NvshmemGroup& group);
+/// Begins NVSHMEM with these ranks, unless it has: the group's ranks are its PEs. DeviceError where it does not begin.
+void join_world(const transport::NvshmemGroup& group, const transport::NvshmemId& id);
 
 /// Zero-filled symmetric memory, at the same offset on all ranks, who all call this with the same size. It lives as
 /// long as the process: giving it back is collective too.

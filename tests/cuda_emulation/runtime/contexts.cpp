@@ -1,8 +1,10 @@
 // Contexts on the emulated GPU: in a process that has called `use_emulated_gpu`, those with device="cpu",
-// attention="flash" and streams queue their steps on the streams of the library for CUDA, with its backend.
+// attention="flash" and streams queue their steps on the streams of the library for CUDA, with its backend. So does
+// distca.attention on the CPU with attention="flash", in threads that have not called it before.
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -24,8 +26,8 @@ extern "C" const runtime::CudaLibrary* distca_cuda_library();
 
 namespace {
 
-/// The stream that is current in the calling thread, as PyTorch would have one for it: it goes to another thread when
-/// this one ends.
+/// A stream of the calling thread, as PyTorch would have it: it goes to another thread when this one ends. One of them is
+/// current, number 0 at first.
 class CurrentStream {
  public:
   CurrentStream() {
@@ -44,8 +46,12 @@ class CurrentStream {
   CurrentStream(const CurrentStream&) = delete;
 
   static cudaStream_t get() {
-    static thread_local const CurrentStream mine;
-    return mine.stream_;
+    static thread_local std::map<int, CurrentStream> mine;
+    return mine[number()].stream_;
+  }
+  static int& number() {
+    static thread_local int current = 0;
+    return current;
   }
 
  private:
@@ -69,14 +75,21 @@ class AtenInPlace final : public runtime::WrappingBackend {
   AtenInPlace() : WrappingBackend(runtime::make_backend("cpu", "auto")) {}
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override {
+    std::shared_ptr<std::byte> data = scratch(bytes);
+    cuda::check(cudaMemsetAsync(data.get(), 0, static_cast<size_t>(bytes), CurrentStream::get()), "clearing memory");
+    return data;
+  }
+  std::shared_ptr<std::byte> scratch(int64_t bytes) override {
     void* data = nullptr;
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // PyTorch allocates in captures too
     cudaThreadExchangeStreamCaptureMode(&mode);
     cuda::check(cudaMalloc(&data, static_cast<size_t>(bytes)), "memory of the device");
     cudaThreadExchangeStreamCaptureMode(&mode);
     const cudaStream_t stream = CurrentStream::get();
-    cuda::check(cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), stream), "clearing memory");
     return {static_cast<std::byte*>(data), [stream](std::byte* p) { emulated_gpu::free_in_order(p, stream); }};
+  }
+  void check(const HeadShape&, float softcap) const override {
+    require(softcap == 0, "softcap = ", softcap, "; what stands for flash attention has none");
   }
   void forward(const attention::Problem&, const Parallel&) override { emulated_gpu::fail("attention without kernels"); }
   void backward(const attention::Problem&, const Parallel&) override {
@@ -176,10 +189,11 @@ DISTCA_EXPORT void use_emulated_gpu(bool own_attention) {
   const auto make_backend =
       [own_attention](const std::string&, const std::string&,
                       const std::shared_ptr<transport::Streams>& streams) -> std::shared_ptr<runtime::Backend> {
-    const auto& inner = dynamic_cast<const cuda::WaitingStreams&>(*streams).inner();
+    // Without streams it is for distca.attention.
+    const auto inner = streams ? dynamic_cast<const cuda::WaitingStreams&>(*streams).inner() : nullptr;
     std::shared_ptr<runtime::Backend> device = cuda::distca_cuda_library()->make_backend(
         std::make_shared<cuda::AtenInPlace>(), 0, &cuda::current_stream, own_attention, inner);
-    if (own_attention) return device;
+    if (own_attention || !inner) return device;
     return std::make_shared<cuda::HostAttention>(std::move(device), cuda::queue_of(inner));
   };
   const auto make_streams = [](const std::string&, std::chrono::milliseconds timeout, int put_blocks) {
@@ -214,5 +228,7 @@ DISTCA_EXPORT int launch_graph(cudaGraphExec_t graph) {
   return cudaGraphLaunch(graph, distca::cuda::CurrentStream::get());
 }
 DISTCA_EXPORT int destroy_graph(cudaGraphExec_t graph) { return cudaGraphExecDestroy(graph); }
+/// Another one is current in the calling thread from here on.
+DISTCA_EXPORT void use_stream(int number) { distca::cuda::CurrentStream::number() = number; }
 DISTCA_EXPORT int synchronize() { return cudaStreamSynchronize(distca::cuda::CurrentStream::get()); }
 }
