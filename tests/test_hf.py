@@ -227,7 +227,10 @@ def test_generate_gives_the_tokens_of_sdpa(cache: str) -> None:
         ({"attention_mask": torch.tensor([[0] + [1] * 7])}, r"marks padding, .* pass no attention_mask"),
         ({"attention_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool)}, r"ready-made mask: pass none"),
         ({"input_ids": IDS[:, :7], "position_ids": POSITIONS[:, :7]}, r"7 rows but the plan was made for 8 rows"),
-        ({"position_ids": None}, r"position_ids are not those of the plan \(row 5 has position 5, .* has 0 there\)"),
+        (
+            {"position_ids": None},
+            r"left out, .* not the numbers of the rows \(row 5 of rank 0 has position 0 in document 1\)",
+        ),
         ({"position_ids": POSITIONS.flip(1)}, r"pass position_ids=plan.layout.position_ids"),
         ({"plan": _plan().tensor}, r"plan is a Tensor, must be a distca.Plan"),
         ({"plan": distca.plan(LAYOUT, HEADS, rank=0), "is_causal": False}, r"only causal attention"),

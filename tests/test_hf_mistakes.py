@@ -42,7 +42,8 @@ def _batch(step: int, rank: int) -> dict[str, object]:
 
 def _train_step(model: LlamaForCausalLM, context: distca.Context, step: int) -> None:
     batch = _batch(step, context.rank)
-    model(**batch, labels=batch["input_ids"], distca_context=context).loss.backward()
+    labels = {"labels": batch["input_ids"], "shift_labels": batch["input_ids"]}
+    model(**batch, **labels, distca_context=context).loss.backward()
 
 
 def _evaluate(model: LlamaForCausalLM, context: distca.Context, batch: dict[str, object]) -> torch.Tensor:

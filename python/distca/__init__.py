@@ -11,6 +11,7 @@ from importlib.metadata import version as _version
 from distca.checkpoint import save_core_attention
 from distca.context import Context, check, get_context, init, loopback
 from distca.cost import CostModel
+from distca.current import using
 from distca.errors import (
     CapacityError,
     ContextPoisonedError,
@@ -90,5 +91,6 @@ __all__ = [
     "save_core_attention",
     "serve",
     "serve_ping_pong",
+    "using",
     "write_trace",
 ]

@@ -77,7 +77,9 @@ def _half(layout: Layout, taken: list[bool], idle_rows: int) -> Half:
         for rank in range(layout.num_ranks)
     ]
     idle = [(PADDING, 0, idle_rows)] if idle_rows else []
-    return Half(Layout([of_rank or idle for of_rank in segments]), documents, layout)
+    half = Layout([of_rank or idle for of_rank in segments])
+    half._longest_of_whole = layout.longest_document  # so that both halves have the same RoPE frequencies
+    return Half(half, documents, layout)
 
 
 class _Difference:

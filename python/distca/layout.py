@@ -29,6 +29,8 @@ class Layout:
         InvalidArgumentError: naming the document, the rank and the rows that are wrong.
     """
 
+    _longest_of_whole: int | None = None  # where this is a half of a layout
+
     def __init__(self, ranks: Sequence[Sequence[tuple[int, int, int]]]) -> None:
         try:
             self._core = _C.Layout([[(index(d), index(b), index(e)) for d, b, e in segments] for segments in ranks])
@@ -89,6 +91,11 @@ class Layout:
     def document_lengths(self) -> list[int]:
         """Length of every document, in tokens."""
         return self._core.document_lengths
+
+    @property
+    def longest_document(self) -> int:
+        """Length of the longest document, in tokens; for a half (`distca.halves`) that of the whole layout."""
+        return self._longest_of_whole or max(self.document_lengths, default=1)
 
     def num_rows(self, rank: int) -> int:
         """Rows of the rank's token tensor, padding included."""

@@ -4,15 +4,17 @@
     model = LlamaForCausalLM(LlamaConfig(..., attn_implementation="distca"))
     model(input_ids=ids, position_ids=plan.layout.position_ids(plan.rank)[None], plan=plan)
 
-The model stays as it is: what its `forward` is given reaches every attention layer. Forward keywords:
+The model stays as it is. Forward keywords:
 
 - `plan`: the `distca.Plan` of this step, or the `distca.Plans` where layers differ in their sliding window. Tensors are
   packed, batch size 1, one row for each row of the layout on this rank. Documents are separated by the plan, so no
-  [T, T] mask is built and no `attention_mask` is wanted; one of ones is accepted.
+  [T, T] mask is built and no `attention_mask` is wanted; one of ones is accepted. Where the caller cannot pass it,
+  `with distca.using(plan)` does the same.
 - `position_ids` [1, T]: must be those of the plan's layout, `plan.layout.position_ids(plan.rank)`. Left out,
-  transformers counts the rows of the tensor, which is right for one unsplit document only; in both cases they are
-  checked where the model hands them to its attention layers (Llama and its relatives do).
+  transformers counts the rows of the tensor, which is refused unless every rank has one whole document.
 - `distca_context`: the context, or its name (default "default").
+
+A model that cannot use the plan, or only in part, is refused by name (hf_models.py, hf_forward.py).
 
 Without a plan attention is local, computed by transformers' own SDPA function: for evaluation and `generate()`. The
 other ranks take no part in it, so this is also how one rank evaluates alone; with a plan all ranks must. In training
@@ -28,26 +30,28 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from distca.context import Context, get_context
+from distca.current import current
 from distca.errors import InvalidArgumentError
-from distca.heads import Heads
-from distca.integrations.hf_ping_pong import HalvedPlans, InHalves
+from distca.integrations.hf_forward import check_plan_not_needed, count_call, refuse_other_plan
+from distca.integrations.hf_models import NAME as NAME
+from distca.integrations.hf_models import drops_keywords, refuse
+from distca.integrations.hf_models import heads_of as heads_of
+from distca.integrations.hf_models import windows_of as windows_of
+from distca.integrations.hf_ping_pong import InHalves
 from distca.integrations.hf_ping_pong import ping_pong as ping_pong
 from distca.integrations.hf_ping_pong import plan_halves as plan_halves
 from distca.layout import Layout
 from distca.ops import core_attention
 from distca.planning import Plan, Plans, plans
-
-NAME = "distca"
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")  # the last is refused where it has chunks
 
 
 class DeferredMask:
@@ -102,16 +106,28 @@ class DeferredMask:
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
         """A model that computes with the mask itself does not let its attention be replaced."""
-        _refuse(
-            True,
-            "the model adds the mask to its attention scores itself and bypasses transformers' AttentionInterface: its "
-            "attention cannot be replaced; choose another attn_implementation",
-        )
+        _refuse_mask("adds it to its attention scores")
+
+    def __getitem__(self, _: Any) -> Any:
+        _refuse_mask("takes parts of it")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python and its libraries ask of any object
+            raise AttributeError(name)
+        _refuse_mask(f"asks for .{name}")
 
     @property
     def local_size(self) -> int | None:
         """The window or chunk size of a layer that does not see its whole document."""
         return self._request.get("local_size")
+
+
+def _refuse_mask(what: str) -> NoReturn:
+    raise InvalidArgumentError(
+        f'attn_implementation="{NAME}": the model works on the attention mask itself ({what}), and so bypasses '
+        "transformers' AttentionInterface or goes beyond it: its attention cannot be replaced; choose another "
+        "attn_implementation"
+    )
 
 
 def distca_mask(**request: Any) -> DeferredMask | torch.Tensor | None:
@@ -140,15 +156,18 @@ def distca_attention(
     """
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if plan is None:
-        _check_plan_not_needed(module, distca_context)
+        plan, distca_context = _current_plan(module, distca_context)
+    if plan is None:
+        check_plan_not_needed(module.training, distca_context)
         mask = attention_mask.build() if isinstance(attention_mask, DeferredMask) else attention_mask
         if softcap is not None or sinks is not None:  # SDPA would drop them silently
             return _eager(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    if not torch.compiler.is_compiling():
+        count_call()
     plan = _plan_of_layer(plan, kwargs.get("sliding_window"))
     _check_call(module, query, key, plan, dropout, kwargs)
     _check_mask(attention_mask, kwargs.get("sliding_window"))
-    _check_position_ids(module, kwargs.get("position_ids"), plan)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     out, _ = core_attention(
         q,
@@ -162,6 +181,23 @@ def distca_attention(
         layer=_name_of_layer(module),
     )
     return out.unsqueeze(0), None
+
+
+def _current_plan(module: torch.nn.Module, distca_context: Context | str) -> tuple[Plan | Plans | None, Context | str]:
+    """The plan that is current, and its context: for layers that no keyword reaches."""
+    if torch.compiler.is_compiling() and not drops_keywords(module):  # a compiler breaks its graph at the next line
+        return None, distca_context
+    here = current()
+    if here is not None:
+        module.__dict__["_distca_uses_current"] = True
+        return here.plan, here.context
+    refuse(
+        torch._C._current_graph_task_id() != -1 and getattr(module, "_distca_uses_current", False),
+        "a layer runs again in backward (activation checkpointing), where its plan is not known, because the model "
+        "does not hand keywords on: checkpoint by model.gradient_checkpointing_enable(), or a function that enters "
+        "distca.using(plan) itself",
+    )
+    return None, distca_context
 
 
 def _eager(
@@ -191,34 +227,14 @@ def _name_of_layer(module: torch.nn.Module) -> str | None:
     return f"{index} ({type(module).__name__})"
 
 
-def _refuse(condition: bool, message: str) -> None:
-    if condition:
-        raise InvalidArgumentError(f'attn_implementation="distca": {message}')
-
-
-def _check_plan_not_needed(module: torch.nn.Module, distca_context: Context | str) -> None:
-    if not (module.training and torch.is_grad_enabled()):
-        return
-    context = get_context(distca_context) if isinstance(distca_context, str) else distca_context
-    if context is not None and context.num_ranks > 1:
-        _refuse(
-            True,
-            f"no plan in a training step of rank {context.rank} of {context.num_ranks}: pass "
-            "plan=distca.plan(layout, heads) to the model's forward on every rank (distca.PlanAhead makes them), "
-            "or call model.eval() for local attention",
-        )
-
-
 def _plan_of_layer(plan: Plan | Plans, sliding_window: int | None) -> Plan:
     """transformers' window W lets row q see key k where q - k < W, as ours does."""
     if isinstance(plan, Plans):
         return plan.for_window(sliding_window)
-    _refuse(
-        isinstance(plan, HalvedPlans), "the plan is one of halves, the model is not in ping-pong: hf.ping_pong(model)"
-    )
-    _refuse(not isinstance(plan, Plan), f"plan is a {type(plan).__name__}, must be a distca.Plan or distca.Plans")
-    _refuse(plan.mask != "causal", f"the plan's mask is {plan.mask}; a causal one is needed")
-    _refuse(
+    if not isinstance(plan, Plan):
+        refuse_other_plan(plan)
+    refuse(plan.mask != "causal", f"the plan's mask is {plan.mask}; a causal one is needed")
+    refuse(
         not plan.same_window(sliding_window),
         f"this layer has a sliding window of {sliding_window}, the plan one of {plan.window}: pass "
         f"plan=distca.plan(layout, heads, window={sliding_window}), or distca.plans(layout, heads, windows=[...]) "
@@ -231,106 +247,46 @@ def _check_call(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, plan: Plan, dropout: float, kwargs: dict[str, Any]
 ) -> None:
     batch, _, num_rows, _ = query.shape
-    _refuse(
+    refuse(
         batch != 1,
         f"batch size is {batch}, must be 1: pack the documents of this rank one after the other into one row, "
         "input_ids [1, T], and give their lengths to the plan",
     )
     expected = plan.num_rows
-    _refuse(
+    refuse(
         num_rows != expected,
         f"the input has {num_rows} rows but the plan was made for {expected} rows on rank {plan.rank}: "
         "make a plan of this batch's layout",
     )
-    _refuse(
+    refuse(
         key.shape[2] != num_rows,
         f"{key.shape[2]} keys for {num_rows} rows: a plan covers whole documents, so pass use_cache=False and no "
         "past_key_values",
     )
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    _refuse(not causal, "this layer is not causal; only causal attention is supported yet")
-    _refuse(
+    refuse(not causal, "this layer is not causal; only causal attention is supported yet")
+    refuse(
         dropout > 0,
         f"attention dropout is {dropout:g}, must be 0: set attention_dropout=0.0 in the model's config "
         "(attn_pdrop in GPT-2's)",
     )
-    _refuse(kwargs.get("position_bias") is not None, "a position bias is not supported yet")
-    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
-    other = next((kind for kind in kinds if kind not in _LAYER_TYPES), None)
-    _refuse(
-        other is not None,
-        f"the model has layers of type {other}, which know no borders of documents or ranks: not supported yet",
-    )
+    refuse(kwargs.get("position_bias") is not None, "a position bias is not supported yet")
 
 
 def _check_mask(mask: DeferredMask | torch.Tensor | None, sliding_window: int | None) -> None:
     if isinstance(mask, DeferredMask):
-        _refuse(
+        refuse(
             sliding_window is None and mask.local_size is not None,
             f"attention in chunks of {mask.local_size} is not supported yet",
         )
         objection = mask.objection()
-        _refuse(objection is not None, str(objection))
+        refuse(objection is not None, str(objection))
     else:
-        _refuse(
+        refuse(
             mask is not None,
             "attention_mask is a ready-made mask: pass none, the plan separates the documents",
         )
-
-
-def _check_position_ids(module: torch.nn.Module, position_ids: Any, plan: Plan) -> None:
-    """Checked once a forward, in the first layer; positions of several axes ([3, 1, T]) are left to the model."""
-    if torch.compiler.is_compiling() or getattr(module, "layer_idx", 0) != 0:
-        return
-    if not isinstance(position_ids, torch.Tensor) or position_ids.dim() > 2:
-        return
-    expected = plan.layout.position_ids(plan.rank)
-    positions = position_ids.reshape(-1).cpu()
-    if positions.shape == expected.shape:
-        wrong = (positions != expected) & _document_rows(plan)
-        if not bool(wrong.any()):
-            return
-        row = int(wrong.nonzero()[0])
-        found = f"row {row} has position {int(positions[row])}, its document has {int(expected[row])} there"
-    else:
-        found = f"they have shape {list(position_ids.shape)}"
-    _refuse(
-        True,
-        f"position_ids are not those of the plan ({found}): pass "
-        "position_ids=plan.layout.position_ids(plan.rank).unsqueeze(0)",
-    )
-
-
-def _document_rows(plan: Plan) -> torch.Tensor:
-    """Boolean [T]: the rows that are not padding, whose positions mean something."""
-    rows = [torch.full((end - begin,), document >= 0) for document, begin, end in plan.layout.segments(plan.rank)]
-    return torch.cat(rows) if rows else torch.ones(0, dtype=torch.bool)
-
-
-def heads_of(config: PreTrainedConfig, dtype: torch.dtype) -> Heads:
-    """The head shape of a language model's attention layers; `dtype` is that of q, k and v."""
-    config = config.get_text_config()
-    q = config.num_attention_heads
-    kv = getattr(config, "num_key_value_heads", None) or q
-    if getattr(config, "v_head_dim", None) is not None:  # multi-head latent attention
-        return Heads(q, kv, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim, dtype)
-    return Heads(q=q, kv=kv, dim=getattr(config, "head_dim", None) or config.hidden_size // q, dtype=dtype)
-
-
-def windows_of(config: PreTrainedConfig) -> list[int | None]:
-    """The sliding window of every layer; None for a layer whose rows see all of their document before them."""
-    config = config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return [window] * config.num_hidden_layers
-    windows: dict[str, int | None] = {"full_attention": None, "sliding_attention": window}
-    for layer, kind in enumerate(kinds):
-        _refuse(
-            kind not in windows, f"layer {layer} of the model is of type {kind}, must be one of {', '.join(windows)}"
-        )
-    return [windows[kind] for kind in kinds]
 
 
 class PlanInputs:
@@ -373,12 +329,12 @@ class PlanInputs:
 def _packed_lengths(position_ids: Any) -> list[int]:
     """The lengths of whole documents packed into one row, from their positions [1, T]."""
     asked = "use DataCollatorWithFlattening, which packs a batch's documents into one row"
-    _refuse(not isinstance(position_ids, torch.Tensor), f"the batch has no position_ids: {asked}")
-    _refuse(position_ids.dim() != 2 or len(position_ids) != 1, f"position_ids are {list(position_ids.shape)}: {asked}")
+    refuse(not isinstance(position_ids, torch.Tensor), f"the batch has no position_ids: {asked}")
+    refuse(position_ids.dim() != 2 or len(position_ids) != 1, f"position_ids are {list(position_ids.shape)}: {asked}")
     starts = [*(position_ids[0] == 0).nonzero().flatten().tolist(), position_ids.shape[1]]
     lengths = [end - begin for begin, end in itertools.pairwise(starts)]
     whole = torch.cat([torch.arange(length) for length in (starts[0], *lengths)])
-    _refuse(
+    refuse(
         starts[0] != 0 or not torch.equal(whole, position_ids[0].cpu()),
         f"position_ids do not count each document from 0: {asked}",
     )

@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 import torch
 
 from distca.context import get_context
+from distca.current import Current
 from distca.errors import InvalidArgumentError
 from distca.halves import Half, halves
 from distca.heads import Heads
+from distca.integrations.hf_forward import with_plan
 from distca.layout import Layout
 from distca.ping_pong import greenlet_module, prepare, refuse_compiled, run_halves
 from distca.planning import Plans, plans
@@ -57,6 +59,8 @@ def plan_halves(
 class InHalves:
     """Marks the class of a model that :func:`ping_pong` has changed."""
 
+    takes_halves = True
+
 
 def ping_pong(model: Model) -> Model:
     """Lets a causal language model run in halves where its forward is given ``plan=plan_halves(...)``; else as before.
@@ -90,10 +94,14 @@ def _forward_of(kind: type[torch.nn.Module]) -> Any:
             prepare(self)
             self.__dict__["_distca_prepared"] = True
         first, second = _calls(plan, kwargs)
-        outputs = run_halves(functools.partial(whole, self), first, second)
+        outputs = run_halves(functools.partial(_run_half, self, functools.partial(whole, self)), first, second)
         return _joined(plan, outputs, with_logits=not (self.training and kwargs.get("labels") is not None))
 
     return forward
+
+
+def _run_half(model: Any, run: Any, *, plan: Plans, distca_context: Any = "default", **kwargs: Any) -> Any:
+    return with_plan(model, run, (), kwargs, Current(plan, distca_context))
 
 
 def _calls(plan: HalvedPlans, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
@@ -109,10 +117,15 @@ def _calls(plan: HalvedPlans, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
         calls.append(call)
     if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
         # Divided by the targets of both halves, their losses add up to that of the whole row.
-        targets = sum(int((call["labels"][:, 1:] != _NO_TARGET).sum()) for call in calls)
+        targets = sum(int((_targets(call) != _NO_TARGET).sum()) for call in calls)
         for call in calls:
             call["num_items_in_batch"] = max(targets, 1)
     return calls
+
+
+def _targets(call: dict[str, Any]) -> torch.Tensor:
+    shifted = call.get("shift_labels")
+    return call["labels"][:, 1:] if shifted is None else shifted
 
 
 def _joined(plan: HalvedPlans, outputs: tuple[Any, Any], *, with_logits: bool) -> Any:

@@ -1,0 +1,56 @@
+"""The plan that is current: for models that cannot hand it on to their attention layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from distca.context import Context
+from distca.errors import InvalidArgumentError
+from distca.planning import Plan, Plans
+
+
+class Current(NamedTuple):
+    """A plan and the context of its steps."""
+
+    plan: Plan | Plans
+    context: Context | str
+
+
+# Each thread has its own value (loopback ranks are threads), and so has each half of a ping-pong.
+_current: ContextVar[Current | None] = ContextVar("distca.current", default=None)
+
+
+def current() -> Current | None:
+    """What the innermost :func:`using` around this call has set; None outside of it."""
+    return _current.get()
+
+
+@contextmanager
+def using(plan: Plan | Plans, *, context: Context | str = "default") -> Iterator[None]:
+    """Models of transformers called inside take this plan, as if it were their keyword argument ``plan``::
+
+        with distca.using(plan):
+            loss = model(input_ids, position_ids=positions).logits...
+        loss.backward()
+
+    For code between the caller and the model that does not hand keywords on. It holds for this thread, until it is
+    left; inside another one, the inner plan counts. Models whose ``attn_implementation`` is another take no notice.
+    Backward need not be inside, unless the caller's own activation checkpointing runs a layer again there.
+
+    Args:
+        plan: the plan of the step, or the plans where layers differ in their sliding window.
+        context: the context or its name.
+
+    Raises:
+        InvalidArgumentError: on entering, where `plan` is neither; later as the model's call with ``plan`` does.
+    """
+    if not isinstance(plan, Plan | Plans):
+        raise InvalidArgumentError(f"using: plan is a {type(plan).__name__}; a distca.Plan or distca.Plans is expected")
+    before = _current.set(Current(plan, context))
+    try:
+        yield
+    finally:
+        _current.reset(before)

@@ -1,0 +1,308 @@
+"""The one place that sees a model's whole forward pass with its plan: what is asked of it, and what came of it.
+
+Importing this module lets `PreTrainedModel.__call__` take a plan: of nested models the outermost one, whose
+configuration asks for this attention. There the plan becomes current, so that layers find it that no keyword reaches;
+what no plan can express is refused before any step; and afterwards attention must have been called as often as the
+model has attention layers. A model without a plan is called as ever.
+
+Under torch.compile of the whole model none of this is traced: the plan goes the way of keywords, and is not checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+import torch
+from transformers import PreTrainedModel
+
+from distca.context import Context, get_context
+from distca.current import Current, current, using
+from distca.errors import InvalidArgumentError
+from distca.integrations.hf_models import (
+    NAME,
+    check_model,
+    drops_keywords,
+    examine,
+    num_attention_calls,
+    refuse,
+    takes_plans,
+)
+from distca.integrations.hf_rope import depends_on_longest
+from distca.layout import PADDING, Layout
+from distca.ping_pong import in_half
+from distca.planning import Plan, Plans
+
+
+@dataclasses.dataclass
+class _Forward:
+    """A forward pass of a model with a plan: how often it has called attention."""
+
+    calls: int = 0
+
+
+_forward: ContextVar[_Forward | None] = ContextVar("distca.forward", default=None)
+
+
+def count_call() -> None:
+    """Attention was called with the plan."""
+    here = _forward.get()
+    if here is not None:
+        here.calls += 1
+
+
+def check_plan_not_needed(training: bool, distca_context: Context | str) -> None:
+    """Raises InvalidArgumentError in a training step of several ranks: attention would be local."""
+    if not (training and torch.is_grad_enabled()):
+        return
+    context = _context_of(distca_context)
+    if context is not None and context.num_ranks > 1:
+        refuse(
+            True,
+            f"no plan in a training step of rank {context.rank} of {context.num_ranks}: pass "
+            "plan=distca.plan(layout, heads) to the model's forward on every rank (distca.PlanAhead makes them), "
+            "or call model.eval() for local attention",
+        )
+
+
+def refuse_other_plan(plan: object) -> NoReturn:
+    """Raises InvalidArgumentError: this is no plan."""
+    refuse(hasattr(plan, "halves"), "the plan is one of halves, the model is not in ping-pong: hf.ping_pong(model)")
+    raise InvalidArgumentError(
+        f'attn_implementation="{NAME}": plan is a {type(plan).__name__}, must be a distca.Plan or distca.Plans'
+    )
+
+
+def _context_of(context: Context | str) -> Context | None:
+    return get_context(context) if isinstance(context, str) else context
+
+
+def with_plan(
+    model: PreTrainedModel, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], here: Current
+) -> Any:
+    """What `run(*args, **kwargs)`, the model's forward, returns with this plan.
+
+    Raises InvalidArgumentError for what the plan does not express, before any step where that can be known.
+    """
+    plan, context = here
+    names, takes_keywords = _parameters(type(model).forward)
+    arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
+    check_model(model, plan.layout.num_ranks)
+    _check_positions(model, plan, arguments, "position_ids" in names)
+    check_loss(model, plan.layout, arguments)
+    _keep_plan_in_checkpoints(model)
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("plan", "distca_context")}
+    if takes_keywords:  # so that it reaches compiled layers too
+        kwargs |= {"plan": plan, "distca_context": context}
+    forward, found = _Forward(), _context_of(context)
+    before = 0 if found is None else found.step
+    with using(plan, context=context):
+        token = _forward.set(forward)
+        try:
+            output = run(*args, **kwargs)
+        finally:
+            _forward.reset(token)
+    # Compiled layers cannot count; in a half of a ping-pong the context's steps are those of both halves.
+    calls = forward.calls if in_half() or found is None else found.step - before
+    _check_calls(model, calls)
+    return output
+
+
+@functools.cache
+def _parameters(forward: Callable[..., Any]) -> tuple[list[str], bool]:
+    """The parameters of a model's forward without self, and whether it takes any keyword."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    return [p.name for p in parameters], any(p.kind == p.VAR_KEYWORD for p in parameters)
+
+
+def _check_calls(model: PreTrainedModel, calls: int) -> None:
+    expected = num_attention_calls(model.config)
+    if calls == expected:
+        return
+    why = (
+        "it bypasses transformers' AttentionInterface, so each rank computed alone; choose another attn_implementation"
+        if calls == 0
+        else "layers were left out (layerdrop), or some of them do not call transformers' AttentionInterface"
+    )
+    layers = model.config.get_text_config().num_hidden_layers
+    refuse(
+        True,
+        f"{type(model).__name__} has {layers} layers and calls attention {expected} times in a forward pass, but the "
+        f"plan was used {calls} times: {why}",
+    )
+
+
+def _check_positions(model: PreTrainedModel, plan: Plan | Plans, arguments: Mapping[str, Any], taken: bool) -> None:
+    """Positions of several axes ([3, 1, T]) are left to the model."""
+    layout, first, position_ids = plan.layout, examine(model).first_position, arguments.get("position_ids")
+    wanted = "position_ids=plan.layout.position_ids(plan.rank).unsqueeze(0)" + (f" + {first}" if first else "")
+    if position_ids is None or not taken:
+        wrong = _not_counted_by_rows(layout)
+        if wrong is None and not first:
+            return
+        if not taken:
+            refuse(
+                True,
+                f"{type(model).__name__} takes no position_ids: it counts the rows of the tensor, which are not the "
+                f"positions in the documents ({wrong}); it can only be used with one whole document on each rank",
+            )
+        refuse(True, f"position_ids are left out, and are not the numbers of the rows ({wrong}): pass {wanted}")
+    if not isinstance(position_ids, torch.Tensor) or position_ids.dim() > 2:
+        return
+    expected = layout.position_ids(plan.rank) + first
+    positions = position_ids.reshape(-1).cpu()
+    if positions.shape == expected.shape:
+        wrong_rows = (positions != expected) & _document_rows(layout, plan.rank)
+        if not bool(wrong_rows.any()):
+            return
+        row = int(wrong_rows.nonzero()[0])
+        found = f"row {row} has position {int(positions[row])}, its document has {int(expected[row])} there"
+    elif position_ids.shape[-1] == _num_input_rows(arguments):
+        return  # the plan is of another batch, which the first layer says
+    else:
+        found = f"they have shape {list(position_ids.shape)}, the plan has {len(expected)} rows on rank {plan.rank}"
+    refuse(True, f"position_ids are not those of the plan ({found}): pass {wanted}")
+
+
+def _num_input_rows(arguments: Mapping[str, Any]) -> int | None:
+    found = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
+    return next((tensor.shape[1] for tensor in found if tensor is not None), None)
+
+
+def _not_counted_by_rows(layout: Layout) -> str | None:
+    """Where, on any rank, a document's position is not the number of its row."""
+    for rank in range(layout.num_ranks):
+        row = 0
+        for document, begin, end in layout.segments(rank):
+            if document != PADDING and begin != row:
+                return f"row {row} of rank {rank} has position {begin} in document {document}"
+            row += end - begin
+    return None
+
+
+def _document_rows(layout: Layout, rank: int) -> torch.Tensor:
+    """Boolean [T]: the rows that are not padding, whose positions mean something."""
+    rows = [torch.full((end - begin,), document >= 0) for document, begin, end in layout.segments(rank)]
+    return torch.cat(rows) if rows else torch.ones(0, dtype=torch.bool)
+
+
+def check_loss(model: PreTrainedModel, layout: Layout, arguments: Mapping[str, Any]) -> None:
+    """Raises InvalidArgumentError, on all ranks, where the model's own loss would not be that of the documents."""
+    if arguments.get("labels") is not None and arguments.get("shift_labels") is None:
+        cut = _cut_document(layout)
+        refuse(
+            cut is not None,
+            f"the model shifts labels by one row, but document {cut} is cut, and the target of a cut's last row is on "
+            "another rank: pass shift_labels=, the labels shifted before documents are cut, beside labels=, or "
+            "compute the loss from the logits",
+        )
+    routers = arguments.get("output_router_logits")
+    routers = getattr(model.config.get_text_config(), "output_router_logits", False) if routers is None else routers
+    refuse(
+        bool(routers) and layout.num_ranks > 1,
+        "output_router_logits adds a loss of the routers, which is not a sum over rows, and sees those of this rank "
+        "alone: set output_router_logits=False in the model's config",
+    )
+
+
+def _cut_document(layout: Layout) -> int | None:
+    """The first document found that has rows before those of a segment, but not right before them."""
+    for rank in range(layout.num_ranks):
+        before = (PADDING, 0)
+        for document, begin, end in layout.segments(rank):
+            if document != PADDING and begin > 0 and before != (document, begin):
+                return document
+            before = (document, end)
+    return None
+
+
+class _KeepsPlan:
+    """A model's activation checkpointing, whose recomputation in backward has the plan of the forward pass."""
+
+    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+        self.checkpoint = checkpoint
+
+    def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        here = None if torch.compiler.is_compiling() else current()
+        return self.checkpoint(run if here is None else functools.partial(_run, here, run), *args, **kwargs)
+
+
+def _run(here: Current, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with using(here.plan, context=here.context):
+        return run(*args, **kwargs)
+
+
+def _keep_plan_in_checkpoints(model: PreTrainedModel) -> None:
+    for module in examine(model).checkpointed:
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        if checkpoint is not None and not isinstance(checkpoint, _KeepsPlan):
+            module._gradient_checkpointing_func = _KeepsPlan(checkpoint)  # type: ignore[assignment]
+
+
+_call_module: Any = PreTrainedModel.__call__
+_implementation_of: Any = PreTrainedModel.get_correct_attn_implementation
+
+
+def _call(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """`PreTrainedModel.__call__`."""
+    if torch.compiler.is_compiling():
+        if kwargs.get("plan") is not None and (drops_keywords(self) or depends_on_longest(_rope_types(self))):
+            # In one graph this is an error; otherwise torch.compile runs this very call without a graph.
+            raise InvalidArgumentError(
+                "the model needs its plan outside of graphs (RoPE of the types dynamic and longrope, or layers that no "
+                "keyword reaches): torch.compile(..., fullgraph=False)"
+            )
+        return _call_module(self, *args, **kwargs)
+    plan = kwargs.get("plan")
+    if _forward.get() is not None or (plan is None and current() is None):
+        if self.training and _forward.get() is None and takes_plans(self.config):
+            check_plan_not_needed(True, kwargs.get("distca_context", "default"))
+        return _call_module(self, *args, **kwargs)
+    run = functools.partial(_call_module, self)
+    if not takes_plans(self.config):
+        if isinstance(plan, Plan | Plans):
+            refuse(
+                True,
+                f"the model was given a plan, but its attn_implementation is {self.config._attn_implementation!r}, "
+                f'which takes none: model.set_attn_implementation("{NAME}")',
+            )
+        return run(*args, **kwargs)
+    if plan is None:
+        here = current()
+        assert here is not None
+    elif isinstance(plan, Plan | Plans):
+        here = Current(plan, kwargs.get("distca_context", "default"))
+    elif hasattr(plan, "halves") and hasattr(self, "takes_halves"):  # it comes back with the plan of each
+        check_loss(self, plan.layout, kwargs)
+        return run(*args, **kwargs)
+    else:
+        refuse_other_plan(plan)
+    return with_plan(self, run, args, kwargs, here)
+
+
+def _rope_types(model: PreTrainedModel) -> dict[str, Any]:
+    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {name: of.get("rope_type") for name, of in parameters.items() if isinstance(of, dict)}
+    return {"": parameters.get("rope_type"), **kinds}
+
+
+def _correct_implementation(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> Any:
+    """`PreTrainedModel.get_correct_attn_implementation`: asked when a model is made, before its layers are."""
+    if requested == NAME:
+        file = vars(sys.modules[type(self).__module__])
+        table = next((name for name in file if name.endswith("_ATTENTION_CLASSES")), None)
+        refuse(
+            table is not None and NAME not in file[table],
+            f"{type(self).__name__} takes its attention from a table of its own ({table}) and not from transformers' "
+            "AttentionInterface: its attention cannot be replaced; choose another attn_implementation",
+        )
+    return _implementation_of(self, requested, *args, **kwargs)
+
+
+PreTrainedModel.__call__ = _call
+PreTrainedModel.get_correct_attn_implementation = _correct_implementation

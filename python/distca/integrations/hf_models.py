@@ -1,0 +1,211 @@
+"""What a model of transformers needs of a plan, and what in it no plan can express: from its configuration and modules.
+
+A plan knows rows by document and position. Whatever else in a model looks along the rows of its tensor (a recurrence,
+a convolution, positions counted by row) sees the borders of ranks instead of those of documents, and is refused here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from distca.errors import InvalidArgumentError
+from distca.heads import Heads
+from distca.integrations.hf_rope import watch
+
+NAME = "distca"
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")  # the last is refused where it has chunks
+
+#: Models that cannot take a plan for a reason that neither their modules nor their layer types tell, by model type.
+_REFUSED = {
+    "blt": "the model groups the bytes of a row into patches, and attends to those",
+    "deepseek_v4": "the model attends to compressed groups of rows",
+    "reformer": "the model attends among rows that it has hashed alike",
+}
+#: The same in training alone.
+_REFUSED_IN_TRAINING = {
+    "phimoe": "the router draws experts at random, so ranks differ from one process: call model.eval()"
+}
+_JITTER = ("router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+
+#: Models that do not hand keywords on to their layers. Outside of torch.compile it need not be known.
+_DROPS_KEYWORDS = ("bigbird_pegasus", "nemotron", "stablelm")
+
+#: Models whose configuration has a sliding window that their layers do not use.
+_NO_WINDOW = ("moshi",)
+
+#: Calls of attention in each attention layer; 1 in other models.
+_CALLS_PER_LAYER = {"diffllama": 2}
+
+
+def refuse(condition: bool, message: str) -> None:
+    """Raises InvalidArgumentError on the condition."""
+    if condition:
+        raise InvalidArgumentError(f'attn_implementation="{NAME}": {message}')
+
+
+@dataclasses.dataclass(frozen=True)
+class Examined:
+    """What the modules of a model say.
+
+    Attributes:
+        along_rows: a module that looks along the rows of its tensor, in words; None where there is none.
+        first_position: the position of a document's first row.
+        checkpointed: modules that activation checkpointing may run again.
+    """
+
+    along_rows: str | None
+    first_position: int
+    checkpointed: list[torch.nn.Module]
+
+
+_examined: weakref.WeakKeyDictionary[PreTrainedModel, Examined] = weakref.WeakKeyDictionary()
+
+
+def examine(model: PreTrainedModel) -> Examined:
+    """Looks through the modules of a model's decoder, once; those of RoPE get hooks."""
+    found = _examined.get(model)
+    if found is None:
+        decoder = model.get_decoder()
+        decoder = decoder if isinstance(decoder, torch.nn.Module) else model
+        apart = {m for part in _models_inside(decoder) for m in part.modules()}  # encoders of images and sound
+        modules = [(name, m) for name, m in decoder.named_modules() if m not in apart]
+        along = next((f"{name} ({type(m).__name__})" for name, m in modules if _looks_along_rows(m)), None)
+        # RoBERTa's positions begin after that of its padding token.
+        firsts = [m.padding_idx + 1 for _, m in modules if hasattr(m, "create_position_ids_from_input_ids")]
+        checkpointed = [m for _, m in modules if hasattr(m, "gradient_checkpointing")]
+        watch(model)
+        found = _examined[model] = Examined(along, firsts[0] if firsts else 0, checkpointed)
+    return found
+
+
+def _models_inside(decoder: torch.nn.Module) -> list[torch.nn.Module]:
+    """Models of their own inside a decoder."""
+    return [
+        m for m in decoder.modules() if isinstance(m, PreTrainedModel) and m is not decoder and m.config is not None
+    ]
+
+
+def _looks_along_rows(module: torch.nn.Module) -> bool:
+    """Convolutions and recurrences; a shift by one row is a padding in front."""
+    if isinstance(module, torch.nn.Conv1d):
+        return module.kernel_size != (1,)
+    return isinstance(module, torch.nn.RNNBase | torch.nn.ZeroPad2d | torch.nn.ZeroPad1d | torch.nn.ConstantPad1d)
+
+
+def check_model(model: PreTrainedModel, num_ranks: int) -> None:
+    """Raises InvalidArgumentError where something in the model cannot be expressed by a plan; names it."""
+    config = model.config.get_text_config()
+    kind = config.model_type
+    refuse(kind in _REFUSED, _REFUSED.get(kind, ""))
+    other = next((kind for kind in getattr(config, "layer_types", None) or () if kind not in _LAYER_TYPES), None)
+    refuse(
+        other is not None,
+        f"the model has layers of type {other}, which know no borders of documents or ranks, or choose their keys "
+        f"themselves: not supported yet, {' and '.join(_LAYER_TYPES[:2])} are",
+    )
+    along = examine(model).along_rows
+    refuse(
+        along is not None,
+        f"the model's module {along} looks along the rows of its tensor, over the borders of documents and ranks: not "
+        "supported yet",
+    )
+    if getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", None) or [0]):
+        refuse(
+            True,
+            "layers without RoPE scale their queries by the number of the row instead of its position: set "
+            "attn_temperature_tuning=False in the model's config",
+        )
+    if num_ranks > 1 and model.training:
+        refuse(kind in _REFUSED_IN_TRAINING, _REFUSED_IN_TRAINING.get(kind, ""))
+        jitter = next((name for name in _JITTER if getattr(config, name, None)), None)
+        refuse(
+            jitter is not None,
+            f"the router adds random noise to its input, so ranks differ from one process: set {jitter}=0.0 in the "
+            "model's config",
+        )
+
+
+def num_attention_calls(config: PreTrainedConfig) -> int:
+    """How often a forward pass of the model calls attention."""
+    config = config.get_text_config()
+    return config.num_hidden_layers * _CALLS_PER_LAYER.get(config.model_type, 1)
+
+
+def drops_keywords(module: torch.nn.Module) -> bool:
+    """Whether the layer's model is known not to hand keywords on to attention."""
+    return getattr(getattr(module, "config", None), "model_type", None) in _DROPS_KEYWORDS
+
+
+def takes_plans(config: PreTrainedConfig) -> bool:
+    """Whether the configuration, or one inside it, asks for this attention."""
+    parts = (getattr(config, name, None) for name in config.sub_configs)
+    return any(getattr(part, "_attn_implementation", None) == NAME for part in (config, *parts))
+
+
+def heads_of(config: PreTrainedConfig, dtype: torch.dtype) -> Heads:
+    """The head shape of a language model's attention layers; `dtype` is that of q, k and v.
+
+    Raises:
+        InvalidArgumentError: where the configuration has no attention, or layers that differ in their heads.
+    """
+    config = config.get_text_config()
+    kind = config.model_type
+    refuse(
+        getattr(config, "num_attention_heads", None) is None,
+        f"the configuration ({kind}) has no num_attention_heads: the model has no attention layers, or of a kind of "
+        "its own",
+    )
+    layers = {_heads_of_layer(config, layer): layer for layer in reversed(range(config.num_hidden_layers))}
+    if len(layers) > 1:
+        shapes = "; ".join(
+            f"layer {layer}: q={q}, kv={kv}, dim={dim}, v_dim={v_dim}"
+            for (q, kv, dim, v_dim), layer in sorted(layers.items(), key=lambda of: of[1])
+        )
+        refuse(
+            True,
+            f"the model's layers differ in their heads ({shapes}): make a plan for each, such as distca.Plans({{None: "
+            "distca.plan(layout, heads_of_full_layers), W: distca.plan(layout, heads_of_the_others, window=W)})",
+        )
+    return Heads(*next(iter(layers)), dtype)
+
+
+def _heads_of_layer(config: Any, layer: int) -> tuple[int, int, int, int]:
+    """q, kv, dim, v_dim."""
+    kind = config.model_type
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[layer]
+    of_layers = getattr(config, "num_attention_heads_per_layer", None)
+    q = of_layers[layer] if of_layers else config.num_attention_heads
+    v_dim = getattr(config, "v_head_dim", None)
+    if getattr(config, "kv_lora_rank", None) is not None:  # latent attention makes keys for every query head
+        dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return q, q, dim, v_dim or dim
+    kv = getattr(config, "num_key_value_heads", None) or q
+    if kind == "jetmoe":  # keys are repeated for the experts of a token
+        kv = q
+    if kind == "mimo_v2_flash" and config.layer_types[layer] == "sliding_attention":
+        kv *= 2
+    dim = getattr(config, "head_dim", None) or config.hidden_size // q
+    return q, kv, dim, v_dim or dim
+
+
+def windows_of(config: PreTrainedConfig) -> list[int | None]:
+    """The sliding window of every layer; None for a layer whose rows see all of their document before them."""
+    config = config.get_text_config()
+    window = None if config.model_type in _NO_WINDOW else getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window] * config.num_hidden_layers
+    windows: dict[str, int | None] = {"full_attention": None, "sliding_attention": window}
+    for layer, kind in enumerate(kinds):
+        refuse(
+            kind not in windows,
+            f"layer {layer} of the model is of type {kind}, must be {' or '.join(windows)}: others know no borders of "
+            "documents or ranks, or choose their keys themselves",
+        )
+    return [windows[kind] for kind in kinds]
