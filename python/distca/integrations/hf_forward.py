@@ -91,9 +91,10 @@ def with_plan(
     """
     plan, context = here
     names, takes_keywords = _parameters(type(model).forward)
+    inner = _parameters(type(model.get_decoder()).forward)[0] if takes_keywords else []
     arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
     check_model(model, plan.layout.num_ranks)
-    _check_positions(model, plan, arguments, "position_ids" in names)
+    _check_positions(model, plan, arguments, "position_ids" in (*names, *inner))
     check_loss(model, plan.layout, arguments)
     _keep_plan_in_checkpoints(model)
     kwargs = {name: value for name, value in kwargs.items() if name not in ("plan", "distca_context")}
@@ -149,7 +150,7 @@ def _check_positions(model: PreTrainedModel, plan: Plan | Plans, arguments: Mapp
             refuse(
                 True,
                 f"{type(model).__name__} takes no position_ids: it counts the rows of the tensor, which are not the "
-                f"positions in the documents ({wrong}); it can only be used with one whole document on each rank",
+                f"positions in the documents ({wrong})",
             )
         refuse(True, f"position_ids are left out, and are not the numbers of the rows ({wrong}): pass {wanted}")
     if not isinstance(position_ids, torch.Tensor) or position_ids.dim() > 2:

@@ -186,6 +186,8 @@ def _heads_of_layer(config: Any, layer: int) -> tuple[int, int, int, int]:
         dim = config.qk_nope_head_dim + config.qk_rope_head_dim
         return q, q, dim, v_dim or dim
     kv = getattr(config, "num_key_value_heads", None) or q
+    if getattr(config, "multi_query", False):
+        kv = 1
     if kind == "jetmoe":  # keys are repeated for the experts of a token
         kv = q
     if kind == "mimo_v2_flash" and config.layer_types[layer] == "sliding_attention":
