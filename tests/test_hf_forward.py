@@ -295,6 +295,14 @@ def test_a_model_that_leaves_a_layer_out_is_refused_with_both_numbers() -> None:
         _call(LLAMA, model=model)
 
 
+@pytest.mark.parametrize("module", [torch.nn.Conv1d(1, 1, 2), torch.nn.GRU(1, 1), torch.nn.ZeroPad2d((0, 0, 1, -1))])
+def test_a_module_that_looks_along_rows_is_refused_by_name(module: torch.nn.Module) -> None:
+    model = LLAMA.model("distca")
+    model.model.layers[1].mixer = module
+    with pytest.raises(distca.InvalidArgumentError, match=rf"layers\.1\.mixer \({type(module).__name__}\) looks along"):
+        _call(LLAMA, model=model)
+
+
 def test_a_plan_for_a_model_of_another_attention_is_refused() -> None:
     with pytest.raises(distca.InvalidArgumentError, match=r"attn_implementation is 'sdpa', .*set_attn_implementation"):
         _call(LLAMA, model=LLAMA.model("sdpa"))
@@ -333,6 +341,11 @@ def _compiled(family: Family, **options: Any) -> torch.nn.Module:
 def test_a_whole_model_is_one_graph() -> None:
     family = dataclasses.replace(LLAMA, options={"num_hidden_layers": 1})
     torch.testing.assert_close(_call(family, model=_compiled(family, fullgraph=True)), _call(family))
+
+
+def test_compiled_models_that_are_known_not_to_use_a_plan_are_refused_as_ever() -> None:
+    with pytest.raises(distca.InvalidArgumentError, match="calls attention 2 times .* the plan was used 0 times"):
+        _call(GPT, model=_compiled(GPT))
 
 
 @pytest.mark.parametrize("family", [ROPE["longrope"], STABLELM], ids=["longrope", "stablelm"])

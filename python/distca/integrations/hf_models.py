@@ -35,6 +35,9 @@ _JITTER = ("router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 #: Models that do not hand keywords on to their layers. Outside of torch.compile it need not be known.
 _DROPS_KEYWORDS = ("bigbird_pegasus", "nemotron", "stablelm")
 
+#: Models that do not call transformers' AttentionInterface. Outside of torch.compile it need not be known.
+_BYPASSES = ("cpmant", "openai-gpt", "prophetnet", "xlm", "xlnet")
+
 #: Models whose configuration has a sliding window that their layers do not use.
 _NO_WINDOW = ("moshi",)
 
@@ -134,6 +137,13 @@ def num_attention_calls(config: PreTrainedConfig) -> int:
     """How often a forward pass of the model calls attention."""
     config = config.get_text_config()
     return config.num_hidden_layers * _CALLS_PER_LAYER.get(config.model_type, 1)
+
+
+def goes_another_way(config: PreTrainedConfig) -> bool:
+    """Whether keywords are known not to make such a model right: its layers do not get them, or it is refused."""
+    config = config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()
+    return config.model_type in (*_DROPS_KEYWORDS, *_BYPASSES, *_REFUSED) or any(k not in _LAYER_TYPES for k in kinds)
 
 
 def drops_keywords(module: torch.nn.Module) -> bool:
