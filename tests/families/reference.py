@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import distca
 from distca.integrations import hf
@@ -28,20 +31,14 @@ _CALLS = {"diffllama": 2}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An entry of transformers' table, with options of its configuration.
-
-    `first_position` is that of a document's first row. `heads` are given by the layers' window where layers differ.
-    """
+    """An entry of transformers' table, with options of its configuration; its documents' first position."""
 
     entry: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     first_position: int = 0
-    heads: dict[int | None, distca.Heads] | None = None
 
     def plans(self, config: transformers.PreTrainedConfig) -> distca.Plans:
         """As a caller makes them who follows the documentation."""
-        if self.heads is not None:
-            return distca.Plans({w: distca.plan(layout(), heads, window=w) for w, heads in self.heads.items()})
         return distca.plans(layout(), hf.heads_of(config, torch.float32), windows=hf.windows_of(config))
 
     def model(self, attention: str) -> torch.nn.Module:
@@ -108,6 +105,22 @@ def reference(case: Case) -> Results:
     with _counted_calls(model) as calls:
         logits = logits_of(model, documents())
     return Results(loss, gradients(model), logits, len(calls) // len(LENGTHS) * _CALLS.get(case.entry, 1))
+
+
+def plans_by_hand(case: Case) -> distca.Plans:
+    """Plans of the heads and windows that the model's layers call attention with."""
+    seen: dict[int | None, distca.Heads] = {}
+
+    def attention(module: torch.nn.Module, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+        seen[options.get("sliding_window")] = distca.Heads(q.shape[1], k.shape[1], q.shape[3], v.shape[3])
+        return sdpa_attention_forward(module, q, k, v, mask, **options)
+
+    AttentionInterface.register("seen", attention)
+    AttentionMaskInterface.register("seen", sdpa_mask)
+    with torch.no_grad(), contextlib.suppress(KeyError):  # models with a table of their own
+        run(case.model("seen").eval(), documents()[0].tokens)
+    seen = seen or {None: distca.Heads(4, 4, 8)}
+    return distca.Plans({window: distca.plan(layout(), heads, window=window) for window, heads in seen.items()})
 
 
 def mistakes(case: Case) -> dict[str, float]:

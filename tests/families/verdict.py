@@ -13,7 +13,6 @@ import torch
 import distca
 from support import loopback_group, outcomes
 
-from . import tiny
 from .reference import (
     NO_TARGET,
     ROWS,
@@ -23,6 +22,7 @@ from .reference import (
     gradients,
     layout,
     loss_of,
+    plans_by_hand,
     reference,
     run,
     takes_any_keyword,
@@ -32,15 +32,16 @@ from .reference import (
 #: Relative bounds, of the loss of all documents, and of the norms of each gradient and of the logits.
 LOSS, NORM = 1e-6, 1e-5
 
-_HEADS = distca.Heads(4, 2, 16)  # of most of the tiny models
-
 #: Models whose own loss does not shift labels.
 _UNSHIFTED = ("whisper",)
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """`kind` is "exact", "refused" or "fails"; the sentence is figures, the refusal, or what went wrong."""
+    """`kind` is "exact"; "by hand", exact with plans that a refusal asks for; "refused"; or "fails".
+
+    The sentence is figures, the refusal, or what went wrong.
+    """
 
     kind: str
     sentence: str
@@ -48,11 +49,11 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How a caller uses the model: the plan by keyword or by `distca.using`, with positions, with labels, to train."""
+    """How a caller uses the model: the plan by keyword or by `distca.using`; with labels, for the model's own loss."""
 
     by_keyword: bool
     with_positions: bool = True
-    with_labels: bool = False
+    labels: tuple[str, ...] = ()
     train: bool = False
 
 
@@ -71,16 +72,16 @@ def judge(case: Case) -> Verdict:
         plans = case.plans(models[0].config)
     except distca.InvalidArgumentError as error:
         by_hand = Verdict("refused", str(error))
-        plans = distca.plans(layout(), _HEADS, windows=[None, tiny.WINDOW])
+        plans = plans_by_hand(case)
     expected = functools.cache(lambda: reference(case))
     usual = Way(by_keyword=takes_any_keyword(models[0]))
     found = _judged(case, models, plans, dataclasses.replace(usual, train=True), expected)
-    if by_hand is not None and found.kind != "refused":
-        return Verdict("fails", f"{found} with heads by hand, but: {by_hand.sentence}")
     verdict = by_hand or found
+    if by_hand is not None and found.kind != "refused":
+        verdict = Verdict("by hand" if found.kind == "exact" else "fails", f"{by_hand.sentence}: {found.sentence}")
     others = [usual, Way(by_keyword=False), dataclasses.replace(usual, with_positions=False)]
     if "labels" in inspect.signature(models[0].forward).parameters and case.entry not in _UNSHIFTED:
-        others.append(dataclasses.replace(usual, with_labels=True))
+        others += [dataclasses.replace(usual, labels=names) for names in (("labels",), ("labels", "shift_labels"))]
     for way in others if found.kind != "fails" else []:
         other = _judged(case, models, plans, way, expected)
         if other.kind == "fails":
@@ -106,7 +107,7 @@ def _judged(
     grads = {name: first.grads[name] + second.grads[name] for name in first.grads}
     ours = Results(first.loss + second.loss, grads, torch.cat([first.logits, second.logits]), first.calls)
     name, error = worst_error(ours, expected(), trained=way.train, loss=LOSS, norm=NORM)
-    if way.with_labels:
+    if way.labels:
         wanted = loss_of(expected().logits, torch.cat([document.targets for document in documents()])).item()
         name, error = "the model's own loss", abs(ours.loss - wanted) / wanted / LOSS
     if not error <= 1:
@@ -126,8 +127,7 @@ def _on_two_ranks(case: Case, models: Sequence[torch.nn.Module], plans: distca.P
         mine, offered = plans.for_rank(rank), {}
         if way.with_positions:
             offered["position_ids"] = layout().position_ids(rank)[None] + case.first_position
-        if way.with_labels:
-            offered |= {"labels": tokens[rows][None], "shift_labels": targets[rows][None]}
+        offered |= {name: (tokens if name == "labels" else targets)[rows][None] for name in way.labels}
         if way.by_keyword:
             return run(models[rank], tokens[rows], **offered, plan=mine, distca_context=context)
         with distca.using(mine, context=context):
@@ -143,7 +143,7 @@ def _on_two_ranks(case: Case, models: Sequence[torch.nn.Module], plans: distca.P
         before = context.step
         with torch.no_grad():
             output = forward(rank, context)
-        if way.with_labels:
+        if way.labels:
             loss = output.loss.item() * int((wanted != NO_TARGET).sum())
         return Results(loss, gradients(model), output.logits[0], context.step - before)
 
