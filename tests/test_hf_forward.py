@@ -153,6 +153,7 @@ def test_a_plan_reaches_the_layers_of_a_model_that_drops_keywords(family: Family
     _check_same(_on_all_ranks(family, LAYOUT), _in_one_process(family, LAYOUT))
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_of_such_a_model_keeps_the_plan_for_backward(reentrant: bool) -> None:
     def prepare(model: torch.nn.Module, rank: int) -> None:
@@ -223,6 +224,9 @@ GPT = Family(
 )
 
 
+ROBERTA = Family("RobertaConfig", {"is_decoder": True, "pad_token_id": 1}, {None: distca.Heads(4, 4, 8)})
+
+
 @dataclasses.dataclass(frozen=True)
 class Refused:
     family: Family
@@ -247,7 +251,7 @@ REFUSED = {
         r"MarianForCausalLM takes no position_ids: .* \(row 5 of rank 0 has position 0 in document 1\)",
     ),
     "positions that begin after padding": Refused(
-        Family("RobertaConfig", {"is_decoder": True, "pad_token_id": 1}, {None: distca.Heads(4, 4, 8)}),
+        ROBERTA,
         r"row 0 has position 0, its document has 2 there\): pass .*\.unsqueeze\(0\) \+ 2",
     ),
     "a recurrence": Refused(
@@ -263,7 +267,7 @@ REFUSED = {
         r"scale their queries by the number of the row .*: set attn_temperature_tuning=False",
     ),
     "labels of a cut document": Refused(
-        LLAMA, r"document 0 is cut, .* another rank: pass shift_labels=, ", LAYOUT, {"labels": LABELS["labels"]}
+        LLAMA, r"document 0 is cut, .* not in the next row: pass shift_labels=, ", LAYOUT, {"labels": LABELS["labels"]}
     ),
     "a loss of routers": Refused(
         Family("MixtralConfig", MIXTRAL | {"output_router_logits": True}),
@@ -284,6 +288,14 @@ def test_what_cannot_be_exact_is_refused_before_any_step_with_the_reason(case: s
     model = refused.family.model("distca")
     with pytest.raises(distca.InvalidArgumentError, match=refused.message):
         _call(refused.family, refused.layout, model=model, **refused.options)
+
+
+def test_positions_may_be_left_out_of_whole_documents_and_may_begin_after_padding() -> None:
+    layout, model = distca.Layout.from_documents([[8]]), ROBERTA.model("distca").eval()
+    positions = layout.position_ids(0)[None] + 2
+    assert torch.equal(
+        _call(ROBERTA, layout, model, position_ids=None), _call(ROBERTA, layout, model, position_ids=positions)
+    )
 
 
 def test_a_model_that_leaves_a_layer_out_is_refused_with_both_numbers() -> None:

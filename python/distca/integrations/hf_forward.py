@@ -152,7 +152,7 @@ def _check_positions(model: PreTrainedModel, plan: Plan | Plans, arguments: Mapp
     wanted = "position_ids=plan.layout.position_ids(plan.rank).unsqueeze(0)" + (f" + {first}" if first else "")
     if position_ids is None or not taken:
         wrong = _not_counted_by_rows(layout)
-        if wrong is None and not first:
+        if wrong is None:
             return
         if not taken:
             refuse(
@@ -206,8 +206,8 @@ def check_loss(model: PreTrainedModel, layout: Layout, arguments: Mapping[str, A
         cut = _cut_document(layout)
         refuse(
             cut is not None,
-            f"the model shifts labels by one row, but document {cut} is cut, and the target of a cut's last row is on "
-            "another rank: pass shift_labels=, the labels shifted before documents are cut, beside labels=, or "
+            f"the model shifts labels by one row, but document {cut} is cut, and the target of a cut's last row is not in "
+            "the next row: pass shift_labels=, the labels shifted before documents are cut, beside labels=, or "
             "compute the loss from the logits",
         )
     routers = arguments.get("output_router_logits")
