@@ -2,6 +2,7 @@
 # make train   train a tiny Llama on two CPU ranks             (ARGS="--steps 50" hands options to `distca train`)
 # make test    run the tests                                   (ARGS="-k plan" hands options to pytest)
 # make fuzz    run the tests of the planner with 20 times as many random cases
+# make families  run every causal language model of transformers on two ranks: exact, or refused with the reason
 # make faults  plant faults in the sources one by one and check that the tests catch each
 # make sanitize  run the CPU kernel on random problems under AddressSanitizer, UndefinedBehaviorSanitizer, ThreadSanitizer
 # make bench   run the short form of all benchmarks and rewrite benchmarks/results
@@ -36,7 +37,7 @@ CPP_FILES = $(shell find cpp cuda tests -name '*.h' -o -name '*.cpp' -o -name '*
 # Folders too: a removed file changes its folder.
 SOURCES = CMakeLists.txt setup.py pyproject.toml $(shell find cpp cuda third_party)
 
-.PHONY: build train test fuzz faults sanitize bench ptxas lint wheel clean
+.PHONY: build train test fuzz families faults sanitize bench ptxas lint wheel clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/built
@@ -49,6 +50,9 @@ test: build
 
 fuzz: build
 	$(BIN)/python -m pytest -n 2 --hypothesis-profile=fuzz tests/test_plan.py tests/test_scheduler.py $(ARGS)
+
+families: build
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/families/every_model.py $(ARGS)
 
 faults: build
 	$(BIN)/python tests/planted_faults.py $(ARGS)

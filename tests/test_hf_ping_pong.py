@@ -15,6 +15,7 @@ import torch
 import distca
 from distca.integrations import hf
 from support import loopback_group, on_all_ranks
+from test_hf_forward import ROPE
 from test_models import FAMILIES, GQA, LENGTHS, VOCABULARY, WINDOW
 
 LAYOUT = distca.Layout([[(0, 0, 90)], [(1, 0, 1), (-1, 0, 3), (2, 0, 33), (3, 0, 7)]])
@@ -31,10 +32,10 @@ def _inputs(rank: int, context: distca.Context) -> dict[str, Any]:
     return {"input_ids": ids[None], "labels": labels[None], **shared}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2 with windows in the upper layer", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "qwen2 with windows in the upper layer", "gpt_oss", "longrope"])
 def test_loss_gradients_and_logits_are_those_of_the_whole_row(family: str) -> None:
     """On rank 0 there is one document, so it has a half without rows."""
-    made = FAMILIES[family]
+    made = (FAMILIES | ROPE)[family]
     windows = list(made.heads)
     whole = distca.plans(LAYOUT, GQA, windows=windows, tolerance=0.02)
     halved = [hf.plan_halves(LAYOUT, GQA, windows=windows, rank=rank, tolerance=0.02) for rank in range(2)]

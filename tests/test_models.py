@@ -98,6 +98,16 @@ FAMILIES = {
         | EXPERTS,
         {None: distca.Heads(4, 4, 24, 40)},
     ),
+    "jetmoe": Family(
+        "JetMoeConfig",
+        {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {None: distca.Heads(4, 4, 16)},
+    ),
+    "gpt_bigcode": Family(
+        "GPTBigCodeConfig",
+        {"num_key_value_heads": None, "head_dim": None, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+        {None: distca.Heads(4, 1, 8)},
+    ),
     "gpt_neox": Family("GPTNeoXConfig", MHA, {None: distca.Heads(4, 4, 8)}),
     "gpt2": Family(
         "GPT2Config", MHA | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}, {None: distca.Heads(4, 4, 8)}
@@ -181,6 +191,25 @@ def test_heads_and_windows_of_a_family_are_those_its_layers_call_with(family: st
     config = FAMILIES[family].model("distca").config
     windows = {w if w != 90 else None for w in hf.windows_of(config)}
     assert {window: hf.heads_of(config, torch.float32) for window in windows} == FAMILIES[family].heads
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            transformers.MiMoV2FlashConfig(num_hidden_layers=2),
+            r"layer 0: q=64, kv=4, dim=192, v_dim=128; layer 1: q=64, kv=8, dim=192, v_dim=128\): make a plan for each",
+        ),
+        (
+            transformers.Gemma4UnifiedTextConfig(num_hidden_layers=6),
+            r"layers differ in their heads .*dim=512.*distca\.Plans",
+        ),
+        (transformers.MambaConfig(), r"the configuration \(mamba\) has no num_attention_heads"),
+    ],
+)
+def test_heads_that_are_not_the_same_in_all_layers_are_refused(config: Any, message: str) -> None:
+    with pytest.raises(distca.InvalidArgumentError, match=message):
+        hf.heads_of(config, torch.float32)
 
 
 # ---- what is not supported

@@ -43,6 +43,27 @@ GEMMA = {
 }
 
 
+PHI3 = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "original_max_position_embeddings": 40,
+    "pad_token_id": None,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 6.4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0 + i for i in range(8)],
+        "original_max_position_embeddings": 40,
+    },
+}
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer of words, JSON lines of them, and a Gemma 3 of alternating windows with tied embeddings."""
@@ -152,6 +173,32 @@ def _first_loss_of_transformers(config: TrainConfig) -> float:
         total += F.cross_entropy(logits, batch.labels[0, rows], reduction="sum").item()
         row = rows.stop
     return total / batch.num_targets
+
+
+def test_a_checkpoint_with_longrope_has_the_losses_of_one_packed_row_on_one_and_on_two_ranks(
+    files: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(11)
+    model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**PHI3))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() >= 2:  # gain 1.5: nearly uniform attention hides wrong positions
+                weight.normal_(std=1.5 * weight.shape[-1] ** -0.5)
+    model.save_pretrained(tmp_path / "phi3")
+    two = _config(files, model=str(tmp_path / "phi3"), runs_dir=tmp_path, name="two")
+    one = replace(two, name="one", ranks=1, tokens_per_rank=128)
+    two_dir, one_dir = create_run_dir(two), create_run_dir(one)
+    distca.launch(train_rank, two, two_dir, ranks=2, threads=1)
+    with one_rank():
+        train(one, one_dir)
+    corpus = read_corpus(two.data, 1.0, Tokenizer(two.tokenizer))
+    batch = next(iter(Batches(corpus, rank=0, ranks=1, tokens_per_rank=128, steps=1, seed=two.seed)))
+    positions = batch.layout.position_ids(0)[None]
+    assert 40 < positions.max() < 128, "the longest document has other frequencies than most"
+    logits = model.train()(batch.input_ids, position_ids=positions, use_cache=False).logits[0]
+    expected = F.cross_entropy(logits, batch.labels[0], reduction="sum").item() / batch.num_targets
+    assert _losses(one_dir)[0] == pytest.approx(expected, rel=1e-5)
+    assert _losses(two_dir) == pytest.approx(_losses(one_dir), rel=1e-5)
 
 
 def test_a_checkpoint_of_alternating_windows_trains_resumes_and_is_the_same_on_two_ranks(

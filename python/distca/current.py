@@ -33,8 +33,8 @@ def using(plan: Plan | Plans, *, context: Context | str = "default") -> Iterator
     """Models of transformers called inside take this plan, as if it were their keyword argument ``plan``::
 
         with distca.using(plan):
-            loss = model(input_ids, position_ids=positions).logits...
-        loss.backward()
+            logits = model(ids, position_ids=plan.layout.position_ids(plan.rank)[None], use_cache=False).logits
+        loss_of(logits).backward()
 
     For code between the caller and the model that does not hand keywords on. It holds for this thread, until it is
     left; inside another one, the inner plan counts. Models whose ``attn_implementation`` is another take no notice.

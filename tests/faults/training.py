@@ -32,4 +32,25 @@ FAULTS = [
         "pass",
         ("tests/test_train_checkpoint.py::test_a_resumed_run_takes_the_same_steps_to_the_bit_and_records_each_once",),
     ),
+    Fault(
+        "dynamic RoPE keeps the frequencies of an earlier row",
+        "python/distca/integrations/hf_rope.py",
+        "    _forget_longest(module)\n",
+        "",
+        ("tests/test_hf_forward.py",),
+    ),
+    Fault(
+        "a half of a layout has RoPE frequencies of its own",
+        "python/distca/halves.py",
+        "half._longest_of_whole = layout.longest_document",
+        "half._longest_of_whole = None",
+        ("tests/test_hf_forward.py", "tests/test_hf_ping_pong.py"),
+    ),
+    Fault(
+        "a recomputation loses the plan that is current",
+        "python/distca/integrations/hf_forward.py",
+        "run if here is None else functools.partial(_run, here, run)",
+        "run",
+        ("tests/test_hf_forward.py",),
+    ),
 ]

@@ -43,6 +43,7 @@ from distca.current import current
 from distca.errors import InvalidArgumentError
 from distca.integrations.hf_forward import check_plan_not_needed, count_call, refuse_other_plan
 from distca.integrations.hf_models import NAME as NAME
+from distca.integrations.hf_models import check_model as check_model
 from distca.integrations.hf_models import drops_keywords, refuse
 from distca.integrations.hf_models import heads_of as heads_of
 from distca.integrations.hf_models import windows_of as windows_of

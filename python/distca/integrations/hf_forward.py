@@ -5,7 +5,8 @@ configuration asks for this attention. There the plan becomes current, so that l
 what no plan can express is refused before any step; and afterwards attention must have been called as often as the
 model has attention layers. A model without a plan is called as ever.
 
-Under torch.compile of the whole model none of this is traced: the plan goes the way of keywords, and is not checked.
+Under torch.compile of the whole model this is not traced: the plan goes the way of keywords. Models for which that
+would not do are called outside of graphs.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from distca.errors import InvalidArgumentError
 from distca.integrations.hf_models import (
     NAME,
     check_model,
-    drops_keywords,
     examine,
+    goes_another_way,
     num_attention_calls,
     refuse,
     takes_plans,
@@ -82,6 +83,7 @@ def _context_of(context: Context | str) -> Context | None:
     return get_context(context) if isinstance(context, str) else context
 
 
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def with_plan(
     model: PreTrainedModel, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], here: Current
 ) -> Any:
@@ -90,11 +92,8 @@ def with_plan(
     Raises InvalidArgumentError for what the plan does not express, before any step where that can be known.
     """
     plan, context = here
-    names, takes_keywords = _parameters(type(model).forward)
-    arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
-    check_model(model, plan.layout.num_ranks)
-    _check_positions(model, plan, arguments, "position_ids" in names)
-    check_loss(model, plan.layout, arguments)
+    _check(model, plan, args, kwargs)
+    takes_keywords = _parameters(type(model).forward)[1]
     _keep_plan_in_checkpoints(model)
     kwargs = {name: value for name, value in kwargs.items() if name not in ("plan", "distca_context")}
     if takes_keywords:  # so that it reaches compiled layers too
@@ -111,6 +110,16 @@ def with_plan(
     calls = forward.calls if in_half() or found is None else found.step - before
     _check_calls(model, calls)
     return output
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _check(model: PreTrainedModel, plan: Plan | Plans, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    names, takes_keywords = _parameters(type(model).forward)
+    inner = _parameters(type(model.get_decoder()).forward)[0] if takes_keywords else []
+    arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
+    check_model(model, plan.layout.num_ranks)
+    _check_positions(model, plan, arguments, "position_ids" in (*names, *inner))
+    check_loss(model, plan.layout, arguments)
 
 
 @functools.cache
@@ -143,13 +152,13 @@ def _check_positions(model: PreTrainedModel, plan: Plan | Plans, arguments: Mapp
     wanted = "position_ids=plan.layout.position_ids(plan.rank).unsqueeze(0)" + (f" + {first}" if first else "")
     if position_ids is None or not taken:
         wrong = _not_counted_by_rows(layout)
-        if wrong is None and not first:
+        if wrong is None:
             return
         if not taken:
             refuse(
                 True,
                 f"{type(model).__name__} takes no position_ids: it counts the rows of the tensor, which are not the "
-                f"positions in the documents ({wrong}); it can only be used with one whole document on each rank",
+                f"positions in the documents ({wrong})",
             )
         refuse(True, f"position_ids are left out, and are not the numbers of the rows ({wrong}): pass {wanted}")
     if not isinstance(position_ids, torch.Tensor) or position_ids.dim() > 2:
@@ -197,8 +206,8 @@ def check_loss(model: PreTrainedModel, layout: Layout, arguments: Mapping[str, A
         cut = _cut_document(layout)
         refuse(
             cut is not None,
-            f"the model shifts labels by one row, but document {cut} is cut, and the target of a cut's last row is on "
-            "another rank: pass shift_labels=, the labels shifted before documents are cut, beside labels=, or "
+            f"the model shifts labels by one row, but document {cut} is cut, and the target of a cut's last row is not in "
+            "the next row: pass shift_labels=, the labels shifted before documents are cut, beside labels=, or "
             "compute the loss from the logits",
         )
     routers = arguments.get("output_router_logits")
@@ -244,6 +253,7 @@ def _keep_plan_in_checkpoints(model: PreTrainedModel) -> None:
             module._gradient_checkpointing_func = _KeepsPlan(checkpoint)  # type: ignore[assignment]
 
 
+_IN_GRAPHS = "_distca_in_graphs"  # whether keywords alone make a model right; known when it is made
 _call_module: Any = PreTrainedModel.__call__
 _implementation_of: Any = PreTrainedModel.get_correct_attn_implementation
 
@@ -251,11 +261,11 @@ _implementation_of: Any = PreTrainedModel.get_correct_attn_implementation
 def _call(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """`PreTrainedModel.__call__`."""
     if torch.compiler.is_compiling():
-        if kwargs.get("plan") is not None and (drops_keywords(self) or depends_on_longest(_rope_types(self))):
+        if kwargs.get("plan") is not None and not self.__dict__.get(_IN_GRAPHS, False):
             # In one graph this is an error; otherwise torch.compile runs this very call without a graph.
             raise InvalidArgumentError(
-                "the model needs its plan outside of graphs (RoPE of the types dynamic and longrope, or layers that no "
-                "keyword reaches): torch.compile(..., fullgraph=False)"
+                "the model needs its plan outside of graphs (RoPE of the types dynamic and longrope, layers that no "
+                "keyword reaches), or is refused there: torch.compile(..., fullgraph=False)"
             )
         return _call_module(self, *args, **kwargs)
     plan = kwargs.get("plan")
@@ -294,6 +304,11 @@ def _rope_types(model: PreTrainedModel) -> dict[str, Any]:
 def _correct_implementation(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> Any:
     """`PreTrainedModel.get_correct_attn_implementation`: asked when a model is made, before its layers are."""
     if requested == NAME:
+        self.__dict__[_IN_GRAPHS] = not (
+            depends_on_longest(_rope_types(self))
+            or goes_another_way(self.config)
+            or "position_ids" not in _parameters(type(self).forward)[0]
+        )
         file = vars(sys.modules[type(self).__module__])
         table = next((name for name in file if name.endswith("_ATTENTION_CLASSES")), None)
         refuse(

@@ -35,6 +35,9 @@ _JITTER = ("router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 #: Models that do not hand keywords on to their layers. Outside of torch.compile it need not be known.
 _DROPS_KEYWORDS = ("bigbird_pegasus", "nemotron", "stablelm")
 
+#: Models that do not call transformers' AttentionInterface. Outside of torch.compile it need not be known.
+_BYPASSES = ("cpmant", "openai-gpt", "prophetnet", "xlm", "xlnet")
+
 #: Models whose configuration has a sliding window that their layers do not use.
 _NO_WINDOW = ("moshi",)
 
@@ -136,6 +139,13 @@ def num_attention_calls(config: PreTrainedConfig) -> int:
     return config.num_hidden_layers * _CALLS_PER_LAYER.get(config.model_type, 1)
 
 
+def goes_another_way(config: PreTrainedConfig) -> bool:
+    """Whether keywords are known not to make such a model right: its layers do not get them, or it is refused."""
+    config = config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()
+    return config.model_type in (*_DROPS_KEYWORDS, *_BYPASSES, *_REFUSED) or any(k not in _LAYER_TYPES for k in kinds)
+
+
 def drops_keywords(module: torch.nn.Module) -> bool:
     """Whether the layer's model is known not to hand keywords on to attention."""
     return getattr(getattr(module, "config", None), "model_type", None) in _DROPS_KEYWORDS
@@ -186,6 +196,8 @@ def _heads_of_layer(config: Any, layer: int) -> tuple[int, int, int, int]:
         dim = config.qk_nope_head_dim + config.qk_rope_head_dim
         return q, q, dim, v_dim or dim
     kv = getattr(config, "num_key_value_heads", None) or q
+    if getattr(config, "multi_query", False):
+        kv = 1
     if kind == "jetmoe":  # keys are repeated for the experts of a token
         kv = q
     if kind == "mimo_v2_flash" and config.layer_types[layer] == "sliding_attention":

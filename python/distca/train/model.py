@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
+from distca.errors import InvalidArgumentError
 from distca.integrations import hf
 from distca.ping_pong import PingPong
 from distca.train.config import ConfigError, TrainConfig
@@ -61,9 +62,13 @@ def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_pretrained(
                 checkpoint, config=shape, attn_implementation=hf.NAME, local_files_only=True
             )
+    except InvalidArgumentError as error:
+        raise ConfigError(f"--model is {config.model}: {error}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model is {config.model}, no language model of transformers: {error}") from error
-    return model.to(config.torch_dtype).train()
+    model = model.to(config.torch_dtype).train()
+    hf.check_model(model, dist.get_world_size())
+    return model
 
 
 def model_config(config: TrainConfig, vocabulary: int) -> tuple[PreTrainedConfig, Path | None]:

@@ -1,0 +1,97 @@
+"""Every model of transformers' table, more of some, and why some are refused."""
+
+from __future__ import annotations
+
+import re
+
+from . import tiny
+from .reference import Case
+
+_LONG = 80  # longer than the rows of a rank, shorter than the longest document
+_DYNAMIC = {
+    "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+    "max_position_embeddings": _LONG,
+}
+_LONGROPE = {
+    "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": _LONG}
+    | {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]}
+}
+_SCALED = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": _LONG}
+_OTHER_HEADS = {"global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+_NO_CHUNKS = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0]}
+
+#: Models whose positions begin after that of the padding token.
+_FROM_1 = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
+
+_ENTRIES = [entry for entry in tiny.CLASSES if entry not in tiny.NOT_BUILT]
+
+CASES: dict[str, Case] = {
+    **{entry: Case(entry, first_position=int(entry in _FROM_1)) for entry in _ENTRIES},
+    # RoPE that depends on the longest position of a row, and RoPE that does not
+    "internlm3, dynamic RoPE": Case("internlm3", _DYNAMIC),
+    "llama, dynamic RoPE": Case("llama", _DYNAMIC),
+    "llama, RoPE of Llama 3": Case(
+        "llama", {"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0} | _SCALED}
+    ),
+    "llama, YaRN": Case("llama", {"rope_parameters": {"rope_type": "yarn"} | _SCALED}),
+    "minicpm3, longrope": Case("minicpm3", _LONGROPE),
+    "phi3, longrope": Case("phi3", _LONGROPE | {"original_max_position_embeddings": _LONG}),
+    "phi4_multimodal, longrope": Case("phi4_multimodal", _LONGROPE | {"original_max_position_embeddings": _LONG}),
+    # options that change what attention is
+    "gpt_bigcode, a key head for each": Case("gpt_bigcode", {"multi_query": False}),
+    "granitemoehybrid, attention only": Case(
+        "granitemoehybrid", {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"}
+    ),
+    "llama4_text, no chunks": Case("llama4_text", _NO_CHUNKS | {"attn_temperature_tuning": False}),
+    "qwen2, windows in the upper layer": Case(
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": tiny.WINDOW, "max_window_layers": 1}
+        | {"layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "gemma4_text, full layers of other heads": Case("gemma4_text", _OTHER_HEADS),
+    # what a caller can change in a configuration
+    "llama, dropout": Case("llama", {"attention_dropout": 0.1}),
+    "llama4_text, no chunks, temperature": Case("llama4_text", _NO_CHUNKS | {"attn_temperature_tuning": True}),
+    "mixtral, jitter": Case("mixtral", {"router_jitter_noise": 0.1}),
+    "roberta, positions from 0": Case("roberta"),
+}
+
+#: Cases for which the caller makes a plan for each window.
+BY_HAND = ("gemma4_text, full layers of other heads", "mimo_v2_flash")
+
+#: What the errors of refused cases say, and whose they are.
+REFUSED: dict[str, tuple[str, ...]] = {
+    "layers differ in their heads .* make a plan for each": BY_HAND,
+    r"is of type (linear_attention|conv|hybrid|hybrid_sliding), .* know no borders of documents or ranks": (
+        *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "inkling2_text", "inkling_text", "jamba"),
+        *("kimi_linear", "lfm2_moe", "lfm3", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe"),
+        *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma"),
+        *("zamba", "zamba2", "zaya"),
+    ),
+    r"is of type (indexed|heavily_compressed)_attention, .* choose their keys themselves": (
+        *("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
+    ),
+    "is of type chunked_attention": ("llama4", "llama4_text"),
+    "the model attends among rows that it has hashed alike": ("reformer",),
+    "has no num_attention_heads": ("blt", "falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"),
+    "takes its attention from a table of its own": ("falcon", "git", "gpt_neo", "gptj"),
+    "bypasses transformers' AttentionInterface": (
+        *("big_bird", "codegen", "doge", "gpt_neox_japanese", "megatron-bert", "openai-gpt", "rembert", "xglm", "xlm"),
+    ),
+    "takes no position_ids": (
+        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom", "cpmant", "marian", "mbart"),
+        *("mpt", "musicgen", "musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet"),
+        *("roformer", "trocr", "xlnet"),
+    ),
+    "router draws experts at random": ("phimoe",),
+    "attention dropout is 0.1": ("llama, dropout",),
+    "router_jitter_noise=0.0": ("mixtral, jitter",),
+    "attn_temperature_tuning=False": ("llama4_text, no chunks, temperature",),
+    r"row 0 has position 0, its document has 1 there": ("roberta, positions from 0",),
+}
+
+REASONS = {name: re.compile(sentence) for sentence, names in REFUSED.items() for name in names}
+
+
+def expected_kind(name: str) -> str:
+    return "by hand" if name in BY_HAND else "refused" if name in REASONS else "exact"

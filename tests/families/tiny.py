@@ -1,0 +1,211 @@
+"""A tiny configuration of every causal language model of transformers, and weights with which mistakes show."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+#: The class of each entry of transformers' own table of causal language models.
+CLASSES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+_ALL_SHARED = "The set of layer types producing a cache is different than the set of layer types using them"
+
+#: Entries of which no model can be made here: why, and what transformers says.
+NOT_BUILT: dict[str, tuple[str, str]] = {
+    "gemma3n": (
+        "its image tower needs the package timm; its text model is the entry gemma3n_text",
+        "requires the timm",
+    ),
+    "gemma4_assistant": ("its configuration wants all keys and values shared, which its layers refuse", _ALL_SHARED),
+    "gemma4_unified_assistant": ("as gemma4_assistant", _ALL_SHARED),
+}
+
+VOCABULARY = 61
+WINDOW = 12
+
+_BY_VALUE: dict[Any, tuple[str, ...]] = {
+    VOCABULARY: ("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size"),
+    # widths
+    32: ("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_size", "embedding_dim", "word_embed_proj_dim")
+    + ("backbone_hidden_size", "input_embedding_size", "output_embedding_size", "out_hidden_size", "audio_vocab_size"),
+    48: ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_inner", "dff", "dim_ff", "decoder_ffn_dim")
+    + ("encoder_ffn_dim", "feed_forward_size", "intermediate_size_mlp", "dense_intermediate_size")
+    + ("prefix_dense_intermediate_size",),
+    24: ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "q_lora_rank")
+    + ("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size", "shared_experts_intermediate_size")
+    + ("v_head_dim",),
+    64: ("mamba_d_ssm",),
+    # heads
+    16: ("head_dim", "swa_head_dim", "dim_head", "kv_channels", "swa_v_head_dim", "kv_lora_rank", "o_lora_rank")
+    + ("qk_nope_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_headdim", "chunk_size", "mamba_chunk_size")
+    + ("attention_chunk_size", "num_position_embeddings"),
+    8: ("qk_rope_head_dim", "hidden_size_per_layer_input", "laurel_rank", "hc_lowrank", "gated_norm_rank")
+    + ("adapter_rank", "linear_head_dim", "linear_key_head_dim", "linear_value_head_dim", "index_head_dim")
+    + ("index_topk", "mamba_d_state", "ssm_state_size", "state_size"),
+    4: ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads")
+    + ("encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads")
+    + ("swa_num_attention_heads", "rotary_dim", "num_experts", "num_local_experts", "n_routed_experts")
+    + ("moe_num_experts", "mamba_n_heads", "mamba_num_heads"),
+    # layers, key/value heads, experts of a token
+    2: ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "depth")
+    + ("num_decoder_layers", "num_encoder_layers", "num_blocks", "num_key_value_heads", "swa_num_key_value_heads")
+    + ("num_kv_heads", "num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts", "linear_num_heads")
+    + ("linear_num_key_heads", "linear_num_value_heads", "index_n_heads", "zero_expert_num"),
+    1: ("n_group", "topk_group", "num_codebooks", "bos_token_id"),
+    0: ("pad_token_id",),
+    9: ("query_pre_attn_scalar",),
+    # rows
+    256: ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length", "max_target_positions")
+    + ("max_source_positions",),
+    WINDOW: ("sliding_window", "sliding_window_size", "window_size", "attention_window_size", "local_attention")
+    + ("keep_window_size", "local_attention_window_len"),
+    None: ("eos_token_id",),
+}
+
+#: What a field of a configuration becomes, by its name, in every model that has it.
+SIZES: dict[str, Any] = {name: value for value, names in _BY_VALUE.items() for name in names} | {
+    "is_decoder": True,
+    "attn_logit_softcapping": 1.5,
+}
+
+#: Parts of the names of numbers that become 0.
+DROPOUTS = ("dropout", "pdrop", "layerdrop", "jitter")
+
+#: Not set where a model's own value is None, by which it says that it has no such thing.
+OPTIONAL = ("sliding_window", "attn_logit_softcapping", "num_experts", "n_group", "topk_group", "num_local_experts")
+
+_DOTS_TEXT = {
+    **{"head_dim": 24, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 24},
+    **{"swa_kv_lora_rank": 16, "swa_head_dim": 24, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 24},
+}
+_QWEN4_TEXT = {
+    **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+    **{"indexer_budget": 8, "indexer_compress_ratio": 4},
+}
+_GEMMA4 = {"global_head_dim": 16}
+
+#: What an entry needs beside that; a part of a configuration is a dictionary in it.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "blt": {"encoder_hash_byte_group_vocab": 16, "decoder_config": {"hidden_size_global": 32}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+    },
+    "dbrx": {
+        "attn_config": {"clip_qkv": 8.0, "rope_theta": 1e4, "kv_n_heads": 2},
+        "ffn_config": {"ffn_hidden_size": 24, "moe_top_k": 2},
+    },
+    "dots1": {"n_shared_experts": 1},
+    "dots3_note": {
+        "text_config": _DOTS_TEXT,
+        "vision_config": {"pyramid_num_routed": [-1, 4], "adapter_in_dim": 32, "adapter_out_dim": 32},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32, "feature_size": 8}
+        | {"downsample_hidden_size": 8},
+    },
+    "dots3_note_text": _DOTS_TEXT,
+    "gemma3": {"vision_config": {"image_size": 16, "patch_size": 8}, "mm_tokens_per_image": 4},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4": {"text_config": _GEMMA4, "vision_config": {"position_embedding_size": 16}},
+    "gemma4_assistant": {
+        "text_config": _GEMMA4
+        | {"model_type": "gemma4_text", "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 0}
+        | {"hidden_size_per_layer_input": 0}
+    },
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified": {
+        "text_config": _GEMMA4,
+        "vision_config": {"mm_embed_dim": 32, "output_proj_dims": 32, "mm_posemb_size": 16, "patch_size": 4},
+        "audio_config": {"audio_embed_dim": 32},
+    },
+    "gemma4_unified_assistant": {
+        "text_config": _GEMMA4 | {"model_type": "gemma4_unified_text", "num_kv_shared_layers": 2}
+    },
+    "gemma4_unified_text": _GEMMA4,
+    "got_ocr2": {"vision_config": {"image_size": 32, "patch_size": 8, "output_channels": 8, "mlp_dim": 48}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "helium": {"head_dim": 8, "num_key_value_heads": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {"head_dim": 8},
+    "mamba2": {"n_groups": 2},
+    "nemotron_h": {"n_groups": 2},
+    "phi4_multimodal": {
+        "audio_config": {"nemo_conv_channels": 8, "ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32}
+    },
+    "prophetnet": {"num_buckets": 8},
+    "qwen4_exp": {"text_config": _QWEN4_TEXT},
+    "qwen4_exp_text": _QWEN4_TEXT,
+    "reformer": {"axial_pos_shape": (8, 8), "axial_pos_embds_dim": (16, 16), "attn_layers": ["local", "lsh"]}
+    | {"num_buckets": 4, "attention_head_size": 8, "max_position_embeddings": 64},
+    "roc_bert": {"pronunciation_vocab_size": 8, "shape_vocab_size": 8, "pronunciation_embed_dim": 8}
+    | {"shape_embed_dim": 8},
+    "xlm": {"causal": True},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "mamba_ngroups": 2},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}
+
+
+def config_of(entry: str, options: dict[str, Any]) -> transformers.PreTrainedConfig:
+    """The tiny configuration that the entry's class is made of, perhaps a part of the entry's own."""
+    config = _tiny(CONFIG_MAPPING[entry], OVERRIDES.get(entry, {}) | options)
+    wanted = class_of(entry).config_class
+    parts = [getattr(config, name) for name in config.sub_configs]
+    return config if type(config) is wanted else next((part for part in parts if type(part) is wanted), config)
+
+
+def class_of(entry: str) -> Any:
+    return getattr(transformers, CLASSES[entry])
+
+
+def _tiny(kind: type[transformers.PreTrainedConfig], options: dict[str, Any]) -> transformers.PreTrainedConfig:
+    fields = {f.name: None if f.default is dataclasses.MISSING else f.default for f in dataclasses.fields(kind)}
+    values: dict[str, Any] = {}
+    for name, default in fields.items():
+        if name in SIZES and not (default is None and name in OPTIONAL):
+            values[name] = SIZES[name]
+        elif isinstance(default, float | int) and any(part in name for part in DROPOUTS):
+            values[name] = type(default)(0)
+    if "kv_lora_rank" in fields and "num_key_value_heads" in fields:  # latent attention has as many as query heads
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    if "layer_types" in fields and "layer_types" not in options:
+        kinds = list(dict.fromkeys(kind().layer_types or ()))  # one layer of each kind, two layers at least
+        if kinds:
+            kinds = kinds if len(kinds) > 1 else kinds * 2
+            values |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+    values |= options
+    for name, part in kind.sub_configs.items():
+        of_part = dict(options.get(name, {}))
+        if part is transformers.AutoConfig:
+            model_type = of_part.pop("model_type", None)
+            part = CONFIG_MAPPING[model_type] if model_type else type(getattr(kind(), name))
+        values[name] = _tiny(part, of_part)
+    return kind(**values)
+
+
+def model_of(entry: str, attention: str, options: dict[str, Any]) -> torch.nn.Module:
+    """The entry's model, with the same weights for the same options, whatever the attention."""
+    torch.manual_seed(5)
+    model = class_of(entry)._from_config(config_of(entry, options), attn_implementation=attention)
+    _set_weights(model)
+    return model
+
+
+def _set_weights(model: torch.nn.Module) -> None:
+    """Matrices of gain 1.5; norms, biases and sinks near their initial values, each another.
+
+    With transformers' initial weights attention is nearly uniform: a wrong position changes a loss by 1e-6 only.
+    """
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.dim() >= 2:
+                weight.copy_(noise * (1.5 / math.sqrt(weight.shape[-1])))
+            else:
+                weight.add_(0.2 * noise)
