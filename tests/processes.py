@@ -317,7 +317,7 @@ def connect_to(
             rank=rank,
             addresses=addresses,
             device=device,
-            attention="auto",
+            attention="own",
             put_blocks=0,
             name=name,
             slot_bytes=slot_bytes,

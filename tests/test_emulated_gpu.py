@@ -308,7 +308,9 @@ def test_what_own_kernels_lack_is_an_error_that_says_what_they_take(own_gpu: Emu
         q, k, v = torch.zeros(3, 3, 2, 16).unbind()
         distca.attention(q, k, v, attention="flash")
 
-    with pytest.raises(distca.InvalidArgumentError, match='attention = "own": .* take bfloat16 and float16, not float32'):
+    with pytest.raises(
+        distca.InvalidArgumentError, match='attention = "own": .* take bfloat16 and float16, not float32'
+    ):
         _in_a_new_thread(attend)
 
 

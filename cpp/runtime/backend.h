@@ -41,8 +41,9 @@ class DISTCA_EXPORT Backend : public Memory {
   /// Throws the error that names what is supported, unless attention over such heads is.
   virtual void check(const HeadShape& heads, float softcap) const = 0;
 
-  /// Memory of any content, aligned to 256 bytes, for what is queued next on the device's current stream: the caller
-  /// may let go of it as soon as that is queued, and no work on another stream gets it meanwhile.
+  /// Memory of any content, aligned to 256 bytes, for what the calling thread queues next on a GPU's current stream: it
+  /// may let go of the memory as soon as that is queued, for only later work of the same stream gets it again. On the
+  /// host work is done when a call returns.
   virtual std::shared_ptr<std::byte> scratch(int64_t bytes) { return allocate(bytes); }
 
   /// The sums of a round; returned tensors are of `dtype`.
@@ -82,8 +83,9 @@ struct Makers {
 /// Of the library of operators, when it is loaded. Returns those before.
 DISTCA_EXPORT Makers set_makers(Makers makers);
 
-/// What steps of one rank are queued on, and the backend that queues its work there. On "cpu" threads stand for streams,
-/// unless attention is "flash". Null streams where libdistca_cuda is missing: such a device's steps are the host's.
+/// What steps of one rank are queued on, and the backend that queues its work there. On "cpu" threads stand for
+/// streams, unless attention is "flash". Null streams where libdistca_cuda is missing: such a device's steps are the
+/// host's.
 struct Device {
   std::shared_ptr<Backend> backend;
   std::shared_ptr<transport::Streams> streams;

@@ -308,8 +308,8 @@ struct Registration {
       const Device device = device_of(name);
       std::shared_ptr<runtime::Backend> aten = std::make_shared<AtenBackend>(device);
       const runtime::CudaLibrary* const library = device.is_cpu() ? nullptr : runtime::cuda_library();
-      require<DeviceError>(library != nullptr || attention != "own", "attention = \"own\" needs libdistca_cuda: ",
-                           runtime::cuda_library_problem());
+      require<DeviceError>(library != nullptr || attention != "own",
+                           "attention = \"own\" needs libdistca_cuda: ", runtime::cuda_library_problem());
       if (library == nullptr) return aten;
       return library->make_backend(aten, device.index(), &gpu_stream, attention == "own", streams);
     };

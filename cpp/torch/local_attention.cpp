@@ -41,7 +41,8 @@ Workspace& workspace(const Tensor& like, std::optional<StringHandle> attention) 
   std::optional<Text> text;
   if (attention) text.emplace(*attention);
   const std::string device = device_name(like);
-  const std::string chosen = runtime::chosen_attention(text ? std::optional(std::string_view(*text)) : std::nullopt, device);
+  const std::string chosen =
+      runtime::chosen_attention(text ? std::optional(std::string_view(*text)) : std::nullopt, device);
   Workspace& w = instances[{device, chosen}];
   if (!w.backend) w.backend = runtime::make_backend(device, chosen);
   return w;

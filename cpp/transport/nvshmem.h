@@ -35,7 +35,8 @@ struct NvshmemLibrary {
   /// Begins NVSHMEM with these ranks, who all call it with the id that one of them made. DeviceError where it does not
   /// begin: the other ranks do not learn that by this.
   void (*join)(const NvshmemGroup& group, const NvshmemId& id);
-  /// All ranks, who have joined, call it with the same sizes. Steps are queued on `streams`; `control` is a transport between the hosts.
+  /// All ranks, who have joined, call it with the same sizes. Steps are queued on `streams`; `control` is a transport
+  /// between the hosts.
   std::unique_ptr<Transport> (*connect)(const NvshmemGroup& group, int64_t heap_bytes, int64_t num_signals,
                                         int64_t send_arena_bytes, std::unique_ptr<Transport> control,
                                         std::shared_ptr<Streams> streams);

@@ -131,9 +131,8 @@ std::unique_ptr<Transport> share_heaps(const char* name, std::unique_ptr<Transpo
   auto heaps = std::make_shared<SharedHeaps>(*control, std::move(own));
   DeviceHeaps ranks{.ranks = {}, .heap_bytes = heap_bytes, .num_words = num_words, .owner = heaps};
   for (int p = 0; p < control->num_ranks(); ++p) {
-    std::byte* const base = p == control->rank()
-                                ? heaps->own()
-                                : heaps->open(p, *streams, offers[static_cast<size_t>(p)].card, bytes);
+    std::byte* const base =
+        p == control->rank() ? heaps->own() : heaps->open(p, *streams, offers[static_cast<size_t>(p)].card, bytes);
     ranks.ranks.push_back({base + words_bytes, reinterpret_cast<uint64_t*>(base)});
   }
   return std::make_unique<StreamTransport>(name, std::move(control), std::move(streams), std::move(ranks));

@@ -52,7 +52,7 @@ struct GroupEntry {
   int blocks;       // index of that entry
   int k_maps;       // index of the map of the local tensor, the arena's comes after it
   int v_maps;
-  int sinks;        // index of the sink of its first query head; -1: none
+  int sinks;      // index of the sink of its first query head; -1: none
   int run_begin;  // gradients of keys: runs[run_begin, run_end)
   int run_end;
 };

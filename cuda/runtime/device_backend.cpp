@@ -66,8 +66,8 @@ class DeviceBackend final : public runtime::Backend {
   }
 
   std::string device() const override { return aten_->device(); }
-  std::string attention(const HeadShape&) const override {
-    return own_attention_ ? "distca's kernels for compute capability 9.0" : "ATen's flash attention";
+  std::string attention(const HeadShape& heads) const override {
+    return own_attention_ ? "distca's kernels for compute capability 9.0" : aten_->attention(heads);
   }
   bool plan_independent(const HeadShape&) const override { return own_attention_; }
   void check(const HeadShape& heads, float softcap) const override {

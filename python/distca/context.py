@@ -99,7 +99,7 @@ class Context:
     def record(self, *, headroom: float = 2.0, rounds: int = 2) -> Recording:
         """Steps inside ``with context.record() as recording`` are recorded, to be done again and again with new plans.
 
-        For contexts whose steps are queued: on CUDA (with the library's own attention kernels; not yet run on a GPU),
+        For contexts whose steps are queued: on CUDA (with ``attention="own"``; not yet run on a GPU),
         or on threads that stand for a GPU's streams (`loopback` with ``streams``). All else that PyTorch does inside is
         done at once, and once; unless a CUDA graph is captured, of which the recorded steps then are a part::
 

@@ -31,6 +31,7 @@ def examine() -> list[Finding]:
         _process_groups(),
         _cuda(),
         _cuda_library(),
+        _attention(),
         *_between_gpus(),
         _transformers(),
         _compiler(),
@@ -88,9 +89,14 @@ def _cuda() -> Finding:
     found = f"{name}, compute capability {major}.{minor}"
     if major < 8:
         return Finding("cuda", found, True, "not used: 8.0 and later are; distca runs on CPU tensors here")
-    own = (major, minor) == (9, 0) and _C.cuda_status()[0]
-    by = "distca's kernels" if own else f"PyTorch's flash attention{_activated()}"
-    return Finding("cuda", f"{found}: attention by {by}, not yet run on a GPU")
+    return Finding("cuda", f"{found}; not yet run on a GPU")
+
+
+def _attention() -> Finding:
+    """What computes attention on a GPU, and who says so."""
+    variable = os.environ.get("DISTCA_ATTENTION")
+    has_own = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and _C.cuda_status()[0]
+    return doctor_gpu.attention(variable, has_own, _activated())
 
 
 def _activated() -> str:

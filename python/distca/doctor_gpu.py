@@ -1,4 +1,4 @@
-"""The part of `distca doctor` about what lies between GPUs: NVSHMEM and its transports, RDMA adapters, peer access.
+"""The part of `distca doctor` about GPUs: attention, NVSHMEM and its transports, RDMA adapters, peer access.
 
 Nothing here is a fault where rows do not travel between GPUs: findings are fine, and the advice says what is missing.
 Folders and questions to the driver are arguments, so that other machines than this one can be examined.
@@ -10,6 +10,8 @@ import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
+from distca import _C
+from distca.errors import InvalidArgumentError
 from distca.finding import Finding
 
 INFINIBAND = Path("/sys/class/infiniband")
@@ -40,6 +42,30 @@ def loading_problem(library: str) -> str:
     except OSError as error:
         return str(error)
     return ""
+
+
+def attention(variable: str | None, has_own: bool, activated: str) -> Finding:
+    """What computes attention on a GPU, and why.
+
+    Args:
+        variable: what the environment's ``DISTCA_ATTENTION`` says, if it is set.
+        has_own: whether distca has kernels of its own for the GPU.
+        activated: what PyTorch was told to use instead of its own flash attention, in words.
+    """
+    name = "gpu attention"
+    try:
+        chosen = _C.chosen_attention(variable, "cuda:0")
+    except InvalidArgumentError:
+        advice = 'DISTCA_ATTENTION may be "auto", "own" or "flash"'
+        return Finding(name, f"DISTCA_ATTENTION={variable}", False, advice)
+    why = "the default" if variable is None else f"DISTCA_ATTENTION={variable}"
+    if chosen == "own":
+        advice = "" if has_own else "they are for compute capability 9.0: unset DISTCA_ATTENTION"
+        return Finding(name, f"by distca's own kernels, not yet verified on a GPU ({why})", has_own, advice)
+    found = f"by PyTorch's flash attention{activated} ({why})"
+    if has_own and variable in (None, "auto"):
+        found += '; distca\'s own kernels are not yet verified on a GPU: attention="own" or DISTCA_ATTENTION=own'
+    return Finding(name, found)
 
 
 def remote_transports(folder: Path, has_adapters: bool, load: Load = loading_problem) -> list[Finding]:

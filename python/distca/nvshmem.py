@@ -74,7 +74,7 @@ def connect(
     on all ranks; InvalidArgumentError too where the hosts have no address at which to reach each other.
     """
     rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
-    member = {"rank": rank, "num_ranks": num_ranks, "device": int(device.removeprefix("cuda:"))}
+    member: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "device": int(device.removeprefix("cuda:"))}
     unique_id, problem = b"", status()[1]
     try:
         problem = problem or _C.nvshmem_problem(**member)
@@ -91,9 +91,9 @@ def connect(
         _C.nvshmem_join(**member, unique_id=bytes.fromhex(told[0][0]))
     except DeviceError as error:
         problem = str(error)
-    for peer, problem in enumerate(_gather(problem[:_TOLD], group)):
-        if problem:
-            raise DeviceError(f"init: transport 'nvshmem', rank {peer}: {problem}")
+    for peer, reason in enumerate(_gather(problem[:_TOLD], group)):
+        if reason:
+            raise DeviceError(f"init: transport 'nvshmem', rank {peer}: {reason}")
     listener, addresses = hosts.listen(group)
     return _C.connect_nvshmem(
         **member,

@@ -30,7 +30,8 @@ transport::NvshmemId unique_id() {
 }  // namespace
 
 extern "C" DISTCA_EXPORT const transport::NvshmemLibrary* distca_nvshmem_library() {
-  static constexpr transport::NvshmemLibrary library{&version, &unique_id, &joining_problem, &join_world, &connect_nvshmem};
+  static constexpr transport::NvshmemLibrary library{&version, &unique_id, &joining_problem, &join_world,
+                                                     &connect_nvshmem};
   return &library;
 }
 

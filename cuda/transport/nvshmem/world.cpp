@@ -66,9 +66,9 @@ void join_world(const NvshmemGroup& group, const NvshmemId& id) {
                        "NVSHMEM refuses the unique id for rank ", group.rank, " of ", group.num_ranks);
   // What nvshmemx_init_attr calls, and then ends the process where it fails.
   int provided = 0;
-  const int error = nvshmemi_init_thread(
-      NVSHMEM_THREAD_SERIALIZED, &provided, NVSHMEMX_INIT_WITH_UNIQUEID, &attributes,
-      {NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION, NVSHMEM_VENDOR_PATCH_VERSION});
+  const int error =
+      nvshmemi_init_thread(NVSHMEM_THREAD_SERIALIZED, &provided, NVSHMEMX_INIT_WITH_UNIQUEID, &attributes,
+                           {NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION, NVSHMEM_VENDOR_PATCH_VERSION});
   // Without a device that it can use it calls itself bootstrapped, and ends the process when memory is asked for.
   const int status = nvshmemx_init_status();
   require<DeviceError>(error == 0 && status > NVSHMEM_STATUS_IS_BOOTSTRAPPED, "NVSHMEM did not begin on rank ",

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import distca
+from distca import _C
 from distca.bench.harness import Result, Row, Work, alternate, spread
 from distca.errors import DeviceError
 
@@ -107,6 +108,12 @@ def _ends(lengths: Sequence[int]) -> list[int]:
 # ---- the peers: each makes out [rows, heads, dim] of the inputs, or raises where it cannot
 
 
+def kernel(device: str) -> str:
+    """distca's own kernels where there are some, which are not the default on a GPU; else flash attention."""
+    own = device == "cpu" or (torch.cuda.get_device_capability() == (9, 0) and _C.cuda_status()[0])
+    return "own" if own else "flash"
+
+
 def _ours(x: Inputs, lengths: Sequence[int]) -> Callable[[], torch.Tensor]:
     ends = _ends(lengths)
     tasks = torch.tensor([(a, b, a, b) for a, b in zip(ends, ends[1:], strict=False)])
@@ -114,7 +121,7 @@ def _ours(x: Inputs, lengths: Sequence[int]) -> Callable[[], torch.Tensor]:
 
 
 def _attend(x: Inputs, tasks: torch.Tensor) -> torch.Tensor:
-    return distca.attention(x.q, x.k, x.v, tasks)[0]
+    return distca.attention(x.q, x.k, x.v, tasks, attention=kernel(x.q.device.type))[0]
 
 
 def _sdpa(backend: SDPBackend, x: Inputs, lengths: Sequence[int]) -> Callable[[], torch.Tensor]:
@@ -199,6 +206,7 @@ def attention_of(cases: Sequence[Case], rounds: int, timer: Callable[[Work], flo
             rows.append(Row(f"{case.name}, {phase}: rate", factor * flop / ours / 1e12, "TFLOP/s"))
             for name, of_peer in list(zip(contestants, times, strict=True))[1:]:
                 rows.append(Row(f"{case.name}, {phase}: {name}'s time / ours", statistics.median(of_peer) / ours, "x"))
+    details["attention"] = kernel(device)
     return Result("attention-cuda", rows, {**details, "missing": missing, "device": device})
 
 
@@ -220,4 +228,5 @@ def shards_of(
             for n, t in zip(shard_rows, times[1:], strict=True)
         ]
     details = {"rows": length, "dim": 128, "dtype": "bfloat16", "rounds": rounds, "device": device}
+    details["attention"] = kernel(device)
     return Result("shards-cuda", rows, details)

@@ -26,8 +26,8 @@ extern "C" const runtime::CudaLibrary* distca_cuda_library();
 
 namespace {
 
-/// A stream of the calling thread, as PyTorch would have it: it goes to another thread when this one ends. One of them is
-/// current, number 0 at first.
+/// A stream of the calling thread, as PyTorch would have it: it goes to another thread when this one ends. One of them
+/// is current, number 0 at first.
 class CurrentStream {
  public:
   CurrentStream() {
