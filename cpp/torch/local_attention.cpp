@@ -35,14 +35,16 @@ struct Workspace {
   std::shared_ptr<runtime::Backend> backend;
 };
 
-/// `attention` is what the operator was given.
-Workspace& workspace(const Tensor& like, std::optional<StringHandle> attention) {
-  thread_local std::map<std::pair<std::string, std::string>, Workspace> instances;
+/// Who computes on the device of `like`; `attention` is what the operator was given.
+std::string chosen_for(const Tensor& like, std::optional<StringHandle> attention) {
   std::optional<Text> text;
   if (attention) text.emplace(*attention);
+  return runtime::chosen_attention(text ? std::optional(std::string_view(*text)) : std::nullopt, device_name(like));
+}
+
+Workspace& workspace(const Tensor& like, const std::string& chosen) {
+  thread_local std::map<std::pair<std::string, std::string>, Workspace> instances;
   const std::string device = device_name(like);
-  const std::string chosen =
-      runtime::chosen_attention(text ? std::optional(std::string_view(*text)) : std::nullopt, device);
   Workspace& w = instances[{device, chosen}];
   if (!w.backend) w.backend = runtime::make_backend(device, chosen);
   return w;
@@ -50,12 +52,27 @@ Workspace& workspace(const Tensor& like, std::optional<StringHandle> attention) 
 
 /// The same, where it takes such heads, as a context does.
 Workspace& checked_workspace(const Tensor& q, const Tensor& k, const Tensor& v, double softcap,
-                             std::optional<StringHandle> attention) {
-  return *guarded([&] {
-    const HeadShape heads = heads_of(q, k, v);
-    Workspace& w = workspace(q, attention);
-    w.backend->check(heads, checked_softcap(softcap));
-    return &w;
+                             const std::string& chosen) {
+  const HeadShape heads = heads_of(q, k, v);
+  Workspace& w = workspace(q, chosen);
+  w.backend->check(heads, checked_softcap(softcap));
+  return w;
+}
+
+/// What computes on a GPU; null where that is ATen, straight from the tensors. Only if flash attention lacks something
+/// is its backend made, which says whether the own kernels have it.
+Workspace* gpu_workspace(const Tensor& q, const Tensor& k, const Tensor& v, double softcap,
+                         std::optional<StringHandle> attention) {
+  return guarded([&]() -> Workspace* {
+    const std::string chosen = chosen_for(q, attention);
+    if (chosen == "own") return &checked_workspace(q, k, v, softcap, chosen);
+    try {
+      check_flash(q, heads_of(q, k, v), checked_softcap(softcap));
+    } catch (const InvalidArgumentError&) {
+      checked_workspace(q, k, v, softcap, chosen);
+      throw;
+    }
+    return nullptr;
   });
 }
 
@@ -176,10 +193,15 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
   });
 }
 
+Workspace& cpu_workspace(const Tensor& q, const Tensor& k, const Tensor& v, double softcap,
+                         std::optional<StringHandle> attention) {
+  return *guarded([&] { return &checked_workspace(q, k, v, softcap, chosen_for(q, attention)); });
+}
+
 std::tuple<Tensor, Tensor> cpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
                                        std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
                                        bool deterministic, std::optional<StringHandle> attention) {
-  Workspace& w = checked_workspace(q, k, v, softcap, attention);
+  Workspace& w = cpu_workspace(q, k, v, softcap, attention);
   return attention_forward(q, k, v, tasks, sinks, scale, softcap, deterministic, w);
 }
 std::tuple<Tensor, Tensor, Tensor> cpu_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -187,30 +209,28 @@ std::tuple<Tensor, Tensor, Tensor> cpu_backward(const Tensor& dout, const Tensor
                                                 std::optional<Tensor> sinks, std::optional<double> scale,
                                                 double softcap, bool deterministic,
                                                 std::optional<StringHandle> attention) {
-  Workspace& w = checked_workspace(q, k, v, softcap, attention);
+  Workspace& w = cpu_workspace(q, k, v, softcap, attention);
   return attention_backward(dout, q, k, v, out, lse, tasks, sinks, scale, softcap, deterministic, w);
 }
 
-/// ATen computes straight from the tensors.
 std::tuple<Tensor, Tensor> gpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
                                        std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
                                        bool deterministic, std::optional<StringHandle> attention) {
-  Workspace& w = checked_workspace(q, k, v, softcap, attention);
-  if (!w.backend->plan_independent(heads_of(q, k, v)))
-    return attention_by_flash(q, k, v, tasks, sinks, scale, softcap, deterministic);
+  Workspace* const w = gpu_workspace(q, k, v, softcap, attention);
+  if (w == nullptr) return attention_by_flash(q, k, v, tasks, sinks, scale, softcap, deterministic);
   return attention_forward(aligned_rows(q), aligned_rows(k), aligned_rows(v), tasks, on_host(sinks), scale, softcap,
-                           deterministic, w);
+                           deterministic, *w);
 }
 std::tuple<Tensor, Tensor, Tensor> gpu_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                                 const Tensor& out, const Tensor& lse, const Tensor& tasks,
                                                 std::optional<Tensor> sinks, std::optional<double> scale,
                                                 double softcap, bool deterministic,
                                                 std::optional<StringHandle> attention) {
-  Workspace& w = checked_workspace(q, k, v, softcap, attention);
-  if (!w.backend->plan_independent(heads_of(q, k, v)))
+  Workspace* const w = gpu_workspace(q, k, v, softcap, attention);
+  if (w == nullptr)
     return attention_by_flash_backward(dout, q, k, v, out, lse, tasks, sinks, scale, softcap, deterministic);
   return attention_backward(aligned_rows(with_dense_rows(dout)), aligned_rows(q), aligned_rows(k), aligned_rows(v), out,
-                            lse, tasks, on_host(sinks), scale, softcap, deterministic, w);
+                            lse, tasks, on_host(sinks), scale, softcap, deterministic, *w);
 }
 
 /// Of either operator: all that it takes lies at home.
