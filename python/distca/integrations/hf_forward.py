@@ -206,8 +206,8 @@ def check_loss(model: PreTrainedModel, layout: Layout, arguments: Mapping[str, A
         cut = _cut_document(layout)
         refuse(
             cut is not None,
-            f"the model shifts labels by one row, but document {cut} is cut, and the target of a cut's last row is not in "
-            "the next row: pass shift_labels=, the labels shifted before documents are cut, beside labels=, or "
+            f"the model shifts labels by one row, but document {cut} is cut, and the target of a cut's last row is not "
+            "in the next row: pass shift_labels=, the labels shifted before documents are cut, beside labels=, or "
             "compute the loss from the logits",
         )
     routers = arguments.get("output_router_logits")
