@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from . import tiny
 from .reference import Case
@@ -17,6 +18,9 @@ _LONGROPE = {
     | {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]}
 }
 _SCALED = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": _LONG}
+_WINDOWS = {"sliding_window": tiny.WINDOW}
+_TYPES = ["sliding_attention", "full_attention"]
+_SHARED = {"layer_types": _TYPES * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
 _OTHER_HEADS = {"global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
 _NO_CHUNKS = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0]}
 
@@ -49,6 +53,16 @@ CASES: dict[str, Case] = {
         | {"layer_types": ["full_attention", "sliding_attention"]},
     ),
     "gemma4_text, full layers of other heads": Case("gemma4_text", _OTHER_HEADS),
+    "phi3, windows": Case("phi3", _WINDOWS),
+    "starcoder2, windows": Case("starcoder2", _WINDOWS),
+    "qwen2_moe, windows": Case("qwen2_moe", _WINDOWS | {"use_sliding_window": True, "layer_types": _TYPES}),
+    "gemma3n_text, shared keys": Case("gemma3n_text", _SHARED),
+    "gemma4_text, shared keys": Case("gemma4_text", _SHARED | {"global_head_dim": 16}),
+    "lfm2, convolutions": Case("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "minimax_m3_vl_text, chosen keys": Case(
+        "minimax_m3_vl_text", {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_block_size": 8}
+    ),
+    "mllama, a layer for images": Case("mllama", {"text_config": {"cross_attention_layers": [1]}}),
     # what a caller can change in a configuration
     "llama, dropout": Case("llama", {"attention_dropout": 0.1}),
     "llama4_text, no chunks, temperature": Case("llama4_text", _NO_CHUNKS | {"attn_temperature_tuning": True}),
@@ -64,19 +78,41 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "layers differ in their heads .* make a plan for each": BY_HAND,
     r"is of type (linear_attention|conv|hybrid|hybrid_sliding), .* know no borders of documents or ranks": (
         *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "inkling2_text", "inkling_text", "jamba"),
-        *("kimi_linear", "lfm2_moe", "lfm3", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe"),
+        *(
+            "kimi_linear",
+            "lfm2, convolutions",
+            "lfm2_moe",
+            "lfm3",
+            "minimax",
+            "nemotron_h",
+            "olmo_hybrid",
+            "qwen3_5",
+            "qwen3_5_moe",
+        ),
         *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma"),
         *("zamba", "zamba2", "zaya"),
     ),
-    r"is of type (indexed|heavily_compressed)_attention, .* choose their keys themselves": (
+    r"is of type (indexed_attention|heavily_compressed_attention|minimax_m3_sparse), .* choose their keys themselves": (
         *("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
+        "minimax_m3_vl_text, chosen keys",
     ),
     "is of type chunked_attention": ("llama4", "llama4_text"),
     "the model attends among rows that it has hashed alike": ("reformer",),
     "has no num_attention_heads": ("blt", "falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"),
     "takes its attention from a table of its own": ("falcon", "git", "gpt_neo", "gptj"),
     "bypasses transformers' AttentionInterface": (
-        *("big_bird", "codegen", "doge", "gpt_neox_japanese", "megatron-bert", "openai-gpt", "rembert", "xglm", "xlm"),
+        *(
+            "big_bird",
+            "codegen",
+            "doge",
+            "gemma4_text, shared keys",
+            "gpt_neox_japanese",
+            "megatron-bert",
+            "openai-gpt",
+            "rembert",
+            "xglm",
+            "xlm",
+        ),
     ),
     "takes no position_ids": (
         *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom", "cpmant", "marian", "mbart"),
@@ -84,6 +120,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
         *("roformer", "trocr", "xlnet"),
     ),
     "router draws experts at random": ("phimoe",),
+    "the plan was used 1 times: layers were left out": ("mllama, a layer for images",),
+    "attention in chunks of 12": ("qwen2_moe, windows",),
     "attention dropout is 0.1": ("llama, dropout",),
     "router_jitter_noise=0.0": ("mixtral, jitter",),
     "attn_temperature_tuning=False": ("llama4_text, no chunks, temperature",),
@@ -95,3 +133,42 @@ REASONS = {name: re.compile(sentence) for sentence, names in REFUSED.items() for
 
 def expected_kind(name: str) -> str:
     return "by hand" if name in BY_HAND else "refused" if name in REASONS else "exact"
+
+
+#: Models whose configuration refuses dynamic RoPE.
+_NOT_DYNAMIC = ("phi3",)
+
+
+def with_rope(kind: str) -> dict[str, Case]:
+    """Every model that is exact and has RoPE, with RoPE of the type "dynamic" or "longrope" in all its layers."""
+    cases = {}
+    for entry in _ENTRIES:
+        config = tiny.config_of(entry, {})
+        parameters = getattr(config, "rope_parameters", None)
+        if not parameters or config.model_type != entry or config.sub_configs or expected_kind(entry) == "refused":
+            continue  # without RoPE, or with that of a part that has an entry of its own
+        if kind == "dynamic" and entry in _NOT_DYNAMIC:
+            continue
+        rotated = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)
+        rotated = rotated or config.hidden_size // config.num_attention_heads
+
+        def scaled(of: dict[str, Any] | None, rotated: int = rotated) -> dict[str, Any] | None:
+            if of is None:  # layers without RoPE
+                return None
+            part = 1.0 if of["rope_type"] == "proportional" else max(0.5, of.get("partial_rotary_factor", 1.0))
+            pairs = int(rotated * part) // 2
+            scaled = of | {"rope_type": kind, "partial_rotary_factor": part, "factor": 4.0}
+            if kind == "dynamic":
+                return scaled
+            factors = {"short_factor": [1.0] * pairs, "long_factor": [1.0 + pair for pair in range(pairs)]}
+            return scaled | factors | {"original_max_position_embeddings": _LONG}
+
+        of_layers = any(isinstance(value, dict) for value in parameters.values())
+        made = {name: scaled(of) for name, of in parameters.items()} if of_layers else scaled(parameters)
+        options: dict[str, Any] = {"rope_parameters": made}
+        if kind == "dynamic":
+            options["max_position_embeddings"] = _LONG
+        elif hasattr(config, "original_max_position_embeddings"):
+            options["original_max_position_embeddings"] = _LONG
+        cases[entry] = Case(entry, options)
+    return cases

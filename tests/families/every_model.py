@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from families import tiny
-from families.cases import CASES, REASONS, expected_kind
+from families.cases import CASES, REASONS, expected_kind, with_rope
 from families.reference import mistakes
 from families.verdict import judge
+
+WITH_ROPE = {kind: with_rope(kind) for kind in ("dynamic", "longrope")}
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers', of kernels that are not installed
@@ -27,6 +29,12 @@ def test_a_model_cut_between_two_ranks_is_exact_or_refused_with_the_reason(name:
     assert verdict.kind == expected_kind(name), verdict
     if name in REASONS:
         assert REASONS[name].search(verdict.sentence), verdict.sentence
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, cases in WITH_ROPE.items() for name in cases])
+def test_a_model_whose_frequencies_depend_on_the_longest_position_is_exact(kind: str, name: str) -> None:
+    verdict = judge(WITH_ROPE[kind][name])
+    assert verdict.kind == expected_kind(name), verdict
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if expected_kind(name) != "refused"])

@@ -185,8 +185,9 @@ def _frequencies_of_the_longest(model: torch.nn.Module) -> Iterator[None]:
             return args, kwargs | {"position_ids": one_more(kwargs["position_ids"])}
         return (args[0], one_more(args[1]), *args[2:]), kwargs
 
-    def after(_: torch.nn.Module, __: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return tuple(rows[..., :-1, :] for rows in output)
+    def after(_: torch.nn.Module, __: Any, output: Any) -> Any:
+        """Cosines and sines, or complex numbers."""
+        return output[..., :-1, :] if isinstance(output, torch.Tensor) else tuple(rows[..., :-1, :] for rows in output)
 
     hooks = []
     for module in model.modules():
