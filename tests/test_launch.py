@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -192,3 +194,39 @@ def test_a_second_ctrl_c_kills_ranks_that_go_on(tmp_path: Path) -> None:
     assert parent.returncode == -signal.SIGINT
     assert err.strip().endswith("KeyboardInterrupt")
     assert all(_gone(pid) for pid in pids)
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    used, hard = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    limit = used + 200
+    monkeypatch.setattr(launch_module, "_start", None)  # nothing gets so far
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        with pytest.raises(distca.OperatingSystemError) as caught:
+            distca.launch(_about_this_rank, "hello", ranks=100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert re.fullmatch(
+        rf"launch: 100 ranks may take 416 open files beside the \d+ of this process, whose limit is {limit}: raise it "
+        r"with `ulimit -n (512|1024)`",
+        str(caught.value),
+    )
+
+
+def _interrupts_the_rank_that_has_returned() -> str:
+    """Rank 1 waits until rank 0 has returned, which shows in its signals, and interrupts it then."""
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    if dist.get_rank() == 1:
+        status = Path(f"/proc/{int(pids[0])}/status")
+        deadline = time.monotonic() + 20
+        while not int(re.findall(r"SigIgn:\s*(\w+)", status.read_text())[0], 16) & 1 << signal.SIGINT - 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        os.kill(int(pids[0]), signal.SIGINT)
+    return "returned"
+
+
+def test_a_rank_that_has_returned_is_not_interrupted_any_more() -> None:
+    assert distca.launch(_interrupts_the_rank_that_has_returned, ranks=2) == ["returned"] * 2

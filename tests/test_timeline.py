@@ -43,6 +43,12 @@ def by_hand() -> list[distca.Trace]:
     ]
 
 
+def test_traces_without_a_step_in_common_have_no_windows() -> None:
+    apart = [distca.Trace(n, [part("attend", 0.1, 0.9)], []).of_step(n, 0.0, 1.0) for n in range(2)]
+    with pytest.raises(distca.InvalidArgumentError, match="no step of training in common"):
+        windows(apart)
+
+
 def test_figures_of_a_step_are_those_counted_by_hand() -> None:
     traces = by_hand()
     assert [window.number for window in windows(traces)] == [0, 1]

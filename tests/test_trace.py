@@ -230,11 +230,26 @@ def test_a_trace_that_is_read_is_the_one_that_was_written(tmp_path: Path) -> Non
                 assert one._asdict() == other._asdict() | times
 
 
+def _with_events(events: str) -> str:
+    return f'{{"otherData": {{"distca": 1}}, "traceEvents": [{events}]}}'
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
         (None, "No such file.*a trace of distca.write_trace is expected"),
         ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        (
+            _with_events('{"pid": null, "ph": "M"}, {"pid": 0, "ph": "M"}'),
+            "an event is not as distca.write_trace makes it",
+        ),
+        (
+            _with_events(
+                '{"pid": 0, "ph": "X", "cat": "part", "ts": 0, "dur": 1, "name": 3, "args": {"phase": "forward"}}'
+            ),
+            "an event is not as distca.write_trace makes it",
+        ),
         ("[]", "is no trace of distca.write_trace"),
         ('{"traceEvents": []}', "is no trace of distca.write_trace"),
         ('{"traceEvents": [], "otherData": {"distca": 2}}', "it has format 2, this reads 1"),

@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,12 @@ from distca.train.step import train_step
 from distca.train.trainer import train
 from train_runs import one_rank
 
-SMALL = TrainConfig(steps=6, tokens_per_rank=96, hidden=32, layers=1, checkpoint_every=2)
+# Three ranks: of two, the order in which gradients are added makes no difference.
+SMALL = TrainConfig(ranks=3, steps=6, tokens_per_rank=64, hidden=32, layers=1, checkpoint_every=2)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ping-pong, bfloat16 and retain": {"ping_pong": True, "dtype": "bfloat16", "retain_bytes": 1 << 20},
+    "ping-pong, fsdp and compare": {"ping_pong": True, "fsdp": True, "compare": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +68,7 @@ def _back_to(run_dir: Path, step: int, *, source: Path) -> Path:
 
 
 def _whole_and_resumed(whole: TrainConfig, runs: Path) -> None:
-    """On two ranks: `whole` without interruption, and two copies of it that were killed and go on."""
+    """`whole` without interruption, and copies of it that were killed and go on; with other options one copy each."""
     train(whole, runs / "whole")
     if dist.get_rank() == 0:
         early, late = (_back_to(runs / name, step, source=runs / "whole") for name, step in (("early", 2), ("late", 4)))
@@ -73,19 +80,28 @@ def _whole_and_resumed(whole: TrainConfig, runs: Path) -> None:
     dist.barrier()
     for name in ("early", "late"):
         train(resumed_config(runs / name, {}), runs / name)
+    for name, options in OPTIONS.items():
+        run, again = runs / name, runs / f"{name}, resumed"
+        if dist.get_rank() == 0:
+            run.mkdir()
+        train(replace(whole, **options), run)
+        if dist.get_rank() == 0:
+            _back_to(again, 2, source=run)
+        dist.barrier()
+        train(resumed_config(again, {}), again)
 
 
 @pytest.fixture(scope="module")
 def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = tmp_path_factory.mktemp("runs")
     (runs / "whole").mkdir()
-    distca.launch(_whole_and_resumed, replace(SMALL, data=data, keep_checkpoints=3), runs, ranks=2, threads=1)
+    distca.launch(_whole_and_resumed, replace(SMALL, data=data, keep_checkpoints=3), runs, ranks=3, threads=1)
     return runs
 
 
 @pytest.fixture
 def whole(runs: Path) -> Path:
-    """A run of 6 steps on two ranks, its checkpoints after 2, 4 and 6 steps kept."""
+    """A run of 6 steps on three ranks, its checkpoints after 2, 4 and 6 steps kept."""
     assert list(whole_checkpoints(runs / "whole")) == [2, 4, 6]
     return runs / "whole"
 
@@ -93,16 +109,29 @@ def whole(runs: Path) -> Path:
 @pytest.mark.parametrize("name", ["early", "late"])
 def test_a_resumed_run_takes_the_same_steps_to_the_bit_and_records_each_once(name: str, runs: Path) -> None:
     assert _losses(runs / name) == _losses(runs / "whole")
+    assert _bits(runs / name / FOLDER / "step-00000006") == _bits(runs / "whole" / FOLDER / "step-00000006")
     resumed, whole = (json.loads((runs / run / "summary.json").read_text()) for run in (name, "whole"))
     assert (resumed["steps"], resumed["interrupted"], resumed["loss_last"]) == (6, False, whole["loss_last"])
     kept = sorted(path.name for path in (runs / name / FOLDER).iterdir())
     assert kept == [f"step-{step:08}" for step in (2, 4, 6)]
 
 
+def _bits(checkpoint: Path) -> dict[str, bytes]:
+    """Of the tensors; the index beside them is pickled in no fixed order."""
+    return {path.name: path.read_bytes() for path in checkpoint.glob("*.distcp")}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_resumed_run_has_the_weights_of_one_that_was_not_interrupted_to_the_bit(name: str, runs: Path) -> None:
+    whole, resumed = runs / name, runs / f"{name}, resumed"
+    assert _losses(resumed) == _losses(whole)
+    assert _bits(resumed / FOLDER / "step-00000006") == _bits(whole / FOLDER / "step-00000006")
+
+
 def test_resuming_on_more_ranks_with_the_same_tokens_a_step_gives_the_same_losses(whole: Path, tmp_path: Path) -> None:
     run_dir = _back_to(tmp_path / "run", 2, source=whole)
-    config = resumed_config(run_dir, {"ranks": 3, "tokens_per_rank": 64})
-    distca.launch(train_rank, config, run_dir, ranks=3, threads=1)
+    config = resumed_config(run_dir, {"ranks": 4, "tokens_per_rank": 48})
+    distca.launch(train_rank, config, run_dir, ranks=4, threads=1)
     assert _losses(run_dir) == pytest.approx(_losses(whole), rel=1e-6)
 
 
@@ -115,19 +144,109 @@ def test_only_the_last_checkpoints_are_kept(every: int, kept: list[int], data: P
     assert list(whole_checkpoints(run_dir)) == kept
 
 
-def test_a_checkpoint_that_cannot_be_written_is_an_error_that_names_it(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Writing past that many bytes of a file is an error of the system, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [3_000, 40_000], ids=["in a header", "in a tensor"])
+def test_a_checkpoint_that_cannot_be_written_is_an_error_that_names_it_and_the_systems_reason(
+    size: int, data: Path, tmp_path: Path
 ) -> None:
     run_dir = create_run_dir(replace(SMALL, runs_dir=tmp_path))
+    final = run_dir / FOLDER / "step-00000002"
+    with one_rank(), largest_file(size), pytest.raises(distca.DistcaError) as caught:
+        train(replace(SMALL, data=data), run_dir)
+    assert re.fullmatch(
+        rf"could not write the checkpoint {final}: on rank 0: File too large \(errno 27\); [\d,]+ bytes are free in "
+        rf"{final.parent}; there is no whole one",
+        str(caught.value),
+    )
+    assert list((run_dir / FOLDER).iterdir()) == []
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+
+@pytest.mark.parametrize("call", ["mkdir", "rename"])
+def test_what_fails_on_one_rank_around_a_checkpoint_is_an_error_on_all(
+    call: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = create_run_dir(replace(SMALL, runs_dir=tmp_path))
+    real = getattr(Path, call)
+
+    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name != "step-00000004.partial":
+            return real(path, *args, **options)
+        raise OSError(30, "Read-only file system", str(path))
 
     with monkeypatch.context() as patch, one_rank():
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(distca.DistcaError, match="could not write the checkpoint .*step-00000002.*No space left"):
+        patch.setattr(Path, call, refuse)
+        with pytest.raises(distca.DistcaError, match=r"Read-only file system \(errno 30\), .*step-00000004\.partial; "
+                           r".* bytes are free in .*; the last whole one is .*step-00000002"):  # fmt: skip
             train(replace(SMALL, data=data), run_dir)
-    assert not whole_checkpoints(run_dir)
+    assert list(whole_checkpoints(run_dir)) == [2]
+
+
+def test_a_runs_file_that_cannot_be_written_is_an_error_that_names_the_run(data: Path, tmp_path: Path) -> None:
+    run_dir = create_run_dir(replace(SMALL, runs_dir=tmp_path))
+    with one_rank(), largest_file(100), pytest.raises(
+        distca.DistcaError, match=rf"could not write {run_dir}: File too large \(errno 27\)"
+    ):  # fmt: skip
+        train(replace(SMALL, data=data), run_dir)
+
+
+def _in_this_process(fn: Callable[..., dict], *args: Any, ranks: int) -> list[dict]:
+    with one_rank():
+        return [fn(*args)]
+
+
+def _cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def _altered(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+LAST = f"{FOLDER}/step-00000004"
+DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
+    ("config.json", _cut_off, "is no JSON"),
+    ("config.json", lambda path: path.write_text("[1, 2]"), "holds a list, must hold an object"),
+    ("config.json", lambda path: path.write_text('{"steps": "many"}'), "--steps is 'many', must be of type int"),
+    ("config.json", Path.unlink, "must be the folder of a run"),
+    ("metrics.jsonl", lambda path: path.write_text("nonsense\n"), "line 1, is no step of a run"),
+    ("metrics.jsonl", lambda path: path.write_text('{"step": 1}\n'), "line 1, is no step of a run"),
+    (f"{LAST}/state.json", _cut_off, "is no JSON"),
+    (f"{LAST}/state.json", lambda path: path.write_text('{"step": "x"}'), "must hold the integers step"),
+    (f"{LAST}/state.json", Path.unlink, "No such file"),
+    (f"{LAST}/.metadata", _cut_off, "bytes, must have"),
+    (f"{LAST}/__0_0.distcp", _cut_off, "bytes, must have"),
+    (f"{LAST}/__0_0.distcp", Path.unlink, "is missing"),
+    (f"{LAST}/__0_0.distcp", _altered, "its checksum is another one"),
+    (f"{LAST}/.metadata", _altered, "its checksum is another one"),
+]  # fmt: skip
+
+
+def test_a_run_folder_that_is_damaged_is_an_error_that_names_the_file_and_what_to_do(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("distca.train.cli.launch", _in_this_process)
+    monkeypatch.setattr("distca.train.cli.signal.signal", lambda *_: None)
+    for number, (file, damage, said) in enumerate(DAMAGES):
+        run_dir = _back_to(tmp_path / str(number), 4, source=whole)
+        damage(run_dir / file)
+        options = ["--ranks", "1", "--tokens-per-rank", "192"]
+        assert main(["train", "--resume", str(run_dir), *options]) == 2, (file, said)
+        message = capsys.readouterr().err.split("distca train: error: ")[1]
+        assert said in message and str(run_dir) in message and message.count("\n") == 1, (file, message)
+        if file != "config.json":
+            assert "remove" in message, (file, message)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +255,8 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_that_names_it(
         ({"lr": 1.0}, "--lr is 1.0, the run RUN has 0.003: leave it out, or start a new run"),
         ({"hidden": 64}, "--hidden is 64, the run RUN has 32"),
         ({"seed": 3}, "--seed is 3, the run RUN has 0"),
-        ({"ranks": 3}, "--ranks 3 times --tokens-per-rank 96 are 288 tokens a step, must be the run's 192; with "
-         "--ranks 3 that is --tokens-per-rank 64"),
+        ({"ranks": 2}, "--ranks 2 times --tokens-per-rank 64 are 128 tokens a step, must be the run's 192; with "
+         "--ranks 2 that is --tokens-per-rank 96"),
         ({"name": "other"}, "--name is other, but a resumed run goes on in its folder"),
         ({"steps": 6}, "--steps is 6, must be above the 6 steps that RUN has taken"),
     ],
@@ -215,14 +334,10 @@ def test_a_kill_while_a_checkpoint_is_written_loses_only_the_steps_since_the_las
 def test_the_command_goes_on_where_an_interrupt_has_stopped_it(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def in_this_process(fn: Callable[..., dict], *args: Any, ranks: int) -> list[dict]:
-        with one_rank():
-            return [fn(*args)]
-
     def step_with_interrupt(*args: Any) -> StepResult:
         return replace(train_step(*args), interrupted=True)
 
-    monkeypatch.setattr("distca.train.cli.launch", in_this_process)
+    monkeypatch.setattr("distca.train.cli.launch", _in_this_process)
     monkeypatch.setattr("distca.train.cli.signal.signal", lambda *_: None)
     runs = tmp_path / "runs"
     with monkeypatch.context() as patch:

@@ -18,6 +18,7 @@ from distca.cost import CostModel
 from distca.errors import DeviceError, InvalidArgumentError
 from distca.exchange import Exchange, gather_text
 from distca.heads import Heads
+from distca.open_files import check_open_files
 from distca.recording import Recording
 from distca.trace import Link, Trace, from_core
 
@@ -241,6 +242,8 @@ def init(
 
     Raises:
         DeviceError: for a device or NVTX that is not there.
+        OperatingSystemError: where the group takes more open files than this process may have.
+        PeerDiedError, PeerTimeoutError: where a rank is gone, or does not come within ``timeout``.
         InvalidArgumentError: for wrong arguments, a name in use, arguments that differ between ranks, ranks on
             several hosts with ``"shm"``, or no group with ``"torch"``.
     """
@@ -278,6 +281,8 @@ def init(
         raise InvalidArgumentError("init: attention = 'flash' on the CPU is for one rank over 'loopback'")
     if put_ctas is not None and (put_ctas < 1 or device == "cpu"):
         raise InvalidArgumentError(f"init: put_ctas = {put_ctas} with device = {device!r}; at least 1, on CUDA")
+    if num_ranks > 1:
+        check_open_files(f"init: a group of {num_ranks} ranks", 2 * num_ranks + 8)
     cost = cost or CostModel()
     if transport == "nvshmem" and heap_bytes is None:
         heap_bytes = nvshmem.heap_bytes_of_environment()

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from distca.errors import ContextPoisonedError, DistcaError, InvalidArgumentError, PeerDiedError, PeerTimeoutError
+from distca.open_files import check_open_files
 
 Result = TypeVar("Result")
 
@@ -153,6 +154,7 @@ def launch(fn: Callable[..., Result], *args: Any, ranks: int, threads: int | Non
             f"and the function importable (defined at the top level of a module): {error}"
         ) from error
 
+    check_open_files(f"launch: {ranks} rank{'s' * (ranks > 1)}", 16 + 4 * ranks)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(
@@ -298,6 +300,7 @@ def _rank_main(call: bytes, rank: int, ranks: int, threads: int, port: int, pare
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         fn, args = pickle.loads(call)
         value = fn(*args)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a rank that has returned is not interrupted any more
         fn = args = None
         _send_value(pipe, value)
     except BaseException as error:

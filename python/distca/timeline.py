@@ -119,6 +119,8 @@ def windows(traces: Sequence[Trace]) -> list[Window]:
     for number in sorted(set.intersection(*(set(steps) for steps in by_rank))):
         steps = [of_rank[number] for of_rank in by_rank]
         found.append(Window(number, min(s.begin for s in steps), max(s.end for s in steps), steps))
+    if not found:
+        raise InvalidArgumentError("the ranks of the trace have no step of training in common")
     return found
 
 

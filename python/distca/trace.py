@@ -198,7 +198,7 @@ def read_trace(path: str | Path) -> list[Trace]:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidArgumentError(f"{path}: {error.strerror}; a trace of distca.write_trace is expected") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"{path} is no JSON; a trace of distca.write_trace is expected") from error
     found = content.get("otherData") if isinstance(content, dict) else None
     version = found.get(_FORMAT) if isinstance(found, dict) else None
@@ -213,9 +213,9 @@ def read_trace(path: str | Path) -> list[Trace]:
             trace = traces.setdefault(event["pid"], Trace(event["pid"], [], []))
             if event["ph"] == "X":
                 _add_event(trace, event)
-    except (KeyError, TypeError, ValueError) as error:
+        return [traces[rank] for rank in sorted(traces)]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidArgumentError(f"{path}: an event is not as distca.write_trace makes it ({error!r})") from error
-    return [traces[rank] for rank in sorted(traces)]
 
 
 def _add_event(trace: Trace, event: dict[str, Any]) -> None:

@@ -201,11 +201,18 @@ class TrainConfig:
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> TrainConfig:
-        """The inverse of `as_json`; options that a later version has added take their defaults."""
+        """The inverse of `as_json`; options that a later version has added take their defaults. Raises ConfigError."""
         read: dict[str, Any] = {}
-        for name, value in values.items():
-            if name in OPTION_TYPES:
-                read[name] = Path(value) if OPTION_TYPES[name] is Path and value is not None else value
+        for option in fields(TrainConfig):
+            if option.name not in values:
+                continue
+            value, kind = values[option.name], OPTION_TYPES[option.name]
+            if value is None and option.default is None:
+                read[option.name] = None
+                continue
+            if type(value) not in _WRITTEN_AS[kind]:
+                raise ConfigError(f"{option_name(option.name)} is {value!r}, must be of type {kind.__name__}")
+            read[option.name] = Path(value) if kind is Path else value
         return TrainConfig(**read)
 
 
@@ -222,6 +229,11 @@ OPTION_TYPES: dict[str, Callable[[str], Any]] = {
     "log_memory": bool, "timeout": float, "name": str, "runs_dir": Path,
 }  # fmt: skip
 """How the command line reads each field."""
+
+_WRITTEN_AS: dict[Any, tuple[type, ...]] = {
+    int: (int,), float: (int, float), bool: (bool,), str: (str,), Path: (str,)
+}  # fmt: skip
+"""What JSON has for each of these types."""
 
 
 def option_name(field_name: str) -> str:

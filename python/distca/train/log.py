@@ -14,8 +14,11 @@ from distca.timeline import after_warm_up, figures, windows
 from distca.trace import Trace
 from distca.train.config import ConfigError, TrainConfig
 from distca.train.data import Corpus
+from distca.train.files import writing
 from distca.train.metrics import AttentionLoads, StepMetrics, summarise
 from distca.train.report import add_timeline, missing_packages, write_report
+
+CONFIG, METRICS = "config.json", "metrics.jsonl"
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -49,31 +52,39 @@ class RunLog:
 
     def __enter__(self) -> RunLog:
         if self._run_dir is not None:
-            _write(self._run_dir / "config.json", _json(self._config.as_json()))
-            path = self._run_dir / "metrics.jsonl"
-            self._steps = _steps_before(self._start, path)
-            _write(path, "".join(metrics.to_json() + "\n" for metrics in self._steps))
-            self._file = open(path, "a", encoding="utf-8")
-            self._board = _open_board(self._run_dir / "tensorboard", self._start)
+            path = self._run_dir / METRICS
+            self._steps = steps_before(self._start, path)
+            with writing(self._run_dir):
+                _write(self._run_dir / CONFIG, _json(self._config.as_json()))
+                _write(path, "".join(metrics.to_json() + "\n" for metrics in self._steps))
+                self._file = open(path, "a", encoding="utf-8")
+                self._board = _open_board(self._run_dir / "tensorboard", self._start)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
+        if self._run_dir is None:
+            return
+        # What could not be written before is tried once more here: the first error is the one to tell.
+        with contextlib.suppress(OSError) if error is not None else writing(self._run_dir):
+            if self._file is not None:
+                self._file.close()
+            if self._board is not None:
+                self._board.close()
 
     def step(self, metrics: StepMetrics, loads: AttentionLoads) -> None:
         self._steps.append(metrics)
         self._last = loads
-        if self._file is not None:
-            self._file.write(metrics.to_json() + "\n")
-            self._file.flush()
-        if self._board is not None:
-            for name, value in metrics.scalars().items():
-                self._board.add_scalar(name, value, metrics.step)
+        if self._run_dir is None:
+            return
+        with writing(self._run_dir):
+            if self._file is not None:
+                self._file.write(metrics.to_json() + "\n")
+                self._file.flush()
+            if self._board is not None:
+                for name, value in metrics.scalars().items():
+                    self._board.add_scalar(name, value, metrics.step)
 
     def finish(self, interrupted: bool, notes: Sequence[str] = (), traces: Sequence[Trace] = ()) -> dict[str, Any]:
         """Writes summary and report; `traces` are those of all ranks, if there are any."""
@@ -90,10 +101,11 @@ class RunLog:
             summary["trace"] = traced.as_json()
         if self._run_dir is not None:
             assert self._last is not None  # no run ends before its first step
-            write_report(self._run_dir, self._config, summary, self._steps, self._last)
-            if traced is not None:
-                add_timeline(self._run_dir, traces, traced)
-            _write(self._run_dir / "summary.json", _json(summary))
+            with writing(self._run_dir):
+                write_report(self._run_dir, self._config, summary, self._steps, self._last)
+                if traced is not None:
+                    add_timeline(self._run_dir, traces, traced)
+                _write(self._run_dir / "summary.json", _json(summary))
         return summary
 
 
@@ -106,14 +118,27 @@ def _open_board(folder: Path, start: int) -> SummaryWriter | None:
     return SummaryWriter(str(folder), purge_step=start)
 
 
-def _steps_before(start: int, path: Path) -> list[StepMetrics]:
-    """What an earlier part of the run has recorded; a line that a kill has cut off is of a later step."""
+def steps_before(start: int, path: Path) -> list[StepMetrics]:
+    """What the first part of a run has recorded, if anything. Raises ConfigError for a line that is no step's.
+
+    The last line may be cut off, by a kill: it is of a later step.
+    """
     if start == 0 or not path.exists():
         return []
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            found.append(StepMetrics.from_json(line))
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(StepMetrics.from_json(line.decode()))
+        except (ValueError, TypeError, RecursionError) as error:
+            if number < len(lines):
+                raise ConfigError(
+                    f"{path}, line {number}, is no step of a run ({error}): remove the line or the file, and the run "
+                    "goes on without what it says"
+                ) from error
     return [metrics for metrics in found if metrics.step < start]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from distca.context import Context
 from distca.planning import Plans
+from distca.train.files import writing
 
 VARIABLE = "EXPERIMENT_LOG_MEMORY_USAGE"
 Note = Callable[[str], None]
@@ -39,15 +41,17 @@ class MemoryLog:
 
     def __enter__(self) -> MemoryLog:
         if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._path, "a", encoding="utf-8")
+            with writing(self._path):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = open(self._path, "a", encoding="utf-8")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # of a line that could not be written, which was told
+                self._file.close()
 
     def begin(self, number: int, plans: Sequence[Plans]) -> Note:
         """A step with these plans, of a batch or of the halves of ping-pong; returns what its points are noted with."""
@@ -63,14 +67,15 @@ class MemoryLog:
         return self._note
 
     def _note(self, point: str) -> None:
-        assert self._file is not None
+        assert self._file is not None and self._path is not None
         line = {**self._step, "point": point, **_resident()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             line["cuda_allocated"] = torch.cuda.memory_allocated()
             line["cuda_reserved"] = torch.cuda.memory_reserved()
             line["cuda_peak"] = torch.cuda.max_memory_allocated()
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
 
 
 _RESIDENT = {"VmRSS": "rss", "RssShmem": "rss_shared", "VmHWM": "rss_peak"}

@@ -89,9 +89,16 @@ class StepMetrics:
 
     @staticmethod
     def from_json(line: str) -> StepMetrics:
+        """Raises ValueError, TypeError for what `to_json` does not write."""
         values = json.loads(line)
-        if "unbalanced" in values:
-            values["unbalanced"] = Unbalanced(**values["unbalanced"])
+        if not isinstance(values, dict):
+            raise TypeError("no object")
+        beside = values.get("unbalanced")
+        figures = [*(value for name, value in values.items() if name != "unbalanced"), *(beside or {}).values()]
+        if not all(isinstance(figure, int | float) for figure in figures):
+            raise TypeError("a figure is no number")
+        if beside is not None:
+            values["unbalanced"] = Unbalanced(**beside)
         return StepMetrics(**values)
 
     def to_json(self) -> str:

@@ -40,10 +40,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-_ONE_PARAMETER = 2.0**-20
-"""DDP's buckets in MB, so small that each holds one parameter. DDP changes larger ones after the first backward of a
-process, and with them the order in which three or more ranks add; a resumed run then differs in the last bits."""
-
 
 def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
     """The model, the same on every rank, whose attention layers take a plan. `vocabulary`: number of tokens.
@@ -152,12 +148,28 @@ def wrap(model: PreTrainedModel, config: TrainConfig) -> torch.nn.Module:
         for layer in _layers(model):
             layer.compile()
     if not config.fsdp:
-        return DistributedDataParallel(PingPong(model) if config.ping_pong else model, bucket_cap_mb=_ONE_PARAMETER)
+        return _with_lasting_buckets(DistributedDataParallel(PingPong(model) if config.ping_pong else model))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in _layers(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return PingPong(model) if config.ping_pong else model
+
+
+def _with_lasting_buckets(model: DistributedDataParallel) -> DistributedDataParallel:
+    """The model after a backward that leaves no gradients.
+
+    DDP arranges gradients in other buckets after the first backward of a process, and the place of a gradient in its
+    bucket decides in which order three or more ranks add it. A resumed run would therefore differ in the last bits.
+    """
+    module = model.module
+    module.forward = lambda: torch.stack([one.sum() for one in module.parameters() if one.requires_grad]).sum()
+    try:
+        model().backward()
+    finally:
+        del module.forward
+    model.zero_grad()
+    return model
 
 
 def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:

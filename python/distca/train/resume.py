@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from distca.train.checkpoint import whole_checkpoints
+from distca.train.checkpoint import check_whole, whole_checkpoints
 from distca.train.config import TINY, ConfigError, TrainConfig, option_name
+from distca.train.files import read_object
+from distca.train.log import CONFIG, METRICS, steps_before
 
 LATEST = "latest"
 
@@ -25,11 +26,20 @@ def find_run(resume: str, runs_dir: Path) -> Path:
             raise ConfigError(f"--resume is {LATEST}, but no run in {runs_dir} has a checkpoint")
         return max(runs)[1]
     run_dir = Path(resume)
-    if not (run_dir / "config.json").is_file():
+    if not (run_dir / CONFIG).is_file():
         raise ConfigError(f"--resume is {resume}, must be the folder of a run (with a config.json) or {LATEST}")
     if not whole_checkpoints(run_dir):
         raise ConfigError(f"--resume is {resume}, which has no finished checkpoint")
     return run_dir
+
+
+def _saved_config(path: Path) -> TrainConfig:
+    what_to_do = "restore the file, or start a new run"
+    values = read_object(path, what_to_do)
+    try:
+        return TrainConfig.from_json(values)
+    except ConfigError as error:
+        raise ConfigError(f"{path} is not as a run leaves it: {error}; {what_to_do}") from error
 
 
 def resumed_config(run_dir: Path, given: dict[str, Any]) -> TrainConfig:
@@ -38,7 +48,7 @@ def resumed_config(run_dir: Path, given: dict[str, Any]) -> TrainConfig:
     What decides the weights and batches must stay; ranks may change if a step keeps its tokens. More steps than the
     run was started with stretch its learning rates.
     """
-    saved = TrainConfig.from_json(json.loads((run_dir / "config.json").read_text(encoding="utf-8")))
+    saved = _saved_config(run_dir / CONFIG)
     if "name" in given:
         raise ConfigError(f"--name is {given['name']}, but a resumed run goes on in its folder: leave it out")
     for option in fields(TrainConfig):
@@ -56,7 +66,9 @@ def resumed_config(run_dir: Path, given: dict[str, Any]) -> TrainConfig:
             f"--ranks {config.ranks} times --tokens-per-rank {config.tokens_per_rank} are "
             f"{config.tokens_per_step} tokens a step, must be the run's {saved.tokens_per_step}{fits}"
         )
-    taken = max(whole_checkpoints(run_dir))
+    taken, last = list(whole_checkpoints(run_dir).items())[-1]
+    check_whole(last, taken)
+    steps_before(taken, run_dir / METRICS)
     if taken >= config.steps:
         raise ConfigError(f"--steps is {config.steps}, must be above the {taken} steps that {run_dir} has taken")
     return config

@@ -31,6 +31,7 @@ from distca.planning import Plans
 from distca.train.checkpoint import Checkpoints, RunState, Trained, whole_checkpoints
 from distca.train.config import TrainConfig
 from distca.train.data import Batch, Batches, Corpus, DataError, read_corpus
+from distca.train.files import writing
 from distca.train.log import RunLog
 from distca.train.memory_log import MemoryLog
 from distca.train.metrics import AttentionLoads, StepMetrics
@@ -104,7 +105,8 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
             if result.interrupted:
                 break
             since = time.perf_counter()
-        traces.write()
+        with writing(run_dir):
+            traces.write()
         return log.finish(result.interrupted, _notes(trained.model), traces.everyone)
 
 
