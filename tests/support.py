@@ -351,7 +351,8 @@ def on_all_ranks(
     """What `work(rank, context)` returned on every rank; an error of the first rank that has a cause of its own."""
     results = outcomes(contexts, work, threads)
     errors = [r for r in results if isinstance(r, BaseException)]
-    errors.sort(key=lambda e: isinstance(e, distca.PeerDiedError | distca.PeerTimeoutError))
+    of_another = distca.PeerDiedError | distca.PeerLeftError | distca.PeerTimeoutError
+    errors.sort(key=lambda e: isinstance(e, of_another))
     if errors:
         raise errors[0]
     return results  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Wrong plans, tensors and calls: a clear error before anything moves, and a context that works on afterwards.
+"""Wrong plans, tensors and calls: a clear error before anything moves, and a context that works on where all refuse.
 
 Faults between ranks, which poison the context, are in test_faults.py.
 """
@@ -67,7 +67,12 @@ class Group:
         return q, k, v
 
     def attend(self, inputs: Tensors, plan: distca.Plan, **options: object) -> None:
-        distca.core_attention(*inputs, plan, context=self.contexts[0], **options)  # type: ignore[arg-type]
+        mine, other = (context._core for context in self.contexts)
+        try:
+            distca.core_attention(*inputs, plan, context=self.contexts[0], **options)  # type: ignore[arg-type]
+        finally:
+            while other.num_calls < mine.num_calls:  # a refused call is one of all ranks
+                other.refuse("as on rank 0")
 
     def check_still_works(self) -> None:
         assert [context.step for context in self.contexts] == [0, 0], "a refused call took a step"
@@ -356,7 +361,7 @@ def test_an_altered_target_outside_the_peer_s_slot_is_refused_when_it_would_be_w
             ),
         )
     assert isinstance(results[0], distca.PlanFormatError) and "does not fit into rank 1's arena" in str(results[0])
-    assert isinstance(results[1], distca.PeerDiedError) and "rank 0 abandoned" in str(results[1])
+    assert isinstance(results[1], distca.PeerLeftError) and "rank 0 abandoned" in str(results[1])
 
 
 # ---- tensors ----

@@ -270,7 +270,7 @@ def test_a_peer_that_closed_its_context_is_named_and_not_called_dead() -> None:
         assert group.receive(1) == "closed"
         group.send(0, "forward")
         kind, message = group.receive(0)
-        assert (kind, "rank 1 closed its context" in message) == ("PeerDiedError", True), message
+        assert (kind, "rank 1 closed its context" in message) == ("PeerLeftError", True), message
         assert "died" not in message
         group.tell("end")
 
@@ -298,10 +298,10 @@ def test_a_rank_that_only_hears_of_a_closed_peer_is_told_the_right_name() -> Non
         assert group.receive(2) == "closed"
         group.send(0, "forward")
         kind, message = group.receive(0)
-        assert (kind, "rank 2 closed its context" in message) == ("PeerDiedError", True), message
+        assert (kind, "rank 2 closed its context" in message) == ("PeerLeftError", True), message
         group.send(1, "forward")
         kind, message = group.receive(1)
-        assert (kind, "rank 2" in message) == ("PeerDiedError", True), message
+        assert (kind, "rank 2 closed its context, as rank 0 reports" in message) == ("PeerLeftError", True), message
         assert not re.search(r"rank \d died", message), message
         group.tell("end")
 

@@ -140,7 +140,7 @@ def test_a_peer_that_closed_its_context_is_named() -> None:
     batch = random_batch(LENGTHS, HEADS, 1)
     with loopback_group(plan, timeout=20.0) as contexts:
         contexts[1].close()
-        with pytest.raises(distca.PeerDiedError, match="rank 1 closed its context"):
+        with pytest.raises(distca.PeerLeftError, match="rank 1 closed its context"):
             _forward(plan, batch, 0, contexts[0])
 
 

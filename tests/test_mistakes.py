@@ -91,7 +91,7 @@ def test_a_call_more_after_the_other_rank_has_left_names_it_with_step_and_layer(
         group.exchange_addresses()
         assert group.receive(0) == ("", "")
         kind, message = group.receive(1)
-        assert kind == "PeerDiedError"
+        assert kind == "PeerLeftError"
         assert message.startswith(
             'layer 4: context "default", rank 1 of 2, step 3 (forward): rank 0 closed its context'
         )

@@ -327,7 +327,7 @@ def test_over_a_collective_transport_bits_and_mistakes_are_the_same_and_an_excha
 def _assert_abandoned(results: list[Any], contexts: list[distca.Context], batch: Batch, plan: distca.Plan) -> None:
     """Rank 0 left a step: it is named to the others, and on rank 0 to whoever uses the context."""
     for rank in range(1, len(contexts)):
-        assert isinstance(results[rank], distca.PeerDiedError), results[rank]
+        assert isinstance(results[rank], distca.PeerLeftError), results[rank]
         assert "rank 0 left step 1 (forward) unfinished" in str(results[rank])
         with pytest.raises(distca.ContextPoisonedError, match=r"rank 0 left step 1 \(forward\) unfinished"):
             Rows(batch, plan, contexts[rank]).whole()
@@ -411,7 +411,7 @@ def test_a_backward_that_breaks_off_in_the_middle_of_a_step_is_a_fault_that_name
 
     with loopback_group(plan, timeout=20.0) as contexts:
         results = outcomes(contexts, work)
-        assert isinstance(results[1], distca.PeerDiedError), results[1]
+        assert isinstance(results[1], distca.PeerLeftError), results[1]
         assert "rank 0 left step 2 (backward) unfinished" in str(results[1])
         with pytest.raises(distca.ContextPoisonedError, match=r"step 2 \(backward\) of context"):
             Rows(batch, plan, contexts[0]).whole()
@@ -439,7 +439,7 @@ def test_a_backward_that_breaks_off_on_all_ranks_between_overlapping_steps_is_na
 
     with loopback_group(plan, timeout=20.0) as contexts:
         results = outcomes(contexts, work)
-        assert all(isinstance(one, distca.ContextPoisonedError | distca.PeerDiedError) for one in results), results
+        assert all(isinstance(one, distca.ContextPoisonedError | distca.PeerLeftError) for one in results), results
         assert any("(backward) of context" in str(one) and "broke off" in str(one) for one in results), results
 
 

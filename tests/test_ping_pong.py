@@ -551,6 +551,6 @@ def test_an_error_in_a_half_on_one_rank_is_raised_there_and_names_the_step_it_le
     with loopback_group(plans, timeout=20.0) as contexts:
         here, there = outcomes(contexts, work)
         assert isinstance(here, ValueError)
-        assert isinstance(there, distca.PeerDiedError) and "rank 0 left step" in str(there), there
+        assert isinstance(there, distca.PeerLeftError) and "rank 0 left step" in str(there), there
         with pytest.raises(distca.ContextPoisonedError, match="ValueError: half way"):
             one_after_the_other(Model(), halves_for(plans, contexts[0]))

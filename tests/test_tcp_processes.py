@@ -231,3 +231,28 @@ def test_ranks_that_disagree_on_the_plan_are_told(ranks: int, odd_one: int) -> N
         assert all(kind == "PlanMismatchError" for kind, _ in faults), faults
         for rank in range(ranks):
             assert group.receive(rank)[0] == "ContextPoisonedError"
+
+
+def step_without_a_peer(rank: int, ranks: int, pipe: Connection) -> None:
+    plan = plan_for(ranks, rank, heads=HEADS)
+    options = {"heads": HEADS, "slot_bytes": plan.stats.slot_bytes}
+    with connect(rank, pipe, device="cpu", control="tcp", timeout=0.2, **options) as context:
+        pipe.send("joined")
+        pipe.recv()
+        if rank == 0:
+            q, k, v, _ = tensors_for(plan)
+            fault = fault_of(lambda: distca.core_attention(q, k, v, plan, context=context))
+            pipe.send(fault if fault[0] else fault_of(context.check))
+
+
+def test_of_a_stopped_process_it_is_said_that_it_does_not_answer_and_not_at_which_step_it_is() -> None:
+    with Group(step_without_a_peer, 2, network=True) as group:
+        group.exchange_addresses()
+        assert [group.receive(rank) for rank in range(2)] == ["joined"] * 2
+        group.signal(1, signal.SIGSTOP)
+        group.send(0, "go on")
+        kind, message = group.receive(0)
+        assert kind == "PeerTimeoutError", (kind, message)
+        assert "rank 1 does not answer the question at which step it is" in message, message
+        group.signal(1, signal.SIGCONT)
+        group.send(1, "go on")

@@ -334,7 +334,7 @@ def test_a_rank_that_closed_its_context_is_named_and_not_called_dead() -> None:
         group.tell("forward", [0, 1])
         for rank in (0, 1):
             kind, message, _ = group.receive(rank)
-            assert (kind, "rank 2 closed its context" in message) == ("PeerDiedError", True), message
+            assert (kind, "rank 2 closed its context" in message) == ("PeerLeftError", True), message
             assert "died" not in message
         group.tell("end")
 
@@ -348,7 +348,7 @@ def test_an_error_of_one_rank_reaches_the_others_with_its_text() -> None:
         for rank in (0, 2):
             kind, message, _ = group.receive(rank)
             assert (kind, "rank 1 abandoned this context after an error of its own" in message) == (
-                "PeerDiedError",
+                "PeerLeftError",
                 True,
             ), message
             assert "division" in message

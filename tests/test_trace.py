@@ -306,9 +306,9 @@ def test_rows_that_wait_for_the_link_when_a_step_fails_are_dropped_and_the_news_
         assert contexts[0].take_trace().transfers == []
 
 
-def test_a_rank_that_dies_behind_a_link_is_noticed(batch: Batch) -> None:
+def test_a_rank_that_leaves_behind_a_link_is_noticed(batch: Batch) -> None:
     plan = distca.plan(data_parallel(LENGTHS, 2), HEADS, tolerance=0.01, min_rows=16)
     with loopback_group(plan, link=FAST) as contexts:
         contexts[1].close()
-        with pytest.raises(distca.errors.PeerDiedError):
+        with pytest.raises(distca.PeerLeftError):
             run_step(batch, plan, contexts[0])

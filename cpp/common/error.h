@@ -46,6 +46,12 @@ class DISTCA_EXPORT PeerDiedError : public Error {
  public:
   explicit PeerDiedError(const std::string& m) : Error("PeerDiedError", m) {}
 };
+/// A peer that lives is no longer with this rank: it closed its context, refused a call, left a step unfinished, or
+/// gave up after an error of its own.
+class DISTCA_EXPORT PeerLeftError : public Error {
+ public:
+  explicit PeerLeftError(const std::string& m) : Error("PeerLeftError", m) {}
+};
 /// A peer is alive but did not answer within the timeout.
 class DISTCA_EXPORT PeerTimeoutError : public Error {
  public:

@@ -216,6 +216,7 @@ ContextPtr make_nvshmem_context(int rank, int num_ranks, int device, const std::
   const py::module_ errors = py::module_::import("distca.errors");
   if (error.matches(errors.attr("PlanMismatchError"))) throw PlanMismatchError(text);
   if (error.matches(errors.attr("PeerDiedError"))) throw PeerDiedError(text);
+  if (error.matches(errors.attr("PeerLeftError"))) throw PeerLeftError(text);
   if (error.matches(errors.attr("PeerTimeoutError"))) throw PeerTimeoutError(text);
   if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();  // once more, where Python can raise it
   throw OperatingSystemError(message("the exchange between the ranks failed: ", text));
@@ -311,6 +312,8 @@ void bind_context(py::module_& m) {
           "What computes attention over such heads, and whether its bits do not depend on the plan.")
       .def("abandon", &runtime::Context::abandon, py::arg("step"), py::arg("why"),
            py::call_guard<py::gil_scoped_release>())
+      .def("refuse", &runtime::Context::refuse, py::arg("why"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("num_calls", &runtime::Context::num_calls)
       .def("set_trace", &runtime::Context::set_trace, py::arg("on"))
       .def("take_trace",
            [](runtime::Context& c) {

@@ -104,13 +104,9 @@ template <class Body>
 auto Context::guarded(const Body& body) {
   try {
     return body();
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     protocol_.fail(error);
     throw;
-  } catch (const std::exception& error) {
-    const OperatingSystemError fault(message("context \"", options_.name, "\": ", error.what()));
-    protocol_.fail(fault);
-    throw fault;
   }
 }
 
@@ -297,12 +293,21 @@ void Context::abandon(uint64_t step, const std::string& why) noexcept {
   }
 }
 
+void Context::refuse(const std::string& why) noexcept {
+  ++num_refused_;
+  abandon(0, why);
+}
+
 void Context::settle_abandoned() noexcept {
   if (!has_abandoned_) return;
   const std::lock_guard lock(abandoned_mutex_);
   has_abandoned_ = false;
-  for (const auto& [step, why] : abandoned_)
-    if (const Dispatcher::Step* const s = dispatcher_.find(step)) protocol_.abandon(s->id, why);
+  for (const auto& [step, why] : abandoned_) {
+    if (step == 0)
+      protocol_.refuse(why);
+    else if (const Dispatcher::Step* const s = dispatcher_.find(step))
+      protocol_.abandon(s->id, why);
+  }
   abandoned_.clear();
 }
 
@@ -323,6 +328,16 @@ std::shared_ptr<Context> find_context(std::string_view name) {
   for (const auto& [other, context] : r.contexts) names += (names.empty() ? "\"" : ", \"") + other + "\"";
   throw InvalidArgumentError(
       message("no context \"", name, "\"; call distca.init first (there are: ", names.empty() ? "none" : names, ")"));
+}
+
+void refuse(std::string_view name, const std::string& why) noexcept {
+  std::shared_ptr<Context> context;
+  {
+    Registry& r = registry();
+    const std::lock_guard lock(r.mutex);
+    if (const auto found = r.contexts.find(name); found != r.contexts.end()) context = found->second;
+  }
+  if (context) context->refuse(why);
 }
 
 bool remove_context(const std::string& name) {

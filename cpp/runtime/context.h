@@ -80,6 +80,11 @@ class DISTCA_EXPORT Context {
   /// Says that a step was dispatched and will not be finished, where that is so: a fault, of which the peers are told
   /// at once. May be called from any thread, also while another is in a step. `why` ends the message.
   void abandon(uint64_t step, const std::string& why) noexcept;
+  /// Says that a call of this context was refused before it began: a call as well, of which the peers learn if they do
+  /// not refuse it too. As `abandon`, from any thread.
+  void refuse(const std::string& why) noexcept;
+  /// Changes with every call that begins or is refused.
+  uint64_t num_calls() const { return protocol_.num_calls() + num_refused_; }
 
   /// Steps from here on are recorded and not done; those of a context whose steps are queued. `headroom`: the room in
   /// the tables of each operation, over what this plan needs. `rounds`: those of a step, where its plan has fewer.
@@ -134,7 +139,8 @@ class DISTCA_EXPORT Context {
   std::shared_ptr<Recording> planned_;  // its steps are the next ones
   Flag in_step_;
   std::mutex abandoned_mutex_;
-  std::vector<std::pair<uint64_t, std::string>> abandoned_;  // steps, not yet looked after
+  std::vector<std::pair<uint64_t, std::string>> abandoned_;  // steps, not yet looked after; 0: a refused call
+  std::atomic<uint64_t> num_refused_{0};
   std::atomic<bool> has_abandoned_{false};
 };
 
@@ -142,6 +148,8 @@ class DISTCA_EXPORT Context {
 DISTCA_EXPORT void add_context(std::shared_ptr<Context> context);
 /// The context of that name, or an InvalidArgumentError that lists the names there are.
 DISTCA_EXPORT std::shared_ptr<Context> find_context(std::string_view name);
+/// Context::refuse of the context of that name, if there is one.
+DISTCA_EXPORT void refuse(std::string_view name, const std::string& why) noexcept;
 /// Takes the context out of the registry; false if there was none.
 DISTCA_EXPORT bool remove_context(const std::string& name);
 

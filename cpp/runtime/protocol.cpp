@@ -249,6 +249,8 @@ bool Protocol::exchange(bool more) {
     return transport_->exchange(more, agree_);
   } catch (const PeerDiedError& error) {
     throw PeerDiedError(message(where(), ": ", error.what()));
+  } catch (const PeerLeftError& error) {
+    throw PeerLeftError(message(where(), ": ", error.what()));
   } catch (const PeerTimeoutError& error) {
     throw PeerTimeoutError(message(where(), ": ", error.what()));
   }

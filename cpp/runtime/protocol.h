@@ -55,8 +55,9 @@ struct ScoreOptions {
   uint64_t sinks_digest() const;
 };
 
-/// What a call does of a step, or that it does steps that were recorded. All ranks split their steps alike.
-enum class Part : uint64_t { kWhole = 0, kDispatch, kAttend, kCollect, kReplay };
+/// What a call does of a step; or that it does steps that were recorded, or was refused and did nothing. All ranks
+/// split their steps alike.
+enum class Part : uint64_t { kWhole = 0, kDispatch, kAttend, kCollect, kReplay, kRefused };
 
 /// A step as all ranks know it.
 struct StepId {
@@ -160,13 +161,24 @@ class Protocol {
   };
 
   /// Poisons the context with its first fault and tells the peers. Later calls do nothing.
-  void fail(const Error& error) noexcept;
+  void fail(const std::exception& error) noexcept;
   /// The fault of a step that was begun here and will not be finished.
   void abandon(const StepId& step, const std::string& why) noexcept;
+  /// A call that did not come to `begin` or `resume`. It counts as one all the same: nothing has happened if all ranks
+  /// refuse it, and if only some do it is a fault of all.
+  void refuse(const std::string& why) noexcept;
+  /// Changes with every call.
+  uint64_t num_calls() const { return num_calls_; }
 
  private:
-  using FaultDetails = std::array<uint64_t, Signals::kFaultDetails>;
-  enum class FaultCode : uint64_t { kNone = 0, kMismatch, kDied, kTimeout, kUnfinished, kOther };
+  enum class FaultCode : uint64_t { kNone = 0, kMismatch, kDied, kLeft, kTimeout, kUnfinished, kRefused, kOther };
+  /// A fault as ranks tell each other of it. Who is told by one rank tells the others the same.
+  struct Fault {
+    FaultCode code = FaultCode::kNone;
+    std::array<uint64_t, Signals::kFaultDetails - 1> details = {};
+    std::string text = {};
+    int64_t found_by = -1;  // a rank; -1: this one
+  };
   struct Wait {
     const char* what = "";
     int64_t peer = -1;
@@ -183,24 +195,30 @@ class Protocol {
   int64_t free_slot() const;
   void enter(const StepId& step, Part part);
   void publish();
-  void fail(const Error& error, FaultCode code) noexcept;
   void give_credit(int64_t peer, int64_t round, bool after_work);
   void wait(const Wait& w);
   void record(const Timer& timer);
   void watch();
+  /// Whether that peer has left, or, of -1, any. Throws the fault instead where one was told: a rank tells of its fault
+  /// before it leaves, so that is looked for afterwards.
+  std::optional<transport::Departure> departed(int64_t peer);
   void check_departed();
   void check_faults();
   void check_streams();
-  /// Throws PeerDiedError if the peer has left, of which this step needs something to come.
+  /// Throws PeerDiedError or PeerLeftError if the peer is gone, of which this step needs something to come.
   void check_present(int64_t peer, const char* what);
   /// What the thread that watches the streams does: no more than stop them and tell the peers.
   void look() noexcept;
-  void tell_peers(FaultCode code, const FaultDetails& details) noexcept;
+  void tell_peers(const Fault& fault) noexcept;
+  void send_text(int64_t peer, const std::string& text);
+  std::string text_of(int64_t peer) const;
   /// Throws PlanMismatchError if this call of `peer` is another one, or about another plan or other scores.
   void compare_with(int64_t peer);
   void compare_with_early_senders(int64_t slot);
   [[noreturn]] void time_out();
   std::string where() const;
+  /// "rank 1 is at step 7", or that it does not answer.
+  std::string step_of(int64_t peer) const;
 
   std::unique_ptr<transport::Transport> transport_;
   transport::StreamOrder* stream_;  // null: steps are not queued
@@ -216,7 +234,7 @@ class Protocol {
     Credits credits;
   };
   Position at_;
-  uint64_t num_calls_ = 0;
+  std::atomic<uint64_t> num_calls_{0};
   Part part_ = Part::kWhole;
   std::array<bool, kNumSlots> busy_ = {};
   std::array<uint64_t, kNumSlots> marks_ = {};  // of the transport, after the last put of the slot's step
@@ -232,7 +250,7 @@ class Protocol {
   std::function<void()> watch_;  // made once: waiting allocates nothing
   std::function<void()> agree_;  // likewise
   std::string poison_;           // why the context is abandoned; empty while healthy
-  FaultDetails fault_details_ = {};
+  Fault fault_;                  // set before its error is thrown; without a code: the error says all
 };
 
 }  // namespace distca::runtime

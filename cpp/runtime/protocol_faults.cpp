@@ -1,7 +1,7 @@
 // What is said and found of faults: of calls that differ, of peers that are gone, of waits that last too long.
+#include <algorithm>
 #include <array>
 #include <bit>
-#include <cstring>
 #include <iomanip>
 #include <sstream>
 
@@ -15,11 +15,12 @@ const char* phase_name(plan::Phase phase) { return phase == plan::Phase::kForwar
 /// The word of a call: its number << 5 | slot << 4 | part << 1 | phase.
 constexpr int kCallShift = 5;
 static_assert(kNumSlots == 2);
+Part part_of(uint64_t word) { return static_cast<Part>(word >> 1 & 7); }
 
 /// "forward", or, of a call that does a part of it, "attend of forward (slot 1)".
 std::string describe_call(uint64_t word) {
-  constexpr std::array kParts = {"", "dispatch of ", "attend of ", "collect of ", "a replay up to "};
-  const auto part = static_cast<size_t>(word >> 1 & 7);
+  constexpr std::array kParts = {"", "dispatch of ", "attend of ", "collect of ", "a replay up to ", "nothing of "};
+  const auto part = static_cast<size_t>(part_of(word));
   const std::string slot = part == 0 ? "" : message(" (slot ", word >> 4 & 1, ")");
   return kParts[part] + std::string(phase_name(static_cast<plan::Phase>(word & 1))) + slot;
 }
@@ -48,11 +49,11 @@ void Protocol::watch() {
   check_faults();
   compare_with(waiting_.peer);
   check_departed();
-  if (const auto gone = transport_->departed(static_cast<int>(waiting_.peer))) {
+  if (const auto gone = departed(waiting_.peer)) {
     // It may have sent what we wait for before it left.
     if (transport_->load(waiting_.word) >= waiting_.value) return;
-    fault_details_ = {static_cast<uint64_t>(gone->peer), gone->orderly};
-    throw PeerDiedError(message(where(), ": rank ", gone->peer, " closed its context while this rank waits for ",
+    fault_ = {FaultCode::kLeft, {static_cast<uint64_t>(gone->peer)}};
+    throw PeerLeftError(message(where(), ": rank ", gone->peer, " closed its context while this rank waits for ",
                                 waiting_.what, " of it"));
   }
 }
@@ -63,12 +64,19 @@ void Protocol::check() {
   check_streams();
 }
 
+std::optional<transport::Departure> Protocol::departed(int64_t peer) {
+  const auto gone = peer < 0 ? transport_->departed() : transport_->departed(static_cast<int>(peer));
+  if (gone) check_faults();
+  return gone;
+}
+
 void Protocol::check_present(int64_t peer, const char* what) {
-  const auto gone = transport_->departed(static_cast<int>(peer));
+  const auto gone = departed(peer);
   if (!gone) return;
-  fault_details_ = {static_cast<uint64_t>(peer), gone->orderly};
-  throw PeerDiedError(
-      message(where(), ": rank ", peer, gone->orderly ? " closed its context" : " died", " and owes this rank ", what));
+  fault_ = {gone->orderly ? FaultCode::kLeft : FaultCode::kDied, {static_cast<uint64_t>(peer)}};
+  const std::string owes = message(" and owes this rank ", what);
+  if (gone->orderly) throw PeerLeftError(message(where(), ": rank ", peer, " closed its context", owes));
+  throw PeerDiedError(message(where(), ": rank ", peer, " died", owes));
 }
 
 void Protocol::check_streams() {
@@ -76,20 +84,19 @@ void Protocol::check_streams() {
   if (!fault) return;
   constexpr std::array kAwaited = {"nothing", "credit to send it rows", "rows for tasks served here",
                                    "rows that come home"};
-  fault_details_[0] = static_cast<uint64_t>(fault->peer);
-  throw PeerTimeoutError(message(where(), ": a step before this one waited ",
-                                 static_cast<double>(timeout_.count()) / 1000.0, " s for rank ", fault->peer, ": ",
-                                 kAwaited[static_cast<size_t>(fault->awaited)], ", round ", fault->round,
-                                 "; seen step ", fault->seen >> 16, " round ", fault->seen & 0xffff, ", expected step ",
-                                 fault->expected >> 16, " round ", fault->expected & 0xffff, "; rank ", fault->peer,
-                                 " is at step ", transport_->peek(fault->peer, signals_.latest_step())));
+  fault_ = {FaultCode::kTimeout, {static_cast<uint64_t>(fault->peer)}};
+  throw PeerTimeoutError(
+      message(where(), ": a step before this one waited ", static_cast<double>(timeout_.count()) / 1000.0,
+              " s for rank ", fault->peer, ": ", kAwaited[static_cast<size_t>(fault->awaited)], ", round ",
+              fault->round, "; seen step ", fault->seen >> 16, " round ", fault->seen & 0xffff, ", expected step ",
+              fault->expected >> 16, " round ", fault->expected & 0xffff, "; ", step_of(fault->peer)));
 }
 
 void Protocol::look() noexcept {
   try {
     if (const auto fault = stream_->fault()) {
       // The details of this rank's own faults are those of its calls.
-      tell_peers(FaultCode::kTimeout, {static_cast<uint64_t>(fault->peer)});
+      tell_peers({FaultCode::kTimeout, {static_cast<uint64_t>(fault->peer)}});
       return stream_->stop();
     }
     const auto gone = transport_->departed();
@@ -102,9 +109,9 @@ void Protocol::look() noexcept {
 }
 
 void Protocol::check_departed() {
-  const auto gone = transport_->departed();
+  const auto gone = departed(/*peer=*/-1);
   if (!gone || gone->orderly) return;
-  fault_details_[0] = static_cast<uint64_t>(gone->peer);
+  fault_ = {FaultCode::kDied, {static_cast<uint64_t>(gone->peer)}};
   throw PeerDiedError(
       message(where(), ": rank ", gone->peer, " died",
               waiting_.peer >= 0 ? message(" (this rank was waiting for rank ", waiting_.peer, ": ", waiting_.what, ")")
@@ -117,6 +124,10 @@ void Protocol::compare_with(int64_t peer) {
   const uint64_t call = num_calls_;
   const uint64_t theirs = transport_->peek(p, signals_.call(call));
   if (theirs >> kCallShift < call) return;
+  if (theirs >> kCallShift == call && part_of(theirs) == Part::kRefused) {
+    fault_ = {FaultCode::kRefused, {static_cast<uint64_t>(peer)}, text_of(peer)};
+    throw PeerLeftError(message(where(), ": rank ", peer, " refused this call: ", fault_.text));
+  }
   if (theirs >> kCallShift == call) {
     std::array<uint64_t, Signals::kWords> words;
     if (!transport_->peek_words(p, signals_.digest(call), words)) return;  // that it is gone is found elsewhere
@@ -124,12 +135,12 @@ void Protocol::compare_with(int64_t peer) {
     if (still_theirs == theirs) {
       if (theirs == call_word() && digest == at_.now.plan_digest) {
         if (scores == at_.now.scale_and_softcap && sinks == at_.now.sinks_digest) return;
-        fault_details_ = {static_cast<uint64_t>(peer), theirs & 1, digest, at_.now.plan_digest};
+        fault_ = {FaultCode::kMismatch, {static_cast<uint64_t>(peer), digest, at_.now.plan_digest}};
         throw PlanMismatchError(message(where(), ": rank ", peer, " came to this step with ", describe(scores),
                                         ", this rank with ", describe(at_.now.scale_and_softcap),
                                         sinks == at_.now.sinks_digest ? "" : "; their attention sinks differ"));
       }
-      fault_details_ = {static_cast<uint64_t>(peer), theirs & 1, digest, at_.now.plan_digest};
+      fault_ = {FaultCode::kMismatch, {static_cast<uint64_t>(peer), digest, at_.now.plan_digest}};
       throw PlanMismatchError(message(where(), ": rank ", peer, " came to this step with another ",
                                       theirs == call_word() ? "plan" : "call", ": it runs ", describe_call(theirs),
                                       " of plan ", hex(digest), ", this rank ", describe_call(call_word()), " of plan ",
@@ -139,87 +150,141 @@ void Protocol::compare_with(int64_t peer) {
   }
   // The peer is so far ahead that its history of this step is gone. Fine, unless we still wait for something of it.
   if (waiting_.peer == peer && transport_->load(waiting_.word) < waiting_.value) {
-    fault_details_ = {static_cast<uint64_t>(peer), 0, 0, at_.now.plan_digest};
-    throw PlanMismatchError(message(where(), ": rank ", peer, " is already at step ",
-                                    transport_->peek(p, signals_.latest_step()), " and never gave ", waiting_.what,
+    fault_ = {FaultCode::kMismatch, {static_cast<uint64_t>(peer), 0, at_.now.plan_digest}};
+    throw PlanMismatchError(message(where(), ": ", step_of(peer), " and never gave ", waiting_.what,
                                     "; the ranks do not have the same plan (here ", hex(at_.now.plan_digest), ")"));
   }
 }
 
 void Protocol::time_out() {
-  const int p = static_cast<int>(waiting_.peer);
-  fault_details_[0] = static_cast<uint64_t>(waiting_.peer);
+  fault_ = {FaultCode::kTimeout, {static_cast<uint64_t>(waiting_.peer)}};
   const uint64_t seen = transport_->load(waiting_.word);
   throw PeerTimeoutError(message(where(), ": waited ", static_cast<double>(timeout_.count()) / 1000.0, " s for rank ",
                                  waiting_.peer, ": ", waiting_.what, ", round ", waiting_.round, "; seen step ",
                                  seen >> 16, " round ", seen & 0xffff, ", expected step ", waiting_.value >> 16,
-                                 " round ", waiting_.round, "; rank ", waiting_.peer, " is at step ",
-                                 transport_->peek(p, signals_.latest_step())));
+                                 " round ", waiting_.round, "; ", step_of(waiting_.peer)));
+}
+
+std::string Protocol::step_of(int64_t peer) const {
+  std::array<uint64_t, 1> step = {};
+  if (transport_->peek_words(static_cast<int>(peer), signals_.latest_step(), step))
+    return message("rank ", peer, " is at step ", step[0]);
+  return message("rank ", peer, " does not answer the question at which step it is");
 }
 
 void Protocol::check_faults() {
   for (int64_t p = 0; p < num_ranks(); ++p) {
     const auto code = static_cast<FaultCode>(transport_->load(signals_.fault_code(p)));
     if (code == FaultCode::kNone) continue;
-    std::array<uint64_t, Signals::kFaultDetails> d;
-    for (int64_t i = 0; i < Signals::kFaultDetails; ++i)
-      d[static_cast<size_t>(i)] = transport_->load(signals_.fault_detail(p, i));
-    fault_details_ = d;
+    Fault& f = fault_;
+    f = {code, {}, text_of(p), static_cast<int64_t>(transport_->load(signals_.fault_detail(p, 0)))};
+    for (size_t i = 0; i < f.details.size(); ++i)
+      f.details[i] = transport_->load(signals_.fault_detail(p, 1 + static_cast<int64_t>(i)));
+    const auto& d = f.details;
+    const std::string by = message(where(), ": rank ", f.found_by);
     switch (code) {
       case FaultCode::kMismatch:
-        throw PlanMismatchError(message(where(), ": rank ", p, " found that rank ", d[0],
-                                        " came to the same step with another plan, scale, softcap or sinks: plan ",
-                                        hex(d[2]), " on rank ", d[0], ", plan ", hex(d[3]), " on rank ", p));
+        throw PlanMismatchError(message(by, " found that rank ", d[0], " came to the same step with another plan, ",
+                                        "scale, softcap or sinks: plan ", hex(d[1]), " on rank ", d[0], ", plan ",
+                                        hex(d[2]), " on rank ", f.found_by));
       case FaultCode::kDied:
-        throw PeerDiedError(message(where(), ": rank ", d[0], d[1] != 0 ? " closed its context" : " died", ", as rank ",
-                                    p, " reports"));
+        throw PeerDiedError(message(where(), ": rank ", d[0], " died, as rank ", f.found_by, " reports"));
+      case FaultCode::kLeft:
+        throw PeerLeftError(message(where(), ": rank ", d[0], " closed its context, as rank ", f.found_by, " reports"));
       case FaultCode::kTimeout:
-        throw PeerTimeoutError(message(where(), ": rank ", p, " gave up waiting for rank ", d[0]));
+        throw PeerTimeoutError(message(by, " gave up waiting for rank ", d[0]));
       case FaultCode::kUnfinished:
-        throw PeerDiedError(message(where(), ": rank ", p, " left step ", d[0], " (",
-                                    phase_name(static_cast<plan::Phase>(d[1])), ") unfinished"));
+        throw PeerLeftError(
+            message(by, " left step ", d[0], " (", phase_name(static_cast<plan::Phase>(d[1])), ") unfinished", f.text));
+      case FaultCode::kRefused:
+        throw PeerLeftError(message(where(), ": rank ", d[0], " refused a call that other ranks made: ", f.text));
       default:
-        throw PeerDiedError(message(where(), ": rank ", p, " abandoned this context after an error of its own"));
+        throw PeerLeftError(message(by, " abandoned this context after an error of its own: ", f.text));
     }
   }
-}
-
-void Protocol::fail(const Error& error) noexcept {
-  FaultCode code = FaultCode::kOther;
-  if (std::strcmp(error.kind(), "PlanMismatchError") == 0) code = FaultCode::kMismatch;
-  if (std::strcmp(error.kind(), "PeerDiedError") == 0) code = FaultCode::kDied;
-  if (std::strcmp(error.kind(), "PeerTimeoutError") == 0) code = FaultCode::kTimeout;
-  fail(error, code);
 }
 
 void Protocol::abandon(const StepId& step, const std::string& why) noexcept {
   if (!poison_.empty()) return;
-  fault_details_ = {step.number, static_cast<uint64_t>(step.phase)};
+  fault_ = {FaultCode::kUnfinished, {step.number, static_cast<uint64_t>(step.phase)}, why};
   fail(InvalidArgumentError(message(step.name(), " of context \"", name_, "\" was dispatched on rank ", rank(),
-                                    " and never collected", why)),
-       FaultCode::kUnfinished);
+                                    " and never collected", why)));
 }
 
-void Protocol::fail(const Error& error, FaultCode code) noexcept {
+void Protocol::refuse(const std::string& why) noexcept {
+  if (!poison_.empty()) return;
+  const uint64_t call = ++num_calls_;
+  if (num_ranks() == 1) return;
+  try {
+    bool is_fault = transport_->is_collective();  // whose exchange the others wait in, or will
+    if (!is_fault) {
+      for (int64_t p = 0; p < num_ranks(); ++p) send_text(p, why);
+      transport_->publish(signals_.call(call), call << kCallShift | static_cast<uint64_t>(Part::kRefused) << 1);
+      // As in `publish`: of two neighbours of which one refuses the call, at least one sees it here. A peer whose
+      // history of this call is gone has made it.
+      for (const int64_t p : {(rank() + 1) % num_ranks(), (rank() + num_ranks() - 1) % num_ranks()}) {
+        const uint64_t theirs = transport_->peek(static_cast<int>(p), signals_.call(call));
+        is_fault = is_fault || theirs >> kCallShift > call ||
+                   (theirs >> kCallShift == call && part_of(theirs) != Part::kRefused);
+      }
+    }
+    if (!is_fault) return;
+    fault_ = {FaultCode::kRefused, {static_cast<uint64_t>(rank())}, why};
+    fail(InvalidArgumentError(message("rank ", rank(), " refused a call that other ranks made: ", why)));
+  } catch (const Error&) {
+    // In a forked child the transport refuses all use.
+  }
+}
+
+void Protocol::fail(const std::exception& error) noexcept {
   if (!poison_.empty()) return;
   poison_ = error.what();
+  if (fault_.code == FaultCode::kNone) fault_ = {FaultCode::kOther, {}, error.what()};
   transport_->cancel();  // the tensors of a whole step that fails go with the error
-  if (transport_->is_collective()) return transport_->abandon(error);
-  tell_peers(code, fault_details_);
+  if (!transport_->is_collective()) return tell_peers(fault_);
+  const auto* const ours = dynamic_cast<const Error*>(&error);
+  transport_->abandon(ours ? *ours : OperatingSystemError(error.what()));
 }
 
-void Protocol::tell_peers(FaultCode code, const FaultDetails& details) noexcept {
+void Protocol::tell_peers(const Fault& fault) noexcept {
   if (told_peers_.exchange(true)) return;
   try {
     for (int64_t p = 0; p < num_ranks(); ++p) {
       if (p == rank()) continue;
-      for (int64_t i = 0; i < Signals::kFaultDetails; ++i)
-        transport_->signal(static_cast<int>(p), signals_.fault_detail(rank(), i), details[static_cast<size_t>(i)]);
-      transport_->signal(static_cast<int>(p), signals_.fault_code(rank()), static_cast<uint64_t>(code));
+      const auto tell = [&](int64_t word, uint64_t value) { transport_->signal(static_cast<int>(p), word, value); };
+      tell(signals_.fault_detail(rank(), 0), static_cast<uint64_t>(fault.found_by < 0 ? rank() : fault.found_by));
+      for (size_t i = 0; i < fault.details.size(); ++i)
+        tell(signals_.fault_detail(rank(), 1 + static_cast<int64_t>(i)), fault.details[i]);
+      send_text(p, fault.text);
+      tell(signals_.fault_code(rank()), static_cast<uint64_t>(fault.code));
     }
   } catch (const Error&) {
     // In a forked child the transport refuses all use: the fault is the child's alone.
   }
+}
+
+/// ASCII, and cut where it is long.
+void Protocol::send_text(int64_t peer, const std::string& text) {
+  if (peer == rank()) return;
+  std::array<char, Signals::kTextWords * sizeof(uint64_t)> bytes = {};
+  const size_t size = std::min(text.size(), bytes.size() - 1);
+  std::transform(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(size), bytes.begin(),
+                 [](char c) { return static_cast<unsigned char>(c) < 0x80 ? c : '?'; });
+  if (size < text.size()) std::fill_n(bytes.begin() + static_cast<std::ptrdiff_t>(size) - 3, 3, '.');
+  const auto words = std::bit_cast<std::array<uint64_t, Signals::kTextWords>>(bytes);
+  for (int64_t i = 0; i < Signals::kTextWords; ++i) {
+    const uint64_t word = words[static_cast<size_t>(i)];
+    transport_->signal(static_cast<int>(peer), signals_.fault_text(rank(), i), word);
+    if (word == 0) return;  // the end of the text is in this word or before it
+  }
+}
+
+std::string Protocol::text_of(int64_t peer) const {
+  std::array<uint64_t, Signals::kTextWords> words = {};
+  for (int64_t i = 0; i < Signals::kTextWords; ++i)
+    words[static_cast<size_t>(i)] = transport_->load(signals_.fault_text(peer, i));
+  const auto bytes = std::bit_cast<std::array<char, sizeof(words)>>(words);
+  return {bytes.begin(), std::find(bytes.begin(), bytes.end(), '\0')};
 }
 
 }  // namespace distca::runtime

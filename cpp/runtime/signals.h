@@ -20,9 +20,10 @@ class Signals {
   int64_t arrived(int64_t direction, int64_t slot, int64_t peer) const {
     return per_peer(kKinds * slot + 2 + direction, peer);
   }
-  /// Of peer p: p has met a fault; kFaultDetails words of detail, then the code (0 = none).
+  /// Of peer p: p has met a fault; kFaultDetails words of detail, kTextWords of text, then the code (0 = none).
   int64_t fault_detail(int64_t peer, int64_t index) const { return per_peer(kKinds * kNumSlots + index, peer); }
-  int64_t fault_code(int64_t peer) const { return per_peer(kKinds * kNumSlots + kFaultDetails, peer); }
+  int64_t fault_text(int64_t peer, int64_t index) const { return fault_detail(peer, kFaultDetails + index); }
+  int64_t fault_code(int64_t peer) const { return fault_text(peer, kTextWords); }
   /// Published by the owner for its peers: at index call % kHistory, of the step that a call is about, the digest of
   /// its plan, the scale and the softcap of its scores and the digest of its sinks; and which call it is (call_word).
   int64_t digest(uint64_t call) const { return published(kWords * static_cast<int64_t>(call % kHistory)); }
@@ -35,12 +36,12 @@ class Signals {
 
   int64_t count() const { return published(kWords * kHistory + 1); }
 
-  static constexpr int64_t kFaultDetails = 4;
+  static constexpr int64_t kFaultDetails = 5, kTextWords = 32;
 
  private:
   static constexpr int64_t kHistory = 64, kKinds = 4;
   int64_t per_peer(int64_t kind, int64_t peer) const { return kind * num_ranks_ + peer; }
-  int64_t published(int64_t index) const { return per_peer(kKinds * kNumSlots + kFaultDetails + 1, 0) + index; }
+  int64_t published(int64_t index) const { return fault_code(num_ranks_) + index; }
 
   int64_t num_ranks_;
 };

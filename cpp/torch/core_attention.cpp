@@ -21,6 +21,19 @@ void check_backend(const runtime::Context& context, const Tensor& q, const HeadS
   context.backend().check(heads, softcap);
 }
 
+/// Runs the body of a collective operator. What it throws before a step begins is a call that this rank refuses.
+template <class Body>
+auto collective(std::string_view context, const Body& body) {
+  return guarded([&] {
+    try {
+      return body();
+    } catch (const std::exception& error) {
+      runtime::refuse(context, error.what());  // does nothing where the error was a fault of the step
+      throw;
+    }
+  });
+}
+
 /// Kernels of a GPU load 16 bytes at once; those of the CPU take rows as they are.
 Tensor loadable(const Tensor& rows) { return rows.is_cpu() ? rows : aligned_rows(rows); }
 
@@ -149,7 +162,7 @@ std::tuple<Tensor, Tensor> core_attention(const Tensor& q, const Tensor& k, cons
                                           StringHandle context, std::optional<double> scale, double softcap,
                                           bool deterministic) {
   const Text name(context);
-  return guarded([&] {
+  return collective(name, [&] {
     const auto f = make_reused<Forward>(q, k, v, plan, sinks, name, scale, softcap, deterministic, false);
     require(f->slice.header().retains == 0, "the plan has retain_bytes, and this operator returns nothing to keep for ",
             "backward; call distca.core_attention, or torch.ops.distca.core_attention_retain");
@@ -166,7 +179,7 @@ std::tuple<Tensor, Tensor, Tensor> core_attention_retain(const Tensor& q, const 
                                                          StringHandle context, std::optional<double> scale,
                                                          double softcap, bool deterministic) {
   const Text name(context);
-  return guarded([&] {
+  return collective(name, [&] {
     const auto f = make_reused<Forward>(q, k, v, plan, sinks, name, scale, softcap, deterministic,
                                         /*retain=*/retained_bytes != 0);
     f->check_backward(plan_backward);
@@ -186,7 +199,7 @@ std::tuple<Tensor, Tensor, Tensor> core_attention_backward(const Tensor& dout, c
                                                            double softcap, bool deterministic,
                                                            std::optional<Tensor> retained) {
   const Text name(context);
-  return guarded([&] {
+  return collective(name, [&] {
     const auto b =
         make_reused<Backward>(dout, q, k, v, out, lse, plan, sinks, name, scale, softcap, deterministic, retained);
     const auto ctx = std::exchange(b->context, nullptr);
@@ -199,7 +212,7 @@ int64_t dispatch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
                  std::optional<Tensor> plan_backward, std::optional<Tensor> sinks, StringHandle context,
                  std::optional<double> scale, double softcap, bool deterministic, bool retain) {
   const Text name(context);
-  return guarded([&] {
+  return collective(name, [&] {
     const auto f = make_reused<Forward>(q, k, v, plan, sinks, name, scale, softcap, deterministic, retain);
     f->check_backward(plan_backward);
     const auto ctx = std::exchange(f->context, nullptr);  // which will hold f: no cycle
@@ -212,7 +225,7 @@ int64_t dispatch_backward(const Tensor& dout, const Tensor& q, const Tensor& k, 
                           std::optional<double> scale, double softcap, bool deterministic,
                           std::optional<Tensor> retained) {
   const Text name(context);
-  return guarded([&] {
+  return collective(name, [&] {
     const auto b =
         make_reused<Backward>(dout, q, k, v, out, lse, plan, sinks, name, scale, softcap, deterministic, retained);
     const auto ctx = std::exchange(b->context, nullptr);
@@ -222,7 +235,7 @@ int64_t dispatch_backward(const Tensor& dout, const Tensor& q, const Tensor& k, 
 
 void attend(int64_t step, StringHandle context) {
   const Text name(context);
-  guarded([&] { runtime::find_context(name)->attend(static_cast<uint64_t>(step), torch_threads()); });
+  collective(name, [&] { runtime::find_context(name)->attend(static_cast<uint64_t>(step), torch_threads()); });
 }
 
 std::shared_ptr<Forward> collect_forward(int64_t step, std::string_view context) {
@@ -232,7 +245,7 @@ std::shared_ptr<Forward> collect_forward(int64_t step, std::string_view context)
 
 std::tuple<Tensor, Tensor> collect(int64_t step, StringHandle context) {
   const Text name(context);
-  return guarded([&] {
+  return collective(name, [&] {
     const auto f = collect_forward(step, name);
     return std::tuple{f->out, f->lse};
   });
@@ -240,7 +253,7 @@ std::tuple<Tensor, Tensor> collect(int64_t step, StringHandle context) {
 
 std::tuple<Tensor, Tensor, Tensor> collect_retained(int64_t step, StringHandle context) {
   const Text name(context);
-  return guarded([&] {
+  return collective(name, [&] {
     const auto f = collect_forward(step, name);
     return std::tuple{f->out, f->lse, f->retained ? *f->retained : empty_bytes(f->q, 0)};
   });
@@ -248,7 +261,7 @@ std::tuple<Tensor, Tensor, Tensor> collect_retained(int64_t step, StringHandle c
 
 std::tuple<Tensor, Tensor, Tensor> collect_backward(int64_t step, StringHandle context) {
   const Text name(context);
-  return guarded([&] {
+  return collective(name, [&] {
     const auto owner = runtime::find_context(name)->collect(static_cast<uint64_t>(step), plan::Phase::kBackward);
     const auto b = std::static_pointer_cast<Backward>(owner);
     return std::tuple{b->dq, b->dk, b->dv};

@@ -55,11 +55,13 @@ inline void check_device_of(const Tensor& like, const Tensor& t, const char* nam
   require(t.device() == like.device(), name, " is on ", device_name(t), ", q on ", device_name(like));
 }
 
+/// Whether the last of three dimensions is contiguous. Strides of a tensor without elements say nothing.
+inline bool has_dense_rows(const Tensor& t) { return t.stride(2) == 1 || t.size(2) == 1 || t.numel() == 0; }
+
 /// A [rows, heads, dim] view of a tensor; strides are arbitrary but for a contiguous last dimension.
 inline RowView rows_of(const Tensor& t, const char* name) {
   require(t.dim() == 3, name, " has shape ", shape_of(t), "; [tokens, heads, dim] is expected");
-  require(t.stride(2) == 1 || t.size(2) == 1, name, ": the last dimension must be contiguous, its stride is ",
-          t.stride(2));
+  require(has_dense_rows(t), name, ": the last dimension must be contiguous, its stride is ", t.stride(2));
   const auto bytes = static_cast<int64_t>(t.element_size());
   return {static_cast<std::byte*>(t.data_ptr()), t.stride(0) * bytes, t.stride(1) * bytes};
 }
@@ -123,7 +125,7 @@ inline std::byte* bytes_of(const Tensor& t) { return static_cast<std::byte*>(t.d
 
 /// The gradient that autograd hands over, with a contiguous last dimension (an expanded one is copied).
 inline Tensor with_dense_rows(const Tensor& t) {
-  return t.dim() != 3 || t.stride(2) == 1 || t.size(2) == 1 ? t : torch::stable::contiguous(t);
+  return t.dim() != 3 || has_dense_rows(t) ? t : torch::stable::contiguous(t);
 }
 
 inline float scale_or_default(std::optional<double> scale, const HeadShape& heads) {

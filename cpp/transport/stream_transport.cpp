@@ -121,7 +121,8 @@ std::byte* StreamTransport::pack(int peer, const Write& write, const RowExtent& 
   if (std::byte* const to = packed()) return to;
   require<CapacityError>(!is_recording_, "plan sends more than the send arena of ", heaps_.send_arena.size(),
                          " bytes holds to ranks of other hosts in one call, which cannot be recorded");
-  send(slot_);             // which empties the arena, once all of it has left
+  // What is packed next waits until all of this has left the arena.
+  send(slot_);
   next_.credit = nullptr;  // which has been waited for
   open_message(peer);
   std::byte* const to = packed();

@@ -92,7 +92,7 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   PutMessage next_ = {};  // the message that the next put to its peer opens
   bool is_open_ = false;
   std::vector<SignalTo> early_grants_, late_grants_;
-  int64_t slot_ = 0;  // that the grants are for
+  int64_t slot_ = 0;           // that the grants are for
   bool is_recording_ = false;  // then each call queues the same operations, with nothing to do or not
   std::vector<AwaitedMessage> awaited_;
 };

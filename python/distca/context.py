@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import weakref
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from distca import _C, hosts, nvshmem
 from distca import nsys as ranges
 from distca.agreement import Terms, agree
 from distca.cost import CostModel
-from distca.errors import DeviceError, InvalidArgumentError
+from distca.errors import DeviceError, InvalidArgumentError, refusals_told
 from distca.exchange import Exchange, gather_text
 from distca.heads import Heads
 from distca.open_files import check_open_files
@@ -27,6 +29,7 @@ _TRANSPORTS = ("auto", "shm", "torch", "cuda-ipc", "nvshmem", "loopback")
 _loopback_groups = itertools.count()
 _epochs = itertools.count(1)
 _contexts: dict[str, Context] = {}
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Context:
@@ -92,7 +95,8 @@ class Context:
         For steps on a GPU, which are queued: what goes wrong there is reported by the next call, or by this.
 
         Raises:
-            PeerDiedError, PeerTimeoutError, PlanMismatchError: the fault. ContextPoisonedError: one reported before.
+            PeerDiedError, PeerLeftError, PeerTimeoutError, PlanMismatchError: the fault.
+            ContextPoisonedError: one reported before.
         """
         if self._core is not None:
             self._core.check()
@@ -179,6 +183,20 @@ def check() -> None:
 def get_context(name: str = "default") -> Context | None:
     """The open context of that name, or None."""
     return _contexts.get(name)
+
+
+def collective(function: _Function) -> _Function:
+    """A function with a keyword argument `context`, each call of which is collective, also one that is refused."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        context = kwargs.get("context", "default")
+        with refusals_told(context if isinstance(context, Context) else _contexts.get(context)):
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 @atexit.register

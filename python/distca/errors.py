@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from distca.context import Context
 
 
 class DistcaError(RuntimeError):
@@ -28,7 +32,15 @@ class PlanMismatchError(DistcaError):
 
 
 class PeerDiedError(DistcaError):
-    """A peer ended while the group was in use; the message names it."""
+    """A peer's process ended while the group was in use; the message names it."""
+
+
+class PeerLeftError(DistcaError):
+    """A peer that lives is no longer with this rank; the message names it and says why.
+
+    It closed its context, refused a call that other ranks made, left a step unfinished, or gave up after an error of
+    its own, which the message then repeats.
+    """
 
 
 class PeerTimeoutError(DistcaError):
@@ -45,6 +57,22 @@ class OperatingSystemError(DistcaError):
 
 class DeviceError(DistcaError):
     """A GPU or its driver refused something, or there is none where one is needed."""
+
+
+@contextmanager
+def refusals_told(context: Context | None) -> Iterator[None]:
+    """Tells the peers where what is inside, one collective call of the context, raises before it has begun.
+
+    They would wait for a rank that never comes. The core tells of what it refuses itself.
+    """
+    core = None if context is None else context._core
+    before = None if core is None else core.num_calls
+    try:
+        yield
+    except Exception as error:
+        if core is not None and core.num_calls == before:
+            core.refuse(f"{type(error).__name__}: {error}")
+        raise
 
 
 _FROM_OPERATOR = re.compile(r"distca (\w+): (.*)", re.DOTALL)

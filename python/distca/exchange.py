@@ -19,7 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distca.errors import DistcaError, InvalidArgumentError, PeerDiedError, PeerTimeoutError, PlanMismatchError
+from distca.errors import (
+    DistcaError,
+    InvalidArgumentError,
+    PeerDiedError,
+    PeerLeftError,
+    PeerTimeoutError,
+    PlanMismatchError,
+)
 from distca.fault_reports import FaultReports
 
 REPORT_SECONDS = 1.0
@@ -71,7 +78,8 @@ class Exchange:
         """Sends ``send_bytes[p]`` bytes to each rank p and receives ``receive_bytes[p]``, in the order of the ranks.
 
         Raises:
-            PeerDiedError, PeerTimeoutError, PlanMismatchError: with the cause, as far as the ranks know it.
+            PeerDiedError, PeerLeftError, PeerTimeoutError, PlanMismatchError: with the cause, as far as the ranks
+                know it.
         """
         backend = self._backend
         if backend is None:
@@ -133,11 +141,11 @@ class Exchange:
 
 def _as_reported(rank: int, kind: str, text: str) -> DistcaError:
     if not kind:
-        return PeerDiedError(f"rank {rank} closed its context while this rank exchanges rows with it")
-    kinds = {one.__name__: one for one in (PlanMismatchError, PeerDiedError, PeerTimeoutError)}
+        return PeerLeftError(f"rank {rank} closed its context while this rank exchanges rows with it")
+    kinds = {one.__name__: one for one in (PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError)}
     if kind in kinds:
         return kinds[kind](f"rank {rank} reports: {text}")
-    return PeerDiedError(f"rank {rank} abandoned this context after an error of its own: {text}")
+    return PeerLeftError(f"rank {rank} abandoned this context after an error of its own: {text}")
 
 
 def all_to_all_single(

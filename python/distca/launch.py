@@ -28,7 +28,14 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from distca.errors import ContextPoisonedError, DistcaError, InvalidArgumentError, PeerDiedError, PeerTimeoutError
+from distca.errors import (
+    ContextPoisonedError,
+    DistcaError,
+    InvalidArgumentError,
+    PeerDiedError,
+    PeerLeftError,
+    PeerTimeoutError,
+)
 from distca.open_files import check_open_files
 
 Result = TypeVar("Result")
@@ -73,7 +80,8 @@ class _Failure:
 
     @staticmethod
     def of(error: BaseException) -> _Failure:
-        echo = isinstance(error, PeerDiedError | PeerTimeoutError | ContextPoisonedError | dist.DistError) or (
+        of_another = PeerDiedError | PeerLeftError | PeerTimeoutError | ContextPoisonedError | dist.DistError
+        echo = isinstance(error, of_another) or (
             isinstance(error, RuntimeError) and "gloo" in str(error) and not isinstance(error, DistcaError)
         )
         return _Failure(

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch._higher_order_ops.effects import _EffectType as EffectType
 
-from distca.context import Context, get_context
-from distca.errors import InvalidArgumentError, typed_errors
+from distca.context import Context, collective, get_context
+from distca.errors import InvalidArgumentError, refusals_told, typed_errors
 from distca.nsys import operator_range
 from distca.ping_pong import core_attention_in_parts, in_half
 from distca.planning import Plan
@@ -22,6 +22,7 @@ _LAYER = "distca.layer"  # where the graph's node keeps it for backward
 torch.ops.load_library(str(files("distca") / "libdistca_torch.so"))
 
 
+@collective
 def core_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -65,9 +66,10 @@ def core_attention(
     are ``RuntimeError("distca <Kind>: ...")``, without the layer.
 
     Raises:
-        InvalidArgumentError, PlanFormatError, CapacityError: before anything moves.
-        PlanMismatchError, PeerDiedError, PeerTimeoutError: the context is poisoned, later calls raise
-            ContextPoisonedError.
+        InvalidArgumentError, PlanFormatError, CapacityError: before anything moves. Where all ranks raise one, the
+            context goes on; where only some do, the others raise PeerLeftError, and the context is poisoned.
+        PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError: the context is poisoned, later calls
+            raise ContextPoisonedError.
     """
     check_plans("core_attention", plan, plan_backward)
     if torch.compiler.is_compiling():  # layers that differ in a constant would not share a graph
@@ -93,6 +95,7 @@ def core_attention(
     return out, lse
 
 
+@collective
 def serve(
     plan: Plan,
     phase: str,
@@ -137,6 +140,7 @@ def serve(
             )
 
 
+@collective
 def serve_ping_pong(
     layers: Sequence[tuple[Plan, Plan]],
     phase: str,
@@ -328,14 +332,20 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: d
 
 
 def _backward(operator: Any, range_name: str) -> Any:
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        name = ctx.options.get("context", "")  # an operator that is not collective has none
+        with refusals_told(get_context(name)):
+            return one_step(ctx, name, *grads)
+
+    def one_step(
+        ctx: Any, name: str, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: None
+    ) -> tuple[Any, ...]:
         if dlse is not None:
             raise InvalidArgumentError("distca: lse is not differentiable; use lse.detach()")
         q, k, v, out, lse, table, sinks, *kept = ctx.saved_tensors
         retained = {"retained": kept[0]} if kept else {}
         if dout is None:  # other ranks take part in this step all the same
             dout = torch.zeros_like(out)
-        name = ctx.options.get("context", "")  # an operator that is not collective has none
         with typed_errors(ctx.metadata.get(_LAYER)), _range_of(range_name, name):
             grads = operator(dout, q, k, v, out, lse, table, sinks, **ctx.options, **retained)
             dsinks = None

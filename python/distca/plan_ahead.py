@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, cast, overload
 import torch
 import torch.distributed as dist
 
-from distca.errors import DistcaError, InvalidArgumentError, PeerDiedError
+from distca.errors import DistcaError, InvalidArgumentError, PeerDiedError, PeerLeftError
 from distca.heads import Heads
 from distca.layout import Layout
 from distca.planning import Plan, Plans, plan, plans
@@ -49,7 +49,7 @@ class PlanAhead(Generic[Batch, Planned]):
     thread, one at a time.
 
     An exception of the loader, of the callbacks or of planning is raised by the next iteration; with `lengths`, the
-    other ranks then get a PeerDiedError that names the rank. Use it as a context manager, or call `close()`, to stop
+    other ranks then get a PeerLeftError that names the rank. Use it as a context manager, or call `close()`, to stop
     the thread; after a plain `break` it stops when the object is dropped. Each `iter()` begins a new pass over the
     loader.
     """
@@ -295,7 +295,7 @@ class _GatheredLayouts(_Steps[Batch]):
             if count in (_FAILED, _STOPPED):
                 self._over = True
                 what = "failed; its own error says why" if count == _FAILED else "stopped iterating"
-                raise PeerDiedError(f"PlanAhead: rank {rank} of {len(counts)} {what} (before step {self._step})")
+                raise PeerLeftError(f"PlanAhead: rank {rank} of {len(counts)} {what} (before step {self._step})")
 
     def _layout(self, lengths: list[list[int]], counts: list[int]) -> Layout:
         idle = self._exchange.idle_rows

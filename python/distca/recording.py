@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from distca import _C
-from distca.errors import InvalidArgumentError
+from distca.errors import InvalidArgumentError, refusals_told
 from distca.planning import Plan
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ class Recording:
     def __enter__(self) -> Recording:
         if self._open is not None or self._made is not None:
             raise InvalidArgumentError("record: a recording is made once; make another one with Context.record")
-        self._open = self._core().begin_recording(*self._room)
+        with refusals_told(self._context):
+            self._open = self._core().begin_recording(*self._room)
         return self
 
     def __exit__(
@@ -50,8 +51,10 @@ class Recording:
         recording, self._open = self._open, None
         if kind is not None:
             self._core().drop_recording()
+            self._core().refuse(f"a recording broke off: {kind.__name__}: {error}")
             return
-        self._core().end_recording()
+        with refusals_told(self._context):
+            self._core().end_recording()
         self._made = recording
 
     def replan(self, plan: Plan | Sequence[Plan]) -> None:
@@ -67,13 +70,14 @@ class Recording:
 
         Raises:
             CapacityError: a plan needs more than the recording has room for: of what, and how much; or, on CUDA, it
-                has another mask. Nothing has happened here then, but other ranks may wait for this one: see
+                has another mask. Nothing has happened here then, but it is a fault where other ranks have room: see
                 :meth:`check`.
             InvalidArgumentError, PlanFormatError: before anything changes. So it is where a graph was not launched
                 since the replan before.
-            PlanMismatchError, PeerDiedError, PeerTimeoutError: a fault, as of a step.
+            PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError: a fault, as of a step.
         """
-        self._fill(plan, check_only=False)
+        with refusals_told(self._context):
+            self._fill(plan, check_only=False)
 
     def check(self, plan: Plan | Sequence[Plan]) -> None:
         """Raises what :meth:`replan` would raise for plans that do not fit here, and does nothing else.
@@ -89,7 +93,8 @@ class Recording:
         Raises:
             InvalidArgumentError: there was no replan since the last replay; or the steps are part of a CUDA graph.
         """
-        self._core().replay(self._complete())
+        with refusals_told(self._context):
+            self._core().replay(self._complete())
 
     def _fill(self, plan: Plan | Sequence[Plan], *, check_only: bool) -> None:
         plans = [plan] if isinstance(plan, Plan) else list(plan)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from distca.context import Context, get_context
-from distca.errors import InvalidArgumentError, typed_errors
+from distca.context import Context, collective, get_context
+from distca.errors import InvalidArgumentError, refusals_told, typed_errors
 from distca.nsys import operator_range
 from distca.planning import Plan
 
@@ -219,6 +219,11 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        with refusals_told(get_context(ctx.call.context)):
+            return _Collect._backward(ctx, dout, dlse)
+
+    @staticmethod
+    def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         if dlse is not None:
             raise InvalidArgumentError("distca: lse is not differentiable; use lse.detach()")
         saved = ctx.saved_tensors
@@ -251,6 +256,10 @@ class Step:
         self._under_way.abandon(f": {why}")
 
     def _next(self, node: Any, part: str) -> Any:
+        with refusals_told(get_context(self._call.context)):
+            return self._go_on(node, part)
+
+    def _go_on(self, node: Any, part: str) -> Any:
         if self._token is None:
             raise InvalidArgumentError(f"{part}: step {self.number} has been collected")
         if (name := self._call.changed_input()) is not None:
@@ -260,6 +269,7 @@ class Step:
         return node.apply(self._call, self._token)
 
 
+@collective
 def dispatch(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -286,7 +296,7 @@ def dispatch(
     Raises:
         InvalidArgumentError: as `core_attention` does; where two steps are under way, which it names; under
             torch.compile. Nothing has moved then.
-        PlanMismatchError, PeerDiedError, PeerTimeoutError: the context is poisoned.
+        PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError: the context is poisoned.
     """
     if in_compiled_code():
         raise InvalidArgumentError(
@@ -310,7 +320,7 @@ def attend(step: Step) -> None:
 
     Raises:
         InvalidArgumentError: out of order; where an input was changed in place since dispatch.
-        PlanMismatchError, PeerDiedError, PeerTimeoutError: the context is poisoned.
+        PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError: the context is poisoned.
     """
     step._token = step._next(_Attend, "attend")
 

@@ -5,6 +5,7 @@ from faults.fault import Fault
 EXACT = "tests/test_exactness.py"
 STEPS = "tests/test_steps.py"
 DEATH = "tests/test_death.py"
+TOLD = "tests/test_told_faults.py"
 TRANSPORT = "tests/test_transport.py"
 TORCH_TRANSPORT = "tests/test_torch_transport.py"
 PARTS = "tests/test_parts.py"
@@ -93,10 +94,10 @@ FAULTS = [
         ("tests/test_stream_hosts.py", "tests/test_recording.py"),
     ),
     Fault(
-        "a full send arena is used again while it is read",
+        "credit waits behind what a full send arena sends",
         "cpp/transport/stream_transport.cpp",
-        "  streams_->quiet(heaps_.sender);\n  table_.clear();",
-        "  table_.clear();",
+        "  send(slot_);\n",
+        "  auto later = std::exchange(early_sends_, {});\n  send(slot_);\n  early_sends_ = std::move(later);\n",
         ("tests/test_stream_hosts.py",),
     ),
     Fault(
@@ -148,6 +149,27 @@ FAULTS = [
         "  if (!gone || gone->orderly) return;",
         "  return;",
         (DEATH,),
+    ),
+    Fault(
+        "a fault that was told before a rank left is not looked for",
+        PROTOCOL_FAULTS,
+        "  if (gone) check_faults();",
+        "",
+        (TOLD,),
+    ),
+    Fault(
+        "a call that a rank refuses is not told",
+        "cpp/runtime/context.cpp",
+        "      protocol_.refuse(why);",
+        "      continue;",
+        (TOLD,),
+    ),
+    Fault(
+        "who is told of a fault tells the others that it is its own",
+        PROTOCOL_FAULTS,
+        "static_cast<uint64_t>(fault.found_by < 0 ? rank() : fault.found_by));",
+        "static_cast<uint64_t>(rank()));",
+        (TOLD,),
     ),
     Fault(
         "a forked child keeps the sockets",

@@ -1,0 +1,127 @@
+// Groups of two loopback ranks, of which the first has a hard time. Loaded into a process (test_told_faults.py), it
+// puts their contexts, NAME/0 and NAME/1, into the registry.
+#include <atomic>
+#include <memory>
+#include <new>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "plan/cost.h"
+#include "runtime/context.h"
+#include "runtime/signals.h"
+#include "runtime/wrapping_backend.h"
+#include "transport/loopback.h"
+#include "transport/stream_transport.h"
+#include "transport/wrapper.h"
+
+namespace distca {
+namespace {
+
+using runtime::Signals;
+
+/// What peers tell of their faults arrives as late as it may: the rank's own thread sees it once it has been told that
+/// the peer has left.
+class LateFaults final : public transport::WrappingTransport {
+ public:
+  explicit LateFaults(std::unique_ptr<Transport> inner) : WrappingTransport(std::move(inner)) {}
+
+  void put(int peer, int64_t heap_offset, int64_t dst_row_stride, int64_t dst_head_stride, const RowView& src,
+           const RowExtent& extent) override {
+    inner_->put(peer, heap_offset, dst_row_stride, dst_head_stride, src, extent);
+  }
+  void signal(int peer, int64_t word, uint64_t value) override { inner_->signal(peer, word, value); }
+  void quiet() override { inner_->quiet(); }
+  void publish(int64_t word, uint64_t value) override {
+    own_thread_ = std::this_thread::get_id();
+    inner_->publish(word, value);
+  }
+  uint64_t load(int64_t word) const override {
+    const Signals signals(num_ranks());
+    const bool is_late = std::this_thread::get_id() == own_thread_ && !has_asked_;
+    return is_late && word == signals.fault_code(1) ? 0 : inner_->load(word);
+  }
+  std::optional<transport::Departure> departed() const override { return inner_->departed(); }
+  std::optional<transport::Departure> departed(int peer) const override {
+    const auto gone = inner_->departed(peer);
+    if (gone && std::this_thread::get_id() == own_thread_) has_asked_ = true;
+    return gone;
+  }
+
+ private:
+  std::atomic<std::thread::id> own_thread_;
+  mutable std::atomic<bool> has_asked_{false};
+};
+
+/// Has no memory for one of the two passes.
+class WithoutMemory final : public runtime::WrappingBackend {
+ public:
+  explicit WithoutMemory(bool backward) : WrappingBackend(runtime::make_backend("cpu", "auto")), backward_(backward) {}
+  void forward(const attention::Problem& problem, const Parallel& parallel) override {
+    if (!backward_) throw std::bad_alloc();
+    WrappingBackend::forward(problem, parallel);
+  }
+  void backward(const attention::Problem& problem, const Parallel& parallel) override {
+    if (backward_) throw std::bad_alloc();
+    WrappingBackend::backward(problem, parallel);
+  }
+
+ private:
+  bool backward_;
+};
+
+constexpr int kRanks = 2;
+constexpr std::chrono::milliseconds kTimeout{20'000};
+
+void add(const std::string& name, int rank, int64_t slot_bytes, std::unique_ptr<transport::Transport> transport,
+         std::shared_ptr<runtime::Backend> backend) {
+  runtime::ContextOptions options{.name = name + "/" + std::to_string(rank), .slot_bytes = slot_bytes};
+  options.cost_digest = plan::CostModel().digest();
+  options.timeout = kTimeout;
+  runtime::add_context(std::make_shared<runtime::Context>(std::move(transport), options, std::move(backend)));
+}
+
+}  // namespace
+}  // namespace distca
+
+extern "C" {
+
+void late_faults(const char* name, int64_t slot_bytes) {
+  using namespace distca;
+  const runtime::HeapNeeds needs = runtime::heap_needs(kRanks, slot_bytes);
+  auto ranks = transport::make_loopback(kRanks, needs.heap_bytes, needs.num_signals);
+  add(name, 0, slot_bytes, std::make_unique<LateFaults>(std::move(ranks[0])), nullptr);
+  add(name, 1, slot_bytes, std::move(ranks[1]), nullptr);
+}
+
+void late_faults_of_queued_steps(const char* name, int64_t slot_bytes) {
+  using namespace distca;
+  const runtime::HeapNeeds needs = runtime::heap_needs(kRanks, slot_bytes);
+  auto control = transport::make_loopback(kRanks, 0, needs.num_signals);
+  control[0] = std::make_unique<LateFaults>(std::move(control[0]));
+  std::vector<runtime::Device> devices;
+  auto memory = std::make_shared<std::vector<std::shared_ptr<std::byte>>>();
+  transport::DeviceHeaps heaps{
+      .ranks = {}, .heap_bytes = needs.heap_bytes, .num_words = needs.num_signals, .owner = memory};
+  for (int rank = 0; rank < kRanks; ++rank) {
+    const runtime::Device& device = devices.emplace_back(runtime::make_device("cpu", "auto", kTimeout, 0));
+    std::byte* const heap = memory->emplace_back(device.streams->allocate(needs.heap_bytes)).get();
+    std::byte* const words = memory->emplace_back(device.streams->allocate(needs.num_signals * 8)).get();
+    heaps.ranks.push_back({heap, reinterpret_cast<uint64_t*>(words)});
+  }
+  for (int rank = 0; rank < kRanks; ++rank) {
+    const auto i = static_cast<size_t>(rank);
+    auto one =
+        std::make_unique<transport::StreamTransport>("loopback", std::move(control[i]), devices[i].streams, heaps);
+    add(name, rank, slot_bytes, std::move(one), devices[i].backend);
+  }
+}
+
+void without_memory(const char* name, int64_t slot_bytes, bool backward) {
+  using namespace distca;
+  const runtime::HeapNeeds needs = runtime::heap_needs(kRanks, slot_bytes);
+  auto ranks = transport::make_loopback(kRanks, needs.heap_bytes, needs.num_signals);
+  add(name, 0, slot_bytes, std::move(ranks[0]), std::make_shared<WithoutMemory>(backward));
+  add(name, 1, slot_bytes, std::move(ranks[1]), nullptr);
+}
+}
