@@ -37,7 +37,6 @@ class Plan:
         min_rows: int,
         balance: bool,
         capacity: int,
-        context_epoch: int,
         mask_kind: int,
         window: int,
         servers: Sequence[int],
@@ -120,7 +119,6 @@ def make_loopback(
     slot_bytes: int,
     timeout: float,
     cost: CostModel,
-    epoch: int,
     reorder_seed: int | None = None,
     progress_thread: bool = False,
     link: tuple[float, float, bool] | None = None,
@@ -144,7 +142,6 @@ def connect_ipc(
     timeout: float,
     connect_timeout: float,
     cost: CostModel,
-    epoch: int,
 ) -> Context: ...
 def connect_shm(
     *,
@@ -156,7 +153,6 @@ def connect_shm(
     timeout: float,
     connect_timeout: float,
     cost: CostModel,
-    epoch: int,
     reorder_seed: int | None = None,
     progress_thread: bool = False,
     link: tuple[float, float, bool] | None = None,
@@ -175,7 +171,6 @@ def make_torch(
     slot_bytes: int,
     timeout: float,
     cost: CostModel,
-    epoch: int,
 ) -> Context: ...
 def remove_context(name: str) -> bool: ...
 def find_context(name: str) -> Context: ...
@@ -194,7 +189,6 @@ def connect_nvshmem(
     slot_bytes: int,
     timeout: float,
     cost: CostModel,
-    epoch: int,
     listener: ShmListener | TcpListener,
     addresses: Sequence[str],
     put_blocks: int,
