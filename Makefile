@@ -1,10 +1,11 @@
 # make build   set up .venv and build the package in place; leaves .venv/bin/distca
 # make train   train a tiny Llama on two CPU ranks             (ARGS="--steps 50" hands options to `distca train`)
 # make test    run the tests                                   (ARGS="-k plan" hands options to pytest)
-# make fuzz    run the tests of the planner with 20 times as many random cases
+# make fuzz    run the tests of the planner, and of changed plans, with 20 times as many random cases
 # make families  run every causal language model of transformers on two ranks: exact, or refused with the reason
 # make faults  plant faults in the sources one by one and check that the tests catch each
-# make sanitize  run the CPU kernel on random problems under AddressSanitizer, UndefinedBehaviorSanitizer, ThreadSanitizer
+# make sanitize  run the CPU kernel on random problems, and the validation of changed plans, under AddressSanitizer,
+#              UndefinedBehaviorSanitizer, ThreadSanitizer
 # make bench   run the short form of all benchmarks and rewrite benchmarks/results
 # make ptxas   print registers, shared memory and spills of the CUDA kernels; fails where attention kernels spill
 # make lint    check formatting and types
@@ -49,7 +50,8 @@ test: build
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 fuzz: build
-	$(BIN)/python -m pytest -n 2 --hypothesis-profile=fuzz tests/test_plan.py tests/test_scheduler.py $(ARGS)
+	$(BIN)/python -m pytest -n 2 --hypothesis-profile=fuzz tests/test_plan.py tests/test_scheduler.py \
+	  tests/test_plan_fuzz.py $(ARGS)
 
 families: build
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/families/every_model.py $(ARGS)
@@ -61,7 +63,7 @@ sanitize: $(VENV)/ready
 	for kind in address,undefined thread; do \
 	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S tests/sanitize -B "build/sanitize-$$kind" -DDISTCA_SANITIZE="$$kind" && \
 	  PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build "build/sanitize-$$kind" && \
-	  "build/sanitize-$$kind/kernel_stress" $(ARGS) || exit 1; \
+	  "build/sanitize-$$kind/kernel_stress" $(ARGS) && "build/sanitize-$$kind/plan_words" || exit 1; \
 	done
 
 bench: build

@@ -28,13 +28,13 @@ MASKS = ("causal", "full")
 RETURNED, ARENA, PARTIAL = 0, 1, 2
 Range = tuple[int, int]  # [begin, end)
 COPY, ASSIGN, ADD = 0, 1, 2
-NUM_RANKS_WORD, SLOT_BYTES_WORD = 8, 22
+SLOT_BYTES_WORD = 17
 CHECKSUM_BEGIN = 4
 
 
-def digest(words: Sequence[int]) -> int:
-    """The 64-bit digest of words, as a signed word."""
-    state = len(words) ^ GOLDEN
+def chain(words: Iterable[int], seed: int = 0) -> int:
+    """The 64-bit digest of a few words, as a signed word."""
+    state = seed ^ GOLDEN
     for word in words:
         x = state ^ (word & MASK)
         x = (x ^ (x >> 32)) * MULTIPLIER & MASK
@@ -43,9 +43,50 @@ def digest(words: Sequence[int]) -> int:
     return state - 2**64 if state >= 2**63 else state
 
 
+def digest(words: Sequence[int]) -> int:
+    """That of many words, which are spread over four chains."""
+    chains = [0, 1, 2, 3]
+    for i, word in enumerate(words):
+        x = chains[i % 4] ^ (word & MASK)
+        chains[i % 4] = (x << 29 | x >> 35) * MULTIPLIER & MASK
+    return chain(chains, seed=len(words))
+
+
 def with_checksum(words: Sequence[int]) -> list[int]:
     """The words with a checksum that matches them."""
     return [*words[:3], digest(words[CHECKSUM_BEGIN : words[2]]), *words[4:]]
+
+
+def with_digests(words: Sequence[int]) -> list[int]:
+    """The words with all that a slice says of itself made to match them: digests of its tables and plan, checksum.
+
+    The words must still say where the tables are.
+    """
+    changed = list(words)
+    number = len(Header._fields)
+    spans = [changed[number + 2 * i :][:2] for i in range(len(TABLES))]
+    tables = [
+        changed[begin : begin + count * len(kind._fields)] for (begin, count), kind in zip(spans, TABLES, strict=True)
+    ]
+    own = [digest(table) for kind, table in zip(TABLES, tables, strict=True) if kind not in (RankDigest, Block)]
+    first_own = Header._fields.index("rank")
+    at = spans[0][0] + changed[first_own]
+    if spans[0][0] <= at < spans[0][0] + spans[0][1]:
+        changed[at] = chain([*changed[first_own:number], *own])
+    rank_digests = changed[spans[0][0] : spans[0][0] + spans[0][1]]
+    changed[4] = chain([changed[1], *changed[5:first_own], digest(rank_digests)])
+    return with_checksum(changed)
+
+
+def made_alike(words: Sequence[int], changed: Sequence[int]) -> list[int]:
+    """Another rank's slice, as if the changed one were right: the digest of its tables, and what all headers share."""
+    alike = list(words)
+    number, first_own = len(Header._fields), Header._fields.index("rank")
+    alike[5:first_own] = changed[5:first_own]
+    rank, of_ranks = changed[first_own], changed[number]
+    if 0 <= rank < words[number + 1] and 0 <= of_ranks + rank < len(changed):
+        alike[words[number] + rank] = changed[of_ranks + rank]
+    return with_digests(alike)
 
 
 class Header(NamedTuple):
@@ -54,11 +95,9 @@ class Header(NamedTuple):
     num_words: int
     checksum: int
     plan_digest: int
+    layout_digest: int
     cost_digest: int
-    context_epoch: int
-    rank: int
     num_ranks: int
-    num_rows: int
     q_heads: int
     kv_heads: int
     dim: int
@@ -67,14 +106,20 @@ class Header(NamedTuple):
     key_block_rows: int
     mask_kind: int
     window: int
+    retains: int
+    slot_bytes: int
+    rank: int
+    num_rows: int
     forward_arena_bytes: int
     backward_arena_bytes: int
-    retains: int
     retained_bytes: int
-    slot_bytes: int
     num_rounds: int
     num_local_groups: int
     num_local_tasks: int
+
+
+class RankDigest(NamedTuple):
+    digest: int
 
 
 class GroupEntry(NamedTuple):
@@ -129,18 +174,10 @@ class Grad(NamedTuple):
     dv: int
 
 
-class Sum(NamedTuple):
-    row: int
-    num_rows: int
-    kv_head_begin: int
-    kv_head_end: int
-    dk: int
-    dv: int
-
-
-class Padding(NamedTuple):
-    row: int
-    num_rows: int
+class Segment(NamedTuple):
+    document: int
+    begin: int
+    end: int
 
 
 class Send(NamedTuple):
@@ -176,19 +213,21 @@ class Wait(NamedTuple):
 
 
 #: In the order of a slice; those of two phases follow one another.
-TABLES: list[Any] = [GroupEntry, TaskEntry, Block, Grad, Sum, Padding, Send, Send, Receive, Receive, Wait, Wait]
+TABLES: list[Any] = [
+    RankDigest, GroupEntry, TaskEntry, Block, Grad, Segment, Send, Send, Receive, Receive, Wait, Wait
+]  # fmt: skip
 
 
 class Slice(NamedTuple):
     """One rank's tables; those of two entries are by phase."""
 
     header: Header
+    rank_digests: list[RankDigest]
     groups: list[GroupEntry]
     tasks: list[TaskEntry]
     blocks: list[Block]
     grads: list[Grad]
-    sums: list[Sum]
-    padding: list[Padding]
+    segments: list[Segment]
     sends: tuple[list[Send], list[Send]]
     receives: tuple[list[Receive], list[Receive]]
     waits: tuple[list[Wait], list[Wait]]
@@ -294,8 +333,10 @@ class Simulation:
         assert (MASKS[header.mask_kind], header.window) == (self.plan.mask, self.plan.window or 0)
         assert header.plan_digest & MASK == int(self.plan.digest, 16)
         assert header.retains == any(self.plan.retain_bytes)
-        padding = [row for p in self.slices[rank].padding for row in range(p.row, p.row + p.num_rows)]
-        assert padding == [row for row, owner in enumerate(self.home_rows[rank]) if owner is None]
+        assert [tuple(s) for s in self.slices[rank].segments] == self.layout.segments(rank)
+        assert [d.digest for d in self.slices[rank].rank_digests] == [d.digest for d in self.slices[0].rank_digests]
+        words = self.plan.for_rank(rank).tensor.tolist()
+        assert with_digests(words) == words
 
     def _check_groups(self, rank: int) -> None:
         """Groups and their tasks, blocks and gradients follow one another; local ones come first."""
@@ -461,7 +502,11 @@ class Simulation:
 
     def _key_gradients(self, server: int, group: GroupEntry) -> None:
         tables = self.slices[server]
-        sums = {(s.dk, s.dv): s for s in tables.sums}
+        sums = {
+            (dk.sum, dv.sum): dk
+            for dk, dv in itertools.pairwise(tables.receives[BACKWARD])
+            if dk.action != COPY and (TENSORS[dk.tensor], TENSORS[dv.tensor]) == ("dk_partial", "dv_partial")
+        }
         kv_heads = heads_of(group)
         next_row = group.kv_begin
         for grad in tables.grads[group.grad_begin : group.grad_end]:
@@ -515,12 +560,14 @@ class Simulation:
 
     def _receive(self, phase: int, home: int, messages: dict[tuple[int, ...], Result]) -> None:
         tables = self.slices[home]
-        sums = {}
-        for s in tables.sums if phase == BACKWARD else ():
-            for tensor, offset in (("dk_partial", s.dk), ("dv_partial", s.dv)):
-                self._occupy(home, offset, s.num_rows * self._stride(heads_of(s), phase, False, tensor), "sum")
-                sums[(tensor, offset)] = s
-            self._write(home, ("dk", "dv"), heads_of(s), s.row, s.num_rows)
+        sums: dict[tuple[str, int], Receive] = {}
+        for r in tables.receives[phase]:
+            tensor = TENSORS[r.tensor]
+            if r.action == COPY or (tensor, r.sum) in sums:
+                continue
+            sums[(tensor, r.sum)] = r
+            self._occupy(home, r.sum, r.num_rows * self._stride(heads_of(r), phase, False, tensor), "sum")
+            self._write(home, [tensor.removesuffix("_partial")], heads_of(r), r.row, r.num_rows)
         by_round: dict[int, list[tuple[int, int, str]]] = {0: []}
         for receive in sorted(tables.receives[phase], key=lambda r: r.round):
             assert receive.round < tables.header.num_rounds

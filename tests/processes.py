@@ -324,7 +324,6 @@ def connect_to(
             timeout=timeout,
             connect_timeout=connect_timeout,
             cost=CostModel().core,
-            epoch=1,
         )
         return distca.Context(core, heads, CostModel())
     core = _C.connect_shm(
@@ -336,7 +335,6 @@ def connect_to(
         timeout=timeout,
         connect_timeout=connect_timeout,
         cost=CostModel().core,
-        epoch=1,
         reorder_seed=reorder_seed,
         progress_thread=progress_thread,
     )

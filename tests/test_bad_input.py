@@ -5,9 +5,6 @@ Faults between ranks, which poison the context, are in test_faults.py.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,19 +13,17 @@ import torch
 import distca
 from distca import _C
 from plan_reader import (
-    COPY,
-    IN,
-    RETURNED,
     SLOT_BYTES_WORD,
     TABLES,
-    Grad,
     GroupEntry,
-    Receive,
+    RankDigest,
     Send,
     TaskEntry,
     digest,
+    made_alike,
     read_slice,
     with_checksum,
+    with_digests,
 )
 from support import (
     Batch,
@@ -192,10 +187,10 @@ def test_a_truncated_plan_is_noticed_at_every_length(group: Group) -> None:
     group.check_still_works()
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, -1])
+@pytest.mark.parametrize("version", [0, 2, 4, -1])
 def test_a_plan_of_another_format_version_is_refused_with_both_versions(group: Group, version: int) -> None:
     words = group.plan.tensor.tolist()
-    with pytest.raises(distca.PlanFormatError, match=rf"version is {version}, this library reads 2"):
+    with pytest.raises(distca.PlanFormatError, match=rf"version is {version}, this library reads 3"):
         group.attend(group.inputs(), _altered(group.plan, with_checksum([words[0], version, *words[2:]])))
     group.check_still_works()
 
@@ -231,14 +226,14 @@ def _offset_words(words: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("value", [2**62, -(2**62), 2**31 + 1, 2**46, -(2**33)])
-def test_an_offset_far_outside_is_never_accepted_even_with_a_checksum_that_matches(value: int) -> None:
-    """Except in words that are names, not addresses: documents, and key gradient offsets of rows that go elsewhere."""
+def test_an_offset_far_outside_is_never_accepted_even_with_digests_that_match(value: int) -> None:
+    """Except in words that are names, not addresses: documents, and rows at the home of a task's rows."""
     accepted = []
     slices = [_plan(retain_bytes=retain).for_rank(rank) for retain in (0, 2**40) for rank in (0, 1)]
     for number, plan in enumerate(slices):
         words = plan.tensor.tolist()
         for index in _offset_words(words):
-            changed = with_checksum([*words[:index], value, *words[index + 1 :]])
+            changed = with_digests([*words[:index], value, *words[index + 1 :]])
             try:
                 _C.validate_plan(torch.tensor(changed).numpy())
             except distca.PlanFormatError:
@@ -258,91 +253,14 @@ def _is_no_address(words: list[int], index: int) -> bool:
             continue
         row, column = divmod(index - begin, len(kind._fields))
         field = kind._fields[column]
-        if kind is GroupEntry:
-            if field in ("forward_k", "forward_v", "backward_k", "backward_v"):
-                return tables.groups[row].num_arena_blocks == 0
-            return field in ("document", "is_local")
-        if kind is TaskEntry:  # arena offsets of rows at home, the row at home of rows in the arena
-            at_home = tables.tasks[row].home == tables.header.rank
-            return field.startswith(("forward_", "backward_")) if at_home else field == "home_row"
-        if kind is Grad:  # an arena offset or a row, as the target says
-            return field in (("dk", "dv") if tables.grads[row].target == RETURNED else ("row",))
-        if kind is Send:  # a target is for the peer's arena, checked at the put
-            return field == ("source" if tables.sends[table - 6][row].direction == IN else "row")
-        if kind is Receive:
-            return field == "sum" and tables.receives[table - 8][row].action == COPY
-        return False
+        if kind is TaskEntry:  # where the rows are on their own rank
+            return field == "home_row" and tables.tasks[row].home != tables.header.rank
+        return kind is RankDigest or (kind is GroupEntry and field == "document")
     return False
 
 
-FUZZ = """
-import random, sys
-import torch, distca
-from distca import _C
-from plan_reader import read_slice, with_checksum
-from support import loopback_group, outcomes, random_batch, rows_of_rank
-import test_bad_input as t
-
-seed, trials = int(sys.argv[1]), int(sys.argv[2])
-rng = random.Random(seed)
-heads = t.HEADS
-batch = random_batch(t.LENGTHS, heads, 1)
-plan = t._plan(retain_bytes=2**40 if seed % 2 == 0 else 0)
-refused = ran = failed = 0
-for trial in range(trials):
-    rank = rng.randrange(2)
-    words = plan.for_rank(rank).tensor.tolist()
-    for _ in range(rng.choice((1, 1, 2, 3))):
-        index = rng.randrange(4, words[2])
-        old = words[index]
-        words[index] = rng.choice((
-            old + rng.choice((-64, -1, 1, 64)), old ^ (1 << rng.randrange(62)), 0, -1, rng.randrange(200),
-            64 * rng.randrange(1000), words[rng.randrange(4, words[2])],
-        ))
-    if not -2**63 <= min(words) <= max(words) < 2**63:
-        continue
-    altered = t._altered(plan.for_rank(rank), with_checksum(words))
-    print(trial, rank, flush=True)  # the last line before a crash says where
-    try:
-        _C.validate_plan(altered.tensor.numpy())
-    except distca.PlanFormatError:
-        refused += 1
-        continue
-
-    def step(r, context):
-        q, k, v, dout = (
-            rows_of_rank(batch, plan.layout, r, x) for x in (batch.q, batch.k, batch.v, batch.dout)
-        )
-        q.requires_grad_()
-        k.requires_grad_()
-        out, _ = distca.core_attention(q, k, v, altered if r == rank else plan.for_rank(r), context=context)
-        out.backward(dout)
-
-    with loopback_group(plan, timeout=0.05) as contexts:
-        for result in outcomes(contexts, step):
-            assert result is None or isinstance(result, distca.DistcaError), repr(result)
-            ran += result is None
-            failed += result is not None
-print("refused", refused, "ran", ran, "failed", failed)
-assert refused > trials // 4 and ran > 0 and failed > 0
-"""
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_random_alterations_with_a_matching_checksum_raise_or_are_harmless(seed: int) -> None:
-    """In a process of its own, which must not crash; NaN in arenas makes wild reads and writes more likely to show."""
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    ran = subprocess.run(
-        [sys.executable, "-c", FUZZ, str(seed), "300"],
-        env=os.environ | {"PYTHONPATH": path, "MALLOC_CHECK_": "3", "MALLOC_PERTURB_": "85", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, f"seed {seed}: {ran.stdout[-200:]}\n{ran.stderr[-4000:]}"
-
-
 def test_an_altered_target_outside_the_peer_s_slot_is_refused_when_it_would_be_written() -> None:
-    """A slice does not know its peer's arena; the put does know the size of its slot."""
+    """A slice does not know its peer's arena; the put does know the size of its slot. All digests are made to match."""
     plan = _plan()
     batch = random_batch(LENGTHS, HEADS, 1)
     words = plan.tensor.tolist()
@@ -350,13 +268,14 @@ def test_an_altered_target_outside_the_peer_s_slot_is_refused_when_it_would_be_w
     sends = read_slice(words).sends[0]
     index = next(i for i, send in enumerate(sends) if send.peer == 1)
     words[sends_begin + len(Send._fields) * index + Send._fields.index("target")] = words[SLOT_BYTES_WORD]
-    altered = _altered(plan, with_checksum(words))
+    altered = _altered(plan, with_digests(words))
+    other = _altered(plan.for_rank(1), made_alike(plan.for_rank(1).tensor.tolist(), altered.tensor.tolist()))
     with loopback_group(plan, timeout=20.0) as contexts:
         results = outcomes(
             contexts,
             lambda rank, context: distca.core_attention(
                 *(rows_of_rank(batch, LAYOUT, rank, t) for t in (batch.q, batch.k, batch.v)),
-                altered if rank == 0 else plan.for_rank(1),
+                altered if rank == 0 else other,
                 context=context,
             ),
         )

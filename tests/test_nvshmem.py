@@ -118,7 +118,7 @@ def test_a_rank_whose_peer_does_not_come_gives_up_when_it_was_told_to() -> None:
     options: dict[str, Any] = {"rank": 0, "num_ranks": 2, "device": 0, "attention": "flash", "put_blocks": 0}
     options |= {"slot_bytes": 1 << 16, "timeout": 600.0, "connect_timeout": 0.05, "cost": distca.CostModel().core}
     with pytest.raises(distca.PeerTimeoutError, match="waited in vain for the connections of rank 1"):
-        _C.connect_nvshmem(listener=mine, addresses=[mine.address, other.address], name="never", epoch=1, **options)
+        _C.connect_nvshmem(listener=mine, addresses=[mine.address, other.address], name="never", **options)
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1", 1 << 30), ("0.5", 1 << 29), ("40", 40 << 30)])

@@ -131,7 +131,7 @@ def test_the_operator_finds_by_name_a_context_that_the_module_made() -> None:
     heads = HEADS[0]
     plan = distca.plan(distca.Layout.from_documents([LENGTHS]), heads)
     [core] = _C.make_loopback(
-        names=["made by _C"], slot_bytes=64, timeout=10.0, cost=distca.CostModel().core, epoch=1, reorder_seed=None
+        names=["made by _C"], slot_bytes=64, timeout=10.0, cost=distca.CostModel().core, reorder_seed=None
     )
     try:
         q, k, v = _inputs(heads, grad=False)

@@ -29,7 +29,7 @@ def test_an_operator_finds_the_context_that_the_module_made() -> None:
     name = "made by the module"
     plan = distca.plan(distca.Layout.from_documents([[7]]), HEADS, rank=0, capacity=2**62)
     q, k, v = rows(plan)
-    options = {"slot_bytes": 4096, "timeout": 10.0, "cost": distca.CostModel().core, "epoch": 1}
+    options = {"slot_bytes": 4096, "timeout": 10.0, "cost": distca.CostModel().core}
     core = _C.make_loopback(names=[name], **options)[0]
     try:
         out, _ = torch.ops.distca.core_attention(q, k, v, plan.tensor, context=name)

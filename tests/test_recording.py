@@ -287,6 +287,26 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_table_and_the_numbers_and_
         _assert_same(mine, right)
 
 
+def test_a_backward_step_is_replanned_with_the_layout_of_its_forward_step() -> None:
+    plans, other = [_plan(1), distca.plan(_layout(1), HEADS)], _plan(2)
+
+    def work(rank: int, context: distca.Context) -> list[Tensors]:
+        tensors = _tensors(0, rank)
+        with context.record(headroom=8.0, rounds=8) as recording:
+            returned = _step(plans[0], tensors, context)
+        for refused in (recording.check, recording.replan):
+            with pytest.raises(distca.InvalidArgumentError, match="the plan of backward is of another layout"):
+                refused([plans[0].for_rank(rank), other.for_rank(rank)])
+        recording.replan([plan.for_rank(rank) for plan in plans])
+        recording.replay()
+        return [[one.clone() for one in returned]]
+
+    with loopback_group([*plans, other], streams=True, timeout=3.0) as contexts:
+        results = on_all_ranks(contexts, work)
+    for mine, right in zip(results, _on_the_host(plans[:1], [0]), strict=True):
+        assert torch.equal(mine[0][0], right[0][0])
+
+
 def test_calls_out_of_order_are_refused_and_the_context_goes_on() -> None:
     layout = distca.Layout.packed([ROWS], ranks=1, tokens_per_rank=ROWS)
     plan = distca.plan(layout, HEADS)
@@ -361,7 +381,7 @@ def test_steps_that_the_host_does_are_not_recorded() -> None:
 
 @pytest.mark.parametrize("odd_one", range(RANKS))
 def test_of_ranks_that_replan_with_different_plans_one_says_so_and_nobody_returns_wrong_rows(odd_one: int) -> None:
-    plans = [_plan(1), _plan(2)]
+    plans = [_plan(1), distca.plan(_layout(1), HEADS)]
     right = _on_the_host(plans[:1], [0])
 
     def work(rank: int, context: distca.Context) -> Tensors:

@@ -113,7 +113,7 @@ def test_keys_that_save_most_bytes_are_kept_as_long_as_they_fit(
     tasks = random_tasks(where, HEADS.kv, seed) if cut else None
     options = {"mask": mask[0], "window": mask[1], "tasks": tasks}
     free, plan = plan_of(where, retain_bytes=0, **options), plan_of(where, retain_bytes=budget, **options)
-    assert plan.tasks == free.tasks and (plan.digest == free.digest) == (plan.stats.saved_bytes == 0)
+    assert plan.tasks == free.tasks and plan.digest != free.digest
     saved = 0
     for rank in range(3):
         left = budget - plan.stats.retained_bytes[rank]
@@ -432,7 +432,7 @@ def test_a_backward_without_what_forward_has_kept_says_what_to_call() -> None:
 @pytest.mark.parametrize("of_plan", [0, ALL])
 def test_keys_kept_for_another_plan_than_that_of_forward_are_refused(of_plan: int) -> None:
     layout = spill(LENGTHS, 2)
-    forward, backward = plan_of(layout, retain_bytes=of_plan), plan_of(layout, window=70)
+    forward, backward = plan_of(layout, retain_bytes=of_plan), plan_of(layout, balance=False)
 
     def call(q: Any, k: Any, v: Any, plan: distca.Plan, context: distca.Context) -> Any:
         return distca.core_attention(q, k, v, plan, plan_backward=backward.for_rank(plan.rank), context=context)

@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "plan/plan.h"
@@ -183,7 +185,8 @@ RowView view(std::vector<float>& tensor, int64_t heads, int64_t dim) {
   return {reinterpret_cast<std::byte*>(tensor.data()), heads * dim * 4, dim * 4};
 }
 
-int64_t check_reduction(const plan::SliceView& slice, uint64_t seed) {
+/// Sums that were finished, and those that were carried to a later round.
+std::pair<int64_t, int64_t> check_reduction(const plan::SliceView& slice, uint64_t seed) {
   const plan::Header& h = slice.header();
   Home home(slice);
   Random random(seed);
@@ -222,18 +225,19 @@ int64_t check_reduction(const plan::SliceView& slice, uint64_t seed) {
     for (size_t i = home_in; i < home.by_rows.arena.size(); ++i)
       home.by_rows.arena[i] = home.by_table.arena[i] = static_cast<float>(random.below(1 << 20)) / 999.f;
   }
-  for (const plan::SumRow& s : slice.sums()) {
-    for (const bool is_dk : {true, false}) {
-      const int64_t dim = is_dk ? h.dim : h.v_dim, heads = s.kv_head_end - s.kv_head_begin;
-      std::vector<float>& tensor = is_dk ? home.by_rows.dk : home.by_rows.dv;
-      const float* sum = home.by_rows.arena.data() + (is_dk ? s.dk : s.dv) / 4;
-      for (int64_t row = 0; row < s.num_rows; ++row, sum += heads * dim)
-        std::copy(sum, sum + heads * dim, tensor.data() + ((s.row + row) * h.kv_heads + s.kv_head_begin) * dim);
-    }
+  std::set<int64_t> sums;
+  for (const plan::ReceiveRow& s : slice.receives(plan::Phase::kBackward)) {
+    if (s.action == static_cast<int64_t>(plan::ReceiveAction::kCopy) || !sums.insert(s.sum).second) continue;
+    const bool is_dk = s.tensor == static_cast<int64_t>(plan::TensorKind::kDkPartial);
+    const int64_t dim = is_dk ? h.dim : h.v_dim, heads = s.kv_head_end - s.kv_head_begin;
+    std::vector<float>& tensor = is_dk ? home.by_rows.dk : home.by_rows.dv;
+    const float* sum = home.by_rows.arena.data() + s.sum / 4;
+    for (int64_t row = 0; row < s.num_rows; ++row, sum += heads * dim)
+      std::copy(sum, sum + heads * dim, tensor.data() + ((s.row + row) * h.kv_heads + s.kv_head_begin) * dim);
   }
-  require_that(finished == 2 * static_cast<int64_t>(slice.sums().size()), "each sum is finished once", seed);
+  require_that(finished == std::ssize(sums), "each sum is finished once", seed);
   require_that(home.by_table.dk == home.by_rows.dk && home.by_table.dv == home.by_rows.dv, "sums differ", seed);
-  return later;
+  return {finished, later};
 }
 
 }  // namespace
@@ -264,8 +268,9 @@ int main() {
     for (int64_t rank = 0; rank < num_ranks; ++rank) {
       const std::vector<int64_t> words = plan.slice(rank);
       const plan::SliceView slice(words);
-      sums += static_cast<int64_t>(slice.sums().size());
-      later += check_reduction(slice, seed * 100 + static_cast<uint64_t>(rank));
+      const auto [finished, carried] = check_reduction(slice, seed * 100 + static_cast<uint64_t>(rank));
+      sums += finished;
+      later += carried;
     }
   }
   std::printf("%lld sums, %lld of them carried to a later round\n", static_cast<long long>(sums),

@@ -34,7 +34,6 @@ class Arranger {
     carve_server_in();
     for (int64_t d = 0; d < layout_.num_documents(); ++d) split_key_gradients(d);
     order_gradients();
-    a_.sums_of_home.fill(n, a_.sums.size(), [&](size_t i) { return a_.sums[i].home; });
     carve_scratch();
     a_.num_rounds.assign(n, 1);
     for (int64_t home = 0; home < layout_.num_ranks(); ++home) {

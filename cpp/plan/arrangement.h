@@ -112,7 +112,6 @@ struct Arrangement {
   Buckets groups_of_server, groups_of_document;
   Buckets remote_of_server, remote_of_home;
   Buckets gradients_of_home;  // those that come from another rank
-  Buckets sums_of_home;
 
   std::array<std::vector<ArenaBytes>, 2> arenas;  // by phase and rank
   /// Bytes between ranks by message: forward in, forward out, backward in, backward out.

@@ -7,8 +7,8 @@
 
 #include "common/digest.h"
 #include "plan/capacity.h"
+#include "plan/digests.h"
 #include "plan/limits.h"
-#include "plan/rank_tables.h"
 #include "plan/rounds.h"
 
 namespace distca::plan {
@@ -66,36 +66,28 @@ void check_options(const Layout& layout, const PlanOptions& o) {
           "cost model's units coarser or the documents shorter");
 }
 
-uint64_t plan_digest(const Layout& layout, const PlanOptions& o, const std::vector<Task>& tasks,
-                     const Arrangement& arrangement) {
+uint64_t layout_digest(const Layout& layout) {
   Digest d;
-  const HeadShape& h = o.schedule.heads;
-  for (int64_t w : {kFormatVersion, static_cast<int64_t>(o.schedule.mask.kind), o.schedule.mask.window, h.q_heads,
-                    h.kv_heads, h.dim, h.v_dim, static_cast<int64_t>(h.dtype), o.arrangement.key_block_rows,
-                    static_cast<int64_t>(o.schedule.cost.digest()), layout.num_ranks()})
-    d.add(w);
-  // Rows and heads are below 2^31 and 2^12. What follows from the layout and the mask is left out.
-  const auto pair = [](int64_t high, int64_t low) { return high << 32 | low; };
   for (const auto& rank : layout.ranks()) {
     d.add(static_cast<int64_t>(rank.size()));
     for (const Segment& s : rank) {
       d.add(s.document);
-      d.add(pair(s.begin, s.end));
+      d.add(s.begin << 32 | s.end);  // at most 2^31 each
     }
   }
-  for (const Task& t : tasks) {
-    d.add(pair(t.document, t.server));
-    d.add(pair(t.q_begin, t.q_end));
-    d.add(pair(t.kv_head_begin, t.kv_head_end));
-  }
-  // Rounds depend on the capacity, and what is retained on its limits, which one rank may have been told otherwise.
-  for (const RemoteTask& r : arrangement.remote)
-    if (r.round > 0) d.add(pair(r.task, r.round));
-  for (size_t g = 0; g < arrangement.gradients.size(); ++g)
-    if (arrangement.gradients[g].round > 0) d.add(pair(static_cast<int64_t>(g), arrangement.gradients[g].round));
-  for (size_t g = 0; g < arrangement.groups.size(); ++g)
-    if (arrangement.groups[g].is_retained()) d.add(pair(static_cast<int64_t>(g), kMaxRounds));  // which is no round
   return d.value();
+}
+
+template <class Row>
+std::span<const int64_t> words_of(const std::vector<Row>& rows) {
+  return {reinterpret_cast<const int64_t*>(rows.data()), rows.size() * (sizeof(Row) / 8)};
+}
+
+/// All but the digests of ranks.
+TableWords words_of(const RankTables& t) {
+  return {std::span<const int64_t>(), words_of(t.groups),      words_of(t.tasks),    words_of(t.blocks),
+          words_of(t.grads),          words_of(t.segments),    words_of(t.sends[0]), words_of(t.sends[1]),
+          words_of(t.receives[0]),    words_of(t.receives[1]), words_of(t.waits[0]), words_of(t.waits[1])};
 }
 
 int64_t nanoseconds_since(std::chrono::steady_clock::time_point start) {
@@ -132,7 +124,7 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options, std
   tasks_ = task_list(*layout_, o, tasks);
   complete(arrange(*layout_, o.heads, options_.arrangement, o.ranks_per_node, tasks_));
   check_capacity(arrangement_, options_.capacity);
-  stats_.wanted_slot_bytes = slot_bytes_;
+  stats_.wanted_slot_bytes = header_.slot_bytes;
   if (!is_within_tolerance()) stats_.binding = Binding::kGivenTasks;
   stats_.plan_ns = nanoseconds_since(start);
 }
@@ -153,8 +145,13 @@ void Plan::complete(Arrangement arrangement) {
   stats_.load_lower_bound = load_lower_bound(*layout_, o);
   arrangement_ = std::move(arrangement);
   merge_rounds(arrangement_, o.heads, tasks_, options_.overlap ? options_.capacity : slot_bytes(arrangement_));
-  digest_ = plan_digest(*layout_, options_, tasks_, arrangement_);
-  slot_bytes_ = slot_bytes(arrangement_);
+  header_ = common_header();
+  RankTables tables;
+  for (int64_t rank = 0; rank < layout_->num_ranks(); ++rank) {
+    fill_tables(rank, /*with_blocks=*/false, tables);
+    rank_digests_.push_back(static_cast<int64_t>(tables_digest(header_of(rank, tables), words_of(tables))));
+  }
+  header_.plan_digest = static_cast<int64_t>(plan_digest(header_, rank_digests_));
 }
 
 bool Plan::is_within_tolerance() const {
@@ -182,22 +179,20 @@ std::vector<Transfer> Plan::transfers() const {
   return list_transfers(*layout_, options_.schedule.heads, tasks_, arrangement_);
 }
 
-std::vector<int64_t> Plan::slice(int64_t rank) const {
-  require(rank >= 0 && rank < layout_->num_ranks(), "plan: rank = ", rank, "; 0 to ", layout_->num_ranks() - 1,
-          " are allowed");
-  const auto r = static_cast<size_t>(rank);
+void Plan::fill_tables(int64_t rank, bool with_blocks, RankTables& tables) const {
+  fill_rank_tables(*layout_, options_.schedule.heads, options_.arrangement.key_block_rows, tasks_, arrangement_, rank,
+                   with_blocks, tables);
+}
+
+/// What the headers of all slices say alike, but for the digest of the plan.
+Header Plan::common_header() const {
   const HeadShape& h = options_.schedule.heads;
-  const RankTables t = make_rank_tables(*layout_, h, options_.arrangement.key_block_rows, tasks_, arrangement_, rank);
-  std::vector<int64_t> words(static_cast<size_t>(kHeaderWords));
   Header header = {};
   header.magic = kMagic;
   header.version = kFormatVersion;
-  header.plan_digest = static_cast<int64_t>(digest_);
+  header.layout_digest = static_cast<int64_t>(layout_digest(*layout_));
   header.cost_digest = static_cast<int64_t>(options_.schedule.cost.digest());
-  header.context_epoch = options_.context_epoch;
-  header.rank = rank;
   header.num_ranks = layout_->num_ranks();
-  header.num_rows = layout_->num_rows(rank);
   header.q_heads = h.q_heads;
   header.kv_heads = h.kv_heads;
   header.dim = h.dim;
@@ -206,34 +201,42 @@ std::vector<int64_t> Plan::slice(int64_t rank) const {
   header.key_block_rows = options_.arrangement.key_block_rows;
   header.mask_kind = static_cast<int64_t>(options_.schedule.mask.kind);
   header.window = options_.schedule.mask.window;
-  header.arena_bytes = {arrangement_.arenas[0][r].total(), arrangement_.arenas[1][r].total()};
   header.retains = retains();
+  header.slot_bytes = slot_bytes(arrangement_);
+  return header;
+}
+
+/// The header of a rank's slice, but for what its words depend on: their number, checksum and places.
+Header Plan::header_of(int64_t rank, const RankTables& tables) const {
+  const auto r = static_cast<size_t>(rank);
+  Header header = header_;
+  header.rank = rank;
+  header.num_rows = layout_->num_rows(rank);
+  header.arena_bytes = {arrangement_.arenas[0][r].total(), arrangement_.arenas[1][r].total()};
   header.retained_bytes = arrangement_.retained_bytes[r];
-  header.slot_bytes = slot_bytes_;
   header.num_rounds = arrangement_.num_rounds[r];
-  for (const GroupRow& g : t.groups) {
+  for (const GroupRow& g : tables.groups) {
     if (!g.is_local) break;
     ++header.num_local_groups;
     header.num_local_tasks = g.task_end;
   }
-  const auto append = [&](TableId id, const auto& rows) {
-    header.tables[id] = {static_cast<int64_t>(words.size()), static_cast<int64_t>(rows.size())};
-    const auto* first = reinterpret_cast<const int64_t*>(rows.data());
-    words.insert(words.end(), first, first + static_cast<int64_t>(rows.size()) * kRowWords[id]);
-  };
-  append(kGroups, t.groups);
-  append(kTasks, t.tasks);
-  append(kBlocks, t.blocks);
-  append(kGrads, t.grads);
-  append(kSums, t.sums);
-  append(kPaddingRows, t.padding);
-  append(kForwardSends, t.sends[0]);
-  append(kBackwardSends, t.sends[1]);
-  append(kForwardReceives, t.receives[0]);
-  append(kBackwardReceives, t.receives[1]);
-  append(kForwardWaits, t.waits[0]);
-  append(kBackwardWaits, t.waits[1]);
-  header.num_words = static_cast<int64_t>(words.size());
+  return header;
+}
+
+std::vector<int64_t> Plan::slice(int64_t rank) const {
+  require(rank >= 0 && rank < layout_->num_ranks(), "plan: rank = ", rank, "; 0 to ", layout_->num_ranks() - 1,
+          " are allowed");
+  RankTables tables;
+  fill_tables(rank, /*with_blocks=*/true, tables);
+  Header header = header_of(rank, tables);
+  TableWords of_tables = words_of(tables);
+  of_tables[kRankDigests] = rank_digests_;
+  std::vector<int64_t> words(static_cast<size_t>(kHeaderWords));
+  for (size_t id = 0; id < kNumTables; ++id) {
+    header.tables[id] = {std::ssize(words), std::ssize(of_tables[id]) / kRowWords[id]};
+    words.insert(words.end(), of_tables[id].begin(), of_tables[id].end());
+  }
+  header.num_words = std::ssize(words);
   std::copy_n(reinterpret_cast<const int64_t*>(&header), kHeaderWords, words.begin());
   words[3] = static_cast<int64_t>(distca::digest(std::span(words).subspan(kChecksumBegin)));
   words.resize(std::bit_ceil(words.size()));

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "plan/arrangement.h"
+#include "plan/rank_tables.h"
 #include "plan/scheduler.h"
 #include "plan/task_list.h"
 #include "plan/transfers.h"
@@ -19,7 +20,6 @@ struct PlanOptions {
   ScheduleOptions schedule;
   ArrangementOptions arrangement;
   int64_t capacity = INT64_MAX;  // bytes of one slot's arena, which no plan passes
-  int64_t context_epoch = 0;     // 0: usable by any context
   bool overlap = false;          // gradients come home in one round where the capacity allows
 };
 
@@ -60,7 +60,7 @@ class DISTCA_EXPORT Plan {
   bool retains() const;
   /// Found on request, for they take longer than all other statistics.
   ByteBounds byte_lower_bounds() const;
-  uint64_t digest() const { return digest_; }
+  uint64_t digest() const { return static_cast<uint64_t>(header_.plan_digest); }
 
   /// All rows that travel between ranks.
   std::vector<Transfer> transfers() const;
@@ -69,6 +69,9 @@ class DISTCA_EXPORT Plan {
 
  private:
   void complete(Arrangement arrangement);
+  void fill_tables(int64_t rank, bool with_blocks, RankTables& tables) const;
+  Header common_header() const;
+  Header header_of(int64_t rank, const RankTables& tables) const;
   bool is_within_tolerance() const;
 
   std::shared_ptr<const Layout> layout_;
@@ -76,8 +79,8 @@ class DISTCA_EXPORT Plan {
   std::vector<Task> tasks_;
   Arrangement arrangement_;
   PlanStats stats_;
-  uint64_t digest_ = 0;
-  int64_t slot_bytes_ = 0;
+  Header header_ = {};
+  std::vector<int64_t> rank_digests_;
 };
 
 }  // namespace distca::plan

@@ -9,32 +9,44 @@ namespace {
 class Filler {
  public:
   Filler(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, std::span<const Task> tasks,
-         const Arrangement& arrangement, int64_t rank)
-      : layout_(layout), heads_(heads), block_rows_(key_block_rows), tasks_(tasks), a_(arrangement), rank_(rank) {}
+         const Arrangement& arrangement, int64_t rank, bool with_blocks, RankTables& tables)
+      : layout_(layout),
+        heads_(heads),
+        block_rows_(key_block_rows),
+        tasks_(tasks),
+        a_(arrangement),
+        rank_(rank),
+        with_blocks_(with_blocks),
+        t_(tables) {}
 
-  RankTables run() {
+  void run() {
+    clear();
     add_whole_documents();
     for (uint32_t g : a_.groups_of_server[rank_]) add_group(a_.groups[g]);
-    for (uint32_t s : a_.sums_of_home[rank_]) {
-      const KeyGradientSum& sum = a_.sums[s];
-      t_.sums.push_back({sum.row, sum.num_rows, sum.kv_head_begin, sum.kv_head_end, sum.dk, sum.dv});
-    }
     int64_t row = 0;
     for (const Segment& s : layout_.ranks()[static_cast<size_t>(rank_)]) {
-      if (s.document == kPadding)
-        t_.padding.push_back({row, s.num_rows()});
-      else
-        send_keys({s.document, s.begin, s.end, rank_, row});
+      t_.segments.push_back({s.document, s.begin, s.end});
+      if (s.document != kPadding) send_keys({s.document, s.begin, s.end, rank_, row});
       row += s.num_rows();
     }
     for (uint32_t i : a_.remote_of_home[rank_]) exchange_as_home(a_.remote[i]);
     for (uint32_t i : a_.remote_of_server[rank_]) exchange_as_server(a_.remote[i]);
     for (uint32_t i : a_.gradients_of_home[rank_]) receive_gradient(a_.gradients[i]);
     put_in_order();
-    return std::move(t_);
   }
 
  private:
+  void clear() {
+    t_.groups.clear();
+    t_.tasks.clear();
+    t_.blocks.clear();
+    t_.grads.clear();
+    t_.segments.clear();
+    for (auto& sends : t_.sends) sends.clear();
+    for (auto& receives : t_.receives) receives.clear();
+    for (auto& waits : t_.waits) waits.clear();
+  }
+
   RowFormat format(Phase p, Direction d, TensorKind kind, int64_t kv_heads) const {
     return row_format(heads_.with_kv_heads(kv_heads), p, d, kind);
   }
@@ -70,7 +82,8 @@ class Filler {
     row.kv_end = g.kv_end;
     row.first_block = g.kv_begin / block_rows_;
     row.num_blocks = (g.kv_end + block_rows_ - 1) / block_rows_ - row.first_block;
-    row.block_begin = std::ssize(t_.blocks);
+    row.block_begin = num_blocks_;
+    num_blocks_ += row.num_blocks;
     row.num_arena_blocks = g.num_arena_blocks;
     row.forward_k = g.k[0];
     row.forward_v = g.v[0];
@@ -79,7 +92,7 @@ class Filler {
     row.retained_k = g.retained_k;
     row.retained_v = g.retained_v;
     row.is_local = g.is_local;
-    add_blocks(g);
+    if (with_blocks_) add_blocks(g);
     for (const Placement& p : placements) {
       if (p.rank == rank_ || p.end <= g.kv_begin || p.begin >= g.kv_end) continue;
       wait(Phase::kForward, Direction::kIn, 0, p.rank);
@@ -146,8 +159,11 @@ class Filler {
                                                 source, num_rows, kv_head_begin, kv_head_end, target});
   }
   void wait(Phase p, Direction d, int64_t round, int64_t peer) {
-    t_.waits[static_cast<size_t>(p)].push_back({static_cast<int64_t>(d), round, peer});
+    auto& waits = t_.waits[static_cast<size_t>(p)];
+    const WaitRow row = {static_cast<int64_t>(d), round, peer};
+    if (waits.empty() || key_of(waits.back()) != key_of(row)) waits.push_back(row);
   }
+  static std::tuple<int64_t, int64_t, int64_t> key_of(const WaitRow& w) { return {w.direction, w.round, w.peer}; }
 
   /// Keys of a segment of this rank go to the servers that need them; those of a block that this server assembles are
   /// copied.
@@ -258,11 +274,10 @@ class Filler {
       });
     }
     for (auto& waits : t_.waits) {
-      const auto key = [](const WaitRow& w) { return std::tie(w.direction, w.round, w.peer); };
-      std::sort(waits.begin(), waits.end(), [&](const WaitRow& a, const WaitRow& b) { return key(a) < key(b); });
-      waits.erase(
-          std::unique(waits.begin(), waits.end(), [&](const WaitRow& a, const WaitRow& b) { return key(a) == key(b); }),
-          waits.end());
+      std::sort(waits.begin(), waits.end(), [](const WaitRow& a, const WaitRow& b) { return key_of(a) < key_of(b); });
+      waits.erase(std::unique(waits.begin(), waits.end(),
+                              [](const WaitRow& a, const WaitRow& b) { return key_of(a) == key_of(b); }),
+                  waits.end());
     }
   }
 
@@ -272,15 +287,17 @@ class Filler {
   const std::span<const Task> tasks_;
   const Arrangement& a_;
   const int64_t rank_;
+  const bool with_blocks_;
+  int64_t num_blocks_ = 0;
   size_t next_remote_ = 0;
-  RankTables t_;
+  RankTables& t_;
 };
 
 }  // namespace
 
-RankTables make_rank_tables(const Layout& layout, const HeadShape& heads, int64_t key_block_rows,
-                            std::span<const Task> tasks, const Arrangement& arrangement, int64_t rank) {
-  return Filler(layout, heads, key_block_rows, tasks, arrangement, rank).run();
+void fill_rank_tables(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, std::span<const Task> tasks,
+                      const Arrangement& arrangement, int64_t rank, bool with_blocks, RankTables& tables) {
+  Filler(layout, heads, key_block_rows, tasks, arrangement, rank, with_blocks, tables).run();
 }
 
 }  // namespace distca::plan

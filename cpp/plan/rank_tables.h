@@ -16,14 +16,15 @@ struct RankTables {
   std::vector<TaskRow> tasks;
   std::vector<int64_t> blocks;
   std::vector<GradRow> grads;
-  std::vector<SumRow> sums;
-  std::vector<PaddingRow> padding;
+  std::vector<SegmentRow> segments;
   std::array<std::vector<SendRow>, 2> sends;
   std::array<std::vector<ReceiveRow>, 2> receives;
   std::array<std::vector<WaitRow>, 2> waits;
 };
 
-RankTables make_rank_tables(const Layout& layout, const HeadShape& heads, int64_t key_block_rows,
-                            std::span<const Task> tasks, const Arrangement& arrangement, int64_t rank);
+/// Fills `tables`, which keep their memory, for one rank. Without the blocks, which are most of a slice and follow from
+/// the rest, where they are not asked for.
+void fill_rank_tables(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, std::span<const Task> tasks,
+                      const Arrangement& arrangement, int64_t rank, bool with_blocks, RankTables& tables);
 
 }  // namespace distca::plan

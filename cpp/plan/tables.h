@@ -19,6 +19,7 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <type_traits>
@@ -28,7 +29,7 @@
 namespace distca::plan {
 
 inline constexpr int64_t kMagic = 0x64697374636131;  // "distca1"
-inline constexpr int64_t kFormatVersion = 2;
+inline constexpr int64_t kFormatVersion = 3;
 /// Extents in an arena start on multiples of this many bytes.
 inline constexpr int64_t kExtentAlignment = 64;
 /// A step's rounds are numbered below this.
@@ -94,16 +95,11 @@ struct GradRow {
   int64_t dk, dv;  // arena offsets otherwise
 };
 
-/// Rows at home whose dk, dv have several contributors: their fp32 sums, cast into the returned tensors at the end.
-struct SumRow {
-  int64_t row, num_rows;
-  int64_t kv_head_begin, kv_head_end;
-  int64_t dk, dv;  // arena offsets
-};
-
-/// Rows of the token tensor that belong to no document: out and gradients are 0, lse is -inf.
-struct PaddingRow {
-  int64_t row, num_rows;
+/// The next rows of the token tensor: [begin, end) of a document, or kPadding: out and gradients are 0, lse is -inf.
+struct SegmentRow {
+  int64_t document;
+  int64_t begin, end;
+  int64_t num_rows() const { return end - begin; }
 };
 
 /// One put of this rank (a copy within the rank where peer == rank). The source is `row` of the rank's own tensor, or
@@ -141,12 +137,12 @@ struct TableSpan {
 };
 
 enum TableId : size_t {
+  kRankDigests,  // of each rank's tables: tables_digest (digests.h)
   kGroups,
   kTasks,
   kBlocks,
   kGrads,
-  kSums,
-  kPaddingRows,
+  kSegments,
   kForwardSends,
   kBackwardSends,
   kForwardReceives,
@@ -160,17 +156,20 @@ struct Header {
   int64_t magic, version;
   int64_t num_words;  // header and tables, without the padding to a power of two
   int64_t checksum;   // of words [4, num_words)
-  int64_t plan_digest, cost_digest;
-  int64_t context_epoch;  // 0: any context
-  int64_t rank, num_ranks;
-  int64_t num_rows;  // of the rank's token tensor
+  // The same on all ranks. The digest is that of the words after it and of the digests of all ranks' tables.
+  int64_t plan_digest;
+  int64_t layout_digest, cost_digest;
+  int64_t num_ranks;
   int64_t q_heads, kv_heads, dim, v_dim, dtype;
   int64_t key_block_rows;
   int64_t mask_kind, window;
-  std::array<int64_t, 2> arena_bytes;  // this rank's, by phase
-  int64_t retains;                     // 1: servers may keep rows from forward to backward, on whatever ranks
-  int64_t retained_bytes;              // what this rank keeps
-  int64_t slot_bytes;                  // the largest arena of any rank and phase
+  int64_t retains;     // 1: servers may keep rows from forward to backward, on whatever ranks
+  int64_t slot_bytes;  // the largest arena of any rank and phase
+  // This rank's.
+  int64_t rank;
+  int64_t num_rows;                    // of its token tensor
+  std::array<int64_t, 2> arena_bytes;  // by phase
+  int64_t retained_bytes;              // what it keeps
   int64_t num_rounds;                  // of this home's backward-out
   int64_t num_local_groups;            // groups are sorted: local ones first
   int64_t num_local_tasks;
@@ -179,6 +178,9 @@ struct Header {
 static_assert(std::is_trivially_copyable_v<Header> && sizeof(Header) % 8 == 0);
 inline constexpr int64_t kHeaderWords = sizeof(Header) / 8;
 inline constexpr int64_t kChecksumBegin = 4;
+/// Words of the header: [first, second) are the same on all ranks, [second, third) are the rank's own.
+inline constexpr std::array<size_t, 3> kHeaderParts = {offsetof(Header, layout_digest) / 8, offsetof(Header, rank) / 8,
+                                                       offsetof(Header, tables) / 8};
 
 constexpr int64_t padded_dim(const HeadShape& h) { return h.dim > h.v_dim ? h.dim : h.v_dim; }
 
@@ -229,6 +231,20 @@ constexpr RowFormat row_format(const HeadShape& h, Phase phase, Direction direct
   return {0, 0, 0};
 }
 
+/// Words of one row of each table.
+inline constexpr std::array<int64_t, kNumTables> kRowWords = {1,
+                                                              sizeof(GroupRow) / 8,
+                                                              sizeof(TaskRow) / 8,
+                                                              1,
+                                                              sizeof(GradRow) / 8,
+                                                              sizeof(SegmentRow) / 8,
+                                                              sizeof(SendRow) / 8,
+                                                              sizeof(SendRow) / 8,
+                                                              sizeof(ReceiveRow) / 8,
+                                                              sizeof(ReceiveRow) / 8,
+                                                              sizeof(WaitRow) / 8,
+                                                              sizeof(WaitRow) / 8};
+
 /// Reads a slice. The words must outlive the view; `validate` (validate.h) says whether they may be trusted.
 class SliceView {
  public:
@@ -240,15 +256,20 @@ class SliceView {
     return {h.q_heads, h.kv_heads, h.dim, h.v_dim, static_cast<DType>(h.dtype)};
   }
   Mask mask() const { return {static_cast<MaskKind>(header().mask_kind), header().window}; }
+  std::span<const int64_t> rank_digests() const { return table<int64_t>(kRankDigests); }
   std::span<const GroupRow> groups() const { return table<GroupRow>(kGroups); }
   std::span<const TaskRow> tasks() const { return table<TaskRow>(kTasks); }
   std::span<const int64_t> blocks() const { return table<int64_t>(kBlocks); }
   std::span<const GradRow> grads() const { return table<GradRow>(kGrads); }
-  std::span<const SumRow> sums() const { return table<SumRow>(kSums); }
-  std::span<const PaddingRow> padding() const { return table<PaddingRow>(kPaddingRows); }
+  std::span<const SegmentRow> segments() const { return table<SegmentRow>(kSegments); }
   std::span<const SendRow> sends(Phase p) const { return table<SendRow>(by_phase(kForwardSends, p)); }
   std::span<const ReceiveRow> receives(Phase p) const { return table<ReceiveRow>(by_phase(kForwardReceives, p)); }
   std::span<const WaitRow> waits(Phase p) const { return table<WaitRow>(by_phase(kForwardWaits, p)); }
+  /// The words of a table.
+  std::span<const int64_t> words_of(TableId id) const {
+    const TableSpan& t = header().tables[id];
+    return words_.subspan(static_cast<size_t>(t.begin), static_cast<size_t>(t.count * kRowWords[id]));
+  }
 
  private:
   static TableId by_phase(TableId forward, Phase p) { return static_cast<TableId>(forward + static_cast<size_t>(p)); }
@@ -260,12 +281,5 @@ class SliceView {
 
   std::span<const int64_t> words_;
 };
-
-/// Words of one row of each table.
-inline constexpr std::array<int64_t, kNumTables> kRowWords = {
-    sizeof(GroupRow) / 8,   sizeof(TaskRow) / 8, 1,
-    sizeof(GradRow) / 8,    sizeof(SumRow) / 8,  sizeof(PaddingRow) / 8,
-    sizeof(SendRow) / 8,    sizeof(SendRow) / 8, sizeof(ReceiveRow) / 8,
-    sizeof(ReceiveRow) / 8, sizeof(WaitRow) / 8, sizeof(WaitRow) / 8};
 
 }  // namespace distca::plan

@@ -3,15 +3,11 @@
 #include <algorithm>
 #include <tuple>
 
-#include "common/digest.h"
+#include "plan/consistency.h"
+#include "plan/digests.h"
 
 namespace distca::plan {
 namespace {
-
-template <class... Args>
-void check(bool condition, const Args&... args) {
-  require<PlanFormatError>(condition, "plan tensor: ", args...);
-}
 
 /// [begin, begin + count) inside [0, size), without overflow.
 bool inside(int64_t begin, int64_t count, int64_t size) {
@@ -24,57 +20,72 @@ class Validator {
 
   void run() {
     check_header();
+    check_tables();
+    for (const SegmentRow& s : view_.segments())
+      check_plan(s.document >= -1 && s.begin >= 0 && s.begin < s.end && s.end <= kMaxRows, "segment of document ",
+                 s.document, ": rows [", s.begin, ", ", s.end, ")");
     check_groups();
     check_tasks();
-    check_sums();
-    for (const PaddingRow& r : view_.padding()) check_rows("padding", r.row, r.num_rows);
     for (Phase p : {Phase::kForward, Phase::kBackward}) {
       check_sends(p);
       check_receives(p);
       check_waits(p);
     }
+    check_consistency(view_);
+    check_digests();
   }
 
  private:
+  static constexpr int64_t kMaxRows = int64_t{1} << 31;
+
   const Header& h() const { return view_.header(); }
 
   void check_header() {
-    const auto size = static_cast<int64_t>(words_.size());
-    check(size >= kHeaderWords, "it has ", size, " words; a plan has at least ", kHeaderWords,
-          " (pass plan.tensor of this rank, whole)");
-    check(h().magic == kMagic, "it does not start with a plan's mark (pass plan.tensor, an int64 CPU tensor)");
-    check(h().version == kFormatVersion, "its format version is ", h().version, ", this library reads ",
-          kFormatVersion);
-    check(h().num_words >= kHeaderWords && h().num_words <= size, "it is truncated: ", size, " words of ",
-          h().num_words);
-    const auto used = words_.subspan(kChecksumBegin, static_cast<size_t>(h().num_words - kChecksumBegin));
-    check(static_cast<int64_t>(digest(used)) == h().checksum, "its checksum does not match: it was altered");
-    check(h().num_ranks >= 1 && h().rank >= 0 && h().rank < h().num_ranks, "rank ", h().rank, " of ", h().num_ranks);
-    check(h().num_rows >= 0 && h().num_rows <= (int64_t{1} << 31), "it says ", h().num_rows, " rows");
-    check(h().q_heads >= 1 && h().q_heads <= 4096 && h().kv_heads >= 1 && h().q_heads % h().kv_heads == 0 &&
-              valid_dim(h().dim) && valid_dim(h().v_dim) && h().dtype >= 0 && h().dtype < kNumDTypes &&
-              h().key_block_rows >= 1 && h().key_block_rows <= 4096,
-          "its head shape is not possible");
-    check(h().mask_kind >= 0 && h().mask_kind < kNumMaskKinds && h().window >= 0 && h().window <= (int64_t{1} << 31) &&
-              (h().window == 0 || h().mask_kind == static_cast<int64_t>(MaskKind::kCausal)),
-          "it says mask ", h().mask_kind, " with window ", h().window);
-    check(h().num_rounds >= 1 && h().num_rounds <= kMaxRounds, "it says ", h().num_rounds, " rounds");
+    check_plan(h().num_ranks >= 1 && h().rank >= 0 && h().rank < h().num_ranks, "rank ", h().rank, " of ",
+               h().num_ranks);
+    check_plan(h().num_rows >= 0 && h().num_rows <= kMaxRows, "it says ", h().num_rows, " rows");
+    check_plan(h().q_heads >= 1 && h().q_heads <= 4096 && h().kv_heads >= 1 && h().q_heads % h().kv_heads == 0 &&
+                   valid_dim(h().dim) && valid_dim(h().v_dim) && h().dtype >= 0 && h().dtype < kNumDTypes &&
+                   h().key_block_rows >= 1 && h().key_block_rows <= 4096,
+               "its head shape is not possible");
+    check_plan(h().mask_kind >= 0 && h().mask_kind < kNumMaskKinds && h().window >= 0 && h().window <= kMaxRows &&
+                   (h().window == 0 || h().mask_kind == static_cast<int64_t>(MaskKind::kCausal)),
+               "it says mask ", h().mask_kind, " with window ", h().window);
+    check_plan(h().num_rounds >= 1 && h().num_rounds <= kMaxRounds, "it says ", h().num_rounds, " rounds");
     constexpr int64_t kMaxArena = int64_t{1} << 46;
     for (int64_t bytes : h().arena_bytes)
-      check(bytes >= 0 && bytes <= h().slot_bytes && h().slot_bytes <= kMaxArena, "an arena of ", bytes, " bytes in ",
-            h().slot_bytes);
-    check((h().retains == 0 || h().retains == 1) && h().retained_bytes >= 0 &&
-              h().retained_bytes <= (h().retains != 0 ? kMaxArena : 0),
-          "it retains ", h().retained_bytes, " bytes");
+      check_plan(bytes >= 0 && bytes <= h().slot_bytes && h().slot_bytes <= kMaxArena, "an arena of ", bytes,
+                 " bytes in ", h().slot_bytes);
+    check_plan((h().retains == 0 || h().retains == 1) && h().retained_bytes >= 0 &&
+                   h().retained_bytes <= (h().retains != 0 ? kMaxArena : 0),
+               "it retains ", h().retained_bytes, " bytes");
+  }
+
+  /// Tables follow one another without gaps.
+  void check_tables() const {
+    int64_t next = kHeaderWords;
     for (size_t id = 0; id < kNumTables; ++id) {
       const TableSpan& t = h().tables[id];
-      check(t.begin >= kHeaderWords && t.begin <= h().num_words && t.count >= 0 &&
-                t.count <= (h().num_words - t.begin) / kRowWords[id],
-            "table ", id, " reaches past its end");
+      check_plan(t.begin == next && t.count >= 0 && t.count <= (h().num_words - next) / kRowWords[id], "table ", id,
+                 ": ", t.count, " rows at word ", t.begin, "; it begins at word ", next, " of ", h().num_words);
+      next += t.count * kRowWords[id];
     }
-    check(
+    check_plan(next == h().num_words, "its tables end at word ", next, " of ", h().num_words);
+    check_plan(count(view_.rank_digests()) == h().num_ranks, "it has digests of ", count(view_.rank_digests()),
+               " ranks of ", h().num_ranks);
+    check_plan(
         inside(0, h().num_local_groups, count(view_.groups())) && inside(0, h().num_local_tasks, count(view_.tasks())),
         "more local groups or tasks than there are");
+  }
+
+  /// That the digest, which ranks compare, is that of these tables.
+  void check_digests() const {
+    TableWords tables;
+    for (size_t id = 0; id < kNumTables; ++id) tables[id] = view_.words_of(static_cast<TableId>(id));
+    check_plan(static_cast<int64_t>(tables_digest(h(), tables)) == view_.rank_digests()[static_cast<size_t>(h().rank)],
+               "its tables are not those of rank ", h().rank, " of the plan that its digest is of");
+    check_plan(static_cast<int64_t>(plan_digest(h(), view_.rank_digests())) == h().plan_digest,
+               "it does not say the digest of its plan");
   }
 
   static bool valid_dim(int64_t d) { return d >= 8 && d <= 256 && d % 8 == 0; }
@@ -94,58 +105,61 @@ class Validator {
                     const Row& heads, int64_t offset, int64_t rows, int64_t alignment) const {
     const HeadShape part = view_.heads().with_kv_heads(heads.kv_head_end - heads.kv_head_begin);
     const int64_t bytes = rows * row_format(part, p, d, kind).row_stride();
-    check(offset % alignment == 0 && inside(offset, bytes, size), what, ": ", rows, " rows at offset ", offset,
-          " do not lie in the ", memory, " of ", size, " bytes");
+    check_plan(offset % alignment == 0 && inside(offset, bytes, size), what, ": ", rows, " rows at offset ", offset,
+               " do not lie in the ", memory, " of ", size, " bytes");
   }
   template <class Row>
   void check_heads(const char* what, const Row& row) const {
-    check(row.kv_head_begin >= 0 && row.kv_head_begin < row.kv_head_end && row.kv_head_end <= h().kv_heads, what,
-          ": key/value heads [", row.kv_head_begin, ", ", row.kv_head_end, ") of ", h().kv_heads);
+    check_plan(row.kv_head_begin >= 0 && row.kv_head_begin < row.kv_head_end && row.kv_head_end <= h().kv_heads, what,
+               ": key/value heads [", row.kv_head_begin, ", ", row.kv_head_end, ") of ", h().kv_heads);
   }
   void check_rows(const char* what, int64_t row, int64_t rows) const {
-    check(rows >= 1 && inside(row, rows, h().num_rows), what, ": rows [", row, ", ", row + rows, ") of ", h().num_rows);
+    check_plan(rows >= 1 && inside(row, rows, h().num_rows), what, ": ", rows, " rows from row ", row, " on, of ",
+               h().num_rows);
   }
   void check_peer(const char* what, int64_t peer, int64_t round) const {
-    check(peer >= 0 && peer < h().num_ranks, what, ": peer ", peer, " of ", h().num_ranks);
-    check(round >= 0 && round < kMaxRounds, what, ": round ", round);
+    check_plan(peer >= 0 && peer < h().num_ranks, what, ": peer ", peer, " of ", h().num_ranks);
+    check_plan(round >= 0 && round < kMaxRounds, what, ": round ", round);
   }
 
   void check_groups() const {
     int64_t next_task = 0, index = 0;
     for (const GroupRow& g : view_.groups()) {
       check_heads("group", g);
-      check(g.kv_begin >= 0 && g.kv_end > g.kv_begin && g.kv_end <= (int64_t{1} << 31) &&
-                g.first_block == g.kv_begin / h().key_block_rows &&
-                g.num_blocks == (g.kv_end + h().key_block_rows - 1) / h().key_block_rows - g.first_block &&
-                inside(g.block_begin, g.num_blocks, count(view_.blocks())),
-            "group ", index, " (document ", g.document, "): its key blocks");
-      check(g.task_begin == next_task && inside(g.task_begin, g.task_end - g.task_begin, count(view_.tasks())),
-            "group ", index, ": its tasks");
-      check(inside(g.num_arena_blocks, 0, g.num_blocks), "group ", index, ": its arena blocks");
+      check_plan(g.kv_begin >= 0 && g.kv_end > g.kv_begin && g.kv_end <= kMaxRows &&
+                     g.first_block == g.kv_begin / h().key_block_rows &&
+                     g.num_blocks == (g.kv_end + h().key_block_rows - 1) / h().key_block_rows - g.first_block &&
+                     inside(g.block_begin, g.num_blocks, count(view_.blocks())),
+                 "group ", index, " (document ", g.document, "): its key blocks");
+      check_plan(g.task_begin == next_task && g.task_end >= next_task && g.task_end <= count(view_.tasks()), "group ",
+                 index, ": its tasks");
+      check_plan(inside(g.num_arena_blocks, 0, g.num_blocks), "group ", index, ": its arena blocks");
       const int64_t arena_rows = g.num_arena_blocks * h().key_block_rows;
       if (arena_rows > 0) {
         check_extent("group", Phase::kForward, Direction::kIn, TensorKind::kK, g, g.forward_k, arena_rows);
         check_extent("group", Phase::kForward, Direction::kIn, TensorKind::kV, g, g.forward_v, arena_rows);
         check_backward_keys(g, arena_rows);
       } else {
-        check(g.retained_k == -1 && g.retained_v == -1, "group ", index, ": keys are retained that do not travel");
+        check_plan(g.retained_k == -1 && g.retained_v == -1, "group ", index, ": keys are retained that do not travel");
       }
       for (int64_t b = 0; b < g.num_blocks; ++b) {
         const int64_t entry = view_.blocks()[static_cast<size_t>(g.block_begin + b)];
         const int64_t start = (g.first_block + b) * h().key_block_rows;
         const int64_t begin = std::max(start, g.kv_begin), end = std::min(start + h().key_block_rows, g.kv_end);
         constexpr int64_t kMaxRow = int64_t{1} << 32;
-        check(entry >= -2 * kMaxRow && entry <= 2 * kMaxRow &&
-                  inside((entry >> 1) + (begin - start), end - begin, (entry & 1) != 0 ? arena_rows : h().num_rows),
-              "group ", index, ": key block ", b);
+        check_plan(
+            entry >= -2 * kMaxRow && entry <= 2 * kMaxRow &&
+                inside((entry >> 1) + (begin - start), end - begin, (entry & 1) != 0 ? arena_rows : h().num_rows),
+            "group ", index, ": key block ", b);
       }
       check_grads(g, index);
       const bool local = index < h().num_local_groups;
-      check(!local || (g.num_arena_blocks == 0 && g.task_end <= h().num_local_tasks), "group ", index, " is not local");
+      check_plan(!local || (g.num_arena_blocks == 0 && g.task_end <= h().num_local_tasks), "group ", index,
+                 " is not local");
       next_task = g.task_end;
       ++index;
     }
-    check(next_task == count(view_.tasks()), "tasks without a group");
+    check_plan(next_task == count(view_.tasks()), "tasks without a group");
   }
 
   /// In the retained memory or in the arena.
@@ -154,55 +168,56 @@ class Validator {
          {std::tuple{TensorKind::kK, g.backward_k, g.retained_k}, {TensorKind::kV, g.backward_v, g.retained_v}}) {
       if (g.retained_k < 0) {
         check_extent("group", Phase::kBackward, Direction::kIn, kind, g, backward, arena_rows);
-        check(retained == -1, "group: keys retained at offset ", retained);
+        check_plan(retained == -1, "group: keys retained at offset ", retained);
       } else {
         check_memory("group", "retained memory", h().retained_bytes, Phase::kForward, Direction::kIn, kind, g, retained,
                      arena_rows, kExtentAlignment);
-        check(backward == -1, "group: keys are retained, and in backward's arena at offset ", backward);
+        check_plan(backward == -1, "group: keys are retained, and in backward's arena at offset ", backward);
       }
     }
   }
 
   void check_grads(const GroupRow& g, int64_t index) const {
-    check(inside(g.grad_begin, g.grad_end - g.grad_begin, count(view_.grads())), "group ", index, ": its gradients");
+    check_plan(g.grad_begin >= 0 && g.grad_end >= g.grad_begin && g.grad_end <= count(view_.grads()), "group ", index,
+               ": its gradients");
     int64_t next = g.kv_begin;
     for (const GradRow& r :
          view_.grads().subspan(static_cast<size_t>(g.grad_begin), static_cast<size_t>(g.grad_end - g.grad_begin))) {
-      check(r.begin == next && r.end > r.begin && r.end <= g.kv_end, "group ", index, ": gradient rows [", r.begin,
-            ", ", r.end, ")");
+      check_plan(r.begin == next && r.end > r.begin && r.end <= g.kv_end, "group ", index, ": gradient rows [", r.begin,
+                 ", ", r.end, ")");
       next = r.end;
       if (r.target == static_cast<int64_t>(GradTarget::kReturned)) {
         check_rows("gradient", r.row, r.end - r.begin);
         continue;
       }
       const bool partial = r.target == static_cast<int64_t>(GradTarget::kPartial);
-      check(partial || r.target == static_cast<int64_t>(GradTarget::kArena), "gradient target ", r.target);
+      check_plan(partial || r.target == static_cast<int64_t>(GradTarget::kArena), "gradient target ", r.target);
       check_extent("gradient", Phase::kBackward, Direction::kOut, partial ? TensorKind::kDkPartial : TensorKind::kDk, g,
                    r.dk, r.end - r.begin);
       check_extent("gradient", Phase::kBackward, Direction::kOut, partial ? TensorKind::kDvPartial : TensorKind::kDv, g,
                    r.dv, r.end - r.begin);
     }
-    check(next == g.kv_end, "group ", index, ": its gradients end at row ", next, " of ", g.kv_end);
+    check_plan(next == g.kv_end, "group ", index, ": its gradients end at row ", next, " of ", g.kv_end);
   }
 
   void check_tasks() const {
     int64_t index = 0;
     const Mask mask = view_.mask();
     for (const TaskRow& t : view_.tasks()) {
-      check(t.group >= 0 && t.group < count(view_.groups()), "task ", index, ": group ", t.group);
+      check_plan(t.group >= 0 && t.group < count(view_.groups()), "task ", index, ": group ", t.group);
       const GroupRow& g = view_.groups()[static_cast<size_t>(t.group)];
-      check(index >= g.task_begin && index < g.task_end, "task ", index, " is not in its group");
+      check_plan(index >= g.task_begin && index < g.task_end, "task ", index, " is not in its group");
+      check_plan(t.q_begin >= 0 && t.q_end > t.q_begin && t.q_end <= g.kv_end && t.kv_begin >= g.kv_begin &&
+                     t.kv_begin == mask.first_key(t.q_begin) && t.kv_end == mask.end_key(t.q_end - 1, g.kv_end),
+                 "task ", index, ": rows [", t.q_begin, ", ", t.q_end, ") see keys [", t.kv_begin, ", ", t.kv_end, ")");
+      check_plan(index == g.task_begin || view_.tasks()[static_cast<size_t>(index) - 1].q_end <= t.q_begin, "task ",
+                 index, " overlaps the one before");
       const int64_t rows = t.q_end - t.q_begin;
-      check(t.q_begin >= 0 && rows >= 1 && t.q_end <= g.kv_end && t.kv_begin >= g.kv_begin &&
-                t.kv_begin == mask.first_key(t.q_begin) && t.kv_end == mask.end_key(t.q_end - 1, g.kv_end),
-            "task ", index, ": rows [", t.q_begin, ", ", t.q_end, ") see keys [", t.kv_begin, ", ", t.kv_end, ")");
-      check(index == g.task_begin || view_.tasks()[static_cast<size_t>(index) - 1].q_end <= t.q_begin, "task ", index,
-            " overlaps the one before");
       check_peer("task", t.home, 0);
       if (t.home == h().rank) {
         check_rows("task", t.home_row, rows);
       } else {
-        check(index >= h().num_local_tasks, "task ", index, " is not local");
+        check_plan(index >= h().num_local_tasks, "task ", index, " is not local");
         check_extent("task", Phase::kForward, Direction::kIn, TensorKind::kOut, g, t.forward_q, rows);
         check_extent("task", Phase::kForward, Direction::kIn, TensorKind::kLse, g, t.forward_lse, rows);
         check_extent("task", Phase::kBackward, Direction::kIn, TensorKind::kQ, g, t.backward_q, rows);
@@ -214,32 +229,23 @@ class Validator {
     }
   }
 
-  void check_sums() const {
-    for (const SumRow& s : view_.sums()) {
-      check_heads("sum", s);
-      check_rows("sum", s.row, s.num_rows);
-      check_extent("sum", Phase::kBackward, Direction::kOut, TensorKind::kDkPartial, s, s.dk, s.num_rows);
-      check_extent("sum", Phase::kBackward, Direction::kOut, TensorKind::kDvPartial, s, s.dv, s.num_rows);
-    }
-  }
-
   void check_sends(Phase p) const {
     for (const SendRow& s : view_.sends(p)) {
       check_peer("send", s.peer, s.round);
       check_heads("send", s);
       const bool in = s.direction == static_cast<int64_t>(Direction::kIn);
-      check((in || s.direction == static_cast<int64_t>(Direction::kOut)) && s.num_rows >= 1 &&
-                s.num_rows <= (int64_t{1} << 31) && s.tensor >= 0 &&
-                s.tensor < static_cast<int64_t>(TensorKind::kCount) && s.target >= 0 && s.target <= h().slot_bytes,
-            "send to rank ", s.peer);
+      check_plan((in || s.direction == static_cast<int64_t>(Direction::kOut)) && s.num_rows >= 1 &&
+                     s.num_rows <= kMaxRows && s.tensor >= 0 && s.tensor < static_cast<int64_t>(TensorKind::kCount) &&
+                     s.target >= 0 && s.target <= h().slot_bytes,
+                 "send to rank ", s.peer);
       const auto kind = static_cast<TensorKind>(s.tensor);
-      check(in == is_input(p, kind), "send to rank ", s.peer, ": tensor ", s.tensor, " in this message");
+      check_plan(in == is_input(p, kind), "send to rank ", s.peer, ": tensor ", s.tensor, " in this message");
       if (in) {
         check_rows("send", s.row, s.num_rows);
         if (s.peer == h().rank)  // into the middle of an extent: aligned to elements only
           check_extent("copy", p, Direction::kIn, kind, s, s.target, s.num_rows, view_.heads().element_bytes());
       } else {
-        check(s.peer != h().rank, "rows are sent home to their own rank");
+        check_plan(s.peer != h().rank, "rows are sent home to their own rank");
         check_extent("send", p, Direction::kIn, kind, s, s.source, s.num_rows);
       }
     }
@@ -255,18 +261,18 @@ class Validator {
     for (const ReceiveRow& r : view_.receives(p)) {
       check_peer("receive", r.peer, r.round);
       check_heads("receive", r);
-      check(r.tensor >= 0 && r.tensor < static_cast<int64_t>(TensorKind::kCount), "receive: tensor ", r.tensor);
+      check_plan(r.tensor >= 0 && r.tensor < static_cast<int64_t>(TensorKind::kCount), "receive: tensor ", r.tensor);
       const auto kind = static_cast<TensorKind>(r.tensor);
-      check(!is_input(p, kind) &&
-                (p == Phase::kForward ? kind == TensorKind::kOut || kind == TensorKind::kLse : kind >= TensorKind::kDq),
-            "receive: tensor ", r.tensor, " in this message");
-      check(r.round < h().num_rounds, "receive: round ", r.round, " of ", h().num_rounds);
+      check_plan(!is_input(p, kind) && (p == Phase::kForward ? kind == TensorKind::kOut || kind == TensorKind::kLse
+                                                             : kind >= TensorKind::kDq),
+                 "receive: tensor ", r.tensor, " in this message");
+      check_plan(r.round < h().num_rounds, "receive: round ", r.round, " of ", h().num_rounds);
       check_rows("receive", r.row, r.num_rows);
       check_extent("receive", p, Direction::kOut, kind, r, r.source, r.num_rows);
       const bool partial = kind == TensorKind::kDkPartial || kind == TensorKind::kDvPartial;
       const bool copies = r.action == static_cast<int64_t>(ReceiveAction::kCopy);
-      check(copies != partial && r.action >= 0 && r.action <= static_cast<int64_t>(ReceiveAction::kAdd),
-            "receive: action ", r.action);
+      check_plan(copies != partial && r.action >= 0 && r.action <= static_cast<int64_t>(ReceiveAction::kAdd),
+                 "receive: action ", r.action);
       if (partial) check_extent("receive", p, Direction::kOut, kind, r, r.sum, r.num_rows);
     }
   }
@@ -274,9 +280,9 @@ class Validator {
   void check_waits(Phase p) const {
     for (const WaitRow& w : view_.waits(p)) {
       check_peer("wait", w.peer, w.round);
-      check(w.peer != h().rank && (w.direction == 0 || w.direction == 1), "wait for rank ", w.peer);
-      check(w.round == 0 || (p == Phase::kBackward && w.direction == 1 && w.round < h().num_rounds), "wait for rank ",
-            w.peer, " in round ", w.round);
+      check_plan(w.peer != h().rank && (w.direction == 0 || w.direction == 1), "wait for rank ", w.peer);
+      check_plan(w.round == 0 || (p == Phase::kBackward && w.direction == 1 && w.round < h().num_rounds),
+                 "wait for rank ", w.peer, " in round ", w.round);
     }
   }
 
@@ -286,6 +292,22 @@ class Validator {
 
 }  // namespace
 
-void validate(std::span<const int64_t> words) { Validator(words).run(); }
+int64_t check_unaltered(std::span<const int64_t> words) {
+  const auto size = static_cast<int64_t>(words.size());
+  check_plan(size >= kHeaderWords, "it has ", size, " words; a plan has at least ", kHeaderWords,
+             " (pass plan.tensor of this rank, whole)");
+  const Header& h = SliceView(words).header();
+  check_plan(h.magic == kMagic, "it does not start with a plan's mark (pass plan.tensor, an int64 CPU tensor)");
+  check_plan(h.version == kFormatVersion, "its format version is ", h.version, ", this library reads ", kFormatVersion);
+  check_plan(h.num_words >= kHeaderWords && h.num_words <= size, "it is truncated: ", size, " words of ", h.num_words);
+  const auto used = words.subspan(kChecksumBegin, static_cast<size_t>(h.num_words - kChecksumBegin));
+  check_plan(static_cast<int64_t>(digest(used)) == h.checksum, "its checksum does not match: it was altered");
+  return h.checksum;
+}
+
+void validate(std::span<const int64_t> words) {
+  check_unaltered(words);
+  Validator(words).run();
+}
 
 }  // namespace distca::plan

@@ -32,7 +32,7 @@ namespace {
 using Milliseconds = std::chrono::milliseconds;
 
 runtime::ContextOptions context_options(std::string name, int64_t slot_bytes, double timeout,
-                                        const plan::CostModel& cost, int64_t epoch) {
+                                        const plan::CostModel& cost) {
   require(timeout > 0 && timeout < 1e9, "context: timeout = ", timeout, " s; a positive number of seconds is expected");
   require(slot_bytes > 0 && slot_bytes <= int64_t{1} << 46, "context: ", slot_bytes,
           " bytes a slot; 1 to 2^46 are allowed");
@@ -42,7 +42,6 @@ runtime::ContextOptions context_options(std::string name, int64_t slot_bytes, do
   options.timeout = Milliseconds(static_cast<int64_t>(timeout * 1e3));
   cost.check();
   options.cost_digest = cost.digest();
-  options.epoch = epoch;
   return options;
 }
 
@@ -80,7 +79,7 @@ ContextPtr register_context(std::unique_ptr<transport::Transport> transport, run
 }
 
 std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& names, int64_t slot_bytes,
-                                               double timeout, const plan::CostModel& cost, int64_t epoch,
+                                               double timeout, const plan::CostModel& cost,
                                                std::optional<uint64_t> reorder_seed, bool progress_thread,
                                                std::optional<std::tuple<double, double, bool>> link,
                                                const std::string& device, const std::string& attention,
@@ -88,7 +87,7 @@ std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& n
                                                int put_blocks) {
   const auto n = static_cast<int64_t>(names.size());
   require(n >= 1 && n <= 4096, "loopback: ", n, " ranks; 1 to 4096 are allowed");
-  auto options = context_options("", slot_bytes, timeout, cost, epoch);
+  auto options = context_options("", slot_bytes, timeout, cost);
   const runtime::HeapNeeds needs = runtime::heap_needs(n, slot_bytes);
   std::vector<std::shared_ptr<runtime::Backend>> backends;
   std::vector<std::shared_ptr<transport::Streams>> queues;
@@ -121,9 +120,9 @@ std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& n
 
 ContextPtr make_shm_context(transport::ShmListener& listener, int rank, const std::vector<std::string>& addresses,
                             std::string name, int64_t slot_bytes, double timeout, double connect_timeout,
-                            const plan::CostModel& cost, int64_t epoch, std::optional<uint64_t> reorder_seed,
-                            bool progress_thread, std::optional<std::tuple<double, double, bool>> link) {
-  const auto options = context_options(std::move(name), slot_bytes, timeout, cost, epoch);
+                            const plan::CostModel& cost, std::optional<uint64_t> reorder_seed, bool progress_thread,
+                            std::optional<std::tuple<double, double, bool>> link) {
+  const auto options = context_options(std::move(name), slot_bytes, timeout, cost);
   const runtime::HeapNeeds needs = runtime::heap_needs(static_cast<int64_t>(addresses.size()), slot_bytes);
   const py::gil_scoped_release release;
   auto transport = transport::connect_shm(std::move(listener), rank, addresses, needs.heap_bytes, needs.num_signals,
@@ -145,9 +144,8 @@ std::unique_ptr<transport::Transport> connect_control(const Listener& listener, 
 /// Ranks of several processes whose devices write into each other's memory; on "cpu", what stands for that.
 ContextPtr make_ipc_context(const Listener& listener, int rank, const std::vector<std::string>& addresses,
                             const std::string& device, const std::string& attention, int put_blocks, std::string name,
-                            int64_t slot_bytes, double timeout, double connect_timeout, const plan::CostModel& cost,
-                            int64_t epoch) {
-  const auto options = context_options(std::move(name), slot_bytes, timeout, cost, epoch);
+                            int64_t slot_bytes, double timeout, double connect_timeout, const plan::CostModel& cost) {
+  const auto options = context_options(std::move(name), slot_bytes, timeout, cost);
   const auto num_ranks = static_cast<int>(addresses.size());
   const runtime::HeapNeeds needs = runtime::heap_needs(num_ranks, slot_bytes);
   const auto limit = Milliseconds(static_cast<int64_t>(connect_timeout * 1e3));
@@ -195,10 +193,9 @@ void join_nvshmem(int rank, int num_ranks, int device, const std::string& unique
 
 ContextPtr make_nvshmem_context(int rank, int num_ranks, int device, const std::string& attention, std::string name,
                                 int64_t slot_bytes, double timeout, double connect_timeout, const plan::CostModel& cost,
-                                int64_t epoch, const Listener& listener, const std::vector<std::string>& addresses,
-                                int put_blocks) {
+                                const Listener& listener, const std::vector<std::string>& addresses, int put_blocks) {
   const transport::NvshmemLibrary& library = need_nvshmem();
-  const auto options = context_options(std::move(name), slot_bytes, timeout, cost, epoch);
+  const auto options = context_options(std::move(name), slot_bytes, timeout, cost);
   const transport::NvshmemGroup group{.rank = rank, .num_ranks = num_ranks, .device = device};
   const runtime::HeapNeeds needs = runtime::heap_needs(num_ranks, slot_bytes);
   const py::gil_scoped_release release;
@@ -226,8 +223,8 @@ using AllToAll = std::function<void(py::memoryview, std::vector<int64_t>, py::me
 using Abandon = std::function<void(std::string, std::string)>;
 
 ContextPtr make_torch_context(int rank, int num_ranks, AllToAll all_to_all, Abandon abandon, std::string name,
-                              int64_t slot_bytes, double timeout, const plan::CostModel& cost, int64_t epoch) {
-  const auto options = context_options(std::move(name), slot_bytes, timeout, cost, epoch);
+                              int64_t slot_bytes, double timeout, const plan::CostModel& cost) {
+  const auto options = context_options(std::move(name), slot_bytes, timeout, cost);
   const runtime::HeapNeeds needs = runtime::heap_needs(num_ranks, slot_bytes);
   transport::Collective collective;
   collective.name = "torch";
@@ -361,24 +358,21 @@ void bind_context(py::module_& m) {
 void bind_contexts(py::module_& m) {
   bind_context(m);
   m.def("make_loopback", &make_loopback_contexts, py::kw_only(), py::arg("names"), py::arg("slot_bytes"),
-        py::arg("timeout"), py::arg("cost"), py::arg("epoch"), py::arg("reorder_seed") = std::nullopt,
-        py::arg("progress_thread") = false, py::arg("link") = std::nullopt, py::arg("device") = "cpu",
-        py::arg("attention") = "auto", py::arg("replay") = std::nullopt, py::arg("streams") = false,
-        py::arg("hosts") = 1, py::arg("put_blocks") = 0);
+        py::arg("timeout"), py::arg("cost"), py::arg("reorder_seed") = std::nullopt, py::arg("progress_thread") = false,
+        py::arg("link") = std::nullopt, py::arg("device") = "cpu", py::arg("attention") = "auto",
+        py::arg("replay") = std::nullopt, py::arg("streams") = false, py::arg("hosts") = 1, py::arg("put_blocks") = 0);
   m.def("connect_ipc", &make_ipc_context, py::kw_only(), py::arg("listener").none(false), py::arg("rank"),
         py::arg("addresses"), py::arg("device"), py::arg("attention"), py::arg("put_blocks"), py::arg("name"),
-        py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"), py::arg("epoch"));
+        py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"));
   m.def("connect_nvshmem", &make_nvshmem_context, py::kw_only(), py::arg("rank"), py::arg("num_ranks"),
         py::arg("device"), py::arg("attention"), py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"),
-        py::arg("connect_timeout"), py::arg("cost"), py::arg("epoch"), py::arg("listener").none(false),
-        py::arg("addresses"), py::arg("put_blocks"));
+        py::arg("connect_timeout"), py::arg("cost"), py::arg("listener").none(false), py::arg("addresses"),
+        py::arg("put_blocks"));
   m.def("connect_shm", &make_shm_context, py::kw_only(), py::arg("listener"), py::arg("rank"), py::arg("addresses"),
         py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"),
-        py::arg("epoch"), py::arg("reorder_seed") = std::nullopt, py::arg("progress_thread") = false,
-        py::arg("link") = std::nullopt);
+        py::arg("reorder_seed") = std::nullopt, py::arg("progress_thread") = false, py::arg("link") = std::nullopt);
   m.def("make_torch", &make_torch_context, py::kw_only(), py::arg("rank"), py::arg("num_ranks"), py::arg("all_to_all"),
-        py::arg("abandon"), py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("cost"),
-        py::arg("epoch"));
+        py::arg("abandon"), py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("cost"));
   m.def("remove_context", &runtime::remove_context, py::arg("name"), py::call_guard<py::gil_scoped_release>());
   m.def("find_context", &runtime::find_context, py::arg("name"));
   m.def("nvshmem_status", &nvshmem_status,

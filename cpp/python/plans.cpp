@@ -26,10 +26,9 @@ std::shared_ptr<plan::Layout> layout_from_tuples(const std::vector<std::vector<S
 std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int64_t q_heads, int64_t kv_heads,
                                       int64_t dim, int64_t v_dim, int64_t dtype, plan::CostModel cost,
                                       int64_t tolerance_ppm, int64_t min_rows, bool balance, int64_t capacity,
-                                      int64_t context_epoch, int64_t mask_kind, int64_t window,
-                                      std::vector<int64_t> servers, std::vector<int64_t> speeds, int64_t ranks_per_node,
-                                      bool forward_only, bool split_heads, bool overlap,
-                                      std::vector<int64_t> retain_bytes,
+                                      int64_t mask_kind, int64_t window, std::vector<int64_t> servers,
+                                      std::vector<int64_t> speeds, int64_t ranks_per_node, bool forward_only,
+                                      bool split_heads, bool overlap, std::vector<int64_t> retain_bytes,
                                       const std::optional<std::vector<TaskTuple>>& tasks) {
   require(dtype >= 0 && dtype < kNumDTypes, "plan: dtype number ", dtype, "; 0 to ", kNumDTypes - 1, " are allowed");
   require(mask_kind >= 0 && mask_kind < kNumMaskKinds, "plan: mask number ", mask_kind, "; 0 to ", kNumMaskKinds - 1,
@@ -48,7 +47,6 @@ std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int6
   options.schedule.balance = balance;
   options.arrangement = {attention::kKeyBlockRows, std::move(retain_bytes)};
   options.capacity = capacity;
-  options.context_epoch = context_epoch;
   options.overlap = overlap;
   const py::gil_scoped_release release;
   if (tasks) {
@@ -159,8 +157,8 @@ void bind_plan(py::module_& m) {
   py::class_<plan::Plan, std::shared_ptr<plan::Plan>>(m, "Plan")
       .def(py::init(&make_plan), py::kw_only(), py::arg("layout"), py::arg("q_heads"), py::arg("kv_heads"),
            py::arg("dim"), py::arg("v_dim"), py::arg("dtype"), py::arg("cost"), py::arg("tolerance_ppm"),
-           py::arg("min_rows"), py::arg("balance"), py::arg("capacity"), py::arg("context_epoch"), py::arg("mask_kind"),
-           py::arg("window"), py::arg("servers"), py::arg("speeds"), py::arg("ranks_per_node"), py::arg("forward_only"),
+           py::arg("min_rows"), py::arg("balance"), py::arg("capacity"), py::arg("mask_kind"), py::arg("window"),
+           py::arg("servers"), py::arg("speeds"), py::arg("ranks_per_node"), py::arg("forward_only"),
            py::arg("split_heads"), py::arg("overlap"), py::arg("retain_bytes"), py::arg("tasks") = std::nullopt)
       .def_property_readonly("digest", &plan::Plan::digest)
       .def("stats", &stats_of)

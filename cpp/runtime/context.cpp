@@ -1,8 +1,10 @@
 #include "runtime/context.h"
 
+#include <algorithm>
 #include <map>
 
 #include "attention/attention.h"
+#include "plan/layout.h"
 #include "plan/validate.h"
 
 namespace distca::runtime {
@@ -26,6 +28,25 @@ Registry& registry() {
 std::string describe(const HeadShape& h) {
   return message(h.q_heads, " query heads and ", h.kv_heads, " key/value heads of dim ", h.dim, " (values ", h.v_dim,
                  "), ", dtype_name(h.dtype));
+}
+
+std::string describe(const Mask& mask) {
+  if (mask.kind == MaskKind::kFull) return "the full mask";
+  return mask.window == 0 ? "the causal mask" : message("the causal mask with a window of ", mask.window);
+}
+
+/// Where the segments differ: the first one of this rank, or those of others.
+std::string first_difference(const plan::SliceView& a, const plan::SliceView& b) {
+  const auto text = [](const plan::SliceView& slice, size_t i) {
+    if (i >= slice.segments().size()) return std::string("nothing");
+    const plan::SegmentRow& s = slice.segments()[i];
+    const std::string rows = message("[", s.begin, ", ", s.end, ")");
+    return s.document == plan::kPadding ? "padding " + rows : message("rows ", rows, " of document ", s.document);
+  };
+  for (size_t i = 0; i < std::max(a.segments().size(), b.segments().size()); ++i)
+    if (text(a, i) != text(b, i))
+      return message(" (segment ", i, " of this rank has ", text(b, i), ", in that of forward ", text(a, i), ")");
+  return " (on other ranks)";
 }
 
 }  // namespace
@@ -52,7 +73,7 @@ Context::~Context() { protocol_.drain(); }
 
 plan::SliceView Context::accept(std::span<const int64_t> plan_words, const HeadShape& heads, int64_t num_rows) const {
   protocol_.check_healthy();
-  plan::validate(plan_words);
+  check_once(plan_words);
   const plan::SliceView slice(plan_words);
   const plan::Header& h = slice.header();
   require(h.num_ranks == num_ranks(), "plan is for ", h.num_ranks, " ranks, context \"", options_.name, "\" has ",
@@ -68,14 +89,37 @@ plan::SliceView Context::accept(std::span<const int64_t> plan_words, const HeadS
           ", the tensors have ", num_rows);
   require(static_cast<uint64_t>(h.cost_digest) == options_.cost_digest, "plan was made with another cost model than ",
           "context \"", options_.name, "\"; pass the same cost to distca.init and distca.plan");
-  require(h.context_epoch == 0 || h.context_epoch == options_.epoch, "plan was made for epoch ", h.context_epoch,
-          " of context \"", options_.name, "\", which is in epoch ", options_.epoch);
   require(h.key_block_rows == attention::kKeyBlockRows, "plan has key blocks of ", h.key_block_rows,
           " rows, the kernel has ", attention::kKeyBlockRows);
   require<CapacityError>(h.slot_bytes <= options_.slot_bytes, "plan needs ", h.slot_bytes, " bytes a slot, context \"",
                          options_.name, "\" has ", options_.slot_bytes,
                          "; give distca.init heap_bytes >= ", kNumSlots * h.slot_bytes);
   return slice;
+}
+
+/// All layers of a step come with one plan: what has been validated is known again by its checksum.
+void Context::check_once(std::span<const int64_t> plan_words) const {
+  const int64_t checksum = plan::check_unaltered(plan_words);
+  const std::lock_guard lock(valid_mutex_);
+  if (std::find(valid_.begin(), valid_.end(), checksum) != valid_.end()) return;
+  plan::validate(plan_words);
+  valid_[next_valid_++ % valid_.size()] = checksum;
+}
+
+void Context::check_same_problem(const plan::SliceView& forward, const plan::SliceView& backward) const {
+  const plan::Header &f = forward.header(), &b = backward.header();
+  const auto same = [](const plan::SegmentRow& x, const plan::SegmentRow& y) {
+    return x.document == y.document && x.begin == y.begin && x.end == y.end;
+  };
+  // The digest is of all ranks' segments.
+  if (f.layout_digest != b.layout_digest || !std::ranges::equal(forward.segments(), backward.segments(), same)) {
+    throw InvalidArgumentError(message("the plan of backward is of another layout than that of forward",
+                                       first_difference(forward, backward), "; make both of one layout"));
+  }
+  if (forward.mask() != backward.mask()) {
+    throw InvalidArgumentError(message("the plan of backward has ", describe(backward.mask()), ", that of forward ",
+                                       describe(forward.mask()), "; make both with one mask and window"));
+  }
 }
 
 /// Makes this thread the one that is in a step of a healthy context.
@@ -128,7 +172,8 @@ void Context::forward(const plan::SliceView& slice, const ForwardTensors& tensor
   guarded([&] { dispatcher_.forward(slice, tensors, scores, parallel); });
   if (!open_recording_) return;
   const auto again = [=, this](Recording::Step& s) { dispatcher_.forward(s.slice, tensors, scores, Parallel()); };
-  open_recording_->add({slice.heads(), slice.header().num_rows, step()}, again, std::move(owner));
+  open_recording_->add({slice.heads(), slice.header().num_rows, step(), plan::Phase::kForward, tensors.lse.data}, again,
+                       std::move(owner));
 }
 
 void Context::backward(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
@@ -138,7 +183,8 @@ void Context::backward(const plan::SliceView& slice, const BackwardTensors& tens
   guarded([&] { dispatcher_.backward(slice, tensors, scores, parallel); });
   if (!open_recording_) return;
   const auto again = [=, this](Recording::Step& s) { dispatcher_.backward(s.slice, tensors, scores, Parallel()); };
-  open_recording_->add({slice.heads(), slice.header().num_rows, step()}, again, std::move(owner));
+  open_recording_->add({slice.heads(), slice.header().num_rows, step(), plan::Phase::kBackward, tensors.lse.data},
+                       again, std::move(owner));
 }
 
 uint64_t Context::dispatch(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
@@ -150,7 +196,8 @@ uint64_t Context::dispatch(const plan::SliceView& slice, const ForwardTensors& t
   const auto again = [=, this](Recording::Step& s) {
     s.number = dispatcher_.dispatch(s.slice, tensors, scores, nullptr);
   };
-  open_recording_->add({slice.heads(), slice.header().num_rows, number}, again, std::move(owner));
+  open_recording_->add({slice.heads(), slice.header().num_rows, number, plan::Phase::kForward, tensors.lse.data}, again,
+                       std::move(owner));
   return number;
 }
 
@@ -163,7 +210,8 @@ uint64_t Context::dispatch(const plan::SliceView& slice, const BackwardTensors& 
   const auto again = [=, this](Recording::Step& s) {
     s.number = dispatcher_.dispatch(s.slice, tensors, scores, Parallel(), nullptr);
   };
-  open_recording_->add({slice.heads(), slice.header().num_rows, number}, again, std::move(owner));
+  open_recording_->add({slice.heads(), slice.header().num_rows, number, plan::Phase::kBackward, tensors.lse.data},
+                       again, std::move(owner));
   return number;
 }
 
@@ -230,6 +278,8 @@ void Context::replan(const std::shared_ptr<Recording>& recording, std::span<cons
   std::vector<plan::SliceView> slices;
   for (size_t i = 0; i < steps.size(); ++i)
     slices.push_back(accept(plans[plans.size() == 1 ? 0 : i], steps[i].heads, steps[i].num_rows));
+  for (size_t i = 0; i < steps.size(); ++i)
+    if (const size_t forward = recording->forward_of(i); forward < i) check_same_problem(slices[forward], slices[i]);
   const Call call(*this);
   require(open_recording_ == nullptr, "replan: a recording of context \"", options_.name, "\" is open; end it first");
   check_may_begin();

@@ -3,6 +3,7 @@
 // The process has one registry of contexts by name; operators find theirs there.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -26,7 +27,6 @@ namespace distca::runtime {
 struct ContextOptions {
   std::string name = "default";
   int64_t slot_bytes = 0;    // arena bytes of one slot
-  int64_t epoch = 1;         // plans that name another epoch are refused
   uint64_t cost_digest = 0;  // of the cost model that plans must have been made with
   std::chrono::milliseconds timeout{600'000};
 };
@@ -57,6 +57,9 @@ class DISTCA_EXPORT Context {
   /// Whether a plan tensor may be used here, before anything moves: intact, for this rank, heads, rows and capacity.
   /// `num_rows` and `heads` are those of the tensors. Throws the error that says which of these is wrong.
   plan::SliceView accept(std::span<const int64_t> plan_words, const HeadShape& heads, int64_t num_rows) const;
+  /// Throws InvalidArgumentError unless `backward` is a plan for the gradients of what `forward` computes: of the same
+  /// layout and mask. Both were accepted.
+  void check_same_problem(const plan::SliceView& forward, const plan::SliceView& backward) const;
 
   /// One collective step. `slice` was accepted. A fault poisons the context. `owner` keeps tensors and sinks alive for
   /// a recording.
@@ -126,6 +129,7 @@ class DISTCA_EXPORT Context {
   template <class Body>
   auto guarded(const Body& body);
   void settle_abandoned() noexcept;
+  void check_once(std::span<const int64_t> plan_words) const;
   /// Throws InvalidArgumentError unless the next step may begin, with that slice.
   void check_may_begin() const;
   void check_may_begin(const plan::SliceView& slice) const;
@@ -138,6 +142,10 @@ class DISTCA_EXPORT Context {
   std::shared_ptr<Recording> open_recording_;
   std::shared_ptr<Recording> planned_;  // its steps are the next ones
   Flag in_step_;
+  // Checksums of the last plans that were validated.
+  mutable std::mutex valid_mutex_;
+  mutable std::array<int64_t, 32> valid_ = {};
+  mutable size_t next_valid_ = 0;
   std::mutex abandoned_mutex_;
   std::vector<std::pair<uint64_t, std::string>> abandoned_;  // steps, not yet looked after; 0: a refused call
   std::atomic<uint64_t> num_refused_{0};

@@ -1,6 +1,9 @@
 #include "runtime/dispatcher.h"
 
 #include <algorithm>
+#include <utility>
+
+#include "plan/layout.h"
 
 namespace distca::runtime {
 
@@ -374,11 +377,14 @@ void Dispatcher::receive_home(const Step& step, int64_t round) {
 }
 
 void Dispatcher::fill_padding(const Step& step) {
-  for (const plan::PaddingRow& p : step.slice.padding()) {
+  int64_t next_row = 0;
+  for (const plan::SegmentRow& s : step.slice.segments()) {
+    const int64_t row = std::exchange(next_row, next_row + s.num_rows());
+    if (s.document != plan::kPadding) continue;
     const auto fill = [&](TensorKind kind, Fill value) {
       rows_.push_back({.kind = RowWork::Kind::kFill,
-                       .to = step.local(kind).from_row(p.row),
-                       .n = step.extent(Direction::kOut, kind, step.all_heads(), p.num_rows),
+                       .to = step.local(kind).from_row(row),
+                       .n = step.extent(Direction::kOut, kind, step.all_heads(), s.num_rows()),
                        .fill = value});
     };
     if (step.phase() == Phase::kBackward) {

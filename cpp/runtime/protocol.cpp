@@ -300,6 +300,7 @@ void Protocol::wait(const Wait& w) {
   const auto deadline = std::chrono::steady_clock::now() + timeout_;
   if (!transport_->wait(w.word, w.value, deadline, watch_)) time_out();
   waiting_ = {};
+  compare_with(w.peer);  // also where nothing was left to wait for
 }
 
 void Protocol::record(const Timer& timer) {

@@ -20,6 +20,14 @@ void Recording::add(uint64_t number, Call call) {
   calls_.push_back({static_cast<size_t>(found - steps_.begin()), std::move(call)});
 }
 
+size_t Recording::forward_of(size_t step) const {
+  const Step& s = steps_[step];
+  if (s.phase == plan::Phase::kForward || s.num_rows == 0) return step;
+  size_t i = step;  // the last one before it, for memory may be used again
+  while (i > 0 && (steps_[i].phase == plan::Phase::kBackward || steps_[i].lse != s.lse)) --i;
+  return steps_[i].phase == plan::Phase::kForward && steps_[i].lse == s.lse ? i : step;
+}
+
 void Recording::refill(std::span<const plan::SliceView> slices) {
   num_begun_ = 0;
   tape_->rewind();

@@ -2,6 +2,7 @@
 // operations over the same tensors, whose tables are filled anew in between.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -21,7 +22,9 @@ class Recording {
   struct Step {
     HeadShape heads;
     int64_t num_rows;
-    uint64_t number;            // of the step as it is recorded, or as it is next
+    uint64_t number;  // of the step as it is recorded, or as it is next
+    plan::Phase phase;
+    const std::byte* lse;       // which a forward step returns and its backward step is given
     plan::SliceView slice{{}};  // while the recording is filled again
   };
   /// A call about a step, as it is made again.
@@ -32,6 +35,8 @@ class Recording {
 
   const std::shared_ptr<transport::Tape>& tape() const { return tape_; }
   std::span<const Step> steps() const { return steps_; }
+  /// The forward step of a backward step, where both are here and have rows; otherwise the step itself.
+  size_t forward_of(size_t step) const;
 
   /// The first call about a step. `owner` keeps alive what it views, but for the slice.
   void add(Step step, Call call, std::shared_ptr<void> owner);

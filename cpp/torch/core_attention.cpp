@@ -60,8 +60,9 @@ struct Forward {
   /// Throws unless what this step retains, if anything, is what a backward step of that plan will ask for.
   void check_backward(const std::optional<Tensor>& plan_backward) const {
     if (!plan_backward) return;
-    const plan::Header& h = context->accept(words_of(*plan_backward, "plan_backward"), heads, q.size(0)).header();
-    const plan::Header& own = slice.header();
+    const plan::SliceView backward = context->accept(words_of(*plan_backward, "plan_backward"), heads, q.size(0));
+    context->check_same_problem(slice, backward);
+    const plan::Header &h = backward.header(), &own = slice.header();
     require(h.retains == 0 || (own.retains != 0 && h.plan_digest == own.plan_digest),
             "plan_backward retains keys, but of another ",
             "plan than the one of forward: make plan_backward without retain_bytes");

@@ -37,7 +37,6 @@ class Plan:
         min_rows: int,
         balance: bool,
         capacity: int,
-        context_epoch: int,
         mask_kind: int,
         window: int,
         servers: Sequence[int],
@@ -123,7 +122,6 @@ def make_loopback(
     slot_bytes: int,
     timeout: float,
     cost: CostModel,
-    epoch: int,
     reorder_seed: int | None = None,
     progress_thread: bool = False,
     link: tuple[float, float, bool] | None = None,
@@ -147,7 +145,6 @@ def connect_ipc(
     timeout: float,
     connect_timeout: float,
     cost: CostModel,
-    epoch: int,
 ) -> Context: ...
 def connect_shm(
     *,
@@ -159,7 +156,6 @@ def connect_shm(
     timeout: float,
     connect_timeout: float,
     cost: CostModel,
-    epoch: int,
     reorder_seed: int | None = None,
     progress_thread: bool = False,
     link: tuple[float, float, bool] | None = None,
@@ -178,7 +174,6 @@ def make_torch(
     slot_bytes: int,
     timeout: float,
     cost: CostModel,
-    epoch: int,
 ) -> Context: ...
 def remove_context(name: str) -> bool: ...
 def find_context(name: str) -> Context: ...
@@ -199,7 +194,6 @@ def connect_nvshmem(
     timeout: float,
     connect_timeout: float,
     cost: CostModel,
-    epoch: int,
     listener: ShmListener | TcpListener,
     addresses: Sequence[str],
     put_blocks: int,

@@ -27,7 +27,6 @@ from distca.trace import Link, Trace, from_core
 _EXTENT_ALIGNMENT = 64
 _TRANSPORTS = ("auto", "shm", "torch", "cuda-ipc", "nvshmem", "loopback")
 _loopback_groups = itertools.count()
-_epochs = itertools.count(1)
 _contexts: dict[str, Context] = {}
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -473,7 +472,6 @@ def _core_options(slot_bytes: int, timeout: float, cost: CostModel) -> dict[str,
         "slot_bytes": slot_bytes,
         "timeout": float(timeout),
         "cost": cost.core,
-        "epoch": next(_epochs),
     }
 
 

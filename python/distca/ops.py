@@ -15,7 +15,14 @@ from distca.errors import InvalidArgumentError, refusals_told, typed_errors
 from distca.nsys import operator_range
 from distca.ping_pong import core_attention_in_parts, in_half
 from distca.planning import Plan
-from distca.steps import as_autocast, check_plans, is_deterministic, retained_bytes
+from distca.steps import (
+    as_autocast,
+    check_plans,
+    is_deterministic,
+    refuse_forward_mode,
+    retained_bytes,
+    without_derivative,
+)
 
 _LAYER = "distca.layer"  # where the graph's node keeps it for backward
 
@@ -40,14 +47,15 @@ def core_attention(
     """Core attention of this rank's rows, ``softmax(scale * q k^T) v`` inside each document, computed by all ranks.
 
     A collective step: every rank of the context calls it, in the same order, with its own slice of the same plan; so is
-    its backward. Differentiable in q, k, v and sinks.
+    its backward. Differentiable in q, k, v and sinks, once: a second derivative, or forward mode, raises
+    InvalidArgumentError.
 
     Args:
         q: ``[T, H, D]``, float32, bfloat16 or float16, on the CPU; last dimension contiguous, any other strides.
         k: ``[T, Hkv, D]``, same dtype.
         v: ``[T, Hkv, Dv]``, same dtype.
         plan: the plan of this step's layout; ``plan.rank`` is this rank.
-        plan_backward: another plan of the same layout for the backward pass; one without ``retain_bytes``.
+        plan_backward: another plan of the same layout and mask for the backward pass; one without ``retain_bytes``.
         context: the context or its name.
         scale: factor on the logits; ``D ** -0.5`` by default.
         softcap: where positive, logits become ``softcap * tanh(scale * q k^T / softcap)`` (Gemma 2).
@@ -356,27 +364,57 @@ def _backward(operator: Any, range_name: str) -> Any:
     return backward
 
 
+class _Library(torch.library.Library):
+    """Kernels for autograd that are registered here refuse forward mode, in which they would drop tangents."""
+
+    def impl(self, op_name: Any, fn: Any, dispatch_key: Any = "", **options: Any) -> None:
+        def checked(keyset: Any, *inputs: Any, **named: Any) -> Any:
+            refuse_forward_mode(f"distca::{op_name}", *inputs, *named.values())
+            return fn(keyset, *inputs, **named)
+
+        base: Any = super()
+        base.impl(op_name, checked, dispatch_key, **options)
+
+
+_make_library: Any = _Library
+_library = _make_library("distca", "FRAGMENT")
+
+
 def _register(*forwards: str, backward: str, collective: bool) -> None:
     """Operators that have their backward in common."""
     operator = getattr(torch.ops.distca, backward)
     torch.library.register_fake(f"distca::{backward}")(_fake_backward)
+    _differentiate_once(backward)
     for forward in forwards:
         retains = forward == "core_attention_retain"
         torch.library.register_fake(f"distca::{forward}")(_fake_retain if retains else _fake_forward)
         torch.library.register_autograd(
-            f"distca::{forward}", _backward(operator, backward), setup_context=_save_for_backward
+            f"distca::{forward}", _backward(operator, backward), setup_context=_save_for_backward, lib=_library
         )
     if collective:  # compiled graphs then keep all calls, and their order
         for name in (*forwards, backward):
             torch.library._register_effectful_op(f"distca::{name}", EffectType.ORDERED)
 
 
+def _differentiate_once(name: str) -> None:
+    """Registers an operator of backward for autograd: whoever differentiates what it returns gets an error."""
+    operator = getattr(torch.ops.distca, name).default
+
+    def kernel(keyset: Any, *inputs: Any, **options: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            results = operator.redispatch(keyset & torch._C._after_autograd_keyset, *inputs, **options)
+        return without_derivative(f"distca::{name}", results, *inputs, *options.values())
+
+    _library.impl(name, kernel, "Autograd", with_keyset=True)
+
+
 def _fake_sink_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     return sinks.new_empty(sinks.shape)
 
 
-torch.library.register_fake("distca::sink_gradient")(_fake_sink_gradient)
-torch.library.register_fake("distca::sink_gradient_by_aten")(_fake_sink_gradient)
+for _name in ("sink_gradient", "sink_gradient_by_aten"):
+    torch.library.register_fake(f"distca::{_name}")(_fake_sink_gradient)
+    _differentiate_once(_name)
 _register("core_attention", "core_attention_retain", backward="core_attention_backward", collective=True)
 _register("attention", backward="attention_backward", collective=False)
 _register("attention_by_flash", backward="attention_by_flash_backward", collective=False)

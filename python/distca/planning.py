@@ -350,7 +350,6 @@ def plan(
         min_rows=min_rows,
         balance=balance,
         capacity=capacity,
-        context_epoch=0,
         mask_kind=_MASK_NUMBERS[mask],
         window=window or 0,
         servers=[] if servers is None else sorted(set(servers)),

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from distca.context import Context, collective, get_context
 from distca.errors import InvalidArgumentError, refusals_told, typed_errors
@@ -53,6 +54,43 @@ def in_compiled_code() -> bool:
         return True
     callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
     return callback is not None and callback is not False
+
+
+def refuse_forward_mode(name: str, *inputs: Any) -> None:
+    """Raises InvalidArgumentError where an input has a tangent (`torch.func.jvp`, `torch.autograd.forward_ad`)."""
+    if forward_ad._current_level < 0:
+        return
+    for t in inputs:
+        if isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+            raise InvalidArgumentError(
+                f"{name} has no forward-mode derivative: an input has a tangent; use reverse mode (backward, vjp)"
+            )
+
+
+class _WithoutDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, number: int, *tensors: torch.Tensor) -> Any:
+        ctx.name = name
+        return tuple(t.view_as(t) for t in tensors[:number])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise InvalidArgumentError(
+            f"derivative for {ctx.name} is not implemented: core attention is differentiable once, as PyTorch's own "
+            "fused attention is; leave out create_graph=True, or use attention made of plain operators"
+        )
+
+
+def without_derivative(name: str, results: Any, *inputs: Any) -> Any:
+    """The results of an operator of backward, which depend on the inputs: differentiating them is an error."""
+    sources = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not sources or not torch.is_grad_enabled():
+        return results
+    of_one = isinstance(results, torch.Tensor)
+    grads = [results] if of_one else list(results)
+    apply: Any = _WithoutDerivative.apply
+    marked = apply(name, len(grads), *grads, *sources)
+    return marked[0] if of_one else marked
 
 
 class _UnderWay:
@@ -150,7 +188,7 @@ class _Call:
 
     def dispatch_backward(self, dout: torch.Tensor, *saved: Any) -> _UnderWay:
         q, k, v, out, lse, table, sinks, *retained = saved
-        with typed_errors(self.layer), self._range("dispatch_backward"):
+        with typed_errors(self.layer), self._range("dispatch_backward"), torch.no_grad():
             number = torch.ops.distca.dispatch_backward(
                 dout,
                 *(q, k, v, out, lse, table, sinks),
@@ -188,7 +226,8 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Any) -> tuple[Any, ...]:
-        return (None, None, *ctx.call.collect_backward(token.under_way)[: ctx.num_inputs])
+        grads = ctx.call.collect_backward(token.under_way)[: ctx.num_inputs]
+        return None, None, *without_derivative("distca::dispatch_backward", grads, *token.sources)
 
 
 class _Attend(torch.autograd.Function):
@@ -232,6 +271,7 @@ class _Collect(torch.autograd.Function):
         token: Any = dout.new_empty(0, dtype=torch.float32)
         # Where backward breaks off, autograd drops the token, and the step goes with it.
         token.under_way = ctx.call.dispatch_backward(dout, *saved)
+        token.sources = (dout, *saved) if torch.is_grad_enabled() else ()
         return None, token
 
 
@@ -304,6 +344,7 @@ def dispatch(
             "outside of torch.compile, or core_attention inside"
         )
     check_plans("dispatch", plan, plan_backward)
+    refuse_forward_mode("dispatch", q, k, v, sinks)
     inputs = as_autocast(q, k, v)
     name = context if isinstance(context, str) else context.name
     _abandon_broken_off(get_context(name))

@@ -10,6 +10,8 @@ BAD_INPUT = "tests/test_bad_input.py"
 ARRANGEMENT = "cpp/plan/arrangement.cpp"
 TABLES = "cpp/plan/rank_tables.cpp"
 SHARD = "cpp/plan/shard.cpp"
+FUZZ = "tests/test_plan_fuzz.py"
+CONSISTENCY = "tests/test_plan_consistency.py"
 
 FAULTS = [
     # ---- the plan
@@ -51,9 +53,30 @@ FAULTS = [
     Fault(
         "an altered plan is not noticed",
         "cpp/plan/validate.cpp",
-        "    check(static_cast<int64_t>(digest(used)) == h().checksum,",
-        "    check(static_cast<int64_t>(digest(used)) != 0,",
+        "  check_plan(static_cast<int64_t>(digest(used)) == h.checksum,",
+        "  check_plan(static_cast<int64_t>(digest(used)) != 0,",
         (BAD_INPUT,),
+    ),
+    Fault(
+        "tables are not part of the digest that ranks compare",
+        "cpp/plan/digests.h",
+        "    if (id != kBlocks) d.add(",
+        "    if (id == kSegments) d.add(",
+        (PLAN, FUZZ),
+    ),
+    Fault(
+        "a row may come from nowhere",
+        "cpp/plan/consistency.cpp",
+        "        check_plan(p.row == next, ",
+        "        check_plan(p.row >= next, ",
+        (CONSISTENCY,),
+    ),
+    Fault(
+        "a plan for backward may be of another layout",
+        "cpp/runtime/context.cpp",
+        "  if (f.layout_digest != b.layout_digest || ",
+        "  if (false && ",
+        ("tests/test_plan_backward.py",),
     ),
     Fault(
         "a shard is always the last rows",

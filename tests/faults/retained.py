@@ -38,13 +38,6 @@ FAULTS = [
         (PLAN, RETAIN),
     ),
     Fault(
-        "what is retained is not part of the digest",
-        "cpp/plan/plan.cpp",
-        "    if (arrangement.groups[g].is_retained()) d.add(",
-        "    if (false) d.add(",
-        (RETAIN,),
-    ),
-    Fault(
         "servers wait for keys that they have retained",
         TABLES,
         "      if (!g.is_retained()) wait(Phase::kBackward, Direction::kIn, 0, p.rank);",
