@@ -30,9 +30,9 @@ def tell_terms(rank: int, ranks: int, pipe: Connection, port: int) -> None:
     own_version = agreement._version
     for name, (other, _) in OTHERS.items():
         agreement._version = (lambda: "0.0.1, plan format 2") if name == "version" and rank == 1 else own_version
-        pipe.send(fault_of(lambda other=other: agree(dist.group.WORLD, other if rank == 1 else TERMS)))
+        pipe.send(fault_of(lambda other=other: agree(dist.group.WORLD, other if rank == 1 else TERMS, 20.0)))
     agreement._version = own_version
-    pipe.send(fault_of(lambda: agree(dist.group.WORLD, TERMS)))
+    pipe.send(fault_of(lambda: agree(dist.group.WORLD, TERMS, 20.0)))
     for transport in ("shm", "torch", "auto"):
         options = {"transport": transport, "max_tokens": 1, "heads": HEADS, "timeout": 20.0}
         pipe.send(fault_of(lambda options=options: distca.init(heap_bytes=4096 if rank == 1 else 8192, **options)))

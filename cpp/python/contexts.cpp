@@ -216,7 +216,8 @@ ContextPtr make_nvshmem_context(int rank, int num_ranks, int device, const std::
   if (error.matches(errors.attr("PeerLeftError"))) throw PeerLeftError(text);
   if (error.matches(errors.attr("PeerTimeoutError"))) throw PeerTimeoutError(text);
   if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();  // once more, where Python can raise it
-  throw OperatingSystemError(message("the exchange between the ranks failed: ", text));
+  const std::string name = py::str(error.type().attr("__name__"));
+  throw OperatingSystemError(message("the exchange between the ranks failed: ", name, text.empty() ? "" : ": ", text));
 }
 
 using AllToAll = std::function<void(py::memoryview, std::vector<int64_t>, py::memoryview, std::vector<int64_t>)>;

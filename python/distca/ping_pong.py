@@ -11,11 +11,9 @@ import contextvars
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
@@ -23,6 +21,9 @@ from distca.errors import InvalidArgumentError
 from distca.planning import Plan, Plans
 from distca.steps import Step, attend, collect, dispatch, in_compiled_code
 from distca.thread_state import ThreadState
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 _FSDP_SINCE = (2, 13)
 _here = threading.local()
@@ -209,6 +210,10 @@ def refuse_compiled(what: str) -> None:
 
 def prepare(model: torch.nn.Module) -> int:
     """Refuses what cannot take turns; FSDP2 keeps weights from here on. Returns how many bytes that is."""
+    # Half a second, which whoever imports distca should not have to wait.
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
     for name, module in model.named_modules():
         what = f"{name or 'the model'} ({type(module).__name__}) is"
         if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
@@ -149,6 +148,8 @@ def wrap(model: PreTrainedModel, config: TrainConfig) -> torch.nn.Module:
             layer.compile()
     if not config.fsdp:
         return _with_lasting_buckets(DistributedDataParallel(PingPong(model) if config.ping_pong else model))
+    from torch.distributed.fsdp import fully_shard  # half a second, for runs with --fsdp alone
+
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in _layers(model):
         fully_shard(layer, mesh=mesh)
