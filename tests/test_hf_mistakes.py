@@ -82,6 +82,48 @@ def test_a_model_with_a_layer_more_on_one_rank_is_an_error_on_both_with_step_and
         assert str(error).endswith(ADVICE)
 
 
+def _wrong_positions(batch: dict[str, object]) -> None:
+    batch["position_ids"] = batch["position_ids"] + 1
+
+
+def _no_plan(batch: dict[str, object]) -> None:
+    del batch["plan"]
+
+
+def _two_rows(batch: dict[str, object]) -> None:
+    batch["input_ids"] = batch["input_ids"].repeat(2, 1)
+
+
+def _padding(batch: dict[str, object]) -> None:
+    batch["attention_mask"] = torch.zeros_like(batch["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (_wrong_positions, "position_ids are not those of the plan"),
+        (_no_plan, "no plan in a training step of rank 1 of 2"),
+        (_two_rows, "batch size is 2, must be 1"),
+        (_padding, "attention_mask marks padding"),
+    ],
+)
+def test_what_a_model_refuses_on_one_rank_is_told_to_its_peer_at_once(
+    mistake: Callable[[dict[str, object]], None], said: str
+) -> None:
+    models = [_model(), _model()]
+
+    def work(rank: int, context: distca.Context) -> None:
+        _train_step(models[rank], context, 0)
+        batch = _batch(1, rank)
+        if rank == 1:
+            mistake(batch)
+        models[rank](**batch, distca_context=context)
+
+    ours, theirs = _errors(work, timeout=20.0)
+    assert isinstance(theirs, distca.InvalidArgumentError) and said in str(theirs), theirs
+    assert isinstance(ours, distca.PeerLeftError) and "rank 1" in str(ours) and said in str(ours), ours
+
+
 def test_evaluation_with_a_plan_on_one_rank_while_the_other_trains_is_an_error_on_both() -> None:
     models = [_model(), _model()]
 

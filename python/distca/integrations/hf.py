@@ -40,8 +40,8 @@ from transformers.masking_utils import sdpa_mask
 
 from distca.context import Context, get_context
 from distca.current import current
-from distca.errors import InvalidArgumentError
-from distca.integrations.hf_forward import check_plan_not_needed, count_call, refuse_other_plan
+from distca.errors import InvalidArgumentError, refusals_told
+from distca.integrations.hf_forward import check_plan_not_needed, context_of, count_call, refuse_other_plan
 from distca.integrations.hf_models import NAME as NAME
 from distca.integrations.hf_models import check_model as check_model
 from distca.integrations.hf_models import drops_keywords, refuse
@@ -164,11 +164,12 @@ def distca_attention(
         if softcap is not None or sinks is not None:  # SDPA would drop them silently
             return _eager(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        plan = _checked_plan(module, query, key, plan, attention_mask, dropout, kwargs)
+    else:
         count_call()
-    plan = _plan_of_layer(plan, kwargs.get("sliding_window"))
-    _check_call(module, query, key, plan, dropout, kwargs)
-    _check_mask(attention_mask, kwargs.get("sliding_window"))
+        with refusals_told(context_of(distca_context)):
+            plan = _checked_plan(module, query, key, plan, attention_mask, dropout, kwargs)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     out, _ = core_attention(
         q,
@@ -242,6 +243,22 @@ def _plan_of_layer(plan: Plan | Plans, sliding_window: int | None) -> Plan:
         "where layers differ",
     )
     return plan
+
+
+def _checked_plan(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    plan: Plan | Plans,
+    attention_mask: DeferredMask | torch.Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> Plan:
+    """The layer's plan; InvalidArgumentError where it does not express what the layer asks for."""
+    found = _plan_of_layer(plan, kwargs.get("sliding_window"))
+    _check_call(module, query, key, found, dropout, kwargs)
+    _check_mask(attention_mask, kwargs.get("sliding_window"))
+    return found
 
 
 def _check_call(

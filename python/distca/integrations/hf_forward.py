@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from distca.context import Context, get_context
 from distca.current import Current, current, using
-from distca.errors import InvalidArgumentError
+from distca.errors import InvalidArgumentError, refusals_told
 from distca.integrations.hf_models import (
     NAME,
     check_model,
@@ -61,14 +61,15 @@ def check_plan_not_needed(training: bool, distca_context: Context | str) -> None
     """Raises InvalidArgumentError in a training step of several ranks: attention would be local."""
     if not (training and torch.is_grad_enabled()):
         return
-    context = _context_of(distca_context)
+    context = context_of(distca_context)
     if context is not None and context.num_ranks > 1:
-        refuse(
-            True,
-            f"no plan in a training step of rank {context.rank} of {context.num_ranks}: pass "
-            "plan=distca.plan(layout, heads) to the model's forward on every rank (distca.PlanAhead makes them), "
-            "or call model.eval() for local attention",
-        )
+        with refusals_told(context):
+            refuse(
+                True,
+                f"no plan in a training step of rank {context.rank} of {context.num_ranks}: pass "
+                "plan=distca.plan(layout, heads) to the model's forward on every rank (distca.PlanAhead makes them), "
+                "or call model.eval() for local attention",
+            )
 
 
 def refuse_other_plan(plan: object) -> NoReturn:
@@ -79,7 +80,8 @@ def refuse_other_plan(plan: object) -> NoReturn:
     )
 
 
-def _context_of(context: Context | str) -> Context | None:
+def context_of(context: Context | str) -> Context | None:
+    """The open context that a model is given, itself or by name; None where there is none."""
     return get_context(context) if isinstance(context, str) else context
 
 
@@ -89,16 +91,19 @@ def with_plan(
 ) -> Any:
     """What `run(*args, **kwargs)`, the model's forward, returns with this plan.
 
-    Raises InvalidArgumentError for what the plan does not express, before any step where that can be known.
+    Raises InvalidArgumentError for what the plan does not express, before any step where that can be known; the peers
+    are told.
     """
     plan, context = here
-    _check(model, plan, args, kwargs)
+    found = context_of(context)
+    with refusals_told(found):
+        _check(model, plan, args, kwargs)
     takes_keywords = _parameters(type(model).forward)[1]
     _keep_plan_in_checkpoints(model)
     kwargs = {name: value for name, value in kwargs.items() if name not in ("plan", "distca_context")}
     if takes_keywords:  # so that it reaches compiled layers too
         kwargs |= {"plan": plan, "distca_context": context}
-    forward, found = _Forward(), _context_of(context)
+    forward = _Forward()
     before = 0 if found is None else found.step
     with using(plan, context=context):
         token = _forward.set(forward)
