@@ -305,7 +305,7 @@ def loopback_group(plans: Sequence[distca.Plan] | distca.Plan, **options: Any) -
     options = {"heap_bytes": 2 * slot_bytes, "timeout": 60.0, "max_tokens": 1} | options
     contexts = distca.loopback(plans[0].layout.num_ranks, heads=plans[0].heads, **options)
     for context in contexts:
-        context._core.fill_with_nan()
+        context._core.set_fill_with_nan(True)
     try:
         yield contexts
     finally:

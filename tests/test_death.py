@@ -206,7 +206,7 @@ def move_rows(rank: int, ranks: int, pipe: Connection, rows: int) -> None:
     layout = distca.Layout.from_documents([[64] * (rows // 64), *[[]] * (ranks - 1)])
     plan = distca.plan(layout, heads, rank=rank, tolerance=0.1, capacity=2**62)
     context = connect(rank, pipe, slot_bytes=plan.stats.slot_bytes)
-    context._core.fill_with_nan()
+    context._core.set_fill_with_nan(True)
     me = Rank(rank, pipe, context, plan)
     try:
         Path("/dev/shm/probe").touch()

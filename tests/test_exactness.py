@@ -213,7 +213,7 @@ def _shm_rank(ranks: int) -> dict[str, list[tuple[torch.Tensor, ...]]]:
             transport="shm", max_tokens=1, heads=heads, heap_bytes=heap_bytes, timeout=60.0, name=f"exactness/{name}"
         ) as context:
             assert context.transport == "shm"
-            context._core.fill_with_nan()
+            context._core.set_fill_with_nan(True)
             results[name] = [
                 run_step(random_batch(LENGTHS, heads, seed), plan, context) for seed, plan in enumerate(plans)
             ]

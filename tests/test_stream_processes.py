@@ -47,7 +47,7 @@ def steps_of_plans(rank: int, ranks: int, pipe: Connection, device: str) -> None
     slot_bytes = max(plan.stats.slot_bytes for plan in plans)
     with connect(rank, pipe, device=device, heads=HEADS, slot_bytes=slot_bytes, timeout=120.0) as context:
         assert context._core is not None
-        context._core.fill_with_nan()
+        context._core.set_fill_with_nan(True)
         with ranks_apart(context):
             results = [run_step(random_batch(LENGTHS, HEADS, seed), plan, context) for seed, plan in enumerate(plans)]
     # As words: numpy has no bfloat16, and torch's own way of sending tensors would leave memory behind.

@@ -168,7 +168,7 @@ def steps_of_plans(rank: int, ranks: int, pipe: Connection) -> None:
     options = {"device": "cpu", "control": "tcp", "heads": HEADS, "slot_bytes": slot_bytes}
     with connect(rank, pipe, timeout=120.0, **options) as context:
         assert context._core is not None
-        context._core.fill_with_nan()
+        context._core.set_fill_with_nan(True)
         results = [run_step(random_batch(LENGTHS, HEADS, seed), plan, context) for seed, plan in enumerate(plans)]
     pipe.send([[t.detach().float().numpy() for t in result] for result in results])
     pipe.send([one for one in held() if one not in before])

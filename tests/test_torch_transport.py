@@ -47,7 +47,7 @@ def join(rank: int, ranks: int, port: int) -> None:
 
 def over_torch(**options: Any) -> distca.Context:
     context = distca.init(**{"transport": "torch", "max_tokens": 1, "heads": HEADS, "timeout": 20.0} | options)
-    context._core.fill_with_nan()
+    context._core.set_fill_with_nan(True)
     return context
 
 

@@ -50,7 +50,7 @@ def random_plan(seed: int, ranks: int) -> distca.Plan:
 
 def results(seed: int, rank: int, ranks: int, context: distca.Context) -> list[list[bytes]]:
     """What a rank gets from a few steps: out, lse, dq, dk, dv as bits. Some steps have no backward."""
-    context._core.fill_with_nan()
+    context._core.set_fill_with_nan(True)
     found = []
     for step in range(STEPS):
         plan = random_plan(seed + step, ranks).for_rank(rank)

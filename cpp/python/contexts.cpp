@@ -335,7 +335,8 @@ void bind_context(py::module_& m) {
                  transfers.emplace_back(t.peer, t.bytes, t.begin_ns, t.end_ns);
              return transfers;
            })
-      .def("fill_with_nan", &runtime::Context::fill_with_nan, py::call_guard<py::gil_scoped_release>())
+      .def("set_fill_with_nan", &runtime::Context::set_fill_with_nan, py::arg("on"),
+           py::call_guard<py::gil_scoped_release>())
       .def("check", &runtime::Context::check, py::call_guard<py::gil_scoped_release>())
       .def("begin_recording", &runtime::Context::begin_recording, py::arg("headroom"), py::arg("rounds"),
            py::call_guard<py::gil_scoped_release>())

@@ -329,7 +329,7 @@ void Context::check() {
   guarded([&] { protocol_.check(); });
 }
 
-void Context::fill_with_nan() { dispatcher_.fill_with_nan(); }
+void Context::set_fill_with_nan(bool on) { dispatcher_.set_fill_with_nan(on); }
 
 void Context::abandon(uint64_t step, const std::string& why) noexcept {
   {

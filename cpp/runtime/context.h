@@ -115,7 +115,7 @@ class DISTCA_EXPORT Context {
   std::vector<Copy> take_copies() { return protocol_.trace().take_copies(); }
 
   /// For tests, before the first step: arenas and returned tensors are full of NaN when a step begins.
-  void fill_with_nan();
+  void set_fill_with_nan(bool on);
 
  private:
   /// One call at a time.

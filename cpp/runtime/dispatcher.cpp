@@ -403,8 +403,9 @@ void Dispatcher::run_rows() {
   rows_.clear();
 }
 
-void Dispatcher::fill_with_nan() {
-  fill_with_nan_ = true;
+void Dispatcher::set_fill_with_nan(bool on) {
+  fill_with_nan_ = on;
+  if (!on) return;
   for (int64_t slot = 0; slot < kNumSlots; ++slot) fill_arena(protocol_.arena(slot));
   protocol_.drain();
 }

@@ -67,7 +67,7 @@ class Dispatcher {
 
   /// For tests, before the first step: arenas are full of NaN whenever peers begin to write there, and returned tensors
   /// when a step begins. An arena is filled at the end of its use, so that credit is granted when it is without this.
-  void fill_with_nan();
+  void set_fill_with_nan(bool on);
 
  private:
   /// A range of key/value heads; query heads follow from it.
