@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -11,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from once import made_once
 
 COMPILER = os.environ.get("CXX") or shutil.which("c++") or "c++"
 
@@ -22,16 +23,8 @@ def compiled_once(
     options: Sequence[str],
     link: Sequence[str] = (),
 ) -> Path:
-    """The program, in the folder of this run of pytest. The worker that comes first compiles it, others wait."""
-    folder = factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # that of all workers
-    program = folder / name
-    with (folder / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the worker closes it, or dies
-        if not program.exists():
-            _compile(factory.mktemp(name), sources, options, link).rename(program)
-    return program
+    """The program."""
+    return made_once(factory, name, lambda folder: _compile(folder, sources, options, link))
 
 
 def _compile(folder: Path, sources: Sequence[Path], options: Sequence[str], link: Sequence[str]) -> Path:

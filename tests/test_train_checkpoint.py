@@ -28,6 +28,7 @@ from distca.train.metrics import StepResult
 from distca.train.resume import find_run, resumed_config
 from distca.train.step import train_step
 from distca.train.trainer import train
+from once import made_once
 from train_runs import one_rank
 
 # Three ranks: of two, the order in which gradients are added makes no difference.
@@ -93,10 +94,12 @@ def _whole_and_resumed(whole: TrainConfig, runs: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    runs = tmp_path_factory.mktemp("runs")
-    (runs / "whole").mkdir()
-    distca.launch(_whole_and_resumed, replace(SMALL, data=data, keep_checkpoints=3), runs, ranks=3, threads=1)
-    return runs
+    def make(runs: Path) -> Path:
+        (runs / "whole").mkdir()
+        distca.launch(_whole_and_resumed, replace(SMALL, data=data, keep_checkpoints=3), runs, ranks=3, threads=1)
+        return runs
+
+    return made_once(tmp_path_factory, "resumed_runs", make)
 
 
 @pytest.fixture

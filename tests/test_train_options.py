@@ -20,6 +20,7 @@ from distca.train.log import create_run_dir
 from distca.train.metrics import describe
 from distca.train.resume import resumed_config
 from distca.train.trainer import train
+from once import made_once
 from train_runs import one_rank
 
 SMALL = TrainConfig(steps=3, tokens_per_rank=192, hidden=32, layers=2, lr=0.01)
@@ -62,12 +63,14 @@ def _train_all(runs: dict[str, TrainConfig], folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    configs = {name: replace(SMALL, data=data, **options) for name, options in RUNS.items()}
-    name = "ping-pong, fsdp and compare"
-    configs[name] = replace(configs[name], trace=str(folder / "given.json"))
-    distca.launch(_train_all, configs, folder, ranks=2, threads=1)
-    return folder
+    def make(folder: Path) -> Path:
+        configs = {name: replace(SMALL, data=data, **options) for name, options in RUNS.items()}
+        name = "ping-pong, fsdp and compare"
+        configs[name] = replace(configs[name], trace=str(folder / "given.json"))
+        distca.launch(_train_all, configs, folder, ranks=2, threads=1)
+        return folder
+
+    return made_once(tmp_path_factory, "runs_with_options", make)
 
 
 def _metrics(run_dir: Path) -> list[dict]:
