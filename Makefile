@@ -47,7 +47,7 @@ train: build
 	$(BIN)/distca train $(ARGS)
 
 test: build
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 fuzz: build
 	$(BIN)/python -m pytest -n 2 --hypothesis-profile=fuzz tests/test_plan.py tests/test_scheduler.py \
