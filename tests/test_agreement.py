@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import pytest
@@ -55,10 +55,11 @@ def test_ranks_that_differ_are_told_who_and_in_what_and_what_to_set() -> None:
         group.tell("end")
 
 
-def test_what_is_told_fits_into_a_message() -> None:
-    longest = Terms("loopback", "cuda", 2**63, "flash", '"' * 1000)
-    told = asdict(longest) | {"problem": longest.problem[: agreement._PROBLEM_CHARACTERS], "version": "v" * 60}
-    assert len(agreement.json.dumps(told)) <= 512
+@pytest.mark.parametrize("letter", ['"', "ü", "\0", "\U0001f600"])
+def test_what_is_told_fits_into_a_message(letter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "_version", lambda: "v" * 60)
+    longest = Terms("loopback", "cuda", 2**63, "flash", letter * 1000)
+    assert len(agreement._text_of(longest).encode()) <= 512
 
 
 def heaps_of_other_sizes(rank: int, ranks: int, pipe: Connection, control: str) -> None:

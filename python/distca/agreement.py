@@ -49,8 +49,13 @@ def agree(group: dist.ProcessGroup, mine: Terms, timeout: float) -> None:
         PeerDiedError, PeerTimeoutError: where a rank has gone, or does not come within `timeout` seconds.
         InvalidArgumentError: on all ranks, where one has a problem or two differ; it names them.
     """
-    told = asdict(mine) | {"problem": mine.problem[:_PROBLEM_CHARACTERS], "version": _version()}
-    compare([json.loads(text) for text in gather_text(json.dumps(told), group, timeout)])
+    compare([json.loads(text) for text in gather_text(_text_of(mine), group, timeout)])
+
+
+def _text_of(terms: Terms) -> str:
+    """Short enough for gather_text whatever the problem's text holds."""
+    problem = "".join(c if c.isascii() and c.isprintable() else "?" for c in terms.problem[:_PROBLEM_CHARACTERS])
+    return json.dumps(asdict(terms) | {"problem": problem, "version": _version()})
 
 
 def compare(ranks: list[dict[str, object]]) -> None:
