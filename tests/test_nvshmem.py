@@ -41,7 +41,7 @@ def test_rows_on_the_host_are_refused() -> None:
 def test_a_rank_that_cannot_have_the_transport_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvshmem, "status", lambda: ("", "no such library"))
     with pytest.raises(distca.InvalidArgumentError, match="not to be had on rank 0: no such library"):
-        nvshmem.connect(None, "cuda:0", "auto", "default", {"slot_bytes": 1 << 20})
+        nvshmem.connect(None, "cuda:0", "auto", "default", {"slot_bytes": 1 << 20, "timeout": 600.0})
 
 
 def begin(rank: int, ranks: int, pipe: Connection) -> None:
@@ -75,16 +75,25 @@ class Calls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, told: list[list[str]]) -> None:
         self.of_connect: dict[str, Any] = {}
+        self.waits: list[float] = []
         self._told = iter(told)
         monkeypatch.setattr(nvshmem, "status", lambda: ("3.4.5", ""))
         monkeypatch.setattr(nvshmem.dist, "get_rank", lambda _: 0)
         monkeypatch.setattr(nvshmem.dist, "get_world_size", lambda _: len(told[0]))
-        monkeypatch.setattr(nvshmem, "gather_text", lambda mine, _: [mine, *next(self._told)[1:]])
-        monkeypatch.setattr(nvshmem.hosts, "listen", lambda _: ("listener", ["address"]))
+        monkeypatch.setattr(nvshmem, "gather_text", self._gather)
+        monkeypatch.setattr(nvshmem.hosts, "listen", self._listen)
         monkeypatch.setattr(_C, "nvshmem_problem", lambda **_: "")
         monkeypatch.setattr(_C, "nvshmem_unique_id", lambda: b"id")
         monkeypatch.setattr(_C, "nvshmem_join", lambda **_: None)
         monkeypatch.setattr(_C, "connect_nvshmem", lambda **options: self.of_connect.update(options))
+
+    def _gather(self, mine: str, group: Any, timeout: float) -> list[str]:
+        self.waits.append(timeout)
+        return [mine, *next(self._told)[1:]]
+
+    def _listen(self, group: Any, timeout: float) -> tuple[str, list[str]]:
+        self.waits.append(timeout)
+        return "listener", ["address"]
 
     def connect(self, timeout: float) -> None:
         group: Any = object()
@@ -108,6 +117,7 @@ def test_ranks_wait_for_each_other_no_longer_than_the_timeout_says(
     calls = Calls(monkeypatch, [["", "|"], ["", ""]])
     calls.connect(timeout)
     assert calls.of_connect["connect_timeout"] == expected and calls.of_connect["timeout"] == timeout
+    assert calls.waits == [timeout] * 3
 
 
 @needs_library

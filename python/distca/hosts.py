@@ -17,25 +17,27 @@ ADDRESS_VARIABLE = "DISTCA_HOST_ADDRESS"
 """The numeric address of this host where `host_address` is given none."""
 
 
-def listen(group: dist.ProcessGroup | None) -> tuple[_C.ShmListener | _C.TcpListener, list[str]]:
+def listen(
+    group: dist.ProcessGroup | None, timeout: float | None = None
+) -> tuple[_C.ShmListener | _C.TcpListener, list[str]]:
     """What this rank listens with, and the addresses of all ranks: over shared memory where all share a host, else TCP.
 
     Collective over the group; None is a group of this process alone. Raises as `host_address`, on all ranks too where
-    one cannot listen at its address.
+    one cannot listen at its address. Ranks wait for each other up to `timeout` seconds, as there.
     """
     shm = _C.ShmListener()
     if group is None:
         return shm, [shm.address]
-    addresses = gather_text(shm.address, group)
+    addresses = gather_text(shm.address, group, timeout)
     if _C.share_memory(addresses):
         return shm, addresses
     tcp, problem = None, ""
-    host = host_address(group)
+    host = host_address(group, timeout=timeout)
     try:
         tcp = _C.TcpListener(host)
     except DistcaError as error:
         problem = str(error)
-    addresses = gather_text(tcp.address if tcp else problem[:500], group)
+    addresses = gather_text(tcp.address if tcp else problem[:500], group, timeout)
     return _all_listen(tcp, addresses), addresses
 
 

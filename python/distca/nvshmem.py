@@ -73,6 +73,7 @@ def connect(
     Raises InvalidArgumentError where a rank cannot have the transport, DeviceError where NVSHMEM does not begin on one,
     on all ranks; InvalidArgumentError too where the hosts have no address at which to reach each other.
     """
+    timeout: float = options["timeout"]
     rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
     member: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "device": int(device.removeprefix("cuda:"))}
     unique_id, problem = b"", status()[1]
@@ -83,7 +84,7 @@ def connect(
     except DeviceError as error:
         problem = str(error)
     # Told to all, so that none waits for a rank that cannot come.
-    told = [text.split("|", 1) for text in _gather(f"{unique_id.hex()}|{problem[:_TOLD]}", group)]
+    told = [text.split("|", 1) for text in _gather(f"{unique_id.hex()}|{problem[:_TOLD]}", group, timeout)]
     for peer, (_, problem) in enumerate(told):
         if problem:
             raise InvalidArgumentError(f"init: transport 'nvshmem' is not to be had on rank {peer}: {problem}")
@@ -91,10 +92,10 @@ def connect(
         _C.nvshmem_join(**member, unique_id=bytes.fromhex(told[0][0]))
     except DeviceError as error:
         problem = str(error)
-    for peer, reason in enumerate(_gather(problem[:_TOLD], group)):
+    for peer, reason in enumerate(_gather(problem[:_TOLD], group, timeout)):
         if reason:
             raise DeviceError(f"init: transport 'nvshmem', rank {peer}: {reason}")
-    listener, addresses = hosts.listen(group)
+    listener, addresses = hosts.listen(group, timeout)
     return _C.connect_nvshmem(
         **member,
         attention=attention,
@@ -102,10 +103,10 @@ def connect(
         listener=listener,
         addresses=addresses,
         put_blocks=put_ctas or 0,
-        connect_timeout=min(options["timeout"], 120.0),
+        connect_timeout=min(timeout, 120.0),
         **options,
     )
 
 
-def _gather(text: str, group: dist.ProcessGroup | None) -> list[str]:
-    return gather_text(text, group) if group is not None else [text]
+def _gather(text: str, group: dist.ProcessGroup | None, timeout: float) -> list[str]:
+    return gather_text(text, group, timeout) if group is not None else [text]
