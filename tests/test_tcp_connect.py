@@ -363,7 +363,7 @@ class TestHostAddress:
         other = f"distca-tcp-1/10.1.2.4/80/{'0' * 32}"
         with pytest.raises(distca.InvalidArgumentError, match=r"rank 0 cannot listen: 192\.0\.2\.1 is not an address"):
             self.listen(other)
-        self.monkeypatch.setattr(hosts, "host_address", lambda group: "127.0.0.1")
+        self.monkeypatch.setattr(hosts, "host_address", lambda group, timeout: "127.0.0.1")
         answers = iter([_C.ShmListener().address.replace("distca-shm-1/", "distca-shm-1/0"), "no socket"])
         self.monkeypatch.setattr(hosts, "gather_text", lambda text, group, timeout=None: [text, next(answers)])
         with pytest.raises(distca.InvalidArgumentError, match="rank 1 cannot listen: no socket; DISTCA_HOST_ADDRESS"):
