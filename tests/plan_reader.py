@@ -32,24 +32,28 @@ SLOT_BYTES_WORD = 17
 CHECKSUM_BEGIN = 4
 
 
-def chain(words: Iterable[int], seed: int = 0) -> int:
-    """The 64-bit digest of a few words, as a signed word."""
-    state = seed ^ GOLDEN
-    for word in words:
-        x = state ^ (word & MASK)
+def digest(*lists: Sequence[int]) -> int:
+    """The 64-bit digest, as a signed word, of lists of words, which are spread over eight chains.
+
+    The first chain also has the lists' lengths.
+    """
+    chains = list(range(8))
+
+    def step(i: int, word: int) -> None:
+        x = chains[i] ^ (word & MASK)
+        chains[i] = (x << 29 | x >> 35) * MULTIPLIER & MASK
+
+    for words in lists:
+        step(0, len(words))
+        for i, word in enumerate(words):
+            step(i % 8, word)
+    state = GOLDEN
+    for x in chains:
+        x ^= state
         x = (x ^ (x >> 32)) * MULTIPLIER & MASK
         x = (x ^ (x >> 32)) * MULTIPLIER & MASK
         state = ((x ^ (x >> 32)) + GOLDEN) & MASK
     return state - 2**64 if state >= 2**63 else state
-
-
-def digest(words: Sequence[int]) -> int:
-    """That of many words, which are spread over four chains."""
-    chains = [0, 1, 2, 3]
-    for i, word in enumerate(words):
-        x = chains[i % 4] ^ (word & MASK)
-        chains[i % 4] = (x << 29 | x >> 35) * MULTIPLIER & MASK
-    return chain(chains, seed=len(words))
 
 
 def with_checksum(words: Sequence[int]) -> list[int]:
@@ -68,13 +72,13 @@ def with_digests(words: Sequence[int]) -> list[int]:
     tables = [
         changed[begin : begin + count * len(kind._fields)] for (begin, count), kind in zip(spans, TABLES, strict=True)
     ]
-    own = [digest(table) for kind, table in zip(TABLES, tables, strict=True) if kind not in (RankDigest, Block)]
+    own = [table for kind, table in zip(TABLES, tables, strict=True) if kind not in (RankDigest, Block)]
     first_own = Header._fields.index("rank")
     at = spans[0][0] + changed[first_own]
     if spans[0][0] <= at < spans[0][0] + spans[0][1]:
-        changed[at] = chain([*changed[first_own:number], *own])
+        changed[at] = digest(changed[first_own:number], *own)
     rank_digests = changed[spans[0][0] : spans[0][0] + spans[0][1]]
-    changed[4] = chain([changed[1], *changed[5:first_own], digest(rank_digests)])
+    changed[4] = digest(changed[1:2], changed[5:first_own], rank_digests)
     return with_checksum(changed)
 
 

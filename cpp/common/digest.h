@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 
 namespace distca {
 
@@ -30,19 +31,42 @@ class Digest {
   uint64_t state_;
 };
 
-/// Of many words, faster: in four chains, of which a processor computes steps at the same time. Word i is in chain i
-/// % 4. Every step is reversible, so one changed word always changes the digest.
+/// Of lists of many words, faster: word i of a list is in chain i % 8, and a processor takes steps of all chains at the
+/// same time. Every step is reversible, so one changed word always changes the digest.
+class ListDigest {
+ public:
+  void add(std::span<const int64_t> words) {
+    step<0>(static_cast<int64_t>(words.size()));
+    const int64_t* const end = words.data() + words.size() / kChains * kChains;
+    for (const int64_t* w = words.data(); w != end; w += kChains)
+      add_row(w, kChains, std::make_index_sequence<kChains>());
+    add_row(end, words.size() % kChains, std::make_index_sequence<kChains>());
+  }
+  uint64_t value() const {
+    Digest d;
+    for (const uint64_t chain : chains_) d.add(static_cast<int64_t>(chain));
+    return d.value();
+  }
+
+ private:
+  static constexpr size_t kChains = 8;
+
+  template <size_t kChain>
+  void step(int64_t word) {
+    chains_[kChain] = std::rotl(chains_[kChain] ^ static_cast<uint64_t>(word), 29) * 0xd6e8feb86659fd93ull;
+  }
+  /// Chains are numbered at compile time, so that they stay in registers.
+  template <size_t... kChain>
+  void add_row(const int64_t* words, size_t size, std::index_sequence<kChain...>) {
+    ((kChain < size ? step<kChain>(words[kChain]) : void()), ...);
+  }
+
+  std::array<uint64_t, kChains> chains_ = {0, 1, 2, 3, 4, 5, 6, 7};
+};
+
 inline uint64_t digest(std::span<const int64_t> words) {
-  std::array<uint64_t, 4> chains = {0, 1, 2, 3};
-  const auto step = [&](size_t chain, int64_t word) {
-    chains[chain] = std::rotl(chains[chain] ^ static_cast<uint64_t>(word), 29) * 0xd6e8feb86659fd93ull;
-  };
-  size_t i = 0;
-  for (; i + 4 <= words.size(); i += 4)
-    for (size_t c = 0; c < 4; ++c) step(c, words[i + c]);
-  for (; i < words.size(); ++i) step(i % 4, words[i]);
-  Digest d(words.size());
-  for (const uint64_t chain : chains) d.add(static_cast<int64_t>(chain));
+  ListDigest d;
+  d.add(words);
   return d.value();
 }
 

@@ -14,23 +14,26 @@ namespace distca::plan {
 /// The words of each table of a rank.
 using TableWords = std::array<std::span<const int64_t>, kNumTables>;
 
+/// The words of a header.
+inline std::span<const int64_t> header_words(const Header& header) {
+  return {reinterpret_cast<const int64_t*>(&header), static_cast<size_t>(kHeaderWords)};
+}
+
 /// Of one rank's part of a plan. Without the block table, which `validate` derives from the others.
 inline uint64_t tables_digest(const Header& header, const TableWords& tables) {
-  const std::span words(reinterpret_cast<const int64_t*>(&header), static_cast<size_t>(kHeaderWords));
-  Digest d;
-  d.add(words.subspan(kHeaderParts[1], kHeaderParts[2] - kHeaderParts[1]));
+  ListDigest d;
+  d.add(header_words(header).subspan(kHeaderParts[1], kHeaderParts[2] - kHeaderParts[1]));
   for (size_t id = kRankDigests + 1; id < kNumTables; ++id)
-    if (id != kBlocks) d.add(static_cast<int64_t>(digest(tables[id])));
+    if (id != kBlocks) d.add(tables[id]);
   return d.value();
 }
 
 /// Of a plan: of what the headers of all slices say alike, and of the digests of all ranks' tables.
 inline uint64_t plan_digest(const Header& header, std::span<const int64_t> rank_digests) {
-  const std::span words(reinterpret_cast<const int64_t*>(&header), static_cast<size_t>(kHeaderWords));
-  Digest d;
-  d.add(header.version);
-  d.add(words.subspan(kHeaderParts[0], kHeaderParts[1] - kHeaderParts[0]));
-  d.add(static_cast<int64_t>(digest(rank_digests)));
+  ListDigest d;
+  d.add({&header.version, 1});
+  d.add(header_words(header).subspan(kHeaderParts[0], kHeaderParts[1] - kHeaderParts[0]));
+  d.add(rank_digests);
   return d.value();
 }
 

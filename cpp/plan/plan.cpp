@@ -66,21 +66,15 @@ void check_options(const Layout& layout, const PlanOptions& o) {
           "cost model's units coarser or the documents shorter");
 }
 
-uint64_t layout_digest(const Layout& layout) {
-  Digest d;
-  for (const auto& rank : layout.ranks()) {
-    d.add(static_cast<int64_t>(rank.size()));
-    for (const Segment& s : rank) {
-      d.add(s.document);
-      d.add(s.begin << 32 | s.end);  // at most 2^31 each
-    }
-  }
-  return d.value();
+template <class Row, class Allocator>
+std::span<const int64_t> words_of(const std::vector<Row, Allocator>& rows) {
+  return {reinterpret_cast<const int64_t*>(rows.data()), rows.size() * (sizeof(Row) / 8)};
 }
 
-template <class Row>
-std::span<const int64_t> words_of(const std::vector<Row>& rows) {
-  return {reinterpret_cast<const int64_t*>(rows.data()), rows.size() * (sizeof(Row) / 8)};
+uint64_t layout_digest(const Layout& layout) {
+  ListDigest d;
+  for (const std::vector<Segment>& segments : layout.ranks()) d.add(words_of(segments));
+  return d.value();
 }
 
 /// All but the digests of ranks.

@@ -25,7 +25,7 @@ class Filler {
     for (uint32_t g : a_.groups_of_server[rank_]) add_group(a_.groups[g]);
     int64_t row = 0;
     for (const Segment& s : layout_.ranks()[static_cast<size_t>(rank_)]) {
-      t_.segments.push_back({s.document, s.begin, s.end});
+      add(t_.segments, {s.document, s.begin, s.end});
       if (s.document != kPadding) send_keys({s.document, s.begin, s.end, rank_, row});
       row += s.num_rows();
     }
@@ -45,6 +45,12 @@ class Filler {
     for (auto& sends : t_.sends) sends.clear();
     for (auto& receives : t_.receives) receives.clear();
     for (auto& waits : t_.waits) waits.clear();
+  }
+
+  /// In its place: a row that is copied there just after it was written makes the processor wait.
+  template <class Row>
+  static void add(Rows<Row>& rows, const Row& row) {
+    rows.emplace_back() = row;
   }
 
   RowFormat format(Phase p, Direction d, TensorKind kind, int64_t kv_heads) const {
@@ -67,14 +73,15 @@ class Filler {
       g.task_end = g.task_begin + 1;
       g.is_local = true;
       add_group(g);
-      t_.grads.push_back({0, g.kv_end, static_cast<int64_t>(GradTarget::kReturned), t->home_row, -1, -1});
+      add(t_.grads, {0, g.kv_end, static_cast<int64_t>(GradTarget::kReturned), t->home_row, -1, -1});
       t_.groups.back().grad_end = std::ssize(t_.grads);
     }
   }
 
   void add_group(const Group& g) {
     const auto placements = layout_.placements(g.document);
-    GroupRow row = {};
+    const int64_t index = std::ssize(t_.groups);
+    GroupRow& row = t_.groups.emplace_back();
     row.document = g.document;
     row.kv_head_begin = g.kv_head_begin;
     row.kv_head_end = g.kv_head_end;
@@ -99,12 +106,11 @@ class Filler {
       if (!g.is_retained()) wait(Phase::kBackward, Direction::kIn, 0, p.rank);
     }
     row.task_begin = std::ssize(t_.tasks);
-    for (size_t i = g.task_begin; i < g.task_end; ++i) add_task(tasks_[i]);
+    for (size_t i = g.task_begin; i < g.task_end; ++i) add_task(tasks_[i], index);
     row.task_end = std::ssize(t_.tasks);
     row.grad_begin = std::ssize(t_.grads);
     for (size_t i = g.gradient_begin; i < g.gradient_end; ++i) add_gradient(a_.gradients[i]);
     row.grad_end = std::ssize(t_.grads);
-    t_.groups.push_back(row);
   }
 
   void add_blocks(const Group& g) {
@@ -122,9 +128,9 @@ class Filler {
     fill_from_arena(end);
   }
 
-  void add_task(const Task& t) {
-    TaskRow row = {
-        std::ssize(t_.groups), t.q_begin, t.q_end, t.kv_begin, t.kv_end, t.home, t.home_row, -1, -1, -1, -1, -1, -1};
+  void add_task(const Task& t, int64_t group) {
+    TaskRow& row = t_.tasks.emplace_back();
+    row = {group, t.q_begin, t.q_end, t.kv_begin, t.kv_end, t.home, t.home_row, -1, -1, -1, -1, -1, -1};
     if (t.home != rank_) {  // in the order of a_.remote
       const RemoteTask& r = a_.remote[a_.remote_of_server[rank_][next_remote_++]];
       row.forward_q = r.forward_q;
@@ -134,12 +140,11 @@ class Filler {
       row.backward_lse = r.backward_lse;
       row.backward_delta = r.backward_delta;
     }
-    t_.tasks.push_back(row);
   }
 
   void add_gradient(const KeyGradient& g) {
     const bool returned = g.target == GradTarget::kReturned;
-    t_.grads.push_back({g.begin, g.end, static_cast<int64_t>(g.target), returned ? g.home_row : -1, g.dk, g.dv});
+    add(t_.grads, {g.begin, g.end, static_cast<int64_t>(g.target), returned ? g.home_row : -1, g.dk, g.dv});
     if (g.home == rank_) return;
     const Group& group = a_.groups[g.group];
     const bool partial = g.target == GradTarget::kPartial;
@@ -155,13 +160,13 @@ class Filler {
 
   void send(Phase p, Direction d, int64_t round, int64_t peer, TensorKind kind, int64_t row, int64_t source,
             int64_t num_rows, int64_t kv_head_begin, int64_t kv_head_end, int64_t target) {
-    t_.sends[static_cast<size_t>(p)].push_back({static_cast<int64_t>(d), round, peer, static_cast<int64_t>(kind), row,
-                                                source, num_rows, kv_head_begin, kv_head_end, target});
+    add(t_.sends[static_cast<size_t>(p)], {static_cast<int64_t>(d), round, peer, static_cast<int64_t>(kind), row,
+                                           source, num_rows, kv_head_begin, kv_head_end, target});
   }
   void wait(Phase p, Direction d, int64_t round, int64_t peer) {
     auto& waits = t_.waits[static_cast<size_t>(p)];
     const WaitRow row = {static_cast<int64_t>(d), round, peer};
-    if (waits.empty() || key_of(waits.back()) != key_of(row)) waits.push_back(row);
+    if (waits.empty() || key_of(waits.back()) != key_of(row)) add(waits, row);
   }
   static std::tuple<int64_t, int64_t, int64_t> key_of(const WaitRow& w) { return {w.direction, w.round, w.peer}; }
 
@@ -222,9 +227,9 @@ class Filler {
     put(Phase::kBackward, TensorKind::kLse, r.backward_lse);
     put(Phase::kBackward, TensorKind::kDelta, r.backward_delta);
     const auto receive = [&](Phase phase, int64_t round, TensorKind kind, int64_t source) {
-      t_.receives[static_cast<size_t>(phase)].push_back({round, t.server, static_cast<int64_t>(kind),
-                                                         static_cast<int64_t>(ReceiveAction::kCopy), t.home_row,
-                                                         t.num_rows(), t.kv_head_begin, t.kv_head_end, source, -1});
+      add(t_.receives[static_cast<size_t>(phase)],
+          {round, t.server, static_cast<int64_t>(kind), static_cast<int64_t>(ReceiveAction::kCopy), t.home_row,
+           t.num_rows(), t.kv_head_begin, t.kv_head_end, source, -1});
       wait(phase, Direction::kOut, round, t.server);
     };
     receive(Phase::kForward, 0, TensorKind::kOut, r.home_out);
@@ -251,8 +256,8 @@ class Filler {
       const ReceiveAction action = !partial     ? ReceiveAction::kCopy
                                    : g.is_first ? ReceiveAction::kAssign
                                                 : ReceiveAction::kAdd;
-      t_.receives[1].push_back({g.round, group.server, static_cast<int64_t>(kind), static_cast<int64_t>(action),
-                                g.home_row, g.end - g.begin, group.kv_head_begin, group.kv_head_end, source, sum});
+      add(t_.receives[1], {g.round, group.server, static_cast<int64_t>(kind), static_cast<int64_t>(action), g.home_row,
+                           g.end - g.begin, group.kv_head_begin, group.kv_head_end, source, sum});
     };
     const KeyGradientSum* sum = partial ? &a_.sums[static_cast<size_t>(g.sum)] : nullptr;
     receive(partial ? TensorKind::kDkPartial : TensorKind::kDk, g.home_dk, partial ? sum->dk : -1);

@@ -3,6 +3,8 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
+#include <new>
 #include <span>
 #include <vector>
 
@@ -10,16 +12,24 @@
 
 namespace distca::plan {
 
+/// Leaves a row that `emplace_back()` adds uninitialised: it is assigned at once, in its place.
+template <class Row>
+struct RowAllocator : std::allocator<Row> {
+  void construct(Row* row) noexcept { ::new (static_cast<void*>(row)) Row; }
+};
+template <class Row>
+using Rows = std::vector<Row, RowAllocator<Row>>;
+
 /// Everything one rank does in a step; becomes its slice.
 struct RankTables {
-  std::vector<GroupRow> groups;
-  std::vector<TaskRow> tasks;
-  std::vector<int64_t> blocks;
-  std::vector<GradRow> grads;
-  std::vector<SegmentRow> segments;
-  std::array<std::vector<SendRow>, 2> sends;
-  std::array<std::vector<ReceiveRow>, 2> receives;
-  std::array<std::vector<WaitRow>, 2> waits;
+  Rows<GroupRow> groups;
+  Rows<TaskRow> tasks;
+  Rows<int64_t> blocks;
+  Rows<GradRow> grads;
+  Rows<SegmentRow> segments;
+  std::array<Rows<SendRow>, 2> sends;
+  std::array<Rows<ReceiveRow>, 2> receives;
+  std::array<Rows<WaitRow>, 2> waits;
 };
 
 /// Fills `tables`, which keep their memory, for one rank. Without the blocks, which are most of a slice and follow from
