@@ -101,7 +101,8 @@ plan::SliceView Context::accept(std::span<const int64_t> plan_words, const HeadS
 void Context::check_once(std::span<const int64_t> plan_words) const {
   const int64_t checksum = plan::check_unaltered(plan_words);
   const std::lock_guard lock(valid_mutex_);
-  if (std::find(valid_.begin(), valid_.end(), checksum) != valid_.end()) return;
+  const auto end = valid_.begin() + static_cast<std::ptrdiff_t>(std::min(next_valid_, valid_.size()));
+  if (std::find(valid_.begin(), end, checksum) != end) return;
   plan::validate(plan_words);
   valid_[next_valid_++ % valid_.size()] = checksum;
 }
