@@ -55,8 +55,8 @@ def build(factory: pytest.TempPathFactory) -> Path:
 
     rewritten(cuda / "attention/instances.h", "attention/instances.h")
     kernels = [one for one in cuda.glob("*/*.cu") if one.parent.name != "attention" or one.stem == "kernels_64"]
-    sources = [rewritten(one, f"{one.stem}.cpp") for one in [*kernels, *FOLDER.glob("*.cu")]]
-    sources += [FOLDER.parent / "machine.cpp", *FOLDER.glob("*.cpp"), *cuda.glob("*/*.cpp")]
+    sources = [sorted(cuda.glob("*/*.cpp")), [FOLDER.parent / "machine.cpp", *sorted(FOLDER.glob("*.cpp"))]]
+    sources += [rewritten(one, f"{one.stem}.cpp") for one in [*kernels, *FOLDER.glob("*.cu")]]
     # Of headers with the same name the first is found: instances.h as rewritten, hopper.h as emulated.
     folders = [FOLDER / "headers", FOLDER, folder, FOLDER.parent, cuda, ROOT / "cpp"]
     includes = [f"-I{part}" for part in folders]

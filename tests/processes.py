@@ -38,11 +38,16 @@ _MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
+def preload() -> None:
+    """Has the server of forks import what its forks would: it is started once, by the first that needs it."""
+    lazily = ["torch.fx.experimental.symbolic_shapes"]  # half a second at the first backward
+    lazily += ["matplotlib.figure", "matplotlib.backends.backend_agg", "torch.utils.tensorboard"]  # at the end of a run
+    multiprocessing.set_forkserver_preload(["distca.train.trainer", *lazily, "pytest", "hypothesis"])
+
+
 def _processes() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    # The last is what torch imports, for half a second, at the first backward.
-    context.set_forkserver_preload(["torch", "distca", "torch.fx.experimental.symbolic_shapes"])
-    return context
+    preload()
+    return multiprocessing.get_context("forkserver")
 
 
 # ---- in the test

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import distca
+from ranks import launch
 from support import LENGTHS, NAMES, Batch, ErrorPool, needle_batch, oracle, random_batch, torch_attention
+from test_attention_features import check_features
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 NAN = float("nan")
@@ -44,33 +43,27 @@ def test_packed_documents_are_as_exact_as_pytorch(shape: tuple[int, int, int, in
     check_exactness(distca.Heads(*shape, dtype=dtype))
 
 
+def _exact_or_why_not_here() -> str:
+    try:
+        distca.attention(*[torch.zeros(1, 1, 8)] * 3)
+    except distca.InvalidArgumentError as error:
+        return str(error)
+    check_exactness(distca.Heads(16, 4, 8, 24))
+    check_exactness(distca.Heads(16, 2, 24, 8, torch.bfloat16))
+    check_exactness(distca.Heads(16, 2, 24, 8, torch.float16))
+    check_features(distca.Heads(6, 2, 24, 40), 3.0, True)
+    return "exact"
+
+
 @pytest.mark.parametrize("isa", ["plain", "avx2", "avx512", "avx512_bf16"])
-def test_every_instruction_set_is_as_exact_as_pytorch(isa: str) -> None:
+def test_every_instruction_set_is_as_exact_as_pytorch(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice is made once a process, so each has one of its own."""
-    script = (
-        "import torch, distca, test_attention as t, test_attention_features as f\n"
-        "try:\n"
-        "    distca.attention(*[torch.zeros(1, 1, 8)] * 3)\n"
-        "except distca.InvalidArgumentError as error:\n"
-        "    print('not here:', error)\n"
-        "else:\n"
-        "    t.check_exactness(distca.Heads(16, 4, 8, 24))\n"
-        "    t.check_exactness(distca.Heads(16, 2, 24, 8, torch.bfloat16))\n"
-        "    t.check_exactness(distca.Heads(16, 2, 24, 8, torch.float16))\n"
-        "    f.check_features(distca.Heads(6, 2, 24, 40), 3.0, True)\n"
-        "    print('exact')\n"
-    )
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    ran = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"DISTCA_CPU_ISA": isa, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr
-    if isa != "plain" and ran.stdout.startswith("not here:"):
-        pytest.skip(ran.stdout.strip())
-    assert ran.stdout == "exact\n"
+    monkeypatch.setenv("DISTCA_CPU_ISA", isa)
+    [found] = launch(_exact_or_why_not_here, ranks=1)
+    if isa != "plain" and found != "exact":
+        assert found.startswith(f'environment variable DISTCA_CPU_ISA is "{isa}"')
+        pytest.skip(found)
+    assert found == "exact"
 
 
 def test_without_tasks_all_rows_are_one_causal_document() -> None:

@@ -16,6 +16,7 @@ from distca.bench import gpu, gpu_transport, transport
 from distca.bench.harness import Result, Row, median_ratio, seconds, spread, write_report
 from distca.bench.peers import AllGather, AllToAll
 from distca.cli import main
+from ranks import launch
 from support import oracle, random_batch
 
 LENGTHS = (64, 8, 128)
@@ -51,7 +52,7 @@ def _rows_of(peer: type, rank: int, ranks: int) -> torch.Tensor:
 
 
 def test_the_peers_that_are_timed_compute_the_same_attention() -> None:
-    of_ranks = distca.launch(_peers_on_a_rank, ranks=2, threads=1)
+    of_ranks = launch(_peers_on_a_rank, ranks=2)
     out, _, *gradients = oracle(random_batch(LENGTHS, HEADS, 3))
     for index, peer in enumerate((AllGather, AllToAll)):
         for rank in range(2):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import distca
+from ranks import launch
 from support import (
     LAYOUTS,
     LENGTHS,
@@ -222,7 +223,7 @@ def _shm_rank(ranks: int) -> dict[str, list[tuple[torch.Tensor, ...]]]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_shm_processes_are_as_exact_as_pytorch_and_bitwise_equal_to_loopback(ranks: int) -> None:
-    of_ranks = distca.launch(_shm_rank, ranks, ranks=ranks, threads=1)
+    of_ranks = launch(_shm_rank, ranks, ranks=ranks)
     for name, shape in SHM_HEADS.items():
         heads = distca.Heads(*shape)
         pool = ErrorPool(heads.dtype)

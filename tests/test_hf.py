@@ -13,6 +13,7 @@ import distca.integrations.hf
 from distca.train.checkpoint import Trained
 from distca.train.data import NO_TARGET, Batch
 from distca.train.step import train_step
+from ranks import launch
 
 HEADS = distca.Heads(q=4, kv=2, dim=8)
 VOCABULARY = 61
@@ -114,7 +115,7 @@ def _all_cases() -> tuple[list[tuple[float, dict[str, torch.Tensor]]], str]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[tuple[list[tuple[float, dict[str, torch.Tensor]]], str]]:
-    return distca.launch(_all_cases, ranks=2, threads=1)
+    return launch(_all_cases, ranks=2)
 
 
 def _reference(name: str) -> tuple[float, dict[str, torch.Tensor]]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import distca
+from ranks import launch
 
 launch_module = importlib.import_module("distca.launch")  # the attribute of that name is the function
 
@@ -82,33 +83,44 @@ def test_values_come_back_in_rank_order_from_an_initialised_group() -> None:
     assert results == [("hello", rank, [str(rank), str(rank), "3", "3"], 1, 6.0) for rank in range(3)]
 
 
+def test_forked_ranks_are_as_spawned_ones_and_see_the_environment_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else a rank may do is tried with ranks that start fast: how it is told is the same."""
+    for greeting in ("hello", "hello again"):
+        monkeypatch.setenv("GREETING", greeting)
+        results = launch(_about_this_rank, greeting, ranks=2)
+        assert results == [(greeting, rank, [str(rank), str(rank), "2", "2"], 1, 3.0) for rank in range(2)]
+        assert launch(os.getenv, "GREETING", ranks=1) == [greeting]
+    monkeypatch.delenv("GREETING")
+    assert launch(os.getenv, "GREETING", ranks=1) == [None]
+
+
 def test_an_exception_names_its_rank_and_brings_its_traceback_not_that_of_the_echo() -> None:
     with pytest.raises(distca.DistcaError, match="rank 1 of 2 failed: LookupError: no such thing") as caught:
-        distca.launch(_fails_on_rank_1, ranks=2, threads=1)
+        launch(_fails_on_rank_1, ranks=2)
     assert caught.value.rank == 1
     assert "in _fails_on_rank_1" in str(caught.value)
 
 
 def test_a_killed_rank_is_named_with_its_signal() -> None:
     with pytest.raises(distca.DistcaError, match="rank 1 of 2 was killed by signal SIGKILL"):
-        distca.launch(_killed_on_rank_1, ranks=2, threads=1)
+        launch(_killed_on_rank_1, ranks=2)
 
 
 def test_a_rank_that_hangs_after_another_failed_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_module, "GRACE_SECONDS", 0.1)
     with pytest.raises(distca.DistcaError, match="rank 0 of 2 failed: LookupError: the first failure") as caught:
-        distca.launch(_hangs_when_rank_0_fails, ranks=2, threads=1)
+        launch(_hangs_when_rank_0_fails, ranks=2)
     assert "rank 1 then ended: did not end within" in str(caught.value)
 
 
 def test_a_value_that_cannot_be_pickled_is_an_error() -> None:
     with pytest.raises(distca.DistcaError, match=r"rank 0 of 1 failed: .*returned lock cannot be pickled"):
-        distca.launch(_returns_a_lock, ranks=1)
+        launch(_returns_a_lock, ranks=1)
 
 
 def test_a_rank_that_exits_without_returning_is_an_error() -> None:
     with pytest.raises(distca.DistcaError, match="rank 0 of 1 exited with code 0 without returning"):
-        distca.launch(_vanishes, ranks=1)
+        launch(_vanishes, ranks=1)
 
 
 def test_wrong_arguments_are_refused_before_anything_starts() -> None:
@@ -118,6 +130,8 @@ def test_wrong_arguments_are_refused_before_anything_starts() -> None:
         distca.launch(_vanishes, ranks=0)
     with pytest.raises(distca.InvalidArgumentError, match="threads is 0"):
         distca.launch(_vanishes, ranks=1, threads=0)
+    with pytest.raises(distca.InvalidArgumentError, match="start_method is 'fork', must be one of spawn, forkserver"):
+        distca.launch(_vanishes, ranks=1, start_method="fork")
 
 
 def _start_script(folder: Path, function: str) -> subprocess.Popen[str]:

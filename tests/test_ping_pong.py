@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import distca
 from distca import steps as parts
 from distca.integrations import hf  # noqa: F401
+from ranks import launch
 from support import loopback_group, on_all_ranks, outcomes
 from test_models import FAMILIES, GQA, VOCABULARY
 from train_runs import one_rank
@@ -400,7 +401,7 @@ def test_gradients_under_a_wrapper_are_the_mean_over_ranks_of_those_without() ->
     with loopback_group(plans) as contexts:
         per_rank = on_all_ranks(contexts, work)
     expected = [(a + b) / 2 for a, b in zip(*per_rank, strict=True)]
-    for rank in distca.launch(_wrapped, ranks=2):
+    for rank in launch(_wrapped, ranks=2):
         for wrapper, (grads, whole) in rank.items():
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(grads, expected, strict=True)), wrapper
             assert whole == (0 if wrapper == "ddp" else 4 * sum(g.numel() for g in expected)), wrapper

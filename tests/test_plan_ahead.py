@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 
 import distca
+from ranks import launch
 
 HEADS = distca.Heads(q=2, kv=1, dim=8)
 
@@ -193,7 +194,7 @@ def _cases() -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, object]]:
-    return distca.launch(_cases, ranks=2, threads=1)
+    return launch(_cases, ranks=2)
 
 
 def test_loaders_may_end_at_different_steps(two_ranks) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import distca
 from distca.cli import main
 from distca.train.checkpoint import whole_checkpoints
 from distca.train.cli import train_rank
@@ -22,6 +21,7 @@ from distca.train.config import ConfigError, TrainConfig
 from distca.train.data import NO_TARGET, Batches, Corpus, DataError, pack_steps, read_corpus
 from distca.train.log import create_run_dir
 from distca.train.trainer import learning_rate_factor
+from ranks import launch
 
 # ---- data ----
 
@@ -273,7 +273,9 @@ def _assert_gone(pids: dict[str, int]) -> None:
 
 
 def test_a_run_learns_and_writes_metrics_and_summary(data: Path, tmp_path: Path) -> None:
-    with _start(_command(tmp_path, "--steps", "12")) as process:
+    """Under torchrun; the runs below start their ranks themselves."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable]
+    with _start([*torchrun, *_command(tmp_path, "--steps", "12")]) as process:
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     metrics = _metrics(tmp_path)
@@ -291,29 +293,20 @@ def test_a_run_learns_and_writes_metrics_and_summary(data: Path, tmp_path: Path)
     assert summary["loss_ratio"] < 0.9
     assert (summary["steps"], summary["files_skipped"], summary["interrupted"]) == (12, 1, False)
     assert json.loads((tmp_path / "runs" / "run" / "config.json").read_text())["balance"] == "on"
-    assert "finished after 12 steps" in out and "files skipped as they are not UTF-8 text: 1" in out
+    assert out.count("finished after 12 steps") == 1 and "files skipped as they are not UTF-8 text: 1" in out
     assert "12/12" in err and "imbalance" in err
 
 
-def test_torchrun_may_start_the_ranks(data: Path, tmp_path: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable]
-    with _start([*torchrun, *_command(tmp_path, "--steps", "3")]) as process:
-        out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert len(_metrics(tmp_path)) == _summary(tmp_path)["steps"] == 3
-    assert out.count("finished after 3 steps") == 1
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("number", "num_ranks"), [(signal.SIGINT, 2), (signal.SIGTERM, 1)])
 def test_an_interrupt_ends_all_ranks_after_a_whole_step_with_the_summary(
-    number: signal.Signals, data: Path, tmp_path: Path
+    number: signal.Signals, num_ranks: int, data: Path, tmp_path: Path
 ) -> None:
-    with _start(_command(tmp_path, "--steps", "100000")) as process:
+    with _start(_command(tmp_path, "--steps", "100000", "--ranks", str(num_ranks))) as process:
         _wait_for_first_step(tmp_path, process)
         ranks = _ranks_of(process)
         process.send_signal(number)
         out, err = process.communicate(timeout=150)
-    assert (process.returncode, sorted(ranks)) == (130, ["distca-rank-0", "distca-rank-1"]), err
+    assert (process.returncode, sorted(ranks)) == (130, [f"distca-rank-{rank}" for rank in range(num_ranks)]), err
     summary = _summary(tmp_path)
     assert summary["interrupted"] and summary["steps"] == len(_metrics(tmp_path)) < 100000
     assert list(whole_checkpoints(tmp_path / "runs" / "run")) == [summary["steps"]]
@@ -346,7 +339,7 @@ def test_the_same_seed_gives_the_same_losses_whether_balanced_or_not(data: Path,
         folder = tmp_path / f"{balance}, {dtype}"
         folder.mkdir()
         configs.append(replace(small, balance=balance, dtype=dtype, runs_dir=folder))
-    distca.launch(_train_each, configs, ranks=3, threads=1)
+    launch(_train_each, configs, ranks=3)
     on, off, in_bf16 = (
         [json.loads(line) for line in (config.runs_dir / "metrics.jsonl").read_text().splitlines()]
         for config in configs

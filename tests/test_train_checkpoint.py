@@ -29,6 +29,7 @@ from distca.train.resume import find_run, resumed_config
 from distca.train.step import train_step
 from distca.train.trainer import train
 from once import made_once
+from ranks import launch
 from train_runs import one_rank
 
 # Three ranks: of two, the order in which gradients are added makes no difference.
@@ -96,7 +97,7 @@ def _whole_and_resumed(whole: TrainConfig, runs: Path) -> None:
 def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     def make(runs: Path) -> Path:
         (runs / "whole").mkdir()
-        distca.launch(_whole_and_resumed, replace(SMALL, data=data, keep_checkpoints=3), runs, ranks=3, threads=1)
+        launch(_whole_and_resumed, replace(SMALL, data=data, keep_checkpoints=3), runs, ranks=3)
         return runs
 
     return made_once(tmp_path_factory, "resumed_runs", make)
@@ -134,7 +135,7 @@ def test_a_resumed_run_has_the_weights_of_one_that_was_not_interrupted_to_the_bi
 def test_resuming_on_more_ranks_with_the_same_tokens_a_step_gives_the_same_losses(whole: Path, tmp_path: Path) -> None:
     run_dir = _back_to(tmp_path / "run", 2, source=whole)
     config = resumed_config(run_dir, {"ranks": 4, "tokens_per_rank": 48})
-    distca.launch(train_rank, config, run_dir, ranks=4, threads=1)
+    launch(train_rank, config, run_dir, ranks=4)
     assert _losses(run_dir) == pytest.approx(_losses(whole), rel=1e-6)
 
 

@@ -25,6 +25,7 @@ from distca.train.model import check_positions, model_config
 from distca.train.resume import resumed_config
 from distca.train.tokens import Tokenizer
 from distca.train.trainer import train
+from ranks import launch
 from train_runs import one_rank
 
 WORDS = [f"word{number}" for number in range(30)]
@@ -188,7 +189,7 @@ def test_a_checkpoint_with_longrope_has_the_losses_of_one_packed_row_on_one_and_
     two = _config(files, model=str(tmp_path / "phi3"), runs_dir=tmp_path, name="two")
     one = replace(two, name="one", ranks=1, tokens_per_rank=128)
     two_dir, one_dir = create_run_dir(two), create_run_dir(one)
-    distca.launch(train_rank, two, two_dir, ranks=2, threads=1)
+    launch(train_rank, two, two_dir, ranks=2)
     with one_rank():
         train(one, one_dir)
     corpus = read_corpus(two.data, 1.0, Tokenizer(two.tokenizer))
@@ -208,7 +209,7 @@ def test_a_checkpoint_of_alternating_windows_trains_resumes_and_is_the_same_on_t
     two = _config(files, runs_dir=tmp_path, name="two", compare=True)
     one = replace(two, name="one", ranks=1, tokens_per_rank=128, checkpoint_every=1, compare=False)
     two_dir, one_dir = create_run_dir(two), create_run_dir(one)
-    distca.launch(train_rank, two, two_dir, ranks=2, threads=1)
+    launch(train_rank, two, two_dir, ranks=2)
     with one_rank():
         train(one, one_dir)
     losses = _losses(one_dir)

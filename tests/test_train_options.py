@@ -21,6 +21,7 @@ from distca.train.metrics import describe
 from distca.train.resume import resumed_config
 from distca.train.trainer import train
 from once import made_once
+from ranks import launch
 from train_runs import one_rank
 
 SMALL = TrainConfig(steps=3, tokens_per_rank=192, hidden=32, layers=2, lr=0.01)
@@ -67,7 +68,7 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         configs = {name: replace(SMALL, data=data, **options) for name, options in RUNS.items()}
         name = "ping-pong, fsdp and compare"
         configs[name] = replace(configs[name], trace=str(folder / "given.json"))
-        distca.launch(_train_all, configs, folder, ranks=2, threads=1)
+        launch(_train_all, configs, folder, ranks=2)
         return folder
 
     return made_once(tmp_path_factory, "runs_with_options", make)

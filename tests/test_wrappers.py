@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import distca
+from ranks import launch
 from support import loopback_group, on_all_ranks
 
 HEADS = distca.Heads(q=4, kv=2, dim=16)
@@ -173,7 +174,7 @@ def _wrapped_gradients(wrapper: str, transport: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("wrapper", "transport"), [("fsdp2", "shm"), ("ddp", "shm"), ("ddp", "torch")])
 def test_accumulated_gradients_under_a_wrapper_are_the_mean_of_those_without(wrapper: str, transport: str) -> None:
-    found = distca.launch(_wrapped_gradients, wrapper, transport, ranks=2)
+    found = launch(_wrapped_gradients, wrapper, transport, ranks=2)
 
     def work(context: distca.Context, _: distca.Plan) -> list[torch.Tensor]:
         model = models[context.rank]
