@@ -135,7 +135,8 @@ class _Rank:
 
     def signal(self, number: int) -> None:
         if self.running and self.process.pid is not None and self.process.is_alive():
-            os.kill(self.process.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it ended since; a server of forks has taken it away
+                os.kill(self.process.pid, number)
 
 
 def launch(
@@ -318,6 +319,7 @@ def _rank_main(
     _die_with_parent()
     os.environ.clear()
     os.environ.update(environment)
+    gc.freeze()  # what is imported by now stays: collections need not look through it
     _name_process(f"distca-rank-{rank}")
     os.setpgid(0, 0)  # a Ctrl-C at the terminal reaches the parent alone, which passes it on exactly once
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # outside the terminal's own process group, printing must not stop us
