@@ -49,6 +49,7 @@ class Copy:
 
     def __init__(self, folder: Path, build_jobs: int) -> None:
         self.build_jobs = build_jobs
+        self.output = ""  # of the last run of tests
         self.tree = folder / "tree"
         self.build_folder = folder / "build"
         made_by_tools = (".git", ".venv", "build", "dist", "runs", "*.so", "*.egg-info", "__pycache__", ".*_cache")
@@ -99,6 +100,7 @@ class Copy:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        self.output = output
         if process.returncode == 0:
             return ""
         if process.returncode in (4, 5):
@@ -147,6 +149,7 @@ def main() -> int:
         parts = [tuple(files[job::jobs]) for job in range(min(jobs, len(files)))]
         failures = list(pool.map(Copy.failing_test, copies, parts))
         if failure := next(filter(None, failures), ""):
+            print(*(copy.output for copy, failed in zip(copies, failures, strict=False) if failed), sep="\n")
             print(f"the tests fail without any fault: {failure}")
             return 1
         print(f"{'fault':<60} {'file':<36} {'seconds':>7}  caught by", flush=True)

@@ -9,6 +9,7 @@ processes have ended can then be told from everything else on the machine.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import multiprocessing
 import os
@@ -38,16 +39,19 @@ _MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def preload() -> None:
-    """Has the server of forks import what its forks would: it is started once, by the first that needs it."""
-    lazily = ["torch.fx.experimental.symbolic_shapes"]  # half a second at the first backward
-    lazily += ["matplotlib.figure", "matplotlib.backends.backend_agg", "torch.utils.tensorboard"]  # at the end of a run
-    multiprocessing.set_forkserver_preload(["distca.train.trainer", *lazily, "pytest", "hypothesis"])
+# What the server of forks imports, so that its forks need not; see also ranks.py. The last is what torch imports, for
+# half a second, at the first backward.
+multiprocessing.set_forkserver_preload(["distca", "torch.fx.experimental.symbolic_shapes"])
 
 
+@functools.cache
 def _processes() -> Any:
-    preload()
-    return multiprocessing.get_context("forkserver")
+    """The server has imported all that once this returns, so that no test's limit of time counts it."""
+    context = multiprocessing.get_context("forkserver")
+    first = context.Process(target=int)
+    first.start()
+    first.join()
+    return context
 
 
 # ---- in the test
