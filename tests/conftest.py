@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -26,9 +28,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: half a second less for every collection of garbage, of which runs have dozens."""
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # what is imported stays: half a second less for every collection of garbage, of which runs have dozens
+    if "processes" in sys.modules:
+        forkserver.ensure_running()  # not within a test, whose changes of the environment all forks would have
 
 
 @pytest.fixture(autouse=True)
