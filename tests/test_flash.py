@@ -168,26 +168,21 @@ def test_the_gradient_of_sinks_by_aten_is_that_of_the_cpu_kernel_where_a_row_has
 
 
 @pytest.mark.parametrize(
-    ("heads", "options", "message"),
+    ("dims", "dtype", "options", "message"),
     [
-        (distca.Heads(2, 1, 16, dtype=torch.float32), {}, "float32; bfloat16 and float16 are supported"),
-        (distca.Heads(2, 1, 16, 24, torch.bfloat16), {}, "head dim 16, v has 24; equal ones"),
-        (
-            distca.Heads(2, 1, 16, dtype=torch.bfloat16),
-            {"softcap": 3.0},
-            "softcap = 3; ATen's flash attention has none",
-        ),
-        (distca.Heads(2, 1, 20, dtype=torch.bfloat16), {}, "head dim 20; multiples of 8 from 8 to 256"),
-        (distca.Heads(2, 1, 264, dtype=torch.bfloat16), {}, "head dim 264; multiples of 8 from 8 to 256"),
+        ((16, 16), torch.float32, {}, "float32; bfloat16 and float16 are supported"),
+        ((16, 24), torch.bfloat16, {}, "head dim 16, v has 24; equal ones"),
+        ((16, 16), torch.bfloat16, {"softcap": 3.0}, "softcap = 3; ATen's flash attention has none"),
+        ((20, 20), torch.bfloat16, {}, "head dim 20; multiples of 8 from 8 to 256"),
+        ((264, 264), torch.bfloat16, {}, "head dim 264; multiples of 8 from 8 to 256"),
     ],
     ids=["fp32", "values of another dim", "softcap", "dim 20", "dim 264"],
 )
 def test_what_flash_lacks_is_an_error_that_names_what_is_supported(
-    device: torch.device, heads: distca.Heads, options: dict[str, float], message: str
+    device: torch.device, dims: tuple[int, int], dtype: torch.dtype, options: dict[str, float], message: str
 ) -> None:
     q, k, v = (
-        torch.zeros(4, n, d, dtype=heads.dtype, device=device)
-        for n, d in ((heads.q, heads.dim), (heads.kv, heads.dim), (heads.kv, heads.value_dim))
+        torch.zeros(4, n, dim, dtype=dtype, device=device) for n, dim in ((2, dims[0]), (1, dims[0]), (1, dims[1]))
     )
     with pytest.raises(RuntimeError, match=f"distca InvalidArgumentError: .*{message}"):
         flash(q, k, v, torch.tensor([[0, 4, 0, 4]]), **options)

@@ -186,7 +186,7 @@ def test_it_says_what_servers_would_keep_and_what_that_saves(
         (["--lengths", "{lengths}", "--ranks", "1", "--tokens-per-rank", "3"], "tokens_per_rank = 3; an even"),
         (["--lengths", "{lengths}", *DRAW, "--tolerance", "nan"], "tolerance = nan"),
         (["--lengths", "{lengths}", *DRAW, "--q-heads", "7"], "7 query heads"),
-        (["--lengths", "{lengths}", *DRAW, "--servers", "4"], "servers[0] = 4"),
+        (["--lengths", "{lengths}", *DRAW, "--servers", "4"], "servers = [4]; ranks from 0 to 3"),
         (["--lengths", "{lengths}", *DRAW, "--retain-bytes", "-1"], "retain_bytes = -1"),
         (["--workload", "{lengths}"], '"documents"'),
     ],

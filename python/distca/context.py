@@ -16,6 +16,7 @@ import torch.distributed as dist
 from distca import _C, hosts, nvshmem
 from distca import nsys as ranges
 from distca.agreement import Terms, agree
+from distca.arguments import check_type, is_number, is_whole
 from distca.cost import CostModel
 from distca.errors import DeviceError, InvalidArgumentError, refusals_told
 from distca.exchange import Exchange, gather_text
@@ -184,6 +185,17 @@ def get_context(name: str = "default") -> Context | None:
     return _contexts.get(name)
 
 
+def find_context(context: Context | str) -> Context | None:
+    """The context, or the open one of that name. Raises InvalidArgumentError for anything else."""
+    if isinstance(context, Context):
+        return context
+    if not isinstance(context, str):
+        raise InvalidArgumentError(
+            f"context is a {type(context).__name__}; a distca.Context, or the name of one, is expected"
+        )
+    return _contexts.get(context)
+
+
 def collective(function: _Function) -> _Function:
     """A function with a keyword argument `context`, each call of which is collective, also one that is refused."""
 
@@ -192,7 +204,7 @@ def collective(function: _Function) -> _Function:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         context = kwargs.get("context", "default")
-        with refusals_told(context if isinstance(context, Context) else _contexts.get(context)):
+        with refusals_told(find_context(context)):
             return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
@@ -270,6 +282,12 @@ def init(
         raise InvalidArgumentError("init: transport 'torch' has no link; use 'shm' to emulate one")
     device = _device_name(device)
     nsys = ranges.wanted(nsys)
+    if not isinstance(name, str):
+        raise InvalidArgumentError(f"init: name = {name!r}; a string is expected")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise InvalidArgumentError(
+            f"init: group is a {type(group).__name__}; a torch.distributed.ProcessGroup, as of new_group, is expected"
+        )
     if name in _contexts:
         raise InvalidArgumentError(f"init: context {name!r} exists already; close it first, or choose another name")
     if group is None and dist.is_available() and dist.is_initialized():
@@ -452,7 +470,7 @@ def _device_name(device: torch.device | str) -> str:
     """``"cpu"``, or ``"cuda:"`` and the number of a device that is there."""
     try:
         device = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise InvalidArgumentError(f"init: device = {device!r}; {error}") from None
     if device.type not in ("cpu", "cuda"):
         raise InvalidArgumentError(f"init: device = {str(device)!r}; cpu and cuda are supported")
@@ -468,6 +486,9 @@ def _device_name(device: torch.device | str) -> str:
 
 def _core_options(slot_bytes: int, timeout: float, cost: CostModel) -> dict[str, Any]:
     """What every transport's constructor in ``_C`` takes."""
+    if not is_number(timeout, 0.0, float("inf")):
+        raise InvalidArgumentError(f"init: timeout = {timeout!r}; a number of seconds is expected")
+    check_type("init", "cost", cost, CostModel, 'distca.CostModel.load("pairs")')
     return {
         "slot_bytes": slot_bytes,
         "timeout": float(timeout),
@@ -481,9 +502,12 @@ def _slot_bytes(num_ranks: int, max_tokens: int, heads: Heads, heap_bytes: int |
     A server may need the keys of a document that spans all ranks, with their gradients in fp32, and the rows of tasks
     worth a few times its own tokens.
     """
-    if max_tokens < 1:
-        raise InvalidArgumentError(f"init: max_tokens = {max_tokens}; at least 1 is expected")
+    if not is_whole(max_tokens, 1):
+        raise InvalidArgumentError(f"init: max_tokens = {max_tokens!r}; at least 1 is expected")
+    check_type("init", "heads", heads, Heads, "distca.Heads(q=8, kv=2, dim=64)")
     if heap_bytes is not None:
+        if not is_whole(heap_bytes, 1):
+            raise InvalidArgumentError(f"init: heap_bytes = {heap_bytes!r}; a number of bytes is expected")
         slot_bytes = heap_bytes // 2 // _EXTENT_ALIGNMENT * _EXTENT_ALIGNMENT
         if slot_bytes <= 0:
             raise InvalidArgumentError(f"init: heap_bytes = {heap_bytes}; at least {2 * _EXTENT_ALIGNMENT} are needed")

@@ -53,6 +53,9 @@ class CostModel:
             num_keys_octaves=widths.pop() if widths else 0,
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     @classmethod
     def load(cls, source: str | Path, *, phases: Sequence[str] = _PHASES) -> CostModel:
         """From a file that `distca profile` wrote, or by name.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from operator import index
 
 import torch
 
+from distca.arguments import is_whole
 from distca.errors import InvalidArgumentError
 
 #: Short names, for the command line.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MOST_HEADS, _LARGEST_DIM = 4096, 256
 _DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -23,6 +26,9 @@ class Heads:
         dim: dimension of a query or key head, a multiple of 8 up to 256.
         v_dim: dimension of a value head; ``dim`` by default.
         dtype: ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``.
+
+    Raises:
+        InvalidArgumentError: for numbers or a dtype that are not allowed.
     """
 
     q: int
@@ -37,6 +43,20 @@ class Heads:
         if self.dtype not in _DTYPE_NUMBERS:
             allowed = ", ".join(map(str, _DTYPE_NUMBERS))
             raise InvalidArgumentError(f"heads: dtype = {self.dtype}; {allowed} are supported")
+        for name in ("q", "kv", "dim", "v_dim"):
+            number = getattr(self, name)
+            if not is_whole(number, 0):
+                raise InvalidArgumentError(f"heads: {name} = {number!r}; a number is expected")
+            object.__setattr__(self, name, index(number))
+        if not (1 <= self.kv <= self.q <= _MOST_HEADS and self.q % self.kv == 0):
+            raise InvalidArgumentError(
+                f"heads: {self.q} query heads and {self.kv} key/value heads; 1 to {_MOST_HEADS} query heads that are a "
+                "multiple of the key/value heads are allowed"
+            )
+        if not all(8 <= dim <= _LARGEST_DIM and dim % 8 == 0 for dim in (self.dim, self.value_dim)):
+            raise InvalidArgumentError(
+                f"heads: dim = {self.dim}, v_dim = {self.v_dim}; multiples of 8 from 8 to {_LARGEST_DIM} are allowed"
+            )
 
     @property
     def value_dim(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from distca import _C
+from distca.arguments import is_whole, listed
 from distca.errors import InvalidArgumentError
 
 #: The document number of padding rows in a layout.
@@ -32,10 +33,26 @@ class Layout:
     _longest_of_whole: int | None = None  # where this is a half of a layout
 
     def __init__(self, ranks: Sequence[Sequence[tuple[int, int, int]]]) -> None:
+        ranks = [
+            [tuple(listed("layout", "a segment", segment, "(document, begin, end)")) for segment in of_rank]
+            for of_rank in _lists_of_ranks(ranks, "segments (document, begin, end)")
+        ]
+        if any(len(segment) != 3 for of_rank in ranks for segment in of_rank):
+            raise _bad_segment(ranks)
         try:
             self._core = _C.Layout([[(index(d), index(b), index(e)) for d, b, e in segments] for segments in ranks])
         except TypeError:
             raise _bad_segment(ranks) from None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its segments: it is checked again when it is made of them."""
+        segments = [self.segments(rank) for rank in range(self.num_ranks)]
+        return {"segments": segments, "longest_of_whole": self._longest_of_whole}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._core = _C.Layout(state["segments"])
+        if state["longest_of_whole"] is not None:
+            self._longest_of_whole = state["longest_of_whole"]
 
     @classmethod
     def _wrap(cls, core: _C.Layout) -> Layout:
@@ -50,6 +67,7 @@ class Layout:
         Args:
             lengths: for each rank the lengths of its documents, in tokens; a rank may have none.
         """
+        lengths = _lists_of_ranks(lengths, "lengths")
         try:
             return cls._wrap(_C.Layout.from_documents([[index(n) for n in rank] for rank in lengths]))
         except TypeError:
@@ -64,6 +82,7 @@ class Layout:
             ranks: number of ranks; the last ones may stay empty.
             tokens_per_rank: tokens that fit on one rank.
         """
+        lengths = listed("layout", "lengths", lengths, "a list of lengths")
         try:
             return cls._wrap(_C.Layout.packed([index(n) for n in lengths], ranks, tokens_per_rank))
         except TypeError:
@@ -77,6 +96,7 @@ class Layout:
             lengths: lengths in tokens; any, no padding is needed.
             ranks: number of ranks.
         """
+        lengths = listed("layout", "lengths", lengths, "a list of lengths")
         try:
             return cls._wrap(_C.Layout.head_tail([index(n) for n in lengths], ranks))
         except TypeError:
@@ -118,14 +138,18 @@ class Layout:
         return f"Layout({self.num_ranks} ranks, {len(self.document_lengths)} documents, rows {rows})"
 
 
-def _is_row_number(n: Any, least: int) -> bool:
-    return hasattr(n, "__index__") and least <= index(n) <= _MOST_ROWS
+def _lists_of_ranks(value: Any, what: str) -> list[list[Any]]:
+    ranks = listed("layout", "its argument", value, f"a list of {what} for each rank")
+    return [
+        listed("layout", f"rank {r}", of, f"a list of {what} for each rank, [[...], [...]],")
+        for r, of in enumerate(ranks)
+    ]
 
 
 def _bad_length(lengths: Iterable[tuple[str, Any]]) -> InvalidArgumentError:
     """What to raise for lengths, each with where it is, that are not all integers the core can take."""
     for document, (where, n) in enumerate(lengths):
-        if not _is_row_number(n, 1):
+        if not is_whole(n, 1, _MOST_ROWS):
             return InvalidArgumentError(
                 f"layout: document {document}{where} has length {n!r}; 1 to {_MOST_ROWS} are allowed"
             )
@@ -135,7 +159,7 @@ def _bad_length(lengths: Iterable[tuple[str, Any]]) -> InvalidArgumentError:
 def _bad_segment(ranks: Iterable[Iterable[Any]]) -> InvalidArgumentError:
     for rank, segments in enumerate(ranks):
         for number, segment in enumerate(segments):
-            if not all(_is_row_number(n, PADDING) for n in segment):
+            if len(segment) != 3 or not all(is_whole(n, PADDING, _MOST_ROWS) for n in segment):
                 return InvalidArgumentError(
                     f"layout: rank {rank}, segment {number} is {segment!r}; integers (document, begin, end) up to "
                     f"{_MOST_ROWS} are allowed"

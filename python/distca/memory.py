@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distca.arguments import check_type
 from distca.context import Context, get_context
 from distca.errors import InvalidArgumentError
 from distca.planning import ArenaBytes, Plan
@@ -75,6 +76,8 @@ def memory_report(*plans: Plan, context: Context | str | None = None, layers: in
         InvalidArgumentError: without a plan, for plans of different numbers of ranks, or for a context that is not
             open or has other ranks; unless there is a layer.
     """
+    for plan in plans:
+        check_type("memory_report", "a plan", plan, Plan, "distca.plan(layout, heads)")
     here = context if isinstance(context, Context) else get_context(context or "default")
     if here is None and context is not None:
         raise InvalidArgumentError(f"memory_report: there is no context {context!r}")

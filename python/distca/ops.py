@@ -18,6 +18,8 @@ from distca.planning import Plan
 from distca.steps import (
     as_autocast,
     check_plans,
+    check_rows,
+    check_tensors,
     is_deterministic,
     refuse_forward_mode,
     retained_bytes,
@@ -80,9 +82,12 @@ def core_attention(
             raise ContextPoisonedError.
     """
     check_plans("core_attention", plan, plan_backward)
+    check_tensors("core_attention", q, k, v, sinks)
     if torch.compiler.is_compiling():  # layers that differ in a constant would not share a graph
         layer = None
-    elif plan.in_parts or in_half():
+    else:
+        check_rows("core_attention", q, plan)
+    if not torch.compiler.is_compiling() and (plan.in_parts or in_half()):
         asked: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
         asked |= {"plan_backward": plan_backward, "context": context, "layer": layer}
         return core_attention_in_parts(q, k, v, plan, **asked)
@@ -252,7 +257,7 @@ def _range_of(operator: str, context: str | Context) -> AbstractContextManager[o
 
 
 def _name_of(context: str | Context) -> str:
-    return context if isinstance(context, str) else context.name
+    return context.name if isinstance(context, Context) else context
 
 
 def attention(
@@ -287,9 +292,12 @@ def attention(
     Returns:
         out ``[Tq, H, Dv]`` and lse ``[Tq, H]`` float32 (not differentiable); a row of no task has out 0 and lse -inf.
     """
+    check_tensors("attention", q, k, v, sinks)
     if tasks is None:
         rows = [[0, q.shape[0], 0, k.shape[0]]] if q.shape[0] > 0 else []
         tasks = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
+    if not isinstance(tasks, torch.Tensor):
+        raise InvalidArgumentError(f"attention: tasks is a {type(tasks).__name__}; an int64 tensor [N, 4] is expected")
     with typed_errors():
         return torch.ops.distca.attention(
             q,

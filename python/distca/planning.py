@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from distca import _C
+from distca.arguments import check_type, is_number, is_whole, listed
 from distca.cost import CostModel
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
@@ -113,11 +114,11 @@ class PlanStats:
     binding: str | None
     wanted_slot_bytes: int
     plan_ms: float
-    _core: _C.Plan = dataclasses.field(repr=False, compare=False)
+    _plan: Plan = dataclasses.field(repr=False, compare=False)
 
     @functools.cached_property
     def _byte_lower_bounds(self) -> tuple[int, int]:
-        return self._core.byte_lower_bounds()
+        return self._plan._core.byte_lower_bounds()
 
     @property
     def bytes_lower_bound(self) -> int:
@@ -161,6 +162,10 @@ def _imbalance(loads: list[int], servers: int) -> float:
 class Plan:
     """One layout's tasks, transfers and arenas, seen from one rank. Made by :func:`plan`; the same on every rank.
 
+    A value: it can be copied, compared by its digest, and pickled, so that a ``DataLoader``'s workers may make plans
+    and a checkpoint may have them. What is pickled is this rank's slice, checked when it is read, and how the plan was
+    made: what else is asked of it (``tasks``, ``stats``, ``for_rank``) is then planned again, to the same digest.
+
     Attributes:
         layout, heads, mask, window: what it was made for.
         rank: the rank it is seen from.
@@ -178,23 +183,55 @@ class Plan:
         layout: Layout,
         heads: Heads,
         rank: int,
-        mask: str = "causal",
-        window: int | None = None,
-        retain_bytes: Sequence[int] = (),
+        mask: str,
+        window: int | None,
+        retain_bytes: Sequence[int],
+        arguments: Mapping[str, Any],
     ) -> None:
-        self._core = core
+        self._made: _C.Plan | None = core
+        self._arguments = arguments
+        self._digest = core.digest
+        self._words = core.slice(rank)
         self.layout = layout
         self.heads = heads
         self.rank = rank
         self.mask = mask
         self.window = window
-        self.retain_bytes = list(retain_bytes) or [0] * layout.num_ranks
+        self.retain_bytes = list(retain_bytes)
         # Plain attributes, not properties: torch.compile reads them without breaking the graph.
-        self.tensor = torch.frombuffer(core.slice(rank), dtype=torch.int64)
+        self.tensor = torch.frombuffer(self._words, dtype=torch.int64)
         self.num_rows = layout.num_rows(rank)
         self.retains = any(self.retain_bytes)
         self.retained_bytes: int = self.stats.retained_bytes[rank] if self.retains else 0
         self.in_parts = False
+
+    @property
+    def _core(self) -> _C.Plan:
+        """The plan of all ranks, planned again where this one was pickled."""
+        if self._made is None:
+            made = _core_plan(self.layout, self.heads, self._arguments)
+            if made.digest != self._digest:
+                raise InvalidArgumentError(
+                    f"plan: it was pickled with digest {self.digest}, and its arguments give 0x{made.digest:016x} "
+                    "here: another version of distca made it; plan again"
+                )
+            self._made = made
+        return self._made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_made", "tensor", "tasks", "stats")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _C.validate_plan(memoryview(state["_words"]).cast("q"))
+        vars(self).update(state, _made=None, tensor=torch.frombuffer(state["_words"], dtype=torch.int64))
+
+    def __copy__(self) -> Plan:
+        plan = Plan.__new__(Plan)
+        vars(plan).update(vars(self))
+        return plan
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return copy.copy(self)  # nothing in it changes
 
     def for_parts(self) -> Plan:
         """The same plan, whose steps `core_attention` takes in parts."""
@@ -217,12 +254,13 @@ class Plan:
 
     def for_rank(self, rank: int) -> Plan:
         """The same plan seen from another rank."""
-        return Plan(self._core, self.layout, self.heads, rank, self.mask, self.window, self.retain_bytes)
+        how = (self.mask, self.window, self.retain_bytes, self._arguments)
+        return Plan(self._core, self.layout, self.heads, rank, *how)
 
     @property
     def digest(self) -> str:
         """What ranks compare to see that they have the same plan."""
-        return f"0x{self._core.digest:016x}"
+        return f"0x{self._digest:016x}"
 
     @functools.cached_property
     def tasks(self) -> list[Task]:
@@ -246,7 +284,7 @@ class Plan:
         }
         number, rank = raw.pop("binding")
         raw["binding"] = (None, "single rows", f"capacity of rank {rank}", "balance off", "given tasks")[number]
-        return PlanStats(**raw, _core=self._core)
+        return PlanStats(**raw, _plan=self)
 
     def __repr__(self) -> str:
         stats = self.stats
@@ -317,51 +355,82 @@ def plan(
     """
     from distca.context import get_context
 
+    check_type("plan", "layout", layout, Layout, "distca.Layout.from_documents([[100, 20], [80]])")
+    check_type("plan", "heads", heads, Heads, "distca.Heads(q=8, kv=2, dim=64)")
     context = get_context()
     if rank is None:
         rank = context.rank if context is not None and context.num_ranks == layout.num_ranks else 0
-    if not 0 <= rank < layout.num_ranks:
-        raise InvalidArgumentError(f"plan: rank = {rank}; 0 to {layout.num_ranks - 1} are allowed")
-    if mask not in _MASK_NUMBERS:
+    if not is_whole(rank, 0, layout.num_ranks - 1):
+        raise InvalidArgumentError(f"plan: rank = {rank!r}; 0 to {layout.num_ranks - 1} are allowed")
+    if not isinstance(mask, str) or mask not in _MASK_NUMBERS:
         raise InvalidArgumentError(f"plan: mask = {mask!r}; {', '.join(map(repr, _MASK_NUMBERS))} are allowed")
-    if servers is not None and not servers:
-        raise InvalidArgumentError("plan: servers is empty; None stands for all ranks")
-    if ranks_per_node is not None and ranks_per_node < 1:
-        raise InvalidArgumentError(f"plan: ranks_per_node = {ranks_per_node}; None or a positive number is allowed")
-    if window is not None and window < 1:
-        raise InvalidArgumentError(f"plan: window = {window}; None or a positive number of keys is allowed")
+    if servers is not None:
+        servers = listed("plan", "servers", servers, "a list of ranks, or None for all,")
+        if not servers:
+            raise InvalidArgumentError("plan: servers is empty; None stands for all ranks")
+        if not all(is_whole(server, 0, layout.num_ranks - 1) for server in servers):
+            raise InvalidArgumentError(f"plan: servers = {servers}; ranks from 0 to {layout.num_ranks - 1} are allowed")
+    if speeds is not None:
+        speeds = listed("plan", "speeds", speeds, "one integer for each rank, or None for the same of all,")
+        if not all(is_whole(speed, 1, 2**20) for speed in speeds):
+            raise InvalidArgumentError(f"plan: speeds = {speeds}; integers from 1 to {2**20} are allowed")
+    if ranks_per_node is not None and not is_whole(ranks_per_node, 1):
+        raise InvalidArgumentError(f"plan: ranks_per_node = {ranks_per_node!r}; None or a positive number is allowed")
+    if window is not None and not is_whole(window, 1):
+        raise InvalidArgumentError(f"plan: window = {window!r}; None or a positive number of keys is allowed")
     if objective not in ("all", "forward"):
         raise InvalidArgumentError(f"plan: objective = {objective!r}; 'all' and 'forward' are allowed")
-    if not 0.0 <= tolerance <= 1.0:
-        raise InvalidArgumentError(f"plan: tolerance = {tolerance}; 0 to 1 is allowed")
+    if not is_number(tolerance, 0.0, 1.0):
+        raise InvalidArgumentError(f"plan: tolerance = {tolerance!r}; 0 to 1 is allowed")
+    if not is_whole(min_rows, 1):
+        raise InvalidArgumentError(f"plan: min_rows = {min_rows!r}; at least 1 is allowed")
+    if tasks is not None:
+        tasks = listed("plan", "tasks", tasks, "a list of tasks, or None for ours,")
+        for task in tasks:
+            numbers = listed("plan", "a task", task, "(document, q_begin, q_end, kv_head_begin, kv_head_end, server)")
+            if len(numbers) != 6 or not all(is_whole(number, -_MOST_BYTES) for number in numbers):
+                raise InvalidArgumentError(
+                    f"plan: a task is {task!r}; six integers (document, q_begin, q_end, kv_head_begin, kv_head_end, "
+                    "server) are expected"
+                )
     retain = _retain_bytes(retain_bytes, layout.num_ranks)
     if capacity is None:
         capacity = context.slot_bytes if context is not None else 2**62
+    if not is_whole(capacity, 1):
+        raise InvalidArgumentError(f"plan: capacity = {capacity!r} bytes; it must be positive")
     cost = cost if cost is not None else context.cost if context is not None else CostModel()
-    core = _C.Plan(
+    check_type("plan", "cost", cost, CostModel, 'distca.CostModel.load("pairs")')
+    arguments = {
+        "cost": cost,
+        "tolerance_ppm": round(tolerance * 1e6),
+        "min_rows": min_rows,
+        "balance": bool(balance),
+        "capacity": capacity,
+        "mask_kind": _MASK_NUMBERS[mask],
+        "window": window or 0,
+        "servers": [] if servers is None else sorted(set(map(index, servers))),
+        "speeds": [] if speeds is None else list(map(index, speeds)),
+        "ranks_per_node": ranks_per_node or 0,
+        "forward_only": objective == "forward",
+        "overlap": bool(overlap),
+        "retain_bytes": retain,
+        "split_heads": bool(split_heads),
+        "tasks": None if tasks is None else [tuple(map(index, task)) for task in tasks],
+    }
+    return Plan(_core_plan(layout, heads, arguments), layout, heads, index(rank), mask, window, retain, arguments)
+
+
+def _core_plan(layout: Layout, heads: Heads, arguments: Mapping[str, Any]) -> _C.Plan:
+    cost: CostModel = arguments["cost"]
+    return _C.Plan(
         layout=layout._core,
         q_heads=heads.q,
         kv_heads=heads.kv,
         dim=heads.dim,
         v_dim=heads.value_dim,
         dtype=heads.dtype_number,
-        cost=cost.core,
-        tolerance_ppm=round(tolerance * 1e6),
-        min_rows=min_rows,
-        balance=balance,
-        capacity=capacity,
-        mask_kind=_MASK_NUMBERS[mask],
-        window=window or 0,
-        servers=[] if servers is None else sorted(set(servers)),
-        speeds=[] if speeds is None else list(speeds),
-        ranks_per_node=ranks_per_node or 0,
-        forward_only=objective == "forward",
-        overlap=overlap,
-        retain_bytes=retain,
-        split_heads=split_heads,
-        tasks=tasks,
+        **{**arguments, "cost": cost.core},
     )
-    return Plan(core, layout, heads, rank, mask, window, retain)
 
 
 def _retain_bytes(asked: int | Sequence[int], num_ranks: int) -> list[int]:

@@ -29,6 +29,28 @@ def check_plans(function: str, plan: Any, plan_backward: Any) -> None:
             raise InvalidArgumentError(f"{function}: {name} is a {type(value).__name__}; a distca.Plan is expected")
 
 
+def check_tensors(function: str, q: Any, k: Any, v: Any, sinks: Any) -> None:
+    """Raises InvalidArgumentError unless q, k and v are tensors of three dimensions; sinks may be None."""
+    for name, value in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+        if not isinstance(value, torch.Tensor) and not (name == "sinks" and value is None):
+            raise InvalidArgumentError(f"{function}: {name} is a {type(value).__name__}; a torch.Tensor is expected")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 3:
+            raise InvalidArgumentError(
+                f"{function}: {name} has shape {list(tensor.shape)}; [tokens, heads, dim] is expected, all documents "
+                "of the rank one after another"
+            )
+
+
+def check_rows(function: str, q: torch.Tensor, plan: Plan) -> None:
+    """Says so where heads come before tokens, as in PyTorch's own attention."""
+    if q.shape[0] != plan.num_rows == q.shape[1]:
+        raise InvalidArgumentError(
+            f"{function}: q has shape {list(q.shape)}, and the plan {plan.num_rows} tokens on this rank; [tokens, "
+            "heads, dim] is expected: transpose(0, 1)"
+        )
+
+
 def as_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The three in the dtype of autocast, where that is on."""
     device = q.device.type

@@ -1,0 +1,37 @@
+"""Checks of arguments: what is wrong is named with its value, before it reaches the core."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any, SupportsFloat
+
+from distca.errors import InvalidArgumentError
+
+_MOST = 2**62
+
+
+def is_whole(value: Any, least: int, most: int = _MOST) -> bool:
+    """Whether it is an integer of any library, from `least` to `most`; True and False are none."""
+    return not isinstance(value, bool) and hasattr(value, "__index__") and least <= index(value) <= most
+
+
+def is_number(value: Any, least: float, most: float) -> bool:
+    """Whether it is a number, from `least` to `most`."""
+    return isinstance(value, SupportsFloat) and not isinstance(value, bool) and least <= float(value) <= most
+
+
+def check_type(function: str, name: str, value: Any, expected: type, made_by: str) -> None:
+    """Raises InvalidArgumentError unless `value` is a thing of ours; `made_by` says how one is made."""
+    if not isinstance(value, expected):
+        raise InvalidArgumentError(
+            f"{function}: {name} is a {type(value).__name__}; a distca.{expected.__name__} is expected, as made by "
+            f"{made_by}"
+        )
+
+
+def listed(function: str, name: str, value: Any, expected: str) -> list[Any]:
+    """The elements of any sequence; InvalidArgumentError, which says what is `expected`, where it is none."""
+    try:
+        return list(value)
+    except TypeError:
+        raise InvalidArgumentError(f"{function}: {name} is {value!r}; {expected} is expected") from None
