@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -94,13 +95,22 @@ def test_workers_of_a_loader_may_make_plans() -> None:
     assert [plan.digest for plan in loader] == [plan.digest for plan in _Planned()]
 
 
+def test_a_plan_is_freed_once_nobody_has_it() -> None:
+    """Not by a collection of garbage: the tables of hundreds of ranks are megabytes."""
+    plan = distca.plan(LAYOUT, HEADS)
+    assert plan.stats.load and plan.tasks
+    gone = weakref.ref(plan._made)
+    del plan
+    assert gone() is None
+
+
 def test_a_pickled_plan_that_was_altered_is_refused() -> None:
     state = distca.plan(LAYOUT, HEADS, rank=1).__getstate__()
     altered = bytearray(state["_words"])
     altered[80] ^= 1
     with pytest.raises(distca.PlanFormatError):
         distca.Plan.__new__(distca.Plan).__setstate__(state | {"_words": altered})
-    other = distca.Plan.__new__(distca.Plan)
-    other.__setstate__(state | {"_digest": 7})
+    other = pickle.loads(pickle.dumps(distca.plan(LAYOUT, HEADS)))
+    other._made.digest = 7
     with pytest.raises(distca.InvalidArgumentError, match="pickled with digest 0x0000000000000007, and its arguments"):
         other.for_rank(0)

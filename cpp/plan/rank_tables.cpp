@@ -270,13 +270,17 @@ class Filler {
   /// Every rank begins with itself, then the rank after it: were all to begin with rank 0, its link would be full and
   /// all others empty.
   void put_in_order() {
-    const auto turn = [&](const SendRow& s) {
-      return s.peer < rank_ ? s.peer - rank_ + layout_.num_ranks() : s.peer - rank_;
-    };
     for (auto& sends : t_.sends) {
-      std::stable_sort(sends.begin(), sends.end(), [&](const SendRow& a, const SendRow& b) {
-        return std::tuple(a.direction, a.round, turn(a)) < std::tuple(b.direction, b.round, turn(b));
+      std::stable_sort(sends.begin(), sends.end(), [](const SendRow& a, const SendRow& b) {
+        return std::tie(a.direction, a.round, a.peer) < std::tie(b.direction, b.round, b.peer);
       });
+      for (auto begin = sends.begin(); begin != sends.end();) {
+        const auto end = std::find_if(begin, sends.end(), [&](const SendRow& s) {
+          return s.direction != begin->direction || s.round != begin->round;
+        });
+        std::rotate(begin, std::partition_point(begin, end, [&](const SendRow& s) { return s.peer < rank_; }), end);
+        begin = end;
+      }
     }
     for (auto& receives : t_.receives) {
       std::stable_sort(receives.begin(), receives.end(), [](const ReceiveRow& a, const ReceiveRow& b) {

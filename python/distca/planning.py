@@ -114,11 +114,11 @@ class PlanStats:
     binding: str | None
     wanted_slot_bytes: int
     plan_ms: float
-    _plan: Plan = dataclasses.field(repr=False, compare=False)
+    _made: _Made = dataclasses.field(repr=False, compare=False)
 
     @functools.cached_property
     def _byte_lower_bounds(self) -> tuple[int, int]:
-        return self._plan._core.byte_lower_bounds()
+        return self._made.core.byte_lower_bounds()
 
     @property
     def bytes_lower_bound(self) -> int:
@@ -159,6 +159,46 @@ def _imbalance(loads: list[int], servers: int) -> float:
     return max(loads) * servers / total if total else 1.0
 
 
+class _Made:
+    """The core's plan of all ranks, and how it was made: so it is made again where it was pickled."""
+
+    def __init__(self, layout: Layout, heads: Heads, arguments: Mapping[str, Any]) -> None:
+        self.layout, self.heads, self._arguments = layout, heads, arguments
+        self._core: _C.Plan | None = self._plan()
+        self.digest: int = self._core.digest
+
+    def _plan(self) -> _C.Plan:
+        cost: CostModel = self._arguments["cost"]
+        return _C.Plan(
+            layout=self.layout._core,
+            q_heads=self.heads.q,
+            kv_heads=self.heads.kv,
+            dim=self.heads.dim,
+            v_dim=self.heads.value_dim,
+            dtype=self.heads.dtype_number,
+            **{**self._arguments, "cost": cost.core},
+        )
+
+    @property
+    def core(self) -> _C.Plan:
+        if self._core is None:
+            core = self._plan()
+            if core.digest != self.digest:
+                raise InvalidArgumentError(
+                    f"plan: it was pickled with digest {_text(self.digest)}, and its arguments give "
+                    f"{_text(core.digest)} here: another version of distca made it; plan again"
+                )
+            self._core = core
+        return self._core
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_core": None}
+
+
+def _text(digest: int) -> str:
+    return f"0x{digest:016x}"
+
+
 class Plan:
     """One layout's tasks, transfers and arenas, seen from one rank. Made by :func:`plan`; the same on every rank.
 
@@ -177,53 +217,28 @@ class Plan:
         in_parts: whether `core_attention` takes its steps in parts, as ping-pong does.
     """
 
-    def __init__(
-        self,
-        core: _C.Plan,
-        layout: Layout,
-        heads: Heads,
-        rank: int,
-        mask: str,
-        window: int | None,
-        retain_bytes: Sequence[int],
-        arguments: Mapping[str, Any],
-    ) -> None:
-        self._made: _C.Plan | None = core
-        self._arguments = arguments
-        self._digest = core.digest
-        self._words = core.slice(rank)
-        self.layout = layout
-        self.heads = heads
+    def __init__(self, made: _Made, rank: int, mask: str, window: int | None, retain_bytes: Sequence[int]) -> None:
+        self._made = made
+        self._words = made.core.slice(rank)
+        self.layout = made.layout
+        self.heads = made.heads
         self.rank = rank
         self.mask = mask
         self.window = window
         self.retain_bytes = list(retain_bytes)
         # Plain attributes, not properties: torch.compile reads them without breaking the graph.
         self.tensor = torch.frombuffer(self._words, dtype=torch.int64)
-        self.num_rows = layout.num_rows(rank)
+        self.num_rows = self.layout.num_rows(rank)
         self.retains = any(self.retain_bytes)
         self.retained_bytes: int = self.stats.retained_bytes[rank] if self.retains else 0
         self.in_parts = False
 
-    @property
-    def _core(self) -> _C.Plan:
-        """The plan of all ranks, planned again where this one was pickled."""
-        if self._made is None:
-            made = _core_plan(self.layout, self.heads, self._arguments)
-            if made.digest != self._digest:
-                raise InvalidArgumentError(
-                    f"plan: it was pickled with digest {self.digest}, and its arguments give 0x{made.digest:016x} "
-                    "here: another version of distca made it; plan again"
-                )
-            self._made = made
-        return self._made
-
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_made", "tensor", "tasks", "stats")}
+        return {name: value for name, value in vars(self).items() if name not in ("tensor", "tasks", "stats")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         _C.validate_plan(memoryview(state["_words"]).cast("q"))
-        vars(self).update(state, _made=None, tensor=torch.frombuffer(state["_words"], dtype=torch.int64))
+        vars(self).update(state, tensor=torch.frombuffer(state["_words"], dtype=torch.int64))
 
     def __copy__(self) -> Plan:
         plan = Plan.__new__(Plan)
@@ -254,37 +269,36 @@ class Plan:
 
     def for_rank(self, rank: int) -> Plan:
         """The same plan seen from another rank."""
-        how = (self.mask, self.window, self.retain_bytes, self._arguments)
-        return Plan(self._core, self.layout, self.heads, rank, *how)
+        return Plan(self._made, rank, self.mask, self.window, self.retain_bytes)
 
     @property
     def digest(self) -> str:
         """What ranks compare to see that they have the same plan."""
-        return f"0x{self._digest:016x}"
+        return _text(self._made.digest)
 
     @functools.cached_property
     def tasks(self) -> list[Task]:
         """All tasks, by (server, document, kv_head_begin, q_begin)."""
-        return [Task(*task) for task in self._core.tasks()]
+        return [Task(*task) for task in self._made.core.tasks()]
 
     @property
     def transfers(self) -> list[Transfer]:
         """All rows that travel between ranks; what stays on its rank is not listed."""
         return [
             Transfer(_MESSAGES[t[0]], t[1], t[2], t[3], t[4], t[5], t[6], t[7], _TENSORS[t[8]], t[9])
-            for t in self._core.transfers()
+            for t in self._made.core.transfers()
         ]
 
     @functools.cached_property
     def stats(self) -> PlanStats:
         """Loads, bytes and arenas."""
-        raw = self._core.stats()
+        raw = self._made.core.stats()
         raw["arena_bytes"] = {
             phase: [ArenaBytes(*arena) for arena in arenas] for phase, arenas in raw["arena_bytes"].items()
         }
         number, rank = raw.pop("binding")
         raw["binding"] = (None, "single rows", f"capacity of rank {rank}", "balance off", "given tasks")[number]
-        return PlanStats(**raw, _plan=self)
+        return PlanStats(**raw, _made=self._made)
 
     def __repr__(self) -> str:
         stats = self.stats
@@ -417,20 +431,7 @@ def plan(
         "split_heads": bool(split_heads),
         "tasks": None if tasks is None else [tuple(map(index, task)) for task in tasks],
     }
-    return Plan(_core_plan(layout, heads, arguments), layout, heads, index(rank), mask, window, retain, arguments)
-
-
-def _core_plan(layout: Layout, heads: Heads, arguments: Mapping[str, Any]) -> _C.Plan:
-    cost: CostModel = arguments["cost"]
-    return _C.Plan(
-        layout=layout._core,
-        q_heads=heads.q,
-        kv_heads=heads.kv,
-        dim=heads.dim,
-        v_dim=heads.value_dim,
-        dtype=heads.dtype_number,
-        **{**arguments, "cost": cost.core},
-    )
+    return Plan(_Made(layout, heads, arguments), index(rank), mask, window, retain)
 
 
 def _retain_bytes(asked: int | Sequence[int], num_ranks: int) -> list[int]:
