@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._higher_order_ops.effects import _EffectType as EffectType
 
-from distca.context import Context, collective, get_context
+from distca.context import Context, collective, find_context, get_context
 from distca.errors import InvalidArgumentError, refusals_told, typed_errors
 from distca.nsys import operator_range
 from distca.ping_pong import core_attention_in_parts, in_half
@@ -87,10 +87,10 @@ def core_attention(
         layer = None
     else:
         check_rows("core_attention", q, plan)
-    if not torch.compiler.is_compiling() and (plan.in_parts or in_half()):
-        asked: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
-        asked |= {"plan_backward": plan_backward, "context": context, "layer": layer}
-        return core_attention_in_parts(q, k, v, plan, **asked)
+        if plan.in_parts or in_half():
+            asked: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
+            asked |= {"plan_backward": plan_backward, "context": context, "layer": layer}
+            return core_attention_in_parts(q, k, v, plan, **asked)
     q, k, v = as_autocast(q, k, v)
     tables = plan.tensor, None if plan_backward is None else plan_backward.tensor
     options = {"scale": scale, "softcap": softcap, "deterministic": is_deterministic(deterministic)}
@@ -252,7 +252,7 @@ def _range_of(operator: str, context: str | Context) -> AbstractContextManager[o
     """An NVTX range, where the context wants them."""
     if torch.compiler.is_compiling():
         return nullcontext()
-    found = get_context(context) if isinstance(context, str) else context
+    found = find_context(context)
     return operator_range(operator, found is not None and found.nsys)
 
 

@@ -38,10 +38,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from distca.context import Context, get_context
+from distca.context import Context, find_context, get_context
 from distca.current import current
 from distca.errors import InvalidArgumentError, refusals_told
-from distca.integrations.hf_forward import check_plan_not_needed, context_of, count_call, refuse_other_plan
+from distca.integrations.hf_forward import check_plan_not_needed, count_call, refuse_other_plan
 from distca.integrations.hf_models import NAME as NAME
 from distca.integrations.hf_models import check_model as check_model
 from distca.integrations.hf_models import drops_keywords, refuse
@@ -168,7 +168,7 @@ def distca_attention(
         plan = _checked_plan(module, query, key, plan, attention_mask, dropout, kwargs)
     else:
         count_call()
-        with refusals_told(context_of(distca_context)):
+        with refusals_told(find_context(distca_context)):
             plan = _checked_plan(module, query, key, plan, attention_mask, dropout, kwargs)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     out, _ = core_attention(

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from transformers import PreTrainedModel
 
-from distca.context import Context, get_context
+from distca.context import Context, find_context
 from distca.current import Current, current, using
 from distca.errors import InvalidArgumentError, refusals_told
 from distca.integrations.hf_models import (
@@ -61,7 +61,7 @@ def check_plan_not_needed(training: bool, distca_context: Context | str) -> None
     """Raises InvalidArgumentError in a training step of several ranks: attention would be local."""
     if not (training and torch.is_grad_enabled()):
         return
-    context = context_of(distca_context)
+    context = find_context(distca_context)
     if context is not None and context.num_ranks > 1:
         with refusals_told(context):
             refuse(
@@ -80,11 +80,6 @@ def refuse_other_plan(plan: object) -> NoReturn:
     )
 
 
-def context_of(context: Context | str) -> Context | None:
-    """The open context that a model is given, itself or by name; None where there is none."""
-    return get_context(context) if isinstance(context, str) else context
-
-
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def with_plan(
     model: PreTrainedModel, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], here: Current
@@ -95,7 +90,7 @@ def with_plan(
     are told.
     """
     plan, context = here
-    found = context_of(context)
+    found = find_context(context)
     with refusals_told(found):
         _check(model, plan, args, kwargs)
     takes_keywords = _parameters(type(model).forward)[1]
