@@ -14,8 +14,9 @@
 #
 # Needs: Python >= 3.10 with venv and headers, a C++20 compiler, make. CMake and ninja come as wheels.
 #
-# CUDA: what runs on a GPU is built where nvcc >= 12.8 is on PATH or named by CUDACXX; DISTCA_CUDA=0 leaves it out,
-# DISTCA_CUDA=1 makes it an error where it cannot be built.
+# CUDA: where nvcc >= 12.8 is on PATH or named by CUDACXX, test, ptxas, faults and wheel also build what runs on a GPU;
+# build and train do so only where a GPU is there. DISTCA_CUDA=0 leaves it out of all, DISTCA_CUDA=1 makes it an error
+# where it cannot be built.
 #
 # PyTorch: where the Python that runs make (PYTHON; by default the python3 on PATH, so that of an activated environment)
 # has PyTorch >= 2.10, that one is used: .venv sees that Python's packages too, after its own (outer.pth names them).
@@ -38,6 +39,10 @@ CPP_FILES = $(shell find cpp cuda tests -name '*.h' -o -name '*.cpp' -o -name '*
 # Folders too: a removed file changes its folder.
 SOURCES = CMakeLists.txt setup.py pyproject.toml $(shell find cpp cuda third_party)
 
+GPU := $(if $(NVCC),$(shell nvidia-smi -L 2>/dev/null))
+ALL := DISTCA_CUDA=$(or $(DISTCA_CUDA),auto)
+INSTALL := $(PIP) install --no-build-isolation --no-deps --editable .
+
 .PHONY: build train test fuzz families faults sanitize bench ptxas lint wheel clean
 .DELETE_ON_ERROR:
 
@@ -46,7 +51,7 @@ build: $(VENV)/built
 train: build
 	$(BIN)/distca train $(ARGS)
 
-test: build
+test: $(VENV)/built-all
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 fuzz: build
@@ -56,7 +61,7 @@ fuzz: build
 families: build
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/families/every_model.py $(ARGS)
 
-faults: build
+faults: $(VENV)/built-all
 	$(BIN)/python tests/planted_faults.py $(ARGS)
 
 sanitize: $(VENV)/ready
@@ -75,19 +80,28 @@ lint: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 
-ptxas: build
+ptxas: $(VENV)/built-all
 	$(BIN)/python cuda/ptxas.py report build
 
 # Without what an earlier run left in setuptools' own folders, modules since removed among it.
 wheel: $(VENV)/ready
 	rm -rf build/lib.* build/bdist.*
-	$(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
+	$(ALL) $(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf $(VENV) build dist python/*.egg-info python/distca/*.so
 
-$(VENV)/built: $(VENV)/ready $(SOURCES)
-	$(PIP) install --no-build-isolation --no-deps --editable .
+$(VENV)/built: $(VENV)/ready $(if $(GPU),$(VENV)/cuda-ready) $(SOURCES)
+	@rm -f $(VENV)/built-all
+	$(INSTALL)
+	@touch $@
+
+$(VENV)/built-all: $(VENV)/ready $(if $(NVCC),$(VENV)/cuda-ready) $(SOURCES)
+	$(ALL) $(INSTALL)
+	@touch $(VENV)/built $@
+
+$(VENV)/cuda-ready: $(VENV)/ready
+	$(PIP) install --no-deps --group cuda
 	@touch $@
 
 $(VENV)/ready: pyproject.toml
@@ -112,7 +126,6 @@ $(VENV)/ready: pyproject.toml
 	$(PIP) install 'pip>=25.1'
 	$(PIP) install $$($(PYTHON) $(HAS_TORCH) || echo --group torch) --group build --group train --group ping-pong --group test --group lint
 	$(PIP) install --no-deps --group trainer
-	$(if $(NVCC),$(PIP) install --no-deps --group cuda)
 	@! $(PYTHON) $(HAS_TORCH) || { \
 	  echo 'using the PyTorch of $(PYTHON)'; \
 	  $(PYTHON) -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \

@@ -1,7 +1,7 @@
 """Build of the native libraries; everything else about the package stands in pyproject.toml."""
 
 import hashlib
-import importlib.util
+import importlib.machinery
 import os
 import shutil
 import subprocess
@@ -24,24 +24,37 @@ def find_tool(name: str) -> str:
     return tool
 
 
+def package_folders() -> list[str]:
+    """Where the building Python has its packages. pip's isolated builds hide them, but run the Python that they are of:
+    what is built there is compiled against its PyTorch, and none has to be fetched to build with."""
+    return list(dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib")))
+
+
 def build_folder() -> Path:
     """Folder of CMake's cache and objects: one for each Python, torch and compiler, for a cache keeps their paths."""
-    torch = importlib.util.find_spec("torch")
+    torch = importlib.machinery.PathFinder.find_spec("torch", [*sys.path, *package_folders()])
     if torch is None or torch.origin is None:
         raise SystemExit(
-            f"distca: {sys.executable} has no PyTorch. Install PyTorch >= 2.10 there first, then build with "
-            "pip's option --no-build-isolation."
+            f"distca: {sys.executable} has no PyTorch. Install PyTorch >= 2.10 there first. Where the build has an "
+            "environment of its own (uv, python -m build), tell it to do without: --no-build-isolation, --no-isolation."
         )
     paths = f"{sys.prefix}\n{torch.origin}\n{os.environ.get('CXX')}\n{os.environ.get('CUDACXX')}"
     return ROOT / "build" / f"{sys.implementation.cache_tag}-{hashlib.sha256(paths.encode()).hexdigest()[:12]}"
 
 
-def cuda_option() -> str:
-    """Whether to build what runs on a GPU: the environment's DISTCA_CUDA, by default where nvcc is found."""
+def has_gpu() -> bool:
+    """Whether the driver knows a GPU."""
+    tool = shutil.which("nvidia-smi")
+    return tool is not None and b"GPU" in subprocess.run([tool, "-L"], capture_output=True).stdout
+
+
+def cuda_option(in_place: bool) -> str:
+    """Whether to build what runs on a GPU: the environment's DISTCA_CUDA; by default where nvcc is found, and for an
+    editable installation, which is of this machine alone, only where a GPU is there too."""
     wanted = os.environ.get("DISTCA_CUDA", "")
-    options = {"": "AUTO", "0": "OFF", "1": "ON"}
+    options = {"": "OFF" if in_place and not has_gpu() else "AUTO", "0": "OFF", "1": "ON", "auto": "AUTO"}
     if wanted not in options:
-        raise SystemExit(f"distca: DISTCA_CUDA={wanted}; 0 (never) and 1 (always) are allowed")
+        raise SystemExit(f"distca: DISTCA_CUDA={wanted}; 0 (never), 1 (always) and auto (where nvcc is) are allowed")
     return options[wanted]
 
 
@@ -55,9 +68,12 @@ class BuildNative(build_ext):
         package = (ROOT / "python" if self.inplace else Path(self.build_lib).resolve()) / "distca"
         cmake, build = find_tool("cmake"), build_folder()
         configure = [cmake, "-S", ROOT, "-B", build, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}"]
-        configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DDISTCA_CUDA={cuda_option()}"]
+        configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DDISTCA_CUDA={cuda_option(bool(self.inplace))}"]
+        configure += [f"-DDISTCA_PACKAGES={';'.join(package_folders())}"]
         subprocess.run(configure, check=True)
         subprocess.run([cmake, "--build", build, "--parallel", str(os.cpu_count() or 1)], check=True)
+        for library in package.glob("*.so"):  # also those that this build leaves out
+            library.unlink()
         subprocess.run([cmake, "--install", build, "--prefix", package, "--strip"], check=True)
 
 

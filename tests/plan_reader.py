@@ -30,6 +30,7 @@ Range = tuple[int, int]  # [begin, end)
 COPY, ASSIGN, ADD = 0, 1, 2
 SLOT_BYTES_WORD = 17
 CHECKSUM_BEGIN = 4
+FIRST_MADE = 26  # how the plan was made: in the checksum, and in no digest
 
 
 def digest(*lists: Sequence[int]) -> int:
@@ -76,7 +77,7 @@ def with_digests(words: Sequence[int]) -> list[int]:
     first_own = Header._fields.index("rank")
     at = spans[0][0] + changed[first_own]
     if spans[0][0] <= at < spans[0][0] + spans[0][1]:
-        changed[at] = digest(changed[first_own:number], *own)
+        changed[at] = digest(changed[first_own:FIRST_MADE], *own)
     rank_digests = changed[spans[0][0] : spans[0][0] + spans[0][1]]
     changed[4] = digest(changed[1:2], changed[5:first_own], rank_digests)
     return with_checksum(changed)
@@ -120,6 +121,13 @@ class Header(NamedTuple):
     num_rounds: int
     num_local_groups: int
     num_local_tasks: int
+    num_documents: int
+    num_tokens: int
+    tolerance_ppm: int
+    min_rows: int
+    capacity: int
+    choices: int
+    lists_digest: int
 
 
 class RankDigest(NamedTuple):

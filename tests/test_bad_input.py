@@ -151,12 +151,27 @@ def test_a_plan_that_needs_more_than_the_context_has_is_refused_with_the_bytes_n
         on_all_ranks(contexts, lambda rank, context: run_step(batch, plan, context))
 
 
-def test_planning_keeps_to_the_capacity_of_the_default_context() -> None:
-    needed = _plan().stats.slot_bytes
-    with distca.init(max_tokens=1, heads=HEADS, heap_bytes=2 * (needed - 64)):
-        stats = _plan().stats
-        assert stats.slot_bytes <= needed - 64 and stats.wanted_slot_bytes == needed
-        assert _plan(capacity=needed).stats.slot_bytes == needed
+def test_planning_reads_the_context_that_it_is_given_and_no_other() -> None:
+    needed, cost = _plan().stats.slot_bytes, distca.CostModel(1, 40)
+    with (
+        loopback_group(_plan(), heap_bytes=2 * (needed - 64), cost=cost) as contexts,
+        distca.init(max_tokens=1, heads=HEADS, heap_bytes=128, cost=cost),
+    ):
+        alone = _plan()
+        assert (alone.rank, alone.stats.slot_bytes) == (0, needed)
+        for context in contexts:
+            for named in (context, context.name):
+                plan = _plan(context=named)
+                assert plan.rank == context.rank and plan.stats.slot_bytes <= needed - 64
+                assert plan.digest == _plan(cost=cost, capacity=needed - 64).digest != alone.digest
+        last = _plan(context=contexts[-1], rank=0, capacity=needed, cost=distca.CostModel())
+        assert torch.equal(last.tensor, _plan(capacity=needed).tensor)
+        with pytest.raises(distca.InvalidArgumentError, match="is of 2 ranks, context .default. of 1; give a layout"):
+            _plan(context="default")
+    with pytest.raises(distca.InvalidArgumentError, match="there is no context 'default'; distca.init makes one"):
+        _plan(context="default")
+    with pytest.raises(distca.InvalidArgumentError, match="context is a int; a distca.Context, or the name of one"):
+        _plan(context=3)
 
 
 # ---- plan tensors ----
@@ -187,10 +202,10 @@ def test_a_truncated_plan_is_noticed_at_every_length(group: Group) -> None:
     group.check_still_works()
 
 
-@pytest.mark.parametrize("version", [0, 2, 4, -1])
+@pytest.mark.parametrize("version", [0, 3, 5, -1])
 def test_a_plan_of_another_format_version_is_refused_with_both_versions(group: Group, version: int) -> None:
     words = group.plan.tensor.tolist()
-    with pytest.raises(distca.PlanFormatError, match=rf"version is {version}, this library reads 3"):
+    with pytest.raises(distca.PlanFormatError, match=rf"version is {version}, this library reads 4"):
         group.attend(group.inputs(), _altered(group.plan, with_checksum([words[0], version, *words[2:]])))
     group.check_still_works()
 

@@ -1,12 +1,17 @@
 """The commands beside `distca train`: what they print and write, and what they say of mistakes."""
 
 import json
+import logging
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
+import distca
 from distca.bench import overhead
 from distca.cli import main
+from distca.finding import Finding
 
 
 def test_bench_prints_a_table_and_writes_figures_with_what_made_them(
@@ -40,3 +45,27 @@ def test_doctor_names_the_instruction_set_in_use_and_one_that_this_cpu_lacks(
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "!! cpu kernel" in out and "this CPU and build allow" in out
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"distca {distca.__version__}\n"
+
+
+def test_doctor_calls_nothing_ok_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    missing = [
+        line for line in lines if re.search(r"not installed|not built|not to be had|none:|no GPU|no device", line)
+    ]
+    assert missing if not torch.cuda.is_available() else True
+    assert all(line.startswith("-- ") for line in missing), missing
+    assert str(Finding("thing", "gone", False, absent=True)).startswith("!! ")
+
+
+def test_a_context_says_in_the_log_what_it_is_and_when_it_closes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="distca")
+    with distca.init(max_tokens=8, heads=distca.Heads(2, 1, 16), name="logged"):
+        assert "context 'logged': rank 0 of 1 over loopback on cpu, a heap of 8,388,608 bytes" in caplog.text
+    assert "context 'logged': closed after 0 steps" in caplog.text

@@ -90,7 +90,7 @@ def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _loss_and_gradients(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     batch = _batch(name, dist.get_rank())
     model = DistributedDataParallel(_model("distca"))
-    plan = distca.plan(batch.layout, HEADS, tolerance=0.01, min_rows=1)
+    plan = distca.plan(batch.layout, HEADS, context="default", tolerance=0.01, min_rows=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the gradients are looked at after the step
     trained = Trained(model, optimizer, ConstantLR(optimizer))
     result = train_step(trained, [(batch, plan)], stop=False, since=0.0)

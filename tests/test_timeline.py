@@ -148,7 +148,7 @@ def test_report_without_a_picture_needs_no_matplotlib(
     assert main(["report", str(trace), "--no-picture"]) == 0
     assert list(trace.parent.iterdir()) == [trace]
     assert main(["report", str(trace)]) == 2
-    assert "pip install 'distca[train]', or give --no-picture" in capsys.readouterr().err
+    assert "pip install matplotlib, or give --no-picture" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def _wrapped_gradients(wrapper: str, transport: str) -> list[torch.Tensor]:
         else:
             model = DistributedDataParallel(model)
         for seed in range(2):
-            model(_rows(dist.get_rank(), seed), _plan_of(seed)).square().sum().backward()
+            model(_rows(dist.get_rank(), seed), _plan_of(seed).for_rank(dist.get_rank())).square().sum().backward()
         gradients = [p.grad.full_tensor() if wrapper == "fsdp2" else p.grad.clone() for p in model.parameters()]
     del model
     return gradients

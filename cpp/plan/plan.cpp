@@ -9,6 +9,7 @@
 #include "plan/capacity.h"
 #include "plan/digests.h"
 #include "plan/limits.h"
+#include "plan/origin.h"
 #include "plan/rounds.h"
 
 namespace distca::plan {
@@ -77,6 +78,24 @@ uint64_t layout_digest(const Layout& layout) {
   return d.value();
 }
 
+Made how_made(const Layout& layout, const PlanOptions& options, std::span<const GivenTask> tasks) {
+  const ScheduleOptions& o = options.schedule;
+  int64_t num_tokens = 0;
+  for (const int64_t length : layout.document_lengths()) num_tokens += length;
+  ListDigest lists;
+  for (const std::vector<int64_t>* list : {&o.servers, &o.speeds, &options.arrangement.retain_bytes}) lists.add(*list);
+  lists.add({&o.ranks_per_node, 1});
+  lists.add({reinterpret_cast<const int64_t*>(tasks.data()), tasks.size() * (sizeof(GivenTask) / 8)});
+  return {.num_documents = std::ssize(layout.document_lengths()),
+          .num_tokens = num_tokens,
+          .tolerance_ppm = o.tolerance_ppm,
+          .min_rows = o.min_rows,
+          .capacity = options.capacity,
+          .choices = (o.balance ? kBalance : 0) | (o.split_heads ? kSplitHeads : 0) | (options.overlap ? kOverlap : 0) |
+                     (o.objective == Objective::kForward ? kForwardOnly : 0),
+          .lists_digest = static_cast<int64_t>(lists.value())};
+}
+
 /// All but the digests of ranks.
 TableWords words_of(const RankTables& t) {
   return {std::span<const int64_t>(), words_of(t.groups),      words_of(t.tasks),    words_of(t.blocks),
@@ -101,6 +120,7 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options)
   draft = fit(*layout_, o, options_.arrangement, options_.capacity, std::move(draft));
   tasks_ = std::move(draft.tasks);
   complete(std::move(draft.arrangement));
+  header_.made = how_made(*layout_, options_, {});
   stats_.wanted_slot_bytes = wanted;
   if (!is_within_tolerance()) {
     const bool fits = wanted <= options_.capacity;
@@ -118,6 +138,7 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options, std
   tasks_ = task_list(*layout_, o, tasks);
   complete(arrange(*layout_, o.heads, options_.arrangement, o.ranks_per_node, tasks_));
   check_capacity(arrangement_, options_.capacity);
+  header_.made = how_made(*layout_, options_, tasks);
   stats_.wanted_slot_bytes = header_.slot_bytes;
   if (!is_within_tolerance()) stats_.binding = Binding::kGivenTasks;
   stats_.plan_ns = nanoseconds_since(start);

@@ -29,7 +29,7 @@
 namespace distca::plan {
 
 inline constexpr int64_t kMagic = 0x64697374636131;  // "distca1"
-inline constexpr int64_t kFormatVersion = 3;
+inline constexpr int64_t kFormatVersion = 4;
 /// Extents in an arena start on multiples of this many bytes.
 inline constexpr int64_t kExtentAlignment = 64;
 /// A step's rounds are numbered below this.
@@ -152,6 +152,15 @@ enum TableId : size_t {
   kNumTables
 };
 
+/// How a plan was made, as far as its tables do not say it: to tell of two plans what differs. Not compared, for plans
+/// that were made differently and came out alike go together.
+struct Made {
+  int64_t num_documents, num_tokens;
+  int64_t tolerance_ppm, min_rows, capacity;
+  int64_t choices;       // bits (origin.h)
+  int64_t lists_digest;  // of servers, speeds, nodes, retained bytes and given tasks
+};
+
 struct Header {
   int64_t magic, version;
   int64_t num_words;  // header and tables, without the padding to a power of two
@@ -173,14 +182,16 @@ struct Header {
   int64_t num_rounds;                  // of this home's backward-out
   int64_t num_local_groups;            // groups are sorted: local ones first
   int64_t num_local_tasks;
+  Made made;  // the same on all ranks, and in no digest
   std::array<TableSpan, kNumTables> tables;
 };
 static_assert(std::is_trivially_copyable_v<Header> && sizeof(Header) % 8 == 0);
 inline constexpr int64_t kHeaderWords = sizeof(Header) / 8;
 inline constexpr int64_t kChecksumBegin = 4;
-/// Words of the header: [first, second) are the same on all ranks, [second, third) are the rank's own.
+/// Words of the header that are in digests: [first, second) are the same on all ranks, [second, third) are the rank's
+/// own.
 inline constexpr std::array<size_t, 3> kHeaderParts = {offsetof(Header, layout_digest) / 8, offsetof(Header, rank) / 8,
-                                                       offsetof(Header, tables) / 8};
+                                                       offsetof(Header, made) / 8};
 
 constexpr int64_t padded_dim(const HeadShape& h) { return h.dim > h.v_dim ? h.dim : h.v_dim; }
 

@@ -5,6 +5,7 @@
 
 #include "attention/attention.h"
 #include "plan/layout.h"
+#include "plan/origin.h"
 #include "plan/validate.h"
 
 namespace distca::runtime {
@@ -23,16 +24,6 @@ constexpr const char* kNoRetention =
 Registry& registry() {
   static auto* instance = new Registry;
   return *instance;
-}
-
-std::string describe(const HeadShape& h) {
-  return message(h.q_heads, " query heads and ", h.kv_heads, " key/value heads of dim ", h.dim, " (values ", h.v_dim,
-                 "), ", dtype_name(h.dtype));
-}
-
-std::string describe(const Mask& mask) {
-  if (mask.kind == MaskKind::kFull) return "the full mask";
-  return mask.window == 0 ? "the causal mask" : message("the causal mask with a window of ", mask.window);
 }
 
 /// Where the segments differ: the first one of this rank, or those of others.
@@ -79,11 +70,11 @@ plan::SliceView Context::accept(std::span<const int64_t> plan_words, const HeadS
   require(h.num_ranks == num_ranks(), "plan is for ", h.num_ranks, " ranks, context \"", options_.name, "\" has ",
           num_ranks());
   require(h.rank == rank(), "plan is the slice of rank ", h.rank, ", this is rank ", rank(), " of context \"",
-          options_.name, "\"; use plan.for_rank(", rank(), ")");
+          options_.name, "\"; make it with distca.plan(..., context=), or use plan.for_rank(", rank(), ")");
   // Not a require: the texts would be made, and allocate, at every call.
   if (slice.heads() != heads) {
     throw InvalidArgumentError(
-        message("plan was made for ", describe(slice.heads()), "; the tensors have ", describe(heads)));
+        message("plan was made for ", plan::describe(slice.heads()), "; the tensors have ", plan::describe(heads)));
   }
   require(h.num_rows == num_rows, "plan is of another layout: it has ", h.num_rows, " rows on rank ", h.rank,
           ", the tensors have ", num_rows);
@@ -118,8 +109,9 @@ void Context::check_same_problem(const plan::SliceView& forward, const plan::Sli
                                        first_difference(forward, backward), "; make both of one layout"));
   }
   if (forward.mask() != backward.mask()) {
-    throw InvalidArgumentError(message("the plan of backward has ", describe(backward.mask()), ", that of forward ",
-                                       describe(forward.mask()), "; make both with one mask and window"));
+    throw InvalidArgumentError(message("the plan of backward has ", plan::describe(backward.mask()),
+                                       ", that of forward ", plan::describe(forward.mask()),
+                                       "; make both with one mask and window"));
   }
 }
 

@@ -154,7 +154,7 @@ void Dispatcher::open(Step& s, Part part) {
   s.num_rounds = s.slice.header().num_rounds;
   for (const plan::SendRow& row : s.slice.sends(s.phase())) s.num_rounds = std::max(s.num_rounds, row.round + 1);
   if (recording_) s.num_rounds = recording_->rounds_of_next_step(s.num_rounds);
-  s.id = protocol_.begin(s.phase(), static_cast<uint64_t>(s.slice.header().plan_digest), s.scores, part);
+  s.id = protocol_.begin(s.phase(), s.slice.header(), s.scores, part);
   s.state = Step::State::kDispatched;
   s.arena = protocol_.arena();
   if (fill_with_nan_) fill_returned(s);

@@ -1,5 +1,6 @@
 #include "runtime/protocol.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 
@@ -67,11 +68,29 @@ uint64_t ScoreOptions::sinks_digest() const {
   return d.value();
 }
 
-StepId Protocol::begin(plan::Phase phase, uint64_t plan_digest, const ScoreOptions& scores, Part part) {
+void Protocol::describe_plan(const plan::Header& plan) {
+  const auto digest = static_cast<uint64_t>(plan.plan_digest);
+  const auto known = std::find_if(described_.begin(), described_.end(),
+                                  [&](const auto& described) { return described.first == digest; });
+  if (known != described_.end() && !transport_->is_collective()) return;
+  const auto index =
+      known != described_.end() ? known - described_.begin() : num_described_++ % Signals::kDescribedPlans;
+  auto& [known_digest, origin] = described_[static_cast<size_t>(index)];
+  known_digest = digest;
+  origin = plan::origin_of(plan);
+  const int64_t word = signals_.described_plan(index);
+  transport_->publish(word, 0);
+  for (size_t i = 0; i < origin.size(); ++i) transport_->publish(word + 1 + static_cast<int64_t>(i), origin[i]);
+  transport_->publish(word, digest);
+}
+
+StepId Protocol::begin(plan::Phase phase, const plan::Header& plan, const ScoreOptions& scores, Part part) {
+  describe_plan(plan);
   at_.last_slot = free_slot();
   busy_[static_cast<size_t>(at_.last_slot)] = true;
-  const StepId step{++at_.num_steps,      at_.last_slot, phase, plan_digest, scores.scale_and_softcap(),
-                    scores.sinks_digest()};
+  const StepId step{
+      ++at_.num_steps,      at_.last_slot, phase, static_cast<uint64_t>(plan.plan_digest), scores.scale_and_softcap(),
+      scores.sinks_digest()};
   at_.credits.use(step.slot, step.number);
   enter(step, part);
   return step;

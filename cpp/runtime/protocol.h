@@ -29,10 +29,12 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/digest.h"
 #include "common/error.h"
+#include "plan/origin.h"
 #include "plan/tables.h"
 #include "runtime/credits.h"
 #include "runtime/signals.h"
@@ -100,7 +102,7 @@ class Protocol {
   bool has_free_slot() const { return free_slot() >= 0; }
   /// Begins the next step with a call that does `part` of it: publishes it and compares with the neighbours. What
   /// follows is about this step.
-  StepId begin(plan::Phase phase, uint64_t plan_digest, const ScoreOptions& scores, Part part);
+  StepId begin(plan::Phase phase, const plan::Header& plan, const ScoreOptions& scores, Part part);
   /// A further call, about a step that is under way.
   void resume(const StepId& step, Part part);
   /// Grants every sender of the step credit for round 0; this rank's slot may be written from here on, or, of a step
@@ -195,6 +197,9 @@ class Protocol {
   int64_t free_slot() const;
   void enter(const StepId& step, Part part);
   void publish();
+  /// Makes known how the plan was made, for the words of a peer that has another one. Once, but with every step over a
+  /// collective transport, whose peers see what was published before the last exchange and nothing older.
+  void describe_plan(const plan::Header& plan);
   void give_credit(int64_t peer, int64_t round, bool after_work);
   void wait(const Wait& w);
   void record(const Timer& timer);
@@ -212,6 +217,8 @@ class Protocol {
   void tell_peers(const Fault& fault) noexcept;
   void send_text(int64_t peer, const std::string& text);
   std::string text_of(int64_t peer) const;
+  /// What that plan of a peer differs in from the one at hand, in brackets after a blank; empty where it is not known.
+  std::string difference_to(int64_t peer, uint64_t plan_digest) const;
   /// Throws PlanMismatchError if this call of `peer` is another one, or about another plan or other scores.
   void compare_with(int64_t peer);
   void compare_with_early_senders(int64_t slot);
@@ -236,6 +243,9 @@ class Protocol {
   Position at_;
   std::atomic<uint64_t> num_calls_{0};
   Part part_ = Part::kWhole;
+  /// Plans that were made known, by their digests; the next one takes the place of the oldest.
+  std::array<std::pair<uint64_t, plan::Origin>, Signals::kDescribedPlans> described_ = {};
+  int64_t num_described_ = 0;
   std::array<bool, kNumSlots> busy_ = {};
   std::array<uint64_t, kNumSlots> marks_ = {};  // of the transport, after the last put of the slot's step
   Trace trace_;

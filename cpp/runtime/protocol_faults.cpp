@@ -140,11 +140,12 @@ void Protocol::compare_with(int64_t peer) {
                                         ", this rank with ", describe(at_.now.scale_and_softcap),
                                         sinks == at_.now.sinks_digest ? "" : "; their attention sinks differ"));
       }
-      fault_ = {FaultCode::kMismatch, {static_cast<uint64_t>(peer), digest, at_.now.plan_digest}};
+      const std::string difference = difference_to(peer, digest);
+      fault_ = {FaultCode::kMismatch, {static_cast<uint64_t>(peer), digest, at_.now.plan_digest}, difference};
       throw PlanMismatchError(message(where(), ": rank ", peer, " came to this step with another ",
                                       theirs == call_word() ? "plan" : "call", ": it runs ", describe_call(theirs),
                                       " of plan ", hex(digest), ", this rank ", describe_call(call_word()), " of plan ",
-                                      hex(at_.now.plan_digest),
+                                      hex(at_.now.plan_digest), difference,
                                       ". All ranks must make the same calls in the same order with the same plan"));
     }
   }
@@ -154,6 +155,23 @@ void Protocol::compare_with(int64_t peer) {
     throw PlanMismatchError(message(where(), ": ", step_of(peer), " and never gave ", waiting_.what,
                                     "; the ranks do not have the same plan (here ", hex(at_.now.plan_digest), ")"));
   }
+}
+
+std::string Protocol::difference_to(int64_t peer, uint64_t plan_digest) const {
+  if (plan_digest == at_.now.plan_digest) return "";
+  const auto ours = std::find_if(described_.begin(), described_.end(),
+                                 [&](const auto& described) { return described.first == at_.now.plan_digest; });
+  if (ours == described_.end()) return "";  // of a replay, whose digest is that of all its calls
+  for (int64_t i = 0; i < Signals::kDescribedPlans; ++i) {
+    std::array<uint64_t, Signals::kPlanWords> words = {};
+    if (!transport_->peek_words(static_cast<int>(peer), signals_.described_plan(i), words)) return "";
+    if (words[0] != plan_digest || transport_->peek(static_cast<int>(peer), signals_.described_plan(i)) != plan_digest)
+      continue;
+    plan::Origin theirs;
+    std::copy(words.begin() + 1, words.end(), theirs.begin());
+    return message(" (", plan::difference({theirs, peer}, {ours->second, rank()}), ")");
+  }
+  return "";
 }
 
 void Protocol::time_out() {
@@ -186,7 +204,7 @@ void Protocol::check_faults() {
       case FaultCode::kMismatch:
         throw PlanMismatchError(message(by, " found that rank ", d[0], " came to the same step with another plan, ",
                                         "scale, softcap or sinks: plan ", hex(d[1]), " on rank ", d[0], ", plan ",
-                                        hex(d[2]), " on rank ", f.found_by));
+                                        hex(d[2]), " on rank ", f.found_by, f.text));
       case FaultCode::kDied:
         throw PeerDiedError(message(where(), ": rank ", d[0], " died, as rank ", f.found_by, " reports"));
       case FaultCode::kLeft:

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "plan/origin.h"
+
 namespace distca::runtime {
 
 /// Slots of a context (ping, pong): so many steps may be under way at once.
@@ -34,7 +36,11 @@ class Signals {
   /// Published by the owner: its latest step.
   int64_t latest_step() const { return published(kWords * kHistory); }
 
-  int64_t count() const { return published(kWords * kHistory + 1); }
+  /// Published by the owner: the digest of a plan of late, 0 while the rest changes, and its origin (plan/origin.h).
+  int64_t described_plan(int64_t index) const { return published(kWords * kHistory + 1 + kPlanWords * index); }
+  static constexpr int64_t kDescribedPlans = 8, kPlanWords = 1 + std::tuple_size_v<plan::Origin>;
+
+  int64_t count() const { return described_plan(kDescribedPlans); }
 
   static constexpr int64_t kFaultDetails = 5, kTextWords = 32;
 

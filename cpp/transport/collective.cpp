@@ -30,7 +30,7 @@ struct Published {
 
 /// What every rank tells every other before any row moves.
 struct Header {
-  static constexpr size_t kMaxPublished = 16;
+  static constexpr size_t kMaxPublished = 32;
 
   int64_t bytes;            // for this peer
   int64_t bytes_to_anyone;  // where no rank has any, nothing follows

@@ -5,6 +5,7 @@ is untouched (Zhuang et al., "Efficient Long-context Language Model Training by 
 arXiv 2510.18121).
 """
 
+import logging as _logging
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
@@ -37,6 +38,8 @@ from distca.planning import ArenaBytes, Plan, Plans, PlanStats, Task, Transfer, 
 from distca.recording import Recording
 from distca.steps import Step, attend, collect, dispatch
 from distca.trace import Link, Trace, read_trace, write_trace
+
+_logging.getLogger("distca").addHandler(_logging.NullHandler())  # who wants to read it configures logging
 
 try:
     __version__ = _version("distca")

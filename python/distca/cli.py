@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import distca
 from distca.errors import DistcaError, InvalidArgumentError
 from distca.launch import RankError
 
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from distca.train.cli import add_command as add_train
 
     parser = argparse.ArgumentParser(prog="distca", description="Core attention disaggregation for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"distca {distca.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     add_train(commands)
     add_plan(commands)

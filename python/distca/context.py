@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import logging
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -25,10 +26,14 @@ from distca.open_files import check_open_files
 from distca.recording import Recording
 from distca.trace import Link, Trace, from_core
 
+_log = logging.getLogger("distca")
 _EXTENT_ALIGNMENT = 64
+_LEAST_HEAP = 8 << 20  # pages of the CPU's heaps are taken as they are used, and GPUs have as much to spare
 _TRANSPORTS = ("auto", "shm", "torch", "cuda-ipc", "nvshmem", "loopback")
 _loopback_groups = itertools.count()
 _contexts: dict[str, Context] = {}
+SLOTS = 2
+"""Steps that may be under way at once: the heap is divided into as many slots."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -75,6 +80,16 @@ class Context:
         self.nsys = nsys
         self.backward_steps: weakref.WeakSet[Any] = weakref.WeakSet()  # those under way of distca.steps
         _contexts[self.name] = self
+        _log.info(
+            "context %r: rank %d of %d over %s on %s, a heap of %s bytes, attention by %s",
+            self.name,
+            self.rank,
+            self.num_ranks,
+            self.transport,
+            self.device,
+            f"{SLOTS * self.slot_bytes:,}",
+            self.attention,
+        )
 
     @property
     def step(self) -> int:
@@ -158,6 +173,7 @@ class Context:
             self._core = None  # the last reference but that of a step under way
             if self._exchange is not None:
                 self._exchange.close()
+            _log.info("context %r: closed after %d steps", self.name, self._last_step)
 
     def __enter__(self) -> Context:
         return self
@@ -248,9 +264,12 @@ def init(
             ``DISTCA_HOST_ADDRESS``.
         max_tokens: the most rows this rank's token tensor will have; with ``heads`` it sets the heap's default size.
         heads: head shape and dtype of the attention layers.
-        heap_bytes: size of the symmetric heap, the same on all ranks; two slots. Pages are taken as they are used. With
+        heap_bytes: size of the symmetric heap, the same on all ranks; two slots. By default `default_heap_bytes`, six
+            times the rank's own rows of q, k, v, out and their gradients: balanced batches of whole documents take a
+            tenth of that, a document that is cut over many ranks may take more. A plan that needs more says how much,
+            and ``distca plan --heap`` says it before anything runs. On the CPU pages are taken as they are used. With
             ``"nvshmem"`` the environment's ``EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB`` (in GiB) takes its place where it is
-            not given.
+            not given, and half as much again is taken for rows on their way where a rank is reached over a network.
         timeout: seconds after which a living but silent peer is an error. Long by default: peers compile and save.
         name: several contexts may live at once, each under its own name.
         cost: cost model of the plans.
@@ -321,7 +340,7 @@ def init(
     cost = cost or CostModel()
     if transport == "nvshmem" and heap_bytes is None:
         heap_bytes = nvshmem.heap_bytes_of_environment()
-    options = _core_options(_slot_bytes(num_ranks, max_tokens, heads, heap_bytes), timeout, cost)
+    options = _core_options(_slot_bytes(max_tokens, heads, heap_bytes), timeout, cost)
     words = None if link is None else link.words
     problem = _attention_problem(device, attention, heads)
     if group is not None and num_ranks > 1:
@@ -446,7 +465,7 @@ def loopback(
         replay=None if replay is None else _replayed(*replay),
         streams=streams,
         hosts=hosts,
-        **_core_options(_slot_bytes(num_ranks, max_tokens, heads, heap_bytes), timeout, cost),
+        **_core_options(_slot_bytes(max_tokens, heads, heap_bytes), timeout, cost),
     )
     return [Context(core, heads, cost) for core in cores]
 
@@ -496,23 +515,25 @@ def _core_options(slot_bytes: int, timeout: float, cost: CostModel) -> dict[str,
     }
 
 
-def _slot_bytes(num_ranks: int, max_tokens: int, heads: Heads, heap_bytes: int | None) -> int:
-    """Bytes of one slot, from the heap's size or from a bound on what a step may need.
+def default_heap_bytes(max_tokens: int, heads: Heads) -> int:
+    """The heap of a rank of so many tokens, in bytes, where no other size is asked for.
 
-    A server may need the keys of a document that spans all ranks, with their gradients in fp32, and the rows of tasks
-    worth a few times its own tokens.
+    Six times its own rows of q, k, v, out and their gradients (at least 8 MiB), whatever the number of ranks.
     """
+    row_bytes = 2 * (heads.q + heads.kv) * (heads.dim + heads.value_dim) * heads.dtype.itemsize
+    return max(6 * max_tokens * row_bytes, _LEAST_HEAP)
+
+
+def _slot_bytes(max_tokens: int, heads: Heads, heap_bytes: int | None) -> int:
+    """Bytes of one slot, of the heap that is asked for or the default one."""
     if not is_whole(max_tokens, 1):
         raise InvalidArgumentError(f"init: max_tokens = {max_tokens!r}; at least 1 is expected")
     check_type("init", "heads", heads, Heads, "distca.Heads(q=8, kv=2, dim=64)")
-    if heap_bytes is not None:
-        if not is_whole(heap_bytes, 1):
-            raise InvalidArgumentError(f"init: heap_bytes = {heap_bytes!r}; a number of bytes is expected")
-        slot_bytes = heap_bytes // 2 // _EXTENT_ALIGNMENT * _EXTENT_ALIGNMENT
-        if slot_bytes <= 0:
-            raise InvalidArgumentError(f"init: heap_bytes = {heap_bytes}; at least {2 * _EXTENT_ALIGNMENT} are needed")
-        return slot_bytes
-    key_bytes = heads.kv * (heads.dim + heads.value_dim) * (heads.dtype.itemsize + 8)
-    query_bytes = heads.q * (2 * heads.dim + 2 * heads.value_dim + 8) * max(heads.dtype.itemsize, 4)
-    wanted = max_tokens * (num_ranks * key_bytes + 4 * query_bytes) + (1 << 20)
-    return -(-wanted // 4096) * 4096
+    if heap_bytes is None:
+        heap_bytes = default_heap_bytes(max_tokens, heads)
+    if not is_whole(heap_bytes, 1):
+        raise InvalidArgumentError(f"init: heap_bytes = {heap_bytes!r}; a number of bytes is expected")
+    slot_bytes = heap_bytes // SLOTS // _EXTENT_ALIGNMENT * _EXTENT_ALIGNMENT
+    if slot_bytes <= 0:
+        raise InvalidArgumentError(f"init: heap_bytes = {heap_bytes}; at least {SLOTS * _EXTENT_ALIGNMENT} are needed")
+    return slot_bytes

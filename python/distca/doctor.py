@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -67,7 +68,9 @@ def _shared_memory() -> Finding:
 def _process_groups() -> Finding:
     # A group of this process alone; gloo's messages are those of any group.
     if not (dist.is_available() and dist.is_gloo_available()):
-        return Finding("transport torch", "torch was built without gloo", True, "needed only between several hosts")
+        return Finding(
+            "transport torch", "torch was built without gloo", True, "needed only between several hosts", True
+        )
     try:
         bytes_to_self = torch.arange(8, dtype=torch.uint8)
         received = torch.zeros_like(bytes_to_self)
@@ -84,11 +87,11 @@ def _process_groups() -> Finding:
 def _cuda() -> Finding:
     """The device, and whether distca can use it."""
     if not torch.cuda.is_available():
-        return Finding("cuda", "PyTorch finds no device; distca runs on CPU tensors here")
+        return Finding("cuda", "PyTorch finds no device; distca runs on CPU tensors here", absent=True)
     name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     found = f"{name}, compute capability {major}.{minor}"
     if major < 8:
-        return Finding("cuda", found, True, "not used: 8.0 and later are; distca runs on CPU tensors here")
+        return Finding("cuda", found, True, "not used: 8.0 and later are; distca runs on CPU tensors here", True)
     return Finding("cuda", f"{found}; not yet run on a GPU")
 
 
@@ -96,7 +99,8 @@ def _attention() -> Finding:
     """What computes attention on a GPU, and who says so."""
     variable = os.environ.get("DISTCA_ATTENTION")
     has_own = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and _C.cuda_status()[0]
-    return doctor_gpu.attention(variable, has_own, _activated())
+    finding = doctor_gpu.attention(variable, has_own, _activated())
+    return replace(finding, absent=not torch.cuda.is_available())
 
 
 def _activated() -> str:
@@ -108,20 +112,22 @@ def _activated() -> str:
 def _cuda_library() -> Finding:
     built, count, problem = _C.cuda_status()
     if not built:
-        return Finding("libdistca_cuda", "not built", True, "needed only on GPUs: build distca where nvcc >= 12.8 is")
-    return Finding("libdistca_cuda", f"built; {count} devices" if count else f"built; no device: {problem}")
+        advice = "needed only on GPUs: build distca where nvcc >= 12.8 is, with DISTCA_CUDA=1"
+        return Finding("libdistca_cuda", "not built", True, advice, True)
+    found = f"built; {count} devices" if count else f"built; no device: {problem}"
+    return Finding("libdistca_cuda", found, absent=not count)
 
 
 def _between_gpus() -> list[Finding]:
     version, problem = nvshmem.status()
     if not version:
-        return [Finding("transport nvshmem", "not to be had", True, f"needed only between GPUs: {problem}")]
+        return [Finding("transport nvshmem", "not to be had", True, f"needed only between GPUs: {problem}", True)]
     folder, num_gpus = nvshmem.library_folder(), torch.cuda.device_count()
     adapters = doctor_gpu.rdma_adapters()
     return [
         Finding("transport nvshmem", f"NVSHMEM {version}, not yet run on a GPU"),
         *(doctor_gpu.remote_transports(folder, bool(adapters)) if folder is not None else []),
-        *(adapters or [Finding("rdma adapters", "none: NVSHMEM reaches the GPUs of one host")]),
+        *(adapters or [Finding("rdma adapters", "none: NVSHMEM reaches the GPUs of one host", absent=True)]),
         doctor_gpu.peer_access(num_gpus, torch.cuda.can_device_access_peer),
         doctor_gpu.memory_sharing(num_gpus, doctor_gpu.driver_attribute),
     ]
@@ -129,9 +135,8 @@ def _between_gpus() -> list[Finding]:
 
 def _transformers() -> Finding:
     if importlib.util.find_spec("transformers") is None:
-        return Finding(
-            "transformers", "not installed", True, "for `distca train` and distca.integrations.hf: >= 5, < 6"
-        )
+        advice = "for `distca train` and distca.integrations.hf: >= 5, < 6"
+        return Finding("transformers", "not installed", True, advice, True)
     version = importlib.metadata.version("transformers")
     fine = version.split(".")[0] == "5"
     return Finding("transformers", version, fine, "" if fine else "install transformers >= 5, < 6")
@@ -141,8 +146,7 @@ def _compiler() -> Finding:
     name = os.environ.get("CXX", "c++")
     path = shutil.which(name)
     if path is None:
-        return Finding(
-            "compiler", f"{name} was not found", True, "needed only to build distca: g++ >= 12 or clang >= 14"
-        )
+        advice = "needed only to build distca: g++ >= 12 or clang >= 14"
+        return Finding("compiler", f"{name} was not found", True, advice, True)
     version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()
     return Finding("compiler", version[0] if version else path)

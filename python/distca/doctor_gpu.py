@@ -74,12 +74,12 @@ def remote_transports(folder: Path, has_adapters: bool, load: Load = loading_pro
     for name, (setting, package) in REMOTE_TRANSPORTS.items():
         library = _plugin(folder, f"transport_{name}")
         if library is None:
-            findings.append(Finding(f"nvshmem {name}", f"not in {folder}"))
+            findings.append(Finding(f"nvshmem {name}", f"not in {folder}", absent=True))
             continue
         problem = load(str(library)) or (load(VERBS) if name.startswith("ib") else "")
         advice = f"needed only between hosts: install {package}" if problem and has_adapters else ""
         found = f"does not load: {problem}" if problem else f"loads; to have it: {setting}"
-        findings.append(Finding(f"nvshmem {name}", found, True, advice))
+        findings.append(Finding(f"nvshmem {name}", found, True, advice, bool(problem)))
     library = _plugin(folder, f"bootstrap_{BOOTSTRAP}")
     problem = "it is missing" if library is None else load(str(library))
     others = sorted(path.name.split("bootstrap_")[1].split(".so")[0] for path in folder.glob("nvshmem_bootstrap_*.so*"))
@@ -108,14 +108,14 @@ def _port(port: Path) -> Finding:
     state, physical = read("state"), read("phys_state")
     found = f"{state} ({physical}), {read('rate')}, {read('link_layer')}"
     advice = "" if state == "ACTIVE" else "not used while its link is down: look at the cable, or at `ibstat`"
-    return Finding(f"rdma {port.parent.parent.name}:{port.name}", found, True, advice)
+    return Finding(f"rdma {port.parent.parent.name}:{port.name}", found, True, advice, state != "ACTIVE")
 
 
 def peer_access(num_gpus: int, can_access: Callable[[int, int], bool]) -> Finding:
     """Which pairs of GPUs of this host reach each other's memory by load and store."""
     pairs = [(a, b) for a in range(num_gpus) for b in range(a + 1, num_gpus)]
     if not pairs:
-        return Finding("gpu peers", "fewer than two GPUs here")
+        return Finding("gpu peers", "fewer than two GPUs here", absent=True)
     apart = [f"{a}-{b}" for a, b in pairs if not (can_access(a, b) and can_access(b, a))]
     found = f"{len(pairs) - len(apart)} of {len(pairs)} pairs reach each other's memory"
     if not apart:
@@ -132,7 +132,7 @@ def memory_sharing(num_gpus: int, attribute: Callable[[int, int], int]) -> Findi
         [way for number, way in SHARING.items() if attribute(number, gpu)] or ["nothing"] for gpu in range(num_gpus)
     ]
     if not of_gpus:
-        return Finding("gpu ipc", "no GPU here")
+        return Finding("gpu ipc", "no GPU here", absent=True)
     if all(ways == of_gpus[0] for ways in of_gpus):
         found = f"memory is shared between processes by {', '.join(of_gpus[0])}"
     else:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distca.arguments import check_type
-from distca.context import Context, get_context
+from distca.context import SLOTS, Context, find_context, get_context
 from distca.errors import InvalidArgumentError
 from distca.planning import ArenaBytes, Plan
-
-_SLOTS = 2
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class MemoryReport:
         if self.trades_balance:
             lines.append(
                 f"memory costs balance: the largest load is {max(self.imbalance):.3f} of the mean, and slots of "
-                f"{self.wanted_slot_bytes:,} bytes (heap_bytes={_SLOTS * self.wanted_slot_bytes}) would mend it"
+                f"{self.wanted_slot_bytes:,} bytes (heap_bytes={SLOTS * self.wanted_slot_bytes}) would mend it"
             )
         return "\n".join(lines)
 
@@ -78,7 +76,7 @@ def memory_report(*plans: Plan, context: Context | str | None = None, layers: in
     """
     for plan in plans:
         check_type("memory_report", "a plan", plan, Plan, "distca.plan(layout, heads)")
-    here = context if isinstance(context, Context) else get_context(context or "default")
+    here = get_context() if context is None else find_context(context)
     if here is None and context is not None:
         raise InvalidArgumentError(f"memory_report: there is no context {context!r}")
     ranks = {plan.layout.num_ranks for plan in plans}
@@ -102,7 +100,7 @@ def memory_report(*plans: Plan, context: Context | str | None = None, layers: in
     return MemoryReport(
         arenas=arenas,
         slot_bytes=slot_bytes,
-        heap_bytes=_SLOTS * (slot_bytes if here is None else here.slot_bytes),
+        heap_bytes=SLOTS * (slot_bytes if here is None else here.slot_bytes),
         capacity=None if here is None else here.slot_bytes,
         imbalance=[s.imbalance_after for s in stats],
         wanted_slot_bytes=max(s.wanted_slot_bytes for s in stats),

@@ -121,7 +121,7 @@ def greenlet_module() -> Any:
     try:
         import greenlet
     except ImportError as error:
-        raise ImportError("distca.PingPong needs the package greenlet: pip install 'distca[ping-pong]'") from error
+        raise ImportError("distca.PingPong needs the package greenlet: pip install greenlet") from error
     return greenlet
 
 

@@ -44,9 +44,9 @@ class PlanAhead(Generic[Batch, Planned]):
       planned for it instead.
 
     `rank` is the rank whose slice the plans carry (default: this process's rank in `group`); `plan_options` go to
-    `distca.plan`. With `windows`, those of a model whose layers differ in their sliding window, each step has the
-    `distca.Plans` for them instead of one `distca.Plan`. Calls to `loader`, `layout` and `lengths` are made on the
-    thread, one at a time.
+    `distca.plan`, the `context` that runs the plans among them. With `windows`, those of a model whose layers differ in
+    their sliding window, each step has the `distca.Plans` for them instead of one `distca.Plan`. Calls to `loader`,
+    `layout` and `lengths` are made on the thread, one at a time.
 
     An exception of the loader, of the callbacks or of planning is raised by the next iteration; with `lengths`, the
     other ranks then get a PeerLeftError that names the rank. Use it as a context manager, or call `close()`, to stop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from distca.cli import add_debug
 from distca.cost import CostModel
 from distca.errors import InvalidArgumentError
 from distca.heads import DTYPES, Heads
+from distca.heap_needs import heap_summary
 from distca.layout import Layout
 from distca.planning import Plan, PlanStats, plan
 
@@ -65,6 +67,14 @@ def add_command(commands: Any) -> None:
     )
     planner.add_argument("--no-balance", action="store_true", help="compute every row at home")
     output = command.add_argument_group("the output")
+    output.add_argument(
+        "--heap",
+        type=int,
+        nargs="?",
+        const=20,
+        metavar="BATCHES",
+        help="say instead what heap_bytes so many batches need, drawn with one seed after another (default: 20)",
+    )
     output.add_argument("--json", type=Path, help="write layout, tasks, transfers and statistics here")
     output.add_argument("--plot", type=Path, help="draw loads and traffic here (PNG; needs matplotlib)")
     add_debug(command)
@@ -78,12 +88,11 @@ def _ranks(text: str) -> list[int]:
 def run(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit code."""
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise InvalidArgumentError("--plot needs matplotlib: pip install 'distca[train]'")
-    layout = _layout(options)
+        raise InvalidArgumentError("--plot needs matplotlib: pip install matplotlib")
     heads = Heads(options.q_heads, options.kv_heads, options.head_dim, options.value_dim, DTYPES[options.dtype])
-    made = plan(
-        layout,
-        heads,
+    make_plan = functools.partial(
+        plan,
+        heads=heads,
         mask=options.mask,
         window=options.window,
         servers=options.servers,
@@ -96,6 +105,10 @@ def run(options: argparse.Namespace) -> int:
         retain_bytes=options.retain_bytes,
         **({} if options.min_rows is None else {"min_rows": options.min_rows}),
     )
+    if options.heap is not None:
+        print(heap_summary(_batches(options), heads, make_plan))
+        return 0
+    made = make_plan(layout=_layout(options, options.seed))
     print(summary(made))
     if options.json is not None:
         options.json.write_text(json.dumps(as_json(made)))
@@ -104,7 +117,16 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _layout(options: argparse.Namespace) -> Layout:
+def _batches(options: argparse.Namespace) -> list[Layout]:
+    if options.heap < 1:
+        raise InvalidArgumentError(f"--heap {options.heap}: at least one batch is needed")
+    if options.json is not None or options.plot is not None:
+        raise InvalidArgumentError("--heap is of many plans: --json and --plot, of one, do not go with it")
+    number = 1 if options.workload is not None else options.heap
+    return [_layout(options, options.seed + i) for i in range(number)]
+
+
+def _layout(options: argparse.Namespace, seed: int) -> Layout:
     if (options.workload is None) == (options.lengths is None):
         raise InvalidArgumentError("either --workload or --lengths has to be given")
     if options.workload is not None:
@@ -112,7 +134,7 @@ def _layout(options: argparse.Namespace) -> Layout:
     else:
         if options.ranks is None or options.tokens_per_rank is None:
             raise InvalidArgumentError("--lengths needs --ranks and --tokens-per-rank")
-        documents = draw_documents(read_lengths(options.lengths), options.ranks, options.tokens_per_rank, options.seed)
+        documents = draw_documents(read_lengths(options.lengths), options.ranks, options.tokens_per_rank, seed)
     if options.layout == "documents":
         return Layout.from_documents(documents)
     lengths = [length for of_rank in documents for length in of_rank]

@@ -19,6 +19,7 @@ from distca.heads import Heads
 from distca.layout import Layout
 
 if TYPE_CHECKING:
+    from distca.context import Context
     from distca.memory import MemoryReport
 
 #: That a rank may keep: no limit in practice.
@@ -312,6 +313,7 @@ def plan(
     layout: Layout,
     heads: Heads,
     *,
+    context: Context | str | None = None,
     rank: int | None = None,
     mask: str = "causal",
     window: int | None = None,
@@ -331,12 +333,15 @@ def plan(
 ) -> Plan:
     """Cuts core attention of a layout into tasks and gives every rank the same load (paper, section 4.2).
 
-    A pure function of its arguments, the same on every rank to the last bit, so nobody needs to send it.
+    A pure function of its arguments, the same on every rank to the last bit, so nobody needs to send it. No context is
+    read unless it is given.
 
     Args:
         layout: rows of every rank.
         heads: head shape and dtype of the layers that will use the plan.
-        rank: the rank whose slice ``Plan.tensor`` is; by default the default context's, or 0 where there is none.
+        context: the context that is to run the plan, or its name, of as many ranks as the layout: `rank`, `capacity`
+            and `cost` are its own unless they are given too.
+        rank: the rank whose slice ``Plan.tensor`` is; by default that of `context`, or 0 without one.
         mask: ``"causal"`` or ``"full"`` (every row of a document sees all of it).
         window: with the causal mask, how many keys a row sees: its own and the ``window - 1`` before it.
         servers: the ranks that compute tasks; by default all (in-place servers).
@@ -357,23 +362,22 @@ def plan(
             backward, so that they are not sent again: one number for all ranks, or one for each. Every call of
             `core_attention` keeps up to as much until its backward has run, so times the layers. Kept are the documents
             that save most bytes; results have the same bits. By default nothing is.
-        capacity: bytes of one slot's arena, which no plan passes: it comes first, then the tolerance. By default the
-            default context's, or unlimited where there is none.
-        cost: what is balanced; visible pairs by default.
+        capacity: bytes of one slot's arena, which no plan passes: it comes first, then the tolerance. By default that
+            of `context`, or unlimited without one.
+        cost: what is balanced; by default the cost model of `context`, or visible pairs without one.
         tasks: a schedule of your own in place of ours: for each task ``(document, q_begin, q_end, kv_head_begin,
             kv_head_end, server)``, in any order. ``balance``, ``tolerance`` and ``min_rows`` then have no effect.
 
     Raises:
-        InvalidArgumentError: for arguments out of range, and unless ``tasks`` compute every row and head exactly once.
+        InvalidArgumentError: for arguments out of range, a context that is not open or has other ranks, and unless
+            ``tasks`` compute every row and head exactly once.
         CapacityError: where not even rows computed at home fit, or given tasks do not; says the bytes needed.
     """
-    from distca.context import get_context
-
     check_type("plan", "layout", layout, Layout, "distca.Layout.from_documents([[100, 20], [80]])")
     check_type("plan", "heads", heads, Heads, "distca.Heads(q=8, kv=2, dim=64)")
-    context = get_context()
+    here = None if context is None else _context_of(layout, context)
     if rank is None:
-        rank = context.rank if context is not None and context.num_ranks == layout.num_ranks else 0
+        rank = 0 if here is None else here.rank
     if not is_whole(rank, 0, layout.num_ranks - 1):
         raise InvalidArgumentError(f"plan: rank = {rank!r}; 0 to {layout.num_ranks - 1} are allowed")
     if not isinstance(mask, str) or mask not in _MASK_NUMBERS:
@@ -409,10 +413,11 @@ def plan(
                 )
     retain = _retain_bytes(retain_bytes, layout.num_ranks)
     if capacity is None:
-        capacity = context.slot_bytes if context is not None else 2**62
+        capacity = 2**62 if here is None else here.slot_bytes
     if not is_whole(capacity, 1):
         raise InvalidArgumentError(f"plan: capacity = {capacity!r} bytes; it must be positive")
-    cost = cost if cost is not None else context.cost if context is not None else CostModel()
+    if cost is None:
+        cost = CostModel() if here is None else here.cost
     check_type("plan", "cost", cost, CostModel, 'distca.CostModel.load("pairs")')
     arguments = {
         "cost": cost,
@@ -432,6 +437,21 @@ def plan(
         "tasks": None if tasks is None else [tuple(map(index, task)) for task in tasks],
     }
     return Plan(_Made(layout, heads, arguments), index(rank), mask, window, retain)
+
+
+def _context_of(layout: Layout, context: Context | str) -> Context:
+    """The open context that is to run plans of that layout."""
+    from distca.context import find_context  # which knows nothing of plans
+
+    here = find_context(context)
+    if here is None:
+        raise InvalidArgumentError(f"plan: there is no context {context!r}; distca.init makes one")
+    if here.num_ranks != layout.num_ranks:
+        raise InvalidArgumentError(
+            f"plan: the layout is of {layout.num_ranks} ranks, context {here.name!r} of {here.num_ranks}; give a "
+            "layout of its ranks, or no context"
+        )
+    return here
 
 
 def _retain_bytes(asked: int | Sequence[int], num_ranks: int) -> list[int]:

@@ -49,7 +49,7 @@ def add_command(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit code."""
     if not options.no_picture and importlib.util.find_spec("matplotlib") is None:
-        raise InvalidArgumentError("the picture needs matplotlib: pip install 'distca[train]', or give --no-picture")
+        raise InvalidArgumentError("the picture needs matplotlib: pip install matplotlib, or give --no-picture")
     file = find_trace(options.run_or_trace)
     traces = read_trace(file)
     everything = windows(traces)

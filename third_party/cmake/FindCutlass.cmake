@@ -1,10 +1,9 @@
 # The headers of CUTLASS and CuTe, as the target `cutlass`: those of the Python package nvidia-cutlass of the building
 # Python, or of a checkout named by CUTLASS_DIR (variable or environment).
 set(cutlass_candidates "${CUTLASS_DIR}/include" "$ENV{CUTLASS_DIR}/include")
-execute_process(
-  COMMAND "${Python_EXECUTABLE}" -c
-          "from importlib.util import find_spec as f; s = f('cutlass_library'); print(s.submodule_search_locations[0] if s else '')"
-  OUTPUT_VARIABLE cutlass_package OUTPUT_STRIP_TRAILING_WHITESPACE)
+ask_python(cutlass_package "from importlib.util import find_spec
+found = find_spec('cutlass_library')
+print(found.submodule_search_locations[0] if found else '')")
 list(APPEND cutlass_candidates "${cutlass_package}/source/include")
 
 # Asked anew in every configuration: the Python environment may be another one.

@@ -23,9 +23,8 @@ std::unique_ptr<transport::Transport> connect_nvshmem(const transport::NvshmemGr
                                                       std::unique_ptr<transport::Transport> control,
                                                       std::shared_ptr<transport::Streams> streams) {
   require<DeviceError>(streams != nullptr, "transport 'nvshmem' needs libdistca_cuda, which is not there");
-  const int64_t words_bytes = whole_pages(num_signals * 8), arena_begin = words_bytes + whole_pages(heap_bytes);
-  // The send arena too: a network registers symmetric memory alone.
-  const std::span<std::byte> own = allocate_symmetric(arena_begin + whole_pages(send_arena_bytes));
+  const int64_t words_bytes = whole_pages(num_signals * 8);
+  const std::span<std::byte> own = allocate_symmetric(words_bytes + whole_pages(heap_bytes));
   transport::DeviceHeaps heaps{.ranks = {}, .heap_bytes = heap_bytes, .num_words = num_signals, .owner = nullptr};
   bool reaches_all = true;
   for (int p = 0; p < group.num_ranks; ++p) {
@@ -36,10 +35,9 @@ std::unique_ptr<transport::Transport> connect_nvshmem(const transport::NvshmemGr
     else
       heaps.ranks.push_back({base + words_bytes, reinterpret_cast<uint64_t*>(base)});
   }
-  if (!reaches_all) {
-    heaps.sender = make_nvshmem_sender();
-    heaps.send_arena = own.subspan(static_cast<size_t>(arena_begin), static_cast<size_t>(send_arena_bytes));
-  }
+  // Symmetric too, for a network registers no other memory: so all ranks have it, or none.
+  if (is_so_on_any_rank(!reaches_all)) heaps.send_arena = allocate_symmetric(whole_pages(send_arena_bytes));
+  if (!reaches_all) heaps.sender = make_nvshmem_sender();
   return std::make_unique<transport::StreamTransport>("nvshmem", std::move(control), std::move(streams),
                                                       std::move(heaps));
 }

@@ -93,4 +93,15 @@ std::span<std::byte> allocate_symmetric(int64_t bytes) {
   return {data, size};
 }
 
+bool is_so_on_any_rank(bool is_so_here) {
+  auto* const words = reinterpret_cast<int32_t*>(allocate_symmetric(2 * sizeof(int32_t)).data());
+  int32_t any = is_so_here ? 1 : 0;
+  check(cudaMemcpy(words, &any, sizeof(any), cudaMemcpyHostToDevice), "writing what the ranks compare");
+  require<DeviceError>(nvshmem_int32_max_reduce(NVSHMEM_TEAM_WORLD, words + 1, words, 1) == 0,
+                       "NVSHMEM could not compare the ranks");
+  check(cudaMemcpy(&any, words + 1, sizeof(any), cudaMemcpyDeviceToHost), "reading what the ranks compared");
+  nvshmem_free(words);
+  return any != 0;
+}
+
 }  // namespace distca::cuda

@@ -20,4 +20,7 @@ void join_world(const transport::NvshmemGroup& group, const transport::NvshmemId
 /// long as the process: giving it back is collective too.
 std::span<std::byte> allocate_symmetric(int64_t bytes);
 
+/// Whether it is so on any rank; all call it.
+bool is_so_on_any_rank(bool is_so_here);
+
 }  // namespace distca::cuda

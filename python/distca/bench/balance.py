@@ -64,8 +64,9 @@ def _run_rank(rounds: int) -> tuple[Times, int]:
     rows = layout.num_rows(dist.get_rank())
     q, k, v = _inputs(rows)
     lengths = layout.document_lengths
-    with distca.init(max_tokens=max(map(sum, LENGTHS)), heads=HEADS):
-        plans = [distca.plan(layout, HEADS, tolerance=0.01, balance=balance) for balance in (True, False)]
+    with distca.init(max_tokens=max(map(sum, LENGTHS)), heads=HEADS) as context:
+        make_plan = partial(distca.plan, layout, HEADS, context=context, tolerance=0.01)
+        plans = [make_plan(balance=balance) for balance in (True, False)]
         steps = [partial(_step, partial(_attend, plan), q, k, v) for plan in plans]
         steps += [partial(_step, peer, *_inputs(peer.num_rows)) for peer in (AllGather(lengths), AllToAll(lengths))]
         of_steps = alternate([_between_barriers(step) for step in steps], rounds)

@@ -124,7 +124,7 @@ def _run_rank(rounds: int) -> Measured:
     make = partial(distca.init, max_tokens=max(map(sum, LENGTHS)), heads=HEADS, transport="shm", cost=cost)
     step = partial(_step, model, halves)
     with make(name="bench/overlap/no-link") as context:
-        plan = distca.plan(layout, HEADS, rank=dist.get_rank(), tolerance=0.01, overlap=True, cost=cost)
+        plan = distca.plan(layout, HEADS, context=context, tolerance=0.01, overlap=True)
         attention = _attention_seconds(context, partial(step, plan, context, False))
         size = torch.tensor([attention, float(_bytes_sent(plan))], dtype=torch.float64)
         dist.all_reduce(size, dist.ReduceOp.MAX)

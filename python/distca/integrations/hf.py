@@ -338,8 +338,7 @@ class PlanInputs:
             Layout.from_documents(of_ranks),
             context.heads,
             windows=windows_of(self.model.config),  # type: ignore[attr-defined]
-            rank=context.rank,
-            **self.plan_options,
+            **{"context": context} | self.plan_options,
         )
         return {**inputs, "plan": made, "distca_context": self.distca_context}
 

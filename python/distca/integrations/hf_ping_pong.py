@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from distca.context import get_context
 from distca.current import Current
 from distca.errors import InvalidArgumentError
 from distca.halves import Half, halves
@@ -38,22 +37,19 @@ class HalvedPlans:
 
 
 def plan_halves(
-    layout: Layout, heads: Heads, *, windows: Iterable[int | None] = (None,), rank: int | None = None, **options: Any
+    layout: Layout, heads: Heads, *, windows: Iterable[int | None] = (None,), **options: Any
 ) -> HalvedPlans:
     """Deals a layout's documents out to two halves and plans each.
 
     Args:
         layout: of the whole batch.
-        heads, rank: as for `distca.plan`, and `options` too; ``overlap`` is on unless they say otherwise.
+        heads: as for `distca.plan`, so are `options` (`context`, ...); ``overlap`` is on unless they say otherwise.
         windows: those of the model's layers (`windows_of`).
     """
-    if rank is None:
-        context = get_context()
-        rank = context.rank if context is not None and context.num_ranks == layout.num_ranks else 0
     windows, options = list(windows), {"overlap": True} | options
     parts = halves(layout, window=windows[0] if len(set(windows)) == 1 else None, idle_rows=1)
-    first, second = (plans(half.layout, heads, windows=windows, rank=rank, **options) for half in parts)
-    return HalvedPlans(layout, rank, parts, (first, second))
+    first, second = (plans(half.layout, heads, windows=windows, **options) for half in parts)
+    return HalvedPlans(layout, first.rank, parts, (first, second))
 
 
 class InHalves:

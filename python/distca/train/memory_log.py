@@ -11,7 +11,7 @@ from typing import TextIO
 
 import torch
 
-from distca.context import Context
+from distca.context import SLOTS, Context
 from distca.planning import Plans
 from distca.train.files import writing
 
@@ -37,7 +37,7 @@ class MemoryLog:
         self._path = file
         self._file: TextIO | None = None
         self._step: dict[str, int] = {}
-        self._heap, self._rank = 2 * context.slot_bytes, context.rank
+        self._heap, self._rank = SLOTS * context.slot_bytes, context.rank
 
     def __enter__(self) -> MemoryLog:
         if self._path is not None:

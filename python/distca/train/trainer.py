@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from distca.context import init
+from distca.context import Context, init
 from distca.errors import DistcaError
-from distca.heads import Heads
 from distca.integrations.hf import heads_of, windows_of
 from distca.nsys import Capture
 from distca.ping_pong import PingPong
@@ -75,7 +74,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
     with (
         stop_request() as stop,
         init(max_tokens=config.tokens_per_rank, heads=heads, timeout=config.timeout, nsys=config.nsys) as context,
-        _planned(config, batches, heads, windows) as steps,
+        _planned(config, batches, context, windows) as steps,
         tqdm(total=config.steps, initial=start, disable=rank != 0, unit="step", dynamic_ncols=True) as bar,
         RunLog(config, run_dir if rank == 0 else None, corpus, start=start) as log,
         MemoryLog(run_dir / f"memory-rank{rank}.jsonl" if config.log_memory else None, context) as memory,
@@ -130,17 +129,18 @@ Planned = list[tuple[Batch, Plans]]
 
 @contextmanager
 def _planned(
-    config: TrainConfig, batches: Batches, heads: Heads, windows: list[int | None]
+    config: TrainConfig, batches: Batches, context: Context, windows: list[int | None]
 ) -> Iterator[Iterator[tuple[Planned, Planned | None]]]:
     """The work of each step and, where the run compares, the same with plans that compute every row at home."""
     num_parts = 2 if config.ping_pong else 1
     window = windows[0] if len(set(windows)) == 1 else None
-    rank = dist.get_rank()
+    rank = context.rank
 
     def plan_ahead(balance: bool) -> PlanAhead[Batch, Plans]:
         return PlanAhead(
             (half for batch in batches for half in batch.halves(rank, window)) if config.ping_pong else batches,
-            heads=heads,
+            heads=context.heads,
+            context=context,
             layout=lambda batch: batch.layout,
             windows=windows,
             tolerance=config.tolerance,

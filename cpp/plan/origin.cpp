@@ -1,0 +1,92 @@
+#include "plan/origin.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "common/error.h"
+#include "plan/digests.h"
+
+namespace distca::plan {
+namespace {
+
+constexpr size_t kFirst = offsetof(Header, layout_digest) / 8, kEnd = offsetof(Header, retains) / 8;
+constexpr size_t kMade = offsetof(Header, made) / 8, kMadeWords = sizeof(Made) / 8;
+
+/// From here on nothing is bound.
+constexpr int64_t kUnlimited = int64_t{1} << 62;
+
+Header header_of(const Origin& origin) {
+  std::array<int64_t, kHeaderWords> words = {};
+  const auto number = [](uint64_t word) { return static_cast<int64_t>(word); };
+  std::transform(origin.begin(), origin.begin() + (kEnd - kFirst), words.begin() + kFirst, number);
+  std::transform(origin.begin() + (kEnd - kFirst), origin.end(), words.begin() + kMade, number);
+  return std::bit_cast<Header>(words);
+}
+
+HeadShape heads_of(const Header& h) { return {h.q_heads, h.kv_heads, h.dim, h.v_dim, static_cast<DType>(h.dtype)}; }
+
+Mask mask_of(const Header& h) { return {static_cast<MaskKind>(h.mask_kind), h.window}; }
+
+/// "0.05", of millionths.
+std::string fraction(int64_t ppm) {
+  std::string digits = std::to_string(1'000'000 + ppm % 1'000'000).substr(1);
+  digits.erase(digits.find_last_not_of('0') + 1);
+  return std::to_string(ppm / 1'000'000) + (digits.empty() ? "" : "." + digits);
+}
+
+}  // namespace
+
+Origin origin_of(const Header& header) {
+  const auto words = header_words(header);
+  Origin origin;
+  const auto end = std::copy(words.begin() + kFirst, words.begin() + kEnd, origin.begin());
+  std::copy_n(words.begin() + kMade, kMadeWords, end);
+  return origin;
+}
+
+std::string describe(const HeadShape& h) {
+  return message(h.q_heads, " query heads and ", h.kv_heads, " key/value heads of dim ", h.dim, " (values ", h.v_dim,
+                 "), ", dtype_name(h.dtype));
+}
+
+std::string describe(const Mask& mask) {
+  if (mask.kind == MaskKind::kFull) return "the full mask";
+  return mask.window == 0 ? "the causal mask" : message("the causal mask with a window of ", mask.window);
+}
+
+std::string difference(const OriginOnRank& one, const OriginOnRank& other) {
+  const Header a = header_of(one.origin), b = header_of(other.origin);
+  std::string found;
+  const auto say = [&](const auto&... parts) { found += message(found.empty() ? "" : "; ", parts...); };
+  const auto compare = [&](const std::string& what, const std::string& x, const std::string& y) {
+    if (x != y) say(what, x, " on rank ", one.rank, ", ", y, " on rank ", other.rank);
+  };
+  if (a.layout_digest != b.layout_digest) {
+    const auto size = [](const Made& m) { return message(m.num_documents, " documents of ", m.num_tokens, " tokens"); };
+    if (size(a.made) != size(b.made))
+      compare("", size(a.made), size(b.made));
+    else
+      say("documents of other lengths, or on other ranks");
+  }
+  compare("", describe(heads_of(a)), describe(heads_of(b)));
+  compare("", describe(mask_of(a)), describe(mask_of(b)));
+  compare("tolerance ", fraction(a.made.tolerance_ppm), fraction(b.made.tolerance_ppm));
+  compare("min_rows ", std::to_string(a.made.min_rows), std::to_string(b.made.min_rows));
+  const auto capacity = [](const Made& m) {
+    return m.capacity >= kUnlimited ? "no capacity" : message("a capacity of ", m.capacity, " bytes");
+  };
+  compare("", capacity(a.made), capacity(b.made));
+  if (a.cost_digest != b.cost_digest) say("another cost model");
+  const auto choice = [&](const char* name, int64_t bit, const char* on, const char* off) {
+    const auto value = [&](const Header& h) { return (h.made.choices & bit) != 0 ? on : off; };
+    compare(name, value(a), value(b));
+  };
+  choice("balance ", kBalance, "on", "off");
+  choice("split_heads ", kSplitHeads, "on", "off");
+  choice("overlap ", kOverlap, "on", "off");
+  choice("objective ", kForwardOnly, "forward", "all");
+  if (a.made.lists_digest != b.made.lists_digest) say("other servers, speeds, ranks_per_node, retain_bytes or tasks");
+  return found.empty() ? "made alike, but not by the same build of distca" : found;
+}
+
+}  // namespace distca::plan

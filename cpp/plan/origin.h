@@ -1,0 +1,32 @@
+// What a plan is for and how it was made, in words that ranks publish, and what two plans differ in by them.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "common/dtype.h"
+#include "plan/tables.h"
+
+namespace distca::plan {
+
+/// Bits of Made::choices.
+inline constexpr int64_t kBalance = 1, kSplitHeads = 2, kOverlap = 4, kForwardOnly = 8;
+
+/// Of a header: layout, cost model, heads and mask, then `made`.
+using Origin = std::array<uint64_t, (offsetof(Header, retains) - offsetof(Header, layout_digest) + sizeof(Made)) / 8>;
+Origin origin_of(const Header& header);
+
+/// An origin, and which rank has a plan of that origin.
+struct OriginOnRank {
+  const Origin& origin;
+  int64_t rank;
+};
+/// What two plans differ in: "tolerance 0.05 on rank 1, 0.01 on rank 0".
+std::string difference(const OriginOnRank& one, const OriginOnRank& other);
+
+std::string describe(const HeadShape& heads);
+std::string describe(const Mask& mask);
+
+}  // namespace distca::plan
