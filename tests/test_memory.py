@@ -175,7 +175,8 @@ contexts = distca.loopback(RANKS, max_tokens=room, heads=heads, heap_bytes=heap,
 gate = threading.Barrier(RANKS)
 
 def rss():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
+    # Of files too, a system that is short of memory takes pages and gives them back.
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
 
 class Layers(torch.nn.Module):
     def forward(self, q, k, v, plan, context):
@@ -224,6 +225,14 @@ def work(rank, report):
         if rank == 0:
             counter.counter_switch(0)
             report[name] = counted() | {"grown": rss() - before, "steps": contexts[0].step - begun}
+        # Once more, for pages that the system had taken and has given back meanwhile: what leaks grows again.
+        for _ in range(2):
+            gate.wait()
+            before = rss()
+            run(STEPS[name])
+            gate.wait()
+            if rank == 0:
+                report[name]["grown"] = min(report[name]["grown"], rss() - before)
         gate.wait()
 
 def counted():
