@@ -22,10 +22,10 @@ from distca.cli import main
 from distca.train.checkpoint import FOLDER, whole_checkpoints
 from distca.train.cli import train_rank
 from distca.train.config import ConfigError, TrainConfig
-from distca.train.data import DataError
 from distca.train.log import create_run_dir
 from distca.train.metrics import StepResult
 from distca.train.resume import find_run, resumed_config
+from distca.train.sources import DataError
 from distca.train.step import train_step
 from distca.train.trainer import train
 from once import made_once

@@ -29,14 +29,16 @@ from distca.plan_ahead import PlanAhead
 from distca.planning import Plans
 from distca.train.checkpoint import Checkpoints, RunState, Trained, whole_checkpoints
 from distca.train.config import TrainConfig
-from distca.train.data import Batch, Batches, Corpus, DataError, read_corpus
+from distca.train.corpus import Corpus, read_corpus
+from distca.train.data import Batch, Batches
 from distca.train.files import writing
 from distca.train.log import RunLog
 from distca.train.memory_log import MemoryLog
 from distca.train.metrics import AttentionLoads, StepMetrics
 from distca.train.model import build_model, check_positions, wrap
+from distca.train.sources import DataError
 from distca.train.step import compared_step, train_step
-from distca.train.tokens import BYTES, Tokenizer
+from distca.train.tokens import Tokenizer
 from distca.train.tracing import TRACED_STEPS, StepTraces, trace_files
 
 WARMUP_STEPS = 5
@@ -53,9 +55,9 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
     tokenizer = Tokenizer(config.tokenizer) if config.tokenizer is not None else None
     corpus = read_corpus(config.data, config.kept_fraction, tokenizer)
     _check_same_corpus(corpus)
-    model = build_model(config, BYTES if tokenizer is None else tokenizer.vocabulary)
+    model = build_model(config, corpus.vocabulary(tokenizer))
     shape = model.config.get_text_config()
-    check_positions(shape, config, max(map(len, corpus.documents)))
+    check_positions(shape, config, max(corpus.lengths()))
     heads, windows = heads_of(shape, config.torch_dtype), windows_of(shape)
     trained = _start_of_training(wrap(model, config), model, config)
     run_dir, last = _agree_on_run(run_dir)
@@ -100,7 +102,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
                 raise DistcaError(f"the loss is {result.loss} at step {step}: lower --lr (now {config.lr:g})")
             taken = step + 1
             if result.interrupted or taken == config.steps or _due(taken, config.checkpoint_every):
-                checkpoints.save(trained, RunState(taken, ranks, corpus.fingerprint()))
+                checkpoints.save(trained, RunState(taken, ranks, corpus.fingerprint))
             if result.interrupted:
                 break
             since = time.perf_counter()
@@ -174,7 +176,7 @@ def _agree_on_run(run_dir: Path | None) -> tuple[Path, Path | None]:
 def _resume(trained: Trained, checkpoints: Checkpoints, last: Path, corpus: Corpus) -> int:
     """Loads the checkpoint and returns the number of steps taken."""
     state = checkpoints.load(trained, last)
-    if state.corpus != corpus.fingerprint():
+    if state.corpus != corpus.fingerprint:
         raise DataError(
             f"the documents are not those of the checkpoint {last}: a resumed run needs the same --data and --doc-scale"
         )
@@ -191,7 +193,7 @@ def learning_rate_factor(step: int, steps: int) -> float:
 
 
 def _check_same_corpus(corpus: Corpus) -> None:
-    mine = torch.tensor([corpus.fingerprint(), len(corpus.documents)], dtype=torch.int64)
+    mine = torch.tensor([corpus.fingerprint, len(corpus)], dtype=torch.int64)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     for rank, theirs in enumerate(everyone):
