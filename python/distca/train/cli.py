@@ -116,14 +116,14 @@ def train_rank(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
 def _check_packages(config: TrainConfig) -> None:
     for package in ("tqdm", "transformers"):
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"the package {package} is not installed: install distca[train]")
+            raise ConfigError(f"the package {package} is not installed: pip install {package}")
     if config.nsys and not torch.cuda.is_available():
         raise ConfigError(
             f"--nsys (or {nsys.VARIABLE}=1) captures CUDA, which this machine or PyTorch does not have: leave it out, "
             "or see --trace"
         )
     if config.ping_pong and importlib.util.find_spec("greenlet") is None:
-        raise ConfigError("--ping-pong needs the package greenlet: install distca[ping-pong]")
+        raise ConfigError("--ping-pong needs the package greenlet: pip install greenlet")
 
 
 def _train_with_own_ranks(config: TrainConfig, resumed: Path | None) -> int:
