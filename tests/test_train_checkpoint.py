@@ -253,6 +253,12 @@ def test_a_run_folder_that_is_damaged_is_an_error_that_names_the_file_and_what_t
             assert "remove" in message, (file, message)
 
 
+def test_a_run_without_a_step_left_is_refused_from_python_too(whole: Path) -> None:
+    config = resumed_config(whole, {"steps": 7, "ranks": 1, "tokens_per_rank": 192})
+    with one_rank(), pytest.raises(ConfigError, match=r"--steps is 6, must be above the 6 steps that .* has taken"):
+        train(replace(config, steps=6), whole)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -69,6 +69,10 @@ def resumed_config(run_dir: Path, given: dict[str, Any]) -> TrainConfig:
     taken, last = list(whole_checkpoints(run_dir).items())[-1]
     check_whole(last, taken)
     steps_before(taken, run_dir / METRICS)
+    check_steps_left(config, taken, run_dir)
+    return config
+
+
+def check_steps_left(config: TrainConfig, taken: int, run_dir: Path) -> None:
     if taken >= config.steps:
         raise ConfigError(f"--steps is {config.steps}, must be above the {taken} steps that {run_dir} has taken")
-    return config
