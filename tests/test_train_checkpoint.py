@@ -339,6 +339,23 @@ def test_a_run_without_a_step_left_is_refused_from_python_too(whole: Path) -> No
         train(replace(config, steps=6), whole)
 
 
+def test_a_run_that_goes_on_writes_and_removes_nothing_that_is_not_its_own(whole: Path, tmp_path: Path) -> None:
+    run_dir = _back_to(tmp_path / "run", 4, source=whole)
+    config = json.loads((run_dir / "config.json").read_text())
+    (run_dir / "config.json").write_text(json.dumps(config | {"trace": str(tmp_path / "of others")}))
+    assert resumed_config(run_dir, {}).trace == ""
+    assert resumed_config(run_dir, {"trace": "mine"}).trace == "mine"
+    for kept in ("notes", "step-00000004 copy"):
+        (run_dir / FOLDER / kept).mkdir()
+    Checkpoints(run_dir, keep=1).remove_leftovers()
+    assert sum(path.is_dir() for path in (run_dir / FOLDER).iterdir()) == 4
+    for link in (run_dir / "config.json.new", run_dir / LAST / "__3_0.distcp", run_dir / "tensorboard" / "link"):
+        link.symlink_to(tmp_path)
+        with pytest.raises(ConfigError, match=f"{link} is a symbolic link"):
+            resumed_config(run_dir, {})
+        link.unlink()
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

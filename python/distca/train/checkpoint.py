@@ -3,7 +3,7 @@
 A checkpoint is a folder `RUN/checkpoints/step-00000020` made by `torch.distributed.checkpoint`, every rank writing its
 part: weights, optimizer, schedule and each rank's random state after that many steps, `state.json` with the rest, and
 `manifest.json`, which is written last, with the digests of the other files. It is written under another name, synced to
-the disk and then renamed, so a folder of that name is whole; what a kill leaves under other names is removed when
+the disk and then renamed, so a folder of that name is whole; what a kill leaves under the other names is removed when
 the run goes on.
 """
 
@@ -45,6 +45,7 @@ from distca.train.unpickling import INDEX, Planner, Reader, read_index
 FOLDER = "checkpoints"
 _STATE = "state.json"
 _WHOLE = re.compile(r"step-(\d{8,})")
+_LEFT_OVER = re.compile(_WHOLE.pattern + r"\.(partial|removed)")
 
 Result = TypeVar("Result")
 
@@ -135,7 +136,7 @@ class Checkpoints:
     def remove_leftovers(self) -> None:
         """Removes what a killed run has left half written or half removed. For one rank, before the first save."""
         for path in _entries(self._run_dir / FOLDER):
-            if path.is_dir() and not _WHOLE.fullmatch(path.name):
+            if _LEFT_OVER.fullmatch(path.name):
                 shutil.rmtree(path)
 
     def save(self, trained: Trained, state: RunState) -> None:
