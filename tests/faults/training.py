@@ -33,6 +33,27 @@ FAULTS = [
         ("tests/test_train_checkpoint.py::test_a_resumed_run_takes_the_same_steps_to_the_bit_and_records_each_once",),
     ),
     Fault(
+        "the index of a checkpoint may call anything",
+        "python/distca/train/unpickling.py",
+        "        if (module, name) not in _STANDS_FOR:\n",
+        "        if (module, name) not in _STANDS_FOR:\n            return super().find_class(module, name)\n",
+        ("tests/test_train_untrusted.py",),
+    ),
+    Fault(
+        "a value of a checkpoint may call anything",
+        "python/distca/train/unpickling.py",
+        "torch.load(value, weights_only=True)",
+        "torch.load(value, weights_only=False)",
+        ("tests/test_train_untrusted.py",),
+    ),
+    Fault(
+        "the files of a checkpoint are not compared with its manifest",
+        "python/distca/train/checkpoint.py",
+        "    check_digests(checkpoint, digests, names[dist.get_rank() :: dist.get_world_size()])\n",
+        "",
+        ("tests/test_train_untrusted.py",),
+    ),
+    Fault(
         "dynamic RoPE keeps the frequencies of an earlier row",
         "python/distca/integrations/hf_rope.py",
         "    _forget_longest(module)\n",

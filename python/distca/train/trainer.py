@@ -36,6 +36,7 @@ from distca.train.log import RunLog
 from distca.train.memory_log import MemoryLog
 from distca.train.metrics import AttentionLoads, StepMetrics
 from distca.train.model import build_model, check_positions, wrap
+from distca.train.resume import check_steps_left
 from distca.train.sources import DataError
 from distca.train.step import compared_step, train_step
 from distca.train.tokens import Tokenizer
@@ -50,6 +51,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
 
     Metrics, summary and checkpoints go to `run_dir`, of which only rank 0 needs to know. Where it holds a checkpoint
     the run goes on from the last one. It ends early, after a whole step, when any rank receives SIGINT or SIGTERM.
+    Raises ConfigError where the run has no step left.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tokenizer = Tokenizer(config.tokenizer) if config.tokenizer is not None else None
@@ -63,6 +65,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
     run_dir, last = _agree_on_run(run_dir)
     checkpoints = Checkpoints(run_dir, keep=config.keep_checkpoints)
     start = _resume(trained, checkpoints, last, corpus) if last is not None else 0
+    check_steps_left(config, start, run_dir)
     batches = Batches(
         corpus,
         rank=rank,
