@@ -148,7 +148,17 @@ def test_a_trace_has_the_overlapping_steps_of_both_ranks_and_what_they_compute_b
         assert [event["args"]["step"] for event in parts[:6]] == [1, 2, 1, 2, 1, 3]
         assert len(parts) == 3 * 3 * 2 * 2 * 2  # steps, parts, layers, halves, phases
         assert all(b["ts"] >= a["ts"] + a["dur"] - 1 for a, b in zip(mine, mine[1:], strict=False)), "spans overlap"
-        assert names[0] == "compute forward" and names[-1] == "compute backward"
+        assert names[0] == names[-1] == "compute other"  # a batch is waited for, a loss is shared
+        assert {"compute forward", "compute backward", "compute optimizer"} <= {*names}
+        phases = [e for e in events if e["pid"] == rank and e.get("cat") == "phase"]
+        assert [event["name"] for event in phases] == ["forward", "backward", "optimizer"] * 3
+        for event in parts:
+            phase = next(p for p in phases if p["ts"] <= event["ts"] and event["ts"] <= p["ts"] + p["dur"])
+            assert event["name"].endswith(phase["name"])
+        forward = [event["args"] for event in parts[: 3 * 2 * 2] if event["name"] == "dispatch forward"]
+        assert [(args["layer"].split()[0], args["half"]) for args in forward] == [
+            (layer, half) for layer in "01" for half in (0, 1)
+        ]
 
 
 def test_a_traced_run_reports_idle_shares_and_how_attention_was_planned_and_measured(runs: Path) -> None:

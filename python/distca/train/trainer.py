@@ -83,7 +83,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
         traces = StepTraces(context, trace_files(run_dir, config.trace))
         since = time.perf_counter()
         for step, (work, unbalanced) in enumerate(steps, start):
-            note = memory.begin(step, [plans for _, plans in work])
+            note = traces.begin(memory.begin(step, [plans for _, plans in work]))
             if unbalanced is None:
                 result = train_step(trained, work, stop.requested, since, note)
             else:  # who goes first alternates, so that neither gains by it
