@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from distca.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
 INK, GRID = "#333740", "#e4e6ea"
 AT_HOME, PLANNED = "#b8bcc4", "#2563a8"
 """Every row computed on the rank that holds it, and as planned."""
 
-FORWARD, BACKWARD, OPTIMIZER = "#e6e9ef", "#c3cad8", "#7d879a"
+FORWARD, BACKWARD, OPTIMIZER = "#c6d0e2", "#929fbb", "#66718a"
 DISPATCH, ATTEND, COLLECT = "#7fb2de", PLANNED, "#5b9a68"
 COMPUTE, WAIT, ROWS = "#cfd3da", "#d5483c", "#e0a030"
 HALVES = ("#9fd8cf", "#d3bbea")
@@ -82,19 +82,21 @@ def draw_of_ranks(axes: Axes, values: Sequence[tuple[Sequence[float], str]], num
             continue
         bars = axes.bar([rank + shift for rank in range(ranks)], of_ranks, width=0.36, color=colour)
         if ranks <= _MOST_NUMBERS:
-            axes.bar_label(bars, fmt=number, padding=2, fontsize=7 if ranks > 4 else 8, color=INK)
+            behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # so that no line crosses the number
+            axes.bar_label(bars, fmt=number, padding=2, fontsize=7 if ranks > 4 else 8, color=INK, bbox=behind)
+        axes.set_xlim(-0.6, ranks - 0.4)
     axes.set_xlabel("rank")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def keys_of_loads() -> list[Patch]:
+def keys_of_loads() -> list[Artist]:
     """Of the legend: what `draw_loads` draws."""
     from matplotlib.patches import Patch
 
     return [Patch(color=AT_HOME, label="every row computed at home"), Patch(color=PLANNED, label="as planned")]
 
 
-def legend_below(figure: Figure, keys: Sequence[Patch], columns: int | None = None) -> None:
+def legend_below(figure: Figure, keys: Sequence[Artist], columns: int | None = None) -> None:
     """A legend outside of all axes, where it covers nothing."""
     figure.legend(handles=keys, loc="outside lower center", ncols=columns or len(keys), frameon=False, fontsize=9)
 
