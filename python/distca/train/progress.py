@@ -31,11 +31,17 @@ class _ToStderr(logging.Handler):
 def log_to_stderr(rank: int) -> None:
     """Lines of the logger `distca` go to stderr: warnings, and from rank 0 all of them where no bar is shown."""
     handler = next((handler for handler in _log.handlers if isinstance(handler, _ToStderr)), None)
+    _lock_in_process()
     if handler is None:
         handler = _ToStderr()
         _log.addHandler(handler)
     handler.setFormatter(logging.Formatter("%(asctime)s distca: %(message)s", datefmt="%H:%M:%S"))
     _log.setLevel(logging.INFO if rank == 0 and not sys.stderr.isatty() else logging.WARNING)
+
+
+def _lock_in_process() -> None:
+    """The lock of tqdm is otherwise shared between processes, which nothing here needs, and a killed one leaves it."""
+    tqdm.set_lock(threading.RLock())
 
 
 class Progress:
@@ -56,7 +62,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._shows and sys.stderr.isatty():
-            tqdm.set_lock(threading.RLock())  # its default is shared between processes, which nothing here needs
+            _lock_in_process()
             size = shutil.get_terminal_size()  # also where the terminal does not know its own
             self._bar = tqdm(
                 total=self._steps,
