@@ -108,8 +108,12 @@ def _torchrun_ranks(asked: int | None) -> int:
 
 def train_rank(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
     """What a rank runs. The trainer is imported here, so that the command itself need not load transformers."""
+    import torch.distributed as dist
+
+    from distca.train.progress import log_to_stderr
     from distca.train.trainer import train
 
+    log_to_stderr(dist.get_rank())
     return train(config, run_dir)
 
 

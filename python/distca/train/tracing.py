@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from distca.context import Context
 from distca.timeline import TRACE
-from distca.trace import Trace, write_trace
+from distca.trace import Trace, TrainingPhase, write_trace
+from distca.train.memory_log import Note
 
 TRACED_STEPS = 10
 
@@ -31,17 +32,35 @@ class StepTraces:
         self._context, self._files = context, files
         self._traces: list[Trace] = []
         self._begin = time.monotonic()
+        self._phases: list[TrainingPhase] = []
         self.everyone: list[Trace] = []
         if files:
             context.start_trace()
+
+    def begin(self, note: Note) -> Note:
+        """The batch and its plans are there and the step begins; returns what its points are noted with, after `note`.
+
+        A phase ends where it is noted, and begins at the point before.
+        """
+        if not self._files:
+            return note
+        at = time.monotonic()
+
+        def note_both(point: str) -> None:
+            nonlocal at
+            note(point)
+            begin, at = at, time.monotonic()
+            self._phases.append(TrainingPhase(point, begin, at))
+
+        return note_both
 
     def step(self, number: int, load: int) -> None:
         """A step is over, in which the plans gave this rank `load`. After the last one rank 0 writes the files."""
         if not self._files:
             return
         end = time.monotonic()
-        self._traces.append(self._context.take_trace().of_step(number, self._begin, end, load))
-        self._begin = end
+        self._traces.append(self._context.take_trace().of_step(number, self._begin, end, load, self._phases))
+        self._begin, self._phases = end, []
         if len(self._traces) == TRACED_STEPS:
             self.write()
 
@@ -57,6 +76,7 @@ class StepTraces:
             [sent for trace in self._traces for sent in trace.transfers],
             [sent for trace in self._traces for sent in trace.copies],
             [step for trace in self._traces for step in trace.steps],
+            [phase for trace in self._traces for phase in trace.phases],
         )
         self._traces = []
         everyone = [mine] * dist.get_world_size()

@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
-from tqdm import tqdm
 
 from distca.context import Context, init
 from distca.errors import DistcaError
@@ -36,6 +34,7 @@ from distca.train.log import RunLog
 from distca.train.memory_log import MemoryLog
 from distca.train.metrics import AttentionLoads, StepMetrics
 from distca.train.model import build_model, check_positions, wrap
+from distca.train.progress import Progress
 from distca.train.resume import check_steps_left
 from distca.train.sources import DataError
 from distca.train.step import compared_step, train_step
@@ -75,12 +74,11 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
         seed=config.seed,
         start=start,
     )
-    tqdm.set_lock(threading.RLock())  # its default is shared between processes, which nothing here needs
     with (
         stop_request() as stop,
         init(max_tokens=config.tokens_per_rank, heads=heads, timeout=config.timeout, nsys=config.nsys) as context,
         _planned(config, batches, context, windows) as steps,
-        tqdm(total=config.steps, initial=start, disable=rank != 0, unit="step", dynamic_ncols=True) as bar,
+        Progress(config.steps, start, shows=rank == 0) as progress,
         RunLog(config, run_dir if rank == 0 else None, corpus, start=start) as log,
         MemoryLog(run_dir / f"memory-rank{rank}.jsonl" if config.log_memory else None, context) as memory,
         closing(Capture(config.nsys, TRACED_STEPS)) as capture,
@@ -88,7 +86,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
         traces = StepTraces(context, trace_files(run_dir, config.trace))
         since = time.perf_counter()
         for step, (work, unbalanced) in enumerate(steps, start):
-            note = memory.begin(step, [plans for _, plans in work])
+            note = traces.begin(memory.begin(step, [plans for _, plans in work]))
             if unbalanced is None:
                 result = train_step(trained, work, stop.requested, since, note)
             else:  # who goes first alternates, so that neither gains by it
@@ -99,8 +97,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
             capture.step(step + 1)
             metrics = StepMetrics.of(step, result, [batch.layout for batch, _ in work], loads)
             log.step(metrics, loads)
-            bar.set_postfix_str(metrics.line(), refresh=False)
-            bar.update()
+            progress.step(metrics, interrupted=result.interrupted)
             if not math.isfinite(result.loss):
                 raise DistcaError(f"the loss is {result.loss} at step {step}: lower --lr (now {config.lr:g})")
             taken = step + 1
