@@ -125,7 +125,7 @@ $(VENV)/ready: pyproject.toml
 	@# The first pip that reads the groups of pyproject.toml.
 	$(PIP) install 'pip>=25.1'
 	$(PIP) install $$($(PYTHON) $(HAS_TORCH) || echo --group torch) --group build --group train --group ping-pong --group test --group lint
-	$(PIP) install --no-deps --group trainer
+	$(PIP) install --no-deps --group trainer --group trl
 	@! $(PYTHON) $(HAS_TORCH) || { \
 	  echo 'using the PyTorch of $(PYTHON)'; \
 	  $(PYTHON) -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \

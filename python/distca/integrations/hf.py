@@ -345,7 +345,10 @@ class PlanInputs:
 
 def _packed_lengths(position_ids: Any) -> list[int]:
     """The lengths of whole documents packed into one row, from their positions [1, T]."""
-    asked = "use DataCollatorWithFlattening, which packs a batch's documents into one row"
+    asked = (
+        "use DataCollatorWithFlattening, which packs a batch's documents into one row (in TRL: packing=True or "
+        "padding_free=True)"
+    )
     refuse(not isinstance(position_ids, torch.Tensor), f"the batch has no position_ids: {asked}")
     refuse(position_ids.dim() != 2 or len(position_ids) != 1, f"position_ids are {list(position_ids.shape)}: {asked}")
     starts = [*(position_ids[0] == 0).nonzero().flatten().tolist(), position_ids.shape[1]]

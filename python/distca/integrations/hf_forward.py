@@ -215,7 +215,7 @@ def check_loss(model: PreTrainedModel, layout: Layout, arguments: Mapping[str, A
     refuse(
         bool(routers) and layout.num_ranks > 1,
         "output_router_logits adds a loss of the routers, which is not a sum over rows, and sees those of this rank "
-        "alone: set output_router_logits=False in the model's config",
+        "alone: set output_router_logits=False in the model's config (in TRL: router_aux_loss_coef=0.0)",
     )
 
 
