@@ -55,6 +55,7 @@ class Trained:
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler
     saved: torch.nn.Module | None = None  # the part of the model whose names a checkpoint has, where not all of it
+    clip_norm: float | None = None  # largest norm of the gradients
 
     def state(self, saved_ranks: int) -> dict[str, Any]:
         """By name, for `torch.distributed.checkpoint`; each rank adds its own random state if there is one of it."""

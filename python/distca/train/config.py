@@ -16,6 +16,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2}
 """The shape of the model without `--model`."""
 
+SCHEDULES = (
+    "cosine_warmup_with_min_lr", "cosine_with_min_lr", "cosine", "cosine_with_restarts", "linear", "polynomial",
+    "inverse_sqrt", "constant_with_warmup", "constant",
+)  # fmt: skip
+"""The schedules of transformers that need to know no more than their steps."""
+
+WARMUP_STEPS = 5
+"""Without `--warmup-steps`."""
+
 STANDARD_LIBRARY_SCALE = 1 / 16
 """Keeps the shape of the length distribution of whole source files, and so the imbalance, at some 4096 tokens."""
 
@@ -79,6 +88,23 @@ class TrainConfig:
     )
     dtype: str = field(default="float32", metadata=_about("dtype of the model", choices=tuple(DTYPES), fixed=True))
     lr: float = field(default=3e-3, metadata=_about("peak learning rate (AdamW)", fixed=True))
+    schedule: str = field(
+        default=SCHEDULES[0],
+        metadata=_about(
+            "learning rate by step, as transformers names it; those with min_lr end at a tenth of --lr",
+            choices=SCHEDULES,
+            fixed=True,
+        ),
+    )
+    warmup_steps: int | None = field(
+        default=None,
+        metadata=_about(f"steps in which the learning rate rises to --lr (default: {WARMUP_STEPS})", fixed=True),
+    )
+    weight_decay: float = field(default=0.0, metadata=_about("decoupled weight decay (AdamW)", fixed=True))
+    clip_norm: float | None = field(
+        default=None,
+        metadata=_about("largest norm of all gradients together; a larger one is scaled down to it", fixed=True),
+    )
     seed: int = field(default=0, metadata=_about("seed of weights and of the order of documents", fixed=True))
     balance: str = field(
         default="on",
@@ -141,8 +167,9 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not value >= least:  # so written, NaN fails too
                 _fail(self, name, f"at least {least}")
-        for name in ("lr", "timeout"):
-            if not 0 < getattr(self, name) < math.inf:
+        for name in ("lr", "timeout", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
                 _fail(self, name, "above 0 and finite")
         if not 0 <= self.tolerance <= 1:
             _fail(self, "tolerance", "0 to 1")
@@ -158,6 +185,10 @@ class TrainConfig:
             for name in TINY.keys() - {"layers"}:
                 if getattr(self, name) is not None:
                     _fail(self, name, "left out with --model, which has a shape of its own")
+        if not self.weight_decay < math.inf:
+            _fail(self, "weight_decay", "finite")
+        if self.schedule == "constant" and self.warmup_steps is not None:
+            _fail(self, "warmup_steps", "left out with --schedule constant, which has no warm-up")
         if self.compare and self.balance == "off":
             _fail(self, "balance", "left out with --compare, which takes every step with both")
         if self.ping_pong and self.compile:
@@ -178,6 +209,11 @@ class TrainConfig:
         """A figure of the tiny model's shape: as given, else the default."""
         value = getattr(self, name)
         return TINY[name] if value is None else int(value)
+
+    @property
+    def warmup(self) -> int:
+        """Steps of the warm-up."""
+        return WARMUP_STEPS if self.warmup_steps is None else self.warmup_steps
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -218,12 +254,14 @@ class TrainConfig:
 
 _LEAST: dict[str, float] = {
     "ranks": 1, "steps": 1, "tokens_per_rank": 1, "hidden": 1, "layers": 1, "heads": 1, "kv_heads": 1,
-    "seed": 0, "retain_bytes": 0, "checkpoint_every": 0, "keep_checkpoints": 1,
+    "seed": 0, "retain_bytes": 0, "checkpoint_every": 0, "keep_checkpoints": 1, "warmup_steps": 0,
+    "weight_decay": 0,
 }  # fmt: skip
 
 OPTION_TYPES: dict[str, Callable[[str], Any]] = {
     "ranks": int, "steps": int, "tokens_per_rank": int, "data": Path, "doc_scale": float, "tokenizer": Path,
-    "model": str, "hidden": int, "layers": int, "heads": int, "kv_heads": int, "dtype": str, "lr": float, "seed": int,
+    "model": str, "hidden": int, "layers": int, "heads": int, "kv_heads": int, "dtype": str, "lr": float,
+    "schedule": str, "warmup_steps": int, "weight_decay": float, "clip_norm": float, "seed": int,
     "balance": str, "tolerance": float, "retain_bytes": int, "compare": bool, "fsdp": bool, "compile": bool,
     "ping_pong": bool, "checkpoint_every": int, "keep_checkpoints": int, "trace": str, "nsys": bool,
     "log_memory": bool, "timeout": float, "name": str, "runs_dir": Path,

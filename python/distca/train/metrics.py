@@ -55,6 +55,7 @@ class StepResult:
     interrupted: bool  # whether any rank was asked to stop
     seconds: float  # on this rank, since the end of the step before
     unbalanced: Unbalanced | None = None
+    grad_norm: float | None = None  # of all gradients together before clipping, where the run clips
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class StepMetrics:
     plan_ms: float  # planning one step on one rank
     unbalanced: Unbalanced | None = None  # where the run compares
     larger_half: float | None = None  # with ping-pong, the part of the attention that its larger half has
+    grad_norm: float | None = None  # of all gradients together before clipping, where the run clips
 
     @staticmethod
     def of(step: int, result: StepResult, layouts: Sequence[Layout], loads: AttentionLoads) -> StepMetrics:
@@ -85,6 +87,7 @@ class StepMetrics:
             plan_ms=loads.plan_ms,
             unbalanced=result.unbalanced,
             larger_half=loads.larger_half,
+            grad_norm=result.grad_norm,
         )
 
     @staticmethod
@@ -117,6 +120,8 @@ class StepMetrics:
         }
         if self.unbalanced is not None:
             scalars["seconds/unbalanced"] = self.unbalanced.seconds
+        if self.grad_norm is not None:
+            scalars["gradient norm"] = self.grad_norm
         return scalars
 
     def line(self) -> str:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from distca.errors import DistcaError
 from distca.planning import Plan, Plans
@@ -30,9 +30,9 @@ Work = Sequence[tuple[Batch, Plan | Plans]]
 def train_step(trained: Trained, work: Work, stop: bool, since: float, note: Note = ignore) -> StepResult:
     """One optimizer step. `stop`: whether this rank was asked to; `since`: when the step before was over."""
     loss_sum = forward_backward(trained, work, note)
-    update(trained, note)
+    norm = update(trained, note)
     loss, interrupted = _share(loss_sum, work, stop)
-    return StepResult(loss, interrupted, time.perf_counter() - since)
+    return StepResult(loss, interrupted, time.perf_counter() - since, grad_norm=norm)
 
 
 def compared_step(
@@ -59,7 +59,7 @@ def compared_step(
         seconds[balanced] = time.perf_counter() - begin
         norms[balanced] = gradient_norm(trained.model)
     begin = time.perf_counter()
-    update(trained, note)
+    norm = update(trained, note)
     around += time.perf_counter() - begin
     beside = Unbalanced(
         seconds[False] + around,
@@ -72,7 +72,7 @@ def compared_step(
             f"with and without balance the losses are {losses[True]} and {losses[False]}, the gradient norms "
             f"{norms[True]} and {norms[False]}: they must agree to {allowed:g}"
         )
-    return StepResult(losses[True], interrupted, seconds[True] + around, beside)
+    return StepResult(losses[True], interrupted, seconds[True] + around, beside, norm)
 
 
 def forward_backward(trained: Trained, work: Work, note: Note = ignore) -> torch.Tensor:
@@ -110,16 +110,23 @@ def _num_targets(work: Work) -> int:
     return sum(batch.num_targets for batch, _ in work)
 
 
-def update(trained: Trained, note: Note = ignore) -> None:
-    """Applies the gradients."""
+def update(trained: Trained, note: Note = ignore) -> float | None:
+    """Applies the gradients. Returns their norm before it is clipped, where it is."""
+    norm = None
+    if trained.clip_norm is not None:
+        norm = _number(clip_grad_norm_(trained.model.parameters(), trained.clip_norm))
     trained.optimizer.step()
     trained.schedule.step()
     note("optimizer")
+    return norm
 
 
 def gradient_norm(model: torch.nn.Module) -> float:
     """Of all gradients together, the same on every rank."""
-    norm = get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    return _number(get_total_norm([one.grad for one in model.parameters() if one.grad is not None]))
+
+
+def _number(norm: torch.Tensor) -> float:
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 

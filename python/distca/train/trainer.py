@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from distca.context import Context, init
@@ -35,11 +34,11 @@ from distca.train.log import RunLog
 from distca.train.memory_log import MemoryLog
 from distca.train.metrics import AttentionLoads, StepMetrics
 from distca.train.model import build_model, check_positions, wrap
+from distca.train.optimizer import make_optimizer
 from distca.train.step import compared_step, train_step
 from distca.train.tokens import BYTES, Tokenizer
 from distca.train.tracing import TRACED_STEPS, StepTraces, trace_files
 
-WARMUP_STEPS = 5
 _SAME_SIGNAL_SECONDS = 0.5  # torchrun repeats the terminal's Ctrl-C
 
 
@@ -119,9 +118,8 @@ def _notes(model: torch.nn.Module) -> list[str]:
 
 
 def _start_of_training(model: torch.nn.Module, saved: torch.nn.Module, config: TrainConfig) -> Trained:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=0.0)
-    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, config.steps))
-    return Trained(model, optimizer, schedule, saved if config.ping_pong else None)
+    optimizer, schedule = make_optimizer(model, config)
+    return Trained(model, optimizer, schedule, saved if config.ping_pong else None, config.clip_norm)
 
 
 Planned = list[tuple[Batch, Plans]]
@@ -179,15 +177,6 @@ def _resume(trained: Trained, checkpoints: Checkpoints, last: Path, corpus: Corp
             f"the documents are not those of the checkpoint {last}: a resumed run needs the same --data and --doc-scale"
         )
     return state.step
-
-
-def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine from 1 to 0.1."""
-    warmup = min(WARMUP_STEPS, steps)
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    return 0.55 + 0.45 * math.cos(math.pi * min(progress, 1.0))
 
 
 def _check_same_corpus(corpus: Corpus) -> None:
