@@ -144,6 +144,10 @@ def test_segments_of_a_batch_are_the_rows_of_its_tensors() -> None:
         ({"weight_decay": float("inf")}, "--weight-decay is inf, must be finite"),
         ({"schedule": "greedy"}, "--schedule is greedy, must be one of cosine_warmup_with_min_lr, "),
         ({"schedule": "constant", "warmup_steps": 2}, "--warmup-steps is 2, must be left out with --schedule constant"),
+        ({"eval_fraction": 1.0}, "--eval-fraction is 1.0, must be above 0 and below 1"),
+        ({"eval_every": 5}, "--eval-every is 5, must be left out without --eval-data or --eval-fraction"),
+        ({"eval_steps": 0}, "--eval-steps is 0, must be at least 1"),
+        ({"accumulate": 0}, "--accumulate is 0, must be at least 1"),
         ({"name": "a/b"}, "--name is a/b, must be the name of a folder"),
     ],
 )

@@ -1,27 +1,68 @@
 """What users of a trainer expect of `distca train`: clipping, accumulation and the like, each against a plain run."""
 
+import collections
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from distca.train.config import TrainConfig
+from distca.train.checkpoint import whole_checkpoints
+from distca.train.config import ConfigError, TrainConfig
+from distca.train.data import Corpus, DataError
+from distca.train.model import build_model
+from distca.train.resume import resumed_config
 from distca.train.trainer import train
 from once import made_once
 from ranks import launch
+from train_runs import one_rank
 
 SMALL = TrainConfig(steps=3, tokens_per_rank=192, hidden=32, layers=2, lr=0.01)
 CLIP = {"clip_norm": 0.25, "weight_decay": 0.1}
+ACCUMULATE = {"accumulate": 3, "tokens_per_rank": 96, "clip_norm": 0.25, "checkpoint_every": 1, "keep_checkpoints": 3}
+EVALUATE = {"eval_data": Path("other"), "eval_every": 2, "eval_steps": 2}
+MASTER = {"dtype": "bfloat16", "master_weights": True}
+CHECKPOINT = {"checkpoint_activations": True}
 RUNS: dict[str, dict[str, Any]] = {
     "clip": CLIP,
     "clip, fsdp": {**CLIP, "fsdp": True},
     "clip, compare": {**CLIP, "compare": True},
     "clip far above": {"clip_norm": 1e6},
     "plain": {},
+    "evaluate": EVALUATE,
+    "evaluate, fsdp, ping-pong": {**EVALUATE, "fsdp": True, "ping_pong": True, "trace": ""},
+    "held out": {"eval_fraction": 0.25},
+    "bfloat16, compare": {**MASTER, "compare": True},
+    "bfloat16, fsdp": {**MASTER, "fsdp": True},
+    "bfloat16, all": {**MASTER, **CHECKPOINT, "fsdp": True, "ping_pong": True, "compare": True},
+    "checkpoint": CHECKPOINT,
+    "checkpoint, fsdp": {**CHECKPOINT, "fsdp": True},
+    "checkpoint, ping-pong": {**CHECKPOINT, "ping_pong": True},
+    "checkpoint, retain": {**CHECKPOINT, "retain_bytes": 1 << 20},
+    "accumulate": ACCUMULATE,
+    "accumulate, fsdp": {**ACCUMULATE, "fsdp": True},
+    "accumulate, ping-pong": {**ACCUMULATE, "ping_pong": True},
+    "accumulate, ping-pong, fsdp, compare": {**ACCUMULATE, "ping_pong": True, "fsdp": True, "compare": True},
 }
+
+
+class Counter(TorchDispatchMode):
+    """Counts the calls of operators of this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number[str(function)] += 1
+        return function(*args, **(kwargs or {}))
 
 
 def _train_all(runs: dict[str, TrainConfig], folder: Path) -> None:
@@ -29,6 +70,14 @@ def _train_all(runs: dict[str, TrainConfig], folder: Path) -> None:
         if dist.get_rank() == 0:
             (folder / name).mkdir()
         train(config, folder / name)
+    for name in [name for name in runs if name.startswith("accumulate")]:
+        again = folder / f"{name}, resumed"
+        if dist.get_rank() == 0:
+            shutil.copytree(folder / name, again)
+            for step in (2, 3):
+                shutil.rmtree(whole_checkpoints(again)[step])
+        dist.barrier()
+        train(resumed_config(again, {}), again)
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +88,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(12):
             text = f"line {number} of a text that repeats itself\n" * (40 if number % 6 == 0 else 1 + number)
             (data / f"{number:02}.txt").write_text(text)
-        launch(
-            _train_all, {name: replace(SMALL, data=data, **options) for name, options in RUNS.items()}, folder, ranks=2
-        )
+        shutil.copytree(data, folder / "other")
+        configs = {name: replace(SMALL, data=data, **options) for name, options in RUNS.items()}
+        for name, config in configs.items():
+            if config.eval_data is not None:
+                configs[name] = replace(config, eval_data=folder / config.eval_data)
+        launch(_train_all, configs, folder, ranks=2)
         return folder
 
     return made_once(tmp_path_factory, "runs_with_features", make)
@@ -49,6 +101,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _of_steps(run_dir: Path, name: str) -> list[float]:
     return [json.loads(line)[name] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def _evaluated(run_dir: Path) -> dict[int, float]:
+    """Loss by step."""
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {step["step"]: step["eval_loss"] for step in metrics if "eval_loss" in step}
+
+
+def _weights(run_dir: Path) -> dict[str, bytes]:
+    """The last checkpoint to the bit."""
+    last = list(whole_checkpoints(run_dir).values())[-1]
+    return {path.name: path.read_bytes() for path in last.glob("*.distcp")}
 
 
 def test_gradients_are_clipped_by_their_norm_over_all_ranks(runs: Path) -> None:
@@ -60,3 +124,80 @@ def test_gradients_are_clipped_by_their_norm_over_all_ranks(runs: Path) -> None:
     plain = _of_steps(runs / "plain", "loss")
     assert losses[0] == plain[0] and losses[2] != plain[2]
     assert _of_steps(runs / "clip far above", "loss") == plain
+
+
+def test_accumulated_micro_batches_are_one_step_with_all_wrappers_and_after_a_resume(runs: Path) -> None:
+    losses, norms = (_of_steps(runs / "accumulate", name) for name in ("loss", "grad_norm"))
+    assert len(losses) == 3
+    for name in [name for name in RUNS if name.startswith("accumulate")]:
+        assert _of_steps(runs / name, "loss") == pytest.approx(losses, rel=1e-5), name
+        assert _of_steps(runs / name, "grad_norm") == pytest.approx(norms, rel=1e-4), name
+        assert _of_steps(runs / name, "tokens") == [2 * 3 * 96] * 3
+        assert _of_steps(runs / f"{name}, resumed", "loss") == _of_steps(runs / name, "loss"), name
+        assert _of_steps(runs / f"{name}, resumed", "grad_norm") == _of_steps(runs / name, "grad_norm"), name
+
+
+def test_bfloat16_with_weights_in_float32_is_near_the_run_in_float32(runs: Path) -> None:
+    plain = _of_steps(runs / "plain", "loss")
+    for name in [name for name in RUNS if name.startswith("bfloat16")]:
+        losses = _of_steps(runs / name, "loss")
+        assert losses == pytest.approx(plain, rel=1e-3) and losses != pytest.approx(plain, rel=1e-6), name
+        state: dict[str, Any] = {"model": {"lm_head.weight": torch.zeros(256, 32)}, "optimizer": {}}
+        dcp.load(state, checkpoint_id=whole_checkpoints(runs / name)[3], no_dist=True)
+        assert not torch.equal(state["model"]["lm_head.weight"], state["model"]["lm_head.weight"].bfloat16().float())
+    with pytest.raises(ConfigError, match="--master-weights is True, must be left out with --dtype float32"):
+        TrainConfig(master_weights=True)
+
+
+def test_rotary_frequencies_stay_in_float32_in_a_model_of_bfloat16() -> None:
+    with one_rank():
+        model = build_model(replace(SMALL, dtype="bfloat16"), 256)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+
+
+def test_checkpointed_layers_have_the_losses_of_the_others_and_move_as_much(runs: Path) -> None:
+    for name in [name for name in RUNS if name.startswith("checkpoint")]:
+        assert _of_steps(runs / name, "loss") == pytest.approx(_of_steps(runs / "plain", "loss"), rel=1e-6), name
+
+
+def test_attention_of_a_checkpointed_layer_runs_once(tmp_path: Path) -> None:
+    steps, linear = {}, {}
+    for checkpointed in (False, True):
+        config = replace(SMALL, steps=1, ranks=1, checkpoint_activations=checkpointed)
+        calls = Counter()
+        (tmp_path / str(checkpointed)).mkdir()
+        with one_rank(), calls:
+            train(config, tmp_path / str(checkpointed))
+        steps[checkpointed] = calls.number["distca.core_attention.default"]
+        linear[checkpointed] = calls.number["aten.mm.default"]
+    assert steps[True] == steps[False] == 2
+    # In each of two layers all products but the last, whose output backward does not need.
+    assert linear[True] == linear[False] + 2 * 6
+
+
+def test_an_evaluation_changes_no_step_and_has_the_loss_of_the_weights_of_its_step(runs: Path) -> None:
+    assert _of_steps(runs / "evaluate", "loss") == _of_steps(runs / "plain", "loss")
+    assert _weights(runs / "evaluate") == _weights(runs / "plain")
+    name = "evaluate, fsdp, ping-pong"
+    assert _of_steps(runs / name, "loss") == pytest.approx(_of_steps(runs / "plain", "loss"), rel=1e-6)
+    found = [_evaluated(runs / run) for run in ("evaluate", name)]
+    assert list(found[0]) == list(found[1]) == [1, 2]  # every second step, and the last
+    assert list(found[0].values()) == pytest.approx(list(found[1].values()), rel=1e-5)
+    assert found[0][2] < found[0][1] < _of_steps(runs / "plain", "loss")[0]
+    assert json.loads((runs / "evaluate" / "summary.json").read_text())["eval_loss"] == found[0][2]
+    events = EventAccumulator(str(runs / "evaluate" / "tensorboard")).Reload().Scalars("evaluation loss")
+    assert [(event.step, event.value) for event in events] == [(s, pytest.approx(v)) for s, v in found[0].items()]
+    assert list(_evaluated(runs / "held out")) == [2]
+
+
+def test_documents_are_held_out_by_the_seed_and_not_trained_on() -> None:
+    corpus = Corpus([bytes([number]) * 3 for number in range(40)], num_skipped=1)
+    train_on, held_out = corpus.split(0.2, seed=3)
+    assert (len(train_on.documents), len(held_out.documents), held_out.num_skipped) == (32, 8, 1)
+    assert sorted([*train_on.documents, *held_out.documents]) == list(corpus.documents)
+    assert [*corpus.split(0.2, seed=3)[1].documents] == [*held_out.documents] != [*corpus.split(0.2, 4)[1].documents]
+    assert [len(part.documents) for part in Corpus([b"ab", b"cd"], 0).split(0.01, 0)] == [1, 1]
+    for documents in ([b"ab"], [b"ab", b"c"]):
+        with pytest.raises(DataError, match="has two or more tokens, with --eval-fraction 0.5"):
+            Corpus(documents, 0).split(0.5, 0)

@@ -14,8 +14,8 @@ FAULTS = [
     Fault(
         "the loss of a rank is a mean over its own share of targets",
         "python/distca/train/step.py",
-        "(loss_sum * (dist.get_world_size() / max(_num_targets(work), 1))).backward()",
-        "(loss_sum / max(_num_targets(work), 1)).backward()",
+        "(loss_sum * (dist.get_world_size() / max(num_targets, 1))).backward()",
+        "(loss_sum / max(num_targets, 1)).backward()",
         ("tests/test_hf.py::test_two_ranks_have_the_loss_and_gradients_of_one_process_with_sdpa",),
     ),
     Fault(

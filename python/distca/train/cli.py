@@ -21,7 +21,7 @@ from distca.launch import exit_now, launch, leave_process_group
 from distca.nsys import switched_on
 from distca.train import memory_log
 from distca.train.config import OPTION_TYPES, ConfigError, TrainConfig, option_name
-from distca.train.data import read_corpus
+from distca.train.corpora import read_corpora
 from distca.train.log import create_run_dir
 from distca.train.metrics import describe
 from distca.train.resume import find_run, resumed_config
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_inputs(config: TrainConfig) -> None:
     """Mistakes in data, model and tokenizer are found before anything is started."""
-    read_corpus(config.data, config.kept_fraction)
+    read_corpora(config)
     if config.trace and not Path(config.trace).parent.is_dir():
         raise ConfigError(f"--trace is {config.trace}, must be a file in a folder that exists")
     if config.model is not None or config.tokenizer is not None:

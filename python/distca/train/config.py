@@ -46,7 +46,16 @@ class TrainConfig:
 
     ranks: int = field(default=2, metadata=_about("number of ranks (processes); under torchrun its world size"))
     steps: int = field(default=100, metadata=_about("training steps"))
-    tokens_per_rank: int = field(default=4096, metadata=_about("tokens each rank holds in a step"))
+    tokens_per_rank: int = field(
+        default=4096,
+        metadata=_about(
+            "tokens each rank holds in a micro-batch, of which a step has one unless --accumulate says more"
+        ),
+    )
+    accumulate: int = field(
+        default=1,
+        metadata=_about("micro-batches of --tokens-per-rank in each step, whose gradients are added up", fixed=True),
+    )
     data: Path | None = field(
         default=None,
         metadata=_about(
@@ -86,7 +95,14 @@ class TrainConfig:
         default=None,
         metadata=_about(f"number of key/value heads of the tiny model (default: {TINY['kv_heads']})", fixed=True),
     )
-    dtype: str = field(default="float32", metadata=_about("dtype of the model", choices=tuple(DTYPES), fixed=True))
+    dtype: str = field(
+        default="float32",
+        metadata=_about("dtype of weights and of what is computed", choices=tuple(DTYPES), fixed=True),
+    )
+    master_weights: bool = field(
+        default=False,
+        metadata=_about("with --dtype bfloat16: compute in it, weights and optimizer in float32", fixed=True),
+    )
     lr: float = field(default=3e-3, metadata=_about("peak learning rate (AdamW)", fixed=True))
     schedule: str = field(
         default=SCHEDULES[0],
@@ -127,10 +143,25 @@ class TrainConfig:
         default=False, metadata=_about("shard weights, gradients and optimizer over the ranks, layer by layer (FSDP2)")
     )
     compile: bool = field(default=False, metadata=_about("compile each layer with torch.compile"))
+    checkpoint_activations: bool = field(
+        default=False,
+        metadata=_about(
+            "keep each layer's input and attention's output alone for backward, and compute the rest again"
+        ),
+    )
     ping_pong: bool = field(
         default=False,
         metadata=_about("run two halves of each batch at once: one computes while the other's rows travel"),
     )
+    eval_data: Path | None = field(
+        default=None, metadata=_about("what to evaluate on: a folder or a .jsonl file, as for --data")
+    )
+    eval_fraction: float | None = field(
+        default=None,
+        metadata=_about("fraction of the documents to evaluate on and never train on, chosen by --seed", fixed=True),
+    )
+    eval_every: int = field(default=0, metadata=_about("steps between evaluations; 0: one, at the end"))
+    eval_steps: int = field(default=8, metadata=_about("evaluate on at most as many batches as so many steps have"))
     checkpoint_every: int = field(
         default=0,
         metadata=_about("steps between checkpoints; 0: one at the end, or where the run is interrupted"),
@@ -185,6 +216,15 @@ class TrainConfig:
             for name in TINY.keys() - {"layers"}:
                 if getattr(self, name) is not None:
                     _fail(self, name, "left out with --model, which has a shape of its own")
+        if self.eval_fraction is not None:
+            if not 0 < self.eval_fraction < 1:
+                _fail(self, "eval_fraction", "above 0 and below 1")
+            if self.eval_data is not None:
+                _fail(self, "eval_fraction", "left out with --eval-data")
+        elif self.eval_data is None and self.eval_every:
+            _fail(self, "eval_every", "left out without --eval-data or --eval-fraction")
+        if self.master_weights and self.dtype == "float32":
+            _fail(self, "master_weights", "left out with --dtype float32, in which weights are then")
         if not self.weight_decay < math.inf:
             _fail(self, "weight_decay", "finite")
         if self.schedule == "constant" and self.warmup_steps is not None:
@@ -217,7 +257,13 @@ class TrainConfig:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """What attention and matrix products are computed in."""
         return DTYPES[self.dtype]
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """What weights, and so the optimizer's state, are kept in."""
+        return torch.float32 if self.master_weights else self.torch_dtype
 
     @property
     def kept_fraction(self) -> float:
@@ -227,8 +273,8 @@ class TrainConfig:
         return STANDARD_LIBRARY_SCALE if self.data is None else 1.0
 
     @property
-    def tokens_per_step(self) -> int:
-        """Tokens of all ranks in a step; they alone say which documents a step holds."""
+    def tokens_per_batch(self) -> int:
+        """Tokens of all ranks in a micro-batch; they alone say which documents it holds."""
         return self.ranks * self.tokens_per_rank
 
     def as_json(self) -> dict[str, Any]:
@@ -253,18 +299,19 @@ class TrainConfig:
 
 
 _LEAST: dict[str, float] = {
-    "ranks": 1, "steps": 1, "tokens_per_rank": 1, "hidden": 1, "layers": 1, "heads": 1, "kv_heads": 1,
-    "seed": 0, "retain_bytes": 0, "checkpoint_every": 0, "keep_checkpoints": 1, "warmup_steps": 0,
-    "weight_decay": 0,
+    "ranks": 1, "steps": 1, "tokens_per_rank": 1, "accumulate": 1, "hidden": 1, "layers": 1, "heads": 1, "kv_heads": 1,
+    "seed": 0, "retain_bytes": 0, "checkpoint_every": 0, "keep_checkpoints": 1, "eval_every": 0, "eval_steps": 1,
+    "warmup_steps": 0, "weight_decay": 0,
 }  # fmt: skip
 
 OPTION_TYPES: dict[str, Callable[[str], Any]] = {
-    "ranks": int, "steps": int, "tokens_per_rank": int, "data": Path, "doc_scale": float, "tokenizer": Path,
-    "model": str, "hidden": int, "layers": int, "heads": int, "kv_heads": int, "dtype": str, "lr": float,
-    "schedule": str, "warmup_steps": int, "weight_decay": float, "clip_norm": float, "seed": int,
-    "balance": str, "tolerance": float, "retain_bytes": int, "compare": bool, "fsdp": bool, "compile": bool,
-    "ping_pong": bool, "checkpoint_every": int, "keep_checkpoints": int, "trace": str, "nsys": bool,
-    "log_memory": bool, "timeout": float, "name": str, "runs_dir": Path,
+    "ranks": int, "steps": int, "tokens_per_rank": int, "accumulate": int, "data": Path, "doc_scale": float,
+    "tokenizer": Path, "model": str, "hidden": int, "layers": int, "heads": int, "kv_heads": int, "dtype": str,
+    "master_weights": bool, "lr": float, "schedule": str, "warmup_steps": int, "weight_decay": float,
+    "clip_norm": float, "seed": int, "balance": str, "tolerance": float, "retain_bytes": int, "compare": bool,
+    "fsdp": bool, "compile": bool, "checkpoint_activations": bool, "ping_pong": bool, "eval_data": Path,
+    "eval_fraction": float, "eval_every": int, "eval_steps": int, "checkpoint_every": int, "keep_checkpoints": int,
+    "trace": str, "nsys": bool, "log_memory": bool, "timeout": float, "name": str, "runs_dir": Path,
 }  # fmt: skip
 """How the command line reads each field."""
 

@@ -17,9 +17,9 @@ import sysconfig
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -52,6 +52,38 @@ class Corpus:
         for document in self.documents:
             value = zlib.crc32(len(document).to_bytes(8, "little") + bytes(document), value)
         return value
+
+    def split(self, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
+        """The documents to train on, and `fraction` of all, at least one, that the seed chooses to be held out."""
+        order = list(range(len(self.documents)))
+        random.Random(f"{seed}/held out").shuffle(order)
+        num_held_out = min(max(1, round(fraction * len(order))), len(order) - 1)
+        parts = [
+            replace(self, documents=_Some(self.documents, sorted(part)))
+            for part in (order[num_held_out:], order[:num_held_out])
+        ]
+        for part, what in zip(parts, ("to train on", "held out"), strict=True):
+            if max(map(len, part.documents), default=0) < 2:
+                raise DataError(
+                    f"of {len(order)} documents none of those {what} has two or more tokens, with --eval-fraction "
+                    f"{fraction:g}"
+                )
+        return parts[0], parts[1]
+
+
+class _Some(Sequence[Any]):
+    """Some of the documents, by their numbers."""
+
+    def __init__(self, documents: Sequence[Any], numbers: Sequence[int]) -> None:
+        self._documents, self._numbers = documents, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return _Some(self._documents, self._numbers[place])
+        return self._documents[self._numbers[place]]
 
 
 def read_corpus(source: Path | None, kept_fraction: float, tokenizer: Tokenizer | None = None) -> Corpus:

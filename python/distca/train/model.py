@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
+from distca.checkpoint import save_core_attention
 from distca.errors import InvalidArgumentError
 from distca.integrations import hf
 from distca.ping_pong import PingPong
@@ -61,7 +62,9 @@ def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
         raise ConfigError(f"--model is {config.model}: {error}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model is {config.model}, no language model of transformers: {error}") from error
-    model = model.to(config.torch_dtype).train()
+    for parameter in model.parameters():  # not buffers: rotary frequencies would lose long documents' positions
+        parameter.data = parameter.data.to(config.weights_dtype)
+    model.train()
     hf.check_model(model, dist.get_world_size())
     return model
 
@@ -89,7 +92,7 @@ def model_config(config: TrainConfig, vocabulary: int) -> tuple[PreTrainedConfig
 def check_positions(shape: PreTrainedConfig, config: TrainConfig, longest_document: int) -> None:
     """Raises ConfigError where a document may be longer than the positions that the model was made for."""
     positions = getattr(shape, "max_position_embeddings", None)
-    longest = min(longest_document, config.tokens_per_step)
+    longest = min(longest_document, config.tokens_per_batch)
     if positions is not None and longest > positions:
         raise ConfigError(
             f"--model is {config.model}, made for {positions} positions, but a step may hold {longest} tokens of a "
@@ -107,7 +110,7 @@ def _tiny_llama(config: TrainConfig, vocabulary: int) -> LlamaConfig:
         num_attention_heads=heads,
         num_key_value_heads=config.tiny("kv_heads"),
         head_dim=hidden // heads,
-        max_position_embeddings=config.tokens_per_step,
+        max_position_embeddings=config.tokens_per_batch,
         pad_token_id=None,
         bos_token_id=None,
         eos_token_id=None,
@@ -143,18 +146,41 @@ def wrap(model: PreTrainedModel, config: TrainConfig) -> torch.nn.Module:
     Layers are compiled one by one, which share their code and so their graph: a layer of Llama is one graph, attention
     included. Around them transformers prepares masks in Python, where a compiler has nothing to gain.
     """
+    if config.checkpoint_activations:
+        _checkpoint_activations(model)
     if config.compile:
         for layer in _layers(model):
             layer.compile()
-    if not config.fsdp:
-        return _with_lasting_buckets(DistributedDataParallel(PingPong(model) if config.ping_pong else model))
-    from torch.distributed.fsdp import fully_shard  # half a second, for runs with --fsdp alone
+    if config.fsdp:
+        _shard(model, config)
+        return PingPong(model) if config.ping_pong else model
+    wrapped = _with_lasting_buckets(DistributedDataParallel(PingPong(model) if config.ping_pong else model))
+    if config.master_weights:
+        cast = torch.autocast("cpu", config.torch_dtype)
+        wrapped.forward = cast(wrapped.forward)  # type: ignore[method-assign]
+    return wrapped
+
+
+def _checkpoint_activations(model: PreTrainedModel) -> None:
+    """Attention, whose steps are those of all ranks, is not run again."""
+    # The older name is deprecated in versions of transformers that have the newer one.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False, "context_fn": save_core_attention})
+    except ValueError as error:
+        raise ConfigError(f"--checkpoint-activations: {error}") from error
+
+
+def _shard(model: PreTrainedModel, config: TrainConfig) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # half a second, for runs with --fsdp alone
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if config.master_weights:
+        policy = MixedPrecisionPolicy(param_dtype=config.torch_dtype, reduce_dtype=torch.float32)
     for layer in _layers(model):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return PingPong(model) if config.ping_pong else model
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def _with_lasting_buckets(model: DistributedDataParallel) -> DistributedDataParallel:

@@ -94,6 +94,8 @@ def _figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("moved a step", f"{summary['bytes_per_step'] / 1e6:.2f} MB"),
         ("planning a step", f"{summary['plan_ms']:.2f} ms"),
     ]
+    if (evaluated := summary.get("eval_loss")) is not None:
+        figures.insert(2, (f"loss on documents held out, after step {summary['eval_step']}", f"{evaluated:.4f}"))
     if (larger := summary.get("larger_half")) is not None:
         figures.append(("ping-pong: part of the attention in the larger half", f"{larger:.3f}"))
     if (compare := summary.get("compare")) is not None:

@@ -59,12 +59,12 @@ def resumed_config(run_dir: Path, given: dict[str, Any]) -> TrainConfig:
                 "leave it out, or start a new run"
             )
     config = replace(saved, **given)
-    if config.tokens_per_step != saved.tokens_per_step:
-        per_rank, rest = divmod(saved.tokens_per_step, config.ranks)
+    if config.tokens_per_batch != saved.tokens_per_batch:
+        per_rank, rest = divmod(saved.tokens_per_batch, config.ranks)
         fits = "" if rest else f"; with --ranks {config.ranks} that is --tokens-per-rank {per_rank}"
         raise ConfigError(
             f"--ranks {config.ranks} times --tokens-per-rank {config.tokens_per_rank} are "
-            f"{config.tokens_per_step} tokens a step, must be the run's {saved.tokens_per_step}{fits}"
+            f"{config.tokens_per_batch} tokens a step, must be the run's {saved.tokens_per_batch}{fits}"
         )
     taken, last = list(whole_checkpoints(run_dir).items())[-1]
     check_whole(last, taken)

@@ -45,6 +45,12 @@ class StepTraces:
         if len(self._traces) == TRACED_STEPS:
             self.write()
 
+    def skip(self) -> None:
+        """What came since the last step is of no step."""
+        if self._files:
+            self._context.take_trace()
+            self._begin = time.monotonic()
+
     def write(self) -> None:
         """Rank 0 writes what all ranks have recorded, unless it has. Collective."""
         if not self._files:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,20 +19,21 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from distca.context import Context, init
+from distca.context import init
 from distca.errors import DistcaError
 from distca.integrations.hf import heads_of, windows_of
 from distca.nsys import Capture
 from distca.ping_pong import PingPong
-from distca.plan_ahead import PlanAhead
-from distca.planning import Plans
 from distca.train.checkpoint import Checkpoints, RunState, Trained, whole_checkpoints
 from distca.train.config import TrainConfig
-from distca.train.data import Batch, Batches, Corpus, DataError, read_corpus
+from distca.train.corpora import read_corpora
+from distca.train.data import Batches, Corpus, DataError
+from distca.train.evaluation import Evaluation
 from distca.train.files import writing
 from distca.train.log import RunLog
 from distca.train.memory_log import MemoryLog
 from distca.train.metrics import AttentionLoads, StepMetrics
+from distca.train.micro_batches import MicroBatch, planned
 from distca.train.model import build_model, check_positions, wrap
 from distca.train.optimizer import make_optimizer
 from distca.train.step import compared_step, train_step
@@ -50,11 +51,13 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tokenizer = Tokenizer(config.tokenizer) if config.tokenizer is not None else None
-    corpus = read_corpus(config.data, config.kept_fraction, tokenizer)
-    _check_same_corpus(corpus)
+    corpus, held_out = read_corpora(config, tokenizer)
+    corpora = [corpus] if held_out is None else [corpus, held_out]
+    for one in corpora:
+        _check_same_corpus(one)
     model = build_model(config, BYTES if tokenizer is None else tokenizer.vocabulary)
     shape = model.config.get_text_config()
-    check_positions(shape, config, max(map(len, corpus.documents)))
+    check_positions(shape, config, max(len(document) for one in corpora for document in one.documents))
     heads, windows = heads_of(shape, config.torch_dtype), windows_of(shape)
     trained = _start_of_training(wrap(model, config), model, config)
     run_dir, last = _agree_on_run(run_dir)
@@ -65,39 +68,46 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
         rank=rank,
         ranks=ranks,
         tokens_per_rank=config.tokens_per_rank,
-        steps=config.steps,
+        steps=config.steps * config.accumulate,
         seed=config.seed,
-        start=start,
+        start=start * config.accumulate,
     )
     tqdm.set_lock(threading.RLock())  # its default is shared between processes, which nothing here needs
     with (
         stop_request() as stop,
         init(max_tokens=config.tokens_per_rank, heads=heads, timeout=config.timeout, nsys=config.nsys) as context,
-        _planned(config, batches, context, windows) as steps,
+        planned(config, batches, context, windows, balance=config.balance == "on") as micro_batches,
+        planned(config, batches, context, windows, balance=False) if config.compare else nullcontext() as others,
         tqdm(total=config.steps, initial=start, disable=rank != 0, unit="step", dynamic_ncols=True) as bar,
         RunLog(config, run_dir if rank == 0 else None, corpus, start=start) as log,
         MemoryLog(run_dir / f"memory-rank{rank}.jsonl" if config.log_memory else None, context) as memory,
         closing(Capture(config.nsys, TRACED_STEPS)) as capture,
     ):
         traces = StepTraces(context, trace_files(run_dir, config.trace))
+        evaluation = Evaluation(config, held_out, context, windows)
         since = time.perf_counter()
-        for step, (work, unbalanced) in enumerate(steps, start):
-            note = memory.begin(step, [plans for _, plans in work])
-            if unbalanced is None:
-                result = train_step(trained, work, stop.requested, since, note)
+        for step in range(start, config.steps):
+            memory.step(step)
+            work = Kept(itertools.islice(micro_batches, config.accumulate))
+            if others is None:
+                result = train_step(trained, work, stop.requested, since, memory)
             else:  # who goes first alternates, so that neither gains by it
+                unbalanced = list(itertools.islice(others, config.accumulate))
                 balanced_first = step % 2 == 0
-                result = compared_step(trained, work, unbalanced, stop.requested, since, balanced_first, note)
-            loads = AttentionLoads.of([plans for _, plans in work], windows)
-            traces.step(step, loads.after[rank] + (loads.before[rank] if unbalanced is not None else 0))
+                result = compared_step(trained, list(work), unbalanced, stop.requested, since, balanced_first, memory)
+            loads = AttentionLoads.of([micro_batch.plans for micro_batch in work.kept], windows)
+            traces.step(step, loads.after[rank] + (loads.before[rank] if others is not None else 0))
             capture.step(step + 1)
-            metrics = StepMetrics.of(step, result, [batch.layout for batch, _ in work], loads)
+            metrics = StepMetrics.of(step, result, [plans.layout for one in work.kept for plans in one.plans], loads)
+            taken = step + 1
+            if evaluation.due(taken, result.interrupted):
+                metrics = replace(metrics, eval_loss=evaluation.loss(trained))
+                traces.skip()
             log.step(metrics, loads)
             bar.set_postfix_str(metrics.line(), refresh=False)
             bar.update()
             if not math.isfinite(result.loss):
                 raise DistcaError(f"the loss is {result.loss} at step {step}: lower --lr (now {config.lr:g})")
-            taken = step + 1
             if result.interrupted or taken == config.steps or _due(taken, config.checkpoint_every):
                 checkpoints.save(trained, RunState(taken, ranks, corpus.fingerprint()))
             if result.interrupted:
@@ -122,40 +132,17 @@ def _start_of_training(model: torch.nn.Module, saved: torch.nn.Module, config: T
     return Trained(model, optimizer, schedule, saved if config.ping_pong else None, config.clip_norm)
 
 
-Planned = list[tuple[Batch, Plans]]
+class Kept:
+    """Hands micro-batches on as they come, and keeps them."""
 
+    def __init__(self, micro_batches: Iterable[MicroBatch]) -> None:
+        self._rest = micro_batches
+        self.kept: list[MicroBatch] = []
 
-@contextmanager
-def _planned(
-    config: TrainConfig, batches: Batches, context: Context, windows: list[int | None]
-) -> Iterator[Iterator[tuple[Planned, Planned | None]]]:
-    """The work of each step and, where the run compares, the same with plans that compute every row at home."""
-    num_parts = 2 if config.ping_pong else 1
-    window = windows[0] if len(set(windows)) == 1 else None
-    rank = context.rank
-
-    def plan_ahead(balance: bool) -> PlanAhead[Batch, Plans]:
-        return PlanAhead(
-            (half for batch in batches for half in batch.halves(rank, window)) if config.ping_pong else batches,
-            heads=context.heads,
-            context=context,
-            layout=lambda batch: batch.layout,
-            windows=windows,
-            tolerance=config.tolerance,
-            balance=balance,
-            overlap=config.ping_pong,
-            retain_bytes=config.retain_bytes,
-        )
-
-    def in_steps(planned: Iterable[tuple[Batch | None, Plans]]) -> Iterator[Planned]:
-        # Every rank has the same number of batches, so each step has one.
-        parts = ((batch, plans) for batch, plans in planned if batch is not None)
-        while step := list(itertools.islice(parts, num_parts)):
-            yield step
-
-    with plan_ahead(config.balance == "on") as steps, plan_ahead(False) if config.compare else nullcontext() as others:
-        unbalanced = in_steps(others) if others is not None else itertools.repeat(None)
-        yield zip(in_steps(steps), unbalanced, strict=False)
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for micro_batch in self._rest:
+            self.kept.append(micro_batch)
+            yield micro_batch
 
 
 def _agree_on_run(run_dir: Path | None) -> tuple[Path, Path | None]:
