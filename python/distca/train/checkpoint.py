@@ -123,7 +123,8 @@ def check_whole(checkpoint: Path, step: int) -> None:
             raise ConfigError(f"{path} {what}; {_what_to_do(checkpoint)}")
 
 
-def _check_content(checkpoint: Path, state: RunState) -> None:
+def check_content(checkpoint: Path, state: RunState) -> None:
+    """Raises ConfigError where a file of the checkpoint is damaged."""
     for name, (_, checksum) in state.files.items():
         path = checkpoint / name
         if _checksum(path) != checksum:
@@ -193,7 +194,7 @@ class Checkpoints:
         """Puts the checkpoint into the model, the optimizer, the schedule and the random state of this rank."""
         saved = read_state(checkpoint)
         with _failures(f"could not read the checkpoint {checkpoint}", None):
-            _on_rank_0(lambda: _check_content(checkpoint, saved))
+            _on_rank_0(lambda: check_content(checkpoint, saved))
             state = trained.state(saved.ranks)
             dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint))
             trained.set_state(state)

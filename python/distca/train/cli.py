@@ -84,11 +84,17 @@ def _check_inputs(config: TrainConfig) -> None:
     read_corpora(config)
     if config.trace and not Path(config.trace).parent.is_dir():
         raise ConfigError(f"--trace is {config.trace}, must be a file in a folder that exists")
+    if config.export is not None and config.export.exists() and not _is_empty(config.export):
+        raise ConfigError(f"--export is {config.export}, must be a new or empty folder")
     if config.model is not None or config.tokenizer is not None:
         from distca.train.model import model_config
         from distca.train.tokens import BYTES, Tokenizer
 
         model_config(config, BYTES if config.tokenizer is None else Tokenizer(config.tokenizer).vocabulary)
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _under_torchrun() -> bool:

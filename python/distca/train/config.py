@@ -167,6 +167,13 @@ class TrainConfig:
         metadata=_about("steps between checkpoints; 0: one at the end, or where the run is interrupted"),
     )
     keep_checkpoints: int = field(default=2, metadata=_about("how many of the last checkpoints to keep"))
+    export: Path | None = field(
+        default=None,
+        metadata=_about(
+            "write the model at the end of the run to this new folder, for from_pretrained of transformers; of an "
+            "earlier run: distca export"
+        ),
+    )
     trace: str | None = field(
         default=None,
         metadata=_about(
@@ -311,7 +318,7 @@ OPTION_TYPES: dict[str, Callable[[str], Any]] = {
     "clip_norm": float, "seed": int, "balance": str, "tolerance": float, "retain_bytes": int, "compare": bool,
     "fsdp": bool, "compile": bool, "checkpoint_activations": bool, "ping_pong": bool, "eval_data": Path,
     "eval_fraction": float, "eval_every": int, "eval_steps": int, "checkpoint_every": int, "keep_checkpoints": int,
-    "trace": str, "nsys": bool, "log_memory": bool, "timeout": float, "name": str, "runs_dir": Path,
+    "export": Path, "trace": str, "nsys": bool, "log_memory": bool, "timeout": float, "name": str, "runs_dir": Path,
 }  # fmt: skip
 """How the command line reads each field."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
@@ -44,7 +46,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
     """The model, the same on every rank, whose attention layers take a plan. `vocabulary`: number of tokens.
 
-    Weights are random unless `--model` names a checkpoint.
+    Weights are random unless `--model` names a checkpoint. With `--fsdp` rank 0 alone has them: the tensors of other
+    ranks are on the meta device until `wrap`.
     """
     if dist.get_rank() != 0:
         transformers.logging.disable_progress_bar()
@@ -52,8 +55,9 @@ def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
     shape, checkpoint = model_config(config, vocabulary)
     model: PreTrainedModel
     try:
-        if checkpoint is None:
-            model = AutoModelForCausalLM.from_config(shape, attn_implementation=hf.NAME)
+        if checkpoint is None or _takes_weights(config):
+            with torch.device("meta") if _takes_weights(config) else nullcontext():
+                model = AutoModelForCausalLM.from_config(shape, attn_implementation=hf.NAME)
         else:
             model = AutoModelForCausalLM.from_pretrained(
                 checkpoint, config=shape, attn_implementation=hf.NAME, local_files_only=True
@@ -67,6 +71,11 @@ def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
     model.train()
     hf.check_model(model, dist.get_world_size())
     return model
+
+
+def _takes_weights(config: TrainConfig) -> bool:
+    """Whether this rank has its part of the weights from rank 0."""
+    return config.fsdp and dist.get_rank() != 0
 
 
 def model_config(config: TrainConfig, vocabulary: int) -> tuple[PreTrainedConfig, Path | None]:
@@ -178,9 +187,39 @@ def _shard(model: PreTrainedModel, config: TrainConfig) -> None:
     policy = MixedPrecisionPolicy()
     if config.master_weights:
         policy = MixedPrecisionPolicy(param_dtype=config.torch_dtype, reduce_dtype=torch.float32)
+    weights, beside = (model.state_dict(), _beside_weights(model)) if dist.get_rank() == 0 else ({}, {})
+    model.to("meta")
+    model.tie_weights()
     for layer in _layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    _take_beside_weights(model, beside)
+
+
+_Beside = dict[tuple[str, str], torch.Tensor]
+
+
+def _beside_weights(model: PreTrainedModel) -> _Beside:
+    """What no state dict has, by module and name: rotary frequencies and the like."""
+    found: _Beside = {}
+    for name, module in model.named_modules():
+        buffers = {key: module._buffers[key] for key in module._non_persistent_buffers_set}
+        for key, value in (buffers | vars(module)).items():
+            if isinstance(value, torch.Tensor):
+                found[name, key] = value
+    return found
+
+
+def _take_beside_weights(model: PreTrainedModel, beside: _Beside) -> None:
+    """From rank 0, together with its random state, for making weights has drawn from it."""
+    shared: list[Any] = [beside, torch.get_rng_state()]
+    dist.broadcast_object_list(shared, src=0)
+    for (module, name), value in shared[0].items():
+        setattr(model.get_submodule(module), name, value)
+    torch.set_rng_state(shared[1])
 
 
 def _with_lasting_buckets(model: DistributedDataParallel) -> DistributedDataParallel:

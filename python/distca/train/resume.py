@@ -33,7 +33,9 @@ def find_run(resume: str, runs_dir: Path) -> Path:
     return run_dir
 
 
-def _saved_config(path: Path) -> TrainConfig:
+def saved_config(run_dir: Path) -> TrainConfig:
+    """The configuration that a run has left. Raises ConfigError."""
+    path = run_dir / CONFIG
     what_to_do = "restore the file, or start a new run"
     values = read_object(path, what_to_do)
     try:
@@ -48,7 +50,7 @@ def resumed_config(run_dir: Path, given: dict[str, Any]) -> TrainConfig:
     What decides the weights and batches must stay; ranks may change if a step keeps its tokens. More steps than the
     run was started with stretch its learning rates.
     """
-    saved = _saved_config(run_dir / CONFIG)
+    saved = saved_config(run_dir)
     if "name" in given:
         raise ConfigError(f"--name is {given['name']}, but a resumed run goes on in its folder: leave it out")
     for option in fields(TrainConfig):

@@ -37,3 +37,7 @@ class Tokenizer:
     def encode(self, text: str) -> array[int]:
         """Tokens of a document, with the special tokens that the tokenizer adds by itself."""
         return array("i", self._tokenizer(text, verbose=False).input_ids)
+
+    def save(self, folder: Path) -> None:
+        """Writes the files that transformers reads."""
+        self._tokenizer.save_pretrained(str(folder))

@@ -29,6 +29,7 @@ from distca.train.config import TrainConfig
 from distca.train.corpora import read_corpora
 from distca.train.data import Batches, Corpus, DataError
 from distca.train.evaluation import Evaluation
+from distca.train.export import export_model
 from distca.train.files import writing
 from distca.train.log import RunLog
 from distca.train.memory_log import MemoryLog
@@ -113,6 +114,8 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
             if result.interrupted:
                 break
             since = time.perf_counter()
+        if config.export is not None and not result.interrupted:
+            export_model(model, config.export, tokenizer)
         with writing(run_dir):
             traces.write()
         return log.finish(result.interrupted, _notes(trained.model), traces.everyone)
