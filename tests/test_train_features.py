@@ -1,8 +1,10 @@
 """What users of a trainer expect of `distca train`: clipping, accumulation and the like, each against a plain run."""
 
 import collections
+import importlib.util
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distca.cli import main
 from distca.train.checkpoint import whole_checkpoints
 from distca.train.config import ConfigError, TrainConfig
 from distca.train.data import Corpus, DataError
@@ -201,3 +204,65 @@ def test_documents_are_held_out_by_the_seed_and_not_trained_on() -> None:
     for documents in ([b"ab"], [b"ab", b"c"]):
         with pytest.raises(DataError, match="has two or more tokens, with --eval-fraction 0.5"):
             Corpus(documents, 0).split(0.5, 0)
+
+
+# ---- tracking
+
+
+WANDB = """
+import json, pathlib
+class Error(Exception): pass
+class Run:
+    def __init__(self, options):
+        self.id = options.get("id", "first")
+        self.lines = pathlib.Path(options["dir"], "told")
+        self.tell(options)
+    def tell(self, what):
+        with self.lines.open("a") as file:
+            file.write(json.dumps(what) + "\\n")
+    def log(self, scalars, step):
+        self.tell([step, scalars["loss"]])
+    def finish(self, exit_code):
+        self.tell(exit_code)
+def init(**options):
+    return Run(options)
+"""
+
+
+def test_a_tracked_run_tells_wandb_every_step_once_and_goes_on_under_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    run = tmp_path / "run"
+    run.mkdir()
+    with one_rank():
+        train(replace(SMALL, ranks=1, steps=2, track="wandb"), run)
+    with one_rank():
+        train(resumed_config(run, {"steps": 3}), run)
+    del sys.modules["wandb"]
+    first, *told, again, third, code = [json.loads(line) for line in (run / "told").read_text().splitlines()]
+    losses = _of_steps(run, "loss")
+    assert told == [[0, losses[0]], [1, losses[1]], 0] and third == [2, losses[2]] and code == 0
+    assert (first["project"], first["name"], first["config"]["steps"]) == ("distca", "run", 2)
+    assert "id" not in first and (again["id"], again["resume"]) == ("first", "allow")
+
+
+def test_wandb_itself_takes_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with one_rank():
+        train(replace(SMALL, ranks=1, steps=1, track="wandb"), tmp_path)
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_tracking_without_the_package_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
+    assert main(["train", "--track", "wandb", "--runs-dir", str(tmp_path / "runs")]) == 2
+    assert "--track is wandb, but the package wandb is not installed" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

@@ -119,6 +119,8 @@ def _check_packages(config: TrainConfig) -> None:
     for package in ("tqdm", "transformers"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"the package {package} is not installed: install distca[train]")
+    if config.track is not None and importlib.util.find_spec(config.track) is None:
+        raise ConfigError(f"--track is {config.track}, but the package {config.track} is not installed: install it")
     if config.nsys and not torch.cuda.is_available():
         raise ConfigError(
             f"--nsys (or {nsys.VARIABLE}=1) captures CUDA, which this machine or PyTorch does not have: leave it out, "

@@ -196,6 +196,10 @@ class TrainConfig:
             "EXPERIMENT_LOG_MEMORY_USAGE=1 in the environment"
         ),
     )
+    track: str | None = field(
+        default=None,
+        metadata=_about("also send the figures of every step to wandb (package wandb)", choices=("wandb",)),
+    )
     timeout: float = field(default=600.0, metadata=_about("seconds a rank waits for another before it gives up"))
     name: str = field(default="train", metadata=_about("name of the run; a number is appended if it exists"))
     runs_dir: Path = field(default=Path("runs"), metadata=_about("folder of the runs"))
@@ -212,8 +216,8 @@ class TrainConfig:
         if not 0 <= self.tolerance <= 1:
             _fail(self, "tolerance", "0 to 1")
         for option in fields(self):
-            choices = option.metadata["choices"]
-            if choices is not None and getattr(self, option.name) not in choices:
+            choices, value = option.metadata["choices"], getattr(self, option.name)
+            if choices is not None and value != option.default and value not in choices:
                 _fail(self, option.name, f"one of {', '.join(choices)}")
         if self.doc_scale is not None and not 0 < self.doc_scale <= 1:
             _fail(self, "doc_scale", "above 0 and at most 1")
@@ -318,7 +322,8 @@ OPTION_TYPES: dict[str, Callable[[str], Any]] = {
     "clip_norm": float, "seed": int, "balance": str, "tolerance": float, "retain_bytes": int, "compare": bool,
     "fsdp": bool, "compile": bool, "checkpoint_activations": bool, "ping_pong": bool, "eval_data": Path,
     "eval_fraction": float, "eval_every": int, "eval_steps": int, "checkpoint_every": int, "keep_checkpoints": int,
-    "export": Path, "trace": str, "nsys": bool, "log_memory": bool, "timeout": float, "name": str, "runs_dir": Path,
+    "export": Path, "trace": str, "nsys": bool, "log_memory": bool, "track": str, "timeout": float, "name": str,
+    "runs_dir": Path,
 }  # fmt: skip
 """How the command line reads each field."""
 
