@@ -116,7 +116,7 @@ class TrainConfig:
         default=None,
         metadata=_about(f"steps in which the learning rate rises to --lr (default: {WARMUP_STEPS})", fixed=True),
     )
-    weight_decay: float = field(default=0.0, metadata=_about("decoupled weight decay (AdamW)", fixed=True))
+    weight_decay: float = field(default=0.0, metadata=_about("decoupled weight decay (AdamW) of matrices", fixed=True))
     clip_norm: float | None = field(
         default=None,
         metadata=_about("largest norm of all gradients together; a larger one is scaled down to it", fixed=True),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
@@ -16,8 +18,12 @@ _OPTIONS: dict[str, dict[str, float]] = {
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """The optimizer of a model that is wrapped, and its schedule at step 0."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    """The optimizer of a model that is wrapped, and its schedule at step 0. Norms and biases, vectors, do not decay."""
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "weight_decay": 0.0}]
+    if config.weight_decay > 0:
+        vectors, others = ([one for one in model.parameters() if (one.dim() < 2) == few] for few in (True, False))
+        groups = [{"params": others, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay)
     return optimizer, make_schedule(optimizer, config)
 
 
