@@ -64,15 +64,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
     run_dir, last = _agree_on_run(run_dir)
     checkpoints = Checkpoints(run_dir, keep=config.keep_checkpoints)
     start = _resume(trained, checkpoints, last, corpus) if last is not None else 0
-    batches = Batches(
-        corpus,
-        rank=rank,
-        ranks=ranks,
-        tokens_per_rank=config.tokens_per_rank,
-        steps=config.steps * config.accumulate,
-        seed=config.seed,
-        start=start * config.accumulate,
-    )
+    batches = _batches(config, corpus, start)
     tqdm.set_lock(threading.RLock())  # its default is shared between processes, which nothing here needs
     with (
         stop_request() as stop,
@@ -92,10 +84,10 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
             work = Kept(itertools.islice(micro_batches, config.accumulate))
             if others is None:
                 result = train_step(trained, work, stop.requested, since, memory)
-            else:  # who goes first alternates, so that neither gains by it
+            else:
                 unbalanced = list(itertools.islice(others, config.accumulate))
-                balanced_first = step % 2 == 0
-                result = compared_step(trained, list(work), unbalanced, stop.requested, since, balanced_first, memory)
+                first = step % 2 == 0  # who goes first alternates, so that neither gains by it
+                result = compared_step(trained, list(work), unbalanced, stop.requested, since, first, memory)
             loads = AttentionLoads.of([micro_batch.plans for micro_batch in work.kept], windows)
             traces.step(step, loads.after[rank] + (loads.before[rank] if others is not None else 0))
             capture.step(step + 1)
@@ -119,6 +111,19 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
         with writing(run_dir):
             traces.write()
         return log.finish(result.interrupted, _notes(trained.model), traces.everyone)
+
+
+def _batches(config: TrainConfig, corpus: Corpus, start: int) -> Batches:
+    """The micro-batches of this rank from that step on."""
+    return Batches(
+        corpus,
+        rank=dist.get_rank(),
+        ranks=dist.get_world_size(),
+        tokens_per_rank=config.tokens_per_rank,
+        steps=config.steps * config.accumulate,
+        seed=config.seed,
+        start=start * config.accumulate,
+    )
 
 
 def _due(taken: int, every: int) -> bool:
