@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import signal
 import sys
@@ -32,6 +33,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what is imported stays: half a second less for every collection of garbage, of which runs have dozens
     if "processes" in sys.modules:
         forkserver.ensure_running()  # not within a test, whose changes of the environment all forks would have
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cache_of_tokens(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Runs of `distca train` keep tokens here, not in the user's folder."""
+    os.environ["DISTCA_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True)

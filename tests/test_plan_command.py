@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import distca
 from distca.bench.workloads import draw_documents
 from distca.cli import main
 
@@ -159,6 +160,48 @@ def test_the_picture_and_the_table_are_made(lengths: Path, tmp_path: Path, capsy
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "largest / mean load as planned" in printed and "between nodes" in printed
+
+
+def test_the_picture_shows_nodes_memory_and_capacity_and_a_legend_that_covers_nothing(
+    lengths: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure_module = pytest.importorskip("matplotlib.figure")
+    from distca import pictures
+    from distca.plan_picture import draw_plan
+
+    saved = []
+    monkeypatch.setattr(figure_module.Figure, "savefig", lambda self, path: saved.append(self))
+    layout = distca.Layout.from_documents([[1200, 300], [64, 17], [90, 33], [700]])
+    made = distca.plan(layout, distca.Heads(8, 2, 16))
+    draw_plan(made, tmp_path / "plan.png", ranks_per_node=2, capacity=10 * made.stats.slot_bytes)
+    (figure,) = saved
+    loads, traffic, memory, _ = figure.axes
+    assert [list(line.get_ydata()) for line in traffic.lines] == [[1.5, 1.5], [0, 1]]  # a border across, and one down
+    heights = [bar.get_height() * 1e6 for bar in memory.patches]
+    assert heights == pytest.approx(
+        [a.total for phase in ("forward", "backward") for a in made.stats.arena_bytes[phase]]
+    )
+    assert memory.lines[0].get_ydata()[0] * 1e6 == pytest.approx(10 * made.stats.slot_bytes)
+    assert memory.get_ylim()[1] > memory.lines[0].get_ydata()[0]
+    # The colours are those of a run's report.
+    assert [bar.get_facecolor() for bar in loads.patches[::4]] == [
+        figure_module.mpl.colors.to_rgba(colour) for colour in (pictures.AT_HOME, pictures.PLANNED)
+    ]
+    assert [axes.get_legend() for axes in figure.axes] == [None] * 4
+    figure.draw_without_rendering()
+    below = figure.legends[0].get_window_extent()
+    assert not any(below.overlaps(axes.get_tightbbox()) for axes in figure.axes)
+
+
+def test_a_capacity_is_kept_to_and_does_not_go_with_a_search_for_it(
+    lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free = _plan(tmp_path, "--lengths", str(lengths), *DRAW)
+    assert free["stats"]["binding"] is None
+    tight = _plan(tmp_path, "--lengths", str(lengths), *DRAW, "--capacity", "500000")
+    assert tight["stats"]["binding"].startswith("capacity of rank")
+    assert main(["plan", "--lengths", str(lengths), *DRAW, "--capacity", "500000", "--heap"]) == 2
+    assert "leave out --capacity" in capsys.readouterr().err
 
 
 def test_it_says_what_servers_would_keep_and_what_that_saves(

@@ -11,7 +11,7 @@ import distca
 from distca.cli import main
 from distca.timeline import after_warm_up, figures, lines_below_table, rows_of_table, windows
 from distca.timeline_picture import draw_timeline
-from distca.trace import SentRows, Span
+from distca.trace import SentRows, Span, TrainingPhase
 
 PNG = b"\x89PNG"
 
@@ -90,6 +90,67 @@ def test_a_trace_without_steps_is_one_window_and_says_nothing_of_loads() -> None
 def test_an_empty_trace_has_no_figures() -> None:
     with pytest.raises(distca.InvalidArgumentError, match="the trace has no events"):
         windows([distca.Trace(0, [], [])])
+
+
+def of_ping_pong() -> list[distca.Trace]:
+    """A rank with two layers in two halves, forward alone; half 0 computes for 2 s, half 1 for 1 s."""
+    spans = [
+        Span("dispatch", False, 1, 0, "forward", -1, 2, 3, "0 (Attention)", 0),
+        Span("dispatch", False, 2, 1, "forward", -1, 4, 5, "0 (Attention)", 1),
+        Span("attend", False, 1, 0, "forward", -1, 5, 6, "0 (Attention)", 0),
+        Span("attend", False, 2, 1, "forward", -1, 6, 7, "0 (Attention)", 1),
+        Span("collect", False, 1, 0, "forward", -1, 7, 8, "0 (Attention)", 0),
+        Span("collect", False, 2, 1, "forward", -1, 10, 11, "0 (Attention)", 1),
+    ]
+    phases = [TrainingPhase("forward", 0.5, 12), TrainingPhase("backward", 12, 14), TrainingPhase("optimizer", 14, 15)]
+    return [distca.Trace(0, spans, []).of_step(0, 0, 16, phases=phases)]
+
+
+def test_what_lies_between_parts_is_of_the_half_that_computes_and_of_its_phase() -> None:
+    (trace,) = of_ping_pong()
+    assert [(s.begin, s.end, s.phase, s.half) for s in trace.spans if s.name == "compute"] == [
+        (0, 0.5, "other", None),
+        (0.5, 2, "forward", 0),
+        (3, 4, "forward", 1),
+        (8, 10, "forward", 0),  # the head of the model, say, before the other half's collect
+        (11, 12, "forward", 1),
+        (12, 14, "backward", 1),
+        (14, 15, "optimizer", None),
+        (15, 16, "other", None),
+    ]
+
+
+def test_the_picture_shows_phases_layers_and_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    saved: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: saved.append(self))
+    draw_timeline(tmp_path / "one.png", of_ping_pong(), windows(of_ping_pong()))
+    draw_timeline(tmp_path / "plain.png", by_hand(), windows(by_hand()))
+    one, plain = saved
+    (axes,) = one.axes
+    words = [text.get_text() for text in axes.texts]
+    assert [word for word in words if word in ("forward", "backward", "optimizer")] == [
+        "forward",
+        "backward",
+        "optimizer",
+    ]
+    assert [word for word in words if word.startswith("layer")] == ["layer 0", "layer 0"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["second half", "first half", "rank 0"]
+    legend = [text.get_text() for text in one.legends[0].get_texts()]
+    assert {"forward", "backward", "optimizer"} < {*legend}
+    assert "a layer's attention, first half" in legend and "a layer's attention, second half" in legend
+    # Layers of the halves lie in lanes of their own: from dispatch to collect.
+    layers = {
+        (patch.x0, patch.x1): patch.y0
+        for of in axes.collections
+        for patch in (path.get_extents() for path in of.get_paths())
+        if (patch.x0, patch.x1) in ((2000, 8000), (4000, 11000))
+    }
+    assert layers[2000, 8000] > layers[4000, 11000]
+    assert [label.get_text() for label in plain.axes[0].get_yticklabels()][1::2] == ["rank 1", "rank 0"]
+    legend = [text.get_text() for text in plain.legends[0].get_texts()]
+    assert legend == ["outside of attention", "dispatch", "attend", "collect", "waits in them", "its rows under way"]
 
 
 def test_the_picture_has_a_bar_for_every_span_and_the_steps_that_were_asked_for(

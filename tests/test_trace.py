@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import distca
-from distca.trace import SentRows, Span, TrainingStep
+from distca.trace import SentRows, Span, TrainingPhase, TrainingStep
 from support import (
     Batch,
     compute,
@@ -96,6 +96,43 @@ def test_a_trace_has_the_parts_of_both_phases_in_order_with_the_waits_inside(bat
             assert wait.peer in {-1, *range(3)} - {rank}
 
 
+class _TwoLayers(torch.nn.Module):
+    def forward(self, rows: torch.Tensor, plan: distca.Plan, context: distca.Context) -> torch.Tensor:
+        for layer in (5, "6 (Attention)"):
+            kv = rows[:, :2]
+            rows, _ = distca.core_attention(rows, kv, kv, plan, layer=layer, context=context)
+        return rows
+
+
+def test_a_trace_says_the_layer_and_the_half_of_each_step_in_both_phases() -> None:
+    plan = distca.plan(distca.Layout.from_documents([[64]]), HEADS)
+    with loopback_group(plan) as (context,):
+        rows = [torch.randn(64, 4, 32, requires_grad=True) for _ in range(2)]
+        context.start_trace()
+        _TwoLayers()(rows[0], plan, context).sum().backward()
+        parts = sorted((s for s in context.take_trace().spans if s.name == "dispatch"), key=lambda span: span.begin)
+        layers = [5, "6 (Attention)"]
+        assert [(part.phase, part.layer, part.half) for part in parts] == [
+            *(("forward", layer, None) for layer in layers),
+            *(("backward", layer, None) for layer in reversed(layers)),
+        ]
+        both = distca.PingPong(_TwoLayers())(*({"rows": half, "plan": plan, "context": context} for half in rows))
+        (both[0].sum() + both[1].sum()).backward()
+        trace = context.take_trace().of_step(0, 0.0, 1e9)
+        parts = [span for span in trace.spans if span.name == "dispatch"]
+        assert [(part.phase, part.layer, part.half) for part in parts] == [
+            *(("forward", layer, half) for layer in layers for half in (0, 1)),
+            *(("backward", layer, half) for layer in reversed(layers) for half in (1, 0)),
+        ]
+        # What a half computes outside of attention precedes its dispatch.
+        for span, other in zip(trace.spans, trace.spans[1:], strict=False):
+            if span.name == "compute" and other.name == "dispatch":
+                assert span.half == other.half
+        context.stop_trace()
+        _TwoLayers()(rows[0], plan, context)
+        assert context.take_trace() == distca.Trace(0, [], [])
+
+
 def test_nothing_is_recorded_unless_asked_for_and_nothing_twice(batch: Batch, plan: distca.Plan) -> None:
     with loopback_group(plan, link=FAST) as contexts:
         on_all_ranks(contexts, lambda rank, context: run_step(batch, plan, context))
@@ -148,10 +185,14 @@ def a_trace(rank: int = 0) -> distca.Trace:
     """Two steps of training, 1 s and 2 s long, on a machine that has been up for days."""
     at = 1e6 + 1 / 3
     spans = [
-        Span("attend", False, 1, 0, "forward", -1, at + 0.25, at + 0.5),
-        Span("rows for tasks served here", True, 1, 0, "forward", 1 - rank, at + 0.25, at + 0.3),
+        Span("attend", False, 1, 0, "forward", -1, at + 0.25, at + 0.5, "3 (LlamaAttention)", 1),
+        Span(
+            "rows for tasks served here", True, 1, 0, "forward", 1 - rank, at + 0.25, at + 0.3, "3 (LlamaAttention)", 1
+        ),
     ]
-    of_first = distca.Trace(rank, spans, [SentRows(1 - rank, 7, at + 0.1, at + 0.2)]).of_step(3, at, at + 1.0, load=5)
+    phases = [TrainingPhase("forward", at + 0.1, at + 0.6), TrainingPhase("backward", at + 0.6, at + 0.9)]
+    of_first = distca.Trace(rank, spans, [SentRows(1 - rank, 7, at + 0.1, at + 0.2)])
+    of_first = of_first.of_step(3, at, at + 1.0, load=5, phases=phases)
     of_second = distca.Trace(rank, [], [], [SentRows(1 - rank, 8, at + 1.1, at + 1.2)]).of_step(4, at + 1.0, at + 3.0)
     return distca.Trace(
         rank,
@@ -159,18 +200,22 @@ def a_trace(rank: int = 0) -> distca.Trace:
         of_first.transfers,
         of_second.copies,
         [*of_first.steps, *of_second.steps],
+        [*of_first.phases, *of_second.phases],
     )
 
 
 def test_the_trace_of_a_step_has_what_lies_between_its_parts() -> None:
     at = 1e6 + 1 / 3
-    found = [(span.name, round(span.begin - at, 6), round(span.end - at, 6)) for span in a_trace().spans]
+    found = [(span.name, span.phase, round(span.begin - at, 6), round(span.end - at, 6)) for span in a_trace().spans]
     assert found == [
-        ("compute", 0, 0.25),
-        ("attend", 0.25, 0.5),
-        ("rows for tasks served here", 0.25, 0.3),
-        ("compute", 0.5, 1.0),
-        ("compute", 1.0, 3.0),
+        ("compute", "other", 0, 0.1),
+        ("compute", "forward", 0.1, 0.25),
+        ("attend", "forward", 0.25, 0.5),
+        ("rows for tasks served here", "forward", 0.25, 0.3),
+        ("compute", "forward", 0.5, 0.6),
+        ("compute", "backward", 0.6, 0.9),
+        ("compute", "other", 0.9, 1.0),
+        ("compute", "forward", 1.0, 3.0),  # nobody said its phases
     ]
     assert a_trace().steps == [TrainingStep(3, at, at + 1.0, 5), TrainingStep(4, at + 1.0, at + 3.0, None)]
 
@@ -221,6 +266,7 @@ def test_a_trace_that_is_read_is_the_one_that_was_written(tmp_path: Path) -> Non
             (trace.transfers, wrote.transfers),
             (trace.copies, wrote.copies),
             (trace.steps, wrote.steps),
+            (trace.phases, wrote.phases),
         ):
             for one, other in zip(ours, theirs, strict=True):
                 times = {
@@ -252,7 +298,7 @@ def _with_events(events: str) -> str:
         ),
         ("[]", "is no trace of distca.write_trace"),
         ('{"traceEvents": []}', "is no trace of distca.write_trace"),
-        ('{"traceEvents": [], "otherData": {"distca": 2}}', "it has format 2, this reads 1"),
+        ('{"traceEvents": [], "otherData": {"distca": 3}}', "it has format 3, this reads 1 and 2"),
         ('{"traceEvents": [{"pid": 0, "ph": "X"}], "otherData": {"distca": 1}}', "an event is not as"),
     ],
 )

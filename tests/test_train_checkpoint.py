@@ -19,13 +19,15 @@ import torch.distributed as dist
 
 import distca
 from distca.cli import main
-from distca.train.checkpoint import FOLDER, whole_checkpoints
+from distca.train import manifest
+from distca.train.checkpoint import FOLDER, Checkpoints, whole_checkpoints
 from distca.train.cli import train_rank
 from distca.train.config import ConfigError, TrainConfig
-from distca.train.data import DataError
 from distca.train.log import create_run_dir
+from distca.train.manifest import CheckpointError
 from distca.train.metrics import StepResult
 from distca.train.resume import find_run, resumed_config
+from distca.train.sources import DataError
 from distca.train.step import train_step
 from distca.train.trainer import train
 from once import made_once
@@ -38,6 +40,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ping-pong, bfloat16 and retain": {"ping_pong": True, "dtype": "bfloat16", "retain_bytes": 1 << 20},
     "ping-pong, fsdp and compare": {"ping_pong": True, "fsdp": True, "compare": True},
 }
+OF_TWO_RANKS: dict[str, dict[str, Any]] = {"two ranks": {}, "two ranks and fsdp": {"fsdp": True}}
+OF_ONE_RANK: dict[str, dict[str, Any]] = {"one rank": {}}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +86,11 @@ def _whole_and_resumed(whole: TrainConfig, runs: Path) -> None:
     dist.barrier()
     for name in ("early", "late"):
         train(resumed_config(runs / name, {}), runs / name)
-    for name, options in OPTIONS.items():
+    _resumed_with(OPTIONS, whole, runs)
+
+
+def _resumed_with(ways: dict[str, dict[str, Any]], whole: TrainConfig, runs: Path) -> None:
+    for name, options in ways.items():
         run, again = runs / name, runs / f"{name}, resumed"
         if dist.get_rank() == 0:
             run.mkdir()
@@ -98,6 +106,9 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     def make(runs: Path) -> Path:
         (runs / "whole").mkdir()
         launch(_whole_and_resumed, replace(SMALL, data=data, keep_checkpoints=3), runs, ranks=3)
+        launch(_resumed_with, OF_TWO_RANKS, replace(SMALL, data=data, keep_checkpoints=3, ranks=2), runs, ranks=2)
+        with one_rank():
+            _resumed_with(OF_ONE_RANK, replace(SMALL, data=data, keep_checkpoints=3, ranks=1), runs)
         return runs
 
     return made_once(tmp_path_factory, "resumed_runs", make)
@@ -125,7 +136,7 @@ def _bits(checkpoint: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in checkpoint.glob("*.distcp")}
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", OPTIONS | OF_TWO_RANKS | OF_ONE_RANK)
 def test_a_resumed_run_has_the_weights_of_one_that_was_not_interrupted_to_the_bit(name: str, runs: Path) -> None:
     whole, resumed = runs / name, runs / f"{name}, resumed"
     assert _losses(resumed) == _losses(whole)
@@ -218,6 +229,16 @@ def _altered(path: Path) -> None:
     path.write_bytes(content)
 
 
+def _known_to_the_manifest(damage: Callable[[Path], object]) -> Callable[[Path], object]:
+    """What a hostile author does."""
+
+    def damaged(path: Path) -> None:
+        damage(path)
+        manifest.main(str(path.parent))
+
+    return damaged
+
+
 LAST = f"{FOLDER}/step-00000004"
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     ("config.json", _cut_off, "is no JSON"),
@@ -226,14 +247,25 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     ("config.json", Path.unlink, "must be the folder of a run"),
     ("metrics.jsonl", lambda path: path.write_text("nonsense\n"), "line 1, is no step of a run"),
     ("metrics.jsonl", lambda path: path.write_text('{"step": 1}\n'), "line 1, is no step of a run"),
-    (f"{LAST}/state.json", _cut_off, "is no JSON"),
-    (f"{LAST}/state.json", lambda path: path.write_text('{"step": "x"}'), "must hold the integers step"),
-    (f"{LAST}/state.json", Path.unlink, "No such file"),
+    (f"{LAST}/state.json", _cut_off, "bytes, must have"),
+    (f"{LAST}/state.json", _known_to_the_manifest(_cut_off), "is no JSON"),
+    (f"{LAST}/state.json", _known_to_the_manifest(lambda path: path.write_text('{"step": "x"}')),
+     "must hold the integers step"),
+    (f"{LAST}/state.json", _known_to_the_manifest(lambda path: path.write_text('{"step": 5, "ranks": 3, "corpus": 1}')),
+     "says that 5 steps were taken, its folder's name says 4"),
+    (f"{LAST}/state.json", Path.unlink, "is missing"),
+    (f"{LAST}/manifest.json", _cut_off, "is no JSON"),
+    (f"{LAST}/manifest.json", lambda path: path.write_text('{"files": 1}'), "must hold bytes and sha256"),
+    (f"{LAST}/manifest.json", Path.unlink, "is missing: the checkpoint is damaged, or an earlier version wrote it"),
     (f"{LAST}/.metadata", _cut_off, "bytes, must have"),
     (f"{LAST}/__0_0.distcp", _cut_off, "bytes, must have"),
     (f"{LAST}/__0_0.distcp", Path.unlink, "is missing"),
-    (f"{LAST}/__0_0.distcp", _altered, "its checksum is another one"),
-    (f"{LAST}/.metadata", _altered, "its checksum is another one"),
+    (f"{LAST}/__0_0.distcp", _altered, "its SHA-256 is another one"),
+    (f"{LAST}/.metadata", _altered, "its SHA-256 is another one"),
+    (f"{LAST}/.metadata", _known_to_the_manifest(_cut_off), "is no index of a checkpoint"),
+    (f"{LAST}/.metadata", _known_to_the_manifest(lambda path: path.write_bytes(b"cos\nsystem\n(S'exit'\ntR.")),
+     "names os.system, which no index of a checkpoint needs"),
+    (f"{LAST}/extra", Path.touch, "is no file of this checkpoint; remove it"),
 ]  # fmt: skip
 
 
@@ -251,6 +283,77 @@ def test_a_run_folder_that_is_damaged_is_an_error_that_names_the_file_and_what_t
         assert said in message and str(run_dir) in message and message.count("\n") == 1, (file, message)
         if file != "config.json":
             assert "remove" in message, (file, message)
+
+
+def _refusals(run_dir: Path, checkpoint: str) -> list[str]:
+    """What each rank is told."""
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoints(run_dir, keep=1).load(None, run_dir / checkpoint)  # type: ignore[arg-type]  # nothing is read
+    everyone: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, str(caught.value))
+    return everyone
+
+
+def _refusals_of_each_damaged_file(run_dir: Path) -> dict[str, list[str]]:
+    told = {}
+    for path in sorted((run_dir / LAST).glob("*.distcp")):
+        content = path.read_bytes()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            _altered(path)
+        dist.barrier()
+        told[path.name] = _refusals(run_dir, LAST)
+        if dist.get_rank() == 0:
+            path.write_bytes(content)
+    return told
+
+
+def test_a_damaged_file_that_one_rank_has_compared_is_named_on_all_ranks(whole: Path, tmp_path: Path) -> None:
+    run_dir = _back_to(tmp_path / "run", 4, source=whole)
+    told = launch(_refusals_of_each_damaged_file, run_dir, ranks=2)[0]
+    assert list(told) == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
+    for name, (first, second) in told.items():
+        assert first == second
+        assert f"{name} is damaged: its SHA-256 is another one" in first
+
+
+def test_a_checkpoint_of_a_version_without_manifests_goes_on_once_its_owner_has_made_one(
+    whole: Path, tmp_path: Path
+) -> None:
+    run_dir = _back_to(tmp_path / "run", 4, source=whole)
+    (run_dir / LAST / "manifest.json").unlink()
+    state = json.loads((run_dir / LAST / "state.json").read_text())
+    (run_dir / LAST / "state.json").write_text(json.dumps(state | {"files": {".metadata": [1, 2]}}))
+    given = {"ranks": 1, "tokens_per_rank": 192}
+    with pytest.raises(CheckpointError, match=rf"`python -m distca\.train\.manifest {run_dir / LAST}` makes it"):
+        resumed_config(run_dir, given)
+    manifest.main(str(run_dir / LAST))
+    with one_rank():
+        train(resumed_config(run_dir, given), run_dir)
+    assert len(_losses(run_dir)) == 6
+
+
+def test_a_run_without_a_step_left_is_refused_from_python_too(whole: Path) -> None:
+    config = resumed_config(whole, {"steps": 7, "ranks": 1, "tokens_per_rank": 192})
+    with one_rank(), pytest.raises(ConfigError, match=r"--steps is 6, must be above the 6 steps that .* has taken"):
+        train(replace(config, steps=6), whole)
+
+
+def test_a_run_that_goes_on_writes_and_removes_nothing_that_is_not_its_own(whole: Path, tmp_path: Path) -> None:
+    run_dir = _back_to(tmp_path / "run", 4, source=whole)
+    config = json.loads((run_dir / "config.json").read_text())
+    (run_dir / "config.json").write_text(json.dumps(config | {"trace": str(tmp_path / "of others")}))
+    assert resumed_config(run_dir, {}).trace == ""
+    assert resumed_config(run_dir, {"trace": "mine"}).trace == "mine"
+    for kept in ("notes", "step-00000004 copy"):
+        (run_dir / FOLDER / kept).mkdir()
+    Checkpoints(run_dir, keep=1).remove_leftovers()
+    assert sum(path.is_dir() for path in (run_dir / FOLDER).iterdir()) == 4
+    for link in (run_dir / "config.json.new", run_dir / LAST / "__3_0.distcp", run_dir / "tensorboard" / "link"):
+        link.symlink_to(tmp_path)
+        with pytest.raises(ConfigError, match=f"{link} is a symbolic link"):
+            resumed_config(run_dir, {})
+        link.unlink()
 
 
 @pytest.mark.parametrize(

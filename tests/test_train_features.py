@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distca.cli import main
 from distca.train.checkpoint import whole_checkpoints
 from distca.train.config import ConfigError, TrainConfig
-from distca.train.data import Corpus, DataError
+from distca.train.corpus import Corpus
 from distca.train.model import build_model
 from distca.train.resume import resumed_config
+from distca.train.sources import DataError
 from distca.train.trainer import train
 from once import made_once
 from ranks import launch
@@ -195,15 +196,21 @@ def test_an_evaluation_changes_no_step_and_has_the_loss_of_the_weights_of_its_st
 
 
 def test_documents_are_held_out_by_the_seed_and_not_trained_on() -> None:
-    corpus = Corpus([bytes([number]) * 3 for number in range(40)], num_skipped=1)
+    corpus = Corpus.of([bytes([number]) * 3 for number in range(40)])
     train_on, held_out = corpus.split(0.2, seed=3)
-    assert (len(train_on.documents), len(held_out.documents), held_out.num_skipped) == (32, 8, 1)
-    assert sorted([*train_on.documents, *held_out.documents]) == list(corpus.documents)
-    assert [*corpus.split(0.2, seed=3)[1].documents] == [*held_out.documents] != [*corpus.split(0.2, 4)[1].documents]
-    assert [len(part.documents) for part in Corpus([b"ab", b"cd"], 0).split(0.01, 0)] == [1, 1]
+    assert (len(train_on), len(held_out), held_out.lengths()) == (32, 8, [3] * 8)
+    assert sorted(_documents(train_on) + _documents(held_out)) == _documents(corpus)
+    assert _documents(corpus.split(0.2, seed=3)[1]) == _documents(held_out) != _documents(corpus.split(0.2, seed=4)[1])
+    fingerprints = {one.fingerprint for one in (corpus, train_on, held_out, corpus.split(0.2, seed=4)[0])}
+    assert len(fingerprints) == 4 and corpus.split(0.2, seed=3)[0].fingerprint == train_on.fingerprint
+    assert [len(part) for part in Corpus.of([b"ab", b"cd"]).split(0.01, 0)] == [1, 1]
     for documents in ([b"ab"], [b"ab", b"c"]):
-        with pytest.raises(DataError, match="has two or more tokens, with --eval-fraction 0.5"):
-            Corpus(documents, 0).split(0.5, 0)
+        with pytest.raises(DataError, match=r"has two or more tokens, with --eval-fraction 0\.5"):
+            Corpus.of(documents).split(0.5, 0)
+
+
+def _documents(corpus: Corpus) -> list[list[int]]:
+    return [corpus.document(number).tolist() for number in range(len(corpus))]
 
 
 # ---- tracking

@@ -19,10 +19,12 @@ from distca.integrations.hf import heads_of, windows_of
 from distca.train.checkpoint import whole_checkpoints
 from distca.train.cli import train_rank
 from distca.train.config import ConfigError, TrainConfig
-from distca.train.data import Batches, DataError, read_corpus
+from distca.train.corpus import read_corpus
+from distca.train.data import Batches
 from distca.train.log import create_run_dir
 from distca.train.model import check_positions, model_config
 from distca.train.resume import resumed_config
+from distca.train.sources import DataError
 from distca.train.tokens import Tokenizer
 from distca.train.trainer import train
 from ranks import launch
@@ -96,8 +98,8 @@ def _losses(run_dir: Path) -> list[float]:
 
 def test_lines_without_a_text_are_skipped_and_counted(files: Path, tmp_path: Path) -> None:
     corpus = read_corpus(files / "data.jsonl", 1.0)
-    assert (len(corpus.documents), corpus.num_skipped, corpus.unit) == (6, 4, "lines")
-    assert corpus.documents[-1] == b"word1 word2 word3"
+    assert (len(corpus), corpus.num_skipped, corpus.unit) == (6, 4, "lines")
+    assert bytes(corpus.document(5).tolist()) == b"word1 word2 word3"
     (tmp_path / "bad.jsonl").write_text("{}\n1\n")
     with pytest.raises(DataError, match="holds no text: 2 lines, of which 2 are no JSON objects with a text"):
         read_corpus(tmp_path / "bad.jsonl", 1.0)
@@ -108,10 +110,10 @@ def test_a_tokenizer_makes_the_tokens_of_which_the_start_is_kept(name: str, file
     tokenizer = Tokenizer(files / name)
     assert tokenizer.vocabulary == 31
     corpus = read_corpus(files / "data.jsonl", 0.5, tokenizer)
-    assert [len(document) for document in corpus.documents] == [45, 3, 14, 8, 26, 2]
-    assert list(corpus.documents[1]) == [2, 3, 4]
+    assert corpus.lengths() == [45, 3, 14, 8, 26, 2]
+    assert corpus.document(1).tolist() == [2, 3, 4]
     whole = read_corpus(files / "data.jsonl", 1.0, tokenizer)
-    assert whole.fingerprint() != corpus.fingerprint()
+    assert whole.fingerprint != corpus.fingerprint
 
 
 def test_windows_and_heads_come_from_the_configuration(files: Path) -> None:

@@ -2,22 +2,27 @@
 
 import importlib.util
 import json
+import platform
+import re
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import distca
 from distca.cli import main
 from distca.train.checkpoint import whole_checkpoints
-from distca.train.config import ConfigError, TrainConfig
+from distca.train.config import ConfigError, TrainConfig, option_name
 from distca.train.log import create_run_dir
-from distca.train.metrics import describe
+from distca.train.metrics import StepMetrics, describe
+from distca.train.report import draw_loss
 from distca.train.resume import resumed_config
 from distca.train.trainer import train
 from once import made_once
@@ -148,7 +153,17 @@ def test_a_trace_has_the_overlapping_steps_of_both_ranks_and_what_they_compute_b
         assert [event["args"]["step"] for event in parts[:6]] == [1, 2, 1, 2, 1, 3]
         assert len(parts) == 3 * 3 * 2 * 2 * 2  # steps, parts, layers, halves, phases
         assert all(b["ts"] >= a["ts"] + a["dur"] - 1 for a, b in zip(mine, mine[1:], strict=False)), "spans overlap"
-        assert names[0] == "compute forward" and names[-1] == "compute backward"
+        assert names[0] == names[-1] == "compute other"  # a batch is waited for, a loss is shared
+        assert {"compute forward", "compute backward", "compute optimizer"} <= {*names}
+        phases = [e for e in events if e["pid"] == rank and e.get("cat") == "phase"]
+        assert [event["name"] for event in phases] == ["forward", "backward", "optimizer"] * 3
+        for event in parts:
+            phase = next(p for p in phases if p["ts"] <= event["ts"] and event["ts"] <= p["ts"] + p["dur"])
+            assert event["name"].endswith(phase["name"])
+        forward = [event["args"] for event in parts[: 3 * 2 * 2] if event["name"] == "dispatch forward"]
+        assert [(args["layer"].split()[0], args["half"]) for args in forward] == [
+            (layer, half) for layer in "01" for half in (0, 1)
+        ]
 
 
 def test_a_traced_run_reports_idle_shares_and_how_attention_was_planned_and_measured(runs: Path) -> None:
@@ -228,6 +243,28 @@ def test_a_run_leaves_a_report_with_a_picture_of_the_loads_and_events(runs: Path
         "plan.png",
     ):
         assert part in report
+    for part in (
+        "| `--heads` | 4 |",
+        "| `--doc-scale` | 1.0 |",
+        "| `--tokenizer` | none, tokens are bytes |",
+        "| `--model` | a tiny Llama |",
+        "| `--trace` | off |",
+        f"| torch | {torch.__version__} |",
+        f"| transformers | {transformers.__version__} |",
+        f"| python | {platform.python_version()} |",
+        "| CPU | ",
+        "| memory | ",
+        "| GPUs | ",
+        "\n    distca train --steps 3 --tokens-per-rank ",
+        " --lr 0.01 --compare\n",
+        "![Loss of every step](loss.png)",
+    ):
+        assert part in report
+    configuration = report.partition("## Command and configuration")[2].partition("##")[0]
+    assert {f"`{option_name(option.name)}`" for option in fields(TrainConfig)} <= {*configuration.split()}
+    assert not re.search(r"\|\s*(None)?\s*\|$", configuration, re.MULTILINE), "an option has no value"
+    assert "| `--trace` | trace.json of the run |" in (runs / "ping-pong" / "report.md").read_text()
+    assert (runs / "plain" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "ratio (median" not in (runs / "plain" / "report.md").read_text()
     assert (runs / "plain" / "plan.png").read_bytes().startswith(b"\x89PNG")
     events = EventAccumulator(str(runs / "compare" / "tensorboard")).Reload()
@@ -236,6 +273,23 @@ def test_a_run_leaves_a_report_with_a_picture_of_the_loads_and_events(runs: Path
     assert {"imbalance/before", "imbalance/after", "seconds/balanced", "seconds/unbalanced"} <= {
         *events.Tags()["scalars"]
     }
+
+
+def test_the_picture_of_the_loss_has_that_of_evaluation_where_metrics_have_one(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    saved: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: saved.append(self))
+    steps = [StepMetrics.from_json(json.dumps(step)) for step in _metrics(runs / "plain")]
+    draw_loss(tmp_path / "loss.png", steps)
+    evaluated = [SimpleNamespace(**vars(step), eval_loss=(5.0 if step.step != 1 else None)) for step in steps]
+    draw_loss(tmp_path / "loss.png", evaluated)
+    plain, both = ([(list(line.get_xdata()), list(line.get_ydata())) for line in f.axes[0].lines] for f in saved)
+    assert plain == [([0, 1, 2], _losses(runs / "plain"))]
+    assert both == [*plain, ([0, 2], [5.0, 5.0])]
+    assert [len(figure.legends[0].get_texts()) for figure in saved] == [1, 2]
 
 
 def test_without_matplotlib_and_tensorboard_a_run_says_what_is_missing(
@@ -250,5 +304,5 @@ def test_without_matplotlib_and_tensorboard_a_run_says_what_is_missing(
         summary = train(config, run_dir)
     assert [path.name for path in run_dir.iterdir() if path.name in ("plan.png", "tensorboard")] == []
     assert "plan.png" not in (run_dir / "report.md").read_text().partition("Note")[0]
-    assert "no plan.png: the package matplotlib is not installed" in describe(summary)
+    assert "no plan.png and no loss.png: the package matplotlib is not installed" in describe(summary)
     assert "no TensorBoard events: the package tensorboard is not installed" in (run_dir / "report.md").read_text()

@@ -26,7 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traine
 
 from distca.train.checkpoint import whole_checkpoints
 from distca.train.config import TrainConfig
-from distca.train.data import Batches, read_corpus
+from distca.train.corpus import read_corpus
+from distca.train.data import Batches
 from distca.train.resume import resumed_config
 from distca.train.tokens import Tokenizer
 from distca.train.trainer import train
@@ -135,7 +136,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _rows(folder: Path, name: str, steps: int | None = None) -> list[dict[str, torch.Tensor]]:
     """Packed rows of as many tokens as both ranks hold; without `steps` as many as the documents fill."""
     corpus = read_corpus(folder / f"{name}.jsonl", 1.0, Tokenizer(folder / "tokenizer"))
-    steps = steps or sum(map(len, corpus.documents)) // (2 * TOKENS)
+    steps = steps or sum(corpus.lengths()) // (2 * TOKENS)
     batches = Batches(corpus, rank=0, ranks=1, tokens_per_rank=2 * TOKENS, steps=steps, seed=0)
     return [
         {

@@ -127,7 +127,7 @@ def report(error: DistcaError, command: str, debug: bool) -> int:
         traceback.print_exception(error)
     explained = isinstance(error, RankError) and (error.expected or not error.exception)
     message = error.headline if isinstance(error, RankError) and explained else str(error)
-    if isinstance(error, RankError):  # a rank that died has left its progress bar on the line
+    if isinstance(error, RankError) and sys.stderr.isatty():  # a rank that died has left its bar on the line
         print(file=sys.stderr)
     print(f"distca {command}: error: {message}", file=sys.stderr)
     return 2 if isinstance(error, InvalidArgumentError) else 1

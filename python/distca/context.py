@@ -78,6 +78,7 @@ class Context:
         self.heads = heads
         self.cost = cost
         self.nsys = nsys
+        self._callers: dict[int, tuple[int | str | None, int | None]] | None = None  # of traced steps
         self.backward_steps: weakref.WeakSet[Any] = weakref.WeakSet()  # those under way of distca.steps
         _contexts[self.name] = self
         _log.info(
@@ -149,6 +150,7 @@ class Context:
         By the host's clock: of steps on a GPU, which are queued, it is when they were queued.
         """
         if self._core is not None:
+            self._callers = {}
             self._core.set_trace(True)
             self.take_trace()
 
@@ -157,12 +159,22 @@ class Context:
         if self._core is not None:
             self._core.set_trace(False)
             self.take_trace()
+            self._callers = None
+
+    def note_caller(self, step: int, layer: int | str | None, half: int | None = None) -> None:
+        """Says for the trace, if there is one, which layer and which half of ping-pong a step of attention is of."""
+        if self._callers is not None:
+            self._callers[step] = layer, half
 
     def take_trace(self) -> Trace:
         """What was recorded since `start_trace`, or since the call before. Not while a step runs on another thread."""
         if self._core is None:
             return Trace(self.rank, [], [])
-        return from_core(self.rank, self._core.take_trace(), self._core.take_transfers(), self._core.take_copies())
+        callers = self._callers or {}
+        if self._callers is not None:
+            self._callers = {}
+        recorded = self._core.take_trace(), self._core.take_transfers(), self._core.take_copies()
+        return from_core(self.rank, *recorded, callers)
 
     def close(self) -> None:
         """Leaves the group and frees the heap. May be called again."""

@@ -103,8 +103,10 @@ def core_attention(
             )
         else:
             out, lse = torch.ops.distca.core_attention(q, k, v, *tables, sinks, context=_name_of(context), **options)
-    if layer is not None and out.grad_fn is not None:
-        out.grad_fn.metadata[_LAYER] = layer
+    if layer is not None:
+        _note_caller(_name_of(context), layer)
+        if out.grad_fn is not None:
+            out.grad_fn.metadata[_LAYER] = layer
     return out, lse
 
 
@@ -151,6 +153,7 @@ def serve(
             torch.ops.distca.core_attention_backward(
                 out, q, k, v, out, lse, plan.tensor, sinks, retained=kept, **options
             )
+    _note_caller(name, layer)
 
 
 @collective
@@ -198,6 +201,7 @@ def serve_ping_pong(
                         out, q, k, v, out, lse, plan.tensor, own, retained=_nothing_retained(plan, q), **options
                     )
                 )
+                _note_caller(name, index, half)
             elif part == "attend":
                 ops.attend(steps[index, half], context=name)
             else:
@@ -258,6 +262,13 @@ def _range_of(operator: str, context: str | Context) -> AbstractContextManager[o
 
 def _name_of(context: str | Context) -> str:
     return context.name if isinstance(context, Context) else context
+
+
+def _note_caller(context: str, layer: int | str | None, half: int | None = None) -> None:
+    """Says for a trace which layer, and which half of ping-pong, the last step that was begun is of."""
+    here = get_context(context)
+    if here is not None:
+        here.note_caller(here.step, layer, half)
 
 
 def attention(
@@ -362,11 +373,14 @@ def _backward(operator: Any, range_name: str) -> Any:
         retained = {"retained": kept[0]} if kept else {}
         if dout is None:  # other ranks take part in this step all the same
             dout = torch.zeros_like(out)
-        with typed_errors(ctx.metadata.get(_LAYER)), _range_of(range_name, name):
+        layer = ctx.metadata.get(_LAYER)
+        with typed_errors(layer), _range_of(range_name, name):
             grads = operator(dout, q, k, v, out, lse, table, sinks, **ctx.options, **retained)
             dsinks = None
             if sinks is not None and ctx.needs_input_grad[ctx.num_inputs - 1]:
                 dsinks = torch.ops.distca.sink_gradient(dout, out, lse, sinks)
+        if layer is not None:
+            _note_caller(name, layer)
         return (*grads, *[None] * (ctx.num_inputs - len(grads) - 1), dsinks)
 
     return backward

@@ -56,8 +56,8 @@ def core_attention_in_parts(
 class _Half:
     """One forward pass, which gives the turn back where it pauses."""
 
-    def __init__(self, greenlet: Any, run: Callable[..., Any], call: Any, state: ThreadState) -> None:
-        self._call = tree_map(_in_parts, call)
+    def __init__(self, greenlet: Any, run: Callable[..., Any], number: int, call: Any, state: ThreadState) -> None:
+        self._call = tree_map(lambda leaf: leaf.for_parts(number) if isinstance(leaf, Plan | Plans) else leaf, call)
         self._function = run
         self._greenlet = greenlet.greenlet(self._run)
         self._greenlet.gr_context = contextvars.copy_context()
@@ -112,10 +112,6 @@ class _Half:
         _here.half = self
 
 
-def _in_parts(leaf: Any) -> Any:
-    return leaf.for_parts() if isinstance(leaf, Plan | Plans) else leaf
-
-
 def greenlet_module() -> Any:
     """The package greenlet, or an ImportError that says what to install."""
     try:
@@ -132,7 +128,7 @@ def run_halves(run: Callable[..., Any], first: Any, second: Any) -> tuple[Any, A
     outer = ThreadState.now()
     states = outer, dataclasses.replace(outer, random=outer.random.other())
     greenlet = greenlet_module()
-    halves = [_Half(greenlet, run, call, state) for call, state in zip((first, second), states, strict=True)]
+    halves = [_Half(greenlet, run, i, call, states[i]) for i, call in enumerate((first, second))]
     try:
         while not all(half.over for half in halves):
             for half in halves:

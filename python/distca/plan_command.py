@@ -6,11 +6,8 @@ import argparse
 import functools
 import importlib.util
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from distca.bench.workloads import draw_documents, read_lengths, read_workload
 from distca.cli import add_debug
@@ -65,6 +62,7 @@ def add_command(commands: Any) -> None:
     planner.add_argument(
         "--retain-bytes", type=int, default=0, help="of keys that a rank may keep for backward (default: 0)"
     )
+    planner.add_argument("--capacity", type=int, help="bytes that the arena of a rank may have (default: any)")
     planner.add_argument("--no-balance", action="store_true", help="compute every row at home")
     output = command.add_argument_group("the output")
     output.add_argument(
@@ -76,7 +74,7 @@ def add_command(commands: Any) -> None:
         help="say instead what heap_bytes so many batches need, drawn with one seed after another (default: 20)",
     )
     output.add_argument("--json", type=Path, help="write layout, tasks, transfers and statistics here")
-    output.add_argument("--plot", type=Path, help="draw loads and traffic here (PNG; needs matplotlib)")
+    output.add_argument("--plot", type=Path, help="draw loads, traffic and memory here (PNG; needs matplotlib)")
     add_debug(command)
     command.set_defaults(run=run)
 
@@ -103,6 +101,7 @@ def run(options: argparse.Namespace) -> int:
         objective=options.objective,
         split_heads=not options.whole_heads,
         retain_bytes=options.retain_bytes,
+        capacity=options.capacity,
         **({} if options.min_rows is None else {"min_rows": options.min_rows}),
     )
     if options.heap is not None:
@@ -113,7 +112,9 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(as_json(made)))
     if options.plot is not None:
-        draw(made, options.plot)
+        from distca.plan_picture import draw_plan
+
+        draw_plan(made, options.plot, ranks_per_node=options.ranks_per_node, capacity=options.capacity)
     return 0
 
 
@@ -122,6 +123,8 @@ def _batches(options: argparse.Namespace) -> list[Layout]:
         raise InvalidArgumentError(f"--heap {options.heap}: at least one batch is needed")
     if options.json is not None or options.plot is not None:
         raise InvalidArgumentError("--heap is of many plans: --json and --plot, of one, do not go with it")
+    if options.capacity is not None:
+        raise InvalidArgumentError("--heap looks for the capacity: leave out --capacity")
     number = 1 if options.workload is not None else options.heap
     return [_layout(options, options.seed + i) for i in range(number)]
 
@@ -233,45 +236,3 @@ def as_json(made: Plan) -> dict[str, Any]:
             "plan_ms": stats.plan_ms,
         },
     }
-
-
-def draw(made: Plan, path: Path) -> None:
-    """Load of each rank before and after, and bytes of forward and backward from every rank to every other."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    ranks = made.layout.num_ranks
-    figure = Figure(figsize=(12, 4.8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    loads, traffic = figure.subplots(1, 2, width_ratios=(1.3, 1))
-    for values, label, colour in (
-        (made.stats.load_before, "every row computed at home", "#c8553d"),
-        (made.stats.load, "as planned", "#2a6f97"),
-    ):
-        loads.step(range(ranks + 1), _shares(values), where="post", color=colour, label=label, linewidth=1.4)
-    loads.set_xlim(0, ranks)
-    loads.set_ylim(bottom=0)
-    loads.set_xlabel("rank")
-    loads.set_ylabel("load / mean load")
-    loads.set_title("Attention load of each rank")
-    loads.legend(frameon=False)
-
-    matrix = torch.zeros(ranks, ranks, dtype=torch.float64)
-    for transfer in made.transfers:
-        matrix[transfer.source, transfer.target] += transfer.bytes / 1e6
-    image = traffic.imshow(matrix.tolist(), cmap="magma_r", interpolation="nearest")
-    traffic.set_xlabel("to rank")
-    traffic.set_ylabel("from rank")
-    traffic.set_title("Traffic of one layer, forward and backward")
-    figure.colorbar(image, ax=traffic, label="MB")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"--plot {path}: {error}") from error
-
-
-def _shares(loads: Sequence[int]) -> list[float]:
-    """Loads relative to their mean; the last again, for the step that ends it."""
-    mean = sum(loads) / len(loads) if loads else 0
-    shares = [load / mean if mean else 0.0 for load in loads]
-    return [*shares, *shares[-1:]]

@@ -216,6 +216,7 @@ class Plan:
         retains: whether any rank may keep something.
         retained_bytes: what this rank keeps of a step.
         in_parts: whether `core_attention` takes its steps in parts, as ping-pong does.
+        half: of ping-pong, for which this copy was made: 0 or 1; None otherwise.
     """
 
     def __init__(self, made: _Made, rank: int, mask: str, window: int | None, retain_bytes: Sequence[int]) -> None:
@@ -233,6 +234,7 @@ class Plan:
         self.retains = any(self.retain_bytes)
         self.retained_bytes: int = self.stats.retained_bytes[rank] if self.retains else 0
         self.in_parts = False
+        self.half: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("tensor", "tasks", "stats")}
@@ -249,10 +251,10 @@ class Plan:
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         return copy.copy(self)  # nothing in it changes
 
-    def for_parts(self) -> Plan:
-        """The same plan, whose steps `core_attention` takes in parts."""
+    def for_parts(self, half: int | None = None) -> Plan:
+        """The same plan, whose steps `core_attention` takes in parts; of a half of ping-pong, for traces."""
         plan = copy.copy(self)
-        plan.in_parts = True
+        plan.in_parts, plan.half = True, half
         return plan
 
     def same_window(self, window: int | None) -> bool:
@@ -507,9 +509,9 @@ class Plans(Mapping[int | None, Plan]):
         """The same plans seen from another rank."""
         return Plans({window: plan.for_rank(rank) for window, plan in self.items()})
 
-    def for_parts(self) -> Plans:
-        """The same plans, whose steps `core_attention` takes in parts."""
-        return Plans({window: plan.for_parts() for window, plan in self.items()})
+    def for_parts(self, half: int | None = None) -> Plans:
+        """The same plans, whose steps `core_attention` takes in parts; of a half of ping-pong, for traces."""
+        return Plans({window: plan.for_parts(half) for window, plan in self.items()})
 
     def for_window(self, window: int | None) -> Plan:
         """The plan for layers of that window. Windows at least as long as every document are all the same.

@@ -167,6 +167,7 @@ class _Call:
         self.retains = plan.retains
         self.context = context
         self.layer = layer
+        self.half = plan.half
         self.options = options
         self.number = -1
         self.inputs: list[torch.Tensor] = []  # q, k, v and sinks if there are any; until collect
@@ -185,6 +186,12 @@ class _Call:
             self.number = torch.ops.distca.dispatch(
                 q, k, v, *self.tables, *sinks, context=self.context, **self.options, retain=retain
             )
+        self._note_caller(self.number)
+
+    def _note_caller(self, number: int) -> None:
+        here = get_context(self.context)
+        if here is not None:
+            here.note_caller(number, self.layer, self.half)
 
     def changed_input(self) -> str | None:
         """Which input was written to since dispatch."""
@@ -220,6 +227,7 @@ class _Call:
             )
             under_way = _UnderWay(number, self.context, self.layer)
             self._dsinks = None if sinks is None else torch.ops.distca.sink_gradient(dout, out, lse, sinks)
+        self._note_caller(number)
         return under_way
 
     def attend_backward(self, under_way: _UnderWay) -> None:

@@ -3,35 +3,99 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from distca import pictures
 from distca.errors import InvalidArgumentError
-from distca.timeline import Intervals, Window
-from distca.trace import SentRows, Span, Trace
+from distca.timeline import Window
+from distca.trace import SentRows, Span, Trace, TrainingPhase
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
 
-_INK, _FAINT = "#333740", "#e4e6ea"
-_COLOURS = {
-    "compute": "#c9ced8",
-    "dispatch": "#7fb2de",
-    "attend": "#2563a8",
-    "collect": "#5b9a68",
-    "wait": "#d5483c",
-    "rows sent": "#e0a030",
+_PHASES = {"forward": pictures.FORWARD, "backward": pictures.BACKWARD, "optimizer": pictures.OPTIMIZER}
+_PARTS = {
+    "compute": pictures.COMPUTE,
+    "dispatch": pictures.DISPATCH,
+    "attend": pictures.ATTEND,
+    "collect": pictures.COLLECT,
 }
-_LEGEND = {
-    "compute": "between steps of attention",
-    "dispatch": "dispatch",
-    "attend": "attend",
-    "collect": "collect",
-    "wait": "waits in them",
-    "rows sent": "its rows under way",
-}
-# Of a rank's unit of height: what it does, over the lower part of that its waits, and below all its rows under way.
-_DOES, _WAITS, _SENDS = (0.32, 0.56), (0.32, 0.38), (0.08, 0.18)
+_HALVES = ("first half", "second half")
+_HATCH = "////"  # of the second half, for those who do not tell the hues apart
+
+# Heights, in inches. A rank has the band of its phases above, then a lane for each half of ping-pong (one without),
+# and below all its rows under way. A lane has its layers, below them what the rank does, and over that its waits.
+_PHASE, _LAYER, _DOES, _WAITS, _SENDS, _GAP = 0.18, 0.17, 0.36, 0.11, 0.11, 0.05
+_BETWEEN_RANKS = 0.2
+_MOST_NAMED = 8  # ranks, the rows of which have a name each
+
+_WIDTH, _DPI = 14.0, 130
+_PIXELS = 0.86 * _WIDTH * _DPI  # of the axes, about
+_PIXELS_OF_LETTER = 7.5
+
+
+@dataclass(frozen=True)
+class _View:
+    """What is drawn: seconds [begin, end), told in milliseconds from `origin` on."""
+
+    axes: Axes
+    origin: float
+    begin: float
+    end: float
+
+    def bars(
+        self,
+        spans: Iterable[Span | SentRows | TrainingPhase | _Layer],
+        bottom: float,
+        height: float,
+        colour: str,
+        **style: Any,
+    ) -> None:
+        """A bar for each span that is in view."""
+        self.axes.broken_barh(
+            [((first - self.origin) * 1e3, (last - first) * 1e3) for first, last in map(self._cut, self._seen(spans))],
+            (bottom, height),
+            facecolors=colour,
+            **style,
+        )
+
+    def names(self, spans: Iterable[tuple[Span | TrainingPhase | _Layer, Sequence[str]]], middle: float) -> None:
+        """In the middle of each span that is in view, the longest of its names that fits."""
+        for span, names in spans:
+            for first, last in map(self._cut, self._seen([span])):
+                pixels = (last - first) / (self.end - self.begin) * _PIXELS
+                fitting = [name for name in names if len(name) * _PIXELS_OF_LETTER < pixels]
+                if fitting:
+                    at = ((first + last) / 2 - self.origin) * 1e3
+                    name = max(fitting, key=len)
+                    self.axes.text(at, middle, name, ha="center", va="center_baseline", fontsize=7, color=pictures.INK)
+
+    def _seen(self, spans: Iterable[Any]) -> list[Any]:
+        return [span for span in spans if span.begin < self.end and span.end > self.begin]
+
+    def _cut(self, span: Any) -> tuple[float, float]:
+        return max(span.begin, self.begin), min(span.end, self.end)
+
+
+@dataclass
+class _Layer:
+    """A step of attention under way, from its dispatch to the end of its collect."""
+
+    layer: int | str | None
+    half: int | None
+    begin: float
+    end: float
+
+    @property
+    def names(self) -> list[str]:
+        """Long and short; the integration of transformers calls a layer by its number and the type of its module."""
+        if self.layer is None:
+            return []
+        name = str(self.layer).split(" ")[0]
+        return [f"layer {name}", name]
 
 
 def draw_timeline(
@@ -41,76 +105,130 @@ def draw_timeline(
 
     Args:
         path: of the picture.
-        traces: from `distca.read_trace`, or as recorded.
+        traces: from `distca.read_trace`, or as recorded. Phases, layers and halves are shown where they know them.
         of: the windows, in order.
         between: milliseconds from the first window's begin to draw; by default all.
 
     Raises:
         InvalidArgumentError: where nothing would be seen, or the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    origin, end = of[0].begin, of[-1].end
-    if between is not None:
-        if not 0 <= between[0] < between[1] or origin + between[0] * 1e-3 >= end:
-            raise InvalidArgumentError(
-                f"milliseconds {between[0]:g} to {between[1]:g} of a window of {(end - origin) * 1e3:.1f} ms: there is "
-                "nothing to draw"
-            )
-        begin, end = origin + between[0] * 1e-3, min(end, origin + between[1] * 1e-3)
-    else:
-        begin = origin
-
-    # Without pyplot, which would keep the figure and choose a backend for the whole process.
-    figure = Figure(figsize=(14, 1.6 + 0.9 * len(traces)), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    origin = of[0].begin
+    begin, end = _seconds(origin, of[-1].end, between)
+    num_lanes = 2 if any(span.half is not None for trace in traces for span in trace.spans) else 1
+    of_rank = _PHASE + num_lanes * (_LAYER + _DOES + _GAP) + _SENDS + _BETWEEN_RANKS
+    figure = pictures.new_figure(_WIDTH, 1.5 + of_rank * len(traces), _DPI)
     axes = figure.subplots()
+    view = _View(axes, origin, begin, end)
+    ticks: list[tuple[float, str]] = []
     for row, trace in enumerate(reversed(traces)):
-        _draw_rank(axes, row, trace, origin, begin, end)
+        rows = _draw_rank(view, row * of_rank, trace, num_lanes)
+        if len(traces) > _MOST_NAMED:
+            rows = [((row + 0.45) * of_rank, f"rank {trace.rank}")]
+        ticks += rows
+        axes.axhline(row * of_rank - _BETWEEN_RANKS / 2, color=pictures.GRID, linewidth=0.8, zorder=0)
+    top = len(traces) * of_rank - _BETWEEN_RANKS / 2
     for window in of:
         if window.number is not None:
-            _mark_step(axes, window, origin, begin, end, len(traces))
+            _mark_step(view, window, top)
     axes.set_xlim((begin - origin) * 1e3, (end - origin) * 1e3)
-    axes.set_ylim(0, len(traces) + 0.12)
-    axes.set_yticks([row + 0.5 for row in range(len(traces))], [f"rank {trace.rank}" for trace in reversed(traces)])
+    axes.set_ylim(-_BETWEEN_RANKS / 2, top + 0.1)
+    axes.set_yticks([at for at, _ in ticks], [name for _, name in ticks], fontsize=9)
     axes.set_xlabel("milliseconds")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(_INK)
-    axes.tick_params(colors=_INK)
+    pictures.plain(axes)
+    axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    shown = [name for name in _LEGEND if name != "rows sent" or any(t.transfers or t.copies for t in traces)]
-    keys = [Patch(color=_COLOURS[name], label=_LEGEND[name]) for name in shown]
-    figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False, fontsize=9)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"{path} cannot be written: {error}") from error
+    keys = _keys(traces, num_lanes)
+    pictures.legend_below(figure, keys, -(-len(keys) // 2) if len(keys) > 7 else None)
+    pictures.save(figure, path)
 
 
-def _draw_rank(axes: Axes, row: int, trace: Trace, origin: float, begin: float, end: float) -> None:
-    def bars(spans: Iterable[Span | SentRows], where: tuple[float, float], colour: str, edge: float = 0.0) -> None:
-        shown: Intervals = [(max(s.begin, begin), min(s.end, end)) for s in spans if s.begin < end and s.end > begin]
-        axes.broken_barh(
-            [((first - origin) * 1e3, (last - first) * 1e3) for first, last in shown],
-            (row + where[0], where[1]),
-            facecolors=colour,
-            edgecolors="white",
-            linewidth=edge,
+def _seconds(origin: float, end: float, between: tuple[float, float] | None) -> tuple[float, float]:
+    """What of the windows is drawn."""
+    if between is None:
+        return origin, end
+    if not 0 <= between[0] < between[1] or origin + between[0] * 1e-3 >= end:
+        raise InvalidArgumentError(
+            f"milliseconds {between[0]:g} to {between[1]:g} of a window of {(end - origin) * 1e3:.1f} ms: there is "
+            "nothing to draw"
         )
-
-    for name in ("compute", "dispatch", "attend", "collect"):
-        bars((span for span in trace.spans if span.name == name and not span.is_wait), _DOES, _COLOURS[name], 0.4)
-    bars((span for span in trace.spans if span.is_wait), _WAITS, _COLOURS["wait"])
-    bars((*trace.transfers, *trace.copies), _SENDS, _COLOURS["rows sent"])
-    axes.axhline(row, color=_FAINT, linewidth=0.8, zorder=0)
+    return origin + between[0] * 1e-3, min(end, origin + between[1] * 1e-3)
 
 
-def _mark_step(axes: Axes, window: Window, origin: float, begin: float, end: float, num_ranks: int) -> None:
-    if begin <= window.begin <= end:
-        axes.axvline((window.begin - origin) * 1e3, color=_INK, linewidth=0.8, linestyle=(0, (4, 3)))
-    middle = (max(window.begin, begin) + min(window.end, end)) / 2
-    if begin <= middle <= end:
+def _draw_rank(view: _View, bottom: float, trace: Trace, num_lanes: int) -> list[tuple[float, str]]:
+    """Draws a rank from this height on. Returns the heights of its rows, and what they are called."""
+    view.bars((*trace.transfers, *trace.copies), bottom, _SENDS, pictures.ROWS)
+    rows = [(bottom + _SENDS / 2, "rows sent")] if trace.transfers or trace.copies else []
+    at = bottom + _SENDS + _GAP
+    lanes = num_lanes * (_LAYER + _DOES + _GAP) - _GAP
+    layers = _layers(trace.spans)
+    for lane in reversed(range(num_lanes)):
+        half = lane if num_lanes > 1 else None
+        _draw_lane(view, at, [span for span in trace.spans if span.half == half], half)
+        mine = [layer for layer in layers if layer.half == half]
+        hue = pictures.HALVES[lane]
+        view.bars(mine, at + _DOES, _LAYER, hue, edgecolors="white", linewidth=0.8, hatch=_HATCH if lane else None)
+        view.names(((layer, layer.names) for layer in mine), at + _DOES + _LAYER / 2)
+        rows.append((at + _DOES / 2, f"rank {trace.rank}" if half is None else _HALVES[half]))
+        at += _LAYER + _DOES + _GAP
+    if num_lanes > 1:  # what is of neither half takes the height of both
+        common = [span for span in trace.spans if span.half is None]
+        _draw_lane(view, bottom + _SENDS + _GAP, common, None, lanes)
+    for name, colour in _PHASES.items():
+        mine_phases = [phase for phase in trace.phases if phase.name == name]
+        view.bars(mine_phases, at, _PHASE, colour, edgecolors="white", linewidth=0.8)
+        view.names(((phase, [name]) for phase in mine_phases), at + _PHASE / 2)
+    if num_lanes > 1:
+        rows.append((at + _PHASE / 2, f"rank {trace.rank}"))
+    return rows
+
+
+def _draw_lane(view: _View, bottom: float, spans: Sequence[Span], half: int | None, height: float = _DOES) -> None:
+    for name, colour in _PARTS.items():
+        mine = [span for span in spans if span.name == name and not span.is_wait]
+        view.bars(mine, bottom, height, colour, edgecolors="white", linewidth=0.4)
+    view.bars((span for span in spans if span.is_wait), bottom, _WAITS, pictures.WAIT)
+
+
+def _layers(spans: Iterable[Span]) -> list[_Layer]:
+    """Steps of attention of which somebody said the layer or the half."""
+    found: dict[int, _Layer] = {}
+    for span in spans:
+        if span.is_wait or span.step < 0 or (span.layer is None and span.half is None):
+            continue
+        step = found.setdefault(span.step, _Layer(span.layer, span.half, span.begin, span.end))
+        step.begin, step.end = min(step.begin, span.begin), max(step.end, span.end)
+    return list(found.values())
+
+
+def _keys(traces: Sequence[Trace], num_lanes: int) -> list[Patch]:
+    """The legend: only what the traces can have."""
+    from matplotlib.patches import Patch
+
+    known = {phase.name for trace in traces for phase in trace.phases}
+    keys = [Patch(color=colour, label=name) for name, colour in _PHASES.items() if name in known]
+    if num_lanes > 1:
+        keys += [
+            Patch(facecolor=hue, label=f"a layer's attention, {name}", hatch=hatch, edgecolor="white")
+            for hue, name, hatch in zip(pictures.HALVES, _HALVES, (None, _HATCH), strict=True)
+        ]
+    elif any(span.layer is not None for trace in traces for span in trace.spans):
+        keys.append(Patch(color=pictures.HALVES[0], label="a layer's attention"))
+    keys += [
+        Patch(color=colour, label="outside of attention" if name == "compute" else name)
+        for name, colour in _PARTS.items()
+    ]
+    keys.append(Patch(color=pictures.WAIT, label="waits in them"))
+    if any(trace.transfers or trace.copies for trace in traces):
+        keys.append(Patch(color=pictures.ROWS, label="its rows under way"))
+    return keys
+
+
+def _mark_step(view: _View, window: Window, top: float) -> None:
+    if view.begin <= window.begin <= view.end:
+        at = (window.begin - view.origin) * 1e3
+        view.axes.axvline(at, color=pictures.INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    middle = (max(window.begin, view.begin) + min(window.end, view.end)) / 2
+    if view.begin <= middle <= view.end:
         label = f"step {window.number}, {window.seconds * 1e3:.1f} ms"
-        axes.text((middle - origin) * 1e3, num_ranks + 0.02, label, ha="center", va="bottom", fontsize=9, color=_INK)
+        at = (middle - view.origin) * 1e3
+        view.axes.text(at, top + 0.1, label, ha="center", va="bottom", fontsize=9, color=pictures.INK)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,8 @@ from distca.errors import InvalidArgumentError
 PARTS = ("dispatch", "attend", "collect")
 _PHASES = ("forward", "backward")
 _FORMAT = "distca"  # what `otherData` of a file names, and its version
-_VERSION = 1
+_VERSION = 2
+_READ = (1, 2)  # version 1 has no phases of training steps, layers and halves
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class Span(NamedTuple):
     peer: int
     begin: float
     end: float
+    #: The layer that called, as it was told to `core_attention`; None where nobody said.
+    layer: int | str | None = None
+    #: Of ping-pong, 0 or 1; None otherwise.
+    half: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -67,6 +72,15 @@ class SentRows(NamedTuple):
 
     peer: int
     bytes: int
+    begin: float
+    end: float
+
+
+class TrainingPhase(NamedTuple):
+    """A part of a step of training on one rank, seconds [begin, end) as in `Span`."""
+
+    #: ``forward``, ``backward`` or ``optimizer``.
+    name: str
     begin: float
     end: float
 
@@ -92,6 +106,7 @@ class Trace:
         copies: rows that the rank copied to peers itself, in one of the parts. Rows that a thread, a network or an
             exchange of all ranks carries are not recorded one by one.
         steps: the steps of training that it covers, where somebody said so (`of_step`).
+        phases: of these steps, in order.
     """
 
     rank: int
@@ -99,33 +114,44 @@ class Trace:
     transfers: list[SentRows]
     copies: list[SentRows] = field(default_factory=list)
     steps: list[TrainingStep] = field(default_factory=list)
+    phases: list[TrainingPhase] = field(default_factory=list)
 
-    def of_step(self, number: int, begin: float, end: float, load: int | None = None) -> Trace:
+    def of_step(
+        self,
+        number: int,
+        begin: float,
+        end: float,
+        load: int | None = None,
+        phases: Sequence[TrainingPhase] = (),
+    ) -> Trace:
         """This trace as that of a step of training, with what lies between the parts as spans ``compute``.
 
         Args:
             number: of the step.
             begin, end: seconds of `time.monotonic` between which it was taken.
             load: attention that the plans give this rank in it, for reports to compare with what it took.
+            phases: of the step, in order, none inside another. A ``compute`` span is cut at their borders and has
+                their names as its phase (``other`` outside of them); without phases, it has that of the next part.
         """
         parts = sorted((span for span in self.spans if not span.is_wait), key=lambda span: span.begin)
-        phases = [span.phase for span in parts] or ["forward"]
+        before: list[Span | None] = [None, *parts]
+        after: list[Span | None] = [*parts, None]
         gaps = [
-            Span("compute", False, -1, -1, phase, -1, after, before)
-            for phase, after, before in zip(
-                [*phases, phases[-1]],
-                [begin, *(span.end for span in parts)],
-                [*(span.begin for span in parts), end],
-                strict=False,
+            Span("compute", False, -1, -1, phase, -1, first, last, half=_half_between(phase, one, other))
+            for one, other in zip(before, after, strict=True)
+            for phase, first, last in _in_phases(
+                begin if one is None else one.end,
+                end if other is None else other.begin,
+                phases or [TrainingPhase(getattr(other or one, "phase", "forward"), begin, end)],
             )
-            if before > after
         ]
         spans = sorted([*self.spans, *gaps], key=lambda span: (span.begin, -span.end))
-        return replace(self, spans=spans, steps=[*self.steps, TrainingStep(number, begin, end, load)])
+        step = TrainingStep(number, begin, end, load)
+        return replace(self, spans=spans, steps=[*self.steps, step], phases=[*self.phases, *phases])
 
     def begins(self) -> Iterator[float]:
-        """When each span, each sending of rows and each step of training began, in seconds."""
-        for spans in (self.spans, self.transfers, self.copies, self.steps):
+        """When each span, each sending of rows, each step of training and each phase of one began, in seconds."""
+        for spans in (self.spans, self.transfers, self.copies, self.steps, self.phases):
             yield from (span.begin for span in spans)
 
     @property
@@ -159,11 +185,38 @@ class Trace:
         return 1.0 - self.exposed / self.traffic if self.traffic > 0 else 1.0
 
 
+def _half_between(phase: str, one: Span | None, other: Span | None) -> int | None:
+    """The half of ping-pong that computes between two parts.
+
+    The halves take turns after each part. In both phases, what a half computes outside of attention follows its collect
+    and precedes its dispatch.
+    """
+    if phase not in _PHASES:
+        return None
+    if other is not None and (other.name == "dispatch" or one is None or one.name != "collect"):
+        return other.half
+    return None if one is None else one.half
+
+
+def _in_phases(begin: float, end: float, phases: Iterable[TrainingPhase]) -> Iterator[tuple[str, float, float]]:
+    """What is in [begin, end), cut at the borders of phases: (name of the phase or ``other``, begin, end)."""
+    at = begin
+    for phase in phases:
+        for name, first, last in (("other", at, phase.begin), (phase.name, max(at, phase.begin), phase.end)):
+            last = min(last, end)
+            if first < last:
+                yield name, first, last
+                at = last
+    if at < end:
+        yield "other", at, end
+
+
 def write_trace(path: str | Path, traces: Sequence[Trace]) -> None:
     """Writes ranks' traces as one JSON file of Chrome's trace format, which Perfetto and ``chrome://tracing`` open.
 
-    A rank is a process there: its first thread has the steps of training, in them the parts of steps of attention, and
-    in those the waits; its second one has the rows that it sends. A rank may have several traces, one after another.
+    A rank is a process there: its first thread has the steps of training, in them their phases, in those the parts of
+    steps of attention with their layer and half, and in those the waits; its second one has the rows that it sends. A
+    rank may have several traces, one after another.
     `read_trace` and ``distca report`` read the file.
     """
     events = _Events(min((begin for trace in traces for begin in trace.begins()), default=0.0))
@@ -175,9 +228,12 @@ def write_trace(path: str | Path, traces: Sequence[Trace]) -> None:
         for step in trace.steps:
             load = {} if step.load is None else {"load": step.load}
             events.add(f"training step {step.number}", "training", trace.rank, 0, step, {"step": step.number, **load})
+        for phase in trace.phases:
+            events.add(phase.name, "phase", trace.rank, 0, phase, {})
         for span in trace.spans:
             name = f"wait for {span.name}" if span.is_wait else f"{span.name} {span.phase}"
-            about = {"step": span.step, "slot": span.slot, "phase": span.phase, "peer": span.peer}
+            about: dict[str, Any] = {"step": span.step, "slot": span.slot, "phase": span.phase, "peer": span.peer}
+            about |= {name: value for name, value in (("layer", span.layer), ("half", span.half)) if value is not None}
             events.add(name, "wait" if span.is_wait else "step", trace.rank, 0, span, about)
         for category, rows in (("link", trace.transfers), ("copy", trace.copies)):
             for sent in rows:
@@ -202,10 +258,14 @@ def read_trace(path: str | Path) -> list[Trace]:
         raise InvalidArgumentError(f"{path} is no JSON; a trace of distca.write_trace is expected") from error
     found = content.get("otherData") if isinstance(content, dict) else None
     version = found.get(_FORMAT) if isinstance(found, dict) else None
-    if version != _VERSION:
+    if version not in _READ:
         raise InvalidArgumentError(
             f"{path} is no trace of distca.write_trace"
-            + ("" if version is None else f" of this version (it has format {version}, this reads {_VERSION})")
+            + (
+                ""
+                if version is None
+                else f" of this version (it has format {version}, this reads {' and '.join(map(str, _READ))})"
+            )
         )
     traces: dict[int, Trace] = {}
     try:
@@ -223,13 +283,16 @@ def _add_event(trace: Trace, event: dict[str, Any]) -> None:
     end = begin + event["dur"] * 1e-6
     if category == "training":
         trace.steps.append(TrainingStep(about["step"], begin, end, about.get("load")))
+    elif category == "phase":
+        trace.phases.append(TrainingPhase(event["name"], begin, end))
     elif category in ("link", "copy"):
         rows = trace.transfers if category == "link" else trace.copies
         rows.append(SentRows(about["peer"], about["bytes"], begin, end))
     else:
         is_wait, phase = category == "wait", about["phase"]
         name = event["name"].removeprefix("wait for ") if is_wait else event["name"].removesuffix(f" {phase}")
-        trace.spans.append(Span(name, is_wait, about["step"], about["slot"], phase, about["peer"], begin, end))
+        called = about.get("layer"), about.get("half")
+        trace.spans.append(Span(name, is_wait, about["step"], about["slot"], phase, about["peer"], begin, end, *called))
 
 
 def from_core(
@@ -237,12 +300,17 @@ def from_core(
     spans: Sequence[tuple[str, bool, int, int, int, int, int, int]],
     transfers: Sequence[tuple[int, int, int, int]],
     copies: Sequence[tuple[int, int, int, int]],
+    callers: Mapping[int, tuple[int | str | None, int | None]],
 ) -> Trace:
-    """From what ``_C`` records, in nanoseconds."""
+    """From what ``_C`` records, in nanoseconds. `callers`: layer and half of steps of attention, as far as known."""
+    unknown = None, None
     return Trace(
         rank,
         [
-            Span(name, is_wait, step, slot, _PHASES[phase], peer, begin * 1e-9, end * 1e-9)
+            Span(
+                *(name, is_wait, step, slot, _PHASES[phase], peer, begin * 1e-9, end * 1e-9),
+                *callers.get(step, unknown),
+            )
             for name, is_wait, step, slot, phase, peer, begin, end in spans
         ],
         _sent(transfers),
@@ -272,7 +340,7 @@ class _Events:
         category: str,
         rank: int,
         thread: int,
-        span: Span | SentRows | TrainingStep,
+        span: Span | SentRows | TrainingStep | TrainingPhase,
         about: dict[str, Any],
     ) -> None:
         begin, end = (round((at - self._origin) * 1e9) for at in (span.begin, span.end))

@@ -48,7 +48,7 @@ FAULTS = [
     ),
     Fault(
         "documents that are held out are trained on",
-        "python/distca/train/data.py",
+        "python/distca/train/corpus.py",
         "return parts[0], parts[1]",
         "return self, parts[1]",
         ("tests/test_train_features.py::test_documents_are_held_out_by_the_seed_and_not_trained_on",),
@@ -80,6 +80,27 @@ FAULTS = [
         'self.schedule.load_state_dict(state["schedule"])',
         "pass",
         ("tests/test_train_checkpoint.py::test_a_resumed_run_takes_the_same_steps_to_the_bit_and_records_each_once",),
+    ),
+    Fault(
+        "the index of a checkpoint may call anything",
+        "python/distca/train/unpickling.py",
+        "        if (module, name) not in _STANDS_FOR:\n",
+        "        if (module, name) not in _STANDS_FOR:\n            return super().find_class(module, name)\n",
+        ("tests/test_train_untrusted.py",),
+    ),
+    Fault(
+        "a value of a checkpoint may call anything",
+        "python/distca/train/unpickling.py",
+        "torch.load(value, weights_only=True)",
+        "torch.load(value, weights_only=False)",
+        ("tests/test_train_untrusted.py",),
+    ),
+    Fault(
+        "the files of a checkpoint are not compared with its manifest",
+        "python/distca/train/checkpoint.py",
+        "    check_digests(checkpoint, digests, names[dist.get_rank() :: dist.get_world_size()])\n",
+        "",
+        ("tests/test_train_untrusted.py",),
     ),
     Fault(
         "dynamic RoPE keeps the frequencies of an earlier row",

@@ -18,7 +18,7 @@ endif()
 include(FindPackageHandleStandardArgs)
 find_package_handle_standard_args(
   Cutlass REQUIRED_VARS Cutlass_INCLUDE_DIR VERSION_VAR Cutlass_VERSION
-  REASON_FAILURE_MESSAGE "run: ${Python_EXECUTABLE} -m pip install --no-deps nvidia-cutlass==4.2.0.0, or set CUTLASS_DIR")
+  REASON_FAILURE_MESSAGE "run: ${Python_EXECUTABLE} -m pip install --no-deps nvidia-cutlass==4.2.0.0, or set CUTLASS_DIR, or leave out what runs on a GPU: DISTCA_CUDA=0")
 if(Cutlass_FOUND AND NOT TARGET cutlass)
   add_library(cutlass INTERFACE IMPORTED)
   target_include_directories(cutlass SYSTEM INTERFACE "${Cutlass_INCLUDE_DIR}")

@@ -1,40 +1,53 @@
 """Checkpoints of a run: everything that the next step depends on, written so that no kill can damage one.
 
 A checkpoint is a folder `RUN/checkpoints/step-00000020` made by `torch.distributed.checkpoint`, every rank writing its
-part: weights, optimizer, schedule and each rank's random state after that many steps, and `state.json` with the rest.
-It is written under another name, synced to the disk and then renamed, so a folder of that name is whole; what a kill
-leaves under other names is removed when the run goes on.
+part: weights, optimizer, schedule and each rank's random state after that many steps, `state.json` with the rest, and
+`manifest.json`, which is written last, with the digests of the other files. It is written under another name, synced to
+the disk and then renamed, so a folder of that name is whole; what a kill leaves under the other names is removed when
+the run goes on.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import itertools
 import json
 import os
 import re
 import shutil
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim.lr_scheduler import LRScheduler
 
 from distca.errors import DistcaError
-from distca.train.config import ConfigError
 from distca.train.files import read_object, why
+from distca.train.manifest import (
+    CheckpointError,
+    Digests,
+    check_digests,
+    digest,
+    read_manifest,
+    what_to_do,
+    write_manifest,
+)
+from distca.train.unpickling import INDEX, Planner, Reader, read_index
 
 FOLDER = "checkpoints"
 _STATE = "state.json"
 _WHOLE = re.compile(r"step-(\d{8,})")
+_LEFT_OVER = re.compile(_WHOLE.pattern + r"\.(partial|removed)")
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,6 @@ class RunState:
     step: int  # steps taken; with the seed and the tokens of a step it is the position in the data
     ranks: int
     corpus: int  # fingerprint of the documents
-    files: dict[str, list[int]] = field(default_factory=dict)  # the others in its folder: bytes and checksum
 
 
 @dataclass
@@ -89,58 +101,26 @@ def whole_checkpoints(run_dir: Path) -> dict[int, Path]:
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """The `state.json` of a finished checkpoint. Raises ConfigError where it is not as a run leaves it."""
+    """The `state.json` of a finished checkpoint. Raises CheckpointError where it is not as a run leaves it."""
     path = checkpoint / _STATE
-    values = read_object(path, _what_to_do(checkpoint))
-    files = values.setdefault("files", {})  # of earlier versions
-    numbers = {name: value for name, value in values.items() if name != "files"}
-    if (
-        sorted(numbers) != ["corpus", "ranks", "step"]
-        or not isinstance(files, dict)
-        or not all(isinstance(pair, list) and len(pair) == 2 for pair in files.values())
-        or not all(type(number) is int for number in itertools.chain(numbers.values(), *files.values()))
-    ):
-        raise ConfigError(
-            f"{path} holds {_short(values)}, must hold the integers step, ranks and corpus, and two of each of its "
-            f"files; {_what_to_do(checkpoint)}"
+    values = read_object(path, what_to_do(checkpoint))
+    values.pop("files", None)  # of versions without a manifest
+    if sorted(values) != ["corpus", "ranks", "step"] or any(type(value) is not int for value in values.values()):
+        raise CheckpointError(
+            f"{path} holds {_short(values)}, must hold the integers step, ranks and corpus; {what_to_do(checkpoint)}"
         )
     return RunState(**values)
 
 
 def check_whole(checkpoint: Path, step: int) -> None:
-    """Raises ConfigError where the checkpoint of that step misses a file, or has one of another size."""
+    """Raises CheckpointError where the checkpoint of that step has not the files of its manifest, in their sizes."""
+    check_digests(checkpoint, read_manifest(checkpoint), [_STATE])
     state = read_state(checkpoint)
     if state.step != step:
-        raise ConfigError(
+        raise CheckpointError(
             f"{checkpoint / _STATE} says that {state.step} steps were taken, its folder's name says {step}: it is of "
-            f"another checkpoint; {_what_to_do(checkpoint)}"
+            f"another checkpoint; {what_to_do(checkpoint)}"
         )
-    for name, (size, _) in state.files.items():
-        path = checkpoint / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            what = "is missing" if found is None else f"has {found} bytes, must have {size}"
-            raise ConfigError(f"{path} {what}; {_what_to_do(checkpoint)}")
-
-
-def check_content(checkpoint: Path, state: RunState) -> None:
-    """Raises ConfigError where a file of the checkpoint is damaged."""
-    for name, (_, checksum) in state.files.items():
-        path = checkpoint / name
-        if _checksum(path) != checksum:
-            raise ConfigError(f"{path} is damaged: its checksum is another one; {_what_to_do(checkpoint)}")
-
-
-def _checksum(path: Path) -> int:
-    checksum = 0
-    with open(path, "rb") as file:
-        while part := file.read(1 << 24):
-            checksum = zlib.crc32(part, checksum)
-    return checksum
-
-
-def _what_to_do(checkpoint: Path) -> str:
-    return f"restore it, or remove {checkpoint} to go on from the checkpoint before"
 
 
 def _short(values: dict[str, Any]) -> str:
@@ -157,7 +137,7 @@ class Checkpoints:
     def remove_leftovers(self) -> None:
         """Removes what a killed run has left half written or half removed. For one rank, before the first save."""
         for path in _entries(self._run_dir / FOLDER):
-            if path.is_dir() and not _WHOLE.fullmatch(path.name):
+            if _LEFT_OVER.fullmatch(path.name):
                 shutil.rmtree(path)
 
     def save(self, trained: Trained, state: RunState) -> None:
@@ -172,8 +152,10 @@ class Checkpoints:
         try:
             with _failures(f"could not write the checkpoint {final}", final):
                 _on_rank_0(lambda: partial.mkdir(parents=True))
-                dcp.save(trained.state(dist.get_world_size()), storage_writer=_Writer(partial, sync_files=True))
-                _on_rank_0(lambda: self._finish(partial, final, state))
+                writer = _Writer(partial, sync_files=True)
+                dcp.save(trained.state(dist.get_world_size()), storage_writer=writer)
+                digests = dict(collections.ChainMap(*_gathered(writer.digests)))
+                _on_rank_0(lambda: self._finish(partial, final, state, digests))
         except DistcaError as error:
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -181,10 +163,9 @@ class Checkpoints:
             whole = f"the last whole one is {last}" if last is not None else "there is no whole one"
             raise DistcaError(f"{error}; {whole}") from error
 
-    def _finish(self, partial: Path, final: Path, state: RunState) -> None:
-        files = {path.name: [path.stat().st_size, _checksum(path)] for path in _entries(partial)}
-        content = json.dumps(asdict(replace(state, files=files)))
-        (partial / _STATE).write_text(content + "\n", encoding="utf-8")
+    def _finish(self, partial: Path, final: Path, state: RunState, digests: Digests) -> None:
+        (partial / _STATE).write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
+        write_manifest(partial, digests | {name: digest(partial / name) for name in (INDEX, _STATE)})
         _sync_folder(partial)
         partial.rename(final)
         _sync(final.parent)
@@ -192,11 +173,12 @@ class Checkpoints:
 
     def load(self, trained: Trained, checkpoint: Path) -> RunState:
         """Puts the checkpoint into the model, the optimizer, the schedule and the random state of this rank."""
-        saved = read_state(checkpoint)
         with _failures(f"could not read the checkpoint {checkpoint}", None):
-            _on_rank_0(lambda: check_content(checkpoint, saved))
+            digests = _on_all_ranks(lambda: _checked(checkpoint))
+            sizes = {name: size for name, (size, _) in digests.items()}
+            saved, index = _on_all_ranks(lambda: (read_state(checkpoint), read_index(checkpoint, sizes)))
             state = trained.state(saved.ranks)
-            dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint))
+            dcp.load(state, storage_reader=Reader(checkpoint, index), planner=Planner())
             trained.set_state(state)
         return saved
 
@@ -204,6 +186,23 @@ class Checkpoints:
         for path in list(whole_checkpoints(self._run_dir).values())[: -self._keep]:
             # Under its own name it would look whole if we were killed now.
             shutil.rmtree(path.rename(path.with_name(path.name + ".removed")))
+
+
+def load_model(checkpoint: Path, state: dict[str, torch.Tensor]) -> None:
+    """Puts the weights of a checkpoint into tensors by their names; in this process alone, which checks all files."""
+    digests = read_manifest(checkpoint)
+    check_digests(checkpoint, digests, digests)
+    index = read_index(checkpoint, {name: size for name, (size, _) in digests.items()})
+    with _failures(f"could not read the checkpoint {checkpoint}", None):
+        dcp.load({"model": state}, storage_reader=Reader(checkpoint, index), planner=Planner(), no_dist=True)
+
+
+def _checked(checkpoint: Path) -> Digests:
+    """The manifest, to which this rank has compared its share of the files: every so manieth, from large to small."""
+    digests = read_manifest(checkpoint)
+    names = sorted(digests, key=lambda name: digests[name][0], reverse=True)
+    check_digests(checkpoint, digests, names[dist.get_rank() :: dist.get_world_size()])
+    return digests
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -230,12 +229,40 @@ def _on_rank_0(work: Callable[[], object]) -> None:
         raise problem[0]
 
 
-class _Writer(dcp.FileSystemWriter):
-    """Raises the system's error where torch raises one of its own because of it, which says less."""
+def _on_all_ranks(work: Callable[[], Result]) -> Result:
+    """Does the work on every rank; the error of the first that has one is raised on all."""
+    problem: Exception | None = None
+    try:
+        result = work()
+    except (OSError, DistcaError) as error:
+        problem = error
+    for theirs in _gathered(problem):
+        if theirs is not None:
+            raise theirs
+    return result
 
-    def write_data(self, *args: Any) -> Any:
+
+def _gathered(mine: Result) -> list[Result]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Raises the system's error where torch raises one of its own because of it, which says less.
+
+    Attributes:
+        digests: of the files that this rank has written.
+    """
+
+    digests: Digests
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         try:
-            return super().write_data(*args)
+            written = super().write_data(plan, planner)
+            mine = Path(self.path).glob(f"{plan.storage_data.prefix}*")
+            self.digests = {path.name: digest(path) for path in mine}
+            return written
         except Exception as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
@@ -258,6 +285,8 @@ def _failures(what: str, written: Path | None) -> Iterator[None]:
         raise DistcaError(f"{what}: {reason(error)}") from error
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, CheckpointError):
+            raise cause from error
         raise DistcaError(f"{what}: on rank {rank}: {reason(cause)}") from error
 
 

@@ -81,16 +81,20 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_inputs(config: TrainConfig) -> None:
     """Mistakes in data, model and tokenizer are found before anything is started."""
-    read_corpora(config)
     if config.trace and not Path(config.trace).parent.is_dir():
         raise ConfigError(f"--trace is {config.trace}, must be a file in a folder that exists")
     if config.export is not None and config.export.exists() and not _is_empty(config.export):
         raise ConfigError(f"--export is {config.export}, must be a new or empty folder")
-    if config.model is not None or config.tokenizer is not None:
-        from distca.train.model import model_config
-        from distca.train.tokens import BYTES, Tokenizer
+    tokenizer = None
+    if config.tokenizer is not None:
+        from distca.train.tokens import Tokenizer
 
-        model_config(config, BYTES if config.tokenizer is None else Tokenizer(config.tokenizer).vocabulary)
+        tokenizer = Tokenizer(config.tokenizer)
+    corpus, _ = read_corpora(config, tokenizer, show_progress=True)
+    if config.model is not None or tokenizer is not None:
+        from distca.train.model import model_config
+
+        model_config(config, corpus.vocabulary(tokenizer))
 
 
 def _is_empty(path: Path) -> bool:
@@ -110,24 +114,28 @@ def _torchrun_ranks(asked: int | None) -> int:
 
 def train_rank(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
     """What a rank runs. The trainer is imported here, so that the command itself need not load transformers."""
+    import torch.distributed as dist
+
+    from distca.train.progress import log_to_stderr
     from distca.train.trainer import train
 
+    log_to_stderr(dist.get_rank())
     return train(config, run_dir)
 
 
 def _check_packages(config: TrainConfig) -> None:
     for package in ("tqdm", "transformers"):
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"the package {package} is not installed: install distca[train]")
+            raise ConfigError(f"the package {package} is not installed: pip install {package}")
     if config.track is not None and importlib.util.find_spec(config.track) is None:
-        raise ConfigError(f"--track is {config.track}, but the package {config.track} is not installed: install it")
+        raise ConfigError(f"--track is {config.track}, which is not installed: pip install {config.track}")
     if config.nsys and not torch.cuda.is_available():
         raise ConfigError(
             f"--nsys (or {nsys.VARIABLE}=1) captures CUDA, which this machine or PyTorch does not have: leave it out, "
             "or see --trace"
         )
     if config.ping_pong and importlib.util.find_spec("greenlet") is None:
-        raise ConfigError("--ping-pong needs the package greenlet: install distca[ping-pong]")
+        raise ConfigError("--ping-pong needs the package greenlet: pip install greenlet")
 
 
 def _train_with_own_ranks(config: TrainConfig, resumed: Path | None) -> int:

@@ -59,8 +59,8 @@ class TrainConfig:
     data: Path | None = field(
         default=None,
         metadata=_about(
-            "folder of UTF-8 text files, each a document, or a .jsonl file of objects with a text "
-            "(default: the Python standard library's sources)"
+            "folder of UTF-8 text files, each a document, a .jsonl file of objects with a text, or .parquet files or a "
+            "saved dataset with text or input_ids (default: the Python standard library's sources)"
         ),
     )
     doc_scale: float | None = field(

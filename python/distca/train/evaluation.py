@@ -12,7 +12,8 @@ import torch
 from distca.context import Context
 from distca.train.checkpoint import Trained
 from distca.train.config import TrainConfig
-from distca.train.data import Batches, Corpus
+from distca.train.corpus import Corpus
+from distca.train.data import Batches
 from distca.train.micro_batches import planned
 from distca.train.step import mean_loss, sum_of_losses
 
@@ -27,7 +28,7 @@ class Evaluation:
     def __init__(self, config: TrainConfig, corpus: Corpus | None, context: Context, windows: list[int | None]) -> None:
         self._config, self._corpus = config, corpus
         self._context, self._windows = context, windows
-        tokens = sum(map(len, corpus.documents)) if corpus is not None else 0
+        tokens = sum(corpus.lengths()) if corpus is not None else 0
         self._num_batches = min(
             max(1, tokens // config.tokens_per_batch), max(1, config.eval_steps) * config.accumulate
         )

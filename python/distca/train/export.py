@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from distca.train.checkpoint import check_content, check_whole, read_state, whole_checkpoints
+from distca.train.checkpoint import check_whole, load_model, whole_checkpoints
 from distca.train.config import ConfigError
+from distca.train.corpora import read_corpora
 from distca.train.files import writing
 from distca.train.model import model_config
 from distca.train.resume import saved_config
-from distca.train.tokens import BYTES, Tokenizer
+from distca.train.tokens import Tokenizer
 
 
 def export_model(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer | None) -> None:
@@ -42,18 +41,15 @@ def export_run(run_dir: Path, folder: Path) -> int:
         raise ConfigError(f"{run_dir} has no finished checkpoint")
     step, checkpoint = list(checkpoints.items())[-1]
     check_whole(checkpoint, step)
-    check_content(checkpoint, read_state(checkpoint))
     tokenizer = Tokenizer(config.tokenizer) if config.tokenizer is not None else None
-    shape, _ = model_config(config, BYTES if tokenizer is None else tokenizer.vocabulary)
+    shape, _ = model_config(config, read_corpora(config, tokenizer)[0].vocabulary(tokenizer))
     model = _without_weights(shape)
     weights = dict(model.named_parameters(remove_duplicate=False))
     state: dict[str, Any] = {
         name: torch.empty_like(one, device="cpu", dtype=config.weights_dtype if name in weights else one.dtype)
         for name, one in model.state_dict().items()
     }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
-        dcp.load({"model": state}, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+    load_model(checkpoint, state)
     _write(folder, shape, state, tokenizer)
     return step
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from distca.timeline import after_warm_up, figures, windows
 from distca.trace import Trace
 from distca.train.config import ConfigError, TrainConfig
-from distca.train.data import Corpus
+from distca.train.corpus import Corpus
 from distca.train.files import writing
 from distca.train.metrics import AttentionLoads, StepMetrics, summarise
 from distca.train.report import add_timeline, missing_packages, write_report
@@ -101,7 +101,7 @@ class RunLog:
             "run": str(self._run_dir),
             "interrupted": interrupted,
             **summarise(self._steps),
-            "documents": len(self._corpus.documents),
+            "documents": len(self._corpus),
             f"{self._corpus.unit}_skipped": self._corpus.num_skipped,
             "notes": [*notes, *missing_packages()],
         }

@@ -136,14 +136,6 @@ class StepMetrics:
             scalars["evaluation loss"] = self.eval_loss
         return scalars
 
-    def line(self) -> str:
-        """For the progress bar."""
-        return (
-            f"loss {self.loss:.3f}, {self.tokens / self.seconds:,.0f} tokens/s, "
-            f"imbalance {self.imbalance_before:.2f} -> {self.imbalance_after:.2f}, "
-            f"{self.bytes / 1e6:.1f} MB moved, plan {self.plan_ms:.2f} ms"
-        )
-
 
 def summarise(steps: list[StepMetrics]) -> dict[str, Any]:
     """Means over all steps of the run, those before a resume included.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
     Weights are random unless `--model` names a checkpoint. With `--fsdp` rank 0 alone has them: the tensors of other
     ranks are on the meta device until `wrap`.
     """
-    if dist.get_rank() != 0:
+    if dist.get_rank() != 0 or not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
     torch.manual_seed(config.seed)
     shape, checkpoint = model_config(config, vocabulary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,10 @@ def resumed_config(run_dir: Path, given: dict[str, Any]) -> TrainConfig:
     What decides the weights and batches must stay; ranks may change if a step keeps its tokens. More steps than the
     run was started with stretch its learning rates.
     """
-    saved = saved_config(run_dir)
+    _check_no_links(run_dir)
+    saved = replace(saved_config(run_dir), export=None)  # a folder that may be anywhere
+    if saved.trace:  # that file has the first steps of the run, and is anywhere
+        saved = replace(saved, trace="")
     if "name" in given:
         raise ConfigError(f"--name is {given['name']}, but a resumed run goes on in its folder: leave it out")
     for option in fields(TrainConfig):
@@ -71,6 +75,18 @@ def resumed_config(run_dir: Path, given: dict[str, Any]) -> TrainConfig:
     taken, last = list(whole_checkpoints(run_dir).items())[-1]
     check_whole(last, taken)
     steps_before(taken, run_dir / METRICS)
+    check_steps_left(config, taken, run_dir)
+    return config
+
+
+def check_steps_left(config: TrainConfig, taken: int, run_dir: Path) -> None:
     if taken >= config.steps:
         raise ConfigError(f"--steps is {config.steps}, must be above the {taken} steps that {run_dir} has taken")
-    return config
+
+
+def _check_no_links(run_dir: Path) -> None:
+    """A run that goes on writes and removes files in its folder; by a link they would be others'."""
+    for folder, folders, files in os.walk(run_dir):
+        for path in (Path(folder, name) for name in (*folders, *files)):
+            if path.is_symlink():
+                raise ConfigError(f"{path} is a symbolic link, by which a run would write elsewhere: replace it")

@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from distca.context import init
 from distca.errors import DistcaError
@@ -27,7 +25,8 @@ from distca.ping_pong import PingPong
 from distca.train.checkpoint import Checkpoints, RunState, Trained, whole_checkpoints
 from distca.train.config import TrainConfig
 from distca.train.corpora import read_corpora
-from distca.train.data import Batches, Corpus, DataError
+from distca.train.corpus import Corpus
+from distca.train.data import Batches
 from distca.train.evaluation import Evaluation
 from distca.train.export import export_model
 from distca.train.files import writing
@@ -37,8 +36,11 @@ from distca.train.metrics import AttentionLoads, StepMetrics
 from distca.train.micro_batches import MicroBatch, planned
 from distca.train.model import build_model, check_positions, wrap
 from distca.train.optimizer import make_optimizer
+from distca.train.progress import Progress
+from distca.train.resume import check_steps_left
+from distca.train.sources import DataError
 from distca.train.step import compared_step, train_step
-from distca.train.tokens import BYTES, Tokenizer
+from distca.train.tokens import Tokenizer
 from distca.train.tracing import TRACED_STEPS, StepTraces, trace_files
 
 _SAME_SIGNAL_SECONDS = 0.5  # torchrun repeats the terminal's Ctrl-C
@@ -49,6 +51,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
 
     Metrics, summary and checkpoints go to `run_dir`, of which only rank 0 needs to know. Where it holds a checkpoint
     the run goes on from the last one. It ends early, after a whole step, when any rank receives SIGINT or SIGTERM.
+    Raises ConfigError where the run has no step left.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tokenizer = Tokenizer(config.tokenizer) if config.tokenizer is not None else None
@@ -56,22 +59,22 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
     corpora = [corpus] if held_out is None else [corpus, held_out]
     for one in corpora:
         _check_same_corpus(one)
-    model = build_model(config, BYTES if tokenizer is None else tokenizer.vocabulary)
+    model = build_model(config, corpus.vocabulary(tokenizer))
     shape = model.config.get_text_config()
-    check_positions(shape, config, max(len(document) for one in corpora for document in one.documents))
+    check_positions(shape, config, max(length for one in corpora for length in one.lengths()))
     heads, windows = heads_of(shape, config.torch_dtype), windows_of(shape)
     trained = _start_of_training(wrap(model, config), model, config)
     run_dir, last = _agree_on_run(run_dir)
     checkpoints = Checkpoints(run_dir, keep=config.keep_checkpoints)
     start = _resume(trained, checkpoints, last, corpus) if last is not None else 0
+    check_steps_left(config, start, run_dir)
     batches = _batches(config, corpus, start)
-    tqdm.set_lock(threading.RLock())  # its default is shared between processes, which nothing here needs
     with (
         stop_request() as stop,
         init(max_tokens=config.tokens_per_rank, heads=heads, timeout=config.timeout, nsys=config.nsys) as context,
         planned(config, batches, context, windows, balance=config.balance == "on") as micro_batches,
         planned(config, batches, context, windows, balance=False) if config.compare else nullcontext() as others,
-        tqdm(total=config.steps, initial=start, disable=rank != 0, unit="step", dynamic_ncols=True) as bar,
+        Progress(config.steps, start, shows=rank == 0) as progress,
         RunLog(config, run_dir if rank == 0 else None, corpus, start=start) as log,
         MemoryLog(run_dir / f"memory-rank{rank}.jsonl" if config.log_memory else None, context) as memory,
         closing(Capture(config.nsys, TRACED_STEPS)) as capture,
@@ -81,13 +84,14 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
         since = time.perf_counter()
         for step in range(start, config.steps):
             memory.step(step)
+            watch = traces.watch(memory)
             work = Kept(itertools.islice(micro_batches, config.accumulate))
             if others is None:
-                result = train_step(trained, work, stop.requested, since, memory)
+                result = train_step(trained, work, stop.requested, since, watch)
             else:
                 unbalanced = list(itertools.islice(others, config.accumulate))
                 first = step % 2 == 0  # who goes first alternates, so that neither gains by it
-                result = compared_step(trained, list(work), unbalanced, stop.requested, since, first, memory)
+                result = compared_step(trained, list(work), unbalanced, stop.requested, since, first, watch)
             loads = AttentionLoads.of([micro_batch.plans for micro_batch in work.kept], windows)
             traces.step(step, loads.after[rank] + (loads.before[rank] if others is not None else 0))
             capture.step(step + 1)
@@ -97,12 +101,11 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
                 metrics = replace(metrics, eval_loss=evaluation.loss(trained))
                 traces.skip()
             log.step(metrics, loads)
-            bar.set_postfix_str(metrics.line(), refresh=False)
-            bar.update()
+            progress.step(metrics, interrupted=result.interrupted)
             if not math.isfinite(result.loss):
                 raise DistcaError(f"the loss is {result.loss} at step {step}: lower --lr (now {config.lr:g})")
             if result.interrupted or taken == config.steps or _due(taken, config.checkpoint_every):
-                checkpoints.save(trained, RunState(taken, ranks, corpus.fingerprint()))
+                checkpoints.save(trained, RunState(taken, ranks, corpus.fingerprint))
             if result.interrupted:
                 break
             since = time.perf_counter()
@@ -167,7 +170,7 @@ def _agree_on_run(run_dir: Path | None) -> tuple[Path, Path | None]:
 def _resume(trained: Trained, checkpoints: Checkpoints, last: Path, corpus: Corpus) -> int:
     """Loads the checkpoint and returns the number of steps taken."""
     state = checkpoints.load(trained, last)
-    if state.corpus != corpus.fingerprint():
+    if state.corpus != corpus.fingerprint:
         raise DataError(
             f"the documents are not those of the checkpoint {last}: a resumed run needs the same --data and --doc-scale"
         )
@@ -175,7 +178,7 @@ def _resume(trained: Trained, checkpoints: Checkpoints, last: Path, corpus: Corp
 
 
 def _check_same_corpus(corpus: Corpus) -> None:
-    mine = torch.tensor([corpus.fingerprint(), len(corpus.documents)], dtype=torch.int64)
+    mine = torch.tensor([corpus.fingerprint, len(corpus)], dtype=torch.int64)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     for rank, theirs in enumerate(everyone):

@@ -1,0 +1,163 @@
+"""Where documents come from: folders of text, JSON lines, and what the package datasets reads, tokens among it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from distca.errors import InvalidArgumentError
+
+_EXCLUDED = frozenset({"test", "idlelib", "site-packages", "dist-packages", "__pycache__"})
+_READ_AT_ONCE = 256  # rows of a dataset
+TEXT, TOKENS = "text", "input_ids"
+"""The columns of a dataset that are looked for, in this order of need: documents as text, or as tokens already."""
+
+
+class DataError(InvalidArgumentError):
+    """The data is missing, unreadable or holds no text."""
+
+
+class Source:
+    """Documents in a fixed order.
+
+    Attributes:
+        root: the folder or file that was asked for.
+        files: the files that all documents come from; whoever knows their contents knows the documents.
+        unit: what a document is there: files, lines or rows.
+        what: the source in words.
+    """
+
+    def __init__(self, root: Path, files: Sequence[Path], unit: str) -> None:
+        self.root, self.files, self.unit = root, list(files), unit
+        self.what = f"data {'file' if root.is_file() else 'folder'} {root}"
+
+    def documents(self) -> Iterator[bytes | Sequence[int] | None]:
+        """Text in UTF-8, or tokens; None for what is neither, such as a picture."""
+        raise NotImplementedError
+
+    def none_found(self, found: int, skipped: int) -> str:
+        """Why there is nothing to train on."""
+        raise NotImplementedError
+
+
+def find_source(path: Path | None) -> Source:
+    """The documents of a path; without one they are the Python standard library's sources.
+
+    A path is a folder of UTF-8 files, a `.jsonl` file of objects with a text, a `.parquet` file or a folder of such,
+    or a folder that `datasets.Dataset.save_to_disk` has written. Raises DataError.
+    """
+    root = path if path is not None else Path(sysconfig.get_path("stdlib"))
+    if not root.exists():
+        raise DataError(f"data folder {root} does not exist")
+    if path is None:
+        return TextFiles(root, _standard_library_files(root))
+    if root.is_file() and root.suffix == ".jsonl":
+        return JsonLines(root)
+    if root.is_file() and root.suffix == ".parquet":
+        return Rows(root, [root])
+    if not root.is_dir():
+        raise DataError(f"data folder {root} is not a folder, nor a .jsonl or .parquet file")
+    files = _files(root)
+    if (root / "dataset_info.json").is_file() and (root / "state.json").is_file():
+        return Rows(root, files)
+    tables = [file for file in files if file.suffix == ".parquet"]
+    return Rows(root, tables) if tables else TextFiles(root, files)
+
+
+class TextFiles(Source):
+    """Each file is a document."""
+
+    def __init__(self, root: Path, files: Sequence[Path]) -> None:
+        super().__init__(root, files, "files")
+
+    def documents(self) -> Iterator[bytes | None]:
+        for path in self.files:
+            try:
+                content = path.read_bytes()
+                content.decode("utf-8")
+            except (OSError, UnicodeDecodeError):
+                yield None
+            else:
+                yield content
+
+    def none_found(self, found: int, skipped: int) -> str:
+        return f"{found} files below it, of which {skipped} are not UTF-8"
+
+
+class JsonLines(Source):
+    """Each line is an object with a text."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file, [file], "lines")
+
+    def documents(self) -> Iterator[bytes | None]:
+        with open(self.root, "rb") as file:
+            for line in file:
+                yield _text_of(line)
+
+    def none_found(self, found: int, skipped: int) -> str:
+        return f"{found} lines, of which {skipped} are no JSON objects with a text"
+
+
+class Rows(Source):
+    """Each row of a table has a text, or tokens."""
+
+    def __init__(self, root: Path, files: Sequence[Path]) -> None:
+        super().__init__(root, files, "rows")
+
+    def documents(self) -> Iterator[bytes | Sequence[int] | None]:
+        rows = self._open()
+        columns = list(rows.column_names or [])
+        column = next((name for name in (TOKENS, TEXT) if name in columns), None)
+        if column is None:
+            raise DataError(f"{self.what} has the columns {', '.join(columns)}; {TEXT} or {TOKENS} is needed")
+        for batch in rows.select_columns([column]).iter(batch_size=_READ_AT_ONCE):
+            for value in batch[column]:
+                if column == TOKENS:
+                    yield value
+                else:
+                    yield value.encode() if isinstance(value, str) else None
+
+    def _open(self) -> Any:
+        if importlib.util.find_spec("datasets") is None:
+            raise DataError(f"{self.what} is read by the package datasets: pip install datasets")
+        import datasets
+
+        try:
+            if self.files[0].suffix == ".parquet":
+                files = [str(file) for file in self.files]
+                return datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+            return datasets.load_from_disk(str(self.root))
+        except (OSError, ValueError, TypeError, KeyError, datasets.exceptions.DatasetsError) as error:
+            raise DataError(f"{self.what} cannot be read by the package datasets: {error}") from error
+
+    def none_found(self, found: int, skipped: int) -> str:
+        return f"{found} rows, of which {skipped} have no {TEXT}"
+
+
+def _text_of(line: bytes) -> bytes | None:
+    """The text of a line of JSON lines; None for a line without."""
+    try:
+        value = json.loads(line)
+        return value["text"].encode() if isinstance(value, dict) and isinstance(value.get("text"), str) else None
+    except (ValueError, RecursionError):  # no JSON, no UTF-8, or a lone surrogate in the text
+        return None
+
+
+def _files(root: Path) -> list[Path]:
+    return sorted(
+        path for folder, _, names in os.walk(root) for name in names if (path := Path(folder, name)).is_file()
+    )
+
+
+def _standard_library_files(root: Path) -> list[Path]:
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _EXCLUDED]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(found)

@@ -1,0 +1,183 @@
+"""The tokens of `distca train`: made once, mapped by every rank, and made anew when anything changes."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+
+from distca.errors import DistcaError
+from distca.train import corpus as module
+from distca.train.corpus import Corpus, read_corpus
+from distca.train.sources import DataError, find_source
+
+tokenizers = pytest.importorskip("tokenizers")
+from distca.train.tokens import Tokenizer  # noqa: E402
+
+TEXTS = ["one two three four", "two", "three three three", "four one"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DISTCA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "data" / "below").mkdir(parents=True)
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "data" / ("below" if number % 2 else "") / f"{number}.txt").write_text(text)
+    return tmp_path / "data"
+
+
+def _tokenizer(folder: Path, words: str) -> Tokenizer:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words.split())}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder / "tokenizer.json")
+
+
+def _contents(corpus: Corpus) -> list[list[int]]:
+    return [corpus.document(number).tolist() for number in range(len(corpus))]
+
+
+def _times_made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    made: list[Path] = []
+    make = module._make
+    monkeypatch.setattr(module, "_make", lambda folder, *rest: (made.append(folder), make(folder, *rest)))
+    return made
+
+
+def test_tokens_are_made_once_and_anew_when_contents_tokenizer_or_the_kept_part_change(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = _times_made(monkeypatch)
+    first = _tokenizer(tmp_path / "first", "? one two three four")
+    expected = [[1, 2, 3, 4], [3, 3, 3], [2], [4, 1]]  # by path: 0, 2, below/1, below/3
+    for _ in range(2):
+        corpus = read_corpus(folder, 1.0, first)
+        assert _contents(corpus) == expected and corpus.vocabulary(first) == 5
+    assert len(made) == 1
+    again = _tokenizer(tmp_path / "copy", "? one two three four")
+    assert _contents(read_corpus(folder, 1.0, again)) == expected and len(made) == 1
+    for file in folder.rglob("*.txt"):
+        os.utime(file, ns=(1, 1))  # another time, the same contents
+    assert _contents(read_corpus(folder, 1.0, first)) == expected and len(made) == 1
+    other = _tokenizer(tmp_path / "other", "? four three two one")
+    assert _contents(read_corpus(folder, 1.0, other))[0] == [4, 3, 2, 1] and len(made) == 2
+    assert _contents(read_corpus(folder, 0.5, first)) == [[1, 2], [3, 3], [2], [4]] and len(made) == 3
+    assert _contents(read_corpus(folder, 1.0))[2] == list(b"two") and len(made) == 4
+    (folder / "2.txt").write_text("four two two two!")  # as long as before
+    assert _contents(read_corpus(folder, 1.0, first))[1] == [4, 2, 2, 2, 0] and len(made) == 5
+    (folder / "5.txt").write_text("one")
+    assert len(read_corpus(folder, 1.0, first)) == 5 and len(made) == 6
+
+
+def _read(folder: Path, barrier: object, pipe: multiprocessing.connection.Connection) -> None:
+    make = module._make
+    made = []
+    module._make = lambda *arguments: (made.append(1), make(*arguments))
+    barrier.wait()  # type: ignore[attr-defined]
+    pipe.send((read_corpus(folder, 1.0).fingerprint, len(made)))
+
+
+def test_of_ranks_that_come_at_once_one_makes_the_tokens_and_the_others_wait(folder: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier, ends = context.Barrier(4), [context.Pipe(duplex=False) for _ in range(4)]
+    ranks = [context.Process(target=_read, args=(folder, barrier, end)) for _, end in ends]
+    for rank in ranks:
+        rank.start()
+    found = [end.recv() for end, _ in ends]
+    for rank in ranks:
+        rank.join()
+    assert len({fingerprint for fingerprint, _ in found}) == 1
+    assert sum(made for _, made in found) == 1
+
+
+def test_what_a_killed_process_left_is_made_anew_and_nothing_half_made_stays(folder: Path, cache: Path) -> None:
+    whole = _contents(read_corpus(folder, 1.0))
+    (made,) = cache.glob("*/corpus.json")
+    key = made.parent
+    key.rename(key.with_suffix(".partial"))
+    (key.with_suffix(".partial") / "tokens.bin").write_bytes(b"half")
+    assert _contents(read_corpus(folder, 1.0)) == whole
+    assert not list(cache.glob("*.partial"))
+    with pytest.raises(DataError, match="holds no text"):
+        (folder.parent / "empty").mkdir()
+        read_corpus(folder.parent / "empty", 1.0)
+    assert not list(cache.glob("*.partial")) and len(list(cache.glob("*/corpus.json"))) == 1
+    assert cache.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda made: (made / "tokens.bin").write_bytes(b"x"),
+        lambda made: (made / "ends.bin").write_bytes(array("q", [5, 3, 7, 48]).tobytes()),
+        lambda made: (made / "ends.bin").unlink(),
+        lambda made: (made / "corpus.json").write_text("{}"),
+        lambda made: (made / "corpus.json").write_text((made / "corpus.json").read_text().replace('"B"', '"i"')),
+    ],
+)
+def test_damaged_tokens_are_refused_by_name(damage: object, folder: Path, cache: Path) -> None:
+    read_corpus(folder, 1.0)
+    (made,) = (path.parent for path in cache.glob("*/corpus.json"))
+    damage(made)  # type: ignore[operator]
+    with pytest.raises(DataError, match=f"{made} are damaged .*: remove that folder"):
+        read_corpus(folder, 1.0)
+
+
+def test_a_cache_that_cannot_be_written_says_how_to_name_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTCA_CACHE", str(folder / "0.txt" / "cache"))
+    with pytest.raises(
+        DistcaError, match=r"the cache of tokens .* cannot be used: .*name another folder by DISTCA_CACHE"
+    ):
+        read_corpus(folder, 1.0)
+
+
+def test_rows_of_parquet_and_of_a_saved_dataset_are_documents_and_tokens_are_taken_as_they_are(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    texts = datasets.Dataset.from_dict({"id": [0, 1, 2, 3], "text": ["one two", None, "zwölf", "x"]})
+    tokens = datasets.Dataset.from_dict({"input_ids": [[7, 300, 2], [], [5], [70000]], "text": ["a", "b", "c", "d"]})
+    texts.to_parquet(tmp_path / "texts.parquet")
+    (tmp_path / "parts").mkdir()
+    tokens.to_parquet(tmp_path / "parts" / "0.parquet")
+    texts.save_to_disk(tmp_path / "saved")
+    for path in (tmp_path / "texts.parquet", tmp_path / "saved"):
+        corpus = read_corpus(path, 1.0)
+        assert _contents(corpus) == [list(b"one two"), list("zwölf".encode()), list(b"x")]
+        assert (corpus.num_skipped, corpus.unit, corpus.vocabulary(None)) == (1, "rows", 256)
+    corpus = read_corpus(tmp_path / "parts", 1.0)
+    assert _contents(corpus) == [[7, 300, 2], [5], [70000]] and corpus.vocabulary(None) == 70001
+    datasets.Dataset.from_dict({"body": ["x"]}).to_parquet(tmp_path / "other.parquet")
+    with pytest.raises(DataError, match="has the columns body; text or input_ids is needed"):
+        read_corpus(tmp_path / "other.parquet", 1.0)
+    datasets.Dataset.from_dict({"input_ids": [[1, -2]]}).to_parquet(tmp_path / "negative.parquet")
+    with pytest.raises(DataError, match="a negative token, -2"):
+        read_corpus(tmp_path / "negative.parquet", 1.0)
+    (tmp_path / "broken.parquet").write_text("no table")
+    with pytest.raises(DataError, match="cannot be read by the package datasets"):
+        read_corpus(tmp_path / "broken.parquet", 1.0)
+
+
+def test_a_file_that_is_no_data_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file.csv").write_text("a,b")
+    with pytest.raises(DataError, match=r"is not a folder, nor a \.jsonl or \.parquet file"):
+        find_source(tmp_path / "file.csv")
+
+
+def test_a_large_corpus_is_mapped_and_not_read(tmp_path: Path, cache: Path) -> None:
+    lines = [json.dumps({"text": f"{number} " * 2000}) for number in range(400)]
+    (tmp_path / "large.jsonl").write_text("\n".join(lines))
+    corpus = read_corpus(tmp_path / "large.jsonl", 1.0)
+    assert len(corpus) == 400 and corpus.tokens.dtype == torch.uint8 and len(corpus.tokens) > 2_000_000
+    maps = Path("/proc/self/maps").read_text()
+    assert str(cache.resolve()) in maps and "tokens.bin" in maps
+    assert bytes(corpus.document(399)[:4].tolist()) == b"399 "

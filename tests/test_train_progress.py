@@ -1,0 +1,103 @@
+"""What `distca train` shows while it runs: a bar that fits the terminal, or lines of log."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from distca.train.metrics import StepMetrics
+from distca.train.progress import LOG_SECONDS, Progress, log_to_stderr
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    """The library's, left as it was."""
+    log = logging.getLogger("distca")
+    handlers, level = list(log.handlers), log.level
+    yield log
+    log.handlers[:] = handlers
+    log.setLevel(level)
+
+
+def _metrics(step: int, **changed: float) -> StepMetrics:
+    figures = {"loss": 4.25, "tokens": 1000, "seconds": 0.5, "imbalance_before": 1.5, "imbalance_after": 1.02}
+    return StepMetrics(step=step, bytes=0, plan_ms=0.1, **(figures | changed))
+
+
+@pytest.mark.parametrize(
+    ("steps", "changed"),
+    [
+        (10, {}),
+        (100000, {"loss": 11.762, "tokens": 9_876_543, "seconds": 1.0, "imbalance_before": 7.62}),
+    ],
+)
+def test_the_bar_fits_80_columns_with_all_that_it_says(
+    steps: int, changed: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "200")
+    with Progress(steps, steps - 3, shows=True) as progress:
+        for step in range(steps - 3, steps):
+            progress.step(_metrics(step, **changed))
+    lines = [line.strip("\n") for line in terminal.getvalue().split("\r")]
+    assert max(map(len, lines)) <= 80
+    last = lines[-1]
+    assert (
+        last.startswith(f"{steps}/{steps} ") and last.endswith("00:00 left") and "imbalance" in last and "tok/s" in last
+    )
+    assert f"loss {changed.get('loss', 4.25):.3f}" in last
+
+
+def test_without_a_terminal_there_is_a_line_for_the_first_and_the_last_step_and_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch, logger: logging.Logger
+) -> None:
+    err = io.StringIO()
+    monkeypatch.setattr("sys.stderr", err)
+    now = 100.0
+    for _ in range(2):  # twice, as in a process that trains twice
+        log_to_stderr(rank=0)
+    with Progress(40, 10, shows=True, clock=lambda: now) as progress:
+        for step in range(10, 40):
+            now += 1.0
+            progress.step(_metrics(step, seconds=1.0))
+    lines = err.getvalue().splitlines()
+    every = int(LOG_SECONDS)
+    assert "\r" not in err.getvalue()
+    assert [int(re.search(r"step (\d+)/40,", line)[1]) for line in lines] == [*range(11, 40, every), 40]
+    line = lines[1]
+    assert re.fullmatch(r"\d\d:\d\d:\d\d distca: step 16/40, .*", line)
+    assert line.endswith("loss 4.250, 1,000 tokens/s, imbalance 1.50 -> 1.02, 00:24 left")
+    assert lines[-1].endswith("00:00 left")
+
+
+def test_the_last_line_of_an_interrupted_run_is_its_last_step(
+    monkeypatch: pytest.MonkeyPatch, logger: logging.Logger
+) -> None:
+    err = io.StringIO()
+    monkeypatch.setattr("sys.stderr", err)
+    log_to_stderr(rank=0)
+    with Progress(40, 0, shows=True, clock=lambda: 0.0) as progress:
+        for step in range(3):
+            progress.step(_metrics(step), interrupted=step == 2)
+    assert re.findall(r"step (\d+)/40", err.getvalue()) == ["1", "3"]
+
+
+def test_other_ranks_show_nothing_but_warnings(monkeypatch: pytest.MonkeyPatch, logger: logging.Logger) -> None:
+    err = io.StringIO()
+    monkeypatch.setattr("sys.stderr", err)
+    log_to_stderr(rank=1)
+    with Progress(2, 0, shows=False) as progress:
+        progress.step(_metrics(0))
+    logger.info("not shown")
+    logger.warning("shown")
+    assert err.getvalue().endswith("distca: shown\n") and err.getvalue().count("\n") == 1
