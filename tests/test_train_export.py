@@ -16,6 +16,7 @@ from distca.cli import main
 from distca.train.checkpoint import whole_checkpoints
 from distca.train.config import TrainConfig
 from distca.train.model import build_model, wrap
+from distca.train.resume import resumed_config
 from distca.train.trainer import train
 from ranks import launch
 
@@ -126,6 +127,11 @@ def test_an_exported_model_is_that_of_the_last_checkpoint(
         assert weight.dtype == (torch.bfloat16 if name == "bfloat16" else torch.float32), key
     config = json.loads((tmp_path / "later" / "config.json").read_text())
     assert "distca" not in json.dumps(config) and config["architectures"] == ["Gemma3ForCausalLM"]
+
+
+def test_a_resumed_run_exports_only_where_it_is_told_again(runs: Path, tmp_path: Path) -> None:
+    assert resumed_config(runs / "ddp", {"steps": 3}).export is None
+    assert resumed_config(runs / "ddp", {"steps": 3, "export": tmp_path / "new"}).export == tmp_path / "new"
 
 
 def test_what_cannot_be_exported_is_an_error_that_says_why(
