@@ -271,5 +271,5 @@ def test_tracking_without_the_package_is_refused_before_anything_starts(
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
     assert main(["train", "--track", "wandb", "--runs-dir", str(tmp_path / "runs")]) == 2
-    assert "--track is wandb, but the package wandb is not installed" in capsys.readouterr().err
+    assert "--track is wandb, which is not installed: pip install wandb" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

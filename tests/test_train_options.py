@@ -7,7 +7,6 @@ import re
 import shutil
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -284,7 +283,7 @@ def test_the_picture_of_the_loss_has_that_of_evaluation_where_metrics_have_one(
     monkeypatch.setattr(Figure, "savefig", lambda self, path: saved.append(self))
     steps = [StepMetrics.from_json(json.dumps(step)) for step in _metrics(runs / "plain")]
     draw_loss(tmp_path / "loss.png", steps)
-    evaluated = [SimpleNamespace(**vars(step), eval_loss=(5.0 if step.step != 1 else None)) for step in steps]
+    evaluated = [replace(step, eval_loss=5.0 if step.step != 1 else None) for step in steps]
     draw_loss(tmp_path / "loss.png", evaluated)
     plain, both = ([(list(line.get_xdata()), list(line.get_ydata())) for line in f.axes[0].lines] for f in saved)
     assert plain == [([0, 1, 2], _losses(runs / "plain"))]

@@ -219,7 +219,7 @@ def draw_loss(path: Path, steps: Sequence[StepMetrics]) -> None:
     figure = pictures.new_figure(8, 3.6)
     axes = figure.subplots()
     _draw_of_steps(axes, [step.step for step in steps], [step.loss for step in steps], color=pictures.PLANNED)
-    evaluated = [(step.step, loss) for step in steps if (loss := getattr(step, "eval_loss", None)) is not None]
+    evaluated = [(step.step, step.eval_loss) for step in steps if step.eval_loss is not None]
     keys = [Line2D([], [], color=pictures.PLANNED, label="training, mean over a step's targets")]
     if evaluated:
         axes.plot(*zip(*evaluated, strict=True), color=pictures.ROWS, linewidth=1.6, marker="o", markersize=4)
