@@ -12,6 +12,7 @@ import distca
 import distca.integrations.hf
 from distca.train.checkpoint import Trained
 from distca.train.data import NO_TARGET, Batch
+from distca.train.micro_batches import MicroBatch
 from distca.train.step import train_step
 from ranks import launch
 
@@ -93,7 +94,7 @@ def _loss_and_gradients(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     plan = distca.plan(batch.layout, HEADS, context="default", tolerance=0.01, min_rows=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the gradients are looked at after the step
     trained = Trained(model, optimizer, ConstantLR(optimizer))
-    result = train_step(trained, [(batch, plan)], stop=False, since=0.0)
+    result = train_step(trained, [MicroBatch([(batch, plan)], batch.num_targets)], stop=False, since=0.0)
     return result.loss, _gradients(model.module)
 
 

@@ -17,12 +17,12 @@ import torch
 from distca.cli import main
 from distca.train.checkpoint import whole_checkpoints
 from distca.train.cli import train_rank
-from distca.train.config import ConfigError, TrainConfig
+from distca.train.config import SCHEDULES, ConfigError, TrainConfig
 from distca.train.corpus import Corpus, read_corpus
 from distca.train.data import NO_TARGET, Batches, pack_steps
 from distca.train.log import create_run_dir
+from distca.train.optimizer import make_schedule
 from distca.train.sources import DataError
-from distca.train.trainer import learning_rate_factor
 from ranks import launch
 
 # ---- data ----
@@ -146,6 +146,15 @@ def test_segments_of_a_batch_are_the_rows_of_its_tensors() -> None:
         ({"heads": 4, "kv_heads": 3}, "--kv-heads is 3, must be a divisor of --heads (4)"),
         ({"hidden": 100}, "--hidden is 100, must be --heads (4) times a head size"),
         ({"dtype": "float16"}, "--dtype is float16, must be one of float32, bfloat16"),
+        ({"clip_norm": 0.0}, "--clip-norm is 0.0, must be above 0 and finite"),
+        ({"weight_decay": -0.1}, "--weight-decay is -0.1, must be at least 0"),
+        ({"weight_decay": float("inf")}, "--weight-decay is inf, must be finite"),
+        ({"schedule": "greedy"}, "--schedule is greedy, must be one of cosine_warmup_with_min_lr, "),
+        ({"schedule": "constant", "warmup_steps": 2}, "--warmup-steps is 2, must be left out with --schedule constant"),
+        ({"eval_fraction": 1.0}, "--eval-fraction is 1.0, must be above 0 and below 1"),
+        ({"eval_every": 5}, "--eval-every is 5, must be left out without --eval-data or --eval-fraction"),
+        ({"eval_steps": 0}, "--eval-steps is 0, must be at least 1"),
+        ({"accumulate": 0}, "--accumulate is 0, must be at least 1"),
         ({"name": "a/b"}, "--name is a/b, must be the name of a folder"),
     ],
 )
@@ -208,12 +217,32 @@ def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
         create_run_dir(TrainConfig(runs_dir=tmp_path / "file"))
 
 
+def _learning_rates(config: TrainConfig) -> list[float]:
+    """Of each step, and of the step after the last one, relative to --lr."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.lr)
+    schedule = make_schedule(optimizer, config)
+    factors = []
+    for _ in range(config.steps + 1):
+        factors.append(schedule.get_last_lr()[0] / config.lr)
+        optimizer.step()
+        schedule.step()
+    return factors
+
+
 def test_the_learning_rate_warms_up_to_its_peak_and_falls_to_a_tenth() -> None:
-    factors = [learning_rate_factor(step, 40) for step in range(41)]
-    assert factors[4] == max(factors) == 1.0
-    assert factors[:5] == sorted(factors[:5]) and factors[5:] == sorted(factors[5:], reverse=True)
-    assert factors[40] == pytest.approx(0.1)
-    assert learning_rate_factor(0, 1) == 1.0
+    factors = _learning_rates(TrainConfig(steps=40))
+    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert factors[5:40] == sorted(factors[5:40], reverse=True) and factors[5] < 1
+    assert factors[39] == pytest.approx(0.1)
+    assert _learning_rates(TrainConfig(steps=1))[0] == 1.0
+
+
+def test_every_schedule_is_one_of_transformers_that_takes_the_warm_up() -> None:
+    for name in SCHEDULES:
+        factors = _learning_rates(TrainConfig(steps=20, schedule=name, warmup_steps=None if name == "constant" else 4))
+        assert max(factors) == pytest.approx(1.0), name
+        assert (factors[0] < 0.5) == (name != "constant"), name
+        assert factors[-2] == pytest.approx(1.0) or "constant" not in name
 
 
 # ---- whole runs ----

@@ -362,6 +362,10 @@ def test_a_run_that_goes_on_writes_and_removes_nothing_that_is_not_its_own(whole
         ({"lr": 1.0}, "--lr is 1.0, the run RUN has 0.003: leave it out, or start a new run"),
         ({"hidden": 64}, "--hidden is 64, the run RUN has 32"),
         ({"seed": 3}, "--seed is 3, the run RUN has 0"),
+        ({"clip_norm": 1.0}, "--clip-norm is 1.0, the run RUN has None"),
+        ({"accumulate": 2}, "--accumulate is 2, the run RUN has 1"),
+        ({"schedule": "linear"}, "--schedule is linear, the run RUN has cosine_warmup_with_min_lr"),
+        ({"eval_fraction": 0.1}, "--eval-fraction is 0.1, the run RUN has None"),
         ({"ranks": 2}, "--ranks 2 times --tokens-per-rank 64 are 128 tokens a step, must be the run's 192; with "
          "--ranks 2 that is --tokens-per-rank 96"),
         ({"name": "other"}, "--name is other, but a resumed run goes on in its folder"),

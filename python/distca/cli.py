@@ -1,4 +1,4 @@
-"""The command line: `distca train`, `report`, `plan`, `profile`, `bench` and `doctor`."""
+"""The command line: `distca train`, `report`, `export`, `plan`, `profile`, `bench` and `doctor`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ GPU_BENCHMARKS = {"attention": "gpu", "shards": "gpu", "transport": "gpu_transpo
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command. Returns 0, 1 for a failure, 2 for a mistake in the options, 130 if interrupted."""
+    from distca.export_command import add_command as add_export
     from distca.plan_command import add_command as add_plan
     from distca.profile import add_command as add_profile
     from distca.report_command import add_command as add_report
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_plan(commands)
     add_profile(commands)
     add_report(commands)
+    add_export(commands)
     _add_bench(commands)
     _add_doctor(commands)
     options = parser.parse_args(arguments)

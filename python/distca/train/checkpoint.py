@@ -67,6 +67,7 @@ class Trained:
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler
     saved: torch.nn.Module | None = None  # the part of the model whose names a checkpoint has, where not all of it
+    clip_norm: float | None = None  # largest norm of the gradients
 
     def state(self, saved_ranks: int) -> dict[str, Any]:
         """By name, for `torch.distributed.checkpoint`; each rank adds its own random state if there is one of it."""
@@ -185,6 +186,15 @@ class Checkpoints:
         for path in list(whole_checkpoints(self._run_dir).values())[: -self._keep]:
             # Under its own name it would look whole if we were killed now.
             shutil.rmtree(path.rename(path.with_name(path.name + ".removed")))
+
+
+def load_model(checkpoint: Path, state: dict[str, torch.Tensor]) -> None:
+    """Puts the weights of a checkpoint into tensors by their names; in this process alone, which checks all files."""
+    digests = read_manifest(checkpoint)
+    check_digests(checkpoint, digests, digests)
+    index = read_index(checkpoint, {name: size for name, (size, _) in digests.items()})
+    with _failures(f"could not read the checkpoint {checkpoint}", None):
+        dcp.load({"model": state}, storage_reader=Reader(checkpoint, index), planner=Planner(), no_dist=True)
 
 
 def _checked(checkpoint: Path) -> Digests:

@@ -21,7 +21,7 @@ from distca.launch import exit_now, launch, leave_process_group
 from distca.nsys import switched_on
 from distca.train import memory_log
 from distca.train.config import OPTION_TYPES, ConfigError, TrainConfig, option_name
-from distca.train.corpus import read_corpus
+from distca.train.corpora import read_corpora
 from distca.train.log import create_run_dir
 from distca.train.metrics import describe
 from distca.train.resume import find_run, resumed_config
@@ -83,16 +83,22 @@ def _check_inputs(config: TrainConfig) -> None:
     """Mistakes in data, model and tokenizer are found before anything is started."""
     if config.trace and not Path(config.trace).parent.is_dir():
         raise ConfigError(f"--trace is {config.trace}, must be a file in a folder that exists")
+    if config.export is not None and config.export.exists() and not _is_empty(config.export):
+        raise ConfigError(f"--export is {config.export}, must be a new or empty folder")
     tokenizer = None
     if config.tokenizer is not None:
         from distca.train.tokens import Tokenizer
 
         tokenizer = Tokenizer(config.tokenizer)
-    corpus = read_corpus(config.data, config.kept_fraction, tokenizer, show_progress=True)
+    corpus, _ = read_corpora(config, tokenizer, show_progress=True)
     if config.model is not None or tokenizer is not None:
         from distca.train.model import model_config
 
         model_config(config, corpus.vocabulary(tokenizer))
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _under_torchrun() -> bool:
@@ -121,6 +127,8 @@ def _check_packages(config: TrainConfig) -> None:
     for package in ("tqdm", "transformers"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"the package {package} is not installed: pip install {package}")
+    if config.track is not None and importlib.util.find_spec(config.track) is None:
+        raise ConfigError(f"--track is {config.track}, which is not installed: pip install {config.track}")
     if config.nsys and not torch.cuda.is_available():
         raise ConfigError(
             f"--nsys (or {nsys.VARIABLE}=1) captures CUDA, which this machine or PyTorch does not have: leave it out, "

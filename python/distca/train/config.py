@@ -16,6 +16,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2}
 """The shape of the model without `--model`."""
 
+SCHEDULES = (
+    "cosine_warmup_with_min_lr", "cosine_with_min_lr", "cosine", "cosine_with_restarts", "linear", "polynomial",
+    "inverse_sqrt", "constant_with_warmup", "constant",
+)  # fmt: skip
+"""The schedules of transformers that need to know no more than their steps."""
+
+WARMUP_STEPS = 5
+"""Without `--warmup-steps`."""
+
 STANDARD_LIBRARY_SCALE = 1 / 16
 """Keeps the shape of the length distribution of whole source files, and so the imbalance, at some 4096 tokens."""
 
@@ -37,7 +46,16 @@ class TrainConfig:
 
     ranks: int = field(default=2, metadata=_about("number of ranks (processes); under torchrun its world size"))
     steps: int = field(default=100, metadata=_about("training steps"))
-    tokens_per_rank: int = field(default=4096, metadata=_about("tokens each rank holds in a step"))
+    tokens_per_rank: int = field(
+        default=4096,
+        metadata=_about(
+            "tokens each rank holds in a micro-batch, of which a step has one unless --accumulate says more"
+        ),
+    )
+    accumulate: int = field(
+        default=1,
+        metadata=_about("micro-batches of --tokens-per-rank in each step, whose gradients are added up", fixed=True),
+    )
     data: Path | None = field(
         default=None,
         metadata=_about(
@@ -77,8 +95,32 @@ class TrainConfig:
         default=None,
         metadata=_about(f"number of key/value heads of the tiny model (default: {TINY['kv_heads']})", fixed=True),
     )
-    dtype: str = field(default="float32", metadata=_about("dtype of the model", choices=tuple(DTYPES), fixed=True))
+    dtype: str = field(
+        default="float32",
+        metadata=_about("dtype of weights and of what is computed", choices=tuple(DTYPES), fixed=True),
+    )
+    master_weights: bool = field(
+        default=False,
+        metadata=_about("with --dtype bfloat16: compute in it, weights and optimizer in float32", fixed=True),
+    )
     lr: float = field(default=3e-3, metadata=_about("peak learning rate (AdamW)", fixed=True))
+    schedule: str = field(
+        default=SCHEDULES[0],
+        metadata=_about(
+            "learning rate by step, as transformers names it; those with min_lr end at a tenth of --lr",
+            choices=SCHEDULES,
+            fixed=True,
+        ),
+    )
+    warmup_steps: int | None = field(
+        default=None,
+        metadata=_about(f"steps in which the learning rate rises to --lr (default: {WARMUP_STEPS})", fixed=True),
+    )
+    weight_decay: float = field(default=0.0, metadata=_about("decoupled weight decay (AdamW) of matrices", fixed=True))
+    clip_norm: float | None = field(
+        default=None,
+        metadata=_about("largest norm of all gradients together; a larger one is scaled down to it", fixed=True),
+    )
     seed: int = field(default=0, metadata=_about("seed of weights and of the order of documents", fixed=True))
     balance: str = field(
         default="on",
@@ -101,15 +143,37 @@ class TrainConfig:
         default=False, metadata=_about("shard weights, gradients and optimizer over the ranks, layer by layer (FSDP2)")
     )
     compile: bool = field(default=False, metadata=_about("compile each layer with torch.compile"))
+    checkpoint_activations: bool = field(
+        default=False,
+        metadata=_about(
+            "keep each layer's input and attention's output alone for backward, and compute the rest again"
+        ),
+    )
     ping_pong: bool = field(
         default=False,
         metadata=_about("run two halves of each batch at once: one computes while the other's rows travel"),
     )
+    eval_data: Path | None = field(
+        default=None, metadata=_about("what to evaluate on: a folder or a .jsonl file, as for --data")
+    )
+    eval_fraction: float | None = field(
+        default=None,
+        metadata=_about("fraction of the documents to evaluate on and never train on, chosen by --seed", fixed=True),
+    )
+    eval_every: int = field(default=0, metadata=_about("steps between evaluations; 0: one, at the end"))
+    eval_steps: int = field(default=8, metadata=_about("evaluate on at most as many batches as so many steps have"))
     checkpoint_every: int = field(
         default=0,
         metadata=_about("steps between checkpoints; 0: one at the end, or where the run is interrupted"),
     )
     keep_checkpoints: int = field(default=2, metadata=_about("how many of the last checkpoints to keep"))
+    export: Path | None = field(
+        default=None,
+        metadata=_about(
+            "write the model at the end of the run to this new folder, for from_pretrained of transformers; of an "
+            "earlier run: distca export"
+        ),
+    )
     trace: str | None = field(
         default=None,
         metadata=_about(
@@ -132,6 +196,10 @@ class TrainConfig:
             "EXPERIMENT_LOG_MEMORY_USAGE=1 in the environment"
         ),
     )
+    track: str | None = field(
+        default=None,
+        metadata=_about("also send the figures of every step to wandb (package wandb)", choices=("wandb",)),
+    )
     timeout: float = field(default=600.0, metadata=_about("seconds a rank waits for another before it gives up"))
     name: str = field(default="train", metadata=_about("name of the run; a number is appended if it exists"))
     runs_dir: Path = field(default=Path("runs"), metadata=_about("folder of the runs"))
@@ -141,14 +209,15 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not value >= least:  # so written, NaN fails too
                 _fail(self, name, f"at least {least}")
-        for name in ("lr", "timeout"):
-            if not 0 < getattr(self, name) < math.inf:
+        for name in ("lr", "timeout", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
                 _fail(self, name, "above 0 and finite")
         if not 0 <= self.tolerance <= 1:
             _fail(self, "tolerance", "0 to 1")
         for option in fields(self):
-            choices = option.metadata["choices"]
-            if choices is not None and getattr(self, option.name) not in choices:
+            choices, value = option.metadata["choices"], getattr(self, option.name)
+            if choices is not None and value != option.default and value not in choices:
                 _fail(self, option.name, f"one of {', '.join(choices)}")
         if self.doc_scale is not None and not 0 < self.doc_scale <= 1:
             _fail(self, "doc_scale", "above 0 and at most 1")
@@ -158,6 +227,19 @@ class TrainConfig:
             for name in TINY.keys() - {"layers"}:
                 if getattr(self, name) is not None:
                     _fail(self, name, "left out with --model, which has a shape of its own")
+        if self.eval_fraction is not None:
+            if not 0 < self.eval_fraction < 1:
+                _fail(self, "eval_fraction", "above 0 and below 1")
+            if self.eval_data is not None:
+                _fail(self, "eval_fraction", "left out with --eval-data")
+        elif self.eval_data is None and self.eval_every:
+            _fail(self, "eval_every", "left out without --eval-data or --eval-fraction")
+        if self.master_weights and self.dtype == "float32":
+            _fail(self, "master_weights", "left out with --dtype float32, in which weights are then")
+        if not self.weight_decay < math.inf:
+            _fail(self, "weight_decay", "finite")
+        if self.schedule == "constant" and self.warmup_steps is not None:
+            _fail(self, "warmup_steps", "left out with --schedule constant, which has no warm-up")
         if self.compare and self.balance == "off":
             _fail(self, "balance", "left out with --compare, which takes every step with both")
         if self.ping_pong and self.compile:
@@ -180,8 +262,19 @@ class TrainConfig:
         return TINY[name] if value is None else int(value)
 
     @property
+    def warmup(self) -> int:
+        """Steps of the warm-up."""
+        return WARMUP_STEPS if self.warmup_steps is None else self.warmup_steps
+
+    @property
     def torch_dtype(self) -> torch.dtype:
+        """What attention and matrix products are computed in."""
         return DTYPES[self.dtype]
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """What weights, and so the optimizer's state, are kept in."""
+        return torch.float32 if self.master_weights else self.torch_dtype
 
     @property
     def kept_fraction(self) -> float:
@@ -191,8 +284,8 @@ class TrainConfig:
         return STANDARD_LIBRARY_SCALE if self.data is None else 1.0
 
     @property
-    def tokens_per_step(self) -> int:
-        """Tokens of all ranks in a step; they alone say which documents a step holds."""
+    def tokens_per_batch(self) -> int:
+        """Tokens of all ranks in a micro-batch; they alone say which documents it holds."""
         return self.ranks * self.tokens_per_rank
 
     def as_json(self) -> dict[str, Any]:
@@ -217,16 +310,20 @@ class TrainConfig:
 
 
 _LEAST: dict[str, float] = {
-    "ranks": 1, "steps": 1, "tokens_per_rank": 1, "hidden": 1, "layers": 1, "heads": 1, "kv_heads": 1,
-    "seed": 0, "retain_bytes": 0, "checkpoint_every": 0, "keep_checkpoints": 1,
+    "ranks": 1, "steps": 1, "tokens_per_rank": 1, "accumulate": 1, "hidden": 1, "layers": 1, "heads": 1, "kv_heads": 1,
+    "seed": 0, "retain_bytes": 0, "checkpoint_every": 0, "keep_checkpoints": 1, "eval_every": 0, "eval_steps": 1,
+    "warmup_steps": 0, "weight_decay": 0,
 }  # fmt: skip
 
 OPTION_TYPES: dict[str, Callable[[str], Any]] = {
-    "ranks": int, "steps": int, "tokens_per_rank": int, "data": Path, "doc_scale": float, "tokenizer": Path,
-    "model": str, "hidden": int, "layers": int, "heads": int, "kv_heads": int, "dtype": str, "lr": float, "seed": int,
-    "balance": str, "tolerance": float, "retain_bytes": int, "compare": bool, "fsdp": bool, "compile": bool,
-    "ping_pong": bool, "checkpoint_every": int, "keep_checkpoints": int, "trace": str, "nsys": bool,
-    "log_memory": bool, "timeout": float, "name": str, "runs_dir": Path,
+    "ranks": int, "steps": int, "tokens_per_rank": int, "accumulate": int, "data": Path, "doc_scale": float,
+    "tokenizer": Path, "model": str, "hidden": int, "layers": int, "heads": int, "kv_heads": int, "dtype": str,
+    "master_weights": bool, "lr": float, "schedule": str, "warmup_steps": int, "weight_decay": float,
+    "clip_norm": float, "seed": int, "balance": str, "tolerance": float, "retain_bytes": int, "compare": bool,
+    "fsdp": bool, "compile": bool, "checkpoint_activations": bool, "ping_pong": bool, "eval_data": Path,
+    "eval_fraction": float, "eval_every": int, "eval_steps": int, "checkpoint_every": int, "keep_checkpoints": int,
+    "export": Path, "trace": str, "nsys": bool, "log_memory": bool, "track": str, "timeout": float, "name": str,
+    "runs_dir": Path,
 }  # fmt: skip
 """How the command line reads each field."""
 

@@ -13,12 +13,13 @@ import hashlib
 import itertools
 import json
 import os
+import random
 import shutil
 import sys
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ class Corpus:
         unit: what was skipped: files, lines or rows.
         fingerprint: the same wherever the documents are the same.
         largest: the largest token.
+        chosen: numbers of the documents among all of them, where it has only some.
     """
 
     tokens: torch.Tensor
@@ -58,6 +60,7 @@ class Corpus:
     unit: str
     fingerprint: int
     largest: int
+    chosen: torch.Tensor | None = None
 
     @staticmethod
     def of(documents: Sequence[bytes | Sequence[int]]) -> Corpus:
@@ -72,7 +75,7 @@ class Corpus:
 
     def __len__(self) -> int:
         """The number of documents."""
-        return len(self.ends)
+        return len(self.ends if self.chosen is None else self.chosen)
 
     def vocabulary(self, tokenizer: Tokenizer | None) -> int:
         """How many tokens a model has to know: the tokenizer's, or without one bytes, or those that are there."""
@@ -81,12 +84,36 @@ class Corpus:
 
     def lengths(self) -> list[int]:
         """Of each document, in tokens."""
-        return torch.diff(self.ends, prepend=self.ends.new_zeros(1)).tolist()
+        lengths = torch.diff(self.ends, prepend=self.ends.new_zeros(1))
+        return (lengths if self.chosen is None else lengths[self.chosen]).tolist()
 
     def document(self, number: int) -> torch.Tensor:
         """The tokens of a document: a view."""
+        if self.chosen is not None:
+            number = int(self.chosen[number])
         begin = int(self.ends[number - 1]) if number else 0
         return self.tokens[begin : int(self.ends[number])]
+
+    def split(self, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
+        """The documents to train on, and `fraction` of all, at least one, that the seed chooses to be held out.
+
+        Raises DataError where one of the two has no document of two or more tokens.
+        """
+        order = list(range(len(self)))
+        random.Random(f"{seed}/held out").shuffle(order)
+        num_held_out = min(max(1, round(fraction * len(order))), len(order) - 1)
+        parts = [self._some(order[num_held_out:]), self._some(order[:num_held_out])]
+        for part, what in zip(parts, ("to train on", "held out"), strict=True):
+            if max(part.lengths(), default=0) < 2:
+                raise DataError(
+                    f"of {len(order)} documents none of those {what} has two or more tokens, with --eval-fraction "
+                    f"{fraction:g}"
+                )
+        return parts[0], parts[1]
+
+    def _some(self, numbers: Sequence[int]) -> Corpus:
+        chosen = torch.tensor(sorted(numbers), dtype=torch.int64)
+        return replace(self, chosen=chosen, fingerprint=zlib.crc32(bytes(array("q", chosen)), self.fingerprint))
 
 
 def default_cache() -> Path:

@@ -17,6 +17,7 @@ from distca.train.corpus import Corpus
 from distca.train.files import writing
 from distca.train.metrics import AttentionLoads, StepMetrics, summarise
 from distca.train.report import add_timeline, missing_packages, write_report
+from distca.train.tracking import Tracker
 
 CONFIG, METRICS = "config.json", "metrics.jsonl"
 
@@ -49,6 +50,7 @@ class RunLog:
         self._last: AttentionLoads | None = None
         self._file: TextIO | None = None
         self._board: SummaryWriter | None = None
+        self._tracker: Tracker | None = None
 
     def __enter__(self) -> RunLog:
         if self._run_dir is not None:
@@ -59,6 +61,8 @@ class RunLog:
                 _write(path, "".join(metrics.to_json() + "\n" for metrics in self._steps))
                 self._file = open(path, "a", encoding="utf-8")
                 self._board = _open_board(self._run_dir / "tensorboard", self._start)
+                if self._config.track is not None:
+                    self._tracker = Tracker(self._config, self._run_dir)
         return self
 
     def __exit__(
@@ -72,6 +76,8 @@ class RunLog:
                 self._file.close()
             if self._board is not None:
                 self._board.close()
+            if self._tracker is not None:
+                self._tracker.close(failed=error is not None)
 
     def step(self, metrics: StepMetrics, loads: AttentionLoads) -> None:
         self._steps.append(metrics)
@@ -85,6 +91,8 @@ class RunLog:
             if self._board is not None:
                 for name, value in metrics.scalars().items():
                     self._board.add_scalar(name, value, metrics.step)
+            if self._tracker is not None:
+                self._tracker.step(metrics.step, metrics.scalars())
 
     def finish(self, interrupted: bool, notes: Sequence[str] = (), traces: Sequence[Trace] = ()) -> dict[str, Any]:
         """Writes summary and report; `traces` are those of all ranks, if there are any."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -16,18 +16,26 @@ from distca.planning import Plans
 from distca.train.files import writing
 
 VARIABLE = "EXPERIMENT_LOG_MEMORY_USAGE"
-Note = Callable[[str], None]
-"""Called at a point of a step, with its name: forward, backward, optimizer, each when it is over."""
 
 
-def ignore(_point: str) -> None:
-    """Notes nothing."""
+class Watch:
+    """Is told where a step is; does nothing."""
+
+    def begin(self, plans: Sequence[Plans]) -> None:
+        """Forward of a micro-batch with these plans begins; ping-pong has those of both halves."""
+
+    def note(self, point: str) -> None:
+        """That is over: forward, backward, or optimizer."""
 
 
-class MemoryLog:
+UNWATCHED = Watch()
+
+
+class MemoryLog(Watch):
     """Writes a line of JSON for each point of a step to a rank's file; does nothing without one.
 
-    A line has the step, the point, and bytes: ``rss`` (resident, of the process), ``rss_shared`` (of them, memory that
+    Points are the begin of a micro-batch, the ends of its forward and backward, and the end of the optimizer's step. A
+    line has the step, the point, and bytes: ``rss`` (resident, of the process), ``rss_shared`` (of them, memory that
     is shared with others, such as the heaps of shm), ``rss_peak``, ``heap`` (distca's, both slots), ``arena_forward``
     and ``arena_backward`` (what the step's plans take of it on this rank), and, where CUDA is in use,
     ``cuda_allocated``, ``cuda_reserved`` and ``cuda_peak`` of torch's allocator.
@@ -36,6 +44,7 @@ class MemoryLog:
     def __init__(self, file: Path | None, context: Context) -> None:
         self._path = file
         self._file: TextIO | None = None
+        self._number = 0
         self._step: dict[str, int] = {}
         self._heap, self._rank = SLOTS * context.slot_bytes, context.rank
 
@@ -53,21 +62,24 @@ class MemoryLog:
             with contextlib.suppress(OSError):  # of a line that could not be written, which was told
                 self._file.close()
 
-    def begin(self, number: int, plans: Sequence[Plans]) -> Note:
-        """A step with these plans, of a batch or of the halves of ping-pong; returns what its points are noted with."""
+    def step(self, number: int) -> None:
+        """That step begins."""
+        self._number = number
+
+    def begin(self, plans: Sequence[Plans]) -> None:
         if self._file is None:
-            return ignore
-        self._step = {"step": number, "heap": self._heap}
+            return
+        self._step = {"step": self._number, "heap": self._heap}
         for phase in ("forward", "backward"):
             # The halves are under way together, each in a slot of its own; the layers of one follow each other.
             self._step[f"arena_{phase}"] = sum(
                 max(plan.stats.arena_bytes[phase][self._rank].total for plan in half.values()) for half in plans
             )
-        self._note("begin")
-        return self._note
+        self.note("begin")
 
-    def _note(self, point: str) -> None:
-        assert self._file is not None and self._path is not None
+    def note(self, point: str) -> None:
+        if self._file is None or self._path is None:
+            return
         line = {**self._step, "point": point, **_resident()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             line["cuda_allocated"] = torch.cuda.memory_allocated()

@@ -20,21 +20,30 @@ class AttentionLoads:
 
     before: list[int]  # every row computed at home
     after: list[int]  # as planned
+    imbalance_before: float  # largest load over the mean; of several micro-batches, the largest of each added up
+    imbalance_after: float
     bytes: int  # moved between ranks, forward and backward
     plan_ms: float  # planning the step on one rank
-    larger_half: float | None = None  # with ping-pong, the part of the load that its larger half has
+    larger_half: float | None = None  # with ping-pong, the part of the load that the larger halves have
 
     @staticmethod
-    def of(parts: Sequence[Plans], windows: Sequence[int | None]) -> AttentionLoads:
-        """`parts`: the batch, or the halves of ping-pong; `windows`: of each layer."""
-        stats = [plans.for_window(window).stats for plans in parts for window in windows]
-        halves = [sum(sum(plans.for_window(window).stats.load_before) for window in windows) for plans in parts]
+    def of(micro_batches: Sequence[Sequence[Plans]], windows: Sequence[int | None]) -> AttentionLoads:
+        """`micro_batches`: the plans of each, or of its halves with ping-pong; `windows`: of each layer."""
+        stats = [[plans.for_window(window).stats for plans in parts for window in windows] for parts in micro_batches]
+        before = [_added([layer.load_before for layer in layers]) for layers in stats]
+        after = [_added([layer.load for layer in layers]) for layers in stats]
+        halves = [
+            [sum(sum(plans.for_window(window).stats.load_before) for window in windows) for plans in parts]
+            for parts in micro_batches
+        ]
         return AttentionLoads(
-            before=[sum(loads) for loads in zip(*(layer.load_before for layer in stats), strict=True)],
-            after=[sum(loads) for loads in zip(*(layer.load for layer in stats), strict=True)],
-            bytes=sum(sum(layer.bytes.values()) for layer in stats),
-            plan_ms=sum(plan.stats.plan_ms for plans in parts for plan in plans.values()),
-            larger_half=max(halves) / sum(halves) if len(halves) == 2 else None,
+            before=_added(before),
+            after=_added(after),
+            imbalance_before=_imbalance(before),
+            imbalance_after=_imbalance(after),
+            bytes=sum(sum(layer.bytes.values()) for layers in stats for layer in layers),
+            plan_ms=sum(plan.stats.plan_ms for parts in micro_batches for plans in parts for plan in plans.values()),
+            larger_half=sum(map(max, halves)) / sum(map(sum, halves)) if len(halves[0]) == 2 else None,
         )
 
 
@@ -55,6 +64,7 @@ class StepResult:
     interrupted: bool  # whether any rank was asked to stop
     seconds: float  # on this rank, since the end of the step before
     unbalanced: Unbalanced | None = None
+    grad_norm: float | None = None  # of all gradients together before clipping, where the run clips
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,8 @@ class StepMetrics:
     plan_ms: float  # planning one step on one rank
     unbalanced: Unbalanced | None = None  # where the run compares
     larger_half: float | None = None  # with ping-pong, the part of the attention that its larger half has
+    grad_norm: float | None = None  # of all gradients together before clipping, where the run clips
+    eval_loss: float | None = None  # after this step, on documents that are not trained on, where it was evaluated
 
     @staticmethod
     def of(step: int, result: StepResult, layouts: Sequence[Layout], loads: AttentionLoads) -> StepMetrics:
@@ -79,12 +91,13 @@ class StepMetrics:
             loss=result.loss,
             tokens=sum(sum(layout.document_lengths) for layout in layouts),
             seconds=result.seconds,
-            imbalance_before=_imbalance(loads.before),
-            imbalance_after=_imbalance(loads.after),
+            imbalance_before=loads.imbalance_before,
+            imbalance_after=loads.imbalance_after,
             bytes=loads.bytes,
             plan_ms=loads.plan_ms,
             unbalanced=result.unbalanced,
             larger_half=loads.larger_half,
+            grad_norm=result.grad_norm,
         )
 
     @staticmethod
@@ -117,6 +130,10 @@ class StepMetrics:
         }
         if self.unbalanced is not None:
             scalars["seconds/unbalanced"] = self.unbalanced.seconds
+        if self.grad_norm is not None:
+            scalars["gradient norm"] = self.grad_norm
+        if self.eval_loss is not None:
+            scalars["evaluation loss"] = self.eval_loss
         return scalars
 
 
@@ -145,6 +162,9 @@ def summarise(steps: list[StepMetrics]) -> dict[str, Any]:
     halved = [step.larger_half for step in steps if step.larger_half is not None]
     if halved:
         summary["larger_half"] = sum(halved) / len(halved)
+    evaluated = [step for step in steps if step.eval_loss is not None]
+    if evaluated:
+        summary["eval_loss"], summary["eval_step"] = evaluated[-1].eval_loss, evaluated[-1].step
     compared = [(step.seconds, step.unbalanced) for step in timed if step.unbalanced is not None]
     if compared:
         summary["compare"] = {
@@ -158,9 +178,15 @@ def summarise(steps: list[StepMetrics]) -> dict[str, Any]:
     return summary
 
 
-def _imbalance(loads: list[int]) -> float:
-    total = sum(loads)
-    return max(loads) * len(loads) / total if total else 1.0
+def _added(loads: Sequence[Sequence[int]]) -> list[int]:
+    """Of each rank."""
+    return [sum(of_rank) for of_rank in zip(*loads, strict=True)]
+
+
+def _imbalance(loads: Sequence[Sequence[int]]) -> float:
+    """Of the loads of ranks in micro-batches, which run one after the other."""
+    total = sum(map(sum, loads))
+    return sum(map(max, loads)) * len(loads[0]) / total if total else 1.0
 
 
 def _skipped(summary: dict[str, Any]) -> str:
@@ -182,6 +208,8 @@ def describe(summary: dict[str, Any]) -> str:
         f"moved      {summary['bytes_per_step'] / 1e6:.1f} MB a step, planned in {summary['plan_ms']:.2f} ms",
         f"documents  {summary['documents']}, {_skipped(summary)}",
     ]
+    if (evaluated := summary.get("eval_loss")) is not None:
+        lines.insert(2, f"evaluated  {evaluated:.3f} after step {summary['eval_step']}")
     if (larger := summary.get("larger_half")) is not None:
         lines.append(f"ping-pong  the larger half of a step has {larger:.2f} of its attention")
     if (compare := summary.get("compare")) is not None:

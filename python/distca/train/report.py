@@ -169,6 +169,8 @@ def _figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("moved a step", f"{summary['bytes_per_step'] / 1e6:.2f} MB"),
         ("planning a step", f"{summary['plan_ms']:.2f} ms"),
     ]
+    if (evaluated := summary.get("eval_loss")) is not None:
+        figures.insert(2, (f"loss on documents held out, after step {summary['eval_step']}", f"{evaluated:.4f}"))
     if (larger := summary.get("larger_half")) is not None:
         figures.append(("ping-pong: part of the attention in the larger half", f"{larger:.3f}"))
     if (compare := summary.get("compare")) is not None:
@@ -217,7 +219,7 @@ def draw_loss(path: Path, steps: Sequence[StepMetrics]) -> None:
     figure = pictures.new_figure(8, 3.6)
     axes = figure.subplots()
     _draw_of_steps(axes, [step.step for step in steps], [step.loss for step in steps], color=pictures.PLANNED)
-    evaluated = [(step.step, loss) for step in steps if (loss := getattr(step, "eval_loss", None)) is not None]
+    evaluated = [(step.step, step.eval_loss) for step in steps if step.eval_loss is not None]
     keys = [Line2D([], [], color=pictures.PLANNED, label="training, mean over a step's targets")]
     if evaluated:
         axes.plot(*zip(*evaluated, strict=True), color=pictures.ROWS, linewidth=1.6, marker="o", markersize=4)

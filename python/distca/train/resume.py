@@ -34,7 +34,9 @@ def find_run(resume: str, runs_dir: Path) -> Path:
     return run_dir
 
 
-def _saved_config(path: Path) -> TrainConfig:
+def saved_config(run_dir: Path) -> TrainConfig:
+    """The configuration that a run has left. Raises ConfigError."""
+    path = run_dir / CONFIG
     what_to_do = "restore the file, or start a new run"
     values = read_object(path, what_to_do)
     try:
@@ -50,7 +52,7 @@ def resumed_config(run_dir: Path, given: dict[str, Any]) -> TrainConfig:
     run was started with stretch its learning rates.
     """
     _check_no_links(run_dir)
-    saved = _saved_config(run_dir / CONFIG)
+    saved = replace(saved_config(run_dir), export=None)  # a folder that may be anywhere
     if saved.trace:  # that file has the first steps of the run, and is anywhere
         saved = replace(saved, trace="")
     if "name" in given:
@@ -63,12 +65,12 @@ def resumed_config(run_dir: Path, given: dict[str, Any]) -> TrainConfig:
                 "leave it out, or start a new run"
             )
     config = replace(saved, **given)
-    if config.tokens_per_step != saved.tokens_per_step:
-        per_rank, rest = divmod(saved.tokens_per_step, config.ranks)
+    if config.tokens_per_batch != saved.tokens_per_batch:
+        per_rank, rest = divmod(saved.tokens_per_batch, config.ranks)
         fits = "" if rest else f"; with --ranks {config.ranks} that is --tokens-per-rank {per_rank}"
         raise ConfigError(
             f"--ranks {config.ranks} times --tokens-per-rank {config.tokens_per_rank} are "
-            f"{config.tokens_per_step} tokens a step, must be the run's {saved.tokens_per_step}{fits}"
+            f"{config.tokens_per_batch} tokens a step, must be the run's {saved.tokens_per_batch}{fits}"
         )
     taken, last = list(whole_checkpoints(run_dir).items())[-1]
     check_whole(last, taken)

@@ -42,6 +42,10 @@ class Tokenizer:
             return []
         return [array("i", tokens) for tokens in self._tokenizer(list(texts), verbose=False).input_ids]
 
+    def save(self, folder: Path) -> None:
+        """Writes the files that transformers reads."""
+        self._tokenizer.save_pretrained(str(folder))
+
     def _digest(self) -> str:
         """The same for tokenizers that make the same tokens of every text."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)

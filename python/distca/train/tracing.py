@@ -9,9 +9,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from distca.context import Context
+from distca.planning import Plans
 from distca.timeline import TRACE
 from distca.trace import Trace, TrainingPhase, write_trace
-from distca.train.memory_log import Note
+from distca.train.memory_log import Watch
 
 TRACED_STEPS = 10
 
@@ -19,6 +20,23 @@ TRACED_STEPS = 10
 def trace_files(run_dir: Path, option: str | None) -> list[Path]:
     """Where a run's trace goes; nowhere without the option."""
     return [] if option is None else [run_dir / TRACE, *([Path(option)] if option else [])]
+
+
+class _Phases(Watch):
+    """Adds the phases of micro-batches to a list."""
+
+    def __init__(self, phases: list[TrainingPhase], other: Watch) -> None:
+        self._phases, self._other = phases, other
+        self._at = 0.0
+
+    def begin(self, plans: Sequence[Plans]) -> None:
+        self._at = time.monotonic()
+        self._other.begin(plans)
+
+    def note(self, point: str) -> None:
+        self._other.note(point)
+        begin, self._at = self._at, time.monotonic()
+        self._phases.append(TrainingPhase(point, begin, self._at))
 
 
 class StepTraces:
@@ -37,32 +55,28 @@ class StepTraces:
         if files:
             context.start_trace()
 
-    def begin(self, note: Note) -> Note:
-        """The batch and its plans are there and the step begins; returns what its points are noted with, after `note`.
-
-        A phase ends where it is noted, and begins at the point before.
+    def watch(self, other: Watch) -> Watch:
+        """What a step is to tell its points to, which hands them on. A phase ends where it is noted, and begins at the
+        point before; the first one where a micro-batch and its plans are there.
         """
-        if not self._files:
-            return note
-        at = time.monotonic()
-
-        def note_both(point: str) -> None:
-            nonlocal at
-            note(point)
-            begin, at = at, time.monotonic()
-            self._phases.append(TrainingPhase(point, begin, at))
-
-        return note_both
+        return _Phases(self._phases, other) if self._files else other
 
     def step(self, number: int, load: int) -> None:
         """A step is over, in which the plans gave this rank `load`. After the last one rank 0 writes the files."""
         if not self._files:
             return
         end = time.monotonic()
-        self._traces.append(self._context.take_trace().of_step(number, self._begin, end, load, self._phases))
-        self._begin, self._phases = end, []
+        self._traces.append(self._context.take_trace().of_step(number, self._begin, end, load, [*self._phases]))
+        self._begin = end
+        self._phases.clear()
         if len(self._traces) == TRACED_STEPS:
             self.write()
+
+    def skip(self) -> None:
+        """What came since the last step is of no step."""
+        if self._files:
+            self._context.take_trace()
+            self._begin = time.monotonic()
 
     def write(self) -> None:
         """Rank 0 writes what all ranks have recorded, unless it has. Collective."""

@@ -9,31 +9,33 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import LambdaLR
 
-from distca.context import Context, init
+from distca.context import init
 from distca.errors import DistcaError
 from distca.integrations.hf import heads_of, windows_of
 from distca.nsys import Capture
 from distca.ping_pong import PingPong
-from distca.plan_ahead import PlanAhead
-from distca.planning import Plans
 from distca.train.checkpoint import Checkpoints, RunState, Trained, whole_checkpoints
 from distca.train.config import TrainConfig
-from distca.train.corpus import Corpus, read_corpus
-from distca.train.data import Batch, Batches
+from distca.train.corpora import read_corpora
+from distca.train.corpus import Corpus
+from distca.train.data import Batches
+from distca.train.evaluation import Evaluation
+from distca.train.export import export_model
 from distca.train.files import writing
 from distca.train.log import RunLog
 from distca.train.memory_log import MemoryLog
 from distca.train.metrics import AttentionLoads, StepMetrics
+from distca.train.micro_batches import MicroBatch, planned
 from distca.train.model import build_model, check_positions, wrap
+from distca.train.optimizer import make_optimizer
 from distca.train.progress import Progress
 from distca.train.resume import check_steps_left
 from distca.train.sources import DataError
@@ -41,7 +43,6 @@ from distca.train.step import compared_step, train_step
 from distca.train.tokens import Tokenizer
 from distca.train.tracing import TRACED_STEPS, StepTraces, trace_files
 
-WARMUP_STEPS = 5
 _SAME_SIGNAL_SECONDS = 0.5  # torchrun repeats the terminal's Ctrl-C
 
 
@@ -54,61 +55,78 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tokenizer = Tokenizer(config.tokenizer) if config.tokenizer is not None else None
-    corpus = read_corpus(config.data, config.kept_fraction, tokenizer)
-    _check_same_corpus(corpus)
+    corpus, held_out = read_corpora(config, tokenizer)
+    corpora = [corpus] if held_out is None else [corpus, held_out]
+    for one in corpora:
+        _check_same_corpus(one)
     model = build_model(config, corpus.vocabulary(tokenizer))
     shape = model.config.get_text_config()
-    check_positions(shape, config, max(corpus.lengths()))
+    check_positions(shape, config, max(length for one in corpora for length in one.lengths()))
     heads, windows = heads_of(shape, config.torch_dtype), windows_of(shape)
     trained = _start_of_training(wrap(model, config), model, config)
     run_dir, last = _agree_on_run(run_dir)
     checkpoints = Checkpoints(run_dir, keep=config.keep_checkpoints)
     start = _resume(trained, checkpoints, last, corpus) if last is not None else 0
     check_steps_left(config, start, run_dir)
-    batches = Batches(
-        corpus,
-        rank=rank,
-        ranks=ranks,
-        tokens_per_rank=config.tokens_per_rank,
-        steps=config.steps,
-        seed=config.seed,
-        start=start,
-    )
+    batches = _batches(config, corpus, start)
     with (
         stop_request() as stop,
         init(max_tokens=config.tokens_per_rank, heads=heads, timeout=config.timeout, nsys=config.nsys) as context,
-        _planned(config, batches, context, windows) as steps,
+        planned(config, batches, context, windows, balance=config.balance == "on") as micro_batches,
+        planned(config, batches, context, windows, balance=False) if config.compare else nullcontext() as others,
         Progress(config.steps, start, shows=rank == 0) as progress,
         RunLog(config, run_dir if rank == 0 else None, corpus, start=start) as log,
         MemoryLog(run_dir / f"memory-rank{rank}.jsonl" if config.log_memory else None, context) as memory,
         closing(Capture(config.nsys, TRACED_STEPS)) as capture,
     ):
         traces = StepTraces(context, trace_files(run_dir, config.trace))
+        evaluation = Evaluation(config, held_out, context, windows)
         since = time.perf_counter()
-        for step, (work, unbalanced) in enumerate(steps, start):
-            note = traces.begin(memory.begin(step, [plans for _, plans in work]))
-            if unbalanced is None:
-                result = train_step(trained, work, stop.requested, since, note)
-            else:  # who goes first alternates, so that neither gains by it
-                balanced_first = step % 2 == 0
-                result = compared_step(trained, work, unbalanced, stop.requested, since, balanced_first, note)
-            loads = AttentionLoads.of([plans for _, plans in work], windows)
-            traces.step(step, loads.after[rank] + (loads.before[rank] if unbalanced is not None else 0))
+        for step in range(start, config.steps):
+            memory.step(step)
+            watch = traces.watch(memory)
+            work = Kept(itertools.islice(micro_batches, config.accumulate))
+            if others is None:
+                result = train_step(trained, work, stop.requested, since, watch)
+            else:
+                unbalanced = list(itertools.islice(others, config.accumulate))
+                first = step % 2 == 0  # who goes first alternates, so that neither gains by it
+                result = compared_step(trained, list(work), unbalanced, stop.requested, since, first, watch)
+            loads = AttentionLoads.of([micro_batch.plans for micro_batch in work.kept], windows)
+            traces.step(step, loads.after[rank] + (loads.before[rank] if others is not None else 0))
             capture.step(step + 1)
-            metrics = StepMetrics.of(step, result, [batch.layout for batch, _ in work], loads)
+            metrics = StepMetrics.of(step, result, [plans.layout for one in work.kept for plans in one.plans], loads)
+            taken = step + 1
+            if evaluation.due(taken, result.interrupted):
+                metrics = replace(metrics, eval_loss=evaluation.loss(trained))
+                traces.skip()
             log.step(metrics, loads)
             progress.step(metrics, interrupted=result.interrupted)
             if not math.isfinite(result.loss):
                 raise DistcaError(f"the loss is {result.loss} at step {step}: lower --lr (now {config.lr:g})")
-            taken = step + 1
             if result.interrupted or taken == config.steps or _due(taken, config.checkpoint_every):
                 checkpoints.save(trained, RunState(taken, ranks, corpus.fingerprint))
             if result.interrupted:
                 break
             since = time.perf_counter()
+        if config.export is not None and not result.interrupted:
+            export_model(model, config.export, tokenizer)
         with writing(run_dir):
             traces.write()
         return log.finish(result.interrupted, _notes(trained.model), traces.everyone)
+
+
+def _batches(config: TrainConfig, corpus: Corpus, start: int) -> Batches:
+    """The micro-batches of this rank from that step on."""
+    return Batches(
+        corpus,
+        rank=dist.get_rank(),
+        ranks=dist.get_world_size(),
+        tokens_per_rank=config.tokens_per_rank,
+        steps=config.steps * config.accumulate,
+        seed=config.seed,
+        start=start * config.accumulate,
+    )
 
 
 def _due(taken: int, every: int) -> bool:
@@ -121,45 +139,21 @@ def _notes(model: torch.nn.Module) -> list[str]:
 
 
 def _start_of_training(model: torch.nn.Module, saved: torch.nn.Module, config: TrainConfig) -> Trained:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=0.0)
-    schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, config.steps))
-    return Trained(model, optimizer, schedule, saved if config.ping_pong else None)
+    optimizer, schedule = make_optimizer(model, config)
+    return Trained(model, optimizer, schedule, saved if config.ping_pong else None, config.clip_norm)
 
 
-Planned = list[tuple[Batch, Plans]]
+class Kept:
+    """Hands micro-batches on as they come, and keeps them."""
 
+    def __init__(self, micro_batches: Iterable[MicroBatch]) -> None:
+        self._rest = micro_batches
+        self.kept: list[MicroBatch] = []
 
-@contextmanager
-def _planned(
-    config: TrainConfig, batches: Batches, context: Context, windows: list[int | None]
-) -> Iterator[Iterator[tuple[Planned, Planned | None]]]:
-    """The work of each step and, where the run compares, the same with plans that compute every row at home."""
-    num_parts = 2 if config.ping_pong else 1
-    window = windows[0] if len(set(windows)) == 1 else None
-    rank = context.rank
-
-    def plan_ahead(balance: bool) -> PlanAhead[Batch, Plans]:
-        return PlanAhead(
-            (half for batch in batches for half in batch.halves(rank, window)) if config.ping_pong else batches,
-            heads=context.heads,
-            context=context,
-            layout=lambda batch: batch.layout,
-            windows=windows,
-            tolerance=config.tolerance,
-            balance=balance,
-            overlap=config.ping_pong,
-            retain_bytes=config.retain_bytes,
-        )
-
-    def in_steps(planned: Iterable[tuple[Batch | None, Plans]]) -> Iterator[Planned]:
-        # Every rank has the same number of batches, so each step has one.
-        parts = ((batch, plans) for batch, plans in planned if batch is not None)
-        while step := list(itertools.islice(parts, num_parts)):
-            yield step
-
-    with plan_ahead(config.balance == "on") as steps, plan_ahead(False) if config.compare else nullcontext() as others:
-        unbalanced = in_steps(others) if others is not None else itertools.repeat(None)
-        yield zip(in_steps(steps), unbalanced, strict=False)
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for micro_batch in self._rest:
+            self.kept.append(micro_batch)
+            yield micro_batch
 
 
 def _agree_on_run(run_dir: Path | None) -> tuple[Path, Path | None]:
@@ -181,15 +175,6 @@ def _resume(trained: Trained, checkpoints: Checkpoints, last: Path, corpus: Corp
             f"the documents are not those of the checkpoint {last}: a resumed run needs the same --data and --doc-scale"
         )
     return state.step
-
-
-def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine from 1 to 0.1."""
-    warmup = min(WARMUP_STEPS, steps)
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    return 0.55 + 0.45 * math.cos(math.pi * min(progress, 1.0))
 
 
 def _check_same_corpus(corpus: Corpus) -> None:
