@@ -167,6 +167,15 @@ def test_rows_of_parquet_and_of_a_saved_dataset_are_documents_and_tokens_are_tak
         read_corpus(tmp_path / "broken.parquet", 1.0)
 
 
+def test_lines_that_cannot_be_read_are_not_blamed_on_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "one"}')
+    source = find_source(tmp_path / "data.jsonl")
+    (tmp_path / "data.jsonl").unlink()
+    monkeypatch.setattr(module, "find_source", lambda path: source)
+    with pytest.raises(DataError, match=r"data\.jsonl cannot be read: No such file"):
+        read_corpus(tmp_path / "data.jsonl", 1.0)
+
+
 def test_a_file_that_is_no_data_is_named(tmp_path: Path) -> None:
     (tmp_path / "file.csv").write_text("a,b")
     with pytest.raises(DataError, match=r"is not a folder, nor a \.jsonl or \.parquet file"):

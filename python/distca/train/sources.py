@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import sysconfig
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ class DataError(InvalidArgumentError):
     """The data is missing, unreadable or holds no text."""
 
 
-class Source:
+class Source(ABC):
     """Documents in a fixed order.
 
     Attributes:
@@ -36,13 +37,13 @@ class Source:
         self.root, self.files, self.unit = root, list(files), unit
         self.what = f"data {'file' if root.is_file() else 'folder'} {root}"
 
+    @abstractmethod
     def documents(self) -> Iterator[bytes | Sequence[int] | None]:
         """Text in UTF-8, or tokens; None for what is neither, such as a picture."""
-        raise NotImplementedError
 
+    @abstractmethod
     def none_found(self, found: int, skipped: int) -> str:
         """Why there is nothing to train on."""
-        raise NotImplementedError
 
 
 def find_source(path: Path | None) -> Source:
@@ -96,9 +97,12 @@ class JsonLines(Source):
         super().__init__(file, [file], "lines")
 
     def documents(self) -> Iterator[bytes | None]:
-        with open(self.root, "rb") as file:
-            for line in file:
-                yield _text_of(line)
+        try:
+            with open(self.root, "rb") as file:
+                for line in file:
+                    yield _text_of(line)
+        except OSError as error:
+            raise DataError(f"{self.what} cannot be read: {error.strerror}") from error
 
     def none_found(self, found: int, skipped: int) -> str:
         return f"{found} lines, of which {skipped} are no JSON objects with a text"
