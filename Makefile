@@ -1,7 +1,8 @@
 # make build   set up .venv and build the package in place; leaves .venv/bin/distca
 # make train   train a tiny Llama on two CPU ranks             (ARGS="--steps 50" hands options to `distca train`)
 # make test    run the tests                                   (ARGS="-k plan" hands options to pytest)
-# make trainers  run the tests that train beside trainers of transformers and TRL, which `make test` leaves out
+# make training  run the tests that train for minutes, which `make test` leaves out: beside the trainers of transformers
+#              and TRL, every feature of a run, kills and what is resumed
 # make fuzz    run the tests of the planner, and of changed plans, with 20 times as many random cases
 # make families  run every causal language model of transformers on two ranks: exact, or refused with the reason
 # make faults  plant faults in the sources one by one and check that the tests catch each
@@ -44,10 +45,11 @@ GPU := $(if $(NVCC),$(shell nvidia-smi -L 2>/dev/null))
 ALL := DISTCA_CUDA=$(or $(DISTCA_CUDA),auto)
 INSTALL := $(PIP) install --no-build-isolation --no-deps --editable .
 
-# Minutes of training: beside other trainers, and every feature of a run.
-TRAINERS := $(addprefix tests/test_,trainer.py trl.py train_reference.py train_features.py train_export.py)
+# Whole runs, one after the other for minutes.
+TRAINING := $(addprefix tests/test_,trainer.py trl.py \
+  $(addprefix train_,reference.py features.py export.py checkpoint.py ends.py))
 
-.PHONY: build train test trainers fuzz families faults sanitize bench ptxas lint wheel clean
+.PHONY: build train test training fuzz families faults sanitize bench ptxas lint wheel clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/built
@@ -56,10 +58,10 @@ train: build
 	$(BIN)/distca train $(ARGS)
 
 test: $(VENV)/built-all
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(TRAINERS)) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(TRAINING)) $(ARGS)
 
-trainers: $(VENV)/built-all
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(TRAINERS) $(ARGS)
+training: $(VENV)/built-all
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(TRAINING) $(ARGS)
 
 fuzz: build
 	$(BIN)/python -m pytest -n 2 --hypothesis-profile=fuzz tests/test_plan.py tests/test_scheduler.py \

@@ -1,13 +1,9 @@
-"""`distca train`: its data, its options, and whole runs with every way they can end."""
+"""`distca train`: its data, its options, and whole runs."""
 
 import itertools
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +11,6 @@ import pytest
 import torch
 
 from distca.cli import main
-from distca.train.checkpoint import whole_checkpoints
 from distca.train.cli import train_rank
 from distca.train.config import SCHEDULES, ConfigError, TrainConfig
 from distca.train.corpus import Corpus, read_corpus
@@ -24,6 +19,7 @@ from distca.train.log import create_run_dir
 from distca.train.optimizer import make_schedule
 from distca.train.sources import DataError
 from ranks import launch
+from train_runs import command, metrics_of, start, summary_of, write_texts
 
 # ---- data ----
 
@@ -252,69 +248,16 @@ KEYS = {"step", "loss", "tokens", "seconds", "imbalance_before", "imbalance_afte
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for number in range(12):
-        text = f"line {number} of a text that repeats itself\n" * (40 if number % 6 == 0 else 1 + number)
-        (folder / f"{number:02}.txt").write_text(text)
-    (folder / "noise").write_bytes(b"\xff\xff")
-    return folder
-
-
-def _command(tmp_path: Path, *options: str) -> list[str]:
-    small = ["--tokens-per-rank", "192", "--hidden", "32", "--layers", "1", "--heads", "4", "--name", "run"]
-    places = ["--data", str(tmp_path / "data"), "--runs-dir", str(tmp_path / "runs")]
-    return ["-m", "distca", "train", *small, *places, *options]
-
-
-def _start(arguments: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def _metrics(tmp_path: Path) -> list[dict]:
-    lines = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def _summary(tmp_path: Path) -> dict:
-    return json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
-
-
-def _wait_for_first_step(tmp_path: Path, process: subprocess.Popen[str]) -> None:
-    path = tmp_path / "runs" / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (path.exists() and path.stat().st_size):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no step within 120 seconds"
-        time.sleep(0.01)
-
-
-def _ranks_of(process: subprocess.Popen[str]) -> dict[str, int]:
-    """The process ids of the ranks that a command has started, by their names."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                name, fields = re.fullmatch(r"\d+ \((.*)\) (.*)\n", (folder / "stat").read_text()).groups()
-            except (OSError, AttributeError):
-                continue
-            if int(fields.split()[1]) == process.pid and name.startswith("distca-rank"):
-                found[name] = int(folder.name)
-    return found
-
-
-def _assert_gone(pids: dict[str, int]) -> None:
-    for name, pid in pids.items():
-        assert not Path(f"/proc/{pid}").exists(), f"{name} is still there"
+    return write_texts(tmp_path / "data")
 
 
 def test_a_run_learns_and_writes_metrics_and_summary(data: Path, tmp_path: Path) -> None:
     """Under torchrun; the runs below start their ranks themselves."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable]
-    with _start([*torchrun, *_command(tmp_path, "--steps", "12")]) as process:
+    with start([*torchrun, *command(tmp_path, "--steps", "12")]) as process:
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    metrics = _metrics(tmp_path)
+    metrics = metrics_of(tmp_path)
     assert [step["step"] for step in metrics] == list(range(12))
     assert all(step.keys() == KEYS for step in metrics)
     assert all(step["tokens"] == 2 * 192 for step in metrics)
@@ -323,7 +266,7 @@ def test_a_run_learns_and_writes_metrics_and_summary(data: Path, tmp_path: Path)
     assert any(step["imbalance_after"] < step["imbalance_before"] for step in metrics)
     losses = [step["loss"] for step in metrics]
     assert losses[0] == pytest.approx(5.55, abs=0.3)  # log(256): random weights
-    summary = _summary(tmp_path)
+    summary = summary_of(tmp_path)
     assert summary["loss_first"] == pytest.approx(sum(losses[:5]) / 5)
     assert summary["loss_last"] == pytest.approx(sum(losses[-5:]) / 5)
     assert summary["loss_ratio"] < 0.9
@@ -331,36 +274,6 @@ def test_a_run_learns_and_writes_metrics_and_summary(data: Path, tmp_path: Path)
     assert json.loads((tmp_path / "runs" / "run" / "config.json").read_text())["balance"] == "on"
     assert out.count("finished after 12 steps") == 1 and "files skipped as they are not UTF-8 text: 1" in out
     assert "12/12" in err and "imbalance" in err
-
-
-@pytest.mark.parametrize(("number", "num_ranks"), [(signal.SIGINT, 2), (signal.SIGTERM, 1)])
-def test_an_interrupt_ends_all_ranks_after_a_whole_step_with_the_summary(
-    number: signal.Signals, num_ranks: int, data: Path, tmp_path: Path
-) -> None:
-    with _start(_command(tmp_path, "--steps", "100000", "--ranks", str(num_ranks))) as process:
-        _wait_for_first_step(tmp_path, process)
-        ranks = _ranks_of(process)
-        process.send_signal(number)
-        out, err = process.communicate(timeout=150)
-    assert (process.returncode, sorted(ranks)) == (130, [f"distca-rank-{rank}" for rank in range(num_ranks)]), err
-    summary = _summary(tmp_path)
-    assert summary["interrupted"] and summary["steps"] == len(_metrics(tmp_path)) < 100000
-    assert list(whole_checkpoints(tmp_path / "runs" / "run")) == [summary["steps"]]
-    assert f"stopped after {summary['steps']} steps" in out
-    assert "Traceback" not in err
-    _assert_gone(ranks)
-
-
-def test_a_rank_that_is_killed_ends_the_run_with_an_error_that_names_it(data: Path, tmp_path: Path) -> None:
-    with _start(_command(tmp_path, "--steps", "100000")) as process:
-        _wait_for_first_step(tmp_path, process)
-        ranks = _ranks_of(process)
-        os.kill(ranks["distca-rank-1"], signal.SIGKILL)
-        _, err = process.communicate(timeout=150)
-    assert process.returncode == 1
-    assert err.splitlines()[-1] == "distca train: error: rank 1 of 2 was killed by signal SIGKILL"
-    assert "Traceback" not in err
-    _assert_gone(ranks)
 
 
 def _train_each(configs: list[TrainConfig]) -> None:
