@@ -123,4 +123,18 @@ FAULTS = [
         "run",
         ("tests/test_hf_forward.py",),
     ),
+    Fault(
+        "tokens of other contents are taken from the cache",
+        "python/distca/train/corpus.py",
+        "        content.update(of_file.digest())\n",
+        "",
+        ("tests/test_train_corpus.py",),
+    ),
+    Fault(
+        "tokens of another tokenizer are taken from the cache",
+        "python/distca/train/corpus.py",
+        "{_content(source, cache)} {tokens_of} {kept_fraction!r}",
+        "{_content(source, cache)} {kept_fraction!r}",
+        ("tests/test_train_corpus.py",),
+    ),
 ]
