@@ -26,7 +26,7 @@ import torch
 
 import distca
 from distca import _C
-from distca.planning import CostModel
+from distca.planner.plan import CostModel
 
 LIMIT = 20.0
 """Seconds after which a test gives up on a process that should have answered: far more than anything here takes."""

@@ -19,7 +19,7 @@ _LAZILY = [
     "matplotlib.backends.backend_agg",
     "torch.utils.tensorboard",
 ]
-multiprocessing.set_forkserver_preload(["distca.train.trainer", *_LAZILY, "pytest", "hypothesis"])
+multiprocessing.set_forkserver_preload(["distca.apps.train.trainer", *_LAZILY, "pytest", "hypothesis"])
 
 
 def launch(fn: Callable[..., Result], *args: Any, ranks: int, threads: int = 1) -> list[Result]:

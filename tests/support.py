@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from hypothesis import settings
 
 import distca
+from distca import testing
 
 Result = TypeVar("Result")
 
@@ -303,7 +304,7 @@ def loopback_group(plans: Sequence[distca.Plan] | distca.Plan, **options: Any) -
     plans = [plans] if isinstance(plans, distca.Plan) else list(plans)
     slot_bytes = max(64, *(p.stats.slot_bytes for p in plans), 0)
     options = {"heap_bytes": 2 * slot_bytes, "timeout": 60.0, "max_tokens": 1} | options
-    contexts = distca.loopback(plans[0].layout.num_ranks, heads=plans[0].heads, **options)
+    contexts = testing.loopback(plans[0].layout.num_ranks, heads=plans[0].heads, **options)
     for context in contexts:
         context._core.set_fill_with_nan(True)
     try:

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 import distca
-from distca import agreement
-from distca.agreement import Terms, agree
+from distca.connect import agreement
+from distca.connect.agreement import Terms, agree
 from processes import HEADS, Group, connect, fault_of
 from test_torch_transport import join, torch_group
 

@@ -9,7 +9,8 @@ import torch
 
 import distca
 import flash_on_cpu
-from distca import _C, doctor_gpu
+from distca import _C
+from distca.apps.doctor import gpu as doctor_gpu
 from support import loopback_group, random_batch
 
 HEADS = distca.Heads(4, 2, 32, dtype=torch.bfloat16)

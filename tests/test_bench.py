@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 
 import distca
-from distca.bench import gpu, gpu_transport, transport
-from distca.bench.harness import Result, Row, median_ratio, seconds, spread, write_report
-from distca.bench.peers import AllGather, AllToAll
-from distca.cli import main
+from distca import testing
+from distca.apps.bench import gpu, gpu_transport, transport
+from distca.apps.bench.harness import Result, Row, write_report
+from distca.apps.bench.peers import AllGather, AllToAll
+from distca.apps.cli import main
+from distca.apps.common.timing import median_ratio, seconds, spread
 from ranks import launch
 from support import oracle, random_batch
 
@@ -154,7 +156,7 @@ def test_the_gpu_benchmark_of_transports_measures_those_that_are_there_and_names
     with ExitStack() as stack:
         pairs, missing = gpu_transport.connect("cpu", 1 << 21, stack)
         options = {"max_tokens": 1, "heads": HEADS, "heap_bytes": 1 << 21}
-        streams = [stack.enter_context(rank) for rank in distca.loopback(2, streams=True, **options)]
+        streams = [stack.enter_context(rank) for rank in testing.loopback(2, streams=True, **options)]
         pairs["streams"] = gpu_transport.Pair(*streams)
         result = gpu_transport.transport_of(pairs, (1 << 14,), 2, beside, "cpu", lambda: None)
     assert list(pairs) == ["loopback", "streams"] and "moves rows between GPUs" in missing["nvshmem"]

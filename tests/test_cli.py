@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import distca
-from distca.bench import overhead
-from distca.cli import main
-from distca.finding import Finding
+from distca.apps.bench import overhead
+from distca.apps.cli import main
+from distca.apps.doctor.finding import Finding
 
 
 def test_bench_prints_a_table_and_writes_figures_with_what_made_them(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import distca
 from distca import _C
-from distca.exchange import Exchange
+from distca.connect.exchange import Exchange
 from hosts_apart import Hosts, address_of, hosts_apart
 from processes import HEADS, LIMIT, connect_to, fault_of, plan_for, tensors_for
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from distca import doctor_gpu, nvshmem
+from distca.apps.doctor import gpu as doctor_gpu
+from distca.connect import nvshmem
 
 
 def _port(folder: Path, adapter: str, state: str, physical: str, rate: str) -> None:

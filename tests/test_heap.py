@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import distca
-from distca.bench.workloads import draw_documents, pretrain_lengths, read_lengths
-from distca.cli import main
-from distca.context import default_heap_bytes
+from distca.apps.cli import main
+from distca.apps.common.workloads import draw_documents, pretrain_lengths, read_lengths
+from distca.planner.memory import default_heap_bytes
 
 LARGE = distca.Heads(64, 8, 128, dtype=torch.bfloat16)
 #: q and out of 64 heads, k and v of 8, in 2 bytes; as much again for their gradients.

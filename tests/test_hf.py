@@ -10,10 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 import distca
 import distca.integrations.hf
-from distca.train.checkpoint import Trained
-from distca.train.data import NO_TARGET, Batch
-from distca.train.micro_batches import MicroBatch
-from distca.train.step import train_step
+from distca.apps.train.checkpoint import Trained
+from distca.apps.train.data import NO_TARGET, Batch
+from distca.apps.train.micro_batches import MicroBatch
+from distca.apps.train.step import train_step
 from ranks import launch
 
 HEADS = distca.Heads(q=4, kv=2, dim=8)

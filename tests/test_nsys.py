@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import distca
-from distca.nsys import Capture
+from distca.trace.nsys import Capture
 from support import Batch, loopback_group, on_all_ranks, random_batch, run_step, spill
 
 HEADS = distca.Heads(2, 1, 16)

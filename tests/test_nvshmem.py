@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import distca
-from distca import _C, nvshmem
+from distca import _C
+from distca.connect import nvshmem
 from processes import Group, fault_of
 
 LIBRARY = Path(str(files("distca"))) / "libdistca_nvshmem.so"

@@ -380,7 +380,7 @@ def _has_fsdp() -> bool:
 
 
 def test_fsdp2_of_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distca.ping_pong.torch.__version__", "2.12.1+cpu")
+    monkeypatch.setattr("distca.pingpong.ping_pong.torch.__version__", "2.12.1+cpu")
     with one_rank():
         model = Model()
         fully_shard(model.layers[0])

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import distca
-from distca.bench.workloads import draw_documents
-from distca.cli import main
+from distca.apps.cli import main
+from distca.apps.common.workloads import draw_documents
 
 LENGTHS = [5, 64, 300, 17, 1200, 2, 90, 33]
 DRAW = ["--ranks", "4", "--tokens-per-rank", "1500", "--seed", "3"]
@@ -166,8 +166,8 @@ def test_the_picture_shows_nodes_memory_and_capacity_and_a_legend_that_covers_no
     lengths: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figure_module = pytest.importorskip("matplotlib.figure")
-    from distca import pictures
-    from distca.plan_picture import draw_plan
+    from distca.apps.common import pictures
+    from distca.apps.plan.picture import draw_plan
 
     saved = []
     monkeypatch.setattr(figure_module.Figure, "savefig", lambda self, path: saved.append(self))

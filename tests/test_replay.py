@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import distca
+from distca import testing
 from support import loopback_group, on_all_ranks, random_batch, spill
 
 HEADS = distca.Heads(4, 2, 16)
@@ -73,10 +74,10 @@ def global_rows(task: distca.Task) -> range:
 def test_costs_without_times_cannot_be_replayed() -> None:
     for replay in ((distca.CostModel(), BACKWARD), (FORWARD, distca.CostModel())):
         with pytest.raises(distca.InvalidArgumentError, match="measured: unit_ns is None"):
-            distca.loopback(2, max_tokens=8, heads=HEADS, replay=replay)
+            testing.loopback(2, max_tokens=8, heads=HEADS, replay=replay)
 
 
 @pytest.mark.parametrize("unit_ns", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_unit_that_is_no_time_is_refused(unit_ns: float) -> None:
     with pytest.raises(distca.InvalidArgumentError, match="a positive number is expected"):
-        distca.loopback(2, max_tokens=8, heads=HEADS, replay=(FORWARD, distca.CostModel(unit_ns=unit_ns)))
+        testing.loopback(2, max_tokens=8, heads=HEADS, replay=(FORWARD, distca.CostModel(unit_ns=unit_ns)))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import distca
+from distca import testing
 from support import (
     Batch,
     fault_of_check,
@@ -135,6 +136,6 @@ def test_a_peer_of_another_host_that_is_silent_or_dead_is_named() -> None:
 
 def test_hosts_go_with_streams_on_the_cpu() -> None:
     with pytest.raises(distca.InvalidArgumentError, match="hosts = 2 goes with streams"):
-        distca.loopback(2, max_tokens=8, heads=HEADS, hosts=2)
+        testing.loopback(2, max_tokens=8, heads=HEADS, hosts=2)
     with pytest.raises(distca.InvalidArgumentError, match="0 hosts"):
-        distca.loopback(2, max_tokens=8, heads=HEADS, streams=True, hosts=0)
+        testing.loopback(2, max_tokens=8, heads=HEADS, streams=True, hosts=0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import distca
+from distca import testing
 from plan_reader import read_slice
 from support import (
     Batch,
@@ -152,6 +153,6 @@ def test_a_peer_that_closed_its_context_is_named() -> None:
 
 def test_what_does_not_go_with_streams_is_refused() -> None:
     with pytest.raises(distca.InvalidArgumentError, match="queued on streams have no reorder_seed"):
-        distca.loopback(2, max_tokens=8, heads=HEADS, streams=True, reorder_seed=1)
+        testing.loopback(2, max_tokens=8, heads=HEADS, streams=True, reorder_seed=1)
     with pytest.raises(distca.InvalidArgumentError, match='attention = "flash" has no queued steps on the CPU'):
-        distca.loopback(2, max_tokens=8, heads=HEADS, streams=True, attention="flash")
+        testing.loopback(2, max_tokens=8, heads=HEADS, streams=True, attention="flash")

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import distca
-from distca import _C, hosts
+from distca import _C
+from distca.connect import hosts
 from processes import LIMIT, fault_of, held
 from tcp_ranks import IPV6, WORDS, hello, in_threads, join, listen, place_of, token_of
 

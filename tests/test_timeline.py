@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import distca
-from distca.cli import main
-from distca.timeline import after_warm_up, figures, lines_below_table, rows_of_table, windows
-from distca.timeline_picture import draw_timeline
-from distca.trace import SentRows, Span, TrainingPhase
+from distca.apps.cli import main
+from distca.apps.common.timeline_picture import draw_timeline
+from distca.trace.timeline import after_warm_up, figures, lines_below_table, rows_of_table, windows
+from distca.trace.trace import SentRows, Span, TrainingPhase
 
 PNG = b"\x89PNG"
 

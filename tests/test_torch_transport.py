@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import distca
-from distca import context as context_module
-from distca.exchange import Exchange
-from distca.fault_reports import FaultReports
+from distca.connect import init as connecting
+from distca.connect.exchange import Exchange
+from distca.connect.fault_reports import FaultReports
 from plan_reader import read_slice
 from processes import HEADS, Group, fault_of, plan_for, tensors_for
 from support import LAYOUTS, loopback_group, on_all_ranks, random_batch, random_tasks, run_step
@@ -153,10 +153,10 @@ def test_a_rank_without_rows_serves_the_others() -> None:
 def choose(rank: int, ranks: int, pipe: Connection, port: int) -> None:
     join(rank, ranks, port)
     chosen = []
-    gather = context_module.gather_text
+    gather = connecting.gather_text
     for far in (False, True):
         # As if every rank ran on a host of its own: the part of an address that names the host differs.
-        context_module.gather_text = lambda text, group, timeout, far=far: [
+        connecting.gather_text = lambda text, group, timeout, far=far: [
             "/".join([parts[0], parts[1] + str(i) * far, *parts[2:]]) if len(parts := one.split("/")) > 2 else one
             for i, one in enumerate(gather(text, group, timeout))
         ]

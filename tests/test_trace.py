@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import distca
-from distca.trace import SentRows, Span, TrainingPhase, TrainingStep
+from distca import testing
+from distca.trace.trace import SentRows, Span, TrainingPhase, TrainingStep
 from support import (
     Batch,
     compute,
@@ -322,7 +323,7 @@ def test_what_is_no_trace_is_refused_by_name(content: str | None, complaint: str
 )
 def test_a_link_that_cannot_be_is_refused(link: distca.Link, complaint: str) -> None:
     with pytest.raises(distca.errors.InvalidArgumentError, match=complaint):
-        distca.loopback(2, max_tokens=8, heads=HEADS, link=link)
+        testing.loopback(2, max_tokens=8, heads=HEADS, link=link)
 
 
 def test_the_torch_transport_has_no_link() -> None:

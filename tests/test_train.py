@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from distca.cli import main
-from distca.train.cli import train_rank
-from distca.train.config import SCHEDULES, ConfigError, TrainConfig
-from distca.train.corpus import Corpus, read_corpus
-from distca.train.data import NO_TARGET, Batches, pack_steps
-from distca.train.log import create_run_dir
-from distca.train.optimizer import make_schedule
-from distca.train.sources import DataError
+from distca.apps.cli import main
+from distca.apps.train.cli import train_rank
+from distca.apps.train.config import SCHEDULES, ConfigError, TrainConfig
+from distca.apps.train.corpus import Corpus, read_corpus
+from distca.apps.train.data import NO_TARGET, Batches, pack_steps
+from distca.apps.train.log import create_run_dir
+from distca.apps.train.optimizer import make_schedule
+from distca.apps.train.sources import DataError
 from ranks import launch
 from train_runs import command, metrics_of, start, summary_of, write_texts
 
@@ -175,7 +175,9 @@ def test_what_the_environment_switches_on_an_option_switches_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configs: list[TrainConfig] = []
-    monkeypatch.setattr("distca.train.cli._train_with_own_ranks", lambda config, resumed: configs.append(config) or 0)
+    monkeypatch.setattr(
+        "distca.apps.train.cli._train_with_own_ranks", lambda config, resumed: configs.append(config) or 0
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("ENABLE_NSYS", "EXPERIMENT_LOG_MEMORY_USAGE"):
         monkeypatch.setenv(name, "1")

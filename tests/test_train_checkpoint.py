@@ -18,18 +18,18 @@ import pytest
 import torch.distributed as dist
 
 import distca
-from distca.cli import main
-from distca.train import manifest
-from distca.train.checkpoint import FOLDER, Checkpoints, whole_checkpoints
-from distca.train.cli import train_rank
-from distca.train.config import ConfigError, TrainConfig
-from distca.train.log import create_run_dir
-from distca.train.manifest import CheckpointError
-from distca.train.metrics import StepResult
-from distca.train.resume import find_run, resumed_config
-from distca.train.sources import DataError
-from distca.train.step import train_step
-from distca.train.trainer import train
+from distca.apps.cli import main
+from distca.apps.train import manifest
+from distca.apps.train.checkpoint import FOLDER, Checkpoints, whole_checkpoints
+from distca.apps.train.cli import train_rank
+from distca.apps.train.config import ConfigError, TrainConfig
+from distca.apps.train.log import create_run_dir
+from distca.apps.train.manifest import CheckpointError
+from distca.apps.train.metrics import StepResult
+from distca.apps.train.resume import find_run, resumed_config
+from distca.apps.train.sources import DataError
+from distca.apps.train.step import train_step
+from distca.apps.train.trainer import train
 from once import made_once
 from ranks import launch
 from train_runs import one_rank
@@ -272,8 +272,8 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
 def test_a_run_folder_that_is_damaged_is_an_error_that_names_the_file_and_what_to_do(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("distca.train.cli.launch", _in_this_process)
-    monkeypatch.setattr("distca.train.cli.signal.signal", lambda *_: None)
+    monkeypatch.setattr("distca.apps.train.cli.launch", _in_this_process)
+    monkeypatch.setattr("distca.apps.train.cli.signal.signal", lambda *_: None)
     for number, (file, damage, said) in enumerate(DAMAGES):
         run_dir = _back_to(tmp_path / str(number), 4, source=whole)
         damage(run_dir / file)
@@ -448,11 +448,11 @@ def test_the_command_goes_on_where_an_interrupt_has_stopped_it(
     def step_with_interrupt(*args: Any) -> StepResult:
         return replace(train_step(*args), interrupted=True)
 
-    monkeypatch.setattr("distca.train.cli.launch", _in_this_process)
-    monkeypatch.setattr("distca.train.cli.signal.signal", lambda *_: None)
+    monkeypatch.setattr("distca.apps.train.cli.launch", _in_this_process)
+    monkeypatch.setattr("distca.apps.train.cli.signal.signal", lambda *_: None)
     runs = tmp_path / "runs"
     with monkeypatch.context() as patch:
-        patch.setattr("distca.train.trainer.train_step", step_with_interrupt)
+        patch.setattr("distca.apps.train.trainer.train_step", step_with_interrupt)
         assert main(_command(runs, data, "--ranks", "1", "--steps", "3")) == 130
     assert "go on with: distca train --resume" in capsys.readouterr().out
     assert main(["train", "--resume", "latest", "--runs-dir", str(runs)]) == 0

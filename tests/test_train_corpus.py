@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from distca.apps.train import corpus as module
+from distca.apps.train.corpus import Corpus, read_corpus
+from distca.apps.train.sources import DataError, find_source
 from distca.errors import DistcaError
-from distca.train import corpus as module
-from distca.train.corpus import Corpus, read_corpus
-from distca.train.sources import DataError, find_source
 
 tokenizers = pytest.importorskip("tokenizers")
-from distca.train.tokens import Tokenizer  # noqa: E402
+from distca.apps.train.tokens import Tokenizer  # noqa: E402
 
 TEXTS = ["one two three four", "two", "three three three", "four one"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distca.train.checkpoint import whole_checkpoints
+from distca.apps.train.checkpoint import whole_checkpoints
 from train_runs import command, metrics_of, start, summary_of, write_texts
 
 

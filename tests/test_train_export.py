@@ -12,12 +12,12 @@ import transformers
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from distca.cli import main
-from distca.train.checkpoint import whole_checkpoints
-from distca.train.config import TrainConfig
-from distca.train.model import build_model, wrap
-from distca.train.resume import resumed_config
-from distca.train.trainer import train
+from distca.apps.cli import main
+from distca.apps.train.checkpoint import whole_checkpoints
+from distca.apps.train.config import TrainConfig
+from distca.apps.train.model import build_model, wrap
+from distca.apps.train.resume import resumed_config
+from distca.apps.train.trainer import train
 from ranks import launch
 
 TIED = {  # two kinds of layers, each with rotary frequencies of its own

@@ -16,14 +16,14 @@ import torch.distributed.checkpoint as dcp
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distca.cli import main
-from distca.train.checkpoint import whole_checkpoints
-from distca.train.config import ConfigError, TrainConfig
-from distca.train.corpus import Corpus
-from distca.train.model import build_model
-from distca.train.resume import resumed_config
-from distca.train.sources import DataError
-from distca.train.trainer import train
+from distca.apps.cli import main
+from distca.apps.train.checkpoint import whole_checkpoints
+from distca.apps.train.config import ConfigError, TrainConfig
+from distca.apps.train.corpus import Corpus
+from distca.apps.train.model import build_model
+from distca.apps.train.resume import resumed_config
+from distca.apps.train.sources import DataError
+from distca.apps.train.trainer import train
 from once import made_once
 from ranks import launch
 from train_runs import one_rank

@@ -15,18 +15,18 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 import distca
+from distca.apps.train.checkpoint import whole_checkpoints
+from distca.apps.train.cli import train_rank
+from distca.apps.train.config import ConfigError, TrainConfig
+from distca.apps.train.corpus import read_corpus
+from distca.apps.train.data import Batches
+from distca.apps.train.log import create_run_dir
+from distca.apps.train.model import check_positions, model_config
+from distca.apps.train.resume import resumed_config
+from distca.apps.train.sources import DataError
+from distca.apps.train.tokens import Tokenizer
+from distca.apps.train.trainer import train
 from distca.integrations.hf import heads_of, windows_of
-from distca.train.checkpoint import whole_checkpoints
-from distca.train.cli import train_rank
-from distca.train.config import ConfigError, TrainConfig
-from distca.train.corpus import read_corpus
-from distca.train.data import Batches
-from distca.train.log import create_run_dir
-from distca.train.model import check_positions, model_config
-from distca.train.resume import resumed_config
-from distca.train.sources import DataError
-from distca.train.tokens import Tokenizer
-from distca.train.trainer import train
 from ranks import launch
 from train_runs import one_rank
 

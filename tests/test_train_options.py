@@ -16,14 +16,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import distca
-from distca.cli import main
-from distca.train.checkpoint import whole_checkpoints
-from distca.train.config import ConfigError, TrainConfig, option_name
-from distca.train.log import create_run_dir
-from distca.train.metrics import StepMetrics, describe
-from distca.train.report import draw_loss
-from distca.train.resume import resumed_config
-from distca.train.trainer import train
+from distca.apps.cli import main
+from distca.apps.train.checkpoint import whole_checkpoints
+from distca.apps.train.config import ConfigError, TrainConfig, option_name
+from distca.apps.train.log import create_run_dir
+from distca.apps.train.metrics import StepMetrics, describe
+from distca.apps.train.report import draw_loss
+from distca.apps.train.resume import resumed_config
+from distca.apps.train.trainer import train
 from once import made_once
 from ranks import launch
 from train_runs import one_rank

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from distca.train.metrics import StepMetrics
-from distca.train.progress import LOG_SECONDS, Progress, log_to_stderr
+from distca.apps.train.metrics import StepMetrics
+from distca.apps.train.progress import LOG_SECONDS, Progress, log_to_stderr
 
 
 class _Terminal(io.StringIO):

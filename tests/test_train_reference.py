@@ -24,13 +24,13 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
-from distca.train.checkpoint import whole_checkpoints
-from distca.train.config import TrainConfig
-from distca.train.corpus import read_corpus
-from distca.train.data import Batches
-from distca.train.resume import resumed_config
-from distca.train.tokens import Tokenizer
-from distca.train.trainer import train
+from distca.apps.train.checkpoint import whole_checkpoints
+from distca.apps.train.config import TrainConfig
+from distca.apps.train.corpus import read_corpus
+from distca.apps.train.data import Batches
+from distca.apps.train.resume import resumed_config
+from distca.apps.train.tokens import Tokenizer
+from distca.apps.train.trainer import train
 from once import made_once
 from ranks import launch
 

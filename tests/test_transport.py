@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import distca
-from distca import _C
+from distca import _C, testing
 from processes import Group, connect, connect_to, fault_of, held, tensors_for
 
 STEPS = 6
@@ -79,7 +79,7 @@ def rank_over_shm(rank: int, ranks: int, pipe: Connection, seed: int, reorder: b
 
 
 def over_loopback(seed: int, ranks: int) -> list[Any]:
-    contexts = distca.loopback(
+    contexts = testing.loopback(
         ranks, max_tokens=1, heads=random_plan(seed, ranks).heads, heap_bytes=2 * slot_bytes(seed, ranks), timeout=30
     )
     found: list[Any] = [None] * ranks

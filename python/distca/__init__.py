@@ -6,12 +6,15 @@ arXiv 2510.18121).
 """
 
 import logging as _logging
+import typing as _typing
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
 from distca.checkpoint import save_core_attention
-from distca.context import Context, check, get_context, init, loopback
-from distca.cost import CostModel
+from distca.connect.init import init
+from distca.connect.launch import RankError, launch
+from distca.connect.loopback import loopback
+from distca.context import Context, check
 from distca.current import using
 from distca.errors import (
     CapacityError,
@@ -26,18 +29,23 @@ from distca.errors import (
     PlanFormatError,
     PlanMismatchError,
 )
-from distca.halves import Half, halves
 from distca.heads import Heads
-from distca.launch import RankError, launch
-from distca.layout import PADDING, Layout
-from distca.memory import MemoryReport, memory_report
 from distca.ops import attention, core_attention, serve, serve_ping_pong
-from distca.ping_pong import PingPong
-from distca.plan_ahead import PlanAhead
-from distca.planning import ArenaBytes, Plan, Plans, PlanStats, Task, Transfer, plan, plans
+from distca.planner.cost import CostModel
+from distca.planner.halves import Half, halves
+from distca.planner.layout import PADDING, Layout
+from distca.planner.memory import MemoryReport
+from distca.planner.plan import Plan, Plans
+from distca.planner.plan_ahead import PlanAhead
+from distca.planner.planning import memory_report, plan, plans
+from distca.planner.stats import ArenaBytes, PlanStats, Task, Transfer
 from distca.recording import Recording
+from distca.registry import get_context
 from distca.steps import Step, attend, collect, dispatch
-from distca.trace import Link, Trace, read_trace, write_trace
+from distca.trace.trace import Link, Trace, read_trace, write_trace
+
+if _typing.TYPE_CHECKING:
+    from distca.pingpong.ping_pong import PingPong
 
 _logging.getLogger("distca").addHandler(_logging.NullHandler())  # who wants to read it configures logging
 
@@ -99,3 +107,11 @@ __all__ = [
     "using",
     "write_trace",
 ]
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name == "PingPong":  # which loads DDP and FSDP
+        from distca.pingpong.ping_pong import PingPong
+
+        return PingPong
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

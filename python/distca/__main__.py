@@ -2,7 +2,7 @@
 
 import sys
 
-from distca.cli import main
+from distca.apps.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

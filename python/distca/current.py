@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from distca.context import Context
 from distca.errors import InvalidArgumentError
-from distca.planning import Plan, Plans
+from distca.planner.plan import Plan, Plans
 
 
 class Current(NamedTuple):

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch._higher_order_ops.effects import _EffectType as EffectType
 
-from distca.context import Context, collective, find_context, get_context
+from distca.context import Context, collective
 from distca.errors import InvalidArgumentError, refusals_told, typed_errors
-from distca.nsys import operator_range
-from distca.ping_pong import core_attention_in_parts, in_half
-from distca.planning import Plan
+from distca.pingpong.turns import core_attention_in_parts, in_half
+from distca.planner.plan import Plan
+from distca.registry import find_context, get_context
 from distca.steps import (
     as_autocast,
     check_plans,
@@ -25,6 +25,7 @@ from distca.steps import (
     retained_bytes,
     without_derivative,
 )
+from distca.trace.nsys import operator_range
 
 _LAYER = "distca.layer"  # where the graph's node keeps it for backward
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from distca import _C
 from distca.errors import InvalidArgumentError, refusals_told
-from distca.planning import Plan
+from distca.planner.plan import Plan
 
 if TYPE_CHECKING:
     from distca.context import Context

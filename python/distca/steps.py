@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from distca.context import Context, collective, get_context
+from distca.context import Context, collective
 from distca.errors import InvalidArgumentError, refusals_told, typed_errors
-from distca.nsys import operator_range
-from distca.planning import Plan
+from distca.planner.plan import Plan
+from distca.registry import get_context
+from distca.trace.nsys import operator_range
 
 _DEVICES = ("cpu", "cuda")  # on others (meta) autocast need not exist; torch 2.10 cannot compile the question
 

@@ -116,13 +116,13 @@ FAULTS = [
     Fault(
         "every rank sends to rank 0 first",
         "cpp/plan/rank_tables.cpp",
-        "        std::rotate(begin, std::partition_point(begin, end, [&](const SendRow& s) { return s.peer < rank_; }), end);\n",
-        "",
+        "std::partition_point(begin, end, [&](const SendRow& s) { return s.peer < rank_; }), end)",
+        "begin, end)",
         (PLAN,),
     ),
     Fault(
         "a plan asks the context that happens to be the default",
-        "python/distca/planning.py",
+        "python/distca/planner/plan.py",
         "here = None if context is None else _context_of(layout, context)",
         'here = _context_of(layout, context if context is not None else "default")',
         ("tests/test_bad_input.py::test_planning_reads_the_context_that_it_is_given_and_no_other",),
@@ -150,7 +150,7 @@ FAULTS = [
     ),
     Fault(
         "a pickled plan is taken without a look",
-        "python/distca/planning.py",
+        "python/distca/planner/plan.py",
         '        _C.validate_plan(memoryview(state["_words"]).cast("q"))\n',
         "",
         ("tests/test_pickling.py",),

@@ -22,14 +22,14 @@ FAULTS = [
     ),
     Fault(
         "rows that a rank copies itself count as hidden",
-        "python/distca/timeline.py",
+        "python/distca/trace/timeline.py",
         "cover((*moving, *trace.copies), *here)",
         "cover(moving, *here)",
         (TIMELINE,),
     ),
     Fault(
         "a rank that is through early does not idle",
-        "python/distca/timeline.py",
+        "python/distca/trace/timeline.py",
         "idle=_seconds(waits) + window.seconds - (step.end - step.begin),",
         "idle=_seconds(waits),",
         (TIMELINE,),

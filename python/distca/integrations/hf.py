@@ -38,7 +38,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from distca.context import Context, find_context, get_context
+from distca.context import Context
 from distca.current import current
 from distca.errors import InvalidArgumentError, refusals_told
 from distca.integrations.hf_forward import check_plan_not_needed, count_call, refuse_other_plan
@@ -50,9 +50,11 @@ from distca.integrations.hf_models import windows_of as windows_of
 from distca.integrations.hf_ping_pong import InHalves
 from distca.integrations.hf_ping_pong import ping_pong as ping_pong
 from distca.integrations.hf_ping_pong import plan_halves as plan_halves
-from distca.layout import Layout
 from distca.ops import core_attention
-from distca.planning import Plan, Plans, plans
+from distca.planner.layout import Layout
+from distca.planner.plan import Plan, Plans
+from distca.planner.planning import plans
+from distca.registry import find_context, get_context
 
 
 class DeferredMask:

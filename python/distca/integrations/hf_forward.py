@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from transformers import PreTrainedModel
 
-from distca.context import Context, find_context
+from distca.context import Context
 from distca.current import Current, current, using
 from distca.errors import InvalidArgumentError, refusals_told
 from distca.integrations.hf_models import (
@@ -35,9 +35,10 @@ from distca.integrations.hf_models import (
     takes_plans,
 )
 from distca.integrations.hf_rope import depends_on_longest
-from distca.layout import PADDING, Layout
-from distca.ping_pong import in_half
-from distca.planning import Plan, Plans
+from distca.pingpong.turns import in_half
+from distca.planner.layout import PADDING, Layout
+from distca.planner.plan import Plan, Plans
+from distca.registry import find_context
 
 
 @dataclasses.dataclass

@@ -15,12 +15,13 @@ import torch
 
 from distca.current import Current
 from distca.errors import InvalidArgumentError
-from distca.halves import Half, halves
 from distca.heads import Heads
 from distca.integrations.hf_forward import with_plan
-from distca.layout import Layout
-from distca.ping_pong import greenlet_module, prepare, refuse_compiled, run_halves
-from distca.planning import Plans, plans
+from distca.pingpong.ping_pong import greenlet_module, prepare, refuse_compiled, run_halves
+from distca.planner.halves import Half, halves
+from distca.planner.layout import Layout
+from distca.planner.plan import Plans
+from distca.planner.planning import plans
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 _NO_TARGET = -100  # of transformers

@@ -1,0 +1,1 @@
+"""The command line and its applications. They use the library; it knows nothing of them."""

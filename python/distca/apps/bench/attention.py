@@ -1,0 +1,184 @@
+"""`distca bench attention`: the local kernel against PyTorch's own attention, document by document, and against itself.
+
+FLOP count a causal document as half of the full one, forward 2 products and backward 5: backward = 2.5 x forward.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import distca
+from distca.apps.bench.harness import Result, Row
+from distca.apps.common.timing import alternate, median_ratio, spread
+
+HEADS = 8
+#: Ratios that the kernel should reach: forward and backward by dtype.
+WANTED = {torch.float32: (2.5, 2.0), torch.bfloat16: (3.0, 2.5)}
+SHORT_WANTED, MIX_WANTED = 3.0, (0.95, 0.9)
+
+
+class Case(NamedTuple):
+    """Causal documents of these lengths, one after another."""
+
+    name: str
+    lengths: tuple[int, ...]
+    dim: int
+    dtype: torch.dtype
+
+
+def run(rounds: int | None = None, short: bool = False) -> Result:
+    """Forward and backward; ``short`` leaves out the longest documents and every second head dim."""
+    rounds = rounds or (3 if short else 7)
+    rows: list[Row] = []
+    details: dict[str, Any] = {"heads": HEADS, "rounds": rounds, "cases": {}}
+    peaks = {dtype: _peak(dtype) for dtype in WANTED}
+    for dtype, peak in peaks.items():
+        rows.append(Row(f"{_short(dtype)}: multiply-adds on registers alone", peak / 1e9, "GFLOP/s"))
+    for case in _cases(short):
+        for phase, figures in _against_sdpa(case, rounds).items():
+            details["cases"][f"{case.name} {phase}"] = figures
+            rows += _rows(case, phase, figures, peaks[case.dtype])
+    for dtype in (torch.float32, torch.bfloat16):
+        for phase, ratio in _mix_against_dense(dtype, rounds).items():
+            name = f"shards of 128 and more, {_short(dtype)} {phase}: rate / dense rate"
+            rows.append(Row(name, ratio, "x", at_least=MIX_WANTED[phase == "backward"]))
+    if not short:
+        rows.append(Row("flex_attention forward, fp32 D 64, 4096: its time / ours", _flex_ratio(rounds), "x"))
+    return Result("attention", rows, details)
+
+
+def _peak(dtype: torch.dtype) -> float:
+    """Floating-point operations a second of multiply-adds on registers, with as many threads as PyTorch has."""
+    number, threads = distca.Heads(1, 1, 8, dtype=dtype).dtype_number, torch.get_num_threads()
+    return max(distca._C.measure_peak_flops(number, threads, 0.2) for _ in range(5))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+
+
+def _cases(short: bool) -> list[Case]:
+    generator = random.Random(0)
+    documents = tuple(generator.randint(64, 512) for _ in range(24))
+    cases = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for dim in (64, 128):
+            name = f"{_short(dtype)} D {dim}"
+            if not short:
+                cases += [Case(f"{name}, {n}", (n,), dim, dtype) for n in (8192, 16384)]
+            cases.append(Case(f"{name}, 4096", (4096,), dim, dtype))
+            if dim == 64:
+                cases.append(Case(f"{name}, 24 of 64-512", documents, dim, dtype))
+    return cases
+
+
+def _inputs(case: Case) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (4, sum(case.lengths), HEADS, case.dim)
+    return torch.randn(shape, generator=generator).to(case.dtype).unbind()
+
+
+def _tasks(lengths: Sequence[int]) -> torch.Tensor:
+    ends = torch.tensor(lengths).cumsum(0)
+    begins = ends - torch.tensor(lengths)
+    return torch.stack([begins, ends, begins, ends], 1)
+
+
+def _backward(outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> Any:
+    return partial(torch.autograd.grad, outs, inputs, grads, retain_graph=True)
+
+
+def _against_sdpa(case: Case, rounds: int) -> dict[str, dict[str, float]]:
+    """Each document of the peer is a contiguous [1, heads, rows, dim] of its own: as it likes them best."""
+    q, k, v, dout = _inputs(case)
+    tasks = _tasks(case.lengths)
+    split = [[t.transpose(0, 1)[None].contiguous() for t in x.split(case.lengths)] for x in (q, k, v, dout)]
+
+    def sdpa(*documents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [F.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in zip(*documents, strict=True)]
+
+    works: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        "forward": (lambda: distca.attention(q, k, v, tasks), lambda: sdpa(*split[:3]))
+    }
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    split_leaves = [[t.detach().requires_grad_() for t in of_kind] for of_kind in split[:3]]
+    flat = [t for of_kind in split_leaves for t in of_kind]
+    works["backward"] = (
+        _backward([distca.attention(leaves[0], leaves[1], leaves[2], tasks)[0]], leaves, [dout]),
+        _backward(sdpa(*split_leaves), flat, split[3]),
+    )
+    flop = sum(2 * n * n * case.dim * HEADS for n in case.lengths)
+    figures = {}
+    for phase, pair in works.items():
+        ours, theirs = alternate(pair, rounds)
+        figures[phase] = {
+            "ratio": 1 / median_ratio(ours, theirs),
+            "gflops": (2.5 if phase == "backward" else 1.0) * flop / statistics.median(ours) / 1e9,
+            "spread": spread(ours),
+            "peer_spread": spread(theirs),
+        }
+    return figures
+
+
+def _rows(case: Case, phase: str, figures: dict[str, float], peak: float) -> list[Row]:
+    wanted = WANTED[case.dtype][phase == "backward"]
+    if len(case.lengths) > 1:
+        wanted = SHORT_WANTED
+    return [
+        Row(f"{case.name}, {phase}: SDPA's time / ours", figures["ratio"], "x", at_least=wanted),
+        Row(f"{case.name}, {phase}: rate", figures["gflops"], "GFLOP/s"),
+        Row(f"{case.name}, {phase}: share of the multiply-adds on registers", figures["gflops"] * 1e9 / peak, "x"),
+    ]
+
+
+def _mix_against_dense(dtype: torch.dtype, rounds: int) -> dict[str, float]:
+    """The same documents whole, and cut into tasks of at least 128 rows that come in any order."""
+    case = Case("", (4096, 2048, 2048), 64, dtype)
+    q, k, v, dout = _inputs(case)
+    generator = random.Random(1)
+    mixed = []
+    for begin, end, *_ in _tasks(case.lengths).tolist():
+        row = begin
+        while row < end:
+            cut = end if end - row < 256 else min(row + generator.randint(128, 700), end - 128)
+            mixed.append((row, cut, begin, cut))
+            row = cut
+    generator.shuffle(mixed)
+    ratios = {}
+    whole, cut_up = _tasks(case.lengths), torch.tensor(mixed)
+    dense, mix = alternate([partial(distca.attention, q, k, v, tasks) for tasks in (whole, cut_up)], rounds)
+    ratios["forward"] = median_ratio(dense, mix)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    backwards = [
+        _backward([distca.attention(leaves[0], leaves[1], leaves[2], tasks)[0]], leaves, [dout])
+        for tasks in (whole, cut_up)
+    ]
+    dense, mix = alternate(backwards, rounds)
+    ratios["backward"] = median_ratio(dense, mix)
+    return ratios
+
+
+def _flex_ratio(rounds: int) -> float:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    case = Case("", (4096,), 64, torch.float32)
+    q, k, v, _ = _inputs(case)
+    batched = [t.transpose(0, 1)[None].contiguous() for t in (q, k, v)]
+    block_mask = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, 4096, 4096, device="cpu")
+    compiled = torch.compile(flex_attention)
+    with torch.no_grad():
+        ours, theirs = alternate(
+            [
+                partial(distca.attention, q, k, v),
+                partial(compiled, batched[0], batched[1], batched[2], block_mask=block_mask),
+            ],
+            rounds,
+        )
+    return 1 / median_ratio(ours, theirs)

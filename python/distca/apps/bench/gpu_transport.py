@@ -1,0 +1,138 @@
+"""`distca bench transport --device cuda`: rows within one GPU, beside a copy of the same rows, and beside a matmul.
+
+Rows go from one rank of `distca.loopback` to another, and from one rank of NVSHMEM to itself, in both cases by the
+kernel that serves all peers that load and store reach, on a stream of the transport's own. By the clock of the host,
+from the call until the rows are there. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+import distca
+from distca.apps.bench.gpu import require_gpu
+from distca.apps.bench.harness import Result, Row
+from distca.apps.common.timing import Work, alternate, in_turn, median_ratio
+
+ROW_BYTES = 4096
+SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
+SHORT_SIZES = (1 << 16, 1 << 20, 1 << 24)
+BESIDE_BYTES = 1 << 24
+MATMUL_ROWS, MATMULS = 8192, 8
+WORD = 0  # of the signals; the contexts take no steps, so all are free
+
+
+class Pair(NamedTuple):
+    """Who puts and who is put to, both in this process."""
+
+    sender: distca.Context
+    receiver: distca.Context
+
+
+class MatmulBeside:
+    """Seconds of products of bf16 matrices on a stream of their own, while other work is done again and again."""
+
+    def __init__(self) -> None:
+        self._a, self._b, self._c = torch.randn(3, MATMUL_ROWS, MATMUL_ROWS, device="cuda", dtype=torch.bfloat16)
+        self._stream = torch.cuda.Stream()
+        torch.cuda.synchronize()  # the matrices are there before that stream reads them
+
+    def __call__(self, work: Work) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self._stream):
+            begin.record()
+            for _ in range(MATMULS):
+                torch.mm(self._a, self._b, out=self._c)
+            end.record()
+        while not end.query():
+            work()
+        return begin.elapsed_time(end) * 1e-3
+
+
+def transport(rounds: int | None = None, short: bool = False) -> Result:
+    """Whatever transport of GPUs is to be had here."""
+    require_gpu()
+    rounds = rounds or (20 if short else 40)
+    sizes = SHORT_SIZES if short else SIZES
+    with ExitStack() as stack:
+        pairs, missing = connect("cuda", 2 * max(*sizes, BESIDE_BYTES), stack)
+        result = transport_of(pairs, sizes, rounds, MatmulBeside(), "cuda", torch.cuda.synchronize)
+    result.details["missing"] = missing
+    return result
+
+
+def connect(device: str, heap_bytes: int, stack: ExitStack) -> tuple[dict[str, Pair], dict[str, str]]:
+    """The transports that are to be had on a device, closed with the stack, and why others are not."""
+    heads = distca.Heads(q=1, kv=1, dim=64, dtype=torch.bfloat16)
+    options: dict[str, Any] = {"max_tokens": 1, "heads": heads, "heap_bytes": heap_bytes, "device": device}
+    makers: dict[str, Callable[[], list[distca.Context]]] = {
+        "loopback": lambda: distca.loopback(2, **options),
+        "nvshmem": lambda: [distca.init(transport="nvshmem", name="bench/nvshmem", **options)],
+    }
+    pairs, missing = {}, {}
+    for name, make in makers.items():
+        try:
+            contexts = [stack.enter_context(context) for context in make()]
+        except distca.DistcaError as error:
+            missing[name] = str(error)
+        else:
+            pairs[name] = Pair(contexts[0], contexts[-1])
+    return pairs, missing
+
+
+def transport_of(
+    pairs: Mapping[str, Pair],
+    sizes: tuple[int, ...],
+    rounds: int,
+    beside: Callable[[Work], float],
+    device: str,
+    synchronize: Work,
+) -> Result:
+    """The benchmark over these transports; `beside` times a matmul while it does other work again and again."""
+    rows: list[Row] = []
+    for size in sizes:
+        source, copy = torch.ones(2, size, dtype=torch.uint8, device=device)
+        works = [in_turn(partial(copy.copy_, source), synchronize)]
+        works += [partial(_send, pair, source) for pair in pairs.values()]
+        copies, *sends = alternate(works, rounds)
+        name = f"{size >> 10} KiB"
+        rows.append(Row(f"{name}: copy on the device, median", size / statistics.median(copies) / 1e9, "GB/s"))
+        rows += [
+            Row(f"{name}: bandwidth of {over} / copy", median_ratio(copies, times), "x")
+            for over, times in zip(pairs, sends, strict=True)
+        ]
+    source = torch.ones(BESIDE_BYTES, dtype=torch.uint8, device=device)
+    counted = [_Counted(partial(_send, pair, source)) for pair in pairs.values()]
+    alone, *times_beside = alternate([lambda: None, *counted], rounds, beside)
+    for over, work, times in zip(pairs, counted, times_beside, strict=True):
+        name = f"matmul beside puts of {BESIDE_BYTES >> 20} MiB by {over}"
+        rows.append(Row(f"{name}: time / alone", median_ratio(times, alone), "x"))
+        rows.append(Row(f"{name}: puts in a matmul", work.count / (rounds + 1), ""))
+    details = {"row_bytes": ROW_BYTES, "rounds": rounds, "device": device, "matmuls": [MATMULS, *3 * [MATMUL_ROWS]]}
+    return Result("transport-cuda", rows, details)
+
+
+class _Counted:
+    """Work, and how often it was done."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self.count = 0
+
+    def __call__(self) -> None:
+        self._work()
+        self.count += 1
+
+
+def _send(pair: Pair, rows: torch.Tensor) -> None:
+    """Sends rows and waits until they are there."""
+    core = pair.sender._core
+    assert core is not None
+    core.send_rows(pair.receiver.rank, rows.data_ptr(), rows.numel() // ROW_BYTES, ROW_BYTES, WORD, 1)
+    core.quiet()

@@ -1,0 +1,77 @@
+"""What a benchmark returns: its figures with everything needed to run it again."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distca.apps.common.machine import setting
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a benchmark's table: a figure, its unit, and the bounds it should keep to (None: no bound)."""
+
+    name: str
+    value: float
+    unit: str
+    at_most: float | None = None
+    at_least: float | None = None
+
+    @property
+    def wanted(self) -> str:
+        """The bound in words."""
+        if self.at_most is not None:
+            return f"at most {self.at_most:g}"
+        return "" if self.at_least is None else f"at least {self.at_least:g}"
+
+
+@dataclass
+class Result:
+    """A benchmark's figures with the hardware, the versions and the command that gave them."""
+
+    benchmark: str
+    rows: list[Row]
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def table(self) -> str:
+        """The rows as text."""
+        width = max(len(row.name) for row in self.rows)
+        lines = [f"distca bench {self.benchmark}"]
+        for row in self.rows:
+            wanted = f"  ({row.wanted} wanted)" if row.wanted else ""
+            lines.append(f"  {row.name:<{width}}  {row.value:10.5g} {row.unit}{wanted}")
+        return "\n".join(lines)
+
+    def markdown(self) -> str:
+        """The rows as a table in Markdown."""
+        lines = [f"## {self.benchmark}", "", "| | figure | wanted |", "|---|---|---|"]
+        lines += [f"| {row.name} | {row.value:.5g} {row.unit} | {row.wanted} |" for row in self.rows]
+        return "\n".join([*lines, "", f"`{json.dumps(self.details)}`", ""])
+
+    def write(self, path: Path) -> None:
+        """Writes everything as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {
+            "benchmark": self.benchmark,
+            "rows": [asdict(row) for row in self.rows],
+            "details": self.details,
+            **setting(),
+        }
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_report(results: Sequence[Result], folder: Path) -> Path:
+    """Each result as JSON, and all of them as ``<machine>.md``, which is returned."""
+    for result in results:
+        result.write(folder / f"{result.benchmark}.json")
+    facts = setting()
+    head = [f"# {facts['cpu']}, {facts['cores']} cores", "", "Ratios are medians of times taken in alternation.", ""]
+    head += [f"- {name}: {value}" for name, value in facts.items() if name not in ("cpu", "cores")]
+    path = folder / (re.sub(r"[^a-z0-9]+", "-", f"{facts['cpu']} {facts['cores']} cores".lower()).strip("-") + ".md")
+    path.write_text("\n".join([*head, "", *(result.markdown() for result in results)]))
+    return path

@@ -1,0 +1,211 @@
+"""`distca bench replay`: how long ranks idle in a training step of many ranks, with and without balance.
+
+Attention is not computed: every task takes the time that was measured for its size (a cost table of `distca profile`),
+the rest of a layer the time of its FLOP at the same rate, and rows travel over an emulated link. All that plans and
+moves rows is the real thing, one thread a rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+import distca
+from distca import testing
+from distca.apps.bench.harness import Result, Row
+from distca.apps.common.workloads import draw_documents, pretrain_lengths, read_lengths
+from distca.trace.timeline import figures, windows
+
+RANKS = 8
+LAYERS = 4
+#: Of each half of a micro-batch, a rank.
+TOKENS = 65536
+#: Four query heads a key/value head, as in Llama 3 8B, and few bytes: what rows take is the link's to say.
+HEADS = distca.Heads(q=4, kv=1, dim=8, dtype=torch.bfloat16)
+COSTS = "cpu-avx512"
+#: FLOP a token of a layer of Llama 3 8B besides attention, and a visible pair of its 32 heads of 128.
+DENSE_FLOP, PAIR_FLOP = 2 * 218e6, 4 * 32 * 128
+#: The part of them before attention: the projections of queries, keys and values.
+BEFORE = 25 / 218
+#: Mean time of attention of a half in forward, a layer; measured times are scaled to this.
+SECONDS = 0.1
+#: Seconds on the busiest link for a second of attention.
+TRAFFIC = 0.6
+IDLE_WANTED = 0.021
+
+
+class Step(NamedTuple):
+    """A training step: seconds, and each rank's share of them in which it neither computed nor moved rows."""
+
+    seconds: float
+    idle: list[float]
+
+
+def run(rounds: int | None = None, short: bool = False) -> Result:
+    """Ping-pong over balanced plans, and one half after the other with every row computed at home."""
+    rounds = rounds or (1 if short else 3)
+    documents = read_lengths(pretrain_lengths())
+    layouts = [distca.Layout.from_documents(draw_documents(documents, RANKS, TOKENS, seed=seed)) for seed in range(2)]
+    costs = distca.CostModel.load(COSTS)
+    plans = {
+        balance: [
+            distca.plan(layout, HEADS, tolerance=0.01, balance=balance, cost=costs, overlap=True) for layout in layouts
+        ]
+        for balance in (True, False)
+    }
+    forward, backward, dense = _times(layouts)
+    link = distca.Link(_bytes_sent(plans[True]) / (TRAFFIC * 3.5 * 2 * SECONDS), latency=1e-5)
+    make = partial(testing.loopback, RANKS, max_tokens=TOKENS, heads=HEADS, cost=costs, replay=(forward, backward))
+    slot_bytes = max(plan.stats.slot_bytes for plan in plans[True])
+    contexts = make(heap_bytes=2 * slot_bytes, link=link)
+    try:
+        steps = {
+            balance: [_step(contexts, plans[balance], dense, ping_pong=balance) for _ in range(rounds + 1)][1:]
+            for balance in (True, False)
+        }
+    finally:
+        for context in contexts:
+            context.close()
+    worst = {balance: statistics.median(max(step.idle) for step in steps[balance]) for balance in steps}
+    mean = {balance: statistics.median(statistics.mean(s.idle) for s in steps[balance]) for balance in steps}
+    times = {balance: statistics.median(step.seconds for step in steps[balance]) for balance in steps}
+    return Result(
+        "replay",
+        [
+            Row("idle share of a step, worst rank", worst[True], "", at_most=IDLE_WANTED),
+            Row("idle share of a step, mean over ranks", mean[True], ""),
+            Row("without balance: worst rank", worst[False], ""),
+            Row("without balance: mean over ranks", mean[False], ""),
+            Row("time of a step / without balance", times[True] / times[False], "x"),
+            Row("largest / mean load, without balance", max(p.stats.imbalance_before for p in plans[True]), "x"),
+        ],
+        {
+            "ranks": RANKS,
+            "layers": LAYERS,
+            "tokens_of_a_half": TOKENS,
+            "lengths": pretrain_lengths().name,
+            "costs": COSTS,
+            "dense_seconds": dense,
+            "attention_seconds": SECONDS,
+            "link_traffic_of_attention": TRAFFIC,
+            "rounds": rounds,
+        },
+    )
+
+
+def _times(layouts: list[distca.Layout]) -> tuple[distca.CostModel, distca.CostModel, float]:
+    """Costs of forward and backward, so that mean attention takes SECONDS in forward, and seconds of the rest."""
+    forward, backward = (distca.CostModel.load(COSTS, phases=(phase,)) for phase in ("forward", "backward"))
+    assert forward.unit_ns is not None and backward.unit_ns is not None
+    at_home = [distca.plan(layout, HEADS, balance=False, cost=forward).stats.load for layout in layouts]
+    seconds = statistics.mean(sum(load) for load in at_home) / RANKS * forward.unit_ns * 1e-9
+    faster = SECONDS / seconds
+    forward, backward = (
+        dataclasses.replace(cost, unit_ns=cost.unit_ns * faster)  # type: ignore[operator]
+        for cost in (forward, backward)
+    )
+    pairs = statistics.mean(
+        sum(n * (n + 1) / 2 for n in layout.document_lengths) / sum(layout.document_lengths) for layout in layouts
+    )
+    return forward, backward, SECONDS * DENSE_FLOP / (PAIR_FLOP * pairs)
+
+
+def _bytes_sent(plans: list[distca.Plan]) -> int:
+    """Of both halves, what the rank that sends the most sends in forward and backward of a layer."""
+    sent = [0] * RANKS
+    for plan in plans:
+        for transfer in plan.transfers:
+            sent[transfer.source] += transfer.bytes
+    return max(sent)
+
+
+class _Sleep(torch.autograd.Function):
+    """Takes its time in forward, twice that in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return grads[0], None
+
+
+class _Model(torch.nn.Module):
+    """Layers of attention and sleep."""
+
+    def __init__(self, dense: float) -> None:
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, x: torch.Tensor, plan: distca.Plan, context: distca.Context) -> torch.Tensor:
+        """x [T, 6, D]: queries, keys and values."""
+        for _ in range(LAYERS):
+            x = _Sleep.apply(x, BEFORE * self.dense)  # type: ignore[no-untyped-call]
+            q, k, v = x.split((HEADS.q, HEADS.kv, HEADS.kv), 1)
+            out, _ = distca.core_attention(q, k, v, plan, context=context)
+            x = torch.cat((out, out[:, :2]), 1)
+            x = _Sleep.apply(x, (1 - BEFORE) * self.dense)  # type: ignore[no-untyped-call]
+        return x
+
+
+def _step(contexts: list[distca.Context], plans: list[distca.Plan], dense: float, *, ping_pong: bool) -> Step:
+    """Forward and backward of both halves on all ranks, which start together."""
+    start = threading.Barrier(RANKS)
+    traces: list[distca.Trace] = [distca.Trace(rank, [], []) for rank in range(RANKS)]
+    errors: list[BaseException] = []
+
+    def main(rank: int) -> None:
+        try:
+            torch.set_num_threads(1)
+            step = _rank_step(contexts[rank], [plan.for_rank(rank) for plan in plans], dense, ping_pong)
+            contexts[rank].start_trace()
+            start.wait()
+            begin = time.monotonic()
+            step()
+            end = time.monotonic()
+            traces[rank] = contexts[rank].take_trace().of_step(0, begin, end)
+        except BaseException as error:
+            errors.append(error)
+            start.abort()
+
+    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    (window,) = windows(traces)
+    return Step(window.seconds, [rank.idle_share for rank in figures(traces, [window]).ranks])
+
+
+def _rank_step(
+    context: distca.Context, plans: list[distca.Plan], dense: float, ping_pong: bool
+) -> Callable[[], object]:
+    model: torch.nn.Module = _Model(dense)
+    halves = [
+        {
+            "x": torch.zeros(plan.num_rows, HEADS.q + 2 * HEADS.kv, HEADS.dim, dtype=HEADS.dtype, requires_grad=True),
+            "plan": plan,
+            "context": context,
+        }
+        for plan in plans
+    ]
+    both = distca.PingPong(model) if ping_pong else None
+
+    def step() -> None:
+        first, second = both(*halves) if both is not None else (model(**half) for half in halves)
+        (first.float().sum() + second.float().sum()).backward()
+
+    return step

@@ -1,0 +1,34 @@
+"""The command line: `distca train`, `report`, `export`, `plan`, `profile`, `bench` and `doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import distca
+from distca.apps import profile, report
+from distca.apps.bench import command as bench
+from distca.apps.common import options as common
+from distca.apps.doctor import command as doctor
+from distca.apps.plan import command as plan
+from distca.apps.train import cli as train
+from distca.apps.train import export_command as export
+from distca.errors import DistcaError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command. Returns 0, 1 for a failure, 2 for a mistake in the options, 130 if interrupted."""
+    parser = argparse.ArgumentParser(prog="distca", description="Core attention disaggregation for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"distca {distca.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for application in (train, plan, profile, report, export, bench, doctor):
+        application.add_command(commands)
+    options = parser.parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except KeyboardInterrupt:
+        print(f"distca {options.command}: interrupted", file=sys.stderr)
+        return common.INTERRUPTED
+    except DistcaError as error:
+        return common.tell(error, options.command, options.debug)

@@ -1,0 +1,30 @@
+"""What all commands share: an option, exit codes, and how an error is told."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+
+from distca.connect.launch import RankError
+from distca.errors import DistcaError, InvalidArgumentError
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
+
+
+def add_debug(command: argparse.ArgumentParser) -> None:
+    """Adds the option that all commands have."""
+    command.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
+
+
+def tell(error: DistcaError, command: str, debug: bool) -> int:
+    """Prints what is wrong, with the traceback where it was asked for or a rank raised what distca cannot explain."""
+    if debug:
+        traceback.print_exception(error)
+    explained = isinstance(error, RankError) and (error.expected or not error.exception)
+    message = error.headline if isinstance(error, RankError) and explained else str(error)
+    if isinstance(error, RankError) and sys.stderr.isatty():  # a rank that died has left its bar on the line
+        print(file=sys.stderr)
+    print(f"distca {command}: error: {message}", file=sys.stderr)
+    return 2 if isinstance(error, InvalidArgumentError) else 1

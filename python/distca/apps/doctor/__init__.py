@@ -1,0 +1,1 @@
+"""`distca doctor`: what was found on this machine."""

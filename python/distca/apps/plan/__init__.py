@@ -1,0 +1,1 @@
+"""`distca plan`: plans a batch without running it."""

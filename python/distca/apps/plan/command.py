@@ -1,0 +1,240 @@
+"""The command `distca plan`: plans a batch without running it, and shows or writes what the plan does."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from distca.apps.common.options import add_debug
+from distca.apps.common.workloads import draw_documents, read_lengths, read_workload
+from distca.apps.plan.heap import heap_summary
+from distca.errors import InvalidArgumentError
+from distca.heads import DTYPES, Heads
+from distca.planner.cost import CostModel
+from distca.planner.layout import Layout
+from distca.planner.plan import Plan
+from distca.planner.planning import plan
+from distca.planner.stats import PlanStats
+
+
+def add_command(commands: Any) -> None:
+    """Adds `plan` to the parser of the command line."""
+    command = commands.add_parser(
+        "plan",
+        help="plan a batch without running it: loads, bytes, tasks",
+        description="Plans core attention of a batch on any machine, prints what the plan does, and writes it as JSON "
+        "or draws it. The batch is a workload file, or drawn from a list of document lengths.",
+    )
+    batch = command.add_argument_group("the batch")
+    batch.add_argument("--workload", type=Path, help='JSON with "documents": the lengths of each rank\'s documents')
+    batch.add_argument("--lengths", type=Path, help="JSON list of document lengths to draw from")
+    batch.add_argument("--ranks", type=int, help="with --lengths: number of ranks")
+    batch.add_argument("--tokens-per-rank", type=int, help="with --lengths: tokens of each rank")
+    batch.add_argument("--seed", type=int, default=0, help="with --lengths: of the draws (default: 0)")
+    batch.add_argument(
+        "--layout",
+        choices=("documents", "packed", "head-tail"),
+        default="documents",
+        help="whole documents on their ranks; one after another over ranks; or context parallel (default: documents)",
+    )
+    model = command.add_argument_group("the model's attention")
+    model.add_argument("--q-heads", type=int, default=32, help="query heads (default: 32)")
+    model.add_argument("--kv-heads", type=int, default=8, help="key/value heads (default: 8)")
+    model.add_argument("--head-dim", type=int, default=128, help="dimension of a head (default: 128)")
+    model.add_argument("--value-dim", type=int, help="dimension of a value head (default: that of a head)")
+    model.add_argument("--dtype", choices=DTYPES, default="bf16", help="(default: bf16)")
+    model.add_argument("--mask", choices=("causal", "full"), default="causal", help="(default: causal)")
+    model.add_argument("--window", type=int, help="keys that a row sees (default: all before it)")
+    planner = command.add_argument_group("the planner")
+    planner.add_argument(
+        "--tolerance", type=float, default=0.05, help="of the largest load over the mean (default: 0.05)"
+    )
+    planner.add_argument("--min-rows", type=int, help="smallest piece of a document (default: the planner's)")
+    planner.add_argument("--servers", type=_ranks, help="ranks that compute, such as 0,1,6 (default: all)")
+    planner.add_argument("--ranks-per-node", type=int, help="so many neighbouring ranks are a node (default: all)")
+    planner.add_argument(
+        "--cost", default="pairs", help="pairs, a name (cpu-avx512, h200), or a file of `distca profile`"
+    )
+    planner.add_argument("--objective", choices=("all", "forward"), default="all", help="whose bytes are kept few")
+    planner.add_argument("--whole-heads", action="store_true", help="move rows only, never some of their heads")
+    planner.add_argument(
+        "--retain-bytes", type=int, default=0, help="of keys that a rank may keep for backward (default: 0)"
+    )
+    planner.add_argument("--capacity", type=int, help="bytes that the arena of a rank may have (default: any)")
+    planner.add_argument("--no-balance", action="store_true", help="compute every row at home")
+    output = command.add_argument_group("the output")
+    output.add_argument(
+        "--heap",
+        type=int,
+        nargs="?",
+        const=20,
+        metavar="BATCHES",
+        help="say instead what heap_bytes so many batches need, drawn with one seed after another (default: 20)",
+    )
+    output.add_argument("--json", type=Path, help="write layout, tasks, transfers and statistics here")
+    output.add_argument("--plot", type=Path, help="draw loads, traffic and memory here (PNG; needs matplotlib)")
+    add_debug(command)
+    command.set_defaults(run=run)
+
+
+def _ranks(text: str) -> list[int]:
+    return [int(rank) for rank in text.split(",")]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code."""
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise InvalidArgumentError("--plot needs matplotlib: pip install matplotlib")
+    heads = Heads(options.q_heads, options.kv_heads, options.head_dim, options.value_dim, DTYPES[options.dtype])
+    make_plan = functools.partial(
+        plan,
+        heads=heads,
+        mask=options.mask,
+        window=options.window,
+        servers=options.servers,
+        ranks_per_node=options.ranks_per_node,
+        tolerance=options.tolerance,
+        balance=not options.no_balance,
+        cost=CostModel.load(options.cost),
+        objective=options.objective,
+        split_heads=not options.whole_heads,
+        retain_bytes=options.retain_bytes,
+        capacity=options.capacity,
+        **({} if options.min_rows is None else {"min_rows": options.min_rows}),
+    )
+    if options.heap is not None:
+        print(heap_summary(_batches(options), heads, make_plan))
+        return 0
+    made = make_plan(layout=_layout(options, options.seed))
+    print(summary(made))
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_json(made)))
+    if options.plot is not None:
+        from distca.apps.plan.picture import draw_plan
+
+        draw_plan(made, options.plot, ranks_per_node=options.ranks_per_node, capacity=options.capacity)
+    return 0
+
+
+def _batches(options: argparse.Namespace) -> list[Layout]:
+    if options.heap < 1:
+        raise InvalidArgumentError(f"--heap {options.heap}: at least one batch is needed")
+    if options.json is not None or options.plot is not None:
+        raise InvalidArgumentError("--heap is of many plans: --json and --plot, of one, do not go with it")
+    if options.capacity is not None:
+        raise InvalidArgumentError("--heap looks for the capacity: leave out --capacity")
+    number = 1 if options.workload is not None else options.heap
+    return [_layout(options, options.seed + i) for i in range(number)]
+
+
+def _layout(options: argparse.Namespace, seed: int) -> Layout:
+    if (options.workload is None) == (options.lengths is None):
+        raise InvalidArgumentError("either --workload or --lengths has to be given")
+    if options.workload is not None:
+        documents = read_workload(options.workload)
+    else:
+        if options.ranks is None or options.tokens_per_rank is None:
+            raise InvalidArgumentError("--lengths needs --ranks and --tokens-per-rank")
+        documents = draw_documents(read_lengths(options.lengths), options.ranks, options.tokens_per_rank, seed)
+    if options.layout == "documents":
+        return Layout.from_documents(documents)
+    lengths = [length for of_rank in documents for length in of_rank]
+    if options.layout == "packed":
+        tokens = max((sum(of_rank) for of_rank in documents), default=0)
+        return Layout.packed(lengths, ranks=len(documents), tokens_per_rank=tokens)
+    return Layout.head_tail(lengths, ranks=len(documents))
+
+
+def summary(made: Plan) -> str:
+    """What the plan does, as a table."""
+    stats = made.stats
+    arenas = [max(arena.total for arena in of_phase) for of_phase in stats.arena_bytes.values()]
+    home_in = max(arena.home_in for of_phase in stats.arena_bytes.values() for arena in of_phase)
+    rows = [
+        ("ranks, servers", f"{made.layout.num_ranks}, {stats.num_servers}"),
+        ("documents", f"{len(made.layout.document_lengths):,}"),
+        ("tasks", f"{len(made.tasks):,}, {sum(t.home != t.server for t in made.tasks):,} of them away from home"),
+        ("largest / mean load before", f"{stats.imbalance_before:.4f}"),
+        ("largest / mean load as planned", f"{stats.imbalance_after:.4f}"),
+        ("above the lower bound of any plan", f"{stats.gap:.4%}"),
+        ("what keeps it from the tolerance", stats.binding or "nothing"),
+        *(
+            (f"{message.replace('_', ' ')}, between nodes", f"{size / 1e9:.3f} GB, {between / 1e9:.3f} GB")
+            for (message, size), between in zip(stats.bytes.items(), stats.bytes_between_nodes.values(), strict=True)
+        ),
+        ("largest arena forward, backward", f"{arenas[0] / 1e6:.1f} MB, {arenas[1] / 1e6:.1f} MB"),
+        ("largest part for rows that come home", f"{home_in / 1e6:.1f} MB"),
+        *([("kept until backward, at most", _retained(stats))] if made.retains else []),
+        ("planned in", f"{stats.plan_ms:.2f} ms"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _retained(stats: PlanStats) -> str:
+    saved = f"{stats.saved_bytes / 1e9:.3f} GB of backward in"
+    return f"{max(stats.retained_bytes) / 1e6:.1f} MB a rank, which saves {saved}"
+
+
+def as_json(made: Plan) -> dict[str, Any]:
+    """All that is needed to check the plan's claims without this library.
+
+    Documents are numbered over ranks in order; ``load`` is in cost units (by default visible pairs) times query heads;
+    ``src`` is the rank whose memory the bytes leave; rows are of the document, heads are key/value heads.
+    """
+    stats = made.stats
+    return {
+        "layout": [
+            [{"doc": doc, "begin": begin, "end": end} for doc, begin, end in made.layout.segments(rank)]
+            for rank in range(made.layout.num_ranks)
+        ],
+        "mask": made.mask,
+        "window": made.window,
+        "heads": {
+            "q": made.heads.q,
+            "kv": made.heads.kv,
+            "dim": made.heads.dim,
+            "value_dim": made.heads.value_dim,
+            "dtype": str(made.heads.dtype).removeprefix("torch."),
+        },
+        "tasks": [
+            {
+                "doc": t.document,
+                "q": [t.q_begin, t.q_end],
+                "kv": [t.kv_begin, t.kv_end],
+                "kv_heads": [t.kv_head_begin, t.kv_head_end],
+                "server": t.server,
+            }
+            for t in made.tasks
+        ],
+        "transfers": [
+            {
+                "message": t.message,
+                "src": t.source,
+                "dst": t.target,
+                "doc": t.document,
+                "rows": [t.begin, t.end],
+                "kv_heads": [t.kv_head_begin, t.kv_head_end],
+                "tensor": t.tensor,
+                "bytes": t.bytes,
+            }
+            for t in made.transfers
+        ],
+        "stats": {
+            "load_before": stats.load_before,
+            "load": stats.load,
+            "lower_bound": stats.lower_bound,
+            "bytes_lower_bound": stats.bytes_lower_bound,
+            "bytes_between_nodes_lower_bound": stats.bytes_between_nodes_lower_bound,
+            "binding": stats.binding,
+            "bytes": stats.bytes,
+            "bytes_between_nodes": stats.bytes_between_nodes,
+            "retained_bytes": stats.retained_bytes,
+            "saved_bytes": stats.saved_bytes,
+            "plan_ms": stats.plan_ms,
+        },
+    }

@@ -1,0 +1,303 @@
+"""Checkpoints of a run: everything that the next step depends on, written so that no kill can damage one.
+
+A checkpoint is a folder `RUN/checkpoints/step-00000020` made by `torch.distributed.checkpoint`, every rank writing its
+part: weights, optimizer, schedule and each rank's random state after that many steps, `state.json` with the rest, and
+`manifest.json`, which is written last, with the digests of the other files. It is written under another name, synced to
+the disk and then renamed, so a folder of that name is whole; what a kill leaves under the other names is removed when
+the run goes on.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim.lr_scheduler import LRScheduler
+
+from distca.apps.train.files import read_object, why
+from distca.apps.train.manifest import (
+    CheckpointError,
+    Digests,
+    check_digests,
+    digest,
+    read_manifest,
+    what_to_do,
+    write_manifest,
+)
+from distca.apps.train.unpickling import INDEX, Planner, Reader, read_index
+from distca.errors import DistcaError
+
+FOLDER = "checkpoints"
+_STATE = "state.json"
+_WHOLE = re.compile(r"step-(\d{8,})")
+_LEFT_OVER = re.compile(_WHOLE.pattern + r"\.(partial|removed)")
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a checkpoint says in `state.json`."""
+
+    step: int  # steps taken; with the seed and the tokens of a step it is the position in the data
+    ranks: int
+    corpus: int  # fingerprint of the documents
+
+
+@dataclass
+class Trained:
+    """What training changes."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: LRScheduler
+    saved: torch.nn.Module | None = None  # the part of the model whose names a checkpoint has, where not all of it
+    clip_norm: float | None = None  # largest norm of the gradients
+
+    def state(self, saved_ranks: int) -> dict[str, Any]:
+        """By name, for `torch.distributed.checkpoint`; each rank adds its own random state if there is one of it."""
+        model, optimizer = get_state_dict(self.saved or self.model, self.optimizer)
+        state = {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
+        if dist.get_rank() < saved_ranks:
+            state[_random_key()] = torch.get_rng_state()
+        return state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.saved or self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        self.schedule.load_state_dict(state["schedule"])
+        if (random := state.get(_random_key())) is not None:
+            torch.set_rng_state(random)
+
+
+def _random_key() -> str:
+    return f"random/{dist.get_rank()}"
+
+
+def whole_checkpoints(run_dir: Path) -> dict[int, Path]:
+    """The finished checkpoints of a run by their number of steps, in ascending order."""
+    folder = run_dir / FOLDER
+    found = [(match, path) for path in _entries(folder) if (match := _WHOLE.fullmatch(path.name))]
+    return dict(sorted((int(match[1]), path) for match, path in found))
+
+
+def read_state(checkpoint: Path) -> RunState:
+    """The `state.json` of a finished checkpoint. Raises CheckpointError where it is not as a run leaves it."""
+    path = checkpoint / _STATE
+    values = read_object(path, what_to_do(checkpoint))
+    values.pop("files", None)  # of versions without a manifest
+    if sorted(values) != ["corpus", "ranks", "step"] or any(type(value) is not int for value in values.values()):
+        raise CheckpointError(
+            f"{path} holds {_short(values)}, must hold the integers step, ranks and corpus; {what_to_do(checkpoint)}"
+        )
+    return RunState(**values)
+
+
+def check_whole(checkpoint: Path, step: int) -> None:
+    """Raises CheckpointError where the checkpoint of that step has not the files of its manifest, in their sizes."""
+    check_digests(checkpoint, read_manifest(checkpoint), [_STATE])
+    state = read_state(checkpoint)
+    if state.step != step:
+        raise CheckpointError(
+            f"{checkpoint / _STATE} says that {state.step} steps were taken, its folder's name says {step}: it is of "
+            f"another checkpoint; {what_to_do(checkpoint)}"
+        )
+
+
+def _short(values: dict[str, Any]) -> str:
+    text = json.dumps(values)
+    return text if len(text) < 200 else text[:200] + " ..."
+
+
+class Checkpoints:
+    """The checkpoints of one run; the last `keep` are kept. Saving and loading are collective."""
+
+    def __init__(self, run_dir: Path, *, keep: int) -> None:
+        self._run_dir, self._keep = run_dir, keep
+
+    def remove_leftovers(self) -> None:
+        """Removes what a killed run has left half written or half removed. For one rank, before the first save."""
+        for path in _entries(self._run_dir / FOLDER):
+            if _LEFT_OVER.fullmatch(path.name):
+                shutil.rmtree(path)
+
+    def save(self, trained: Trained, state: RunState) -> None:
+        """Writes a checkpoint, unless there is one of that step, and removes the oldest ones.
+
+        Raises DistcaError on all ranks where one of them cannot write; what there is of the checkpoint is removed.
+        """
+        final = self._run_dir / FOLDER / f"step-{state.step:08}"
+        partial = final.with_name(final.name + ".partial")
+        if _agreed(final.exists()):
+            return
+        try:
+            with _failures(f"could not write the checkpoint {final}", final):
+                _on_rank_0(lambda: partial.mkdir(parents=True))
+                writer = _Writer(partial, sync_files=True)
+                dcp.save(trained.state(dist.get_world_size()), storage_writer=writer)
+                digests = dict(collections.ChainMap(*_gathered(writer.digests)))
+                _on_rank_0(lambda: self._finish(partial, final, state, digests))
+        except DistcaError as error:
+            if dist.get_rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            last = next(reversed(whole_checkpoints(self._run_dir).values()), None)
+            whole = f"the last whole one is {last}" if last is not None else "there is no whole one"
+            raise DistcaError(f"{error}; {whole}") from error
+
+    def _finish(self, partial: Path, final: Path, state: RunState, digests: Digests) -> None:
+        (partial / _STATE).write_text(json.dumps(asdict(state)) + "\n", encoding="utf-8")
+        write_manifest(partial, digests | {name: digest(partial / name) for name in (INDEX, _STATE)})
+        _sync_folder(partial)
+        partial.rename(final)
+        _sync(final.parent)
+        self._remove_oldest()
+
+    def load(self, trained: Trained, checkpoint: Path) -> RunState:
+        """Puts the checkpoint into the model, the optimizer, the schedule and the random state of this rank."""
+        with _failures(f"could not read the checkpoint {checkpoint}", None):
+            digests = _on_all_ranks(lambda: _checked(checkpoint))
+            sizes = {name: size for name, (size, _) in digests.items()}
+            saved, index = _on_all_ranks(lambda: (read_state(checkpoint), read_index(checkpoint, sizes)))
+            state = trained.state(saved.ranks)
+            dcp.load(state, storage_reader=Reader(checkpoint, index), planner=Planner())
+            trained.set_state(state)
+        return saved
+
+    def _remove_oldest(self) -> None:
+        for path in list(whole_checkpoints(self._run_dir).values())[: -self._keep]:
+            # Under its own name it would look whole if we were killed now.
+            shutil.rmtree(path.rename(path.with_name(path.name + ".removed")))
+
+
+def load_model(checkpoint: Path, state: dict[str, torch.Tensor]) -> None:
+    """Puts the weights of a checkpoint into tensors by their names; in this process alone, which checks all files."""
+    digests = read_manifest(checkpoint)
+    check_digests(checkpoint, digests, digests)
+    index = read_index(checkpoint, {name: size for name, (size, _) in digests.items()})
+    with _failures(f"could not read the checkpoint {checkpoint}", None):
+        dcp.load({"model": state}, storage_reader=Reader(checkpoint, index), planner=Planner(), no_dist=True)
+
+
+def _checked(checkpoint: Path) -> Digests:
+    """The manifest, to which this rank has compared its share of the files: every so manieth, from large to small."""
+    digests = read_manifest(checkpoint)
+    names = sorted(digests, key=lambda name: digests[name][0], reverse=True)
+    check_digests(checkpoint, digests, names[dist.get_rank() :: dist.get_world_size()])
+    return digests
+
+
+def _entries(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _agreed(mine: bool) -> bool:
+    """What rank 0 says: it alone renames, so others may see the folder earlier or later."""
+    answer = torch.tensor([mine], dtype=torch.int64)
+    dist.broadcast(answer, src=0)
+    return bool(answer)
+
+
+def _on_rank_0(work: Callable[[], object]) -> None:
+    """Does the work on rank 0 while the others wait; its error is raised on all ranks."""
+    problem: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except (OSError, DistcaError) as error:
+            problem = [error]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise problem[0]
+
+
+def _on_all_ranks(work: Callable[[], Result]) -> Result:
+    """Does the work on every rank; the error of the first that has one is raised on all."""
+    problem: Exception | None = None
+    try:
+        result = work()
+    except (OSError, DistcaError) as error:
+        problem = error
+    for theirs in _gathered(problem):
+        if theirs is not None:
+            raise theirs
+    return result
+
+
+def _gathered(mine: Result) -> list[Result]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Raises the system's error where torch raises one of its own because of it, which says less.
+
+    Attributes:
+        digests: of the files that this rank has written.
+    """
+
+    digests: Digests
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        try:
+            written = super().write_data(plan, planner)
+            mine = Path(self.path).glob(f"{plan.storage_data.prefix}*")
+            self.digests = {path.name: digest(path) for path in mine}
+            return written
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise (cause or error) from None
+
+
+@contextlib.contextmanager
+def _failures(what: str, written: Path | None) -> Iterator[None]:
+    """Raises DistcaError for what goes wrong. `written`: the checkpoint, unless it is read."""
+
+    def reason(error: BaseException) -> str:
+        return why(error, written) if written is not None and isinstance(error, OSError) else str(error)
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch about its own internals
+            yield
+    except OSError as error:
+        raise DistcaError(f"{what}: {reason(error)}") from error
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, CheckpointError):
+            raise cause from error
+        raise DistcaError(f"{what}: on rank {rank}: {reason(cause)}") from error
+
+
+def _sync_folder(folder: Path) -> None:
+    for path in [*_entries(folder), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

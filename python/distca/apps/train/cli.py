@@ -1,0 +1,179 @@
+"""The command `distca train`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import traceback
+from dataclasses import fields
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from distca.apps.common.options import INTERRUPTED, add_debug, tell
+from distca.apps.train import memory_log
+from distca.apps.train.config import OPTION_TYPES, ConfigError, TrainConfig, option_name
+from distca.apps.train.corpora import read_corpora
+from distca.apps.train.log import create_run_dir
+from distca.apps.train.metrics import describe
+from distca.apps.train.resume import find_run, resumed_config
+from distca.connect.launch import exit_now, launch, leave_process_group
+from distca.errors import DistcaError
+from distca.trace import nsys
+from distca.trace.nsys import switched_on
+
+_BY_ENVIRONMENT = {"nsys": nsys.VARIABLE, "log_memory": memory_log.VARIABLE}
+
+
+def add_command(commands: Any) -> None:
+    """Adds `train` to the parser of the command line."""
+    command = commands.add_parser(
+        "train",
+        help="train a language model with balanced attention",
+        description="Trains a language model, by default a tiny Llama, on documents of very different lengths, their "
+        "attention balanced over the ranks. Starts its own ranks on this machine, or runs as one rank under torchrun.",
+    )
+    for option in fields(TrainConfig):
+        default = "" if option.default is None or option.default is False else f" (default: {option.default})"
+        about: dict[str, Any] = {
+            "default": argparse.SUPPRESS,  # what was not given is not there: a resumed run keeps its own
+            "help": option.metadata["help"] + default,
+        }
+        if OPTION_TYPES[option.name] is bool:
+            about["action"] = argparse.BooleanOptionalAction
+        else:
+            about |= {"type": OPTION_TYPES[option.name], "choices": option.metadata["choices"]}
+        if option.metadata["bare"] is not None:
+            about |= {"nargs": "?", "const": option.metadata["bare"], "metavar": "FILE"}
+        command.add_argument(option_name(option.name), **about)
+    command.add_argument(
+        "--resume",
+        metavar="RUN|latest",
+        help="go on with the run in this folder from its last checkpoint, with its options; latest: the newest run",
+    )
+    add_debug(command)
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code; mistakes are DistcaErrors."""
+    given = {option.name: getattr(options, option.name) for option in fields(TrainConfig) if option.name in options}
+    for name, variable in _BY_ENVIRONMENT.items():
+        if name not in given and switched_on(variable):
+            given[name] = True
+    if _under_torchrun():
+        given["ranks"] = _torchrun_ranks(given.get("ranks"))
+    if options.resume is None:
+        config, run_dir = TrainConfig(**given), None
+    else:
+        run_dir = find_run(options.resume, given.get("runs_dir", TrainConfig.runs_dir))
+        config = resumed_config(run_dir, given)
+    _check_packages(config)
+    _check_inputs(config)
+    if _under_torchrun():
+        return _train_as_rank(config, run_dir, options.debug)
+    return _train_with_own_ranks(config, run_dir)
+
+
+def _check_inputs(config: TrainConfig) -> None:
+    """Mistakes in data, model and tokenizer are found before anything is started."""
+    if config.trace and not Path(config.trace).parent.is_dir():
+        raise ConfigError(f"--trace is {config.trace}, must be a file in a folder that exists")
+    if config.export is not None and config.export.exists() and not _is_empty(config.export):
+        raise ConfigError(f"--export is {config.export}, must be a new or empty folder")
+    tokenizer = None
+    if config.tokenizer is not None:
+        from distca.apps.train.tokens import Tokenizer
+
+        tokenizer = Tokenizer(config.tokenizer)
+    corpus, _ = read_corpora(config, tokenizer, show_progress=True)
+    if config.model is not None or tokenizer is not None:
+        from distca.apps.train.model import model_config
+
+        model_config(config, corpus.vocabulary(tokenizer))
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _torchrun_ranks(asked: int | None) -> int:
+    world_size = int(os.environ["WORLD_SIZE"])
+    if asked is not None and asked != world_size:
+        raise ConfigError(f"--ranks is {asked}, must be torchrun's world size ({world_size}) or left out")
+    return world_size
+
+
+def train_rank(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
+    """What a rank runs. The trainer is imported here, so that the command itself need not load transformers."""
+    import torch.distributed as dist
+
+    from distca.apps.train.progress import log_to_stderr
+    from distca.apps.train.trainer import train
+
+    log_to_stderr(dist.get_rank())
+    return train(config, run_dir)
+
+
+def _check_packages(config: TrainConfig) -> None:
+    for package in ("tqdm", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"the package {package} is not installed: pip install {package}")
+    if config.track is not None and importlib.util.find_spec(config.track) is None:
+        raise ConfigError(f"--track is {config.track}, which is not installed: pip install {config.track}")
+    if config.nsys and not torch.cuda.is_available():
+        raise ConfigError(
+            f"--nsys (or {nsys.VARIABLE}=1) captures CUDA, which this machine or PyTorch does not have: leave it out, "
+            "or see --trace"
+        )
+    if config.ping_pong and importlib.util.find_spec("greenlet") is None:
+        raise ConfigError("--ping-pong needs the package greenlet: pip install greenlet")
+
+
+def _train_with_own_ranks(config: TrainConfig, resumed: Path | None) -> int:
+    run_dir = resumed if resumed is not None else create_run_dir(config)
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    summary = launch(train_rank, config, run_dir, ranks=config.ranks)[0]
+    return _finish(summary)
+
+
+def _train_as_rank(config: TrainConfig, resumed: Path | None, debug: bool) -> int:
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    run_dir = resumed
+    if rank == 0 and run_dir is None:
+        run_dir = create_run_dir(config)
+    dist.init_process_group("gloo")
+    try:
+        summary = train_rank(config, run_dir)
+        leave_process_group()
+    except BaseException as error:
+        if isinstance(error, DistcaError):
+            code = tell(error, "train", debug)
+        elif isinstance(error, KeyboardInterrupt):
+            code = INTERRUPTED
+        else:
+            traceback.print_exc()
+            code = 1
+        exit_now(code)
+    return _finish(summary) if rank == 0 else INTERRUPTED if summary["interrupted"] else 0
+
+
+def _finish(summary: dict[str, Any]) -> int:
+    print(describe(summary))
+    return INTERRUPTED if summary["interrupted"] else 0
+
+
+def _as_interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,23 @@
+"""Which documents a run trains on, and which it evaluates on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distca.apps.train.config import TrainConfig
+from distca.apps.train.corpus import Corpus, read_corpus
+
+if TYPE_CHECKING:
+    from distca.apps.train.tokens import Tokenizer
+
+
+def read_corpora(
+    config: TrainConfig, tokenizer: Tokenizer | None, *, show_progress: bool = False
+) -> tuple[Corpus, Corpus | None]:
+    """The documents to train on, and those to evaluate on, if there are any."""
+    corpus = read_corpus(config.data, config.kept_fraction, tokenizer, show_progress=show_progress)
+    if config.eval_fraction is not None:
+        return corpus.split(config.eval_fraction, config.seed)
+    if config.eval_data is not None:
+        return corpus, read_corpus(config.eval_data, config.doc_scale or 1.0, tokenizer, show_progress=show_progress)
+    return corpus, None

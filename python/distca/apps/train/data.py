@@ -1,0 +1,127 @@
+"""Documents, and the packing of a stream of them into the ranks of each step.
+
+Every rank reads the same documents in the same order, so each knows the layout of all ranks without any traffic.
+Documents are packed with spill-over: one that is longer than what is left on a rank goes on on the next rank. What
+does not fit into a step goes on in the next step as a document of its own. Targets are shifted within the whole
+document before any cut, so the last token of a segment has its target wherever the next token lives; only the last
+token of a document has none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from distca.apps.train.corpus import Corpus
+from distca.planner.halves import Half, halves
+from distca.planner.layout import Layout
+
+NO_TARGET = -100
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens [begin, end) of a document, packed into one step."""
+
+    document: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one rank holds in one step, and the layout of all ranks. Rows of the tensors: [1, T] int64."""
+
+    layout: Layout
+    input_ids: torch.Tensor
+    labels: torch.Tensor  # the next token of the document, NO_TARGET after its last
+    num_targets: int  # of all ranks
+    targets_of: tuple[int, ...] = ()  # of each document, on all ranks
+
+    def halves(self, rank: int, window: int | None = None) -> tuple[Batch, Batch]:
+        """What ping-pong runs at once. A rank without rows in a half has one of padding, for models that need one."""
+        first, second = halves(self.layout, window=window, idle_rows=1)
+        return self._half(first, rank), self._half(second, rank)
+
+    def _half(self, half: Half, rank: int) -> Batch:
+        return Batch(
+            half.layout,
+            half.take(self.input_ids, rank, dim=1),
+            half.take(self.labels, rank, dim=1, fill=NO_TARGET),
+            num_targets=sum(self.targets_of[document] for document in half.documents),
+        )
+
+
+def pack_steps(lengths: list[int], tokens: int, seed: int) -> Iterator[list[Piece]]:
+    """Endless steps of exactly `tokens` tokens each: the documents in a new order each epoch, cut where a step is
+    full.
+    """
+    step: list[Piece] = []
+    room = tokens
+    epoch = 0
+    while True:
+        order = list(range(len(lengths)))
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+        for document in order:
+            begin = 0
+            while begin < lengths[document]:
+                end = min(lengths[document], begin + room)
+                step.append(Piece(document, begin, end))
+                room -= end - begin
+                begin = end
+                if room == 0:
+                    yield step
+                    step, room = [], tokens
+        epoch += 1
+
+
+class Batches:
+    """The batches of one rank from step `start` on; `len()` is their number.
+
+    What a step holds depends on the seed and on `ranks * tokens_per_rank`, not on either of the two alone.
+    """
+
+    def __init__(
+        self, corpus: Corpus, *, rank: int, ranks: int, tokens_per_rank: int, steps: int, seed: int, start: int = 0
+    ) -> None:
+        self._corpus = corpus
+        self._rank, self._ranks = rank, ranks
+        self._tokens_per_rank = tokens_per_rank
+        self._start, self._steps, self._seed = start, steps, seed
+
+    def __len__(self) -> int:
+        return max(0, self._steps - self._start)
+
+    def __iter__(self) -> Iterator[Batch]:
+        packed = pack_steps(self._corpus.lengths(), self._ranks * self._tokens_per_rank, self._seed)
+        for pieces in itertools.islice(packed, self._start, max(self._start, self._steps)):
+            yield self._batch(pieces)
+
+    def _batch(self, pieces: list[Piece]) -> Batch:
+        layout = Layout.packed(
+            [piece.end - piece.begin for piece in pieces], ranks=self._ranks, tokens_per_rank=self._tokens_per_rank
+        )
+        targets_of = tuple(
+            piece.end - piece.begin - (piece.end == len(self._corpus.document(piece.document))) for piece in pieces
+        )
+        no_target = torch.tensor([NO_TARGET])
+        tokens, targets = [no_target[:0]], [no_target[:0]]
+        for document, begin, end in layout.segments(self._rank):
+            piece = pieces[document]
+            content = self._corpus.document(piece.document)
+            first, last = piece.begin + begin, piece.begin + end
+            tokens.append(content[first:last].long())
+            targets.append(content[first + 1 : last + 1].long())
+            if last == len(content):
+                targets.append(no_target)
+        return Batch(
+            layout,
+            input_ids=torch.cat(tokens).unsqueeze(0),
+            labels=torch.cat(targets).unsqueeze(0),
+            num_targets=sum(targets_of),
+            targets_of=targets_of,
+        )

@@ -1,0 +1,32 @@
+"""The command `distca export`: the model of a run's last checkpoint, for transformers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from distca.apps.common.options import add_debug
+
+
+def add_command(commands: Any) -> None:
+    """Adds `export` to the parser of the command line."""
+    command = commands.add_parser(
+        "export",
+        help="write the model of a run for transformers",
+        description="Writes the model of a run's last checkpoint, and its tokenizer if it has one, to a folder that "
+        "from_pretrained of transformers reads.",
+    )
+    command.add_argument("run_dir", metavar="RUN", type=Path, help="folder of the run")
+    command.add_argument("folder", metavar="DIR", type=Path, help="where to write; a new or empty folder")
+    add_debug(command)
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code; mistakes are DistcaErrors."""
+    from distca.apps.train.export import export_run  # which needs transformers
+
+    step = export_run(options.run_dir, options.folder)
+    print(f"the model after {step} steps is in {options.folder}")
+    return 0

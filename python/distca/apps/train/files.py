@@ -1,0 +1,53 @@
+"""Files of a run that cannot be written or are not as a run leaves them: what is wrong, in one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from distca.apps.train.config import ConfigError
+from distca.errors import DistcaError
+
+
+def why(error: OSError, path: Path) -> str:
+    """The system's reason with its number, the file where that is another one, and the bytes that are free there."""
+    reason = f"{error.strerror or error} (errno {error.errno})" if error.errno is not None else str(error)
+    other = f", {os.fsdecode(error.filename)}" if isinstance(error.filename, str | bytes) else ""
+    return f"{reason}{other}; {_free(path)}"
+
+
+def _free(path: Path) -> str:
+    """Of the file system of a path, of which the last part may be missing."""
+    for folder in (path, *path.parents):
+        try:
+            found = os.statvfs(folder)
+        except OSError:
+            continue
+        return f"{found.f_bavail * found.f_frsize:,} bytes are free in {folder}"
+    return ""
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What writes that file of a run."""
+    try:
+        yield
+    except OSError as error:
+        raise DistcaError(f"could not write {path}: {why(error, path)}") from error
+
+
+def read_object(path: Path, what_to_do: str) -> dict[str, Any]:
+    """The JSON object in a file of a run. Raises ConfigError, which says what to do."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; {what_to_do}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no JSON ({error}); {what_to_do}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__}, must hold an object; {what_to_do}")
+    return content

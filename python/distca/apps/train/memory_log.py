@@ -1,0 +1,104 @@
+"""`distca train --log-memory`: what memory every rank has at points of each step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+import torch
+
+from distca.apps.train.files import writing
+from distca.context import Context
+from distca.planner.memory import SLOTS
+from distca.planner.plan import Plans
+
+VARIABLE = "EXPERIMENT_LOG_MEMORY_USAGE"
+
+
+class Watch:
+    """Is told where a step is; does nothing."""
+
+    def begin(self, plans: Sequence[Plans]) -> None:
+        """Forward of a micro-batch with these plans begins; ping-pong has those of both halves."""
+
+    def note(self, point: str) -> None:
+        """That is over: forward, backward, or optimizer."""
+
+
+UNWATCHED = Watch()
+
+
+class MemoryLog(Watch):
+    """Writes a line of JSON for each point of a step to a rank's file; does nothing without one.
+
+    Points are the begin of a micro-batch, the ends of its forward and backward, and the end of the optimizer's step. A
+    line has the step, the point, and bytes: ``rss`` (resident, of the process), ``rss_shared`` (of them, memory that
+    is shared with others, such as the heaps of shm), ``rss_peak``, ``heap`` (distca's, both slots), ``arena_forward``
+    and ``arena_backward`` (what the step's plans take of it on this rank), and, where CUDA is in use,
+    ``cuda_allocated``, ``cuda_reserved`` and ``cuda_peak`` of torch's allocator.
+    """
+
+    def __init__(self, file: Path | None, context: Context) -> None:
+        self._path = file
+        self._file: TextIO | None = None
+        self._number = 0
+        self._step: dict[str, int] = {}
+        self._heap, self._rank = SLOTS * context.slot_bytes, context.rank
+
+    def __enter__(self) -> MemoryLog:
+        if self._path is not None:
+            with writing(self._path):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = open(self._path, "a", encoding="utf-8")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # of a line that could not be written, which was told
+                self._file.close()
+
+    def step(self, number: int) -> None:
+        """That step begins."""
+        self._number = number
+
+    def begin(self, plans: Sequence[Plans]) -> None:
+        if self._file is None:
+            return
+        self._step = {"step": self._number, "heap": self._heap}
+        for phase in ("forward", "backward"):
+            # The halves are under way together, each in a slot of its own; the layers of one follow each other.
+            self._step[f"arena_{phase}"] = sum(
+                max(plan.stats.arena_bytes[phase][self._rank].total for plan in half.values()) for half in plans
+            )
+        self.note("begin")
+
+    def note(self, point: str) -> None:
+        if self._file is None or self._path is None:
+            return
+        line = {**self._step, "point": point, **_resident()}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            line["cuda_allocated"] = torch.cuda.memory_allocated()
+            line["cuda_reserved"] = torch.cuda.memory_reserved()
+            line["cuda_peak"] = torch.cuda.max_memory_allocated()
+        with writing(self._path):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+
+_RESIDENT = {"VmRSS": "rss", "RssShmem": "rss_shared", "VmHWM": "rss_peak"}
+
+
+def _resident() -> dict[str, int]:
+    """Bytes of this process, as Linux tells them in kilobytes."""
+    found = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in _RESIDENT:
+            found[_RESIDENT[name]] = 1024 * int(value.split()[0])
+    return found

@@ -1,0 +1,231 @@
+"""The figures of a run: of each step, and their summary."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from distca.planner.layout import Layout
+from distca.planner.plan import Plans
+
+_ENDS = 5  # steps at either end over which the loss is averaged
+
+
+@dataclass(frozen=True)
+class AttentionLoads:
+    """The attention of one step, all layers added up: load of each rank in units of the cost model, and traffic."""
+
+    before: list[int]  # every row computed at home
+    after: list[int]  # as planned
+    imbalance_before: float  # largest load over the mean; of several micro-batches, the largest of each added up
+    imbalance_after: float
+    bytes: int  # moved between ranks, forward and backward
+    plan_ms: float  # planning the step on one rank
+    larger_half: float | None = None  # with ping-pong, the part of the load that the larger halves have
+
+    @staticmethod
+    def of(micro_batches: Sequence[Sequence[Plans]], windows: Sequence[int | None]) -> AttentionLoads:
+        """`micro_batches`: the plans of each, or of its halves with ping-pong; `windows`: of each layer."""
+        stats = [[plans.for_window(window).stats for plans in parts for window in windows] for parts in micro_batches]
+        before = [_added([layer.load_before for layer in layers]) for layers in stats]
+        after = [_added([layer.load for layer in layers]) for layers in stats]
+        halves = [
+            [sum(sum(plans.for_window(window).stats.load_before) for window in windows) for plans in parts]
+            for parts in micro_batches
+        ]
+        return AttentionLoads(
+            before=_added(before),
+            after=_added(after),
+            imbalance_before=_imbalance(before),
+            imbalance_after=_imbalance(after),
+            bytes=sum(sum(layer.bytes.values()) for layers in stats for layer in layers),
+            plan_ms=sum(plan.stats.plan_ms for parts in micro_batches for plans in parts for plan in plans.values()),
+            larger_half=sum(map(max, halves)) / sum(map(sum, halves)) if len(halves[0]) == 2 else None,
+        )
+
+
+@dataclass(frozen=True)
+class Unbalanced:
+    """The same step with every row computed at home, beside the balanced one."""
+
+    seconds: float
+    loss_difference: float  # relative
+    gradient_difference: float  # of the gradient's norm, relative
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a rank knows after a step."""
+
+    loss: float  # mean over all targets of all ranks
+    interrupted: bool  # whether any rank was asked to stop
+    seconds: float  # on this rank, since the end of the step before
+    unbalanced: Unbalanced | None = None
+    grad_norm: float | None = None  # of all gradients together before clipping, where the run clips
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step of all ranks."""
+
+    step: int
+    loss: float  # mean over all targets of all ranks
+    tokens: int  # of all ranks
+    seconds: float  # on rank 0, the wait for the plan included
+    imbalance_before: float  # largest attention load over the mean, every row computed at home
+    imbalance_after: float  # the same, as planned
+    bytes: int  # moved between ranks, forward and backward, all layers
+    plan_ms: float  # planning one step on one rank
+    unbalanced: Unbalanced | None = None  # where the run compares
+    larger_half: float | None = None  # with ping-pong, the part of the attention that its larger half has
+    grad_norm: float | None = None  # of all gradients together before clipping, where the run clips
+    eval_loss: float | None = None  # after this step, on documents that are not trained on, where it was evaluated
+
+    @staticmethod
+    def of(step: int, result: StepResult, layouts: Sequence[Layout], loads: AttentionLoads) -> StepMetrics:
+        return StepMetrics(
+            step=step,
+            loss=result.loss,
+            tokens=sum(sum(layout.document_lengths) for layout in layouts),
+            seconds=result.seconds,
+            imbalance_before=loads.imbalance_before,
+            imbalance_after=loads.imbalance_after,
+            bytes=loads.bytes,
+            plan_ms=loads.plan_ms,
+            unbalanced=result.unbalanced,
+            larger_half=loads.larger_half,
+            grad_norm=result.grad_norm,
+        )
+
+    @staticmethod
+    def from_json(line: str) -> StepMetrics:
+        """Raises ValueError, TypeError for what `to_json` does not write."""
+        values = json.loads(line)
+        if not isinstance(values, dict):
+            raise TypeError("no object")
+        beside = values.get("unbalanced")
+        figures = [*(value for name, value in values.items() if name != "unbalanced"), *(beside or {}).values()]
+        if not all(isinstance(figure, int | float) for figure in figures):
+            raise TypeError("a figure is no number")
+        if beside is not None:
+            values["unbalanced"] = Unbalanced(**beside)
+        return StepMetrics(**values)
+
+    def to_json(self) -> str:
+        return json.dumps({name: value for name, value in asdict(self).items() if value is not None})
+
+    def scalars(self) -> dict[str, float]:
+        """For TensorBoard."""
+        scalars = {
+            "loss": self.loss,
+            "tokens per second": self.tokens / self.seconds,
+            "imbalance/before": self.imbalance_before,
+            "imbalance/after": self.imbalance_after,
+            "bytes moved": self.bytes,
+            "plan ms": self.plan_ms,
+            "seconds/balanced" if self.unbalanced else "seconds/step": self.seconds,
+        }
+        if self.unbalanced is not None:
+            scalars["seconds/unbalanced"] = self.unbalanced.seconds
+        if self.grad_norm is not None:
+            scalars["gradient norm"] = self.grad_norm
+        if self.eval_loss is not None:
+            scalars["evaluation loss"] = self.eval_loss
+        return scalars
+
+
+def summarise(steps: list[StepMetrics]) -> dict[str, Any]:
+    """Means over all steps of the run, those before a resume included.
+
+    The loss at the start and the end is the mean of up to five steps there.
+    """
+    num_steps = len(steps)
+    # The first step carries one-time costs; where there are others, the rate is theirs.
+    timed = steps[1:] or steps
+    loss_first = sum(step.loss for step in steps[:_ENDS]) / len(steps[:_ENDS])
+    loss_last = sum(step.loss for step in steps[-_ENDS:]) / len(steps[-_ENDS:])
+    summary: dict[str, Any] = {
+        "steps": num_steps,
+        "loss_first": loss_first,
+        "loss_last": loss_last,
+        "loss_ratio": loss_last / loss_first,
+        "seconds": sum(step.seconds for step in steps),
+        "tokens_per_second": sum(step.tokens for step in timed) / sum(step.seconds for step in timed),
+        "imbalance_before": sum(step.imbalance_before for step in steps) / num_steps,
+        "imbalance_after": sum(step.imbalance_after for step in steps) / num_steps,
+        "bytes_per_step": sum(step.bytes for step in steps) / num_steps,
+        "plan_ms": sum(step.plan_ms for step in steps) / num_steps,
+    }
+    halved = [step.larger_half for step in steps if step.larger_half is not None]
+    if halved:
+        summary["larger_half"] = sum(halved) / len(halved)
+    evaluated = [step for step in steps if step.eval_loss is not None]
+    if evaluated:
+        summary["eval_loss"], summary["eval_step"] = evaluated[-1].eval_loss, evaluated[-1].step
+    compared = [(step.seconds, step.unbalanced) for step in timed if step.unbalanced is not None]
+    if compared:
+        summary["compare"] = {
+            "steps": len(compared),
+            "seconds_balanced": statistics.median(seconds for seconds, _ in compared),
+            "seconds_unbalanced": statistics.median(other.seconds for _, other in compared),
+            "ratio": statistics.median(seconds / other.seconds for seconds, other in compared),
+            "loss_difference": max(other.loss_difference for _, other in compared),
+            "gradient_difference": max(other.gradient_difference for _, other in compared),
+        }
+    return summary
+
+
+def _added(loads: Sequence[Sequence[int]]) -> list[int]:
+    """Of each rank."""
+    return [sum(of_rank) for of_rank in zip(*loads, strict=True)]
+
+
+def _imbalance(loads: Sequence[Sequence[int]]) -> float:
+    """Of the loads of ranks in micro-batches, which run one after the other."""
+    total = sum(map(sum, loads))
+    return sum(map(max, loads)) * len(loads[0]) / total if total else 1.0
+
+
+def _skipped(summary: dict[str, Any]) -> str:
+    if "lines_skipped" in summary:
+        return f"lines skipped as they are no JSON objects with a text: {summary['lines_skipped']}"
+    return f"files skipped as they are not UTF-8 text: {summary['files_skipped']}"
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """The summary for people."""
+    how = "stopped" if summary["interrupted"] else "finished"
+    rate = f"{summary['tokens_per_second']:,.0f} tokens/s"
+    before, after = summary["imbalance_before"], summary["imbalance_after"]
+    lines = [
+        f"{how} after {summary['steps']} steps, {summary['seconds']:.1f} s, {rate}",
+        f"loss       {summary['loss_first']:.3f} -> {summary['loss_last']:.3f}, ratio {summary['loss_ratio']:.2f} "
+        f"(means of the first and last {_ENDS} steps)",
+        f"imbalance  {before:.2f} -> {after:.2f} (largest attention load over the mean)",
+        f"moved      {summary['bytes_per_step'] / 1e6:.1f} MB a step, planned in {summary['plan_ms']:.2f} ms",
+        f"documents  {summary['documents']}, {_skipped(summary)}",
+    ]
+    if (evaluated := summary.get("eval_loss")) is not None:
+        lines.insert(2, f"evaluated  {evaluated:.3f} after step {summary['eval_step']}")
+    if (larger := summary.get("larger_half")) is not None:
+        lines.append(f"ping-pong  the larger half of a step has {larger:.2f} of its attention")
+    if (compare := summary.get("compare")) is not None:
+        lines += [
+            f"step time  {compare['seconds_balanced']:.3f} s balanced, {compare['seconds_unbalanced']:.3f} s not "
+            f"(medians of {compare['steps']} pairs), ratio {compare['ratio']:.3f} (median of the pairs' ratios)",
+            f"           the same loss to {compare['loss_difference']:.1e}, the same gradient norm to "
+            f"{compare['gradient_difference']:.1e} (largest relative differences)",
+        ]
+    if (traced := summary.get("trace")) is not None:
+        lines.append(
+            f"idle       {min(traced['idle']):.2%} of a step on the slowest rank, {max(traced['idle']):.2%} on the one "
+            f"that idles most (steps {traced['steps'][0]} to {traced['steps'][-1]})"
+        )
+    lines.append(f"written to {summary['run']}")
+    lines += [f"note       {note}" for note in summary["notes"]]
+    if summary["interrupted"]:
+        lines.append(f"go on with: distca train --resume {summary['run']}")
+    return "\n".join(lines)

@@ -1,0 +1,88 @@
+"""Micro-batches: what forward and backward run on, each with its plan, made while the one before is computed.
+
+An optimizer step has `--accumulate` of them. The loss of a step is the mean over all targets of all its micro-batches
+and ranks, so each micro-batch knows that number before the others have been planned.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from distca.apps.train.config import TrainConfig
+from distca.apps.train.data import Batch, Batches
+from distca.context import Context
+from distca.planner.plan import Plan, Plans
+from distca.planner.plan_ahead import PlanAhead
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch of a step on this rank.
+
+    Attributes:
+        parts: the batch with its plans; with ping-pong its two halves, each with its own.
+        num_targets: of the whole step, all micro-batches and ranks together.
+        last: whether it is the step's last one, after whose backward the ranks add up their gradients.
+    """
+
+    parts: Sequence[tuple[Batch, Plan | Plans]]
+    num_targets: int
+    last: bool = True
+
+    @property
+    def plans(self) -> list[Plans]:
+        """Of each part."""
+        return [plans for _, plans in self.parts if isinstance(plans, Plans)]
+
+
+@contextmanager
+def planned(
+    config: TrainConfig, batches: Batches, context: Context, windows: list[int | None], *, balance: bool
+) -> Iterator[Iterator[MicroBatch]]:
+    """The micro-batches of all steps, one after the other."""
+    window = windows[0] if len(set(windows)) == 1 else None
+
+    def parts() -> Iterator[_Part]:
+        for batch, num_targets, last in _in_steps(batches, config.accumulate):
+            for part in batch.halves(context.rank, window) if config.ping_pong else (batch,):
+                yield _Part(part, num_targets, last)
+
+    with PlanAhead(
+        parts(),
+        heads=context.heads,
+        context=context,
+        layout=lambda part: part.batch.layout,
+        windows=windows,
+        tolerance=config.tolerance,
+        balance=balance,
+        overlap=config.ping_pong,
+        retain_bytes=config.retain_bytes,
+    ) as ahead:
+        yield _joined(ahead, 2 if config.ping_pong else 1)
+
+
+@dataclass(frozen=True)
+class _Part:
+    batch: Batch
+    num_targets: int
+    last: bool
+
+
+def _in_steps(batches: Iterable[Batch], size: int) -> Iterator[tuple[Batch, int, bool]]:
+    """Each batch with the targets of its step, of which it may be the last."""
+    rest = iter(batches)
+    while step := list(itertools.islice(rest, size)):
+        num_targets = sum(batch.num_targets for batch in step)
+        for number, batch in enumerate(step, 1):
+            yield batch, num_targets, number == size
+
+
+def _joined(ahead: Iterable[tuple[_Part | None, Plans]], num_parts: int) -> Iterator[MicroBatch]:
+    # Every rank has the same number of batches, so there is always one.
+    found = ((part, plans) for part, plans in ahead if part is not None)
+    while parts := list(itertools.islice(found, num_parts)):
+        first, _ = parts[0]
+        yield MicroBatch([(part.batch, plans) for part, plans in parts], first.num_targets, first.last)

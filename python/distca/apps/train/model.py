@@ -1,0 +1,248 @@
+"""The model: made, its attention layers understood, wrapped for data-parallel training."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+from distca.apps.train.config import ConfigError, TrainConfig
+from distca.checkpoint import save_core_attention
+from distca.errors import InvalidArgumentError
+from distca.integrations import hf
+from distca.pingpong.ping_pong import PingPong
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama-8b": {  # the shape of Llama 3.1 8B
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+}
+
+
+def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
+    """The model, the same on every rank, whose attention layers take a plan. `vocabulary`: number of tokens.
+
+    Weights are random unless `--model` names a checkpoint. With `--fsdp` rank 0 alone has them: the tensors of other
+    ranks are on the meta device until `wrap`.
+    """
+    if dist.get_rank() != 0 or not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
+    torch.manual_seed(config.seed)
+    shape, checkpoint = model_config(config, vocabulary)
+    model: PreTrainedModel
+    try:
+        if checkpoint is None or _takes_weights(config):
+            with torch.device("meta") if _takes_weights(config) else nullcontext():
+                model = AutoModelForCausalLM.from_config(shape, attn_implementation=hf.NAME)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                checkpoint, config=shape, attn_implementation=hf.NAME, local_files_only=True
+            )
+    except InvalidArgumentError as error:
+        raise ConfigError(f"--model is {config.model}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model is {config.model}, no language model of transformers: {error}") from error
+    for parameter in model.parameters():  # not buffers: rotary frequencies would lose long documents' positions
+        parameter.data = parameter.data.to(config.weights_dtype)
+    model.train()
+    hf.check_model(model, dist.get_world_size())
+    return model
+
+
+def _takes_weights(config: TrainConfig) -> bool:
+    """Whether this rank has its part of the weights from rank 0."""
+    return config.fsdp and dist.get_rank() != 0
+
+
+def model_config(config: TrainConfig, vocabulary: int) -> tuple[PreTrainedConfig, Path | None]:
+    """The model's configuration, and the folder of its weights if there are any."""
+    checkpoint = None
+    if config.model is None:
+        shape: PreTrainedConfig = _tiny_llama(config, vocabulary)
+    elif config.model in PRESETS:
+        shape = LlamaConfig(**PRESETS[config.model])
+    else:
+        shape, checkpoint = _read_config(config.model)
+    text = shape.get_text_config()
+    if config.model is not None and config.layers is not None:
+        _keep_layers(text, config.layers)
+    if vocabulary > text.vocab_size:
+        tokens = f"--tokenizer {config.tokenizer}" if config.tokenizer is not None else "bytes, the default tokens"
+        raise ConfigError(
+            f"--model is {config.model}, whose vocabulary of {text.vocab_size} is too small for {tokens} ({vocabulary})"
+        )
+    return shape, checkpoint
+
+
+def check_positions(shape: PreTrainedConfig, config: TrainConfig, longest_document: int) -> None:
+    """Raises ConfigError where a document may be longer than the positions that the model was made for."""
+    positions = getattr(shape, "max_position_embeddings", None)
+    longest = min(longest_document, config.tokens_per_batch)
+    if positions is not None and longest > positions:
+        raise ConfigError(
+            f"--model is {config.model}, made for {positions} positions, but a step may hold {longest} tokens of a "
+            "document: lower --tokens-per-rank or --doc-scale"
+        )
+
+
+def _tiny_llama(config: TrainConfig, vocabulary: int) -> LlamaConfig:
+    hidden, heads = config.tiny("hidden"), config.tiny("heads")
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=-(-hidden * 8 // 3 // 32) * 32,
+        num_hidden_layers=config.tiny("layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=config.tiny("kv_heads"),
+        head_dim=hidden // heads,
+        max_position_embeddings=config.tokens_per_batch,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def _read_config(model: str) -> tuple[PreTrainedConfig, Path | None]:
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(
+            f"--model is {model}, must be one of {', '.join(PRESETS)}, a config.json, or a folder with one; nothing is "
+            "downloaded: fetch a model first and give its folder"
+        )
+    try:
+        shape = AutoConfig.from_pretrained(str(file), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--model is {model}, whose config.json transformers cannot read: {error}") from error
+    return shape, path if path.is_dir() and any(path.glob("*.safetensors")) else None
+
+
+def _keep_layers(shape: PreTrainedConfig, layers: int) -> None:
+    if layers > shape.num_hidden_layers:
+        raise ConfigError(f"--layers is {layers}, must be at most the model's {shape.num_hidden_layers}")
+    shape.num_hidden_layers = layers
+    if getattr(shape, "layer_types", None) is not None:
+        shape.layer_types = shape.layer_types[:layers]
+
+
+def wrap(model: PreTrainedModel, config: TrainConfig) -> torch.nn.Module:
+    """The model as the trainer calls it: layers compiled where asked for, gradients averaged over the ranks.
+
+    Layers are compiled one by one, which share their code and so their graph: a layer of Llama is one graph, attention
+    included. Around them transformers prepares masks in Python, where a compiler has nothing to gain.
+    """
+    if config.checkpoint_activations:
+        _checkpoint_activations(model)
+    if config.compile:
+        for layer in _layers(model):
+            layer.compile()
+    if config.fsdp:
+        _shard(model, config)
+        return PingPong(model) if config.ping_pong else model
+    wrapped = _with_lasting_buckets(DistributedDataParallel(PingPong(model) if config.ping_pong else model))
+    if config.master_weights:
+        cast = torch.autocast("cpu", config.torch_dtype)
+        wrapped.forward = cast(wrapped.forward)  # type: ignore[method-assign]
+    return wrapped
+
+
+def _checkpoint_activations(model: PreTrainedModel) -> None:
+    """Attention, whose steps are those of all ranks, is not run again."""
+    # The older name is deprecated in versions of transformers that have the newer one.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False, "context_fn": save_core_attention})
+    except ValueError as error:
+        raise ConfigError(f"--checkpoint-activations: {error}") from error
+
+
+def _shard(model: PreTrainedModel, config: TrainConfig) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # half a second, for runs with --fsdp alone
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if config.master_weights:
+        policy = MixedPrecisionPolicy(param_dtype=config.torch_dtype, reduce_dtype=torch.float32)
+    weights, beside = (model.state_dict(), _beside_weights(model)) if dist.get_rank() == 0 else ({}, {})
+    model.to("meta")
+    model.tie_weights()
+    for layer in _layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    _take_beside_weights(model, beside)
+
+
+_Beside = dict[tuple[str, str], torch.Tensor]
+
+
+def _beside_weights(model: PreTrainedModel) -> _Beside:
+    """What no state dict has, by module and name: rotary frequencies and the like."""
+    found: _Beside = {}
+    for name, module in model.named_modules():
+        buffers = {key: module._buffers[key] for key in module._non_persistent_buffers_set}
+        for key, value in (buffers | vars(module)).items():
+            if isinstance(value, torch.Tensor):
+                found[name, key] = value
+    return found
+
+
+def _take_beside_weights(model: PreTrainedModel, beside: _Beside) -> None:
+    """From rank 0, together with its random state, for making weights has drawn from it."""
+    shared: list[Any] = [beside, torch.get_rng_state()]
+    dist.broadcast_object_list(shared, src=0)
+    for (module, name), value in shared[0].items():
+        setattr(model.get_submodule(module), name, value)
+    torch.set_rng_state(shared[1])
+
+
+def _with_lasting_buckets(model: DistributedDataParallel) -> DistributedDataParallel:
+    """The model after a backward that leaves no gradients.
+
+    DDP arranges gradients in other buckets after the first backward of a process, and the place of a gradient in its
+    bucket decides in which order three or more ranks add it. A resumed run would therefore differ in the last bits.
+    """
+    module = model.module
+    module.forward = lambda: torch.stack([one.sum() for one in module.parameters() if one.requires_grad]).sum()
+    try:
+        model().backward()
+    finally:
+        del module.forward
+    model.zero_grad()
+    return model
+
+
+def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The decoder layers: the one list of modules that is as long as the configuration says."""
+    num_layers = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
+            return list(module)
+    raise ConfigError(f"{type(model).__name__} has no list of {num_layers} layers, which --fsdp and --compile need")

@@ -1,0 +1,43 @@
+"""What changes the weights: AdamW, and the learning rate of each step by a schedule of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_scheduler
+
+from distca.apps.train.config import ConfigError, TrainConfig
+
+_OPTIONS: dict[str, dict[str, float]] = {
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+}
+"""What transformers must be told of a schedule beside its steps."""
+
+
+def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    """The optimizer of a model that is wrapped, and its schedule at step 0. Norms and biases, vectors, do not decay."""
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "weight_decay": 0.0}]
+    if config.weight_decay > 0:
+        vectors, others = ([one for one in model.parameters() if (one.dim() < 2) == few] for few in (True, False))
+        groups = [{"params": others, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay)
+    return optimizer, make_schedule(optimizer, config)
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRScheduler:
+    """The schedule by name. A run of fewer steps than those of the warm-up is all warm-up."""
+    try:
+        return get_scheduler(
+            config.schedule,
+            optimizer,
+            num_warmup_steps=min(config.warmup, config.steps),
+            num_training_steps=config.steps,
+            scheduler_specific_kwargs=_OPTIONS.get(config.schedule),
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"--schedule is {config.schedule}, which does not go with the other options: {error}"
+        ) from error

@@ -1,0 +1,117 @@
+"""What `distca train` shows while it runs: a bar on a terminal, elsewhere a line of log every few seconds."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from tqdm import tqdm
+
+from distca.apps.train.metrics import StepMetrics
+
+LOG_SECONDS = 5.0
+"""At most so often is a line logged, but for the first and the last step."""
+
+WIDTH = 80
+_log = logging.getLogger("distca")
+
+
+class _ToStderr(logging.Handler):
+    """Writes lines to stderr, above the bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+def log_to_stderr(rank: int) -> None:
+    """Lines of the logger `distca` go to stderr: warnings, and from rank 0 all of them where no bar is shown."""
+    handler = next((handler for handler in _log.handlers if isinstance(handler, _ToStderr)), None)
+    _lock_in_process()
+    if handler is None:
+        handler = _ToStderr()
+        _log.addHandler(handler)
+    handler.setFormatter(logging.Formatter("%(asctime)s distca: %(message)s", datefmt="%H:%M:%S"))
+    _log.setLevel(logging.INFO if rank == 0 and not sys.stderr.isatty() else logging.WARNING)
+
+
+def _lock_in_process() -> None:
+    """The lock of tqdm is otherwise shared between processes, which nothing here needs, and a killed one leaves it."""
+    tqdm.set_lock(threading.RLock())
+
+
+class Progress:
+    """Shows each step of a run on the rank that `shows` it; a context manager.
+
+    Args:
+        steps: of the whole run.
+        start: the first step that this process takes.
+        shows: whether this rank does.
+        clock: seconds.
+    """
+
+    def __init__(self, steps: int, start: int, shows: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._start, self._shows, self._clock = steps, start, shows, clock
+        self._bar: tqdm | None = None
+        self._first_over = self._last_line = 0.0
+        self._tokens, self._seconds = 0, 0.0  # since the last line
+
+    def __enter__(self) -> Progress:
+        if self._shows and sys.stderr.isatty():
+            _lock_in_process()
+            size = shutil.get_terminal_size()  # also where the terminal does not know its own
+            self._bar = tqdm(
+                total=self._steps,
+                initial=self._start,
+                ncols=min(WIDTH, size.columns),
+                nrows=size.lines,
+                bar_format="{n_fmt}/{total_fmt} {bar} {desc}{remaining} left",
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def step(self, metrics: StepMetrics, *, interrupted: bool = False) -> None:
+        """A step has been taken."""
+        if self._bar is not None:
+            rate = tqdm.format_sizeof(metrics.tokens / metrics.seconds)
+            loads = f"{metrics.imbalance_before:.2f} -> {metrics.imbalance_after:.2f}"
+            self._bar.set_description_str(f"loss {metrics.loss:.3f}, {rate} tok/s, imbalance {loads}, ", refresh=False)
+            self._bar.update()
+        elif self._shows:
+            self._log_step(metrics, interrupted)
+
+    def _log_step(self, metrics: StepMetrics, interrupted: bool) -> None:
+        now, taken = self._clock(), metrics.step + 1
+        self._tokens += metrics.tokens
+        self._seconds += metrics.seconds
+        first, last = metrics.step == self._start, taken == self._steps or interrupted
+        if first:
+            self._first_over = now
+        if not (first or last) and now - self._last_line < LOG_SECONDS:
+            return
+        _log.info(
+            "step %d/%d, loss %.3f, %s tokens/s, imbalance %.2f -> %.2f, %s left",
+            taken,
+            self._steps,
+            metrics.loss,
+            f"{self._tokens / self._seconds:,.0f}",
+            metrics.imbalance_before,
+            metrics.imbalance_after,
+            tqdm.format_interval(self._left(metrics, now)),
+        )
+        self._last_line, self._tokens, self._seconds = now, 0, 0.0
+
+    def _left(self, metrics: StepMetrics, now: float) -> float:
+        """Seconds for the other steps, if they take as long as those after the first, which has one-time costs."""
+        after_first = metrics.step - self._start
+        seconds = (now - self._first_over) / after_first if after_first else metrics.seconds
+        return seconds * (self._steps - metrics.step - 1)

@@ -1,0 +1,1 @@
+"""Ranks of a group: processes, hosts and the ways between them."""

@@ -1,0 +1,80 @@
+"""What must be the same on all ranks of a context: compared when it is made, for every transport.
+
+Ranks that differ here would compute addresses in each other's memory from other sizes, read each other's tables in
+another format, wait for each other over different transports, or return rows whose bits depend on who computed them.
+What a plan says (layout, heads, mask, cost model) is compared at every step instead.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch.distributed as dist
+
+from distca import _C
+from distca.connect.exchange import gather_text
+from distca.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Those of one rank."""
+
+    transport: str
+    device: str
+    """``"cpu"`` or ``"cuda"``."""
+    slot_bytes: int
+    attention: str
+    """``"own"`` or ``"flash"``."""
+    problem: str = ""
+    """Why this rank cannot be one of the context; empty where it can."""
+
+
+_ADVICE = {
+    "version": "install the same version of distca on all hosts",
+    "transport": "give all ranks the same transport",
+    "device": "give all ranks the same kind of device",
+    "slot_bytes": "give all ranks the same heap_bytes, or the same max_tokens and heads",
+    "attention": "give all ranks the same attention, or the same DISTCA_ATTENTION",
+}
+_PROBLEM_CHARACTERS = 150
+
+
+def agree(group: dist.ProcessGroup, mine: Terms, timeout: float) -> None:
+    """Compares the terms of all ranks. Collective over the group.
+
+    Raises:
+        PeerDiedError, PeerTimeoutError: where a rank has gone, or does not come within `timeout` seconds.
+        InvalidArgumentError: on all ranks, where one has a problem or two differ; it names them.
+    """
+    compare([json.loads(text) for text in gather_text(_text_of(mine), group, timeout)])
+
+
+def _text_of(terms: Terms) -> str:
+    """Short enough for gather_text whatever the problem's text holds."""
+    problem = "".join(c if c.isascii() and c.isprintable() else "?" for c in terms.problem[:_PROBLEM_CHARACTERS])
+    return json.dumps(asdict(terms) | {"problem": problem, "version": _version()})
+
+
+def compare(ranks: list[dict[str, object]]) -> None:
+    """Raises InvalidArgumentError for the first problem, or else for the first difference."""
+    for rank, terms in enumerate(ranks):
+        if terms["problem"]:
+            raise InvalidArgumentError(f"init: rank {rank}: {terms['problem']}")
+    for name, advice in _ADVICE.items():
+        values = [terms[name] for terms in ranks]
+        other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            raise InvalidArgumentError(
+                f"init: rank 0 has {name} = {values[0]!r}, rank {other} has {values[other]!r}; {advice}"
+            )
+
+
+def _version() -> str:
+    try:
+        found = version("distca")
+    except PackageNotFoundError:
+        found = "unknown"
+    return f"{found}, plan format {_C.PLAN_FORMAT}"

@@ -1,0 +1,226 @@
+"""The collective behind ``transport="torch"``: ``all_to_all_single`` over a group of the context's own.
+
+The group has the ranks of the user's, so that nothing that runs on theirs (DDP's hooks, say) can come between two ranks
+in another order. What a rank knows of a fault it tells its peers by `FaultReports`; a peer whose connections break
+looks there for the cause. Once a context is made nothing is asked of the store of ``torch.distributed``: a question to
+it lasts as long as the network between is cut, and prints C++ frames when it fails.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distca.connect.fault_reports import FaultReports
+from distca.errors import (
+    DistcaError,
+    InvalidArgumentError,
+    PeerDiedError,
+    PeerLeftError,
+    PeerTimeoutError,
+    PlanMismatchError,
+)
+
+REPORT_SECONDS = 1.0
+"""How long a rank whose exchange broke tells its peers and waits for what they know of it."""
+
+_TEXT_BYTES = 512
+_WAITING = "waiting"
+"""The report of a rank whose exchange broke off as those of the others did, and that knows no cause."""
+_open: set[Exchange] = set()  # a forked child must not end the threads and sockets of its parent's groups
+
+
+class Exchange:
+    """Swaps bytes between the ranks of `group`. Collective over it.
+
+    Args:
+        group: the ranks. With gloo bytes go from memory to memory, with NCCL by way of the current CUDA device.
+        timeout: seconds for one exchange, so also for the ranks to wait for each other.
+        host: the numeric address at which the peers reach this host, for reports of faults; empty where it is unknown.
+
+    Raises:
+        PeerDiedError, PeerTimeoutError: where the ranks do not come together.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float, host: str) -> None:
+        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._timeout = timeout
+        self._device = device_of(group)
+        self._pid = os.getpid()
+        self._reports = FaultReports(self._rank, host)
+        told = gather_text(f"{secrets.token_hex(8)}|{self._reports.address}", group, timeout)
+        names, addresses = zip(*(text.split("|") for text in told), strict=True)
+        self._reports.meet(addresses)
+        self._backend: Any = self._connect(f"distca/{names[0]}")
+        self._reported = False
+        _open.add(self)
+
+    def _connect(self, name: str) -> Any:
+        make: Callable[..., Any] = dist.ProcessGroupGloo if self._device.type == "cpu" else dist.ProcessGroupNCCL
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        limit = timedelta(seconds=self._timeout)
+        try:
+            return _within(self._timeout + REPORT_SECONDS, lambda: make(store, self._rank, self._ranks, limit))
+        except (RuntimeError, TimeoutError) as error:
+            raise PeerTimeoutError(f"init: rank {self._rank} could not connect to its peers: {error}") from error
+
+    def all_to_all(
+        self, send: memoryview, send_bytes: list[int], receive: memoryview, receive_bytes: list[int]
+    ) -> None:
+        """Sends ``send_bytes[p]`` bytes to each rank p and receives ``receive_bytes[p]``, in the order of the ranks.
+
+        Raises:
+            PeerDiedError, PeerLeftError, PeerTimeoutError, PlanMismatchError: with the cause, as far as the ranks
+                know it.
+        """
+        backend = self._backend
+        if backend is None:
+            raise PeerDiedError("this rank has left the group")
+        outgoing, incoming = _as_tensor(send), _as_tensor(receive)
+        try:
+            if self._device.type == "cpu":
+                all_to_all_single(backend, incoming, outgoing, receive_bytes, send_bytes)
+            else:
+                there = torch.empty(incoming.shape, dtype=torch.uint8, device=self._device)
+                all_to_all_single(backend, there, outgoing.to(self._device), receive_bytes, send_bytes)
+                incoming.copy_(there)
+        except RuntimeError as error:
+            raise self._explain(error) from error
+
+    def abandon(self, kind: str, text: str) -> None:
+        """Leaves the group after a fault of this rank; peers that wait for it learn of it at once."""
+        if not self._reported:
+            self._report(kind, text)
+        self._backend = None  # its connections close with it
+        self._reports.close()
+        _open.discard(self)
+
+    def close(self) -> None:
+        """Leaves the group in good order."""
+        if self._pid == os.getpid() and self._backend is not None:
+            self.abandon("", "")
+
+    def _report(self, kind: str, text: str) -> None:
+        """Tells the peers: the kind of a fault, "" for a rank that closes its context."""
+        self._reports.tell(kind, text)
+        self._reported = True
+
+    def _explain(self, error: RuntimeError) -> DistcaError:
+        """Why an exchange broke: what a peer reports as its own fault, or which peers say nothing."""
+        late = "timed out" in str(error).lower()
+        deadline = time.monotonic() + REPORT_SECONDS
+        self._report(_WAITING, str(error))
+        others = others_of(self._rank, self._ranks)
+        while True:
+            left = deadline - time.monotonic()
+            reports = self._reports.heard(max(left, 0.0))
+            for rank, (kind, text) in reports.items():
+                if kind != _WAITING:
+                    return _as_reported(rank, kind, text)
+            if len(reports) == len(others) or left <= 0:
+                break
+        late |= any("timed out" in text.lower() for _, text in reports.values())
+        silent = [rank for rank in others if rank not in reports]
+        names = names_of(silent) if silent else "a peer"
+        if late:
+            explained: DistcaError = PeerTimeoutError(f"waited {self._timeout:g} s for {names} to exchange rows")
+        else:
+            reason = str(error).partition(". ")[0]  # the rest is advice
+            explained = PeerDiedError(f"{names} died, or the connection to it was lost: {reason}")
+        self._report(type(explained).__name__, str(explained))
+        return explained
+
+
+def _as_reported(rank: int, kind: str, text: str) -> DistcaError:
+    if not kind:
+        return PeerLeftError(f"rank {rank} closed its context while this rank exchanges rows with it")
+    kinds = {one.__name__: one for one in (PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError)}
+    if kind in kinds:
+        return kinds[kind](f"rank {rank} reports: {text}")
+    return PeerLeftError(f"rank {rank} abandoned this context after an error of its own: {text}")
+
+
+def all_to_all_single(
+    backend: Any, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int]
+) -> None:
+    """As ``torch.distributed.all_to_all_single``, which does not take a backend that is in no list of groups."""
+    options = dist.distributed_c10d.AllToAllOptions()
+    backend.alltoall_base(output, input, output_sizes, input_sizes, options).wait()
+
+
+def _as_tensor(memory: memoryview) -> torch.Tensor:
+    if memory.nbytes == 0:  # which torch.frombuffer refuses
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """The device whose tensors the group's collectives take: the CPU where they may be there."""
+    backend = str(dist.get_backend(group))
+    if "nccl" in backend and "gloo" not in backend:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def others_of(rank: int, ranks: int) -> list[int]:
+    return [other for other in range(ranks) if other != rank]
+
+
+def names_of(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _within(seconds: float, make: Callable[[], Any]) -> Any:
+    """What `make` returns or raises; TimeoutError where that takes longer. Its thread is then left to itself."""
+    made: list[Any] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except Exception as error:
+            made.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not made:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    if isinstance(made[0], Exception):
+        raise made[0]
+    return made[0]
+
+
+def gather_text(text: str, group: dist.ProcessGroup, timeout: float | None = None) -> list[str]:
+    """All ranks' texts, over the group's own collective; bytes only, nothing is unpickled.
+
+    Raises:
+        PeerDiedError, PeerTimeoutError: where a rank has gone, or does not come within `timeout` seconds (None: the
+            group's own timeout).
+    """
+    data = text.encode()
+    if len(data) > _TEXT_BYTES:
+        raise InvalidArgumentError(f"init: a text of {len(data)} bytes; at most {_TEXT_BYTES} are expected")
+    mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device=device_of(group))
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    options = dist.distributed_c10d.AllgatherOptions()
+    if timeout is not None:
+        options.timeout = timedelta(seconds=timeout)
+    try:
+        group.allgather([everyone], [mine], options).wait()
+    except RuntimeError as error:
+        rank = dist.get_rank(group)
+        names = names_of(others_of(rank, len(everyone)))
+        if "timed out" in str(error).lower():
+            limit = "" if timeout is None else f" {timeout:g} s"
+            raise PeerTimeoutError(f"init: rank {rank} waited{limit} in vain for {names} to come to it") from error
+        raise PeerDiedError(f"init: rank {rank} lost the connection to one of {names}: {error}") from error
+    return [os.fsdecode(bytes(one.cpu().tolist()).rstrip(b"\0")) for one in everyone]

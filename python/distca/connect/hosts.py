@@ -1,0 +1,132 @@
+"""How the ranks of a group find each other for a control transport: on one host, or by which address of their hosts."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from pathlib import Path
+
+import torch.distributed as dist
+
+from distca import _C
+from distca.connect.exchange import gather_text
+from distca.errors import DistcaError, InvalidArgumentError
+
+ADDRESS_VARIABLE = "DISTCA_HOST_ADDRESS"
+"""The numeric address of this host where `host_address` is given none."""
+
+
+def listen(
+    group: dist.ProcessGroup | None, timeout: float | None = None
+) -> tuple[_C.ShmListener | _C.TcpListener, list[str]]:
+    """What this rank listens with, and the addresses of all ranks: over shared memory where all share a host, else TCP.
+
+    Collective over the group; None is a group of this process alone. Raises as `host_address`, on all ranks too where
+    one cannot listen at its address. Ranks wait for each other up to `timeout` seconds, as there.
+    """
+    shm = _C.ShmListener()
+    if group is None:
+        return shm, [shm.address]
+    addresses = gather_text(shm.address, group, timeout)
+    if _C.share_memory(addresses):
+        return shm, addresses
+    tcp, problem = None, ""
+    host = host_address(group, timeout=timeout)
+    try:
+        tcp = _C.TcpListener(host)
+    except DistcaError as error:
+        problem = str(error)
+    addresses = gather_text(tcp.address if tcp else problem[:500], group, timeout)
+    return _all_listen(tcp, addresses), addresses
+
+
+def _all_listen(tcp: _C.TcpListener | None, addresses: list[str]) -> _C.TcpListener:
+    for rank, text in enumerate(addresses):
+        if not text.startswith("distca-tcp"):
+            raise InvalidArgumentError(
+                f"rank {rank} cannot listen: {text}; {ADDRESS_VARIABLE} there names an address of its own host"
+            )
+    assert tcp is not None
+    return tcp
+
+
+def host_address(group: dist.ProcessGroup, address: str | None = None, timeout: float | None = None) -> str:
+    """The numeric IPv4 or IPv6 address at which the other ranks reach this host. Collective over the group.
+
+    That is the one by which this host reaches ``MASTER_ADDR``, or where that is not set or leads to the host itself
+    alone, the one that the host's own name stands for. Ranks of one host may reach each other by 127.0.0.1 alone.
+
+    Args:
+        group: the ranks.
+        address: takes the place of all that; by default the environment's ``DISTCA_HOST_ADDRESS``, where it is set.
+        timeout: seconds to wait for the other ranks; None: the group's own timeout.
+
+    Raises:
+        InvalidArgumentError: on all ranks, where the address of one is not numeric or not known, or, with ranks on
+            several hosts, one that other hosts cannot reach.
+    """
+    given = address or os.environ.get(ADDRESS_VARIABLE, "")
+    candidates = [given] if given else _candidates()
+    told = [text.split("|") for text in gather_text("|".join([_host(), *candidates])[:500], group, timeout)]
+    are_apart = len({host for host, *_ in told}) > 1
+    chosen = [_choose(rank, theirs, are_apart) for rank, (_, *theirs) in enumerate(told)]
+    return chosen[dist.get_rank(group)]
+
+
+def address_if_known(group: dist.ProcessGroup, timeout: float) -> str:
+    """`host_address`; empty on all ranks where one has none that is known."""
+    try:
+        return host_address(group, timeout=timeout)
+    except InvalidArgumentError:
+        return ""
+
+
+def _choose(rank: int, candidates: list[str], are_apart: bool) -> str:
+    """The first that serves: the same on all ranks, and so is the error."""
+    for text in candidates:
+        try:
+            address = ipaddress.ip_address(text)
+        except ValueError:
+            address = None
+        if address is None or address.is_unspecified or "%" in text:
+            raise InvalidArgumentError(
+                f"{ADDRESS_VARIABLE} = {text!r} on rank {rank}; the numeric IPv4 or IPv6 address of its host is wanted"
+            )
+        if not (are_apart and address.is_loopback):
+            return text
+    known = f"is known by {', '.join(candidates)} alone" if candidates else "has no address that its name stands for"
+    raise InvalidArgumentError(
+        f"the host of rank {rank} {known}, where the other hosts do not reach it; set {ADDRESS_VARIABLE} there to its "
+        "numeric address in their network, or MASTER_ADDR on all to a name that all reach"
+    )
+
+
+def _candidates() -> list[str]:
+    names = [os.environ.get("MASTER_ADDR"), socket.gethostname()]
+    found = [_address_towards(name) for name in names if name]
+    return list(dict.fromkeys([*(one for one in found if one), "127.0.0.1"]))
+
+
+def _address_towards(name: str) -> str | None:
+    """What this host calls itself when it sends there; nothing is sent."""
+    try:
+        ways = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, there in ways:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(there)
+                own = str(probe.getsockname()[0])
+        except OSError:
+            continue
+        if "%" not in own:  # one that means something on one link alone
+            return own
+    return None
+
+
+def _host() -> str:
+    """Tells apart hosts, and network namespaces, within which a loopback address is known."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/net')}"

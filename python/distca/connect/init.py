@@ -1,0 +1,190 @@
+"""`distca.init`: this process becomes a rank of an attention group, over the transport that reaches the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distca import _C
+from distca.connect import hosts, nvshmem
+from distca.connect.agreement import Terms, agree
+from distca.connect.exchange import Exchange, gather_text
+from distca.connect.open_files import check_open_files
+from distca.connect.options import attention_problem, core_options, device_name, slot_bytes_of
+from distca.context import Context
+from distca.errors import InvalidArgumentError
+from distca.heads import Heads
+from distca.planner.cost import CostModel
+from distca.registry import open_contexts
+from distca.trace.nsys import wanted as nsys_wanted
+from distca.trace.trace import Link
+
+_TRANSPORTS = ("auto", "shm", "torch", "cuda-ipc", "nvshmem", "loopback")
+
+
+def init(
+    group: dist.ProcessGroup | None = None,
+    *,
+    transport: str = "auto",
+    max_tokens: int,
+    heads: Heads,
+    heap_bytes: int | None = None,
+    timeout: float = 600.0,
+    name: str = "default",
+    cost: CostModel | None = None,
+    progress_thread: bool = False,
+    link: Link | None = None,
+    device: torch.device | str = "cpu",
+    attention: str | None = None,
+    put_ctas: int | None = None,
+    nsys: bool | None = None,
+) -> Context:
+    """Makes this process a rank of an attention group. Collective over the group; starts no process.
+
+    Args:
+        group: the ranks; by default all of ``torch.distributed`` where that is initialised, else this process alone.
+        transport: ``"shm"`` (processes on one host), ``"torch"`` (processes on any hosts: ``all_to_all_single`` over a
+            gloo or NCCL group of its own with the same ranks; NCCL has not yet been run), ``"cuda-ipc"`` (GPUs of one
+            host that reach each other's memory, or processes that share a GPU; not yet run on a GPU), ``"nvshmem"``
+            (GPUs of any hosts; not yet run on a GPU), ``"loopback"`` (a group of one), or ``"auto"``, which is loopback
+            for a single rank; for tensors on the CPU shm where all ranks are on one host, else torch; on CUDA
+            cuda-ipc where all ranks are on one host, else nvshmem. With nvshmem hosts also talk to each other over TCP,
+            each at its address in the network of ``MASTER_ADDR`` or the one in its environment's
+            ``DISTCA_HOST_ADDRESS``.
+        max_tokens: the most rows this rank's token tensor will have; with ``heads`` it sets the heap's default size.
+        heads: head shape and dtype of the attention layers.
+        heap_bytes: size of the symmetric heap, the same on all ranks; two slots. By default `default_heap_bytes`, six
+            times the rank's own rows of q, k, v, out and their gradients: balanced batches of whole documents take a
+            tenth of that, a document that is cut over many ranks may take more. A plan that needs more says how much,
+            and ``distca plan --heap`` says it before anything runs. On the CPU pages are taken as they are used. With
+            ``"nvshmem"`` the environment's ``EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB`` (in GiB) takes its place where it is
+            not given, and half as much again is taken for rows on their way where a rank is reached over a network.
+        timeout: seconds after which a living but silent peer is an error. Long by default: peers compile and save.
+        name: several contexts may live at once, each under its own name.
+        cost: cost model of the plans.
+        progress_thread: with shm, copy rows on a thread of the context's own, so that they travel while this rank
+            computes (`PingPong`). Worth it where there is a core to spare for it.
+        link: emulates a network of that speed over shm or loopback, for tests and benchmarks.
+        device: where the tensors are: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``; CUDA was not yet run on a GPU. Steps are
+            queued there on PyTorch's current stream and one of the context's own: a fault is NaN in what they return
+            and an error of the next call, or of `check`.
+        attention: what computes attention on a GPU, the same on all ranks: ``"own"``, the library's kernels for compute
+            capability 9.0, not yet verified on a GPU; ``"flash"``, ATen's flash attention; or ``"auto"``, which is
+            flash until own kernels are verified. None: as the environment's ``DISTCA_ATTENTION`` says, by default
+            auto. The CPU has one kernel.
+        put_ctas: on CUDA, the thread blocks that send rows, which attention does without; by default as many as keep a
+            link busy, by its bandwidth and latency.
+        nsys: makes every operator of this context an NVTX range of its name (``distca::dispatch``), for Nsight Systems;
+            not yet run on a GPU. None: where the environment's ``ENABLE_NSYS`` is 1.
+
+    Raises:
+        DeviceError: for a device or NVTX that is not there.
+        OperatingSystemError: where the group takes more open files than this process may have.
+        PeerDiedError, PeerTimeoutError: where a rank is gone, or does not come within ``timeout``.
+        InvalidArgumentError: for wrong arguments, a name in use, arguments that differ between ranks, ranks on
+            several hosts with ``"shm"``, or no group with ``"torch"``.
+    """
+    if transport not in _TRANSPORTS:
+        raise InvalidArgumentError(f"init: transport = {transport!r}; one of {', '.join(_TRANSPORTS)} is expected")
+    if link is not None and transport == "torch":
+        raise InvalidArgumentError("init: transport 'torch' has no link; use 'shm' to emulate one")
+    device = device_name(device)
+    nsys = nsys_wanted(nsys)
+    if not isinstance(name, str):
+        raise InvalidArgumentError(f"init: name = {name!r}; a string is expected")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise InvalidArgumentError(
+            f"init: group is a {type(group).__name__}; a torch.distributed.ProcessGroup, as of new_group, is expected"
+        )
+    if name in open_contexts:
+        raise InvalidArgumentError(f"init: context {name!r} exists already; close it first, or choose another name")
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    num_ranks = dist.get_world_size(group) if group is not None else 1
+    if transport == "loopback" and num_ranks > 1:
+        raise InvalidArgumentError(
+            f"init: transport 'loopback' serves a group of one process, this group has {num_ranks}; use 'shm'"
+        )
+    if progress_thread and transport == "torch":
+        raise InvalidArgumentError("init: progress_thread is for 'shm'; transport 'torch' exchanges rows all at once")
+    if transport == "torch" and group is None:
+        raise InvalidArgumentError(
+            "init: transport 'torch' exchanges rows over a process group; call torch.distributed.init_process_group "
+            "first, or pass the group"
+        )
+    if transport in ("nvshmem", "cuda-ipc") and device == "cpu":
+        raise InvalidArgumentError(f"init: transport {transport!r} moves rows between GPUs; give device='cuda'")
+    if device != "cpu" and (transport in ("shm", "torch") or progress_thread or link is not None):
+        raise InvalidArgumentError(
+            f"init: device = {device!r} goes with transport 'cuda-ipc', 'nvshmem' or, for one rank, 'loopback', and "
+            "without progress_thread and link"
+        )
+    attention = _C.chosen_attention(attention, device)
+    if (device, attention) == ("cpu", "flash") and (num_ranks > 1 or transport not in ("auto", "loopback")):
+        raise InvalidArgumentError("init: attention = 'flash' on the CPU is for one rank over 'loopback'")
+    if put_ctas is not None and (put_ctas < 1 or device == "cpu"):
+        raise InvalidArgumentError(f"init: put_ctas = {put_ctas} with device = {device!r}; at least 1, on CUDA")
+    if num_ranks > 1:
+        check_open_files(f"init: a group of {num_ranks} ranks", 2 * num_ranks + 8)
+    cost = cost or CostModel()
+    if transport == "nvshmem" and heap_bytes is None:
+        heap_bytes = nvshmem.heap_bytes_of_environment()
+    options = core_options(slot_bytes_of(max_tokens, heads, heap_bytes), timeout, cost)
+    words = None if link is None else link.words
+    problem = attention_problem(device, attention, heads)
+    if group is not None and num_ranks > 1:
+        agree(group, Terms(transport, device.partition(":")[0], options["slot_bytes"], attention, problem), timeout)
+    elif problem:
+        raise InvalidArgumentError(f"init: {problem}")
+    if transport in ("auto", "loopback") and num_ranks == 1:
+        core = _C.make_loopback(
+            names=[name],
+            link=words,
+            device=device,
+            attention=attention,
+            streams=device != "cpu",
+            put_blocks=put_ctas or 0,
+            **options,
+        )[0]
+        return Context(core, heads, cost, nsys=nsys)
+    if transport == "nvshmem":
+        return Context(nvshmem.connect(group, device, attention, name, options, put_ctas), heads, cost, nsys=nsys)
+    if group is not None and transport == "torch":
+        return _over_torch(group, name, heads, cost, options, nsys)
+    listener = _C.ShmListener()
+    rank = dist.get_rank(group) if group is not None else 0
+    addresses = gather_text(listener.address, group, timeout) if group is not None else [listener.address]
+    if group is not None and transport == "auto" and link is None and not _C.share_memory(addresses):
+        if device != "cpu":
+            return Context(nvshmem.connect(group, device, attention, name, options, put_ctas), heads, cost, nsys=nsys)
+        return _over_torch(group, name, heads, cost, options, nsys)
+    mesh: dict[str, Any] = {
+        "listener": listener,
+        "rank": rank,
+        "addresses": addresses,
+        "name": name,
+        "connect_timeout": min(timeout, 120.0),
+    }
+    if device != "cpu":
+        core = _C.connect_ipc(device=device, attention=attention, put_blocks=put_ctas or 0, **mesh, **options)
+    else:
+        core = _C.connect_shm(progress_thread=progress_thread, link=words, **mesh, **options)
+    return Context(core, heads, cost, nsys=nsys)
+
+
+def _over_torch(
+    group: dist.ProcessGroup, name: str, heads: Heads, cost: CostModel, options: dict[str, Any], nsys: bool
+) -> Context:
+    timeout = options["timeout"]
+    exchange = Exchange(group, timeout, hosts.address_if_known(group, timeout))
+    core = _C.make_torch(
+        rank=dist.get_rank(group),
+        num_ranks=dist.get_world_size(group),
+        all_to_all=exchange.all_to_all,
+        abandon=exchange.abandon,
+        name=name,
+        **options,
+    )
+    return Context(core, heads, cost, exchange, nsys=nsys)

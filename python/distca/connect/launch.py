@@ -1,0 +1,401 @@
+"""Start the ranks of one job on this machine: `distca.launch(fn, *args, ranks=N)`.
+
+Each rank is a process of its own (spawned by default, so `fn` must be importable) with `torch.distributed` initialised
+over gloo on the loopback interface. The rendezvous is a store that the parent owns on a port the kernel chose: no port
+races, no files. Ranks die with their parent, and a rank that fails ends the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess, SpawnProcess
+from typing import Any, Literal, NoReturn, TypeVar, get_args
+
+import torch
+import torch.distributed as dist
+
+from distca.connect.open_files import check_open_files
+from distca.errors import (
+    ContextPoisonedError,
+    DistcaError,
+    InvalidArgumentError,
+    PeerDiedError,
+    PeerLeftError,
+    PeerTimeoutError,
+)
+
+Result = TypeVar("Result")
+StartMethod = Literal["spawn", "forkserver"]
+
+GRACE_SECONDS = 5.0
+"""How long the other ranks may take to end by themselves once one has failed."""
+_WAKE_SECONDS = 0.5
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+
+
+class RankError(DistcaError):
+    """A rank started by `launch` failed. The message names the rank, what happened and, for an exception, its
+    traceback.
+
+    Attributes: `rank`; `headline`, the message without the traceback; `exception`, the name of the exception type the
+    rank raised ("" if it died without one); `expected`, whether that exception is one of distca's own errors.
+    """
+
+    def __init__(
+        self, rank: int, headline: str, details: str = "", exception: str = "", expected: bool = False
+    ) -> None:
+        super().__init__(f"{headline}\n\n{details}" if details else headline)
+        self.rank = rank
+        self.headline = headline
+        self.exception = exception
+        self.expected = expected
+
+
+@dataclass
+class _Failure:
+    """What a rank reports about the exception that ended it. `when` is on the clock that all processes share."""
+
+    exception: str
+    text: str
+    details: str
+    when: float
+    expected: bool = False
+    follow_up: bool = False  # the echo of another rank's failure
+    interrupted: bool = False
+
+    @staticmethod
+    def of(error: BaseException) -> _Failure:
+        of_another = PeerDiedError | PeerLeftError | PeerTimeoutError | ContextPoisonedError | dist.DistError
+        echo = isinstance(error, of_another) or (
+            isinstance(error, RuntimeError) and "gloo" in str(error) and not isinstance(error, DistcaError)
+        )
+        return _Failure(
+            type(error).__name__,
+            str(error),
+            "".join(traceback.format_exception(error)).rstrip(),
+            time.monotonic(),
+            expected=isinstance(error, DistcaError),
+            follow_up=echo,
+            interrupted=isinstance(error, KeyboardInterrupt),
+        )
+
+
+@dataclass
+class _Success:
+    value: Any
+
+
+@dataclass
+class _Rank:
+    """The parent's view of one rank."""
+
+    rank: int
+    process: SpawnProcess | ForkServerProcess
+    pipe: Connection
+    report: _Failure | _Success | None = None
+    ended_at: float | None = None
+    stopped_by_us: bool = field(default=False)
+
+    @property
+    def running(self) -> bool:
+        return self.ended_at is None
+
+    @property
+    def failed(self) -> bool:
+        return isinstance(self.report, _Failure) or (not self.running and self.process.exitcode != 0)
+
+    def receive(self) -> None:
+        """Takes the report out of the pipe if there is one (a rank may also die without)."""
+        try:
+            if self.report is not None or not self.pipe.poll():
+                return
+            message = self.pipe.recv_bytes()
+        except (EOFError, OSError):
+            return
+        try:
+            self.report = pickle.loads(message)
+        except Exception as error:
+            self.report = _Failure.of(InvalidArgumentError(f"launch: the returned value cannot be unpickled: {error}"))
+
+    def signal(self, number: int) -> None:
+        if self.running and self.process.pid is not None and self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):  # it ended since; a server of forks has taken it away
+                os.kill(self.process.pid, number)
+
+
+def launch(
+    fn: Callable[..., Result],
+    *args: Any,
+    ranks: int,
+    threads: int | None = None,
+    start_method: StartMethod = "spawn",
+) -> list[Result]:
+    """Calls `fn(*args)` in `ranks` new processes and returns what each returned, in the order of the ranks.
+
+    In each process `torch.distributed` is initialised (gloo, on the loopback interface unless GLOO_SOCKET_IFNAME says
+    otherwise), RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set, and torch uses `threads` threads (default:
+    this machine's cores divided by `ranks`). `fn`, `args` and the returned values are pickled: small objects.
+
+    Raises `RankError` naming the rank that failed first and why; the others get a few seconds to end by themselves
+    and are then terminated. Ctrl-C is passed on to every rank once, where it raises KeyboardInterrupt unless `fn`
+    handles it: if all ranks return, so does `launch`; otherwise it raises KeyboardInterrupt. A second Ctrl-C kills
+    the ranks. The calling script needs an `if __name__ == "__main__":` guard, as with every spawned process.
+
+    `start_method="forkserver"` is for programs that launch often and without a GPU, such as tests: ranks are forked
+    from one process that the first such launch starts and that has imported what
+    `multiprocessing.set_forkserver_preload` names, which saves each rank the seconds of those imports.
+    """
+    if ranks < 1:
+        raise InvalidArgumentError(f"launch: ranks is {ranks}, must be at least 1")
+    threads = threads if threads is not None else max(1, (os.cpu_count() or 1) // ranks)
+    if threads < 1:
+        raise InvalidArgumentError(f"launch: threads is {threads}, must be at least 1")
+    if start_method not in get_args(StartMethod):
+        raise InvalidArgumentError(
+            f"launch: start_method is {start_method!r}, must be one of {', '.join(get_args(StartMethod))}"
+        )
+    try:
+        call = pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise InvalidArgumentError(
+            f"launch: {getattr(fn, '__qualname__', fn)!s} and its arguments must be picklable, "
+            f"and the function importable (defined at the top level of a module): {error}"
+        ) from error
+
+    check_open_files(f"launch: {ranks} rank{'s' * (ranks > 1)}", 16 + 4 * ranks)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(
+        "127.0.0.1", port, ranks, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    group: list[_Rank] = []
+    try:
+        _start(group, call, ranks, threads, port, start_method)
+        interrupted = _supervise(group)
+        return _outcome(group, interrupted)
+    finally:
+        for rank in group:
+            rank.signal(signal.SIGKILL)
+        for rank in group:
+            rank.process.join()
+            rank.process.close()
+            rank.pipe.close()
+        del store
+
+
+def _start(group: list[_Rank], call: bytes, ranks: int, threads: int, port: int, start_method: StartMethod) -> None:
+    context: Any = multiprocessing.get_context(start_method)
+    environment = dict(os.environ)  # that of a server of forks is the one it was started in
+    # A rank starts with SIGINT blocked and unblocks it once it has joined the group: a Ctrl-C before waits until then.
+    # The tracker is started first because starting it would unblock the signal again.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for rank in range(ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(call, rank, ranks, threads, port, environment, sender), name=f"rank {rank}"
+            )
+            process.start()
+            sender.close()
+            group.append(_Rank(rank, process, receiver))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _supervise(group: list[_Rank]) -> bool:
+    """Waits until every rank has ended; True if Ctrl-C was pressed meanwhile."""
+    interrupts = 0
+    deadline: float | None = None
+    while any(rank.running for rank in group):
+        try:
+            _collect(group, deadline)
+            if deadline is None and any(rank.failed for rank in group):
+                deadline = time.monotonic() + GRACE_SECONDS
+            if deadline is not None and time.monotonic() > deadline:
+                for rank in group:
+                    if rank.running:
+                        rank.stopped_by_us = True
+                        rank.signal(signal.SIGKILL)
+        except KeyboardInterrupt:
+            interrupts += 1
+            for rank in group:
+                rank.stopped_by_us |= rank.running and interrupts > 1
+                rank.signal(signal.SIGINT if interrupts == 1 else signal.SIGKILL)
+    return interrupts > 0
+
+
+def _collect(group: list[_Rank], deadline: float | None) -> None:
+    """Waits for news of any rank, a while or until the deadline, and takes it in."""
+    waiting: list[Any] = [rank.process.sentinel for rank in group if rank.running]
+    waiting += [rank.pipe for rank in group if rank.running and rank.report is None]
+    # A Ctrl-C that another thread is given (torch's store has one) does not wake this one, so look now and then.
+    timeout = _WAKE_SECONDS if deadline is None else min(_WAKE_SECONDS, max(0.0, deadline - time.monotonic()) + 0.01)
+    ready = wait(waiting, timeout)
+    for rank in group:
+        if rank.pipe in ready:
+            rank.receive()
+        if rank.running and rank.process.sentinel in ready:
+            rank.receive()
+            rank.process.join()
+            rank.ended_at = time.monotonic()
+
+
+def _outcome(group: list[_Rank], interrupted: bool) -> list[Any]:
+    """The values of all ranks, or the error of the rank that failed first."""
+    failures = [(key, rank) for rank in group if (key := _failure_key(rank)) is not None]
+    if interrupted and any(not isinstance(rank.report, _Success) for rank in group):
+        raise KeyboardInterrupt
+    if not failures:
+        return [rank.report.value for rank in group if isinstance(rank.report, _Success)]
+    failures.sort(key=lambda entry: entry[0])
+    _, first = failures[0]
+    others = "".join(f"\nrank {rank.rank} then ended: {_headline(rank)}" for _, rank in failures[1:])
+    report = first.report
+    if isinstance(report, _Failure) and report.interrupted:
+        raise KeyboardInterrupt
+    headline = f"rank {first.rank} of {len(group)} {_headline(first)}"
+    if isinstance(report, _Failure):
+        raise RankError(first.rank, headline, report.details + others, report.exception, report.expected)
+    raise RankError(first.rank, headline, others.strip())
+
+
+def _failure_key(rank: _Rank) -> tuple[int, float] | None:
+    """Sorts failures by how likely they are the cause: what we stopped and what echoes others last, then by time."""
+    if isinstance(rank.report, _Failure):
+        return (2 if rank.report.interrupted else int(rank.report.follow_up), rank.report.when)
+    if rank.process.exitcode == 0 and rank.report is not None:
+        return None
+    late = rank.stopped_by_us or rank.report is not None
+    return (3 if late else 0, rank.ended_at or 0.0)
+
+
+def _headline(rank: _Rank) -> str:
+    if isinstance(rank.report, _Failure):
+        return f"failed: {rank.report.exception}: {rank.report.text}"
+    code = rank.process.exitcode
+    after = " after its function had returned" if rank.report is not None else ""
+    if rank.stopped_by_us:
+        return f"did not end within {GRACE_SECONDS:g} seconds of another rank's failure and was killed"
+    if code is not None and code < 0:
+        return f"was killed by {_signal_name(-code)}{after}"
+    if code == 0:
+        return "exited with code 0 without returning from its function"
+    return (
+        f"exited with code {code}{after or ' before its function returned'}; if it could not start, check that the "
+        "calling script has an `if __name__ == '__main__':` guard"
+    )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"signal {signal.Signals(number).name}"
+    except ValueError:
+        return f"signal {number}"
+
+
+# ---- in the rank's process ----
+
+
+def _rank_main(
+    call: bytes, rank: int, ranks: int, threads: int, port: int, environment: dict[str, str], pipe: Connection
+) -> None:
+    _die_with_parent()
+    os.environ.clear()
+    os.environ.update(environment)
+    gc.freeze()  # what is imported by now stays: collections need not look through it
+    _name_process(f"distca-rank-{rank}")
+    os.setpgid(0, 0)  # a Ctrl-C at the terminal reaches the parent alone, which passes it on exactly once
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # outside the terminal's own process group, printing must not stop us
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _join_group(rank, ranks, threads, port)
+        # Gloo's threads keep SIGINT blocked: one that took it would leave this thread asleep.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        fn, args = pickle.loads(call)
+        value = fn(*args)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a rank that has returned is not interrupted any more
+        fn = args = None
+        _send_value(pipe, value)
+    except BaseException as error:
+        _report_and_exit(pipe, error)
+    try:
+        leave_process_group()
+    except Exception:  # a peer failed meanwhile: the parent knows why
+        exit_now(1)
+
+
+def _join_group(rank: int, ranks: int, threads: int, port: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(threads)
+    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+
+
+def leave_process_group() -> None:
+    """Ends `torch.distributed` in this process, together with all other ranks.
+
+    Everything that holds the group (DDP, optimizers over it) must have been dropped: gloo aborts a process that exits
+    while a process group is alive.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _send_value(pipe: Connection, value: Any) -> None:
+    try:
+        message = pickle.dumps(_Success(value))
+    except Exception as error:
+        raise InvalidArgumentError(f"launch: the returned {type(value).__name__} cannot be pickled: {error}") from error
+    pipe.send_bytes(message)
+
+
+def _report_and_exit(pipe: Connection, error: BaseException) -> NoReturn:
+    message = pickle.dumps(_Failure.of(error))
+    with contextlib.suppress(OSError):  # the parent is gone
+        pipe.send_bytes(message)
+    exit_now(1)
+
+
+def exit_now(code: int) -> NoReturn:
+    """Leaves without destructors: what failed may hold a process group, with which gloo would abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _die_with_parent() -> None:
+    """Where a server forked this process, it is the one that ends with the program that launched."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is None or not parent.is_alive():  # it ended before the line above took effect
+        os._exit(1)
+
+
+def _name_process(name: str) -> None:
+    _prctl(_PR_SET_NAME, ctypes.create_string_buffer(name.encode()))
+
+
+def _prctl(option: int, value: Any) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

@@ -1,0 +1,113 @@
+"""``transport="nvshmem"``: rows between GPUs of any hosts. Not yet run on a GPU.
+
+Ranks find each other by NVSHMEM's unique id, which travels over the process group: so it makes no difference whether
+torchrun, Slurm or MPI started them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from distca import _C
+from distca.connect import hosts
+from distca.connect.exchange import gather_text
+from distca.errors import DeviceError, InvalidArgumentError
+
+_LIBRARY = "libnvshmem_host.so.3"
+_TOLD = 200
+"""Characters of a problem that the other ranks are told."""
+HEAP_VARIABLE = "EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB"
+"""The heap's size in GiB where ``heap_bytes`` is not given; the released DistCA reads the same."""
+
+
+def library_folder() -> Path | None:
+    """Where the wheel nvidia-nvshmem-cu13 of this Python has its libraries; None where it is not installed."""
+    try:
+        found = importlib.util.find_spec("nvidia.nvshmem")
+    except ModuleNotFoundError:
+        found = None
+    folders = [Path(folder) / "lib" for folder in found.submodule_search_locations or []] if found else []
+    return next((folder for folder in folders if (folder / _LIBRARY).exists()), None)
+
+
+@functools.cache
+def status() -> tuple[str, str]:
+    """Version of NVSHMEM, or else why the transport is not to be had. Loads the libraries; starts nothing."""
+    # In a wheel our library lies beside the one that it needs; elsewhere that one is found if it is loaded already.
+    folder = library_folder()
+    if folder is not None:
+        ctypes.CDLL(str(folder / _LIBRARY))
+    return _C.nvshmem_status()
+
+
+def heap_bytes_of_environment() -> int | None:
+    """What ``EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB`` asks for, if it is set."""
+    text = os.environ.get(HEAP_VARIABLE)
+    if text is None:
+        return None
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < 1 << 20:
+        raise InvalidArgumentError(f"init: {HEAP_VARIABLE} = {text!r}; a positive number of GiB is expected")
+    return int(size * (1 << 30))
+
+
+def connect(
+    group: dist.ProcessGroup | None,
+    device: str,
+    attention: str,
+    name: str,
+    options: dict[str, Any],
+    put_ctas: int | None = None,
+) -> _C.Context:
+    """Makes this process a rank; collective over the group. ``device`` is ``"cuda:"`` and a number.
+
+    Raises InvalidArgumentError where a rank cannot have the transport, DeviceError where NVSHMEM does not begin on one,
+    on all ranks; InvalidArgumentError too where the hosts have no address at which to reach each other.
+    """
+    timeout: float = options["timeout"]
+    rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
+    member: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "device": int(device.removeprefix("cuda:"))}
+    unique_id, problem = b"", status()[1]
+    try:
+        problem = problem or _C.nvshmem_problem(**member)
+        if rank == 0 and not problem:
+            unique_id = _C.nvshmem_unique_id()
+    except DeviceError as error:
+        problem = str(error)
+    # Told to all, so that none waits for a rank that cannot come.
+    told = [text.split("|", 1) for text in _gather(f"{unique_id.hex()}|{problem[:_TOLD]}", group, timeout)]
+    for peer, (_, problem) in enumerate(told):
+        if problem:
+            raise InvalidArgumentError(f"init: transport 'nvshmem' is not to be had on rank {peer}: {problem}")
+    try:
+        _C.nvshmem_join(**member, unique_id=bytes.fromhex(told[0][0]))
+    except DeviceError as error:
+        problem = str(error)
+    for peer, reason in enumerate(_gather(problem[:_TOLD], group, timeout)):
+        if reason:
+            raise DeviceError(f"init: transport 'nvshmem', rank {peer}: {reason}")
+    listener, addresses = hosts.listen(group, timeout)
+    return _C.connect_nvshmem(
+        **member,
+        attention=attention,
+        name=name,
+        listener=listener,
+        addresses=addresses,
+        put_blocks=put_ctas or 0,
+        connect_timeout=min(timeout, 120.0),
+        **options,
+    )
+
+
+def _gather(text: str, group: dist.ProcessGroup | None, timeout: float) -> list[str]:
+    return gather_text(text, group, timeout) if group is not None else [text]

@@ -1,0 +1,70 @@
+"""Arguments that all ways to make a context take, checked and in the core's terms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distca import _C
+from distca.arguments import check_type, is_number, is_whole
+from distca.errors import DeviceError, InvalidArgumentError
+from distca.heads import Heads
+from distca.planner.cost import CostModel
+from distca.planner.memory import SLOTS, default_heap_bytes
+
+EXTENT_ALIGNMENT = 64
+
+
+def attention_problem(device: str, attention: str, heads: Heads) -> str:
+    """Why the own kernels, if they are chosen, do not compute there; empty where they do."""
+    if device == "cpu" or attention != "own":
+        return ""
+    shape = heads.q, heads.kv, heads.dim, heads.value_dim, heads.dtype_number
+    problem = _C.own_attention_problem(*shape, int(device.removeprefix("cuda:")))
+    return problem and f"attention = 'own': {problem}"
+
+
+def device_name(device: torch.device | str) -> str:
+    """``"cpu"``, or ``"cuda:"`` and the number of a device that is there."""
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgumentError(f"init: device = {device!r}; {error}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidArgumentError(f"init: device = {str(device)!r}; cpu and cuda are supported")
+    if device.type == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise DeviceError(f"init: device = {str(device)!r}, but PyTorch finds no CUDA device here")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise DeviceError(f"init: device = {str(device)!r}; there are {torch.cuda.device_count()}")
+    return f"cuda:{index}"
+
+
+def core_options(slot_bytes: int, timeout: float, cost: CostModel) -> dict[str, Any]:
+    """What every transport's constructor in ``_C`` takes."""
+    if not is_number(timeout, 0.0, float("inf")):
+        raise InvalidArgumentError(f"init: timeout = {timeout!r}; a number of seconds is expected")
+    check_type("init", "cost", cost, CostModel, 'distca.CostModel.load("pairs")')
+    return {
+        "slot_bytes": slot_bytes,
+        "timeout": float(timeout),
+        "cost": cost.core,
+    }
+
+
+def slot_bytes_of(max_tokens: int, heads: Heads, heap_bytes: int | None) -> int:
+    """Bytes of one slot, of the heap that is asked for or the default one."""
+    if not is_whole(max_tokens, 1):
+        raise InvalidArgumentError(f"init: max_tokens = {max_tokens!r}; at least 1 is expected")
+    check_type("init", "heads", heads, Heads, "distca.Heads(q=8, kv=2, dim=64)")
+    if heap_bytes is None:
+        heap_bytes = default_heap_bytes(max_tokens, heads)
+    if not is_whole(heap_bytes, 1):
+        raise InvalidArgumentError(f"init: heap_bytes = {heap_bytes!r}; a number of bytes is expected")
+    slot_bytes = heap_bytes // SLOTS // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
+    if slot_bytes <= 0:
+        raise InvalidArgumentError(f"init: heap_bytes = {heap_bytes}; at least {SLOTS * EXTENT_ALIGNMENT} are needed")
+    return slot_bytes

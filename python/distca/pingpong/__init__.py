@@ -1,0 +1,1 @@
+"""Two halves of a micro-batch that take turns, so that rows travel behind compute."""

@@ -1,0 +1,1 @@
+"""Plans of batches: who computes what, which rows travel, and where they lie."""

@@ -1,0 +1,144 @@
+"""Two halves of a micro-batch for ping-pong, balanced in attention and in every rank's tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+
+import torch
+
+from distca.planner.layout import PADDING, Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """Some of the documents of a layout, as a layout of its own.
+
+    Attributes:
+        layout: of these documents alone, numbered from 0 in their order; a rank without any has the idle rows.
+        documents: their numbers in the whole layout, ascending.
+    """
+
+    layout: Layout
+    documents: list[int]
+    _whole: Layout = dataclasses.field(repr=False)
+
+    def rows(self, rank: int) -> torch.Tensor:
+        """Rows of the rank's whole token tensor that are in this half, in order, int64; without idle ones."""
+        mine, parts, first = set(self.documents), [torch.zeros(0, dtype=torch.int64)], 0
+        for document, begin, end in self._whole.segments(rank):
+            if document in mine:
+                parts.append(torch.arange(first, first + end - begin))
+            first += end - begin
+        return torch.cat(parts)
+
+    def take(self, whole: torch.Tensor, rank: int, *, dim: int = 0, fill: float = 0) -> torch.Tensor:
+        """The rows of this half of a tensor of the rank's rows; `fill` in idle ones."""
+        rows = self.rows(rank).to(whole.device)
+        if len(rows) > 0:
+            return whole.index_select(dim, rows)
+        shape = list(whole.shape)
+        shape[dim] = self.layout.num_rows(rank)
+        return whole.new_full(shape, fill)
+
+
+def halves(layout: Layout, *, window: int | None = None, idle_rows: int = 0) -> tuple[Half, Half]:
+    """Deals the documents of a layout out to two halves with about the same attention and, on every rank, tokens.
+
+    A pure function of its arguments, so every rank finds the same halves. Documents stay whole: one that is longer than
+    all others together is a half that the other cannot match. Padding is in neither.
+
+    Args:
+        layout: of the micro-batch.
+        window: how many keys a row sees, its own included; all of its document before it by default.
+        idle_rows: rows of padding for a rank that has no row in a half, for models that cannot take an empty tensor.
+    """
+    lengths = layout.document_lengths
+    tokens: list[dict[int, int]] = [defaultdict(int) for _ in lengths]  # of each document, by rank
+    for rank in range(layout.num_ranks):
+        for document, begin, end in layout.segments(rank):
+            if document != PADDING:
+                tokens[document][rank] += end - begin
+    pairs = [_visible_pairs(length, window) for length in lengths]
+    second = _deal(pairs, tokens, layout.num_ranks)
+    return _half(layout, [not one for one in second], idle_rows), _half(layout, second, idle_rows)
+
+
+def _visible_pairs(length: int, window: int | None) -> int:
+    seen = min(length, window or length)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+def _half(layout: Layout, taken: list[bool], idle_rows: int) -> Half:
+    documents = [document for document, one in enumerate(taken) if one]
+    number = {document: i for i, document in enumerate(documents)}
+    segments = [
+        [(number[document], begin, end) for document, begin, end in layout.segments(rank) if document in number]
+        for rank in range(layout.num_ranks)
+    ]
+    idle = [(PADDING, 0, idle_rows)] if idle_rows else []
+    half = Layout([of_rank or idle for of_rank in segments])
+    half._longest_of_whole = layout.longest_document  # so that both halves have the same RoPE frequencies
+    return Half(half, documents, layout)
+
+
+class _Difference:
+    """First half less second, each quantity as a fraction of the whole: attention, and the tokens of every rank."""
+
+    def __init__(self, pairs: list[int], tokens: list[dict[int, int]], num_ranks: int) -> None:
+        totals = [sum(pairs), *(sum(of.get(rank, 0) for of in tokens) for rank in range(num_ranks))]
+        self.weights = [
+            [(0, cost / totals[0]), *((1 + rank, n / totals[1 + rank]) for rank, n in sorted(of.items()))]
+            for cost, of in zip(pairs, tokens, strict=True)
+        ]
+        self.value = [0.0] * (1 + num_ranks)
+
+    def change(self, document: int, factor: float) -> float:
+        """By how much the sum of squares grows where the document counts `factor` times more."""
+        return sum(factor * weight * (2 * self.value[i] + factor * weight) for i, weight in self.weights[document])
+
+    def add(self, document: int, factor: float) -> None:
+        for i, weight in self.weights[document]:
+            self.value[i] += factor * weight
+
+
+_MOST_SWAPS = 64  # documents of which every pair is tried
+
+
+def _deal(pairs: list[int], tokens: list[dict[int, int]], num_ranks: int) -> list[bool]:
+    """For each document whether it is in the second half: the costliest first, each where it helps; then exchanges."""
+    difference = _Difference(pairs, tokens, num_ranks)
+    order = sorted(range(len(pairs)), key=lambda document: (-pairs[document], document))
+    sign = [1.0] * len(pairs)
+    for document in order:
+        sign[document] = 1.0 if difference.change(document, 1.0) <= difference.change(document, -1.0) else -1.0
+        difference.add(document, sign[document])
+
+    def move(document: int) -> None:
+        difference.add(document, -2.0 * sign[document])
+        sign[document] = -sign[document]
+
+    def helps(*documents: int) -> bool:
+        """Moves them to their other half, and back unless that is better."""
+        before = sum(x * x for x in difference.value)
+        for document in documents:
+            move(document)
+        if sum(x * x for x in difference.value) < before - 1e-12:
+            return True
+        for document in documents:
+            move(document)
+        return False
+
+    few = order[:_MOST_SWAPS]
+    for _ in range(4):
+        better = False
+        for document in order:
+            if difference.change(document, -2.0 * sign[document]) < -1e-12:
+                move(document)
+                better = True
+        for i, one in enumerate(few):
+            for other in few[i + 1 :]:
+                better |= sign[one] != sign[other] and helps(one, other)
+        if not better:
+            break
+    return [one < 0 for one in sign]

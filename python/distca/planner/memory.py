@@ -1,0 +1,114 @@
+"""What distca's heap takes on every rank, and what is retained beside it, stated before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distca.errors import InvalidArgumentError
+from distca.heads import Heads
+from distca.planner.stats import ArenaBytes, PlanStats
+from distca.registry import find_context, get_context
+
+if TYPE_CHECKING:
+    from distca.context import Context
+
+SLOTS = 2
+"""Steps that may be under way at once: the heap is divided into as many slots."""
+_LEAST_HEAP = 8 << 20  # pages of the CPU's heaps are taken as they are used, and GPUs have as much to spare
+_PHASES = ("forward", "backward")
+
+
+def default_heap_bytes(max_tokens: int, heads: Heads) -> int:
+    """The heap of a rank of so many tokens, in bytes, where no other size is asked for.
+
+    Six times its own rows of q, k, v, out and their gradients (at least 8 MiB), whatever the number of ranks.
+    """
+    row_bytes = 2 * (heads.q + heads.kv) * (heads.dim + heads.value_dim) * heads.dtype.itemsize
+    return max(6 * max_tokens * row_bytes, _LEAST_HEAP)
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of the symmetric heap for some plans; printed, it is a table. Made by `memory_report`.
+
+    The heap has two slots, so that the rows of two steps may be there at once, and is as large on every rank as the
+    neediest one wants it, for peers write into it. Beside it distca keeps the kernel's scratch, returned tensors, and
+    what plans with `retain_bytes` keep.
+
+    Attributes:
+        arenas: of every rank, the largest arena that one of the plans has in each phase.
+        slot_bytes: the largest of them: what a slot must hold for these plans.
+        heap_bytes: what the heap takes: that of the context, else two such slots.
+        capacity: bytes of a slot of the context; None without one.
+        imbalance: largest attention load over the mean, for each plan.
+        wanted_slot_bytes: what a slot would have to hold for no plan to trade balance for memory.
+        retained_bytes: of every rank, what it keeps outside the heap from forward to backward, of all layers.
+    """
+
+    arenas: list[dict[str, ArenaBytes]]
+    slot_bytes: int
+    heap_bytes: int
+    capacity: int | None
+    imbalance: list[float]
+    wanted_slot_bytes: int
+    retained_bytes: list[int]
+
+    @property
+    def trades_balance(self) -> bool:
+        """Whether a plan is less balanced than asked for because a slot holds no more."""
+        return self.wanted_slot_bytes > self.slot_bytes
+
+    def __str__(self) -> str:
+        head = f"{'rank':>4}  {'phase':<8}  {'rows served':>13}  {'rows come home':>14}  {'scratch':>13}  {'arena':>13}"
+        lines = [head]
+        for rank, phases in enumerate(self.arenas):
+            for phase, arena in phases.items():
+                parts = f"{arena.server_in:>13,}  {arena.home_in:>14,}  {arena.scratch:>13,}  {arena.total:>13,}"
+                lines.append(f"{rank:>4}  {phase:<8}  {parts}")
+        room = "" if self.capacity is None else f" of {self.capacity:,}"
+        lines.append(f"a slot needs {self.slot_bytes:,}{room} bytes; the heap of each rank has {self.heap_bytes:,}")
+        if any(self.retained_bytes):
+            most = max(self.retained_bytes)
+            rank = self.retained_bytes.index(most)
+            lines.append(f"beside the heap, up to {most:,} bytes (rank {rank}) are kept from forward to backward")
+        if self.trades_balance:
+            lines.append(
+                f"memory costs balance: the largest load is {max(self.imbalance):.3f} of the mean, and slots of "
+                f"{self.wanted_slot_bytes:,} bytes (heap_bytes={SLOTS * self.wanted_slot_bytes}) would mend it"
+            )
+        return "\n".join(lines)
+
+
+def report(stats: Sequence[PlanStats], *, context: Context | str | None = None, layers: int = 1) -> MemoryReport:
+    """`distca.memory_report`, of the plans' statistics."""
+    here = get_context() if context is None else find_context(context)
+    if here is None and context is not None:
+        raise InvalidArgumentError(f"memory_report: there is no context {context!r}")
+    ranks = {len(s.load) for s in stats}
+    if len(ranks) != 1:
+        raise InvalidArgumentError(f"memory_report: plans for {sorted(ranks)} ranks; plans of one group are expected")
+    if layers < 1:
+        raise InvalidArgumentError(f"memory_report: layers = {layers}; at least 1 is allowed")
+    (num_ranks,) = ranks
+    if here is not None and context is not None and here.num_ranks != num_ranks:
+        raise InvalidArgumentError(
+            f"memory_report: plans for {num_ranks} ranks and context {here.name!r} of {here.num_ranks}"
+        )
+    if here is not None and here.num_ranks != num_ranks:
+        here = None  # the default context has nothing to do with these plans
+    arenas = [
+        {phase: max((s.arena_bytes[phase][rank] for s in stats), key=lambda arena: arena.total) for phase in _PHASES}
+        for rank in range(num_ranks)
+    ]
+    slot_bytes = max(s.slot_bytes for s in stats)
+    return MemoryReport(
+        arenas=arenas,
+        slot_bytes=slot_bytes,
+        heap_bytes=SLOTS * (slot_bytes if here is None else here.slot_bytes),
+        capacity=None if here is None else here.slot_bytes,
+        imbalance=[s.imbalance_after for s in stats],
+        wanted_slot_bytes=max(s.wanted_slot_bytes for s in stats),
+        retained_bytes=[layers * max(s.retained_bytes[rank] for s in stats) for rank in range(num_ranks)],
+    )

@@ -1,0 +1,231 @@
+"""A plan of one batch, seen from one rank. Usable alone: no process group, no context, no GPU."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from distca import _C
+from distca.errors import InvalidArgumentError
+from distca.heads import Heads
+from distca.planner.cost import CostModel
+from distca.planner.layout import Layout
+from distca.planner.memory import MemoryReport, report
+from distca.planner.stats import ArenaBytes, PlanStats, Task, Transfer
+
+_MESSAGES = ("forward_in", "forward_out", "backward_in", "backward_out")
+#: By number in the core; the last two are sums of several servers in fp32.
+_TENSORS = ("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv", "dk", "dv")
+
+
+class _Made:
+    """The core's plan of all ranks, and how it was made: so it is made again where it was pickled."""
+
+    def __init__(self, layout: Layout, heads: Heads, arguments: Mapping[str, Any]) -> None:
+        self.layout, self.heads, self._arguments = layout, heads, arguments
+        self._core: _C.Plan | None = self._plan()
+        self.digest: int = self._core.digest
+
+    def _plan(self) -> _C.Plan:
+        cost: CostModel = self._arguments["cost"]
+        return _C.Plan(
+            layout=self.layout._core,
+            q_heads=self.heads.q,
+            kv_heads=self.heads.kv,
+            dim=self.heads.dim,
+            v_dim=self.heads.value_dim,
+            dtype=self.heads.dtype_number,
+            **{**self._arguments, "cost": cost.core},
+        )
+
+    @property
+    def core(self) -> _C.Plan:
+        if self._core is None:
+            core = self._plan()
+            if core.digest != self.digest:
+                raise InvalidArgumentError(
+                    f"plan: it was pickled with digest {_text(self.digest)}, and its arguments give "
+                    f"{_text(core.digest)} here: another version of distca made it; plan again"
+                )
+            self._core = core
+        return self._core
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_core": None}
+
+
+def _text(digest: int) -> str:
+    return f"0x{digest:016x}"
+
+
+class Plan:
+    """One layout's tasks, transfers and arenas, seen from one rank. Made by :func:`plan`; the same on every rank.
+
+    A value: it can be copied, compared by its digest, and pickled, so that a ``DataLoader``'s workers may make plans
+    and a checkpoint may have them. What is pickled is this rank's slice, checked when it is read, and how the plan was
+    made: what else is asked of it (``tasks``, ``stats``, ``for_rank``) is then planned again, to the same digest.
+
+    Attributes:
+        layout, heads, mask, window: what it was made for.
+        rank: the rank it is seen from.
+        num_rows: rows of that rank's token tensor.
+        tensor: that rank's slice for the operators: int64, CPU, length a power of two.
+        retain_bytes: what each rank may keep of a step, as `plan` was told.
+        retains: whether any rank may keep something.
+        retained_bytes: what this rank keeps of a step.
+        in_parts: whether `core_attention` takes its steps in parts, as ping-pong does.
+        half: of ping-pong, for which this copy was made: 0 or 1; None otherwise.
+    """
+
+    def __init__(self, made: _Made, rank: int, mask: str, window: int | None, retain_bytes: Sequence[int]) -> None:
+        self._made = made
+        self._words = made.core.slice(rank)
+        self.layout = made.layout
+        self.heads = made.heads
+        self.rank = rank
+        self.mask = mask
+        self.window = window
+        self.retain_bytes = list(retain_bytes)
+        # Plain attributes, not properties: torch.compile reads them without breaking the graph.
+        self.tensor = torch.frombuffer(self._words, dtype=torch.int64)
+        self.num_rows = self.layout.num_rows(rank)
+        self.retains = any(self.retain_bytes)
+        self.retained_bytes: int = self.stats.retained_bytes[rank] if self.retains else 0
+        self.in_parts = False
+        self.half: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("tensor", "tasks", "stats")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _C.validate_plan(memoryview(state["_words"]).cast("q"))
+        vars(self).update(state, tensor=torch.frombuffer(state["_words"], dtype=torch.int64))
+
+    def __copy__(self) -> Plan:
+        plan = Plan.__new__(Plan)
+        vars(plan).update(vars(self))
+        return plan
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return copy.copy(self)  # nothing in it changes
+
+    def for_parts(self, half: int | None = None) -> Plan:
+        """The same plan, whose steps `core_attention` takes in parts; of a half of ping-pong, for traces."""
+        plan = copy.copy(self)
+        plan.in_parts, plan.half = True, half
+        return plan
+
+    def same_window(self, window: int | None) -> bool:
+        """Whether this causal plan is right for a layer of that window: no document shows the difference."""
+        if self.window == window:
+            return self.mask == "causal"
+        longest = max(self.layout.document_lengths, default=0)
+        return self.mask == "causal" and min(self.window or longest, longest) == min(window or longest, longest)
+
+    def memory(self, *, layers: int = 1) -> MemoryReport:
+        """The bytes that this plan takes on every rank; printed, a table. See :func:`distca.memory_report`."""
+        return report([self.stats], layers=layers)
+
+    def for_rank(self, rank: int) -> Plan:
+        """The same plan seen from another rank."""
+        return Plan(self._made, rank, self.mask, self.window, self.retain_bytes)
+
+    @property
+    def digest(self) -> str:
+        """What ranks compare to see that they have the same plan."""
+        return _text(self._made.digest)
+
+    @functools.cached_property
+    def tasks(self) -> list[Task]:
+        """All tasks, by (server, document, kv_head_begin, q_begin)."""
+        return [Task(*task) for task in self._made.core.tasks()]
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """All rows that travel between ranks; what stays on its rank is not listed."""
+        return [
+            Transfer(_MESSAGES[t[0]], t[1], t[2], t[3], t[4], t[5], t[6], t[7], _TENSORS[t[8]], t[9])
+            for t in self._made.core.transfers()
+        ]
+
+    @functools.cached_property
+    def stats(self) -> PlanStats:
+        """Loads, bytes and arenas."""
+        raw = self._made.core.stats()
+        raw["arena_bytes"] = {
+            phase: [ArenaBytes(*arena) for arena in arenas] for phase, arenas in raw["arena_bytes"].items()
+        }
+        number, rank = raw.pop("binding")
+        raw["binding"] = (None, "single rows", f"capacity of rank {rank}", "balance off", "given tasks")[number]
+        return PlanStats(**raw, _made=self._made)
+
+    def __repr__(self) -> str:
+        stats = self.stats
+        return (
+            f"Plan({self.layout.num_ranks} ranks, {len(self.tasks)} tasks, imbalance {stats.imbalance_before:.3f} -> "
+            f"{stats.imbalance_after:.3f}, {sum(stats.bytes.values()):,} bytes a layer, digest {self.digest})"
+        )
+
+
+class Plans(Mapping[int | None, Plan]):
+    """Plans of one layout for a model whose layers differ in their window, by window; None is no window.
+
+    Made by :func:`plans`. ``plans[window]`` is the plan of exactly that window, :meth:`for_window` also takes one that
+    does the same.
+    """
+
+    def __init__(self, by_window: Mapping[int | None, Plan]) -> None:
+        if not by_window:
+            raise InvalidArgumentError("plans: no windows are given; None stands for a layer without one")
+        self._by_window = dict(by_window)
+
+    def __getitem__(self, window: int | None) -> Plan:
+        return self._by_window[window]
+
+    def __iter__(self) -> Iterator[int | None]:
+        return iter(self._by_window)
+
+    def __len__(self) -> int:
+        return len(self._by_window)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that all of them are for."""
+        return self._first.layout
+
+    @property
+    def rank(self) -> int:
+        """The rank that all of them are seen from."""
+        return self._first.rank
+
+    @property
+    def _first(self) -> Plan:
+        return next(iter(self._by_window.values()))
+
+    def for_rank(self, rank: int) -> Plans:
+        """The same plans seen from another rank."""
+        return Plans({window: plan.for_rank(rank) for window, plan in self.items()})
+
+    def for_parts(self, half: int | None = None) -> Plans:
+        """The same plans, whose steps `core_attention` takes in parts; of a half of ping-pong, for traces."""
+        return Plans({window: plan.for_parts(half) for window, plan in self.items()})
+
+    def for_window(self, window: int | None) -> Plan:
+        """The plan for layers of that window. Windows at least as long as every document are all the same.
+
+        Raises:
+            InvalidArgumentError: where no plan here does that; names the windows there are.
+        """
+        if window in self._by_window:
+            return self._by_window[window]
+        for plan in self.values():
+            if plan.same_window(window):
+                return plan
+        raise InvalidArgumentError(
+            f"plans: no plan for a window of {window}; there are plans for {', '.join(map(str, self))}: make them with "
+            f"distca.plans(layout, heads, windows=[...])"
+        )

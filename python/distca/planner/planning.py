@@ -1,0 +1,211 @@
+"""How plans are made, and what they take: `distca.plan`, `distca.plans`, `distca.memory_report`.
+
+Nothing here needs a process group or a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+from distca.arguments import check_type, is_number, is_whole, listed
+from distca.errors import InvalidArgumentError
+from distca.heads import Heads
+from distca.planner.cost import CostModel
+from distca.planner.layout import Layout
+from distca.planner.memory import MemoryReport, report
+from distca.planner.plan import Plan, Plans, _Made
+from distca.registry import find_context
+
+if TYPE_CHECKING:
+    from distca.context import Context
+
+#: That a rank may keep: no limit in practice.
+_MOST_BYTES = 2**46
+
+_MASK_NUMBERS = {"causal": 0, "full": 1}
+
+
+def plan(
+    layout: Layout,
+    heads: Heads,
+    *,
+    context: Context | str | None = None,
+    rank: int | None = None,
+    mask: str = "causal",
+    window: int | None = None,
+    servers: Sequence[int] | None = None,
+    speeds: Sequence[int] | None = None,
+    ranks_per_node: int | None = None,
+    tolerance: float = 0.05,
+    balance: bool = True,
+    split_heads: bool = True,
+    min_rows: int = 128,
+    objective: str = "all",
+    overlap: bool = False,
+    retain_bytes: int | Sequence[int] = 0,
+    capacity: int | None = None,
+    cost: CostModel | None = None,
+    tasks: Sequence[tuple[int, int, int, int, int, int]] | None = None,
+) -> Plan:
+    """Cuts core attention of a layout into tasks and gives every rank the same load (paper, section 4.2).
+
+    A pure function of its arguments, the same on every rank to the last bit, so nobody needs to send it. No context is
+    read unless it is given.
+
+    Args:
+        layout: rows of every rank.
+        heads: head shape and dtype of the layers that will use the plan.
+        context: the context that is to run the plan, or its name, of as many ranks as the layout: `rank`, `capacity`
+            and `cost` are its own unless they are given too.
+        rank: the rank whose slice ``Plan.tensor`` is; by default that of `context`, or 0 without one.
+        mask: ``"causal"`` or ``"full"`` (every row of a document sees all of it).
+        window: with the causal mask, how many keys a row sees: its own and the ``window - 1`` before it.
+        servers: the ranks that compute tasks; by default all (in-place servers).
+        speeds: how fast each rank is, integers from 1 to 2**20 in units of your choice; a rank's load is compared with
+            its share of their sum. By default all are equal.
+        ranks_per_node: so many neighbouring ranks are a node, and bytes between nodes are avoided first; by default all
+            ranks are one.
+        tolerance: how far the *largest* load may be above the mean, 0 to 1.
+        balance: False computes every row at home; remote keys of split documents are still fetched.
+        split_heads: whether ranges of a document's key/value heads may go to different servers, which often moves fewer
+            bytes than rows do.
+        min_rows: no smaller piece of a document is cut off as long as the tolerance can be met without.
+        objective: whose bytes are kept few: ``"all"`` four messages, or those of the ``"forward"`` pass.
+        overlap: gradients come home from all servers at once where the capacity allows, so that they travel while ranks
+            compute: for ping-pong. By default they come in rounds, as many messages at a time as fit into memory that
+            the neediest rank's arena takes anyway, and only the first round travels unawaited.
+        retain_bytes: how many bytes of keys and values each rank, as a server, may keep from a step's forward to its
+            backward, so that they are not sent again: one number for all ranks, or one for each. Every call of
+            `core_attention` keeps up to as much until its backward has run, so times the layers. Kept are the documents
+            that save most bytes; results have the same bits. By default nothing is.
+        capacity: bytes of one slot's arena, which no plan passes: it comes first, then the tolerance. By default that
+            of `context`, or unlimited without one.
+        cost: what is balanced; by default the cost model of `context`, or visible pairs without one.
+        tasks: a schedule of your own in place of ours: for each task ``(document, q_begin, q_end, kv_head_begin,
+            kv_head_end, server)``, in any order. ``balance``, ``tolerance`` and ``min_rows`` then have no effect.
+
+    Raises:
+        InvalidArgumentError: for arguments out of range, a context that is not open or has other ranks, and unless
+            ``tasks`` compute every row and head exactly once.
+        CapacityError: where not even rows computed at home fit, or given tasks do not; says the bytes needed.
+    """
+    check_type("plan", "layout", layout, Layout, "distca.Layout.from_documents([[100, 20], [80]])")
+    check_type("plan", "heads", heads, Heads, "distca.Heads(q=8, kv=2, dim=64)")
+    here = None if context is None else _context_of(layout, context)
+    if rank is None:
+        rank = 0 if here is None else here.rank
+    if not is_whole(rank, 0, layout.num_ranks - 1):
+        raise InvalidArgumentError(f"plan: rank = {rank!r}; 0 to {layout.num_ranks - 1} are allowed")
+    if not isinstance(mask, str) or mask not in _MASK_NUMBERS:
+        raise InvalidArgumentError(f"plan: mask = {mask!r}; {', '.join(map(repr, _MASK_NUMBERS))} are allowed")
+    if servers is not None:
+        servers = listed("plan", "servers", servers, "a list of ranks, or None for all,")
+        if not servers:
+            raise InvalidArgumentError("plan: servers is empty; None stands for all ranks")
+        if not all(is_whole(server, 0, layout.num_ranks - 1) for server in servers):
+            raise InvalidArgumentError(f"plan: servers = {servers}; ranks from 0 to {layout.num_ranks - 1} are allowed")
+    if speeds is not None:
+        speeds = listed("plan", "speeds", speeds, "one integer for each rank, or None for the same of all,")
+        if not all(is_whole(speed, 1, 2**20) for speed in speeds):
+            raise InvalidArgumentError(f"plan: speeds = {speeds}; integers from 1 to {2**20} are allowed")
+    if ranks_per_node is not None and not is_whole(ranks_per_node, 1):
+        raise InvalidArgumentError(f"plan: ranks_per_node = {ranks_per_node!r}; None or a positive number is allowed")
+    if window is not None and not is_whole(window, 1):
+        raise InvalidArgumentError(f"plan: window = {window!r}; None or a positive number of keys is allowed")
+    if objective not in ("all", "forward"):
+        raise InvalidArgumentError(f"plan: objective = {objective!r}; 'all' and 'forward' are allowed")
+    if not is_number(tolerance, 0.0, 1.0):
+        raise InvalidArgumentError(f"plan: tolerance = {tolerance!r}; 0 to 1 is allowed")
+    if not is_whole(min_rows, 1):
+        raise InvalidArgumentError(f"plan: min_rows = {min_rows!r}; at least 1 is allowed")
+    if tasks is not None:
+        tasks = listed("plan", "tasks", tasks, "a list of tasks, or None for ours,")
+        for task in tasks:
+            numbers = listed("plan", "a task", task, "(document, q_begin, q_end, kv_head_begin, kv_head_end, server)")
+            if len(numbers) != 6 or not all(is_whole(number, -_MOST_BYTES) for number in numbers):
+                raise InvalidArgumentError(
+                    f"plan: a task is {task!r}; six integers (document, q_begin, q_end, kv_head_begin, kv_head_end, "
+                    "server) are expected"
+                )
+    retain = _retain_bytes(retain_bytes, layout.num_ranks)
+    if capacity is None:
+        capacity = 2**62 if here is None else here.slot_bytes
+    if not is_whole(capacity, 1):
+        raise InvalidArgumentError(f"plan: capacity = {capacity!r} bytes; it must be positive")
+    if cost is None:
+        cost = CostModel() if here is None else here.cost
+    check_type("plan", "cost", cost, CostModel, 'distca.CostModel.load("pairs")')
+    arguments = {
+        "cost": cost,
+        "tolerance_ppm": round(tolerance * 1e6),
+        "min_rows": min_rows,
+        "balance": bool(balance),
+        "capacity": capacity,
+        "mask_kind": _MASK_NUMBERS[mask],
+        "window": window or 0,
+        "servers": [] if servers is None else sorted(set(map(index, servers))),
+        "speeds": [] if speeds is None else list(map(index, speeds)),
+        "ranks_per_node": ranks_per_node or 0,
+        "forward_only": objective == "forward",
+        "overlap": bool(overlap),
+        "retain_bytes": retain,
+        "split_heads": bool(split_heads),
+        "tasks": None if tasks is None else [tuple(map(index, task)) for task in tasks],
+    }
+    return Plan(_Made(layout, heads, arguments), index(rank), mask, window, retain)
+
+
+def _context_of(layout: Layout, context: Context | str) -> Context:
+    """The open context that is to run plans of that layout."""
+    here = find_context(context)
+    if here is None:
+        raise InvalidArgumentError(f"plan: there is no context {context!r}; distca.init makes one")
+    if here.num_ranks != layout.num_ranks:
+        raise InvalidArgumentError(
+            f"plan: the layout is of {layout.num_ranks} ranks, context {here.name!r} of {here.num_ranks}; give a "
+            "layout of its ranks, or no context"
+        )
+    return here
+
+
+def _retain_bytes(asked: int | Sequence[int], num_ranks: int) -> list[int]:
+    """For each rank."""
+    try:
+        of_ranks = [index(n) for n in asked] if isinstance(asked, Sequence) else [index(asked)] * num_ranks
+    except TypeError:
+        of_ranks = [-1]
+    if len(of_ranks) != num_ranks or not all(0 <= n <= _MOST_BYTES for n in of_ranks):
+        raise InvalidArgumentError(
+            f"plan: retain_bytes = {asked!r}; a number of bytes from 0 to 2**46 is allowed, or one for each of "
+            f"{num_ranks} ranks"
+        )
+    return of_ranks
+
+
+def plans(layout: Layout, heads: Heads, *, windows: Iterable[int | None], **options: Any) -> Plans:
+    """One plan for each window of a model whose layers differ in it (Gemma, gpt-oss); ``options`` as for :func:`plan`.
+
+    Args:
+        layout, heads: as for :func:`plan`.
+        windows: the layers' windows; None for layers that see all of their document.
+    """
+    return Plans({window: plan(layout, heads, window=window, **options) for window in dict.fromkeys(windows)})
+
+
+def memory_report(*plans: Plan, context: Context | str | None = None, layers: int = 1) -> MemoryReport:
+    """States the bytes that these plans take on every rank; nothing runs.
+
+    Args:
+        plans: of one or several layouts of the same ranks, a batch each, say.
+        context: the context that is to run them, or its name; by default the default context, if there is one.
+        layers: how many calls of `core_attention` keep what their plan retains at the same time: the layers of a model.
+
+    Raises:
+        InvalidArgumentError: without a plan, for plans of different numbers of ranks, or for a context that is not
+            open or has other ranks; unless there is a layer.
+    """
+    for plan in plans:
+        check_type("memory_report", "a plan", plan, Plan, "distca.plan(layout, heads)")
+    return report([plan.stats for plan in plans], context=context, layers=layers)

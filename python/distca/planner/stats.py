@@ -1,0 +1,139 @@
+"""What a plan consists of and what it does: tasks, transfers, arenas, and the statistics over all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from distca.planner.plan import _Made
+
+
+class Task(NamedTuple):
+    """Query rows ``[q_begin, q_end)`` of a document and the keys they see, computed by ``server`` in one go.
+
+    For key/value heads ``[kv_head_begin, kv_head_end)`` and the query heads that share them; ``home`` is the rank that
+    holds the rows.
+    """
+
+    document: int
+    q_begin: int
+    q_end: int
+    kv_begin: int
+    kv_end: int
+    kv_head_begin: int
+    kv_head_end: int
+    home: int
+    server: int
+
+
+class Transfer(NamedTuple):
+    """Rows ``[begin, end)`` of a document that one message takes from rank ``source`` to rank ``target``.
+
+    ``message`` is a key of ``PlanStats.bytes``. ``tensor`` is q, k, v, out, lse, dout, delta, dq, dk or dv; of it,
+    key/value heads ``[kv_head_begin, kv_head_end)`` or the query heads that share them travel. dk and dv travel in fp32
+    where several servers contribute to the rows.
+    """
+
+    message: str
+    source: int
+    target: int
+    document: int
+    begin: int
+    end: int
+    kv_head_begin: int
+    kv_head_end: int
+    tensor: str
+    bytes: int
+
+
+class ArenaBytes(NamedTuple):
+    """Bytes of one rank's arena in one phase."""
+
+    server_in: int
+    home_in: int
+    scratch: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanStats:
+    """What a plan does, over all ranks. Loads are in units of the cost model, times query heads.
+
+    Attributes:
+        load_before: load of each rank with every row computed at home.
+        load: load of each rank as planned.
+        lower_bound: no plan has a smaller largest load.
+        num_servers: ranks that compute tasks.
+        bytes: bytes between ranks for each message: forward_in, forward_out, backward_in, backward_out.
+        bytes_between_nodes: the part of them that goes from one node to another.
+        arena_bytes: for each phase, forward and backward, the arena of every rank.
+        retained_bytes: what every rank keeps, as a server, from a step's forward to its backward.
+        saved_bytes: what backward_in would have besides if nothing were retained.
+        binding: what keeps the largest load from the tolerance: None (it is within), ``"single rows"`` (none can move
+            with gain), ``"capacity of rank 3"`` (whose arena would need most), ``"balance off"`` or ``"given tasks"``.
+            ``imbalance_after`` tells how near it came.
+        wanted_slot_bytes: ``slot_bytes`` of the plan that would be made if there were no capacity to keep to.
+        plan_ms: time that planning took, in milliseconds.
+    """
+
+    load_before: list[int]
+    load: list[int]
+    lower_bound: int
+    num_servers: int
+    bytes: dict[str, int]
+    bytes_between_nodes: dict[str, int]
+    arena_bytes: dict[str, list[ArenaBytes]]
+    retained_bytes: list[int]
+    saved_bytes: int
+    binding: str | None
+    wanted_slot_bytes: int
+    plan_ms: float
+    _made: _Made = dataclasses.field(repr=False, compare=False)
+
+    @functools.cached_property
+    def _byte_lower_bounds(self) -> tuple[int, int]:
+        return self._made.core.byte_lower_bounds()
+
+    @property
+    def bytes_lower_bound(self) -> int:
+        """No plan within the tolerance moves fewer bytes, of all messages or of those of the objective.
+
+        Found when asked for; 0, which says nothing, for cost models with rates.
+        """
+        return self._byte_lower_bounds[0]
+
+    @property
+    def bytes_between_nodes_lower_bound(self) -> int:
+        """The same of bytes from one node to another."""
+        return self._byte_lower_bounds[1]
+
+    @property
+    def imbalance_before(self) -> float:
+        """Largest load over mean load with every row computed at home; 1 where there is no load."""
+        return _imbalance(self.load_before, len(self.load_before))
+
+    @property
+    def imbalance_after(self) -> float:
+        """Largest load over mean load of the servers as planned; 1 where there is no load."""
+        return _imbalance(self.load, self.num_servers)
+
+    @property
+    def gap(self) -> float:
+        """How far the largest load is above the lower bound, as a fraction of it."""
+        return max(self.load) / self.lower_bound - 1.0 if self.lower_bound else 0.0
+
+    @property
+    def slot_bytes(self) -> int:
+        """The largest arena of any rank and phase: what a slot of the context's heap must hold."""
+        return max(arena.total for arenas in self.arena_bytes.values() for arena in arenas)
+
+
+def _imbalance(loads: list[int], servers: int) -> float:
+    total = sum(loads)
+    return max(loads) * servers / total if total else 1.0

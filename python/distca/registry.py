@@ -1,0 +1,34 @@
+"""The open contexts of this process, by their names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distca.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from distca.context import Context
+
+open_contexts: dict[str, Context] = {}
+
+
+class Registered:
+    """A context, as far as the registry knows it."""
+
+    name: str
+
+
+def get_context(name: str = "default") -> Context | None:
+    """The open context of that name, or None."""
+    return open_contexts.get(name)
+
+
+def find_context(context: Context | str) -> Context | None:
+    """The context, or the open one of that name. Raises InvalidArgumentError for anything else."""
+    if isinstance(context, Registered):
+        return context
+    if not isinstance(context, str):
+        raise InvalidArgumentError(
+            f"context is a {type(context).__name__}; a distca.Context, or the name of one, is expected"
+        )
+    return open_contexts.get(context)

@@ -1,0 +1,1 @@
+"""What the ranks did when, and for how long."""
