@@ -46,8 +46,8 @@ ALL := DISTCA_CUDA=$(or $(DISTCA_CUDA),auto)
 INSTALL := $(PIP) install --no-build-isolation --no-deps --editable .
 
 # Whole runs, one after the other for minutes.
-TRAINING := $(addprefix tests/test_,trainer.py trl.py \
-  $(addprefix train_,reference.py features.py export.py checkpoint.py ends.py))
+TRAINING := $(addprefix tests/integrations/test_,trainer.py trl.py) \
+  $(addprefix tests/apps/test_train_,reference.py features.py export.py checkpoint.py ends.py)
 
 .PHONY: build train test training fuzz families faults sanitize bench ptxas lint wheel clean
 .DELETE_ON_ERROR:
@@ -64,14 +64,14 @@ training: $(VENV)/built-all
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TRAINING) $(ARGS)
 
 fuzz: build
-	$(BIN)/python -m pytest -n 2 --hypothesis-profile=fuzz tests/test_plan.py tests/test_scheduler.py \
-	  tests/test_plan_fuzz.py $(ARGS)
+	$(BIN)/python -m pytest -n 2 --hypothesis-profile=fuzz tests/plan/test_plan.py tests/plan/test_scheduler.py \
+	  tests/plan/test_plan_fuzz.py $(ARGS)
 
 families: build
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/families/every_model.py $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integrations/families/every_model.py $(ARGS)
 
 faults: $(VENV)/built-all
-	$(BIN)/python tests/planted_faults.py $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m faults.planted_faults $(ARGS)
 
 sanitize: $(VENV)/ready
 	for kind in address,undefined thread; do \

@@ -35,7 +35,7 @@ step ptxas 30 "$python" cuda/ptxas.py report "$out/objects"
 step doctor 60 "$python" -m distca doctor
 # Streams of ranks that share a GPU must not share one of its queues.
 CUDA_DEVICE_MAX_CONNECTIONS=32 step tests 210 "$python" -m pytest -q -p no:cacheprovider "--junitxml=$out/tests.xml" \
-  tests/test_cuda*.py tests/test_flash*.py tests/test_stream*.py
+  tests/cuda tests/attention/test_flash.py tests/runtime/test_streams.py tests/transport/test_stream*.py
 for benchmark in attention shards transport; do
   step "bench-$benchmark" 90 "$python" -m distca bench "$benchmark" --device cuda --short --json "$out/$benchmark.json"
 done

@@ -15,8 +15,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-import emulated_gpu
-from compiled import COMPILER
+from emulation import emulated_gpu
+from support.compiled import COMPILER
 
 # The same examples in every run; a failing one is printed as code that reproduces it.
 settings.register_profile("distca", derandomize=True, deadline=None, print_blob=True, database=None)
@@ -31,7 +31,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # what is imported stays: half a second less for every collection of garbage, of which runs have dozens
-    if "processes" in sys.modules:
+    if "support.processes" in sys.modules:
         forkserver.ensure_running()  # not within a test, whose changes of the environment all forks would have
 
 

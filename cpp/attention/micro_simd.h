@@ -82,7 +82,7 @@ DISTCA_INLINE Ints lane_numbers() {
   return lanes;
 }
 
-/// exp(x) within 0.9 ulp, 1.2 where multiply and add are not fused (tests/test_exponential.py): exactly 0 for -inf and
+/// exp(x) within 0.9 ulp, 1.2 where multiply and add are not fused (tests/attention/test_exponential.py): exactly 0 for -inf and
 /// wherever the result would be denormal, exactly 1 for 0, inf where it overflows, NaN for NaN.
 DISTCA_INLINE Floats exponential(Floats x) {
   constexpr float kLog2E = 1.44269504f;

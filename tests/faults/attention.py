@@ -2,13 +2,13 @@
 
 from faults.fault import Fault
 
-EXACT = "tests/test_exactness.py"
-STEPS = "tests/test_steps.py"
-ATTENTION = "tests/test_attention.py"
-PLAN = "tests/test_plan.py"
-FLASH = "tests/test_flash.py"
-FLASH_RANKS = "tests/test_flash_ranks.py"
-CUDA_HOST = "tests/test_cuda_attention_host.py"
+EXACT = "tests/runtime/test_exactness.py"
+STEPS = "tests/runtime/test_steps.py"
+ATTENTION = "tests/attention/test_attention.py"
+PLAN = "tests/plan/test_plan.py"
+FLASH = "tests/attention/test_flash.py"
+FLASH_RANKS = "tests/cuda/test_flash_ranks.py"
+CUDA_HOST = "tests/cuda/test_kernels_on_host.py"
 DISPATCHER = "cpp/runtime/dispatcher.cpp"
 TABLES = "cpp/plan/rank_tables.cpp"
 FORWARD = "cpp/attention/cpu_forward.cpp"
@@ -80,14 +80,14 @@ FAULTS = [
         PRODUCTS,
         "        if (begin < from || begin >= upto) continue;",
         "        if (begin < from && begin >= upto) continue;",
-        ("tests/test_nan.py",),
+        ("tests/attention/test_nan.py",),
     ),
     Fault(
         "the unseen one of a pair is multiplied by zero",
         PRODUCTS,
         "(second ? 0xffff0000u : 0u)",
         "0xffff0000u",
-        ("tests/test_nan.py",),
+        ("tests/attention/test_nan.py",),
     ),
     Fault(
         "the order of sums depends on the rows beside",

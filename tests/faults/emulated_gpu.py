@@ -2,8 +2,8 @@
 
 from faults.fault import Fault
 
-STEPS = ("tests/test_emulated_gpu.py",)
-GRAPHS = ("tests/test_emulated_graphs.py",)
+STEPS = ("tests/cuda/test_emulated_gpu.py",)
+GRAPHS = ("tests/cuda/test_emulated_graphs.py",)
 
 FAULTS = [
     Fault(
@@ -55,7 +55,7 @@ FAULTS = [
         "      launch(t, aten->scratch(bytes).get(), stream);\n",
         "      static thread_local auto kept = aten->scratch(int64_t{1} << 24);\n"
         "      if (bytes <= int64_t{1} << 24) launch(t, kept.get(), stream);\n",
-        ("tests/test_emulated_gpu.py",),
+        ("tests/cuda/test_emulated_gpu.py",),
     ),
     Fault(
         "a recording allocates as part of the capture",
@@ -69,6 +69,6 @@ FAULTS = [
         "cpp/transport/stream_transport.cpp",
         "  if (is_recording_) streams_->wait_for(Stream::kWork, sent_for(slot));",
         "  static_cast<void>(slot);",
-        ("tests/test_emulated_graphs.py",),
+        ("tests/cuda/test_emulated_graphs.py",),
     ),
 ]

@@ -2,16 +2,16 @@
 
 from faults.fault import Fault
 
-EXACT = "tests/test_exactness.py"
-STEPS = "tests/test_steps.py"
-PLAN = "tests/test_plan.py"
-SCHEDULER = "tests/test_scheduler.py"
-BAD_INPUT = "tests/test_bad_input.py"
+EXACT = "tests/runtime/test_exactness.py"
+STEPS = "tests/runtime/test_steps.py"
+PLAN = "tests/plan/test_plan.py"
+SCHEDULER = "tests/plan/test_scheduler.py"
+BAD_INPUT = "tests/runtime/test_bad_input.py"
 ARRANGEMENT = "cpp/plan/arrangement.cpp"
 TABLES = "cpp/plan/rank_tables.cpp"
 SHARD = "cpp/plan/shard.cpp"
-FUZZ = "tests/test_plan_fuzz.py"
-CONSISTENCY = "tests/test_plan_consistency.py"
+FUZZ = "tests/plan/test_plan_fuzz.py"
+CONSISTENCY = "tests/plan/test_consistency.py"
 
 FAULTS = [
     # ---- the plan
@@ -76,7 +76,7 @@ FAULTS = [
         "cpp/runtime/context.cpp",
         "  if (f.layout_digest != b.layout_digest || ",
         "  if (false && ",
-        ("tests/test_plan_backward.py",),
+        ("tests/runtime/test_plan_backward.py",),
     ),
     Fault(
         "a shard is always the last rows",
@@ -125,34 +125,34 @@ FAULTS = [
         "python/distca/planner/plan.py",
         "here = None if context is None else _context_of(layout, context)",
         'here = _context_of(layout, context if context is not None else "default")',
-        ("tests/test_bad_input.py::test_planning_reads_the_context_that_it_is_given_and_no_other",),
+        ("tests/runtime/test_bad_input.py::test_planning_reads_the_context_that_it_is_given_and_no_other",),
     ),
     Fault(
         "ranks whose cost models differ are told of nothing",
         "cpp/plan/origin.cpp",
         '  if (a.cost_digest != b.cost_digest) say("another cost model");\n',
         "",
-        ("tests/test_plan_difference.py",),
+        ("tests/plan/test_origin.py",),
     ),
     Fault(
         "the words that say how a plan was made begin one too late",
         "cpp/plan/origin.cpp",
         "words.begin() + kMade, number",
         "words.begin() + kMade + 1, number",
-        ("tests/test_plan_difference.py",),
+        ("tests/plan/test_origin.py",),
     ),
     Fault(
         "the default heap is smaller than it is said to be",
         "python/distca/context.py",
         "max(6 * max_tokens * row_bytes",
         "max(5 * max_tokens * row_bytes",
-        ("tests/test_heap.py",),
+        ("tests/plan/test_heap.py",),
     ),
     Fault(
         "a pickled plan is taken without a look",
         "python/distca/planner/plan.py",
         '        _C.validate_plan(memoryview(state["_words"]).cast("q"))\n',
         "",
-        ("tests/test_pickling.py",),
+        ("tests/plan/test_pickling.py",),
     ),
 ]

@@ -2,7 +2,7 @@
 
 from faults.fault import Fault
 
-RECORDING = ("tests/test_recording.py",)
+RECORDING = ("tests/runtime/test_recording.py",)
 
 FAULTS = [
     Fault(

@@ -2,8 +2,8 @@
 
 from faults.fault import Fault
 
-PLAN = "tests/test_plan.py"
-RETAIN = "tests/test_retain.py"
+PLAN = "tests/plan/test_plan.py"
+RETAIN = "tests/runtime/test_retain.py"
 ARRANGEMENT = "cpp/plan/arrangement.cpp"
 DISPATCHER = "cpp/runtime/dispatcher.cpp"
 TABLES = "cpp/plan/rank_tables.cpp"

@@ -2,14 +2,14 @@
 
 from faults.fault import Fault
 
-EXACT = "tests/test_exactness.py"
-STEPS = "tests/test_steps.py"
-DEATH = "tests/test_death.py"
-TOLD = "tests/test_told_faults.py"
-TRANSPORT = "tests/test_transport.py"
-TORCH_TRANSPORT = "tests/test_torch_transport.py"
-PARTS = "tests/test_parts.py"
-PING_PONG = "tests/test_ping_pong.py"
+EXACT = "tests/runtime/test_exactness.py"
+STEPS = "tests/runtime/test_steps.py"
+DEATH = "tests/runtime/test_process_death.py"
+TOLD = "tests/runtime/test_told_faults.py"
+TRANSPORT = "tests/transport/test_shm.py"
+TORCH_TRANSPORT = "tests/transport/test_torch_transport.py"
+PARTS = "tests/runtime/test_steps_in_parts.py"
+PING_PONG = "tests/operators/test_ping_pong.py"
 DISPATCHER = "cpp/runtime/dispatcher.cpp"
 PROTOCOL = "cpp/runtime/protocol.cpp"
 PROTOCOL_FAULTS = "cpp/runtime/protocol_faults.cpp"
@@ -28,7 +28,7 @@ FAULTS = [
         DISPATCHER,
         "scores.deterministic};",
         "false};",
-        ("tests/test_deterministic.py",),
+        ("tests/attention/test_deterministic.py",),
     ),
     Fault(
         "rows are sent without credit",
@@ -84,28 +84,28 @@ FAULTS = [
         PROTOCOL,
         "  compare_with_early_senders(slot());",
         "",
-        ("tests/test_faults.py",),
+        ("tests/runtime/test_faults.py",),
     ),
     Fault(
         "rows for other hosts are packed over those that are on their way",
         "cpp/transport/stream_transport.cpp",
         "  if (sends_late) streams_->quiet(heaps_.sender);",
         "",
-        ("tests/test_stream_hosts.py", "tests/test_recording.py"),
+        ("tests/transport/test_stream_hosts.py", "tests/runtime/test_recording.py"),
     ),
     Fault(
         "credit waits behind what a full send arena sends",
         "cpp/transport/stream_transport.cpp",
         "  send(slot_);\n",
         "  auto later = std::exchange(early_sends_, {});\n  send(slot_);\n  early_sends_ = std::move(later);\n",
-        ("tests/test_stream_hosts.py",),
+        ("tests/transport/test_stream_hosts.py",),
     ),
     Fault(
         "what goes to another host awaits no credit",
         "cpp/transport/stream_transport.cpp",
         "               .credit = next_.credit,",
         "               .credit = nullptr,",
-        ("tests/test_stream_hosts.py", "tests/test_recording.py"),
+        ("tests/transport/test_stream_hosts.py", "tests/runtime/test_recording.py"),
     ),
     Fault(
         "rows are announced before they are put",
@@ -134,7 +134,7 @@ FAULTS = [
         PROTOCOL_FAULTS,
         "      if (theirs == call_word() && digest == at_.now.plan_digest) {",
         "      if (theirs == call_word()) {",
-        ("tests/test_faults.py",),
+        ("tests/runtime/test_faults.py",),
     ),
     Fault(
         "a poisoned context goes on",
@@ -220,7 +220,7 @@ FAULTS = [
         "python/distca/ops.py",
         "        out.grad_fn.metadata[_LAYER] = layer",
         "        pass",
-        ("tests/test_mistakes.py",),
+        ("tests/runtime/test_call_mismatch.py",),
     ),
     # ---- steps in parts, ping-pong
     Fault(
@@ -284,20 +284,20 @@ FAULTS = [
         "python/distca/planner/halves.py",
         "            return whole.index_select(dim, rows)",
         "            return whole.narrow(dim, 0, len(rows))",
-        ("tests/test_train_options.py", "tests/test_hf_ping_pong.py"),
+        ("tests/apps/test_train_options.py", "tests/integrations/test_hf_ping_pong.py"),
     ),
     Fault(
         "the loss of a half is a mean over its own targets",
         "python/distca/integrations/hf_ping_pong.py",
         '            call["num_items_in_batch"] = max(targets, 1)',
         "            pass",
-        ("tests/test_hf_ping_pong.py",),
+        ("tests/integrations/test_hf_ping_pong.py",),
     ),
     Fault(
         "ranks whose heaps differ in size write into each other's all the same",
         "cpp/transport/shared_heaps.cpp",
         'require(offer.heap_bytes == heap_bytes, "rank "',
         'require(offer.heap_bytes > 0, "rank "',
-        ("tests/test_agreement.py",),
+        ("tests/connect/test_agreement.py",),
     ),
 ]

@@ -2,8 +2,8 @@
 
 from faults.fault import Fault
 
-WORDS = "tests/test_tcp.py"
-CONNECTING = "tests/test_tcp_connect.py"
+WORDS = "tests/transport/test_tcp.py"
+CONNECTING = "tests/transport/test_tcp_connect.py"
 
 FAULTS = [
     Fault(

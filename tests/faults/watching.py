@@ -2,8 +2,8 @@
 
 from faults.fault import Fault
 
-MEMORY = "tests/test_memory.py"
-TIMELINE = "tests/test_timeline.py"
+MEMORY = "tests/runtime/test_allocations.py"
+TIMELINE = "tests/tracing/test_timeline.py"
 
 FAULTS = [
     Fault(

@@ -1,0 +1,76 @@
+"""How runs of `distca train` end before their last step: by signals, and by the death of a rank."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from distca.apps.train.checkpoint import whole_checkpoints
+from support.train_runs import command, metrics_of, start, summary_of, write_texts
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_texts(tmp_path / "data")
+
+
+def _wait_for_first_step(tmp_path: Path, process: subprocess.Popen[str]) -> None:
+    path = tmp_path / "runs" / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (path.exists() and path.stat().st_size):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no step within 120 seconds"
+        time.sleep(0.01)
+
+
+def _ranks_of(process: subprocess.Popen[str]) -> dict[str, int]:
+    """The process ids of the ranks that a command has started, by their names."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                name, fields = re.fullmatch(r"\d+ \((.*)\) (.*)\n", (folder / "stat").read_text()).groups()
+            except (OSError, AttributeError):
+                continue
+            if int(fields.split()[1]) == process.pid and name.startswith("distca-rank"):
+                found[name] = int(folder.name)
+    return found
+
+
+def _assert_gone(pids: dict[str, int]) -> None:
+    for name, pid in pids.items():
+        assert not Path(f"/proc/{pid}").exists(), f"{name} is still there"
+
+
+@pytest.mark.parametrize(("number", "num_ranks"), [(signal.SIGINT, 2), (signal.SIGTERM, 1)])
+def test_an_interrupt_ends_all_ranks_after_a_whole_step_with_the_summary(
+    number: signal.Signals, num_ranks: int, data: Path, tmp_path: Path
+) -> None:
+    with start(command(tmp_path, "--steps", "100000", "--ranks", str(num_ranks))) as process:
+        _wait_for_first_step(tmp_path, process)
+        ranks = _ranks_of(process)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=150)
+    assert (process.returncode, sorted(ranks)) == (130, [f"distca-rank-{rank}" for rank in range(num_ranks)]), err
+    summary = summary_of(tmp_path)
+    assert summary["interrupted"] and summary["steps"] == len(metrics_of(tmp_path)) < 100000
+    assert list(whole_checkpoints(tmp_path / "runs" / "run")) == [summary["steps"]]
+    assert f"stopped after {summary['steps']} steps" in out
+    assert "Traceback" not in err
+    _assert_gone(ranks)
+
+
+def test_a_rank_that_is_killed_ends_the_run_with_an_error_that_names_it(data: Path, tmp_path: Path) -> None:
+    with start(command(tmp_path, "--steps", "100000")) as process:
+        _wait_for_first_step(tmp_path, process)
+        ranks = _ranks_of(process)
+        os.kill(ranks["distca-rank-1"], signal.SIGKILL)
+        _, err = process.communicate(timeout=150)
+    assert process.returncode == 1
+    assert err.splitlines()[-1] == "distca train: error: rank 1 of 2 was killed by signal SIGKILL"
+    assert "Traceback" not in err
+    _assert_gone(ranks)

@@ -1,0 +1,224 @@
+"""`distca train` with given models, tokenizers and JSON lines, all from local files."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from tokenizers import Tokenizer as TokenizerFile
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+import distca
+from distca.apps.train.checkpoint import whole_checkpoints
+from distca.apps.train.cli import train_rank
+from distca.apps.train.config import ConfigError, TrainConfig
+from distca.apps.train.corpus import read_corpus
+from distca.apps.train.data import Batches
+from distca.apps.train.log import create_run_dir
+from distca.apps.train.model import check_positions, model_config
+from distca.apps.train.resume import resumed_config
+from distca.apps.train.sources import DataError
+from distca.apps.train.tokens import Tokenizer
+from distca.apps.train.trainer import train
+from distca.integrations.hf import heads_of, windows_of
+from support.ranks import launch
+from support.train_runs import one_rank
+
+WORDS = [f"word{number}" for number in range(30)]
+WINDOW = 12
+GEMMA = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
+
+PHI3 = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "original_max_position_embeddings": 70,
+    "pad_token_id": None,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0 + i for i in range(8)],
+        "original_max_position_embeddings": 70,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of words, JSON lines of them, and a Gemma 3 of alternating windows with tied embeddings."""
+    folder = tmp_path_factory.mktemp("files")
+    tokenizer = TokenizerFile(WordLevel({word: index for index, word in enumerate([*WORDS, "?"])}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    (folder / "tokenizer").mkdir()
+    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+    (folder / "tokenizer" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    lines = [json.dumps({"text": " ".join(WORDS[i % 30] for i in range(n, 4 * n))}) for n in (30, 2, 9, 5, 17, 1)]
+    lines += ["{", '{"text": 3}', "[]", '{"text": "\\ud800"}', '{"text": ""}']
+    (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
+    torch.manual_seed(11)
+    model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**GEMMA))
+    model.save_pretrained(folder / "gemma")
+    (folder / "shape").mkdir()
+    shutil.copy(folder / "gemma" / "config.json", folder / "shape")
+    return folder
+
+
+def _config(files: Path, **options: object) -> TrainConfig:
+    base = TrainConfig(steps=2, tokens_per_rank=64, data=files / "data.jsonl", tokenizer=files / "tokenizer")
+    return replace(base, **{"model": str(files / "gemma"), **options})
+
+
+def _losses(run_dir: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_lines_without_a_text_are_skipped_and_counted(files: Path, tmp_path: Path) -> None:
+    corpus = read_corpus(files / "data.jsonl", 1.0)
+    assert (len(corpus), corpus.num_skipped, corpus.unit) == (6, 4, "lines")
+    assert bytes(corpus.document(5).tolist()) == b"word1 word2 word3"
+    (tmp_path / "bad.jsonl").write_text("{}\n1\n")
+    with pytest.raises(DataError, match="holds no text: 2 lines, of which 2 are no JSON objects with a text"):
+        read_corpus(tmp_path / "bad.jsonl", 1.0)
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "tokenizer/tokenizer.json"])
+def test_a_tokenizer_makes_the_tokens_of_which_the_start_is_kept(name: str, files: Path) -> None:
+    tokenizer = Tokenizer(files / name)
+    assert tokenizer.vocabulary == 31
+    corpus = read_corpus(files / "data.jsonl", 0.5, tokenizer)
+    assert corpus.lengths() == [45, 3, 14, 8, 26, 2]
+    assert corpus.document(1).tolist() == [2, 3, 4]
+    whole = read_corpus(files / "data.jsonl", 1.0, tokenizer)
+    assert whole.fingerprint != corpus.fingerprint
+
+
+def test_windows_and_heads_come_from_the_configuration(files: Path) -> None:
+    shape, checkpoint = model_config(_config(files), 31)
+    assert checkpoint == files / "gemma"
+    assert windows_of(shape) == [WINDOW, None, WINDOW]
+    assert heads_of(shape, torch.float32) == distca.Heads(q=4, kv=2, dim=16)
+    shape, checkpoint = model_config(_config(files, model=str(files / "shape"), layers=2), 31)
+    assert (checkpoint, windows_of(shape)) == (None, [WINDOW, None])
+    shape, _ = model_config(TrainConfig(model="llama-8b", layers=3), 256)
+    assert windows_of(shape) == [None] * 3
+    assert heads_of(shape, torch.bfloat16) == distca.Heads(q=32, kv=8, dim=128, dtype=torch.bfloat16)
+    assert windows_of(transformers.MistralConfig(num_hidden_layers=2, sliding_window=7)) == [7, 7]
+    with pytest.raises(distca.InvalidArgumentError, match="layer 0 of the model is of type chunked_attention"):
+        windows_of(transformers.LlamaConfig(num_hidden_layers=1, layer_types=["chunked_attention"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "meta-llama/Llama-3.1-8B"}, "--model is meta-llama/Llama-3.1-8B, must be one of llama-8b, a config"),
+        ({"model": "FILES/tokenizer"}, "must be one of llama-8b, a config.json, or a folder with one; nothing is"),
+        ({"model": "FILES/tokenizer/tokenizer.json"}, "whose config.json transformers cannot read"),
+        ({"tokenizer": Path("gpt2")}, "--tokenizer is gpt2, must be a local folder or tokenizer.json"),
+        ({"tokenizer": None}, "whose vocabulary of 64 is too small for bytes, the default tokens (256)"),
+        ({"layers": 4}, "--layers is 4, must be at most the model's 3"),
+        ({"hidden": 32}, "--hidden is 32, must be left out with --model"),
+    ],
+)
+def test_a_model_or_tokenizer_that_cannot_be_used_is_an_error_that_says_why(
+    options: dict, message: str, files: Path
+) -> None:
+    if "model" in options:
+        options = {"model": options["model"].replace("FILES", str(files))}
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        config = _config(files, **options)
+        tokenizer = Tokenizer(config.tokenizer) if config.tokenizer is not None else None
+        model_config(config, tokenizer.vocabulary if tokenizer is not None else 256)
+
+
+def test_a_document_longer_than_the_models_positions_is_an_error(files: Path) -> None:
+    config = _config(files, tokens_per_rank=300)
+    shape, _ = model_config(config, 31)
+    check_positions(shape, config, longest_document=256)
+    check_positions(shape, _config(files), longest_document=5000)  # never more than a step of it
+    with pytest.raises(ConfigError, match="made for 256 positions, but a step may hold 257 tokens of a document"):
+        check_positions(shape, config, longest_document=257)
+
+
+def _first_loss_of_transformers(config: TrainConfig) -> float:
+    """The first step's mean loss by transformers' own attention, document by document."""
+    assert config.model is not None and config.tokenizer is not None
+    model = transformers.AutoModelForCausalLM.from_pretrained(config.model, attn_implementation="sdpa").train()
+    corpus = read_corpus(config.data, 1.0, Tokenizer(config.tokenizer))
+    batch = next(iter(Batches(corpus, rank=0, ranks=1, tokens_per_rank=128, steps=1, seed=config.seed)))
+    total, row = 0.0, 0
+    for _, begin, end in batch.layout.segments(0):
+        rows = slice(row, row + end - begin)
+        logits = model(batch.input_ids[:, rows], use_cache=False).logits[0]
+        total += F.cross_entropy(logits, batch.labels[0, rows], reduction="sum").item()
+        row = rows.stop
+    return total / batch.num_targets
+
+
+def test_a_checkpoint_with_longrope_has_the_losses_of_one_packed_row_on_one_and_on_two_ranks(
+    files: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(11)
+    model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**PHI3))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() >= 2:  # gain 1.5: nearly uniform attention hides wrong positions
+                weight.normal_(std=1.5 * weight.shape[-1] ** -0.5)
+    model.save_pretrained(tmp_path / "phi3")
+    two = _config(files, model=str(tmp_path / "phi3"), runs_dir=tmp_path, name="two")
+    one = replace(two, name="one", ranks=1, tokens_per_rank=128)
+    two_dir, one_dir = create_run_dir(two), create_run_dir(one)
+    launch(train_rank, two, two_dir, ranks=2)
+    with one_rank():
+        train(one, one_dir)
+    corpus = read_corpus(two.data, 1.0, Tokenizer(two.tokenizer))
+    batch = next(iter(Batches(corpus, rank=0, ranks=1, tokens_per_rank=128, steps=1, seed=two.seed)))
+    positions = batch.layout.position_ids(0)[None]
+    longest = sorted(rank.max().item() for rank in positions[0].split(64))
+    assert longest[0] < 70 < longest[1], "of its rows alone, one rank would take other frequencies than the other"
+    logits = model.train()(batch.input_ids, position_ids=positions, use_cache=False).logits[0]
+    expected = F.cross_entropy(logits, batch.labels[0], reduction="sum").item() / batch.num_targets
+    assert _losses(one_dir)[0] == pytest.approx(expected, rel=1e-5)
+    assert _losses(two_dir) == pytest.approx(_losses(one_dir), rel=1e-5)
+
+
+def test_a_checkpoint_of_alternating_windows_trains_resumes_and_is_the_same_on_two_ranks(
+    files: Path, tmp_path: Path
+) -> None:
+    two = _config(files, runs_dir=tmp_path, name="two", compare=True)
+    one = replace(two, name="one", ranks=1, tokens_per_rank=128, checkpoint_every=1, compare=False)
+    two_dir, one_dir = create_run_dir(two), create_run_dir(one)
+    launch(train_rank, two, two_dir, ranks=2)
+    with one_rank():
+        train(one, one_dir)
+    losses = _losses(one_dir)
+    assert losses[0] == pytest.approx(_first_loss_of_transformers(two), rel=1e-5)
+    assert _losses(two_dir) == pytest.approx(losses, rel=1e-5)
+    shutil.rmtree(whole_checkpoints(one_dir)[2])
+    with one_rank():
+        train(resumed_config(one_dir, {}), one_dir)
+    assert _losses(one_dir) == losses
+    assert json.loads((one_dir / "summary.json").read_text())["lines_skipped"] == 4

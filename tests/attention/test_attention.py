@@ -1,0 +1,206 @@
+"""The local kernel, `distca.attention`, over tasks in one process's tensors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import distca
+from support.batches import LENGTHS, Batch, needle_batch, random_batch
+from support.oracle import NAMES, ErrorPool, oracle, torch_attention
+from support.ranks import launch
+from support.score_features import check_features
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+NAN = float("nan")
+SHAPES = [(8, 2, 64, None), (8, 1, 16, None), (5, 5, 24, 40), (8, 4, 8, 8), (4, 4, 256, 16), (6, 2, 16, 256)]
+
+
+def _whole_documents(lengths: tuple[int, ...]) -> torch.Tensor:
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    return torch.tensor([[e - n, e, e - n, e] for e, n in zip(ends, lengths, strict=True)], dtype=torch.int64)
+
+
+def _compute(batch: Batch, tasks: torch.Tensor | None, scale: float | None = None) -> tuple[torch.Tensor, ...]:
+    q, k, v = (t.clone().requires_grad_() for t in (batch.q, batch.k, batch.v))
+    out, lse = distca.attention(q, k, v, tasks, scale=scale)
+    out.backward(batch.dout)
+    return out.detach(), lse, q.grad, k.grad, v.grad
+
+
+def check_exactness(heads: distca.Heads) -> None:
+    pool = ErrorPool(heads.dtype)
+    for seed in range(-(-10_000 // (sum(LENGTHS) * heads.q))):
+        batch = random_batch(LENGTHS, heads, seed)
+        pool.add(_compute(batch, _whole_documents(batch.lengths)), torch_attention(batch), oracle(batch))
+    pool.check()
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packed_documents_are_as_exact_as_pytorch(shape: tuple[int, int, int, int | None], dtype: torch.dtype) -> None:
+    check_exactness(distca.Heads(*shape, dtype=dtype))
+
+
+def _exact_or_why_not_here() -> str:
+    try:
+        distca.attention(*[torch.zeros(1, 1, 8)] * 3)
+    except distca.InvalidArgumentError as error:
+        return str(error)
+    check_exactness(distca.Heads(16, 4, 8, 24))
+    check_exactness(distca.Heads(16, 2, 24, 8, torch.bfloat16))
+    check_exactness(distca.Heads(16, 2, 24, 8, torch.float16))
+    check_features(distca.Heads(6, 2, 24, 40), 3.0, True)
+    return "exact"
+
+
+@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512", "avx512_bf16"])
+def test_every_instruction_set_is_as_exact_as_pytorch(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice is made once a process, so each has one of its own."""
+    monkeypatch.setenv("DISTCA_CPU_ISA", isa)
+    [found] = launch(_exact_or_why_not_here, ranks=1)
+    if isa != "plain" and found != "exact":
+        assert found.startswith(f'environment variable DISTCA_CPU_ISA is "{isa}"')
+        pytest.skip(found)
+    assert found == "exact"
+
+
+def test_without_tasks_all_rows_are_one_causal_document() -> None:
+    batch = random_batch((211,), distca.Heads(4, 2, 16), 3)
+    for name, a, b in zip(NAMES, _compute(batch, None), _compute(batch, _whole_documents((211,))), strict=True):
+        assert torch.equal(a, b), name
+    torch.testing.assert_close(_compute(batch, None)[0].double(), oracle(batch)[0], rtol=1e-5, atol=1e-5)
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 3, 64, 100])
+def test_queries_are_the_last_rows_before_the_end_of_the_keys(rows: int, dtype: torch.dtype) -> None:
+    """As in generation with a cache: fewer queries than keys."""
+    length = 131
+    batch = random_batch((length,), distca.Heads(4, 2, 16, 24, dtype), 4)
+    dout = batch.dout.clone()
+    dout[: length - rows] = 0
+    whole = Batch(batch.lengths, batch.heads, batch.q, batch.k, batch.v, dout)
+    last = Batch(batch.lengths, batch.heads, batch.q[length - rows :], batch.k, batch.v, dout[length - rows :])
+    rounding = 1e-5 if dtype == torch.float32 else 2e-2
+    for name, a, b in zip(NAMES, _compute(last, None), oracle(whole), strict=True):
+        b = b[length - rows :] if name in ("out", "lse", "dq") else b
+        torch.testing.assert_close(a.double(), b, rtol=rounding, atol=rounding, msg=lambda t, name=name: f"{name}: {t}")
+
+
+def test_a_document_in_pieces_gives_bitwise_what_it_gives_whole() -> None:
+    batch = random_batch((300, 97), distca.Heads(4, 2, 24), 5)
+    whole = _compute(batch, _whole_documents(batch.lengths))
+    cuts = [0, 1, 2, 63, 64, 65, 130, 200, 299, 300]
+    pieces = [[b, e, 0, e] for b, e in zip(cuts, cuts[1:], strict=False)]
+    pieces += [[300, 340, 300, 340], [340, 397, 300, 397]]
+    generator = torch.Generator().manual_seed(5)
+    tasks = torch.tensor(pieces)[torch.randperm(len(pieces), generator=generator)]
+    for name, a, b in zip(NAMES, _compute(batch, tasks), whole, strict=True):
+        if name in ("dk", "dv"):  # sums over query rows follow the tasks
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(a, b), name
+
+
+def test_rows_of_no_task_are_not_touched_and_give_nothing() -> None:
+    batch = random_batch((40, 70, 30), distca.Heads(4, 2, 16), 6)
+    whole = _compute(batch, _whole_documents(batch.lengths))
+    outside = slice(40, 110)
+    for t in (batch.q, batch.k, batch.v, batch.dout):
+        t[outside] = NAN
+    tasks = _whole_documents(batch.lengths)[[0, 2]]
+    for name, a, b in zip(NAMES, _compute(batch, tasks), whole, strict=True):
+        assert (a[outside] == (-math.inf if name == "lse" else 0.0)).all(), name
+        assert torch.equal(a[:40], b[:40]) and torch.equal(a[110:], b[110:]), name
+
+
+def test_keys_past_a_task_s_last_row_take_no_part_not_even_times_zero() -> None:
+    batch = random_batch((100,), distca.Heads(2, 1, 16), 7)
+    tasks = torch.tensor([[0, 70, 0, 70]])
+    clean = _compute(batch, tasks)
+    for t in (batch.q, batch.k, batch.v, batch.dout):
+        t[70:] = NAN
+    for name, a, b in zip(NAMES, _compute(batch, tasks), clean, strict=True):
+        assert torch.equal(a, b), name
+        assert not a.isnan().any(), name
+
+
+@DTYPES
+def test_a_key_that_dominates_a_row_is_the_key_of_that_document_row_and_head(dtype: torch.dtype) -> None:
+    batch, expected = needle_batch(LENGTHS, distca.Heads(8, 2, 64, 24, dtype), seed=8)
+    out = _compute(batch, _whole_documents(batch.lengths))[0]
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e3, 3e5])
+def test_scores_of_any_size_overflow_nothing(size: float) -> None:
+    batch = random_batch((130, 3), distca.Heads(2, 1, 16), 9)
+    big = Batch(batch.lengths, batch.heads, batch.q * size, batch.k, batch.v, batch.dout)
+    out, lse, dq, dk, dv = _compute(big, _whole_documents(big.lengths))
+    reference = oracle(big)
+    for t in (out, lse, dq, dk, dv):
+        assert t.isfinite().all()
+    # Scores carry rounding errors of their size times 2^-24, and probabilities follow them.
+    torch.testing.assert_close(lse.double(), reference[1], rtol=1e-6, atol=1e-5)
+    if size <= 1e3:
+        torch.testing.assert_close(out.double(), reference[0], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
+    batch = random_batch(LENGTHS, distca.Heads(4, 2, 40, 24), 10)
+    torch.set_num_threads(1)
+    alone = _compute(batch, _whole_documents(batch.lengths))
+    torch.set_num_threads(threads)
+    for name, a, b in zip(NAMES, _compute(batch, _whole_documents(batch.lengths)), alone, strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_nothing_in_nothing_out() -> None:
+    q, k, v = torch.zeros(0, 4, 8), torch.zeros(0, 2, 8), torch.zeros(0, 2, 16)
+    out, lse = distca.attention(q, k, v)
+    assert out.shape == (0, 4, 16) and lse.shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        ([[0, 10, 0, 10], [9, 20, 20, 31]], "query row 9"),
+        ([[0, 41, 0, 41]], "query rows [0, 41) of 40"),
+        ([[-1, 4, 0, 5]], "query rows [-1, 4)"),
+        ([[4, 4, 0, 5]], "query rows [4, 4)"),
+        ([[0, 4, 0, 41]], "key rows [0, 41) of 40"),
+        ([[0, 4, -1, 5]], "key rows [-1, 5)"),
+        ([[0, 4, 7, 7]], "key rows [7, 7)"),
+        ([[0, 10, 0, 9]], "more query rows (10) than key rows (9)"),
+        ([[0, 10, 0, 10], [10, 20, 5, 20]], "overlap"),
+        ([[0, 10, 0, 10], [10, 15, 0, 12]], "row 7"),
+        ([[0, 10, 0, 2**62]], str(2**62)),
+    ],
+    ids=str,
+)
+def test_tasks_that_make_no_sense_are_refused(tasks: list[list[int]], said: str) -> None:
+    batch = random_batch((40,), distca.Heads(2, 1, 8), 11)
+    with pytest.raises(distca.InvalidArgumentError) as caught:
+        distca.attention(batch.q, batch.k, batch.v, torch.tensor(tasks))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        (torch.zeros(3, 3, dtype=torch.int64), "[N, 4]"),
+        (torch.zeros(4, dtype=torch.int64), "[N, 4]"),
+        (torch.zeros(1, 4, dtype=torch.int32), "int64"),
+        (torch.zeros(4, 2, dtype=torch.int64).T, "contiguous"),
+    ],
+    ids=["width", "rank", "dtype", "strides"],
+)
+def test_a_task_table_of_another_form_is_refused(tasks: torch.Tensor, said: str) -> None:
+    batch = random_batch((40,), distca.Heads(2, 1, 8), 11)
+    with pytest.raises(distca.InvalidArgumentError) as caught:
+        distca.attention(batch.q, batch.k, batch.v, tasks)
+    assert said in str(caught.value)

@@ -1,0 +1,246 @@
+"""`distca.launch`: what it returns, and how every way a rank can fail is told."""
+
+import importlib
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distca
+from support.ranks import launch
+
+launch_module = importlib.import_module("distca.connect.launch")
+
+
+def _about_this_rank(greeting: str) -> tuple[str, int, list[str], int, float]:
+    total = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(total)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    return greeting, dist.get_rank(), [os.environ[name] for name in names], torch.get_num_threads(), total.item()
+
+
+def _fails_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise LookupError("no such thing as rank one")
+    dist.barrier()
+
+
+def _killed_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def _hangs_when_rank_0_fails() -> None:
+    if dist.get_rank() == 0:
+        raise LookupError("the first failure")
+    threading.Event().wait()
+
+
+def _returns_a_lock() -> object:
+    return threading.Lock()
+
+
+def _vanishes() -> None:
+    os._exit(0)
+
+
+def _writes_pid_and_waits(folder: str) -> str:
+    Path(folder, f"{dist.get_rank()}.tmp").write_text(str(os.getpid()))
+    Path(folder, f"{dist.get_rank()}.tmp").rename(Path(folder, f"{dist.get_rank()}.pid"))
+    threading.Event().wait()
+    return "unreachable"
+
+
+def _finishes_on_interrupt(folder: str) -> str:
+    try:
+        return _writes_pid_and_waits(folder)
+    except KeyboardInterrupt:
+        return "stopped cleanly"
+
+
+def _ignores_interrupts(folder: str) -> str:
+    try:
+        return _writes_pid_and_waits(folder)
+    except KeyboardInterrupt:
+        Path(folder, f"{dist.get_rank()}.interrupted").touch()
+        threading.Event().wait()
+        return "unreachable"
+
+
+def test_values_come_back_in_rank_order_from_an_initialised_group() -> None:
+    results = distca.launch(_about_this_rank, "hello", ranks=3, threads=1)
+    assert results == [("hello", rank, [str(rank), str(rank), "3", "3"], 1, 6.0) for rank in range(3)]
+
+
+def test_forked_ranks_are_as_spawned_ones_and_see_the_environment_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else a rank may do is tried with ranks that start fast: how it is told is the same."""
+    for greeting in ("hello", "hello again"):
+        monkeypatch.setenv("GREETING", greeting)
+        results = launch(_about_this_rank, greeting, ranks=2)
+        assert results == [(greeting, rank, [str(rank), str(rank), "2", "2"], 1, 3.0) for rank in range(2)]
+        assert launch(os.getenv, "GREETING", ranks=1) == [greeting]
+    monkeypatch.delenv("GREETING")
+    assert launch(os.getenv, "GREETING", ranks=1) == [None]
+
+
+def test_an_exception_names_its_rank_and_brings_its_traceback_not_that_of_the_echo() -> None:
+    with pytest.raises(distca.DistcaError, match="rank 1 of 2 failed: LookupError: no such thing") as caught:
+        launch(_fails_on_rank_1, ranks=2)
+    assert caught.value.rank == 1
+    assert "in _fails_on_rank_1" in str(caught.value)
+
+
+def test_a_killed_rank_is_named_with_its_signal() -> None:
+    with pytest.raises(distca.DistcaError, match="rank 1 of 2 was killed by signal SIGKILL"):
+        launch(_killed_on_rank_1, ranks=2)
+
+
+def test_a_rank_that_hangs_after_another_failed_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "GRACE_SECONDS", 0.1)
+    with pytest.raises(distca.DistcaError, match="rank 0 of 2 failed: LookupError: the first failure") as caught:
+        launch(_hangs_when_rank_0_fails, ranks=2)
+    assert "rank 1 then ended: did not end within" in str(caught.value)
+
+
+def test_a_value_that_cannot_be_pickled_is_an_error() -> None:
+    with pytest.raises(distca.DistcaError, match=r"rank 0 of 1 failed: .*returned lock cannot be pickled"):
+        launch(_returns_a_lock, ranks=1)
+
+
+def test_a_rank_that_exits_without_returning_is_an_error() -> None:
+    with pytest.raises(distca.DistcaError, match="rank 0 of 1 exited with code 0 without returning"):
+        launch(_vanishes, ranks=1)
+
+
+def test_wrong_arguments_are_refused_before_anything_starts() -> None:
+    with pytest.raises(distca.InvalidArgumentError, match="importable"):
+        distca.launch(lambda: None, ranks=1)
+    with pytest.raises(distca.InvalidArgumentError, match="ranks is 0"):
+        distca.launch(_vanishes, ranks=0)
+    with pytest.raises(distca.InvalidArgumentError, match="threads is 0"):
+        distca.launch(_vanishes, ranks=1, threads=0)
+    with pytest.raises(distca.InvalidArgumentError, match="start_method is 'fork', must be one of spawn, forkserver"):
+        distca.launch(_vanishes, ranks=1, start_method="fork")
+
+
+def _start_script(folder: Path, function: str) -> subprocess.Popen[str]:
+    script = folder / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import sys
+            sys.path[:0] = {[str(Path(__file__).parents[i]) for i in (0, 1)]}
+            import distca, test_launch
+            if __name__ == "__main__":
+                print(distca.launch(test_launch.{function}, {str(folder)!r}, ranks=2, threads=1))
+            """
+        )
+    )
+    return subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _wait_for(condition, what: str):
+    """Polls, since the processes watched are not children of this one."""
+    deadline = time.monotonic() + 60
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{what} did not happen within 60 seconds"
+        time.sleep(0.01)
+    return value
+
+
+def _rank_pids(folder: Path) -> list[int]:
+    paths = [folder / f"{rank}.pid" for rank in range(2)]
+    return [int(path.read_text()) for path in paths] if all(path.exists() for path in paths) else []
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:
+    with _start_script(tmp_path, "_writes_pid_and_waits") as parent:
+        pids = _wait_for(lambda: _rank_pids(tmp_path), "the start of the ranks")
+        parent.kill()
+    _wait_for(lambda: all(_gone(pid) for pid in pids), "the end of the ranks")
+
+
+def test_ctrl_c_reaches_the_ranks_and_those_that_handle_it_still_return(tmp_path: Path) -> None:
+    with _start_script(tmp_path, "_finishes_on_interrupt") as parent:
+        pids = _wait_for(lambda: _rank_pids(tmp_path), "the start of the ranks")
+        parent.send_signal(signal.SIGINT)
+        out, err = parent.communicate(timeout=60)
+    said = [line for line in out.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10 does
+    assert (parent.returncode, said, err) == (0, ["['stopped cleanly', 'stopped cleanly']"], "")
+    assert all(_gone(pid) for pid in pids)
+
+
+def test_ctrl_c_raises_keyboard_interrupt_where_ranks_do_not_handle_it(tmp_path: Path) -> None:
+    with _start_script(tmp_path, "_writes_pid_and_waits") as parent:
+        pids = _wait_for(lambda: _rank_pids(tmp_path), "the start of the ranks")
+        parent.send_signal(signal.SIGINT)
+        _, err = parent.communicate(timeout=60)
+    assert parent.returncode == -signal.SIGINT
+    assert err.strip().endswith("KeyboardInterrupt")
+    assert all(_gone(pid) for pid in pids)
+
+
+def test_a_second_ctrl_c_kills_ranks_that_go_on(tmp_path: Path) -> None:
+    with _start_script(tmp_path, "_ignores_interrupts") as parent:
+        pids = _wait_for(lambda: _rank_pids(tmp_path), "the start of the ranks")
+        parent.send_signal(signal.SIGINT)
+        _wait_for(lambda: len(list(tmp_path.glob("*.interrupted"))) == 2, "the interrupt of both ranks")
+        parent.send_signal(signal.SIGINT)
+        _, err = parent.communicate(timeout=60)
+    assert parent.returncode == -signal.SIGINT
+    assert err.strip().endswith("KeyboardInterrupt")
+    assert all(_gone(pid) for pid in pids)
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    used, hard = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    limit = used + 200
+    monkeypatch.setattr(launch_module, "_start", None)  # nothing gets so far
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        with pytest.raises(distca.OperatingSystemError) as caught:
+            distca.launch(_about_this_rank, "hello", ranks=100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert re.fullmatch(
+        rf"launch: 100 ranks may take 416 open files beside the \d+ of this process, whose limit is {limit}: raise it "
+        r"with `ulimit -n (512|1024)`",
+        str(caught.value),
+    )
+
+
+def _interrupts_the_rank_that_has_returned() -> str:
+    """Rank 1 waits until rank 0 has returned, which shows in its signals, and interrupts it then."""
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    if dist.get_rank() == 1:
+        status = Path(f"/proc/{int(pids[0])}/status")
+        deadline = time.monotonic() + 20
+        while not int(re.findall(r"SigIgn:\s*(\w+)", status.read_text())[0], 16) & 1 << signal.SIGINT - 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        os.kill(int(pids[0]), signal.SIGINT)
+    return "returned"
+
+
+def test_a_rank_that_has_returned_is_not_interrupted_any_more() -> None:
+    assert distca.launch(_interrupts_the_rank_that_has_returned, ranks=2) == ["returned"] * 2

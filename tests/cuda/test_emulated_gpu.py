@@ -1,0 +1,349 @@
+"""Steps on an emulated GPU: the library's code for CUDA on streams that are threads (emulation/runtime).
+
+Expected are the bits of the same steps on the host, where attention is computed by the CPU's kernel in the order of the
+streams: then everything else is looked at. Heads of values have 8 or 16 columns, of which both add row sums in the same
+order. With the library's own kernels, on the machine of test_cuda_attention_host.py, errors are held to PyTorch's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+import torch
+
+import distca
+from emulation.emulated_gpu import OPTIONS, EmulatedGpu
+from support.batches import (
+    Batch,
+    data_parallel,
+    random_batch,
+    random_tasks,
+    rows_of_rank,
+    scattered,
+    spill,
+    spill_with_empty_ranks,
+)
+from support.groups import fault_of_check, loopback_group, on_all_ranks, run_step, together
+from support.oracle import NAMES, ErrorPool, oracle, torch_attention
+from support.plan_reader import read_slice
+from support.score_features import eager_attention, random_sinks
+
+LENGTHS = (100, 3, 64, 130)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Tensors = list[torch.Tensor]
+T = TypeVar("T")
+
+
+def _assert_same(mine: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> None:
+    for name, a, b in zip(NAMES, mine, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def _on_host_and_gpu(batch: Batch, plan: distca.Plan, fused: bool = True) -> list[list[tuple[torch.Tensor, ...]]]:
+    """Of the host and of the emulated GPU what each rank returns."""
+    results = []
+    for options in ({}, OPTIONS):
+        with loopback_group(plan, **options) as contexts:
+            results.append(on_all_ranks(contexts, lambda rank, context: run_step(batch, plan, context, fused=fused)))
+    return results
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("make_layout", [data_parallel, spill_with_empty_ranks, scattered])
+def test_steps_give_the_bits_of_steps_on_the_host(
+    gpu: EmulatedGpu, make_layout, ranks: int, dtype: torch.dtype
+) -> None:
+    heads = distca.Heads(4, 2, 24, 16, dtype)
+    layout = make_layout(LENGTHS, ranks, 5)
+    plan = distca.plan(layout, heads, tasks=random_tasks(layout, heads.kv, 3))
+    for right, mine in zip(*_on_host_and_gpu(random_batch(LENGTHS, heads, 2), plan), strict=True):
+        _assert_same(mine, right)
+
+
+@pytest.mark.parametrize("seeds", [range(12 * i, 12 * i + 12) for i in range(3)], ids=str)
+def test_random_plans_give_the_bits_of_steps_on_the_host(gpu: EmulatedGpu, seeds: range) -> None:
+    for seed in seeds:
+        draw = random.Random(seed)
+        kv, dim = draw.choice([1, 2, 3]), 8 * draw.randint(1, 5)
+        heads = distca.Heads(
+            kv * draw.choice([1, 2, 3]), kv, dim, draw.choice([8, 16]), draw.choice([*DTYPES.values()])
+        )
+        lengths = [draw.choice([1, 7, 64, 65, 130]) for _ in range(draw.randint(1, 5))]
+        layout = draw.choice([data_parallel, scattered, spill])(lengths, draw.choice([2, 3]), seed)
+        window, retain = draw.choice([None, None, 20]), draw.choice([0, 0, 1 << 20])
+        tasks = random_tasks(layout, kv, seed)
+        plan = distca.plan(layout, heads, tasks=tasks, window=window, retain_bytes=retain)
+        batch = random_batch(lengths, heads, seed)
+        for right, mine in zip(*_on_host_and_gpu(batch, plan, fused=seed % 2 == 0), strict=True):
+            _assert_same(mine, right)
+
+
+def test_gradients_that_come_home_in_rounds_give_the_bits_of_the_host(gpu: EmulatedGpu) -> None:
+    heads = distca.Heads(2, 1, 8)
+    plan = distca.plan(spill((1500, 100), 6), heads, tolerance=0.0, min_rows=1)
+    assert max(read_slice(plan.for_rank(rank).tensor.tolist()).header.num_rounds for rank in range(6)) > 2
+    for right, mine in zip(*_on_host_and_gpu(random_batch((1500, 100), heads, 2), plan, fused=False), strict=True):
+        _assert_same(mine, right)
+
+
+def test_row_sums_of_many_columns_differ_from_those_of_the_host_in_the_order_of_their_terms_alone(
+    gpu: EmulatedGpu,
+) -> None:
+    heads = distca.Heads(4, 2, 16, 72)
+    plan = distca.plan(scattered(LENGTHS, 2, 5), heads)
+    for right, mine in zip(*_on_host_and_gpu(random_batch(LENGTHS, heads, 2), plan), strict=True):
+        for name, a, b in zip(NAMES, mine, right, strict=True):
+            bound = 3e-6 if name in ("dq", "dk") else 0
+            torch.testing.assert_close(a, b, rtol=bound, atol=bound, equal_nan=True, msg=name)
+
+
+def test_two_steps_in_parts_at_once_give_the_bits_of_whole_steps(gpu: EmulatedGpu) -> None:
+    heads = distca.Heads(4, 2, 16, 16)
+    plan = distca.plan(spill(LENGTHS, 3), heads, tolerance=0.0, min_rows=1)
+    batches = [random_batch(LENGTHS, heads, seed) for seed in (1, 2)]
+    ops = torch.ops.distca
+
+    def in_parts(rank: int, context: distca.Context) -> list[Tensors]:
+        words, name = plan.for_rank(rank).tensor, context.name
+        tensors = [[rows_of_rank(b, plan.layout, rank, t) for t in (b.q, b.k, b.v, b.dout)] for b in batches]
+        steps = [ops.dispatch(*t[:3], words, context=name) for t in tensors]
+        for step in steps:
+            ops.attend(step, context=name)
+        forward = [ops.collect(step, context=name) for step in steps]
+        steps = [
+            ops.dispatch_backward(t[3], *t[:3], *result, words, context=name)
+            for t, result in zip(tensors, forward, strict=True)
+        ]
+        for step in steps:
+            ops.attend(step, context=name)
+        return [[*f, *ops.collect_backward(s, context=name)] for f, s in zip(forward, steps, strict=True)]
+
+    with loopback_group(plan, **OPTIONS) as contexts:
+        results = on_all_ranks(contexts, in_parts)
+    with loopback_group(plan) as contexts:
+        expected = on_all_ranks(contexts, lambda rank, context: [run_step(b, plan, context) for b in batches])
+    for mine, right in zip(results, expected, strict=True):
+        for a, b in zip(mine, right, strict=True):
+            _assert_same(a, b)
+
+
+def test_what_was_run_were_the_kernels(gpu: EmulatedGpu) -> None:
+    kernels = ("put_kernel", "signal_kernel", "await_kernel", "copy_kernel", "reduce_kernel", "row_dot_kernel")
+    before = [gpu.launches(name) for name in kernels]
+    heads = distca.Heads(4, 2, 16, 16)
+    plan = distca.plan(scattered(LENGTHS, 2, 5), heads, tasks=random_tasks(scattered(LENGTHS, 2, 5), 2, 3))
+    with loopback_group(plan, **OPTIONS) as contexts:
+        assert "emulated" in contexts[0].attention
+        on_all_ranks(contexts, lambda rank, context: run_step(random_batch(LENGTHS, heads, 1), plan, context))
+    for name, count in zip(kernels, before, strict=True):
+        assert gpu.launches(name) > count, name
+
+
+def test_many_steps_whose_tables_take_turns_in_memory_give_the_bits_of_the_host(gpu: EmulatedGpu) -> None:
+    heads = distca.Heads(2, 1, 8)
+    layout = scattered(LENGTHS, 2, 5)
+    plans = [distca.plan(layout, heads, tasks=random_tasks(layout, heads.kv, seed)) for seed in range(20)]
+    batch = random_batch(LENGTHS, heads, 1)
+    results = []
+    for options in ({}, OPTIONS):
+        with loopback_group(plans, **options) as contexts:
+            results.append(on_all_ranks(contexts, lambda rank, c: [run_step(batch, plan, c) for plan in plans]))
+    for right, mine in zip(*results, strict=True):
+        for a, b in zip(mine, right, strict=True):
+            _assert_same(a, b)
+
+
+def test_a_host_that_is_many_steps_ahead_waits_before_it_uses_memory_of_tables_again(gpu: EmulatedGpu) -> None:
+    heads = distca.Heads(2, 1, 8)
+    layout = scattered(LENGTHS, 2, 5)
+    plans = [distca.plan(layout, heads, tasks=random_tasks(layout, heads.kv, seed)) for seed in range(30)]
+    batch = random_batch(LENGTHS, heads, 1)
+    is_ahead = threading.Event()
+
+    def work(rank: int, context: distca.Context) -> list[torch.Tensor]:
+        tensors = [rows_of_rank(batch, layout, rank, t) for t in (batch.q, batch.k, batch.v)]
+        results = []
+        if rank == 1:
+            assert is_ahead.wait(20)
+        for number, plan in enumerate(plans):
+            results.append(distca.core_attention(*tensors, plan.for_rank(rank), context=context))
+            if number == 6:
+                is_ahead.set()  # of the 128 tables that may be under way, half
+        gpu.synchronize()
+        return [out for out, _ in results]
+
+    with loopback_group(plans, **OPTIONS) as contexts, gpu.steps_do_not_wait():
+        results = on_all_ranks(contexts, work)
+    with loopback_group(plans[0]) as contexts:
+        expected = on_all_ranks(contexts, lambda rank, context: _forward(plans[0], batch, rank, context))
+    for mine, right in zip(results, expected, strict=True):
+        assert all(torch.equal(one, right) for one in mine)  # rows are the same whatever the plan
+
+
+# ---- the library's own attention
+
+OWN = distca.Heads(8, 2, 16, 24, torch.bfloat16)
+OWN_LENGTHS = (130, 3, 64, 225)
+
+
+def _own_step(batch: Batch, plan: distca.Plan) -> tuple[torch.Tensor, ...]:
+    with loopback_group(plan, **OPTIONS) as contexts:
+        assert contexts[0].attention == "distca's kernels for compute capability 9.0"
+        results = on_all_ranks(contexts, lambda rank, context: run_step(batch, plan, context))
+    return together(batch.lengths, plan.layout, results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_own_attention_is_as_exact_as_pytorch(own_gpu: EmulatedGpu, dtype: torch.dtype) -> None:
+    pool = ErrorPool(dtype)
+    heads = dataclasses.replace(OWN, dtype=dtype)
+    for seed in range(3):
+        batch, layout = random_batch(OWN_LENGTHS, heads, seed), scattered(OWN_LENGTHS, 1 + seed, seed)
+        plan = distca.plan(layout, heads, tasks=random_tasks(layout, heads.kv, seed))
+        pool.add(_own_step(batch, plan), torch_attention(batch), oracle(batch))
+    pool.check()
+
+
+def test_own_attention_gives_rows_the_same_bits_whatever_the_plan(own_gpu: EmulatedGpu) -> None:
+    batch = random_batch(OWN_LENGTHS, OWN, 1)
+    results = []
+    for ranks in (1, 2):
+        layout = scattered(OWN_LENGTHS, ranks, 3)
+        results.append(_own_step(batch, distca.plan(layout, OWN, tasks=random_tasks(layout, OWN.kv, ranks))))
+    for name, a, b in zip(NAMES[:3], *results, strict=False):
+        assert torch.equal(a, b), name
+
+
+def test_own_attention_takes_sinks(own_gpu: EmulatedGpu) -> None:
+    batch = random_batch((130, 20), OWN, 1)
+    plan = distca.plan(spill((130, 20), 2), OWN, tolerance=0.0, min_rows=1)
+    sinks = random_sinks(OWN.q, 1)
+
+    def forward(rank: int, context: distca.Context) -> torch.Tensor:
+        q, k, v = (rows_of_rank(batch, plan.layout, rank, t) for t in (batch.q, batch.k, batch.v))
+        return distca.core_attention(q, k, v, plan.for_rank(rank), sinks=sinks, context=context)[0]
+
+    with loopback_group(plan, **OPTIONS) as contexts:
+        out = torch.cat(on_all_ranks(contexts, forward))
+    exact = eager_attention(batch, torch.float64, 0.0, sinks)[0]
+    assert ((out.double() - exact).square().mean() / exact.square().mean()).sqrt() < 2.0**-8
+
+
+# ---- attention in this process alone: the GPU's backend is what the CPU's operator calls "flash" here
+
+
+def _in_a_new_thread(work: Callable[[], T]) -> T:
+    """Each thread keeps the backends that its calls of distca.attention were made with."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def test_attention_on_two_streams_at_once_gives_what_it_gives_alone(own_gpu: EmulatedGpu) -> None:
+    operators = torch.ops.distca
+    batches = [random_batch((lengths,), OWN, seed) for seed, lengths in enumerate((300, 180))]
+    tasks = [torch.tensor([[0, *b.lengths, 0, *b.lengths]]) for b in batches]
+    options = {"deterministic": True, "attention": "flash"}
+
+    def forward(i: int) -> Tensors:
+        return operators.attention(batches[i].q, batches[i].k, batches[i].v, tasks[i], **options)
+
+    def backward(i: int, result: Tensors) -> Tensors:
+        b = batches[i]
+        return operators.attention_backward(b.dout, b.q, b.k, b.v, *result, tasks[i], **options)
+
+    def queued(work: Callable[[int], Tensors], streams: Sequence[int]) -> list[Tensors]:
+        results = []
+        for i, stream in enumerate(streams):
+            with own_gpu.stream(stream):
+                results.append(work(i))
+        for stream in streams:
+            with own_gpu.stream(stream):
+                own_gpu.synchronize()
+        return results
+
+    def run() -> None:
+        right = queued(forward, [0, 0])
+        gradients = queued(lambda i: backward(i, right[i]), [0, 0])
+        for _ in range(3):
+            for results, alone in (
+                (queued(forward, [1, 2]), right),
+                (queued(lambda i: backward(i, right[i]), [1, 2]), gradients),
+            ):
+                for mine, expected in zip(results, alone, strict=True):
+                    assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
+
+    _in_a_new_thread(run)
+
+
+def test_what_flash_attention_lacks_and_own_kernels_have_is_an_error_that_names_them(gpu: EmulatedGpu) -> None:
+    def error_of(dtype: torch.dtype) -> str:
+        q, k, v = (torch.zeros(3, heads, 16, dtype=dtype) for heads in (4, 2, 2))
+        with pytest.raises(distca.InvalidArgumentError) as error:
+            distca.attention(q, k, v, softcap=2.0, attention="flash")
+        return str(error.value)
+
+    bf16, fp32 = _in_a_new_thread(lambda: [error_of(dtype) for dtype in (torch.bfloat16, torch.float32)])
+    assert bf16 == "softcap = 2; what stands for flash attention has none; distca's own kernels take it: " + (
+        'attention="own"'
+    )
+    assert fp32 == "softcap = 2; what stands for flash attention has none"
+
+
+def test_what_own_kernels_lack_is_an_error_that_says_what_they_take(own_gpu: EmulatedGpu) -> None:
+    def attend() -> None:
+        q, k, v = torch.zeros(3, 3, 2, 16).unbind()
+        distca.attention(q, k, v, attention="flash")
+
+    with pytest.raises(
+        distca.InvalidArgumentError, match='attention = "own": .* take bfloat16 and float16, not float32'
+    ):
+        _in_a_new_thread(attend)
+
+
+# ---- faults
+
+
+def _forward(plan: distca.Plan, batch: Batch, rank: int, context: distca.Context) -> torch.Tensor:
+    q, k, v = (rows_of_rank(batch, plan.layout, rank, t) for t in (batch.q, batch.k, batch.v))
+    return distca.core_attention(q, k, v, plan.for_rank(rank), context=context)[0]
+
+
+def test_a_silent_peer_is_not_a_number_and_a_timeout_that_names_it(gpu: EmulatedGpu) -> None:
+    heads = distca.Heads(4, 2, 16, 16)
+    plan = distca.plan(spill(LENGTHS, 2), heads, tolerance=0.0, min_rows=1)
+    batch = random_batch(LENGTHS, heads, 1)
+    with loopback_group(plan, **(OPTIONS | {"timeout": 0.2})) as contexts:
+        assert _forward(plan, batch, 0, contexts[0]).isnan().all()
+        fault = fault_of_check(contexts[0])
+        assert isinstance(fault, distca.PeerTimeoutError)
+        assert "rank 0 of 2, step 1 (forward)" in str(fault) and "waited 0.2 s for rank 1" in str(fault)
+
+
+def test_a_peer_that_died_between_steps_ends_what_waits_for_it_on_the_device(gpu: EmulatedGpu) -> None:
+    heads = distca.Heads(4, 2, 16, 16)
+    plan = distca.plan(spill(LENGTHS, 3), heads, tolerance=0.0, min_rows=1)
+    batch = random_batch(LENGTHS, heads, 1)
+
+    def work(rank: int, context: distca.Context) -> torch.Tensor | None:
+        _forward(plan, batch, rank, context)
+        if rank == 1:
+            context._core.mark_died()
+            return None
+        try:
+            return _forward(plan, batch, rank, context)
+        except distca.DistcaError as error:
+            assert "rank 1 died" in str(error), error
+            return None
+
+    with loopback_group(plan, **OPTIONS) as contexts:
+        for rank, out in enumerate(on_all_ranks(contexts, work)):
+            assert out is None or out.isnan().all()
+            if rank != 1:
+                assert "rank 1 died" in str(fault_of_check(contexts[rank]))

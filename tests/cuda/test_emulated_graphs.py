@@ -1,0 +1,218 @@
+"""Recordings on the emulated GPU: steps that are replayed, or launched as a captured graph, with other plans each time.
+
+Expected are the bits of the same steps on the host, one by one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import distca
+from emulation.emulated_gpu import OPTIONS, EmulatedGpu
+from support.batches import random_tasks
+from support.groups import loopback_group, on_all_ranks, outcomes
+from support.recorded import (
+    ROWS,
+    Tensors,
+    assert_same,
+    layout_of,
+    on_the_host,
+    one_step,
+    set_rows,
+    tensors_of,
+    two_steps_in_parts,
+)
+
+HEADS = distca.Heads(4, 2, 24, 16)
+OWN = distca.Heads(2, 1, 16, 24, torch.bfloat16)
+
+
+def _plans(number: int, ranks: int = 3, heads: distca.Heads = HEADS) -> list[distca.Plan]:
+    layouts = [layout_of(seed, ranks) for seed in range(number)]
+    return [distca.plan(one, heads, tasks=random_tasks(one, heads.kv, seed)) for seed, one in enumerate(layouts)]
+
+
+def _record(
+    gpu: EmulatedGpu,
+    context: distca.Context,
+    all_ranks: threading.Barrier,
+    steps: Callable[[], object],
+    captured: bool = True,
+) -> tuple[distca.Recording, Callable[[], None]]:
+    """A recording of the steps, and what does them again: the launch of a graph that was captured, or a replay.
+
+    Ranks of one process wait for each other on both sides: recording may wait for the device, and so for a rank that is
+    ahead and waits for this one there.
+    """
+    all_ranks.wait()
+    with gpu.graph() if captured else nullcontext() as launch, context.record(headroom=4.0, rounds=8) as recording:
+        steps()
+    all_ranks.wait()
+    return recording, launch or recording.replay
+
+
+def _work(
+    gpu: EmulatedGpu, plans: Sequence[distca.Plan], heads: distca.Heads, captured: bool
+) -> Callable[[int, distca.Context], list[Tensors]]:
+    """What a rank does: each plan's step from a recording; now and then also one that is not recorded."""
+    all_ranks = threading.Barrier(plans[0].layout.num_ranks, timeout=60.0)
+
+    def work(rank: int, context: distca.Context) -> list[Tensors]:
+        tensors, returned, results = tensors_of(99, rank, heads), [], []
+        recording, again = _record(
+            gpu, context, all_ranks, lambda: returned.extend(one_step(plans[0], tensors, context)), captured
+        )
+        recording.replan(plans[0].for_rank(rank))
+        for seed, plan in enumerate(plans):
+            set_rows(tensors, tensors_of(seed, rank, heads))
+            again()
+            # While that may still be under way:
+            other = one_step(plan, tensors_of(seed, rank, heads), context) if seed % 5 == 3 else None
+            if seed + 1 < len(plans):
+                recording.replan(plans[seed + 1].for_rank(rank))
+            gpu.synchronize()
+            results.append([one.clone() for one in returned])
+            if other is not None:
+                assert_same([other], results[-1:])
+        return results
+
+    return work
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["replays", "launches of a graph"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_twenty_plans_give_the_bits_of_steps_on_the_host(gpu: EmulatedGpu, ranks: int, captured: bool) -> None:
+    plans = _plans(20, ranks)
+    assert len({plan.digest for plan in plans}) == 20
+    with loopback_group(plans, **OPTIONS) as contexts:
+        results = on_all_ranks(contexts, _work(gpu, plans, HEADS, captured))
+    for mine, right in zip(results, on_the_host(plans, range(20), HEADS), strict=True):
+        assert_same(mine, right)
+
+
+def test_graphs_end_though_nothing_in_them_happens_at_once_and_in_any_order_of_their_edges(gpu: EmulatedGpu) -> None:
+    plans = _plans(20)
+    with gpu.nodes_one_by_one(), loopback_group(plans, **OPTIONS) as contexts:
+        results = on_all_ranks(contexts, _work(gpu, plans, HEADS, captured=True))
+    for mine, right in zip(results, on_the_host(plans, range(20), HEADS), strict=True):
+        assert_same(mine, right)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["replays", "launches of a graph"])
+def test_own_attention_is_recorded(own_gpu: EmulatedGpu, captured: bool) -> None:
+    plans = _plans(4, 2, OWN)
+    with loopback_group(plans, **OPTIONS) as contexts:
+        results = on_all_ranks(contexts, _work(own_gpu, plans, OWN, captured))
+    with loopback_group(plans, **OPTIONS) as contexts:
+        expected = on_all_ranks(
+            contexts,
+            lambda rank, context: [
+                one_step(plan, tensors_of(seed, rank, OWN), context) for seed, plan in enumerate(plans)
+            ],
+        )
+    for mine, right in zip(results, expected, strict=True):
+        assert_same(mine, right)
+
+
+def test_a_graph_keeps_its_memory_when_other_steps_need_more(own_gpu: EmulatedGpu) -> None:
+    [plan] = _plans(1, 1, OWN)
+    with loopback_group(plan, **OPTIONS) as [context]:
+        tensors = tensors_of(0, 0, OWN)
+        right = one_step(plan, tensors, context)
+        with own_gpu.graph() as launch, context.record(headroom=1.0) as recording:
+            returned = one_step(plan, tensors, context)
+        with context.record(headroom=200.0) as larger:
+            other = one_step(plan, tensors, context)
+        for steps, again in ((larger, larger.replay), (recording, launch)):
+            steps.replan(plan)
+            again()
+        own_gpu.synchronize()
+        assert_same([returned, other], [right, right])
+
+
+def test_two_steps_in_parts_at_once_are_launched_as_a_graph(gpu: EmulatedGpu) -> None:
+    plans = _plans(5)
+    all_ranks = threading.Barrier(3, timeout=60.0)
+
+    def work(rank: int, context: distca.Context) -> list[Tensors]:
+        tensors = [[t.detach() for t in tensors_of(seed, rank, HEADS)] for seed in (0, 1)]
+        returned: list[Tensors] = []
+        recording, launch = _record(
+            gpu,
+            context,
+            all_ranks,
+            lambda: returned.extend(two_steps_in_parts(tensors, plans[4].for_rank(rank), context)),
+        )
+        results = []
+        for turn in range(2):
+            mine = [plans[2 * turn + i].for_rank(rank) for i in range(2)]
+            recording.replan([*mine, *mine])
+            launch()
+            gpu.synchronize()
+            results += [[t.clone() for t in step] for step in returned]
+        return results
+
+    with loopback_group(plans, **OPTIONS) as contexts:
+        results = on_all_ranks(contexts, work)
+    for mine, right in zip(results, on_the_host(plans[:4], [0, 1, 0, 1], HEADS), strict=True):
+        assert_same(mine, right)
+
+
+def test_a_replan_without_a_launch_since_the_one_before_is_refused(gpu: EmulatedGpu) -> None:
+    plans = _plans(2, 1)
+    with loopback_group(plans, **(OPTIONS | {"timeout": 0.3})) as [context]:
+        tensors, returned = tensors_of(1, 0, HEADS), []
+        recording, launch = _record(
+            gpu, context, threading.Barrier(1), lambda: returned.extend(one_step(plans[0], tensors, context))
+        )
+        with pytest.raises(distca.InvalidArgumentError, match="launch that instead"):
+            recording.replay()
+        recording.replan(plans[0])
+        with pytest.raises(distca.InvalidArgumentError, match="launch the graph once after each replan"):
+            recording.replan(plans[1])
+        launch()
+        recording.replan(plans[1])
+        launch()
+        gpu.synchronize()
+        [[right]] = on_the_host(plans[1:], [1], HEADS)
+        assert_same([returned], [right])
+
+
+def test_a_peer_that_dies_between_launches_ends_them(gpu: EmulatedGpu) -> None:
+    [plan] = _plans(1)
+    all_ranks = threading.Barrier(3, timeout=60.0)
+
+    def work(rank: int, context: distca.Context) -> None:
+        tensors, returned = tensors_of(0, rank, HEADS), []
+        recording, launch = _record(gpu, context, all_ranks, lambda: returned.extend(one_step(plan, tensors, context)))
+        for _ in range(2):
+            recording.replan(plan.for_rank(rank))
+            launch()
+        gpu.synchronize()  # the recording's memory goes with it
+        if rank == 1:
+            context._core.mark_died()
+            return
+        while True:  # until a replan says so
+            recording.replan(plan.for_rank(rank))
+            launch()
+            gpu.synchronize()
+            assert all(not one.isnan().any() for one in returned) or returned[0].isnan().all()
+
+    with loopback_group(plan, **OPTIONS) as contexts:
+        results = outcomes(contexts, work)
+    for rank in (0, 2):
+        assert isinstance(results[rank], distca.PeerDiedError) and "rank 1 died" in str(results[rank]), results
+
+
+def test_a_step_that_is_captured_and_not_recorded_is_an_error_of_cuda(gpu: EmulatedGpu) -> None:
+    plan = distca.plan(distca.Layout.packed([ROWS], ranks=1, tokens_per_rank=ROWS), HEADS)
+    with loopback_group(plan, **OPTIONS) as [context]:
+        tensors = tensors_of(0, 0, HEADS)
+        one_step(plan, tensors, context)
+        with pytest.raises(distca.DistcaError, match="cudaErrorStreamCapture"), gpu.graph():
+            one_step(plan, tensors, context)

@@ -1,0 +1,65 @@
+"""The code of the CUDA kernels, run on a host: every thread a fiber, the instructions of sm_90a done in software.
+
+What it computes is compared with float64 on random problems in which every row that must not be read is not a number.
+The machine stops a kernel that hangs, leaves barriers half used or reads what no fence has ordered.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from support.compiled import COMPILER, compiled_once
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="there is no C++ compiler here")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = ROOT / "tests/emulation"
+    # The first folder has the emulated hopper.h, which is found before cuda/attention/hopper.h.
+    includes = [f"-I{part}" for part in (folder, ROOT / "cuda", ROOT / "cpp")]
+    sources = [
+        folder / "run_kernels.cpp",
+        [folder / "machine.cpp", folder / "problems.cpp", ROOT / "cuda/attention/work_list.cpp"],
+    ]
+    options = ["-std=c++20", "-O3", "-ffp-contract=off", "-Wno-unknown-pragmas", *includes]
+    return compiled_once(tmp_path_factory, "run_kernels", sources, options)
+
+
+def _run(program: Path, *arguments: object) -> None:
+    done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{arguments}: status {done.returncode}\n{done.stdout[-4000:]}{done.stderr}"
+    assert "rms" in done.stdout
+
+
+SHAPES = pytest.mark.parametrize(
+    ("dim", "v_dim", "dtype", "rounds"),
+    [
+        (64, 64, "bfloat16", 8),
+        (64, 64, "float16", 4),
+        (128, 128, "bfloat16", 4),
+        (96, 80, "float16", 3),  # columns that the kernel of 128 fills with zeros
+        (192, 128, "bfloat16", 2),
+        (256, 256, "bfloat16", 2),
+    ],
+)
+
+
+@SHAPES
+def test_forward_is_right_and_a_row_has_the_same_bits_however_tasks_are_cut(
+    program: Path, dim: int, v_dim: int, dtype: str, rounds: int
+) -> None:
+    _run(program, "forward", dim, v_dim, dtype, rounds, 1)
+
+
+@SHAPES
+def test_backward_is_right_and_dq_has_the_same_bits_in_the_deterministic_mode(
+    program: Path, dim: int, v_dim: int, dtype: str, rounds: int
+) -> None:
+    _run(program, "backward", dim, v_dim, dtype, rounds, 1)

@@ -1,0 +1,148 @@
+"""The library's code for GPUs on an emulated CUDA runtime (`runtime`): compiled by the host's compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from support.compiled import compiled_once
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "tests/emulation/runtime"
+OPTIONS = {"streams": True, "attention": "flash", "timeout": 20.0}
+"""Of contexts on the emulated GPU, while it is in use."""
+
+_THREAD_LOCAL = 1  # the mode of captures
+_LAUNCH = re.compile(r"(\w+)((?:<[\w, ]+>)?)<<<(.*?)>>>\((.*?)\);", re.DOTALL)
+_SHARED = re.compile(r"(?<!extern )__shared__ ([\w:]+) (\w+);")
+_DYNAMIC = re.compile(r"extern __shared__ std::byte (\w+)\[\];")
+_ON_MACHINE = {"kKernel"}
+"""Kernels, as their launches name them, that are written in the instructions of hopper.h."""
+
+
+def for_the_host(source: str) -> str:
+    """Text of a .cu file as C++: launches of kernels and shared memory in other words, in the same lines.
+
+    A GPU has 2 multiprocessors here, so grids that fill one are small.
+    """
+
+    def launch(found: re.Match[str]) -> str:
+        name, arguments, how, given = found.groups()
+        start = "start_on_machine" if name in _ON_MACHINE else "start_kernel"
+        kernel = f'with_arguments("{name}", {name}{arguments}{", " if given else ""}{given})'
+        return f"emulated_gpu::{start}({{{how}}}, emulated_gpu::{kernel});"
+
+    source = _SHARED.sub(r"auto& \2 = emulated_gpu::shared<\1>(__LINE__);", source)
+    source = _DYNAMIC.sub(r"std::byte* const \1 = emulated_gpu::dynamic_shared();", source)
+    return _LAUNCH.sub(launch, source).replace(" 132 * ", " 2 * ")
+
+
+def build(factory: pytest.TempPathFactory) -> Path:
+    """The shared library; see contexts.cpp for its functions."""
+    folder, cuda = factory.mktemp("rewritten"), ROOT / "cuda"
+
+    def rewritten(source: Path, name: str) -> Path:
+        to = folder / name
+        to.parent.mkdir(exist_ok=True)
+        to.write_text(f'#include "device.h"\n#line 1 "{source}"\n{for_the_host(source.read_text())}')
+        return to
+
+    rewritten(cuda / "attention/instances.h", "attention/instances.h")
+    kernels = [one for one in cuda.glob("*/*.cu") if one.parent.name != "attention" or one.stem == "kernels_64"]
+    sources = [sorted(cuda.glob("*/*.cpp")), [FOLDER.parent / "machine.cpp", *sorted(FOLDER.glob("*.cpp"))]]
+    sources += [rewritten(one, f"{one.stem}.cpp") for one in [*kernels, *FOLDER.glob("*.cu")]]
+    # Of headers with the same name the first is found: instances.h as rewritten, hopper.h as emulated.
+    folders = [FOLDER / "headers", FOLDER, folder, FOLDER.parent, cuda, ROOT / "cpp"]
+    includes = [f"-I{part}" for part in folders]
+    options = [
+        "-std=c++20",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-fvisibility=hidden",
+        "-ffp-contract=off",
+        "-Wno-unknown-pragmas",
+    ]
+    package = Path(str(files("distca")))
+    link = ["-L", str(package), "-ldistca", f"-Wl,-rpath,{package}", "-Wl,--no-undefined", "-lpthread"]
+    return compiled_once(factory, "emulated_gpu.so", sources, [*options, *includes], link)
+
+
+class EmulatedGpu:
+    """The library, in this process."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._library.emulated_launches.restype = ctypes.c_int64
+
+    @contextmanager
+    def in_use(self, own_attention: bool) -> Iterator[EmulatedGpu]:
+        """Inside, contexts made with `OPTIONS` are on it; with the library's own attention kernels, or the CPU's."""
+        self._library.use_emulated_gpu(own_attention)
+        try:
+            yield self
+        finally:
+            self._library.leave_emulated_gpu()
+
+    def launches(self, kernel: str) -> int:
+        return self._library.emulated_launches(kernel.encode())
+
+    def outcome(self, which: str) -> int:
+        return self._library.outcome(which.encode())
+
+    def synchronize(self) -> None:
+        """Waits for what this thread has queued: a replay or a launch; steps wait by themselves."""
+        self._call("synchronize")
+
+    @contextmanager
+    def stream(self, number: int) -> Iterator[None]:
+        """Inside, this thread queues on a stream of its own of that number; 0 is the one that it has otherwise."""
+        self._library.use_stream(number)
+        try:
+            yield
+        finally:
+            self._library.use_stream(0)
+
+    @contextmanager
+    def steps_do_not_wait(self) -> Iterator[None]:
+        """Inside, they are only queued: keep all that they read and return, and look at nothing before a wait."""
+        self._library.wait_after_steps(False)
+        try:
+            yield
+        finally:
+            self._library.wait_after_steps(True)
+
+    @contextmanager
+    def nodes_one_by_one(self) -> Iterator[None]:
+        """Inside, graphs that start do their nodes one after another, in a random order that their edges allow."""
+        self._library.run_graphs_one_by_one(True)
+        try:
+            yield
+        finally:
+            self._library.run_graphs_one_by_one(False)
+
+    @contextmanager
+    def graph(self) -> Iterator[Callable[[], None]]:
+        """Captures what this thread queues inside; what it gives launches that afterwards."""
+        graph = ctypes.c_void_p()
+        self._call("begin_capture", _THREAD_LOCAL)
+
+        def launch() -> None:
+            self._call("launch_graph", graph)
+
+        try:
+            yield launch
+        except BaseException:
+            self._library.end_capture(ctypes.byref(graph))
+            raise
+        self._call("end_capture", ctypes.byref(graph))
+
+    def _call(self, function: str, *arguments: object) -> None:
+        error = self._library[function](*arguments)
+        assert error == 0, f"{function}: error {error}"

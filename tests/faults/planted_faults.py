@@ -1,0 +1,175 @@
+"""Plants faults in the sources, one at a time, and requires that the tests catch each.
+
+    make faults                     all of them
+    make faults ARGS="--list"       their names
+    make faults ARGS="--only NAME"  one
+    make faults ARGS="--jobs 1"     one after the other; by default as many at once as there are cores
+
+Works on copies of the tree in a temporary folder, one a job, each of which it builds once and then again for each fault
+in C++. For each fault the tests that should notice run first, then, if they pass, the whole suite. Prints which test
+noticed; exits with 1 if a fault survives, or if the tests fail without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+from faults import FAULTS
+from faults.fault import Fault
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 300.0
+"""Seconds for one run of tests; one that takes longer hangs, which is noticed too."""
+
+
+def tool(name: str) -> str:
+    """The one installed beside this Python, else the one on PATH."""
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    found = shutil.which(name, path=path)
+    if found is None:
+        raise SystemExit(f"{name} is missing; make build installs it")
+    return found
+
+
+class Copy:
+    """A copy of the tree, with its own build."""
+
+    def __init__(self, folder: Path, build_jobs: int) -> None:
+        self.build_jobs = build_jobs
+        self.output = ""  # of the last run of tests
+        self.tree = folder / "tree"
+        self.build_folder = folder / "build"
+        made_by_tools = (".git", ".venv", "build", "dist", "runs", "*.so", "*.egg-info", "__pycache__", ".*_cache")
+        shutil.copytree(ROOT, self.tree, ignore=shutil.ignore_patterns(*made_by_tools))
+        self.environment = {**os.environ, "PYTHONPATH": str(self.tree / "python"), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def configure(self) -> None:
+        ninja = f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"
+        python = f"-DPython_EXECUTABLE={sys.executable}"
+        self._run([tool("cmake"), "-S", str(self.tree), "-B", str(self.build_folder), "-G", "Ninja", ninja, python])
+        self.build()
+        where = self._run([sys.executable, "-c", "import distca; print(distca.__file__)"])
+        if not Path(where.strip()).is_relative_to(self.tree):
+            raise SystemExit(f"the tests would import {where.strip()} instead of the copy in {self.tree}")
+
+    def build(self) -> None:
+        self._run([tool("cmake"), "--build", str(self.build_folder), "--parallel", str(self.build_jobs)])
+        self._run(
+            [tool("cmake"), "--install", str(self.build_folder), "--prefix", str(self.tree / "python" / "distca")]
+        )
+
+    def _run(self, command: list[str]) -> str:
+        ran = subprocess.run(
+            command, cwd=self.tree, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if ran.returncode != 0:
+            raise SystemExit(f"{' '.join(command)} failed:\n{ran.stdout}")
+        return ran.stdout
+
+    def failing_test(self, tests: tuple[str, ...]) -> str:
+        """The first test that fails, or what else went wrong; empty where all pass."""
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+        process = subprocess.Popen(
+            command,
+            cwd=self.tree,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            return f"no answer in {LIMIT:g} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self.output = output
+        if process.returncode == 0:
+            return ""
+        if process.returncode in (4, 5):
+            raise SystemExit(f"pytest found no tests in {' '.join(tests)}:\n{output}")
+        named = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(.*?)(?: - .*)?$", output, re.MULTILINE)
+        return named[1] if named else f"the end of pytest with code {process.returncode}"
+
+    def noticed(self, fault: Fault) -> str:
+        """What notices the fault, which is then taken out of the source again; empty where nothing does."""
+        path = self.tree / fault.file
+        source = path.read_text()
+        path.write_text(fault.planted(self.tree))
+        try:
+            if fault.file.startswith("cpp/"):
+                self.build()
+            return self.failing_test(fault.tests) or self.failing_test(("tests",))
+        finally:
+            path.write_text(source)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", metavar="NAME", action="append", help="plant this fault (may be given again)")
+    parser.add_argument("--jobs", metavar="N", type=int, default=os.cpu_count() or 1, help="so many faults at once")
+    parser.add_argument("--list", action="store_true", help="list the faults and end")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(f"{fault.name:<60} {fault.file}" for fault in FAULTS))
+        return 0
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}; 1 or more are allowed")
+    chosen = [fault for fault in FAULTS if not options.only or fault.name in options.only]
+    if not chosen:
+        parser.error(f"no fault is called {options.only}; --list says which there are")
+    for fault in chosen:  # before anything takes time
+        try:
+            fault.planted(ROOT)
+        except (OSError, ValueError) as error:
+            raise SystemExit(str(error)) from None
+    jobs = min(options.jobs, len(chosen))
+    with tempfile.TemporaryDirectory(prefix="distca-faults-") as folder, ThreadPoolExecutor(jobs) as pool:
+        cores = os.cpu_count() or 1
+        copies = [Copy(Path(folder) / str(job), max(1, cores // jobs)) for job in range(jobs)]
+        list(pool.map(Copy.configure, copies))
+        files = sorted({test for fault in chosen for test in fault.tests})
+        parts = [tuple(files[job::jobs]) for job in range(min(jobs, len(files)))]
+        failures = list(pool.map(Copy.failing_test, copies, parts))
+        if failure := next(filter(None, failures), ""):
+            print(*(copy.output for copy, failed in zip(copies, failures, strict=False) if failed), sep="\n")
+            print(f"the tests fail without any fault: {failure}")
+            return 1
+        print(f"{'fault':<60} {'file':<36} {'seconds':>7}  caught by", flush=True)
+        free: SimpleQueue[Copy] = SimpleQueue()
+        for copy in copies:
+            free.put(copy)
+
+        def is_caught(fault: Fault) -> bool:
+            copy = free.get()
+            begin = time.monotonic()
+            caught = copy.noticed(fault)
+            free.put(copy)
+            seconds = time.monotonic() - begin
+            print(f"{fault.name:<60} {fault.file:<36} {seconds:7.1f}  {caught or 'NOTHING'}", flush=True)
+            return bool(caught)
+
+        survivors = [fault for fault, caught in zip(chosen, pool.map(is_caught, chosen), strict=True) if not caught]
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} faults were caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

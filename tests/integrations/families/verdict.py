@@ -1,0 +1,153 @@
+"""Whether a model computes on two ranks what it computes alone, or is refused with a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import distca
+from support.groups import loopback_group, outcomes
+
+from .reference import (
+    NO_TARGET,
+    ROWS,
+    Case,
+    Results,
+    documents,
+    gradients,
+    layout,
+    loss_of,
+    plans_by_hand,
+    reference,
+    run,
+    takes_any_keyword,
+    worst_error,
+)
+
+#: Relative bounds, of the loss of all documents, and of the norms of each gradient and of the logits.
+LOSS, NORM = 1e-6, 1e-5
+
+#: Models whose own loss does not shift labels.
+_UNSHIFTED = ("whisper",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """`kind` is "exact"; "by hand", exact with plans that a refusal asks for; "refused"; or "fails".
+
+    The sentence is figures, the refusal, or what went wrong.
+    """
+
+    kind: str
+    sentence: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How a caller uses the model: the plan by keyword or by `distca.using`; with labels, for the model's own loss."""
+
+    by_keyword: bool
+    with_positions: bool = True
+    labels: tuple[str, ...] = ()
+    train: bool = False
+
+
+def judge(case: Case) -> Verdict:
+    """The verdict on a model whose caller does what the documentation says.
+
+    It fails, too, where another caller gets other numbers without an error: one who evaluates only, hands the plan over
+    in another way, leaves out the positions, lets the model compute the loss, or makes heads by hand.
+    """
+    try:
+        models = [case.model("distca") for _ in range(2)]
+    except distca.InvalidArgumentError as error:
+        return Verdict("refused", str(error))
+    by_hand = None
+    try:
+        plans = case.plans(models[0].config)
+    except distca.InvalidArgumentError as error:
+        by_hand = Verdict("refused", str(error))
+        plans = plans_by_hand(case)
+    expected = functools.cache(lambda: reference(case))
+    usual = Way(by_keyword=takes_any_keyword(models[0]))
+    found = _judged(case, models, plans, dataclasses.replace(usual, train=True), expected)
+    verdict = by_hand or found
+    if by_hand is not None and found.kind != "refused":
+        verdict = Verdict("by hand" if found.kind == "exact" else "fails", f"{by_hand.sentence}: {found.sentence}")
+    others = [usual, Way(by_keyword=False), dataclasses.replace(usual, with_positions=False)]
+    if "labels" in inspect.signature(models[0].forward).parameters and case.entry not in _UNSHIFTED:
+        others += [dataclasses.replace(usual, labels=names) for names in (("labels",), ("labels", "shift_labels"))]
+    for way in others if found.kind != "fails" else []:
+        other = _judged(case, models, plans, way, expected)
+        if other.kind == "fails":
+            return Verdict("fails", f"{verdict}, but {way}: {other}")
+    return verdict
+
+
+def _judged(
+    case: Case,
+    models: Sequence[torch.nn.Module],
+    plans: distca.Plans,
+    way: Way,
+    expected: Callable[[], Results],
+) -> Verdict:
+    """Refused where every rank raises the library's error of a wrong argument, else compared with the reference."""
+    results = _on_two_ranks(case, models, plans, way)
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if len(errors) == 2 and all(isinstance(error, distca.InvalidArgumentError) for error in errors):
+        return Verdict("refused", str(errors[0]))
+    if errors:
+        return Verdict("fails", "; ".join(f"{type(result).__name__}: {result}" for result in results))
+    first, second = results
+    grads = {name: first.grads[name] + second.grads[name] for name in first.grads}
+    ours = Results(first.loss + second.loss, grads, torch.cat([first.logits, second.logits]), first.calls)
+    name, error = worst_error(ours, expected(), trained=way.train, loss=LOSS, norm=NORM)
+    if way.labels:
+        wanted = loss_of(expected().logits, torch.cat([document.targets for document in documents()])).item()
+        name, error = "the model's own loss", abs(ours.loss - wanted) / wanted / LOSS
+    if not error <= 1:
+        return Verdict("fails", f"{name} differs by {error:.2f} of what is allowed")
+    if not first.calls == second.calls == expected().calls:
+        return Verdict("fails", f"{first.calls} and {second.calls} steps for {expected().calls} calls of attention")
+    return Verdict("exact", f"{name} differs by {error:.2f} of what is allowed, {expected().calls} steps")
+
+
+def _on_two_ranks(case: Case, models: Sequence[torch.nn.Module], plans: distca.Plans, way: Way) -> list[Any]:
+    """What each rank computed, or raised."""
+    tokens = torch.cat([document.tokens for document in documents()])
+    targets = torch.cat([document.targets for document in documents()])
+
+    def forward(rank: int, context: distca.Context) -> Any:
+        rows = slice(rank * ROWS, (rank + 1) * ROWS)
+        mine, offered = plans.for_rank(rank), {}
+        if way.with_positions:
+            offered["position_ids"] = layout().position_ids(rank)[None] + case.first_position
+        offered |= {name: (tokens if name == "labels" else targets)[rows][None] for name in way.labels}
+        if way.by_keyword:
+            return run(models[rank], tokens[rows], **offered, plan=mine, distca_context=context)
+        with distca.using(mine, context=context):
+            return run(models[rank], tokens[rows], **offered)
+
+    def work(rank: int, context: distca.Context) -> Results:
+        loss, model, wanted = 0.0, models[rank], targets[rank * ROWS : (rank + 1) * ROWS]
+        if way.train:
+            of_rank = loss_of(forward(rank, context).logits[0], wanted)
+            of_rank.backward()
+            loss = of_rank.item()
+        model.eval()
+        before = context.step
+        with torch.no_grad():
+            output = forward(rank, context)
+        if way.labels:
+            loss = output.loss.item() * int((wanted != NO_TARGET).sum())
+        return Results(loss, gradients(model), output.logits[0], context.step - before)
+
+    for model in models:
+        model.train(way.train).zero_grad()
+    with loopback_group(list(plans.values()), timeout=20.0) as contexts:
+        return outcomes(contexts, work)

@@ -1,0 +1,86 @@
+"""Models of transformers with documents cut between two ranks: one of each kind. `make families` has them all."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from families import tiny
+from families.cases import CASES, REASONS, expected_kind
+from families.reference import Case, documents, logits_of, mistakes, reference
+from families.verdict import judge
+
+SAMPLE = {
+    "full attention, RoPE": "llama",
+    "positions learned": "gpt2",
+    "positions from 1": "roberta",
+    "one key head": "gpt_bigcode",
+    "query heads with keys of their own": "jetmoe",
+    "windows": "mistral",
+    "layers with windows between others": "cohere2",
+    "layers that differ in their heads": "mimo_v2_flash",
+    "two calls of attention a layer": "diffllama",
+    "layers that run several times": "hrm_text",
+    "softcap": "gemma2",
+    "sinks, experts": "gpt_oss",
+    "latent attention": "deepseek_v2",
+    "experts": "qwen3_moe",
+    "a text model in a larger one": "gemma3",
+    "frequencies of the longest position": "phi3, longrope",
+    "frequencies that grow with it": "llama, dynamic RoPE",
+    "keywords that reach no layer": "stablelm",
+    "recurrent layers between others": "qwen3_next",
+    "recurrent layers alone": "mamba",
+    "recurrence beside attention": "falcon_h1",
+    "convolutions": "lfm2_moe",
+    "chunks": "llama4_text",
+    "queries scaled by the row": "llama4_text, no chunks, temperature",
+    "keys chosen by an index": "deepseek_v32",
+    "positions counted by the row": "bart",
+    "attention of its own, with the mask": "codegen",
+    "attention of its own, without the mask": "openai-gpt",
+    "attention from a table of its own": "falcon",
+    "experts drawn at random": "phimoe",
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers', of kernels that are not installed
+@pytest.mark.parametrize("kind", SAMPLE)
+def test_a_model_of_each_kind_is_exact_or_refused_with_the_reason(kind: str) -> None:
+    name = SAMPLE[kind]
+    verdict = judge(CASES[name])
+    assert verdict.kind == expected_kind(name), verdict
+    if name in REASONS:
+        assert REASONS[name].search(verdict.sentence), verdict.sentence
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "deepseek_v2", "phi3, longrope"])
+def test_mistakes_would_change_the_logits_a_thousand_times_more_than_is_allowed(name: str) -> None:
+    assert min((changes := mistakes(CASES[name])).values()) > 1e-2, changes
+
+
+OTHERS = {
+    "a window of one row more": (Case("mistral"), {"sliding_window": tiny.WINDOW + 1}),
+    "no softcap": (Case("gemma2"), {"attn_logit_softcapping": 1e3}),
+    "another scale": (Case("granite"), {"attention_multiplier": 0.9}),
+    "frequencies of documents that are not long": (CASES["phi3, longrope"], CASES["phi3"].options),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_attention_that_differs_a_little_shows_in_loss_and_logits(what: str) -> None:
+    case, options = OTHERS[what]
+    right, wrong = reference(case), reference(dataclasses.replace(case, options=options))
+    assert abs(right.loss - wrong.loss) > 1e-4 * right.loss
+    assert (right.logits - wrong.logits).norm() > 1e-2 * right.logits.norm()
+
+
+def test_sinks_that_are_left_out_show_in_the_logits() -> None:
+    model = CASES["gpt_oss"].model("eager")
+    right = logits_of(model, documents())
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("sinks"):
+                weight.fill_(-1e4)
+    assert (logits_of(model, documents()) - right).norm() > 1e-2 * right.norm()

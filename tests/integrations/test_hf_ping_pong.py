@@ -1,0 +1,84 @@
+"""Ping-pong inside a model of transformers: what the model gives for the whole packed row.
+
+The halves' matrices have other shapes than the whole row's, so results agree to rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+import distca
+from distca.integrations import hf
+from support.groups import loopback_group, on_all_ranks
+from support.models import FAMILIES, GQA, LENGTHS, VOCABULARY, WINDOW
+from support.rope import ROPE
+
+LAYOUT = distca.Layout([[(0, 0, 90)], [(1, 0, 1), (-1, 0, 3), (2, 0, 33), (3, 0, 7)]])
+
+
+def _inputs(rank: int, context: distca.Context) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(2, VOCABULARY, (LAYOUT.num_rows(rank),), generator=generator)
+    labels, row = ids.clone(), 0
+    for document, begin, end in LAYOUT.segments(rank):
+        labels[row : row + (1 if document >= 0 else end - begin)] = -100
+        row += end - begin
+    shared = {"position_ids": LAYOUT.position_ids(rank)[None], "distca_context": context, "use_cache": False}
+    return {"input_ids": ids[None], "labels": labels[None], **shared}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2 with windows in the upper layer", "gpt_oss", "longrope"])
+def test_loss_gradients_and_logits_are_those_of_the_whole_row(family: str) -> None:
+    """On rank 0 there is one document, so it has a half without rows."""
+    made = (FAMILIES | ROPE)[family]
+    windows = list(made.heads)
+    whole = distca.plans(LAYOUT, GQA, windows=windows, tolerance=0.02)
+    halved = [hf.plan_halves(LAYOUT, GQA, windows=windows, rank=rank, tolerance=0.02) for rank in range(2)]
+    models = [[made.model("distca") for _ in range(2)] for _ in range(2)]
+
+    def work(rank: int, context: distca.Context) -> None:
+        plain, both = models[rank][0], hf.ping_pong(models[rank][1])
+        inputs = _inputs(rank, context)
+        expected, found = plain(**inputs, plan=whole.for_rank(rank)), both(**inputs, plan=halved[rank])
+        assert found.logits is None, "logits of the whole vocabulary are kept for nothing"
+        assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+        expected.loss.backward()
+        found.loss.backward()
+        for (name, one), other in zip(plain.named_parameters(), both.parameters(), strict=True):
+            assert (one.grad - other.grad).norm() <= 1e-5 * one.grad.norm() + 1e-9, name
+        del inputs["labels"]
+        with torch.no_grad():
+            one, other = (
+                model.eval()(**inputs, plan=plan).logits
+                for model, plan in ((plain, whole.for_rank(rank)), (both, halved[rank]))
+            )
+        rows = torch.cat([torch.full((end - begin,), d >= 0) for d, begin, end in LAYOUT.segments(rank)])
+        torch.testing.assert_close(other[0, rows], one[0, rows], rtol=1e-4, atol=1e-4)
+
+    plans = [*whole.values(), *(plan for part in halved[0].plans for plan in part.values())]
+    with loopback_group(plans) as contexts:
+        on_all_ranks(contexts, work)
+
+
+def test_a_model_in_ping_pong_is_otherwise_the_same_model() -> None:
+    model = FAMILIES["llama"].model("distca")
+    kind, signature, before = type(model), inspect.signature(model.forward), set(model.state_dict())
+    ids = torch.randint(2, VOCABULARY, (1, 9))
+    expected = model.eval()(ids).logits
+    changed = hf.ping_pong(hf.ping_pong(model))
+    assert changed is model and isinstance(model, kind) and type(model).__name__ == kind.__name__
+    assert inspect.signature(model.forward) == signature and set(model.state_dict()) == before
+    for one in (model, copy.deepcopy(model)):
+        assert torch.equal(one(ids).logits, expected)
+
+
+def test_a_plan_of_halves_for_a_model_without_ping_pong_says_what_to_call() -> None:
+    halved = hf.plan_halves(distca.Layout.from_documents([LENGTHS]), GQA, windows=[WINDOW])
+    ids = torch.zeros(1, sum(LENGTHS), dtype=torch.int64)
+    with pytest.raises(distca.InvalidArgumentError, match=r"not in ping-pong: hf\.ping_pong\(model\)"):
+        FAMILIES["llama"].model("distca")(ids, plan=halved, use_cache=False)

@@ -1,0 +1,170 @@
+"""Model families of transformers with attn_implementation="distca": the loss and gradients of SDPA on each document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+import distca
+from distca.integrations import hf
+from support.groups import loopback_group, on_all_ranks
+from support.models import EXPERTS, FAMILIES, GQA, LENGTHS, MHA, VOCABULARY, WINDOW, Family
+
+
+def _tokens() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(2, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+
+
+def _targets() -> list[torch.Tensor]:
+    return [torch.cat([tokens[1:], torch.tensor([-100])]) for tokens in _tokens()]
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float(), targets, reduction="sum")
+
+
+def _reference(family: str) -> tuple[float, dict[str, torch.Tensor]]:
+    model = FAMILIES[family].model(FAMILIES[family].reference)
+    total = 0.0
+    for tokens, targets in zip(_tokens(), _targets(), strict=True):
+        loss = _loss(model(tokens[None], use_cache=False).logits[0], targets)
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad for name, p in model.named_parameters()}
+
+
+def _on_two_ranks(family: str) -> tuple[float, dict[str, torch.Tensor]]:
+    heads = FAMILIES[family].heads
+    layout = distca.Layout.packed(LENGTHS, ranks=2, tokens_per_rank=70)
+    plans = distca.Plans({w: distca.plan(layout, heads[w], window=w, tolerance=0.02) for w in heads})
+    models = [FAMILIES[family].model("distca") for _ in range(2)]
+
+    def run(rank: int, context: distca.Context) -> tuple[float, dict[str, torch.Tensor]]:
+        model, mine, segments = models[rank], plans.for_rank(rank), layout.segments(rank)
+        tokens = torch.cat([_tokens()[d][begin:end] for d, begin, end in segments])
+        targets = torch.cat([_targets()[d][begin:end] for d, begin, end in segments])
+        logits = model(
+            tokens[None],
+            position_ids=layout.position_ids(rank)[None],
+            use_cache=False,
+            plan=mine if len(mine) > 1 else next(iter(mine.values())),
+            distca_context=context,
+        ).logits
+        loss = _loss(logits[0], targets)
+        loss.backward()
+        return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+    with loopback_group(list(plans.values())) as contexts:
+        results = on_all_ranks(contexts, run)
+        assert [context.step for context in contexts] == [4, 4], "a layer's attention went another way"
+    (loss_a, grads_a), (loss_b, grads_b) = results
+    return loss_a + loss_b, {name: grads_a[name] + grads_b[name] for name in grads_a}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_on_two_ranks_has_the_loss_and_gradients_of_sdpa_on_each_document(family: str) -> None:
+    loss, grads = _on_two_ranks(family)
+    expected_loss, expected = _reference(family)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    for name, gradient in expected.items():
+        assert (grads[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama"])
+def test_without_a_plan_attention_is_the_models_own_with_its_softcap_and_sinks(family: str) -> None:
+    tokens = _tokens()[0][None]
+    with torch.no_grad():
+        ours, eager = (
+            FAMILIES[family].model(attention).eval()(tokens, use_cache=False).logits
+            for attention in ("distca", "eager")
+        )
+    torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("gemma4")])
+def test_heads_and_windows_of_a_family_are_those_its_layers_call_with(family: str) -> None:
+    config = FAMILIES[family].model("distca").config
+    windows = {w if w != 90 else None for w in hf.windows_of(config)}
+    assert {window: hf.heads_of(config, torch.float32) for window in windows} == FAMILIES[family].heads
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            transformers.MiMoV2FlashConfig(num_hidden_layers=2),
+            r"layer 0: q=64, kv=4, dim=192, v_dim=128; layer 1: q=64, kv=8, dim=192, v_dim=128\): make a plan for each",
+        ),
+        (
+            transformers.Gemma4UnifiedTextConfig(num_hidden_layers=6),
+            r"layers differ in their heads .*dim=512.*distca\.Plans",
+        ),
+        (transformers.MambaConfig(), r"the configuration \(mamba\) has no num_attention_heads"),
+    ],
+)
+def test_heads_that_are_not_the_same_in_all_layers_are_refused(config: Any, message: str) -> None:
+    with pytest.raises(distca.InvalidArgumentError, match=message):
+        hf.heads_of(config, torch.float32)
+
+
+# ---- what is not supported
+
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 24,
+}
+REFUSED = {
+    "gemma4 with heads as they are released": (
+        Family(
+            "Gemma4TextConfig",
+            {"layer_types": ["full_attention"] * 2, "hidden_size_per_layer_input": 8}
+            | {"vocab_size_per_layer_input": VOCABULARY},
+        ),
+        "head dim 512; multiples of 8 from 8 to 256 are supported",
+    ),
+    "llama4": (
+        Family("Llama4TextConfig", {"attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 48}),
+        "attention in chunks of 16 is not supported yet",
+    ),
+    "qwen3_next": (Family("Qwen3NextConfig", HYBRID | EXPERTS), "layers of type linear_attention"),
+    "bloom": (Family("BloomConfig"), "BloomForCausalLM takes no position_ids: it counts the rows of the tensor"),
+    "gpt_neox_japanese": (
+        Family("GPTNeoXJapaneseConfig", MHA),
+        r"works on the attention mask itself \(adds it to its attention scores\), and so bypasses",
+    ),
+    "xglm": (
+        Family("XGLMConfig", {"d_model": 32, "ffn_dim": 48, "attention_heads": 4, "num_layers": 2}),
+        r"works on the attention mask itself \(asks for .size\)",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers', of kernels that are not installed
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_needs_more_is_refused_with_what_it_needs(family: str) -> None:
+    made, message = REFUSED[family]
+    model = made.model("distca")
+    plans = distca.plans(distca.Layout.from_documents([LENGTHS]), GQA, windows=[None, WINDOW])
+    tokens = torch.cat(_tokens())[None]
+    with loopback_group(list(plans.values())) as [context], pytest.raises(distca.InvalidArgumentError, match=message):
+        model(
+            tokens,
+            position_ids=plans.layout.position_ids(0)[None],
+            use_cache=False,
+            plan=plans,
+            distca_context=context,
+        )
+
+
+def test_a_model_with_a_table_of_its_own_is_refused_when_it_is_made() -> None:
+    config = transformers.FalconConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, attn_implementation="distca"
+    )
+    with pytest.raises(distca.InvalidArgumentError, match=r"from a table of its own \(FALCON_ATTENTION_CLASSES\)"):
+        transformers.FalconForCausalLM(config)

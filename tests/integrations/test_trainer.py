@@ -1,0 +1,118 @@
+"""An unmodified transformers.Trainer under torchrun, with PlanInputs: the losses and weights of SDPA in one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from trainer_program import LEARNING_RATE, STEPS, WAYS, documents, model_with
+
+import distca
+from distca.integrations import hf
+
+PROGRAM = Path(__file__).with_name("trainer_program.py")
+Ranks = list[dict[str, Any]]
+
+
+def _run(folder: Path) -> dict[str, Ranks]:
+    """What both ranks saved, by the way in which they trained."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*torchrun, str(PROGRAM), str(folder)], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    ranks = [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return {way: [rank[way] for rank in ranks] for way in WAYS}
+
+
+def _losses(model: torch.nn.Module, batch: list[list[int]]) -> tuple[torch.Tensor, int]:
+    """The sum of the losses of a batch's documents, one at a time, and the number of their targets."""
+    total, targets = torch.zeros(()), 0
+    for document in map(torch.tensor, batch):
+        logits = model(document[None], use_cache=False).logits[0]
+        total = total + F.cross_entropy(logits[:-1], document[1:], reduction="sum")
+        targets += len(document) - 1
+    return total, targets
+
+
+def test_a_trainer_under_torchrun_has_losses_and_weights_of_one_process_in_all_ways(tmp_path: Path) -> None:
+    for way, ranks in _run(tmp_path).items():
+        model = _check_steps(ranks, way)
+        with torch.no_grad():
+            total, targets = _losses(model, ranks[0]["seen"][STEPS] + ranks[1]["seen"][STEPS])
+        for rank in ranks:
+            assert rank["evaluation"] == pytest.approx(total.item() / targets, rel=1e-5)
+
+
+def _check_steps(ranks: Ranks, how: str) -> torch.nn.Module:
+    """Takes the same steps with SDPA, one document at a time, compares, and returns the model."""
+    batches = [ranks[0]["seen"][step] + ranks[1]["seen"][step] for step in range(STEPS)]
+    assert sorted(sum(batches, [])) == sorted(document["input_ids"] for document in documents())
+    model = model_with("sdpa")
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for step, batch in enumerate(batches):
+        total, targets = _losses(model, batch)
+        (total / targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank in ranks:
+            assert rank["losses"][step] == pytest.approx(total.item() / targets, rel=1e-4)  # they are logged rounded
+    for rank in ranks:
+        assert rank["steps"] == STEPS * 2 * 2 * (2 if how == "ping-pong" else 1), f"{how}: attention went another way"
+        assert max(rank["bytes moved"][:STEPS]) > 0
+        for name, expected in model.named_parameters():
+            moved, expected_move = rank["parameters"][name] - start[name], expected.detach() - start[name]
+            assert (moved - expected_move).norm() <= 1e-4 * expected_move.norm(), f"{how}: {name}"
+    return model
+
+
+# ---- batches that are not packed
+
+
+class _Batches:
+    """In the Trainer's place: hands the batch through."""
+
+    model = model_with("distca")
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return inputs
+
+
+class _Planned(hf.PlanInputs, _Batches):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        (None, "the batch has no position_ids: use DataCollatorWithFlattening"),
+        (torch.arange(6).reshape(2, 3), r"position_ids are \[2, 3\]: use DataCollatorWithFlattening"),
+        (torch.tensor([[3, 4, 0, 1]]), "do not count each document from 0"),
+        (torch.tensor([[0, 1, 3, 0]]), "do not count each document from 0"),
+    ],
+)
+def test_batches_that_are_not_packed_documents_are_refused(positions: torch.Tensor | None, message: str) -> None:
+    with (
+        distca.init(max_tokens=8, heads=distca.Heads(4, 2, 8)),
+        pytest.raises(distca.InvalidArgumentError, match=message),
+    ):
+        _Planned()._prepare_inputs({"position_ids": positions})
+
+
+def test_a_trainer_without_a_context_says_what_to_call() -> None:
+    with pytest.raises(distca.InvalidArgumentError, match=r"no context 'default': call distca\.init before training"):
+        _Planned()._prepare_inputs({"position_ids": torch.arange(4)[None]})
+
+
+def test_a_packed_batch_gets_the_plan_of_its_documents() -> None:
+    with distca.init(max_tokens=8, heads=distca.Heads(4, 2, 8)):
+        inputs = _Planned()._prepare_inputs({"position_ids": torch.tensor([[0, 1, 2, 0, 0, 1]])})
+    assert inputs["plan"].layout.segments(0) == [(0, 0, 3), (1, 0, 1), (2, 0, 2)]

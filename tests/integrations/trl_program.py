@@ -1,0 +1,281 @@
+"""What test_trl.py starts: every case trained by ranks under distca, and by one process with plain SDPA.
+
+    trl_program.py FOLDER [CASE ...]
+
+Imports are most of a short run: this process imports once and forks all others, which find each other as under
+torchrun. A rank saves what came out to FOLDER/CASE.RANK.pt, the one process to FOLDER/CASE.alone.pt. The case `example`
+is examples/trl_sft.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import multiprocessing
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import datasets
+import peft
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from trl import SFTConfig, SFTTrainer
+
+import distca
+from distca.integrations.hf import PlanInputs, heads_of
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import trl_sft
+
+MAX_LENGTH = 96
+STEPS = 3
+WINDOW = 16
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content + ' <eos> ' }}"
+    "{% endgeneration %}{% else %}{{ message.content + ' ' }}{% endif %}{% endfor %}"
+)
+
+
+@dataclasses.dataclass
+class Case:
+    """How to train: by these options of SFTConfig, and of the one process instead by those under `alone`."""
+
+    options: dict[str, Any]
+    alone: dict[str, Any] = dataclasses.field(default_factory=dict)
+    model: str = "llama"
+    data: str = "text"
+    lora: bool = False
+    dtype: torch.dtype = torch.float32
+    ranks: int = 2
+
+
+PACKING: dict[str, Any] = {"packing": True, "max_length": MAX_LENGTH}
+PADDING_FREE: dict[str, Any] = {"padding_free": True, "max_length": None}
+PADDED: dict[str, Any] = {"padding_free": False}  # a document a row, as wide as the longest
+CHECKPOINTS: dict[str, Any] = {"gradient_checkpointing": True}
+
+CASES = {
+    "packing": Case(PACKING),
+    "padding_free": Case(PADDING_FREE, alone=PADDED),
+    "lora": Case(PACKING | CHECKPOINTS, lora=True),
+    "gradient_checkpointing": Case(PACKING | CHECKPOINTS),
+    "fsdp2": Case(
+        PACKING | {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
+        alone={"fsdp": None, "fsdp_config": None},
+    ),
+    "bf16": Case(PACKING | {"bf16": True}, dtype=torch.bfloat16),
+    "gradient_accumulation": Case(PADDING_FREE | {"gradient_accumulation_steps": 2}, alone=PADDED),
+    "completion_only_loss": Case(PACKING, data="completion"),
+    "assistant_only_loss": Case(PADDING_FREE | {"assistant_only_loss": True}, alone=PADDED, data="chat"),
+    "padded_to_a_multiple": Case(PADDING_FREE | {"pad_to_multiple_of": 32}, alone=PADDED),
+    "sliding_window": Case(PADDING_FREE, alone=PADDED, model="mistral"),
+    "layers_that_differ": Case(PADDING_FREE, alone=PADDED, model="gemma3"),
+    "evaluation": Case(
+        PACKING | {"eval_strategy": "steps", "eval_steps": 1, "eval_packing": False, "per_device_eval_batch_size": 1}
+    ),
+    "three_ranks": Case(PADDING_FREE, alone=PADDED, ranks=3),
+}
+
+
+def model_of(kind: str, attention: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "attn_implementation": attention,
+    }
+    torch.manual_seed(7)
+    if kind == "mistral":
+        return transformers.MistralForCausalLM(transformers.MistralConfig(sliding_window=WINDOW, **shape))
+    if kind == "gemma3":
+        kinds = ["sliding_attention", "full_attention"]
+        config = transformers.Gemma3TextConfig(sliding_window=WINDOW, layer_types=kinds, **shape)
+        return transformers.Gemma3ForCausalLM(config)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+
+
+def texts(count: int, seed: int) -> list[str]:
+    """A few as long as a packed row, most far shorter."""
+    draw = random.Random(seed)
+    lengths = [draw.choice([2, 5, 9, 14, 30, MAX_LENGTH - 4]) for _ in range(count)]
+    return [" ".join(draw.choices(trl_sft.WORDS, k=length)) for length in lengths]
+
+
+def data_of(kind: str, count: int, seed: int) -> datasets.Dataset:
+    prompts, answers = texts(count, seed), texts(count, seed + 1)
+    if kind == "completion":
+        return datasets.Dataset.from_dict(
+            {"prompt": [f"{text[:40]} a" for text in prompts], "completion": [f" {text[:200]}" for text in answers]}
+        )
+    if kind == "chat":
+        turns = [
+            [{"role": "user", "content": prompt[:60]}, {"role": "assistant", "content": answer}]
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        return datasets.Dataset.from_dict({"messages": turns})
+    return datasets.Dataset.from_dict({"text": prompts})
+
+
+class UnderDistca(PlanInputs, SFTTrainer):
+    plan_options = {"tolerance": 0.01, "min_rows": 1}
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.bytes_moved = 0
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        inputs = super()._prepare_inputs(inputs)
+        if self.model.training:
+            self.bytes_moved += sum(plan.stats.bytes["forward_in"] for plan in inputs["plan"].values())
+        return inputs
+
+
+def trained(case: Case, folder: Path, alone: bool) -> dict[str, Any]:
+    tokenizer = trl_sft.tokenizer_of([" ".join(trl_sft.WORDS)])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    options: dict[str, Any] = {
+        "use_cpu": True,
+        "ddp_backend": None if alone else "gloo",
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": 2 * (case.ranks if alone else 1),
+        "max_steps": STEPS,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "adam_epsilon": 1e-5,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    options |= case.options | (case.alone if alone else {})
+    model = model_of(case.model, "sdpa" if alone else "distca", tokenizer)
+    heads = heads_of(model.config, case.dtype)
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    adapters = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if case.lora else None
+    torch.manual_seed(8)  # of adapters
+    trainer = (SFTTrainer if alone else UnderDistca)(
+        model,
+        SFTConfig(str(folder), **options),
+        train_dataset=data_of(case.data, 48, seed=3),
+        eval_dataset=data_of(case.data, 5, seed=5) if "eval_strategy" in options else None,
+        processing_class=tokenizer,
+        peft_config=adapters,
+    )
+    steps, bytes_moved = 0, 0
+    if alone:
+        trainer.train()
+    else:
+        with distca.init(max_tokens=2 * 2 * MAX_LENGTH, heads=heads, timeout=60) as context:
+            trainer.train()
+            steps, bytes_moved = context.step, trainer.bytes_moved
+    history = trainer.state.log_history
+    trained_model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    weights = {name: _whole(p) for name, p in trained_model.named_parameters() if p.requires_grad}
+    return {
+        "start": {name: start[name] for name in weights if name in start},
+        "losses": [entry["loss"] for entry in history if "loss" in entry],
+        "evaluations": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
+        "weights": weights,
+        "steps": steps,
+        "bytes moved": bytes_moved,
+    }
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    whole = parameter.detach()
+    return (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).clone()
+
+
+def train_all(cases: list[str], folder: Path, alone: bool) -> None:
+    rank = "alone" if alone else os.environ["RANK"]
+    for name in cases:
+        torch.save(trained(CASES[name], folder, alone), folder / f"{name}.{rank}.pt")
+        gc.collect()
+
+
+def run_example(folder: Path) -> None:
+    trainer = trl_sft.train(str(folder))
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    torch.save({"losses": losses, "imbalance": trainer.stats.imbalance_after}, folder / f"example.{dist.get_rank()}.pt")
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        gc.collect()  # DDP's reducer goes before the group that it uses
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _forked(environment: dict[str, str], run: Callable[..., None], *args: Any) -> BaseProcess:
+    def child() -> None:
+        os.environ.update(environment)
+        torch.set_num_threads(1)
+        try:
+            run(*args)
+            _leave()
+        except BaseException:  # its peers would wait for it
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+
+    process = multiprocessing.get_context("fork").Process(target=child, daemon=True)
+    process.start()
+    return process
+
+
+def _group(ranks: int, run: Callable[..., None], *args: Any) -> list[BaseProcess]:
+    """Ranks in an environment like torchrun's, whose store is this process's."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _stores.append(store)
+    shared = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    return [_forked(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, run, *args) for rank in range(ranks)]
+
+
+_stores: list[dist.TCPStore] = []
+
+
+def main() -> None:
+    datasets.disable_progress_bars()
+    gc.collect()
+    gc.freeze()  # each trainer collects garbage: without all that is imported, in half of a case's time
+    folder = Path(sys.argv[1])
+    cases = [name for name in sys.argv[2:] or CASES if name != "example"]
+    processes = [_forked({}, train_all, cases, folder, True)]
+    for ranks in sorted({CASES[name].ranks for name in cases}):
+        processes += _group(ranks, train_all, [name for name in cases if CASES[name].ranks == ranks], folder, False)
+    if "example" in sys.argv:
+        processes += _group(2, run_example, folder)
+    running = {process.sentinel: process for process in processes}
+    while running:
+        for sentinel in wait(list(running)):
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode != 0:  # the others would wait for it
+                for other in processes:
+                    other.kill()
+                sys.exit("a process failed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""setup.py: which PyTorch a build is against, and whether it builds what runs on a GPU."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("setuptools")
+SETUP = Path(__file__).resolve().parents[2] / "setup.py"
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What setup.py defines; it builds nothing."""
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    return runpy.run_path(str(SETUP))
+
+
+def _hide_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pip does for an isolated build."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not path.endswith("-packages")])
+
+
+def test_an_isolated_build_is_against_the_pytorch_that_its_python_has(
+    named: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    build_folder: Callable[[], Path] = named["build_folder"]
+    with_all = build_folder()
+    has_torch = any((Path(folder) / "torch").exists() for folder in named["package_folders"]())
+    _hide_packages(monkeypatch)
+    if has_torch:  # else it is another Python's, which `make` lets this one see
+        assert build_folder() == with_all
+    monkeypatch.setattr(sysconfig, "get_path", lambda kind: str(tmp_path))
+    with pytest.raises(SystemExit, match="has no PyTorch. Install PyTorch >= 2.10 there first.*--no-build-isolation"):
+        build_folder()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "in_place", "gpu", "option"),
+    [
+        (None, True, False, "OFF"),
+        (None, True, True, "AUTO"),
+        (None, False, False, "AUTO"),
+        ("auto", True, False, "AUTO"),
+        ("1", True, False, "ON"),
+        ("0", False, True, "OFF"),
+    ],
+)
+def test_what_runs_on_a_gpu_is_built_for_others_or_where_one_is_or_on_request(
+    named: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    wanted: str | None,
+    in_place: bool,
+    gpu: bool,
+    option: str,
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\n" + ("echo 'GPU 0: NVIDIA H100'" if gpu else "echo No devices were found; exit 6") + "\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("DISTCA_CUDA", raising=False)
+    if wanted is not None:
+        monkeypatch.setenv("DISTCA_CUDA", wanted)
+    assert named["cuda_option"](in_place) == option
+
+
+def test_another_wish_is_refused(named: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTCA_CUDA", "maybe")
+    with pytest.raises(SystemExit, match="DISTCA_CUDA=maybe; 0 .* 1 .* auto"):
+        named["cuda_option"](False)

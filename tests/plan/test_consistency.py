@@ -1,0 +1,218 @@
+"""Plans that are wrong in themselves, as a planner at fault would make them: validation says what does not fit.
+
+Digests and checksums match in all of them, so that only the tables can tell.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import distca
+from distca import _C
+from support.batches import random_tasks
+from support.plan_reader import (
+    BACKWARD,
+    FORWARD,
+    OUT,
+    RETURNED,
+    TABLES,
+    TENSORS,
+    Slice,
+    read_slice,
+    with_checksum,
+    with_digests,
+)
+
+HEADS = distca.Heads(4, 2, 16)
+LENGTHS = (200, 100, 60, 30)
+LAYOUT = distca.Layout(
+    [
+        [(0, 0, 110), (1, 0, 20), (distca.PADDING, 0, 5), (3, 0, 30)],
+        [(0, 110, 200), (1, 20, 60)],
+        [(1, 60, 100), (2, 0, 60)],
+    ]
+)
+RANKS = range(3)
+Change = Callable[[Slice], tuple[int, int, str, int] | None]
+
+
+def _plans() -> list[distca.Plan]:
+    made = [
+        distca.plan(LAYOUT, HEADS, min_rows=1, tolerance=0.0),
+        distca.plan(LAYOUT, HEADS, tasks=random_tasks(LAYOUT, HEADS.kv, 3)),
+        distca.plan(LAYOUT, HEADS, tasks=random_tasks(LAYOUT, HEADS.kv, 4), retain_bytes=2**20),
+    ]
+    return [plan.for_rank(rank) for plan in made for rank in RANKS]
+
+
+def _first(
+    table: list[Any], number: int, field: str, value: Callable[[Any], int], wanted: Callable[[Any], bool]
+) -> Any:
+    """A change of a field of the first row of a table that is wanted."""
+    for index, row in enumerate(table):
+        if wanted(row):
+            return number, index, field, value(row)
+    return None
+
+
+def _number(name: str, phase: int = FORWARD) -> int:
+    return [i for i, kind in enumerate(TABLES) if kind.__name__ == name][phase]
+
+
+def _home(s: Slice) -> Callable[[Any], bool]:
+    return lambda task: task.home == s.header.rank and task.home_row > 0
+
+
+CHANGES: dict[str, tuple[Change, str]] = {
+    "a task reads the row before": (
+        lambda s: _first(s.tasks, _number("TaskEntry"), "home_row", lambda t: t.home_row - 1, _home(s)),
+        r"task \d+: rows \[\d+, \d+\) of document \d are not at row",
+    ),
+    "a local block starts a row late": (
+        lambda s: _first(s.blocks, _number("Block"), "entry", lambda b: b.entry + 2, lambda b: b.entry % 2 == 0),
+        r"key block \d+ is not where its rows are|key block",
+    ),
+    "two blocks are one in the arena": (
+        lambda s: _first(s.blocks, _number("Block"), "entry", lambda b: 1, lambda b: b.entry % 2 == 1 and b.entry > 1),
+        "is not where its rows are",
+    ),
+    "a key gradient is returned to another row": (
+        lambda s: _first(
+            s.grads, _number("Grad"), "row", lambda g: g.row - 1, lambda g: g.target == RETURNED and g.row > 0
+        ),
+        r"gradients of rows \[\d+, \d+\) of document \d",
+    ),
+    "an output comes home to another row": (
+        lambda s: _first(
+            s.receives[FORWARD], _number("Receive"), "row", lambda r: r.row - 1,
+            lambda r: TENSORS[r.tensor] == "out" and r.row > 0,
+        ),
+        "come home|sent",
+    ),
+    "a row comes from nowhere": (
+        lambda s: _first(
+            s.receives[BACKWARD], _number("Receive", BACKWARD), "num_rows", lambda r: r.num_rows - 1,
+            lambda r: TENSORS[r.tensor] == "dk" and r.num_rows > 1,
+        ),
+        "returned tensor 8, key/value head [01]: row \\d+ comes from nowhere",
+    ),
+    "a row comes from two places": (
+        lambda s: _first(
+            s.receives[BACKWARD], _number("Receive", BACKWARD), "num_rows", lambda r: r.num_rows + 1,
+            lambda r: TENSORS[r.tensor] == "dv" and r.row + r.num_rows < s.header.num_rows,
+        ),
+        "comes from two places|two things lie|do not lie in the arena",
+    ),
+    "padding belongs to a document": (
+        lambda s: _first(s.segments, _number("Segment"), "document", lambda g: 7, lambda g: g.document < 0),
+        "comes from nowhere",
+    ),
+    "queries leave from another row": (
+        lambda s: _first(
+            s.sends[FORWARD], _number("Send"), "row", lambda g: g.row + 1, lambda g: TENSORS[g.tensor] == "q"
+        ),
+        "queries that are sent are not those whose outputs come home|which are not of one segment",
+    ),
+    "keys leave without their values": (
+        lambda s: _first(
+            s.sends[FORWARD], _number("Send"), "num_rows", lambda g: g.num_rows - 1,
+            lambda g: TENSORS[g.tensor] == "k" and g.num_rows > 1 and g.peer != s.header.rank,
+        ),
+        "keys are not sent with their values",
+    ),
+    "an output is sent home from another place": (
+        lambda s: _first(
+            s.sends[FORWARD], _number("Send"), "source", lambda g: g.source + 64,
+            lambda g: g.direction == OUT and TENSORS[g.tensor] == "out",
+        ),
+        "outputs that this rank computes for others are not all sent home|do not lie in the arena",
+    ),
+    "a sum has two first terms": (
+        lambda s: _first(
+            s.receives[BACKWARD], _number("Receive", BACKWARD), "action", lambda r: 1, lambda r: r.action == 2
+        ),
+        "start it twice|has no first term, or two",
+    ),
+    "a sum has no first term": (
+        lambda s: _first(
+            s.receives[BACKWARD], _number("Receive", BACKWARD), "action", lambda r: 2, lambda r: r.action == 1
+        ),
+        "has no first term",
+    ),
+    "two extents overlap in the arena": (
+        lambda s: _first(
+            s.tasks, _number("TaskEntry"), "backward_q", lambda t: t.backward_dout, lambda t: t.backward_q >= 0
+        ),
+        "two things lie at offset",
+    ),
+    "a wait is missing": (
+        lambda s: _first(
+            s.waits[FORWARD], _number("Wait"), "peer", lambda w: 3 - s.header.rank - w.peer,
+            lambda w: w.direction == OUT,
+        ),
+        "wait",
+    ),
+    "two messages go to one place of a peer": (
+        lambda s: _first(
+            s.sends[FORWARD][1:], _number("Send"), "target",
+            lambda g: s.sends[FORWARD][0].target, lambda g: g.peer == s.sends[FORWARD][0].peer != s.header.rank,
+        ),
+        "two things are sent to offset|are not all copied",
+    ),
+    "retained keys overlap": (
+        lambda s: _first(
+            s.groups, _number("GroupEntry"), "retained_v", lambda g: g.retained_k, lambda g: g.retained_k >= 0
+        ),
+        "two things lie at offset",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_tables_that_do_not_fit_together_are_refused_with_what_does_not(change: str) -> None:
+    make, said = CHANGES[change]
+    changed = 0
+    for plan in _plans():
+        words = plan.tensor.tolist()
+        tables = read_slice(words)
+        place = make(tables)
+        if place is None:
+            continue
+        number, index, field, value = place
+        kind = TABLES[number]
+        if change.startswith("two messages"):
+            index += 1  # of the table without its first row
+        begin = words[len(tables.header) + 2 * number]
+        words[begin + index * len(kind._fields) + kind._fields.index(field)] = value
+        with pytest.raises(distca.PlanFormatError) as caught:
+            _C.validate_plan(torch.tensor(with_digests(words)).numpy())
+        assert re.search(said, str(caught.value)), caught.value
+        changed += 1
+    assert changed > 0
+
+
+@pytest.mark.parametrize("field", ["forward_arena_bytes", "backward_arena_bytes", "retained_bytes", "num_rounds"])
+def test_a_header_asks_for_no_more_than_the_tables_use(field: str) -> None:
+    for plan in _plans():
+        words = plan.tensor.tolist()
+        index = type(read_slice(words).header)._fields.index(field)
+        words[index] += 1 if field == "num_rounds" else -64 if words[index] else 0
+        if words == plan.tensor.tolist():
+            continue
+        with pytest.raises(distca.PlanFormatError):
+            _C.validate_plan(torch.tensor(with_digests(words)).numpy())
+
+
+def test_a_slice_whose_tables_are_not_those_of_its_plan_is_refused() -> None:
+    """As the slice of another plan would be under this one's digest."""
+    one, other = (distca.plan(LAYOUT, HEADS, balance=balance) for balance in (True, False))
+    words, theirs = one.tensor.tolist(), other.tensor.tolist()
+    begin, count = words[len(read_slice(words).header) :][:2]
+    words[begin : begin + count] = theirs[begin : begin + count]
+    with pytest.raises(distca.PlanFormatError, match="its tables are not those of rank 0 of the plan"):
+        _C.validate_plan(torch.tensor(with_checksum(words)).numpy())

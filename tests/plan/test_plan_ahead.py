@@ -1,0 +1,237 @@
+"""`PlanAhead`: both ways of learning lengths, loaders that end at different steps, errors and early ends."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+import distca
+from support.ranks import launch
+
+HEADS = distca.Heads(q=2, kv=1, dim=8)
+
+
+def _layout(lengths: list[int]) -> distca.Layout:
+    return distca.Layout.packed(lengths, ranks=2, tokens_per_rank=8)
+
+
+def _segments(plan: distca.Plan) -> list[list[tuple[int, int, int]]]:
+    return [[tuple(segment) for segment in plan.layout.segments(rank)] for rank in range(plan.layout.num_ranks)]
+
+
+def test_a_known_layout_gives_each_batch_its_own_plan() -> None:
+    batches = [[8, 8], [11, 5], [1, 15]]
+    with distca.PlanAhead(batches, heads=HEADS, layout=_layout, rank=1, tolerance=0.1) as steps:
+        pairs = list(steps)
+        again = list(steps)
+    assert [batch for batch, _ in pairs] == batches
+    for (batch, plan), (_, repeated) in zip(pairs, again, strict=True):
+        expected = distca.plan(_layout(batch), HEADS, rank=1, tolerance=0.1)
+        assert plan.rank == 1
+        assert plan.digest == repeated.digest == expected.digest
+
+
+def test_windows_give_each_batch_the_plans_of_all_of_them() -> None:
+    batches = [[8, 8], [11, 5]]
+    with distca.PlanAhead(batches, heads=HEADS, layout=_layout, rank=1, windows=iter([None, 4])) as steps:
+        pairs = list(steps)
+    for batch, plans in pairs:
+        assert isinstance(plans, distca.Plans)
+        assert [(window, plan.digest) for window, plan in plans.items()] == [
+            (window, distca.plan(_layout(batch), HEADS, rank=1, window=window).digest) for window in (None, 4)
+        ]
+
+
+def test_exactly_one_step_is_prepared_while_one_is_in_use() -> None:
+    asked = threading.Semaphore(0)
+    taken: list[int] = []
+
+    def loader() -> Iterator[list[int]]:
+        for step in range(4):
+            taken.append(step)
+            asked.release()
+            yield [8, 8]
+
+    with distca.PlanAhead(loader(), heads=HEADS, layout=_layout, rank=0) as steps:
+        running = iter(steps)
+        next(running)
+        asked.acquire()
+        assert asked.acquire(timeout=30)  # the second step is prepared although nobody asked for it
+        assert not asked.acquire(timeout=0.05)
+        assert taken == [0, 1]
+
+
+def test_errors_of_loader_and_layout_are_raised_by_the_next_iteration() -> None:
+    def loader() -> Iterator[list[int]]:
+        yield [8, 8]
+        raise OSError("the disk is gone")
+
+    with distca.PlanAhead(loader(), heads=HEADS, layout=_layout, rank=0) as steps:
+        running = iter(steps)
+        assert next(running)[0] == [8, 8]
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(running)
+        with pytest.raises(StopIteration):
+            next(running)
+    with (
+        distca.PlanAhead([[8, 9]], heads=HEADS, layout=_layout, rank=0) as steps,
+        pytest.raises(distca.DistcaError),
+    ):
+        next(iter(steps))
+
+
+def _threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "distca-plan-ahead"]
+
+
+def test_leaving_early_stops_the_thread() -> None:
+    def endless() -> Iterator[list[int]]:
+        while True:
+            yield [8, 8]
+
+    with distca.PlanAhead(endless(), heads=HEADS, layout=_layout, rank=0) as steps:
+        for _ in steps:
+            break
+    assert not _threads()
+    for _ in distca.PlanAhead(endless(), heads=HEADS, layout=_layout, rank=0):
+        break
+    for thread in _threads():
+        thread.join(30)
+    assert not _threads()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(distca.InvalidArgumentError, match="exactly one"):
+        distca.PlanAhead([], heads=HEADS)
+    with pytest.raises(distca.InvalidArgumentError, match="exactly one"):
+        distca.PlanAhead([], heads=HEADS, layout=_layout, lengths=list)
+    closed = distca.PlanAhead([], heads=HEADS, layout=_layout)
+    closed.close()
+    closed.close()
+    with pytest.raises(distca.InvalidArgumentError, match="closed"):
+        iter(closed)
+
+
+def test_gathered_lengths_need_no_process_group_for_one_rank() -> None:
+    with distca.PlanAhead([[3, 4], [5]], heads=HEADS, lengths=list) as steps:
+        assert [(batch, _segments(plan)) for batch, plan in steps] == [
+            ([3, 4], [[(0, 0, 3), (1, 0, 4)]]),
+            ([5], [[(0, 0, 5)]]),
+        ]
+
+
+# ---- two ranks; all cases in one launch, each asserted by a test of its own ----
+
+
+def _unequal_ends(idle_rows: int) -> list[tuple[list[int] | None, list[list[tuple[int, int, int]]], int, str]]:
+    batches = [[[3, 4]], [[1], [2, 2], [7]]][dist.get_rank()]
+    with distca.PlanAhead(batches, heads=HEADS, lengths=list, idle_rows=idle_rows) as steps:
+        return [(batch, _segments(plan), plan.rank, plan.digest) for batch, plan in steps]
+
+
+def _error_of(iterate) -> tuple[int, str]:
+    """The number of steps before the error, and the error."""
+    num_steps = 0
+    try:
+        for _ in iterate:
+            num_steps += 1
+    except Exception as error:
+        return num_steps, f"{type(error).__name__}: {error}"
+    return num_steps, "no error"
+
+
+def _failing_loader() -> Iterator[list[int]]:
+    yield [2]
+    if dist.get_rank() == 0:
+        raise OSError("the disk is gone")
+    while True:
+        yield [3]
+
+
+def _endless() -> Iterator[list[int]]:
+    while True:
+        yield [2 + dist.get_rank()]
+
+
+def _stops_on_rank_1_only() -> tuple[int, str]:
+    with distca.PlanAhead(_endless(), heads=HEADS, lengths=list) as steps:
+        if dist.get_rank() == 1:
+            next(iter(steps))
+            return 1, "stopped"
+        return _error_of(steps)
+
+
+def _two_broken_passes() -> list[list[list[tuple[int, int, int]]]]:
+    seen = []
+    with distca.PlanAhead(_Endless(), heads=HEADS, lengths=list) as steps:
+        for _ in range(2):
+            for _, plan in steps:
+                seen.append(_segments(plan))
+                break
+    return seen
+
+
+class _Endless:
+    def __iter__(self) -> Iterator[list[int]]:
+        return _endless()
+
+
+def _cases() -> dict[str, object]:
+    cases: dict[str, object] = {
+        "unequal ends": _unequal_ends(0),
+        "idle rows": _unequal_ends(1),
+        "two passes": _two_broken_passes(),
+    }
+    with distca.PlanAhead(_failing_loader(), heads=HEADS, lengths=list) as steps:
+        cases["failing loader"] = _error_of(steps)
+    with distca.PlanAhead([[4], [0] if dist.get_rank() == 1 else [4]], heads=HEADS, lengths=list) as steps:
+        cases["wrong length"] = _error_of(steps)
+    cases["one stops"] = _stops_on_rank_1_only()
+    cases["threads"] = len(_threads())
+    return cases
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, object]]:
+    return launch(_cases, ranks=2)
+
+
+def test_loaders_may_end_at_different_steps(two_ranks) -> None:
+    layouts = [[[(0, 0, 3), (1, 0, 4)], [(2, 0, 1)]], [[], [(0, 0, 2), (1, 0, 2)]], [[], [(0, 0, 7)]]]
+    digests = [step[3] for step in two_ranks[1]["unequal ends"]]
+    for rank, batches in enumerate(([[3, 4], None, None], [[1], [2, 2], [7]])):
+        expected = list(zip(batches, layouts, [rank] * 3, digests, strict=True))
+        assert two_ranks[rank]["unequal ends"] == expected
+
+
+def test_a_rank_without_a_batch_can_hold_padding(two_ranks) -> None:
+    assert [step[1] for step in two_ranks[0]["idle rows"]] == [
+        [[(0, 0, 3), (1, 0, 4)], [(2, 0, 1)]],
+        [[(-1, 0, 1)], [(0, 0, 2), (1, 0, 2)]],
+        [[(-1, 0, 1)], [(0, 0, 7)]],
+    ]
+
+
+def test_a_pass_can_be_left_early_on_all_ranks_and_another_begun(two_ranks) -> None:
+    for results in two_ranks:
+        assert results["two passes"] == [[[(0, 0, 2)], [(1, 0, 3)]]] * 2
+
+
+def test_a_failing_loader_fails_all_ranks_and_names_the_rank(two_ranks) -> None:
+    assert two_ranks[0]["failing loader"] == (1, "OSError: the disk is gone")
+    steps, error = two_ranks[1]["failing loader"]
+    assert (steps, "rank 0 of 2 failed" in error) == (1, True)
+
+
+def test_a_length_of_zero_is_refused_on_all_ranks(two_ranks) -> None:
+    assert "a document has length 0, must be at least 1" in two_ranks[1]["wrong length"][1]
+    assert "rank 1 of 2 failed" in two_ranks[0]["wrong length"][1]
+
+
+def test_a_rank_that_stops_alone_is_named_on_the_others(two_ranks) -> None:
+    assert "rank 1 of 2 stopped iterating" in two_ranks[0]["one stops"][1]
+
+
+def test_no_thread_is_left(two_ranks) -> None:
+    assert [results["threads"] for results in two_ranks] == [0, 0]

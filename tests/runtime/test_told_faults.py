@@ -1,0 +1,285 @@
+"""What peers are told of a fault, and of a call that a rank refuses: the cause, at once, whatever the reason.
+
+awkward_ranks.cpp makes ranks to which news comes late, or which have no memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import distca
+from distca import _C
+from support.compiled import COMPILER, compiled_once
+from support.groups import fault_of_check, loopback_group, on_all_ranks, outcomes
+from support.processes import plan_for, tensors_for
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(__file__).with_name("awkward_ranks.cpp")
+SLOT_BYTES = 1 << 20
+HEADS = distca.Heads(2, 1, 8)
+PLAN = distca.plan(distca.Layout.packed([150, 30], ranks=3, tokens_per_rank=60), HEADS, tolerance=0.0, min_rows=1)
+OTHER = distca.plan(distca.Layout.packed([150, 33], ranks=3, tokens_per_rank=61), HEADS, tolerance=0.0, min_rows=1)
+LARGE = distca.plan(PLAN.layout, HEADS, tasks=[(0, 0, 150, 0, 1, 1), (1, 0, 30, 0, 1, 1)])
+
+
+# ---- ranks that the library below makes
+
+
+@pytest.fixture(scope="module")
+def awkward(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if shutil.which(COMPILER) is None:
+        pytest.skip("there is no C++ compiler here")
+    library = Path(str(files("distca")))
+    options = ["-std=c++20", "-O0", "-shared", "-fPIC", "-I", str(ROOT / "cpp")]
+    link = ["-L", str(library), "-ldistca", f"-Wl,-rpath,{library}"]
+    made = compiled_once(
+        tmp_path_factory, "awkward_ranks.so", [ROOT / "tests/runtime/awkward_ranks.cpp"], options, link
+    )
+    return ctypes.CDLL(str(made))
+
+
+@contextmanager
+def two_ranks(make: Callable[..., None], *arguments: object) -> Iterator[list[distca.Context]]:
+    make(b"awkward", ctypes.c_int64(SLOT_BYTES), *arguments)
+    cost = distca.CostModel()
+    contexts = [distca.Context(_C.find_context(f"awkward/{rank}"), plan_for(2, rank).heads, cost) for rank in range(2)]
+    try:
+        yield contexts
+    finally:
+        for context in contexts:
+            context.close()
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_fault_that_a_peer_told_before_it_left_is_what_is_reported(awkward: ctypes.CDLL, queued: bool) -> None:
+    """Though it was not yet there when this rank looked for faults, just before it looked for who has left."""
+
+    def dispatch(rank: int, context: distca.Context) -> distca.Step:
+        plan = plan_for(2, rank)
+        return distca.dispatch(*tensors_for(plan)[:3], plan, context=context)
+
+    with two_ranks(awkward.late_faults_of_queued_steps if queued else awkward.late_faults) as contexts:
+        step, of_peer = on_all_ranks(contexts, dispatch)
+        of_peer.abandon("enough")
+        contexts[1].close()
+        with pytest.raises(distca.PeerLeftError, match=r"rank 1 left step 1 \(forward\) unfinished: enough"):
+            distca.attend(step)
+            distca.collect(step)
+            dispatch(0, contexts[0])
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_rank_without_memory_raises_what_python_calls_it_and_its_peer_is_told(
+    awkward: ctypes.CDLL, backward: bool
+) -> None:
+    def step(rank: int, context: distca.Context) -> None:
+        plan = plan_for(2, rank)
+        q, k, v, dout = tensors_for(plan)
+        distca.core_attention(q, k, v, plan, context=context)[0].backward(dout)
+
+    with two_ranks(awkward.without_memory, backward) as contexts:
+        here, there = outcomes(contexts, step)
+    assert isinstance(here, MemoryError), repr(here)
+    assert isinstance(there, distca.PeerLeftError), repr(there)
+    assert "rank 0 abandoned this context after an error of its own: std::bad_alloc" in str(there)
+
+
+def test_a_rank_that_is_told_of_a_fault_passes_on_whose_it_is() -> None:
+    """Rank 1 finds the words of rank 0 first, which was only told of what happened to rank 2."""
+    with loopback_group(PLAN, timeout=20.0) as contexts:
+        steps = on_all_ranks(
+            contexts,
+            lambda rank, context: distca.dispatch(
+                *tensors_for(PLAN.for_rank(rank))[:3], PLAN.for_rank(rank), context=context
+            ),
+        )
+        steps[2].abandon("enough")
+        for rank in (0, 1):
+            with pytest.raises(distca.PeerLeftError, match=r"rank 2 left step 1 \(forward\) unfinished: enough"):
+                distca.attend(steps[rank])
+
+
+# ---- calls that one rank refuses
+
+Tensors = Sequence[torch.Tensor]
+
+
+def whole(plan: distca.Plan, tensors: Tensors, context: distca.Context, **options: Any) -> None:
+    distca.core_attention(*tensors[:3], plan, context=context, **options)
+
+
+def in_parts(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> None:
+    step = distca.dispatch(*tensors[:3], plan, context=context)
+    distca.attend(step)
+    distca.collect(step)
+
+
+def collected_too_early(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> None:
+    step = distca.dispatch(*tensors[:3], plan, context=context)
+    try:
+        distca.collect(step)
+    finally:
+        step._under_way.over()  # else it goes out of use here, which is another fault
+
+
+def by_the_operator(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> None:
+    torch.ops.distca.core_attention(*tensors[:3], plan.tensor, context=context.name)
+
+
+def of_out(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> None:
+    distca.core_attention(*tensors[:3], plan, context=context)[0].sum().backward()
+
+
+def of_lse(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> None:
+    distca.core_attention(*tensors[:3], plan, context=context)[1].sum().backward()
+
+
+def of_out_in_parts(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> None:
+    distca.core_attention(*tensors[:3], plan.for_parts(), context=context)[0].sum().backward()
+
+
+def of_lse_in_parts(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> None:
+    distca.core_attention(*tensors[:3], plan.for_parts(), context=context)[1].sum().backward()
+
+
+#: What the other ranks do, what the one that refuses does, with which plan and tensors, and what it raises.
+REFUSED: dict[str, tuple[Callable[..., None], Callable[..., None], distca.Plan, Callable[[Tensors], Tensors], str]] = {
+    "a tensor": (whole, whole, PLAN, lambda ts: [ts[0][..., ::2], *ts[1:]], "contiguous"),
+    "a dtype": (whole, whole, PLAN, lambda ts: [t.bfloat16() for t in ts], "bfloat16"),
+    "what is no tensor": (whole, whole, PLAN, lambda ts: [None, *ts[1:]], ""),  # type: ignore[list-item]
+    "a plan of another layout": (whole, whole, OTHER, lambda ts: ts, "another layout"),
+    "what is no plan": (whole, lambda _, *a: whole(None, *a), PLAN, lambda ts: ts, "plan is a NoneType"),
+    "an argument": (whole, lambda *a: whole(*a, scale=float("nan")), PLAN, lambda ts: ts, "scale = "),
+    "a plan that does not fit": (whole, whole, LARGE, lambda ts: ts, "give distca.init heap_bytes"),
+    "the operator's tensor": (whole, by_the_operator, PLAN, lambda ts: [ts[0], ts[1][1:], ts[2]], "k "),
+    "a dispatch": (in_parts, in_parts, OTHER, lambda ts: ts, "another layout"),
+    "a part out of order": (in_parts, collected_too_early, PLAN, lambda ts: ts, "attend comes next"),
+    "a backward": (of_out, of_lse, PLAN, lambda ts: ts, "lse is not differentiable"),
+    "a backward in parts": (of_out_in_parts, of_lse_in_parts, PLAN, lambda ts: ts, "lse is not differentiable"),
+    "serving": (whole, lambda p, _, c: distca.serve(p, "forward", context=c), PLAN, lambda ts: ts, "call core_att"),
+}  # fmt: skip
+
+
+def _fault(result: object, context: distca.Context) -> BaseException:
+    """Of a rank whose step was perhaps only queued."""
+    return result if isinstance(result, BaseException) else fault_of_check(context)
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["host", "queued"])
+@pytest.mark.parametrize("refusal", REFUSED)
+def test_a_call_that_one_rank_refuses_is_an_error_of_all_at_once_with_its_reason(refusal: str, queued: bool) -> None:
+    theirs, mine, plan, change, reason = REFUSED[refusal]
+
+    def work(rank: int, context: distca.Context) -> None:
+        tensors = tensors_for(PLAN.for_rank(rank))
+        if rank == 1:
+            mine(plan.for_rank(1), change(tensors), context)
+        else:
+            theirs(PLAN.for_rank(rank), tensors, context)
+
+    with loopback_group(PLAN, timeout=60.0, streams=queued) as contexts:
+        results = outcomes(contexts, work)
+        assert isinstance(results[1], Exception) and reason in str(results[1]), results[1]
+        for rank in (0, 2):
+            fault = _fault(results[rank], contexts[rank])
+            assert isinstance(fault, distca.PeerLeftError), fault
+            assert "rank 1 refused" in str(fault) and reason in str(fault), fault
+        # It found that out itself, or was told.
+        later = distca.ContextPoisonedError, distca.PeerLeftError
+        with pytest.raises(later, match="rank 1 refused a call that other ranks made"):
+            contexts[1].check() if queued else whole(PLAN.for_rank(1), tensors_for(PLAN.for_rank(1)), contexts[1])
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["host", "queued"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_whoever_comes_first_to_a_call_that_one_refuses_all_learn_of_it(first: int, queued: bool) -> None:
+    def work(rank: int, context: distca.Context) -> None:
+        while rank != first and contexts[first]._core.num_calls == 0:
+            pass
+        tensors = tensors_for(PLAN.for_rank(rank))
+        whole(PLAN.for_rank(rank), [t.bfloat16() for t in tensors] if rank == 1 else tensors, context)
+
+    with loopback_group(PLAN, timeout=60.0, streams=queued) as contexts:
+        results = outcomes(contexts, work)
+        assert isinstance(results[1], distca.InvalidArgumentError), results[1]
+        for rank in (0, 2):
+            fault = _fault(results[rank], contexts[rank])
+            assert isinstance(fault, distca.PeerLeftError) and "rank 1 refused" in str(fault), fault
+
+
+def test_a_replan_that_one_rank_refuses_is_an_error_of_all_at_once() -> None:
+    small = distca.plan(distca.Layout.packed([60] * 3, ranks=3, tokens_per_rank=60), HEADS)
+
+    def work(rank: int, context: distca.Context) -> None:
+        tensors = tensors_for(small.for_rank(rank))
+        with context.record(headroom=1.0) as recording:
+            whole(small.for_rank(rank), tensors, context)
+        recording.replan((OTHER if rank == 1 else small).for_rank(rank))
+        recording.replay()
+        context.check()
+
+    with loopback_group([small, PLAN, OTHER], timeout=60.0, streams=True) as contexts:
+        results = outcomes(contexts, work)
+        assert isinstance(results[1], distca.InvalidArgumentError) and "another layout" in str(results[1]), results[1]
+        for rank in (0, 2):
+            fault = _fault(results[rank], contexts[rank])
+            assert isinstance(fault, distca.PeerLeftError) and "another layout" in str(fault), fault
+
+
+def test_a_call_that_all_ranks_refuse_changes_nothing_whoever_tries_again_first() -> None:
+    def work(rank: int, context: distca.Context) -> torch.Tensor:
+        tensors = tensors_for(PLAN.for_rank(rank))
+        for other in (OTHER.for_rank(rank), None, LARGE.for_rank(rank)):
+            with pytest.raises(distca.DistcaError):
+                whole(other, tensors, context)  # type: ignore[arg-type]
+        return distca.core_attention(*tensors[:3], PLAN.for_rank(rank), context=context)[0].detach()
+
+    for queued in (False, True):
+        with loopback_group(PLAN, timeout=60.0, streams=queued) as contexts:
+            assert all(out.isfinite().all() for out in on_all_ranks(contexts, work))
+            assert [context.step for context in contexts] == [1] * 3
+
+
+# ---- tensors with odd strides, which are not refused
+
+
+def odd(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers; where a dimension has one element or none, its stride is odd."""
+    strides = [7 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    if tensor.numel() == 0:
+        strides = [0] * tensor.dim()
+    return tensor.as_strided(tensor.shape, strides)
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["whole", "parts"])
+@pytest.mark.parametrize("rows", [0, 1])
+def test_strides_that_say_nothing_are_taken_and_so_is_an_expanded_gradient(rows: int, parts: bool) -> None:
+    heads = distca.Heads(1, 1, 8)
+    plan = distca.plan(
+        distca.Layout([[(0, rows, 40)], [(0, 0, rows)] if rows else []]), heads, tolerance=0.0, min_rows=1
+    )
+
+    def work(rank: int, context: distca.Context, change: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
+        leaves = [change(t.detach()).requires_grad_() for t in tensors_for(plan.for_rank(rank))[:3]]
+        own = plan.for_rank(rank).for_parts() if parts else plan.for_rank(rank)
+        out, _ = distca.core_attention(*leaves, own, context=context)
+        if change is odd:
+            out.sum().backward()
+        else:
+            out.backward(torch.ones_like(out))
+        return [out.detach(), *(t.grad for t in leaves if t.grad is not None)]
+
+    with loopback_group(plan, timeout=20.0) as contexts:
+        usual = on_all_ranks(contexts, lambda rank, context: work(rank, context, torch.clone))
+        others = on_all_ranks(contexts, lambda rank, context: work(rank, context, odd))
+    for a, b in zip(usual, others, strict=True):
+        assert len(a) == len(b) == 4 and all(map(torch.equal, a, b))

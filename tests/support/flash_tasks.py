@@ -1,0 +1,24 @@
+"""Tasks for flash attention."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+
+def whole(lengths: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    return [(end - length, end, end - length, end) for end, length in zip(ends, lengths, strict=True)]
+
+
+def cut(lengths: Sequence[int], seed: int) -> list[tuple[int, int, int, int]]:
+    """Every document cut at random rows; the tasks in any order."""
+    rng = random.Random(seed)
+    tasks = []
+    for begin, end, *_ in whole(lengths):
+        cuts = sorted({begin, end, *(rng.randrange(begin, end) for _ in range(3))})
+        tasks += [(a, b, begin, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    rng.shuffle(tasks)
+    return tasks

@@ -1,0 +1,16 @@
+"""Whether there is a GPU for a test."""
+
+from __future__ import annotations
+
+import torch
+
+from distca import _C
+
+
+def missing_gpu() -> str:
+    """Why there is nothing to run; empty where there is."""
+    if not torch.cuda.is_available():
+        return "no CUDA device: the kernels have only been compiled"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return f"the kernels are for compute capability 9.0, this is {torch.cuda.get_device_capability()}"
+    return "" if _C.cuda_status()[0] else "distca was built without nvcc: no libdistca_cuda"

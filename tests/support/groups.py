@@ -1,0 +1,170 @@
+"""Groups of ranks that are threads of one process, and steps on them."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+import distca
+from distca import testing
+from support.batches import NAN, Batch, gather, rows_of_rank
+from support.oracle import NAMES
+
+Result = TypeVar("Result")
+
+
+#: How the errors of ranks end whose calls do not go together.
+ADVICE = (
+    "as many calls of core_attention and of its backward on every rank, in the same order; a rank without data passes "
+    "zero rows, and a model that is evaluated on one rank alone gets no plan there"
+)
+
+
+@contextmanager
+def loopback_group(plans: Sequence[distca.Plan] | distca.Plan, **options: Any) -> Iterator[list[distca.Context]]:
+    """Contexts for every rank of these plans: just large enough, arenas NaN before every step, closed at the end."""
+    plans = [plans] if isinstance(plans, distca.Plan) else list(plans)
+    slot_bytes = max(64, *(p.stats.slot_bytes for p in plans), 0)
+    options = {"heap_bytes": 2 * slot_bytes, "timeout": 60.0, "max_tokens": 1} | options
+    contexts = testing.loopback(plans[0].layout.num_ranks, heads=plans[0].heads, **options)
+    for context in contexts:
+        context._core.set_fill_with_nan(True)
+    try:
+        yield contexts
+    finally:
+        for context in contexts:
+            context.close()
+
+
+@contextmanager
+def ranks_apart(context: distca.Context) -> Iterator[None]:
+    """On a GPU: a stream of this thread's own, and its own backward too; in common ones ranks would wait for ever."""
+    if context.device == "cpu":
+        yield
+        return
+    with torch.autograd.set_multithreading_enabled(False), torch.cuda.stream(torch.cuda.Stream()):
+        yield
+
+
+def outcomes(
+    contexts: Sequence[distca.Context], work: Callable[[int, distca.Context], Result], threads: int = 1
+) -> list[Result | BaseException]:
+    """What `work(rank, context)` returned or raised on every rank, each in a thread of its own."""
+    results: list[Any] = [None] * len(contexts)
+
+    def main(rank: int) -> None:
+        torch.set_num_threads(threads)
+        try:
+            with ranks_apart(contexts[rank]):
+                results[rank] = work(rank, contexts[rank])
+        except BaseException as error:  # handed to the caller
+            results[rank] = error
+
+    ranks = [threading.Thread(target=main, args=(rank,)) for rank in range(len(contexts))]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    return results
+
+
+def on_all_ranks(
+    contexts: Sequence[distca.Context], work: Callable[[int, distca.Context], Result], threads: int = 1
+) -> list[Result]:
+    """What `work(rank, context)` returned on every rank; an error of the first rank that has a cause of its own."""
+    results = outcomes(contexts, work, threads)
+    errors = [r for r in results if isinstance(r, BaseException)]
+    of_another = distca.PeerDiedError | distca.PeerLeftError | distca.PeerTimeoutError
+    errors.sort(key=lambda e: isinstance(e, of_another))
+    if errors:
+        raise errors[0]
+    return results  # type: ignore[return-value]
+
+
+def fault_of_check(context: distca.Context) -> Exception:
+    """What `check` raises, once there is something to raise."""
+    limit = time.monotonic() + 20
+    while time.monotonic() < limit:
+        try:
+            context.check()
+        except distca.DistcaError as error:
+            return error
+        time.sleep(0.001)
+    raise AssertionError("no fault is reported")
+
+
+def run_step(
+    batch: Batch, plan: distca.Plan, context: distca.Context, *, fused: bool = False, scale: float | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Forward and backward of one rank: its rows of out, lse, dq, dk, dv.
+
+    `fused` makes q, k, v strided views of one projection, with columns between them that are nobody's.
+    """
+    return tuple(t.cpu() for t in _run_step(batch, plan, context, fused, scale))
+
+
+def _run_step(
+    batch: Batch, plan: distca.Plan, context: distca.Context, fused: bool, scale: float | None
+) -> tuple[torch.Tensor, ...]:
+    rank, layout, heads = context.rank, plan.layout, batch.heads
+    q, k, v, dout = (
+        rows_of_rank(batch, layout, rank, t).to(context.device) for t in (batch.q, batch.k, batch.v, batch.dout)
+    )
+    if not fused:
+        q, k, v = (t.requires_grad_() for t in (q, k, v))
+        out, lse = distca.core_attention(q, k, v, plan.for_rank(rank), context=context, scale=scale)
+        out.backward(dout)
+        assert q.grad is not None and k.grad is not None and v.grad is not None
+        return out.detach(), lse.detach(), q.grad, k.grad, v.grad
+    rows = len(q)
+    gap = torch.full((rows, 3), NAN, dtype=heads.dtype, device=context.device)
+    projection = torch.cat([gap, q.flatten(1), gap, k.flatten(1), v.flatten(1), gap], dim=1).requires_grad_()
+    widths = [3, heads.q * heads.dim, 3, heads.kv * heads.dim, heads.kv * heads.value_dim, 3]
+    parts = projection.split(widths, dim=1)
+    q, k, v = (
+        part.unflatten(1, (number, -1))
+        for part, number in ((parts[1], heads.q), (parts[3], heads.kv), (parts[4], heads.kv))
+    )
+    out, lse = distca.core_attention(q, k, v, plan.for_rank(rank), context=context, scale=scale)
+    out.backward(dout)
+    assert projection.grad is not None
+    grads = projection.grad.split(widths, dim=1)
+    dq, dk, dv = (
+        part.unflatten(1, (number, -1))
+        for part, number in ((grads[1], heads.q), (grads[3], heads.kv), (grads[4], heads.kv))
+    )
+    return out.detach(), lse.detach(), dq, dk, dv
+
+
+def together(
+    lengths: Sequence[int], layout: distca.Layout, of_ranks: Sequence[Sequence[torch.Tensor]]
+) -> tuple[torch.Tensor, ...]:
+    """The ranks' out, lse and, where there are any, dq, dk, dv in document order, padding checked."""
+    return tuple(
+        gather(lengths, layout, parts, -math.inf if name == "lse" else 0.0)
+        for name, parts in zip(NAMES, zip(*of_ranks, strict=True), strict=False)
+    )
+
+
+def compute(
+    batch: Batch,
+    plan: distca.Plan,
+    *,
+    threads: int = 1,
+    reorder_seed: int | None = None,
+    fused: bool = False,
+    scale: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, ...]:
+    """out, lse, dq, dk, dv of the whole batch in document order, computed by a loopback group of its own."""
+    with loopback_group(plan, reorder_seed=reorder_seed, **options) as contexts:
+        results = on_all_ranks(
+            contexts, lambda rank, context: run_step(batch, plan, context, fused=fused, scale=scale), threads
+        )
+    return together(batch.lengths, plan.layout, results)

@@ -1,0 +1,29 @@
+"""Ranks of tests that are not about how ranks start: forked from one process, for imports are most of a short run."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+import distca
+from support import processes  # noqa: F401  # which sets what the server imports for its own tests: these need more
+
+Result = TypeVar("Result")
+
+_LAZILY = [
+    "torch.fx.experimental.symbolic_shapes",  # at the first backward
+    "matplotlib.figure",  # at the end of a run, as those below
+    "matplotlib.backends.backend_agg",
+    "torch.utils.tensorboard",
+]
+multiprocessing.set_forkserver_preload(["distca.apps.train.trainer", *_LAZILY, "pytest", "hypothesis"])
+
+
+def launch(fn: Callable[..., Result], *args: Any, ranks: int, threads: int = 1) -> list[Result]:
+    """`distca.launch`; spawned where PyTorch knows GPUs, for what one process has asked of CUDA no fork may use."""
+    if torch.version.cuda is not None:
+        return distca.launch(fn, *args, ranks=ranks, threads=threads)
+    return distca.launch(fn, *args, ranks=ranks, threads=threads, start_method="forkserver")

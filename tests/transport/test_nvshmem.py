@@ -1,0 +1,169 @@
+"""transport="nvshmem" as far as it goes without a GPU: it is found, linked and refused as it should be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.resources import files
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import distca
+from distca import _C
+from distca.connect import nvshmem
+from support.processes import Group, fault_of
+
+LIBRARY = Path(str(files("distca"))) / "libdistca_nvshmem.so"
+HEADS = distca.Heads(2, 1, 16)
+
+needs_library = pytest.mark.skipif(
+    not LIBRARY.exists(), reason="distca was built without nvcc or nvidia-nvshmem-cu13: no libdistca_nvshmem"
+)
+
+
+def test_importing_distca_loads_nothing_of_nvshmem() -> None:
+    # PyTorch's builds for CUDA load some of it themselves.
+    code = (
+        "files = lambda: {line.split()[-1] for line in open('/proc/self/maps') if 'nvshmem' in line}\n"
+        "import torch; before = files(); import distca; assert files() == before, files()"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_rows_on_the_host_are_refused() -> None:
+    with pytest.raises(distca.InvalidArgumentError, match="moves rows between GPUs; give device='cuda'"):
+        distca.init(transport="nvshmem", max_tokens=8, heads=HEADS)
+
+
+def test_a_rank_that_cannot_have_the_transport_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvshmem, "status", lambda: ("", "no such library"))
+    with pytest.raises(distca.InvalidArgumentError, match="not to be had on rank 0: no such library"):
+        nvshmem.connect(None, "cuda:0", "auto", "default", {"slot_bytes": 1 << 20, "timeout": 600.0})
+
+
+def begin(rank: int, ranks: int, pipe: Connection) -> None:
+    nvshmem.status()
+    if rank == 0:
+        pipe.send(_C.nvshmem_unique_id())
+    unique_id = pipe.recv()
+    pipe.send(fault_of(lambda: _C.nvshmem_join(rank, ranks, 0, unique_id)))
+    pipe.send([_C.nvshmem_problem(rank, ranks, 0), _C.nvshmem_problem(rank, ranks + 1, 0)])
+
+
+@needs_library
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NVSHMEM begins on a GPU")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_where_nvshmem_does_not_begin_every_rank_has_an_error_and_goes_on(ranks: int) -> None:
+    if nvshmem.status()[1]:
+        pytest.skip(nvshmem.status()[1])
+    with Group(begin, ranks, network=True) as group:
+        group.tell(group.receive(0))
+        for rank in range(ranks):
+            kind, text = group.receive(rank)
+            assert kind == "DeviceError" and f"NVSHMEM did not begin on rank {rank} of {ranks}, device 0" in text
+            assert "it found its peers, but cannot use the device" in text
+            with_these, with_others = group.receive(rank)
+            assert with_these.startswith("device 0: ")
+            assert f"NVSHMEM has begun in this process already, as PE {rank} of {ranks}" in with_others
+
+
+class Calls:
+    """Stands for what connects: what it is called with, and on which ranks NVSHMEM does not begin."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, told: list[list[str]]) -> None:
+        self.of_connect: dict[str, Any] = {}
+        self.waits: list[float] = []
+        self._told = iter(told)
+        monkeypatch.setattr(nvshmem, "status", lambda: ("3.4.5", ""))
+        monkeypatch.setattr(nvshmem.dist, "get_rank", lambda _: 0)
+        monkeypatch.setattr(nvshmem.dist, "get_world_size", lambda _: len(told[0]))
+        monkeypatch.setattr(nvshmem, "gather_text", self._gather)
+        monkeypatch.setattr(nvshmem.hosts, "listen", self._listen)
+        monkeypatch.setattr(_C, "nvshmem_problem", lambda **_: "")
+        monkeypatch.setattr(_C, "nvshmem_unique_id", lambda: b"id")
+        monkeypatch.setattr(_C, "nvshmem_join", lambda **_: None)
+        monkeypatch.setattr(_C, "connect_nvshmem", lambda **options: self.of_connect.update(options))
+
+    def _gather(self, mine: str, group: Any, timeout: float) -> list[str]:
+        self.waits.append(timeout)
+        return [mine, *next(self._told)[1:]]
+
+    def _listen(self, group: Any, timeout: float) -> tuple[str, list[str]]:
+        self.waits.append(timeout)
+        return "listener", ["address"]
+
+    def connect(self, timeout: float) -> None:
+        group: Any = object()
+        nvshmem.connect(group, "cuda:3", "flash", "default", {"slot_bytes": 1 << 20, "timeout": timeout})
+
+
+def test_a_rank_on_which_nvshmem_begins_is_told_on_which_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch, [["", "|"], ["", "NVSHMEM did not begin on rank 1 of 2"]])
+    with pytest.raises(distca.DeviceError, match="'nvshmem', rank 1: NVSHMEM did not begin on rank 1 of 2"):
+        calls.connect(timeout=600.0)
+    assert calls.of_connect == {}
+    calls = Calls(monkeypatch, [["", "|device 7: no such device"]])
+    with pytest.raises(distca.InvalidArgumentError, match="not to be had on rank 1: device 7: no such device"):
+        calls.connect(timeout=600.0)
+
+
+@pytest.mark.parametrize(("timeout", "expected"), [(5.0, 5.0), (600.0, 120.0)])
+def test_ranks_wait_for_each_other_no_longer_than_the_timeout_says(
+    timeout: float, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(monkeypatch, [["", "|"], ["", ""]])
+    calls.connect(timeout)
+    assert calls.of_connect["connect_timeout"] == expected and calls.of_connect["timeout"] == timeout
+    assert calls.waits == [timeout] * 3
+
+
+@needs_library
+def test_a_rank_whose_peer_does_not_come_gives_up_when_it_was_told_to() -> None:
+    if nvshmem.status()[1]:
+        pytest.skip(nvshmem.status()[1])
+    mine, other = _C.ShmListener(), _C.ShmListener()
+    options: dict[str, Any] = {"rank": 0, "num_ranks": 2, "device": 0, "attention": "flash", "put_blocks": 0}
+    options |= {"slot_bytes": 1 << 16, "timeout": 600.0, "connect_timeout": 0.05, "cost": distca.CostModel().core}
+    with pytest.raises(distca.PeerTimeoutError, match="waited in vain for the connections of rank 1"):
+        _C.connect_nvshmem(listener=mine, addresses=[mine.address, other.address], name="never", **options)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("1", 1 << 30), ("0.5", 1 << 29), ("40", 40 << 30)])
+def test_the_heap_has_the_size_that_the_released_distca_reads(
+    text: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB", text)
+    assert nvshmem.heap_bytes_of_environment() == expected
+    monkeypatch.delenv("EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB")
+    assert nvshmem.heap_bytes_of_environment() is None
+
+
+@pytest.mark.parametrize("text", ["", "much", "0", "-1", "nan", "inf"])
+def test_a_size_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB", text)
+    with pytest.raises(distca.InvalidArgumentError, match="EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB = "):
+        nvshmem.heap_bytes_of_environment()
+
+
+@needs_library
+def test_the_library_exports_its_entry_alone_and_carries_the_cuda_runtime() -> None:
+    symbols = subprocess.run(["nm", "-D", "--defined-only", LIBRARY], capture_output=True, text=True, check=True).stdout
+    functions = [line.split()[2] for line in symbols.splitlines() if line.split()[1] == "T"]
+    assert functions == ["distca_nvshmem_library"]
+    dynamic = subprocess.run(["readelf", "-d", LIBRARY], capture_output=True, text=True, check=True).stdout
+    needed = [line.split("[")[1].rstrip("]") for line in dynamic.splitlines() if "(NEEDED)" in line]
+    assert "libnvshmem_host.so.3" in needed and not [name for name in needed if "cudart" in name or "libcuda." in name]
+    assert "[$ORIGIN:$ORIGIN/../nvidia/nvshmem/lib]" in dynamic
+
+
+@needs_library
+def test_the_library_loads_where_nvshmem_is_and_says_its_version() -> None:
+    version, problem = nvshmem.status()
+    if "libnvshmem_host.so.3" in problem:
+        pytest.skip("nvidia-nvshmem-cu13 is not installed for this Python")
+    assert problem == "" and version.startswith("3.")
+    assert _C.nvshmem_status() == (version, "")
