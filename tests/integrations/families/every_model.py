@@ -9,7 +9,8 @@ import sys
 import warnings
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[depth]) for depth in (1, 2)]  # where it is run as a program
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where it is run as a program
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pytest
 import torch
