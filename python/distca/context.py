@@ -24,7 +24,7 @@ from distca.trace.trace import Trace, from_core
 if TYPE_CHECKING:
     from distca.connect.exchange import Exchange
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("distca")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
