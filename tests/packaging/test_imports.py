@@ -1,4 +1,4 @@
-"""Which modules of the package import which: no circles, no application in the library, nothing heavy by `import distca`."""
+"""Which modules of the package import which: no circle, no application in the library, nothing heavy at once."""
 
 from __future__ import annotations
 
