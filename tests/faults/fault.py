@@ -19,8 +19,8 @@ _WORD = re.compile(r"\w+|\S")
 _FOLDERS, _KINDS = ("cpp", "cuda", "python/distca", "tests/emulation"), (".py", ".cpp", ".h", ".cu", ".cuh")
 _FEWEST_KEPT = 0.5
 """Of the names of a piece, the part that must be unchanged where it is found under other names."""
-_KEYWORDS = """auto bool break const continue do double else float for if int int64_t return size_t static std void while
-and def elif except from in is lambda not or raise try with yield None True False self"""
+_KEYWORDS = """auto bool break const continue do double else float for if int int64_t return size_t static std void
+while and def elif except from in is lambda not or raise try with yield None True False self"""
 _FIXED = frozenset(_KEYWORDS.split())
 
 
