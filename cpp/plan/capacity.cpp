@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "plan/limits.h"
-#include "plan/task_list.h"
 
 namespace distca::plan {
 namespace {
@@ -119,7 +118,7 @@ bool is_better_balanced(const Layout& layout, const ScheduleOptions& options, co
 Draft make_draft(const Layout& layout, const ScheduleOptions& options, const ArrangementOptions& arrangement,
                  const Allowances& allowances) {
   Draft draft;
-  draft.tasks = with_equal_head_ranges(schedule(layout, options, allowances));
+  draft.tasks = Scheduler(layout, options, allowances).schedule();
   draft.arrangement = arrange(layout, options.heads, arrangement, options.ranks_per_node, draft.tasks);
   return draft;
 }
