@@ -57,20 +57,20 @@ build: $(VENV)/built
 train: build
 	$(BIN)/distca train $(ARGS)
 
-test: $(VENV)/built-all
+test: $(VENV)/built-all $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(TRAINING)) $(ARGS)
 
-training: $(VENV)/built-all
+training: $(VENV)/built-all $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TRAINING) $(ARGS)
 
-fuzz: build
+fuzz: build $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --hypothesis-profile=fuzz tests/plan/test_plan.py tests/plan/test_scheduler.py \
 	  tests/plan/test_plan_fuzz.py $(ARGS)
 
-families: build
+families: build $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integrations/families/every_model.py $(ARGS)
 
-faults: $(VENV)/built-all
+faults: $(VENV)/built-all $(VENV)/test-ready
 	PYTHONPATH=tests $(BIN)/python -m faults.planted_faults $(ARGS)
 
 sanitize: $(VENV)/ready
@@ -83,7 +83,7 @@ sanitize: $(VENV)/ready
 bench: build
 	$(BIN)/distca bench all --short --results benchmarks/results $(ARGS)
 
-lint: $(VENV)/ready
+lint: $(VENV)/test-ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -109,6 +109,11 @@ $(VENV)/built-all: $(VENV)/ready $(if $(NVCC),$(VENV)/cuda-ready) $(SOURCES)
 	$(ALL) $(INSTALL)
 	@touch $(VENV)/built $@
 
+$(VENV)/test-ready: $(VENV)/ready
+	$(PIP) install --group test --group lint
+	$(PIP) install --no-deps --group trainer --group trl
+	@touch $@
+
 $(VENV)/cuda-ready: $(VENV)/ready
 	$(PIP) install --no-deps --group cuda
 	@touch $@
@@ -133,8 +138,7 @@ $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
 	@# The first pip that reads the groups of pyproject.toml.
 	$(PIP) install 'pip>=25.1'
-	$(PIP) install $$($(PYTHON) $(HAS_TORCH) || echo --group torch) --group build --group train --group ping-pong --group test --group lint
-	$(PIP) install --no-deps --group trainer --group trl
+	$(PIP) install $$($(PYTHON) $(HAS_TORCH) || echo --group torch) --group build --group train --group ping-pong
 	@! $(PYTHON) $(HAS_TORCH) || { \
 	  echo 'using the PyTorch of $(PYTHON)'; \
 	  $(PYTHON) -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
