@@ -241,8 +241,8 @@ def _plan_of_layer(plan: Plan | Plans, sliding_window: int | None) -> Plan:
     refuse(
         not plan.same_window(sliding_window),
         f"this layer has a sliding window of {sliding_window}, the plan one of {plan.window}: pass "
-        f"plan=distca.plan(layout, heads, window={sliding_window}), or distca.plans(layout, heads, windows=[...]) "
-        "where layers differ",
+        f"plan=distca.plan(layout, heads, window={sliding_window}, context=context), or distca.plans(layout, heads, "
+        "windows=[...], context=context) where layers differ",
     )
     return plan
 

@@ -179,7 +179,8 @@ def heads_of(config: PreTrainedConfig, dtype: torch.dtype) -> Heads:
         refuse(
             True,
             f"the model's layers differ in their heads ({shapes}): make a plan for each, such as distca.Plans({{None: "
-            "distca.plan(layout, heads_of_full_layers), W: distca.plan(layout, heads_of_the_others, window=W)})",
+            "distca.plan(layout, heads_of_full_layers, context=context), W: distca.plan(layout, heads_of_the_others, "
+            "window=W, context=context)})",
         )
     return Heads(*next(iter(layers)), dtype)
 
