@@ -1,4 +1,4 @@
-// Every error that distca reports: one exception type a kind of fault.
+// Every error that distca reports: one exception type for each kind of fault.
 //
 // A message says what was wrong, the value, what is allowed, and where (rank, peer, document, rows).
 #pragma once

@@ -47,7 +47,7 @@ class Filler {
     for (auto& waits : t_.waits) waits.clear();
   }
 
-  /// Writes the row in its place. If a row were copied there just after it was written, the processor would wait.
+  /// Writes the row in its place. Copying a row right after it was written would make the processor wait.
   template <class Row>
   static void add(Rows<Row>& rows, const Row& row) {
     rows.emplace_back() = row;
