@@ -64,7 +64,8 @@ struct KeyGroup {
   std::span<const KeyGradRun> grads;
 };
 
-/// A CA-task: query rows [q_begin, q_end) of the group's document. Views count rows from q_begin.
+/// A CA-task as a kernel computes it: query rows [q_begin, q_end) of the group's document. Views count rows from
+/// q_begin.
 struct Task {
   int64_t group = 0;  // index into the problem's groups
   int64_t q_begin = 0;

@@ -1,6 +1,6 @@
-// What the passes of the CPU kernel share. A call is cut into batches of units; a unit is one key/value head of a
-// group. A pass over a batch is a list of independent work items. They are handed out longest first to workers, each of
-// which has scratch memory of its own.
+// The common parts of the passes of the CPU kernel. A call is cut into batches of units; a unit is one key/value head
+// of a group. A pass over a batch is a list of independent work items. They are handed out longest first to workers,
+// each of which has scratch memory of its own.
 #pragma once
 
 #include <sys/mman.h>
@@ -96,7 +96,7 @@ struct WorkItem {
   int64_t end;
 };
 
-/// What a worker needs to know about the problem.
+/// The problem, the batch and the numbers that follow from them, as a worker sees them.
 struct KernelCall {
   const Problem* problem = nullptr;
   const MicroKernel* micro = nullptr;
@@ -191,7 +191,7 @@ inline void pack_key_pairs(const KernelCall& call, const KeyGroup& group, const 
 
 // ---- what sees what
 
-/// What query rows from `row` on see of the keys [key, key_end).
+/// The keys of [key, key_end) that query rows from `row` on see.
 inline Visible keys_visible_from(const Mask& mask, int64_t row, int64_t key, int64_t key_end) {
   constexpr int64_t kFar = int64_t{1} << 28;  // beyond any step and tile
   return {mask.window > 0 ? std::max(row - mask.window + 1 - key, -kFar) : -kFar,

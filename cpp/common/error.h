@@ -57,7 +57,7 @@ class DISTCA_EXPORT PeerTimeoutError : public Error {
  public:
   explicit PeerTimeoutError(const std::string& m) : Error("PeerTimeoutError", m) {}
 };
-/// The context was abandoned after an earlier fault.
+/// The context is poisoned: it had a fault earlier.
 class DISTCA_EXPORT ContextPoisonedError : public Error {
  public:
   explicit ContextPoisonedError(const std::string& m) : Error("ContextPoisonedError", m) {}

@@ -7,8 +7,7 @@
 
 namespace distca {
 
-/// What such a library offers. The offer is null where the library is missing or does not load; `problem` then says
-/// why.
+/// The offer of such a library. It is null where the library is missing or does not load; `problem` then says why.
 template <class Offer>
 struct OptionalLibrary {
   const Offer* offer = nullptr;

@@ -1,4 +1,4 @@
-// A reference to somebody else's thread pool. The core has no threads of its own for computing.
+// A reference to somebody else's thread pool. The kernels start no threads of their own.
 #pragma once
 
 #include <cstdint>

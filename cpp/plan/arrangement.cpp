@@ -8,6 +8,8 @@
 namespace distca::plan {
 namespace {
 
+/// Makes an arrangement. It is the planning part of the in-place buffer manager: it gives every extent of the arenas
+/// its offset.
 class Arranger {
  public:
   Arranger(const Layout& layout, const HeadShape& heads, const ArrangementOptions& options, int64_t ranks_per_node,

@@ -53,6 +53,7 @@ struct Held {
 
 constexpr int64_t kBase = 0;  // round of what is no message that comes home
 
+/// The checks of check_consistency, and what they have found so far.
 class Checker {
  public:
   explicit Checker(const SliceView& slice) : slice_(slice), h_(slice.header()) {}
@@ -596,8 +597,7 @@ class Checker {
   std::vector<Move> copies_;        // copies that this rank has to make
   std::vector<OwnTerm> own_terms_;  // key gradients of this rank that start sums
   std::vector<Move> sums_;
-  bool needs_others_ = false, resends_others_ = false;  // whether tasks need keys of other ranks, in forward and in
-                                                        // backward
+  bool needs_others_ = false, resends_others_ = false;  // tasks need keys of other ranks in forward, in backward
   std::vector<Part> parts_;
   std::vector<int64_t> heads_;
   std::vector<Extent> extents_;

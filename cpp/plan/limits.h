@@ -20,8 +20,8 @@ std::vector<int64_t> server_speeds(const Layout& layout, const ScheduleOptions& 
 std::vector<int64_t> load_limits(int64_t total, const std::vector<int64_t>& speeds, int64_t tolerance_ppm);
 
 /// Raises limits where allowances make the tolerance unreachable. It finds the lowest level of load over speed at which
-/// ranks with these loads and allowances can compute everything together. Limits become at least `tolerance_ppm` above
-/// that level.
+/// ranks with these loads and allowances can compute everything together. A limit becomes at least its rank's share at
+/// that level, with the tolerance on top.
 void raise_to_reachable(const std::vector<int64_t>& load, const std::vector<int64_t>& speeds,
                         const Allowances& allowances, int64_t tolerance_ppm, std::vector<int64_t>& limits);
 

@@ -6,6 +6,7 @@
 namespace distca::plan {
 namespace {
 
+/// Fills the tables of one rank.
 class Filler {
  public:
   Filler(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, std::span<const Task> tasks,

@@ -36,7 +36,8 @@ struct Allowances {
   bool level_with_largest = false;
 };
 
-/// What a server was given: rows [begin, end) and groups of heads (limits.h) [head_begin, head_end) of one segment.
+/// A part of one segment that one server was given: rows [begin, end) and groups of heads (limits.h) [head_begin,
+/// head_end).
 struct Piece {
   int32_t placement = 0;  // index into Layout::placements()
   int32_t server = 0;

@@ -53,7 +53,7 @@ class ShardFinder {
   int64_t tail_begin(int64_t length, int64_t begin, int64_t end, int64_t budget) const;
   /// The first of the rows at the end of [begin, end) that bring the most cost for a byte.
   int64_t best_tail(int64_t length, int64_t begin, int64_t end) const;
-  /// What the rows of best_tail bring: cost for 2^20 bytes.
+  /// The cost for 2^20 bytes that the rows of best_tail bring.
   int64_t value(int64_t length, int64_t begin, int64_t end) const;
 
   /// The shard of rows [begin, end) and up to `num_heads` heads that brings the most cost for a byte, at a cost of at

@@ -14,6 +14,7 @@ bool inside(int64_t begin, int64_t count, int64_t size) {
   return begin >= 0 && count >= 0 && begin <= size && count <= size - begin;
 }
 
+/// Checks every index, row and offset of a slice against its bounds, then the tables against each other.
 class Validator {
  public:
   explicit Validator(std::span<const int64_t> words) : words_(words), view_(words) {}

@@ -38,7 +38,7 @@ DISTCA_DEVICE void clear(float (&sums)[kRegisters]) {
   for (int i = 0; i < kRegisters; ++i) sums[i] = 0.f;
 }
 
-/// What the consumers have in common: their work on a tile of queries and 64 keys. A thread has two keys, eight apart.
+/// The common part of the consumers: their work on a tile of queries and 64 keys. A thread has two keys, eight apart.
 template <class Config>
 struct BackwardConsumer {
   using Element = typename Config::Element;

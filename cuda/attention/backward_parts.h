@@ -5,7 +5,7 @@
 
 namespace distca::attention::cuda {
 
-/// What consumers must know of a tile; they know nothing of tasks.
+/// The facts of a tile that its consumers need; they know nothing of tasks.
 template <int kRows>
 struct TileFacts {
   float lse[kRows];  // in powers of two; inf where a row has no probabilities

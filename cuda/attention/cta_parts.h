@@ -1,4 +1,4 @@
-// What the CTAs of both passes have in common. A CTA stays. Its producer warp takes one item of the work list after
+// The common parts of the CTAs of both passes. A CTA stays. Its producer warp takes one item of the work list after
 // another, tells the consumers, and loads what they need, as far ahead as shared memory allows.
 #pragma once
 

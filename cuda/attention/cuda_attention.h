@@ -27,7 +27,7 @@ struct HeadKernels;
 /// Loads all kernels for the current device, because otherwise their first start may wait for it. Throws DeviceError.
 DISTCA_EXPORT void load_kernels();
 
-/// What all problems of one kind have in common: the kernels that are started, and their arguments besides tables.
+/// The common part of all problems of one kind: the kernels that are started, and their arguments besides tables.
 class AttentionLaunch {
  public:
   /// The bytes of device memory that a start wants, aligned to 256 bytes. The memory belongs to this start alone until

@@ -1,5 +1,5 @@
-// What the kernels read: tables in device memory, which work_list.h makes from a Problem, and the arithmetic of tiles.
-// Host and device share both.
+// The tables in device memory that the kernels read and that work_list.h makes from a Problem, and the arithmetic of
+// tiles. Host and device share both.
 //
 // A tile is a number of consecutive tokens of a task times all query heads that share a key/value head: its row r is
 // query head r % group_heads of token r / group_heads. Therefore one tile of keys serves all heads that share it
@@ -130,8 +130,7 @@ struct KernelParams {
   const float* sinks;
   int* next_item;  // how many items have been taken
   float* dq_sums;  // backward: sums of dq, in the order of the accumulators' registers (backward_kernel.h)
-  int* turns;      // deterministic: number of key blocks that have added to each part of a tile of dq_sums; otherwise
-                   // null
+  int* turns;      // deterministic: key blocks that have added to each part of a tile of dq_sums; otherwise null
   int dim;
   int v_dim;
   int group_heads;

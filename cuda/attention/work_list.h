@@ -20,8 +20,8 @@ struct TileShape {
   int keys;
 };
 
-/// What a tensor map is made of: three dimensions, of which the first is contiguous, the strides of the others in
-/// bytes, and the box that is loaded at once.
+/// The values that a tensor map is made of: three dimensions, of which the first is contiguous, the strides of the
+/// others in bytes, and the box that is loaded at once.
 struct MapSpec {
   const std::byte* data = nullptr;  // null: never loaded from
   int64_t sizes[3] = {};

@@ -44,7 +44,7 @@ class DeviceQueue {
     tables_.done(on);
   }
 
-  /// These are the functions of transport::Streams.
+  /// These functions are as in transport::Streams.
   void record(int point, Stream which);
   void wait_for(Stream which, int point);
   void set_tape(std::shared_ptr<transport::Tape> tape);
@@ -73,8 +73,7 @@ class DeviceQueue {
   std::shared_ptr<transport::Tape> tape_;
   std::shared_ptr<Reel> reel_;  // of the tape that is being recorded
   bool is_capturing_ = false;   // whether its operations are also queued, into a graph
-  std::shared_ptr<bool> was_refilled_ = std::make_shared<bool>(false);  // whether tables were filled since points were
-                                                                        // passed last
+  std::shared_ptr<bool> was_refilled_ = std::make_shared<bool>(false);  // set when tables are filled; see wait_for
 };
 
 }  // namespace distca::cuda

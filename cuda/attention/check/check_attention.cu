@@ -3,7 +3,8 @@
 //
 // It stands alone: a machine with a GPU needs neither Python nor PyTorch for it.
 //   nvcc -std=c++20 -gencode arch=compute_90a,code=sm_90a -O3 --expt-relaxed-constexpr -I CUTLASS/include -I cuda
-//        -I cpp cuda/attention/*.cu cuda/attention/*.cpp cuda/attention/check/check_attention.cu -o check_attention
+//        -I cpp cuda/attention/*.cu cuda/attention/*.cpp cuda/attention/check/check_attention.cu
+//        cpp/transport/table.cpp -o check_attention
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
