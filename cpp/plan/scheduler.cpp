@@ -10,7 +10,7 @@ namespace distca::plan {
 namespace {
 
 using Wide = __int128;
-constexpr size_t kNeighbours = 8;  // segments of a document before and after one, whose ranks are looked at
+constexpr size_t kNeighbours = 8;  // the ranks of this many segments before and after one are considered
 constexpr int32_t kNoRank = std::numeric_limits<int32_t>::max();
 
 }  // namespace
@@ -54,7 +54,7 @@ void Scheduler::index_placements() {
 void Scheduler::set_limits() {
   const int64_t total = std::accumulate(load_.begin(), load_.end(), int64_t{0});
   limit_ = load_limits(total, speed_, options_.tolerance_ppm);
-  // Nodes aim a little below the tolerance, so that their ranks need not all be filled to the last row.
+  // Nodes aim a little below the tolerance. Therefore not all of their ranks have to be filled to the last row.
   const int64_t lower_tolerance = options_.tolerance_ppm * 3 / 4;
   std::vector<int64_t> lower = load_limits(total, speed_, lower_tolerance);
   if (has_allowances_) {
@@ -106,7 +106,7 @@ void Scheduler::exchange_between_nodes() {
   node_in_.assign(node_in_.size(), kNoLimit);
 }
 
-/// Moves pieces from ranks above their limit to ranks below it, among ranks [rank_begin, rank_end).
+/// Moves shards from ranks above their limit to ranks below it, among ranks [rank_begin, rank_end).
 void Scheduler::drain(int32_t rank_begin, int32_t rank_end, int64_t min_rows) {
   for (const Room& r : rooms_) room_of_[static_cast<size_t>(r.rank)] = 0;
   rooms_.clear();
@@ -131,10 +131,10 @@ void Scheduler::drain(int32_t rank_begin, int32_t rank_end, int64_t min_rows) {
     sources_.pop_back();
     const Piece& p = pieces_[static_cast<size_t>(piece)];
     if (surplus(p.server) <= 0) continue;
-    // A rank may end below its limit, since a shard has min_rows rows at least.
+    // A rank may end below its limit, because a shard has min_rows rows at least.
     const int64_t least = finder_.cost(length_of(p), p.begin, std::min(p.end, p.begin + min_rows));
     const int64_t amount = std::min(std::max(surplus(p.server), least), leaving(p));
-    // The largest room is looked at in any case, so let it be a true one.
+    // The largest room is considered in any case; therefore it must be up to date.
     while (!rooms_.empty() && room(rooms_.back().rank) != rooms_.back().amount)
       set_room(rooms_.back().rank, room(rooms_.back().rank));
     const Move move = best_move(p, amount, min_rows);
@@ -165,7 +165,7 @@ Scheduler::Move Scheduler::best_move(const Piece& p, int64_t amount, int64_t min
     const size_t near = at_least(k * ideal);
     if (near < last && near != fitting) consider(p, amount, min_rows, rooms_[near].rank, best);
   }
-  // Ranks that hold other rows of the document need fewer keys.
+  // Ranks that hold other rows of the document lack fewer of its keys.
   const auto of_document = layout_.placements(placement_of(p).document);
   if (of_document.size() > 1) {
     const auto here = static_cast<size_t>(&placement_of(p) - of_document.data());
@@ -187,13 +187,13 @@ void Scheduler::consider(const Piece& p, int64_t amount, int64_t min_rows, int32
     if (s.better_than(best.shard)) best = {s, rank, true};
   };
   const int64_t column = finder_.cost(length, p.begin, p.end);
-  if (speed_[static_cast<size_t>(p.server)] == 0 && column <= budget)  // all has to go in the end
+  if (speed_[static_cast<size_t>(p.server)] == 0 && column <= budget)  // all of it has to go in the end
     offer(finder_.of_heads(length, p.begin, p.end, std::min(p.num_heads(), budget / column), budget, min_rows));
   else
     offer(finder_.best(length, p.begin, p.end, p.num_heads(), budget, min_rows));
 }
 
-/// Key rows that the shard needs and the server neither holds nor has for other pieces.
+/// Number of key rows that the shard needs and that the server neither holds nor gets for other pieces.
 int64_t Scheduler::missing_keys(const Piece& p, const Shard& s, int32_t server) const {
   const int64_t document = placement_of(p).document, length = length_of(p);
   int64_t next = finder_.mask().first_key(s.begin);
@@ -211,7 +211,7 @@ int64_t Scheduler::missing_keys(const Piece& p, const Shard& s, int32_t server) 
   for (int32_t i = first_piece_[static_cast<size_t>(server)]; i >= 0; i = pieces_[static_cast<size_t>(i)].next) {
     const Piece& q = pieces_[static_cast<size_t>(i)];
     if (q.empty() || placement_of(q).document != document) continue;
-    // Of the shard's heads, which are the first ones of the piece.
+    // A piece counts if it has all heads of the shard, which are the first ones of `p`.
     if (q.head_begin <= p.head_begin && q.head_end >= p.head_begin + s.num_heads)
       present.emplace_back(finder_.mask().first_key(q.begin), finder_.mask().end_key(q.end - 1, length));
   }
@@ -234,7 +234,7 @@ void Scheduler::apply(int32_t index, const Move& move) {
     load_[from] -= cost_at(p.server, document);
     load_[to] -= cost_at(move.rank, document);
   }
-  pieces_[static_cast<size_t>(index)].end = p.begin;  // empty, unless a remaining part takes its place
+  pieces_[static_cast<size_t>(index)].end = p.begin;  // empty, unless a part that remains takes its place
   bool reused = false;
   const auto keep = [&](int32_t head_begin, int32_t end_head, int64_t begin, int64_t end) {
     if (head_begin == end_head || begin == end) return;
@@ -309,7 +309,7 @@ std::vector<Task> Scheduler::tasks() const {
   std::vector<Piece> pieces;
   for (const Piece& p : pieces_)
     if (!p.empty() && is_cut_[static_cast<size_t>(p.placement)]) pieces.push_back(p);
-  // Placements ascend by document.
+  // Placements are in ascending order of documents.
   std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) {
     return a.server != b.server ? a.server < b.server : a.placement < b.placement;
   });

@@ -29,7 +29,7 @@ void check_given(const Layout& layout, const ScheduleOptions& options, const Giv
           "plan: tasks[", index, "] is on rank ", t.server, ", which does not serve");
 }
 
-/// Appends the task in pieces that end at the next cut.
+/// Appends the task to `pieces`, cut at `cuts`.
 void cut_at(std::span<const int64_t> cuts, const Task& task, std::vector<Task>& pieces) {
   Task piece = task;
   for (int64_t head : cuts) {
@@ -42,7 +42,7 @@ void cut_at(std::span<const int64_t> cuts, const Task& task, std::vector<Task>& 
   pieces.push_back(piece);
 }
 
-/// How many more tasks there will be.
+/// How many tasks the cuts add.
 size_t num_cuts(std::span<const std::vector<int64_t>> cuts, std::span<const int32_t> cuts_of,
                 std::span<const Task> tasks) {
   size_t n = 0;
@@ -54,7 +54,7 @@ size_t num_cuts(std::span<const std::vector<int64_t>> cuts, std::span<const int3
   return n;
 }
 
-/// Tasks of equal or disjoint head ranges.
+/// Throws unless the tasks compute everything exactly once. Their head ranges are equal or disjoint.
 void check_complete(const Layout& layout, const HeadShape& heads, std::vector<Task> tasks) {
   std::sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
     return std::tie(a.document, a.kv_head_begin, a.q_begin) < std::tie(b.document, b.kv_head_begin, b.q_begin);
@@ -101,7 +101,7 @@ std::vector<Task> TaskWriter::take() {
   return std::move(tasks_);
 }
 
-/// All tasks of one document at one server are there.
+/// Finishes the tasks of one document at one server, which are all there now.
 void TaskWriter::end_run() {
   if (tasks_.size() > run_ + 1) {
     split_at_common_heads(std::span(tasks_).subspan(run_));
@@ -149,7 +149,7 @@ void TaskWriter::merge_rows() {
   split_.resize(last + 1);
 }
 
-/// Neighbouring head ranges with the same rows become one.
+/// Makes neighbouring head ranges with the same rows one range.
 void TaskWriter::merge_heads() {
   size_t run = tasks_.size(), run_end = run;  // the tasks of the head range written last
   for (size_t i = 0; i < split_.size();) {
@@ -197,7 +197,7 @@ std::vector<Task> with_equal_head_ranges(std::vector<Task> tasks) {
     most_heads = std::max(most_heads, t.kv_head_end);
     num_documents = std::max(num_documents, t.document + 1);
   }
-  // Where the head ranges begin and end, of documents that have several.
+  // The heads where ranges begin and end, for documents that have several ranges.
   std::vector<int32_t> cuts_of(static_cast<size_t>(num_documents), -1);
   std::vector<std::vector<int64_t>> cuts;
   for (const Task& t : tasks) {
@@ -215,11 +215,11 @@ std::vector<Task> with_equal_head_ranges(std::vector<Task> tasks) {
     std::sort(of_document.begin(), of_document.end());
     of_document.erase(std::unique(of_document.begin(), of_document.end()), of_document.end());
   }
-  // From the last task to the first, into the same memory: nearly all stay as they are.
+  // Tasks are cut from the last one to the first, into the same memory, because nearly all stay as they are.
   size_t begin = tasks.size(), write = begin + num_cuts(cuts, cuts_of, tasks);
   tasks.resize(write);
   std::vector<Task> pieces;
-  while (begin < write) {  // once they are equal nothing is left to cut
+  while (begin < write) {  // when they are equal, nothing is left to cut
     const size_t end = begin;
     const Task last = tasks[--begin];
     const int32_t index = cuts_of[static_cast<size_t>(last.document)];

@@ -1,4 +1,4 @@
-// Tasks, and lists of them in the order and form that plans want.
+// CA-tasks, and lists of them in the order and form that a plan has.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace distca::plan {
 
 struct ScheduleOptions;
 
-/// Query rows [q_begin, q_end) of a document, all with one home, computed by one server in one go.
+/// A CA-task: query rows [q_begin, q_end) of a document, all with one home, which one server computes in one go.
 struct Task {
   int64_t document = 0;
   int64_t q_begin = 0, q_end = 0;
@@ -26,8 +26,8 @@ struct Task {
   int64_t num_rows() const { return q_end - q_begin; }
 };
 
-/// Makes the tasks of a schedule from its pieces, which come ascending by (server, document). Within one document at
-/// one server head ranges become equal or disjoint, and neighbours are merged.
+/// Makes the tasks of a schedule from its pieces. Pieces come in ascending order of (server, document). Among the tasks
+/// of one document at one server, head ranges become equal or disjoint, and neighbours are merged.
 class TaskWriter {
  public:
   TaskWriter(const Layout& layout, const Mask& mask, int64_t heads_of_group)
@@ -48,12 +48,13 @@ class TaskWriter {
   const Mask& mask_;
   int64_t heads_of_group_;
   std::vector<Task> tasks_;
-  size_t run_ = 0;  // where the tasks of the last document and server begin
+  size_t run_ = 0;  // first task of the last document and server
   std::vector<int64_t> cuts_;
   std::vector<Task> split_;
 };
 
-/// Rows [q_begin, q_end) of a document and key/value heads [kv_head_begin, kv_head_end), computed by `server`.
+/// A task as a caller gives it: rows [q_begin, q_end) of a document and key/value heads [kv_head_begin, kv_head_end),
+/// computed by `server`.
 struct GivenTask {
   int64_t document = 0;
   int64_t q_begin = 0, q_end = 0;
@@ -61,12 +62,12 @@ struct GivenTask {
   int64_t server = 0;
 };
 
-/// The tasks, cut where their rows have several homes. InvalidArgumentError unless they compute every row and head of
-/// the layout exactly once, on ranks that serve.
+/// The given tasks in the form of a plan, cut where their rows have several homes. Throws InvalidArgumentError unless
+/// they compute every row and head of the layout exactly once, on ranks that serve.
 std::vector<Task> task_list(const Layout& layout, const ScheduleOptions& options, std::span<const GivenTask> given);
 
-/// Cuts tasks by heads so that those of one document have equal or disjoint head ranges: then each range is a document
-/// of its own to everything that follows. Tasks by (server, document, kv_head_begin, q_begin), and so they stay.
+/// Cuts tasks by heads until those of one document have equal or disjoint head ranges. To everything that follows, each
+/// range is then a document of its own. Tasks come and stay sorted by (server, document, kv_head_begin, q_begin).
 std::vector<Task> with_equal_head_ranges(std::vector<Task> tasks);
 
 }  // namespace distca::plan

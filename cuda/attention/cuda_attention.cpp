@@ -18,7 +18,7 @@ namespace {
 
 using distca::cuda::check;
 
-/// The kernels for heads of this shape; null where there are none.
+/// The kernels for heads of this shape, or null if there are none.
 const HeadKernels* kernels_for(const HeadShape& heads) {
   for (const auto& kernels : {hopper_kernels_64(), hopper_kernels_128(), hopper_kernels_192(), hopper_kernels_256()})
     for (const HeadKernels& k : kernels)
@@ -26,7 +26,7 @@ const HeadKernels* kernels_for(const HeadShape& heads) {
   return nullptr;
 }
 
-/// The driver's function, found at run time: nothing links libcuda.
+/// The driver's function. It is found at run time, because nothing links libcuda.
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
 EncodeTiled find_encode_tiled() {
@@ -59,7 +59,7 @@ void encode(EncodeTiled encode_tiled, DType dtype, const MapSpec& spec, TensorMa
                        static_cast<const void*>(spec.data), ": error ", static_cast<int>(result));
 }
 
-/// Carves arrays out of memory, each aligned to 256 bytes; from null it only counts.
+/// Carves arrays out of memory, each aligned to 256 bytes. From null it only counts.
 class Carver {
  public:
   explicit Carver(std::byte* base) : base_(base) {}
@@ -76,7 +76,7 @@ class Carver {
   size_t used_ = 0;
 };
 
-// Parts of the tables.
+// The parts of the tables.
 enum : size_t { kItems, kStoreItems, kTasks, kGroups, kRuns, kBlocks, kMaps, kSinks, kNumParts };
 
 }  // namespace

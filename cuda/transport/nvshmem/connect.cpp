@@ -35,7 +35,8 @@ std::unique_ptr<transport::Transport> connect_nvshmem(const transport::NvshmemGr
     else
       heaps.ranks.push_back({base + words_bytes, reinterpret_cast<uint64_t*>(base)});
   }
-  // Symmetric too, for a network registers no other memory: so all ranks have it, or none.
+  // The send arena is symmetric too, because a network registers no other memory. Therefore all ranks have one, or none
+  // has.
   if (is_so_on_any_rank(!reaches_all)) heaps.send_arena = allocate_symmetric(whole_pages(send_arena_bytes));
   if (!reaches_all) heaps.sender = make_nvshmem_sender();
   return std::make_unique<transport::StreamTransport>("nvshmem", std::move(control), std::move(streams),
