@@ -43,7 +43,6 @@ class Context(Registered):
         heads: the head shape that it was made for.
         cost: the default cost model of its plans.
         nsys: whether its operators are NVTX ranges.
-        backward_steps: the steps in parts whose backward is under way.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Context(Registered):
         self.cost = cost
         self.nsys = nsys
         self._callers: dict[int, tuple[int | str | None, int | None]] | None = None  # layer and half of traced steps
-        self.backward_steps: weakref.WeakSet[Any] = weakref.WeakSet()  # members: distca.steps._UnderWay
+        self.backward_steps: weakref.WeakSet[Any] = weakref.WeakSet()  # steps in parts whose backward is under way
         open_contexts[self.name] = self
         _log.info(
             "context %r: rank %d of %d over %s on %s, a heap of %s bytes, attention by %s",
@@ -139,7 +138,7 @@ class Context(Registered):
         return Recording(self, headroom, rounds)
 
     def start_trace(self) -> None:
-        """Starts recording what this rank's steps do and when. `take_trace` returns it, `stop_trace` ends it.
+        """Starts a trace of this rank's steps. `take_trace` returns the trace, `stop_trace` ends it.
 
         Times are the host's clock. For steps on a GPU they say when the step was queued.
         """

@@ -40,7 +40,8 @@ def library_folder() -> Path | None:
 @functools.cache
 def status() -> tuple[str, str]:
     """NVSHMEM's version, and why the transport is not available; one is empty. It loads the libraries."""
-    # In a wheel our library and the one that it needs are in different folders; the latter is found once it is loaded.
+    # In a wheel our library lies beside the one that it needs. Elsewhere it finds that one only if that is loaded
+    # already.
     folder = library_folder()
     if folder is not None:
         ctypes.CDLL(str(folder / _LIBRARY))

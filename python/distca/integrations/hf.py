@@ -162,7 +162,7 @@ def distca_attention(
         attention_mask: the result of `distca_mask`.
         plan: the plan or plans; by default the current one.
         distca_context: the context or its name.
-        dropout: of attention; a plan takes 0 alone.
+        dropout: attention dropout, which must be 0 with a plan.
         scaling: factor on the logits; ``D ** -0.5`` by default.
         kwargs: what the layer passes besides: sliding_window, softcap, s_aux (sinks), is_causal, position_bias.
 

@@ -95,14 +95,7 @@ def with_plan(
 ) -> Any:
     """Runs the model's forward with this plan.
 
-    Args:
-        model: the model.
-        run: its forward.
-        args, kwargs: the arguments of `run`; `plan` and `distca_context` are replaced.
-        here: the plan and its context.
-
-    Returns:
-        What `run` returns.
+    `run` is the model's forward. The result is what it returns for these arguments.
 
     Raises:
         InvalidArgumentError: the plan does not express what the model asks for. It is raised before any step if that

@@ -21,13 +21,13 @@ from distca.integrations.hf_rope import watch
 NAME = "distca"
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")  # the last one is refused if it has chunks
 
-#: The reason why models of a type cannot take a plan, if neither their modules nor their layer types tell it.
+#: By model type, why a model cannot take a plan. Neither its modules nor its layer types tell this.
 _REFUSED = {
     "blt": "the model groups the bytes of a row into patches, and attends to those",
     "deepseek_v4": "the model attends to compressed groups of rows",
     "reformer": "the model attends among rows that it has hashed alike",
 }
-#: The reason why models of a type cannot take a plan in training.
+#: By model type, why a model cannot take a plan in training.
 _REFUSED_IN_TRAINING = {
     "phimoe": "the router draws experts at random, so ranks differ from one process: call model.eval()"
 }

@@ -23,7 +23,7 @@ _TENSORS = ("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv", "dk"
 
 
 class _Made:
-    """The core's plan of all ranks with the arguments that it was made with. After unpickling it is planned again."""
+    """The core's plan of all ranks, with the arguments that made it. An unpickled one is planned again when needed."""
 
     def __init__(self, layout: Layout, heads: Heads, arguments: Mapping[str, Any]) -> None:
         self.layout, self.heads, self._arguments = layout, heads, arguments

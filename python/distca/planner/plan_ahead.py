@@ -50,9 +50,9 @@ class PlanAhead(Generic[Batch, Planned]):
     `loader`, `layout` and `lengths`, one call at a time.
 
     The next iteration raises an exception of the loader, of the callbacks or of planning. With `lengths`, the other
-    ranks then raise a PeerLeftError that names the rank. Use it as a context manager, or call `close()`, to stop the
-    thread. After a plain `break` the thread stops when the object is dropped. Each `iter()` begins a new pass over the
-    loader.
+    ranks then raise a PeerLeftError that names the rank. To stop the thread, use the PlanAhead as a context manager or
+    call `close()`. After a plain `break` the thread stops when the object is dropped. Each `iter()` begins a new pass
+    over the loader.
 
     Raises:
         InvalidArgumentError: not exactly one of `layout` and `lengths` is given, or `idle_rows` is negative.

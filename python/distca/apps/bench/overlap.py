@@ -157,7 +157,7 @@ def _run_rank(rounds: int) -> Measured:
 
 
 def _computing(traces: Sequence[distca.Trace]) -> float:
-    """Of the time in which rows to or from a rank were under way, the share in which it computed; the worst rank's."""
+    """The share of computing in the time in which rows to or from a rank were under way; the worst rank's."""
     return min(rank.hidden / rank.traffic for rank in figures(traces, windows(traces)).ranks)
 
 

@@ -28,7 +28,7 @@ _MOST_NUMBERS = 8
 
 
 def new_figure(width: float, height: float, dpi: int = 130) -> Figure:
-    """A figure of so many inches. It does without pyplot, which would keep it and choose a backend for the process."""
+    """A figure of `width` by `height` inches, made without pyplot, which would keep it and choose a global backend."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -67,7 +67,7 @@ class Trained:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler
-    saved: torch.nn.Module | None = None  # the part of the model that a checkpoint has, unless all of it
+    saved: torch.nn.Module | None = None  # the module whose names a checkpoint has, if it is not `model`
     clip_norm: float | None = None  # largest norm of the gradients
 
     def state(self, saved_ranks: int) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def load_model(checkpoint: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 def _checked(checkpoint: Path) -> Digests:
-    """The manifest. This rank compares its share of the files with it: every n-th of n ranks, from large to small."""
+    """The manifest. This rank has compared its share of the files with it: every n-th, from large to small."""
     digests = read_manifest(checkpoint)
     names = sorted(digests, key=lambda name: digests[name][0], reverse=True)
     check_digests(checkpoint, digests, names[dist.get_rank() :: dist.get_world_size()])
@@ -255,7 +255,7 @@ def _gathered(mine: Result) -> list[Result]:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Raises the system's error if torch raises one of its own because of it, which says less.
+    """A writer that raises the system's error where torch would raise one of its own, which says less.
 
     Attributes:
         digests: digests of the files that this rank has written.

@@ -97,9 +97,7 @@ class Corpus:
     def split(self, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
         """Splits the documents into those to train on and those held out.
 
-        Args:
-            fraction: the fraction of all documents to hold out; at least one is held out.
-            seed: chooses the documents.
+        `fraction` of all documents, at least one, is held out. `seed` chooses them.
 
         Raises:
             DataError: one of the two has no document of two or more tokens.
@@ -133,14 +131,9 @@ def read_corpus(
 ) -> Corpus:
     """The documents of a path (`find_source`) from the cache, which is filled first if need be.
 
-    All ranks may call it. The first one of a host makes what is not in the cache yet. What is no text is skipped and
-    counted. Empty documents are ignored.
-
-    Args:
-        path: the folder or file; None for the Python standard library's sources.
-        kept_fraction: the fraction of each document's tokens that is kept, from its start.
-        tokenizer: makes tokens of text; without one the tokens are the text's bytes.
-        show_progress: whether to show a bar on a terminal if it takes long.
+    Of each document the first `kept_fraction` of its tokens is kept. Without a tokenizer the tokens of a text are its
+    bytes. What is no text is skipped and counted. Empty documents are ignored. All ranks may call it: the first one of
+    a host makes what is not in the cache yet.
 
     Raises:
         DataError: there is nothing to train on.
@@ -284,7 +277,7 @@ def _in_parts(documents: Iterator[bytes | Sequence[int] | None]) -> Iterator[lis
 
 
 def _checked(tokens: Any, source: Source) -> array[int]:
-    """Tokens from the data itself, checked."""
+    """Tokens that the data brought with it, after a check that they are non-negative 32-bit integers."""
     try:
         checked = array("i", tokens)
     except (TypeError, OverflowError) as error:

@@ -30,9 +30,8 @@ class AttentionLoads:
     def of(micro_batches: Sequence[Sequence[Plans]], windows: Sequence[int | None]) -> AttentionLoads:
         """Adds up the plans of a step.
 
-        Args:
-            micro_batches: the plans of each micro-batch; with ping-pong those of its two halves.
-            windows: the window of each layer.
+        `micro_batches` are the plans of each micro-batch; with ping-pong those of its two halves. `windows` has the
+        window of each layer.
         """
         stats = [[plans.for_window(window).stats for plans in parts for window in windows] for parts in micro_batches]
         before = [_added([layer.load_before for layer in layers]) for layers in stats]

@@ -33,12 +33,7 @@ def train_step(
 ) -> StepResult:
     """Takes one optimizer step.
 
-    Args:
-        trained: what the step changes.
-        work: the step's micro-batches.
-        stop: whether this rank was asked to stop.
-        since: when the step before was over, by `time.perf_counter`.
-        watch: is told the points of the step.
+    `stop` says whether this rank was asked to stop. `since` says when the step before was over, by `time.perf_counter`.
     """
     loss_sum, num_targets = forward_backward(trained, work, watch)
     norm = update(trained, watch)

@@ -64,7 +64,7 @@ class StepTraces:
         return _Phases(self._phases, other) if self._files else other
 
     def step(self, number: int, load: int) -> None:
-        """Records a step that is over. The plans gave this rank `load` in it. Rank 0 writes the files after the last."""
+        """Records a step that is over. The plans gave this rank `load` in it. After the last one rank 0 writes them."""
         if not self._files:
             return
         end = time.monotonic()
