@@ -65,9 +65,9 @@ def init(
             (`default_heap_bytes`) is six times the rank's own rows of q, k, v, out and their gradients. Balanced
             batches of whole documents take a tenth of that; a document that is cut over many ranks may take more. A
             plan that needs more says how much, and ``distca plan --heap`` says it before anything runs. The CPU's heap
-            takes pages only as they are used. For ``"nvshmem"`` the default is the environment's
-            ``EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB`` (in GiB) if it is set. If some rank is reached over a network, nvshmem
-            takes half as much again for rows on their way.
+            takes pages only as they are used. For ``transport="nvshmem"``, but not where ``"auto"`` takes it, the
+            environment's ``EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB`` (in GiB) is the default if it is set. If some rank is
+            reached over a network, nvshmem takes half as much again for rows on their way.
         timeout: seconds after which a silent peer that is alive is an error. The default is long, because peers compile
             and save checkpoints.
         name: the context's name. Several contexts may be open at once under different names.
