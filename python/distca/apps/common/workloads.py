@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import distca
 from distca.errors import InvalidArgumentError
 
 _PRETRAIN = Path("benchmarks/workloads/doc_lengths_pretrain.json")
@@ -54,7 +55,7 @@ def pretrain_lengths() -> Path:
     Raises:
         InvalidArgumentError: the file is in neither.
     """
-    for root in (Path.cwd(), Path(__file__).resolve().parents[3]):
+    for root in (Path.cwd(), Path(distca.__file__).resolve().parents[2]):
         if (root / _PRETRAIN).exists():
             return root / _PRETRAIN
     raise InvalidArgumentError(f"workload: there is no {_PRETRAIN} here; run it in distca's source tree")

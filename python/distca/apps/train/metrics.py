@@ -193,10 +193,16 @@ def _imbalance(loads: Sequence[Sequence[int]]) -> float:
     return sum(map(max, loads)) * len(loads[0]) / total if total else 1.0
 
 
+_WHY_SKIPPED = {
+    "files": "files skipped as they are not UTF-8 text",
+    "lines": "lines skipped as they are no JSON objects with a text",
+    "rows": "rows skipped as they have no text and no tokens",
+}
+
+
 def _skipped(summary: dict[str, Any]) -> str:
-    if "lines_skipped" in summary:
-        return f"lines skipped as they are no JSON objects with a text: {summary['lines_skipped']}"
-    return f"files skipped as they are not UTF-8 text: {summary['files_skipped']}"
+    unit = next(unit for unit in _WHY_SKIPPED if f"{unit}_skipped" in summary)
+    return f"{_WHY_SKIPPED[unit]}: {summary[f'{unit}_skipped']}"
 
 
 def describe(summary: dict[str, Any]) -> str:
