@@ -12,7 +12,7 @@ def save_core_attention() -> Any:
     """Saves the outputs of ``core_attention`` and recomputes everything else.
 
     Plain activation checkpointing runs every operator of a layer again in backward, attention with its traffic among
-    them: right, but twice the steps. With this policy the operator's outputs are kept::
+    them: right, but twice the steps. With this policy the operator's outputs are kept:
 
         torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, context_fn=distca.save_core_attention)
 

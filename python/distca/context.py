@@ -1,4 +1,4 @@
-"""A rank of an attention group: :class:`Context`, which `distca.init` makes."""
+"""A rank of an attention group: `Context`, which `distca.init` makes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Context(Registered):
-    """One rank's membership in an attention group, with its heap and step counter. Made by :func:`init`.
+    """One rank's membership in an attention group, with its heap and step counter. Made by `init`.
 
     Attributes:
         name: its name in the process's registry, which ``core_attention`` takes.
@@ -113,7 +113,7 @@ class Context(Registered):
 
         For contexts whose steps are queued: on CUDA (with ``attention="own"``; not yet run on a GPU),
         or on threads that stand for a GPU's streams (`loopback` with ``streams``). All else that PyTorch does inside is
-        done at once, and once; unless a CUDA graph is captured, of which the recorded steps then are a part::
+        done at once, and once; unless a CUDA graph is captured, of which the recorded steps then are a part:
 
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph), context.record() as recording:

@@ -24,13 +24,13 @@ _current: ContextVar[Current | None] = ContextVar("distca.current", default=None
 
 
 def current() -> Current | None:
-    """What the innermost :func:`using` around this call has set; None outside of it."""
+    """What the innermost `using` around this call has set; None outside of it."""
     return _current.get()
 
 
 @contextmanager
 def using(plan: Plan | Plans, *, context: Context | str = "default") -> Iterator[None]:
-    """Models of transformers called inside take this plan, as if it were their keyword argument ``plan``::
+    """Models of transformers called inside take this plan, as if it were their keyword argument ``plan``:
 
         with distca.using(plan):
             logits = model(ids, position_ids=plan.layout.position_ids(plan.rank)[None], use_cache=False).logits

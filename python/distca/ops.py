@@ -1,4 +1,4 @@
-"""The operators with autograd: :func:`core_attention` for a group of ranks, :func:`attention` for one process."""
+"""The operators with autograd: `core_attention` for a group of ranks, `attention` for one process."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def serve(
 ) -> None:
     """Takes part in one step on a rank that has no rows of its own: a dedicated server, an idle pipeline stage.
 
-    A collective step, like the call of :func:`core_attention` (or its backward) that the other ranks make. Needs no
+    A collective step, like the call of `core_attention` (or its backward) that the other ranks make. Needs no
     tensors and no autograd graph.
 
     Args:
@@ -133,11 +133,11 @@ def serve(
         phase: ``"forward"`` or ``"backward"``.
         context: the context or its name.
         scale, softcap, sinks: the same as on the other ranks.
-        deterministic: as for :func:`core_attention`, of what is computed here.
+        deterministic: as for `core_attention`, of what is computed here.
         layer: number or name of the layer that is served, for error messages.
 
     Raises:
-        InvalidArgumentError: for another phase, or where this rank has rows. Else as :func:`core_attention`.
+        InvalidArgumentError: for another phase, or where this rank has rows. Else as `core_attention`.
     """
     _check_serving("serve", phase, plan)
     name = _name_of(context)
@@ -168,7 +168,7 @@ def serve_ping_pong(
     sinks: Sequence[torch.Tensor] | None = None,
     deterministic: bool = False,
 ) -> None:
-    """As :func:`serve`, for a whole forward or backward pass of :class:`distca.PingPong` on the other ranks.
+    """As `serve`, for a whole forward or backward pass of `distca.PingPong` on the other ranks.
 
     Takes part in their steps in the order in which they make their calls. Not for activation checkpointing, which adds
     forward steps to the backward pass; run the model with zero rows there.
@@ -179,7 +179,7 @@ def serve_ping_pong(
         context: the context or its name.
         scale, softcap: the same as on the other ranks.
         sinks: those of each layer, where the model has them.
-        deterministic: as for :func:`core_attention`, of what is computed here.
+        deterministic: as for `core_attention`, of what is computed here.
     """
     for both in layers:
         for plan in both:
@@ -299,7 +299,7 @@ def attention(
         sinks: ``[H]``, one more logit of every row of a head, whose value is zero (gpt-oss); it counts in lse.
         scale: factor on the logits; ``D ** -0.5`` by default.
         softcap: where positive, logits become ``softcap * tanh(scale * q k^T / softcap)`` (Gemma 2).
-        attention: what computes on a GPU, ``"own"``, ``"flash"`` or ``"auto"``, as for :func:`distca.init`.
+        attention: what computes on a GPU, ``"own"``, ``"flash"`` or ``"auto"``, as for `distca.init`.
 
     Returns:
         out ``[Tq, H, Dv]`` and lse ``[Tq, H]`` float32 (not differentiable); a row of no task has out 0 and lse -inf.

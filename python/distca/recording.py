@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Recording:
-    """Steps of one context, forward and backward, that are done again with new plans. Made by :meth:`Context.record`.
+    """Steps of one context, forward and backward, that are done again with new plans. Made by `Context.record`.
 
     Use it in ``with``: steps inside are written down and not done, so what they return is not computed yet. Then, as
-    often as you like, and the same on all ranks::
+    often as you like, and the same on all ranks:
 
         recording.replan(plan)
         recording.replay()  # or launch the CUDA graph that was captured meanwhile
@@ -71,7 +71,7 @@ class Recording:
         Raises:
             CapacityError: a plan needs more than the recording has room for: of what, and how much; or, on CUDA, it
                 has another mask. Nothing has happened here then, but it is a fault where other ranks have room: see
-                :meth:`check`.
+                `check`.
             InvalidArgumentError, PlanFormatError: before anything changes. So it is where a graph was not launched
                 since the replan before.
             PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError: a fault, as of a step.
@@ -80,7 +80,7 @@ class Recording:
             self._fill(plan, check_only=False)
 
     def check(self, plan: Plan | Sequence[Plan]) -> None:
-        """Raises what :meth:`replan` would raise for plans that do not fit here, and does nothing else.
+        """Raises what `replan` would raise for plans that do not fit here, and does nothing else.
 
         Not a collective call: let all ranks call it, tell each other how it went, and do steps one by one, without the
         recording, where a plan does not fit on some of them.
@@ -88,7 +88,7 @@ class Recording:
         self._fill(plan, check_only=True)
 
     def replay(self) -> None:
-        """Does the steps, once after each :meth:`replan`; queued, as the steps of the context are.
+        """Does the steps, once after each `replan`; queued, as the steps of the context are.
 
         Raises:
             InvalidArgumentError: there was no replan since the last replay; or the steps are part of a CUDA graph.

@@ -1,4 +1,4 @@
-"""Core attention in three steps, :func:`dispatch`, :func:`attend` and :func:`collect`, for loops that overlap two.
+"""Core attention in three steps, `dispatch`, `attend` and `collect`, for loops that overlap two.
 
 Each is a node of its own in autograd's graph, and what they do in backward mirrors forward: the backward of collect
 sends gradients to the servers, that of attend computes, that of dispatch brings dq, dk and dv home. Autograd runs nodes
@@ -307,7 +307,7 @@ class _Collect(torch.autograd.Function):
 
 
 class Step:
-    """A step of core attention under way. Made by :func:`dispatch`; goes on with :func:`attend`, then :func:`collect`.
+    """A step of core attention under way. Made by `dispatch`; goes on with `attend`, then `collect`.
 
     A step that goes out of use before it is collected is a fault: this rank's context is abandoned, and the others',
     which wait for it, raise an error that names the step.
@@ -357,8 +357,8 @@ def dispatch(
 ) -> Step:
     """Sends this rank's rows to the ranks that compute with them.
 
-    The first of three calls that together are :func:`distca.core_attention`, with the same arguments; the others are
-    :func:`attend` and :func:`collect`. All three are collective: every rank makes the same calls in the same order.
+    The first of three calls that together are `distca.core_attention`, with the same arguments; the others are
+    `attend` and `collect`. All three are collective: every rank makes the same calls in the same order.
     Between them another step may go on; two at most are under way. q, k, v and sinks must not change until collect.
     Backward asks for nothing: autograd runs the three in reverse, overlapped as forward was.
 
@@ -398,10 +398,9 @@ def attend(step: Step) -> None:
 
 
 def collect(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-    """Takes in the results of this rank's rows: out and lse, as :func:`distca.core_attention` returns them.
+    """Takes in the results of this rank's rows: out and lse, as `distca.core_attention` returns them.
 
-    Raises:
-        As :func:`attend`.
+    Raises what `attend` raises.
     """
     out, lse = step._next(_Collect, "collect")
     step._token = None

@@ -50,11 +50,15 @@ _PR_SET_NAME = 15
 
 
 class RankError(DistcaError):
-    """A rank started by `launch` failed. The message names the rank, what happened and, for an exception, its
-    traceback.
+    """A rank started by `launch` failed.
 
-    Attributes: `rank`; `headline`, the message without the traceback; `exception`, the name of the exception type the
-    rank raised ("" if it died without one); `expected`, whether that exception is one of distca's own errors.
+    The message names the rank, what happened and, for an exception, its traceback.
+
+    Attributes:
+        rank: the rank that failed first.
+        headline: the message without the traceback.
+        exception: the name of the exception type that the rank raised; empty if it died without one.
+        expected: whether that exception is one of distca's own errors.
     """
 
     def __init__(
@@ -149,17 +153,25 @@ def launch(
     """Calls `fn(*args)` in `ranks` new processes and returns what each returned, in the order of the ranks.
 
     In each process `torch.distributed` is initialised (gloo, on the loopback interface unless GLOO_SOCKET_IFNAME says
-    otherwise), RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set, and torch uses `threads` threads (default:
-    this machine's cores divided by `ranks`). `fn`, `args` and the returned values are pickled: small objects.
+    otherwise), and RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set. The calling script needs an
+    `if __name__ == "__main__":` guard, as with every spawned process.
 
-    Raises `RankError` naming the rank that failed first and why; the others get a few seconds to end by themselves
-    and are then terminated. Ctrl-C is passed on to every rank once, where it raises KeyboardInterrupt unless `fn`
-    handles it: if all ranks return, so does `launch`; otherwise it raises KeyboardInterrupt. A second Ctrl-C kills
-    the ranks. The calling script needs an `if __name__ == "__main__":` guard, as with every spawned process.
+    Where a rank fails, the others get a few seconds to end by themselves and are then terminated. Ctrl-C is passed on
+    to every rank once, where it raises KeyboardInterrupt unless `fn` handles it. If all ranks return, so does `launch`;
+    otherwise it raises KeyboardInterrupt. A second Ctrl-C kills the ranks.
 
-    `start_method="forkserver"` is for programs that launch often and without a GPU, such as tests: ranks are forked
-    from one process that the first such launch starts and that has imported what
-    `multiprocessing.set_forkserver_preload` names, which saves each rank the seconds of those imports.
+    Args:
+        fn: a function at the top level of a module.
+        *args: its arguments. They and what it returns are pickled, so they are small objects.
+        ranks: number of processes.
+        threads: torch's threads in each; by default this machine's cores divided by `ranks`.
+        start_method: `"forkserver"` is for programs that launch often and without a GPU, such as tests. Ranks are
+            then forked from one process that the first such launch starts. It has imported what
+            `multiprocessing.set_forkserver_preload` names, which saves each rank the seconds of those imports.
+
+    Raises:
+        RankError: names the rank that failed first and why.
+        InvalidArgumentError: for wrong numbers, or a function or arguments that cannot be pickled.
     """
     if ranks < 1:
         raise InvalidArgumentError(f"launch: ranks is {ranks}, must be at least 1")

@@ -37,7 +37,7 @@ def loopback(
 
     Args:
         num_ranks: number of ranks.
-        max_tokens, heads, heap_bytes, timeout, cost, device, attention: as for :func:`distca.init`.
+        max_tokens, heads, heap_bytes, timeout, cost, device, attention: as for `distca.init`.
 
     Raises:
         InvalidArgumentError: for wrong arguments, or such that do not go together.

@@ -310,7 +310,7 @@ def _check_mask(mask: DeferredMask | torch.Tensor | None, sliding_window: int | 
 
 
 class PlanInputs:
-    """Makes the plan of every batch, in training and in evaluation, when put before a Trainer::
+    """Makes the plan of every batch, in training and in evaluation, when put before a Trainer:
 
         class Trainer(distca.integrations.hf.PlanInputs, transformers.Trainer):
             pass

@@ -28,7 +28,7 @@ _NO_TARGET = -100  # of transformers
 
 
 class HalvedPlans:
-    """The halves of a layout with their plans, for the forward of a model in ping-pong. Made by :func:`plan_halves`."""
+    """The halves of a layout with their plans, for the forward of a model in ping-pong. Made by `plan_halves`."""
 
     def __init__(self, layout: Layout, rank: int, parts: tuple[Half, Half], plans: tuple[Plans, Plans]) -> None:
         self.layout = layout
@@ -54,7 +54,7 @@ def plan_halves(
 
 
 class InHalves:
-    """Marks the class of a model that :func:`ping_pong` has changed."""
+    """Marks the class of a model that `ping_pong` has changed."""
 
     takes_halves = True
 

@@ -155,12 +155,13 @@ class PingPong(torch.nn.Module):
     def forward(self, first: Mapping[str, Any] | Sequence[Any], second: Mapping[str, Any] | Sequence[Any]) -> Any:
         """Both halves, each the keyword arguments (a mapping) or the positional arguments (a sequence) of the model.
 
+        Where the model raises an error, it is raised here too, and steps under way are abandoned on all ranks.
+
         Returns:
             What the model returns for the first and for the second.
 
         Raises:
             InvalidArgumentError: where something in the model rules ping-pong out; says what to do instead.
-            Otherwise what the model raises; steps under way are abandoned then, on all ranks.
         """
         self._check()
         return run_halves(self.model, first, second)

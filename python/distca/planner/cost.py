@@ -28,6 +28,14 @@ class CostModel:
         rates: factors on ``per_pair`` by the size of the task, in 1024ths, 1 to 2**20: ``rates[i][j]`` for ``2**i``
             query rows that see ``2**j`` keys, straight lines between, the last one beyond. Empty: 1 for all.
         unit_ns: nanoseconds of a unit on the device that was measured, if known; no plan depends on it.
+
+    Examples:
+        >>> layout, heads = distca.Layout.from_documents([[100], [10]]), distca.Heads(q=1, kv=1, dim=64)
+        >>> distca.plan(layout, heads).stats.load_before  # visible pairs
+        [5050, 55]
+        >>> cost = distca.CostModel(per_pair=1, per_row=20)  # a row takes as long as 20 pairs besides
+        >>> distca.plan(layout, heads, cost=cost).stats.load_before
+        [7050, 255]
     """
 
     per_pair: int = 1

@@ -66,6 +66,13 @@ class Layout:
 
         Args:
             lengths: for each rank the lengths of its documents, in tokens; a rank may have none.
+
+        Examples:
+            >>> layout = distca.Layout.from_documents([[4, 2], [3]])
+            >>> layout.segments(0)  # (document, begin, end)
+            [(0, 0, 4), (1, 0, 2)]
+            >>> layout.position_ids(0)
+            tensor([0, 1, 2, 3, 0, 1])
         """
         lengths = _lists_of_ranks(lengths, "lengths")
         try:
@@ -81,6 +88,11 @@ class Layout:
             lengths: lengths in tokens; their sum is at most ``ranks * tokens_per_rank``.
             ranks: number of ranks; the last ones may stay empty.
             tokens_per_rank: tokens that fit on one rank.
+
+        Examples:
+            >>> layout = distca.Layout.packed([4, 5], ranks=2, tokens_per_rank=6)
+            >>> layout.segments(0), layout.segments(1)
+            ([(0, 0, 4), (1, 0, 2)], [(1, 2, 5)])
         """
         lengths = listed("layout", "lengths", lengths, "a list of lengths")
         try:
@@ -95,6 +107,11 @@ class Layout:
         Args:
             lengths: lengths in tokens; any, no padding is needed.
             ranks: number of ranks.
+
+        Examples:
+            >>> layout = distca.Layout.head_tail([8], ranks=2)
+            >>> layout.segments(0), layout.segments(1)
+            ([(0, 0, 2), (0, 6, 8)], [(0, 2, 4), (0, 4, 6)])
         """
         lengths = listed("layout", "lengths", lengths, "a list of lengths")
         try:

@@ -63,7 +63,7 @@ def _text(digest: int) -> str:
 
 
 class Plan:
-    """One layout's tasks, transfers and arenas, seen from one rank. Made by :func:`plan`; the same on every rank.
+    """One layout's tasks, transfers and arenas, seen from one rank. Made by `plan`; the same on every rank.
 
     A value: it can be copied, compared by its digest, and pickled, so that a ``DataLoader``'s workers may make plans
     and a checkpoint may have them. What is pickled is this rank's slice, checked when it is read, and how the plan was
@@ -127,7 +127,7 @@ class Plan:
         return self.mask == "causal" and min(self.window or longest, longest) == min(window or longest, longest)
 
     def memory(self, *, layers: int = 1) -> MemoryReport:
-        """The bytes that this plan takes on every rank; printed, a table. See :func:`distca.memory_report`."""
+        """The bytes that this plan takes on every rank; printed, a table. See `distca.memory_report`."""
         return report([self.stats], layers=layers)
 
     def for_rank(self, rank: int) -> Plan:
@@ -174,7 +174,7 @@ class Plan:
 class Plans(Mapping[int | None, Plan]):
     """Plans of one layout for a model whose layers differ in their window, by window; None is no window.
 
-    Made by :func:`plans`. ``plans[window]`` is the plan of exactly that window, :meth:`for_window` also takes one that
+    Made by `plans`. ``plans[window]`` is the plan of exactly that window, `for_window` also takes one that
     does the same.
     """
 

@@ -38,21 +38,30 @@ class PlanAhead(Generic[Batch, Planned]):
     - `layout(batch) -> Layout`: every rank knows the layout of all ranks already (a global deterministic sampler). No
       traffic.
     - `lengths(batch) -> list[int]`: the lengths of the whole documents in this rank's batch, in the order of its
-      rows. The ranks of `group` (default: all) exchange them over a gloo group of their own, made here on the calling
-      thread, and every rank plans the same data-parallel layout. This makes construction, iteration and closing
-      collective. Loaders may end at different steps: a rank whose loader has ended gets `(None, plan)`, where it
-      holds no rows, until all have. For models that cannot take an empty tensor, `idle_rows` rows of padding are
-      planned for it instead.
-
-    `rank` is the rank whose slice the plans carry (default: this process's rank in `group`); `plan_options` go to
-    `distca.plan`, the `context` that runs the plans among them. With `windows`, those of a model whose layers differ in
-    their sliding window, each step has the `distca.Plans` for them instead of one `distca.Plan`. Calls to `loader`,
-    `layout` and `lengths` are made on the thread, one at a time.
+      rows. The ranks of `group` exchange them over a gloo group of their own, made here on the calling thread, and
+      every rank plans the same data-parallel layout. This makes construction, iteration and closing collective.
+      Loaders may end at different steps: a rank whose loader has ended gets `(None, plan)`, where it holds no rows,
+      until all have.
 
     An exception of the loader, of the callbacks or of planning is raised by the next iteration; with `lengths`, the
     other ranks then get a PeerLeftError that names the rank. Use it as a context manager, or call `close()`, to stop
     the thread; after a plain `break` it stops when the object is dropped. Each `iter()` begins a new pass over the
     loader.
+
+    Args:
+        loader: batches. Calls to it, to `layout` and to `lengths` are made on the thread, one at a time.
+        heads: as for `distca.plan`.
+        layout: gives the layout of all ranks for a batch.
+        lengths: gives the lengths of this rank's documents for a batch.
+        group: the ranks that exchange lengths; all by default.
+        rank: the rank whose slice the plans carry; by default this process's rank in `group`.
+        idle_rows: rows of padding for a rank whose loader has ended, for models that cannot take an empty tensor.
+        windows: those of a model whose layers differ in their sliding window. Each step then has the `distca.Plans`
+            for them instead of one `distca.Plan`.
+        **plan_options: of `distca.plan`, the `context` that runs the plans among them.
+
+    Raises:
+        InvalidArgumentError: unless exactly one of `layout` and `lengths` is given; for less than 0 rows.
     """
 
     @overload

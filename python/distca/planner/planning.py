@@ -90,6 +90,16 @@ def plan(
         InvalidArgumentError: for arguments out of range, a context that is not open or has other ranks, and unless
             ``tasks`` compute every row and head exactly once.
         CapacityError: where not even rows computed at home fit, or given tasks do not; says the bytes needed.
+
+    Examples:
+        >>> layout = distca.Layout.from_documents([[1900], [700, 70, 1, 500, 129, 500]])
+        >>> made = distca.plan(layout, distca.Heads(q=8, kv=2, dim=64), tolerance=0.01)
+        >>> round(made.stats.imbalance_before, 2)  # largest load over the mean, every row computed at home
+        1.56
+        >>> made.stats.imbalance_after <= 1.01
+        True
+        >>> sum(task.server != task.home for task in made.tasks) > 0  # some are computed elsewhere
+        True
     """
     check_type("plan", "layout", layout, Layout, "distca.Layout.from_documents([[100, 20], [80]])")
     check_type("plan", "heads", heads, Heads, "distca.Heads(q=8, kv=2, dim=64)")
@@ -185,10 +195,10 @@ def _retain_bytes(asked: int | Sequence[int], num_ranks: int) -> list[int]:
 
 
 def plans(layout: Layout, heads: Heads, *, windows: Iterable[int | None], **options: Any) -> Plans:
-    """One plan for each window of a model whose layers differ in it (Gemma, gpt-oss); ``options`` as for :func:`plan`.
+    """One plan for each window of a model whose layers differ in it (Gemma, gpt-oss); ``options`` as for `plan`.
 
     Args:
-        layout, heads: as for :func:`plan`.
+        layout, heads: as for `plan`.
         windows: the layers' windows; None for layers that see all of their document.
     """
     return Plans({window: plan(layout, heads, window=window, **options) for window in dict.fromkeys(windows)})
@@ -205,6 +215,11 @@ def memory_report(*plans: Plan, context: Context | str | None = None, layers: in
     Raises:
         InvalidArgumentError: without a plan, for plans of different numbers of ranks, or for a context that is not
             open or has other ranks; unless there is a layer.
+
+    Examples:
+        >>> made = distca.plan(distca.Layout.from_documents([[400], [60, 20]]), distca.Heads(q=8, kv=2, dim=64))
+        >>> distca.memory_report(made).heap_bytes == 2 * made.stats.slot_bytes  # without a context
+        True
     """
     for plan in plans:
         check_type("memory_report", "a plan", plan, Plan, "distca.plan(layout, heads)")

@@ -40,9 +40,9 @@ def loopback(
 
     Args:
         num_ranks: number of ranks.
-        max_tokens, heads, heap_bytes, timeout, cost, device, attention: as for :func:`distca.loopback`.
+        max_tokens, heads, heap_bytes, timeout, cost, device, attention: as for `distca.loopback`.
         reorder_seed: delays and reorders puts in an order drawn from this seed.
-        progress_thread: as for :func:`distca.init`, though nothing else is shared memory between processes here.
+        progress_thread: as for `distca.init`, though nothing else is shared memory between processes here.
         link: emulates a network of that speed.
         replay: what forward and backward of attention cost, with ``unit_ns``; attention is not computed then, but every
             rank sleeps as long, so that schedules of many ranks run on few cores. Rows travel; what comes out is
