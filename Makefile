@@ -11,6 +11,7 @@
 # make bench   run the short form of all benchmarks and rewrite benchmarks/results
 # make ptxas   print registers, shared memory and spills of the CUDA kernels; fails where attention kernels spill
 # make lint    check formatting and types
+# make docs    build the pages and the reference of the API as a site in build/docs (Python >= 3.11)
 # make wheel   build dist/*.whl
 # make clean   remove what was built, .venv included
 #
@@ -89,6 +90,9 @@ lint: $(VENV)/ready
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 
+docs: $(VENV)/docs-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 ptxas: $(VENV)/built-all
 	$(BIN)/python cuda/ptxas.py report build
 
@@ -111,6 +115,10 @@ $(VENV)/built-all: $(VENV)/ready $(if $(NVCC),$(VENV)/cuda-ready) $(SOURCES)
 
 $(VENV)/cuda-ready: $(VENV)/ready
 	$(PIP) install --no-deps --group cuda
+	@touch $@
+
+$(VENV)/docs-ready: $(VENV)/ready
+	$(PIP) install --group docs
 	@touch $@
 
 $(VENV)/ready: pyproject.toml
