@@ -2,7 +2,7 @@
 # make train   train a tiny Llama on two CPU ranks             (ARGS="--steps 50" hands options to `distca train`)
 # make test    run the tests                                   (ARGS="-k plan" hands options to pytest)
 # make training  run the tests that train for minutes, which `make test` leaves out: beside the trainers of transformers
-#              and TRL, every feature of a run, kills and what is resumed
+#              and TRL, the examples, every feature of a run, kills and what is resumed
 # make fuzz    run the tests of the planner, and of changed plans, with 20 times as many random cases
 # make families  run every causal language model of transformers on two ranks: exact, or refused with the reason
 # make faults  plant faults in the sources one by one and check that the tests catch each
@@ -11,6 +11,7 @@
 # make bench   run the short form of all benchmarks and rewrite benchmarks/results
 # make ptxas   print registers, shared memory and spills of the CUDA kernels; fails where attention kernels spill
 # make lint    check formatting and types
+# make docs    build the pages and the reference of the API as a site in build/docs (Python >= 3.11)
 # make wheel   build dist/*.whl
 # make clean   remove what was built, .venv included
 #
@@ -46,10 +47,10 @@ ALL := DISTCA_CUDA=$(or $(DISTCA_CUDA),auto)
 INSTALL := $(PIP) install --no-build-isolation --no-deps --editable .
 
 # Whole runs, one after the other for minutes.
-TRAINING := $(addprefix tests/integrations/test_,trainer.py trl.py) \
+TRAINING := $(addprefix tests/integrations/test_,trainer.py trl.py examples.py) \
   $(addprefix tests/apps/test_train_,reference.py features.py export.py checkpoint.py ends.py)
 
-.PHONY: build train test training fuzz families faults sanitize bench ptxas lint wheel clean
+.PHONY: build train test training fuzz families faults sanitize bench ptxas lint docs wheel clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/built
@@ -89,6 +90,9 @@ lint: $(VENV)/test-ready
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 
+docs: $(VENV)/docs-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 ptxas: $(VENV)/built-all
 	$(BIN)/python cuda/ptxas.py report build
 
@@ -116,6 +120,10 @@ $(VENV)/test-ready: $(VENV)/ready
 
 $(VENV)/cuda-ready: $(VENV)/ready
 	$(PIP) install --no-deps --group cuda
+	@touch $@
+
+$(VENV)/docs-ready: $(VENV)/ready
+	$(PIP) install --group docs
 	@touch $@
 
 $(VENV)/ready: pyproject.toml

@@ -1,4 +1,4 @@
-""":class:`Context`: one rank's membership in an attention group."""
+"""`Context`: one rank's membership in an attention group."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Context(Registered):
-    """One rank's membership in an attention group, with its heap and step counter. :func:`init` makes it.
+    """One rank's membership in an attention group, with its heap and step counter. `init` makes it.
 
     Attributes:
         name: its name in the process's registry, which ``core_attention`` takes.

@@ -24,7 +24,7 @@ _current: ContextVar[Current | None] = ContextVar("distca.current", default=None
 
 
 def current() -> Current | None:
-    """What the innermost :func:`using` around this call has set; None outside of any."""
+    """What the innermost `using` around this call has set; None outside of any."""
     return _current.get()
 
 

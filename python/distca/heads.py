@@ -29,6 +29,11 @@ class Heads:
 
     Raises:
         InvalidArgumentError: a number or the dtype is not allowed.
+
+    Examples:
+        >>> heads = distca.Heads(q=32, kv=8, dim=128, dtype=torch.bfloat16)
+        >>> heads.row_bytes  # q and out of 32 heads, k and v of 8, 2 bytes a number
+        20480
     """
 
     q: int

@@ -1,4 +1,4 @@
-"""The operators with autograd: :func:`core_attention` for a group of ranks, :func:`attention` for one process."""
+"""The operators with autograd: `core_attention` for a group of ranks, `attention` for one process."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def serve(
 ) -> None:
     """Takes part in one step on a rank without rows of its own: a dedicated server or an idle pipeline stage.
 
-    This is a collective step. It answers the call of :func:`core_attention`, or the backward of that call, that the
+    This is a collective step. It answers the call of `core_attention`, or the backward of that call, that the
     other ranks make. It needs no tensors and no autograd graph.
 
     Args:
@@ -136,12 +136,12 @@ def serve(
         phase: ``"forward"`` or ``"backward"``.
         context: the context or its name.
         scale, softcap, sinks: the same as on the other ranks.
-        deterministic: as in :func:`core_attention`, for what this rank computes.
+        deterministic: as in `core_attention`, for what this rank computes.
         layer: number or name of the layer that is served, for error messages.
 
     Raises:
         InvalidArgumentError: the phase is another one, or this rank has rows.
-        The errors of :func:`core_attention` are raised too.
+        The errors of `core_attention` are raised too.
     """
     _check_serving("serve", phase, plan)
     name = _name_of(context)
@@ -172,7 +172,7 @@ def serve_ping_pong(
     sinks: Sequence[torch.Tensor] | None = None,
     deterministic: bool = False,
 ) -> None:
-    """Takes part in a whole forward or backward pass of :class:`distca.PingPong`, as :func:`serve` does in one step.
+    """Takes part in a whole forward or backward pass of `distca.PingPong`, as `serve` does in one step.
 
     It makes the same calls in the same order as the other ranks. It does not work with activation checkpointing, which
     adds forward steps to the backward pass; run the model with zero rows there.
@@ -183,10 +183,10 @@ def serve_ping_pong(
         context: the context or its name.
         scale, softcap: the same as on the other ranks.
         sinks: the sinks of each layer, if the model has sinks.
-        deterministic: as in :func:`core_attention`, for what this rank computes.
+        deterministic: as in `core_attention`, for what this rank computes.
 
     Raises:
-        The errors of :func:`serve`.
+        The errors of `serve`.
     """
     for both in layers:
         for plan in both:
@@ -308,7 +308,7 @@ def attention(
         sinks: ``[H]``, one more logit for every row of a head, with a value of zero (gpt-oss). It counts in lse.
         scale: factor on the logits; ``D ** -0.5`` by default.
         softcap: if positive, logits become ``softcap * tanh(scale * q k^T / softcap)`` (Gemma 2).
-        attention: what computes on a GPU: ``"own"``, ``"flash"`` or ``"auto"``, as in :func:`distca.init`.
+        attention: what computes on a GPU: ``"own"``, ``"flash"`` or ``"auto"``, as in `distca.init`.
 
     Returns:
         out ``[Tq, H, Dv]`` in q's dtype, and lse ``[Tq, H]`` float32, which is not differentiable. A row of no task has

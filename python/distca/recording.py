@@ -1,4 +1,4 @@
-""":class:`Recording`: steps that are recorded once and repeated with other plans."""
+"""`Recording`: steps that are recorded once and repeated with other plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Recording:
-    """Recorded steps of one context, forward and backward, to repeat with new plans. :meth:`Context.record` makes it.
+    """Recorded steps of one context, forward and backward, to repeat with new plans. `Context.record` makes it.
 
     Use it in ``with``. Steps inside are recorded and not done; therefore what they return is not computed yet.
     Afterwards repeat them any number of times, in the same way on all ranks::
@@ -71,7 +71,7 @@ class Recording:
         Raises:
             CapacityError: a plan needs more than the recording has room for (the message says of what, and how much),
                 or, on CUDA, it has another mask. Nothing has happened on this rank. If other ranks have room, it is a
-                fault; see :meth:`check`.
+                fault; see `check`.
             InvalidArgumentError, PlanFormatError: before anything changes; also if a graph was not launched since the
                 last replan.
             PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError: a fault, as in a step.
@@ -80,7 +80,7 @@ class Recording:
             self._fill(plan, check_only=False)
 
     def check(self, plan: Plan | Sequence[Plan]) -> None:
-        """Raises what :meth:`replan` would raise for plans that do not fit on this rank, and does nothing else.
+        """Raises what `replan` would raise for plans that do not fit on this rank, and does nothing else.
 
         This is not a collective call. Let all ranks call it and tell each other the result. If a plan does not fit on
         some rank, do the steps one by one without the recording.
@@ -88,7 +88,7 @@ class Recording:
         self._fill(plan, check_only=True)
 
     def replay(self) -> None:
-        """Does the recorded steps, once after each :meth:`replan`. They are queued, as all steps of the context are.
+        """Does the recorded steps, once after each `replan`. They are queued, as all steps of the context are.
 
         Raises:
             InvalidArgumentError: there was no replan since the last replay, or the steps are part of a CUDA graph.

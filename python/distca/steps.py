@@ -1,4 +1,4 @@
-"""Core attention in three parts, for loops that overlap two steps: :func:`dispatch`, :func:`attend`, :func:`collect`.
+"""Core attention in three parts, for loops that overlap two steps: `dispatch`, `attend`, `collect`.
 
 Each part is a node of its own in autograd's graph, and backward mirrors forward: the backward of collect sends
 gradients to the servers, the backward of attend computes, and the backward of dispatch brings dq, dk and dv home.
@@ -308,7 +308,7 @@ class _Collect(torch.autograd.Function):
 
 
 class Step:
-    """A step of core attention under way. :func:`dispatch` makes it, :func:`attend` and :func:`collect` go on with it.
+    """A step of core attention under way. `dispatch` makes it, `attend` and `collect` go on with it.
 
     Dropping a step before it is collected is a fault. This rank's context is poisoned, and the other ranks, which wait
     for the step, raise an error that names it.
@@ -358,7 +358,7 @@ def dispatch(
 ) -> Step:
     """Sends this rank's rows to the servers that compute with them: the first part of a step.
 
-    :func:`attend` and :func:`collect` are the other two parts. Together the three do what :func:`distca.core_attention`
+    `attend` and `collect` are the other two parts. Together the three do what `distca.core_attention`
     does with the same arguments. All three are collective: every rank makes the same calls in the same order. Parts of
     another step may come in between; at most two steps are under way. q, k, v and sinks must not change until collect.
     Backward needs no calls of its own: autograd runs the three parts in reverse, overlapped as forward was.
@@ -367,10 +367,10 @@ def dispatch(
 
     Args:
         q, k, v, plan, plan_backward, context, scale, softcap, sinks, deterministic, layer: as in
-            :func:`distca.core_attention`.
+            `distca.core_attention`.
 
     Returns:
-        The step under way, for :func:`attend`.
+        The step under way, for `attend`.
 
     Raises:
         InvalidArgumentError: as in `core_attention`; also if two steps are under way (the message names them), or under
@@ -409,10 +409,10 @@ def collect(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """Takes in the results of this rank's rows: the last part of a step.
 
     Returns:
-        out and lse, as :func:`distca.core_attention` returns them.
+        out and lse, as `distca.core_attention` returns them.
 
     Raises:
-        The errors of :func:`attend`.
+        The errors of `attend`.
     """
     out, lse = step._next(_Collect, "collect")
     step._token = None

@@ -37,7 +37,7 @@ def loopback(
 
     Args:
         num_ranks: number of ranks.
-        max_tokens, heads, heap_bytes, timeout, cost, device, attention: as in :func:`distca.init`.
+        max_tokens, heads, heap_bytes, timeout, cost, device, attention: as in `distca.init`.
 
     Returns:
         The contexts of the ranks, by rank.

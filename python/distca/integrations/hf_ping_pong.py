@@ -30,7 +30,7 @@ _NO_TARGET = -100  # transformers' label of a row without a target
 
 
 class HalvedPlans:
-    """The halves of a layout and their plans, for the forward of a model in ping-pong. :func:`plan_halves` makes it.
+    """The halves of a layout and their plans, for the forward of a model in ping-pong. `plan_halves` makes it.
 
     Attributes:
         layout: the layout of the whole batch.
@@ -58,7 +58,7 @@ def plan_halves(
         options: further arguments of `distca.plan` (`context`, ...). ``overlap`` is True by default.
 
     Returns:
-        The `plan` for the forward of a model that went through :func:`ping_pong`.
+        The `plan` for the forward of a model that went through `ping_pong`.
 
     Raises:
         The errors of `distca.plan`.
@@ -70,7 +70,7 @@ def plan_halves(
 
 
 class InHalves:
-    """The base class of a model that :func:`ping_pong` has changed."""
+    """The base class of a model that `ping_pong` has changed."""
 
     takes_halves = True
 

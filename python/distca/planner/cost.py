@@ -29,6 +29,14 @@ class CostModel:
             query rows that see ``2**j`` keys. Sizes in between are interpolated linearly; sizes beyond take the last
             rate. Empty: 1 for all sizes.
         unit_ns: nanoseconds of a unit on the measured device, or None if unknown. No plan depends on it.
+
+    Examples:
+        >>> layout, heads = distca.Layout.from_documents([[100], [10]]), distca.Heads(q=1, kv=1, dim=64)
+        >>> distca.plan(layout, heads).stats.load_before  # visible pairs
+        [5050, 55]
+        >>> cost = distca.CostModel(per_pair=1, per_row=20)  # a row takes as long as 20 pairs besides
+        >>> distca.plan(layout, heads, cost=cost).stats.load_before
+        [7050, 255]
     """
 
     per_pair: int = 1

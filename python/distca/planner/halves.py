@@ -66,6 +66,13 @@ def halves(layout: Layout, *, window: int | None = None, idle_rows: int = 0) -> 
 
     Returns:
         The first and the second half.
+
+    Examples:
+        >>> first, second = distca.halves(distca.Layout.from_documents([[4, 4], [3, 3]]))
+        >>> first.documents, second.documents
+        ([0, 2], [1, 3])
+        >>> second.rows(0)  # of rank 0's token tensor
+        tensor([4, 5, 6, 7])
     """
     lengths = layout.document_lengths
     tokens: list[dict[int, int]] = [defaultdict(int) for _ in lengths]  # of each document, by rank

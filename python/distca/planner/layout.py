@@ -71,6 +71,13 @@ class Layout:
 
         Raises:
             InvalidArgumentError: a length is out of range.
+
+        Examples:
+            >>> layout = distca.Layout.from_documents([[4, 2], [3]])
+            >>> layout.segments(0)  # (document, begin, end)
+            [(0, 0, 4), (1, 0, 2)]
+            >>> layout.position_ids(0)
+            tensor([0, 1, 2, 3, 0, 1])
         """
         lengths = _lists_of_ranks(lengths, "lengths")
         try:
@@ -89,6 +96,11 @@ class Layout:
 
         Raises:
             InvalidArgumentError: a number is out of range, or the documents do not fit.
+
+        Examples:
+            >>> layout = distca.Layout.packed([4, 5], ranks=2, tokens_per_rank=6)
+            >>> layout.segments(0), layout.segments(1)
+            ([(0, 0, 4), (1, 0, 2)], [(1, 2, 5)])
         """
         lengths = listed("layout", "lengths", lengths, "a list of lengths")
         try:
@@ -106,6 +118,11 @@ class Layout:
 
         Raises:
             InvalidArgumentError: a number is out of range.
+
+        Examples:
+            >>> layout = distca.Layout.head_tail([8], ranks=2)
+            >>> layout.segments(0), layout.segments(1)
+            ([(0, 0, 2), (0, 6, 8)], [(0, 2, 4), (0, 4, 6)])
         """
         lengths = listed("layout", "lengths", lengths, "a list of lengths")
         try:

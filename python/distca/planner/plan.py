@@ -63,7 +63,7 @@ def _text(digest: int) -> str:
 
 
 class Plan:
-    """One layout's tasks, transfers and arenas, seen from one rank. :func:`plan` makes it, the same on every rank.
+    """One layout's tasks, transfers and arenas, seen from one rank. `plan` makes it, the same on every rank.
 
     A plan is a value. It can be copied, compared by its digest, and pickled. Therefore a ``DataLoader``'s workers may
     make plans, and a checkpoint may hold them. A pickle has this rank's slice, which is checked when it is read, and
@@ -128,7 +128,7 @@ class Plan:
         return self.mask == "causal" and min(self.window or longest, longest) == min(window or longest, longest)
 
     def memory(self, *, layers: int = 1) -> MemoryReport:
-        """The bytes that this plan takes on every rank. Printed, it is a table. See :func:`distca.memory_report`."""
+        """The bytes that this plan takes on every rank. Printed, it is a table. See `distca.memory_report`."""
         return report([self.stats], layers=layers)
 
     def for_rank(self, rank: int) -> Plan:
@@ -175,7 +175,7 @@ class Plan:
 class Plans(Mapping[int | None, Plan]):
     """Plans of one layout by window, for a model whose layers differ in their window. None stands for no window.
 
-    :func:`plans` makes it. ``plans[window]`` is the plan of exactly that window; :meth:`for_window` also finds one that
+    `plans` makes it. ``plans[window]`` is the plan of exactly that window; `for_window` also finds one that
     has the same effect.
     """
 

@@ -96,6 +96,16 @@ def plan(
         InvalidArgumentError: an argument is out of range, the context is not open or has another number of ranks, or
             ``tasks`` do not compute every row and head exactly once.
         CapacityError: not even rows computed at home fit, or the given tasks do not. The message says the bytes needed.
+
+    Examples:
+        >>> layout = distca.Layout.from_documents([[1900], [700, 70, 1, 500, 129, 500]])
+        >>> made = distca.plan(layout, distca.Heads(q=8, kv=2, dim=64), tolerance=0.01)
+        >>> round(made.stats.imbalance_before, 2)  # largest load over the mean, every row computed at home
+        1.56
+        >>> made.stats.imbalance_after <= 1.01
+        True
+        >>> sum(task.server != task.home for task in made.tasks) > 0  # some are computed elsewhere
+        True
     """
     check_type("plan", "layout", layout, Layout, "distca.Layout.from_documents([[100, 20], [80]])")
     check_type("plan", "heads", heads, Heads, "distca.Heads(q=8, kv=2, dim=64)")
@@ -194,15 +204,15 @@ def plans(layout: Layout, heads: Heads, *, windows: Iterable[int | None], **opti
     """One plan for each window, for a model whose layers differ in their window (Gemma, gpt-oss).
 
     Args:
-        layout, heads: as in :func:`plan`.
+        layout, heads: as in `plan`.
         windows: the layers' windows; None for layers that see their whole document.
-        options: the other arguments of :func:`plan`.
+        options: the other arguments of `plan`.
 
     Returns:
         The plans by window.
 
     Raises:
-        The errors of :func:`plan`; InvalidArgumentError also if there is no window.
+        The errors of `plan`; InvalidArgumentError also if there is no window.
     """
     return Plans({window: plan(layout, heads, window=window, **options) for window in dict.fromkeys(windows)})
 
@@ -221,6 +231,11 @@ def memory_report(*plans: Plan, context: Context | str | None = None, layers: in
     Raises:
         InvalidArgumentError: there is no plan or no layer, the plans differ in their number of ranks, or the context is
             not open or has another number of ranks.
+
+    Examples:
+        >>> made = distca.plan(distca.Layout.from_documents([[400], [60, 20]]), distca.Heads(q=8, kv=2, dim=64))
+        >>> distca.memory_report(made).heap_bytes == 2 * made.stats.slot_bytes  # without a context
+        True
     """
     for plan in plans:
         check_type("memory_report", "a plan", plan, Plan, "distca.plan(layout, heads)")

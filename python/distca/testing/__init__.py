@@ -40,9 +40,9 @@ def loopback(
 
     Args:
         num_ranks: number of ranks.
-        max_tokens, heads, heap_bytes, timeout, cost, device, attention: as in :func:`distca.loopback`.
+        max_tokens, heads, heap_bytes, timeout, cost, device, attention: as in `distca.loopback`.
         reorder_seed: delays and reorders puts, in an order drawn from this seed.
-        progress_thread: as in :func:`distca.init`, where otherwise only shm has one.
+        progress_thread: as in `distca.init`, where otherwise only shm has one.
         link: emulates a network of that speed.
         replay: the cost models of forward and backward of attention, with ``unit_ns``. Attention is then not computed:
             every rank sleeps as long as it would take. Schedules of many ranks thus run on few cores. Rows travel; the
