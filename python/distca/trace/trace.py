@@ -21,7 +21,7 @@ _READ = (1, 2)  # version 1 has no phases of training steps, layers and halves
 
 @dataclass(frozen=True)
 class Link:
-    """An emulated network link, for tests and benchmarks; `distca.init` and `distca.loopback` take one.
+    """An emulated network link, for tests and benchmarks; `distca.init` and `distca.testing.loopback` take one.
 
     Rows leave a rank one after another at the link's speed and arrive a latency later, while the rank computes. A
     signal arrives a latency after it was sent, but not before rows that were sent to that rank earlier.
