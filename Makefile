@@ -102,7 +102,7 @@ wheel: $(VENV)/ready
 	$(ALL) $(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) build dist python/*.egg-info python/distca/*.so
+	rm -rf $(VENV) build dist python/*.egg-info python/distca/*.so python/distca/testing/*.so
 
 $(VENV)/built: $(VENV)/ready $(if $(GPU),$(VENV)/cuda-ready) $(SOURCES)
 	@rm -f $(VENV)/built-all

@@ -72,7 +72,7 @@ class BuildNative(build_ext):
         configure += [f"-DDISTCA_PACKAGES={';'.join(package_folders())}"]
         subprocess.run(configure, check=True)
         subprocess.run([cmake, "--build", build, "--parallel", str(os.cpu_count() or 1)], check=True)
-        for library in package.glob("*.so"):  # also those that this build leaves out
+        for library in package.rglob("*.so"):  # also those that this build leaves out
             library.unlink()
         subprocess.run([cmake, "--install", build, "--prefix", package, "--strip"], check=True)
 

@@ -1,8 +1,6 @@
-// How ranks of several processes find each other, for Python, and the control transport over TCP by itself.
+// How ranks of several processes find each other, for Python.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-
-#include <chrono>
 
 #include "python/bindings.h"
 #include "transport/shm.h"
@@ -11,52 +9,6 @@
 namespace py = pybind11;
 
 namespace distca::python {
-namespace {
-
-using transport::Transport;
-
-std::chrono::milliseconds milliseconds(double seconds) {
-  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3));
-}
-
-std::unique_ptr<Transport> connect_tcp(transport::TcpListener& listener, int rank,
-                                       const std::vector<std::string>& addresses, int64_t num_signals, double timeout) {
-  return transport::connect_tcp(std::move(listener), rank, addresses, num_signals, milliseconds(timeout));
-}
-
-bool wait(Transport& transport, int64_t word, uint64_t value, double timeout) {
-  return transport.wait(word, value, std::chrono::steady_clock::now() + milliseconds(timeout), nullptr);
-}
-
-/// Whether the peer answered, and the words.
-std::pair<bool, std::vector<uint64_t>> peek_words(const Transport& transport, int peer, int64_t first, size_t count) {
-  std::vector<uint64_t> values(count);
-  const bool answered = transport.peek_words(peer, first, values);
-  return {answered, std::move(values)};
-}
-
-/// (peer, whether it left in good order) of one peer, or of the first that is gone.
-std::optional<std::pair<int, bool>> departed(const Transport& transport, std::optional<int> peer) {
-  const auto gone = peer ? transport.departed(*peer) : transport.departed();
-  if (!gone) return std::nullopt;
-  return std::pair(gone->peer, gone->orderly);
-}
-
-/// What the contract of a transport says of words; it is closed when Python lets go of it.
-void bind_transport(py::module_& m) {
-  const auto released = py::call_guard<py::gil_scoped_release>();
-  py::class_<Transport>(m, "Transport")
-      .def("signal", &Transport::signal, py::arg("peer"), py::arg("word"), py::arg("value"), released)
-      .def("load", &Transport::load, py::arg("word"), released)
-      .def("publish", &Transport::publish, py::arg("word"), py::arg("value"), released)
-      .def("peek", &Transport::peek, py::arg("peer"), py::arg("word"), released)
-      .def("peek_words", &peek_words, py::arg("peer"), py::arg("first"), py::arg("count"), released)
-      .def("wait", &wait, py::arg("word"), py::arg("value"), py::arg("timeout"), released)
-      .def("quiet", &Transport::quiet, released)
-      .def("departed", &departed, py::arg("peer") = std::nullopt);
-}
-
-}  // namespace
 
 void bind_transports(py::module_& m) {
   py::class_<transport::ShmListener>(m, "ShmListener")
@@ -68,9 +20,6 @@ void bind_transports(py::module_& m) {
   py::class_<transport::TcpListener>(m, "TcpListener")
       .def(py::init<const std::string&>(), py::arg("host"))
       .def_property_readonly("address", &transport::TcpListener::address);
-  bind_transport(m);
-  m.def("connect_tcp", &connect_tcp, py::kw_only(), py::arg("listener"), py::arg("rank"), py::arg("addresses"),
-        py::arg("num_signals"), py::arg("timeout"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace distca::python

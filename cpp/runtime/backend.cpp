@@ -6,7 +6,6 @@
 #include <new>
 #include <utility>
 
-#include "runtime/queued_backend.h"
 #include "runtime/row_arithmetic.h"
 
 namespace distca::runtime {
@@ -104,10 +103,7 @@ std::shared_ptr<Backend> make_backend(const std::string& device, const std::stri
 
 Device make_device(const std::string& device, const std::string& attention, std::chrono::milliseconds timeout,
                    int put_blocks) {
-  if (check_asked(device, attention)) {
-    const auto streams = std::make_shared<transport::HostStreams>(timeout);
-    return {make_queued_backend(streams), streams};
-  }
+  require(!check_asked(device, attention), "the CPU's own kernel has no streams");
   const std::shared_ptr<transport::Streams> streams = makers().streams(device, timeout, put_blocks);
   return {makers().backend(device, attention, streams), streams};
 }

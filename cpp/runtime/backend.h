@@ -83,13 +83,13 @@ struct Makers {
 /// Of the library of operators, when it is loaded. Returns those before.
 DISTCA_EXPORT Makers set_makers(Makers makers);
 
-/// What steps of one rank are queued on, and the backend that queues its work there. On "cpu" threads stand for
-/// streams, unless attention is "flash". Null streams where libdistca_cuda is missing: such a device's steps are the
-/// host's.
+/// What steps of one rank are queued on, and the backend that queues its work there. Null streams where libdistca_cuda
+/// is missing: such a device's steps are the host's.
 struct Device {
   std::shared_ptr<Backend> backend;
   std::shared_ptr<transport::Streams> streams;
 };
+/// InvalidArgumentError for the CPU.
 DISTCA_EXPORT Device make_device(const std::string& device, const std::string& attention,
                                  std::chrono::milliseconds timeout, int put_blocks);
 

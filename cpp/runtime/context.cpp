@@ -322,8 +322,6 @@ void Context::check() {
   guarded([&] { protocol_.check(); });
 }
 
-void Context::set_fill_with_nan(bool on) { dispatcher_.set_fill_with_nan(on); }
-
 void Context::abandon(uint64_t step, const std::string& why) noexcept {
   {
     const std::lock_guard lock(abandoned_mutex_);

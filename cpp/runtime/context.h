@@ -47,7 +47,7 @@ class DISTCA_EXPORT Context {
   ~Context();
 
   const ContextOptions& options() const { return options_; }
-  const Backend& backend() const { return *backend_; }
+  Backend& backend() const { return *backend_; }
   const char* transport_name() { return protocol_.transport().name(); }
   transport::Transport& transport() { return protocol_.transport(); }
   int64_t rank() const { return protocol_.rank(); }
@@ -114,8 +114,8 @@ class DISTCA_EXPORT Context {
   std::vector<Span> take_trace() { return protocol_.trace().take(); }
   std::vector<Copy> take_copies() { return protocol_.trace().take_copies(); }
 
-  /// For tests, before the first step: arenas and returned tensors are full of NaN when a step begins.
-  void set_fill_with_nan(bool on);
+  /// For tests, before the first step.
+  void set_hooks(Dispatcher::Hooks hooks) { dispatcher_.set_hooks(std::move(hooks)); }
 
  private:
   /// One call at a time.

@@ -157,7 +157,7 @@ void Dispatcher::open(Step& s, Part part) {
   s.id = protocol_.begin(s.phase(), s.slice.header(), s.scores, part);
   s.state = Step::State::kDispatched;
   s.arena = protocol_.arena();
-  if (fill_with_nan_) fill_returned(s);
+  if (hooks_.begun) hooks_.begun(s);
   protocol_.grant(s.slice.waits(s.phase()));
 }
 
@@ -333,7 +333,7 @@ void Dispatcher::take_in(Step& step) {
   else
     backend_.finish();
   protocol_.settle();
-  if (fill_with_nan_) fill_arena(step.arena);
+  if (hooks_.ends) hooks_.ends(step);
   protocol_.end();
   step.state = Step::State::kFree;
 }
@@ -401,26 +401,6 @@ void Dispatcher::fill_padding(const Step& step) {
 void Dispatcher::run_rows() {
   if (!rows_.empty() || recording_) backend_.run(rows_);
   rows_.clear();
-}
-
-void Dispatcher::set_fill_with_nan(bool on) {
-  fill_with_nan_ = on;
-  if (!on) return;
-  for (int64_t slot = 0; slot < kNumSlots; ++slot) fill_arena(protocol_.arena(slot));
-  protocol_.drain();
-}
-
-void Dispatcher::fill_arena(std::byte* arena) {
-  const int64_t bytes = protocol_.arena_bytes();
-  backend_.fill({arena, bytes, bytes}, {1, 1, bytes}, Fill::kNan);
-}
-
-void Dispatcher::fill_returned(const Step& step) {
-  const plan::Header& h = step.slice.header();
-  for (TensorKind kind : step.returned())
-    backend_.fill(step.local(kind), step.extent(Direction::kOut, kind, step.all_heads(), h.num_rows), Fill::kNan);
-  if (const int64_t kept = h.retained_bytes; step.phase() == Phase::kForward && step.retained != nullptr)
-    backend_.fill({step.retained, kept, kept}, {1, 1, kept}, Fill::kNan);
 }
 
 void Dispatcher::poison(const Step& step) {

@@ -4,8 +4,10 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "attention/attention.h"
@@ -55,9 +57,9 @@ class Dispatcher {
   /// InvalidArgumentError.
   Step& step_for(Part part, uint64_t number);
   /// Computes what this server has of the step, and sends home the first round of results.
-  void attend(Step& steptep, const Parallel& parallel);
+  void attend(Step& step, const Parallel& parallel);
   /// Takes in the results of this home: the returned tensors are complete. Gives `owner` back.
-  std::shared_ptr<void> collect(Step& steptep);
+  std::shared_ptr<void> collect(Step& step);
   /// The step of that number; null where it is not under way.
   Step* find(uint64_t number);
 
@@ -65,9 +67,11 @@ class Dispatcher {
   /// Steps from here on are recorded, or fill a recording again; null ends that, and drops what is under way.
   void set_recording(Recording* recording);
 
-  /// For tests, before the first step: arenas are full of NaN whenever peers begin to write there, and returned tensors
-  /// when a step begins. An arena is filled at the end of its use, so that credit is granted when it is without this.
-  void set_fill_with_nan(bool on);
+  /// What tests add to a step: called when it has begun, and when it is about to give its slot back.
+  struct Hooks {
+    std::function<void(const Step&)> begun, ends;
+  };
+  void set_hooks(Hooks hooks) { hooks_ = std::move(hooks); }
 
  private:
   /// A range of key/value heads; query heads follow from it.
@@ -96,14 +100,12 @@ class Dispatcher {
   void send_home(const Step& step, int64_t round);
   void receive_home(const Step& step, int64_t round);
   void fill_padding(const Step& step);
-  void fill_arena(std::byte* arena);
-  void fill_returned(const Step& step);
   void run_rows();
   void poison(const Step& step);
 
   Protocol& protocol_;
   Backend& backend_;
-  bool fill_with_nan_ = false;
+  Hooks hooks_;
   Recording* recording_ = nullptr;
   std::vector<Step> steps_;  // kNumSlots of them
 
@@ -116,7 +118,7 @@ class Dispatcher {
 };
 
 /// What is kept of a step from its dispatch until it is collected.
-struct Dispatcher::Step {
+struct DISTCA_EXPORT Dispatcher::Step {
   enum class State { kFree, kDispatched, kAttended };
 
   State state = State::kFree;

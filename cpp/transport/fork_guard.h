@@ -8,16 +8,18 @@
 #include <functional>
 #include <utility>
 
+#include "common/error.h"
+
 namespace distca::transport {
 
 /// Starts counting forks; the first call of a process installs the handler.
 void watch_forks();
 
 /// The number of forks that lie between the first `watch_forks` and this process. Differs in a forked child.
-uint32_t fork_generation();
+DISTCA_EXPORT uint32_t fork_generation();
 
 /// Owns a file descriptor that is closed in forked children.
-class Descriptor {
+class DISTCA_EXPORT Descriptor {
  public:
   Descriptor() = default;
   /// Takes what `make` returns; no fork can come between its making and its being known. -1 is kept, errno too.

@@ -22,7 +22,7 @@ DISTCA_EXPORT void check_put(int peer, int64_t heap_bytes, int64_t heap_offset, 
                              int64_t dst_head_stride, const RowExtent& extent);
 
 /// Owns mapped pages: zero-filled private ones, or those of a file descriptor. Forked children do not inherit them.
-class Mapping {
+class DISTCA_EXPORT Mapping {
  public:
   static Mapping anonymous(int64_t bytes);
   static Mapping shared(int fd, int64_t bytes);

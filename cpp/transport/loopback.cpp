@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "transport/host_memory.h"
-#include "transport/memory_sender.h"
 #include "transport/stream_transport.h"
 
 namespace distca::transport {
@@ -79,41 +78,18 @@ std::vector<std::unique_ptr<Transport>> make_loopback(int num_ranks, int64_t hea
 }
 
 std::vector<std::unique_ptr<Transport>> make_stream_loopback(int64_t heap_bytes, int64_t num_signals,
-                                                             std::span<const std::shared_ptr<Streams>> streams,
-                                                             int num_hosts, int64_t send_arena_bytes) {
-  const auto num_ranks = static_cast<int>(streams.size());
-  check_region_sizes(heap_bytes, num_signals);
-  require(num_hosts >= 1 && send_arena_bytes >= 0, "loopback: ", num_hosts, " hosts, a send arena of ",
-          send_arena_bytes, " bytes");
-  std::vector<std::unique_ptr<Transport>> ranks = make_loopback(num_ranks, 0, num_signals);
-  auto memory = std::make_shared<std::vector<std::shared_ptr<std::byte>>>();
-  std::vector<DeviceMemory> all;
-  for (const std::shared_ptr<Streams>& one : streams) {
-    std::byte* const heap = memory->emplace_back(one->allocate(heap_bytes)).get();
-    std::byte* const words = memory->emplace_back(one->allocate(num_signals * 8)).get();
-    all.push_back({heap, reinterpret_cast<uint64_t*>(words)});
-  }
-  for (int r = 0; r < num_ranks; ++r) {
-    const auto i = static_cast<size_t>(r);
-    DeviceHeaps heaps{.ranks = all, .heap_bytes = heap_bytes, .num_words = num_signals, .owner = memory};
-    for (int p = 0; p < num_ranks; ++p)
-      if (p % num_hosts != r % num_hosts) heaps.ranks[static_cast<size_t>(p)] = {};
-    if (num_hosts > 1) {
-      std::byte* const arena = memory->emplace_back(streams[i]->allocate(std::max<int64_t>(send_arena_bytes, 1))).get();
-      heaps.send_arena = {arena, static_cast<size_t>(send_arena_bytes)};
-      heaps.sender = make_memory_sender(r, all);
-    }
-    ranks[i] = std::make_unique<StreamTransport>("loopback", std::move(ranks[i]), streams[i], std::move(heaps));
-  }
+                                                             std::span<const std::shared_ptr<Streams>> streams) {
+  std::vector<std::unique_ptr<Transport>> ranks = make_loopback(static_cast<int>(streams.size()), 0, num_signals);
+  const DeviceHeaps heaps = allocate_heaps(heap_bytes, num_signals, streams);
+  for (size_t i = 0; i < ranks.size(); ++i)
+    ranks[i] = std::make_unique<StreamTransport>("loopback", std::move(ranks[i]), streams[i], heaps);
   return ranks;
 }
 
-void mark_died(Transport& transport) {
-  auto* const wrapper = dynamic_cast<WrappingTransport*>(&transport);
-  auto* const loopback = dynamic_cast<LoopbackTransport*>(wrapper == nullptr ? &transport : &wrapper->inner());
-  require(loopback != nullptr, "only a loopback rank can be marked as died, not one of a ", transport.name(),
-          " transport");
-  loopback->die();
+bool mark_died(Transport& transport) {
+  auto* const loopback = dynamic_cast<LoopbackTransport*>(&transport);
+  if (loopback != nullptr) loopback->die();
+  return loopback != nullptr;
 }
 
 }  // namespace distca::transport

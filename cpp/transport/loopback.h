@@ -18,14 +18,12 @@ namespace distca::transport {
 DISTCA_EXPORT std::vector<std::unique_ptr<Transport>> make_loopback(
     int num_ranks, int64_t heap_bytes, int64_t num_signals, std::span<const std::shared_ptr<Memory>> memories = {});
 
-/// As ranks on devices of one process do it: each has its streams, and rows go by them. On threads that stand for
-/// streams, ranks may stand for those of several hosts, on which they lie in turn: between hosts messages are packed,
-/// into a send arena of `send_arena_bytes`, and carried by a sender.
+/// As ranks on devices of one process do it: each has its streams, and rows go by them.
 DISTCA_EXPORT std::vector<std::unique_ptr<Transport>> make_stream_loopback(
-    int64_t heap_bytes, int64_t num_signals, std::span<const std::shared_ptr<Streams>> streams, int num_hosts = 1,
-    int64_t send_arena_bytes = 0);
+    int64_t heap_bytes, int64_t num_signals, std::span<const std::shared_ptr<Streams>> streams);
 
-/// Makes a loopback rank look to its peers as if it had died. Throws InvalidArgumentError for other transports.
-DISTCA_EXPORT void mark_died(Transport& transport);
+/// For tests: makes a loopback rank look to its peers as if it had died. False, and nothing happens, for other
+/// transports.
+DISTCA_EXPORT bool mark_died(Transport& transport);
 
 }  // namespace distca::transport

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/error.h"
 #include "transport/fork_guard.h"
 #include "transport/shm_address.h"
 
@@ -33,7 +34,7 @@ struct Peer {
 };
 
 /// A sealed memfd of that size.
-Descriptor make_memory(int64_t bytes);
+DISTCA_EXPORT Descriptor make_memory(int64_t bytes);
 
 /// Connects to every lower rank, accepts every higher one, and exchanges regions. One entry a rank, the own one empty.
 std::vector<Peer> connect_mesh(const Listener& listener, const Group& group, const Descriptor& memory,

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "transport/host_memory.h"
+
 namespace distca::transport {
 namespace {
 
@@ -15,6 +17,18 @@ constexpr int kWorkSoFar = 2 * kMaxSlots, kSentSoFar = 2 * kMaxSlots + 1;
 static_assert(kSentSoFar < Streams::kNumPoints);
 
 }  // namespace
+
+DeviceHeaps allocate_heaps(int64_t heap_bytes, int64_t num_words, std::span<const std::shared_ptr<Streams>> streams) {
+  check_region_sizes(heap_bytes, num_words);
+  auto memory = std::make_shared<std::vector<std::shared_ptr<std::byte>>>();
+  DeviceHeaps heaps{.ranks = {}, .heap_bytes = heap_bytes, .num_words = num_words, .owner = memory};
+  for (const std::shared_ptr<Streams>& one : streams) {
+    std::byte* const heap = memory->emplace_back(one->allocate(heap_bytes)).get();
+    std::byte* const words = memory->emplace_back(one->allocate(num_words * 8)).get();
+    heaps.ranks.push_back({heap, reinterpret_cast<uint64_t*>(words)});
+  }
+  return heaps;
+}
 
 /// Looks at what only the host can see, every few milliseconds.
 class StreamTransport::Watch {

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "common/error.h"
@@ -32,6 +33,10 @@ struct DeviceHeaps {
   std::shared_ptr<Sender> sender = nullptr;
   std::span<std::byte> send_arena = {};
 };
+
+/// Those of ranks of one process, on the devices of these streams.
+DISTCA_EXPORT DeviceHeaps allocate_heaps(int64_t heap_bytes, int64_t num_words,
+                                         std::span<const std::shared_ptr<Streams>> streams);
 
 /// `control`, a transport between the hosts whose heap is not used, carries what ranks publish, their faults, and the
 /// news of who is gone. Its signals and words are not those of the streams, though their numbers are the same.

@@ -63,7 +63,7 @@ class DISTCA_EXPORT WrappingTransport : public Transport {
 /// A thread that makes what was held back, with what it shares with the rank's own. Signals of the system are for the
 /// threads of the program, not for this one. In a forked child the thread is the parent's: there is nothing to end, and
 /// a mutex or condition that it held or waited for can be neither used nor destroyed.
-class WritingThread {
+class DISTCA_EXPORT WritingThread {
  public:
   explicit WritingThread(const std::function<void()>& body);
   /// Joins; `body` must have been told to return.

@@ -7,7 +7,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -53,9 +53,11 @@ class Context(Registered):
         exchange: Exchange | None = None,
         *,
         nsys: bool = False,
+        emulation: ModuleType | None = None,
     ) -> None:
         self._core: _C.Context | None = core
         self._exchange = exchange
+        self._emulation: Any = emulation  # what has made the core, if not _C: it knows what a link has carried
         self.name: str = core.name
         self.rank = core.rank
         self.num_ranks = core.num_ranks
@@ -166,8 +168,8 @@ class Context(Registered):
         callers = self._callers or {}
         if self._callers is not None:
             self._callers = {}
-        recorded = self._core.take_trace(), self._core.take_transfers(), self._core.take_copies()
-        return from_core(self.rank, *recorded, callers)
+        transfers = [] if self._emulation is None else self._emulation.take_transfers(self._core)
+        return from_core(self.rank, self._core.take_trace(), transfers, self._core.take_copies(), callers)
 
     def close(self) -> None:
         """Leaves the group and frees the heap. May be called again."""

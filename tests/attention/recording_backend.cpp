@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "runtime/wrapping_backend.h"
+#include "emulation/wrapping_backend.h"
 
 namespace distca::runtime {
 namespace {
@@ -15,7 +15,7 @@ std::string& record() {
   return calls;
 }
 
-class RecordingBackend final : public WrappingBackend {
+class RecordingBackend final : public emulation::WrappingBackend {
  public:
   RecordingBackend() : WrappingBackend(make_backend("cpu", "auto")) {}
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import distca
+from distca.testing import _emulation
 from emulation.emulated_gpu import OPTIONS, EmulatedGpu
 from support.batches import (
     Batch,
@@ -334,7 +335,7 @@ def test_a_peer_that_died_between_steps_ends_what_waits_for_it_on_the_device(gpu
     def work(rank: int, context: distca.Context) -> torch.Tensor | None:
         _forward(plan, batch, rank, context)
         if rank == 1:
-            context._core.mark_died()
+            _emulation.mark_died(context._core)
             return None
         try:
             return _forward(plan, batch, rank, context)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import distca
+from distca.testing import _emulation
 from emulation.emulated_gpu import OPTIONS, EmulatedGpu
 from support.batches import random_tasks
 from support.groups import loopback_group, on_all_ranks, outcomes
@@ -195,7 +196,7 @@ def test_a_peer_that_dies_between_launches_ends_them(gpu: EmulatedGpu) -> None:
             launch()
         gpu.synchronize()  # the recording's memory goes with it
         if rank == 1:
-            context._core.mark_died()
+            _emulation.mark_died(context._core)
             return
         while True:  # until a replan says so
             recording.replan(plan.for_rank(rank))

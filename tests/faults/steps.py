@@ -123,7 +123,7 @@ FAULTS = [
     ),
     Fault(
         "a signal does not wait for earlier puts",
-        "cpp/transport/reordering.cpp",
+        "cpp/emulation/reordering.cpp",
         "  if (const Write& drawn = held_[pick]; drawn.is_signal) {",
         "  if (const Write& drawn = held_[pick]; drawn.is_signal && drawn.value == 0) {",
         (STEPS, TRANSPORT),

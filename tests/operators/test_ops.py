@@ -132,9 +132,7 @@ def test_fake_kernels_promise_the_shapes_dtypes_and_strides_that_the_kernels_giv
 def test_the_operator_finds_by_name_a_context_that_the_module_made() -> None:
     heads = HEADS[0]
     plan = distca.plan(distca.Layout.from_documents([LENGTHS]), heads)
-    [core] = _C.make_loopback(
-        names=["made by _C"], slot_bytes=64, timeout=10.0, cost=distca.CostModel().core, reorder_seed=None
-    )
+    [core] = _C.make_loopback(names=["made by _C"], slot_bytes=64, timeout=10.0, cost=distca.CostModel().core)
     try:
         q, k, v = _inputs(heads, grad=False)
         out, lse = torch.ops.distca.core_attention(q, k, v, plan.tensor, context="made by _C")

@@ -20,7 +20,9 @@ HEAVY = ("torch.distributed.fsdp", "torch._dynamo", "greenlet", "matplotlib", "t
 
 def _modules() -> dict[str, Path]:
     files = {}
-    for file in PACKAGE.rglob("*.py"):
+    for file in PACKAGE.rglob("*.py*"):
+        if file.suffix not in (".py", ".pyi"):  # the latter stand for compiled modules
+            continue
         parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
         files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return files

@@ -1,4 +1,4 @@
-"""The three libraries of the installed package: one state between them, and no trace of where they were built."""
+"""The libraries of the installed package: one state between them, and no trace of where they were built."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ import torch
 
 import distca
 from distca import _C
+from distca.testing import _emulation
 
 PACKAGE = Path(str(files("distca")))
-LIBRARIES = [PACKAGE / "libdistca.so", PACKAGE / "libdistca_torch.so", Path(_C.__file__)]
+SHIPPED = [PACKAGE / "libdistca.so", PACKAGE / "libdistca_torch.so", Path(_C.__file__)]
+LIBRARIES = [*SHIPPED, PACKAGE / "libdistca_emulation.so", Path(_emulation.__file__)]
 HEADS = distca.Heads(q=2, kv=1, dim=8)
 
 
@@ -56,7 +58,7 @@ def test_an_operator_finds_the_context_that_init_made_and_shares_its_error_types
 def test_each_library_is_loaded_once_and_from_the_package() -> None:
     for library in LIBRARIES:
         mapped = [line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line]
-        loaded = {path for path in mapped if path.endswith(f"/distca/{library.name}")}
+        loaded = {path for path in mapped if path.endswith(f"/distca/{library.relative_to(PACKAGE)}")}
         assert {os.path.realpath(path) for path in loaded} == {os.path.realpath(library)}
 
 
@@ -67,8 +69,18 @@ def test_the_libraries_find_each_other_beside_themselves_only() -> None:
     for library in LIBRARIES:
         text = subprocess.run([readelf, "-d", "-W", library], check=True, capture_output=True, text=True).stdout
         paths = re.findall(r"\((RUNPATH|RPATH)\).*\[(.*)\]", text)
-        allowed = "$ORIGIN:$ORIGIN/../torch/lib" if library.name == "libdistca_torch.so" else "$ORIGIN"
-        assert paths == [("RUNPATH", allowed)], library.name
+        allowed = {"libdistca_torch.so": "$ORIGIN:$ORIGIN/../torch/lib", LIBRARIES[-1].name: "$ORIGIN/.."}
+        assert paths == [("RUNPATH", allowed.get(library.name, "$ORIGIN"))], library.name
+
+
+def test_nothing_that_trains_loads_what_only_tests_and_benchmarks_use() -> None:
+    program = (
+        "import distca; distca.loopback(2, max_tokens=8, heads=distca.Heads(q=2, kv=1, dim=8)); "
+        "print(open('/proc/self/maps').read())"
+    )
+    text = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert all(library.name in text for library in SHIPPED)
+    assert "_emulation" not in text
 
 
 def test_no_path_of_the_machine_that_built_them_is_in_the_libraries() -> None:
@@ -80,5 +92,5 @@ def test_no_path_of_the_machine_that_built_them_is_in_the_libraries() -> None:
 
 
 def test_the_package_is_typed() -> None:
-    for name in ("py.typed", "_C.pyi"):
+    for name in ("py.typed", "_C.pyi", "testing/_emulation.pyi"):
         assert (PACKAGE / name).is_file()

@@ -1,5 +1,6 @@
 // Groups of two loopback ranks, of which the first has a hard time. Loaded into a process (test_told_faults.py), it
 // puts their contexts, NAME/0 and NAME/1, into the registry.
+#include <array>
 #include <atomic>
 #include <memory>
 #include <new>
@@ -7,10 +8,11 @@
 #include <thread>
 #include <utility>
 
+#include "emulation/queued_backend.h"
+#include "emulation/wrapping_backend.h"
 #include "plan/cost.h"
 #include "runtime/context.h"
 #include "runtime/signals.h"
-#include "runtime/wrapping_backend.h"
 #include "transport/loopback.h"
 #include "transport/stream_transport.h"
 #include "transport/wrapper.h"
@@ -54,7 +56,7 @@ class LateFaults final : public transport::WrappingTransport {
 };
 
 /// Has no memory for one of the two passes.
-class WithoutMemory final : public runtime::WrappingBackend {
+class WithoutMemory final : public emulation::WrappingBackend {
  public:
   explicit WithoutMemory(bool backward) : WrappingBackend(runtime::make_backend("cpu", "auto")), backward_(backward) {}
   void forward(const attention::Problem& problem, const Parallel& parallel) override {
@@ -99,20 +101,13 @@ void late_faults_of_queued_steps(const char* name, int64_t slot_bytes) {
   const runtime::HeapNeeds needs = runtime::heap_needs(kRanks, slot_bytes);
   auto control = transport::make_loopback(kRanks, 0, needs.num_signals);
   control[0] = std::make_unique<LateFaults>(std::move(control[0]));
-  std::vector<runtime::Device> devices;
-  auto memory = std::make_shared<std::vector<std::shared_ptr<std::byte>>>();
-  transport::DeviceHeaps heaps{
-      .ranks = {}, .heap_bytes = needs.heap_bytes, .num_words = needs.num_signals, .owner = memory};
-  for (int rank = 0; rank < kRanks; ++rank) {
-    const runtime::Device& device = devices.emplace_back(runtime::make_device("cpu", "auto", kTimeout, 0));
-    std::byte* const heap = memory->emplace_back(device.streams->allocate(needs.heap_bytes)).get();
-    std::byte* const words = memory->emplace_back(device.streams->allocate(needs.num_signals * 8)).get();
-    heaps.ranks.push_back({heap, reinterpret_cast<uint64_t*>(words)});
-  }
+  const std::array devices = {emulation::make_host_device(kTimeout), emulation::make_host_device(kTimeout)};
+  const std::array streams = {devices[0].streams, devices[1].streams};
+  const transport::DeviceHeaps heaps = transport::allocate_heaps(needs.heap_bytes, needs.num_signals, streams);
   for (int rank = 0; rank < kRanks; ++rank) {
     const auto i = static_cast<size_t>(rank);
     auto one =
-        std::make_unique<transport::StreamTransport>("loopback", std::move(control[i]), devices[i].streams, heaps);
+        std::make_unique<transport::StreamTransport>("loopback", std::move(control[i]), streams[i], heaps);
     add(name, rank, slot_bytes, std::move(one), devices[i].backend);
   }
 }

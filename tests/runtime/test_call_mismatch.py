@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import distca
+from distca.testing import _emulation
 from support.groups import ADVICE, loopback_group, outcomes
 from support.processes import Group, connect, fault_of, plan_for, tensors_for
 
@@ -112,7 +113,7 @@ def test_a_layer_is_named_in_the_error_of_any_argument_and_not_in_that_of_an_aba
     with loopback_group(plan) as contexts:
         with pytest.raises(distca.InvalidArgumentError, match="^layer decoder.5: plan is of another layout"):
             distca.core_attention(q, k, v, plan, context=contexts[0], layer="decoder.5")
-        contexts[1]._core.mark_died()
+        _emulation.mark_died(contexts[1]._core)
         inputs = [torch.zeros(20, *t.shape[1:]) for t in (q, k, v)]
         with pytest.raises(distca.PeerDiedError, match="^layer 1: "):
             distca.core_attention(*inputs, plan, context=contexts[0], layer=1)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import distca
+from distca.testing import _emulation
 from support.batches import (
     LAYOUTS,
     LENGTHS,
@@ -207,7 +208,7 @@ def _shm_rank(ranks: int) -> dict[str, list[tuple[torch.Tensor, ...]]]:
             transport="shm", max_tokens=1, heads=heads, heap_bytes=heap_bytes, timeout=60.0, name=f"exactness/{name}"
         ) as context:
             assert context.transport == "shm"
-            context._core.set_fill_with_nan(True)
+            _emulation.fill_with_nan(context._core)
             results[name] = [
                 run_step(random_batch(LENGTHS, heads, seed), plan, context) for seed, plan in enumerate(plans)
             ]

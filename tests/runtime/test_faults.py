@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import distca
+from distca.testing import _emulation
 from support.batches import Batch, random_batch, rows_of_rank, spill
 from support.groups import loopback_group, on_all_ranks, outcomes
 
@@ -123,7 +124,7 @@ def test_a_peer_that_died_is_named_to_all_others(steps_before: int) -> None:
         for _ in range(steps_before):
             _forward(plan, batch, rank, context)
         if rank == 1:
-            context._core.mark_died()
+            _emulation.mark_died(context._core)
             return
         _forward(plan, batch, rank, context)
 
@@ -151,7 +152,7 @@ def test_outputs_of_a_step_that_failed_never_appear() -> None:
     batch = random_batch(LENGTHS, HEADS, 1)
     with loopback_group(plan, timeout=20.0) as contexts:
         outs = on_all_ranks(contexts, lambda rank, context: _forward(plan, batch, rank, context))
-        contexts[1]._core.mark_died()
+        _emulation.mark_died(contexts[1]._core)
         with pytest.raises(distca.PeerDiedError):
             _forward(plan, batch, 0, contexts[0])
         with pytest.raises(distca.ContextPoisonedError):

@@ -17,6 +17,7 @@ import torch
 
 import distca
 from distca import _C
+from distca.testing import _emulation
 from support.processes import HEADS, LIMIT, Group, connect, connect_to, fault_of, held, plan_for, tensors_for
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -206,7 +207,7 @@ def move_rows(rank: int, ranks: int, pipe: Connection, rows: int) -> None:
     layout = distca.Layout.from_documents([[64] * (rows // 64), *[[]] * (ranks - 1)])
     plan = distca.plan(layout, heads, rank=rank, tolerance=0.1, capacity=2**62)
     context = connect(rank, pipe, slot_bytes=plan.stats.slot_bytes)
-    context._core.set_fill_with_nan(True)
+    _emulation.fill_with_nan(context._core)
     me = Rank(rank, pipe, context, plan)
     try:
         Path("/dev/shm/probe").touch()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import distca
-from distca import _C
+from distca.testing import _emulation
 from support.compiled import COMPILER, compiled_once
 from support.groups import fault_of_check, loopback_group, on_all_ranks, outcomes
 from support.processes import plan_for, tensors_for
@@ -40,7 +40,7 @@ def awkward(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("there is no C++ compiler here")
     library = Path(str(files("distca")))
     options = ["-std=c++20", "-O0", "-shared", "-fPIC", "-I", str(ROOT / "cpp")]
-    link = ["-L", str(library), "-ldistca", f"-Wl,-rpath,{library}"]
+    link = ["-L", str(library), "-ldistca_emulation", "-ldistca", f"-Wl,-rpath,{library}"]
     made = compiled_once(
         tmp_path_factory, "awkward_ranks.so", [ROOT / "tests/runtime/awkward_ranks.cpp"], options, link
     )
@@ -51,7 +51,9 @@ def awkward(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def two_ranks(make: Callable[..., None], *arguments: object) -> Iterator[list[distca.Context]]:
     make(b"awkward", ctypes.c_int64(SLOT_BYTES), *arguments)
     cost = distca.CostModel()
-    contexts = [distca.Context(_C.find_context(f"awkward/{rank}"), plan_for(2, rank).heads, cost) for rank in range(2)]
+    contexts = [
+        distca.Context(_emulation.find_context(f"awkward/{rank}"), plan_for(2, rank).heads, cost) for rank in range(2)
+    ]
     try:
         yield contexts
     finally:

@@ -13,6 +13,7 @@ import torch
 
 import distca
 from distca import testing
+from distca.testing import _emulation
 from support.batches import NAN, Batch, gather, rows_of_rank
 from support.oracle import NAMES
 
@@ -34,7 +35,7 @@ def loopback_group(plans: Sequence[distca.Plan] | distca.Plan, **options: Any) -
     options = {"heap_bytes": 2 * slot_bytes, "timeout": 60.0, "max_tokens": 1} | options
     contexts = testing.loopback(plans[0].layout.num_ranks, heads=plans[0].heads, **options)
     for context in contexts:
-        context._core.set_fill_with_nan(True)
+        _emulation.fill_with_nan(context._core)
     try:
         yield contexts
     finally:

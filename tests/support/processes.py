@@ -27,6 +27,7 @@ import torch
 import distca
 from distca import _C
 from distca.planner.plan import CostModel
+from distca.testing import _emulation
 
 LIMIT = 20.0
 """Seconds after which a test gives up on a process that should have answered: far more than anything here takes."""
@@ -320,33 +321,24 @@ def connect_to(
     device: str = "",
 ) -> distca.Context:
     """With a device: ranks that write into each other's GPU, or on "cpu" into what stands for one."""
-    if device:
-        core = _C.connect_ipc(
-            listener=listener,
-            rank=rank,
-            addresses=addresses,
-            device=device,
-            attention="own",
-            put_blocks=0,
-            name=name,
-            slot_bytes=slot_bytes,
-            timeout=timeout,
-            connect_timeout=connect_timeout,
-            cost=CostModel().core,
-        )
-        return distca.Context(core, heads, CostModel())
-    core = _C.connect_shm(
-        listener=listener,
-        rank=rank,
-        addresses=addresses,
-        name=name,
-        slot_bytes=slot_bytes,
-        timeout=timeout,
-        connect_timeout=connect_timeout,
-        cost=CostModel().core,
-        reorder_seed=reorder_seed,
-        progress_thread=progress_thread,
-    )
+    options: dict[str, Any] = {
+        "listener": listener,
+        "rank": rank,
+        "addresses": addresses,
+        "name": name,
+        "slot_bytes": slot_bytes,
+        "timeout": timeout,
+        "connect_timeout": connect_timeout,
+        "cost": CostModel().core,
+    }
+    if device == "cpu":
+        core = _emulation.connect_ipc(**options)
+    elif device:
+        core = _C.connect_ipc(device=device, attention="own", put_blocks=0, **options)
+    elif reorder_seed is None:
+        core = _C.connect_shm(progress_thread=progress_thread, **options)
+    else:
+        core = _emulation.connect_shm(reorder_seed=reorder_seed, progress_thread=progress_thread, **options)
     return distca.Context(core, heads, CostModel())
 
 

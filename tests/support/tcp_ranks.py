@@ -13,6 +13,7 @@ import pytest
 
 import distca
 from distca import _C
+from distca.testing import _emulation
 from support.processes import LIMIT
 
 WORDS = 80
@@ -38,7 +39,7 @@ def listen(number: int, host: str = "127.0.0.1") -> list[Any]:
 
 
 def join(listener: Any, rank: int, addresses: list[str], words: int = WORDS, timeout: float = LIMIT) -> Any:
-    return _C.connect_tcp(listener=listener, rank=rank, addresses=addresses, num_signals=words, timeout=timeout)
+    return _emulation.connect_tcp(listener=listener, rank=rank, addresses=addresses, num_signals=words, timeout=timeout)
 
 
 def in_threads(*works: Callable[[], Any]) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 import distca
+from distca.testing import _emulation
 from support.processes import HEADS, Group
 
 
@@ -29,5 +30,5 @@ def join(rank: int, ranks: int, port: int) -> None:
 
 def over_torch(**options: Any) -> distca.Context:
     context = distca.init(**{"transport": "torch", "max_tokens": 1, "heads": HEADS, "timeout": 20.0} | options)
-    context._core.set_fill_with_nan(True)
+    _emulation.fill_with_nan(context._core)
     return context

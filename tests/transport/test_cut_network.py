@@ -17,6 +17,7 @@ import torch.distributed as dist
 import distca
 from distca import _C
 from distca.connect.exchange import Exchange
+from distca.testing import _emulation
 from support.hosts_apart import Hosts, address_of, hosts_apart
 from support.processes import HEADS, LIMIT, connect_to, fault_of, plan_for, tensors_for
 
@@ -199,7 +200,9 @@ def hold_words(rank: int, ranks: int, pipe: Connection, timeout: float) -> None:
     """Calls the transport's methods as it is told over the pipe."""
     listener = _C.TcpListener(address_of(rank))
     pipe.send(listener.address)
-    transport = _C.connect_tcp(listener=listener, rank=rank, addresses=pipe.recv(), num_signals=WORDS, timeout=timeout)
+    transport = _emulation.connect_tcp(
+        listener=listener, rank=rank, addresses=pipe.recv(), num_signals=WORDS, timeout=timeout
+    )
     pipe.send("joined")
     while (command := pipe.recv()) != "end":
         name, *args = command

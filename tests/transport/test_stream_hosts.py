@@ -10,6 +10,7 @@ import torch
 
 import distca
 from distca import testing
+from distca.testing import _emulation
 from support.batches import Batch, random_batch, random_tasks, rows_of_rank, scattered, spill
 from support.groups import fault_of_check, loopback_group, on_all_ranks, outcomes, run_step
 
@@ -117,7 +118,7 @@ def test_a_peer_of_another_host_that_is_silent_or_dead_is_named() -> None:
         error = fault_of_check(contexts[0])
         assert isinstance(error, distca.PeerTimeoutError) and "waited 0.2 s for rank 1" in str(error), error
     with loopback_group(plan, timeout=60.0, streams=True, hosts=2) as contexts:
-        contexts[1]._core.mark_died()
+        _emulation.mark_died(contexts[1]._core)
         [result, _] = outcomes(contexts, lambda rank, context: forward(rank, context) if rank == 0 else None)
         assert isinstance(result, distca.PeerDiedError) or result.isnan().all()
         assert "rank 1 died" in str(fault_of_check(contexts[0]))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import distca
+from distca.testing import _emulation
 from support.batches import random_batch, rows_of_rank, scattered, spill
 from support.groups import compute, ranks_apart, run_step, together
 from support.oracle import NAMES, ErrorPool, oracle, torch_attention
@@ -36,7 +37,7 @@ def steps_of_plans(rank: int, ranks: int, pipe: Connection, device: str) -> None
     slot_bytes = max(plan.stats.slot_bytes for plan in plans)
     with connect(rank, pipe, device=device, heads=HEADS, slot_bytes=slot_bytes, timeout=120.0) as context:
         assert context._core is not None
-        context._core.set_fill_with_nan(True)
+        _emulation.fill_with_nan(context._core)
         with ranks_apart(context):
             results = [run_step(random_batch(LENGTHS, HEADS, seed), plan, context) for seed, plan in enumerate(plans)]
     # As words: numpy has no bfloat16, and torch's own way of sending tensors would leave memory behind.

@@ -14,6 +14,7 @@ import torch
 
 import distca
 from distca import _C
+from distca.testing import _emulation
 from support.batches import random_batch, scattered, spill
 from support.groups import compute, run_step, together
 from support.oracle import NAMES
@@ -29,7 +30,11 @@ def obey(rank: int, ranks: int, pipe: Connection) -> None:
     before = held()
     listener = _C.TcpListener("127.0.0.1")
     pipe.send(listener.address)
-    joined = {"": _C.connect_tcp(listener=listener, rank=rank, addresses=pipe.recv(), num_signals=WORDS, timeout=LIMIT)}
+    joined = {
+        "": _emulation.connect_tcp(
+            listener=listener, rank=rank, addresses=pipe.recv(), num_signals=WORDS, timeout=LIMIT
+        )
+    }
 
     def call(name: str, *args: Any) -> Any:
         try:
@@ -142,7 +147,9 @@ def use_a_listener_of_the_parent(rank: int, ranks: int, pipe: Connection) -> Non
         addresses = [listener.address]
         pipe.send(
             fault_of(
-                lambda: _C.connect_tcp(listener=listener, rank=0, addresses=addresses, num_signals=1, timeout=LIMIT)
+                lambda: _emulation.connect_tcp(
+                    listener=listener, rank=0, addresses=addresses, num_signals=1, timeout=LIMIT
+                )
             )
         )
         os._exit(0)
@@ -170,7 +177,7 @@ def steps_of_plans(rank: int, ranks: int, pipe: Connection) -> None:
     options = {"device": "cpu", "control": "tcp", "heads": HEADS, "slot_bytes": slot_bytes}
     with connect(rank, pipe, timeout=120.0, **options) as context:
         assert context._core is not None
-        context._core.set_fill_with_nan(True)
+        _emulation.fill_with_nan(context._core)
         results = [run_step(random_batch(LENGTHS, HEADS, seed), plan, context) for seed, plan in enumerate(plans)]
     pipe.send([[t.detach().float().numpy() for t in result] for result in results])
     pipe.send([one for one in held() if one not in before])

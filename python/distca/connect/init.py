@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -143,23 +144,19 @@ def init(
     if transport == "nvshmem" and heap_bytes is None:
         heap_bytes = nvshmem.heap_bytes_of_environment()
     options = core_options(slot_bytes_of(max_tokens, heads, heap_bytes), timeout, cost)
-    words = None if link is None else link.words
+    emulation = None if link is None else _emulation()
+    made_by: Any = emulation or _C
+    linked = {} if link is None else {"link": link.words}
     problem = attention_problem(device, attention, heads)
     if group is not None and num_ranks > 1:
         agree(group, Terms(transport, device.partition(":")[0], options["slot_bytes"], attention, problem), timeout)
     elif problem:
         raise InvalidArgumentError(f"init: {problem}")
     if transport in ("auto", "loopback") and num_ranks == 1:
-        core = _C.make_loopback(
-            names=[name],
-            link=words,
-            device=device,
-            attention=attention,
-            streams=device != "cpu",
-            put_blocks=put_ctas or 0,
-            **options,
-        )[0]
-        return Context(core, heads, cost, nsys=nsys)
+        [core] = made_by.make_loopback(
+            names=[name], device=device, attention=attention, put_blocks=put_ctas or 0, **linked, **options
+        )
+        return Context(core, heads, cost, nsys=nsys, emulation=emulation)
     if transport == "nvshmem":
         return Context(nvshmem.connect(group, device, attention, name, options, put_ctas), heads, cost, nsys=nsys)
     if group is not None and transport == "torch":
@@ -181,8 +178,15 @@ def init(
     if device != "cpu":
         core = _C.connect_ipc(device=device, attention=attention, put_blocks=put_ctas or 0, **mesh, **options)
     else:
-        core = _C.connect_shm(progress_thread=progress_thread, link=words, **mesh, **options)
-    return Context(core, heads, cost, nsys=nsys)
+        core = made_by.connect_shm(progress_thread=progress_thread, **linked, **mesh, **options)
+    return Context(core, heads, cost, nsys=nsys, emulation=emulation)
+
+
+def _emulation() -> ModuleType:
+    """What makes contexts with a link: a library of its own, which nothing else that `init` does has to load."""
+    from distca.testing import _emulation
+
+    return _emulation
 
 
 def _over_torch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -46,10 +47,7 @@ def loopback(
         InvalidArgumentError: an argument is wrong, or arguments exclude each other.
         DeviceError: the device is not there.
     """
-    device = device_name(device)
-    return make_group(
-        num_ranks, max_tokens, heads, heap_bytes, timeout, cost, device, attention, streams=device != "cpu"
-    )
+    return make_group(num_ranks, max_tokens, heads, heap_bytes, timeout, cost, device_name(device), attention)
 
 
 def make_group(
@@ -61,19 +59,24 @@ def make_group(
     cost: CostModel | None,
     device: str,
     attention: str | None,
+    emulation: ModuleType | None = None,
     **options: Any,
 ) -> list[Context]:
-    """Does what `loopback` does, with the core's other options."""
+    """Does what `loopback` does.
+
+    With `emulation`, that module makes the core's contexts in place of `_C`, and has options of its own.
+    """
     attention = _C.chosen_attention(attention, device)
     if problem := attention_problem(device, attention, heads):
         raise InvalidArgumentError(f"loopback: {problem}")
     group = next(_groups)
     cost = cost or CostModel()
-    cores = _C.make_loopback(
+    made_by: Any = emulation or _C
+    cores = made_by.make_loopback(
         names=[f"loopback/{group}/{rank}" for rank in range(num_ranks)],
         device=device,
         attention=attention,
         **options,
         **core_options(slot_bytes_of(max_tokens, heads, heap_bytes), timeout, cost),
     )
-    return [Context(core, heads, cost) for core in cores]
+    return [Context(core, heads, cost, emulation=emulation) for core in cores]

@@ -14,6 +14,7 @@ from distca.context import Context
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.planner.cost import CostModel
+from distca.testing import _emulation
 from distca.trace.trace import Link
 
 __all__ = ["loopback"]
@@ -77,6 +78,7 @@ def loopback(
         cost,
         device,
         attention,
+        emulation=_emulation,
         reorder_seed=reorder_seed,
         progress_thread=progress_thread,
         link=None if link is None else link.words,

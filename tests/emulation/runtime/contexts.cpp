@@ -12,10 +12,10 @@
 #include <utility>
 #include <vector>
 
+#include "emulation/problem_table.h"
+#include "emulation/wrapping_backend.h"
 #include "runtime/check.h"
 #include "runtime/cuda_library.h"
-#include "runtime/problem_table.h"
-#include "runtime/wrapping_backend.h"
 #include "streams.h"
 #include "transport/cuda_streams.h"
 
@@ -70,7 +70,7 @@ class CurrentStream {
 void* current_stream(int) { return CurrentStream::get(); }
 
 /// Stands for ATen's backend on a GPU, of which DeviceBackend wants memory, and attention where there are no kernels.
-class AtenInPlace final : public runtime::WrappingBackend {
+class AtenInPlace final : public emulation::WrappingBackend {
  public:
   AtenInPlace() : WrappingBackend(runtime::make_backend("cpu", "auto")) {}
 
@@ -98,7 +98,7 @@ class AtenInPlace final : public runtime::WrappingBackend {
 };
 
 /// DeviceBackend with attention by the CPU's kernel, in the order of the stream: with the bits of the host, and soon.
-class HostAttention final : public runtime::WrappingBackend {
+class HostAttention final : public emulation::WrappingBackend {
  public:
   HostAttention(std::shared_ptr<Backend> device, std::shared_ptr<DeviceQueue> queue)
       : WrappingBackend(std::move(device)), queue_(std::move(queue)) {}
@@ -120,7 +120,7 @@ class HostAttention final : public runtime::WrappingBackend {
     queue_->run(transport::Streams::Stream::kWork, name, parts_.of(problem),
                 [name, cpu = cpu_, attention](const DeviceTable& t, cudaStream_t stream) {
                   auto compute = [cpu, attention, memory = t.memory, layout = *t.layout](uint32_t) {
-                    const runtime::KeptProblem kept(layout, memory);
+                    const emulation::KeptProblem kept(layout, memory);
                     if (!kept.problem.groups.empty()) ((*cpu).*attention)(kept.problem, Parallel());
                   };
                   cuda::check(emulated_gpu::queue(stream, {name, {t.memory}, std::move(compute)}), name);
@@ -129,7 +129,7 @@ class HostAttention final : public runtime::WrappingBackend {
 
   std::shared_ptr<Backend> cpu_ = runtime::make_backend("cpu", "auto");
   std::shared_ptr<DeviceQueue> queue_;
-  runtime::ProblemParts parts_;
+  emulation::ProblemParts parts_;
 };
 
 /// Whether the host waits for its work when a step is over: tensors of the tests are the host's, and are read without

@@ -19,6 +19,7 @@ import distca
 from distca.apps.bench.gpu import require_gpu
 from distca.apps.bench.harness import Result, Row
 from distca.apps.common.timing import Work, alternate, in_turn, median_ratio
+from distca.testing import _emulation
 
 ROW_BYTES = 4096
 SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
@@ -134,5 +135,5 @@ def _send(pair: Pair, rows: torch.Tensor) -> None:
     """Sends rows and waits until they are there."""
     core = pair.sender._core
     assert core is not None
-    core.send_rows(pair.receiver.rank, rows.data_ptr(), rows.numel() // ROW_BYTES, ROW_BYTES, WORD, 1)
-    core.quiet()
+    _emulation.send_rows(core, pair.receiver.rank, rows.data_ptr(), rows.numel() // ROW_BYTES, ROW_BYTES, WORD, 1)
+    _emulation.quiet(core)

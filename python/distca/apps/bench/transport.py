@@ -20,6 +20,7 @@ import torch.distributed as dist
 import distca
 from distca.apps.bench.harness import Result, Row
 from distca.apps.common.timing import Work, alternate, in_turn, median_ratio, spread
+from distca.testing import _emulation
 
 ROW_BYTES = 4096
 SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
@@ -144,15 +145,19 @@ def _send(context: distca.Context, rows: torch.Tensor) -> tuple[Work, Work]:
     """Two functions: one starts to send rows to rank 1, the other waits until they are there."""
     core = context._core
     assert core is not None
-    start = partial(core.send_rows, 1, rows.data_ptr(), rows.numel() // ROW_BYTES, ROW_BYTES, WORD, 1)
+    start = partial(_emulation.send_rows, core, 1, rows.data_ptr(), rows.numel() // ROW_BYTES, ROW_BYTES, WORD, 1)
     if context.transport == "torch":
-        # The peer comes to the second exchange when the rows are in its heap.
-        return in_turn(start, core.exchange, core.exchange), _nothing
-    return start, core.quiet
+        exchange = partial(_emulation.exchange, core)
+        # The peer comes to the second exchange when the rows lie in its heap.
+        return in_turn(start, exchange, exchange), _nothing
+    return start, partial(_emulation.quiet, core)
 
 
 def _receive(context: distca.Context) -> tuple[Work, Work]:
     """The peer's two functions. Shared memory needs nothing of the receiver, which sleeps until the next exchange."""
     core = context._core
     assert core is not None
-    return (in_turn(core.exchange, core.exchange) if context.transport == "torch" else _nothing), _nothing
+    if context.transport != "torch":
+        return _nothing, _nothing
+    exchange = partial(_emulation.exchange, core)
+    return in_turn(exchange, exchange), _nothing

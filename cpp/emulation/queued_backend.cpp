@@ -1,11 +1,14 @@
-#include "runtime/queued_backend.h"
+#include "emulation/queued_backend.h"
 
 #include <array>
 #include <utility>
 
-#include "runtime/problem_table.h"
+#include "emulation/host_streams.h"
+#include "emulation/problem_table.h"
 
-namespace distca::runtime {
+namespace distca::emulation {
+
+using namespace runtime;
 namespace {
 
 using transport::Table;
@@ -27,7 +30,7 @@ struct ReduceScalars {
 
 class QueuedBackend final : public Backend {
  public:
-  explicit QueuedBackend(std::shared_ptr<transport::HostStreams> streams)
+  explicit QueuedBackend(std::shared_ptr<HostStreams> streams)
       : cpu_(make_backend("cpu", "auto")), streams_(std::move(streams)) {}
 
   std::string device() const override { return cpu_->device(); }
@@ -79,7 +82,7 @@ class QueuedBackend final : public Backend {
   }
 
  private:
-  void queue(const char* operation, std::span<const TablePart> parts, transport::HostStreams::Work work) {
+  void queue(const char* operation, std::span<const TablePart> parts, HostStreams::Work work) {
     streams_->queue(transport::Streams::Stream::kWork, operation, parts, std::move(work));
   }
   void run_one(const RowWork& row) { run(std::span(&row, 1)); }
@@ -93,14 +96,15 @@ class QueuedBackend final : public Backend {
   }
 
   std::shared_ptr<Backend> cpu_;
-  std::shared_ptr<transport::HostStreams> streams_;
+  std::shared_ptr<HostStreams> streams_;
   ProblemParts problem_parts_;
 };
 
 }  // namespace
 
-std::shared_ptr<Backend> make_queued_backend(std::shared_ptr<transport::HostStreams> streams) {
-  return std::make_shared<QueuedBackend>(std::move(streams));
+Device make_host_device(std::chrono::milliseconds timeout) {
+  auto streams = std::make_shared<HostStreams>(timeout);
+  return {std::make_shared<QueuedBackend>(streams), streams};
 }
 
-}  // namespace distca::runtime
+}  // namespace distca::emulation

@@ -1,4 +1,4 @@
-#include "transport/host_streams.h"
+#include "emulation/host_streams.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -14,7 +14,9 @@
 #include "transport/host_memory.h"
 #include "transport/shm_mesh.h"
 
-namespace distca::transport {
+namespace distca::emulation {
+
+using namespace transport;
 namespace {
 
 /// What a card says: which open file of which process the memory is.
@@ -242,4 +244,4 @@ std::optional<StreamFault> HostStreams::fault() const {
   return fault_;
 }
 
-}  // namespace distca::transport
+}  // namespace distca::emulation

@@ -7,15 +7,15 @@
 
 #include "transport/wrapper.h"
 
-namespace distca::transport {
+namespace distca::emulation {
 
 /// Holds back puts and signals of another transport and delivers them in an order drawn from a seed. The one promise it
 /// keeps is the contract's: a signal comes after all earlier puts to that peer. Sources are read at delivery. Some
 /// calls that look at memory deliver one item; `quiet` delivers all; what is still held at destruction is lost. The
 /// same calls with the same seed give the same order.
-class DISTCA_EXPORT ReorderingTransport final : public WrappingTransport {
+class DISTCA_EXPORT ReorderingTransport final : public transport::WrappingTransport {
  public:
-  ReorderingTransport(std::unique_ptr<Transport> inner, uint64_t seed);
+  ReorderingTransport(std::unique_ptr<transport::Transport> inner, uint64_t seed);
 
   const char* name() const override { return "reordering"; }
   void put(int peer, int64_t heap_offset, int64_t dst_row_stride, int64_t dst_head_stride, const RowView& src,
@@ -39,4 +39,4 @@ class DISTCA_EXPORT ReorderingTransport final : public WrappingTransport {
   mutable std::vector<Write> held_;
 };
 
-}  // namespace distca::transport
+}  // namespace distca::emulation

@@ -1,4 +1,4 @@
-#include "runtime/replay_backend.h"
+#include "emulation/replay_backend.h"
 
 #include <sys/prctl.h>
 
@@ -6,9 +6,11 @@
 #include <cmath>
 #include <thread>
 
-#include "runtime/wrapping_backend.h"
+#include "emulation/wrapping_backend.h"
 
-namespace distca::runtime {
+namespace distca::emulation {
+
+using namespace runtime;
 namespace {
 
 class ReplayBackend final : public WrappingBackend {
@@ -48,4 +50,4 @@ std::shared_ptr<Backend> make_replay_backend(const ReplayedPass& forward, const 
   return std::make_shared<ReplayBackend>(forward, backward);
 }
 
-}  // namespace distca::runtime
+}  // namespace distca::emulation

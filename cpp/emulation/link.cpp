@@ -1,4 +1,4 @@
-#include "transport/link.h"
+#include "emulation/link.h"
 
 #include <sys/prctl.h>
 
@@ -6,7 +6,9 @@
 #include <cmath>
 #include <utility>
 
-namespace distca::transport {
+namespace distca::emulation {
+
+using namespace transport;
 namespace {
 
 int64_t nanoseconds(std::chrono::steady_clock::time_point t) {
@@ -115,4 +117,4 @@ void LinkTransport::deliver() {
   }
 }
 
-}  // namespace distca::transport
+}  // namespace distca::emulation

@@ -10,7 +10,7 @@
 #include "attention/attention.h"
 #include "transport/table.h"
 
-namespace distca::runtime {
+namespace distca::emulation {
 
 /// The parts are good until the next problem, or until this one's arrays change. Memory is used again.
 class ProblemParts {
@@ -74,4 +74,4 @@ class KeptProblem {
   std::vector<attention::KeyGroup> groups_;
 };
 
-}  // namespace distca::runtime
+}  // namespace distca::emulation

@@ -7,11 +7,11 @@
 
 #include "runtime/backend.h"
 
-namespace distca::runtime {
+namespace distca::emulation {
 
-class WrappingBackend : public Backend {
+class WrappingBackend : public runtime::Backend {
  public:
-  explicit WrappingBackend(std::shared_ptr<Backend> inner) : inner_(std::move(inner)) {}
+  explicit WrappingBackend(std::shared_ptr<runtime::Backend> inner) : inner_(std::move(inner)) {}
 
   std::string device() const override { return inner_->device(); }
   std::string attention(const HeadShape& heads) const override { return inner_->attention(heads); }
@@ -21,9 +21,9 @@ class WrappingBackend : public Backend {
   std::shared_ptr<std::byte> scratch(int64_t bytes) override { return inner_->scratch(bytes); }
   void copy(const RowView& to, const RowView& from, const RowExtent& n) override { inner_->copy(to, from, n); }
   void finish() override { inner_->finish(); }
-  void reduce(const ReduceTable& table, DType dtype) override { inner_->reduce(table, dtype); }
-  void fill(const RowView& rows, const RowExtent& n, Fill value) override { inner_->fill(rows, n, value); }
-  void run(std::span<const RowWork> rows) override { inner_->run(rows); }
+  void reduce(const runtime::ReduceTable& table, DType dtype) override { inner_->reduce(table, dtype); }
+  void fill(const RowView& rows, const RowExtent& n, runtime::Fill value) override { inner_->fill(rows, n, value); }
+  void run(std::span<const runtime::RowWork> rows) override { inner_->run(rows); }
   void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout, const RowView& delta,
                const Parallel& parallel) override {
     inner_->row_dot(heads, num_rows, out, dout, delta, parallel);
@@ -36,7 +36,7 @@ class WrappingBackend : public Backend {
   }
 
  private:
-  std::shared_ptr<Backend> inner_;
+  std::shared_ptr<runtime::Backend> inner_;
 };
 
-}  // namespace distca::runtime
+}  // namespace distca::emulation

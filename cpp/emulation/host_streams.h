@@ -14,17 +14,17 @@
 #include "transport/tape.h"
 #include "transport/wrapper.h"
 
-namespace distca::transport {
+namespace distca::emulation {
 
-class DISTCA_EXPORT HostStreams final : public Streams {
+class DISTCA_EXPORT HostStreams final : public transport::Streams {
  public:
   explicit HostStreams(std::chrono::milliseconds timeout);
   /// Ends when all that was queued is done.
   ~HostStreams() override;
 
   /// Queues any operation, with a copy of what it reads; what it throws comes out of the next `hand_over`.
-  using Work = std::function<void(const Table& table)>;
-  void queue(Stream stream, const char* operation, std::span<const TablePart> parts, Work work);
+  using Work = std::function<void(const transport::Table& table)>;
+  void queue(Stream stream, const char* operation, std::span<const transport::TablePart> parts, Work work);
   bool is_stopped() const { return transport::is_stopped(guard_); }
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override;
@@ -34,16 +34,16 @@ class DISTCA_EXPORT HostStreams final : public Streams {
   void wait_for(Stream stream, int point) override;
   void hand_over() override;
   void drain() noexcept override;
-  void put(const PutTable& table) override;
-  void signal(std::span<const SignalTo> signals) override;
-  void send(const SendTable& table, const std::shared_ptr<Sender>& sender) override;
-  void quiet(const std::shared_ptr<Sender>& sender) override;
-  void await(std::span<const AwaitedMessage> messages) override;
+  void put(const transport::PutTable& table) override;
+  void signal(std::span<const transport::SignalTo> signals) override;
+  void send(const transport::SendTable& table, const std::shared_ptr<transport::Sender>& sender) override;
+  void quiet(const std::shared_ptr<transport::Sender>& sender) override;
+  void await(std::span<const transport::AwaitedMessage> messages) override;
   void fill_nan_if_stopped(const RowView& rows, const RowExtent& n) override;
-  void set_tape(std::shared_ptr<Tape> tape) override { tape_ = std::move(tape); }
-  void replay(const Tape& tape) override;
-  std::optional<StreamFault> fault() const override;
-  void stop() noexcept override { set(&told_to_stop_); }
+  void set_tape(std::shared_ptr<transport::Tape> tape) override { tape_ = std::move(tape); }
+  void replay(const transport::Tape& tape) override;
+  std::optional<transport::StreamFault> fault() const override;
+  void stop() noexcept override { transport::set(&told_to_stop_); }
 
  private:
   class Lane;
@@ -52,12 +52,12 @@ class DISTCA_EXPORT HostStreams final : public Streams {
   Lane& lane(Stream stream) { return *lanes_[static_cast<size_t>(stream)]; }
 
   uint32_t stopped_ = 0, told_to_stop_ = 0;
-  StreamFault fault_;
-  Guard guard_;
+  transport::StreamFault fault_;
+  transport::Guard guard_;
   std::array<std::shared_ptr<Point>, kNumPoints> points_;
   std::exception_ptr thrown_;
-  std::shared_ptr<Tape> tape_;
+  std::shared_ptr<transport::Tape> tape_;
   std::array<std::unique_ptr<Lane>, 2> lanes_;  // last: they end before what they use goes
 };
 
-}  // namespace distca::transport
+}  // namespace distca::emulation

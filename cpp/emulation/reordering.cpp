@@ -1,8 +1,10 @@
-#include "transport/reordering.h"
+#include "emulation/reordering.h"
 
 #include <utility>
 
-namespace distca::transport {
+namespace distca::emulation {
+
+using namespace transport;
 
 ReorderingTransport::ReorderingTransport(std::unique_ptr<Transport> inner, uint64_t seed)
     : WrappingTransport(std::move(inner)), random_(seed) {}
@@ -67,4 +69,4 @@ void ReorderingTransport::deliver_one() const {
   write.make(*inner_);
 }
 
-}  // namespace distca::transport
+}  // namespace distca::emulation

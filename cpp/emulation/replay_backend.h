@@ -7,7 +7,7 @@
 #include "plan/cost.h"
 #include "runtime/backend.h"
 
-namespace distca::runtime {
+namespace distca::emulation {
 
 /// What a pass of attention takes: a cost for each query head of a task, and the time of its unit.
 struct ReplayedPass {
@@ -16,6 +16,7 @@ struct ReplayedPass {
 };
 
 /// The CPU's, but that `forward` and `backward` sleep and write nothing.
-DISTCA_EXPORT std::shared_ptr<Backend> make_replay_backend(const ReplayedPass& forward, const ReplayedPass& backward);
+DISTCA_EXPORT std::shared_ptr<runtime::Backend> make_replay_backend(const ReplayedPass& forward,
+                                                                    const ReplayedPass& backward);
 
-}  // namespace distca::runtime
+}  // namespace distca::emulation

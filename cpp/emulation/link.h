@@ -9,7 +9,7 @@
 #include "common/error.h"
 #include "transport/wrapper.h"
 
-namespace distca::transport {
+namespace distca::emulation {
 
 struct LinkOptions {
   double bytes_per_second = 0;          // of what leaves this rank, to all peers together
@@ -28,9 +28,9 @@ struct Transfer {
 /// Puts leave one after another at the link's speed and arrive a latency later; a signal arrives a latency after it was
 /// sent, but not before the puts to that peer that came first. A thread of its own delivers, so that rows travel while
 /// the rank computes; what is under way at destruction is lost. Sources are read at delivery.
-class DISTCA_EXPORT LinkTransport final : public WrappingTransport {
+class DISTCA_EXPORT LinkTransport final : public transport::WrappingTransport {
  public:
-  LinkTransport(std::unique_ptr<Transport> inner, const LinkOptions& options);
+  LinkTransport(std::unique_ptr<transport::Transport> inner, const LinkOptions& options);
   ~LinkTransport() override;
 
   /// What has arrived since the call before.
@@ -70,7 +70,7 @@ class DISTCA_EXPORT LinkTransport final : public WrappingTransport {
   std::set<uint64_t> numbers_;              // of the items under way
   std::vector<Transfer> transfers_;
   bool closing_ = false;
-  WritingThread thread_;  // last: it ends before what it uses goes
+  transport::WritingThread thread_;  // last: it ends before what it uses goes
 };
 
-}  // namespace distca::transport
+}  // namespace distca::emulation

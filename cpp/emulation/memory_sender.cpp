@@ -1,4 +1,4 @@
-#include "transport/memory_sender.h"
+#include "emulation/memory_sender.h"
 
 #include <cstring>
 #include <deque>
@@ -9,7 +9,9 @@
 #include "transport/fork_guard.h"
 #include "transport/wrapper.h"
 
-namespace distca::transport {
+namespace distca::emulation {
+
+using namespace transport;
 namespace {
 
 class MemorySender final : public Sender {
@@ -86,4 +88,4 @@ std::shared_ptr<Sender> make_memory_sender(int rank, std::vector<DeviceMemory> r
   return std::make_shared<MemorySender>(rank, std::move(ranks));
 }
 
-}  // namespace distca::transport
+}  // namespace distca::emulation
