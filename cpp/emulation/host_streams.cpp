@@ -17,6 +17,7 @@
 namespace distca::emulation {
 
 using namespace transport;
+
 namespace {
 
 /// What a card says: which open file of which process the memory is.
@@ -49,60 +50,14 @@ void put_all(std::span<const PutEntry> entries, std::span<const PutMessage> mess
 
 }  // namespace
 
-/// One stream: a thread and what is queued for it.
-class HostStreams::Lane {
- public:
-  Lane() : thread_([this] { run(); }) {}
-  ~Lane() {
-    if (thread_.is_forked()) return;
-    {
-      const std::lock_guard lock(thread_.mutex());
-      closing_ = true;
-    }
-    thread_.posted().notify_one();
-  }
-
-  void queue(std::function<void()> work) {
-    {
-      const std::lock_guard lock(thread_.mutex());
-      queue_.push_back(std::move(work));
-    }
-    thread_.posted().notify_one();
-  }
-
-  void drain() {
-    if (thread_.is_forked()) return;
-    std::unique_lock lock(thread_.mutex());
-    thread_.made().wait(lock, [&] { return queue_.empty(); });
-  }
-
- private:
-  void run() {
-    std::unique_lock lock(thread_.mutex());
-    while (true) {
-      thread_.posted().wait(lock, [&] { return closing_ || !queue_.empty(); });
-      if (queue_.empty()) return;
-      const std::function<void()>& work = queue_.front();  // stays where it is: others are only added behind it
-      lock.unlock();
-      work();
-      lock.lock();
-      queue_.pop_front();
-      thread_.made().notify_all();
-    }
-  }
-
-  std::deque<std::function<void()>> queue_;
-  bool closing_ = false;
-  WritingThread thread_;  // last: it ends before what it uses goes
-};
-
 struct HostStreams::Point {
   std::atomic<bool> is_reached{false};
 };
 
 HostStreams::HostStreams(std::chrono::milliseconds timeout)
     : guard_{&stopped_, &told_to_stop_, &fault_, static_cast<uint64_t>(std::chrono::nanoseconds(timeout).count())} {
-  for (std::unique_ptr<Lane>& lane : lanes_) lane = std::make_unique<Lane>();
+  for (std::unique_ptr<Lane>& lane : lanes_)
+    lane = std::make_unique<Lane>("distca stream", [](std::function<void()>& work) { std::exchange(work, nullptr)(); });
 }
 
 HostStreams::~HostStreams() { drain(); }
@@ -142,7 +97,7 @@ std::shared_ptr<std::byte> HostStreams::open(const Card& from, int64_t bytes) {
 
 void HostStreams::queue(Stream stream, const char* operation, std::span<const TablePart> parts, Work work) {
   auto start = [this, stream, work = std::move(work)](const std::shared_ptr<const Table>& table) {
-    lane(stream).queue([this, work, table] {
+    lane(stream).post([this, work, table] {
       try {
         work(*table);
       } catch (...) {
@@ -164,7 +119,7 @@ void HostStreams::record(int point, Stream stream) {
   }
   auto reached = std::make_shared<Point>();
   points_[static_cast<size_t>(point)] = reached;
-  lane(stream).queue([reached = std::move(reached)] {
+  lane(stream).post([reached = std::move(reached)] {
     reached->is_reached = true;
     reached->is_reached.notify_all();
   });
@@ -176,7 +131,7 @@ void HostStreams::wait_for(Stream stream, int point) {
     return;
   }
   const std::shared_ptr<Point>& awaited = points_[static_cast<size_t>(point)];
-  if (awaited) lane(stream).queue([awaited] { awaited->is_reached.wait(false); });
+  if (awaited) lane(stream).post([awaited] { awaited->is_reached.wait(false); });
 }
 
 void HostStreams::replay(const Tape& tape) {

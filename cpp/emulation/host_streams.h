@@ -4,15 +4,14 @@
 
 #include <array>
 #include <chrono>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <span>
 #include <utility>
 
+#include "common/worker.h"
 #include "transport/streams.h"
 #include "transport/tape.h"
-#include "transport/wrapper.h"
 
 namespace distca::emulation {
 
@@ -46,7 +45,7 @@ class DISTCA_EXPORT HostStreams final : public transport::Streams {
   void stop() noexcept override { transport::set(&told_to_stop_); }
 
  private:
-  class Lane;
+  using Lane = WorkQueue<std::function<void()>>;
   struct Point;
 
   Lane& lane(Stream stream) { return *lanes_[static_cast<size_t>(stream)]; }

@@ -9,6 +9,7 @@
 namespace distca::emulation {
 
 using namespace transport;
+
 namespace {
 
 int64_t nanoseconds(std::chrono::steady_clock::time_point t) {
@@ -29,16 +30,7 @@ LinkTransport::LinkTransport(std::unique_ptr<Transport> inner, const LinkOptions
     : WrappingTransport(std::move(inner)),
       options_(checked(options)),
       last_to_(static_cast<size_t>(inner_->num_ranks())),
-      thread_([this] { deliver(); }) {}
-
-LinkTransport::~LinkTransport() {
-  if (thread_.is_forked()) return;
-  {
-    const std::lock_guard lock(thread_.mutex());
-    closing_ = true;
-  }
-  thread_.posted().notify_one();
-}
+      thread_("distca link", [this] { deliver(); }) {}
 
 void LinkTransport::put(int peer, int64_t heap_offset, int64_t dst_row_stride, int64_t dst_head_stride,
                         const RowView& src, const RowExtent& extent) {
@@ -69,7 +61,7 @@ void LinkTransport::send(const Item& item) {
 
 void LinkTransport::quiet_until(uint64_t mark) {
   std::unique_lock lock(thread_.mutex());
-  thread_.made().wait(lock, [&] { return numbers_.empty() || *numbers_.begin() > mark; });
+  thread_.done().wait(lock, [&] { return numbers_.empty() || *numbers_.begin() > mark; });
   lock.unlock();
   inner_->quiet();
 }
@@ -82,7 +74,7 @@ void LinkTransport::cancel() noexcept {
   std::unique_lock lock(thread_.mutex());
   for (const Item& item : under_way_) numbers_.erase(item.number);
   under_way_.clear();
-  thread_.made().wait(lock, [&] { return numbers_.empty(); });  // what is being delivered
+  thread_.done().wait(lock, [&] { return numbers_.empty(); });  // what is being delivered
   inner_->cancel();
 }
 
@@ -94,7 +86,7 @@ std::vector<Transfer> LinkTransport::take_transfers() {
 void LinkTransport::deliver() {
   ::prctl(PR_SET_TIMERSLACK, 1UL);  // sleeps end when they should, not 50 us later
   std::unique_lock lock(thread_.mutex());
-  while (!closing_) {
+  while (!thread_.is_stopping()) {
     if (under_way_.empty()) {
       thread_.posted().wait(lock);
       continue;
@@ -113,7 +105,7 @@ void LinkTransport::deliver() {
     if (!item.write.is_signal)
       transfers_.push_back(
           {item.write.peer, item.write.extent.bytes(), nanoseconds(item.begin), nanoseconds(item.end)});
-    thread_.made().notify_all();
+    thread_.done().notify_all();
   }
 }
 

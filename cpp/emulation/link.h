@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/error.h"
+#include "common/worker.h"
 #include "transport/wrapper.h"
 
 namespace distca::emulation {
@@ -31,7 +32,6 @@ struct Transfer {
 class DISTCA_EXPORT LinkTransport final : public transport::WrappingTransport {
  public:
   LinkTransport(std::unique_ptr<transport::Transport> inner, const LinkOptions& options);
-  ~LinkTransport() override;
 
   /// What has arrived since the call before.
   std::vector<Transfer> take_transfers();
@@ -69,8 +69,7 @@ class DISTCA_EXPORT LinkTransport final : public transport::WrappingTransport {
   std::set<Item> under_way_;                // this and what follows under the thread's mutex
   std::set<uint64_t> numbers_;              // of the items under way
   std::vector<Transfer> transfers_;
-  bool closing_ = false;
-  transport::WritingThread thread_;  // last: it ends before what it uses goes
+  Worker thread_;  // last: it ends before what it uses goes
 };
 
 }  // namespace distca::emulation

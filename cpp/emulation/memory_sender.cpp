@@ -1,31 +1,23 @@
 #include "emulation/memory_sender.h"
 
 #include <cstring>
-#include <deque>
-#include <mutex>
 #include <thread>
 #include <utility>
 
-#include "transport/fork_guard.h"
-#include "transport/wrapper.h"
+#include "common/worker.h"
 
 namespace distca::emulation {
 
 using namespace transport;
+
 namespace {
 
 class MemorySender final : public Sender {
  public:
   MemorySender(int rank, std::vector<DeviceMemory> ranks)
-      : own_(ranks[static_cast<size_t>(rank)]), ranks_(std::move(ranks)), thread_([this] { run(); }) {}
-  ~MemorySender() override {
-    if (thread_.is_forked()) return;
-    {
-      const std::lock_guard lock(thread_.mutex());
-      closing_ = true;
-    }
-    thread_.posted().notify_one();
-  }
+      : own_(ranks[static_cast<size_t>(rank)]),
+        ranks_(std::move(ranks)),
+        queue_("distca network", [this](const Sent& sent) { deliver(sent); }) {}
 
   void send(const Tables& tables, const Guard& guard, void* /*stream*/) override {
     for (uint64_t i = 0; i < *tables.num_messages; ++i) {
@@ -33,17 +25,10 @@ class MemorySender final : public Sender {
       if (is_stopped(guard)) return;
       if (m.credit != nullptr && !await(guard, {m.credit, m.credit_value, m.peer, Awaited::kCredit, m.round})) return;
       const SendPiece* const pieces = tables.pieces + m.first_piece;
-      {
-        const std::lock_guard lock(thread_.mutex());
-        queue_.push_back({m, {pieces, pieces + m.num_pieces}});
-      }
-      thread_.posted().notify_one();
+      queue_.post({m, {pieces, pieces + m.num_pieces}});
     }
   }
-  void quiet(void* /*stream*/) override {
-    std::unique_lock lock(thread_.mutex());
-    thread_.made().wait(lock, [&] { return queue_.empty(); });
-  }
+  void quiet(void* /*stream*/) override { queue_.drain(); }
 
  private:
   struct Sent {
@@ -61,25 +46,9 @@ class MemorySender final : public Sender {
     if (m.signal != nullptr) store_release(peer.words + (m.signal - own_.words), m.signal_value);
   }
 
-  void run() {
-    std::unique_lock lock(thread_.mutex());
-    while (true) {
-      thread_.posted().wait(lock, [&] { return closing_ || !queue_.empty(); });
-      if (queue_.empty()) return;
-      const Sent& sent = queue_.front();  // stays where it is: others are only added behind it
-      lock.unlock();
-      deliver(sent);
-      lock.lock();
-      queue_.pop_front();
-      thread_.made().notify_all();
-    }
-  }
-
   DeviceMemory own_;
   std::vector<DeviceMemory> ranks_;
-  std::deque<Sent> queue_;
-  bool closing_ = false;
-  WritingThread thread_;  // last: it ends before what it uses goes
+  WorkQueue<Sent> queue_;  // last: it ends before what it uses goes
 };
 
 }  // namespace

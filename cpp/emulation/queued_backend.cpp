@@ -9,6 +9,7 @@
 namespace distca::emulation {
 
 using namespace runtime;
+
 namespace {
 
 using transport::Table;

@@ -11,6 +11,7 @@
 namespace distca::emulation {
 
 using namespace runtime;
+
 namespace {
 
 class ReplayBackend final : public WrappingBackend {

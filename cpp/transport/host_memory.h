@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "common/error.h"
-#include "transport/fork_guard.h"
+#include "common/fork_guard.h"
 #include "transport/transport.h"
 
 namespace distca::transport {

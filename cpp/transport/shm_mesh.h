@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "common/error.h"
-#include "transport/fork_guard.h"
+#include "common/fork_guard.h"
 #include "transport/shm_address.h"
 
 namespace distca::transport::shm {

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "common/worker.h"
 #include "transport/host_memory.h"
 
 namespace distca::transport {
@@ -33,22 +34,14 @@ DeviceHeaps allocate_heaps(int64_t heap_bytes, int64_t num_words, std::span<cons
 /// Looks at what only the host can see, every few milliseconds.
 class StreamTransport::Watch {
  public:
-  explicit Watch(std::function<void()> look) : look_(std::move(look)), thread_([this] { run(); }) {}
-  ~Watch() {
-    if (thread_.is_forked()) return;
-    {
-      const std::lock_guard lock(thread_.mutex());
-      closing_ = true;
-    }
-    thread_.posted().notify_one();
-  }
+  explicit Watch(std::function<void()> look) : look_(std::move(look)), thread_("distca watch", [this] { run(); }) {}
 
   bool is_forked() const { return thread_.is_forked(); }
 
  private:
   void run() {
     std::unique_lock lock(thread_.mutex());
-    while (!thread_.posted().wait_for(lock, std::chrono::milliseconds(2), [&] { return closing_; })) {
+    while (!thread_.posted().wait_for(lock, std::chrono::milliseconds(2), [&] { return thread_.is_stopping(); })) {
       lock.unlock();
       look_();
       lock.lock();
@@ -56,8 +49,7 @@ class StreamTransport::Watch {
   }
 
   std::function<void()> look_;
-  bool closing_ = false;
-  WritingThread thread_;  // last: it ends before what it uses goes
+  Worker thread_;  // last: it ends before what it uses goes
 };
 
 StreamTransport::StreamTransport(const char* name, std::unique_ptr<Transport> control, std::shared_ptr<Streams> streams,

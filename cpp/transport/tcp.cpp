@@ -11,10 +11,10 @@
 #include <utility>
 #include <vector>
 
+#include "common/worker.h"
 #include "transport/host_memory.h"
 #include "transport/tcp_connection.h"
 #include "transport/tcp_mesh.h"
-#include "transport/wrapper.h"
 
 namespace distca::transport {
 namespace {
@@ -63,7 +63,7 @@ class TcpTransport final : public HostTransport {
         wake_(make_eventfd()),
         peers_(std::make_unique<std::vector<Peer>>(std::make_move_iterator(sockets.begin()),
                                                    std::make_move_iterator(sockets.end()))),
-        thread_([this] { serve(); }) {}
+        thread_("distca tcp", [this] { serve(); }) {}
 
   ~TcpTransport() override {
     if (!in_home_process()) {
@@ -73,11 +73,12 @@ class TcpTransport final : public HostTransport {
     std::unique_lock lock(thread_.mutex());
     for (Peer& peer : *peers_) static_cast<void>(post(peer, {.kind = Kind::kGoodbye}));
     // Else the system could break a connection on which something arrives unread, and the goodbye would be lost.
-    thread_.made().wait_for(lock, kParting, [&] {
+    thread_.done().wait_for(lock, kParting, [&] {
       return std::all_of(peers_->begin(), peers_->end(),
                          [](const Peer& peer) { return !peer.is_open() || peer.has_read_goodbye; });
     });
-    is_closing_ = true;
+    lock.unlock();
+    thread_.stop();
     wake();
   }
 
@@ -151,7 +152,7 @@ class TcpTransport final : public HostTransport {
     peer.first = first;
     peer.num_asked = count;
     peer.num_answered = 0;
-    thread_.made().wait_for(lock, kPatience, [&] { return !peer.owes_answer() || !is_present(from); });
+    thread_.done().wait_for(lock, kPatience, [&] { return !peer.owes_answer() || !is_present(from); });
     return !peer.owes_answer();
   }
 
@@ -162,7 +163,7 @@ class TcpTransport final : public HostTransport {
       fds.assign(1, {.fd = wake_.get(), .events = POLLIN, .revents = 0});
       {
         const std::lock_guard lock(thread_.mutex());
-        if (is_closing_) return;
+        if (thread_.is_stopping()) return;
         for (const Peer& peer : *peers_) {
           const int events = POLLIN | (peer.connection.has_unsent() ? POLLOUT : 0);
           fds.push_back({.fd = peer.connection.descriptor(), .events = static_cast<short>(events), .revents = 0});
@@ -216,7 +217,7 @@ class TcpTransport final : public HostTransport {
       default:
         return false;
     }
-    thread_.made().notify_all();
+    thread_.done().notify_all();
     return true;
   }
 
@@ -235,15 +236,14 @@ class TcpTransport final : public HostTransport {
     at(peer).connection.close();
     if (is_present(peer)) region(peer).set_state(RankState::kDied);
     region(rank()).ring();
-    thread_.made().notify_all();
+    thread_.done().notify_all();
   }
 
   Mapping memory_;
   const int64_t num_signals_;
   Descriptor wake_;
-  bool is_closing_ = false;
   std::unique_ptr<std::vector<Peer>> peers_;  // one a rank; the own one is not connected
-  mutable WritingThread thread_;              // last: it ends before what it uses goes
+  mutable Worker thread_;                     // last: it ends before what it uses goes
 };
 
 /// The parsed addresses, after checking that this rank's own is among them.

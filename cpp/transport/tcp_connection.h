@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/fork_guard.h"
+#include "common/fork_guard.h"
 
 namespace distca::transport::tcp {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "transport/fork_guard.h"
+#include "common/fork_guard.h"
 #include "transport/tcp_address.h"
 
 namespace distca::transport::tcp {

@@ -1,11 +1,7 @@
 #include "transport/wrapper.h"
 
-#include <pthread.h>
-
-#include <csignal>
 #include <utility>
 
-#include "transport/fork_guard.h"
 #include "transport/host_memory.h"
 
 namespace distca::transport {
@@ -40,23 +36,5 @@ WrappingTransport::Write WrappingTransport::checked_signal(int peer, int64_t wor
   static_cast<void>(inner_->peek(peer, word));
   return {.peer = peer, .is_signal = true, .word = word, .value = value};
 }
-
-WritingThread::WritingThread(const std::function<void()>& body)
-    : shared_(std::make_unique<Shared>()), generation_(fork_generation()) {
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  shared_->thread = std::thread(body);
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-}
-
-WritingThread::~WritingThread() {
-  if (is_forked())
-    static_cast<void>(shared_.release());
-  else
-    shared_->thread.join();
-}
-
-bool WritingThread::is_forked() const { return generation_ != fork_generation(); }
 
 }  // namespace distca::transport

@@ -1,11 +1,7 @@
 // What transports have in common that stand in front of another one and hold back what is written through them.
 #pragma once
 
-#include <condition_variable>
-#include <functional>
 #include <memory>
-#include <mutex>
-#include <thread>
 
 #include "common/error.h"
 #include "transport/transport.h"
@@ -58,31 +54,6 @@ class DISTCA_EXPORT WrappingTransport : public Transport {
   void doze(uint32_t seen, std::chrono::microseconds at_most) const override { inner_->doze(seen, at_most); }
 
   std::unique_ptr<Transport> inner_;
-};
-
-/// A thread that makes what was held back, with what it shares with the rank's own. Signals of the system are for the
-/// threads of the program, not for this one. In a forked child the thread is the parent's: there is nothing to end, and
-/// a mutex or condition that it held or waited for can be neither used nor destroyed.
-class DISTCA_EXPORT WritingThread {
- public:
-  explicit WritingThread(const std::function<void()>& body);
-  /// Joins; `body` must have been told to return.
-  ~WritingThread();
-  WritingThread(const WritingThread&) = delete;
-
-  bool is_forked() const;
-  std::mutex& mutex() { return shared_->mutex; }
-  std::condition_variable& posted() { return shared_->posted; }
-  std::condition_variable& made() { return shared_->made; }
-
- private:
-  struct Shared {
-    std::mutex mutex;
-    std::condition_variable posted, made;
-    std::thread thread;
-  };
-  std::unique_ptr<Shared> shared_;
-  uint32_t generation_;
 };
 
 }  // namespace distca::transport

@@ -173,7 +173,7 @@ FAULTS = [
     ),
     Fault(
         "a forked child keeps the sockets",
-        "cpp/transport/fork_guard.cpp",
+        "cpp/common/fork_guard.cpp",
         "                     for (const int fd : watch().open) ::close(fd);",
         "",
         (f"{DEATH}::test_a_forked_child_that_lives_on_does_not_hide_the_death_of_its_parent",),

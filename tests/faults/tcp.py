@@ -30,7 +30,7 @@ FAULTS = [
     Fault(
         "a peek does not wait for its answer",
         "cpp/transport/tcp.cpp",
-        "    thread_.made().wait_for(lock, kPatience, [&] { return !peer.owes_answer() || !is_present(from); });\n",
+        "    thread_.done().wait_for(lock, kPatience, [&] { return !peer.owes_answer() || !is_present(from); });\n",
         "",
         (WORDS,),
     ),

@@ -1,4 +1,4 @@
-#include "transport/fork_guard.h"
+#include "common/fork_guard.h"
 
 #include <pthread.h>
 #include <unistd.h>
@@ -8,7 +8,7 @@
 #include <mutex>
 #include <vector>
 
-namespace distca::transport {
+namespace distca {
 namespace {
 
 // Global, because fork is: the handlers get no argument. Never destroyed, since a fork may come during exit.
@@ -65,4 +65,4 @@ void Descriptor::reset() noexcept {
   ::close(fd);
 }
 
-}  // namespace distca::transport
+}  // namespace distca

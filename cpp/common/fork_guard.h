@@ -10,7 +10,7 @@
 
 #include "common/error.h"
 
-namespace distca::transport {
+namespace distca {
 
 /// Starts counting forks; the first call of a process installs the handler.
 void watch_forks();
@@ -43,4 +43,4 @@ class DISTCA_EXPORT Descriptor {
   uint32_t generation_ = 0;
 };
 
-}  // namespace distca::transport
+}  // namespace distca
