@@ -15,7 +15,8 @@ void bind_transports(py::module_& m) {
       .def(py::init<>())
       .def_property_readonly("address", &transport::ShmListener::address);
   m.def(
-      "share_memory", [](const std::vector<std::string>& addresses) { return transport::share_memory(addresses); },
+      "can_share_memory",
+      [](const std::vector<std::string>& addresses) { return transport::can_share_memory(addresses); },
       py::arg("addresses"));
   py::class_<transport::TcpListener>(m, "TcpListener")
       .def(py::init<const std::string&>(), py::arg("host"))

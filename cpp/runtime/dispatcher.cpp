@@ -18,15 +18,15 @@ Dispatcher::~Dispatcher() = default;
 void Dispatcher::forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
                          const Parallel& parallel) {
   Step& s = begin(slice, tensors, scores, Part::kWhole);
-  compute(s, parallel);
-  take_in(s);
+  attend_rows(s, parallel);
+  collect_rows(s);
 }
 
 void Dispatcher::backward(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
                           const Parallel& parallel) {
   Step& s = begin(slice, tensors, scores, parallel, Part::kWhole);
-  compute(s, parallel);
-  take_in(s);
+  attend_rows(s, parallel);
+  collect_rows(s);
 }
 
 void Dispatcher::check_slot() const {
@@ -85,12 +85,12 @@ Dispatcher::Step& Dispatcher::step_for(Part part, uint64_t number) {
 
 void Dispatcher::attend(Step& s, const Parallel& parallel) {
   protocol_.resume(s.id, Part::kAttend);
-  compute(s, parallel);
+  attend_rows(s, parallel);
 }
 
 std::shared_ptr<void> Dispatcher::collect(Step& s) {
   protocol_.resume(s.id, Part::kCollect);
-  take_in(s);
+  collect_rows(s);
   return std::move(s.owner);
 }
 
@@ -107,7 +107,7 @@ Dispatcher::Step& Dispatcher::begin(const plan::SliceView& slice, const ForwardT
   s.set(TensorKind::kLse, t.lse);
   s.retained = t.retained;
   open(s, part);
-  send_in(s);
+  dispatch_rows(s);
   return s;
 }
 
@@ -137,7 +137,7 @@ Dispatcher::Step& Dispatcher::begin(const plan::SliceView& slice, const Backward
   s.set(TensorKind::kDv, t.dv);
   s.retained = t.retained;
   open(s, part);
-  send_in(s);
+  dispatch_rows(s);
   return s;
 }
 
@@ -162,7 +162,7 @@ void Dispatcher::open(Step& s, Part part) {
 }
 
 /// Rows of this home go to their servers' arenas; rows that this server assembles from its own tensor are copied.
-void Dispatcher::send_in(const Step& step) {
+void Dispatcher::dispatch_rows(const Step& step) {
   const Protocol::Timer timer(protocol_, "dispatch");
   int64_t open_peer = -1;
   const auto close = [&] {
@@ -189,7 +189,7 @@ void Dispatcher::send_in(const Step& step) {
   }
   close();
   run_rows();
-  protocol_.exchange(/*more=*/true);
+  protocol_.flush(/*more=*/true);
 }
 
 /// Computes the groups that need no row of another rank, or the others.
@@ -286,14 +286,14 @@ std::span<const attention::KeyGradRun> Dispatcher::add_gradient_runs(const Step&
 
 /// All that this server computes of the step; what needs no row of another rank first, while those arrive. The first
 /// round of results goes home.
-void Dispatcher::compute(Step& step, const Parallel& parallel) {
+void Dispatcher::attend_rows(Step& step, const Parallel& parallel) {
   const Protocol::Timer timer(protocol_, "attend");
   attend_groups(step, /*local=*/true, parallel);
   protocol_.await_rows(step.slice.waits(step.phase()), Direction::kIn, 0);
   attend_groups(step, /*local=*/false, parallel);
   send_home(step, 0);
   if (step.phase() == Phase::kForward && step.retained != nullptr) retain_keys(step);
-  step.more = protocol_.exchange(step.num_rounds > 1);
+  step.more = protocol_.flush(step.num_rounds > 1);
   step.state = Step::State::kAttended;
 }
 
@@ -318,13 +318,13 @@ void Dispatcher::retain_keys(const Step& step) {
 /// Results come home, round by round. A home grants round j + 1 after it took in round j, and every rank sends its
 /// round-j rows before it waits for those of its own round j; so, by induction over j, no rank waits for ever. Where
 /// ranks exchange rows together, all of them go on as long as one has a round left.
-void Dispatcher::take_in(Step& step) {
+void Dispatcher::collect_rows(Step& step) {
   const Protocol::Timer timer(protocol_, "collect");
   receive_home(step, 0);
   for (int64_t round = 1; step.more; ++round) {
     protocol_.grant_round(step.slice.waits(step.phase()), round);
     send_home(step, round);
-    step.more = protocol_.exchange(round + 1 < step.num_rounds);
+    step.more = protocol_.flush(round + 1 < step.num_rounds);
     receive_home(step, round);
   }
   fill_padding(step);

@@ -89,9 +89,9 @@ class Dispatcher {
               const Parallel& parallel, Part part);
   Step& free_step();
   void open(Step& step, Part part);
-  void send_in(const Step& step);
-  void compute(Step& step, const Parallel& parallel);
-  void take_in(Step& step);
+  void dispatch_rows(const Step& step);
+  void attend_rows(Step& step, const Parallel& parallel);
+  void collect_rows(Step& step);
 
   void attend_groups(const Step& step, bool local, const Parallel& parallel);
   /// Where the key gradients of a group go; the runs join grads_.

@@ -257,7 +257,7 @@ void Protocol::announce(plan::Direction direction, int64_t peer, int64_t round) 
     transport_->signal(static_cast<int>(peer), word, sequence(at_.now.number, round));
 }
 
-bool Protocol::exchange(bool more) {
+bool Protocol::flush(bool more) {
   if (stream_) {
     stream_->send(slot());
     return more;

@@ -12,7 +12,8 @@
 // No rank waits for ever, by induction over the calls. Whatever dispatch waits for (credit), peers give when they come
 // to the same call, before they wait themselves, or gave at the end of an earlier one. Whatever attend waits for (rows
 // of the step, credit to send results home) was given in the step's dispatch, and the first round that collect waits
-// for in its attend: earlier calls, which all ranks complete. Of the rounds within collect see Dispatcher::collect.
+// for in its attend: earlier calls, which all ranks complete. Dispatcher::collect_rows has the argument for the rounds
+// within collect.
 //
 // Over a collective transport rows reach a slot only in an exchange, to which its owner comes when the slot is free: so
 // there is no credit. All ranks compare their steps in every exchange, before rows move, and who is gone is noticed
@@ -116,9 +117,13 @@ class Protocol {
            const RowExtent& extent);
   /// Tells `peer` that all rows of this message are there.
   void announce(plan::Direction direction, int64_t peer, int64_t round);
-  /// Rows announced before it on other ranks have arrived after it, where the transport is collective; else it does
-  /// nothing. Returns whether any rank (else: this rank) wants `more`.
-  bool exchange(bool more);
+  /// Delivers what was put, granted and announced since the last flush. It returns whether there is to be another
+  /// flush in this step.
+  /// - Direct transports: it does nothing, because puts and signals are on their way already. It returns `more`.
+  /// - Collective transports: all ranks exchange their rows here. Rows that other ranks announced before their flush
+  ///   have then arrived. It returns whether any rank wants `more`.
+  /// - Queued steps: the tables of this slot are sent to the streams. It returns `more`.
+  bool flush(bool more);
   /// Waits for the rows of all messages of that direction and round.
   void await_rows(std::span<const plan::WaitRow> waits, plan::Direction direction, int64_t round);
   /// Of a step that is queued: rows to be returned become NaN if there was a fault.

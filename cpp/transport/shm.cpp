@@ -85,7 +85,7 @@ std::string ShmListener::address() const {
   return listener_->address.to_string();
 }
 
-bool share_memory(std::span<const std::string> addresses) {
+bool can_share_memory(std::span<const std::string> addresses) {
   if (addresses.empty()) return true;
   const shm::Address first = shm::Address::parse(addresses.front());
   return std::all_of(addresses.begin(), addresses.end(), [&](const std::string& text) {

@@ -38,7 +38,7 @@ class DISTCA_EXPORT ShmListener {
 
 /// Whether ranks that listen at these addresses can reach each other through shared memory. Throws InvalidArgumentError
 /// for what is no address.
-DISTCA_EXPORT bool share_memory(std::span<const std::string> addresses);
+DISTCA_EXPORT bool can_share_memory(std::span<const std::string> addresses);
 
 /// Connects the ranks that listen at `addresses` (one a rank, this rank's own among them) to each other. All of them
 /// must call it with the same addresses and sizes. The listener is used up.

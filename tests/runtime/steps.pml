@@ -1,8 +1,8 @@
 /* The step protocol of cpp/runtime, for spin: three ranks, two slots, three steps or more, several plans and orders of
  * calls.
  *
- * Names are those of the code: `dispatch`, `attend` and `collect` are Dispatcher::begin, ::compute and ::take_in; what
- * they call is in dispatcher.cpp and protocol.cpp. A loop here over peers with SENDS_... is a loop there over
+ * Names are those of the code: `dispatch`, `attend` and `collect` are Dispatcher::begin, ::attend_rows and ::collect_rows;
+ * what they call is in dispatcher.cpp and protocol.cpp. A loop here over peers with SENDS_... is a loop there over
  * slice.waits(phase) or slice.sends(phase). Checked are deadlock (by spin itself) and, by assertion, that
  *   - a server computes on rows of this step, and a home takes in results of this step, round and server, although
  *     who frees a slot wipes it and a round lies over another server's rows of the round before;
@@ -190,7 +190,7 @@ inline await_credit_in(n) {
 #endif
 }
 
-inline send_in(n) {
+inline dispatch_rows(n) {
   for (p : 0 .. 2) {
     if
     :: SENDS_IN(n, me, p) ->
@@ -251,7 +251,7 @@ inline await_rows_home(n, round) {
 }
 
 /* The second half of receive_home. */
-inline take_in(n, round) {
+inline collect_rows(n, round) {
   for (p : 0 .. 2) {
     if
     :: SENDS_HOME(n, round, p, me) ->
@@ -329,7 +329,7 @@ proctype Rank(byte me) {
   :: atomic {
        call == 0 && step > 0 -> /* dispatch */
        open(step);
-       send_in(step);
+       dispatch_rows(step);
        next_call()
      }
   :: atomic {
@@ -363,7 +363,7 @@ proctype Rank(byte me) {
        await_rows_home(step, 0)
      }
      atomic {
-       take_in(step, 0);
+       collect_rows(step, 0);
 #if !defined(FAULT_NO_ROUND_CREDIT) && !defined(FAULT_ROUND_CREDIT_TOO_EARLY)
        grant_round(step, 1);
 #endif
@@ -371,7 +371,7 @@ proctype Rank(byte me) {
        await_rows_home(step, 1)
      }
      atomic {
-       take_in(step, 1);
+       collect_rows(step, 1);
        protocol_end(step);
        next_call()
      }

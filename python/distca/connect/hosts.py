@@ -31,7 +31,7 @@ def listen(
     if group is None:
         return shm, [shm.address]
     addresses = gather_text(shm.address, group, timeout)
-    if _C.share_memory(addresses):
+    if _C.can_share_memory(addresses):
         return shm, addresses
     tcp, problem = None, ""
     host = host_address(group, timeout=timeout)

@@ -164,7 +164,7 @@ def init(
     listener = _C.ShmListener()
     rank = dist.get_rank(group) if group is not None else 0
     addresses = gather_text(listener.address, group, timeout) if group is not None else [listener.address]
-    if group is not None and transport == "auto" and link is None and not _C.share_memory(addresses):
+    if group is not None and transport == "auto" and link is None and not _C.can_share_memory(addresses):
         if device != "cpu":
             return Context(nvshmem.connect(group, device, attention, name, options, put_ctas), heads, cost, nsys=nsys)
         return _over_torch(group, name, heads, cost, options, nsys)
