@@ -2,10 +2,10 @@
 
     python examples/plain_loop.py
 
-Two CPU ranks train one attention layer on packed documents of very different lengths: without distca, rank 0 would
-compute 3.6 times the attention of rank 1. Then one process trains the same weights on all documents, by PyTorch's own
-attention, one document at a time. The program prints the plan, the losses of both runs, and the largest difference
-between their weights.
+Two CPU ranks train one attention layer on packed documents of very different lengths. Every step has other documents,
+and the ranks do not have equally many tokens. Then one process trains the same weights on all documents, by PyTorch's
+own attention, one document at a time. The program prints the plan of the last step, the losses of both runs, and the
+largest difference between their weights.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distca
 
-LENGTHS = [[1900], [700, 70, 1, 500, 129, 500]]  # tokens of the documents on each rank
-HEADS = distca.Heads(q=8, kv=2, dim=32, dtype=torch.float32)
-WIDTH, STEPS = 256, 3
+HEADS, WIDTH = distca.Heads(q=8, kv=2, dim=32), 256
+# Tokens of the documents of three steps, on rank 0 and on rank 1.
+STEPS = [[[90, 260], [1500, 64]], [[800, 800], [1, 1200]], [[1900], [700, 70, 1, 500]]]
 
 
 class Attention(torch.nn.Module):
@@ -27,27 +27,28 @@ class Attention(torch.nn.Module):
         self.qkv = torch.nn.Linear(WIDTH, (HEADS.q + 2 * HEADS.kv) * HEADS.dim)
         self.out = torch.nn.Linear(HEADS.q * HEADS.dim, WIDTH)
 
-    def forward(self, x, plan):  # x: [rows, WIDTH], the documents of this rank one after another
+    def forward(self, x, plan):  # x: [rows, WIDTH]; a row is a token of this rank's documents
         rows = self.qkv(x).unflatten(-1, (-1, HEADS.dim))  # [rows, heads, dim]
         q, k, v = rows.split((HEADS.q, HEADS.kv, HEADS.kv), dim=1)
-        out, lse = distca.core_attention(q, k, v, plan)  # called by all ranks; [rows, HEADS.q, dim]
+        out, lse = distca.core_attention(q, k, v, plan)  # all ranks call it; [rows, HEADS.q, dim]
         return self.out(out.flatten(1))
 
 
-def train_on_a_rank():
-    with distca.init(max_tokens=1900, heads=HEADS) as context:  # every process becomes a rank
-        layout = distca.Layout.from_documents(LENGTHS)  # each rank knows the lengths on all ranks
-        plan = distca.plan(layout, HEADS, context=context, tolerance=0.01)  # the same on all ranks
-        model, losses = DistributedDataParallel(with_weights(Attention())), []
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        x, y = batch(context.rank)
-        for _ in range(STEPS):
-            loss = F.mse_loss(model(x, plan), y)
+def train_on_a_rank():  # distca.launch(train_on_a_rank, ranks=2) runs it in two processes
+    model, losses = DistributedDataParallel(with_weights(Attention())), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with distca.init(max_tokens=1900, heads=HEADS) as context:  # this process becomes a rank
+        for step, lengths in enumerate(STEPS):  # each rank knows the lengths on all ranks
+            layout = distca.Layout.from_documents(lengths)
+            plan = distca.plan(layout, HEADS, context=context, tolerance=0.01)  # alike on all ranks
+            x, y = batch(step, context.rank)
+            # Ranks have different numbers of rows, and DDP takes the mean over ranks. Therefore:
+            loss = F.mse_loss(model(x, plan), y, reduction="sum") / size_of_all_targets(step)
             optimizer.zero_grad()
-            loss.backward()  # all ranks compute here too
+            (loss * context.num_ranks).backward()  # all ranks compute here too
             optimizer.step()
             losses.append(loss.item())
-        return losses, weights_of(model), plan
+    return losses, weights_of(model), plan
 
 
 class AttentionAlone(Attention):
@@ -65,10 +66,10 @@ class AttentionAlone(Attention):
 def train_alone():
     model, losses = with_weights(AttentionAlone()), []
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    batches = [batch(rank) for rank in range(len(LENGTHS))]
-    x, y = (torch.cat(of_ranks) for of_ranks in zip(*batches, strict=True))
-    for _ in range(STEPS):
-        loss = F.mse_loss(model(x, sum(LENGTHS, [])), y)
+    for step, lengths in enumerate(STEPS):
+        batches = [batch(step, rank) for rank in range(len(lengths))]
+        x, y = (torch.cat(of_ranks) for of_ranks in zip(*batches, strict=True))
+        loss = F.mse_loss(model(x, sum(lengths, [])), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -89,23 +90,27 @@ def weights_of(model):
     return [weight.detach().clone() for weight in model.parameters()]
 
 
-def batch(rank):
+def batch(step, rank):
     """Inputs and targets of the rank's rows, [rows, WIDTH] each."""
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randn(2, sum(LENGTHS[rank]), WIDTH, generator=generator)
+    generator = torch.Generator().manual_seed(2 * step + rank)
+    return torch.randn(2, sum(STEPS[step][rank]), WIDTH, generator=generator)
+
+
+def size_of_all_targets(step):
+    """How many numbers the targets of all ranks have together."""
+    return sum(map(sum, STEPS[step])) * WIDTH
 
 
 def main():
-    ranks = distca.launch(train_on_a_rank, ranks=len(LENGTHS))
+    ranks = distca.launch(train_on_a_rank, ranks=2)
     of_ranks, weights, plan = [losses for losses, _, _ in ranks], ranks[0][1], ranks[0][2]
     expected_losses, expected_weights = train_alone()
     print(plan)
     for step, expected in enumerate(expected_losses):
-        # The mean of the ranks' losses is that of all rows, because all ranks have as many rows.
-        loss = sum(losses[step] for losses in of_ranks) / len(of_ranks)
+        loss = sum(losses[step] for losses in of_ranks)  # of each rank, its part of the mean over all rows
         print(f"step {step}: loss {loss:.7f} on two ranks, {expected:.7f} in one process")
     difference = max(float((a - b).abs().max()) for a, b in zip(weights, expected_weights, strict=True))
-    print(f"largest difference of a weight after {STEPS} steps: {difference:.1e}")
+    print(f"largest difference of a weight after {len(STEPS)} steps: {difference:.1e}")
 
 
 if __name__ == "__main__":
