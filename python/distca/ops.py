@@ -141,7 +141,7 @@ def serve(
 
     Raises:
         InvalidArgumentError: the phase is another one, or this rank has rows.
-        The errors of `core_attention` are raised too.
+        DistcaError: as in `core_attention`.
     """
     _check_serving("serve", phase, plan)
     name = _name_of(context)
@@ -186,7 +186,7 @@ def serve_ping_pong(
         deterministic: as in `core_attention`, for what this rank computes.
 
     Raises:
-        The errors of `serve`.
+        DistcaError: as in `serve`.
     """
     for both in layers:
         for plan in both:

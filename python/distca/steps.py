@@ -412,7 +412,7 @@ def collect(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         out and lse, as `distca.core_attention` returns them.
 
     Raises:
-        The errors of `attend`.
+        DistcaError: as in `attend`.
     """
     out, lse = step._next(_Collect, "collect")
     step._token = None

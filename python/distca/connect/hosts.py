@@ -25,7 +25,6 @@ def listen(
     It is collective over the group. None stands for a group of this process alone. Ranks wait for each other up to
     `timeout` seconds (None: the group's own timeout). It raises the errors of `host_address`, and InvalidArgumentError
     on all ranks if one of them cannot listen at its address.
-    one cannot listen at its address. Ranks wait for each other up to `timeout` seconds, as there.
     """
     shm = _C.ShmListener()
     if group is None:

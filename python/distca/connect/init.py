@@ -59,8 +59,8 @@ def init(
             - ``"loopback"``: a group of one.
             - ``"auto"``: loopback for one rank. For more ranks on the CPU it is shm if all are on one host and
               otherwise torch; on CUDA it is cuda-ipc if all are on one host and otherwise nvshmem.
-        max_tokens: the most rows that this rank's token tensor will have. With ``heads`` it sets the default size of
-            the heap.
+        max_tokens: the most rows that a rank's token tensor will have, the same on all ranks. With ``heads`` it sets
+            the default size of the heap. It limits nothing else.
         heads: head shape and dtype of the attention layers.
         heap_bytes: size of the symmetric heap, which has two slots, the same on all ranks. The default
             (`default_heap_bytes`) is six times the rank's own rows of q, k, v, out and their gradients. Balanced

@@ -61,7 +61,7 @@ def plan_halves(
         The `plan` for the forward of a model that went through `ping_pong`.
 
     Raises:
-        The errors of `distca.plan`.
+        DistcaError: as in `distca.plan`.
     """
     windows, options = list(windows), {"overlap": True} | options
     parts = halves(layout, window=windows[0] if len(set(windows)) == 1 else None, idle_rows=1)

@@ -170,7 +170,7 @@ class PingPong(torch.nn.Module):
 
         Raises:
             InvalidArgumentError: something in the model rules ping-pong out. The message says what to do instead.
-            The model's own errors are raised as they are. Steps under way are then abandoned, on all ranks.
+            Exception: the model's own errors, as they are. Steps under way are then abandoned, on all ranks.
         """
         self._check()
         return run_halves(self.model, first, second)

@@ -212,7 +212,8 @@ def plans(layout: Layout, heads: Heads, *, windows: Iterable[int | None], **opti
         The plans by window.
 
     Raises:
-        The errors of `plan`; InvalidArgumentError also if there is no window.
+        DistcaError: as in `plan`.
+        InvalidArgumentError: there is no window.
     """
     return Plans({window: plan(layout, heads, window=window, **options) for window in dict.fromkeys(windows)})
 
