@@ -1,4 +1,4 @@
-// Prints digests of plans of all kinds: test_same_plan.py compares those of differently compiled schedulers.
+// Prints digests of plans of all kinds: test_plan_digests.py compares those of differently compiled schedulers.
 #include <cinttypes>
 #include <cstdio>
 #include <memory>

@@ -1,6 +1,6 @@
 """Faults between the ranks of a group: who says what, and a context that is abandoned afterwards.
 
-Here the ranks are threads; processes that really die are in test_death.py.
+Here the ranks are threads; processes that really die are in test_process_death.py.
 """
 
 from __future__ import annotations
