@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include "common/align.h"
 #include "plan/limits.h"
 #include "plan/scheduler.h"
 
@@ -155,7 +156,7 @@ int64_t load_lower_bound(const Layout& layout, const ScheduleOptions& options) {
   const Wide sum = std::accumulate(speeds.begin(), speeds.end(), int64_t{0});
   // Loads at mean speed: load times the mean speed over the server's.
   const bool even = sum == Wide{fastest} * num_servers;
-  const int64_t mean = even ? (total + num_servers - 1) / num_servers : total / num_servers;
+  const int64_t mean = even ? ceil_div(total, num_servers) : total / num_servers;
   return std::max(mean, static_cast<int64_t>(Wide{costliest} * sum / (Wide{fastest} * num_servers))) *
          groups.query_heads_of_group;
 }

@@ -32,7 +32,7 @@ FAULTS = [
     Fault(
         "extents of the arena overlap",
         ARRANGEMENT,
-        "    part += (bytes + kExtentAlignment - 1) / kExtentAlignment * kExtentAlignment;",
+        "    part += round_up(bytes, kExtentAlignment);",
         "    part += bytes / kExtentAlignment * kExtentAlignment;",
         (PLAN, STEPS),
     ),
@@ -122,7 +122,7 @@ FAULTS = [
     ),
     Fault(
         "a plan asks the context that happens to be the default",
-        "python/distca/planner/plan.py",
+        "python/distca/planner/planning.py",
         "here = None if context is None else _context_of(layout, context)",
         'here = _context_of(layout, context if context is not None else "default")',
         ("tests/runtime/test_bad_input.py::test_planning_reads_the_context_that_it_is_given_and_no_other",),
@@ -143,7 +143,7 @@ FAULTS = [
     ),
     Fault(
         "the default heap is smaller than it is said to be",
-        "python/distca/context.py",
+        "python/distca/planner/memory.py",
         "max(6 * max_tokens * row_bytes",
         "max(5 * max_tokens * row_bytes",
         ("tests/plan/test_heap.py",),
