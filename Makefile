@@ -2,7 +2,7 @@
 # make train   train a tiny Llama on two CPU ranks             (ARGS="--steps 50" hands options to `distca train`)
 # make test    run the tests                                   (ARGS="-k plan" hands options to pytest)
 # make training  run the tests that train for minutes, which `make test` leaves out: beside the trainers of transformers
-#              and TRL, every feature of a run, kills and what is resumed
+#              and TRL, the examples, every feature of a run, kills and what is resumed
 # make fuzz    run the tests of the planner, and of changed plans, with 20 times as many random cases
 # make families  run every causal language model of transformers on two ranks: exact, or refused with the reason
 # make faults  plant faults in the sources one by one and check that the tests catch each
@@ -11,6 +11,7 @@
 # make bench   run the short form of all benchmarks and rewrite benchmarks/results
 # make ptxas   print registers, shared memory and spills of the CUDA kernels; fails where attention kernels spill
 # make lint    check formatting and types
+# make docs    build the pages and the reference of the API as a site in build/docs (Python >= 3.11)
 # make wheel   build dist/*.whl
 # make clean   remove what was built, .venv included
 #
@@ -46,10 +47,10 @@ ALL := DISTCA_CUDA=$(or $(DISTCA_CUDA),auto)
 INSTALL := $(PIP) install --no-build-isolation --no-deps --editable .
 
 # Whole runs, one after the other for minutes.
-TRAINING := $(addprefix tests/integrations/test_,trainer.py trl.py) \
+TRAINING := $(addprefix tests/integrations/test_,trainer.py trl.py examples.py) \
   $(addprefix tests/apps/test_train_,reference.py features.py export.py checkpoint.py ends.py)
 
-.PHONY: build train test training fuzz families faults sanitize bench ptxas lint wheel clean
+.PHONY: build train test training fuzz families faults sanitize bench ptxas lint docs wheel clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/built
@@ -57,20 +58,20 @@ build: $(VENV)/built
 train: build
 	$(BIN)/distca train $(ARGS)
 
-test: $(VENV)/built-all
+test: $(VENV)/built-all $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(TRAINING)) $(ARGS)
 
-training: $(VENV)/built-all
+training: $(VENV)/built-all $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TRAINING) $(ARGS)
 
-fuzz: build
+fuzz: build $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --hypothesis-profile=fuzz tests/plan/test_plan.py tests/plan/test_scheduler.py \
 	  tests/plan/test_plan_fuzz.py $(ARGS)
 
-families: build
+families: build $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integrations/families/every_model.py $(ARGS)
 
-faults: $(VENV)/built-all
+faults: $(VENV)/built-all $(VENV)/test-ready
 	PYTHONPATH=tests $(BIN)/python -m faults.planted_faults $(ARGS)
 
 sanitize: $(VENV)/ready
@@ -83,11 +84,14 @@ sanitize: $(VENV)/ready
 bench: build
 	$(BIN)/distca bench all --short --results benchmarks/results $(ARGS)
 
-lint: $(VENV)/ready
+lint: $(VENV)/test-ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+
+docs: $(VENV)/docs-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 ptxas: $(VENV)/built-all
 	$(BIN)/python cuda/ptxas.py report build
@@ -109,8 +113,17 @@ $(VENV)/built-all: $(VENV)/ready $(if $(NVCC),$(VENV)/cuda-ready) $(SOURCES)
 	$(ALL) $(INSTALL)
 	@touch $(VENV)/built $@
 
+$(VENV)/test-ready: $(VENV)/ready
+	$(PIP) install --group test --group lint
+	$(PIP) install --no-deps --group trainer --group trl
+	@touch $@
+
 $(VENV)/cuda-ready: $(VENV)/ready
 	$(PIP) install --no-deps --group cuda
+	@touch $@
+
+$(VENV)/docs-ready: $(VENV)/ready
+	$(PIP) install --group docs
 	@touch $@
 
 $(VENV)/ready: pyproject.toml
@@ -133,8 +146,7 @@ $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
 	@# The first pip that reads the groups of pyproject.toml.
 	$(PIP) install 'pip>=25.1'
-	$(PIP) install $$($(PYTHON) $(HAS_TORCH) || echo --group torch) --group build --group train --group ping-pong --group test --group lint
-	$(PIP) install --no-deps --group trainer --group trl
+	$(PIP) install $$($(PYTHON) $(HAS_TORCH) || echo --group torch) --group build --group train --group ping-pong
 	@! $(PYTHON) $(HAS_TORCH) || { \
 	  echo 'using the PyTorch of $(PYTHON)'; \
 	  $(PYTHON) -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \

@@ -64,7 +64,7 @@ def tokenizer_of(texts: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>")
 
 
-def train(folder: str) -> Trainer:
+def train(folder: str) -> None:
     texts = documents(64)
     tokenizer = tokenizer_of(texts)
     torch.manual_seed(0)
@@ -98,7 +98,6 @@ def train(folder: str) -> Trainer:
     rows = args.per_device_train_batch_size * MAX_LENGTH  # the most that a rank's batch has
     with distca.init(max_tokens=rows, heads=hf.heads_of(model.config, torch.float32)):
         trainer.train()
-    return trainer
 
 
 if __name__ == "__main__":

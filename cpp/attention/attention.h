@@ -1,15 +1,18 @@
-// Core attention over a table of tasks: what every kernel of the library computes.
+// Core attention over a table of tasks: the problem that every kernel of the library solves.
 //
-// For row i of a document, out[i] = softmax(scale * q[i] K^T) V over the keys that the mask lets row i see,
-// and lse[i] = log sum exp(scale * q[i] K^T), natural logarithm. Backward, with P = exp(scale * q K^T - lse) and delta
-// = rowsum(out * dout):  dV = P^T dout,  dS = P * (dout V^T - delta),  dQ = scale * dS K,  dK = scale * dS^T Q.
-// With a softcap c, scores S are c * tanh(scale * q K^T / c) instead, and dS has the factor 1 - (S / c)^2 besides. A
-// sink is one more score of every row of its query head, with a value of nothing; it counts in lse.
+// For row i of a document, over the keys that the mask lets row i see:
+//   out[i] = softmax(scale * q[i] K^T) V
+//   lse[i] = log sum exp(scale * q[i] K^T), natural logarithm
+// Backward, with P = exp(scale * q K^T - lse) and delta = rowsum(out * dout):
+//   dV = P^T dout,  dS = P * (dout V^T - delta),  dQ = scale * dS K,  dK = scale * dS^T Q
+// With a softcap c, scores are S = c * tanh(scale * q K^T / c), and dS has a further factor 1 - (S / c)^2. A sink is
+// one more score of every row of its query head, with a value of zero; it counts in lse.
 //
-// Numerics: products, softmax and sums in fp32. Key blocks start at multiples of kKeyBlockRows from the start of the
-// document and are visited in ascending order; everything that is done for one row depends on that row, its keys and
-// the head shape alone, never on the task it is in. So out, lse and dq of a row are bitwise the same whatever the
-// tasks. No row that a task may not see takes part in any product, not even multiplied by zero.
+// Numerics: products, softmax and sums are fp32. Key blocks start at multiples of kKeyBlockRows from the start of the
+// document and are visited in ascending order. Everything that is done for one row depends on that row, its keys and
+// the head shape alone, never on the task it is in. Therefore out, lse and dq of a row are bitwise the same whatever
+// the tasks are (dq on CUDA: see Problem::deterministic). No row that a task may not see takes part in any product, not
+// even multiplied by zero (on CUDA: see cuda_attention.h).
 #pragma once
 
 #include <cstdint>
@@ -25,11 +28,11 @@
 
 namespace distca::attention {
 
-/// Rows of a key block. Part of the numerics: changing it changes results in the last bits.
+/// Rows of a key block. This is part of the numerics: another number changes results in the last bits.
 inline constexpr int64_t kKeyBlockRows = 64;
 
-/// Where gradients of key/value rows [begin, end) of a document are to be written, in `dtype`. Rows are counted from
-/// `begin`; dk has the group's kv_heads heads of dim elements, dv as many of v_dim.
+/// Where the gradients of key/value rows [begin, end) of a document are written, in `dtype`. Rows are counted from
+/// `begin`. dk has the group's kv_heads heads of dim elements, dv as many of v_dim.
 struct KeyGradRun {
   int64_t begin = 0;
   int64_t end = 0;
@@ -39,29 +42,30 @@ struct KeyGradRun {
 };
 
 /// The keys and values of one document, or of some of its heads, as one server sees them. All views of the group and of
-/// its tasks start at its first key/value head, and at the query heads that share it.
+/// its tasks start at its first key/value head and at the query heads that share it.
 struct KeyGroup {
   int64_t kv_heads = 0;
   /// Document rows that are present.
   int64_t kv_begin = 0;
   int64_t kv_end = 0;
-  /// Entry b says where document row (first_block + b) * kKeyBlockRows and those after it lie: entry = 2 * row +
-  /// source, source 0 being the local tensor, 1 the arena. The row may be negative where kv_begin lies inside the first
+  /// Entry b says where document row (first_block + b) * kKeyBlockRows and those after it lie. It is 2 * row + source,
+  /// where source 0 is the local tensor and 1 the arena. The row may be negative where kv_begin lies inside the first
   /// block.
   int64_t first_block = 0;
   std::span<const int64_t> blocks;
   RowView k[2];
   RowView v[2];
-  /// For each query head one more score that takes part in every row's softmax, with a value of nothing; null for none.
+  /// For each query head one more score, which takes part in every row's softmax with a value of zero; null for none.
   const float* sinks = nullptr;
   /// This group's tasks are tasks[task_begin, task_end) of the problem, ascending by q_begin.
   int64_t task_begin = 0;
   int64_t task_end = 0;
-  /// Backward only: disjoint, ascending, covering [kv_begin, kv_end).
+  /// Backward only: disjoint, in ascending order, covering [kv_begin, kv_end).
   std::span<const KeyGradRun> grads;
 };
 
-/// Query rows [q_begin, q_end) of the group's document. Views count rows from q_begin.
+/// A CA-task as a kernel computes it: query rows [q_begin, q_end) of the group's document. Views count rows from
+/// q_begin.
 struct Task {
   int64_t group = 0;  // index into the problem's groups
   int64_t q_begin = 0;
@@ -74,27 +78,28 @@ struct Task {
   RowView dq;     // written by backward; may be the same memory as dout (same strides)
 };
 
-/// Tasks of one group do not overlap, and each sees keys of its group's [kv_begin, kv_end) only.
+/// Everything that one call of a kernel computes. Tasks of one group do not overlap, and each sees only keys of its
+/// group's [kv_begin, kv_end).
 struct Problem {
   HeadShape heads;  // the model's; a group may have a range of them
   Mask mask;
   float scale = 1.f;
   std::span<const KeyGroup> groups;
   std::span<const Task> tasks;
-  /// Not 0: scores become softcap * tanh(scale * q k / softcap).
+  /// If it is not 0, scores become softcap * tanh(scale * q k / softcap).
   float softcap = 0.f;
-  /// Backward: dq is to have the same bits whatever the tasks, dk and dv the same from run to run. The CPU's always
-  /// have.
+  /// Whether, in backward, dq must have the same bits whatever the tasks are, and dk and dv the same from run to run.
+  /// On the CPU this is always so.
   bool deterministic = true;
 };
 
-/// The CPU kernel. Keeps its scratch memory between calls and allocates nothing once it has seen the largest problem.
-/// One call at a time.
+/// The launcher and kernel for the CPU. It keeps its scratch memory between calls and allocates nothing once it has
+/// seen the largest problem. One call at a time.
 class DISTCA_EXPORT CpuAttention {
  public:
-  /// `isa` forces an instruction set: "avx512_bf16", "avx512", "avx2" or "plain". If empty, the environment variable
-  /// DISTCA_CPU_ISA does; if that is unset, it is the best that this CPU has. InvalidArgumentError for a name that is
-  /// unknown or that this CPU lacks.
+  /// `isa` forces an instruction set: "avx512_bf16", "avx512", "avx2" or "plain". If it is empty, the environment
+  /// variable DISTCA_CPU_ISA does. If that is unset too, the best one that this CPU has is taken. Throws
+  /// InvalidArgumentError for a name that is unknown or that this CPU lacks.
   explicit CpuAttention(std::string_view isa = {});
   ~CpuAttention();
   CpuAttention(CpuAttention&&) noexcept;
@@ -117,8 +122,8 @@ class DISTCA_EXPORT CpuAttention {
 DISTCA_EXPORT void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout,
                            const RowView& delta, const Parallel& parallel);
 
-/// dsinks[h] = - sum over rows of exp(sinks[h] - lse[i, h]) * (out[i, h, :] . dout[i, h, :]), rows ascending, in
-/// double; rows whose lse is -inf give nothing.
+/// dsinks[h] = - sum over rows of exp(sinks[h] - lse[i, h]) * (out[i, h, :] . dout[i, h, :]), in double, rows in
+/// ascending order. Rows whose lse is -inf add nothing.
 DISTCA_EXPORT void sink_gradient(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout,
                                  const RowView& lse, const float* sinks, float* dsinks, const Parallel& parallel);
 

@@ -1,4 +1,4 @@
-// The CPU kernel: checks a problem, expands its tasks to work items and runs the passes over them.
+// The launcher for the CPU: checks a problem, expands its tasks to work items and runs the passes over them.
 #include <cmath>
 #include <limits>
 
@@ -78,17 +78,18 @@ KernelCall::KernelCall(const Problem& p, const MicroKernel& m)
       v_words(p.heads.v_dim / m.word_elements),
       columns(round_up(p.heads.dim, kColumnUnit)),
       v_columns(round_up(p.heads.v_dim, kColumnUnit)),
-      // A step of keys is read once for item_rows * group_heads rows; more would leave the second cache.
+      // A step of keys is read once for item_rows * group_heads rows. More rows would not fit into the second-level
+      // cache.
       item_rows(std::clamp<int64_t>(8 / group_heads, 1, 8) * kTileRows),
-      // The sign goes into the queries; with scale 0, they become zero.
+      // The sign goes into the queries. With scale 0 they become zero.
       scale(p.scale == 0.f ? 1.f : std::abs(p.scale)),
       sign(p.scale > 0.f   ? 1
            : p.scale < 0.f ? -1
                            : 0) {}
 
 struct CpuAttention::State {
-  /// Units are taken in batches of about this many floats of packed memory for each worker: small enough for caches,
-  /// yet work enough for all of them.
+  /// Units are taken in batches of about this many floats of packed memory for each worker. That is small enough for
+  /// caches and work enough for all workers.
   static constexpr int64_t kBatchFloats = int64_t{1} << 20;
 
   const InstructionSet* isa = nullptr;
@@ -96,7 +97,7 @@ struct CpuAttention::State {
   const Pass* pass = nullptr;
   std::vector<Unit> units;  // of all batches
   std::vector<WorkItem> items;
-  std::vector<Buffer> scratch;  // one a worker
+  std::vector<Buffer> scratch;  // one for each worker
   Buffer memory;
   std::unique_ptr<std::atomic<int32_t>[]> progress;
   int64_t num_progress = 0;
@@ -112,7 +113,7 @@ struct CpuAttention::State {
     }
   }
 
-  /// Runs `body` for one batch of units after the other.
+  /// Runs `body` for each batch of units in turn.
   template <class Body>
   void for_each_batch(const Parallel& parallel, const Body& body) {
     const int64_t most = kBatchFloats * std::max(parallel.num_workers, 1);
@@ -131,7 +132,7 @@ struct CpuAttention::State {
     }
   }
 
-  /// Steps of keys of each group that has units in the batch; the item's unit is the first of them.
+  /// Makes the steps of keys of each group that has units in the batch. An item's unit is the first of these units.
   void add_step_items() {
     items.clear();
     for (int64_t u = 0; u < std::ssize(call.units); ++u) {
@@ -162,7 +163,8 @@ struct CpuAttention::State {
     }
   }
 
-  /// Items of a unit stay in ascending order: those of a chunk cost at most what those before it do.
+  /// Makes the chunks of keys. The items of a unit stay in ascending order when they are sorted by cost, because a
+  /// chunk never costs more here than the one before it.
   void add_chunk_items() {
     items.clear();
     const Mask& mask = call.problem->mask;
@@ -185,7 +187,7 @@ struct CpuAttention::State {
     }
   }
 
-  /// One counter a strip of the batch, at zero.
+  /// Sets the counters of the batch, one for each strip and head, to zero.
   void reset_progress() {
     int64_t strips = 0;
     for (size_t i = 0; i < call.units.size(); ++i) {
@@ -225,7 +227,7 @@ struct CpuAttention::State {
     for (int i = 0; i < num_workers; ++i) scratch[static_cast<size_t>(i)].reserve(floats);
     pass = &which;
     next_item.store(0, std::memory_order_relaxed);
-    // One pointer: std::function keeps it inside.
+    // The lambda captures one pointer; std::function keeps that inside itself.
     parallel.run(num_workers, [this](int worker) { work(scratch[static_cast<size_t>(worker)].data()); });
   }
 };

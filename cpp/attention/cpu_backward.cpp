@@ -1,10 +1,10 @@
-// Backward in one pass over the pairs of query rows and keys: a work item is a chunk of keys of a unit, goes over the
-// query rows that see it and adds to dk and dv, which it owns, and to dq, which it shares with the other chunks.
+// Backward, in one pass over the pairs of query rows and keys. A work item is a chunk of keys of a unit. It goes over
+// the query rows that see it, and adds to dk and dv, which it owns, and to dq, which it shares with the other chunks.
 //
-// dq is summed up in the batch's memory. To each tile of query rows the chunks add in ascending order: a chunk waits
-// until the one before it is through with the tile. Items of a unit are handed out in ascending order, so the one that
-// is waited for is at work in another worker, and waits in its turn only for earlier ones: there is no circle. A last
-// pass stores dq, which may lie over dout.
+// dq is summed up in the batch's memory. Chunks add to each strip of query rows in ascending order: a chunk waits until
+// the one before it is done with the strip. No circle of waits is possible. Items of a unit are handed out in ascending
+// order, and therefore the item that is waited for is at work in another worker, and itself waits only for earlier
+// ones. A last pass stores dq, which may lie over dout.
 #include <cmath>
 #include <limits>
 #include <thread>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-/// Query rows that go through a chunk together: a few tiles.
+/// Query rows that go through a chunk together. They are a few tiles.
 constexpr int64_t kStripRows = 2 * kTileRows;
 
 int64_t strips_of(const Task& task) { return ceil_div(task.q_end - task.q_begin, kStripRows); }
@@ -29,7 +29,7 @@ int64_t strips_of(const KernelCall& call, const KeyGroup& group) {
   return strips;
 }
 
-/// A unit's part of the batch's memory: for each strip and head the running dq and sums of probabilities.
+/// A part of the batch's memory: the running dq and the sums of probabilities, for one strip and head of a unit.
 struct StripSums {
   Panels dq;        // [kStripRows, columns]
   float* prob_sum;  // [kStripRows]
@@ -42,7 +42,7 @@ struct StripSums {
   }
 };
 
-/// Keys and values of a chunk, packed in every way that products want them.
+/// Keys and values of a chunk, packed in each way that a product needs them, and their gradients.
 struct ChunkBuffers {
   Panels keys;       // [keys, words]
   Panels key_pairs;  // [keys, columns], pairs of rows
@@ -61,9 +61,9 @@ struct ChunkBuffers {
 
 /// One head's rows of a strip.
 struct StripBuffers {
-  Panels q;        // [rows, words], of one tile where pairs are packed apart
+  Panels q;        // [rows, words]
   Panels q_pairs;  // [rows, columns], pairs of rows
-  Panels dout;     // the same of dout
+  Panels dout;     // [rows, v_words]
   Panels dout_pairs;
   float* queries;      // [tiles] of [words, kTileRows]
   float* out_columns;  // [tiles] of [v_words, kTileRows]: dout transposed
@@ -87,7 +87,7 @@ struct StripBuffers {
     load_rows(call, task.dout, head, task_row, rows, call.problem->heads.v_dim, 1, dout, dout_pairs, out_columns);
     load_column(task.lse, task_row, head, rows, lse);
     load_column(task.delta, task_row, head, rows, delta);
-    // Rows that are none get no probability.
+    // Rows past the last one get no probability.
     std::fill(lse + rows, lse + round_up(rows, kTileRows), -kInfinity);
     std::fill(delta + rows, delta + round_up(rows, kTileRows), 0.f);
   }
@@ -106,7 +106,7 @@ struct StripBuffers {
   }
 };
 
-/// Scores of a step and what becomes of them.
+/// Scores of a step and what is computed from them.
 struct StepBuffers {
   float* scores;       // [keys, kTileRows]
   float* dprobs;       // the same
@@ -136,8 +136,8 @@ int64_t gradient_scratch(const KernelCall& call) {
   return carver.used_floats();
 }
 
-/// The rows of q and dout that are packed next. They lie far apart in memory, so they are fetched into the cache while
-/// the strip before them is at work.
+/// The rows of q and dout that are packed next. They lie far apart in memory. Therefore they are fetched into the cache
+/// while the strip before them is at work.
 struct RowsToCome {
   const Task* task = nullptr;
   int64_t head = 0;
@@ -157,8 +157,8 @@ struct RowsToCome {
 
 Panels from_row(Panels panels, int64_t row) { return {panels.data + row * kPanelWords, panels.panel_stride}; }
 
-/// P, dS and the strip's dq of one tile against one step. `key` is the step's first row in the chunk, `row` the tile's
-/// first in the strip.
+/// Computes P and dS of one tile against one step, and adds to the strip's dq. `key` is the step's first row in the
+/// chunk, `row` the tile's first row in the strip.
 void compute_tile(const KernelCall& call, int64_t key, int64_t row, int64_t rows, Visible visible,
                   const Buffers& buffers, const StripSums& sums) {
   const MicroKernel& micro = *call.micro;
@@ -184,7 +184,8 @@ void compute_tile(const KernelCall& call, int64_t key, int64_t row, int64_t rows
                          nullptr, from_row(sums.dq, row));
 }
 
-/// Adds what `rows` rows of a strip, the first of which is row `first` of the document, do to the chunk [begin, end).
+/// Adds the contribution of `rows` rows of a strip, the first of which is document row `first`, to the gradients of the
+/// chunk [begin, end) and to dq.
 void add_strip(const KernelCall& call, int64_t first, int64_t rows, int64_t begin, int64_t end, const Buffers& buffers,
                const StripSums& sums, const RowsToCome& next) {
   const Mask& mask = call.problem->mask;
@@ -215,7 +216,7 @@ void add_strip(const KernelCall& call, int64_t first, int64_t rows, int64_t begi
   }
 }
 
-/// Waits for the turn of `chunk` at a strip that chunks from `first` on add to.
+/// Waits until `turn` chunks are done with a strip: then it is the next chunk's turn.
 void await_turn(const std::atomic<int32_t>& progress, int64_t turn) {
   for (int spins = 0; progress.load(std::memory_order_acquire) != static_cast<int32_t>(turn); ++spins)
     if (spins > 1000) std::this_thread::yield();
@@ -252,7 +253,7 @@ void work_on_chunk(const KernelCall& call, const WorkItem& item, float* scratch)
   clear_rows(chunk.dk, panels_of(call.columns), 0, round_up(item.end - start, kRowUnit));
   clear_rows(chunk.dv, panels_of(call.v_columns), 0, round_up(item.end - start, kRowUnit));
 
-  int64_t strip = 0;  // of the unit
+  int64_t strip = 0;  // index of the strip in the unit
   for (int64_t t = group.task_begin; t < group.task_end; ++t) {
     const Task& task = call.problem->tasks[static_cast<size_t>(t)];
     const RowRange seeing = rows_seeing(mask, task, item.begin, item.end);
@@ -282,8 +283,8 @@ void work_on_chunk(const KernelCall& call, const WorkItem& item, float* scratch)
 
 int64_t no_scratch(const KernelCall&) { return 0; }
 
-/// The probabilities of a row sum to one but for the rounding of its log-sum-exp, the largest error in them: divide it
-/// out. A sink has its part of them.
+/// Stores dq, divided by the row's sum of probabilities. That sum would be one but for the rounding of the log-sum-exp,
+/// which is the largest error in the probabilities. A sink has its share of the sum.
 void store_query_gradients(const KernelCall& call, const WorkItem& item, float*) {
   const HeadShape& heads = call.problem->heads;
   const Unit& unit = call.units[static_cast<size_t>(item.unit)];

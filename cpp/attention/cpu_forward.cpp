@@ -1,4 +1,4 @@
-// Forward: keys and values are packed once for each unit; then the online softmax of some query rows goes over the
+// Forward. Keys and values are packed once for each unit. Then the online softmax of some query rows goes over the
 // steps of keys in ascending order.
 #include <cmath>
 #include <limits>
@@ -20,7 +20,7 @@ struct PackedStep {
 };
 
 int64_t floats_per_key(const KernelCall& call) {
-  // Pairs: a step holds an even number of keys.
+  // With pairs, a step holds an even number of keys.
   return panels_of(call.words) * kPanelWords + panels_of(call.v_columns) * kPanelWords / call.micro->word_elements;
 }
 
@@ -40,8 +40,8 @@ PackedStep packed_step(const KernelCall& call, const Unit& unit, int64_t step) {
 
 int64_t no_scratch(const KernelCall&) { return 0; }
 
-/// One step of all units of the batch that are of one group. A few rows of every head at a time: the heads of a row lie
-/// side by side in memory.
+/// Packs one step of keys for all units of the batch that belong to one group. It packs a few rows of every head at a
+/// time, because the heads of a row lie side by side in memory.
 void pack_step(const KernelCall& call, const WorkItem& item, float*) {
   constexpr int64_t kRows = 16;
   const HeadShape& heads = call.problem->heads;
@@ -66,7 +66,7 @@ void pack_step(const KernelCall& call, const WorkItem& item, float*) {
 // ---- attend
 
 struct Buffers {
-  int64_t tiles;   // of a head
+  int64_t tiles;   // tiles of a head
   Panels rows;     // a tile's queries as they lie
   float* scores;   // [keys, kTileRows]
   float* queries;  // [heads, tiles] of [words, kTileRows]
@@ -100,7 +100,7 @@ int64_t forward_scratch(const KernelCall& call) {
   return carver.used_floats();
 }
 
-/// One step of one tile.
+/// Attends one tile of queries to one step of keys.
 void attend(const KernelCall& call, const PackedStep& step, int64_t rows, Visible visible, int64_t tile,
             const Buffers& buffers) {
   const ScoreTile scores = tile_of(rows, visible);
@@ -119,8 +119,7 @@ void attend(const KernelCall& call, const PackedStep& step, int64_t rows, Visibl
                          step.values.panel_stride, buffers.rescale, buffers.out_of(call, tile));
 }
 
-/// Row sums become what out is to be divided by, and the log-sum-exp is written. A sink is one more score, with a value
-/// of nothing.
+/// Writes the log-sum-exp, and turns row sums into the divisors of out. A sink is one more score, with a value of zero.
 void finish_rows(const Task& task, const float* sink, int64_t head, int64_t task_row, int64_t rows,
                  const float* row_max, float* row_sum) {
   for (int64_t i = 0; i < rows; ++i) {
@@ -147,7 +146,7 @@ void work(const KernelCall& call, const WorkItem& item, float* scratch) {
   FloatCarver carver(scratch);
   const Buffers buffers(call, carver);
 
-  // All rows of q are read before any of out is written: they may be the same memory.
+  // All rows of q are read before any row of out is written, because they may be the same memory.
   for (int64_t h = 0; h < call.group_heads; ++h) {
     for (int64_t t = 0; t < tiles; ++t) {
       micro.pack_rows(heads.dtype, rows_of(t), heads.dim,

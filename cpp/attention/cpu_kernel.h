@@ -1,6 +1,6 @@
-// What the passes of the CPU kernel share. A call is cut into batches of units; a unit is one key/value head of a
-// group, and a pass over a batch is a list of independent work items, handed out longest first to workers that have
-// scratch memory of their own.
+// The common parts of the passes of the CPU kernel. A call is cut into batches of units; a unit is one key/value head
+// of a group. A pass over a batch is a list of independent work items. They are handed out longest first to workers,
+// each of which has scratch memory of its own.
 #pragma once
 
 #include <sys/mman.h>
@@ -20,8 +20,8 @@
 
 namespace distca::attention {
 
-/// Keys of a step of the online softmax: part of the numerics. Steps start at multiples of this many rows of the
-/// document.
+/// Keys of a step of the online softmax. This is part of the numerics. Steps start at multiples of this many rows of
+/// the document.
 inline constexpr int64_t kStepKeys = 128;
 static_assert(kStepKeys % kKeyBlockRows == 0 && kStepKeys % kRowUnit == 0);
 
@@ -43,7 +43,7 @@ class Buffer {
     void* p = std::aligned_alloc(kHugePage, bytes);
     if (p == nullptr) throw std::bad_alloc();
 #if defined(MADV_HUGEPAGE)
-    madvise(p, bytes, MADV_HUGEPAGE);  // packed rows are read from end to end; a refusal costs speed alone
+    madvise(p, bytes, MADV_HUGEPAGE);  // packed rows are read from end to end; a refusal only costs speed
 #endif
     data_.reset(static_cast<float*>(p));
     size_ = floats;
@@ -58,7 +58,7 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-/// Carves arrays of floats out of a pass's scratch memory, each on cache lines of its own.
+/// Carves arrays of floats out of the scratch memory of a pass, each on cache lines of its own.
 class FloatCarver : public Carver<64> {
  public:
   using Carver::Carver;
@@ -74,12 +74,12 @@ class FloatCarver : public Carver<64> {
 struct Unit {
   int64_t group;
   int64_t kv_head;
-  int64_t offset = 0;  // of its floats in the batch's memory
+  int64_t offset = 0;  // where its floats begin in the batch's memory
   int64_t num_floats = 0;
-  int64_t first_strip = 0;  // of its strips in the batch, see cpu_backward.cpp
+  int64_t first_strip = 0;  // index of its first strip in the batch (see cpu_backward.cpp)
 };
 
-/// Rows [begin, end) of a document for one unit: query rows of task `task`, or key rows where the pass goes by keys.
+/// Rows [begin, end) of a document for one unit: query rows of task `task`, or key rows where the pass goes over keys.
 struct WorkItem {
   int64_t cost;
   int64_t unit;
@@ -88,7 +88,7 @@ struct WorkItem {
   int64_t end;
 };
 
-/// What a worker needs to know about the problem.
+/// The problem, the batch and the numbers that follow from them, as a worker sees them.
 struct KernelCall {
   const Problem* problem = nullptr;
   const MicroKernel* micro = nullptr;
@@ -97,45 +97,46 @@ struct KernelCall {
   std::atomic<int32_t>* progress = nullptr;  // of the batch's strips
   int64_t group_heads = 0;                   // query heads that share a key/value head
   int64_t words = 0;                         // packed words of a row of q and k
-  int64_t v_words = 0;                       // the same of v and dout
-  int64_t columns = 0;                       // of dq and dk as products
-  int64_t v_columns = 0;                     // the same of out and dv
-  int64_t item_rows = 0;                     // most rows of a work item over query rows
-  float scale = 0.f;                         // what scores are multiplied by in the softmax, > 0
-  int sign = 1;                              // and what queries are multiplied by before: scale * sign is the problem's
+  int64_t v_words = 0;                       // packed words of a row of v and dout
+  int64_t columns = 0;                       // columns of dq and dk as products
+  int64_t v_columns = 0;                     // columns of out and dv as products
+  int64_t item_rows = 0;                     // most query rows of a work item
+  float scale = 0.f;                         // factor on scores in the softmax, > 0
+  int sign = 1;                              // factor on queries before that; scale * sign is the problem's scale
 
   KernelCall() = default;
   KernelCall(const Problem& p, const MicroKernel& m);
 
   int64_t words_of(int64_t elements) const { return elements / micro->word_elements; }
-  /// Rows of packed pairs of rows.
+  /// Number of rows that `rows` rows take when packed as pairs.
   int64_t row_words(int64_t rows) const { return (rows + micro->word_elements - 1) / micro->word_elements; }
   const KeyGroup& group_of(const Unit& unit) const { return problem->groups[static_cast<size_t>(unit.group)]; }
 };
 
-/// A pass over the items of a batch: how much scratch an item needs at most, and the work.
+/// A pass over the items of a batch: the work, and how much scratch an item needs at most.
 struct Pass {
   int64_t (*scratch_floats)(const KernelCall&);
   void (*work)(const KernelCall&, const WorkItem&, float* scratch);
 };
 
-/// Forward: items of the first pass are steps of keys, of the second query rows.
+/// Forward: items of the first pass are steps of keys, items of the second are query rows.
 extern const Pass kPackKeysPass;
 extern const Pass kForwardPass;  // out and lse
-/// Backward: items of the first pass are chunks of keys, of the second query rows.
+/// Backward: items of the first pass are chunks of keys, items of the second are query rows.
 extern const Pass kGradientPass;
 extern const Pass kStoreQueryGradientPass;
 
-/// Floats of the batch's memory that one unit takes.
+/// The floats that one unit takes of the batch's memory.
 int64_t forward_unit_floats(const KernelCall& call, const KeyGroup& group);
 int64_t backward_unit_floats(const KernelCall& call, const KeyGroup& group);
-/// Strips of query rows of one unit, each counting the chunks of keys that are done with it.
+/// The number of progress counters of one unit: for each strip of query rows and each query head, how many chunks of
+/// keys are done with it.
 int64_t backward_unit_strips(const KernelCall& call, const KeyGroup& group);
 
 // ---- keys
 
-/// Calls pack(rows of the matrix before, rows, source, its stride) for each run of the document rows [begin, end) that
-/// lies in one place.
+/// Calls pack(document row, number of rows, source, byte stride of the source) for each run of document rows [begin,
+/// end) that lies in one place.
 template <class PackRows>
 void for_each_run(const KeyGroup& group, const RowView (&views)[2], int64_t kv_head, int64_t begin, int64_t end,
                   const PackRows& pack) {
@@ -156,8 +157,8 @@ inline void clear_rows(Panels panels, int64_t num_panels, int64_t begin, int64_t
                 static_cast<size_t>((end - begin) * kPanelWords) * sizeof(float));
 }
 
-/// Packs keys or values of document rows [begin, end) into rows from begin - start on. Rows after them, up to the next
-/// multiple of kRowUnit, become zero; what lies before is left alone.
+/// Packs keys or values of document rows [begin, end) into matrix rows from begin - start on. The rows after them, up
+/// to the next multiple of kRowUnit, become zero. Rows before them are left alone.
 inline void pack_keys(const KernelCall& call, const KeyGroup& group, const RowView (&views)[2], int64_t kv_head,
                       int64_t start, int64_t begin, int64_t end, int64_t dim, Panels dst) {
   const auto pack = [&](int64_t row, int64_t rows, const std::byte* src, int64_t stride) {
@@ -168,7 +169,7 @@ inline void pack_keys(const KernelCall& call, const KeyGroup& group, const RowVi
   clear_rows(dst, panels_of(call.words_of(dim)), end - start, round_up(end - start, kRowUnit));
 }
 
-/// The same as pairs of rows.
+/// Like pack_keys, as pairs of rows.
 inline void pack_key_pairs(const KernelCall& call, const KeyGroup& group, const RowView (&views)[2], int64_t kv_head,
                            int64_t start, int64_t begin, int64_t end, int64_t dim, Panels dst) {
   const int64_t elements = call.micro->word_elements;
@@ -182,14 +183,14 @@ inline void pack_key_pairs(const KernelCall& call, const KeyGroup& group, const 
 
 // ---- what sees what
 
-/// What query rows from `row` on see of the keys from `key` on, those before `key_end`.
+/// The keys of [key, key_end) that query rows from `row` on see.
 inline Visible keys_visible_from(const Mask& mask, int64_t row, int64_t key, int64_t key_end) {
   constexpr int64_t kFar = int64_t{1} << 28;  // beyond any step and tile
   return {mask.window > 0 ? std::max(row - mask.window + 1 - key, -kFar) : -kFar,
           mask.kind == MaskKind::kFull ? kFar : std::clamp(row + 1 - key, -kFar, kFar), key_end - key};
 }
 
-/// The keys of a step that some of `rows` query rows see, as a tile; empty (begin == end) where there are none.
+/// The keys of a step that any of `rows` query rows sees, as a tile. It is empty (begin == end) if there are none.
 inline ScoreTile tile_of(int64_t rows, Visible visible) {
   const int64_t begin = std::max<int64_t>(visible.from, 0);
   const int64_t end = std::min(visible.upto + rows - 1, visible.limit);
@@ -210,7 +211,7 @@ inline RowRange rows_seeing(const Mask& mask, const Task& task, int64_t begin, i
   return {std::max(task.q_begin, begin), last};
 }
 
-/// `rows` values of one head of a [rows, heads, 1] fp32 view.
+/// Copies `rows` values of one head of a [rows, heads, 1] fp32 view.
 inline void load_column(const RowView& view, int64_t row, int64_t head, int64_t rows, float* dst) {
   for (int64_t i = 0; i < rows; ++i) std::memcpy(dst + i, view.at(row + i, head), sizeof(float));
 }

@@ -1,10 +1,10 @@
 // The inner loops of the CPU kernel, written once with vector extensions and compiled once for each instruction set.
 //
 // DISTCA_ISA names the instruction set (avx512_bf16, avx512, avx2, plain). Everything but the tables has internal
-// linkage, and no inline function or template of another header is used but those that these parts bring: a copy of one
-// that was compiled here for AVX-512 could otherwise become the only one in the library and run on a CPU that lacks it.
-// Products are fused explicitly where the instruction set can; the compiler must not contract others
-// (-ffp-contract=off), so that all code paths round alike.
+// linkage, and no inline function or template of a header outside these parts is used. Otherwise a copy of one that was
+// compiled here for AVX-512 could become the only one in the library and run on a CPU that lacks it. Products are fused
+// explicitly where the instruction set can. The compiler must not contract others (-ffp-contract=off); then all code
+// paths round alike.
 #include "attention/micro_kernel.h"
 
 #include "attention/micro_pack.h"

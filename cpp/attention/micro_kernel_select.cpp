@@ -21,7 +21,7 @@ struct Candidate {
 };
 
 const InstructionSet& best_or_named(std::string_view isa, std::string_view source) {
-  // Best first; the flags tested are those that micro_kernel.cpp is compiled with.
+  // The best one comes first. The flags tested are those that micro_kernel.cpp is compiled with.
 #if defined(__x86_64__)
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

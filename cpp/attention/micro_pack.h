@@ -1,4 +1,4 @@
-// From the caller's rows to packed operands and back, for micro_kernel.cpp alone (see there).
+// Turns the caller's rows into packed operands and back, for micro_kernel.cpp alone (see there).
 #pragma once
 
 #include "attention/micro_simd.h"
@@ -34,7 +34,7 @@ DISTCA_INLINE Halves narrow_fp16(Floats x) {
 }
 #endif
 
-/// The first `count` of kWidth elements from p on, zeros after them.
+/// Loads the first `count` of kWidth elements from p on, followed by zeros.
 DISTCA_INLINE Floats load_elements(DType dtype, const std::byte* p, int64_t count) {
   if (dtype == DType::kFloat32) {
     const float* from = reinterpret_cast<const float*>(p);
@@ -74,7 +74,7 @@ DISTCA_INLINE float* panel_at(Panels panels, int64_t row, int64_t column) {
   return panels.data + column / kPanelWords * panels.panel_stride + row * kPanelWords + column % kPanelWords;
 }
 
-/// For each dtype on its own, so that no row asks for it.
+/// Packs rows of one dtype. It is compiled for each dtype, because then no row asks for it.
 template <DType kType>
 DISTCA_INLINE void pack_float_rows(int64_t rows, int64_t dim, const std::byte* src, int64_t src_stride, Panels dst) {
   constexpr int64_t kBytes = kType == DType::kFloat32 ? 4 : 2;
@@ -100,7 +100,7 @@ void pack_float_row_pairs(DType dtype, int64_t, int64_t rows, int64_t dim, const
 }
 
 #if defined(__AVX512BF16__)
-/// The first `count` of kWidth pairs from p on, which may be aligned for bf16 alone, zeros after them.
+/// Loads the first `count` of kWidth pairs from p on, followed by zeros. p may be aligned for bf16 alone.
 DISTCA_INLINE Floats load_pairs(const std::byte* p, int64_t count) {
   typedef float PairsInMemory __attribute__((vector_size(kWidth * 4), aligned(2), may_alias));
   if (count >= kWidth) return *reinterpret_cast<const PairsInMemory*>(p);
@@ -110,7 +110,7 @@ DISTCA_INLINE Floats load_pairs(const std::byte* p, int64_t count) {
   return (Floats)x;
 }
 
-/// Pairs of columns: the row as it is.
+/// Packs pairs of columns, which are the row as it is.
 void pack_pairs(DType, int64_t rows, int64_t dim, const std::byte* src, int64_t src_stride, Panels dst) {
   const int64_t words = column_units(dim / 2);
   for (int64_t i = 0; i < rows; ++i, src += src_stride) {
@@ -135,7 +135,7 @@ void pack_pair_rows(DType, int64_t skipped, int64_t rows, int64_t dim, const std
 
 #if defined(__AVX512F__)
 constexpr int kSquare = 16;
-/// dst[j, i] = src[i, j] for a square of words.
+/// Sets dst[j, i] = src[i, j] for a square of words.
 DISTCA_INLINE void transpose_square(const Floats (&in)[kSquare], float* dst) {
   Floats a[16], b[16];
 #pragma GCC unroll 8
@@ -181,7 +181,7 @@ DISTCA_INLINE void transpose_square(const Quad (&in)[kSquare], float* dst) {
 }
 #endif
 
-/// `sign` 1, -1 or 0; of both halves of a pair.
+/// `sign` (1, -1 or 0) times x, in both halves of a pair.
 template <class Operands>
 DISTCA_INLINE SquareRow with_sign(SquareRow x, int sign) {
   typedef uint32_t Bits __attribute__((vector_size(sizeof(SquareRow))));

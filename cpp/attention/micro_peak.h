@@ -1,4 +1,4 @@
-// The most that this CPU multiplies, for benchmarks; part of micro_kernel.cpp (see there).
+// The multiply-adds of the peak measurement (peak.h); part of micro_kernel.cpp (see there).
 #pragma once
 
 #include "attention/micro_simd.h"
@@ -6,12 +6,12 @@
 namespace distca::attention {
 namespace {
 
-/// As many products as a product's tile has accumulators, `rounds` times, on registers alone. Returns floating-point
-/// operations; `sink` keeps the compiler from leaving them out.
+/// Makes as many products as a product's tile has accumulators, `rounds` times, on registers alone. Returns the number
+/// of floating-point operations. `sink` keeps the compiler from leaving the products out.
 template <class Operands>
 double multiply_registers(int64_t rounds, float* sink) {
   Floats sum[kTileM][kTileN];
-  for (int i = 0; i < kTileM; ++i)  // no two the same, or the compiler would compute them once
+  for (int i = 0; i < kTileM; ++i)  // no two are the same: the compiler would compute equal ones once
     for (int j = 0; j < kTileN; ++j) sum[i][j] = broadcast(static_cast<float>(i * kTileN + j));
   const Floats left = load(sink), right = load(sink + kWidth);
   for (int64_t round = 0; round < rounds; ++round) {

@@ -1,7 +1,7 @@
 // Register-blocked products of packed operands, for micro_kernel.cpp alone (see there).
 //
 // A tile is kTileM elements of the outer dimension times kTileN vectors of columns. The left factor is broadcast
-// element by element, the right one loaded as vectors; both lie in a few consecutive cache lines.
+// element by element, and the right one is loaded as vectors. Both lie in a few consecutive cache lines.
 #pragma once
 
 #include "attention/micro_simd.h"
@@ -9,10 +9,10 @@
 namespace distca::attention {
 namespace {
 
-/// Longer chains over the words of a row are added up from chains of this many: smaller errors.
+/// Longer chains over the words of a row are added up from chains of this length, which makes errors smaller.
 constexpr int64_t kScoreChain = 64;
 
-/// sum += left * right over inner words [begin, end), seen by every row of the tile.
+/// Adds left * right over inner words [begin, end), which every row of the tile sees, to `sum`.
 template <class Operands, LeftForm kForm, int kM, int kN>
 DISTCA_INLINE void add_products(int64_t begin, int64_t end, const float* left, int64_t left_stride, const float* right,
                                 Floats (&sum)[kM][kN]) {
@@ -41,7 +41,7 @@ DISTCA_INLINE void add_products(int64_t begin, int64_t end, const float* left, i
   }
 }
 
-/// The same where rows differ in what they see: row i sees elements [from + i, upto + i) below limit.
+/// Like add_products where rows differ in what they see: row i sees elements [from + i, upto + i) below limit.
 template <class Operands, LeftForm kForm, int kM, int kN>
 DISTCA_INLINE void add_edge_products(int64_t begin, int64_t end, Visible visible, const float* left,
                                      int64_t left_stride, const float* right, Floats (&sum)[kM][kN]) {
@@ -63,7 +63,7 @@ DISTCA_INLINE void add_edge_products(int64_t begin, int64_t end, Visible visible
         const bool first = 2 * begin >= from && 2 * begin < upto;
         const bool second = 2 * begin + 1 >= from && 2 * begin + 1 < upto;
         if (!first && !second) continue;
-        // What is not seen becomes zero, and not only its weight: it may be NaN.
+        // An element that is not seen becomes zero itself, and not only its weight: it may be NaN.
         const uint32_t seen = (first ? 0xffffu : 0u) | (second ? 0xffff0000u : 0u);
 #pragma GCC unroll 4
         for (int j = 0; j < kN; ++j)

@@ -45,7 +45,7 @@ DISTCA_INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 DISTCA_INLINE Floats load(const float* p) { return *reinterpret_cast<const FloatsInMemory*>(p); }
 DISTCA_INLINE void store(float* p, Floats x) { *reinterpret_cast<FloatsInMemory*>(p) = x; }
 
-/// All lanes x, to the last bit (a word may be no float).
+/// All lanes are x, to the last bit (a word need not be a float).
 DISTCA_INLINE Floats broadcast(float x) {
 #if defined(__AVX512F__)
   return _mm512_set1_ps(x);
@@ -57,7 +57,7 @@ DISTCA_INLINE Floats broadcast(float x) {
 }
 DISTCA_INLINE Floats broadcast_word(const float* p) { return broadcast(*reinterpret_cast<const FloatInMemory*>(p)); }
 
-/// a * b + c, with one rounding where the instruction set has it.
+/// a * b + c, with one rounding where the instruction set has that.
 DISTCA_INLINE Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
@@ -82,8 +82,8 @@ DISTCA_INLINE Ints lane_numbers() {
   return lanes;
 }
 
-/// exp(x) within 0.9 ulp, 1.2 where multiply and add are not fused (tests/attention/test_exponential.py): exactly 0 for -inf and
-/// wherever the result would be denormal, exactly 1 for 0, inf where it overflows, NaN for NaN.
+/// exp(x) within 0.9 ulp, or 1.2 where multiply and add are not fused (tests/attention/test_exponential.py). It is
+/// exactly 0 for -inf and wherever the result would be denormal, exactly 1 for 0, inf where it overflows, NaN for NaN.
 DISTCA_INLINE Floats exponential(Floats x) {
   constexpr float kLog2E = 1.44269504f;
   constexpr float kLn2High = 0.693359375f;  // few enough bits that its multiples by an exponent are exact
@@ -118,8 +118,8 @@ DISTCA_INLINE Floats exponential(Floats x) {
 }
 
 #if defined(__AVX512F__)
-/// 2^x, 3e-6 of it too much or too little, for what is rounded to bf16 afterwards: exactly 1 for 0, exactly 0 for -inf
-/// and wherever the result would be denormal, NaN for NaN.
+/// 2^x with a relative error of 3e-6, for values that are rounded to bf16 afterwards. It is exactly 1 for 0, exactly 0
+/// for -inf and wherever the result would be denormal, NaN for NaN.
 DISTCA_INLINE Floats rough_power_of_two(Floats x) {
   const Floats n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const Floats r = x - n;
@@ -133,10 +133,10 @@ DISTCA_INLINE Floats rough_power_of_two(Floats x) {
 }
 #endif
 
-/// Which query rows of a vector see a key.
+/// The keys that each query row of a vector sees.
 struct LaneVisibility {
   Ints from;  // first key that each lane sees
-  Ints upto;  // and the one past its last
+  Ints upto;  // the one past the last key that it sees
 };
 
 DISTCA_INLINE int32_t clamped(int64_t x) {
@@ -164,7 +164,8 @@ DISTCA_INLINE bool is_edge(const ScoreTile& tile) {
 struct FloatOperands {
   static constexpr int kElements = 1;
   DISTCA_INLINE Floats multiply_add(Floats left, Floats right, Floats sum) { return fused(left, right, sum); }
-  /// exp(scale * score - base). Fused: a rounded scale * score would be off by as much as all else together.
+  /// exp(scale * score - base). The product is fused, because a rounded scale * score would be off by as much as
+  /// everything else together.
   DISTCA_INLINE Floats weight(Floats score, float scale, Floats base) {
     return exponential(fused(score, broadcast(scale), -base));
   }
@@ -177,12 +178,12 @@ struct PairOperands {
   DISTCA_INLINE Floats multiply_add(Floats left, Floats right, Floats sum) {
     return _mm512_dpbf16_ps(sum, (__m512bh)right, (__m512bh)left);
   }
-  /// exp(scale * score - base), as exact as the rounding to bf16 that follows can tell.
+  /// exp(scale * score - base), as exact as the rounding to bf16 that follows can show.
   DISTCA_INLINE Floats weight(Floats score, float scale, Floats base) {
     constexpr float kLog2E = 1.44269504f;
     return rough_power_of_two(fused(score, broadcast(scale * kLog2E), base * -kLog2E));
   }
-  /// Pairs (first[i], second[i]), rounded.
+  /// The pairs (first[i], second[i]), rounded.
   DISTCA_INLINE Floats pairs_of(Floats first, Floats second) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);

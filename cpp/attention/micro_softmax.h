@@ -1,6 +1,7 @@
 // The online softmax and its gradient over a tile of scores, for micro_kernel.cpp alone (see there).
 //
-// Query rows are the lanes of a vector. Sums over keys go into four accumulators, by the key's number modulo four.
+// Query rows are the lanes of a vector. Sums over keys go into four accumulators, chosen by the key's number modulo
+// four.
 #pragma once
 
 #include "attention/micro_simd.h"
@@ -57,7 +58,8 @@ DISTCA_INLINE void store_keys(const Floats (&values)[kSums], int64_t key, float*
   }
 }
 
-/// One vector of query rows. In place: words of a pair of keys lie no later than the first one's scores.
+/// Makes one step for one vector of query rows, in place: words of a pair of keys lie no later than the first key's
+/// scores.
 template <class Operands>
 DISTCA_INLINE void softmax_lanes(const ScoreTile& tile, int64_t lane, float scale, float* scores,
                                  const SoftmaxState& state) {
@@ -129,9 +131,9 @@ template <class Operands, bool kEdge, bool kCap>
 DISTCA_INLINE void gradient_tile(const ScoreTile& tile, float scale, float inverse_cap, const float* lse,
                                  const float* delta, const float* scores, const float* dprobs,
                                  const GradientOutputs& outputs, float* prob_sum) {
-  constexpr int kVectors = Operands::kElements;  // of lanes at a time: pairs of query rows need two
+  constexpr int kVectors = Operands::kElements;  // vectors of lanes at a time: pairs of query rows need two
   for (int64_t lane = 0; lane < tile.lanes; lane += kVectors * kWidth) {
-    // The second vector may lie past the tile's lanes; then it sees nothing.
+    // The second vector may lie past the tile's lanes and then sees nothing.
     GradientLanes lanes[kVectors];
     Floats sum[kVectors][kSums] = {};
 #pragma GCC unroll 2

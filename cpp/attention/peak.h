@@ -1,4 +1,4 @@
-// The most floating-point operations a second that this CPU does with the instructions of the kernel.
+// The largest number of floating-point operations a second that this CPU reaches with the instructions of the kernel.
 #pragma once
 
 #include "common/dtype.h"
@@ -6,7 +6,8 @@
 
 namespace distca::attention {
 
-/// Multiply-adds on registers alone, by so many threads at once, for so long; a multiply-add counts as two operations.
+/// Measures multiply-adds on registers alone, by `num_threads` threads at once, for `seconds`. A multiply-add counts as
+/// two operations.
 DISTCA_EXPORT double measure_peak_flops(DType dtype, int num_threads, double seconds);
 
 }  // namespace distca::attention

@@ -1,5 +1,5 @@
-// delta = rowsum(out * dout) and the gradient of sinks that follows from it, the same on every instruction set: eight
-// sums side by side, then a tree.
+// delta = rowsum(out * dout), and the gradient of sinks that follows from it. Both are the same on every instruction
+// set: eight sums side by side, then a tree.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -64,7 +64,7 @@ void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const
   if (num_rows == 0) return;
   const int num_workers = static_cast<int>(std::clamp<int64_t>(parallel.num_workers, 1, num_rows));
   const Call call{heads.q_heads, heads.v_dim, heads.dtype, num_rows, num_workers, out, dout, delta};
-  parallel.run(num_workers, [&call](int worker) { work(call, worker); });  // one pointer: std::function keeps it inside
+  parallel.run(num_workers, [&call](int worker) { work(call, worker); });  // one pointer fits into std::function
 }
 
 void sink_gradient(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout,

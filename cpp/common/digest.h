@@ -1,4 +1,4 @@
-// A 64-bit digest of integer words: the same on every machine, good against accidents and stale data, not
+// A 64-bit digest of integer words. It is the same on every machine and detects accidents and stale data. It is not
 // cryptographic.
 #pragma once
 
@@ -16,7 +16,7 @@ class Digest {
   explicit Digest(uint64_t seed = 0) : state_(seed ^ 0x9e3779b97f4a7c15ull) {}
 
   void add(int64_t word) {
-    // One round of a multiply-xorshift mixer a word: every input bit reaches every output bit.
+    // Each word takes one round of a multiply-xorshift mixer: every input bit reaches every output bit.
     uint64_t x = state_ ^ static_cast<uint64_t>(word);
     x = (x ^ (x >> 32)) * 0xd6e8feb86659fd93ull;
     x = (x ^ (x >> 32)) * 0xd6e8feb86659fd93ull;
@@ -31,8 +31,8 @@ class Digest {
   uint64_t state_;
 };
 
-/// Of lists of many words, faster: word i of a list is in chain i % 8, and a processor takes steps of all chains at the
-/// same time. Every step is reversible, so one changed word always changes the digest.
+/// A faster digest of lists of many words. Word i of a list is in chain i % 8, and a processor makes steps of all
+/// chains at the same time. Every step is reversible; therefore one changed word always changes the digest.
 class ListDigest {
  public:
   void add(std::span<const int64_t> words) {
@@ -55,7 +55,7 @@ class ListDigest {
   void step(int64_t word) {
     chains_[kChain] = std::rotl(chains_[kChain] ^ static_cast<uint64_t>(word), 29) * 0xd6e8feb86659fd93ull;
   }
-  /// Chains are numbered at compile time, so that they stay in registers.
+  /// Chains are numbered at compile time; therefore they stay in registers.
   template <size_t... kChain>
   void add_row(const int64_t* words, size_t size, std::index_sequence<kChain...>) {
     ((kChain < size ? step<kChain>(words[kChain]) : void()), ...);

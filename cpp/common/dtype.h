@@ -14,7 +14,7 @@ constexpr const char* dtype_name(DType t) {
   return t == DType::kFloat32 ? "float32" : t == DType::kBFloat16 ? "bfloat16" : "float16";
 }
 
-/// Heads of one attention layer: q [T, q_heads, dim], k [T, kv_heads, dim], v [T, kv_heads, v_dim].
+/// The heads of one attention layer: q [T, q_heads, dim], k [T, kv_heads, dim], v [T, kv_heads, v_dim].
 struct HeadShape {
   int64_t q_heads = 0;
   int64_t kv_heads = 0;
@@ -25,7 +25,7 @@ struct HeadShape {
   constexpr int64_t element_bytes() const { return dtype_bytes(dtype); }
   /// Query heads that share a key/value head.
   constexpr int64_t group_heads() const { return q_heads / kv_heads; }
-  /// `n` of the key/value heads, with the query heads that share them.
+  /// The shape of `n` of the key/value heads, with the query heads that share them.
   constexpr HeadShape with_kv_heads(int64_t n) const { return {n * group_heads(), n, dim, v_dim, dtype}; }
   bool operator==(const HeadShape&) const = default;
 };
@@ -33,8 +33,8 @@ struct HeadShape {
 enum class MaskKind : int64_t { kCausal = 0, kFull = 1 };
 inline constexpr int64_t kNumMaskKinds = 2;
 
-/// Which keys row i of a document of `length` rows may see: causal [0, i], with a window W (i - W, i], full [0,
-/// length).
+/// The keys that row i of a document of `length` rows may see. Causal: [0, i]. Causal with a window W: (i - W, i].
+/// Full: [0, length).
 struct Mask {
   MaskKind kind = MaskKind::kCausal;
   int64_t window = 0;  // 0: none; causal only
@@ -56,7 +56,8 @@ inline uint16_t float_to_bf16(float x) {
   return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-// By hand, for the compiler's own conversions call functions that older systems' libgcc lacks.
+// Conversions of halves are written by hand, because the compiler's own call functions that older systems' libgcc
+// lacks.
 inline float fp16_to_float(uint16_t x) {
   const uint32_t sign = static_cast<uint32_t>(x & 0x8000u) << 16, magnitude = x & 0x7fffu;
   if (magnitude >= 0x7c00u) return std::bit_cast<float>(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);

@@ -1,4 +1,4 @@
-// Every error that distca reports: one exception type a kind of fault.
+// Every error that distca reports: one exception type for each kind of fault.
 //
 // A message says what was wrong, the value, what is allowed, and where (rank, peer, document, rows).
 #pragma once
@@ -57,7 +57,7 @@ class DISTCA_EXPORT PeerTimeoutError : public Error {
  public:
   explicit PeerTimeoutError(const std::string& m) : Error("PeerTimeoutError", m) {}
 };
-/// The context was abandoned after an earlier fault.
+/// The context is poisoned: it had a fault earlier.
 class DISTCA_EXPORT ContextPoisonedError : public Error {
  public:
   explicit ContextPoisonedError(const std::string& m) : Error("ContextPoisonedError", m) {}

@@ -1,4 +1,4 @@
-// Functions that a GPU's kernels and the host have in common.
+// Marks functions that a GPU's kernels and the host have in common.
 #pragma once
 
 #ifdef __CUDACC__

@@ -1,4 +1,4 @@
-// A reference to somebody's thread pool; the core brings none of its own.
+// A reference to somebody else's thread pool. The kernels start no threads of their own.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 
 namespace distca {
 
-/// Runs `body(worker)` for worker = 0 .. num_workers-1, concurrently where threads allow, and returns when all are
-/// done.
+/// `run` calls `body(worker)` for worker = 0 .. num_workers-1, concurrently where threads allow, and returns when all
+/// are done.
 struct Parallel {
   int num_workers = 1;
   std::function<void(int num_workers, const std::function<void(int)>& body)> run =

@@ -7,8 +7,8 @@
 
 namespace distca {
 
-/// Row i, head h starts at `data + i * row_stride + h * head_stride`; the last dimension is contiguous.
-/// Strides are in bytes and may be any multiple of the element size.
+/// A strided view of rows. Row i, head h starts at `data + i * row_stride + h * head_stride`; the last dimension is
+/// contiguous. Strides are in bytes and may be any multiple of the element size.
 struct RowView {
   std::byte* data = nullptr;
   int64_t row_stride = 0;
@@ -19,7 +19,7 @@ struct RowView {
   RowView from(int64_t row, int64_t head) const { return {at(row, head), row_stride, head_stride}; }
 };
 
-/// How many bytes to copy: `num_rows` rows of `num_heads` heads of `head_bytes` bytes.
+/// The size of a copy: `num_rows` rows of `num_heads` heads of `head_bytes` bytes.
 struct RowExtent {
   int64_t num_rows = 0;
   int64_t num_heads = 0;

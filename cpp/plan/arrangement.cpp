@@ -9,6 +9,8 @@
 namespace distca::plan {
 namespace {
 
+/// Makes an arrangement. It is the planning part of the in-place buffer manager: it gives every extent of the arenas
+/// its offset.
 class Arranger {
  public:
   Arranger(const Layout& layout, const HeadShape& heads, const ArrangementOptions& options, int64_t ranks_per_node,
@@ -50,7 +52,7 @@ class Arranger {
   }
   ArenaBytes& arena(Phase p, int64_t rank) { return a_.arenas[static_cast<size_t>(p)][static_cast<size_t>(rank)]; }
 
-  /// The next extent of a growing part of an arena, counted from the part's start.
+  /// Takes the next extent of a growing part of an arena. Returns its offset from the start of the part.
   int64_t take(int64_t& part, Phase p, Direction d, TensorKind kind, int64_t kv_heads, int64_t num_rows) const {
     const int64_t bytes = num_rows * format(p, d, kind, kv_heads).row_stride();
     const int64_t offset = part;
@@ -68,7 +70,7 @@ class Arranger {
   // ---- groups ----
 
   void make_groups() {
-    std::vector<Group> waiting;  // of this server, those that need rows of others
+    std::vector<Group> waiting;  // groups of this server that need rows of others
     for (size_t begin = 0; begin < tasks_.size();) {
       const int64_t server = tasks_[begin].server;
       waiting.clear();
@@ -85,7 +87,7 @@ class Arranger {
     }
   }
 
-  /// The group that starts with this task.
+  /// The group that starts with this task. With a window, a document may have several groups at a server.
   Group next_group(size_t begin) const {
     const Task& first = tasks_[begin];
     Group g;
@@ -97,7 +99,6 @@ class Arranger {
     g.kv_end = first.kv_end;
     g.is_local = true;
     size_t end = begin;
-    // With a window, a document may have several groups at a server.
     for (; end < tasks_.size(); ++end) {
       const Task& t = tasks_[end];
       if (t.server != g.server || t.document != g.document || t.kv_head_begin != g.kv_head_begin ||
@@ -152,11 +153,11 @@ class Arranger {
     return bytes;
   }
 
-  /// Chooses the groups whose keys the server keeps for backward: those that save most bytes first, each that still
-  /// fits.
+  /// Chooses the groups whose keys the server keeps for backward. Groups that save most bytes come first, and each that
+  /// still fits is kept.
   void retain_keys(int64_t server) {
     const auto s = static_cast<size_t>(server);
-    std::vector<std::pair<int64_t, uint32_t>> by_bytes;  // (bytes saved, negative; group)
+    std::vector<std::pair<int64_t, uint32_t>> by_bytes;  // (minus the bytes saved, group)
     for (uint32_t i : a_.groups_of_server[server])
       if (const int64_t bytes = key_bytes_of_others(a_.groups[i]); bytes > 0) by_bytes.emplace_back(-bytes, i);
     std::sort(by_bytes.begin(), by_bytes.end());
@@ -225,7 +226,8 @@ class Arranger {
     }
   }
 
-  /// Of the groups of one document and head range, by server. Between two neighbouring cuts every row has the same.
+  /// Cuts the rows of one document and head range wherever the keys of a group begin or end. All rows between two
+  /// neighbouring cuts have the same groups, which come by server.
   void split_key_gradients(int64_t document, std::span<const uint32_t> groups) {
     cuts_.clear();
     for (uint32_t g : groups) {
@@ -242,7 +244,7 @@ class Arranger {
     }
   }
 
-  /// Document rows [begin, end), at row `home_row` of `home`, all with the same servers.
+  /// Adds the gradients of document rows [begin, end), which lie at row `home_row` of `home` and have the same servers.
   void add_key_gradients(std::span<const uint32_t> groups, int64_t begin, int64_t end, int64_t home, int64_t home_row) {
     const size_t first = drafts_.size();
     size_t own = drafts_.max_size();
@@ -265,7 +267,7 @@ class Arranger {
       drafts_[i].target = GradTarget::kPartial;
       drafts_[i].sum = static_cast<int64_t>(a_.sums.size());
     }
-    // The home's own contribution goes straight into the sum; without one the first that arrives does.
+    // The home's own contribution goes straight into the sum. Without one, the first contribution that arrives does.
     drafts_[own < drafts_.size() ? own : first].is_first = true;
     a_.sums.push_back({home, home_row, end - begin, g.kv_head_begin, g.kv_head_end, -1, -1});
   }
@@ -279,7 +281,7 @@ class Arranger {
       for (uint32_t i : by_group[static_cast<int64_t>(g)]) a_.gradients.push_back(drafts_[i]);
       a_.groups[g].gradient_end = a_.gradients.size();
     }
-    // Those that stay where they are go to a bucket of their own.
+    // Gradients that stay where they are go to a bucket of their own.
     const auto n = static_cast<size_t>(layout_.num_ranks());
     a_.gradients_of_home.fill(n + 1, a_.gradients.size(), [&](size_t i) {
       const KeyGradient& g = a_.gradients[i];
@@ -287,7 +289,8 @@ class Arranger {
     });
   }
 
-  /// Scratch of the key gradients follows server-in: the sums of this home, then this server's contributions.
+  /// Carves scratch of the key gradients, which lies behind server-in: the sums of this home, then this server's
+  /// contributions.
   void carve_scratch() {
     const auto extent = [&](int64_t rank, TensorKind kind, int64_t heads, int64_t rows) {
       ArenaBytes& bytes = arena(Phase::kBackward, rank);
@@ -316,7 +319,7 @@ class Arranger {
 
   // ---- rows that come home ----
 
-  /// The next extent of home-in, which is the last part of an arena.
+  /// Takes the next extent of home-in, which is the last part of an arena.
   int64_t come_home(Phase phase, int64_t server, int64_t home, int64_t& used, TensorKind kind, int64_t heads,
                     int64_t rows) {
     const ArenaBytes& bytes = arena(phase, home);
@@ -324,7 +327,7 @@ class Arranger {
     return bytes.server_in + bytes.scratch + take(used, phase, Direction::kOut, kind, heads, rows);
   }
 
-  /// Every server's message to this home, in one round: each row comes home once.
+  /// Places the messages of all servers to this home in one round, because each row comes home once.
   void bring_out_home(int64_t home) {
     int64_t used = 0;
     for (uint32_t i : a_.remote_of_home[home]) {

@@ -1,6 +1,6 @@
-// The arrangement of a plan: for all ranks at once, which keys every server needs, which rows travel, and where they
-// lie in the arenas of both ends. It costs little more than the tasks themselves; a rank's tables (rank_tables.h) are
-// filled from it on request.
+// The arrangement of a plan, for all ranks at once: which keys every server needs, which rows travel, and where they
+// lie in the arenas of both ends. It costs little more than the tasks themselves. The tables of a rank (rank_tables.h)
+// are filled from it on request.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@
 
 namespace distca::plan {
 
-/// Indices 0 .. n-1 by a key: those of each key are consecutive and ascending.
+/// Indices 0 .. n-1 grouped by a key. The indices of a key are consecutive and ascending.
 class Buckets {
  public:
   template <class KeyOf>
@@ -36,7 +36,8 @@ class Buckets {
   std::vector<uint32_t> first_, items_;
 };
 
-/// A document in one segment that its home computes whole: nothing of it travels, and it needs no arrangement.
+/// Whether the task is a whole document in one segment, computed at home. Nothing of such a document travels, and it
+/// needs no arrangement.
 inline bool is_whole_at_home(const Layout& layout, const HeadShape& heads, const Task& t) {
   return t.server == t.home && t.kv_head_end - t.kv_head_begin == heads.kv_heads && t.q_begin == 0 &&
          t.q_end == layout.document_lengths()[static_cast<size_t>(t.document)] &&
@@ -45,21 +46,21 @@ inline bool is_whole_at_home(const Layout& layout, const HeadShape& heads, const
 
 struct ArrangementOptions {
   int64_t key_block_rows = 64;
-  /// By rank, how many bytes of keys and values it may keep from a forward step, as a server, until its backward step;
-  /// empty: none, nowhere.
+  /// How many bytes of keys and values each rank may keep, as a server, from a forward step until its backward step.
+  /// Empty: no rank keeps any.
   std::vector<int64_t> retain_bytes;
 };
 
-/// The tasks of one document and head range at one server that see one unbroken range of keys.
+/// The tasks of one document and head range at one server that together see one unbroken range of keys.
 struct Group {
   int64_t server = 0, document = 0;
   int64_t kv_head_begin = 0, kv_head_end = 0;
   int64_t kv_begin = 0, kv_end = 0;
-  size_t task_begin = 0, task_end = 0;          // of the plan's tasks
-  size_t gradient_begin = 0, gradient_end = 0;  // of the arrangement's key gradients
+  size_t task_begin = 0, task_end = 0;          // range of the plan's tasks
+  size_t gradient_begin = 0, gradient_end = 0;  // range of the arrangement's key gradients
   int64_t num_arena_blocks = 0;
-  std::array<int64_t, 2> k = {-1, -1}, v = {-1, -1};  // in the server's arena, by phase
-  int64_t retained_k = -1, retained_v = -1;  // in the server's retained memory; then nowhere in backward's arena
+  std::array<int64_t, 2> k = {-1, -1}, v = {-1, -1};  // offsets in the server's arena, by phase
+  int64_t retained_k = -1, retained_v = -1;  // offsets in the server's retained memory; where set, k[1] and v[1] are -1
   bool is_local = false;                     // needs no row of another rank
 
   bool is_retained() const { return retained_k >= 0; }
@@ -67,29 +68,29 @@ struct Group {
   int64_t num_kv_heads() const { return kv_head_end - kv_head_begin; }
 };
 
-/// A task whose rows live on another rank than its server.
+/// A task whose rows live on another rank than its server. All places are arena offsets.
 struct RemoteTask {
   size_t task = 0, group = 0;
   int64_t forward_q = -1, forward_lse = -1;  // in the server's arena
   int64_t backward_q = -1, backward_dout = -1, backward_lse = -1, backward_delta = -1;
   int64_t home_out = -1, home_lse = -1, home_dq = -1;  // in the home's arena
-  int64_t round = 0;                                   // of dq
+  int64_t round = 0;                                   // the round in which dq comes home
 };
 
-/// Gradients of document rows [begin, end) that a group computes; the rows live on one rank.
+/// Key gradients of document rows [begin, end) that a group computes. All of these rows live on one rank.
 struct KeyGradient {
   size_t group = 0;
   int64_t begin = 0, end = 0;
   int64_t home = 0, home_row = 0;
   GradTarget target = GradTarget::kReturned;
-  int64_t dk = -1, dv = -1;            // in the server's arena; -1 for kReturned
-  int64_t home_dk = -1, home_dv = -1;  // in the home's arena, where the server is another rank
+  int64_t dk = -1, dv = -1;            // offsets in the server's arena; -1 for kReturned
+  int64_t home_dk = -1, home_dv = -1;  // offsets in the home's arena, where the server is another rank
   int64_t round = 0;
-  int64_t sum = -1;       // what it is added to, for kPartial
-  bool is_first = false;  // of that sum's terms
+  int64_t sum = -1;       // for kPartial: index of the sum that it is added to
+  bool is_first = false;  // whether it is the first term of that sum
 };
 
-/// Rows whose key gradients have several contributors.
+/// A sum of key gradients of the same rows, to which several servers contribute.
 struct KeyGradientSum {
   int64_t home = 0;
   int64_t row = 0, num_rows = 0;
@@ -97,39 +98,40 @@ struct KeyGradientSum {
   int64_t dk = -1, dv = -1;  // in the home's arena
 };
 
-/// Bytes of one rank's arena in one phase: rows from other homes, fp32 scratch of key gradients, rows that come home.
+/// The parts of one rank's arena in one phase, in bytes: rows from other homes, scratch of key gradients, rows that
+/// come home.
 struct ArenaBytes {
   int64_t server_in = 0, home_in = 0, scratch = 0;
   int64_t total() const { return server_in + home_in + scratch; }
 };
 
 struct Arrangement {
-  std::vector<Group> groups;           // by server; a server's local ones first
+  std::vector<Group> groups;           // sorted by server; a server's local groups come first
   std::vector<RemoteTask> remote;      // by group
   std::vector<KeyGradient> gradients;  // by group
   std::vector<KeyGradientSum> sums;
-  std::vector<int64_t> num_rounds;  // of each home's gradients
+  std::vector<int64_t> num_rounds;  // number of rounds of each home's gradients
 
   Buckets groups_of_server, groups_of_document;
   Buckets remote_of_server, remote_of_home;
-  Buckets gradients_of_home;  // those that come from another rank
+  Buckets gradients_of_home;  // the gradients that come from another rank
 
   std::array<std::vector<ArenaBytes>, 2> arenas;  // by phase and rank
-  /// Bytes between ranks by message: forward in, forward out, backward in, backward out.
+  /// Bytes that cross between ranks, by message: forward in, forward out, backward in, backward out.
   std::array<int64_t, 4> bytes = {};
-  std::array<int64_t, 4> bytes_between_nodes = {};  // the part of them whose ranks are on different nodes
+  std::array<int64_t, 4> bytes_between_nodes = {};  // the part of `bytes` that crosses between nodes
 
-  std::vector<int64_t> retained_bytes;  // of each server
-  int64_t saved_bytes = 0;              // that backward-in would have besides, without what is retained
+  std::vector<int64_t> retained_bytes;  // bytes that each server retains
+  int64_t saved_bytes = 0;              // bytes that retaining takes away from backward-in
 };
 
-/// Tasks as `Plan` has them: by (server, document, kv_head_begin, q_begin); head ranges of one document equal or
-/// disjoint. `ranks_per_node` neighbours are a node; 0: all ranks are.
+/// Arranges tasks that are sorted by (server, document, kv_head_begin, q_begin), with equal or disjoint head ranges
+/// within each document. `ranks_per_node` neighbours are a node; 0 means that all ranks are one node.
 Arrangement arrange(const Layout& layout, const HeadShape& heads, const ArrangementOptions& options,
                     int64_t ranks_per_node, std::span<const Task> tasks);
 
-/// The key blocks of a group that its server reads where they are: those whose keys lie in one segment of its own.
-/// Ascending, as [begin, end) numbers of blocks from the document's start.
+/// The key blocks of a group that its server reads where they are, because their keys lie in one of its own segments.
+/// The range [begin, end) counts blocks from the start of the document.
 struct BlockRange {
   int64_t begin = 0, end = 0;
 };

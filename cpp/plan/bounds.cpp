@@ -13,17 +13,18 @@ namespace {
 
 using Wide = __int128;
 
-/// Bytes that cross the border of a set of ranks when `excess` of the cost of the rows that they hold is computed
-/// elsewhere, at least.
+/// A lower bound of the bytes that cross the border of a set of ranks when `excess` of the cost of the rows that they
+/// hold is computed elsewhere.
 ///
-/// Let n rows of a document, for one head, be computed elsewhere; their cost is C. Each crosses the border with its
-/// query and its result: n times `query_row`. Their keys cross it once at least: under the causal mask all rows held up
-/// to the highest of the n, under the full mask all rows held, under a window no fewer than n. So the bytes are at
-/// least some B(C). For every price x > 0 of a unit of cost, and for all documents and heads together,
+/// Let n rows of a document, for one head, be computed elsewhere, and let C be their cost. Each of the n crosses the
+/// border with its query and its result: n times `query_row`. Their keys cross it once at least: under the causal mask
+/// all rows held up to the highest of the n, under the full mask all rows held, under a window at least n. Hence the
+/// bytes are at least some B(C). For every price x > 0 of a unit of cost, and for all documents and heads together,
 ///     bytes >= sum B(C) >= x excess - sum (x C - B(C)) >= x excess - sum max_C (x C - B(C)).
-/// That maximum is known: rows that cost more than t = query_row / x are worth their bytes, and where any is, all of
-/// them are, for under the causal mask the next higher row costs more at the same bytes. Every t gives a valid bound;
-/// the best one is searched for by halving. Costs have to add up, so cost models with rates are not for this.
+/// That maximum is known. Rows that cost more than t = query_row / x are worth their bytes. If any row is worth them,
+/// all such rows are, because under the causal mask the next higher row costs more at the same bytes. Every t gives a
+/// valid bound, and halving finds the best one. The proof needs costs that add up; it does not hold for cost models
+/// with rates.
 class BorderBound {
  public:
   BorderBound(const Layout& layout, const ScheduleOptions& options, bool may_retain)
@@ -32,8 +33,8 @@ class BorderBound {
         cost_(options.cost),
         groups_(head_groups(options).num_groups),
         query_row_(prices(options.heads, options.split_heads, options.objective).query_row) {
-    // A key's gradient travels in the input dtype where one server alone contributes to it; the key itself once a
-    // phase, or once.
+    // A key's gradient travels in the input dtype where one server alone contributes to it. The key itself travels once
+    // for each phase, or once in all where it may be retained.
     const int64_t row = options.heads.element_bytes() * (options.heads.dim + options.heads.v_dim);
     key_row_ = row * head_groups(options).heads_of_group *
                (options.objective == Objective::kForward ? 1
@@ -73,22 +74,23 @@ class BorderBound {
  private:
   struct Document {
     std::span<const Placement> placements;
-    int64_t top_cost;  // of its last row, which costs most
+    int64_t top_cost;  // of its last row, which costs the most
   };
 
   int64_t length_of(const Placement& p) const { return layout_.document_lengths()[static_cast<size_t>(p.document)]; }
   int64_t row_cost(const Placement& p, int64_t row) const { return cost_.cost(mask_, length_of(p), row, row + 1); }
-  /// The first row that costs at least `worth`, for the last one does. Rows cost no less than the rows before them.
+  /// The first row that costs at least `worth`. There is one, because the last row does; no row costs less than the one
+  /// before it.
   int64_t first_row(const Placement& p, int64_t worth) const {
     if (mask_.kind == MaskKind::kFull || worth <= cost_.per_row) return p.begin;
     return std::max(p.begin,
                     (worth - cost_.per_row + cost_.per_pair - 1) / cost_.per_pair - 1);  // row i sees i + 1 keys
   }
 
-  /// The document's best C, and t / x times what it brings.
+  /// Adds the document's best C to `moved`, and t / x times what it brings to `gain`.
   void add(const Document& d, int64_t t, Wide& moved, Wide& gain) const {
-    // Under a window every row pays for one key.
-    const int64_t worth = key_of_each_row_ ? (t * (query_row_ + key_row_) + query_row_ - 1) / query_row_ : t;
+    // Under a window every row pays for a key.
+    const int64_t worth = key_of_each_row_ ? ceil_div(t * (query_row_ + key_row_), query_row_) : t;
     if (d.top_cost < worth) return;
     int64_t cost = 0, num_rows = 0, num_held = 0;
     for (const Placement& p : d.placements) {
@@ -114,7 +116,8 @@ class BorderBound {
   std::vector<Document> documents_;
 };
 
-/// What sets of `size` consecutive ranks hold above the limits of their ranks must be computed elsewhere.
+/// A lower bound of the bytes that leave sets of `size` consecutive ranks: what such a set holds above the limits of
+/// its ranks must be computed elsewhere.
 int64_t bytes_between(const Layout& layout, const ScheduleOptions& options, const std::vector<int64_t>& load,
                       const std::vector<int64_t>& limits, std::span<const Placement> by_rank, size_t size,
                       bool may_retain) {
@@ -138,7 +141,7 @@ int64_t bytes_between(const Layout& layout, const ScheduleOptions& options, cons
 }  // namespace
 
 int64_t load_lower_bound(const Layout& layout, const ScheduleOptions& options) {
-  // However rows are cut into tasks, and wherever they are computed, together they cost no less than `total`.
+  // However rows are cut into tasks, and wherever they are computed, together they cost at least `total`.
   const HeadGroups groups = head_groups(options);
   int64_t pairs = 0, rows = 0, costliest = 0;
   for (const Placement& p : layout.placements()) {
@@ -154,7 +157,7 @@ int64_t load_lower_bound(const Layout& layout, const ScheduleOptions& options) {
   const int64_t num_servers = std::ssize(speeds) - std::count(speeds.begin(), speeds.end(), 0);
   const int64_t fastest = *std::max_element(speeds.begin(), speeds.end());
   const Wide sum = std::accumulate(speeds.begin(), speeds.end(), int64_t{0});
-  // Loads at mean speed: load times the mean speed over the server's.
+  // A load at mean speed is the load times the mean speed over the server's speed.
   const bool even = sum == Wide{fastest} * num_servers;
   const int64_t mean = even ? ceil_div(total, num_servers) : total / num_servers;
   return std::max(mean, static_cast<int64_t>(Wide{costliest} * sum / (Wide{fastest} * num_servers))) *

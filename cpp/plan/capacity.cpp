@@ -6,16 +6,15 @@
 #include <utility>
 
 #include "plan/limits.h"
-#include "plan/task_list.h"
 
 namespace distca::plan {
 namespace {
 
 using Wide = __int128;
-constexpr int kGentleRounds = 24;  // from then on a rank that needs too much exchanges nothing
+constexpr int kGentleRounds = 24;  // from this round on, a rank that needs too much exchanges nothing
 constexpr int kRounds = 40;
 
-/// Finds allowances under which all ranks fit, from round to round with smaller ones.
+/// Finds allowances under which all ranks fit. They become smaller from round to round.
 class Fitter {
  public:
   Fitter(const Layout& layout, const ScheduleOptions& options, const ArrangementOptions& arrangement, int64_t capacity,
@@ -29,7 +28,7 @@ class Fitter {
     allowed_ = {std::vector<int64_t>(n, kNoLimit), std::vector<int64_t>(n, kNoLimit), level_with_largest};
   }
 
-  /// Nothing where none was found.
+  /// Returns a draft that fits, or nothing if none was found.
   std::optional<Draft> run(const Draft& first) {
     restrict(first, false);
     for (int round = 1; round < kRounds; ++round) {
@@ -40,7 +39,7 @@ class Fitter {
   }
 
  private:
-  /// Less for the ranks that need too much; false where there are none.
+  /// Lowers the allowances of ranks that need too much. Returns false if there are none.
   bool restrict(const Draft& draft, bool sternly) {
     const Allowances used = exchanged(draft.tasks);
     bool restricted = false;
@@ -52,7 +51,8 @@ class Fitter {
         keep_documents_at_home(static_cast<int64_t>(r));
         continue;
       }
-      // Of what comes on top of the arena that the layout itself forces, so much fits. A little less is aimed at.
+      // What a rank exchanges may take the room above the arena that the layout itself forces. Its allowance becomes a
+      // little less than what fits there.
       const int64_t room = std::max<int64_t>(0, capacity_ - at_home_bytes_[r]);
       const auto less = [&](int64_t amount) {
         return sternly ? 0 : static_cast<int64_t>(Wide{amount} * room / (bytes - at_home_bytes_[r]) * 31 / 32);
@@ -63,7 +63,8 @@ class Fitter {
     return restricted;
   }
 
-  /// A rank that exchanges nothing itself may still get gradients of its keys from too many servers of others' rows.
+  /// Keeps all documents at home that the rank has rows of. A rank that exchanges nothing itself may still get
+  /// gradients of its keys from too many servers of others' rows.
   void keep_documents_at_home(int64_t rank) {
     for (const Placement& p : layout_.placements()) {
       if (p.rank != rank) continue;
@@ -71,7 +72,7 @@ class Fitter {
     }
   }
 
-  /// What ranks compute of others' rows, and others of theirs.
+  /// The cost that each rank computes of others' rows, and that others compute of its rows.
   Allowances exchanged(const std::vector<Task>& tasks) const {
     const std::vector<int64_t> nothing(at_home_bytes_.size(), 0);
     Allowances used = {nothing, nothing};
@@ -119,7 +120,7 @@ bool is_better_balanced(const Layout& layout, const ScheduleOptions& options, co
 Draft make_draft(const Layout& layout, const ScheduleOptions& options, const ArrangementOptions& arrangement,
                  const Allowances& allowances) {
   Draft draft;
-  draft.tasks = with_equal_head_ranges(schedule(layout, options, allowances));
+  draft.tasks = Scheduler(layout, options, allowances).schedule();
   draft.arrangement = arrange(layout, options.heads, arrangement, options.ranks_per_node, draft.tasks);
   return draft;
 }
@@ -141,7 +142,8 @@ Draft fit(const Layout& layout, const ScheduleOptions& options, const Arrangemen
           Draft draft) {
   if (slot_bytes(draft.arrangement) <= capacity) return draft;
   std::optional<Draft> best;
-  // What the layout itself forces; nothing where servers are given, for then rows may not be computed at home.
+  // What the layout itself forces. It is nothing where servers are given, because then rows may not be computed at
+  // home.
   std::vector<int64_t> at_home_bytes(static_cast<size_t>(layout.num_ranks()), 0);
   if (options.servers.empty()) {
     ScheduleOptions unbalanced = options;

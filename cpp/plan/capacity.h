@@ -21,16 +21,17 @@ Draft make_draft(const Layout& layout, const ScheduleOptions& options, const Arr
 int64_t arena_bytes(const Arrangement& arrangement, size_t rank);
 /// The rank with the largest arena.
 size_t neediest_rank(const Arrangement& arrangement);
-/// That arena.
+/// The bytes of the largest arena.
 int64_t slot_bytes(const Arrangement& arrangement);
 
-/// The draft itself where it fits. Else one that does: ranks that need too much may do less for others and have less
-/// done by them, again and again until all fit; at last every row is computed at home. CapacityError where not even
-/// that fits; it names bytes that are enough.
+/// Returns the draft where it fits, and otherwise another draft that does. For that, ranks that need too much may
+/// compute less for others, and others less for them, again and again until all ranks fit. If no such draft is found,
+/// every row is computed at home, unless servers are given. Throws CapacityError where nothing fits; the error names
+/// bytes that are enough.
 Draft fit(const Layout& layout, const ScheduleOptions& options, const ArrangementOptions& arrangement, int64_t capacity,
           Draft draft);
 
-/// CapacityError unless the arrangement fits.
+/// Throws CapacityError unless the arrangement fits.
 void check_capacity(const Arrangement& arrangement, int64_t capacity);
 
 }  // namespace distca::plan

@@ -24,14 +24,14 @@ Part part_of(const Row& r) {
   return {r.row, r.num_rows, r.kv_head_begin, r.kv_head_end};
 }
 
-/// Rows that go to a peer, or come from there.
+/// Rows that go to a peer or come from it.
 struct Message {
   int64_t peer;
   Part part;
   auto operator<=>(const Message&) const = default;
 };
 
-/// Rows in an arena: of a message sent home, or copied there from this rank's own tensor.
+/// Rows in an arena that are sent home, or that were copied there from this rank's own tensor.
 struct Move {
   int64_t phase, tensor, offset;
   Part part;  // of results: row 0
@@ -39,20 +39,22 @@ struct Move {
   auto operator<=>(const Move&) const = default;
 };
 
-/// Bytes of an arena. Those of different rounds, from 1 on, may overlap each other, but not those of round 0.
+/// Bytes of an arena. Extents of different rounds from 1 on may overlap each other. None of them may overlap one of
+/// round 0.
 struct Extent {
   int64_t round, begin, end;
   auto operator<=>(const Extent&) const = default;
 };
 
-/// A document's rows on this rank.
+/// Rows of a document that lie on this rank.
 struct Held {
   int64_t document, begin, end, row;
   auto operator<=>(const Held&) const = default;
 };
 
-constexpr int64_t kBase = 0;  // as a round: not of a message that comes home
+constexpr int64_t kBase = 0;  // round of what is no message that comes home
 
+/// The checks of check_consistency, and what they have found so far.
 class Checker {
  public:
   explicit Checker(const SliceView& slice) : slice_(slice), h_(slice.header()) {}
@@ -109,8 +111,7 @@ class Checker {
     return {first, last};
   }
 
-  /// The rows of one document, of a segment or of neighbouring ones, that hold all of rows [row, row + num_rows); null
-  /// where none does.
+  /// The entry of by_row_ that holds all of rows [row, row + num_rows), or null if none does.
   const Held* segment_of(int64_t row, int64_t num_rows) const {
     const auto after =
         std::upper_bound(by_row_.begin(), by_row_.end(), row, [](int64_t r, const Held& x) { return r < x.row; });
@@ -118,7 +119,7 @@ class Checker {
     const Held& s = *std::prev(after);
     return row + num_rows <= s.row + (s.end - s.begin) ? &s : nullptr;
   }
-  /// Whether rows [begin, begin + num_rows) of the document are here from `row` on.
+  /// Whether rows [begin, begin + num_rows) of the document lie on this rank from `row` on.
   bool holds(int64_t row, int64_t num_rows, int64_t document, int64_t begin) const {
     const Held* const s = segment_of(row, num_rows);
     return s != nullptr && s->document == document && s->begin + (row - s->row) == begin;
@@ -133,7 +134,7 @@ class Checker {
 
   // ---- what this rank computes ----
 
-  /// Tasks, blocks and gradients of the groups follow one another.
+  /// Checks that tasks, blocks and gradients of the groups follow one another.
   void check_groups() const {
     int64_t next_task = 0, next_block = 0, next_grad = 0, index = 0, local_tasks = 0;
     for (const GroupRow& g : slice_.groups()) {
@@ -164,15 +165,15 @@ class Checker {
     check_plan(local_tasks == h_.num_local_tasks, "it says ", h_.num_local_tasks, " local tasks of ", local_tasks);
   }
 
-  /// A block whose visible keys lie in one segment of this rank is read there. The others follow one another in the
-  /// arena, where rows that this rank has are copied to.
+  /// Checks that a block whose visible keys lie in one segment of this rank is read there. All other blocks follow one
+  /// another in the arena; rows of them that this rank has are copied there.
   void check_blocks() {
     const int64_t size = h_.key_block_rows;
     int64_t index = 0;
     for (const GroupRow& g : slice_.groups()) {
       const std::span<const Held> here = held(g.document);
       int64_t arena_row = 0, rows_of_others = 0;
-      size_t next = 0;  // segment that ends after the block's first key
+      size_t next = 0;  // first segment that ends after the block's first key
       for (int64_t b = 0; b < g.num_blocks; ++b) {
         const int64_t start = (g.first_block + b) * size;
         const int64_t begin = std::max(start, g.kv_begin), end = std::min(start + size, g.kv_end);
@@ -213,7 +214,7 @@ class Checker {
     }
   }
 
-  /// Of rows next to each other, so that cuts at the borders of blocks do not count.
+  /// Merges moves of rows that are next to each other. Cuts at the borders of blocks therefore do not count.
   void merge(std::vector<Move>& moves) const {
     std::sort(moves.begin(), moves.end());
     size_t n = 0;
@@ -234,7 +235,7 @@ class Checker {
     moves.resize(n);
   }
 
-  /// Rows of its own that this rank copies into blocks are those that are missing there.
+  /// Checks that this rank copies exactly those of its own rows into blocks that are needed there.
   void check_copies(Phase p) {
     std::vector<Move> expected, made;
     for (const Move& m : copies_)
@@ -275,7 +276,7 @@ class Checker {
 
   // ---- what is sent home ----
 
-  /// Every result of rows of another rank is sent home once; what is sent home is a result.
+  /// Checks that every result of rows of another rank is sent home once, and that nothing but results is sent home.
   void check_results(Phase p) {
     std::vector<Move> results, sent;
     const auto phase = static_cast<int64_t>(p);
@@ -304,8 +305,8 @@ class Checker {
                " that this rank computes for others are not all sent home, each once");
   }
 
-  /// Any home may be that of a key gradient: the peer is the one it is sent to. Those that are sent nowhere must be the
-  /// first terms of sums of this rank's own rows.
+  /// Adds the key gradients to the results. Any rank may be the home of a key gradient; it is the peer to which the
+  /// gradient is sent. Gradients that are sent nowhere must be the first terms of sums of this rank's own rows.
   void add_gradients(std::vector<Move>& results, const std::vector<Move>& sent) {
     std::vector<Move> by_offset = sent;
     std::sort(by_offset.begin(), by_offset.end());
@@ -333,8 +334,8 @@ class Checker {
 
   // ---- what comes home ----
 
-  /// Queries that leave are those whose results come home, from the same peer, with all that belongs to them; keys
-  /// leave with their values.
+  /// Checks that exactly those queries leave whose results come home, with all that belongs to them, and from the same
+  /// peer. Keys leave with their values.
   void check_messages() {
     const std::vector<Message> out = received(Phase::kForward, TensorKind::kOut);
     const auto check_same = [&](const std::vector<Message>& other, const char* what) {
@@ -374,7 +375,7 @@ class Checker {
     return messages;
   }
 
-  /// Partial key gradients of the same rows are added into one place: the first of them starts it.
+  /// Checks that partial key gradients of the same rows are added into one place, and that the first of them starts it.
   void check_sums() {
     for (const ReceiveRow& r : slice_.receives(Phase::kForward))
       check_plan(r.sum == -1, "rows of a forward step have a sum");
@@ -418,7 +419,7 @@ class Checker {
 
   // ---- exactly once ----
 
-  /// Every row and head of a returned tensor comes from one place.
+  /// Checks that every row and head of a returned tensor comes from one place.
   void check_returned(TensorKind kind) {
     parts_.clear();
     int64_t row = 0;
@@ -447,7 +448,8 @@ class Checker {
     check_tiles(kind);
   }
 
-  /// Of the heads between two neighbouring borders of the parts every row is in the same parts.
+  /// Checks that the parts tile the returned tensor. For all heads between two neighbouring borders of parts, a row is
+  /// in the same parts.
   void check_tiles(TensorKind kind) {
     std::sort(parts_.begin(), parts_.end());
     heads_.clear();
@@ -532,7 +534,8 @@ class Checker {
     check_disjoint("arena", h_.arena_bytes[static_cast<size_t>(p)]);
   }
 
-  /// What is sent to a peer has places of its own there. All that goes home to it comes in one round.
+  /// Checks that no two things are sent to one place of a peer's arena, and that all that goes home to a peer goes in
+  /// one round.
   void check_targets(Phase p) {
     struct Target {
       int64_t direction, peer, begin, end, round;
@@ -564,7 +567,8 @@ class Checker {
     check_disjoint("retained memory", h_.retained_bytes);
   }
 
-  /// What comes home lies behind everything else; no more memory is asked for than is used.
+  /// Checks that no two extents overlap, that what comes home lies behind everything else, and that the memory asked
+  /// for is the memory used.
   void check_disjoint(const char* memory, int64_t size) {
     std::sort(extents_.begin(), extents_.end());
     int64_t base_end = 0, end = 0, last = 0, round = kBase;
@@ -590,11 +594,11 @@ class Checker {
   const SliceView& slice_;
   const Header& h_;
   std::vector<Held> held_;          // by document
-  std::vector<Held> by_row_;        // as they come; segments that continue one another are one
-  std::vector<Move> copies_;        // that this rank has to make
-  std::vector<OwnTerm> own_terms_;  // key gradients that start sums here
+  std::vector<Held> by_row_;        // by row; segments that continue one another are one
+  std::vector<Move> copies_;        // copies that this rank has to make
+  std::vector<OwnTerm> own_terms_;  // key gradients of this rank that start sums
   std::vector<Move> sums_;
-  bool needs_others_ = false, resends_others_ = false;  // keys of other ranks, in forward and in backward
+  bool needs_others_ = false, resends_others_ = false;  // tasks need keys of other ranks in forward, in backward
   std::vector<Part> parts_;
   std::vector<int64_t> heads_;
   std::vector<Extent> extents_;

@@ -1,4 +1,4 @@
-// The cost of a task: what the scheduler balances.
+// The cost of a task, by which the scheduler balances.
 #pragma once
 
 #include <bit>
@@ -10,24 +10,25 @@
 
 namespace distca::plan {
 
-/// Causal (row, key) pairs of query rows [q_begin, q_end): row i sees keys 0..i.
+/// Number of causal (row, key) pairs of query rows [q_begin, q_end). Row i sees keys 0..i.
 constexpr int64_t causal_pairs(int64_t q_begin, int64_t q_end) {
   const int64_t n = q_end - q_begin, twice_mean = q_begin + q_end + 1;
   return n % 2 == 0 ? n / 2 * twice_mean : n * (twice_mean / 2);  // n odd makes q_begin + q_end + 1 even
 }
 
-/// Visible (row, key) pairs of query rows [q_begin, q_end) of a document of `length` rows.
+/// Number of visible (row, key) pairs of query rows [q_begin, q_end) of a document of `length` rows.
 constexpr int64_t visible_pairs(const Mask& mask, int64_t length, int64_t q_begin, int64_t q_end) {
   if (mask.kind == MaskKind::kFull) return (q_end - q_begin) * length;
   if (mask.window == 0) return causal_pairs(q_begin, q_end);
-  const int64_t growing_end = q_end < mask.window ? q_end : mask.window;  // rows before it see all rows before them
+  const int64_t growing_end = q_end < mask.window ? q_end : mask.window;  // rows before it see all keys from 0 on
   const int64_t steady_begin = q_begin > mask.window ? q_begin : mask.window;
   return (q_begin < growing_end ? causal_pairs(q_begin, growing_end) : 0) +
          (steady_begin < q_end ? (q_end - steady_begin) * mask.window : 0);
 }
 
-/// How the time of a visible pair depends on the size of its task, in units of kRateUnit: entry (i, j) is for 2^i query
-/// rows that see 2^j keys between them, row after row; straight lines between, and the last entry beyond.
+/// How the time of a visible pair depends on the size of its task, in units of kRateUnit. Entry (i, j) is for 2^i query
+/// rows that see 2^j keys in all; the entries lie row after row. Between entries the rate is linear, and beyond the
+/// last entry it is constant.
 struct RateTable {
   static constexpr int64_t kRateUnit = 1024;
   static constexpr int64_t kMaxOctaves = 32;
@@ -45,7 +46,7 @@ struct RateTable {
 
  private:
   struct Position {
-    int64_t octave, next, part;  // part: of the way from one to the other, in 1024ths
+    int64_t octave, next, part;  // part: 1024ths of the way from `octave` to `next`
   };
   static Position position(int64_t n, int64_t num_octaves) {
     const int64_t octave = std::bit_width(static_cast<uint64_t>(n)) - 1;
@@ -56,8 +57,8 @@ struct RateTable {
   int64_t entry(int64_t i, int64_t j) const { return rates[static_cast<size_t>(i * num_keys_octaves + j)]; }
 };
 
-/// Time of a task in arbitrary integer units: `per_pair` for each visible (row, key) pair and head, times the rate of
-/// the task's size and rounded up, and `per_row` for each query row. The default counts pairs.
+/// The time of a task in arbitrary integer units: `per_pair` for each visible (row, key) pair and head, times the rate
+/// of the task's size and rounded up, plus `per_row` for each query row. The default counts pairs.
 struct DISTCA_EXPORT CostModel {
   int64_t per_pair = 1;
   int64_t per_row = 0;
@@ -70,9 +71,9 @@ struct DISTCA_EXPORT CostModel {
     const __int128 scaled = static_cast<__int128>(pairs) * rates.at(q_end - q_begin, num_keys);
     return static_cast<int64_t>((scaled + RateTable::kRateUnit - 1) / RateTable::kRateUnit) + rows;
   }
-  /// Whether a task costs what its parts do.
+  /// Whether a task costs as much as its parts together.
   bool is_additive() const { return rates.rates.empty(); }
-  /// However these pairs and rows are cut into tasks, they cost no less together.
+  /// A lower bound: however these pairs and rows are cut into tasks, the tasks cost no less together.
   int64_t least_cost(int64_t pairs, int64_t rows) const;
   uint64_t digest() const;
   void check() const;

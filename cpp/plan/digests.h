@@ -1,5 +1,5 @@
-// What ranks compare of a plan. The digest of a plan is that of the digests of all ranks' tables, so a rank whose
-// tables are not those of the plan has another one.
+// The digests that ranks compare. The digest of a plan covers the digests of all ranks' tables. A rank whose tables are
+// not those of the plan therefore has another digest.
 #pragma once
 
 #include <array>
@@ -19,7 +19,8 @@ inline std::span<const int64_t> header_words(const Header& header) {
   return {reinterpret_cast<const int64_t*>(&header), static_cast<size_t>(kHeaderWords)};
 }
 
-/// Of one rank's part of a plan. Without the block table, which `validate` derives from the others.
+/// The digest of one rank's part of a plan. It leaves out the block table, which `validate` derives from the other
+/// tables.
 inline uint64_t tables_digest(const Header& header, const TableWords& tables) {
   ListDigest d;
   d.add(header_words(header).subspan(kHeaderParts[1], kHeaderParts[2] - kHeaderParts[1]));
@@ -28,7 +29,7 @@ inline uint64_t tables_digest(const Header& header, const TableWords& tables) {
   return d.value();
 }
 
-/// Of a plan: of what the headers of all slices say alike, and of the digests of all ranks' tables.
+/// The digest of a plan: of the header words that all slices share, and of the digests of all ranks' tables.
 inline uint64_t plan_digest(const Header& header, std::span<const int64_t> rank_digests) {
   ListDigest d;
   d.add({&header.version, 1});

@@ -31,16 +31,19 @@ struct Placement {
   int64_t row = 0;  // row of `begin` in the rank's token tensor
 };
 
-/// Checked at construction: documents are numbered 0 .. n-1, and the segments of each tile [0, length) exactly.
+/// Which rows every rank holds. The constructor checks that documents are numbered 0 .. n-1 and that the segments of
+/// each document tile [0, length) exactly.
 class DISTCA_EXPORT Layout {
  public:
   explicit Layout(std::vector<std::vector<Segment>> ranks);
 
-  /// Whole documents a rank (data parallel), numbered over ranks in order.
+  /// Data parallel: every rank holds whole documents, numbered over the ranks in order.
   static Layout from_documents(const std::vector<std::vector<int64_t>>& lengths);
-  /// Documents one after another over the ranks; one that is longer than what is left on a rank goes on on the next.
+  /// Documents one after another over the ranks. A document that is longer than what is left on a rank continues on the
+  /// next one.
   static Layout packed(const std::vector<int64_t>& lengths, int64_t num_ranks, int64_t tokens_per_rank);
-  /// Context parallel: each document cut into 2 * num_ranks chunks; rank r holds chunk r and the r-th from the end.
+  /// Context parallel: each document is cut into 2 * num_ranks chunks; rank r holds chunk r and the r-th chunk from the
+  /// end.
   static Layout head_tail(const std::vector<int64_t>& lengths, int64_t num_ranks);
 
   int64_t num_ranks() const { return static_cast<int64_t>(ranks_.size()); }
@@ -50,7 +53,7 @@ class DISTCA_EXPORT Layout {
   const std::vector<int64_t>& document_lengths() const { return document_lengths_; }
   /// All segments of all documents, ascending by (document, begin).
   std::span<const Placement> placements() const { return placements_; }
-  /// Those of one document.
+  /// All segments of one document, in ascending order.
   std::span<const Placement> placements(int64_t document) const;
 
  private:
@@ -58,7 +61,7 @@ class DISTCA_EXPORT Layout {
   std::vector<int64_t> num_rows_;
   std::vector<int64_t> document_lengths_;
   std::vector<Placement> placements_;
-  std::vector<size_t> first_placement_;  // of each document, and one past the end
+  std::vector<size_t> first_placement_;  // first index of each document, then the number of all
 };
 
 }  // namespace distca::plan

@@ -12,7 +12,7 @@ namespace {
 constexpr size_t kFirst = offsetof(Header, layout_digest) / 8, kEnd = offsetof(Header, retains) / 8;
 constexpr size_t kMade = offsetof(Header, made) / 8, kMadeWords = sizeof(Made) / 8;
 
-/// From here on nothing is bound.
+/// A capacity from here on binds nothing.
 constexpr int64_t kUnlimited = int64_t{1} << 62;
 
 Header header_of(const Origin& origin) {
@@ -27,7 +27,7 @@ HeadShape heads_of(const Header& h) { return {h.q_heads, h.kv_heads, h.dim, h.v_
 
 Mask mask_of(const Header& h) { return {static_cast<MaskKind>(h.mask_kind), h.window}; }
 
-/// "0.05", of millionths.
+/// Millionths as a fraction, such as "0.05".
 std::string fraction(int64_t ppm) {
   std::string digits = std::to_string(1'000'000 + ppm % 1'000'000).substr(1);
   digits.erase(digits.find_last_not_of('0') + 1);

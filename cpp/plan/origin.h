@@ -1,4 +1,4 @@
-// What a plan is for and how it was made, in words that ranks publish, and what two plans differ in by them.
+// What a plan is for and how it was made, in words that ranks publish; and in what two plans differ by these words.
 #pragma once
 
 #include <array>
@@ -14,16 +14,16 @@ namespace distca::plan {
 /// Bits of Made::choices.
 inline constexpr int64_t kBalance = 1, kSplitHeads = 2, kOverlap = 4, kForwardOnly = 8;
 
-/// Of a header: layout, cost model, heads and mask, then `made`.
+/// The origin of a plan: the header words of layout, cost model, ranks, heads, key blocks and mask, then `made`.
 using Origin = std::array<uint64_t, (offsetof(Header, retains) - offsetof(Header, layout_digest) + sizeof(Made)) / 8>;
 Origin origin_of(const Header& header);
 
-/// An origin, and which rank has a plan of that origin.
+/// An origin, and the rank whose plan has it.
 struct OriginOnRank {
   const Origin& origin;
   int64_t rank;
 };
-/// What two plans differ in: "tolerance 0.05 on rank 1, 0.01 on rank 0".
+/// Says in what two plans differ: "tolerance 0.05 on rank 1, 0.01 on rank 0".
 std::string difference(const OriginOnRank& one, const OriginOnRank& other);
 
 std::string describe(const HeadShape& heads);

@@ -57,7 +57,7 @@ void check_options(const Layout& layout, const PlanOptions& o) {
   const int64_t dearest = rates.empty() ? RateTable::kRateUnit : *std::max_element(rates.begin(), rates.end());
   __int128 pairs = 0, rows = 0;
   for (int64_t length : layout.document_lengths()) {
-    pairs += static_cast<__int128>(length) * length;  // the full mask's; no other has more
+    pairs += static_cast<__int128>(length) * length;  // of the full mask, which has the most
     rows += length;
   }
   const __int128 total =
@@ -96,7 +96,7 @@ Made how_made(const Layout& layout, const PlanOptions& options, std::span<const 
           .lists_digest = static_cast<int64_t>(lists.value())};
 }
 
-/// All but the digests of ranks.
+/// The words of all tables but that of the ranks' digests.
 TableWords words_of(const RankTables& t) {
   return {std::span<const int64_t>(), words_of(t.groups),      words_of(t.tasks),    words_of(t.blocks),
           words_of(t.grads),          words_of(t.segments),    words_of(t.sends[0]), words_of(t.sends[1]),
@@ -144,7 +144,7 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options, std
   stats_.plan_ns = nanoseconds_since(start);
 }
 
-/// From the tasks to all the rest.
+/// Fills in everything that follows from the tasks.
 void Plan::complete(Arrangement arrangement) {
   const ScheduleOptions& o = options_.schedule;
   const auto load_of = [&](int64_t document, int64_t begin, int64_t end, int64_t kv_heads) {
@@ -199,7 +199,7 @@ void Plan::fill_tables(int64_t rank, bool with_blocks, RankTables& tables) const
                    with_blocks, tables);
 }
 
-/// What the headers of all slices say alike, but for the digest of the plan.
+/// The header words that all slices share, except the digest of the plan.
 Header Plan::common_header() const {
   const HeadShape& h = options_.schedule.heads;
   Header header = {};
@@ -221,7 +221,8 @@ Header Plan::common_header() const {
   return header;
 }
 
-/// The header of a rank's slice, but for what its words depend on: their number, checksum and places.
+/// The header of a rank's slice without what its words determine: their number, their checksum and the places of the
+/// tables.
 Header Plan::header_of(int64_t rank, const RankTables& tables) const {
   const auto r = static_cast<size_t>(rank);
   Header header = header_;

@@ -1,5 +1,5 @@
-// The plan: for one layout every task and its server, every transfer, every arena offset, and the statistics. What one
-// rank needs of it is its slice, made on request.
+// The plan of one layout: every task and its server, every transfer, every arena offset, and the statistics. A rank
+// needs only its slice, which is made on request.
 #pragma once
 
 #include <array>
@@ -19,15 +19,15 @@ namespace distca::plan {
 struct PlanOptions {
   ScheduleOptions schedule;
   ArrangementOptions arrangement;
-  int64_t capacity = INT64_MAX;  // bytes of one slot's arena, which no plan passes
-  bool overlap = false;          // gradients come home in one round where the capacity allows
+  int64_t capacity = INT64_MAX;  // the most bytes of one slot's arena on any rank
+  bool overlap = false;          // gradients come home in as few rounds as the capacity allows
 };
 
-/// What keeps the largest load from the tolerance.
+/// The reason why the largest load is above the tolerance.
 enum class Binding : int64_t {
-  kNone = 0,      // it is within the tolerance
-  kGrain = 1,     // single rows of a head: none can move with gain
-  kCapacity = 2,  // the arena of PlanStats::binding_rank
+  kNone = 0,      // the largest load is within the tolerance
+  kGrain = 1,     // no single row of a head can move with gain
+  kCapacity = 2,  // the arena of PlanStats::binding_rank is too small
   kBalanceOff = 3,
   kGivenTasks = 4,
 };
@@ -38,16 +38,15 @@ struct PlanStats {
   int64_t load_lower_bound = 0;
   Binding binding = Binding::kNone;
   int64_t binding_rank = -1;
-  int64_t wanted_slot_bytes = 0;  // the largest arena of the plan that would be made with any capacity
+  int64_t wanted_slot_bytes = 0;  // the largest arena of the plan that would be made without a capacity
   int64_t plan_ns = 0;
 };
 
 class DISTCA_EXPORT Plan {
  public:
-  /// A pure function of its arguments, the same to the last bit on every machine.
+  /// Makes a plan. It is a pure function of the arguments, the same to the last bit on every machine.
   Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options);
-  /// The same with a schedule of somebody else's: tasks that compute every row and head of the layout once
-  /// (task_list.h).
+  /// Makes a plan from a given schedule: tasks that compute every row and head of the layout once (task_list.h).
   Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options, std::span<const GivenTask> tasks);
 
   const Layout& layout() const { return *layout_; }
@@ -58,7 +57,7 @@ class DISTCA_EXPORT Plan {
   int64_t num_servers() const;
   /// Whether any rank may keep rows from forward to backward.
   bool retains() const;
-  /// Found on request, for they take longer than all other statistics.
+  /// Lower bounds of bytes. They are found on request, because they take longer than all other statistics.
   ByteBounds byte_lower_bounds() const;
   uint64_t digest() const { return static_cast<uint64_t>(header_.plan_digest); }
 

@@ -8,6 +8,7 @@
 namespace distca::plan {
 namespace {
 
+/// Fills the tables of one rank.
 class Filler {
  public:
   Filler(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, std::span<const Task> tasks,
@@ -49,7 +50,7 @@ class Filler {
     for (auto& waits : t_.waits) waits.clear();
   }
 
-  /// In its place: a row that is copied there just after it was written makes the processor wait.
+  /// Writes the row in its place. Copying a row right after it was written would make the processor wait.
   template <class Row>
   static void add(Rows<Row>& rows, const Row& row) {
     rows.emplace_back() = row;
@@ -172,8 +173,8 @@ class Filler {
   }
   static std::tuple<int64_t, int64_t, int64_t> key_of(const WaitRow& w) { return {w.direction, w.round, w.peer}; }
 
-  /// Keys of a segment of this rank go to the servers that need them; those of a block that this server assembles are
-  /// copied.
+  /// Sends keys of one of this rank's segments to the servers that need them, and copies those that lie in a block
+  /// which this rank itself assembles.
   void send_keys(const Placement& segment) {
     for (uint32_t i : a_.groups_of_document[segment.document]) {
       const Group& g = a_.groups[i];
@@ -190,7 +191,8 @@ class Filler {
     }
   }
 
-  /// Document rows [begin, end) of a segment, all of blocks in the arena of the group's server.
+  /// Puts keys of document rows [begin, end) of a segment. All of them are in blocks that lie in the arena of the
+  /// group's server.
   void put_keys(const Group& g, const Placement& segment, int64_t begin, int64_t end) {
     if (begin >= end) return;
     const int64_t block = begin / block_rows_;
@@ -269,8 +271,8 @@ class Filler {
 
   // ---- order ----
 
-  /// Every rank begins with itself, then the rank after it: were all to begin with rank 0, its link would be full and
-  /// all others empty.
+  /// Sorts what a rank does. Every rank sends to itself first, then to the rank after it and so on. If all ranks began
+  /// with rank 0, its link would be full and all others empty.
   void put_in_order() {
     for (auto& sends : t_.sends) {
       std::stable_sort(sends.begin(), sends.end(), [](const SendRow& a, const SendRow& b) {

@@ -12,7 +12,7 @@
 
 namespace distca::plan {
 
-/// Leaves a row that `emplace_back()` adds uninitialised: it is assigned at once, in its place.
+/// An allocator that leaves a row of `emplace_back()` uninitialised, because the row is assigned in its place at once.
 template <class Row>
 struct RowAllocator : std::allocator<Row> {
   void construct(Row* row) noexcept { ::new (static_cast<void*>(row)) Row; }
@@ -20,7 +20,7 @@ struct RowAllocator : std::allocator<Row> {
 template <class Row>
 using Rows = std::vector<Row, RowAllocator<Row>>;
 
-/// Everything one rank does in a step; becomes its slice.
+/// Everything that one rank does in a step. Its slice is made from this.
 struct RankTables {
   Rows<GroupRow> groups;
   Rows<TaskRow> tasks;
@@ -32,8 +32,8 @@ struct RankTables {
   std::array<Rows<WaitRow>, 2> waits;
 };
 
-/// Fills `tables`, which keep their memory, for one rank. Without the blocks, which are most of a slice and follow from
-/// the rest, where they are not asked for.
+/// Fills `tables` for one rank; they keep their memory from call to call. Without `with_blocks` the block table is left
+/// out, because it is most of a slice and follows from the rest.
 void fill_rank_tables(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, std::span<const Task> tasks,
                       const Arrangement& arrangement, int64_t rank, bool with_blocks, RankTables& tables);
 

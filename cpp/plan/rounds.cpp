@@ -10,7 +10,7 @@ namespace {
 
 constexpr auto kPhase = static_cast<size_t>(Phase::kBackward);
 
-/// The gradients that one home gets.
+/// The gradients that come to one home.
 class Homecoming {
  public:
   Homecoming(Arrangement& arrangement, const HeadShape& heads, std::span<const Task> tasks, int64_t home)
@@ -20,7 +20,7 @@ class Homecoming {
         tasks_of_home_(a_.remote_of_home[home]),
         gradients_of_home_(a_.gradients_of_home[home]) {}
 
-  /// Calls visit(tasks, gradients) for each server, ascending; both are by server already.
+  /// Calls visit(tasks, gradients) for each server in ascending order. Both lists are sorted by server already.
   template <class Visit>
   void for_each_server(const Visit& visit) const {
     for (size_t t = 0, g = 0; t < tasks_of_home_.size() || g < gradients_of_home_.size();) {
@@ -34,7 +34,8 @@ class Homecoming {
     }
   }
 
-  /// Appends a message to the part of the arena that has `used` bytes so far: tells place(gradient, offsets) where.
+  /// Appends a message to the part of the arena that has `used` bytes so far, and tells place_task and place_gradient
+  /// the offsets.
   template <class PlaceTask, class PlaceGradient>
   void append(int64_t& used, std::span<const uint32_t> tasks, std::span<const uint32_t> gradients,
               const PlaceTask& place_task, const PlaceGradient& place_gradient) const {

@@ -1,4 +1,4 @@
-// Rounds: the order in which gradients come home, and the room that they take there.
+// Rounds: the order in which gradients come home, and the memory that they take there.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,14 @@
 
 namespace distca::plan {
 
-/// Gives every gradient that comes to `home` its round and its place: servers in ascending order, as many a round as
-/// fit into the largest single message, or into what the home's arena has left of `slot_bytes` where that is more.
+/// Gives every gradient that comes to `home` its round and its place. Servers come in ascending order. A round has as
+/// many messages as fit into the size of the largest single message, or into what the home's arena has left of
+/// `slot_bytes`, where that is more.
 void place_gradients(Arrangement& arrangement, const HeadShape& heads, std::span<const Task> tasks, int64_t home,
                      int64_t slot_bytes);
 
-/// As few rounds as arenas of `slot_bytes` allow. Rounds after the first travel one after another, when the home is
-/// ready for them, and hide behind nothing.
+/// Places gradients anew in as few rounds as arenas of `slot_bytes` allow. Few rounds are better, because those after
+/// the first travel one after another, when the home is ready for them, and overlap with nothing.
 void merge_rounds(Arrangement& arrangement, const HeadShape& heads, std::span<const Task> tasks, int64_t slot_bytes);
 
 }  // namespace distca::plan

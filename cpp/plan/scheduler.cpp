@@ -1,150 +1,337 @@
 #include "plan/scheduler.h"
 
 #include <algorithm>
+#include <limits>
+#include <numeric>
 
-#include "plan/balancer.h"
+#include "common/align.h"
 #include "plan/limits.h"
 
 namespace distca::plan {
 namespace {
 
-/// Writes tasks that come ascending by (server, document). Within one document at one server head ranges become equal
-/// or disjoint, and neighbours are merged.
-class TaskWriter {
- public:
-  TaskWriter(const Layout& layout, const ScheduleOptions& options)
-      : layout_(layout), mask_(options.mask), heads_of_group_(head_groups(options).heads_of_group) {}
-
-  void reserve(size_t n) { tasks_.reserve(n); }
-
-  /// Of a segment, rows and groups of heads.
-  void add(const Placement& p, int64_t begin, int64_t end, int64_t group_begin, int64_t group_end, int64_t server) {
-    if (run_ < tasks_.size() && (tasks_[run_].document != p.document || tasks_[run_].server != server)) end_run();
-    tasks_.push_back({p.document, begin, end, mask_.first_key(begin),
-                      mask_.end_key(end - 1, layout_.document_lengths()[static_cast<size_t>(p.document)]),
-                      group_begin * heads_of_group_, group_end * heads_of_group_, p.rank, p.row + (begin - p.begin),
-                      server});
-  }
-
-  std::vector<Task> take() {
-    end_run();
-    return std::move(tasks_);
-  }
-
- private:
-  /// All tasks of one document at one server are there.
-  void end_run() {
-    if (tasks_.size() > run_ + 1) {
-      split_at_common_heads(std::span(tasks_).subspan(run_));
-      std::sort(split_.begin(), split_.end(), [](const Task& a, const Task& b) {
-        return a.kv_head_begin != b.kv_head_begin ? a.kv_head_begin < b.kv_head_begin : a.q_begin < b.q_begin;
-      });
-      merge_rows();
-      tasks_.resize(run_);
-      merge_heads();
-    }
-    run_ = tasks_.size();
-  }
-
-  void split_at_common_heads(std::span<const Task> tasks) {
-    cuts_.clear();
-    for (const Task& t : tasks) {
-      cuts_.push_back(t.kv_head_begin);
-      cuts_.push_back(t.kv_head_end);
-    }
-    std::sort(cuts_.begin(), cuts_.end());
-    cuts_.erase(std::unique(cuts_.begin(), cuts_.end()), cuts_.end());
-    split_.clear();
-    for (const Task& t : tasks) {
-      for (auto cut = std::lower_bound(cuts_.begin(), cuts_.end(), t.kv_head_begin); *cut < t.kv_head_end; ++cut) {
-        split_.push_back(t);
-        split_.back().kv_head_begin = cut[0];
-        split_.back().kv_head_end = cut[1];
-      }
-    }
-  }
-
-  void merge_rows() {
-    size_t last = 0;
-    for (size_t i = 1; i < split_.size(); ++i) {
-      Task& a = split_[last];
-      const Task& b = split_[i];
-      if (a.kv_head_begin == b.kv_head_begin && a.home == b.home && a.q_end == b.q_begin &&
-          a.home_row + a.num_rows() == b.home_row) {
-        a.q_end = b.q_end;
-        a.kv_end = b.kv_end;
-      } else {
-        split_[++last] = b;
-      }
-    }
-    split_.resize(last + 1);
-  }
-
-  /// Neighbouring head ranges with the same rows become one.
-  void merge_heads() {
-    size_t run = tasks_.size(), run_end = run;  // the tasks of the head range written last
-    for (size_t i = 0; i < split_.size();) {
-      size_t end = i;
-      while (end < split_.size() && split_[end].kv_head_begin == split_[i].kv_head_begin) ++end;
-      const bool same =
-          run_end > run && tasks_[run].kv_head_end == split_[i].kv_head_begin &&
-          std::equal(split_.begin() + static_cast<int64_t>(i), split_.begin() + static_cast<int64_t>(end),
-                     tasks_.begin() + static_cast<int64_t>(run), tasks_.end(), [](const Task& a, const Task& b) {
-                       return a.q_begin == b.q_begin && a.q_end == b.q_end && a.home_row == b.home_row;
-                     });
-      if (same) {
-        for (size_t k = run; k < run_end; ++k) tasks_[k].kv_head_end = split_[i].kv_head_end;
-      } else {
-        run = run_end;
-        tasks_.insert(tasks_.end(), split_.begin() + static_cast<int64_t>(i),
-                      split_.begin() + static_cast<int64_t>(end));
-        run_end = tasks_.size();
-      }
-      i = end;
-    }
-  }
-
-  const Layout& layout_;
-  const Mask& mask_;
-  int64_t heads_of_group_;
-  std::vector<Task> tasks_;
-  size_t run_ = 0;  // where the tasks of the last document and server begin
-  std::vector<int64_t> cuts_;
-  std::vector<Task> split_;
-};
+using Wide = __int128;
+constexpr size_t kNeighbours = 8;  // the ranks of this many segments before and after one are considered
+constexpr int32_t kNoRank = std::numeric_limits<int32_t>::max();
 
 }  // namespace
 
-std::vector<Task> schedule(const Layout& layout, const ScheduleOptions& options, const Allowances& allowances) {
-  Balancer balancer(layout, options, allowances);
-  if (options.balance) balancer.run();
-  const auto placements = layout.placements();
+Scheduler::Scheduler(const Layout& layout, const ScheduleOptions& options, const Allowances& allowances)
+    : layout_(layout),
+      options_(options),
+      finder_(options.heads, options.mask, options.cost, options.objective, options.split_heads),
+      is_additive_(options.cost.is_additive()),
+      has_allowances_(!allowances.in.empty()),
+      left_(allowances),
+      num_heads_(head_groups(options).num_groups),
+      ranks_per_node_(ranks_of_node(layout, options)),
+      num_nodes_(ceil_div(layout.num_ranks(), ranks_per_node_)) {
+  const auto n = static_cast<size_t>(layout.num_ranks());
+  load_ = loads_at_home(layout, options);
+  speed_ = server_speeds(layout, options);
+  if (!has_allowances_) left_ = {std::vector<int64_t>(n, kNoLimit), std::vector<int64_t>(n, kNoLimit)};
+  first_piece_.assign(n, -1);
+  is_materialised_.assign(n, 0);
+  is_cut_.assign(layout.placements().size(), 0);
+  moved_.assign(static_cast<size_t>(layout.num_documents()), 0);
+  room_of_.assign(n, 0);
+  node_out_.assign(static_cast<size_t>(num_nodes_), kNoLimit);
+  node_in_.assign(static_cast<size_t>(num_nodes_), kNoLimit);
+  index_placements();
+  set_limits();
+}
+
+void Scheduler::index_placements() {
+  const auto placements = layout_.placements();
+  first_of_rank_.assign(load_.size() + 1, 0);
+  for (const Placement& p : placements) ++first_of_rank_[static_cast<size_t>(p.rank) + 1];
+  std::partial_sum(first_of_rank_.begin(), first_of_rank_.end(), first_of_rank_.begin());
+  by_rank_.resize(placements.size());
+  std::vector<size_t> next(first_of_rank_.begin(), first_of_rank_.end() - 1);
+  for (size_t i = 0; i < placements.size(); ++i)
+    by_rank_[next[static_cast<size_t>(placements[i].rank)]++] = static_cast<int32_t>(i);
+}
+
+void Scheduler::set_limits() {
+  const int64_t total = std::accumulate(load_.begin(), load_.end(), int64_t{0});
+  limit_ = load_limits(total, speed_, options_.tolerance_ppm);
+  // Nodes aim a little below the tolerance. Therefore not all of their ranks have to be filled to the last row.
+  const int64_t lower_tolerance = options_.tolerance_ppm * 3 / 4;
+  std::vector<int64_t> lower = load_limits(total, speed_, lower_tolerance);
+  if (has_allowances_) {
+    raise_to_reachable(load_, speed_, left_, options_.tolerance_ppm, limit_);
+    raise_to_reachable(load_, speed_, left_, lower_tolerance, lower);
+  }
+  node_limit_.assign(static_cast<size_t>(num_nodes_), 0);
+  for (size_t r = 0; r < lower.size(); ++r) node_limit_[r / static_cast<size_t>(ranks_per_node_)] += lower[r];
+}
+
+void Scheduler::balance() {
+  const auto n = static_cast<int32_t>(load_.size()), of_node = static_cast<int32_t>(ranks_per_node_);
+  if (num_nodes_ > 1) {
+    exchange_between_nodes();
+    for (int32_t r = 0; r < n; r += of_node) drain(r, std::min(n, r + of_node), options_.min_rows);
+  }
+  move_leftovers();
+  constexpr int kRounds = 4;
+  for (int round = 0; !is_additive_ && round < kRounds; ++round) {
+    set_limits();
+    if (all_within_limits()) break;
+    move_leftovers();
+  }
+}
+
+void Scheduler::move_leftovers() {
+  const auto n = static_cast<int32_t>(load_.size());
+  drain(0, n, options_.min_rows);
+  if (options_.min_rows > 1) drain(0, n, 1);
+  place_remains();
+  polish();
+}
+
+bool Scheduler::all_within_limits() const {
+  return std::equal(load_.begin(), load_.end(), limit_.begin(),
+                    [](int64_t load, int64_t limit) { return load <= limit; });
+}
+
+void Scheduler::exchange_between_nodes() {
+  std::vector<int64_t> excess(node_limit_.size());
+  for (size_t r = 0; r < load_.size(); ++r) excess[r / static_cast<size_t>(ranks_per_node_)] += load_[r];
+  for (size_t node = 0; node < excess.size(); ++node) {
+    excess[node] -= node_limit_[node];
+    node_out_[node] = std::max<int64_t>(0, excess[node]);
+    node_in_[node] = std::max<int64_t>(0, -excess[node]);
+  }
+  drain(0, static_cast<int32_t>(load_.size()), options_.min_rows);
+  node_out_.assign(node_out_.size(), kNoLimit);
+  node_in_.assign(node_in_.size(), kNoLimit);
+}
+
+/// Moves shards from ranks above their limit to ranks below it, among ranks [rank_begin, rank_end).
+void Scheduler::drain(int32_t rank_begin, int32_t rank_end, int64_t min_rows) {
+  for (const Room& r : rooms_) room_of_[static_cast<size_t>(r.rank)] = 0;
+  rooms_.clear();
+  sources_.clear();
+  for (int32_t r = rank_begin; r < rank_end; ++r) {
+    const auto i = static_cast<size_t>(r);
+    if (load_[i] > limit_[i]) {
+      if (surplus(r) <= 0) continue;
+      materialise(r);
+      for (int32_t p = first_piece_[i]; p >= 0; p = pieces_[static_cast<size_t>(p)].next) push_source(p);
+    } else if (speed_[i] > 0 && room(r) > 0) {
+      room_of_[i] = room(r);
+      rooms_.push_back({room(r), r});
+    }
+  }
+  if (sources_.empty()) return;
+  std::make_heap(sources_.begin(), sources_.end());
+  std::sort(rooms_.begin(), rooms_.end());
+  while (!sources_.empty() && !rooms_.empty()) {
+    std::pop_heap(sources_.begin(), sources_.end());
+    const int32_t piece = sources_.back().piece;
+    sources_.pop_back();
+    const Piece& p = pieces_[static_cast<size_t>(piece)];
+    if (surplus(p.server) <= 0) continue;
+    // A rank may end below its limit, because a shard has min_rows rows at least.
+    const int64_t least = finder_.cost(length_of(p), p.begin, std::min(p.end, p.begin + min_rows));
+    const int64_t amount = std::min(std::max(surplus(p.server), least), leaving(p));
+    // The largest room is considered in any case; therefore it must be up to date.
+    while (!rooms_.empty() && room(rooms_.back().rank) != rooms_.back().amount)
+      set_room(rooms_.back().rank, room(rooms_.back().rank));
+    const Move move = best_move(p, amount, min_rows);
+    if (move.rank >= 0 && (is_additive_ || relief(p, move.shard) > 0)) apply(piece, move);
+  }
+}
+
+void Scheduler::push_source(int32_t piece) {
+  const Piece& p = pieces_[static_cast<size_t>(piece)];
+  if (p.empty()) return;
+  sources_.push_back({finder_.value(length_of(p), p.begin, p.end), piece});
+}
+
+Scheduler::Move Scheduler::best_move(const Piece& p, int64_t amount, int64_t min_rows) {
+  Move best;
+  if (rooms_.empty()) return best;
+  const auto at_least = [&](int64_t wanted) {
+    return static_cast<size_t>(std::lower_bound(rooms_.begin(), rooms_.end(), Room{wanted, kNoRank}) - rooms_.begin());
+  };
+  const size_t last = rooms_.size() - 1;
+  consider(p, amount, min_rows, rooms_[last].rank, best);
+  const size_t fitting = at_least(amount);
+  if (fitting < last) consider(p, amount, min_rows, rooms_[fitting].rank, best);
+  const int64_t length = length_of(p);
+  const int64_t ideal = finder_.cost(length, finder_.best_tail(length, p.begin, p.end), p.end);
+  const int64_t most = std::min(amount, rooms_[last].amount);
+  for (int64_t k = most / ideal, tried = 0; k > 0 && tried < 2; --k, ++tried) {
+    const size_t near = at_least(k * ideal);
+    if (near < last && near != fitting) consider(p, amount, min_rows, rooms_[near].rank, best);
+  }
+  // Ranks that hold other rows of the document lack fewer of its keys.
+  const auto of_document = layout_.placements(placement_of(p).document);
+  if (of_document.size() > 1) {
+    const auto here = static_cast<size_t>(&placement_of(p) - of_document.data());
+    const size_t begin = here - std::min<size_t>(here, kNeighbours);
+    for (size_t i = begin; i < std::min(of_document.size(), here + kNeighbours); ++i)
+      if (room_of_[static_cast<size_t>(of_document[i].rank)] > 0)
+        consider(p, amount, min_rows, static_cast<int32_t>(of_document[i].rank), best);
+  }
+  return best;
+}
+
+void Scheduler::consider(const Piece& p, int64_t amount, int64_t min_rows, int32_t rank, Move& best) {
+  const int64_t budget = std::min(amount, room(rank));
+  if (budget <= 0 || rank == p.server) return;
+  const int64_t length = length_of(p);
+  const auto offer = [&](Shard s) {
+    if (s.empty()) return;
+    s.bytes = s.num_heads * finder_.bytes(placement_of(p).rank == rank ? 0 : s.end - s.begin, missing_keys(p, s, rank));
+    if (s.better_than(best.shard)) best = {s, rank, true};
+  };
+  const int64_t column = finder_.cost(length, p.begin, p.end);
+  if (speed_[static_cast<size_t>(p.server)] == 0 && column <= budget)  // all of it has to go in the end
+    offer(finder_.of_heads(length, p.begin, p.end, std::min(p.num_heads(), budget / column), budget, min_rows));
+  else
+    offer(finder_.best(length, p.begin, p.end, p.num_heads(), budget, min_rows));
+}
+
+/// Number of key rows that the shard needs and that the server neither holds nor gets for other pieces.
+int64_t Scheduler::missing_keys(const Piece& p, const Shard& s, int32_t server) const {
+  const int64_t document = placement_of(p).document, length = length_of(p);
+  int64_t next = finder_.mask().first_key(s.begin);
+  const int64_t end = finder_.mask().end_key(s.end - 1, length);
+  const auto of_document = layout_.placements(document);
+  if (of_document.size() == 1 && !moved_[static_cast<size_t>(document)]) return end - next;
+  std::vector<std::pair<int64_t, int64_t>> present;
+  const auto held = placements_of(static_cast<size_t>(server));
+  const auto first = static_cast<int32_t>(of_document.data() - layout_.placements().data());
+  for (auto i = std::lower_bound(held.begin(), held.end(), first); i != held.end(); ++i) {
+    const Placement& q = layout_.placements()[static_cast<size_t>(*i)];
+    if (q.document != document) break;
+    present.emplace_back(q.begin, q.end);
+  }
+  for (int32_t i = first_piece_[static_cast<size_t>(server)]; i >= 0; i = pieces_[static_cast<size_t>(i)].next) {
+    const Piece& q = pieces_[static_cast<size_t>(i)];
+    if (q.empty() || placement_of(q).document != document) continue;
+    // A piece counts if it has all heads of the shard, which are the first ones of `p`.
+    if (q.head_begin <= p.head_begin && q.head_end >= p.head_begin + s.num_heads)
+      present.emplace_back(finder_.mask().first_key(q.begin), finder_.mask().end_key(q.end - 1, length));
+  }
+  std::sort(present.begin(), present.end());
+  int64_t missing = 0;
+  for (const auto& [b, e] : present) {
+    missing += std::max<int64_t>(0, std::min(b, end) - next);
+    next = std::max(next, e);
+  }
+  return missing + std::max<int64_t>(0, end - next);
+}
+
+void Scheduler::apply(int32_t index, const Move& move) {
+  const Piece p = pieces_[static_cast<size_t>(index)];
+  const Shard& s = move.shard;
+  const auto head_end = static_cast<int32_t>(p.head_begin + s.num_heads);
+  const auto from = static_cast<size_t>(p.server), to = static_cast<size_t>(move.rank);
+  const int64_t document = placement_of(p).document;
+  if (!is_additive_) {
+    load_[from] -= cost_at(p.server, document);
+    load_[to] -= cost_at(move.rank, document);
+  }
+  pieces_[static_cast<size_t>(index)].end = p.begin;  // empty, unless a part that remains takes its place
+  bool reused = false;
+  const auto keep = [&](int32_t head_begin, int32_t end_head, int64_t begin, int64_t end) {
+    if (head_begin == end_head || begin == end) return;
+    Piece rest = {p.placement, p.server, head_begin, end_head, begin, end, p.next};
+    int32_t at = index;
+    if (reused)
+      at = add_piece(rest);
+    else
+      pieces_[static_cast<size_t>(index)] = rest;
+    reused = true;
+    if (move.goes_on) {
+      push_source(at);
+      std::push_heap(sources_.begin(), sources_.end());
+    }
+  };
+  keep(head_end, p.head_end, p.begin, p.end);
+  keep(p.head_begin, head_end, p.begin, s.begin);
+  keep(p.head_begin, head_end, s.end, p.end);
+  add_piece({p.placement, move.rank, p.head_begin, head_end, s.begin, s.end, -1});
+  moved_[static_cast<size_t>(document)] = 1;
+  is_cut_[static_cast<size_t>(p.placement)] = 1;
+  if (is_additive_) {
+    load_[from] -= s.cost;
+    load_[to] += s.cost;
+  } else {
+    load_[from] += cost_at(p.server, document);
+    load_[to] += cost_at(move.rank, document);
+  }
+  if (has_allowances_) use_allowances(p, move.rank, s.cost);
+  if (node_of(p.server) != node_of(move.rank)) {
+    auto& out = node_out_[static_cast<size_t>(node_of(p.server))];
+    auto& in = node_in_[static_cast<size_t>(node_of(move.rank))];
+    if (out != kNoLimit) out -= s.cost;
+    if (in != kNoLimit) in -= s.cost;
+  }
+  if (room_of_[to] > 0) set_room(move.rank, room(move.rank));
+}
+
+void Scheduler::set_room(int32_t rank, int64_t amount) {
+  int64_t& now = room_of_[static_cast<size_t>(rank)];
+  rooms_.erase(std::lower_bound(rooms_.begin(), rooms_.end(), Room{now, rank}));
+  now = std::max<int64_t>(0, amount);
+  if (now > 0) rooms_.insert(std::lower_bound(rooms_.begin(), rooms_.end(), Room{now, rank}), Room{now, rank});
+}
+
+void Scheduler::materialise(int32_t rank) {
+  char& done = is_materialised_[static_cast<size_t>(rank)];
+  if (done) return;
+  done = 1;
+  for (int32_t i : placements_of(static_cast<size_t>(rank))) {
+    const Placement& p = layout_.placements()[static_cast<size_t>(i)];
+    add_piece({i, rank, 0, static_cast<int32_t>(num_heads_), p.begin, p.end, -1});
+  }
+}
+
+int32_t Scheduler::add_piece(Piece piece) {
+  int32_t& first = first_piece_[static_cast<size_t>(piece.server)];
+  piece.next = first;
+  first = static_cast<int32_t>(pieces_.size());
+  pieces_.push_back(piece);
+  return first;
+}
+
+std::vector<Task> Scheduler::schedule() {
+  if (options_.balance) balance();
+  return tasks();
+}
+
+std::vector<Task> Scheduler::tasks() const {
+  const auto placements = layout_.placements();
   const auto placement_of = [&](const Piece& p) { return placements[static_cast<size_t>(p.placement)]; };
   std::vector<Piece> pieces;
-  for (const Piece& p : balancer.pieces())
-    if (!p.empty() && balancer.is_cut(static_cast<size_t>(p.placement))) pieces.push_back(p);
-  // Placements ascend by document.
+  for (const Piece& p : pieces_)
+    if (!p.empty() && is_cut_[static_cast<size_t>(p.placement)]) pieces.push_back(p);
+  // Placements are in ascending order of documents.
   std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) {
     return a.server != b.server ? a.server < b.server : a.placement < b.placement;
   });
-  TaskWriter writer(layout, options);
+  const HeadGroups groups = head_groups(options_);
+  TaskWriter writer(layout_, options_.mask, groups.heads_of_group);
   writer.reserve(placements.size() + 4 * pieces.size());  // tasks may be cut by heads later
-  const int64_t num_groups = head_groups(options).num_groups;
   auto piece = pieces.begin();
   const auto add_pieces = [&](int32_t server, int32_t end) {
     for (; piece != pieces.end() && piece->server == server && piece->placement < end; ++piece)
       writer.add(placement_of(*piece), piece->begin, piece->end, piece->head_begin, piece->head_end, server);
   };
-  for (int32_t r = 0; r < layout.num_ranks(); ++r) {
-    for (int32_t i : balancer.placements_of(static_cast<size_t>(r))) {
-      if (balancer.is_cut(static_cast<size_t>(i))) continue;
+  for (int32_t r = 0; r < layout_.num_ranks(); ++r) {
+    for (int32_t i : placements_of(static_cast<size_t>(r))) {
+      if (is_cut_[static_cast<size_t>(i)]) continue;
       add_pieces(r, i);
       const Placement& p = placements[static_cast<size_t>(i)];
-      writer.add(p, p.begin, p.end, 0, num_groups, r);
+      writer.add(p, p.begin, p.end, 0, groups.num_groups, r);
     }
     add_pieces(r, static_cast<int32_t>(placements.size()));
   }
-  return writer.take();
+  return with_equal_head_ranges(writer.take());
 }
 
 }  // namespace distca::plan

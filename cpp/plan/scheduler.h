@@ -1,65 +1,167 @@
-// The scheduler: cuts documents into tasks and gives every server the same load, moving few bytes.
+// The scheduler: cuts documents into tasks and gives every server the same load, while few bytes move.
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "common/dtype.h"
 #include "plan/cost.h"
 #include "plan/layout.h"
 #include "plan/shard.h"
+#include "plan/task_list.h"
 
 namespace distca::plan {
-
-/// Query rows [q_begin, q_end) of a document, all with one home, computed by one server in one go.
-struct Task {
-  int64_t document = 0;
-  int64_t q_begin = 0, q_end = 0;
-  int64_t kv_begin = 0, kv_end = 0;            // document rows of the keys that these queries see
-  int64_t kv_head_begin = 0, kv_head_end = 0;  // key/value heads, with the query heads that share them
-  int64_t home = 0;                            // rank that holds the rows
-  int64_t home_row = 0;                        // row of q_begin in the home's token tensor
-  int64_t server = 0;                          // rank that computes them
-
-  int64_t num_rows() const { return q_end - q_begin; }
-};
 
 struct ScheduleOptions {
   HeadShape heads;
   Mask mask;
   CostModel cost;
   int64_t tolerance_ppm = 50'000;  // the largest load may exceed the mean by this many millionths
-  int64_t min_rows = 128;          // no smaller piece is cut off, as long as the tolerance can be met without
+  int64_t min_rows = 128;          // pieces are no smaller, as long as the tolerance can be met so
   bool balance = true;             // false: every row is computed at home
   bool split_heads = true;         // whether key/value heads of a row may go to different servers
   std::vector<int64_t> servers;    // ranks that compute, ascending; empty: all
-  std::vector<int64_t> speeds;     // of every rank; loads are compared after division by it; empty: all the same
-  int64_t ranks_per_node = 0;      // neighbours with fast links among them; 0: all ranks
+  std::vector<int64_t> speeds;     // one of every rank, by which loads are divided; empty: all the same
+  int64_t ranks_per_node = 0;      // number of neighbours with fast links among them; 0: all ranks
   Objective objective = Objective::kAll;
 };
 
-/// By rank: how much of others' rows it may compute, and how much of its own others may; in cost units x groups of
+/// How much of others' rows each rank may compute, and how much of its own rows others may, in cost units x groups of
 /// heads (limits.h). Empty: any amount.
 struct Allowances {
   std::vector<int64_t> in, out;
-  // What a rank must keep may be more than the others' limit: whether they may then have as much, or stay at the mean.
+  // A rank may have to keep more than the limit of the others. Then this says whether they may have as much or stay at
+  // the mean.
   bool level_with_largest = false;
 };
 
-/// Every server's load within the tolerance of its share of the mean, or as near as single rows come; with few bytes
-/// between nodes, then few bytes. How: balancer.h. A pure function in integers: the same tasks on every machine. Sorted
-/// by (server, document, kv_head_begin, q_begin); neighbours on a server are merged; head ranges of the tasks of one
-/// document at one server are equal or disjoint.
-/// `allowances` are kept, and where they forbid the tolerance, the largest load is about as small as they let it be;
-/// ranks that do not serve give all they have in any case.
-std::vector<Task> schedule(const Layout& layout, const ScheduleOptions& options, const Allowances& allowances = {});
+/// A part of one segment that one server was given: rows [begin, end) and groups of heads (limits.h) [head_begin,
+/// head_end).
+struct Piece {
+  int32_t placement = 0;  // index into Layout::placements()
+  int32_t server = 0;
+  int32_t head_begin = 0, head_end = 0;
+  int64_t begin = 0, end = 0;
+  int32_t next = -1;  // next piece of the same server
 
-/// No schedule has a smaller largest load at mean speed, in cost units x query heads: the mean, or the costliest row.
+  int64_t num_heads() const { return head_end - head_begin; }
+  bool empty() const { return begin == end; }
+};
+
+/// Gives every server a load within the tolerance of its share of the mean, or as near to it as single rows allow.
+/// First it moves few bytes between nodes, then few bytes at all. It is a pure function in integers: the same tasks on
+/// every machine. Allowances are kept; where they forbid the tolerance, the largest load is about as small as they let
+/// it be. Ranks that do not serve give away all they have in any case. Loads here are cost units x groups of heads.
+class Scheduler {
+ public:
+  Scheduler(const Layout& layout, const ScheduleOptions& options, const Allowances& allowances = {});
+
+  /// Makes the tasks, sorted by (server, document, kv_head_begin, q_begin). Neighbours on a server are merged, and head
+  /// ranges of the tasks of one document are equal or disjoint.
+  std::vector<Task> schedule();
+
+ private:
+  struct Room {
+    int64_t amount;
+    int32_t rank;
+    bool operator<(const Room& o) const { return amount != o.amount ? amount < o.amount : rank > o.rank; }
+  };
+  struct Source {
+    int64_t value;
+    int32_t piece;
+    bool operator<(const Source& o) const { return value != o.value ? value < o.value : piece > o.piece; }
+  };
+  struct Move {
+    Shard shard;  // of the first heads of a piece
+    int32_t rank = -1;
+    bool goes_on = false;  // whether the rest of the piece is a source again
+  };
+
+  /// Brings servers to their limit, which is the tolerance above their share of the mean.
+  /// 1. What a node has above the limits of its ranks leaves the node.
+  /// 2. What a rank has above its limit goes to others of its node.
+  /// 3. What is left goes to any rank, at last in shards below min_rows rows.
+  /// 4. Single rows move, as long as the largest load falls.
+  /// Where tasks do not cost what their parts cost, cutting changes the mean. Then 3 and 4 are repeated for the new
+  /// mean.
+  void balance();
+  std::vector<Task> tasks() const;
+  /// The placements of a rank, in ascending order.
+  std::span<const int32_t> placements_of(size_t rank) const {
+    return std::span(by_rank_).subspan(first_of_rank_[rank], first_of_rank_[rank + 1] - first_of_rank_[rank]);
+  }
+
+  void index_placements();
+  void set_limits();
+  void exchange_between_nodes();
+  void drain(int32_t rank_begin, int32_t rank_end, int64_t min_rows);
+  Move best_move(const Piece& piece, int64_t amount, int64_t min_rows);
+  void consider(const Piece& piece, int64_t amount, int64_t min_rows, int32_t rank, Move& best);
+  int64_t missing_keys(const Piece& piece, const Shard& shard, int32_t server) const;
+  void apply(int32_t piece, const Move& move);
+  void use_allowances(const Piece& piece, int32_t to, int64_t cost);
+  int64_t allowance(const Piece& piece, int32_t to) const;
+  int64_t relief(const Piece& piece, const Shard& shard) const;
+  int64_t cost_at(int32_t server, int64_t document) const;
+  bool all_within_limits() const;
+  void set_room(int32_t rank, int64_t amount);
+  void move_leftovers();
+  void place_remains();
+  void polish();
+  bool heavier(int32_t a, int64_t extra_a, int32_t b, int64_t extra_b) const;
+  int32_t lightest() const;
+  Move last_resort(int32_t from, int32_t to, int32_t& piece) const;
+
+  void materialise(int32_t rank);
+  int32_t add_piece(Piece piece);
+  void push_source(int32_t piece);
+
+  int64_t length_of(const Piece& p) const {
+    return layout_.document_lengths()[static_cast<size_t>(placement_of(p).document)];
+  }
+  const Placement& placement_of(const Piece& p) const { return layout_.placements()[static_cast<size_t>(p.placement)]; }
+  int64_t node_of(int32_t rank) const { return rank / ranks_per_node_; }
+  int64_t surplus(int32_t rank) const {
+    const auto r = static_cast<size_t>(rank);
+    return std::min(load_[r] - limit_[r], node_out_[static_cast<size_t>(node_of(rank))]);
+  }
+  int64_t leaving(const Piece& p) const {
+    return placement_of(p).rank == p.server ? left_.out[static_cast<size_t>(p.server)] : INT64_MAX;
+  }
+  int64_t room(int32_t rank) const {
+    const auto r = static_cast<size_t>(rank);
+    return std::min(std::min(limit_[r] - load_[r], left_.in[r]), node_in_[static_cast<size_t>(node_of(rank))]);
+  }
+
+  const Layout& layout_;
+  const ScheduleOptions& options_;
+  ShardFinder finder_;
+  const bool is_additive_;
+  bool has_allowances_ = false;
+  Allowances left_;        // kNoLimit: any amount
+  int64_t num_heads_ = 1;  // number of groups of heads
+  int64_t ranks_per_node_ = 1, num_nodes_ = 1;
+  std::vector<int64_t> load_, limit_;
+  std::vector<int64_t> speed_;  // 0: does not serve
+  std::vector<int64_t> node_limit_;
+  std::vector<int64_t> node_out_, node_in_;  // how much may still leave and enter a node in this step
+  std::vector<int32_t> by_rank_;
+  std::vector<size_t> first_of_rank_;
+  std::vector<Piece> pieces_;
+  std::vector<int32_t> first_piece_;                    // of each server; -1: none
+  std::vector<char> is_materialised_, is_cut_, moved_;  // by rank; by placement; by document
+  std::vector<Room> rooms_;                             // ascending
+  std::vector<int64_t> room_of_;                        // by rank: the amount of its entry in rooms_; 0: none
+  std::vector<Source> sources_;                         // a heap
+};
+
+/// A lower bound of the largest load at mean speed, in cost units x query heads: the mean, or the costliest row.
 int64_t load_lower_bound(const Layout& layout, const ScheduleOptions& options);
 
-/// No schedule that keeps every load within the tolerance moves fewer bytes under the objective (proof: bounds.cpp).
-/// `may_retain`: with keys that need not travel again in backward. 0 where tasks do not cost what their parts do:
-/// nothing is proven then.
+/// Lower bounds of bytes under the objective, for schedules that keep every load within the tolerance (proof:
+/// bounds.cpp). With `may_retain`, keys need not travel again in backward. The bounds are 0 where tasks do not cost
+/// what their parts cost, because nothing is proven then.
 struct ByteBounds {
   int64_t bytes = 0, between_nodes = 0;
 };

@@ -9,7 +9,7 @@ namespace {
 using Wide = __int128;
 constexpr int kFractionBits = 20;
 
-/// Rounded down. The floating-point root is a first guess.
+/// The square root, rounded down. The floating-point root is only a first guess.
 int64_t square_root(Wide x) {
   auto root = static_cast<int64_t>(std::sqrt(static_cast<double>(x)));
   while (Wide{root} * root > x) --root;
@@ -39,7 +39,7 @@ Prices prices(const HeadShape& h, bool split_heads, Objective objective) {
 ShardFinder::ShardFinder(const HeadShape& heads, const Mask& mask, const CostModel& cost, Objective objective,
                          bool split_heads)
     : mask_(mask), cost_(cost), prices_(plan::prices(heads, split_heads, objective)) {
-  // sqrt(r^2 + 2 r) - r with r = key_row / query_row, see best_tail.
+  // This is sqrt(r^2 + 2 r) - r with r = key_row / query_row (see best_tail).
   const int64_t k = prices_.key_row, q = prices_.query_row;
   tail_fraction_ =
       (square_root((Wide{k} * k + Wide{2} * k * q) << (2 * kFractionBits)) - (Wide{k} << kFractionBits)) / q;
@@ -53,7 +53,7 @@ int64_t ShardFinder::tail_begin(int64_t length, int64_t begin, int64_t end, int6
     const double e = static_cast<double>(end) + s;
     const double square = e * e - 2 * static_cast<double>(budget) / static_cast<double>(cost_.per_pair);
     const auto guess = std::clamp(square > 0 ? static_cast<int64_t>(std::sqrt(square) - s) : begin, begin, end);
-    for (int64_t step = 1; low < high; step *= 4) {  // a bracket around the guess
+    for (int64_t step = 1; low < high; step *= 4) {  // finds a bracket around the guess
       const int64_t up = std::min(high, guess + step), down = std::max(low, guess - step);
       if (cost(length, up, end) > budget) {
         low = up + 1;
@@ -79,8 +79,8 @@ int64_t ShardFinder::tail_begin(int64_t length, int64_t begin, int64_t end, int6
 
 int64_t ShardFinder::best_tail(int64_t, int64_t begin, int64_t end) const {
   if (!grows(end - 1)) return begin;
-  // Rows [a, b) see b keys. With f = (b - a) / b and r the price of a key row over that of a query row, cost over bytes
-  // is (f - f^2 / 2) / (f + r), largest where f^2 + 2 r f = 2 r.
+  // Rows [a, b) see b keys. Let f = (b - a) / b, and let r be the price of a key row over that of a query row. Then
+  // cost over bytes is (f - f^2 / 2) / (f + r), which is largest where f^2 + 2 r f = 2 r.
   return std::max(begin, end - std::max<int64_t>(1, end * tail_fraction_ >> kFractionBits));
 }
 
@@ -96,8 +96,8 @@ Shard ShardFinder::of_heads(int64_t length, int64_t begin, int64_t end, int64_t 
   if (cost(length, begin, end) > of_one) {
     if (end - begin < 2 * min_rows) return {};
     if (grows(end - 1) && cost_.per_pair > 0) {
-      // The cheapest rows [a, b) of a given cost have b = (1 + r) a: where that b lies below `end`, neither the last
-      // rows nor the first ones are the cheapest.
+      // Of all rows [a, b) of a given cost, those with b = (1 + r) a are the cheapest. Where that b lies below `end`,
+      // neither the last rows nor the first ones are the cheapest.
       const int64_t k = prices_.key_row, q = prices_.query_row;
       const int64_t inner =
           square_root(Wide{of_one / cost_.per_pair} * 2 * (k + q) * (k + q) / (Wide{k} * (k + 2 * q)));
@@ -126,7 +126,7 @@ int64_t ShardFinder::last_affordable(int64_t length, int64_t begin, int64_t end,
     else
       high = mid - 1;
   }
-  // What is left on either side is long enough, or nothing.
+  // What remains on either side must be long enough, or nothing.
   if (low > end - 2 * num_rows && low < end - num_rows) low = end - 2 * num_rows;
   return low < begin + num_rows ? begin : low;
 }
@@ -136,7 +136,7 @@ Shard ShardFinder::best(int64_t length, int64_t begin, int64_t end, int64_t num_
   const int64_t ideal = cost(length, best_tail(length, begin, end), end);
   const int64_t fewer = std::clamp<int64_t>(budget / ideal, 1, num_heads);
   Shard found;
-  // All heads down to the best row; a lower one would lose.
+  // If the budget takes all heads down to the best row, a lower row would bring less for a byte.
   if (fewer == num_heads) found = of_heads(length, begin, end, fewer, std::min(budget, fewer * ideal), min_rows);
   if (found.empty()) found = of_heads(length, begin, end, fewer, budget, min_rows);
   if (fewer < num_heads) {

@@ -1,5 +1,5 @@
-// Shards: contiguous rows and key/value heads of a document, what they cost, what moving them costs, and which of them
-// brings a wanted cost at the fewest bytes.
+// Shards: contiguous rows and key/value heads of a document, what they cost, how many bytes moving them takes, and
+// which shard of a wanted cost takes the fewest bytes.
 #pragma once
 
 #include <cstdint>
@@ -9,38 +9,37 @@
 
 namespace distca::plan {
 
-/// Which messages count as the bytes of a plan.
+/// The messages that count as the bytes of a plan.
 enum class Objective : int64_t { kAll = 0, kForward = 1 };
 
-/// Bytes of one row of one key/value head and its query heads (of all heads where none may be split off) that is
-/// computed away from its home.
+/// Bytes that a row takes when it is computed away from its home: one row of one key/value head and its query heads, or
+/// of all heads where heads may not be split.
 struct Prices {
-  int64_t query_row = 0;  // there and back: q, out, lse; and in backward q, dout, lse, delta, dq
-  int64_t key_row = 0;    // k, v; and in backward k, v again and dk, dv as fp32 partials, since the home computes
+  int64_t query_row = 0;  // forward: q, out, lse; backward: q, dout, lse, delta, dq
+  int64_t key_row = 0;    // forward: k, v; backward: k, v again, and dk, dv as fp32 partials, because the home computes
                           // rows of nearly every document that it shares
 };
 Prices prices(const HeadShape& heads, bool split_heads, Objective objective);
 
-/// Rows [begin, end) of a document, of `num_heads` of its key/value heads.
+/// A candidate to move: rows [begin, end) of a document, for `num_heads` of its key/value heads.
 struct Shard {
   int64_t begin = 0, end = 0;
   int64_t num_heads = 0;
-  int64_t cost = 0;   // of all heads
-  int64_t bytes = 0;  // if the server holds no key row of the document yet
+  int64_t cost = 0;   // of all its heads
+  int64_t bytes = 0;  // where the server holds no key row of the document yet
 
   bool empty() const { return num_heads == 0; }
-  /// More cost for a byte; then more cost.
+  /// Whether this shard brings more cost for a byte, or as much and more cost in all.
   bool better_than(const Shard& other) const;
 };
 
-/// Costs and shards of documents under one mask. Costs are exact integers; where a root is needed, the floating-point
-/// one is a first guess only.
+/// Finds shards of documents under one mask. Costs are exact integers; a floating-point root is only a first guess.
 class ShardFinder {
  public:
   ShardFinder(const HeadShape& heads, const Mask& mask, const CostModel& cost, Objective objective, bool split_heads);
 
   int64_t cost(int64_t length, int64_t begin, int64_t end) const { return cost_.cost(mask_, length, begin, end); }
-  /// Key rows that query rows [begin, end) see.
+  /// Number of key rows that query rows [begin, end) see.
   int64_t num_keys(int64_t length, int64_t begin, int64_t end) const {
     return mask_.end_key(end - 1, length) - mask_.first_key(begin);
   }
@@ -50,23 +49,23 @@ class ShardFinder {
   const Prices& prices() const { return prices_; }
   const Mask& mask() const { return mask_; }
 
-  /// The lowest row from which on rows up to `end` cost at most `budget`; at least `begin`.
+  /// The lowest row a >= begin for which rows [a, end) cost at most `budget`.
   int64_t tail_begin(int64_t length, int64_t begin, int64_t end, int64_t budget) const;
-  /// The rows at the end of [begin, end) that bring the most cost for a byte.
+  /// The first of the rows at the end of [begin, end) that bring the most cost for a byte.
   int64_t best_tail(int64_t length, int64_t begin, int64_t end) const;
-  /// That most cost for 2^20 bytes.
+  /// The cost for 2^20 bytes that the rows of best_tail bring.
   int64_t value(int64_t length, int64_t begin, int64_t end) const;
 
-  /// Of rows [begin, end) of `num_heads` heads, the shard of at most `budget` that brings the most cost for a byte.
-  /// Neither it nor what is left of a head's rows has fewer than `min_rows` rows, unless there is none left. Empty if
-  /// there is no such shard.
+  /// The shard of rows [begin, end) and up to `num_heads` heads that brings the most cost for a byte, at a cost of at
+  /// most `budget`. Neither the shard nor what it leaves of a head's rows has fewer than `min_rows` rows, unless it
+  /// leaves none. Empty if there is no such shard.
   Shard best(int64_t length, int64_t begin, int64_t end, int64_t num_heads, int64_t budget, int64_t min_rows) const;
-  /// The same with exactly `num_heads` heads.
+  /// Like `best`, with exactly `num_heads` heads.
   Shard of_heads(int64_t length, int64_t begin, int64_t end, int64_t num_heads, int64_t budget, int64_t min_rows) const;
 
  private:
-  /// The last row from which on `num_rows` rows of [begin, end), which has twice as many, cost at most `budget`; -1 if
-  /// there is none.
+  /// The last row a for which rows [a, a + num_rows) cost at most `budget` and leave, on either side, no rows of
+  /// [begin, end) or at least `num_rows`; -1 if there is none. [begin, end) has at least 2 * num_rows rows.
   int64_t last_affordable(int64_t length, int64_t begin, int64_t end, int64_t budget, int64_t num_rows) const;
   bool grows(int64_t row) const { return mask_.kind == MaskKind::kCausal && (mask_.window == 0 || row < mask_.window); }
 

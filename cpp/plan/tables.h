@@ -1,11 +1,11 @@
 // The flat form of a plan: what one rank needs to take part in a step, as int64 words.
 //
-// Words: Header, then tables of fixed-size rows. Everything is position independent and little more than addresses:
-// byte offsets count from the start of a slot's arena, rows from the start of the rank's own token tensor. `-1` means
-// none.
+// A slice is a Header, then tables of rows of fixed size. Everything is position independent. Byte offsets count from
+// the start of a slot's arena, rows from the start of the rank's own token tensor. `-1` means none.
 //
 // A group, and all rows that travel for it, has a range of the key/value heads and the query heads that share them.
-// Where such rows lie in an arena (heads: those of the range; e = element bytes, P = max(dim, v_dim)):
+// Below, "heads" are those of the range, e is the bytes of an element, P = max(dim, v_dim). Rows lie in an arena like
+// this:
 //   q of a forward task   [rows, q_heads, P] e    out overwrites it in place, head by head
 //   q of a backward task  [rows, q_heads, dim] e
 //   dout                  [rows, q_heads, P] e    dq overwrites it in place
@@ -14,8 +14,8 @@
 //   dk, dv                [rows, kv_heads, dim | v_dim] e, or fp32 where several servers contribute
 //   out, dq come home     [rows, q_heads, v_dim | dim] e
 //
-// Of groups that a server retains, k and v of the forward step lie in the rank's retained memory as they did in the
-// arena, from the end of forward on: they do not travel in backward, and have no place in its arena.
+// Where a server retains a group, k and v of the forward step lie in the rank's retained memory as they did in the
+// arena, from the end of forward on. They do not travel in backward and have no place in its arena.
 #pragma once
 
 #include <array>
@@ -30,14 +30,14 @@ namespace distca::plan {
 
 inline constexpr int64_t kMagic = 0x64697374636131;  // "distca1"
 inline constexpr int64_t kFormatVersion = 4;
-/// Extents in an arena start on multiples of this many bytes.
+/// Every extent of an arena starts at a multiple of this many bytes.
 inline constexpr int64_t kExtentAlignment = 64;
-/// A step's rounds are numbered below this.
+/// Rounds of a step are numbered below this.
 inline constexpr int64_t kMaxRounds = 1 << 16;
 
 enum class Phase : int64_t { kForward = 0, kBackward = 1 };
 inline constexpr std::array kPhases = {Phase::kForward, Phase::kBackward};
-/// The two messages of a phase: rows to the servers, rows back home.
+/// The two messages of a phase: rows that go to a server, and rows that come back home.
 enum class Direction : int64_t { kIn = 0, kOut = 1 };
 
 enum class TensorKind : int64_t {
@@ -56,8 +56,8 @@ enum class TensorKind : int64_t {
   kCount
 };
 
-/// Consecutive keys of one document at this server, for a range of heads. Blocks: entries of the block table, see
-/// attention::KeyGroup.
+/// One unbroken range of keys of a document at this server, for a range of heads. Blocks are entries of the block table
+/// (see attention::KeyGroup).
 struct GroupRow {
   int64_t document;
   int64_t kv_head_begin, kv_head_end;
@@ -66,14 +66,15 @@ struct GroupRow {
   int64_t task_begin, task_end;
   int64_t num_arena_blocks;
   int64_t forward_k, forward_v, backward_k, backward_v;  // arena offsets
-  int64_t retained_k, retained_v;                        // offsets in the retained memory; then backward_* are -1
+  int64_t retained_k, retained_v;                        // offsets in the retained memory; where set, backward_* are -1
   int64_t grad_begin, grad_end;                          // index into the gradient table
   int64_t is_local;                                      // 1: needs no row of another rank
 };
 
 constexpr int64_t block_entry(int64_t row, bool in_arena) { return 2 * row + (in_arena ? 1 : 0); }
 
-/// One task of this server, for the heads of its group. Offsets are -1 where the rows are at home here.
+/// One task of this server, for the heads of its group. Arena offsets are -1 where the task's rows have their home
+/// here.
 struct TaskRow {
   int64_t group;
   int64_t q_begin, q_end, kv_begin, kv_end;
@@ -84,25 +85,26 @@ struct TaskRow {
 
 enum class GradTarget : int64_t {
   kReturned = 0,  // the tensor that backward returns, in the input dtype, at `row`
-  kArena = 1,     // scratch in the input dtype: this server alone contributes, the home is elsewhere
+  kArena = 1,     // scratch in the input dtype: this server alone contributes, and the home is another rank
   kPartial = 2,   // scratch in fp32: one of several contributions
 };
-/// Gradients of document rows [begin, end) that this server computes.
+/// Key gradients of document rows [begin, end) that this server computes.
 struct GradRow {
   int64_t begin, end;
   int64_t target;
-  int64_t row;     // kReturned
-  int64_t dk, dv;  // arena offsets otherwise
+  int64_t row;     // for kReturned
+  int64_t dk, dv;  // arena offsets for the other targets
 };
 
-/// The next rows of the token tensor: [begin, end) of a document, or kPadding: out and gradients are 0, lse is -inf.
+/// The next rows of the token tensor: rows [begin, end) of a document, or padding (kPadding), where out and gradients
+/// are 0 and lse is -inf.
 struct SegmentRow {
   int64_t document;
   int64_t begin, end;
   int64_t num_rows() const { return end - begin; }
 };
 
-/// One put of this rank (a copy within the rank where peer == rank). The source is `row` of the rank's own tensor, or
+/// One put of this rank, or a copy within the rank where peer == rank. The source is `row` of the rank's own tensor, or
 /// the arena at `source` (then row = -1).
 struct SendRow {
   int64_t direction, round, peer, tensor;
@@ -117,7 +119,7 @@ enum class ReceiveAction : int64_t {
   kAssign = 1,  // the first contribution to the sum at `sum`
   kAdd = 2,     // a further one
 };
-/// Rows that come home and what is done with them.
+/// Rows that come home, and what the home does with them.
 struct ReceiveRow {
   int64_t round, peer, tensor, action;
   int64_t row, num_rows;
@@ -126,7 +128,7 @@ struct ReceiveRow {
   int64_t sum;     // arena offset for kAssign, kAdd
 };
 
-/// Messages to await: `peer` puts rows of this direction in this round, and needs credit for it.
+/// A message to wait for: `peer` puts rows of this direction in this round, and needs credit for that.
 struct WaitRow {
   int64_t direction, round, peer;
 };
@@ -137,7 +139,7 @@ struct TableSpan {
 };
 
 enum TableId : size_t {
-  kRankDigests,  // of each rank's tables: tables_digest (digests.h)
+  kRankDigests,  // tables_digest (digests.h) of each rank's tables
   kGroups,
   kTasks,
   kBlocks,
@@ -152,8 +154,8 @@ enum TableId : size_t {
   kNumTables
 };
 
-/// How a plan was made, as far as its tables do not say it: to tell of two plans what differs. Not compared, for plans
-/// that were made differently and came out alike go together.
+/// How a plan was made, as far as its tables do not say so. From this two plans can be told apart in words. It is not
+/// compared, because plans that were made differently and came out alike go together.
 struct Made {
   int64_t num_documents, num_tokens;
   int64_t tolerance_ppm, min_rows, capacity;
@@ -165,21 +167,22 @@ struct Header {
   int64_t magic, version;
   int64_t num_words;  // header and tables, without the padding to a power of two
   int64_t checksum;   // of words [4, num_words)
-  // The same on all ranks. The digest is that of the words after it and of the digests of all ranks' tables.
+  // These words are the same on all ranks. The digest covers the version, the words from layout_digest to slot_bytes,
+  // and the digests of all ranks' tables.
   int64_t plan_digest;
   int64_t layout_digest, cost_digest;
   int64_t num_ranks;
   int64_t q_heads, kv_heads, dim, v_dim, dtype;
   int64_t key_block_rows;
   int64_t mask_kind, window;
-  int64_t retains;     // 1: servers may keep rows from forward to backward, on whatever ranks
+  int64_t retains;     // 1: some server, on whatever rank, may keep rows from forward to backward
   int64_t slot_bytes;  // the largest arena of any rank and phase
-  // This rank's.
+  // These words are this rank's own.
   int64_t rank;
-  int64_t num_rows;                    // of its token tensor
+  int64_t num_rows;                    // rows of its token tensor
   std::array<int64_t, 2> arena_bytes;  // by phase
-  int64_t retained_bytes;              // what it keeps
-  int64_t num_rounds;                  // of this home's backward-out
+  int64_t retained_bytes;              // bytes that it keeps from forward to backward
+  int64_t num_rounds;                  // rounds in which gradients come to this home
   int64_t num_local_groups;            // groups are sorted: local ones first
   int64_t num_local_tasks;
   Made made;  // the same on all ranks, and in no digest
@@ -188,29 +191,29 @@ struct Header {
 static_assert(std::is_trivially_copyable_v<Header> && sizeof(Header) % 8 == 0);
 inline constexpr int64_t kHeaderWords = sizeof(Header) / 8;
 inline constexpr int64_t kChecksumBegin = 4;
-/// Words of the header that are in digests: [first, second) are the same on all ranks, [second, third) are the rank's
-/// own.
+/// The words of the header that digests cover: [first, second) are the same on all ranks, [second, third) are the
+/// rank's own.
 inline constexpr std::array<size_t, 3> kHeaderParts = {offsetof(Header, layout_digest) / 8, offsetof(Header, rank) / 8,
                                                        offsetof(Header, made) / 8};
 
 constexpr int64_t padded_dim(const HeadShape& h) { return h.dim > h.v_dim ? h.dim : h.v_dim; }
 
-/// Bytes of one head of a row as it travels, and how it is laid out in an arena.
+/// How one row lies in an arena, and how many of its bytes travel.
 struct RowFormat {
   int64_t num_heads;
-  int64_t head_bytes;   // that carry data
-  int64_t head_stride;  // in an arena
+  int64_t head_bytes;   // bytes of a head that carry data
+  int64_t head_stride;  // bytes from head to head in an arena
   int64_t row_stride() const { return num_heads * head_stride; }
   int64_t wire_bytes() const { return num_heads * head_bytes; }
 };
 
-/// Whether a tensor has key/value heads, not query heads.
+/// Whether a tensor has key/value heads rather than query heads.
 constexpr bool has_kv_heads(TensorKind kind) {
   return kind == TensorKind::kK || kind == TensorKind::kV || kind >= TensorKind::kDk;
 }
 
-/// The format of a tensor's rows in the arena of the side that `direction` says: kIn = server-in, kOut = home-in. `h`
-/// has the heads that travel.
+/// The format of a tensor's rows in the arena at the end of a message: kIn is an arena of a server, kOut one of a home.
+/// `h` has the heads that travel.
 constexpr RowFormat row_format(const HeadShape& h, Phase phase, Direction direction, TensorKind kind) {
   const int64_t e = h.element_bytes(), padded = padded_dim(h) * e;
   const bool at_server = direction == Direction::kIn;
@@ -242,7 +245,7 @@ constexpr RowFormat row_format(const HeadShape& h, Phase phase, Direction direct
   return {0, 0, 0};
 }
 
-/// Words of one row of each table.
+/// The number of words of one row, for each table.
 inline constexpr std::array<int64_t, kNumTables> kRowWords = {1,
                                                               sizeof(GroupRow) / 8,
                                                               sizeof(TaskRow) / 8,
@@ -256,7 +259,7 @@ inline constexpr std::array<int64_t, kNumTables> kRowWords = {1,
                                                               sizeof(WaitRow) / 8,
                                                               sizeof(WaitRow) / 8};
 
-/// Reads a slice. The words must outlive the view; `validate` (validate.h) says whether they may be trusted.
+/// Reads a slice. The words must outlive the view. Only `validate` (validate.h) says whether they may be trusted.
 class SliceView {
  public:
   explicit SliceView(std::span<const int64_t> words) : words_(words) {}

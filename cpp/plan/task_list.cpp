@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
+
+#include "plan/scheduler.h"
 
 namespace distca::plan {
 namespace {
@@ -26,7 +29,7 @@ void check_given(const Layout& layout, const ScheduleOptions& options, const Giv
           "plan: tasks[", index, "] is on rank ", t.server, ", which does not serve");
 }
 
-/// Appends the task in pieces that end at the next cut.
+/// Appends the task to `pieces`, cut at `cuts`.
 void cut_at(std::span<const int64_t> cuts, const Task& task, std::vector<Task>& pieces) {
   Task piece = task;
   for (int64_t head : cuts) {
@@ -39,7 +42,7 @@ void cut_at(std::span<const int64_t> cuts, const Task& task, std::vector<Task>& 
   pieces.push_back(piece);
 }
 
-/// How many more tasks there will be.
+/// How many tasks the cuts add.
 size_t num_cuts(std::span<const std::vector<int64_t>> cuts, std::span<const int32_t> cuts_of,
                 std::span<const Task> tasks) {
   size_t n = 0;
@@ -51,7 +54,7 @@ size_t num_cuts(std::span<const std::vector<int64_t>> cuts, std::span<const int3
   return n;
 }
 
-/// Tasks of equal or disjoint head ranges.
+/// Throws unless the tasks compute everything exactly once. Their head ranges are equal or disjoint.
 void check_complete(const Layout& layout, const HeadShape& heads, std::vector<Task> tasks) {
   std::sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
     return std::tie(a.document, a.kv_head_begin, a.q_begin) < std::tie(b.document, b.kv_head_begin, b.q_begin);
@@ -84,6 +87,91 @@ void check_complete(const Layout& layout, const HeadShape& heads, std::vector<Ta
 
 }  // namespace
 
+void TaskWriter::add(const Placement& p, int64_t begin, int64_t end, int64_t group_begin, int64_t group_end,
+                     int64_t server) {
+  if (run_ < tasks_.size() && (tasks_[run_].document != p.document || tasks_[run_].server != server)) end_run();
+  tasks_.push_back({p.document, begin, end, mask_.first_key(begin),
+                    mask_.end_key(end - 1, layout_.document_lengths()[static_cast<size_t>(p.document)]),
+                    group_begin * heads_of_group_, group_end * heads_of_group_, p.rank, p.row + (begin - p.begin),
+                    server});
+}
+
+std::vector<Task> TaskWriter::take() {
+  end_run();
+  return std::move(tasks_);
+}
+
+/// Finishes the tasks of one document at one server, which are all there now.
+void TaskWriter::end_run() {
+  if (tasks_.size() > run_ + 1) {
+    split_at_common_heads(std::span(tasks_).subspan(run_));
+    std::sort(split_.begin(), split_.end(), [](const Task& a, const Task& b) {
+      return a.kv_head_begin != b.kv_head_begin ? a.kv_head_begin < b.kv_head_begin : a.q_begin < b.q_begin;
+    });
+    merge_rows();
+    tasks_.resize(run_);
+    merge_heads();
+  }
+  run_ = tasks_.size();
+}
+
+void TaskWriter::split_at_common_heads(std::span<const Task> tasks) {
+  cuts_.clear();
+  for (const Task& t : tasks) {
+    cuts_.push_back(t.kv_head_begin);
+    cuts_.push_back(t.kv_head_end);
+  }
+  std::sort(cuts_.begin(), cuts_.end());
+  cuts_.erase(std::unique(cuts_.begin(), cuts_.end()), cuts_.end());
+  split_.clear();
+  for (const Task& t : tasks) {
+    for (auto cut = std::lower_bound(cuts_.begin(), cuts_.end(), t.kv_head_begin); *cut < t.kv_head_end; ++cut) {
+      split_.push_back(t);
+      split_.back().kv_head_begin = cut[0];
+      split_.back().kv_head_end = cut[1];
+    }
+  }
+}
+
+void TaskWriter::merge_rows() {
+  size_t last = 0;
+  for (size_t i = 1; i < split_.size(); ++i) {
+    Task& a = split_[last];
+    const Task& b = split_[i];
+    if (a.kv_head_begin == b.kv_head_begin && a.home == b.home && a.q_end == b.q_begin &&
+        a.home_row + a.num_rows() == b.home_row) {
+      a.q_end = b.q_end;
+      a.kv_end = b.kv_end;
+    } else {
+      split_[++last] = b;
+    }
+  }
+  split_.resize(last + 1);
+}
+
+/// Makes neighbouring head ranges with the same rows one range.
+void TaskWriter::merge_heads() {
+  size_t run = tasks_.size(), run_end = run;  // the tasks of the head range written last
+  for (size_t i = 0; i < split_.size();) {
+    size_t end = i;
+    while (end < split_.size() && split_[end].kv_head_begin == split_[i].kv_head_begin) ++end;
+    const bool same =
+        run_end > run && tasks_[run].kv_head_end == split_[i].kv_head_begin &&
+        std::equal(split_.begin() + static_cast<int64_t>(i), split_.begin() + static_cast<int64_t>(end),
+                   tasks_.begin() + static_cast<int64_t>(run), tasks_.end(), [](const Task& a, const Task& b) {
+                     return a.q_begin == b.q_begin && a.q_end == b.q_end && a.home_row == b.home_row;
+                   });
+    if (same) {
+      for (size_t k = run; k < run_end; ++k) tasks_[k].kv_head_end = split_[i].kv_head_end;
+    } else {
+      run = run_end;
+      tasks_.insert(tasks_.end(), split_.begin() + static_cast<int64_t>(i), split_.begin() + static_cast<int64_t>(end));
+      run_end = tasks_.size();
+    }
+    i = end;
+  }
+}
+
 std::vector<Task> task_list(const Layout& layout, const ScheduleOptions& options, std::span<const GivenTask> given) {
   std::vector<Task> tasks;
   for (size_t i = 0; i < given.size(); ++i) {
@@ -109,7 +197,7 @@ std::vector<Task> with_equal_head_ranges(std::vector<Task> tasks) {
     most_heads = std::max(most_heads, t.kv_head_end);
     num_documents = std::max(num_documents, t.document + 1);
   }
-  // Where the head ranges begin and end, of documents that have several.
+  // The heads where ranges begin and end, for documents that have several ranges.
   std::vector<int32_t> cuts_of(static_cast<size_t>(num_documents), -1);
   std::vector<std::vector<int64_t>> cuts;
   for (const Task& t : tasks) {
@@ -127,11 +215,11 @@ std::vector<Task> with_equal_head_ranges(std::vector<Task> tasks) {
     std::sort(of_document.begin(), of_document.end());
     of_document.erase(std::unique(of_document.begin(), of_document.end()), of_document.end());
   }
-  // From the last task to the first, into the same memory: nearly all stay as they are.
+  // Tasks are cut from the last one to the first, into the same memory, because nearly all stay as they are.
   size_t begin = tasks.size(), write = begin + num_cuts(cuts, cuts_of, tasks);
   tasks.resize(write);
   std::vector<Task> pieces;
-  while (begin < write) {  // once they are equal nothing is left to cut
+  while (begin < write) {  // when they are equal, nothing is left to cut
     const size_t end = begin;
     const Task last = tasks[--begin];
     const int32_t index = cuts_of[static_cast<size_t>(last.document)];

@@ -1,4 +1,4 @@
-// Every transfer of a plan between two ranks, by document rows: what the four messages are made of.
+// Every transfer of a plan between two ranks, in document rows. The four messages of a step are made of them.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace distca::plan {
 
-/// Rows [begin, end) of a document and a range of key/value heads (and the query heads that share them) of one tensor.
+/// Rows [begin, end) of a document, of one tensor, for a range of key/value heads and the query heads that share them.
 struct Transfer {
   Phase phase = Phase::kForward;
   Direction direction = Direction::kIn;

@@ -9,11 +9,12 @@
 namespace distca::plan {
 namespace {
 
-/// [begin, begin + count) inside [0, size), without overflow.
+/// Whether [begin, begin + count) lies inside [0, size). Nothing overflows.
 bool inside(int64_t begin, int64_t count, int64_t size) {
   return begin >= 0 && count >= 0 && begin <= size && count <= size - begin;
 }
 
+/// Checks every index, row and offset of a slice against its bounds, then the tables against each other.
 class Validator {
  public:
   explicit Validator(std::span<const int64_t> words) : words_(words), view_(words) {}
@@ -61,7 +62,7 @@ class Validator {
                "it retains ", h().retained_bytes, " bytes");
   }
 
-  /// Tables follow one another without gaps.
+  /// Checks that tables follow one another without gaps.
   void check_tables() const {
     int64_t next = kHeaderWords;
     for (size_t id = 0; id < kNumTables; ++id) {
@@ -78,7 +79,7 @@ class Validator {
         "more local groups or tasks than there are");
   }
 
-  /// That the digest, which ranks compare, is that of these tables.
+  /// Checks that the digest, which ranks compare, is that of these tables.
   void check_digests() const {
     TableWords tables;
     for (size_t id = 0; id < kNumTables; ++id) tables[id] = view_.words_of(static_cast<TableId>(id));
@@ -94,7 +95,8 @@ class Validator {
     return static_cast<int64_t>(rows.size());
   }
 
-  /// `rows` rows of a tensor at an arena offset; `heads` is a row of a table that says which heads they have.
+  /// Checks the place of `rows` rows of a tensor at an arena offset. `heads` is a table's row that says which heads
+  /// they have.
   template <class Row>
   void check_extent(const char* what, Phase p, Direction d, TensorKind kind, const Row& heads, int64_t offset,
                     int64_t rows, int64_t alignment = kExtentAlignment) const {
@@ -162,7 +164,7 @@ class Validator {
     check_plan(next_task == count(view_.tasks()), "tasks without a group");
   }
 
-  /// In the retained memory or in the arena.
+  /// Checks that keys for backward lie either in the retained memory or in the arena.
   void check_backward_keys(const GroupRow& g, int64_t arena_rows) const {
     for (const auto& [kind, backward, retained] :
          {std::tuple{TensorKind::kK, g.backward_k, g.retained_k}, {TensorKind::kV, g.backward_v, g.retained_v}}) {
@@ -242,7 +244,7 @@ class Validator {
       check_plan(in == is_input(p, kind), "send to rank ", s.peer, ": tensor ", s.tensor, " in this message");
       if (in) {
         check_rows("send", s.row, s.num_rows);
-        if (s.peer == h().rank)  // into the middle of an extent: aligned to elements only
+        if (s.peer == h().rank)  // it goes into the middle of an extent: aligned to elements only
           check_extent("copy", p, Direction::kIn, kind, s, s.target, s.num_rows, view_.heads().element_bytes());
       } else {
         check_plan(s.peer != h().rank, "rows are sent home to their own rank");

@@ -1,4 +1,4 @@
-// Whether a plan tensor may be trusted: after `validate`, every index, row and offset in it is inside its bounds, and
+// Whether a plan tensor may be trusted. After `validate`, every index, row and offset in it is inside its bounds, and
 // its tables fit together.
 #pragma once
 
@@ -15,12 +15,12 @@ void check_plan(bool condition, const Args&... args) {
   require<PlanFormatError>(condition, "plan tensor: ", args...);
 }
 
-/// Throws PlanFormatError for words that are not a whole, unaltered slice of this format. Returns its checksum, which
-/// is that of no other slice. Reads each word once and allocates nothing.
+/// Throws PlanFormatError unless the words are a whole, unaltered slice of this format. Returns its checksum, by which
+/// a slice can be known again. Reads each word once and allocates nothing.
 DISTCA_EXPORT int64_t check_unaltered(std::span<const int64_t> words);
 
-/// Throws PlanFormatError also for tables that are not consistent, or not those that the digest of the plan is of.
-/// Allocates less than the slice has words.
+/// Does what check_unaltered does, and also throws PlanFormatError for tables that are not consistent or are not those
+/// of the plan's digest. Allocates less memory than the slice has.
 DISTCA_EXPORT void validate(std::span<const int64_t> words);
 
 }  // namespace distca::plan

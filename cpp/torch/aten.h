@@ -1,4 +1,4 @@
-// ATen's operators by name, through the stable dispatcher. What a later PyTorch has appended to a schema is left at
+// ATen's operators by name, through the stable dispatcher. Arguments that a later PyTorch has appended to a schema stay
 // None.
 #pragma once
 
@@ -17,7 +17,7 @@ namespace distca::ops::aten {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-/// Arguments and, after a call, results. Words beyond the arguments given are zero, which is None.
+/// The arguments of a call and, after it, its results. Words beyond the given arguments are zero, which is None.
 using Stack = std::array<StableIValue, 32>;
 
 template <class... Args>
@@ -28,7 +28,7 @@ Stack call(const char* name, const char* overload, const Args&... args) {
   return stack;
 }
 
-/// Takes the result over; once for each.
+/// Takes a result over. It may be called once for each result.
 inline Tensor tensor(StableIValue result) { return torch::stable::detail::to<Tensor>(result); }
 
 inline Tensor unary(const char* name, const Tensor& x) { return tensor(call(name, "", x)[0]); }
@@ -46,7 +46,7 @@ inline Tensor cast(const Tensor& t, ScalarType dtype) { return torch::stable::to
 inline Tensor select_rows(const Tensor& t, const Tensor& index) {
   return tensor(call("aten::index_select", "", t, int64_t{0}, index)[0]);
 }
-/// to[index[i]] = rows[i]; no row twice.
+/// Sets to[index[i]] = rows[i]. No row may be given twice.
 inline void scatter_rows(const Tensor& to, const Tensor& index, const Tensor& rows) {
   tensor(call("aten::index_copy_", "", to, int64_t{0}, index, rows)[0]);
 }

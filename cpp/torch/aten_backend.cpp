@@ -1,5 +1,5 @@
-// A rank's work done by ATen's operators: moves and sums of rows by strided copies, attention by flash attention. It
-// runs on every device that has these, and is what a GPU without libdistca_cuda gets.
+// The backend whose work ATen's operators do: strided copies move and sum rows, flash attention computes attention. It
+// runs on every device that has these operators. A GPU without libdistca_cuda gets it.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -31,11 +31,11 @@ ScalarType scalar_type(DType dtype) {
                                     : ScalarType::BFloat16;
 }
 
-/// Groups of a problem with the same heads, packed: their query rows one after another, and their keys.
+/// Groups of a problem with the same heads, packed: their query rows one after another, and their keys likewise.
 struct Pack {
   struct Group {
     const KeyGroup* group;
-    int64_t kv_row;  // of its first key
+    int64_t kv_row;  // row of its first key
   };
   struct Member {
     const Task* task;
@@ -49,7 +49,8 @@ struct Pack {
   int64_t q_rows = 0, kv_rows = 0;
 };
 
-/// One call of flash attention takes one number of heads, and one vector of sinks.
+/// Packs a problem's groups by their heads and sinks, because one call of flash attention takes one number of heads and
+/// one vector of sinks.
 std::vector<Pack> pack_groups(const Problem& p) {
   std::map<std::pair<int64_t, const float*>, Pack> packs;
   for (const KeyGroup& g : p.groups) {
@@ -83,7 +84,7 @@ class AtenBackend final : public runtime::Backend {
   void check(const HeadShape& heads, float softcap) const override { check_flash(anchor_, heads, softcap); }
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override { return memory(bytes, /*is_zero=*/true); }
-  /// PyTorch's allocator gives a tensor's memory to later work of the same stream alone.
+  /// PyTorch's allocator gives a tensor's memory only to later work of the same stream.
   std::shared_ptr<std::byte> scratch(int64_t bytes) override { return memory(bytes, /*is_zero=*/false); }
 
   void copy(const RowView& to, const RowView& from, const RowExtent& n) override {
@@ -94,7 +95,7 @@ class AtenBackend final : public runtime::Backend {
     aten::assign(view(to, n.num_rows, n.num_heads, dim, word), view(from, n.num_rows, n.num_heads, dim, word));
   }
 
-  /// A copy of one number to the host waits for all that was started before it.
+  /// Copies one number to the host, which waits for everything that was started before.
   void finish() override {
     if (device_.is_cpu()) return;
     const int64_t sizes[] = {1};
@@ -125,7 +126,7 @@ class AtenBackend final : public runtime::Backend {
     if (n.bytes() == 0) return;
     if (value == Fill::kMinusInfinity)
       torch::stable::fill_(fp32(rows, n), -std::numeric_limits<double>::infinity());
-    else  // all ones is a NaN in every dtype
+    else  // all bits set is a NaN in every dtype
       torch::stable::fill_(view(rows, n.num_rows, n.num_heads, n.head_bytes / 2, ScalarType::Short),
                            value == Fill::kZero ? 0.0 : -1.0);
   }
@@ -240,8 +241,8 @@ class AtenBackend final : public runtime::Backend {
     return {k, v};
   }
 
-  /// Calls body(begin, end, source, row) for rows [begin, end) of the document that lie one after another from `row`
-  /// on.
+  /// Calls body(begin, end, source, row) for each run of document rows [begin, end) that lie one after another from
+  /// `row` on.
   template <class Body>
   static void for_each_run(const KeyGroup& g, const Body& body) {
     constexpr int64_t n = attention::kKeyBlockRows;
@@ -270,13 +271,15 @@ class AtenBackend final : public runtime::Backend {
     }
   }
 
-  /// A server has delta = rowsum(out * dout), and ATen asks for out, from which it makes just this: so it is given the
-  /// part of out that points along dout, dout * delta / |dout|^2. It is no longer than out, and its rounding to the
-  /// dtype of out does delta no more harm than that of out did.
+  /// A tensor that stands for out. A server has delta = rowsum(out * dout) and not out; ATen asks for out and makes
+  /// just delta from it. Therefore ATen is given the part of out that points along dout, dout * delta / |dout|^2. That
+  /// part is no longer than out, and its rounding to the dtype of out changes delta no more than the rounding of out
+  /// did.
   static Tensor stand_in_for_out(const Tensor& dout, const Tensor& delta) {
     const Tensor rows = aten::cast(dout, ScalarType::Float);
     const int64_t dim[] = {2};
-    // Scaled, for squares of small gradients would be zero; where all are zero, so is what stands in.
+    // Values are scaled first, because squares of small gradients would be zero. Where all are zero, the result is
+    // zero.
     const Tensor largest = torch::stable::amax(aten::unary("aten::abs", rows), dim, /*keepdim=*/true);
     const Tensor unit = zero_for_nan(aten::divide(rows, largest));
     const Tensor square = torch::stable::sum(aten::multiply(unit, unit), dim, /*keepdim=*/true);
@@ -291,7 +294,7 @@ class AtenBackend final : public runtime::Backend {
   Tensor anchor_;
 };
 
-/// "cpu", "cuda" or "cuda:" and a number.
+/// The device of a name: "cpu", "cuda" or "cuda:" and a number.
 Device device_of(const std::string& name) {
   using torch::headeronly::DeviceType;
   if (name == "cpu") return Device(DeviceType::CPU);

@@ -1,4 +1,4 @@
-// torch.ops.distca.core_attention and its backward, one collective step each; and the parts of such a step.
+// torch.ops.distca.core_attention and its backward, each of which is one collective step; and the parts of such steps.
 #include <torch/csrc/stable/library.h>
 
 #include <memory>
@@ -21,7 +21,7 @@ void check_backend(const runtime::Context& context, const Tensor& q, const HeadS
   context.backend().check(heads, softcap);
 }
 
-/// Runs the body of a collective operator. What it throws before a step begins is a call that this rank refuses.
+/// Runs the body of a collective operator. If it throws before a step begins, this rank refuses the call.
 template <class Body>
 auto collective(std::string_view context, const Body& body) {
   return guarded([&] {
@@ -34,10 +34,12 @@ auto collective(std::string_view context, const Body& body) {
   });
 }
 
-/// Kernels of a GPU load 16 bytes at once; those of the CPU take rows as they are.
+/// Rows that the device's kernels can load: those of a GPU load 16 bytes at once, those of the CPU take rows as they
+/// are.
 Tensor loadable(const Tensor& rows) { return rows.is_cpu() ? rows : aligned_rows(rows); }
 
-/// The arguments of a forward step, checked, and the tensors that it returns. What it views lives as long as it does.
+/// The checked arguments of a forward step, and the tensors that it returns. Everything that it views lives as long as
+/// it does.
 struct Forward {
   Forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan, const std::optional<Tensor>& sinks,
           std::string_view context, std::optional<double> scale, double softcap, bool deterministic, bool retain)
@@ -57,7 +59,7 @@ struct Forward {
     if (retain) retained = empty_bytes(q, slice.header().retained_bytes);
   }
 
-  /// Throws unless what this step retains, if anything, is what a backward step of that plan will ask for.
+  /// Throws unless a backward step with `plan_backward` asks for exactly what this step retains, or for nothing.
   void check_backward(const std::optional<Tensor>& plan_backward) const {
     if (!plan_backward) return;
     const plan::SliceView backward = context->accept(words_of(*plan_backward, "plan_backward"), heads, q.size(0));
@@ -83,7 +85,7 @@ struct Forward {
   std::optional<Tensor> retained;  // where a backward step will follow
 };
 
-/// Likewise of a backward step.
+/// The checked arguments of a backward step, and the tensors that it returns.
 struct Backward {
   Backward(const Tensor& dout_any, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
            const Tensor& lse, const Tensor& plan, const std::optional<Tensor>& sinks, std::string_view context,
@@ -131,7 +133,7 @@ struct Backward {
             rows_of(dv, "dv")};
   }
 
-  /// What forward has kept on this rank, checked against what the plan says that it keeps.
+  /// Takes what forward has kept on this rank, after a check against the plan.
   void take_retained(const std::optional<Tensor>& given) {
     const plan::Header& h = slice.header();
     if (h.retains == 0) return;
@@ -143,7 +145,7 @@ struct Backward {
             "what forward has retained must be a contiguous uint8 tensor");
     check_device_of(q, *given, "retained");
     retained = *given;
-    if (reinterpret_cast<uintptr_t>(given->data_ptr()) % 16 == 0) return;  // kernels of a GPU load so many at once
+    if (reinterpret_cast<uintptr_t>(given->data_ptr()) % 16 == 0) return;  // kernels of a GPU load 16 bytes at once
     retained = empty_bytes(q, h.retained_bytes);
     torch::stable::copy_(*retained, *given);
   }
@@ -168,7 +170,7 @@ std::tuple<Tensor, Tensor> core_attention(const Tensor& q, const Tensor& k, cons
     require(f->slice.header().retains == 0, "the plan has retain_bytes, and this operator returns nothing to keep for ",
             "backward; call distca.core_attention, or torch.ops.distca.core_attention_retain");
     f->check_backward(plan_backward);
-    const auto ctx = std::exchange(f->context, nullptr);  // which may hold f: no cycle
+    const auto ctx = std::exchange(f->context, nullptr);  // the context may hold f: this avoids a cycle
     ctx->forward(f->slice, f->tensors(), f->scores, torch_threads(), f);
     return std::tuple{f->out, f->lse};
   });
@@ -216,7 +218,7 @@ int64_t dispatch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   return collective(name, [&] {
     const auto f = make_reused<Forward>(q, k, v, plan, sinks, name, scale, softcap, deterministic, retain);
     f->check_backward(plan_backward);
-    const auto ctx = std::exchange(f->context, nullptr);  // which will hold f: no cycle
+    const auto ctx = std::exchange(f->context, nullptr);  // the context will hold f: this avoids a cycle
     return static_cast<int64_t>(ctx->dispatch(f->slice, f->tensors(), f->scores, f));
   });
 }
@@ -314,7 +316,7 @@ STABLE_TORCH_LIBRARY_IMPL(distca, CUDA, m) {
   m.impl("dispatch_backward", TORCH_BOX(&dispatch_backward));
 }
 
-// No tensor among their arguments says where they run; the context knows.
+// No tensor among the arguments says where these run; the context knows it.
 STABLE_TORCH_LIBRARY_IMPL(distca, CompositeExplicitAutograd, m) {
   m.impl("attend", TORCH_BOX(&attend));
   m.impl("collect", TORCH_BOX(&collect));

@@ -14,11 +14,11 @@ using torch::headeronly::ScalarType;
 
 /// The tasks as a batch of sequences, in the order of their query rows.
 struct Batch {
-  std::vector<int32_t> q_ends;     // where each sequence begins in q, and the end of the last
-  std::vector<int32_t> kv_begins;  // the same of k; one more word at the end
+  std::vector<int32_t> q_ends;     // where each sequence begins in q, and the end of the last one
+  std::vector<int32_t> kv_begins;  // where each sequence begins in k; one more word at the end
   std::vector<int32_t> kv_lengths;
-  std::vector<int64_t> q_index;  // rows of q in the batch's order; empty: all of them, in order
-  bool own_keys = true;          // the sequences' keys are all rows of k, one after another
+  std::vector<int64_t> q_index;  // rows of q in the batch's order; empty: all rows, in order
+  bool own_keys = true;          // whether the sequences' keys are all rows of k, one after another
   int64_t max_q = 0, max_kv = 0;
 
   int64_t size() const { return static_cast<int64_t>(kv_lengths.size()); }
@@ -47,12 +47,12 @@ Batch make_batch(std::span<const LocalTask> tasks, int64_t q_rows, int64_t kv_ro
   if (q_done < q_rows)
     for (const LocalTask& t : sorted)
       for (int64_t row = t.q_begin; row < t.q_end; ++row) b.q_index.push_back(row);
-  // With a single query row for each task ATen would take another path, which splits keys over blocks of threads.
+  // With a single query row for each task ATen would take another path, which splits keys over thread blocks.
   b.max_q = std::max<int64_t>(b.max_q, 2);
   return b;
 }
 
-/// How ATen is told of a mask.
+/// A mask in the terms of ATen's arguments.
 struct Window {
   bool causal;
   std::optional<int64_t> left, right;
@@ -63,7 +63,8 @@ Window window_of(const Mask& mask) {
   return {true, mask.window - 1, 0};
 }
 
-/// A sink is one more score, whose value is nothing: it takes its share of each row's softmax.
+/// Adds sinks to results without them. A sink is one more score with a value of zero: it takes its share of each row's
+/// softmax.
 void add_sinks(Tensor& out, Tensor& lse, const Tensor& sinks) {
   const Tensor with_sink = aten::binary("aten::logaddexp", "", lse, sinks);
   const Tensor share = aten::unary("aten::exp", torch::stable::subtract(lse, with_sink));
@@ -79,7 +80,7 @@ std::vector<int64_t> rows_of_keys(const Batch& b) {
   return index;
 }
 
-/// The partial sums of each task's keys, added in the order of the tasks.
+/// Adds up the partial gradients of each task's keys, in the order of the tasks.
 Tensor sum_of_tasks(const Tensor& partial, const Tensor& like, const Batch& b) {
   const int64_t sizes[] = {like.size(0), like.size(1), like.size(2)};
   Tensor sum = torch::stable::new_zeros(like, sizes, ScalarType::Float);
@@ -95,7 +96,7 @@ Tensor sum_of_tasks(const Tensor& partial, const Tensor& like, const Batch& b) {
 }  // namespace
 
 Tensor aligned_rows(const Tensor& t) {
-  if (t.dim() != 3) return t;  // refused by those who ask for rows
+  if (t.dim() != 3) return t;  // rows_of refuses it later
   const auto bytes = static_cast<int64_t>(t.element_size());
   const bool fine = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0 && t.stride(0) * bytes % 16 == 0 &&
                     t.stride(1) * bytes % 16 == 0 && t.stride(2) == 1;
@@ -176,7 +177,7 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_any, const 
   const Tensor lse = torch::stable::contiguous(torch::stable::transpose(of_queries(lse_any), 0, 1));
   std::vector<int32_t> kv_ends{0};
   for (const int32_t length : b.kv_lengths) kv_ends.push_back(kv_ends.back() + length);
-  const int64_t of_dropout[] = {2};  // which there is none of
+  const int64_t of_dropout[] = {2};  // there is no dropout
   const Tensor unused = torch::stable::new_empty(q, of_dropout, ScalarType::UInt64);
   const Window window = window_of(options.mask);
   const aten::Stack results =

@@ -1,8 +1,8 @@
-// Attention over tasks by ATen's flash attention with variable lengths: what runs on every NVIDIA GPU from compute
-// capability 8.0 on, and follows torch.nn.attention.activate_flash_attention_impl. Held to the error bound of PyTorch's
-// attention; its results are not bitwise the same whatever the tasks.
+// Attention over tasks by ATen's flash attention with variable lengths. It runs on every NVIDIA GPU from compute
+// capability 8.0 on, and follows torch.nn.attention.activate_flash_attention_impl. Results are held to the error bound
+// of PyTorch's attention. They are not bitwise the same for all ways to cut tasks.
 //
-// Forward reads shared keys where they are. Backward of ATen cannot share them between tasks: there each task gets a
+// Forward reads shared keys where they are. ATen's backward cannot share keys between tasks. There each task gets a
 // copy of its keys, and the partial gradients are added in fp32 in the order of the tasks.
 #pragma once
 
@@ -15,15 +15,15 @@
 
 namespace distca::ops {
 
-/// All that makes scores besides q and k.
+/// Everything besides q and k that scores depend on.
 struct FlashOptions {
   Mask mask;
   float scale = 1.f;
   std::optional<Tensor> sinks;  // [H] fp32, on the device
 };
 
-/// Throws unless flash attention takes such heads on the device of q: InvalidArgumentError or DeviceError, which name
-/// what is supported.
+/// Throws InvalidArgumentError or DeviceError unless flash attention takes such heads on the device of q. The error
+/// names what is supported.
 void check_flash(const Tensor& q, const HeadShape& heads, float softcap);
 
 /// Attention over `tasks` (in any order; query rows do not overlap) of q [T, H, D], k and v [T', Hkv, D]: out like q,
@@ -31,15 +31,16 @@ void check_flash(const Tensor& q, const HeadShape& heads, float softcap);
 std::tuple<Tensor, Tensor> flash_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                          std::span<const LocalTask> tasks, const FlashOptions& options);
 
-/// dq like q, and dk, dv of the shape of k, v: in their dtype, or in fp32 where tasks share keys.
+/// Returns dq like q, and dk, dv of the shape of k, v. These are in the dtype of k and v, or in fp32 where tasks share
+/// keys.
 std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                                   const Tensor& out, const Tensor& lse,
                                                   std::span<const LocalTask> tasks, const FlashOptions& options);
 
-/// The same rows, copied where the kernels of a GPU could not load 16 bytes of them at once.
+/// The same rows. They are copied where the kernels of a GPU could not load 16 bytes of them at once.
 Tensor aligned_rows(const Tensor& t);
 
-/// As the operators of that name, with their checks.
+/// The operators of that name, with their checks.
 std::tuple<Tensor, Tensor> attention_by_flash(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
                                               std::optional<Tensor> sinks, std::optional<double> scale, double softcap,
                                               bool deterministic);

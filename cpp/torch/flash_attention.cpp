@@ -1,4 +1,4 @@
-// torch.ops.distca.attention_by_flash and its backward: distca.attention by ATen's flash attention.
+// torch.ops.distca.attention_by_flash and its backward: distca.attention, computed by ATen's flash attention.
 #include <torch/csrc/stable/library.h>
 
 #include <limits>
@@ -43,7 +43,7 @@ std::tuple<Tensor, Tensor> attention_by_flash(const Tensor& q, const Tensor& k, 
   });
 }
 
-/// Deterministic where torch.use_deterministic_algorithms is on, which ATen's kernels ask themselves.
+/// Results are deterministic where torch.use_deterministic_algorithms is on; ATen's kernels ask for that themselves.
 std::tuple<Tensor, Tensor, Tensor> attention_by_flash_backward(const Tensor& dout_any, const Tensor& q, const Tensor& k,
                                                                const Tensor& v, const Tensor& out, const Tensor& lse,
                                                                const Tensor& tasks, std::optional<Tensor> sinks,
@@ -65,14 +65,14 @@ std::tuple<Tensor, Tensor, Tensor> attention_by_flash_backward(const Tensor& dou
 
 namespace {
 
-/// As on the CPU, but for the order of the sum over rows.
+/// The gradient of sinks, as on the CPU but for the order of the sum over rows.
 Tensor sink_gradient_by_aten(const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& sinks) {
   return guarded([&] {
     const auto fp32 = [](const Tensor& t) { return aten::cast(t, ScalarType::Float); };
     const int64_t dim[] = {2}, rows[] = {0};
     const Tensor delta = torch::stable::sum(aten::multiply(fp32(out), fp32(dout)), dim);
     const Tensor share = aten::unary("aten::exp", torch::stable::subtract(sinks, lse));
-    // Rows of no task have lse -inf, and a share that is infinite: they give nothing.
+    // Rows of no task have lse -inf and an infinite share. They add nothing.
     const Tensor finite =
         aten::tensor(aten::call("aten::nan_to_num", "", share, std::optional(std::numeric_limits<double>::quiet_NaN()),
                                 std::optional(0.0), std::optional(0.0))[0]);
@@ -93,7 +93,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
   m.def("sink_gradient_by_aten(Tensor dout, Tensor out, Tensor lse, Tensor sinks) -> Tensor");
 }
 
-// Whatever device has ATen's operator.
+// These run on every device that has ATen's operator.
 STABLE_TORCH_LIBRARY_IMPL(distca, CompositeExplicitAutograd, m) {
   m.impl("attention_by_flash", TORCH_BOX(&attention_by_flash));
   m.impl("attention_by_flash_backward", TORCH_BOX(&attention_by_flash_backward));

@@ -7,7 +7,7 @@
 namespace distca::ops {
 namespace {
 
-// As cuda.h has them.
+// These are the values of cuda.h.
 constexpr int kCapabilityMajor = 75, kCapabilityMinor = 76;
 
 using GetDevice = int (*)(int* device, int ordinal);

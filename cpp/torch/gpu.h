@@ -1,14 +1,15 @@
-// What has to be known of a GPU, asked of the driver and of PyTorch's CUDA part, which PyTorch has loaded: this library
-// links neither, so that it loads where they are missing.
+// What the operators must know of a GPU. The driver and PyTorch's CUDA part, which PyTorch has loaded, are asked for
+// it. This library links neither; therefore it loads where they are missing.
 #pragma once
 
 #include <cstdint>
 
 namespace distca::ops {
 
-/// Compute capability of a device by PyTorch's number, 10 * major + minor. DeviceError where the driver does not tell.
+/// The compute capability, 10 * major + minor, of the device with PyTorch's number `device`. Throws DeviceError where
+/// the driver does not say it.
 int gpu_capability(int32_t device);
-/// The stream, a cudaStream_t, that PyTorch has current there in the calling thread.
+/// The stream, a cudaStream_t, that PyTorch has current on the device in the calling thread.
 void* gpu_stream(int device);
 
 }  // namespace distca::ops

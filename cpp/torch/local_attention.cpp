@@ -1,7 +1,7 @@
-// torch.ops.distca.attention and its backward: the fused kernel over a table of tasks in this process's tensors alone.
+// torch.ops.distca.attention and its backward: the fused kernel over a table of tasks, in this process's tensors alone.
 //
-// tasks is an int64 CPU tensor [N, 4]: (q_begin, q_end, kv_begin, kv_end), rows of q and of k/v. The document starts at
-// kv_begin, and the queries are its last q_end - q_begin rows up to kv_end (causal, aligned at the end).
+// `tasks` is an int64 CPU tensor [N, 4]: (q_begin, q_end, kv_begin, kv_end), rows of q and of k/v. A document starts at
+// kv_begin. The queries are its last q_end - q_begin rows up to kv_end (causal, aligned at the end).
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -26,7 +26,7 @@ namespace {
 
 using attention::kKeyBlockRows;
 
-/// What one thread's local attention has on the host, for one device and one who computes; used again by every call.
+/// The host memory of one thread's local attention, for one device and one choice of kernels. Every call uses it again.
 struct Workspace {
   std::vector<LocalTask> sorted;
   std::vector<attention::Task> tasks;
@@ -36,7 +36,7 @@ struct Workspace {
   std::shared_ptr<runtime::Backend> backend;
 };
 
-/// Who computes on the device of `like`; `attention` is what the operator was given.
+/// Who computes on the device of `like`: "own" or "flash". `attention` is the operator's argument.
 std::string chosen_for(const Tensor& like, std::optional<StringHandle> attention) {
   std::optional<Text> text;
   if (attention) text.emplace(*attention);
@@ -51,7 +51,7 @@ Workspace& workspace(const Tensor& like, const std::string& chosen) {
   return w;
 }
 
-/// The same, where it takes such heads, as a context does.
+/// The workspace, after a check that its backend takes such heads.
 Workspace& checked_workspace(const Tensor& q, const Tensor& k, const Tensor& v, double softcap,
                              const std::string& chosen) {
   const HeadShape heads = heads_of(q, k, v);
@@ -60,8 +60,8 @@ Workspace& checked_workspace(const Tensor& q, const Tensor& k, const Tensor& v, 
   return w;
 }
 
-/// What computes on a GPU; null where that is ATen, straight from the tensors. Only if flash attention lacks something
-/// is its backend made, which says whether the own kernels have it.
+/// The workspace of the own kernels on a GPU, or null where ATen computes straight from the tensors. Only if flash
+/// attention lacks something, its backend is made: that one says whether the own kernels have it.
 Workspace* gpu_workspace(const Tensor& q, const Tensor& k, const Tensor& v, double softcap,
                          std::optional<StringHandle> attention) {
   return guarded([&]() -> Workspace* {
@@ -104,7 +104,7 @@ void group_tasks(Workspace& w, int64_t kv_heads, const RowView& k, const RowView
     w.groups.push_back(g);
     total_blocks = std::max(total_blocks, ceil_div(g.kv_end, kKeyBlockRows));
   }
-  // Each document starts at row 0 of its own view, so one table of consecutive blocks serves all.
+  // Each document starts at row 0 of its own view; therefore one table of consecutive blocks serves all.
   for (int64_t b = 0; b < total_blocks; ++b) w.blocks.push_back(2 * b * kKeyBlockRows);
   for (attention::KeyGroup& g : w.groups)
     g.blocks = std::span(w.blocks).first(static_cast<size_t>(ceil_div(g.kv_end, kKeyBlockRows)));
@@ -234,7 +234,7 @@ std::tuple<Tensor, Tensor, Tensor> gpu_backward(const Tensor& dout, const Tensor
                             lse, tasks, on_host(sinks), scale, softcap, deterministic, *w);
 }
 
-/// Of either operator: all that it takes lies at home.
+/// The gradient of sinks, for core_attention as for attention: all that it needs lies at home.
 Tensor sink_gradient(const Tensor& dout_any, const Tensor& out, const Tensor& lse, const Tensor& sinks) {
   return guarded([&] {
     const Tensor dout = with_dense_rows(dout_any);

@@ -1,4 +1,4 @@
-// The tasks of torch.ops.distca.attention: rows of q and of k, v in this process's tensors.
+// The tasks of torch.ops.distca.attention, over rows of q, k and v in this process's tensors.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +8,18 @@
 
 namespace distca::ops {
 
-/// Query rows [q_begin, q_end) see the keys [kv_begin, kv_end), of which they are the last where the mask is causal.
+/// Query rows [q_begin, q_end) that see the keys [kv_begin, kv_end). Where the mask is causal, the queries are the last
+/// of these rows.
 struct LocalTask {
   int64_t q_begin, q_end, kv_begin, kv_end;
 
   int64_t q_rows() const { return q_end - q_begin; }
   int64_t kv_rows() const { return kv_end - kv_begin; }
-  int64_t first_row() const { return kv_rows() - q_rows(); }  // of the queries, in the document
+  int64_t first_row() const { return kv_rows() - q_rows(); }  // the first query's row in the document
 };
 
-/// Reads an int64 CPU tensor [N, 4]. Afterwards the tasks are sorted by (kv_begin, first row); documents and tasks of a
-/// document do not overlap, nor do query rows, or it throws InvalidArgumentError.
+/// Reads tasks from an int64 CPU tensor [N, 4] and sorts them by (kv_begin, first row). Throws InvalidArgumentError if
+/// documents, tasks of one document, or query rows overlap.
 void read_tasks(std::vector<LocalTask>& sorted, const Tensor& tasks, int64_t q_rows, int64_t kv_rows);
 
 }  // namespace distca::ops

@@ -1,4 +1,4 @@
-// What operators need in every step and would otherwise allocate, or leak, in every step.
+// What operators need in every step. Without it they would allocate, or leak, in every step.
 #pragma once
 
 #include <torch/csrc/stable/c/shim.h>
@@ -13,8 +13,8 @@
 
 namespace distca::ops {
 
-/// A string argument of an operator, freed with this. Operators take its handle: LibTorch's own conversion to
-/// std::string (torch 2.10 to 2.13) never frees the copy that it makes, 48 bytes in every call.
+/// A string argument of an operator, which is freed with this object. Operators take its handle, because LibTorch's own
+/// conversion to std::string (torch 2.10 to 2.13) never frees the copy that it makes: 48 bytes in every call.
 class Text {
  public:
   explicit Text(StringHandle handle) : handle_(handle) {}
@@ -34,7 +34,7 @@ class Text {
   StringHandle handle_;
 };
 
-/// Allocates single objects, whose memory is kept for the next one when they go.
+/// An allocator that keeps the memory of single objects, when they go, for the next ones.
 template <class T>
 class Reusing {
  public:
@@ -67,14 +67,14 @@ class Reusing {
     std::mutex mutex;
     std::vector<T*> memory;
   };
-  /// Never destroyed: a step may outlive everything else while the process exits.
+  /// It is never destroyed, because a step may outlive everything else while the process exits.
   static Spare& spare() {
     static auto* instance = new Spare;
     return *instance;
   }
 };
 
-/// `std::make_shared` with memory that is used again.
+/// Like `std::make_shared`, with memory that is used again.
 template <class T, class... Args>
 std::shared_ptr<T> make_reused(Args&&... args) {
   return std::allocate_shared<T>(Reusing<T>(), std::forward<Args>(args)...);

@@ -1,4 +1,4 @@
-// From torch tensors to the core's views, with the checks at the boundary; and from the core's errors to torch's.
+// Turns torch tensors into the core's views, with the checks at the boundary, and the core's errors into torch's.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -21,7 +21,7 @@ namespace distca::ops {
 
 using torch::stable::Tensor;
 
-/// Runs an operator's body; an error of the core becomes a RuntimeError "distca <kind>: <message>", from which the
+/// Runs an operator's body. An error of the core becomes a RuntimeError "distca <kind>: <message>", from which the
 /// Python package makes the typed one.
 template <class Body>
 auto guarded(const Body& body) {
@@ -50,15 +50,16 @@ inline DType dtype_of(const Tensor& t, const char* name) {
   return type == ScalarType::Float ? DType::kFloat32 : type == ScalarType::Half ? DType::kFloat16 : DType::kBFloat16;
 }
 
-/// Operators get tensors of several devices where any of them is on a GPU.
+/// Throws unless `t` is on the device of `like`. Where any tensor is on a GPU, operators also get tensors of other
+/// devices.
 inline void check_device_of(const Tensor& like, const Tensor& t, const char* name) {
   require(t.device() == like.device(), name, " is on ", device_name(t), ", q on ", device_name(like));
 }
 
-/// Whether the last of three dimensions is contiguous. Strides of a tensor without elements say nothing.
+/// Whether the last of three dimensions is contiguous. Strides of a tensor without elements do not count.
 inline bool has_dense_rows(const Tensor& t) { return t.stride(2) == 1 || t.size(2) == 1 || t.numel() == 0; }
 
-/// A [rows, heads, dim] view of a tensor; strides are arbitrary but for a contiguous last dimension.
+/// A [rows, heads, dim] view of a tensor. The last dimension must be contiguous; other strides are free.
 inline RowView rows_of(const Tensor& t, const char* name) {
   require(t.dim() == 3, name, " has shape ", shape_of(t), "; [tokens, heads, dim] is expected");
   require(has_dense_rows(t), name, ": the last dimension must be contiguous, its stride is ", t.stride(2));
@@ -66,7 +67,7 @@ inline RowView rows_of(const Tensor& t, const char* name) {
   return {static_cast<std::byte*>(t.data_ptr()), t.stride(0) * bytes, t.stride(1) * bytes};
 }
 
-/// A [rows, heads] fp32 tensor (the log-sum-exp) as a view of one element a head.
+/// A view of a [rows, heads] fp32 tensor (the log-sum-exp), with one element a head.
 inline RowView scalars_of(const Tensor& t, const char* name) {
   require(t.dim() == 2 && t.scalar_type() == torch::headeronly::ScalarType::Float, name, " has shape ", shape_of(t),
           "; a float32 tensor [tokens, heads] is expected");
@@ -123,7 +124,7 @@ inline Tensor empty_bytes(const Tensor& like, int64_t bytes) {
 }
 inline std::byte* bytes_of(const Tensor& t) { return static_cast<std::byte*>(t.data_ptr()); }
 
-/// The gradient that autograd hands over, with a contiguous last dimension (an expanded one is copied).
+/// A gradient of autograd with a contiguous last dimension. An expanded one is copied.
 inline Tensor with_dense_rows(const Tensor& t) {
   return t.dim() != 3 || has_dense_rows(t) ? t : torch::stable::contiguous(t);
 }
@@ -146,13 +147,13 @@ inline void check_sinks(const Tensor& sinks, const HeadShape& heads) {
           "sinks has shape ", shape_of(sinks), "; a contiguous float32 tensor [", heads.q_heads, "] is expected");
 }
 
-/// Ranks compare their sinks, and tables are made on the host: so it has them.
+/// The sinks on the host, because ranks compare them and tables are made there.
 inline std::optional<Tensor> on_host(const std::optional<Tensor>& sinks) {
   if (!sinks.has_value() || sinks->is_cpu()) return sinks;
   return torch::stable::to(*sinks, torch::stable::Device(torch::headeronly::DeviceType::CPU));
 }
 
-/// One float32 for each query head, on the CPU; empty where there are none.
+/// The sinks, one float32 for each query head, on the CPU; empty if there are none.
 inline std::span<const float> sinks_of(const std::optional<Tensor>& sinks, const HeadShape& heads) {
   if (!sinks.has_value()) return {};
   check_sinks(*sinks, heads);
@@ -160,7 +161,7 @@ inline std::span<const float> sinks_of(const std::optional<Tensor>& sinks, const
   return {static_cast<const float*>(sinks->data_ptr()), static_cast<size_t>(heads.q_heads)};
 }
 
-/// PyTorch's own thread pool, so that nothing is oversubscribed.
+/// PyTorch's own thread pool. No other threads compute beside it.
 inline Parallel torch_threads() {
   Parallel parallel;
   parallel.num_workers = static_cast<int>(torch::stable::get_num_threads());

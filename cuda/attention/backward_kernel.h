@@ -1,28 +1,30 @@
-// Backward of core attention over a work list: an item is a block of keys of one key/value head. It goes over all tiles
+// Backward of core attention over a work list. An item is a block of keys of one key/value head. It goes over all tiles
 // of all tasks that see it, keeps dk and dv in registers until the end, and adds to dq in memory:
 //
 //   P^T = exp2(scores(K Q^T) - lse)     dV += P^T dout      dP^T = V dout^T
 //   dS^T = P^T * (dP^T - delta)         dK += dS^T Q        dQ  += dS K
 //
-// Everything is transposed, keys being the rows, so that P^T is in the registers that the product for dV wants; dS^T
+// Everything is transposed: keys are the rows. P^T is therefore in the registers that the product for dV wants. dS^T
 // goes through shared memory, for dK and, read the other way, for dQ. Sums of dq are fp32, in parts of 64 rows by 64
-// columns, of which each thread's elements lie together, so that adding is 16 bytes a thread and needs no exchange.
+// columns. Each thread's elements of a part lie together; therefore a thread adds 16 bytes at a time and needs no
+// exchange.
 //
-// Up to 128 columns, each warpgroup has 64 of 128 keys, and of dq one of two parts, or the only one every other time.
-// Beyond, both compute P of the same 64 keys, and one goes on with dP, dS and dk, the other with dv and dq.
+// Up to 128 columns, each warpgroup has 64 of 128 keys, and one of two parts of dq. If dq has one part, it is a
+// warpgroup's every other time. Beyond 128 columns, both compute P of the same 64 keys. Then one goes on with dP, dS
+// and dk, the other with dv and dq.
 //
-// Deterministic: to each part of a tile items add in ascending order of their blocks: turns[] counts those that have.
-// An item whose turn it is not waits for one that was taken earlier (work_list.h), which waits in its turn only for
-// earlier ones.
+// Deterministic mode: items add to each part of a tile in ascending order of their blocks, and turns[] counts those
+// that have. An item whose turn it is not yet waits for one that was taken earlier (work_list.h), which itself waits
+// only for earlier ones.
 //
 // What each barrier protects
 //   items.full/empty      as in forward; an item's uses are also those of key_stages
 //   key_stages            k and v of an item: two arrivals (bytes, or cleared rows) / 8 consumer warps
 //   tile_stages           q, dout, lse, delta, visible of a tile: 32 lanes and bytes / 8 warps after wait_groups<0>
 //   loaded                bytes of a block that is cleared before it is full
-//   named kScoresWritten  dscores[stage] of step i is written (after fence_shared) and may be read by both warpgroups;
-//                         that both pass it at step i + 1 says that both have read that of step i (wait_groups<0> of
-//                         step i is before it), so that it may be written at step i + 2
+//   named kScoresWritten  dscores[stage] of step i is written (after fence_shared), and both warpgroups may read it.
+//                         When both pass it at step i + 1, both have read that of step i, because wait_groups<0> of
+//                         step i comes before. Therefore it may be written at step i + 2
 //   named kQueryTurn + w  within warpgroup w: its turn has come; all its adds are done
 #pragma once
 
@@ -36,7 +38,7 @@ DISTCA_DEVICE void clear(float (&sums)[kRegisters]) {
   for (int i = 0; i < kRegisters; ++i) sums[i] = 0.f;
 }
 
-/// What both kinds of consumer do with a tile of queries and 64 keys. A thread has two keys, eight apart.
+/// The common part of the consumers: their work on a tile of queries and 64 keys. A thread has two keys, eight apart.
 template <class Config>
 struct BackwardConsumer {
   using Element = typename Config::Element;
@@ -56,20 +58,20 @@ struct BackwardConsumer {
 
   DISTCA_DEVICE BackwardConsumer(const KernelParams& params, typename Config::Shared& shared) : p(params), s(shared) {}
 
-  // Registers are short: what follows from the thread's number is found when it is needed.
+  // Registers are scarce. What follows from the thread's number is therefore computed when it is needed.
   static DISTCA_DEVICE int warpgroup() { return hopper::thread_of_cta() / kWarpgroup - 1; }
   static DISTCA_DEVICE int thread() { return hopper::thread_of_cta() % kWarpgroup; }
-  /// Of the warpgroup, in the block.
+  /// The first key of the warpgroup, in the block.
   static DISTCA_DEVICE int first_key() { return Config::kWide ? 0 : 64 * warpgroup(); }
-  /// The first of this thread's two.
+  /// The first of this thread's two keys.
   static DISTCA_DEVICE int first_key_of_thread() {
     const int t = thread();
     return first_key() + t / kWarp * 16 + t % kWarp / 4;
   }
-  /// The first column of this thread's pairs: the query rows 8 j + this and one more.
+  /// The first column of this thread's pairs: they are query rows 8 j + this and the next one.
   static DISTCA_DEVICE int first_row_of_thread() { return lane_of_warp() % 4 * 2; }
 
-  /// Calls step(facts) for all tiles that see the item's keys, and releases these.
+  /// Calls step(facts) for each tile that sees the item's keys and releases it, and the keys at the end.
   template <class Step>
   DISTCA_DEVICE void for_each_tile(int num_tiles, const Step& step) {
     s.key_stages.full[0].wait(items.uses % 2);
@@ -83,7 +85,7 @@ struct BackwardConsumer {
     release(s.key_stages.empty[0]);
   }
 
-  /// products = 64 rows of `left` (keys or values) times the transpose of `right` (q or dout).
+  /// Sets products = 64 rows of `left` (keys or values) times the transpose of `right` (q or dout).
   template <int kChunks>
   DISTCA_DEVICE void multiply_rows(SharedTile<kChunks, kKeys>& left, SharedTile<kChunks, kRows>& right,
                                    float (&products)[kScores]) {
@@ -114,8 +116,8 @@ struct BackwardConsumer {
     hopper::end_group();
   }
 
-  /// Products of keys and queries become probabilities, packed; with kGradients, those of values and gradients of out
-  /// become dS, in shared memory.
+  /// Turns products of keys and queries into packed probabilities. With kGradients, products of values and gradients of
+  /// out become dS, in shared memory.
   template <bool kGradients>
   DISTCA_DEVICE void probabilities(const TileFacts<kRows>& facts) {
     if (maps_scores(p.scores))
@@ -157,7 +159,7 @@ struct BackwardConsumer {
     if constexpr (kGradients) hopper::fence_shared();
   }
 
-  /// dK += dS^T q, of the warpgroup's keys.
+  /// dK += dS^T Q, for the warpgroup's keys.
   DISTCA_DEVICE void multiply_gradients(float (&sums)[kDim / 2]) {
     const hopper::Operand a = hopper::make_operand(&s.dscores[tiles.stage()][0][first_key()][0], kNoChunk);
     const hopper::Operand b = hopper::make_operand(&s.q[tiles.stage()][0][0][0], kRows * kRowBytes);
@@ -170,7 +172,7 @@ struct BackwardConsumer {
     hopper::end_group();
   }
 
-  /// One part of dq of the tile.
+  /// Multiplies one part of the tile's dq.
   DISTCA_DEVICE void multiply_queries(int part, float (&dq)[32]) {
     const hopper::Operand a = hopper::make_operand(&s.dscores[tiles.stage()][0][0][0], kKeys * kRowBytes);
     const hopper::Operand b = hopper::make_operand(&s.k[part][0][0], kKeys * kRowBytes);
@@ -206,7 +208,7 @@ struct BackwardConsumer {
     if (thread() == 0) hopper::store_release(turn_of(facts), facts.blocks_before + 1);
   }
 
-  /// Writes the first `columns` of dk or dv, times `factor`, to where the group wants its rows.
+  /// Writes the first `columns` of dk or dv, times `factor`, to where the group's gradients go.
   template <int kColumns>
   DISTCA_DEVICE void store_keys(const WorkItem& item, const float (&sums)[kColumns / 2], float factor, int columns,
                                 RowView RunEntry::* view) {
@@ -221,7 +223,7 @@ struct BackwardConsumer {
     const int row = item.index * kKeys + first_key_of_thread() + 8 * kRow;
     if (row < group.kv_begin || row >= group.kv_end) return;
     int first = group.run_begin, last = group.run_end - 1;
-    while (first < last) {  // the first run that ends after the row
+    while (first < last) {  // finds the first run that ends after the row
       const int middle = (first + last) / 2;
       if (p.runs[middle].end > row)
         last = middle;
@@ -245,7 +247,7 @@ struct BackwardConsumer {
   }
 };
 
-/// Up to 128 columns: everything about 64 of the item's keys.
+/// The consumer up to 128 columns: it computes everything about 64 of the item's keys.
 template <class Config>
 struct NarrowConsumer : BackwardConsumer<Config> {
   using Base = BackwardConsumer<Config>;
@@ -301,7 +303,7 @@ struct NarrowConsumer : BackwardConsumer<Config> {
   }
 };
 
-/// Beyond 128 columns, the first warpgroup: dS and dk.
+/// The first warpgroup beyond 128 columns: it computes dS and dk.
 template <class Config>
 struct WideKeyConsumer : BackwardConsumer<Config> {
   using Base = BackwardConsumer<Config>;
@@ -334,7 +336,7 @@ struct WideKeyConsumer : BackwardConsumer<Config> {
   }
 };
 
-/// Beyond 128 columns, the second warpgroup: dv and dq.
+/// The second warpgroup beyond 128 columns: it computes dv and dq.
 template <class Config>
 struct WideValueConsumer : BackwardConsumer<Config> {
   using Base = BackwardConsumer<Config>;
@@ -375,7 +377,7 @@ struct WideValueConsumer : BackwardConsumer<Config> {
   }
 };
 
-/// One CTA of kThreads threads; shared memory is uninitialised.
+/// The work of one CTA of kThreads threads. Shared memory is uninitialised.
 template <class Config>
 DISTCA_DEVICE void backward_cta(const KernelParams& p, typename Config::Shared& s) {
   const int thread = hopper::thread_of_cta();
@@ -408,13 +410,13 @@ DISTCA_DEVICE void backward_cta(const KernelParams& p, typename Config::Shared& 
   }
 }
 
-/// Sums of dq of one tile become dq, `scale` times. Any number of threads of a CTA.
+/// Stores the sums of dq of one tile, times `scale`, as dq. Any number of threads of a CTA call it.
 template <class Config>
 DISTCA_DEVICE void store_queries(const KernelParams& p, const StoreItem& item, int first, int step) {
   const TaskEntry& task = p.tasks[item.task];
   const int tokens = minimum(p.tile_tokens, task.num_rows - item.tile * p.tile_tokens);
   const float* sums = p.dq_sums + int64_t{tile_index(task, item.kv_head, item.tile)} * Config::kParts * kPartElements;
-  // Four threads of a warpgroup had eight columns of two rows; one thread writes them.
+  // Four threads of a warpgroup had eight columns of two rows; one thread writes these.
   for (int i = first; i < Config::kParts * 256; i += step) {
     const int group = i % 8, quad = i / 8 % 32, part = i / 256;
     const float* at = sums + part * kPartElements + group * kWarpgroup * 4 + quad * 16;

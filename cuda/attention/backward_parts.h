@@ -5,16 +5,16 @@
 
 namespace distca::attention::cuda {
 
-/// What consumers have to know of a tile; they know nothing of tasks.
+/// The facts of a tile that its consumers need; they know nothing of tasks.
 template <int kRows>
 struct TileFacts {
   float lse[kRows];  // in powers of two; inf where a row has no probabilities
   float delta[kRows];
-  RowRange visible[kRows];  // of the rows: keys, counted from the item's block
+  RowRange visible[kRows];  // keys that each row sees, counted from the item's block
   float* dq_sums;
-  int* turns;         // null where adds come in any order
-  int blocks_before;  // of the item's, that add to the tile's dq
-  int masked;         // whether some row does not see some key of the block
+  int* turns;         // null if adds come in any order
+  int blocks_before;  // number of blocks before the item's that add to the tile's dq
+  int masked;         // 1: some row does not see some key of the block
 };
 
 template <class Element_, int kDim_, int kValueDim_>
@@ -22,17 +22,17 @@ struct BackwardConfig {
   using Element = Element_;
   static constexpr int kDim = kDim_;
   static constexpr int kValueDim = kValueDim_;
-  /// Sums for keys and for values of 64 keys are too many registers for one warpgroup: each has one of the two.
+  /// Sums for keys and for values of 64 keys can be too many registers for one warpgroup. Then each has one of the two.
   static constexpr bool kWide = kDim > 128 || kValueDim > 128;
-  /// Part of the numerics, as in forward.
+  /// This is part of the numerics, as in forward.
   static constexpr int kKeys = kWide ? 64 : 128;
   static constexpr int kRows = 64;
   static constexpr int kStages = 2;
-  /// Sums of 128 columns for keys and values leave few for the producer.
+  /// Sums of 128 columns for keys and values leave few registers for the producer.
   static constexpr int kProducerRegisters = kDim == 128 ? 40 : 56;
   /// Sums of dq come in parts of 64 rows and 64 columns.
   static constexpr int kParts = kDim / kBoxColumns;
-  /// Parts that are added to one by one.
+  /// Parts of a tile that have turns of their own.
   static constexpr int kTurnsPerTile = kWide ? 1 : kParts;
 
   struct alignas(1024) Shared {
@@ -40,7 +40,7 @@ struct BackwardConfig {
     SharedTile<kValueDim / kBoxColumns, kKeys> v;
     SharedTile<kDim / kBoxColumns, kRows> q[kStages];
     SharedTile<kValueDim / kBoxColumns, kRows> dout[kStages];
-    /// dS of a tile, one row a key.
+    /// dS of a tile, with one row for each key.
     SharedTile<1, kKeys> dscores[2];
     TileFacts<kRows> facts[kStages];
     Stages<1> key_stages;
@@ -53,7 +53,7 @@ struct BackwardConfig {
 /// A part of a tile's sums of dq: 64 rows and 64 columns.
 inline constexpr int kPartElements = 64 * 64;
 
-/// Rows of the document that an item's keys are: the block, and what of it is there.
+/// The document rows of an item's keys: where the block begins, and which of its rows are there.
 struct KeyRows {
   int block;
   RowRange rows;
@@ -116,7 +116,7 @@ struct BackwardProducer {
     keys.advance();
   }
 
-  /// The copy engine brings q and dout, the lanes what is one number a row.
+  /// Loads a tile: the copy engine brings q and dout, the lanes bring what is one number for each row.
   DISTCA_DEVICE void load_tile(const WorkItem& item, const TaskEntry& task, int tile) {
     const int stage = tiles.stage();
     hopper::Barrier& full = s.tile_stages.full[stage];

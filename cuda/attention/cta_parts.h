@@ -1,4 +1,4 @@
-// What the CTAs of both passes have in common. A CTA stays: its producer warp takes one item of the work list after
+// The common parts of the CTAs of both passes. A CTA stays. Its producer warp takes one item of the work list after
 // another, tells the consumers, and loads what they need, as far ahead as shared memory allows.
 #pragma once
 
@@ -9,30 +9,30 @@ namespace distca::attention::cuda {
 
 inline constexpr int kWarp = 32;
 inline constexpr int kWarpgroup = 128;
-/// One warpgroup produces (one warp of it; the copy engine does the work), two consume.
+/// One warpgroup produces, with one warp of it, because the copy engine does the work. Two consume.
 inline constexpr int kConsumers = 2 * kWarpgroup;
 inline constexpr int kThreads = kWarpgroup + kConsumers;
-/// Registers of a thread by role; the CTA is launched with 168 for each: three warpgroups share 504.
+/// Registers that three threads, one of each warpgroup, have together. The CTA is launched with 168 for each thread.
 inline constexpr int kSharedRegisters = 504;
 constexpr int consumer_registers(int producer_registers) { return (kSharedRegisters - producer_registers) / 2; }
 /// Warps that report to a barrier that they are done with a stage.
 inline constexpr int kConsumerWarps = kConsumers / kWarp;
 inline constexpr int kBoxBytes = kTableRows * kBoxColumns * 2;
-/// Bytes of a chunk's row, of eight of them, and of 16 elements along it.
+/// Bytes of a chunk's row, and elements of the inner dimension of one product.
 inline constexpr int kRowBytes = kBoxColumns * 2;
 inline constexpr int kInnerStep = 16;
-/// Between chunks of an operand whose columns are the inner dimension: not looked at, but CuTe has it so.
+/// Bytes between chunks of an operand whose columns are the inner dimension. The hardware ignores it, but CuTe sets it.
 inline constexpr int kNoChunk = 16;
 inline constexpr float kInfinity = __builtin_huge_valf();
 
 /// Named barriers.
 enum NamedBarrier : int { kFirstTurn = 0, kSecondTurn = 1, kScoresWritten = 2, kQueryTurn = 3 /* and 4 */ };
 
-/// A tile of 16-bit elements as hopper.h wants it.
+/// A tile of 16-bit elements in the form that hopper.h wants.
 template <int kChunks, int kRows>
 using SharedTile = uint16_t[kChunks][kRows][kBoxColumns];
 
-/// How often a ring of buffers has been used: one register.
+/// How often a ring of buffers has been used, in one register.
 template <int kStages>
 struct Ring {
   static_assert((kStages & (kStages - 1)) == 0);
@@ -42,10 +42,10 @@ struct Ring {
   DISTCA_DEVICE void advance() { ++uses; }
 };
 
-/// Found anew each time rather than kept in a register.
+/// The lane of this thread. It is computed anew each time and not kept in a register.
 DISTCA_DEVICE int lane_of_warp() { return hopper::thread_of_cta() % kWarp; }
 
-/// Barriers of a ring. full: 0 -> filled by the producer; empty: all consumer warps are done with it.
+/// Barriers of a ring. full: the producer has filled the stage. empty: all consumer warps are done with it.
 template <int kStages>
 struct Stages {
   hopper::Barrier full[kStages];
@@ -59,20 +59,21 @@ struct Stages {
   }
 };
 
-/// The items of a CTA, from its producer to its consumers.
+/// The items of a CTA, on their way from its producer to its consumers.
 struct ItemRing {
   Stages<2> stages;
   int index[2];
 };
 
-/// Every lane of the producer: waits until a stage is empty. No lane fills it before all have seen that: the consumers
-/// could be done with it again, and to a late lane the barrier would look as it did at first.
+/// Every lane of the producer calls this: it waits until a stage is empty. No lane may fill the stage before all lanes
+/// have seen that. Otherwise the consumers could be done with it again, and to a late lane the barrier would look as it
+/// did at first.
 DISTCA_DEVICE void await_empty(hopper::Barrier& empty, int parity) {
   empty.wait(parity ^ 1);
   hopper::sync_warp();
 }
 
-/// Every lane of the producer: waits until all rows of the item's tasks have come.
+/// Every lane of the producer calls this: it waits until all rows of the item's tasks have come.
 DISTCA_DEVICE void await_signals(const KernelParams& p, const WorkItem& item) {
   for (int t = item.task + lane_of_warp(); t < item.task_end; t += kWarp) {
     const Signal signal = p.tasks[t].signal;
@@ -83,7 +84,7 @@ DISTCA_DEVICE void await_signals(const KernelParams& p, const WorkItem& item) {
   hopper::fence_all();
 }
 
-/// Every lane of the producer: takes the next item and tells the consumers. Returns num_items at the end.
+/// Every lane of the producer calls this: it takes the next item and tells the consumers. Returns num_items at the end.
 DISTCA_DEVICE int take_item(const KernelParams& p, ItemRing& items, Ring<2>& ring) {
   int index = lane_of_warp() == 0 ? hopper::fetch_add(p.next_item, 1) : 0;
   index = minimum(hopper::shuffle_from(index, 0), p.num_items());
@@ -98,10 +99,11 @@ DISTCA_DEVICE int take_item(const KernelParams& p, ItemRing& items, Ring<2>& rin
   return index;
 }
 
-/// Every consumer: the item that comes next. It stays in shared memory, to be read again, until end_item().
+/// Every consumer calls this: it returns the next item, which stays in shared memory and may be read again until
+/// end_item().
 DISTCA_DEVICE int begin_item(ItemRing& items, const Ring<2>& ring) {
   items.stages.full[ring.stage()].wait(ring.parity());
-  hopper::sync_warp();  // products want whole warps
+  hopper::sync_warp();  // products need whole warps
   return items.index[ring.stage()];
 }
 DISTCA_DEVICE int this_item(const ItemRing& items, const Ring<2>& ring) { return items.index[ring.stage()]; }
@@ -110,13 +112,13 @@ DISTCA_DEVICE void end_item(ItemRing& items, Ring<2>& ring) {
   ring.advance();
 }
 
-/// Every warp of the consumers, once its products have read a stage.
+/// Every consumer warp calls this once its products have read a stage.
 DISTCA_DEVICE void release(hopper::Barrier& empty) {
   hopper::sync_warp();
   if (lane_of_warp() == 0) empty.arrive();
 }
 
-/// Zeroes rows [begin, end) of a tile; all lanes of a warp.
+/// Zeroes rows [begin, end) of a tile. All lanes of a warp call it.
 template <int kChunks, int kRows>
 DISTCA_DEVICE void clear_rows(SharedTile<kChunks, kRows>& tile, int begin, int end) {
   constexpr int kPieces = kBoxColumns / 8;
@@ -127,16 +129,16 @@ DISTCA_DEVICE void clear_rows(SharedTile<kChunks, kRows>& tile, int begin, int e
       hopper::store_shared(&tile[chunk][i / kPieces][i % kPieces * 8], hopper::Words4{});
 }
 
-/// Keys or values of document rows [begin, begin + kRows) of one head, of which rows `needed` are there. The others
-/// become zero where `clear` asks for it: what happens to lie in memory may be no number.
+/// Keys or values of document rows [begin, begin + kRows) of one head, of which rows `needed` are there. The other rows
+/// become zero if `clear` asks for it, because memory may hold NaN there.
 template <int kChunks, int kRows>
 struct KeyBlock {
   SharedTile<kChunks, kRows>& tile;
   hopper::Barrier& full;
-  /// Counts the bytes of a block that is cleared before `full` says it is there; only the producer waits for it.
+  /// Counts the bytes of a block that is cleared before `full` says that it is there. Only the producer waits for it.
   hopper::Barrier& loaded;
 
-  /// Every lane of the producer. `parity` is that of `loaded`.
+  /// Every lane of the producer calls this. `parity` is that of `loaded`.
   DISTCA_DEVICE void load(const KernelParams& p, const GroupEntry& group, int maps, int kv_head, int begin,
                           RowRange needed, bool clear, int& parity) const {
     const int first = maximum(needed.begin - begin, 0), last = minimum(needed.end - begin, kRows);
@@ -169,8 +171,8 @@ struct KeyBlock {
   }
 };
 
-/// One thread: loads a tile of query rows (or gradients of out) and reports its bytes to `full`, which the caller tells
-/// to expect box_bytes(). Rows past the task's last are beyond the map's and become zero.
+/// One thread calls this: it loads a tile of query rows (or gradients of out) and reports the bytes to `full`, which
+/// the caller tells to expect query_bytes(). Rows past the task's last row lie outside its map and become zero.
 template <int kChunks, int kRows>
 DISTCA_DEVICE void load_queries(const KernelParams& p, int map, int kv_head, int tile_of_task, hopper::Barrier& full,
                                 SharedTile<kChunks, kRows>& tile) {
@@ -189,7 +191,7 @@ struct alignas(8) FloatPair {
   float x, y;
 };
 
-/// What the softmax makes of a product of a query and a key, before exponent_scale.
+/// The mapped product of a query and a key, before exponent_scale.
 DISTCA_DEVICE float mapped_score(const ScoreMap& map, float x) {
   if (map.cap == 0.f) return hopper::product(map.sign, x);
   // tanh(y) = 1 - 2 / (exp(2 y) + 1)
@@ -199,10 +201,11 @@ DISTCA_DEVICE float mapped_score(const ScoreMap& map, float x) {
 }
 DISTCA_DEVICE bool maps_scores(const ScoreMap& map) { return map.cap != 0.f || map.sign != 1.f; }
 
-/// Stores what four neighbouring lanes have of two rows of products: lane % 4 has columns 8 j + lane % 4 * 2 and one
-/// more of 32 columns. Afterwards words[k] of each are the eight columns 8 (lane % 4) to 8 (lane % 4) + 7.
+/// Exchanges what four neighbouring lanes have of 32 columns of a row of products. Before, words.x[j] of a lane are
+/// columns 8 j + lane % 4 * 2 and the next one. Afterwards the four words of a lane are columns 8 (lane % 4) to 8 (lane
+/// % 4) + 7.
 DISTCA_DEVICE hopper::Words4 gather_columns(hopper::Words4 words, int lane) {
-  // A transposition of 4 x 4 words: first of pairs, then of pairs of pairs.
+  // This is a transposition of 4 x 4 words: first of pairs, then of pairs of pairs.
   const bool odd = (lane & 1) != 0, high = (lane & 2) != 0;
 #pragma unroll
   for (int j = 0; j < 4; j += 2) {
@@ -219,8 +222,8 @@ DISTCA_DEVICE hopper::Words4 gather_columns(hopper::Words4 words, int lane) {
   return words;
 }
 
-/// Writes row `i` (0 or 1) of a thread's part of `sums`, times `factor`, to dst, rounded to Element, the first
-/// `columns` of it. All four lanes of a row call it with the same arguments but `sums`.
+/// Writes the first `columns` of row `i` (0 or 1) of a thread's part of `sums`, times `factor`, to dst, rounded to
+/// Element. All four lanes of a row call it with the same arguments but for `sums`.
 template <class Element, int kColumns>
 DISTCA_DEVICE void store_row(const float (&sums)[kColumns / 2], int i, float factor, std::byte* dst, int columns,
                              bool valid, int lane) {

@@ -19,7 +19,7 @@ namespace {
 
 using distca::cuda::check;
 
-/// The kernels for heads of this shape; null where there are none.
+/// The kernels for heads of this shape, or null if there are none.
 const HeadKernels* kernels_for(const HeadShape& heads) {
   for (const auto& kernels : {hopper_kernels_64(), hopper_kernels_128(), hopper_kernels_192(), hopper_kernels_256()})
     for (const HeadKernels& k : kernels)
@@ -27,7 +27,7 @@ const HeadKernels* kernels_for(const HeadShape& heads) {
   return nullptr;
 }
 
-/// The driver's function, found at run time: nothing links libcuda.
+/// The driver's function. It is found at run time, because nothing links libcuda.
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
 EncodeTiled find_encode_tiled() {
@@ -60,7 +60,7 @@ void encode(EncodeTiled encode_tiled, DType dtype, const MapSpec& spec, TensorMa
                        static_cast<const void*>(spec.data), ": error ", static_cast<int>(result));
 }
 
-// Parts of the tables.
+// The parts of the tables.
 enum : size_t { kItems, kStoreItems, kTasks, kGroups, kRuns, kBlocks, kMaps, kSinks, kNumParts };
 
 }  // namespace

@@ -1,12 +1,13 @@
-// Forward of core attention over a work list: out and the log-sum-exp of one tile of a task after another.
+// Forward of core attention over a work list. A CTA computes out and the log-sum-exp of one tile of a task after
+// another.
 //
-// A CTA has a producer warp and two consumer warpgroups. Each consumer has 64 of a tile's 128 rows; both go over the
-// same blocks of keys, in ascending order from the start of the document. While one multiplies, the other is at its
-// softmax, and within a warpgroup the scores of block j + 1 are multiplied while the values of block j are.
+// A CTA has a producer warp and two consumer warpgroups. Each consumer has 64 of a tile's 128 rows. Both go over the
+// same blocks of keys, in ascending order from the start of the document. While one multiplies, the other does its
+// softmax. Within a warpgroup the scores of block j + 1 are multiplied together with the values of block j.
 //
-// Everything that is done for a row depends on that row and on the keys of the blocks that it sees: a block of which it
-// sees nothing leaves its maximum, its sum and its output as they are, to the bit (2^0 = 1, x + 0 = x). There is no
-// decision for a warp or tile as a whole but whether to mask, which changes nothing for a row that sees everything.
+// Everything that is done for a row depends on that row and on the keys of the blocks that it sees. A block of which it
+// sees nothing leaves its maximum, its sum and its output as they are, to the bit (2^0 = 1, x + 0 = x). Only one
+// decision is made for a whole warp or tile: whether to mask. That changes nothing for a row that sees everything.
 //
 // What each barrier protects
 //   items.full/empty   index[stage]: written by the producer's lane 0, read by all 256 consumers
@@ -14,10 +15,12 @@
 //   k.full/empty       a block of keys: bytes; 8 warps, each after wait_groups has covered its reading products
 //   v.full/empty       a block of values: bytes, or lane 0 after all lanes have cleared rows and fenced; 8 warps
 //   loaded             bytes of a block of values that is cleared before v.full
-//   named 0, 1         whose turn it is to start products: a warpgroup waits on its own, arrives on the other's. Both
-//                      take the same number of turns; warpgroup 1 gives the first, warpgroup 0 takes the last one back
-// The phase of a ring is (uses / stages) % 2, counted by each side for itself; a producer waits on parity ^ 1, which an
-// unused barrier passes. Of every ring each side makes the same moves: once an item, or once a block of an item.
+//   named 0, 1         whose turn it is to start products. A warpgroup waits on its own barrier and arrives on the
+//                      other's. Both take the same number of turns: warpgroup 1 gives the first, warpgroup 0 takes the
+//                      last one back
+// The phase of a ring is (uses / stages) % 2, which each side counts for itself. A producer waits on parity ^ 1, which
+// an unused barrier passes. Each side makes the same moves on every ring: one for each item, or one for each block of
+// an item.
 #pragma once
 
 #include "attention/cta_parts.h"
@@ -27,10 +30,10 @@ namespace distca::attention::cuda {
 template <class Element_, int kDim_, int kValueDim_>
 struct ForwardConfig {
   using Element = Element_;
-  static constexpr int kDim = kDim_;  // rounded up to whole chunks, as is kValueDim; what is beyond is zero
+  static constexpr int kDim = kDim_;  // like kValueDim rounded up to whole chunks; columns beyond the head are zero
   static constexpr int kValueDim = kValueDim_;
   static constexpr int kRows = 128;
-  /// Part of the numerics: blocks start at multiples of it.
+  /// This is part of the numerics: blocks start at multiples of it.
   static constexpr int kKeys = kDim > 192 ? 64 : 128;
   static constexpr int kStages = 2;
   static constexpr int kProducerRegisters = 56;
@@ -102,7 +105,7 @@ DISTCA_DEVICE void produce_forward(const KernelParams& p, typename Config::Share
   }
 }
 
-/// One consumer warpgroup: 64 rows of a tile after another. A thread has two rows, eight apart.
+/// One consumer warpgroup. It computes 64 rows of a tile after another. A thread has two rows, eight apart.
 template <class Config>
 struct ForwardConsumer {
   using Element = typename Config::Element;
@@ -117,7 +120,7 @@ struct ForwardConsumer {
   float scores[kKeys / 2];
   float out[kValueDim / 2];
   uint32_t probs[kKeys / 16][4];
-  // Per row: the maximum of the mapped scores so far, this thread's part of the sum, and the keys it sees.
+  // For each row: the maximum of the mapped scores so far, this thread's part of the sum, and the keys that it sees.
   float row_max[2];
   float row_sum[2];
   float rescale[2];
@@ -125,9 +128,9 @@ struct ForwardConsumer {
 
   DISTCA_DEVICE ForwardConsumer(const KernelParams& params, typename Config::Shared& shared) : p(params), s(shared) {}
 
-  // Registers are short: what follows from the thread's number is found when it is needed.
+  // Registers are scarce. What follows from the thread's number is therefore computed when it is needed.
   static DISTCA_DEVICE int warpgroup() { return hopper::thread_of_cta() / kWarpgroup - 1; }
-  /// Of the tile, the first of this thread's two rows.
+  /// The first of this thread's two rows, in the tile.
   static DISTCA_DEVICE int first_row() {
     const int thread = hopper::thread_of_cta() - kWarpgroup;
     return thread / kWarp * 16 + thread % kWarp / 4;
@@ -235,8 +238,8 @@ struct ForwardConsumer {
     hopper::end_group();
   }
 
-  /// Scores of a block become probabilities relative to the new maximum; `rescale` is what older sums are to be
-  /// multiplied by.
+  /// Turns scores of a block into probabilities relative to the new maximum. `rescale` becomes the factor on older
+  /// sums.
   DISTCA_DEVICE void softmax(const ForwardTile& tile, const WorkItem& item, int block) {
     const int begin = block * kKeys, first_key = begin + lane_of_warp() % 4 * 2;
     if (maps_scores(p.scores)) {
@@ -258,9 +261,9 @@ struct ForwardConsumer {
       for (int i = 2 * r; i < kKeys / 2; i += 4) highest = fmaxf(highest, fmaxf(scores[i], scores[i + 1]));
       highest = fmaxf(highest, hopper::shuffle_xor(highest, 1));
       highest = fmaxf(highest, hopper::shuffle_xor(highest, 2));
-      // A row that has seen nothing yet: exponents of -inf, not of -inf + inf.
+      // A row that has seen nothing yet takes exponents of -inf, not of -inf + inf.
       const float base = highest == -kInfinity ? 0.f : hopper::product(highest, p.scores.exponent_scale);
-      // From the rounded products, so that an unchanged maximum gives 1.
+      // This takes the rounded products; therefore an unchanged maximum gives 1.
       rescale[r] = hopper::exp2_fast(hopper::product(row_max[r], p.scores.exponent_scale) - base);
       row_max[r] = highest;
       float sum = 0.f;
@@ -287,7 +290,7 @@ struct ForwardConsumer {
     for (int i = 0; i < kValueDim / 2; ++i) out[i] = hopper::product(out[i], rescale[i / 2 % 2]);
   }
 
-  /// Divides by the sums and writes out and the log-sum-exp. A sink is one more score, with a value of nothing.
+  /// Divides by the sums and writes out and the log-sum-exp. A sink is one more score, with a value of zero.
   DISTCA_DEVICE void store(const WorkItem& item, const ForwardTile& tile) {
     const TaskEntry& task = p.tasks[item.task];
     const int sinks = p.groups[item.group].sinks;
@@ -300,7 +303,7 @@ struct ForwardConsumer {
       float sum = row_sum[r];
       sum += hopper::shuffle_xor(sum, 1);
       sum += hopper::shuffle_xor(sum, 2);
-      // In powers of two, relative to the row's maximum.
+      // These are powers of two, relative to the row's maximum.
       const float highest = hopper::product(row_max[r], p.scores.exponent_scale);
       float base = highest, total = sum;
       if (sinks >= 0 && valid) {
@@ -322,7 +325,7 @@ struct ForwardConsumer {
   }
 };
 
-/// One CTA of kThreads threads; shared memory is uninitialised.
+/// The work of one CTA of kThreads threads. Shared memory is uninitialised.
 template <class Config>
 DISTCA_DEVICE void forward_cta(const KernelParams& p, typename Config::Shared& s) {
   const int thread = hopper::thread_of_cta();

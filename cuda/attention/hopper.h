@@ -1,10 +1,10 @@
-// The instructions of sm_90a that the kernels are written in, on CUTLASS's CuTe: barriers in shared memory, the bulk
-// copy engine, matrix products of a warpgroup. Nothing else in the kernels knows what they run on, so that a test can
-// put another header in this one's place and run them on a host.
+// The instructions of sm_90a that the kernels use, on CUTLASS's CuTe: barriers in shared memory, the bulk copy engine,
+// matrix products of a warpgroup. Nothing else in the kernels knows what they run on. Therefore a test can put another
+// header in this one's place and run them on a host.
 //
-// Operands of products are tiles of 16-bit elements in shared memory: columns in chunks of 64 (128 bytes), a chunk's
-// rows one after another, aligned to 1024 bytes, swizzled as the copy engine does it (16-byte piece p of row r lies at
-// p ^ (r % 8)).
+// Operands of products are tiles of 16-bit elements in shared memory. Columns come in chunks of 64 (128 bytes), and a
+// chunk's rows one after another. Tiles are aligned to 1024 bytes and swizzled as the copy engine does it (16-byte
+// piece p of row r lies at p ^ (r % 8)).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,7 +28,7 @@ namespace distca::attention::cuda::hopper {
 
 // ---- threads
 
-/// Read anew each time rather than kept in a register.
+/// The number of this thread in the CTA. It is read anew each time and not kept in a register.
 DISTCA_DEVICE int thread_of_cta() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -45,14 +45,14 @@ template <class T>
 DISTCA_DEVICE T shuffle_from(T value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
-/// Named barriers of the CTA, 0 to 7, with `threads` threads, whole warps of them.
+/// Named barriers of the CTA, 0 to 7, for `threads` threads, which are whole warps.
 DISTCA_DEVICE void sync_named(int barrier, int threads) {
   cutlass::arch::NamedBarrier::sync(static_cast<uint32_t>(threads), static_cast<uint32_t>(barrier));
 }
 DISTCA_DEVICE void arrive_named(int barrier, int threads) {
   cutlass::arch::NamedBarrier::arrive(static_cast<uint32_t>(threads), static_cast<uint32_t>(barrier));
 }
-/// Registers of each thread of the warpgroup from here on; all four warps call it.
+/// Sets the registers of each thread of the warpgroup from here on. All four warps call it.
 template <int kRegisters>
 DISTCA_DEVICE void raise_registers() {
   cutlass::arch::warpgroup_reg_alloc<kRegisters>();
@@ -64,9 +64,9 @@ DISTCA_DEVICE void lower_registers() {
 
 // ---- barriers in shared memory
 
-/// Phases complete one after another, each when `arrivals` threads have arrived and all bytes that were announced are
-/// there. wait(parity) returns once the phase of that parity is complete; the first has parity 0, and before it "parity
-/// 1" counts as complete.
+/// A barrier in shared memory. Its phases complete one after another, each when `arrivals` threads have arrived and all
+/// announced bytes are there. wait(parity) returns once the phase of that parity is complete. The first phase has
+/// parity 0; before it, parity 1 counts as complete.
 struct Barrier {
   uint64_t word;
 
@@ -85,13 +85,14 @@ DISTCA_DEVICE void fence_barrier_init() { cutlass::arch::fence_barrier_init(); }
 
 /// Orders this thread's own accesses to shared memory, and those it has been told of, before later ones by the proxy.
 DISTCA_DEVICE void fence_shared() { cutlass::arch::fence_view_async_shared(); }
-/// The same for all memory: what another GPU or a copy wrote, and this thread has seen the signal of.
+/// Does the same for all memory: for what another GPU or a copy wrote and whose signal this thread has seen.
 DISTCA_DEVICE void fence_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
-/// Before the first use in this CTA of a map that the host has copied to memory.
+/// Must come before the first use in this CTA of a map that the host has copied to memory.
 DISTCA_DEVICE void acquire_map(const TensorMap* map) {
   asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
 }
-/// One thread: starts loading a box and reports its bytes to `barrier`. What lies outside the tensor becomes zero.
+/// One thread calls this: it starts loading a box and reports the bytes to `barrier`. What lies outside the tensor
+/// becomes zero.
 DISTCA_DEVICE void load_box(const TensorMap* map, Barrier* barrier, void* shared, int column, int row, int plane) {
   cute::SM90_TMA_LOAD_3D::copy(map, &barrier->word, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
                                shared, column, row, plane);
@@ -106,11 +107,11 @@ struct Float16 {
   using Native = cutlass::half_t;
 };
 
-/// Along which dimension of the product the columns of an operand's tile run.
+/// The dimension of the product along which the columns of an operand's tile run.
 enum class Columns { kInner, kOuter };
 
-/// Where an operand starts; kOuter: chunk_bytes is from one chunk of 64 columns to the next. The low half of its
-/// descriptor; the other is the same for all.
+/// Where an operand starts, as the low half of its descriptor; the other half is the same for all operands. With
+/// kOuter, chunk_bytes is the distance from one chunk of 64 columns to the next.
 struct Operand {
   uint32_t low;
 
@@ -130,12 +131,13 @@ DISTCA_DEVICE Operand make_operand(const void* shared, int chunk_bytes) {
   d.bitfield.start_address_ = static_cast<uint16_t>(cute::cast_smem_ptr_to_uint(shared) >> 4);
   d.bitfield.leading_byte_offset_ = static_cast<uint16_t>(chunk_bytes >> 4);
   uint32_t low = d.reg32_[0];
-  // Made anew each time: descriptors of all steps of a product, kept over a loop, take more registers than there are.
+  // It is made anew each time. The descriptors of all steps of a product, kept over a loop, would take more registers
+  // than there are.
   asm volatile("" : "+r"(low));
   return {low};
 }
 
-/// `bytes` further in shared memory.
+/// The operand `bytes` further on in shared memory.
 DISTCA_DEVICE Operand advance(Operand operand, int bytes) { return {operand.low + static_cast<uint32_t>(bytes >> 4)}; }
 
 namespace detail {
@@ -156,8 +158,8 @@ DISTCA_DEVICE void multiply(float (&sums)[kRegisters], const A& a, Operand b, bo
 
 }  // namespace detail
 
-/// sums [64, kColumnsB] (+)= A [64, 16] * B [16, kColumnsB], started and not awaited. Of thread t of the warpgroup,
-/// sums[4 j + 2 i + e] is element (t / 32 * 16 + t % 32 / 4 + 8 i, 8 j + t % 4 * 2 + e).
+/// Starts sums [64, kColumnsB] (+)= A [64, 16] * B [16, kColumnsB] and does not wait for it. In thread t of the
+/// warpgroup, sums[4 j + 2 i + e] is element (t / 32 * 16 + t % 32 / 4 + 8 i, 8 j + t % 4 * 2 + e).
 template <class Element, int kColumnsB, Columns kA, Columns kB>
 DISTCA_DEVICE void multiply(float (&sums)[kColumnsB / 2], Operand a, Operand b, bool add) {
   using Native = typename Element::Native;
@@ -167,8 +169,8 @@ DISTCA_DEVICE void multiply(float (&sums)[kColumnsB / 2], Operand a, Operand b, 
   detail::multiply<Operation>(sums, a, b, add, std::make_index_sequence<kColumnsB / 2>());
 }
 
-/// The same with A in registers: a[i + 2 j] is the pair of elements (row of sums[2 i], columns 8 j + t % 4 * 2 and one
-/// more).
+/// Does the same with A in registers: a[i + 2 j] is the pair of elements (row of sums[2 i], columns 8 j + t % 4 * 2 and
+/// the next one).
 template <class Element, int kColumnsB, Columns kB>
 DISTCA_DEVICE void multiply(float (&sums)[kColumnsB / 2], const uint32_t (&a)[4], Operand b, bool add) {
   using Native = typename Element::Native;
@@ -178,9 +180,9 @@ DISTCA_DEVICE void multiply(float (&sums)[kColumnsB / 2], const uint32_t (&a)[4]
   detail::multiply<Operation>(sums, a, b, add, std::make_index_sequence<kColumnsB / 2>());
 }
 
-/// Before products are started: what was done to their registers is done.
+/// Must come before products are started: earlier uses of their registers are done then.
 DISTCA_DEVICE void begin_products() { cute::warpgroup_arrive(); }
-/// The products started since the last call are a group.
+/// Makes the products started since the last call a group.
 DISTCA_DEVICE void end_group() { cute::warpgroup_commit_batch(); }
 /// Waits until no more than `kGroups` groups are under way.
 template <int kGroups>
@@ -201,7 +203,7 @@ DISTCA_DEVICE void pin(T (&registers)[kRows][kRegisters]) {
 
 // ---- arithmetic
 
-/// Never fused with what comes after, nor split: results do not depend on the compiler's choice.
+/// The product is never fused with what comes after. Therefore results do not depend on the compiler's choice.
 DISTCA_DEVICE float product(float a, float b) { return __fmul_rn(a, b); }
 DISTCA_DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 /// 2^x, within two units of the last place; 0 for -inf, 1 for 0.
@@ -216,7 +218,7 @@ DISTCA_DEVICE float reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-/// Two elements, rounded to nearest even, the first in the low half.
+/// Two elements, rounded to nearest even, with the first in the low half.
 template <class Element>
 DISTCA_DEVICE uint32_t pack(float low, float high) {
   uint32_t word;
@@ -241,7 +243,7 @@ DISTCA_DEVICE void store_global(void* p, const Words4& words) {
   *static_cast<uint4*>(p) = make_uint4(words.x[0], words.x[1], words.x[2], words.x[3]);
 }
 DISTCA_DEVICE int fetch_add(int* p, int n) { return atomicAdd(p, n); }
-/// p[0..4) += values, at the memory; p is a multiple of 16 bytes.
+/// Adds to p[0..4), at the memory. p is a multiple of 16 bytes.
 DISTCA_DEVICE void add_global(float* p, float a, float b, float c, float d) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
@@ -254,16 +256,16 @@ DISTCA_DEVICE int load_acquire(const int* p) {
 DISTCA_DEVICE void store_release(int* p, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
-/// Orders this thread's accesses to global memory before its later ones for the whole GPU.
+/// Orders this thread's accesses to global memory before its later ones, for the whole GPU.
 DISTCA_DEVICE void fence_gpu() { __threadfence(); }
-/// A word that another device may be writing.
+/// Reads a word that another device may be writing.
 DISTCA_DEVICE uint64_t load_signal(const uint64_t* p) {
   uint64_t value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
   return value;
 }
 
-/// Between two looks at something that others change.
+/// Pauses between two looks at something that others change.
 DISTCA_DEVICE void pause() { __nanosleep(100); }
 
 }  // namespace distca::attention::cuda::hopper

@@ -7,7 +7,7 @@
 
 namespace distca::attention::cuda {
 
-/// Operands' tiles want 1024; nothing promises it of dynamic shared memory.
+/// The alignment that operands' tiles want. Dynamic shared memory is not guaranteed to have it.
 inline constexpr int kSharedAlignment = 1024;
 
 template <class Config>
@@ -35,7 +35,7 @@ __global__ void store_queries_kernel(const __grid_constant__ KernelParams params
   store_queries<Config>(params, params.store_items[index], static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
 }
 
-/// A kernel whose CTAs stay and take all of an SM's shared memory.
+/// Launches a kernel whose CTAs stay and take all of a multiprocessor's shared memory.
 template <class Config, void (*kKernel)(KernelParams)>
 cudaError_t launch(const KernelParams& params, int num_ctas, cudaStream_t stream) {
   constexpr int kBytes = sizeof(typename Config::Shared) + kSharedAlignment;
@@ -78,7 +78,7 @@ HeadKernels head_kernels(DType dtype) {
           [] { return load(forward_kernel<Forward>, backward_kernel<Backward>, store_queries_kernel<Backward>); }};
 }
 
-/// Both dtypes.
+/// The kernels of both dtypes.
 template <int kDim, int kValueDim>
 std::span<const HeadKernels> head_kernels() {
   static const HeadKernels kernels[] = {head_kernels<hopper::BFloat16, kDim, kValueDim>(DType::kBFloat16),

@@ -1,4 +1,5 @@
-// The compiled kernels and what the launcher has to know of each: plain data, one row a head dimension and dtype.
+// The compiled kernels and what the launcher must know of each, as plain data: one row for each head dimension and
+// dtype.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,11 +11,11 @@
 
 namespace distca::attention::cuda {
 
-/// Starts a pass on `num_ctas` CTAs.
+/// Starts one kernel on `num_ctas` CTAs.
 using Launch = cudaError_t (*)(const KernelParams& params, int num_ctas, cudaStream_t stream);
 
-/// The kernels of heads up to dim and v_dim of one dtype. Tile shapes belong to the numerics: they depend on the head
-/// shape alone.
+/// The kernels for heads up to dim and v_dim of one dtype. Tile shapes are part of the numerics and therefore depend on
+/// the head shape alone.
 struct HeadKernels {
   DType dtype;
   int dim;
@@ -22,14 +23,14 @@ struct HeadKernels {
   TileShape forward_shape;
   Launch forward;
   TileShape backward_shape;
-  int dq_elements;     // of a tile's sums
-  int turns_per_tile;  // parts of them that are added to one by one
+  int dq_elements;     // elements of a tile's sums of dq
+  int turns_per_tile;  // parts of these sums, each of which has turns of its own
   Launch backward;
   Launch store_queries;
-  cudaError_t (*load)();  // them, before they are first started
+  cudaError_t (*load)();  // loads these kernels, before they are first started
 };
 
-// For compute capability 9.0, one file each. The first that a head fits into is the one for it.
+// The kernels for compute capability 9.0, one file each. A head takes the first ones that it fits into.
 std::span<const HeadKernels> hopper_kernels_64();
 std::span<const HeadKernels> hopper_kernels_128();
 std::span<const HeadKernels> hopper_kernels_192();

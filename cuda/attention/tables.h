@@ -1,9 +1,9 @@
-// What the kernels read: tables in device memory, made by work_list.h from a Problem, and the arithmetic of tiles, the
-// same for host and device.
+// The tables in device memory that the kernels read and that work_list.h makes from a Problem, and the arithmetic of
+// tiles. Host and device share both.
 //
 // A tile is a number of consecutive tokens of a task times all query heads that share a key/value head: its row r is
-// query head r % group_heads of token r / group_heads. So one tile of keys serves all heads that share it (packed
-// grouped-query attention), and rows beyond a tile's tokens are never loaded: they stay zero in shared memory.
+// query head r % group_heads of token r / group_heads. Therefore one tile of keys serves all heads that share it
+// (packed grouped-query attention). Rows beyond a tile's tokens are never loaded and stay zero in shared memory.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 
 namespace distca::attention::cuda {
 
-/// Document rows of an entry of a block table, and rows of a box of keys that the copy engine loads at once.
+/// Document rows of an entry of a block table. The copy engine loads keys in boxes of as many rows.
 inline constexpr int kTableRows = 64;
 /// Columns of a box: 128 bytes, the width of a swizzled row of shared memory.
 inline constexpr int kBoxColumns = 64;
@@ -28,12 +28,12 @@ DISTCA_HOST_DEVICE constexpr int minimum(int a, int b) { return a < b ? a : b; }
 DISTCA_HOST_DEVICE constexpr int maximum(int a, int b) { return a > b ? a : b; }
 DISTCA_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-/// What the copy engine knows of a tensor: CUtensorMap, whose header plain C++ does without.
+/// A CUtensorMap: what the copy engine knows of a tensor. Plain C++ does without CUDA's header.
 struct alignas(128) TensorMap {
   std::byte opaque[128];
 };
 
-/// A word in memory that somebody else raises: work that waits for it starts when it is at least `value`.
+/// A word in memory that somebody else raises. Work that waits for it starts when it is at least `value`.
 struct Signal {
   const uint64_t* word = nullptr;  // null: nothing to wait for
   uint64_t value = 0;
@@ -48,9 +48,9 @@ struct RowRange {
 struct GroupEntry {
   int kv_begin;
   int kv_end;
-  int first_block;  // document block of the first entry of its block table
-  int blocks;       // index of that entry
-  int k_maps;       // index of the map of the local tensor, the arena's comes after it
+  int first_block;  // number of the document block of its first block table entry
+  int blocks;       // index of that entry in `blocks`
+  int k_maps;       // index of the local tensor's map; the arena's map comes next
   int v_maps;
   int sinks;      // index of the sink of its first query head; -1: none
   int run_begin;  // gradients of keys: runs[run_begin, run_end)
@@ -61,8 +61,8 @@ struct TaskEntry {
   int group;
   int q_begin;
   int num_rows;
-  int num_tiles;   // for one key/value head
-  int first_tile;  // backward: index of its first tile among all tasks' tiles
+  int num_tiles;   // tiles for one key/value head
+  int first_tile;  // backward: index of its first tile among the tiles of all tasks
   int q_map;
   int dout_map;
   Signal signal;
@@ -72,7 +72,7 @@ struct TaskEntry {
   RowView dq;
 };
 
-/// Where gradients of some rows of keys go.
+/// Where the gradients of some rows of keys go.
 struct RunEntry {
   int begin;
   int end;
@@ -81,7 +81,7 @@ struct RunEntry {
   RowView dv;
 };
 
-/// Forward: a tile of a task. Backward: a block of keys of a group, seen by tasks [task, task_end).
+/// A work item. Forward: a tile of a task. Backward: a block of keys of a group, seen by tasks [task, task_end).
 struct WorkItem {
   int group;
   int kv_head;
@@ -89,10 +89,10 @@ struct WorkItem {
   int task_end;
   int index;      // forward: tile of the task. Backward: block of the document
   int num_tiles;  // backward: tiles that see the block
-  int remote;     // 1: signals are to be awaited
+  int remote;     // 1: waits for signals
 };
 
-/// A tile whose sums of dq become dq.
+/// A tile whose sums of dq are stored as dq.
 struct StoreItem {
   int task;
   int kv_head;
@@ -108,8 +108,8 @@ struct TileMask {
   DISTCA_HOST_DEVICE int end_key(int row, int kv_end) const { return full ? kv_end : row + 1; }
 };
 
-/// How scores become exponents of two: exponent = score_scale * f(q k), f(x) being sign * x or, with a cap,
-/// cap * tanh(cap_scale * x).
+/// How scores become exponents of two: exponent = exponent_scale * f(q k). f(x) is sign * x or, with a cap, cap *
+/// tanh(cap_scale * x).
 struct ScoreMap {
   float exponent_scale;  // > 0
   float sign;            // 1, -1 or 0
@@ -117,9 +117,9 @@ struct ScoreMap {
   float cap_scale;
 };
 
-/// All that a kernel is given.
+/// The arguments of a kernel.
 struct KernelParams {
-  const uint64_t* counts;  // of items and of store_items
+  const uint64_t* counts;  // numbers of items and of store_items
   const WorkItem* items;
   const StoreItem* store_items;
   const TaskEntry* tasks;
@@ -129,8 +129,8 @@ struct KernelParams {
   const TensorMap* maps;
   const float* sinks;
   int* next_item;  // how many items have been taken
-  float* dq_sums;  // backward: see QuerySums
-  int* turns;      // deterministic: key blocks that have added to each part of a tile of dq_sums; else null
+  float* dq_sums;  // backward: sums of dq, in the order of the accumulators' registers (backward_kernel.h)
+  int* turns;      // deterministic: key blocks that have added to each part of a tile of dq_sums; otherwise null
   int dim;
   int v_dim;
   int group_heads;
@@ -144,7 +144,7 @@ struct KernelParams {
   DISTCA_HOST_DEVICE int tile_rows() const { return tile_tokens * group_heads; }
 };
 
-/// Query rows of a tile, in the document.
+/// The query rows of a tile, in the document.
 DISTCA_HOST_DEVICE RowRange tile_tokens(const KernelParams& p, const TaskEntry& task, int tile) {
   const int begin = tile * p.tile_tokens;
   return {task.q_begin + begin, task.q_begin + minimum(begin + p.tile_tokens, task.num_rows)};
@@ -162,21 +162,21 @@ DISTCA_HOST_DEVICE bool all_visible(const TileMask& mask, RowRange rows, const G
          end <= minimum(mask.end_key(rows.begin, group.kv_end), group.kv_end);
 }
 
-/// The rows that see some of the keys [begin, end) (not empty).
+/// The rows of a task that see some of the keys [begin, end), which are not empty.
 DISTCA_HOST_DEVICE RowRange rows_that_see(const TileMask& mask, const TaskEntry& task, int begin, int end) {
   const int first = mask.full ? task.q_begin : maximum(task.q_begin, begin);
   const int last = task.q_begin + task.num_rows;
   return {first, mask.window == 0 ? last : minimum(last, end + mask.window - 1)};
 }
 
-/// The tiles of a task that have such rows; empty: begin >= end.
+/// The tiles of a task that have such rows; begin >= end if there are none.
 DISTCA_HOST_DEVICE RowRange tiles_that_see(const KernelParams& p, const TaskEntry& task, int begin, int end) {
   const RowRange rows = rows_that_see(p.mask, task, begin, end);
   if (rows.begin >= rows.end) return {0, 0};
   return {(rows.begin - task.q_begin) / p.tile_tokens, ceil_div(rows.end - task.q_begin, p.tile_tokens)};
 }
 
-/// Where document row `block * kTableRows` lies: row of the source, and the source.
+/// Where document row `block * kTableRows` lies: the row of its source, and the source.
 struct BlockPlace {
   int row;
   int source;
@@ -191,7 +191,7 @@ DISTCA_HOST_DEVICE std::byte* address(const RowView& view, int64_t row, int64_t 
   return view.data + row * view.row_stride + head * view.head_stride;
 }
 
-/// The index of a tile among all tasks' tiles.
+/// The index of a tile among the tiles of all tasks.
 DISTCA_HOST_DEVICE int tile_index(const TaskEntry& task, int kv_head, int tile) {
   return task.first_tile + kv_head * task.num_tiles + tile;
 }

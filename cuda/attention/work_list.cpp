@@ -20,10 +20,11 @@ void check_aligned(const RowView& view, const char* what) {
           ", ", view.head_stride, " bytes have to be multiples of 16 for the CUDA kernels");
 }
 
-/// The stride of a dimension of one element plays no part, but a map wants a good one: that of rows side by side.
+/// The stride that a map gets. The stride of a dimension of one element does not matter, but the map wants a valid one:
+/// that of rows side by side.
 int64_t used_stride(int64_t stride, int64_t size, int64_t dim) { return size == 1 ? (2 * dim + 15) / 16 * 16 : stride; }
 
-/// `rows` rows of keys, loaded a box of one head at a time.
+/// Adds the map of `rows` rows of keys, which are loaded a box of one head at a time.
 int add_key_map(WorkList& list, const RowView& view, int64_t dim, int64_t heads, int64_t rows, const char* what) {
   const int index = static_cast<int>(list.maps.size());
   MapSpec& map = list.maps.emplace_back();
@@ -36,7 +37,8 @@ int add_key_map(WorkList& list, const RowView& view, int64_t dim, int64_t heads,
   return index;
 }
 
-/// Rows of queries, loaded some tokens at a time with all heads that share a key/value head.
+/// Adds the map of `rows` rows of queries, which are loaded some tokens at a time with all heads that share a key/value
+/// head.
 int add_query_map(WorkList& list, const RowView& view, int64_t dim, int64_t heads, int64_t rows, const char* what) {
   const int index = static_cast<int>(list.maps.size());
   MapSpec& map = list.maps.emplace_back();
@@ -88,7 +90,7 @@ void add_group(const Problem& problem, const KeyGroup& group, WorkList& list) {
   entry.sinks = group.sinks == nullptr ? -1 : checked(static_cast<int64_t>(list.sinks.size()), "number of sinks");
   if (group.sinks != nullptr)
     list.sinks.insert(list.sinks.end(), group.sinks, group.sinks + group.kv_heads * list.params.group_heads);
-  // What lies beyond the last row that the table refers to is no part of a source.
+  // A source ends after the last row that the table refers to.
   int64_t rows[2] = {0, 0};
   for (size_t b = 0; b < group.blocks.size(); ++b) {
     const int64_t word = group.blocks[b], begin = (group.first_block + static_cast<int64_t>(b)) * kTableRows;
@@ -121,7 +123,7 @@ void add_task(const Problem& problem, const Task& task, Signal signal, WorkList&
   list.tasks.push_back(entry);
 }
 
-/// items = unsorted by (remote, cost descending), else in the order in which they stand.
+/// Sorts `unsorted` into `items`: by (remote, cost descending), and otherwise in the order in which they stand.
 void sort_items(WorkList& list) {
   std::vector<int32_t> order(list.unsorted.size());
   std::iota(order.begin(), order.end(), 0);
@@ -142,7 +144,7 @@ void add_tables(const Problem& problem, std::span<const Signal> signals, WorkLis
     add_task(problem, problem.tasks[t], signals.empty() ? Signal{} : signals[t], list);
 }
 
-/// Items of one key/value head of a group, blocks ascending, with their costs.
+/// Adds the items of each key/value head of a group with their costs, blocks in ascending order.
 void add_key_items(const KeyGroup& group, int group_index, int keys, WorkList& list) {
   const GroupEntry& entry = list.groups[static_cast<size_t>(group_index)];
   const auto tasks =
@@ -165,7 +167,7 @@ void add_key_items(const KeyGroup& group, int group_index, int keys, WorkList& l
     list.unsorted.push_back(item);
     list.costs.push_back(item.num_tiles);
   }
-  // As dear as the dearest that comes after it: then sorting by cost keeps the order.
+  // Each block costs at least what any later block costs. Then sorting by cost keeps the order.
   for (size_t i = list.costs.size(); i-- > first + 1;) list.costs[i - 1] = std::max(list.costs[i - 1], list.costs[i]);
   const size_t end = list.unsorted.size();
   for (int head = 1; head < group.kv_heads; ++head) {

@@ -1,8 +1,9 @@
-// A Problem as tables for the kernels: plain C++, nothing of CUDA.
+// A Problem as tables for the kernels, in plain C++ without CUDA.
 //
-// Forward items are tiles of tasks, longest first. Backward items are blocks of keys: longest first too, but of one
-// key/value head of a group always in ascending order, so that whoever waits for the block before (deterministic mode)
-// waits for an item that was taken earlier. Items that wait for a signal come after all that do not.
+// Forward items are tiles of tasks, longest first. Backward items are blocks of keys, longest first too, except that
+// those of one key/value head of a group are always in ascending order. Therefore an item that waits for the block
+// before it (deterministic mode) waits for an item that was taken earlier. Items that wait for a signal come after all
+// others.
 #pragma once
 
 #include <span>
@@ -19,8 +20,8 @@ struct TileShape {
   int keys;
 };
 
-/// What a tensor map is made of: three dimensions, the first contiguous, strides of the others in bytes, and the box
-/// that is loaded at once.
+/// The values that a tensor map is made of: three dimensions, of which the first is contiguous, the strides of the
+/// others in bytes, and the box that is loaded at once.
 struct MapSpec {
   const std::byte* data = nullptr;  // null: never loaded from
   int64_t sizes[3] = {};
@@ -37,17 +38,17 @@ struct WorkList {
   std::vector<int64_t> blocks;
   std::vector<MapSpec> maps;
   std::vector<float> sinks;
-  std::vector<int64_t> costs;  // of items, before they are sorted; kept for its memory
+  std::vector<int64_t> costs;  // costs of `unsorted`; kept for its memory
   std::vector<WorkItem> unsorted;
-  /// All but pointers.
+  /// Everything but the pointers.
   KernelParams params;
 };
 
-/// Rows of documents, windows and numbers of things are 32 bit in the kernels.
+/// Rows of documents, windows and numbers of things are 32-bit in the kernels. This is the largest one.
 inline constexpr int64_t kMostRows = int64_t{1} << 30;
 
-/// Fills `list`, whose memory is used again. `signals`: of each task, or empty. InvalidArgumentError where numbers do
-/// not fit or tensors are not aligned to 16 bytes.
+/// Fills `list`, whose memory is used again. `signals` has one for each task or is empty. Throws InvalidArgumentError
+/// where numbers do not fit or tensors are not aligned to 16 bytes.
 void list_forward(const Problem& problem, std::span<const Signal> signals, TileShape shape, WorkList& list);
 void list_backward(const Problem& problem, std::span<const Signal> signals, TileShape shape, WorkList& list);
 

@@ -1,4 +1,4 @@
-// Errors of the CUDA runtime as errors of the library.
+// Turns errors of the CUDA runtime into errors of the library.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,7 +7,7 @@
 
 namespace distca::cuda {
 
-/// Forgets the thread's last error: else the check after the next launch would find it.
+/// Forgets the thread's last error. Otherwise the check after the next launch would find it.
 inline void forget_error() { static_cast<void>(cudaGetLastError()); }
 
 /// Throws DeviceError unless `result` is success; `what` says what was tried.
@@ -18,8 +18,8 @@ inline void check(cudaError_t result, const char* what) {
   throw DeviceError(message(what, ": ", cudaGetErrorString(result), " (", cudaGetErrorName(result), ")"));
 }
 
-/// Loads a kernel, which its first launch would do: that may wait for the whole device, and so for kernels that wait
-/// for what this thread has yet to queue.
+/// Loads a kernel. Otherwise its first launch would load it, which may wait for the whole device, and therefore for
+/// kernels that wait for what this thread has yet to queue.
 template <class Kernel>
 void load_kernel(Kernel* kernel) {
   cudaFuncAttributes attributes;

@@ -25,9 +25,9 @@ using transport::table_part;
 using transport::table_value;
 using transport::TablePart;
 
-/// Bytes of the rows that fills copy from.
+/// Bytes of the constant rows that fills copy from.
 constexpr int64_t kConstantBytes = 4096;
-/// Where no streams were made, nothing is recorded, and nobody waits for a graph.
+/// Without streams nothing is recorded, and therefore nobody waits for a graph.
 constexpr std::chrono::milliseconds kNoTimeout{0};
 
 constexpr std::array kFills = {runtime::Fill::kZero, runtime::Fill::kNan, runtime::Fill::kMinusInfinity};
@@ -37,14 +37,14 @@ uint32_t word_of(runtime::Fill value) {
     case runtime::Fill::kZero:
       return 0;
     case runtime::Fill::kNan:
-      return 0xffffffffu;  // in every dtype
+      return 0xffffffffu;  // NaN in every dtype
     case runtime::Fill::kMinusInfinity:
       return 0xff800000u;
   }
   return 0;
 }
 
-/// The same in each replay.
+/// The arguments of a row dot. They must be the same in each replay.
 struct RowDotArguments {
   int64_t q_heads, v_dim, dtype, num_rows;
   RowView out, dout, delta;
@@ -103,7 +103,7 @@ class DeviceBackend final : public runtime::Backend {
         .kind = runtime::RowWork::Kind::kFill, .to = rows, .from = {}, .n = n, .fill = value};
     run(std::span(&fill, 1));
   }
-  /// In one kernel.
+  /// Does all of it in one kernel.
   void run(std::span<const runtime::RowWork> rows) override {
     put_table_.clear();
     put_table_.open({.peer = -1});
@@ -147,13 +147,13 @@ class DeviceBackend final : public runtime::Backend {
     return own_attention_;
   }
 
-  /// Made for the first problem: it asks the driver for what old ones lack.
+  /// The launcher. It is made for the first problem, because it asks the driver for a function that old drivers lack.
   attention::cuda::CudaAttention& kernels() {
     if (!kernels_) kernels_.emplace(device_);
     return *kernels_;
   }
 
-  /// What was prepared last.
+  /// Starts what was prepared last.
   void attend(const char* operation) {
     const attention::cuda::AttentionLaunch launch = kernels_->launch();
     const std::span<const TablePart> tables = kernels_->parts();
@@ -161,7 +161,7 @@ class DeviceBackend final : public runtime::Backend {
     parts_.assign(tables.begin(), tables.end());
     const attention::cuda::AttentionLaunch::Kind kind = launch.kind();
     parts_.push_back(fixed_value("mask, scores or heads", kind));
-    // Each start has scratch of its own: two starts may be under way at once, on two streams.
+    // Each start has scratch memory of its own, because two starts may be under way at once, on two streams.
     queue(operation, parts_, [launch, aten = aten_](const DeviceTable& t, cudaStream_t stream) {
       const auto bytes = static_cast<int64_t>(launch.scratch_bytes(*t.layout));
       launch(t, aten->scratch(bytes).get(), stream);
@@ -178,7 +178,8 @@ class DeviceBackend final : public runtime::Backend {
       cuda::check(cudaMemcpy(row.get(), words.data(), kConstantBytes, cudaMemcpyHostToDevice), "filling rows");
     }
   }
-  /// Copies from a row whose strides are zero. Heads that are longer than it are taken in pieces.
+  /// Adds a fill: a copy from a constant row whose strides are zero. Heads that are longer than that row are filled in
+  /// pieces.
   void add_fill(const runtime::RowWork& r) {
     const RowView from = {constants_[static_cast<size_t>(r.fill)].get(), 0, 0};
     if (r.n.head_bytes <= kConstantBytes) return put_table_.add(r.to, from, r.n);
@@ -194,7 +195,7 @@ class DeviceBackend final : public runtime::Backend {
   std::shared_ptr<DeviceQueue> queue_;
   int major_ = 0, minor_ = 0;
   std::optional<attention::cuda::CudaAttention> kernels_;
-  std::array<std::shared_ptr<std::byte>, 3> constants_;  // by Fill: a row of it
+  std::array<std::shared_ptr<std::byte>, 3> constants_;  // by Fill: a row of that value
 
   // Scratch of one call.
   transport::PutTable put_table_;

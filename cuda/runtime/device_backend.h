@@ -1,4 +1,5 @@
-// The work of a rank on one GPU: rows by this library's kernels, attention by them or by ATen, as is asked.
+// The backend of a rank on one GPU. This library's kernels move and sum rows; they or ATen compute attention, as the
+// caller chooses.
 #pragma once
 
 #include <memory>
@@ -7,8 +8,9 @@
 
 namespace distca::cuda {
 
-/// `aten` brings memory, and attention unless `own_attention`. Work is queued on `streams`, those of make_cuda_streams,
-/// or where they are null on the stream that PyTorch has current in the calling thread.
+/// Makes the backend. `aten` provides memory, and attention unless `own_attention` is set. Work is queued on `streams`,
+/// which make_cuda_streams has made. Where they are null, it is queued on the stream that PyTorch has current in the
+/// calling thread.
 std::shared_ptr<runtime::Backend> make_device_backend(std::shared_ptr<runtime::Backend> aten, int device,
                                                       runtime::CurrentStream current_stream, bool own_attention,
                                                       const std::shared_ptr<transport::Streams>& streams);

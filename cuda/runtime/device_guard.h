@@ -5,7 +5,7 @@
 
 namespace distca::cuda {
 
-/// Makes a device the calling thread's current one, and then again the one it was.
+/// Makes a device the calling thread's current one, until the guard goes; then the device before is current again.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {

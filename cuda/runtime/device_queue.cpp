@@ -23,7 +23,7 @@ struct Event {
   ~Event() { cudaEventDestroy(event); }
 };
 
-/// What comes after on `later` comes after what is on `earlier` so far.
+/// Orders what comes later on `later` after what is on `earlier` so far.
 void order(cudaStream_t earlier, cudaStream_t later, const Event& by) {
   check(cudaEventRecord(by.event, earlier), "a point of a stream");
   check(cudaStreamWaitEvent(later, by.event, 0), "a wait for another stream");
@@ -31,9 +31,9 @@ void order(cudaStream_t earlier, cudaStream_t later, const Event& by) {
 
 }  // namespace
 
-/// What a tape has on the device. Its tables lie twice, in page-locked memory, where the host fills them, and on the
-/// device, where they are copied at the start of each replay by a stream of their own: so the host may fill them again
-/// while the rest of the replay goes on.
+/// The device's part of a tape. Each of its tables lies twice: in page-locked memory, where the host fills it, and on
+/// the device. A stream of its own copies all tables at the start of each replay. Therefore the host may fill them
+/// again while the rest of the replay goes on.
 class DeviceQueue::Reel final : public transport::TapeDevice {
  public:
   Reel(std::chrono::milliseconds timeout, std::shared_ptr<bool> was_refilled)
@@ -67,14 +67,14 @@ class DeviceQueue::Reel final : public transport::TapeDevice {
     *was_refilled_ = true;
   }
 
-  /// A replay begins after all work so far.
+  /// Begins a replay, after all work so far.
   void fork(cudaStream_t work, cudaStream_t transfer) {
     is_recorded_ = {};
     check(cudaEventRecord(begun_.event, work), "a point of a stream");
     for (const cudaStream_t stream : {transfer, copies_})
       check(cudaStreamWaitEvent(stream, begun_.event, 0), "a wait for another stream");
   }
-  /// All tables have been copied, and the work goes on after all of the replay.
+  /// Ends a replay: all tables have been copied, and later work comes after all of the replay.
   void join(cudaStream_t work, cudaStream_t transfer) {
     mark(&turns_->committed, &turns_->read, copies_);
     order(copies_, work, copied_);
@@ -91,14 +91,14 @@ class DeviceQueue::Reel final : public transport::TapeDevice {
     is_recorded_[static_cast<size_t>(point)] = true;
     check(cudaEventRecord(points_[static_cast<size_t>(point)].event, stream), "a point of a stream");
   }
-  /// A point from before the replay is behind it.
+  /// Waits for a point of this replay. A point from before the replay needs no wait, because the replay comes after it.
   void wait_for(cudaStream_t stream, int point) const {
     if (!is_recorded_[static_cast<size_t>(point)]) return;
     check(cudaStreamWaitEvent(stream, points_[static_cast<size_t>(point)].event, 0), "a wait for another stream");
   }
 
  private:
-  /// How often tables were filled, and up to which time the device has read them.
+  /// How often tables were filled, and up to which of these times the device has read them.
   struct Turns {
     uint64_t committed = 0, read = 0;
   };
@@ -117,7 +117,7 @@ DeviceQueue::DeviceQueue(int device, runtime::CurrentStream current_stream, std:
   const DeviceGuard guard(device_);
   int lowest = 0, highest = 0;
   check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "priorities of streams");
-  // Rows leave before the work that waits for the device goes on.
+  // The stream has the highest priority: rows leave before other work of the device goes on.
   check(cudaStreamCreateWithPriority(&transfer_, cudaStreamNonBlocking, highest), "the stream of the transport");
   for (cudaEvent_t& point : points_)
     check(cudaEventCreateWithFlags(&point, cudaEventDisableTiming), "an event of the transport");
@@ -153,7 +153,8 @@ void DeviceQueue::join(Stream which, const char* operation, std::span<const Tabl
     const OutsideOfCapture outside;
     return reads ? std::make_shared<Event>() : nullptr;
   }();
-  // The reel has the tape's tables, the tape has the reel: here it is not to be kept.
+  // The reel has the tape's tables, and the tape has the reel. Therefore the tape's operations must not keep the reel
+  // alive.
   Reel* const reel = reel_.get();
   add(operation, parts, [=, this, launch = std::move(launch)](const std::shared_ptr<const Table>& table) {
     const DeviceGuard guard(device_);
@@ -180,7 +181,8 @@ void DeviceQueue::record(int point, Stream which) {
 void DeviceQueue::wait_for(Stream which, int point) {
   const DeviceGuard guard(device_);
   if (!tape_) {
-    // A replay, of a graph perhaps, has passed points of its own since: they are behind all work so far.
+    // Since the last wait a replay, perhaps of a graph, has passed points of its own. All points are therefore set
+    // behind all work so far.
     if (std::exchange(*was_refilled_, false))
       for (cudaEvent_t event : points_) check(cudaEventRecord(event, stream(Stream::kWork)), "a point of a stream");
     check(cudaStreamWaitEvent(stream(which), points_[static_cast<size_t>(point)], 0), "a wait for another stream");
@@ -198,7 +200,7 @@ void DeviceQueue::set_tape(std::shared_ptr<Tape> tape) {
     try {
       reel_->join(work, transfer_);
     } catch (const Error&) {
-      // The capture has failed: whoever ends it is told.
+      // The capture has failed, and whoever ends it is told so.
     }
   }
   tape_ = std::move(tape);

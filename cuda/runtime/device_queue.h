@@ -1,6 +1,5 @@
-// Where all that a rank does on a GPU is queued: operations with their tables, on the stream of its own work and on
-// that of its transport. They happen once; or they join a tape, whose tables are filled anew between one time and the
-// next.
+// The queue of all that a rank does on a GPU: operations with their tables, on the stream of its own work and on that
+// of its transport. Operations happen once, or they join a tape, whose tables are filled anew between replays.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -24,7 +23,8 @@ class DeviceQueue {
  public:
   using Stream = transport::Streams::Stream;
 
-  /// Rank's work is on the stream that PyTorch has current in the calling thread. `timeout`: for a graph to come.
+  /// The rank's work goes to the stream that PyTorch has current in the calling thread. `timeout` is how long a replan
+  /// waits until the tables of the one before it have been read.
   DeviceQueue(int device, runtime::CurrentStream current_stream, std::chrono::milliseconds timeout);
   ~DeviceQueue();
   DeviceQueue(const DeviceQueue&) = delete;
@@ -33,7 +33,7 @@ class DeviceQueue {
     return which == Stream::kTransfer ? transfer_ : static_cast<cudaStream_t>(current_stream_(device_));
   }
 
-  /// launch(table, stream) starts the kernels of an operation that reads a table with these parts.
+  /// Queues an operation. launch(table, stream) starts its kernels, which read a table with these parts.
   template <class Launch>
   void run(Stream which, const char* operation, std::span<const transport::TablePart> parts, const Launch& launch) {
     const DeviceGuard guard(device_);
@@ -44,7 +44,7 @@ class DeviceQueue {
     tables_.done(on);
   }
 
-  /// As of transport::Streams.
+  /// These functions are as in transport::Streams.
   void record(int point, Stream which);
   void wait_for(Stream which, int point);
   void set_tape(std::shared_ptr<transport::Tape> tape);
@@ -60,7 +60,7 @@ class DeviceQueue {
 
   static bool has_table(std::span<const transport::TablePart> parts);
   void join(Stream which, const char* operation, std::span<const transport::TablePart> parts, Launch launch);
-  /// The next operation of the tape; of a graph that is captured, too.
+  /// Adds the next operation to the tape, and queues it where a graph is captured.
   void add(const char* operation, std::span<const transport::TablePart> parts, const transport::Tape::Start& start);
 
   int device_;
@@ -71,9 +71,9 @@ class DeviceQueue {
   TableRing tables_;
 
   std::shared_ptr<transport::Tape> tape_;
-  std::shared_ptr<Reel> reel_;  // of the tape that is recorded at the moment
-  bool is_capturing_ = false;   // then its operations are queued too, into a graph
-  std::shared_ptr<bool> was_refilled_ = std::make_shared<bool>(false);  // since points were passed last
+  std::shared_ptr<Reel> reel_;  // of the tape that is being recorded
+  bool is_capturing_ = false;   // whether its operations are also queued, into a graph
+  std::shared_ptr<bool> was_refilled_ = std::make_shared<bool>(false);  // set when tables are filled; see wait_for
 };
 
 }  // namespace distca::cuda

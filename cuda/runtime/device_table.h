@@ -16,9 +16,9 @@ struct DeviceTable {
   T* part(size_t i) const {
     return reinterpret_cast<T*>(memory + layout->offset(i));
   }
-  /// How many elements the parts have: one count a part.
+  /// The numbers of elements of the parts, one count for each part.
   const uint64_t* counts() const { return reinterpret_cast<const uint64_t*>(memory); }
-  /// Of a table that is filled again this is all that the host knows of counts.
+  /// The most elements of a part. This is all that the host knows of the counts of a table that is filled again.
   size_t capacity(size_t i) const { return layout->capacity(i); }
 };
 

@@ -1,4 +1,4 @@
-// What libdistca_cuda offers to libdistca.
+// The functions that libdistca_cuda offers to libdistca.
 #include <cuda_runtime_api.h>
 
 #include "attention/cuda_attention.h"

@@ -1,4 +1,4 @@
-// A word of the host's that says how far a stream has come.
+// A word of the host that says how far a stream has come.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,7 +7,7 @@
 
 namespace distca::cuda {
 
-/// *to = *from when the stream comes to it: both in page-locked memory that the device addresses.
+/// Sets *to = *from when the stream comes to it. Both words lie in page-locked memory that the device addresses.
 void mark(const uint64_t* from, uint64_t* to, cudaStream_t stream);
 void load_mark_kernel();
 

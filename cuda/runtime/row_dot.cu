@@ -20,7 +20,7 @@ __device__ float as_float(float x) { return x; }
 __device__ float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ float as_float(__half x) { return __half2float(x); }
 
-/// A warp for each row and head: lane i takes elements i, i + 32, ..., then the lanes are added in halves.
+/// Each row and head takes a warp. Lane i adds elements i, i + 32, ..., and then the lanes are added in halves.
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     row_dot_kernel(int64_t num_rows, int num_heads, int dim, RowView out, RowView dout, RowView delta) {

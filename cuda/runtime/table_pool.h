@@ -1,6 +1,6 @@
-// Page-locked memory of the host and as much of the device, in chunks that are given back at the end alone: freeing
-// either waits for the whole device, and so for kernels that wait for what this thread has yet to queue. Allocating may
-// do the same.
+// Page-locked memory of the host and as much memory of the device, in chunks that are freed only at the end. Freeing
+// either waits for the whole device, and therefore for kernels that wait for what this thread has yet to queue.
+// Allocating may do the same.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,7 +14,8 @@
 
 namespace distca::cuda {
 
-/// Of a capture in this thread, for as long as it lives: allocations are allowed, and no part of it.
+/// Leaves a capture of this thread for as long as the object lives. Allocations are allowed meanwhile and are no part
+/// of the capture.
 class OutsideOfCapture {
  public:
   OutsideOfCapture() { check(cudaThreadExchangeStreamCaptureMode(&mode_), "leaving a capture"); }
@@ -43,9 +44,9 @@ class TablePool {
     }
   }
 
-  /// Makes room before anything waits on the device: allocating may wait for it, too.
+  /// Makes room before anything waits on the device, because allocating may wait for the device too.
   void reserve(size_t bytes) { add(bytes); }
-  /// Both aligned to 256 bytes; on the calling thread's device.
+  /// Takes memory of both kinds, aligned to 256 bytes, on the calling thread's device.
   Block take(size_t bytes) {
     bytes = round_up(bytes, kAlignment);
     if (chunks_.empty() || bytes > chunks_.back().bytes - chunks_.back().used) add(std::max(bytes, kChunk));

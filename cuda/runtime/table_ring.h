@@ -1,4 +1,4 @@
-// Tables of kernels on their way to the device, in memory that is used again once the kernel that read them is done.
+// Tables of kernels on their way to the device. Their memory is used again once the kernel that read it is done.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -25,10 +25,10 @@ class TableRing {
       if (p.used != nullptr) cudaEventDestroy(p.used);
   }
 
-  /// Makes room for the tables of most plans; on the calling thread's device.
+  /// Makes room for the tables of most plans, on the calling thread's device.
   void reserve() { memory_.reserve(kReserved); }
-  /// A table with these parts, as it will be on the device for what is queued on that stream next. `done` has to
-  /// follow; the table is good until then.
+  /// Copies a table with these parts. It is on the device for what is queued on that stream next. `done` must follow;
+  /// the table is valid until then.
   DeviceTable upload(std::span<const transport::TablePart> parts, cudaStream_t stream) {
     const transport::TableLayout layout(parts);
     Place& p = next_place(layout.bytes());
@@ -38,7 +38,7 @@ class TableRing {
           "copying a table to the device");
     return {&*p.layout, p.block.device};
   }
-  /// What reads the table that was uploaded last has been queued.
+  /// Says that everything that reads the table uploaded last has been queued.
   void done(cudaStream_t stream) { check(cudaEventRecord(places_[last_].used, stream), "an event after a kernel"); }
 
  private:
@@ -48,7 +48,7 @@ class TableRing {
     cudaEvent_t used = nullptr;
     std::optional<transport::TableLayout> layout;
   };
-  /// The host may be as many launches ahead of the device.
+  /// The host may be this many launches ahead of the device.
   static constexpr size_t kPlaces = 128, kLeastBytes = 4096, kReserved = size_t{8} << 20;
 
   Place& next_place(size_t bytes) {

@@ -15,7 +15,7 @@ using transport::StreamFault;
 using transport::Streams;
 using transport::table_part;
 
-/// What the host and the kernels tell each other, in page-locked memory.
+/// Words that the host and the kernels exchange, in page-locked memory.
 struct News {
   uint32_t told_to_stop;
   StreamFault fault;

@@ -10,11 +10,12 @@
 
 namespace distca::cuda {
 
-/// The rank's work is on the stream that PyTorch has current in the calling thread; the transport has one of its own.
+/// Makes the streams of a rank. Its work is on the stream that PyTorch has current in the calling thread; the transport
+/// has a stream of its own.
 std::shared_ptr<transport::Streams> make_cuda_streams(int device, runtime::CurrentStream current_stream,
                                                       std::chrono::milliseconds timeout, int put_blocks);
 
-/// What such streams queue on; null for others.
+/// The queue of such streams; null for other streams.
 std::shared_ptr<DeviceQueue> queue_of(const std::shared_ptr<transport::Streams>& streams);
 
 }  // namespace distca::cuda

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "common/align.h"
 #include "runtime/check.h"
 #include "transport/put.h"
 
@@ -16,7 +17,7 @@ using transport::store_release;
 using transport::WordPlace;
 
 constexpr int kThreads = 512;
-constexpr int kWordsUnderWay = 4;  // of one thread: as many loads are issued before the first store
+constexpr int kWordsUnderWay = 4;  // of one thread: this many loads are issued before the first store
 constexpr int32_t kCopyBlocks = 132 * 4;
 
 /// The parts of PutParts in device memory.
@@ -24,7 +25,7 @@ struct DevicePutTable {
   const int32_t* num_chunks;
   const PutEntry* entries;
   const PutMessage* messages;
-  uint32_t* chunks_done;  // one a message, 0 before and after
+  uint32_t* chunks_done;  // one for each message, 0 before and after
   const uint64_t* counts;
 
   explicit DevicePutTable(const DeviceTable& table)
@@ -74,7 +75,7 @@ __device__ void copy_chunk(const PutEntry& e, const Rows& rows) {
 __global__ void __launch_bounds__(kThreads, 1) put_kernel(DevicePutTable table, Guard guard) {
   __shared__ bool may_write;
   const int32_t num_chunks = *table.num_chunks, num_entries = table.num_entries();
-  int32_t allowed = -1;  // the message whose credit this block has seen last
+  int32_t allowed = -1;  // the message whose credit this block saw last
   for (int32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
     const PutEntry& e = table.entries[entry_of_chunk(table.entries, num_entries, chunk)];
     const PutMessage& m = table.messages[e.message];
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(kThreads) fill_nan_kernel(RowView rows, RowExt
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < n.num_rows * per_row; i += step) {
     const int64_t row = i / per_row, head = i % per_row / per_head;
     auto* const to = reinterpret_cast<uint16_t*>(rows.data + row * rows.row_stride + head * rows.head_stride);
-    to[i % per_head] = 0xffff;  // all ones is a NaN in every dtype
+    to[i % per_head] = 0xffff;  // all bits set is a NaN in every dtype
   }
 }
 
@@ -179,7 +180,7 @@ void load_put_kernels() {
 
 void fill_nan_if_stopped(const RowView& rows, const RowExtent& n, const Guard& guard, cudaStream_t stream) {
   if (n.bytes() == 0) return;
-  const int64_t blocks = std::min<int64_t>(1024, (n.bytes() / 2 + kThreads - 1) / kThreads);
+  const int64_t blocks = std::min<int64_t>(1024, ceil_div(n.bytes() / 2, kThreads));
   fill_nan_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(rows, n, guard);
   check(cudaGetLastError(), "the kernel that fills outputs after a fault");
 }

@@ -1,5 +1,5 @@
-// Puts to peers that load and store reach (over NVLink, or on the same GPU), and waits for what peers put, in the order
-// of a stream.
+// Puts to peers that load and store reach (over NVLink, or on the same GPU), and waits for what peers put, both in the
+// order of a stream.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,7 +20,7 @@ using transport::PutEntry;
 using transport::PutMessage;
 using transport::SignalTo;
 
-/// A PutTable as parts of a table, good as long as it does not change.
+/// A PutTable as parts of a table. They are valid as long as the PutTable does not change.
 class PutParts {
  public:
   std::span<const transport::TablePart> of(const transport::PutTable& table);
@@ -31,22 +31,24 @@ class PutParts {
   std::array<transport::TablePart, 4> parts_;
 };
 
-/// For each message: waits for the peer's credit, copies the rows, 16 bytes a thread where they are aligned, and writes
-/// the signal. `blocks` thread blocks share the chunks, 0: as many as keep a link busy; each may wait, so all must fit
-/// on the GPU at once.
+/// For each message, waits for the peer's credit, copies the rows, 16 bytes a thread where they are aligned, and writes
+/// the signal. `blocks` thread blocks share the chunks; 0 means as many as keep a link busy. Each block may wait;
+/// therefore all of them must fit on the GPU at once.
 void put_rows(const DeviceTable& table, const Guard& guard, int32_t blocks, cudaStream_t stream);
-/// Copies the rows of its messages and does nothing else, with as many blocks as keep the GPU's own memory busy.
+/// Copies the rows of the table's messages and does nothing else, with as many blocks as keep the GPU's own memory
+/// busy.
 void copy_extents(const DeviceTable& table, cudaStream_t stream);
 
-/// Writes words of peers: `SignalTo`s are the table's one part.
+/// Writes words of peers. The table's one part is `SignalTo`s.
 void write_signals(const DeviceTable& table, const Guard& guard, cudaStream_t stream);
 
-/// What follows on the stream sees what was put before each message's signal: `AwaitedMessage`s are the one part.
+/// Waits until each message's signal has come. What follows on the stream sees everything that was put before the
+/// signals. The table's one part is `AwaitedMessage`s.
 void await_messages(const DeviceTable& table, const Guard& guard, cudaStream_t stream);
 
 void load_put_kernels();
 
-/// Fills rows with NaN if the context has stopped, else does nothing. `head_bytes` is a multiple of 2.
+/// Fills rows with NaN if the context has stopped, and does nothing otherwise. `head_bytes` is a multiple of 2.
 void fill_nan_if_stopped(const RowView& rows, const RowExtent& n, const Guard& guard, cudaStream_t stream);
 
 }  // namespace distca::cuda

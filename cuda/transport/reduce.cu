@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(DeviceReduceTable tabl
         *reinterpret_cast<Four*>(e.sum + i) = sum;
         continue;
       }
-      // One by one: the returned tensor need not be aligned.
+      // Values are stored one by one, because the returned tensor need not be aligned.
       auto* const to = reinterpret_cast<Element*>(place_of_value(e, i, sizeof(Element)));
 #pragma unroll
       for (int j = 0; j < 4; ++j) store(to + j, sum.x[j]);

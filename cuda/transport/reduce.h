@@ -1,4 +1,4 @@
-// Adds partial key gradients that came home; see runtime/reduce_table.h.
+// Adds up partial key gradients that came home (see runtime/reduce_table.h).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,8 +9,8 @@
 
 namespace distca::cuda {
 
-/// A ReduceTable's number of chunks, its entries and its terms are the parts. Returned tensors are of `dtype`, rounded
-/// to nearest even.
+/// Carries out a ReduceTable. The table's parts are its number of chunks, its entries and its terms. Returned tensors
+/// are of `dtype`, rounded to nearest even.
 void reduce_rows(const DeviceTable& table, DType dtype, cudaStream_t stream);
 void load_reduce_kernels();
 

@@ -1,8 +1,8 @@
 """distca: core attention disaggregation for PyTorch.
 
-Core attention of packed documents is cut into tasks, every rank gets the same attention time, and the rest of the model
-is untouched (Zhuang et al., "Efficient Long-context Language Model Training by Core Attention Disaggregation",
-arXiv 2510.18121).
+Core attention is ``softmax(QK^T)V`` inside packed documents. distca cuts it into tasks and gives every rank the same
+attention time. The rest of the model is untouched. The method is that of Zhuang et al., "Efficient Long-context
+Language Model Training by Core Attention Disaggregation", arXiv 2510.18121.
 """
 
 import logging as _logging
@@ -47,7 +47,7 @@ from distca.trace.trace import Link, Trace, read_trace, write_trace
 if _typing.TYPE_CHECKING:
     from distca.pingpong.ping_pong import PingPong
 
-_logging.getLogger("distca").addHandler(_logging.NullHandler())  # who wants to read it configures logging
+_logging.getLogger("distca").addHandler(_logging.NullHandler())  # whoever wants to read it configures logging
 
 try:
     __version__ = _version("distca")
@@ -110,7 +110,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _typing.Any:
-    if name == "PingPong":  # which loads DDP and FSDP
+    if name == "PingPong":  # importing this loads DDP and FSDP
         from distca.pingpong.ping_pong import PingPong
 
         return PingPong

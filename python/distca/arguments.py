@@ -1,4 +1,4 @@
-"""Checks of arguments: what is wrong is named with its value, before it reaches the core."""
+"""Checks of arguments that name what is wrong, with its value, before it reaches the core."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _MOST = 2**62
 
 
 def is_whole(value: Any, least: int, most: int = _MOST) -> bool:
-    """Whether it is an integer of any library, from `least` to `most`; True and False are none."""
+    """Whether it is an integer of any library, from `least` to `most`. True and False do not count."""
     return not isinstance(value, bool) and hasattr(value, "__index__") and least <= index(value) <= most
 
 
 def is_number(value: Any, least: float, most: float) -> bool:
-    """Whether it is a number, from `least` to `most`."""
+    """Whether it is a number from `least` to `most`. True and False do not count."""
     return isinstance(value, SupportsFloat) and not isinstance(value, bool) and least <= float(value) <= most
 
 
 def check_type(function: str, name: str, value: Any, expected: type, made_by: str) -> None:
-    """Raises InvalidArgumentError unless `value` is a thing of ours; `made_by` says how one is made."""
+    """Raises InvalidArgumentError unless `value` is of distca's `expected` type. `made_by` says how one is made."""
     if not isinstance(value, expected):
         raise InvalidArgumentError(
             f"{function}: {name} is a {type(value).__name__}; a distca.{expected.__name__} is expected, as made by "
@@ -30,7 +30,7 @@ def check_type(function: str, name: str, value: Any, expected: type, made_by: st
 
 
 def listed(function: str, name: str, value: Any, expected: str) -> list[Any]:
-    """The elements of any sequence; InvalidArgumentError, which says what is `expected`, where it is none."""
+    """The elements of a sequence. Raises InvalidArgumentError, which says what is `expected`, for anything else."""
     try:
         return list(value)
     except TypeError:

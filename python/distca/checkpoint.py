@@ -9,10 +9,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 
 def save_core_attention() -> Any:
-    """Saves the outputs of ``core_attention`` and recomputes everything else.
+    """A policy of activation checkpointing that saves the outputs of ``core_attention`` and recomputes the rest.
 
-    Plain activation checkpointing runs every operator of a layer again in backward, attention with its traffic among
-    them: right, but twice the steps. With this policy the operator's outputs are kept::
+    Plain activation checkpointing runs every operator of a layer again in backward, attention and its traffic included.
+    The results are right, but there are twice as many steps. This policy keeps the operator's outputs::
 
         torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, context_fn=distca.save_core_attention)
 
@@ -25,7 +25,7 @@ def save_core_attention() -> Any:
 def _policy(_ctx: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     ops = torch.ops.distca
     whole = (ops.core_attention.default, ops.core_attention_retain.default)
-    # Of a step in parts all are kept, so that none is begun again.
+    # A step in parts saves the outputs of all its parts, so that none of them is run again.
     parts = (ops.dispatch.default, ops.attend.default, ops.collect.default, ops.collect_retained.default)
     if operator in whole + parts:
         return CheckpointPolicy.MUST_SAVE

@@ -1,4 +1,4 @@
-"""A rank of an attention group: :class:`Context`, which `distca.init` makes."""
+"""`Context`: one rank's membership in an attention group."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from distca.trace.trace import Trace, from_core
 if TYPE_CHECKING:
     from distca.connect.exchange import Exchange
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("distca")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Context(Registered):
-    """One rank's membership in an attention group, with its heap and step counter. Made by :func:`init`.
+    """One rank's membership in an attention group, with its heap and step counter. `init` makes it.
 
     Attributes:
         name: its name in the process's registry, which ``core_attention`` takes.
-        rank, num_ranks: this rank, and the ranks of the group.
+        rank, num_ranks: this rank's number, and the number of ranks in the group.
         transport: name of the transport in use.
         device: where its tensors are.
         attention: what computes attention, in words.
-        plan_independent: whether out, lse and dq of a row have the same bits whatever the plan and the number of ranks;
-            on a GPU dq only where it is asked to be deterministic.
+        plan_independent: whether out, lse and dq of a row have the same bits whatever the plan and the number of ranks.
+            On a GPU this holds for dq only in deterministic mode.
         slot_bytes: bytes of one slot's arena: the capacity that plans must keep to.
-        heads: the head shape it was made for.
-        cost: the cost model that its plans are made with.
+        heads: the head shape that it was made for.
+        cost: the default cost model of its plans.
         nsys: whether its operators are NVTX ranges.
     """
 
@@ -71,8 +71,8 @@ class Context(Registered):
         self.heads = heads
         self.cost = cost
         self.nsys = nsys
-        self._callers: dict[int, tuple[int | str | None, int | None]] | None = None  # of traced steps
-        self.backward_steps: weakref.WeakSet[Any] = weakref.WeakSet()  # those under way of distca.steps
+        self._callers: dict[int, tuple[int | str | None, int | None]] | None = None  # layer and half of traced steps
+        self.backward_steps: weakref.WeakSet[Any] = weakref.WeakSet()  # steps in parts whose backward is under way
         open_contexts[self.name] = self
         _log.info(
             "context %r: rank %d of %d over %s on %s, a heap of %s bytes, attention by %s",
@@ -87,35 +87,37 @@ class Context(Registered):
 
     @property
     def step(self) -> int:
-        """Steps taken so far; forward and backward of a call are one each."""
+        """Steps taken so far. The forward and the backward of a call are one step each."""
         return self._last_step if self._core is None else self._core.step
 
     def abandon(self, step: int, why: str = "") -> None:
-        """Says that this rank will not finish a step that it has dispatched, unless it has; `why` ends the message.
+        """Says that this rank will not finish a step that it has dispatched. `why` ends the error message.
 
-        A fault: this context is poisoned and the peers are told, so that they do not wait.
+        If the step is not finished, this is a fault: this context is poisoned and the peers are told, so that they do
+        not wait.
         """
         if self._core is not None:
             self._core.abandon(step, why)
 
     def check(self) -> None:
-        """Raises the fault that this rank has met, if any; waits for nothing.
+        """Raises the fault that this rank has met, if any, and waits for nothing.
 
-        For steps on a GPU, which are queued: what goes wrong there is reported by the next call, or by this.
+        This is for steps on a GPU, which are queued: this call, or the next call of the context, reports their faults.
 
         Raises:
             PeerDiedError, PeerLeftError, PeerTimeoutError, PlanMismatchError: the fault.
-            ContextPoisonedError: one reported before.
+            ContextPoisonedError: a fault that was raised before.
         """
         if self._core is not None:
             self._core.check()
 
     def record(self, *, headroom: float = 2.0, rounds: int = 2) -> Recording:
-        """Steps inside ``with context.record() as recording`` are recorded, to be done again and again with new plans.
+        """Records the steps inside ``with context.record() as recording``, to repeat them with new plans.
 
-        For contexts whose steps are queued: on CUDA (with ``attention="own"``; not yet run on a GPU),
-        or on threads that stand for a GPU's streams (`loopback` with ``streams``). All else that PyTorch does inside is
-        done at once, and once; unless a CUDA graph is captured, of which the recorded steps then are a part::
+        It works for contexts whose steps are queued: those on CUDA with ``attention="own"`` (not yet run on a GPU), and
+        those on threads that stand for a GPU's streams (``distca.testing.loopback(streams=True)``). Everything else
+        that PyTorch does inside is done at once, and only once. If a CUDA graph is captured meanwhile, the recorded
+        steps become a part of that graph::
 
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph), context.record() as recording:
@@ -123,24 +125,24 @@ class Context(Registered):
             recording.replan(plans)  # before each launch
             graph.replay()
 
-        Keep recording and context as long as the graph. Ranks of one process that share a GPU meet (at a barrier) after
-        they have recorded, for making the recording's memory may wait for the whole device.
+        Keep recording and context as long as the graph. Ranks of one process that share a GPU must meet at a barrier
+        after they have recorded, because making the recording's memory may wait for the whole device.
 
         Args:
-            headroom: the room in the tables of each operation, over what the plans inside need, 1 to 1000. Above 1, and
-                where that is little, there is room for 256 elements.
-            rounds: in how many rounds results may come home to this rank, 1 to 1000, where the plans inside have fewer.
+            headroom: the room in the tables of each operation, as a multiple (1 to 1000) of what the plans inside need.
+                If it is above 1, each table has room for at least 256 elements.
+            rounds: the least number of rounds, 1 to 1000, in which results may come home to this rank.
 
         Raises:
-            InvalidArgumentError: on entering: over transports whose steps are the host's, while another recording is
-                open or a step under way. On leaving: where a step was dispatched and not collected, or there is none.
+            InvalidArgumentError: on entering, if the transport's steps are not queued, another recording is open, or a
+                step is under way. On leaving, if a step was dispatched and not collected, or no step was recorded.
         """
         return Recording(self, headroom, rounds)
 
     def start_trace(self) -> None:
-        """From now on this rank's steps are recorded, until `stop_trace`; see `take_trace`.
+        """Starts a trace of this rank's steps. `take_trace` returns the trace, `stop_trace` ends it.
 
-        By the host's clock: of steps on a GPU, which are queued, it is when they were queued.
+        Times are the host's clock. For steps on a GPU they say when the step was queued.
         """
         if self._core is not None:
             self._callers = {}
@@ -148,19 +150,19 @@ class Context(Registered):
             self.take_trace()
 
     def stop_trace(self) -> None:
-        """Ends what `start_trace` has begun; what was not taken is dropped."""
+        """Ends what `start_trace` began. What was not taken is dropped."""
         if self._core is not None:
             self._core.set_trace(False)
             self.take_trace()
             self._callers = None
 
     def note_caller(self, step: int, layer: int | str | None, half: int | None = None) -> None:
-        """Says for the trace, if there is one, which layer and which half of ping-pong a step of attention is of."""
+        """Tells the trace, if there is one, which layer and which half of ping-pong a step of attention belongs to."""
         if self._callers is not None:
             self._callers[step] = layer, half
 
     def take_trace(self) -> Trace:
-        """What was recorded since `start_trace`, or since the call before. Not while a step runs on another thread."""
+        """What was recorded since `start_trace` or the last call. No step may be running on another thread."""
         if self._core is None:
             return Trace(self.rank, [], [])
         callers = self._callers or {}
@@ -175,7 +177,7 @@ class Context(Registered):
             del open_contexts[self.name]
             _C.remove_context(self.name)
             self._last_step = self.step
-            self._core = None  # the last reference but that of a step under way
+            self._core = None  # the last reference, unless a step is under way
             if self._exchange is not None:
                 self._exchange.close()
             _log.info("context %r: closed after %d steps", self.name, self._last_step)
@@ -193,16 +195,16 @@ class Context(Registered):
 
 
 def check() -> None:
-    """Raises the first fault that a context of this process has met; waits for nothing. See `Context.check`.
+    """Raises the first fault that a context of this process has met, and waits for nothing. See `Context.check`.
 
-    Steps on a GPU are queued: after ``torch.cuda.synchronize()`` this says whether what they returned may be used.
+    Steps on a GPU are queued. After ``torch.cuda.synchronize()`` this call tells whether their results may be used.
     """
     for context in list(open_contexts.values()):
         context.check()
 
 
 def collective(function: _Function) -> _Function:
-    """A function with a keyword argument `context`, each call of which is collective, also one that is refused."""
+    """Decorates a collective function with the keyword `context`: peers are told of the calls that it refuses."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -217,6 +219,6 @@ def collective(function: _Function) -> _Function:
 
 @atexit.register
 def _close_all() -> None:
-    """A process that ends in good order leaves its groups; only one that dies looks dead to its peers."""
+    """Closes all contexts when the process exits normally. Without this it would look dead to its peers."""
     for context in list(open_contexts.values()):
         context.close()

@@ -1,4 +1,4 @@
-"""The plan that is current: for models that cannot hand it on to their attention layers."""
+"""The current plan: for models that cannot hand a plan on to their attention layers."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ _current: ContextVar[Current | None] = ContextVar("distca.current", default=None
 
 
 def current() -> Current | None:
-    """What the innermost :func:`using` around this call has set; None outside of it."""
+    """What the innermost `using` around this call has set; None outside of any."""
     return _current.get()
 
 
 @contextmanager
 def using(plan: Plan | Plans, *, context: Context | str = "default") -> Iterator[None]:
-    """Models of transformers called inside take this plan, as if it were their keyword argument ``plan``::
+    """Makes a plan current: models of transformers called inside take it as if it were their keyword ``plan``::
 
         with distca.using(plan):
             logits = model(ids, position_ids=plan.layout.position_ids(plan.rank)[None], use_cache=False).logits
         loss_of(logits).backward()
 
-    For code between the caller and the model that does not hand keywords on. It holds for this thread, until it is
-    left; inside another one, the inner plan counts. Models whose ``attn_implementation`` is another take no notice.
-    Backward need not be inside, unless the caller's own activation checkpointing runs a layer again there.
+    It is for code between the caller and the model that does not hand keywords on. It holds for this thread until the
+    ``with`` block ends. Inside another one, the inner plan counts. Models with another ``attn_implementation`` ignore
+    it. Backward may run outside, unless the caller's own activation checkpointing runs a layer again in it.
 
     Args:
-        plan: the plan of the step, or the plans where layers differ in their sliding window.
+        plan: the plan of the step, or the plans if layers differ in their sliding window.
         context: the context or its name.
 
     Raises:
-        InvalidArgumentError: on entering, where `plan` is neither; later as the model's call with ``plan`` does.
+        InvalidArgumentError: on entering, if `plan` is neither a Plan nor Plans; later, as from a model's call with
+            ``plan``.
     """
     if not isinstance(plan, Plan | Plans):
         raise InvalidArgumentError(f"using: plan is a {type(plan).__name__}; a distca.Plan or distca.Plans is expected")

@@ -1,4 +1,4 @@
-"""The errors that distca raises, one type a kind of fault. All are RuntimeErrors."""
+"""The errors that distca raises, one type for each kind of fault. All are RuntimeErrors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class DistcaError(RuntimeError):
 
 
 class InvalidArgumentError(DistcaError, ValueError):
-    """An argument is wrong; nothing was moved."""
+    """An argument is wrong. Nothing was moved."""
 
 
 class CapacityError(DistcaError):
-    """A plan does not fit into the arenas; the message says the bytes needed."""
+    """A plan does not fit into the arenas. The message says the bytes that it needs."""
 
 
 class PlanFormatError(DistcaError):
@@ -28,27 +28,27 @@ class PlanFormatError(DistcaError):
 
 
 class PlanMismatchError(DistcaError):
-    """Ranks came to the same step with different plans; the message has both digests."""
+    """Ranks came to the same step with different plans. The message has both digests."""
 
 
 class PeerDiedError(DistcaError):
-    """A peer's process ended while the group was in use; the message names it."""
+    """A peer's process ended while the group was in use. The message names the peer."""
 
 
 class PeerLeftError(DistcaError):
-    """A peer that lives is no longer with this rank; the message names it and says why.
+    """A peer is alive but has left the steps of the group. The message names it and says why.
 
-    It closed its context, refused a call that other ranks made, left a step unfinished, or gave up after an error of
-    its own, which the message then repeats.
+    The peer closed its context, refused a call that other ranks made, left a step unfinished, or met an error of its
+    own. In the last case the message repeats that error.
     """
 
 
 class PeerTimeoutError(DistcaError):
-    """A peer did not answer in time; the message says who waited for whom, for what, and what was seen."""
+    """A peer did not answer in time. The message says who waited for whom, for what, and what was seen."""
 
 
 class ContextPoisonedError(DistcaError):
-    """The context was abandoned after an earlier fault."""
+    """The context cannot be used any more because of an earlier fault. The message repeats that fault."""
 
 
 class OperatingSystemError(DistcaError):
@@ -61,9 +61,9 @@ class DeviceError(DistcaError):
 
 @contextmanager
 def refusals_told(context: Context | None) -> Iterator[None]:
-    """Tells the peers where what is inside, one collective call of the context, raises before it has begun.
+    """Tells the peers if one collective call of the context, made inside, raises before it has begun.
 
-    They would wait for a rank that never comes. The core tells of what it refuses itself.
+    Without this they would wait for a rank that never comes. The core itself tells them of the calls that it refuses.
     """
     core = None if context is None else context._core
     before = None if core is None else core.num_calls
@@ -86,10 +86,10 @@ _ALSO = "; a rank without data passes zero rows, and a model that is evaluated o
 
 @contextmanager
 def typed_errors(layer: int | str | None = None) -> Iterator[None]:
-    """Turns the RuntimeError in which an operator of ``torch.ops.distca`` reports a fault into its own type.
+    """Turns a RuntimeError that an operator of ``torch.ops.distca`` raised into the error type that its text names.
 
-    The message then begins with the layer that made the call, where that is known, and, where the ranks' calls do not
-    go together, ends with what to change.
+    The message then begins with the layer that made the call, if that is known. If the ranks' calls do not match, it
+    ends with what to change.
     """
     try:
         yield
@@ -98,7 +98,7 @@ def typed_errors(layer: int | str | None = None) -> Iterator[None]:
         kind = globals().get(match[1]) if match else None
         if match is None or kind is None:
             raise
-        # A poisoned context tells of an earlier fault, perhaps of another layer.
+        # A poisoned context reports an earlier fault, which may be of another layer.
         where = "" if layer is None or kind is ContextPoisonedError else f"layer {layer}: "
         advice = f". What to change: {_WHAT_TO_CHANGE[kind]}{_ALSO}" if kind in _WHAT_TO_CHANGE else ""
         raise kind(f"{where}{match[2]}{advice}") from None

@@ -10,7 +10,7 @@ import torch
 from distca.arguments import is_whole
 from distca.errors import InvalidArgumentError
 
-#: Short names, for the command line.
+#: The dtypes by their short names, for the command line.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MOST_HEADS, _LARGEST_DIM = 4096, 256
 _DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -21,14 +21,19 @@ class Heads:
     """Heads of one attention layer on one rank: q ``[T, q, dim]``, k ``[T, kv, dim]``, v ``[T, kv, v_dim]``.
 
     Args:
-        q: number of query heads, a multiple of ``kv``.
+        q: number of query heads, a multiple of ``kv``, at most 4096.
         kv: number of key/value heads.
         dim: dimension of a query or key head, a multiple of 8 up to 256.
-        v_dim: dimension of a value head; ``dim`` by default.
+        v_dim: dimension of a value head, a multiple of 8 up to 256; ``dim`` by default.
         dtype: ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``.
 
     Raises:
-        InvalidArgumentError: for numbers or a dtype that are not allowed.
+        InvalidArgumentError: a number or the dtype is not allowed.
+
+    Examples:
+        >>> heads = distca.Heads(q=32, kv=8, dim=128, dtype=torch.bfloat16)
+        >>> heads.row_bytes  # q and out of 32 heads, k and v of 8, 2 bytes a number
+        20480
     """
 
     q: int
@@ -60,13 +65,13 @@ class Heads:
 
     @property
     def value_dim(self) -> int:
-        """Dimension of a value head."""
+        """Dimension of a value head, also if ``v_dim`` was not given."""
         assert self.v_dim is not None
         return self.v_dim
 
     @property
     def dtype_number(self) -> int:
-        """The dtype as plans store it."""
+        """The dtype's number in a plan."""
         return _DTYPE_NUMBERS[self.dtype]
 
     @property

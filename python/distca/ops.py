@@ -1,4 +1,4 @@
-"""The operators with autograd: :func:`core_attention` for a group of ranks, :func:`attention` for one process."""
+"""The operators with autograd: `core_attention` for a group of ranks, `attention` for one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from distca.steps import (
 )
 from distca.trace.nsys import operator_range
 
-_LAYER = "distca.layer"  # where the graph's node keeps it for backward
+_LAYER = "distca.layer"  # the key in a graph node's metadata under which backward finds the layer
 
 torch.ops.load_library(str(files("distca") / "libdistca_torch.so"))
 
@@ -49,37 +49,39 @@ def core_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Core attention of this rank's rows, ``softmax(scale * q k^T) v`` inside each document, computed by all ranks.
 
-    A collective step: every rank of the context calls it, in the same order, with its own slice of the same plan; so is
-    its backward. Differentiable in q, k, v and sinks, once: a second derivative, or forward mode, raises
-    InvalidArgumentError.
-
-    Args:
-        q: ``[T, H, D]``, float32, bfloat16 or float16, on the CPU; last dimension contiguous, any other strides.
-        k: ``[T, Hkv, D]``, same dtype.
-        v: ``[T, Hkv, Dv]``, same dtype.
-        plan: the plan of this step's layout; ``plan.rank`` is this rank.
-        plan_backward: another plan of the same layout and mask for the backward pass; one without ``retain_bytes``.
-        context: the context or its name.
-        scale: factor on the logits; ``D ** -0.5`` by default.
-        softcap: where positive, logits become ``softcap * tanh(scale * q k^T / softcap)`` (Gemma 2).
-        sinks: ``[H]``, one more logit of every row of a head, whose value is zero (gpt-oss); it counts in lse. All
-            ranks must have the same; its gradient is that of this rank's rows.
-        deterministic: what this rank computes as a server has dq with the same bits whatever the plan, and dk and dv
-            the same from run to run; so it has everywhere under ``torch.use_deterministic_algorithms``, and on the CPU
-            always. For distca's CUDA kernels; where ATen's flash attention computes, only torch's own switch counts.
-        layer: number or name of the layer that calls. Errors of this call and of its backward begin with it.
-
-    Returns:
-        out ``[T, H, Dv]`` in q's dtype, and lse ``[T, H]`` float32, the natural log-sum-exp of each row's scaled logits
-        (not differentiable). Padding rows have out 0 and lse -inf.
+    This is a collective step. Every rank of the context makes the same calls in the same order, each with its own slice
+    of the same plan. The same holds for backward. The result is differentiable once, in q, k, v and sinks: a second
+    derivative and forward mode raise InvalidArgumentError.
 
     Under autocast, q, k and v are cast to its dtype, which must then be the plan's. In compiled code the errors below
     are ``RuntimeError("distca <Kind>: ...")``, without the layer.
 
+    Args:
+        q: ``[T, H, D]``, float32, bfloat16 or float16, on the context's device. The last dimension is contiguous; the
+            other strides are free.
+        k: ``[T, Hkv, D]``, same dtype and device.
+        v: ``[T, Hkv, Dv]``, same dtype and device.
+        plan: the plan of this step's layout; ``plan.rank`` is this rank.
+        plan_backward: another plan for the backward pass, with the same layout and mask and without ``retain_bytes``.
+        context: the context or its name.
+        scale: factor on the logits; ``D ** -0.5`` by default.
+        softcap: if positive, logits become ``softcap * tanh(scale * q k^T / softcap)`` (Gemma 2).
+        sinks: ``[H]``, one more logit for every row of a head, with a value of zero (gpt-oss). It counts in lse. All
+            ranks must pass the same sinks; the gradient is that of this rank's rows.
+        deterministic: asks for deterministic backward of what this rank computes as a server: dq has the same bits
+            whatever the plan, and dk and dv are the same from run to run. ``torch.use_deterministic_algorithms`` asks
+            for it everywhere, and the CPU always computes so. The argument concerns distca's CUDA kernels; where ATen's
+            flash attention computes, only torch's own switch counts.
+        layer: number or name of the calling layer. Errors of this call and of its backward begin with it.
+
+    Returns:
+        out ``[T, H, Dv]`` in q's dtype, and lse ``[T, H]`` float32, the natural log-sum-exp of each row's scaled
+        logits. lse is not differentiable. Padding rows have out 0 and lse -inf.
+
     Raises:
-        InvalidArgumentError, PlanFormatError, CapacityError: before anything moves. Where all ranks raise one, the
-            context goes on; where only some do, the others raise PeerLeftError, and the context is poisoned.
-        PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError: the context is poisoned, later calls
+        InvalidArgumentError, PlanFormatError, CapacityError: before anything moves. If all ranks raise one of these,
+            the context goes on. If only some do, the others raise PeerLeftError and the context is poisoned.
+        PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError: the context is poisoned, and later calls
             raise ContextPoisonedError.
     """
     check_plans("core_attention", plan, plan_backward)
@@ -123,21 +125,23 @@ def serve(
     deterministic: bool = False,
     layer: int | str | None = None,
 ) -> None:
-    """Takes part in one step on a rank that has no rows of its own: a dedicated server, an idle pipeline stage.
+    """Takes part in one step on a rank without rows of its own: a dedicated server or an idle pipeline stage.
 
-    A collective step, like the call of :func:`core_attention` (or its backward) that the other ranks make. Needs no
-    tensors and no autograd graph.
+    This is a collective step. It answers the call of `core_attention`, or the backward of that call, that the
+    other ranks make. It needs no tensors and no autograd graph.
 
     Args:
-        plan: the plan of the step; ``plan.num_rows`` is 0 here, and so is this rank's number in ``plan.retain_bytes``.
+        plan: the plan of the step. In it this rank has no rows (``plan.num_rows`` is 0) and retains nothing (its number
+            in ``plan.retain_bytes`` is 0).
         phase: ``"forward"`` or ``"backward"``.
         context: the context or its name.
         scale, softcap, sinks: the same as on the other ranks.
-        deterministic: as for :func:`core_attention`, of what is computed here.
+        deterministic: as in `core_attention`, for what this rank computes.
         layer: number or name of the layer that is served, for error messages.
 
     Raises:
-        InvalidArgumentError: for another phase, or where this rank has rows. Else as :func:`core_attention`.
+        InvalidArgumentError: the phase is another one, or this rank has rows.
+        The errors of `core_attention` are raised too.
     """
     _check_serving("serve", phase, plan)
     name = _name_of(context)
@@ -168,18 +172,21 @@ def serve_ping_pong(
     sinks: Sequence[torch.Tensor] | None = None,
     deterministic: bool = False,
 ) -> None:
-    """As :func:`serve`, for a whole forward or backward pass of :class:`distca.PingPong` on the other ranks.
+    """Takes part in a whole forward or backward pass of `distca.PingPong`, as `serve` does in one step.
 
-    Takes part in their steps in the order in which they make their calls. Not for activation checkpointing, which adds
-    forward steps to the backward pass; run the model with zero rows there.
+    It makes the same calls in the same order as the other ranks. It does not work with activation checkpointing, which
+    adds forward steps to the backward pass; run the model with zero rows there.
 
     Args:
         layers: for each layer of the model, in order, the plans of the first and of the second half.
         phase: ``"forward"`` or ``"backward"``.
         context: the context or its name.
         scale, softcap: the same as on the other ranks.
-        sinks: those of each layer, where the model has them.
-        deterministic: as for :func:`core_attention`, of what is computed here.
+        sinks: the sinks of each layer, if the model has sinks.
+        deterministic: as in `core_attention`, for what this rank computes.
+
+    Raises:
+        The errors of `serve`.
     """
     for both in layers:
         for plan in both:
@@ -210,7 +217,7 @@ def serve_ping_pong(
 
 
 def _calls_of_ping_pong(num_layers: int, phase: str) -> list[tuple[str, int, int]]:
-    """(part, layer, half) of each call, in order. Backward mirrors forward, with the ends of a step exchanged."""
+    """(part, layer, half) of each call, in order. Backward is the mirror image: dispatch and collect swap places."""
     calls = [("dispatch", 0, half) for half in range(2)]
     for layer in range(num_layers):
         calls += [("attend", layer, half) for half in range(2)]
@@ -240,21 +247,21 @@ def _check_serving(function: str, phase: str, plan: Plan) -> None:
 
 
 def _no_rows(plan: Plan, context: str) -> tuple[torch.Tensor, ...]:
-    """q, k, v, out and lse of a rank without rows."""
+    """Empty q, k, v, out and lse, for a rank without rows."""
     heads, found = plan.heads, get_context(context)
-    device = "cpu" if found is None else found.device  # an unknown one is the operator's to refuse
+    device = "cpu" if found is None else found.device  # the operator refuses an unknown context
     q, out = (torch.empty(0, heads.q, dim, dtype=heads.dtype, device=device) for dim in (heads.dim, heads.value_dim))
     k, v = (torch.empty(0, heads.kv, dim, dtype=heads.dtype, device=device) for dim in (heads.dim, heads.value_dim))
     return q, k, v, out, torch.empty(0, heads.q, device=device)
 
 
 def _nothing_retained(plan: Plan, like: torch.Tensor) -> torch.Tensor | None:
-    """What a rank has that keeps nothing, where others may keep something."""
+    """What a rank that retains nothing passes to backward: an empty tensor if the plan retains anywhere, or None."""
     return like.new_empty(0, dtype=torch.uint8) if plan.retains else None
 
 
 def _range_of(operator: str, context: str | Context) -> AbstractContextManager[object]:
-    """An NVTX range, where the context wants them."""
+    """An NVTX range for the operator if the context wants NVTX ranges; otherwise nothing."""
     if torch.compiler.is_compiling():
         return nullcontext()
     found = find_context(context)
@@ -266,7 +273,7 @@ def _name_of(context: str | Context) -> str:
 
 
 def _note_caller(context: str, layer: int | str | None, half: int | None = None) -> None:
-    """Says for a trace which layer, and which half of ping-pong, the last step that was begun is of."""
+    """Tells the trace which layer, and which half of ping-pong, began the last step."""
     here = get_context(context)
     if here is not None:
         here.note_caller(here.step, layer, half)
@@ -283,26 +290,32 @@ def attention(
     softcap: float = 0.0,
     attention: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fused kernel alone, over tasks in this process's tensors; no context needed.
+    """Core attention over tasks in this process's own tensors. It needs no context.
 
-    Differentiable in q, k, v and sinks. On CUDA, which is not yet run on a GPU, it takes bfloat16 and float16: by
-    ATen's flash attention, which asks Dv = D and has no softcap; or, if asked, by kernels of its own on compute
-    capability 9.0, where under ``torch.use_deterministic_algorithms`` dq has the same bits whatever the tasks, and dk
-    and dv the same from run to run.
+    The result is differentiable once, in q, k, v and sinks. On CUDA, which has not run on a GPU yet, dtypes are
+    bfloat16 and float16. There ATen's flash attention computes by default; it requires Dv = D and has no softcap.
+    ``attention="own"`` asks for distca's kernels for compute capability 9.0. Under
+    ``torch.use_deterministic_algorithms`` their dq has the same bits whatever the tasks, and their dk and dv are the
+    same from run to run.
 
     Args:
-        q: ``[Tq, H, D]``, float32, bfloat16 or float16; last dimension contiguous.
-        k: ``[Tk, Hkv, D]``. v: ``[Tk, Hkv, Dv]``.
-        tasks: int64 CPU ``[N, 4]``: rows ``(q_begin, q_end, kv_begin, kv_end)``. A document starts at ``kv_begin``; the
-            queries are its last ``q_end - q_begin`` rows before ``kv_end`` (causal, aligned at the end). By default one
-            causal document of all rows.
-        sinks: ``[H]``, one more logit of every row of a head, whose value is zero (gpt-oss); it counts in lse.
+        q: ``[Tq, H, D]``, float32, bfloat16 or float16; the last dimension is contiguous.
+        k: ``[Tk, Hkv, D]``, same dtype.
+        v: ``[Tk, Hkv, Dv]``, same dtype.
+        tasks: int64 CPU tensor ``[N, 4]`` with rows ``(q_begin, q_end, kv_begin, kv_end)``. A document starts at row
+            ``kv_begin`` of the keys. The queries are its last ``q_end - q_begin`` rows before ``kv_end`` (causal,
+            aligned at the end). The default is one causal document of all rows.
+        sinks: ``[H]``, one more logit for every row of a head, with a value of zero (gpt-oss). It counts in lse.
         scale: factor on the logits; ``D ** -0.5`` by default.
-        softcap: where positive, logits become ``softcap * tanh(scale * q k^T / softcap)`` (Gemma 2).
-        attention: what computes on a GPU, ``"own"``, ``"flash"`` or ``"auto"``, as for :func:`distca.init`.
+        softcap: if positive, logits become ``softcap * tanh(scale * q k^T / softcap)`` (Gemma 2).
+        attention: what computes on a GPU: ``"own"``, ``"flash"`` or ``"auto"``, as in `distca.init`.
 
     Returns:
-        out ``[Tq, H, Dv]`` and lse ``[Tq, H]`` float32 (not differentiable); a row of no task has out 0 and lse -inf.
+        out ``[Tq, H, Dv]`` in q's dtype, and lse ``[Tq, H]`` float32, which is not differentiable. A row of no task has
+        out 0 and lse -inf.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong, or ``attention`` cannot compute these shapes on this device.
     """
     check_tensors("attention", q, k, v, sinks)
     if tasks is None:
@@ -325,7 +338,7 @@ def attention(
 
 
 def _check_devices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """The fake kernels run wherever any one input is a meta tensor, so it is they that must refuse a mixture."""
+    """Refuses a mixture of devices. torch runs the fake kernels as soon as one input is a meta tensor."""
     if not q.device == k.device == v.device:
         raise InvalidArgumentError(f"q, k and v are on different devices: {q.device}, {k.device}, {v.device}")
 
@@ -361,7 +374,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: d
 
 def _backward(operator: Any, range_name: str) -> Any:
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        name = ctx.options.get("context", "")  # an operator that is not collective has none
+        name = ctx.options.get("context", "")  # the context's name; an operator that is not collective has none
         with refusals_told(get_context(name)):
             return one_step(ctx, name, *grads)
 
@@ -372,7 +385,7 @@ def _backward(operator: Any, range_name: str) -> Any:
             raise InvalidArgumentError("distca: lse is not differentiable; use lse.detach()")
         q, k, v, out, lse, table, sinks, *kept = ctx.saved_tensors
         retained = {"retained": kept[0]} if kept else {}
-        if dout is None:  # other ranks take part in this step all the same
+        if dout is None:  # the other ranks take part in this step all the same
             dout = torch.zeros_like(out)
         layer = ctx.metadata.get(_LAYER)
         with typed_errors(layer), _range_of(range_name, name):
@@ -388,7 +401,7 @@ def _backward(operator: Any, range_name: str) -> Any:
 
 
 class _Library(torch.library.Library):
-    """Kernels for autograd that are registered here refuse forward mode, in which they would drop tangents."""
+    """A library whose autograd kernels refuse forward mode. Without the check they would drop tangents silently."""
 
     def impl(self, op_name: Any, fn: Any, dispatch_key: Any = "", **options: Any) -> None:
         def checked(keyset: Any, *inputs: Any, **named: Any) -> Any:
@@ -404,7 +417,7 @@ _library = _make_library("distca", "FRAGMENT")
 
 
 def _register(*forwards: str, backward: str, collective: bool) -> None:
-    """Operators that have their backward in common."""
+    """Registers fake kernels and autograd for forward operators that share one backward operator."""
     operator = getattr(torch.ops.distca, backward)
     torch.library.register_fake(f"distca::{backward}")(_fake_backward)
     _differentiate_once(backward)
@@ -414,13 +427,13 @@ def _register(*forwards: str, backward: str, collective: bool) -> None:
         torch.library.register_autograd(
             f"distca::{forward}", _backward(operator, backward), setup_context=_save_for_backward, lib=_library
         )
-    if collective:  # compiled graphs then keep all calls, and their order
+    if collective:  # compiled graphs then keep all calls and their order
         for name in (*forwards, backward):
             torch.library._register_effectful_op(f"distca::{name}", EffectType.ORDERED)
 
 
 def _differentiate_once(name: str) -> None:
-    """Registers an operator of backward for autograd: whoever differentiates what it returns gets an error."""
+    """Registers an operator of backward for autograd, with a derivative that raises InvalidArgumentError."""
     operator = getattr(torch.ops.distca, name).default
 
     def kernel(keyset: Any, *inputs: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Steps that are recorded once and done again and again, each time with other plans."""
+"""`Recording`: steps that are recorded once and repeated with other plans."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class Recording:
-    """Steps of one context, forward and backward, that are done again with new plans. Made by :meth:`Context.record`.
+    """Recorded steps of one context, forward and backward, to repeat with new plans. `Context.record` makes it.
 
-    Use it in ``with``: steps inside are written down and not done, so what they return is not computed yet. Then, as
-    often as you like, and the same on all ranks::
+    Use it in ``with``. Steps inside are recorded and not done; therefore what they return is not computed yet.
+    Afterwards repeat them any number of times, in the same way on all ranks::
 
         recording.replan(plan)
         recording.replay()  # or launch the CUDA graph that was captured meanwhile
 
-    A replay does the same operations over the same tensors: those that the calls inside were given, and those that they
-    returned. Write new values into the former before a replay, and read the latter after it.
+    A replay does the same operations over the same tensors: those that were passed to the calls inside, and those that
+    the calls returned. Write new values into the former before a replay, and read the latter after it.
     """
 
     def __init__(self, context: Context, headroom: float, rounds: int) -> None:
@@ -35,7 +35,7 @@ class Recording:
 
     @property
     def num_steps(self) -> int:
-        """Steps that were recorded; forward and backward of a call are one each."""
+        """Number of recorded steps. The forward and the backward of a call are one step each."""
         return self._complete().num_steps
 
     def __enter__(self) -> Recording:
@@ -58,47 +58,47 @@ class Recording:
         self._made = recording
 
     def replan(self, plan: Plan | Sequence[Plan]) -> None:
-        """Makes the recorded steps the next ones of the context, with other plans or the same, for `replay`.
+        """Makes the recorded steps the next steps of the context, with the given plans. `replay` then does them.
 
-        A collective call: all ranks make it, with their slices of the same plans, and of two neighbours whose plans
-        differ one notices here. It reads and writes nothing of the tensors. No other step may come between it and
-        the replay.
+        This is a collective call. All ranks make it with their slices of the same plans; if the plans of two ring
+        neighbours differ, at least one of the two notices here. It reads and writes no tensor. No other step may come
+        between it and the replay.
 
         Args:
-            plan: one plan for all steps, or one for each, in the order in which the steps began. Of any documents, but
-                with as many rows on this rank as the tensors have.
+            plan: one plan for all steps, or one for each step in the order in which the steps began. The documents may
+                be any, but this rank must have as many rows in them as the tensors have.
 
         Raises:
-            CapacityError: a plan needs more than the recording has room for: of what, and how much; or, on CUDA, it
-                has another mask. Nothing has happened here then, but it is a fault where other ranks have room: see
-                :meth:`check`.
-            InvalidArgumentError, PlanFormatError: before anything changes. So it is where a graph was not launched
-                since the replan before.
-            PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError: a fault, as of a step.
+            CapacityError: a plan needs more than the recording has room for (the message says of what, and how much),
+                or, on CUDA, it has another mask. Nothing has happened on this rank. If other ranks have room, it is a
+                fault; see `check`.
+            InvalidArgumentError, PlanFormatError: before anything changes; also if a graph was not launched since the
+                last replan.
+            PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError: a fault, as in a step.
         """
         with refusals_told(self._context):
             self._fill(plan, check_only=False)
 
     def check(self, plan: Plan | Sequence[Plan]) -> None:
-        """Raises what :meth:`replan` would raise for plans that do not fit here, and does nothing else.
+        """Raises what `replan` would raise for plans that do not fit on this rank, and does nothing else.
 
-        Not a collective call: let all ranks call it, tell each other how it went, and do steps one by one, without the
-        recording, where a plan does not fit on some of them.
+        This is not a collective call. Let all ranks call it and tell each other the result. If a plan does not fit on
+        some rank, do the steps one by one without the recording.
         """
         self._fill(plan, check_only=True)
 
     def replay(self) -> None:
-        """Does the steps, once after each :meth:`replan`; queued, as the steps of the context are.
+        """Does the recorded steps, once after each `replan`. They are queued, as all steps of the context are.
 
         Raises:
-            InvalidArgumentError: there was no replan since the last replay; or the steps are part of a CUDA graph.
+            InvalidArgumentError: there was no replan since the last replay, or the steps are part of a CUDA graph.
         """
         with refusals_told(self._context):
             self._core().replay(self._complete())
 
     def _fill(self, plan: Plan | Sequence[Plan], *, check_only: bool) -> None:
         plans = [plan] if isinstance(plan, Plan) else list(plan)
-        tensors = [one.tensor for one in plans]  # kept until the call is over
+        tensors = [one.tensor for one in plans]  # keeps them until the call is over
         words = [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
         self._core().replan(self._complete(), words, check_only=check_only)
 

@@ -13,7 +13,11 @@ open_contexts: dict[str, Context] = {}
 
 
 class Registered:
-    """A context, as far as the registry knows it."""
+    """The part of a context that the registry knows.
+
+    Attributes:
+        name: the name under which the context is found.
+    """
 
     name: str
 
@@ -24,7 +28,7 @@ def get_context(name: str = "default") -> Context | None:
 
 
 def find_context(context: Context | str) -> Context | None:
-    """The context, or the open one of that name. Raises InvalidArgumentError for anything else."""
+    """The given context, or the open one of that name. Raises InvalidArgumentError for any other type."""
     if isinstance(context, Registered):
         return context
     if not isinstance(context, str):

@@ -1,8 +1,9 @@
-"""Core attention in three steps, :func:`dispatch`, :func:`attend` and :func:`collect`, for loops that overlap two.
+"""Core attention in three parts, for loops that overlap two steps: `dispatch`, `attend`, `collect`.
 
-Each is a node of its own in autograd's graph, and what they do in backward mirrors forward: the backward of collect
-sends gradients to the servers, that of attend computes, that of dispatch brings dq, dk and dv home. Autograd runs nodes
-in the reverse order of their creation, so steps that overlap in forward overlap in backward.
+Each part is a node of its own in autograd's graph, and backward mirrors forward: the backward of collect sends
+gradients to the servers, the backward of attend computes, and the backward of dispatch brings dq, dk and dv home.
+Autograd runs nodes in the reverse order of their creation. Therefore steps that overlap in forward also overlap in
+backward.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from distca.planner.plan import Plan
 from distca.registry import get_context
 from distca.trace.nsys import operator_range
 
-_DEVICES = ("cpu", "cuda")  # on others (meta) autocast need not exist; torch 2.10 cannot compile the question
+_DEVICES = ("cpu", "cuda")  # other devices (meta) may lack autocast; torch 2.10 cannot compile the question
 
 
 def check_plans(function: str, plan: Any, plan_backward: Any) -> None:
@@ -44,7 +45,7 @@ def check_tensors(function: str, q: Any, k: Any, v: Any, sinks: Any) -> None:
 
 
 def check_rows(function: str, q: torch.Tensor, plan: Plan) -> None:
-    """Says so where heads come before tokens, as in PyTorch's own attention."""
+    """Raises InvalidArgumentError if q's heads come before its tokens, as in PyTorch's own attention."""
     if q.shape[0] != plan.num_rows == q.shape[1]:
         raise InvalidArgumentError(
             f"{function}: q has shape {list(q.shape)}, and the plan {plan.num_rows} tokens on this rank; [tokens, "
@@ -53,7 +54,7 @@ def check_rows(function: str, q: torch.Tensor, plan: Plan) -> None:
 
 
 def as_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The three in the dtype of autocast, where that is on."""
+    """q, k and v in autocast's dtype if autocast is on, and otherwise as they are."""
     device = q.device.type
     if device in _DEVICES and torch.is_autocast_enabled(device):
         return tuple(t.to(torch.get_autocast_dtype(device)) for t in (q, k, v))
@@ -61,18 +62,18 @@ def as_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torc
 
 
 def retained_bytes(plan: Plan, plan_backward: Plan | None, *inputs: torch.Tensor | None) -> int:
-    """Bytes that this rank keeps of a step with a plan that retains: none where no backward will ask for them."""
+    """Bytes of a step that this rank retains for its backward; 0 if no backward will ask for them."""
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     return plan.retained_bytes if wanted and (plan_backward is None or plan_backward.retains) else 0
 
 
 def is_deterministic(asked: bool) -> bool:
-    """Whether attention is to be deterministic: where the caller or torch asks for it."""
+    """Whether attention must be deterministic: the caller or torch asks for it."""
     return asked or torch.are_deterministic_algorithms_enabled()
 
 
 def in_compiled_code() -> bool:
-    """Whether torch.compile is tracing this call, or runs it between graphs because it could not."""
+    """Whether torch.compile is tracing this call, or runs it between graphs because it could not trace it."""
     if torch.compiler.is_compiling():
         return True
     callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
@@ -80,7 +81,7 @@ def in_compiled_code() -> bool:
 
 
 def refuse_forward_mode(name: str, *inputs: Any) -> None:
-    """Raises InvalidArgumentError where an input has a tangent (`torch.func.jvp`, `torch.autograd.forward_ad`)."""
+    """Raises InvalidArgumentError if an input has a tangent (`torch.func.jvp`, `torch.autograd.forward_ad`)."""
     if forward_ad._current_level < 0:
         return
     for t in inputs:
@@ -105,7 +106,7 @@ class _WithoutDerivative(torch.autograd.Function):
 
 
 def without_derivative(name: str, results: Any, *inputs: Any) -> Any:
-    """The results of an operator of backward, which depend on the inputs: differentiating them is an error."""
+    """The results of an operator of backward, marked as depending on the inputs: differentiating them is an error."""
     sources = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
     if not sources or not torch.is_grad_enabled():
         return results
@@ -117,9 +118,9 @@ def without_derivative(name: str, results: Any, *inputs: Any) -> Any:
 
 
 class _UnderWay:
-    """A step between dispatch and collect. With this object, unless the step is collected, the context is abandoned.
+    """A step between dispatch and collect. If this object goes before the step is collected, it abandons the step.
 
-    The other ranks wait for what this rank will never send; so they are told.
+    The other ranks would otherwise wait for rows that this rank will never send. Abandoning tells them.
     """
 
     def __init__(self, number: int, context: str, layer: int | str | None) -> None:
@@ -132,7 +133,7 @@ class _UnderWay:
             here.backward_steps.add(self)
 
     def over(self) -> Context | None:
-        """It has been collected. Returns its context, if that is there and this was not known yet."""
+        """Notes that the step is collected or abandoned. Returns its context at the first call, if it still exists."""
         context = self._context() if self._context is not None else None
         self._context = None
         if context is not None:
@@ -140,7 +141,7 @@ class _UnderWay:
         return context
 
     def abandon(self, why: str = "") -> None:
-        """It will not be collected."""
+        """Tells the context that this step will not be collected."""
         context = self.over()
         if context is not None:
             where = "" if self._layer is None else f" (layer {self._layer})"
@@ -151,7 +152,7 @@ class _UnderWay:
 
 
 def _abandon_broken_off(context: Context | None) -> None:
-    """Abandons steps of backward passes that this thread is no longer in; autograd may keep what they have left."""
+    """Abandons steps of backward passes that this thread has left. Autograd may keep alive what they left behind."""
     if context is not None:
         for step in list(context.backward_steps):
             if step.graph_task != torch._C._current_graph_task_id():
@@ -159,7 +160,7 @@ def _abandon_broken_off(context: Context | None) -> None:
 
 
 class _Call:
-    """What the three nodes of one call share. The graph holds it, so it holds nothing that holds the graph."""
+    """What the three nodes of one call share. The graph owns it. Therefore it must not refer to the graph."""
 
     def __init__(
         self, plan: Plan, plan_backward: Plan | None, context: str, layer: int | str | None, **options: Any
@@ -171,7 +172,7 @@ class _Call:
         self.half = plan.half
         self.options = options
         self.number = -1
-        self.inputs: list[torch.Tensor] = []  # q, k, v and sinks if there are any; until collect
+        self.inputs: list[torch.Tensor] = []  # q, k, v and, if given, sinks; until collect
         self._versions: list[int] = []
         self._dsinks: torch.Tensor | None = None
 
@@ -195,7 +196,7 @@ class _Call:
             here.note_caller(number, self.layer, self.half)
 
     def changed_input(self) -> str | None:
-        """Which input was written to since dispatch."""
+        """The name of an input that was written to since dispatch, or None."""
         names = ("q", "k", "v", "sinks")
         now = (_version_of(t) for t in self.inputs)
         return next((n for n, a, b in zip(names, now, self._versions, strict=False) if a != b), None)
@@ -205,13 +206,13 @@ class _Call:
             torch.ops.distca.attend(self.number, context=self.context)
 
     def collect(self) -> tuple[torch.Tensor, ...]:
-        """out, lse and, where the plan retains, what is kept here."""
+        """out and lse, and with a plan that retains also this rank's retained bytes."""
         collect = torch.ops.distca.collect_retained if self.retains else torch.ops.distca.collect
         with typed_errors(self.layer), self._range("collect"):
             return collect(self.number, context=self.context)
 
     def take_inputs(self) -> list[torch.Tensor | None]:
-        """q, k, v, and sinks or None; they are let go of here."""
+        """q, k, v, and sinks or None. This object drops its references to them."""
         q, k, v, *sinks = self.inputs
         self.inputs = []
         return [q, k, v, sinks[0] if sinks else None]
@@ -244,7 +245,7 @@ class _Call:
 
 
 def _version_of(tensor: torch.Tensor) -> int:
-    """Counts changes in place; tensors of inference mode do not."""
+    """The tensor's counter of changes in place. Tensors of inference mode have none: always 0."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -253,7 +254,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, retain: bool, *inputs: Any) -> torch.Tensor:
         ctx.call, ctx.num_inputs = call, len(inputs)
         call.dispatch(retain, *inputs)
-        return inputs[0].new_empty(0, dtype=torch.float32)  # what links the nodes
+        return inputs[0].new_empty(0, dtype=torch.float32)  # the empty tensor that links the nodes
 
     @staticmethod
     def backward(ctx: Any, token: Any) -> tuple[Any, ...]:
@@ -282,7 +283,7 @@ class _Collect(torch.autograd.Function):
         out, lse, *retained = call.collect()
         *rows, sinks = call.take_inputs()
         table, table_backward = call.tables
-        # The same, in the same order, as the operator of the whole step: activation checkpointing counts them.
+        # Save what the operator of the whole step saves, in the same order: activation checkpointing counts them.
         table = table if table_backward is None else table_backward
         ctx.save_for_backward(*rows, out, lse, table, sinks, *retained)
         return out, lse
@@ -297,20 +298,20 @@ class _Collect(torch.autograd.Function):
         if dlse is not None:
             raise InvalidArgumentError("distca: lse is not differentiable; use lse.detach()")
         saved = ctx.saved_tensors
-        if dout is None:  # other ranks take part in this step all the same
+        if dout is None:  # the other ranks take part in this step all the same
             dout = torch.zeros_like(saved[3])
         token: Any = dout.new_empty(0, dtype=torch.float32)
-        # Where backward breaks off, autograd drops the token, and the step goes with it.
+        # If backward breaks off, autograd drops the token and the step with it. The step is then abandoned.
         token.under_way = ctx.call.dispatch_backward(dout, *saved)
         token.sources = (dout, *saved) if torch.is_grad_enabled() else ()
         return None, token
 
 
 class Step:
-    """A step of core attention under way. Made by :func:`dispatch`; goes on with :func:`attend`, then :func:`collect`.
+    """A step of core attention under way. `dispatch` makes it, `attend` and `collect` go on with it.
 
-    A step that goes out of use before it is collected is a fault: this rank's context is abandoned, and the others',
-    which wait for it, raise an error that names the step.
+    Dropping a step before it is collected is a fault. This rank's context is poisoned, and the other ranks, which wait
+    for the step, raise an error that names it.
 
     Attributes:
         number: the context's number of this step.
@@ -323,7 +324,7 @@ class Step:
         self._under_way = _UnderWay(call.number, call.context, call.layer)
 
     def abandon(self, why: str) -> None:
-        """Says that it will not be collected, and why: the other ranks then need not wait for it."""
+        """Says that this step will not be collected, and why. The other ranks then do not wait for it."""
         self._under_way.abandon(f": {why}")
 
     def _next(self, node: Any, part: str) -> Any:
@@ -355,17 +356,24 @@ def dispatch(
     deterministic: bool = False,
     layer: int | str | None = None,
 ) -> Step:
-    """Sends this rank's rows to the ranks that compute with them.
+    """Sends this rank's rows to the servers that compute with them: the first part of a step.
 
-    The first of three calls that together are :func:`distca.core_attention`, with the same arguments; the others are
-    :func:`attend` and :func:`collect`. All three are collective: every rank makes the same calls in the same order.
-    Between them another step may go on; two at most are under way. q, k, v and sinks must not change until collect.
-    Backward asks for nothing: autograd runs the three in reverse, overlapped as forward was.
+    `attend` and `collect` are the other two parts. Together the three do what `distca.core_attention`
+    does with the same arguments. All three are collective: every rank makes the same calls in the same order. Parts of
+    another step may come in between; at most two steps are under way. q, k, v and sinks must not change until collect.
+    Backward needs no calls of its own: autograd runs the three parts in reverse, overlapped as forward was.
 
-    In eager mode only: a compiler could move the calls, or free rows that are still being sent.
+    It works in eager mode only, because a compiler could move the calls, or free rows that are still being sent.
+
+    Args:
+        q, k, v, plan, plan_backward, context, scale, softcap, sinks, deterministic, layer: as in
+            `distca.core_attention`.
+
+    Returns:
+        The step under way, for `attend`.
 
     Raises:
-        InvalidArgumentError: as `core_attention` does; where two steps are under way, which it names; under
+        InvalidArgumentError: as in `core_attention`; also if two steps are under way (the message names them), or under
             torch.compile. Nothing has moved then.
         PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError: the context is poisoned.
     """
@@ -388,20 +396,23 @@ def dispatch(
 
 
 def attend(step: Step) -> None:
-    """Computes what this rank has of a dispatched step, and sends results home. Waits for the rows that it needs.
+    """Computes this rank's tasks of a dispatched step, as soon as their rows are here, and sends the results home.
 
     Raises:
-        InvalidArgumentError: out of order; where an input was changed in place since dispatch.
+        InvalidArgumentError: the call is out of order, or an input was changed in place since dispatch.
         PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError: the context is poisoned.
     """
     step._token = step._next(_Attend, "attend")
 
 
 def collect(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-    """Takes in the results of this rank's rows: out and lse, as :func:`distca.core_attention` returns them.
+    """Takes in the results of this rank's rows: the last part of a step.
+
+    Returns:
+        out and lse, as `distca.core_attention` returns them.
 
     Raises:
-        As :func:`attend`.
+        The errors of `attend`.
     """
     out, lse = step._next(_Collect, "collect")
     step._token = None

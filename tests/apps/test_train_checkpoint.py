@@ -325,7 +325,7 @@ def test_a_checkpoint_of_a_version_without_manifests_goes_on_once_its_owner_has_
     state = json.loads((run_dir / LAST / "state.json").read_text())
     (run_dir / LAST / "state.json").write_text(json.dumps(state | {"files": {".metadata": [1, 2]}}))
     given = {"ranks": 1, "tokens_per_rank": 192}
-    with pytest.raises(CheckpointError, match=rf"`python -m distca\.train\.manifest {run_dir / LAST}` makes it"):
+    with pytest.raises(CheckpointError, match=rf"`python -m distca\.apps\.train\.manifest {run_dir / LAST}` makes it"):
         resumed_config(run_dir, given)
     manifest.main(str(run_dir / LAST))
     with one_rank():

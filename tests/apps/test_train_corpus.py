@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 from array import array
 from pathlib import Path
 
@@ -12,9 +13,13 @@ import pytest
 import torch
 
 from distca.apps.train import corpus as module
+from distca.apps.train.config import TrainConfig
 from distca.apps.train.corpus import Corpus, read_corpus
+from distca.apps.train.metrics import describe
 from distca.apps.train.sources import DataError, find_source
+from distca.apps.train.trainer import train
 from distca.errors import DistcaError
+from support.train_runs import one_rank
 
 tokenizers = pytest.importorskip("tokenizers")
 from distca.apps.train.tokens import Tokenizer  # noqa: E402
@@ -190,3 +195,24 @@ def test_a_large_corpus_is_mapped_and_not_read(tmp_path: Path, cache: Path) -> N
     maps = Path("/proc/self/maps").read_text()
     assert str(cache.resolve()) in maps and "tokens.bin" in maps
     assert bytes(corpus.document(399)[:4].tolist()) == b"399 "
+
+
+@pytest.mark.parametrize("unit", ["files", "lines", "rows"])
+def test_a_run_says_what_of_its_data_was_skipped_whatever_a_document_is(unit: str, tmp_path: Path) -> None:
+    texts = [{"text": "one two three four"}, {"other": "five"}, {"text": "six seven"}]
+    data = tmp_path / {"files": "data", "lines": "data.jsonl", "rows": "data.parquet"}[unit]
+    if unit == "files":
+        data.mkdir()
+        (data / "0").write_text("one two three four")
+        (data / "1").write_bytes(b"\xff")
+    elif unit == "lines":
+        data.write_text("\n".join(map(json.dumps, texts)))
+    else:
+        pytest.importorskip("datasets").Dataset.from_list(texts).to_parquet(data)
+    (tmp_path / "run").mkdir()
+    with one_rank():
+        summary = train(
+            TrainConfig(ranks=1, steps=1, tokens_per_rank=16, hidden=32, layers=1, data=data), tmp_path / "run"
+        )
+    assert summary[f"{unit}_skipped"] == 1
+    assert re.search(rf"^documents  \d, {unit} skipped as they .*: 1$", describe(summary), re.MULTILINE)

@@ -94,7 +94,7 @@ FAULTS = [
     ),
     Fault(
         "ranks give away more than they must",
-        "cpp/plan/balancer.cpp",
+        "cpp/plan/scheduler.cpp",
         "  limit_ = load_limits(total, speed_, options_.tolerance_ppm);",
         "  limit_ = load_limits(total, speed_, 0);",
         (SCHEDULER,),
@@ -108,7 +108,7 @@ FAULTS = [
     ),
     Fault(
         "small tasks are dear in the statistics alone",
-        "cpp/plan/balancer.cpp",
+        "cpp/plan/scheduler.cpp",
         "is_additive_(options.cost.is_additive()),",
         "is_additive_(true),",
         (SCHEDULER,),

@@ -110,11 +110,11 @@ class Copy:
 
     def noticed(self, fault: Fault) -> str:
         """What notices the fault, which is then taken out of the source again; empty where nothing does."""
-        path = self.tree / fault.file
+        path, text = fault.planted(self.tree)
         source = path.read_text()
-        path.write_text(fault.planted(self.tree))
+        path.write_text(text)
         try:
-            if fault.file.startswith("cpp/"):
+            if path.suffix != ".py":
                 self.build()
             return self.failing_test(fault.tests) or self.failing_test(("tests",))
         finally:

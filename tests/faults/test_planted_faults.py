@@ -15,18 +15,48 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_can_be_planted_and_names_tests_that_there_are(fault: Fault) -> None:
-    assert fault.planted(ROOT) != (ROOT / fault.file).read_text()
+    file, text = fault.planted(ROOT)
+    assert file == ROOT / fault.file and text != file.read_text()
     for named in fault.tests:
         file, *functions = named.split("::")
         text = (ROOT / file).read_text()
         assert all(re.search(rf"^def {re.escape(function.split('[')[0])}\(", text, re.M) for function in functions)
 
 
-def test_a_fault_whose_text_is_gone_or_stands_twice_is_an_error_that_shows_it(tmp_path: Path) -> None:
-    (tmp_path / "source.h").write_text("int a;\nint a;\n")
-    for old, times in (("int a;", 2), ("int b;", 0)):
-        with pytest.raises(ValueError, match=f"stands {times} times in source.h"):
-            Fault("a fault", "source.h", old, "", ()).planted(tmp_path)
+SOURCE = """int wait(int peer, int round) {
+  if (peer == rank_)
+    return 0;
+  signals_.wait(peer, round);
+  return 1;
+}
+"""
+FAULT = Fault("a fault", "cpp/a.cpp", "  signals_.wait(peer, round);\n", "  signals_.wait(round, peer);\n", ())
+
+
+def _tree(folder: Path, file: str, text: str) -> Path:
+    (folder / file).parent.mkdir(parents=True, exist_ok=True)
+    (folder / file).write_text(text)
+    return folder
+
+
+def test_a_fault_finds_its_place(tmp_path: Path) -> None:
+    tree = _tree(tmp_path, "cpp/a.cpp", SOURCE)
+    assert FAULT.planted(tree) == (tree / "cpp/a.cpp", SOURCE.replace("peer, round);", "round, peer);"))
+
+
+def test_a_fault_finds_its_place_again_where_names_files_and_line_breaks_have_changed(tmp_path: Path) -> None:
+    text = SOURCE.replace("peer", "source").replace("wait(source, round)", "wait(\n      source, round)")
+    tree = _tree(tmp_path, "cpp/moved/b.h", text)
+    assert FAULT.planted(tree) == (
+        tree / "cpp/moved/b.h",
+        text.replace("  signals_.wait(\n      source, round);", "  signals_.wait(round, source);"),
+    )
+
+
+@pytest.mark.parametrize("text", [SOURCE * 2, SOURCE.replace("signals_.wait(peer, round)", "poll()"), ""])
+def test_a_fault_whose_piece_is_gone_or_stands_twice_is_an_error_that_shows_it(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"[02] places are like its piece of cpp/a.cpp.*\n  signals_.wait\(peer"):
+        FAULT.planted(_tree(tmp_path, "cpp/a.cpp", text))
 
 
 def test_no_two_faults_have_one_name() -> None:

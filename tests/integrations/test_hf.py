@@ -152,7 +152,9 @@ def test_the_counts_of_targets_are_those_the_case_names() -> None:
 
 def test_a_forgotten_plan_in_training_says_what_to_pass(two_ranks) -> None:
     for rank, (_, message) in enumerate(two_ranks):
-        assert f"no plan in a training step of rank {rank} of 2: pass plan=distca.plan(layout, heads)" in message
+        assert (
+            f"no plan in a training step of rank {rank} of 2: pass plan=distca.plan(layout, heads, context" in message
+        )
 
 
 # ---- one process ----

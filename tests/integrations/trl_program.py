@@ -3,8 +3,7 @@
     trl_program.py FOLDER [CASE ...]
 
 Imports are most of a short run: this process imports once and forks all others, which find each other as under
-torchrun. A rank saves what came out to FOLDER/CASE.RANK.pt, the one process to FOLDER/CASE.alone.pt. The case `example`
-is examples/trl_sft.py.
+torchrun. A rank saves what came out to FOLDER/CASE.RANK.pt, the one process to FOLDER/CASE.alone.pt.
 """
 
 from __future__ import annotations
@@ -207,12 +206,6 @@ def train_all(cases: list[str], folder: Path, alone: bool) -> None:
         gc.collect()
 
 
-def run_example(folder: Path) -> None:
-    trainer = trl_sft.train(str(folder))
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    torch.save({"losses": losses, "imbalance": trainer.stats.imbalance_after}, folder / f"example.{dist.get_rank()}.pt")
-
-
 def _leave() -> None:
     if dist.is_initialized():
         gc.collect()  # DDP's reducer goes before the group that it uses
@@ -260,12 +253,10 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # each trainer collects garbage: without all that is imported, in half of a case's time
     folder = Path(sys.argv[1])
-    cases = [name for name in sys.argv[2:] or CASES if name != "example"]
+    cases = sys.argv[2:] or list(CASES)
     processes = [_forked({}, train_all, cases, folder, True)]
     for ranks in sorted({CASES[name].ranks for name in cases}):
         processes += _group(ranks, train_all, [name for name in cases if CASES[name].ranks == ranks], folder, False)
-    if "example" in sys.argv:
-        processes += _group(2, run_example, folder)
     running = {process.sentinel: process for process in processes}
     while running:
         for sentinel in wait(list(running)):

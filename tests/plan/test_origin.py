@@ -10,6 +10,7 @@ import torch
 
 import distca
 from support.groups import loopback_group, outcomes
+from support.ranks import launch
 
 HEADS = distca.Heads(4, 2, 16)
 LAYOUT = distca.Layout([[(0, 0, 400)], [(1, 0, 64), (2, 0, 30)], [(3, 0, 50)]])
@@ -59,6 +60,9 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, str, str] | str]] = {
     ),
     "balance": ({"balance": False}, ("balance ", "off", "on")),
     "split_heads": ({"split_heads": False}, ("split_heads ", "off", "on")),
+    "objective": ({"objective": "forward", "tolerance": 0.3}, ("objective ", "forward", "all")),
+    "overlap": ({"overlap": True}, ("overlap ", "on", "off")),
+    "ranks_per_node": ({"ranks_per_node": 2}, OTHERS),
     "servers": ({"servers": [0, 2]}, OTHERS),
     "speeds": ({"speeds": [1, 3, 2]}, OTHERS),
     "retain_bytes": ({"retain_bytes": 1 << 20}, OTHERS),
@@ -119,8 +123,31 @@ def test_of_many_plans_the_last_eight_are_told_apart() -> None:
                 _attend(plan, context)
             _attend(plans[-2 if rank == 1 else -1], context)
 
-        for error in outcomes(contexts, work):
+        errors = [error for error in outcomes(contexts, work) if error is not None]  # as above
+        assert errors
+        for error in errors:
             assert isinstance(error, distca.PlanMismatchError), error
             assert re.search(
                 _pattern(("", "the causal mask with a window of 18", "the causal mask with a window of 19")), str(error)
             )
+
+
+def _with_a_cost_model_of_its_own(rank: int) -> str:
+    cost = distca.CostModel(per_pair=1, per_row=1 + rank)
+    with distca.init(max_tokens=400, heads=HEADS, cost=cost, timeout=20.0) as context:
+        _attend(_plan(cost=cost), context)
+        _attend(_plan(cost=cost), context)
+    return "nothing"
+
+
+def _outcome_with_a_cost_model_of_its_own() -> str:
+    rank = torch.distributed.get_rank()
+    try:
+        return _with_a_cost_model_of_its_own(rank)
+    except distca.PlanMismatchError as error:
+        return str(error)
+
+
+def test_ranks_whose_contexts_have_different_cost_models_are_told_so() -> None:
+    for told in launch(_outcome_with_a_cost_model_of_its_own, ranks=RANKS):
+        assert "(another cost model)" in told

@@ -1,10 +1,10 @@
 // Runs the CUDA attention kernels on random problems on device 0 against naive kernels in fp32, and prints errors and
-// TFLOP/s. Ends with 1 where a result is wrong, 2 where the device cannot run it.
+// TFLOP/s. It ends with 1 if a result is wrong, 2 if the device cannot run it.
 //
-// It stands alone, so that a machine with a GPU needs neither Python nor PyTorch:
-//   nvcc -std=c++20 -gencode arch=compute_90a,code=sm_90a -O3 --expt-relaxed-constexpr -I CUTLASS/include -I cuda -I
-//   cpp
-//        cuda/attention/*.cu cuda/attention/*.cpp cuda/attention/check/check_attention.cu -o check_attention
+// It stands alone: a machine with a GPU needs neither Python nor PyTorch for it.
+//   nvcc -std=c++20 -gencode arch=compute_90a,code=sm_90a -O3 --expt-relaxed-constexpr -I CUTLASS/include -I cuda
+//        -I cpp cuda/attention/*.cu cuda/attention/*.cpp cuda/attention/check/check_attention.cu
+//        cpp/transport/table.cpp -o check_attention
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -29,7 +29,7 @@ void check(cudaError_t error, const char* what) {
   std::exit(2);
 }
 
-/// Device memory, every byte 0xff at first: not a number in every dtype.
+/// Device memory. Every byte is 0xff at first, which is NaN in every dtype.
 template <class T>
 struct DeviceArray {
   T* data = nullptr;
@@ -76,7 +76,7 @@ struct Shape {
   }
 };
 
-/// One thread a row of a query head.
+/// Each thread computes one row of a query head.
 __global__ void naive_forward(Shape s, const float* q, const float* k, const float* v, float* out, float* lse) {
   const int index = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (index >= s.length * s.q_heads) return;
@@ -101,7 +101,7 @@ __global__ void naive_forward(Shape s, const float* q, const float* k, const flo
   lse[index] = highest + logf(sum);
 }
 
-/// One thread a row of a query head; dk and dv by atomic adds.
+/// Each thread computes one row of a query head, and adds to dk and dv atomically.
 __global__ void naive_backward(Shape s, const float* q, const float* k, const float* v, const float* dout,
                                const float* lse, const float* delta, float* dq, float* dk, float* dv) {
   const int index = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
@@ -188,7 +188,7 @@ std::vector<float> floats(const Tensor& t) {
   return result;
 }
 
-/// Milliseconds of one run, of several after one to warm up.
+/// Milliseconds of one run: the mean of several after one to warm up.
 template <class Run>
 double time_of(const Run& run) {
   constexpr int kRuns = 5;
@@ -207,7 +207,7 @@ double time_of(const Run& run) {
   return milliseconds / kRuns;
 }
 
-/// Pairs of rows and keys that see each other.
+/// Number of pairs of rows and keys that see each other.
 double pairs(const Setup& setup) {
   double n = 0;
   for (int64_t row = 0; row < setup.length; ++row)
@@ -215,7 +215,8 @@ double pairs(const Setup& setup) {
   return n;
 }
 
-/// One document, cut into tasks at odd places; its blocks of keys lie in two sources, in reversed order in the second.
+/// Runs one document, cut into tasks at odd places. Its blocks of keys lie in two sources, in reversed order in the
+/// second.
 void run_setup(CudaAttention& kernel, const Setup& setup, std::mt19937& random) {
   const HeadShape& h = setup.heads;
   const int64_t n = setup.length, block = attention::kKeyBlockRows, num_blocks = (n + block - 1) / block;
@@ -230,7 +231,7 @@ void run_setup(CudaAttention& kernel, const Setup& setup, std::mt19937& random) 
   const std::vector<float> host_sinks(sinks.size, 0.5f);
   sinks.set(host_sinks);
 
-  // Every third block of keys lies in the second source, and is not a number in the first.
+  // Every third block of keys lies in the second source and is NaN in the first.
   Tensor arena_k(h.dtype, num_blocks * block, h.kv_heads, h.dim);
   Tensor arena_v(h.dtype, num_blocks * block, h.kv_heads, h.v_dim);
   std::vector<int64_t> blocks;
@@ -300,7 +301,7 @@ void run_setup(CudaAttention& kernel, const Setup& setup, std::mt19937& random) 
     compare("lse", lse.host(), right_lse, 1e-5);
   }
 
-  // delta from the outputs as they were rounded.
+  // delta is computed from the rounded outputs.
   const std::vector<float> rounded = floats(out), gradients = floats(dout);
   std::vector<float> deltas(lse.size, 0.f);
   for (size_t i = 0; i < rounded.size(); ++i) deltas[i / static_cast<size_t>(h.v_dim)] += rounded[i] * gradients[i];

@@ -28,7 +28,8 @@ std::unique_ptr<transport::Transport> connect_nvshmem(const transport::NvshmemGr
     else
       heaps.ranks.push_back({base + words_bytes, reinterpret_cast<uint64_t*>(base)});
   }
-  // Symmetric too, for a network registers no other memory: so all ranks have it, or none.
+  // The send arena is symmetric too, because a network registers no other memory. Therefore all ranks have one, or none
+  // has.
   if (is_so_on_any_rank(!reaches_all)) heaps.send_arena = allocate_symmetric(round_up(send_arena_bytes, kPageBytes));
   if (!reaches_all) heaps.sender = make_nvshmem_sender();
   return std::make_unique<transport::StreamTransport>("nvshmem", std::move(control), std::move(streams),

@@ -1,5 +1,6 @@
-// The transport over NVSHMEM: a StreamTransport whose heaps and signal words are symmetric device memory. Peers that
-// load and store reach get their rows from the put kernel, others packed through a send arena (sender.h).
+// The transport over NVSHMEM: a StreamTransport whose heaps and signal words are symmetric device memory. The put
+// kernel writes rows to peers that load and store reach. Rows for other peers are packed into a send arena and sent
+// (sender.h).
 #pragma once
 
 #include <memory>

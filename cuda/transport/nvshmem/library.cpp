@@ -1,4 +1,4 @@
-// What libdistca_nvshmem offers to libdistca.
+// The functions that libdistca_nvshmem offers to libdistca.
 #include <nvshmem_host.h>
 #include <nvshmemx.h>
 

@@ -17,10 +17,10 @@ using transport::SendMessage;
 using transport::SendPiece;
 
 constexpr int kThreads = 256;
-/// Each does one message at a time, and most of the work is the network's.
+/// The most thread blocks. Each sends one message at a time, and most of the work is the network's.
 constexpr size_t kMostBlocks = 16;
 
-/// Nothing here waits for a put to complete.
+/// Sends messages. Nothing here waits for a put to complete.
 __global__ void __launch_bounds__(kThreads) send_kernel(Sender::Tables tables, Guard guard) {
   __shared__ bool may_send;
   for (uint64_t i = blockIdx.x; i < *tables.num_messages; i += gridDim.x) {
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads) send_kernel(Sender::Tables tables, G
     }
     __syncthreads();
     if (!in_one && m.signal != nullptr && threadIdx.x == 0) {
-      nvshmem_fence();  // the pieces before the signal
+      nvshmem_fence();  // orders the pieces before the signal
       nvshmemx_signal_op(m.signal, m.signal_value, NVSHMEM_SIGNAL_SET, m.peer);
     }
   }

@@ -1,4 +1,4 @@
-// Messages through NVSHMEM to peers that load and store do not reach.
+// Sends messages through NVSHMEM to peers that load and store do not reach.
 #pragma once
 
 #include <memory>

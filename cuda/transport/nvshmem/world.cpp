@@ -17,7 +17,7 @@ using transport::NvshmemId;
 
 namespace {
 
-/// The rank that this process has joined as.
+/// The group, and the rank in it, that this process has joined with.
 struct Joined {
   std::mutex mutex;
   std::optional<NvshmemGroup> group;
@@ -27,7 +27,7 @@ Joined& joined() {
   return instance;
 }
 
-/// Somebody else in this process may have begun it too: PyTorch's symmetric memory does.
+/// Whether NVSHMEM has begun. Somebody else in this process may have begun it: PyTorch's symmetric memory does.
 bool has_begun() { return nvshmemx_init_status() > NVSHMEM_STATUS_NOT_INITIALIZED; }
 bool is_world_of(const NvshmemGroup& group) {
   return nvshmem_my_pe() == group.rank && nvshmem_n_pes() == group.num_ranks;
@@ -54,7 +54,7 @@ std::string joining_problem(const NvshmemGroup& group) {
 void join_world(const NvshmemGroup& group, const NvshmemId& id) {
   Joined& j = joined();
   const std::lock_guard lock(j.mutex);
-  // Where the device is not there, NVSHMEM gets no further than its peers, which is told below.
+  // Without the device NVSHMEM gets no further than finding its peers; the check below says so.
   static_cast<void>(cudaSetDevice(group.device));
   forget_error();
   if (j.group) return;
@@ -64,12 +64,13 @@ void join_world(const NvshmemGroup& group, const NvshmemId& id) {
   nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
   require<DeviceError>(nvshmemx_set_attr_uniqueid_args(group.rank, group.num_ranks, &bytes, &attributes) == 0,
                        "NVSHMEM refuses the unique id for rank ", group.rank, " of ", group.num_ranks);
-  // What nvshmemx_init_attr calls, and then ends the process where it fails.
+  // nvshmemx_init_attr calls this function and ends the process where it fails.
   int provided = 0;
   const int error =
       nvshmemi_init_thread(NVSHMEM_THREAD_SERIALIZED, &provided, NVSHMEMX_INIT_WITH_UNIQUEID, &attributes,
                            {NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION, NVSHMEM_VENDOR_PATCH_VERSION});
-  // Without a device that it can use it calls itself bootstrapped, and ends the process when memory is asked for.
+  // Without a device that it can use, NVSHMEM says that it is bootstrapped, and ends the process when memory is asked
+  // for.
   const int status = nvshmemx_init_status();
   require<DeviceError>(error == 0 && status > NVSHMEM_STATUS_IS_BOOTSTRAPPED, "NVSHMEM did not begin on rank ",
                        group.rank, " of ", group.num_ranks, ", device ", group.device, ": error ", error, ", ",

@@ -1,1 +1,1 @@
-"""The command line and its applications. They use the library; it knows nothing of them."""
+"""The command line and its applications. They use the library, which does not know them."""

@@ -18,7 +18,11 @@ from distca.errors import DistcaError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command. Returns 0, 1 for a failure, 2 for a mistake in the options, 130 if interrupted."""
+    """Runs a command.
+
+    Returns:
+        The exit code: 0, 1 for a failure, 2 for a mistake in the options, 130 after Ctrl-C.
+    """
     parser = argparse.ArgumentParser(prog="distca", description="Core attention disaggregation for PyTorch.")
     parser.add_argument("--version", action="version", version=f"distca {distca.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")

@@ -1,4 +1,4 @@
-"""`distca profile`: measures how long this machine's attention takes for tasks of every size, for the cost model."""
+"""`distca profile`: measures this machine's attention for tasks of many sizes, and writes a cost model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distca.errors import InvalidArgumentError
 from distca.heads import DTYPES, Heads
 from distca.ops import attention
 
-#: Query rows and visible keys of the tasks that are measured: powers of two, as the cost model wants them.
+#: Query rows and visible keys of the measured tasks: powers of two, because the cost model takes only those.
 Q_ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096)
 KV_ROWS = (16, 64, 256, 1024, 4096, 16384)
 _KEYS_PER_CALL = 8192
@@ -65,10 +65,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure(heads: Heads, q_rows: int, kv_rows: int, rounds: int) -> dict[str, float]:
-    """Least time of one task, the last ``q_rows`` rows of a causal document of ``kv_rows``, in nanoseconds.
+    """Measures one task: the last ``q_rows`` rows of a causal document of ``kv_rows``.
 
-    Forward and backward are those of the local kernel with as many threads as PyTorch has; small tasks are timed many
-    in a call, as a step has them.
+    Forward and backward are those of the local kernel, with as many threads as PyTorch has. Small tasks are timed many
+    in a call, as they come in a step.
+
+    Returns:
+        The sizes, and the least time of forward and of backward, in nanoseconds.
     """
     num_tasks = max(1, _KEYS_PER_CALL // kv_rows)
     generator = torch.Generator().manual_seed(0)
@@ -92,6 +95,6 @@ def measure(heads: Heads, q_rows: int, kv_rows: int, rounds: int) -> dict[str, f
 
 
 def _least_ns(work: Callable[[], object], rounds: int) -> float:
-    """Of so many calls; the first, which is not counted, warms up."""
+    """The least time of so many calls, in nanoseconds. A first call warms up and is not counted."""
     work()
     return 1e9 * min(seconds(work) for _ in range(rounds))

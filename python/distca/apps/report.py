@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def find_trace(run_or_trace: Path) -> Path:
-    """The trace of a run's folder, or the file itself; InvalidArgumentError says what was expected."""
+    """The trace in a run's folder, or the file itself. Raises InvalidArgumentError, which says what was expected."""
     if run_or_trace.is_file():
         return run_or_trace
     if not run_or_trace.is_dir():
@@ -122,7 +122,7 @@ def _range_of(kind: type[int] | type[float]) -> Any:
         first, dash, last = text.partition("-")
         return kind(first), kind(last if dash else first)
 
-    read.__name__ = "range"  # what argparse calls a wrong one
+    read.__name__ = "range"  # the name by which argparse calls a wrong value
     return read
 
 

@@ -1,1 +1,1 @@
-"""Ranks of a group: processes, hosts and the ways between them."""
+"""How ranks form a group: processes, hosts, and the ways between them."""

@@ -1,6 +1,6 @@
-"""What must be the same on all ranks of a context: compared when it is made, for every transport.
+"""Terms: what must be the same on all ranks of a context. They are compared when it is made, for every transport.
 
-Ranks that differ here would compute addresses in each other's memory from other sizes, read each other's tables in
+Ranks with other terms would compute addresses in each other's memory from other sizes, read each other's tables in
 another format, wait for each other over different transports, or return rows whose bits depend on who computed them.
 What a plan says (layout, heads, mask, cost model) is compared at every step instead.
 """
@@ -20,7 +20,7 @@ from distca.errors import InvalidArgumentError
 
 @dataclass(frozen=True)
 class Terms:
-    """Those of one rank."""
+    """The terms of one rank."""
 
     transport: str
     device: str
@@ -29,7 +29,7 @@ class Terms:
     attention: str
     """``"own"`` or ``"flash"``."""
     problem: str = ""
-    """Why this rank cannot be one of the context; empty where it can."""
+    """Why this rank cannot take part in the context; empty if it can."""
 
 
 _ADVICE = {
@@ -43,23 +43,23 @@ _PROBLEM_CHARACTERS = 150
 
 
 def agree(group: dist.ProcessGroup, mine: Terms, timeout: float) -> None:
-    """Compares the terms of all ranks. Collective over the group.
+    """Compares the terms of all ranks. This is collective over the group.
 
     Raises:
-        PeerDiedError, PeerTimeoutError: where a rank has gone, or does not come within `timeout` seconds.
-        InvalidArgumentError: on all ranks, where one has a problem or two differ; it names them.
+        PeerDiedError, PeerTimeoutError: a rank has gone, or does not come within `timeout` seconds.
+        InvalidArgumentError: a rank has a problem, or two ranks differ. All ranks raise it, and the message names them.
     """
     compare([json.loads(text) for text in gather_text(_text_of(mine), group, timeout)])
 
 
 def _text_of(terms: Terms) -> str:
-    """Short enough for gather_text whatever the problem's text holds."""
+    """The terms as JSON, short enough for gather_text whatever the problem's text holds."""
     problem = "".join(c if c.isascii() and c.isprintable() else "?" for c in terms.problem[:_PROBLEM_CHARACTERS])
     return json.dumps(asdict(terms) | {"problem": problem, "version": _version()})
 
 
 def compare(ranks: list[dict[str, object]]) -> None:
-    """Raises InvalidArgumentError for the first problem, or else for the first difference."""
+    """Raises InvalidArgumentError for the first problem; without a problem, for the first difference."""
     for rank, terms in enumerate(ranks):
         if terms["problem"]:
             raise InvalidArgumentError(f"init: rank {rank}: {terms['problem']}")

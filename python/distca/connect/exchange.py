@@ -1,9 +1,10 @@
-"""The collective behind ``transport="torch"``: ``all_to_all_single`` over a group of the context's own.
+"""The exchange of ``transport="torch"``: ``all_to_all_single`` over a group of the context's own.
 
-The group has the ranks of the user's, so that nothing that runs on theirs (DDP's hooks, say) can come between two ranks
-in another order. What a rank knows of a fault it tells its peers by `FaultReports`; a peer whose connections break
-looks there for the cause. Once a context is made nothing is asked of the store of ``torch.distributed``: a question to
-it lasts as long as the network between is cut, and prints C++ frames when it fails.
+The group has the ranks of the user's group. It is another group, because what runs on the user's (DDP's hooks, for
+example) could run in another order on another rank. A rank tells its peers of faults by `FaultReports`. A peer whose
+connections break looks there for the cause. Once a context is made, nothing is asked of the store of
+``torch.distributed``: a question to it blocks for as long as the network to it is cut, and prints C++ frames when it
+fails.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ from distca.errors import (
 )
 
 REPORT_SECONDS = 1.0
-"""How long a rank whose exchange broke tells its peers and waits for what they know of it."""
+"""How long a rank whose exchange broke tells its peers, and waits for their reports."""
 
 _TEXT_BYTES = 512
 _WAITING = "waiting"
-"""The report of a rank whose exchange broke off as those of the others did, and that knows no cause."""
-_open: set[Exchange] = set()  # a forked child must not end the threads and sockets of its parent's groups
+"""The report of a rank that knows no cause: its exchange broke off because those of the others did."""
+_open: set[Exchange] = set()  # kept alive: a forked child must not end its parent's threads and sockets
 
 
 class Exchange:
-    """Swaps bytes between the ranks of `group`. Collective over it.
+    """Exchanges bytes between the ranks of `group`. This is collective over the group.
 
     Args:
         group: the ranks. With gloo bytes go from memory to memory, with NCCL by way of the current CUDA device.
-        timeout: seconds for one exchange, so also for the ranks to wait for each other.
-        host: the numeric address at which the peers reach this host, for reports of faults; empty where it is unknown.
+        timeout: seconds for one exchange, which includes the wait for the other ranks.
+        host: the numeric address at which peers reach this host, for fault reports; empty if it is unknown.
 
     Raises:
-        PeerDiedError, PeerTimeoutError: where the ranks do not come together.
+        PeerDiedError, PeerTimeoutError: the ranks do not come together.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float, host: str) -> None:
@@ -78,8 +79,8 @@ class Exchange:
         """Sends ``send_bytes[p]`` bytes to each rank p and receives ``receive_bytes[p]``, in the order of the ranks.
 
         Raises:
-            PeerDiedError, PeerLeftError, PeerTimeoutError, PlanMismatchError: with the cause, as far as the ranks
-                know it.
+            PeerDiedError, PeerLeftError, PeerTimeoutError, PlanMismatchError: the exchange broke. The message has the
+                cause, as far as the ranks know it.
         """
         backend = self._backend
         if backend is None:
@@ -96,7 +97,7 @@ class Exchange:
             raise self._explain(error) from error
 
     def abandon(self, kind: str, text: str) -> None:
-        """Leaves the group after a fault of this rank; peers that wait for it learn of it at once."""
+        """Leaves the group after a fault of this rank. Peers that wait for it learn of it at once."""
         if not self._reported:
             self._report(kind, text)
         self._backend = None  # its connections close with it
@@ -109,12 +110,12 @@ class Exchange:
             self.abandon("", "")
 
     def _report(self, kind: str, text: str) -> None:
-        """Tells the peers: the kind of a fault, "" for a rank that closes its context."""
+        """Tells the peers the kind and text of a fault. A rank that closes its context tells "" as the kind."""
         self._reports.tell(kind, text)
         self._reported = True
 
     def _explain(self, error: RuntimeError) -> DistcaError:
-        """Why an exchange broke: what a peer reports as its own fault, or which peers say nothing."""
+        """The error for an exchange that broke: a peer's report of its own fault, or the peers that do not answer."""
         late = "timed out" in str(error).lower()
         deadline = time.monotonic() + REPORT_SECONDS
         self._report(_WAITING, str(error))
@@ -151,19 +152,19 @@ def _as_reported(rank: int, kind: str, text: str) -> DistcaError:
 def all_to_all_single(
     backend: Any, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int]
 ) -> None:
-    """As ``torch.distributed.all_to_all_single``, which does not take a backend that is in no list of groups."""
+    """Does what ``torch.distributed.all_to_all_single`` does, over a backend that is in no list of groups."""
     options = dist.distributed_c10d.AllToAllOptions()
     backend.alltoall_base(output, input, output_sizes, input_sizes, options).wait()
 
 
 def _as_tensor(memory: memoryview) -> torch.Tensor:
-    if memory.nbytes == 0:  # which torch.frombuffer refuses
+    if memory.nbytes == 0:  # torch.frombuffer refuses empty memory
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """The device whose tensors the group's collectives take: the CPU where they may be there."""
+    """The device of tensors for the group's collectives: the CPU, or the current GPU if the group has NCCL alone."""
     backend = str(dist.get_backend(group))
     if "nccl" in backend and "gloo" not in backend:
         return torch.device("cuda", torch.cuda.current_device())
@@ -179,7 +180,7 @@ def names_of(ranks: list[int]) -> str:
 
 
 def _within(seconds: float, make: Callable[[], Any]) -> Any:
-    """What `make` returns or raises; TimeoutError where that takes longer. Its thread is then left to itself."""
+    """What `make` returns or raises. Raises TimeoutError if it takes longer, and then leaves its thread running."""
     made: list[Any] = []
 
     def run() -> None:
@@ -199,11 +200,11 @@ def _within(seconds: float, make: Callable[[], Any]) -> Any:
 
 
 def gather_text(text: str, group: dist.ProcessGroup, timeout: float | None = None) -> list[str]:
-    """All ranks' texts, over the group's own collective; bytes only, nothing is unpickled.
+    """The texts of all ranks, gathered over the group's own collective. Only bytes travel; nothing is unpickled.
 
     Raises:
-        PeerDiedError, PeerTimeoutError: where a rank has gone, or does not come within `timeout` seconds (None: the
-            group's own timeout).
+        PeerDiedError, PeerTimeoutError: a rank has gone, or does not come within `timeout` seconds (None: the group's
+            own timeout).
     """
     data = text.encode()
     if len(data) > _TEXT_BYTES:

@@ -1,8 +1,8 @@
-"""What ranks tell each other of faults: short messages over TCP, for which nobody waits long.
+"""Fault reports: short messages over TCP in which ranks tell each other of faults, without long waits.
 
-Every rank listens. A rank that has something to say connects to each of the others, writes it and hangs up. The system
-keeps what has arrived until the receiver looks for it, even when its sender has ended. A peer that cannot be reached,
-because its network is cut for example, costs `TELL_SECONDS` once and is not told.
+Every rank listens. A rank with a report connects to each of the others, writes it and hangs up. The system keeps what
+has arrived until the receiver looks for it, even if its sender has ended. A peer that cannot be reached, for example
+because its network is cut, costs `TELL_SECONDS` once and is not told.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from typing import Any
 
 TELL_SECONDS = 1.0
-"""How long a rank tries to reach its peers, all together."""
+"""How long a rank tries to reach its peers, for all of them together."""
 
 _MOST_BYTES = 1 << 14
-_MOST_CHARACTERS = 2000  # of a text, each at most four bytes
+_MOST_CHARACTERS = 2000  # of a report's text; each takes at most four bytes
 _BACKLOG = 4096
 
 Report = tuple[str, str]
@@ -29,24 +29,25 @@ Report = tuple[str, str]
 
 
 class FaultReports:
-    """What one rank tells its peers and hears from them.
+    """The reports that one rank sends to its peers and gets from them.
 
     Args:
         rank: this rank.
-        host: the numeric address at which the peers reach this host. Empty: they do not, and this rank hears nothing.
+        host: the numeric address at which the peers reach this host. If it is empty, they do not reach it, and this
+            rank gets no report.
     """
 
     def __init__(self, rank: int, host: str) -> None:
         self._rank = rank
         self._token = secrets.token_hex(16)
         self._listener = _listen(host) if host else None
-        self._peers: dict[int, tuple[str, int, str]] = {}  # host, port and token
+        self._peers: dict[int, tuple[str, int, str]] = {}  # host, port and token of each peer
         self._arriving: list[tuple[socket.socket, bytearray]] = []
         self._heard: dict[int, Report] = {}
 
     @property
     def address(self) -> str:
-        """For the peers alone: who knows it can report to this rank."""
+        """Where peers report to this rank; whoever knows it can. Empty if this rank does not listen."""
         if self._listener is None:
             return ""
         host, port = self._listener.getsockname()[:2]
@@ -60,7 +61,7 @@ class FaultReports:
                 self._peers[peer] = host, int(port), token
 
     def tell(self, kind: str, text: str) -> None:
-        """Tells the peers that can be reached."""
+        """Sends a report to the peers that can be reached."""
         content = json.dumps([self._rank, kind, text[:_MOST_CHARACTERS]], ensure_ascii=False)
         deadline = time.monotonic() + TELL_SECONDS
         with selectors.DefaultSelector() as calls:
@@ -80,7 +81,7 @@ class FaultReports:
                 del self._peers[key.data]
 
     def heard(self, seconds: float) -> dict[int, Report]:
-        """The last report of each peer that has made one, after waiting for news for at most so long."""
+        """The last report of each peer that has sent one, after a wait for news of at most so many seconds."""
         if self._listener is None:
             time.sleep(seconds)
             return {}
@@ -88,7 +89,7 @@ class FaultReports:
             for one in (self._listener, *(call for call, _ in self._arriving)):
                 news.register(one, selectors.EVENT_READ)
             news.select(seconds)
-        with contextlib.suppress(OSError):  # nobody else calls
+        with contextlib.suppress(OSError):  # no further connection has arrived
             while True:
                 self._arriving.append((self._listener.accept()[0], bytearray()))
         still = []
@@ -98,7 +99,7 @@ class FaultReports:
             else:
                 call.close()
                 self._take(bytes(data))
-        # Strangers who call and say nothing must not use up this process's files.
+        # Strangers that connect and say nothing must not use up this process's open files.
         room = 2 * len(self._peers) + 2
         for call, _ in still[:-room]:
             call.close()
@@ -126,7 +127,7 @@ def _family(host: str) -> int:
 
 
 def _listen(host: str) -> socket.socket | None:
-    """None where this host has no such address."""
+    """A listening socket at that address; None if this host has no such address."""
     listener = socket.socket(_family(host), socket.SOCK_STREAM)
     try:
         listener.bind((host, 0))
@@ -141,17 +142,17 @@ def _listen(host: str) -> socket.socket | None:
 def _call(host: str, port: int) -> socket.socket:
     call = socket.socket(_family(host), socket.SOCK_STREAM)
     call.setblocking(False)
-    call.connect_ex((host, port))  # what is wrong with it shows when it is written to
+    call.connect_ex((host, port))  # what is wrong shows when it is written to
     return call
 
 
 def _say(call: Any, message: str) -> None:
     with call, contextlib.suppress(OSError):  # the peer has ended
-        call.send(message.encode())  # so short that the system takes it whole
+        call.send(message.encode())  # the system takes so short a message whole
 
 
 def _receive(call: socket.socket, data: bytearray) -> bool:
-    """Appends what has arrived. False once there is no more to come."""
+    """Appends what has arrived. Returns False once nothing more can come."""
     try:
         while len(data) < _MOST_BYTES:
             more = call.recv(_MOST_BYTES)

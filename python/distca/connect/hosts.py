@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other for a control transport: on one host, or by which address of their hosts."""
+"""How ranks find each other for a control transport: over shared memory on one host, or by addresses of their hosts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from distca.connect.exchange import gather_text
 from distca.errors import DistcaError, InvalidArgumentError
 
 ADDRESS_VARIABLE = "DISTCA_HOST_ADDRESS"
-"""The numeric address of this host where `host_address` is given none."""
+"""The environment variable for the numeric address of this host. `host_address` prefers it to its own search."""
 
 
 def listen(
     group: dist.ProcessGroup | None, timeout: float | None = None
 ) -> tuple[_C.ShmListener | _C.TcpListener, list[str]]:
-    """What this rank listens with, and the addresses of all ranks: over shared memory where all share a host, else TCP.
+    """This rank's listener, and the addresses of all ranks: shared memory if all are on one host, otherwise TCP.
 
-    Collective over the group; None is a group of this process alone. Raises as `host_address`, on all ranks too where
+    It is collective over the group. None stands for a group of this process alone. Ranks wait for each other up to
+    `timeout` seconds (None: the group's own timeout). It raises the errors of `host_address`, and InvalidArgumentError
+    on all ranks if one of them cannot listen at its address.
     one cannot listen at its address. Ranks wait for each other up to `timeout` seconds, as there.
     """
     shm = _C.ShmListener()
@@ -52,19 +54,19 @@ def _all_listen(tcp: _C.TcpListener | None, addresses: list[str]) -> _C.TcpListe
 
 
 def host_address(group: dist.ProcessGroup, address: str | None = None, timeout: float | None = None) -> str:
-    """The numeric IPv4 or IPv6 address at which the other ranks reach this host. Collective over the group.
+    """The numeric IPv4 or IPv6 address at which the other ranks reach this host. It is collective over the group.
 
-    That is the one by which this host reaches ``MASTER_ADDR``, or where that is not set or leads to the host itself
-    alone, the one that the host's own name stands for. Ranks of one host may reach each other by 127.0.0.1 alone.
+    This is the address from which this host reaches ``MASTER_ADDR``. If that is not set, or leads to this host alone,
+    it is the address of the host's own name. If all ranks are on one host, it may be 127.0.0.1.
 
     Args:
         group: the ranks.
-        address: takes the place of all that; by default the environment's ``DISTCA_HOST_ADDRESS``, where it is set.
-        timeout: seconds to wait for the other ranks; None: the group's own timeout.
+        address: an address to use instead; by default the environment's ``DISTCA_HOST_ADDRESS``, if it is set.
+        timeout: seconds to wait for the other ranks (None: the group's own timeout).
 
     Raises:
-        InvalidArgumentError: on all ranks, where the address of one is not numeric or not known, or, with ranks on
-            several hosts, one that other hosts cannot reach.
+        InvalidArgumentError: on all ranks, if the address of one is not numeric or not known, or if ranks are on
+            several hosts and other hosts cannot reach it.
     """
     given = address or os.environ.get(ADDRESS_VARIABLE, "")
     candidates = [given] if given else _candidates()
@@ -75,7 +77,7 @@ def host_address(group: dist.ProcessGroup, address: str | None = None, timeout: 
 
 
 def address_if_known(group: dist.ProcessGroup, timeout: float) -> str:
-    """`host_address`; empty on all ranks where one has none that is known."""
+    """The `host_address` of this rank; empty on all ranks if the address of one is not known."""
     try:
         return host_address(group, timeout=timeout)
     except InvalidArgumentError:
@@ -83,7 +85,7 @@ def address_if_known(group: dist.ProcessGroup, timeout: float) -> str:
 
 
 def _choose(rank: int, candidates: list[str], are_apart: bool) -> str:
-    """The first that serves: the same on all ranks, and so is the error."""
+    """The first candidate that other ranks can reach. The result and the error are the same on all ranks."""
     for text in candidates:
         try:
             address = ipaddress.ip_address(text)
@@ -109,7 +111,7 @@ def _candidates() -> list[str]:
 
 
 def _address_towards(name: str) -> str | None:
-    """What this host calls itself when it sends there; nothing is sent."""
+    """This host's own address when it sends to that name. Nothing is sent. None if there is none."""
     try:
         ways = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
     except OSError:
@@ -121,12 +123,12 @@ def _address_towards(name: str) -> str | None:
                 own = str(probe.getsockname()[0])
         except OSError:
             continue
-        if "%" not in own:  # one that means something on one link alone
+        if "%" not in own:  # an address with % is valid on one link alone
             return own
     return None
 
 
 def _host() -> str:
-    """Tells apart hosts, and network namespaces, within which a loopback address is known."""
+    """The identity of this host and network namespace, inside which ranks reach each other's loopback addresses."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/net')}"

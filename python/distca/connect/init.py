@@ -1,4 +1,4 @@
-"""`distca.init`: this process becomes a rank of an attention group, over the transport that reaches the others."""
+"""`distca.init`: makes this process a rank of an attention group, over a transport that reaches the other ranks."""
 
 from __future__ import annotations
 
@@ -42,50 +42,61 @@ def init(
     put_ctas: int | None = None,
     nsys: bool | None = None,
 ) -> Context:
-    """Makes this process a rank of an attention group. Collective over the group; starts no process.
+    """Makes this process a rank of an attention group. It is collective over the group and starts no process.
 
     Args:
-        group: the ranks; by default all of ``torch.distributed`` where that is initialised, else this process alone.
-        transport: ``"shm"`` (processes on one host), ``"torch"`` (processes on any hosts: ``all_to_all_single`` over a
-            gloo or NCCL group of its own with the same ranks; NCCL has not yet been run), ``"cuda-ipc"`` (GPUs of one
-            host that reach each other's memory, or processes that share a GPU; not yet run on a GPU), ``"nvshmem"``
-            (GPUs of any hosts; not yet run on a GPU), ``"loopback"`` (a group of one), or ``"auto"``, which is loopback
-            for a single rank; for tensors on the CPU shm where all ranks are on one host, else torch; on CUDA
-            cuda-ipc where all ranks are on one host, else nvshmem. With nvshmem hosts also talk to each other over TCP,
-            each at its address in the network of ``MASTER_ADDR`` or the one in its environment's
-            ``DISTCA_HOST_ADDRESS``.
-        max_tokens: the most rows this rank's token tensor will have; with ``heads`` it sets the heap's default size.
+        group: the ranks. The default is the whole world if ``torch.distributed`` is initialised, and otherwise this
+            process alone.
+        transport: how rows travel.
+            - ``"shm"``: processes on one host.
+            - ``"torch"``: processes on any hosts, by ``all_to_all_single`` over a gloo or NCCL group of its own with
+              the same ranks. NCCL has not been run yet.
+            - ``"cuda-ipc"``: GPUs of one host that reach each other's memory, or processes that share a GPU. Not yet
+              run on a GPU.
+            - ``"nvshmem"``: GPUs of any hosts. Not yet run on a GPU. Hosts also talk to each other over TCP, each at
+              the address in the environment's ``DISTCA_HOST_ADDRESS``, or otherwise at its address in the network of
+              ``MASTER_ADDR``.
+            - ``"loopback"``: a group of one.
+            - ``"auto"``: loopback for one rank. For more ranks on the CPU it is shm if all are on one host and
+              otherwise torch; on CUDA it is cuda-ipc if all are on one host and otherwise nvshmem.
+        max_tokens: the most rows that this rank's token tensor will have. With ``heads`` it sets the default size of
+            the heap.
         heads: head shape and dtype of the attention layers.
-        heap_bytes: size of the symmetric heap, the same on all ranks; two slots. By default `default_heap_bytes`, six
-            times the rank's own rows of q, k, v, out and their gradients: balanced batches of whole documents take a
-            tenth of that, a document that is cut over many ranks may take more. A plan that needs more says how much,
-            and ``distca plan --heap`` says it before anything runs. On the CPU pages are taken as they are used. With
-            ``"nvshmem"`` the environment's ``EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB`` (in GiB) takes its place where it is
-            not given, and half as much again is taken for rows on their way where a rank is reached over a network.
-        timeout: seconds after which a living but silent peer is an error. Long by default: peers compile and save.
-        name: several contexts may live at once, each under its own name.
-        cost: cost model of the plans.
-        progress_thread: with shm, copy rows on a thread of the context's own, so that they travel while this rank
-            computes (`PingPong`). Worth it where there is a core to spare for it.
+        heap_bytes: size of the symmetric heap, which has two slots, the same on all ranks. The default
+            (`default_heap_bytes`) is six times the rank's own rows of q, k, v, out and their gradients. Balanced
+            batches of whole documents take a tenth of that; a document that is cut over many ranks may take more. A
+            plan that needs more says how much, and ``distca plan --heap`` says it before anything runs. The CPU's heap
+            takes pages only as they are used. For ``transport="nvshmem"``, but not where ``"auto"`` takes it, the
+            environment's ``EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB`` (in GiB) is the default if it is set. If some rank is
+            reached over a network, nvshmem takes half as much again for rows on their way.
+        timeout: seconds after which a silent peer that is alive is an error. The default is long, because peers compile
+            and save checkpoints.
+        name: the context's name. Several contexts may be open at once under different names.
+        cost: the default cost model of the context's plans; visible pairs by default.
+        progress_thread: with shm, copies rows on a thread of the context's own, so that they travel while this rank
+            computes (`PingPong`). It pays where a core is free for that thread.
         link: emulates a network of that speed over shm or loopback, for tests and benchmarks.
-        device: where the tensors are: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``; CUDA was not yet run on a GPU. Steps are
-            queued there on PyTorch's current stream and one of the context's own: a fault is NaN in what they return
-            and an error of the next call, or of `check`.
-        attention: what computes attention on a GPU, the same on all ranks: ``"own"``, the library's kernels for compute
-            capability 9.0, not yet verified on a GPU; ``"flash"``, ATen's flash attention; or ``"auto"``, which is
-            flash until own kernels are verified. None: as the environment's ``DISTCA_ATTENTION`` says, by default
-            auto. The CPU has one kernel.
-        put_ctas: on CUDA, the thread blocks that send rows, which attention does without; by default as many as keep a
-            link busy, by its bandwidth and latency.
-        nsys: makes every operator of this context an NVTX range of its name (``distca::dispatch``), for Nsight Systems;
-            not yet run on a GPU. None: where the environment's ``ENABLE_NSYS`` is 1.
+        device: where the tensors are: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``. CUDA has not been run on a GPU yet. Steps
+            on CUDA are queued on PyTorch's current stream and on one of the context's own. A fault there shows as NaN
+            in what the steps return, and as an error of the next call or of `check`.
+        attention: what computes attention on a GPU, the same on all ranks. ``"own"`` is this library's kernels for
+            compute capability 9.0, which have not been verified on a GPU yet. ``"flash"`` is ATen's flash attention.
+            ``"auto"`` is flash until the own kernels are verified. The default is the environment's
+            ``DISTCA_ATTENTION``, or auto if that is not set. The CPU has one kernel.
+        put_ctas: on CUDA, the number of thread blocks that send rows. The default is as many as keep a link busy, by
+            its bandwidth and latency.
+        nsys: makes every operator of this context an NVTX range of its name (``distca::dispatch``), for Nsight Systems.
+            Not yet run on a GPU. The default is on if the environment's ``ENABLE_NSYS`` is 1.
+
+    Returns:
+        The context, open until `Context.close`.
 
     Raises:
-        DeviceError: for a device or NVTX that is not there.
-        OperatingSystemError: where the group takes more open files than this process may have.
-        PeerDiedError, PeerTimeoutError: where a rank is gone, or does not come within ``timeout``.
-        InvalidArgumentError: for wrong arguments, a name in use, arguments that differ between ranks, ranks on
-            several hosts with ``"shm"``, or no group with ``"torch"``.
+        DeviceError: the device, or NVTX, is not there.
+        OperatingSystemError: the group takes more open files than this process may have.
+        PeerDiedError, PeerTimeoutError: a rank has gone, or does not come within ``timeout``.
+        InvalidArgumentError: an argument is wrong or differs between ranks, the name is in use, ranks are on several
+            hosts with ``"shm"``, or there is no group with ``"torch"``.
     """
     if transport not in _TRANSPORTS:
         raise InvalidArgumentError(f"init: transport = {transport!r}; one of {', '.join(_TRANSPORTS)} is expected")

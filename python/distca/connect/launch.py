@@ -1,8 +1,9 @@
-"""Start the ranks of one job on this machine: `distca.launch(fn, *args, ranks=N)`.
+"""`distca.launch(fn, *args, ranks=N)`: starts the ranks of one job on this machine.
 
-Each rank is a process of its own (spawned by default, so `fn` must be importable) with `torch.distributed` initialised
-over gloo on the loopback interface. The rendezvous is a store that the parent owns on a port the kernel chose: no port
-races, no files. Ranks die with their parent, and a rank that fails ends the others.
+Each rank is a process of its own in which `torch.distributed` is initialised over gloo on the loopback interface.
+Processes are spawned by default; therefore `fn` must be importable. The rendezvous is a store that the parent owns, on
+a port that the kernel chose: there are no port races and no files. Ranks die with their parent, and a rank that fails
+ends the others.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Result = TypeVar("Result")
 StartMethod = Literal["spawn", "forkserver"]
 
 GRACE_SECONDS = 5.0
-"""How long the other ranks may take to end by themselves once one has failed."""
+"""How long the other ranks may take to end by themselves after one has failed."""
 _WAKE_SECONDS = 0.5
 
 _PR_SET_PDEATHSIG = 1
@@ -50,11 +51,13 @@ _PR_SET_NAME = 15
 
 
 class RankError(DistcaError):
-    """A rank started by `launch` failed. The message names the rank, what happened and, for an exception, its
-    traceback.
+    """A rank started by `launch` failed. The message names the rank and the cause, with the traceback of an exception.
 
-    Attributes: `rank`; `headline`, the message without the traceback; `exception`, the name of the exception type the
-    rank raised ("" if it died without one); `expected`, whether that exception is one of distca's own errors.
+    Attributes:
+        rank: the rank.
+        headline: the message without the traceback.
+        exception: the name of the exception type that the rank raised; empty if it died without one.
+        expected: whether that exception is one of distca's own errors.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class RankError(DistcaError):
 
 @dataclass
 class _Failure:
-    """What a rank reports about the exception that ended it. `when` is on the clock that all processes share."""
+    """The exception that ended a rank, as the rank reports it. `when` is on the clock that all processes share."""
 
     exception: str
     text: str
@@ -121,7 +124,7 @@ class _Rank:
         return isinstance(self.report, _Failure) or (not self.running and self.process.exitcode != 0)
 
     def receive(self) -> None:
-        """Takes the report out of the pipe if there is one (a rank may also die without)."""
+        """Takes the report out of the pipe if there is one. A rank may also die without a report."""
         try:
             if self.report is not None or not self.pipe.poll():
                 return
@@ -135,7 +138,7 @@ class _Rank:
 
     def signal(self, number: int) -> None:
         if self.running and self.process.pid is not None and self.process.is_alive():
-            with contextlib.suppress(ProcessLookupError):  # it ended since; a server of forks has taken it away
+            with contextlib.suppress(ProcessLookupError):  # it has just ended, and the fork server has reaped it
                 os.kill(self.process.pid, number)
 
 
@@ -146,20 +149,32 @@ def launch(
     threads: int | None = None,
     start_method: StartMethod = "spawn",
 ) -> list[Result]:
-    """Calls `fn(*args)` in `ranks` new processes and returns what each returned, in the order of the ranks.
+    """Calls `fn(*args)` in `ranks` new processes and returns their results in the order of the ranks.
 
     In each process `torch.distributed` is initialised (gloo, on the loopback interface unless GLOO_SOCKET_IFNAME says
-    otherwise), RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set, and torch uses `threads` threads (default:
-    this machine's cores divided by `ranks`). `fn`, `args` and the returned values are pickled: small objects.
+    otherwise), and RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set. The calling script needs an `if __name__
+    == "__main__":` guard, as with every spawned process.
 
-    Raises `RankError` naming the rank that failed first and why; the others get a few seconds to end by themselves
-    and are then terminated. Ctrl-C is passed on to every rank once, where it raises KeyboardInterrupt unless `fn`
-    handles it: if all ranks return, so does `launch`; otherwise it raises KeyboardInterrupt. A second Ctrl-C kills
-    the ranks. The calling script needs an `if __name__ == "__main__":` guard, as with every spawned process.
+    Ctrl-C is passed on to every rank once. There it raises KeyboardInterrupt unless `fn` handles it. If all ranks
+    return, so does `launch`; otherwise it raises KeyboardInterrupt. A second Ctrl-C kills the ranks.
 
-    `start_method="forkserver"` is for programs that launch often and without a GPU, such as tests: ranks are forked
-    from one process that the first such launch starts and that has imported what
-    `multiprocessing.set_forkserver_preload` names, which saves each rank the seconds of those imports.
+    Args:
+        fn: an importable function.
+        args: its arguments. `fn`, `args` and the returned values are pickled; keep them small.
+        ranks: number of processes.
+        threads: threads of torch in each process; by default this machine's cores divided by `ranks`.
+        start_method: `"spawn"`, or `"forkserver"` for programs that launch often and without a GPU, such as tests. The
+            first such launch starts one process, which imports what `multiprocessing.set_forkserver_preload` names.
+            Ranks are forked from it, which saves each of them the seconds of those imports.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        RankError: a rank failed. It names the rank that failed first, and why. The others get a few seconds to end by
+            themselves and are then killed.
+        InvalidArgumentError: an argument is out of range or cannot be pickled.
+        OperatingSystemError: the ranks take more open files than this process may have.
     """
     if ranks < 1:
         raise InvalidArgumentError(f"launch: ranks is {ranks}, must be at least 1")
@@ -201,9 +216,9 @@ def launch(
 
 def _start(group: list[_Rank], call: bytes, ranks: int, threads: int, port: int, start_method: StartMethod) -> None:
     context: Any = multiprocessing.get_context(start_method)
-    environment = dict(os.environ)  # that of a server of forks is the one it was started in
-    # A rank starts with SIGINT blocked and unblocks it once it has joined the group: a Ctrl-C before waits until then.
-    # The tracker is started first because starting it would unblock the signal again.
+    environment = dict(os.environ)  # a fork server would have the environment in which it was started
+    # A rank starts with SIGINT blocked and unblocks it once it has joined the group; an earlier Ctrl-C waits until
+    # then. The tracker is started first, because starting it would unblock the signal again.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -220,7 +235,7 @@ def _start(group: list[_Rank], call: bytes, ranks: int, threads: int, port: int,
 
 
 def _supervise(group: list[_Rank]) -> bool:
-    """Waits until every rank has ended; True if Ctrl-C was pressed meanwhile."""
+    """Waits until every rank has ended. Returns whether Ctrl-C was pressed meanwhile."""
     interrupts = 0
     deadline: float | None = None
     while any(rank.running for rank in group):
@@ -242,10 +257,10 @@ def _supervise(group: list[_Rank]) -> bool:
 
 
 def _collect(group: list[_Rank], deadline: float | None) -> None:
-    """Waits for news of any rank, a while or until the deadline, and takes it in."""
+    """Waits for news of any rank, for a while or until the deadline, and takes it in."""
     waiting: list[Any] = [rank.process.sentinel for rank in group if rank.running]
     waiting += [rank.pipe for rank in group if rank.running and rank.report is None]
-    # A Ctrl-C that another thread is given (torch's store has one) does not wake this one, so look now and then.
+    # If another thread gets the Ctrl-C (torch's store has one), it does not wake this thread: look now and then.
     timeout = _WAKE_SECONDS if deadline is None else min(_WAKE_SECONDS, max(0.0, deadline - time.monotonic()) + 0.01)
     ready = wait(waiting, timeout)
     for rank in group:
@@ -258,7 +273,7 @@ def _collect(group: list[_Rank], deadline: float | None) -> None:
 
 
 def _outcome(group: list[_Rank], interrupted: bool) -> list[Any]:
-    """The values of all ranks, or the error of the rank that failed first."""
+    """The values of all ranks. Raises the error of the rank that failed first if one failed."""
     failures = [(key, rank) for rank in group if (key := _failure_key(rank)) is not None]
     if interrupted and any(not isinstance(rank.report, _Success) for rank in group):
         raise KeyboardInterrupt
@@ -277,7 +292,7 @@ def _outcome(group: list[_Rank], interrupted: bool) -> list[Any]:
 
 
 def _failure_key(rank: _Rank) -> tuple[int, float] | None:
-    """Sorts failures by how likely they are the cause: what we stopped and what echoes others last, then by time."""
+    """Sorts failures by cause, then by time: ranks that we stopped or that echo another's failure come last."""
     if isinstance(rank.report, _Failure):
         return (2 if rank.report.interrupted else int(rank.report.follow_up), rank.report.when)
     if rank.process.exitcode == 0 and rank.report is not None:
@@ -319,14 +334,14 @@ def _rank_main(
     _die_with_parent()
     os.environ.clear()
     os.environ.update(environment)
-    gc.freeze()  # what is imported by now stays: collections need not look through it
+    gc.freeze()  # keeps what is imported by now out of garbage collections
     _name_process(f"distca-rank-{rank}")
     os.setpgid(0, 0)  # a Ctrl-C at the terminal reaches the parent alone, which passes it on exactly once
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # outside the terminal's own process group, printing must not stop us
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # outside the terminal's process group, printing must not stop us
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _join_group(rank, ranks, threads, port)
-        # Gloo's threads keep SIGINT blocked: one that took it would leave this thread asleep.
+        # Gloo's threads keep SIGINT blocked: if one of them took it, this thread would stay asleep.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         fn, args = pickle.loads(call)
         value = fn(*args)
@@ -337,7 +352,7 @@ def _rank_main(
         _report_and_exit(pipe, error)
     try:
         leave_process_group()
-    except Exception:  # a peer failed meanwhile: the parent knows why
+    except Exception:  # a peer failed meanwhile, and the parent knows why
         exit_now(1)
 
 
@@ -352,8 +367,8 @@ def _join_group(rank: int, ranks: int, threads: int, port: int) -> None:
 def leave_process_group() -> None:
     """Ends `torch.distributed` in this process, together with all other ranks.
 
-    Everything that holds the group (DDP, optimizers over it) must have been dropped: gloo aborts a process that exits
-    while a process group is alive.
+    Everything that holds the group (DDP, optimizers over it) must have been dropped before, because gloo aborts a
+    process that exits while a process group is alive.
     """
     gc.collect()
     if dist.is_initialized():
@@ -377,17 +392,17 @@ def _report_and_exit(pipe: Connection, error: BaseException) -> NoReturn:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Leaves without destructors: what failed may hold a process group, with which gloo would abort."""
+    """Exits without destructors. What failed may hold a process group, which would make gloo abort."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _die_with_parent() -> None:
-    """Where a server forked this process, it is the one that ends with the program that launched."""
+    """Makes this process die with its parent: the launching program, or the fork server, which dies with it."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
-    if parent is None or not parent.is_alive():  # it ended before the line above took effect
+    if parent is None or not parent.is_alive():  # the parent ended before the line above took effect
         os._exit(1)
 
 

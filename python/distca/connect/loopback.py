@@ -29,19 +29,23 @@ def loopback(
     device: torch.device | str = "cpu",
     attention: str | None = None,
 ) -> list[Context]:
-    """Makes a whole group in this process, for tests; each context must be used from a thread of its own.
+    """Makes a whole group in this process, for tests. Use each context from a thread of its own.
 
-    On CUDA the ranks share a GPU, and each must work on a stream of its own (``with torch.cuda.stream(...)``), for on a
-    common one they would wait for each other. Autograd runs the backward of all threads' graphs on a GPU in one thread,
-    where ranks would wait for each other for ever: run them under
+    On CUDA the ranks share a GPU, and each must work on a stream of its own (``with torch.cuda.stream(...)``), because
+    on a common stream they would wait for each other. For a GPU, autograd runs the backward of all threads' graphs in
+    one thread, where ranks would wait for each other for ever. Run backward under
     ``torch.autograd.set_multithreading_enabled(False)``.
 
     Args:
         num_ranks: number of ranks.
-        max_tokens, heads, heap_bytes, timeout, cost, device, attention: as for :func:`distca.init`.
+        max_tokens, heads, heap_bytes, timeout, cost, device, attention: as in `distca.init`.
+
+    Returns:
+        The contexts of the ranks, by rank.
 
     Raises:
-        InvalidArgumentError: for wrong arguments, or such that do not go together.
+        InvalidArgumentError: an argument is wrong, or arguments exclude each other.
+        DeviceError: the device is not there.
     """
     return make_group(num_ranks, max_tokens, heads, heap_bytes, timeout, cost, device_name(device), attention)
 
@@ -58,7 +62,10 @@ def make_group(
     emulation: ModuleType | None = None,
     **options: Any,
 ) -> list[Context]:
-    """`loopback`; with `emulation`, what makes the core's contexts in place of ``_C``, with options of its own."""
+    """Does what `loopback` does.
+
+    With `emulation`, that module makes the core's contexts in place of `_C`, and has options of its own.
+    """
     attention = _C.chosen_attention(attention, device)
     if problem := attention_problem(device, attention, heads):
         raise InvalidArgumentError(f"loopback: {problem}")

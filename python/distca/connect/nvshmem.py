@@ -1,7 +1,7 @@
 """``transport="nvshmem"``: rows between GPUs of any hosts. Not yet run on a GPU.
 
-Ranks find each other by NVSHMEM's unique id, which travels over the process group: so it makes no difference whether
-torchrun, Slurm or MPI started them.
+Ranks find each other by NVSHMEM's unique id, which travels over the process group. Therefore it makes no difference
+whether torchrun, Slurm or MPI started them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from distca.errors import DeviceError, InvalidArgumentError
 
 _LIBRARY = "libnvshmem_host.so.3"
 _TOLD = 200
-"""Characters of a problem that the other ranks are told."""
+"""The most characters of a problem that are told to the other ranks."""
 HEAP_VARIABLE = "EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB"
-"""The heap's size in GiB where ``heap_bytes`` is not given; the released DistCA reads the same."""
+"""The environment variable for the heap's size in GiB without ``heap_bytes``. The released DistCA reads it too."""
 
 
 def library_folder() -> Path | None:
-    """Where the wheel nvidia-nvshmem-cu13 of this Python has its libraries; None where it is not installed."""
+    """The folder of the libraries of the wheel nvidia-nvshmem-cu13 in this Python; None if it is not installed."""
     try:
         found = importlib.util.find_spec("nvidia.nvshmem")
     except ModuleNotFoundError:
@@ -39,8 +39,9 @@ def library_folder() -> Path | None:
 
 @functools.cache
 def status() -> tuple[str, str]:
-    """Version of NVSHMEM, or else why the transport is not to be had. Loads the libraries; starts nothing."""
-    # In a wheel our library lies beside the one that it needs; elsewhere that one is found if it is loaded already.
+    """NVSHMEM's version, and why the transport is not available; one is empty. It loads the libraries."""
+    # In a wheel our library lies beside the one that it needs. Elsewhere it finds that one only if that is loaded
+    # already.
     folder = library_folder()
     if folder is not None:
         ctypes.CDLL(str(folder / _LIBRARY))
@@ -48,7 +49,7 @@ def status() -> tuple[str, str]:
 
 
 def heap_bytes_of_environment() -> int | None:
-    """What ``EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB`` asks for, if it is set."""
+    """The bytes that ``EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB`` asks for; None if it is not set."""
     text = os.environ.get(HEAP_VARIABLE)
     if text is None:
         return None
@@ -69,10 +70,12 @@ def connect(
     options: dict[str, Any],
     put_ctas: int | None = None,
 ) -> _C.Context:
-    """Makes this process a rank; collective over the group. ``device`` is ``"cuda:"`` and a number.
+    """Makes this process a rank. It is collective over the group. ``device`` is ``"cuda:"`` and a number.
 
-    Raises InvalidArgumentError where a rank cannot have the transport, DeviceError where NVSHMEM does not begin on one,
-    on all ranks; InvalidArgumentError too where the hosts have no address at which to reach each other.
+    Raises:
+        InvalidArgumentError: on all ranks, if the transport is not available on one of them, or if hosts have no
+            address at which they reach each other.
+        DeviceError: on all ranks, if NVSHMEM does not begin on one of them.
     """
     timeout: float = options["timeout"]
     rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
@@ -84,7 +87,7 @@ def connect(
             unique_id = _C.nvshmem_unique_id()
     except DeviceError as error:
         problem = str(error)
-    # Told to all, so that none waits for a rank that cannot come.
+    # Every rank is told, so that none waits for a rank that cannot come.
     told = [text.split("|", 1) for text in _gather(f"{unique_id.hex()}|{problem[:_TOLD]}", group, timeout)]
     for peer, (_, problem) in enumerate(told):
         if problem:

@@ -1,4 +1,4 @@
-"""Whether this process may open the files that its ranks need: memory, sockets and pipes count as files."""
+"""Checks that this process may open the files that its ranks need. Memory, sockets and pipes count as files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from distca.errors import OperatingSystemError
 
 
 def check_open_files(what: str, more: int) -> None:
-    """Raises OperatingSystemError where this process may not open so many more; `what` says what for."""
+    """Raises OperatingSystemError if this process may not open so many more files; `what` says what they are for."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))
     if limit != resource.RLIM_INFINITY and used + more > limit:

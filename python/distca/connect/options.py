@@ -1,4 +1,4 @@
-"""Arguments that all ways to make a context take, checked and in the core's terms."""
+"""Arguments that `distca.init` and `distca.loopback` share: they are checked and turned into the core's terms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXTENT_ALIGNMENT = _C.EXTENT_ALIGNMENT
 
 
 def attention_problem(device: str, attention: str, heads: Heads) -> str:
-    """Why the own kernels, if they are chosen, do not compute there; empty where they do."""
+    """Why the own kernels, if they are chosen, cannot compute these heads on this device; empty if they can."""
     if device == "cpu" or attention != "own":
         return ""
     shape = heads.q, heads.kv, heads.dim, heads.value_dim, heads.dtype_number
@@ -26,7 +26,7 @@ def attention_problem(device: str, attention: str, heads: Heads) -> str:
 
 
 def device_name(device: torch.device | str) -> str:
-    """``"cpu"``, or ``"cuda:"`` and the number of a device that is there."""
+    """``"cpu"``, or ``"cuda:"`` and the number of a device that is there. Raises an error for any other device."""
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -44,7 +44,7 @@ def device_name(device: torch.device | str) -> str:
 
 
 def core_options(slot_bytes: int, timeout: float, cost: CostModel) -> dict[str, Any]:
-    """What every transport's constructor in ``_C`` takes."""
+    """The arguments that every transport's constructor in ``_C`` takes."""
     if not is_number(timeout, 0.0, float("inf")):
         raise InvalidArgumentError(f"init: timeout = {timeout!r}; a number of seconds is expected")
     check_type("init", "cost", cost, CostModel, 'distca.CostModel.load("pairs")')
@@ -56,7 +56,7 @@ def core_options(slot_bytes: int, timeout: float, cost: CostModel) -> dict[str, 
 
 
 def slot_bytes_of(max_tokens: int, heads: Heads, heap_bytes: int | None) -> int:
-    """Bytes of one slot, of the heap that is asked for or the default one."""
+    """Bytes of one slot of the heap that is asked for, or of the default one."""
     if not is_whole(max_tokens, 1):
         raise InvalidArgumentError(f"init: max_tokens = {max_tokens!r}; at least 1 is expected")
     check_type("init", "heads", heads, Heads, "distca.Heads(q=8, kv=2, dim=64)")

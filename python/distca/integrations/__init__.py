@@ -1,1 +1,1 @@
-"""Adapters for libraries that bring their own models. Nothing here is imported by `distca` itself."""
+"""Adapters for libraries that bring their own models. `distca` itself imports none of them."""

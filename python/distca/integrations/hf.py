@@ -4,25 +4,25 @@
     model = LlamaForCausalLM(LlamaConfig(..., attn_implementation="distca"))
     model(input_ids=ids, position_ids=plan.layout.position_ids(plan.rank)[None], plan=plan)
 
-The model stays as it is. Forward keywords:
+The model itself stays unmodified. Its forward takes these keywords:
 
-- `plan`: the `distca.Plan` of this step, or the `distca.Plans` where layers differ in their sliding window. Tensors are
-  packed, batch size 1, one row for each row of the layout on this rank. Documents are separated by the plan, so no
-  [T, T] mask is built and no `attention_mask` is wanted; one of ones is accepted. Where the caller cannot pass it,
-  `with distca.using(plan)` does the same.
-- `position_ids` [1, T]: must be those of the plan's layout, `plan.layout.position_ids(plan.rank)`. Left out,
-  transformers counts the rows of the tensor, which is refused unless every rank has one whole document.
+- `plan`: the `distca.Plan` of this step, or the `distca.Plans` if layers differ in their sliding window. Tensors are
+  packed: batch size 1, and one row for each row of the layout on this rank. The plan separates documents. Therefore no
+  [T, T] mask is built, and no `attention_mask` is needed; a mask of ones is accepted. `with distca.using(plan)` does
+  the same where the caller cannot pass the keyword.
+- `position_ids` [1, T]: those of the plan's layout, `plan.layout.position_ids(plan.rank)`. Without them transformers
+  counts the rows of the tensor. That is refused unless it gives every document on every rank its positions.
 - `distca_context`: the context, or its name (default "default").
 
-A model that cannot use the plan, or only in part, is refused by name (hf_models.py, hf_forward.py).
+A model that cannot use the plan, or can use it only in part, is refused by name (hf_models.py, hf_forward.py).
 
-Without a plan attention is local, computed by transformers' own SDPA function: for evaluation and `generate()`. The
-other ranks take no part in it, so this is also how one rank evaluates alone; with a plan all ranks must. In training
-no plan is an error when the context has more than one rank. transformers cannot run a tensor of no rows: give a
-rank without tokens one row of padding, the segment (-1, 0, 1).
+Without a plan attention is local: transformers' own SDPA function computes it, for evaluation and `generate()`. The
+other ranks take no part in it. This is also how one rank evaluates alone; with a plan all ranks must take part. In
+training, a missing plan is an error if the context has more than one rank. transformers cannot run a tensor without
+rows: give a rank without tokens one row of padding, the segment (-1, 0, 1).
 
-`heads_of` and `windows_of` read from a model's configuration what `distca.plan` needs; `PlanInputs` lets a
-`transformers.Trainer` make the plans itself. `ping_pong` and `plan_halves`: see hf_ping_pong.py.
+`heads_of` and `windows_of` read from a model's configuration what `distca.plan` needs. `PlanInputs` makes a
+`transformers.Trainer` plan by itself. `ping_pong` and `plan_halves` are described in hf_ping_pong.py.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ from distca.registry import find_context, get_context
 
 
 class DeferredMask:
-    """The mask that transformers asked for, built only if a layer needs it.
+    """The mask that transformers asked for. It is built only if a layer needs it.
 
-    transformers makes the mask before any layer runs, where the plan is not known. With a plan the layers ask only
-    whether the request goes beyond what the plan expresses; without one, the first layer builds the mask and the
-    others share it.
+    transformers makes the mask before any layer runs, when the plan is not known. With a plan, layers only ask whether
+    the request goes beyond what the plan expresses. Without a plan, the first layer builds the mask and the others
+    share it.
     """
 
     def __init__(self, request: dict[str, Any]) -> None:
@@ -73,14 +73,14 @@ class DeferredMask:
         self._examined = False
 
     def build(self) -> torch.Tensor | None:
-        """The boolean mask [1, 1, q, kv] for SDPA, or None where SDPA's own causal flag says the same."""
+        """The boolean mask [1, 1, q, kv] for SDPA, or None if SDPA's own causal flag says the same."""
         if not self._built:
             self._mask, self._built = sdpa_mask(**self._request), True
         return self._mask
 
     def objection(self) -> str | None:
-        """Why a plan cannot stand in for this mask; None if it can."""
-        if torch.compiler.is_compiling():  # costs nothing at run time, while the two flags would be guarded
+        """Why a plan cannot take the place of this mask; None if it can."""
+        if torch.compiler.is_compiling():  # this costs nothing at run time, while the two flags would be guarded
             return self._examine()
         if not self._examined:
             self._objection, self._examined = self._examine(), True
@@ -100,7 +100,7 @@ class DeferredMask:
         return None
 
     def _sees_future(self) -> bool:
-        """Whether any row may see the row after it: bidirectional models, blocks of image tokens."""
+        """Whether any row may see the row after it, as in bidirectional models and blocks of image tokens."""
         rows = torch.arange(max(self._request["q_length"] - 1, 0), device=self._request.get("device"))
         batch = torch.zeros_like(rows)
         mask_function: Callable[..., torch.Tensor] = self._request["mask_function"]
@@ -108,20 +108,20 @@ class DeferredMask:
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        """A model that computes with the mask itself does not let its attention be replaced."""
+        """Refuses a model that computes with the mask itself: its attention cannot be replaced."""
         _refuse_mask("adds it to its attention scores")
 
     def __getitem__(self, _: Any) -> Any:
         _refuse_mask("takes parts of it")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python and its libraries ask of any object
+        if name.startswith("__"):  # Python and its libraries ask any object for these
             raise AttributeError(name)
         _refuse_mask(f"asks for .{name}")
 
     @property
     def local_size(self) -> int | None:
-        """The window or chunk size of a layer that does not see its whole document."""
+        """The window or chunk size of a layer that does not see its whole document; otherwise None."""
         return self._request.get("local_size")
 
 
@@ -134,7 +134,7 @@ def _refuse_mask(what: str) -> NoReturn:
 
 
 def distca_mask(**request: Any) -> DeferredMask | torch.Tensor | None:
-    """The entry for AttentionMaskInterface: a mask request of transformers, deferred while a plan may still come."""
+    """The entry for AttentionMaskInterface: defers a request for a mask if a plan may still be used."""
     whole = request["q_length"] == request["kv_length"] and isinstance(request.get("q_offset", 0), int)
     return DeferredMask(request) if whole else sdpa_mask(**request)
 
@@ -152,10 +152,25 @@ def distca_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The entry for AttentionInterface.
+    """The entry for AttentionInterface: attention by the plan, or local attention without one.
 
-    query [1, H, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] of this rank's rows; returns out [1, T, H, Dv] and
-    None. Raises InvalidArgumentError for what the plan does not express, and says what to do instead.
+    Args:
+        module: the attention layer.
+        query: [1, H, T, D], this rank's rows.
+        key: [1, Hkv, T, D].
+        value: [1, Hkv, T, Dv].
+        attention_mask: the result of `distca_mask`.
+        plan: the plan or plans; by default the current one.
+        distca_context: the context or its name.
+        dropout: attention dropout, which must be 0 with a plan.
+        scaling: factor on the logits; ``D ** -0.5`` by default.
+        kwargs: what the layer passes besides: sliding_window, softcap, s_aux (sinks), is_causal, position_bias.
+
+    Returns:
+        out [1, T, H, Dv], and None in place of attention weights.
+
+    Raises:
+        InvalidArgumentError: the layer asks for what the plan does not express. The message says what to do instead.
     """
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if plan is None:
@@ -188,8 +203,8 @@ def distca_attention(
 
 
 def _current_plan(module: torch.nn.Module, distca_context: Context | str) -> tuple[Plan | Plans | None, Context | str]:
-    """The plan that is current, and its context: for layers that no keyword reaches."""
-    if torch.compiler.is_compiling() and not drops_keywords(module):  # a compiler breaks its graph at the next line
+    """The current plan and its context, for layers that no keyword reaches."""
+    if torch.compiler.is_compiling() and not drops_keywords(module):  # the next line would break a compiler's graph
         return None, distca_context
     here = current()
     if here is not None:
@@ -212,7 +227,7 @@ def _eager(
     mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The model's own attention, with the mask that it takes."""
+    """The model's own eager attention, with the additive mask that it takes."""
     num_rows, num_keys = query.shape[2], key.shape[2]
     if mask is None:
         mask = torch.ones(num_rows, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_rows)[
@@ -225,14 +240,14 @@ def _eager(
 
 
 def _name_of_layer(module: torch.nn.Module) -> str | None:
-    """What error messages call the layer; not under torch.compile, where reading it would keep layers' graphs apart."""
+    """The layer's name in error messages. None under torch.compile, where reading it would part layers' graphs."""
     if torch.compiler.is_compiling() or (index := getattr(module, "layer_idx", None)) is None:
         return None
     return f"{index} ({type(module).__name__})"
 
 
 def _plan_of_layer(plan: Plan | Plans, sliding_window: int | None) -> Plan:
-    """transformers' window W lets row q see key k where q - k < W, as ours does."""
+    """The plan for a layer. transformers' window W lets row q see key k if q - k < W, and so does a plan's window."""
     if isinstance(plan, Plans):
         return plan.for_window(sliding_window)
     if not isinstance(plan, Plan):
@@ -241,8 +256,8 @@ def _plan_of_layer(plan: Plan | Plans, sliding_window: int | None) -> Plan:
     refuse(
         not plan.same_window(sliding_window),
         f"this layer has a sliding window of {sliding_window}, the plan one of {plan.window}: pass "
-        f"plan=distca.plan(layout, heads, window={sliding_window}), or distca.plans(layout, heads, windows=[...]) "
-        "where layers differ",
+        f"plan=distca.plan(layout, heads, window={sliding_window}, context=context), or distca.plans(layout, heads, "
+        "windows=[...], context=context) where layers differ",
     )
     return plan
 
@@ -256,7 +271,7 @@ def _checked_plan(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> Plan:
-    """The layer's plan; InvalidArgumentError where it does not express what the layer asks for."""
+    """The layer's plan. Raises InvalidArgumentError if the plan does not express what the layer asks for."""
     found = _plan_of_layer(plan, kwargs.get("sliding_window"))
     _check_call(module, query, key, found, dropout, kwargs)
     _check_mask(attention_mask, kwargs.get("sliding_window"))
@@ -310,21 +325,21 @@ def _check_mask(mask: DeferredMask | torch.Tensor | None, sliding_window: int | 
 
 
 class PlanInputs:
-    """Makes the plan of every batch, in training and in evaluation, when put before a Trainer::
+    """A base class that makes a Trainer plan every batch, in training and in evaluation. Put it first::
 
         class Trainer(distca.integrations.hf.PlanInputs, transformers.Trainer):
             pass
 
     A rank's batch is whole documents packed into one row, with their position_ids, as transformers'
-    DataCollatorWithFlattening makes it of documents of any length. The ranks exchange the lengths over
-    torch.distributed's default group, which must be that of the context. Heads come from the context, windows from the
-    model. A model that went through `ping_pong` gets a plan for each half.
+    DataCollatorWithFlattening makes it from documents of any length. The ranks exchange the lengths over
+    torch.distributed's default group, which must be the context's. Heads come from the context, windows from the model.
+    A model that went through `ping_pong` gets a plan for each half.
     """
 
     distca_context: ClassVar[str] = "default"
-    """Name of the context, made by `distca.init` once the TrainingArguments have begun `torch.distributed`."""
+    """Name of the context. Make it by `distca.init` once the TrainingArguments have initialised `torch.distributed`."""
     plan_options: ClassVar[dict[str, Any]] = {}
-    """Options of `distca.plan`: tolerance, min_rows, retain_bytes."""
+    """Further arguments of `distca.plan`: tolerance, min_rows, retain_bytes."""
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]
@@ -346,7 +361,7 @@ class PlanInputs:
 
 
 def _packed_lengths(position_ids: Any) -> list[int]:
-    """The lengths of whole documents packed into one row, from their positions [1, T]."""
+    """The lengths of whole documents that are packed into one row, from their positions [1, T]."""
     asked = (
         "use DataCollatorWithFlattening, which packs a batch's documents into one row (in TRL: packing=True or "
         "padding_free=True)"

@@ -1,12 +1,16 @@
-"""The one place that sees a model's whole forward pass with its plan: what is asked of it, and what came of it.
+"""A model's whole forward pass with its plan: the checks before it, and the count of its attention calls after it.
 
-Importing this module lets `PreTrainedModel.__call__` take a plan: of nested models the outermost one, whose
-configuration asks for this attention. There the plan becomes current, so that layers find it that no keyword reaches;
-what no plan can express is refused before any step; and afterwards attention must have been called as often as the
-model has attention layers. A model without a plan is called as ever.
+Importing this module lets `PreTrainedModel.__call__` take a plan. Of nested models, the outermost one takes it whose
+configuration asks for this attention. There three things happen:
 
-Under torch.compile of the whole model this is not traced: the plan goes the way of keywords. Models for which that
-would not do are called outside of graphs.
+- The plan becomes current, so that layers find it that no keyword reaches.
+- What no plan can express is refused before any step.
+- Afterwards attention must have been called as often as the model's attention layers call it.
+
+A model without a plan is called as always.
+
+torch.compile of the whole model does not trace this. The plan then reaches layers as a keyword. Models that keywords
+alone do not make right are called outside of graphs.
 """
 
 from __future__ import annotations
@@ -43,7 +47,11 @@ from distca.registry import find_context
 
 @dataclasses.dataclass
 class _Forward:
-    """A forward pass of a model with a plan: how often it has called attention."""
+    """A forward pass of a model with a plan.
+
+    Attributes:
+        calls: how often it has called attention.
+    """
 
     calls: int = 0
 
@@ -52,14 +60,14 @@ _forward: ContextVar[_Forward | None] = ContextVar("distca.forward", default=Non
 
 
 def count_call() -> None:
-    """Attention was called with the plan."""
+    """Counts one call of attention with a plan, if a forward pass is under way."""
     here = _forward.get()
     if here is not None:
         here.calls += 1
 
 
 def check_plan_not_needed(training: bool, distca_context: Context | str) -> None:
-    """Raises InvalidArgumentError in a training step of several ranks: attention would be local."""
+    """Raises InvalidArgumentError in a training step of several ranks, because attention would be local."""
     if not (training and torch.is_grad_enabled()):
         return
     context = find_context(distca_context)
@@ -68,13 +76,13 @@ def check_plan_not_needed(training: bool, distca_context: Context | str) -> None
             refuse(
                 True,
                 f"no plan in a training step of rank {context.rank} of {context.num_ranks}: pass "
-                "plan=distca.plan(layout, heads) to the model's forward on every rank (distca.PlanAhead makes them), "
-                "or call model.eval() for local attention",
+                "plan=distca.plan(layout, heads, context=context) to the model's forward on every rank "
+                "(distca.PlanAhead makes them), or call model.eval() for local attention",
             )
 
 
 def refuse_other_plan(plan: object) -> NoReturn:
-    """Raises InvalidArgumentError: this is no plan."""
+    """Raises InvalidArgumentError for what is neither a Plan nor Plans."""
     refuse(hasattr(plan, "halves"), "the plan is one of halves, the model is not in ping-pong: hf.ping_pong(model)")
     raise InvalidArgumentError(
         f'attn_implementation="{NAME}": plan is a {type(plan).__name__}, must be a distca.Plan or distca.Plans'
@@ -85,10 +93,13 @@ def refuse_other_plan(plan: object) -> NoReturn:
 def with_plan(
     model: PreTrainedModel, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], here: Current
 ) -> Any:
-    """What `run(*args, **kwargs)`, the model's forward, returns with this plan.
+    """Runs the model's forward with this plan.
 
-    Raises InvalidArgumentError for what the plan does not express, before any step where that can be known; the peers
-    are told.
+    `run` is the model's forward. The result is what it returns for these arguments.
+
+    Raises:
+        InvalidArgumentError: the plan does not express what the model asks for. It is raised before any step if that
+            can be known then. The peers are told.
     """
     plan, context = here
     found = find_context(context)
@@ -97,7 +108,7 @@ def with_plan(
     takes_keywords = _parameters(type(model).forward)[1]
     _keep_plan_in_checkpoints(model)
     kwargs = {name: value for name, value in kwargs.items() if name not in ("plan", "distca_context")}
-    if takes_keywords:  # so that it reaches compiled layers too
+    if takes_keywords:  # the plan then also reaches compiled layers
         kwargs |= {"plan": plan, "distca_context": context}
     forward = _Forward()
     before = 0 if found is None else found.step
@@ -107,7 +118,7 @@ def with_plan(
             output = run(*args, **kwargs)
         finally:
             _forward.reset(token)
-    # Compiled layers cannot count; in a half of a ping-pong the context's steps are those of both halves.
+    # Compiled layers cannot count. In a half of a ping-pong the context's steps are those of both halves.
     calls = forward.calls if in_half() or found is None else found.step - before
     _check_calls(model, calls)
     return output
@@ -125,7 +136,7 @@ def _check(model: PreTrainedModel, plan: Plan | Plans, args: tuple[Any, ...], kw
 
 @functools.cache
 def _parameters(forward: Callable[..., Any]) -> tuple[list[str], bool]:
-    """The parameters of a model's forward without self, and whether it takes any keyword."""
+    """The names of the parameters of a model's forward without self, and whether it takes any keyword."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     return [p.name for p in parameters], any(p.kind == p.VAR_KEYWORD for p in parameters)
 
@@ -148,7 +159,7 @@ def _check_calls(model: PreTrainedModel, calls: int) -> None:
 
 
 def _check_positions(model: PreTrainedModel, plan: Plan | Plans, arguments: Mapping[str, Any], taken: bool) -> None:
-    """Positions of several axes ([3, 1, T]) are left to the model."""
+    """Refuses positions that are not the plan's. Positions of several axes ([3, 1, T]) are left to the model."""
     layout, first, position_ids = plan.layout, examine(model).first_position, arguments.get("position_ids")
     wanted = "position_ids=plan.layout.position_ids(plan.rank).unsqueeze(0)" + (f" + {first}" if first else "")
     if position_ids is None or not taken:
@@ -173,7 +184,7 @@ def _check_positions(model: PreTrainedModel, plan: Plan | Plans, arguments: Mapp
         row = int(wrong_rows.nonzero()[0])
         found = f"row {row} has position {int(positions[row])}, its document has {int(expected[row])} there"
     elif position_ids.shape[-1] == _num_input_rows(arguments):
-        return  # the plan is of another batch, which the first layer says
+        return  # the plan is of another batch, and the first layer says so
     else:
         found = f"they have shape {list(position_ids.shape)}, the plan has {len(expected)} rows on rank {plan.rank}"
     refuse(True, f"position_ids are not those of the plan ({found}): pass {wanted}")
@@ -185,7 +196,7 @@ def _num_input_rows(arguments: Mapping[str, Any]) -> int | None:
 
 
 def _not_counted_by_rows(layout: Layout) -> str | None:
-    """Where, on any rank, a document's position is not the number of its row."""
+    """The first place, on any rank, where a document's position is not the number of its row; None if there is none."""
     for rank in range(layout.num_ranks):
         row = 0
         for document, begin, end in layout.segments(rank):
@@ -196,13 +207,13 @@ def _not_counted_by_rows(layout: Layout) -> str | None:
 
 
 def _document_rows(layout: Layout, rank: int) -> torch.Tensor:
-    """Boolean [T]: the rows that are not padding, whose positions mean something."""
+    """Boolean [T], True for rows of documents. The positions of padding rows mean nothing."""
     rows = [torch.full((end - begin,), document >= 0) for document, begin, end in layout.segments(rank)]
     return torch.cat(rows) if rows else torch.ones(0, dtype=torch.bool)
 
 
 def check_loss(model: PreTrainedModel, layout: Layout, arguments: Mapping[str, Any]) -> None:
-    """Raises InvalidArgumentError, on all ranks, where the model's own loss would not be that of the documents."""
+    """Raises InvalidArgumentError, on all ranks, if the model's own loss would not be the loss of the documents."""
     if arguments.get("labels") is not None and arguments.get("shift_labels") is None:
         cut = _cut_document(layout)
         refuse(
@@ -221,7 +232,7 @@ def check_loss(model: PreTrainedModel, layout: Layout, arguments: Mapping[str, A
 
 
 def _cut_document(layout: Layout) -> int | None:
-    """The first document found that has rows before those of a segment, but not right before them."""
+    """The first document with a segment whose preceding rows do not lie right before it; None if there is none."""
     for rank in range(layout.num_ranks):
         before = (PADDING, 0)
         for document, begin, end in layout.segments(rank):
@@ -232,7 +243,7 @@ def _cut_document(layout: Layout) -> int | None:
 
 
 class _KeepsPlan:
-    """A model's activation checkpointing, whose recomputation in backward has the plan of the forward pass."""
+    """A model's activation checkpointing, wrapped so that its recomputation in backward has the forward pass's plan."""
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self.checkpoint = checkpoint
@@ -260,10 +271,10 @@ _implementation_of: Any = PreTrainedModel.get_correct_attn_implementation
 
 
 def _call(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """`PreTrainedModel.__call__`."""
+    """Replaces `PreTrainedModel.__call__`."""
     if torch.compiler.is_compiling():
         if kwargs.get("plan") is not None and not self.__dict__.get(_IN_GRAPHS, False):
-            # In one graph this is an error; otherwise torch.compile runs this very call without a graph.
+            # In one graph this is an error. Otherwise torch.compile runs this very call without a graph.
             raise InvalidArgumentError(
                 "the model needs its plan outside of graphs (RoPE of the types dynamic and longrope, layers that no "
                 "keyword reaches), or is refused there: torch.compile(..., fullgraph=False)"
@@ -288,7 +299,7 @@ def _call(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         assert here is not None
     elif isinstance(plan, Plan | Plans):
         here = Current(plan, kwargs.get("distca_context", "default"))
-    elif hasattr(plan, "halves") and hasattr(self, "takes_halves"):  # it comes back with the plan of each
+    elif hasattr(plan, "halves") and hasattr(self, "takes_halves"):  # each half calls again with its plan
         check_loss(self, plan.layout, kwargs)
         return run(*args, **kwargs)
     else:
@@ -303,7 +314,7 @@ def _rope_types(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _correct_implementation(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> Any:
-    """`PreTrainedModel.get_correct_attn_implementation`: asked when a model is made, before its layers are."""
+    """Replaces `PreTrainedModel.get_correct_attn_implementation`, which runs before a model's layers are made."""
     if requested == NAME:
         self.__dict__[_IN_GRAPHS] = not (
             depends_on_longest(_rope_types(self))

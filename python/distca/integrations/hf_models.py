@@ -1,7 +1,8 @@
 """What a model of transformers needs of a plan, and what in it no plan can express: from its configuration and modules.
 
-A plan knows rows by document and position. Whatever else in a model looks along the rows of its tensor (a recurrence,
-a convolution, positions counted by row) sees the borders of ranks instead of those of documents, and is refused here.
+A plan knows rows by document and position. Anything else in a model that looks along the rows of its tensor (a
+recurrence, a convolution, positions counted by row) sees the borders of ranks instead of those of documents. It is
+refused here.
 """
 
 from __future__ import annotations
@@ -18,45 +19,45 @@ from distca.heads import Heads
 from distca.integrations.hf_rope import watch
 
 NAME = "distca"
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")  # the last is refused where it has chunks
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")  # the last one is refused if it has chunks
 
-#: Models that cannot take a plan for a reason that neither their modules nor their layer types tell, by model type.
+#: By model type, why a model cannot take a plan. Neither its modules nor its layer types tell this.
 _REFUSED = {
     "blt": "the model groups the bytes of a row into patches, and attends to those",
     "deepseek_v4": "the model attends to compressed groups of rows",
     "reformer": "the model attends among rows that it has hashed alike",
 }
-#: The same in training alone.
+#: By model type, why a model cannot take a plan in training.
 _REFUSED_IN_TRAINING = {
     "phimoe": "the router draws experts at random, so ranks differ from one process: call model.eval()"
 }
 _JITTER = ("router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 
-#: Models that do not hand keywords on to their layers. Outside of torch.compile it need not be known.
+#: Models that do not hand keywords on to their layers. Only torch.compile needs this list.
 _DROPS_KEYWORDS = ("bigbird_pegasus", "nemotron", "stablelm")
 
-#: Models that do not call transformers' AttentionInterface. Outside of torch.compile it need not be known.
+#: Models that do not call transformers' AttentionInterface. Only torch.compile needs this list.
 _BYPASSES = ("cpmant", "openai-gpt", "prophetnet", "xlm", "xlnet")
 
 #: Models whose configuration has a sliding window that their layers do not use.
 _NO_WINDOW = ("moshi",)
 
-#: Calls of attention in each attention layer; 1 in other models.
+#: How often each attention layer calls attention; once in models that are not listed.
 _CALLS_PER_LAYER = {"diffllama": 2}
 
 
 def refuse(condition: bool, message: str) -> None:
-    """Raises InvalidArgumentError on the condition."""
+    """Raises InvalidArgumentError with the message if the condition holds."""
     if condition:
         raise InvalidArgumentError(f'attn_implementation="{NAME}": {message}')
 
 
 @dataclasses.dataclass(frozen=True)
 class Examined:
-    """What the modules of a model say.
+    """What the modules of a model tell.
 
     Attributes:
-        along_rows: a module that looks along the rows of its tensor, in words; None where there is none.
+        along_rows: name and type of a module that looks along the rows of its tensor; None if there is none.
         first_position: the position of a document's first row.
         checkpointed: modules that activation checkpointing may run again.
     """
@@ -70,7 +71,7 @@ _examined: weakref.WeakKeyDictionary[PreTrainedModel, Examined] = weakref.WeakKe
 
 
 def examine(model: PreTrainedModel) -> Examined:
-    """Looks through the modules of a model's decoder, once; those of RoPE get hooks."""
+    """Looks through the modules of a model's decoder, once. RoPE modules get hooks."""
     found = _examined.get(model)
     if found is None:
         decoder = model.get_decoder()
@@ -78,7 +79,7 @@ def examine(model: PreTrainedModel) -> Examined:
         apart = {m for part in _models_inside(decoder) for m in part.modules()}  # encoders of images and sound
         modules = [(name, m) for name, m in decoder.named_modules() if m not in apart]
         along = next((f"{name} ({type(m).__name__})" for name, m in modules if _looks_along_rows(m)), None)
-        # RoBERTa's positions begin after that of its padding token.
+        # RoBERTa's positions begin after the number of its padding token.
         firsts = [m.padding_idx + 1 for _, m in modules if hasattr(m, "create_position_ids_from_input_ids")]
         checkpointed = [m for _, m in modules if hasattr(m, "gradient_checkpointing")]
         watch(model)
@@ -87,21 +88,21 @@ def examine(model: PreTrainedModel) -> Examined:
 
 
 def _models_inside(decoder: torch.nn.Module) -> list[torch.nn.Module]:
-    """Models of their own inside a decoder."""
+    """Models of their own inside a decoder, such as encoders of images and sound."""
     return [
         m for m in decoder.modules() if isinstance(m, PreTrainedModel) and m is not decoder and m.config is not None
     ]
 
 
 def _looks_along_rows(module: torch.nn.Module) -> bool:
-    """Convolutions and recurrences; a shift by one row is a padding in front."""
+    """Whether the module is a convolution, a recurrence, or a padding in front, which is a shift of rows."""
     if isinstance(module, torch.nn.Conv1d):
         return module.kernel_size != (1,)
     return isinstance(module, torch.nn.RNNBase | torch.nn.ZeroPad2d | torch.nn.ZeroPad1d | torch.nn.ConstantPad1d)
 
 
 def check_model(model: PreTrainedModel, num_ranks: int) -> None:
-    """Raises InvalidArgumentError where something in the model cannot be expressed by a plan; names it."""
+    """Raises InvalidArgumentError if a plan cannot express something in the model. The message names it."""
     config = model.config.get_text_config()
     kind = config.model_type
     refuse(kind in _REFUSED, _REFUSED.get(kind, ""))
@@ -158,10 +159,14 @@ def takes_plans(config: PreTrainedConfig) -> bool:
 
 
 def heads_of(config: PreTrainedConfig, dtype: torch.dtype) -> Heads:
-    """The head shape of a language model's attention layers; `dtype` is that of q, k and v.
+    """The head shape of a language model's attention layers.
+
+    Args:
+        config: the model's configuration.
+        dtype: the dtype of q, k and v.
 
     Raises:
-        InvalidArgumentError: where the configuration has no attention, or layers that differ in their heads.
+        InvalidArgumentError: the configuration has no attention, or layers that differ in their heads.
     """
     config = config.get_text_config()
     kind = config.model_type
@@ -179,13 +184,14 @@ def heads_of(config: PreTrainedConfig, dtype: torch.dtype) -> Heads:
         refuse(
             True,
             f"the model's layers differ in their heads ({shapes}): make a plan for each, such as distca.Plans({{None: "
-            "distca.plan(layout, heads_of_full_layers), W: distca.plan(layout, heads_of_the_others, window=W)})",
+            "distca.plan(layout, heads_of_full_layers, context=context), W: distca.plan(layout, heads_of_the_others, "
+            "window=W, context=context)})",
         )
     return Heads(*next(iter(layers)), dtype)
 
 
 def _heads_of_layer(config: Any, layer: int) -> tuple[int, int, int, int]:
-    """q, kv, dim, v_dim."""
+    """(q, kv, dim, v_dim) of a layer."""
     kind = config.model_type
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[layer]
@@ -207,7 +213,14 @@ def _heads_of_layer(config: Any, layer: int) -> tuple[int, int, int, int]:
 
 
 def windows_of(config: PreTrainedConfig) -> list[int | None]:
-    """The sliding window of every layer; None for a layer whose rows see all of their document before them."""
+    """The sliding window of every layer; None for a layer whose rows see their whole document up to themselves.
+
+    Args:
+        config: the model's configuration.
+
+    Raises:
+        InvalidArgumentError: a layer's type is neither full nor sliding attention.
+    """
     config = config.get_text_config()
     window = None if config.model_type in _NO_WINDOW else getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)

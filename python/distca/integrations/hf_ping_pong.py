@@ -1,8 +1,10 @@
-"""Ping-pong with transformers: two halves of a packed row at once, inside the forward of a model that stays as it is.
+"""Ping-pong with transformers: two halves of a packed row at once, inside the forward of an otherwise unmodified model.
 
-model = distca.integrations.hf.ping_pong(LlamaForCausalLM(...))
-plan = distca.integrations.hf.plan_halves(layout, heads, windows=windows_of(model.config))
-model(input_ids=ids, position_ids=positions, labels=labels, plan=plan).loss.backward()
+Example::
+
+    model = distca.integrations.hf.ping_pong(LlamaForCausalLM(...))
+    plan = distca.integrations.hf.plan_halves(layout, heads, windows=windows_of(model.config))
+    model(input_ids=ids, position_ids=positions, labels=labels, plan=plan).loss.backward()
 """
 
 from __future__ import annotations
@@ -24,11 +26,18 @@ from distca.planner.plan import Plans
 from distca.planner.planning import plans
 
 Model = TypeVar("Model", bound=torch.nn.Module)
-_NO_TARGET = -100  # of transformers
+_NO_TARGET = -100  # transformers' label of a row without a target
 
 
 class HalvedPlans:
-    """The halves of a layout with their plans, for the forward of a model in ping-pong. Made by :func:`plan_halves`."""
+    """The halves of a layout and their plans, for the forward of a model in ping-pong. `plan_halves` makes it.
+
+    Attributes:
+        layout: the layout of the whole batch.
+        rank: the rank that the plans are seen from.
+        halves: the two halves.
+        plans: the plans of each half.
+    """
 
     def __init__(self, layout: Layout, rank: int, parts: tuple[Half, Half], plans: tuple[Plans, Plans]) -> None:
         self.layout = layout
@@ -40,12 +49,19 @@ class HalvedPlans:
 def plan_halves(
     layout: Layout, heads: Heads, *, windows: Iterable[int | None] = (None,), **options: Any
 ) -> HalvedPlans:
-    """Deals a layout's documents out to two halves and plans each.
+    """Deals a layout's documents out to two halves, and plans each half.
 
     Args:
-        layout: of the whole batch.
-        heads: as for `distca.plan`, so are `options` (`context`, ...); ``overlap`` is on unless they say otherwise.
-        windows: those of the model's layers (`windows_of`).
+        layout: the layout of the whole batch.
+        heads: the head shape, as in `distca.plan`.
+        windows: the windows of the model's layers (`windows_of`).
+        options: further arguments of `distca.plan` (`context`, ...). ``overlap`` is True by default.
+
+    Returns:
+        The `plan` for the forward of a model that went through `ping_pong`.
+
+    Raises:
+        The errors of `distca.plan`.
     """
     windows, options = list(windows), {"overlap": True} | options
     parts = halves(layout, window=windows[0] if len(set(windows)) == 1 else None, idle_rows=1)
@@ -54,20 +70,24 @@ def plan_halves(
 
 
 class InHalves:
-    """Marks the class of a model that :func:`ping_pong` has changed."""
+    """The base class of a model that `ping_pong` has changed."""
 
     takes_halves = True
 
 
 def ping_pong(model: Model) -> Model:
-    """Lets a causal language model run in halves where its forward is given ``plan=plan_halves(...)``; else as before.
+    """Makes a causal language model run in halves whenever its forward is given ``plan=plan_halves(...)``.
 
     Tensors ``[1, T, ...]`` among its arguments are the rank's whole packed row. Labels are those of
-    DataCollatorWithFlattening: a document's first one is -100. The loss is that of the whole row; logits are left out
-    where a model in training has labels. DDP and FSDP2 go around the model, torch.compile is refused.
+    DataCollatorWithFlattening: a document's first label is -100. The loss is that of the whole row. A model in training
+    that is given labels returns no logits. DDP and FSDP2 go around the model. torch.compile is refused. Other forward
+    passes of the model are as before.
 
     Returns:
         The same model, whose class has a new forward.
+
+    Raises:
+        ImportError: the package greenlet is missing.
     """
     greenlet_module()
     kind = type(model)
@@ -113,7 +133,7 @@ def _calls(plan: HalvedPlans, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
                 call[name] = half.take(value, plan.rank, dim=1, fill=fill)
         calls.append(call)
     if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
-        # Divided by the targets of both halves, their losses add up to that of the whole row.
+        # The losses of both halves, divided by the targets of both, add up to the loss of the whole row.
         targets = sum(int((_targets(call) != _NO_TARGET).sum()) for call in calls)
         for call in calls:
             call["num_items_in_batch"] = max(targets, 1)

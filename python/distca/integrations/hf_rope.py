@@ -1,8 +1,8 @@
-"""RoPE whose frequencies depend on the longest position: `dynamic` and `longrope`.
+"""RoPE with frequencies that depend on the longest position: `dynamic` and `longrope`.
 
-transformers takes that from the position_ids that it is given, which are this rank's. With a plan it is the last
-position of the longest document of the plan's layout: the same on all ranks, and what one process would take that has
-all documents in one packed row.
+transformers takes the longest position from the position_ids that it is given, which are this rank's. With a plan it is
+the last position of the longest document of the plan's layout. That is the same on all ranks. It is also what one
+process would take that has all documents in one packed row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def depends_on_longest(rope_type: object) -> bool:
 
 
 def watch(model: torch.nn.Module) -> None:
-    """From now on such modules of the model see the longest position of the plan that is current, where one is."""
+    """Hooks the model's RoPE modules of these types: they then see the longest position of the current plan, if any."""
     for module in model.modules():
         if depends_on_longest(getattr(module, "rope_type", None)) and not hasattr(module, "_distca_watched"):
             module.__dict__["_distca_watched"] = True
@@ -36,7 +36,7 @@ def watch(model: torch.nn.Module) -> None:
 def _append_longest(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """One more column of position_ids, ``[..., T]``."""
+    """Appends a column with the longest position to position_ids ``[..., T]``, if a plan is current."""
     here = current()
     if here is None:
         return None
@@ -51,12 +51,12 @@ def _append_longest(
 
 @torch.compiler.disable(reason=_WHY)  # type: ignore[untyped-decorator]
 def _cut_longest(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """cos and sin ``[..., T + 1, D]`` without the column's row."""
+    """Cuts the appended column's row from cos and sin ``[..., T + 1, D]``."""
     return output if current() is None else tree_map(lambda rows: rows[..., :-1, :], output)
 
 
 def _forget_longest(module: torch.nn.Module) -> None:
-    """`dynamic` keeps the frequencies of the longest row so far, which a local evaluation may have made another one."""
+    """Restores the first frequencies of `dynamic`, which keeps those of the longest row, also of a local evaluation."""
     original = getattr(module, "original_max_seq_len", None)
     for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
         prefix = name.removesuffix("max_seq_len_cached")

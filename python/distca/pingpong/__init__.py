@@ -1,1 +1,1 @@
-"""Two halves of a micro-batch that take turns, so that rows travel behind compute."""
+"""Ping-pong: two halves of a micro-batch take turns, so that rows travel while ranks compute."""

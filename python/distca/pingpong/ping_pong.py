@@ -1,7 +1,7 @@
-"""Ping-pong: two halves of a micro-batch through one model, so that one computes while the other's rows travel.
+"""Ping-pong: two halves of a micro-batch go through one model; one computes while the other's rows travel.
 
-Two cooperating forward passes (greenlets) of an unmodified model take turns inside core attention: after a step is
-dispatched, and after its results are on their way home. Autograd mirrors the order of their nodes in backward.
+Two forward passes of an unmodified model (greenlets) take turns inside core attention: after a step is dispatched, and
+after its results are on their way home. In backward autograd mirrors the order of their nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FSDP_SINCE = (2, 13)
 
 
 class _Half:
-    """One forward pass, which gives the turn back where it pauses."""
+    """One half's forward pass, which gives the turn back when it pauses."""
 
     def __init__(self, greenlet: Any, run: Callable[..., Any], number: int, call: Any, state: ThreadState) -> None:
         self._call = tree_map(lambda leaf: leaf.for_parts(number) if isinstance(leaf, Plan | Plans) else leaf, call)
@@ -51,7 +51,7 @@ class _Half:
         return self._greenlet.dead
 
     def pause(self, step: Step) -> None:
-        """Called in this half: the other one takes its turn."""
+        """Gives the turn to the other half. Called in this half."""
         self._step = step
         if torch.is_inference_mode_enabled() != self._inference:
             raise InvalidArgumentError(
@@ -62,7 +62,7 @@ class _Half:
         self._greenlet.parent.switch()
 
     def resume(self, outer: ThreadState) -> None:
-        """Called outside: goes on until it pauses or ends."""
+        """Gives this half the turn until it pauses or ends. Called outside of both halves."""
         self._enter(outer)
         try:
             self._greenlet.switch()
@@ -70,13 +70,13 @@ class _Half:
             here.half = None
 
     def cancel(self, outer: ThreadState, why: str) -> None:
-        """Ends it where it pauses, so that the contexts that it is in are left; its step is abandoned."""
+        """Ends the half where it pauses. It leaves the contexts that it is in, and its step is abandoned."""
         if self._step is not None:
             self._step.abandon(why)
         if self._greenlet:
             self._enter(outer)
             try:
-                # What it raises on its way out follows from the error that ends both.
+                # What it raises on its way out only follows from the error that ends both halves.
                 with contextlib.suppress(Exception):
                     self._greenlet.throw()
             finally:
@@ -88,7 +88,7 @@ class _Half:
 
 
 def greenlet_module() -> Any:
-    """The package greenlet, or an ImportError that says what to install."""
+    """The package greenlet. Raises an ImportError that says what to install."""
     try:
         import greenlet
     except ImportError as error:
@@ -97,7 +97,12 @@ def greenlet_module() -> Any:
 
 
 def run_halves(run: Callable[..., Any], first: Any, second: Any) -> tuple[Any, Any]:
-    """What `run` returns for each, both going on in turns: keyword arguments (a mapping) or positional ones."""
+    """Runs `run` on both arguments in turns and returns both results.
+
+    Args:
+        run: the forward function.
+        first, second: each the keyword arguments (a mapping) or the positional arguments (a sequence) of `run`.
+    """
     if in_half():
         raise InvalidArgumentError("ping-pong: a half calls another PingPong; use one around the whole model")
     outer = ThreadState.now()
@@ -120,27 +125,33 @@ def run_halves(run: Callable[..., Any], first: Any, second: Any) -> tuple[Any, A
 
 
 class PingPong(torch.nn.Module):
-    """Runs a model on two halves of a micro-batch at once: one computes while the other's rows travel.
+    """Runs a model on two halves of a micro-batch in turns: one computes while the other's rows travel.
 
     ``first, second = PingPong(model)({"x": xa, "plan": plan_a}, {"x": xb, "plan": plan_b})`` returns what
-    ``model(**half)`` returns for each, to the bit; so does one backward of the sum of both losses into empty gradients
-    (those of weights used twice in a forward pass to rounding, for their parts are added in another order). The model
-    itself stays as it is; it calls `distca.core_attention`, directly or through the Hugging Face integration.
+    ``model(**half)`` returns for each half, to the bit. One backward of the sum of both losses into empty gradients
+    gives the same bits too. The exception is a weight that a forward pass uses twice: its gradient's parts are added in
+    another order, so it is equal up to rounding. The model itself stays unmodified. It calls `distca.core_attention`,
+    directly or through the Hugging Face integration.
 
     All ranks call it alike; a half without rows passes zero rows. `distca.halves` cuts a layout into balanced halves.
-    Contexts that the model enters (autocast, activation checkpointing, no_grad) hold for its own half. Random numbers
-    of the first half are those without ping-pong; the second half draws from a generator seeded by the first's.
+    Contexts that the model enters (autocast, activation checkpointing, no_grad) hold for their own half. The first half
+    draws the random numbers that it draws without ping-pong. The second half draws from a generator seeded by the
+    first's.
 
-    DDP and FSDP2 go around it (``DistributedDataParallel(PingPong(model))``; ``fully_shard`` of layers, and of the
-    model or of this). With FSDP2 (torch >= 2.13) a layer's weights must stay until both halves have left it, so this
-    sets ``reshard_after_forward=False``; `unsharded_bytes` says what that costs. torch.compile is refused: compiled
-    code cannot give the turn away.
+    DDP goes around it (``DistributedDataParallel(PingPong(model))``). FSDP2's ``fully_shard`` is applied to layers, and
+    to the model or to this module. With FSDP2 (torch >= 2.13) a layer's weights must stay until both halves have left
+    the layer. Therefore this module sets ``reshard_after_forward=False``; `unsharded_bytes` says what that costs.
+    torch.compile is refused, because compiled code cannot give the turn away.
 
     Args:
         model: any module, on one device.
 
+    Attributes:
+        unsharded_bytes: bytes of weights that stay whole on this rank from forward to backward because of ping-pong. It
+            is known after the first forward, and 0 without FSDP2.
+
     Raises:
-        ImportError: without the package greenlet.
+        ImportError: the package greenlet is missing.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -148,25 +159,24 @@ class PingPong(torch.nn.Module):
         self.model = model
         greenlet_module()
         self._checked = False
-        #: Bytes of weights that stay whole on this rank from forward to backward because of ping-pong; 0 without FSDP2.
-        #: Known after the first forward.
+        #: Bytes of weights that stay whole on this rank because of ping-pong, known after the first forward.
         self.unsharded_bytes = 0
 
     def forward(self, first: Mapping[str, Any] | Sequence[Any], second: Mapping[str, Any] | Sequence[Any]) -> Any:
-        """Both halves, each the keyword arguments (a mapping) or the positional arguments (a sequence) of the model.
+        """Runs both halves, each the model's keyword arguments (a mapping) or positional arguments (a sequence).
 
         Returns:
-            What the model returns for the first and for the second.
+            What the model returns for the first half, and for the second.
 
         Raises:
-            InvalidArgumentError: where something in the model rules ping-pong out; says what to do instead.
-            Otherwise what the model raises; steps under way are abandoned then, on all ranks.
+            InvalidArgumentError: something in the model rules ping-pong out. The message says what to do instead.
+            The model's own errors are raised as they are. Steps under way are then abandoned, on all ranks.
         """
         self._check()
         return run_halves(self.model, first, second)
 
     def _check(self) -> None:
-        """What cannot be switched between two halves is refused; once, at the first forward, when all is wrapped."""
+        """Refuses models that cannot take turns. It runs at the first forward, when all wrappers are in place."""
         refuse_compiled("PingPong is")
         if not self._checked:
             self.unsharded_bytes = prepare(self.model)
@@ -180,8 +190,8 @@ def refuse_compiled(what: str) -> None:
 
 
 def prepare(model: torch.nn.Module) -> int:
-    """Refuses what cannot take turns; FSDP2 keeps weights from here on. Returns how many bytes that is."""
-    # Half a second, which whoever imports distca should not have to wait.
+    """Refuses models that cannot take turns, and makes FSDP2 keep weights. Returns the bytes of the kept weights."""
+    # Importing these takes half a second, which `import distca` should not.
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
@@ -206,7 +216,7 @@ _COMPILED = (
 
 
 def _keep_weights(module: FSDPModule) -> None:
-    """The half that leaves first must not free the weights of the other."""
+    """Makes FSDP2 keep the module's weights: the half that leaves it first must not free the weights of the other."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version < _FSDP_SINCE:
         raise InvalidArgumentError(

@@ -1,8 +1,8 @@
-"""Torch's thread-local state, taken from a thread and put back: what a switch between two forward passes must exchange.
+"""Torch's thread-local state, taken from a thread and put back: what a switch between two halves must exchange.
 
-Covered: grad mode (inference mode cannot be switched), autocast, saved-tensor hooks (activation checkpointing), the
-stacks of function and dispatch modes, and the states of the random generators. Contexts that a half enters thus apply
-to that half alone.
+It covers grad mode, autocast, saved-tensor hooks (activation checkpointing), the stacks of function and dispatch modes,
+and the states of the random generators. Inference mode cannot be switched. Contexts that a half enters therefore hold
+for that half alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils import _python_dispatch
 
 _Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
-#: Globals of torch.utils._python_dispatch that dispatch modes set on entry and set back on exit.
+#: Globals of torch.utils._python_dispatch that dispatch modes set on entry and restore on exit.
 _MODE_FLAGS = tuple(
     name
     for name in (
@@ -30,19 +30,19 @@ _MODE_FLAGS = tuple(
 
 @dataclass
 class Random:
-    """States of the generators that operators draw from by default."""
+    """States of the generators from which operators draw by default."""
 
     cpu: torch.Tensor
     cuda: list[torch.Tensor]
 
     @classmethod
     def now(cls) -> Random:
-        """As they are; on CUDA only where it is in use."""
+        """The current states; those of CUDA only if it is in use."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
         return cls(torch.get_rng_state(), cuda)
 
     def other(self) -> Random:
-        """States of other generators, that follow from these."""
+        """States of new generators that are seeded from these."""
         generator = torch.Generator()
         generator.set_state(self.cpu)
         seed = int(torch.randint(2**62, (), generator=generator))
@@ -50,7 +50,7 @@ class Random:
         return Random(torch.Generator().manual_seed(seed).get_state(), cuda)
 
     def restore(self) -> None:
-        """Puts them back."""
+        """Puts the states back."""
         torch.set_rng_state(self.cpu)
         if self.cuda:
             torch.cuda.set_rng_state_all(self.cuda)
@@ -58,7 +58,7 @@ class Random:
 
 @dataclass
 class ThreadState:
-    """What torch keeps for this thread, at one moment. `now` takes it, `restore` puts it back."""
+    """What torch keeps for a thread at one moment. `now` takes it, `restore` puts it back."""
 
     grad: bool
     forward_grad: bool
@@ -74,7 +74,7 @@ class ThreadState:
 
     @classmethod
     def now(cls) -> ThreadState:
-        """The state of this thread, which stays as it is."""
+        """The state of this thread, which is not changed."""
         devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
         return cls(
             grad=torch.is_grad_enabled(),
@@ -111,10 +111,11 @@ class ThreadState:
         self.random.restore()
 
     def switch_to(self, outer: ThreadState) -> None:
-        """As `restore`, from another half; `outer` is the state in which both began.
+        """Does what `restore` does, for a switch from another half. `outer` is the state in which both halves began.
 
-        What a half has cast inside an autocast of its own would be gone when the other begins, if they came one after
-        the other; inside an autocast around both it would not.
+        It clears autocast's cache of casts if a half is inside an autocast of its own: if the halves came one after the
+        other, those casts would be gone when the other half begins. Inside an autocast around both halves they would
+        not.
         """
         own_casts = outer.autocast_depth == 0 and max(_autocast_depth(), self.autocast_depth) > 0
         self.restore()
@@ -143,7 +144,7 @@ class ThreadState:
 
 
 def _take_hooks() -> list[_Hooks]:
-    """Empties the stack of saved-tensor hooks; returns what was on it, the first pushed first."""
+    """Empties the stack of saved-tensor hooks. Returns what was on it, the first pushed first."""
     taken = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -153,7 +154,7 @@ def _take_hooks() -> list[_Hooks]:
 
 def _hooks() -> list[_Hooks]:
     disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-    torch._C._autograd._saved_tensors_hooks_enable()  # hooks that are disabled do not show
+    torch._C._autograd._saved_tensors_hooks_enable()  # disabled hooks would not show
     hooks = _take_hooks()
     for pack, unpack in hooks:
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
@@ -172,6 +173,6 @@ def _function_modes() -> list[Any]:
 
 
 def _dispatch_modes() -> list[Any]:
-    """Those that models enter, not torch's own (fake tensors, proxies), which lie apart."""
+    """The modes that models enter. torch's own modes (fake tensors, proxies) lie apart and are left out."""
     stack = _python_dispatch._get_current_dispatch_mode_stack()
     return [mode for mode in stack if getattr(mode, "_mode_key", None) is None]

@@ -1,4 +1,4 @@
-"""Where a layer's attention gives the other half of a ping-pong its turn."""
+"""The places in a layer's attention where a half of a ping-pong gives the turn to the other half."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distca.planner.plan import Plan
 from distca.steps import Step, attend, collect, dispatch
 
 here = threading.local()
-"""This thread's `half`, the one that is running; None outside of a ping-pong's forward pass."""
+"""Per thread: `half` is the half that is running, or None outside of a ping-pong's forward pass."""
 
 
 class _Pauses(Protocol):
@@ -19,16 +19,17 @@ class _Pauses(Protocol):
 
 
 def in_half() -> bool:
-    """Whether this thread is in a half of a ping-pong forward pass."""
+    """Whether this thread is in the forward pass of a half of a ping-pong."""
     return getattr(here, "half", None) is not None
 
 
 def core_attention_in_parts(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`core_attention` as three calls, between which the other half takes its turn.
+    """Does what `core_attention` does in three calls, and gives the turn away between them.
 
-    In backward, activation checkpointing runs it again: then there is no other half, and the three follow each other.
+    Activation checkpointing runs it again in backward. There it gives no turn away, and the three calls follow each
+    other.
     """
     half: _Pauses | None = getattr(here, "half", None)
     if torch._C._current_graph_task_id() != -1:  # in backward

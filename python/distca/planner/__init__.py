@@ -1,1 +1,1 @@
-"""Plans of batches: who computes what, which rows travel, and where they lie."""
+"""Planning of batches: which server computes what, which rows travel, and where they lie."""

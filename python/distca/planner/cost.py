@@ -1,4 +1,4 @@
-"""The cost of tasks: what plans balance."""
+"""The cost of tasks, which plans balance."""
 
 from __future__ import annotations
 
@@ -20,14 +20,23 @@ _PHASES = ("forward", "backward")
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """Time of a task in integer units of your choice; the plan balances it. The default counts visible pairs.
+    """Time of a task in integer units of your choice. Plans balance it. The default counts visible pairs.
 
     Args:
         per_pair: units for each visible (query, key) pair of a head, 0 to 2**20.
         per_row: units for each query row of a head, 0 to 2**20.
-        rates: factors on ``per_pair`` by the size of the task, in 1024ths, 1 to 2**20: ``rates[i][j]`` for ``2**i``
-            query rows that see ``2**j`` keys, straight lines between, the last one beyond. Empty: 1 for all.
-        unit_ns: nanoseconds of a unit on the device that was measured, if known; no plan depends on it.
+        rates: factors on ``per_pair`` by the size of the task, in 1024ths, 1 to 2**20. ``rates[i][j]`` is for ``2**i``
+            query rows that see ``2**j`` keys. Sizes in between are interpolated linearly; sizes beyond take the last
+            rate. Empty: 1 for all sizes.
+        unit_ns: nanoseconds of a unit on the measured device, or None if unknown. No plan depends on it.
+
+    Examples:
+        >>> layout, heads = distca.Layout.from_documents([[100], [10]]), distca.Heads(q=1, kv=1, dim=64)
+        >>> distca.plan(layout, heads).stats.load_before  # visible pairs
+        [5050, 55]
+        >>> cost = distca.CostModel(per_pair=1, per_row=20)  # a row takes as long as 20 pairs besides
+        >>> distca.plan(layout, heads, cost=cost).stats.load_before
+        [7050, 255]
     """
 
     per_pair: int = 1
@@ -37,7 +46,7 @@ class CostModel:
 
     @functools.cached_property
     def core(self) -> _C.CostModel:
-        """As the core wants it. Raises InvalidArgumentError for values out of range."""
+        """The core's object of this cost model. Raises InvalidArgumentError if a value is out of range."""
         widths = {len(line) for line in self.rates}
         if len(widths) > 1:
             raise InvalidArgumentError(f"cost model: lines of {sorted(widths)} rates; all must be equally long")
@@ -58,11 +67,14 @@ class CostModel:
 
     @classmethod
     def load(cls, source: str | Path, *, phases: Sequence[str] = _PHASES) -> CostModel:
-        """From a file that `distca profile` wrote, or by name.
+        """Loads a cost model by name, or from a file that `distca profile` wrote.
 
         Args:
             source: ``"pairs"``, the name of a table that comes with distca (``cpu-avx512``, ``h200``), or a path.
-            phases: whose time counts: ``"forward"``, ``"backward"`` or both.
+            phases: the phases whose time counts: ``"forward"``, ``"backward"`` or both.
+
+        Raises:
+            InvalidArgumentError: the phases are others, or the source is no such file or name.
         """
         if source == "pairs":
             return cls()
@@ -88,11 +100,14 @@ class CostModel:
 
     @classmethod
     def from_points(cls, points: Mapping[tuple[int, int], float], q_heads: int) -> CostModel:
-        """From times of tasks: the last ``q_rows`` rows of a causal document of ``kv_rows``.
+        """Makes a cost model from times of tasks: the last ``q_rows`` rows of a causal document of ``kv_rows``.
 
         Args:
-            points: nanoseconds by ``(q_rows, kv_rows)``, powers of two, more than zero.
+            points: nanoseconds, more than zero, by ``(q_rows, kv_rows)``, which are powers of two.
             q_heads: query heads of the tasks that were timed.
+
+        Raises:
+            InvalidArgumentError: there are no points, or one is out of range.
         """
         per_pair: dict[int, dict[int, float]] = {}
         for (q_rows, kv_rows), nanoseconds in points.items():
@@ -118,7 +133,7 @@ class CostModel:
 
 
 def _never_rising(rates: Mapping[int, int]) -> dict[int, int]:
-    """More rows take no more time each: what says otherwise is noise of the measurement."""
+    """Makes rates fall with the rows. More rows take no more time each; a measurement that says otherwise is noise."""
     least = _MOST
     result = {}
     for q_rows in sorted(rates):
@@ -128,7 +143,7 @@ def _never_rising(rates: Mapping[int, int]) -> dict[int, int]:
 
 
 def _octaves(rates: Mapping[int, int]) -> list[int]:
-    """A rate for each power of two from 1 to the largest key, on straight lines between those given."""
+    """A rate for each power of two from 1 to the largest key, interpolated linearly between the given ones."""
     known = sorted((n.bit_length() - 1, rate) for n, rate in rates.items())
     line: list[Any] = [known[0][1]] * known[0][0]
     for (begin, first), (end, last) in zip(known, known[1:], strict=False):

@@ -12,11 +12,12 @@ from distca.planner.layout import PADDING, Layout
 
 @dataclasses.dataclass(frozen=True)
 class Half:
-    """Some of the documents of a layout, as a layout of its own.
+    """One half of a micro-batch: some of the documents of a layout, as a layout of its own.
 
     Attributes:
-        layout: of these documents alone, numbered from 0 in their order; a rank without any has the idle rows.
-        documents: their numbers in the whole layout, ascending.
+        layout: the layout of these documents alone, numbered from 0 in their order. A rank without any of them has the
+            idle rows, which are padding.
+        documents: the documents' numbers in the whole layout, ascending.
     """
 
     layout: Layout
@@ -24,7 +25,7 @@ class Half:
     _whole: Layout = dataclasses.field(repr=False)
 
     def rows(self, rank: int) -> torch.Tensor:
-        """Rows of the rank's whole token tensor that are in this half, in order, int64; without idle ones."""
+        """Indices of this half's rows in the rank's whole token tensor, in order, int64; idle rows are left out."""
         mine, parts, first = set(self.documents), [torch.zeros(0, dtype=torch.int64)], 0
         for document, begin, end in self._whole.segments(rank):
             if document in mine:
@@ -33,7 +34,17 @@ class Half:
         return torch.cat(parts)
 
     def take(self, whole: torch.Tensor, rank: int, *, dim: int = 0, fill: float = 0) -> torch.Tensor:
-        """The rows of this half of a tensor of the rank's rows; `fill` in idle ones."""
+        """The rows of this half, taken from a tensor of all the rank's rows.
+
+        Args:
+            whole: a tensor whose dimension `dim` is that of the rank's rows.
+            rank: the rank.
+            dim: the dimension of the rows.
+            fill: the value in idle rows.
+
+        Returns:
+            A new tensor with the rows of this half, or with the idle rows if this rank has none of its documents.
+        """
         rows = self.rows(rank).to(whole.device)
         if len(rows) > 0:
             return whole.index_select(dim, rows)
@@ -43,15 +54,25 @@ class Half:
 
 
 def halves(layout: Layout, *, window: int | None = None, idle_rows: int = 0) -> tuple[Half, Half]:
-    """Deals the documents of a layout out to two halves with about the same attention and, on every rank, tokens.
+    """Deals the documents of a layout out to two halves with about equal attention and, on every rank, equal tokens.
 
-    A pure function of its arguments, so every rank finds the same halves. Documents stay whole: one that is longer than
-    all others together is a half that the other cannot match. Padding is in neither.
+    This is a pure function of its arguments. Therefore every rank finds the same halves. Documents stay whole: a
+    document that is longer than all others together is a half that the other cannot match. Padding is in neither half.
 
     Args:
-        layout: of the micro-batch.
-        window: how many keys a row sees, its own included; all of its document before it by default.
+        layout: the layout of the micro-batch.
+        window: how many keys a row sees, its own included; all keys of its document up to its own by default.
         idle_rows: rows of padding for a rank that has no row in a half, for models that cannot take an empty tensor.
+
+    Returns:
+        The first and the second half.
+
+    Examples:
+        >>> first, second = distca.halves(distca.Layout.from_documents([[4, 4], [3, 3]]))
+        >>> first.documents, second.documents
+        ([0, 2], [1, 3])
+        >>> second.rows(0)  # of rank 0's token tensor
+        tensor([4, 5, 6, 7])
     """
     lengths = layout.document_lengths
     tokens: list[dict[int, int]] = [defaultdict(int) for _ in lengths]  # of each document, by rank
@@ -78,12 +99,12 @@ def _half(layout: Layout, taken: list[bool], idle_rows: int) -> Half:
     ]
     idle = [(PADDING, 0, idle_rows)] if idle_rows else []
     half = Layout([of_rank or idle for of_rank in segments])
-    half._longest_of_whole = layout.longest_document  # so that both halves have the same RoPE frequencies
+    half._longest_of_whole = layout.longest_document  # both halves then have the same RoPE frequencies
     return Half(half, documents, layout)
 
 
 class _Difference:
-    """First half less second, each quantity as a fraction of the whole: attention, and the tokens of every rank."""
+    """First half minus second half, each quantity as a fraction of the whole: attention, and each rank's tokens."""
 
     def __init__(self, pairs: list[int], tokens: list[dict[int, int]], num_ranks: int) -> None:
         totals = [sum(pairs), *(sum(of.get(rank, 0) for of in tokens) for rank in range(num_ranks))]
@@ -94,7 +115,7 @@ class _Difference:
         self.value = [0.0] * (1 + num_ranks)
 
     def change(self, document: int, factor: float) -> float:
-        """By how much the sum of squares grows where the document counts `factor` times more."""
+        """How much the sum of squares grows if the document counts `factor` times more."""
         return sum(factor * weight * (2 * self.value[i] + factor * weight) for i, weight in self.weights[document])
 
     def add(self, document: int, factor: float) -> None:
@@ -102,11 +123,14 @@ class _Difference:
             self.value[i] += factor * weight
 
 
-_MOST_SWAPS = 64  # documents of which every pair is tried
+_MOST_SWAPS = 64  # every pair of this many documents is tried
 
 
 def _deal(pairs: list[int], tokens: list[dict[int, int]], num_ranks: int) -> list[bool]:
-    """For each document whether it is in the second half: the costliest first, each where it helps; then exchanges."""
+    """For each document whether it is in the second half.
+
+    The costliest documents are placed first, each where it helps most. Then moves and swaps improve the result.
+    """
     difference = _Difference(pairs, tokens, num_ranks)
     order = sorted(range(len(pairs)), key=lambda document: (-pairs[document], document))
     sign = [1.0] * len(pairs)
@@ -119,7 +143,7 @@ def _deal(pairs: list[int], tokens: list[dict[int, int]], num_ranks: int) -> lis
         sign[document] = -sign[document]
 
     def helps(*documents: int) -> bool:
-        """Moves them to their other half, and back unless that is better."""
+        """Moves the documents to their other halves. Moves them back unless that is better."""
         before = sum(x * x for x in difference.value)
         for document in documents:
             move(document)

@@ -15,22 +15,24 @@ from distca.errors import InvalidArgumentError
 #: The document number of padding rows in a layout.
 PADDING = -1
 
-#: Of a document or a rank.
+#: The most rows of a document or of a rank.
 _MOST_ROWS = 2**31
 
 
 class Layout:
-    """Which rows of which documents every rank holds, in the order of its packed token tensor.
+    """Which rows of which documents each rank holds, in the order of its packed token tensor.
 
     Args:
         ranks: for each rank its segments ``(document, begin, end)``: rows ``[begin, end)`` of a document. Documents are
-            numbered from 0 without gaps and covered exactly once; document ``-1`` is padding of ``end - begin`` rows.
+            numbered from 0 without gaps and are covered exactly once. Document ``-1`` is padding of ``end - begin``
+            rows.
 
     Raises:
-        InvalidArgumentError: naming the document, the rank and the rows that are wrong.
+        InvalidArgumentError: a document is not covered exactly once, or a number is wrong. The message names the
+            document, the rank and the rows.
     """
 
-    _longest_of_whole: int | None = None  # where this is a half of a layout
+    _longest_of_whole: int | None = None  # set if this is a half of a layout
 
     def __init__(self, ranks: Sequence[Sequence[tuple[int, int, int]]]) -> None:
         ranks = [
@@ -45,7 +47,7 @@ class Layout:
             raise _bad_segment(ranks) from None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its segments: it is checked again when it is made of them."""
+        """The segments. They are checked again when the layout is made from them."""
         segments = [self.segments(rank) for rank in range(self.num_ranks)]
         return {"segments": segments, "longest_of_whole": self._longest_of_whole}
 
@@ -62,10 +64,20 @@ class Layout:
 
     @classmethod
     def from_documents(cls, lengths: Sequence[Sequence[int]]) -> Layout:
-        """Whole documents on each rank (data parallel), numbered over the ranks in order.
+        """A layout of whole documents on each rank (data parallel), numbered over the ranks in order.
 
         Args:
-            lengths: for each rank the lengths of its documents, in tokens; a rank may have none.
+            lengths: for each rank the lengths of its documents, in tokens. A rank may have none.
+
+        Raises:
+            InvalidArgumentError: a length is out of range.
+
+        Examples:
+            >>> layout = distca.Layout.from_documents([[4, 2], [3]])
+            >>> layout.segments(0)  # (document, begin, end)
+            [(0, 0, 4), (1, 0, 2)]
+            >>> layout.position_ids(0)
+            tensor([0, 1, 2, 3, 0, 1])
         """
         lengths = _lists_of_ranks(lengths, "lengths")
         try:
@@ -75,12 +87,20 @@ class Layout:
 
     @classmethod
     def packed(cls, lengths: Sequence[int], *, ranks: int, tokens_per_rank: int) -> Layout:
-        """Documents one after another; one that is longer than what is left on a rank goes on on the next.
+        """A layout of documents one after another. One that does not fit on a rank goes on on the next.
 
         Args:
             lengths: lengths in tokens; their sum is at most ``ranks * tokens_per_rank``.
             ranks: number of ranks; the last ones may stay empty.
             tokens_per_rank: tokens that fit on one rank.
+
+        Raises:
+            InvalidArgumentError: a number is out of range, or the documents do not fit.
+
+        Examples:
+            >>> layout = distca.Layout.packed([4, 5], ranks=2, tokens_per_rank=6)
+            >>> layout.segments(0), layout.segments(1)
+            ([(0, 0, 4), (1, 0, 2)], [(1, 2, 5)])
         """
         lengths = listed("layout", "lengths", lengths, "a list of lengths")
         try:
@@ -90,11 +110,19 @@ class Layout:
 
     @classmethod
     def head_tail(cls, lengths: Sequence[int], *, ranks: int) -> Layout:
-        """Context parallel: each document in ``2 * ranks`` chunks, rank r holds chunk r and the r-th from the end.
+        """A context-parallel layout: ``2 * ranks`` chunks a document; rank r holds the r-th chunk from either end.
 
         Args:
-            lengths: lengths in tokens; any, no padding is needed.
+            lengths: lengths in tokens. They may be any; no padding is needed.
             ranks: number of ranks.
+
+        Raises:
+            InvalidArgumentError: a number is out of range.
+
+        Examples:
+            >>> layout = distca.Layout.head_tail([8], ranks=2)
+            >>> layout.segments(0), layout.segments(1)
+            ([(0, 0, 2), (0, 6, 8)], [(0, 2, 4), (0, 4, 6)])
         """
         lengths = listed("layout", "lengths", lengths, "a list of lengths")
         try:
@@ -114,7 +142,7 @@ class Layout:
 
     @property
     def longest_document(self) -> int:
-        """Length of the longest document, in tokens; for a half (`distca.halves`) that of the whole layout."""
+        """Length of the longest document, in tokens. A half (`distca.halves`) keeps that of its whole layout."""
         return self._longest_of_whole or max(self.document_lengths, default=1)
 
     def num_rows(self, rank: int) -> int:
@@ -126,7 +154,7 @@ class Layout:
         return self._core.segments(rank)
 
     def position_ids(self, rank: int) -> torch.Tensor:
-        """Position of every row of the rank in its document, int64 ``[T]``; 0 for padding."""
+        """Position of each row of the rank in its document, int64 ``[T]``; 0 for padding."""
         parts = [
             torch.arange(begin, end) if document != PADDING else torch.zeros(end - begin, dtype=torch.int64)
             for document, begin, end in self.segments(rank)
@@ -147,7 +175,7 @@ def _lists_of_ranks(value: Any, what: str) -> list[list[Any]]:
 
 
 def _bad_length(lengths: Iterable[tuple[str, Any]]) -> InvalidArgumentError:
-    """What to raise for lengths, each with where it is, that are not all integers the core can take."""
+    """The error for lengths that are not all integers in range, each given with the place where it stands."""
     for document, (where, n) in enumerate(lengths):
         if not is_whole(n, 1, _MOST_ROWS):
             return InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""What distca's heap takes on every rank, and what is retained beside it, stated before anything runs."""
+"""The bytes of the heap on every rank, and of what is retained beside it, known before anything runs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ if TYPE_CHECKING:
     from distca.context import Context
 
 SLOTS = _C.NUM_SLOTS
-"""Steps that may be under way at once: the heap is divided into as many slots."""
-_LEAST_HEAP = 8 << 20  # pages of the CPU's heaps are taken as they are used, and GPUs have as much to spare
+"""Steps that may be under way at once. The heap is divided into as many slots."""
+_LEAST_HEAP = 8 << 20  # the CPU's heaps take pages only as they are used, and GPUs have these bytes to spare
 _PHASES = ("forward", "backward")
 
 
 def default_heap_bytes(max_tokens: int, heads: Heads) -> int:
-    """The heap of a rank of so many tokens, in bytes, where no other size is asked for.
+    """Bytes of a rank's heap by default, if the rank has at most `max_tokens` tokens.
 
-    Six times its own rows of q, k, v, out and their gradients (at least 8 MiB), whatever the number of ranks.
+    It is six times the rank's own rows of q, k, v, out and their gradients, at least 8 MiB, whatever the number of
+    ranks.
     """
     row_bytes = 2 * (heads.q + heads.kv) * (heads.dim + heads.value_dim) * heads.dtype.itemsize
     return max(6 * max_tokens * row_bytes, _LEAST_HEAP)
@@ -32,20 +33,20 @@ def default_heap_bytes(max_tokens: int, heads: Heads) -> int:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of the symmetric heap for some plans; printed, it is a table. Made by `memory_report`.
+    """Bytes of the heap for some plans. Printed, it is a table. `memory_report` makes it.
 
-    The heap has two slots, so that the rows of two steps may be there at once, and is as large on every rank as the
-    neediest one wants it, for peers write into it. Beside it distca keeps the kernel's scratch, returned tensors, and
-    what plans with `retain_bytes` keep.
+    The heap has two slots, so that the rows of two steps may be there at once. It has the same size on every rank, that
+    of the neediest one, because peers write into it. distca also takes memory beside it: the kernel's scratch, returned
+    tensors, and what plans with `retain_bytes` retain.
 
     Attributes:
-        arenas: of every rank, the largest arena that one of the plans has in each phase.
-        slot_bytes: the largest of them: what a slot must hold for these plans.
-        heap_bytes: what the heap takes: that of the context, else two such slots.
+        arenas: for each rank and phase, the largest arena that one of the plans has.
+        slot_bytes: the largest of these arenas: what a slot must hold for these plans.
+        heap_bytes: bytes of the heap: the context's, or without a context two slots of ``slot_bytes``.
         capacity: bytes of a slot of the context; None without one.
         imbalance: largest attention load over the mean, for each plan.
-        wanted_slot_bytes: what a slot would have to hold for no plan to trade balance for memory.
-        retained_bytes: of every rank, what it keeps outside the heap from forward to backward, of all layers.
+        wanted_slot_bytes: bytes that a slot needs so that no plan trades balance for memory.
+        retained_bytes: for each rank, what it retains outside the heap from forward to backward, for all layers.
     """
 
     arenas: list[dict[str, ArenaBytes]]
@@ -58,7 +59,7 @@ class MemoryReport:
 
     @property
     def trades_balance(self) -> bool:
-        """Whether a plan is less balanced than asked for because a slot holds no more."""
+        """Whether a plan is less balanced than it was asked to be, because a slot holds no more."""
         return self.wanted_slot_bytes > self.slot_bytes
 
     def __str__(self) -> str:
@@ -83,7 +84,7 @@ class MemoryReport:
 
 
 def report(stats: Sequence[PlanStats], *, context: Context | str | None = None, layers: int = 1) -> MemoryReport:
-    """`distca.memory_report`, of the plans' statistics."""
+    """`distca.memory_report` for the statistics of plans."""
     here = get_context() if context is None else find_context(context)
     if here is None and context is not None:
         raise InvalidArgumentError(f"memory_report: there is no context {context!r}")
@@ -98,7 +99,7 @@ def report(stats: Sequence[PlanStats], *, context: Context | str | None = None, 
             f"memory_report: plans for {num_ranks} ranks and context {here.name!r} of {here.num_ranks}"
         )
     if here is not None and here.num_ranks != num_ranks:
-        here = None  # the default context has nothing to do with these plans
+        here = None  # the default context is not the one of these plans
     arenas = [
         {phase: max((s.arena_bytes[phase][rank] for s in stats), key=lambda arena: arena.total) for phase in _PHASES}
         for rank in range(num_ranks)

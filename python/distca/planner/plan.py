@@ -1,4 +1,4 @@
-"""A plan of one batch, seen from one rank. Usable alone: no process group, no context, no GPU."""
+"""A plan of one layout, seen from one rank. It needs no process group, no context and no GPU."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from distca.planner.memory import MemoryReport, report
 from distca.planner.stats import ArenaBytes, PlanStats, Task, Transfer
 
 _MESSAGES = ("forward_in", "forward_out", "backward_in", "backward_out")
-#: By number in the core; the last two are sums of several servers in fp32.
+#: The tensors by their numbers in the core. The last two are fp32 sums over several servers.
 _TENSORS = ("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv", "dk", "dv")
 
 
 class _Made:
-    """The core's plan of all ranks, and how it was made: so it is made again where it was pickled."""
+    """The core's plan of all ranks, with the arguments that made it. An unpickled one is planned again when needed."""
 
     def __init__(self, layout: Layout, heads: Heads, arguments: Mapping[str, Any]) -> None:
         self.layout, self.heads, self._arguments = layout, heads, arguments
@@ -63,22 +63,23 @@ def _text(digest: int) -> str:
 
 
 class Plan:
-    """One layout's tasks, transfers and arenas, seen from one rank. Made by :func:`plan`; the same on every rank.
+    """One layout's tasks, transfers and arenas, seen from one rank. `plan` makes it, the same on every rank.
 
-    A value: it can be copied, compared by its digest, and pickled, so that a ``DataLoader``'s workers may make plans
-    and a checkpoint may have them. What is pickled is this rank's slice, checked when it is read, and how the plan was
-    made: what else is asked of it (``tasks``, ``stats``, ``for_rank``) is then planned again, to the same digest.
+    A plan is a value. It can be copied, compared by its digest, and pickled. Therefore a ``DataLoader``'s workers may
+    make plans, and a checkpoint may hold them. A pickle has this rank's slice, which is checked when it is read, and
+    the arguments of the plan. An unpickled plan is made again, and must have the same digest, when ``tasks``,
+    ``stats``, ``transfers`` or ``for_rank`` are asked for.
 
     Attributes:
         layout, heads, mask, window: what it was made for.
         rank: the rank it is seen from.
         num_rows: rows of that rank's token tensor.
-        tensor: that rank's slice for the operators: int64, CPU, length a power of two.
-        retain_bytes: what each rank may keep of a step, as `plan` was told.
-        retains: whether any rank may keep something.
-        retained_bytes: what this rank keeps of a step.
+        tensor: that rank's slice, for the operators: int64 on the CPU, its length a power of two.
+        retain_bytes: bytes that each rank may retain of a step, as `plan` was told.
+        retains: whether any rank may retain something.
+        retained_bytes: bytes that this rank retains of a step.
         in_parts: whether `core_attention` takes its steps in parts, as ping-pong does.
-        half: of ping-pong, for which this copy was made: 0 or 1; None otherwise.
+        half: the half of ping-pong that this copy was made for: 0 or 1; None otherwise.
     """
 
     def __init__(self, made: _Made, rank: int, mask: str, window: int | None, retain_bytes: Sequence[int]) -> None:
@@ -90,7 +91,7 @@ class Plan:
         self.mask = mask
         self.window = window
         self.retain_bytes = list(retain_bytes)
-        # Plain attributes, not properties: torch.compile reads them without breaking the graph.
+        # These are plain attributes, not properties: torch.compile reads them without breaking the graph.
         self.tensor = torch.frombuffer(self._words, dtype=torch.int64)
         self.num_rows = self.layout.num_rows(rank)
         self.retains = any(self.retain_bytes)
@@ -111,23 +112,23 @@ class Plan:
         return plan
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
-        return copy.copy(self)  # nothing in it changes
+        return copy.copy(self)  # a plan is never changed
 
     def for_parts(self, half: int | None = None) -> Plan:
-        """The same plan, whose steps `core_attention` takes in parts; of a half of ping-pong, for traces."""
+        """A copy whose steps `core_attention` takes in parts. `half` tells traces which half of ping-pong it is of."""
         plan = copy.copy(self)
         plan.in_parts, plan.half = True, half
         return plan
 
     def same_window(self, window: int | None) -> bool:
-        """Whether this causal plan is right for a layer of that window: no document shows the difference."""
+        """Whether this plan is causal and lets every row see the keys that a layer of that window lets it see."""
         if self.window == window:
             return self.mask == "causal"
         longest = max(self.layout.document_lengths, default=0)
         return self.mask == "causal" and min(self.window or longest, longest) == min(window or longest, longest)
 
     def memory(self, *, layers: int = 1) -> MemoryReport:
-        """The bytes that this plan takes on every rank; printed, a table. See :func:`distca.memory_report`."""
+        """The bytes that this plan takes on every rank. Printed, it is a table. See `distca.memory_report`."""
         return report([self.stats], layers=layers)
 
     def for_rank(self, rank: int) -> Plan:
@@ -136,17 +137,17 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """What ranks compare to see that they have the same plan."""
+        """The digest that ranks compare at each step, to see that they have the same plan."""
         return _text(self._made.digest)
 
     @functools.cached_property
     def tasks(self) -> list[Task]:
-        """All tasks, by (server, document, kv_head_begin, q_begin)."""
+        """All tasks, in the order of (server, document, kv_head_begin, q_begin)."""
         return [Task(*task) for task in self._made.core.tasks()]
 
     @property
     def transfers(self) -> list[Transfer]:
-        """All rows that travel between ranks; what stays on its rank is not listed."""
+        """All rows that travel between ranks. Rows that stay on their rank are not listed."""
         return [
             Transfer(_MESSAGES[t[0]], t[1], t[2], t[3], t[4], t[5], t[6], t[7], _TENSORS[t[8]], t[9])
             for t in self._made.core.transfers()
@@ -154,7 +155,7 @@ class Plan:
 
     @functools.cached_property
     def stats(self) -> PlanStats:
-        """Loads, bytes and arenas."""
+        """Loads, bytes and arenas of all ranks."""
         raw = self._made.core.stats()
         raw["arena_bytes"] = {
             phase: [ArenaBytes(*arena) for arena in arenas] for phase, arenas in raw["arena_bytes"].items()
@@ -172,10 +173,10 @@ class Plan:
 
 
 class Plans(Mapping[int | None, Plan]):
-    """Plans of one layout for a model whose layers differ in their window, by window; None is no window.
+    """Plans of one layout by window, for a model whose layers differ in their window. None stands for no window.
 
-    Made by :func:`plans`. ``plans[window]`` is the plan of exactly that window, :meth:`for_window` also takes one that
-    does the same.
+    `plans` makes it. ``plans[window]`` is the plan of exactly that window; `for_window` also finds one that
+    has the same effect.
     """
 
     def __init__(self, by_window: Mapping[int | None, Plan]) -> None:
@@ -211,14 +212,14 @@ class Plans(Mapping[int | None, Plan]):
         return Plans({window: plan.for_rank(rank) for window, plan in self.items()})
 
     def for_parts(self, half: int | None = None) -> Plans:
-        """The same plans, whose steps `core_attention` takes in parts; of a half of ping-pong, for traces."""
+        """A copy whose steps `core_attention` takes in parts. `half` tells traces which half of ping-pong it is of."""
         return Plans({window: plan.for_parts(half) for window, plan in self.items()})
 
     def for_window(self, window: int | None) -> Plan:
-        """The plan for layers of that window. Windows at least as long as every document are all the same.
+        """The plan for layers of that window. All windows at least as long as every document have the same effect.
 
         Raises:
-            InvalidArgumentError: where no plan here does that; names the windows there are.
+            InvalidArgumentError: no plan here has that effect. The message names the windows that there are.
         """
         if window in self._by_window:
             return self._by_window[window]

@@ -1,4 +1,4 @@
-"""`PlanAhead`: batches together with their plans, made one step ahead by a thread of this process."""
+"""`PlanAhead`: batches with their plans, prepared one step ahead by a thread of this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from distca.planner.planning import plan, plans
 Batch = TypeVar("Batch")
 Planned = TypeVar("Planned", bound=Plan | Plans)
 
-# What a rank says about a step in place of its number of documents.
+# Codes that a rank sends in place of its number of documents.
 _ENDED = -1
 _FAILED = -2
 _STOPPED = -3
@@ -31,28 +31,31 @@ _JOIN_SECONDS = 10.0
 
 
 class PlanAhead(Generic[Batch, Planned]):
-    """Iterates over `loader` and yields `(batch, plan)`; the next pair is prepared while the current one is in use.
+    """Iterates over `loader` and yields `(batch, plan)`; a thread prepares the next pair while the current one is used.
 
-    How the ranks learn each other's lengths is chosen by one of two arguments:
+    One of two arguments says how the ranks learn each other's lengths:
 
-    - `layout(batch) -> Layout`: every rank knows the layout of all ranks already (a global deterministic sampler). No
-      traffic.
-    - `lengths(batch) -> list[int]`: the lengths of the whole documents in this rank's batch, in the order of its
-      rows. The ranks of `group` (default: all) exchange them over a gloo group of their own, made here on the calling
-      thread, and every rank plans the same data-parallel layout. This makes construction, iteration and closing
-      collective. Loaders may end at different steps: a rank whose loader has ended gets `(None, plan)`, where it
-      holds no rows, until all have. For models that cannot take an empty tensor, `idle_rows` rows of padding are
-      planned for it instead.
+    - `layout(batch) -> Layout`: every rank already knows the layout of all ranks (a global deterministic sampler).
+      There is no traffic.
+    - `lengths(batch) -> list[int]`: the lengths of the whole documents in this rank's batch, in the order of its rows.
+      The ranks of `group` (default: all) exchange them, and every rank plans the same data-parallel layout. They use a
+      gloo group of their own, which the calling thread makes here. Therefore construction, iteration and closing are
+      collective. Loaders may end at different steps: a rank whose loader has ended gets `(None, plan)`, in which it has
+      no rows, until all loaders have ended. `idle_rows` gives it rows of padding instead, for models that cannot take
+      an empty tensor.
 
-    `rank` is the rank whose slice the plans carry (default: this process's rank in `group`); `plan_options` go to
-    `distca.plan`, the `context` that runs the plans among them. With `windows`, those of a model whose layers differ in
-    their sliding window, each step has the `distca.Plans` for them instead of one `distca.Plan`. Calls to `loader`,
-    `layout` and `lengths` are made on the thread, one at a time.
+    `rank` is the rank whose slice the plans carry (default: this process's rank in `group`). `plan_options` go to
+    `distca.plan`; the `context` that runs the plans is one of them. `windows` are the windows of a model whose layers
+    differ in their sliding window; each step then has `distca.Plans` instead of one `distca.Plan`. The thread calls
+    `loader`, `layout` and `lengths`, one call at a time.
 
-    An exception of the loader, of the callbacks or of planning is raised by the next iteration; with `lengths`, the
-    other ranks then get a PeerLeftError that names the rank. Use it as a context manager, or call `close()`, to stop
-    the thread; after a plain `break` it stops when the object is dropped. Each `iter()` begins a new pass over the
-    loader.
+    The next iteration raises an exception of the loader, of the callbacks or of planning. With `lengths`, the other
+    ranks then raise a PeerLeftError that names the rank. To stop the thread, use the PlanAhead as a context manager or
+    call `close()`. After a plain `break` the thread stops when the object is dropped. Each `iter()` begins a new pass
+    over the loader.
+
+    Raises:
+        InvalidArgumentError: not exactly one of `layout` and `lengths` is given, or `idle_rows` is negative.
     """
 
     @overload
@@ -132,7 +135,7 @@ class PlanAhead(Generic[Batch, Planned]):
         return self._pass
 
     def close(self) -> None:
-        """Stops the thread and leaves the private group. May be called more than once."""
+        """Stops the thread and leaves the private group. It may be called more than once."""
         if self._closed:
             return
         self._closed = True
@@ -159,9 +162,7 @@ class PlanAhead(Generic[Batch, Planned]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if (
-            kind is not None
-        ):  # other ranks may be waiting for us: let them see the error now, the thread ends when it can
+        if kind is not None:  # other ranks may wait for this one, and must see the error now
             self._closed = True
             self._end_pass(0.0)
         self.close()
@@ -171,15 +172,15 @@ class PlanAhead(Generic[Batch, Planned]):
             running.stop()
 
 
-# A step as the thread sees it: the batch (None: this rank's loader has ended) and the layout of all ranks.
+# A step as the thread sees it: the batch (None if this rank's loader has ended) and the layout of all ranks.
 _Step = tuple[Batch | None, Layout]
 
 
 class _Steps(Iterator[_Step[Batch]]):
-    """A source of steps that is told how the pass ended before its last step."""
+    """A source of steps. If the pass ends before its last step, `abort` is told why."""
 
     def abort(self, code: int) -> None:
-        """This rank takes no further step: it has failed (_FAILED) or was stopped (_STOPPED)."""
+        """Says that this rank takes no further step: it has failed (_FAILED) or was stopped (_STOPPED)."""
 
 
 class _KnownLayouts(_Steps[Batch]):
@@ -195,7 +196,7 @@ class _KnownLayouts(_Steps[Batch]):
 
 
 class _Exchange:
-    """The private gloo group over which the ranks tell each other their lengths."""
+    """The private gloo group over which the ranks exchange their lengths."""
 
     def __init__(self, group: dist.ProcessGroup | None, idle_rows: int) -> None:
         self.group: dist.ProcessGroup | None = None
@@ -214,14 +215,14 @@ class _Exchange:
         return _GatheredLayouts(self, loader, lengths)
 
     def close(self) -> None:
-        # A group of some ranks stays until torch.distributed ends: torch names it after its members, and a second group
-        # of that name would read the addresses of the first.
+        # A group of some ranks stays until torch.distributed ends. torch names it after its members; a second group of
+        # that name would read the addresses of the first.
         if self.group is not None and self._of_all_ranks:
             dist.destroy_process_group(self.group)
         self.group = None
 
     def counts(self, mine: int) -> list[int]:
-        """What every rank says about the step: its number of documents or one of the codes."""
+        """What each rank says about the step: its number of documents, or one of the codes."""
         return [int(count) for (count,) in self._gather(torch.tensor([mine], dtype=torch.int64))]
 
     def lengths(self, mine: list[int], counts: list[int]) -> list[list[int]]:
@@ -241,7 +242,7 @@ class _Exchange:
 
 
 class _GatheredLayouts(_Steps[Batch]):
-    """Steps with gathered layouts. Every rank takes part in the same exchanges until all have ended or one gave up."""
+    """Steps with gathered layouts. All ranks make the same exchanges until all loaders end or one rank gives up."""
 
     def __init__(self, exchange: _Exchange, loader: Iterable[Batch], lengths: Callable[[Batch], Sequence[int]]) -> None:
         self._exchange, self._loader, self._lengths = exchange, loader, lengths
@@ -313,9 +314,9 @@ class _GatheredLayouts(_Steps[Batch]):
 
 
 class _Pass(Iterator[tuple[Batch | None, Planned]]):
-    """One pass over the loader: the thread, and the place where it puts what it has prepared.
+    """One pass over the loader: the thread, and the state in which it leaves what it has prepared.
 
-    The thread holds the state below but not the `PlanAhead` itself, so that dropping that object can stop it.
+    The thread holds that state but not the `PlanAhead` itself. Therefore dropping the `PlanAhead` can stop it.
     """
 
     def __init__(self, steps: _Steps[Batch], make_plan: Callable[[Layout], Planned]) -> None:
@@ -332,7 +333,7 @@ class _Pass(Iterator[tuple[Batch | None, Planned]]):
         self._state.stop()
 
     def join(self, seconds: float) -> bool:
-        """True if the thread is over."""
+        """Waits for the thread. Returns whether it is over."""
         if self._thread is not threading.current_thread():
             self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -343,7 +344,7 @@ class _Pass(Iterator[tuple[Batch | None, Planned]]):
 
 
 class _PassState(Generic[Batch, Planned]):
-    """What thread and consumer share: at most one prepared step, then how the pass ended."""
+    """What thread and consumer share: at most one prepared step, and how the pass ended."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -365,7 +366,7 @@ class _PassState(Generic[Batch, Planned]):
             raise StopIteration
 
     def put(self, step: tuple[Batch | None, Planned]) -> bool:
-        """Waits until the step before was taken; False if the consumer wants no more."""
+        """Adds a step and waits until it was taken. Returns False if the consumer wants no more."""
         with self._changed:
             self._ready.append(step)
             self._changed.notify_all()
@@ -390,8 +391,8 @@ def _prepare(state: _PassState[Batch, Planned], steps: _Steps[Batch], make_plan:
             if not state.put((batch, make_plan(layout))):
                 break
         state.finish(None)
-    except BaseException as error:  # raised by the next iteration
+    except BaseException as error:  # the next iteration raises it
         state.finish(error)
         code = _FAILED
-    with contextlib.suppress(DistcaError):  # a peer is gone as well: it has told its own story
+    with contextlib.suppress(DistcaError):  # a peer is gone as well, and has raised its own error
         steps.abort(code)

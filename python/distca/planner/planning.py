@@ -1,6 +1,6 @@
-"""How plans are made, and what they take: `distca.plan`, `distca.plans`, `distca.memory_report`.
+"""Making plans and stating their memory: `distca.plan`, `distca.plans`, `distca.memory_report`.
 
-Nothing here needs a process group or a GPU.
+None of these needs a process group or a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distca.registry import find_context
 if TYPE_CHECKING:
     from distca.context import Context
 
-#: That a rank may keep: no limit in practice.
+#: The most bytes that a rank may retain; no limit in practice.
 _MOST_BYTES = 2**46
 
 _MASK_NUMBERS = {"causal": 0, "full": 1}
@@ -49,47 +49,63 @@ def plan(
     cost: CostModel | None = None,
     tasks: Sequence[tuple[int, int, int, int, int, int]] | None = None,
 ) -> Plan:
-    """Cuts core attention of a layout into tasks and gives every rank the same load (paper, section 4.2).
+    """Cuts core attention of a layout into tasks and gives every server the same load (paper, section 4.2).
 
-    A pure function of its arguments, the same on every rank to the last bit, so nobody needs to send it. No context is
-    read unless it is given.
+    A plan is a pure function of the arguments. It is the same on every rank to the last bit; therefore nobody needs to
+    send it. No context is read unless it is given.
 
     Args:
-        layout: rows of every rank.
+        layout: the rows of every rank.
         heads: head shape and dtype of the layers that will use the plan.
-        context: the context that is to run the plan, or its name, of as many ranks as the layout: `rank`, `capacity`
-            and `cost` are its own unless they are given too.
-        rank: the rank whose slice ``Plan.tensor`` is; by default that of `context`, or 0 without one.
-        mask: ``"causal"`` or ``"full"`` (every row of a document sees all of it).
+        context: the context that will run the plan, or its name. It must have as many ranks as the layout. It gives the
+            defaults of `rank`, `capacity` and `cost`.
+        rank: the rank whose slice ``Plan.tensor`` is; by default the context's, or 0 without a context.
+        mask: ``"causal"``, or ``"full"``: every row of a document sees all of it.
         window: with the causal mask, how many keys a row sees: its own and the ``window - 1`` before it.
         servers: the ranks that compute tasks; by default all (in-place servers).
-        speeds: how fast each rank is, integers from 1 to 2**20 in units of your choice; a rank's load is compared with
-            its share of their sum. By default all are equal.
-        ranks_per_node: so many neighbouring ranks are a node, and bytes between nodes are avoided first; by default all
-            ranks are one.
-        tolerance: how far the *largest* load may be above the mean, 0 to 1.
-        balance: False computes every row at home; remote keys of split documents are still fetched.
-        split_heads: whether ranges of a document's key/value heads may go to different servers, which often moves fewer
+        speeds: the speed of each rank, an integer from 1 to 2**20 in units of your choice. A rank's load is compared
+            with its share of their sum. By default all are equal.
+        ranks_per_node: how many neighbouring ranks are one node. Bytes between nodes are avoided first. By default all
+            ranks are one node.
+        tolerance: how far the *largest* load may be above the mean, as a fraction of it, 0 to 1.
+        balance: False computes every row at home. Remote keys of split documents are still fetched.
+        split_heads: whether ranges of a document's key/value heads may go to different servers. This often moves fewer
             bytes than rows do.
-        min_rows: no smaller piece of a document is cut off as long as the tolerance can be met without.
-        objective: whose bytes are kept few: ``"all"`` four messages, or those of the ``"forward"`` pass.
-        overlap: gradients come home from all servers at once where the capacity allows, so that they travel while ranks
-            compute: for ping-pong. By default they come in rounds, as many messages at a time as fit into memory that
-            the neediest rank's arena takes anyway, and only the first round travels unawaited.
-        retain_bytes: how many bytes of keys and values each rank, as a server, may keep from a step's forward to its
+        min_rows: the fewest rows of a piece that is cut off a document. Smaller pieces are cut only if the tolerance
+            cannot be met otherwise.
+        objective: the messages whose bytes are kept few: ``"all"`` four, or those of the ``"forward"`` pass.
+        overlap: True sends gradients home from all servers at once, as far as the capacity allows, so that they travel
+            while ranks compute. This is for ping-pong. By default they come home in rounds: a round has as many
+            messages as fit into the bytes that the neediest rank's arena takes anyway, and only the first round
+            overlaps with other work.
+        retain_bytes: bytes of keys and values that each rank, as a server, may retain from a step's forward to its
             backward, so that they are not sent again: one number for all ranks, or one for each. Every call of
-            `core_attention` keeps up to as much until its backward has run, so times the layers. Kept are the documents
-            that save most bytes; results have the same bits. By default nothing is.
-        capacity: bytes of one slot's arena, which no plan passes: it comes first, then the tolerance. By default that
-            of `context`, or unlimited without one.
-        cost: what is balanced; by default the cost model of `context`, or visible pairs without one.
-        tasks: a schedule of your own in place of ours: for each task ``(document, q_begin, q_end, kv_head_begin,
-            kv_head_end, server)``, in any order. ``balance``, ``tolerance`` and ``min_rows`` then have no effect.
+            `core_attention` retains up to as much until its backward has run; multiply it by the layers. The documents
+            that save most bytes are retained. Results have the same bits. By default nothing is retained.
+        capacity: bytes of one slot's arena. No plan needs more, even if the tolerance is then missed. By default the
+            context's, or unlimited without a context.
+        cost: the cost model that is balanced; by default the context's, or visible pairs without a context.
+        tasks: a schedule of your own in place of the scheduler's: for each task ``(document, q_begin, q_end,
+            kv_head_begin, kv_head_end, server)``, in any order. ``balance``, ``tolerance`` and ``min_rows`` then have
+            no effect.
+
+    Returns:
+        The plan, seen from `rank`.
 
     Raises:
-        InvalidArgumentError: for arguments out of range, a context that is not open or has other ranks, and unless
-            ``tasks`` compute every row and head exactly once.
-        CapacityError: where not even rows computed at home fit, or given tasks do not; says the bytes needed.
+        InvalidArgumentError: an argument is out of range, the context is not open or has another number of ranks, or
+            ``tasks`` do not compute every row and head exactly once.
+        CapacityError: not even rows computed at home fit, or the given tasks do not. The message says the bytes needed.
+
+    Examples:
+        >>> layout = distca.Layout.from_documents([[1900], [700, 70, 1, 500, 129, 500]])
+        >>> made = distca.plan(layout, distca.Heads(q=8, kv=2, dim=64), tolerance=0.01)
+        >>> round(made.stats.imbalance_before, 2)  # largest load over the mean, every row computed at home
+        1.56
+        >>> made.stats.imbalance_after <= 1.01
+        True
+        >>> sum(task.server != task.home for task in made.tasks) > 0  # some are computed elsewhere
+        True
     """
     check_type("plan", "layout", layout, Layout, "distca.Layout.from_documents([[100, 20], [80]])")
     check_type("plan", "heads", heads, Heads, "distca.Heads(q=8, kv=2, dim=64)")
@@ -158,7 +174,7 @@ def plan(
 
 
 def _context_of(layout: Layout, context: Context | str) -> Context:
-    """The open context that is to run plans of that layout."""
+    """The open context that will run plans of that layout."""
     here = find_context(context)
     if here is None:
         raise InvalidArgumentError(f"plan: there is no context {context!r}; distca.init makes one")
@@ -171,7 +187,7 @@ def _context_of(layout: Layout, context: Context | str) -> Context:
 
 
 def _retain_bytes(asked: int | Sequence[int], num_ranks: int) -> list[int]:
-    """For each rank."""
+    """The bytes that each rank may retain."""
     try:
         of_ranks = [index(n) for n in asked] if isinstance(asked, Sequence) else [index(asked)] * num_ranks
     except TypeError:
@@ -185,26 +201,41 @@ def _retain_bytes(asked: int | Sequence[int], num_ranks: int) -> list[int]:
 
 
 def plans(layout: Layout, heads: Heads, *, windows: Iterable[int | None], **options: Any) -> Plans:
-    """One plan for each window of a model whose layers differ in it (Gemma, gpt-oss); ``options`` as for :func:`plan`.
+    """One plan for each window, for a model whose layers differ in their window (Gemma, gpt-oss).
 
     Args:
-        layout, heads: as for :func:`plan`.
-        windows: the layers' windows; None for layers that see all of their document.
+        layout, heads: as in `plan`.
+        windows: the layers' windows; None for layers that see their whole document.
+        options: the other arguments of `plan`.
+
+    Returns:
+        The plans by window.
+
+    Raises:
+        The errors of `plan`; InvalidArgumentError also if there is no window.
     """
     return Plans({window: plan(layout, heads, window=window, **options) for window in dict.fromkeys(windows)})
 
 
 def memory_report(*plans: Plan, context: Context | str | None = None, layers: int = 1) -> MemoryReport:
-    """States the bytes that these plans take on every rank; nothing runs.
+    """States the bytes that these plans take on every rank. Nothing runs.
 
     Args:
-        plans: of one or several layouts of the same ranks, a batch each, say.
-        context: the context that is to run them, or its name; by default the default context, if there is one.
-        layers: how many calls of `core_attention` keep what their plan retains at the same time: the layers of a model.
+        plans: plans of one or several layouts of the same ranks, for example one for each batch.
+        context: the context that will run them, or its name; by default the default context, if there is one.
+        layers: how many calls of `core_attention` retain keys at the same time: the number of layers of a model.
+
+    Returns:
+        The report. Printed, it is a table.
 
     Raises:
-        InvalidArgumentError: without a plan, for plans of different numbers of ranks, or for a context that is not
-            open or has other ranks; unless there is a layer.
+        InvalidArgumentError: there is no plan or no layer, the plans differ in their number of ranks, or the context is
+            not open or has another number of ranks.
+
+    Examples:
+        >>> made = distca.plan(distca.Layout.from_documents([[400], [60, 20]]), distca.Heads(q=8, kv=2, dim=64))
+        >>> distca.memory_report(made).heap_bytes == 2 * made.stats.slot_bytes  # without a context
+        True
     """
     for plan in plans:
         check_type("memory_report", "a plan", plan, Plan, "distca.plan(layout, heads)")

@@ -1,4 +1,4 @@
-"""What a plan consists of and what it does: tasks, transfers, arenas, and the statistics over all ranks."""
+"""What a plan consists of, and its effects: tasks, transfers, arenas, and statistics over all ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Task(NamedTuple):
-    """Query rows ``[q_begin, q_end)`` of a document and the keys they see, computed by ``server`` in one go.
+    """A CA-task: query rows ``[q_begin, q_end)`` of a document, with the keys they see, computed by ``server`` at once.
 
-    For key/value heads ``[kv_head_begin, kv_head_end)`` and the query heads that share them; ``home`` is the rank that
-    holds the rows.
+    It covers key/value heads ``[kv_head_begin, kv_head_end)`` and the query heads that share them. ``home`` is the rank
+    that holds the rows. The keys are rows ``[kv_begin, kv_end)`` of the document.
     """
 
     document: int
@@ -31,9 +31,9 @@ class Task(NamedTuple):
 class Transfer(NamedTuple):
     """Rows ``[begin, end)`` of a document that one message takes from rank ``source`` to rank ``target``.
 
-    ``message`` is a key of ``PlanStats.bytes``. ``tensor`` is q, k, v, out, lse, dout, delta, dq, dk or dv; of it,
-    key/value heads ``[kv_head_begin, kv_head_end)`` or the query heads that share them travel. dk and dv travel in fp32
-    where several servers contribute to the rows.
+    ``message`` is a key of ``PlanStats.bytes``. ``tensor`` is q, k, v, out, lse, dout, delta, dq, dk or dv. Of it
+    travel the key/value heads ``[kv_head_begin, kv_head_end)``, or the query heads that share them. dk and dv travel in
+    fp32 if several servers contribute to the rows.
     """
 
     message: str
@@ -49,7 +49,13 @@ class Transfer(NamedTuple):
 
 
 class ArenaBytes(NamedTuple):
-    """Bytes of one rank's arena in one phase."""
+    """Bytes of one rank's arena in one phase.
+
+    Attributes:
+        server_in: rows from other homes, for this rank's tasks.
+        home_in: results for this rank's own rows, which come home.
+        scratch: key gradients before they are sent home.
+    """
 
     server_in: int
     home_in: int
@@ -57,7 +63,7 @@ class ArenaBytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes of the whole arena."""
         return sum(self)
 
 
@@ -69,16 +75,16 @@ class PlanStats:
         load_before: load of each rank with every row computed at home.
         load: load of each rank as planned.
         lower_bound: no plan has a smaller largest load.
-        num_servers: ranks that compute tasks.
+        num_servers: number of ranks that compute tasks.
         bytes: bytes between ranks for each message: forward_in, forward_out, backward_in, backward_out.
-        bytes_between_nodes: the part of them that goes from one node to another.
+        bytes_between_nodes: the part of these bytes that goes from one node to another.
         arena_bytes: for each phase, forward and backward, the arena of every rank.
-        retained_bytes: what every rank keeps, as a server, from a step's forward to its backward.
-        saved_bytes: what backward_in would have besides if nothing were retained.
-        binding: what keeps the largest load from the tolerance: None (it is within), ``"single rows"`` (none can move
-            with gain), ``"capacity of rank 3"`` (whose arena would need most), ``"balance off"`` or ``"given tasks"``.
-            ``imbalance_after`` tells how near it came.
-        wanted_slot_bytes: ``slot_bytes`` of the plan that would be made if there were no capacity to keep to.
+        retained_bytes: bytes that each rank, as a server, retains from a step's forward to its backward.
+        saved_bytes: bytes that backward_in would have in addition if nothing were retained.
+        binding: what keeps the largest load above the tolerance: None (it is within), ``"single rows"`` (no single row
+            can move with gain), ``"capacity of rank 3"`` (the rank whose arena would need most), ``"balance off"`` or
+            ``"given tasks"``. ``imbalance_after`` tells how near it came.
+        wanted_slot_bytes: ``slot_bytes`` of the plan that would be made without a capacity.
         plan_ms: time that planning took, in milliseconds.
     """
 
@@ -102,30 +108,30 @@ class PlanStats:
 
     @property
     def bytes_lower_bound(self) -> int:
-        """No plan within the tolerance moves fewer bytes, of all messages or of those of the objective.
+        """No plan within the tolerance moves fewer bytes, in all messages or in those of the objective.
 
-        Found when asked for; 0, which says nothing, for cost models with rates.
+        It is computed when asked for. For cost models with rates it is 0, which says nothing.
         """
         return self._byte_lower_bounds[0]
 
     @property
     def bytes_between_nodes_lower_bound(self) -> int:
-        """The same of bytes from one node to another."""
+        """The lower bound of the bytes that go from one node to another."""
         return self._byte_lower_bounds[1]
 
     @property
     def imbalance_before(self) -> float:
-        """Largest load over mean load with every row computed at home; 1 where there is no load."""
+        """Largest load over mean load with every row computed at home; 1 if there is no load."""
         return _imbalance(self.load_before, len(self.load_before))
 
     @property
     def imbalance_after(self) -> float:
-        """Largest load over mean load of the servers as planned; 1 where there is no load."""
+        """Largest load over mean load of the servers, as planned; 1 if there is no load."""
         return _imbalance(self.load, self.num_servers)
 
     @property
     def gap(self) -> float:
-        """How far the largest load is above the lower bound, as a fraction of it."""
+        """How far the largest load is above its lower bound, as a fraction of the bound."""
         return max(self.load) / self.lower_bound - 1.0 if self.lower_bound else 0.0
 
     @property

@@ -1,6 +1,6 @@
-"""What tests and benchmarks need and training does not: groups whose rows are late, whose attention is slept, and more.
+"""Groups for tests and benchmarks: rows come late, attention is slept, steps are queued, hosts are emulated.
 
-Import it by name: `import distca` does not.
+`import distca` does not import this module. Import it by its name.
 """
 
 from __future__ import annotations
@@ -37,25 +37,28 @@ def loopback(
     streams: bool = False,
     hosts: int = 1,
 ) -> list[Context]:
-    """`distca.loopback` with what only tests and benchmarks want.
+    """`distca.loopback` with further options, which only tests and benchmarks need.
 
     Args:
         num_ranks: number of ranks.
-        max_tokens, heads, heap_bytes, timeout, cost, device, attention: as for :func:`distca.loopback`.
-        reorder_seed: delays and reorders puts in an order drawn from this seed.
-        progress_thread: as for :func:`distca.init`, though nothing else is shared memory between processes here.
+        max_tokens, heads, heap_bytes, timeout, cost, device, attention: as in `distca.loopback`.
+        reorder_seed: delays and reorders puts, in an order drawn from this seed.
+        progress_thread: as in `distca.init`, where otherwise only shm has one.
         link: emulates a network of that speed.
-        replay: what forward and backward of attention cost, with ``unit_ns``; attention is not computed then, but every
-            rank sleeps as long, so that schedules of many ranks run on few cores. Rows travel; what comes out is
-            whatever was in memory.
-        streams: queue every step on two threads a rank that stand for a GPU's streams, as steps on CUDA always are,
-            instead of running it in the calling thread. ``reorder_seed``, ``progress_thread``, ``link`` and ``replay``
-            do not go with it.
-        hosts: on the CPU with ``streams``: ranks stand for those of so many hosts, on which they lie in turn. Between
-            hosts rows are packed and carried by a thread that stands for a network.
+        replay: the cost models of forward and backward of attention, with ``unit_ns``. Attention is then not computed:
+            every rank sleeps as long as it would take. Schedules of many ranks thus run on few cores. Rows travel; the
+            results are whatever was in memory.
+        streams: queues every step on two threads a rank that stand for a GPU's streams, as steps on CUDA always are,
+            instead of running it in the calling thread. It excludes ``reorder_seed``, ``progress_thread``, ``link`` and
+            ``replay``.
+        hosts: number of hosts that the ranks stand for, on the CPU with ``streams``. Ranks lie on them in turn. Rows
+            between hosts are packed, and a thread that stands for a network carries them.
+
+    Returns:
+        The contexts of the ranks, by rank.
 
     Raises:
-        InvalidArgumentError: for wrong arguments, or such that do not go together.
+        InvalidArgumentError: an argument is wrong, or arguments exclude each other.
     """
     device = device_name(device)
     if streams or device != "cpu":

@@ -1,1 +1,1 @@
-"""What the ranks did when, and for how long."""
+"""Traces: what the ranks did, when, and for how long."""

@@ -1,7 +1,7 @@
 """NVTX ranges for Nsight Systems: the library's operators, and the steps of a training run. Not yet run on a GPU.
 
-torch.profiler needs nothing of this: operators appear there under their own names (``distca::dispatch``, ...), and
-under ``torch.autograd.profiler.emit_nvtx`` in Nsight Systems too, with every other operator of torch.
+torch.profiler needs none of them: it shows operators under their own names (``distca::dispatch``, ...). Under
+``torch.autograd.profiler.emit_nvtx`` Nsight Systems shows them too, with every other operator of torch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _NOTHING = contextlib.nullcontext()
 
 
 def switched_on(variable: str) -> bool:
-    """Whether an environment variable is 1; not where it is 0, empty or not set.
+    """Whether an environment variable is 1. 0, empty and not set mean no.
 
     Raises:
-        InvalidArgumentError: for another value.
+        InvalidArgumentError: the variable has another value.
     """
     text = os.environ.get(variable, "")
     if text not in ("", "0", "1"):
@@ -31,10 +31,10 @@ def switched_on(variable: str) -> bool:
 
 
 def wanted(argument: bool | None) -> bool:
-    """Whether ranges are: as the argument says, or, where it is None, as the environment does.
+    """Whether to make NVTX ranges: what the argument says, or, if it is None, what ``ENABLE_NSYS`` says.
 
     Raises:
-        DeviceError: where they are and torch has no NVTX.
+        DeviceError: ranges are wanted, and torch has no NVTX.
     """
     on = switched_on(VARIABLE) if argument is None else argument
     if on:
@@ -50,17 +50,21 @@ def wanted(argument: bool | None) -> bool:
 
 
 def operator_range(operator: str, on: bool) -> AbstractContextManager[object]:
-    """A range ``distca::<operator>`` if that is `on`, else nothing."""
+    """A range ``distca::<operator>`` if ranges are `on`; otherwise nothing."""
     if not on:
         return _NOTHING
     return torch.cuda.nvtx.range(f"distca::{operator}")
 
 
 class Capture:
-    """A range for each step of training, and cudaProfilerStart and Stop around some of them.
+    """An NVTX range for each step of training, with cudaProfilerStart and cudaProfilerStop around some of the steps.
 
-    So ``nsys profile --capture-range=cudaProfilerApi --capture-range-end=stop`` records those alone. The first step,
-    which has one-time costs, is left out.
+    ``nsys profile --capture-range=cudaProfilerApi --capture-range-end=stop`` then records those steps alone. The first
+    step, which has one-time costs, is left out.
+
+    Args:
+        on: whether to do anything.
+        num_steps: number of steps to capture.
     """
 
     def __init__(self, on: bool, num_steps: int) -> None:
@@ -68,7 +72,7 @@ class Capture:
         self._captures = False
 
     def step(self, next_number: int) -> None:
-        """Between two steps; the next one has this number."""
+        """Called between two steps; the next step has this number."""
         if not self._on:
             return
         if self._captures:
@@ -82,7 +86,7 @@ class Capture:
         torch.cuda.nvtx.range_push(f"training step {next_number}")
 
     def close(self) -> None:
-        """No step comes any more."""
+        """Called after the last step."""
         if self._captures:
             torch.cuda.nvtx.range_pop()
             self._stop()

@@ -11,18 +11,18 @@ from distca.errors import InvalidArgumentError
 from distca.trace.trace import SentRows, Span, Trace, TrainingStep
 
 TRACE, PICTURE = "trace.json", "timeline.png"
-"""Files of a traced run."""
+"""The names of a traced run's files."""
 
 Intervals = list[tuple[float, float]]
-"""Seconds [begin, end), ascending, that neither touch nor overlap."""
+"""Intervals [begin, end) in seconds, ascending, which neither touch nor overlap."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """A step of training on all ranks, from the first one's begin to the last one's end.
+    """One step of training on all ranks, from when the first rank began it to when the last one ended it.
 
     Attributes:
-        number: of the step; None for a trace in which no steps are told apart, which is one window.
+        number: the step's number; None if the trace tells no steps apart and is one window.
         begin, end: seconds, as in the trace.
         steps: this step on each rank.
     """
@@ -34,22 +34,22 @@ class Window:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Length of the window."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class RankFigures:
-    """One rank in some steps, added up; seconds.
+    """One rank's figures over some steps, added up, in seconds.
 
     Attributes:
-        rank: which.
-        seconds: of the steps.
-        idle: in which it waited in a step of attention, or had not begun a step of training, or had ended it.
-        attention: in which it attended.
-        traffic: in which rows to or from it were under way.
-        exposed: of `traffic`, in which it did not compute: it waited, sent or took in rows.
-        load: attention that the plans give it, in units of the cost model; None where the trace does not say.
+        rank: the rank.
+        seconds: length of the steps.
+        idle: time in which it waited in a step of attention, had not begun a step of training, or had ended it.
+        attention: time in which it attended.
+        traffic: time in which rows to or from it were under way.
+        exposed: the part of `traffic` in which it did not compute: it waited, or sent or took in rows.
+        load: attention that the plans give it, in units of the cost model; None if the trace does not say.
     """
 
     rank: int
@@ -62,24 +62,24 @@ class RankFigures:
 
     @property
     def idle_share(self) -> float:
-        """Of the time of the steps."""
+        """Idle time as a share of the time of the steps."""
         return self.idle / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def hidden(self) -> float:
-        """Seconds of `traffic` in which it computed: attention, or what lies between steps of attention."""
+        """The part of `traffic` in which it computed: attention, or what lies between steps of attention."""
         return self.traffic - self.exposed
 
 
 @dataclass(frozen=True)
 class Figures:
-    """All ranks in some steps.
+    """The figures of all ranks over some steps.
 
     Attributes:
-        numbers: of the steps; empty for a trace in which none are told apart.
-        ranks: each of them.
-        predicted: largest load over the mean as planned, the mean over steps; None where the trace does not say.
-        measured: the same of the seconds of attending.
+        numbers: the steps' numbers; empty if the trace tells no steps apart.
+        ranks: the figures of each rank.
+        predicted: largest over mean of the planned loads, averaged over steps; None if the trace does not say.
+        measured: largest over mean of the seconds of attending, averaged over steps.
     """
 
     numbers: list[int]
@@ -88,7 +88,7 @@ class Figures:
     measured: float
 
     def as_json(self) -> dict[str, Any]:
-        """For a run's summary: shares, seconds and loads by rank."""
+        """Shares, seconds and loads by rank, for a run's summary."""
         return {
             "steps": self.numbers,
             "idle": [rank.idle_share for rank in self.ranks],
@@ -101,13 +101,13 @@ class Figures:
 
     @property
     def idle_shares(self) -> tuple[float, float]:
-        """Of the rank that idles least, which is the slowest, and of the one that idles most."""
+        """The idle shares of the rank that idles least, which is the slowest, and of the rank that idles most."""
         shares = [rank.idle_share for rank in self.ranks]
         return min(shares), max(shares)
 
 
 def windows(traces: Sequence[Trace]) -> list[Window]:
-    """The steps of training that all traces have, in order; one window of everything where they have none."""
+    """The steps of training that all traces have, in order. If the traces have no steps, one window of everything."""
     if not any(trace.steps for trace in traces):
         begins = [begin for trace in traces for begin in trace.begins()]
         if not begins:
@@ -125,12 +125,12 @@ def windows(traces: Sequence[Trace]) -> list[Window]:
 
 
 def after_warm_up(of: Sequence[Window]) -> list[Window]:
-    """All but the first, which has one-time costs, where there are others."""
+    """All windows but the first, which has one-time costs; the first too if it is the only one."""
     return list(of[1:] or of)
 
 
 def figures(traces: Sequence[Trace], of: Sequence[Window]) -> Figures:
-    """The figures of ranks' traces, one a rank, in these windows, of which there is at least one."""
+    """The figures of the ranks in these windows. There is one trace for each rank, and at least one window."""
     arriving = {trace.rank: [s for other in traces for s in _sent(other) if s.peer == trace.rank] for trace in traces}
     per_window = [
         [
@@ -152,13 +152,13 @@ def figures(traces: Sequence[Trace], of: Sequence[Window]) -> Figures:
 
 
 def imbalance(values: Sequence[float]) -> float:
-    """The largest over the mean; 1 where all are 0."""
+    """The largest value over the mean; 1 if all are 0."""
     total = sum(values)
     return max(values) * len(values) / total if total else 1.0
 
 
 def rows_of_table(found: Figures) -> list[tuple[str, ...]]:
-    """The figures of each rank for people, after what they are called."""
+    """The figures of each rank as text, after a row of headings."""
     loads, attention = (
         [rank.load for rank in found.ranks if rank.load is not None],
         [rank.attention for rank in found.ranks],
@@ -177,7 +177,7 @@ def rows_of_table(found: Figures) -> list[tuple[str, ...]]:
 
 
 def lines_below_table(found: Figures) -> list[str]:
-    """What there is to say of all ranks together."""
+    """Sentences about all ranks together."""
     least, most = found.idle_shares
     planned = "" if found.predicted is None else f"{found.predicted:.3f} as planned, "
     lines = [
@@ -195,7 +195,7 @@ def _relative(values: Sequence[float]) -> list[str]:
 
 
 def cover(spans: Iterable[Span | SentRows], begin: float, end: float) -> Intervals:
-    """What of [begin, end) is in any of them."""
+    """The parts of [begin, end) that are in any of the spans."""
     found: Intervals = []
     for first, last in sorted((max(span.begin, begin), min(span.end, end)) for span in spans):
         if first >= last:
@@ -208,7 +208,7 @@ def cover(spans: Iterable[Span | SentRows], begin: float, end: float) -> Interva
 
 
 def seconds_in_both(first: Intervals, second: Intervals) -> float:
-    """Seconds that are in both."""
+    """Seconds that are in both sets of intervals."""
     seconds, a, b = 0.0, 0, 0
     while a < len(first) and b < len(second):
         seconds += max(0.0, min(first[a][1], second[b][1]) - max(first[a][0], second[b][0]))

@@ -1,4 +1,4 @@
-"""What ranks did when: the parts of their steps, what they waited for, and what travelled meanwhile."""
+"""Traces of ranks: the parts of their steps, what they waited for, and which rows travelled meanwhile."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any, NamedTuple
 
 from distca.errors import InvalidArgumentError
 
-#: The parts of a step of attention, in their order.
+#: The parts of a step of attention, in order.
 PARTS = ("dispatch", "attend", "collect")
 _PHASES = ("forward", "backward")
-_FORMAT = "distca"  # what `otherData` of a file names, and its version
+_FORMAT = "distca"  # the key in `otherData` of a file; its value is the version
 _VERSION = 2
-_READ = (1, 2)  # version 1 has no phases of training steps, layers and halves
+_READ = (1, 2)  # version 1 has no phases of training steps, no layers and no halves
 
 
 @dataclass(frozen=True)
 class Link:
-    """An emulated network link, for tests and benchmarks; `distca.init` and `distca.testing.loopback` take one.
+    """An emulated network link, for tests and benchmarks. `distca.init` and `distca.testing.loopback` take one.
 
     Rows leave a rank one after another at the link's speed and arrive a latency later, while the rank computes. A
     signal arrives a latency after it was sent, but not before rows that were sent to that rank earlier.
 
     Attributes:
-        bytes_per_second: of everything that leaves a rank.
+        bytes_per_second: bandwidth of everything that leaves a rank.
         latency: seconds.
-        signal_only: every message takes the link's time of one byte (its rows arrive all the same).
+        signal_only: every message takes the link's time of one byte. Its rows arrive all the same.
     """
 
     bytes_per_second: float
@@ -38,37 +38,37 @@ class Link:
 
     @property
     def words(self) -> tuple[float, float, bool]:
-        """As ``_C`` takes it."""
+        """The link as ``_C`` takes it."""
         return (float(self.bytes_per_second), float(self.latency), self.signal_only)
 
 
 class Span(NamedTuple):
-    """Seconds [begin, end) of a rank's thread, by the monotonic clock, which the processes of a host share."""
+    """What a rank's thread did in seconds [begin, end) of the monotonic clock, which the processes of a host share."""
 
-    #: ``dispatch``, ``attend`` or ``collect``, and ``compute`` for what lies between (`Trace.of_step`); of a wait,
-    #: what was waited for in one of them.
+    #: ``dispatch``, ``attend`` or ``collect``; ``compute`` for what lies between them (`Trace.of_step`); for a wait,
+    #: what was waited for.
     name: str
     is_wait: bool
     step: int
     slot: int
     phase: str
-    #: Who was waited for; -1 where it is nobody.
+    #: The rank that was waited for; -1 if there is none.
     peer: int
     begin: float
     end: float
-    #: The layer that called, as it was told to `core_attention`; None where nobody said.
+    #: The layer that called, as `core_attention` was told; None if it was not told.
     layer: int | str | None = None
-    #: Of ping-pong, 0 or 1; None otherwise.
+    #: The half of ping-pong, 0 or 1; None without ping-pong.
     half: int | None = None
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Length of the span."""
         return self.end - self.begin
 
 
 class SentRows(NamedTuple):
-    """Rows on their way to a peer, seconds [begin, end) as in `Span`."""
+    """Rows under way to a peer in seconds [begin, end), which count as in `Span`."""
 
     peer: int
     bytes: int
@@ -77,7 +77,7 @@ class SentRows(NamedTuple):
 
 
 class TrainingPhase(NamedTuple):
-    """A part of a step of training on one rank, seconds [begin, end) as in `Span`."""
+    """A phase of a step of training on one rank. Its seconds [begin, end) count as in `Span`."""
 
     #: ``forward``, ``backward`` or ``optimizer``.
     name: str
@@ -86,12 +86,12 @@ class TrainingPhase(NamedTuple):
 
 
 class TrainingStep(NamedTuple):
-    """A step of training on one rank, seconds [begin, end) as in `Span`."""
+    """A step of training on one rank. Its seconds [begin, end) count as in `Span`."""
 
     number: int
     begin: float
     end: float
-    #: Attention that the plans give this rank in it, in units of the cost model (`PlanStats.load`); None if not said.
+    #: The load that the plans give this rank in it, in units of the cost model (`PlanStats.load`); None if not told.
     load: int | None = None
 
 
@@ -100,13 +100,13 @@ class Trace:
     """What one rank did between two calls of `Context.take_trace`.
 
     Attributes:
-        rank: which.
+        rank: the rank.
         spans: the parts of steps of attention, and the waits in them.
         transfers: rows on the emulated link, while the rank did something else.
-        copies: rows that the rank copied to peers itself, in one of the parts. Rows that a thread, a network or an
-            exchange of all ranks carries are not recorded one by one.
-        steps: the steps of training that it covers, where somebody said so (`of_step`).
-        phases: of these steps, in order.
+        copies: rows that the rank itself copied to peers, in one of the parts. Rows that a thread, a network or an
+            exchange carries are not recorded one by one.
+        steps: the steps of training that the trace covers, as `of_step` was told.
+        phases: the phases of these steps, in order.
     """
 
     rank: int
@@ -124,14 +124,18 @@ class Trace:
         load: int | None = None,
         phases: Sequence[TrainingPhase] = (),
     ) -> Trace:
-        """This trace as that of a step of training, with what lies between the parts as spans ``compute``.
+        """This trace as the trace of a step of training. What lies between the parts becomes spans ``compute``.
 
         Args:
-            number: of the step.
-            begin, end: seconds of `time.monotonic` between which it was taken.
-            load: attention that the plans give this rank in it, for reports to compare with what it took.
-            phases: of the step, in order, none inside another. A ``compute`` span is cut at their borders and has
-                their names as its phase (``other`` outside of them); without phases, it has that of the next part.
+            number: the step's number.
+            begin, end: seconds of `time.monotonic` between which the trace was taken.
+            load: attention that the plans give this rank in it, which reports compare with the measured time.
+            phases: the phases of the step, in order, none inside another. A ``compute`` span is cut at their borders
+                and gets their names as its phase (``other`` outside of them). Without phases it gets the phase of the
+                next part.
+
+        Returns:
+            A new trace.
         """
         parts = sorted((span for span in self.spans if not span.is_wait), key=lambda span: span.begin)
         before: list[Span | None] = [None, *parts]
@@ -150,7 +154,7 @@ class Trace:
         return replace(self, spans=spans, steps=[*self.steps, step], phases=[*self.phases, *phases])
 
     def begins(self) -> Iterator[float]:
-        """When each span, each sending of rows, each step of training and each phase of one began, in seconds."""
+        """When each span, transfer, copy, step of training and phase of one began, in seconds."""
         for spans in (self.spans, self.transfers, self.copies, self.steps, self.phases):
             yield from (span.begin for span in spans)
 
@@ -161,7 +165,7 @@ class Trace:
 
     @property
     def attending(self) -> float:
-        """Seconds of computing attention, and of sending its results where no link or thread does."""
+        """Seconds of computing attention, and of sending its results if no link or thread does that."""
         parts = sorted((s.begin, s.end) for s in self.spans if s.name == "attend" and not s.is_wait)
         begins = [begin for begin, _ in parts]
         seconds = sum(end - begin for begin, end in parts)
@@ -173,14 +177,15 @@ class Trace:
 
     @property
     def traffic(self) -> float:
-        """Seconds in which rows left over the emulated link; 0 without one."""
+        """Seconds in which rows left over the emulated link; 0 without a link."""
         return sum(transfer.end - transfer.begin for transfer in self.transfers)
 
     @property
     def hidden(self) -> float:
-        """Share of `traffic` that did not make this rank wait: 1 - exposed / traffic; 1 where nothing travelled.
+        """The share of `traffic` that did not make this rank wait: 1 - exposed / traffic; 1 if nothing travelled.
 
-        Strict, for all of its waits count against it: negative where it waited longer for other reasons.
+        The figure is strict: all waits of the rank count against it. It is negative if the rank waited longer for other
+        reasons.
         """
         return 1.0 - self.exposed / self.traffic if self.traffic > 0 else 1.0
 
@@ -199,7 +204,7 @@ def _half_between(phase: str, one: Span | None, other: Span | None) -> int | Non
 
 
 def _in_phases(begin: float, end: float, phases: Iterable[TrainingPhase]) -> Iterator[tuple[str, float, float]]:
-    """What is in [begin, end), cut at the borders of phases: (name of the phase or ``other``, begin, end)."""
+    """[begin, end) cut at the borders of phases: (name of the phase or ``other``, begin, end)."""
     at = begin
     for phase in phases:
         for name, first, last in (("other", at, phase.begin), (phase.name, max(at, phase.begin), phase.end)):
@@ -212,12 +217,15 @@ def _in_phases(begin: float, end: float, phases: Iterable[TrainingPhase]) -> Ite
 
 
 def write_trace(path: str | Path, traces: Sequence[Trace]) -> None:
-    """Writes ranks' traces as one JSON file of Chrome's trace format, which Perfetto and ``chrome://tracing`` open.
+    """Writes ranks' traces as one JSON file in Chrome's trace format, which Perfetto and ``chrome://tracing`` open.
 
-    A rank is a process there: its first thread has the steps of training, in them their phases, in those the parts of
-    steps of attention with their layer and half, and in those the waits; its second one has the rows that it sends. A
-    rank may have several traces, one after another.
-    `read_trace` and ``distca report`` read the file.
+    In the file a rank is a process. Its first thread has the steps of training; inside them their phases; inside those
+    the parts of steps of attention, with layer and half; inside those the waits. Its second thread has the rows that it
+    sends. A rank may have several traces, one after another. `read_trace` and ``distca report`` read the file.
+
+    Args:
+        path: the file to write.
+        traces: the traces of the ranks, in any order.
     """
     events = _Events(min((begin for trace in traces for begin in trace.begins()), default=0.0))
     for rank in sorted({trace.rank for trace in traces}):
@@ -245,10 +253,10 @@ def write_trace(path: str | Path, traces: Sequence[Trace]) -> None:
 
 
 def read_trace(path: str | Path) -> list[Trace]:
-    """The traces of a file of `write_trace`, one a rank, seconds from the first event on.
+    """Reads the traces of a file that `write_trace` made, one for each rank. Seconds count from the first event.
 
     Raises:
-        InvalidArgumentError: where there is no such file, or one of another kind.
+        InvalidArgumentError: there is no such file, or it is of another kind or version.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -302,7 +310,7 @@ def from_core(
     copies: Sequence[tuple[int, int, int, int]],
     callers: Mapping[int, tuple[int | str | None, int | None]],
 ) -> Trace:
-    """From what ``_C`` records, in nanoseconds. `callers`: layer and half of steps of attention, as far as known."""
+    """A trace from what ``_C`` records, in nanoseconds. `callers`: layer and half of steps of attention, if known."""
     unknown = None, None
     return Trace(
         rank,
@@ -331,7 +339,7 @@ class _Events:
         self._spans: list[dict[str, Any]] = []
 
     def in_order(self) -> list[dict[str, Any]]:
-        """Of spans that begin together, the one that holds the others comes first."""
+        """Labels, then spans by begin. Of spans that begin together, the one that holds the others comes first."""
         return [*self._labels, *sorted(self._spans, key=lambda event: (event["ts"], -event["dur"]))]
 
     def add(
@@ -362,5 +370,5 @@ class _Events:
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """A little more, so that a reader who cuts it down to nanoseconds finds these: spans that touch never overlap."""
+    """Microseconds and a little more: cut to nanoseconds they are the same number. Spans that touch never overlap."""
     return round(nanoseconds / 1e3 + 1e-4, 4)

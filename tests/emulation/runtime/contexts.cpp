@@ -12,10 +12,10 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/check.h"
-#include "runtime/cuda_library.h"
 #include "emulation/problem_table.h"
 #include "emulation/wrapping_backend.h"
+#include "runtime/check.h"
+#include "runtime/cuda_library.h"
 #include "streams.h"
 #include "transport/cuda_streams.h"
 

@@ -1,1 +1,1 @@
-"""Benchmarks: ratios between peers that are timed in alternation in the same run."""
+"""Benchmarks: ratios between peers that take turns in the same run."""

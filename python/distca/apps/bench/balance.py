@@ -1,4 +1,4 @@
-"""`distca bench balance`: one attention step of two ranks with loads 1.6 : 0.4, balanced and not, and by others."""
+"""`distca bench balance`: an attention step of two ranks with loads 1.6 : 0.4, balanced, unbalanced, and by peers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distca.apps.bench.harness import Result, Row
 from distca.apps.bench.peers import AllGather, AllToAll
 from distca.apps.common.timing import alternate, median_ratio, seconds
 
-# Causal pairs 4 : 1, so loads of 1.6 and 0.4 times the mean.
+# Causal pairs are 4 : 1; loads are therefore 1.6 and 0.4 times the mean.
 LENGTHS = [[4096], [2048]]
 HEADS = distca.Heads(q=8, kv=2, dim=64)
 IDEAL = 0.625
@@ -32,7 +32,7 @@ class Times(NamedTuple):
 
 
 def run(rounds: int | None = None, short: bool = False) -> Result:
-    """Forward and backward on two single-threaded processes; the time of a step is that of the slowest rank."""
+    """Forward and backward on two single-threaded processes. The time of a step is that of the slowest rank."""
     rounds = rounds or (3 if short else 9)
     times, moved = distca.launch(_run_rank, rounds, ranks=2, threads=1)[0]
     return Result(
@@ -97,7 +97,7 @@ def _step(attend: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor,
 
 
 def _between_barriers(work: Callable[[], object]) -> Callable[[], float]:
-    """All ranks start together, and a call is over when the last has ended."""
+    """Makes all ranks start together. A call is over when the last rank has ended."""
 
     def call() -> float:
         dist.barrier()

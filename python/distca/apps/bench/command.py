@@ -12,7 +12,7 @@ from distca.apps.common.options import add_debug
 from distca.errors import InvalidArgumentError
 
 BENCHMARKS = ("attention", "balance", "overhead", "overlap", "plan", "replay", "shards", "transport")
-GPU_BENCHMARKS = {"attention": "gpu", "shards": "gpu", "transport": "gpu_transport"}  # and the module of each
+GPU_BENCHMARKS = {"attention": "gpu", "shards": "gpu", "transport": "gpu_transport"}  # the module of each
 
 
 def add_command(commands: Any) -> None:

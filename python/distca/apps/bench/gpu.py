@@ -1,7 +1,7 @@
-"""`distca bench attention|shards --device cuda`: the local kernel on a GPU against PyTorch's and others' attention.
+"""`distca bench attention|shards --device cuda`: the local kernel on a GPU against the attention of PyTorch and others.
 
-Times are by CUDA events, one call each, after the L2 cache was overwritten; figures are medians over rounds in which
-all peers take turns. Data is random: matrix products of zeros run faster. Not yet run on a GPU.
+CUDA events time one call each, after the L2 cache was overwritten. Figures are medians over rounds in which all peers
+take turns. Data is random, because matrix products of zeros run faster. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 class Timer:
-    """Seconds of one call on a device, from a cold L2 cache."""
+    """A timer: seconds of one call on a device, from a cold L2 cache."""
 
     def __init__(self) -> None:
         l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
@@ -56,13 +56,13 @@ class Timer:
 
 
 def require_gpu() -> None:
-    """Raises DeviceError where there is none."""
+    """Raises DeviceError if PyTorch finds no GPU."""
     if not torch.cuda.is_available():
         raise DeviceError("bench: --device cuda, but PyTorch finds no CUDA device here")
 
 
 def attention(rounds: int | None = None, short: bool = False) -> Result:
-    """Forward and backward of causal documents, against everything that is there."""
+    """Forward and backward of causal documents, against every peer that is installed."""
     require_gpu()
     return attention_of(list(_cases(short)), rounds or (5 if short else 15), Timer(), "cuda")
 
@@ -83,7 +83,7 @@ def _cases(short: bool) -> Iterator[Case]:
 
 
 class Inputs(NamedTuple):
-    """Leaves that want gradients, and the gradient of the output."""
+    """q, k and v as leaves that want gradients, and the gradient of the output."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -106,11 +106,14 @@ def _ends(lengths: Sequence[int]) -> list[int]:
     return torch.tensor([0, *lengths]).cumsum(0).tolist()
 
 
-# ---- the peers: each makes out [rows, heads, dim] of the inputs, or raises where it cannot
+# ---- the peers: each computes out [rows, heads, dim] from the inputs, or raises if it cannot
 
 
 def kernel(device: str) -> str:
-    """distca's own kernels where there are some, which are not the default on a GPU; else flash attention."""
+    """What computes: distca's own kernels, if there are some for the device, and otherwise flash attention.
+
+    The own kernels are not the default on a GPU.
+    """
     own = device == "cpu" or (torch.cuda.get_device_capability() == (9, 0) and _C.cuda_status()[0])
     return "own" if own else "flash"
 
@@ -126,7 +129,7 @@ def _attend(x: Inputs, tasks: torch.Tensor) -> torch.Tensor:
 
 
 def _sdpa(backend: SDPBackend, x: Inputs, lengths: Sequence[int]) -> Callable[[], torch.Tensor]:
-    """Document by document."""
+    """Attention of PyTorch by one backend, document by document."""
 
     def forward() -> torch.Tensor:
         parts = []
@@ -171,7 +174,7 @@ PEERS: dict[str, Callable[[Inputs, Sequence[int]], Callable[[], torch.Tensor]]] 
 
 
 def _works(forward: Callable[[], torch.Tensor], x: Inputs) -> dict[str, Work]:
-    """Forward and backward of one peer, tried once."""
+    """Forward and backward of one peer. Both are tried once."""
     out = forward()
     backward = partial(torch.autograd.grad, out, (x.q, x.k, x.v), x.dout, retain_graph=True)
     backward()
@@ -184,7 +187,7 @@ def _works(forward: Callable[[], torch.Tensor], x: Inputs) -> dict[str, Work]:
 
 
 def attention_of(cases: Sequence[Case], rounds: int, timer: Callable[[Work], float], device: str) -> Result:
-    """The benchmark over these cases."""
+    """Runs the benchmark of attention over these cases."""
     rows: list[Row] = []
     missing: dict[str, str] = {}
     details: dict[str, Any] = {"q_heads": Q_HEADS, "kv_heads": KV_HEADS, "dtype": "bfloat16", "rounds": rounds}
@@ -214,7 +217,7 @@ def attention_of(cases: Sequence[Case], rounds: int, timer: Callable[[Work], flo
 def shards_of(
     length: int, shard_rows: Sequence[int], rounds: int, timer: Callable[[Work], float], device: str
 ) -> Result:
-    """The benchmark over one document of that length, cut into tasks of so many rows."""
+    """Runs the benchmark of shards over one document of that length, cut into tasks of so many rows."""
     x = _inputs((length,), 128, device)
     works: dict[int, dict[str, Work]] = {}
     for n in (length, *shard_rows):

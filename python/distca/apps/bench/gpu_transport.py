@@ -1,8 +1,8 @@
 """`distca bench transport --device cuda`: rows within one GPU, beside a copy of the same rows, and beside a matmul.
 
-Rows go from one rank of `distca.loopback` to another, and from one rank of NVSHMEM to itself, in both cases by the
-kernel that serves all peers that load and store reach, on a stream of the transport's own. By the clock of the host,
-from the call until the rows are there. Not yet run on a GPU.
+Rows go from one rank of `distca.loopback` to another, and from one rank of NVSHMEM to itself. In both cases the kernel
+that serves all peers that load and store reach sends them, on a stream of the transport's own. The host's clock times
+them from the call until the rows are there. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 SHORT_SIZES = (1 << 16, 1 << 20, 1 << 24)
 BESIDE_BYTES = 1 << 24
 MATMUL_ROWS, MATMULS = 8192, 8
-WORD = 0  # of the signals; the contexts take no steps, so all are free
+WORD = 0  # of the signals; all are free, because the contexts take no steps
 
 
 class Pair(NamedTuple):
-    """Who puts and who is put to, both in this process."""
+    """The context that puts and the context that is put to, both in this process."""
 
     sender: distca.Context
     receiver: distca.Context
 
 
 class MatmulBeside:
-    """Seconds of products of bf16 matrices on a stream of their own, while other work is done again and again."""
+    """A timer: seconds of products of bf16 matrices on a stream of their own, while other work is repeated."""
 
     def __init__(self) -> None:
         self._a, self._b, self._c = torch.randn(3, MATMUL_ROWS, MATMUL_ROWS, device="cuda", dtype=torch.bfloat16)
         self._stream = torch.cuda.Stream()
-        torch.cuda.synchronize()  # the matrices are there before that stream reads them
+        torch.cuda.synchronize()  # the matrices must be there before that stream reads them
 
     def __call__(self, work: Work) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -57,7 +57,7 @@ class MatmulBeside:
 
 
 def transport(rounds: int | None = None, short: bool = False) -> Result:
-    """Whatever transport of GPUs is to be had here."""
+    """Runs the benchmark over the GPU transports that are available here."""
     require_gpu()
     rounds = rounds or (20 if short else 40)
     sizes = SHORT_SIZES if short else SIZES
@@ -69,7 +69,7 @@ def transport(rounds: int | None = None, short: bool = False) -> Result:
 
 
 def connect(device: str, heap_bytes: int, stack: ExitStack) -> tuple[dict[str, Pair], dict[str, str]]:
-    """The transports that are to be had on a device, closed with the stack, and why others are not."""
+    """The transports that are available on a device, and why the others are not. `stack` closes their contexts."""
     heads = distca.Heads(q=1, kv=1, dim=64, dtype=torch.bfloat16)
     options: dict[str, Any] = {"max_tokens": 1, "heads": heads, "heap_bytes": heap_bytes, "device": device}
     makers: dict[str, Callable[[], list[distca.Context]]] = {
@@ -95,7 +95,7 @@ def transport_of(
     device: str,
     synchronize: Work,
 ) -> Result:
-    """The benchmark over these transports; `beside` times a matmul while it does other work again and again."""
+    """Runs the benchmark over these transports. `beside` times a matmul while it repeats other work."""
     rows: list[Row] = []
     for size in sizes:
         source, copy = torch.ones(2, size, dtype=torch.uint8, device=device)
@@ -120,7 +120,7 @@ def transport_of(
 
 
 class _Counted:
-    """Work, and how often it was done."""
+    """Work with a count of how often it was done."""
 
     def __init__(self, work: Work) -> None:
         self._work = work

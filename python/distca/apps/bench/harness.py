@@ -1,4 +1,4 @@
-"""What a benchmark returns: its figures with everything needed to run it again."""
+"""The result of a benchmark: its figures, with everything needed to run it again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distca.apps.common.machine import setting
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a benchmark's table: a figure, its unit, and the bounds it should keep to (None: no bound)."""
+    """One line of a benchmark's table: a figure, its unit, and the bounds that it should keep to (None: no bound)."""
 
     name: str
     value: float
@@ -66,7 +66,7 @@ class Result:
 
 
 def write_report(results: Sequence[Result], folder: Path) -> Path:
-    """Each result as JSON, and all of them as ``<machine>.md``, which is returned."""
+    """Writes each result as JSON, and all of them as ``<machine>.md``. Returns the path of the latter."""
     for result in results:
         result.write(folder / f"{result.benchmark}.json")
     facts = setting()

@@ -1,4 +1,4 @@
-"""`distca bench overhead`: what the plan, the protocol and the dispatcher add where nothing needs to move."""
+"""`distca bench overhead`: what the plan, the protocol and the dispatcher add if nothing needs to move."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROWS, HEADS, DIM = 8192, 8, 64
 
 
 def run(rounds: int | None = None, short: bool = False) -> Result:
-    """`core_attention` of one rank against the local kernel on the same rows, forward, in alternation."""
+    """Forward `core_attention` of one rank, in turns with the local kernel on the same rows."""
     pairs = rounds or (10 if short else 30)
     heads = distca.Heads(q=HEADS, kv=HEADS, dim=DIM)
     q, k, v = torch.randn(3, ROWS, HEADS, DIM, generator=torch.Generator().manual_seed(0))

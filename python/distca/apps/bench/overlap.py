@@ -1,4 +1,4 @@
-"""`distca bench overlap`: what ping-pong hides of the traffic over an emulated link, and what a step then takes."""
+"""`distca bench overlap`: how much traffic over an emulated link ping-pong hides, and how long a step then takes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from distca.apps.bench.harness import Result, Row
 from distca.apps.common.timing import alternate, median_ratio
 from distca.trace.timeline import figures, windows
 
-# Causal pairs 3.4 : 0.6 on two ranks; each half of the micro-batch has this layout.
+# Causal pairs are 3.4 : 0.6 on two ranks. Each half of the micro-batch has this layout.
 LENGTHS = [[4096], [1024, 1024, 1024, 1024]]
 HEADS = distca.Heads(q=8, kv=8, dim=64)
 WIDTH = 512
 LAYERS = 2
-#: Times of tasks as measured on such a CPU: with pairs alone one rank would have some more to do, and be waited for.
+#: Measured times of tasks on such a CPU. If pairs alone were balanced, one rank would have more to do and be waited
+#: for.
 COST = "cpu-avx512"
-#: Seconds on the link for a second of attention.
+#: Seconds on the link for each second of attention.
 TRAFFIC = 0.6
 
 
@@ -45,7 +46,7 @@ class Layer(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """Some layers."""
+    """A stack of layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class Model(torch.nn.Module):
 
 
 class Measured(NamedTuple):
-    """Of one rank: seconds of each round, and its traces over the link."""
+    """What one rank measured: seconds of each round, and its traces over the link."""
 
     ping_pong: list[float]
     single_stream: list[float]
@@ -67,7 +68,7 @@ class Measured(NamedTuple):
     without_link: list[float]
     traces: list[distca.Trace]
     traces_of_single: list[distca.Trace]
-    traffic: float  # of a second of attention
+    traffic: float  # seconds for each second of attention
 
 
 def run(rounds: int | None = None, short: bool = False) -> Result:
@@ -156,12 +157,12 @@ def _run_rank(rounds: int) -> Measured:
 
 
 def _computing(traces: Sequence[distca.Trace]) -> float:
-    """Of the time in which rows to or from a rank were under way, the share in which it computed; of the worst rank."""
+    """The share of computing in the time in which rows to or from a rank were under way; the worst rank's."""
     return min(rank.hidden / rank.traffic for rank in figures(traces, windows(traces)).ranks)
 
 
 def _idle(traces: Sequence[distca.Trace]) -> tuple[float, float]:
-    """Idle shares of all ranks' step: of the slowest rank, which idles least, and of the one that idles most."""
+    """Idle shares of a step: of the slowest rank, which idles least, and of the rank that idles most."""
     return figures(traces, windows(traces)).idle_shares
 
 
@@ -174,7 +175,7 @@ def _step(
 
 
 def _attention_seconds(context: distca.Context, step: Callable[[], object]) -> float:
-    """Of one step, the median of three after one to warm up."""
+    """Seconds of attention in one step: the median of three, after one step of warm-up."""
     context.start_trace()
     times = []
     for _ in range(4):
@@ -185,7 +186,7 @@ def _attention_seconds(context: distca.Context, step: Callable[[], object]) -> f
 
 
 def _bytes_sent(plan: distca.Plan) -> int:
-    """What the rank that sends the most sends in a forward and a backward step."""
+    """Bytes that the rank that sends most sends in a forward and a backward step."""
     sent: dict[int, int] = {}
     for transfer in plan.transfers:
         sent[transfer.source] = sent.get(transfer.source, 0) + transfer.bytes
@@ -195,7 +196,7 @@ def _bytes_sent(plan: distca.Plan) -> int:
 def _between_barriers(
     work: Callable[[], object], traced: distca.Context, traces: list[distca.Trace]
 ) -> Callable[[], None]:
-    """All ranks start together, and a call is over when the last has ended. Its trace is added to the list."""
+    """Makes all ranks start together; a call is over when the last rank has ended. Its trace is added to the list."""
 
     def call() -> None:
         dist.barrier()

@@ -1,6 +1,6 @@
-"""Other ways to share attention between ranks, on torch.distributed, for comparison: they use distca's local kernel.
+"""Other ways to share attention between ranks, for comparison, on torch.distributed and distca's local kernel.
 
-Both want the tokens of every document spread evenly over the ranks, in 2 * ranks chunks of equal length.
+Both need the tokens of every document spread evenly over the ranks, in 2 * ranks chunks of equal length.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _chunk(length: int, ranks: int) -> int:
 
 
 class _Gather(torch.autograd.Function):
-    """[rows, ...] of each rank -> [ranks, rows, ...]; backward sums the ranks' gradients and keeps the own rows."""
+    """[rows, ...] of each rank -> [ranks, rows, ...]. Backward sums the ranks' gradients and keeps its own rows."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Swap(torch.autograd.Function):
-    """Part i of [ranks, ...] goes to rank i; so does its gradient on the way back."""
+    """Sends part i of [ranks, ...] to rank i. Backward does the same with the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class _Swap(torch.autograd.Function):
 class AllGather:
     """Context parallelism as in Megatron and Llama 3: keys and values of all ranks are gathered, queries stay.
 
-    Rank r holds chunk r and the r-th from the end of each document, so that causal work is even.
+    Rank r holds chunk r and the r-th from the end of each document. Causal work is therefore even.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -79,16 +79,17 @@ class AllGather:
         self._tasks, self._order = torch.tensor(tasks), torch.cat(order)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q, k, v ``[rows, heads, dim]`` of this rank; out of the same rows."""
+        """q, k, v ``[rows, heads, dim]`` of this rank -> out of the same rows."""
         gather = cast("Collective", _Gather.apply)
         k, v = (gather(t).flatten(0, 1).index_select(0, self._order) for t in (k, v))
         return attention(q, k, v, self._tasks)[0]
 
 
 class AllToAll:
-    """Ulysses: all tokens of a share of the heads instead of all heads of a share of the tokens.
+    """Ulysses: each rank computes all tokens of a share of the heads instead of all heads of a share of the tokens.
 
-    Rank r holds the r-th part of the documents' tokens put one after another; heads must be a multiple of the ranks.
+    Rank r holds the r-th part of the documents' tokens, one document after another. The number of heads must be a
+    multiple of the number of ranks.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -99,7 +100,7 @@ class AllToAll:
         self._tasks = torch.stack([begins, ends, begins, ends], 1)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q, k, v ``[rows, heads, dim]`` of this rank; out of the same rows."""
+        """q, k, v ``[rows, heads, dim]`` of this rank -> out of the same rows."""
         swap = cast("Collective", _Swap.apply)
         q, k, v = (swap(torch.stack(t.chunk(self._ranks, dim=1))).flatten(0, 1) for t in (q, k, v))
         out, _ = attention(q, k, v, self._tasks)

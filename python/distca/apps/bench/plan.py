@@ -16,12 +16,12 @@ HEADS = distca.Heads(q=32, kv=8, dim=128, dtype=torch.bfloat16)
 TOKENS_PER_RANK = 131_072
 RANKS_PER_NODE = 8
 TOLERANCE = 0.01
-#: Ranks and their tokens; the last has 200,000 documents.
+#: Ranks and tokens a rank; the last layout has 200,000 documents.
 GROWTH = ((8, TOKENS_PER_RANK), (64, TOKENS_PER_RANK), (512, TOKENS_PER_RANK), (4096, 184_320))
 
 
 class Wanted(NamedTuple):
-    """What a plan of so many ranks should reach: gigabytes of a forward pass, milliseconds."""
+    """What a plan for so many ranks should reach: gigabytes of a forward pass, and milliseconds."""
 
     ranks: int
     total_gb: float
@@ -29,7 +29,8 @@ class Wanted(NamedTuple):
     milliseconds: float | None
 
 
-# Bytes of the plans that DistCA's released planner makes of these batches; between nodes 0.7 (32 ranks) or 0.55 of its.
+# Total bytes are those of the plans that DistCA's released planner makes of these batches. Between nodes the bound is
+# 0.7 (32 ranks) or 0.55 of that planner's bytes.
 WANTED = (
     Wanted(32, 11.3, 0.7 * 10.3, None),
     Wanted(64, 22.6, 0.55 * 21.8, 0.5),
@@ -39,7 +40,7 @@ WANTED = (
 
 
 def run(rounds: int | None = None, short: bool = False) -> Result:
-    """Plans on one core. A time is the least of ``rounds``, with all statistics and the slice of one rank."""
+    """Plans on one core. A time is the least of ``rounds``, and covers all statistics and the slice of one rank."""
     rounds = rounds or 20
     lengths = read_lengths(pretrain_lengths())
     rows: list[Row] = []
@@ -84,7 +85,7 @@ def _rows(wanted: Wanted, layout: distca.Layout, rounds: int) -> list[Row]:
     forward = [stats.bytes[message] for message in ("forward_in", "forward_out")]
     between = [stats.bytes_between_nodes[message] for message in ("forward_in", "forward_out")]
     milliseconds = _least_ms(layout, rounds)
-    # Keys with their indices: records of 16 bytes.
+    # Keys with their indices are records of 16 bytes.
     keys = torch.randint(2**60, (len(layout.document_lengths),), generator=torch.Generator().manual_seed(0))
     sort_ms = 1e3 * min(seconds(functools.partial(torch.sort, keys)) for _ in range(rounds))
     name = f"{wanted.ranks} ranks"

@@ -1,8 +1,8 @@
 """`distca bench replay`: how long ranks idle in a training step of many ranks, with and without balance.
 
-Attention is not computed: every task takes the time that was measured for its size (a cost table of `distca profile`),
-the rest of a layer the time of its FLOP at the same rate, and rows travel over an emulated link. All that plans and
-moves rows is the real thing, one thread a rank.
+Attention is not computed. Every task takes the time that was measured for its size (a cost table of `distca profile`),
+the rest of a layer takes the time of its FLOP at the same rate, and rows travel over an emulated link. Everything that
+plans and moves rows is the real code, with one thread a rank.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from distca.trace.timeline import figures, windows
 
 RANKS = 8
 LAYERS = 4
-#: Of each half of a micro-batch, a rank.
+#: Tokens of each half of a micro-batch on each rank.
 TOKENS = 65536
-#: Four query heads a key/value head, as in Llama 3 8B, and few bytes: what rows take is the link's to say.
+#: Four query heads a key/value head, as in Llama 3 8B. Rows have few bytes: the link alone decides how long they take.
 HEADS = distca.Heads(q=4, kv=1, dim=8, dtype=torch.bfloat16)
 COSTS = "cpu-avx512"
-#: FLOP a token of a layer of Llama 3 8B besides attention, and a visible pair of its 32 heads of 128.
+#: FLOP of Llama 3 8B: of a layer without attention for a token, and of its 32 heads of 128 for a visible pair.
 DENSE_FLOP, PAIR_FLOP = 2 * 218e6, 4 * 32 * 128
-#: The part of them before attention: the projections of queries, keys and values.
+#: The share of DENSE_FLOP before attention: the projections of queries, keys and values.
 BEFORE = 25 / 218
-#: Mean time of attention of a half in forward, a layer; measured times are scaled to this.
+#: Mean seconds of attention of a half in forward, for a layer. Measured times are scaled to this.
 SECONDS = 0.1
-#: Seconds on the busiest link for a second of attention.
+#: Seconds on the busiest link for each second of attention.
 TRAFFIC = 0.6
 IDLE_WANTED = 0.021
 
 
 class Step(NamedTuple):
-    """A training step: seconds, and each rank's share of them in which it neither computed nor moved rows."""
+    """A training step: its seconds, and for each rank the share in which it neither computed nor moved rows."""
 
     seconds: float
     idle: list[float]
 
 
 def run(rounds: int | None = None, short: bool = False) -> Result:
-    """Ping-pong over balanced plans, and one half after the other with every row computed at home."""
+    """Ping-pong over balanced plans, against one half after the other with every row computed at home."""
     rounds = rounds or (1 if short else 3)
     documents = read_lengths(pretrain_lengths())
     layouts = [distca.Layout.from_documents(draw_documents(documents, RANKS, TOKENS, seed=seed)) for seed in range(2)]
@@ -101,7 +101,7 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
 
 
 def _times(layouts: list[distca.Layout]) -> tuple[distca.CostModel, distca.CostModel, float]:
-    """Costs of forward and backward, so that mean attention takes SECONDS in forward, and seconds of the rest."""
+    """Costs of forward and backward, with which mean attention takes SECONDS in forward; and seconds of the rest."""
     forward, backward = (distca.CostModel.load(COSTS, phases=(phase,)) for phase in ("forward", "backward"))
     assert forward.unit_ns is not None and backward.unit_ns is not None
     at_home = [distca.plan(layout, HEADS, balance=False, cost=forward).stats.load for layout in layouts]
@@ -118,7 +118,7 @@ def _times(layouts: list[distca.Layout]) -> tuple[distca.CostModel, distca.CostM
 
 
 def _bytes_sent(plans: list[distca.Plan]) -> int:
-    """Of both halves, what the rank that sends the most sends in forward and backward of a layer."""
+    """Bytes of both halves that the rank that sends most sends in forward and backward of a layer."""
     sent = [0] * RANKS
     for plan in plans:
         for transfer in plan.transfers:
@@ -127,7 +127,7 @@ def _bytes_sent(plans: list[distca.Plan]) -> int:
 
 
 class _Sleep(torch.autograd.Function):
-    """Takes its time in forward, twice that in backward."""
+    """Sleeps for so many seconds in forward, and twice as long in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -149,7 +149,7 @@ class _Model(torch.nn.Module):
         self.dense = dense
 
     def forward(self, x: torch.Tensor, plan: distca.Plan, context: distca.Context) -> torch.Tensor:
-        """x [T, 6, D]: queries, keys and values."""
+        """x [T, 6, D], which is queries, keys and values -> the same shape."""
         for _ in range(LAYERS):
             x = _Sleep.apply(x, BEFORE * self.dense)  # type: ignore[no-untyped-call]
             q, k, v = x.split((HEADS.q, HEADS.kv, HEADS.kv), 1)
@@ -160,7 +160,7 @@ class _Model(torch.nn.Module):
 
 
 def _step(contexts: list[distca.Context], plans: list[distca.Plan], dense: float, *, ping_pong: bool) -> Step:
-    """Forward and backward of both halves on all ranks, which start together."""
+    """Runs forward and backward of both halves on all ranks, which start together."""
     start = threading.Barrier(RANKS)
     traces: list[distca.Trace] = [distca.Trace(rank, [], []) for rank in range(RANKS)]
     errors: list[BaseException] = []

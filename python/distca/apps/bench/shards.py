@@ -15,7 +15,7 @@ LENGTHS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096)
 
 
 def run(rounds: int | None = None, short: bool = False) -> Result:
-    """Forward of one causal document, whole and cut into tasks of equal length, in alternation."""
+    """Forward of one causal document, whole and cut into tasks of equal length, in turns."""
     rounds = rounds or (3 if short else 9)
     q, k, v = torch.randn(3, ROWS, HEADS, DIM, generator=torch.Generator().manual_seed(0))
     works = [

@@ -1,8 +1,8 @@
 """`distca bench transport`: how fast rows get into a peer's heap, and what that costs a rank that computes meanwhile.
 
-A transport is timed in turns with a plain memcpy of the same rows and with nothing else, so that both find the caches
-as either of them leaves them: another transport's exchange between them evicts what the next one to run needs, code and
-destination, and that one pays for it.
+A transport takes turns with a plain memcpy of the same rows, and with nothing else. Both therefore find the caches as
+one of the two leaves them. Another transport's exchange in between would evict code and destination of whatever runs
+next, which would pay for that.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ from distca.testing import _emulation
 ROW_BYTES = 4096
 SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 SHORT_SIZES = (1 << 16, 1 << 20, 1 << 24)
-#: A call from Python takes about as long as to copy some tens of kilobytes, so that smaller messages measure the call.
+#: The smallest message with a bound. A call from Python takes as long as to copy some tens of kilobytes; smaller
+#: messages would measure the call.
 SMALLEST_BOUND = 1 << 20
-#: Buffers that take turns, up to so many bytes: where a megabyte happens to lie makes a quarter more or less of the
-#: time of any copy, as memcpy into one buffer and another shows.
+#: Number and total bytes of the buffers that take turns. The place of a megabyte in memory makes any copy up to a
+#: quarter faster or slower, as memcpy into different buffers shows.
 PLACES, PLACES_BYTES = 10, 1 << 26
-#: Sent beside a matmul of square matrices, which takes longer.
+#: Bytes sent beside a matmul of square matrices, which takes longer.
 BESIDE_BYTES = 1 << 24
 MATMUL_ROWS = 1024
-WORD = 0  # of the signals; the contexts take no steps, so all are free
+WORD = 0  # of the signals; all are free, because the contexts take no steps
 
 Times = tuple[list[float], ...]
 
 
 class Measured(NamedTuple):
-    """What one rank saw; that of the sender, rank 0, counts. Seconds of each round."""
+    """Seconds of each round on one rank. Those of the sender, rank 0, count."""
 
     bandwidth: dict[int, dict[str, Times]]
-    """By message size and transport: memcpy, the transport."""
+    """By message size and transport: (memcpy, the transport)."""
     beside: dict[int, dict[str, Times]]
-    """By the threads of a matmul and transport: the matmul alone, the rows alone, both."""
+    """By threads of a matmul and transport: (the matmul alone, the rows alone, both)."""
 
 
 def run(rounds: int | None = None, short: bool = False) -> Result:
-    """Two processes; the first sends, the second sleeps unless its part is needed."""
+    """Two processes. The first one sends. The second one sleeps unless its part is needed."""
     rounds = rounds or (20 if short else 40)
     cores = len(os.sched_getaffinity(0))
     threads = sorted({max(1, cores - 1), cores})
@@ -71,7 +72,7 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
 
 
 def bandwidth_rows(measured: dict[int, dict[str, Times]]) -> list[Row]:
-    """Of each size the rate of memcpy and the transports' share of it."""
+    """For each size, the rate of memcpy and each transport's bandwidth as a share of it."""
     rows = []
     for size, of_size in measured.items():
         name = f"{size >> 10} KiB"
@@ -86,7 +87,7 @@ def bandwidth_rows(measured: dict[int, dict[str, Times]]) -> list[Row]:
 
 
 def beside_rows(measured: dict[int, dict[str, Times]], cores: int) -> list[Row]:
-    """What a matmul loses to rows that are sent while it runs."""
+    """The time that a matmul loses to rows that are sent while it runs."""
     rows = []
     for threads, of_threads in measured.items():
         for transport, (alone, send, both) in of_threads.items():
@@ -137,11 +138,11 @@ def _run_rank(sizes: tuple[int, ...], threads: list[int], rounds: int) -> Measur
 
 
 def _nothing() -> None:
-    """What the receiver does while the sender works alone."""
+    """What the receiver does while the sender works alone: nothing."""
 
 
 def _send(context: distca.Context, rows: torch.Tensor) -> tuple[Work, Work]:
-    """Starts to send rows to rank 1, and waits until they are there."""
+    """Two functions: one starts to send rows to rank 1, the other waits until they are there."""
     core = context._core
     assert core is not None
     start = partial(_emulation.send_rows, core, 1, rows.data_ptr(), rows.numel() // ROW_BYTES, ROW_BYTES, WORD, 1)
@@ -153,7 +154,7 @@ def _send(context: distca.Context, rows: torch.Tensor) -> tuple[Work, Work]:
 
 
 def _receive(context: distca.Context) -> tuple[Work, Work]:
-    """The peer's part. Rows in shared memory need nothing of their target, which sleeps until the next exchange."""
+    """The peer's two functions. Shared memory needs nothing of the receiver, which sleeps until the next exchange."""
     core = context._core
     assert core is not None
     if context.transport != "torch":

@@ -1,1 +1,1 @@
-"""What several applications share."""
+"""Code that several applications share."""

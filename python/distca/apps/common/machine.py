@@ -1,4 +1,4 @@
-"""The machine that a figure is of, and the versions of what gave it."""
+"""The machine on which a figure was measured, and the versions of the software that measured it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import distca
 
 
 def setting() -> dict[str, Any]:
-    """Command, hardware and versions."""
+    """The command that runs, the hardware and the versions."""
     gpu = {}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

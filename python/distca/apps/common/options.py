@@ -1,4 +1,4 @@
-"""What all commands share: an option, exit codes, and how an error is told."""
+"""What all commands share: an option, exit codes, and how an error is printed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ INTERRUPTED = 130
 
 
 def add_debug(command: argparse.ArgumentParser) -> None:
-    """Adds the option that all commands have."""
+    """Adds the option `--debug`, which all commands have."""
     command.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
 
 
 def tell(error: DistcaError, command: str, debug: bool) -> int:
-    """Prints what is wrong, with the traceback where it was asked for or a rank raised what distca cannot explain."""
+    """Prints an error and returns the exit code.
+
+    The traceback is printed if it was asked for, or if a rank raised an error that is not distca's own.
+    """
     if debug:
         traceback.print_exception(error)
     explained = isinstance(error, RankError) and (error.expected or not error.exception)

@@ -1,4 +1,4 @@
-"""What all pictures share: colours, figures without pyplot, and the loads of ranks. Needs matplotlib."""
+"""What all pictures share: colours, figures without pyplot, and the loads of ranks. It needs matplotlib."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 INK, GRID = "#333740", "#e4e6ea"
 AT_HOME, PLANNED = "#b8bcc4", "#2563a8"
-"""Every row computed on the rank that holds it, and as planned."""
+"""Colours of loads: every row computed at home, and as planned."""
 
 FORWARD, BACKWARD, OPTIMIZER = "#c6d0e2", "#929fbb", "#66718a"
 DISPATCH, ATTEND, COLLECT = "#7fb2de", PLANNED, "#5b9a68"
 COMPUTE, WAIT, ROWS = "#cfd3da", "#d5483c", "#e0a030"
 HALVES = ("#9fd8cf", "#d3bbea")
-"""The first and the second half of ping-pong."""
+"""Colours of the first and the second half of ping-pong."""
 
-_MOST_BARS = 16  # ranks of which each has a bar; of more the loads are a line of steps
+_MOST_BARS = 16  # up to so many ranks have a bar each; the loads of more are a line of steps
 _MOST_NUMBERS = 8
 
 
 def new_figure(width: float, height: float, dpi: int = 130) -> Figure:
-    """A figure of so many inches. Without pyplot, which would keep it and choose a backend for the whole process."""
+    """A figure of `width` by `height` inches, made without pyplot, which would keep it and choose a global backend."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -41,7 +41,7 @@ def save(figure: Figure, path: Path, option: str = "") -> None:
     """Writes the picture in the format of the file's ending.
 
     Raises:
-        InvalidArgumentError: where that cannot be; begins with the option that named the file, if there is one.
+        InvalidArgumentError: the file cannot be written. The message begins with the option that named it, if any.
     """
     try:
         figure.savefig(path)
@@ -50,7 +50,7 @@ def save(figure: Figure, path: Path, option: str = "") -> None:
 
 
 def plain(axes: Axes, title: str = "", *, grid: bool = False) -> None:
-    """The style of all axes: two spines, in ink, and horizontal grid lines where they are asked for."""
+    """Sets the style of all axes: two spines in ink, and horizontal grid lines if they are asked for."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(INK)
     axes.tick_params(colors=INK)
@@ -61,7 +61,7 @@ def plain(axes: Axes, title: str = "", *, grid: bool = False) -> None:
 
 
 def draw_loads(axes: Axes, before: Sequence[int], after: Sequence[int], title: str) -> None:
-    """Attention load of each rank, relative to the mean, with every row computed at home and as planned."""
+    """Draws the attention load of each rank, relative to the mean: with every row computed at home, and as planned."""
     shares = shares_of(before), shares_of(after)
     draw_of_ranks(axes, [(of, colour) for of, colour in zip(shares, (AT_HOME, PLANNED), strict=True)], number="%.2f")
     axes.axhline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
@@ -71,7 +71,7 @@ def draw_loads(axes: Axes, before: Sequence[int], after: Sequence[int], title: s
 
 
 def draw_of_ranks(axes: Axes, values: Sequence[tuple[Sequence[float], str]], number: str) -> None:
-    """A bar for each rank and each of two series with its colour; `number` is the format of what stands on a bar."""
+    """Draws a bar for each rank in each of two series (values, colour). `number` formats the figures on the bars."""
     from matplotlib.ticker import MaxNLocator
 
     for (of_ranks, colour), shift in zip(values, (-0.19, 0.19), strict=True):
@@ -82,7 +82,7 @@ def draw_of_ranks(axes: Axes, values: Sequence[tuple[Sequence[float], str]], num
             continue
         bars = axes.bar([rank + shift for rank in range(ranks)], of_ranks, width=0.36, color=colour)
         if ranks <= _MOST_NUMBERS:
-            behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # so that no line crosses the number
+            behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # keeps lines from crossing the number
             axes.bar_label(bars, fmt=number, padding=2, fontsize=7 if ranks > 4 else 8, color=INK, bbox=behind)
         axes.set_xlim(-0.6, ranks - 0.4)
     axes.set_xlabel("rank")
@@ -90,18 +90,18 @@ def draw_of_ranks(axes: Axes, values: Sequence[tuple[Sequence[float], str]], num
 
 
 def keys_of_loads() -> list[Artist]:
-    """Of the legend: what `draw_loads` draws."""
+    """Keys of the legend for what `draw_loads` draws."""
     from matplotlib.patches import Patch
 
     return [Patch(color=AT_HOME, label="every row computed at home"), Patch(color=PLANNED, label="as planned")]
 
 
 def legend_below(figure: Figure, keys: Sequence[Artist], columns: int | None = None) -> None:
-    """A legend outside of all axes, where it covers nothing."""
+    """Adds a legend outside of all axes, where it covers nothing."""
     figure.legend(handles=keys, loc="outside lower center", ncols=columns or len(keys), frameon=False, fontsize=9)
 
 
 def shares_of(loads: Sequence[int]) -> list[float]:
-    """Loads relative to their mean; zeros where there is no load."""
+    """Loads relative to their mean; zeros if there is no load."""
     mean = sum(loads) / len(loads) if loads else 0.0
     return [load / mean if mean else 0.0 for load in loads]

@@ -1,4 +1,4 @@
-"""The picture of a trace: what every rank did when, and which rows were under way. Needs matplotlib."""
+"""The picture of a trace: what each rank did when, and which rows were under way. It needs matplotlib."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ _PARTS = {
     "collect": pictures.COLLECT,
 }
 _HALVES = ("first half", "second half")
-_HATCH = "////"  # of the second half, for those who do not tell the hues apart
+_HATCH = "////"  # marks the second half for those who do not tell the hues apart
 
-# Heights, in inches. A rank has the band of its phases above, then a lane for each half of ping-pong (one without),
-# and below all its rows under way. A lane has its layers, below them what the rank does, and over that its waits.
+# Heights in inches. The top of a rank is the band of its phases. Below it is a lane for each half of ping-pong (one
+# lane without ping-pong), and at the bottom its rows under way. A lane has the layers at its top, below them what the
+# rank does, and the waits drawn over that.
 _PHASE, _LAYER, _DOES, _WAITS, _SENDS, _GAP = 0.18, 0.17, 0.36, 0.11, 0.11, 0.05
 _BETWEEN_RANKS = 0.2
-_MOST_NAMED = 8  # ranks, the rows of which have a name each
+_MOST_NAMED = 8  # up to so many ranks, each row has its own name
 
 _WIDTH, _DPI = 14.0, 130
-_PIXELS = 0.86 * _WIDTH * _DPI  # of the axes, about
+_PIXELS = 0.86 * _WIDTH * _DPI  # width of the axes, roughly
 _PIXELS_OF_LETTER = 7.5
 
 
 @dataclass(frozen=True)
 class _View:
-    """What is drawn: seconds [begin, end), told in milliseconds from `origin` on."""
+    """The part of the trace that is drawn: seconds [begin, end), labelled in milliseconds since `origin`."""
 
     axes: Axes
     origin: float
@@ -54,7 +55,7 @@ class _View:
         colour: str,
         **style: Any,
     ) -> None:
-        """A bar for each span that is in view."""
+        """Draws a bar for each span that is in view."""
         self.axes.broken_barh(
             [((first - self.origin) * 1e3, (last - first) * 1e3) for first, last in map(self._cut, self._seen(spans))],
             (bottom, height),
@@ -63,7 +64,7 @@ class _View:
         )
 
     def names(self, spans: Iterable[tuple[Span | TrainingPhase | _Layer, Sequence[str]]], middle: float) -> None:
-        """In the middle of each span that is in view, the longest of its names that fits."""
+        """Writes, in the middle of each span that is in view, the longest of its names that fits."""
         for span, names in spans:
             for first, last in map(self._cut, self._seen([span])):
                 pixels = (last - first) / (self.end - self.begin) * _PIXELS
@@ -91,7 +92,7 @@ class _Layer:
 
     @property
     def names(self) -> list[str]:
-        """Long and short; the integration of transformers calls a layer by its number and the type of its module."""
+        """The long and the short name. The integration of transformers names a layer by number and module type."""
         if self.layer is None:
             return []
         name = str(self.layer).split(" ")[0]
@@ -101,16 +102,17 @@ class _Layer:
 def draw_timeline(
     path: Path, traces: Sequence[Trace], of: Sequence[Window], between: tuple[float, float] | None = None
 ) -> None:
-    """Draws ranks' traces, one a rank, in neighbouring windows as a PNG or what else the file's ending asks for.
+    """Draws ranks' traces in neighbouring windows, as a PNG or in another format that the file's ending asks for.
 
     Args:
-        path: of the picture.
-        traces: from `distca.read_trace`, or as recorded. Phases, layers and halves are shown where they know them.
+        path: the file of the picture.
+        traces: one trace for each rank, from `distca.read_trace` or as recorded. Phases, layers and halves are shown if
+            the traces have them.
         of: the windows, in order.
         between: milliseconds from the first window's begin to draw; by default all.
 
     Raises:
-        InvalidArgumentError: where nothing would be seen, or the file cannot be written.
+        InvalidArgumentError: nothing would be seen, or the file cannot be written.
     """
     origin = of[0].begin
     begin, end = _seconds(origin, of[-1].end, between)
@@ -143,7 +145,7 @@ def draw_timeline(
 
 
 def _seconds(origin: float, end: float, between: tuple[float, float] | None) -> tuple[float, float]:
-    """What of the windows is drawn."""
+    """The seconds [begin, end) of the windows that are drawn."""
     if between is None:
         return origin, end
     if not 0 <= between[0] < between[1] or origin + between[0] * 1e-3 >= end:
@@ -155,7 +157,7 @@ def _seconds(origin: float, end: float, between: tuple[float, float] | None) -> 
 
 
 def _draw_rank(view: _View, bottom: float, trace: Trace, num_lanes: int) -> list[tuple[float, str]]:
-    """Draws a rank from this height on. Returns the heights of its rows, and what they are called."""
+    """Draws a rank from this height upwards. Returns the heights of its rows and their names."""
     view.bars((*trace.transfers, *trace.copies), bottom, _SENDS, pictures.ROWS)
     rows = [(bottom + _SENDS / 2, "rows sent")] if trace.transfers or trace.copies else []
     at = bottom + _SENDS + _GAP
@@ -170,7 +172,7 @@ def _draw_rank(view: _View, bottom: float, trace: Trace, num_lanes: int) -> list
         view.names(((layer, layer.names) for layer in mine), at + _DOES + _LAYER / 2)
         rows.append((at + _DOES / 2, f"rank {trace.rank}" if half is None else _HALVES[half]))
         at += _LAYER + _DOES + _GAP
-    if num_lanes > 1:  # what is of neither half takes the height of both
+    if num_lanes > 1:  # spans that belong to neither half take the height of both
         common = [span for span in trace.spans if span.half is None]
         _draw_lane(view, bottom + _SENDS + _GAP, common, None, lanes)
     for name, colour in _PHASES.items():
@@ -190,7 +192,7 @@ def _draw_lane(view: _View, bottom: float, spans: Sequence[Span], half: int | No
 
 
 def _layers(spans: Iterable[Span]) -> list[_Layer]:
-    """Steps of attention of which somebody said the layer or the half."""
+    """Steps of attention whose layer or half is known."""
     found: dict[int, _Layer] = {}
     for span in spans:
         if span.is_wait or span.step < 0 or (span.layer is None and span.half is None):
@@ -201,7 +203,7 @@ def _layers(spans: Iterable[Span]) -> list[_Layer]:
 
 
 def _keys(traces: Sequence[Trace], num_lanes: int) -> list[Patch]:
-    """The legend: only what the traces can have."""
+    """Keys of the legend, only for what the traces can have."""
     from matplotlib.patches import Patch
 
     known = {phase.name for trace in traces for phase in trace.phases}

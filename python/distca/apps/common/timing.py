@@ -1,4 +1,4 @@
-"""Times of calls, taken in alternation."""
+"""Times of calls that are taken in turns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Work = Callable[[], object]
 
 
 def in_turn(*works: Work) -> Work:
-    """All of them, one after another."""
+    """One function that calls all of them, one after another."""
 
     def all_of_them() -> None:
         for work in works:
@@ -20,14 +20,17 @@ def in_turn(*works: Work) -> Work:
 
 
 def seconds(work: Work) -> float:
-    """Time of one call."""
+    """Seconds of one call."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
 
 
 def alternate(works: Sequence[Work], rounds: int, timer: Callable[[Work], float] = seconds) -> list[list[float]]:
-    """Times of each of `works`, called in turn, every other round in reverse; the first round is not counted."""
+    """Seconds of each of `works` in each round. They are called in turns, in reverse order in every other round.
+
+    A first round is not counted.
+    """
     times: list[list[float]] = [[] for _ in works]
     for round_number in range(rounds + 1):
         order = range(len(works)) if round_number % 2 else reversed(range(len(works)))
@@ -39,12 +42,12 @@ def alternate(works: Sequence[Work], rounds: int, timer: Callable[[Work], float]
 
 
 def median_ratio(times: Sequence[float], peers: Sequence[float]) -> float:
-    """Median over rounds of time / peer's time in the same round."""
+    """Median over the rounds of a time over the peer's time in the same round."""
     return statistics.median(a / b for a, b in zip(times, peers, strict=True))
 
 
 def spread(times: Sequence[float]) -> float:
-    """Distance of the quartiles over the median."""
+    """Distance of the quartiles over the median; 0 for fewer than two times."""
     if len(times) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(times, n=4)

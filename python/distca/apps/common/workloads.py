@@ -1,4 +1,4 @@
-"""Batches of documents for planners: drawn from a list of lengths, or read from a workload file."""
+"""Batches of documents for planners, drawn from a list of lengths or read from a workload file."""
 
 from __future__ import annotations
 
@@ -8,19 +8,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import distca
 from distca.errors import InvalidArgumentError
 
 _PRETRAIN = Path("benchmarks/workloads/doc_lengths_pretrain.json")
 
 
 def draw_documents(lengths: Sequence[int], ranks: int, tokens_per_rank: int, seed: int = 0) -> list[list[int]]:
-    """Lengths of each rank's documents: drawn with replacement, cut where the rank is full, and even.
+    """Draws the lengths of each rank's documents with replacement. They are even, and cut where the rank is full.
 
     Args:
-        lengths: what to draw from, in tokens.
+        lengths: the lengths to draw from, in tokens.
         ranks: number of ranks.
         tokens_per_rank: tokens of each rank; even.
-        seed: of the draws; the same seed gives the same documents.
+        seed: seed of the draws. The same seed gives the same documents.
+
+    Returns:
+        For each rank the lengths of its documents, in tokens.
+
+    Raises:
+        InvalidArgumentError: there are no lengths, or a number is not allowed.
     """
     if not lengths:
         raise InvalidArgumentError("workload: there are no lengths to draw from")
@@ -43,16 +50,19 @@ def draw_documents(lengths: Sequence[int], ranks: int, tokens_per_rank: int, see
 
 
 def pretrain_lengths() -> Path:
-    """The file of a pretraining corpus's lengths: in the working directory, or in the source tree that the package is
-    installed from in place."""
-    for root in (Path.cwd(), Path(__file__).resolve().parents[3]):
+    """The file of a pretraining corpus's lengths, in the working directory or the source tree of an in-place install.
+
+    Raises:
+        InvalidArgumentError: the file is in neither.
+    """
+    for root in (Path.cwd(), Path(distca.__file__).resolve().parents[2]):
         if (root / _PRETRAIN).exists():
             return root / _PRETRAIN
     raise InvalidArgumentError(f"workload: there is no {_PRETRAIN} here; run it in distca's source tree")
 
 
 def read_lengths(path: Path) -> list[int]:
-    """A JSON list of document lengths in tokens."""
+    """Reads a JSON list of document lengths in tokens."""
     lengths = _read_json(path)
     if not isinstance(lengths, list):
         raise InvalidArgumentError(f"{path}: a list of lengths is expected, not {type(lengths).__name__}")
@@ -60,7 +70,7 @@ def read_lengths(path: Path) -> list[int]:
 
 
 def read_workload(path: Path) -> list[list[int]]:
-    """A JSON object whose ``documents`` has the lengths of each rank's documents, in tokens."""
+    """Reads a JSON object whose ``documents`` has the lengths of each rank's documents, in tokens."""
     content = _read_json(path)
     documents = content.get("documents") if isinstance(content, dict) else None
     if not isinstance(documents, list) or not all(isinstance(of_rank, list) for of_rank in documents):

@@ -1,1 +1,1 @@
-"""`distca doctor`: what was found on this machine."""
+"""`distca doctor`: reports what was found on this machine."""

@@ -23,7 +23,7 @@ from distca.connect.exchange import all_to_all_single
 
 
 def examine() -> list[Finding]:
-    """Looks at everything; starts nothing but a compiler asked for its version. Loads NVSHMEM where it is there."""
+    """Examines everything. It loads NVSHMEM if that is installed, and starts nothing but a compiler for its version."""
     return [
         Finding("distca", f"{distca.__version__} in {os.path.dirname(distca.__file__)}"),
         Finding("python", f"{platform.python_version()} on {platform.platform()}"),
@@ -68,7 +68,7 @@ def _shared_memory() -> Finding:
 
 
 def _process_groups() -> Finding:
-    # A group of this process alone; gloo's messages are those of any group.
+    # A group of this process alone. gloo's error messages are the same for any group.
     if not (dist.is_available() and dist.is_gloo_available()):
         return Finding(
             "transport torch", "torch was built without gloo", True, "needed only between several hosts", True
@@ -98,7 +98,7 @@ def _cuda() -> Finding:
 
 
 def _attention() -> Finding:
-    """What computes attention on a GPU, and who says so."""
+    """What computes attention on a GPU, and what decided that."""
     variable = os.environ.get("DISTCA_ATTENTION")
     has_own = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) and _C.cuda_status()[0]
     finding = gpu.attention(variable, has_own, _activated())
@@ -106,7 +106,7 @@ def _attention() -> Finding:
 
 
 def _activated() -> str:
-    """The implementation that PyTorch was told to use instead of its own; no such question before 2.11."""
+    """The implementation that PyTorch was told to use in place of its own. PyTorch before 2.11 does not tell it."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
     return f" ({current})" if current else ""
 

@@ -1,4 +1,4 @@
-"""What `distca doctor` says of one thing."""
+"""One finding of `distca doctor`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked for, what was found, whether it is as it should be, and else what to do.
+    """One line: what was looked for, what was found, whether that is fine, and otherwise what to do.
 
-    What is `absent`, or not in use, may be fine and is not called ok.
+    Attributes:
+        name: what was looked for.
+        found: what was found.
+        fine: whether it is as it should be.
+        advice: what to do, or what is missing; empty if there is nothing to say.
+        absent: whether it is missing or not in use. It may be fine all the same, but is not called ok.
     """
 
     name: str

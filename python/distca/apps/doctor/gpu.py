@@ -1,7 +1,7 @@
 """The part of `distca doctor` about GPUs: attention, NVSHMEM and its transports, RDMA adapters, peer access.
 
-Nothing here is a fault where rows do not travel between GPUs: findings are fine, and the advice says what is missing.
-Folders and questions to the driver are arguments, so that other machines than this one can be examined.
+Most findings are fine even if something is missing, because it matters only where rows travel between GPUs; the advice
+names it. Folders and calls of the driver are arguments, so that tests can examine other machines than this one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from distca.apps.doctor.finding import Finding
 from distca.errors import InvalidArgumentError
 
 INFINIBAND = Path("/sys/class/infiniband")
-#: NVSHMEM's own transports between hosts: what a user sets to have each, and the package that brings what it needs.
+#: NVSHMEM's own transports between hosts: the setting that chooses each, and the package with what it needs.
 REMOTE_TRANSPORTS = {
     "ibrc": ("the default", "rdma-core (libibverbs)"),
     "ibgda": ("NVSHMEM_IB_ENABLE_IBGDA=1", "rdma-core (libibverbs, libmlx5)"),
@@ -23,20 +23,20 @@ REMOTE_TRANSPORTS = {
     "libfabric": ("NVSHMEM_REMOTE_TRANSPORT=libfabric", "libfabric"),
     "ucx": ("NVSHMEM_REMOTE_TRANSPORT=ucx", "UCX"),
 }
-#: How ranks find each other: distca brings the unique id.
+#: The bootstrap, by which ranks find each other: distca brings the unique id.
 BOOTSTRAP = "uid"
-#: What those over RDMA ask for by themselves when they start.
+#: The library that the RDMA transports load by themselves when they start.
 VERBS = "libibverbs.so.1"
 
-#: Attributes of a device by the driver's numbers (CUdevice_attribute); what it says of IPC events holds for IPC.
+#: Attributes of a device by the driver's numbers (CUdevice_attribute). 125 is about IPC events and holds for IPC.
 SHARING = {103: "file descriptors", 125: "CUDA IPC", 128: "fabric handles"}
 
 Load = Callable[[str], str]
-"""Loads a library by its name or path; returns why it does not load, or nothing."""
+"""Loads a library by its name or path. Returns why it does not load, or an empty string."""
 
 
 def loading_problem(library: str) -> str:
-    """Why a library does not load here; empty where it does."""
+    """Why a library does not load here; empty if it loads."""
     try:
         ctypes.CDLL(library)
     except OSError as error:
@@ -48,9 +48,9 @@ def attention(variable: str | None, has_own: bool, activated: str) -> Finding:
     """What computes attention on a GPU, and why.
 
     Args:
-        variable: what the environment's ``DISTCA_ATTENTION`` says, if it is set.
+        variable: the value of the environment's ``DISTCA_ATTENTION``; None if it is not set.
         has_own: whether distca has kernels of its own for the GPU.
-        activated: what PyTorch was told to use instead of its own flash attention, in words.
+        activated: what PyTorch was told to use in place of its own flash attention, in words.
     """
     name = "gpu attention"
     try:
@@ -69,7 +69,7 @@ def attention(variable: str | None, has_own: bool, activated: str) -> Finding:
 
 
 def remote_transports(folder: Path, has_adapters: bool, load: Load = loading_problem) -> list[Finding]:
-    """A line for each transport that NVSHMEM may have in its folder of libraries, and one for its bootstraps."""
+    """A finding for each transport that NVSHMEM may have in its folder of libraries, and one for its bootstraps."""
     findings = []
     for name, (setting, package) in REMOTE_TRANSPORTS.items():
         library = _plugin(folder, f"transport_{name}")
@@ -93,7 +93,7 @@ def _plugin(folder: Path, name: str) -> Path | None:
 
 
 def rdma_adapters(folder: Path = INFINIBAND) -> list[Finding]:
-    """A line for each port of each adapter, with the state and the rate of its link as the kernel gives them."""
+    """A finding for each port of each adapter: the state and the rate of its link, as the kernel gives them."""
     return [_port(port) for port in sorted(folder.glob("*/ports/*"))]
 
 
@@ -112,7 +112,7 @@ def _port(port: Path) -> Finding:
 
 
 def peer_access(num_gpus: int, can_access: Callable[[int, int], bool]) -> Finding:
-    """Which pairs of GPUs of this host reach each other's memory by load and store."""
+    """Which pairs of this host's GPUs reach each other's memory by load and store."""
     pairs = [(a, b) for a in range(num_gpus) for b in range(a + 1, num_gpus)]
     if not pairs:
         return Finding("gpu peers", "fewer than two GPUs here", absent=True)
@@ -143,7 +143,7 @@ def memory_sharing(num_gpus: int, attribute: Callable[[int, int], int]) -> Findi
 
 
 def driver_attribute(number: int, gpu: int) -> int:
-    """An attribute of a device by the driver's number; 0 where the driver does not know it."""
+    """An attribute of a device by the driver's number; 0 if the driver does not know it."""
     driver, value = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
     driver.cuInit(0)
     return value.value if driver.cuDeviceGetAttribute(ctypes.byref(value), number, gpu) == 0 else 0

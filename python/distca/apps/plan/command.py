@@ -1,4 +1,4 @@
-"""The command `distca plan`: plans a batch without running it, and shows or writes what the plan does."""
+"""The command `distca plan`: plans a batch without running it, and prints, writes or draws the plan's effects."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _layout(options: argparse.Namespace, seed: int) -> Layout:
 
 
 def summary(made: Plan) -> str:
-    """What the plan does, as a table."""
+    """The plan's effects as a table."""
     stats = made.stats
     arenas = [max(arena.total for arena in of_phase) for of_phase in stats.arena_bytes.values()]
     home_in = max(arena.home_in for of_phase in stats.arena_bytes.values() for arena in of_phase)
@@ -181,10 +181,10 @@ def _retained(stats: PlanStats) -> str:
 
 
 def as_json(made: Plan) -> dict[str, Any]:
-    """All that is needed to check the plan's claims without this library.
+    """The plan as JSON, with all that is needed to check its claims without this library.
 
-    Documents are numbered over ranks in order; ``load`` is in cost units (by default visible pairs) times query heads;
-    ``src`` is the rank whose memory the bytes leave; rows are of the document, heads are key/value heads.
+    Documents are numbered over the ranks in order. ``load`` is in cost units (visible pairs by default) times query
+    heads. ``src`` is the rank whose memory the bytes leave. Rows are those of the document; heads are key/value heads.
     """
     stats = made.stats
     return {

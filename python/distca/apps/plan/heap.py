@@ -1,4 +1,4 @@
-"""What heap batches need, found by planning them; nothing runs. For `distca plan --heap`."""
+"""`distca plan --heap`: the heap that batches need, found by planning them. Nothing runs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from distca.planner.layout import Layout
 from distca.planner.memory import SLOTS, default_heap_bytes
 from distca.planner.plan import Plan
 
-_HALVINGS = 6  # the smallest heap is found to 1/64 of the one that no plan wants more than
+_HALVINGS = 6  # the smallest heap is found to 1/64 of the one above which no plan improves
 
 
 def heap_summary(layouts: Sequence[Layout], heads: Heads, make_plan: Callable[..., Plan]) -> str:
-    """What `heap_bytes` these batches need, and what becomes of them in the default heap, as a table.
+    """A table of the `heap_bytes` that these batches need, and of what becomes of them in the default heap.
 
     Args:
-        layouts: of one group's ranks, a batch each; at least one.
-        heads: of the attention layers.
-        make_plan: `distca.plan` with all but ``layout`` and ``capacity`` given.
+        layouts: the layouts of the batches, all of one group's ranks; at least one.
+        heads: the heads of the attention layers.
+        make_plan: `distca.plan` with all arguments but ``layout`` and ``capacity``.
     """
     tokens = max(layout.num_rows(rank) for layout in layouts for rank in range(layout.num_ranks))
     wanted = max(make_plan(layout=layout).stats.slot_bytes for layout in layouts)
@@ -40,13 +40,13 @@ def heap_summary(layouts: Sequence[Layout], heads: Heads, make_plan: Callable[..
 
 
 def _shortfalls(layouts: Sequence[Layout], make_plan: Callable[..., Plan], slot_bytes: int) -> tuple[int, int]:
-    """How many batches do not fit into slots of so many bytes, and how many are less balanced for it."""
+    """How many batches do not fit into slots of so many bytes, and how many are less balanced because of them."""
     bindings = [_binding(layout, make_plan, slot_bytes) for layout in layouts]
     return bindings.count("all"), bindings.count("balance")
 
 
 def _binding(layout: Layout, make_plan: Callable[..., Plan], slot_bytes: int) -> str | None:
-    """What the slot's size binds."""
+    """What the slot's size costs a batch: "all" if it does not fit, "balance" if it is less balanced, or None."""
     try:
         binding = make_plan(layout=layout, capacity=slot_bytes).stats.binding
     except CapacityError:
@@ -55,9 +55,9 @@ def _binding(layout: Layout, make_plan: Callable[..., Plan], slot_bytes: int) ->
 
 
 def _smallest(layouts: Sequence[Layout], make_plan: Callable[..., Plan], wanted: int) -> int:
-    """The smallest slot found in which no batch is bound; a plan under a capacity may take other ways than one without.
+    """The smallest slot found in which no batch is bound, in bytes: a multiple of 64, as slots are.
 
-    Multiples of 64 bytes, as slots are.
+    It can be smaller than the slot wanted without a capacity, because a plan under a capacity may go other ways.
     """
     too_small, enough = 0, wanted
     for _ in range(_HALVINGS):

@@ -1,4 +1,4 @@
-"""The picture of a plan: loads of ranks, traffic between them, and the memory that it takes. Needs matplotlib."""
+"""The picture of a plan: loads of ranks, traffic between them, and the memory that it takes. It needs matplotlib."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def draw_plan(made: Plan, path: Path, *, ranks_per_node: int | None = None, capacity: int | None = None) -> None:
-    """Draws load and arena of each rank, and the bytes of forward and backward from every rank to every other.
+    """Draws each rank's load and arena, and the bytes of forward and backward between each two ranks.
 
     Args:
         made: the plan.
-        path: of the picture.
-        ranks_per_node: so many neighbouring ranks are a node; the borders of nodes are drawn.
-        capacity: bytes that an arena may have, to draw beside those that it has.
+        path: the file of the picture.
+        ranks_per_node: how many neighbouring ranks are one node; the borders of nodes are drawn.
+        capacity: bytes that an arena may have, drawn beside the arenas.
 
     Raises:
-        InvalidArgumentError: where the file cannot be written.
+        InvalidArgumentError: the file cannot be written.
     """
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch

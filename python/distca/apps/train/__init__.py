@@ -1,1 +1,1 @@
-"""`distca train`: a tiny Llama trained with core attention disaggregation on CPU ranks."""
+"""`distca train`: trains a language model, by default a tiny Llama, with core attention disaggregation on CPU ranks."""

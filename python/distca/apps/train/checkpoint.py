@@ -1,10 +1,11 @@
 """Checkpoints of a run: everything that the next step depends on, written so that no kill can damage one.
 
-A checkpoint is a folder `RUN/checkpoints/step-00000020` made by `torch.distributed.checkpoint`, every rank writing its
-part: weights, optimizer, schedule and each rank's random state after that many steps, `state.json` with the rest, and
-`manifest.json`, which is written last, with the digests of the other files. It is written under another name, synced to
-the disk and then renamed, so a folder of that name is whole; what a kill leaves under the other names is removed when
-the run goes on.
+A checkpoint is a folder `RUN/checkpoints/step-00000020`. `torch.distributed.checkpoint` makes it; every rank writes its
+part. It holds weights, optimizer, schedule and each rank's random state after that many steps, and `state.json` with
+the rest. `manifest.json` has the digests of the other files and is written last.
+
+The folder is written under another name, synced to the disk and then renamed. Therefore a folder of that name is whole.
+What a kill leaves under the other names is removed when the run goes on.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class RunState:
-    """What a checkpoint says in `state.json`."""
+    """The content of a checkpoint's `state.json`."""
 
     step: int  # steps taken; with the seed and the tokens of a step it is the position in the data
     ranks: int
@@ -61,16 +62,16 @@ class RunState:
 
 @dataclass
 class Trained:
-    """What training changes."""
+    """Everything that training changes."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler
-    saved: torch.nn.Module | None = None  # the part of the model whose names a checkpoint has, where not all of it
+    saved: torch.nn.Module | None = None  # the module whose names a checkpoint has, if it is not `model`
     clip_norm: float | None = None  # largest norm of the gradients
 
     def state(self, saved_ranks: int) -> dict[str, Any]:
-        """By name, for `torch.distributed.checkpoint`; each rank adds its own random state if there is one of it."""
+        """The state by name, for `torch.distributed.checkpoint`. Ranks below `saved_ranks` add their random state."""
         model, optimizer = get_state_dict(self.saved or self.model, self.optimizer)
         state = {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
         if dist.get_rank() < saved_ranks:
@@ -94,17 +95,17 @@ def _random_key() -> str:
 
 
 def whole_checkpoints(run_dir: Path) -> dict[int, Path]:
-    """The finished checkpoints of a run by their number of steps, in ascending order."""
+    """The finished checkpoints of a run by their numbers of steps, in ascending order."""
     folder = run_dir / FOLDER
     found = [(match, path) for path in _entries(folder) if (match := _WHOLE.fullmatch(path.name))]
     return dict(sorted((int(match[1]), path) for match, path in found))
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """The `state.json` of a finished checkpoint. Raises CheckpointError where it is not as a run leaves it."""
+    """The `state.json` of a finished checkpoint. Raises CheckpointError if it is not as a run leaves it."""
     path = checkpoint / _STATE
     values = read_object(path, what_to_do(checkpoint))
-    values.pop("files", None)  # of versions without a manifest
+    values.pop("files", None)  # checkpoints of versions without a manifest have it
     if sorted(values) != ["corpus", "ranks", "step"] or any(type(value) is not int for value in values.values()):
         raise CheckpointError(
             f"{path} holds {_short(values)}, must hold the integers step, ranks and corpus; {what_to_do(checkpoint)}"
@@ -113,7 +114,7 @@ def read_state(checkpoint: Path) -> RunState:
 
 
 def check_whole(checkpoint: Path, step: int) -> None:
-    """Raises CheckpointError where the checkpoint of that step has not the files of its manifest, in their sizes."""
+    """Raises CheckpointError unless the checkpoint is of that step and has its manifest's files, in their sizes."""
     check_digests(checkpoint, read_manifest(checkpoint), [_STATE])
     state = read_state(checkpoint)
     if state.step != step:
@@ -129,13 +130,13 @@ def _short(values: dict[str, Any]) -> str:
 
 
 class Checkpoints:
-    """The checkpoints of one run; the last `keep` are kept. Saving and loading are collective."""
+    """The checkpoints of one run, of which the last `keep` are kept. Saving and loading are collective."""
 
     def __init__(self, run_dir: Path, *, keep: int) -> None:
         self._run_dir, self._keep = run_dir, keep
 
     def remove_leftovers(self) -> None:
-        """Removes what a killed run has left half written or half removed. For one rank, before the first save."""
+        """Removes what a killed run left half written or half removed. One rank calls it, before the first save."""
         for path in _entries(self._run_dir / FOLDER):
             if _LEFT_OVER.fullmatch(path.name):
                 shutil.rmtree(path)
@@ -143,7 +144,8 @@ class Checkpoints:
     def save(self, trained: Trained, state: RunState) -> None:
         """Writes a checkpoint, unless there is one of that step, and removes the oldest ones.
 
-        Raises DistcaError on all ranks where one of them cannot write; what there is of the checkpoint is removed.
+        Raises:
+            DistcaError: on all ranks, if one of them cannot write. What there is of the checkpoint is then removed.
         """
         final = self._run_dir / FOLDER / f"step-{state.step:08}"
         partial = final.with_name(final.name + ".partial")
@@ -172,7 +174,11 @@ class Checkpoints:
         self._remove_oldest()
 
     def load(self, trained: Trained, checkpoint: Path) -> RunState:
-        """Puts the checkpoint into the model, the optimizer, the schedule and the random state of this rank."""
+        """Puts the checkpoint into the model, the optimizer, the schedule and the random state of this rank.
+
+        Raises:
+            CheckpointError: on all ranks, if a file of the checkpoint is damaged.
+        """
         with _failures(f"could not read the checkpoint {checkpoint}", None):
             digests = _on_all_ranks(lambda: _checked(checkpoint))
             sizes = {name: size for name, (size, _) in digests.items()}
@@ -184,12 +190,12 @@ class Checkpoints:
 
     def _remove_oldest(self) -> None:
         for path in list(whole_checkpoints(self._run_dir).values())[: -self._keep]:
-            # Under its own name it would look whole if we were killed now.
+            # Under its own name it would look whole if a kill came now.
             shutil.rmtree(path.rename(path.with_name(path.name + ".removed")))
 
 
 def load_model(checkpoint: Path, state: dict[str, torch.Tensor]) -> None:
-    """Puts the weights of a checkpoint into tensors by their names; in this process alone, which checks all files."""
+    """Puts the weights of a checkpoint into tensors by their names. This process alone does so and checks all files."""
     digests = read_manifest(checkpoint)
     check_digests(checkpoint, digests, digests)
     index = read_index(checkpoint, {name: size for name, (size, _) in digests.items()})
@@ -198,7 +204,7 @@ def load_model(checkpoint: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 def _checked(checkpoint: Path) -> Digests:
-    """The manifest, to which this rank has compared its share of the files: every so manieth, from large to small."""
+    """The manifest. This rank has compared its share of the files with it: every n-th, from large to small."""
     digests = read_manifest(checkpoint)
     names = sorted(digests, key=lambda name: digests[name][0], reverse=True)
     check_digests(checkpoint, digests, names[dist.get_rank() :: dist.get_world_size()])
@@ -210,14 +216,14 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _agreed(mine: bool) -> bool:
-    """What rank 0 says: it alone renames, so others may see the folder earlier or later."""
+    """Rank 0's answer on all ranks. Rank 0 alone renames; others may see the folder earlier or later."""
     answer = torch.tensor([mine], dtype=torch.int64)
     dist.broadcast(answer, src=0)
     return bool(answer)
 
 
 def _on_rank_0(work: Callable[[], object]) -> None:
-    """Does the work on rank 0 while the others wait; its error is raised on all ranks."""
+    """Does the work on rank 0 while the others wait. All ranks raise its error."""
     problem: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -230,7 +236,7 @@ def _on_rank_0(work: Callable[[], object]) -> None:
 
 
 def _on_all_ranks(work: Callable[[], Result]) -> Result:
-    """Does the work on every rank; the error of the first that has one is raised on all."""
+    """Does the work on every rank. All ranks raise the error of the first rank that has one."""
     problem: Exception | None = None
     try:
         result = work()
@@ -249,10 +255,10 @@ def _gathered(mine: Result) -> list[Result]:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Raises the system's error where torch raises one of its own because of it, which says less.
+    """A writer that raises the system's error where torch would raise one of its own, which says less.
 
     Attributes:
-        digests: of the files that this rank has written.
+        digests: digests of the files that this rank has written.
     """
 
     digests: Digests
@@ -272,14 +278,14 @@ class _Writer(dcp.FileSystemWriter):
 
 @contextlib.contextmanager
 def _failures(what: str, written: Path | None) -> Iterator[None]:
-    """Raises DistcaError for what goes wrong. `written`: the checkpoint, unless it is read."""
+    """Raises DistcaError for what goes wrong inside. `written` is the checkpoint; it is None if one is read."""
 
     def reason(error: BaseException) -> str:
         return why(error, written) if written is not None and isinstance(error, OSError) else str(error)
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch about its own internals
+            warnings.simplefilter("ignore")  # torch's, about its own internals
             yield
     except OSError as error:
         raise DistcaError(f"{what}: {reason(error)}") from error

@@ -40,7 +40,7 @@ def add_command(commands: Any) -> None:
     for option in fields(TrainConfig):
         default = "" if option.default is None or option.default is False else f" (default: {option.default})"
         about: dict[str, Any] = {
-            "default": argparse.SUPPRESS,  # what was not given is not there: a resumed run keeps its own
+            "default": argparse.SUPPRESS,  # options that were not given are missing: a resumed run keeps its own
             "help": option.metadata["help"] + default,
         }
         if OPTION_TYPES[option.name] is bool:
@@ -60,7 +60,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command and returns its exit code; mistakes are DistcaErrors."""
+    """Runs the command and returns its exit code. Raises DistcaError for a mistake."""
     given = {option.name: getattr(options, option.name) for option in fields(TrainConfig) if option.name in options}
     for name, variable in _BY_ENVIRONMENT.items():
         if name not in given and switched_on(variable):
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_inputs(config: TrainConfig) -> None:
-    """Mistakes in data, model and tokenizer are found before anything is started."""
+    """Finds mistakes in data, model and tokenizer before anything is started."""
     if config.trace and not Path(config.trace).parent.is_dir():
         raise ConfigError(f"--trace is {config.trace}, must be a file in a folder that exists")
     if config.export is not None and config.export.exists() and not _is_empty(config.export):
@@ -113,7 +113,7 @@ def _torchrun_ranks(asked: int | None) -> int:
 
 
 def train_rank(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
-    """What a rank runs. The trainer is imported here, so that the command itself need not load transformers."""
+    """Runs training on one rank. The trainer is imported here; the command itself then need not load transformers."""
     import torch.distributed as dist
 
     from distca.apps.train.progress import log_to_stderr

@@ -14,19 +14,22 @@ from distca.errors import InvalidArgumentError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2}
-"""The shape of the model without `--model`."""
+"""The shape of the model that is trained without `--model`."""
 
 SCHEDULES = (
     "cosine_warmup_with_min_lr", "cosine_with_min_lr", "cosine", "cosine_with_restarts", "linear", "polynomial",
     "inverse_sqrt", "constant_with_warmup", "constant",
 )  # fmt: skip
-"""The schedules of transformers that need to know no more than their steps."""
+"""The schedules of transformers that need nothing but their numbers of steps."""
 
 WARMUP_STEPS = 5
-"""Without `--warmup-steps`."""
+"""Steps of the warm-up without `--warmup-steps`."""
 
 STANDARD_LIBRARY_SCALE = 1 / 16
-"""Keeps the shape of the length distribution of whole source files, and so the imbalance, at some 4096 tokens."""
+"""The fraction of each source file that is kept.
+
+At some 4096 tokens a rank it keeps the shape of the files' length distribution, and therefore the imbalance.
+"""
 
 
 class ConfigError(InvalidArgumentError):
@@ -36,13 +39,13 @@ class ConfigError(InvalidArgumentError):
 def _about(
     help: str, choices: tuple[str, ...] | None = None, *, fixed: bool = False, bare: str | None = None
 ) -> dict[str, Any]:
-    """`fixed`: a run that is resumed must keep it. `bare`: what the option means without a value."""
+    """Metadata of a field. `fixed`: a resumed run must keep it. `bare`: its value if it is given without one."""
     return {"help": help, "choices": choices, "fixed": fixed, "bare": bare}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Options of `distca train`; each field is the command line option of the same name."""
+    """Options of `distca train`. Each field is the command line option of the same name."""
 
     ranks: int = field(default=2, metadata=_about("number of ranks (processes); under torchrun its world size"))
     steps: int = field(default=100, metadata=_about("training steps"))
@@ -207,7 +210,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and not value >= least:  # so written, NaN fails too
+            if value is not None and not value >= least:  # written so that NaN fails too
                 _fail(self, name, f"at least {least}")
         for name in ("lr", "timeout", "clip_norm"):
             value = getattr(self, name)
@@ -257,7 +260,7 @@ class TrainConfig:
             )
 
     def tiny(self, name: str) -> int:
-        """A figure of the tiny model's shape: as given, else the default."""
+        """A number of the tiny model's shape: the given one, or the default."""
         value = getattr(self, name)
         return TINY[name] if value is None else int(value)
 
@@ -268,12 +271,12 @@ class TrainConfig:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """What attention and matrix products are computed in."""
+        """The dtype in which attention and matrix products are computed."""
         return DTYPES[self.dtype]
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """What weights, and so the optimizer's state, are kept in."""
+        """The dtype of the weights, and therefore of the optimizer's state."""
         return torch.float32 if self.master_weights else self.torch_dtype
 
     @property
@@ -285,7 +288,7 @@ class TrainConfig:
 
     @property
     def tokens_per_batch(self) -> int:
-        """Tokens of all ranks in a micro-batch; they alone say which documents it holds."""
+        """Tokens of all ranks in a micro-batch. They alone decide which documents it holds."""
         return self.ranks * self.tokens_per_rank
 
     def as_json(self) -> dict[str, Any]:
@@ -294,7 +297,7 @@ class TrainConfig:
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> TrainConfig:
-        """The inverse of `as_json`; options that a later version has added take their defaults. Raises ConfigError."""
+        """The inverse of `as_json`. Options that a later version added take their defaults. Raises ConfigError."""
         read: dict[str, Any] = {}
         for option in fields(TrainConfig):
             if option.name not in values:
@@ -325,12 +328,12 @@ OPTION_TYPES: dict[str, Callable[[str], Any]] = {
     "export": Path, "trace": str, "nsys": bool, "log_memory": bool, "track": str, "timeout": float, "name": str,
     "runs_dir": Path,
 }  # fmt: skip
-"""How the command line reads each field."""
+"""The function by which the command line reads each field."""
 
 _WRITTEN_AS: dict[Any, tuple[type, ...]] = {
     int: (int,), float: (int, float), bool: (bool,), str: (str,), Path: (str,)
 }  # fmt: skip
-"""What JSON has for each of these types."""
+"""The types that JSON may have for each of these types."""
 
 
 def option_name(field_name: str) -> str:

@@ -1,4 +1,4 @@
-"""Which documents a run trains on, and which it evaluates on."""
+"""The documents on which a run trains, and those on which it evaluates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def read_corpora(
     config: TrainConfig, tokenizer: Tokenizer | None, *, show_progress: bool = False
 ) -> tuple[Corpus, Corpus | None]:
-    """The documents to train on, and those to evaluate on, if there are any."""
+    """The documents to train on, and the documents to evaluate on or None."""
     corpus = read_corpus(config.data, config.kept_fraction, tokenizer, show_progress=show_progress)
     if config.eval_fraction is not None:
         return corpus.split(config.eval_fraction, config.seed)

@@ -1,8 +1,9 @@
-"""Documents as tokens: made once, kept in a cache, and mapped into the memory of every rank that reads them.
+"""Documents as tokens, which are made once, kept in a cache, and mapped into the memory of every rank that reads them.
 
 The cache is a folder of the user's own. A corpus lies there under a key made of the contents of its files, the
-tokenizer and what is kept of each document: `tokens.bin` and `ends.bin`, mapped as they are, and `corpus.json` with
-their sizes. Whoever comes first makes it, under a lock that the others wait for.
+tokenizer and the fraction of each document that is kept. It is `tokens.bin` and `ends.bin`, which are mapped as they
+are, and `corpus.json` with their sizes. The first process that needs it makes it, under a lock on which the others
+wait.
 """
 
 from __future__ import annotations
@@ -44,14 +45,13 @@ _TEXT_AT_ONCE = 1 << 22  # bytes that are tokenized together
 class Corpus:
     """Documents as tokens, in a fixed order, and what was left out.
 
-    Attributes:
-        tokens: those of all documents, one after another; uint8 or int32.
-        ends: for each document, where it ends among them; int64.
-        num_skipped: files that are not UTF-8 text or could not be read, or lines or rows without a text.
-        unit: what was skipped: files, lines or rows.
-        fingerprint: the same wherever the documents are the same.
-        largest: the largest token.
-        chosen: numbers of the documents among all of them, where it has only some.
+    tokens: tokens of all documents, one after another; uint8 or int32.
+    ends: for each document, where it ends among the tokens; int64.
+    num_skipped: number of files that are not UTF-8 text or could not be read, or of lines or rows without a text.
+    unit: what was skipped: files, lines or rows.
+    fingerprint: equal for equal documents.
+    largest: the largest token.
+    chosen: numbers of the documents that this corpus has, if it has only some of those in `ends`; int64.
     """
 
     tokens: torch.Tensor
@@ -64,7 +64,7 @@ class Corpus:
 
     @staticmethod
     def of(documents: Sequence[bytes | Sequence[int]]) -> Corpus:
-        """A corpus in memory, of tokens or of bytes that are tokens."""
+        """Makes a corpus in memory, of tokens or of bytes that are tokens."""
         lengths = [len(document) for document in documents]
         fingerprint = 0
         for document in documents:
@@ -78,26 +78,29 @@ class Corpus:
         return len(self.ends if self.chosen is None else self.chosen)
 
     def vocabulary(self, tokenizer: Tokenizer | None) -> int:
-        """How many tokens a model has to know: the tokenizer's, or without one bytes, or those that are there."""
+        """How many tokens a model must know: all of the tokenizer's, or without one all bytes, and all that occur."""
         known = BYTES if tokenizer is None else tokenizer.vocabulary
         return max(known, self.largest + 1)
 
     def lengths(self) -> list[int]:
-        """Of each document, in tokens."""
+        """Length of each document, in tokens."""
         lengths = torch.diff(self.ends, prepend=self.ends.new_zeros(1))
         return (lengths if self.chosen is None else lengths[self.chosen]).tolist()
 
     def document(self, number: int) -> torch.Tensor:
-        """The tokens of a document: a view."""
+        """The tokens of a document, as a view."""
         if self.chosen is not None:
             number = int(self.chosen[number])
         begin = int(self.ends[number - 1]) if number else 0
         return self.tokens[begin : int(self.ends[number])]
 
     def split(self, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
-        """The documents to train on, and `fraction` of all, at least one, that the seed chooses to be held out.
+        """Splits the documents into those to train on and those held out.
 
-        Raises DataError where one of the two has no document of two or more tokens.
+        `fraction` of all documents, at least one, is held out. `seed` chooses them.
+
+        Raises:
+            DataError: one of the two has no document of two or more tokens.
         """
         order = list(range(len(self)))
         random.Random(f"{seed}/held out").shuffle(order)
@@ -117,7 +120,7 @@ class Corpus:
 
 
 def default_cache() -> Path:
-    """Where corpora are kept: the environment's ``DISTCA_CACHE``, else `distca` in the user's folder for caches."""
+    """The folder of the cache: the environment's ``DISTCA_CACHE``, or `distca` in the user's folder for caches."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distca"
@@ -126,11 +129,15 @@ def default_cache() -> Path:
 def read_corpus(
     path: Path | None, kept_fraction: float, tokenizer: Tokenizer | None = None, *, show_progress: bool = False
 ) -> Corpus:
-    """The documents of a path (`find_source`), of each the first `kept_fraction` of its tokens, from the cache.
+    """The documents of a path (`find_source`) from the cache, which is filled first if need be.
 
-    Without a tokenizer the tokens of a text are its bytes. What is no text is skipped and counted; empty documents are
-    ignored. Ranks may all call it: the first one of a host makes what is not in the cache yet. Raises DataError if
-    there is nothing to train on, DistcaError where the cache cannot be written.
+    Of each document the first `kept_fraction` of its tokens is kept. Without a tokenizer the tokens of a text are its
+    bytes. What is no text is skipped and counted. Empty documents are ignored. All ranks may call it: the first one of
+    a host makes what is not in the cache yet.
+
+    Raises:
+        DataError: there is nothing to train on.
+        DistcaError: the cache cannot be written.
     """
     source, cache = find_source(path), default_cache()
     with _telling(cache):
@@ -142,7 +149,7 @@ def read_corpus(
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.exists():
                 partial = cache / f"{key}.partial"
-                shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+                shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
                 partial.mkdir(mode=0o700)
                 try:
                     _make(partial, source, kept_fraction, tokenizer, show_progress)
@@ -163,10 +170,10 @@ def _telling(cache: Path) -> Iterator[None]:
 
 
 def _content(source: Source, cache: Path) -> str:
-    """A digest of what the files hold. Files of the same names, sizes and times as before are not read again."""
+    """A digest of the files' contents. Files whose names, sizes and times are unchanged are not read again."""
     seen = hashlib.sha256(source.unit.encode())
     for file in source.files:
-        with contextlib.suppress(OSError):  # it cannot be read either, and is skipped and counted
+        with contextlib.suppress(OSError):  # a file that cannot be read is skipped and counted
             found = file.stat()
             seen.update(f"{file}\0{found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}\0".encode())
     known = cache / f"{seen.hexdigest()}.content"
@@ -227,7 +234,7 @@ def _make(folder: Path, source: Source, kept_fraction: float, tokenizer: Tokeniz
 
 
 def _tokens(source: Source, tokenizer: Tokenizer | None, show: bool) -> Iterator[bytes | array[int] | None]:
-    """The documents as tokens; many at a time go to the tokenizer, which has threads of its own."""
+    """The documents as tokens. Many at a time go to the tokenizer, which has threads of its own."""
     from tqdm import tqdm
 
     total = sum(file.stat().st_size for file in source.files if file.exists())
@@ -270,7 +277,7 @@ def _in_parts(documents: Iterator[bytes | Sequence[int] | None]) -> Iterator[lis
 
 
 def _checked(tokens: Any, source: Source) -> array[int]:
-    """Tokens that somebody else has made."""
+    """Tokens that the data brought with it, after a check that they are non-negative 32-bit integers."""
     try:
         checked = array("i", tokens)
     except (TypeError, OverflowError) as error:
@@ -285,7 +292,7 @@ def _fingerprint(document: bytes | array[int], before: int) -> int:
 
 
 def _open(folder: Path) -> Corpus:
-    """Maps a corpus. Raises DataError where its files are not as they were written."""
+    """Maps a corpus into memory. Raises DataError if its files are not as they were written."""
     try:
         about = json.loads((folder / "corpus.json").read_text())
         dtype, num_tokens, num_documents = _DTYPES[about["kind"]], int(about["tokens"]), int(about["documents"])

@@ -1,10 +1,10 @@
-"""Documents, and the packing of a stream of them into the ranks of each step.
+"""Batches: a stream of documents, packed into the ranks of each step.
 
-Every rank reads the same documents in the same order, so each knows the layout of all ranks without any traffic.
-Documents are packed with spill-over: one that is longer than what is left on a rank goes on on the next rank. What
-does not fit into a step goes on in the next step as a document of its own. Targets are shifted within the whole
-document before any cut, so the last token of a segment has its target wherever the next token lives; only the last
-token of a document has none.
+Every rank reads the same documents in the same order. Therefore each knows the layout of all ranks without any traffic.
+Documents are packed with spill-over: one that does not fit on a rank goes on on the next rank. What does not fit into a
+step goes on in the next step as a document of its own. Targets are shifted within the whole document before any cut.
+Therefore the last token of a segment has its target wherever the next token lives; only the last token of a document
+has none.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank holds in one step, and the layout of all ranks. Rows of the tensors: [1, T] int64."""
+    """The rows of one rank in one step, as [1, T] int64 tensors, and the layout of all ranks."""
 
     layout: Layout
     input_ids: torch.Tensor
-    labels: torch.Tensor  # the next token of the document, NO_TARGET after its last
-    num_targets: int  # of all ranks
+    labels: torch.Tensor  # the document's next token; NO_TARGET after the last one
+    num_targets: int  # on all ranks
     targets_of: tuple[int, ...] = ()  # of each document, on all ranks
 
     def halves(self, rank: int, window: int | None = None) -> tuple[Batch, Batch]:
-        """What ping-pong runs at once. A rank without rows in a half has one of padding, for models that need one."""
+        """The two halves for ping-pong. A rank without rows in a half has one row of padding, which models need."""
         first, second = halves(self.layout, window=window, idle_rows=1)
         return self._half(first, rank), self._half(second, rank)
 
@@ -57,8 +57,9 @@ class Batch:
 
 
 def pack_steps(lengths: list[int], tokens: int, seed: int) -> Iterator[list[Piece]]:
-    """Endless steps of exactly `tokens` tokens each: the documents in a new order each epoch, cut where a step is
-    full.
+    """Endless steps of exactly `tokens` tokens each.
+
+    The documents come in a new order in each epoch, and are cut where a step is full.
     """
     step: list[Piece] = []
     room = tokens
@@ -82,7 +83,7 @@ def pack_steps(lengths: list[int], tokens: int, seed: int) -> Iterator[list[Piec
 class Batches:
     """The batches of one rank from step `start` on; `len()` is their number.
 
-    What a step holds depends on the seed and on `ranks * tokens_per_rank`, not on either of the two alone.
+    What a step holds depends on the seed and on the product `ranks * tokens_per_rank`, not on its factors.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Evaluation: the mean loss on documents that the run does not train on, by forward alone, balanced as in training."""
+"""Evaluation: the mean loss on documents that the run does not train on, by balanced forward passes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from distca.context import Context
 
 
 class Evaluation:
-    """Evaluates the model on the same batches every time: whole ones, at most as many as `--eval-steps` have.
+    """Evaluates the model on the same whole batches every time, at most as many as `--eval-steps` have.
 
-    What is left of the documents after the last whole batch is left out; where all of them do not fill one, some occur
+    Documents left over after the last whole batch are not used. If all documents do not fill one batch, some occur
     twice in it.
     """
 
@@ -34,12 +34,15 @@ class Evaluation:
         )
 
     def due(self, taken: int, interrupted: bool) -> bool:
-        """Whether to evaluate after that many steps; an interrupted run does not wait for it."""
+        """Whether to evaluate after that many steps. An interrupted run does not evaluate."""
         every, last = self._config.eval_every, taken == self._config.steps
         return self._corpus is not None and not interrupted and (last or (every > 0 and taken % every == 0))
 
     def loss(self, trained: Trained) -> float:
-        """The mean over all targets of all ranks. Collective; leaves the model and the random state as they were."""
+        """The mean loss over all targets of all ranks.
+
+        It is collective. Model and random state are afterwards as they were.
+        """
         assert self._corpus is not None
         context = self._context
         batches = Batches(
@@ -74,5 +77,5 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
         model.train()
         modules: Iterable[Any] = model.modules()
         for module in modules:
-            if hasattr(module, "reshard"):  # FSDP2: backward, which did not come, would have done it
+            if hasattr(module, "reshard"):  # FSDP2 does this in backward, and there was none
                 module.reshard()

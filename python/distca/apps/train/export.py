@@ -1,4 +1,4 @@
-"""What a run has trained, as a folder that `from_pretrained` of transformers reads: `--export` and `distca export`."""
+"""Export: the trained model of a run as a folder that transformers' `from_pretrained` reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from distca.apps.train.tokens import Tokenizer
 
 
 def export_model(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer | None) -> None:
-    """Rank 0 writes the model, which may be sharded. Collective."""
+    """Writes the model, which may be sharded, on rank 0. It is collective."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:
@@ -29,9 +29,13 @@ def export_model(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer | No
 
 
 def export_run(run_dir: Path, folder: Path) -> int:
-    """Writes the model of a run's last checkpoint, in this process alone. Returns the steps that it has taken.
+    """Writes the model of a run's last checkpoint, in this process alone.
 
-    Raises ConfigError where the run has none, or has one that is damaged.
+    Returns:
+        The number of steps that the model was trained.
+
+    Raises:
+        ConfigError: the run has no checkpoint, or a damaged one, or the folder is not new or empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} must be a new or empty folder")
@@ -55,14 +59,14 @@ def export_run(run_dir: Path, folder: Path) -> int:
 
 
 def _without_weights(shape: PreTrainedConfig) -> PreTrainedModel:
-    # Through a dict, which leaves out how attention was computed here.
+    # from_dict leaves out the attention implementation that was used here.
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(type(shape).from_dict(shape.to_dict()))
     return model
 
 
 def _write(folder: Path, shape: PreTrainedConfig, state: dict[str, Any], tokenizer: Tokenizer | None) -> None:
-    """All or nothing: a kill leaves another folder."""
+    """Writes all or nothing: a kill leaves only a folder of another name."""
     model = _without_weights(shape)
     model.load_state_dict(state, assign=True)
     model.tie_weights()

@@ -24,8 +24,8 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command and returns its exit code; mistakes are DistcaErrors."""
-    from distca.apps.train.export import export_run  # which needs transformers
+    """Runs the command and returns its exit code. Raises DistcaError for a mistake."""
+    from distca.apps.train.export import export_run  # needs transformers
 
     step = export_run(options.run_dir, options.folder)
     print(f"the model after {step} steps is in {options.folder}")

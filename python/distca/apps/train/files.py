@@ -1,4 +1,4 @@
-"""Files of a run that cannot be written or are not as a run leaves them: what is wrong, in one sentence."""
+"""Errors of a run's files, which cannot be written or are not as a run leaves them, in one sentence each."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from distca.errors import DistcaError
 
 
 def why(error: OSError, path: Path) -> str:
-    """The system's reason with its number, the file where that is another one, and the bytes that are free there."""
+    """The system's reason with its number, the file if it is another one than `path`, and the free bytes there."""
     reason = f"{error.strerror or error} (errno {error.errno})" if error.errno is not None else str(error)
     other = f", {os.fsdecode(error.filename)}" if isinstance(error.filename, str | bytes) else ""
     return f"{reason}{other}; {_free(path)}"
 
 
 def _free(path: Path) -> str:
-    """Of the file system of a path, of which the last part may be missing."""
+    """The free bytes of a path's file system, in words. The last parts of the path may be missing."""
     for folder in (path, *path.parents):
         try:
             found = os.statvfs(folder)
@@ -33,7 +33,7 @@ def _free(path: Path) -> str:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What writes that file of a run."""
+    """Raises DistcaError if writing that file of a run, which happens inside, fails."""
     try:
         yield
     except OSError as error:
@@ -41,7 +41,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def read_object(path: Path, what_to_do: str) -> dict[str, Any]:
-    """The JSON object in a file of a run. Raises ConfigError, which says what to do."""
+    """The JSON object in a file of a run. Raises ConfigError, which says `what_to_do`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def create_run_dir(config: TrainConfig) -> Path:
-    """A new folder for the run: its name, or the name and the first free number from 2 on."""
+    """Makes a new folder for the run: its name, or the name with the first free number from 2 on."""
     number = 1
     while True:
         run_dir = config.runs_dir / (config.name if number == 1 else f"{config.name}-{number}")
@@ -40,10 +40,10 @@ def create_run_dir(config: TrainConfig) -> Path:
 
 
 class RunLog:
-    """Writes the files of a run as it goes; without a folder (ranks other than 0) it only counts."""
+    """Writes the files of a run as it goes. Without a folder, as on ranks other than 0, it only counts."""
 
     def __init__(self, config: TrainConfig, run_dir: Path | None, corpus: Corpus, *, start: int = 0) -> None:
-        """A run that is resumed at step `start` keeps its metrics of the steps before."""
+        """A run that is resumed at step `start` keeps the metrics of the steps before it."""
         self._config, self._run_dir, self._corpus = config, run_dir, corpus
         self._start = start
         self._steps: list[StepMetrics] = []
@@ -70,7 +70,7 @@ class RunLog:
     ) -> None:
         if self._run_dir is None:
             return
-        # What could not be written before is tried once more here: the first error is the one to tell.
+        # Files that could not be written before are tried once more here. The first error is the one to report.
         with contextlib.suppress(OSError) if error is not None else writing(self._run_dir):
             if self._file is not None:
                 self._file.close()
@@ -95,7 +95,7 @@ class RunLog:
                 self._tracker.step(metrics.step, metrics.scalars())
 
     def finish(self, interrupted: bool, notes: Sequence[str] = (), traces: Sequence[Trace] = ()) -> dict[str, Any]:
-        """Writes summary and report; `traces` are those of all ranks, if there are any."""
+        """Writes summary and report, and returns the summary. `traces` are those of all ranks, if there are any."""
         traced = figures(traces, after_warm_up(windows(traces))) if traces else None
         summary = {
             "run": str(self._run_dir),
@@ -118,7 +118,7 @@ class RunLog:
 
 
 def _open_board(folder: Path, start: int) -> SummaryWriter | None:
-    """None without the package tensorboard. Events of steps that a kill has undone are marked as such."""
+    """A writer of TensorBoard events; None without the package. It marks events of steps that a kill has undone."""
     if importlib.util.find_spec("tensorboard") is None:
         return None
     from torch.utils.tensorboard import SummaryWriter
@@ -127,9 +127,9 @@ def _open_board(folder: Path, start: int) -> SummaryWriter | None:
 
 
 def steps_before(start: int, path: Path) -> list[StepMetrics]:
-    """What the first part of a run has recorded, if anything. Raises ConfigError for a line that is no step's.
+    """The metrics of the steps before `start`, if there are any. Raises ConfigError for a line that is no step's.
 
-    The last line may be cut off, by a kill: it is of a later step.
+    A kill may have cut off the last line, which is of a later step.
     """
     if start == 0 or not path.exists():
         return []
@@ -155,7 +155,7 @@ def _json(content: dict[str, Any]) -> str:
 
 
 def _write(path: Path, content: str) -> None:
-    """All or nothing: a kill leaves the file as it was."""
+    """Writes all or nothing: a kill leaves the file as it was."""
     new = path.with_name(path.name + ".new")
     new.write_text(content, encoding="utf-8")
     new.replace(path)

@@ -1,9 +1,9 @@
 """The manifest of a checkpoint: name, size and SHA-256 of each of its files.
 
-It is written last and compared before anything is read. It finds damage. It does not find a hostile author, who can
-write the manifest that fits the files.
+It is written last, and compared before anything is read. It finds damage. It does not find a hostile author, who can
+write a manifest that fits the files.
 
-    python -m distca.apps.train.manifest CHECKPOINT    writes it for the files as they are
+    python -m distca.apps.train.manifest CHECKPOINT    writes the manifest of the files as they are
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ MANIFEST = "manifest.json"
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint is damaged, or holds what no run writes; the message names the file."""
+    """A checkpoint is damaged, or holds what no run writes. The message names the file."""
 
 
 Digests = dict[str, tuple[int, str]]
-"""Of each file by its name: bytes and SHA-256."""
+"""Bytes and SHA-256 of each file, by its name."""
 
 
 def what_to_do(checkpoint: Path) -> str:
@@ -48,7 +48,7 @@ def write_manifest(checkpoint: Path, digests: Digests) -> None:
 
 
 def read_manifest(checkpoint: Path) -> Digests:
-    """The manifest of a checkpoint that has exactly its files, in their sizes. Raises CheckpointError."""
+    """The manifest of a checkpoint. Raises CheckpointError unless there are exactly its files, in their sizes."""
     found = _regular_files(checkpoint)
     if MANIFEST not in found:
         raise CheckpointError(
@@ -76,7 +76,7 @@ def read_manifest(checkpoint: Path) -> Digests:
 
 
 def check_digests(checkpoint: Path, digests: Digests, names: Iterable[str]) -> None:
-    """Raises CheckpointError for the first of the named files with another content."""
+    """Raises CheckpointError for the first of the named files whose content is another one."""
     for name in names:
         if digest(checkpoint / name) != digests[name]:
             raise CheckpointError(
@@ -85,7 +85,7 @@ def check_digests(checkpoint: Path, digests: Digests, names: Iterable[str]) -> N
 
 
 def _regular_files(checkpoint: Path) -> dict[str, int]:
-    """The bytes of each file by its name."""
+    """The bytes of each file, by its name. Raises CheckpointError for anything but regular files."""
     found = {}
     for path in sorted(checkpoint.iterdir()):
         if path.is_symlink() or not path.is_file():

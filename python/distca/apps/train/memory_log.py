@@ -1,4 +1,4 @@
-"""`distca train --log-memory`: what memory every rank has at points of each step."""
+"""`distca train --log-memory`: the memory of every rank at points of each step."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ VARIABLE = "EXPERIMENT_LOG_MEMORY_USAGE"
 
 
 class Watch:
-    """Is told where a step is; does nothing."""
+    """The base class of what is told where a step is. It does nothing."""
 
     def begin(self, plans: Sequence[Plans]) -> None:
-        """Forward of a micro-batch with these plans begins; ping-pong has those of both halves."""
+        """Forward of a micro-batch with these plans begins. With ping-pong they are the plans of both halves."""
 
     def note(self, point: str) -> None:
-        """That is over: forward, backward, or optimizer."""
+        """A point of the step is over: forward, backward or optimizer."""
 
 
 UNWATCHED = Watch()
 
 
 class MemoryLog(Watch):
-    """Writes a line of JSON for each point of a step to a rank's file; does nothing without one.
+    """Writes a line of JSON for each point of a step to a rank's file. It does nothing without a file.
 
     Points are the begin of a micro-batch, the ends of its forward and backward, and the end of the optimizer's step. A
-    line has the step, the point, and bytes: ``rss`` (resident, of the process), ``rss_shared`` (of them, memory that
-    is shared with others, such as the heaps of shm), ``rss_peak``, ``heap`` (distca's, both slots), ``arena_forward``
-    and ``arena_backward`` (what the step's plans take of it on this rank), and, where CUDA is in use,
-    ``cuda_allocated``, ``cuda_reserved`` and ``cuda_peak`` of torch's allocator.
+    line has the step, the point, and these bytes:
+
+    - ``rss``: resident memory of the process; ``rss_shared``: its part that is shared with others, such as the heaps of
+      shm; ``rss_peak``: its peak.
+    - ``heap``: distca's heap, both slots; ``arena_forward`` and ``arena_backward``: what the step's plans take of it on
+      this rank.
+    - ``cuda_allocated``, ``cuda_reserved`` and ``cuda_peak``: those of torch's allocator, if CUDA is in use.
     """
 
     def __init__(self, file: Path | None, context: Context) -> None:
@@ -60,11 +63,11 @@ class MemoryLog(Watch):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # of a line that could not be written, which was told
+            with contextlib.suppress(OSError):  # a line that could not be written was reported then
                 self._file.close()
 
     def step(self, number: int) -> None:
-        """That step begins."""
+        """Notes that step `number` begins."""
         self._number = number
 
     def begin(self, plans: Sequence[Plans]) -> None:
@@ -72,7 +75,7 @@ class MemoryLog(Watch):
             return
         self._step = {"step": self._number, "heap": self._heap}
         for phase in ("forward", "backward"):
-            # The halves are under way together, each in a slot of its own; the layers of one follow each other.
+            # The halves are under way together, each in a slot of its own. The layers of one half follow each other.
             self._step[f"arena_{phase}"] = sum(
                 max(plan.stats.arena_bytes[phase][self._rank].total for plan in half.values()) for half in plans
             )
@@ -95,7 +98,7 @@ _RESIDENT = {"VmRSS": "rss", "RssShmem": "rss_shared", "VmHWM": "rss_peak"}
 
 
 def _resident() -> dict[str, int]:
-    """Bytes of this process, as Linux tells them in kilobytes."""
+    """Memory of this process in bytes. Linux tells it in kilobytes."""
     found = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")

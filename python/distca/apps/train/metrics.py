@@ -1,4 +1,4 @@
-"""The figures of a run: of each step, and their summary."""
+"""The figures of a run: those of each step, and their summary."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ from typing import Any
 from distca.planner.layout import Layout
 from distca.planner.plan import Plans
 
-_ENDS = 5  # steps at either end over which the loss is averaged
+_ENDS = 5  # number of steps at either end over which the loss is averaged
 
 
 @dataclass(frozen=True)
 class AttentionLoads:
-    """The attention of one step, all layers added up: load of each rank in units of the cost model, and traffic."""
+    """The attention of one step, all layers added up: each rank's load in units of the cost model, and the traffic."""
 
     before: list[int]  # every row computed at home
     after: list[int]  # as planned
-    imbalance_before: float  # largest load over the mean; of several micro-batches, the largest of each added up
+    imbalance_before: float  # largest load over the mean; micro-batches add up their largest loads
     imbalance_after: float
     bytes: int  # moved between ranks, forward and backward
     plan_ms: float  # planning the step on one rank
-    larger_half: float | None = None  # with ping-pong, the part of the load that the larger halves have
+    larger_half: float | None = None  # with ping-pong, the share of the load that the larger halves have
 
     @staticmethod
     def of(micro_batches: Sequence[Sequence[Plans]], windows: Sequence[int | None]) -> AttentionLoads:
-        """`micro_batches`: the plans of each, or of its halves with ping-pong; `windows`: of each layer."""
+        """Adds up the plans of a step.
+
+        `micro_batches` are the plans of each micro-batch; with ping-pong those of its two halves. `windows` has the
+        window of each layer.
+        """
         stats = [[plans.for_window(window).stats for plans in parts for window in windows] for parts in micro_batches]
         before = [_added([layer.load_before for layer in layers]) for layers in stats]
         after = [_added([layer.load for layer in layers]) for layers in stats]
@@ -49,7 +53,7 @@ class AttentionLoads:
 
 @dataclass(frozen=True)
 class Unbalanced:
-    """The same step with every row computed at home, beside the balanced one."""
+    """A step with every row computed at home, compared with the balanced step."""
 
     seconds: float
     loss_difference: float  # relative
@@ -64,7 +68,7 @@ class StepResult:
     interrupted: bool  # whether any rank was asked to stop
     seconds: float  # on this rank, since the end of the step before
     unbalanced: Unbalanced | None = None
-    grad_norm: float | None = None  # of all gradients together before clipping, where the run clips
+    grad_norm: float | None = None  # of all gradients before clipping, if the run clips
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,10 @@ class StepMetrics:
     imbalance_after: float  # the same, as planned
     bytes: int  # moved between ranks, forward and backward, all layers
     plan_ms: float  # planning one step on one rank
-    unbalanced: Unbalanced | None = None  # where the run compares
-    larger_half: float | None = None  # with ping-pong, the part of the attention that its larger half has
-    grad_norm: float | None = None  # of all gradients together before clipping, where the run clips
-    eval_loss: float | None = None  # after this step, on documents that are not trained on, where it was evaluated
+    unbalanced: Unbalanced | None = None  # if the run compares
+    larger_half: float | None = None  # with ping-pong, the share of the attention that its larger half has
+    grad_norm: float | None = None  # of all gradients before clipping, if the run clips
+    eval_loss: float | None = None  # after this step, on documents held out, if it was evaluated
 
     @staticmethod
     def of(step: int, result: StepResult, layouts: Sequence[Layout], loads: AttentionLoads) -> StepMetrics:
@@ -102,7 +106,7 @@ class StepMetrics:
 
     @staticmethod
     def from_json(line: str) -> StepMetrics:
-        """Raises ValueError, TypeError for what `to_json` does not write."""
+        """The inverse of `to_json`. Raises ValueError or TypeError for what `to_json` does not write."""
         values = json.loads(line)
         if not isinstance(values, dict):
             raise TypeError("no object")
@@ -118,7 +122,7 @@ class StepMetrics:
         return json.dumps({name: value for name, value in asdict(self).items() if value is not None})
 
     def scalars(self) -> dict[str, float]:
-        """For TensorBoard."""
+        """Figures by name, for TensorBoard."""
         scalars = {
             "loss": self.loss,
             "tokens per second": self.tokens / self.seconds,
@@ -138,12 +142,12 @@ class StepMetrics:
 
 
 def summarise(steps: list[StepMetrics]) -> dict[str, Any]:
-    """Means over all steps of the run, those before a resume included.
+    """The summary of a run: means over all its steps, those before a resume included.
 
-    The loss at the start and the end is the mean of up to five steps there.
+    The loss at the start and at the end is the mean of up to five steps there.
     """
     num_steps = len(steps)
-    # The first step carries one-time costs; where there are others, the rate is theirs.
+    # The first step has one-time costs. If there are other steps, the rate is theirs.
     timed = steps[1:] or steps
     loss_first = sum(step.loss for step in steps[:_ENDS]) / len(steps[:_ENDS])
     loss_last = sum(step.loss for step in steps[-_ENDS:]) / len(steps[-_ENDS:])
@@ -179,24 +183,30 @@ def summarise(steps: list[StepMetrics]) -> dict[str, Any]:
 
 
 def _added(loads: Sequence[Sequence[int]]) -> list[int]:
-    """Of each rank."""
+    """Loads of each rank, added up."""
     return [sum(of_rank) for of_rank in zip(*loads, strict=True)]
 
 
 def _imbalance(loads: Sequence[Sequence[int]]) -> float:
-    """Of the loads of ranks in micro-batches, which run one after the other."""
+    """Largest load over the mean, of the loads of ranks in micro-batches that run one after the other."""
     total = sum(map(sum, loads))
     return sum(map(max, loads)) * len(loads[0]) / total if total else 1.0
 
 
+_WHY_SKIPPED = {
+    "files": "files skipped as they are not UTF-8 text",
+    "lines": "lines skipped as they are no JSON objects with a text",
+    "rows": "rows skipped as they have no text and no tokens",
+}
+
+
 def _skipped(summary: dict[str, Any]) -> str:
-    if "lines_skipped" in summary:
-        return f"lines skipped as they are no JSON objects with a text: {summary['lines_skipped']}"
-    return f"files skipped as they are not UTF-8 text: {summary['files_skipped']}"
+    unit = next(unit for unit in _WHY_SKIPPED if f"{unit}_skipped" in summary)
+    return f"{_WHY_SKIPPED[unit]}: {summary[f'{unit}_skipped']}"
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """The summary for people."""
+    """The summary as text."""
     how = "stopped" if summary["interrupted"] else "finished"
     rate = f"{summary['tokens_per_second']:,.0f} tokens/s"
     before, after = summary["imbalance_before"], summary["imbalance_after"]

@@ -1,7 +1,7 @@
-"""Micro-batches: what forward and backward run on, each with its plan, made while the one before is computed.
+"""Micro-batches: the batches of forward and backward with their plans, made while the one before is computed.
 
-An optimizer step has `--accumulate` of them. The loss of a step is the mean over all targets of all its micro-batches
-and ranks, so each micro-batch knows that number before the others have been planned.
+An optimizer step has `--accumulate` micro-batches. The loss of a step is the mean over all targets of all its
+micro-batches and ranks. Therefore each micro-batch knows the number of targets before the others are planned.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class MicroBatch:
     """One micro-batch of a step on this rank.
 
     Attributes:
-        parts: the batch with its plans; with ping-pong its two halves, each with its own.
-        num_targets: of the whole step, all micro-batches and ranks together.
-        last: whether it is the step's last one, after whose backward the ranks add up their gradients.
+        parts: the batch with its plans; with ping-pong its two halves, each with its own plans.
+        num_targets: targets of the whole step, of all micro-batches and ranks.
+        last: whether it is the step's last micro-batch. After its backward the ranks add up their gradients.
     """
 
     parts: Sequence[tuple[Batch, Plan | Plans]]
@@ -34,7 +34,7 @@ class MicroBatch:
 
     @property
     def plans(self) -> list[Plans]:
-        """Of each part."""
+        """The plans of each part."""
         return [plans for _, plans in self.parts if isinstance(plans, Plans)]
 
 
@@ -72,7 +72,7 @@ class _Part:
 
 
 def _in_steps(batches: Iterable[Batch], size: int) -> Iterator[tuple[Batch, int, bool]]:
-    """Each batch with the targets of its step, of which it may be the last."""
+    """Each batch with the number of targets of its step, and whether it is the step's last one."""
     rest = iter(batches)
     while step := list(itertools.islice(rest, size)):
         num_targets = sum(batch.num_targets for batch in step)
@@ -81,7 +81,7 @@ def _in_steps(batches: Iterable[Batch], size: int) -> Iterator[tuple[Batch, int,
 
 
 def _joined(ahead: Iterable[tuple[_Part | None, Plans]], num_parts: int) -> Iterator[MicroBatch]:
-    # Every rank has the same number of batches, so there is always one.
+    # Every rank has the same number of batches; therefore `part` is never None.
     found = ((part, plans) for part, plans in ahead if part is not None)
     while parts := list(itertools.islice(found, num_parts)):
         first, _ = parts[0]

@@ -1,4 +1,4 @@
-"""The model: made, its attention layers understood, wrapped for data-parallel training."""
+"""The model of a run: it is made, its shape is checked, and it is wrapped for data-parallel training."""
 
 from __future__ import annotations
 
@@ -45,10 +45,17 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
-    """The model, the same on every rank, whose attention layers take a plan. `vocabulary`: number of tokens.
+    """Makes the model, the same on every rank. Its attention layers take a plan.
 
-    Weights are random unless `--model` names a checkpoint. With `--fsdp` rank 0 alone has them: the tensors of other
+    Weights are random unless `--model` names a checkpoint. With `--fsdp` only rank 0 has them; the tensors of other
     ranks are on the meta device until `wrap`.
+
+    Args:
+        config: the options of the run.
+        vocabulary: number of tokens that the model must know.
+
+    Raises:
+        ConfigError: transformers cannot make the model, or a plan cannot express it.
     """
     if dist.get_rank() != 0 or not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
@@ -67,7 +74,7 @@ def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
         raise ConfigError(f"--model is {config.model}: {error}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model is {config.model}, no language model of transformers: {error}") from error
-    for parameter in model.parameters():  # not buffers: rotary frequencies would lose long documents' positions
+    for parameter in model.parameters():  # not buffers: rotary frequencies would lose the positions of long documents
         parameter.data = parameter.data.to(config.weights_dtype)
     model.train()
     hf.check_model(model, dist.get_world_size())
@@ -75,12 +82,12 @@ def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
 
 
 def _takes_weights(config: TrainConfig) -> bool:
-    """Whether this rank has its part of the weights from rank 0."""
+    """Whether this rank gets its part of the weights from rank 0."""
     return config.fsdp and dist.get_rank() != 0
 
 
 def model_config(config: TrainConfig, vocabulary: int) -> tuple[PreTrainedConfig, Path | None]:
-    """The model's configuration, and the folder of its weights if there are any."""
+    """The model's configuration, and the folder of its weights or None."""
     checkpoint = None
     if config.model is None:
         shape: PreTrainedConfig = _tiny_llama(config, vocabulary)
@@ -100,7 +107,7 @@ def model_config(config: TrainConfig, vocabulary: int) -> tuple[PreTrainedConfig
 
 
 def check_positions(shape: PreTrainedConfig, config: TrainConfig, longest_document: int) -> None:
-    """Raises ConfigError where a document may be longer than the positions that the model was made for."""
+    """Raises ConfigError if a document may be longer than the positions that the model was made for."""
     positions = getattr(shape, "max_position_embeddings", None)
     longest = min(longest_document, config.tokens_per_batch)
     if positions is not None and longest > positions:
@@ -151,10 +158,10 @@ def _keep_layers(shape: PreTrainedConfig, layers: int) -> None:
 
 
 def wrap(model: PreTrainedModel, config: TrainConfig) -> torch.nn.Module:
-    """The model as the trainer calls it: layers compiled where asked for, gradients averaged over the ranks.
+    """The model as the trainer calls it: layers compiled if asked for, gradients averaged over the ranks.
 
-    Layers are compiled one by one, which share their code and so their graph: a layer of Llama is one graph, attention
-    included. Around them transformers prepares masks in Python, where a compiler has nothing to gain.
+    Layers are compiled one by one. They share their code and therefore their graph: a layer of Llama is one graph,
+    attention included. Around the layers transformers prepares masks in Python, where a compiler gains nothing.
     """
     if config.checkpoint_activations:
         _checkpoint_activations(model)
@@ -172,8 +179,8 @@ def wrap(model: PreTrainedModel, config: TrainConfig) -> torch.nn.Module:
 
 
 def _checkpoint_activations(model: PreTrainedModel) -> None:
-    """Attention, whose steps are those of all ranks, is not run again."""
-    # The older name is deprecated in versions of transformers that have the newer one.
+    """Turns activation checkpointing on. It does not run attention again, whose steps are those of all ranks."""
+    # Versions of transformers that have the newer name deprecate the older one.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False, "context_fn": save_core_attention})
@@ -204,7 +211,7 @@ _Beside = dict[tuple[str, str], torch.Tensor]
 
 
 def _beside_weights(model: PreTrainedModel) -> _Beside:
-    """What no state dict has, by module and name: rotary frequencies and the like."""
+    """Tensors that no state dict has, such as rotary frequencies, by module and name."""
     found: _Beside = {}
     for name, module in model.named_modules():
         buffers = {key: module._buffers[key] for key in module._non_persistent_buffers_set}
@@ -215,7 +222,7 @@ def _beside_weights(model: PreTrainedModel) -> _Beside:
 
 
 def _take_beside_weights(model: PreTrainedModel, beside: _Beside) -> None:
-    """From rank 0, together with its random state, for making weights has drawn from it."""
+    """Takes these tensors from rank 0, and its random state, from which making the weights has drawn."""
     shared: list[Any] = [beside, torch.get_rng_state()]
     dist.broadcast_object_list(shared, src=0)
     for (module, name), value in shared[0].items():
@@ -224,10 +231,11 @@ def _take_beside_weights(model: PreTrainedModel, beside: _Beside) -> None:
 
 
 def _with_lasting_buckets(model: DistributedDataParallel) -> DistributedDataParallel:
-    """The model after a backward that leaves no gradients.
+    """Runs a backward that leaves no gradients, and returns the model.
 
-    DDP arranges gradients in other buckets after the first backward of a process, and the place of a gradient in its
-    bucket decides in which order three or more ranks add it. A resumed run would therefore differ in the last bits.
+    DDP arranges gradients in other buckets after the first backward of a process. The place of a gradient in its bucket
+    decides in which order three or more ranks add it. Without this backward a resumed run would therefore differ in the
+    last bits.
     """
     module = model.module
     module.forward = lambda: torch.stack([one.sum() for one in module.parameters() if one.requires_grad]).sum()
@@ -240,7 +248,7 @@ def _with_lasting_buckets(model: DistributedDataParallel) -> DistributedDataPara
 
 
 def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The decoder layers: the one list of modules that is as long as the configuration says."""
+    """The decoder layers: the only list of modules that is as long as the configuration says."""
     num_layers = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:

@@ -1,4 +1,4 @@
-"""What changes the weights: AdamW, and the learning rate of each step by a schedule of transformers."""
+"""The optimizer: AdamW, and the learning rate of each step by a schedule of transformers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _OPTIONS: dict[str, dict[str, float]] = {
     "cosine_with_min_lr": {"min_lr_rate": 0.1},
     "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
 }
-"""What transformers must be told of a schedule beside its steps."""
+"""What transformers must be told about a schedule besides its steps."""
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """The optimizer of a model that is wrapped, and its schedule at step 0. Norms and biases, vectors, do not decay."""
+    """The optimizer of a wrapped model, and its schedule at step 0. Vectors (norms and biases) do not decay."""
     groups: list[dict[str, Any]] = [{"params": list(model.parameters()), "weight_decay": 0.0}]
     if config.weight_decay > 0:
         vectors, others = ([one for one in model.parameters() if (one.dim() < 2) == few] for few in (True, False))
@@ -28,7 +28,7 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> tuple[torch.o
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRScheduler:
-    """The schedule by name. A run of fewer steps than those of the warm-up is all warm-up."""
+    """The schedule that `--schedule` names. If the run has fewer steps than the warm-up, all of it is warm-up."""
     try:
         return get_scheduler(
             config.schedule,

@@ -1,4 +1,4 @@
-"""What `distca train` shows while it runs: a bar on a terminal, elsewhere a line of log every few seconds."""
+"""What `distca train` shows while it runs: a bar on a terminal, otherwise a line of log every few seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tqdm import tqdm
 from distca.apps.train.metrics import StepMetrics
 
 LOG_SECONDS = 5.0
-"""At most so often is a line logged, but for the first and the last step."""
+"""The least time between two logged lines; the first and the last step are always logged."""
 
 WIDTH = 80
 _log = logging.getLogger("distca")
@@ -29,7 +29,7 @@ class _ToStderr(logging.Handler):
 
 
 def log_to_stderr(rank: int) -> None:
-    """Lines of the logger `distca` go to stderr: warnings, and from rank 0 all of them where no bar is shown."""
+    """Sends lines of the logger `distca` to stderr: every rank's warnings, and all lines of rank 0 without a bar."""
     handler = next((handler for handler in _log.handlers if isinstance(handler, _ToStderr)), None)
     _lock_in_process()
     if handler is None:
@@ -40,18 +40,18 @@ def log_to_stderr(rank: int) -> None:
 
 
 def _lock_in_process() -> None:
-    """The lock of tqdm is otherwise shared between processes, which nothing here needs, and a killed one leaves it."""
+    """Gives tqdm a lock of this process. Its own is shared between processes: a killed one would leave it locked."""
     tqdm.set_lock(threading.RLock())
 
 
 class Progress:
-    """Shows each step of a run on the rank that `shows` it; a context manager.
+    """Shows each step of a run, if this rank `shows` it. Use it as a context manager.
 
     Args:
-        steps: of the whole run.
+        steps: steps of the whole run.
         start: the first step that this process takes.
-        shows: whether this rank does.
-        clock: seconds.
+        shows: whether this rank shows anything.
+        clock: returns seconds.
     """
 
     def __init__(self, steps: int, start: int, shows: bool, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,7 +63,7 @@ class Progress:
     def __enter__(self) -> Progress:
         if self._shows and sys.stderr.isatty():
             _lock_in_process()
-            size = shutil.get_terminal_size()  # also where the terminal does not know its own
+            size = shutil.get_terminal_size()  # works even if the terminal does not know its size
             self._bar = tqdm(
                 total=self._steps,
                 initial=self._start,
@@ -80,7 +80,7 @@ class Progress:
             self._bar.close()
 
     def step(self, metrics: StepMetrics, *, interrupted: bool = False) -> None:
-        """A step has been taken."""
+        """Shows a step that was taken."""
         if self._bar is not None:
             rate = tqdm.format_sizeof(metrics.tokens / metrics.seconds)
             loads = f"{metrics.imbalance_before:.2f} -> {metrics.imbalance_after:.2f}"
@@ -111,7 +111,7 @@ class Progress:
         self._last_line, self._tokens, self._seconds = now, 0, 0.0
 
     def _left(self, metrics: StepMetrics, now: float) -> float:
-        """Seconds for the other steps, if they take as long as those after the first, which has one-time costs."""
+        """Seconds for the remaining steps, at the pace of the steps after the first, which has one-time costs."""
         after_first = metrics.step - self._start
         seconds = (now - self._first_over) / after_first if after_first else metrics.seconds
         return seconds * (self._steps - metrics.step - 1)

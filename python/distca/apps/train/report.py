@@ -1,4 +1,4 @@
-"""What a run leaves for people: `report.md`, `loss.png`, and `plan.png` with the attention load of each rank."""
+"""The report of a run for people: `report.md`, `loss.png`, and `plan.png` with the attention load of each rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PICTURE, LOSS = "plan.png", "loss.png"
 
 
 def missing_packages() -> list[str]:
-    """What cannot be written for want of a package, in words."""
+    """What cannot be written because a package is missing, in words."""
     wanted = {"matplotlib": f"no {PICTURE} and no {LOSS}", "tensorboard": "no TensorBoard events"}
     return [
         f"{what}: the package {package} is not installed: pip install {package}"
@@ -42,7 +42,7 @@ def missing_packages() -> list[str]:
 def write_report(
     run_dir: Path, config: TrainConfig, summary: dict[str, Any], steps: list[StepMetrics], loads: AttentionLoads
 ) -> None:
-    """Writes `report.md` and, where matplotlib is installed, its pictures; `loads` are those of the last step."""
+    """Writes `report.md` and, if matplotlib is installed, its pictures. `loads` are those of the last step."""
     picture = importlib.util.find_spec("matplotlib") is not None
     if picture:
         draw_plan(run_dir / PICTURE, steps, loads)
@@ -78,7 +78,7 @@ def write_report(
 
 
 def add_timeline(run_dir: Path, traces: Sequence[Trace], found: Figures) -> None:
-    """Adds to `report.md` what ranks did in the traced steps, and draws the last of them where matplotlib is there."""
+    """Adds what ranks did in the traced steps to `report.md`, and draws the last one if matplotlib is installed."""
     head, *rows = rows_of_table(found)
     parts = [
         "## Timeline",
@@ -97,7 +97,7 @@ def add_timeline(run_dir: Path, traces: Sequence[Trace], found: Figures) -> None
 
 
 def command(config: TrainConfig) -> str:
-    """What starts such a run, whoever has started this one: the options that are not the defaults."""
+    """The command that starts such a run, with the options that are not the defaults."""
     words = ["distca", "train"]
     for option in fields(config):
         value, name = getattr(config, option.name), option_name(option.name)
@@ -111,7 +111,7 @@ def command(config: TrainConfig) -> str:
 
 
 def options_in_full(config: TrainConfig) -> dict[str, str]:
-    """Every option of the command line with the value that the run had, defaults too."""
+    """Every option of the command line with the value that the run had, defaults included."""
     unset: dict[str, Any] = {
         "data": f"{sysconfig.get_path('stdlib')} (the Python standard library)",
         "doc_scale": config.kept_fraction,
@@ -132,7 +132,7 @@ def options_in_full(config: TrainConfig) -> dict[str, str]:
 
 
 def machine() -> list[tuple[str, str]]:
-    """Hardware and versions that this process runs on."""
+    """Hardware and versions of this process."""
     facts = setting()
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     gibibytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -150,7 +150,7 @@ def machine() -> list[tuple[str, str]]:
 
 
 def _draw_of_steps(axes: Axes, numbers: Sequence[int], values: Sequence[float], color: str) -> None:
-    """A line over the steps; a point where there is only one."""
+    """Draws a line over the steps; a point if there is only one step."""
     from matplotlib.ticker import MaxNLocator
 
     axes.plot(numbers, values, color=color, linewidth=1.6, marker="o" if len(numbers) == 1 else None)
@@ -195,7 +195,7 @@ def _relative(loads: AttentionLoads) -> tuple[list[str], list[str]]:
 
 
 def draw_plan(path: Path, steps: Sequence[StepMetrics], loads: AttentionLoads) -> None:
-    """Left the load of each rank in the last step before and after balancing, right the imbalance of every step."""
+    """Draws, left, each rank's load in the last step before and after balancing; right, the imbalance of every step."""
     figure = pictures.new_figure(10, 4.2)
     ranks, over_time = figure.subplots(1, 2, width_ratios=(1, 1.25))
     pictures.draw_loads(ranks, loads.before, loads.after, f"Attention load of each rank, step {steps[-1].step}")
@@ -213,7 +213,7 @@ def draw_plan(path: Path, steps: Sequence[StepMetrics], loads: AttentionLoads) -
 
 
 def draw_loss(path: Path, steps: Sequence[StepMetrics]) -> None:
-    """The loss of every step and, where the metrics have one, the loss of evaluation."""
+    """Draws the loss of every step and, if the metrics have one, the loss of evaluation."""
     from matplotlib.lines import Line2D
 
     figure = pictures.new_figure(8, 3.6)

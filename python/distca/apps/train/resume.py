@@ -1,4 +1,4 @@
-"""`distca train --resume`: which run goes on, and with which configuration."""
+"""`distca train --resume`: finds the run that goes on, and its configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LATEST = "latest"
 
 
 def find_run(resume: str, runs_dir: Path) -> Path:
-    """The folder that `--resume` names: a path, or `latest` for the run in `runs_dir` with the newest checkpoint."""
+    """The folder that `--resume` names: a path, or for `latest` the run in `runs_dir` with the newest checkpoint."""
     if resume == LATEST:
         runs = [
             (max(path.stat().st_mtime for path in found.values()), run_dir)
@@ -35,7 +35,7 @@ def find_run(resume: str, runs_dir: Path) -> Path:
 
 
 def saved_config(run_dir: Path) -> TrainConfig:
-    """The configuration that a run has left. Raises ConfigError."""
+    """The configuration that a run has left. Raises ConfigError if there is none, or another thing."""
     path = run_dir / CONFIG
     what_to_do = "restore the file, or start a new run"
     values = read_object(path, what_to_do)
@@ -46,14 +46,17 @@ def saved_config(run_dir: Path) -> TrainConfig:
 
 
 def resumed_config(run_dir: Path, given: dict[str, Any]) -> TrainConfig:
-    """The run's configuration, with the `given` options changed that may change.
+    """The run's configuration, with the `given` options changed.
 
-    What decides the weights and batches must stay; ranks may change if a step keeps its tokens. More steps than the
-    run was started with stretch its learning rates.
+    Options that decide weights and batches may not change. The number of ranks may change if a step keeps its tokens.
+    With more steps than the run was started with, its learning rates are stretched over them.
+
+    Raises:
+        ConfigError: an option may not change, or the run cannot go on from its last checkpoint.
     """
     _check_no_links(run_dir)
     saved = replace(saved_config(run_dir), export=None)  # a folder that may be anywhere
-    if saved.trace:  # that file has the first steps of the run, and is anywhere
+    if saved.trace:  # that file has the run's first steps, and may be anywhere
         saved = replace(saved, trace="")
     if "name" in given:
         raise ConfigError(f"--name is {given['name']}, but a resumed run goes on in its folder: leave it out")
@@ -85,7 +88,7 @@ def check_steps_left(config: TrainConfig, taken: int, run_dir: Path) -> None:
 
 
 def _check_no_links(run_dir: Path) -> None:
-    """A run that goes on writes and removes files in its folder; by a link they would be others'."""
+    """Refuses links. A run that goes on writes and removes files in its folder; by a link they would be others'."""
     for folder, folders, files in os.walk(run_dir):
         for path in (Path(folder, name) for name in (*folders, *files)):
             if path.is_symlink():

@@ -1,4 +1,4 @@
-"""Where documents come from: folders of text, JSON lines, and what the package datasets reads, tokens among it."""
+"""Sources of documents: folders of text, JSON lines, and tables that the package datasets reads, of text or tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distca.errors import InvalidArgumentError
 _EXCLUDED = frozenset({"test", "idlelib", "site-packages", "dist-packages", "__pycache__"})
 _READ_AT_ONCE = 256  # rows of a dataset
 TEXT, TOKENS = "text", "input_ids"
-"""The columns of a dataset that are looked for, in this order of need: documents as text, or as tokens already."""
+"""The columns of a dataset that are used: documents as text, or as tokens, which come first if both are there."""
 
 
 class DataError(InvalidArgumentError):
@@ -24,12 +24,12 @@ class DataError(InvalidArgumentError):
 
 
 class Source(ABC):
-    """Documents in a fixed order.
+    """A source of documents in a fixed order.
 
     Attributes:
         root: the folder or file that was asked for.
-        files: the files that all documents come from; whoever knows their contents knows the documents.
-        unit: what a document is there: files, lines or rows.
+        files: the files that all documents come from. Their contents determine the documents.
+        unit: what a document is in it: files, lines or rows.
         what: the source in words.
     """
 
@@ -39,7 +39,7 @@ class Source(ABC):
 
     @abstractmethod
     def documents(self) -> Iterator[bytes | Sequence[int] | None]:
-        """Text in UTF-8, or tokens; None for what is neither, such as a picture."""
+        """Yields text in UTF-8, or tokens; None for what is neither, such as a picture."""
 
     @abstractmethod
     def none_found(self, found: int, skipped: int) -> str:
@@ -47,10 +47,13 @@ class Source(ABC):
 
 
 def find_source(path: Path | None) -> Source:
-    """The documents of a path; without one they are the Python standard library's sources.
+    """The documents of a path; without a path the Python standard library's sources.
 
-    A path is a folder of UTF-8 files, a `.jsonl` file of objects with a text, a `.parquet` file or a folder of such,
-    or a folder that `datasets.Dataset.save_to_disk` has written. Raises DataError.
+    A path is a folder of UTF-8 files, a `.jsonl` file of objects with a text, a `.parquet` file or a folder of such
+    files, or a folder that `datasets.Dataset.save_to_disk` has written.
+
+    Raises:
+        DataError: the path is none of these.
     """
     root = path if path is not None else Path(sysconfig.get_path("stdlib"))
     if not root.exists():
@@ -71,7 +74,7 @@ def find_source(path: Path | None) -> Source:
 
 
 class TextFiles(Source):
-    """Each file is a document."""
+    """Files, each of which is a document."""
 
     def __init__(self, root: Path, files: Sequence[Path]) -> None:
         super().__init__(root, files, "files")
@@ -91,7 +94,7 @@ class TextFiles(Source):
 
 
 class JsonLines(Source):
-    """Each line is an object with a text."""
+    """A file whose lines are JSON objects with a text."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(file, [file], "lines")
@@ -109,7 +112,7 @@ class JsonLines(Source):
 
 
 class Rows(Source):
-    """Each row of a table has a text, or tokens."""
+    """Tables whose rows have a text, or tokens."""
 
     def __init__(self, root: Path, files: Sequence[Path]) -> None:
         super().__init__(root, files, "rows")
@@ -145,7 +148,7 @@ class Rows(Source):
 
 
 def _text_of(line: bytes) -> bytes | None:
-    """The text of a line of JSON lines; None for a line without."""
+    """The text of a line of JSON lines; None for a line without a text."""
     try:
         value = json.loads(line)
         return value["text"].encode() if isinstance(value, dict) and isinstance(value.get("text"), str) else None

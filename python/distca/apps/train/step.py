@@ -1,4 +1,4 @@
-"""A training step, alone or with and without balance side by side."""
+"""A step of training, with one plan, or with and without balance side by side."""
 
 from __future__ import annotations
 
@@ -21,14 +21,20 @@ from distca.apps.train.micro_batches import MicroBatch
 from distca.errors import DistcaError
 
 SAME = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""How far losses and gradient norms with and without balance may differ, relative: far above rounding, far below any
-mistake. The rows of attention's output are the same to the bit; gradients of keys are added in another order."""
+"""How far losses and gradient norms with and without balance may differ, relatively.
+
+The bounds are far above rounding and far below any mistake. The rows of attention's output are the same to the bit.
+Gradients of keys are added in another order.
+"""
 
 
 def train_step(
     trained: Trained, work: Iterable[MicroBatch], stop: bool, since: float, watch: Watch = UNWATCHED
 ) -> StepResult:
-    """One optimizer step. `stop`: whether this rank was asked to; `since`: when the step before was over."""
+    """Takes one optimizer step.
+
+    `stop` says whether this rank was asked to stop. `since` says when the step before was over, by `time.perf_counter`.
+    """
     loss_sum, num_targets = forward_backward(trained, work, watch)
     norm = update(trained, watch)
     loss, interrupted = _share(loss_sum, num_targets, stop)
@@ -44,9 +50,10 @@ def compared_step(
     balanced_first: bool,
     watch: Watch = UNWATCHED,
 ) -> StepResult:
-    """One optimizer step whose forward and backward run with both plans. What surrounds them counts for both.
+    """Takes one optimizer step whose forward and backward run with both plans. What surrounds them counts for both.
 
-    Raises DistcaError where the two differ by more than rounding.
+    Raises:
+        DistcaError: the two differ by more than rounding.
     """
     seconds, losses, norms = {}, {}, {}
     interrupted = False
@@ -80,7 +87,8 @@ def forward_backward(
 ) -> tuple[torch.Tensor, int]:
     """Leaves the gradients of the step's mean loss in the model.
 
-    Returns the sum of this rank's losses and the number of targets of all ranks.
+    Returns:
+        The sum of this rank's losses, and the number of targets of all ranks.
     """
     trained.optimizer.zero_grad()
     sums, num_targets = [], 0
@@ -90,8 +98,8 @@ def forward_backward(
             loss_sum = sum_of_losses(trained.model, micro_batch)
             watch.note("forward")
             num_targets = micro_batch.num_targets
-            # Gradients are averaged over ranks; the loss is the mean over targets, of which ranks hold different
-            # numbers.
+            # The ranks' gradients are averaged, but the loss is the mean over targets, and ranks have different numbers
+            # of targets.
             (loss_sum * (dist.get_world_size() / max(num_targets, 1))).backward()
         watch.note("backward")
         sums.append(loss_sum.detach())
@@ -100,7 +108,7 @@ def forward_backward(
 
 @contextmanager
 def _gradients_added_up(trained: Trained, *, over_ranks: bool) -> Iterator[None]:
-    """Backward adds gradients to those of the micro-batches before; after the last one the ranks share the sum."""
+    """Makes backward add gradients to those of the micro-batches before. After the last one the ranks add up theirs."""
     model = trained.model
     if isinstance(model, DistributedDataParallel):
         with nullcontext() if over_ranks else model.no_sync():
@@ -113,7 +121,7 @@ def _gradients_added_up(trained: Trained, *, over_ranks: bool) -> Iterator[None]
 
 
 def sum_of_losses(model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
-    """Cross entropy summed over the targets of this rank, fp32; zero (with gradients of zero) where it has none."""
+    """Cross entropy summed over this rank's targets, fp32. Without targets it is zero, with gradients of zero."""
     inputs = [
         {
             "input_ids": batch.input_ids,
@@ -132,7 +140,7 @@ def sum_of_losses(model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tens
 
 
 def update(trained: Trained, watch: Watch = UNWATCHED) -> float | None:
-    """Applies the gradients. Returns their norm before it is clipped, where it is."""
+    """Applies the gradients. Returns their norm before clipping; None if the run does not clip."""
     norm = None
     if trained.clip_norm is not None:
         norm = _number(clip_grad_norm_(trained.model.parameters(), trained.clip_norm))
@@ -143,7 +151,7 @@ def update(trained: Trained, watch: Watch = UNWATCHED) -> float | None:
 
 
 def gradient_norm(model: torch.nn.Module) -> float:
-    """Of all gradients together, the same on every rank."""
+    """The norm of all gradients together, the same on every rank."""
     return _number(get_total_norm([one.grad for one in model.parameters() if one.grad is not None]))
 
 
@@ -152,12 +160,12 @@ def _number(norm: torch.Tensor) -> float:
 
 
 def mean_loss(loss_sum: torch.Tensor, num_targets: int) -> float:
-    """Over all ranks' targets, of which `num_targets` are all."""
+    """The mean loss over the targets of all ranks, which are `num_targets` together."""
     return _share(loss_sum, num_targets, False)[0]
 
 
 def _share(loss_sum: torch.Tensor, num_targets: int, stop: bool) -> tuple[float, bool]:
-    """The mean loss over all ranks' targets, and whether any rank was asked to stop."""
+    """The mean loss over the targets of all ranks, and whether any rank was asked to stop."""
     shared = torch.tensor([loss_sum.item(), float(stop)], dtype=torch.float64)
     dist.all_reduce(shared)
     return shared[0].item() / max(num_targets, 1), shared[1].item() > 0

@@ -1,4 +1,4 @@
-"""Tokenizers: those of transformers, from local files."""
+"""Tokenizers of transformers, from local files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Tokenizer:
                 self._tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
             else:
                 self._tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        except Exception as error:  # of many types, plain Exception among them
+        except Exception as error:  # it may be of many types, plain Exception among them
             raise ConfigError(f"--tokenizer is {path}, which transformers cannot read: {error}") from error
         self.digest = self._digest()
 
@@ -37,17 +37,17 @@ class Tokenizer:
         return len(self._tokenizer)
 
     def encode_all(self, texts: Sequence[str]) -> list[array[int]]:
-        """Tokens of each document, with the special tokens that the tokenizer adds by itself."""
+        """The tokens of each text, with the special tokens that the tokenizer adds by itself."""
         if not texts:
             return []
         return [array("i", tokens) for tokens in self._tokenizer(list(texts), verbose=False).input_ids]
 
     def save(self, folder: Path) -> None:
-        """Writes the files that transformers reads."""
+        """Writes the files of the tokenizer that transformers reads."""
         self._tokenizer.save_pretrained(str(folder))
 
     def _digest(self) -> str:
-        """The same for tokenizers that make the same tokens of every text."""
+        """A digest that is the same for tokenizers that make the same tokens of every text."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         content = backend.to_str() if backend is not None else json.dumps(sorted(self._tokenizer.get_vocab().items()))
         options = {name: str(value) for name, value in self._tokenizer.init_kwargs.items() if "path" not in name}

@@ -1,4 +1,4 @@
-"""`distca train --trace`: what every rank did in the first steps of a run."""
+"""`distca train --trace`: records what every rank did in the first steps of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRACED_STEPS = 10
 
 
 def trace_files(run_dir: Path, option: str | None) -> list[Path]:
-    """Where a run's trace goes; nowhere without the option."""
+    """The files of a run's trace; none without the option."""
     return [] if option is None else [run_dir / TRACE, *([Path(option)] if option else [])]
 
 
@@ -40,7 +40,7 @@ class _Phases(Watch):
 
 
 class StepTraces:
-    """Records the steps of this rank until there are `TRACED_STEPS`; does nothing without files to write.
+    """Records the steps of this rank until there are `TRACED_STEPS`. It does nothing without files to write.
 
     Attributes:
         everyone: on rank 0 the traces of all ranks, once they are written.
@@ -56,13 +56,15 @@ class StepTraces:
             context.start_trace()
 
     def watch(self, other: Watch) -> Watch:
-        """What a step is to tell its points to, which hands them on. A phase ends where it is noted, and begins at the
-        point before; the first one where a micro-batch and its plans are there.
+        """The watch that a step must tell its points. It passes them on to `other`.
+
+        A phase ends at its point and begins at the point before. The first phase begins when a micro-batch and its
+        plans are there.
         """
         return _Phases(self._phases, other) if self._files else other
 
     def step(self, number: int, load: int) -> None:
-        """A step is over, in which the plans gave this rank `load`. After the last one rank 0 writes the files."""
+        """Records a step that is over. The plans gave this rank `load` in it. After the last one rank 0 writes them."""
         if not self._files:
             return
         end = time.monotonic()
@@ -73,13 +75,13 @@ class StepTraces:
             self.write()
 
     def skip(self) -> None:
-        """What came since the last step is of no step."""
+        """Drops what was recorded since the last step: it belongs to no step."""
         if self._files:
             self._context.take_trace()
             self._begin = time.monotonic()
 
     def write(self) -> None:
-        """Rank 0 writes what all ranks have recorded, unless it has. Collective."""
+        """Writes what all ranks have recorded, on rank 0, unless that was done. It is collective."""
         if not self._files:
             return
         self._context.stop_trace()

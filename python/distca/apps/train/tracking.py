@@ -1,4 +1,4 @@
-"""`distca train --track`: the figures of every step to a service for runs, besides the run's own folder."""
+"""`distca train --track`: sends the figures of every step to a service for runs, in addition to the run's folder."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _PROJECT, _ID = "distca", "wandb-id"
 
 
 class Tracker:
-    """A run of wandb: offline, or with another project, as its own environment says (WANDB_MODE, WANDB_PROJECT).
+    """A run of wandb. wandb's own environment may set another mode or project (WANDB_MODE, WANDB_PROJECT).
 
-    A run that is resumed goes on under the id that it had.
+    A resumed run goes on under the id that it had.
     """
 
     def __init__(self, config: TrainConfig, run_dir: Path) -> None:
@@ -31,7 +31,7 @@ class Tracker:
         path.write_text(self._run.id, encoding="utf-8")
 
     def step(self, number: int, scalars: dict[str, float]) -> None:
-        """Figures of a step by their names."""
+        """Sends the figures of a step, by their names."""
         self._run.log(scalars, step=number)
 
     def close(self, failed: bool) -> None:

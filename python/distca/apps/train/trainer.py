@@ -1,4 +1,4 @@
-"""The trainer: what one rank does, from reading the documents to the summary."""
+"""The trainer: all that one rank does, from reading the documents to the summary."""
 
 from __future__ import annotations
 
@@ -47,11 +47,20 @@ _SAME_SIGNAL_SECONDS = 0.5  # torchrun repeats the terminal's Ctrl-C
 
 
 def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
-    """Trains on this rank; `torch.distributed` is initialised. Returns the summary.
+    """Trains on this rank. `torch.distributed` must be initialised.
 
-    Metrics, summary and checkpoints go to `run_dir`, of which only rank 0 needs to know. Where it holds a checkpoint
-    the run goes on from the last one. It ends early, after a whole step, when any rank receives SIGINT or SIGTERM.
-    Raises ConfigError where the run has no step left.
+    A run whose folder holds a checkpoint goes on from the last one. The run ends early, after a whole step, when any
+    rank receives SIGINT or SIGTERM.
+
+    Args:
+        config: the options of the run.
+        run_dir: the folder for metrics, summary and checkpoints. Only rank 0 needs to know it.
+
+    Returns:
+        The summary.
+
+    Raises:
+        ConfigError: the run has no step left, or an option does not fit the others.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tokenizer = Tokenizer(config.tokenizer) if config.tokenizer is not None else None
@@ -90,7 +99,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
                 result = train_step(trained, work, stop.requested, since, watch)
             else:
                 unbalanced = list(itertools.islice(others, config.accumulate))
-                first = step % 2 == 0  # who goes first alternates, so that neither gains by it
+                first = step % 2 == 0  # plans take turns at going first, so that neither gains by it
                 result = compared_step(trained, list(work), unbalanced, stop.requested, since, first, watch)
             loads = AttentionLoads.of([micro_batch.plans for micro_batch in work.kept], windows)
             traces.step(step, loads.after[rank] + (loads.before[rank] if others is not None else 0))
@@ -144,7 +153,7 @@ def _start_of_training(model: torch.nn.Module, saved: torch.nn.Module, config: T
 
 
 class Kept:
-    """Hands micro-batches on as they come, and keeps them."""
+    """Passes micro-batches on as they come, and keeps them."""
 
     def __init__(self, micro_batches: Iterable[MicroBatch]) -> None:
         self._rest = micro_batches
@@ -157,7 +166,7 @@ class Kept:
 
 
 def _agree_on_run(run_dir: Path | None) -> tuple[Path, Path | None]:
-    """Rank 0's folder of the run and its last checkpoint, of which it removes what an earlier kill has left half."""
+    """Rank 0's folder of the run, and its last checkpoint or None. What a kill left half written is removed."""
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:
         assert run_dir is not None
@@ -191,7 +200,7 @@ def _check_same_corpus(corpus: Corpus) -> None:
 
 @dataclass
 class StopRequest:
-    """Set once this rank was asked to stop after the current step."""
+    """Whether this rank was asked to stop after the current step, and when."""
 
     requested: bool = False
     at: float = 0.0
@@ -199,7 +208,7 @@ class StopRequest:
 
 @contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Turns the first SIGINT or SIGTERM into a request; a later one ends the process at once."""
+    """Turns the first SIGINT or SIGTERM into a request. A later one ends the process at once."""
     request = StopRequest()
 
     def on_signal(number: int, frame: FrameType | None) -> None:

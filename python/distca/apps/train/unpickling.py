@@ -1,6 +1,6 @@
 """Reads what `torch.distributed.checkpoint` has pickled into a checkpoint, and runs nothing that is named in it.
 
-Two kinds of pickles are in it: the index (`.metadata`), and in the `.distcp` files the values that are no tensors.
+A checkpoint has two kinds of pickles: the index (`.metadata`), and the values in `.distcp` files that are no tensors.
 PyTorch would unpickle both without restrictions.
 """
 
@@ -39,9 +39,9 @@ Value = TypeVar("Value")
 
 
 class _Record:
-    """Stands for an instance of one of the classes below while the index is read: what was pickled of it.
+    """A stand-in for an instance of one of DCP's classes while the index is read. It holds what was pickled.
 
-    `__setstate__` is also what a pickle finds when it tries to set an attribute of the class itself, which then fails.
+    A pickle that tries to set an attribute of the class itself finds `__setstate__`, and fails.
     """
 
     __slots__ = ("state",)
@@ -72,7 +72,7 @@ class _StorageInfo(_Record): ...
 
 
 class _Ignored(_Record):
-    """Says where the checkpoint was written, which nothing needs."""
+    """A stand-in for objects that nothing needs: they say where the checkpoint was written."""
 
     def __new__(cls, *parts: object) -> _Ignored:
         return super().__new__(cls)
@@ -115,11 +115,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_index(checkpoint: Path, sizes: Mapping[str, int]) -> Metadata:
-    """The index of a checkpoint whose files have those sizes, in bytes by name. Raises CheckpointError."""
+    """The index of a checkpoint. `sizes` are the bytes of its files by name. Raises CheckpointError."""
     path = checkpoint / INDEX
-    copyreg.clear_extension_cache()  # what another unpickler has put there would be taken without find_class
+    copyreg.clear_extension_cache()  # entries of other unpicklers would be taken without find_class
     try:
-        # From memory: a string of a wrong length is then not made room for.
+        # It is read from memory: then no room is made for a string of a wrong length.
         return _index(_Unpickler(io.BytesIO(path.read_bytes()), path).load(), sizes)
     except (CheckpointError, OSError):
         raise
@@ -174,7 +174,7 @@ def _position(record: object) -> MetadataIndex:
 
 
 def _storage(record: object, sizes: Mapping[str, int]) -> Any:
-    """Where in which file of the checkpoint a value is. The class has no public name."""
+    """The file of the checkpoint, and the place in it, where a value is. The class has no public name."""
     fields = _fields(record, _StorageInfo)
     name, offset, length = _typed(fields["relative_path"], str), fields["offset"], fields["length"]
     if name not in sizes:
@@ -233,7 +233,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """Loads values that are no tensors with `weights_only`, too: numbers, strings and containers of them."""
+    """Loads values that are no tensors with `weights_only` too: numbers, strings and containers of them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         *path, last = self.mappings[read_item.dest_index.fqn]
@@ -242,7 +242,7 @@ class Planner(dcp.DefaultLoadPlanner):
 
 
 def _reason(error: Exception) -> str:
-    """In one line, without torch's advice to switch its check off."""
+    """The error in one line, without torch's advice to switch its check off."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     by_torch = [line for line in lines if "WeightsUnpickler error: " in line]
     kept = by_torch or [line for line in lines if "weights_only" not in line]

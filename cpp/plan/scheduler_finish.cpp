@@ -1,8 +1,8 @@
-// The last steps of the balancer: what found no room, single rows, and what moves really change.
+// The last steps of the scheduler: rows that found no room, single rows, and by how much a move really changes loads.
 #include <algorithm>
 
-#include "plan/balancer.h"
 #include "plan/limits.h"
+#include "plan/scheduler.h"
 
 namespace distca::plan {
 namespace {
@@ -11,8 +11,8 @@ using Wide = __int128;
 
 }  // namespace
 
-/// Ranks that do not serve give what found no room to whoever has least.
-void Balancer::place_remains() {
+/// Moves what found no room from ranks that do not serve to whichever server has the smallest load.
+void Scheduler::place_remains() {
   for (int32_t r = 0; r < static_cast<int32_t>(load_.size()); ++r) {
     if (speed_[static_cast<size_t>(r)] > 0 || load_[static_cast<size_t>(r)] == 0) continue;
     materialise(r);
@@ -24,27 +24,28 @@ void Balancer::place_remains() {
       }
       const int32_t to = lightest();
       const int64_t length = length_of(p);
-      if (left_.in[static_cast<size_t>(to)] <= 0) {  // no server may have more: all at once
+      if (left_.in[static_cast<size_t>(to)] <= 0) {  // no server may have more: the whole piece goes at once
         apply(i, {{p.begin, p.end, p.num_heads(), p.num_heads() * finder_.cost(length, p.begin, p.end), 0}, to, false});
       } else {
         const int64_t begin =
             std::min(p.end - 1, finder_.tail_begin(length, p.begin, p.end, std::max<int64_t>(0, room(to))));
         apply(i, {{begin, p.end, 1, finder_.cost(length, begin, p.end), 0}, to, false});
       }
-      // Further parts come first in the list.
+      // What remains of the piece now comes first in the list.
       i = first_piece_[static_cast<size_t>(r)];
     }
   }
 }
 
-/// Whether a's load is larger than b's, each with `extra` more, after division by their speeds.
-bool Balancer::heavier(int32_t a, int64_t extra_a, int32_t b, int64_t extra_b) const {
+/// Whether the load of `a` with `extra_a` more is larger than that of `b` with `extra_b` more, after division by their
+/// speeds.
+bool Scheduler::heavier(int32_t a, int64_t extra_a, int32_t b, int64_t extra_b) const {
   const auto i = static_cast<size_t>(a), j = static_cast<size_t>(b);
   return Wide{load_[i] + extra_a} * speed_[j] > Wide{load_[j] + extra_b} * speed_[i];
 }
 
-/// Of the servers that may have more, if there are any.
-int32_t Balancer::lightest() const {
+/// The server with the smallest load, among those that may have more if there are any.
+int32_t Scheduler::lightest() const {
   int32_t found = -1;
   for (int32_t r = 0; r < static_cast<int32_t>(load_.size()); ++r) {
     const auto i = static_cast<size_t>(r);
@@ -55,8 +56,8 @@ int32_t Balancer::lightest() const {
   return found;
 }
 
-/// From the largest load to the smallest, as long as the larger one of the two falls.
-void Balancer::polish() {
+/// Moves rows from the largest load to the smallest, as long as the larger one of the two falls.
+void Scheduler::polish() {
   for (size_t i = 0; i < 64 + 4 * load_.size(); ++i) {
     int32_t from = -1;
     for (int32_t r = 0; r < static_cast<int32_t>(load_.size()); ++r)
@@ -71,8 +72,8 @@ void Balancer::polish() {
   }
 }
 
-/// Rows of one head that bring the two loads closest to each other.
-Balancer::Move Balancer::last_resort(int32_t from, int32_t to, int32_t& piece) const {
+/// The rows of one head whose move brings the two loads closest to each other.
+Scheduler::Move Scheduler::last_resort(int32_t from, int32_t to, int32_t& piece) const {
   const auto f = static_cast<size_t>(from), t = static_cast<size_t>(to);
   const Wide speeds = Wide{speed_[f]} + speed_[t];
   const auto even = static_cast<int64_t>((Wide{load_[f]} * speed_[t] - Wide{load_[t]} * speed_[f]) / speeds);
@@ -100,19 +101,19 @@ Balancer::Move Balancer::last_resort(int32_t from, int32_t to, int32_t& piece) c
   return best;
 }
 
-/// How much of a piece may go to a rank.
-int64_t Balancer::allowance(const Piece& p, int32_t to) const {
+/// How much cost of a piece may go to a rank.
+int64_t Scheduler::allowance(const Piece& p, int32_t to) const {
   const auto home = static_cast<int32_t>(placement_of(p).rank);
   return std::min(to == home ? kNoLimit : left_.in[static_cast<size_t>(to)],
                   p.server == home ? left_.out[static_cast<size_t>(home)] : kNoLimit);
 }
 
-void Balancer::use_allowances(const Piece& p, int32_t to, int64_t cost) {
+void Scheduler::use_allowances(const Piece& p, int32_t to, int64_t cost) {
   const auto home = static_cast<int32_t>(placement_of(p).rank);
   const auto use = [](int64_t& left, int64_t amount) {
     if (left != kNoLimit) left -= amount;
   };
-  // A piece that was away from home before gives back what it used.
+  // A piece that was away from its home gives back the allowance that it used.
   if (p.server == home)
     use(left_.out[static_cast<size_t>(home)], cost);
   else
@@ -123,16 +124,17 @@ void Balancer::use_allowances(const Piece& p, int32_t to, int64_t cost) {
     use(left_.in[static_cast<size_t>(to)], cost);
 }
 
-/// By how much the piece's server gets less when the shard goes; not its cost where what is left costs more in parts.
-int64_t Balancer::relief(const Piece& p, const Shard& s) const {
+/// By how much the load of the piece's server falls when the shard goes. This is less than the shard's cost where the
+/// rest costs more in parts.
+int64_t Scheduler::relief(const Piece& p, const Shard& s) const {
   const int64_t length = length_of(p);
   return s.num_heads * (finder_.cost(length, p.begin, p.end) - finder_.cost(length, p.begin, s.begin) -
                         finder_.cost(length, s.end, p.end));
 }
 
-/// Of the tasks of a document at a server: of each head, rows that follow each other in the document and at their home
-/// are one task.
-int64_t Balancer::cost_at(int32_t server, int64_t document) const {
+/// The cost of the tasks of a document at a server. For each head, rows that follow each other in the document and at
+/// their home are one task.
+int64_t Scheduler::cost_at(int32_t server, int64_t document) const {
   std::vector<Piece> parts;
   const auto of_document = layout_.placements(document);
   const auto first = static_cast<int32_t>(of_document.data() - layout_.placements().data());

@@ -1,0 +1,114 @@
+"""Which modules of the package import which: no circle, no application in the library, nothing heavy at once."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "python/distca"
+ENTRY = "distca.__main__"
+"""`python -m distca`, which belongs to the command line."""
+APPS = "distca.apps."
+HEAVY = ("torch.distributed.fsdp", "torch._dynamo", "greenlet", "matplotlib", "transformers", "datasets", "tqdm")
+
+
+def _modules() -> dict[str, Path]:
+    files = {}
+    for file in PACKAGE.rglob("*.py*"):
+        if file.suffix not in (".py", ".pyi"):  # the latter stand for compiled modules
+            continue
+        parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return files
+
+
+FILES = _modules()
+
+
+def _imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Those in functions too; but not those that only a checker of types sees."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        yield from _imports(child)
+
+
+def _imported(file: Path) -> set[str]:
+    """The modules of the package that a module imports by name. The package itself, which `import distca` gives whose
+    attributes are looked up later, is not counted."""
+    found = set()
+    for node in _imports(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names = [name.name for name in node.names]
+        else:
+            names = [f"{node.module}.{name.name}" for name in node.names]
+            names = [name if name in FILES else str(node.module) for name in names]
+        found.update(name for name in names if name in FILES and name != "distca")
+    return found
+
+
+GRAPH = {name: _imported(file) for name, file in FILES.items() if name != "distca"}
+
+
+def _app(module: str) -> str:
+    return module.removeprefix(APPS).split(".")[0] if module.startswith(APPS) else ""
+
+
+def test_the_graph_has_the_modules_that_there_are() -> None:
+    assert len(GRAPH) > 80 and "distca.planner.layout" in GRAPH["distca.planner.plan"]
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    try:
+        list(TopologicalSorter(GRAPH).static_order())
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_the_library_imports_no_application() -> None:
+    library = {name: of for name, of in GRAPH.items() if not name.startswith("distca.apps") and name != ENTRY}
+    assert not {name: of for name, of in library.items() if any(map(_app, of))}
+
+
+def test_applications_import_what_they_share_and_not_one_another() -> None:
+    crossing = [
+        (name, other)
+        for name, of in GRAPH.items()
+        for other in of
+        if _app(name) not in ("", "cli") and _app(other) not in ("", "common", _app(name))
+    ]
+    assert not crossing
+
+
+def test_the_planner_needs_no_context_transport_or_operator() -> None:
+    allowed = ("distca.planner", "distca._C", "distca.arguments", "distca.errors", "distca.heads", "distca.registry")
+    of_planner = {other for name, of in GRAPH.items() if name.startswith("distca.planner") for other in of}
+    # PlanAhead learns the lengths of other ranks, but over torch's process group.
+    assert not [other for other in of_planner if not other.startswith(allowed)]
+
+
+def test_importing_distca_loads_nothing_that_is_heavy_and_not_torchs_own() -> None:
+    program = (
+        "import sys, torch; before = set(sys.modules); import distca; "
+        "print(*sorted(set(sys.modules) - before), sep='\\n')"
+    )
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "distca.ops" in loaded
+    assert not [name for name in loaded if name.startswith((*HEAVY, "distca.apps", "distca.testing"))]
+
+
+def test_what_distca_names_in_all_is_there_and_ping_pong_is_loaded_when_asked_for() -> None:
+    program = (
+        "import sys, distca; assert 'distca.pingpong.ping_pong' not in sys.modules; "
+        "missing = [name for name in distca.__all__ if not hasattr(distca, name)]; assert not missing, missing; "
+        "assert distca.PingPong.__module__ == 'distca.pingpong.ping_pong'"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
