@@ -32,7 +32,7 @@ void check(const Problem& problem) {
             group.kv_begin, ", ", group.kv_end, ")");
     require(group.kv_begin == group.kv_end ||
                 (group.first_block == group.kv_begin / kKeyBlockRows &&
-                 group.first_block + std::ssize(group.blocks) >= round_up(group.kv_end, kKeyBlockRows) / kKeyBlockRows),
+                 group.first_block + std::ssize(group.blocks) >= ceil_div(group.kv_end, kKeyBlockRows)),
             "attention: group ", g, " has ", group.blocks.size(), " blocks from block ", group.first_block,
             ", which do not cover key rows [", group.kv_begin, ", ", group.kv_end, ")");
     require(0 <= group.task_begin && group.task_begin <= group.task_end && group.task_end <= num_tasks,

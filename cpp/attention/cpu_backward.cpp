@@ -19,9 +19,8 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 /// Query rows that go through a chunk together. They are a few tiles.
 constexpr int64_t kStripRows = 2 * kTileRows;
-constexpr int64_t kStripTiles = kStripRows / kTileRows;
 
-int64_t strips_of(const Task& task) { return (task.q_end - task.q_begin + kStripRows - 1) / kStripRows; }
+int64_t strips_of(const Task& task) { return ceil_div(task.q_end - task.q_begin, kStripRows); }
 
 int64_t strips_of(const KernelCall& call, const KeyGroup& group) {
   int64_t strips = 0;
@@ -51,7 +50,7 @@ struct ChunkBuffers {
   Panels dk;         // [keys, columns]
   Panels dv;         // [keys, v_columns]
 
-  ChunkBuffers(const KernelCall& call, Carver& carver) {
+  ChunkBuffers(const KernelCall& call, FloatCarver& carver) {
     keys = carver.take_panels(kChunkKeys, call.words);
     key_pairs = call.micro->word_elements == 1 ? keys : carver.take_panels(kChunkKeys / 2, call.columns);
     values = carver.take_panels(kChunkKeys, call.v_words);
@@ -71,7 +70,7 @@ struct StripBuffers {
   float* lse;          // [rows]
   float* delta;        // [rows]
 
-  StripBuffers(const KernelCall& call, Carver& carver) {
+  StripBuffers(const KernelCall& call, FloatCarver& carver) {
     const int64_t elements = call.micro->word_elements;
     q = carver.take_panels(kStripRows, call.words);
     dout = carver.take_panels(kStripRows, call.v_words);
@@ -115,7 +114,7 @@ struct StepBuffers {
   Panels probs;        // [keys, rows of the strip], pairs of columns
   Panels dscores;      // the same
 
-  StepBuffers(const KernelCall& call, Carver& carver) {
+  StepBuffers(const KernelCall& call, FloatCarver& carver) {
     scores = carver.take(kStepKeys * kTileRows);
     dprobs = carver.take(kStepKeys * kTileRows);
     dscore_rows = carver.take(kStepKeys * kTileRows / 2);
@@ -128,13 +127,13 @@ struct Buffers {
   ChunkBuffers chunk;
   StripBuffers strip;
   StepBuffers step;
-  Buffers(const KernelCall& call, Carver& carver) : chunk(call, carver), strip(call, carver), step(call, carver) {}
+  Buffers(const KernelCall& call, FloatCarver& carver) : chunk(call, carver), strip(call, carver), step(call, carver) {}
 };
 
 int64_t gradient_scratch(const KernelCall& call) {
-  Carver carver(nullptr);
+  FloatCarver carver(nullptr);
   Buffers(call, carver);
-  return carver.used();
+  return carver.used_floats();
 }
 
 /// The rows of q and dout that are packed next. They lie far apart in memory. Therefore they are fetched into the cache
@@ -242,7 +241,7 @@ void work_on_chunk(const KernelCall& call, const WorkItem& item, float* scratch)
   const Unit& unit = call.units[static_cast<size_t>(item.unit)];
   const KeyGroup& group = call.group_of(unit);
   const Mask& mask = call.problem->mask;
-  Carver carver(scratch);
+  FloatCarver carver(scratch);
   const Buffers buffers(call, carver);
   const ChunkBuffers& chunk = buffers.chunk;
   const int64_t start = round_down(item.begin, kChunkKeys), chunk_index = start / kChunkKeys;

@@ -75,7 +75,7 @@ struct Buffers {
   float* row_sum;  // the same
   float* rescale;  // [kTileRows]
 
-  Buffers(const KernelCall& call, Carver& carver) {
+  Buffers(const KernelCall& call, FloatCarver& carver) {
     tiles = panels_of(call.item_rows);
     const int64_t all = call.group_heads * tiles;
     rows = carver.take_panels(kTileRows, call.words);
@@ -95,9 +95,9 @@ struct Buffers {
 };
 
 int64_t forward_scratch(const KernelCall& call) {
-  Carver carver(nullptr);
+  FloatCarver carver(nullptr);
   Buffers(call, carver);
-  return carver.used();
+  return carver.used_floats();
 }
 
 /// Attends one tile of queries to one step of keys.
@@ -143,7 +143,7 @@ void work(const KernelCall& call, const WorkItem& item, float* scratch) {
   const Task& task = call.problem->tasks[static_cast<size_t>(item.task)];
   const int64_t tiles = panels_of(item.end - item.begin);
   const auto rows_of = [&](int64_t t) { return std::min(kTileRows, item.end - item.begin - t * kTileRows); };
-  Carver carver(scratch);
+  FloatCarver carver(scratch);
   const Buffers buffers(call, carver);
 
   // All rows of q are read before any row of out is written, because they may be the same memory.

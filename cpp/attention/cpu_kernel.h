@@ -16,6 +16,7 @@
 
 #include "attention/attention.h"
 #include "attention/micro_kernel.h"
+#include "common/align.h"
 
 namespace distca::attention {
 
@@ -27,9 +28,8 @@ static_assert(kStepKeys % kKeyBlockRows == 0 && kStepKeys % kRowUnit == 0);
 /// Keys of a work item of the backward pass; results do not depend on it.
 inline constexpr int64_t kChunkKeys = 4 * kStepKeys;
 
-inline constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 inline constexpr int64_t round_down(int64_t n, int64_t multiple) { return n / multiple * multiple; }
-inline constexpr int64_t panels_of(int64_t words) { return (words + kPanelWords - 1) / kPanelWords; }
+inline constexpr int64_t panels_of(int64_t words) { return ceil_div(words, kPanelWords); }
 
 /// Aligned memory that only grows and is not initialised.
 class Buffer {
@@ -58,24 +58,16 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-/// Carves arrays out of scratch memory, each on cache lines of its own. From a null base it only counts.
-class Carver {
+/// Carves arrays of floats out of the scratch memory of a pass, each on cache lines of its own.
+class FloatCarver : public Carver<64> {
  public:
-  explicit Carver(float* base) : base_(base) {}
-  float* take(int64_t floats) {
-    float* result = base_ == nullptr ? nullptr : base_ + used_;
-    used_ += round_up(floats, 16);
-    return result;
-  }
+  using Carver::Carver;
+  float* take(int64_t floats) { return Carver::take<float>(floats); }
   /// A packed matrix of `rows` rows.
   Panels take_panels(int64_t rows, int64_t words) {
     return {take(rows * panels_of(words) * kPanelWords), rows * kPanelWords};
   }
-  int64_t used() const { return used_; }
-
- private:
-  float* base_;
-  int64_t used_ = 0;
+  int64_t used_floats() const { return static_cast<int64_t>(used() / sizeof(float)); }
 };
 
 /// One key/value head of a group, the query heads that share it, and where the batch's memory has its part.

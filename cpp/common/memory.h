@@ -1,8 +1,11 @@
 // The memory that rows lie in, the host's or a GPU's, and how rows are copied there.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
+#include <new>
 #include <string>
 
 #include "common/error.h"
@@ -24,5 +27,19 @@ class DISTCA_EXPORT Memory {
   /// Waits until all that was started is done.
   virtual void finish() = 0;
 };
+
+/// Memory of the host, of any content, aligned to 256 bytes.
+inline std::shared_ptr<std::byte> host_memory(size_t bytes) {
+  constexpr auto alignment = std::align_val_t(256);
+  return {static_cast<std::byte*>(::operator new(bytes, alignment)),
+          [](std::byte* p) { ::operator delete(p, std::align_val_t(256)); }};
+}
+
+/// What Memory::allocate gives on the host.
+inline std::shared_ptr<std::byte> zeroed_host_memory(int64_t bytes) {
+  std::shared_ptr<std::byte> memory = host_memory(static_cast<size_t>(bytes));
+  std::memset(memory.get(), 0, static_cast<size_t>(bytes));
+  return memory;
+}
 
 }  // namespace distca

@@ -7,10 +7,11 @@
 #include <atomic>
 #include <cstring>
 #include <exception>
-#include <new>
 #include <utility>
 #include <vector>
 
+#include "common/align.h"
+#include "common/memory.h"
 #include "transport/host_memory.h"
 #include "transport/shm_mesh.h"
 
@@ -33,7 +34,7 @@ void put_all(std::span<const PutEntry> entries, std::span<const PutMessage> mess
     if (is_stopped(guard)) return;
     if (m.credit != nullptr && !await(guard, {m.credit, m.credit_value, m.peer, Awaited::kCredit, m.round})) return;
     for (; e != entries.data() + entries.size() && e->message == static_cast<int32_t>(i); ++e) {
-      const int64_t num_chunks = (e->num_rows + e->rows_per_chunk - 1) / e->rows_per_chunk;
+      const int64_t num_chunks = ceil_div(e->num_rows, e->rows_per_chunk);
       for (int64_t c = 0; c < num_chunks; ++c) {
         const Rows rows = rows_of_chunk(*e, e->first_chunk + static_cast<int32_t>(c));
         const auto num_words = static_cast<uint32_t>((rows.end - rows.begin) * e->words_per_row);
@@ -62,12 +63,7 @@ HostStreams::HostStreams(std::chrono::milliseconds timeout)
 
 HostStreams::~HostStreams() { drain(); }
 
-std::shared_ptr<std::byte> HostStreams::allocate(int64_t bytes) {
-  constexpr auto alignment = std::align_val_t(256);
-  auto* const data = static_cast<std::byte*>(::operator new(static_cast<size_t>(bytes), alignment));
-  std::memset(data, 0, static_cast<size_t>(bytes));
-  return {data, [](std::byte* p) { ::operator delete(p, std::align_val_t(256)); }};
-}
+std::shared_ptr<std::byte> HostStreams::allocate(int64_t bytes) { return zeroed_host_memory(bytes); }
 
 Streams::Shared HostStreams::allocate_shared(int64_t bytes) {
   struct File {

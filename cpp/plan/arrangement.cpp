@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "common/align.h"
 #include "plan/rounds.h"
 
 namespace distca::plan {
@@ -55,7 +56,7 @@ class Arranger {
   int64_t take(int64_t& part, Phase p, Direction d, TensorKind kind, int64_t kv_heads, int64_t num_rows) const {
     const int64_t bytes = num_rows * format(p, d, kind, kv_heads).row_stride();
     const int64_t offset = part;
-    part += (bytes + kExtentAlignment - 1) / kExtentAlignment * kExtentAlignment;
+    part += round_up(bytes, kExtentAlignment);
     return offset;
   }
   void count_bytes(Phase p, Direction d, TensorKind kind, int64_t home, int64_t server, int64_t kv_heads,
@@ -116,7 +117,7 @@ class Arranger {
   }
 
   void add_waiting_group(Group& g) {
-    g.num_arena_blocks = (g.kv_end + block_rows_ - 1) / block_rows_ - g.kv_begin / block_rows_;
+    g.num_arena_blocks = ceil_div(g.kv_end, block_rows_) - g.kv_begin / block_rows_;
     for (const Placement& p : layout_.placements(g.document)) {
       const BlockRange local = local_blocks(g, p, block_rows_);
       g.num_arena_blocks -= local.end - local.begin;

@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "common/align.h"
 #include "plan/layout.h"
 #include "plan/scheduler.h"
 #include "plan/tables.h"
@@ -136,9 +137,8 @@ struct BlockRange {
 };
 inline BlockRange local_blocks(const Group& g, const Placement& p, int64_t key_block_rows) {
   if (p.rank != g.server || p.end <= g.kv_begin || p.begin >= g.kv_end) return {};
-  const auto up = [&](int64_t row) { return (row + key_block_rows - 1) / key_block_rows; };
-  const int64_t begin = p.begin <= g.kv_begin ? g.kv_begin / key_block_rows : up(p.begin);
-  const int64_t end = p.end >= g.kv_end ? up(g.kv_end) : p.end / key_block_rows;
+  const int64_t begin = p.begin <= g.kv_begin ? g.kv_begin / key_block_rows : ceil_div(p.begin, key_block_rows);
+  const int64_t end = p.end >= g.kv_end ? ceil_div(g.kv_end, key_block_rows) : p.end / key_block_rows;
   return begin < end ? BlockRange{begin, end} : BlockRange{};
 }
 

@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include "common/align.h"
 #include "plan/limits.h"
 #include "plan/scheduler.h"
 
@@ -89,7 +90,7 @@ class BorderBound {
   /// Adds the document's best C to `moved`, and t / x times what it brings to `gain`.
   void add(const Document& d, int64_t t, Wide& moved, Wide& gain) const {
     // Under a window every row pays for a key.
-    const int64_t worth = key_of_each_row_ ? (t * (query_row_ + key_row_) + query_row_ - 1) / query_row_ : t;
+    const int64_t worth = key_of_each_row_ ? ceil_div(t * (query_row_ + key_row_), query_row_) : t;
     if (d.top_cost < worth) return;
     int64_t cost = 0, num_rows = 0, num_held = 0;
     for (const Placement& p : d.placements) {
@@ -158,7 +159,7 @@ int64_t load_lower_bound(const Layout& layout, const ScheduleOptions& options) {
   const Wide sum = std::accumulate(speeds.begin(), speeds.end(), int64_t{0});
   // A load at mean speed is the load times the mean speed over the server's speed.
   const bool even = sum == Wide{fastest} * num_servers;
-  const int64_t mean = even ? (total + num_servers - 1) / num_servers : total / num_servers;
+  const int64_t mean = even ? ceil_div(total, num_servers) : total / num_servers;
   return std::max(mean, static_cast<int64_t>(Wide{costliest} * sum / (Wide{fastest} * num_servers))) *
          groups.query_heads_of_group;
 }

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/align.h"
 #include "plan/layout.h"
 #include "plan/validate.h"
 
@@ -581,7 +582,7 @@ class Checker {
       end = e.end;
       last = std::max(last, end);
     }
-    const int64_t needed = (last + kExtentAlignment - 1) / kExtentAlignment * kExtentAlignment;
+    const int64_t needed = round_up(last, kExtentAlignment);
     check_plan(needed == size, "it needs ", needed, " bytes of the ", memory, " and says ", size);
   }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <tuple>
 
+#include "common/align.h"
+
 namespace distca::plan {
 namespace {
 
@@ -89,7 +91,7 @@ class Filler {
     row.kv_begin = g.kv_begin;
     row.kv_end = g.kv_end;
     row.first_block = g.kv_begin / block_rows_;
-    row.num_blocks = (g.kv_end + block_rows_ - 1) / block_rows_ - row.first_block;
+    row.num_blocks = ceil_div(g.kv_end, block_rows_) - row.first_block;
     row.block_begin = num_blocks_;
     num_blocks_ += row.num_blocks;
     row.num_arena_blocks = g.num_arena_blocks;
@@ -115,7 +117,7 @@ class Filler {
   }
 
   void add_blocks(const Group& g) {
-    const int64_t end = (g.kv_end + block_rows_ - 1) / block_rows_;
+    const int64_t end = ceil_div(g.kv_end, block_rows_);
     int64_t next = g.kv_begin / block_rows_, arena_row = 0;
     const auto fill_from_arena = [&](int64_t until) {
       for (; next < until; ++next, arena_row += block_rows_) t_.blocks.push_back(block_entry(arena_row, true));

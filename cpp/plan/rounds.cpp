@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "common/align.h"
 #include "common/error.h"
 
 namespace distca::plan {
@@ -41,7 +42,7 @@ class Homecoming {
     const auto take = [&](TensorKind kind, int64_t heads, int64_t rows) {
       const RowFormat format = row_format(heads_.with_kv_heads(heads), Phase::kBackward, Direction::kOut, kind);
       const int64_t offset = used, bytes = rows * format.row_stride();
-      used += (bytes + kExtentAlignment - 1) / kExtentAlignment * kExtentAlignment;
+      used += round_up(bytes, kExtentAlignment);
       return offset;
     };
     for (uint32_t i : tasks) {

@@ -4,6 +4,7 @@
 #include <limits>
 #include <numeric>
 
+#include "common/align.h"
 #include "plan/limits.h"
 
 namespace distca::plan {
@@ -24,7 +25,7 @@ Scheduler::Scheduler(const Layout& layout, const ScheduleOptions& options, const
       left_(allowances),
       num_heads_(head_groups(options).num_groups),
       ranks_per_node_(ranks_of_node(layout, options)),
-      num_nodes_((layout.num_ranks() + ranks_per_node_ - 1) / ranks_per_node_) {
+      num_nodes_(ceil_div(layout.num_ranks(), ranks_per_node_)) {
   const auto n = static_cast<size_t>(layout.num_ranks());
   load_ = loads_at_home(layout, options);
   speed_ = server_speeds(layout, options);

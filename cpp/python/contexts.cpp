@@ -226,6 +226,7 @@ void bind_context(py::module_& m) {
 
 void bind_contexts(py::module_& m) {
   bind_context(m);
+  m.attr("NUM_SLOTS") = runtime::kNumSlots;
   m.def("make_loopback", &make_loopback_contexts, py::kw_only(), py::arg("names"), py::arg("slot_bytes"),
         py::arg("timeout"), py::arg("cost"), py::arg("device") = "cpu", py::arg("attention") = "auto",
         py::arg("put_blocks") = 0);

@@ -199,6 +199,7 @@ void bind_plan(py::module_& m) {
 
 void bind_plans(py::module_& m) {
   m.attr("PLAN_FORMAT") = plan::kFormatVersion;
+  m.attr("EXTENT_ALIGNMENT") = plan::kExtentAlignment;
   bind_layout(m);
   bind_plan(m);
   m.def("validate_plan", &validate_words, py::arg("words"),

@@ -1,9 +1,7 @@
 #include "runtime/backend.h"
 
 #include <cstdlib>
-#include <cstring>
 #include <limits>
-#include <new>
 #include <utility>
 
 #include "runtime/row_arithmetic.h"
@@ -18,12 +16,7 @@ class CpuBackend final : public Backend {
   bool plan_independent(const HeadShape&) const override { return true; }
   void check(const HeadShape&, float) const override {}
 
-  std::shared_ptr<std::byte> allocate(int64_t bytes) override {
-    constexpr auto alignment = std::align_val_t(256);
-    auto* const data = static_cast<std::byte*>(::operator new(static_cast<size_t>(bytes), alignment));
-    std::memset(data, 0, static_cast<size_t>(bytes));
-    return {data, [](std::byte* p) { ::operator delete(p, std::align_val_t(256)); }};
-  }
+  std::shared_ptr<std::byte> allocate(int64_t bytes) override { return zeroed_host_memory(bytes); }
   void copy(const RowView& to, const RowView& from, const RowExtent& n) override { copy_rows(to, from, n); }
   void finish() override {}
 

@@ -39,8 +39,6 @@ void Protocol::drain() noexcept {
   if (stream_) transport_->quiet();
 }
 
-std::byte* Protocol::arena(int64_t slot) { return transport_->heap().data() + slot * arena_bytes_; }
-
 std::string Protocol::where() const {
   return message("context \"", name_, "\", rank ", rank(), " of ", num_ranks(), ", ", at_.now.name());
 }

@@ -86,8 +86,7 @@ class Protocol {
   uint64_t step() const { return at_.num_steps; }
 
   /// This rank's arena of the slot of the step at hand, or of any.
-  std::byte* arena() { return arena(slot()); }
-  std::byte* arena(int64_t slot);
+  std::byte* arena() { return transport_->heap().data() + slot() * arena_bytes_; }
   int64_t arena_bytes() const { return arena_bytes_; }
 
   /// Throws ContextPoisonedError after a fault.

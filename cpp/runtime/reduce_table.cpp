@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <tuple>
 
+#include "common/align.h"
+
 namespace distca::runtime {
 
 using plan::ReceiveAction;
@@ -46,7 +48,7 @@ void ReduceTable::fill(const plan::SliceView& slice, int64_t round, std::byte* a
     e.finishes = later == end;
     for (auto term = begin; term != later; ++term)
       terms.push_back(reinterpret_cast<const float*>(arena + (*term)->source));
-    num_chunks += static_cast<int32_t>((e.num_values + kReduceChunk - 1) / kReduceChunk);
+    num_chunks += static_cast<int32_t>(ceil_div(e.num_values, kReduceChunk));
     entries.push_back(e);
   }
 }

@@ -4,11 +4,11 @@
 #include <cstdint>
 
 #include "plan/origin.h"
+#include "transport/stream_order.h"
 
 namespace distca::runtime {
 
-/// Slots of a context (ping, pong): so many steps may be under way at once.
-inline constexpr int64_t kNumSlots = 2;
+using transport::kNumSlots;
 
 class Signals {
  public:

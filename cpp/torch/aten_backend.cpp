@@ -7,6 +7,7 @@
 #include <map>
 #include <vector>
 
+#include "common/align.h"
 #include "runtime/backend.h"
 #include "runtime/cuda_library.h"
 #include "torch/aten.h"
@@ -179,7 +180,7 @@ class AtenBackend final : public runtime::Backend {
     auto owner = std::make_shared<Tensor>(empty({bytes + kAlignment}, ScalarType::Byte));
     if (is_zero) torch::stable::zero_(*owner);
     const auto address = reinterpret_cast<uintptr_t>(owner->data_ptr());
-    auto* const aligned = reinterpret_cast<std::byte*>((address + kAlignment - 1) / kAlignment * kAlignment);
+    auto* const aligned = reinterpret_cast<std::byte*>(round_up(address, kAlignment));
     return {aligned, [owner](std::byte*) {}};
   }
 

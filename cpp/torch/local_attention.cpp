@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "common/align.h"
 #include "runtime/backend.h"
 #include "torch/flash.h"
 #include "torch/local_tasks.h"
@@ -101,12 +102,12 @@ void group_tasks(Workspace& w, int64_t kv_heads, const RowView& k, const RowView
     g.v[0] = v.from_row(begin);
     g.sinks = sinks;
     w.groups.push_back(g);
-    total_blocks = std::max(total_blocks, (g.kv_end + kKeyBlockRows - 1) / kKeyBlockRows);
+    total_blocks = std::max(total_blocks, ceil_div(g.kv_end, kKeyBlockRows));
   }
   // Each document starts at row 0 of its own view; therefore one table of consecutive blocks serves all.
   for (int64_t b = 0; b < total_blocks; ++b) w.blocks.push_back(2 * b * kKeyBlockRows);
   for (attention::KeyGroup& g : w.groups)
-    g.blocks = std::span(w.blocks).first(static_cast<size_t>((g.kv_end + kKeyBlockRows - 1) / kKeyBlockRows));
+    g.blocks = std::span(w.blocks).first(static_cast<size_t>(ceil_div(g.kv_end, kKeyBlockRows)));
 }
 
 int64_t covered_rows(const Workspace& w) {

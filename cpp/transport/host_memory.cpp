@@ -11,14 +11,13 @@
 #include <ctime>
 #include <utility>
 
+#include "common/align.h"
+
 namespace distca::transport {
 namespace {
 
-constexpr int64_t kPageBytes = 4096;
 constexpr int64_t kMaxHeapBytes = int64_t{1} << 46;
 constexpr int64_t kMaxSignals = int64_t{1} << 32;
-
-constexpr int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 }  // namespace
 

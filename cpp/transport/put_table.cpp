@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "common/align.h"
+
 namespace distca::transport {
 namespace {
 
@@ -35,7 +37,7 @@ void PutTable::add(const RowView& to, const RowView& from, const RowExtent& n) {
   // Words of a chunk are counted in 32 bits.
   require(rows_per_chunk * row_bytes / word <= std::numeric_limits<int32_t>::max(), "a row of ", row_bytes,
           " bytes is too long to be put");
-  const int64_t num_chunks = (n.num_rows + rows_per_chunk - 1) / rows_per_chunk;
+  const int64_t num_chunks = ceil_div(n.num_rows, rows_per_chunk);
   require(num_chunks_ + num_chunks <= std::numeric_limits<int32_t>::max(), "a message of ", num_chunks,
           " chunks is too long");
   entries_.push_back({from.data, to.data, from.row_stride, from.head_stride, to.row_stride, to.head_stride, n.num_rows,

@@ -3,16 +3,15 @@
 #include <cstring>
 #include <utility>
 
+#include "common/align.h"
+
 namespace distca::transport {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kPageBytes = 4096;
 /// How long a rank that closes waits for the others to let go of its memory; else it keeps it until the process ends.
 constexpr std::chrono::seconds kLettingGo{2};
-
-constexpr int64_t whole_pages(int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 
 /// What a rank tells each other one: how to reach its memory, and how large the heap is that lies there.
 struct Offer {
@@ -123,7 +122,8 @@ int64_t control_words(int num_ranks, int64_t num_words) { return num_words + num
 std::unique_ptr<Transport> share_heaps(const char* name, std::unique_ptr<Transport> control,
                                        std::shared_ptr<Streams> streams, int64_t heap_bytes, int64_t num_words,
                                        Clock::time_point deadline) {
-  const int64_t words_bytes = whole_pages(num_words * 8), bytes = words_bytes + whole_pages(heap_bytes);
+  const int64_t words_bytes = round_up(num_words * 8, kPageBytes);
+  const int64_t bytes = words_bytes + round_up(heap_bytes, kPageBytes);
   Streams::Shared own = streams->allocate_shared(bytes);
   hand_out(*control, num_words, {own.card, heap_bytes});
   // Nobody opens the memory of another before all offers were compared, so a rank that refuses may free its own.

@@ -15,6 +15,9 @@
 
 namespace distca::transport {
 
+/// Slots of a context (ping, pong): so many steps may be under way at once.
+inline constexpr int64_t kNumSlots = 2;
+
 /// A word of this rank that has to reach a value.
 struct StreamWait {
   int peer = -1;

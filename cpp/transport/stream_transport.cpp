@@ -11,10 +11,9 @@ namespace {
 using Stream = Streams::Stream;
 
 // Points of the streams: of each slot, the end of its last use, and what was sent last for it.
-constexpr int64_t kMaxSlots = 2;
 constexpr int end_of(int64_t slot) { return static_cast<int>(slot); }
-constexpr int sent_for(int64_t slot) { return static_cast<int>(kMaxSlots + slot); }
-constexpr int kWorkSoFar = 2 * kMaxSlots, kSentSoFar = 2 * kMaxSlots + 1;
+constexpr int sent_for(int64_t slot) { return static_cast<int>(kNumSlots + slot); }
+constexpr int kWorkSoFar = 2 * kNumSlots, kSentSoFar = 2 * kNumSlots + 1;
 static_assert(kSentSoFar < Streams::kNumPoints);
 
 }  // namespace
@@ -161,7 +160,7 @@ void StreamTransport::grant(int peer, int64_t word, uint64_t value, int64_t slot
 }
 
 void StreamTransport::send(int64_t slot) {
-  require(slot >= 0 && slot < kMaxSlots, "slot ", slot, "; there are ", kMaxSlots);
+  require(slot >= 0 && slot < kNumSlots, "slot ", slot, "; there are ", kNumSlots);
   const bool sends_early = heaps_.sender && (!early_sends_.empty() || is_recording_);
   const bool sends_late = heaps_.sender && (!sends_.empty() || is_recording_);
   if (!early_grants_.empty() || sends_early || is_recording_) {

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <new>
+
+#include "common/align.h"
+#include "common/memory.h"
 
 namespace distca::transport {
 namespace {
@@ -16,19 +18,15 @@ size_t room_for(const TablePart& part, double headroom) {
   return std::max(kLeastRoom, static_cast<size_t>(std::ceil(headroom * static_cast<double>(part.count()))));
 }
 
-size_t aligned(size_t bytes) {
-  return (bytes + TableLayout::kAlignment - 1) / TableLayout::kAlignment * TableLayout::kAlignment;
-}
-
 }  // namespace
 
 TableLayout::TableLayout(std::span<const TablePart> parts, double headroom) {
   require(parts.size() <= kMaxParts, "table of ", parts.size(), " parts");
-  bytes_ = aligned(kMaxParts * sizeof(uint64_t));
+  bytes_ = round_up(kMaxParts * sizeof(uint64_t), kAlignment);
   for (size_t i = 0; i < parts.size(); ++i) {
     capacities_[i] = room_for(parts[i], headroom);
     offsets_[i] = bytes_;
-    bytes_ += aligned(capacities_[i] * parts[i].element_bytes);
+    bytes_ += round_up(capacities_[i] * parts[i].element_bytes, kAlignment);
   }
 }
 
@@ -41,10 +39,7 @@ void TableLayout::write(std::span<const TablePart> parts, std::byte* memory) con
 }
 
 TableMemory allocate_on_host(size_t bytes) {
-  constexpr auto alignment = std::align_val_t(TableLayout::kAlignment);
-  std::shared_ptr<std::byte> memory(static_cast<std::byte*>(::operator new(bytes, alignment)), [](std::byte* p) {
-    ::operator delete(p, std::align_val_t(TableLayout::kAlignment));
-  });
+  std::shared_ptr<std::byte> memory = host_memory(bytes);
   std::byte* const device = memory.get();
   return {std::move(memory), device};
 }

@@ -52,7 +52,6 @@ class DISTCA_EXPORT Tape {
   void replay() const;
 
   bool is_complete() const { return is_complete_; }
-  size_t num_operations() const { return operations_.size(); }
 
   /// Whether operations were also queued as they joined it, into the graph that a device captures: that is launched
   /// instead of a `replay`.

@@ -10,6 +10,7 @@
 
 #include "attention/kernels.h"
 #include "attention/work_list.h"
+#include "common/align.h"
 #include "runtime/table_ring.h"
 
 namespace distca::attention::cuda {
@@ -58,23 +59,6 @@ void encode(EncodeTiled encode_tiled, DType dtype, const MapSpec& spec, TensorMa
                        " x ", sizes[2], ", strides ", strides[0], ", ", strides[1], " bytes, at ",
                        static_cast<const void*>(spec.data), ": error ", static_cast<int>(result));
 }
-
-/// Carves arrays out of memory, each aligned to 256 bytes. From null it only counts.
-class Carver {
- public:
-  explicit Carver(std::byte* base) : base_(base) {}
-  template <class T>
-  T* take(size_t n) {
-    T* result = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
-    used_ += (n * sizeof(T) + 255) / 256 * 256;
-    return result;
-  }
-  size_t used() const { return used_; }
-
- private:
-  std::byte* base_;
-  size_t used_ = 0;
-};
 
 // The parts of the tables.
 enum : size_t { kItems, kStoreItems, kTasks, kGroups, kRuns, kBlocks, kMaps, kSinks, kNumParts };
@@ -208,7 +192,7 @@ size_t AttentionLaunch::scratch_bytes(const transport::TableLayout& tables) cons
 
 AttentionLaunch::Scratch AttentionLaunch::scratch(const transport::TableLayout& tables, std::byte* base) const {
   const size_t num_tiles = is_backward_ ? tables.capacity(kStoreItems) : 0;
-  Carver carver(base);
+  Carver<256> carver(base);
   Scratch s;
   s.next_item = carver.take<int>(1);
   s.turns = carver.take<int>(is_deterministic_ ? num_tiles * static_cast<size_t>(kernels_->turns_per_tile) : 0);

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "runtime/mark.h"
-#include "runtime/table_memory.h"
+#include "runtime/table_pool.h"
 
 namespace distca::cuda {
 namespace {
@@ -49,7 +49,7 @@ class DeviceQueue::Reel final : public transport::TapeDevice {
   }
 
   transport::TableMemory allocate(size_t bytes) override {
-    const TableMemory::Block block = memory_.take(bytes);
+    const TablePool::Block block = memory_.take(bytes);
     return {{std::shared_ptr<std::byte>(), block.host}, block.device};
   }
   void await_readers() override {
@@ -106,7 +106,7 @@ class DeviceQueue::Reel final : public transport::TapeDevice {
   std::shared_ptr<bool> was_refilled_;
   cudaStream_t copies_ = nullptr;
   Turns* turns_ = nullptr;
-  TableMemory memory_;
+  TablePool memory_;
   Event begun_, copied_, sent_;
   std::array<Event, transport::Streams::kNumPoints> points_;
   std::array<bool, transport::Streams::kNumPoints> is_recorded_ = {};

@@ -11,7 +11,7 @@
 
 #include "runtime/check.h"
 #include "runtime/device_table.h"
-#include "runtime/table_memory.h"
+#include "runtime/table_pool.h"
 
 namespace distca::cuda {
 
@@ -43,7 +43,7 @@ class TableRing {
 
  private:
   struct Place {
-    TableMemory::Block block;
+    TablePool::Block block;
     size_t bytes = 0;
     cudaEvent_t used = nullptr;
     std::optional<transport::TableLayout> layout;
@@ -65,7 +65,7 @@ class TableRing {
     return p;
   }
 
-  TableMemory memory_;
+  TablePool memory_;
   std::array<Place, kPlaces> places_;
   size_t last_ = 0;
 };

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "common/align.h"
 #include "runtime/check.h"
 #include "transport/put.h"
 
@@ -179,7 +180,7 @@ void load_put_kernels() {
 
 void fill_nan_if_stopped(const RowView& rows, const RowExtent& n, const Guard& guard, cudaStream_t stream) {
   if (n.bytes() == 0) return;
-  const int64_t blocks = std::min<int64_t>(1024, (n.bytes() / 2 + kThreads - 1) / kThreads);
+  const int64_t blocks = std::min<int64_t>(1024, ceil_div(n.bytes() / 2, kThreads));
   fill_nan_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(rows, n, guard);
   check(cudaGetLastError(), "the kernel that fills outputs after a fault");
 }

@@ -59,7 +59,7 @@ FAULTS = [
     ),
     Fault(
         "a recording allocates as part of the capture",
-        "cuda/runtime/table_memory.h",
+        "cuda/runtime/table_pool.h",
         "mode_ = cudaStreamCaptureModeRelaxed;",
         "mode_ = cudaStreamCaptureModeGlobal;",
         GRAPHS,

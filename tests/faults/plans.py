@@ -32,7 +32,7 @@ FAULTS = [
     Fault(
         "extents of the arena overlap",
         ARRANGEMENT,
-        "    part += (bytes + kExtentAlignment - 1) / kExtentAlignment * kExtentAlignment;",
+        "    part += round_up(bytes, kExtentAlignment);",
         "    part += bytes / kExtentAlignment * kExtentAlignment;",
         (PLAN, STEPS),
     ),

@@ -106,8 +106,7 @@ void late_faults_of_queued_steps(const char* name, int64_t slot_bytes) {
   const transport::DeviceHeaps heaps = transport::allocate_heaps(needs.heap_bytes, needs.num_signals, streams);
   for (int rank = 0; rank < kRanks; ++rank) {
     const auto i = static_cast<size_t>(rank);
-    auto one =
-        std::make_unique<transport::StreamTransport>("loopback", std::move(control[i]), streams[i], heaps);
+    auto one = std::make_unique<transport::StreamTransport>("loopback", std::move(control[i]), streams[i], heaps);
     add(name, rank, slot_bytes, std::move(one), devices[i].backend);
   }
 }

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import distca
 from distca import testing
 from distca.trace.trace import SentRows, Span, TrainingPhase, TrainingStep
 from support.batches import Batch, data_parallel, random_batch, spill
 from support.groups import compute, loopback_group, on_all_ranks, outcomes, run_step, together
+from support.processes import plan_for, tensors_for
+from support.torch_ranks import join, torch_group
 
 HEADS = distca.Heads(4, 2, 32)
 LENGTHS = (300, 97, 64, 1, 211)
@@ -319,6 +323,29 @@ def test_a_link_that_cannot_be_is_refused(link: distca.Link, complaint: str) -> 
 def test_the_torch_transport_has_no_link() -> None:
     with pytest.raises(distca.errors.InvalidArgumentError, match="has no link"):
         distca.init(transport="torch", max_tokens=8, heads=HEADS, link=FAST)
+
+
+def over_a_link(rank: int, ranks: int, pipe: Connection, port: int) -> None:
+    join(rank, ranks, port)
+    plan = plan_for(ranks, rank)
+    with distca.init(transport="shm", max_tokens=plan.num_rows, heads=plan.heads, link=FAST, timeout=20.0) as context:
+        context.start_trace()
+        distca.core_attention(*tensors_for(plan)[:3], plan, context=context)
+        pipe.send((context.transport, sum(sent.bytes for sent in context.take_trace().transfers)))
+    dist.destroy_process_group()
+
+
+def test_init_over_shared_memory_takes_a_link_and_its_trace_has_what_that_carried() -> None:
+    with torch_group(over_a_link, 2) as group:
+        told = [group.receive(rank) for rank in range(2)]
+    sent = [[t.bytes for t in plan_for(2, 0).transfers if t.source == rank] for rank in range(2)]
+    assert [transport for transport, _ in told] == ["link", "link"]
+    assert all(0 < carried <= sum(of_both) for (_, carried), of_both in zip(told, sent, strict=True))
+
+
+def test_one_rank_of_init_takes_a_link() -> None:
+    with distca.init(max_tokens=8, heads=HEADS, link=FAST, name="linked") as context:
+        assert context.transport == "link"
 
 
 def test_rows_that_wait_for_the_link_when_a_step_fails_are_dropped_and_the_news_overtakes_them() -> None:

@@ -5,26 +5,19 @@
 
 #include <utility>
 
+#include "common/align.h"
 #include "transport/nvshmem/sender.h"
 #include "transport/nvshmem/world.h"
 #include "transport/stream_transport.h"
 
 namespace distca::cuda {
-namespace {
-
-constexpr int64_t kPage = 4096;
-
-int64_t whole_pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
-
-}  // namespace
-
 std::unique_ptr<transport::Transport> connect_nvshmem(const transport::NvshmemGroup& group, int64_t heap_bytes,
                                                       int64_t num_signals, int64_t send_arena_bytes,
                                                       std::unique_ptr<transport::Transport> control,
                                                       std::shared_ptr<transport::Streams> streams) {
   require<DeviceError>(streams != nullptr, "transport 'nvshmem' needs libdistca_cuda, which is not there");
-  const int64_t words_bytes = whole_pages(num_signals * 8);
-  const std::span<std::byte> own = allocate_symmetric(words_bytes + whole_pages(heap_bytes));
+  const int64_t words_bytes = round_up(num_signals * 8, kPageBytes);
+  const std::span<std::byte> own = allocate_symmetric(words_bytes + round_up(heap_bytes, kPageBytes));
   transport::DeviceHeaps heaps{.ranks = {}, .heap_bytes = heap_bytes, .num_words = num_signals, .owner = nullptr};
   bool reaches_all = true;
   for (int p = 0; p < group.num_ranks; ++p) {
@@ -37,7 +30,7 @@ std::unique_ptr<transport::Transport> connect_nvshmem(const transport::NvshmemGr
   }
   // The send arena is symmetric too, because a network registers no other memory. Therefore all ranks have one, or none
   // has.
-  if (is_so_on_any_rank(!reaches_all)) heaps.send_arena = allocate_symmetric(whole_pages(send_arena_bytes));
+  if (is_so_on_any_rank(!reaches_all)) heaps.send_arena = allocate_symmetric(round_up(send_arena_bytes, kPageBytes));
   if (!reaches_all) heaps.sender = make_nvshmem_sender();
   return std::make_unique<transport::StreamTransport>("nvshmem", std::move(control), std::move(streams),
                                                       std::move(heaps));

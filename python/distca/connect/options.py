@@ -13,7 +13,7 @@ from distca.heads import Heads
 from distca.planner.cost import CostModel
 from distca.planner.memory import SLOTS, default_heap_bytes
 
-EXTENT_ALIGNMENT = 64
+EXTENT_ALIGNMENT = _C.EXTENT_ALIGNMENT
 
 
 def attention_problem(device: str, attention: str, heads: Heads) -> str:

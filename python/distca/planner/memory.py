@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from distca import _C
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.planner.stats import ArenaBytes, PlanStats
@@ -14,7 +15,7 @@ from distca.registry import find_context, get_context
 if TYPE_CHECKING:
     from distca.context import Context
 
-SLOTS = 2
+SLOTS = _C.NUM_SLOTS
 """Steps that may be under way at once. The heap is divided into as many slots."""
 _LEAST_HEAP = 8 << 20  # the CPU's heaps take pages only as they are used, and GPUs have these bytes to spare
 _PHASES = ("forward", "backward")

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "common/align.h"
 #include "runtime/check.h"
 
 namespace distca::cuda {
@@ -26,17 +27,17 @@ class OutsideOfCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-class TableMemory {
+class TablePool {
  public:
   struct Block {
     std::byte* host = nullptr;
     std::byte* device = nullptr;
   };
 
-  TableMemory() = default;
-  TableMemory(const TableMemory&) = delete;
-  TableMemory& operator=(const TableMemory&) = delete;
-  ~TableMemory() {
+  TablePool() = default;
+  TablePool(const TablePool&) = delete;
+  TablePool& operator=(const TablePool&) = delete;
+  ~TablePool() {
     for (const Chunk& c : chunks_) {
       cudaFreeHost(c.block.host);
       cudaFree(c.block.device);
@@ -47,7 +48,7 @@ class TableMemory {
   void reserve(size_t bytes) { add(bytes); }
   /// Takes memory of both kinds, aligned to 256 bytes, on the calling thread's device.
   Block take(size_t bytes) {
-    bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    bytes = round_up(bytes, kAlignment);
     if (chunks_.empty() || bytes > chunks_.back().bytes - chunks_.back().used) add(std::max(bytes, kChunk));
     Chunk& c = chunks_.back();
     const Block block = {c.block.host + c.used, c.block.device + c.used};
