@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -98,12 +99,53 @@ def init(
         InvalidArgumentError: an argument is wrong or differs between ranks, the name is in use, ranks are on several
             hosts with ``"shm"``, or there is no group with ``"torch"``.
     """
+    _check_alone(transport, group, name, link)
+    device, nsys = device_name(device), nsys_wanted(nsys)
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    num_ranks = dist.get_world_size(group) if group is not None else 1
+    attention = _C.chosen_attention(attention, device)
+    if transport == "nvshmem" and heap_bytes is None:
+        heap_bytes = nvshmem.heap_bytes_of_environment()
+    cost = cost or CostModel()
+    options = core_options(slot_bytes_of(max_tokens, heads, heap_bytes), timeout, cost)
+    request = _Request(
+        group, num_ranks, transport, name, device, attention, put_ctas, progress_thread, link, timeout, options
+    )
+    _check_together(request)
+    problem = attention_problem(device, attention, heads)
+    if group is not None and num_ranks > 1:
+        agree(group, Terms(transport, device.partition(":")[0], options["slot_bytes"], attention, problem), timeout)
+    elif problem:
+        raise InvalidArgumentError(f"init: {problem}")
+    core, exchange = _connect(request)
+    emulation = None if link is None else _emulation()
+    return Context(core, heads, cost, exchange, nsys=nsys, emulation=emulation)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The arguments of `init` that say how to connect, and the options that all constructors of the core take."""
+
+    group: dist.ProcessGroup | None
+    num_ranks: int
+    transport: str
+    name: str
+    device: str
+    attention: str
+    put_ctas: int | None
+    progress_thread: bool
+    link: Link | None
+    timeout: float
+    options: dict[str, Any]
+
+
+def _check_alone(transport: str, group: object, name: object, link: Link | None) -> None:
+    """Refuses arguments that are wrong whatever the others are."""
     if transport not in _TRANSPORTS:
         raise InvalidArgumentError(f"init: transport = {transport!r}; one of {', '.join(_TRANSPORTS)} is expected")
     if link is not None and transport == "torch":
         raise InvalidArgumentError("init: transport 'torch' has no link; use 'shm' to emulate one")
-    device = device_name(device)
-    nsys = nsys_wanted(nsys)
     if not isinstance(name, str):
         raise InvalidArgumentError(f"init: name = {name!r}; a string is expected")
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -112,74 +154,63 @@ def init(
         )
     if name in open_contexts:
         raise InvalidArgumentError(f"init: context {name!r} exists already; close it first, or choose another name")
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    num_ranks = dist.get_world_size(group) if group is not None else 1
-    if transport == "loopback" and num_ranks > 1:
+
+
+def _check_together(r: _Request) -> None:
+    """Refuses arguments that exclude each other, and a process that may not have the open files of the group."""
+    if r.transport == "loopback" and r.num_ranks > 1:
         raise InvalidArgumentError(
-            f"init: transport 'loopback' serves a group of one process, this group has {num_ranks}; use 'shm'"
+            f"init: transport 'loopback' serves a group of one process, this group has {r.num_ranks}; use 'shm'"
         )
-    if progress_thread and transport == "torch":
+    if r.progress_thread and r.transport == "torch":
         raise InvalidArgumentError("init: progress_thread is for 'shm'; transport 'torch' exchanges rows all at once")
-    if transport == "torch" and group is None:
+    if r.transport == "torch" and r.group is None:
         raise InvalidArgumentError(
             "init: transport 'torch' exchanges rows over a process group; call torch.distributed.init_process_group "
             "first, or pass the group"
         )
-    if transport in ("nvshmem", "cuda-ipc") and device == "cpu":
-        raise InvalidArgumentError(f"init: transport {transport!r} moves rows between GPUs; give device='cuda'")
-    if device != "cpu" and (transport in ("shm", "torch") or progress_thread or link is not None):
+    if r.transport in ("nvshmem", "cuda-ipc") and r.device == "cpu":
+        raise InvalidArgumentError(f"init: transport {r.transport!r} moves rows between GPUs; give device='cuda'")
+    if r.device != "cpu" and (r.transport in ("shm", "torch") or r.progress_thread or r.link is not None):
         raise InvalidArgumentError(
-            f"init: device = {device!r} goes with transport 'cuda-ipc', 'nvshmem' or, for one rank, 'loopback', and "
+            f"init: device = {r.device!r} goes with transport 'cuda-ipc', 'nvshmem' or, for one rank, 'loopback', and "
             "without progress_thread and link"
         )
-    attention = _C.chosen_attention(attention, device)
-    if (device, attention) == ("cpu", "flash") and (num_ranks > 1 or transport not in ("auto", "loopback")):
+    alone = r.num_ranks == 1 and r.transport in ("auto", "loopback")
+    if (r.device, r.attention) == ("cpu", "flash") and not alone:
         raise InvalidArgumentError("init: attention = 'flash' on the CPU is for one rank over 'loopback'")
-    if put_ctas is not None and (put_ctas < 1 or device == "cpu"):
-        raise InvalidArgumentError(f"init: put_ctas = {put_ctas} with device = {device!r}; at least 1, on CUDA")
-    if num_ranks > 1:
-        check_open_files(f"init: a group of {num_ranks} ranks", 2 * num_ranks + 8)
-    cost = cost or CostModel()
-    if transport == "nvshmem" and heap_bytes is None:
-        heap_bytes = nvshmem.heap_bytes_of_environment()
-    options = core_options(slot_bytes_of(max_tokens, heads, heap_bytes), timeout, cost)
-    emulation = None if link is None else _emulation()
-    made_by: Any = emulation or _C
-    linked = {} if link is None else {"link": link.words}
-    problem = attention_problem(device, attention, heads)
-    if group is not None and num_ranks > 1:
-        agree(group, Terms(transport, device.partition(":")[0], options["slot_bytes"], attention, problem), timeout)
-    elif problem:
-        raise InvalidArgumentError(f"init: {problem}")
-    if transport in ("auto", "loopback") and num_ranks == 1:
-        [core] = made_by.make_loopback(
-            names=[name], device=device, attention=attention, put_blocks=put_ctas or 0, **linked, **options
-        )
-        return Context(core, heads, cost, nsys=nsys, emulation=emulation)
-    if transport == "nvshmem":
-        return Context(nvshmem.connect(group, device, attention, name, options, put_ctas), heads, cost, nsys=nsys)
-    if group is not None and transport == "torch":
-        return _over_torch(group, name, heads, cost, options, nsys)
+    if r.put_ctas is not None and (r.put_ctas < 1 or r.device == "cpu"):
+        raise InvalidArgumentError(f"init: put_ctas = {r.put_ctas} with device = {r.device!r}; at least 1, on CUDA")
+    if r.num_ranks > 1:
+        check_open_files(f"init: a group of {r.num_ranks} ranks", 2 * r.num_ranks + 8)
+
+
+def _connect(r: _Request) -> tuple[_C.Context, Exchange | None]:
+    """The core's context over the transport that was asked for, or that `"auto"` stands for here."""
+    made_by: Any = _C if r.link is None else _emulation()
+    linked = {} if r.link is None else {"link": r.link.words}
+    on_device: dict[str, Any] = {"device": r.device, "attention": r.attention, "put_blocks": r.put_ctas or 0}
+    if r.transport in ("auto", "loopback") and r.num_ranks == 1:
+        [core] = made_by.make_loopback(names=[r.name], **on_device, **linked, **r.options)
+        return core, None
+    if r.transport == "nvshmem":
+        return _over_nvshmem(r)
+    if r.group is not None and r.transport == "torch":
+        return _over_torch(r.group, r)
     listener = _C.ShmListener()
-    rank = dist.get_rank(group) if group is not None else 0
-    addresses = gather_text(listener.address, group, timeout) if group is not None else [listener.address]
-    if group is not None and transport == "auto" and link is None and not _C.can_share_memory(addresses):
-        if device != "cpu":
-            return Context(nvshmem.connect(group, device, attention, name, options, put_ctas), heads, cost, nsys=nsys)
-        return _over_torch(group, name, heads, cost, options, nsys)
+    addresses = gather_text(listener.address, r.group, r.timeout) if r.group is not None else [listener.address]
+    if r.group is not None and r.transport == "auto" and r.link is None and not _C.can_share_memory(addresses):
+        return _over_torch(r.group, r) if r.device == "cpu" else _over_nvshmem(r)
     mesh: dict[str, Any] = {
         "listener": listener,
-        "rank": rank,
+        "rank": dist.get_rank(r.group) if r.group is not None else 0,
         "addresses": addresses,
-        "name": name,
-        "connect_timeout": min(timeout, 120.0),
+        "name": r.name,
+        "connect_timeout": min(r.timeout, 120.0),
     }
-    if device != "cpu":
-        core = _C.connect_ipc(device=device, attention=attention, put_blocks=put_ctas or 0, **mesh, **options)
-    else:
-        core = made_by.connect_shm(progress_thread=progress_thread, **linked, **mesh, **options)
-    return Context(core, heads, cost, nsys=nsys, emulation=emulation)
+    if r.device != "cpu":
+        return _C.connect_ipc(**on_device, **mesh, **r.options), None
+    return made_by.connect_shm(progress_thread=r.progress_thread, **linked, **mesh, **r.options), None
 
 
 def _emulation() -> ModuleType:
@@ -189,17 +220,18 @@ def _emulation() -> ModuleType:
     return _emulation
 
 
-def _over_torch(
-    group: dist.ProcessGroup, name: str, heads: Heads, cost: CostModel, options: dict[str, Any], nsys: bool
-) -> Context:
-    timeout = options["timeout"]
-    exchange = Exchange(group, timeout, hosts.address_if_known(group, timeout))
+def _over_nvshmem(r: _Request) -> tuple[_C.Context, None]:
+    return nvshmem.connect(r.group, r.device, r.attention, r.name, r.options, r.put_ctas), None
+
+
+def _over_torch(group: dist.ProcessGroup, r: _Request) -> tuple[_C.Context, Exchange]:
+    exchange = Exchange(group, r.timeout, hosts.address_if_known(group, r.timeout))
     core = _C.make_torch(
         rank=dist.get_rank(group),
-        num_ranks=dist.get_world_size(group),
+        num_ranks=r.num_ranks,
         all_to_all=exchange.all_to_all,
         abandon=exchange.abandon,
-        name=name,
-        **options,
+        name=r.name,
+        **r.options,
     )
-    return Context(core, heads, cost, exchange, nsys=nsys)
+    return core, exchange
