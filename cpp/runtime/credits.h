@@ -1,4 +1,4 @@
-// What a rank knows of credit, by slot and peer.
+// The credit that a rank has given and may rely on, by slot and peer.
 //
 // A receiver grants credit when it comes to a step. Peers that sent rows here in the slot's previous use need no
 // credit: they were told at the end of that use that the slot is free. Their rows may be under way before the receiver

@@ -28,7 +28,7 @@ struct ForwardTensors {
 };
 struct BackwardTensors {
   RowView q, k, v, out, lse, dout;
-  std::byte* retained = nullptr;  // what the forward step returned; null where the plan retains nothing here
+  std::byte* retained = nullptr;  // returned by the forward step; null where the plan retains nothing here
   RowView dq, dk, dv;             // returned
 };
 
@@ -130,7 +130,7 @@ struct DISTCA_EXPORT Dispatcher::Step {
   HeadShape heads;
   std::byte* arena = nullptr;
   std::byte* retained = nullptr;
-  /// Where a tensor of this rank lies, by TensorKind; null where the step does not have it.
+  /// The place of each tensor of this rank, by TensorKind. Null if the step does not have the tensor.
   std::array<RowView, static_cast<size_t>(plan::TensorKind::kCount)> tensors = {};
   std::shared_ptr<std::byte> delta;  // for backward steps; only grows
   int64_t delta_bytes = 0;
@@ -142,7 +142,7 @@ struct DISTCA_EXPORT Dispatcher::Step {
   /// The kinds of the tensors that the step returns.
   std::span<const plan::TensorKind> returned() const;
   KvHeads all_heads() const { return {0, heads.kv_heads}; }
-  /// How rows of a range of heads lie in an arena.
+  /// The format of rows of a range of heads in an arena.
   plan::RowFormat format(plan::Direction direction, plan::TensorKind kind, const KvHeads& range) const;
   RowView in_arena(plan::Direction direction, plan::TensorKind kind, const KvHeads& range, int64_t offset) const;
   /// Keys or values in the retained memory, where they lie as in the arena of a forward step.

@@ -2,13 +2,16 @@
 //
 // Every rank makes the same sequence of calls. A call does a whole step, or one of its parts (dispatch, attend,
 // collect); therefore two steps may be under way at once. A step gets the slot that is free. Where both are free, it
-// gets the one that the step before did not get. At step n a receiver grants credit for the step's slot to exactly the
-// senders of plan n, once its own earlier use of that slot is over. A sender waits for the credit, puts, and signals.
-// Peers that sent rows here in that earlier use need no credit unless steps are queued: they are told at the end of
-// that use (credits.h). A rank waits only for ranks that send to it, or receive from it, in this plan. Each rank
-// publishes its calls with their plan digests. Of two neighbours whose calls differ, at least one notices at once; a
-// rank that waits for a peer compares with it again. A rank tells its first fault to all its peers. From then on the
-// context is poisoned: it sends and returns no more rows.
+// gets the one that the step before did not get.
+//
+// At step n a receiver grants credit for the step's slot to exactly the senders of plan n, once its own earlier use of
+// that slot is over. A sender waits for the credit, puts, and signals. Peers that sent rows here in that earlier use
+// need no credit unless steps are queued: they are told at the end of that use (credits.h). A rank waits only for ranks
+// that send to it, or receive from it, in this plan.
+//
+// Each rank publishes its calls with their plan digests. Of two neighbours whose calls differ, at least one notices at
+// once, and a rank that waits for a peer compares with it again. A rank tells its first fault to all its peers. From
+// then on the context is poisoned: it sends and returns no more rows.
 //
 // No rank waits for ever, by induction over the calls. Dispatch waits for credit only. Peers give it when they come to
 // the same call, before they wait themselves, or gave it at the end of an earlier call. Attend waits for rows of its
@@ -46,7 +49,7 @@
 
 namespace distca::runtime {
 
-/// What scores depend on besides q, k and the mask. All of it is the same on all ranks of a step, except
+/// The values on which scores depend besides q, k and the mask. All of them are the same on all ranks of a step, except
 /// `deterministic`, which is a rank's own choice.
 struct ScoreOptions {
   float scale = 1.f;
@@ -59,7 +62,7 @@ struct ScoreOptions {
   uint64_t sinks_digest() const;
 };
 
-/// What a call does: a whole step, one part of it, the recorded steps of a replay, or nothing because it was refused.
+/// The work of a call: a whole step, one part of it, the recorded steps of a replay, or nothing because it was refused.
 /// All ranks split their steps alike.
 enum class Part : uint64_t { kWhole = 0, kDispatch, kAttend, kCollect, kReplay, kRefused };
 

@@ -149,7 +149,7 @@ void Protocol::compare_with(int64_t peer) {
                                       ". All ranks must make the same calls in the same order with the same plan"));
     }
   }
-  // The peer is so far ahead that its history of this step is gone. That is an error only if this rank still waits for
+  // The peer is so far ahead that its history of this call is gone. That is an error only if this rank still waits for
   // something of it.
   if (waiting_.peer == peer && transport_->load(waiting_.word) < waiting_.value) {
     fault_ = {FaultCode::kMismatch, {static_cast<uint64_t>(peer), 0, at_.now.plan_digest}};

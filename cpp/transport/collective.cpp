@@ -28,7 +28,7 @@ struct Published {
   uint64_t value;
 };
 
-/// What every rank tells every other rank before any row moves.
+/// The message of every rank to every other rank before any row moves.
 struct Header {
   static constexpr size_t kMaxPublished = 32;
 

@@ -66,8 +66,8 @@ Mapping::Mapping(int flags, int fd, int64_t bytes) : bytes_(bytes) {
   void* const p = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, flags | MAP_NORESERVE, fd, 0);
   require<OperatingSystemError>(p != MAP_FAILED, "could not map ", bytes, " bytes of memory: ", std::strerror(errno));
   data_ = static_cast<std::byte*>(p);
-  // Otherwise a forked worker that outlives its parent would keep the whole heap alive. It does no harm if the kernel
-  // does not know this advice.
+  // Without this advice a forked worker that outlives its parent would keep the whole heap alive. A kernel that does
+  // not know the advice does no harm.
   static_cast<void>(::madvise(p, static_cast<size_t>(bytes), MADV_DONTFORK));
 }
 

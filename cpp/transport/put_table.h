@@ -106,8 +106,8 @@ class DISTCA_EXPORT PutTable {
   std::vector<PutMessage> messages_;
 };
 
-/// How many thread blocks keep a link busy (Little's law): the bytes that must be under way to hide its latency,
-/// divided by the bytes that one block has under way. The rest of the GPU is left to attention.
+/// The number of thread blocks that keep a link busy (Little's law): the bytes that must be under way to hide its
+/// latency, divided by the bytes that one block has under way. The rest of the GPU is left to attention.
 struct LinkModel {
   int64_t bytes_per_second = int64_t{450} << 30;  // NVLink 4, one direction
   int64_t latency_ns = 1500;                      // of a load followed by a store to a peer

@@ -39,8 +39,8 @@ class DISTCA_EXPORT SendTable {
 
   /// Begins the message to a peer. Its `first_piece` and `num_pieces` are ignored.
   void open(const SendMessage& message);
-  /// Where to pack rows of the message that was opened last, which go to `to` with these strides. Null if the arena is
-  /// full. Gaps between heads or rows are sent too, because the extent belongs to the message alone.
+  /// Returns where to pack rows of the message that was opened last, which go to `to` with these strides. Null if the
+  /// arena is full. Gaps between heads or rows are sent too, because the extent belongs to the message alone.
   std::byte* add(std::byte* to, int64_t row_stride, int64_t head_stride, const RowExtent& n);
   /// Sets the signal of that message.
   void close(uint64_t* signal, uint64_t value);

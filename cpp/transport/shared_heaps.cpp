@@ -14,7 +14,7 @@ using Clock = std::chrono::steady_clock;
 /// the process ends.
 constexpr std::chrono::seconds kLettingGo{2};
 
-/// What a rank tells each other rank: how to reach its memory, and how large the heap in it is.
+/// The message of a rank to each other rank: how to reach its memory, and how large the heap in it is.
 struct Offer {
   Streams::Card card;
   int64_t heap_bytes;

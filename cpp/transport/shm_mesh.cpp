@@ -280,7 +280,7 @@ class Mesh {
             group_.rank, " has ", group_.num_signals, "; they must be equal");
   }
 
-  /// The region must be sealed, because a store into one that has shrunk would be a crash.
+  /// The region must be sealed, because a store into a region that has shrunk would crash this process.
   void take_memory(int from, Descriptor memory) {
     require(static_cast<bool>(memory), name(from), " sent no memory to rank ", group_.rank);
     struct stat info{};

@@ -1,5 +1,5 @@
-// What a step needs of a transport that does nothing at once. Puts, signals and waits are queued on streams of a device
-// and happen there, in order, while the host goes on.
+// The operations that a step needs of a transport that does nothing at once. Puts, signals and waits are queued on
+// streams of a device and happen there, in order, while the host goes on.
 #pragma once
 
 #include <cstdint>

@@ -84,8 +84,8 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   /// memory.
   uint64_t* word_of(int peer, int64_t word) const;
   void open_message(int peer);
-  /// Where to pack rows that go to that place in a remote peer's heap. If the send arena is full, what it holds is sent
-  /// first.
+  /// Returns where to pack rows that go to that place in a remote peer's heap. If the send arena is full, what it holds
+  /// is sent first.
   std::byte* pack(int peer, const Write& write, const RowExtent& extent);
 
   const char* name_;
@@ -95,7 +95,7 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   mutable std::mutex departures_;
   std::unique_ptr<Watch> watch_;
 
-  // What the next `send` starts.
+  // The next `send` starts these.
   PutTable table_;
   SendTable sends_, early_sends_;
   PutMessage next_ = {};  // the message that the next put to its peer opens

@@ -48,8 +48,9 @@ class DISTCA_EXPORT Streams {
   /// Makes what is queued on the stream from here on come after that point. A number that was never recorded has no
   /// effect.
   virtual void wait_for(Stream stream, int point) = 0;
-  /// Called at the end of a step. On a device it returns at once. Where threads of the host stand for the device, it
-  /// returns when the rank's work is done, because what the host itself does next follows no stream.
+  /// Called at the end of a step, of a replay and after a fault. On a device it returns at once. Where threads of the
+  /// host stand for the device, it returns when the rank's work is done, because what the host itself does next follows
+  /// no stream.
   virtual void hand_over() = 0;
   /// Returns when everything that was queued is done.
   virtual void drain() noexcept = 0;

@@ -47,7 +47,7 @@ TablePart fixed_value(const char* name, const T& value) {
   return {name, std::as_bytes(std::span(&value, 1)), sizeof(T), TablePart::Kind::kFixed};
 }
 
-/// Where the parts of a table lie.
+/// The places of the parts of a table.
 class DISTCA_EXPORT TableLayout {
  public:
   static constexpr size_t kMaxParts = 10;

@@ -15,7 +15,7 @@
 
 namespace distca::transport {
 
-/// What a tape needs of the streams of a device.
+/// The functions that a tape needs of the streams of a device.
 class TapeDevice {
  public:
   virtual ~TapeDevice() = default;
