@@ -130,7 +130,7 @@ class Protocol {
   bool flush(bool more);
   /// Waits for the rows of all messages of that direction and round.
   void await_rows(std::span<const plan::WaitRow> waits, plan::Direction direction, int64_t round);
-  /// Fills rows that a queued step returns with NaN if there was a fault.
+  /// Fills with NaN the rows that a queued step returns, if there was a fault.
   void poison(const RowView& rows, const RowExtent& n);
   /// Returns once no put of the step is under way. Where steps are queued it returns at once, and work queued later
   /// waits for that instead.

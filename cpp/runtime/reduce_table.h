@@ -1,6 +1,6 @@
 // The sums of one round of a backward step at home. The partial dk, dv that came are added in one pass, in fp32 and in
-// the order of the plan. The pass of a row's last round casts the sum into the returned tensor. Host and device compute
-// with the same function, which is also what a thread of the GPU's kernel does.
+// the order of the plan. The pass of a row's last round casts the sum into the returned tensor. What a thread of the
+// GPU's kernel does is a function for host and device, so that tests on the host cover it.
 #pragma once
 
 #include <cstdint>
