@@ -21,12 +21,12 @@ using namespace transport;
 
 namespace {
 
-/// What a card says: which open file of which process the memory is.
+/// The contents of a card: a process, and its descriptor of the file that is the memory.
 struct OpenFile {
   int32_t process, descriptor;
 };
 
-/// What the blocks of the put kernel do, one after another.
+/// Does what the thread blocks of the put kernel do, one after another.
 void put_all(std::span<const PutEntry> entries, std::span<const PutMessage> messages, const Guard& guard) {
   const PutEntry* e = entries.data();
   for (size_t i = 0; i < messages.size(); ++i) {
@@ -132,7 +132,7 @@ void HostStreams::wait_for(Stream stream, int point) {
 
 void HostStreams::replay(const Tape& tape) {
   tape.replay();
-  hand_over();  // after which nobody reads the tables any more: each step's end has joined the streams
+  hand_over();  // then nobody reads the tables: each step's end has joined the streams
 }
 
 void HostStreams::hand_over() {
@@ -191,7 +191,7 @@ void HostStreams::fill_nan_if_stopped(const RowView& to, const RowExtent& extent
 }
 
 std::optional<StreamFault> HostStreams::fault() const {
-  if (!is_set(&fault_.is_set)) return std::nullopt;  // an acquire: the rest was written before
+  if (!is_set(&fault_.is_set)) return std::nullopt;  // an acquire, because the rest was written before
   return fault_;
 }
 

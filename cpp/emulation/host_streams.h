@@ -1,5 +1,5 @@
-// Two threads that stand for the streams of a device, for tests: they run what is queued on them in order, with the
-// code that kernels are made of, while the rank's own thread goes on.
+// Two threads that stand for the streams of a device, for tests. They run what is queued on them in order, with the
+// code of which kernels are made, while the rank's own thread goes on.
 #pragma once
 
 #include <array>
@@ -18,10 +18,10 @@ namespace distca::emulation {
 class DISTCA_EXPORT HostStreams final : public transport::Streams {
  public:
   explicit HostStreams(std::chrono::milliseconds timeout);
-  /// Ends when all that was queued is done.
+  /// Waits until all that was queued is done.
   ~HostStreams() override;
 
-  /// Queues any operation, with a copy of what it reads; what it throws comes out of the next `hand_over`.
+  /// Queues any operation, with a copy of what it reads. The next `hand_over` throws what the operation throws.
   using Work = std::function<void(const transport::Table& table)>;
   void queue(Stream stream, const char* operation, std::span<const transport::TablePart> parts, Work work);
   bool is_stopped() const { return transport::is_stopped(guard_); }

@@ -68,13 +68,13 @@ void LinkTransport::quiet_until(uint64_t mark) {
 
 void LinkTransport::cancel() noexcept {
   if (thread_.is_forked()) return;
-  // The link is free, and no row is left that a signal of the fault would have to wait for.
+  // The link is free from now on, and no row is left for which a signal of the fault would have to wait.
   free_from_ = {};
   std::fill(last_to_.begin(), last_to_.end(), Clock::time_point());
   std::unique_lock lock(thread_.mutex());
   for (const Item& item : under_way_) numbers_.erase(item.number);
   under_way_.clear();
-  thread_.done().wait(lock, [&] { return numbers_.empty(); });  // what is being delivered
+  thread_.done().wait(lock, [&] { return numbers_.empty(); });  // the item that is being delivered
   inner_->cancel();
 }
 

@@ -1,4 +1,5 @@
-// An emulated network link in front of another transport, for tests and benchmarks of what hides behind compute.
+// An emulated network link in front of another transport, for tests and benchmarks of traffic that is hidden behind
+// compute.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +14,12 @@
 namespace distca::emulation {
 
 struct LinkOptions {
-  double bytes_per_second = 0;          // of what leaves this rank, to all peers together
-  std::chrono::nanoseconds latency{0};  // of every put and every signal
-  bool signal_only = false;             // every put takes the link's time of one byte
+  double bytes_per_second = 0;          // speed of what leaves this rank, to all peers together
+  std::chrono::nanoseconds latency{0};  // added to every put and every signal
+  bool signal_only = false;             // every put takes the link's time for one byte
 };
 
-/// When a put was on the link, by the steady clock.
+/// The time in which a put was on the link, by the steady clock.
 struct Transfer {
   int peer;
   int64_t bytes;
@@ -26,14 +27,14 @@ struct Transfer {
   int64_t end_ns;
 };
 
-/// Puts leave one after another at the link's speed and arrive a latency later; a signal arrives a latency after it was
-/// sent, but not before the puts to that peer that came first. A thread of its own delivers, so that rows travel while
-/// the rank computes; what is under way at destruction is lost. Sources are read at delivery.
+/// Puts leave one after another at the link's speed and arrive a latency later. A signal arrives a latency after it was
+/// sent, but not before the earlier puts to that peer. A thread of its own delivers; therefore rows travel while the
+/// rank computes. What is under way at destruction is lost. Sources are read at delivery.
 class DISTCA_EXPORT LinkTransport final : public transport::WrappingTransport {
  public:
   LinkTransport(std::unique_ptr<transport::Transport> inner, const LinkOptions& options);
 
-  /// What has arrived since the call before.
+  /// Returns the puts that have arrived since the previous call.
   std::vector<Transfer> take_transfers();
 
   const char* name() const override { return "link"; }
@@ -49,7 +50,7 @@ class DISTCA_EXPORT LinkTransport final : public transport::WrappingTransport {
   using Clock = std::chrono::steady_clock;
   struct Item {
     Clock::time_point arrival;
-    uint64_t number;  // of what this rank has sent
+    uint64_t number;  // counts what this rank has sent
     Write write;
     Clock::time_point begin = {};
     Clock::time_point end = {};
@@ -63,10 +64,10 @@ class DISTCA_EXPORT LinkTransport final : public transport::WrappingTransport {
   void deliver();
 
   LinkOptions options_;
-  uint64_t num_sent_ = 0;                   // by the rank's thread alone
-  Clock::time_point free_from_ = {};        // the link; by the rank's thread alone
-  std::vector<Clock::time_point> last_to_;  // arrival of the last put to each peer; likewise
-  std::set<Item> under_way_;                // this and what follows under the thread's mutex
+  uint64_t num_sent_ = 0;                   // used by the rank's thread alone
+  Clock::time_point free_from_ = {};        // when the link is free; used by the rank's thread alone
+  std::vector<Clock::time_point> last_to_;  // arrival of the last put to each peer; used likewise
+  std::set<Item> under_way_;                // from here on, all is used under the thread's mutex
   std::set<uint64_t> numbers_;              // of the items under way
   std::vector<Transfer> transfers_;
   Worker thread_;  // last: it ends before what it uses goes

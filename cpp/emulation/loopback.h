@@ -1,4 +1,4 @@
-// Loopback groups whose ranks stand for those of several hosts, and ranks that die.
+// Loopback groups whose ranks stand for ranks of several hosts, and ranks that die.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,9 @@
 
 namespace distca::emulation {
 
-/// As transport::make_stream_loopback, but that ranks lie on `num_hosts` hosts in turn: between hosts messages are
-/// packed, into a send arena of `send_arena_bytes`, and carried by a thread that stands for a network. `streams` are
-/// those of make_host_device.
+/// Does what transport::make_stream_loopback does, but places the ranks on `num_hosts` hosts in turn. Between hosts
+/// messages are packed into a send arena of `send_arena_bytes`, and a thread that stands for a network carries them.
+/// `streams` are those of make_host_device.
 DISTCA_EXPORT std::vector<std::unique_ptr<transport::Transport>> make_loopback_of_hosts(
     int64_t heap_bytes, int64_t num_signals, std::span<const std::shared_ptr<transport::Streams>> streams,
     int num_hosts, int64_t send_arena_bytes);

@@ -39,7 +39,7 @@ class MemorySender final : public Sender {
   void deliver(const Sent& sent) {
     const DeviceMemory& peer = ranks_[static_cast<size_t>(sent.message.peer)];
     for (const SendPiece& p : sent.pieces) {
-      std::this_thread::yield();  // late: what has packed the piece may be far on
+      std::this_thread::yield();  // delivers late: the stream that packed the piece may be far ahead
       std::memcpy(peer.heap + (p.to - own_.heap), p.from, static_cast<size_t>(p.bytes));
     }
     const SendMessage& m = sent.message;

@@ -1,5 +1,5 @@
-// What stands for a network between ranks of one process: a thread of the rank's carries its messages, while its
-// streams go on.
+// Stands for a network between ranks of one process: a thread of each rank carries its messages, while its streams go
+// on.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@
 
 namespace distca::emulation {
 
-/// `ranks`: the memory of all of them, where this process has it.
+/// Makes the sender of a rank. `ranks` has the memory of all ranks, as this process addresses it.
 std::shared_ptr<transport::Sender> make_memory_sender(int rank, std::vector<transport::DeviceMemory> ranks);
 
 }  // namespace distca::emulation

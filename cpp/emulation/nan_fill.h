@@ -1,13 +1,13 @@
-// Memory that is full of NaN wherever a step has not written it, so that no result depends on what was there before.
+// Fills memory with NaN wherever a step has not written it. No result can then depend on what was there before.
 #pragma once
 
 #include "runtime/context.h"
 
 namespace distca::emulation {
 
-/// Before the first step of a context: from here on its arenas are full of NaN whenever peers begin to write there, and
-/// returned tensors when a step begins. An arena is filled at the end of its use, so that credit is granted when it is
-/// without this.
+/// Called before the first step of a context. From then on its arenas are full of NaN when peers begin to write there,
+/// and so are returned tensors when a step begins. An arena is filled at the end of its use, so that credit is granted
+/// at the same time as without this.
 DISTCA_EXPORT void fill_with_nan(runtime::Context& context);
 
 }  // namespace distca::emulation

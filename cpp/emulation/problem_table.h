@@ -1,4 +1,4 @@
-// A Problem as parts of a table, for attention whose turn comes when its caller's arrays are gone.
+// A Problem as parts of a table, for attention that runs when its caller's arrays are gone.
 #pragma once
 
 #include <array>
@@ -12,7 +12,8 @@
 
 namespace distca::emulation {
 
-/// The parts are good until the next problem, or until this one's arrays change. Memory is used again.
+/// The parts of a problem. They are valid until the next problem, or until this one's arrays change. Memory is used
+/// again.
 class ProblemParts {
  public:
   std::span<const transport::TablePart> of(const attention::Problem& problem) {
@@ -20,7 +21,7 @@ class ProblemParts {
     blocks_.clear();
     grads_.clear();
     sinks_.clear();
-    // Arrays of the groups lie one after another.
+    // The arrays of all groups lie one after another.
     for (const attention::KeyGroup& g : problem.groups) {
       blocks_.insert(blocks_.end(), g.blocks.begin(), g.blocks.end());
       grads_.insert(grads_.end(), g.grads.begin(), g.grads.end());
@@ -39,7 +40,7 @@ class ProblemParts {
   std::vector<float> sinks_;
 };
 
-/// The problem of a table with these parts, whose memory it goes on to use.
+/// The problem of a table with these parts. It keeps using the table's memory.
 class KeptProblem {
  public:
   KeptProblem(const transport::TableLayout& layout, const std::byte* memory) {

@@ -74,7 +74,7 @@ class QueuedBackend final : public Backend {
       cpu_->row_dot(a.heads, a.num_rows, a.out, a.dout, a.delta, Parallel());
     });
   }
-  // The caller's threads may be gone when its turn comes.
+  // These ignore the Parallel, because the caller's threads may be gone when their turn comes.
   void forward(const attention::Problem& problem, const Parallel&) override {
     queue_attention("forward", problem, &Backend::forward);
   }

@@ -8,8 +8,8 @@
 
 namespace distca::emulation {
 
-/// What is asked of its backend happens later, on the stream of the rank's work, with what pointers in its arguments
-/// then point to; tables are copied. `finish` waits.
+/// Makes such a device. What its backend is asked to do happens later, on the stream of the rank's work. It then reads
+/// whatever the pointers in its arguments point to at that time; tables are copied. `finish` waits for all of it.
 DISTCA_EXPORT runtime::Device make_host_device(std::chrono::milliseconds timeout);
 
 }  // namespace distca::emulation

@@ -44,7 +44,7 @@ void ReorderingTransport::doze(uint32_t seen, std::chrono::microseconds at_most)
   if (held_.empty()) {
     WrappingTransport::doze(seen, at_most);
   } else {
-    deliver_one();  // nobody else would, and the one who waits may wait for an answer to this
+    deliver_one();  // nobody else would, and this rank may wait for an answer to it
   }
 }
 
@@ -55,7 +55,7 @@ void ReorderingTransport::deliver_sometimes() const {
 void ReorderingTransport::deliver_one() const {
   size_t pick = static_cast<size_t>(random_() % held_.size());
   if (const Write& drawn = held_[pick]; drawn.is_signal) {
-    // The earliest item that must come before it has nothing that must come before itself.
+    // The earliest put to that peer must come before the signal, and nothing must come before that put.
     for (size_t i = 0; i < pick; ++i) {
       const Write& earlier = held_[i];
       if (earlier.peer == drawn.peer && !earlier.is_signal) {

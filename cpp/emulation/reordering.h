@@ -1,4 +1,4 @@
-// A transport for tests that delivers late and out of order whatever the contract lets be late and out of order.
+// A transport for tests, which delivers as late and as much out of order as the contract allows.
 #pragma once
 
 #include <memory>
@@ -9,9 +9,9 @@
 
 namespace distca::emulation {
 
-/// Holds back puts and signals of another transport and delivers them in an order drawn from a seed. The one promise it
-/// keeps is the contract's: a signal comes after all earlier puts to that peer. Sources are read at delivery. Some
-/// calls that look at memory deliver one item; `quiet` delivers all; what is still held at destruction is lost. The
+/// Holds back puts and signals of another transport, and delivers them in an order drawn from a seed. It keeps only the
+/// promise of the contract: a signal comes after all earlier puts to that peer. Sources are read at delivery. Some
+/// calls that look at memory deliver one item, and `quiet` delivers all. What is still held at destruction is lost. The
 /// same calls with the same seed give the same order.
 class DISTCA_EXPORT ReorderingTransport final : public transport::WrappingTransport {
  public:
@@ -34,7 +34,7 @@ class DISTCA_EXPORT ReorderingTransport final : public transport::WrappingTransp
   void deliver_one() const;
   void deliver_sometimes() const;
 
-  // Delivery also happens in const calls: to the caller it is something that the network does on its own.
+  // Const calls also deliver, because to the caller the network does that on its own.
   mutable std::mt19937_64 random_;
   mutable std::vector<Write> held_;
 };

@@ -33,7 +33,7 @@ class ReplayBackend final : public WrappingBackend {
       const int64_t heads = group.kv_heads * problem.heads.group_heads();
       units += static_cast<double>(heads * pass.cost.cost(problem.mask, group.kv_end, task.q_begin, task.q_end));
     }
-    ::prctl(PR_SET_TIMERSLACK, 1UL);  // of this thread: sleeps end when they should, not 50 us later
+    ::prctl(PR_SET_TIMERSLACK, 1UL);  // for this thread: sleeps end when they should, not 50 us later
     std::this_thread::sleep_until(begin + std::chrono::nanoseconds(std::llround(units * pass.unit_ns)));
   }
 

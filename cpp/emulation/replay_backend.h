@@ -1,5 +1,5 @@
-// A backend that does not compute attention but takes the time that it would: many ranks on a machine of few cores, for
-// benchmarks of schedules.
+// A backend that does not compute attention but takes the time that it would take. With it, benchmarks of schedules
+// have many ranks on a machine of few cores.
 #pragma once
 
 #include <memory>
@@ -9,13 +9,13 @@
 
 namespace distca::emulation {
 
-/// What a pass of attention takes: a cost for each query head of a task, and the time of its unit.
+/// The time of a pass of attention: a cost for each query head of a task, and the time of a unit of cost.
 struct ReplayedPass {
   plan::CostModel cost;
   double unit_ns = 0;
 };
 
-/// The CPU's, but that `forward` and `backward` sleep and write nothing.
+/// Makes a backend that is the CPU's, except that `forward` and `backward` sleep and write nothing.
 DISTCA_EXPORT std::shared_ptr<runtime::Backend> make_replay_backend(const ReplayedPass& forward,
                                                                     const ReplayedPass& backward);
 

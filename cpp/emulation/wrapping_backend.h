@@ -1,4 +1,4 @@
-// A backend that leaves to another one what it does not do itself.
+// A backend that leaves to another backend what it does not do itself.
 #pragma once
 
 #include <memory>

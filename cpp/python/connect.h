@@ -1,4 +1,4 @@
-// Making and connecting contexts: what distca._C and distca.testing._emulation have in common.
+// Functions that make and connect contexts, shared by distca._C and distca.testing._emulation.
 #pragma once
 
 #include <chrono>
@@ -49,14 +49,14 @@ inline ContextPtr register_context(TransportPtr transport, runtime::ContextOptio
   return context;
 }
 
-/// The number of ranks of a loopback group, each with the name of its context.
+/// The number of ranks of a loopback group. Each rank has one name, that of its context.
 inline int num_loopback_ranks(const std::vector<std::string>& names) {
   require(!names.empty() && names.size() <= 4096, "loopback: ", names.size(), " ranks; 1 to 4096 are allowed");
   return static_cast<int>(names.size());
 }
 
-/// The transports of a loopback group. Rows go by the devices' streams where there are any. Otherwise the host copies
-/// them if it owns the memory (`on_host`), and the backends do if not.
+/// The transports of a loopback group. Rows travel by the devices' streams if there are any. Otherwise the host copies
+/// them if it owns the memory (`on_host`), and the backends do if it does not.
 inline std::vector<TransportPtr> loopback_transports(const std::vector<runtime::Device>& devices, bool on_host,
                                                      const runtime::HeapNeeds& needs) {
   std::vector<std::shared_ptr<transport::Streams>> streams;
@@ -79,7 +79,7 @@ inline TransportPtr shm_transport(transport::ShmListener& listener, int rank, co
 
 using Listener = std::variant<transport::ShmListener*, transport::TcpListener*>;
 
-/// Connects the hosts' ranks by way of what they listen with; both kinds of listeners are used up.
+/// Connects the ranks for their control transport, by shm or tcp as the listener says. The listener is used up.
 inline TransportPtr connect_control(const Listener& listener, int rank, const std::vector<std::string>& addresses,
                                     int64_t num_signals, std::chrono::milliseconds timeout) {
   if (auto* const shm = std::get_if<transport::ShmListener*>(&listener))
@@ -88,7 +88,7 @@ inline TransportPtr connect_control(const Listener& listener, int rank, const st
                                 timeout);
 }
 
-/// Ranks of several processes whose devices write into each other's memory.
+/// Makes the context of a rank whose device, and those of ranks in other processes, write into each other's memory.
 inline ContextPtr ipc_context(const Listener& listener, int rank, const std::vector<std::string>& addresses,
                               runtime::Device mine, runtime::ContextOptions options, double connect_timeout) {
   const auto num_ranks = static_cast<int>(addresses.size());

@@ -50,7 +50,7 @@ ContextPtr make_shm_context(transport::ShmListener& listener, int rank, const st
                           std::move(options));
 }
 
-/// Ranks of several processes whose devices write into each other's memory.
+/// Makes the context of a rank whose device, and those of ranks in other processes, write into each other's memory.
 ContextPtr make_ipc_context(const Listener& listener, int rank, const std::vector<std::string>& addresses,
                             const std::string& device, const std::string& attention, int put_blocks, std::string name,
                             int64_t slot_bytes, double timeout, double connect_timeout, const plan::CostModel& cost) {
@@ -107,7 +107,7 @@ ContextPtr make_nvshmem_context(int rank, int num_ranks, int device, const std::
   return register_context(std::move(transport), options, std::move(mine.backend));
 }
 
-/// Throws the error of the core that the Python exception stands for.
+/// Throws the error of the core for which the Python exception stands.
 [[noreturn]] void throw_as_ours(const py::error_already_set& error) {
   const std::string text = py::str(error.value());
   const py::module_ errors = py::module_::import("distca.errors");
@@ -115,7 +115,7 @@ ContextPtr make_nvshmem_context(int rank, int num_ranks, int device, const std::
   if (error.matches(errors.attr("PeerDiedError"))) throw PeerDiedError(text);
   if (error.matches(errors.attr("PeerLeftError"))) throw PeerLeftError(text);
   if (error.matches(errors.attr("PeerTimeoutError"))) throw PeerTimeoutError(text);
-  if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();  // once more, where Python can raise it
+  if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();  // again, at a place where Python can raise it
   const std::string name = py::str(error.type().attr("__name__"));
   throw OperatingSystemError(message("the exchange between the ranks failed: ", name, text.empty() ? "" : ": ", text));
 }
@@ -152,20 +152,20 @@ ContextPtr make_torch_context(int rank, int num_ranks, AllToAll all_to_all, Aban
       try {
         abandon(why.kind(), why.what());
       } catch (py::error_already_set& error) {
-        if (error.matches(PyExc_KeyboardInterrupt)) {  // of Ctrl-C before or meanwhile: the peers are told all the same
+        if (error.matches(PyExc_KeyboardInterrupt)) {  // Ctrl-C, before or meanwhile: the peers are told all the same
           is_done = std::exchange(is_interrupted, true);
         } else {
           error.discard_as_unraisable("distca: a context is abandoned");
         }
       }
     }
-    if (is_interrupted) PyErr_SetInterrupt();  // once more, where Python can raise it
+    if (is_interrupted) PyErr_SetInterrupt();  // again, at a place where Python can raise it
   };
   return register_context(
       transport::make_collective(rank, num_ranks, needs.heap_bytes, needs.num_signals, std::move(collective)), options);
 }
 
-/// Plans as address and number of their words.
+/// Takes each plan as the address and number of its words.
 void replan(runtime::Context& context, const std::shared_ptr<runtime::Recording>& recording,
             const std::vector<std::pair<uintptr_t, size_t>>& plans, bool check_only) {
   std::vector<std::span<const int64_t>> words;

@@ -1,4 +1,4 @@
-// distca._C: layouts, plans, transports and contexts for Python, and what this machine has. Typed in
+// distca._C: layouts, plans, transports and contexts for Python, and what this machine has. Its types are in
 // python/distca/_C.pyi.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -15,7 +15,7 @@ namespace py = pybind11;
 namespace distca::python {
 namespace {
 
-/// An error of the core becomes the class of that name in distca.errors.
+/// Turns an error of the core into the class of that name in distca.errors.
 void translate_errors(std::exception_ptr pending) {
   try {
     if (pending) std::rethrow_exception(pending);
@@ -37,7 +37,7 @@ double measure_peak_flops(int64_t dtype, int num_threads, double seconds) {
   return attention::measure_peak_flops(static_cast<DType>(dtype), num_threads, seconds);
 }
 
-/// Empty where the library's own kernels compute attention over such heads on that GPU.
+/// Says why the library's own kernels do not compute attention over such heads on that GPU. Empty if they do.
 std::string own_attention_problem(int64_t q_heads, int64_t kv_heads, int64_t dim, int64_t v_dim, int64_t dtype,
                                   int device) {
   require(dtype >= 0 && dtype < kNumDTypes, "attention: dtype number ", dtype);

@@ -1,4 +1,4 @@
-// How ranks of several processes find each other, for Python.
+// The listeners by which ranks of several processes find each other, for Python.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

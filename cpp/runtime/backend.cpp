@@ -44,7 +44,7 @@ class CpuBackend final : public Backend {
   attention::CpuAttention kernel_;
 };
 
-/// Never destroyed, like the registry of contexts.
+/// The makers are never destroyed, like the registry of contexts.
 Makers& makers() {
   static auto* const instance = new Makers;
   return *instance;
@@ -57,7 +57,7 @@ void check_choice(const char* what, std::string_view attention) {
           "\"; \"auto\", \"own\" and \"flash\" are allowed");
 }
 
-/// Whether the CPU's kernel computes.
+/// Checks device and attention. Returns whether the CPU's own kernel computes.
 bool check_asked(const std::string& device, const std::string& attention) {
   check_choice("attention", attention);
   const bool by_cpu = device == "cpu" && attention != "flash";

@@ -1,5 +1,5 @@
-// Who does the work of one rank: on the host, the CPU kernel and plain loops; on a GPU, what the operators' library and
-// libdistca_cuda bring. All that a step does with rows goes through here.
+// A backend does the work of one rank. All that a step does with rows goes through it. On the host it is the CPU kernel
+// and plain loops. On a GPU it is what the operators' library and libdistca_cuda bring.
 #pragma once
 
 #include <chrono>
@@ -20,76 +20,79 @@ namespace distca::runtime {
 
 enum class Fill { kZero, kNan, kMinusInfinity };  // the last one for fp32 rows
 
-/// One thing that is done with rows.
+/// One copy or fill of rows.
 struct RowWork {
   enum class Kind { kCopy, kFill };
 
   Kind kind = Kind::kCopy;
-  RowView to, from;  // kFill has no `from`
+  RowView to, from;  // unused for kFill
   RowExtent n;
   Fill fill = Fill::kZero;
 };
 
-/// One call at a time. Work may go on after a call; `finish` ends it.
+/// Its functions are called one at a time. Work may go on after a call has returned; `finish` returns when it is done.
 class DISTCA_EXPORT Backend : public Memory {
  public:
-  /// What computes attention over such heads, for people to read.
+  /// Says, for people to read, what computes attention over such heads.
   virtual std::string attention(const HeadShape& heads) const = 0;
-  /// Whether it is a kernel of this library: out, lse and, if deterministic, dq of a row have the same bits whatever
-  /// the plan.
+  /// Whether attention over such heads is a kernel of this library. If it is, the bits of a row's out and lse do not
+  /// depend on the plan; with `deterministic`, nor do those of its dq.
   virtual bool plan_independent(const HeadShape& heads) const = 0;
-  /// Throws the error that names what is supported, unless attention over such heads is.
+  /// Throws an error that names what is supported, unless attention over such heads is.
   virtual void check(const HeadShape& heads, float softcap) const = 0;
 
-  /// Memory of any content, aligned to 256 bytes, for what the calling thread queues next on a GPU's current stream: it
-  /// may let go of the memory as soon as that is queued, for only later work of the same stream gets it again. On the
-  /// host work is done when a call returns.
+  /// Memory of any content, aligned to 256 bytes, for the work that the calling thread queues next on a GPU's current
+  /// stream. The caller may let go of it as soon as that work is queued, because only later work of the same stream
+  /// gets it again. On the host work is done when a call returns.
   virtual std::shared_ptr<std::byte> scratch(int64_t bytes) { return allocate(bytes); }
 
-  /// The sums of a round; returned tensors are of `dtype`.
+  /// Adds the sums of a round. The returned tensors are of `dtype`.
   virtual void reduce(const ReduceTable& table, DType dtype) = 0;
   virtual void fill(const RowView& rows, const RowExtent& n, Fill value) = 0;
-  /// All of it, one after another.
+  /// Does all of it, one after another.
   virtual void run(std::span<const RowWork> rows);
-  /// As attention::row_dot.
+  /// Does what attention::row_dot does.
   virtual void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout,
                        const RowView& delta, const Parallel& parallel) = 0;
-  /// As attention::CpuAttention. `sinks` of the problem's groups and its tables lie on the host.
+  /// These do what attention::CpuAttention does. The tables of the problem, and the `sinks` of its groups, lie on the
+  /// host.
   virtual void forward(const attention::Problem& problem, const Parallel& parallel) = 0;
   virtual void backward(const attention::Problem& problem, const Parallel& parallel) = 0;
 };
 
-/// Who computes attention: "own" is this library's kernels, "flash" ATen's flash attention, and "auto" is "own" on the
-/// CPU and "flash" on a GPU, where the own kernels have not been verified yet. The result is "own" or "flash": what
-/// `argument` says, or without one DISTCA_ATTENTION, which is about GPUs alone, or without that "auto".
-/// InvalidArgumentError for any other word.
+/// Chooses who computes attention, and returns "own" or "flash": this library's kernels or ATen's flash attention. The
+/// choice is what `argument` says. Without an argument it is what the variable DISTCA_ATTENTION says, which is about
+/// GPUs alone. Without either it is "auto", which is "own" on the CPU and "flash" on a GPU, because the own kernels
+/// have not been verified there yet. Throws InvalidArgumentError for any other word.
 DISTCA_EXPORT std::string chosen_attention(std::optional<std::string_view> argument, std::string_view device);
 
-/// `attention` is one of these words. Work is queued on `streams`; where they are null, on the device's current stream.
+/// `attention` is one of these words. The backend queues its work on `streams`, or on the device's current stream if
+/// they are null.
 using MakeBackend = std::function<std::shared_ptr<Backend>(const std::string& device, const std::string& attention,
                                                            std::shared_ptr<transport::Streams> streams)>;
 
-/// The streams of a rank on a GPU; `put_blocks` as in CudaLibrary. Null where libdistca_cuda is missing.
+/// Makes the streams of a rank on a GPU; `put_blocks` is explained in CudaLibrary. Returns null if libdistca_cuda is
+/// missing.
 using MakeStreams = std::function<std::shared_ptr<transport::Streams>(
     const std::string& device, std::chrono::milliseconds timeout, int put_blocks)>;
 
-/// Makes the backend of one rank. InvalidArgumentError or DeviceError where there is none such.
+/// Makes the backend of one rank. Throws InvalidArgumentError or DeviceError if there is no such backend.
 DISTCA_EXPORT std::shared_ptr<Backend> make_backend(const std::string& device, const std::string& attention);
-/// What makes all backends but the CPU's own.
+/// The functions that make all backends but the CPU's own.
 struct Makers {
   MakeBackend backend;
   MakeStreams streams;
 };
-/// Of the library of operators, when it is loaded. Returns those before.
+/// Called by the library of operators when it is loaded. Returns the makers that were set before.
 DISTCA_EXPORT Makers set_makers(Makers makers);
 
-/// What steps of one rank are queued on, and the backend that queues its work there. Null streams where libdistca_cuda
-/// is missing: such a device's steps are the host's.
+/// The streams on which steps of one rank are queued, and the backend that queues its work there. The streams are null
+/// if libdistca_cuda is missing; the host then does the steps of such a device.
 struct Device {
   std::shared_ptr<Backend> backend;
   std::shared_ptr<transport::Streams> streams;
 };
-/// InvalidArgumentError for the CPU.
+/// Throws InvalidArgumentError for the CPU.
 DISTCA_EXPORT Device make_device(const std::string& device, const std::string& attention,
                                  std::chrono::milliseconds timeout, int put_blocks);
 

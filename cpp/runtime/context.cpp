@@ -20,13 +20,14 @@ constexpr const char* kNoRetention =
     "a plan with retain_bytes keeps as many bytes as it needs from forward to backward, and a recording has the same "
     "tensors whatever the plan; make its plans without retain_bytes";
 
-/// The one piece of global state of the library. Never destroyed: operators may run while the process exits.
+/// The one piece of global state of the library. It is never destroyed, because operators may run while the process
+/// exits.
 Registry& registry() {
   static auto* instance = new Registry;
   return *instance;
 }
 
-/// Where the segments differ: the first one of this rank, or those of others.
+/// Says where the segments differ: at the first one of this rank that does, or on other ranks.
 std::string first_difference(const plan::SliceView& a, const plan::SliceView& b) {
   const auto text = [](const plan::SliceView& slice, size_t i) {
     if (i >= slice.segments().size()) return std::string("nothing");
@@ -43,7 +44,7 @@ std::string first_difference(const plan::SliceView& a, const plan::SliceView& b)
 }  // namespace
 
 HeapNeeds heap_needs(int64_t num_ranks, int64_t slot_bytes) {
-  // Any message fits, however it is aligned; more than fits at once is sent in parts.
+  // The send arena takes any one message, however it is aligned. What does not fit at once is sent in parts.
   return {kNumSlots * slot_bytes, Signals(num_ranks).count(), slot_bytes + plan::kExtentAlignment};
 }
 
@@ -71,7 +72,7 @@ plan::SliceView Context::accept(std::span<const int64_t> plan_words, const HeadS
           num_ranks());
   require(h.rank == rank(), "plan is the slice of rank ", h.rank, ", this is rank ", rank(), " of context \"",
           options_.name, "\"; make it with distca.plan(..., context=), or use plan.for_rank(", rank(), ")");
-  // Not a require: the texts would be made, and allocate, at every call.
+  // Not a `require`, which would make the texts, and allocate, at every call.
   if (slice.heads() != heads) {
     throw InvalidArgumentError(
         message("plan was made for ", plan::describe(slice.heads()), "; the tensors have ", plan::describe(heads)));
@@ -88,7 +89,7 @@ plan::SliceView Context::accept(std::span<const int64_t> plan_words, const HeadS
   return slice;
 }
 
-/// All layers of a step come with one plan: what has been validated is known again by its checksum.
+/// Validates a plan once. All layers of a step of training come with one plan, which is known again by its checksum.
 void Context::check_once(std::span<const int64_t> plan_words) const {
   const int64_t checksum = plan::check_unaltered(plan_words);
   const std::lock_guard lock(valid_mutex_);
@@ -103,7 +104,7 @@ void Context::check_same_problem(const plan::SliceView& forward, const plan::Sli
   const auto same = [](const plan::SegmentRow& x, const plan::SegmentRow& y) {
     return x.document == y.document && x.begin == y.begin && x.end == y.end;
   };
-  // The digest is of all ranks' segments.
+  // The digest is over all ranks' segments.
   if (f.layout_digest != b.layout_digest || !std::ranges::equal(forward.segments(), backward.segments(), same)) {
     throw InvalidArgumentError(message("the plan of backward is of another layout than that of forward",
                                        first_difference(forward, backward), "; make both of one layout"));
@@ -115,7 +116,7 @@ void Context::check_same_problem(const plan::SliceView& forward, const plan::Sli
   }
 }
 
-/// Makes this thread the one that is in a step of a healthy context.
+/// Makes this thread the one that is in a step of a healthy context, for the lifetime of the object.
 class Context::Call {
  public:
   explicit Call(Context& context) : context_(context), lock_(context.in_step_, std::try_to_lock) {
@@ -286,7 +287,7 @@ void Context::replan(const std::shared_ptr<Recording>& recording, std::span<cons
   if (!recording->tape()->is_captured()) planned_ = recording;
 }
 
-/// What does not fit changes nothing; a fault that shows meanwhile is one.
+/// A plan that does not fit changes nothing. Any other error is a fault.
 void Context::fill_again(Recording& recording, std::span<const plan::SliceView> slices, bool check_only) {
   const auto take_back = [&] {
     dispatcher_.set_recording(nullptr);
@@ -328,7 +329,7 @@ void Context::abandon(uint64_t step, const std::string& why) noexcept {
     abandoned_.emplace_back(step, why);
     has_abandoned_ = true;
   }
-  while (has_abandoned_ && in_step_.try_lock()) {  // else whoever is in a step looks after it
+  while (has_abandoned_ && in_step_.try_lock()) {  // otherwise the thread that is in a step deals with it
     settle_abandoned();
     in_step_.unlock();
   }

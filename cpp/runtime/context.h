@@ -1,6 +1,7 @@
-// A context: one rank's membership in an attention group. Holds the heap, the step counter and the kernel's scratch.
+// A context is one rank's membership in an attention group. It holds the transport with its heap, the protocol, and the
+// dispatcher with its scratch.
 //
-// The process has one registry of contexts by name; operators find theirs there.
+// The process has one registry of contexts by name. Operators find their context there.
 #pragma once
 
 #include <array>
@@ -27,11 +28,11 @@ namespace distca::runtime {
 struct ContextOptions {
   std::string name = "default";
   int64_t slot_bytes = 0;    // arena bytes of one slot
-  uint64_t cost_digest = 0;  // of the cost model that plans must have been made with
+  uint64_t cost_digest = 0;  // of the cost model with which plans must have been made
   std::chrono::milliseconds timeout{600'000};
 };
 
-/// Heap bytes and signal words that a transport for such a context must have.
+/// The sizes that a transport for such a context must have.
 struct HeapNeeds {
   int64_t heap_bytes;
   int64_t num_signals;
@@ -41,7 +42,7 @@ DISTCA_EXPORT HeapNeeds heap_needs(int64_t num_ranks, int64_t slot_bytes);
 
 class DISTCA_EXPORT Context {
  public:
-  /// Without a backend: the CPU's.
+  /// A null backend means the CPU's.
   Context(std::unique_ptr<transport::Transport> transport, ContextOptions options,
           std::shared_ptr<Backend> backend = nullptr);
   ~Context();
@@ -54,25 +55,26 @@ class DISTCA_EXPORT Context {
   int64_t num_ranks() const { return protocol_.num_ranks(); }
   uint64_t step() const { return protocol_.step(); }
 
-  /// Whether a plan tensor may be used here, before anything moves: intact, for this rank, heads, rows and capacity.
-  /// `num_rows` and `heads` are those of the tensors. Throws the error that says which of these is wrong.
+  /// Checks, before anything moves, that a plan tensor may be used here: that it is intact and fits this rank, heads,
+  /// rows and capacity. `num_rows` and `heads` are those of the tensors. Throws the error that says which of these is
+  /// wrong.
   plan::SliceView accept(std::span<const int64_t> plan_words, const HeadShape& heads, int64_t num_rows) const;
-  /// Throws InvalidArgumentError unless `backward` is a plan for the gradients of what `forward` computes: of the same
-  /// layout and mask. Both were accepted.
+  /// Throws InvalidArgumentError unless `backward` is a plan for the gradients of what `forward` computes, with the
+  /// same layout and mask. Both must have been accepted.
   void check_same_problem(const plan::SliceView& forward, const plan::SliceView& backward) const;
 
-  /// One collective step. `slice` was accepted. A fault poisons the context. `owner` keeps tensors and sinks alive for
-  /// a recording.
+  /// Does one collective step. `slice` must have been accepted. A fault poisons the context. `owner` keeps tensors and
+  /// sinks alive for a recording.
   void forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
                const Parallel& parallel, std::shared_ptr<void> owner);
   void backward(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
                 const Parallel& parallel, std::shared_ptr<void> owner);
 
-  /// A step in parts, each a collective call, so that a second one may be under way at the same time. `dispatch` sends
-  /// this home's rows and returns the number of the step, `attend` computes and sends results home, `collect` takes in
-  /// those of this home: the returned tensors are complete. `owner` keeps plan and tensors, which must not change,
-  /// alive until `collect` gives it back. Parts out of order, or a step where no slot is free, are refused before
-  /// anything moves.
+  /// These do a step in parts. Each part is a collective call; therefore a second step may be under way at the same
+  /// time. `dispatch` sends this home's rows and returns the number of the step. `attend` computes and sends results
+  /// home. `collect` takes in the results of this home; afterwards the returned tensors are complete. `owner` keeps
+  /// plan and tensors alive until `collect` returns it; they must not change until then. Parts out of order, and a step
+  /// when no slot is free, are refused before anything moves.
   uint64_t dispatch(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
                     std::shared_ptr<void> owner);
   uint64_t dispatch(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
@@ -80,57 +82,60 @@ class DISTCA_EXPORT Context {
   void attend(uint64_t step, const Parallel& parallel);
   std::shared_ptr<void> collect(uint64_t step, plan::Phase phase);
 
-  /// Says that a step was dispatched and will not be finished, where that is so: a fault, of which the peers are told
-  /// at once. May be called from any thread, also while another is in a step. `why` ends the message.
+  /// Says that a step will not be finished. If it was dispatched and not collected, that is a fault, and the peers are
+  /// told at once. May be called from any thread, also while another thread is in a step. `why` ends the message.
   void abandon(uint64_t step, const std::string& why) noexcept;
-  /// Says that a call of this context was refused before it began: a call as well, of which the peers learn if they do
-  /// not refuse it too. As `abandon`, from any thread.
+  /// Says that a call of this context was refused before it began. That is a call too: the peers learn of it unless
+  /// they refuse it as well. May be called from any thread, as `abandon` may.
   void refuse(const std::string& why) noexcept;
-  /// Changes with every call that begins or is refused.
+  /// A number that changes with every call that begins or is refused.
   uint64_t num_calls() const { return protocol_.num_calls() + num_refused_; }
 
-  /// Steps from here on are recorded and not done; those of a context whose steps are queued. `headroom`: the room in
-  /// the tables of each operation, over what this plan needs. `rounds`: those of a step, where its plan has fewer.
+  /// From here on, steps are recorded and not done. The context's steps must be queued ones. The tables of each
+  /// operation get room for `headroom` times what this plan needs. A step goes through at least `rounds` rounds, also
+  /// where its plan has fewer.
   std::shared_ptr<Recording> begin_recording(double headroom, int64_t rounds);
-  /// Ends that. InvalidArgumentError, and no recording, where a step is not complete, or there is none.
+  /// Ends the recording. Throws InvalidArgumentError, and keeps no recording, if a step is not complete or none was
+  /// recorded.
   void end_recording();
-  /// Ends that with nothing kept, if it is so.
+  /// Ends the recording, if there is one, and keeps nothing.
   void drop_recording() noexcept;
   bool is_recording() const { return open_recording_ != nullptr; }
-  /// Makes the steps of a recording the next ones, with a plan for each, or one for all. A collective call, which
-  /// `replay` has to follow. A plan that does not fit is refused before anything changes; with `check_only`
-  /// that is all.
+  /// Makes the steps of a recording the next ones, with a plan for each or one plan for all. This is a collective call,
+  /// and `replay` must follow it. A plan that does not fit is refused before anything changes. With `check_only`
+  /// nothing else is done.
   void replan(const std::shared_ptr<Recording>& recording, std::span<const std::span<const int64_t>> plans,
               bool check_only);
-  /// Does these steps.
+  /// Does the steps of the recording that was replanned.
   void replay(const std::shared_ptr<Recording>& recording);
 
-  /// Throws the fault that this rank has met, also of a step that was queued on a device and that no call has reported
-  /// yet, or of which a peer has told. Waits for nothing.
+  /// Throws the fault that this rank has met or that a peer has told of. This includes faults of queued steps that no
+  /// call has reported yet. Waits for nothing.
   void check();
 
-  /// Spans and copies of this rank's steps since the call before, where the trace is on. Not during a call.
+  /// Turns the trace on or off, and takes the spans and copies of this rank's steps since they were last taken. Not to
+  /// be called during a call.
   void set_trace(bool on) { protocol_.trace().set_on(on); }
   std::vector<Span> take_trace() { return protocol_.trace().take(); }
   std::vector<Copy> take_copies() { return protocol_.trace().take_copies(); }
 
-  /// For tests, before the first step.
+  /// Tests may set hooks before the first step.
   void set_hooks(Dispatcher::Hooks hooks) { dispatcher_.set_hooks(std::move(hooks)); }
 
  private:
-  /// One call at a time.
+  /// A lock without waiting, which keeps calls to one at a time.
   struct Flag {
     bool try_lock() { return !held.exchange(true, std::memory_order_acquire); }
     void unlock() { held.store(false, std::memory_order_release); }
     std::atomic<bool> held{false};
   };
   class Call;
-  /// Runs what moves rows; a fault poisons the context.
+  /// Runs `body`, which moves rows. An exception poisons the context.
   template <class Body>
   auto guarded(const Body& body);
   void settle_abandoned() noexcept;
   void check_once(std::span<const int64_t> plan_words) const;
-  /// Throws InvalidArgumentError unless the next step may begin, with that slice.
+  /// These throw InvalidArgumentError unless the next step may begin, with that slice.
   void check_may_begin() const;
   void check_may_begin(const plan::SliceView& slice) const;
   void fill_again(Recording& recording, std::span<const plan::SliceView> slices, bool check_only);
@@ -142,12 +147,12 @@ class DISTCA_EXPORT Context {
   std::shared_ptr<Recording> open_recording_;
   std::shared_ptr<Recording> planned_;  // its steps are the next ones
   Flag in_step_;
-  // Checksums of the last plans that were validated.
+  // Checksums of the plans that were validated last.
   mutable std::mutex valid_mutex_;
   mutable std::array<int64_t, 32> valid_ = {};
   mutable size_t next_valid_ = 0;
   std::mutex abandoned_mutex_;
-  std::vector<std::pair<uint64_t, std::string>> abandoned_;  // steps, not yet looked after; 0: a refused call
+  std::vector<std::pair<uint64_t, std::string>> abandoned_;  // steps not yet dealt with; 0: a refused call
   std::atomic<uint64_t> num_refused_{0};
   std::atomic<bool> has_abandoned_{false};
 };
@@ -156,9 +161,9 @@ class DISTCA_EXPORT Context {
 DISTCA_EXPORT void add_context(std::shared_ptr<Context> context);
 /// The context of that name, or an InvalidArgumentError that lists the names there are.
 DISTCA_EXPORT std::shared_ptr<Context> find_context(std::string_view name);
-/// Context::refuse of the context of that name, if there is one.
+/// Calls Context::refuse of the context of that name, if there is one.
 DISTCA_EXPORT void refuse(std::string_view name, const std::string& why) noexcept;
-/// Takes the context out of the registry; false if there was none.
+/// Takes the context out of the registry. Returns false if there was none.
 DISTCA_EXPORT bool remove_context(const std::string& name);
 
 }  // namespace distca::runtime

@@ -1,8 +1,9 @@
-// What a rank knows of credit, by slot and peer.
+// The credit that a rank has given and may rely on, by slot and peer.
 //
-// A receiver grants credit when it comes to a step. To peers that sent rows here in the slot's use before, it has said
-// by then that the slot is free: they need no more, and rows of the step may be under way before the receiver comes to
-// it. Both sides know who that is, for it follows from the plans of both steps.
+// A receiver grants credit when it comes to a step. Peers that sent rows here in the slot's previous use need no
+// credit: they were told at the end of that use that the slot is free. Their rows may be under way before the receiver
+// comes to the step. Who these peers are follows from the plans of both steps; therefore sender and receiver agree
+// without a message.
 #pragma once
 
 #include <array>
@@ -19,13 +20,13 @@ class Credits {
  public:
   explicit Credits(int64_t num_ranks = 0) : num_ranks_(num_ranks), cells_(static_cast<size_t>(kNumSlots * num_ranks)) {}
 
-  /// The slot is used by a step, from here on.
+  /// Says that a step uses the slot from here on.
   void use(int64_t slot, uint64_t step) {
     Use& use = uses_[static_cast<size_t>(slot)];
     use = {.step = step, .before = use.step};
   }
 
-  /// Credit up to this sequence number is given to the peer; false where it has it already.
+  /// Says that credit up to this sequence number is given to the peer. Returns false if the peer has it already.
   bool give(int64_t slot, int64_t peer, uint64_t value) {
     uint64_t& given = cell(slot, peer).given;
     if (given >= value) return false;
@@ -33,17 +34,17 @@ class Credits {
     return true;
   }
 
-  /// The peer sends rows here in the slot's step.
+  /// Says that the peer sends rows here in the slot's step.
   void receive(int64_t slot, int64_t peer) { cell(slot, peer).received = step(slot); }
   bool receives(int64_t slot, int64_t peer) const { return is(cell(slot, peer).received, step(slot)); }
-  /// Whether it did so in the step before that one, and has not been entered for this one: it may send here without
-  /// more credit.
+  /// Whether the peer sent rows here in the slot's previous step, and `receive` has not been called for the current
+  /// one. Such a peer may send here without more credit.
   bool received_before(int64_t slot, int64_t peer) const { return is(cell(slot, peer).received, before(slot)); }
 
-  /// This rank sends rows to the peer in the slot's step. Returns in which it did last: it has been, or will be, told
-  /// that the peer's slot is free after that; 0: never.
+  /// Says that this rank sends rows to the peer in the slot's step. Returns the step of this slot in which it did so
+  /// last, or 0 for never. After that step the peer tells this rank that its slot is free.
   uint64_t send(int64_t slot, int64_t peer) { return std::exchange(cell(slot, peer).sent, step(slot)); }
-  /// The step that used the slot before the one that does; 0: none.
+  /// The step that used the slot before the current one, or 0 for none.
   uint64_t before(int64_t slot) const { return uses_[static_cast<size_t>(slot)].before; }
 
  private:

@@ -1,5 +1,5 @@
-// libdistca_cuda: loaded from beside this library when it is first asked for, and not before. A build without nvcc
-// lacks it; a machine without a GPU or a driver loads it and finds no device.
+// libdistca_cuda lies beside this library and is loaded when it is first asked for. A build without nvcc lacks it. A
+// machine without a GPU or a driver loads it and finds no device.
 #pragma once
 
 #include <chrono>
@@ -12,10 +12,10 @@
 
 namespace distca::runtime {
 
-/// The stream, a cudaStream_t, that PyTorch has current on a device in the calling thread.
+/// Returns PyTorch's current stream (a cudaStream_t) on a device in the calling thread.
 using CurrentStream = void* (*)(int device);
 
-/// What the library offers.
+/// The functions that the library offers.
 struct CudaLibrary {
   struct Devices {
     int count = 0;
@@ -23,25 +23,27 @@ struct CudaLibrary {
   };
   /// The GPUs that this process may use.
   Devices (*devices)();
-  /// Compute capability of a device, 10 * major + minor.
+  /// The compute capability of a device, as 10 * major + minor.
   int (*capability)(int device);
-  /// Why the library's own kernels do not compute attention over such heads on that device; empty where they do.
+  /// Says why the library's own kernels do not compute attention over such heads on that device. Empty if they do.
   std::string (*own_attention_problem)(const HeadShape& heads, int device);
-  /// The backend of a rank on that device, over the one by ATen's operators, which also computes attention unless
-  /// `own_attention`. `streams`: those of make_streams on which it queues its work, or null.
+  /// Makes the backend of a rank on that device, on top of the one that uses ATen's operators. ATen also computes
+  /// attention unless `own_attention`. The backend queues its work on `streams`, which come from make_streams; they may
+  /// be null.
   std::shared_ptr<Backend> (*make_backend)(std::shared_ptr<Backend> aten, int device, CurrentStream current_stream,
                                            bool own_attention, const std::shared_ptr<transport::Streams>& streams);
-  /// The streams of a rank on that device. `put_blocks` thread blocks carry out a put; 0: as many as keep a link busy.
+  /// Makes the streams of a rank on that device. `put_blocks` thread blocks carry out a put; 0 means as many as keep a
+  /// link busy.
   std::shared_ptr<transport::Streams> (*make_streams)(int device, CurrentStream current_stream,
                                                       std::chrono::milliseconds timeout, int put_blocks);
 };
 
-/// Of this process; null where it is missing or does not load.
+/// The library of this process, or null if it is missing or does not load.
 DISTCA_EXPORT const CudaLibrary* cuda_library();
-/// Why there is no library; empty where there is one.
+/// Says why there is no library. Empty if there is one.
 DISTCA_EXPORT const std::string& cuda_library_problem();
 
-/// How the library hands itself over: the only name that it exports.
+/// The name of the function by which the library hands itself over. It exports no other name.
 inline constexpr const char* kCudaLibraryEntry = "distca_cuda_library";
 
 }  // namespace distca::runtime

@@ -141,7 +141,7 @@ Dispatcher::Step& Dispatcher::begin(const plan::SliceView& slice, const Backward
   return s;
 }
 
-/// The record of the slot that the step will get.
+/// A free record for the next step.
 Dispatcher::Step& Dispatcher::free_step() {
   Step& s =
       *std::find_if(steps_.begin(), steps_.end(), [](const Step& one) { return one.state == Step::State::kFree; });
@@ -161,7 +161,7 @@ void Dispatcher::open(Step& s, Part part) {
   protocol_.grant(s.slice.waits(s.phase()));
 }
 
-/// Rows of this home go to their servers' arenas; rows that this server assembles from its own tensor are copied.
+/// Puts rows of this home into their servers' arenas. Rows that this server assembles from its own tensor are copied.
 void Dispatcher::dispatch_rows(const Step& step) {
   const Protocol::Timer timer(protocol_, "dispatch");
   int64_t open_peer = -1;
@@ -192,7 +192,7 @@ void Dispatcher::dispatch_rows(const Step& step) {
   protocol_.flush(/*more=*/true);
 }
 
-/// Computes the groups that need no row of another rank, or the others.
+/// Computes the groups that need no row of another rank, or the other groups.
 void Dispatcher::attend_groups(const Step& step, bool local_part, const Parallel& parallel) {
   const plan::SliceView& slice = step.slice;
   const plan::Header& h = slice.header();
@@ -284,8 +284,8 @@ std::span<const attention::KeyGradRun> Dispatcher::add_gradient_runs(const Step&
   return std::span(grads_).subspan(first);
 }
 
-/// All that this server computes of the step; what needs no row of another rank first, while those arrive. The first
-/// round of results goes home.
+/// Computes all that this server has of the step. Groups that need no row of another rank come first, while such rows
+/// arrive. Then the first round of results is sent home.
 void Dispatcher::attend_rows(Step& step, const Parallel& parallel) {
   const Protocol::Timer timer(protocol_, "attend");
   attend_groups(step, /*local=*/true, parallel);
@@ -297,8 +297,8 @@ void Dispatcher::attend_rows(Step& step, const Parallel& parallel) {
   step.state = Step::State::kAttended;
 }
 
-/// Keeps the keys that backward will not be sent again. Results are on their way by now, and nothing has written over
-/// keys.
+/// Keeps the keys that will not be sent to this server again for backward. At this point results are on their way, and
+/// nothing has written over the keys.
 void Dispatcher::retain_keys(const Step& step) {
   for (const plan::GroupRow& g : step.slice.groups()) {
     if (g.retained_k < 0) continue;
@@ -315,9 +315,9 @@ void Dispatcher::retain_keys(const Step& step) {
   run_rows();
 }
 
-/// Results come home, round by round. A home grants round j + 1 after it took in round j, and every rank sends its
-/// round-j rows before it waits for those of its own round j; so, by induction over j, no rank waits for ever. Where
-/// ranks exchange rows together, all of them go on as long as one has a round left.
+/// Takes in the results, round by round. A home grants round j + 1 after it took in round j, and every rank sends its
+/// round-j rows before it waits for those of its own round j. By induction over j no rank waits for ever. Over a
+/// collective transport all ranks go on as long as one of them has a round left.
 void Dispatcher::collect_rows(Step& step) {
   const Protocol::Timer timer(protocol_, "collect");
   receive_home(step, 0);
@@ -397,7 +397,8 @@ void Dispatcher::fill_padding(const Step& step) {
   run_rows();
 }
 
-/// In one operation; of a recording also where there is nothing to do, for another plan may have something.
+/// Does the collected row work as one operation. A recording gets the operation even if there is nothing to do, because
+/// another plan may have something.
 void Dispatcher::run_rows() {
   if (!rows_.empty() || recording_) backend_.run(rows_);
   rows_.clear();

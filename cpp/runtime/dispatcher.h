@@ -1,5 +1,6 @@
-// The dispatcher: runs one rank's slice of a plan over the transport. Forward: dispatch, attend, collect; so is
-// backward. A step is done in one go, or in these three parts, between which another step may go on in the other slot.
+// The dispatcher runs one rank's slice of a plan over the transport. A forward step and a backward step are each done
+// in three parts: dispatch, attend, collect. The parts are one call, or three, between which another step may go on in
+// the other slot.
 #pragma once
 
 #include <array>
@@ -23,11 +24,11 @@ namespace distca::runtime {
 struct ForwardTensors {
   RowView q, k, v;
   RowView out, lse;               // returned; lse [T, q_heads] fp32
-  std::byte* retained = nullptr;  // returned too: of the plan's retained bytes; null where no backward will come
+  std::byte* retained = nullptr;  // returned too, as many bytes as the plan retains; null where no backward will come
 };
 struct BackwardTensors {
   RowView q, k, v, out, lse, dout;
-  std::byte* retained = nullptr;  // of the forward step; null where the plan retains nothing here
+  std::byte* retained = nullptr;  // returned by the forward step; null where the plan retains nothing here
   RowView dq, dk, dv;             // returned
 };
 
@@ -36,16 +37,16 @@ class Dispatcher {
   Dispatcher(Protocol& protocol, Backend& backend);
   ~Dispatcher();
 
-  /// A whole step.
+  /// Does a whole step.
   void forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
                const Parallel& parallel);
   void backward(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
                 const Parallel& parallel);
 
-  /// Throws InvalidArgumentError, which says what is under way, unless another step may begin.
+  /// Throws InvalidArgumentError unless another step may begin. The error says what is under way.
   void check_slot() const;
-  /// Sends this home's rows to their servers; returns the number of the step. `owner` keeps slice, tensors and sinks
-  /// alive; inputs must not change until the step is collected.
+  /// Sends this home's rows to their servers, and returns the number of the step. `owner` keeps slice, tensors and
+  /// sinks alive. Inputs must not change until the step is collected.
   uint64_t dispatch(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
                     std::shared_ptr<void> owner);
   uint64_t dispatch(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
@@ -53,21 +54,22 @@ class Dispatcher {
 
   /// A step that was dispatched and not yet collected.
   struct Step;
-  /// The step of that number, if `attend` (after dispatch) or `collect` (after attend) may come now; else throws
+  /// The step of that number, if `attend` (after dispatch) or `collect` (after attend) may come now. Otherwise throws
   /// InvalidArgumentError.
   Step& step_for(Part part, uint64_t number);
-  /// Computes what this server has of the step, and sends home the first round of results.
+  /// Computes this server's tasks of the step, and sends home the first round of results.
   void attend(Step& step, const Parallel& parallel);
-  /// Takes in the results of this home: the returned tensors are complete. Gives `owner` back.
+  /// Takes in the results of this home; afterwards the returned tensors are complete. Returns `owner`.
   std::shared_ptr<void> collect(Step& step);
   /// The step of that number; null where it is not under way.
   Step* find(uint64_t number);
 
   bool is_idle() const;
-  /// Steps from here on are recorded, or fill a recording again; null ends that, and drops what is under way.
+  /// From here on, steps are recorded, or fill a recording again. Null ends that and drops steps that are under way.
   void set_recording(Recording* recording);
 
-  /// What tests add to a step: called when it has begun, and when it is about to give its slot back.
+  /// Functions that tests add to a step. `begun` is called when the step has begun, `ends` when it is about to give its
+  /// slot back.
   struct Hooks {
     std::function<void(const Step&)> begun, ends;
   };
@@ -94,7 +96,7 @@ class Dispatcher {
   void collect_rows(Step& step);
 
   void attend_groups(const Step& step, bool local, const Parallel& parallel);
-  /// Where the key gradients of a group go; the runs join grads_.
+  /// Adds to grads_ the runs that say where the key gradients of a group go, and returns them.
   std::span<const attention::KeyGradRun> add_gradient_runs(const Step& step, const plan::GroupRow& g);
   void retain_keys(const Step& step);
   void send_home(const Step& step, int64_t round);
@@ -109,7 +111,7 @@ class Dispatcher {
   Recording* recording_ = nullptr;
   std::vector<Step> steps_;  // kNumSlots of them
 
-  // Scratch of one computation that only grows.
+  // Scratch of one computation. It only grows.
   std::vector<attention::KeyGroup> groups_;
   std::vector<attention::Task> tasks_;
   std::vector<attention::KeyGradRun> grads_;
@@ -117,7 +119,7 @@ class Dispatcher {
   std::vector<RowWork> rows_;
 };
 
-/// What is kept of a step from its dispatch until it is collected.
+/// The state of a step from its dispatch until it is collected.
 struct DISTCA_EXPORT Dispatcher::Step {
   enum class State { kFree, kDispatched, kAttended };
 
@@ -128,27 +130,27 @@ struct DISTCA_EXPORT Dispatcher::Step {
   HeadShape heads;
   std::byte* arena = nullptr;
   std::byte* retained = nullptr;
-  /// Where a tensor of this rank lies, by TensorKind; null where the step does not have it.
+  /// The place of each tensor of this rank, by TensorKind. Null if the step does not have the tensor.
   std::array<RowView, static_cast<size_t>(plan::TensorKind::kCount)> tensors = {};
-  std::shared_ptr<std::byte> delta;  // of a backward step; only grows
+  std::shared_ptr<std::byte> delta;  // for backward steps; only grows
   int64_t delta_bytes = 0;
-  int64_t num_rounds = 0;  // that this rank takes part in
-  bool more = false;       // rounds to come after the one at hand
+  int64_t num_rounds = 0;  // in which this rank takes part
+  bool more = false;       // whether a round comes after the one at hand
   std::shared_ptr<void> owner;
 
   plan::Phase phase() const { return id.phase; }
-  /// Kinds of the tensors that the step returns.
+  /// The kinds of the tensors that the step returns.
   std::span<const plan::TensorKind> returned() const;
   KvHeads all_heads() const { return {0, heads.kv_heads}; }
-  /// How rows of a range of heads lie in an arena, and where one such extent is.
+  /// The format of rows of a range of heads in an arena.
   plan::RowFormat format(plan::Direction direction, plan::TensorKind kind, const KvHeads& range) const;
   RowView in_arena(plan::Direction direction, plan::TensorKind kind, const KvHeads& range, int64_t offset) const;
-  /// Likewise of keys and values in the retained memory, where they lie as in the arena of a forward step.
+  /// Keys or values in the retained memory, where they lie as in the arena of a forward step.
   RowView in_retained(plan::TensorKind kind, const KvHeads& range, int64_t offset) const;
   RowExtent extent(plan::Direction direction, plan::TensorKind kind, const KvHeads& range, int64_t num_rows) const;
   void set(plan::TensorKind kind, const RowView& view) { tensors[static_cast<size_t>(kind)] = view; }
   const RowView& local(plan::TensorKind kind) const { return tensors[static_cast<size_t>(kind)]; }
-  /// A tensor of this rank from a row on, and from the first of a range of heads.
+  /// A tensor of this rank, from a row on and from the first head of the range on.
   RowView local(plan::TensorKind kind, const KvHeads& range, int64_t row) const;
 };
 

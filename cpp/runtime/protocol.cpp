@@ -9,7 +9,7 @@
 namespace distca::runtime {
 namespace {
 
-/// Steps that only join a tape are numbered from here on.
+/// The number of the first step that only joins a tape.
 constexpr uint64_t kFirstRecorded = uint64_t{1} << 40;
 
 }  // namespace
@@ -31,7 +31,7 @@ Protocol::Protocol(std::unique_ptr<transport::Transport> transport, std::string 
 }
 
 Protocol::~Protocol() {
-  drain();  // with somebody who watches, for a fault may be all that ends it
+  drain();  // before the watch ends: a fault may be all that ends the streams' waits
   if (stream_) stream_->watch(nullptr);
 }
 
@@ -114,7 +114,8 @@ void Protocol::enter(const StepId& step, Part part) {
 void Protocol::publish() {
   const uint64_t call = ++num_calls_;
   const StepId& step = at_.now;
-  // Taken back while it changes, so that nobody reads the digest of one call under the number of another.
+  // The call word is 0 while the others change, so that nobody reads the digest of one call under the number of
+  // another.
   transport_->publish(signals_.call(call), 0);
   transport_->publish(signals_.digest(call), step.plan_digest);
   transport_->publish(signals_.scale_and_softcap(call), step.scale_and_softcap);
@@ -122,8 +123,8 @@ void Protocol::publish() {
   transport_->publish(signals_.call(call), call_word());
   transport_->publish(signals_.latest_step(), at_.num_steps);
   check();
-  // If all ranks do not agree, some two neighbours do not, and the later one of them sees it here. Over a collective
-  // transport all see it in the first exchange.
+  // If not all ranks agree, some two neighbours differ, and the later one of them sees it here. Over a collective
+  // transport all ranks see it in the first exchange.
   if (num_ranks() > 1) {
     compare_with((rank() + 1) % num_ranks());
     compare_with((rank() + num_ranks() - 1) % num_ranks());
@@ -171,9 +172,9 @@ void Protocol::grant(std::span<const plan::WaitRow> waits) {
   compare_with_early_senders(slot());
 }
 
-/// Peers that may send rows into the slot though this rank does not expect any: with the same plan they do not. Of two
-/// ranks that differ the other one looks too, before it sends (await_credit), so one of them notices before rows are
-/// used.
+/// Compares with peers that may send rows into the slot although this rank expects none of them. With the same plan
+/// they send none. Of two ranks that differ the other one compares too, before it sends (await_credit); therefore one
+/// of them notices before rows are used.
 void Protocol::compare_with_early_senders(int64_t slot) {
   if (!is_freed_early()) return;
   for (int64_t p = 0; p < num_ranks(); ++p)
@@ -189,8 +190,8 @@ void Protocol::grant_round(std::span<const plan::WaitRow> waits, int64_t round) 
   }
 }
 
-/// Once, also to a peer that sends rows here and rows home: else the second signal could arrive after that of a later
-/// round and take it back.
+/// Gives credit for a round once, also to a peer that sends both rows for tasks and rows home. Otherwise the second
+/// signal could arrive after that of a later round and take it back.
 void Protocol::give_credit(int64_t peer, int64_t round, bool after_work) {
   const uint64_t given = sequence(at_.now.number, round);
   if (!at_.credits.give(slot(), peer, given)) return;
@@ -217,7 +218,8 @@ void Protocol::await_credit(plan::Direction direction, int64_t peer, int64_t rou
   if (transport_->is_collective()) return;
   const Wait w = credit_wait(direction, peer, round);
   if (is_freed_early() && direction == plan::Direction::kIn) {
-    // Also where more credit is needed: no two signals to one word may be under way.
+    // The `freed` word is awaited also where more credit is needed, because no two signals to one word may be under
+    // way.
     if (const uint64_t last = at_.credits.send(slot(), peer); last != 0) {
       Wait freed = w;
       freed.word = signals_.freed(slot(), peer);
@@ -233,7 +235,7 @@ void Protocol::await_credit(plan::Direction direction, int64_t peer, int64_t rou
 
 void Protocol::put(int64_t peer, int64_t target, int64_t dst_row_stride, int64_t dst_head_stride, const RowView& source,
                    const RowExtent& extent) {
-  // The transport checks against the heap; a slot is only a part of it.
+  // The transport checks against the heap, of which a slot is only a part.
   const int64_t bytes = (extent.num_rows - 1) * dst_row_stride + extent.num_heads * dst_head_stride;
   if (target < 0 || target > arena_bytes_ || bytes > arena_bytes_ - target) {  // where() allocates
     throw PlanFormatError(message(where(), ": a put of ", bytes, " bytes at offset ", target,
@@ -317,7 +319,7 @@ void Protocol::wait(const Wait& w) {
   const auto deadline = std::chrono::steady_clock::now() + timeout_;
   if (!transport_->wait(w.word, w.value, deadline, watch_)) time_out();
   waiting_ = {};
-  compare_with(w.peer);  // also where nothing was left to wait for
+  compare_with(w.peer);  // also if nothing was left to wait for
 }
 
 void Protocol::record(const Timer& timer) {

@@ -1,25 +1,29 @@
 // The step protocol between the ranks of a context: who may write where and when, agreement on the plan, and faults.
 //
-// Every rank makes the same sequence of calls: each does a whole step, or one of its parts (dispatch, attend, collect),
-// so that two steps may be under way at once. A step gets the slot that is free; where both are, the one that the step
-// before did not get. At step n a receiver grants credit to exactly the senders of plan n, for the step's slot, once
-// its own earlier use of that slot is over; senders wait for that credit, put, and signal. Peers that sent it rows in
-// that earlier use are told at its end already (credits.h), unless steps are queued. A rank waits only for ranks that
-// send to it, or receive from it, in this plan. Each rank publishes its calls with their plan digests; of two
-// neighbours whose calls differ at least one notices at once, and whoever waits compares again. The first fault on a
-// rank is told to all its peers; after that the context is poisoned: nothing of it sends or returns rows.
+// Every rank makes the same sequence of calls. A call does a whole step, or one of its parts (dispatch, attend,
+// collect); therefore two steps may be under way at once. A step gets the slot that is free. Where both are free, it
+// gets the one that the step before did not get.
 //
-// No rank waits for ever, by induction over the calls. Whatever dispatch waits for (credit), peers give when they come
-// to the same call, before they wait themselves, or gave at the end of an earlier one. Whatever attend waits for (rows
-// of the step, credit to send results home) was given in the step's dispatch, and the first round that collect waits
-// for in its attend: earlier calls, which all ranks complete. Dispatcher::collect_rows has the argument for the rounds
-// within collect.
+// At step n a receiver grants credit for the step's slot to exactly the senders of plan n, once its own earlier use of
+// that slot is over. A sender waits for the credit, puts, and signals. Peers that sent rows here in that earlier use
+// need no credit unless steps are queued: they are told at the end of that use (credits.h). A rank waits only for ranks
+// that send to it, or receive from it, in this plan.
 //
-// Over a collective transport rows reach a slot only in an exchange, to which its owner comes when the slot is free: so
-// there is no credit. All ranks compare their steps in every exchange, before rows move, and who is gone is noticed
-// there.
+// Each rank publishes its calls with their plan digests. Of two neighbours whose calls differ, at least one notices at
+// once, and a rank that waits for a peer compares with it again. A rank tells its first fault to all its peers. From
+// then on the context is poisoned: it sends and returns no more rows.
 //
-// Steps that were recorded are done by a replay: all of them get their numbers, and are made known, in one call.
+// No rank waits for ever, by induction over the calls. Dispatch waits for credit only. Peers give it when they come to
+// the same call, before they wait themselves, or gave it at the end of an earlier call. Attend waits for rows of its
+// step and for credit to send results home in round 0. Both were given in the step's dispatch. Collect first waits for
+// results of round 0, which were sent in the step's attend. Dispatch and attend are earlier calls about the same step,
+// which all ranks complete. Dispatcher::collect_rows has the argument for the later rounds.
+//
+// Over a collective transport rows reach a slot only in an exchange. A rank comes to an exchange when its slot is free;
+// therefore there is no credit. All ranks compare their steps in every exchange, before rows move. There they also
+// notice who is gone.
+//
+// Recorded steps are done by a replay. One call before it gives all of them their numbers and tells the peers.
 #pragma once
 
 #include <array>
@@ -45,21 +49,21 @@
 
 namespace distca::runtime {
 
-/// What makes scores besides q, k and the mask: the same on all ranks of a step. And how a rank computes, which is its
-/// own affair.
+/// The values on which scores depend besides q, k and the mask. All of them are the same on all ranks of a step, except
+/// `deterministic`, which is a rank's own choice.
 struct ScoreOptions {
   float scale = 1.f;
   float softcap = 0.f;
   std::span<const float> sinks;  // one for each query head, or none
-  bool deterministic = false;    // as attention::Problem; not compared
+  bool deterministic = false;    // as in attention::Problem; not compared
 
-  /// How ranks compare them.
+  /// The words by which ranks compare them.
   uint64_t scale_and_softcap() const;
   uint64_t sinks_digest() const;
 };
 
-/// What a call does of a step; or that it does steps that were recorded, or was refused and did nothing. All ranks
-/// split their steps alike.
+/// The work of a call: a whole step, one part of it, the recorded steps of a replay, or nothing because it was refused.
+/// All ranks split their steps alike.
 enum class Part : uint64_t { kWhole = 0, kDispatch, kAttend, kCollect, kReplay, kRefused };
 
 /// A step as all ranks know it.
@@ -82,31 +86,32 @@ class Protocol {
   transport::Transport& transport() { return *transport_; }
   int64_t rank() const { return transport_->rank(); }
   int64_t num_ranks() const { return transport_->num_ranks(); }
-  /// Steps begun so far.
+  /// The number of steps begun so far.
   uint64_t step() const { return at_.num_steps; }
 
-  /// This rank's arena of the slot of the step at hand, or of any.
+  /// This rank's arena in the slot of the step at hand.
   std::byte* arena() { return transport_->heap().data() + slot() * arena_bytes_; }
   int64_t arena_bytes() const { return arena_bytes_; }
 
   /// Throws ContextPoisonedError after a fault.
   void check_healthy() const;
-  /// Throws the fault that this rank, its streams or a peer have met meanwhile, if there is one.
+  /// Throws if a peer has told of a fault or died, or the streams of this rank have met a fault.
   void check();
-  /// Whether steps are queued on the streams of a device: then nothing below returns late or with news of a fault.
+  /// Whether steps are queued on the streams of a device. Then no function below waits for credit or rows, and a wait
+  /// that fails on a stream is reported by a later call.
   bool is_queued() const { return stream_ != nullptr; }
   /// Returns when nothing is queued any more.
   void drain() noexcept;
 
   /// Whether another step may begin.
   bool has_free_slot() const { return free_slot() >= 0; }
-  /// Begins the next step with a call that does `part` of it: publishes it and compares with the neighbours. What
-  /// follows is about this step.
+  /// Begins the next step with a call that does `part` of it. Publishes the call and compares it with the neighbours.
+  /// The functions below are about this step from then on.
   StepId begin(plan::Phase phase, const plan::Header& plan, const ScoreOptions& scores, Part part);
-  /// A further call, about a step that is under way.
+  /// Makes a further call, about a step that is under way.
   void resume(const StepId& step, Part part);
-  /// Grants every sender of the step credit for round 0; this rank's slot may be written from here on, or, of a step
-  /// that is queued, once the slot's last use is over.
+  /// Grants credit for round 0 to every sender of the step. From here on peers may write into this rank's slot; where
+  /// steps are queued, once the slot's last use is over.
   void grant(std::span<const plan::WaitRow> waits);
   /// Grants credit for `round` to the peers that send rows home in it.
   void grant_round(std::span<const plan::WaitRow> waits, int64_t round);
@@ -125,27 +130,29 @@ class Protocol {
   bool flush(bool more);
   /// Waits for the rows of all messages of that direction and round.
   void await_rows(std::span<const plan::WaitRow> waits, plan::Direction direction, int64_t round);
-  /// Of a step that is queued: rows to be returned become NaN if there was a fault.
+  /// Fills with NaN the rows that a queued step returns, if there was a fault.
   void poison(const RowView& rows, const RowExtent& n);
-  /// Returns, or of a step that is queued lets the work go on, once nothing of the step is under way.
+  /// Returns once no put of the step is under way. Where steps are queued it returns at once, and work queued later
+  /// waits for that instead.
   void settle();
-  /// Closes the step, of which nothing is under way any more, and frees its slot.
+  /// Closes the step and frees its slot. Nothing of the step may be under way any more.
   void end();
   /// Whether peers may write into this slot before this rank comes to the step at hand.
   bool is_freed_early() const { return !stream_ && !transport_->is_collective(); }
 
-  /// Steps of a queued context, from here on, join a tape, or fill it again: nobody is told of them. They begin with
-  /// slot 0; none may be under way. Those that only join it have numbers that no step ever has which is done.
+  /// From here on, steps join the tape, or fill it again where it `is_complete`. They must be queued ones, and none may
+  /// be under way. The first of them gets slot 0. Peers are told of none. Steps that join a tape get numbers that no
+  /// step that is done ever has.
   void set_tape(std::shared_ptr<transport::Tape> tape, bool is_complete);
-  /// Ends that, as if there had been no such steps.
+  /// Ends set_tape, as if its steps had never been.
   void take_back();
-  /// Ends that: these steps are the next ones. Tells the peers, in one call for all, and compares.
+  /// Ends set_tape, and makes its steps the next ones. Tells the peers in one call for all of them, and compares.
   void announce_replay();
-  /// Queues them.
+  /// Queues the steps on the tape.
   void replay(const transport::Tape& tape);
 
   Trace& trace() { return trace_; }
-  /// A span of the trace, if that is on: its own lifetime.
+  /// A span of the trace from the construction to the destruction of this object, if the trace is on.
   class Timer {
    public:
     Timer(Protocol& protocol, const char* name, bool is_wait = false, int64_t peer = -1)
@@ -166,19 +173,19 @@ class Protocol {
     int64_t begin_ns_ = 0;
   };
 
-  /// Poisons the context with its first fault and tells the peers. Later calls do nothing.
+  /// Poisons the context with its first fault and tells the peers. Does nothing after that.
   void fail(const std::exception& error) noexcept;
-  /// The fault of a step that was begun here and will not be finished.
+  /// Poisons the context because a step that was begun here will not be finished.
   void abandon(const StepId& step, const std::string& why) noexcept;
-  /// A call that did not come to `begin` or `resume`. It counts as one all the same: nothing has happened if all ranks
-  /// refuse it, and if only some do it is a fault of all.
+  /// Counts a call that was refused before `begin` or `resume`. If all ranks refuse it, nothing has happened. If only
+  /// some do, it is a fault of all ranks.
   void refuse(const std::string& why) noexcept;
-  /// Changes with every call.
+  /// A number that changes with every call.
   uint64_t num_calls() const { return num_calls_; }
 
  private:
   enum class FaultCode : uint64_t { kNone = 0, kMismatch, kDied, kLeft, kTimeout, kUnfinished, kRefused, kOther };
-  /// A fault as ranks tell each other of it. Who is told by one rank tells the others the same.
+  /// A fault as ranks tell each other of it. A rank that was told of a fault tells the others the same.
   struct Fault {
     FaultCode code = FaultCode::kNone;
     std::array<uint64_t, Signals::kFaultDetails - 1> details = {};
@@ -195,40 +202,43 @@ class Protocol {
   Wait credit_wait(plan::Direction direction, int64_t peer, int64_t round) const;
   Wait rows_wait(plan::Direction direction, int64_t peer, int64_t round) const;
 
-  /// What is published of the call at hand: its number, and what it does.
+  /// The word that is published of the call at hand: its number, and what it does.
   uint64_t call_word() const;
   int64_t slot() const { return at_.now.slot; }
   int64_t free_slot() const;
   void enter(const StepId& step, Part part);
   void publish();
-  /// Makes known how the plan was made, for the words of a peer that has another one. Once, but with every step over a
-  /// collective transport, whose peers see what was published before the last exchange and nothing older.
+  /// Publishes how the plan was made, so that a peer with another plan can say what differs. Does so once for a plan.
+  /// Over a collective transport it does so with every step, because peers see what was published before the last
+  /// exchange and nothing older.
   void describe_plan(const plan::Header& plan);
   void give_credit(int64_t peer, int64_t round, bool after_work);
   void wait(const Wait& w);
   void record(const Timer& timer);
   void watch();
-  /// Whether that peer has left, or, of -1, any. Throws the fault instead where one was told: a rank tells of its fault
-  /// before it leaves, so that is looked for afterwards.
+  /// The departure of that peer, or of any peer where `peer` is -1. Throws a fault instead if one was told: a rank
+  /// tells of its fault before it leaves, and therefore faults are looked for after the departure was seen.
   std::optional<transport::Departure> departed(int64_t peer);
   void check_departed();
   void check_faults();
   void check_streams();
-  /// Throws PeerDiedError or PeerLeftError if the peer is gone, of which this step needs something to come.
+  /// Throws PeerDiedError or PeerLeftError if the peer is gone. `what` is what it still owes this step.
   void check_present(int64_t peer, const char* what);
-  /// What the thread that watches the streams does: no more than stop them and tell the peers.
+  /// Runs on the thread that watches the streams. It does no more than stop them and tell the peers.
   void look() noexcept;
   void tell_peers(const Fault& fault) noexcept;
   void send_text(int64_t peer, const std::string& text);
   std::string text_of(int64_t peer) const;
-  /// What that plan of a peer differs in from the one at hand, in brackets after a blank; empty where it is not known.
+  /// Says how that plan of a peer differs from the one at hand, in brackets after a blank. Empty where that is not
+  /// known.
   std::string difference_to(int64_t peer, uint64_t plan_digest) const;
-  /// Throws PlanMismatchError if this call of `peer` is another one, or about another plan or other scores.
+  /// Throws PlanMismatchError if this call of `peer` is another one, or about another plan or other scores, and
+  /// PeerLeftError if the peer refused it.
   void compare_with(int64_t peer);
   void compare_with_early_senders(int64_t slot);
   [[noreturn]] void time_out();
   std::string where() const;
-  /// "rank 1 is at step 7", or that it does not answer.
+  /// "rank 1 is at step 7", or that the rank does not answer.
   std::string step_of(int64_t peer) const;
 
   std::unique_ptr<transport::Transport> transport_;
@@ -237,7 +247,7 @@ class Protocol {
   std::string name_;
   int64_t arena_bytes_;
   std::chrono::milliseconds timeout_;
-  /// Where the sequence of steps is.
+  /// The position in the sequence of steps.
   struct Position {
     uint64_t num_steps = 0;
     StepId now;  // the step at hand
@@ -247,13 +257,13 @@ class Protocol {
   Position at_;
   std::atomic<uint64_t> num_calls_{0};
   Part part_ = Part::kWhole;
-  /// Plans that were made known, by their digests; the next one takes the place of the oldest.
+  /// The plans that were made known, with their digests. The next one takes the place of the oldest.
   std::array<std::pair<uint64_t, plan::Origin>, Signals::kDescribedPlans> described_ = {};
   int64_t num_described_ = 0;
   std::array<bool, kNumSlots> busy_ = {};
-  std::array<uint64_t, kNumSlots> marks_ = {};  // of the transport, after the last put of the slot's step
+  std::array<uint64_t, kNumSlots> marks_ = {};  // the transport's, after the last put of the slot's step
   Trace trace_;
-  // Of steps on a tape.
+  // These are about steps on a tape.
   bool is_silent_ = false;
   Position before_;
   Digest calls_;
@@ -262,9 +272,9 @@ class Protocol {
   std::vector<transport::StreamWait> stream_waits_;
   std::atomic<bool> told_peers_{false};
   std::function<void()> watch_;  // made once: waiting allocates nothing
-  std::function<void()> agree_;  // likewise
+  std::function<void()> agree_;  // made once, too
   std::string poison_;           // why the context is abandoned; empty while healthy
-  Fault fault_;                  // set before its error is thrown; without a code: the error says all
+  Fault fault_;                  // set before its error is thrown; kNone: the error says all
 };
 
 }  // namespace distca::runtime

@@ -1,4 +1,4 @@
-// What is said and found of faults: of calls that differ, of peers that are gone, of waits that last too long.
+// Finds faults and tells of them: calls that differ, peers that are gone, waits that last too long.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -17,7 +17,7 @@ constexpr int kCallShift = 5;
 static_assert(kNumSlots == 2);
 Part part_of(uint64_t word) { return static_cast<Part>(word >> 1 & 7); }
 
-/// "forward", or, of a call that does a part of it, "attend of forward (slot 1)".
+/// "forward", or "attend of forward (slot 1)" for a call that does a part of a step.
 std::string describe_call(uint64_t word) {
   constexpr std::array kParts = {"", "dispatch of ", "attend of ", "collect of ", "a replay up to ", "nothing of "};
   const auto part = static_cast<size_t>(part_of(word));
@@ -50,7 +50,7 @@ void Protocol::watch() {
   compare_with(waiting_.peer);
   check_departed();
   if (const auto gone = departed(waiting_.peer)) {
-    // It may have sent what we wait for before it left.
+    // The peer may have sent what this rank waits for before it left.
     if (transport_->load(waiting_.word) >= waiting_.value) return;
     fault_ = {FaultCode::kLeft, {static_cast<uint64_t>(gone->peer)}};
     throw PeerLeftError(message(where(), ": rank ", gone->peer, " closed its context while this rank waits for ",
@@ -95,7 +95,7 @@ void Protocol::check_streams() {
 void Protocol::look() noexcept {
   try {
     if (const auto fault = stream_->fault()) {
-      // The details of this rank's own faults are those of its calls.
+      // fault_ is not set here: it belongs to the thread that makes the calls.
       tell_peers({FaultCode::kTimeout, {static_cast<uint64_t>(fault->peer)}});
       return stream_->stop();
     }
@@ -104,7 +104,7 @@ void Protocol::look() noexcept {
     for (int64_t p = 0; p < num_ranks(); ++p) stop = stop || transport_->load(signals_.fault_code(p)) != 0;
     if (stop) stream_->stop();
   } catch (const Error&) {
-    // In a forked child there is no such thread; what else may fail here fails in the next call too.
+    // A forked child has no such thread. Other errors that occur here occur in the next call too.
   }
 }
 
@@ -130,7 +130,7 @@ void Protocol::compare_with(int64_t peer) {
   }
   if (theirs >> kCallShift == call) {
     std::array<uint64_t, Signals::kWords> words;
-    if (!transport_->peek_words(p, signals_.digest(call), words)) return;  // that it is gone is found elsewhere
+    if (!transport_->peek_words(p, signals_.digest(call), words)) return;  // that the peer is gone is found elsewhere
     const auto [digest, scores, sinks, still_theirs] = words;
     if (still_theirs == theirs) {
       if (theirs == call_word() && digest == at_.now.plan_digest) {
@@ -149,7 +149,8 @@ void Protocol::compare_with(int64_t peer) {
                                       ". All ranks must make the same calls in the same order with the same plan"));
     }
   }
-  // The peer is so far ahead that its history of this step is gone. Fine, unless we still wait for something of it.
+  // The peer is so far ahead that its history of this call is gone. That is an error only if this rank still waits for
+  // something of it.
   if (waiting_.peer == peer && transport_->load(waiting_.word) < waiting_.value) {
     fault_ = {FaultCode::kMismatch, {static_cast<uint64_t>(peer), 0, at_.now.plan_digest}};
     throw PlanMismatchError(message(where(), ": ", step_of(peer), " and never gave ", waiting_.what,
@@ -161,7 +162,7 @@ std::string Protocol::difference_to(int64_t peer, uint64_t plan_digest) const {
   if (plan_digest == at_.now.plan_digest) return "";
   const auto ours = std::find_if(described_.begin(), described_.end(),
                                  [&](const auto& described) { return described.first == at_.now.plan_digest; });
-  if (ours == described_.end()) return "";  // of a replay, whose digest is that of all its calls
+  if (ours == described_.end()) return "";  // a replay, whose digest is over all its calls
   for (int64_t i = 0; i < Signals::kDescribedPlans; ++i) {
     std::array<uint64_t, Signals::kPlanWords> words = {};
     if (!transport_->peek_words(static_cast<int>(peer), signals_.described_plan(i), words)) return "";
@@ -234,11 +235,11 @@ void Protocol::refuse(const std::string& why) noexcept {
   const uint64_t call = ++num_calls_;
   if (num_ranks() == 1) return;
   try {
-    bool is_fault = transport_->is_collective();  // whose exchange the others wait in, or will
+    bool is_fault = transport_->is_collective();  // the others wait in an exchange, or will
     if (!is_fault) {
       for (int64_t p = 0; p < num_ranks(); ++p) send_text(p, why);
       transport_->publish(signals_.call(call), call << kCallShift | static_cast<uint64_t>(Part::kRefused) << 1);
-      // As in `publish`: of two neighbours of which one refuses the call, at least one sees it here. A peer whose
+      // As in `publish`: if one of two neighbours refuses the call, at least one of them sees it here. A peer whose
       // history of this call is gone has made it.
       for (const int64_t p : {(rank() + 1) % num_ranks(), (rank() + num_ranks() - 1) % num_ranks()}) {
         const uint64_t theirs = transport_->peek(static_cast<int>(p), signals_.call(call));
@@ -258,7 +259,7 @@ void Protocol::fail(const std::exception& error) noexcept {
   if (!poison_.empty()) return;
   poison_ = error.what();
   if (fault_.code == FaultCode::kNone) fault_ = {FaultCode::kOther, {}, error.what()};
-  transport_->cancel();  // the tensors of a whole step that fails go with the error
+  transport_->cancel();  // the tensors of a whole step may be freed once its error is thrown
   if (!transport_->is_collective()) return tell_peers(fault_);
   const auto* const ours = dynamic_cast<const Error*>(&error);
   transport_->abandon(ours ? *ours : OperatingSystemError(error.what()));
@@ -281,7 +282,7 @@ void Protocol::tell_peers(const Fault& fault) noexcept {
   }
 }
 
-/// ASCII, and cut where it is long.
+/// Sends the text as ASCII. A long text is cut.
 void Protocol::send_text(int64_t peer, const std::string& text) {
   if (peer == rank()) return;
   std::array<char, Signals::kTextWords * sizeof(uint64_t)> bytes = {};

@@ -11,7 +11,7 @@ void Recording::add(Step step, Call call, std::shared_ptr<void> owner) {
   step.slice = plan::SliceView({});
   calls_.push_back({steps_.size(), std::move(call)});
   steps_.push_back(step);
-  // A graph that is captured uses memory again as the calls inside did.
+  // A graph that is captured uses memory again as the recorded calls did.
   if (!tape_->is_captured()) owners_.push_back(std::move(owner));
 }
 
@@ -23,7 +23,7 @@ void Recording::add(uint64_t number, Call call) {
 size_t Recording::forward_of(size_t step) const {
   const Step& s = steps_[step];
   if (s.phase == plan::Phase::kForward || s.num_rows == 0) return step;
-  size_t i = step;  // the last one before it, for memory may be used again
+  size_t i = step;  // the last one before it, because memory may be used again
   while (i > 0 && (steps_[i].phase == plan::Phase::kBackward || steps_[i].lse != s.lse)) --i;
   return steps_[i].phase == plan::Phase::kForward && steps_[i].lse == s.lse ? i : step;
 }

@@ -19,7 +19,7 @@ void ReduceTable::fill(const plan::SliceView& slice, int64_t round, std::byte* a
   order_.clear();
   for (const ReceiveRow& r : slice.receives(plan::Phase::kBackward))
     if (r.action != static_cast<int64_t>(ReceiveAction::kCopy)) order_.push_back(&r);
-  // Sum by sum; of each the rounds, and in them the order of the slice, which is that of the servers.
+  // By sum, then by round, then in the order of the slice, which is that of the servers.
   std::sort(order_.begin(), order_.end(), [](const ReceiveRow* a, const ReceiveRow* b) {
     return std::tuple(a->sum, a->round, a) < std::tuple(b->sum, b->round, b);
   });

@@ -1,6 +1,6 @@
-// The sums of one round of a backward step at home: the partial dk, dv that came are added in the order of the plan, in
-// fp32, in one pass; where no later round adds to a row, it is cast into the returned tensor in that pass. What a
-// thread of the GPU's kernel does is the same function on host and device.
+// The sums of one round of a backward step at home. The partial dk, dv that came are added in one pass, in fp32 and in
+// the order of the plan. The pass of a row's last round casts the sum into the returned tensor. What a thread of the
+// GPU's kernel does is a function for host and device, so that tests on the host cover it.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@
 
 namespace distca::runtime {
 
-/// Rows of dk or dv of a range of heads: [rows, heads, dim] values, which lie densely in fp32 but in the returned
-/// tensor.
+/// Rows of dk or dv of a range of heads, as [rows, heads, dim] values. Terms and sums lie densely in fp32; the returned
+/// tensor has strides.
 struct ReduceEntry {
-  float* sum;  // what was added before, unless it `starts` here; what has been added now, unless it `finishes`
+  float* sum;  // read unless the entry `starts` the sum; written unless it `finishes` it
   std::byte* to;
   int64_t to_row_stride, to_head_stride;  // bytes
   int64_t num_values;
@@ -27,15 +27,16 @@ struct ReduceEntry {
   bool starts, finishes;
 };
 
-/// Values of an entry that one thread block takes at a time.
+/// The number of values of an entry that one thread block takes at a time.
 inline constexpr int64_t kReduceChunk = 8192;
 
-/// Values that a thread takes at a time: of one head, for dims are multiples of 8, and aligned in an arena.
+/// The values that a thread takes at a time. They are of one head, because dims are multiples of 8, and aligned in an
+/// arena.
 struct alignas(16) Four {
   float x[4];
 };
 
-/// Values [i, i + 4) of an entry with the terms of this round, added in their order.
+/// Values [i, i + 4) of the sum of an entry, with the terms of this round added in their order.
 DISTCA_HOST_DEVICE inline Four reduced(const ReduceEntry& e, const float* const* terms, int64_t i) {
   int32_t t = e.first_term;
   Four sum = *reinterpret_cast<const Four*>((e.starts ? terms[t++] : e.sum) + i);
@@ -46,21 +47,22 @@ DISTCA_HOST_DEVICE inline Four reduced(const ReduceEntry& e, const float* const*
   return sum;
 }
 
-/// Where value `i` goes in the returned tensor.
+/// The place of value `i` in the returned tensor.
 DISTCA_HOST_DEVICE inline std::byte* place_of_value(const ReduceEntry& e, int64_t i, int32_t element_bytes) {
   const int64_t head_of_row = i / e.dim;
   return e.to + head_of_row / e.num_heads * e.to_row_stride + head_of_row % e.num_heads * e.to_head_stride +
          i % e.dim * element_bytes;
 }
 
-/// Used again and again, it allocates nothing once it has seen the largest round.
+/// A table is meant to be filled again and again. It allocates nothing once it has seen the largest round.
 class DISTCA_EXPORT ReduceTable {
  public:
   std::vector<ReduceEntry> entries;
   std::vector<const float*> terms;
   int32_t num_chunks = 0;
 
-  /// Round `round` of a backward step at home. `arena` is the slot's, `dk` and `dv` are the returned tensors.
+  /// Fills the table with round `round` of a backward step at home. `arena` is the slot's, `dk` and `dv` are the
+  /// returned tensors.
   void fill(const plan::SliceView& slice, int64_t round, std::byte* arena, const RowView& dk, const RowView& dv);
 
  private:

@@ -1,4 +1,4 @@
-// What the dispatcher does with the elements of rows: sums and casts of gradients, fills.
+// Arithmetic on the elements of rows, on the host: sums and casts of gradients, fills.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ inline float* float_at(const RowView& view, int64_t row, int64_t head) {
   return reinterpret_cast<float*>(view.at(row, head));
 }
 
-/// fp32 in another dtype.
+/// Casts fp32 values to another dtype.
 inline void cast_values(std::byte* to, DType dtype, const float* from, int64_t n) {
   if (dtype == DType::kFloat32) {
     std::memcpy(to, from, static_cast<size_t>(n) * sizeof(float));
@@ -25,7 +25,7 @@ inline void cast_values(std::byte* to, DType dtype, const float* from, int64_t n
   for (int64_t i = 0; i < n; ++i) out[i] = dtype == DType::kBFloat16 ? float_to_bf16(from[i]) : float_to_fp16(from[i]);
 }
 
-/// What the kernel of a GPU does with the sums of a round.
+/// Does on the host what the GPU's kernel does with the sums of a round.
 inline void reduce_on_host(const ReduceTable& table, DType dtype) {
   constexpr int64_t kAtOnce = 512;  // values of a head, which stay in the first cache
   for (const ReduceEntry& e : table.entries) {

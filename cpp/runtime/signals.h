@@ -1,4 +1,4 @@
-// What the signal words of a rank's heap mean. Words marked "of peer p" are written by p alone.
+// The meaning of a rank's signal words. Words marked "of peer p" are written by p alone.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ class Signals {
  public:
   explicit Signals(int64_t num_ranks) : num_ranks_(num_ranks) {}
 
-  /// Of peer p: p's slot may be written by us in this step and round.
+  /// Of peer p: we may write into p's slot in this step and round.
   int64_t credit(int64_t slot, int64_t peer) const { return per_peer(kKinds * slot, peer); }
   /// Of peer p: p's slot is free again after this step, in which we sent rows there.
   int64_t freed(int64_t slot, int64_t peer) const { return per_peer(kKinds * slot + 1, peer); }
@@ -22,21 +22,23 @@ class Signals {
   int64_t arrived(int64_t direction, int64_t slot, int64_t peer) const {
     return per_peer(kKinds * slot + 2 + direction, peer);
   }
-  /// Of peer p: p has met a fault; kFaultDetails words of detail, kTextWords of text, then the code (0 = none).
+  /// Of peer p: p has met a fault. There are kFaultDetails words of detail, then kTextWords of text, then the code (0:
+  /// none).
   int64_t fault_detail(int64_t peer, int64_t index) const { return per_peer(kKinds * kNumSlots + index, peer); }
   int64_t fault_text(int64_t peer, int64_t index) const { return fault_detail(peer, kFaultDetails + index); }
   int64_t fault_code(int64_t peer) const { return fault_text(peer, kTextWords); }
-  /// Published by the owner for its peers: at index call % kHistory, of the step that a call is about, the digest of
-  /// its plan, the scale and the softcap of its scores and the digest of its sinks; and which call it is (call_word).
+  /// Published by the owner for its peers, for each of the last kHistory calls: the digest of the plan of the call's
+  /// step, the scale and softcap of its scores, the digest of its sinks, and which call it is (call_word).
   int64_t digest(uint64_t call) const { return published(kWords * static_cast<int64_t>(call % kHistory)); }
   int64_t scale_and_softcap(uint64_t call) const { return digest(call) + 1; }
   int64_t sinks(uint64_t call) const { return digest(call) + 2; }
   int64_t call(uint64_t call) const { return digest(call) + 3; }
   static constexpr int64_t kWords = 4;
-  /// Published by the owner: its latest step.
+  /// Published by the owner: the number of its latest step.
   int64_t latest_step() const { return published(kWords * kHistory); }
 
-  /// Published by the owner: the digest of a plan of late, 0 while the rest changes, and its origin (plan/origin.h).
+  /// Published by the owner, for some of its latest plans: the digest, which is 0 while the rest changes, and the
+  /// origin (plan/origin.h).
   int64_t described_plan(int64_t index) const { return published(kWords * kHistory + 1 + kPlanWords * index); }
   static constexpr int64_t kDescribedPlans = 8, kPlanWords = 1 + std::tuple_size_v<plan::Origin>;
 

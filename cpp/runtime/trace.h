@@ -1,4 +1,4 @@
-// What a rank did when: the parts of its steps, and the waits and copies in them.
+// A record of what a rank did when: the parts of its steps, and the waits and copies in them.
 #pragma once
 
 #include <chrono>
@@ -15,12 +15,12 @@ struct Span {
   uint64_t step;
   int64_t slot;
   int64_t phase;  // 0 forward, 1 backward
-  int64_t peer;   // who is waited for; -1 where it is nobody
+  int64_t peer;   // the peer that is waited for, or -1
   int64_t begin_ns;
   int64_t end_ns;
 };
 
-/// Rows that this rank has copied to a peer itself, in one of the parts of a step.
+/// Rows that this rank copied to a peer itself, in one of the parts of a step.
 struct Copy {
   int64_t peer;
   int64_t bytes;
@@ -28,7 +28,7 @@ struct Copy {
   int64_t end_ns;
 };
 
-/// Off until somebody starts it, and then a record of every span and copy until those are taken.
+/// It is off until it is turned on. Then it keeps every span and copy until they are taken.
 class Trace {
  public:
   void set_on(bool on) { on_ = on; }

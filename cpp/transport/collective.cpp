@@ -13,11 +13,11 @@
 namespace distca::transport {
 namespace {
 
-/// A put, with its rows one after another behind it, or a signal.
+/// The header of a put, whose rows follow it one after another, or of a signal.
 struct Record {
   int64_t is_signal;
   int64_t target;  // heap offset, or signal word
-  uint64_t value;  // of the signal
+  uint64_t value;  // the signal's
   int64_t row_stride, head_stride;
   RowExtent extent;
 };
@@ -28,19 +28,19 @@ struct Published {
   uint64_t value;
 };
 
-/// What every rank tells every other before any row moves.
+/// The message of every rank to every other rank before any row moves.
 struct Header {
   static constexpr size_t kMaxPublished = 32;
 
   int64_t bytes;            // for this peer
-  int64_t bytes_to_anyone;  // where no rank has any, nothing follows
+  int64_t bytes_to_anyone;  // if this is 0 on all ranks, nothing follows
   int64_t more;
   int64_t num_published;
   std::array<Published, kMaxPublished> published;
 };
 static_assert(std::is_trivially_copyable_v<Header>);
 
-/// Grows, never shrinks.
+/// Grows the buffer where needed. It never shrinks.
 void grow(std::vector<std::byte>& buffer, int64_t bytes) {
   if (static_cast<int64_t>(buffer.size()) < bytes) buffer.resize(static_cast<size_t>(bytes));
 }
@@ -53,7 +53,7 @@ class CollectiveTransport final : public Transport {
         memory_(Mapping::anonymous(region_bytes(heap_bytes, num_signals))),
         region_(memory_.data(), heap_bytes, num_signals),
         generation_(fork_generation()),
-        // Rows of one exchange do not overlap in the heap, and each has a byte at least.
+        // Rows of one exchange do not overlap in the heap, and each has at least a byte.
         most_bytes_((heap_bytes + num_signals) * int64_t{sizeof(Record)} + heap_bytes),
         outgoing_(static_cast<size_t>(num_ranks)),
         incoming_(static_cast<size_t>(num_ranks)),
@@ -80,13 +80,13 @@ class CollectiveTransport final : public Transport {
 
   void signal(int peer, int64_t word, uint64_t value) override {
     check_use(peer);
-    static_cast<void>(region_.word(word));  // refuses a word that does not exist
+    static_cast<void>(region_.word(word));  // throws if there is no such word
     hold(peer, {1, word, value, 0, 0, {}}, {});
   }
 
   uint64_t load(int64_t word) const override { return region_.word(word).load(std::memory_order_relaxed); }
 
-  // Peers get what was published since the exchange before; until something else is, they get it again.
+  // Peers get what was published since the previous exchange. If nothing was, they get the same words again.
   void publish(int64_t word, uint64_t value) override {
     check_use(rank_);
     region_.word(word).store(value, std::memory_order_relaxed);
@@ -126,19 +126,19 @@ class CollectiveTransport final : public Transport {
     if (generation_ != fork_generation()) return;  // the group is the parent's
     try {
       collective_.abandon(why);
-    } catch (...) {  // whoever waits for this rank then hears of it when the time is over
+    } catch (...) {  // then ranks that wait for this one notice only at their timeout
     }
   }
 
-  /// All that was held back is delivered in an exchange, and a step ends with one.
+  /// Does nothing, because all that was held back is delivered in an exchange, and a step ends with one.
   void quiet() override {}
-  /// Who is gone is noticed in an exchange.
+  /// Always empty, because ranks notice in an exchange who is gone.
   std::optional<Departure> departed() const override { return std::nullopt; }
   std::optional<Departure> departed(int) const override { return std::nullopt; }
 
  protected:
   uint32_t doorbell() const override { return 0; }
-  /// Nothing can arrive meanwhile.
+  /// Just sleeps, because nothing can arrive meanwhile.
   void doze(uint32_t, std::chrono::microseconds at_most) const override { std::this_thread::sleep_for(at_most); }
 
  private:
@@ -183,7 +183,7 @@ class CollectiveTransport final : public Transport {
     }
   }
 
-  /// Packs everything held back, rank after rank, and swaps it.
+  /// Packs everything that was held back, rank by rank, and swaps it.
   void exchange_records() {
     std::exclusive_scan(send_bytes_.begin(), send_bytes_.end(), cursor_.begin(), int64_t{0});
     const int64_t to_send = cursor_.back() + send_bytes_.back();
@@ -201,7 +201,7 @@ class CollectiveTransport final : public Transport {
                            std::span(receive_).first(static_cast<size_t>(to_receive)), receive_bytes_);
   }
 
-  /// Does what the records of all ranks say. They come from outside: nothing in them is used unchecked.
+  /// Does what the records of all ranks say. They come from outside; therefore nothing in them is used unchecked.
   void deliver() {
     std::byte* next = receive_.data();
     for (size_t p = 0; p < receive_bytes_.size(); ++p) {
@@ -239,9 +239,9 @@ class CollectiveTransport final : public Transport {
 
   std::array<Published, Header::kMaxPublished> published_ = {};
   size_t num_published_ = 0;
-  bool exchanged_ = false;  // since something was published
+  bool exchanged_ = false;  // since a word was last published
 
-  // Scratch that only grows, and what the last exchange brought.
+  // Scratch that only grows, and the headers and records of the last exchange.
   std::vector<Item> held_;
   std::vector<Header> outgoing_, incoming_;
   std::vector<int64_t> header_bytes_, send_bytes_, receive_bytes_, cursor_;

@@ -1,7 +1,7 @@
-// A transport over a collective: puts and signals are held back until all ranks exchange them.
+// A transport over a collective. Puts and signals are held back until all ranks exchange them.
 //
-// For ranks that share no memory, on any number of hosts. What swaps the bytes is given from outside: for
-// `transport="torch"` it is all_to_all_single of torch.distributed.
+// It is for ranks that share no memory, on any number of hosts. The function that swaps the bytes is given from
+// outside: for `transport="torch"` it is all_to_all_single of torch.distributed.
 #pragma once
 
 #include <functional>
@@ -13,11 +13,12 @@
 
 namespace distca::transport {
 
-/// What a group of ranks can do together.
+/// The operations that a group of ranks does together.
 struct Collective {
   const char* name = "collective";
-  /// Sends `send_bytes[p]` bytes to every rank p and receives `receive_bytes[p]` from it; the parts lie one after
-  /// another in `send` and `receive`. All ranks call it. Throws PeerDiedError or PeerTimeoutError, with who is missing.
+  /// Sends `send_bytes[p]` bytes to every rank p and receives `receive_bytes[p]` from it. The parts lie one after
+  /// another in `send` and `receive`. All ranks call it. Throws PeerDiedError or PeerTimeoutError, which name the
+  /// missing rank.
   std::function<void(std::span<std::byte> send, std::span<const int64_t> send_bytes, std::span<std::byte> receive,
                      std::span<const int64_t> receive_bytes)>
       all_to_all;
@@ -25,7 +26,7 @@ struct Collective {
   std::function<void(const Error& why)> abandon;
 };
 
-/// A rank's transport. All ranks must give the same sizes.
+/// Makes a rank's transport. All ranks must give the same sizes.
 DISTCA_EXPORT std::unique_ptr<Transport> make_collective(int rank, int num_ranks, int64_t heap_bytes,
                                                          int64_t num_signals, Collective collective);
 

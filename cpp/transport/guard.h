@@ -1,6 +1,6 @@
-// Waiting in the order of a stream, on a device or on what stands for one, for words that peers write. A wait that
-// fails records who waited for whom, for what, and what was seen; what comes later on the context's streams sees that
-// and does nothing. The same code for a kernel and for the host.
+// Waits for words that peers write, in the order of a stream, on a device or on what stands for one. A wait that fails
+// records who waited for whom, for what, and what was seen. What comes later on the context's streams sees that and
+// does nothing. A kernel and the host run the same code.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace distca::transport {
 
 enum class Awaited : uint32_t { kNothing = 0, kCredit, kRowsIn, kRowsHome };
 
-/// A wait that lasted too long, in memory that the host reads. Complete once `is_set` is 1.
+/// A record of a wait that lasted too long, in memory that the host reads. It is complete once `is_set` is 1.
 struct StreamFault {
   uint32_t is_set = 0;
   int32_t peer = -1;
@@ -24,11 +24,11 @@ struct StreamFault {
   uint64_t seen = 0, expected = 0;
 };
 
-/// What is needed to wait and to stop.
+/// The memory that is needed to wait and to stop.
 struct Guard {
   uint32_t* stopped = nullptr;             // the device's memory: 1 once a wait has failed
   const uint32_t* told_to_stop = nullptr;  // the host's memory: 1 once the host stops the streams
-  StreamFault* fault = nullptr;            // likewise
+  StreamFault* fault = nullptr;            // the host's memory, too
   uint64_t timeout_ns = 0;
 };
 
@@ -54,7 +54,7 @@ DISTCA_DEVICE_OR_HOST void store_release(uint64_t* word, uint64_t value) {
 }
 DISTCA_DEVICE_OR_HOST bool is_set(const uint32_t* flag) { return *static_cast<volatile const uint32_t*>(flag) != 0; }
 DISTCA_DEVICE_OR_HOST void set(uint32_t* flag) { *static_cast<volatile uint32_t*>(flag) = 1; }
-/// True for the first caller.
+/// Sets the flag, and returns true to the first caller.
 DISTCA_DEVICE_OR_HOST bool set_first(uint32_t* flag) { return atomicCAS(flag, 0u, 1u) == 0; }
 DISTCA_DEVICE_OR_HOST void fence() { __threadfence_system(); }
 DISTCA_DEVICE_OR_HOST uint64_t nanoseconds() {
@@ -90,8 +90,8 @@ DISTCA_DEVICE_OR_HOST bool is_stopped(const Guard& g) {
   return is_set(g.stopped) || (g.told_to_stop != nullptr && is_set(g.told_to_stop));
 }
 
-/// Of one thread: returns true once *word >= value, and false once the streams have stopped. A wait that lasts too long
-/// stops them, for what comes later on them, and for the host.
+/// Called by one thread. Returns true once *word >= value, and false once the streams have stopped. A wait that lasts
+/// too long stops them, for what comes later on them and for the host.
 DISTCA_DEVICE_OR_HOST bool await(const Guard& g, const AwaitedMessage& m) {
   const uint64_t start = nanoseconds();
   for (uint32_t turn = 1;; ++turn) {

@@ -51,7 +51,7 @@ void check_put(int peer, int64_t heap_bytes, int64_t heap_offset, int64_t dst_ro
       __builtin_add_overflow(heap_offset, rows, &end) || __builtin_add_overflow(end, heads, &end) ||
       __builtin_add_overflow(end, n.head_bytes, &end) || end > heap_bytes)
     refuse();
-  // Rows that overlap in the heap could be more than it holds.
+  // Rows that overlap in the heap could have more bytes than it has.
   if (__builtin_mul_overflow(n.num_rows, n.num_heads, &bytes) || __builtin_mul_overflow(bytes, n.head_bytes, &bytes) ||
       bytes > heap_bytes)
     refuse();
@@ -66,7 +66,8 @@ Mapping::Mapping(int flags, int fd, int64_t bytes) : bytes_(bytes) {
   void* const p = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, flags | MAP_NORESERVE, fd, 0);
   require<OperatingSystemError>(p != MAP_FAILED, "could not map ", bytes, " bytes of memory: ", std::strerror(errno));
   data_ = static_cast<std::byte*>(p);
-  // A worker that outlives its parent would keep the whole heap alive. No harm where the kernel does not know this.
+  // Without this advice a forked worker that outlives its parent would keep the whole heap alive. A kernel that does
+  // not know the advice does no harm.
   static_cast<void>(::madvise(p, static_cast<size_t>(bytes), MADV_DONTFORK));
 }
 
@@ -94,7 +95,7 @@ std::atomic_ref<uint64_t> Region::word(int64_t index) const {
   return std::atomic_ref(words_[static_cast<size_t>(index)]);
 }
 
-// Sequentially consistent on both sides: either the sleeper sees the new doorbell, or it is seen here as a sleeper.
+// Both sides are sequentially consistent: either the sleeper sees the new doorbell, or this thread sees the sleeper.
 void Region::ring() const {
   std::atomic_ref(header_->doorbell).fetch_add(1, std::memory_order_seq_cst);
   if (std::atomic_ref(header_->sleepers).load(std::memory_order_seq_cst) != 0)
@@ -139,7 +140,7 @@ void HostTransport::signal(int peer, int64_t word, uint64_t value) {
   there.ring();
 }
 
-// This store and the load of `peek` are sequentially consistent, so the two cannot pass each other.
+// This store and the load in `peek` are sequentially consistent. Therefore the two cannot pass each other.
 void HostTransport::publish(int64_t word, uint64_t value) {
   const Region& here = region(rank_);
   here.word(word).store(value, std::memory_order_seq_cst);

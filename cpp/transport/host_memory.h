@@ -1,7 +1,8 @@
-// Memory of one rank that its peers write into with plain stores, and the part of a transport that needs only this.
+// Memory of one rank that its peers write into with plain stores, and the part of a transport that needs no more than
+// this.
 //
-// A region is one mapping: a header (doorbell, sleepers, state), the signal words, then the heap from a page boundary.
-// Loopback maps every region once, shm maps each of them in each process; all else is the same.
+// A region is one mapping: a header (doorbell, sleepers, state), the signal words, then the heap from a page boundary
+// on. Loopback maps every region once. Shm maps each of them in each process. All else is the same.
 #pragma once
 
 #include <atomic>
@@ -15,7 +16,7 @@ namespace distca::transport {
 
 /// Throws InvalidArgumentError unless heap and signals have sizes that a region can have.
 void check_region_sizes(int64_t heap_bytes, int64_t num_signals);
-/// Bytes of a region; a multiple of the page size.
+/// The bytes of a region, a multiple of the page size.
 int64_t region_bytes(int64_t heap_bytes, int64_t num_signals);
 /// Throws InvalidArgumentError unless rows of that extent and those strides lie within a heap of `heap_bytes`.
 DISTCA_EXPORT void check_put(int peer, int64_t heap_bytes, int64_t heap_offset, int64_t dst_row_stride,
@@ -42,11 +43,11 @@ class DISTCA_EXPORT Mapping {
 
 enum class RankState : uint32_t { kPresent = 0, kClosed = 1, kDied = 2 };
 
-/// A view of a region. Zero-filled pages are a region whose rank is present.
+/// A view of a region. Zero-filled pages are the region of a rank that is present.
 class Region {
  public:
   Region(std::byte* base, int64_t heap_bytes, int64_t num_signals);
-  /// With a heap that lies elsewhere, on a GPU say.
+  /// A region whose heap lies elsewhere, for example on a GPU.
   Region(std::byte* base, int64_t num_signals, std::span<std::byte> heap);
 
   std::span<std::byte> heap() const { return heap_; }
@@ -58,7 +59,7 @@ class Region {
   }
 
   uint32_t doorbell() const { return std::atomic_ref(header_->doorbell).load(std::memory_order_acquire); }
-  /// Changes the doorbell and wakes who sleeps on it.
+  /// Changes the doorbell and wakes threads that sleep on it.
   void ring() const;
   /// Sleeps until the doorbell differs from `seen` or the time is over; may return early.
   void sleep(uint32_t seen, std::chrono::microseconds at_most) const;
@@ -76,8 +77,8 @@ class Region {
   std::span<std::byte> heap_;
 };
 
-/// A transport over regions that this process can address. What is left to the classes below it is who is gone.
-/// Used by one thread at a time.
+/// A transport over regions that this process can address. Derived classes say who is gone. It is used by one thread at
+/// a time.
 class HostTransport : public Transport {
  public:
   int rank() const override { return rank_; }
@@ -93,13 +94,13 @@ class HostTransport : public Transport {
     return region(peer).word(word).load(std::memory_order_seq_cst);
   }
   void check_peer(int peer) const override { static_cast<void>(region(peer)); }
-  /// A put is over when `put` returns, and every later signal or publish is a release: nothing is left to wait for.
+  /// Does nothing, because a put is over when `put` returns, and every later signal or publish is a release.
   void quiet() override {}
   std::optional<Departure> departed() const override;
   std::optional<Departure> departed(int peer) const override;
 
  protected:
-  /// One region a rank.
+  /// Takes one region for each rank.
   HostTransport(int rank, std::vector<Region> regions);
 
   /// The region of a rank, after checking that there is one and that this is the process that made the transport.
@@ -113,7 +114,7 @@ class HostTransport : public Transport {
   virtual void copy(const RowView& to, const RowView& from, const RowExtent& n) { copy_rows(to, from, n); }
   /// Tells all others that this rank leaves. Does nothing in a forked child.
   void leave(RankState state) noexcept;
-  /// Asks anew who is gone, where that takes asking.
+  /// Asks anew who is gone, if that must be asked.
   virtual void refresh_states() const {}
   /// The state of a peer as far as this rank knows it.
   virtual RankState state_of(int peer) const { return region(peer).state(); }

@@ -1,4 +1,4 @@
-// Random keys by which the ranks of a group know each other: names that nobody guesses, and secrets.
+// Random keys by which the ranks of a group know each other: names that nobody can guess, and secrets.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@ using Key = std::array<uint8_t, 16>;
 /// Throws OperatingSystemError.
 Key random_key();
 std::string to_hex(const Key& key);
-/// Nothing where the text is not the hexadecimal digits of a key.
+/// The key that the text spells in hexadecimal digits. Empty if the text is no key.
 std::optional<Key> key_from_hex(const std::string& text);
 
 }  // namespace distca::transport

@@ -9,7 +9,7 @@
 namespace distca::transport {
 namespace {
 
-/// What the ranks share: their signals, and the heaps that do not lie beside them.
+/// The memory that the ranks share: their signals, and the heaps that do not lie beside them.
 struct Shared {
   std::vector<Mapping> mappings;
   std::vector<std::shared_ptr<std::byte>> heaps;

@@ -1,6 +1,6 @@
-// What one launch of the put kernel does, as plain data: messages to peers, whose rows go straight from where they lie
-// into the peers' arenas. Made on the host; addresses are computed by the same functions on host and device, so that
-// the host's tests cover them. Knows nothing of CUDA.
+// The table of one launch of the put kernel, as plain data: messages to peers, whose rows go straight from where they
+// lie into the peers' arenas. The host makes it. Addresses are computed by the same functions on host and device, so
+// that tests on the host cover them. It knows nothing of CUDA.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,8 @@
 
 namespace distca::transport {
 
-/// One put: rows of heads of words. A word is the largest power of two up to 16 bytes that all addresses allow.
+/// One put: rows, which consist of heads, which consist of words. A word is the largest power of two up to 16 bytes
+/// that all addresses allow.
 struct PutEntry {
   const std::byte* from;
   std::byte* to;
@@ -21,15 +22,15 @@ struct PutEntry {
   int64_t num_rows;
   int32_t words_per_row, words_per_head, word_bytes;
   int32_t rows_per_chunk;
-  int32_t first_chunk;  // of the table; an entry has ceil(num_rows / rows_per_chunk)
+  int32_t first_chunk;  // number in the table; an entry has ceil(num_rows / rows_per_chunk) chunks
   int32_t message;
 };
 
-/// All puts to one peer: after its credit, before one signal.
+/// All puts of one message to a peer. They come after its credit and before its signal.
 struct PutMessage {
   int32_t peer;
   int32_t num_chunks;
-  const uint64_t* credit;  // own word; the rows may be written once it is >= credit_value. Null: they may now
+  const uint64_t* credit;  // own word; rows may be written once it is >= credit_value. Null: at once
   uint64_t credit_value;
   uint64_t* signal;  // the peer's word, as this rank addresses it. Null: none is written
   uint64_t signal_value;
@@ -40,7 +41,7 @@ struct Rows {
   int64_t begin, end;
 };
 
-/// Rows of an entry that `chunk` of the table covers.
+/// The rows of an entry that chunk number `chunk` of the table covers.
 DISTCA_HOST_DEVICE inline Rows rows_of_chunk(const PutEntry& e, int32_t chunk) {
   const int64_t begin = static_cast<int64_t>(chunk - e.first_chunk) * e.rows_per_chunk;
   const int64_t end = begin + e.rows_per_chunk;
@@ -66,7 +67,7 @@ struct WordPlace {
   std::byte* to;
 };
 
-/// Where word `i` of the rows from `first_row` on lies; words are counted row by row, head by head.
+/// The source and target of word `i` of the rows from `first_row` on. Words are counted row by row, head by head.
 DISTCA_HOST_DEVICE inline WordPlace place_of_word(const PutEntry& e, int64_t first_row, uint32_t i) {
   const uint32_t row_in_chunk = i / static_cast<uint32_t>(e.words_per_row);
   const uint32_t in_row = i - row_in_chunk * static_cast<uint32_t>(e.words_per_row);
@@ -80,14 +81,14 @@ DISTCA_HOST_DEVICE inline WordPlace place_of_word(const PutEntry& e, int64_t fir
 /// Collects the messages of one launch.
 class DISTCA_EXPORT PutTable {
  public:
-  /// A chunk is what one thread block copies at a time: about `chunk_bytes`, at least a row.
+  /// A chunk is what one thread block copies at a time: about `chunk_bytes`, but at least a row.
   explicit PutTable(int64_t chunk_bytes = int64_t{32} << 10) : chunk_bytes_(chunk_bytes) {}
 
-  /// Begins the message to a peer; `num_chunks` of it is not looked at.
+  /// Begins the message to a peer. Its `num_chunks` is ignored.
   void open(const PutMessage& message);
   /// Adds rows to the message that was opened last.
   void add(const RowView& to, const RowView& from, const RowExtent& n);
-  /// The signal of that message.
+  /// Sets the signal of that message.
   void close(uint64_t* signal, uint64_t value);
   void clear();
 
@@ -105,8 +106,8 @@ class DISTCA_EXPORT PutTable {
   std::vector<PutMessage> messages_;
 };
 
-/// How many thread blocks keep a link busy (Little's law): bytes that must be under way to hide its latency, over those
-/// that one block has under way. The rest of the GPU is left to attention.
+/// The number of thread blocks that keep a link busy (Little's law): the bytes that must be under way to hide its
+/// latency, divided by the bytes that one block has under way. The rest of the GPU is left to attention.
 struct LinkModel {
   int64_t bytes_per_second = int64_t{450} << 30;  // NVLink 4, one direction
   int64_t latency_ns = 1500;                      // of a load followed by a store to a peer

@@ -21,7 +21,7 @@ std::byte* SendTable::add(std::byte* to, int64_t row_stride, int64_t head_stride
   const bool continues = last != nullptr && last->to + last->bytes == to;
   int64_t from = used_;
   if (!continues) {
-    // As aligned as it will be there, so that rows are copied in words of the same size.
+    // The piece is as aligned as it will be at the peer, so that rows are copied in words of the same size.
     const auto apart =
         static_cast<int64_t>(reinterpret_cast<uintptr_t>(to) - reinterpret_cast<uintptr_t>(arena_.data() + from)) %
         kAlignment;

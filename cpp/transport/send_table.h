@@ -1,5 +1,6 @@
-// Messages to peers whose memory load and store do not reach: rows are packed into a send arena as they will lie in the
-// peer's heap, so that a network sends a few large pieces of it. Plain data, made on the host; knows nothing of CUDA.
+// Messages to peers whose memory load and store do not reach. Rows are packed into a send arena as they will lie in the
+// peer's heap; a network then sends a few large pieces of it. This is plain data, made on the host, and knows nothing
+// of CUDA.
 #pragma once
 
 #include <cstdint>
@@ -13,18 +14,18 @@
 
 namespace distca::transport {
 
-/// Bytes that go to a peer as they are. Its memory is addressed by what lies at the same place in this rank's own.
+/// Bytes that go to a peer as they are. The peer's memory is addressed by the same place in this rank's own memory.
 struct SendPiece {
   const std::byte* from;
   std::byte* to;
   int64_t bytes;
 };
 
-/// What goes to one peer: after its credit, before one signal.
+/// All pieces of one message to a peer. They go after its credit and before its signal.
 struct SendMessage {
   int32_t peer;
   int32_t first_piece, num_pieces;
-  const uint64_t* credit;  // own word; pieces may go once it is >= credit_value. Null: they may now
+  const uint64_t* credit;  // own word; pieces may go once it is >= credit_value. Null: at once
   uint64_t credit_value;
   uint64_t* signal;  // the peer's word, addressed like pieces. Null: none is written
   uint64_t signal_value;
@@ -36,14 +37,14 @@ class DISTCA_EXPORT SendTable {
   SendTable() = default;
   explicit SendTable(std::span<std::byte> arena) : arena_(arena) {}
 
-  /// Begins the message to a peer; its pieces are not looked at.
+  /// Begins the message to a peer. Its `first_piece` and `num_pieces` are ignored.
   void open(const SendMessage& message);
-  /// Where rows of the message that was opened last are to be packed, that go to `to` with these strides; null where
-  /// the arena is full. Gaps between heads or rows are sent too: the extent is the message's own.
+  /// Returns where to pack rows of the message that was opened last, which go to `to` with these strides. Null if the
+  /// arena is full. Gaps between heads or rows are sent too, because the extent belongs to the message alone.
   std::byte* add(std::byte* to, int64_t row_stride, int64_t head_stride, const RowExtent& n);
-  /// The signal of that message.
+  /// Sets the signal of that message.
   void close(uint64_t* signal, uint64_t value);
-  /// The arena's room is free again.
+  /// Forgets all messages; the arena's room is free again.
   void clear();
 
   bool empty() const { return messages_.empty(); }
@@ -57,20 +58,21 @@ class DISTCA_EXPORT SendTable {
   std::vector<SendPiece> pieces_;
 };
 
-/// Who carries such messages, in the order of a stream: a network, or in tests what stands for it.
+/// Carries such messages in the order of a stream. It is a network, or in tests what stands for one.
 class Sender {
  public:
   virtual ~Sender() = default;
-  /// Where a stream reads a table when its turn comes; `most_messages` is known before.
+  /// The places where a stream reads a table when its turn comes. `most_messages` is known when the operation is
+  /// queued.
   struct Tables {
     const uint64_t* num_messages;
     const SendMessage* messages;
     const SendPiece* pieces;
     size_t most_messages;
   };
-  /// For each message: awaits its credit, sends its pieces, then its signal.
+  /// Awaits each message's credit, sends its pieces, then its signal.
   virtual void send(const Tables& tables, const Guard& guard, void* stream) = 0;
-  /// What comes later on the stream comes after all pieces so far have been read.
+  /// Makes what comes later on the stream wait until all pieces so far have been read.
   virtual void quiet(void* stream) = 0;
 };
 

@@ -10,22 +10,24 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// How long a rank that closes waits for the others to let go of its memory; else it keeps it until the process ends.
+/// How long a rank that closes waits for the others to let go of its memory. If they do not, it keeps the memory until
+/// the process ends.
 constexpr std::chrono::seconds kLettingGo{2};
 
-/// What a rank tells each other one: how to reach its memory, and how large the heap is that lies there.
+/// The message of a rank to each other rank: how to reach its memory, and how large the heap in it is.
 struct Offer {
   Streams::Card card;
   int64_t heap_bytes;
 };
 static_assert(sizeof(Offer) == sizeof(Streams::Card) + 8);
 
-/// An offer travels in signal words behind those of the steps: 4 bytes each, and a bit that says that they came, for
-/// signals may overtake each other.
+/// An offer travels in signal words behind those of the steps, 4 bytes in each. Because signals may overtake each
+/// other, each word has a bit that says that it came.
 constexpr int64_t kOfferWords = sizeof(Offer) / 4;
 constexpr uint64_t kCame = uint64_t{1} << 32;
 
-/// Of those that steps leave alone, for theirs are on the devices.
+/// The word by which that rank says that it let go. Steps leave this word of the control transport alone, because the
+/// words that they use at this place are on the devices.
 int64_t let_go_word(int64_t rank) { return rank; }
 int64_t offer_word(int64_t num_words, int64_t rank, int64_t index) { return num_words + rank * kOfferWords + index; }
 
@@ -35,7 +37,8 @@ class SharedHeaps {
   SharedHeaps(Transport& control, Streams::Shared own) : control_(control), own_(std::move(own.memory)) {
     opened_.resize(static_cast<size_t>(control.num_ranks()));
   }
-  /// Nobody may free what another still has open: so all let go of the others' first.
+  /// A rank may not free memory that another rank still has open. Therefore all ranks let go of the others' memory
+  /// first.
   ~SharedHeaps() {
     opened_.clear();
     bool is_let_go = true;
@@ -57,7 +60,7 @@ class SharedHeaps {
   }
 
  private:
-  /// Whether the peer has written the word, or is gone.
+  /// Waits until the peer has written the word or is gone. Returns false if the deadline has passed.
   bool await_peer(int peer, int64_t word, Clock::time_point deadline) {
     struct Gone {};
     try {
@@ -91,7 +94,7 @@ Offer offer_of(Transport& control, int64_t num_words, int peer, Clock::time_poin
   for (int64_t i = 0; i < kOfferWords; ++i) {
     const int64_t word = offer_word(num_words, peer, i);
     const bool came = control.wait(word, kCame, deadline, [&] {
-      // One that is gone may have said all before it went.
+      // A rank that is gone may have sent its whole offer before.
       require<PeerDiedError>(!control.departed(peer) || control.load(word) >= kCame, "rank ", peer,
                              " is gone before its memory could be reached");
     });
@@ -102,7 +105,8 @@ Offer offer_of(Transport& control, int64_t num_words, int peer, Clock::time_poin
   return offer;
 }
 
-/// Those of all ranks but this one. A rank computes the addresses in its peers' heaps from the size of its own.
+/// The offers of all ranks except this one. The heaps must have one size, because a rank computes addresses in its
+/// peers' heaps from the size of its own.
 std::vector<Offer> take_offers(Transport& control, int64_t num_words, int64_t heap_bytes, Clock::time_point deadline) {
   std::vector<Offer> offers(static_cast<size_t>(control.num_ranks()));
   for (int p = 0; p < control.num_ranks(); ++p) {
@@ -126,7 +130,7 @@ std::unique_ptr<Transport> share_heaps(const char* name, std::unique_ptr<Transpo
   const int64_t bytes = words_bytes + round_up(heap_bytes, kPageBytes);
   Streams::Shared own = streams->allocate_shared(bytes);
   hand_out(*control, num_words, {own.card, heap_bytes});
-  // Nobody opens the memory of another before all offers were compared, so a rank that refuses may free its own.
+  // No rank opens another's memory before it has compared all offers. Therefore a rank that refuses may free its own.
   const std::vector<Offer> offers = take_offers(*control, num_words, heap_bytes, deadline);
   auto heaps = std::make_shared<SharedHeaps>(*control, std::move(own));
   DeviceHeaps ranks{.ranks = {}, .heap_bytes = heap_bytes, .num_words = num_words, .owner = heaps};

@@ -26,7 +26,7 @@ class ShmTransport final : public HostTransport {
   const char* name() const override { return "shm"; }
 
  protected:
-  // Asked of the kernel at most once a millisecond, so that polling for departures costs the reading of a clock.
+  // Asks the kernel at most once a millisecond, so that polling for departures costs no more than reading a clock.
   void refresh_states() const override {
     const Clock::time_point now = Clock::now();
     if (now < next_poll_) return;
@@ -48,13 +48,13 @@ class ShmTransport final : public HostTransport {
 
  private:
   std::vector<Mapping> memory_;
-  std::vector<Descriptor> sockets_;  // one a rank; the own one is empty
+  std::vector<Descriptor> sockets_;  // one for each rank; the own one is empty
   mutable std::vector<bool> hung_up_;
   mutable std::vector<pollfd> polled_;
   mutable Clock::time_point next_poll_{};
 };
 
-/// The parsed addresses, after checking that all of them can be reached from here.
+/// Parses the addresses, and checks that all of them can be reached from here.
 std::vector<shm::Address> check_addresses(const shm::Listener& listener, int rank,
                                           std::span<const std::string> addresses) {
   const int num_ranks = static_cast<int>(addresses.size());

@@ -25,7 +25,7 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr int kBacklog = 4096;
 constexpr int64_t kProbeMs = 1000;
 
-/// The one message of either side, sent along with the region's memfd.
+/// The only message of either side. It is sent along with the region's memfd.
 struct Hello {
   uint64_t magic = kMagic;
   int64_t rank = 0;
@@ -84,12 +84,12 @@ void send_hello(const Descriptor& socket, const Hello& hello, const Descriptor& 
   c->cmsg_len = CMSG_LEN(sizeof(int));
   const int fd = memory.get();
   std::memcpy(CMSG_DATA(c), &fd, sizeof(fd));
-  // A peer that hung up is met again when its answer does not come.
+  // If the peer hung up, that is noticed when its answer does not come.
   if (::sendmsg(socket.get(), &m, MSG_NOSIGNAL) < 0 && errno != EPIPE && errno != ECONNRESET)
     fail("could not send to a peer");
 }
 
-/// The message at the front of the socket; nothing where it is not a hello, or the other end hung up without one.
+/// The message at the front of the socket. Empty if it is no hello, or the other end hung up without one.
 std::optional<Received> receive_hello(const Descriptor& socket) {
   Received result;
   bool well_formed = false;
@@ -105,7 +105,7 @@ std::optional<Received> receive_hello(const Descriptor& socket) {
     int kept = -1;
     for (cmsghdr* c = n >= 0 ? CMSG_FIRSTHDR(&m) : nullptr; c != nullptr; c = CMSG_NXTHDR(&m, c)) {
       if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
-      // Alignment leaves room for a second descriptor, so one may be there.
+      // Alignment leaves room for a second descriptor, which may be there.
       for (size_t at = 0; CMSG_LEN(at + sizeof(int)) <= c->cmsg_len; at += sizeof(int)) {
         int fd;
         std::memcpy(&fd, CMSG_DATA(c) + at, sizeof(fd));
@@ -153,7 +153,7 @@ class Mesh {
         message("rank ", group_.rank, " waited in vain for the connections of ", missing(), refused_));
   }
 
-  /// False where the peer's queue is full.
+  /// Returns false if the peer's queue is full.
   bool try_connect(const Descriptor& socket, int to) const {
     const SocketName there(group_.addresses[static_cast<size_t>(to)].name);
     if (::connect(socket.get(), there.get(), there.bytes) == 0) return true;
@@ -185,7 +185,7 @@ class Mesh {
             .to_token = token};
   }
 
-  /// Waits for any news and takes it all.
+  /// Waits for any news, and takes all of it.
   void step() {
     check_deadline();
     std::vector<pollfd> fds{{.fd = listener_.socket.get(), .events = POLLIN, .revents = 0}};
@@ -214,7 +214,7 @@ class Mesh {
     if (fds[0].revents != 0) accept_one();
   }
 
-  /// A higher rank that ended before it called has no connection to hang up; but nobody listens for it any more.
+  /// Checks that higher ranks still listen. A rank that ended before it called has no connection that could hang up.
   void probe() const {
     for (int i = group_.rank + 1; i < group_.num_ranks(); ++i) {
       if (!peers_[static_cast<size_t>(i)].socket) try_connect(make_socket(), i);
@@ -246,7 +246,8 @@ class Mesh {
     take_memory(from, std::move(received->memory));
   }
 
-  /// A stranger is let go; a member that disagrees is an error here, and there, as it gets the answer first.
+  /// Takes the hello of a connection. A stranger is let go. A member that disagrees is an error here and also there,
+  /// because it gets the answer first.
   void take_newcomer(Descriptor socket) {
     char first;
     if (::recv(socket.get(), &first, 1, MSG_PEEK | MSG_DONTWAIT) == 0) return;  // a probe: it hung up without a word
@@ -279,7 +280,7 @@ class Mesh {
             group_.rank, " has ", group_.num_signals, "; they must be equal");
   }
 
-  /// A region that could shrink would turn a store into a crash.
+  /// The region must be sealed, because a store into a region that has shrunk would crash this process.
   void take_memory(int from, Descriptor memory) {
     require(static_cast<bool>(memory), name(from), " sent no memory to rank ", group_.rank);
     struct stat info{};
@@ -297,7 +298,7 @@ class Mesh {
   const Descriptor& memory_;
   const std::chrono::steady_clock::time_point deadline_;
   std::vector<Peer> peers_;
-  std::vector<Descriptor> nameless_;  // accepted, but have not said who they are
+  std::vector<Descriptor> nameless_;  // accepted; they have not said who they are
   std::string refused_;               // the last connection that was let go, for the message
 };
 

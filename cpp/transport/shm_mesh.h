@@ -1,4 +1,4 @@
-// How the ranks of a shared memory transport find, check and connect to each other.
+// Here the ranks of a shared memory transport find, check and connect to each other.
 #pragma once
 
 #include <chrono>
@@ -18,10 +18,10 @@ struct Listener {
   Descriptor socket;
 };
 
-/// Where this rank stands in the group, and what all ranks must agree on.
+/// This rank's place in the group, and what all ranks must agree on.
 struct Group {
   int rank = 0;
-  std::vector<Address> addresses;  // one a rank
+  std::vector<Address> addresses;  // one for each rank
   int64_t heap_bytes = 0;
   int64_t num_signals = 0;
 
@@ -33,10 +33,11 @@ struct Peer {
   Descriptor memory;  // its region; size and seals are checked
 };
 
-/// A sealed memfd of that size.
+/// Makes a sealed memfd of that size.
 DISTCA_EXPORT Descriptor make_memory(int64_t bytes);
 
-/// Connects to every lower rank, accepts every higher one, and exchanges regions. One entry a rank, the own one empty.
+/// Connects to every lower rank, accepts every higher one, and exchanges regions. Returns one entry for each rank; the
+/// own one is empty.
 std::vector<Peer> connect_mesh(const Listener& listener, const Group& group, const Descriptor& memory,
                                std::chrono::steady_clock::time_point deadline);
 

@@ -10,7 +10,7 @@ namespace {
 
 using Stream = Streams::Stream;
 
-// Points of the streams: of each slot, the end of its last use, and what was sent last for it.
+// Points of the streams. Each slot has one for the end of its last use, and one for what was sent for it last.
 constexpr int end_of(int64_t slot) { return static_cast<int>(slot); }
 constexpr int sent_for(int64_t slot) { return static_cast<int>(kNumSlots + slot); }
 constexpr int kWorkSoFar = 2 * kNumSlots, kSentSoFar = 2 * kNumSlots + 1;
@@ -30,7 +30,7 @@ DeviceHeaps allocate_heaps(int64_t heap_bytes, int64_t num_words, std::span<cons
   return heaps;
 }
 
-/// Looks at what only the host can see, every few milliseconds.
+/// A thread that calls `look` every 2 milliseconds, to see what only the host can see.
 class StreamTransport::Watch {
  public:
   explicit Watch(std::function<void()> look) : look_(std::move(look)), thread_("distca watch", [this] { run(); }) {}
@@ -65,7 +65,7 @@ StreamTransport::StreamTransport(const char* name, std::unique_ptr<Transport> co
 StreamTransport::~StreamTransport() {
   quiet();
   watch_.reset();
-  // Of a context that has met a fault nobody knows who still writes there.
+  // After a fault nobody knows who still writes there. The memory is then kept until the process ends.
   if (stopped_ || streams_->fault()) static_cast<void>(new std::shared_ptr<void>(std::move(heaps_.owner)));
 }
 
@@ -128,7 +128,7 @@ std::byte* StreamTransport::pack(int peer, const Write& write, const RowExtent& 
                          " bytes holds to ranks of other hosts in one call, which cannot be recorded");
   // What is packed next waits until all of this has left the arena.
   send(slot_);
-  next_.credit = nullptr;  // which has been waited for
+  next_.credit = nullptr;  // what was sent has awaited it already
   open_message(peer);
   std::byte* const to = packed();
   require<CapacityError>(to != nullptr, "rows of ", extent.bytes(), " bytes for rank ", peer,
@@ -174,7 +174,7 @@ void StreamTransport::send(int64_t slot) {
   streams_->record(kWorkSoFar, Stream::kWork);
   streams_->wait_for(Stream::kTransfer, kWorkSoFar);
   if (!late_grants_.empty() || is_recording_) streams_->signal(late_grants_);
-  // Rows are packed where those that were sent before were.
+  // Rows are packed where rows that were sent before lay. Those must have left first.
   if (sends_late) streams_->quiet(heaps_.sender);
   if (!table_.empty() || is_recording_) streams_->put(table_);
   if (sends_late) streams_->send(sends_, heaps_.sender);
@@ -186,8 +186,8 @@ void StreamTransport::send(int64_t slot) {
 
 void StreamTransport::await_rows(std::span<const StreamWait> waits, int64_t slot) {
   if (waits.empty() && !is_recording_) return;
-  // A graph may do on one stream what was queued on two, in any order that its edges allow: what peers need for what is
-  // awaited here must not come after.
+  // A graph may do on one stream what was queued on two, in any order that its edges allow. The wait must come after
+  // what peers need before they can send what is awaited here.
   if (is_recording_) streams_->wait_for(Stream::kWork, sent_for(slot));
   awaited_.clear();
   for (const StreamWait& w : waits) awaited_.push_back({word_of(rank(), w.word), w.value, w.peer, w.what, w.round});
@@ -226,7 +226,7 @@ void StreamTransport::cancel() noexcept {
   forget_unsent();
   inner_->cancel();
   stop();
-  // What the streams still read and write may be let go of after the work queued so far.
+  // The caller may free memory that the streams still read and write, once the work queued so far is done.
   try {
     join();
     streams_->hand_over();
@@ -241,7 +241,7 @@ void StreamTransport::stop() noexcept {
 }
 
 std::optional<Departure> StreamTransport::departed() const {
-  if (watch_ && watch_->is_forked()) return inner_->departed();  // the lock may be the parent's for ever
+  if (watch_ && watch_->is_forked()) return inner_->departed();  // the parent's thread may have held the lock for ever
   const std::lock_guard lock(departures_);
   return inner_->departed();
 }

@@ -1,5 +1,5 @@
-// The transport between devices that write into each other's memory: rows go by streams, everything else by way of the
-// hosts.
+// The transport between devices that write into each other's memory. Rows travel by streams, and everything else by way
+// of the hosts.
 #pragma once
 
 #include <atomic>
@@ -16,30 +16,32 @@
 
 namespace distca::transport {
 
-/// A rank's memory on its device, as this rank addresses it: its heap, and the words that streams signal. Null where
-/// load and store do not reach it.
+/// A rank's memory on its device, as this rank addresses it: its heap, and the words that streams signal. Both are null
+/// if load and store do not reach it.
 struct DeviceMemory {
   std::byte* heap = nullptr;
   uint64_t* words = nullptr;
 };
 
-/// Heap and words of all ranks, and what keeps them there. After a fault nobody lets go of it: a peer may still write.
+/// The heaps and words of all ranks, and the owner that keeps them allocated. After a fault the owner is not released,
+/// because a peer may still write.
 struct DeviceHeaps {
   std::vector<DeviceMemory> ranks;
   int64_t heap_bytes = 0;
   int64_t num_words = 0;
   std::shared_ptr<void> owner;
-  // Where there are ranks that load and store do not reach:
+  // Set if load and store do not reach all ranks:
   std::shared_ptr<Sender> sender = nullptr;
   std::span<std::byte> send_arena = {};
 };
 
-/// Those of ranks of one process, on the devices of these streams.
+/// Allocates those of ranks of one process, on the devices of these streams.
 DISTCA_EXPORT DeviceHeaps allocate_heaps(int64_t heap_bytes, int64_t num_words,
                                          std::span<const std::shared_ptr<Streams>> streams);
 
-/// `control`, a transport between the hosts whose heap is not used, carries what ranks publish, their faults, and the
-/// news of who is gone. Its signals and words are not those of the streams, though their numbers are the same.
+/// Queues puts, grants and announcements on the streams of a rank. `control` is a transport between the hosts whose
+/// heap is not used. It carries what ranks publish, their faults, and the news of who is gone. Its signal words are not
+/// those of the streams, although they have the same numbers.
 class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public StreamOrder {
  public:
   StreamTransport(const char* name, std::unique_ptr<Transport> control, std::shared_ptr<Streams> streams,
@@ -53,7 +55,7 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   void signal(int peer, int64_t word, uint64_t value) override { inner_->signal(peer, word, value); }
   void quiet() override;
   void cancel() noexcept override;
-  // Also of the thread that watches.
+  // Also called by the thread that watches.
   std::optional<Departure> departed() const override;
   std::optional<Departure> departed(int peer) const override;
   StreamOrder* stream_order() override { return this; }
@@ -78,10 +80,12 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   void forget_unsent();
   const DeviceMemory& memory_of(int peer) const;
   bool is_remote(int peer) const { return memory_of(peer).heap == nullptr; }
-  /// As this rank addresses it: of a remote peer, what lies at the same place in its own memory.
+  /// A peer's word as this rank addresses it. For a remote peer that is the word at the same place in this rank's own
+  /// memory.
   uint64_t* word_of(int peer, int64_t word) const;
   void open_message(int peer);
-  /// Where rows that go to that place in a remote peer's heap are packed. A full send arena is sent first.
+  /// Returns where to pack rows that go to that place in a remote peer's heap. If the send arena is full, what it holds
+  /// is sent first.
   std::byte* pack(int peer, const Write& write, const RowExtent& extent);
 
   const char* name_;
@@ -91,14 +95,14 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   mutable std::mutex departures_;
   std::unique_ptr<Watch> watch_;
 
-  // What `send` will start.
+  // The next `send` starts these.
   PutTable table_;
   SendTable sends_, early_sends_;
   PutMessage next_ = {};  // the message that the next put to its peer opens
   bool is_open_ = false;
   std::vector<SignalTo> early_grants_, late_grants_;
-  int64_t slot_ = 0;           // that the grants are for
-  bool is_recording_ = false;  // then each call queues the same operations, with nothing to do or not
+  int64_t slot_ = 0;           // the slot that the grants are for
+  bool is_recording_ = false;  // then each call queues the same operations, even with nothing to do
   std::vector<AwaitedMessage> awaited_;
 };
 

@@ -10,7 +10,7 @@
 namespace distca::transport {
 namespace {
 
-/// Room in a table that is to be filled anew, where what it holds at first says little about what will come.
+/// The least room of an array that is to be filled anew, because a short array says little about later ones.
 constexpr size_t kLeastRoom = 256;
 
 size_t room_for(const TablePart& part, double headroom) {

@@ -1,5 +1,5 @@
-// The arrays that one queued operation reads when its turn comes, in one block of memory: first how many elements each
-// has, then the elements. On a device kernels read both there.
+// A table is the arrays that one queued operation reads when its turn comes, in one block of memory: first how many
+// elements each array has, then the elements. On a device kernels read both there.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@
 
 namespace distca::transport {
 
-/// An array of a table; or a value that is there once whatever the plan, and may be one that no plan changes.
+/// A part of a table: an array, a single value (kValue), or a single value that no plan may change (kFixed).
 struct TablePart {
   enum class Kind { kArray, kValue, kFixed };
 
@@ -40,28 +40,29 @@ TablePart table_value(const char* name, const T& value) {
   static_assert(std::is_trivially_copyable_v<T>);
   return {name, std::as_bytes(std::span(&value, 1)), sizeof(T), TablePart::Kind::kValue};
 }
-/// Its bytes are compared, so it has no padding.
+/// Its bytes are compared. Therefore it must have no padding.
 template <class T>
 TablePart fixed_value(const char* name, const T& value) {
   static_assert(std::has_unique_object_representations_v<T>);
   return {name, std::as_bytes(std::span(&value, 1)), sizeof(T), TablePart::Kind::kFixed};
 }
 
-/// Where the parts of a table lie.
+/// The places of the parts of a table.
 class DISTCA_EXPORT TableLayout {
  public:
   static constexpr size_t kMaxParts = 10;
-  /// Of each part; any kernel's arrays are aligned so.
+  /// The alignment of each part, which is enough for the arrays of any kernel.
   static constexpr size_t kAlignment = 128;
 
-  /// With room for `headroom` times what there is, and for some elements where that is little; with 1 for just that.
+  /// Leaves room for `headroom` times the elements of each array, and for at least a few hundred. With a headroom of 1
+  /// there is room for just these elements.
   explicit TableLayout(std::span<const TablePart> parts, double headroom = 1);
 
   size_t bytes() const { return bytes_; }
-  /// Elements that there is room for.
+  /// The number of elements that there is room for.
   size_t capacity(size_t part) const { return capacities_[part]; }
   size_t offset(size_t part) const { return offsets_[part]; }
-  /// Writes them, with their counts, into memory of `bytes()`.
+  /// Writes the parts, with their counts, into memory of `bytes()`.
   void write(std::span<const TablePart> parts, std::byte* memory) const;
 
  private:
@@ -69,13 +70,13 @@ class DISTCA_EXPORT TableLayout {
   size_t bytes_ = 0;
 };
 
-/// Memory that the host writes and where a device reads it: the same place, or another to which it is copied.
+/// Memory that the host writes, and where a device reads it: the same place, or another one to which it is copied.
 struct TableMemory {
   std::shared_ptr<std::byte> host;
   std::byte* device = nullptr;
 };
 using AllocateTable = std::function<TableMemory(size_t bytes)>;
-/// Memory of the host alone.
+/// Allocates memory of the host, which also stands for the device's.
 DISTCA_EXPORT TableMemory allocate_on_host(size_t bytes);
 
 class DISTCA_EXPORT Table {
@@ -89,9 +90,9 @@ class DISTCA_EXPORT Table {
   const std::byte* host() const { return memory_.host.get(); }
   std::byte* device() const { return memory_.device; }
 
-  /// What there is takes the place of what was there.
+  /// Replaces the contents by these parts.
   void fill(std::span<const TablePart> parts) { layout_.write(parts, memory_.host.get()); }
-  /// Takes over what another table of the same layout holds.
+  /// Replaces the contents by those of another table of the same layout.
   void fill(const Table& other);
 
   template <class T>

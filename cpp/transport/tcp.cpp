@@ -27,19 +27,19 @@ using tcp::Message;
 constexpr std::chrono::seconds kPatience{2};
 /// How long a rank that closes waits for the others to read its goodbye.
 constexpr std::chrono::seconds kParting{1};
-/// A host from which nothing comes counts as dead after the timeout, but within these bounds.
+/// A host from which nothing comes counts as dead after the timeout, which is kept within these bounds.
 constexpr std::chrono::milliseconds kLeastSilence{1000}, kMostSilence{60000};
-/// Words that one question may ask for.
+/// The number of words that one question may ask for.
 constexpr int64_t kMaxAsked = 64;
 
-/// What this rank has to do with another one; under the lock of the transport.
+/// This rank's connection to another one and its state, under the lock of the transport.
 struct Peer {
   explicit Peer(Descriptor socket) : connection(std::move(socket)) {}
 
   tcp::Connection connection;
   // The last question.
   int64_t first = 0, num_asked = 0, num_answered = 0;
-  bool has_unconfirmed = false;  // signals, perhaps, that are under way
+  bool has_unconfirmed = false;  // whether signals may be under way
   bool has_read_goodbye = false;
 
   bool is_open() const { return connection.descriptor() >= 0; }
@@ -52,7 +52,7 @@ Descriptor make_eventfd() {
   return made;
 }
 
-/// The regions of the peers hold their state and what is last known of their words.
+/// The regions of the peers hold their states and the last known values of their words.
 class TcpTransport final : public HostTransport {
  public:
   TcpTransport(int rank, std::vector<Region> regions, Mapping memory, int64_t num_signals,
@@ -72,7 +72,7 @@ class TcpTransport final : public HostTransport {
     }
     std::unique_lock lock(thread_.mutex());
     for (Peer& peer : *peers_) static_cast<void>(post(peer, {.kind = Kind::kGoodbye}));
-    // Else the system could break a connection on which something arrives unread, and the goodbye would be lost.
+    // Otherwise the system could break a connection on which something arrives unread, and the goodbye would be lost.
     thread_.done().wait_for(lock, kParting, [&] {
       return std::all_of(peers_->begin(), peers_->end(),
                          [](const Peer& peer) { return !peer.is_open() || peer.has_read_goodbye; });
@@ -111,7 +111,8 @@ class TcpTransport final : public HostTransport {
     return is_answered;
   }
 
-  /// Signals arrive in their order: what was sent before a question is there once it is answered.
+  /// Asks each peer a question. Signals arrive in their order; therefore those sent before a question are there once it
+  /// is answered.
   void quiet() override {
     for (int to = 0; to < num_ranks(); ++to) {
       {
@@ -130,10 +131,10 @@ class TcpTransport final : public HostTransport {
 
   void wake() const {
     const uint64_t one = 1;
-    static_cast<void>(::write(wake_.get(), &one, sizeof(one)));  // full only if it wakes the thread anyway
+    static_cast<void>(::write(wake_.get(), &one, sizeof(one)));  // fails only if full, which wakes the thread too
   }
 
-  /// Sends a message, or leaves it to the thread. False where too many wait for that peer.
+  /// Sends a message, or leaves it to the thread. Returns false if too many messages wait for that peer.
   bool post(Peer& peer, const Message& message) const {
     if (!peer.is_open()) return true;
     const bool had_unsent = peer.connection.has_unsent();
@@ -142,8 +143,8 @@ class TcpTransport final : public HostTransport {
     return true;
   }
 
-  /// Brings what is known of a peer's words up to date. False where the peer is gone, or silent: then it is not asked
-  /// again before it has answered.
+  /// Brings what is known of a peer's words up to date. Returns false if the peer is gone or silent. A silent peer is
+  /// not asked again before it has answered.
   bool ask(int from, int64_t first, int64_t count) const {
     std::unique_lock lock(thread_.mutex());
     Peer& peer = at(from);
@@ -156,7 +157,7 @@ class TcpTransport final : public HostTransport {
     return !peer.owes_answer();
   }
 
-  /// What the thread does: it takes what arrives, and sends what could not be sent at once.
+  /// Runs on the thread: takes what arrives, and sends what could not be sent at once.
   void serve() {
     std::vector<pollfd> fds;
     while (true) {
@@ -189,7 +190,7 @@ class TcpTransport final : public HostTransport {
     return first >= 0 && count >= 1 && count <= kMaxAsked && first <= num_signals_ - count;
   }
 
-  /// False for what no rank sends.
+  /// Takes a message. Returns false if no rank sends such a message.
   bool take(int from, const Message& message) {
     if (message.kind == Kind::kSignal) {
       if (!has_words(message.word, 1)) return false;
@@ -221,7 +222,7 @@ class TcpTransport final : public HostTransport {
     return true;
   }
 
-  /// The words as they are at this moment or later, so after what the asking rank published before.
+  /// Answers with the words as they are now or later, and therefore after what the asking rank published before.
   bool answer(Peer& to, const Message& question) {
     for (int64_t word = question.word; word < question.word + question.count; ++word) {
       const uint64_t value = region(rank()).word(word).load(std::memory_order_seq_cst);
@@ -230,7 +231,7 @@ class TcpTransport final : public HostTransport {
     return true;
   }
 
-  /// The connection has ended: it was closed, or broke, or is closed here because of what came.
+  /// Called when a connection has ended: it was closed, it broke, or it is closed here because of what came.
   void part_from(int peer) {
     const std::lock_guard lock(thread_.mutex());
     at(peer).connection.close();
@@ -242,11 +243,11 @@ class TcpTransport final : public HostTransport {
   Mapping memory_;
   const int64_t num_signals_;
   Descriptor wake_;
-  std::unique_ptr<std::vector<Peer>> peers_;  // one a rank; the own one is not connected
+  std::unique_ptr<std::vector<Peer>> peers_;  // one for each rank; the own one is not connected
   mutable Worker thread_;                     // last: it ends before what it uses goes
 };
 
-/// The parsed addresses, after checking that this rank's own is among them.
+/// Parses the addresses, and checks that this rank's own is among them.
 std::vector<tcp::Address> check_addresses(const tcp::Listener& listener, int rank,
                                           std::span<const std::string> addresses) {
   const int num_ranks = static_cast<int>(addresses.size());

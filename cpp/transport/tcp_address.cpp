@@ -17,7 +17,7 @@ namespace {
 
 constexpr char kScheme[] = "distca-tcp-1";
 
-/// The two kinds of addresses differ in where things are.
+/// The two kinds of addresses, which have their parts in different places.
 sockaddr_in& v4(sockaddr_storage& s) { return reinterpret_cast<sockaddr_in&>(s); }
 sockaddr_in6& v6(sockaddr_storage& s) { return reinterpret_cast<sockaddr_in6&>(s); }
 const sockaddr_in& v4(const sockaddr_storage& s) { return reinterpret_cast<const sockaddr_in&>(s); }

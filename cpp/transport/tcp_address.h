@@ -1,4 +1,4 @@
-// How a rank says where it can be reached over the network, as a string that any channel can carry.
+// The address at which a rank can be reached over the network, as a string that any channel can carry.
 #pragma once
 
 #include <sys/socket.h>
@@ -15,7 +15,7 @@ struct Endpoint {
   sockaddr_storage storage{};
   socklen_t bytes = 0;
 
-  /// Nothing but a numeric address of one host is taken: no name, no "any address". Throws InvalidArgumentError.
+  /// Takes only a numeric address of one host: no name and no "any address". Throws InvalidArgumentError.
   static Endpoint of(const std::string& host, uint16_t port);
 
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
@@ -27,10 +27,10 @@ struct Endpoint {
   std::string name() const;
 };
 
-/// What an address string says.
+/// The contents of an address string.
 struct Address {
   Endpoint endpoint;
-  Key token{};  // shows that who connects was given the address
+  Key token{};  // shows that a caller was given the address
 
   std::string to_string() const;
   /// Throws InvalidArgumentError.

@@ -8,7 +8,7 @@
 namespace distca::transport::tcp {
 namespace {
 
-/// Bytes that may wait for a peer that does not read, beyond the system's own buffers.
+/// The number of bytes that may wait for a peer that does not read, beyond the system's own buffers.
 constexpr size_t kMaxUnsent = size_t{1} << 20;
 
 }  // namespace
@@ -28,7 +28,7 @@ size_t Connection::offer(const std::byte* data, size_t bytes) {
     else if (errno == EAGAIN || errno == EWOULDBLOCK)
       return taken;
     else if (errno != EINTR)
-      return bytes;  // a hang-up, which `receive` will meet
+      return bytes;  // a hang-up, which `receive` will notice
   }
   return taken;
 }

@@ -1,4 +1,4 @@
-// Messages between two ranks over a TCP connection: of one size, in their order, and nobody waits.
+// Messages between two ranks over a TCP connection. They have one size and keep their order, and no call waits.
 #pragma once
 
 #include <array>
@@ -14,8 +14,8 @@ namespace distca::transport::tcp {
 
 enum class Kind : uint32_t {
   kSignal = 1,  // word = value, at the receiver
-  kQuestion,    // for `count` words of the receiver from `word` on
-  kAnswer,      // one for each of them, ascending
+  kQuestion,    // asks for `count` words of the receiver from `word` on
+  kAnswer,      // one for each of these words, ascending
   kGoodbye,     // the sender closes its transport
   kFarewell,    // the goodbye has been read
 };
@@ -28,7 +28,8 @@ struct Message {
 };
 static_assert(sizeof(Message) == 24, "no gaps: it is sent as it is");
 
-/// One thread receives and closes; sending is under a lock of the caller's, and so is closing.
+/// One end of a connection. One thread receives and closes. The caller holds a lock while it sends, and while it
+/// closes.
 class Connection {
  public:
   explicit Connection(Descriptor socket) : socket_(std::move(socket)) {}
@@ -37,23 +38,24 @@ class Connection {
   int descriptor() const { return socket_.get(); }
   void close();
 
-  /// Sends at once what the system takes, and keeps the rest. False, and nothing is sent, where too much is kept: the
-  /// peer has not read for long. What is sent to a peer that has hung up is lost.
+  /// Sends at once what the system takes, and keeps the rest. Returns false and sends nothing if too much is kept,
+  /// because the peer has not read for long. What is sent to a peer that has hung up is lost.
   bool send(const Message& message);
   bool has_unsent() const { return num_sent_ < unsent_.size(); }
   /// Sends what was kept, as far as the system takes it.
   void flush();
 
-  /// Hands messages that have arrived to `take`. False once the other end has hung up, or `take` refuses one.
+  /// Hands messages that have arrived to `take`. Returns false once the other end has hung up, or if `take` refuses
+  /// one.
   bool receive(const std::function<bool(const Message&)>& take);
 
  private:
-  /// How many of these bytes the system takes, or loses.
+  /// Returns how many of these bytes the system took, or lost.
   size_t offer(const std::byte* data, size_t bytes);
 
   Descriptor socket_;
   std::vector<std::byte> unsent_;
-  size_t num_sent_ = 0;  // of these bytes
+  size_t num_sent_ = 0;  // bytes of `unsent_`
   std::array<std::byte, 128 * sizeof(Message)> arrived_;
   size_t num_arrived_ = 0;  // bytes of a message that is not complete
 };

@@ -19,13 +19,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr uint64_t kCall = 0x3170637461636462;    // "bdcatcp1": the first message of who connects
-constexpr uint64_t kAnswer = 0x3170637461636461;  // "adcatcp1": of who accepted
+constexpr uint64_t kCall = 0x3170637461636462;    // "bdcatcp1": the magic of a hello from the rank that connects
+constexpr uint64_t kAnswer = 0x3170637461636461;  // "adcatcp1": from the rank that accepted
 constexpr int kBacklog = 4096;
 constexpr std::chrono::seconds kProbe{1};
-/// So many connections may be there that have not said who they are. A member does so at once.
+/// The number of connections that may be there without having said who they are. A member says so at once.
 constexpr size_t kMaxNameless = 256;
-/// Empty messages of the system to a silent host, before it counts as dead.
+/// The number of empty messages that the system sends to a silent host before it counts as dead.
 constexpr int kKeepalives = 3;
 
 /// The first message of either side.
@@ -61,7 +61,7 @@ void set_options(const Descriptor& socket, std::chrono::milliseconds silence) {
   set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, interval);
   set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, interval);
   set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, kKeepalives);
-  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, silence_ms);  // while something is under way
+  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, silence_ms);  // used while something is under way
 }
 
 int error_of(const Descriptor& socket) {
@@ -71,14 +71,14 @@ int error_of(const Descriptor& socket) {
   return error;
 }
 
-/// A connection on its way to be a peer's.
+/// A connection that is on its way to become a peer's.
 struct Newcomer {
   Descriptor socket;
   bool is_connected = false;
   std::array<std::byte, sizeof(Hello)> bytes;
   size_t num_bytes = 0;
 
-  /// Takes what has arrived, no more than a hello. False once the other end has hung up.
+  /// Takes what has arrived, but no more than a hello. Returns false once the other end has hung up.
   bool receive() {
     while (num_bytes < bytes.size()) {
       const ssize_t n = ::recv(socket.get(), bytes.data() + num_bytes, bytes.size() - num_bytes, 0);
@@ -140,7 +140,7 @@ class Mesh {
     return socket;
   }
 
-  /// Throws unless the connection to that rank came about.
+  /// Throws unless the connection to that rank was made.
   void check_reached(int to, int error) const {
     require<PeerDiedError>(error != ECONNREFUSED && error != ECONNRESET, "rank ", group_.rank,
                            " found nobody at the address of ", name(to),
@@ -157,12 +157,13 @@ class Mesh {
             .num_signals = group_.num_signals};
   }
 
-  /// The first bytes of a connection, which always have room. A peer that hung up is met again when nothing comes.
+  /// Sends the first bytes of a connection, which always have room. If the peer hung up, that is noticed when nothing
+  /// comes.
   static void send_hello(const Descriptor& socket, const Hello& hello) {
     static_cast<void>(::send(socket.get(), &hello, sizeof(hello), MSG_NOSIGNAL));
   }
 
-  /// Waits for any news and takes it all.
+  /// Waits for any news, and takes all of it.
   void step() {
     const Clock::time_point now = Clock::now();
     require<PeerTimeoutError>(now < deadline_, "rank ", group_.rank, " waited in vain for the connections of ",
@@ -195,7 +196,7 @@ class Mesh {
     if (fds[0].revents != 0) accept_all();
   }
 
-  /// A higher rank that ended before it called has no connection to hang up; but nobody listens for it any more.
+  /// Checks that higher ranks still listen. A rank that ended before it called has no connection that could hang up.
   void probe() {
     next_probe_ = Clock::now() + kProbe;
     for (int i = group_.rank + 1; i < group_.num_ranks(); ++i)
@@ -208,7 +209,7 @@ class Mesh {
     if (is_missing(peer)) check_reached(peer, error);
   }
 
-  /// News of the connection to a lower rank.
+  /// Takes news of the connection to a lower rank.
   void attend_to(int to) {
     Newcomer& peer = at(peers_, to);
     if (!peer.is_connected) {
@@ -230,8 +231,8 @@ class Mesh {
     at(sockets_, to) = std::move(peer.socket);
   }
 
-  /// News of a rank that is connected. A transport that is closed would have said so, and what comes is for the
-  /// transport.
+  /// Takes news of a rank that is connected. A hang-up is an error, because a transport that is closed would have said
+  /// goodbye. What has come is left for the transport.
   void look_at(int peer) {
     char first;
     const ssize_t n = ::recv(at(sockets_, peer).get(), &first, 1, MSG_PEEK);
@@ -250,7 +251,7 @@ class Mesh {
       if (!one.socket) {
         if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
           fail("could not accept a connection");
-        return;  // there is none, or it is gone again
+        return;  // there is no connection, or it is gone again
       }
       one.is_connected = true;
       nameless_.push_back(std::move(one));
@@ -261,8 +262,8 @@ class Mesh {
     }
   }
 
-  /// Takes what somebody says who has not said who it is. A stranger is let go; a member that disagrees is an error
-  /// here, and there, as it gets the answer first.
+  /// Takes what comes over a connection that has not said who it is. A stranger is let go. A member that disagrees is
+  /// an error here and also there, because it gets the answer first.
   void hear(Newcomer& one) {
     const bool is_there = one.receive();
     if (one.is_complete()) {
@@ -300,11 +301,11 @@ class Mesh {
   const Group& group_;
   const Clock::time_point deadline_;
   Clock::time_point next_probe_;
-  std::vector<Newcomer> peers_;      // lower ranks, until they have answered
-  std::deque<Newcomer> nameless_;    // accepted, but have not said who they are
+  std::vector<Newcomer> peers_;      // to lower ranks, until they have answered
+  std::deque<Newcomer> nameless_;    // accepted; they have not said who they are
   std::vector<Descriptor> probes_;   // to higher ranks, on their way
   std::vector<Descriptor> sockets_;  // of the peers that are connected
-  std::vector<bool> has_spoken_;     // likewise, and something has come since
+  std::vector<bool> has_spoken_;     // of each peer: whether something has come since
   std::string refused_;              // the last connection that was let go, for the message
 };
 

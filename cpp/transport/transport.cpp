@@ -6,10 +6,11 @@
 namespace distca::transport {
 namespace {
 
-// A signal that is on its way arrives within the spins; ranks that share a core need the yields; the rest is sleep.
+// The spins catch a signal that is on its way. The yields are for ranks that share a core. After them the thread
+// sleeps.
 constexpr int kNumSpins = 64;
 constexpr int kNumYields = 8;
-// How long a peer's death may go unnoticed by `idle`.
+// The longest sleep between two calls of `idle`, in which a peer's death may go unnoticed.
 constexpr std::chrono::microseconds kDoze{4000};
 
 void pause() {
@@ -25,7 +26,7 @@ void pause() {
 bool Transport::wait(int64_t word, uint64_t value, std::chrono::steady_clock::time_point deadline,
                      const std::function<void()>& idle) {
   for (int round = 0;; ++round) {
-    const uint32_t seen = doorbell();  // before the load: a signal that comes after the load ends the sleep
+    const uint32_t seen = doorbell();  // before the load, so that a signal after the load ends the sleep
     if (load(word) >= value) return true;
     progress();
     if (round < kNumSpins) {

@@ -18,7 +18,7 @@ WrappingTransport::WrappingTransport(std::unique_ptr<Transport> inner) : inner_(
           "a wrapping transport needs one to wrap that is not collective");
 }
 
-// Heaps are symmetric, so this rank's own size is what the put will be checked against.
+// Heaps have equal size. Therefore the put is checked against this rank's own heap.
 WrappingTransport::Write WrappingTransport::checked_put(int peer, int64_t heap_offset, int64_t dst_row_stride,
                                                         int64_t dst_head_stride, const RowView& src,
                                                         const RowExtent& extent) {

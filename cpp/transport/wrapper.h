@@ -1,4 +1,4 @@
-// What transports have in common that stand in front of another one and hold back what is written through them.
+// The common part of transports that stand in front of another one and hold back what is written through them.
 #pragma once
 
 #include <memory>
@@ -8,7 +8,7 @@
 
 namespace distca::transport {
 
-/// Hands on everything but puts and signals, which the classes below it make when they see fit.
+/// Hands on everything except puts and signals, which derived classes make when they see fit.
 class DISTCA_EXPORT WrappingTransport : public Transport {
  public:
   Transport& inner() { return *inner_; }
@@ -45,7 +45,8 @@ class DISTCA_EXPORT WrappingTransport : public Transport {
 
   explicit WrappingTransport(std::unique_ptr<Transport> inner);
 
-  /// Wrong arguments, and any use in a forked child, fail here, where the call is made, and not when it is carried out.
+  /// These check a put or a signal when the call is made. Wrong arguments, and any use in a forked child, fail here and
+  /// not when the write is made.
   Write checked_put(int peer, int64_t heap_offset, int64_t dst_row_stride, int64_t dst_head_stride, const RowView& src,
                     const RowExtent& extent);
   Write checked_signal(int peer, int64_t word, uint64_t value) const;

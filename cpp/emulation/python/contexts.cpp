@@ -1,4 +1,4 @@
-// Contexts as tests and benchmarks want them, and what they do to contexts.
+// Contexts with emulated parts for tests and benchmarks, and what tests do to contexts.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -23,13 +23,13 @@ namespace {
 using python::ContextPtr;
 using python::TransportPtr;
 
-/// Bytes a second, latency in seconds, signals only.
+/// Bytes a second, latency in seconds, and whether puts take the time of one byte (LinkOptions).
 using Link = std::tuple<double, double, bool>;
 
-/// Costs of forward and of backward, each followed by the nanoseconds of its unit.
+/// The costs of forward and of backward, each followed by the nanoseconds of its unit.
 using Replay = std::tuple<plan::CostModel, double, plan::CostModel, double>;
 
-/// Puts an order drawn from a seed, or a link, in front of a transport.
+/// Puts a ReorderingTransport, a link, or both in front of a transport, if asked to.
 TransportPtr wrap(TransportPtr transport, const std::optional<uint64_t>& reorder_seed,
                   const std::optional<Link>& link) {
   if (reorder_seed) {
@@ -97,7 +97,7 @@ ContextPtr connect_shm(transport::ShmListener& listener, int rank, const std::ve
   return python::register_context(wrap(std::move(transport), reorder_seed, link), std::move(options));
 }
 
-/// As distca._C's, with threads in place of GPUs.
+/// Does what connect_ipc of distca._C does, with threads in place of GPUs.
 ContextPtr connect_ipc(const python::Listener& listener, int rank, const std::vector<std::string>& addresses,
                        std::string name, int64_t slot_bytes, double timeout, double connect_timeout,
                        const plan::CostModel& cost) {
@@ -114,7 +114,7 @@ std::vector<std::tuple<int, int64_t, int64_t, int64_t>> take_transfers(runtime::
   return transfers;
 }
 
-/// Puts rows without gaps, in the memory of the context's device, and signals, as a step does.
+/// Puts rows that lie without gaps in the memory of the context's device, and signals, as a step does.
 void send_rows(runtime::Context& context, int peer, uintptr_t address, int64_t num_rows, int64_t row_bytes,
                int64_t word, uint64_t value) {
   transport::Transport& transport = context.transport();

@@ -1,4 +1,4 @@
-// distca.testing._emulation: what tests and benchmarks want of the core and training does not. Typed in
+// distca.testing._emulation: what tests and benchmarks need of the core and training does not. Its types are in
 // python/distca/testing/_emulation.pyi. Classes and errors are those of distca._C.
 #include "emulation/python/bindings.h"
 

@@ -1,5 +1,5 @@
-// What the contract of a transport says of words, by the control transport over TCP alone. A transport is closed when
-// Python lets go of it.
+// Tests of what a transport's contract says of words use these functions, with the control transport over TCP alone. A
+// transport is closed when Python lets go of it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -28,14 +28,14 @@ bool wait(Transport& transport, int64_t word, uint64_t value, double timeout) {
   return transport.wait(word, value, std::chrono::steady_clock::now() + python::milliseconds(timeout), nullptr);
 }
 
-/// Whether the peer answered, and the words.
+/// Returns whether the peer answered, and the words.
 std::pair<bool, std::vector<uint64_t>> peek_words(const Transport& transport, int peer, int64_t first, size_t count) {
   std::vector<uint64_t> values(count);
   const bool answered = transport.peek_words(peer, first, values);
   return {answered, std::move(values)};
 }
 
-/// (peer, whether it left in good order) of one peer, or of the first that is gone.
+/// Returns (peer, whether it left in good order) of that peer, or of the first one that is gone.
 std::optional<std::pair<int, bool>> departed(const Transport& transport, std::optional<int> peer) {
   const auto gone = peer ? transport.departed(*peer) : transport.departed();
   if (!gone) return std::nullopt;
