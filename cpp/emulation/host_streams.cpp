@@ -97,7 +97,8 @@ void HostStreams::queue(Stream stream, const char* operation, std::span<const Ta
       try {
         work(*table);
       } catch (...) {
-        thrown_ = std::current_exception();
+        const std::lock_guard lock(thrown_mutex_);
+        if (!thrown_) thrown_ = std::current_exception();
       }
     });
   };
@@ -138,7 +139,12 @@ void HostStreams::replay(const Tape& tape) {
 void HostStreams::hand_over() {
   if (tape_) return;
   lane(Stream::kWork).drain();
-  if (thrown_) std::rethrow_exception(std::exchange(thrown_, nullptr));
+  std::exception_ptr thrown;
+  {
+    const std::lock_guard lock(thrown_mutex_);
+    thrown.swap(thrown_);
+  }
+  if (thrown) std::rethrow_exception(thrown);
 }
 
 void HostStreams::drain() noexcept {

@@ -4,8 +4,10 @@
 
 #include <array>
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <utility>
 
@@ -54,7 +56,8 @@ class DISTCA_EXPORT HostStreams final : public transport::Streams {
   transport::StreamFault fault_;
   transport::Guard guard_;
   std::array<std::shared_ptr<Point>, kNumPoints> points_;
-  std::exception_ptr thrown_;
+  std::mutex thrown_mutex_;
+  std::exception_ptr thrown_;  // by an operation on either stream
   std::shared_ptr<transport::Tape> tape_;
   std::array<std::unique_ptr<Lane>, 2> lanes_;  // last: they end before what they use goes
 };

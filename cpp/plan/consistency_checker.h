@@ -1,0 +1,179 @@
+// The state of check_consistency: what it knows of a slice, and its checks, by the file that has them.
+#pragma once
+
+#include <algorithm>
+#include <compare>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "plan/layout.h"
+#include "plan/tables.h"
+
+namespace distca::plan::consistency {
+
+/// Rows of this rank's tensors, for a range of key/value heads.
+struct Part {
+  int64_t row, num_rows;
+  int64_t kv_head_begin, kv_head_end;
+  auto operator<=>(const Part&) const = default;
+};
+template <class Row>
+Part part_of(const Row& r) {
+  return {r.row, r.num_rows, r.kv_head_begin, r.kv_head_end};
+}
+
+/// Rows that go to a peer or come from it.
+struct Message {
+  int64_t peer;
+  Part part;
+  auto operator<=>(const Message&) const = default;
+};
+
+/// Rows in an arena that are sent home, or that were copied there from this rank's own tensor.
+struct Move {
+  int64_t phase, tensor, offset;
+  Part part;  // of results: row 0
+  int64_t peer;
+  auto operator<=>(const Move&) const = default;
+};
+
+/// Bytes of an arena. Extents of different rounds from 1 on may overlap each other. None of them may overlap one of
+/// round 0.
+struct Extent {
+  int64_t round, begin, end;
+  auto operator<=>(const Extent&) const = default;
+};
+
+/// Rows of a document that lie on this rank.
+struct Held {
+  int64_t document, begin, end, row;
+  auto operator<=>(const Held&) const = default;
+};
+
+inline constexpr int64_t kBase = 0;  // round of what is no message that comes home
+
+/// The checks of check_consistency, and what they have found so far.
+class Checker {
+ public:
+  explicit Checker(const SliceView& slice) : slice_(slice), h_(slice.header()) {}
+
+  void run();
+
+ private:
+  // ---- this rank's rows ----
+
+  void find_rows();
+
+  /// This rank's segments of a document, ascending.
+  std::span<const Held> held(int64_t document) const;
+
+  /// The entry of by_row_ that holds all of rows [row, row + num_rows), or null if none does.
+  const Held* segment_of(int64_t row, int64_t num_rows) const {
+    const auto after =
+        std::upper_bound(by_row_.begin(), by_row_.end(), row, [](int64_t r, const Held& x) { return r < x.row; });
+    if (after == by_row_.begin()) return nullptr;
+    const Held& s = *std::prev(after);
+    return row + num_rows <= s.row + (s.end - s.begin) ? &s : nullptr;
+  }
+  /// Whether rows [begin, begin + num_rows) of the document lie on this rank from `row` on.
+  bool holds(int64_t row, int64_t num_rows, int64_t document, int64_t begin) const {
+    const Held* const s = segment_of(row, num_rows);
+    return s != nullptr && s->document == document && s->begin + (row - s->row) == begin;
+  }
+
+  int64_t stride(Phase p, Direction d, TensorKind kind, const Part& part) const {
+    return row_format(slice_.heads().with_kv_heads(part.kv_head_end - part.kv_head_begin), p, d, kind).row_stride();
+  }
+  static Part heads_of(const GroupRow& g, int64_t num_rows = 0) {
+    return {0, num_rows, g.kv_head_begin, g.kv_head_end};
+  }
+
+  // ---- consistency.cpp: what this rank computes ----
+
+  /// Checks that tasks, blocks and gradients of the groups follow one another.
+  void check_groups() const;
+
+  /// Checks that a block whose visible keys lie in one segment of this rank is read there. All other blocks follow one
+  /// another in the arena; rows of them that this rank has are copied there.
+  void check_blocks();
+
+  void expect_copy(const GroupRow& g, int64_t row, int64_t num_rows, int64_t arena_row);
+
+  /// Merges moves of rows that are next to each other. Cuts at the borders of blocks therefore do not count.
+  void merge(std::vector<Move>& moves) const;
+
+  /// Checks that this rank copies exactly those of its own rows into blocks that are needed there.
+  void check_copies(Phase p);
+
+  void check_tasks() const;
+
+  void check_gradients() const;
+
+  // ---- what is sent home ----
+
+  /// Checks that every result of rows of another rank is sent home once, and that nothing but results is sent home.
+  void check_results(Phase p);
+
+  /// Adds the key gradients to the results. Any rank may be the home of a key gradient; it is the peer to which the
+  /// gradient is sent. Gradients that are sent nowhere must be the first terms of sums of this rank's own rows.
+  void add_gradients(std::vector<Move>& results, const std::vector<Move>& sent);
+
+  // ---- consistency_messages.cpp: what comes home ----
+
+  /// Checks that exactly those queries leave whose results come home, with all that belongs to them, and from the same
+  /// peer. Keys leave with their values.
+  void check_messages();
+
+  std::vector<Message> received(Phase p, TensorKind kind) const;
+  std::vector<Message> sent(Phase p, TensorKind kind) const;
+
+  /// Checks that partial key gradients of the same rows are added into one place, and that the first of them starts it.
+  void check_sums();
+
+  // ---- exactly once ----
+
+  /// Checks that every row and head of a returned tensor comes from one place.
+  void check_returned(TensorKind kind);
+
+  /// Checks that the parts tile the returned tensor. For all heads between two neighbouring borders of parts, a row is
+  /// in the same parts.
+  void check_tiles(TensorKind kind);
+
+  // ---- waits ----
+
+  void check_waits(Phase p) const;
+
+  // ---- consistency_memory.cpp ----
+
+  void check_arena(Phase p);
+
+  /// Checks that no two things are sent to one place of a peer's arena, and that all that goes home to a peer goes in
+  /// one round.
+  void check_targets(Phase p);
+
+  void check_retained();
+
+  /// Checks that no two extents overlap, that what comes home lies behind everything else, and that the memory asked
+  /// for is the memory used.
+  void check_disjoint(const char* memory, int64_t size);
+
+  struct OwnTerm {
+    Move move;
+    int64_t document, begin;
+  };
+
+  const SliceView& slice_;
+  const Header& h_;
+  std::vector<Held> held_;          // by document
+  std::vector<Held> by_row_;        // by row; segments that continue one another are one
+  std::vector<Move> copies_;        // copies that this rank has to make
+  std::vector<OwnTerm> own_terms_;  // key gradients of this rank that start sums
+  std::vector<Move> sums_;
+  bool needs_others_ = false, resends_others_ = false;  // tasks need keys of other ranks in forward, in backward
+  std::vector<Part> parts_;
+  std::vector<int64_t> heads_;
+  std::vector<Extent> extents_;
+};
+
+}  // namespace distca::plan::consistency
