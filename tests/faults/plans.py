@@ -66,7 +66,7 @@ FAULTS = [
     ),
     Fault(
         "a row may come from nowhere",
-        "cpp/plan/consistency.cpp",
+        "cpp/plan/consistency_messages.cpp",
         "        check_plan(p.row == next, ",
         "        check_plan(p.row >= next, ",
         (CONSISTENCY,),
