@@ -139,6 +139,11 @@ class _Request:
     timeout: float
     options: dict[str, Any]
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the group is this process alone, over loopback."""
+        return self.num_ranks == 1 and self.transport in ("auto", "loopback")
+
 
 def _check_alone(transport: str, group: object, name: object, link: Link | None) -> None:
     """Refuses arguments that are wrong whatever the others are."""
@@ -176,8 +181,7 @@ def _check_together(r: _Request) -> None:
             f"init: device = {r.device!r} goes with transport 'cuda-ipc', 'nvshmem' or, for one rank, 'loopback', and "
             "without progress_thread and link"
         )
-    alone = r.num_ranks == 1 and r.transport in ("auto", "loopback")
-    if (r.device, r.attention) == ("cpu", "flash") and not alone:
+    if (r.device, r.attention) == ("cpu", "flash") and not r.is_alone:
         raise InvalidArgumentError("init: attention = 'flash' on the CPU is for one rank over 'loopback'")
     if r.put_ctas is not None and (r.put_ctas < 1 or r.device == "cpu"):
         raise InvalidArgumentError(f"init: put_ctas = {r.put_ctas} with device = {r.device!r}; at least 1, on CUDA")
@@ -190,7 +194,7 @@ def _connect(r: _Request) -> tuple[_C.Context, Exchange | None]:
     made_by: Any = _C if r.link is None else _emulation()
     linked = {} if r.link is None else {"link": r.link.words}
     on_device: dict[str, Any] = {"device": r.device, "attention": r.attention, "put_blocks": r.put_ctas or 0}
-    if r.transport in ("auto", "loopback") and r.num_ranks == 1:
+    if r.is_alone:
         [core] = made_by.make_loopback(names=[r.name], **on_device, **linked, **r.options)
         return core, None
     if r.transport == "nvshmem":
@@ -214,7 +218,7 @@ def _connect(r: _Request) -> tuple[_C.Context, Exchange | None]:
 
 
 def _emulation() -> ModuleType:
-    """What makes contexts with a link: a library of its own, which nothing else that `init` does has to load."""
+    """The module that makes contexts with a link. It is loaded only if a link is given."""
     from distca.testing import _emulation
 
     return _emulation

@@ -22,7 +22,7 @@ _MESSAGES = ("forward_in", "forward_out", "backward_in", "backward_out")
 _TENSORS = ("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv", "dk", "dv")
 
 
-class _Made:
+class CorePlan:
     """The core's plan of all ranks, with the arguments that made it. An unpickled one is planned again when needed."""
 
     def __init__(self, layout: Layout, heads: Heads, arguments: Mapping[str, Any]) -> None:
@@ -82,7 +82,7 @@ class Plan:
         half: the half of ping-pong that this copy was made for: 0 or 1; None otherwise.
     """
 
-    def __init__(self, made: _Made, rank: int, mask: str, window: int | None, retain_bytes: Sequence[int]) -> None:
+    def __init__(self, made: CorePlan, rank: int, mask: str, window: int | None, retain_bytes: Sequence[int]) -> None:
         self._made = made
         self._words = made.core.slice(rank)
         self.layout = made.layout

@@ -15,7 +15,7 @@ from distca.heads import Heads
 from distca.planner.cost import CostModel
 from distca.planner.layout import Layout
 from distca.planner.memory import MemoryReport, report
-from distca.planner.plan import Plan, Plans, _Made
+from distca.planner.plan import CorePlan, Plan, Plans
 from distca.registry import find_context
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def plan(
         "split_heads": bool(split_heads),
         "tasks": None if tasks is None else [tuple(map(index, task)) for task in tasks],
     }
-    return Plan(_Made(layout, heads, arguments), index(rank), mask, window, retain)
+    return Plan(CorePlan(layout, heads, arguments), index(rank), mask, window, retain)
 
 
 def _context_of(layout: Layout, context: Context | str) -> Context:

@@ -7,7 +7,7 @@ import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from distca.planner.plan import _Made
+    from distca.planner.plan import CorePlan
 
 
 class Task(NamedTuple):
@@ -100,7 +100,7 @@ class PlanStats:
     binding: str | None
     wanted_slot_bytes: int
     plan_ms: float
-    _made: _Made = dataclasses.field(repr=False, compare=False)
+    _made: CorePlan = dataclasses.field(repr=False, compare=False)
 
     @functools.cached_property
     def _byte_lower_bounds(self) -> tuple[int, int]:
