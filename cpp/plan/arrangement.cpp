@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "common/align.h"
+#include "plan/limits.h"
 #include "plan/rounds.h"
 
 namespace distca::plan {
@@ -13,13 +14,12 @@ namespace {
 /// its offset.
 class Arranger {
  public:
-  Arranger(const Layout& layout, const HeadShape& heads, const ArrangementOptions& options, int64_t ranks_per_node,
-           std::span<const Task> tasks)
+  Arranger(const Layout& layout, const PlanOptions& options, std::span<const Task> tasks)
       : layout_(layout),
-        heads_(heads),
+        heads_(options.heads),
         block_rows_(options.key_block_rows),
         retain_bytes_(options.retain_bytes),
-        ranks_per_node_(ranks_per_node > 0 ? ranks_per_node : layout.num_ranks()),
+        ranks_per_node_(ranks_of_node(layout, options)),
         tasks_(tasks) {}
 
   Arrangement run() {
@@ -372,9 +372,8 @@ class Arranger {
 
 }  // namespace
 
-Arrangement arrange(const Layout& layout, const HeadShape& heads, const ArrangementOptions& options,
-                    int64_t ranks_per_node, std::span<const Task> tasks) {
-  return Arranger(layout, heads, options, ranks_per_node, tasks).run();
+Arrangement arrange(const Layout& layout, const PlanOptions& options, std::span<const Task> tasks) {
+  return Arranger(layout, options, tasks).run();
 }
 
 }  // namespace distca::plan

@@ -1,5 +1,5 @@
 // The arrangement of a plan, for all ranks at once: which keys every server needs, which rows travel, and where they
-// lie in the arenas of both ends. It costs little more than the tasks themselves. The tables of a rank (rank_tables.h)
+// lie in the arenas of both ends. It costs little more than the tasks themselves. The tables of a rank (slice_tables.h)
 // are filled from it on request.
 #pragma once
 
@@ -10,8 +10,9 @@
 
 #include "common/align.h"
 #include "plan/layout.h"
-#include "plan/scheduler.h"
+#include "plan/options.h"
 #include "plan/tables.h"
+#include "plan/task_list.h"
 
 namespace distca::plan {
 
@@ -43,13 +44,6 @@ inline bool is_whole_at_home(const Layout& layout, const HeadShape& heads, const
          t.q_end == layout.document_lengths()[static_cast<size_t>(t.document)] &&
          layout.placements(t.document).size() == 1;
 }
-
-struct ArrangementOptions {
-  int64_t key_block_rows = 64;
-  /// How many bytes of keys and values each rank may keep, as a server, from a forward step until its backward step.
-  /// Empty: no rank keeps any.
-  std::vector<int64_t> retain_bytes;
-};
 
 /// The tasks of one document and head range at one server that together see one unbroken range of keys.
 struct Group {
@@ -126,9 +120,8 @@ struct Arrangement {
 };
 
 /// Arranges tasks that are sorted by (server, document, kv_head_begin, q_begin), with equal or disjoint head ranges
-/// within each document. `ranks_per_node` neighbours are a node; 0 means that all ranks are one node.
-Arrangement arrange(const Layout& layout, const HeadShape& heads, const ArrangementOptions& options,
-                    int64_t ranks_per_node, std::span<const Task> tasks);
+/// within each document.
+Arrangement arrange(const Layout& layout, const PlanOptions& options, std::span<const Task> tasks);
 
 /// The key blocks of a group that its server reads where they are, because their keys lie in one of its own segments.
 /// The range [begin, end) counts blocks from the start of the document.

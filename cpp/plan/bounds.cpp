@@ -27,18 +27,18 @@ using Wide = __int128;
 /// with rates.
 class BorderBound {
  public:
-  BorderBound(const Layout& layout, const ScheduleOptions& options, bool may_retain)
+  BorderBound(const Layout& layout, const PlanOptions& options)
       : layout_(layout),
         mask_(options.mask),
         cost_(options.cost),
         groups_(head_groups(options).num_groups),
-        query_row_(prices(options.heads, options.split_heads, options.objective).query_row) {
+        query_row_(prices(options).query_row) {
     // A key's gradient travels in the input dtype where one server alone contributes to it. The key itself travels once
     // for each phase, or once in all where it may be retained.
     const int64_t row = options.heads.element_bytes() * (options.heads.dim + options.heads.v_dim);
     key_row_ = row * head_groups(options).heads_of_group *
                (options.objective == Objective::kForward ? 1
-                : may_retain                             ? 2
+                : options.retains()                      ? 2
                                                          : 3);
     key_of_each_row_ = options.mask.window > 0;
   }
@@ -118,11 +118,10 @@ class BorderBound {
 
 /// A lower bound of the bytes that leave sets of `size` consecutive ranks: what such a set holds above the limits of
 /// its ranks must be computed elsewhere.
-int64_t bytes_between(const Layout& layout, const ScheduleOptions& options, const std::vector<int64_t>& load,
-                      const std::vector<int64_t>& limits, std::span<const Placement> by_rank, size_t size,
-                      bool may_retain) {
+int64_t bytes_between(const Layout& layout, const PlanOptions& options, const std::vector<int64_t>& load,
+                      const std::vector<int64_t>& limits, std::span<const Placement> by_rank, size_t size) {
   int64_t bytes = 0;
-  BorderBound bound(layout, options, may_retain);
+  BorderBound bound(layout, options);
   std::vector<Placement> held;
   auto next = by_rank.begin();
   for (size_t begin = 0; begin < load.size(); begin += size) {
@@ -140,7 +139,7 @@ int64_t bytes_between(const Layout& layout, const ScheduleOptions& options, cons
 
 }  // namespace
 
-int64_t load_lower_bound(const Layout& layout, const ScheduleOptions& options) {
+int64_t load_lower_bound(const Layout& layout, const PlanOptions& options) {
   // However rows are cut into tasks, and wherever they are computed, together they cost at least `total`.
   const HeadGroups groups = head_groups(options);
   int64_t pairs = 0, rows = 0, costliest = 0;
@@ -164,7 +163,7 @@ int64_t load_lower_bound(const Layout& layout, const ScheduleOptions& options) {
          groups.query_heads_of_group;
 }
 
-ByteBounds byte_lower_bounds(const Layout& layout, const ScheduleOptions& options, bool may_retain) {
+ByteBounds byte_lower_bounds(const Layout& layout, const PlanOptions& options) {
   if (!options.cost.is_additive()) return {};
   const std::vector<int64_t> load = loads_at_home(layout, options), speeds = server_speeds(layout, options);
   const int64_t total = std::accumulate(load.begin(), load.end(), int64_t{0});
@@ -175,7 +174,7 @@ ByteBounds byte_lower_bounds(const Layout& layout, const ScheduleOptions& option
   std::vector<Placement> by_rank(layout.placements().size());
   for (const Placement& p : layout.placements()) by_rank[next[static_cast<size_t>(p.rank)]++] = p;
   const auto between = [&](int64_t size) {
-    return bytes_between(layout, options, load, limits, by_rank, static_cast<size_t>(size), may_retain);
+    return bytes_between(layout, options, load, limits, by_rank, static_cast<size_t>(size));
   };
   return {between(1), between(ranks_of_node(layout, options))};
 }

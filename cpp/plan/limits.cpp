@@ -7,7 +7,7 @@ namespace distca::plan {
 
 using Wide = __int128;
 
-std::vector<int64_t> server_speeds(const Layout& layout, const ScheduleOptions& options) {
+std::vector<int64_t> server_speeds(const Layout& layout, const PlanOptions& options) {
   const auto n = static_cast<size_t>(layout.num_ranks());
   const std::vector<int64_t> speeds = options.speeds.empty() ? std::vector<int64_t>(n, 1) : options.speeds;
   if (options.servers.empty()) return speeds;
@@ -57,17 +57,17 @@ void raise_to_reachable(const std::vector<int64_t>& load, const std::vector<int6
   }
 }
 
-int64_t ranks_of_node(const Layout& layout, const ScheduleOptions& options) {
+int64_t ranks_of_node(const Layout& layout, const PlanOptions& options) {
   return options.ranks_per_node > 0 ? options.ranks_per_node : layout.num_ranks();
 }
 
-HeadGroups head_groups(const ScheduleOptions& options) {
+HeadGroups head_groups(const PlanOptions& options) {
   const HeadShape& h = options.heads;
   if (options.split_heads) return {h.kv_heads, 1, h.q_heads / h.kv_heads};
   return {1, h.kv_heads, h.q_heads};
 }
 
-std::vector<int64_t> loads_at_home(const Layout& layout, const ScheduleOptions& options) {
+std::vector<int64_t> loads_at_home(const Layout& layout, const PlanOptions& options) {
   std::vector<int64_t> load(static_cast<size_t>(layout.num_ranks()), 0);
   const auto placements = layout.placements();
   const int64_t num_groups = head_groups(options).num_groups;

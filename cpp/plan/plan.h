@@ -2,26 +2,18 @@
 // needs only its slice, which is made on request.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
-#include "plan/arrangement.h"
-#include "plan/rank_tables.h"
+#include "plan/draft.h"
 #include "plan/scheduler.h"
-#include "plan/task_list.h"
+#include "plan/slices.h"
 #include "plan/transfers.h"
 
 namespace distca::plan {
-
-struct PlanOptions {
-  ScheduleOptions schedule;
-  ArrangementOptions arrangement;
-  int64_t capacity = INT64_MAX;  // the most bytes of one slot's arena on any rank
-  bool overlap = false;          // gradients come home in as few rounds as the capacity allows
-};
 
 /// The reason why the largest load is above the tolerance.
 enum class Binding : int64_t {
@@ -44,22 +36,21 @@ struct PlanStats {
 
 class DISTCA_EXPORT Plan {
  public:
-  /// Makes a plan. It is a pure function of the arguments, the same to the last bit on every machine.
-  Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options);
-  /// Makes a plan from a given schedule: tasks that compute every row and head of the layout once (task_list.h).
-  Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options, std::span<const GivenTask> tasks);
+  /// Makes a plan. It is a pure function of the arguments, the same to the last bit on every machine. Given tasks take
+  /// the place of the scheduler's; they compute every row and head of the layout once (task_list.h).
+  Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options,
+       const std::optional<std::span<const GivenTask>>& given = std::nullopt);
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
 
   const Layout& layout() const { return *layout_; }
-  const PlanOptions& options() const { return options_; }
-  const std::vector<Task>& tasks() const { return tasks_; }
+  const std::vector<Task>& tasks() const { return draft_.tasks; }
   const PlanStats& stats() const { return stats_; }
-  const Arrangement& arrangement() const { return arrangement_; }
+  const Arrangement& arrangement() const { return draft_.arrangement; }
   int64_t num_servers() const;
-  /// Whether any rank may keep rows from forward to backward.
-  bool retains() const;
   /// Lower bounds of bytes. They are found on request, because they take longer than all other statistics.
   ByteBounds byte_lower_bounds() const;
-  uint64_t digest() const { return static_cast<uint64_t>(header_.plan_digest); }
+  uint64_t digest() const { return slices_->digest(); }
 
   /// All rows that travel between ranks.
   std::vector<Transfer> transfers() const;
@@ -67,19 +58,14 @@ class DISTCA_EXPORT Plan {
   std::vector<int64_t> slice(int64_t rank) const;
 
  private:
-  void complete(Arrangement arrangement);
-  void fill_tables(int64_t rank, bool with_blocks, RankTables& tables) const;
-  Header common_header() const;
-  Header header_of(int64_t rank, const RankTables& tables) const;
-  bool is_within_tolerance() const;
+  std::vector<int64_t> loads() const;
+  Binding binding(bool tasks_are_given) const;
 
   std::shared_ptr<const Layout> layout_;
   PlanOptions options_;
-  std::vector<Task> tasks_;
-  Arrangement arrangement_;
+  Draft draft_;
+  std::optional<Slices> slices_;  // of the members above
   PlanStats stats_;
-  Header header_ = {};
-  std::vector<int64_t> rank_digests_;
 };
 
 }  // namespace distca::plan

@@ -16,10 +16,10 @@ constexpr int32_t kNoRank = std::numeric_limits<int32_t>::max();
 
 }  // namespace
 
-Scheduler::Scheduler(const Layout& layout, const ScheduleOptions& options, const Allowances& allowances)
+Scheduler::Scheduler(const Layout& layout, const PlanOptions& options, const Allowances& allowances)
     : layout_(layout),
       options_(options),
-      finder_(options.heads, options.mask, options.cost, options.objective, options.split_heads),
+      finder_(options),
       is_additive_(options.cost.is_additive()),
       has_allowances_(!allowances.in.empty()),
       left_(allowances),

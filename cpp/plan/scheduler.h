@@ -5,27 +5,12 @@
 #include <span>
 #include <vector>
 
-#include "common/dtype.h"
-#include "plan/cost.h"
 #include "plan/layout.h"
+#include "plan/options.h"
 #include "plan/shard.h"
 #include "plan/task_list.h"
 
 namespace distca::plan {
-
-struct ScheduleOptions {
-  HeadShape heads;
-  Mask mask;
-  CostModel cost;
-  int64_t tolerance_ppm = 50'000;  // the largest load may exceed the mean by this many millionths
-  int64_t min_rows = 128;          // pieces are no smaller, as long as the tolerance can be met so
-  bool balance = true;             // false: every row is computed at home
-  bool split_heads = true;         // whether key/value heads of a row may go to different servers
-  std::vector<int64_t> servers;    // ranks that compute, ascending; empty: all
-  std::vector<int64_t> speeds;     // one of every rank, by which loads are divided; empty: all the same
-  int64_t ranks_per_node = 0;      // number of neighbours with fast links among them; 0: all ranks
-  Objective objective = Objective::kAll;
-};
 
 /// How much of others' rows each rank may compute, and how much of its own rows others may, in cost units x groups of
 /// heads (limits.h). Empty: any amount.
@@ -55,7 +40,7 @@ struct Piece {
 /// it be. Ranks that do not serve give away all they have in any case. Loads here are cost units x groups of heads.
 class Scheduler {
  public:
-  Scheduler(const Layout& layout, const ScheduleOptions& options, const Allowances& allowances = {});
+  Scheduler(const Layout& layout, const PlanOptions& options, const Allowances& allowances = {});
 
   /// Makes the tasks, sorted by (server, document, kv_head_begin, q_begin). Neighbours on a server are merged, and head
   /// ranges of the tasks of one document are equal or disjoint.
@@ -135,7 +120,7 @@ class Scheduler {
   }
 
   const Layout& layout_;
-  const ScheduleOptions& options_;
+  const PlanOptions& options_;
   ShardFinder finder_;
   const bool is_additive_;
   bool has_allowances_ = false;
@@ -157,14 +142,14 @@ class Scheduler {
 };
 
 /// A lower bound of the largest load at mean speed, in cost units x query heads: the mean, or the costliest row.
-int64_t load_lower_bound(const Layout& layout, const ScheduleOptions& options);
+int64_t load_lower_bound(const Layout& layout, const PlanOptions& options);
 
 /// Lower bounds of bytes under the objective, for schedules that keep every load within the tolerance (proof:
-/// bounds.cpp). With `may_retain`, keys need not travel again in backward. The bounds are 0 where tasks do not cost
-/// what their parts cost, because nothing is proven then.
+/// bounds.cpp). Where ranks may retain keys, these need not travel again in backward. The bounds are 0 where tasks do
+/// not cost what their parts cost, because nothing is proven then.
 struct ByteBounds {
   int64_t bytes = 0, between_nodes = 0;
 };
-ByteBounds byte_lower_bounds(const Layout& layout, const ScheduleOptions& options, bool may_retain);
+ByteBounds byte_lower_bounds(const Layout& layout, const PlanOptions& options);
 
 }  // namespace distca::plan

@@ -25,20 +25,20 @@ bool Shard::better_than(const Shard& other) const {
   return x != y ? x > y : cost > other.cost;
 }
 
-Prices prices(const HeadShape& h, bool split_heads, Objective objective) {
+Prices prices(const PlanOptions& options) {
+  const HeadShape& h = options.heads;
   const int64_t e = h.element_bytes(), group = h.q_heads / h.kv_heads;
   Prices p = {group * (e * (h.dim + h.v_dim) + 4), e * (h.dim + h.v_dim)};
-  if (objective == Objective::kAll) {
+  if (options.objective == Objective::kAll) {
     p.query_row += group * (e * (2 * h.dim + h.v_dim) + 8);
     p.key_row += (e + 4) * (h.dim + h.v_dim);
   }
-  if (split_heads) return p;
+  if (options.split_heads) return p;
   return {h.kv_heads * p.query_row, h.kv_heads * p.key_row};
 }
 
-ShardFinder::ShardFinder(const HeadShape& heads, const Mask& mask, const CostModel& cost, Objective objective,
-                         bool split_heads)
-    : mask_(mask), cost_(cost), prices_(plan::prices(heads, split_heads, objective)) {
+ShardFinder::ShardFinder(const PlanOptions& options)
+    : mask_(options.mask), cost_(options.cost), prices_(plan::prices(options)) {
   // This is sqrt(r^2 + 2 r) - r with r = key_row / query_row (see best_tail).
   const int64_t k = prices_.key_row, q = prices_.query_row;
   tail_fraction_ =

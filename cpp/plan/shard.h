@@ -4,13 +4,9 @@
 
 #include <cstdint>
 
-#include "common/dtype.h"
-#include "plan/cost.h"
+#include "plan/options.h"
 
 namespace distca::plan {
-
-/// The messages that count as the bytes of a plan.
-enum class Objective : int64_t { kAll = 0, kForward = 1 };
 
 /// Bytes that a row takes when it is computed away from its home: one row of one key/value head and its query heads, or
 /// of all heads where heads may not be split.
@@ -19,7 +15,7 @@ struct Prices {
   int64_t key_row = 0;    // forward: k, v; backward: k, v again, and dk, dv as fp32 partials, because the home computes
                           // rows of nearly every document that it shares
 };
-Prices prices(const HeadShape& heads, bool split_heads, Objective objective);
+Prices prices(const PlanOptions& options);
 
 /// A candidate to move: rows [begin, end) of a document, for `num_heads` of its key/value heads.
 struct Shard {
@@ -36,7 +32,7 @@ struct Shard {
 /// Finds shards of documents under one mask. Costs are exact integers; a floating-point root is only a first guess.
 class ShardFinder {
  public:
-  ShardFinder(const HeadShape& heads, const Mask& mask, const CostModel& cost, Objective objective, bool split_heads);
+  explicit ShardFinder(const PlanOptions& options);
 
   int64_t cost(int64_t length, int64_t begin, int64_t end) const { return cost_.cost(mask_, length, begin, end); }
   /// Number of key rows that query rows [begin, end) see.

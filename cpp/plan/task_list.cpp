@@ -14,7 +14,7 @@ bool in_plan_order(const Task& a, const Task& b) {
          std::tie(b.server, b.document, b.kv_head_begin, b.q_begin);
 }
 
-void check_given(const Layout& layout, const ScheduleOptions& options, const GivenTask& t, size_t index) {
+void check_given(const Layout& layout, const PlanOptions& options, const GivenTask& t, size_t index) {
   require(t.document >= 0 && t.document < layout.num_documents(), "plan: tasks[", index, "] is of document ",
           t.document, "; 0 to ", layout.num_documents() - 1, " are allowed");
   const int64_t length = layout.document_lengths()[static_cast<size_t>(t.document)];
@@ -172,7 +172,7 @@ void TaskWriter::merge_heads() {
   }
 }
 
-std::vector<Task> task_list(const Layout& layout, const ScheduleOptions& options, std::span<const GivenTask> given) {
+std::vector<Task> task_list(const Layout& layout, const PlanOptions& options, std::span<const GivenTask> given) {
   std::vector<Task> tasks;
   for (size_t i = 0; i < given.size(); ++i) {
     const GivenTask& t = given[i];

@@ -5,13 +5,10 @@
 #include <span>
 #include <vector>
 
-#include "common/dtype.h"
-#include "plan/cost.h"
 #include "plan/layout.h"
+#include "plan/options.h"
 
 namespace distca::plan {
-
-struct ScheduleOptions;
 
 /// A CA-task: query rows [q_begin, q_end) of a document, all with one home, which one server computes in one go.
 struct Task {
@@ -64,7 +61,7 @@ struct GivenTask {
 
 /// The given tasks in the form of a plan, cut where their rows have several homes. Throws InvalidArgumentError unless
 /// they compute every row and head of the layout exactly once, on ranks that serve.
-std::vector<Task> task_list(const Layout& layout, const ScheduleOptions& options, std::span<const GivenTask> given);
+std::vector<Task> task_list(const Layout& layout, const PlanOptions& options, std::span<const GivenTask> given);
 
 /// Cuts tasks by heads until those of one document have equal or disjoint head ranges. To everything that follows, each
 /// range is then a document of its own. Tasks come and stay sorted by (server, document, kv_head_begin, q_begin).

@@ -8,7 +8,7 @@ PLAN = "tests/plan/test_plan.py"
 SCHEDULER = "tests/plan/test_scheduler.py"
 BAD_INPUT = "tests/runtime/test_bad_input.py"
 ARRANGEMENT = "cpp/plan/arrangement.cpp"
-TABLES = "cpp/plan/rank_tables.cpp"
+TABLES = "cpp/plan/slice_tables.cpp"
 SHARD = "cpp/plan/shard.cpp"
 FUZZ = "tests/plan/test_plan_fuzz.py"
 CONSISTENCY = "tests/plan/test_consistency.py"
@@ -101,9 +101,9 @@ FAULTS = [
     ),
     Fault(
         "a rank may pass its capacity a little",
-        "cpp/plan/capacity.cpp",
-        "      if (bytes <= capacity_) continue;",
-        "      if (bytes <= capacity_ + 64) continue;",
+        "cpp/plan/draft.cpp",
+        "      if (bytes <= options_.capacity) continue;",
+        "      if (bytes <= options_.capacity + 64) continue;",
         (PLAN,),
     ),
     Fault(
@@ -115,7 +115,7 @@ FAULTS = [
     ),
     Fault(
         "every rank sends to rank 0 first",
-        "cpp/plan/rank_tables.cpp",
+        "cpp/plan/slice_tables.cpp",
         "std::partition_point(begin, end, [&](const SendRow& s) { return s.peer < rank_; }), end)",
         "begin, end)",
         (PLAN,),

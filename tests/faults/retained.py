@@ -6,7 +6,7 @@ PLAN = "tests/plan/test_plan.py"
 RETAIN = "tests/runtime/test_retain.py"
 ARRANGEMENT = "cpp/plan/arrangement.cpp"
 DISPATCHER = "cpp/runtime/dispatcher.cpp"
-TABLES = "cpp/plan/rank_tables.cpp"
+TABLES = "cpp/plan/slice_tables.cpp"
 
 FAULTS = [
     Fault(

@@ -48,24 +48,24 @@ Layout make_layout(Random& random, int64_t num_ranks) {
 PlanOptions make_options(Random& random, int64_t num_ranks) {
   PlanOptions o;
   const int64_t kv_heads = int64_t{1} << random.below(4);
-  o.schedule.heads = {kv_heads << random.below(3), kv_heads, 128, 64, DType::kBFloat16};
+  o.heads = {kv_heads << random.below(3), kv_heads, 128, 64, DType::kBFloat16};
   if (random.below(4) == 0)
-    o.schedule.mask.kind = MaskKind::kFull;
+    o.mask.kind = MaskKind::kFull;
   else if (random.below(3) == 0)
-    o.schedule.mask.window = 1 + random.below(3000);
-  if (random.below(3) == 0) o.schedule.cost = {3, 700, {}};
-  if (random.below(4) == 0) o.schedule.cost.rates = {2, {4096, 3000, 3500, 2000, 1500, 1024}};
-  o.schedule.tolerance_ppm = random.below(2) * 10'000 + random.below(3) * 20'000;
-  o.schedule.min_rows = 1 + random.below(200);
-  o.schedule.split_heads = random.below(4) > 0;
-  o.schedule.ranks_per_node = random.below(3) * 4;
-  o.schedule.objective = static_cast<Objective>(random.below(2));
+    o.mask.window = 1 + random.below(3000);
+  if (random.below(3) == 0) o.cost = {3, 700, {}};
+  if (random.below(4) == 0) o.cost.rates = {2, {4096, 3000, 3500, 2000, 1500, 1024}};
+  o.tolerance_ppm = random.below(2) * 10'000 + random.below(3) * 20'000;
+  o.min_rows = 1 + random.below(200);
+  o.split_heads = random.below(4) > 0;
+  o.ranks_per_node = random.below(3) * 4;
+  o.objective = static_cast<Objective>(random.below(2));
   if (random.below(4) == 0)
-    for (int64_t r = 0; r < num_ranks; ++r) o.schedule.speeds.push_back(1 + random.below(100));
+    for (int64_t r = 0; r < num_ranks; ++r) o.speeds.push_back(1 + random.below(100));
   if (random.below(6) == 0)
-    for (int64_t r = 0; r < num_ranks; r += 2) o.schedule.servers.push_back(r);
+    for (int64_t r = 0; r < num_ranks; r += 2) o.servers.push_back(r);
   if (random.below(3) == 0)
-    for (int64_t r = 0; r < num_ranks; ++r) o.arrangement.retain_bytes.push_back(random.below(int64_t{1} << 27));
+    for (int64_t r = 0; r < num_ranks; ++r) o.retain_bytes.push_back(random.below(int64_t{1} << 27));
   return o;
 }
 

@@ -58,16 +58,16 @@ std::vector<Plan> make_plans() {
   const auto layout = std::make_shared<Layout>(std::vector<std::vector<Segment>>{
       {{0, 0, 150}, {kPadding, 0, 7}, {1, 0, 20}}, {{1, 20, 60}, {0, 150, 220}}, {{2, 0, 9}}, {}});
   PlanOptions o;
-  o.schedule.heads = {4, 2, 16, 24, DType::kFloat32};
-  o.schedule.min_rows = 1;
-  o.schedule.tolerance_ppm = 0;
+  o.heads = {4, 2, 16, 24, DType::kFloat32};
+  o.min_rows = 1;
+  o.tolerance_ppm = 0;
   std::vector<Plan> plans;
   plans.emplace_back(layout, o);
-  o.arrangement.retain_bytes = {1 << 20, 0, 1 << 20, 1 << 20};
+  o.retain_bytes = {1 << 20, 0, 1 << 20, 1 << 20};
   plans.emplace_back(layout, o);
-  o.schedule.mask.window = 40;
+  o.mask.window = 40;
   plans.emplace_back(layout, o);
-  o.schedule.mask = {MaskKind::kFull, 0};
+  o.mask = {MaskKind::kFull, 0};
   plans.emplace_back(layout, o);
   return plans;
 }

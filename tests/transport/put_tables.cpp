@@ -260,9 +260,9 @@ int main() {
     plan::PlanOptions options;
     const int64_t kv_heads = 1 + random.below(3);
     const int64_t dim = 8 + 8 * random.below(3), v_dim = 8 + 8 * random.below(3);
-    options.schedule.heads = {2 * kv_heads, kv_heads, dim, v_dim, DType::kFloat32};
-    options.schedule.min_rows = 1;
-    options.schedule.tolerance_ppm = 0;
+    options.heads = {2 * kv_heads, kv_heads, dim, v_dim, DType::kFloat32};
+    options.min_rows = 1;
+    options.tolerance_ppm = 0;
     const plan::Plan plan(
         std::make_shared<plan::Layout>(plan::Layout::packed(lengths, num_ranks, total / num_ranks + 1)), options);
     for (int64_t rank = 0; rank < num_ranks; ++rank) {

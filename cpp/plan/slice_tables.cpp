@@ -1,4 +1,4 @@
-#include "plan/rank_tables.h"
+#include "plan/slice_tables.h"
 
 #include <algorithm>
 #include <tuple>
@@ -11,11 +11,11 @@ namespace {
 /// Fills the tables of one rank.
 class Filler {
  public:
-  Filler(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, std::span<const Task> tasks,
-         const Arrangement& arrangement, int64_t rank, bool with_blocks, RankTables& tables)
+  Filler(const Layout& layout, const PlanOptions& options, std::span<const Task> tasks, const Arrangement& arrangement,
+         int64_t rank, bool with_blocks, SliceTables& tables)
       : layout_(layout),
-        heads_(heads),
-        block_rows_(key_block_rows),
+        heads_(options.heads),
+        block_rows_(options.key_block_rows),
         tasks_(tasks),
         a_(arrangement),
         rank_(rank),
@@ -308,14 +308,14 @@ class Filler {
   const bool with_blocks_;
   int64_t num_blocks_ = 0;
   size_t next_remote_ = 0;
-  RankTables& t_;
+  SliceTables& t_;
 };
 
 }  // namespace
 
-void fill_rank_tables(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, std::span<const Task> tasks,
-                      const Arrangement& arrangement, int64_t rank, bool with_blocks, RankTables& tables) {
-  Filler(layout, heads, key_block_rows, tasks, arrangement, rank, with_blocks, tables).run();
+void fill_slice_tables(const Layout& layout, const PlanOptions& options, std::span<const Task> tasks,
+                       const Arrangement& arrangement, int64_t rank, bool with_blocks, SliceTables& tables) {
+  Filler(layout, options, tasks, arrangement, rank, with_blocks, tables).run();
 }
 
 }  // namespace distca::plan

@@ -21,7 +21,7 @@ template <class Row>
 using Rows = std::vector<Row, RowAllocator<Row>>;
 
 /// Everything that one rank does in a step. Its slice is made from this.
-struct RankTables {
+struct SliceTables {
   Rows<GroupRow> groups;
   Rows<TaskRow> tasks;
   Rows<int64_t> blocks;
@@ -34,7 +34,7 @@ struct RankTables {
 
 /// Fills `tables` for one rank; they keep their memory from call to call. Without `with_blocks` the block table is left
 /// out, because it is most of a slice and follows from the rest.
-void fill_rank_tables(const Layout& layout, const HeadShape& heads, int64_t key_block_rows, std::span<const Task> tasks,
-                      const Arrangement& arrangement, int64_t rank, bool with_blocks, RankTables& tables);
+void fill_slice_tables(const Layout& layout, const PlanOptions& options, std::span<const Task> tasks,
+                       const Arrangement& arrangement, int64_t rank, bool with_blocks, SliceTables& tables);
 
 }  // namespace distca::plan

@@ -1,4 +1,4 @@
-#include "plan/capacity.h"
+#include "plan/draft.h"
 
 #include <algorithm>
 #include <limits>
@@ -6,6 +6,8 @@
 #include <utility>
 
 #include "plan/limits.h"
+#include "plan/rounds.h"
+#include "plan/scheduler.h"
 
 namespace distca::plan {
 namespace {
@@ -14,16 +16,44 @@ using Wide = __int128;
 constexpr int kGentleRounds = 24;  // from this round on, a rank that needs too much exchanges nothing
 constexpr int kRounds = 40;
 
+/// A rank's larger arena of the two phases.
+int64_t arena_bytes(const Arrangement& arrangement, size_t rank) {
+  return std::max(arrangement.arenas[0][rank].total(), arrangement.arenas[1][rank].total());
+}
+
+/// The rank with the largest arena.
+size_t neediest_rank(const Arrangement& arrangement) {
+  size_t neediest = 0;
+  for (size_t r = 1; r < arrangement.arenas[0].size(); ++r)
+    if (arena_bytes(arrangement, r) > arena_bytes(arrangement, neediest)) neediest = r;
+  return neediest;
+}
+
+/// The bytes of the largest arena.
+int64_t slot_bytes(const Arrangement& arrangement) { return arena_bytes(arrangement, neediest_rank(arrangement)); }
+
+/// Throws CapacityError unless the arrangement fits.
+void check_capacity(const Arrangement& arrangement, int64_t capacity) {
+  const size_t neediest = neediest_rank(arrangement);
+  const int64_t bytes = arena_bytes(arrangement, neediest);
+  require<CapacityError>(bytes <= capacity, "plan: rank ", neediest, " needs an arena of ", bytes,
+                         " bytes a slot, but the capacity is ", capacity,
+                         " bytes; give distca.init heap_bytes >= ", 2 * bytes, " (two slots), or fewer tokens");
+}
+
+Draft draft_of(const Layout& layout, const PlanOptions& options, const Allowances& allowances = {}) {
+  Draft draft;
+  draft.tasks = Scheduler(layout, options, allowances).schedule();
+  draft.arrangement = arrange(layout, options, draft.tasks);
+  return draft;
+}
+
 /// Finds allowances under which all ranks fit. They become smaller from round to round.
 class Fitter {
  public:
-  Fitter(const Layout& layout, const ScheduleOptions& options, const ArrangementOptions& arrangement, int64_t capacity,
-         const std::vector<int64_t>& at_home_bytes, bool level_with_largest)
-      : layout_(layout),
-        options_(options),
-        arrangement_(arrangement),
-        capacity_(capacity),
-        at_home_bytes_(at_home_bytes) {
+  Fitter(const Layout& layout, const PlanOptions& options, const std::vector<int64_t>& at_home_bytes,
+         bool level_with_largest)
+      : layout_(layout), options_(options), at_home_bytes_(at_home_bytes) {
     const auto n = at_home_bytes.size();
     allowed_ = {std::vector<int64_t>(n, kNoLimit), std::vector<int64_t>(n, kNoLimit), level_with_largest};
   }
@@ -32,7 +62,7 @@ class Fitter {
   std::optional<Draft> run(const Draft& first) {
     restrict(first, false);
     for (int round = 1; round < kRounds; ++round) {
-      Draft draft = make_draft(layout_, options_, arrangement_, allowed_);
+      Draft draft = draft_of(layout_, options_, allowed_);
       if (!restrict(draft, round >= kGentleRounds)) return draft;
     }
     return std::nullopt;
@@ -45,7 +75,7 @@ class Fitter {
     bool restricted = false;
     for (size_t r = 0; r < at_home_bytes_.size(); ++r) {
       const int64_t bytes = arena_bytes(draft.arrangement, r);
-      if (bytes <= capacity_) continue;
+      if (bytes <= options_.capacity) continue;
       restricted = true;
       if (allowed_.in[r] == 0 && allowed_.out[r] == 0) {
         keep_documents_at_home(static_cast<int64_t>(r));
@@ -53,7 +83,7 @@ class Fitter {
       }
       // What a rank exchanges may take the room above the arena that the layout itself forces. Its allowance becomes a
       // little less than what fits there.
-      const int64_t room = std::max<int64_t>(0, capacity_ - at_home_bytes_[r]);
+      const int64_t room = std::max<int64_t>(0, options_.capacity - at_home_bytes_[r]);
       const auto less = [&](int64_t amount) {
         return sternly ? 0 : static_cast<int64_t>(Wide{amount} * room / (bytes - at_home_bytes_[r]) * 31 / 32);
       };
@@ -88,15 +118,13 @@ class Fitter {
   }
 
   const Layout& layout_;
-  const ScheduleOptions& options_;
-  const ArrangementOptions& arrangement_;
-  const int64_t capacity_;
+  const PlanOptions& options_;
   Allowances allowed_;
   const std::vector<int64_t>& at_home_bytes_;
 };
 
 /// Whether the largest load of `a`, after division by speeds, is smaller than that of `b`.
-bool is_better_balanced(const Layout& layout, const ScheduleOptions& options, const Draft& a, const Draft& b) {
+bool is_better_balanced(const Layout& layout, const PlanOptions& options, const Draft& a, const Draft& b) {
   const std::vector<int64_t> speeds = server_speeds(layout, options);
   const auto largest = [&](const Draft& draft) {
     std::vector<int64_t> load(speeds.size(), 0);
@@ -115,58 +143,59 @@ bool is_better_balanced(const Layout& layout, const ScheduleOptions& options, co
   return Wide{x} * y_speed < Wide{y} * x_speed;
 }
 
-}  // namespace
-
-Draft make_draft(const Layout& layout, const ScheduleOptions& options, const ArrangementOptions& arrangement,
-                 const Allowances& allowances) {
-  Draft draft;
-  draft.tasks = Scheduler(layout, options, allowances).schedule();
-  draft.arrangement = arrange(layout, options.heads, arrangement, options.ranks_per_node, draft.tasks);
-  return draft;
-}
-
-int64_t arena_bytes(const Arrangement& arrangement, size_t rank) {
-  return std::max(arrangement.arenas[0][rank].total(), arrangement.arenas[1][rank].total());
-}
-
-size_t neediest_rank(const Arrangement& arrangement) {
-  size_t neediest = 0;
-  for (size_t r = 1; r < arrangement.arenas[0].size(); ++r)
-    if (arena_bytes(arrangement, r) > arena_bytes(arrangement, neediest)) neediest = r;
-  return neediest;
-}
-
-int64_t slot_bytes(const Arrangement& arrangement) { return arena_bytes(arrangement, neediest_rank(arrangement)); }
-
-Draft fit(const Layout& layout, const ScheduleOptions& options, const ArrangementOptions& arrangement, int64_t capacity,
-          Draft draft) {
-  if (slot_bytes(draft.arrangement) <= capacity) return draft;
+/// Returns another draft, which fits. For that, ranks that need too much may compute less for others, and others less
+/// for them, again and again until all ranks fit. If no such draft is found, every row is computed at home, unless
+/// servers are given.
+Draft fit(const Layout& layout, const PlanOptions& options, const Draft& draft) {
   std::optional<Draft> best;
   // What the layout itself forces. It is nothing where servers are given, because then rows may not be computed at
   // home.
   std::vector<int64_t> at_home_bytes(static_cast<size_t>(layout.num_ranks()), 0);
   if (options.servers.empty()) {
-    ScheduleOptions unbalanced = options;
+    PlanOptions unbalanced = options;
     unbalanced.balance = false;
-    best = make_draft(layout, unbalanced, arrangement);
+    best = draft_of(layout, unbalanced);
     const Arrangement& at_home = best->arrangement;
-    check_capacity(slot_bytes(at_home) < slot_bytes(draft.arrangement) ? at_home : draft.arrangement, capacity);
+    check_capacity(slot_bytes(at_home) < slot_bytes(draft.arrangement) ? at_home : draft.arrangement, options.capacity);
     for (size_t r = 0; r < at_home_bytes.size(); ++r) at_home_bytes[r] = arena_bytes(best->arrangement, r);
   }
   for (bool level_with_largest : {false, true}) {
-    auto found = Fitter(layout, options, arrangement, capacity, at_home_bytes, level_with_largest).run(draft);
+    auto found = Fitter(layout, options, at_home_bytes, level_with_largest).run(draft);
     if (found && (!best || is_better_balanced(layout, options, *found, *best))) best = std::move(found);
   }
-  if (!best) check_capacity(draft.arrangement, capacity);  // throws, with bytes that are enough
+  if (!best) check_capacity(draft.arrangement, options.capacity);  // throws, with bytes that are enough
   return std::move(*best);
 }
 
-void check_capacity(const Arrangement& arrangement, int64_t capacity) {
-  const size_t neediest = neediest_rank(arrangement);
-  const int64_t bytes = arena_bytes(arrangement, neediest);
-  require<CapacityError>(bytes <= capacity, "plan: rank ", neediest, " needs an arena of ", bytes,
-                         " bytes a slot, but the capacity is ", capacity,
-                         " bytes; give distca.init heap_bytes >= ", 2 * bytes, " (two slots), or fewer tokens");
+/// Gives the draft its last form: gradients come home in few rounds.
+void finish(const PlanOptions& options, Draft& draft) {
+  const int64_t bytes = options.overlap ? options.capacity : slot_bytes(draft.arrangement);
+  merge_rounds(draft.arrangement, options.heads, draft.tasks, bytes);
+  draft.slot_bytes = slot_bytes(draft.arrangement);
+}
+
+}  // namespace
+
+Draft make_draft(const Layout& layout, const PlanOptions& options) {
+  Draft draft = draft_of(layout, options);
+  const int64_t wanted_slot_bytes = slot_bytes(draft.arrangement);
+  const size_t neediest = neediest_rank(draft.arrangement);
+  if (wanted_slot_bytes > options.capacity) draft = fit(layout, options, draft);
+  draft.wanted_slot_bytes = wanted_slot_bytes;
+  draft.neediest_rank = static_cast<int64_t>(neediest);
+  finish(options, draft);
+  return draft;
+}
+
+Draft make_draft(const Layout& layout, const PlanOptions& options, std::span<const GivenTask> given) {
+  Draft draft;
+  draft.tasks = task_list(layout, options, given);
+  draft.arrangement = arrange(layout, options, draft.tasks);
+  check_capacity(draft.arrangement, options.capacity);
+  finish(options, draft);
+  draft.wanted_slot_bytes = draft.slot_bytes;
+  draft.neediest_rank = static_cast<int64_t>(neediest_rank(draft.arrangement));
+  return draft;
 }
 
 }  // namespace distca::plan

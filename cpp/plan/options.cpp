@@ -1,0 +1,62 @@
+#include "plan/options.h"
+
+#include <algorithm>
+
+#include "common/error.h"
+
+namespace distca::plan {
+namespace {
+
+void check_heads(const HeadShape& h) {
+  require(h.q_heads >= 1 && h.kv_heads >= 1 && h.q_heads % h.kv_heads == 0 && h.q_heads <= 4096, "heads: ", h.q_heads,
+          " query heads and ", h.kv_heads,
+          " key/value heads; 1 to 4096 query heads that are a multiple of the key/value heads are allowed");
+  require(h.dim >= 8 && h.dim <= 256 && h.dim % 8 == 0 && h.v_dim >= 8 && h.v_dim <= 256 && h.v_dim % 8 == 0,
+          "heads: dim = ", h.dim, ", v_dim = ", h.v_dim, "; multiples of 8 from 8 to 256 are allowed");
+}
+
+}  // namespace
+
+void PlanOptions::check(const Layout& layout) const {
+  check_heads(heads);
+  cost.check();
+  require(mask.window >= 0 && (mask.window == 0 || mask.kind == MaskKind::kCausal), "plan: window = ", mask.window,
+          "; 0 (none) and, with the causal mask only, positive numbers of keys are allowed");
+  require(tolerance_ppm >= 0 && tolerance_ppm <= 1'000'000,
+          "plan: tolerance = ", static_cast<double>(tolerance_ppm) * 1e-6, "; 0 to 1 is allowed");
+  require(min_rows >= 1, "plan: min_rows = ", min_rows, "; at least 1 is allowed");
+  for (size_t i = 0; i < servers.size(); ++i) {
+    require(servers[i] >= 0 && servers[i] < layout.num_ranks() && (i == 0 || servers[i - 1] < servers[i]),
+            "plan: servers[", i, "] = ", servers[i], "; ascending ranks below ", layout.num_ranks(), " are allowed");
+  }
+  require(speeds.empty() || static_cast<int64_t>(speeds.size()) == layout.num_ranks(), "plan: ", speeds.size(),
+          " speeds for ", layout.num_ranks(), " ranks");
+  for (size_t i = 0; i < speeds.size(); ++i)
+    require(speeds[i] >= 1 && speeds[i] <= 1 << 20, "plan: speeds[", i, "] = ", speeds[i], "; 1 to ", 1 << 20,
+            " are allowed");
+  require(ranks_per_node >= 0, "plan: ranks_per_node = ", ranks_per_node,
+          "; 0 (one node) or a positive number is allowed");
+  require(balance || servers.empty(), "plan: servers are given, but without balance every row is computed ", "at home");
+  require(retain_bytes.empty() || static_cast<int64_t>(retain_bytes.size()) == layout.num_ranks(),
+          "plan: retain_bytes has ", retain_bytes.size(), " numbers for ", layout.num_ranks(), " ranks");
+  for (size_t i = 0; i < retain_bytes.size(); ++i)
+    require(retain_bytes[i] >= 0, "plan: retain_bytes of rank ", i, " = ", retain_bytes[i],
+            "; 0 or a positive number is allowed");
+  require(capacity > 0, "plan: capacity = ", capacity, " bytes; it must be positive");
+  const auto& table = cost.rates.rates;
+  const int64_t dearest = table.empty() ? RateTable::kRateUnit : *std::max_element(table.begin(), table.end());
+  __int128 pairs = 0, rows = 0;
+  for (int64_t length : layout.document_lengths()) {
+    pairs += static_cast<__int128>(length) * length;  // of the full mask, which has the most
+    rows += length;
+  }
+  const __int128 total = (pairs * cost.per_pair * dearest / RateTable::kRateUnit + rows * cost.per_row) * heads.q_heads;
+  require(total < static_cast<__int128>(INT64_MAX) / 2, "plan: the total cost of the layout passes 2^62; make the ",
+          "cost model's units coarser or the documents shorter");
+}
+
+bool PlanOptions::retains() const {
+  return std::any_of(retain_bytes.begin(), retain_bytes.end(), [](int64_t bytes) { return bytes > 0; });
+}
+
+}  // namespace distca::plan

@@ -1,0 +1,44 @@
+// What a plan is asked to be: the arguments of `distca.plan`.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "common/dtype.h"
+#include "plan/cost.h"
+#include "plan/layout.h"
+
+namespace distca::plan {
+
+/// The messages that count as the bytes of a plan.
+enum class Objective : int64_t { kAll = 0, kForward = 1 };
+
+struct PlanOptions {
+  HeadShape heads;
+  Mask mask;
+
+  // Who computes what.
+  CostModel cost;
+  int64_t tolerance_ppm = 50'000;  // the largest load may exceed the mean by this many millionths
+  int64_t min_rows = 128;          // pieces are no smaller, as long as the tolerance can be met so
+  bool balance = true;             // false: every row is computed at home
+  bool split_heads = true;         // whether key/value heads of a row may go to different servers
+  std::vector<int64_t> servers;    // ranks that compute, ascending; empty: all
+  std::vector<int64_t> speeds;     // one of every rank, by which loads are divided; empty: all the same
+  int64_t ranks_per_node = 0;      // number of neighbours with fast links among them; 0: all ranks
+  Objective objective = Objective::kAll;
+
+  // Where rows lie in the arenas.
+  int64_t key_block_rows = 64;
+  int64_t capacity = INT64_MAX;       // the most bytes of one slot's arena on any rank
+  bool overlap = false;               // gradients come home in as few rounds as the capacity allows
+  std::vector<int64_t> retain_bytes;  // bytes of keys and values that each rank may keep, as a server, from a forward
+                                      // step until its backward step; empty: none
+
+  /// Throws InvalidArgumentError, which names the option, unless a plan of this layout can be made with them.
+  void check(const Layout& layout) const;
+  /// Whether any rank may keep rows from forward to backward.
+  bool retains() const;
+};
+
+}  // namespace distca::plan
