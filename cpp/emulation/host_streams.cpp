@@ -21,7 +21,7 @@ using namespace transport;
 
 namespace {
 
-/// The contents of a card: a process, and its descriptor of the file that is the memory.
+/// The contents of a handle: a process, and its descriptor of the file that is the memory.
 struct OpenFile {
   int32_t process, descriptor;
 };
@@ -71,18 +71,18 @@ Streams::Shared HostStreams::allocate_shared(int64_t bytes) {
     Mapping mapping;
   };
   Descriptor made = shm::make_memory(bytes);
-  const OpenFile card = {::getpid(), made.get()};
+  const OpenFile handle = {::getpid(), made.get()};
   Mapping mapping = Mapping::shared(made.get(), bytes);
   auto file = std::make_shared<File>(std::move(made), std::move(mapping));
   Shared shared{{file, file->mapping.data()}, {}};
-  std::memcpy(shared.card.data(), &card, sizeof(card));
+  std::memcpy(shared.handle.data(), &handle, sizeof(handle));
   return shared;
 }
 
-std::shared_ptr<std::byte> HostStreams::open(const Card& from, int64_t bytes) {
-  OpenFile card;
-  std::memcpy(&card, from.data(), sizeof(card));
-  const std::string path = message("/proc/", card.process, "/fd/", card.descriptor);
+std::shared_ptr<std::byte> HostStreams::open(const IpcHandle& from, int64_t bytes) {
+  OpenFile handle;
+  std::memcpy(&handle, from.data(), sizeof(handle));
+  const std::string path = message("/proc/", handle.process, "/fd/", handle.descriptor);
   const Descriptor descriptor([&] { return ::open(path.c_str(), O_RDWR | O_CLOEXEC); });
   struct stat status{};
   require<OperatingSystemError>(descriptor && ::fstat(descriptor.get(), &status) == 0 && status.st_size >= bytes,
@@ -133,10 +133,10 @@ void HostStreams::wait_for(Stream stream, int point) {
 
 void HostStreams::replay(const Tape& tape) {
   tape.replay();
-  hand_over();  // then nobody reads the tables: each step's end has joined the streams
+  join_host();  // then nobody reads the tables: each step's end has joined the streams
 }
 
-void HostStreams::hand_over() {
+void HostStreams::join_host() {
   if (tape_) return;
   lane(Stream::kWork).drain();
   std::exception_ptr thrown;

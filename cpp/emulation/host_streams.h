@@ -23,17 +23,17 @@ class DISTCA_EXPORT HostStreams final : public transport::Streams {
   /// Waits until all that was queued is done.
   ~HostStreams() override;
 
-  /// Queues any operation, with a copy of what it reads. The next `hand_over` throws what the operation throws.
+  /// Queues any operation, with a copy of what it reads. The next `join_host` throws what the operation throws.
   using Work = std::function<void(const transport::Table& table)>;
   void queue(Stream stream, const char* operation, std::span<const transport::TablePart> parts, Work work);
   bool is_stopped() const { return transport::is_stopped(guard_); }
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override;
   Shared allocate_shared(int64_t bytes) override;
-  std::shared_ptr<std::byte> open(const Card& card, int64_t bytes) override;
+  std::shared_ptr<std::byte> open(const IpcHandle& handle, int64_t bytes) override;
   void record(int point, Stream stream) override;
   void wait_for(Stream stream, int point) override;
-  void hand_over() override;
+  void join_host() override;
   void drain() noexcept override;
   void put(const transport::PutTable& table) override;
   void signal(std::span<const transport::SignalTo> signals) override;

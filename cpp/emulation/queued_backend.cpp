@@ -43,7 +43,7 @@ class QueuedBackend final : public Backend {
   void copy(const RowView& to, const RowView& from, const RowExtent& n) override {
     run_one({.to = to, .from = from, .n = n});
   }
-  void finish() override { streams_->hand_over(); }
+  void finish() override { streams_->join_host(); }
   void reduce(const ReduceTable& table, DType dtype) override {
     const ReduceScalars scalars = {dtype, table.num_chunks};
     const std::array parts = {table_value("scalars", scalars), table_part("sums", table.entries),

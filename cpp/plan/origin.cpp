@@ -10,7 +10,7 @@ namespace distca::plan {
 namespace {
 
 constexpr size_t kFirst = offsetof(Header, layout_digest) / 8, kEnd = offsetof(Header, retains) / 8;
-constexpr size_t kMade = offsetof(Header, made) / 8, kMadeWords = sizeof(Made) / 8;
+constexpr size_t kArguments = offsetof(Header, arguments) / 8, kArgumentWords = sizeof(PlanArguments) / 8;
 
 /// A capacity from here on binds nothing.
 constexpr int64_t kUnlimited = int64_t{1} << 62;
@@ -19,7 +19,7 @@ Header header_of(const Origin& origin) {
   std::array<int64_t, kHeaderWords> words = {};
   const auto number = [](uint64_t word) { return static_cast<int64_t>(word); };
   std::transform(origin.begin(), origin.begin() + (kEnd - kFirst), words.begin() + kFirst, number);
-  std::transform(origin.begin() + (kEnd - kFirst), origin.end(), words.begin() + kMade, number);
+  std::transform(origin.begin() + (kEnd - kFirst), origin.end(), words.begin() + kArguments, number);
   return std::bit_cast<Header>(words);
 }
 
@@ -40,7 +40,7 @@ Origin origin_of(const Header& header) {
   const auto words = header_words(header);
   Origin origin;
   const auto end = std::copy(words.begin() + kFirst, words.begin() + kEnd, origin.begin());
-  std::copy_n(words.begin() + kMade, kMadeWords, end);
+  std::copy_n(words.begin() + kArguments, kArgumentWords, end);
   return origin;
 }
 
@@ -62,30 +62,33 @@ std::string difference(const OriginOnRank& one, const OriginOnRank& other) {
     if (x != y) say(what, x, " on rank ", one.rank, ", ", y, " on rank ", other.rank);
   };
   if (a.layout_digest != b.layout_digest) {
-    const auto size = [](const Made& m) { return message(m.num_documents, " documents of ", m.num_tokens, " tokens"); };
-    if (size(a.made) != size(b.made))
-      compare("", size(a.made), size(b.made));
+    const auto size = [](const PlanArguments& m) {
+      return message(m.num_documents, " documents of ", m.num_tokens, " tokens");
+    };
+    if (size(a.arguments) != size(b.arguments))
+      compare("", size(a.arguments), size(b.arguments));
     else
       say("documents of other lengths, or on other ranks");
   }
   compare("", describe(heads_of(a)), describe(heads_of(b)));
   compare("", describe(mask_of(a)), describe(mask_of(b)));
-  compare("tolerance ", fraction(a.made.tolerance_ppm), fraction(b.made.tolerance_ppm));
-  compare("min_rows ", std::to_string(a.made.min_rows), std::to_string(b.made.min_rows));
-  const auto capacity = [](const Made& m) {
+  compare("tolerance ", fraction(a.arguments.tolerance_ppm), fraction(b.arguments.tolerance_ppm));
+  compare("min_rows ", std::to_string(a.arguments.min_rows), std::to_string(b.arguments.min_rows));
+  const auto capacity = [](const PlanArguments& m) {
     return m.capacity >= kUnlimited ? "no capacity" : message("a capacity of ", m.capacity, " bytes");
   };
-  compare("", capacity(a.made), capacity(b.made));
+  compare("", capacity(a.arguments), capacity(b.arguments));
   if (a.cost_digest != b.cost_digest) say("another cost model");
   const auto choice = [&](const char* name, int64_t bit, const char* on, const char* off) {
-    const auto value = [&](const Header& h) { return (h.made.choices & bit) != 0 ? on : off; };
+    const auto value = [&](const Header& h) { return (h.arguments.choices & bit) != 0 ? on : off; };
     compare(name, value(a), value(b));
   };
   choice("balance ", kBalance, "on", "off");
   choice("split_heads ", kSplitHeads, "on", "off");
   choice("overlap ", kOverlap, "on", "off");
   choice("objective ", kForwardOnly, "forward", "all");
-  if (a.made.lists_digest != b.made.lists_digest) say("other servers, speeds, ranks_per_node, retain_bytes or tasks");
+  if (a.arguments.lists_digest != b.arguments.lists_digest)
+    say("other servers, speeds, ranks_per_node, retain_bytes or tasks");
   return found.empty() ? "made alike, but not by the same build of distca" : found;
 }
 

@@ -22,7 +22,7 @@ uint64_t layout_digest(const Layout& layout) {
   return d.value();
 }
 
-Made how_made(const Layout& layout, const PlanOptions& o, std::span<const GivenTask> given) {
+PlanArguments arguments_of(const Layout& layout, const PlanOptions& o, std::span<const GivenTask> given) {
   int64_t num_tokens = 0;
   for (const int64_t length : layout.document_lengths()) num_tokens += length;
   ListDigest lists;
@@ -78,7 +78,7 @@ Slices::Slices(const Layout& layout, const PlanOptions& options, std::span<const
     rank_digests_.push_back(static_cast<int64_t>(tables_digest(header_of(rank, tables), words_of(tables))));
   }
   common_.plan_digest = static_cast<int64_t>(plan_digest(common_, rank_digests_));
-  common_.made = how_made(layout, options, given);
+  common_.arguments = arguments_of(layout, options, given);
 }
 
 void Slices::fill(int64_t rank, bool with_blocks, SliceTables& tables) const {

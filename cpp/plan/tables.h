@@ -156,7 +156,7 @@ enum TableId : size_t {
 
 /// How a plan was made, as far as its tables do not say so. From this two plans can be told apart in words. It is not
 /// compared, because plans that were made differently and came out alike go together.
-struct Made {
+struct PlanArguments {
   int64_t num_documents, num_tokens;
   int64_t tolerance_ppm, min_rows, capacity;
   int64_t choices;       // bits (origin.h)
@@ -185,7 +185,7 @@ struct Header {
   int64_t num_rounds;                  // rounds in which gradients come to this home
   int64_t num_local_groups;            // groups are sorted: local ones first
   int64_t num_local_tasks;
-  Made made;  // the same on all ranks, and in no digest
+  PlanArguments arguments;  // the same on all ranks, and in no digest
   std::array<TableSpan, kNumTables> tables;
 };
 static_assert(std::is_trivially_copyable_v<Header> && sizeof(Header) % 8 == 0);
@@ -194,7 +194,7 @@ inline constexpr int64_t kChecksumBegin = 4;
 /// The words of the header that digests cover: [first, second) are the same on all ranks, [second, third) are the
 /// rank's own.
 inline constexpr std::array<size_t, 3> kHeaderParts = {offsetof(Header, layout_digest) / 8, offsetof(Header, rank) / 8,
-                                                       offsetof(Header, made) / 8};
+                                                       offsetof(Header, arguments) / 8};
 
 constexpr int64_t padded_dim(const HeadShape& h) { return h.dim > h.v_dim ? h.dim : h.v_dim; }
 

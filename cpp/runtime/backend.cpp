@@ -44,9 +44,9 @@ class CpuBackend final : public Backend {
   attention::CpuAttention kernel_;
 };
 
-/// The makers are never destroyed, like the registry of contexts.
-Makers& makers() {
-  static auto* const instance = new Makers;
+/// The factory is never destroyed, like the registry of contexts.
+DeviceFactory& device_factory() {
+  static auto* const instance = new DeviceFactory;
   return *instance;
 }
 
@@ -61,7 +61,7 @@ void check_choice(const char* what, std::string_view attention) {
 bool check_asked(const std::string& device, const std::string& attention) {
   check_choice("attention", attention);
   const bool by_cpu = device == "cpu" && attention != "flash";
-  require(by_cpu || makers().backend != nullptr, "device \"", device, "\" with attention \"", attention,
+  require(by_cpu || device_factory().backend != nullptr, "device \"", device, "\" with attention \"", attention,
           "\" needs the operators; import distca first");
   return by_cpu;
 }
@@ -87,18 +87,18 @@ std::string chosen_attention(std::optional<std::string_view> argument, std::stri
   return argument.value_or(variable != nullptr ? variable : "auto") == "own" ? "own" : "flash";
 }
 
-Makers set_makers(Makers those) { return std::exchange(makers(), std::move(those)); }
+DeviceFactory set_device_factory(DeviceFactory those) { return std::exchange(device_factory(), std::move(those)); }
 
 std::shared_ptr<Backend> make_backend(const std::string& device, const std::string& attention) {
   if (check_asked(device, attention)) return std::make_shared<CpuBackend>();
-  return makers().backend(device, attention, nullptr);
+  return device_factory().backend(device, attention, nullptr);
 }
 
 Device make_device(const std::string& device, const std::string& attention, std::chrono::milliseconds timeout,
                    int put_blocks) {
   require(!check_asked(device, attention), "the CPU's own kernel has no streams");
-  const std::shared_ptr<transport::Streams> streams = makers().streams(device, timeout, put_blocks);
-  return {makers().backend(device, attention, streams), streams};
+  const std::shared_ptr<transport::Streams> streams = device_factory().streams(device, timeout, put_blocks);
+  return {device_factory().backend(device, attention, streams), streams};
 }
 
 }  // namespace distca::runtime

@@ -78,13 +78,13 @@ using MakeStreams = std::function<std::shared_ptr<transport::Streams>(
 
 /// Makes the backend of one rank. Throws InvalidArgumentError or DeviceError if there is no such backend.
 DISTCA_EXPORT std::shared_ptr<Backend> make_backend(const std::string& device, const std::string& attention);
-/// The functions that make all backends but the CPU's own.
-struct Makers {
+/// The functions that make backends and streams of all devices but the CPU's own.
+struct DeviceFactory {
   MakeBackend backend;
   MakeStreams streams;
 };
-/// Called by the library of operators when it is loaded. Returns the makers that were set before.
-DISTCA_EXPORT Makers set_makers(Makers makers);
+/// Called by the library of operators when it is loaded. Returns the factory that was set before.
+DISTCA_EXPORT DeviceFactory set_device_factory(DeviceFactory factory);
 
 /// The streams on which steps of one rank are queued, and the backend that queues its work there. The streams are null
 /// if libdistca_cuda is missing; the host then does the steps of such a device.

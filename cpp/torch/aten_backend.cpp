@@ -323,7 +323,7 @@ struct Registration {
       const runtime::CudaLibrary* const library = runtime::cuda_library();
       return library == nullptr ? nullptr : library->make_streams(device.index(), &gpu_stream, timeout, put_blocks);
     };
-    runtime::set_makers({make_backend, make_streams});
+    runtime::set_device_factory({make_backend, make_streams});
   }
 } const registration;
 

@@ -16,10 +16,10 @@ constexpr std::chrono::seconds kLettingGo{2};
 
 /// The message of a rank to each other rank: how to reach its memory, and how large the heap in it is.
 struct Offer {
-  Streams::Card card;
+  Streams::IpcHandle handle;
   int64_t heap_bytes;
 };
-static_assert(sizeof(Offer) == sizeof(Streams::Card) + 8);
+static_assert(sizeof(Offer) == sizeof(Streams::IpcHandle) + 8);
 
 /// An offer travels in signal words behind those of the steps, 4 bytes in each. Because signals may overtake each
 /// other, each word has a bit that says that it came.
@@ -55,8 +55,8 @@ class SharedHeaps {
   }
 
   std::byte* own() const { return own_.get(); }
-  std::byte* open(int peer, Streams& streams, const Streams::Card& card, int64_t bytes) {
-    return (opened_[static_cast<size_t>(peer)] = streams.open(card, bytes)).get();
+  std::byte* open(int peer, Streams& streams, const Streams::IpcHandle& handle, int64_t bytes) {
+    return (opened_[static_cast<size_t>(peer)] = streams.open(handle, bytes)).get();
   }
 
  private:
@@ -129,14 +129,14 @@ std::unique_ptr<Transport> share_heaps(const char* name, std::unique_ptr<Transpo
   const int64_t words_bytes = round_up(num_words * 8, kPageBytes);
   const int64_t bytes = words_bytes + round_up(heap_bytes, kPageBytes);
   Streams::Shared own = streams->allocate_shared(bytes);
-  hand_out(*control, num_words, {own.card, heap_bytes});
+  hand_out(*control, num_words, {own.handle, heap_bytes});
   // No rank opens another's memory before it has compared all offers. Therefore a rank that refuses may free its own.
   const std::vector<Offer> offers = take_offers(*control, num_words, heap_bytes, deadline);
   auto heaps = std::make_shared<SharedHeaps>(*control, std::move(own));
   DeviceHeaps ranks{.ranks = {}, .heap_bytes = heap_bytes, .num_words = num_words, .owner = heaps};
   for (int p = 0; p < control->num_ranks(); ++p) {
     std::byte* const base =
-        p == control->rank() ? heaps->own() : heaps->open(p, *streams, offers[static_cast<size_t>(p)].card, bytes);
+        p == control->rank() ? heaps->own() : heaps->open(p, *streams, offers[static_cast<size_t>(p)].handle, bytes);
     ranks.ranks.push_back({base + words_bytes, reinterpret_cast<uint64_t*>(base)});
   }
   return std::make_unique<StreamTransport>(name, std::move(control), std::move(streams), std::move(ranks));

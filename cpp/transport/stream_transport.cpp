@@ -201,7 +201,7 @@ void StreamTransport::join() {
 
 void StreamTransport::end(int64_t slot) {
   streams_->record(end_of(slot), Stream::kWork);
-  streams_->hand_over();
+  streams_->join_host();
 }
 
 void StreamTransport::set_tape(std::shared_ptr<Tape> tape) {
@@ -229,7 +229,7 @@ void StreamTransport::cancel() noexcept {
   // The caller may free memory that the streams still read and write, once the work queued so far is done.
   try {
     join();
-    streams_->hand_over();
+    streams_->join_host();
   } catch (const std::exception&) {
     // The fault that led here is the one to report.
   }

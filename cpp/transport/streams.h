@@ -33,15 +33,15 @@ class DISTCA_EXPORT Streams {
   /// Zero-filled memory that ranks of this process can write into, aligned to 256 bytes.
   virtual std::shared_ptr<std::byte> allocate(int64_t bytes) = 0;
   /// The bytes that another process of this host needs to reach memory.
-  using Card = std::array<std::byte, 64>;
+  using IpcHandle = std::array<std::byte, 64>;
   struct Shared {
     std::shared_ptr<std::byte> memory;
-    Card card;
+    IpcHandle handle;
   };
-  /// Zero-filled memory that ranks of other processes of this host can write into, with its card.
+  /// Zero-filled memory that ranks of other processes of this host can write into, with its handle.
   virtual Shared allocate_shared(int64_t bytes) = 0;
   /// Opens memory of that many bytes that another process allocated. It is writable as long as that process keeps it.
-  virtual std::shared_ptr<std::byte> open(const Card& card, int64_t bytes) = 0;
+  virtual std::shared_ptr<std::byte> open(const IpcHandle& handle, int64_t bytes) = 0;
 
   /// Sets that point after what is queued on the stream so far. This replaces the earlier point of the same number.
   virtual void record(int point, Stream stream) = 0;
@@ -51,7 +51,7 @@ class DISTCA_EXPORT Streams {
   /// Called at the end of a step, of a replay and after a fault. On a device it returns at once. Where threads of the
   /// host stand for the device, it returns when the rank's work is done, because what the host itself does next follows
   /// no stream.
-  virtual void hand_over() = 0;
+  virtual void join_host() = 0;
   /// Returns when everything that was queued is done.
   virtual void drain() noexcept = 0;
 

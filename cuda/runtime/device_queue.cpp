@@ -34,16 +34,16 @@ void order(cudaStream_t earlier, cudaStream_t later, const Event& by) {
 /// The device's part of a tape. Each of its tables lies twice: in page-locked memory, where the host fills it, and on
 /// the device. A stream of its own copies all tables at the start of each replay. Therefore the host may fill them
 /// again while the rest of the replay goes on.
-class DeviceQueue::Reel final : public transport::TapeDevice {
+class DeviceQueue::CudaTape final : public transport::TapeDevice {
  public:
-  Reel(std::chrono::milliseconds timeout, std::shared_ptr<bool> was_refilled)
+  CudaTape(std::chrono::milliseconds timeout, std::shared_ptr<bool> was_refilled)
       : timeout_(timeout), was_refilled_(std::move(was_refilled)) {
     check(cudaStreamCreateWithFlags(&copies_, cudaStreamNonBlocking), "a stream for tables");
     check(cudaHostAlloc(reinterpret_cast<void**>(&turns_), sizeof(Turns), cudaHostAllocPortable | cudaHostAllocMapped),
           "page-locked memory");
     *turns_ = {};
   }
-  ~Reel() override {
+  ~CudaTape() override {
     cudaFreeHost(turns_);
     cudaStreamDestroy(copies_);
   }
@@ -153,13 +153,13 @@ void DeviceQueue::join(Stream which, const char* operation, std::span<const Tabl
     const OutsideOfCapture outside;
     return reads ? std::make_shared<Event>() : nullptr;
   }();
-  // The reel has the tape's tables, and the tape has the reel. Therefore the tape's operations must not keep the reel
-  // alive.
-  Reel* const reel = reel_.get();
+  // The CudaTape has the tables of the tape, and the tape has the CudaTape. Therefore the tape's operations must not keep
+  // the CudaTape alive.
+  CudaTape* const cuda_tape = cuda_tape_.get();
   add(operation, parts, [=, this, launch = std::move(launch)](const std::shared_ptr<const Table>& table) {
     const DeviceGuard guard(device_);
     const cudaStream_t on = stream(which);
-    launch(reads ? reel->load(*table, *loaded, on) : DeviceTable{}, on);
+    launch(reads ? cuda_tape->load(*table, *loaded, on) : DeviceTable{}, on);
   });
 }
 
@@ -174,8 +174,8 @@ void DeviceQueue::record(int point, Stream which) {
     check(cudaEventRecord(points_[static_cast<size_t>(point)], stream(which)), "a point of a stream");
     return;
   }
-  Reel* const reel = reel_.get();
-  add("point", {}, [=, this](const auto&) { reel->record(point, stream(which)); });
+  CudaTape* const cuda_tape = cuda_tape_.get();
+  add("point", {}, [=, this](const auto&) { cuda_tape->record(point, stream(which)); });
 }
 
 void DeviceQueue::wait_for(Stream which, int point) {
@@ -188,8 +188,8 @@ void DeviceQueue::wait_for(Stream which, int point) {
     check(cudaStreamWaitEvent(stream(which), points_[static_cast<size_t>(point)], 0), "a wait for another stream");
     return;
   }
-  Reel* const reel = reel_.get();
-  add("wait for a point", {}, [=, this](const auto&) { reel->wait_for(stream(which), point); });
+  CudaTape* const cuda_tape = cuda_tape_.get();
+  add("wait for a point", {}, [=, this](const auto&) { cuda_tape->wait_for(stream(which), point); });
 }
 
 void DeviceQueue::set_tape(std::shared_ptr<Tape> tape) {
@@ -198,34 +198,34 @@ void DeviceQueue::set_tape(std::shared_ptr<Tape> tape) {
   if (is_capturing_) {
     is_capturing_ = false;
     try {
-      reel_->join(work, transfer_);
+      cuda_tape_->join(work, transfer_);
     } catch (const Error&) {
       // The capture has failed, and whoever ends it is told so.
     }
   }
   tape_ = std::move(tape);
-  reel_ = nullptr;
+  cuda_tape_ = nullptr;
   if (!tape_ || tape_->is_complete()) return;
   {
     const OutsideOfCapture outside;
-    reel_ = std::make_shared<Reel>(timeout_, was_refilled_);
+    cuda_tape_ = std::make_shared<CudaTape>(timeout_, was_refilled_);
   }
-  tape_->set_device(reel_);
+  tape_->set_device(cuda_tape_);
   cudaStreamCaptureStatus status{};
   check(cudaStreamIsCapturing(work, &status), "asking whether a graph is captured");
   if (status == cudaStreamCaptureStatusNone) return;
   is_capturing_ = true;
   tape_->set_captured();
-  reel_->fork(work, transfer_);
+  cuda_tape_->fork(work, transfer_);
 }
 
 void DeviceQueue::replay(const Tape& tape) {
   const DeviceGuard guard(device_);
-  auto& reel = static_cast<Reel&>(*tape.device());
+  auto& cuda_tape = static_cast<CudaTape&>(*tape.device());
   const cudaStream_t work = stream(Stream::kWork);
-  reel.fork(work, transfer_);
+  cuda_tape.fork(work, transfer_);
   tape.replay();
-  reel.join(work, transfer_);
+  cuda_tape.join(work, transfer_);
 }
 
 }  // namespace distca::cuda

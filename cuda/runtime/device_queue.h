@@ -54,7 +54,7 @@ class DeviceQueue {
   bool is_recording() const { return tape_ != nullptr; }
 
  private:
-  class Reel;
+  class CudaTape;
   using Points = std::array<cudaEvent_t, transport::Streams::kNumPoints>;
   using Launch = std::function<void(const DeviceTable& table, cudaStream_t stream)>;
 
@@ -71,8 +71,8 @@ class DeviceQueue {
   TableRing tables_;
 
   std::shared_ptr<transport::Tape> tape_;
-  std::shared_ptr<Reel> reel_;  // of the tape that is being recorded
-  bool is_capturing_ = false;   // whether its operations are also queued, into a graph
+  std::shared_ptr<CudaTape> cuda_tape_;  // of the tape that is being recorded
+  bool is_capturing_ = false;            // whether its operations are also queued, into a graph
   std::shared_ptr<bool> was_refilled_ = std::make_shared<bool>(false);  // set when tables are filled; see wait_for
 };
 

@@ -59,25 +59,25 @@ class CudaStreams final : public Streams {
   Shared allocate_shared(int64_t bytes) override {
     Shared shared{allocate(bytes), {}};
     const DeviceGuard guard(device_);
-    cudaIpcMemHandle_t handle;
-    static_assert(sizeof(handle) == sizeof(Card));
-    check(cudaIpcGetMemHandle(&handle, shared.memory.get()), "sharing memory of the GPU with other processes");
-    std::memcpy(shared.card.data(), &handle, sizeof(handle));
+    cudaIpcMemHandle_t of_cuda;
+    static_assert(sizeof(of_cuda) == sizeof(IpcHandle));
+    check(cudaIpcGetMemHandle(&of_cuda, shared.memory.get()), "sharing memory of the GPU with other processes");
+    std::memcpy(shared.handle.data(), &of_cuda, sizeof(of_cuda));
     return shared;
   }
-  std::shared_ptr<std::byte> open(const Card& card, int64_t /*bytes*/) override {
+  std::shared_ptr<std::byte> open(const IpcHandle& handle, int64_t /*bytes*/) override {
     const DeviceGuard guard(device_);
-    cudaIpcMemHandle_t handle;
-    std::memcpy(&handle, card.data(), sizeof(handle));
+    cudaIpcMemHandle_t of_cuda;
+    std::memcpy(&of_cuda, handle.data(), sizeof(of_cuda));
     void* data = nullptr;
-    check(cudaIpcOpenMemHandle(&data, handle, cudaIpcMemLazyEnablePeerAccess),
+    check(cudaIpcOpenMemHandle(&data, of_cuda, cudaIpcMemLazyEnablePeerAccess),
           "reaching the memory of another process's GPU");
     return {static_cast<std::byte*>(data), [](std::byte* p) { cudaIpcCloseMemHandle(p); }};
   }
 
   void record(int point, Stream which) override { queue_->record(point, which); }
   void wait_for(Stream which, int point) override { queue_->wait_for(which, point); }
-  void hand_over() override {}
+  void join_host() override {}
   void drain() noexcept override { queue_->drain(); }
 
   void put(const transport::PutTable& table) override {

@@ -37,7 +37,7 @@ extern "C" {
 
 void record_attention() {
   using namespace distca;
-  runtime::set_makers(
+  runtime::set_device_factory(
       {[](const std::string&, const std::string&, const std::shared_ptr<transport::Streams>&) {
          return std::make_shared<runtime::RecordingBackend>();
        },

@@ -137,8 +137,8 @@ FAULTS = [
     Fault(
         "the words that say how a plan was made begin one too late",
         "cpp/plan/origin.cpp",
-        "words.begin() + kMade, number",
-        "words.begin() + kMade + 1, number",
+        "words.begin() + kArguments, number",
+        "words.begin() + kArguments + 1, number",
         ("tests/plan/test_origin.py",),
     ),
     Fault(

@@ -11,7 +11,7 @@
 #include "emulation/python/bindings.h"
 #include "emulation/queued_backend.h"
 #include "emulation/reordering.h"
-#include "emulation/replay_backend.h"
+#include "emulation/sleeping_backend.h"
 #include "python/connect.h"
 #include "transport/stream_order.h"
 
@@ -62,8 +62,8 @@ std::vector<ContextPtr> make_loopback(const std::vector<std::string>& names, int
     else if (streams)
       devices.push_back(runtime::make_device(device, attention, options.timeout, put_blocks));
     else if (replay)
-      devices.push_back({make_replay_backend({std::get<0>(*replay), std::get<1>(*replay)},
-                                             {std::get<2>(*replay), std::get<3>(*replay)}),
+      devices.push_back({make_sleeping_backend({std::get<0>(*replay), std::get<1>(*replay)},
+                                               {std::get<2>(*replay), std::get<3>(*replay)}),
                          nullptr});
     else
       devices.push_back({runtime::make_backend(device, attention), nullptr});

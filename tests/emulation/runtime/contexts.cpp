@@ -142,8 +142,8 @@ class WaitingStreams final : public transport::Streams {
   explicit WaitingStreams(std::shared_ptr<Streams> streams) : streams_(std::move(streams)) {}
   const std::shared_ptr<Streams>& inner() const { return streams_; }
 
-  void hand_over() override {
-    streams_->hand_over();
+  void join_host() override {
+    streams_->join_host();
     if (!waits_after_steps || emulated_gpu::is_capturing(CurrentStream::get())) return;
     check(cudaStreamSynchronize(CurrentStream::get()), "the end of a step");
   }
@@ -172,9 +172,9 @@ class WaitingStreams final : public transport::Streams {
 };
 
 /// What made backends and streams before.
-runtime::Makers& makers_before() {
-  static auto* const makers = new runtime::Makers;
-  return *makers;
+runtime::DeviceFactory& factory_before() {
+  static auto* const factory = new runtime::DeviceFactory;
+  return *factory;
 }
 
 }  // namespace
@@ -200,10 +200,10 @@ DISTCA_EXPORT void use_emulated_gpu(bool own_attention) {
     return std::make_shared<cuda::WaitingStreams>(
         cuda::distca_cuda_library()->make_streams(0, &cuda::current_stream, timeout, put_blocks));
   };
-  cuda::makers_before() = runtime::set_makers({make_backend, make_streams});
+  cuda::factory_before() = runtime::set_device_factory({make_backend, make_streams});
 }
 /// Ends that.
-DISTCA_EXPORT void leave_emulated_gpu() { distca::runtime::set_makers(distca::cuda::makers_before()); }
+DISTCA_EXPORT void leave_emulated_gpu() { distca::runtime::set_device_factory(distca::cuda::factory_before()); }
 
 /// At the end of a step; a replay or a launch of a graph never waits.
 DISTCA_EXPORT void wait_after_steps(bool wait) { distca::cuda::waits_after_steps = wait; }

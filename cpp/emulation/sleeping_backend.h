@@ -16,7 +16,7 @@ struct ReplayedPass {
 };
 
 /// Makes a backend that is the CPU's, except that `forward` and `backward` sleep and write nothing.
-DISTCA_EXPORT std::shared_ptr<runtime::Backend> make_replay_backend(const ReplayedPass& forward,
-                                                                    const ReplayedPass& backward);
+DISTCA_EXPORT std::shared_ptr<runtime::Backend> make_sleeping_backend(const ReplayedPass& forward,
+                                                                      const ReplayedPass& backward);
 
 }  // namespace distca::emulation

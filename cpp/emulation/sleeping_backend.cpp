@@ -1,4 +1,4 @@
-#include "emulation/replay_backend.h"
+#include "emulation/sleeping_backend.h"
 
 #include <sys/prctl.h>
 
@@ -14,9 +14,9 @@ using namespace runtime;
 
 namespace {
 
-class ReplayBackend final : public WrappingBackend {
+class SleepingBackend final : public WrappingBackend {
  public:
-  ReplayBackend(const ReplayedPass& forward, const ReplayedPass& backward)
+  SleepingBackend(const ReplayedPass& forward, const ReplayedPass& backward)
       : WrappingBackend(make_backend("cpu", "auto")), forward_(forward), backward_(backward) {}
 
   std::string attention(const HeadShape&) const override { return "replayed"; }
@@ -42,13 +42,13 @@ class ReplayBackend final : public WrappingBackend {
 
 }  // namespace
 
-std::shared_ptr<Backend> make_replay_backend(const ReplayedPass& forward, const ReplayedPass& backward) {
+std::shared_ptr<Backend> make_sleeping_backend(const ReplayedPass& forward, const ReplayedPass& backward) {
   for (const ReplayedPass* pass : {&forward, &backward}) {
     pass->cost.check();
     require(std::isfinite(pass->unit_ns) && pass->unit_ns > 0, "replay: a unit of ", pass->unit_ns,
             " ns; a positive number is expected");
   }
-  return std::make_shared<ReplayBackend>(forward, backward);
+  return std::make_shared<SleepingBackend>(forward, backward);
 }
 
 }  // namespace distca::emulation
