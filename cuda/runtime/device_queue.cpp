@@ -153,8 +153,8 @@ void DeviceQueue::join(Stream which, const char* operation, std::span<const Tabl
     const OutsideOfCapture outside;
     return reads ? std::make_shared<Event>() : nullptr;
   }();
-  // The CudaTape has the tables of the tape, and the tape has the CudaTape. Therefore the tape's operations must not keep
-  // the CudaTape alive.
+  // The CudaTape has the tables of the tape, and the tape has the CudaTape. Therefore the tape's operations must not
+  // keep the CudaTape alive.
   CudaTape* const cuda_tape = cuda_tape_.get();
   add(operation, parts, [=, this, launch = std::move(launch)](const std::shared_ptr<const Table>& table) {
     const DeviceGuard guard(device_);
