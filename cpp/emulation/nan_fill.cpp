@@ -15,7 +15,7 @@ void fill_returned(Backend& backend, const Dispatcher::Step& step) {
   for (const plan::TensorKind kind : step.returned())
     backend.fill(step.local(kind), step.extent(plan::Direction::kOut, kind, step.all_heads(), h.num_rows),
                  runtime::Fill::kNan);
-  if (step.phase() == plan::Phase::kForward && step.retained != nullptr)
+  if (step.phase == plan::Phase::kForward && step.retained != nullptr)
     fill_bytes(backend, step.retained, h.retained_bytes);
 }
 

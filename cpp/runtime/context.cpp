@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <type_traits>
 
 #include "attention/attention.h"
 #include "plan/layout.h"
@@ -159,77 +160,75 @@ void Context::check_may_begin() const {
   dispatcher_.check_slot();
 }
 
-void Context::forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
-                      const Parallel& parallel, std::shared_ptr<void> owner) {
+/// Begins a step by `make`, which gets a slice, threads and the owner and returns the number of the step. A recording
+/// keeps `make`, and calls it again with the slice of another plan.
+template <class Tensors, class Make>
+uint64_t Context::begin_step(const plan::SliceView& slice, const Tensors& tensors, const Parallel& parallel,
+                             std::shared_ptr<void> owner, const Make& make) {
   const Call call(*this);
   check_may_begin(slice);
-  guarded([&] { dispatcher_.forward(slice, tensors, scores, parallel); });
-  if (!open_recording_) return;
-  const auto again = [=, this](Recording::Step& s) { dispatcher_.forward(s.slice, tensors, scores, Parallel()); };
-  open_recording_->add({slice.heads(), slice.header().num_rows, step(), plan::Phase::kForward, tensors.lse.data}, again,
+  const uint64_t number = guarded([&] { return make(slice, parallel, owner); });
+  if (!open_recording_) return number;
+  constexpr bool kIsForward = std::is_same_v<Tensors, ForwardTensors>;
+  constexpr plan::Phase kPhase = kIsForward ? plan::Phase::kForward : plan::Phase::kBackward;
+  const auto again = [make](Recording::Step& s) { s.number = make(s.slice, Parallel(), nullptr); };
+  open_recording_->add({slice.heads(), slice.header().num_rows, number, kPhase, tensors.lse.data}, again,
                        std::move(owner));
+  return number;
+}
+
+/// Makes the call `make` about a step that is under way. A recording keeps `make`, as above.
+template <class Make>
+std::shared_ptr<void> Context::go_on(Part part, uint64_t step, std::optional<plan::Phase> phase,
+                                     const Parallel& parallel, const Make& make) {
+  const Call call(*this);
+  Dispatcher::Step& s = dispatcher_.step_for(part, step, phase);
+  auto owner = guarded([&] { return make(s, parallel); });
+  if (open_recording_) {
+    open_recording_->add(
+        step, [=, this](Recording::Step& again) { make(dispatcher_.step_for(part, again.number), Parallel()); });
+  }
+  return owner;
+}
+
+void Context::forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
+                      const Parallel& parallel, std::shared_ptr<void> owner) {
+  begin_step(slice, tensors, parallel, std::move(owner), [=, this](const auto& s, const Parallel& p, const auto&) {
+    return dispatcher_.forward(s, tensors, scores, p);
+  });
 }
 
 void Context::backward(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
                        const Parallel& parallel, std::shared_ptr<void> owner) {
-  const Call call(*this);
-  check_may_begin(slice);
-  guarded([&] { dispatcher_.backward(slice, tensors, scores, parallel); });
-  if (!open_recording_) return;
-  const auto again = [=, this](Recording::Step& s) { dispatcher_.backward(s.slice, tensors, scores, Parallel()); };
-  open_recording_->add({slice.heads(), slice.header().num_rows, step(), plan::Phase::kBackward, tensors.lse.data},
-                       again, std::move(owner));
+  begin_step(slice, tensors, parallel, std::move(owner), [=, this](const auto& s, const Parallel& p, const auto&) {
+    return dispatcher_.backward(s, tensors, scores, p);
+  });
 }
 
 uint64_t Context::dispatch(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
                            std::shared_ptr<void> owner) {
-  const Call call(*this);
-  check_may_begin(slice);
-  const uint64_t number = guarded([&] { return dispatcher_.dispatch(slice, tensors, scores, owner); });
-  if (!open_recording_) return number;
-  const auto again = [=, this](Recording::Step& s) {
-    s.number = dispatcher_.dispatch(s.slice, tensors, scores, nullptr);
-  };
-  open_recording_->add({slice.heads(), slice.header().num_rows, number, plan::Phase::kForward, tensors.lse.data}, again,
-                       std::move(owner));
-  return number;
+  return begin_step(slice, tensors, Parallel(), std::move(owner), [=, this](const auto& s, const Parallel&, auto o) {
+    return dispatcher_.dispatch(s, tensors, scores, o);
+  });
 }
 
 uint64_t Context::dispatch(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
                            const Parallel& parallel, std::shared_ptr<void> owner) {
-  const Call call(*this);
-  check_may_begin(slice);
-  const uint64_t number = guarded([&] { return dispatcher_.dispatch(slice, tensors, scores, parallel, owner); });
-  if (!open_recording_) return number;
-  const auto again = [=, this](Recording::Step& s) {
-    s.number = dispatcher_.dispatch(s.slice, tensors, scores, Parallel(), nullptr);
-  };
-  open_recording_->add({slice.heads(), slice.header().num_rows, number, plan::Phase::kBackward, tensors.lse.data},
-                       again, std::move(owner));
-  return number;
+  return begin_step(slice, tensors, parallel, std::move(owner), [=, this](const auto& s, const Parallel& p, auto o) {
+    return dispatcher_.dispatch(s, tensors, scores, p, o);
+  });
 }
 
 void Context::attend(uint64_t step, const Parallel& parallel) {
-  const Call call(*this);
-  Dispatcher::Step& s = dispatcher_.step_for(Part::kAttend, step);
-  guarded([&] { dispatcher_.attend(s, parallel); });
-  if (!open_recording_) return;
-  open_recording_->add(step, [this](Recording::Step& again) {
-    dispatcher_.attend(dispatcher_.step_for(Part::kAttend, again.number), Parallel());
+  go_on(Part::kAttend, step, {}, parallel, [this](Dispatcher::Step& s, const Parallel& p) {
+    dispatcher_.attend(s, p);
+    return nullptr;
   });
 }
 
 std::shared_ptr<void> Context::collect(uint64_t step, plan::Phase phase) {
-  const Call call(*this);
-  Dispatcher::Step& s = dispatcher_.step_for(Part::kCollect, step);
-  if (s.phase() != phase) throw InvalidArgumentError(message("collect: ", s.id.name(), " is of the other phase"));
-  auto owner = guarded([&] { return dispatcher_.collect(s); });
-  if (open_recording_) {
-    open_recording_->add(step, [this](Recording::Step& again) {
-      dispatcher_.collect(dispatcher_.step_for(Part::kCollect, again.number));
-    });
-  }
-  return owner;
+  return go_on(Part::kCollect, step, phase, Parallel(),
+               [this](Dispatcher::Step& s, const Parallel&) { return dispatcher_.collect(s); });
 }
 
 std::shared_ptr<Recording> Context::begin_recording(double headroom, int64_t rounds) {

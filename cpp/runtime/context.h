@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -133,6 +134,12 @@ class DISTCA_EXPORT Context {
   /// Runs `body`, which moves rows. An exception poisons the context.
   template <class Body>
   auto guarded(const Body& body);
+  template <class Tensors, class Make>
+  uint64_t begin_step(const plan::SliceView& slice, const Tensors& tensors, const Parallel& parallel,
+                      std::shared_ptr<void> owner, const Make& make);
+  template <class Make>
+  std::shared_ptr<void> go_on(Part part, uint64_t step, std::optional<plan::Phase> phase, const Parallel& parallel,
+                              const Make& make);
   void settle_abandoned() noexcept;
   void check_once(std::span<const int64_t> plan_words) const;
   /// These throw InvalidArgumentError unless the next step may begin, with that slice.

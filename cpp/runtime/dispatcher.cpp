@@ -15,18 +15,20 @@ Dispatcher::Dispatcher(Protocol& protocol, Backend& backend)
     : protocol_(protocol), backend_(backend), steps_(kNumSlots) {}
 Dispatcher::~Dispatcher() = default;
 
-void Dispatcher::forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
-                         const Parallel& parallel) {
+uint64_t Dispatcher::forward(const plan::SliceView& slice, const ForwardTensors& tensors, const ScoreOptions& scores,
+                             const Parallel& parallel) {
   Step& s = begin(slice, tensors, scores, Part::kWhole);
   attend_rows(s, parallel);
   collect_rows(s);
+  return s.id.number;
 }
 
-void Dispatcher::backward(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
-                          const Parallel& parallel) {
+uint64_t Dispatcher::backward(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
+                              const Parallel& parallel) {
   Step& s = begin(slice, tensors, scores, parallel, Part::kWhole);
   attend_rows(s, parallel);
   collect_rows(s);
+  return s.id.number;
 }
 
 void Dispatcher::check_slot() const {
@@ -70,7 +72,7 @@ Dispatcher::Step* Dispatcher::find(uint64_t number) {
   return nullptr;
 }
 
-Dispatcher::Step& Dispatcher::step_for(Part part, uint64_t number) {
+Dispatcher::Step& Dispatcher::step_for(Part part, uint64_t number, std::optional<Phase> phase) {
   Step* const s = find(number);
   const char* const name = part == Part::kAttend ? "attend" : "collect";
   require(s != nullptr, name, ": step ", number, " is not under way; a step is collected once");
@@ -80,6 +82,8 @@ Dispatcher::Step& Dispatcher::step_for(Part part, uint64_t number) {
                                        attended ? " is attended to already; its collect comes next"
                                                 : " is dispatched and not attended to; its attend comes next"));
   }
+  if (phase && s->phase != *phase)
+    throw InvalidArgumentError(message(name, ": ", s->id.name(), " is of the other phase"));
   return *s;
 }
 
@@ -99,7 +103,7 @@ Dispatcher::Step& Dispatcher::begin(const plan::SliceView& slice, const ForwardT
   Step& s = free_step();
   s.slice = slice;
   s.scores = scores;
-  s.id.phase = Phase::kForward;
+  s.phase = Phase::kForward;
   s.set(TensorKind::kQ, t.q);
   s.set(TensorKind::kK, t.k);
   s.set(TensorKind::kV, t.v);
@@ -116,7 +120,7 @@ Dispatcher::Step& Dispatcher::begin(const plan::SliceView& slice, const Backward
   Step& s = free_step();
   s.slice = slice;
   s.scores = scores;
-  s.id.phase = Phase::kBackward;
+  s.phase = Phase::kBackward;
   const plan::Header& h = slice.header();
   const int64_t bytes = h.num_rows * h.q_heads * 4;
   if (bytes > s.delta_bytes && !recording_) {
@@ -152,13 +156,13 @@ Dispatcher::Step& Dispatcher::free_step() {
 void Dispatcher::open(Step& s, Part part) {
   s.heads = s.slice.heads();
   s.num_rounds = s.slice.header().num_rounds;
-  for (const plan::SendRow& row : s.slice.sends(s.phase())) s.num_rounds = std::max(s.num_rounds, row.round + 1);
+  for (const plan::SendRow& row : s.slice.sends(s.phase)) s.num_rounds = std::max(s.num_rounds, row.round + 1);
   if (recording_) s.num_rounds = recording_->rounds_of_next_step(s.num_rounds);
-  s.id = protocol_.begin(s.phase(), s.slice.header(), s.scores, part);
+  s.id = protocol_.begin(s.phase, s.slice.header(), s.scores, part);
   s.state = Step::State::kDispatched;
   s.arena = protocol_.arena();
   if (hooks_.begun) hooks_.begun(s);
-  protocol_.grant(s.slice.waits(s.phase()));
+  protocol_.grant(s.slice.waits(s.phase));
 }
 
 /// Puts rows of this home into their servers' arenas. Rows that this server assembles from its own tensor are copied.
@@ -169,7 +173,7 @@ void Dispatcher::dispatch_rows(const Step& step) {
     if (open_peer >= 0) protocol_.announce(Direction::kIn, open_peer, 0);
     open_peer = -1;
   };
-  for (const plan::SendRow& s : step.slice.sends(step.phase())) {
+  for (const plan::SendRow& s : step.slice.sends(step.phase)) {
     if (s.direction != static_cast<int64_t>(Direction::kIn)) break;
     const auto kind = static_cast<TensorKind>(s.tensor);
     const KvHeads heads = heads_of(s);
@@ -194,94 +198,12 @@ void Dispatcher::dispatch_rows(const Step& step) {
 
 /// Computes the groups that need no row of another rank, or the other groups.
 void Dispatcher::attend_groups(const Step& step, bool local_part, const Parallel& parallel) {
-  const plan::SliceView& slice = step.slice;
-  const plan::Header& h = slice.header();
-  const auto local_groups = static_cast<size_t>(h.num_local_groups);
-  const auto local_tasks = static_cast<size_t>(h.num_local_tasks);
-  const auto groups = local_part ? slice.groups().first(local_groups) : slice.groups().subspan(local_groups);
-  const auto tasks = local_part ? slice.tasks().first(local_tasks) : slice.tasks().subspan(local_tasks);
-  if (groups.empty() && !recording_) return;
-  const int64_t first_group = local_part ? 0 : h.num_local_groups, first_task = local_part ? 0 : h.num_local_tasks;
-  const bool backward = step.phase() == Phase::kBackward;
-
-  grads_.clear();
-  if (backward) grads_.reserve(slice.grads().size());  // spans into it are taken below
-  groups_.clear();
-  for (const plan::GroupRow& g : groups) {
-    attention::KeyGroup group;
-    const KvHeads heads = heads_of(g);
-    group.kv_heads = heads.end - heads.begin;
-    group.kv_begin = g.kv_begin;
-    group.kv_end = g.kv_end;
-    group.first_block = g.first_block;
-    group.blocks = slice.blocks().subspan(static_cast<size_t>(g.block_begin), static_cast<size_t>(g.num_blocks));
-    group.k[0] = step.local(TensorKind::kK, heads, 0);
-    group.v[0] = step.local(TensorKind::kV, heads, 0);
-    if (backward && g.retained_k >= 0) {
-      group.k[1] = step.in_retained(TensorKind::kK, heads, g.retained_k);
-      group.v[1] = step.in_retained(TensorKind::kV, heads, g.retained_v);
-    } else if (g.num_arena_blocks > 0) {
-      group.k[1] = step.in_arena(Direction::kIn, TensorKind::kK, heads, backward ? g.backward_k : g.forward_k);
-      group.v[1] = step.in_arena(Direction::kIn, TensorKind::kV, heads, backward ? g.backward_v : g.forward_v);
-    }
-    if (!step.scores.sinks.empty()) group.sinks = step.scores.sinks.data() + heads.begin * step.heads.group_heads();
-    group.task_begin = g.task_begin - first_task;
-    group.task_end = g.task_end - first_task;
-    if (backward) group.grads = add_gradient_runs(step, g);
-    groups_.push_back(group);
-  }
-  tasks_.clear();
-  for (const plan::TaskRow& t : tasks) {
-    const KvHeads heads = heads_of(slice.groups()[static_cast<size_t>(t.group)]);
-    const auto rows = [&](TensorKind kind, int64_t offset) {
-      return t.home == h.rank ? step.local(kind, heads, t.home_row)
-                              : step.in_arena(Direction::kIn, kind, heads, offset);
-    };
-    attention::Task task;
-    task.group = t.group - first_group;
-    task.q_begin = t.q_begin;
-    task.q_end = t.q_end;
-    if (backward) {
-      task.q = rows(TensorKind::kQ, t.backward_q);
-      task.lse = rows(TensorKind::kLse, t.backward_lse);
-      task.dout = rows(TensorKind::kDout, t.backward_dout);
-      task.delta = rows(TensorKind::kDelta, t.backward_delta);
-      task.dq = rows(TensorKind::kDq, t.backward_dout);  // over dout in the arena
-    } else {
-      task.q = rows(TensorKind::kQ, t.forward_q);
-      task.out = rows(TensorKind::kOut, t.forward_q);  // over q in the arena
-      task.lse = rows(TensorKind::kLse, t.forward_lse);
-    }
-    tasks_.push_back(task);
-  }
-  const ScoreOptions& scores = step.scores;
-  const attention::Problem problem{step.heads, slice.mask(),   scores.scale,        groups_,
-                                   tasks_,     scores.softcap, scores.deterministic};
-  if (backward)
+  const attention::Problem problem = server_tasks_.problem(step.slice, step, step.scores, local_part);
+  if (problem.groups.empty() && !recording_) return;
+  if (step.phase == Phase::kBackward)
     backend_.backward(problem, parallel);
   else
     backend_.forward(problem, parallel);
-}
-
-std::span<const attention::KeyGradRun> Dispatcher::add_gradient_runs(const Step& step, const plan::GroupRow& g) {
-  const size_t first = grads_.size();
-  const KvHeads heads = heads_of(g);
-  for (const plan::GradRow& r :
-       step.slice.grads().subspan(static_cast<size_t>(g.grad_begin), static_cast<size_t>(g.grad_end - g.grad_begin))) {
-    attention::KeyGradRun run{r.begin, r.end, step.heads.dtype, {}, {}};
-    const auto target = static_cast<plan::GradTarget>(r.target);
-    if (target == plan::GradTarget::kReturned) {
-      run.dk = step.local(TensorKind::kDk, heads, r.row);
-      run.dv = step.local(TensorKind::kDv, heads, r.row);
-    } else {
-      const bool partial = target == plan::GradTarget::kPartial;
-      if (partial) run.dtype = DType::kFloat32;
-      run.dk = step.in_arena(Direction::kOut, partial ? TensorKind::kDkPartial : TensorKind::kDk, heads, r.dk);
-      run.dv = step.in_arena(Direction::kOut, partial ? TensorKind::kDvPartial : TensorKind::kDv, heads, r.dv);
-    }
-    grads_.push_back(run);
-  }
-  return std::span(grads_).subspan(first);
 }
 
 /// Computes all that this server has of the step. Groups that need no row of another rank come first, while such rows
@@ -289,10 +211,10 @@ std::span<const attention::KeyGradRun> Dispatcher::add_gradient_runs(const Step&
 void Dispatcher::attend_rows(Step& step, const Parallel& parallel) {
   const Protocol::Timer timer(protocol_, "attend");
   attend_groups(step, /*local=*/true, parallel);
-  protocol_.await_rows(step.slice.waits(step.phase()), Direction::kIn, 0);
+  protocol_.await_rows(step.slice.waits(step.phase), Direction::kIn, 0);
   attend_groups(step, /*local=*/false, parallel);
   send_home(step, 0);
-  if (step.phase() == Phase::kForward && step.retained != nullptr) retain_keys(step);
+  if (step.phase == Phase::kForward && step.retained != nullptr) retain_keys(step);
   step.more = protocol_.flush(step.num_rounds > 1);
   step.state = Step::State::kAttended;
 }
@@ -322,7 +244,7 @@ void Dispatcher::collect_rows(Step& step) {
   const Protocol::Timer timer(protocol_, "collect");
   receive_home(step, 0);
   for (int64_t round = 1; step.more; ++round) {
-    protocol_.grant_round(step.slice.waits(step.phase()), round);
+    protocol_.grant_round(step.slice.waits(step.phase), round);
     send_home(step, round);
     step.more = protocol_.flush(round + 1 < step.num_rounds);
     receive_home(step, round);
@@ -344,7 +266,7 @@ void Dispatcher::send_home(const Step& step, int64_t round) {
     if (open_peer >= 0) protocol_.announce(Direction::kOut, open_peer, round);
     open_peer = -1;
   };
-  for (const plan::SendRow& s : step.slice.sends(step.phase())) {
+  for (const plan::SendRow& s : step.slice.sends(step.phase)) {
     if (s.direction != static_cast<int64_t>(Direction::kOut) || s.round != round) continue;
     if (s.peer != open_peer) {
       close();
@@ -361,8 +283,8 @@ void Dispatcher::send_home(const Step& step, int64_t round) {
 }
 
 void Dispatcher::receive_home(const Step& step, int64_t round) {
-  protocol_.await_rows(step.slice.waits(step.phase()), Direction::kOut, round);
-  for (const plan::ReceiveRow& r : step.slice.receives(step.phase())) {
+  protocol_.await_rows(step.slice.waits(step.phase), Direction::kOut, round);
+  for (const plan::ReceiveRow& r : step.slice.receives(step.phase)) {
     if (r.round != round || r.action != static_cast<int64_t>(plan::ReceiveAction::kCopy)) continue;
     const auto kind = static_cast<TensorKind>(r.tensor);
     const KvHeads heads = heads_of(r);
@@ -371,7 +293,7 @@ void Dispatcher::receive_home(const Step& step, int64_t round) {
     rows_.push_back({.to = step.local(kind, heads, r.row), .from = source, .n = n});
   }
   run_rows();
-  if (step.phase() == Phase::kForward) return;
+  if (step.phase == Phase::kForward) return;
   reduce_table_.fill(step.slice, round, step.arena, step.local(TensorKind::kDk), step.local(TensorKind::kDv));
   if (!reduce_table_.entries.empty() || recording_) backend_.reduce(reduce_table_, step.heads.dtype);
 }
@@ -387,7 +309,7 @@ void Dispatcher::fill_padding(const Step& step) {
                        .n = step.extent(Direction::kOut, kind, step.all_heads(), s.num_rows()),
                        .fill = value});
     };
-    if (step.phase() == Phase::kBackward) {
+    if (step.phase == Phase::kBackward) {
       for (const TensorKind kind : {TensorKind::kDq, TensorKind::kDk, TensorKind::kDv}) fill(kind, Fill::kZero);
       continue;
     }
@@ -408,36 +330,6 @@ void Dispatcher::poison(const Step& step) {
   const int64_t num_rows = step.slice.header().num_rows;
   for (TensorKind kind : step.returned())
     protocol_.poison(step.local(kind), step.extent(Direction::kOut, kind, step.all_heads(), num_rows));
-}
-
-std::span<const TensorKind> Dispatcher::Step::returned() const {
-  static constexpr std::array kForward = {TensorKind::kOut, TensorKind::kLse};
-  static constexpr std::array kBackward = {TensorKind::kDq, TensorKind::kDk, TensorKind::kDv};
-  if (phase() == Phase::kForward) return kForward;
-  return kBackward;
-}
-
-plan::RowFormat Dispatcher::Step::format(Direction direction, TensorKind kind, const KvHeads& range) const {
-  return plan::row_format(heads.with_kv_heads(range.end - range.begin), phase(), direction, kind);
-}
-
-RowView Dispatcher::Step::in_arena(Direction direction, TensorKind kind, const KvHeads& range, int64_t offset) const {
-  const plan::RowFormat f = format(direction, kind, range);
-  return {arena + offset, f.row_stride(), f.head_stride};
-}
-
-RowView Dispatcher::Step::in_retained(TensorKind kind, const KvHeads& range, int64_t offset) const {
-  const plan::RowFormat f = format(Direction::kIn, kind, range);
-  return {retained + offset, f.row_stride(), f.head_stride};
-}
-
-RowExtent Dispatcher::Step::extent(Direction direction, TensorKind kind, const KvHeads& range, int64_t num_rows) const {
-  const plan::RowFormat f = format(direction, kind, range);
-  return {num_rows, f.num_heads, f.head_bytes};
-}
-
-RowView Dispatcher::Step::local(TensorKind kind, const KvHeads& range, int64_t row) const {
-  return local(kind).from(row, plan::has_kv_heads(kind) ? range.begin : range.begin * heads.group_heads());
 }
 
 }  // namespace distca::runtime

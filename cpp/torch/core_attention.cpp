@@ -13,6 +13,8 @@
 namespace distca::ops {
 namespace {
 
+using runtime::Part;
+
 /// Throws unless the context works where the tensors are, and takes such heads.
 void check_backend(const runtime::Context& context, const Tensor& q, const HeadShape& heads, float softcap) {
   const std::string device = context.backend().device();
@@ -38,25 +40,52 @@ auto collective(std::string_view context, const Body& body) {
 /// are.
 Tensor loadable(const Tensor& rows) { return rows.is_cpu() ? rows : aligned_rows(rows); }
 
+/// The options that all operators of a step have.
+struct StepOptions {
+  std::string_view context;
+  std::optional<double> scale;
+  double softcap;
+  bool deterministic;
+
+  /// Throws if one of them is wrong. The result views the sinks.
+  runtime::ScoreOptions scores(const HeadShape& heads, const std::optional<Tensor>& sinks_on_host) const {
+    return {scale_or_default(scale, heads), checked_softcap(softcap), sinks_of(sinks_on_host, heads), deterministic};
+  }
+};
+
+/// The arguments of an operator that begins a forward step.
+struct ForwardArguments {
+  const Tensor &q, &k, &v, &plan;
+  const std::optional<Tensor>&plan_backward, &sinks;
+  StepOptions options;
+};
+
+/// The arguments of an operator that begins a backward step.
+struct BackwardArguments {
+  const Tensor &dout, &q, &k, &v, &out, &lse, &plan;
+  const std::optional<Tensor>&sinks, &retained;
+  StepOptions options;
+};
+
 /// The checked arguments of a forward step, and the tensors that it returns. Everything that it views lives as long as
 /// it does.
 struct Forward {
-  Forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan, const std::optional<Tensor>& sinks,
-          std::string_view context, std::optional<double> scale, double softcap, bool deterministic, bool retain)
-      : q(loadable(q)),
-        k(loadable(k)),
-        v(loadable(v)),
-        plan(plan),
+  Forward(const ForwardArguments& a, bool retain)
+      : q(loadable(a.q)),
+        k(loadable(a.k)),
+        v(loadable(a.v)),
+        plan(a.plan),
         heads(heads_of(q, k, v)),
-        context(runtime::find_context(context)),
-        sinks_on_host(on_host(sinks)),
+        context(runtime::find_context(a.options.context)),
+        sinks_on_host(on_host(a.sinks)),
         out(empty_rows(q, q.size(0), heads.q_heads, heads.v_dim)),
         lse(empty_scalars(q, q.size(0), heads.q_heads)) {
     require(q.size(0) == k.size(0), "q ", shape_of(q), " and k ", shape_of(k), " have different lengths");
-    slice = this->context->accept(words_of(plan, "plan"), heads, q.size(0));
-    scores = {scale_or_default(scale, heads), checked_softcap(softcap), sinks_of(sinks_on_host, heads), deterministic};
-    check_backend(*this->context, q, heads, scores.softcap);
+    slice = context->accept(words_of(plan, "plan"), heads, q.size(0));
+    scores = a.options.scores(heads, sinks_on_host);
+    check_backend(*context, q, heads, scores.softcap);
     if (retain) retained = empty_bytes(q, slice.header().retained_bytes);
+    check_backward(a.plan_backward);
   }
 
   /// Throws unless a backward step with `plan_backward` asks for exactly what this step retains, or for nothing.
@@ -87,25 +116,23 @@ struct Forward {
 
 /// The checked arguments of a backward step, and the tensors that it returns.
 struct Backward {
-  Backward(const Tensor& dout_any, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-           const Tensor& lse, const Tensor& plan, const std::optional<Tensor>& sinks, std::string_view context,
-           std::optional<double> scale, double softcap, bool deterministic, const std::optional<Tensor>& retained)
-      : dout(loadable(with_dense_rows(dout_any))),
-        q(loadable(q)),
-        k(loadable(k)),
-        v(loadable(v)),
-        out(out),
-        lse(lse),
-        plan(plan),
+  explicit Backward(const BackwardArguments& a)
+      : dout(loadable(with_dense_rows(a.dout))),
+        q(loadable(a.q)),
+        k(loadable(a.k)),
+        v(loadable(a.v)),
+        out(a.out),
+        lse(a.lse),
+        plan(a.plan),
         heads(heads_of(q, k, v)),
-        context(runtime::find_context(context)),
-        sinks_on_host(on_host(sinks)),
+        context(runtime::find_context(a.options.context)),
+        sinks_on_host(on_host(a.sinks)),
         dq(empty_rows(q, q.size(0), heads.q_heads, heads.dim)),
         dk(empty_rows(k, q.size(0), heads.kv_heads, heads.dim)),
         dv(empty_rows(v, q.size(0), heads.kv_heads, heads.v_dim)) {
     const int64_t rows = q.size(0);
     check_like_out(dout, "dout", heads, rows);
-    require(!this->context->is_recording() || !dout.is_cpu() || dout.data_ptr() == dout_any.data_ptr(),
+    require(!context->is_recording() || !dout.is_cpu() || dout.data_ptr() == a.dout.data_ptr(),
             "dout has gaps inside its rows, and the copy of it would not be made again; a recording needs it dense");
     check_like_out(out, "out", heads, rows);
     scalars_of(lse, "lse");
@@ -114,10 +141,10 @@ struct Backward {
     check_device_of(q, lse, "lse");
     require(k.size(0) == rows && lse.size(0) == rows && lse.size(1) == heads.q_heads,
             "q, k, v, out and lse have different lengths or head counts");
-    slice = this->context->accept(words_of(plan, "plan"), heads, rows);
-    scores = {scale_or_default(scale, heads), checked_softcap(softcap), sinks_of(sinks_on_host, heads), deterministic};
-    check_backend(*this->context, q, heads, scores.softcap);
-    take_retained(retained);
+    slice = context->accept(words_of(plan, "plan"), heads, rows);
+    scores = a.options.scores(heads, sinks_on_host);
+    check_backend(*context, q, heads, scores.softcap);
+    take_retained(a.retained);
   }
 
   runtime::BackwardTensors tensors() const {
@@ -166,10 +193,11 @@ std::tuple<Tensor, Tensor> core_attention(const Tensor& q, const Tensor& k, cons
                                           bool deterministic) {
   const Text name(context);
   return collective(name, [&] {
-    const auto f = make_reused<Forward>(q, k, v, plan, sinks, name, scale, softcap, deterministic, false);
+    const auto f = make_reused<Forward>(
+        ForwardArguments{q, k, v, plan, plan_backward, sinks, {name, scale, softcap, deterministic}},
+        /*retain=*/false);
     require(f->slice.header().retains == 0, "the plan has retain_bytes, and this operator returns nothing to keep for ",
             "backward; call distca.core_attention, or torch.ops.distca.core_attention_retain");
-    f->check_backward(plan_backward);
     const auto ctx = std::exchange(f->context, nullptr);  // the context may hold f: this avoids a cycle
     ctx->forward(f->slice, f->tensors(), f->scores, torch_threads(), f);
     return std::tuple{f->out, f->lse};
@@ -183,9 +211,9 @@ std::tuple<Tensor, Tensor, Tensor> core_attention_retain(const Tensor& q, const 
                                                          double softcap, bool deterministic) {
   const Text name(context);
   return collective(name, [&] {
-    const auto f = make_reused<Forward>(q, k, v, plan, sinks, name, scale, softcap, deterministic,
-                                        /*retain=*/retained_bytes != 0);
-    f->check_backward(plan_backward);
+    const auto f = make_reused<Forward>(
+        ForwardArguments{q, k, v, plan, plan_backward, sinks, {name, scale, softcap, deterministic}},
+        /*retain=*/retained_bytes != 0);
     require(retained_bytes == 0 || retained_bytes == f->slice.header().retained_bytes,
             "retained_bytes = ", retained_bytes, "; the plan says ", f->slice.header().retained_bytes,
             " on this rank; 0 keeps nothing");
@@ -195,44 +223,34 @@ std::tuple<Tensor, Tensor, Tensor> core_attention_retain(const Tensor& q, const 
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor> core_attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
-                                                           const Tensor& v, const Tensor& out, const Tensor& lse,
-                                                           const Tensor& plan, std::optional<Tensor> sinks,
-                                                           StringHandle context, std::optional<double> scale,
-                                                           double softcap, bool deterministic,
-                                                           std::optional<Tensor> retained) {
-  const Text name(context);
-  return collective(name, [&] {
-    const auto b =
-        make_reused<Backward>(dout, q, k, v, out, lse, plan, sinks, name, scale, softcap, deterministic, retained);
-    const auto ctx = std::exchange(b->context, nullptr);
-    ctx->backward(b->slice, b->tensors(), b->scores, torch_threads(), b);
-    return std::tuple{b->dq, b->dk, b->dv};
-  });
-}
-
 int64_t dispatch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan,
                  std::optional<Tensor> plan_backward, std::optional<Tensor> sinks, StringHandle context,
                  std::optional<double> scale, double softcap, bool deterministic, bool retain) {
   const Text name(context);
   return collective(name, [&] {
-    const auto f = make_reused<Forward>(q, k, v, plan, sinks, name, scale, softcap, deterministic, retain);
-    f->check_backward(plan_backward);
-    const auto ctx = std::exchange(f->context, nullptr);  // the context will hold f: this avoids a cycle
+    const auto f = make_reused<Forward>(
+        ForwardArguments{q, k, v, plan, plan_backward, sinks, {name, scale, softcap, deterministic}}, retain);
+    const auto ctx = std::exchange(f->context, nullptr);
     return static_cast<int64_t>(ctx->dispatch(f->slice, f->tensors(), f->scores, f));
   });
 }
 
-int64_t dispatch_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                          const Tensor& lse, const Tensor& plan, std::optional<Tensor> sinks, StringHandle context,
-                          std::optional<double> scale, double softcap, bool deterministic,
-                          std::optional<Tensor> retained) {
+/// `core_attention_backward`, and `dispatch_backward`, which begins the step and has the same arguments.
+template <Part kPart>
+auto begin_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                    const Tensor& lse, const Tensor& plan, std::optional<Tensor> sinks, StringHandle context,
+                    std::optional<double> scale, double softcap, bool deterministic, std::optional<Tensor> retained) {
   const Text name(context);
   return collective(name, [&] {
-    const auto b =
-        make_reused<Backward>(dout, q, k, v, out, lse, plan, sinks, name, scale, softcap, deterministic, retained);
+    const auto b = make_reused<Backward>(
+        BackwardArguments{dout, q, k, v, out, lse, plan, sinks, retained, {name, scale, softcap, deterministic}});
     const auto ctx = std::exchange(b->context, nullptr);
-    return static_cast<int64_t>(ctx->dispatch(b->slice, b->tensors(), b->scores, torch_threads(), b));
+    if constexpr (kPart == Part::kDispatch) {
+      return static_cast<int64_t>(ctx->dispatch(b->slice, b->tensors(), b->scores, torch_threads(), b));
+    } else {
+      ctx->backward(b->slice, b->tensors(), b->scores, torch_threads(), b);
+      return std::tuple{b->dq, b->dk, b->dv};
+    }
   });
 }
 
@@ -303,17 +321,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
 STABLE_TORCH_LIBRARY_IMPL(distca, CPU, m) {
   m.impl("core_attention", TORCH_BOX(&core_attention));
   m.impl("core_attention_retain", TORCH_BOX(&core_attention_retain));
-  m.impl("core_attention_backward", TORCH_BOX(&core_attention_backward));
+  m.impl("core_attention_backward", TORCH_BOX(&begin_backward<Part::kWhole>));
   m.impl("dispatch", TORCH_BOX(&dispatch));
-  m.impl("dispatch_backward", TORCH_BOX(&dispatch_backward));
+  m.impl("dispatch_backward", TORCH_BOX(&begin_backward<Part::kDispatch>));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(distca, CUDA, m) {
   m.impl("core_attention", TORCH_BOX(&core_attention));
   m.impl("core_attention_retain", TORCH_BOX(&core_attention_retain));
-  m.impl("core_attention_backward", TORCH_BOX(&core_attention_backward));
+  m.impl("core_attention_backward", TORCH_BOX(&begin_backward<Part::kWhole>));
   m.impl("dispatch", TORCH_BOX(&dispatch));
-  m.impl("dispatch_backward", TORCH_BOX(&dispatch_backward));
+  m.impl("dispatch_backward", TORCH_BOX(&begin_backward<Part::kDispatch>));
 }
 
 // No tensor among the arguments says where these run; the context knows it.

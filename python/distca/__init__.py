@@ -30,7 +30,7 @@ from distca.errors import (
     PlanMismatchError,
 )
 from distca.heads import Heads
-from distca.ops import attention, core_attention, serve, serve_ping_pong
+from distca.ops import attention, core_attention
 from distca.planner.cost import CostModel
 from distca.planner.halves import Half, halves
 from distca.planner.layout import PADDING, Layout
@@ -41,6 +41,7 @@ from distca.planner.planning import memory_report, plan, plans
 from distca.planner.stats import ArenaBytes, PlanStats, Task, Transfer
 from distca.recording import Recording
 from distca.registry import get_context
+from distca.serving import serve, serve_ping_pong
 from distca.steps import Step, attend, collect, dispatch
 from distca.trace.trace import Link, Trace, read_trace, write_trace
 

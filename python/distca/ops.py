@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from importlib.resources import files
 from typing import Any
 
 import torch
 from torch._higher_order_ops.effects import _EffectType as EffectType
 
+from distca.caller import Caller, is_deterministic
 from distca.context import Context, collective
 from distca.errors import InvalidArgumentError, refusals_told, typed_errors
+from distca.inputs import as_autocast, check_plans, check_rows, check_tensors, refuse_forward_mode, retained_bytes
 from distca.pingpong.turns import core_attention_in_parts, in_half
 from distca.planner.plan import Plan
-from distca.registry import find_context, get_context
-from distca.steps import (
-    as_autocast,
-    check_plans,
-    check_rows,
-    check_tensors,
-    is_deterministic,
-    refuse_forward_mode,
-    retained_bytes,
-    without_derivative,
-)
-from distca.trace.nsys import operator_range
+from distca.registry import get_context
+from distca.steps import without_derivative
 
 _LAYER = "distca.layer"  # the key in a graph node's metadata under which backward finds the layer
 
@@ -96,187 +86,21 @@ def core_attention(
             return core_attention_in_parts(q, k, v, plan, **asked)
     q, k, v = as_autocast(q, k, v)
     tables = plan.tensor, None if plan_backward is None else plan_backward.tensor
-    options = {"scale": scale, "softcap": softcap, "deterministic": is_deterministic(deterministic)}
+    caller = Caller.of(context, layer)
+    options = caller.options(scale, softcap, deterministic)
     sinks = None if sinks is None else sinks.float()
-    with typed_errors(layer), _range_of("core_attention", context):
+    with caller.calls("core_attention"):
         if plan.retains:
             kept = retained_bytes(plan, plan_backward, q, k, v, sinks)
             out, lse, _ = torch.ops.distca.core_attention_retain(
-                q, k, v, *tables, sinks, retained_bytes=kept, context=_name_of(context), **options
+                q, k, v, *tables, sinks, retained_bytes=kept, **options
             )
         else:
-            out, lse = torch.ops.distca.core_attention(q, k, v, *tables, sinks, context=_name_of(context), **options)
-    if layer is not None:
-        _note_caller(_name_of(context), layer)
-        if out.grad_fn is not None:
-            out.grad_fn.metadata[_LAYER] = layer
+            out, lse = torch.ops.distca.core_attention(q, k, v, *tables, sinks, **options)
+    caller.note()
+    if layer is not None and out.grad_fn is not None:
+        out.grad_fn.metadata[_LAYER] = layer
     return out, lse
-
-
-@collective
-def serve(
-    plan: Plan,
-    phase: str,
-    *,
-    context: str | Context = "default",
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    deterministic: bool = False,
-    layer: int | str | None = None,
-) -> None:
-    """Takes part in one step on a rank without rows of its own: a dedicated server or an idle pipeline stage.
-
-    This is a collective step. It answers the call of `core_attention`, or the backward of that call, that the
-    other ranks make. It needs no tensors and no autograd graph.
-
-    Args:
-        plan: the plan of the step. In it this rank has no rows (``plan.num_rows`` is 0) and retains nothing (its number
-            in ``plan.retain_bytes`` is 0).
-        phase: ``"forward"`` or ``"backward"``.
-        context: the context or its name.
-        scale, softcap, sinks: the same as on the other ranks.
-        deterministic: as in `core_attention`, for what this rank computes.
-        layer: number or name of the layer that is served, for error messages.
-
-    Raises:
-        InvalidArgumentError: the phase is another one, or this rank has rows.
-        DistcaError: as in `core_attention`.
-    """
-    _check_serving("serve", phase, plan)
-    name = _name_of(context)
-    q, k, v, out, lse = _no_rows(plan, name)
-    options: dict[str, Any] = {"context": name, "scale": scale, "softcap": softcap}
-    options["deterministic"] = is_deterministic(deterministic)
-    sinks = None if sinks is None else sinks.detach().float()
-    operator = "core_attention" if phase == "forward" else "core_attention_backward"
-    with typed_errors(layer), _range_of(operator, name):
-        if phase == "forward":
-            torch.ops.distca.core_attention_retain(q, k, v, plan.tensor, None, sinks, retained_bytes=0, **options)
-        else:
-            kept = _nothing_retained(plan, q)
-            torch.ops.distca.core_attention_backward(
-                out, q, k, v, out, lse, plan.tensor, sinks, retained=kept, **options
-            )
-    _note_caller(name, layer)
-
-
-@collective
-def serve_ping_pong(
-    layers: Sequence[tuple[Plan, Plan]],
-    phase: str,
-    *,
-    context: str | Context = "default",
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Sequence[torch.Tensor] | None = None,
-    deterministic: bool = False,
-) -> None:
-    """Takes part in a whole forward or backward pass of `distca.PingPong`, as `serve` does in one step.
-
-    It makes the same calls in the same order as the other ranks. It does not work with activation checkpointing, which
-    adds forward steps to the backward pass; run the model with zero rows there.
-
-    Args:
-        layers: for each layer of the model, in order, the plans of the first and of the second half.
-        phase: ``"forward"`` or ``"backward"``.
-        context: the context or its name.
-        scale, softcap: the same as on the other ranks.
-        sinks: the sinks of each layer, if the model has sinks.
-        deterministic: as in `core_attention`, for what this rank computes.
-
-    Raises:
-        DistcaError: as in `serve`.
-    """
-    for both in layers:
-        for plan in both:
-            _check_serving("serve_ping_pong", phase, plan)
-    name, steps = _name_of(context), {}
-    ops = torch.ops.distca
-    options: dict[str, Any] = {"context": name, "scale": scale, "softcap": softcap}
-    options["deterministic"] = is_deterministic(deterministic)
-    suffix = "" if phase == "forward" else "_backward"
-    for part, index, half in _calls_of_ping_pong(len(layers), phase):
-        with typed_errors(index), _range_of(part + suffix, name):
-            if part == "dispatch":
-                plan = layers[index][half]
-                q, k, v, out, lse = _no_rows(plan, name)
-                own = None if sinks is None else sinks[index].detach().float()
-                steps[index, half] = (
-                    ops.dispatch(q, k, v, plan.tensor, None, own, **options)
-                    if phase == "forward"
-                    else ops.dispatch_backward(
-                        out, q, k, v, out, lse, plan.tensor, own, retained=_nothing_retained(plan, q), **options
-                    )
-                )
-                _note_caller(name, index, half)
-            elif part == "attend":
-                ops.attend(steps[index, half], context=name)
-            else:
-                (ops.collect if phase == "forward" else ops.collect_backward)(steps[index, half], context=name)
-
-
-def _calls_of_ping_pong(num_layers: int, phase: str) -> list[tuple[str, int, int]]:
-    """(part, layer, half) of each call, in order. Backward is the mirror image: dispatch and collect swap places."""
-    calls = [("dispatch", 0, half) for half in range(2)]
-    for layer in range(num_layers):
-        calls += [("attend", layer, half) for half in range(2)]
-        for half in range(2):
-            calls.append(("collect", layer, half))
-            if layer + 1 < num_layers:
-                calls.append(("dispatch", layer + 1, half))
-    if phase == "forward":
-        return calls
-    mirror = {"dispatch": "collect", "attend": "attend", "collect": "dispatch"}
-    return [(mirror[part], layer, half) for part, layer, half in reversed(calls)]
-
-
-def _check_serving(function: str, phase: str, plan: Plan) -> None:
-    if phase not in ("forward", "backward"):
-        raise InvalidArgumentError(f"{function}: phase = {phase!r}; 'forward' and 'backward' are allowed")
-    if plan.num_rows:
-        raise InvalidArgumentError(
-            f"{function}: rank {plan.rank} has {plan.num_rows} rows in this plan; call core_attention"
-        )
-    if plan.retain_bytes[plan.rank]:
-        raise InvalidArgumentError(
-            f"{function}: the plan has retain_bytes = {plan.retain_bytes[plan.rank]} for rank {plan.rank}, which keeps "
-            "nothing between forward and backward without an autograd graph: make the plan with retain_bytes=[...], 0 "
-            "for this rank, or call core_attention with zero rows"
-        )
-
-
-def _no_rows(plan: Plan, context: str) -> tuple[torch.Tensor, ...]:
-    """Empty q, k, v, out and lse, for a rank without rows."""
-    heads, found = plan.heads, get_context(context)
-    device = "cpu" if found is None else found.device  # the operator refuses an unknown context
-    q, out = (torch.empty(0, heads.q, dim, dtype=heads.dtype, device=device) for dim in (heads.dim, heads.value_dim))
-    k, v = (torch.empty(0, heads.kv, dim, dtype=heads.dtype, device=device) for dim in (heads.dim, heads.value_dim))
-    return q, k, v, out, torch.empty(0, heads.q, device=device)
-
-
-def _nothing_retained(plan: Plan, like: torch.Tensor) -> torch.Tensor | None:
-    """What a rank that retains nothing passes to backward: an empty tensor if the plan retains anywhere, or None."""
-    return like.new_empty(0, dtype=torch.uint8) if plan.retains else None
-
-
-def _range_of(operator: str, context: str | Context) -> AbstractContextManager[object]:
-    """An NVTX range for the operator if the context wants NVTX ranges; otherwise nothing."""
-    if torch.compiler.is_compiling():
-        return nullcontext()
-    found = find_context(context)
-    return operator_range(operator, found is not None and found.nsys)
-
-
-def _name_of(context: str | Context) -> str:
-    return context.name if isinstance(context, Context) else context
-
-
-def _note_caller(context: str, layer: int | str | None, half: int | None = None) -> None:
-    """Tells the trace which layer, and which half of ping-pong, began the last step."""
-    here = get_context(context)
-    if here is not None:
-        here.note_caller(here.step, layer, half)
 
 
 def attention(
@@ -387,14 +211,13 @@ def _backward(operator: Any, range_name: str) -> Any:
         retained = {"retained": kept[0]} if kept else {}
         if dout is None:  # the other ranks take part in this step all the same
             dout = torch.zeros_like(out)
-        layer = ctx.metadata.get(_LAYER)
-        with typed_errors(layer), _range_of(range_name, name):
+        caller = Caller(name, ctx.metadata.get(_LAYER))
+        with caller.calls(range_name):
             grads = operator(dout, q, k, v, out, lse, table, sinks, **ctx.options, **retained)
             dsinks = None
             if sinks is not None and ctx.needs_input_grad[ctx.num_inputs - 1]:
                 dsinks = torch.ops.distca.sink_gradient(dout, out, lse, sinks)
-        if layer is not None:
-            _note_caller(name, layer)
+        caller.note()
         return (*grads, *[None] * (ctx.num_inputs - len(grads) - 1), dsinks)
 
     return backward

@@ -9,86 +9,16 @@ backward.
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
+from distca.caller import Caller
 from distca.context import Context, collective
-from distca.errors import InvalidArgumentError, refusals_told, typed_errors
+from distca.errors import InvalidArgumentError, refusals_told
+from distca.inputs import as_autocast, check_plans, in_compiled_code, refuse_forward_mode, retained_bytes
 from distca.planner.plan import Plan
 from distca.registry import get_context
-from distca.trace.nsys import operator_range
-
-_DEVICES = ("cpu", "cuda")  # other devices (meta) may lack autocast; torch 2.10 cannot compile the question
-
-
-def check_plans(function: str, plan: Any, plan_backward: Any) -> None:
-    """Raises InvalidArgumentError unless both are plans; the second may be None."""
-    for name, value in (("plan", plan), ("plan_backward", plan_backward)):
-        if not isinstance(value, Plan) and not (name == "plan_backward" and value is None):
-            raise InvalidArgumentError(f"{function}: {name} is a {type(value).__name__}; a distca.Plan is expected")
-
-
-def check_tensors(function: str, q: Any, k: Any, v: Any, sinks: Any) -> None:
-    """Raises InvalidArgumentError unless q, k and v are tensors of three dimensions; sinks may be None."""
-    for name, value in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
-        if not isinstance(value, torch.Tensor) and not (name == "sinks" and value is None):
-            raise InvalidArgumentError(f"{function}: {name} is a {type(value).__name__}; a torch.Tensor is expected")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 3:
-            raise InvalidArgumentError(
-                f"{function}: {name} has shape {list(tensor.shape)}; [tokens, heads, dim] is expected, all documents "
-                "of the rank one after another"
-            )
-
-
-def check_rows(function: str, q: torch.Tensor, plan: Plan) -> None:
-    """Raises InvalidArgumentError if q's heads come before its tokens, as in PyTorch's own attention."""
-    if q.shape[0] != plan.num_rows == q.shape[1]:
-        raise InvalidArgumentError(
-            f"{function}: q has shape {list(q.shape)}, and the plan {plan.num_rows} tokens on this rank; [tokens, "
-            "heads, dim] is expected: transpose(0, 1)"
-        )
-
-
-def as_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q, k and v in autocast's dtype if autocast is on, and otherwise as they are."""
-    device = q.device.type
-    if device in _DEVICES and torch.is_autocast_enabled(device):
-        return tuple(t.to(torch.get_autocast_dtype(device)) for t in (q, k, v))
-    return q, k, v
-
-
-def retained_bytes(plan: Plan, plan_backward: Plan | None, *inputs: torch.Tensor | None) -> int:
-    """Bytes of a step that this rank retains for its backward; 0 if no backward will ask for them."""
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    return plan.retained_bytes if wanted and (plan_backward is None or plan_backward.retains) else 0
-
-
-def is_deterministic(asked: bool) -> bool:
-    """Whether attention must be deterministic: the caller or torch asks for it."""
-    return asked or torch.are_deterministic_algorithms_enabled()
-
-
-def in_compiled_code() -> bool:
-    """Whether torch.compile is tracing this call, or runs it between graphs because it could not trace it."""
-    if torch.compiler.is_compiling():
-        return True
-    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
-    return callback is not None and callback is not False
-
-
-def refuse_forward_mode(name: str, *inputs: Any) -> None:
-    """Raises InvalidArgumentError if an input has a tangent (`torch.func.jvp`, `torch.autograd.forward_ad`)."""
-    if forward_ad._current_level < 0:
-        return
-    for t in inputs:
-        if isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None:
-            raise InvalidArgumentError(
-                f"{name} has no forward-mode derivative: an input has a tangent; use reverse mode (backward, vjp)"
-            )
 
 
 class _WithoutDerivative(torch.autograd.Function):
@@ -123,11 +53,11 @@ class _UnderWay:
     The other ranks would otherwise wait for rows that this rank will never send. Abandoning tells them.
     """
 
-    def __init__(self, number: int, context: str, layer: int | str | None) -> None:
+    def __init__(self, number: int, caller: Caller) -> None:
         self.number = number
-        here = get_context(context)
+        here = get_context(caller.context)
         self._context = None if here is None else weakref.ref(here)
-        self._layer = layer
+        self._layer = caller.layer
         self.graph_task = torch._C._current_graph_task_id()  # -1 in forward
         if here is not None and self.graph_task != -1:
             here.backward_steps.add(self)
@@ -162,38 +92,23 @@ def _abandon_broken_off(context: Context | None) -> None:
 class _Call:
     """What the three nodes of one call share. The graph owns it. Therefore it must not refer to the graph."""
 
-    def __init__(
-        self, plan: Plan, plan_backward: Plan | None, context: str, layer: int | str | None, **options: Any
-    ) -> None:
+    def __init__(self, plan: Plan, plan_backward: Plan | None, caller: Caller, options: dict[str, Any]) -> None:
         self.tables = (plan.tensor, None if plan_backward is None else plan_backward.tensor)
         self.retains = plan.retains
-        self.context = context
-        self.layer = layer
-        self.half = plan.half
+        self.caller = caller
         self.options = options
         self.number = -1
         self.inputs: list[torch.Tensor] = []  # q, k, v and, if given, sinks; until collect
         self._versions: list[int] = []
         self._dsinks: torch.Tensor | None = None
 
-    def _range(self, operator: str) -> AbstractContextManager[object]:
-        here = get_context(self.context)
-        return operator_range(operator, here is not None and here.nsys)
-
     def dispatch(self, retain: bool, *inputs: torch.Tensor) -> None:
         self.inputs = list(inputs)
         self._versions = [_version_of(t) for t in inputs]
         q, k, v, *sinks = inputs
-        with typed_errors(self.layer), self._range("dispatch"):
-            self.number = torch.ops.distca.dispatch(
-                q, k, v, *self.tables, *sinks, context=self.context, **self.options, retain=retain
-            )
-        self._note_caller(self.number)
-
-    def _note_caller(self, number: int) -> None:
-        here = get_context(self.context)
-        if here is not None:
-            here.note_caller(number, self.layer, self.half)
+        with self.caller.calls("dispatch"):
+            self.number = torch.ops.distca.dispatch(q, k, v, *self.tables, *sinks, **self.options, retain=retain)
+        self.caller.note(self.number)
 
     def changed_input(self) -> str | None:
         """The name of an input that was written to since dispatch, or None."""
@@ -202,14 +117,14 @@ class _Call:
         return next((n for n, a, b in zip(names, now, self._versions, strict=False) if a != b), None)
 
     def attend(self) -> None:
-        with typed_errors(self.layer), self._range("attend"):
-            torch.ops.distca.attend(self.number, context=self.context)
+        with self.caller.calls("attend"):
+            torch.ops.distca.attend(self.number, context=self.caller.context)
 
     def collect(self) -> tuple[torch.Tensor, ...]:
         """out and lse, and with a plan that retains also this rank's retained bytes."""
         collect = torch.ops.distca.collect_retained if self.retains else torch.ops.distca.collect
-        with typed_errors(self.layer), self._range("collect"):
-            return collect(self.number, context=self.context)
+        with self.caller.calls("collect"):
+            return collect(self.number, context=self.caller.context)
 
     def take_inputs(self) -> list[torch.Tensor | None]:
         """q, k, v, and sinks or None. This object drops its references to them."""
@@ -219,26 +134,25 @@ class _Call:
 
     def dispatch_backward(self, dout: torch.Tensor, *saved: Any) -> _UnderWay:
         q, k, v, out, lse, table, sinks, *retained = saved
-        with typed_errors(self.layer), self._range("dispatch_backward"), torch.no_grad():
+        with self.caller.calls("dispatch_backward"), torch.no_grad():
             number = torch.ops.distca.dispatch_backward(
                 dout,
                 *(q, k, v, out, lse, table, sinks),
-                context=self.context,
                 retained=retained[0] if retained else None,
                 **self.options,
             )
-            under_way = _UnderWay(number, self.context, self.layer)
+            under_way = _UnderWay(number, self.caller)
             self._dsinks = None if sinks is None else torch.ops.distca.sink_gradient(dout, out, lse, sinks)
-        self._note_caller(number)
+        self.caller.note(number)
         return under_way
 
     def attend_backward(self, under_way: _UnderWay) -> None:
-        with typed_errors(self.layer), self._range("attend_backward"):
-            torch.ops.distca.attend(under_way.number, context=self.context)
+        with self.caller.calls("attend_backward"):
+            torch.ops.distca.attend(under_way.number, context=self.caller.context)
 
     def collect_backward(self, under_way: _UnderWay) -> tuple[torch.Tensor | None, ...]:
-        with typed_errors(self.layer), self._range("collect_backward"):
-            grads = torch.ops.distca.collect_backward(under_way.number, context=self.context)
+        with self.caller.calls("collect_backward"):
+            grads = torch.ops.distca.collect_backward(under_way.number, context=self.caller.context)
         under_way.over()
         dsinks, self._dsinks = self._dsinks, None
         return (*grads, dsinks)
@@ -290,7 +204,7 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        with refusals_told(get_context(ctx.call.context)):
+        with refusals_told(get_context(ctx.call.caller.context)):
             return _Collect._backward(ctx, dout, dlse)
 
     @staticmethod
@@ -321,14 +235,14 @@ class Step:
         self.number = call.number
         self._call = call
         self._token: torch.Tensor | None = token
-        self._under_way = _UnderWay(call.number, call.context, call.layer)
+        self._under_way = _UnderWay(call.number, call.caller)
 
     def abandon(self, why: str) -> None:
         """Says that this step will not be collected, and why. The other ranks then do not wait for it."""
         self._under_way.abandon(f": {why}")
 
     def _next(self, node: Any, part: str) -> Any:
-        with refusals_told(get_context(self._call.context)):
+        with refusals_told(get_context(self._call.caller.context)):
             return self._go_on(node, part)
 
     def _go_on(self, node: Any, part: str) -> Any:
@@ -385,10 +299,9 @@ def dispatch(
     check_plans("dispatch", plan, plan_backward)
     refuse_forward_mode("dispatch", q, k, v, sinks)
     inputs = as_autocast(q, k, v)
-    name = context if isinstance(context, str) else context.name
-    _abandon_broken_off(get_context(name))
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": is_deterministic(deterministic)}
-    call = _Call(plan, plan_backward, name, layer, **options)
+    caller = Caller.of(context, layer, plan.half)
+    _abandon_broken_off(get_context(caller.context))
+    call = _Call(plan, plan_backward, caller, caller.options(scale, softcap, deterministic))
     apply: Any = _Dispatch.apply
     inputs = (*inputs, *([] if sinks is None else [sinks.float()]))
     retain = plan.retains and retained_bytes(plan, plan_backward, *inputs) > 0

@@ -56,7 +56,7 @@ FAULTS = [
     ),
     Fault(
         "a range of heads is read from the first head on",
-        DISPATCHER,
+        "cpp/runtime/arena.cpp",
         "plan::has_kv_heads(kind) ? range.begin : range.begin * heads.group_heads()",
         "plan::has_kv_heads(kind) ? range.begin : 0 * heads.group_heads()",
         (EXACT,),

@@ -18,9 +18,9 @@ FAULTS = [
     ),
     Fault(
         "retained keys are read from the arena in backward",
-        DISPATCHER,
-        "    if (backward && g.retained_k >= 0) {",
-        "    if (false) {",
+        "cpp/runtime/server_tasks.cpp",
+        "  if (backward && g.retained_k >= 0) {",
+        "  if (false) {",
         (RETAIN,),
     ),
     Fault(

@@ -25,7 +25,7 @@ FAULTS = [
     ),
     Fault(
         "attention is not told to be deterministic",
-        DISPATCHER,
+        "cpp/runtime/server_tasks.cpp",
         "scores.deterministic};",
         "false};",
         ("tests/attention/test_deterministic.py",),
@@ -117,7 +117,7 @@ FAULTS = [
     Fault(
         "rows that come home are not awaited",
         DISPATCHER,
-        "  protocol_.await_rows(step.slice.waits(step.phase()), Direction::kOut, round);",
+        "  protocol_.await_rows(step.slice.waits(step.phase), Direction::kOut, round);",
         "",
         (STEPS, TRANSPORT),
     ),

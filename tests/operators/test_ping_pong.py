@@ -53,7 +53,8 @@ def test_the_calls_of_the_halves_alternate_and_backward_is_their_mirror(
         method = getattr(parts._Call, name)
 
         def record(call: Any, *args: Any) -> Any:
-            calls.setdefault(call.context, []).append(f"{name} {'AB'[call.tables[0] is not first[call.context]]}")
+            context = call.caller.context
+            calls.setdefault(context, []).append(f"{name} {'AB'[call.tables[0] is not first[context]]}")
             return method(call, *args)
 
         monkeypatch.setattr(parts._Call, name, record)

@@ -17,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from distca.errors import InvalidArgumentError
+from distca.inputs import in_compiled_code
 from distca.pingpong.thread_state import ThreadState
 from distca.pingpong.turns import here, in_half
 from distca.planner.plan import Plan, Plans
-from distca.steps import Step, in_compiled_code
+from distca.steps import Step
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

@@ -1,0 +1,75 @@
+"""What the functions of core attention do with their inputs before anything moves: checks, autocast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from distca.errors import InvalidArgumentError
+from distca.planner.plan import Plan
+
+_DEVICES = ("cpu", "cuda")  # other devices (meta) may lack autocast; torch 2.10 cannot compile the question
+
+
+def check_plans(function: str, plan: Any, plan_backward: Any) -> None:
+    """Raises InvalidArgumentError unless both are plans; the second may be None."""
+    for name, value in (("plan", plan), ("plan_backward", plan_backward)):
+        if not isinstance(value, Plan) and not (name == "plan_backward" and value is None):
+            raise InvalidArgumentError(f"{function}: {name} is a {type(value).__name__}; a distca.Plan is expected")
+
+
+def check_tensors(function: str, q: Any, k: Any, v: Any, sinks: Any) -> None:
+    """Raises InvalidArgumentError unless q, k and v are tensors of three dimensions; sinks may be None."""
+    for name, value in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+        if not isinstance(value, torch.Tensor) and not (name == "sinks" and value is None):
+            raise InvalidArgumentError(f"{function}: {name} is a {type(value).__name__}; a torch.Tensor is expected")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 3:
+            raise InvalidArgumentError(
+                f"{function}: {name} has shape {list(tensor.shape)}; [tokens, heads, dim] is expected, all documents "
+                "of the rank one after another"
+            )
+
+
+def check_rows(function: str, q: torch.Tensor, plan: Plan) -> None:
+    """Raises InvalidArgumentError if q's heads come before its tokens, as in PyTorch's own attention."""
+    if q.shape[0] != plan.num_rows == q.shape[1]:
+        raise InvalidArgumentError(
+            f"{function}: q has shape {list(q.shape)}, and the plan {plan.num_rows} tokens on this rank; [tokens, "
+            "heads, dim] is expected: transpose(0, 1)"
+        )
+
+
+def as_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k and v in autocast's dtype if autocast is on, and otherwise as they are."""
+    device = q.device.type
+    if device in _DEVICES and torch.is_autocast_enabled(device):
+        return tuple(t.to(torch.get_autocast_dtype(device)) for t in (q, k, v))
+    return q, k, v
+
+
+def retained_bytes(plan: Plan, plan_backward: Plan | None, *inputs: torch.Tensor | None) -> int:
+    """Bytes of a step that this rank retains for its backward; 0 if no backward will ask for them."""
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    return plan.retained_bytes if wanted and (plan_backward is None or plan_backward.retains) else 0
+
+
+def in_compiled_code() -> bool:
+    """Whether torch.compile is tracing this call, or runs it between graphs because it could not trace it."""
+    if torch.compiler.is_compiling():
+        return True
+    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
+    return callback is not None and callback is not False
+
+
+def refuse_forward_mode(name: str, *inputs: Any) -> None:
+    """Raises InvalidArgumentError if an input has a tangent (`torch.func.jvp`, `torch.autograd.forward_ad`)."""
+    if forward_ad._current_level < 0:
+        return
+    for t in inputs:
+        if isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+            raise InvalidArgumentError(
+                f"{name} has no forward-mode derivative: an input has a tangent; use reverse mode (backward, vjp)"
+            )
