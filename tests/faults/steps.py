@@ -9,6 +9,8 @@ TOLD = "tests/runtime/test_told_faults.py"
 TRANSPORT = "tests/transport/test_shm.py"
 TORCH_TRANSPORT = "tests/transport/test_torch_transport.py"
 PARTS = "tests/runtime/test_steps_in_parts.py"
+PARTS_MISTAKES = "tests/runtime/test_steps_in_parts_mistakes.py"
+UNFINISHED = "tests/runtime/test_steps_left_unfinished.py"
 PING_PONG = "tests/operators/test_ping_pong.py"
 DISPATCHER = "cpp/runtime/dispatcher.cpp"
 PROTOCOL = "cpp/runtime/protocol.cpp"
@@ -235,21 +237,21 @@ FAULTS = [
         PROTOCOL_FAULTS,
         "static_cast<uint64_t>(part_) << 1 |",
         "",
-        (PARTS,),
+        (PARTS_MISTAKES,),
     ),
     Fault(
         "peers are not told of a step that is given up",
         "python/distca/context.py",
         "            self._core.abandon(step, why)",
         "            pass",
-        (PARTS,),
+        (UNFINISHED,),
     ),
     Fault(
         "inputs may change while a step is under way",
         "python/distca/steps.py",
         "        if (name := self._call.changed_input()) is not None:",
         "        if (name := None) is not None:",
-        (PARTS,),
+        (UNFINISHED,),
     ),
     Fault(
         "a half runs under the saved-tensor hooks of the other",
