@@ -5,6 +5,7 @@ from faults.fault import Fault
 EXACT = "tests/runtime/test_exactness.py"
 STEPS = "tests/runtime/test_steps.py"
 PLAN = "tests/plan/test_plan.py"
+PLAN_MEMORY = "tests/plan/test_plan_memory.py"
 SCHEDULER = "tests/plan/test_scheduler.py"
 ALTERED = "tests/runtime/test_altered_plans.py"
 ARRANGEMENT = "cpp/plan/arrangement.cpp"
@@ -104,7 +105,7 @@ FAULTS = [
         "cpp/plan/capacity.cpp",
         "      if (bytes <= capacity_) continue;",
         "      if (bytes <= capacity_ + 64) continue;",
-        (PLAN,),
+        (PLAN_MEMORY,),
     ),
     Fault(
         "small tasks are dear in the statistics alone",
