@@ -8,10 +8,12 @@ DEATH = "tests/runtime/test_process_death.py"
 TOLD = "tests/runtime/test_told_faults.py"
 TRANSPORT = "tests/transport/test_shm.py"
 TORCH_TRANSPORT = "tests/transport/test_torch_transport.py"
+TORCH_FAULTS = "tests/transport/test_torch_transport_faults.py"
 PARTS = "tests/runtime/test_steps_in_parts.py"
 PARTS_MISTAKES = "tests/runtime/test_steps_in_parts_mistakes.py"
 UNFINISHED = "tests/runtime/test_steps_left_unfinished.py"
 PING_PONG = "tests/operators/test_ping_pong.py"
+PING_PONG_WRAPPERS = "tests/operators/test_ping_pong_wrappers.py"
 DISPATCHER = "cpp/runtime/dispatcher.cpp"
 PROTOCOL = "cpp/runtime/protocol.cpp"
 PROTOCOL_FAULTS = "cpp/runtime/protocol_faults.cpp"
@@ -193,7 +195,7 @@ FAULTS = [
         PROTOCOL,
         "        for (int64_t p = 0; p < num_ranks(); ++p) compare_with(p);",
         "",
-        (TORCH_TRANSPORT,),
+        (TORCH_FAULTS,),
     ),
     Fault(
         "a rank stops exchanging when its own rounds are over",
@@ -207,14 +209,14 @@ FAULTS = [
         "cpp/transport/collective.cpp",
         "        check_put(rank_, heap_bytes(), record.target, record.row_stride, record.head_stride, n);",
         "",
-        (TORCH_TRANSPORT,),
+        (TORCH_FAULTS,),
     ),
     Fault(
         "a rank that fails leaves its group without a word",
         "python/distca/connect/exchange.py",
         "            self._report(kind, text)",
         "            pass",
-        (TORCH_TRANSPORT,),
+        (TORCH_FAULTS,),
     ),
     # ---- errors
     Fault(
@@ -279,7 +281,7 @@ FAULTS = [
         "python/distca/pingpong/ping_pong.py",
         "    module.set_reshard_after_forward(False, recurse=False)",
         "    pass",
-        (PING_PONG,),
+        (PING_PONG_WRAPPERS,),
     ),
     Fault(
         "a half is labelled with rows of the other",
