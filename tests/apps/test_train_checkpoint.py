@@ -34,7 +34,7 @@ def test_only_the_last_checkpoints_are_kept(every: int, kept: list[int], texts: 
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Writing past that many bytes of a file is an error of the system, as on a full disk."""
+    """Makes a write past `size` bytes of any file fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

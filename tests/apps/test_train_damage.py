@@ -29,7 +29,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def _known_to_the_manifest(damage: Callable[[Path], object]) -> Callable[[Path], object]:
-    """What a hostile author does."""
+    """The damage, followed by a manifest that fits it, as a hostile author would write."""
 
     def damaged(path: Path) -> None:
         damage(path)
@@ -84,7 +84,7 @@ def test_a_run_folder_that_is_damaged_is_an_error_that_names_the_file_and_what_t
 
 
 def _refusals(run_dir: Path, checkpoint: str) -> list[str]:
-    """What each rank is told."""
+    """The refusal that each rank gets."""
     with pytest.raises(CheckpointError) as caught:
         Checkpoints(run_dir, keep=1).load(None, run_dir / checkpoint)  # type: ignore[arg-type]  # nothing is read
     everyone: list[str] = [""] * dist.get_world_size()
