@@ -1,4 +1,4 @@
-"""The kernel's own exp and power of two, on each instruction set that this machine has, compared with the C library's."""
+"""The kernel's own exp and power of two, on each instruction set of this machine, compared with the C library's."""
 
 from __future__ import annotations
 
