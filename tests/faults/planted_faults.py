@@ -5,9 +5,9 @@
     make faults ARGS="--only NAME"  one
     make faults ARGS="--jobs 1"     one after the other; by default as many at once as there are cores
 
-Each job works on a copy of the tree in a temporary folder. It builds the copy once, and again for each fault in C++. The
-tests that should notice a fault run first. If they pass, the whole suite runs. The program prints which test noticed a
-fault. It exits with 1 if a fault survives, or if the tests fail without one.
+Each job works on a copy of the tree in a temporary folder. It builds the copy once, and again for each fault in C++.
+The tests that should notice a fault run first. If they pass, the whole suite runs. The program prints which test
+noticed a fault. It exits with 1 if a fault survives, or if the tests fail without one.
 """
 
 from __future__ import annotations

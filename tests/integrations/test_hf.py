@@ -1,4 +1,4 @@
-"""An unmodified Llama with attn_implementation="distca": SDPA's gradients, and errors for what a plan cannot express."""
+"""An unmodified Llama with attn_implementation="distca": SDPA's gradients, or an error for what no plan can express."""
 
 import pytest
 import torch

@@ -132,7 +132,7 @@ def test_one_half_is_checkpointed_and_the_other_in_autocast(recompute: dict[str,
         model, halves = seeded(Model), halves_for(plans, context)
         checkpointed, in_autocast = reversed(halves) if swapped else halves
         checkpointed["recompute"], in_autocast["cast"] = recompute, True
-        checkpointed["x"].requires_grad_()  # without which reentrant checkpointing computes no gradients
+        checkpointed["x"].requires_grad_()  # reentrant checkpointing computes no gradients without this
         assert_same(results(ping_pong, model, halves), results(one_after_the_other, model, halves))
 
     with loopback_group(plans) as contexts:
@@ -141,7 +141,8 @@ def test_one_half_is_checkpointed_and_the_other_in_autocast(recompute: dict[str,
 
 @pytest.mark.parametrize("where", ["in both halves", "around"])
 def test_autocast_shares_cast_weights_as_it_does_without_ping_pong(where: str) -> None:
-    plans, model = plans_for(1, (BF16, BF16)), seeded(Model)  # on one rank, for threads share the cache of casts
+    # On one rank, because rank threads share the cache of casts.
+    plans, model = plans_for(1, (BF16, BF16)), seeded(Model)
 
     def around(run: Callable[..., list[Any]]) -> dict[str, torch.Tensor]:
         with torch.autocast("cpu", dtype=torch.bfloat16) if where == "around" else contextlib.nullcontext():
@@ -230,7 +231,7 @@ def test_a_dedicated_server_without_tokens_serves_both_halves_without_the_model(
 
 
 def test_halves_of_different_length_and_a_model_that_looks_at_its_thread_state() -> None:
-    """One half has twice the layers; each leaves the modes that it has entered, in its own order."""
+    """One half has twice the layers. Each half leaves the modes that it has entered, in its own order."""
     plans = plans_for(1)
 
     class Deeper(Model):
@@ -260,7 +261,7 @@ def test_halves_of_different_length_and_a_model_that_looks_at_its_thread_state()
 
 
 class Slow(torch.nn.Module):
-    """Computes everything twice on one rank."""
+    """A model that is slow on rank 1, where it computes far more than it needs."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()

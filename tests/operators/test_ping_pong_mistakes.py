@@ -46,7 +46,7 @@ def test_compiled_code_is_refused_with_the_reason(compiled: str) -> None:
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_ping_pong_itself_is_not_compiled(fullgraph: bool) -> None:
     torch._dynamo.reset()
-    kind = Exception if fullgraph else distca.InvalidArgumentError  # torch wraps what it meets in a whole graph
+    kind = Exception if fullgraph else distca.InvalidArgumentError  # torch wraps errors that it meets in a whole graph
     with pytest.raises(kind, match="PingPong is compiled, and compiled code cannot give the turn"):
         _alone(lambda context: torch.compile(distca.PingPong(Model()), backend="eager", fullgraph=fullgraph))
 

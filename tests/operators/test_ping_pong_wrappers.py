@@ -14,7 +14,9 @@ from support.ranks import launch
 
 
 def _gradients(wrapper: str, context: distca.Context) -> tuple[list[torch.Tensor], int]:
-    """Mean gradients of two steps of ping-pong on this rank, and the weights that FSDP2 keeps whole."""
+    """The gradients of ping-pong's second step, averaged over ranks by the wrapper, and the bytes that FSDP2 keeps
+    whole.
+    """
     model = seeded(Model)
     both = distca.PingPong(model)
     wrapped: torch.nn.Module = both
@@ -25,7 +27,7 @@ def _gradients(wrapper: str, context: distca.Context) -> tuple[list[torch.Tensor
             fully_shard(layer)
         fully_shard(both if wrapper == "fsdp2 around" else model)
     halves = halves_for(plans_for(2), context)
-    if wrapper == "fsdp2":  # layer by layer, attention and all
+    if wrapper == "fsdp2":  # recomputed layer by layer, with attention
         halves[1]["recompute"] = {}
     for half in halves:
         half["context"] = "default"

@@ -74,7 +74,7 @@ def test_every_row_is_where_its_task_looks_for_it_and_every_result_comes_home_on
         ends, sizes = simulation.arena_ends[phase], [arena.total for arena in stats.arena_bytes[name]]
         headers = [tables.header for tables in simulation.slices]
         assert sizes == [(h.forward_arena_bytes, h.backward_arena_bytes)[phase] for h in headers]
-        # What is paid for is used, up to the alignment of the last extent and the rest of a last key block.
+        # All bytes of an arena are used, up to the alignment of the last extent and the rest of a last key block.
         assert all(end <= size for end, size in zip(ends, sizes, strict=True))
         assert all((end == 0) == (size == 0) for end, size in zip(ends, sizes, strict=True))
         assert all(h.slot_bytes == stats.slot_bytes for h in headers)
@@ -95,7 +95,7 @@ def test_statistics_of_a_plan_that_can_be_counted_by_hand() -> None:
 
 
 def test_a_head_range_moves_its_own_bytes_and_no_more() -> None:
-    """One of two key/value heads of a document is computed by the other rank."""
+    """The other rank computes one of a document's two key/value heads."""
     heads = distca.Heads(4, 2, 8, 16)
     plan = distca.plan(distca.Layout([[(0, 0, 10)], []]), heads, tasks=[(0, 0, 10, 0, 1, 0), (0, 0, 10, 1, 2, 1)])
     q, k, v, out, lse = 2 * 8 * 4, 8 * 4, 16 * 4, 2 * 16 * 4, 2 * 4
@@ -104,13 +104,15 @@ def test_a_head_range_moves_its_own_bytes_and_no_more() -> None:
         "forward_in": 10 * (q + k + v),
         "forward_out": 10 * (out + lse),
         "backward_in": 10 * (q + k + v + out + 2 * lse),
-        # One server contributes to each head's keys, so they come home in the input's dtype.
+        # One server contributes to each head's keys, so their gradients come home in the input's dtype.
         "backward_out": 10 * (q + k + v),
     }
 
 
 def test_a_window_moves_only_the_keys_that_it_sees() -> None:
-    """Of 1024 rows the last 256 are on rank 1; without balance it fetches the window of its first row and no more."""
+    """Rank 1 has the last 256 of 1024 rows. Without balance it fetches the keys in the window of its first row and no
+    others.
+    """
     heads = distca.Heads(2, 1, 8)
     layout = distca.Layout([[(0, 0, 768)], [(0, 768, 1024)]])
     for window, fetched in ((1, 0), (2, 1), (100, 99), (None, 768)):

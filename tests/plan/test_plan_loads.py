@@ -16,12 +16,12 @@ from support.random_plans import COSTS, HEADS, Made, layouts, plans
 
 
 def _rows_cost(cost: distca.CostModel, begin: int, end: int) -> int:
-    """Row i of a causal document sees keys 0 .. i."""
+    """The cost of rows [begin, end) of a causal document, where row i sees keys 0 .. i."""
     return sum(cost.per_pair * (row + 1) + cost.per_row for row in range(begin, end))
 
 
 def _rate(cost: distca.CostModel, num_rows: int, num_keys: int) -> int:
-    """In 1024ths, on straight lines between powers of two in steps of 1024ths; the last one beyond."""
+    """The rate in 1024ths, on straight lines between powers of two computed in 1024ths, with the last value beyond."""
     if not cost.rates:
         return 1024
 
@@ -50,7 +50,7 @@ def _loads_at_home(plan: distca.Plan, cost: distca.CostModel) -> list[int]:
     for rank in range(plan.layout.num_ranks):
         tasks: list[tuple[int, int, int]] = []
         for d, begin, end in plan.layout.segments(rank):
-            if tasks and tasks[-1][0] == d and tasks[-1][2] == begin:  # one follows the other: one task
+            if tasks and tasks[-1][0] == d and tasks[-1][2] == begin:  # adjoining segments of a document are one task
                 begin = tasks.pop()[1]
             tasks.append((d, begin, end))
         loads.append(plan.heads.q * sum(_cost(plan, cost, *task) for task in tasks if task[0] >= 0))
@@ -78,8 +78,8 @@ def test_loads_are_what_the_tasks_cost(made: Made) -> None:
     assert max(load) >= stats.lower_bound
     if cost.rates:
         return
-    # The heads of a row may be apart, but those that share a key/value head may not: no plan does better than the
-    # costliest of these, or than the mean rounded up to whole pairs of them.
+    # Ranks may share the heads of a row, but not the query heads of one key/value head. Therefore no plan does better
+    # than the costliest such group of heads, or than the mean rounded up to whole groups.
     last_rows = [_cost(plan, cost, d, length - 1, length) for d, length in enumerate(plan.layout.document_lengths)]
     shared = plan.heads.q // plan.heads.kv
     mean = -(-(total // shared) // len(servers))
@@ -110,7 +110,7 @@ def test_the_largest_load_is_within_tolerance_or_no_end_row_of_a_task_can_move_w
         for row in (task.q_begin, task.q_end - 1):
             moved = _rows_cost(cost, row, row + 1)
             for server in range(ranks):
-                if load[server] * ranks < total - ranks:  # below the mean by more than its rounding
+                if load[server] * ranks < total - ranks:  # the server is below the mean by more than rounding
                     assert load[server] + moved >= largest, f"row {row} of {task} could go to rank {server}: {load}"
 
 
@@ -130,7 +130,7 @@ def test_heavy_tailed_documents_are_balanced_to_the_tolerance(
         load[task.server] += _rows_cost(distca.CostModel(), task.q_begin, task.q_end)
     mean = sum(load) / ranks
     assert max(plan.stats.load_before) > 1.5 * mean * plan.heads.q, "this layout needs no planner"
-    # With no tolerance at all, single rows are the grain.
+    # Without tolerance, balance is limited by the cost of single rows.
     assert max(load) <= (1 + tolerance) * mean + (max(lengths) if tolerance == 0.0 else 0)
 
 

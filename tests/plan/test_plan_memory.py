@@ -17,7 +17,9 @@ from support.step_simulation import Simulation
 
 
 def test_gradients_of_many_servers_come_home_in_rounds_that_share_one_buffer() -> None:
-    """The first rows of a long document get gradients from every server: more than one message at a time would hold."""
+    """The first rows of a long document get gradients from every server. Their messages do not fit into home-in at
+    once.
+    """
     plan = distca.plan(spill((3000,), 8), HEADS[0], tolerance=0.0, min_rows=1)
     simulation = Simulation(plan)
     simulation.run()
@@ -28,7 +30,7 @@ def test_gradients_of_many_servers_come_home_in_rounds_that_share_one_buffer() -
         messages[receive.peer] += (
             receive.num_rows * row_bytes(plan.heads, heads_of(receive), 1, False, TENSORS[receive.tensor])[1]
         )
-    # Within the alignment of each extent, home-in is as large as the largest message and no larger.
+    # Up to the alignment of each extent, home-in is exactly as large as the largest message.
     extents = len(home.receives[1])
     assert max(messages.values()) <= plan.stats.arena_bytes["backward"][0].home_in
     assert plan.stats.arena_bytes["backward"][0].home_in <= max(messages.values()) + 64 * extents
@@ -37,7 +39,7 @@ def test_gradients_of_many_servers_come_home_in_rounds_that_share_one_buffer() -
 
 def rounds_of(plan: distca.Plan) -> int:
     simulation = Simulation(plan)
-    simulation.run()  # which asserts that no two messages of a round share memory
+    simulation.run()  # the run asserts that no two messages of a round share memory
     return max(one.header.num_rounds for one in simulation.slices)
 
 
@@ -58,7 +60,9 @@ def test_for_overlap_gradients_come_home_at_once_where_the_capacity_allows() -> 
 
 
 def test_rounds_use_the_memory_that_another_rank_needs_anyway() -> None:
-    """A rank's arena may be as large as the neediest one's; so two messages come home at once here, and not one."""
+    """A rank's arena may be as large as that of the neediest rank, so here two messages come home at once instead of
+    one.
+    """
     layout = distca.Layout.from_documents([[2500], [6000], *([[2]] * 6)])
     plan = distca.plan(layout, HEADS[0], tolerance=0.0, min_rows=1)
     simulation = Simulation(plan)

@@ -89,14 +89,16 @@ def test_the_checksum_is_what_an_independent_reader_computes() -> None:
 
 
 def _offset_words(words: list[int]) -> list[int]:
-    """Indices of all words of a slice that are rows, counts or offsets: those of the tables."""
+    """The indices of a slice's words that are rows, counts or offsets: those of the tables."""
     header_words = len(read_slice(words).header) + 24
     return list(range(header_words, words[2]))
 
 
 @pytest.mark.parametrize("value", [2**62, -(2**62), 2**31 + 1, 2**46, -(2**33)])
 def test_an_offset_far_outside_is_never_accepted_even_with_digests_that_match(value: int) -> None:
-    """Except in words that are names, not addresses: documents, and rows at the home of a task's rows."""
+    """Some words are names instead of addresses and are excepted: documents, and the rows where a task's rows are at
+    home.
+    """
     accepted = []
     slices = [plan_of_two(retain_bytes=retain).for_rank(rank) for retain in (0, 2**40) for rank in (0, 1)]
     for number, plan in enumerate(slices):
@@ -122,14 +124,16 @@ def _is_no_address(words: list[int], index: int) -> bool:
             continue
         row, column = divmod(index - begin, len(kind._fields))
         field = kind._fields[column]
-        if kind is TaskEntry:  # where the rows are on their own rank
+        if kind is TaskEntry:  # this says where the rows are on their own rank
             return field == "home_row" and tables.tasks[row].home != tables.header.rank
         return kind is RankDigest or (kind is GroupEntry and field == "document")
     return False
 
 
 def test_an_altered_target_outside_the_peer_s_slot_is_refused_when_it_would_be_written() -> None:
-    """A slice does not know its peer's arena; the put does know the size of its slot. All digests are made to match."""
+    """A slice does not know its peer's arena, but the put knows the size of the peer's slot. All digests are made to
+    match.
+    """
     plan = plan_of_two()
     batch = random_batch(LENGTHS, HEADS, 1)
     words = plan.tensor.tolist()

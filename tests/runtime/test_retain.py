@@ -32,7 +32,7 @@ def assert_equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -
 
 
 def test_what_is_kept_and_what_that_saves_can_be_counted_by_hand() -> None:
-    """Rank 1 computes the last 36 rows of 100, and rank 0 has the first 64 of them: one block of keys travels."""
+    """Rank 1 computes the last 36 of 100 rows, and rank 0 has the first 64: one block of keys travels."""
     heads = distca.Heads(2, 1, 8, 16)
     layout = distca.Layout([[(0, 0, 64)], [(0, 64, 100)]])
     make = partial(distca.plan, layout, heads, balance=False)
@@ -48,7 +48,7 @@ def test_what_is_kept_and_what_that_saves_can_be_counted_by_hand() -> None:
 
 
 def groups_of_server(plan: distca.Plan, rank: int) -> dict[tuple[int, int, int, int], tuple[int, int]]:
-    """Bytes of keys that come to a server in forward, and in backward, by document, heads, and first key wanted."""
+    """The bytes of keys that come to a server in forward and backward, by document, heads, and the first key wanted."""
     found: dict[tuple[int, int, int, int], tuple[int, int]] = {}
     wanted: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for task in plan.tasks:
@@ -100,9 +100,10 @@ def test_keys_that_save_most_bytes_are_kept_as_long_as_they_fit(
         assert all(backward in (0, forward) for forward, backward in groups), "a group is kept whole or not at all"
         saved += sum(forward - backward for forward, backward in groups)
         for index, (forward, backward) in enumerate(groups):
-            if backward > 0:  # so there was no room for it beside those that save more
+            if backward > 0:  # it was not kept because those that save more left no room
                 kept_before = sum(f for f, b in groups[:index] if b == 0)
-                rest = 64 * (HEADS.dim + HEADS.value_dim) * HEADS.kv * 4  # of a block that others' rows do not fill
+                # The part of a block that others' rows do not fill.
+                rest = 64 * (HEADS.dim + HEADS.value_dim) * HEADS.kv * 4
                 assert kept_before + forward + (index + 1) * 4 * rest > budget
     assert plan.stats.saved_bytes == saved
     assert plan.stats.bytes == free.stats.bytes | {"backward_in": free.stats.bytes["backward_in"] - saved}

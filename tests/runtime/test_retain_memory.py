@@ -20,7 +20,7 @@ from support.retaining import ALL, HEADS, plan_of
 
 @contextmanager
 def recorded_saves() -> Iterator[list[torch.Tensor]]:
-    """The uint8 tensors that autograd saves; they come back as unaligned copies."""
+    """Collects the uint8 tensors that autograd saves. They come back as unaligned copies."""
     saved: list[torch.Tensor] = []
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ def recorded_saves() -> Iterator[list[torch.Tensor]]:
 
 
 def two_layers(batch: Batch, plans: Sequence[distca.Plan], context: distca.Context, **how: Any) -> list[torch.Tensor]:
-    """out of two layers, where the second has the first's out as queries, and the gradients of q, k, v."""
+    """The out of two layers, the second of which has the first's out as queries, and the gradients of q, k and v."""
     rank, layout = context.rank, plans[0].layout
     q, k, v, dout = (rows_of_rank(batch, layout, rank, t).nan_to_num() for t in (batch.q, batch.k, batch.v, batch.dout))
     rows = [t.requires_grad_() for t in (q, k, v)]
@@ -144,4 +144,4 @@ def test_compiled_layers_retain_and_new_plans_recompile_once() -> None:
             found = on_all_ranks(contexts, partial(step, retaining, compiled))
             for mine, theirs in zip(found, expected, strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    assert counter.frame_count <= 2 * len(contexts)  # sizes are constants once, and then no more
+    assert counter.frame_count <= 2 * len(contexts)  # torch takes sizes as constants in the first graph only

@@ -15,7 +15,7 @@ from support.retaining import ALL, HEADS, plan_of
 
 
 def step_on_all_ranks(plan: distca.Plan, call: Callable[..., Any], **options: Any) -> list[str]:
-    """What each rank is told after `call(q, k, v, plan, context)` and, if that returned, the backward of its out."""
+    """What each rank is told by `call(q, k, v, plan, context)` or, if that returns, by the backward of its out."""
     batch = random_batch(LENGTHS, HEADS, 1)
 
     def work(rank: int, context: distca.Context) -> None:

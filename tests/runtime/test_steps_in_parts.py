@@ -18,7 +18,7 @@ from support.step_ways import HEADS, Rows, both, overlapped_steps, spilled_plan,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_two_steps_in_parts_give_the_bits_of_two_whole_steps(ranks: int, dtype: torch.dtype) -> None:
-    """With rounds of gradients, ranges of heads, sinks and a softcap; in any order of delivery."""
+    """The steps have rounds of gradients, ranges of heads, sinks and a softcap, with any order of delivery."""
     heads = distca.Heads(4, 2, 16, 24, dtype=dtype)
     lengths = [LENGTHS, (5, 300, 20, 111)]
     layouts = [scattered(lengths[0], ranks, 4), spill(lengths[1], ranks)]
@@ -46,7 +46,7 @@ def test_two_steps_in_parts_give_the_bits_of_two_whole_steps(ranks: int, dtype: 
 
 
 def test_rows_leave_before_a_peer_comes_to_the_step_that_got_rows_in_the_slot_before() -> None:
-    """Each rank is far ahead of the others once: it would not get credit in time."""
+    """Each rank is once so far ahead of the others that it would not get credit in time."""
     plan = distca.plan(spill(LENGTHS, 3), HEADS, tolerance=0.0)
     batch = random_batch(LENGTHS, HEADS, 1)
     senders = {transfer.source for transfer in plan.transfers if transfer.message == "forward_in"}
@@ -75,7 +75,7 @@ def test_rows_leave_before_a_peer_comes_to_the_step_that_got_rows_in_the_slot_be
 
 
 def test_a_step_between_the_parts_of_another_takes_the_other_slot_again_and_again() -> None:
-    """As activation checkpointing does in backward: whole steps while one step stays under way."""
+    """Activation checkpointing does this in backward: it runs whole steps while one step stays under way."""
     plans = [distca.plan(spill(LENGTHS, 2), HEADS), distca.plan(spill((200, 3), 2), HEADS, tolerance=0.0)]
     batches = [random_batch(LENGTHS, HEADS, 1), random_batch((200, 3), HEADS, 2)]
 
@@ -113,7 +113,7 @@ def test_dedicated_servers_take_part_in_steps_in_parts_with_zero_rows() -> None:
 
 
 def test_whole_documents_at_home_need_no_peer_in_any_part() -> None:
-    """Nothing travels, so each rank goes through its parts alone."""
+    """Nothing travels, so each rank can go through its parts alone."""
     plan = distca.plan(data_parallel(LENGTHS, 2), HEADS, balance=False)
     batch = random_batch(LENGTHS, HEADS, 1)
     with loopback_group(plan, timeout=5.0) as contexts:
@@ -137,7 +137,7 @@ def with_a_progress_thread(rank: int, ranks: int, pipe: Any) -> None:
             os._exit(0 if "before this process was forked" in step[1] else 1)
         pipe.send(os.waitpid(child, 0)[1])
 
-        def go_on() -> None:  # the death may come at any point of it
+        def go_on() -> None:  # the death may come at any point of this function
             one, other = (Rows(batch, plan, context) for _ in range(2))
             step = one.dispatch()
             if rank == 0:

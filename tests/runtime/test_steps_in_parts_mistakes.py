@@ -130,7 +130,7 @@ def test_over_a_collective_transport_bits_and_mistakes_are_the_same_and_an_excha
             assert group.receive(rank)
         for rank in range(2):
             exchanges = [span for span in group.receive(rank) if span.name == "all ranks to exchange rows"]
-            # Forward and backward, each once after dispatch and once for the results.
+            # Forward and backward each exchange once after dispatch and once for the results.
             assert len(exchanges) >= 4 and all(span.seconds > 0 for span in exchanges)
         for rank in range(2):
             kind, message = group.receive(rank)

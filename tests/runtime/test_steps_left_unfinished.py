@@ -15,7 +15,7 @@ from support.step_ways import HEADS, Rows, spilled_plan
 
 
 def _assert_abandoned(results: list[Any], contexts: list[distca.Context], batch: Batch, plan: distca.Plan) -> None:
-    """Rank 0 left a step: it is named to the others, and on rank 0 to whoever uses the context."""
+    """Rank 0 left a step. All other ranks are told so, and so is whoever uses the context on rank 0."""
     for rank in range(1, len(contexts)):
         assert isinstance(results[rank], distca.PeerLeftError), results[rank]
         assert "rank 0 left step 1 (forward) unfinished" in str(results[rank])
@@ -120,7 +120,7 @@ def test_a_backward_that_breaks_off_on_all_ranks_between_overlapping_steps_is_na
             distca.attend(step)
         for one, step in zip(rows, steps, strict=True):
             one.collect(step)
-        rows[1].q.grad_fn.register_prehook(_broken)  # runs when one backward step is over and one is not
+        rows[1].q.grad_fn.register_prehook(_broken)  # this runs after one of the two backward steps
         loss = rows[0].loss() + rows[1].loss()
         with pytest.raises(ValueError, match="in the middle"):
             loss.backward()

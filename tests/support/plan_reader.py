@@ -20,16 +20,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASKS = ("causal", "full")
 RETURNED, ARENA, PARTIAL = 0, 1, 2
 COPY, ASSIGN, ADD = 0, 1, 2
-Range = tuple[int, int]  # [begin, end)
+Range = tuple[int, int]  # begin and end; the end is excluded
 SLOT_BYTES_WORD = 17
 CHECKSUM_BEGIN = 4
-FIRST_MADE = 26  # how the plan was made: in the checksum, and in no digest
+FIRST_MADE = 26  # the first word that says how the plan was made: such words are in the checksum and in no digest
 
 
 def digest(*lists: Sequence[int]) -> int:
-    """The 64-bit digest, as a signed word, of lists of words, which are spread over eight chains.
+    """The 64-bit digest of lists of words, as a signed word.
 
-    The first chain also has the lists' lengths.
+    The words are spread over eight chains. The first chain also has the lists' lengths.
     """
     chains = list(range(8))
 
@@ -56,7 +56,7 @@ def with_checksum(words: Sequence[int]) -> list[int]:
 
 
 def with_digests(words: Sequence[int]) -> list[int]:
-    """The words with all that a slice says of itself made to match them: digests of its tables and plan, checksum.
+    """The words with the digests of tables and plan and the checksum made to match them.
 
     The words must still say where the tables are.
     """
@@ -77,7 +77,9 @@ def with_digests(words: Sequence[int]) -> list[int]:
 
 
 def made_alike(words: Sequence[int], changed: Sequence[int]) -> list[int]:
-    """Another rank's slice, as if the changed one were right: the digest of its tables, and what all headers share."""
+    """Another rank's slice, made to match a changed slice: it gets the digest of its tables, and what all headers
+    share.
+    """
     alike = list(words)
     number, first_own = len(Header._fields), Header._fields.index("rank")
     alike[5:first_own] = changed[5:first_own]
@@ -217,14 +219,14 @@ class Wait(NamedTuple):
     peer: int
 
 
-#: In the order of a slice; those of two phases follow one another.
+#: The tables in the order of a slice. Tables of two phases follow one another.
 TABLES: list[Any] = [
     RankDigest, GroupEntry, TaskEntry, Block, Grad, Segment, Send, Send, Receive, Receive, Wait, Wait
 ]  # fmt: skip
 
 
 class Slice(NamedTuple):
-    """One rank's tables; those of two entries are by phase."""
+    """One rank's tables. Pairs of tables are those of forward and backward."""
 
     header: Header
     rank_digests: list[RankDigest]
@@ -257,7 +259,7 @@ def read_slice(words: Sequence[int]) -> Slice:
 
 
 def row_bytes(heads: distca.Heads, kv_heads: Range, phase: int, at_server: bool, tensor: str) -> tuple[int, int]:
-    """Bytes of a row with some of its heads on the wire, and from one row to the next in an arena."""
+    """The bytes of a row with these heads on the wire, and the bytes from one row to the next in an arena."""
     e = heads.dtype.itemsize
     of_kv = kv_heads[1] - kv_heads[0]
     of_q = of_kv * heads.q // heads.kv
@@ -281,12 +283,12 @@ def row_bytes(heads: distca.Heads, kv_heads: Range, phase: int, at_server: bool,
 
 
 def heads_of(entry: Any) -> Range:
-    """The key/value heads of a table's row."""
+    """The key/value heads of an entry of a table."""
     return entry.kv_head_begin, entry.kv_head_end
 
 
 def keys_of_rows(plan: distca.Plan, length: int, begin: int, end: int) -> tuple[int, int]:
-    """The keys that rows [begin, end) of a document see between them."""
+    """The range of keys that rows [begin, end) of a document see."""
     if plan.mask == "full":
         return 0, length
     return (max(0, begin - plan.window + 1) if plan.window else 0), end

@@ -19,7 +19,8 @@ MASKS = (("causal", None), ("causal", 1), ("causal", 50), ("causal", 64), ("caus
 COSTS = (distca.CostModel(), distca.CostModel(3, 40), distca.CostModel(0, 1))
 
 
-# Small tasks twice as dear by the pair; dearer and cheaper from size to size, as no device is.
+# In the first model, pairs of small tasks cost twice as much. In the second, costs rise and fall from size to size, as
+# on no device.
 RATED = (
     distca.CostModel(rates=(*[(2048,)] * 7, (1024,))),
     distca.CostModel(5, 3, rates=((3000, 100, 5000, 1024, 4000),) * 3 + ((200, 3000, 70, 1024, 1024),) * 4),

@@ -45,7 +45,7 @@ Moved = tuple[int, int, int, str, int, int, int]  # message, source, target, ten
 
 
 class Simulation:
-    """One step of all ranks. `run` asserts; afterwards `bytes` and `arena_ends` say what was seen."""
+    """One step of all ranks. `run` makes the assertions; afterwards `bytes` and `arena_ends` say what it saw."""
 
     def __init__(self, plan: distca.Plan) -> None:
         self.plan, self.layout, self.heads = plan, plan.layout, plan.heads
@@ -63,7 +63,8 @@ class Simulation:
         for task in plan.tasks:
             self.tasks_of.setdefault(task.document, []).append(task)
         self.bytes = [0, 0, 0, 0]
-        self.retained: list[dict[int, Label]] = [{} for _ in self.ranks]  # as `arena` below, from forward to backward
+        # Like `arena` below, but kept from forward to backward.
+        self.retained: list[dict[int, Label]] = [{} for _ in self.ranks]
         self.moved: Counter[Moved] = Counter()
         self.arena_ends: list[list[int]] = [[0 for _ in self.ranks] for _ in (FORWARD, BACKWARD)]
 
@@ -90,7 +91,7 @@ class Simulation:
         assert with_digests(words) == words
 
     def _check_groups(self, rank: int) -> None:
-        """Groups and their tasks, blocks and gradients follow one another; local ones come first."""
+        """Groups and their tasks, blocks and gradients follow one another, and local ones come first."""
         tables = self.slices[rank]
         next_task = next_block = next_grad = 0
         for index, group in enumerate(tables.groups):
@@ -118,11 +119,11 @@ class Simulation:
         return row_bytes(self.heads, kv_heads, phase, at_server, tensor)[1]
 
     def _run_phase(self, phase: int) -> None:
-        # What lies where in each arena: byte ranges in use, and the label of the row that starts at an offset.
+        # For each arena: the byte ranges in use, and the label of the row that starts at an offset.
         self.used: list[list[tuple[int, int, str]]] = [[] for _ in self.ranks]
         self.arena: list[dict[int, Label]] = [{} for _ in self.ranks]
         self.results: list[dict[tuple[str, int], Result]] = [{} for _ in self.ranks]
-        # By (tensor, row, key/value head).
+        # These are by (tensor, row, key/value head).
         self.written: list[Counter[tuple[str, int, int]]] = [Counter() for _ in self.ranks]
         self.terms: list[dict[tuple[str, int, int], list[tuple[int, int]]]] = [{} for _ in self.ranks]
         self._dispatch(phase)
@@ -175,7 +176,7 @@ class Simulation:
             assert memory.get(offset + i * stride) == (tensor, kv_heads, *row)
 
     def _retain(self, server: int) -> None:
-        """Key blocks of retained groups are copied whole; each has a place of its own, and all are needed."""
+        """Copies the key blocks of retained groups whole. Each has a place of its own, and all of them are needed."""
         tables = self.slices[server]
         extents = []
         for group in tables.groups:
@@ -347,7 +348,7 @@ class Simulation:
             self.arena_ends[phase][home] = max(self.arena_ends[phase][home], last)
 
     def _check_returned(self, phase: int, home: int) -> None:
-        """Every row and head of a document is written exactly once; key gradients have every contributor, in order."""
+        """Every row and head of a document is written exactly once. Key gradients have every contributor, in order."""
         rows = [row for row, owner in enumerate(self.home_rows[home]) if owner is not None]
         names = ("out", "lse") if phase == FORWARD else ("dq", "dk", "dv")
         heads = range(self.heads.kv)

@@ -1,4 +1,4 @@
-"""The same steps taken whole, in parts, and with parts of two steps in turn."""
+"""The same steps taken whole, in parts, and with the parts of two steps in turn."""
 
 from __future__ import annotations
 

@@ -30,7 +30,9 @@ def bits(tensors: tuple[torch.Tensor, ...]) -> list[bytes]:
 
 
 def random_step(seed: int, ranks: int) -> tuple[Any, distca.Plan]:
-    """A batch and a plan of it, the same for a seed; half of the plans give ranges of heads to random servers."""
+    """A batch and a plan of it, which depend on the seed alone. Half of the plans give ranges of heads to random
+    servers.
+    """
     rng = random.Random(f"{seed}/{ranks}")
     dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
     heads = distca.Heads(4, 2, rng.choice([8, 16]), rng.choice([None, 24]), dtype)
@@ -38,7 +40,7 @@ def random_step(seed: int, ranks: int) -> tuple[Any, distca.Plan]:
     layout = LAYOUTS[rng.choice(list(LAYOUTS))](lengths, ranks, rng.randrange(1000))
     mask, window = rng.choice([("causal", None), ("causal", 40), ("full", None)])
     tasks = random_tasks(layout, heads.kv, rng.randrange(1000)) if rng.random() < 0.5 else None
-    retain = rng.choice([0, 5000, 2**40])  # what is expected then is tested in test_retain.py
+    retain = rng.choice([0, 5000, 2**40])  # test_retain.py tests what this must give
     plan = distca.plan(
         layout, heads, mask=mask, window=window, tolerance=0.0, min_rows=1, tasks=tasks, retain_bytes=retain
     )
@@ -64,7 +66,7 @@ def take_steps(rank: int, ranks: int, pipe: Connection, port: int) -> None:
 def test_30_steps_of_changing_plans_give_what_loopback_gives_bit_for_bit(ranks: int) -> None:
     steps = [random_step(seed, ranks) for seed in range(STEPS)]
     assert any(0 in (plan.layout.num_rows(rank) for rank in range(ranks)) for _, plan in steps)
-    if ranks > 2:  # some rank is through with its gradients while others have a round left
+    if ranks > 2:  # some rank is done with its gradients while others have a round left
         assert any(min(rounds) < max(rounds) for rounds in (num_rounds(plan) for _, plan in steps))
     with torch_group(take_steps, ranks) as group:
         found = [[group.receive(rank) for rank in range(ranks)] for _ in steps]
@@ -126,7 +128,7 @@ def choose(rank: int, ranks: int, pipe: Connection, port: int) -> None:
     chosen = []
     gather = connecting.gather_text
     for far in (False, True):
-        # As if every rank ran on a host of its own: the part of an address that names the host differs.
+        # This makes every rank seem to run on its own host: it changes the part of an address that names the host.
         connecting.gather_text = lambda text, group, timeout, far=far: [
             "/".join([parts[0], parts[1] + str(i) * far, *parts[2:]]) if len(parts := one.split("/")) > 2 else one
             for i, one in enumerate(gather(text, group, timeout))
@@ -147,7 +149,7 @@ def test_auto_takes_shared_memory_on_one_host_and_torch_between_hosts() -> None:
 
 
 def join_part(rank: int, ranks: int, pipe: Connection, port: int) -> None:
-    """Ranks 0 and 2 have a group of their own; its contexts come and go."""
+    """Ranks 0 and 2 have a group of their own, whose contexts come and go."""
     join(rank, ranks, port)
     pair = dist.new_group([0, 2])
     if rank != 1:
@@ -190,7 +192,7 @@ def test_without_a_process_group_the_error_says_what_to_call() -> None:
 
 
 def leave_in_good_order() -> int:
-    """A step, then the end of the process; one rank closes its context, the other leaves that to the interpreter."""
+    """Takes a step and ends. One rank closes its context, and the other leaves that to the interpreter."""
     plan = plan_for(dist.get_world_size(), dist.get_rank())
     context = over_torch(heap_bytes=1 << 20)
     q, k, v, dout = tensors_for(plan)

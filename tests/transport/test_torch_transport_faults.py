@@ -18,14 +18,14 @@ from distca.connect.fault_reports import FaultReports
 from support.processes import HEADS, fault_of, plan_for, tensors_for
 from support.torch_ranks import join, over_torch, torch_group
 
-HEADER_CALLS, DATA_CALLS = 1, 2  # calls of all_to_all until the end of a step's first exchange
+HEADER_CALLS, DATA_CALLS = 1, 2  # the calls of all_to_all up to the header and the data of a step's first exchange
 
 
 class Tap:
-    """Counts the calls of all_to_all in this process, and does to what is sent as it is told."""
+    """Counts the calls of all_to_all in this process, and changes what is sent as it is told."""
 
     def __init__(self) -> None:
-        self.calls = 0  # since the last command
+        self.calls = 0  # the calls since the last command
         self.damage: Callable[[memoryview, int], object] = lambda send, call: None
         inner = Exchange.all_to_all
 
@@ -53,7 +53,7 @@ def announce_too_much(send: memoryview, call: int) -> None:
 
 
 def obey(rank: int, ranks: int, pipe: Connection, port: int, timeout: float = 20.0) -> None:
-    """Does what the test says, and answers with the fault that it meets and the number of calls of all_to_all."""
+    """Obeys the test, and answers with the fault that it meets and the number of calls of all_to_all."""
     join(rank, ranks, port)
     tap = Tap()
     context = over_torch(heap_bytes=1 << 20, timeout=timeout)
