@@ -48,7 +48,7 @@ INSTALL := $(PIP) install --no-build-isolation --no-deps --editable .
 
 # Whole runs, one after the other for minutes.
 TRAINING := $(addprefix tests/integrations/test_,trainer.py trl.py examples.py) \
-  $(addprefix tests/apps/test_train_,reference.py features.py export.py checkpoint.py ends.py)
+  $(addprefix tests/apps/test_train_,reference.py features.py export.py checkpoint.py resume.py damage.py ends.py)
 
 .PHONY: build train test training fuzz families faults sanitize bench ptxas lint docs wheel clean
 .DELETE_ON_ERROR:
@@ -65,8 +65,8 @@ training: $(VENV)/built-all $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TRAINING) $(ARGS)
 
 fuzz: build $(VENV)/test-ready
-	$(BIN)/python -m pytest -n 2 --hypothesis-profile=fuzz tests/plan/test_plan.py tests/plan/test_scheduler.py \
-	  tests/plan/test_plan_fuzz.py $(ARGS)
+	$(BIN)/python -m pytest -n 2 --hypothesis-profile=fuzz \
+	  $(addprefix tests/plan/test_,plan.py plan_loads.py plan_memory.py plan_digest.py scheduler.py plan_fuzz.py) $(ARGS)
 
 families: build $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integrations/families/every_model.py $(ARGS)

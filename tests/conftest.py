@@ -18,32 +18,35 @@ from hypothesis import settings
 from emulation import emulated_gpu
 from support.compiled import COMPILER
 
-# The same examples in every run; a failing one is printed as code that reproduces it.
+# Every run has the same examples. A failing one is printed as code that reproduces it.
 settings.register_profile("distca", derandomize=True, deadline=None, print_blob=True, database=None)
-# For `make fuzz`: twenty times as many, other ones in every run.
+# `make fuzz` uses this profile: twenty times as many examples, and new ones in every run.
 settings.register_profile("fuzz", settings.get_profile("distca"), derandomize=False, max_examples=2000)
 settings.load_profile("distca")
 
-# A shell that runs the tests in the background makes them ignore Ctrl-C, and so would every process they start.
+# A shell that runs the tests in the background makes them ignore Ctrl-C, and the processes that they start would
+# inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # what is imported stays: half a second less for every collection of garbage, of which runs have dozens
+    gc.freeze()  # imported modules stay for good; without them each garbage collection is half a second faster
     if "support.processes" in sys.modules:
-        forkserver.ensure_running()  # not within a test, whose changes of the environment all forks would have
+        # Started here, because forks of a server started in a test would inherit that test's changes of the
+        # environment.
+        forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _cache_of_tokens(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Runs of `distca train` keep tokens here, not in the user's folder."""
+    """Makes runs of `distca train` keep their tokens in this folder instead of the user's."""
     os.environ["DISTCA_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    """Ranks are threads or processes here: PyTorch's own pool would only add to them."""
+    """Gives PyTorch one thread, because ranks are threads or processes here and its pool would add to them."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -52,7 +55,7 @@ def _threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def emulated_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What emulated_gpu.py builds."""
+    """The library that emulated_gpu.py builds."""
     if shutil.which(COMPILER) is None:
         pytest.skip("there is no C++ compiler here")
     return emulated_gpu.build(tmp_path_factory)
@@ -60,14 +63,14 @@ def emulated_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gpu(emulated_library: Path) -> Iterator[emulated_gpu.EmulatedGpu]:
-    """The emulated GPU, where attention is computed by the CPU's kernel."""
+    """The emulated GPU, with attention computed by the CPU's kernel."""
     with emulated_gpu.EmulatedGpu(emulated_library).in_use(own_attention=False) as one:
         yield one
 
 
 @pytest.fixture
 def own_gpu(emulated_library: Path) -> Iterator[emulated_gpu.EmulatedGpu]:
-    """The emulated GPU with the library's own kernels for attention, deterministic ones."""
+    """The emulated GPU, with attention computed by the library's own kernels in deterministic mode."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     with emulated_gpu.EmulatedGpu(emulated_library).in_use(own_attention=True) as one:

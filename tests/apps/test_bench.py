@@ -1,4 +1,4 @@
-"""The benchmarks' own parts: peers compute what they should, reports hold what was measured."""
+"""The parts of the benchmarks: peers compute what they should, and reports hold what was measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADS = distca.Heads(4, 2, 16)
 
 
 def _peers_on_a_rank() -> list[list[torch.Tensor]]:
-    """out, dq, dk, dv of this rank, in the rows' order of each peer."""
+    """This rank's out, dq, dk and dv, with the rows in the order of each peer."""
     batch = random_batch(LENGTHS, HEADS, 3)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     results = []
@@ -124,7 +124,7 @@ def test_a_benchmark_that_has_no_gpu_form_says_which_have(capsys: pytest.Capture
 
 
 def test_the_gpu_benchmarks_time_every_peer_that_is_there_and_name_those_that_are_not() -> None:
-    # On the CPU, with the clock of the wall: what is timed is the same.
+    # The benchmark runs on the CPU here, timed by the wall clock; it times the same calls as on a GPU.
     case = gpu.Case("tiny", (40, 24), 16)
     result = gpu.attention_of([case], 2, seconds, "cpu")
     names = [row.name for row in result.rows]
@@ -148,7 +148,7 @@ def test_the_gpu_benchmarks_peers_compute_the_same_attention() -> None:
 def test_the_gpu_benchmark_of_transports_measures_those_that_are_there_and_names_those_that_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # On the CPU: ranks of loopback, with streams and without. For the matmul stands work that is done three times.
+    # This runs on the CPU: loopback ranks, with streams and without. Work that is done three times replaces the matmul.
     monkeypatch.setattr(gpu_transport, "BESIDE_BYTES", 1 << 20)
 
     def beside(work: Callable[[], object]) -> float:

@@ -1,4 +1,4 @@
-"""The commands beside `distca train`: what they print and write, and what they say of mistakes."""
+"""The commands other than `distca train`: what they print and write, and how they report mistakes."""
 
 import json
 import logging

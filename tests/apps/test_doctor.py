@@ -1,4 +1,4 @@
-"""What `distca doctor` says of machines that are made up: folders as the kernel and NVSHMEM's wheel have them."""
+"""What `distca doctor` says about made-up machines: folders laid out as the kernel and NVSHMEM's wheel lay them out."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_port_whose_files_cannot_be_read_and_a_machine_without_adapters_are_no
 def test_each_transport_of_nvshmem_is_missing_or_loads_or_says_why_it_does_not(tmp_path: Path) -> None:
     library = re.search(r"(/\S*/libm(?:-|\.so)\S*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
     assert library is not None
-    for name in ("transport_ucx", "bootstrap_uid"):  # any library that loads
+    for name in ("transport_ucx", "bootstrap_uid"):  # the contents do not matter: it must be a library that loads
         shutil.copy(library[1], tmp_path / f"nvshmem_{name}.so.3")
     (tmp_path / "nvshmem_transport_libfabric.so.3").write_text("no library")
     (tmp_path / "nvshmem_bootstrap_mpi.so.3").touch()
@@ -70,7 +70,8 @@ def test_pairs_of_gpus_that_do_not_reach_each_other_are_named() -> None:
     assert apart.found == "2 of 6 pairs reach each other's memory; not 0-2, 0-3, 1-2, 1-3"
     assert "nvidia-smi topo -m" in apart.advice
     assert doctor_gpu.peer_access(4, lambda a, b: True).found == "6 of 6 pairs reach each other's memory"
-    assert doctor_gpu.peer_access(2, lambda a, b: a < b).found.startswith("0 of 1")  # one way is not enough
+    # Access in one direction is not enough.
+    assert doctor_gpu.peer_access(2, lambda a, b: a < b).found.startswith("0 of 1")
     assert "fewer than two" in doctor_gpu.peer_access(1, in_one_half).found
 
 

@@ -33,7 +33,7 @@ def _plan(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def _visible(plan: dict[str, Any], length: int, row: int) -> int:
-    """Keys that a row sees."""
+    """The number of keys that a row sees."""
     if plan["mask"] == "full":
         return length
     return min(row + 1, plan["window"] or length)
@@ -65,7 +65,7 @@ def _check_loads(plan: dict[str, Any]) -> None:
 
 
 def _check_transfers(plan: dict[str, Any]) -> None:
-    """Each row that a task needs and does not have comes from its home, and each result goes there."""
+    """A row that a task needs from elsewhere comes from its home, and every result goes back there."""
     home = {
         (s["doc"], row): rank
         for rank, segments in enumerate(plan["layout"])
@@ -183,7 +183,7 @@ def test_the_picture_shows_nodes_memory_and_capacity_and_a_legend_that_covers_no
     )
     assert memory.lines[0].get_ydata()[0] * 1e6 == pytest.approx(10 * made.stats.slot_bytes)
     assert memory.get_ylim()[1] > memory.lines[0].get_ydata()[0]
-    # The colours are those of a run's report.
+    # A run's report uses the same colours.
     assert [bar.get_facecolor() for bar in loads.patches[::4]] == [
         figure_module.mpl.colors.to_rgba(colour) for colour in (pictures.AT_HOME, pictures.PLANNED)
     ]

@@ -25,7 +25,7 @@ from support.train_runs import command, metrics_of, start, summary_of, write_tex
 
 
 def documents(corpus: Corpus) -> list[bytes]:
-    """Where tokens are bytes."""
+    """The documents of a corpus whose tokens are bytes."""
     return [bytes(corpus.document(number).tolist()) for number in range(len(corpus))]
 
 
@@ -83,7 +83,7 @@ def test_the_standard_library_is_the_corpus_by_default() -> None:
 
 def test_every_step_is_full_and_every_document_is_used_once_an_epoch() -> None:
     lengths = [5, 1, 23, 2, 7]
-    steps = list(itertools.islice(pack_steps(lengths, 10, seed=3), 19))  # five epochs are 190 tokens
+    steps = list(itertools.islice(pack_steps(lengths, 10, seed=3), 19))  # five epochs have 190 tokens
     assert [sum(piece.end - piece.begin for piece in step) for step in steps] == [10] * 19
     seen = {(piece.document, row): 0 for piece in sum(steps, []) for row in range(piece.begin, piece.end)}
     for piece in sum(steps, []):
@@ -216,7 +216,7 @@ def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def _learning_rates(config: TrainConfig) -> list[float]:
-    """Of each step, and of the step after the last one, relative to --lr."""
+    """The learning rate of each step, and of the step after the last one, relative to --lr."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.lr)
     schedule = make_schedule(optimizer, config)
     factors = []
@@ -254,7 +254,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_a_run_learns_and_writes_metrics_and_summary(data: Path, tmp_path: Path) -> None:
-    """Under torchrun; the runs below start their ranks themselves."""
+    """This run is started by torchrun. The runs below start their ranks themselves."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable]
     with start([*torchrun, *command(tmp_path, "--steps", "12")]) as process:
         out, err = process.communicate(timeout=120)

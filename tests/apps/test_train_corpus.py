@@ -65,7 +65,7 @@ def test_tokens_are_made_once_and_anew_when_contents_tokenizer_or_the_kept_part_
 ) -> None:
     made = _times_made(monkeypatch)
     first = _tokenizer(tmp_path / "first", "? one two three four")
-    expected = [[1, 2, 3, 4], [3, 3, 3], [2], [4, 1]]  # by path: 0, 2, below/1, below/3
+    expected = [[1, 2, 3, 4], [3, 3, 3], [2], [4, 1]]  # in the order of paths: 0, 2, below/1, below/3
     for _ in range(2):
         corpus = read_corpus(folder, 1.0, first)
         assert _contents(corpus) == expected and corpus.vocabulary(first) == 5
@@ -73,13 +73,13 @@ def test_tokens_are_made_once_and_anew_when_contents_tokenizer_or_the_kept_part_
     again = _tokenizer(tmp_path / "copy", "? one two three four")
     assert _contents(read_corpus(folder, 1.0, again)) == expected and len(made) == 1
     for file in folder.rglob("*.txt"):
-        os.utime(file, ns=(1, 1))  # another time, the same contents
+        os.utime(file, ns=(1, 1))  # only the time of the file changes
     assert _contents(read_corpus(folder, 1.0, first)) == expected and len(made) == 1
     other = _tokenizer(tmp_path / "other", "? four three two one")
     assert _contents(read_corpus(folder, 1.0, other))[0] == [4, 3, 2, 1] and len(made) == 2
     assert _contents(read_corpus(folder, 0.5, first)) == [[1, 2], [3, 3], [2], [4]] and len(made) == 3
     assert _contents(read_corpus(folder, 1.0))[2] == list(b"two") and len(made) == 4
-    (folder / "2.txt").write_text("four two two two!")  # as long as before
+    (folder / "2.txt").write_text("four two two two!")  # the length stays the same
     assert _contents(read_corpus(folder, 1.0, first))[1] == [4, 2, 2, 2, 0] and len(made) == 5
     (folder / "5.txt").write_text("one")
     assert len(read_corpus(folder, 1.0, first)) == 5 and len(made) == 6

@@ -58,7 +58,9 @@ def _numbers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _build(files: Path) -> list[tuple[set[str], float, bool, bool]]:
-    """Of each model: where its weights were at first, the part of them here, whether they are DDP's, and tied."""
+    """For each model: the devices that its weights were made on, the share of them on this rank, whether they equal
+    those of the whole model, and whether embeddings are tied.
+    """
     found = []
     for name in ("shape", "checkpoint"):
         whole = _numbers(build_model(_config(files, name), 256))

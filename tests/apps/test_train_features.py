@@ -1,4 +1,4 @@
-"""What users of a trainer expect of `distca train`: clipping, accumulation and the like, each against a plain run."""
+"""Features that users of a trainer expect, such as clipping and accumulation, each compared with a plain run."""
 
 import collections
 import importlib.util
@@ -108,13 +108,13 @@ def _of_steps(run_dir: Path, name: str) -> list[float]:
 
 
 def _evaluated(run_dir: Path) -> dict[int, float]:
-    """Loss by step."""
+    """The loss of each step."""
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {step["step"]: step["eval_loss"] for step in metrics if "eval_loss" in step}
 
 
 def _weights(run_dir: Path) -> dict[str, bytes]:
-    """The last checkpoint to the bit."""
+    """The bytes of the tensors in the last checkpoint."""
     last = list(whole_checkpoints(run_dir).values())[-1]
     return {path.name: path.read_bytes() for path in last.glob("*.distcp")}
 
@@ -176,7 +176,8 @@ def test_attention_of_a_checkpointed_layer_runs_once(tmp_path: Path) -> None:
         steps[checkpointed] = calls.number["distca.core_attention.default"]
         linear[checkpointed] = calls.number["aten.mm.default"]
     assert steps[True] == steps[False] == 2
-    # In each of two layers all products but the last, whose output backward does not need.
+    # Without checkpointing, each of two layers runs six products fewer: all but the last, whose output backward does
+    # not need.
     assert linear[True] == linear[False] + 2 * 6
 
 
@@ -186,7 +187,7 @@ def test_an_evaluation_changes_no_step_and_has_the_loss_of_the_weights_of_its_st
     name = "evaluate, fsdp, ping-pong"
     assert _of_steps(runs / name, "loss") == pytest.approx(_of_steps(runs / "plain", "loss"), rel=1e-6)
     found = [_evaluated(runs / run) for run in ("evaluate", name)]
-    assert list(found[0]) == list(found[1]) == [1, 2]  # every second step, and the last
+    assert list(found[0]) == list(found[1]) == [1, 2]  # evaluated at every second step and at the last one
     assert list(found[0].values()) == pytest.approx(list(found[1].values()), rel=1e-5)
     assert found[0][2] < found[0][1] < _of_steps(runs / "plain", "loss")[0]
     assert json.loads((runs / "evaluate" / "summary.json").read_text())["eval_loss"] == found[0][2]

@@ -69,7 +69,7 @@ PHI3 = {
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of words, JSON lines of them, and a Gemma 3 of alternating windows with tied embeddings."""
+    """A tokenizer of words, JSON lines of such words, and a Gemma 3 with alternating windows and tied embeddings."""
     folder = tmp_path_factory.mktemp("files")
     tokenizer = TokenizerFile(WordLevel({word: index for index, word in enumerate([*WORDS, "?"])}, unk_token="?"))
     tokenizer.pre_tokenizer = Whitespace()
@@ -158,7 +158,7 @@ def test_a_document_longer_than_the_models_positions_is_an_error(files: Path) ->
     config = _config(files, tokens_per_rank=300)
     shape, _ = model_config(config, 31)
     check_positions(shape, config, longest_document=256)
-    check_positions(shape, _config(files), longest_document=5000)  # never more than a step of it
+    check_positions(shape, _config(files), longest_document=5000)  # a step holds only a part of such a document
     with pytest.raises(ConfigError, match="made for 256 positions, but a step may hold 257 tokens of a document"):
         check_positions(shape, config, longest_document=257)
 

@@ -102,7 +102,7 @@ def test_each_layer_compiles_to_one_graph(data: Path, tmp_path: Path, monkeypatc
             train(config, run_dir)
         losses.append(_losses(run_dir))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    assert 1 <= counter.frame_count <= 2  # shared by the layers; a second one where plans are of several size classes
+    assert 1 <= counter.frame_count <= 2  # the layers share one graph; plans of another size class need a second one
 
 
 @pytest.mark.parametrize("name", [*(name for name in RUNS if name != "plain"), "fsdp, then not"])
@@ -150,9 +150,9 @@ def test_a_trace_has_the_overlapping_steps_of_both_ranks_and_what_they_compute_b
         } <= {*names}
         parts = [event for event in mine if not event["name"].startswith("compute")]
         assert [event["args"]["step"] for event in parts[:6]] == [1, 2, 1, 2, 1, 3]
-        assert len(parts) == 3 * 3 * 2 * 2 * 2  # steps, parts, layers, halves, phases
+        assert len(parts) == 3 * 3 * 2 * 2 * 2  # the factors are steps, parts, layers, halves and phases
         assert all(b["ts"] >= a["ts"] + a["dur"] - 1 for a, b in zip(mine, mine[1:], strict=False)), "spans overlap"
-        assert names[0] == names[-1] == "compute other"  # a batch is waited for, a loss is shared
+        assert names[0] == names[-1] == "compute other"  # waiting for a batch, and sharing the loss
         assert {"compute forward", "compute backward", "compute optimizer"} <= {*names}
         phases = [e for e in events if e["pid"] == rank and e.get("cat") == "phase"]
         assert [event["name"] for event in phases] == ["forward", "backward", "optimizer"] * 3
@@ -169,7 +169,8 @@ def test_a_traced_run_reports_idle_shares_and_how_attention_was_planned_and_meas
     for name in ("ping-pong", "ping-pong, fsdp and compare"):
         traces = distca.read_trace(runs / name / "trace.json")
         assert [[step.number for step in trace.steps] for trace in traces] == [[0, 1, 2]] * 2
-        # The loads of each step are those that its imbalance was computed from; a comparison runs both plans.
+        # The traced loads are those that the step's imbalance was computed from. A comparison runs both plans in one
+        # step.
         for number, metrics in enumerate(_metrics(runs / name)):
             loads = [trace.steps[number].load for trace in traces]
             assert None not in loads
@@ -201,9 +202,9 @@ def test_a_log_of_memory_has_a_line_for_every_point_of_every_step_of_every_rank(
         for line in lines:
             assert 0 < line["rss"] <= line["rss_peak"]
             assert 0 <= line["arena_forward"] <= line["heap"] and 0 <= line["arena_backward"] <= line["heap"]
-        for phase in ("forward", "backward"):  # without balance a step may need nothing
+        for phase in ("forward", "backward"):  # a step without balance may need no arena
             assert max(line[f"arena_{phase}"] for line in lines) > 0
-        assert lines[-1]["rss_shared"] > 0  # the heaps, of which steps have used a part
+        assert lines[-1]["rss_shared"] > 0  # the parts of the heaps that steps have used
     assert not list((runs / "plain").glob("memory*"))
 
 

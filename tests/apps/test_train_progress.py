@@ -20,7 +20,7 @@ class _Terminal(io.StringIO):
 
 @pytest.fixture
 def logger() -> Iterator[logging.Logger]:
-    """The library's, left as it was."""
+    """The library's logger, which is restored afterwards."""
     log = logging.getLogger("distca")
     handlers, level = list(log.handlers), log.level
     yield log
@@ -64,7 +64,7 @@ def test_without_a_terminal_there_is_a_line_for_the_first_and_the_last_step_and_
     err = io.StringIO()
     monkeypatch.setattr("sys.stderr", err)
     now = 100.0
-    for _ in range(2):  # twice, as in a process that trains twice
+    for _ in range(2):  # this is set up twice, as in a process that trains twice
         log_to_stderr(rank=0)
     with Progress(40, 10, shows=True, clock=lambda: now) as progress:
         for step in range(10, 40):

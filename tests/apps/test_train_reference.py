@@ -70,7 +70,9 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def _texts(num: int, seed: int) -> list[str]:
-    """Of very different lengths, from words of which some are much more frequent, and tend to follow each other."""
+    """Documents of very different lengths. Some words are much more frequent than others, and words tend to follow in a
+    fixed order.
+    """
     generator = random.Random(seed)
     words = ["".join(generator.choices("abcdefgh", k=generator.randint(2, 7))) for _ in range(60)]
     texts = []
@@ -134,7 +136,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _rows(folder: Path, name: str, steps: int | None = None) -> list[dict[str, torch.Tensor]]:
-    """Packed rows of as many tokens as both ranks hold; without `steps` as many as the documents fill."""
+    """Packed rows, each with as many tokens as both ranks hold. Without `steps` there are as many rows as the documents
+    fill.
+    """
     corpus = read_corpus(folder / f"{name}.jsonl", 1.0, Tokenizer(folder / "tokenizer"))
     steps = steps or sum(corpus.lengths()) // (2 * TOKENS)
     batches = Batches(corpus, rank=0, ranks=1, tokens_per_rank=2 * TOKENS, steps=steps, seed=0)
@@ -142,7 +146,7 @@ def _rows(folder: Path, name: str, steps: int | None = None) -> list[dict[str, t
         {
             "input_ids": batch.input_ids,
             "position_ids": batch.layout.position_ids(0)[None],
-            # A label counts as the next row's target; shift_labels are the targets themselves.
+            # In `labels` a row's target is the label of the next row; `shift_labels` are the targets themselves.
             "labels": F.pad(batch.labels, (1, 0), value=-100)[:, :-1],
             "shift_labels": batch.labels,
         }
@@ -152,7 +156,7 @@ def _rows(folder: Path, name: str, steps: int | None = None) -> list[dict[str, t
 
 @torch.no_grad()
 def _mean_loss(model: torch.nn.Module, rows: list[dict[str, torch.Tensor]]) -> float:
-    """Over all targets, one document at a time."""
+    """The mean loss over all targets, computed one document at a time."""
     total, targets = 0.0, 0
     for row in rows:
         starts = [*(row["position_ids"][0] == 0).nonzero().flatten().tolist(), row["position_ids"].shape[1]]
@@ -173,7 +177,7 @@ class Rows(torch.utils.data.IterableDataset):
 
 
 class Trainer(transformers.Trainer):
-    """Notes the loss of every micro-batch, which it would log rounded."""
+    """Notes the loss of every micro-batch, because the log has it rounded."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -1,4 +1,4 @@
-"""Checkpoints of strangers, whose manifest fits what they hold, and damaged ones: nothing in them runs."""
+"""Checkpoints of strangers, and damaged ones: nothing in them runs, even where the manifest fits what they hold."""
 
 import copyreg
 import io
@@ -68,7 +68,7 @@ def _load(checkpoint: Path, trained: Trained | None = None) -> RunState:
 
 
 def _refusal(checkpoint: Path) -> str:
-    """Of a checkpoint, whose manifest is first made to fit."""
+    """The refusal of a checkpoint. Its manifest is first made to fit, so that the refusal has another reason."""
     manifest.main(str(checkpoint))
     with pytest.raises(CheckpointError) as caught:
         _load(checkpoint)
@@ -102,7 +102,7 @@ class Call:
 
 
 class HostileSize:
-    """Pickled as a torch.Size, whose argument calls something."""
+    """An object that is pickled as a torch.Size, whose argument calls something."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -173,7 +173,7 @@ def test_an_index_gets_nothing_that_another_pickle_has_left_in_the_cache_of_exte
     copyreg.add_extension("os", "system", code)
     try:
         content = b"\x80\x04\x82\xf0\x8c\x05false\x85R."
-        assert pickle.loads(content) != 0  # false has run, and the cache has os.system
+        assert pickle.loads(content) != 0  # the command `false` has run, and the cache holds os.system
         (checkpoint / ".metadata").write_bytes(content)
         assert ".metadata names os.system" in _refusal(checkpoint)
     finally:
@@ -182,7 +182,7 @@ def test_an_index_gets_nothing_that_another_pickle_has_left_in_the_cache_of_exte
 
 SLOT = (
     b"\x80\x04c" + METADATA.encode() + b"\n%s\n" + b"N}\x8c\x07changed\x88s\x86b."
-)  # sets the attribute `changed` of the class or value
+)  # sets the attribute `changed` of the named class or value
 
 
 @pytest.mark.parametrize("of", ["Metadata", "StorageMeta", "MetadataIndex", "_MEM_FORMAT_ENCODING"])
@@ -282,7 +282,7 @@ def test_a_file_with_one_bit_changed_or_cut_off_anywhere_is_refused_by_name(name
             (checkpoint / name).write_bytes(damaged)
             with pytest.raises(ConfigError) as caught:
                 _load(checkpoint)
-            # A manifest that says something else names the file that it no longer fits.
+            # A damaged manifest is blamed on any file that it no longer fits, so only the folder is certain.
             assert str(checkpoint / ("" if name == "manifest.json" else name)) in str(caught.value), f"seed {seed}"
 
 
@@ -324,7 +324,7 @@ def test_files_that_are_not_those_of_the_manifest_are_refused_by_name(name: str,
 
 def test_a_manifest_that_names_files_elsewhere_is_refused_and_none_of_them_is_read(checkpoint: Path) -> None:
     content = json.loads((checkpoint / "manifest.json").read_text())
-    for name in ("../pipe", str(checkpoint.parent / "pipe"), "/dev/zero"):  # to read one would never end
+    for name in ("../pipe", str(checkpoint.parent / "pipe"), "/dev/zero"):  # reading one of these would never end
         files = content["files"] | {name: {"bytes": 0, "sha256": ""}}
         (checkpoint / "manifest.json").write_text(json.dumps({"files": files}))
         with pytest.raises(CheckpointError, match="is missing"):
@@ -335,6 +335,6 @@ def test_the_manifest_has_bytes_and_sha256_of_every_other_file(saved: Path) -> N
     digests = read_manifest(saved)
     assert digests.keys() == {path.name for path in saved.iterdir()} - {"manifest.json"}
     check_digests(saved, digests, digests)
-    # By sha256sum.
+    # The program sha256sum computes the expected digests.
     sums = os.popen(f"cd '{saved}' && sha256sum .metadata {DATA} state.json").read().split()
     assert {name: sha256 for name, (_, sha256) in digests.items()} == dict(zip(sums[1::2], sums[::2], strict=True))

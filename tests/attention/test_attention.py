@@ -58,7 +58,7 @@ def _exact_or_why_not_here() -> str:
 
 @pytest.mark.parametrize("isa", ["plain", "avx2", "avx512", "avx512_bf16"])
 def test_every_instruction_set_is_as_exact_as_pytorch(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice is made once a process, so each has one of its own."""
+    """A process chooses its instruction set once, so each case runs in a process of its own."""
     monkeypatch.setenv("DISTCA_CPU_ISA", isa)
     [found] = launch(_exact_or_why_not_here, ranks=1)
     if isa != "plain" and found != "exact":
@@ -77,7 +77,7 @@ def test_without_tasks_all_rows_are_one_causal_document() -> None:
 @DTYPES
 @pytest.mark.parametrize("rows", [1, 3, 64, 100])
 def test_queries_are_the_last_rows_before_the_end_of_the_keys(rows: int, dtype: torch.dtype) -> None:
-    """As in generation with a cache: fewer queries than keys."""
+    """This is the case of generation with a cache: there are fewer queries than keys."""
     length = 131
     batch = random_batch((length,), distca.Heads(4, 2, 16, 24, dtype), 4)
     dout = batch.dout.clone()
@@ -99,7 +99,7 @@ def test_a_document_in_pieces_gives_bitwise_what_it_gives_whole() -> None:
     generator = torch.Generator().manual_seed(5)
     tasks = torch.tensor(pieces)[torch.randperm(len(pieces), generator=generator)]
     for name, a, b in zip(NAMES, _compute(batch, tasks), whole, strict=True):
-        if name in ("dk", "dv"):  # sums over query rows follow the tasks
+        if name in ("dk", "dv"):  # tasks decide the order in which sums over query rows are formed
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
         else:
             assert torch.equal(a, b), name
@@ -143,7 +143,7 @@ def test_scores_of_any_size_overflow_nothing(size: float) -> None:
     reference = oracle(big)
     for t in (out, lse, dq, dk, dv):
         assert t.isfinite().all()
-    # Scores carry rounding errors of their size times 2^-24, and probabilities follow them.
+    # Scores have rounding errors of their size times 2^-24, which carry over to the probabilities.
     torch.testing.assert_close(lse.double(), reference[1], rtol=1e-6, atol=1e-5)
     if size <= 1e3:
         torch.testing.assert_close(out.double(), reference[0], rtol=1e-2, atol=1e-2)

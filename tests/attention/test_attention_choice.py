@@ -1,4 +1,4 @@
-"""What computes attention is what an argument says, or else the environment, or else what has been verified."""
+"""An argument chooses what computes attention; without it the environment does, and then what has been verified."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_local_attention_computes_forward_and_backward_by_what_it_was_asked_for(
             for a, b in zip(computed(distca.attention, **options), expected, strict=True):
                 assert torch.equal(a, b), options
 
-    with ThreadPoolExecutor(1) as pool:  # a thread keeps what it computed with
+    with ThreadPoolExecutor(1) as pool:  # a thread keeps the backend that it computed with before
         pool.submit(compare).result()
 
 

@@ -1,4 +1,4 @@
-"""Softcap and sinks of the local kernel, and values at the ends of what numbers can hold."""
+"""Softcap and sinks of the local kernel, and values at the limits of the number formats."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_softcap_and_sinks_give_the_same_bits_whatever_the_tasks_and_the_threads
     torch.set_num_threads(3)
     pieces = with_ours(batch, torch.tensor(tasks[::-1]), 7.0, sinks)
     for name, a, b in zip((*NAMES, "dsinks"), pieces, whole, strict=True):
-        if name not in ("dk", "dv"):  # sums over query rows follow the tasks
+        if name not in ("dk", "dv"):  # tasks decide the order in which sums over query rows are formed
             assert torch.equal(a, b), name
 
 
@@ -87,7 +87,7 @@ def test_a_softcap_or_sinks_that_make_no_sense_are_refused(options: dict[str, ob
 
 @DTYPES
 def test_keys_with_a_score_of_minus_infinity_take_no_part(dtype: torch.dtype) -> None:
-    """Nor do rows that see no other keys come out as NaN: their out is 0 and their lse -inf."""
+    """Rows that see no other key do not become NaN either: their out is 0 and their lse -inf."""
     batch = random_batch((150,), distca.Heads(2, 1, 16, dtype=dtype), 6)
     batch.q[..., 0] = 1.0
     hidden = torch.zeros(150, dtype=torch.bool)
@@ -95,7 +95,7 @@ def test_keys_with_a_score_of_minus_infinity_take_no_part(dtype: torch.dtype) ->
     batch.k[hidden, :, 0] = -math.inf
     out, lse = distca.attention(batch.q, batch.k, batch.v)
     assert (out[:3] == 0).all() and (lse[:3] == -math.inf).all()
-    # A row that sees every key before it attends to those that are left.
+    # A row that sees all keys up to its own attends to those that are not NaN.
     q, k, v = (t.double() for t in (batch.q[148:149], batch.k[:149][~hidden[:149]], batch.v[:149][~hidden[:149]]))
     probs = torch.softmax(torch.einsum("ihd,jgd->hij", q, k) / 4, dim=2)
     rounding = 1e-5 if dtype == torch.float32 else 2e-2
@@ -109,11 +109,11 @@ def test_keys_with_a_score_of_minus_infinity_take_no_part(dtype: torch.dtype) ->
 def test_logits_of_ten_thousand_overflow_nothing(sign: float, dtype: torch.dtype) -> None:
     batch = random_batch((130,), distca.Heads(2, 1, 16, dtype=dtype), 7)
     batch.q[...] = sign * 100.0
-    batch.k[...] = 25.0 * (1 + torch.arange(130) % 2)[:, None, None]  # logits of 1e4 and 2e4
+    batch.k[...] = 25.0 * (1 + torch.arange(130) % 2)[:, None, None]  # the logits are 1e4 and 2e4
     for name, a, b in zip(NAMES, with_ours(batch, tasks_of((130,)), 0.0, None), oracle(batch), strict=True):
         assert a.isfinite().all(), name
         if name in ("out", "lse", "dv"):
-            # dv follows the rounding of the log-sum-exp that is handed over, 2e4 * 2^-24.
+            # The log-sum-exp that backward gets is rounded, by 2e4 * 2^-24; dv has that error too.
             rounding = 2e-2 if dtype == torch.bfloat16 else 2e-3 if name == "dv" else 1e-5
             torch.testing.assert_close(a.double(), b, rtol=rounding, atol=rounding)
 
@@ -123,5 +123,5 @@ def test_subnormal_numbers_are_numbers_or_nothing(dtype: torch.dtype) -> None:
     batch = random_batch((70,), distca.Heads(2, 1, 16, dtype=dtype), 8)
     small = Batch(batch.lengths, batch.heads, *(t * 1e-39 for t in (batch.q, batch.k, batch.v, batch.dout)))
     for name, a, b in zip(NAMES, with_ours(small, tasks_of((70,)), 0.0, None), oracle(small), strict=True):
-        # A subnormal operand may count as zero.
+        # The kernel may treat a subnormal operand as zero.
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-37, msg=lambda text, name=name: f"{name}: {text}")

@@ -1,6 +1,7 @@
-"""Whether attention is to be deterministic reaches what computes it, whichever way a step is taken.
+"""A request for deterministic attention reaches the backend, whichever way a step is taken.
 
-The CPU's kernel always is, so what is looked at is what a backend is told; recording_backend.cpp writes it down.
+The CPU's kernel is always deterministic, so these tests look at what a backend is told: recording_backend.cpp writes it
+down.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="there is
 
 @pytest.fixture(scope="module")
 def recorder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library of the recording backend."""
+    """The compiled recording backend."""
     library, made = Path(str(files("distca"))), tmp_path_factory.mktemp("recorder") / "recorder.so"
     options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-I", str(ROOT / "cpp")]
     link = ["-L", str(library), "-ldistca", f"-Wl,-rpath,{library}"]
@@ -39,7 +40,7 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-# What the rank with all rows does, and with the other one's options the server, which has none.
+# Below are the ways to take a step: each is run by the rank that has all rows, or by the server, which has none.
 
 
 def whole_step(plan: distca.Plan, context: distca.Context, **options: bool) -> None:
@@ -89,7 +90,9 @@ WAYS: dict[str, tuple[Way, Way]] = {
 
 
 def _steps(rank: int, ranks: int, pipe: Connection, recorder: str) -> None:
-    """Rank 1 computes all that rank 0 has; sends what it was told for each way, and each way of saying it."""
+    """For each way and each kind of request, sends what the backend of rank 1 was told. Rank 1 computes all rows of
+    rank 0.
+    """
     library = ctypes.CDLL(recorder)
     library.recorded_calls.restype = ctypes.c_char_p
     library.record_attention()
@@ -99,8 +102,9 @@ def _steps(rank: int, ranks: int, pipe: Connection, recorder: str) -> None:
     for ways in WAYS.values():
         for asked, by_torch in ((False, False), (True, False), (False, True)):
             library.forget_calls()
-            torch.set_deterministic_debug_mode("error" if by_torch else "default")  # the switch without inductor
-            options = [{}, {"deterministic": True} if asked else {}]  # ranks need not ask alike
+            # Torch's switch, without the part that imports inductor.
+            torch.set_deterministic_debug_mode("error" if by_torch else "default")
+            options = [{}, {"deterministic": True} if asked else {}]  # ranks need not make the same request
             on_all_ranks(contexts, lambda r, context: ways[r](plan.for_rank(r), context, **options[r]))  # noqa: B023
             pipe.send(library.recorded_calls().decode())
     for context in contexts:
@@ -113,7 +117,7 @@ def test_attention_is_deterministic_where_the_caller_or_torch_asks_for_it(record
     whole, in_parts = ["fb", "FB", "FB"], ["ffbb", "FFBB", "FFBB"]
     assert told == {
         "core_attention": whole,
-        "the operator": ["fb", "FB", "fb"],  # it has the argument alone
+        "the operator": ["fb", "FB", "fb"],  # the operator reads its argument alone
         "serve": whole,
         "core_attention in a half": whole,
         "dispatch": in_parts,

@@ -1,4 +1,4 @@
-"""The kernel's own exp and power of two, for each instruction set that this machine has, against the C library's."""
+"""The kernel's own exp and power of two, on each instruction set of this machine, compared with the C library's."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def run_program(code: str, isa: str, folder: Path) -> list[str]:
 def test_exp_is_exact_at_its_ends_and_within_an_ulp_or_so_between(isa: str, tmp_path: Path) -> None:
     worst, ends = run_program(EXPONENTIAL, isa, tmp_path)
     print(f"{isa}: largest error {worst} ulp")
-    assert float(worst) <= (1.2 if isa == "plain" else 0.9)  # plain has no fused multiply-add
+    assert float(worst) <= (1.2 if isa == "plain" else 0.9)  # the plain instruction set has no fused multiply-add
     assert ends == "1"
 
 

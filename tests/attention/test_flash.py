@@ -1,7 +1,8 @@
-"""Attention over tasks by ATen's flash attention: what distca.attention is on GPUs without kernels of their own.
+"""Attention over tasks by ATen's flash attention, which is what distca.attention uses on GPUs without kernels of their
+own.
 
-On the CPU its operator of ATen is one by the contract of the CUDA kernels (flash_on_cpu.py), which shows that tasks
-become the right calls; whether the kernels keep the contract shows on a GPU.
+On the CPU a stand-in replaces ATen's operator. It follows the contract of the CUDA kernels (flash_on_cpu.py), so these
+tests show that tasks become the right calls. Only a GPU can show that the kernels keep the contract.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def test_tasks_are_as_exact_as_pytorch(device: torch.device, heads: distca.Heads
 
 
 def test_rows_in_any_order_with_gaps_find_their_own_keys(device: torch.device) -> None:
-    # Queries of two documents, of which the second comes first; rows and keys between them belong to nobody.
+    # Queries of two documents, the second of which comes first. Rows and keys between them belong to nobody.
     heads = HEADS["bf16"]
     batch = random_batch((50, 30), heads, 1)
     place_q, place_k = [(60, 110), (3, 33)], [(7, 57), (90, 120)]
@@ -106,7 +107,7 @@ def test_rows_that_are_strided_or_misaligned_give_the_same(device: torch.device)
         view.copy_(t)
     q, k, v = (t.to(device).detach().requires_grad_() for t in strided)
     out, _ = flash(q, k, v, torch.tensor(whole(batch.lengths)))
-    # An expanded gradient, as that of a sum is.
+    # The gradient is expanded, as that of a sum is.
     out.backward(torch.ones((), dtype=heads.dtype, device=device).expand(out.shape))
     assert torch.equal(out.detach().cpu(), expected[0])
     ones = run(device, (batch.q, batch.k, batch.v, torch.ones_like(batch.dout)), whole(batch.lengths))
@@ -181,7 +182,7 @@ def test_tensors_on_two_devices_are_an_error_that_names_both() -> None:
 
 
 def test_the_fake_kernel_promises_what_comes_on_a_gpu() -> None:
-    # Without a graph: a PyTorch without CUDA cannot make one of its tensors.
+    # No graph is built, because a PyTorch without CUDA cannot make one of its tensors.
     with FakeTensorMode():
         q = torch.empty(50, 4, 32, dtype=torch.bfloat16, device="cuda")
         k, v = torch.empty(2, 50, 2, 32, dtype=torch.bfloat16, device="cuda").unbind()

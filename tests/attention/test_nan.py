@@ -1,4 +1,4 @@
-"""A NaN in one row of a document reaches the rows that see it and no other, not even multiplied by zero."""
+"""A NaN in one row of a document reaches the rows that see it and no others, not even by multiplication with zero."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 import distca
 
-LENGTH = 150  # more than two key blocks, and no multiple of one
+LENGTH = 150  # more than two key blocks, and not a multiple of one
 
 
 def gradients_and_results(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -31,9 +31,10 @@ def test_a_nan_reaches_no_row_that_does_not_see_it(name: str, row: int, dtype: t
         return torch.equal(found[result][rows], clean[result][rows])
 
     before, after = slice(0, row), slice(row + 1, LENGTH)
-    if name in ("k", "v"):  # rows before it do not see it as a key
+    if name in ("k", "v"):  # earlier rows do not see this row as a key
         assert unharmed("out", before) and unharmed("lse", before) and unharmed("dq", before)
-    else:  # it is one query: other queries are apart from it, and keys after it are not seen by it
+    # The NaN is in one query: other queries do not use it, nor do the gradients of later keys, which it does not see.
+    else:
         assert all(unharmed(result, rows) for result in ("out", "lse", "dq") for rows in (before, after))
         assert unharmed("dk", after) and unharmed("dv", after)
     if name == "dout":

@@ -1,4 +1,4 @@
-"""What must be the same on all ranks of a context is compared when it is made, by every transport."""
+"""Every transport compares what must be the same on all ranks of a context when the context is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`distca.launch`: what it returns, and how every way a rank can fail is told."""
+"""`distca.launch`: what it returns, and how it reports every way in which a rank can fail."""
 
 import importlib
 import os
@@ -84,7 +84,7 @@ def test_values_come_back_in_rank_order_from_an_initialised_group() -> None:
 
 
 def test_forked_ranks_are_as_spawned_ones_and_see_the_environment_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What else a rank may do is tried with ranks that start fast: how it is told is the same."""
+    """Other failures are tried with ranks that start fast, because reports do not depend on how ranks start."""
     for greeting in ("hello", "hello again"):
         monkeypatch.setenv("GREETING", greeting)
         results = launch(_about_this_rank, greeting, ranks=2)
@@ -151,7 +151,7 @@ def _start_script(folder: Path, function: str) -> subprocess.Popen[str]:
 
 
 def _wait_for(condition, what: str):
-    """Polls, since the processes watched are not children of this one."""
+    """Polls, because the watched processes are not children of this one."""
     deadline = time.monotonic() + 60
     while not (value := condition()):
         assert time.monotonic() < deadline, f"{what} did not happen within 60 seconds"
@@ -183,7 +183,7 @@ def test_ctrl_c_reaches_the_ranks_and_those_that_handle_it_still_return(tmp_path
         pids = _wait_for(lambda: _rank_pids(tmp_path), "the start of the ranks")
         parent.send_signal(signal.SIGINT)
         out, err = parent.communicate(timeout=60)
-    said = [line for line in out.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10 does
+    said = [line for line in out.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10 does this
     assert (parent.returncode, said, err) == (0, ["['stopped cleanly', 'stopped cleanly']"], "")
     assert all(_gone(pid) for pid in pids)
 
@@ -213,7 +213,7 @@ def test_a_second_ctrl_c_kills_ranks_that_go_on(tmp_path: Path) -> None:
 def test_a_limit_of_open_files_that_is_too_low_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     used, hard = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     limit = used + 200
-    monkeypatch.setattr(launch_module, "_start", None)  # nothing gets so far
+    monkeypatch.setattr(launch_module, "_start", None)  # nothing comes as far as this call
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
@@ -229,7 +229,7 @@ def test_a_limit_of_open_files_that_is_too_low_is_told_before_anything_starts(mo
 
 
 def _interrupts_the_rank_that_has_returned() -> str:
-    """Rank 1 waits until rank 0 has returned, which shows in its signals, and interrupts it then."""
+    """Rank 1 interrupts rank 0 once that has returned, which shows in the signals that rank 0 ignores."""
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
     if dist.get_rank() == 1:

@@ -1,4 +1,4 @@
-"""What runs on a GPU, as far as a machine without one can tell: the library loads, and its build is checked."""
+"""The code for GPUs, as far as a machine without one can test it: the library loads, and its build is checked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _load_ptxas() -> ModuleType:
 
 ptxas = _load_ptxas()
 
-# As nvcc 13.0 prints it for two kernels, one of which spills.
+# This is what nvcc 13.0 prints for two kernels, one of which spills.
 OUTPUT = """\
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_Z4calmPf' for 'sm_90a'
@@ -65,7 +65,7 @@ def test_the_report_has_registers_shared_memory_and_spills_of_each_kernel() -> N
     ("folder", "text", "message"),
     [
         ("attention", OUTPUT, "_Z6spillsPf spills 276 bytes for sm_90a"),
-        ("runtime", OUTPUT, None),  # slow there, but no reason to fail
+        ("runtime", OUTPUT, None),  # a spill only makes this kernel slow, so the check passes
         ("runtime", SERIALISED, "C7510"),
         ("attention", OUTPUT.split("ptxas info    : Compiling entry function '_Z6")[0], None),
     ],

@@ -1,7 +1,7 @@
 """Steps as part of a CUDA graph, which is launched again with other plans. Not yet run on a GPU.
 
-Expected are the bits of the same steps done one by one on the same GPU; test_cuda_kernels.py holds those to PyTorch's.
-Without a GPU the same code runs on an emulated one (test_emulated_gpu.py).
+The expected results are the bits of the same steps done one by one on the same GPU; test_cuda_kernels.py compares those
+with PyTorch's. Without a GPU the same code runs on an emulated one (test_emulated_graphs.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tensors = list[torch.Tensor]
 
 
 def _plans(ranks: int) -> list[distca.Plan]:
-    """Of documents that fill ROWS rows of each rank."""
+    """A layout of documents that fill ROWS rows of each rank."""
     plans = []
     for seed in range(NUM_PLANS):
         lengths = [ROWS * ranks - 61 - seed, 60, seed + 1]
@@ -44,7 +44,7 @@ def _tensors(seed: int, rank: int) -> Tensors:
 
 
 def _step(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> Tensors:
-    """Two layers, forward and backward: out of the second, and the gradients."""
+    """Two layers, forward and backward: returns the second layer's out, and the gradients."""
     q, k, v, dout = tensors
     first, _ = distca.core_attention(q, k, v, plan.for_rank(context.rank), context=context, deterministic=True)
     out, _ = distca.core_attention(first + q, k, v, plan.for_rank(context.rank), context=context, deterministic=True)
@@ -52,7 +52,7 @@ def _step(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> Tenso
 
 
 def _compare(rank: int, plans: list[distca.Plan], context: distca.Context, all_ranks: threading.Barrier | None) -> None:
-    """Launches of one graph, each with another plan, against steps that are not recorded."""
+    """Compares launches of one graph, each with another plan, with steps that are not recorded."""
     inputs = [_tensors(seed, rank) for seed in range(len(plans))]
     right = [_step(plan, tensors, context) for plan, tensors in zip(plans, inputs, strict=True)]
     torch.cuda.current_stream().synchronize()
@@ -77,7 +77,7 @@ def _compare(rank: int, plans: list[distca.Plan], context: distca.Context, all_r
         graph.replay()
         for name, mine, expected in zip(("out", "dq", "dk", "dv"), returned, right[turn], strict=True):
             assert torch.equal(mine, expected), f"launch {turn}: {name}"
-        if turn % 5 == 0:  # between launches a step that is not recorded
+        if turn % 5 == 0:  # a step that is not recorded runs between the launches
             assert torch.equal(_step(plan, inputs[turn], context)[0], right[turn][0])
     context.check()
 

@@ -1,6 +1,6 @@
 """The library's own attention kernels on a GPU: exact, and with the same bits whatever the plan. Not yet run on one.
 
-What can be tested of them without a GPU is in test_cuda_attention_host.py.
+test_kernels_on_host.py holds what can be tested of them without a GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _deterministic() -> object:
 def local(
     tensors: Sequence[torch.Tensor], tasks: Sequence[tuple[int, ...]], **options: object
 ) -> tuple[torch.Tensor, ...]:
-    """out, lse, dq, dk, dv of distca.attention, on the CPU."""
+    """The out, lse, dq, dk and dv of distca.attention, copied to the CPU."""
     q, k, v = (t.cuda().detach().requires_grad_() for t in tensors[:3])
     rows = torch.tensor(tasks, dtype=torch.int64).reshape(-1, 4)
     out, lse = distca.attention(q, k, v, rows, attention="own", **options)

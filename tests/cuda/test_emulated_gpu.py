@@ -1,8 +1,9 @@
 """Steps on an emulated GPU: the library's code for CUDA on streams that are threads (emulation/runtime).
 
-Expected are the bits of the same steps on the host, where attention is computed by the CPU's kernel in the order of the
-streams: then everything else is looked at. Heads of values have 8 or 16 columns, of which both add row sums in the same
-order. With the library's own kernels, on the machine of test_cuda_attention_host.py, errors are held to PyTorch's.
+The expected results are the bits of the same steps on the host. The first tests have attention computed by the CPU's
+kernel, in the order of the streams, so that they test everything but attention. Heads of values have 8 or 16 columns
+there, because host and device then add row sums in the same order. The other tests use the library's own kernels on the
+machine of test_kernels_on_host.py, and compare errors with PyTorch's.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _assert_same(mine: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) ->
 
 
 def _on_host_and_gpu(batch: Batch, plan: distca.Plan, fused: bool = True) -> list[list[tuple[torch.Tensor, ...]]]:
-    """Of the host and of the emulated GPU what each rank returns."""
+    """What each rank returns, on the host and on the emulated GPU."""
     results = []
     for options in ({}, OPTIONS):
         with loopback_group(plan, **options) as contexts:
@@ -176,7 +177,7 @@ def test_a_host_that_is_many_steps_ahead_waits_before_it_uses_memory_of_tables_a
         for number, plan in enumerate(plans):
             results.append(distca.core_attention(*tensors, plan.for_rank(rank), context=context))
             if number == 6:
-                is_ahead.set()  # of the 128 tables that may be under way, half
+                is_ahead.set()  # half of the 128 tables that may be under way are used by now
         gpu.synchronize()
         return [out for out, _ in results]
 
@@ -185,7 +186,7 @@ def test_a_host_that_is_many_steps_ahead_waits_before_it_uses_memory_of_tables_a
     with loopback_group(plans[0]) as contexts:
         expected = on_all_ranks(contexts, lambda rank, context: _forward(plans[0], batch, rank, context))
     for mine, right in zip(results, expected, strict=True):
-        assert all(torch.equal(one, right) for one in mine)  # rows are the same whatever the plan
+        assert all(torch.equal(one, right) for one in mine)  # the plan does not change any row's result
 
 
 # ---- the library's own attention

@@ -1,6 +1,6 @@
-"""Recordings on the emulated GPU: steps that are replayed, or launched as a captured graph, with other plans each time.
+"""Recordings on the emulated GPU: steps that are replayed, or launched as a captured graph, each time with other plans.
 
-Expected are the bits of the same steps on the host, one by one.
+The expected results are the bits of the same steps done one by one on the host.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def _record(
     steps: Callable[[], object],
     captured: bool = True,
 ) -> tuple[distca.Recording, Callable[[], None]]:
-    """A recording of the steps, and what does them again: the launch of a graph that was captured, or a replay.
+    """A recording of the steps, and the function that does them again: it launches the captured graph, or replays.
 
-    Ranks of one process wait for each other on both sides: recording may wait for the device, and so for a rank that is
-    ahead and waits for this one there.
+    The ranks of one process wait for each other before and after. Recording may wait for the device, and therefore for
+    a rank that is ahead and itself waits for this one.
     """
     all_ranks.wait()
     with gpu.graph() if captured else nullcontext() as launch, context.record(headroom=4.0, rounds=8) as recording:
@@ -60,7 +60,7 @@ def _record(
 def _work(
     gpu: EmulatedGpu, plans: Sequence[distca.Plan], heads: distca.Heads, captured: bool
 ) -> Callable[[int, distca.Context], list[Tensors]]:
-    """What a rank does: each plan's step from a recording; now and then also one that is not recorded."""
+    """What a rank does: it takes each plan's step from a recording, and now and then a step that is not recorded."""
     all_ranks = threading.Barrier(plans[0].layout.num_ranks, timeout=60.0)
 
     def work(rank: int, context: distca.Context) -> list[Tensors]:
@@ -72,7 +72,7 @@ def _work(
         for seed, plan in enumerate(plans):
             set_rows(tensors, tensors_of(seed, rank, heads))
             again()
-            # While that may still be under way:
+            # The next calls come while that may still be under way.
             other = one_step(plan, tensors_of(seed, rank, heads), context) if seed % 5 == 3 else None
             if seed + 1 < len(plans):
                 recording.replan(plans[seed + 1].for_rank(rank))
@@ -194,11 +194,11 @@ def test_a_peer_that_dies_between_launches_ends_them(gpu: EmulatedGpu) -> None:
         for _ in range(2):
             recording.replan(plan.for_rank(rank))
             launch()
-        gpu.synchronize()  # the recording's memory goes with it
+        gpu.synchronize()  # when `work` returns, the recording's memory is freed
         if rank == 1:
             _emulation.mark_died(context._core)
             return
-        while True:  # until a replan says so
+        while True:  # ends when a replan raises the error
             recording.replan(plan.for_rank(rank))
             launch()
             gpu.synchronize()

@@ -22,7 +22,7 @@ MISUSE = {
     "launch_no_block": "set_kernel is launched with a wrong grid",
     "launch_too_many_threads": "more than 1024 threads a block",
     "leave_threads_at_a_barrier": "of the 128 threads of a block of uneven_kernel 28 have ended",
-    "write_beyond_the_end": "",  # a segmentation fault
+    "write_beyond_the_end": "",  # this case ends with a segmentation fault
 }
 
 
@@ -38,16 +38,17 @@ def test_wrong_use_ends_the_program_and_says_why(emulated_library: Path, which: 
 @pytest.mark.parametrize(
     ("which", "result"),
     {
-        "reuse_a_source_too_early": 2,  # what was written there after the copy was queued
-        # Whether it waits for the device, as the driver may; a kernel at its first start and at its second.
+        "reuse_a_source_too_early": 2,  # the value that was written there after the copy was queued
+        # The result is 1 if the call waits for the device, as the driver may. That of a kernel has a digit for its
+        # first start, which waits, and one for its second, which does not.
         "free_something": 1,
         "allocate_page_locked_memory": 1,
         "allocate_memory_of_the_device": 0,
         "start_a_kernel_for_the_first_time": 10,
         "values_with_a_barrier": 0,
-        "replay_a_fork_and_join": 1115,  # 2 x 5 + 1, then 2 x 7 + 1
+        "replay_a_fork_and_join": 1115,  # 2 x 5 + 1 is 11, and 2 x 7 + 1 is 15
         "replay_branches_that_wait_for_each_other": 0,
-        # Numbers of errors, as CUDA's: 1000 times that of the call, and that of the end of the capture.
+        # These are CUDA's numbers of errors: 1000 times that of the call, plus that of the end of the capture.
         "wait_for_an_event_from_outside": 905_901,
         "wait_outside_for_an_event_of_a_capture": 907_000,
         "leave_a_stream_unjoined": 904,

@@ -1,6 +1,7 @@
-"""Ranks whose rows lie in memory of their backend and whose attention is ATen's: what runs on any GPU.
+"""Ranks whose rows lie in memory of their backend and whose attention is ATen's: this runs on any GPU.
 
-On the CPU ATen's operator is one by the contract of its CUDA kernels (flash_on_cpu.py). On a GPU the ranks share it.
+On the CPU a stand-in that follows the contract of ATen's CUDA kernels replaces its operator (flash_on_cpu.py). On a GPU
+the ranks share it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def test_masks_are_as_exact_as_pytorch(flash: dict[str, str], mask: str, window:
 
 
 def test_gradients_as_small_as_their_dtype_can_hold_are_as_exact(flash: dict[str, str]) -> None:
-    # What stands in for out in backward is made from squares of dout, which are zero in fp32.
+    # Backward takes in place of out a tensor made from squares of dout, which are zero in fp32.
     pool = ErrorPool(BF16.dtype)
     for seed in range(9):
         batch = random_batch(LENGTHS, BF16, seed)
@@ -150,7 +151,7 @@ def test_what_flash_lacks_is_refused_before_anything_moves(flash: dict[str, str]
         q, k, v = (
             torch.zeros(5, n, dim, dtype=heads.dtype, device=context.device) for n, dim in ((2, 16), (1, 16), (1, 24))
         )
-        for _ in range(2):  # and the context is none the worse for it
+        for _ in range(2):  # the context still works afterwards
             with pytest.raises(distca.InvalidArgumentError, match="head dim 16, v has 24; equal ones are supported"):
                 distca.core_attention(q, k, v, plan, context=context)
         assert context.step == 0

@@ -1,7 +1,7 @@
-"""The code of the CUDA kernels, run on a host: every thread a fiber, the instructions of sm_90a done in software.
+"""The code of the CUDA kernels, run on a host: every thread is a fiber, and software does the instructions of sm_90a.
 
-What it computes is compared with float64 on random problems in which every row that must not be read is not a number.
-The machine stops a kernel that hangs, leaves barriers half used or reads what no fence has ordered.
+The results are compared with float64 on random problems, where every row that must not be read is NaN. The machine
+stops a kernel that hangs, leaves a barrier half used, or reads what no fence has ordered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="there is
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = ROOT / "tests/emulation"
-    # The first folder has the emulated hopper.h, which is found before cuda/attention/hopper.h.
+    # The first folder has the emulated hopper.h, which is therefore found before cuda/attention/hopper.h.
     includes = [f"-I{part}" for part in (folder, ROOT / "cuda", ROOT / "cpp")]
     sources = [
         folder / "run_kernels.cpp",
@@ -44,7 +44,7 @@ SHAPES = pytest.mark.parametrize(
         (64, 64, "bfloat16", 8),
         (64, 64, "float16", 4),
         (128, 128, "bfloat16", 4),
-        (96, 80, "float16", 3),  # columns that the kernel of 128 fills with zeros
+        (96, 80, "float16", 3),  # the kernel for 128 columns fills the others with zeros
         (192, 128, "bfloat16", 2),
         (256, 256, "bfloat16", 2),
     ],

@@ -1,1 +1,1 @@
-"""What runs on a GPU, run on a host: the machine of sm_90a, and the CUDA runtime."""
+"""The code for GPUs, run on a host: the machine of sm_90a, and the CUDA runtime."""

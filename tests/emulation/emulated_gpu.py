@@ -1,4 +1,4 @@
-"""The library's code for GPUs on an emulated CUDA runtime (`runtime`): compiled by the host's compiler."""
+"""The library's code for GPUs on an emulated CUDA runtime (`runtime`), compiled by the host's compiler."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _ON_MACHINE = {"kKernel"}
 
 
 def for_the_host(source: str) -> str:
-    """Text of a .cu file as C++: launches of kernels and shared memory in other words, in the same lines.
+    """The text of a .cu file as C++: kernel launches and shared memory are written in another way, on the same lines.
 
-    A GPU has 2 multiprocessors here, so grids that fill one are small.
+    A GPU has 2 multiprocessors here, so that grids which fill it are small.
     """
 
     def launch(found: re.Match[str]) -> str:
@@ -57,7 +57,7 @@ def build(factory: pytest.TempPathFactory) -> Path:
     kernels = [one for one in cuda.glob("*/*.cu") if one.parent.name != "attention" or one.stem == "kernels_64"]
     sources = [sorted(cuda.glob("*/*.cpp")), [FOLDER.parent / "machine.cpp", *sorted(FOLDER.glob("*.cpp"))]]
     sources += [rewritten(one, f"{one.stem}.cpp") for one in [*kernels, *FOLDER.glob("*.cu")]]
-    # Of headers with the same name the first is found: instances.h as rewritten, hopper.h as emulated.
+    # Of two headers with the same name the first in the path is used: instances.h as rewritten, hopper.h as emulated.
     folders = [FOLDER / "headers", FOLDER, folder, FOLDER.parent, cuda, ROOT / "cpp"]
     includes = [f"-I{part}" for part in folders]
     options = [
@@ -75,7 +75,7 @@ def build(factory: pytest.TempPathFactory) -> Path:
 
 
 class EmulatedGpu:
-    """The library, in this process."""
+    """The emulated GPU: the library loaded into this process."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
@@ -83,7 +83,9 @@ class EmulatedGpu:
 
     @contextmanager
     def in_use(self, own_attention: bool) -> Iterator[EmulatedGpu]:
-        """Inside, contexts made with `OPTIONS` are on it; with the library's own attention kernels, or the CPU's."""
+        """Inside, contexts that are made with `OPTIONS` use this GPU. Attention is computed by the library's own
+        kernels, or by the CPU's.
+        """
         self._library.use_emulated_gpu(own_attention)
         try:
             yield self
@@ -97,12 +99,12 @@ class EmulatedGpu:
         return self._library.outcome(which.encode())
 
     def synchronize(self) -> None:
-        """Waits for what this thread has queued: a replay or a launch; steps wait by themselves."""
+        """Waits for what this thread has queued. Only replays and launches need this: steps wait by themselves."""
         self._call("synchronize")
 
     @contextmanager
     def stream(self, number: int) -> Iterator[None]:
-        """Inside, this thread queues on a stream of its own of that number; 0 is the one that it has otherwise."""
+        """Inside, this thread queues on its own stream of that number; outside it uses stream 0."""
         self._library.use_stream(number)
         try:
             yield
@@ -111,7 +113,9 @@ class EmulatedGpu:
 
     @contextmanager
     def steps_do_not_wait(self) -> Iterator[None]:
-        """Inside, they are only queued: keep all that they read and return, and look at nothing before a wait."""
+        """Inside, steps are only queued. The caller keeps all tensors that they read and return, and looks at none
+        before it waits.
+        """
         self._library.wait_after_steps(False)
         try:
             yield
@@ -120,7 +124,7 @@ class EmulatedGpu:
 
     @contextmanager
     def nodes_one_by_one(self) -> Iterator[None]:
-        """Inside, graphs that start do their nodes one after another, in a random order that their edges allow."""
+        """Inside, a started graph runs its nodes one after another, in a random order that its edges allow."""
         self._library.run_graphs_one_by_one(True)
         try:
             yield
@@ -129,7 +133,7 @@ class EmulatedGpu:
 
     @contextmanager
     def graph(self) -> Iterator[Callable[[], None]]:
-        """Captures what this thread queues inside; what it gives launches that afterwards."""
+        """Captures what this thread queues inside, and yields a function that launches it afterwards."""
         graph = ctypes.c_void_p()
         self._call("begin_capture", _THREAD_LOCAL)
 

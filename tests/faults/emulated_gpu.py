@@ -1,4 +1,4 @@
-"""Faults of what runs on a GPU, which the emulated one shows."""
+"""Faults of the code for GPUs, which the emulated GPU shows."""
 
 from faults.fault import Fault
 

@@ -1,9 +1,9 @@
-"""A fault that can be planted in the sources, and where: its place survives renames, moves and other line breaks.
+"""A fault that can be planted in the sources. Its place survives renames, moves and other line breaks.
 
-A fault knows its place by a piece of the source. The piece is compared word by word, so line breaks and spaces do not
-count. Where its file no longer has these words, or there is no such file, the fault looks in all sources for the same
-piece with other names: each name of the piece stands for one name of the source, always the same one. Of several such
-places the one with the most names unchanged is taken, and the names are changed in what is planted too.
+A piece of the source marks the place. Pieces are compared word by word, so line breaks and spaces do not count. If the
+fault's file lacks these words, or there is no such file, the fault looks in all sources for the same piece with other
+names: a name of the piece then stands for one name of the source, always the same one. If there are several such
+places, the one with the most unchanged names is taken, and the same names are changed in what is planted.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import NamedTuple
 _WORD = re.compile(r"\w+|\S")
 _FOLDERS, _KINDS = ("cpp", "cuda", "python/distca", "tests/emulation"), (".py", ".cpp", ".h", ".cu", ".cuh")
 _FEWEST_KEPT = 0.5
-"""Of the names of a piece, the part that must be unchanged where it is found under other names."""
+"""The share of a piece's names that must be unchanged where the piece is found under other names."""
 _KEYWORDS = """auto bool break const continue do double else float for if int int64_t return size_t static std void
 while and def elif except from in is lambda not or raise try with yield None True False self"""
 _FIXED = frozenset(_KEYWORDS.split())
 
 
 class Place(NamedTuple):
-    """Characters ``[begin, end)`` of a file, and what the names of the piece are called there."""
+    """A place: characters ``[begin, end)`` of a file, and what the piece's names are called there."""
 
     file: Path
     begin: int
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Fault:
-    """In `file`, the piece `old` becomes `new`; one of `tests` fails then."""
+    """A change of the piece `old` in `file` to `new`, after which one of `tests` fails."""
 
     name: str
     file: str
@@ -44,7 +44,7 @@ class Fault:
     tests: tuple[str, ...]
 
     def place(self, tree: Path) -> Place:
-        """Where the fault goes. ValueError where no place, or more than one, is like its piece."""
+        """The place of the fault. Raises ValueError if no place, or more than one, is like its piece."""
         path = tree / self.file
         found = list(_places(path, self.old, exact=True)) if path.is_file() else []
         if not found:
@@ -60,7 +60,7 @@ class Fault:
         return found[0]
 
     def planted(self, tree: Path) -> tuple[Path, str]:
-        """The file of the tree that the fault goes into, and its text with the fault in it."""
+        """The file of the tree that gets the fault, and its text with the fault in it."""
         place = self.place(tree)
         text = place.file.read_text()
         new = re.sub(r"[A-Za-z_]\w*", lambda name: place.names.get(name[0], name[0]), self.new)
@@ -68,11 +68,11 @@ class Fault:
 
 
 def _places(file: Path, piece: str, *, exact: bool) -> Iterator[Place]:
-    """Where the file has the words of the piece, or others in the place of its names."""
+    """The places where the file has the words of the piece, with its names or with others."""
     text = file.read_text()
     words = _words(text)
     wanted = _WORD.findall(piece)
-    # The spaces and line breaks around the piece go with it.
+    # Spaces and line breaks around the piece belong to it.
     before, after = len(piece) - len(piece.lstrip()), len(piece) - len(piece.rstrip())
     for first in range(len(words) - len(wanted) + 1):
         if exact and words[first][0] != wanted[0]:
@@ -96,7 +96,7 @@ def _words(text: str) -> list[re.Match[str]]:
 
 
 def _names(wanted: list[str], words: list[str], exact: bool) -> dict[str, str] | None:
-    """What each name of the wanted words is called here; None where these are other words."""
+    """What each name of the wanted words is called in `words`; None if these are other words."""
     if exact:
         return {} if wanted == words else None
     names: dict[str, str] = {}

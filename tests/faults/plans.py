@@ -5,8 +5,9 @@ from faults.fault import Fault
 EXACT = "tests/runtime/test_exactness.py"
 STEPS = "tests/runtime/test_steps.py"
 PLAN = "tests/plan/test_plan.py"
+PLAN_MEMORY = "tests/plan/test_plan_memory.py"
 SCHEDULER = "tests/plan/test_scheduler.py"
-BAD_INPUT = "tests/runtime/test_bad_input.py"
+ALTERED = "tests/runtime/test_altered_plans.py"
 ARRANGEMENT = "cpp/plan/arrangement.cpp"
 TABLES = "cpp/plan/slice_tables.cpp"
 SHARD = "cpp/plan/shard.cpp"
@@ -55,7 +56,7 @@ FAULTS = [
         "cpp/plan/validate.cpp",
         "  check_plan(static_cast<int64_t>(digest(used)) == h.checksum,",
         "  check_plan(static_cast<int64_t>(digest(used)) != 0,",
-        (BAD_INPUT,),
+        (ALTERED,),
     ),
     Fault(
         "tables are not part of the digest that ranks compare",
@@ -104,7 +105,7 @@ FAULTS = [
         "cpp/plan/draft.cpp",
         "      if (bytes <= options_.capacity) continue;",
         "      if (bytes <= options_.capacity + 64) continue;",
-        (PLAN,),
+        (PLAN_MEMORY,),
     ),
     Fault(
         "small tasks are dear in the statistics alone",
@@ -125,7 +126,7 @@ FAULTS = [
         "python/distca/planner/planning.py",
         "here = None if context is None else _context_of(layout, context)",
         'here = _context_of(layout, context if context is not None else "default")',
-        ("tests/runtime/test_bad_input.py::test_planning_reads_the_context_that_it_is_given_and_no_other",),
+        ("tests/runtime/test_wrong_plans.py::test_planning_reads_the_context_that_it_is_given_and_no_other",),
     ),
     Fault(
         "ranks whose cost models differ are told of nothing",

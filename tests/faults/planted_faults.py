@@ -5,9 +5,9 @@
     make faults ARGS="--only NAME"  one
     make faults ARGS="--jobs 1"     one after the other; by default as many at once as there are cores
 
-Works on copies of the tree in a temporary folder, one a job, each of which it builds once and then again for each fault
-in C++. For each fault the tests that should notice run first, then, if they pass, the whole suite. Prints which test
-noticed; exits with 1 if a fault survives, or if the tests fail without one.
+Each job works on a copy of the tree in a temporary folder. It builds the copy once, and again for each fault in C++.
+The tests that should notice a fault run first. If they pass, the whole suite runs. The program prints which test
+noticed a fault. It exits with 1 if a fault survives, or if the tests fail without one.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from faults.fault import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 300.0
-"""Seconds for one run of tests; one that takes longer hangs, which is noticed too."""
+"""The limit of one run of tests in seconds. A run that takes longer hangs, and counts as having noticed the fault."""
 
 
 def tool(name: str) -> str:
-    """The one installed beside this Python, else the one on PATH."""
+    """The program installed beside this Python, or otherwise the one on PATH."""
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
     found = shutil.which(name, path=path)
     if found is None:
@@ -49,7 +49,7 @@ class Copy:
 
     def __init__(self, folder: Path, build_jobs: int) -> None:
         self.build_jobs = build_jobs
-        self.output = ""  # of the last run of tests
+        self.output = ""  # the output of the last run of tests
         self.tree = folder / "tree"
         self.build_folder = folder / "build"
         made_by_tools = (".git", ".venv", "build", "dist", "runs", "*.so", "*.egg-info", "__pycache__", ".*_cache")
@@ -80,7 +80,7 @@ class Copy:
         return ran.stdout
 
     def failing_test(self, tests: tuple[str, ...]) -> str:
-        """The first test that fails, or what else went wrong; empty where all pass."""
+        """The first test that fails, or what else went wrong; empty if all pass."""
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         process = subprocess.Popen(
             command,
@@ -109,7 +109,7 @@ class Copy:
         return named[1] if named else f"the end of pytest with code {process.returncode}"
 
     def noticed(self, fault: Fault) -> str:
-        """What notices the fault, which is then taken out of the source again; empty where nothing does."""
+        """What notices the fault; empty if nothing does. The source is restored afterwards."""
         path, text = fault.planted(self.tree)
         source = path.read_text()
         path.write_text(text)
@@ -135,7 +135,7 @@ def main() -> int:
     chosen = [fault for fault in FAULTS if not options.only or fault.name in options.only]
     if not chosen:
         parser.error(f"no fault is called {options.only}; --list says which there are")
-    for fault in chosen:  # before anything takes time
+    for fault in chosen:  # checks all faults before anything takes time
         try:
             fault.planted(ROOT)
         except (OSError, ValueError) as error:

@@ -4,6 +4,7 @@ from faults.fault import Fault
 
 PLAN = "tests/plan/test_plan.py"
 RETAIN = "tests/runtime/test_retain.py"
+RETAIN_MISTAKES = "tests/runtime/test_retain_mistakes.py"
 ARRANGEMENT = "cpp/plan/arrangement.cpp"
 DISPATCHER = "cpp/runtime/dispatcher.cpp"
 TABLES = "cpp/plan/slice_tables.cpp"
@@ -49,6 +50,6 @@ FAULTS = [
         "cpp/torch/core_attention.cpp",
         "given.has_value() && given->numel() == h.retained_bytes,",
         "given.has_value(),",
-        (RETAIN,),
+        (RETAIN_MISTAKES,),
     ),
 ]

@@ -8,8 +8,12 @@ DEATH = "tests/runtime/test_process_death.py"
 TOLD = "tests/runtime/test_told_faults.py"
 TRANSPORT = "tests/transport/test_shm.py"
 TORCH_TRANSPORT = "tests/transport/test_torch_transport.py"
+TORCH_FAULTS = "tests/transport/test_torch_transport_faults.py"
 PARTS = "tests/runtime/test_steps_in_parts.py"
+PARTS_MISTAKES = "tests/runtime/test_steps_in_parts_mistakes.py"
+UNFINISHED = "tests/runtime/test_steps_left_unfinished.py"
 PING_PONG = "tests/operators/test_ping_pong.py"
+PING_PONG_WRAPPERS = "tests/operators/test_ping_pong_wrappers.py"
 DISPATCHER = "cpp/runtime/dispatcher.cpp"
 PROTOCOL = "cpp/runtime/protocol.cpp"
 PROTOCOL_FAULTS = "cpp/runtime/protocol_faults.cpp"
@@ -191,7 +195,7 @@ FAULTS = [
         PROTOCOL,
         "        for (int64_t p = 0; p < num_ranks(); ++p) compare_with(p);",
         "",
-        (TORCH_TRANSPORT,),
+        (TORCH_FAULTS,),
     ),
     Fault(
         "a rank stops exchanging when its own rounds are over",
@@ -205,14 +209,14 @@ FAULTS = [
         "cpp/transport/collective.cpp",
         "        check_put(rank_, heap_bytes(), record.target, record.row_stride, record.head_stride, n);",
         "",
-        (TORCH_TRANSPORT,),
+        (TORCH_FAULTS,),
     ),
     Fault(
         "a rank that fails leaves its group without a word",
         "python/distca/connect/exchange.py",
         "            self._report(kind, text)",
         "            pass",
-        (TORCH_TRANSPORT,),
+        (TORCH_FAULTS,),
     ),
     # ---- errors
     Fault(
@@ -235,21 +239,21 @@ FAULTS = [
         PROTOCOL_FAULTS,
         "static_cast<uint64_t>(part_) << 1 |",
         "",
-        (PARTS,),
+        (PARTS_MISTAKES,),
     ),
     Fault(
         "peers are not told of a step that is given up",
         "python/distca/context.py",
         "            self._core.abandon(step, why)",
         "            pass",
-        (PARTS,),
+        (UNFINISHED,),
     ),
     Fault(
         "inputs may change while a step is under way",
         "python/distca/steps.py",
         "        if (name := self._call.changed_input()) is not None:",
         "        if (name := None) is not None:",
-        (PARTS,),
+        (UNFINISHED,),
     ),
     Fault(
         "a half runs under the saved-tensor hooks of the other",
@@ -277,7 +281,7 @@ FAULTS = [
         "python/distca/pingpong/ping_pong.py",
         "    module.set_reshard_after_forward(False, recurse=False)",
         "    pass",
-        (PING_PONG,),
+        (PING_PONG_WRAPPERS,),
     ),
     Fault(
         "a half is labelled with rows of the other",

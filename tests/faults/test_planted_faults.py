@@ -1,4 +1,6 @@
-"""The faults of `make faults` still fit the sources: planting each takes hours, whether it can be planted no time."""
+"""The faults of `make faults` still fit the sources. Planting them takes long; checking that they can be planted does
+not.
+"""
 
 from __future__ import annotations
 

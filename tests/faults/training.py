@@ -72,18 +72,14 @@ FAULTS = [
         "python/distca/apps/train/data.py",
         "itertools.islice(packed, self._start, max(self._start, self._steps))",
         "itertools.islice(packed, self._steps - self._start)",
-        (
-            "tests/apps/test_train_checkpoint.py::test_a_resumed_run_takes_the_same_steps_to_the_bit_and_records_each_once",
-        ),
+        ("tests/apps/test_train_resume.py::test_a_resumed_run_takes_the_same_steps_to_the_bit_and_records_each_once",),
     ),
     Fault(
         "a resumed run begins its learning rates anew",
         "python/distca/apps/train/checkpoint.py",
         'self.schedule.load_state_dict(state["schedule"])',
         "pass",
-        (
-            "tests/apps/test_train_checkpoint.py::test_a_resumed_run_takes_the_same_steps_to_the_bit_and_records_each_once",
-        ),
+        ("tests/apps/test_train_resume.py::test_a_resumed_run_takes_the_same_steps_to_the_bit_and_records_each_once",),
     ),
     Fault(
         "the index of a checkpoint may call anything",

@@ -1,4 +1,4 @@
-"""Faults of memory that a step should not take, and of figures of traces."""
+"""Faults that make a step take memory it should not, and faults of a trace's figures."""
 
 from faults.fault import Fault
 

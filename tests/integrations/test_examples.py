@@ -1,4 +1,4 @@
-"""The examples, run by the commands that they name: what they print is right."""
+"""The examples print the right things when run by the commands that their docstrings name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUMBER = r"(\d[\d.e+-]*)"
 
 
 def _run(example: Path, *arguments: str) -> str:
-    """What it prints, by the first command of its docstring."""
+    """What the example prints when run by the first command of its docstring."""
     found = re.search(
         rf"^    (python|torchrun) (.*examples/{example.name})(?: +#.*)?$", example.read_text(), re.MULTILINE
     )
@@ -42,7 +42,7 @@ def _run(example: Path, *arguments: str) -> str:
 
 
 def _numbers(pattern: str, text: str) -> list[list[float]]:
-    """The numbers of every line like the pattern, in which # stands for one."""
+    """The numbers in every line that is like the pattern; # in the pattern stands for a number."""
     regex = re.compile(re.escape(pattern).replace(r"\#", NUMBER))
     return [[float(number.replace(",", "")) for number in found.groups()] for found in regex.finditer(text)]
 
@@ -79,7 +79,7 @@ def _check_plan_my_lengths(text: str) -> None:
 
 
 def _ranks_of(text: str) -> list[tuple[int, ...]]:
-    """Documents, tokens, load before and load after of every rank."""
+    """For every rank: its documents, its tokens, and its load before and after balancing."""
     lines = re.findall(r"^ *\d+((?:  +[\d,]+){4})$", text.split("largest load")[0], re.MULTILINE)
     return [tuple(int(number.replace(",", "")) for number in line.split()) for line in lines]
 

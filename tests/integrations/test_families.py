@@ -45,7 +45,7 @@ SAMPLE = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers', of kernels that are not installed
+@pytest.mark.filterwarnings("ignore")  # transformers warns of kernels
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_a_model_of_each_kind_is_exact_or_refused_with_the_reason(kind: str) -> None:
     name = SAMPLE[kind]

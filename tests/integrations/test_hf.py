@@ -1,4 +1,4 @@
-"""An unmodified Llama with `attn_implementation="distca"`: SDPA's gradients, and errors for what a plan cannot mean."""
+"""An unmodified Llama with attn_implementation="distca": SDPA's gradients, or an error for what no plan can express."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from support.ranks import launch
 HEADS = distca.Heads(q=4, kv=2, dim=8)
 VOCABULARY = 61
 
-# Segments (document, begin, end) of each rank, and how many rows of each rank have a target (None: all that can).
+# For each rank: its segments (document, begin, end), and how many of its rows have a target (None: all that can).
 CASES = {
     "ten targets against a thousand": ([[(0, 0, 50), (1, 0, 13)], [(1, 13, 700), (2, 0, 331)]], (10, 1000)),
     "whole documents": ([[(0, 0, 97)], [(1, 0, 3), (2, 0, 1), (3, 0, 64)]], (None, None)),
@@ -54,7 +54,7 @@ def _documents(layout: distca.Layout) -> list[torch.Tensor]:
 
 
 def _targets(name: str) -> tuple[distca.Layout, list[torch.Tensor], list[torch.Tensor]]:
-    """The layout, the tokens of each document, and the targets of each: shifted before cutting, then thinned out."""
+    """The layout, and the tokens and targets of each document. Targets are shifted before the cut, then thinned out."""
     ranks, wanted = CASES[name]
     layout = distca.Layout(ranks)
     tokens = _documents(layout)
@@ -92,7 +92,7 @@ def _loss_and_gradients(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     batch = _batch(name, dist.get_rank())
     model = DistributedDataParallel(_model("distca"))
     plan = distca.plan(batch.layout, HEADS, context="default", tolerance=0.01, min_rows=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the gradients are looked at after the step
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the test looks at the gradients after the step
     trained = Trained(model, optimizer, ConstantLR(optimizer))
     result = train_step(trained, [MicroBatch([(batch, plan)], batch.num_targets)], stop=False, since=0.0)
     return result.loss, _gradients(model.module)
@@ -120,7 +120,7 @@ def two_ranks() -> list[tuple[list[tuple[float, dict[str, torch.Tensor]]], str]]
 
 
 def _reference(name: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """transformers' own SDPA, one document at a time, one process."""
+    """Loss and gradients by transformers' own SDPA, one document at a time, in one process."""
     _, tokens, targets = _targets(name)
     num_targets = sum(int((document != NO_TARGET).sum()) for document in targets)
     model = _model("sdpa")

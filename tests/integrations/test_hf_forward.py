@@ -1,4 +1,4 @@
-"""What a model's forward does with a plan: every layer uses it, RoPE sees the longest document, or an error."""
+"""What a model's forward does with a plan: every layer uses it, RoPE sees the longest document, misuse is an error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.groups import loopback_group, on_all_ranks, outcomes
 from support.models import MHA, VOCABULARY, Family
 from support.rope import ROPE
 
-#: A document over two ranks, and a rank of padding alone.
+#: A document over two ranks, and a rank that has only padding.
 LAYOUT = distca.Layout([[(0, 0, 30), (1, 0, 20)], [(0, 30, 64), (2, 0, 9)], [(-1, 0, 2)]])
 ONE_RANK = distca.Layout.from_documents([[5, 3]])
 STABLELM = Family("StableLmConfig", {"head_dim": 8}, {None: distca.Heads(4, 2, 8)})
@@ -32,7 +32,7 @@ def _tokens(layout: distca.Layout) -> list[torch.Tensor]:
 
 
 def _inputs(layout: distca.Layout, rank: int) -> dict[str, torch.Tensor]:
-    """input_ids and position_ids of a rank, and shift_labels: the next token of each row's document."""
+    """A rank's input_ids and position_ids, and its shift_labels: the next token in the document of each row."""
     tokens = _tokens(layout)
     parts = {"input_ids": tokens, "shift_labels": [torch.cat([t[1:], torch.tensor([-100])]) for t in tokens]}
     made = {
@@ -60,7 +60,7 @@ def _plans(family: Family, layout: distca.Layout) -> distca.Plans:
 
 
 def _in_one_process(family: Family, layout: distca.Layout) -> Result:
-    """transformers' own attention on all documents packed into one row."""
+    """The results of transformers' own attention on all documents packed into one row."""
     return _loss_and_gradients(
         family.model("sdpa"), **_inputs(distca.Layout.from_documents([layout.document_lengths]), 0)
     )
@@ -98,7 +98,7 @@ def test_rope_of_the_longest_position_is_that_of_one_process_with_all_documents(
 
 
 def test_dynamic_rope_forgets_what_one_rank_has_evaluated_alone() -> None:
-    """transformers' own would keep the frequencies of 200 positions, on that rank only."""
+    """transformers alone would keep the frequencies of 200 positions, and on that rank only."""
 
     def evaluate(model: torch.nn.Module, rank: int) -> None:
         if rank == 1:
@@ -138,7 +138,7 @@ def test_activation_checkpointing_of_such_a_model_keeps_the_plan_for_backward(re
 def _call(
     family: Family, layout: distca.Layout = ONE_RANK, model: Callable[..., Any] | None = None, **options: Any
 ) -> torch.Tensor:
-    """The logits of rank 0's forward."""
+    """The logits that rank 0's forward returns."""
     model = family.model("distca") if model is None else model
     inputs = {name: value for name, value in _inputs(layout, 0).items() if name != "shift_labels"}
     inputs |= {"plan": _plans(family, layout), "use_cache": False} | options
@@ -175,7 +175,7 @@ def test_using_is_the_keyword_of_the_model_called_inside() -> None:
             other.start()
             other.join()
             found = model(**inputs, use_cache=False).logits
-            STABLELM.model("sdpa")(**inputs)  # takes no notice
+            STABLELM.model("sdpa")(**inputs)  # a model with other attention ignores the plan
         assert context.step == 2
         assert torch.equal(found, expected)
         assert (seen[0] - model(**inputs, use_cache=False).logits).norm() == 0, "it holds for one thread, until left"
@@ -253,7 +253,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers', of kernels that are not installed
+@pytest.mark.filterwarnings("ignore")  # transformers warns of kernels
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_exact_is_refused_before_any_step_with_the_reason(case: str) -> None:
     refused = REFUSED[case]

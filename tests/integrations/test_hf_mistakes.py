@@ -1,4 +1,4 @@
-"""Ranks whose models do not go together, in layers or in what they evaluate: the step, the layer, what to change."""
+"""Ranks whose models differ in layers or in what they evaluate are told the step, the layer and what to change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _model(layers: int = 2, attention: str = "distca") -> LlamaForCausalLM:
 
 
 def _batch(step: int, rank: int) -> dict[str, object]:
-    """Forward keywords of a rank, the plan among them; other documents in each step."""
+    """A rank's keywords for forward, with the plan; every step has other documents."""
     plan = distca.plan(LAYOUTS[step % 2], HEADS, tolerance=0.0, min_rows=1, rank=rank)
     ids = torch.randint(2, 61, (1, 48), generator=torch.Generator().manual_seed(2 * step + rank))
     return {"input_ids": ids, "position_ids": plan.layout.position_ids(rank)[None], "use_cache": False, "plan": plan}
@@ -149,7 +149,7 @@ def test_evaluation_with_a_plan_on_one_rank_while_the_other_waits_for_it_is_a_ti
                 _evaluate(models[rank], context, _batch(1, rank))
             finally:
                 evaluated.set()
-        assert evaluated.wait(20.0)  # as in a barrier
+        assert evaluated.wait(20.0)  # this rank waits as it would in a barrier
         _train_step(models[rank], context, 1)
 
     for rank, error in enumerate(_errors(work, timeout=0.5)):

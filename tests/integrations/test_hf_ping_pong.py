@@ -1,6 +1,6 @@
-"""Ping-pong inside a model of transformers: what the model gives for the whole packed row.
+"""Ping-pong inside a model of transformers gives what the model gives for the whole packed row.
 
-The halves' matrices have other shapes than the whole row's, so results agree to rounding.
+The matrices of a half have other shapes than those of the whole row, so results agree up to rounding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _inputs(rank: int, context: distca.Context) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2 with windows in the upper layer", "gpt_oss", "longrope"])
 def test_loss_gradients_and_logits_are_those_of_the_whole_row(family: str) -> None:
-    """On rank 0 there is one document, so it has a half without rows."""
+    """Rank 0 has one document, so one of its halves has no rows."""
     made = (FAMILIES | ROPE)[family]
     windows = list(made.heads)
     whole = distca.plans(LAYOUT, GQA, windows=windows, tolerance=0.02)

@@ -1,4 +1,6 @@
-"""Model families of transformers with attn_implementation="distca": the loss and gradients of SDPA on each document."""
+"""Model families of transformers with attn_implementation="distca" have the loss and gradients of SDPA on each
+document.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers', of kernels that are not installed
+@pytest.mark.filterwarnings("ignore")  # transformers warns of kernels
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_that_needs_more_is_refused_with_what_it_needs(family: str) -> None:
     made, message = REFUSED[family]

@@ -1,4 +1,6 @@
-"""An unmodified transformers.Trainer under torchrun, with PlanInputs: the losses and weights of SDPA in one process."""
+"""An unmodified transformers.Trainer under torchrun, with PlanInputs, has the losses and weights of SDPA in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ Ranks = list[dict[str, Any]]
 
 
 def _run(folder: Path) -> dict[str, Ranks]:
-    """What both ranks saved, by the way in which they trained."""
+    """What both ranks saved, by their way of training."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
@@ -52,7 +54,7 @@ def test_a_trainer_under_torchrun_has_losses_and_weights_of_one_process_in_all_w
 
 
 def _check_steps(ranks: Ranks, how: str) -> torch.nn.Module:
-    """Takes the same steps with SDPA, one document at a time, compares, and returns the model."""
+    """Takes the same steps with SDPA, one document at a time, compares them, and returns the model."""
     batches = [ranks[0]["seen"][step] + ranks[1]["seen"][step] for step in range(STEPS)]
     assert sorted(sum(batches, [])) == sorted(document["input_ids"] for document in documents())
     model = model_with("sdpa")
@@ -64,7 +66,7 @@ def _check_steps(ranks: Ranks, how: str) -> torch.nn.Module:
         optimizer.step()
         optimizer.zero_grad()
         for rank in ranks:
-            assert rank["losses"][step] == pytest.approx(total.item() / targets, rel=1e-4)  # they are logged rounded
+            assert rank["losses"][step] == pytest.approx(total.item() / targets, rel=1e-4)  # the log has them rounded
     for rank in ranks:
         assert rank["steps"] == STEPS * 2 * 2 * (2 if how == "ping-pong" else 1), f"{how}: attention went another way"
         assert max(rank["bytes moved"][:STEPS]) > 0
@@ -78,7 +80,7 @@ def _check_steps(ranks: Ranks, how: str) -> torch.nn.Module:
 
 
 class _Batches:
-    """In the Trainer's place: hands the batch through."""
+    """Stands for the Trainer and hands the batch through."""
 
     model = model_with("distca")
 

@@ -1,4 +1,6 @@
-"""TRL's SFTTrainer on ranks under distca: the losses and weights of a plain one in one process, the same documents."""
+"""TRL's SFTTrainer on ranks under distca has the losses and weights of a plain one in one process on the same
+documents.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ CASES = [
     "three_ranks",
 ]
 PROGRAM = Path(__file__).with_name("trl_program.py")
-# Three steps through two layers, forward and backward; checkpoints run forward again; evaluations have three batches.
+# Three steps go through two layers, forward and backward. Checkpointing adds a forward; an evaluation has three
+# batches.
 ATTENTION_CALLS = {"lora": 18, "gradient_checkpointing": 18, "gradient_accumulation": 24, "evaluation": 12 + 18}
 
 for name in ("trl", "datasets", "peft"):
@@ -41,7 +44,7 @@ for name in ("trl", "datasets", "peft"):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What all processes of all cases saved."""
+    """The folder with what the processes of all cases saved."""
     return made_once(tmp_path_factory, "trl", _run)
 
 
@@ -60,7 +63,7 @@ def _ranks(folder: Path, case: str, count: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_have_the_losses_and_weights_of_one_process_without_distca(folder: Path, case: str) -> None:
     alone = torch.load(folder / f"{case}.alone.pt")
-    # In bf16 rows are rounded differently before they reach attention, whoever computes it.
+    # In bf16 rows are rounded differently before they reach attention, whatever computes it.
     of_losses, of_weights = (3e-4, 0.05) if case == "bf16" else (2e-6, 3e-5)
     for rank in _ranks(folder, case, 3 if case == "three_ranks" else 2):
         assert rank["losses"] == pytest.approx(alone["losses"], rel=of_losses)
@@ -70,6 +73,7 @@ def test_ranks_have_the_losses_and_weights_of_one_process_without_distca(folder:
         assert rank["bytes moved"] > 0
         assert rank["weights"].keys() == alone["weights"].keys()
         for name, expected in alone["weights"].items():
-            start = alone["start"].get(name, torch.zeros(()))  # adapters begin unlike each other, and half of them at 0
+            # Adapters start at different values, and half of them at 0.
+            start = alone["start"].get(name, torch.zeros(()))
             error = (rank["weights"][name] - expected).norm()
             assert error <= of_weights * (expected - start).norm(), name

@@ -1,8 +1,8 @@
-"""What torchrun starts in test_trainer.py: the same model trained by a transformers.Trainer, in each of WAYS.
+"""The program that test_trainer.py starts by torchrun: trains a model by a transformers.Trainer in each of WAYS.
 
     trainer_program.py FOLDER
 
-Every rank saves to FOLDER/RANK.pt what it saw and what came out.
+Every rank saves its inputs and results to FOLDER/RANK.pt.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Trainer(PlanInputs, transformers.Trainer):
         self.bytes_moved: list[int] = []
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Notes the documents of this rank's batch, as the collator packed them."""
+        """Notes the documents of this rank's batch as the collator has packed them."""
         inputs = super()._prepare_inputs(inputs)
         packed, starts = inputs["input_ids"][0].tolist(), (inputs["position_ids"][0] == 0).nonzero().flatten().tolist()
         self.seen.append([packed[a:b] for a, b in zip(starts, [*starts[1:], len(packed)], strict=True)])

@@ -1,9 +1,9 @@
-"""What test_trl.py starts: every case trained by ranks under distca, and by one process with plain SDPA.
+"""The program of test_trl.py: trains every case by ranks under distca, and by one process with plain SDPA.
 
     trl_program.py FOLDER [CASE ...]
 
-Imports are most of a short run: this process imports once and forks all others, which find each other as under
-torchrun. A rank saves what came out to FOLDER/CASE.RANK.pt, the one process to FOLDER/CASE.alone.pt.
+This process imports once and forks all others, because imports take most of a short run. The ranks find each other as
+under torchrun. A rank saves its results to FOLDER/CASE.RANK.pt, and the one process to FOLDER/CASE.alone.pt.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CHAT_TEMPLATE = (
 
 @dataclasses.dataclass
 class Case:
-    """How to train: by these options of SFTConfig, and of the one process instead by those under `alone`."""
+    """How to train: `options` are those of SFTConfig; the one process alone replaces some of them by `alone`."""
 
     options: dict[str, Any]
     alone: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -59,7 +59,7 @@ class Case:
 
 PACKING: dict[str, Any] = {"packing": True, "max_length": MAX_LENGTH}
 PADDING_FREE: dict[str, Any] = {"padding_free": True, "max_length": None}
-PADDED: dict[str, Any] = {"padding_free": False}  # a document a row, as wide as the longest
+PADDED: dict[str, Any] = {"padding_free": False}  # one document a row; rows are as wide as the longest
 CHECKPOINTS: dict[str, Any] = {"gradient_checkpointing": True}
 
 CASES = {
@@ -107,7 +107,7 @@ def model_of(kind: str, attention: str, tokenizer: PreTrainedTokenizerBase) -> P
 
 
 def texts(count: int, seed: int) -> list[str]:
-    """A few as long as a packed row, most far shorter."""
+    """Documents of which a few are as long as a packed row, and most are far shorter."""
     draw = random.Random(seed)
     lengths = [draw.choice([2, 5, 9, 14, 30, MAX_LENGTH - 4]) for _ in range(count)]
     return [" ".join(draw.choices(trl_sft.WORDS, k=length)) for length in lengths]
@@ -165,7 +165,7 @@ def trained(case: Case, folder: Path, alone: bool) -> dict[str, Any]:
     heads = heads_of(model.config, case.dtype)
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     adapters = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if case.lora else None
-    torch.manual_seed(8)  # of adapters
+    torch.manual_seed(8)  # the seed of the adapters' weights
     trainer = (SFTTrainer if alone else UnderDistca)(
         model,
         SFTConfig(str(folder), **options),
@@ -208,7 +208,7 @@ def train_all(cases: list[str], folder: Path, alone: bool) -> None:
 
 def _leave() -> None:
     if dist.is_initialized():
-        gc.collect()  # DDP's reducer goes before the group that it uses
+        gc.collect()  # DDP's reducer must be freed before the group that it uses
         dist.barrier()
         dist.destroy_process_group()
 
@@ -220,7 +220,7 @@ def _forked(environment: dict[str, str], run: Callable[..., None], *args: Any) -
         try:
             run(*args)
             _leave()
-        except BaseException:  # its peers would wait for it
+        except BaseException:  # otherwise its peers would wait for it
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
@@ -231,7 +231,7 @@ def _forked(environment: dict[str, str], run: Callable[..., None], *args: Any) -
 
 
 def _group(ranks: int, run: Callable[..., None], *args: Any) -> list[BaseProcess]:
-    """Ranks in an environment like torchrun's, whose store is this process's."""
+    """Starts ranks in an environment like torchrun's, with a store in this process."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     _stores.append(store)
     shared = {
@@ -251,7 +251,7 @@ _stores: list[dist.TCPStore] = []
 def main() -> None:
     datasets.disable_progress_bars()
     gc.collect()
-    gc.freeze()  # each trainer collects garbage: without all that is imported, in half of a case's time
+    gc.freeze()  # trainers collect garbage; leaving imported modules out of that halves the time of a case
     folder = Path(sys.argv[1])
     cases = sys.argv[2:] or list(CASES)
     processes = [_forked({}, train_all, cases, folder, True)]
@@ -262,7 +262,7 @@ def main() -> None:
         for sentinel in wait(list(running)):
             process = running.pop(sentinel)
             process.join()
-            if process.exitcode != 0:  # the others would wait for it
+            if process.exitcode != 0:  # otherwise the others would wait for it
                 for other in processes:
                     other.kill()
                 sys.exit("a process failed")

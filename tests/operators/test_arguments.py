@@ -1,4 +1,4 @@
-"""What people pass by mistake: each is refused by a typed error that names it, with what is expected."""
+"""Wrong arguments that people pass by mistake are refused by a typed error that names them and what is expected."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_calls(change: Callable[..., dict[str, Any]], message: str, context: dis
     q, k, v = (torch.randn(shape) for shape in SHAPES)
     good: dict[str, Any] = {"q": q, "k": k, "v": v, "plan": distca.plan(LAYOUT, HEADS)}
     _refused(lambda: distca.core_attention(**good | change(q, k, v)), message)
-    assert distca.core_attention(**good)[0].shape == q.shape  # the context goes on
+    assert distca.core_attention(**good)[0].shape == q.shape  # the context still works
 
 
 def test_the_local_kernel_and_the_report_of_memory() -> None:

@@ -1,4 +1,4 @@
-"""Second derivatives and forward mode, which core attention lacks: an error wherever a wrong number would be."""
+"""Core attention has no second derivative and no forward mode: both are errors where a wrong number would come out."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ NOT_TWICE = pytest.raises(distca.InvalidArgumentError, match="derivative for dis
 @every_entry
 @pytest.mark.parametrize("wanted", range(4), ids=["q", "k", "v", "sinks"])
 def test_a_gradient_that_is_differentiated_again_is_an_error(plan: distca.Plan, entry: str, wanted: int) -> None:
-    """Beside a term that has a second derivative, so that autograd by itself would have something to return."""
+    """The loss also has a term with a second derivative, so that autograd by itself would return something."""
     inputs = _inputs()
     out = ENTRIES[entry](*inputs, plan)
     loss = out.sum() + sum(t.pow(3).sum() for t in inputs)
@@ -126,7 +126,7 @@ def test_functional_forward_mode_is_refused(plan: distca.Plan, entry: str) -> No
 @pytest.mark.parametrize("entry", ["core_attention", "dispatch, attend, collect", "attention"])
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.hessian], ids=["grad", "hessian"])
 def test_functional_gradients_raise_before_anything_moves(plan: distca.Plan, entry: str, transform: Any) -> None:
-    """torch has none of a Python function for autograd that is written as ours."""
+    """torch itself cannot apply these transforms to a Python autograd function that is written as ours."""
     q, *others = (t.detach() for t in _inputs())
     with pytest.raises(RuntimeError):
         transform(lambda q: ENTRIES[entry](q, *others, plan).pow(2).sum())(q)

@@ -22,7 +22,7 @@ HEADS = [distca.Heads(4, 2, 16, 24), distca.Heads(4, 1, 8, None, torch.bfloat16)
 
 @pytest.fixture(params=HEADS, ids=["fp32", "bf16"])
 def alone(request: pytest.FixtureRequest) -> Iterator[tuple[distca.Context, distca.Plan]]:
-    """A group of one rank with a name of its own."""
+    """A context of one rank with its own name, and a plan for it."""
     plan = distca.plan(distca.Layout.from_documents([LENGTHS]), request.param)
     with distca.init(max_tokens=sum(LENGTHS), heads=request.param, name="test_ops") as context:
         yield context, plan
@@ -33,8 +33,8 @@ def _inputs(heads: distca.Heads, grad: bool = True) -> tuple[torch.Tensor, ...]:
     return tuple(t.requires_grad_(grad) for t in (batch.q, batch.k, batch.v))
 
 
-# opcheck differentiates the sum of all outputs, which our operators refuse for lse; so its tracing checks run without
-# gradients, and with gradients on the function that returns out alone.
+# opcheck differentiates the sum of all outputs, which our operators refuse for lse. Its tracing checks therefore run
+# without gradients; with gradients they run on the function that returns out alone.
 WITHOUT_TRACING = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 

@@ -1,24 +1,22 @@
 """Ping-pong: two halves at once give, to the bit, what both give one after the other.
 
-Expected is always the same model without ping-pong: both forward passes, then one backward of the sum of the losses.
+The expected results are those of the same model without ping-pong: both forward passes, then one backward of the sum
+of the losses.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import distca
 from distca import steps as parts
 from distca.integrations import hf  # noqa: F401
-from support.groups import loopback_group, on_all_ranks, outcomes
+from support.groups import loopback_group, on_all_ranks
 from support.halves import (
     HEADS,
     LENGTHS,
@@ -33,13 +31,8 @@ from support.halves import (
     seeded,
 )
 from support.models import FAMILIES, GQA, VOCABULARY
-from support.ranks import launch
-from support.train_runs import one_rank
 
 BF16 = distca.Heads(q=4, kv=2, dim=16, dtype=torch.bfloat16)
-
-
-# ---- the same bits
 
 
 @pytest.mark.parametrize("reorder_seed", [None, 1])
@@ -140,7 +133,7 @@ def test_one_half_is_checkpointed_and_the_other_in_autocast(recompute: dict[str,
         model, halves = seeded(Model), halves_for(plans, context)
         checkpointed, in_autocast = reversed(halves) if swapped else halves
         checkpointed["recompute"], in_autocast["cast"] = recompute, True
-        checkpointed["x"].requires_grad_()  # without which reentrant checkpointing computes no gradients
+        checkpointed["x"].requires_grad_()  # reentrant checkpointing computes no gradients without this
         assert_same(results(ping_pong, model, halves), results(one_after_the_other, model, halves))
 
     with loopback_group(plans) as contexts:
@@ -149,7 +142,8 @@ def test_one_half_is_checkpointed_and_the_other_in_autocast(recompute: dict[str,
 
 @pytest.mark.parametrize("where", ["in both halves", "around"])
 def test_autocast_shares_cast_weights_as_it_does_without_ping_pong(where: str) -> None:
-    plans, model = plans_for(1, (BF16, BF16)), seeded(Model)  # on one rank, for threads share the cache of casts
+    # On one rank, because rank threads share the cache of casts.
+    plans, model = plans_for(1, (BF16, BF16)), seeded(Model)
 
     def around(run: Callable[..., list[Any]]) -> dict[str, torch.Tensor]:
         with torch.autocast("cpu", dtype=torch.bfloat16) if where == "around" else contextlib.nullcontext():
@@ -238,7 +232,7 @@ def test_a_dedicated_server_without_tokens_serves_both_halves_without_the_model(
 
 
 def test_halves_of_different_length_and_a_model_that_looks_at_its_thread_state() -> None:
-    """One half has twice the layers; each leaves the modes that it has entered, in its own order."""
+    """One half has twice the layers. Each half leaves the modes that it has entered, in its own order."""
     plans = plans_for(1)
 
     class Deeper(Model):
@@ -267,73 +261,8 @@ def test_halves_of_different_length_and_a_model_that_looks_at_its_thread_state()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-# ---- wrappers
-
-
-def _gradients(wrapper: str, context: distca.Context) -> tuple[list[torch.Tensor], int]:
-    """Mean gradients of two steps of ping-pong on this rank, and the weights that FSDP2 keeps whole."""
-    model = seeded(Model)
-    both = distca.PingPong(model)
-    wrapped: torch.nn.Module = both
-    if wrapper == "ddp":
-        wrapped = DistributedDataParallel(both)
-    else:
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(both if wrapper == "fsdp2 around" else model)
-    halves = halves_for(plans_for(2), context)
-    if wrapper == "fsdp2":  # layer by layer, attention and all
-        halves[1]["recompute"] = {}
-    for half in halves:
-        half["context"] = "default"
-    for _ in range(2):
-        model.zero_grad(set_to_none=True)
-        first, second = wrapped(*halves)
-        (first.square().sum() + second.square().sum()).backward()
-    grads = [p.grad.full_tensor() if wrapper != "ddp" else p.grad.clone() for p in model.parameters()]
-    return grads, both.unsharded_bytes
-
-
-def _wrapped() -> dict[str, tuple[list[torch.Tensor], int]]:
-    with distca.init(transport="shm", max_tokens=256, heads=HEADS, timeout=60) as context:
-        wrappers = ["ddp", "fsdp2", "fsdp2 around"] if _has_fsdp() else ["ddp"]
-        return {wrapper: _gradients(wrapper, context) for wrapper in wrappers}
-
-
-def _has_fsdp() -> bool:
-    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-
-
-def test_fsdp2_of_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distca.pingpong.ping_pong.torch.__version__", "2.12.1+cpu")
-    with one_rank():
-        model = Model()
-        fully_shard(model.layers[0])
-        with pytest.raises(
-            distca.InvalidArgumentError, match=r"FSDP2 of torch 2\.12\.1.*torch 2\.13 or later is needed"
-        ):
-            _alone(lambda context: distca.PingPong(model))
-
-
-def test_gradients_under_a_wrapper_are_the_mean_over_ranks_of_those_without() -> None:
-    plans = plans_for(2)
-
-    def work(rank: int, context: distca.Context) -> list[torch.Tensor]:
-        model = seeded(Model)
-        results(one_after_the_other, model, halves_for(plans, context))
-        return [p.grad.clone() for p in model.parameters()]
-
-    with loopback_group(plans) as contexts:
-        per_rank = on_all_ranks(contexts, work)
-    expected = [(a + b) / 2 for a, b in zip(*per_rank, strict=True)]
-    for rank in launch(_wrapped, ranks=2):
-        for wrapper, (grads, whole) in rank.items():
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(grads, expected, strict=True)), wrapper
-            assert whole == (0 if wrapper == "ddp" else 4 * sum(g.numel() for g in expected)), wrapper
-
-
 class Slow(torch.nn.Module):
-    """Computes everything twice on one rank."""
+    """A model that is slow on rank 1, where it computes far more than it needs."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -365,118 +294,3 @@ def test_a_slow_peer_changes_no_result_in_50_steps() -> None:
     found, expected = train(ping_pong, True), train(one_after_the_other, False)
     for mine, theirs in zip(found, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
-# ---- mistakes
-
-
-def _alone(make: Callable[[distca.Context], Any]) -> None:
-    plans = plans_for(1)
-    with loopback_group(plans) as [context]:
-        make(context)(*halves_for(plans, context))
-
-
-class Calls(torch.nn.Module):
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, **half: Any) -> Any:
-        return self.inner(half, half)
-
-
-@pytest.mark.parametrize("compiled", ["a layer", "the model"])
-def test_compiled_code_is_refused_with_the_reason(compiled: str) -> None:
-    model = Model()
-    if compiled == "a layer":
-        model.layers[1].compile(backend="eager")
-    module = model if compiled == "a layer" else torch.compile(model, backend="eager")
-    with pytest.raises(distca.InvalidArgumentError, match="compiled, and compiled code cannot give the turn"):
-        _alone(lambda context: distca.PingPong(module))
-
-
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_ping_pong_itself_is_not_compiled(fullgraph: bool) -> None:
-    torch._dynamo.reset()
-    kind = Exception if fullgraph else distca.InvalidArgumentError  # torch wraps what it meets in a whole graph
-    with pytest.raises(kind, match="PingPong is compiled, and compiled code cannot give the turn"):
-        _alone(lambda context: torch.compile(distca.PingPong(Model()), backend="eager", fullgraph=fullgraph))
-
-
-def test_a_ping_pong_in_a_half_is_refused() -> None:
-    with pytest.raises(distca.InvalidArgumentError, match="a half calls another PingPong"):
-        _alone(lambda context: distca.PingPong(Calls(distca.PingPong(Model()))))
-
-
-def test_without_greenlet_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "greenlet", None)
-    with pytest.raises(ImportError, match=r"pip install greenlet"):
-        distca.PingPong(Model())
-
-
-def test_a_rank_without_ping_pong_among_others_with_it_is_a_mismatch_on_all() -> None:
-    plans = plans_for(3)
-
-    def work(rank: int, context: distca.Context) -> None:
-        (one_after_the_other if rank == 1 else ping_pong)(seeded(Model), halves_for(plans, context))
-
-    with loopback_group(plans, timeout=20.0) as contexts:
-        errors = outcomes(contexts, work)
-    assert all(isinstance(error, distca.PlanMismatchError) for error in errors), errors
-
-
-class Fails(Model):
-    def forward(self, x: torch.Tensor, plan: distca.Plan, context: Any, fail: bool = False) -> torch.Tensor:  # type: ignore[override]
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False), torch.no_grad():
-            x = self.layers[0](x, plan, context)
-            if fail:
-                raise ValueError("half way")
-            return self.layers[1](x, plan, context)
-
-
-class Infers(Model):
-    def forward(self, x: torch.Tensor, plan: distca.Plan, context: Any, infer: bool = False) -> torch.Tensor:  # type: ignore[override]
-        with torch.inference_mode() if infer else contextlib.nullcontext():
-            return super().forward(x, plan, context)
-
-
-def test_an_inference_mode_of_one_half_alone_is_refused_and_left() -> None:
-    plans = plans_for(1)
-    for half in range(2):
-        with loopback_group(plans) as [context]:
-            halves = halves_for(plans, context)
-            halves[half]["infer"] = True
-            with pytest.raises(distca.InvalidArgumentError, match=r"inside torch.inference_mode\(\) of its own"):
-                ping_pong(Infers(), halves)
-        assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
-
-
-@pytest.fixture
-def thread_state() -> Iterator[None]:
-    before = torch.is_grad_enabled(), torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    yield
-    assert before == (torch.is_grad_enabled(), torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting())
-    torch.autocast_decrement_nesting()
-
-
-@pytest.mark.parametrize("half", [0, 1])
-def test_an_error_in_a_half_on_one_rank_is_raised_there_and_names_the_step_it_leaves_to_the_others(
-    half: int, thread_state: None
-) -> None:
-    plans = plans_for(2)
-
-    def work(rank: int, context: distca.Context) -> None:
-        halves = halves_for(plans, context)
-        halves[half]["fail"] = rank == 0
-        try:
-            ping_pong(seeded(Fails), halves)
-        finally:
-            assert torch.is_grad_enabled()
-
-    with loopback_group(plans, timeout=20.0) as contexts:
-        here, there = outcomes(contexts, work)
-        assert isinstance(here, ValueError)
-        assert isinstance(there, distca.PeerLeftError) and "rank 0 left step" in str(there), there
-        with pytest.raises(distca.ContextPoisonedError, match="ValueError: half way"):
-            one_after_the_other(Model(), halves_for(plans, contexts[0]))

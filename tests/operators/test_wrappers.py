@@ -1,4 +1,6 @@
-"""What people wrap around a model: torch.compile, activation checkpointing, autocast, FSDP2, gradient accumulation."""
+"""The wrappers that people put around a model: torch.compile, activation checkpointing, autocast, FSDP2, gradient
+accumulation.
+"""
 
 import threading
 from collections.abc import Callable, Iterator

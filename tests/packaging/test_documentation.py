@@ -1,6 +1,6 @@
-"""What pages and docstrings show of code: parts of the examples, Python that compiles, examples that run.
+"""The code that pages and docstrings show: parts of the examples, Python that compiles, examples that run.
 
-A block of a page that is a part of an example has a comment on the line before it: `<!-- examples/plain_loop.py -->`.
+A block of a page that is part of an example has a comment on the line before it: `<!-- examples/plain_loop.py -->`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WITH_EXAMPLES = sorted(path for path in PACKAGE.rglob("*.py") if PROMPT.search(p
 
 
 class Block(NamedTuple):
-    """A ```python block of a page, and the example that it says it is a part of."""
+    """A ```python block of a page, and the example that the page says it is part of."""
 
     line: int
     code: str
@@ -49,7 +49,7 @@ def _blocks(text: str) -> Iterator[Block]:
 
 
 def _is_part(code: str, of: str) -> bool:
-    """Whether the lines follow one another there, indented alike."""
+    """Whether these lines follow one another in the example with the same indentation."""
     wanted, lines = code.split("\n"), of.splitlines()
     windows = (lines[first : first + len(wanted)] for first in range(len(lines)))
     return any(textwrap.dedent("\n".join(window)).split("\n") == wanted for window in windows)
@@ -80,7 +80,7 @@ def test_python_blocks_of_a_page_compile_or_are_parts_of_their_example(page: Pat
 def test_everything_that_distca_exports_is_on_a_page_of_the_api() -> None:
     text = "\n".join(page.read_text() for page in API.glob("*.md"))
     shown = set(re.findall(r"^::: distca\.([\w.]+)$", text, re.MULTILINE))
-    assert "errors" in shown  # all of its types
+    assert "errors" in shown  # this entry shows all types of errors
     others = {name for name in distca.__all__ if getattr(getattr(distca, name), "__module__", "") != "distca.errors"}
     assert not others - shown
 

@@ -1,4 +1,6 @@
-"""Which modules of the package import which: no circle, no application in the library, nothing heavy at once."""
+"""Imports between the package's modules: there is no circle, the library imports no application, and `import distca`
+loads nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ HEAVY = ("torch.distributed.fsdp", "torch._dynamo", "greenlet", "matplotlib", "t
 def _modules() -> dict[str, Path]:
     files = {}
     for file in PACKAGE.rglob("*.py*"):
-        if file.suffix not in (".py", ".pyi"):  # the latter stand for compiled modules
+        if file.suffix not in (".py", ".pyi"):  # .pyi files stand for compiled modules
             continue
         parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
         files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
@@ -32,7 +34,7 @@ FILES = _modules()
 
 
 def _imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Those in functions too; but not those that only a checker of types sees."""
+    """All imports, also those in functions, but without those that only type checkers see."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
@@ -42,8 +44,10 @@ def _imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def _imported(file: Path) -> set[str]:
-    """The modules of the package that a module imports by name. The package itself, which `import distca` gives whose
-    attributes are looked up later, is not counted."""
+    """The modules of the package that a module imports by name.
+
+    The package itself is not counted: after `import distca` its attributes are looked up later.
+    """
     found = set()
     for node in _imports(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -91,7 +95,7 @@ def test_applications_import_what_they_share_and_not_one_another() -> None:
 def test_the_planner_needs_no_context_transport_or_operator() -> None:
     allowed = ("distca.planner", "distca._C", "distca.arguments", "distca.errors", "distca.heads", "distca.registry")
     of_planner = {other for name, of in GRAPH.items() if name.startswith("distca.planner") for other in of}
-    # PlanAhead learns the lengths of other ranks, but over torch's process group.
+    # PlanAhead learns the lengths of other ranks over torch's process group, so it needs none of these either.
     assert not [other for other in of_planner if not other.startswith(allowed)]
 
 

@@ -1,4 +1,4 @@
-"""The libraries of the installed package: one state between them, and no trace of where they were built."""
+"""The libraries of the installed package share one state and contain no trace of where they were built."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ SETUP = Path(__file__).resolve().parents[2] / "setup.py"
 
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What setup.py defines; it builds nothing."""
+    """The names that setup.py defines; nothing is built."""
     monkeypatch.setattr("setuptools.setup", lambda **_: None)
     return runpy.run_path(str(SETUP))
 
 
 def _hide_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pip does for an isolated build."""
+    """Hides installed packages, as pip does for an isolated build."""
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not path.endswith("-packages")])
 
 
@@ -34,7 +34,7 @@ def test_an_isolated_build_is_against_the_pytorch_that_its_python_has(
     with_all = build_folder()
     has_torch = any((Path(folder) / "torch").exists() for folder in named["package_folders"]())
     _hide_packages(monkeypatch)
-    if has_torch:  # else it is another Python's, which `make` lets this one see
+    if has_torch:  # otherwise torch belongs to another Python, whose packages `make` shows to this one
         assert build_folder() == with_all
     monkeypatch.setattr(sysconfig, "get_path", lambda kind: str(tmp_path))
     with pytest.raises(SystemExit, match="has no PyTorch. Install PyTorch >= 2.10 there first.*--no-build-isolation"):

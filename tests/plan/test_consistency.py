@@ -1,6 +1,6 @@
-"""Plans that are wrong in themselves, as a planner at fault would make them: validation says what does not fit.
+"""Plans that contradict themselves, as a wrong planner would make them: validation says what does not fit.
 
-Digests and checksums match in all of them, so that only the tables can tell.
+Digests and checksums match in all of them, so that only the tables can show it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _plans() -> list[distca.Plan]:
 def _first(
     table: list[Any], number: int, field: str, value: Callable[[Any], int], wanted: Callable[[Any], bool]
 ) -> Any:
-    """A change of a field of the first row of a table that is wanted."""
+    """The change of `field` to `value` in the first row of a table for which `wanted` holds; None if there is none."""
     for index, row in enumerate(table):
         if wanted(row):
             return number, index, field, value(row)
@@ -186,7 +186,7 @@ def test_tables_that_do_not_fit_together_are_refused_with_what_does_not(change: 
         number, index, field, value = place
         kind = TABLES[number]
         if change.startswith("two messages"):
-            index += 1  # of the table without its first row
+            index += 1  # the index was counted without the first row
         begin = words[len(tables.header) + 2 * number]
         words[begin + index * len(kind._fields) + kind._fields.index(field)] = value
         with pytest.raises(distca.PlanFormatError) as caught:
@@ -209,7 +209,7 @@ def test_a_header_asks_for_no_more_than_the_tables_use(field: str) -> None:
 
 
 def test_a_slice_whose_tables_are_not_those_of_its_plan_is_refused() -> None:
-    """As the slice of another plan would be under this one's digest."""
+    """This is what the slice of another plan would be under this plan's digest."""
     one, other = (distca.plan(LAYOUT, HEADS, balance=balance) for balance in (True, False))
     words, theirs = one.tensor.tolist(), other.tensor.tolist()
     begin, count = words[len(read_slice(words).header) :][:2]

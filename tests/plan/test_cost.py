@@ -1,4 +1,4 @@
-"""Cost models: rates by task size, from measured points, from files and by name."""
+"""Cost models: rates that depend on the size of tasks, made from measured points, from files or by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _between(low: int, high: int, part: Fraction) -> float:
 
 
 def _rate(num_rows: int, num_keys: int) -> float:
-    """On straight lines between powers of two, flat beyond the table."""
+    """The rate of a task: on straight lines between powers of two, and constant beyond the table."""
 
     def position(n: int) -> tuple[int, int, Fraction]:
         octave = n.bit_length() - 1
@@ -53,7 +53,7 @@ def test_without_rates_pairs_and_rows_are_counted_exactly() -> None:
 
 
 def test_measured_points_come_back_as_costs_in_their_proportions() -> None:
-    """A device that takes as long for a pair of 16 rows and more, and 16 times as long for that of a single row."""
+    """A pair takes the device the same time in all tasks of 16 rows and more, and 16 times as long in a single row."""
     points = {(q, kv): 100.0 * max(1, 16 / q) * (q * kv - q * (q - 1) / 2) for q in (1, 16, 64) for kv in (64, 256)}
     model = distca.CostModel.from_points(points, q_heads=2)
     for q, kv in points:

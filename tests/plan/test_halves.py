@@ -59,7 +59,9 @@ def test_equal_documents_on_every_rank_are_dealt_out_evenly() -> None:
 
 
 def test_tokens_and_attention_are_both_balanced_where_one_alone_would_not_be_enough() -> None:
-    """By tokens {8} against {4, 4} would do, by attention 8 needs more beside it."""
+    """A document of 80 balances two of 40 in tokens, but not in attention, so other documents must make up the
+    difference.
+    """
     both = distca.halves(distca.Layout.from_documents([[80, 50, 50, 40, 40, 20, 20, 10, 10, 10, 10]]))
     tokens = [half.layout.num_rows(0) for half in both]
     pairs = [_pairs(half.layout) for half in both]

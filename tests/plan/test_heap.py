@@ -1,4 +1,4 @@
-"""The heap's default size: linear in the tokens, enough for published batches, and said before anything runs."""
+"""The heap's default size is linear in the tokens, enough for published batches, and known before anything runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distca.apps.common.workloads import draw_documents, pretrain_lengths, read_
 from distca.planner.memory import default_heap_bytes
 
 LARGE = distca.Heads(64, 8, 128, dtype=torch.bfloat16)
-#: q and out of 64 heads, k and v of 8, in 2 bytes; as much again for their gradients.
+#: The bytes of a row: q and out have 64 heads, k and v 8, in 2 bytes, and their gradients need the same again.
 LARGE_ROW = 2 * (64 * 128 * 2 + 64 * 128 * 2 + 8 * 128 * 2 + 8 * 128 * 2)
 SMALL = distca.Heads(2, 1, 16)
 
@@ -51,7 +51,7 @@ def test_published_lengths_plan_within_the_default_at_the_usual_tolerance(
     for seed in range(3):
         if layout_kind == "documents":
             layout = distca.Layout.from_documents(draw_documents(lengths, ranks, tokens, seed))
-        else:  # whole documents, the longest of all among them, cut wherever a rank is full
+        else:  # whole documents, cut wherever a rank is full; the longest of all is among them
             generator, drawn = random.Random(seed), [max(lengths)]
             room = ranks * tokens - drawn[0]
             while (length := generator.choice(lengths)) <= room:

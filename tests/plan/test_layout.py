@@ -1,4 +1,4 @@
-"""Layouts: which rows live where, and what is refused."""
+"""Layouts: which rows live on which rank, and which layouts are refused."""
 
 from __future__ import annotations
 

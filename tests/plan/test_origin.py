@@ -1,4 +1,4 @@
-"""PlanMismatchError says what two plans differ in: whatever an argument of `distca.plan` can be."""
+"""PlanMismatchError says what two plans differ in, whatever argument of `distca.plan` it is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ AS_PLANNED = distca.plan(LAYOUT, HEADS, tolerance=0.01, min_rows=8)
 OTHERS = "(other servers, speeds, ranks_per_node, retain_bytes or tasks)"
 AT_HOME = [(d, 0, n, 0, 2, rank) for d, n, rank in ((0, 400, 0), (1, 64, 1), (2, 30, 1), (3, 50, 2))]
 
-#: What another plan is made with; and what is said: a name, its value, that of the usual plan, or a sentence.
+#: For each case: the arguments of another plan, and the message: a name, the plan's value and that of the usual plan,
+#: or a sentence.
 CASES: dict[str, tuple[dict[str, Any], tuple[str, str, str] | str]] = {
     "documents": (
         {"layout": distca.Layout([[(0, 0, 400)], [(1, 0, 94)], [(2, 0, 50)]])},
@@ -83,7 +84,7 @@ def _attend(plan: distca.Plan, context: distca.Context) -> None:
 
 
 def _pattern(said: tuple[str, str, str] | str) -> str:
-    """Whoever of two ranks has found it, and told the others."""
+    """A pattern of the message, whichever of two ranks has found the difference and told the others."""
     if isinstance(said, str):
         return re.escape(said)
     name, other, usual = (re.escape(text) for text in said)
@@ -99,7 +100,7 @@ def test_every_rank_is_told_what_differs(case: str, streams: bool) -> None:
         errors = outcomes(contexts, lambda rank, context: _attend(plans[rank], context))
     for error in errors:
         if error is None:
-            continue  # it was done, or had queued all, before its peers came: its next call would tell
+            continue  # this rank was done, or had queued everything, before its peers came: its next call would tell it
         assert isinstance(error, distca.PlanMismatchError), error
         assert re.search(_pattern(said), str(error)), str(error)
     assert any(errors)
@@ -113,7 +114,7 @@ def test_plans_made_in_different_ways_that_come_out_alike_go_together() -> None:
 
 
 def test_of_many_plans_the_last_eight_are_told_apart() -> None:
-    """As many as a rank makes known; of older ones nobody asks, for the ranks go together."""
+    """A rank makes the last eight plans known. Nobody asks about older ones, because ranks stay together."""
     plans = [_plan(window=n) for n in range(1, 20)]
     assert len({plan.digest for plan in plans}) == len(plans)
     with loopback_group(plans, timeout=20.0) as contexts:
@@ -123,7 +124,8 @@ def test_of_many_plans_the_last_eight_are_told_apart() -> None:
                 _attend(plan, context)
             _attend(plans[-2 if rank == 1 else -1], context)
 
-        errors = [error for error in outcomes(contexts, work) if error is not None]  # as above
+        # A rank that was done in time has no error.
+        errors = [error for error in outcomes(contexts, work) if error is not None]
         assert errors
         for error in errors:
             assert isinstance(error, distca.PlanMismatchError), error

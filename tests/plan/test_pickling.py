@@ -1,4 +1,6 @@
-"""Layouts, heads, cost models and plans are values: copied and pickled, as DataLoader's workers and checkpoints do."""
+"""Layouts, heads, cost models and plans are values: they are copied and pickled, as DataLoader's workers and
+checkpoints do.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def _segments(layout: distca.Layout) -> list[list[tuple[int, int, int]]]:
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "default")
 def test_a_copy_of_a_plan_is_the_plan(options: dict[str, Any], way: Callable[[Any], Any]) -> None:
     plan = distca.plan(LAYOUT, HEADS, rank=1, **options)
-    tasks, transfers, stats = plan.tasks, plan.transfers, plan.stats  # which are kept once they were asked for
+    tasks, transfers, stats = plan.tasks, plan.transfers, plan.stats  # a plan keeps these once they were asked for
     other = way(plan)
     assert torch.equal(other.tensor, plan.tensor)
     for name in ("digest", "rank", "num_rows", "mask", "window", "heads", "retain_bytes", "retained_bytes", "in_parts"):
@@ -64,7 +66,7 @@ def test_a_copy_of_a_layout_is_the_layout(way: Callable[[Any], Any]) -> None:
 
 @by_ways
 def test_copies_of_heads_and_of_a_cost_model_are_equal(way: Callable[[Any], Any]) -> None:
-    assert COST.core is COST.core  # kept once it was asked for
+    assert COST.core is COST.core  # the model keeps this once it was asked for
     assert (way(HEADS), way(COST), way(COST).unit_ns) == (HEADS, COST, 0.5)
 
 
@@ -97,7 +99,7 @@ def test_workers_of_a_loader_may_make_plans() -> None:
 
 
 def test_a_plan_is_freed_once_nobody_has_it() -> None:
-    """Not by a collection of garbage: the tables of hundreds of ranks are megabytes."""
+    """No garbage collection is needed for it, because the tables of hundreds of ranks are megabytes."""
     plan = distca.plan(LAYOUT, HEADS)
     assert plan.stats.load and plan.tasks
     gone = weakref.ref(plan._made)

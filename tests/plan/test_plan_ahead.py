@@ -1,4 +1,4 @@
-"""`PlanAhead`: both ways of learning lengths, loaders that end at different steps, errors and early ends."""
+"""`PlanAhead`: both ways to learn lengths, loaders that end at different steps, errors and early ends."""
 
 import threading
 from collections.abc import Iterator
@@ -131,7 +131,7 @@ def _unequal_ends(idle_rows: int) -> list[tuple[list[int] | None, list[list[tupl
 
 
 def _error_of(iterate) -> tuple[int, str]:
-    """The number of steps before the error, and the error."""
+    """The number of steps before the error, and the error itself."""
     num_steps = 0
     try:
         for _ in iterate:

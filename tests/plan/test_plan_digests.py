@@ -1,4 +1,4 @@
-"""The same plan to the last bit, however the scheduler is compiled: floating point guesses, integers decide."""
+"""The plan has the same bits however the scheduler is compiled, because floating point guesses and integers decide."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _digests(
     options: Sequence[str],
     link: Sequence[str] = (),
 ) -> list[str]:
-    """What the program prints when compiled like this."""
+    """What the program prints when it is compiled with these options."""
     program = compiled_once(factory, name, sources, ["-std=c++20", f"-I{ROOT / 'cpp'}", *options], link)
     return subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines()
 
@@ -32,7 +32,7 @@ def _digests(
 def test_plans_are_the_same_for_a_plain_processor_and_for_all_that_this_one_can(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    library = files("distca")  # compiled for every processor of this kind
+    library = files("distca")  # compiled for any processor of this kind
     link = ["-L", str(library), "-ldistca", f"-Wl,-rpath,{library}"]
     plain = _digests(tmp_path_factory, "plain_plans", [PROGRAM], ["-O0"], link)
     assert len(plain) == 2 * 48

@@ -1,6 +1,6 @@
-"""One word of a plan is changed on one rank, and all that the slice says of itself is made to match: digests, checksum.
+"""One word of a plan is changed on one rank, and the slice's digests and checksum are made to match.
 
-Then either a rank notices before it uses anything wrong, and every rank has an error; or nothing has changed.
+Either a rank notices before it uses anything wrong, and then every rank has an error, or nothing has changed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from support.plan_reader import TABLES, Header, made_alike, read_slice, with_che
 LENGTHS = (70, 1, 130, 33, 9)
 HEADS = distca.Heads(4, 2, 8, 16)
 
-#: Words that say what is to be computed. Where no other rank has them too, a changed one makes another plan, which is
-#: right in itself: no check can know that it is not the one that was meant.
+#: Words that say what is to be computed. If other ranks do not have such a word, changing it makes another plan that is
+#: right in itself: no check can know that it was not meant.
 WHAT_TO_COMPUTE = {"header.window", "header.mask_kind"}
 
 
@@ -81,7 +81,7 @@ def run_ranks(
     plans: Sequence[distca.Plan],
     backwards: Sequence[distca.Plan | None] | None = None,
 ) -> list[Any]:
-    """Forward and backward of every rank with its plans, in memory that is full of NaN: its results, or its error."""
+    """The results of each rank's forward and backward with its plans, in memory that is full of NaN; or its error."""
 
     def step(rank: int, context: distca.Context) -> tuple[torch.Tensor, ...]:
         q, k, v, dout = (rows_of_rank(batch, plan.layout, rank, t) for t in (batch.q, batch.k, batch.v, batch.dout))
@@ -110,7 +110,7 @@ def altered(plan: distca.Plan, words: Sequence[int]) -> distca.Plan:
 
 
 def changed_word(rng: random.Random, words: Sequence[int], index: int) -> int:
-    """Another value for a word: near by, a bit, one of another word, or far out."""
+    """Another value for a word: near the old one, with a flipped bit, that of another word, or far out."""
     old, used = words[index], words[2]
     value = rng.choice(
         (
@@ -126,7 +126,7 @@ def changed_word(rng: random.Random, words: Sequence[int], index: int) -> int:
 
 
 def field_of(words: Sequence[int], index: int) -> str:
-    """The name of a word."""
+    """The name of the field that a word belongs to."""
     if index < len(Header._fields):
         return f"header.{Header._fields[index]}"
     for table, kind in enumerate(TABLES):
@@ -137,7 +137,7 @@ def field_of(words: Sequence[int], index: int) -> str:
 
 
 def repaired(words: Sequence[int]) -> list[int]:
-    """With digests and checksum that match, as far as the words still say what they are of."""
+    """The words with matching digests and checksum, as far as the words still say where the tables are."""
     size, fields = len(words), len(Header._fields)
     spans = [words[fields + 2 * i :][:2] for i in range(len(TABLES))]
     known = fields <= words[2] <= size and all(0 <= begin <= size and 0 <= count <= size for begin, count in spans)
@@ -149,7 +149,8 @@ def repaired(words: Sequence[int]) -> list[int]:
 def trial(rng: random.Random, cases: dict[str, Case], everywhere: bool) -> tuple[str, str]:
     """What became of one changed word: the outcome, and the word's name.
 
-    `everywhere`: the digests of all ranks' slices are made to match, so nothing but the tables themselves can tell.
+    With `everywhere` the digests of all ranks' slices are made to match, so that only the tables themselves can show
+    the change.
     """
     name = rng.choice(list(cases))
     case = cases[name]
@@ -162,11 +163,12 @@ def trial(rng: random.Random, cases: dict[str, Case], everywhere: bool) -> tuple
     if value == words[index]:
         return "unchanged", field
     changed = altered(case.plan.for_rank(rank), repaired([*words[:index], value, *words[index + 1 :]]))
-    print(f"{name}, rank {rank}, word {index} ({field}) = {value}", file=sys.stderr, flush=True)  # the last of a crash
+    # After a crash this is the last line.
+    print(f"{name}, rank {rank}, word {index} ({field}) = {value}", file=sys.stderr, flush=True)
     try:
         _C.validate_plan(changed.tensor.numpy())
     except distca.PlanFormatError:
-        if rng.random() > 0.02:  # the ranks that wait for the one that refuses make it slow
+        if rng.random() > 0.02:  # most are not run, because ranks that wait for the one that refuses are slow
             return "refused", field
     plans = [case.plan.for_rank(r) for r in ranks]
     if everywhere:
@@ -205,13 +207,13 @@ def main(seed: int, trials: int, everywhere: bool) -> None:
     print(json.dumps({"outcomes": dict(seen), "words": quiet}))
 
 
-#: In all; `make fuzz` has 20 times as many.
+#: The number of changed words in all tests; `make fuzz` has 20 times as many.
 TRIALS = 250 * settings.default.max_examples // 100
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_changed_word_of_a_plan_is_noticed_by_all_ranks_or_changes_nothing(seed: int) -> None:
-    """In a process of its own, which must not crash, with fresh memory that is not zero."""
+    """The trials run in a process of their own. It must not crash, and its fresh memory is not zero."""
     path = os.pathsep.join(sys.path)
     ran = subprocess.run(
         [sys.executable, __file__, str(seed), str(TRIALS // 2)],

@@ -1,4 +1,4 @@
-"""The scheduler: the cheapest shards, no more moved than must be, whatever the numbers of the ranks."""
+"""The scheduler picks the cheapest shards, moves no more than needed, and does not depend on the ranks' numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADS = distca.Heads(8, 2, 64)
 
 
 def pairs(begin: int, end: int) -> int:
-    """Row i of a causal document sees keys 0 .. i."""
+    """The visible pairs of rows [begin, end) of a causal document, where row i sees keys 0 .. i."""
     return (begin + end + 1) * (end - begin) // 2
 
 
@@ -30,12 +30,14 @@ def heavy_tailed(ranks: int, tokens: int, seed: int) -> list[list[int]]:
 
 
 def query_row_bytes(heads: distca.Heads) -> int:
-    """q there and out, lse back; q, dout, lse, delta there and dq back. In fp32."""
+    """The bytes in fp32 that travel for a query row: q goes there and out, lse come back; in backward q, dout, lse and
+    delta go there and dq comes back.
+    """
     return heads.q * (4 * heads.dim + 4 * heads.v_dim + 4 + 4 * heads.dim + 4 * heads.v_dim + 4 + 4 + 4 * heads.dim)
 
 
 def key_row_bytes(heads: distca.Heads) -> int:
-    """k, v there, twice; dk, dv back. In fp32."""
+    """The bytes in fp32 that travel for a key row: k and v in both passes, and dk, dv back."""
     return heads.kv * (heads.dim + heads.v_dim) * 4 * 3
 
 
@@ -77,7 +79,7 @@ def test_only_what_lies_above_the_limits_is_moved(tolerance: float, seed: int) -
             share = (task.kv_head_end - task.kv_head_begin) / HEADS.kv
             left[task.home] += share * pairs(task.q_begin, task.q_end)
     for rank in range(16):
-        # The last piece that leaves may be a little larger than needed, since it has min_rows rows at least.
+        # The last piece that leaves may be a little larger than needed, because it has at least min_rows rows.
         longest = max(documents[rank])
         smallest_piece = pairs(longest - min_rows, longest) if before[rank] > limit else 0
         assert left[rank] <= max(0.0, before[rank] - limit) + smallest_piece
@@ -110,7 +112,7 @@ def test_pieces_are_no_shorter_than_wanted(min_rows: int, seed: int) -> None:
 
 
 def test_what_a_shard_leaves_is_no_shorter_either() -> None:
-    """900 of 1000 rows would do, but then 100 are left: 872 go, and 128 of the other document."""
+    """Moving 900 of 1000 rows would balance, but leave 100. Therefore 872 rows move, and 128 of the other document."""
     layout = distca.Layout.from_documents([[1000, 1000], [316]])
     plan = distca.plan(layout, HEADS, mask="full", tolerance=0.05, min_rows=128)
     assert plan.stats.imbalance_after <= 1.05
@@ -123,7 +125,7 @@ def test_dedicated_servers_compute_everything_and_nobody_else_anything() -> None
     plan = distca.plan(distca.Layout.from_documents(documents), HEADS, servers=servers, tolerance=0.01, min_rows=32)
     assert {task.server for task in plan.tasks} == set(servers)
     assert plan.stats.imbalance_after <= 1.01
-    # Whole documents go where they can: most are in one piece.
+    # Documents move whole where they can, so most are in one piece.
     assert len(plan.tasks) < sum(map(len, documents)) + 10 * len(servers)
 
 
@@ -157,7 +159,9 @@ def test_renumbering_the_nodes_hardly_changes_the_bytes(seed: int) -> None:
 
 
 def step_cost(rows: int, begin: int, dear: int) -> float:
-    """Tasks of up to 1024 rows are `dear` times as dear by the pair as those of 2048 and more, evenly between."""
+    """The cost of a task: a pair costs `dear` times as much in tasks of up to 1024 rows as in those of 2048 and more,
+    and in between the factor falls evenly.
+    """
     factor = dear + (1 - dear) * min(1.0, max(0.0, rows / 1024 - 1))
     return factor * pairs(begin, begin + rows)
 
@@ -215,7 +219,7 @@ def test_what_keeps_a_plan_from_the_tolerance_is_named() -> None:
         layout = distca.Layout.from_documents([[4, 3], []])
         return distca.plan(layout, distca.Heads(1, 1, 8), tolerance=0.01, **options).stats.binding  # type: ignore[arg-type]
 
-    # Rows cost 1 to 4 and 1 to 3, 16 together: 8 and 8 can be had.
+    # The rows cost 1 to 4 and 1 to 3, together 16, and can be split into 8 and 8.
     assert binding() is None
     assert binding(cost=distca.CostModel(1, 100)) == "single rows"
     assert binding(capacity=1) == "capacity of rank 1"

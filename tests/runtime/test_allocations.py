@@ -282,7 +282,9 @@ def counter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def steady_state(request: pytest.FixtureRequest, counter: Path) -> dict:
-    """What a process counts in STEPS steps over a set of plans that it has seen before, some of them side by side."""
+    """The allocations that a process counts in STEPS steps over a set of plans that it has seen before; some steps are
+    under way together.
+    """
     pytest.importorskip("greenlet")
     environment = {**os.environ, "LD_PRELOAD": str(counter)}
     ran = subprocess.run(
@@ -300,7 +302,7 @@ def steady_state(request: pytest.FixtureRequest, counter: Path) -> dict:
 
 @pytest.fixture(params=list(STEPS))
 def counted(request: pytest.FixtureRequest, steady_state: dict) -> dict:
-    """Of whole steps, and of steps in parts, of which ping-pong always has two under way."""
+    """The counts of whole steps, and those of steps in parts, two of which are always under way in ping-pong."""
     found = steady_state[request.param]
     assert found["steps"] == STEPS[request.param]
     return found | {"ranks": steady_state["ranks"]}

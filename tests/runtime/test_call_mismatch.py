@@ -1,6 +1,6 @@
-"""Ranks whose calls do not go together: every rank is told the step, the layer and what to change.
+"""Ranks whose calls differ: every rank is told the step, the layer and what to change.
 
-Models of transformers are in test_hf_mistakes.py.
+test_hf_mistakes.py has models of transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from support.processes import Group, connect, fault_of, plan_for, tensors_for
 
 
 def _call(plan: distca.Plan, context: distca.Context, actions: list[str]) -> None:
-    """Forwards ("attend 0", "checkpointed 0") through layers that are called by their number, "backward" of all."""
+    """Runs forwards through numbered layers ("attend 0", "checkpointed 0"), and the backward of all ("backward")."""
     rows, k, v, _ = tensors_for(plan)
 
     def attend(rows: torch.Tensor, layer: str) -> torch.Tensor:
@@ -39,7 +39,7 @@ def _run(rank: int, ranks: int, pipe: Connection, scripts: list[list[str]]) -> N
         pipe.send(fault_of(lambda: _call(plan_for(ranks, rank), context, scripts[rank])))
 
 
-# What ranks 0 and 1 call, and the layer and step at which each is stopped.
+# The calls of ranks 0 and 1, and the layer and step at which each rank is stopped.
 DIFFERENT_CALLS = {
     "a layer more on one rank": (
         (["attend 0", "attend 1", "attend 2", "backward"], ["attend 0", "attend 1", "backward"]),

@@ -1,4 +1,4 @@
-"""Softcap and attention sinks over ranks: as exact as PyTorch, and the same on all ranks of a step."""
+"""Softcap and attention sinks over ranks are as exact as PyTorch's, and the same on all ranks of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 
 def _step(batch: Batch, plan: distca.Plan, sinks: torch.Tensor, softcap: float) -> tuple[torch.Tensor, ...]:
-    """out, lse, dq, dk, dv in document order, and the sum of the ranks' gradients of their sinks."""
+    """The out, lse, dq, dk and dv in document order, and the sum of the ranks' gradients of their sinks."""
 
     def work(rank: int, context: distca.Context) -> Any:
         q, k, v = (rows_of_rank(batch, plan.layout, rank, t).requires_grad_() for t in (batch.q, batch.k, batch.v))
@@ -55,7 +55,8 @@ def test_softcap_and_sinks_are_as_exact_as_pytorch_wherever_rows_are_computed(
         for ours in results:
             torch.testing.assert_close(ours[5].double(), exact[5], rtol=rounding, atol=20 * rounding)
         pool.add(results[1][:5], eager_attention(batch, dtype, softcap, sinks)[:5], exact[:5])
-    # Unfused attention takes delta from the probabilities, fused from the rounded output: see test_attention_features.
+    # Unfused attention takes delta from the probabilities, and fused attention from the rounded output: see
+    # score_features.py.
     pool.check(1.4 if dtype == torch.float32 else 1.1)
 
 

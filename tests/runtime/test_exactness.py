@@ -1,6 +1,6 @@
-"""core_attention against PyTorch in float64, wherever the rows live and whoever computes them.
+"""core_attention compared with PyTorch in float64, wherever the rows live and whoever computes them.
 
-Arenas and returned tensors are filled with NaN before every step, and so are the inputs' padding rows.
+Arenas, returned tensors and the inputs' padding rows are filled with NaN before every step.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ def test_out_lse_and_dq_are_bitwise_the_same_whatever_the_plan_the_ranks_and_the
     assert len({plan.digest for plan in plans.values()}) == len(plans)
     first = compute(batch, plans["1 rank"])
     for (name, plan), threads in zip(plans.items(), itertools.cycle((2, 1, 3)), strict=False):
-        # A cost model is checked by the context; here only the tasks matter.
+        # The context checks the cost model; here only the tasks matter.
         cost = distca.CostModel(0, 1) if name == "2 ranks by rows" else distca.CostModel()
         with loopback_group(plan, reorder_seed=51, cost=cost) as contexts:
             results = on_all_ranks(contexts, lambda rank, context, plan=plan: run_step(batch, plan, context), threads)
@@ -363,7 +363,7 @@ def test_a_plan_gives_bitwise_the_same_gradients_in_every_run(
 
 
 def test_padding_rows_come_back_as_nothing() -> None:
-    """Out and gradients 0, lse -inf, although every padding row that goes in is NaN."""
+    """Padding rows come out with out and gradients 0 and lse -inf, although every padding row that goes in is NaN."""
     heads = distca.Heads(2, 1, 8)
     layout = distca.Layout([[(-1, 0, 5), (0, 0, 3), (-1, 0, 66)], [(-1, 0, 2)], [(0, 3, 9), (-1, 0, 1)]])
     batch = random_batch((9,), heads, 61)

@@ -1,6 +1,6 @@
-"""Faults between the ranks of a group: who says what, and a context that is abandoned afterwards.
+"""Faults between the ranks of a group: who says what, and that the context is abandoned afterwards.
 
-Here the ranks are threads; processes that really die are in test_process_death.py.
+The ranks are threads here; test_process_death.py has processes that really die.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_one_of_several_ranks_with_another_plan_is_found_by_all(odd_one: int) ->
 
 
 def test_a_sender_that_needs_no_credit_and_has_another_plan_is_found_before_its_rows_are_used() -> None:
-    """Rank 0 sends to rank 2, whose slot it knows to be free, and which expects no rows; no neighbour is there."""
+    """Rank 0 sends to rank 2, whose slot it knows to be free. Rank 2 expects no rows, and no other rank takes part."""
     layout = distca.Layout([[(rank, 0, 64)] for rank in range(4)])
     at_home = [(rank, 0, 64, 0, HEADS.kv, rank) for rank in range(4)]
     lent = distca.plan(layout, HEADS, tasks=[(0, 0, 64, 0, HEADS.kv, 2), *at_home[1:]])
@@ -147,7 +147,7 @@ def test_a_peer_that_closed_its_context_is_named() -> None:
 
 
 def test_outputs_of_a_step_that_failed_never_appear() -> None:
-    """The rank that fails raises in forward, and so does a backward of an earlier forward on the poisoned context."""
+    """The failing rank raises in forward. The backward of an earlier forward on the poisoned context raises too."""
     plan = _plan()
     batch = random_batch(LENGTHS, HEADS, 1)
     with loopback_group(plan, timeout=20.0) as contexts:

@@ -1,4 +1,4 @@
-"""The plan of the backward pass: of the same layout and mask as that of forward, on every rank, or refused by name."""
+"""The plan of the backward pass must have forward's layout and mask on every rank, or it is refused by name."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _raw(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, plan: Any, plan_b
 
 
 def _refusals(attend: Callable[..., Any], plan: distca.Plan, backward: distca.Plan) -> list[str]:
-    """What every rank says to this pair of plans, before anything moves; the context goes on."""
+    """What every rank says about this pair of plans before anything moves. The context still works afterwards."""
     batch = random_batch(LENGTHS, HEADS, 1)
 
     def run(rank: int, context: distca.Context) -> str:

@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped, forked or closed: what their peers say, and that nothing is left."""
+"""Ranks that are killed, stopped, forked or closed: what their peers say, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 class Rank:
-    """A rank with one context that does what it is told over its pipe, and answers with the fault it met."""
+    """A rank with one context. It does what it is told over its pipe, and answers with the fault that it met."""
 
     def __init__(self, rank: int, pipe: Connection, context: distca.Context, plan: distca.Plan) -> None:
         self.rank, self.pipe, self.context, self.plan = rank, pipe, context, plan
@@ -55,7 +55,7 @@ class Rank:
         threading.Thread(target=watch, daemon=True).start()
 
     def fork(self) -> int:
-        """A child that outlives this rank, like a data loader's worker; it cannot use the context."""
+        """Forks a child that outlives this rank, like a data loader's worker, and that cannot use the context."""
         child = os.fork()
         if child == 0:
             self.pipe.send(fault_of(self.forward))
@@ -113,7 +113,7 @@ def expect_poisoned(victim: int, fault: tuple[str, str]) -> None:
 
 
 def let_survivors_end(group: Group, victim: int) -> None:
-    """They close the context, hold nothing of it any more, and end."""
+    """The survivors close their contexts, hold nothing of them any more, and end."""
     for rank in survivors(group, victim):
         group.send(rank, "close")
         assert group.receive(rank) == "closed"
@@ -192,7 +192,7 @@ def test_a_rank_killed_while_the_group_connects_is_named(ranks: int, seed: int) 
             group.kill(victim)
         for rank in survivors(group, victim):
             kind, message = group.receive(rank)
-            if kind:  # not connected yet
+            if kind:  # this rank is not connected yet
                 print(kind, message)
                 assert (kind, f"rank {victim}" in message) == ("PeerDiedError", True), message
             else:
@@ -202,7 +202,7 @@ def test_a_rank_killed_while_the_group_connects_is_named(ranks: int, seed: int) 
 
 
 def move_rows(rank: int, ranks: int, pipe: Connection, rows: int) -> None:
-    """Rank 0 has documents, of which the others compute their part; arenas and results start out as NaN."""
+    """The others compute their part of rank 0's documents. Arenas and results start out as NaN."""
     heads = distca.Heads(q=8, kv=8, dim=128)
     layout = distca.Layout.from_documents([[64] * (rows // 64), *[[]] * (ranks - 1)])
     plan = distca.plan(layout, heads, rank=rank, tolerance=0.1, capacity=2**62)
@@ -249,7 +249,7 @@ def test_a_forked_child_that_lives_on_does_not_hide_the_death_of_its_parent() ->
         group.tell("step")
         assert [group.receive(rank) for rank in range(2)] == [("", "")] * 2
         group.send(1, "fork")
-        answers = [group.receive(1), group.receive(1)]  # of the parent and of the child, in any order
+        answers = [group.receive(1), group.receive(1)]  # the answers of the parent and of the child, in any order
         child = next(answer for answer in answers if isinstance(answer, int))
         kind, message = next(answer for answer in answers if isinstance(answer, tuple))
         assert (kind, "fork" in message) == ("InvalidArgumentError", True), message
@@ -277,7 +277,7 @@ def test_a_peer_that_closed_its_context_is_named_and_not_called_dead() -> None:
 
 
 def serve_one_another(rank: int, ranks: int, pipe: Connection) -> None:
-    """As `obey`, with a plan in which rank 0 deals with the last rank alone."""
+    """Like `obey`, with a plan in which rank 0 exchanges rows with the last rank alone."""
     tasks = [(0, 0, 90, 0, HEADS.kv, 0), (0, 90, 128, 0, HEADS.kv, 2), (1, 0, 90, 0, HEADS.kv, 1)]
     layout = distca.Layout.from_documents([[128], [90], []])
     plan = distca.plan(layout, HEADS, rank=rank, capacity=2**62, tasks=tasks)
@@ -333,7 +333,7 @@ def test_a_stopped_peer_is_a_timeout_that_says_who_waited_for_whom_and_what_was_
 
 
 def two_contexts(rank: int, ranks: int, pipe: Connection) -> None:
-    """Ranks 0 and 1 have a context of their own beside the one of all three, with other heads."""
+    """Ranks 0 and 1 have a second context of their own, with other heads, besides that of all three."""
     everyone, pair = _C.ShmListener(), _C.ShmListener()
     pipe.send([everyone.address, pair.address])
     addresses = pipe.recv()
@@ -356,7 +356,7 @@ def test_contexts_side_by_side_do_not_disturb_one_another_and_fail_alone() -> No
             group.tell((name, command), ranks)
             return [group.receive(rank) for rank in ranks]
 
-        # One context's forward between the other's forward and backward.
+        # The forward of one context runs between forward and backward of the other.
         first = do("everyone", "forward", [0, 1, 2])
         alone = do("pair", "step", [0, 1])
         assert [fault for fault, _ in first + alone + do("everyone", "backward", [0, 1, 2])] == [("", "")] * 8

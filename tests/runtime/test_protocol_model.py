@@ -1,6 +1,6 @@
-"""The step protocol as a model (steps.pml), of which spin tries every order of events.
+"""The step protocol as a model (steps.pml): spin tries every order of its events.
 
-That each of the planted faults is found is what shows that the checks can fail.
+The model finds each of its planted faults, which shows that its checks can fail.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.skipif(
 
 
 def _check(folder: Path, *defines: str) -> str:
-    """What spin's verifier prints."""
+    """The output of spin's verifier."""
     options = [f"-D{name}" for name in defines]
     subprocess.run(["spin", *options, "-a", str(MODEL)], cwd=folder, check=True, capture_output=True)
     compiler = shutil.which("cc") or shutil.which("gcc")
     assert compiler is not None
-    # The verifier of most faults stops soon, so that compiling it well would take longer than running it.
+    # The verifier stops soon for most faults. Compiling it well would then take longer than running it.
     level = "-O0" if any("FAULT" in name for name in defines) and "STEPS=5" not in defines else "-O1"
     subprocess.run([compiler, level, "-w", "-DSAFETY", "-o", "pan", "pan.c"], cwd=folder, check=True)
     out = subprocess.run(["./pan", "-m100000", "-w22"], cwd=folder, check=True, capture_output=True, text=True).stdout
@@ -51,7 +51,7 @@ def _check(folder: Path, *defines: str) -> str:
 def test_no_order_of_events_deadlocks_loses_a_signal_or_overwrites_rows(options: str, tmp_path: Path) -> None:
     out = _check(tmp_path, *options.split())
     assert re.search(r"errors: 0$", out, re.M), out
-    # All ranks come to the end of their calls: else fewer states would be reached, with no error among them.
+    # All ranks come to the end of their calls. Otherwise fewer states would be reached, and none would be an error.
     unreached = out.split("unreached in proctype Rank")[1].split("unreached in")[0]
     assert "-end-" not in unreached, out
 
@@ -60,7 +60,7 @@ DEADLOCK = "invalid end state"
 ROWS_AT_SERVER = "assertion violated.*server_in_a"
 ROWS_AT_HOME = "assertion violated.*home_in_a"
 TWO_SIGNALS = "assertion violated.*pending_(credit|freed)"
-# Of a sender that is too fast, the first thing noticed may be that its message before is still under way.
+# If a sender is too fast, the first thing noticed may be that its previous message is still under way.
 TOO_FAST = "assertion violated.*(_in_a|pending_in|pending_home)"
 
 

@@ -1,6 +1,6 @@
-"""Steps that are recorded once and replayed with other plans, on the threads that stand for a GPU's streams.
+"""Steps that are recorded once and replayed with other plans, on threads that stand for a GPU's streams.
 
-Expected are the bits of the same steps on the host, one by one.
+The expected results are the bits of the same steps done one by one on the host.
 """
 
 from __future__ import annotations
@@ -352,7 +352,7 @@ def test_a_peer_that_dies_between_replays_ends_them() -> None:
         if rank == 1:
             _emulation.mark_died(context._core)
             return
-        while True:  # until a replan or a replay says so
+        while True:  # ends when a replan or a replay raises the error
             recording.replan(plan.for_rank(rank))
             recording.replay()
             assert all(not one.isnan().any() for one in returned) or returned[0].isnan().all()

@@ -1,4 +1,4 @@
-"""Replayed attention: ranks that sleep as long as attention would take."""
+"""Replayed attention: ranks sleep as long as attention would take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORWARD, BACKWARD = distca.CostModel(unit_ns=500.0), distca.CostModel(per_pair=2
 
 
 def pairs_and_rows(plan: distca.Plan, rank: int) -> tuple[int, int]:
-    """What the rank's tasks see, for each of their query heads."""
+    """The visible pairs and the rows of the rank's tasks, counted for each of their query heads."""
     pairs = rows = 0
     for task in (task for task in plan.tasks if task.server == rank):
         heads = (task.kv_head_end - task.kv_head_begin) * (HEADS.q // HEADS.kv)
@@ -50,18 +50,18 @@ def test_attending_takes_at_least_the_modelled_time_and_rows_travel() -> None:
         assert traces[1].attending >= (2 * pairs + 3 * rows) * 400e-9
         sent = sum(transfer.bytes for transfer in plan.transfers if transfer.source == rank)
         assert sum(rows.bytes for trace in traces for rows in trace.copies) == sent
-    # What a server sends home for a row that it was to compute is what it was sent: nothing overwrote the query.
+    # A server sends home the query that it got for a row, because nothing has overwritten it.
     for task in away:
         for index, row in enumerate(global_rows(task)):
             home = [int(g) for g in rows_of(layout, task.home)].index(row)
             assert torch.equal(results[task.home][0][home], batch.q[row]), (task, index)
     at_home = next(task for task in plan.tasks if task.home == task.server)
     home = [int(g) for g in rows_of(layout, at_home.home)].index(global_rows(at_home)[0])
-    assert results[at_home.home][0][home].isnan().all()  # the tests' filling: nobody computed it
+    assert results[at_home.home][0][home].isnan().all()  # this is what the test filled it with: nobody computed it
 
 
 def rows_of(layout: distca.Layout, rank: int) -> torch.Tensor:
-    """Rows of the batch that a rank holds, in its order."""
+    """The rows of the batch that a rank holds, in its order."""
     starts = [sum(LENGTHS[:document]) for document in range(len(LENGTHS))]
     rows = [torch.arange(starts[d] + begin, starts[d] + end) for d, begin, end in layout.segments(rank) if d >= 0]
     return torch.cat(rows)

@@ -1,6 +1,6 @@
 """Many steps on one context: changing plans, backwards that never come, two micro-batches in flight, in any order.
 
-Arenas and returned tensors are filled with NaN before every step, and so are the inputs' padding rows.
+Arenas, returned tensors and the inputs' padding rows are filled with NaN before every step.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _random_micro_batch(rng: random.Random, heads: distca.Heads) -> MicroBatch:
 
 
 def _random_script(rng: random.Random, steps: int) -> list[tuple[str, int]]:
-    """(action, micro-batch): at most two are in flight; a backward may be skipped."""
+    """A list of (action, micro-batch). At most two micro-batches are in flight, and a backward may be skipped."""
     script: list[tuple[str, int]] = []
     in_flight: list[int] = []
     forwards = 0
@@ -160,7 +160,7 @@ def test_two_micro_batches_in_flight_give_what_each_gives_alone(dtype: torch.dty
 
 
 def test_two_groups_at_work_at_once_do_not_touch_each_other() -> None:
-    """Two contexts a rank, as with two models or two tensor-parallel groups; steps alternate between them."""
+    """Every rank has two contexts, as with two models or two tensor-parallel groups; steps alternate between them."""
     shapes = [distca.Heads(4, 2, 16), distca.Heads(2, 2, 8, 24, torch.bfloat16)]
     lengths = (150, 3, 64)
     micro_batches = [
@@ -203,6 +203,6 @@ def test_backward_may_run_another_plan_of_the_same_layout() -> None:
 
     with loopback_group([forward, backward]) as contexts:
         ours = together(batch.lengths, layout, on_all_ranks(contexts, run))
-    # Key gradients are added in the order of the backward plan: its own, to the last bit.
+    # Key gradients are added in the order of the backward plan, so they equal its own to the last bit.
     for name, a, b in zip(NAMES, ours, compute(batch, backward), strict=True):
         assert torch.equal(a, b), name

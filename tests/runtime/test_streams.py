@@ -1,6 +1,6 @@
-"""Steps that are queued on streams, as on a GPU; here two threads a rank stand for these.
+"""Steps that are queued on streams, as on a GPU: two threads of each rank stand for the streams.
 
-What they compute is what the host does; a fault comes as NaN at once and as an error with the next call.
+The results are those of the host. A fault shows as NaN at once, and as an error of the next call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _forward(plan: distca.Plan, batch: Batch, rank: int, context: distca.Context
 def test_queued_steps_give_the_bits_of_steps_on_the_host(make_layout, ranks: int, dtype: torch.dtype) -> None:
     heads = distca.Heads(4, 2, 16, 24, dtype)
     layout = make_layout(LENGTHS, ranks, 5)
-    tasks = random_tasks(layout, heads.kv, 3)  # ranges of heads too
+    tasks = random_tasks(layout, heads.kv, 3)  # tasks of ranges of heads are among them
     plan = distca.plan(layout, heads, tasks=tasks)
     batch = random_batch(LENGTHS, heads, 2)
     results = []
@@ -76,7 +76,7 @@ def _assert_nothing_came_out(result: torch.Tensor | BaseException, kind: type[Ex
 
 
 def _right(batch: Batch) -> list[torch.Tensor]:
-    """What the ranks return where nothing goes wrong, whatever the plan."""
+    """What the ranks return if nothing goes wrong, whatever the plan."""
     plan = _plan(3)
     with loopback_group(plan) as contexts:
         return on_all_ranks(contexts, lambda rank, context: _forward(plan, batch, rank, context))
@@ -92,7 +92,7 @@ def test_of_ranks_with_different_plans_one_says_so_at_once_and_the_others_return
         )
         assert any(isinstance(result, distca.PlanMismatchError) for result in results), results
         for result, right, context in zip(results, _right(batch), contexts, strict=True):
-            # A rank that needed no row of the odd one may have been done before.
+            # A rank that needed no row of the odd one may be done already.
             if not (isinstance(result, torch.Tensor) and torch.equal(result, right)):
                 _assert_nothing_came_out(result, distca.PlanMismatchError)
             fault = fault_of_check(context)
@@ -124,7 +124,7 @@ def test_a_peer_that_died_is_named_to_all_others_though_only_their_streams_wait_
     def work(rank: int, context: distca.Context) -> torch.Tensor | None:
         for _ in range(steps_before):
             if (out := _forward(plan, batch, rank, context)).isnan().any():
-                return out  # the death may be known before the step is over
+                return out  # the rank may learn of the death before its step is over
         if rank == 1:
             _emulation.mark_died(context._core)
             return None

@@ -1,6 +1,6 @@
-"""What peers are told of a fault, and of a call that a rank refuses: the cause, at once, whatever the reason.
+"""Peers are told of a fault, or of a call that a rank refuses, at once and with the cause.
 
-awkward_ranks.cpp makes ranks to which news comes late, or which have no memory.
+awkward_ranks.cpp makes ranks that get news late or have no memory.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def two_ranks(make: Callable[..., None], *arguments: object) -> Iterator[list[di
 
 @pytest.mark.parametrize("queued", [False, True])
 def test_a_fault_that_a_peer_told_before_it_left_is_what_is_reported(awkward: ctypes.CDLL, queued: bool) -> None:
-    """Though it was not yet there when this rank looked for faults, just before it looked for who has left."""
+    """The fault arrives after this rank has looked for faults, and just before it looks for who has left."""
 
     def dispatch(rank: int, context: distca.Context) -> distca.Step:
         plan = plan_for(2, rank)
@@ -96,7 +96,7 @@ def test_a_rank_without_memory_raises_what_python_calls_it_and_its_peer_is_told(
 
 
 def test_a_rank_that_is_told_of_a_fault_passes_on_whose_it_is() -> None:
-    """Rank 1 finds the words of rank 0 first, which was only told of what happened to rank 2."""
+    """Rank 1 finds the report of rank 0 first. Rank 0 itself was only told what happened to rank 2."""
     with loopback_group(PLAN, timeout=20.0) as contexts:
         steps = on_all_ranks(
             contexts,
@@ -130,7 +130,7 @@ def collected_too_early(plan: distca.Plan, tensors: Tensors, context: distca.Con
     try:
         distca.collect(step)
     finally:
-        step._under_way.over()  # else it goes out of use here, which is another fault
+        step._under_way.over()  # otherwise the step would go out of use here, which is another fault
 
 
 def by_the_operator(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> None:
@@ -153,7 +153,7 @@ def of_lse_in_parts(plan: distca.Plan, tensors: Tensors, context: distca.Context
     distca.core_attention(*tensors[:3], plan.for_parts(), context=context)[1].sum().backward()
 
 
-#: What the other ranks do, what the one that refuses does, with which plan and tensors, and what it raises.
+#: For each refusal: what the other ranks do, what the refusing rank does, its plan, its tensors, and what it raises.
 REFUSED: dict[str, tuple[Callable[..., None], Callable[..., None], distca.Plan, Callable[[Tensors], Tensors], str]] = {
     "a tensor": (whole, whole, PLAN, lambda ts: [ts[0][..., ::2], *ts[1:]], "contiguous"),
     "a dtype": (whole, whole, PLAN, lambda ts: [t.bfloat16() for t in ts], "bfloat16"),
@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[Callable[..., None], Callable[..., None], distca.Plan, 
 
 
 def _fault(result: object, context: distca.Context) -> BaseException:
-    """Of a rank whose step was perhaps only queued."""
+    """The fault of a rank; if its step was only queued, the next check raises it."""
     return result if isinstance(result, BaseException) else fault_of_check(context)
 
 
@@ -195,7 +195,7 @@ def test_a_call_that_one_rank_refuses_is_an_error_of_all_at_once_with_its_reason
             fault = _fault(results[rank], contexts[rank])
             assert isinstance(fault, distca.PeerLeftError), fault
             assert "rank 1 refused" in str(fault) and reason in str(fault), fault
-        # It found that out itself, or was told.
+        # The rank found the fault itself or was told of it.
         later = distca.ContextPoisonedError, distca.PeerLeftError
         with pytest.raises(later, match="rank 1 refused a call that other ranks made"):
             contexts[1].check() if queued else whole(PLAN.for_rank(1), tensors_for(PLAN.for_rank(1)), contexts[1])
@@ -255,7 +255,7 @@ def test_a_call_that_all_ranks_refuse_changes_nothing_whoever_tries_again_first(
 
 
 def odd(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers; where a dimension has one element or none, its stride is odd."""
+    """The same numbers with an odd stride in every dimension that has one element or none."""
     strides = [7 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     if tensor.numel() == 0:
         strides = [0] * tensor.dim()

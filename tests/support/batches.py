@@ -1,4 +1,4 @@
-"""Batches of documents, and where their rows lie."""
+"""Batches of documents, and layouts that say where their rows lie."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import distca
 NAN = float("nan")
 
 
-#: One token, primes, shorter than a key block, exactly one, one more, several.
+#: Lengths of documents: one token, primes, shorter than a key block, exactly one, one row more, and several blocks.
 LENGTHS = (1, 97, 64, 1, 211, 7, 65, 2, 128, 63)
 
 
 def examples(number: int) -> settings:
-    """So many random examples of a test, or as many times more as the profile has (`make fuzz`: 20)."""
+    """Settings for this number of random examples, multiplied as the profile says (`make fuzz`: by 20)."""
     return settings(max_examples=number * settings.default.max_examples // 100)
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Whole documents one after another, wherever their rows live; gradients of `out` come with them."""
+    """Whole documents one after another, wherever their rows live, and gradients of `out`."""
 
     lengths: tuple[int, ...]
     heads: distca.Heads
@@ -58,10 +58,10 @@ def random_batch(lengths: Sequence[int], heads: distca.Heads, seed: int) -> Batc
 
 
 def needle_batch(lengths: Sequence[int], heads: distca.Heads, seed: int) -> tuple[Batch, torch.Tensor]:
-    """A batch in which one key dominates every row, and the output that this gives, exactly.
+    """A batch in which one key dominates every row, and its exact output.
 
-    Each query row and head picks a key that it may see, at random. A value says its document, row (in base 16) and
-    key/value head in small integers, so an output tells where it came from.
+    Each query row and head picks at random a key that it may see. A value holds its document, its row (in base 16) and
+    its key/value head as small integers, so that an output tells where it came from.
     """
     random_one = random_batch(lengths, heads, seed)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -85,7 +85,7 @@ def needle_batch(lengths: Sequence[int], heads: distca.Heads, seed: int) -> tupl
 
 
 def data_parallel(lengths: Sequence[int], ranks: int, seed: int = 0) -> distca.Layout:
-    """Whole documents on random ranks; the documents keep their numbers, the last of several ranks stays empty."""
+    """Whole documents on random ranks; documents keep their numbers, and the last of several ranks stays empty."""
     rng = random.Random(seed)
     segments: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
     for document, length in enumerate(lengths):
@@ -102,7 +102,7 @@ def spill_with_empty_ranks(lengths: Sequence[int], ranks: int, seed: int = 0) ->
 
 
 def scattered(lengths: Sequence[int], ranks: int, seed: int = 0) -> distca.Layout:
-    """Documents cut anywhere, the pieces on random ranks in random order, padding between them."""
+    """Documents cut at random rows. The pieces lie on random ranks in random order, with padding between them."""
     rng = random.Random(seed)
     segments: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
     for document, length in enumerate(lengths):
@@ -119,7 +119,7 @@ def scattered(lengths: Sequence[int], ranks: int, seed: int = 0) -> distca.Layou
 def random_tasks(
     layout: distca.Layout, kv_heads: int, seed: int, servers: Sequence[int] | None = None
 ) -> list[tuple[int, int, int, int, int, int]]:
-    """A schedule for `distca.plan(tasks=)`: every document cut at random rows, each piece at random heads."""
+    """A schedule for `distca.plan(tasks=)`: every document is cut at random rows, and each piece at random heads."""
     rng = random.Random(seed)
     servers = list(range(layout.num_ranks)) if servers is None else sorted(servers)
 
@@ -138,7 +138,7 @@ def random_tasks(
 
 
 def source_rows(batch_lengths: Sequence[int], layout: distca.Layout, rank: int) -> torch.Tensor:
-    """For each row of a rank its row among all documents; -1 for padding."""
+    """The row among all documents of each row of a rank; -1 for padding."""
     offsets = [sum(batch_lengths[:d]) for d in range(len(batch_lengths))]
     parts = [
         torch.full((end - begin,), -1) if document < 0 else torch.arange(begin, end) + offsets[document]
@@ -156,7 +156,7 @@ def rows_of_rank(batch: Batch, layout: distca.Layout, rank: int, tensor: torch.T
 
 
 def gather(lengths: Sequence[int], layout: distca.Layout, of_ranks: Sequence[torch.Tensor], padding: float) -> Any:
-    """The ranks' rows put together in document order; padding rows must have the value `padding`."""
+    """Puts the ranks' rows together in document order. Padding rows must have the value `padding`."""
     whole = torch.full((sum(lengths), *of_ranks[0].shape[1:]), NAN, dtype=of_ranks[0].dtype)
     for rank, rows in enumerate(of_ranks):
         source = source_rows(lengths, layout, rank)
@@ -172,4 +172,4 @@ LAYOUTS: dict[str, Callable[..., distca.Layout]] = {
     "spill_with_empty_ranks": spill_with_empty_ranks,
     "scattered": scattered,
 }
-"""Every one is a list of segments for each rank."""
+"""Functions that make layouts, by name."""

@@ -1,4 +1,4 @@
-"""Programs that tests compile: from all sources at once, and for all workers of a run together."""
+"""Programs that tests compile from all sources at once, and once for all workers of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def compiled_once(
     options: Sequence[str],
     link: Sequence[str] = (),
 ) -> Path:
-    """The program. Several files in place of one are compiled in one piece, for most of the time goes into headers."""
+    """The path of the compiled program. A list of files in place of one is compiled as one piece, because headers take
+    most of the time.
+    """
     return made_once(factory, name, lambda folder: _compile(folder, sources, options, link))
 
 

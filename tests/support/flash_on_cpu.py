@@ -1,6 +1,7 @@
-"""ATen's flash attention with variable lengths, by its contract, on the CPU: so that what calls it can be tested there.
+"""ATen's flash attention with variable lengths on the CPU, so that its callers can be tested there.
 
-The textbook formula in float64, rounded at the end; everything that the CUDA kernels rely on is asserted.
+It follows the operator's contract: it computes the textbook formula in float64, rounds at the end, and asserts
+everything that the CUDA kernels rely on.
 """
 
 from __future__ import annotations
@@ -47,11 +48,14 @@ def _sequences(q_ends: torch.Tensor, kv_begins: torch.Tensor, kv_lengths: torch.
 
 
 def _scores(q: Any, k: Any, scale: float, causal: bool, left: int | None, right: int | None) -> torch.Tensor:
-    """[H, rows, keys] in float64, -inf where a row does not see a key; rows are aligned to the last keys."""
+    """Scores [H, rows, keys] in float64, -inf where a row does not see a key. The last row is aligned with the last
+    key.
+    """
     group = q.shape[1] // k.shape[1]
     scores = torch.einsum("ihd,jhd->hij", q.double(), k.double().repeat_interleave(group, 1)) * scale
     rows, keys = scores.shape[1:]
-    distance = torch.arange(keys)[None] - (torch.arange(rows)[:, None] + keys - rows)  # of key j from row i's own
+    # The distance of key j from the key of row i.
+    distance = torch.arange(keys)[None] - (torch.arange(rows)[:, None] + keys - rows)
     last = 0 if causal else math.inf if right is None else right
     first = -math.inf if left is None else -left
     return scores.masked_fill((distance > last) | (distance < first), -math.inf)
@@ -118,7 +122,7 @@ def _backward(
     assert logsumexp.shape == (query.shape[1], query.shape[0]) and logsumexp.dtype == torch.float32
     assert rng_state.dtype == unused.dtype == torch.uint64
     _check_ends(cum_seq_q, query.shape[0])
-    _check_ends(cum_seq_k, key.shape[0])  # so no key belongs to two sequences
+    _check_ends(cum_seq_k, key.shape[0])  # no key belongs to two sequences
     dq, dk, dv = (torch.full_like(t, math.nan) for t in (query, key, value))
     group = query.shape[1] // key.shape[1]
     delta = (out.double() * grad_out.double()).sum(2).T

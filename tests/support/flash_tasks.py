@@ -14,7 +14,7 @@ def whole(lengths: Sequence[int]) -> list[tuple[int, int, int, int]]:
 
 
 def cut(lengths: Sequence[int], seed: int) -> list[tuple[int, int, int, int]]:
-    """Every document cut at random rows; the tasks in any order."""
+    """Tasks that cut every document at random rows, in any order."""
     rng = random.Random(seed)
     tasks = []
     for begin, end, *_ in whole(lengths):

@@ -1,4 +1,4 @@
-"""Whether there is a GPU for a test."""
+"""Says whether there is a GPU for a test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from distca import _C
 
 
 def missing_gpu() -> str:
-    """Why there is nothing to run; empty where there is."""
+    """The reason why GPU tests cannot run here; empty if they can."""
     if not torch.cuda.is_available():
         return "no CUDA device: the kernels have only been compiled"
     if torch.cuda.get_device_capability() != (9, 0):

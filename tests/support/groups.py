@@ -20,7 +20,7 @@ from support.oracle import NAMES
 Result = TypeVar("Result")
 
 
-#: How the errors of ranks end whose calls do not go together.
+#: The end of an error's message if the calls of ranks differ.
 ADVICE = (
     "as many calls of core_attention and of its backward on every rank, in the same order; a rank without data passes "
     "zero rows, and a model that is evaluated on one rank alone gets no plan there"
@@ -29,7 +29,9 @@ ADVICE = (
 
 @contextmanager
 def loopback_group(plans: Sequence[distca.Plan] | distca.Plan, **options: Any) -> Iterator[list[distca.Context]]:
-    """Contexts for every rank of these plans: just large enough, arenas NaN before every step, closed at the end."""
+    """Contexts for every rank of these plans. Heaps are just large enough, arenas are NaN before every step, and
+    contexts are closed at the end.
+    """
     plans = [plans] if isinstance(plans, distca.Plan) else list(plans)
     slot_bytes = max(64, *(p.stats.slot_bytes for p in plans), 0)
     options = {"heap_bytes": 2 * slot_bytes, "timeout": 60.0, "max_tokens": 1} | options
@@ -45,7 +47,7 @@ def loopback_group(plans: Sequence[distca.Plan] | distca.Plan, **options: Any) -
 
 @contextmanager
 def ranks_apart(context: distca.Context) -> Iterator[None]:
-    """On a GPU: a stream of this thread's own, and its own backward too; in common ones ranks would wait for ever."""
+    """On a GPU, gives this thread its own stream and its own backward; with common ones ranks would wait for ever."""
     if context.device == "cpu":
         yield
         return
@@ -56,7 +58,7 @@ def ranks_apart(context: distca.Context) -> Iterator[None]:
 def outcomes(
     contexts: Sequence[distca.Context], work: Callable[[int, distca.Context], Result], threads: int = 1
 ) -> list[Result | BaseException]:
-    """What `work(rank, context)` returned or raised on every rank, each in a thread of its own."""
+    """What `work(rank, context)` returned or raised on every rank. Each rank runs in its own thread."""
     results: list[Any] = [None] * len(contexts)
 
     def main(rank: int) -> None:
@@ -64,7 +66,7 @@ def outcomes(
         try:
             with ranks_apart(contexts[rank]):
                 results[rank] = work(rank, contexts[rank])
-        except BaseException as error:  # handed to the caller
+        except BaseException as error:  # the caller gets it
             results[rank] = error
 
     ranks = [threading.Thread(target=main, args=(rank,)) for rank in range(len(contexts))]
@@ -78,7 +80,9 @@ def outcomes(
 def on_all_ranks(
     contexts: Sequence[distca.Context], work: Callable[[int, distca.Context], Result], threads: int = 1
 ) -> list[Result]:
-    """What `work(rank, context)` returned on every rank; an error of the first rank that has a cause of its own."""
+    """What `work(rank, context)` returned on every rank. If ranks failed, raises the error of the first that has a
+    cause of its own.
+    """
     results = outcomes(contexts, work, threads)
     errors = [r for r in results if isinstance(r, BaseException)]
     of_another = distca.PeerDiedError | distca.PeerLeftError | distca.PeerTimeoutError
@@ -89,7 +93,7 @@ def on_all_ranks(
 
 
 def fault_of_check(context: distca.Context) -> Exception:
-    """What `check` raises, once there is something to raise."""
+    """The error that `check` raises as soon as there is one."""
     limit = time.monotonic() + 20
     while time.monotonic() < limit:
         try:
@@ -103,9 +107,9 @@ def fault_of_check(context: distca.Context) -> Exception:
 def run_step(
     batch: Batch, plan: distca.Plan, context: distca.Context, *, fused: bool = False, scale: float | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Forward and backward of one rank: its rows of out, lse, dq, dk, dv.
+    """Runs forward and backward of one rank and returns its rows of out, lse, dq, dk and dv.
 
-    `fused` makes q, k, v strided views of one projection, with columns between them that are nobody's.
+    With `fused`, q, k and v are strided views of one projection, whose columns between them belong to nobody.
     """
     return tuple(t.cpu() for t in _run_step(batch, plan, context, fused, scale))
 
@@ -146,7 +150,7 @@ def _run_step(
 def together(
     lengths: Sequence[int], layout: distca.Layout, of_ranks: Sequence[Sequence[torch.Tensor]]
 ) -> tuple[torch.Tensor, ...]:
-    """The ranks' out, lse and, where there are any, dq, dk, dv in document order, padding checked."""
+    """The ranks' out, lse and, if there are any, dq, dk and dv in document order. Padding is checked."""
     return tuple(
         gather(lengths, layout, parts, -math.inf if name == "lse" else 0.0)
         for name, parts in zip(NAMES, zip(*of_ranks, strict=True), strict=False)
@@ -163,7 +167,7 @@ def compute(
     scale: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """out, lse, dq, dk, dv of the whole batch in document order, computed by a loopback group of its own."""
+    """The out, lse, dq, dk and dv of the whole batch in document order, computed by a loopback group of its own."""
     with loopback_group(plan, reorder_seed=reorder_seed, **options) as contexts:
         results = on_all_ranks(
             contexts, lambda rank, context: run_step(batch, plan, context, fused=fused, scale=scale), threads

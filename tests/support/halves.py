@@ -40,7 +40,9 @@ class Layer(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """Layers, with what a caller may ask for: checkpointing (its options), autocast."""
+    """Layers that run in autocast if `cast` says so, and are checkpointed with the options `recompute` if there are
+    any.
+    """
 
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
@@ -60,10 +62,13 @@ class Model(torch.nn.Module):
 
 
 def seeded(make: Callable[[], Any]) -> Any:
-    """A model with weights of its own generator's: ranks are threads here, and ping-pong sets the process's."""
+    """A model whose weights come from a generator of their own, because ranks are threads here and ping-pong sets the
+    process's generator.
+    """
     model, generator = make(), torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1 or name.endswith("bias"):  # else of a norm, and always the same
+        # The other weights are those of norms, which always start the same.
+        if parameter.dim() > 1 or name.endswith("bias"):
             bound = parameter.shape[-1] ** -0.5
             torch.nn.init.uniform_(parameter, -bound, bound, generator=generator)
     return model
@@ -93,7 +98,7 @@ def ping_pong(model: torch.nn.Module, halves: Halves) -> list[Any]:
 
 
 def results(run: Callable[..., list[Any]], model: torch.nn.Module, halves: Halves) -> dict[str, torch.Tensor]:
-    """Outputs, and gradients of one backward of the sum of both losses into empty gradients."""
+    """The outputs, and the gradients of one backward of the sum of both losses."""
     model.zero_grad(set_to_none=True)
     outputs = [getattr(output, "logits", output).float() for output in run(model, halves)]
     (outputs[0].square().sum() + outputs[1].square().sum()).backward()

@@ -1,7 +1,7 @@
-"""Ranks each on a "host" of its own: network namespaces joined by a switch whose links a test can cut and mend.
+"""Ranks on separate "hosts": network namespaces joined by a switch whose links a test can cut and mend.
 
-The namespaces have no names: they belong to the processes of a `Group` and go with them, however a test ends. Needs
-the leave to make namespaces, and iproute2.
+The namespaces have no names. They belong to the processes of a `Group` and end with them, however a test ends. This
+needs iproute2 and the right to make namespaces.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def address_of(host: int) -> str:
 
 
 class Hosts(Group):
-    """`program(rank, hosts, pipe, *args)` on each of so many hosts; a last process is the switch between them."""
+    """Runs `program(rank, hosts, pipe, *args)` on each of the hosts; another process is the switch between them."""
 
     def __init__(self, program: Callable[..., None], hosts: int, *args: Any) -> None:
         super().__init__(_on_a_host, hosts + 1, program, args)
@@ -35,7 +35,7 @@ class Hosts(Group):
         self.hosts = list(range(hosts))
 
     def join(self) -> None:
-        """Skips the test where there can be no hosts."""
+        """Skips the test if hosts cannot be made here."""
         if self.refusal:
             self.tell(None)
             pytest.skip(self.refusal)
@@ -45,11 +45,11 @@ class Hosts(Group):
         self.tell("joined", self.hosts)
 
     def cut(self, host: int) -> None:
-        """From now on packets to and from that host vanish; nobody is told."""
+        """From now on packets to and from that host vanish, and nobody is told."""
         self._ip(f"link set v{host} nomaster")
 
     def deafen(self, host: int) -> None:
-        """From now on packets to that host vanish; what it sends arrives."""
+        """From now on packets to that host vanish, but what it sends arrives."""
         self._ip(f"link set v{host} type bridge_slave {' '.join(f'{one} off' for one in _TO_ALL)} fdb_flush")
 
     def mend(self, host: int) -> None:
@@ -59,7 +59,7 @@ class Hosts(Group):
         self.tell([self.receive(host) for host in self.hosts], self.hosts)
 
     def has_answered(self, host: int, seconds: float) -> bool:
-        """Whether a message of that host is there, or comes within so many seconds."""
+        """Whether a message of that host is there or comes within this many seconds."""
         return self._pipes[host].poll(seconds)
 
     def leave(self) -> None:
@@ -87,7 +87,7 @@ def hosts_apart(program: Callable[..., None], hosts: int, *args: Any) -> Iterato
 
 
 def _ip(command: str) -> str:
-    """What is wrong with the command; empty where it succeeded."""
+    """The error of the command; empty if it succeeded."""
     done = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
     return f"ip {command}: {done.stderr}" if done.returncode else ""
 
@@ -106,7 +106,7 @@ def _on_a_host(rank: int, ranks: int, pipe: Connection, program: Callable[..., N
 
 
 def _be_the_switch(pipe: Connection) -> None:
-    """In the namespace of the group's leader."""
+    """Runs the command in the namespace of the group's leader."""
     assert not (problem := _ip("link add switch type bridge") or _ip("link set switch up")), problem
     while (commands := pipe.recv()) is not None:
         pipe.send("".join(map(_ip, commands)))

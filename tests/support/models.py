@@ -1,4 +1,4 @@
-"""Tiny models of every kind of family of transformers."""
+"""Tiny models of every kind of family in transformers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MHA = {"num_key_value_heads": None, "head_dim": None}
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A configuration class and what is particular about it; the head shapes of its layers by their window."""
+    """A family: its configuration class, its own options, and the head shapes of its layers by their window."""
 
     config: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -60,7 +60,7 @@ class Family:
         options = SIZES | self.options | {"attn_implementation": attention}
         config = getattr(transformers, self.config)(**options)
         model = transformers.AutoModelForCausalLM.from_config(config).train()
-        with torch.no_grad():  # gain 1.5: with those of std 0.02 a wrong position changes a loss by 1e-6
+        with torch.no_grad():  # gain 1.5: with transformers' std of 0.02 a wrong position changes a loss by 1e-6 only
             for name, weight in model.named_parameters():
                 if weight.dim() >= 2 and "embed" not in name:
                     weight.normal_(std=1.5 * weight.shape[-1] ** -0.5)

@@ -1,4 +1,4 @@
-"""Attention in float64 by PyTorch, and how far from it a result may be."""
+"""Attention in float64 by PyTorch, and how far a result may be from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _with_gradients(
 
 
 def visible(length: int, mask: str = "causal", window: int | None = None) -> torch.Tensor:
-    """Boolean [length, length]: which keys each row of a document sees."""
+    """Boolean [length, length]: the keys that each row of a document sees."""
     row, key = torch.arange(length)[:, None], torch.arange(length)[None, :]
     if mask == "full":
         return torch.ones(length, length, dtype=torch.bool)
@@ -41,7 +41,9 @@ def visible(length: int, mask: str = "causal", window: int | None = None) -> tor
 def oracle(
     batch: Batch, scale: float | None = None, mask: str = "causal", window: int | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """out, lse, dq, dk, dv in float64 from the same rounded inputs: the textbook formula and PyTorch's autograd."""
+    """The out, lse, dq, dk and dv in float64 from the same rounded inputs, by the textbook formula and PyTorch's
+    autograd.
+    """
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         group = q.shape[1] // k.shape[1]
@@ -55,9 +57,9 @@ def oracle(
 
 
 def torch_attention(batch: Batch, mask: str = "causal", window: int | None = None) -> tuple[torch.Tensor, ...]:
-    """out, lse, dq, dk, dv by PyTorch's own fused attention, in the batch's dtype, document by document.
+    """The out, lse, dq, dk and dv of PyTorch's own fused attention in the batch's dtype, document by document.
 
-    Its CPU kernel wants Dv = D, so the narrower one of them is filled up with zeros, which changes no result.
+    Its CPU kernel wants Dv = D, so the narrower one is filled up with zeros, which changes no result.
     """
     dim = max(batch.heads.dim, batch.heads.value_dim)
     scale = batch.heads.dim**-0.5
@@ -78,7 +80,7 @@ def torch_attention(batch: Batch, mask: str = "causal", window: int | None = Non
 
 
 class ErrorPool:
-    """Errors pooled over batches, and the bound on them: as exact as PyTorch's own attention."""
+    """Errors pooled over batches, and the bound on them: results must be as exact as PyTorch's own attention."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -1,9 +1,9 @@
 """Ranks as real processes that a test can kill, stop and watch, without a process group or a port.
 
-A `Group` has a leader, forked from a server that has imported torch already, and the leader forks the ranks: tens of
-milliseconds a group. Where the kernel allows, the group lives in namespaces of its own: its abstract sockets are
-listed apart from all others, /dev/shm is a tiny one, and /tmp can only be read. What is left of the group once its
-processes have ended can then be told from everything else on the machine.
+A `Group` has a leader, which is forked from a server that has already imported torch. The leader forks the ranks, so
+that a group takes tens of milliseconds. Where the kernel allows it, the group lives in namespaces of its own: its
+abstract sockets are listed apart from all others, its /dev/shm is tiny, and it can only read /tmp. What the group
+leaves behind can then be told from everything else on the machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from distca.planner.plan import CostModel
 from distca.testing import _emulation
 
 LIMIT = 20.0
-"""Seconds after which a test gives up on a process that should have answered: far more than anything here takes."""
+"""The seconds after which a test gives up on a process that should have answered. Everything here takes far less."""
 
 HEADS = distca.Heads(q=2, kv=1, dim=8)
 
@@ -40,14 +40,16 @@ _MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-# What the server of forks imports, so that its forks need not; see also ranks.py. The last is what torch imports, for
-# half a second, at the first backward.
+# The server imports these, so that its forks need not (see also ranks.py). Otherwise torch imports the last one at the
+# first backward, which takes half a second.
 multiprocessing.set_forkserver_preload(["distca", "torch.fx.experimental.symbolic_shapes"])
 
 
 @functools.cache
 def _processes() -> Any:
-    """The server has imported all that once this returns, so that no test's limit of time counts it."""
+    """The context of the server, which has imported everything when this returns. Therefore no test's time limit counts
+    the imports.
+    """
     context = multiprocessing.get_context("forkserver")
     first = context.Process(target=int)
     first.start()
@@ -60,7 +62,7 @@ def _processes() -> Any:
 
 @dataclass
 class Left:
-    """What is there once all ranks have ended, beyond what was there before."""
+    """What the ranks have left behind: what is there once they have ended and was not there before."""
 
     processes: list[str]
     files: list[str]
@@ -73,8 +75,8 @@ class Left:
 class Group:
     """Runs `program(rank, ranks, pipe, *args)` in `ranks` processes. Use it in `with`.
 
-    With `network` the ranks can reach the test's ports, and the group has no namespaces of its own: only processes
-    are then looked for afterwards, for files and sockets may be anybody's.
+    With `network` the ranks can reach the test's ports, and the group has no namespaces of its own. Then only processes
+    are looked for afterwards, because files and sockets may be anybody's.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class Group:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends what still runs; without an error the ranks end by themselves and leave nothing."""
+        """Ends what still runs. Without an error in the test, the ranks must end by themselves and leave nothing."""
         try:
             if error is None:
                 for rank in range(len(self.pids)):
@@ -136,12 +138,12 @@ class Group:
             self.send(rank, message)
 
     def receive(self, rank: int) -> Any:
-        """The next message of a rank. EOFError where it has ended; an assertion fails where it is silent."""
+        """The next message of a rank. Raises EOFError if the rank has ended, and AssertionError if it is silent."""
         assert self._pipes[rank].poll(LIMIT), f"rank {rank} was silent for {LIMIT:g} seconds"
         return self._pipes[rank].recv()
 
     def exchange_addresses(self) -> None:
-        """The counterpart of `connect` in the ranks."""
+        """Sends every rank the addresses of all: the counterpart of `connect` in the ranks."""
         self.tell([self.receive(rank) for rank in range(len(self.pids))])
 
     def signal(self, rank: int, number: int) -> None:
@@ -152,7 +154,7 @@ class Group:
                 return
 
     def kill(self, rank: int) -> None:
-        """kill -9, and waits until the process is gone."""
+        """Kills a rank by SIGKILL and waits until its process is gone."""
         self.signal(rank, signal.SIGKILL)
         assert self.exit_code(rank) == -signal.SIGKILL
 
@@ -200,7 +202,7 @@ def _lead(
 
 
 def _living_children(children: Path) -> list[str]:
-    """Orphans of the ranks come to the leader; the dead ones among them are reaped here."""
+    """The children of the leader that still run. Orphans of the ranks are among them; dead ones are reaped here."""
     while children.read_text():
         pid, _ = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -225,7 +227,7 @@ def _fork_rank(
             if other != rank:
                 pipe.close()
         torch.set_num_threads(1)
-        gc.freeze()  # what was imported is not looked through again by every collection
+        gc.freeze()  # imported modules are left out of garbage collections
         program(rank, len(pipes), pipes[rank], *args)
         code = 0
     except BaseException:
@@ -236,7 +238,7 @@ def _fork_rank(
 
 
 def _isolate(shm: str | None) -> str:
-    """Moves this process into namespaces of its own; says why where it cannot."""
+    """Moves this process into namespaces of its own. Returns the reason if it cannot."""
     try:
         try:
             _call(_libc.unshare, _CLONE_NEWNS | _CLONE_NEWNET)
@@ -259,9 +261,9 @@ def _isolate(shm: str | None) -> str:
 
 
 def _traces(everything: bool) -> tuple[set[str], set[str]]:
-    """Files and abstract sockets; all of them, or those with our name where others make some too.
+    """The files and abstract sockets that are there: all of them, or those with our name if others make some too.
 
-    In namespaces of their own the ranks can write to no other folder: what appears there meanwhile is not theirs.
+    In namespaces of their own the ranks can write to /dev/shm alone: what appears elsewhere meanwhile is not theirs.
     """
     files = {
         os.path.join(folder, name)
@@ -299,7 +301,7 @@ def connect(
 ):
     """Joins the group; the addresses go over the pipe (`Group.exchange_addresses`).
 
-    With a device the group's control transport may be "tcp" instead of "shm"; its `Group` needs the network then.
+    With a device, the group's control transport may be "tcp" instead of "shm". The `Group` then needs `network`.
     """
     listener = _C.TcpListener("127.0.0.1") if control == "tcp" else _C.ShmListener()
     pipe.send(listener.address)
@@ -320,7 +322,9 @@ def connect_to(
     heads: distca.Heads = HEADS,
     device: str = "",
 ) -> distca.Context:
-    """With a device: ranks that write into each other's GPU, or on "cpu" into what stands for one."""
+    """Makes this rank's context. With a device, ranks write into each other's GPU or, on "cpu", into what stands for
+    one.
+    """
     options: dict[str, Any] = {
         "listener": listener,
         "rank": rank,
@@ -343,13 +347,13 @@ def connect_to(
 
 
 def plan_for(ranks: int, rank: int, *, heads: distca.Heads = HEADS, rows: int = 96) -> distca.Plan:
-    """A plan in which every rank sends to some other: one document over all ranks, then short ones."""
+    """A plan in which every rank sends to some other rank: one document lies over all ranks, and short ones follow."""
     layout = distca.Layout.packed([rows * ranks - 40, 30, 10], ranks=ranks, tokens_per_rank=rows)
     return distca.plan(layout, heads, rank=rank, tolerance=0.0, min_rows=1, capacity=2**62)
 
 
 def tensors_for(plan: distca.Plan, seed: int = 0) -> list[torch.Tensor]:
-    """q, k, v that need gradients, and the gradient of out."""
+    """The q, k and v, which need gradients, and the gradient of out."""
     generator = torch.Generator().manual_seed(1000 * seed + plan.rank)
     heads = plan.heads
     shapes = [(heads.q, heads.dim), (heads.kv, heads.dim), (heads.kv, heads.value_dim), (heads.q, heads.value_dim)]
@@ -358,7 +362,7 @@ def tensors_for(plan: distca.Plan, seed: int = 0) -> list[torch.Tensor]:
 
 
 def fault_of(function: Callable[[], Any]) -> tuple[str, str]:
-    """Type and message of the distca error that the call raises; ("", "") where it returns."""
+    """The type and message of the distca error that the call raises; ("", "") if it returns."""
     try:
         function()
     except distca.DistcaError as error:
@@ -367,7 +371,7 @@ def fault_of(function: Callable[[], Any]) -> tuple[str, str]:
 
 
 def held() -> list[str]:
-    """What of our transport this process holds: sockets, memfds and their mappings."""
+    """What this process holds of our transport: sockets, memfds and their mappings."""
     gc.collect()
     found = []
     for name in os.listdir("/proc/self/fd"):

@@ -1,4 +1,6 @@
-"""Ranks of tests that are not about how ranks start: forked from one process, for imports are most of a short run."""
+"""Ranks for tests that are not about how ranks start. They are forked from one process, because imports take most of a
+short run.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from support import processes  # noqa: F401  # which sets what the server import
 Result = TypeVar("Result")
 
 _LAZILY = [
-    "torch.fx.experimental.symbolic_shapes",  # at the first backward
-    "matplotlib.figure",  # at the end of a run, as those below
+    "torch.fx.experimental.symbolic_shapes",  # torch imports this at the first backward
+    "matplotlib.figure",  # imported at the end of a run, as are those below
     "matplotlib.backends.backend_agg",
     "torch.utils.tensorboard",
 ]
@@ -23,7 +25,9 @@ multiprocessing.set_forkserver_preload(["distca.apps.train.trainer", *_LAZILY, "
 
 
 def launch(fn: Callable[..., Result], *args: Any, ranks: int, threads: int = 1) -> list[Result]:
-    """`distca.launch`; spawned where PyTorch knows GPUs, for what one process has asked of CUDA no fork may use."""
+    """`distca.launch` with forked ranks. Where PyTorch knows GPUs ranks are spawned, because a fork cannot use what its
+    parent has asked of CUDA.
+    """
     if torch.version.cuda is not None:
         return distca.launch(fn, *args, ranks=ranks, threads=threads)
     return distca.launch(fn, *args, ranks=ranks, threads=threads, start_method="forkserver")

@@ -1,4 +1,4 @@
-"""Steps that are recorded, and the same on the host."""
+"""Steps that are recorded, and the same steps on the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tensors = list[torch.Tensor]
 
 
 def layout_of(seed: int, ranks: int = RANKS) -> distca.Layout:
-    """Documents that fill ROWS rows of each rank, but for a few rows of padding where the seed is even."""
+    """A plan of documents that fill ROWS rows of each rank. If the seed is even, a few rows are padding."""
     draw = random.Random(seed)
     padding = 4 * (1 - seed % 2)
     left, lengths = ranks * (ROWS - padding), []
@@ -37,7 +37,7 @@ def layout_of(seed: int, ranks: int = RANKS) -> distca.Layout:
 
 
 def tensors_of(seed: int, rank: int, heads: distca.Heads = HEADS, rows: int = ROWS) -> Tensors:
-    """q, k, v that need gradients, and the gradient of out."""
+    """The q, k and v, which need gradients, and the gradient of out."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     shapes = [(heads.q, heads.dim), (heads.kv, heads.dim), (heads.kv, heads.value_dim), (heads.q, heads.value_dim)]
     made = [torch.randn(rows, *shape, generator=generator).to(heads.dtype) for shape in shapes]
@@ -45,14 +45,14 @@ def tensors_of(seed: int, rank: int, heads: distca.Heads = HEADS, rows: int = RO
 
 
 def one_step(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> Tensors:
-    """Forward and backward: out, lse, dq, dk, dv."""
+    """Runs forward and backward and returns out, lse, dq, dk and dv."""
     q, k, v, dout = tensors
     out, lse = distca.core_attention(q, k, v, plan.for_rank(context.rank), context=context)
     return [out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout)]
 
 
 def two_steps_in_parts(tensors: Sequence[Tensors], plan: distca.Plan, context: distca.Context) -> list[Tensors]:
-    """Forward and backward of two steps, which are under way at once: of each out, lse, dq, dk, dv."""
+    """Runs forward and backward of two steps that are under way at once. Returns out, lse, dq, dk and dv of each."""
     ops, name = torch.ops.distca, context.name
     steps = [ops.dispatch(*t[:3], plan.tensor, context=name) for t in tensors]
     for step in steps:
@@ -74,7 +74,7 @@ def set_rows(tensors: Tensors, values: Tensors) -> None:
 
 
 def on_the_host(plans: Sequence[distca.Plan], seeds: Sequence[int], heads: distca.Heads = HEADS) -> list[list[Tensors]]:
-    """Results by rank and step."""
+    """The results by rank and step."""
     with loopback_group(plans) as contexts:
         return on_all_ranks(
             contexts,

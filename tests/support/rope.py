@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.models import ALTERNATING, GQA, WINDOW, Family
 
-SHORT = 40  # positions for which RoPE below was made; of the documents above one is longer
+SHORT = 40  # the positions that RoPE below was made for; one of the documents above is longer
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}

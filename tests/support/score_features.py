@@ -1,4 +1,4 @@
-"""Softcap and sinks: attention with them written out, and what is compared."""
+"""Softcap and sinks: attention with both written out, and the tensors that tests compare."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def random_sinks(heads: int, seed: int) -> torch.Tensor:
 def with_ours(
     batch: Batch, tasks: torch.Tensor, softcap: float, sinks: torch.Tensor | None, scale: float | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """out, lse, dq, dk, dv and, where there are sinks, their gradient."""
+    """The out, lse, dq, dk, dv and, if there are sinks, their gradient."""
     q, k, v = (t.clone().requires_grad_() for t in (batch.q, batch.k, batch.v))
     sinks = None if sinks is None else sinks.clone().requires_grad_()
     out, lse = distca.attention(q, k, v, tasks, sinks, scale=scale, softcap=softcap)
@@ -34,7 +34,7 @@ def with_ours(
 def eager_attention(
     batch: Batch, dtype: torch.dtype, softcap: float, sinks: torch.Tensor | None, scale: float | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """The textbook's formulas and PyTorch's autograd, in `dtype`; the sink is a column of P that is dropped."""
+    """Attention by the textbook formula and PyTorch's autograd, in `dtype`. A sink is a column of P that is dropped."""
     q, k, v = (t.to(dtype, copy=True).requires_grad_() for t in (batch.q, batch.k, batch.v))
     leaf = None if sinks is None else sinks.to(dtype, copy=True).requires_grad_()
     outs, lses = [], []
@@ -65,9 +65,9 @@ def check_features(heads: distca.Heads, softcap: float, with_sinks: bool) -> Non
         exact = eager_attention(batch, torch.float64, softcap, sinks)
         pool.add(ours[:5], eager_attention(batch, heads.dtype, softcap, sinks)[:5], exact[:5])
         if with_sinks:
-            # A sum over rows of values as exact as out: its own bound is the rounding of out and dout.
+            # This is a sum over rows of values that are as exact as out. Its own bound is the rounding of out and dout.
             rounding = 2e-6 if heads.dtype == torch.float32 else 2e-2
             torch.testing.assert_close(ours[5].double(), exact[5], rtol=rounding, atol=20 * rounding)
-    # PyTorch has no fused kernel for these. Its unfused gradients take delta from P, not from the rounded output as
-    # fused kernels must: in fp32 that is worth a fifth of dq's error, with or without these features.
+    # PyTorch has no fused kernel for these. Its unfused gradients take delta from P, but fused kernels must take it
+    # from the rounded output. In fp32 that makes a fifth of dq's error, with or without these features.
     pool.check(1.4 if heads.dtype == torch.float32 else 1.1)

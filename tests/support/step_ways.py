@@ -1,4 +1,4 @@
-"""The same steps taken whole, in parts, and with parts of two steps in turn."""
+"""The same steps taken whole, in parts, and with the parts of two steps in turn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Any
 import torch
 
 import distca
-from support.batches import Batch, rows_of_rank
+from support.batches import LENGTHS, Batch, rows_of_rank, spill
+
+HEADS = distca.Heads(4, 2, 16, 24)
+
+
+def spilled_plan(ranks: int = 2) -> distca.Plan:
+    """A plan that balances documents which run over from one rank to the next."""
+    return distca.plan(spill(LENGTHS, ranks), HEADS, tolerance=0.0, min_rows=1)
 
 
 class Rows:

@@ -1,4 +1,4 @@
-"""Ranks of the control transport over TCP, in threads of one process, and someone who speaks its protocol by hand."""
+"""Ranks of the control transport over TCP in threads of one process, and someone who speaks its protocol by hand."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def join(listener: Any, rank: int, addresses: list[str], words: int = WORDS, tim
 
 
 def in_threads(*works: Callable[[], Any]) -> list[Any]:
-    """What each returned; a distca error in its place."""
+    """What each call returned, or the distca error that it raised."""
     results: list[Any] = [None] * len(works)
 
     def run(index: int) -> None:
@@ -90,11 +90,11 @@ def message(kind: int, word: int = 0, value: int = 0, count: int = 0) -> bytes:
 
 
 class ByHand:
-    """Rank 1 of two, which sends what a test tells it to."""
+    """Rank 1 of two. It sends what a test tells it to."""
 
     def __init__(self, read_buffer: int | None = None) -> None:
         (listener,) = listen(1)
-        # Nobody connects to rank 1, for it is the higher one.
+        # Nobody connects to rank 1, because the higher rank connects to the lower.
         own = b"0123456789abcdef"
         addresses = [listener.address, f"distca-tcp-1/127.0.0.1/9/{own.hex()}"]
         self.socket = socket.socket()
@@ -127,7 +127,7 @@ class ByHand:
         return data
 
     def expect(self, *expected: int) -> None:
-        """Kind, count, word and value of the next message."""
+        """The kind, count, word and value of the next message."""
         assert struct.unpack("<IIqQ", self.read(24)) == expected
 
     def expect_end(self) -> None:

@@ -16,7 +16,7 @@ from support.processes import HEADS, Group
 
 @contextmanager
 def torch_group(program: Callable[..., None], ranks: int, *args: Any) -> Iterator[Group]:
-    """Runs `program(rank, ranks, pipe, port, *args)`; the ranks find each other at the store on that port."""
+    """Runs `program(rank, ranks, pipe, port, *args)`. The ranks find each other at the store on that port."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with Group(program, ranks, store.port, *args, network=True) as group:
         yield group

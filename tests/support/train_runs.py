@@ -1,4 +1,4 @@
-"""Runs of `distca train`: in processes of their own, and inside the test's."""
+"""Runs of `distca train`, in processes of their own or inside the test's process."""
 
 import contextlib
 import gc
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
-    """This process as the only rank, which starts at once."""
+    """Makes this process the only rank, which starts at once."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -23,7 +23,7 @@ def one_rank() -> Iterator[None]:
 
 
 def write_texts(folder: Path) -> Path:
-    """Twelve texts of very different lengths, and a file that is none."""
+    """Writes twelve texts of very different lengths, and a file that is none."""
     folder.mkdir()
     for number in range(12):
         text = f"line {number} of a text that repeats itself\n" * (40 if number % 6 == 0 else 1 + number)
@@ -33,7 +33,7 @@ def write_texts(folder: Path) -> Path:
 
 
 def command(tmp_path: Path, *options: str) -> list[str]:
-    """A small run, whose data and runs are below this folder."""
+    """The arguments of a small run whose data and runs are below this folder."""
     small = ["--tokens-per-rank", "192", "--hidden", "32", "--layers", "1", "--heads", "4", "--name", "run"]
     places = ["--data", str(tmp_path / "data"), "--runs-dir", str(tmp_path / "runs")]
     return ["-m", "distca", "train", *small, *places, *options]

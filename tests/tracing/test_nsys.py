@@ -1,4 +1,4 @@
-"""NVTX ranges, by a stand-in that records them: what a GPU would see has not been run on one."""
+"""NVTX ranges, seen by a stand-in that records them. They have not been run on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTHS = (40, 9)
 
 @pytest.fixture
 def ranges(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names in the order in which they were pushed, and a dash for each that was popped."""
+    """The names of ranges in the order in which they were pushed, and a dash for each that was popped."""
     seen: list[str] = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", seen.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("-"))
@@ -37,7 +37,7 @@ def one_rank(**options: bool) -> distca.Context:
 def test_operators_of_a_context_with_nsys_are_ranges_of_their_names(ranges: list[str], batch: Batch) -> None:
     plan = distca.plan(spill(LENGTHS, 1), HEADS)
     with one_rank(nsys=True) as context:
-        ranges.clear()  # that there is NVTX was tried
+        ranges.clear()  # the library has tried whether there is NVTX
         run_step(batch, plan, context)
         assert ranges == ["distca::core_attention", "-", "distca::core_attention_backward", "-"]
         ranges.clear()

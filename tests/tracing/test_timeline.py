@@ -1,4 +1,4 @@
-"""Figures of traces written by hand, their picture, and `distca report`."""
+"""Figures and the picture of traces that are written by hand, and `distca report`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ def wait(begin: float, end: float) -> Span:
 
 
 def by_hand() -> list[distca.Trace]:
-    """Two ranks, a step of 1 s with one-time costs, then one of 10 s in which rank 1 is through a second earlier."""
+    """Two ranks with two steps. The first takes 1 s and has one-time costs. The second takes 10 s, and rank 1 is done a
+    second earlier.
+    """
     first = [distca.Trace(rank, [part("attend", 0.1, 0.9)], []).of_step(0, 0.0, 1.0, load=4) for rank in range(2)]
-    # Rank 0 sends from 3 to 6 over a link; rank 1 copies from 6.5 to 7 itself, results say.
+    # Rank 0 sends from 3 to 6 over a link. Rank 1 copies results from 6.5 to 7 itself.
     second = [
         distca.Trace(
             0, [part("dispatch", 2, 3.5), part("attend", 4, 8)], [SentRows(1, 10, 3, 6)]
@@ -56,10 +58,11 @@ def test_figures_of_a_step_are_those_counted_by_hand() -> None:
     assert (window.begin, window.end) == (1, 11)
     found = figures(traces, [window])
     zero, one = found.ranks
-    assert (zero.idle_share, one.idle_share) == (0.0, 0.4)  # 2 s, 1 s, and the second for which rank 0 goes on
+    # The waits of 2 s and 1 s, and the second for which rank 0 goes on.
+    assert (zero.idle_share, one.idle_share) == (0.0, 0.4)
     assert found.idle_shares == (0.0, 0.4)
     assert (zero.attention, one.attention) == (4, 2)
-    # Rows from 3 to 6 and from 6.5 to 7. Rank 0 dispatches until 3.5; rank 1 waits from 4 to 6, then copies.
+    # Rows travel from 3 to 6 and from 6.5 to 7. Rank 0 dispatches until 3.5. Rank 1 waits from 4 to 6, then copies.
     assert (zero.traffic, zero.exposed, zero.hidden) == (3.5, 0.5, 3.0)
     assert (one.traffic, one.exposed, one.hidden) == (3.5, 2.5, 1.0)
     assert found.predicted == 9 / 6
@@ -93,7 +96,7 @@ def test_an_empty_trace_has_no_figures() -> None:
 
 
 def of_ping_pong() -> list[distca.Trace]:
-    """A rank with two layers in two halves, forward alone; half 0 computes for 2 s, half 1 for 1 s."""
+    """A rank that runs two layers in two halves, forward only. Half 0 computes for 2 s, and half 1 for 1 s."""
     spans = [
         Span("dispatch", False, 1, 0, "forward", -1, 2, 3, "0 (Attention)", 0),
         Span("dispatch", False, 2, 1, "forward", -1, 4, 5, "0 (Attention)", 1),
@@ -112,7 +115,7 @@ def test_what_lies_between_parts_is_of_the_half_that_computes_and_of_its_phase()
         (0, 0.5, "other", None),
         (0.5, 2, "forward", 0),
         (3, 4, "forward", 1),
-        (8, 10, "forward", 0),  # the head of the model, say, before the other half's collect
+        (8, 10, "forward", 0),  # for example the head of the model, before the other half's collect
         (11, 12, "forward", 1),
         (12, 14, "backward", 1),
         (14, 15, "optimizer", None),
@@ -140,7 +143,7 @@ def test_the_picture_shows_phases_layers_and_halves(tmp_path: Path, monkeypatch:
     legend = [text.get_text() for text in one.legends[0].get_texts()]
     assert {"forward", "backward", "optimizer"} < {*legend}
     assert "a layer's attention, first half" in legend and "a layer's attention, second half" in legend
-    # Layers of the halves lie in lanes of their own: from dispatch to collect.
+    # The layers of each half lie in a lane of their own, from dispatch to collect.
     layers = {
         (patch.x0, patch.x1): patch.y0
         for of in axes.collections
@@ -164,7 +167,7 @@ def test_the_picture_has_a_bar_for_every_span_and_the_steps_that_were_asked_for(
     everything = windows(by_hand())
     draw_timeline(tmp_path / "all.png", by_hand(), everything[1:])
     assert (tmp_path / "all.png").read_bytes().startswith(PNG)
-    # What rank 0 did in step 1, in milliseconds from its begin, and its rows; the same of rank 1.
+    # Below is what rank 0 did in step 1, in milliseconds from its begin, with its rows; then the same for rank 1.
     zero = [(0, 1000), (1000, 1500), (2500, 500), (3000, 4000), (7000, 3000), (2000, 3000)]
     one = [(0, 1000), (1000, 1000), (2000, 4000), (6000, 1000), (7000, 1000), (8000, 1000)]
     waits_and_rows = [(3000, 2000), (7000, 1000), (5500, 500)]

@@ -34,7 +34,7 @@ def plan() -> distca.Plan:
 
 
 def traced_step(batch: Batch, plan: distca.Plan, link: distca.Link | None) -> tuple[list, list[distca.Trace]]:
-    """Results of all ranks' forward and backward, and their traces."""
+    """The results of all ranks' forward and backward, and their traces."""
 
     def work(rank: int, context: distca.Context) -> tuple:
         context.start_trace()
@@ -61,9 +61,9 @@ def test_what_crosses_a_link_is_what_the_plan_says_and_takes_the_links_time(batc
         for sent in trace.transfers:
             assert sent.end - sent.begin == pytest.approx(sent.bytes / link.bytes_per_second, abs=2e-9)
         in_order = sorted(trace.transfers, key=lambda sent: sent.begin)
-        # One after another; two readings of the clock in seconds may differ in the last digits.
+        # Transfers follow one another; two readings of the clock in seconds may differ in the last digits.
         assert all(a.end <= b.begin + 1e-6 for a, b in zip(in_order, in_order[1:], strict=False))
-        # No step ends before its last rows have been there for a latency.
+        # No step ends before the latency of its last rows has passed.
         collected = [span.end for span in trace.spans if span.name == "collect"]
         assert max(collected) >= max(sent.end for sent in trace.transfers) + link.latency
 
@@ -119,7 +119,7 @@ def test_a_trace_says_the_layer_and_the_half_of_each_step_in_both_phases() -> No
             *(("forward", layer, half) for layer in layers for half in (0, 1)),
             *(("backward", layer, half) for layer in reversed(layers) for half in (1, 0)),
         ]
-        # What a half computes outside of attention precedes its dispatch.
+        # The computation of a half outside of attention precedes its dispatch.
         for span, other in zip(trace.spans, trace.spans[1:], strict=False):
             if span.name == "compute" and other.name == "dispatch":
                 assert span.half == other.half
@@ -210,7 +210,7 @@ def test_the_trace_of_a_step_has_what_lies_between_its_parts() -> None:
         ("compute", "forward", 0.5, 0.6),
         ("compute", "backward", 0.6, 0.9),
         ("compute", "other", 0.9, 1.0),
-        ("compute", "forward", 1.0, 3.0),  # nobody said its phases
+        ("compute", "forward", 1.0, 3.0),  # this step was given no phases
     ]
     assert a_trace().steps == [TrainingStep(3, at, at + 1.0, 5), TrainingStep(4, at + 1.0, at + 3.0, None)]
 
@@ -363,7 +363,7 @@ def test_rows_that_wait_for_the_link_when_a_step_fails_are_dropped_and_the_news_
         else:
             distca.attend(step)
 
-    # Ten minutes for the rows; the contexts wait for one.
+    # The rows would take ten minutes, and the contexts wait for one.
     with loopback_group(plan, link=distca.Link(sent / 600)) as contexts:
         _, waited_in_vain = outcomes(contexts, work)
         assert "rank 0 left step 1 (forward) unfinished" in str(waited_in_vain)

@@ -1,5 +1,8 @@
-"""Hosts whose network is cut, in both directions or in one: every rank gets a typed error that names who is silent, in
-time and without a word on the terminal. A link that comes back before the timeout changes nothing."""
+"""Hosts whose network is cut, in both directions or in one.
+
+Every rank gets a typed error that names the silent one, in time, and nothing is printed on the terminal. A link that
+comes back before the timeout changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ from support.hosts_apart import Hosts, address_of, hosts_apart
 from support.processes import HEADS, LIMIT, connect_to, fault_of, plan_for, tensors_for
 
 TIMEOUT = 1.5
-STORE_PORT = 29500  # the hosts are this test's own
+STORE_PORT = 29500  # these hosts belong to this test alone
 WORDS = 8
 
 
 def keep_what_is_printed() -> Callable[[], str]:
-    """Turns this process's standard error into a file; returns what reads it."""
+    """Redirects this process's standard error into a file, and returns a function that reads it."""
     memory = os.memfd_create("stderr")
     os.dup2(memory, 2)
     return lambda: os.pread(memory, 1 << 20, 0).decode()
@@ -49,7 +52,7 @@ def bits_of_a_step(context: distca.Context) -> list[bytes]:
 
 
 def obey(rank: int, ranks: int, pipe: Connection, make: Callable[..., distca.Context], timeout: float) -> None:
-    """Answers to every command with what the step returns, or with its fault; in the end with what was printed."""
+    """Answers every command with what the step returns or with its fault. At the end it sends what was printed."""
     printed = keep_what_is_printed()
     context: list[distca.Context] = []
     commands: dict[str, Callable[[], Any]] = {
@@ -76,7 +79,7 @@ def over_torch(rank: int, ranks: int, pipe: Connection, timeout: float) -> distc
 
 
 def over_tcp(rank: int, ranks: int, pipe: Connection, timeout: float) -> distca.Context:
-    """Queued steps, whose rows go through memory: the hosts' network has the control words alone."""
+    """Queued steps. Their rows go through memory, so the hosts' network has only the control words."""
     listener = _C.TcpListener(address_of(rank))
     pipe.send(listener.address)
     return connect_to(listener, rank, pipe.recv(), timeout=timeout, connect_timeout=timeout, device="cpu")
@@ -95,7 +98,7 @@ def everyone(group: Hosts, command: str) -> list[Any]:
 
 
 def start(group: Hosts, make: Callable[..., distca.Context]) -> list[list[bytes]]:
-    """The bits of a first step."""
+    """Takes the first step on all ranks and returns its bits."""
     group.tell("init", group.hosts)
     if make is over_tcp:
         group.exchange_addresses()
@@ -113,7 +116,7 @@ def others(group: Hosts, rank: int) -> list[int]:
 
 @pytest.mark.parametrize(("how", "victim"), [(Hosts.cut, 0), (Hosts.deafen, 2)])
 def test_over_torch_every_rank_is_told_who_is_silent(how: Callable[[Hosts, int], None], victim: int) -> None:
-    """Host 0 has the store of torch.distributed."""
+    """The store of torch.distributed runs on host 0."""
     with ready(3, over_torch, TIMEOUT) as group:
         start(group, over_torch)
         how(group, victim)
@@ -163,7 +166,7 @@ def test_ranks_that_a_cut_keeps_from_meeting_are_told_whom_they_waited_for() -> 
 
 
 def meet_after_a_word(rank: int, ranks: int, pipe: Connection, timeout: float) -> None:
-    """A rank whose network is cut once it knows its peers, before it has connected to them."""
+    """A rank whose network is cut after it knows its peers and before it has connected to them."""
     connect = Exchange._connect
 
     def wait_and_connect(*args: Any) -> Any:
@@ -197,7 +200,7 @@ def test_a_rank_whose_network_is_cut_closes_its_context_all_the_same() -> None:
 
 
 def hold_words(rank: int, ranks: int, pipe: Connection, timeout: float) -> None:
-    """Calls the transport's methods as it is told over the pipe."""
+    """Calls the transport's methods that the test names over the pipe."""
     listener = _C.TcpListener(address_of(rank))
     pipe.send(listener.address)
     transport = _emulation.connect_tcp(

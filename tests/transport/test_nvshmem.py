@@ -1,4 +1,4 @@
-"""transport="nvshmem" as far as it goes without a GPU: it is found, linked and refused as it should be."""
+"""transport="nvshmem", as far as it can be tested without a GPU: it is found and linked, and mistakes are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ needs_library = pytest.mark.skipif(
 
 
 def test_importing_distca_loads_nothing_of_nvshmem() -> None:
-    # PyTorch's builds for CUDA load some of it themselves.
+    # PyTorch's builds for CUDA load parts of NVSHMEM themselves.
     code = (
         "files = lambda: {line.split()[-1] for line in open('/proc/self/maps') if 'nvshmem' in line}\n"
         "import torch; before = files(); import distca; assert files() == before, files()"
@@ -72,7 +72,7 @@ def test_where_nvshmem_does_not_begin_every_rank_has_an_error_and_goes_on(ranks:
 
 
 class Calls:
-    """Stands for what connects: what it is called with, and on which ranks NVSHMEM does not begin."""
+    """Replaces what connects NVSHMEM and notes its arguments. `told` has what the ranks say in each exchange."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, told: list[list[str]]) -> None:
         self.of_connect: dict[str, Any] = {}

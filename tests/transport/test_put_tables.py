@@ -1,4 +1,4 @@
-"""What the GPU's put and reduce kernels are told to do, done on the host: no GPU and no CUDA compiler is needed."""
+"""The tables of the GPU's put and reduce kernels, carried out on the host without a GPU or a CUDA compiler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def test_put_and_reduce_tables_move_and_add_what_plain_loops_do(tmp_path_factory: pytest.TempPathFactory) -> None:
     sources = [ROOT / "tests/transport/put_tables.cpp"]
     library = files("distca")
-    # Undefined behaviour, a misaligned access among it, ends the program.
+    # Undefined behaviour ends the program; a misaligned access is one.
     options = ["-std=c++20", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     includes = [f"-I{ROOT / 'cpp'}"]
     link = ["-L", str(library), "-ldistca", f"-Wl,-rpath,{library}"]

@@ -1,4 +1,4 @@
-"""Shared memory between processes: the same results as in one process, and errors that say what is wrong."""
+"""Shared memory between processes gives the same results as one process, and errors that say what is wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 6
 
 
 def random_plan(seed: int, ranks: int) -> distca.Plan:
-    """Any layout with any heads: the same for a seed."""
+    """A random layout with random heads, which depend on the seed alone."""
     draw = random.Random(f"{seed}/{ranks}")
     kv = draw.choice([1, 2])
     heads = distca.Heads(
@@ -50,7 +50,7 @@ def random_plan(seed: int, ranks: int) -> distca.Plan:
 
 
 def results(seed: int, rank: int, ranks: int, context: distca.Context) -> list[list[bytes]]:
-    """What a rank gets from a few steps: out, lse, dq, dk, dv as bits. Some steps have no backward."""
+    """The bits of out, lse, dq, dk and dv that a rank gets from a few steps. Some steps have no backward."""
     _emulation.fill_with_nan(context._core)
     found = []
     for step in range(STEPS):
@@ -139,7 +139,7 @@ def test_a_rank_that_claims_the_number_of_another_is_refused() -> None:
         kind, message = group.receive(1)
         assert kind == "InvalidArgumentError"
         assert "the address of rank 0 is not the one of this rank's listener" in message
-        kind, message = group.receive(0)  # rank 1 never came
+        kind, message = group.receive(0)  # rank 1 never joined
         assert (kind in ("PeerDiedError", "PeerTimeoutError"), "rank 1" in message) == (True, True), message
 
 
@@ -161,7 +161,7 @@ def test_ranks_that_disagree_on_the_size_of_the_group_are_both_told() -> None:
 
 
 def join_in_this_process(addresses: list[str], rank: int = 0, listener: Any = None) -> None:
-    """Rank `rank` of a group whose other members' addresses are given; "own" stands for this one's."""
+    """Makes rank `rank` of a group from all members' addresses; "own" stands for this rank's."""
     listener = listener or _C.ShmListener()
     addresses = [listener.address if one == "own" else one for one in addresses]
     connect_to(listener, rank, addresses, name="transport test", connect_timeout=0.2)

@@ -1,6 +1,6 @@
-"""Queued steps between hosts: rows to ranks that load and store do not reach are packed, and a network sends them.
+"""Queued steps between hosts: rows for ranks that load and store do not reach are packed, and a network sends them.
 
-Here a thread of each rank stands for the network. What is computed is what the host does, step by step.
+A thread of each rank stands for the network. The results are those of the host, step by step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_steps_of_changing_plans_give_the_bits_of_steps_on_the_host(ranks: int, 
 
 
 def test_what_does_not_fit_into_the_send_arena_at_once_goes_in_parts() -> None:
-    """A home sends 15 servers more than its arena, which is as large as the neediest server's slot, has room for."""
+    """A home sends 15 servers more than fits into its arena, which is as large as the slot of the neediest server."""
     ranks, heads = 16, distca.Heads(4, 4, 64)
     layout = distca.Layout([[(0, 0, 16 * 40)], *[[(rank, 0, 1)] for rank in range(1, ranks)]])
     tasks = [(0, 40 * i, 40 * (i + 1), 0, 4, i) for i in range(ranks)]
@@ -59,7 +59,7 @@ def test_what_does_not_fit_into_the_send_arena_at_once_goes_in_parts() -> None:
 
 
 def _overflowing(homes: int) -> distca.Plan:
-    """Each of the first ranks sends to all others, the other such ranks among them, more than its send arena holds."""
+    """A plan in which each of the first `homes` ranks sends all others more than its send arena holds."""
     ranks, rows, heads = 4 * homes, 24, distca.Heads(4, 4, 64)
     layout = distca.Layout([[(rank, 0, rows * ranks if rank < homes else 1)] for rank in range(ranks)])
     tasks = [
@@ -76,7 +76,7 @@ def _overflowing(homes: int) -> distca.Plan:
 
 
 def _overlapped(batch: Batch, plan: distca.Plan, context: distca.Context) -> list[torch.Tensor]:
-    """Two steps and their backward, of which two are under way at once."""
+    """Runs two steps and their backward; both are under way at once."""
     inputs = [rows_of_rank(batch, plan.layout, context.rank, t) for t in (batch.q, batch.k, batch.v)]
     leaves = [[t.clone().requires_grad_() for t in inputs] for _ in range(2)]
     steps = [distca.dispatch(*one, plan.for_rank(context.rank), context=context) for one in leaves]
@@ -89,7 +89,7 @@ def _overlapped(batch: Batch, plan: distca.Plan, context: distca.Context) -> lis
 
 @pytest.mark.parametrize("homes", [2, 3])
 def test_ranks_that_send_each_other_more_than_their_arenas_hold_do_not_wait_for_each_other_for_ever(homes: int) -> None:
-    """What a full arena waits for is credit of a rank that may wait in the same way; so credit always leaves first."""
+    """A full arena waits for credit of a rank that may wait in the same way. Therefore credit always leaves first."""
     plan = _overflowing(homes)
     ranks, lengths = plan.layout.num_ranks, plan.layout.document_lengths
     batch = random_batch(lengths, plan.heads, 2)

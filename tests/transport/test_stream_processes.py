@@ -1,6 +1,6 @@
-"""Processes whose devices write into each other's memory: on one GPU, and on what stands for it without one.
+"""Processes whose devices write into each other's memory, on one GPU or on what stands for it without one.
 
-Steps are queued, so a fault is NaN at once and an error of the next call.
+Steps are queued, so a fault shows as NaN at once and as an error of the next call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def steps_of_plans(rank: int, ranks: int, pipe: Connection, device: str) -> None
         _emulation.fill_with_nan(context._core)
         with ranks_apart(context):
             results = [run_step(random_batch(LENGTHS, HEADS, seed), plan, context) for seed, plan in enumerate(plans)]
-    # As words: numpy has no bfloat16, and torch's own way of sending tensors would leave memory behind.
+    # Tensors are sent as words, because numpy has no bfloat16 and torch's own way of sending would leave memory behind.
     pipe.send([[t.detach().float().numpy() for t in result] for result in results])
 
 
@@ -74,7 +74,8 @@ def steps_of_random_plans(rank: int, ranks: int, pipe: Connection, device: str) 
     with context, ranks_apart(context):
         for plan in plans:
             out = run_step(batch, plan, context)[0]
-            expected = rows_of_rank(batch, plan.layout, rank, oracle(batch)[0]).nan_to_num()  # padding comes back as 0
+            # Padding rows come back as 0.
+            expected = rows_of_rank(batch, plan.layout, rank, oracle(batch)[0]).nan_to_num()
             torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
     pipe.send("done")
 

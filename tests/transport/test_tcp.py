@@ -1,4 +1,4 @@
-"""The control transport over TCP: the contract of words, and peers that go, break off or say what no rank says."""
+"""The control transport over TCP: the contract of words, and peers that leave, break off or send what no rank sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks find each other over TCP: strangers at the door, ranks that disagree, ranks that do not come."""
+"""How ranks find each other over TCP: strangers that connect, ranks that disagree, ranks that do not come."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_host_that_is_not_the_numeric_address_of_one_host_is_refused(host: str
 
 def test_an_address_of_another_host_is_refused() -> None:
     with pytest.raises(distca.InvalidArgumentError, match=r"^192\.0\.2\.1 is not an address of this host"):
-        _C.TcpListener("192.0.2.1")  # an address that is nobody's
+        _C.TcpListener("192.0.2.1")  # nobody has this address
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_ranks_of_groups_of_another_size_are_both_told_both() -> None:
 def test_a_rank_at_the_address_of_another_is_told_who_it_is() -> None:
     a, b, c = listen(3)
     x, y, z = a.address, b.address, c.address
-    # Rank 2 takes rank 1 for rank 0.
+    # Rank 2 believes that rank 1 is rank 0.
     faults = in_threads(lambda: join(b, 1, [x, y, z], timeout=0.3), lambda: join(c, 2, [y, x, z], timeout=0.3))
     assert isinstance(faults[1], distca.InvalidArgumentError)
     assert str(faults[1]) == "the process at the address of rank 0 calls itself rank 1"
@@ -238,7 +238,7 @@ def test_a_stranger_that_shows_no_token_is_hung_up_on_and_mentioned(stranger: Ca
     def call() -> None:
         with socket.create_connection(place_of(addresses[0]), LIMIT) as there:
             there.sendall(stranger(addresses[0]))
-            with contextlib.suppress(ConnectionResetError):  # it had more to say
+            with contextlib.suppress(ConnectionResetError):  # it had sent more than was read
                 assert there.recv(64) == b""
 
     fault = in_threads(lambda: join(a, 0, addresses, timeout=0.3), call)[0]
@@ -288,7 +288,7 @@ def test_ranks_that_join_and_leave_over_and_over_find_each_other() -> None:
 
 
 class TestHostAddress:
-    """`host_address` with what the other ranks tell made up."""
+    """Calls `host_address` with made-up answers of the other ranks."""
 
     @pytest.fixture(autouse=True)
     def _alone(self, monkeypatch: pytest.MonkeyPatch) -> None:

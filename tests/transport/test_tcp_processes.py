@@ -1,4 +1,4 @@
-"""Processes whose control transport is TCP: killed, stopped, forked and closed ones, and steps that are queued."""
+"""Processes whose control transport is TCP: killed, stopped, forked and closed ones, and queued steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTHS = (300, 7, 64, 129)
 
 
 def obey(rank: int, ranks: int, pipe: Connection) -> None:
-    """Calls its transport's methods as it is told over the pipe."""
+    """Calls the transport's methods that the test names over the pipe."""
     before = held()
     listener = _C.TcpListener("127.0.0.1")
     pipe.send(listener.address)
@@ -43,7 +43,7 @@ def obey(rank: int, ranks: int, pipe: Connection) -> None:
             return type(error).__name__, str(error)
 
     def fork() -> int:
-        """A child that outlives this rank, like a data loader's worker; it cannot use the transport."""
+        """Forks a child that outlives this rank, like a data loader's worker, and that cannot use the transport."""
         child = os.fork()
         if child == 0:
             pipe.send([call(*one) for one in (("signal", 0, 0, 1), ("peek", 0, 0), ("load", 0), ("departed",))])
@@ -124,7 +124,7 @@ def test_a_forked_child_that_lives_on_does_not_hide_the_death_of_its_parent() ->
     with Group(obey, 2, network=True) as group:
         group.exchange_addresses()
         group.send(1, "fork")
-        answers = [group.receive(1), group.receive(1)]  # of the parent and of the child, in any order
+        answers = [group.receive(1), group.receive(1)]  # the answers of the parent and of the child, in any order
         child = next(answer for answer in answers if isinstance(answer, int))
         for kind, message in next(answer for answer in answers if isinstance(answer, list)):
             assert kind == "InvalidArgumentError"
@@ -197,13 +197,13 @@ def test_queued_steps_have_the_bits_of_steps_in_one_process(ranks: int) -> None:
 
 
 def step_until_a_fault(rank: int, ranks: int, pipe: Connection, odd_one: int) -> None:
-    """`odd_one` has another plan after a few steps."""
+    """Takes queued steps; after a few of them `odd_one` has another plan."""
     plans = [plan_for(ranks, rank, heads=HEADS), plan_for(ranks, rank, heads=HEADS, rows=80)]
     slot_bytes = max(plan.stats.slot_bytes for plan in plans)
     context = connect(rank, pipe, device="cpu", control="tcp", heads=HEADS, slot_bytes=slot_bytes, timeout=120.0)
 
     def step() -> None:
-        plan = plans[rank == odd_one and context.step >= 10]  # forward and backward are two steps
+        plan = plans[rank == odd_one and context.step >= 10]  # each forward and each backward is a step
         q, k, v, dout = tensors_for(plan)
         distca.core_attention(q, k, v, plan, context=context)[0].backward(dout)
 

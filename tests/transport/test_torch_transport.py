@@ -1,12 +1,8 @@
-"""transport="torch" over gloo: the results of loopback bit for bit, and errors that every rank gets and understands."""
+"""transport="torch" over gloo: the results of loopback bit for bit, on all ranks or some, and who uses it."""
 
 from __future__ import annotations
 
-import os
 import random
-import re
-import signal
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,8 +12,6 @@ import torch.distributed as dist
 
 import distca
 from distca.connect import init as connecting
-from distca.connect.exchange import Exchange
-from distca.connect.fault_reports import FaultReports
 from support.batches import LAYOUTS, random_batch, random_tasks
 from support.groups import loopback_group, on_all_ranks, run_step
 from support.plan_reader import read_slice
@@ -26,21 +20,19 @@ from support.torch_ranks import join, over_torch, torch_group
 
 STEPS = 30
 LENGTHS = (1, 2, 17, 63, 64, 65, 130)
-HEADER_CALLS, DATA_CALLS = 1, 2  # calls of all_to_all until the end of a step's first exchange
 
 
-# ---- ranks
+# ---- the same results
 
 
 def bits(tensors: tuple[torch.Tensor, ...]) -> list[bytes]:
     return [one.contiguous().view(torch.uint8).numpy().tobytes() for one in tensors]
 
 
-# ---- the same results
-
-
 def random_step(seed: int, ranks: int) -> tuple[Any, distca.Plan]:
-    """A batch and a plan of it, the same for a seed; half of the plans give ranges of heads to random servers."""
+    """A batch and a plan of it, which depend on the seed alone. Half of the plans give ranges of heads to random
+    servers.
+    """
     rng = random.Random(f"{seed}/{ranks}")
     dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
     heads = distca.Heads(4, 2, rng.choice([8, 16]), rng.choice([None, 24]), dtype)
@@ -48,7 +40,7 @@ def random_step(seed: int, ranks: int) -> tuple[Any, distca.Plan]:
     layout = LAYOUTS[rng.choice(list(LAYOUTS))](lengths, ranks, rng.randrange(1000))
     mask, window = rng.choice([("causal", None), ("causal", 40), ("full", None)])
     tasks = random_tasks(layout, heads.kv, rng.randrange(1000)) if rng.random() < 0.5 else None
-    retain = rng.choice([0, 5000, 2**40])  # what is expected then is tested in test_retain.py
+    retain = rng.choice([0, 5000, 2**40])  # test_retain.py tests what this must give
     plan = distca.plan(
         layout, heads, mask=mask, window=window, tolerance=0.0, min_rows=1, tasks=tasks, retain_bytes=retain
     )
@@ -74,7 +66,7 @@ def take_steps(rank: int, ranks: int, pipe: Connection, port: int) -> None:
 def test_30_steps_of_changing_plans_give_what_loopback_gives_bit_for_bit(ranks: int) -> None:
     steps = [random_step(seed, ranks) for seed in range(STEPS)]
     assert any(0 in (plan.layout.num_rows(rank) for rank in range(ranks)) for _, plan in steps)
-    if ranks > 2:  # some rank is through with its gradients while others have a round left
+    if ranks > 2:  # some rank is done with its gradients while others have a round left
         assert any(min(rounds) < max(rounds) for rounds in (num_rounds(plan) for _, plan in steps))
     with torch_group(take_steps, ranks) as group:
         found = [[group.receive(rank) for rank in range(ranks)] for _ in steps]
@@ -128,7 +120,7 @@ def test_a_rank_without_rows_serves_the_others() -> None:
         group.tell("end")
 
 
-# ---- who is who
+# ---- groups of ranks
 
 
 def choose(rank: int, ranks: int, pipe: Connection, port: int) -> None:
@@ -136,7 +128,7 @@ def choose(rank: int, ranks: int, pipe: Connection, port: int) -> None:
     chosen = []
     gather = connecting.gather_text
     for far in (False, True):
-        # As if every rank ran on a host of its own: the part of an address that names the host differs.
+        # This makes every rank seem to run on its own host: it changes the part of an address that names the host.
         connecting.gather_text = lambda text, group, timeout, far=far: [
             "/".join([parts[0], parts[1] + str(i) * far, *parts[2:]]) if len(parts := one.split("/")) > 2 else one
             for i, one in enumerate(gather(text, group, timeout))
@@ -157,7 +149,7 @@ def test_auto_takes_shared_memory_on_one_host_and_torch_between_hosts() -> None:
 
 
 def join_part(rank: int, ranks: int, pipe: Connection, port: int) -> None:
-    """Ranks 0 and 2 have a group of their own; its contexts come and go."""
+    """Ranks 0 and 2 have a group of their own, whose contexts come and go."""
     join(rank, ranks, port)
     pair = dist.new_group([0, 2])
     if rank != 1:
@@ -199,243 +191,8 @@ def test_without_a_process_group_the_error_says_what_to_call() -> None:
         distca.init(transport="torch", max_tokens=1, heads=HEADS)
 
 
-# ---- faults
-
-
-class Tap:
-    """Counts the calls of all_to_all in this process, and does to what is sent as it is told."""
-
-    def __init__(self) -> None:
-        self.calls = 0  # since the last command
-        self.damage: Callable[[memoryview, int], object] = lambda send, call: None
-        inner = Exchange.all_to_all
-
-        def tapped(exchange: Exchange, send: memoryview, *args: Any) -> None:
-            self.calls += 1
-            self.damage(send, self.calls)
-            inner(exchange, send, *args)
-
-        Exchange.all_to_all = tapped  # type: ignore[method-assign]
-
-
-def obey(rank: int, ranks: int, pipe: Connection, port: int, timeout: float = 20.0) -> None:
-    """Does what the test says, and answers with the fault that it meets and the number of calls of all_to_all."""
-    join(rank, ranks, port)
-    tap = Tap()
-    context = over_torch(heap_bytes=1 << 20, timeout=timeout)
-    plan = plan_for(ranks, rank)
-    q, k, v, dout = tensors_for(plan)
-    out: list[torch.Tensor] = []
-
-    def forward(use: distca.Plan = plan, **options: Any) -> None:
-        out[:] = [distca.core_attention(q, k, v, use, **options)[0]]
-
-    def damaged(damage: Callable[[memoryview, int], object]) -> None:
-        tap.damage = damage
-        forward()
-
-    commands: dict[str, Callable[[], Any]] = {
-        "forward": forward,
-        "backward": lambda: out[0].backward(dout, retain_graph=True),
-        "another plan": lambda: forward(distca.plan(plan.layout, HEADS, rank=rank, balance=False)),
-        "another scale": lambda: forward(scale=2.0),
-        "other sinks": lambda: forward(sinks=torch.ones(2)),
-        "close": context.close,
-        "fail": lambda: damaged(lambda send, call: 1 // 0),
-        "damaged rows": lambda: damaged(move_the_rows),
-        "damaged header": lambda: damaged(announce_too_much),
-    }
-    while (command := pipe.recv()) != "end":
-        tap.calls = 0
-        pipe.send((*fault_of(commands[command]), tap.calls))
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("other", ["another plan", "another scale", "other sinks", "backward"])
-def test_ranks_that_disagree_are_all_told_before_any_row_moves(other: str, ranks: int) -> None:
-    with torch_group(obey, ranks) as group:
-        group.tell("forward")
-        assert [group.receive(rank)[:2] for rank in range(ranks)] == [("", "")] * ranks
-        group.tell("forward", list(range(ranks - 1)))
-        group.send(ranks - 1, other)
-        for rank in range(ranks):
-            kind, message, calls = group.receive(rank)
-            assert (kind, calls) == ("PlanMismatchError", HEADER_CALLS), message
-            assert re.search(rf"rank {rank} of {ranks}, step 2 .*: rank \d came to this step with", message), message
-        group.tell("forward")
-        assert {group.receive(rank)[0] for rank in range(ranks)} == {"ContextPoisonedError"}
-        group.tell("end")
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("waiting", [True, False], ids=["waited for", "between steps"])
-def test_a_killed_rank_is_named_by_all_others(ranks: int, waiting: bool) -> None:
-    victim, peers = ranks - 1, list(range(ranks - 1))
-    with torch_group(obey, ranks) as group:
-        group.tell("forward")
-        assert [group.receive(rank)[:2] for rank in range(ranks)] == [("", "")] * ranks
-        if waiting:
-            group.tell("backward", peers)
-        group.kill(victim)
-        if not waiting:
-            group.tell("backward", peers)
-        for rank in peers:
-            kind, message, _ = group.receive(rank)
-            assert (kind, f"rank {victim} died" in message) == ("PeerDiedError", True), message
-            assert re.search(rf'context "default", rank {rank} of {ranks}, step 2 \(backward\)', message), message
-        group.tell("forward", peers)
-        for rank in peers:
-            assert group.receive(rank)[0] == "ContextPoisonedError"
-        group.tell("close", peers)
-        assert [group.receive(rank)[:2] for rank in peers] == [("", "")] * len(peers)
-        group.tell("end", peers)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_stopped_rank_is_a_timeout_on_all_others_and_hears_of_it_when_it_goes_on(ranks: int) -> None:
-    victim, peers = ranks - 1, list(range(ranks - 1))
-    with torch_group(obey, ranks, 1.5) as group:
-        group.tell("forward")
-        assert [group.receive(rank)[:2] for rank in range(ranks)] == [("", "")] * ranks
-        group.signal(victim, signal.SIGSTOP)
-        group.tell("forward", peers)
-        for rank in peers:
-            kind, message, _ = group.receive(rank)
-            assert (kind, f"waited 1.5 s for rank {victim}" in message) == ("PeerTimeoutError", True), message
-        group.signal(victim, signal.SIGCONT)
-        group.send(victim, "forward")
-        kind, message, _ = group.receive(victim)
-        assert (kind, f"waited 1.5 s for rank {victim}" in message) == ("PeerTimeoutError", True), message
-        group.tell("end")
-
-
-def test_a_rank_that_closed_its_context_is_named_and_not_called_dead() -> None:
-    with torch_group(obey, 3) as group:
-        group.send(2, "close")
-        assert group.receive(2)[:2] == ("", "")
-        group.tell("forward", [0, 1])
-        for rank in (0, 1):
-            kind, message, _ = group.receive(rank)
-            assert (kind, "rank 2 closed its context" in message) == ("PeerLeftError", True), message
-            assert "died" not in message
-        group.tell("end")
-
-
-def test_an_error_of_one_rank_reaches_the_others_with_its_text() -> None:
-    with torch_group(obey, 3) as group:
-        group.tell("forward", [0, 2])
-        group.send(1, "fail")
-        kind, message, _ = group.receive(1)
-        assert (kind, "division" in message) == ("OperatingSystemError", True), message
-        for rank in (0, 2):
-            kind, message, _ = group.receive(rank)
-            assert (kind, "rank 1 abandoned this context after an error of its own" in message) == (
-                "PeerLeftError",
-                True,
-            ), message
-            assert "division" in message
-        group.tell("end")
-
-
-def be_interrupted(rank: int, ranks: int, pipe: Connection, port: int, when: str) -> None:
-    """Rank 1 gets a Ctrl-C in an exchange, or while it tells its peers that it cannot go on."""
-    join(rank, ranks, port)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    tap, tell = Tap(), FaultReports.tell
-    context = over_torch(heap_bytes=1 << 20)
-    plan = plan_for(ranks, rank)
-    q, k, v, _ = tensors_for(plan)
-
-    def interrupt_and_tell(*args: Any) -> None:
-        FaultReports.tell = tell  # type: ignore[method-assign]
-        signal.raise_signal(signal.SIGINT)
-        tell(*args)
-
-    if rank == 1 and when == "in the exchange":
-        tap.damage = lambda send, call: signal.raise_signal(signal.SIGINT)
-    elif rank == 1:
-        tap.damage = lambda send, call: 1 // 0
-        FaultReports.tell = interrupt_and_tell  # type: ignore[method-assign]
-    try:
-        pipe.send(fault_of(lambda: distca.core_attention(q, k, v, plan)))
-    except KeyboardInterrupt as interrupt:
-        pipe.send((type(interrupt.__context__).__name__, "interrupted"))
-    context.close()
-    pipe.recv()
-
-
-@pytest.mark.parametrize("when", ["in the exchange", "while it tells"])
-def test_an_interrupt_is_raised_once_the_peers_are_told(when: str) -> None:
-    with torch_group(be_interrupted, 2, when) as group:
-        assert group.receive(1)[1] == "interrupted"
-        kind, message = group.receive(0)
-        assert (kind, "rank 1 abandoned this context" in message) == ("PeerLeftError", True), message
-        group.tell("end")
-
-
-def move_the_rows(send: memoryview, call: int) -> None:
-    """The first put of this rank aims past the end of the heap."""
-    words = send.cast("q")
-    if call == DATA_CALLS and len(words):
-        words[1] = 1 << 40
-
-
-def announce_too_much(send: memoryview, call: int) -> None:
-    """Every header announces less than nothing."""
-    words = send.cast("q")
-    if call == HEADER_CALLS:
-        for p in range(2):
-            words[p * len(words) // 2] = -1
-
-
-@pytest.mark.parametrize(
-    ("damage", "kind", "text"),
-    [
-        ("damaged rows", "InvalidArgumentError", f"at offset {1 << 40} .* leaves the heap"),
-        ("damaged header", "OperatingSystemError", "rank 1 announced -1 bytes"),
-    ],
-)
-def test_what_comes_from_a_peer_is_checked_before_it_is_used(damage: str, kind: str, text: str) -> None:
-    with torch_group(obey, 2) as group:
-        group.send(0, "forward")
-        group.send(1, damage)
-        found, message, _ = group.receive(0)
-        assert (found, bool(re.search(text, message))) == (kind, True), message
-        assert group.receive(1)[0] != ""
-        group.tell("end")
-
-
-def fork_between_steps(rank: int, ranks: int, pipe: Connection, port: int) -> None:
-    join(rank, ranks, port)
-    context = over_torch(heap_bytes=1 << 20)
-    plan = plan_for(ranks, rank)
-    q, k, v, _ = tensors_for(plan)
-
-    def forward() -> None:
-        distca.core_attention(q, k, v, plan)
-
-    forward()
-    child = os.fork()
-    if child == 0:
-        pipe.send(fault_of(forward))
-        context.close()
-        os._exit(0)
-    assert os.waitpid(child, 0) == (child, 0)
-    pipe.send(fault_of(forward))
-    pipe.recv()
-
-
-def test_a_forked_child_cannot_use_the_context_and_does_not_harm_it() -> None:
-    with torch_group(fork_between_steps, 2) as group:
-        for rank in range(2):
-            kind, message = group.receive(rank)
-            assert (kind, "forked" in message) == ("InvalidArgumentError", True), message
-        assert [group.receive(rank) for rank in range(2)] == [("", "")] * 2
-        group.tell("end")
-
-
 def leave_in_good_order() -> int:
-    """A step, then the end of the process; one rank closes its context, the other leaves that to the interpreter."""
+    """Takes a step and ends. One rank closes its context, and the other leaves that to the interpreter."""
     plan = plan_for(dist.get_world_size(), dist.get_rank())
     context = over_torch(heap_bytes=1 << 20)
     q, k, v, dout = tensors_for(plan)

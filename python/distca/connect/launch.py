@@ -3,41 +3,30 @@
 Each rank is a process of its own in which `torch.distributed` is initialised over gloo on the loopback interface.
 Processes are spawned by default; therefore `fn` must be importable. The rendezvous is a store that the parent owns, on
 a port that the kernel chose: there are no port races and no files. Ranks die with their parent, and a rank that fails
-ends the others.
+ends the others. This module is the parent's side; `rank_process` is that of a rank.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import multiprocessing
 import os
 import pickle
 import signal
 import socket
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess, SpawnProcess
-from typing import Any, Literal, NoReturn, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
-import torch
 import torch.distributed as dist
 
 from distca.connect.open_files import check_open_files
-from distca.errors import (
-    ContextPoisonedError,
-    DistcaError,
-    InvalidArgumentError,
-    PeerDiedError,
-    PeerLeftError,
-    PeerTimeoutError,
-)
+from distca.connect.rank_process import Failure, Success, rank_main
+from distca.errors import DistcaError, InvalidArgumentError
 
 Result = TypeVar("Result")
 StartMethod = Literal["spawn", "forkserver"]
@@ -45,9 +34,6 @@ StartMethod = Literal["spawn", "forkserver"]
 GRACE_SECONDS = 5.0
 """How long the other ranks may take to end by themselves after one has failed."""
 _WAKE_SECONDS = 0.5
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
 
 
 class RankError(DistcaError):
@@ -71,47 +57,13 @@ class RankError(DistcaError):
 
 
 @dataclass
-class _Failure:
-    """The exception that ended a rank, as the rank reports it. `when` is on the clock that all processes share."""
-
-    exception: str
-    text: str
-    details: str
-    when: float
-    expected: bool = False
-    follow_up: bool = False  # the echo of another rank's failure
-    interrupted: bool = False
-
-    @staticmethod
-    def of(error: BaseException) -> _Failure:
-        of_another = PeerDiedError | PeerLeftError | PeerTimeoutError | ContextPoisonedError | dist.DistError
-        echo = isinstance(error, of_another) or (
-            isinstance(error, RuntimeError) and "gloo" in str(error) and not isinstance(error, DistcaError)
-        )
-        return _Failure(
-            type(error).__name__,
-            str(error),
-            "".join(traceback.format_exception(error)).rstrip(),
-            time.monotonic(),
-            expected=isinstance(error, DistcaError),
-            follow_up=echo,
-            interrupted=isinstance(error, KeyboardInterrupt),
-        )
-
-
-@dataclass
-class _Success:
-    value: Any
-
-
-@dataclass
 class _Rank:
     """The parent's view of one rank."""
 
     rank: int
     process: SpawnProcess | ForkServerProcess
     pipe: Connection
-    report: _Failure | _Success | None = None
+    report: Failure | Success | None = None
     ended_at: float | None = None
     stopped_by_us: bool = field(default=False)
 
@@ -121,7 +73,7 @@ class _Rank:
 
     @property
     def failed(self) -> bool:
-        return isinstance(self.report, _Failure) or (not self.running and self.process.exitcode != 0)
+        return isinstance(self.report, Failure) or (not self.running and self.process.exitcode != 0)
 
     def receive(self) -> None:
         """Takes the report out of the pipe if there is one. A rank may also die without a report."""
@@ -134,7 +86,7 @@ class _Rank:
         try:
             self.report = pickle.loads(message)
         except Exception as error:
-            self.report = _Failure.of(InvalidArgumentError(f"launch: the returned value cannot be unpickled: {error}"))
+            self.report = Failure.of(InvalidArgumentError(f"launch: the returned value cannot be unpickled: {error}"))
 
     def signal(self, number: int) -> None:
         if self.running and self.process.pid is not None and self.process.is_alive():
@@ -225,7 +177,7 @@ def _start(group: list[_Rank], call: bytes, ranks: int, threads: int, port: int,
         for rank in range(ranks):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank_main, args=(call, rank, ranks, threads, port, environment, sender), name=f"rank {rank}"
+                target=rank_main, args=(call, rank, ranks, threads, port, environment, sender), name=f"rank {rank}"
             )
             process.start()
             sender.close()
@@ -275,25 +227,25 @@ def _collect(group: list[_Rank], deadline: float | None) -> None:
 def _outcome(group: list[_Rank], interrupted: bool) -> list[Any]:
     """The values of all ranks. Raises the error of the rank that failed first if one failed."""
     failures = [(key, rank) for rank in group if (key := _failure_key(rank)) is not None]
-    if interrupted and any(not isinstance(rank.report, _Success) for rank in group):
+    if interrupted and any(not isinstance(rank.report, Success) for rank in group):
         raise KeyboardInterrupt
     if not failures:
-        return [rank.report.value for rank in group if isinstance(rank.report, _Success)]
+        return [rank.report.value for rank in group if isinstance(rank.report, Success)]
     failures.sort(key=lambda entry: entry[0])
     _, first = failures[0]
     others = "".join(f"\nrank {rank.rank} then ended: {_headline(rank)}" for _, rank in failures[1:])
     report = first.report
-    if isinstance(report, _Failure) and report.interrupted:
+    if isinstance(report, Failure) and report.interrupted:
         raise KeyboardInterrupt
     headline = f"rank {first.rank} of {len(group)} {_headline(first)}"
-    if isinstance(report, _Failure):
+    if isinstance(report, Failure):
         raise RankError(first.rank, headline, report.details + others, report.exception, report.expected)
     raise RankError(first.rank, headline, others.strip())
 
 
 def _failure_key(rank: _Rank) -> tuple[int, float] | None:
     """Sorts failures by cause, then by time: ranks that we stopped or that echo another's failure come last."""
-    if isinstance(rank.report, _Failure):
+    if isinstance(rank.report, Failure):
         return (2 if rank.report.interrupted else int(rank.report.follow_up), rank.report.when)
     if rank.process.exitcode == 0 and rank.report is not None:
         return None
@@ -302,7 +254,7 @@ def _failure_key(rank: _Rank) -> tuple[int, float] | None:
 
 
 def _headline(rank: _Rank) -> str:
-    if isinstance(rank.report, _Failure):
+    if isinstance(rank.report, Failure):
         return f"failed: {rank.report.exception}: {rank.report.text}"
     code = rank.process.exitcode
     after = " after its function had returned" if rank.report is not None else ""
@@ -323,94 +275,3 @@ def _signal_name(number: int) -> str:
         return f"signal {signal.Signals(number).name}"
     except ValueError:
         return f"signal {number}"
-
-
-# ---- in the rank's process ----
-
-
-def _rank_main(
-    call: bytes, rank: int, ranks: int, threads: int, port: int, environment: dict[str, str], pipe: Connection
-) -> None:
-    _die_with_parent()
-    os.environ.clear()
-    os.environ.update(environment)
-    gc.freeze()  # keeps what is imported by now out of garbage collections
-    _name_process(f"distca-rank-{rank}")
-    os.setpgid(0, 0)  # a Ctrl-C at the terminal reaches the parent alone, which passes it on exactly once
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # outside the terminal's process group, printing must not stop us
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        _join_group(rank, ranks, threads, port)
-        # Gloo's threads keep SIGINT blocked: if one of them took it, this thread would stay asleep.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        fn, args = pickle.loads(call)
-        value = fn(*args)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a rank that has returned is not interrupted any more
-        fn = args = None
-        _send_value(pipe, value)
-    except BaseException as error:
-        _report_and_exit(pipe, error)
-    try:
-        leave_process_group()
-    except Exception:  # a peer failed meanwhile, and the parent knows why
-        exit_now(1)
-
-
-def _join_group(rank: int, ranks: int, threads: int, port: int) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(threads)
-    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-
-
-def leave_process_group() -> None:
-    """Ends `torch.distributed` in this process, together with all other ranks.
-
-    Everything that holds the group (DDP, optimizers over it) must have been dropped before, because gloo aborts a
-    process that exits while a process group is alive.
-    """
-    gc.collect()
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-def _send_value(pipe: Connection, value: Any) -> None:
-    try:
-        message = pickle.dumps(_Success(value))
-    except Exception as error:
-        raise InvalidArgumentError(f"launch: the returned {type(value).__name__} cannot be pickled: {error}") from error
-    pipe.send_bytes(message)
-
-
-def _report_and_exit(pipe: Connection, error: BaseException) -> NoReturn:
-    message = pickle.dumps(_Failure.of(error))
-    with contextlib.suppress(OSError):  # the parent is gone
-        pipe.send_bytes(message)
-    exit_now(1)
-
-
-def exit_now(code: int) -> NoReturn:
-    """Exits without destructors. What failed may hold a process group, which would make gloo abort."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _die_with_parent() -> None:
-    """Makes this process die with its parent: the launching program, or the fork server, which dies with it."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is None or not parent.is_alive():  # the parent ended before the line above took effect
-        os._exit(1)
-
-
-def _name_process(name: str) -> None:
-    _prctl(_PR_SET_NAME, ctypes.create_string_buffer(name.encode()))
-
-
-def _prctl(option: int, value: Any) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

@@ -1,4 +1,4 @@
-"""Every model of transformers' table, more of some, and why some are refused."""
+"""A case for every model of transformers' table, further cases of some, and the reasons why some are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHARED = {"layer_types": _TYPES * 2, "num_hidden_layers": 4, "num_kv_shared_lay
 _OTHER_HEADS = {"global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
 _NO_CHUNKS = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0]}
 
-#: Models whose positions begin after that of the padding token.
+#: Models whose positions begin after the position of the padding token.
 _FROM_1 = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
 
 _ENTRIES = [entry for entry in tiny.CLASSES if entry not in tiny.NOT_BUILT]
@@ -70,10 +70,10 @@ CASES: dict[str, Case] = {
     "roberta, positions from 0": Case("roberta"),
 }
 
-#: Cases for which the caller makes a plan for each window.
+#: Cases in which the caller makes a plan for each window by hand.
 BY_HAND = ("gemma4_text, full layers of other heads", "mimo_v2_flash")
 
-#: What the errors of refused cases say, and whose they are.
+#: What the errors of refused cases say, and the cases that get each error.
 REFUSED: dict[str, tuple[str, ...]] = {
     "layers differ in their heads .* make a plan for each": BY_HAND,
     r"is of type (linear_attention|conv|hybrid|hybrid_sliding), .* know no borders of documents or ranks": (
@@ -140,20 +140,20 @@ _NOT_DYNAMIC = ("phi3",)
 
 
 def with_rope(kind: str) -> dict[str, Case]:
-    """Every model that is exact and has RoPE, with RoPE of the type "dynamic" or "longrope" in all its layers."""
+    """A case for every exact model with RoPE, in which all its layers have RoPE of the type "dynamic" or "longrope"."""
     cases = {}
     for entry in _ENTRIES:
         config = tiny.config_of(entry, {})
         parameters = getattr(config, "rope_parameters", None)
         if not parameters or config.model_type != entry or config.sub_configs or expected_kind(entry) == "refused":
-            continue  # without RoPE, or with that of a part that has an entry of its own
+            continue  # it has no RoPE, or a part has it that is an entry of its own
         if kind == "dynamic" and entry in _NOT_DYNAMIC:
             continue
         rotated = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)
         rotated = rotated or config.hidden_size // config.num_attention_heads
 
         def scaled(of: dict[str, Any] | None, rotated: int = rotated) -> dict[str, Any] | None:
-            if of is None:  # layers without RoPE
+            if of is None:  # these layers have no RoPE
                 return None
             part = 1.0 if of["rope_type"] == "proportional" else max(0.5, of.get("partial_rotary_factor", 1.0))
             pairs = int(rotated * part) // 2

@@ -9,7 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # where it is run as a program
+sys.path.insert(0, str(Path(__file__).parents[2]))  # needed when this is run as a program
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pytest
@@ -23,7 +23,7 @@ from families.verdict import judge
 WITH_ROPE = {kind: with_rope(kind) for kind in ("dynamic", "longrope")}
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers', of kernels that are not installed
+@pytest.mark.filterwarnings("ignore")  # transformers warns of kernels
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_cut_between_two_ranks_is_exact_or_refused_with_the_reason(name: str) -> None:
     verdict = judge(CASES[name])

@@ -1,4 +1,6 @@
-"""What a model computes by its own attention in one process, on each document alone; and what mistakes would do."""
+"""What a model computes by its own attention in one process, one document at a time; and how much mistakes would change
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +24,23 @@ from distca.integrations import hf
 from . import tiny
 
 LENGTHS = (90, 1, 30, 7)
-ROWS = 64  # of each of the two ranks, so the longest document is cut between them
-NO_TARGET = -100  # of transformers
+ROWS = 64  # the rows of each of the two ranks; the longest document is cut between them
+NO_TARGET = -100  # transformers' mark of a row without a target
 
-#: Calls of attention in each module of attention, in models that have more than one.
+#: How often a module of attention calls attention, for models where this is not once.
 _CALLS = {"diffllama": 2}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An entry of transformers' table, with options of its configuration; its documents' first position."""
+    """An entry of transformers' table, options of its configuration, and the first position of its documents."""
 
     entry: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     first_position: int = 0
 
     def plans(self, config: transformers.PreTrainedConfig) -> distca.Plans:
-        """As a caller makes them who follows the documentation."""
+        """The plans that a caller makes who follows the documentation."""
         return distca.plans(layout(), hf.heads_of(config, torch.float32), windows=hf.windows_of(config))
 
     def model(self, attention: str) -> torch.nn.Module:
@@ -47,7 +49,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Rows that are computed together; without positions as the model counts them."""
+    """Rows that are computed together. Without `positions` the model counts them itself."""
 
     tokens: torch.Tensor
     targets: torch.Tensor
@@ -56,7 +58,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """Loss and gradients in training, logits in evaluation, calls of attention in a forward pass."""
+    """The loss and gradients in training, the logits in evaluation, and the calls of attention in a forward pass."""
 
     loss: float
     grads: dict[str, torch.Tensor]
@@ -79,7 +81,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def run(model: torch.nn.Module, tokens: torch.Tensor, **offered: Any) -> Any:
-    """The model's output for rows [T]; keywords that its forward does not take are left out."""
+    """The model's output for rows [T]. Keywords that its forward does not take are left out."""
     offered["use_cache"] = False
     if not takes_any_keyword(model):
         taken = inspect.signature(model.forward).parameters
@@ -108,7 +110,7 @@ def reference(case: Case) -> Results:
 
 
 def plans_by_hand(case: Case) -> distca.Plans:
-    """Plans of the heads and windows that the model's layers call attention with."""
+    """Plans for the heads and windows that the model's layers call attention with."""
     seen: dict[int | None, distca.Heads] = {}
 
     def attention(module: torch.nn.Module, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
@@ -117,14 +119,14 @@ def plans_by_hand(case: Case) -> distca.Plans:
 
     AttentionInterface.register("seen", attention)
     AttentionMaskInterface.register("seen", sdpa_mask)
-    with torch.no_grad(), contextlib.suppress(KeyError):  # models with a table of their own
+    with torch.no_grad(), contextlib.suppress(KeyError):  # some models look attention up in a table of their own
         run(case.model("seen").eval(), documents()[0].tokens)
     seen = seen or {None: distca.Heads(4, 4, 8)}
     return distca.Plans({window: distca.plan(layout(), heads, window=window) for window, heads in seen.items()})
 
 
 def mistakes(case: Case) -> dict[str, float]:
-    """How much each mistake that the comparison must see changes the logits, relative to their norm."""
+    """How much each mistake, which the comparison must notice, changes the logits relative to their norm."""
     model, whole = case.model("eager"), documents()
     counted = [torch.arange(length) + case.first_position for length in LENGTHS]
     long, rest = whole[0], whole[1:]
@@ -143,7 +145,7 @@ def mistakes(case: Case) -> dict[str, float]:
 
 
 def logits_of(model: torch.nn.Module, pieces: Sequence[Piece]) -> torch.Tensor:
-    """In evaluation. A mask of ones keeps transformers from reading borders of documents out of positions."""
+    """The logits in evaluation. A mask of ones keeps transformers from inferring documents' borders from positions."""
     model.eval()
     parts = []
     with torch.no_grad(), _frequencies_of_the_longest(model):
@@ -157,7 +159,7 @@ def logits_of(model: torch.nn.Module, pieces: Sequence[Piece]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _counted_calls(model: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:
-    """Modules of attention that have run: the innermost ones that are named so."""
+    """Yields the modules of attention that have run: the innermost modules with such a name."""
 
     def is_attention(module: torch.nn.Module) -> bool:
         return any(word in type(module).__name__ for word in ("Attention", "MLA"))
@@ -175,7 +177,9 @@ def _counted_calls(model: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:
 
 @contextlib.contextmanager
 def _frequencies_of_the_longest(model: torch.nn.Module) -> Iterator[None]:
-    """RoPE whose frequencies depend on the longest position sees that of the longest document, in every document."""
+    """Inside, RoPE whose frequencies depend on the longest position takes that of the longest document for every
+    document.
+    """
 
     def one_more(positions: torch.Tensor) -> torch.Tensor:
         return torch.cat([positions, torch.full_like(positions[..., :1], max(LENGTHS) - 1)], dim=-1)
@@ -186,7 +190,7 @@ def _frequencies_of_the_longest(model: torch.nn.Module) -> Iterator[None]:
         return (args[0], one_more(args[1]), *args[2:]), kwargs
 
     def after(_: torch.nn.Module, __: Any, output: Any) -> Any:
-        """Cosines and sines, or complex numbers."""
+        """Drops the added position from cosines and sines, or from complex numbers."""
         return output[..., :-1, :] if isinstance(output, torch.Tensor) else tuple(rows[..., :-1, :] for rows in output)
 
     hooks = []
@@ -200,11 +204,13 @@ def _frequencies_of_the_longest(model: torch.nn.Module) -> Iterator[None]:
 
 
 def worst_error(ours: Results, theirs: Results, *, trained: bool, loss: float, norm: float) -> tuple[str, float]:
-    """What differs most, in units of what is allowed: `loss` relative; gradients and logits relative to their norms."""
+    """What differs most, and by how many times the allowed error: `loss` bounds the relative error of the loss, `norm`
+    that of gradients and logits relative to their norms.
+    """
     errors = {"logits": ((ours.logits - theirs.logits).norm() / theirs.logits.norm()).item() / norm}
     if trained:
         errors["loss"] = abs(ours.loss - theirs.loss) / abs(theirs.loss) / loss
-        # Some gradients are 0 but for rounding, such as those of the biases of keys.
+        # Some gradients are 0 up to rounding, such as those of the biases of keys.
         floor = 1e-2 * max(gradient.norm().item() for gradient in theirs.grads.values())
         for name, wanted in theirs.grads.items():
             errors[name] = ((ours.grads[name] - wanted).norm() / (wanted.norm() + floor)).item() / norm

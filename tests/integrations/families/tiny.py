@@ -16,7 +16,7 @@ CLASSES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 _ALL_SHARED = "The set of layer types producing a cache is different than the set of layer types using them"
 
-#: Entries of which no model can be made here: why, and what transformers says.
+#: Entries that no model can be made of here: the reason, and what transformers says.
 NOT_BUILT: dict[str, tuple[str, str]] = {
     "gemma3n": (
         "its image tower needs the package timm; its text model is the entry gemma3n_text",
@@ -68,16 +68,16 @@ _BY_VALUE: dict[Any, tuple[str, ...]] = {
     None: ("eos_token_id",),
 }
 
-#: What a field of a configuration becomes, by its name, in every model that has it.
+#: The value of each field of a configuration, by the field's name, in every model that has it.
 SIZES: dict[str, Any] = {name: value for value, names in _BY_VALUE.items() for name in names} | {
     "is_decoder": True,
     "attn_logit_softcapping": 1.5,
 }
 
-#: Parts of the names of numbers that become 0.
+#: Numbers whose names contain one of these become 0.
 DROPOUTS = ("dropout", "pdrop", "layerdrop", "jitter")
 
-#: Not set where a model's own value is None, by which it says that it has no such thing.
+#: These fields stay None where a model's default is None, because None says that the model lacks the feature.
 OPTIONAL = ("sliding_window", "attn_logit_softcapping", "num_experts", "n_group", "topk_group", "num_local_experts")
 
 _DOTS_TEXT = {
@@ -90,7 +90,7 @@ _QWEN4_TEXT = {
 }
 _GEMMA4 = {"global_head_dim": 16}
 
-#: What an entry needs beside that; a part of a configuration is a dictionary in it.
+#: What an entry needs in addition. A nested dictionary is for a part of the configuration.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 16, "decoder_config": {"hidden_size_global": 32}},
     "cohere_compass_text": {
@@ -152,7 +152,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def config_of(entry: str, options: dict[str, Any]) -> transformers.PreTrainedConfig:
-    """The tiny configuration that the entry's class is made of, perhaps a part of the entry's own."""
+    """The tiny configuration that the entry's class takes; it may be a part of the entry's own configuration."""
     config = _tiny(CONFIG_MAPPING[entry], OVERRIDES.get(entry, {}) | options)
     wanted = class_of(entry).config_class
     parts = [getattr(config, name) for name in config.sub_configs]
@@ -171,10 +171,11 @@ def _tiny(kind: type[transformers.PreTrainedConfig], options: dict[str, Any]) ->
             values[name] = SIZES[name]
         elif isinstance(default, float | int) and any(part in name for part in DROPOUTS):
             values[name] = type(default)(0)
-    if "kv_lora_rank" in fields and "num_key_value_heads" in fields:  # latent attention has as many as query heads
+    # Latent attention has as many key/value heads as query heads.
+    if "kv_lora_rank" in fields and "num_key_value_heads" in fields:
         values["num_key_value_heads"] = values["num_attention_heads"]
     if "layer_types" in fields and "layer_types" not in options:
-        kinds = list(dict.fromkeys(kind().layer_types or ()))  # one layer of each kind, two layers at least
+        kinds = list(dict.fromkeys(kind().layer_types or ()))  # one layer of each kind, and at least two layers
         if kinds:
             kinds = kinds if len(kinds) > 1 else kinds * 2
             values |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}
@@ -189,7 +190,7 @@ def _tiny(kind: type[transformers.PreTrainedConfig], options: dict[str, Any]) ->
 
 
 def model_of(entry: str, attention: str, options: dict[str, Any]) -> torch.nn.Module:
-    """The entry's model, with the same weights for the same options, whatever the attention."""
+    """The entry's model. Its weights depend on the options alone, not on the attention."""
     torch.manual_seed(5)
     model = class_of(entry)._from_config(config_of(entry, options), attn_implementation=attention)
     _set_weights(model)
@@ -197,9 +198,9 @@ def model_of(entry: str, attention: str, options: dict[str, Any]) -> torch.nn.Mo
 
 
 def _set_weights(model: torch.nn.Module) -> None:
-    """Matrices of gain 1.5; norms, biases and sinks near their initial values, each another.
+    """Gives matrices a gain of 1.5, and moves norms, biases and sinks from their initial values by different amounts.
 
-    With transformers' initial weights attention is nearly uniform: a wrong position changes a loss by 1e-6 only.
+    With transformers' initial weights attention is nearly uniform: a wrong position then changes a loss by 1e-6 only.
     """
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():

@@ -29,7 +29,8 @@ from .reference import (
     worst_error,
 )
 
-#: Relative bounds, of the loss of all documents, and of the norms of each gradient and of the logits.
+#: Relative bounds: the first for the loss of all documents, the second for the norms of each gradient and of the
+#: logits.
 LOSS, NORM = 1e-6, 1e-5
 
 #: Models whose own loss does not shift labels.
@@ -38,9 +39,10 @@ _UNSHIFTED = ("whisper",)
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """`kind` is "exact"; "by hand", exact with plans that a refusal asks for; "refused"; or "fails".
+    """What was found about a model.
 
-    The sentence is figures, the refusal, or what went wrong.
+    `kind` is "exact", "by hand" (exact with the plans that a refusal asks for), "refused" or "fails". `sentence` has
+    the figures, the refusal, or what went wrong.
     """
 
     kind: str
@@ -49,7 +51,9 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How a caller uses the model: the plan by keyword or by `distca.using`; with labels, for the model's own loss."""
+    """How a caller uses the model: with the plan as a keyword or by `distca.using`, and with labels if the model
+    computes the loss.
+    """
 
     by_keyword: bool
     with_positions: bool = True
@@ -58,9 +62,9 @@ class Way:
 
 
 def judge(case: Case) -> Verdict:
-    """The verdict on a model whose caller does what the documentation says.
+    """The verdict on a model whose caller follows the documentation.
 
-    It fails, too, where another caller gets other numbers without an error: one who evaluates only, hands the plan over
+    The model also fails if another caller gets other numbers without an error: one who only evaluates, passes the plan
     in another way, leaves out the positions, lets the model compute the loss, or makes heads by hand.
     """
     try:
@@ -96,7 +100,9 @@ def _judged(
     way: Way,
     expected: Callable[[], Results],
 ) -> Verdict:
-    """Refused where every rank raises the library's error of a wrong argument, else compared with the reference."""
+    """ "refused" if every rank raises the library's error of a wrong argument; otherwise the results are compared with
+    the reference.
+    """
     results = _on_two_ranks(case, models, plans, way)
     errors = [result for result in results if isinstance(result, BaseException)]
     if len(errors) == 2 and all(isinstance(error, distca.InvalidArgumentError) for error in errors):
@@ -118,7 +124,7 @@ def _judged(
 
 
 def _on_two_ranks(case: Case, models: Sequence[torch.nn.Module], plans: distca.Plans, way: Way) -> list[Any]:
-    """What each rank computed, or raised."""
+    """What each rank computed or raised."""
     tokens = torch.cat([document.tokens for document in documents()])
     targets = torch.cat([document.targets for document in documents()])
 

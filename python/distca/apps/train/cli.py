@@ -21,7 +21,8 @@ from distca.apps.train.corpora import read_corpora
 from distca.apps.train.log import create_run_dir
 from distca.apps.train.metrics import describe
 from distca.apps.train.resume import find_run, resumed_config
-from distca.connect.launch import exit_now, launch, leave_process_group
+from distca.connect.launch import launch
+from distca.connect.rank_process import exit_now, leave_process_group
 from distca.errors import DistcaError
 from distca.trace import nsys
 from distca.trace.nsys import switched_on

@@ -1,0 +1,160 @@
+"""A process that `launch` has started for one rank: it joins the group, calls the function, and reports to its parent.
+
+A rank dies with its parent. It sends its parent either what the function returned or the exception that ended it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from distca.errors import (
+    ContextPoisonedError,
+    DistcaError,
+    InvalidArgumentError,
+    PeerDiedError,
+    PeerLeftError,
+    PeerTimeoutError,
+)
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+
+
+@dataclass
+class Failure:
+    """The exception that ended a rank, as the rank reports it. `when` is on the clock that all processes share."""
+
+    exception: str
+    text: str
+    details: str
+    when: float
+    expected: bool = False
+    follow_up: bool = False  # the echo of another rank's failure
+    interrupted: bool = False
+
+    @staticmethod
+    def of(error: BaseException) -> Failure:
+        of_another = PeerDiedError | PeerLeftError | PeerTimeoutError | ContextPoisonedError | dist.DistError
+        echo = isinstance(error, of_another) or (
+            isinstance(error, RuntimeError) and "gloo" in str(error) and not isinstance(error, DistcaError)
+        )
+        return Failure(
+            type(error).__name__,
+            str(error),
+            "".join(traceback.format_exception(error)).rstrip(),
+            time.monotonic(),
+            expected=isinstance(error, DistcaError),
+            follow_up=echo,
+            interrupted=isinstance(error, KeyboardInterrupt),
+        )
+
+
+@dataclass
+class Success:
+    """What the function of a rank returned."""
+
+    value: Any
+
+
+def rank_main(
+    call: bytes, rank: int, ranks: int, threads: int, port: int, environment: dict[str, str], pipe: Connection
+) -> None:
+    """Calls the pickled function and arguments `call` on this rank of a new group, and reports through `pipe`."""
+    _die_with_parent()
+    os.environ.clear()
+    os.environ.update(environment)
+    gc.freeze()  # keeps what is imported by now out of garbage collections
+    _name_process(f"distca-rank-{rank}")
+    os.setpgid(0, 0)  # a Ctrl-C at the terminal reaches the parent alone, which passes it on exactly once
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # outside the terminal's process group, printing must not stop us
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _join_group(rank, ranks, threads, port)
+        # Gloo's threads keep SIGINT blocked: if one of them took it, this thread would stay asleep.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        fn, args = pickle.loads(call)
+        value = fn(*args)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a rank that has returned is not interrupted any more
+        fn = args = None
+        _send_value(pipe, value)
+    except BaseException as error:
+        _report_and_exit(pipe, error)
+    try:
+        leave_process_group()
+    except Exception:  # a peer failed meanwhile, and the parent knows why
+        exit_now(1)
+
+
+def _join_group(rank: int, ranks: int, threads: int, port: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(threads)
+    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+
+
+def leave_process_group() -> None:
+    """Ends `torch.distributed` in this process, together with all other ranks.
+
+    Everything that holds the group (DDP, optimizers over it) must have been dropped before, because gloo aborts a
+    process that exits while a process group is alive.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _send_value(pipe: Connection, value: Any) -> None:
+    try:
+        message = pickle.dumps(Success(value))
+    except Exception as error:
+        raise InvalidArgumentError(f"launch: the returned {type(value).__name__} cannot be pickled: {error}") from error
+    pipe.send_bytes(message)
+
+
+def _report_and_exit(pipe: Connection, error: BaseException) -> NoReturn:
+    message = pickle.dumps(Failure.of(error))
+    with contextlib.suppress(OSError):  # the parent is gone
+        pipe.send_bytes(message)
+    exit_now(1)
+
+
+def exit_now(code: int) -> NoReturn:
+    """Exits without destructors. What failed may hold a process group, which would make gloo abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _die_with_parent() -> None:
+    """Makes this process die with its parent: the launching program, or the fork server, which dies with it."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is None or not parent.is_alive():  # the parent ended before the line above took effect
+        os._exit(1)
+
+
+def _name_process(name: str) -> None:
+    _prctl(_PR_SET_NAME, ctypes.create_string_buffer(name.encode()))
+
+
+def _prctl(option: int, value: Any) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

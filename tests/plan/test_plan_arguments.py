@@ -1,0 +1,88 @@
+"""Wrong arguments of `distca.plan` are refused with the value and what is allowed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import distca
+from support.batches import spill
+from support.random_plans import HEADS
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tolerance": -0.01}, "tolerance = -0.01; 0 to 1"),
+        ({"tolerance": 1.5}, "tolerance = 1.5; 0 to 1"),
+        ({"tolerance": float("nan")}, "tolerance = nan; 0 to 1"),
+        ({"mask": "diagonal"}, "mask = 'diagonal'; 'causal', 'full'"),
+        ({"window": 0}, "window = 0"),
+        ({"window": 5, "mask": "full"}, "window = 5"),
+        ({"servers": []}, "servers is empty"),
+        ({"servers": [3]}, "servers = [3]; ranks from 0 to 2"),
+        ({"servers": [0], "balance": False}, "without balance"),
+        ({"ranks_per_node": 0}, "ranks_per_node = 0; None or a positive"),
+        ({"min_rows": 0}, "min_rows = 0"),
+        ({"min_rows": -5}, "min_rows = -5"),
+        ({"capacity": 0}, "capacity = 0"),
+        ({"capacity": -1}, "capacity = -1"),
+        ({"rank": 3}, "rank = 3; 0 to 2"),
+        ({"rank": -1}, "rank = -1; 0 to 2"),
+        ({"cost": distca.CostModel(-1, 0)}, "per_pair = -1"),
+        ({"cost": distca.CostModel(0, -1)}, "per_row = -1"),
+        ({"cost": distca.CostModel(0, 0)}, "not both 0"),
+        ({"cost": distca.CostModel(float("nan"))}, "per_pair is nan; integers up to 1048576"),  # type: ignore[arg-type]
+        ({"cost": distca.CostModel(1, 2**70)}, f"per_row is {2**70}"),
+        ({"cost": distca.CostModel(rates=((float("nan"),),))}, "a rate is nan"),  # type: ignore[arg-type]
+        ({"cost": distca.CostModel(2**20 + 1, 0)}, str(2**20 + 1)),
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range_are_refused_with_the_value_and_what_is_allowed(
+    changes: dict[str, object], said: str
+) -> None:
+    arguments: dict[str, object] = {"layout": spill((300, 5), 3), "heads": HEADS[0]} | changes
+    with pytest.raises(distca.InvalidArgumentError) as caught:
+        distca.plan(**arguments)  # type: ignore[arg-type]
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        ([(0, 0, 300, 0, 2, 0), (1, 0, 5, 0, 2, 3)], "tasks[1] is on rank 3, which does not serve"),
+        ([(0, 0, 301, 0, 2, 0), (1, 0, 5, 0, 2, 0)], "tasks[0] has rows [0, 301) of document 0, which has 300"),
+        ([(0, 0, 300, 0, 3, 0), (1, 0, 5, 0, 2, 0)], "tasks[0] has key/value heads [0, 3) of 2"),
+        ([(0, 5, 5, 0, 2, 0)], "tasks[0] has rows [5, 5)"),
+        ([(2, 0, 5, 0, 2, 0)], "tasks[0] is of document 2; 0 to 1"),
+        ([(0, 0, 300, 0, 2, 0)], "row 0 of document 1, key/value head 0, exactly once"),
+        ([(0, 0, 300, 0, 2, 0), (1, 0, 4, 0, 2, 0)], "row 4 of document 1, key/value head 0, exactly once"),
+        ([(0, 0, 300, 0, 2, 0), (1, 0, 5, 0, 1, 0)], "row 0 of document 1, key/value head 1, exactly once"),
+        (
+            [(0, 0, 300, 0, 1, 0), (0, 0, 300, 0, 2, 0), (1, 0, 5, 0, 2, 0)],
+            "row 0 of document 0, key/value head 0, exactly once",
+        ),
+        ([], "row 0 of document 0, key/value head 0, exactly once"),
+    ],
+    ids=str,
+)
+def test_a_schedule_that_does_not_compute_every_row_and_head_once_is_refused(
+    tasks: list[tuple[int, int, int, int, int, int]], said: str
+) -> None:
+    with pytest.raises(distca.InvalidArgumentError) as caught:
+        distca.plan(spill((300, 5), 3), distca.Heads(4, 2, 16), tasks=tasks)
+    assert said in str(caught.value)
+
+
+def test_a_dtype_that_no_kernel_has_is_refused() -> None:
+    with pytest.raises(
+        distca.InvalidArgumentError, match=r"torch\.float64; torch\.float32, torch\.bfloat16, torch\.flo"
+    ):
+        distca.Heads(4, 2, 16, dtype=torch.float64)
+
+
+def test_a_layout_whose_cost_would_overflow_is_refused() -> None:
+    layout = distca.Layout.from_documents([[2**31]])
+    with pytest.raises(distca.InvalidArgumentError, match="cost"):
+        distca.plan(layout, HEADS[0], cost=distca.CostModel(2**20, 0))

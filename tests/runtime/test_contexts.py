@@ -1,0 +1,72 @@
+"""Contexts: their names, their arguments, and what a closed or missing one says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import distca
+from support.batches import random_batch, rows_of_rank
+from support.groups import compute, loopback_group, run_step
+from support.refusals import HEADS, LAYOUT, LENGTHS, Group, plan_of_two
+
+
+def test_a_context_that_is_not_there_is_refused_with_those_that_are(group: Group) -> None:
+    with pytest.raises(distca.InvalidArgumentError, match='no context "nobody".*distca.init.*"loopback/'):
+        distca.core_attention(*group.inputs(), group.plan, context="nobody")
+    with pytest.raises(distca.InvalidArgumentError, match='no context "default"'):
+        distca.core_attention(*group.inputs(), group.plan)
+    group.check_still_works()
+
+
+def test_a_closed_context_is_refused_and_may_be_closed_again() -> None:
+    plan = plan_of_two()
+    batch = random_batch(LENGTHS, HEADS, 1)
+    with loopback_group(plan) as contexts:
+        inputs = [rows_of_rank(batch, LAYOUT, 0, t) for t in (batch.q, batch.k, batch.v)]
+        contexts[0].close()
+        contexts[0].close()
+        with pytest.raises(distca.InvalidArgumentError, match=f'no context "{contexts[0].name}"'):
+            distca.core_attention(*inputs, plan, context=contexts[0])
+
+
+def test_a_name_in_use_is_refused_until_it_is_closed() -> None:
+    with distca.init(max_tokens=8, heads=HEADS, name="taken") as first:
+        with pytest.raises(distca.InvalidArgumentError, match="'taken' exists already"):
+            distca.init(max_tokens=8, heads=HEADS, name="taken")
+        assert distca.get_context("taken") is first
+    with distca.init(max_tokens=8, heads=HEADS, name="taken") as second:
+        assert distca.get_context("taken") is second
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"heap_bytes": 0}, "heap_bytes = 0"),
+        ({"heap_bytes": 127}, "heap_bytes = 127; at least 128"),
+        ({"heap_bytes": -5}, "heap_bytes = -5"),
+        ({"max_tokens": 0}, "max_tokens = 0"),
+        ({"timeout": 0.0}, "timeout = 0"),
+        ({"timeout": -1.0}, "timeout = -1"),
+        ({"timeout": float("nan")}, "timeout = nan"),
+        ({"transport": "carrier pigeon"}, "'carrier pigeon'; one of auto, shm, torch, cuda-ipc, nvshmem, loopback"),
+        ({"cost": distca.CostModel(0, 0)}, "not both 0"),
+    ],
+    ids=str,
+)
+def test_arguments_of_init_out_of_range_are_refused(options: dict[str, object], said: str) -> None:
+    arguments: dict[str, object] = {"max_tokens": 8, "heads": HEADS, "name": "refused"}
+    with pytest.raises(distca.InvalidArgumentError) as caught:
+        distca.init(**(arguments | options))  # type: ignore[arg-type]
+    assert said in str(caught.value)
+    assert distca.get_context("refused") is None
+
+
+def test_the_smallest_heap_that_is_accepted_serves_a_rank_alone() -> None:
+    plan = distca.plan(distca.Layout.from_documents([LENGTHS]), HEADS)
+    batch = random_batch(LENGTHS, HEADS, 1)
+    with distca.init(max_tokens=8, heads=HEADS, heap_bytes=128, name="small") as context:
+        assert context.slot_bytes == 64
+        ours = run_step(batch, plan, context)
+    for a, b in zip(ours, compute(batch, plan), strict=True):
+        assert torch.equal(a, b)
