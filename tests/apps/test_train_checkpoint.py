@@ -241,31 +241,31 @@ def _known_to_the_manifest(damage: Callable[[Path], object]) -> Callable[[Path],
 
 LAST = f"{FOLDER}/step-00000004"
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
-    ("config.json", _cut_off, "is no JSON"),
+    ("config.json", _cut_off, "is not JSON"),
     ("config.json", lambda path: path.write_text("[1, 2]"), "holds a list, must hold an object"),
     ("config.json", lambda path: path.write_text('{"steps": "many"}'), "--steps is 'many', must be of type int"),
     ("config.json", Path.unlink, "must be the folder of a run"),
-    ("metrics.jsonl", lambda path: path.write_text("nonsense\n"), "line 1, is no step of a run"),
-    ("metrics.jsonl", lambda path: path.write_text('{"step": 1}\n'), "line 1, is no step of a run"),
+    ("metrics.jsonl", lambda path: path.write_text("nonsense\n"), "line 1, is not a step of a run"),
+    ("metrics.jsonl", lambda path: path.write_text('{"step": 1}\n'), "line 1, is not a step of a run"),
     (f"{LAST}/state.json", _cut_off, "bytes, must have"),
-    (f"{LAST}/state.json", _known_to_the_manifest(_cut_off), "is no JSON"),
+    (f"{LAST}/state.json", _known_to_the_manifest(_cut_off), "is not JSON"),
     (f"{LAST}/state.json", _known_to_the_manifest(lambda path: path.write_text('{"step": "x"}')),
      "must hold the integers step"),
     (f"{LAST}/state.json", _known_to_the_manifest(lambda path: path.write_text('{"step": 5, "ranks": 3, "corpus": 1}')),
      "says that 5 steps were taken, its folder's name says 4"),
     (f"{LAST}/state.json", Path.unlink, "is missing"),
-    (f"{LAST}/manifest.json", _cut_off, "is no JSON"),
+    (f"{LAST}/manifest.json", _cut_off, "is not JSON"),
     (f"{LAST}/manifest.json", lambda path: path.write_text('{"files": 1}'), "must hold bytes and sha256"),
     (f"{LAST}/manifest.json", Path.unlink, "is missing: the checkpoint is damaged, or an earlier version wrote it"),
     (f"{LAST}/.metadata", _cut_off, "bytes, must have"),
     (f"{LAST}/__0_0.distcp", _cut_off, "bytes, must have"),
     (f"{LAST}/__0_0.distcp", Path.unlink, "is missing"),
-    (f"{LAST}/__0_0.distcp", _altered, "its SHA-256 is another one"),
-    (f"{LAST}/.metadata", _altered, "its SHA-256 is another one"),
-    (f"{LAST}/.metadata", _known_to_the_manifest(_cut_off), "is no index of a checkpoint"),
+    (f"{LAST}/__0_0.distcp", _altered, "its SHA-256 differs"),
+    (f"{LAST}/.metadata", _altered, "its SHA-256 differs"),
+    (f"{LAST}/.metadata", _known_to_the_manifest(_cut_off), "is not an index of a checkpoint"),
     (f"{LAST}/.metadata", _known_to_the_manifest(lambda path: path.write_bytes(b"cos\nsystem\n(S'exit'\ntR.")),
      "names os.system, which no index of a checkpoint needs"),
-    (f"{LAST}/extra", Path.touch, "is no file of this checkpoint; remove it"),
+    (f"{LAST}/extra", Path.touch, "it does not belong to this checkpoint; remove it"),
 ]  # fmt: skip
 
 
@@ -314,7 +314,7 @@ def test_a_damaged_file_that_one_rank_has_compared_is_named_on_all_ranks(whole: 
     assert list(told) == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
     for name, (first, second) in told.items():
         assert first == second
-        assert f"{name} is damaged: its SHA-256 is another one" in first
+        assert f"{name} is damaged: its SHA-256 differs" in first
 
 
 def test_a_checkpoint_of_a_version_without_manifests_goes_on_once_its_owner_has_made_one(
@@ -335,7 +335,10 @@ def test_a_checkpoint_of_a_version_without_manifests_goes_on_once_its_owner_has_
 
 def test_a_run_without_a_step_left_is_refused_from_python_too(whole: Path) -> None:
     config = resumed_config(whole, {"steps": 7, "ranks": 1, "tokens_per_rank": 192})
-    with one_rank(), pytest.raises(ConfigError, match=r"--steps is 6, must be above the 6 steps that .* has taken"):
+    with (
+        one_rank(),
+        pytest.raises(ConfigError, match=r"--steps is 6, must be above 6, the steps that .* has taken already"),
+    ):
         train(replace(config, steps=6), whole)
 
 
@@ -369,7 +372,7 @@ def test_a_run_that_goes_on_writes_and_removes_nothing_that_is_not_its_own(whole
         ({"ranks": 2}, "--ranks 2 times --tokens-per-rank 64 are 128 tokens a step, must be the run's 192; with "
          "--ranks 2 that is --tokens-per-rank 96"),
         ({"name": "other"}, "--name is other, but a resumed run goes on in its folder"),
-        ({"steps": 6}, "--steps is 6, must be above the 6 steps that RUN has taken"),
+        ({"steps": 6}, "--steps is 6, must be above 6, the steps that RUN has taken already"),
     ],
 )  # fmt: skip
 def test_an_option_that_a_resumed_run_must_keep_is_refused_by_name(given: dict, message: str, whole: Path) -> None:
@@ -459,7 +462,7 @@ def test_the_command_goes_on_where_an_interrupt_has_stopped_it(
     assert "finished after 3 steps" in capsys.readouterr().out
     assert len(_losses(runs / "run")) == 3
     assert main(["train", "--resume", str(runs / "run")]) == 2
-    assert "--steps is 3, must be above the 3 steps" in capsys.readouterr().err
+    assert "--steps is 3, must be above 3, the steps" in capsys.readouterr().err
     assert main(["train", "--resume", str(runs / "run"), "--steps", "4", "--lr", "0.003"]) == 0
     assert main(["train", "--resume", str(runs / "run"), "--steps", "5", "--lr", "0.002"]) == 2
     assert "--lr is 0.002, the run" in capsys.readouterr().err

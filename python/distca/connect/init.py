@@ -168,7 +168,9 @@ def _check_together(r: _Request) -> None:
             f"init: transport 'loopback' serves a group of one process, this group has {r.num_ranks}; use 'shm'"
         )
     if r.progress_thread and r.transport == "torch":
-        raise InvalidArgumentError("init: progress_thread is for 'shm'; transport 'torch' exchanges rows all at once")
+        raise InvalidArgumentError(
+            "init: progress_thread works with 'shm' only; transport 'torch' exchanges all rows at once"
+        )
     if r.transport == "torch" and r.group is None:
         raise InvalidArgumentError(
             "init: transport 'torch' exchanges rows over a process group; call torch.distributed.init_process_group "
@@ -184,7 +186,9 @@ def _check_together(r: _Request) -> None:
     if (r.device, r.attention) == ("cpu", "flash") and not r.is_alone:
         raise InvalidArgumentError("init: attention = 'flash' on the CPU is for one rank over 'loopback'")
     if r.put_ctas is not None and (r.put_ctas < 1 or r.device == "cpu"):
-        raise InvalidArgumentError(f"init: put_ctas = {r.put_ctas} with device = {r.device!r}; at least 1, on CUDA")
+        raise InvalidArgumentError(
+            f"init: put_ctas = {r.put_ctas} with device = {r.device!r}; at least 1 is allowed, and only on CUDA"
+        )
     if r.num_ranks > 1:
         check_open_files(f"init: a group of {r.num_ranks} ranks", 2 * r.num_ranks + 8)
 

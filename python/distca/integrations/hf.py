@@ -91,7 +91,7 @@ class DeferredMask:
         if padding is not None and (torch.compiler.is_compiling() or not bool(padding.all())):
             return (
                 "attention_mask marks padding, which would be dropped silently: pass no attention_mask; "
-                "padding rows belong into the plan's layout, as segments of document -1"
+                "padding rows belong in the plan's layout, as segments of document -1"
             )
         if self._request.get("use_vmap"):
             return "the model lays a mask of its own (or_mask_function or and_mask_function) over the causal one"

@@ -146,7 +146,8 @@ def _check_calls(model: PreTrainedModel, calls: int) -> None:
     if calls == expected:
         return
     why = (
-        "it bypasses transformers' AttentionInterface, so each rank computed alone; choose another attn_implementation"
+        "it bypasses transformers' AttentionInterface, and therefore each rank computed alone; choose another "
+        "attn_implementation"
         if calls == 0
         else "layers were left out (layerdrop), or some of them do not call transformers' AttentionInterface"
     )

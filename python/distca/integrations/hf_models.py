@@ -29,7 +29,7 @@ _REFUSED = {
 }
 #: By model type, why a model cannot take a plan in training.
 _REFUSED_IN_TRAINING = {
-    "phimoe": "the router draws experts at random, so ranks differ from one process: call model.eval()"
+    "phimoe": "the router draws experts at random, and ranks would differ from one process: call model.eval()"
 }
 _JITTER = ("router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 
@@ -129,8 +129,8 @@ def check_model(model: PreTrainedModel, num_ranks: int) -> None:
         jitter = next((name for name in _JITTER if getattr(config, name, None)), None)
         refuse(
             jitter is not None,
-            f"the router adds random noise to its input, so ranks differ from one process: set {jitter}=0.0 in the "
-            "model's config",
+            f"the router adds random noise to its input, and ranks would differ from one process: set {jitter}=0.0 in "
+            "the model's config",
         )
 
 

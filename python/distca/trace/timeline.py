@@ -185,7 +185,7 @@ def lines_below_table(found: Figures) -> list[str]:
         f"largest attention load over the mean: {planned}{found.measured:.3f} as measured",
     ]
     if not any(rank.traffic for rank in found.ranks):
-        lines.append("no rows on their way were recorded: none moved, or a thread or an exchange carried them")
+        lines.append("no rows in transit were recorded: none moved, or a thread or an exchange carried them")
     return lines
 
 

@@ -281,7 +281,7 @@ def _checked(tokens: Any, source: Source) -> array[int]:
     try:
         checked = array("i", tokens)
     except (TypeError, OverflowError) as error:
-        raise DataError(f"{source.what} has a row whose tokens are no 32-bit integers: {error}") from error
+        raise DataError(f"{source.what} has a row whose tokens are not 32-bit integers: {error}") from error
     if checked and min(checked) < 0:
         raise DataError(f"{source.what} has a row with a negative token, {min(checked)}")
     return checked

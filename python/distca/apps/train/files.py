@@ -47,7 +47,7 @@ def read_object(path: Path, what_to_do: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; {what_to_do}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON ({error}); {what_to_do}") from error
+        raise ConfigError(f"{path} is not JSON ({error}); {what_to_do}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}, must hold an object; {what_to_do}")
     return content

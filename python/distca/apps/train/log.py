@@ -144,8 +144,8 @@ def steps_before(start: int, path: Path) -> list[StepMetrics]:
         except (ValueError, TypeError, RecursionError) as error:
             if number < len(lines):
                 raise ConfigError(
-                    f"{path}, line {number}, is no step of a run ({error}): remove the line or the file, and the run "
-                    "goes on without what it says"
+                    f"{path}, line {number}, is not a step of a run ({error}): remove the line or the file, and the "
+                    "run goes on without what it says"
                 ) from error
     return [metrics for metrics in found if metrics.step < start]
 

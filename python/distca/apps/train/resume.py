@@ -84,7 +84,9 @@ def resumed_config(run_dir: Path, given: dict[str, Any]) -> TrainConfig:
 
 def check_steps_left(config: TrainConfig, taken: int, run_dir: Path) -> None:
     if taken >= config.steps:
-        raise ConfigError(f"--steps is {config.steps}, must be above the {taken} steps that {run_dir} has taken")
+        raise ConfigError(
+            f"--steps is {config.steps}, must be above {taken}, the steps that {run_dir} has taken already"
+        )
 
 
 def _check_no_links(run_dir: Path) -> None:
@@ -92,4 +94,7 @@ def _check_no_links(run_dir: Path) -> None:
     for folder, folders, files in os.walk(run_dir):
         for path in (Path(folder, name) for name in (*folders, *files)):
             if path.is_symlink():
-                raise ConfigError(f"{path} is a symbolic link, by which a run would write elsewhere: replace it")
+                raise ConfigError(
+                    f"{path} is a symbolic link, and the run would write through it: replace it by the file or folder "
+                    "itself"
+                )

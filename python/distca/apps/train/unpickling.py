@@ -125,7 +125,7 @@ def read_index(checkpoint: Path, sizes: Mapping[str, int]) -> Metadata:
         raise
     except Exception as error:  # pickles that are no index fail in many ways
         raise CheckpointError(
-            f"{path} is no index of a checkpoint ({_reason(error)}); {what_to_do(checkpoint)}"
+            f"{path} is not an index of a checkpoint ({_reason(error)}); {what_to_do(checkpoint)}"
         ) from error
 
 
@@ -178,11 +178,11 @@ def _storage(record: object, sizes: Mapping[str, int]) -> Any:
     fields = _fields(record, _StorageInfo)
     name, offset, length = _typed(fields["relative_path"], str), fields["offset"], fields["length"]
     if name not in sizes:
-        raise ValueError(f"a value is in {name!r}, which is no file of the checkpoint")
+        raise ValueError(f"a value is in {name!r}, which is not a file of the checkpoint")
     if not 0 <= _typed(offset, int) <= _typed(offset, int) + _typed(length, int) <= sizes[name]:
         raise ValueError(f"a value has {length} bytes from {offset} on in {name}, which has {sizes[name]} bytes")
     if fields.get("transform_descriptors"):
-        raise ValueError(f"a value in {name} is encoded, no run writes such")
+        raise ValueError(f"a value in {name} is encoded, but runs do not encode values")
     return dcp.filesystem._StorageInfo(name, offset, length)
 
 
@@ -193,7 +193,7 @@ def _fields(record: object, kind: type[_Record]) -> dict[str, Any]:
 def _size(values: object) -> torch.Size:
     sizes = _typed(values, tuple)
     if any(type(size) is not int or size < 0 for size in sizes):
-        raise ValueError(f"{sizes!r} is no size of a tensor")
+        raise ValueError(f"{sizes!r} is not the size of a tensor")
     return torch.Size(sizes)
 
 
