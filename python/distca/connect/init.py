@@ -146,7 +146,7 @@ class _Request:
 
 
 def _check_alone(transport: str, group: object, name: object, link: Link | None) -> None:
-    """Refuses arguments that are wrong whatever the others are."""
+    """Refuses arguments that are wrong by themselves."""
     if transport not in _TRANSPORTS:
         raise InvalidArgumentError(f"init: transport = {transport!r}; one of {', '.join(_TRANSPORTS)} is expected")
     if link is not None and transport == "torch":
@@ -155,7 +155,8 @@ def _check_alone(transport: str, group: object, name: object, link: Link | None)
         raise InvalidArgumentError(f"init: name = {name!r}; a string is expected")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise InvalidArgumentError(
-            f"init: group is a {type(group).__name__}; a torch.distributed.ProcessGroup, as of new_group, is expected"
+            f"init: group is a {type(group).__name__}; a torch.distributed.ProcessGroup is expected, as new_group "
+            "returns it"
         )
     if name in open_contexts:
         raise InvalidArgumentError(f"init: context {name!r} exists already; close it first, or choose another name")

@@ -1,4 +1,4 @@
-"""Groups for tests and benchmarks: rows come late, attention is slept, steps are queued, hosts are emulated.
+"""Groups of ranks for tests and benchmarks, with late rows, replayed attention, queued steps or emulated hosts.
 
 `import distca` does not import this module. Import it by its name.
 """

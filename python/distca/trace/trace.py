@@ -370,5 +370,5 @@ class _Events:
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """Microseconds and a little more: cut to nanoseconds they are the same number. Spans that touch never overlap."""
+    """Microseconds, rounded up a little. Cut to nanoseconds they are the same; touching spans then do not overlap."""
     return round(nanoseconds / 1e3 + 1e-4, 4)

@@ -1,4 +1,4 @@
-"""Errors of a run's files, which cannot be written or are not as a run leaves them, in one sentence each."""
+"""Errors for files of a run that cannot be written, or that are not as a run leaves them: one sentence each."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _open_board(folder: Path, start: int) -> SummaryWriter | None:
 
 
 def steps_before(start: int, path: Path) -> list[StepMetrics]:
-    """The metrics of the steps before `start`, if there are any. Raises ConfigError for a line that is no step's.
+    """The metrics of the steps before `start`, if there are any. Raises ConfigError for a line that is not a step.
 
     A kill may have cut off the last line, which is of a later step.
     """

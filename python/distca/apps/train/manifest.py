@@ -48,7 +48,7 @@ def write_manifest(checkpoint: Path, digests: Digests) -> None:
 
 
 def read_manifest(checkpoint: Path) -> Digests:
-    """The manifest of a checkpoint. Raises CheckpointError unless there are exactly its files, in their sizes."""
+    """The manifest of a checkpoint. Raises CheckpointError unless the folder has exactly its files, in their sizes."""
     found = _regular_files(checkpoint)
     if MANIFEST not in found:
         raise CheckpointError(
@@ -76,7 +76,7 @@ def read_manifest(checkpoint: Path) -> Digests:
 
 
 def check_digests(checkpoint: Path, digests: Digests, names: Iterable[str]) -> None:
-    """Raises CheckpointError for the first of the named files whose content is another one."""
+    """Raises CheckpointError for the first of the named files whose content differs from the manifest."""
     for name in names:
         if digest(checkpoint / name) != digests[name]:
             raise CheckpointError(

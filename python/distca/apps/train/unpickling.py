@@ -1,6 +1,6 @@
 """Reads what `torch.distributed.checkpoint` has pickled into a checkpoint, and runs nothing that is named in it.
 
-A checkpoint has two kinds of pickles: the index (`.metadata`), and the values in `.distcp` files that are no tensors.
+A checkpoint has two kinds of pickles: the index (`.metadata`), and the values in `.distcp` files that are not tensors.
 PyTorch would unpickle both without restrictions.
 """
 
@@ -108,8 +108,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _STANDS_FOR:
             raise CheckpointError(
-                f"{self._path} names {module}.{name}, which no index of a checkpoint needs: to unpickle it could run "
-                f"anything; {what_to_do(self._path.parent)}"
+                f"{self._path} names {module}.{name}, which no index of a checkpoint needs: unpickling it could run "
+                f"any code; {what_to_do(self._path.parent)}"
             )
         return _STANDS_FOR[module, name]
 
@@ -119,7 +119,7 @@ def read_index(checkpoint: Path, sizes: Mapping[str, int]) -> Metadata:
     path = checkpoint / INDEX
     copyreg.clear_extension_cache()  # entries of other unpicklers would be taken without find_class
     try:
-        # It is read from memory: then no room is made for a string of a wrong length.
+        # Reading from memory allocates nothing for a string whose length is wrong.
         return _index(_Unpickler(io.BytesIO(path.read_bytes()), path).load(), sizes)
     except (CheckpointError, OSError):
         raise
@@ -233,7 +233,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """Loads values that are no tensors with `weights_only` too: numbers, strings and containers of them."""
+    """Loads other values than tensors with `weights_only` too: numbers, strings and containers of them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         *path, last = self.mappings[read_item.dest_index.fqn]
