@@ -83,7 +83,7 @@ def _process_groups() -> Finding:
         return Finding("transport torch", "does not work", False, advice)
     fine = torch.equal(received, bytes_to_self)
     nccl = "; NCCL is available but has not been run yet" if dist.is_nccl_available() else ""
-    return Finding("transport torch", f"works over gloo, on one host and between hosts{nccl}", fine)
+    return Finding("transport torch", f"works over gloo; it is for ranks on several hosts{nccl}", fine)
 
 
 def _cuda() -> Finding:
