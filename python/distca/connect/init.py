@@ -181,8 +181,8 @@ def _check_together(r: _Request) -> None:
         raise InvalidArgumentError(f"init: transport {r.transport!r} moves rows between GPUs; give device='cuda'")
     if r.device != "cpu" and (r.transport in ("shm", "torch") or r.progress_thread or r.link is not None):
         raise InvalidArgumentError(
-            f"init: device = {r.device!r} goes with transport 'cuda-ipc', 'nvshmem' or, for one rank, 'loopback', and "
-            "without progress_thread and link"
+            f"init: device = {r.device!r} needs transport 'cuda-ipc', 'nvshmem' or, for one rank, 'loopback'; leave "
+            "out progress_thread and link"
         )
     if (r.device, r.attention) == ("cpu", "flash") and not r.is_alone:
         raise InvalidArgumentError("init: attention = 'flash' on the CPU is for one rank over 'loopback'")

@@ -39,5 +39,5 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRSc
         )
     except ValueError as error:
         raise ConfigError(
-            f"--schedule is {config.schedule}, which does not go with the other options: {error}"
+            f"--schedule is {config.schedule}, which does not work with the other options: {error}"
         ) from error
