@@ -77,9 +77,9 @@ def refusals_told(context: Context | None) -> Iterator[None]:
 
 _FROM_OPERATOR = re.compile(r"distca (\w+): (.*)", re.DOTALL)
 _WHAT_TO_CHANGE = {
-    PlanMismatchError: "as many calls of core_attention and of its backward on every rank, in the same order",
-    PeerTimeoutError: "if the rank that is waited for does not hang, it makes fewer calls of core_attention or of its "
-    "backward: as many on every rank",
+    PlanMismatchError: "make the same calls of core_attention and of its backward on every rank, in the same order",
+    PeerTimeoutError: "if that rank does not hang, it makes fewer calls of core_attention or of its "
+    "backward: make the same number on every rank",
 }
 _ALSO = "; a rank without data passes zero rows, and a model that is evaluated on one rank alone gets no plan there"
 

@@ -44,11 +44,11 @@ def test_each_transport_of_nvshmem_is_missing_or_loads_or_says_why_it_does_not(t
     (tmp_path / "nvshmem_transport_libfabric.so.3").write_text("no library")
     (tmp_path / "nvshmem_bootstrap_mpi.so.3").touch()
     found = {finding.name: finding for finding in doctor_gpu.remote_transports(tmp_path, has_adapters=True)}
-    assert found["nvshmem ucx"].found == "loads; to have it: NVSHMEM_REMOTE_TRANSPORT=ucx"
+    assert found["nvshmem ucx"].found == "loads; to use it: NVSHMEM_REMOTE_TRANSPORT=ucx"
     assert "does not load: " in found["nvshmem libfabric"].found
     assert found["nvshmem libfabric"].advice == "needed only between hosts: install libfabric"
     assert found["nvshmem ibrc"].found == f"not in {tmp_path}"
-    assert found["nvshmem bootstrap"].found == "by unique id: loads (there are mpi, uid)"
+    assert found["nvshmem bootstrap"].found == "by unique id: loads (installed: mpi, uid)"
     assert all(finding.fine for finding in found.values())
     without_adapters = doctor_gpu.remote_transports(tmp_path, has_adapters=False)
     assert not [finding.advice for finding in without_adapters if finding.advice]

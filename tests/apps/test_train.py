@@ -70,7 +70,7 @@ def test_a_folder_without_text_is_an_error_that_says_why(
 
 def test_a_file_in_place_of_the_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
-    with pytest.raises(DataError, match="is not a folder"):
+    with pytest.raises(DataError, match="is neither a folder"):
         read_corpus(tmp_path / "file", 1.0)
 
 
@@ -194,7 +194,7 @@ def test_nsys_without_cuda_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["train", "--nsys", "--runs-dir", str(tmp_path)]) == 2
-    assert "--nsys (or ENABLE_NSYS=1) captures CUDA" in capsys.readouterr().err
+    assert "--nsys (or ENABLE_NSYS=1) needs a GPU" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -274,7 +274,7 @@ def test_a_run_learns_and_writes_metrics_and_summary(data: Path, tmp_path: Path)
     assert summary["loss_ratio"] < 0.9
     assert (summary["steps"], summary["files_skipped"], summary["interrupted"]) == (12, 1, False)
     assert json.loads((tmp_path / "runs" / "run" / "config.json").read_text())["balance"] == "on"
-    assert out.count("finished after 12 steps") == 1 and "files skipped as they are not UTF-8 text: 1" in out
+    assert out.count("finished after 12 steps") == 1 and "files skipped because they are not UTF-8 text: 1" in out
     assert "12/12" in err and "imbalance" in err
 
 

@@ -183,7 +183,7 @@ def test_lines_that_cannot_be_read_are_not_blamed_on_the_cache(tmp_path: Path, m
 
 def test_a_file_that_is_no_data_is_named(tmp_path: Path) -> None:
     (tmp_path / "file.csv").write_text("a,b")
-    with pytest.raises(DataError, match=r"is not a folder, nor a \.jsonl or \.parquet file"):
+    with pytest.raises(DataError, match=r"is neither a folder nor a \.jsonl or \.parquet file"):
         find_source(tmp_path / "file.csv")
 
 
@@ -215,4 +215,4 @@ def test_a_run_says_what_of_its_data_was_skipped_whatever_a_document_is(unit: st
             TrainConfig(ranks=1, steps=1, tokens_per_rank=16, hidden=32, layers=1, data=data), tmp_path / "run"
         )
     assert summary[f"{unit}_skipped"] == 1
-    assert re.search(rf"^documents  \d, {unit} skipped as they .*: 1$", describe(summary), re.MULTILINE)
+    assert re.search(rf"^documents  \d, {unit} skipped because they .*: 1$", describe(summary), re.MULTILINE)

@@ -39,31 +39,31 @@ def _known_to_the_manifest(damage: Callable[[Path], object]) -> Callable[[Path],
 
 
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
-    ("config.json", _cut_off, "is no JSON"),
+    ("config.json", _cut_off, "is not JSON"),
     ("config.json", lambda path: path.write_text("[1, 2]"), "holds a list, must hold an object"),
     ("config.json", lambda path: path.write_text('{"steps": "many"}'), "--steps is 'many', must be of type int"),
     ("config.json", Path.unlink, "must be the folder of a run"),
-    ("metrics.jsonl", lambda path: path.write_text("nonsense\n"), "line 1, is no step of a run"),
-    ("metrics.jsonl", lambda path: path.write_text('{"step": 1}\n'), "line 1, is no step of a run"),
+    ("metrics.jsonl", lambda path: path.write_text("nonsense\n"), "line 1, is not a step of a run"),
+    ("metrics.jsonl", lambda path: path.write_text('{"step": 1}\n'), "line 1, is not a step of a run"),
     (f"{LAST}/state.json", _cut_off, "bytes, must have"),
-    (f"{LAST}/state.json", _known_to_the_manifest(_cut_off), "is no JSON"),
+    (f"{LAST}/state.json", _known_to_the_manifest(_cut_off), "is not JSON"),
     (f"{LAST}/state.json", _known_to_the_manifest(lambda path: path.write_text('{"step": "x"}')),
      "must hold the integers step"),
     (f"{LAST}/state.json", _known_to_the_manifest(lambda path: path.write_text('{"step": 5, "ranks": 3, "corpus": 1}')),
      "says that 5 steps were taken, its folder's name says 4"),
     (f"{LAST}/state.json", Path.unlink, "is missing"),
-    (f"{LAST}/manifest.json", _cut_off, "is no JSON"),
+    (f"{LAST}/manifest.json", _cut_off, "is not JSON"),
     (f"{LAST}/manifest.json", lambda path: path.write_text('{"files": 1}'), "must hold bytes and sha256"),
     (f"{LAST}/manifest.json", Path.unlink, "is missing: the checkpoint is damaged, or an earlier version wrote it"),
     (f"{LAST}/.metadata", _cut_off, "bytes, must have"),
     (f"{LAST}/__0_0.distcp", _cut_off, "bytes, must have"),
     (f"{LAST}/__0_0.distcp", Path.unlink, "is missing"),
-    (f"{LAST}/__0_0.distcp", flip_a_bit, "its SHA-256 is another one"),
-    (f"{LAST}/.metadata", flip_a_bit, "its SHA-256 is another one"),
-    (f"{LAST}/.metadata", _known_to_the_manifest(_cut_off), "is no index of a checkpoint"),
+    (f"{LAST}/__0_0.distcp", flip_a_bit, "its SHA-256 differs"),
+    (f"{LAST}/.metadata", flip_a_bit, "its SHA-256 differs"),
+    (f"{LAST}/.metadata", _known_to_the_manifest(_cut_off), "is not an index of a checkpoint"),
     (f"{LAST}/.metadata", _known_to_the_manifest(lambda path: path.write_bytes(b"cos\nsystem\n(S'exit'\ntR.")),
      "names os.system, which no index of a checkpoint needs"),
-    (f"{LAST}/extra", Path.touch, "is no file of this checkpoint; remove it"),
+    (f"{LAST}/extra", Path.touch, "it does not belong to this checkpoint; remove it"),
 ]  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def test_a_damaged_file_that_one_rank_has_compared_is_named_on_all_ranks(whole_r
     assert list(told) == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
     for name, (first, second) in told.items():
         assert first == second
-        assert f"{name} is damaged: its SHA-256 is another one" in first
+        assert f"{name} is damaged: its SHA-256 differs" in first
 
 
 def test_a_checkpoint_of_a_version_without_manifests_goes_on_once_its_owner_has_made_one(

@@ -101,7 +101,7 @@ def test_lines_without_a_text_are_skipped_and_counted(files: Path, tmp_path: Pat
     assert (len(corpus), corpus.num_skipped, corpus.unit) == (6, 4, "lines")
     assert bytes(corpus.document(5).tolist()) == b"word1 word2 word3"
     (tmp_path / "bad.jsonl").write_text("{}\n1\n")
-    with pytest.raises(DataError, match="holds no text: 2 lines, of which 2 are no JSON objects with a text"):
+    with pytest.raises(DataError, match="holds no text: 2 lines, of which 2 are not JSON objects with a text"):
         read_corpus(tmp_path / "bad.jsonl", 1.0)
 
 

@@ -65,7 +65,10 @@ def test_resuming_on_more_ranks_with_the_same_tokens_a_step_gives_the_same_losse
 
 def test_a_run_without_a_step_left_is_refused_from_python_too(whole_run: Path) -> None:
     config = resumed_config(whole_run, {"steps": 7, "ranks": 1, "tokens_per_rank": 192})
-    with one_rank(), pytest.raises(ConfigError, match=r"--steps is 6, must be above the 6 steps that .* has taken"):
+    with (
+        one_rank(),
+        pytest.raises(ConfigError, match=r"--steps is 6, must be above 6, the steps that .* has taken already"),
+    ):
         train(replace(config, steps=6), whole_run)
 
 
@@ -99,7 +102,7 @@ def test_a_run_that_goes_on_writes_and_removes_nothing_that_is_not_its_own(whole
         ({"ranks": 2}, "--ranks 2 times --tokens-per-rank 64 are 128 tokens a step, must be the run's 192; with "
          "--ranks 2 that is --tokens-per-rank 96"),
         ({"name": "other"}, "--name is other, but a resumed run goes on in its folder"),
-        ({"steps": 6}, "--steps is 6, must be above the 6 steps that RUN has taken"),
+        ({"steps": 6}, "--steps is 6, must be above 6, the steps that RUN has taken already"),
     ],
 )  # fmt: skip
 def test_an_option_that_a_resumed_run_must_keep_is_refused_by_name(given: dict, message: str, whole_run: Path) -> None:
@@ -157,7 +160,7 @@ def test_the_command_goes_on_where_an_interrupt_has_stopped_it(
     assert "finished after 3 steps" in capsys.readouterr().out
     assert len(losses_of(runs / "run")) == 3
     assert main(["train", "--resume", str(runs / "run")]) == 2
-    assert "--steps is 3, must be above the 3 steps" in capsys.readouterr().err
+    assert "--steps is 3, must be above 3, the steps" in capsys.readouterr().err
     assert main(["train", "--resume", str(runs / "run"), "--steps", "4", "--lr", "0.003"]) == 0
     assert main(["train", "--resume", str(runs / "run"), "--steps", "5", "--lr", "0.002"]) == 2
     assert "--lr is 0.002, the run" in capsys.readouterr().err

@@ -157,7 +157,7 @@ PICKLES: dict[str, tuple[bytes, str]] = {
     "arguments of an allowed class": (f"c{METADATA}\nMetadata\n(I1\ntR.".encode(), "TypeError"),
     "nothing": (b"", "EOFError"),
     "another value": (pickle.dumps({"a": 1}), "a dict stands where a _Metadata must be"),
-    "no pickle": (b"PK\x03\x04", "is no index"),
+    "no pickle": (b"PK\x03\x04", "is not an index"),
 }  # fmt: skip
 
 
@@ -188,7 +188,7 @@ SLOT = (
 @pytest.mark.parametrize("of", ["Metadata", "StorageMeta", "MetadataIndex", "_MEM_FORMAT_ENCODING"])
 def test_an_index_cannot_change_what_its_names_stand_for(of: str, checkpoint: Path) -> None:
     (checkpoint / ".metadata").write_bytes(SLOT % of.encode())
-    assert "is no index of a checkpoint (" in _refusal(checkpoint)
+    assert "is not an index of a checkpoint (" in _refusal(checkpoint)
 
 
 def _saved_by_torch(value: object, *, in_zip: bool) -> bytes:
@@ -228,10 +228,10 @@ def _tensor(index: Metadata) -> TensorStorageMetadata:
 
 
 PLACES: dict[str, tuple[Callable[[Metadata], object], str]] = {
-    "above": (lambda index: _place(index, relative_path="../secret"), "'../secret', which is no file of the"),
-    "beside": (lambda index: _place(index, relative_path="x/../../secret"), "'x/../../secret', which is no file"),
-    "absolute": (lambda index: _place(index, relative_path="/etc/passwd"), "'/etc/passwd', which is no file"),
-    "itself": (lambda index: _place(index, relative_path="."), "'.', which is no file"),
+    "above": (lambda index: _place(index, relative_path="../secret"), "'../secret', which is not a file of the"),
+    "beside": (lambda index: _place(index, relative_path="x/../../secret"), "'x/../../secret', which is not a file"),
+    "absolute": (lambda index: _place(index, relative_path="/etc/passwd"), "'/etc/passwd', which is not a file"),
+    "itself": (lambda index: _place(index, relative_path="."), "'.', which is not a file"),
     "no name": (lambda index: _place(index, relative_path=7), "a int stands where a str must be"),
     "before": (lambda index: _place(index, offset=-1), "from -1 on in __0_0.distcp"),
     "behind": (lambda index: _place(index, offset=1 << 40), f"from {1 << 40} on in __0_0.distcp"),
@@ -241,7 +241,7 @@ PLACES: dict[str, tuple[Callable[[Metadata], object], str]] = {
     "encoded": (lambda index: _place(index, transform_descriptors=["stream.zstd"]), "is encoded"),
     "no place": (lambda index: index.storage_data.pop(MetadataIndex("schedule.last_epoch")), "epoch is in no file"),
     "no part": (lambda index: setattr(_tensor(index).chunks[0], "offsets", torch.Size([1, 0])), "weight is in no file"),
-    "no size": (lambda index: setattr(_tensor(index), "size", (2, -3)), "(2, -3) is no size of a tensor"),
+    "no size": (lambda index: setattr(_tensor(index), "size", (2, -3)), "(2, -3) is not the size of a tensor"),
     "no list": (lambda index: setattr(_tensor(index), "chunks", 3), "a int stands where a list must be"),
 }  # fmt: skip
 
@@ -267,7 +267,7 @@ def test_an_index_that_is_cut_off_anywhere_is_refused(checkpoint: Path) -> None:
     read_index(checkpoint, sizes)
     for length in range(0, len(content), 97):
         (checkpoint / ".metadata").write_bytes(content[:length])
-        with pytest.raises(CheckpointError, match=r"\.metadata is no index of a checkpoint \("):
+        with pytest.raises(CheckpointError, match=r"\.metadata is not an index of a checkpoint \("):
             read_index(checkpoint, sizes)
 
 
@@ -307,10 +307,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda folder: (folder / DATA).unlink(), f"{DATA} is missing"),
     "extra": (lambda folder: (folder / "__1_0.distcp").touch(), r"__1_0\.distcp is not in manifest\.json"),
     "exchanged": (lambda folder: _exchanged(folder, DATA, ".metadata"), r"\.metadata has \d+ bytes, must have \d+"),
-    "halves": (_halves_exchanged, f"{DATA} is damaged: its SHA-256 is another one"),
-    "link": (_link, f"{DATA} is no regular file"),
-    "folder": (lambda folder: (folder / "x").mkdir(), "x is no regular file"),
-    "pipe": (lambda folder: os.mkfifo(folder / "x"), "x is no regular file"),
+    "halves": (_halves_exchanged, f"{DATA} is damaged: its SHA-256 differs"),
+    "link": (_link, f"{DATA} is not a regular file"),
+    "folder": (lambda folder: (folder / "x").mkdir(), "x is not a regular file"),
+    "pipe": (lambda folder: os.mkfifo(folder / "x"), "x is not a regular file"),
 }
 
 

@@ -120,7 +120,7 @@ def test_plans(options: dict[str, Any], message: str) -> None:
         ({"heap_bytes": "1G"}, "init: heap_bytes = '1G'; a number of bytes is expected"),
         ({"timeout": "1"}, "init: timeout = '1'; a number of seconds is expected"),
         ({"name": 3}, "init: name = 3; a string is expected"),
-        ({"group": 3}, "init: group is a int; a torch.distributed.ProcessGroup, as of new_group, is expected"),
+        ({"group": 3}, "init: group is a int; a torch.distributed.ProcessGroup is expected, as new_group returns it"),
         ({"cost": "pairs"}, "init: cost is a str; a distca.CostModel is expected"),
         ({"device": 3}, "init: device = 3; "),
     ],

@@ -116,7 +116,7 @@ def test_the_command_says_how_many_batches_the_default_is_too_small_for(
     ("arguments", "message"),
     [
         (["--heap", "0"], "--heap 0: at least one batch"),
-        (["--heap", "--json", "x.json"], "--json and --plot, of one, do not go with it"),
+        (["--heap", "--json", "x.json"], "--json and --plot take one plan"),
     ],
 )
 def test_mistakes_with_the_heap_are_named(

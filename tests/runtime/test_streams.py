@@ -149,7 +149,7 @@ def test_a_peer_that_closed_its_context_is_named() -> None:
 
 
 def test_what_does_not_go_with_streams_is_refused() -> None:
-    with pytest.raises(distca.InvalidArgumentError, match="queued on streams have no reorder_seed"):
+    with pytest.raises(distca.InvalidArgumentError, match="streams=True, or a GPU, excludes reorder_seed"):
         testing.loopback(2, max_tokens=8, heads=HEADS, streams=True, reorder_seed=1)
     with pytest.raises(distca.InvalidArgumentError, match='attention = "flash" has no queued steps on the CPU'):
         testing.loopback(2, max_tokens=8, heads=HEADS, streams=True, attention="flash")

@@ -22,8 +22,8 @@ Result = TypeVar("Result")
 
 #: The end of an error's message if the calls of ranks differ.
 ADVICE = (
-    "as many calls of core_attention and of its backward on every rank, in the same order; a rank without data passes "
-    "zero rows, and a model that is evaluated on one rank alone gets no plan there"
+    "make the same calls of core_attention and of its backward on every rank, in the same order; a rank without data "
+    "passes zero rows, and a model that is evaluated on one rank alone gets no plan there"
 )
 
 

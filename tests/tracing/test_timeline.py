@@ -87,7 +87,7 @@ def test_a_trace_without_steps_is_one_window_and_says_nothing_of_loads() -> None
     assert [rank.idle_share for rank in found.ranks] == [0.25, 0.25]
     assert found.predicted is None
     assert rows_of_table(found)[1] == ("0", "25.00%", "-", "-", "-", "1.200")
-    assert any("no rows on their way were recorded" in line for line in lines_below_table(found))
+    assert any("no rows in transit were recorded" in line for line in lines_below_table(found))
 
 
 def test_an_empty_trace_has_no_figures() -> None:
@@ -219,9 +219,9 @@ def test_report_without_a_picture_needs_no_matplotlib(
     ("options", "complaint"),
     [
         (["none"], "there is no .*none; a run's folder or a trace is expected"),
-        (["empty"], "empty has no trace.json: that is no run's folder. `distca train --trace` writes one"),
-        (["run"], "run has no trace.json: the run was not traced. `distca train --trace` writes one"),
-        (["run/config.json"], "is no trace of distca.write_trace"),
+        (["empty"], "empty has no trace.json: that is not the folder of a run. `distca train --trace` writes a trace"),
+        (["run"], "run has no trace.json: the run was not traced. `distca train --trace` writes a trace"),
+        (["run/config.json"], "is not a trace of distca.write_trace"),
         (["", "--steps", "2"], "--steps is 2-2; the trace has 0 to 1"),
         (["", "--steps", "1-0"], "--steps is 1-0; the trace has 0 to 1"),
         (["", "--ranks", "0,2"], "--ranks is 0,2; the trace has 0 to 1"),

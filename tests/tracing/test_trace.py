@@ -279,8 +279,8 @@ def _with_events(events: str) -> str:
     ("content", "complaint"),
     [
         (None, "No such file.*a trace of distca.write_trace is expected"),
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         (
             _with_events('{"pid": null, "ph": "M"}, {"pid": 0, "ph": "M"}'),
             "an event is not as distca.write_trace makes it",
@@ -291,8 +291,8 @@ def _with_events(events: str) -> str:
             ),
             "an event is not as distca.write_trace makes it",
         ),
-        ("[]", "is no trace of distca.write_trace"),
-        ('{"traceEvents": []}', "is no trace of distca.write_trace"),
+        ("[]", "is not a trace of distca.write_trace"),
+        ('{"traceEvents": []}', "is not a trace of distca.write_trace"),
         ('{"traceEvents": [], "otherData": {"distca": 3}}', "it has format 3, this reads 1 and 2"),
         ('{"traceEvents": [{"pid": 0, "ph": "X"}], "otherData": {"distca": 1}}', "an event is not as"),
     ],

@@ -41,7 +41,7 @@ def test_rows_on_the_host_are_refused() -> None:
 
 def test_a_rank_that_cannot_have_the_transport_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvshmem, "status", lambda: ("", "no such library"))
-    with pytest.raises(distca.InvalidArgumentError, match="not to be had on rank 0: no such library"):
+    with pytest.raises(distca.InvalidArgumentError, match="not available on rank 0: no such library"):
         nvshmem.connect(None, "cuda:0", "auto", "default", {"slot_bytes": 1 << 20, "timeout": 600.0})
 
 
@@ -107,7 +107,7 @@ def test_a_rank_on_which_nvshmem_begins_is_told_on_which_it_does_not(monkeypatch
         calls.connect(timeout=600.0)
     assert calls.of_connect == {}
     calls = Calls(monkeypatch, [["", "|device 7: no such device"]])
-    with pytest.raises(distca.InvalidArgumentError, match="not to be had on rank 1: device 7: no such device"):
+    with pytest.raises(distca.InvalidArgumentError, match="not available on rank 1: device 7: no such device"):
         calls.connect(timeout=600.0)
 
 

@@ -125,7 +125,7 @@ def test_a_peer_of_another_host_that_is_silent_or_dead_is_named() -> None:
 
 
 def test_hosts_go_with_streams_on_the_cpu() -> None:
-    with pytest.raises(distca.InvalidArgumentError, match="hosts = 2 goes with streams"):
+    with pytest.raises(distca.InvalidArgumentError, match="hosts = 2 needs streams=True"):
         testing.loopback(2, max_tokens=8, heads=HEADS, hosts=2)
     with pytest.raises(distca.InvalidArgumentError, match="0 hosts"):
         testing.loopback(2, max_tokens=8, heads=HEADS, streams=True, hosts=0)

@@ -30,14 +30,16 @@ def add_command(commands: Any) -> None:
     command = commands.add_parser(
         "profile",
         help="measure this machine's attention and write a cost model",
-        description="Times forward and backward of single tasks of many sizes and writes them as JSON, which "
-        "distca.CostModel.load and `distca plan --cost FILE` read.",
+        description="Times forward and backward of single tasks of many sizes on this machine's CPU, and writes the "
+        "times as JSON. distca.CostModel.load and `distca plan --cost FILE` read the file.",
     )
     command.add_argument("--q-heads", type=int, default=8, help="query heads (default: 8)")
     command.add_argument("--kv-heads", type=int, default=2, help="key/value heads (default: 2)")
     command.add_argument("--head-dim", type=int, default=64, help="dimension of a head (default: 64)")
-    command.add_argument("--dtype", choices=DTYPES, default="fp32", help="(default: fp32)")
-    command.add_argument("--rounds", type=int, default=3, help="times of each task, of which the least counts")
+    command.add_argument("--dtype", choices=DTYPES, default="fp32", help="dtype of q, k and v (default: fp32)")
+    command.add_argument(
+        "--rounds", type=int, default=3, help="how often to time each task; the shortest time counts (default: 3)"
+    )
     command.add_argument("--out", type=Path, required=True, help="file to write")
     add_debug(command)
     command.set_defaults(run=run)

@@ -22,8 +22,8 @@ from distca.trace.timeline import (
 from distca.trace.trace import Trace, read_trace
 
 _HOW = (
-    "`distca train --trace` writes one into its run's folder; in a loop of your own context.start_trace(), "
-    "context.take_trace() and distca.write_trace do"
+    "`distca train --trace` writes a trace into the run's folder. In your own loop, call context.start_trace(), "
+    "context.take_trace() and distca.write_trace"
 )
 
 
@@ -31,26 +31,30 @@ def add_command(commands: Any) -> None:
     """Adds `report` to the parser of the command line."""
     command = commands.add_parser(
         "report",
-        help="draw what the ranks of a traced run did when, and state what they waited for",
-        description="Draws a trace as a timeline (PNG), and prints for each rank the share of time in which it idled, "
-        "how much of the traffic was hidden behind what it computed, and how even attention was, planned and measured.",
+        help="show what each rank of a traced run did when, and how long it waited",
+        description="Draws a trace as a timeline (PNG). Prints for each rank the share of time in which it idled, "
+        "and how much of the traffic was hidden behind compute. Prints how evenly attention was spread over the "
+        "ranks, as planned and as measured.",
     )
-    command.add_argument("run_or_trace", metavar="RUN", type=Path, help="a run's folder, or a file of a trace")
+    command.add_argument("run_or_trace", metavar="RUN", type=Path, help="the folder of a run, or the file of a trace")
     command.add_argument(
         "--steps",
         type=_range_of(int),
         metavar="A[-B]",
-        help="steps of training to draw and to state figures of (default: draw the last one that was traced; figures "
-        "of all but the first, which has one-time costs)",
+        help="training steps to draw and to print figures for (default: the picture shows the last traced step; the "
+        "figures leave out the first traced step, which has one-time costs)",
     )
     command.add_argument(
-        "--between", type=_range_of(float), metavar="A-B", help="milliseconds of what is drawn to zoom in on"
+        "--between",
+        type=_range_of(float),
+        metavar="A-B",
+        help="part of the picture to zoom in on, in milliseconds from its start",
     )
     command.add_argument("--ranks", type=_ranks, metavar="0,1,6", help="ranks to draw (default: all)")
     command.add_argument(
-        "--out", type=Path, metavar="PNG", help=f"file of the picture (default: {PICTURE} beside the trace)"
+        "--out", type=Path, metavar="PNG", help=f"file for the picture (default: {PICTURE} beside the trace)"
     )
-    command.add_argument("--no-picture", action="store_true", help="state figures only; needs no matplotlib")
+    command.add_argument("--no-picture", action="store_true", help="print the figures only; needs no matplotlib")
     add_debug(command)
     command.set_defaults(run=run)
 
@@ -88,7 +92,9 @@ def find_trace(run_or_trace: Path) -> Path:
     if not run_or_trace.is_dir():
         raise InvalidArgumentError(f"there is no {run_or_trace}; a run's folder or a trace is expected. {_HOW}")
     if not (run_or_trace / TRACE).is_file():
-        what = "the run was not traced" if (run_or_trace / "config.json").is_file() else "that is no run's folder"
+        what = (
+            "the run was not traced" if (run_or_trace / "config.json").is_file() else "that is not the folder of a run"
+        )
         raise InvalidArgumentError(f"{run_or_trace} has no {TRACE}: {what}. {_HOW}")
     return run_or_trace / TRACE
 
@@ -97,7 +103,9 @@ def _chosen(everything: list[Window], wanted: tuple[int, int]) -> list[Window]:
     first, last = wanted
     numbers = [window.number for window in everything if window.number is not None]
     if not numbers:
-        raise InvalidArgumentError("--steps: the trace tells no steps of training apart (Trace.of_step does)")
+        raise InvalidArgumentError(
+            "--steps: the trace does not say where training steps begin (Trace.of_step adds that)"
+        )
     if first > last or first not in numbers or last not in numbers:
         raise InvalidArgumentError(f"--steps is {first}-{last}; the trace has {numbers[0]} to {numbers[-1]}")
     return [window for window in everything if window.number is not None and first <= window.number <= last]

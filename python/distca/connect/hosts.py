@@ -92,14 +92,16 @@ def _choose(rank: int, candidates: list[str], are_apart: bool) -> str:
             address = None
         if address is None or address.is_unspecified or "%" in text:
             raise InvalidArgumentError(
-                f"{ADDRESS_VARIABLE} = {text!r} on rank {rank}; the numeric IPv4 or IPv6 address of its host is wanted"
+                f"{ADDRESS_VARIABLE} = {text!r} on rank {rank}; the numeric IPv4 or IPv6 address of its host is "
+                "expected"
             )
         if not (are_apart and address.is_loopback):
             return text
-    known = f"is known by {', '.join(candidates)} alone" if candidates else "has no address that its name stands for"
+    only = f"has only the addresses {', '.join(candidates)}, which other hosts cannot reach"
     raise InvalidArgumentError(
-        f"the host of rank {rank} {known}, where the other hosts do not reach it; set {ADDRESS_VARIABLE} there to its "
-        "numeric address in their network, or MASTER_ADDR on all to a name that all reach"
+        f"the host of rank {rank} {only if candidates else 'has no address, because its name stands for none'}; set "
+        f"{ADDRESS_VARIABLE} there to its numeric address in the network of the other hosts, or set MASTER_ADDR on all "
+        "hosts to a name that all of them reach"
     )
 
 

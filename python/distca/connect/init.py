@@ -146,7 +146,7 @@ class _Request:
 
 
 def _check_alone(transport: str, group: object, name: object, link: Link | None) -> None:
-    """Refuses arguments that are wrong whatever the others are."""
+    """Refuses arguments that are wrong by themselves."""
     if transport not in _TRANSPORTS:
         raise InvalidArgumentError(f"init: transport = {transport!r}; one of {', '.join(_TRANSPORTS)} is expected")
     if link is not None and transport == "torch":
@@ -155,7 +155,8 @@ def _check_alone(transport: str, group: object, name: object, link: Link | None)
         raise InvalidArgumentError(f"init: name = {name!r}; a string is expected")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise InvalidArgumentError(
-            f"init: group is a {type(group).__name__}; a torch.distributed.ProcessGroup, as of new_group, is expected"
+            f"init: group is a {type(group).__name__}; a torch.distributed.ProcessGroup is expected, as new_group "
+            "returns it"
         )
     if name in open_contexts:
         raise InvalidArgumentError(f"init: context {name!r} exists already; close it first, or choose another name")
@@ -168,7 +169,9 @@ def _check_together(r: _Request) -> None:
             f"init: transport 'loopback' serves a group of one process, this group has {r.num_ranks}; use 'shm'"
         )
     if r.progress_thread and r.transport == "torch":
-        raise InvalidArgumentError("init: progress_thread is for 'shm'; transport 'torch' exchanges rows all at once")
+        raise InvalidArgumentError(
+            "init: progress_thread works with 'shm' only; transport 'torch' exchanges all rows at once"
+        )
     if r.transport == "torch" and r.group is None:
         raise InvalidArgumentError(
             "init: transport 'torch' exchanges rows over a process group; call torch.distributed.init_process_group "
@@ -178,13 +181,15 @@ def _check_together(r: _Request) -> None:
         raise InvalidArgumentError(f"init: transport {r.transport!r} moves rows between GPUs; give device='cuda'")
     if r.device != "cpu" and (r.transport in ("shm", "torch") or r.progress_thread or r.link is not None):
         raise InvalidArgumentError(
-            f"init: device = {r.device!r} goes with transport 'cuda-ipc', 'nvshmem' or, for one rank, 'loopback', and "
-            "without progress_thread and link"
+            f"init: device = {r.device!r} needs transport 'cuda-ipc', 'nvshmem' or, for one rank, 'loopback'; leave "
+            "out progress_thread and link"
         )
     if (r.device, r.attention) == ("cpu", "flash") and not r.is_alone:
         raise InvalidArgumentError("init: attention = 'flash' on the CPU is for one rank over 'loopback'")
     if r.put_ctas is not None and (r.put_ctas < 1 or r.device == "cpu"):
-        raise InvalidArgumentError(f"init: put_ctas = {r.put_ctas} with device = {r.device!r}; at least 1, on CUDA")
+        raise InvalidArgumentError(
+            f"init: put_ctas = {r.put_ctas} with device = {r.device!r}; at least 1 is allowed, and only on CUDA"
+        )
     if r.num_ranks > 1:
         check_open_files(f"init: a group of {r.num_ranks} ranks", 2 * r.num_ranks + 8)
 

@@ -91,7 +91,7 @@ def connect(
     told = [text.split("|", 1) for text in _gather(f"{unique_id.hex()}|{problem[:_TOLD]}", group, timeout)]
     for peer, (_, problem) in enumerate(told):
         if problem:
-            raise InvalidArgumentError(f"init: transport 'nvshmem' is not to be had on rank {peer}: {problem}")
+            raise InvalidArgumentError(f"init: transport 'nvshmem' is not available on rank {peer}: {problem}")
     try:
         _C.nvshmem_join(**member, unique_id=bytes.fromhex(told[0][0]))
     except DeviceError as error:

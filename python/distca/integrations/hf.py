@@ -91,7 +91,7 @@ class DeferredMask:
         if padding is not None and (torch.compiler.is_compiling() or not bool(padding.all())):
             return (
                 "attention_mask marks padding, which would be dropped silently: pass no attention_mask; "
-                "padding rows belong into the plan's layout, as segments of document -1"
+                "padding rows belong in the plan's layout, as segments of document -1"
             )
         if self._request.get("use_vmap"):
             return "the model lays a mask of its own (or_mask_function or and_mask_function) over the causal one"
@@ -213,7 +213,7 @@ def _current_plan(module: torch.nn.Module, distca_context: Context | str) -> tup
     refuse(
         torch._C._current_graph_task_id() != -1 and getattr(module, "_distca_uses_current", False),
         "a layer runs again in backward (activation checkpointing), where its plan is not known, because the model "
-        "does not hand keywords on: checkpoint by model.gradient_checkpointing_enable(), or a function that enters "
+        "does not hand keywords on: use model.gradient_checkpointing_enable(), or checkpoint a function that enters "
         "distca.using(plan) itself",
     )
     return None, distca_context

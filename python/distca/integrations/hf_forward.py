@@ -1,16 +1,16 @@
 """A model's whole forward pass with its plan: the checks before it, and the count of its attention calls after it.
 
-Importing this module lets `PreTrainedModel.__call__` take a plan. Of nested models, the outermost one takes it whose
-configuration asks for this attention. There three things happen:
+Importing this module lets `PreTrainedModel.__call__` take a plan. If models are nested, the plan goes to the outermost
+one whose configuration asks for this attention. Its call does three things:
 
-- The plan becomes current, so that layers find it that no keyword reaches.
-- What no plan can express is refused before any step.
-- Afterwards attention must have been called as often as the model's attention layers call it.
+- It makes the plan current. Layers that no keyword reaches find it there.
+- Before any step it refuses what no plan can express.
+- Afterwards it checks that attention was called as often as the model's attention layers call it.
 
 A model without a plan is called as always.
 
-torch.compile of the whole model does not trace this. The plan then reaches layers as a keyword. Models that keywords
-alone do not make right are called outside of graphs.
+torch.compile of the whole model does not trace this. The plan then reaches layers as a keyword. Models for which the
+keyword is not enough are called outside of graphs.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def _check_calls(model: PreTrainedModel, calls: int) -> None:
     if calls == expected:
         return
     why = (
-        "it bypasses transformers' AttentionInterface, so each rank computed alone; choose another attn_implementation"
+        "it bypasses transformers' AttentionInterface, and therefore each rank computed alone; choose another "
+        "attn_implementation"
         if calls == 0
         else "layers were left out (layerdrop), or some of them do not call transformers' AttentionInterface"
     )

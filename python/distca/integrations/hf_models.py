@@ -1,4 +1,6 @@
-"""What a model of transformers needs of a plan, and what in it no plan can express: from its configuration and modules.
+"""What a model of transformers needs from a plan, and what in the model no plan can express.
+
+Both are read from the model's configuration and modules.
 
 A plan knows rows by document and position. Anything else in a model that looks along the rows of its tensor (a
 recurrence, a convolution, positions counted by row) sees the borders of ranks instead of those of documents. It is
@@ -29,7 +31,7 @@ _REFUSED = {
 }
 #: By model type, why a model cannot take a plan in training.
 _REFUSED_IN_TRAINING = {
-    "phimoe": "the router draws experts at random, so ranks differ from one process: call model.eval()"
+    "phimoe": "the router draws experts at random, and ranks would differ from one process: call model.eval()"
 }
 _JITTER = ("router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 
@@ -110,7 +112,7 @@ def check_model(model: PreTrainedModel, num_ranks: int) -> None:
     refuse(
         other is not None,
         f"the model has layers of type {other}, which know no borders of documents or ranks, or choose their keys "
-        f"themselves: not supported yet, {' and '.join(_LAYER_TYPES[:2])} are",
+        f"themselves: only {' and '.join(_LAYER_TYPES[:2])} are supported yet",
     )
     along = examine(model).along_rows
     refuse(
@@ -129,8 +131,8 @@ def check_model(model: PreTrainedModel, num_ranks: int) -> None:
         jitter = next((name for name in _JITTER if getattr(config, name, None)), None)
         refuse(
             jitter is not None,
-            f"the router adds random noise to its input, so ranks differ from one process: set {jitter}=0.0 in the "
-            "model's config",
+            f"the router adds random noise to its input, and ranks would differ from one process: set {jitter}=0.0 in "
+            "the model's config",
         )
 
 
@@ -141,7 +143,7 @@ def num_attention_calls(config: PreTrainedConfig) -> int:
 
 
 def goes_another_way(config: PreTrainedConfig) -> bool:
-    """Whether keywords are known not to make such a model right: its layers do not get them, or it is refused."""
+    """Whether a plan as a keyword is known not to be enough: the layers do not get it, or the model is refused."""
     config = config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ()
     return config.model_type in (*_DROPS_KEYWORDS, *_BYPASSES, *_REFUSED) or any(k not in _LAYER_TYPES for k in kinds)
@@ -172,8 +174,8 @@ def heads_of(config: PreTrainedConfig, dtype: torch.dtype) -> Heads:
     kind = config.model_type
     refuse(
         getattr(config, "num_attention_heads", None) is None,
-        f"the configuration ({kind}) has no num_attention_heads: the model has no attention layers, or of a kind of "
-        "its own",
+        f"the configuration ({kind}) has no num_attention_heads: the model has no attention layers, or its "
+        "attention is of another kind",
     )
     layers = {_heads_of_layer(config, layer): layer for layer in reversed(range(config.num_hidden_layers))}
     if len(layers) > 1:
@@ -230,7 +232,7 @@ def windows_of(config: PreTrainedConfig) -> list[int | None]:
     for layer, kind in enumerate(kinds):
         refuse(
             kind not in windows,
-            f"layer {layer} of the model is of type {kind}, must be {' or '.join(windows)}: others know no borders of "
-            "documents or ranks, or choose their keys themselves",
+            f"layer {layer} of the model is of type {kind}, must be {' or '.join(windows)}: other types know no "
+            "borders of documents or ranks, or choose their keys themselves",
         )
     return [windows[kind] for kind in kinds]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from distca.current import current
 
-_WHY = "RoPE frequencies of the longest position in the layout come from the plan that is current"
+_WHY = "the current plan has the longest position of the layout, on which RoPE frequencies depend"
 
 
 def depends_on_longest(rope_type: object) -> bool:
@@ -24,7 +24,7 @@ def depends_on_longest(rope_type: object) -> bool:
 
 
 def watch(model: torch.nn.Module) -> None:
-    """Hooks the model's RoPE modules of these types: they then see the longest position of the current plan, if any."""
+    """Hooks the model's RoPE modules of these types. They then see the current plan's longest position, if any."""
     for module in model.modules():
         if depends_on_longest(getattr(module, "rope_type", None)) and not hasattr(module, "_distca_watched"):
             module.__dict__["_distca_watched"] = True

@@ -1,4 +1,4 @@
-"""Groups for tests and benchmarks: rows come late, attention is slept, steps are queued, hosts are emulated.
+"""Groups of ranks for tests and benchmarks, with late rows, replayed attention, queued steps or emulated hosts.
 
 `import distca` does not import this module. Import it by its name.
 """
@@ -64,11 +64,11 @@ def loopback(
     if streams or device != "cpu":
         if (reorder_seed, link, replay, progress_thread) != (None, None, None, False):
             raise InvalidArgumentError(
-                "loopback: steps that are queued on streams have no reorder_seed, progress_thread, link or replay"
+                "loopback: streams=True, or a GPU, excludes reorder_seed, progress_thread, link and replay"
             )
         streams = True
     if hosts != 1 and not (streams and device == "cpu"):
-        raise InvalidArgumentError(f"loopback: hosts = {hosts} goes with streams, on the CPU")
+        raise InvalidArgumentError(f"loopback: hosts = {hosts} needs streams=True, on the CPU")
     return make_group(
         num_ranks,
         max_tokens,

@@ -22,7 +22,7 @@ class Window:
     """One step of training on all ranks, from when the first rank began it to when the last one ended it.
 
     Attributes:
-        number: the step's number; None if the trace tells no steps apart and is one window.
+        number: the step's number; None if the trace has no training steps and is one window.
         begin, end: seconds, as in the trace.
         steps: this step on each rank.
     """
@@ -76,7 +76,7 @@ class Figures:
     """The figures of all ranks over some steps.
 
     Attributes:
-        numbers: the steps' numbers; empty if the trace tells no steps apart.
+        numbers: the steps' numbers; empty if the trace has no training steps.
         ranks: the figures of each rank.
         predicted: largest over mean of the planned loads, averaged over steps; None if the trace does not say.
         measured: largest over mean of the seconds of attending, averaged over steps.
@@ -185,7 +185,7 @@ def lines_below_table(found: Figures) -> list[str]:
         f"largest attention load over the mean: {planned}{found.measured:.3f} as measured",
     ]
     if not any(rank.traffic for rank in found.ranks):
-        lines.append("no rows on their way were recorded: none moved, or a thread or an exchange carried them")
+        lines.append("no rows in transit were recorded: none moved, or a thread or an exchange carried them")
     return lines
 
 

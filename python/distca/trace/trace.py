@@ -263,12 +263,12 @@ def read_trace(path: str | Path) -> list[Trace]:
     except OSError as error:
         raise InvalidArgumentError(f"{path}: {error.strerror}; a trace of distca.write_trace is expected") from error
     except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"{path} is no JSON; a trace of distca.write_trace is expected") from error
+        raise InvalidArgumentError(f"{path} is not JSON; a trace of distca.write_trace is expected") from error
     found = content.get("otherData") if isinstance(content, dict) else None
     version = found.get(_FORMAT) if isinstance(found, dict) else None
     if version not in _READ:
         raise InvalidArgumentError(
-            f"{path} is no trace of distca.write_trace"
+            f"{path} is not a trace of distca.write_trace"
             + (
                 ""
                 if version is None
@@ -370,5 +370,5 @@ class _Events:
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """Microseconds and a little more: cut to nanoseconds they are the same number. Spans that touch never overlap."""
+    """Microseconds, rounded up a little. Cut to nanoseconds they are the same; touching spans then do not overlap."""
     return round(nanoseconds / 1e3 + 1e-4, 4)

@@ -96,7 +96,7 @@ def _backward(outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], grad
 
 
 def _against_sdpa(case: Case, rounds: int) -> dict[str, dict[str, float]]:
-    """Times the kernel against SDPA, whose documents are contiguous, [1, heads, rows, dim], as it likes them best."""
+    """Times the kernel against SDPA, on contiguous documents [1, heads, rows, dim], on which it is fastest."""
     q, k, v, dout = _inputs(case)
     tasks = _tasks(case.lengths)
     split = [[t.transpose(0, 1)[None].contiguous() for t in x.split(case.lengths)] for x in (q, k, v, dout)]

@@ -11,7 +11,17 @@ from distca.apps.bench.harness import write_report
 from distca.apps.common.options import add_debug
 from distca.errors import InvalidArgumentError
 
-BENCHMARKS = ("attention", "balance", "overhead", "overlap", "plan", "replay", "shards", "transport")
+#: What each benchmark measures.
+BENCHMARKS = {
+    "attention": "the local kernel against PyTorch's own attention",
+    "balance": "a step of two ranks: balanced, unbalanced, and by other methods",
+    "overhead": "what a step adds if nothing needs to move",
+    "overlap": "what ping-pong hides of the traffic over an emulated link",
+    "plan": "balance, bytes and time of plans for 32 to 512 ranks",
+    "replay": "idle shares of 8 ranks; attention sleeps for measured times",
+    "shards": "the kernel's rate by the length of the tasks",
+    "transport": "how fast rows reach another process",
+}
 GPU_BENCHMARKS = {"attention": "gpu", "shards": "gpu", "transport": "gpu_transport"}  # the module of each
 
 
@@ -19,10 +29,12 @@ def add_command(commands: Any) -> None:
     """Adds `bench` to the parser of the command line."""
     command = commands.add_parser(
         "bench",
-        help="measure, as ratios against a peer in the same run",
-        description="Each benchmark times its peers in alternation in one run and prints ratios.",
+        help="time distca against alternatives in the same run, and print ratios",
+        description="Times what it compares in turns, in one run, and prints ratios.",
+        epilog="benchmarks:\n" + "\n".join(f"  {name:<12}{about}" for name, about in BENCHMARKS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("benchmark", choices=(*BENCHMARKS, "all"), help="what to measure")
+    command.add_argument("benchmark", choices=(*BENCHMARKS, "all"), help="what to measure (see below)")
     command.add_argument("--short", action="store_true", help="fewer cases and rounds")
     command.add_argument(
         "--device",
@@ -31,10 +43,17 @@ def add_command(commands: Any) -> None:
         help="cuda: attention, shards and transport on a GPU (default: cpu)",
     )
     command.add_argument(
-        "--rounds", type=int, default=None, help="rounds of the alternation (default: the benchmark's)"
+        "--rounds", type=int, default=None, help="how often to measure (default: depends on the benchmark)"
     )
-    command.add_argument("--json", type=Path, default=None, help="also write figures, hardware and versions here")
-    command.add_argument("--results", type=Path, default=None, help="also write a JSON each and <machine>.md in here")
+    command.add_argument(
+        "--json", type=Path, default=None, help="also write figures, hardware and versions to this file (not with all)"
+    )
+    command.add_argument(
+        "--results",
+        type=Path,
+        default=None,
+        help="also write, to this folder, a JSON file for each benchmark, and one page <machine>.md",
+    )
     add_debug(command)
     command.set_defaults(run=run)
 
@@ -44,11 +63,11 @@ def run(options: argparse.Namespace) -> int:
     if options.rounds is not None and options.rounds < 1:
         raise InvalidArgumentError(f"--rounds is {options.rounds}, must be at least 1")
     if options.json is not None and options.benchmark == "all":
-        raise InvalidArgumentError("--json takes one benchmark; --results takes all")
-    known = tuple(GPU_BENCHMARKS) if options.device == "cuda" else BENCHMARKS
+        raise InvalidArgumentError("--json is for one benchmark; use --results for all of them")
+    known = tuple(GPU_BENCHMARKS if options.device == "cuda" else BENCHMARKS)
     if options.benchmark not in (*known, "all"):
         raise InvalidArgumentError(
-            f"bench {options.benchmark} --device {options.device}: {', '.join(known)} and all are there for it"
+            f"bench {options.benchmark}: --device {options.device} runs {', '.join(known)} or all"
         )
     results = []
     for name in known if options.benchmark == "all" else (options.benchmark,):

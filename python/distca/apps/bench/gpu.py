@@ -83,7 +83,7 @@ def _cases(short: bool) -> Iterator[Case]:
 
 
 class Inputs(NamedTuple):
-    """q, k and v as leaves that want gradients, and the gradient of the output."""
+    """q, k and v as leaves that require gradients, and the gradient of the output."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -110,7 +110,7 @@ def _ends(lengths: Sequence[int]) -> list[int]:
 
 
 def kernel(device: str) -> str:
-    """What computes: distca's own kernels, if there are some for the device, and otherwise flash attention.
+    """Chooses what computes: distca's own kernels if the device has some, and otherwise flash attention.
 
     The own kernels are not the default on a GPU.
     """

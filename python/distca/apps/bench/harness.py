@@ -70,7 +70,12 @@ def write_report(results: Sequence[Result], folder: Path) -> Path:
     for result in results:
         result.write(folder / f"{result.benchmark}.json")
     facts = setting()
-    head = [f"# {facts['cpu']}, {facts['cores']} cores", "", "Ratios are medians of times taken in alternation.", ""]
+    head = [
+        f"# {facts['cpu']}, {facts['cores']} cores",
+        "",
+        "Ratios compare times that are taken in turns in one run.",
+        "",
+    ]
     head += [f"- {name}: {value}" for name, value in facts.items() if name not in ("cpu", "cores")]
     path = folder / (re.sub(r"[^a-z0-9]+", "-", f"{facts['cpu']} {facts['cores']} cores".lower()).strip("-") + ".md")
     path.write_text("\n".join([*head, "", *(result.markdown() for result in results)]))

@@ -18,7 +18,7 @@ Collective = Callable[[torch.Tensor], torch.Tensor]
 
 def _chunk(length: int, ranks: int) -> int:
     if length % (2 * ranks):
-        raise ValueError(f"a document of {length} rows on {ranks} ranks: a multiple of {2 * ranks} is wanted")
+        raise ValueError(f"a document of {length} rows on {ranks} ranks: a multiple of {2 * ranks} is expected")
     return length // (2 * ranks)
 
 

@@ -1,8 +1,8 @@
 """`distca bench transport`: how fast rows get into a peer's heap, and what that costs a rank that computes meanwhile.
 
 A transport takes turns with a plain memcpy of the same rows, and with nothing else. Both therefore find the caches as
-one of the two leaves them. Another transport's exchange in between would evict code and destination of whatever runs
-next, which would pay for that.
+one of the two leaves them. An exchange of another transport in between would evict the code and the destination
+of what runs next, and would make it look slower.
 """
 
 from __future__ import annotations

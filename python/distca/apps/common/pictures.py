@@ -23,7 +23,7 @@ COMPUTE, WAIT, ROWS = "#cfd3da", "#d5483c", "#e0a030"
 HALVES = ("#9fd8cf", "#d3bbea")
 """Colours of the first and the second half of ping-pong."""
 
-_MOST_BARS = 16  # up to so many ranks have a bar each; the loads of more are a line of steps
+_MOST_BARS = 16  # at most this many ranks have a bar each; more ranks are drawn as one line
 _MOST_NUMBERS = 8
 
 

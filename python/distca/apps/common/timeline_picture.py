@@ -24,14 +24,14 @@ _PARTS = {
     "collect": pictures.COLLECT,
 }
 _HALVES = ("first half", "second half")
-_HATCH = "////"  # marks the second half for those who do not tell the hues apart
+_HATCH = "////"  # marks the second half for readers who cannot tell the hues apart
 
 # Heights in inches. The top of a rank is the band of its phases. Below it is a lane for each half of ping-pong (one
 # lane without ping-pong), and at the bottom its rows under way. A lane has the layers at its top, below them what the
 # rank does, and the waits drawn over that.
 _PHASE, _LAYER, _DOES, _WAITS, _SENDS, _GAP = 0.18, 0.17, 0.36, 0.11, 0.11, 0.05
 _BETWEEN_RANKS = 0.2
-_MOST_NAMED = 8  # up to so many ranks, each row has its own name
+_MOST_NAMED = 8  # with at most this many ranks, each row has its own name
 
 _WIDTH, _DPI = 14.0, 130
 _PIXELS = 0.86 * _WIDTH * _DPI  # width of the axes, roughly

@@ -58,7 +58,7 @@ def pretrain_lengths() -> Path:
     for root in (Path.cwd(), Path(distca.__file__).resolve().parents[2]):
         if (root / _PRETRAIN).exists():
             return root / _PRETRAIN
-    raise InvalidArgumentError(f"workload: there is no {_PRETRAIN} here; run it in distca's source tree")
+    raise InvalidArgumentError(f"workload: there is no {_PRETRAIN} here; run the command in distca's source tree")
 
 
 def read_lengths(path: Path) -> list[int]:

@@ -12,8 +12,9 @@ def add_command(commands: Any) -> None:
     """Adds `doctor` to the parser of the command line."""
     command = commands.add_parser(
         "doctor",
-        help="say what was found on this machine and what will be used",
-        description="Says what was found on this machine, what will be used, and what to do about what is missing.",
+        help="show what distca finds on this machine and what it will use",
+        description="Shows what distca finds on this machine, what it will use, and what to do about what is missing. "
+        "A line begins with ok, -- (absent or not in use) or !! (does not work). Exits with 1 if a line has !!.",
     )
     add_debug(command)
     command.set_defaults(run=run)

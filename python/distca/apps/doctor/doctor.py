@@ -82,8 +82,8 @@ def _process_groups() -> Finding:
         advice = f"{error}; set GLOO_SOCKET_IFNAME to the network interface between the hosts"
         return Finding("transport torch", "does not work", False, advice)
     fine = torch.equal(received, bytes_to_self)
-    nccl = ", NCCL there but not yet run" if dist.is_nccl_available() else ""
-    return Finding("transport torch", f"works over gloo: between hosts{nccl}", fine)
+    nccl = "; NCCL is available but has not been run yet" if dist.is_nccl_available() else ""
+    return Finding("transport torch", f"works over gloo; it is for ranks on several hosts{nccl}", fine)
 
 
 def _cuda() -> Finding:
@@ -93,7 +93,9 @@ def _cuda() -> Finding:
     name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     found = f"{name}, compute capability {major}.{minor}"
     if major < 8:
-        return Finding("cuda", found, True, "not used: 8.0 and later are; distca runs on CPU tensors here", True)
+        return Finding(
+            "cuda", found, True, "not used, because distca needs 8.0 or later; distca runs on CPU tensors here", True
+        )
     return Finding("cuda", f"{found}; not yet run on a GPU")
 
 
@@ -114,7 +116,7 @@ def _activated() -> str:
 def _cuda_library() -> Finding:
     built, count, problem = _C.cuda_status()
     if not built:
-        advice = "needed only on GPUs: build distca where nvcc >= 12.8 is, with DISTCA_CUDA=1"
+        advice = "needed only on GPUs: build distca with DISTCA_CUDA=1 on a machine that has nvcc >= 12.8"
         return Finding("libdistca_cuda", "not built", True, advice, True)
     found = f"built; {count} devices" if count else f"built; no device: {problem}"
     return Finding("libdistca_cuda", found, absent=not count)
@@ -123,13 +125,13 @@ def _cuda_library() -> Finding:
 def _between_gpus() -> list[Finding]:
     version, problem = nvshmem.status()
     if not version:
-        return [Finding("transport nvshmem", "not to be had", True, f"needed only between GPUs: {problem}", True)]
+        return [Finding("transport nvshmem", "not available", True, f"needed only between GPUs: {problem}", True)]
     folder, num_gpus = nvshmem.library_folder(), torch.cuda.device_count()
     adapters = gpu.rdma_adapters()
     return [
         Finding("transport nvshmem", f"NVSHMEM {version}, not yet run on a GPU"),
         *(gpu.remote_transports(folder, bool(adapters)) if folder is not None else []),
-        *(adapters or [Finding("rdma adapters", "none: NVSHMEM reaches the GPUs of one host", absent=True)]),
+        *(adapters or [Finding("rdma adapters", "none: NVSHMEM reaches only the GPUs of this host", absent=True)]),
         gpu.peer_access(num_gpus, torch.cuda.can_device_access_peer),
         gpu.memory_sharing(num_gpus, gpu.driver_attribute),
     ]
@@ -137,7 +139,7 @@ def _between_gpus() -> list[Finding]:
 
 def _transformers() -> Finding:
     if importlib.util.find_spec("transformers") is None:
-        advice = "for `distca train` and distca.integrations.hf: >= 5, < 6"
+        advice = "`distca train` and distca.integrations.hf need transformers >= 5, < 6"
         return Finding("transformers", "not installed", True, advice, True)
     version = importlib.metadata.version("transformers")
     fine = version.split(".")[0] == "5"

@@ -17,7 +17,7 @@ from distca.errors import InvalidArgumentError
 INFINIBAND = Path("/sys/class/infiniband")
 #: NVSHMEM's own transports between hosts: the setting that chooses each, and the package with what it needs.
 REMOTE_TRANSPORTS = {
-    "ibrc": ("the default", "rdma-core (libibverbs)"),
+    "ibrc": ("nothing to set, it is the default", "rdma-core (libibverbs)"),
     "ibgda": ("NVSHMEM_IB_ENABLE_IBGDA=1", "rdma-core (libibverbs, libmlx5)"),
     "ibdevx": ("NVSHMEM_REMOTE_TRANSPORT=ibdevx", "rdma-core (libibverbs, libmlx5)"),
     "libfabric": ("NVSHMEM_REMOTE_TRANSPORT=libfabric", "libfabric"),
@@ -60,7 +60,7 @@ def attention(variable: str | None, has_own: bool, activated: str) -> Finding:
         return Finding(name, f"DISTCA_ATTENTION={variable}", False, advice)
     why = "the default" if variable is None else f"DISTCA_ATTENTION={variable}"
     if chosen == "own":
-        advice = "" if has_own else "they are for compute capability 9.0: unset DISTCA_ATTENTION"
+        advice = "" if has_own else "these kernels need compute capability 9.0: unset DISTCA_ATTENTION"
         return Finding(name, f"by distca's own kernels, not yet verified on a GPU ({why})", has_own, advice)
     found = f"by PyTorch's flash attention{activated} ({why})"
     if has_own and variable in (None, "auto"):
@@ -78,12 +78,12 @@ def remote_transports(folder: Path, has_adapters: bool, load: Load = loading_pro
             continue
         problem = load(str(library)) or (load(VERBS) if name.startswith("ib") else "")
         advice = f"needed only between hosts: install {package}" if problem and has_adapters else ""
-        found = f"does not load: {problem}" if problem else f"loads; to have it: {setting}"
+        found = f"does not load: {problem}" if problem else f"loads; to use it: {setting}"
         findings.append(Finding(f"nvshmem {name}", found, True, advice, bool(problem)))
     library = _plugin(folder, f"bootstrap_{BOOTSTRAP}")
     problem = "it is missing" if library is None else load(str(library))
     others = sorted(path.name.split("bootstrap_")[1].split(".so")[0] for path in folder.glob("nvshmem_bootstrap_*.so*"))
-    found = f"by unique id: {problem or 'loads'} (there are {', '.join(others) or 'none'})"
+    found = f"by unique id: {problem or 'loads'} (installed: {', '.join(others) or 'none'})"
     advice = "transport nvshmem cannot start without it: install nvidia-nvshmem-cu13 again" if problem else ""
     return [*findings, Finding("nvshmem bootstrap", found, not problem, advice)]
 
@@ -121,7 +121,7 @@ def peer_access(num_gpus: int, can_access: Callable[[int, int], bool]) -> Findin
     if not apart:
         return Finding("gpu peers", found)
     advice = (
-        "rows between those travel by one of NVSHMEM's transports; `nvidia-smi topo -m` shows how they are connected"
+        "rows between those GPUs travel by one of NVSHMEM's transports; `nvidia-smi topo -m` shows their connections"
     )
     return Finding("gpu peers", f"{found}; not {', '.join(apart)}", True, advice)
 

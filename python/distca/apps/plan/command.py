@@ -25,47 +25,80 @@ def add_command(commands: Any) -> None:
     """Adds `plan` to the parser of the command line."""
     command = commands.add_parser(
         "plan",
-        help="plan a batch without running it: loads, bytes, tasks",
-        description="Plans core attention of a batch on any machine, prints what the plan does, and writes it as JSON "
-        "or draws it. The batch is a workload file, or drawn from a list of document lengths.",
+        help="plan a batch without running it; show loads, bytes and tasks",
+        description="Plans the core attention of a batch. Needs no GPU and runs nothing. Prints what the plan does; "
+        "can also write it as JSON or draw it. The batch comes from a workload file, or is drawn at random from a "
+        "list of document lengths.",
     )
     batch = command.add_argument_group("the batch")
     batch.add_argument("--workload", type=Path, help='JSON with "documents": the lengths of each rank\'s documents')
     batch.add_argument("--lengths", type=Path, help="JSON list of document lengths to draw from")
     batch.add_argument("--ranks", type=int, help="with --lengths: number of ranks")
     batch.add_argument("--tokens-per-rank", type=int, help="with --lengths: tokens of each rank")
-    batch.add_argument("--seed", type=int, default=0, help="with --lengths: of the draws (default: 0)")
+    batch.add_argument("--seed", type=int, default=0, help="with --lengths: seed of the draws (default: 0)")
     batch.add_argument(
         "--layout",
         choices=("documents", "packed", "head-tail"),
         default="documents",
-        help="whole documents on their ranks; one after another over ranks; or context parallel (default: documents)",
+        help="documents: each document whole on its rank; packed: documents one after another, cut where a rank is "
+        "full; head-tail: every document spread over all ranks, as in context parallelism (default: documents)",
     )
     model = command.add_argument_group("the model's attention")
     model.add_argument("--q-heads", type=int, default=32, help="query heads (default: 32)")
     model.add_argument("--kv-heads", type=int, default=8, help="key/value heads (default: 8)")
     model.add_argument("--head-dim", type=int, default=128, help="dimension of a head (default: 128)")
     model.add_argument("--value-dim", type=int, help="dimension of a value head (default: that of a head)")
-    model.add_argument("--dtype", choices=DTYPES, default="bf16", help="(default: bf16)")
-    model.add_argument("--mask", choices=("causal", "full"), default="causal", help="(default: causal)")
-    model.add_argument("--window", type=int, help="keys that a row sees (default: all before it)")
+    model.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of q, k and v (default: bf16)")
+    model.add_argument(
+        "--mask",
+        choices=("causal", "full"),
+        default="causal",
+        help="causal: a row sees the rows before it and itself; full: it sees its whole document (default: causal)",
+    )
+    model.add_argument(
+        "--window", type=int, help="sliding window: how many keys a row sees, its own included (default: no window)"
+    )
     planner = command.add_argument_group("the planner")
     planner.add_argument(
-        "--tolerance", type=float, default=0.05, help="of the largest load over the mean (default: 0.05)"
+        "--tolerance",
+        type=float,
+        default=0.05,
+        help="how far the largest load may be above the mean, as a fraction (default: 0.05)",
     )
-    planner.add_argument("--min-rows", type=int, help="smallest piece of a document (default: the planner's)")
-    planner.add_argument("--servers", type=_ranks, help="ranks that compute, such as 0,1,6 (default: all)")
-    planner.add_argument("--ranks-per-node", type=int, help="so many neighbouring ranks are a node (default: all)")
+    planner.add_argument("--min-rows", type=int, help="rows of the smallest piece of a document (default: 128)")
+    planner.add_argument("--servers", type=_ranks, help="ranks that compute attention, such as 0,1,6 (default: all)")
     planner.add_argument(
-        "--cost", default="pairs", help="pairs, a name (cpu-avx512, h200), or a file of `distca profile`"
+        "--ranks-per-node",
+        type=int,
+        help="number of neighbouring ranks that are one node; bytes between nodes are avoided first (default: all)",
     )
-    planner.add_argument("--objective", choices=("all", "forward"), default="all", help="whose bytes are kept few")
-    planner.add_argument("--whole-heads", action="store_true", help="move rows only, never some of their heads")
     planner.add_argument(
-        "--retain-bytes", type=int, default=0, help="of keys that a rank may keep for backward (default: 0)"
+        "--cost",
+        default="pairs",
+        help="cost model: pairs counts (query, key) pairs; cpu-avx512 and h200 come with distca; or a file that "
+        "`distca profile` wrote (default: pairs)",
     )
-    planner.add_argument("--capacity", type=int, help="bytes that the arena of a rank may have (default: any)")
-    planner.add_argument("--no-balance", action="store_true", help="compute every row at home")
+    planner.add_argument(
+        "--objective",
+        choices=("all", "forward"),
+        default="all",
+        help="which bytes the planner keeps few: those of forward and backward, or of forward alone (default: all)",
+    )
+    planner.add_argument(
+        "--whole-heads",
+        action="store_true",
+        help="keep all heads of a row on one server (default: heads of a document may go to different servers)",
+    )
+    planner.add_argument(
+        "--retain-bytes",
+        type=int,
+        default=0,
+        help="bytes of keys and values that a rank may keep from forward to backward (default: 0)",
+    )
+    planner.add_argument("--capacity", type=int, help="the most bytes of a rank's arena (default: no limit)")
+    planner.add_argument(
+        "--no-balance", action="store_true", help="compute every row on the rank that holds it (its home)"
+    )
     output = command.add_argument_group("the output")
     output.add_argument(
         "--heap",
@@ -73,10 +106,11 @@ def add_command(commands: Any) -> None:
         nargs="?",
         const=20,
         metavar="BATCHES",
-        help="say instead what heap_bytes so many batches need, drawn with one seed after another (default: 20)",
+        help="print the heap_bytes that batches need, instead of a plan; BATCHES of them are drawn, each with the next "
+        "seed (20 without a number)",
     )
-    output.add_argument("--json", type=Path, help="write layout, tasks, transfers and statistics here")
-    output.add_argument("--plot", type=Path, help="draw loads, traffic and memory here (PNG; needs matplotlib)")
+    output.add_argument("--json", type=Path, help="write layout, tasks, transfers and statistics to this file")
+    output.add_argument("--plot", type=Path, help="draw loads, traffic and memory to this PNG file (needs matplotlib)")
     add_debug(command)
     command.set_defaults(run=run)
 
@@ -124,16 +158,18 @@ def _batches(options: argparse.Namespace) -> list[Layout]:
     if options.heap < 1:
         raise InvalidArgumentError(f"--heap {options.heap}: at least one batch is needed")
     if options.json is not None or options.plot is not None:
-        raise InvalidArgumentError("--heap is of many plans: --json and --plot, of one, do not go with it")
+        raise InvalidArgumentError(
+            "--heap makes many plans, but --json and --plot take one plan: leave out one or the other"
+        )
     if options.capacity is not None:
-        raise InvalidArgumentError("--heap looks for the capacity: leave out --capacity")
+        raise InvalidArgumentError("--heap finds the capacity itself: leave out --capacity")
     number = 1 if options.workload is not None else options.heap
     return [_layout(options, options.seed + i) for i in range(number)]
 
 
 def _layout(options: argparse.Namespace, seed: int) -> Layout:
     if (options.workload is None) == (options.lengths is None):
-        raise InvalidArgumentError("either --workload or --lengths has to be given")
+        raise InvalidArgumentError("give either --workload or --lengths, and not both")
     if options.workload is not None:
         documents = read_workload(options.workload)
     else:
@@ -161,7 +197,7 @@ def summary(made: Plan) -> str:
         ("largest / mean load before", f"{stats.imbalance_before:.4f}"),
         ("largest / mean load as planned", f"{stats.imbalance_after:.4f}"),
         ("above the lower bound of any plan", f"{stats.gap:.4%}"),
-        ("what keeps it from the tolerance", stats.binding or "nothing"),
+        ("what keeps the load above the tolerance", stats.binding or "nothing"),
         *(
             (f"{message.replace('_', ' ')}, between nodes", f"{size / 1e9:.3f} GB, {between / 1e9:.3f} GB")
             for (message, size), between in zip(stats.bytes.items(), stats.bytes_between_nodes.values(), strict=True)

@@ -57,7 +57,7 @@ def _binding(layout: Layout, make_plan: Callable[..., Plan], slot_bytes: int) ->
 def _smallest(layouts: Sequence[Layout], make_plan: Callable[..., Plan], wanted: int) -> int:
     """The smallest slot found in which no batch is bound, in bytes: a multiple of 64, as slots are.
 
-    It can be smaller than the slot wanted without a capacity, because a plan under a capacity may go other ways.
+    It can be smaller than the slot wanted without a capacity, because a plan under a capacity may move other rows.
     """
     too_small, enough = 0, wanted
     for _ in range(_HALVINGS):

@@ -67,7 +67,7 @@ class Trained:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler
-    saved: torch.nn.Module | None = None  # the module whose names a checkpoint has, if it is not `model`
+    saved: torch.nn.Module | None = None  # the module whose parameter names a checkpoint has, if it is not `model`
     clip_norm: float | None = None  # largest norm of the gradients
 
     def state(self, saved_ranks: int) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def load_model(checkpoint: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 def _checked(checkpoint: Path) -> Digests:
-    """The manifest. This rank has compared its share of the files with it: every n-th, from large to small."""
+    """Returns the manifest after this rank has compared its share of the files: every n-th, from large to small."""
     digests = read_manifest(checkpoint)
     names = sorted(digests, key=lambda name: digests[name][0], reverse=True)
     check_digests(checkpoint, digests, names[dist.get_rank() :: dist.get_world_size()])

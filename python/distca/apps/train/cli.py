@@ -35,8 +35,9 @@ def add_command(commands: Any) -> None:
     command = commands.add_parser(
         "train",
         help="train a language model with balanced attention",
-        description="Trains a language model, by default a tiny Llama, on documents of very different lengths, their "
-        "attention balanced over the ranks. Starts its own ranks on this machine, or runs as one rank under torchrun.",
+        description="Trains a language model on CPU ranks, with attention balanced over the ranks. By default it "
+        "trains a tiny Llama on the sources of Python's standard library. It starts its own ranks on this machine; "
+        "under torchrun each process is one rank. It writes figures and a report to a folder in --runs-dir.",
     )
     for option in fields(TrainConfig):
         default = "" if option.default is None or option.default is False else f" (default: {option.default})"
@@ -54,7 +55,8 @@ def add_command(commands: Any) -> None:
     command.add_argument(
         "--resume",
         metavar="RUN|latest",
-        help="go on with the run in this folder from its last checkpoint, with its options; latest: the newest run",
+        help="continue the run in this folder from its last checkpoint, with the options of that run; latest means the "
+        "run in --runs-dir with the newest checkpoint",
     )
     add_debug(command)
     command.set_defaults(run=run)
@@ -132,8 +134,8 @@ def _check_packages(config: TrainConfig) -> None:
         raise ConfigError(f"--track is {config.track}, which is not installed: pip install {config.track}")
     if config.nsys and not torch.cuda.is_available():
         raise ConfigError(
-            f"--nsys (or {nsys.VARIABLE}=1) captures CUDA, which this machine or PyTorch does not have: leave it out, "
-            "or see --trace"
+            f"--nsys (or {nsys.VARIABLE}=1) needs a GPU and a PyTorch with CUDA, which are not here: leave it out, or "
+            "use --trace"
         )
     if config.ping_pong and importlib.util.find_spec("greenlet") is None:
         raise ConfigError("--ping-pong needs the package greenlet: pip install greenlet")

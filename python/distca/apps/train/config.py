@@ -47,34 +47,37 @@ def _about(
 class TrainConfig:
     """Options of `distca train`. Each field is the command line option of the same name."""
 
-    ranks: int = field(default=2, metadata=_about("number of ranks (processes); under torchrun its world size"))
-    steps: int = field(default=100, metadata=_about("training steps"))
+    ranks: int = field(default=2, metadata=_about("number of ranks (processes); under torchrun it is the world size"))
+    steps: int = field(default=100, metadata=_about("optimizer steps"))
     tokens_per_rank: int = field(
         default=4096,
         metadata=_about(
-            "tokens each rank holds in a micro-batch, of which a step has one unless --accumulate says more"
+            "tokens that each rank holds in a micro-batch; a step has one micro-batch unless --accumulate says more"
         ),
     )
     accumulate: int = field(
         default=1,
-        metadata=_about("micro-batches of --tokens-per-rank in each step, whose gradients are added up", fixed=True),
+        metadata=_about("micro-batches in each step; their gradients are added up", fixed=True),
     )
     data: Path | None = field(
         default=None,
         metadata=_about(
-            "folder of UTF-8 text files, each a document, a .jsonl file of objects with a text, or .parquet files or a "
-            "saved dataset with text or input_ids (default: the Python standard library's sources)"
+            "what to train on: a folder of UTF-8 text files (one document each), a .jsonl file of objects with a "
+            "'text', or a .parquet file, a folder of them or a saved dataset with a column text or input_ids (default: "
+            "the sources of Python's standard library)"
         ),
     )
     doc_scale: float | None = field(
         default=None,
         metadata=_about(
-            "fraction of each document to keep, from its start (default: 1/16 for the standard library, else 1)"
+            "fraction of each document to keep, from its start (default: 1/16 for the standard library, otherwise 1)"
         ),
     )
     tokenizer: Path | None = field(
         default=None,
-        metadata=_about("folder or tokenizer.json of a tokenizer of transformers (default: bytes)", fixed=True),
+        metadata=_about(
+            "folder or tokenizer.json of a tokenizer of transformers (default: none, each byte is a token)", fixed=True
+        ),
     )
     model: str | None = field(
         default=None,
@@ -89,7 +92,9 @@ class TrainConfig:
     )
     layers: int | None = field(
         default=None,
-        metadata=_about("number of layers (default: 2; with --model all, or else its first ones)", fixed=True),
+        metadata=_about(
+            "number of layers; with --model, keep only the first so many (default: 2; with --model, all)", fixed=True
+        ),
     )
     heads: int | None = field(
         default=None, metadata=_about(f"number of query heads of the tiny model (default: {TINY['heads']})", fixed=True)
@@ -100,17 +105,19 @@ class TrainConfig:
     )
     dtype: str = field(
         default="float32",
-        metadata=_about("dtype of weights and of what is computed", choices=tuple(DTYPES), fixed=True),
+        metadata=_about("dtype of weights, activations, gradients and optimizer", choices=tuple(DTYPES), fixed=True),
     )
     master_weights: bool = field(
         default=False,
-        metadata=_about("with --dtype bfloat16: compute in it, weights and optimizer in float32", fixed=True),
+        metadata=_about(
+            "with --dtype bfloat16: keep weights and optimizer in float32, compute in bfloat16", fixed=True
+        ),
     )
-    lr: float = field(default=3e-3, metadata=_about("peak learning rate (AdamW)", fixed=True))
+    lr: float = field(default=3e-3, metadata=_about("peak learning rate of AdamW", fixed=True))
     schedule: str = field(
         default=SCHEDULES[0],
         metadata=_about(
-            "learning rate by step, as transformers names it; those with min_lr end at a tenth of --lr",
+            "schedule of the learning rate, by its name in transformers; those with min_lr end at a tenth of --lr",
             choices=SCHEDULES,
             fixed=True,
         ),
@@ -119,28 +126,36 @@ class TrainConfig:
         default=None,
         metadata=_about(f"steps in which the learning rate rises to --lr (default: {WARMUP_STEPS})", fixed=True),
     )
-    weight_decay: float = field(default=0.0, metadata=_about("decoupled weight decay (AdamW) of matrices", fixed=True))
+    weight_decay: float = field(
+        default=0.0, metadata=_about("weight decay of AdamW; norms and biases have none", fixed=True)
+    )
     clip_norm: float | None = field(
         default=None,
-        metadata=_about("largest norm of all gradients together; a larger one is scaled down to it", fixed=True),
+        metadata=_about(
+            "largest norm of all gradients together; larger gradients are scaled down (default: no clipping)",
+            fixed=True,
+        ),
     )
     seed: int = field(default=0, metadata=_about("seed of weights and of the order of documents", fixed=True))
     balance: str = field(
         default="on",
-        metadata=_about("off: every row's attention is computed on the rank that holds it", choices=("on", "off")),
+        metadata=_about(
+            "on: attention is balanced over the ranks; off: each rank computes the rows that it holds",
+            choices=("on", "off"),
+        ),
     )
     tolerance: float = field(
-        default=0.05, metadata=_about("allowed excess of the largest attention load over the mean")
+        default=0.05, metadata=_about("how far the largest attention load may be above the mean, as a fraction")
     )
     retain_bytes: int = field(
         default=0,
         metadata=_about(
-            "bytes of keys and values that a rank may keep in each layer from forward to backward, so that they are "
-            "not sent again"
+            "bytes of keys and values of other ranks that a rank may keep in each layer from forward to backward; "
+            "kept ones are not sent again"
         ),
     )
     compare: bool = field(
-        default=False, metadata=_about("take each step with and without balance on the same batch, and compare times")
+        default=False, metadata=_about("run each batch with and without balance, and compare the times")
     )
     fsdp: bool = field(
         default=False, metadata=_about("shard weights, gradients and optimizer over the ranks, layer by layer (FSDP2)")
@@ -149,63 +164,70 @@ class TrainConfig:
     checkpoint_activations: bool = field(
         default=False,
         metadata=_about(
-            "keep each layer's input and attention's output alone for backward, and compute the rest again"
+            "activation checkpointing: keep only each layer's input and attention's output for backward, and compute "
+            "the rest again"
         ),
     )
     ping_pong: bool = field(
         default=False,
         metadata=_about("run two halves of each batch at once: one computes while the other's rows travel"),
     )
-    eval_data: Path | None = field(
-        default=None, metadata=_about("what to evaluate on: a folder or a .jsonl file, as for --data")
-    )
+    eval_data: Path | None = field(default=None, metadata=_about("what to evaluate on, in one of the forms of --data"))
     eval_fraction: float | None = field(
         default=None,
-        metadata=_about("fraction of the documents to evaluate on and never train on, chosen by --seed", fixed=True),
+        metadata=_about(
+            "fraction of the documents of --data to evaluate on and not to train on, chosen by --seed", fixed=True
+        ),
     )
-    eval_every: int = field(default=0, metadata=_about("steps between evaluations; 0: one, at the end"))
-    eval_steps: int = field(default=8, metadata=_about("evaluate on at most as many batches as so many steps have"))
+    eval_every: int = field(default=0, metadata=_about("steps between evaluations; 0 means one evaluation, at the end"))
+    eval_steps: int = field(default=8, metadata=_about("evaluate on at most the batches of this many steps"))
     checkpoint_every: int = field(
         default=0,
-        metadata=_about("steps between checkpoints; 0: one at the end, or where the run is interrupted"),
+        metadata=_about(
+            "steps between checkpoints; 0 means none in between. One is also written at the end and at an interrupt"
+        ),
     )
     keep_checkpoints: int = field(default=2, metadata=_about("how many of the last checkpoints to keep"))
     export: Path | None = field(
         default=None,
         metadata=_about(
-            "write the model at the end of the run to this new folder, for from_pretrained of transformers; of an "
-            "earlier run: distca export"
+            "write the model at the end of the run to this new or empty folder, for from_pretrained of transformers; "
+            "`distca export` does so for an earlier run"
         ),
     )
     trace: str | None = field(
         default=None,
         metadata=_about(
-            "write what all ranks did in the first 10 steps to trace.json of the run, for Perfetto and `distca "
-            "report`, and to a file, where one is given",
+            "write what all ranks did in the first 10 steps to trace.json in the run's folder, for Perfetto and "
+            "`distca report`; with FILE, also write it there",
             bare="",
         ),
     )
     nsys: bool = field(
         default=False,
         metadata=_about(
-            "NVTX ranges and a capture range (cudaProfilerStart, Stop) around 10 steps, for Nsight Systems; also by "
-            "ENABLE_NSYS=1 in the environment"
+            "make NVTX ranges, and a capture range (cudaProfilerStart, Stop) around 10 steps, for Nsight Systems; "
+            "ENABLE_NSYS=1 in the environment does the same"
         ),
     )
     log_memory: bool = field(
         default=False,
         metadata=_about(
-            "write the memory of every rank at points of each step to memory-rank<N>.jsonl of the run; also by "
-            "EXPERIMENT_LOG_MEMORY_USAGE=1 in the environment"
+            "write the memory of every rank at points of each step to memory-rank<N>.jsonl in the run's folder; "
+            "EXPERIMENT_LOG_MEMORY_USAGE=1 in the environment does the same"
         ),
     )
     track: str | None = field(
         default=None,
-        metadata=_about("also send the figures of every step to wandb (package wandb)", choices=("wandb",)),
+        metadata=_about(
+            "also send the figures of every step to Weights & Biases (needs the package wandb)", choices=("wandb",)
+        ),
     )
-    timeout: float = field(default=600.0, metadata=_about("seconds a rank waits for another before it gives up"))
-    name: str = field(default="train", metadata=_about("name of the run; a number is appended if it exists"))
-    runs_dir: Path = field(default=Path("runs"), metadata=_about("folder of the runs"))
+    timeout: float = field(default=600.0, metadata=_about("seconds that a rank waits for another before it gives up"))
+    name: str = field(
+        default="train", metadata=_about("name of the run's folder; a number is appended if the folder exists")
+    )
+    runs_dir: Path = field(default=Path("runs"), metadata=_about("folder that holds the folders of runs"))
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -238,13 +260,13 @@ class TrainConfig:
         elif self.eval_data is None and self.eval_every:
             _fail(self, "eval_every", "left out without --eval-data or --eval-fraction")
         if self.master_weights and self.dtype == "float32":
-            _fail(self, "master_weights", "left out with --dtype float32, in which weights are then")
+            _fail(self, "master_weights", "left out with --dtype float32, because weights are float32 then anyway")
         if not self.weight_decay < math.inf:
             _fail(self, "weight_decay", "finite")
         if self.schedule == "constant" and self.warmup_steps is not None:
             _fail(self, "warmup_steps", "left out with --schedule constant, which has no warm-up")
         if self.compare and self.balance == "off":
-            _fail(self, "balance", "left out with --compare, which takes every step with both")
+            _fail(self, "balance", "left out with --compare, which runs every step both with and without balance")
         if self.ping_pong and self.compile:
             _fail(self, "ping_pong", "left out with --compile, whose code cannot give the turn to the other half")
         if not self.name or self.name in (".", "..") or "/" in self.name or "\0" in self.name:

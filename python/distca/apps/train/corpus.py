@@ -78,7 +78,7 @@ class Corpus:
         return len(self.ends if self.chosen is None else self.chosen)
 
     def vocabulary(self, tokenizer: Tokenizer | None) -> int:
-        """How many tokens a model must know: all of the tokenizer's, or without one all bytes, and all that occur."""
+        """How many tokens a model must know: all of the tokenizer (without one, all bytes), and all that occur."""
         known = BYTES if tokenizer is None else tokenizer.vocabulary
         return max(known, self.largest + 1)
 
@@ -132,7 +132,7 @@ def read_corpus(
     """The documents of a path (`find_source`) from the cache, which is filled first if need be.
 
     Of each document the first `kept_fraction` of its tokens is kept. Without a tokenizer the tokens of a text are its
-    bytes. What is no text is skipped and counted. Empty documents are ignored. All ranks may call it: the first one of
+    bytes. What is not text is skipped and counted. Empty documents are ignored. All ranks may call it: the first one of
     a host makes what is not in the cache yet.
 
     Raises:
@@ -281,7 +281,7 @@ def _checked(tokens: Any, source: Source) -> array[int]:
     try:
         checked = array("i", tokens)
     except (TypeError, OverflowError) as error:
-        raise DataError(f"{source.what} has a row whose tokens are no 32-bit integers: {error}") from error
+        raise DataError(f"{source.what} has a row whose tokens are not 32-bit integers: {error}") from error
     if checked and min(checked) < 0:
         raise DataError(f"{source.what} has a row with a negative token, {min(checked)}")
     return checked

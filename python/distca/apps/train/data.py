@@ -1,8 +1,8 @@
 """Batches: a stream of documents, packed into the ranks of each step.
 
 Every rank reads the same documents in the same order. Therefore each knows the layout of all ranks without any traffic.
-Documents are packed with spill-over: one that does not fit on a rank goes on on the next rank. What does not fit into a
-step goes on in the next step as a document of its own. Targets are shifted within the whole document before any cut.
+Documents are packed with spill-over: one that does not fit on a rank continues on the next rank. What does not fit into
+a step is a document of its own in the next step. Targets are shifted within the whole document before any cut.
 Therefore the last token of a segment has its target wherever the next token lives; only the last token of a document
 has none.
 """

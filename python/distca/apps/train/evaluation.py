@@ -19,7 +19,7 @@ from distca.context import Context
 
 
 class Evaluation:
-    """Evaluates the model on the same whole batches every time, at most as many as `--eval-steps` have.
+    """Evaluates the model on the same whole batches every time: at most those of `--eval-steps` steps.
 
     Documents left over after the last whole batch are not used. If all documents do not fill one batch, some occur
     twice in it.

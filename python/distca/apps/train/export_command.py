@@ -13,12 +13,12 @@ def add_command(commands: Any) -> None:
     """Adds `export` to the parser of the command line."""
     command = commands.add_parser(
         "export",
-        help="write the model of a run for transformers",
+        help="write the trained model of a run in the format of transformers",
         description="Writes the model of a run's last checkpoint, and its tokenizer if it has one, to a folder that "
         "from_pretrained of transformers reads.",
     )
     command.add_argument("run_dir", metavar="RUN", type=Path, help="folder of the run")
-    command.add_argument("folder", metavar="DIR", type=Path, help="where to write; a new or empty folder")
+    command.add_argument("folder", metavar="DIR", type=Path, help="folder to write to; it must be new or empty")
     add_debug(command)
     command.set_defaults(run=run)
 

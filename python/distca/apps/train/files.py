@@ -1,4 +1,4 @@
-"""Errors of a run's files, which cannot be written or are not as a run leaves them, in one sentence each."""
+"""Errors for files of a run that cannot be written, or that are not as a run leaves them: one sentence each."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read_object(path: Path, what_to_do: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; {what_to_do}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON ({error}); {what_to_do}") from error
+        raise ConfigError(f"{path} is not JSON ({error}); {what_to_do}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}, must hold an object; {what_to_do}")
     return content

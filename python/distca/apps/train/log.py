@@ -127,7 +127,7 @@ def _open_board(folder: Path, start: int) -> SummaryWriter | None:
 
 
 def steps_before(start: int, path: Path) -> list[StepMetrics]:
-    """The metrics of the steps before `start`, if there are any. Raises ConfigError for a line that is no step's.
+    """The metrics of the steps before `start`, if there are any. Raises ConfigError for a line that is not a step.
 
     A kill may have cut off the last line, which is of a later step.
     """
@@ -144,8 +144,8 @@ def steps_before(start: int, path: Path) -> list[StepMetrics]:
         except (ValueError, TypeError, RecursionError) as error:
             if number < len(lines):
                 raise ConfigError(
-                    f"{path}, line {number}, is no step of a run ({error}): remove the line or the file, and the run "
-                    "goes on without what it says"
+                    f"{path}, line {number}, is not a step of a run ({error}): remove the line or the file, and the "
+                    "run goes on without what it says"
                 ) from error
     return [metrics for metrics in found if metrics.step < start]
 

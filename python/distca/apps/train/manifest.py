@@ -48,7 +48,7 @@ def write_manifest(checkpoint: Path, digests: Digests) -> None:
 
 
 def read_manifest(checkpoint: Path) -> Digests:
-    """The manifest of a checkpoint. Raises CheckpointError unless there are exactly its files, in their sizes."""
+    """The manifest of a checkpoint. Raises CheckpointError unless the folder has exactly its files, in their sizes."""
     found = _regular_files(checkpoint)
     if MANIFEST not in found:
         raise CheckpointError(
@@ -61,12 +61,12 @@ def read_manifest(checkpoint: Path) -> Digests:
         digests = {name: (entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{checkpoint / MANIFEST} must hold bytes and sha256 of each of the files; {what_to_do(checkpoint)}"
+            f"{checkpoint / MANIFEST} must hold bytes and sha256 of each file; {what_to_do(checkpoint)}"
         ) from error
     for name in sorted(digests.keys() | found.keys() - {MANIFEST}):
         if name not in digests:
             raise CheckpointError(
-                f"{checkpoint / name} is not in {MANIFEST}: it is no file of this checkpoint; remove it"
+                f"{checkpoint / name} is not in {MANIFEST}: it does not belong to this checkpoint; remove it"
             )
         size = found.get(name)
         if size != digests[name][0]:
@@ -76,11 +76,12 @@ def read_manifest(checkpoint: Path) -> Digests:
 
 
 def check_digests(checkpoint: Path, digests: Digests, names: Iterable[str]) -> None:
-    """Raises CheckpointError for the first of the named files whose content is another one."""
+    """Raises CheckpointError for the first of the named files whose content differs from the manifest."""
     for name in names:
         if digest(checkpoint / name) != digests[name]:
             raise CheckpointError(
-                f"{checkpoint / name} is damaged: its SHA-256 is another one; {what_to_do(checkpoint)}"
+                f"{checkpoint / name} is damaged: its SHA-256 differs from the one in {MANIFEST}; "
+                f"{what_to_do(checkpoint)}"
             )
 
 
@@ -89,7 +90,9 @@ def _regular_files(checkpoint: Path) -> dict[str, int]:
     found = {}
     for path in sorted(checkpoint.iterdir()):
         if path.is_symlink() or not path.is_file():
-            raise CheckpointError(f"{path} is no regular file: a checkpoint has nothing else; {what_to_do(checkpoint)}")
+            raise CheckpointError(
+                f"{path} is not a regular file: a checkpoint holds only regular files; {what_to_do(checkpoint)}"
+            )
         found[path.name] = path.stat().st_size
     return found
 

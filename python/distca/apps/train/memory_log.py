@@ -20,7 +20,7 @@ VARIABLE = "EXPERIMENT_LOG_MEMORY_USAGE"
 
 
 class Watch:
-    """The base class of what is told where a step is. It does nothing."""
+    """The base class of observers that are told how far a step has come. It does nothing."""
 
     def begin(self, plans: Sequence[Plans]) -> None:
         """Forward of a micro-batch with these plans begins. With ping-pong they are the plans of both halves."""

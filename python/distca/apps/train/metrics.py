@@ -113,7 +113,7 @@ class StepMetrics:
         beside = values.get("unbalanced")
         figures = [*(value for name, value in values.items() if name != "unbalanced"), *(beside or {}).values()]
         if not all(isinstance(figure, int | float) for figure in figures):
-            raise TypeError("a figure is no number")
+            raise TypeError("a figure is not a number")
         if beside is not None:
             values["unbalanced"] = Unbalanced(**beside)
         return StepMetrics(**values)
@@ -194,9 +194,9 @@ def _imbalance(loads: Sequence[Sequence[int]]) -> float:
 
 
 _WHY_SKIPPED = {
-    "files": "files skipped as they are not UTF-8 text",
-    "lines": "lines skipped as they are no JSON objects with a text",
-    "rows": "rows skipped as they have no text and no tokens",
+    "files": "files skipped because they are not UTF-8 text",
+    "lines": "lines skipped because they are not JSON objects with a text",
+    "rows": "rows skipped because they have neither text nor tokens",
 }
 
 

@@ -73,7 +73,9 @@ def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
     except InvalidArgumentError as error:
         raise ConfigError(f"--model is {config.model}: {error}") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--model is {config.model}, no language model of transformers: {error}") from error
+        raise ConfigError(
+            f"--model is {config.model}, which is not a language model of transformers: {error}"
+        ) from error
     for parameter in model.parameters():  # not buffers: rotary frequencies would lose the positions of long documents
         parameter.data = parameter.data.to(config.weights_dtype)
     model.train()

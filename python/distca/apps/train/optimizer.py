@@ -14,7 +14,7 @@ _OPTIONS: dict[str, dict[str, float]] = {
     "cosine_with_min_lr": {"min_lr_rate": 0.1},
     "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
 }
-"""What transformers must be told about a schedule besides its steps."""
+"""The arguments of a schedule of transformers besides its numbers of steps."""
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig) -> tuple[torch.optim.Optimizer, LRScheduler]:
@@ -39,5 +39,5 @@ def make_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LRSc
         )
     except ValueError as error:
         raise ConfigError(
-            f"--schedule is {config.schedule}, which does not go with the other options: {error}"
+            f"--schedule is {config.schedule}, which does not work with the other options: {error}"
         ) from error

@@ -82,8 +82,8 @@ def add_timeline(run_dir: Path, traces: Sequence[Trace], found: Figures) -> None
     head, *rows = rows_of_table(found)
     parts = [
         "## Timeline",
-        f"Steps {found.numbers[0]} to {found.numbers[-1]}, traced. Waits outside of attention, for gradients say, are "
-        "not told from compute.",
+        f"Steps {found.numbers[0]} to {found.numbers[-1]} were traced. Waits outside of attention, such as those for "
+        "gradients, count as compute.",
         _table(head, rows),
         *(f"{line[0].upper()}{line[1:]}." for line in lines_below_table(found)),
     ]

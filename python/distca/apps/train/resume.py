@@ -35,7 +35,7 @@ def find_run(resume: str, runs_dir: Path) -> Path:
 
 
 def saved_config(run_dir: Path) -> TrainConfig:
-    """The configuration that a run has left. Raises ConfigError if there is none, or another thing."""
+    """Reads the configuration of a run. Raises ConfigError if the file is missing or holds something else."""
     path = run_dir / CONFIG
     what_to_do = "restore the file, or start a new run"
     values = read_object(path, what_to_do)
@@ -84,12 +84,17 @@ def resumed_config(run_dir: Path, given: dict[str, Any]) -> TrainConfig:
 
 def check_steps_left(config: TrainConfig, taken: int, run_dir: Path) -> None:
     if taken >= config.steps:
-        raise ConfigError(f"--steps is {config.steps}, must be above the {taken} steps that {run_dir} has taken")
+        raise ConfigError(
+            f"--steps is {config.steps}, must be above {taken}, the steps that {run_dir} has taken already"
+        )
 
 
 def _check_no_links(run_dir: Path) -> None:
-    """Refuses links. A run that goes on writes and removes files in its folder; by a link they would be others'."""
+    """Refuses links. A resumed run writes and removes files in its folder; through a link they lie elsewhere."""
     for folder, folders, files in os.walk(run_dir):
         for path in (Path(folder, name) for name in (*folders, *files)):
             if path.is_symlink():
-                raise ConfigError(f"{path} is a symbolic link, by which a run would write elsewhere: replace it")
+                raise ConfigError(
+                    f"{path} is a symbolic link, and the run would write through it: replace it by the file or folder "
+                    "itself"
+                )

@@ -65,7 +65,7 @@ def find_source(path: Path | None) -> Source:
     if root.is_file() and root.suffix == ".parquet":
         return Rows(root, [root])
     if not root.is_dir():
-        raise DataError(f"data folder {root} is not a folder, nor a .jsonl or .parquet file")
+        raise DataError(f"data folder {root} is neither a folder nor a .jsonl or .parquet file")
     files = _files(root)
     if (root / "dataset_info.json").is_file() and (root / "state.json").is_file():
         return Rows(root, files)
@@ -108,7 +108,7 @@ class JsonLines(Source):
             raise DataError(f"{self.what} cannot be read: {error.strerror}") from error
 
     def none_found(self, found: int, skipped: int) -> str:
-        return f"{found} lines, of which {skipped} are no JSON objects with a text"
+        return f"{found} lines, of which {skipped} are not JSON objects with a text"
 
 
 class Rows(Source):

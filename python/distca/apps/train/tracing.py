@@ -56,7 +56,7 @@ class StepTraces:
             context.start_trace()
 
     def watch(self, other: Watch) -> Watch:
-        """The watch that a step must tell its points. It passes them on to `other`.
+        """The observer to which a step reports its points. It passes them on to `other`.
 
         A phase ends at its point and begins at the point before. The first phase begins when a micro-batch and its
         plans are there.

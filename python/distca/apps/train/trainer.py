@@ -193,8 +193,8 @@ def _check_same_corpus(corpus: Corpus) -> None:
     for rank, theirs in enumerate(everyone):
         if not torch.equal(theirs, everyone[0]):
             raise DataError(
-                f"rank {rank} has read other documents ({int(theirs[1])} of them) than rank 0 ({int(everyone[0][1])}): "
-                "all ranks need the same data folder"
+                f"rank {rank} has read {int(theirs[1])} documents that differ from the {int(everyone[0][1])} of rank "
+                "0: all ranks need the same data folder"
             )
 
 

@@ -1,6 +1,6 @@
 """Reads what `torch.distributed.checkpoint` has pickled into a checkpoint, and runs nothing that is named in it.
 
-A checkpoint has two kinds of pickles: the index (`.metadata`), and the values in `.distcp` files that are no tensors.
+A checkpoint has two kinds of pickles: the index (`.metadata`), and the values in `.distcp` files that are not tensors.
 PyTorch would unpickle both without restrictions.
 """
 
@@ -108,8 +108,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _STANDS_FOR:
             raise CheckpointError(
-                f"{self._path} names {module}.{name}, which no index of a checkpoint needs: to unpickle it could run "
-                f"anything; {what_to_do(self._path.parent)}"
+                f"{self._path} names {module}.{name}, which no index of a checkpoint needs: unpickling it could run "
+                f"any code; {what_to_do(self._path.parent)}"
             )
         return _STANDS_FOR[module, name]
 
@@ -119,13 +119,13 @@ def read_index(checkpoint: Path, sizes: Mapping[str, int]) -> Metadata:
     path = checkpoint / INDEX
     copyreg.clear_extension_cache()  # entries of other unpicklers would be taken without find_class
     try:
-        # It is read from memory: then no room is made for a string of a wrong length.
+        # Reading from memory allocates nothing for a string whose length is wrong.
         return _index(_Unpickler(io.BytesIO(path.read_bytes()), path).load(), sizes)
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # pickles that are no index fail in many ways
         raise CheckpointError(
-            f"{path} is no index of a checkpoint ({_reason(error)}); {what_to_do(checkpoint)}"
+            f"{path} is not an index of a checkpoint ({_reason(error)}); {what_to_do(checkpoint)}"
         ) from error
 
 
@@ -178,11 +178,11 @@ def _storage(record: object, sizes: Mapping[str, int]) -> Any:
     fields = _fields(record, _StorageInfo)
     name, offset, length = _typed(fields["relative_path"], str), fields["offset"], fields["length"]
     if name not in sizes:
-        raise ValueError(f"a value is in {name!r}, which is no file of the checkpoint")
+        raise ValueError(f"a value is in {name!r}, which is not a file of the checkpoint")
     if not 0 <= _typed(offset, int) <= _typed(offset, int) + _typed(length, int) <= sizes[name]:
         raise ValueError(f"a value has {length} bytes from {offset} on in {name}, which has {sizes[name]} bytes")
     if fields.get("transform_descriptors"):
-        raise ValueError(f"a value in {name} is encoded, no run writes such")
+        raise ValueError(f"a value in {name} is encoded, but runs do not encode values")
     return dcp.filesystem._StorageInfo(name, offset, length)
 
 
@@ -193,7 +193,7 @@ def _fields(record: object, kind: type[_Record]) -> dict[str, Any]:
 def _size(values: object) -> torch.Size:
     sizes = _typed(values, tuple)
     if any(type(size) is not int or size < 0 for size in sizes):
-        raise ValueError(f"{sizes!r} is no size of a tensor")
+        raise ValueError(f"{sizes!r} is not the size of a tensor")
     return torch.Size(sizes)
 
 
@@ -233,7 +233,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """Loads values that are no tensors with `weights_only` too: numbers, strings and containers of them."""
+    """Loads other values than tensors with `weights_only` too: numbers, strings and containers of them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         *path, last = self.mappings[read_item.dest_index.fqn]
