@@ -64,7 +64,7 @@ ContextPtr make_ipc_context(const Listener& listener, int rank, const std::vecto
 
 const transport::NvshmemLibrary& need_nvshmem() {
   const transport::NvshmemLibrary* const library = transport::nvshmem_library();
-  require(library != nullptr, "transport 'nvshmem' is not to be had here: ", transport::nvshmem_library_problem());
+  require(library != nullptr, "transport 'nvshmem' is not available here: ", transport::nvshmem_library_problem());
   return *library;
 }
 

@@ -150,7 +150,7 @@ class Mesh {
   void check_deadline() const {
     if (std::chrono::steady_clock::now() < deadline_) return;
     throw PeerTimeoutError(
-        message("rank ", group_.rank, " waited in vain for the connections of ", missing(), refused_));
+        message("rank ", group_.rank, " waited too long for the connections of ", missing(), refused_));
   }
 
   /// Returns false if the peer's queue is full.

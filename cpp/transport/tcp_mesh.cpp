@@ -166,7 +166,7 @@ class Mesh {
   /// Waits for any news, and takes all of it.
   void step() {
     const Clock::time_point now = Clock::now();
-    require<PeerTimeoutError>(now < deadline_, "rank ", group_.rank, " waited in vain for the connections of ",
+    require<PeerTimeoutError>(now < deadline_, "rank ", group_.rank, " waited too long for the connections of ",
                               missing(), refused_);
     if (now >= next_probe_) probe();
     std::vector<pollfd> fds{{.fd = listener_.socket.get(), .events = POLLIN, .revents = 0}};

@@ -196,7 +196,7 @@ def test_an_address_whose_listener_is_gone_names_rank_and_process() -> None:
 
 def test_a_peer_that_never_connects_is_named_after_the_timeout() -> None:
     silent = _C.ShmListener()
-    with pytest.raises(distca.PeerTimeoutError, match="rank 0 waited in vain for the connections of rank 1"):
+    with pytest.raises(distca.PeerTimeoutError, match="rank 0 waited too long for the connections of rank 1"):
         join_in_this_process(["own", silent.address])
 
 

@@ -222,6 +222,6 @@ def gather_text(text: str, group: dist.ProcessGroup, timeout: float | None = Non
         names = names_of(others_of(rank, len(everyone)))
         if "timed out" in str(error).lower():
             limit = "" if timeout is None else f" {timeout:g} s"
-            raise PeerTimeoutError(f"init: rank {rank} waited{limit} in vain for {names} to join") from error
+            raise PeerTimeoutError(f"init: rank {rank} waited{limit}, and {names} did not join") from error
         raise PeerDiedError(f"init: rank {rank} lost the connection to one of {names}: {error}") from error
     return [os.fsdecode(bytes(one.cpu().tolist()).rstrip(b"\0")) for one in everyone]

@@ -87,7 +87,7 @@ class Layout:
 
     @classmethod
     def packed(cls, lengths: Sequence[int], *, ranks: int, tokens_per_rank: int) -> Layout:
-        """A layout of documents one after another. One that does not fit on a rank goes on on the next.
+        """A layout of documents one after another. One that does not fit on a rank continues on the next.
 
         Args:
             lengths: lengths in tokens; their sum is at most ``ranks * tokens_per_rank``.
