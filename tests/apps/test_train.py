@@ -19,7 +19,7 @@ from distca.apps.train.log import create_run_dir
 from distca.apps.train.optimizer import make_schedule
 from distca.apps.train.sources import DataError
 from support.ranks import launch
-from support.train_runs import command, metrics_of, start, summary_of, write_texts
+from support.train_runs import command, metrics_in, metrics_of, start, summary_of, write_texts
 
 # ---- data ----
 
@@ -291,10 +291,7 @@ def test_the_same_seed_gives_the_same_losses_whether_balanced_or_not(data: Path,
         folder.mkdir()
         configs.append(replace(small, balance=balance, dtype=dtype, runs_dir=folder))
     launch(_train_each, configs, ranks=3)
-    on, off, in_bf16 = (
-        [json.loads(line) for line in (config.runs_dir / "metrics.jsonl").read_text().splitlines()]
-        for config in configs
-    )
+    on, off, in_bf16 = (metrics_in(config.runs_dir) for config in configs)
     assert len(on) == 3
     assert [step["loss"] for step in on] == pytest.approx([step["loss"] for step in off], rel=1e-5)
     assert [step["loss"] for step in on] == pytest.approx([step["loss"] for step in in_bf16], rel=1e-2)

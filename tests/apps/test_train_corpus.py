@@ -14,12 +14,12 @@ import torch
 
 from distca.apps.train import corpus as module
 from distca.apps.train.config import TrainConfig
-from distca.apps.train.corpus import Corpus, read_corpus
+from distca.apps.train.corpus import read_corpus
 from distca.apps.train.metrics import describe
 from distca.apps.train.sources import DataError, find_source
 from distca.apps.train.trainer import train
 from distca.errors import DistcaError
-from support.train_runs import one_rank
+from support.train_runs import contents_of, one_rank
 
 tokenizers = pytest.importorskip("tokenizers")
 from distca.apps.train.tokens import Tokenizer  # noqa: E402
@@ -49,10 +49,6 @@ def _tokenizer(folder: Path, words: str) -> Tokenizer:
     return Tokenizer(folder / "tokenizer.json")
 
 
-def _contents(corpus: Corpus) -> list[list[int]]:
-    return [corpus.document(number).tolist() for number in range(len(corpus))]
-
-
 def _times_made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     made: list[Path] = []
     make = module._make
@@ -68,19 +64,19 @@ def test_tokens_are_made_once_and_anew_when_contents_tokenizer_or_the_kept_part_
     expected = [[1, 2, 3, 4], [3, 3, 3], [2], [4, 1]]  # in the order of paths: 0, 2, below/1, below/3
     for _ in range(2):
         corpus = read_corpus(folder, 1.0, first)
-        assert _contents(corpus) == expected and corpus.vocabulary(first) == 5
+        assert contents_of(corpus) == expected and corpus.vocabulary(first) == 5
     assert len(made) == 1
     again = _tokenizer(tmp_path / "copy", "? one two three four")
-    assert _contents(read_corpus(folder, 1.0, again)) == expected and len(made) == 1
+    assert contents_of(read_corpus(folder, 1.0, again)) == expected and len(made) == 1
     for file in folder.rglob("*.txt"):
         os.utime(file, ns=(1, 1))  # only the time of the file changes
-    assert _contents(read_corpus(folder, 1.0, first)) == expected and len(made) == 1
+    assert contents_of(read_corpus(folder, 1.0, first)) == expected and len(made) == 1
     other = _tokenizer(tmp_path / "other", "? four three two one")
-    assert _contents(read_corpus(folder, 1.0, other))[0] == [4, 3, 2, 1] and len(made) == 2
-    assert _contents(read_corpus(folder, 0.5, first)) == [[1, 2], [3, 3], [2], [4]] and len(made) == 3
-    assert _contents(read_corpus(folder, 1.0))[2] == list(b"two") and len(made) == 4
+    assert contents_of(read_corpus(folder, 1.0, other))[0] == [4, 3, 2, 1] and len(made) == 2
+    assert contents_of(read_corpus(folder, 0.5, first)) == [[1, 2], [3, 3], [2], [4]] and len(made) == 3
+    assert contents_of(read_corpus(folder, 1.0))[2] == list(b"two") and len(made) == 4
     (folder / "2.txt").write_text("four two two two!")  # the length stays the same
-    assert _contents(read_corpus(folder, 1.0, first))[1] == [4, 2, 2, 2, 0] and len(made) == 5
+    assert contents_of(read_corpus(folder, 1.0, first))[1] == [4, 2, 2, 2, 0] and len(made) == 5
     (folder / "5.txt").write_text("one")
     assert len(read_corpus(folder, 1.0, first)) == 5 and len(made) == 6
 
@@ -107,12 +103,12 @@ def test_of_ranks_that_come_at_once_one_makes_the_tokens_and_the_others_wait(fol
 
 
 def test_what_a_killed_process_left_is_made_anew_and_nothing_half_made_stays(folder: Path, cache: Path) -> None:
-    whole = _contents(read_corpus(folder, 1.0))
+    whole = contents_of(read_corpus(folder, 1.0))
     (made,) = cache.glob("*/corpus.json")
     key = made.parent
     key.rename(key.with_suffix(".partial"))
     (key.with_suffix(".partial") / "tokens.bin").write_bytes(b"half")
-    assert _contents(read_corpus(folder, 1.0)) == whole
+    assert contents_of(read_corpus(folder, 1.0)) == whole
     assert not list(cache.glob("*.partial"))
     with pytest.raises(DataError, match="holds no text"):
         (folder.parent / "empty").mkdir()
@@ -157,10 +153,10 @@ def test_rows_of_parquet_and_of_a_saved_dataset_are_documents_and_tokens_are_tak
     texts.save_to_disk(tmp_path / "saved")
     for path in (tmp_path / "texts.parquet", tmp_path / "saved"):
         corpus = read_corpus(path, 1.0)
-        assert _contents(corpus) == [list(b"one two"), list("zwölf".encode()), list(b"x")]
+        assert contents_of(corpus) == [list(b"one two"), list("zwölf".encode()), list(b"x")]
         assert (corpus.num_skipped, corpus.unit, corpus.vocabulary(None)) == (1, "rows", 256)
     corpus = read_corpus(tmp_path / "parts", 1.0)
-    assert _contents(corpus) == [[7, 300, 2], [5], [70000]] and corpus.vocabulary(None) == 70001
+    assert contents_of(corpus) == [[7, 300, 2], [5], [70000]] and corpus.vocabulary(None) == 70001
     datasets.Dataset.from_dict({"body": ["x"]}).to_parquet(tmp_path / "other.parquet")
     with pytest.raises(DataError, match="has the columns body; text or input_ids is needed"):
         read_corpus(tmp_path / "other.parquet", 1.0)

@@ -26,7 +26,7 @@ from distca.apps.train.sources import DataError
 from distca.apps.train.trainer import train
 from support.once import made_once
 from support.ranks import launch
-from support.train_runs import one_rank
+from support.train_runs import contents_of, metrics_in, one_rank
 
 SMALL = TrainConfig(steps=3, tokens_per_rank=192, hidden=32, layers=2, lr=0.01)
 CLIP = {"clip_norm": 0.25, "weight_decay": 0.1}
@@ -104,13 +104,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _of_steps(run_dir: Path, name: str) -> list[float]:
-    return [json.loads(line)[name] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [step[name] for step in metrics_in(run_dir)]
 
 
 def _evaluated(run_dir: Path) -> dict[int, float]:
-    """The loss of each step."""
-    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {step["step"]: step["eval_loss"] for step in metrics if "eval_loss" in step}
+    """The evaluation's loss by step, for the steps that have one."""
+    return {step["step"]: step["eval_loss"] for step in metrics_in(run_dir) if "eval_loss" in step}
 
 
 def _weights(run_dir: Path) -> dict[str, bytes]:
@@ -200,18 +199,16 @@ def test_documents_are_held_out_by_the_seed_and_not_trained_on() -> None:
     corpus = Corpus.of([bytes([number]) * 3 for number in range(40)])
     train_on, held_out = corpus.split(0.2, seed=3)
     assert (len(train_on), len(held_out), held_out.lengths()) == (32, 8, [3] * 8)
-    assert sorted(_documents(train_on) + _documents(held_out)) == _documents(corpus)
-    assert _documents(corpus.split(0.2, seed=3)[1]) == _documents(held_out) != _documents(corpus.split(0.2, seed=4)[1])
+    assert sorted(contents_of(train_on) + contents_of(held_out)) == contents_of(corpus)
+    assert (
+        contents_of(corpus.split(0.2, seed=3)[1]) == contents_of(held_out) != contents_of(corpus.split(0.2, seed=4)[1])
+    )
     fingerprints = {one.fingerprint for one in (corpus, train_on, held_out, corpus.split(0.2, seed=4)[0])}
     assert len(fingerprints) == 4 and corpus.split(0.2, seed=3)[0].fingerprint == train_on.fingerprint
     assert [len(part) for part in Corpus.of([b"ab", b"cd"]).split(0.01, 0)] == [1, 1]
     for documents in ([b"ab"], [b"ab", b"c"]):
         with pytest.raises(DataError, match=r"has two or more tokens, with --eval-fraction 0\.5"):
             Corpus.of(documents).split(0.5, 0)
-
-
-def _documents(corpus: Corpus) -> list[list[int]]:
-    return [corpus.document(number).tolist() for number in range(len(corpus))]
 
 
 # ---- tracking

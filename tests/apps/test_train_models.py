@@ -28,7 +28,7 @@ from distca.apps.train.tokens import Tokenizer
 from distca.apps.train.trainer import train
 from distca.integrations.hf import heads_of, windows_of
 from support.ranks import launch
-from support.train_runs import one_rank
+from support.train_runs import metrics_in, one_rank
 
 WORDS = [f"word{number}" for number in range(30)]
 WINDOW = 12
@@ -93,7 +93,7 @@ def _config(files: Path, **options: object) -> TrainConfig:
 
 
 def _losses(run_dir: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [step["loss"] for step in metrics_in(run_dir)]
 
 
 def test_lines_without_a_text_are_skipped_and_counted(files: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from distca.apps.train.resume import resumed_config
 from distca.apps.train.trainer import train
 from support.once import made_once
 from support.ranks import launch
-from support.train_runs import one_rank
+from support.train_runs import metrics_in, one_rank
 
 SMALL = TrainConfig(steps=3, tokens_per_rank=192, hidden=32, layers=2, lr=0.01)
 RUNS = {
@@ -78,12 +78,8 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_once(tmp_path_factory, "runs_with_options", make)
 
 
-def _metrics(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def _losses(run_dir: Path) -> list[float]:
-    return [step["loss"] for step in _metrics(run_dir)]
+    return [step["loss"] for step in metrics_in(run_dir)]
 
 
 def test_each_layer_compiles_to_one_graph(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,20 +109,20 @@ def test_a_run_has_the_losses_of_the_plain_one(name: str, runs: Path) -> None:
 
 def test_a_run_that_retains_keys_has_the_same_bits_and_moves_fewer_bytes(runs: Path) -> None:
     assert _losses(runs / "retain") == _losses(runs / "plain")
-    for retaining, plain in zip(_metrics(runs / "retain"), _metrics(runs / "plain"), strict=True):
+    for retaining, plain in zip(metrics_in(runs / "retain"), metrics_in(runs / "plain"), strict=True):
         assert 0 < retaining["bytes"] < plain["bytes"]
 
 
 def test_a_run_with_ping_pong_reports_its_halves_and_what_fsdp_keeps_whole(runs: Path) -> None:
     for name in ("ping-pong", "ping-pong, fsdp and compare"):
-        assert all(0.5 <= step["larger_half"] <= 1 for step in _metrics(runs / name))
+        assert all(0.5 <= step["larger_half"] <= 1 for step in metrics_in(runs / name))
         summary = json.loads((runs / name / "summary.json").read_text())
         assert f"the larger half of a step has {summary['larger_half']:.2f} of its attention" in describe(summary)
         report = (runs / name / "report.md").read_text()
         assert "ping-pong: part of the attention in the larger half" in report
         assert ("MB of weights whole on every rank" in report) == ("fsdp" in name)
-    assert [step["tokens"] for step in _metrics(runs / "ping-pong")] == [384] * 3
-    assert "larger_half" not in _metrics(runs / "plain")[0]
+    assert [step["tokens"] for step in metrics_in(runs / "ping-pong")] == [384] * 3
+    assert "larger_half" not in metrics_in(runs / "plain")[0]
 
 
 def test_a_trace_goes_to_a_file_that_is_given_too_whose_folder_must_exist(
@@ -171,7 +167,7 @@ def test_a_traced_run_reports_idle_shares_and_how_attention_was_planned_and_meas
         assert [[step.number for step in trace.steps] for trace in traces] == [[0, 1, 2]] * 2
         # The traced loads are those that the step's imbalance was computed from. A comparison runs both plans in one
         # step.
-        for number, metrics in enumerate(_metrics(runs / name)):
+        for number, metrics in enumerate(metrics_in(runs / name)):
             loads = [trace.steps[number].load for trace in traces]
             assert None not in loads
             if name == "ping-pong":
@@ -214,7 +210,7 @@ def test_ping_pong_takes_no_compilation() -> None:
 
 
 def test_a_comparison_puts_step_times_side_by_side_and_shows_that_the_steps_are_the_same(runs: Path) -> None:
-    steps = [step["unbalanced"] for step in _metrics(runs / "compare")]
+    steps = [step["unbalanced"] for step in metrics_in(runs / "compare")]
     assert all(step["seconds"] > 0 for step in steps)
     assert all(step["loss_difference"] == 0 for step in steps)  # attention's output is the same to the bit
     assert all(step["gradient_difference"] < 1e-5 for step in steps)
@@ -223,7 +219,7 @@ def test_a_comparison_puts_step_times_side_by_side_and_shows_that_the_steps_are_
     assert summary["compare"]["ratio"] > 0
     assert "(medians of 2 pairs), ratio " in describe(summary)
     assert "the same loss to 0.0e+00" in describe(summary)
-    assert "unbalanced" not in _metrics(runs / "plain")[0]
+    assert "unbalanced" not in metrics_in(runs / "plain")[0]
 
 
 def test_a_comparison_takes_no_balance() -> None:
@@ -282,7 +278,7 @@ def test_the_picture_of_the_loss_has_that_of_evaluation_where_metrics_have_one(
 
     saved: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path: saved.append(self))
-    steps = [StepMetrics.from_json(json.dumps(step)) for step in _metrics(runs / "plain")]
+    steps = [StepMetrics.from_json(json.dumps(step)) for step in metrics_in(runs / "plain")]
     draw_loss(tmp_path / "loss.png", steps)
     evaluated = [replace(step, eval_loss=5.0 if step.step != 1 else None) for step in steps]
     draw_loss(tmp_path / "loss.png", evaluated)

@@ -33,6 +33,7 @@ from distca.apps.train.tokens import Tokenizer
 from distca.apps.train.trainer import train
 from support.once import made_once
 from support.ranks import launch
+from support.train_runs import metrics_in
 
 STEPS, ACCUMULATE, TOKENS, EVAL_EVERY = 30, 2, 96, 10
 QWEN3 = {
@@ -244,12 +245,8 @@ def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Referen
 # ---- beside it
 
 
-def _metrics(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def _evaluations(run_dir: Path) -> list[float]:
-    return [step["eval_loss"] for step in _metrics(run_dir) if "eval_loss" in step]
+    return [step["eval_loss"] for step in metrics_in(run_dir) if "eval_loss" in step]
 
 
 EXACT = ["ddp", "fsdp", "resumed"]
@@ -259,7 +256,7 @@ EXACT = ["ddp", "fsdp", "resumed"]
 def test_all_steps_and_evaluations_are_those_of_a_trainer_of_transformers(
     name: str, folder: Path, reference: Reference
 ) -> None:
-    metrics = _metrics(folder / name)
+    metrics = metrics_in(folder / name)
     assert len(reference.losses) == STEPS and reference.losses[-1] < 0.8 * reference.losses[0]
     assert [step["loss"] for step in metrics] == pytest.approx(reference.losses, rel=1e-5)
     assert [step["grad_norm"] for step in metrics] == pytest.approx(reference.norms, rel=1e-5)
@@ -286,7 +283,7 @@ def test_an_exported_folder_has_the_weights_the_tokenizer_and_the_evaluation(
 
 
 def test_bfloat16_with_weights_in_float32_trains_like_float32(folder: Path, reference: Reference) -> None:
-    losses = [step["loss"] for step in _metrics(folder / "bfloat16")]
+    losses = [step["loss"] for step in metrics_in(folder / "bfloat16")]
     assert losses == pytest.approx(reference.losses, rel=5e-3)
     assert losses != pytest.approx(reference.losses, rel=1e-5)
     assert _evaluations(folder / "bfloat16") == pytest.approx(reference.evaluations, rel=5e-3)

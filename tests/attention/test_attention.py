@@ -9,6 +9,7 @@ import torch
 
 import distca
 from support.batches import LENGTHS, Batch, needle_batch, random_batch
+from support.local_tasks import whole_documents
 from support.oracle import NAMES, ErrorPool, oracle, torch_attention
 from support.ranks import launch
 from support.score_features import check_features
@@ -16,11 +17,6 @@ from support.score_features import check_features
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 NAN = float("nan")
 SHAPES = [(8, 2, 64, None), (8, 1, 16, None), (5, 5, 24, 40), (8, 4, 8, 8), (4, 4, 256, 16), (6, 2, 16, 256)]
-
-
-def _whole_documents(lengths: tuple[int, ...]) -> torch.Tensor:
-    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    return torch.tensor([[e - n, e, e - n, e] for e, n in zip(ends, lengths, strict=True)], dtype=torch.int64)
 
 
 def _compute(batch: Batch, tasks: torch.Tensor | None, scale: float | None = None) -> tuple[torch.Tensor, ...]:
@@ -34,7 +30,7 @@ def check_exactness(heads: distca.Heads) -> None:
     pool = ErrorPool(heads.dtype)
     for seed in range(-(-10_000 // (sum(LENGTHS) * heads.q))):
         batch = random_batch(LENGTHS, heads, seed)
-        pool.add(_compute(batch, _whole_documents(batch.lengths)), torch_attention(batch), oracle(batch))
+        pool.add(_compute(batch, whole_documents(batch.lengths)), torch_attention(batch), oracle(batch))
     pool.check()
 
 
@@ -69,7 +65,7 @@ def test_every_instruction_set_is_as_exact_as_pytorch(isa: str, monkeypatch: pyt
 
 def test_without_tasks_all_rows_are_one_causal_document() -> None:
     batch = random_batch((211,), distca.Heads(4, 2, 16), 3)
-    for name, a, b in zip(NAMES, _compute(batch, None), _compute(batch, _whole_documents((211,))), strict=True):
+    for name, a, b in zip(NAMES, _compute(batch, None), _compute(batch, whole_documents((211,))), strict=True):
         assert torch.equal(a, b), name
     torch.testing.assert_close(_compute(batch, None)[0].double(), oracle(batch)[0], rtol=1e-5, atol=1e-5)
 
@@ -92,7 +88,7 @@ def test_queries_are_the_last_rows_before_the_end_of_the_keys(rows: int, dtype: 
 
 def test_a_document_in_pieces_gives_bitwise_what_it_gives_whole() -> None:
     batch = random_batch((300, 97), distca.Heads(4, 2, 24), 5)
-    whole = _compute(batch, _whole_documents(batch.lengths))
+    whole = _compute(batch, whole_documents(batch.lengths))
     cuts = [0, 1, 2, 63, 64, 65, 130, 200, 299, 300]
     pieces = [[b, e, 0, e] for b, e in zip(cuts, cuts[1:], strict=False)]
     pieces += [[300, 340, 300, 340], [340, 397, 300, 397]]
@@ -107,11 +103,11 @@ def test_a_document_in_pieces_gives_bitwise_what_it_gives_whole() -> None:
 
 def test_rows_of_no_task_are_not_touched_and_give_nothing() -> None:
     batch = random_batch((40, 70, 30), distca.Heads(4, 2, 16), 6)
-    whole = _compute(batch, _whole_documents(batch.lengths))
+    whole = _compute(batch, whole_documents(batch.lengths))
     outside = slice(40, 110)
     for t in (batch.q, batch.k, batch.v, batch.dout):
         t[outside] = NAN
-    tasks = _whole_documents(batch.lengths)[[0, 2]]
+    tasks = whole_documents(batch.lengths)[[0, 2]]
     for name, a, b in zip(NAMES, _compute(batch, tasks), whole, strict=True):
         assert (a[outside] == (-math.inf if name == "lse" else 0.0)).all(), name
         assert torch.equal(a[:40], b[:40]) and torch.equal(a[110:], b[110:]), name
@@ -131,7 +127,7 @@ def test_keys_past_a_task_s_last_row_take_no_part_not_even_times_zero() -> None:
 @DTYPES
 def test_a_key_that_dominates_a_row_is_the_key_of_that_document_row_and_head(dtype: torch.dtype) -> None:
     batch, expected = needle_batch(LENGTHS, distca.Heads(8, 2, 64, 24, dtype), seed=8)
-    out = _compute(batch, _whole_documents(batch.lengths))[0]
+    out = _compute(batch, whole_documents(batch.lengths))[0]
     assert torch.equal(out, expected)
 
 
@@ -139,7 +135,7 @@ def test_a_key_that_dominates_a_row_is_the_key_of_that_document_row_and_head(dty
 def test_scores_of_any_size_overflow_nothing(size: float) -> None:
     batch = random_batch((130, 3), distca.Heads(2, 1, 16), 9)
     big = Batch(batch.lengths, batch.heads, batch.q * size, batch.k, batch.v, batch.dout)
-    out, lse, dq, dk, dv = _compute(big, _whole_documents(big.lengths))
+    out, lse, dq, dk, dv = _compute(big, whole_documents(big.lengths))
     reference = oracle(big)
     for t in (out, lse, dq, dk, dv):
         assert t.isfinite().all()
@@ -153,9 +149,9 @@ def test_scores_of_any_size_overflow_nothing(size: float) -> None:
 def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
     batch = random_batch(LENGTHS, distca.Heads(4, 2, 40, 24), 10)
     torch.set_num_threads(1)
-    alone = _compute(batch, _whole_documents(batch.lengths))
+    alone = _compute(batch, whole_documents(batch.lengths))
     torch.set_num_threads(threads)
-    for name, a, b in zip(NAMES, _compute(batch, _whole_documents(batch.lengths)), alone, strict=True):
+    for name, a, b in zip(NAMES, _compute(batch, whole_documents(batch.lengths)), alone, strict=True):
         assert torch.equal(a, b), name
 
 

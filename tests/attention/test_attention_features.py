@@ -9,8 +9,9 @@ import torch
 
 import distca
 from support.batches import Batch, random_batch
+from support.local_tasks import whole_documents
 from support.oracle import NAMES, oracle
-from support.score_features import check_features, eager_attention, random_sinks, tasks_of, with_ours
+from support.score_features import check_features, eager_attention, random_sinks, with_ours
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 FEATURES = {"softcap": (5.0, False), "sinks": (0.0, True), "both": (3.0, True)}
@@ -30,7 +31,7 @@ def test_softcap_and_sinks_give_the_same_bits_whatever_the_tasks_and_the_threads
     batch = random_batch((300, 97), distca.Heads(4, 2, 24, dtype=dtype), 1)
     sinks = random_sinks(4, 1)
     torch.set_num_threads(1)
-    whole = with_ours(batch, tasks_of(batch.lengths), 7.0, sinks)
+    whole = with_ours(batch, whole_documents(batch.lengths), 7.0, sinks)
     cuts = [0, 1, 63, 64, 130, 201, 300]
     tasks = [[b, e, 0, e] for b, e in zip(cuts, cuts[1:], strict=False)] + [[300, 333, 300, 333], [333, 397, 300, 397]]
     torch.set_num_threads(3)
@@ -42,7 +43,7 @@ def test_softcap_and_sinks_give_the_same_bits_whatever_the_tasks_and_the_threads
 
 def test_a_negative_scale_goes_together_with_a_softcap() -> None:
     batch = random_batch((70,), distca.Heads(2, 1, 16), 2)
-    ours = with_ours(batch, tasks_of(batch.lengths), 2.0, None, scale=-0.4)
+    ours = with_ours(batch, whole_documents(batch.lengths), 2.0, None, scale=-0.4)
     for name, a, b in zip(NAMES, ours, eager_attention(batch, torch.float64, 2.0, None, scale=-0.4), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -50,7 +51,7 @@ def test_a_negative_scale_goes_together_with_a_softcap() -> None:
 @pytest.mark.parametrize("sink", [-math.inf, -1e4, 1e4])
 def test_a_sink_of_any_size_takes_nothing_or_all(sink: float) -> None:
     batch = random_batch((70,), distca.Heads(2, 1, 16), 3)
-    tasks = tasks_of(batch.lengths)
+    tasks = whole_documents(batch.lengths)
     with_sink = with_ours(batch, tasks, 0.0, torch.full((2,), sink))
     if sink < 0:
         for name, a, b in zip(NAMES, with_sink, with_ours(batch, tasks, 0.0, None), strict=False):
@@ -63,7 +64,7 @@ def test_a_sink_of_any_size_takes_nothing_or_all(sink: float) -> None:
 def test_rows_of_no_task_give_a_sink_nothing() -> None:
     batch = random_batch((40, 30), distca.Heads(2, 1, 16), 4)
     batch.q[40:] = math.nan
-    got = with_ours(batch, tasks_of((40,)), 0.0, random_sinks(2, 4))
+    got = with_ours(batch, whole_documents((40,)), 0.0, random_sinks(2, 4))
     alone = Batch((40,), batch.heads, batch.q[:40], batch.k[:40], batch.v[:40], batch.dout[:40])
     torch.testing.assert_close(
         got[5].double(), eager_attention(alone, torch.float64, 0.0, random_sinks(2, 4))[5], rtol=1e-5, atol=1e-5
@@ -110,7 +111,7 @@ def test_logits_of_ten_thousand_overflow_nothing(sign: float, dtype: torch.dtype
     batch = random_batch((130,), distca.Heads(2, 1, 16, dtype=dtype), 7)
     batch.q[...] = sign * 100.0
     batch.k[...] = 25.0 * (1 + torch.arange(130) % 2)[:, None, None]  # the logits are 1e4 and 2e4
-    for name, a, b in zip(NAMES, with_ours(batch, tasks_of((130,)), 0.0, None), oracle(batch), strict=True):
+    for name, a, b in zip(NAMES, with_ours(batch, whole_documents((130,)), 0.0, None), oracle(batch), strict=True):
         assert a.isfinite().all(), name
         if name in ("out", "lse", "dv"):
             # The log-sum-exp that backward gets is rounded, by 2e4 * 2^-24; dv has that error too.
@@ -122,6 +123,6 @@ def test_logits_of_ten_thousand_overflow_nothing(sign: float, dtype: torch.dtype
 def test_subnormal_numbers_are_numbers_or_nothing(dtype: torch.dtype) -> None:
     batch = random_batch((70,), distca.Heads(2, 1, 16, dtype=dtype), 8)
     small = Batch(batch.lengths, batch.heads, *(t * 1e-39 for t in (batch.q, batch.k, batch.v, batch.dout)))
-    for name, a, b in zip(NAMES, with_ours(small, tasks_of((70,)), 0.0, None), oracle(small), strict=True):
+    for name, a, b in zip(NAMES, with_ours(small, whole_documents((70,)), 0.0, None), oracle(small), strict=True):
         # The kernel may treat a subnormal operand as zero.
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-37, msg=lambda text, name=name: f"{name}: {text}")

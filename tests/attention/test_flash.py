@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import distca
 from support import flash_on_cpu
 from support.batches import random_batch
-from support.flash_tasks import cut, whole
+from support.local_tasks import cut, whole
 from support.oracle import ErrorPool, oracle, torch_attention
 from support.score_features import eager_attention, random_sinks
 

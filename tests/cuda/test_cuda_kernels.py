@@ -13,9 +13,9 @@ import torch
 
 import distca
 from support.batches import LAYOUTS, random_batch, random_tasks, scattered
-from support.flash_tasks import cut, whole
 from support.gpus import missing_gpu
 from support.groups import compute
+from support.local_tasks import cut, whole
 from support.oracle import NAMES, ErrorPool, oracle, torch_attention
 from support.score_features import eager_attention, random_sinks
 

@@ -31,7 +31,7 @@ from support.batches import (
     spill,
     spill_with_empty_ranks,
 )
-from support.groups import fault_of_check, loopback_group, on_all_ranks, run_step, together
+from support.groups import fault_of_check, forward_of_rank, loopback_group, on_all_ranks, run_step, together
 from support.oracle import NAMES, ErrorPool, oracle, torch_attention
 from support.plan_reader import read_slice
 from support.score_features import eager_attention, random_sinks
@@ -184,7 +184,7 @@ def test_a_host_that_is_many_steps_ahead_waits_before_it_uses_memory_of_tables_a
     with loopback_group(plans, **OPTIONS) as contexts, gpu.steps_do_not_wait():
         results = on_all_ranks(contexts, work)
     with loopback_group(plans[0]) as contexts:
-        expected = on_all_ranks(contexts, lambda rank, context: _forward(plans[0], batch, rank, context))
+        expected = on_all_ranks(contexts, lambda rank, context: forward_of_rank(plans[0], batch, rank, context))
     for mine, right in zip(results, expected, strict=True):
         assert all(torch.equal(one, right) for one in mine)  # the plan does not change any row's result
 
@@ -312,17 +312,12 @@ def test_what_own_kernels_lack_is_an_error_that_says_what_they_take(own_gpu: Emu
 # ---- faults
 
 
-def _forward(plan: distca.Plan, batch: Batch, rank: int, context: distca.Context) -> torch.Tensor:
-    q, k, v = (rows_of_rank(batch, plan.layout, rank, t) for t in (batch.q, batch.k, batch.v))
-    return distca.core_attention(q, k, v, plan.for_rank(rank), context=context)[0]
-
-
 def test_a_silent_peer_is_not_a_number_and_a_timeout_that_names_it(gpu: EmulatedGpu) -> None:
     heads = distca.Heads(4, 2, 16, 16)
     plan = distca.plan(spill(LENGTHS, 2), heads, tolerance=0.0, min_rows=1)
     batch = random_batch(LENGTHS, heads, 1)
     with loopback_group(plan, **(OPTIONS | {"timeout": 0.2})) as contexts:
-        assert _forward(plan, batch, 0, contexts[0]).isnan().all()
+        assert forward_of_rank(plan, batch, 0, contexts[0]).isnan().all()
         fault = fault_of_check(contexts[0])
         assert isinstance(fault, distca.PeerTimeoutError)
         assert "rank 0 of 2, step 1 (forward)" in str(fault) and "waited 0.2 s for rank 1" in str(fault)
@@ -334,12 +329,12 @@ def test_a_peer_that_died_between_steps_ends_what_waits_for_it_on_the_device(gpu
     batch = random_batch(LENGTHS, heads, 1)
 
     def work(rank: int, context: distca.Context) -> torch.Tensor | None:
-        _forward(plan, batch, rank, context)
+        forward_of_rank(plan, batch, rank, context)
         if rank == 1:
             _emulation.mark_died(context._core)
             return None
         try:
-            return _forward(plan, batch, rank, context)
+            return forward_of_rank(plan, batch, rank, context)
         except distca.DistcaError as error:
             assert "rank 1 died" in str(error), error
             return None

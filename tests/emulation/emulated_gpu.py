@@ -16,7 +16,7 @@ from support.compiled import compiled_once
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests/emulation/runtime"
 OPTIONS = {"streams": True, "attention": "flash", "timeout": 20.0}
-"""Of contexts on the emulated GPU, while it is in use."""
+"""The options of contexts on the emulated GPU, while it is in use."""
 
 _THREAD_LOCAL = 1  # the mode of captures
 _LAUNCH = re.compile(r"(\w+)((?:<[\w, ]+>)?)<<<(.*?)>>>\((.*?)\);", re.DOTALL)

@@ -32,7 +32,7 @@ from support.batches import (
     spill_with_empty_ranks,
 )
 from support.groups import loopback_group, outcomes
-from support.plan_reader import TABLES, Header, made_alike, read_slice, with_checksum, with_digests
+from support.plan_reader import TABLES, Header, made_alike, read_slice, with_checksum, with_digests, with_words
 
 LENGTHS = (70, 1, 130, 33, 9)
 HEADS = distca.Heads(4, 2, 8, 16)
@@ -103,12 +103,6 @@ def make_case(name: str) -> Case:
     return Case(plan, batch, right)
 
 
-def altered(plan: distca.Plan, words: Sequence[int]) -> distca.Plan:
-    changed = plan.for_rank(plan.rank)
-    changed.tensor = torch.tensor(list(words), dtype=torch.int64)
-    return changed
-
-
 def changed_word(rng: random.Random, words: Sequence[int], index: int) -> int:
     """Another value for a word: near the old one, with a flipped bit, that of another word, or far out."""
     old, used = words[index], words[2]
@@ -162,7 +156,7 @@ def trial(rng: random.Random, cases: dict[str, Case], everywhere: bool) -> tuple
     field = field_of(words, index)
     if value == words[index]:
         return "unchanged", field
-    changed = altered(case.plan.for_rank(rank), repaired([*words[:index], value, *words[index + 1 :]]))
+    changed = with_words(case.plan.for_rank(rank), repaired([*words[:index], value, *words[index + 1 :]]))
     # After a crash this is the last line.
     print(f"{name}, rank {rank}, word {index} ({field}) = {value}", file=sys.stderr, flush=True)
     try:
@@ -172,7 +166,7 @@ def trial(rng: random.Random, cases: dict[str, Case], everywhere: bool) -> tuple
             return "refused", field
     plans = [case.plan.for_rank(r) for r in ranks]
     if everywhere:
-        plans = [altered(p, made_alike(p.tensor.tolist(), changed.tensor.tolist())) for p in plans]
+        plans = [with_words(p, made_alike(p.tensor.tolist(), changed.tensor.tolist())) for p in plans]
     ours = [changed if r == rank else plans[r] for r in ranks]
     results = (
         run_ranks(case.plan, case.batch, plans, ours) if rng.random() < 0.25 else run_ranks(case.plan, case.batch, ours)

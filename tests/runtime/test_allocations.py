@@ -1,13 +1,13 @@
 """In the steady state the core allocates nothing, and the memory of a process does not grow.
 
-What is counted: every call of malloc and its relatives and of operator new, by any thread, whose caller lies in one of
-our libraries. The caller is the return address; where that lies in libstdc++, whose own functions allocate for those
-that call them (strings, streams), it is the first one further up that does not. A library that is preloaded into a
-process of its own sees all these calls.
+The tests count every call of malloc and its relatives and of operator new, by any thread, whose caller lies in one of
+our libraries. The caller is found by the return address. If that lies in libstdc++, whose functions allocate for those
+that call them (strings, streams), the caller is the first one further up that does not. A library that is preloaded
+into a process of its own sees all these calls.
 
-`libdistca` may make none. `libdistca_torch` is the layer that LibTorch's stable ABI ends in: its headers hold every
-tensor by a handle of their own, made with `new` when an argument is unpacked or a result packed. That these are few and
-small, whatever the plan, is what is asserted of it. The storage of the returned tensors is allocated by torch.
+`libdistca` may make no such call. `libdistca_torch` is the layer that LibTorch's stable ABI ends in: its headers hold
+every tensor by a handle of their own, made with `new` when an argument is unpacked or a result packed. The tests assert
+that these calls are few and small, whatever the plan. torch allocates the storage of the returned tensors.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ contexts = distca.loopback(RANKS, max_tokens=room, heads=heads, heap_bytes=heap,
 gate = threading.Barrier(RANKS)
 
 def rss():
-    # Of files too, a system that is short of memory takes pages and gives them back.
+    # A system that is short of memory takes pages of files too, and gives them back.
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
 
 class Layers(torch.nn.Module):
@@ -225,7 +225,7 @@ def work(rank, report):
         if rank == 0:
             counter.counter_switch(0)
             report[name] = counted() | {"grown": rss() - before, "steps": contexts[0].step - begun}
-        # Once more where it grew, for the system may have taken pages before: what leaks grows again.
+        # If it grew, run once more: the system may have taken pages before, but a leak grows again.
         for _ in range(2):
             gate.wait()
             if report[name]["grown"] < 2048:
@@ -255,7 +255,7 @@ threads = [threading.Thread(target=work, args=(rank, report)) for rank in range(
 [t.start() for t in threads]
 [t.join() for t in threads]
 
-# That the counter counts at all: a plan is made by the core, and not without memory.
+# This shows that the counter counts: the core makes a plan, which takes memory.
 counter.counter_switch(1)
 distca.plan(plans[0].layout, heads, rank=0)
 counter.counter_switch(0)

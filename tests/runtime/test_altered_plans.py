@@ -23,12 +23,10 @@ from support.plan_reader import (
     read_slice,
     with_checksum,
     with_digests,
+    with_tensor,
+    with_words,
 )
-from support.refusals import HEADS, LAYOUT, LENGTHS, Group, plan_of_two, with_tensor
-
-
-def _altered(plan: distca.Plan, words: list[int]) -> distca.Plan:
-    return with_tensor(plan, torch.tensor(words, dtype=torch.int64))
+from support.refusals import HEADS, LAYOUT, LENGTHS, Group, plan_of_two
 
 
 def test_a_flipped_word_anywhere_in_a_plan_is_noticed(group: Group) -> None:
@@ -42,7 +40,7 @@ def test_a_flipped_word_anywhere_in_a_plan_is_noticed(group: Group) -> None:
             if bit == 63:
                 changed[index] = words[index] ^ -(2**63)
             with pytest.raises(distca.PlanFormatError):
-                group.attend(inputs, _altered(group.plan, changed))
+                group.attend(inputs, with_words(group.plan, changed))
     group.check_still_works()
 
 
@@ -60,7 +58,7 @@ def test_a_truncated_plan_is_noticed_at_every_length(group: Group) -> None:
 def test_a_plan_of_another_format_version_is_refused_with_both_versions(group: Group, version: int) -> None:
     words = group.plan.tensor.tolist()
     with pytest.raises(distca.PlanFormatError, match=rf"version is {version}, this library reads 4"):
-        group.attend(group.inputs(), _altered(group.plan, with_checksum([words[0], version, *words[2:]])))
+        group.attend(group.inputs(), with_words(group.plan, with_checksum([words[0], version, *words[2:]])))
     group.check_still_works()
 
 
@@ -141,8 +139,8 @@ def test_an_altered_target_outside_the_peer_s_slot_is_refused_when_it_would_be_w
     sends = read_slice(words).sends[0]
     index = next(i for i, send in enumerate(sends) if send.peer == 1)
     words[sends_begin + len(Send._fields) * index + Send._fields.index("target")] = words[SLOT_BYTES_WORD]
-    altered = _altered(plan, with_digests(words))
-    other = _altered(plan.for_rank(1), made_alike(plan.for_rank(1).tensor.tolist(), altered.tensor.tolist()))
+    altered = with_words(plan, with_digests(words))
+    other = with_words(plan.for_rank(1), made_alike(plan.for_rank(1).tensor.tolist(), altered.tensor.tolist()))
     with loopback_group(plan, timeout=20.0) as contexts:
         results = outcomes(
             contexts,

@@ -16,12 +16,11 @@ from support.batches import (
     data_parallel,
     random_batch,
     random_tasks,
-    rows_of_rank,
     scattered,
     spill,
     spill_with_empty_ranks,
 )
-from support.groups import fault_of_check, loopback_group, on_all_ranks, outcomes, run_step
+from support.groups import fault_of_check, forward_of_rank, loopback_group, on_all_ranks, outcomes, run_step
 from support.plan_reader import read_slice
 
 LENGTHS = (100, 3, 64, 130)
@@ -30,11 +29,6 @@ HEADS = distca.Heads(4, 2, 16, 24)
 
 def _plan(ranks: int, tolerance: float = 0.0) -> distca.Plan:
     return distca.plan(spill(LENGTHS, ranks), HEADS, tolerance=tolerance, min_rows=1)
-
-
-def _forward(plan: distca.Plan, batch: Batch, rank: int, context: distca.Context) -> torch.Tensor:
-    q, k, v = (rows_of_rank(batch, plan.layout, rank, t) for t in (batch.q, batch.k, batch.v))
-    return distca.core_attention(q, k, v, plan.for_rank(rank), context=context)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -79,7 +73,7 @@ def _right(batch: Batch) -> list[torch.Tensor]:
     """What the ranks return if nothing goes wrong, whatever the plan."""
     plan = _plan(3)
     with loopback_group(plan) as contexts:
-        return on_all_ranks(contexts, lambda rank, context: _forward(plan, batch, rank, context))
+        return on_all_ranks(contexts, lambda rank, context: forward_of_rank(plan, batch, rank, context))
 
 
 @pytest.mark.parametrize("odd_one", [0, 1, 2])
@@ -88,7 +82,7 @@ def test_of_ranks_with_different_plans_one_says_so_at_once_and_the_others_return
     batch = random_batch(LENGTHS, HEADS, 1)
     with loopback_group([plan, other], timeout=60.0, streams=True) as contexts:
         results = outcomes(
-            contexts, lambda rank, context: _forward(other if rank == odd_one else plan, batch, rank, context)
+            contexts, lambda rank, context: forward_of_rank(other if rank == odd_one else plan, batch, rank, context)
         )
         assert any(isinstance(result, distca.PlanMismatchError) for result in results), results
         for result, right, context in zip(results, _right(batch), contexts, strict=True):
@@ -104,16 +98,16 @@ def test_a_silent_peer_is_a_timeout_that_says_who_waited_for_whom_for_what_and_w
     plan = _plan(2)
     batch = random_batch(LENGTHS, HEADS, 1)
     with loopback_group(plan, timeout=0.2, streams=True) as contexts:
-        assert _forward(plan, batch, 0, contexts[0]).isnan().all()
+        assert forward_of_rank(plan, batch, 0, contexts[0]).isnan().all()
         fault = fault_of_check(contexts[0])
         assert isinstance(fault, distca.PeerTimeoutError)
         for words in ("rank 0 of 2, step 1 (forward)", "waited 0.2 s for rank 1", "seen step 0", "expected step 1"):
             assert words in str(fault)
         assert "credit" in str(fault) or "rows" in str(fault)
         with pytest.raises(distca.PeerTimeoutError, match="rank 0 gave up waiting for rank 1"):
-            _forward(plan, batch, 1, contexts[1])
+            forward_of_rank(plan, batch, 1, contexts[1])
         with pytest.raises(distca.ContextPoisonedError, match="waited 0.2 s for rank 1"):
-            _forward(plan, batch, 0, contexts[0])
+            forward_of_rank(plan, batch, 0, contexts[0])
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 3])
@@ -123,12 +117,12 @@ def test_a_peer_that_died_is_named_to_all_others_though_only_their_streams_wait_
 
     def work(rank: int, context: distca.Context) -> torch.Tensor | None:
         for _ in range(steps_before):
-            if (out := _forward(plan, batch, rank, context)).isnan().any():
+            if (out := forward_of_rank(plan, batch, rank, context)).isnan().any():
                 return out  # the rank may learn of the death before its step is over
         if rank == 1:
             _emulation.mark_died(context._core)
             return None
-        return _forward(plan, batch, rank, context)
+        return forward_of_rank(plan, batch, rank, context)
 
     with loopback_group(plan, timeout=60.0, streams=True) as contexts:
         results = outcomes(contexts, work)
@@ -145,7 +139,7 @@ def test_a_peer_that_closed_its_context_is_named() -> None:
     with loopback_group(plan, timeout=60.0, streams=True) as contexts:
         contexts[1].close()
         with pytest.raises(distca.PeerLeftError, match="rank 1 closed its context and owes"):
-            _forward(plan, batch, 0, contexts[0])
+            forward_of_rank(plan, batch, 0, contexts[0])
 
 
 def test_what_does_not_go_with_streams_is_refused() -> None:

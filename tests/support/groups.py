@@ -104,6 +104,12 @@ def fault_of_check(context: distca.Context) -> Exception:
     raise AssertionError("no fault is reported")
 
 
+def forward_of_rank(plan: distca.Plan, batch: Batch, rank: int, context: distca.Context) -> torch.Tensor:
+    """Runs forward of one rank and returns its rows of out."""
+    q, k, v = (rows_of_rank(batch, plan.layout, rank, t) for t in (batch.q, batch.k, batch.v))
+    return distca.core_attention(q, k, v, plan.for_rank(rank), context=context)[0]
+
+
 def run_step(
     batch: Batch, plan: distca.Plan, context: distca.Context, *, fused: bool = False, scale: float | None = None
 ) -> tuple[torch.Tensor, ...]:

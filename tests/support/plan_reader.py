@@ -76,6 +76,18 @@ def with_digests(words: Sequence[int]) -> list[int]:
     return with_checksum(changed)
 
 
+def with_tensor(plan: distca.Plan, tensor: torch.Tensor) -> distca.Plan:
+    """A copy of a plan with another tensor."""
+    changed = plan.for_rank(plan.rank)
+    changed.tensor = tensor  # type: ignore[misc]
+    return changed
+
+
+def with_words(plan: distca.Plan, words: Sequence[int]) -> distca.Plan:
+    """A copy of a plan whose tensor has these words."""
+    return with_tensor(plan, torch.tensor(list(words), dtype=torch.int64))
+
+
 def made_alike(words: Sequence[int], changed: Sequence[int]) -> list[int]:
     """Another rank's slice, made to match a changed slice: it gets the digest of its tables, and what all headers
     share.

@@ -102,7 +102,7 @@ class Group:
         self._expect_left = expect_left
         self.left: Left | None = None
         self.refusal: str = self._told()
-        """Why the group has no namespaces of its own; empty where it has."""
+        """The reason why the group has no namespaces of its own; empty if it has."""
         self.pids: list[int] = self._told()
 
     def __enter__(self) -> Group:

@@ -46,10 +46,3 @@ class Group:
         results = on_all_ranks(self.contexts, lambda rank, context: run_step(self.batch, self.plan, context))
         for a, b in zip(together(LENGTHS, LAYOUT, results), self.reference, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
-
-
-def with_tensor(plan: distca.Plan, tensor: torch.Tensor) -> distca.Plan:
-    """A copy of a plan with another tensor."""
-    changed = plan.for_rank(plan.rank)
-    changed.tensor = tensor  # type: ignore[misc]
-    return changed

@@ -1,6 +1,5 @@
 """Runs of `distca train` that were killed and resumed, beside the same runs without interruption."""
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,7 @@ from distca.apps.train.checkpoint import FOLDER, whole_checkpoints
 from distca.apps.train.config import TrainConfig
 from distca.apps.train.resume import resumed_config
 from distca.apps.train.trainer import train
-from support.train_runs import one_rank
+from support.train_runs import metrics_in, one_rank
 
 # Three ranks, because the order in which gradients are added makes no difference with two.
 SMALL = TrainConfig(ranks=3, steps=6, tokens_per_rank=64, hidden=32, layers=1, checkpoint_every=2)
@@ -26,12 +25,8 @@ OF_ONE_RANK: dict[str, dict[str, Any]] = {"one rank": {}}
 LAST = f"{FOLDER}/step-00000004"  # of a run that `killed_after` step 4 leaves behind
 
 
-def _metrics(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def losses_of(run_dir: Path) -> list[float]:
-    metrics = _metrics(run_dir)
+    metrics = metrics_in(run_dir)
     assert [step["step"] for step in metrics] == list(range(len(metrics)))
     return [step["loss"] for step in metrics]
 

@@ -8,12 +8,8 @@ import torch
 
 import distca
 from support.batches import LENGTHS, Batch, random_batch
+from support.local_tasks import whole_documents
 from support.oracle import ErrorPool
-
-
-def tasks_of(lengths: tuple[int, ...]) -> torch.Tensor:
-    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    return torch.tensor([[e - n, e, e - n, e] for e, n in zip(ends, lengths, strict=True)], dtype=torch.int64)
 
 
 def random_sinks(heads: int, seed: int) -> torch.Tensor:
@@ -61,7 +57,7 @@ def check_features(heads: distca.Heads, softcap: float, with_sinks: bool) -> Non
     for seed in range(-(-10_000 // (sum(LENGTHS) * heads.q))):
         batch = random_batch(LENGTHS, heads, seed)
         sinks = random_sinks(heads.q, seed) if with_sinks else None
-        ours = with_ours(batch, tasks_of(batch.lengths), softcap, sinks)
+        ours = with_ours(batch, whole_documents(batch.lengths), softcap, sinks)
         exact = eager_attention(batch, torch.float64, softcap, sinks)
         pool.add(ours[:5], eager_attention(batch, heads.dtype, softcap, sinks)[:5], exact[:5])
         if with_sinks:

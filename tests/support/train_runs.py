@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from distca.apps.train.corpus import Corpus
+
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
@@ -32,6 +34,11 @@ def write_texts(folder: Path) -> Path:
     return folder
 
 
+def contents_of(corpus: Corpus) -> list[list[int]]:
+    """The tokens of every document."""
+    return [corpus.document(number).tolist() for number in range(len(corpus))]
+
+
 def command(tmp_path: Path, *options: str) -> list[str]:
     """The arguments of a small run whose data and runs are below this folder."""
     small = ["--tokens-per-rank", "192", "--hidden", "32", "--layers", "1", "--heads", "4", "--name", "run"]
@@ -43,9 +50,14 @@ def start(arguments: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def metrics_in(run_dir: Path) -> list[dict]:
+    """The metrics of each step of a run."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 def metrics_of(tmp_path: Path) -> list[dict]:
-    lines = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    """The metrics of each step of the run that `command` starts."""
+    return metrics_in(tmp_path / "runs" / "run")
 
 
 def summary_of(tmp_path: Path) -> dict:

@@ -12,7 +12,7 @@ import distca
 from distca import testing
 from distca.testing import _emulation
 from support.batches import Batch, random_batch, random_tasks, rows_of_rank, scattered, spill
-from support.groups import fault_of_check, loopback_group, on_all_ranks, outcomes, run_step
+from support.groups import fault_of_check, forward_of_rank, loopback_group, on_all_ranks, outcomes, run_step
 
 LENGTHS = (100, 3, 64, 130)
 HEADS = distca.Heads(4, 2, 16, 24)
@@ -109,17 +109,15 @@ def test_a_peer_of_another_host_that_is_silent_or_dead_is_named() -> None:
     plan = distca.plan(spill(LENGTHS, 2), HEADS, tolerance=0.0, min_rows=1)
     batch = random_batch(LENGTHS, HEADS, 1)
 
-    def forward(rank: int, context: distca.Context) -> torch.Tensor:
-        q, k, v = (rows_of_rank(batch, plan.layout, rank, t) for t in (batch.q, batch.k, batch.v))
-        return distca.core_attention(q, k, v, plan.for_rank(rank), context=context)[0]
-
     with loopback_group(plan, timeout=0.2, streams=True, hosts=2) as contexts:
-        assert forward(0, contexts[0]).isnan().all()
+        assert forward_of_rank(plan, batch, 0, contexts[0]).isnan().all()
         error = fault_of_check(contexts[0])
         assert isinstance(error, distca.PeerTimeoutError) and "waited 0.2 s for rank 1" in str(error), error
     with loopback_group(plan, timeout=60.0, streams=True, hosts=2) as contexts:
         _emulation.mark_died(contexts[1]._core)
-        [result, _] = outcomes(contexts, lambda rank, context: forward(rank, context) if rank == 0 else None)
+        [result, _] = outcomes(
+            contexts, lambda rank, context: forward_of_rank(plan, batch, 0, context) if rank == 0 else None
+        )
         assert isinstance(result, distca.PeerDiedError) or result.isnan().all()
         assert "rank 1 died" in str(fault_of_check(contexts[0]))
 

@@ -1,4 +1,4 @@
-"""Tasks for flash attention."""
+"""Tasks of local attention."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ import torch
 
 
 def whole(lengths: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """A task for each document."""
     ends = torch.tensor(lengths).cumsum(0).tolist()
     return [(end - length, end, end - length, end) for end, length in zip(ends, lengths, strict=True)]
+
+
+def whole_documents(lengths: Sequence[int]) -> torch.Tensor:
+    """A task for each document, as `distca.attention` takes them."""
+    return torch.tensor(whole(lengths), dtype=torch.int64)
 
 
 def cut(lengths: Sequence[int], seed: int) -> list[tuple[int, int, int, int]]:
