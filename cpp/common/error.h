@@ -36,7 +36,7 @@ class DISTCA_EXPORT PlanFormatError : public Error {
  public:
   explicit PlanFormatError(const std::string& m) : Error("PlanFormatError", m) {}
 };
-/// Ranks of one context came to the same step with different plans.
+/// Ranks of one context came to the same step with different plans, calls, scores or layers.
 class DISTCA_EXPORT PlanMismatchError : public Error {
  public:
   explicit PlanMismatchError(const std::string& m) : Error("PlanMismatchError", m) {}

@@ -195,6 +195,8 @@ void bind_context(py::module_& m) {
           "What computes attention over such heads, and whether its bits do not depend on the plan.")
       .def("abandon", &runtime::Context::abandon, py::arg("step"), py::arg("why"),
            py::call_guard<py::gil_scoped_release>())
+      .def("set_layer", &runtime::Context::set_layer, py::arg("name"),
+           "The layer of the steps that begin from here on; empty where it is not known.")
       .def("refuse", &runtime::Context::refuse, py::arg("why"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("num_calls", &runtime::Context::num_calls)
       .def("set_trace", &runtime::Context::set_trace, py::arg("on"))

@@ -87,8 +87,8 @@ StepId Protocol::begin(plan::Phase phase, const plan::Header& plan, const ScoreO
   at_.last_slot = free_slot();
   busy_[static_cast<size_t>(at_.last_slot)] = true;
   const StepId step{
-      ++at_.num_steps,      at_.last_slot, phase, static_cast<uint64_t>(plan.plan_digest), scores.scale_and_softcap(),
-      scores.sinks_digest()};
+      ++at_.num_steps,       at_.last_slot, phase, static_cast<uint64_t>(plan.plan_digest), scores.scale_and_softcap(),
+      scores.sinks_digest(), layer_};
   at_.credits.use(step.slot, step.number);
   enter(step, part);
   return step;
@@ -120,6 +120,7 @@ void Protocol::publish() {
   transport_->publish(signals_.digest(call), step.plan_digest);
   transport_->publish(signals_.scale_and_softcap(call), step.scale_and_softcap);
   transport_->publish(signals_.sinks(call), step.sinks_digest);
+  transport_->publish(signals_.layer(call), step.layer);
   transport_->publish(signals_.call(call), call_word());
   transport_->publish(signals_.latest_step(), at_.num_steps);
   check();

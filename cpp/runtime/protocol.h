@@ -42,6 +42,7 @@
 #include "plan/origin.h"
 #include "plan/tables.h"
 #include "runtime/credits.h"
+#include "runtime/layer.h"
 #include "runtime/signals.h"
 #include "runtime/trace.h"
 #include "transport/stream_order.h"
@@ -71,7 +72,7 @@ struct StepId {
   uint64_t number = 0;  // from 1
   int64_t slot = 0;
   plan::Phase phase = plan::Phase::kForward;
-  uint64_t plan_digest = 0, scale_and_softcap = 0, sinks_digest = 0;
+  uint64_t plan_digest = 0, scale_and_softcap = 0, sinks_digest = 0, layer = kUnknownLayer;
 
   /// "step 7 (forward)"
   std::string name() const;
@@ -105,6 +106,8 @@ class Protocol {
 
   /// Whether another step may begin.
   bool has_free_slot() const { return free_slot() >= 0; }
+  /// Says to which layer the steps belong that begin from here on (layer.h). May be called from any thread.
+  void set_layer(uint64_t layer) { layer_ = layer; }
   /// Begins the next step with a call that does `part` of it. Publishes the call and compares it with the neighbours.
   /// The functions below are about this step from then on.
   StepId begin(plan::Phase phase, const plan::Header& plan, const ScoreOptions& scores, Part part);
@@ -184,7 +187,17 @@ class Protocol {
   uint64_t num_calls() const { return num_calls_; }
 
  private:
-  enum class FaultCode : uint64_t { kNone = 0, kMismatch, kDied, kLeft, kTimeout, kUnfinished, kRefused, kOther };
+  enum class FaultCode : uint64_t {
+    kNone = 0,
+    kMismatch,
+    kDied,
+    kLeft,
+    kTimeout,
+    kUnfinished,
+    kRefused,
+    kLayer,
+    kOther
+  };
   /// A fault as ranks tell each other of it. A rank that was told of a fault tells the others the same.
   struct Fault {
     FaultCode code = FaultCode::kNone;
@@ -232,9 +245,10 @@ class Protocol {
   /// Says how that plan of a peer differs from the one at hand, in brackets after a blank. Empty where that is not
   /// known.
   std::string difference_to(int64_t peer, uint64_t plan_digest) const;
-  /// Throws PlanMismatchError if this call of `peer` is another one, or about another plan or other scores, and
-  /// PeerLeftError if the peer refused it.
+  /// Throws PlanMismatchError if this call of `peer` is another one, or about another plan, other scores or another
+  /// layer, and PeerLeftError if the peer refused it.
   void compare_with(int64_t peer);
+  void compare_layer(int64_t peer, uint64_t layer);
   void compare_with_early_senders(int64_t slot);
   [[noreturn]] void time_out();
   std::string where() const;
@@ -256,6 +270,7 @@ class Protocol {
   };
   Position at_;
   std::atomic<uint64_t> num_calls_{0};
+  std::atomic<uint64_t> layer_{kUnknownLayer};
   Part part_ = Part::kWhole;
   /// The plans that were made known, with their digests. The next one takes the place of the oldest.
   std::array<std::pair<uint64_t, plan::Origin>, Signals::kDescribedPlans> described_ = {};

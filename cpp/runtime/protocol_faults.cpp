@@ -131,10 +131,10 @@ void Protocol::compare_with(int64_t peer) {
   if (theirs >> kCallShift == call) {
     std::array<uint64_t, Signals::kWords> words;
     if (!transport_->peek_words(p, signals_.digest(call), words)) return;  // that the peer is gone is found elsewhere
-    const auto [digest, scores, sinks, still_theirs] = words;
+    const auto [digest, scores, sinks, layer, still_theirs] = words;
     if (still_theirs == theirs) {
       if (theirs == call_word() && digest == at_.now.plan_digest) {
-        if (scores == at_.now.scale_and_softcap && sinks == at_.now.sinks_digest) return;
+        if (scores == at_.now.scale_and_softcap && sinks == at_.now.sinks_digest) return compare_layer(peer, layer);
         fault_ = {FaultCode::kMismatch, {static_cast<uint64_t>(peer), digest, at_.now.plan_digest}};
         throw PlanMismatchError(message(where(), ": rank ", peer, " came to this step with ", describe(scores),
                                         ", this rank with ", describe(at_.now.scale_and_softcap),
@@ -156,6 +156,14 @@ void Protocol::compare_with(int64_t peer) {
     throw PlanMismatchError(message(where(), ": ", step_of(peer), " and never gave ", waiting_.what,
                                     "; the ranks do not have the same plan (here ", hex(at_.now.plan_digest), ")"));
   }
+}
+
+void Protocol::compare_layer(int64_t peer, uint64_t layer) {
+  if (may_be_one_layer(layer, at_.now.layer)) return;
+  fault_ = {FaultCode::kLayer, {static_cast<uint64_t>(peer), layer, at_.now.layer}};
+  throw PlanMismatchError(message(where(), ": rank ", peer, " came to this step in another layer: ",
+                                  describe_layers(layer, peer, at_.now.layer, rank()),
+                                  ". All ranks must call the same layers in the same order"));
 }
 
 std::string Protocol::difference_to(int64_t peer, uint64_t plan_digest) const {
@@ -206,6 +214,9 @@ void Protocol::check_faults() {
         throw PlanMismatchError(message(by, " found that rank ", d[0], " came to the same step with another plan, ",
                                         "scale, softcap or sinks: plan ", hex(d[1]), " on rank ", d[0], ", plan ",
                                         hex(d[2]), " on rank ", f.found_by, f.text));
+      case FaultCode::kLayer:
+        throw PlanMismatchError(message(by, " found that rank ", d[0], " came to the same step in another layer: ",
+                                        describe_layers(d[1], static_cast<int64_t>(d[0]), d[2], f.found_by)));
       case FaultCode::kDied:
         throw PeerDiedError(message(where(), ": rank ", d[0], " died, as rank ", f.found_by, " reports"));
       case FaultCode::kLeft:

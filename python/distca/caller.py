@@ -43,15 +43,27 @@ class Caller(NamedTuple):
         return {"context": self.context, **scores}
 
     @contextmanager
-    def calls(self, operator: str) -> Iterator[None]:
-        """Surrounds a call of `operator`: errors get their types and name the layer; an NVTX range if one is wanted."""
+    def calls(self, operator: str, *, compares: bool = True) -> Iterator[None]:
+        """Surrounds a call of `operator`.
+
+        Errors get their types and name the layer, and there is an NVTX range if one is wanted. If the call `compares`,
+        ranks that begin a step in it compare its layer.
+        """
         if torch.compiler.is_compiling():
             with typed_errors(self.layer):
                 yield
             return
         found = find_context(self.context)
+        core = None if found is None or self.layer is None or not compares else found._core
         with typed_errors(self.layer), operator_range(operator, found is not None and found.nsys):
-            yield
+            if core is None:
+                yield
+                return
+            core.set_layer(str(self.layer))
+            try:
+                yield
+            finally:
+                core.set_layer("")
 
     def note(self, step: int | None = None) -> None:
         """Tells the trace who began this step, or the last one."""

@@ -28,7 +28,7 @@ class PlanFormatError(DistcaError):
 
 
 class PlanMismatchError(DistcaError):
-    """Ranks came to the same step with different plans. The message has both digests."""
+    """Ranks came to the same step with different plans, calls or layers. The message says what differs."""
 
 
 class PeerDiedError(DistcaError):

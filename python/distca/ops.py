@@ -62,7 +62,9 @@ def core_attention(
             whatever the plan, and dk and dv are the same from run to run. ``torch.use_deterministic_algorithms`` asks
             for it everywhere, and the CPU always computes so. The argument concerns distca's CUDA kernels; where ATen's
             flash attention computes, only torch's own switch counts.
-        layer: number or name of the calling layer. Errors of this call and of its backward begin with it.
+        layer: number or name of the calling layer. Errors of this call and of its backward begin with it, and ranks
+            compare it: another layer on a rank is a PlanMismatchError. A call without a layer, or in compiled code,
+            goes with any, and so does a number with a name that does not begin with one.
 
     Returns:
         out ``[T, H, Dv]`` in q's dtype, and lse ``[T, H]`` float32, the natural log-sum-exp of each row's scaled

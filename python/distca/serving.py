@@ -37,7 +37,7 @@ def serve(
         context: the context or its name.
         scale, softcap, sinks: the same as on the other ranks.
         deterministic: as in `core_attention`, for what this rank computes.
-        layer: number or name of the layer that is served, for error messages.
+        layer: number or name of the layer that is served, the same as on the other ranks where they give one.
 
     Raises:
         InvalidArgumentError: the phase is another one, or this rank has rows.
@@ -94,7 +94,7 @@ def serve_ping_pong(
     for part, index, half in _calls_of_ping_pong(len(layers), phase):
         caller = Caller.of(context, index, half)
         name = caller.context
-        with caller.calls(part + suffix):
+        with caller.calls(part + suffix, compares=False):  # the model may number its layers otherwise
             if part == "dispatch":
                 options = caller.options(scale, softcap, deterministic)
                 plan = layers[index][half]

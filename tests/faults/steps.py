@@ -141,6 +141,20 @@ FAULTS = [
         ("tests/runtime/test_faults.py",),
     ),
     Fault(
+        "the layer of a call is not compared",
+        PROTOCOL_FAULTS,
+        "  if (may_be_one_layer(layer, at_.now.layer)) return;",
+        "  return;",
+        ("tests/runtime/test_call_mismatch.py",),
+    ),
+    Fault(
+        "a backward is published without its layer",
+        "python/distca/caller.py",
+        "            core.set_layer(str(self.layer))",
+        '            core.set_layer("" if operator.endswith("backward") else str(self.layer))',
+        ("tests/runtime/test_call_mismatch.py",),
+    ),
+    Fault(
         "a poisoned context goes on",
         PROTOCOL,
         "  require<ContextPoisonedError>(poison_.empty(),",

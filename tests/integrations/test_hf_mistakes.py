@@ -68,18 +68,41 @@ def test_a_model_with_a_layer_more_on_one_rank_is_an_error_on_both_with_step_and
         for model in models:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     errors = _errors(lambda rank, context: _train_step(models[rank], context, 0))
-    step = 4 if checkpointing else 3
+    # Checkpointing runs layer 1 of rank 0 forward again, while rank 1 comes to its layer 2.
+    phase = "forward" if checkpointing else "backward"
     for error, place in zip(
         errors,
         [
-            ("layer 1 (LlamaAttention)", f"rank 0 of 2, step {step} (backward)"),
-            ("layer 2 (LlamaAttention)", f"rank 1 of 2, step {step} (forward)"),
+            ("layer 1 (LlamaAttention)", f"rank 0 of 2, step 3 ({phase})"),
+            ("layer 2 (LlamaAttention)", "rank 1 of 2, step 3 (forward)"),
         ],
         strict=True,
     ):
         assert isinstance(error, distca.PlanMismatchError), error
         assert str(error).startswith(f"{place[0]}: context ") and place[1] in str(error), error
         assert str(error).endswith(ADVICE)
+
+
+@pytest.mark.parametrize("skipped", [{0: 1}, {0: 1, 1: 2}], ids=["one rank", "both, different layers"])
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_layer_that_is_skipped_on_one_rank_is_an_error_before_the_rows_of_two_layers_mix(
+    skipped: dict[int, int], trains: bool
+) -> None:
+    models = [_model(layers=4), _model(layers=4)]
+    for rank, layer in skipped.items():
+        attention = models[rank].model.layers[layer].self_attn
+        attention.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
+
+    def work(rank: int, context: distca.Context) -> object:
+        if trains:
+            return _train_step(models[rank], context, 0)
+        return _evaluate(models[rank], context, _batch(0, rank))
+
+    for rank, error in enumerate(_errors(work)):
+        assert isinstance(error, distca.PlanMismatchError), error
+        assert str(error).startswith(f"layer {2 - rank} (LlamaAttention): ") and str(error).endswith(ADVICE), error
+        assert "step 2 (forward)" in str(error), error
+        assert "layer 2 on rank 0" in str(error) and "layer 1 on rank 1" in str(error), error
 
 
 def _wrong_positions(batch: dict[str, object]) -> None:

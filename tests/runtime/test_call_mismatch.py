@@ -1,11 +1,14 @@
-"""Ranks whose calls differ: every rank is told the step, the layer and what to change.
+"""Ranks whose calls differ, or are not of one layer: every rank is told the step, the layer and what to change.
 
 test_hf_mistakes.py has models of transformers.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ import distca
 from distca.testing import _emulation
 from support.groups import ADVICE, loopback_group, outcomes
 from support.processes import Group, connect, fault_of, plan_for, tensors_for
+from support.torch_ranks import join, over_torch, torch_group
 
 
 def _call(plan: distca.Plan, context: distca.Context, actions: list[str]) -> None:
@@ -57,7 +61,7 @@ CHECKPOINTED_CALLS = {
     ),
     "checkpointing on both, a layer more on one": (
         (["checkpointed 0", "backward"], ["checkpointed 0", "checkpointed 1", "backward"]),
-        (("layer 0", "step 3 (backward)"), ("layer 1", "step 3 (forward)")),
+        (("layer 0", "step 2 (forward)"), ("layer 1", "step 2 (forward)")),
     ),
 }
 
@@ -119,3 +123,145 @@ def test_a_layer_is_named_in_the_error_of_any_argument_and_not_in_that_of_an_aba
             distca.core_attention(*inputs, plan, context=contexts[0], layer=1)
         with pytest.raises(distca.ContextPoisonedError, match="^context .* rank 1 died"):
             distca.core_attention(*inputs, plan, context=contexts[0], layer=2)
+
+
+# ---- ranks that call different layers with one plan
+
+
+def _attend_in_parts(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    step = distca.dispatch(q, *args, **options)
+    distca.attend(step)
+    return distca.collect(step)[0]
+
+
+def _through(layers: Sequence[int | str | None], plan: distca.Plan, context: distca.Context, in_parts: bool) -> None:
+    """Forward through these layers, then the backward of all. Without a mistake, nothing but the layers differs."""
+    rows, k, v, _ = tensors_for(plan)
+    for layer in layers:
+        if in_parts:
+            rows = _attend_in_parts(rows, k, v, plan, context=context, layer=layer)
+        else:
+            rows = distca.core_attention(rows, k, v, plan, context=context, layer=layer)[0]
+    rows.sum().backward()
+
+
+def _through_layers(rank: int, ranks: int, pipe: Connection, layers: list[Any], in_parts: bool) -> None:
+    with connect(rank, pipe) as context:
+        pipe.send(fault_of(lambda: _through(layers[rank], plan_for(ranks, rank), context, in_parts)))
+
+
+def _through_layers_over_torch(
+    rank: int, ranks: int, pipe: Connection, port: int, layers: list[Any], in_parts: bool
+) -> None:
+    join(rank, ranks, port)
+    with over_torch(heap_bytes=1 << 21) as context:
+        pipe.send(fault_of(lambda: _through(layers[rank], plan_for(ranks, rank), context, in_parts)))
+    pipe.recv()
+
+
+def _faults(transport: str, layers: list[Any], in_parts: bool) -> list[tuple[str, str]]:
+    ranks = len(layers)
+    if transport == "torch":
+        with torch_group(_through_layers_over_torch, ranks, layers, in_parts) as group:
+            faults = [group.receive(rank) for rank in range(ranks)]
+            group.tell("end")
+            return faults
+    with Group(_through_layers, ranks, layers, in_parts) as group:
+        group.exchange_addresses()
+        return [group.receive(rank) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_ranks_that_skip_different_layers_but_equally_many_are_told_both_layers(
+    transport: str, ranks: int, in_parts: bool
+) -> None:
+    # The last rank skips layer 1, the others layer 2. Everything else about their calls is the same.
+    layers = [[0, 1, 3]] * (ranks - 1) + [[0, 2, 3]]
+    faults = _faults(transport, layers, in_parts)
+    for rank, (kind, message) in enumerate(faults):
+        assert kind == "PlanMismatchError", message
+        own = layers[rank][1]
+        assert message.startswith(f"layer {own}: context ") and "step 2 (forward)" in message, message
+        assert "another layer: " in message and message.endswith(ADVICE), message
+        assert f"layer 2 on rank {ranks - 1}" in message and "layer 1 on rank " in message, message
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_backward_compares_the_layers_of_its_forward(ranks: int, streams: bool, in_parts: bool) -> None:
+    plan = plan_for(ranks, 0)
+    apart = threading.Barrier(ranks)
+
+    def work(rank: int, context: distca.Context) -> None:
+        own = plan.for_rank(rank)
+        losses = []
+        for layer in range(2):
+            rows, k, v, _ = tensors_for(own, seed=layer)
+            options: dict[str, Any] = {"context": context, "layer": layer}
+            if in_parts:
+                losses.append(_attend_in_parts(rows, k, v, own, **options).sum())
+            else:
+                losses.append(distca.core_attention(rows, k, v, own, **options)[0].sum())
+        apart.wait(20.0)
+        for layer in (0, 1) if rank == 0 else (1, 0):
+            losses[layer].backward()
+
+    with loopback_group(plan, timeout=20.0, streams=streams) as contexts:
+        errors = outcomes(contexts, work)
+    for rank, error in enumerate(errors):
+        assert isinstance(error, distca.PlanMismatchError), error
+        assert "layer 0 on rank 0" in str(error) and "layer 1 on rank " in str(error), error
+        if not streams:  # a rank whose steps are queued may be a step further by then
+            assert str(error).startswith(f"layer {min(rank, 1)}: context ") and "step 3 (backward)" in str(error), error
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [[0, 1], [None, None]],  # not every rank names its layers
+        [[0, 1], [0, None], [None, 1]],
+        [["0", "1 (LlamaAttention)"], [0, 1]],  # a number, with or without a class
+        [["decoder.0", "decoder.1"], [0, 1]],  # a name and a number are not compared
+        [["decoder.0", "decoder.1"], ["decoder.0", "decoder.1"]],
+        [[2**70, -1], [2**70, -1]],
+    ],
+)
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_layers_that_may_be_the_same_are_no_fault(layers: list[Any], in_parts: bool) -> None:
+    plan = plan_for(len(layers), 0)
+    with loopback_group(plan, timeout=20.0) as contexts:
+        assert outcomes(contexts, lambda r, c: _through(layers[r], plan.for_rank(r), c, in_parts)) == [None] * len(
+            layers
+        )
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("decoder.0", "decoder.1"), "the layers of ranks"),
+        (("1 (LlamaAttention)", "2 (LlamaAttention)"), "layer 1 on rank 0"),
+        ((0, 1), "layer 0 on rank 0"),
+    ],
+)
+def test_layers_are_known_by_their_numbers_or_their_names(names: tuple[int | str, int | str], said: str) -> None:
+    plan = plan_for(2, 0)
+    with loopback_group(plan, timeout=20.0) as contexts:
+        for error in outcomes(contexts, lambda r, c: _through([names[r]], plan.for_rank(r), c, in_parts=False)):
+            assert isinstance(error, distca.PlanMismatchError) and said in str(error), error
+
+
+def test_a_call_that_was_refused_leaves_its_layer_to_no_later_call() -> None:
+    plan = plan_for(2, 0)
+    other = plan_for(2, 0, rows=100)
+
+    def work(rank: int, context: distca.Context) -> None:
+        q, k, v, _ = tensors_for(plan.for_rank(rank))
+        with pytest.raises(distca.InvalidArgumentError):
+            distca.core_attention(q, k, v, other.for_rank(rank), context=context, layer=rank)
+        distca.core_attention(q, k, v, plan.for_rank(rank), context=context)
+
+    with loopback_group([plan, other], timeout=20.0) as contexts:
+        assert outcomes(contexts, work) == [None, None]
