@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
 from distca.context import Context
-from distca.errors import typed_errors
+from distca.errors import typed_error, typed_errors
 from distca.registry import find_context, get_context
 from distca.trace.nsys import operator_range
 
@@ -42,28 +42,15 @@ class Caller(NamedTuple):
         scores = {"scale": scale, "softcap": softcap, "deterministic": is_deterministic(deterministic)}
         return {"context": self.context, **scores}
 
-    @contextmanager
-    def calls(self, operator: str, *, compares: bool = True) -> Iterator[None]:
+    def calls(self, operator: str, *, compares: bool = True) -> AbstractContextManager[None]:
         """Surrounds a call of `operator`.
 
         Errors get their types and name the layer, and there is an NVTX range if one is wanted. If the call `compares`,
         ranks that begin a step in it compare its layer.
         """
         if torch.compiler.is_compiling():
-            with typed_errors(self.layer):
-                yield
-            return
-        found = find_context(self.context)
-        core = None if found is None or self.layer is None or not compares else found._core
-        with typed_errors(self.layer), operator_range(operator, found is not None and found.nsys):
-            if core is None:
-                yield
-                return
-            core.set_layer(str(self.layer))
-            try:
-                yield
-            finally:
-                core.set_layer("")
+            return typed_errors(self.layer)
+        return _OperatorCall(self, operator, compares)
 
     def note(self, step: int | None = None) -> None:
         """Tells the trace who began this step, or the last one."""
@@ -72,3 +59,29 @@ class Caller(NamedTuple):
         here = get_context(self.context)
         if here is not None:
             here.note_caller(here.step if step is None else step, self.layer, self.half)
+
+
+class _OperatorCall:
+    """What `Caller.calls` returns: not a generator, which would take longer than all that it does."""
+
+    def __init__(self, caller: Caller, operator: str, compares: bool) -> None:
+        found = find_context(caller.context)
+        self._layer = caller.layer
+        self._range = operator_range(operator, True) if found is not None and found.nsys else None
+        self._core = None if found is None or caller.layer is None or not compares else found._core
+
+    def __enter__(self) -> None:
+        if self._range is not None:
+            self._range.__enter__()
+        if self._core is not None:
+            self._core.set_layer(str(self._layer))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._core is not None:
+            self._core.set_layer("")
+        if self._range is not None:
+            self._range.__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError) and (typed := typed_error(error, self._layer)) is not None:
+            raise typed from None

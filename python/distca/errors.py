@@ -94,11 +94,19 @@ def typed_errors(layer: int | str | None = None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        match = _FROM_OPERATOR.match(str(error))
-        kind = globals().get(match[1]) if match else None
-        if match is None or kind is None:
+        if (typed := typed_error(error, layer)) is None:
             raise
-        # A poisoned context reports an earlier fault, which may be of another layer.
-        where = "" if layer is None or kind is ContextPoisonedError else f"layer {layer}: "
-        advice = f". What to change: {_WHAT_TO_CHANGE[kind]}{_ALSO}" if kind in _WHAT_TO_CHANGE else ""
-        raise kind(f"{where}{match[2]}{advice}") from None
+        raise typed from None
+
+
+def typed_error(error: RuntimeError, layer: int | str | None) -> DistcaError | None:
+    """What `typed_errors` raises in place of `error`; None where it does not come from an operator."""
+    match = _FROM_OPERATOR.match(str(error))
+    kind = globals().get(match[1]) if match else None
+    if match is None or kind is None:
+        return None
+    # A poisoned context reports an earlier fault, which may be of another layer.
+    where = "" if layer is None or kind is ContextPoisonedError else f"layer {layer}: "
+    advice = f". What to change: {_WHAT_TO_CHANGE[kind]}{_ALSO}" if kind in _WHAT_TO_CHANGE else ""
+    typed: DistcaError = kind(f"{where}{match[2]}{advice}")
+    return typed

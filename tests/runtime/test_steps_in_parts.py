@@ -162,5 +162,5 @@ def test_with_a_progress_thread_bits_deaths_and_forks_are_as_without() -> None:
 
 
 def test_a_progress_thread_is_refused_where_rows_are_exchanged_all_at_once() -> None:
-    with pytest.raises(distca.InvalidArgumentError, match="progress_thread is for 'shm'"):
+    with pytest.raises(distca.InvalidArgumentError, match="progress_thread works with 'shm' only"):
         distca.init(transport="torch", max_tokens=8, heads=HEADS, progress_thread=True)
