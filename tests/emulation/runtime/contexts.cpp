@@ -150,7 +150,9 @@ class WaitingStreams final : public transport::Streams {
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override { return streams_->allocate(bytes); }
   Shared allocate_shared(int64_t bytes) override { return streams_->allocate_shared(bytes); }
-  std::shared_ptr<std::byte> open(const Card& card, int64_t bytes) override { return streams_->open(card, bytes); }
+  std::shared_ptr<std::byte> open(const IpcHandle& handle, int64_t bytes) override {
+    return streams_->open(handle, bytes);
+  }
   void record(int point, Stream stream) override { streams_->record(point, stream); }
   void wait_for(Stream stream, int point) override { streams_->wait_for(stream, point); }
   void drain() noexcept override { streams_->drain(); }
