@@ -120,4 +120,27 @@ Layout Layout::head_tail(const std::vector<int64_t>& lengths, int64_t num_ranks)
   return Layout(std::move(ranks));
 }
 
+Layout Layout::join(const std::vector<Part>& parts, int64_t num_ranks) {
+  require(num_ranks >= 1 && num_ranks <= kMaxRanks, "layout: ", num_ranks, " ranks; 1 to ", kMaxRanks, " are allowed");
+  std::vector<std::vector<Segment>> ranks(static_cast<size_t>(num_ranks));
+  std::vector<char> taken(ranks.size(), 0);
+  int64_t num_documents = 0;
+  for (const Part& part : parts) {
+    require(std::ssize(part.ranks) == part.layout->num_ranks(), "layout: a part of ", part.layout->num_ranks(),
+            " ranks is put on ", part.ranks.size());
+    for (size_t r = 0; r < part.ranks.size(); ++r) {
+      const int64_t to = part.ranks[r];
+      require(to >= 0 && to < num_ranks, "layout: a part is put on rank ", to, "; 0 to ", num_ranks - 1,
+              " are allowed");
+      require(taken[static_cast<size_t>(to)]++ == 0, "layout: two ranks of the parts are put on rank ", to);
+      std::vector<Segment>& segments = ranks[static_cast<size_t>(to)];
+      segments = part.layout->ranks()[r];
+      for (Segment& s : segments)
+        if (s.document != kPadding) s.document += num_documents;
+    }
+    num_documents += part.layout->num_documents();
+  }
+  return Layout(std::move(ranks));
+}
+
 }  // namespace distca::plan

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -45,6 +46,14 @@ class DISTCA_EXPORT Layout {
   /// Context parallel: each document is cut into 2 * num_ranks chunks; rank r holds chunk r and the r-th chunk from the
   /// end.
   static Layout head_tail(const std::vector<int64_t>& lengths, int64_t num_ranks);
+
+  /// A layout, and the rank that each of its ranks becomes.
+  struct Part {
+    std::shared_ptr<const Layout> layout;
+    std::vector<int64_t> ranks;
+  };
+  /// Several layouts on different ranks. Documents are numbered on from part to part.
+  static Layout join(const std::vector<Part>& parts, int64_t num_ranks);
 
   int64_t num_ranks() const { return static_cast<int64_t>(ranks_.size()); }
   int64_t num_documents() const { return static_cast<int64_t>(document_lengths_.size()); }

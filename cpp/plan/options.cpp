@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "common/error.h"
+#include "plan/origin.h"
 
 namespace distca::plan {
 namespace {
@@ -42,6 +43,8 @@ void PlanOptions::check(const Layout& layout) const {
   for (size_t i = 0; i < retain_bytes.size(); ++i)
     require(retain_bytes[i] >= 0, "plan: retain_bytes of rank ", i, " = ", retain_bytes[i],
             "; 0 or a positive number is allowed");
+  require(is_label(label), "plan: a label of ", label.size(), " bytes; up to ", 8 * kLabelWords,
+          " bytes of printable ASCII are allowed");
   require(capacity > 0, "plan: capacity = ", capacity, " bytes; it must be positive");
   const auto& table = cost.rates.rates;
   const int64_t dearest = table.empty() ? RateTable::kRateUnit : *std::max_element(table.begin(), table.end());

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "common/dtype.h"
@@ -34,6 +35,11 @@ struct PlanOptions {
   bool overlap = false;               // gradients come home in as few rounds as the capacity allows
   std::vector<int64_t> retain_bytes;  // bytes of keys and values that each rank may keep, as a server, from a forward
                                       // step until its backward step; empty: none
+
+  /// What the plan is for, in printable ASCII: "tick 5 of 10, backward". It is in the digest and in messages. A plan
+  /// with a label may be given another one with a label for its backward pass, in which other ranks hold other
+  /// documents.
+  std::string label;
 
   /// Throws InvalidArgumentError, which names the option, unless a plan of this layout can be made with them.
   void check(const Layout& layout) const;

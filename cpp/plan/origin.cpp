@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
 
 #include "common/error.h"
 #include "plan/digests.h"
@@ -44,6 +45,25 @@ Origin origin_of(const Header& header) {
   return origin;
 }
 
+bool is_label(std::string_view text) {
+  return text.size() <= 8 * kLabelWords && std::ranges::all_of(text, [](char c) { return c >= ' ' && c <= '~'; });
+}
+
+std::array<int64_t, kLabelWords> label_words(std::string_view text) {
+  std::array<int64_t, kLabelWords> words = {};
+  std::memcpy(words.data(), text.data(), std::min(text.size(), sizeof(words)));
+  return words;
+}
+
+std::string label_of(const std::array<int64_t, kLabelWords>& words) {
+  std::string text(sizeof(words), '\0');
+  std::memcpy(text.data(), words.data(), sizeof(words));
+  text.resize(text.find_last_not_of('\0') + 1);
+  for (char& c : text)
+    if (!is_label({&c, 1})) c = '?';
+  return text;
+}
+
 std::string describe(const HeadShape& h) {
   return message(h.q_heads, " query heads and ", h.kv_heads, " key/value heads of dim ", h.dim, " (values ", h.v_dim,
                  "), ", dtype_name(h.dtype));
@@ -61,6 +81,13 @@ std::string difference(const OriginOnRank& one, const OriginOnRank& other) {
   const auto compare = [&](const std::string& what, const std::string& x, const std::string& y) {
     if (x != y) say(what, x, " on rank ", one.rank, ", ", y, " on rank ", other.rank);
   };
+  if (a.label != b.label) {
+    const auto label = [](const Header& h) {
+      const std::string text = label_of(h.label);
+      return text.empty() ? "no label" : message("\"", text, "\"");
+    };
+    compare("", label(a), label(b));
+  }
   if (a.layout_digest != b.layout_digest) {
     const auto size = [](const PlanArguments& m) {
       return message(m.num_documents, " documents of ", m.num_tokens, " tokens");

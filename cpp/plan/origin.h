@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 #include "common/dtype.h"
 #include "plan/tables.h"
@@ -26,6 +27,12 @@ struct OriginOnRank {
 };
 /// Says in what two plans differ: "tolerance 0.05 on rank 1, 0.01 on rank 0".
 std::string difference(const OriginOnRank& one, const OriginOnRank& other);
+
+/// Whether a text may be a label.
+bool is_label(std::string_view text);
+/// The words of a label, and the label that words say. Bytes that a label may not have become question marks.
+std::array<int64_t, kLabelWords> label_words(std::string_view text);
+std::string label_of(const std::array<int64_t, kLabelWords>& words);
 
 std::string describe(const HeadShape& heads);
 std::string describe(const Mask& mask);

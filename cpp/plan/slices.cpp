@@ -63,6 +63,7 @@ Header common_header(const Layout& layout, const PlanOptions& options, const Dra
   header.key_block_rows = options.key_block_rows;
   header.mask_kind = static_cast<int64_t>(options.mask.kind);
   header.window = options.mask.window;
+  header.label = label_words(options.label);
   header.retains = options.retains();
   header.slot_bytes = draft.slot_bytes;
   return header;

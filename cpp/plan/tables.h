@@ -29,9 +29,11 @@
 namespace distca::plan {
 
 inline constexpr int64_t kMagic = 0x64697374636131;  // "distca1"
-inline constexpr int64_t kFormatVersion = 4;
+inline constexpr int64_t kFormatVersion = 5;
 /// Every extent of an arena starts at a multiple of this many bytes.
 inline constexpr int64_t kExtentAlignment = 64;
+/// A label has at most as many bytes.
+inline constexpr int64_t kLabelWords = 6;
 /// Rounds of a step are numbered below this.
 inline constexpr int64_t kMaxRounds = 1 << 16;
 
@@ -175,8 +177,9 @@ struct Header {
   int64_t q_heads, kv_heads, dim, v_dim, dtype;
   int64_t key_block_rows;
   int64_t mask_kind, window;
-  int64_t retains;     // 1: some server, on whatever rank, may keep rows from forward to backward
-  int64_t slot_bytes;  // the largest arena of any rank and phase
+  std::array<int64_t, kLabelWords> label;  // text that its maker gave it (options.h), padded with zeros
+  int64_t retains;                         // 1: some server, on whatever rank, may keep rows from forward to backward
+  int64_t slot_bytes;                      // the largest arena of any rank and phase
   // These words are this rank's own.
   int64_t rank;
   int64_t num_rows;                    // rows of its token tensor

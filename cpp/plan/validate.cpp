@@ -5,6 +5,7 @@
 
 #include "plan/consistency.h"
 #include "plan/digests.h"
+#include "plan/origin.h"
 
 namespace distca::plan {
 namespace {
@@ -52,6 +53,7 @@ class Validator {
     check_plan(h().mask_kind >= 0 && h().mask_kind < kNumMaskKinds && h().window >= 0 && h().window <= kMaxRows &&
                    (h().window == 0 || h().mask_kind == static_cast<int64_t>(MaskKind::kCausal)),
                "it says mask ", h().mask_kind, " with window ", h().window);
+    check_plan(label_words(label_of(h().label)) == h().label, "its label is not text");
     check_plan(h().num_rounds >= 1 && h().num_rounds <= kMaxRounds, "it says ", h().num_rounds, " rounds");
     constexpr int64_t kMaxArena = int64_t{1} << 46;
     for (int64_t bytes : h().arena_bytes)

@@ -29,7 +29,9 @@ std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int6
                                       int64_t mask_kind, int64_t window, std::vector<int64_t> servers,
                                       std::vector<int64_t> speeds, int64_t ranks_per_node, bool forward_only,
                                       bool split_heads, bool overlap, std::vector<int64_t> retain_bytes,
-                                      const std::optional<std::vector<TaskTuple>>& tasks) {
+                                      std::string label, const std::optional<std::vector<TaskTuple>>& tasks,
+                                      const std::shared_ptr<plan::Plan>& like,
+                                      const std::vector<int64_t>& servers_of_like) {
   require(dtype >= 0 && dtype < kNumDTypes, "plan: dtype number ", dtype, "; 0 to ", kNumDTypes - 1, " are allowed");
   require(mask_kind >= 0 && mask_kind < kNumMaskKinds, "plan: mask number ", mask_kind, "; 0 to ", kNumMaskKinds - 1,
           " are allowed");
@@ -49,11 +51,21 @@ std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int6
   options.retain_bytes = std::move(retain_bytes);
   options.capacity = capacity;
   options.overlap = overlap;
+  options.label = std::move(label);
   const py::gil_scoped_release release;
   if (tasks) {
     std::vector<plan::GivenTask> given;
     for (const auto& [document, q_begin, q_end, kv_head_begin, kv_head_end, server] : *tasks)
       given.push_back({document, q_begin, q_end, kv_head_begin, kv_head_end, server});
+    return std::make_shared<plan::Plan>(std::move(layout), options, given);
+  }
+  if (like) {
+    require(std::ssize(servers_of_like) == like->layout().num_ranks(), "plan: ", servers_of_like.size(),
+            " servers for a schedule of ", like->layout().num_ranks(), " ranks");
+    std::vector<plan::GivenTask> given;
+    for (const plan::Task& t : like->tasks())
+      given.push_back({t.document, t.q_begin, t.q_end, t.kv_head_begin, t.kv_head_end,
+                       servers_of_like[static_cast<size_t>(t.server)]});
     return std::make_shared<plan::Plan>(std::move(layout), options, given);
   }
   return std::make_shared<plan::Plan>(std::move(layout), options);
@@ -119,6 +131,15 @@ void bind_layout(py::module_& m) {
             return std::make_shared<plan::Layout>(plan::Layout::head_tail(lengths, ranks));
           },
           py::arg("lengths"), py::arg("ranks"))
+      .def_static(
+          "join",
+          [](const std::vector<std::pair<std::shared_ptr<plan::Layout>, std::vector<int64_t>>>& parts,
+             int64_t num_ranks) {
+            std::vector<plan::Layout::Part> of_layout;
+            for (const auto& [layout, ranks] : parts) of_layout.push_back({layout, ranks});
+            return std::make_shared<plan::Layout>(plan::Layout::join(of_layout, num_ranks));
+          },
+          py::arg("parts"), py::arg("num_ranks"))
       .def_property_readonly("num_ranks", &plan::Layout::num_ranks)
       .def_property_readonly("document_lengths", &plan::Layout::document_lengths)
       .def(
@@ -160,7 +181,9 @@ void bind_plan(py::module_& m) {
            py::arg("dim"), py::arg("v_dim"), py::arg("dtype"), py::arg("cost"), py::arg("tolerance_ppm"),
            py::arg("min_rows"), py::arg("balance"), py::arg("capacity"), py::arg("mask_kind"), py::arg("window"),
            py::arg("servers"), py::arg("speeds"), py::arg("ranks_per_node"), py::arg("forward_only"),
-           py::arg("split_heads"), py::arg("overlap"), py::arg("retain_bytes"), py::arg("tasks") = std::nullopt)
+           py::arg("split_heads"), py::arg("overlap"), py::arg("retain_bytes"), py::arg("label") = "",
+           py::arg("tasks") = std::nullopt, py::arg("like") = nullptr,
+           py::arg("servers_of_like") = std::vector<int64_t>())
       .def_property_readonly("digest", &plan::Plan::digest)
       .def("stats", &stats_of)
       .def("byte_lower_bounds",

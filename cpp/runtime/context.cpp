@@ -102,11 +102,16 @@ void Context::check_once(std::span<const int64_t> plan_words) const {
 
 void Context::check_same_problem(const plan::SliceView& forward, const plan::SliceView& backward) const {
   const plan::Header &f = forward.header(), &b = backward.header();
-  const auto same = [](const plan::SegmentRow& x, const plan::SegmentRow& y) {
-    return x.document == y.document && x.begin == y.begin && x.end == y.end;
+  // The digest of a layout is over all ranks' segments. In plans with labels, those of other ranks may differ, and the
+  // numbers of documents with them: each rank answers for its own rows.
+  const bool are_labelled = f.label[0] != 0 && b.label[0] != 0;
+  const auto same = [&](const plan::SegmentRow& x, const plan::SegmentRow& y) {
+    const bool same_document =
+        are_labelled ? (x.document == plan::kPadding) == (y.document == plan::kPadding) : x.document == y.document;
+    return same_document && x.begin == y.begin && x.end == y.end;
   };
-  // The digest is over all ranks' segments.
-  if (f.layout_digest != b.layout_digest || !std::ranges::equal(forward.segments(), backward.segments(), same)) {
+  if ((!are_labelled && f.layout_digest != b.layout_digest) ||
+      !std::ranges::equal(forward.segments(), backward.segments(), same)) {
     throw InvalidArgumentError(message("the plan of backward is of another layout than that of forward",
                                        first_difference(forward, backward), "; make both of one layout"));
   }

@@ -30,7 +30,7 @@ struct Published {
 
 /// The message of every rank to every other rank before any row moves.
 struct Header {
-  static constexpr size_t kMaxPublished = 40;  // enough for two calls and the description of a plan
+  static constexpr size_t kMaxPublished = 64;  // enough for two calls and the descriptions of their plans
 
   int64_t bytes;            // for this peer
   int64_t bytes_to_anyone;  // if this is 0 on all ranks, nothing follows

@@ -11,6 +11,8 @@ class Layout:
     def packed(lengths: Sequence[int], ranks: int, tokens_per_rank: int) -> Layout: ...
     @staticmethod
     def head_tail(lengths: Sequence[int], ranks: int) -> Layout: ...
+    @staticmethod
+    def join(parts: Sequence[tuple[Layout, Sequence[int]]], num_ranks: int) -> Layout: ...
     @property
     def num_ranks(self) -> int: ...
     @property
@@ -45,8 +47,11 @@ class Plan:
         forward_only: bool,
         overlap: bool,
         retain_bytes: Sequence[int],
+        label: str = "",
         split_heads: bool,
         tasks: Sequence[tuple[int, int, int, int, int, int]] | None = None,
+        like: Plan | None = None,
+        servers_of_like: Sequence[int] = ...,
     ) -> None: ...
     @property
     def digest(self) -> int: ...

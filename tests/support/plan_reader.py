@@ -21,9 +21,9 @@ MASKS = ("causal", "full")
 RETURNED, ARENA, PARTIAL = 0, 1, 2
 COPY, ASSIGN, ADD = 0, 1, 2
 Range = tuple[int, int]  # begin and end; the end is excluded
-SLOT_BYTES_WORD = 17
+SLOT_BYTES_WORD = 23
 CHECKSUM_BEGIN = 4
-FIRST_MADE = 26  # the first word that says how the plan was made: such words are in the checksum and in no digest
+FIRST_MADE = 32  # the first word that says how the plan was made: such words are in the checksum and in no digest
 
 
 def digest(*lists: Sequence[int]) -> int:
@@ -118,6 +118,12 @@ class Header(NamedTuple):
     key_block_rows: int
     mask_kind: int
     window: int
+    label_0: int
+    label_1: int
+    label_2: int
+    label_3: int
+    label_4: int
+    label_5: int
     retains: int
     slot_bytes: int
     rank: int

@@ -130,6 +130,40 @@ class Layout:
         except TypeError:
             raise _bad_length(("", n) for n in lengths) from None
 
+    @classmethod
+    def join(cls, parts: Sequence[tuple[Layout, Sequence[int]]], *, num_ranks: int) -> Layout:
+        """One layout of several, each on ranks of its own. Documents are numbered on from part to part.
+
+        Args:
+            parts: layouts, each with the ranks that hold it: rank r of the layout becomes rank ``ranks[r]``.
+            num_ranks: number of ranks of the whole. Ranks that no part names have no rows.
+
+        Raises:
+            InvalidArgumentError: a part names too few or too many ranks, or ranks that another part has or that do not
+                exist.
+
+        Examples:
+            >>> first, second = distca.Layout.from_documents([[4], [3]]), distca.Layout.from_documents([[2, 2]])
+            >>> whole = distca.Layout.join([(first, [0, 1]), (second, [3])], num_ranks=4)
+            >>> [whole.segments(rank) for rank in range(4)]
+            [[(0, 0, 4)], [(1, 0, 3)], [], [(2, 0, 2), (3, 0, 2)]]
+        """
+        if not is_whole(num_ranks, 1):
+            raise InvalidArgumentError(f"layout: num_ranks = {num_ranks!r}; a positive integer is expected")
+        cores, longest = [], 0
+        for layout, ranks in parts:
+            if not isinstance(layout, Layout):
+                raise InvalidArgumentError(f"layout: a part is a {type(layout).__name__}; a distca.Layout is expected")
+            ranks = listed("layout", "the ranks of a part", ranks, "a list of ranks")
+            try:
+                cores.append((layout._core, [index(rank) for rank in ranks]))
+            except TypeError:
+                raise InvalidArgumentError(f"layout: a part is put on ranks {ranks}; integers are expected") from None
+            longest = max(longest, layout.longest_document)
+        whole = cls._wrap(_C.Layout.join(cores, num_ranks))
+        whole._longest_of_whole = longest or None  # parts may be halves
+        return whole
+
     @property
     def num_ranks(self) -> int:
         """Number of ranks."""

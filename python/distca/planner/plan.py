@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,16 +22,33 @@ _MESSAGES = ("forward_in", "forward_out", "backward_in", "backward_out")
 _TENSORS = ("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv", "dk", "dv")
 
 
+class Schedule(NamedTuple):
+    """The schedule of another plan, with other servers.
+
+    Attributes:
+        of: the other plan. Its layout has the same documents.
+        servers: for each of its servers the rank that computes here what that one computes there.
+    """
+
+    of: CorePlan
+    servers: list[int]
+
+
 class CorePlan:
     """The core's plan of all ranks, with the arguments that made it. An unpickled one is planned again when needed."""
 
-    def __init__(self, layout: Layout, heads: Heads, arguments: Mapping[str, Any]) -> None:
-        self.layout, self.heads, self._arguments = layout, heads, arguments
+    def __init__(
+        self, layout: Layout, heads: Heads, arguments: Mapping[str, Any], schedule: Schedule | None = None
+    ) -> None:
+        self.layout, self.heads, self.arguments, self._schedule = layout, heads, arguments, schedule
         self._core: _C.Plan | None = self._plan()
         self.digest: int = self._core.digest
 
     def _plan(self) -> _C.Plan:
-        cost: CostModel = self._arguments["cost"]
+        cost: CostModel = self.arguments["cost"]
+        schedule: dict[str, Any] = {}
+        if self._schedule is not None:
+            schedule = {"like": self._schedule.of.core, "servers_of_like": self._schedule.servers}
         return _C.Plan(
             layout=self.layout._core,
             q_heads=self.heads.q,
@@ -39,7 +56,8 @@ class CorePlan:
             dim=self.heads.dim,
             v_dim=self.heads.value_dim,
             dtype=self.heads.dtype_number,
-            **{**self._arguments, "cost": cost.core},
+            **{**self.arguments, "cost": cost.core},
+            **schedule,
         )
 
     @property
@@ -130,6 +148,21 @@ class Plan:
     def memory(self, *, layers: int = 1) -> MemoryReport:
         """The bytes that this plan takes on every rank. Printed, it is a table. See `distca.memory_report`."""
         return report([self.stats], layers=layers)
+
+    def scheduled_alike(self, layout: Layout, servers: list[int], label: str) -> Plan:
+        """A plan of another layout with the schedule of this one. Nothing is balanced anew.
+
+        Args:
+            layout: a layout with the same documents, in the same order. They may be on other ranks.
+            servers: for each rank the rank that computes what that one computes here.
+            label: as in `plan`.
+
+        Raises:
+            CapacityError: as in `plan`.
+        """
+        arguments = {**self._made.arguments, "label": label, "tasks": None}
+        made = CorePlan(layout, self._made.heads, arguments, Schedule(self._made, servers))
+        return Plan(made, self.rank, self.mask, self.window, self.retain_bytes)
 
     def for_rank(self, rank: int) -> Plan:
         """The same plan seen from another rank."""

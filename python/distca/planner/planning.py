@@ -48,6 +48,7 @@ def plan(
     capacity: int | None = None,
     cost: CostModel | None = None,
     tasks: Sequence[tuple[int, int, int, int, int, int]] | None = None,
+    label: str = "",
 ) -> Plan:
     """Cuts core attention of a layout into tasks and gives every server the same load (paper, section 4.2).
 
@@ -88,6 +89,9 @@ def plan(
         tasks: a schedule of your own in place of the scheduler's: for each task ``(document, q_begin, q_end,
             kv_head_begin, kv_head_end, server)``, in any order. ``balance``, ``tolerance`` and ``min_rows`` then have
             no effect.
+        label: what the plan is for, up to 48 characters of printable ASCII. It is in the digest and in messages. A plan
+            with a label may have a ``plan_backward`` with a label in which *other* ranks hold other rows, as in the
+            ticks of a pipeline (`distca.pipeline`).
 
     Returns:
         The plan, seen from `rank`.
@@ -145,6 +149,10 @@ def plan(
                     f"plan: a task is {task!r}; six integers (document, q_begin, q_end, kv_head_begin, kv_head_end, "
                     "server) are expected"
                 )
+    if not isinstance(label, str) or len(label) > 48 or not (label.isascii() and label.isprintable()):
+        raise InvalidArgumentError(
+            f"plan: label = {label!r}; a text of up to 48 characters of printable ASCII is expected"
+        )
     retain = _retain_bytes(retain_bytes, layout.num_ranks)
     if capacity is None:
         capacity = 2**62 if here is None else here.slot_bytes
@@ -168,6 +176,7 @@ def plan(
         "overlap": bool(overlap),
         "retain_bytes": retain,
         "split_heads": bool(split_heads),
+        "label": label,
         "tasks": None if tasks is None else [tuple(map(index, task)) for task in tasks],
     }
     return Plan(CorePlan(layout, heads, arguments), index(rank), mask, window, retain)
