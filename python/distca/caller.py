@@ -10,6 +10,7 @@ import torch
 
 from distca.context import Context
 from distca.errors import typed_error, typed_errors
+from distca.planner.plan_source import StepOfTick
 from distca.registry import find_context, get_context
 from distca.trace.nsys import operator_range
 
@@ -24,18 +25,32 @@ class Caller(NamedTuple):
 
     Attributes:
         context: the name of the context.
-        layer: the number or name of the layer, if it is known.
+        layer: the number or name of the layer, or the step of a tick, if it is known.
         half: the half of a ping-pong, 0 or 1, or None outside of one.
     """
 
     context: str
-    layer: int | str | None = None
+    layer: int | str | StepOfTick | None = None
     half: int | None = None
 
     @staticmethod
-    def of(context: str | Context, layer: int | str | None, half: int | None = None) -> Caller:
+    def of(context: str | Context, layer: int | str | StepOfTick | None, half: int | None = None) -> Caller:
         """The caller in a context that is given as such, or by its name."""
         return Caller(context.name if isinstance(context, Context) else context, layer, half)
+
+    @property
+    def name(self) -> str:
+        """The caller in words, as far as it is known."""
+        if self.layer is None or isinstance(self.layer, StepOfTick):
+            return str(self.layer or "")
+        return f"layer {self.layer}"
+
+    @property
+    def compared(self) -> str:
+        """What ranks that begin a step compare: the number of the step in its tick, or else the layer."""
+        return str(
+            self.layer.number if isinstance(self.layer, StepOfTick) else "" if self.layer is None else self.layer
+        )
 
     def options(self, scale: float | None, softcap: float, deterministic: bool) -> dict[str, Any]:
         """The keywords that the operators of a step share."""
@@ -46,10 +61,10 @@ class Caller(NamedTuple):
         """Surrounds a call of `operator`.
 
         Errors get their types and name the layer, and there is an NVTX range if one is wanted. If the call `compares`,
-        ranks that begin a step in it compare its layer.
+        ranks that begin a step in it compare `compared`.
         """
         if torch.compiler.is_compiling():
-            return typed_errors(self.layer)
+            return typed_errors(self.name)
         return _OperatorCall(self, operator, compares)
 
     def note(self, step: int | None = None) -> None:
@@ -58,7 +73,8 @@ class Caller(NamedTuple):
             return
         here = get_context(self.context)
         if here is not None:
-            here.note_caller(here.step if step is None else step, self.layer, self.half)
+            layer = self.name if isinstance(self.layer, StepOfTick) else self.layer
+            here.note_caller(here.step if step is None else step, layer, self.half)
 
 
 class _OperatorCall:
@@ -66,15 +82,16 @@ class _OperatorCall:
 
     def __init__(self, caller: Caller, operator: str, compares: bool) -> None:
         found = find_context(caller.context)
-        self._layer = caller.layer
+        self._caller = caller
+        self._compared = caller.compared if compares else ""
         self._range = operator_range(operator, True) if found is not None and found.nsys else None
-        self._core = None if found is None or caller.layer is None or not compares else found._core
+        self._core = found._core if found is not None and self._compared else None
 
     def __enter__(self) -> None:
         if self._range is not None:
             self._range.__enter__()
         if self._core is not None:
-            self._core.set_layer(str(self._layer))
+            self._core.set_layer(self._compared)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -83,5 +100,5 @@ class _OperatorCall:
             self._core.set_layer("")
         if self._range is not None:
             self._range.__exit__(kind, error, trace)
-        if isinstance(error, RuntimeError) and (typed := typed_error(error, self._layer)) is not None:
+        if isinstance(error, RuntimeError) and (typed := typed_error(error, self._caller.name)) is not None:
             raise typed from None

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from torch.utils.checkpoint import _StopRecomputationError
+
 if TYPE_CHECKING:
     from distca.context import Context
 
@@ -69,6 +71,8 @@ def refusals_told(context: Context | None) -> Iterator[None]:
     before = None if core is None else core.num_calls
     try:
         yield
+    except _StopRecomputationError:  # activation checkpointing has run again all that backward needs: no error
+        raise
     except Exception as error:
         if core is not None and core.num_calls == before:
             core.refuse(f"{type(error).__name__}: {error}")
@@ -85,28 +89,28 @@ _ALSO = "; a rank without data passes zero rows, and a model that is evaluated o
 
 
 @contextmanager
-def typed_errors(layer: int | str | None = None) -> Iterator[None]:
+def typed_errors(caller: str = "") -> Iterator[None]:
     """Turns a RuntimeError that an operator of ``torch.ops.distca`` raised into the error type that its text names.
 
-    The message then begins with the layer that made the call, if that is known. If the ranks' calls do not match, it
+    The message then begins with who made the call, if that is known. If the ranks' calls do not match, it
     ends with what to change.
     """
     try:
         yield
     except RuntimeError as error:
-        if (typed := typed_error(error, layer)) is None:
+        if (typed := typed_error(error, caller)) is None:
             raise
         raise typed from None
 
 
-def typed_error(error: RuntimeError, layer: int | str | None) -> DistcaError | None:
+def typed_error(error: RuntimeError, caller: str) -> DistcaError | None:
     """What `typed_errors` raises in place of `error`; None where it does not come from an operator."""
     match = _FROM_OPERATOR.match(str(error))
     kind = globals().get(match[1]) if match else None
     if match is None or kind is None:
         return None
     # A poisoned context reports an earlier fault, which may be of another layer.
-    where = "" if layer is None or kind is ContextPoisonedError else f"layer {layer}: "
+    where = f"{caller}: " if caller and kind is not ContextPoisonedError else ""
     advice = f". What to change: {_WHAT_TO_CHANGE[kind]}{_ALSO}" if kind in _WHAT_TO_CHANGE else ""
     typed: DistcaError = kind(f"{where}{match[2]}{advice}")
     return typed

@@ -9,8 +9,23 @@ from torch.autograd import forward_ad
 
 from distca.errors import InvalidArgumentError
 from distca.planner.plan import Plan
+from distca.planner.plan_source import PlanSource, Resolved, StepOfTick
 
 _DEVICES = ("cpu", "cuda")  # other devices (meta) may lack autocast; torch 2.10 cannot compile the question
+
+
+def resolved(function: str, source: PlanSource, plan_backward: Any, layer: int | str | StepOfTick | None) -> Resolved:
+    """The plans and the steps of a call that begins now. Raises InvalidArgumentError in compiled code."""
+    if plan_backward is not None:
+        raise InvalidArgumentError(
+            f"{function}: {type(source).__name__} gives the plan of backward; leave out plan_backward"
+        )
+    if in_compiled_code():
+        raise InvalidArgumentError(
+            f"{function}: {type(source).__name__} in compiled code, which would keep the plan of its first call; leave "
+            "out torch.compile, or let it end before attention"
+        )
+    return source.resolve(layer.layer if isinstance(layer, StepOfTick) else layer)
 
 
 def check_plans(function: str, plan: Any, plan_backward: Any) -> None:

@@ -11,9 +11,18 @@ from torch._higher_order_ops.effects import _EffectType as EffectType
 from distca.caller import Caller, is_deterministic
 from distca.context import Context, collective
 from distca.errors import InvalidArgumentError, refusals_told, typed_errors
-from distca.inputs import as_autocast, check_plans, check_rows, check_tensors, refuse_forward_mode, retained_bytes
+from distca.inputs import (
+    as_autocast,
+    check_plans,
+    check_rows,
+    check_tensors,
+    refuse_forward_mode,
+    resolved,
+    retained_bytes,
+)
 from distca.pingpong.turns import core_attention_in_parts, in_half
 from distca.planner.plan import Plan
+from distca.planner.plan_source import PlanSource, StepOfTick
 from distca.registry import get_context
 from distca.steps import without_derivative
 
@@ -27,7 +36,7 @@ def core_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    plan: Plan,
+    plan: Plan | PlanSource,
     *,
     plan_backward: Plan | None = None,
     context: str | Context = "default",
@@ -35,7 +44,7 @@ def core_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     deterministic: bool = False,
-    layer: int | str | None = None,
+    layer: int | str | StepOfTick | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Core attention of this rank's rows, ``softmax(scale * q k^T) v`` inside each document, computed by all ranks.
 
@@ -76,15 +85,20 @@ def core_attention(
         PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError: the context is poisoned, and later calls
             raise ContextPoisonedError.
     """
-    check_plans("core_attention", plan, plan_backward)
     check_tensors("core_attention", q, k, v, sinks)
+    asked: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
+    asked |= {"plan_backward": plan_backward, "context": context, "layer": layer}
+    layer_backward: int | str | StepOfTick | None = layer
+    if isinstance(plan, PlanSource):
+        if in_half():
+            return core_attention_in_parts(q, k, v, plan, **asked)
+        plan, plan_backward, layer, layer_backward = resolved("core_attention", plan, plan_backward, layer)
+    check_plans("core_attention", plan, plan_backward)
     if torch.compiler.is_compiling():  # layers that differ in a constant would not share a graph
-        layer = None
+        layer = layer_backward = None
     else:
         check_rows("core_attention", q, plan)
         if plan.in_parts or in_half():
-            asked: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
-            asked |= {"plan_backward": plan_backward, "context": context, "layer": layer}
             return core_attention_in_parts(q, k, v, plan, **asked)
     q, k, v = as_autocast(q, k, v)
     tables = plan.tensor, None if plan_backward is None else plan_backward.tensor
@@ -100,8 +114,8 @@ def core_attention(
         else:
             out, lse = torch.ops.distca.core_attention(q, k, v, *tables, sinks, **options)
     caller.note()
-    if layer is not None and out.grad_fn is not None:
-        out.grad_fn.metadata[_LAYER] = layer
+    if layer_backward is not None and out.grad_fn is not None:
+        out.grad_fn.metadata[_LAYER] = layer_backward
     return out, lse
 
 

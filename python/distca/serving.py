@@ -10,6 +10,7 @@ from distca.caller import Caller
 from distca.context import Context, collective
 from distca.errors import InvalidArgumentError
 from distca.planner.plan import Plan
+from distca.planner.plan_source import StepOfTick
 from distca.registry import get_context
 
 
@@ -23,7 +24,7 @@ def serve(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     deterministic: bool = False,
-    layer: int | str | None = None,
+    layer: int | str | StepOfTick | None = None,
 ) -> None:
     """Takes part in one step on a rank without rows of its own: a dedicated server or an idle pipeline stage.
 

@@ -16,8 +16,9 @@ import torch
 from distca.caller import Caller
 from distca.context import Context, collective
 from distca.errors import InvalidArgumentError, refusals_told
-from distca.inputs import as_autocast, check_plans, in_compiled_code, refuse_forward_mode, retained_bytes
+from distca.inputs import as_autocast, check_plans, in_compiled_code, refuse_forward_mode, resolved, retained_bytes
 from distca.planner.plan import Plan
+from distca.planner.plan_source import PlanSource, StepOfTick
 from distca.registry import get_context
 
 
@@ -95,7 +96,7 @@ class _Call:
     def __init__(self, plan: Plan, plan_backward: Plan | None, caller: Caller, options: dict[str, Any]) -> None:
         self.tables = (plan.tensor, None if plan_backward is None else plan_backward.tensor)
         self.retains = plan.retains
-        self.caller = caller
+        self.caller = self.caller_backward = caller
         self.options = options
         self.number = -1
         self.inputs: list[torch.Tensor] = []  # q, k, v and, if given, sinks; until collect
@@ -134,25 +135,25 @@ class _Call:
 
     def dispatch_backward(self, dout: torch.Tensor, *saved: Any) -> _UnderWay:
         q, k, v, out, lse, table, sinks, *retained = saved
-        with self.caller.calls("dispatch_backward"), torch.no_grad():
+        with self.caller_backward.calls("dispatch_backward"), torch.no_grad():
             number = torch.ops.distca.dispatch_backward(
                 dout,
                 *(q, k, v, out, lse, table, sinks),
                 retained=retained[0] if retained else None,
                 **self.options,
             )
-            under_way = _UnderWay(number, self.caller)
+            under_way = _UnderWay(number, self.caller_backward)
             self._dsinks = None if sinks is None else torch.ops.distca.sink_gradient(dout, out, lse, sinks)
-        self.caller.note(number)
+        self.caller_backward.note(number)
         return under_way
 
     def attend_backward(self, under_way: _UnderWay) -> None:
-        with self.caller.calls("attend_backward"):
-            torch.ops.distca.attend(under_way.number, context=self.caller.context)
+        with self.caller_backward.calls("attend_backward"):
+            torch.ops.distca.attend(under_way.number, context=self.caller_backward.context)
 
     def collect_backward(self, under_way: _UnderWay) -> tuple[torch.Tensor | None, ...]:
-        with self.caller.calls("collect_backward"):
-            grads = torch.ops.distca.collect_backward(under_way.number, context=self.caller.context)
+        with self.caller_backward.calls("collect_backward"):
+            grads = torch.ops.distca.collect_backward(under_way.number, context=self.caller_backward.context)
         under_way.over()
         dsinks, self._dsinks = self._dsinks, None
         return (*grads, dsinks)
@@ -260,7 +261,7 @@ def dispatch(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    plan: Plan,
+    plan: Plan | PlanSource,
     *,
     plan_backward: Plan | None = None,
     context: str | Context = "default",
@@ -268,7 +269,7 @@ def dispatch(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     deterministic: bool = False,
-    layer: int | str | None = None,
+    layer: int | str | StepOfTick | None = None,
 ) -> Step:
     """Sends this rank's rows to the servers that compute with them: the first part of a step.
 
@@ -296,12 +297,16 @@ def dispatch(
             "dispatch: a compiler could move the parts of a step, or free rows that are still being sent; call it "
             "outside of torch.compile, or core_attention inside"
         )
+    layer_backward: int | str | StepOfTick | None = layer
+    if isinstance(plan, PlanSource):
+        plan, plan_backward, layer, layer_backward = resolved("dispatch", plan, plan_backward, layer)
     check_plans("dispatch", plan, plan_backward)
     refuse_forward_mode("dispatch", q, k, v, sinks)
     inputs = as_autocast(q, k, v)
     caller = Caller.of(context, layer, plan.half)
     _abandon_broken_off(get_context(caller.context))
     call = _Call(plan, plan_backward, caller, caller.options(scale, softcap, deterministic))
+    call.caller_backward = caller._replace(layer=layer_backward)
     apply: Any = _Dispatch.apply
     inputs = (*inputs, *([] if sinks is None else [sinks.float()]))
     retain = plan.retains and retained_bytes(plan, plan_backward, *inputs) > 0

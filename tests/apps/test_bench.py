@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import distca
 from distca import testing
-from distca.apps.bench import gpu, gpu_transport, transport
+from distca.apps.bench import gpu, gpu_transport, pipeline, transport
 from distca.apps.bench.harness import Result, Row, write_report
 from distca.apps.bench.peers import AllGather, AllToAll
 from distca.apps.cli import main
@@ -108,6 +108,16 @@ def test_the_transports_benchmark_measures_each_at_every_size_and_beside_a_matmu
         assert f"16 KiB: bandwidth of {over} / memcpy" in names
         assert [name for name in names if f"by {over}: time stolen" in name]
     assert all(row.value > 0 for row in result.rows if "stolen" not in row.name)
+
+
+def test_the_pipelines_benchmark_compares_balance_over_all_stages_with_less() -> None:
+    rows = {row.name.split(": ")[-1]: row for row in pipeline.run(short=True).rows}
+    over_all, inside, none = (
+        rows[name].value for name in ("largest loads over the ideal", "balanced inside each stage", "not balanced")
+    )
+    assert 1 <= over_all <= 1.02 < inside < none
+    assert rows["largest loads over the ideal"].at_most == 1.02
+    assert rows["time over as many single plans"].at_most == 1.2
 
 
 @pytest.mark.parametrize("benchmark", ["attention", "shards", "transport", "all"])

@@ -1,10 +1,11 @@
 """The faults that planted_faults.py plants, each with the tests that should notice it."""
 
-from faults import attention, emulated_gpu, plans, recording, retained, steps, tcp, training, watching
+from faults import attention, emulated_gpu, pipelines, plans, recording, retained, steps, tcp, training, watching
 
 FAULTS = [
     *steps.FAULTS,
     *plans.FAULTS,
+    *pipelines.FAULTS,
     *recording.FAULTS,
     *retained.FAULTS,
     *attention.FAULTS,

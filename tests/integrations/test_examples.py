@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -71,6 +72,15 @@ def _check_ping_pong(text: str) -> None:
         assert milliseconds >= 0
 
 
+def _check_pipeline(text: str) -> None:
+    assert "stage 1:  . F0 B0 F1 B1 F2 B2 F3 B3  ." in text
+    [[before, after]] = _numbers("largest load over the mean, all ticks: # -> #", text)
+    assert before > 1.5 and after <= 1.03
+    steps = _numbers("step #: loss #", text)
+    assert [step for step, _ in steps] == [0, 1, 2, 3, 4]
+    assert all(later < earlier for (_, earlier), (_, later) in itertools.pairwise(steps))
+
+
 def _check_plan_my_lengths(text: str) -> None:
     ranks = _ranks_of(text)
     assert len(ranks) == 4
@@ -104,6 +114,7 @@ def _check_trl_sft(text: str) -> None:
 
 CHECKS: dict[str, Callable[[str], None]] = {
     "ping_pong": _check_ping_pong,
+    "pipeline": _check_pipeline,
     "plain_loop": _check_plain_loop,
     "plan_my_lengths": _check_plan_my_lengths,
     "transformers_trainer": _check_transformers_trainer,

@@ -17,6 +17,7 @@ BENCHMARKS = {
     "balance": "a step of two ranks: balanced, unbalanced, and by other methods",
     "overhead": "what a step adds if nothing needs to move",
     "overlap": "what ping-pong hides of the traffic over an emulated link",
+    "pipeline": "attention of a pipeline's ticks: balanced over all stages, inside each, not at all",
     "plan": "balance, bytes and time of plans for 32 to 512 ranks",
     "replay": "idle shares of 8 ranks; attention sleeps for measured times",
     "shards": "the kernel's rate by the length of the tasks",

@@ -1,0 +1,50 @@
+"""`PlanSource`: what stands in the place of a plan where it is known only when a layer runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+from distca.planner.plan import Plan
+
+
+class StepOfTick(NamedTuple):
+    """One of several steps that belong together, in which ranks may be in different layers.
+
+    Attributes:
+        tick: the name of all of them together, which is the label of their plans.
+        number: the step's number among them, the same on every rank. Ranks compare it.
+        layer: the number or name of this rank's layer, if it is known.
+    """
+
+    tick: str
+    number: int
+    layer: int | str | None = None
+
+    def __str__(self) -> str:
+        layer = "" if self.layer is None else f", layer {self.layer}"
+        return f"{self.tick}, step {self.number}{layer}"
+
+
+class Resolved(NamedTuple):
+    """The plans of one call of core attention.
+
+    Attributes:
+        plan: the plan of its forward step.
+        plan_backward: the plan of its backward step, if that is another one.
+        step: which step forward is.
+        step_backward: which step backward is.
+    """
+
+    plan: Plan
+    plan_backward: Plan | None
+    step: StepOfTick
+    step_backward: StepOfTick
+
+
+class PlanSource(ABC):
+    """Finds the plans of each call of `core_attention` when the call is made, recomputation included."""
+
+    @abstractmethod
+    def resolve(self, layer: int | str | None) -> Resolved:
+        """The plans of a call that begins now. `layer` is the layer that the caller gave, if any."""

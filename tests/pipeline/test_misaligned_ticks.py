@@ -1,0 +1,244 @@
+"""Ranks whose ticks do not go together are told the tick, the step and what to change, and none waits for a timeout."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import distca
+from distca.pipeline import CurrentTick, PipelinePlans, Ticks
+from support.ranks import launch
+
+HEADS = distca.Heads(q=2, kv=1, dim=8)
+LAYERS, RANKS, TIMEOUT = 2, 4, 20.0
+Mistake = Callable[[distca.Context, bool], None]
+MISTAKES: dict[str, tuple[Mistake, str]] = {}
+
+
+def _plans(context: distca.Context, *, microbatches: int = 3, layers: Any = LAYERS) -> PipelinePlans:
+    layouts = [distca.Layout.from_documents([[40 + 8 * i], [30, 10 + 8 * i]]) for i in range(microbatches)]
+    stages = [[0, 1], [2, 3]]
+    return PipelinePlans(layouts, HEADS, stages=stages, layers=layers, context=context, min_rows=8)
+
+
+def _attend(plan: Any, rows: int, **options: Any) -> torch.Tensor:
+    q, k, v = (torch.ones(rows, n, 8, requires_grad=True) for n in (2, 1, 1))
+    return distca.core_attention(q, k, v, plan, **options)[0]
+
+
+def _forward(ticks: Ticks, tick: CurrentTick, layers: int = LAYERS) -> torch.Tensor:
+    """A stage whose layers do not depend on each other: only the number of calls and their order count here."""
+    assert tick.work is not None
+    return torch.stack([_attend(ticks.plan, ticks.plans.rows(tick.work.microbatch)).sum() for _ in range(layers)]).sum()
+
+
+def _iterate(
+    ticks: Ticks,
+    *,
+    serve: Callable[[CurrentTick], None] = CurrentTick.serve,
+    forward: Callable[[Ticks, CurrentTick], torch.Tensor] = _forward,
+) -> None:
+    outputs = {}
+    for tick in ticks:
+        if tick.work is None:
+            serve(tick)
+        elif tick.phase == "forward":
+            outputs[tick.work] = forward(ticks, tick)
+        else:
+            outputs.pop(tick.work).backward()
+
+
+def mistake(message: str) -> Callable[[Mistake], Mistake]:
+    """Notes a mistake, with what every rank is told."""
+
+    def note(function: Mistake) -> Mistake:
+        MISTAKES[function.__name__] = function, message
+        return function
+
+    return note
+
+
+@mistake("")
+def none_at_all(context: distca.Context, wrong: bool) -> None:
+    _iterate(Ticks(_plans(context), context=context))
+
+
+@mistake("tick 0 of 8, forward: stage 1 ended the tick after 0 of 2 steps of attention")
+def an_idle_stage_serves_nothing(context: distca.Context, wrong: bool) -> None:
+    _iterate(Ticks(_plans(context), context=context), serve=lambda tick: None if wrong else tick.serve())
+
+
+@mistake("tick 0 of 8, forward: stage 1 ended the tick after 1 of 2 steps of attention")
+def an_idle_stage_serves_one_step_too_few(context: distca.Context, wrong: bool) -> None:
+    def serve(tick: CurrentTick) -> None:
+        steps = tick.steps
+        tick.steps = steps[:-1] if wrong else steps
+        tick.serve()
+        tick.steps = steps
+
+    _iterate(Ticks(_plans(context), context=context), serve=serve)
+
+
+@mistake(r"rank \d (came to this step with another|found that rank \d)")
+def the_other_phase_is_served(context: distca.Context, wrong: bool) -> None:
+    plans = _plans(context)
+
+    def serve(tick: CurrentTick) -> None:
+        if not wrong:
+            return tick.serve()
+        other = "backward" if tick.phase == "forward" else "forward"
+        for _, step in tick.steps:
+            distca.serve(plans.plan(tick.number, step), other)
+        return None
+
+    _iterate(Ticks(plans, context=context), serve=serve)
+
+
+@mistake("tick 2 of 8, backward: stage 1 calls core_attention more often .* recompute= of Ticks")
+def recomputation_is_known_to_some_ranks_only(context: distca.Context, wrong: bool) -> None:
+    def forward(ticks: Ticks, tick: CurrentTick) -> torch.Tensor:
+        rows = ticks.plans.rows(tick.work.microbatch) if tick.work else 0
+        x = torch.ones(rows, 2, 8, requires_grad=True)
+        for _ in range(LAYERS):
+            x = checkpoint(
+                lambda q: distca.core_attention(q, q[:, :1], q[:, :1], ticks.plan)[0], x, use_reentrant=False
+            )
+        return x.sum()
+
+    ticks = Ticks(_plans(context), context=context, recompute=None if wrong else "layer")
+    _iterate(ticks, forward=forward)
+
+
+@mistake("rank 3 has 40 rows in this plan")
+def a_rank_is_a_tick_ahead(context: distca.Context, wrong: bool) -> None:
+    plans = _plans(context)
+    if wrong:
+        plans._plans = [*plans._plans[1:], plans._plans[0]]
+    _iterate(Ticks(plans, context=context))
+
+
+@mistake("plan is of another layout: it has .* rows on rank 3")
+def a_layer_keeps_the_plan_of_its_first_tick(context: distca.Context, wrong: bool) -> None:
+    plans = _plans(context)
+
+    def forward(ticks: Ticks, tick: CurrentTick) -> torch.Tensor:
+        assert tick.work is not None
+        plan = plans.plan(0 if wrong else tick.number, 0)
+        backward = plans.plan(plans.table.tick_of("backward", plans.stage, tick.work), 0)
+        rows = plan.num_rows
+        return torch.stack([_attend(plan, rows, plan_backward=backward).sum() for _ in range(LAYERS)]).sum()
+
+    _iterate(Ticks(plans, context=context), forward=forward)
+
+
+@mistake(r'"tick 2 of 8, backward" on rank [012], "tick 1 of 8, forward" on rank 3')
+def backward_gets_the_plan_of_forward(context: distca.Context, wrong: bool) -> None:
+    plans = _plans(context)
+
+    def forward(ticks: Ticks, tick: CurrentTick) -> torch.Tensor:
+        if not wrong:
+            return _forward(ticks, tick)
+        plan = plans.plan(tick.number, 0)
+        return torch.stack([_attend(plan, plan.num_rows).sum() for _ in range(LAYERS)]).sum()
+
+    _iterate(Ticks(plans, context=context), forward=forward)
+
+
+@mistake("tick 1 of 8, forward: stage 1 calls core_attention more often .*: 2. What to change: layers=")
+def a_stage_has_a_layer_more(context: distca.Context, wrong: bool) -> None:
+    layers = LAYERS + 1 if wrong else LAYERS
+    _iterate(Ticks(_plans(context), context=context), forward=lambda ticks, tick: _forward(ticks, tick, layers))
+
+
+@mistake("tick 1 of 8, forward: stage 1 ended the tick after 1 of 2 steps .* ticks.pad")
+def a_shallow_stage_does_not_pad(context: distca.Context, wrong: bool) -> None:
+    plans = _plans(context, layers=[2, 1])
+
+    def forward(ticks: Ticks, tick: CurrentTick) -> torch.Tensor:
+        assert tick.work is not None
+        rows = plans.rows(tick.work.microbatch)
+        h = _attend(ticks.plan, rows).flatten(1)
+        if plans.stage == 0:
+            return h.sum() + _attend(ticks.plan, rows).sum()
+        return (h if wrong else ticks.pad(h)).sum()
+
+    _iterate(Ticks(plans, context=context), forward=forward)
+
+
+@mistake(r'"tick 0 of 10, forward" on rank 3|"tick 0 of 8, forward" on rank [012]')
+def a_rank_has_a_micro_batch_more(context: distca.Context, wrong: bool) -> None:
+    _iterate(Ticks(_plans(context, microbatches=4 if wrong else 3), context=context))
+
+
+@mistake("tick 1 of 8, forward: this stage has work, Work.microbatch=0, chunk=0.")
+def a_stage_with_work_serves(context: distca.Context, wrong: bool) -> None:
+    def forward(ticks: Ticks, tick: CurrentTick) -> torch.Tensor:
+        if wrong:
+            tick.serve()
+        return _forward(ticks, tick)
+
+    _iterate(Ticks(_plans(context), context=context), forward=forward)
+
+
+@mistake("tick 0 of 8, forward: stage 1 has no work in it; call tick.serve")
+def a_model_is_called_in_a_tick_without_work(context: distca.Context, wrong: bool) -> None:
+    ticks = Ticks(_plans(context), context=context)
+    _iterate(ticks, serve=lambda tick: _attend(ticks.plan, 0) if wrong else tick.serve())
+
+
+@mistake("no tick is under way")
+def a_model_is_called_outside_of_all_ticks(context: distca.Context, wrong: bool) -> None:
+    ticks = Ticks(_plans(context), context=context)
+    if wrong:
+        _attend(ticks.plan, 0)
+    _iterate(ticks)
+
+
+@mistake("tick 1 of 8, forward|documents of other lengths, or on other ranks")
+def a_micro_batch_differs_on_a_rank(context: distca.Context, wrong: bool) -> None:
+    plans = _plans(context)
+    if wrong:
+        layouts = [distca.Layout.from_documents([[40 + 8 * i], [30 + 8 * i, 10]]) for i in range(3)]
+        plans = PipelinePlans(layouts, HEADS, stages=[[0, 1], [2, 3]], layers=LAYERS, context=context, min_rows=8)
+    _iterate(Ticks(plans, context=context))
+
+
+def _try_all(wrong_rank: int) -> list[tuple[str, str, float]]:
+    found = []
+    for function, _ in MISTAKES.values():
+        dist.barrier()
+        begun = time.monotonic()
+        kind = message = ""
+        with distca.init(max_tokens=64, heads=HEADS, timeout=TIMEOUT) as context:
+            try:
+                function(context, context.rank == wrong_rank)
+            except distca.DistcaError as error:
+                kind, message = type(error).__name__, str(error)
+        found.append((kind, message, time.monotonic() - begun))
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> Iterator[dict[str, list[tuple[str, str, float]]]]:
+    """For each mistake of rank 3 what each rank is told."""
+    results = launch(_try_all, 3, ranks=RANKS)
+    return {name: [of_rank[i] for of_rank in results] for i, name in enumerate(MISTAKES)}
+
+
+def test_no_mistake_no_error(found: dict[str, Any]) -> None:
+    assert [kind for kind, _, _ in found["none_at_all"]] == [""] * RANKS
+
+
+@pytest.mark.parametrize("name", [name for name in MISTAKES if name != "none_at_all"])
+def test_all_ranks_are_told_at_once(found: dict[str, Any], name: str) -> None:
+    for rank, (kind, message, seconds) in enumerate(found[name]):
+        assert re.search(MISTAKES[name][1], message), (rank, kind, message)
+        assert kind in ("InvalidArgumentError", "PlanMismatchError", "PeerLeftError"), (rank, kind, message)
+        assert seconds < TIMEOUT / 2, (rank, seconds)
