@@ -85,20 +85,18 @@ def core_attention(
         PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError: the context is poisoned, and later calls
             raise ContextPoisonedError.
     """
-    check_tensors("core_attention", q, k, v, sinks)
-    asked: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
-    asked |= {"plan_backward": plan_backward, "context": context, "layer": layer}
     layer_backward: int | str | StepOfTick | None = layer
     if isinstance(plan, PlanSource):
-        if in_half():
-            return core_attention_in_parts(q, k, v, plan, **asked)
         plan, plan_backward, layer, layer_backward = resolved("core_attention", plan, plan_backward, layer)
     check_plans("core_attention", plan, plan_backward)
+    check_tensors("core_attention", q, k, v, sinks)
     if torch.compiler.is_compiling():  # layers that differ in a constant would not share a graph
         layer = layer_backward = None
     else:
         check_rows("core_attention", q, plan)
         if plan.in_parts or in_half():
+            asked: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
+            asked |= {"plan_backward": plan_backward, "context": context, "layer": layer}
             return core_attention_in_parts(q, k, v, plan, **asked)
     q, k, v = as_autocast(q, k, v)
     tables = plan.tensor, None if plan_backward is None else plan_backward.tensor

@@ -193,6 +193,20 @@ def a_model_is_called_in_a_tick_without_work(context: distca.Context, wrong: boo
     _iterate(ticks, serve=lambda tick: _attend(ticks.plan, 0) if wrong else tick.serve())
 
 
+@mistake("tick 1 of 8, forward: ping-pong does not work inside of a pipeline yet")
+def a_model_takes_turns_with_itself(context: distca.Context, wrong: bool) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, ticks: Ticks, tick: CurrentTick) -> torch.Tensor:
+            return _forward(ticks, tick)
+
+    def forward(ticks: Ticks, tick: CurrentTick) -> torch.Tensor:
+        if wrong:
+            return sum(distca.PingPong(Model())((ticks, tick), (ticks, tick)))
+        return _forward(ticks, tick)
+
+    _iterate(Ticks(_plans(context), context=context), forward=forward)
+
+
 @mistake("no tick is under way")
 def a_model_is_called_outside_of_all_ticks(context: distca.Context, wrong: bool) -> None:
     ticks = Ticks(_plans(context), context=context)

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 
 from distca.planner.plan import Plan
-from distca.planner.plan_source import PlanSource
 from distca.steps import Step, attend, collect, dispatch
 
 here = threading.local()
@@ -25,7 +24,7 @@ def in_half() -> bool:
 
 
 def core_attention_in_parts(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan | PlanSource, **options: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Does what `core_attention` does in three calls, and gives the turn away between them.
 

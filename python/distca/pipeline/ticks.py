@@ -14,6 +14,7 @@ from distca.checkpoint import save_core_attention
 from distca.context import Context
 from distca.errors import InvalidArgumentError, refusals_told
 from distca.ops import core_attention
+from distca.pingpong.turns import in_half
 from distca.pipeline.plans import PipelinePlans
 from distca.pipeline.tick_table import Work
 from distca.planner.plan import Plan
@@ -320,6 +321,10 @@ class TickPlan(PlanSource):
     def resolve(self, layer: int | str | None) -> Resolved:
         """The plans of a call that begins now, and what the ranks compare."""
         ticks, tick = self._ticks, self._ticks.current
+        if in_half():
+            raise InvalidArgumentError(
+                f"{tick.name}: ping-pong does not work inside of a pipeline yet; call the model without distca.PingPong"
+            )
         plans, step = ticks.plans, tick.take_forward()
         backward = tick.number
         if tick.phase == "forward":
