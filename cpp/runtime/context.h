@@ -61,7 +61,8 @@ class DISTCA_EXPORT Context {
   /// wrong.
   plan::SliceView accept(std::span<const int64_t> plan_words, const HeadShape& heads, int64_t num_rows) const;
   /// Throws InvalidArgumentError unless `backward` is a plan for the gradients of what `forward` computes, with the
-  /// same layout and mask. Both must have been accepted.
+  /// same layout and mask. Between plans with labels only this rank's rows are compared, and every rank checks its own.
+  /// Both must have been accepted.
   void check_same_problem(const plan::SliceView& forward, const plan::SliceView& backward) const;
 
   /// Does one collective step. `slice` must have been accepted. A fault poisons the context. `owner` keeps tensors and

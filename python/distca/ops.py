@@ -62,6 +62,7 @@ def core_attention(
         v: ``[T, Hkv, Dv]``, same dtype and device.
         plan: the plan of this step's layout; ``plan.rank`` is this rank.
         plan_backward: another plan for the backward pass, with the same layout and mask and without ``retain_bytes``.
+            If both have labels, only this rank's rows must be the same.
         context: the context or its name.
         scale: factor on the logits; ``D ** -0.5`` by default.
         softcap: if positive, logits become ``softcap * tanh(scale * q k^T / softcap)`` (Gemma 2).

@@ -39,8 +39,8 @@ FAULTS = [
     Fault(
         "a mirrored schedule keeps its servers",
         "python/distca/pipeline/plans.py",
-        "                mirror[rank] = other",
-        "                mirror[rank] = rank",
+        "                self._mirror[rank] = other",
+        "                self._mirror[rank] = rank",
         (PLANS,),
     ),
     Fault(

@@ -101,8 +101,9 @@ def test_windows_are_those_of_the_layers_of_a_chunk() -> None:
         assert plans.plan(tick, 0) is plans.plan(tick, 2)
 
 
-def test_plans_can_be_pickled() -> None:
-    plans = _plans(layers=2)
+def test_plans_that_were_made_for_a_context_can_be_pickled() -> None:
+    with distca.loopback(4, max_tokens=2048, heads=HEADS)[0] as context:
+        plans = _plans(layers=2, context=context)
     copy = pickle.loads(pickle.dumps(plans))
     assert [copy.plan(t, 0).digest for t in range(len(plans.table))] == [
         plans.plan(t, 0).digest for t in range(len(plans.table))

@@ -13,7 +13,7 @@ from distca.heads import Heads
 from distca.pipeline.tick_table import TickTable, Work, tick_table
 from distca.planner.layout import Layout
 from distca.planner.plan import Plan
-from distca.planner.planning import plan
+from distca.planner.planning import plan as plan_of
 from distca.planner.stats import PlanStats
 from distca.registry import find_context
 
@@ -51,6 +51,7 @@ class PipelinePlans:
         stages: as above.
         layouts: as above.
         layers: number of layers of each stage's chunks.
+        heads: head shape and dtype of the layers.
         rank: the rank that the plans are seen from.
         stage: the stage of that rank.
         index: the rank's number among those of its stage.
@@ -89,9 +90,9 @@ class PipelinePlans:
         self.layers = _numbers_of_layers(layers, len(self.stages))
         self._windows = _windows_of(windows, max(self.layers))
         self.table: TickTable = tick_table(len(self.stages), len(self.layouts), chunks=chunks, backward=backward)
-        self._made: dict[tuple[_Microbatches, int | None], tuple[Plan, list[int]]] = {}  # the first of each kind
-        self._options = {"heads": heads, "context": context, "rank": rank, **options}
-        self._plans = [self._plans_of(number) for number in range(len(self.table))]
+        self.heads = heads
+        planner = _Planner(self.layouts, self.stages, {"heads": heads, "context": context, "rank": rank, **options})
+        self._plans = [self._plans_of(number, planner) for number in range(len(self.table))]
 
     def plan(self, tick: int, step: int) -> Plan:
         """The plan of one step of a tick. Several steps may share it."""
@@ -111,11 +112,6 @@ class PipelinePlans:
         return self.layouts[microbatch].num_rows(self.index)
 
     @property
-    def heads(self) -> Heads:
-        """Head shape and dtype of the layers."""
-        return self._options["heads"]
-
-    @property
     def stats(self) -> PipelineStats:
         """Loads, bytes and arenas of all ticks."""
         ticks = [
@@ -124,14 +120,14 @@ class PipelinePlans:
         ]
         return PipelineStats(ticks)
 
-    def _plans_of(self, number: int) -> list[Plan]:
+    def _plans_of(self, number: int, planner: _Planner) -> list[Plan]:
         tick = self.table[number]
         of_tick: dict[tuple[_Microbatches, int | None], Plan] = {}
         plans = []
         for step, window in enumerate(self._windows):
             key = self._microbatches(tick.work, step), window
             if key not in of_tick:
-                of_tick[key] = self._plan_of(*key, self.label(number))
+                of_tick[key] = planner.plan(*key, self.label(number))
             plans.append(of_tick[key])
         return plans
 
@@ -140,22 +136,32 @@ class PipelinePlans:
             None if work is None or self.layers[stage] <= step else work.microbatch for stage, work in enumerate(works)
         )
 
-    def _plan_of(self, microbatches: _Microbatches, window: int | None, label: str) -> Plan:
+
+class _Planner:
+    """Makes the plans of an iteration's steps, and uses schedules again."""
+
+    def __init__(self, layouts: list[Layout], stages: list[list[int]], options: dict[str, Any]) -> None:
+        self._layouts, self._stages, self._options = layouts, stages, options
+        #: The first plan of each kind, and the order in which its layout has the stages' documents.
+        self._made: dict[tuple[_Microbatches, int | None], tuple[Plan, list[int]]] = {}
+        self._identity = list(range(sum(map(len, stages))))
+        self._mirror = list(self._identity)
+        for ranks, others in zip(stages, reversed(stages), strict=True):
+            for rank, other in zip(ranks, others, strict=True):
+                self._mirror[rank] = other
+
+    def plan(self, microbatches: _Microbatches, window: int | None, label: str) -> Plan:
         """The plan of a step in which the stages have rows of these micro-batches.
 
         Where a plan of the same micro-batches was made, or of those with the order of the stages reversed, its schedule
         is used again. Then nothing needs to be balanced.
         """
-        num_stages = len(self.stages)
-        identity, mirror = list(range(self.num_ranks)), [0] * self.num_ranks
-        for ranks, others in zip(self.stages, reversed(self.stages), strict=True):
-            for rank, other in zip(ranks, others, strict=True):
-                mirror[rank] = other
-        for of_stages, servers in ((microbatches, identity), (microbatches[::-1], mirror)):
+        num_stages = len(self._stages)
+        for of_stages, servers in ((microbatches, self._identity), (microbatches[::-1], self._mirror)):
             if (of_stages, window) not in self._made or not _are_alike(servers, self._options):
                 continue
             like, order = self._made[of_stages, window]
-            if servers is mirror:
+            if servers is self._mirror:
                 order = [num_stages - 1 - stage for stage in order]
             with contextlib.suppress(CapacityError):  # mirrored, rows come home in another order of the ranks
                 return self._noted(microbatches, window, order, like.scheduled_alike, servers, label)
@@ -170,15 +176,15 @@ class PipelinePlans:
         return made
 
     def _planned(self, layout: Layout, window: int | None, label: str) -> Plan:
-        return plan(layout, window=window, label=label, **self._options)
+        return plan_of(layout, window=window, label=label, **self._options)
 
     def _joined(self, order: Sequence[int], microbatches: _Microbatches) -> Layout:
         parts = []
         for stage in order:
             microbatch = microbatches[stage]
             if microbatch is not None:
-                parts.append((self.layouts[microbatch], self.stages[stage]))
-        return Layout.join(parts, num_ranks=self.num_ranks)
+                parts.append((self._layouts[microbatch], self._stages[stage]))
+        return Layout.join(parts, num_ranks=len(self._identity))
 
 
 def _checked(layouts: Any, stages: Any) -> tuple[list[Layout], list[list[int]]]:

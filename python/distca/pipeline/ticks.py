@@ -17,7 +17,6 @@ from distca.ops import core_attention
 from distca.pingpong.turns import in_half
 from distca.pipeline.plans import PipelinePlans
 from distca.pipeline.tick_table import Work
-from distca.planner.plan import Plan
 from distca.planner.plan_source import PlanSource, Resolved, StepOfTick
 from distca.registry import find_context
 from distca.serving import serve
@@ -338,20 +337,6 @@ class TickPlan(PlanSource):
             StepOfTick(plans.label(tick.number), step, layer),
             StepOfTick(plans.label(backward), step, layer),
         )
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the current work on this rank."""
-        return self._current_plan.num_rows
-
-    @property
-    def layout(self) -> Any:
-        """The layout of the current tick."""
-        return self._current_plan.layout
-
-    @property
-    def _current_plan(self) -> Plan:
-        return self._ticks.plans.plan(self._ticks.current.number, 0)
 
 
 def _operation(kind: Any, tensor: torch.Tensor, ranks: list[int], plans: PipelinePlans, group: Any) -> dist.P2POp:
