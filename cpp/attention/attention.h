@@ -5,8 +5,10 @@
 //   lse[i] = log sum exp(scale * q[i] K^T), natural logarithm
 // Backward, with P = exp(scale * q K^T - lse) and delta = rowsum(out * dout):
 //   dV = P^T dout,  dS = P * (dout V^T - delta),  dQ = scale * dS K,  dK = scale * dS^T Q
-// With a softcap c, scores are S = c * tanh(scale * q K^T / c), and dS has a further factor 1 - (S / c)^2. A sink is
-// one more score of every row of its query head, with a value of zero; it counts in lse.
+// With a softcap c, scores are S = c * tanh(scale * q K^T / c), and dS has a further factor 1 - (S / c)^2.
+//
+// A sink is one more score of every row of its query head, with a value of zero. Kernels know nothing of sinks: the
+// home adds them to out and lse (`add_sinks`), and backward follows from that lse and that delta.
 //
 // Numerics: products, softmax and sums are fp32. Key blocks start at multiples of kKeyBlockRows from the start of the
 // document and are visited in ascending order. Everything that is done for one row depends on that row, its keys and
@@ -55,8 +57,6 @@ struct KeyGroup {
   std::span<const int64_t> blocks;
   RowView k[2];
   RowView v[2];
-  /// For each query head one more score, which takes part in every row's softmax with a value of zero; null for none.
-  const float* sinks = nullptr;
   /// This group's tasks are tasks[task_begin, task_end) of the problem, ascending by q_begin.
   int64_t task_begin = 0;
   int64_t task_end = 0;
@@ -121,6 +121,11 @@ class DISTCA_EXPORT CpuAttention {
 /// delta[i, h] = sum over dim of out[i, h, :] * dout[i, h, :], in fp32, for `num_rows` rows.
 DISTCA_EXPORT void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout,
                            const RowView& delta, const Parallel& parallel);
+
+/// Adds sinks, one fp32 score for each query head, to results without them: lse = log(exp(lse) + exp(sink)), and out
+/// shrinks by exp(lse before - lse after). Rows whose lse is -inf stay as they are.
+DISTCA_EXPORT void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& lse,
+                             const float* sinks, const Parallel& parallel);
 
 /// dsinks[h] = - sum over rows of exp(sinks[h] - lse[i, h]) * (out[i, h, :] . dout[i, h, :]), in double, rows in
 /// ascending order. Rows whose lse is -inf add nothing.

@@ -29,18 +29,11 @@ int64_t strips_of(const KernelCall& call, const KeyGroup& group) {
   return strips;
 }
 
-/// A part of the batch's memory: the running dq and the sums of probabilities, for one strip and head of a unit.
-struct StripSums {
-  Panels dq;        // [kStripRows, columns]
-  float* prob_sum;  // [kStripRows]
-
-  static int64_t floats(const KernelCall& call) { return kStripRows * (panels_of(call.columns) * kPanelWords + 1); }
-  StripSums(const KernelCall& call, const Unit& unit, int64_t strip, int64_t h) {
-    float* data = call.memory + unit.offset + (strip * call.group_heads + h) * floats(call);
-    prob_sum = data;
-    dq = {data + kStripRows, kStripRows * kPanelWords};
-  }
-};
+/// The running dq of one strip and head of a unit, [kStripRows, columns]: a part of the batch's memory.
+int64_t strip_floats(const KernelCall& call) { return kStripRows * panels_of(call.columns) * kPanelWords; }
+Panels strip_dq(const KernelCall& call, const Unit& unit, int64_t strip, int64_t h) {
+  return {call.memory + unit.offset + (strip * call.group_heads + h) * strip_floats(call), kStripRows * kPanelWords};
+}
 
 /// Keys and values of a chunk, packed in each way that a product needs them, and their gradients.
 struct ChunkBuffers {
@@ -160,7 +153,7 @@ Panels from_row(Panels panels, int64_t row) { return {panels.data + row * kPanel
 /// Computes P and dS of one tile against one step, and adds to the strip's dq. `key` is the step's first row in the
 /// chunk, `row` the tile's first row in the strip.
 void compute_tile(const KernelCall& call, int64_t key, int64_t row, int64_t rows, Visible visible,
-                  const Buffers& buffers, const StripSums& sums) {
+                  const Buffers& buffers, const Panels& dq) {
   const MicroKernel& micro = *call.micro;
   const ScoreTile tile = tile_of(rows, visible);
   if (tile.begin == tile.end) return;
@@ -177,17 +170,17 @@ void compute_tile(const KernelCall& call, int64_t key, int64_t row, int64_t rows
   const int64_t at = word / kPanelWords * step.probs.panel_stride + word % kPanelWords;
   const GradientOutputs outputs{step.probs.data + at, step.dscores.data + at, step.dscore_rows};
   micro.softmax_gradient(tile, cap != 0.f ? 1.f : call.scale, cap, strip.lse + row, strip.delta + row, step.scores,
-                         step.dprobs, outputs, sums.prob_sum + row);
+                         step.dprobs, outputs);
   micro.multiply_visible(rows, call.columns, visible,
                          {LeftForm::kInnerRows, elements == 1 ? outputs.dscores : step.dscore_rows, 0},
                          from_row(buffers.chunk.key_pairs, key / elements).data, buffers.chunk.key_pairs.panel_stride,
-                         nullptr, from_row(sums.dq, row));
+                         nullptr, from_row(dq, row));
 }
 
 /// Adds the contribution of `rows` rows of a strip, the first of which is document row `first`, to the gradients of the
 /// chunk [begin, end) and to dq.
 void add_strip(const KernelCall& call, int64_t first, int64_t rows, int64_t begin, int64_t end, const Buffers& buffers,
-               const StripSums& sums, const RowsToCome& next) {
+               const Panels& dq, const RowsToCome& next) {
   const Mask& mask = call.problem->mask;
   const MicroKernel& micro = *call.micro;
   constexpr int64_t kRowsFetched = kTileRows / (kChunkKeys / kStepKeys);
@@ -199,7 +192,7 @@ void add_strip(const KernelCall& call, int64_t first, int64_t rows, int64_t begi
     for (int64_t row = 0; row < rows; row += kTileRows) {
       next.prefetch(call.problem->heads, row + part, row + part + kRowsFetched);
       compute_tile(call, key, row, std::min(kTileRows, rows - row),
-                   keys_visible_from(mask, first + row, start, step_end), buffers, sums);
+                   keys_visible_from(mask, first + row, start, step_end), buffers, dq);
     }
     // Key j of the step is seen by the strip's rows [from + j, upto + j).
     const Visible keys = keys_visible_from(mask, first, start, step_end);
@@ -262,16 +255,16 @@ void work_on_chunk(const KernelCall& call, const WorkItem& item, float* scratch)
       if (end <= seeing.begin || begin >= seeing.end) continue;
       const int64_t first_chunk = mask.first_key(begin) / kChunkKeys;
       for (int64_t h = 0; h < call.group_heads; ++h) {
-        const StripSums sums(call, unit, strip, h);
+        const Panels dq = strip_dq(call, unit, strip, h);
         std::atomic<int32_t>& progress = call.progress[unit.first_strip + strip * call.group_heads + h];
         buffers.strip.load(call, task, unit.kv_head * call.group_heads + h, begin - task.q_begin, end - begin);
         await_turn(progress, chunk_index - first_chunk);
-        if (chunk_index == first_chunk) std::fill_n(sums.prob_sum, StripSums::floats(call), 0.f);
+        if (chunk_index == first_chunk) std::fill_n(dq.data, strip_floats(call), 0.f);
         RowsToCome next{&task, unit.kv_head * call.group_heads, end - task.q_begin,
                         std::min(kStripRows, std::min(task.q_end, seeing.end) - end)};
         if (h + 1 < call.group_heads)
           next = {&task, unit.kv_head * call.group_heads + h + 1, begin - task.q_begin, end - begin};
-        add_strip(call, begin, end - begin, item.begin, item.end, buffers, sums, next);
+        add_strip(call, begin, end - begin, item.begin, item.end, buffers, dq, next);
         progress.store(static_cast<int32_t>(chunk_index - first_chunk + 1), std::memory_order_release);
       }
     }
@@ -283,8 +276,6 @@ void work_on_chunk(const KernelCall& call, const WorkItem& item, float* scratch)
 
 int64_t no_scratch(const KernelCall&) { return 0; }
 
-/// Stores dq, divided by the row's sum of probabilities. That sum would be one but for the rounding of the log-sum-exp,
-/// which is the largest error in the probabilities. A sink has its share of the sum.
 void store_query_gradients(const KernelCall& call, const WorkItem& item, float*) {
   const HeadShape& heads = call.problem->heads;
   const Unit& unit = call.units[static_cast<size_t>(item.unit)];
@@ -298,16 +289,8 @@ void store_query_gradients(const KernelCall& call, const WorkItem& item, float*)
     const int64_t rows = std::min(kStripRows - row, item.end - begin);
     for (int64_t h = 0; h < call.group_heads; ++h) {
       const int64_t head = unit.kv_head * call.group_heads + h;
-      const StripSums sums(call, unit, strip + task_row / kStripRows, h);
-      float* prob_sum = sums.prob_sum + row;
-      if (group.sinks != nullptr) {
-        for (int64_t i = 0; i < rows; ++i) {
-          float lse;
-          std::memcpy(&lse, task.lse.at(task_row + i, head), sizeof(lse));
-          if (prob_sum[i] != 0.f) prob_sum[i] += std::exp(group.sinks[head] - lse);
-        }
-      }
-      call.micro->store_rows(heads.dtype, rows, heads.dim, call.problem->scale, prob_sum, from_row(sums.dq, row),
+      const Panels dq = strip_dq(call, unit, strip + task_row / kStripRows, h);
+      call.micro->store_rows(heads.dtype, rows, heads.dim, call.problem->scale, nullptr, from_row(dq, row),
                              task.dq.at(task_row, head), task.dq.row_stride);
     }
     begin += rows;
@@ -320,7 +303,7 @@ const Pass kGradientPass = {gradient_scratch, work_on_chunk};
 const Pass kStoreQueryGradientPass = {no_scratch, store_query_gradients};
 
 int64_t backward_unit_floats(const KernelCall& call, const KeyGroup& group) {
-  return strips_of(call, group) * call.group_heads * StripSums::floats(call);
+  return strips_of(call, group) * call.group_heads * strip_floats(call);
 }
 int64_t backward_unit_strips(const KernelCall& call, const KeyGroup& group) {
   return strips_of(call, group) * call.group_heads;

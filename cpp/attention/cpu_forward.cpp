@@ -119,17 +119,11 @@ void attend(const KernelCall& call, const PackedStep& step, int64_t rows, Visibl
                          step.values.panel_stride, buffers.rescale, buffers.out_of(call, tile));
 }
 
-/// Writes the log-sum-exp, and turns row sums into the divisors of out. A sink is one more score, with a value of zero.
-void finish_rows(const Task& task, const float* sink, int64_t head, int64_t task_row, int64_t rows,
-                 const float* row_max, float* row_sum) {
+/// Writes the log-sum-exp.
+void store_lse(const Task& task, int64_t head, int64_t task_row, int64_t rows, const float* row_max,
+               const float* row_sum) {
   for (int64_t i = 0; i < rows; ++i) {
-    float base = row_max[i], sum = row_sum[i];
-    if (sink != nullptr) {
-      base = std::max(row_max[i], *sink);
-      if (base != -kInfinity) sum = row_sum[i] * std::exp(row_max[i] - base) + std::exp(*sink - base);
-      row_sum[i] = row_max[i] == -kInfinity ? 0.f : row_sum[i] + std::exp(*sink - row_max[i]);
-    }
-    const float lse = sum == 0.f ? -kInfinity : base + std::log(sum);
+    const float lse = row_sum[i] == 0.f ? -kInfinity : row_max[i] + std::log(row_sum[i]);
     std::memcpy(task.lse.at(task_row + i, head), &lse, sizeof(lse));
   }
 }
@@ -176,9 +170,8 @@ void work(const KernelCall& call, const WorkItem& item, float* scratch) {
     const int64_t head = unit.kv_head * call.group_heads + h;
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t tile = h * tiles + t, task_row = item.begin - task.q_begin + t * kTileRows;
-      float* row_sum = buffers.row_sum + tile * kTileRows;
-      finish_rows(task, group.sinks == nullptr ? nullptr : group.sinks + head, head, task_row, rows_of(t),
-                  buffers.row_max + tile * kTileRows, row_sum);
+      const float* row_sum = buffers.row_sum + tile * kTileRows;
+      store_lse(task, head, task_row, rows_of(t), buffers.row_max + tile * kTileRows, row_sum);
       micro.store_rows(heads.dtype, rows_of(t), heads.v_dim, 1.f, row_sum, buffers.out_of(call, tile),
                        task.out.at(task_row, head), task.out.row_stride);
     }

@@ -115,9 +115,9 @@ struct MicroKernel {
   void (*softmax_step)(const ScoreTile& tile, float scale, float* scores, const SoftmaxState& state);
   /// Computes P = exp(scale * score - lse) and dS = P * (dprob - delta). Both are zero where a row sees no key, in rows
   /// whose lse is -inf and in lanes past the tile's. With cap != 0 the scores are capped already, and dS is multiplied
-  /// by the derivative of the cap. prob_sum grows by the sums of P's rows. scale > 0.
+  /// by the derivative of the cap. scale > 0.
   void (*softmax_gradient)(const ScoreTile& tile, float scale, float cap, const float* lse, const float* delta,
-                           const float* scores, const float* dprobs, const GradientOutputs& outputs, float* prob_sum);
+                           const float* scores, const float* dprobs, const GradientOutputs& outputs);
 
   /// Writes factor * src / divisor[row], rounded once to `dtype`; zero where the divisor is zero. A null divisor means
   /// ones.

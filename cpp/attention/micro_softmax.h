@@ -130,12 +130,11 @@ DISTCA_INLINE void gradient_of(const GradientLanes& lanes, int64_t key, float sc
 template <class Operands, bool kEdge, bool kCap>
 DISTCA_INLINE void gradient_tile(const ScoreTile& tile, float scale, float inverse_cap, const float* lse,
                                  const float* delta, const float* scores, const float* dprobs,
-                                 const GradientOutputs& outputs, float* prob_sum) {
+                                 const GradientOutputs& outputs) {
   constexpr int kVectors = Operands::kElements;  // vectors of lanes at a time: pairs of query rows need two
   for (int64_t lane = 0; lane < tile.lanes; lane += kVectors * kWidth) {
     // The second vector may lie past the tile's lanes and then sees nothing.
     GradientLanes lanes[kVectors];
-    Floats sum[kVectors][kSums] = {};
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = lane + v * kWidth;
@@ -151,7 +150,6 @@ DISTCA_INLINE void gradient_tile(const ScoreTile& tile, float scale, float inver
           const int64_t at = lane + v * kWidth;
           gradient_of<Operands, kEdge, kCap>(lanes[v], key + u, scale, inverse_cap, scores + at, dprobs + at, p[v][u],
                                              ds[v][u]);
-          sum[v][u] = sum[v][u] + p[v][u];
         }
         const int64_t row = (key + u) * kPanelWords + lane / kVectors;
         if constexpr (kVectors == 1) {
@@ -167,28 +165,23 @@ DISTCA_INLINE void gradient_tile(const ScoreTile& tile, float scale, float inver
         for (int v = 0; v < kVectors; ++v) store_keys<Operands>(ds[v], key, outputs.dscore_rows + lane + v * kWidth);
       }
     }
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) {
-      float* at = prob_sum + lane + v * kWidth;
-      store(at, load(at) + ((sum[v][0] + sum[v][1]) + (sum[v][2] + sum[v][3])));
-    }
   }
 }
 
 template <class Operands>
 void softmax_gradient(const ScoreTile& tile, float scale, float cap, const float* lse, const float* delta,
-                      const float* scores, const float* dprobs, const GradientOutputs& outputs, float* prob_sum) {
+                      const float* scores, const float* dprobs, const GradientOutputs& outputs) {
   bool edge = is_edge(tile) || tile.lanes % (Operands::kElements * kWidth) != 0;
   for (int64_t i = 0; i < tile.lanes; ++i) edge |= !(lse[i] > -kInfinity);
   const float inverse = cap == 0.f ? 0.f : 1.f / cap;
   if (cap != 0.f && edge)
-    gradient_tile<Operands, true, true>(tile, scale, inverse, lse, delta, scores, dprobs, outputs, prob_sum);
+    gradient_tile<Operands, true, true>(tile, scale, inverse, lse, delta, scores, dprobs, outputs);
   else if (cap != 0.f)
-    gradient_tile<Operands, false, true>(tile, scale, inverse, lse, delta, scores, dprobs, outputs, prob_sum);
+    gradient_tile<Operands, false, true>(tile, scale, inverse, lse, delta, scores, dprobs, outputs);
   else if (edge)
-    gradient_tile<Operands, true, false>(tile, scale, inverse, lse, delta, scores, dprobs, outputs, prob_sum);
+    gradient_tile<Operands, true, false>(tile, scale, inverse, lse, delta, scores, dprobs, outputs);
   else
-    gradient_tile<Operands, false, false>(tile, scale, inverse, lse, delta, scores, dprobs, outputs, prob_sum);
+    gradient_tile<Operands, false, false>(tile, scale, inverse, lse, delta, scores, dprobs, outputs);
 }
 
 }  // namespace

@@ -20,24 +20,21 @@ class ProblemParts {
     using transport::table_part;
     blocks_.clear();
     grads_.clear();
-    sinks_.clear();
     // The arrays of all groups lie one after another.
     for (const attention::KeyGroup& g : problem.groups) {
       blocks_.insert(blocks_.end(), g.blocks.begin(), g.blocks.end());
       grads_.insert(grads_.end(), g.grads.begin(), g.grads.end());
-      if (g.sinks != nullptr) sinks_.insert(sinks_.end(), g.sinks, g.sinks + g.kv_heads * problem.heads.group_heads());
     }
-    parts_ = {transport::table_value("problem", problem),  table_part("groups of tasks", problem.groups),
-              table_part("tasks", problem.tasks),          table_part("key blocks", blocks_),
-              table_part("runs of key gradients", grads_), table_part("sinks", sinks_)};
+    parts_ = {transport::table_value("problem", problem), table_part("groups of tasks", problem.groups),
+              table_part("tasks", problem.tasks), table_part("key blocks", blocks_),
+              table_part("runs of key gradients", grads_)};
     return parts_;
   }
 
  private:
-  std::array<transport::TablePart, 6> parts_;
+  std::array<transport::TablePart, 5> parts_;
   std::vector<int64_t> blocks_;
   std::vector<attention::KeyGradRun> grads_;
-  std::vector<float> sinks_;
 };
 
 /// The problem of a table with these parts. It keeps using the table's memory.
@@ -54,15 +51,11 @@ class KeptProblem {
     problem.tasks = part(2, static_cast<const attention::Task*>(nullptr));
     auto blocks = part(3, static_cast<const int64_t*>(nullptr));
     auto grads = part(4, static_cast<const attention::KeyGradRun*>(nullptr));
-    const float* sinks = part(5, static_cast<const float*>(nullptr)).data();
     for (attention::KeyGroup& g : groups_) {
       g.blocks = blocks.first(g.blocks.size());
       g.grads = grads.first(g.grads.size());
       blocks = blocks.subspan(g.blocks.size());
       grads = grads.subspan(g.grads.size());
-      if (g.sinks == nullptr) continue;
-      g.sinks = sinks;
-      sinks += g.kv_heads * problem.heads.group_heads();
     }
     problem.groups = groups_;
   }

@@ -24,6 +24,14 @@ struct RowDot {
   RowView out, dout, delta;
 };
 
+/// The arguments of add_sinks.
+struct AddSinks {
+  HeadShape heads;
+  int64_t num_rows;
+  RowView out, lse;
+  const float* sinks;
+};
+
 struct ReduceScalars {
   DType dtype;
   int32_t num_chunks;
@@ -72,6 +80,14 @@ class QueuedBackend final : public Backend {
     queue("row dot", std::array{table_value("arguments", arguments)}, [this](const Table& t) {
       const RowDot& a = t.get<RowDot>(0)[0];
       cpu_->row_dot(a.heads, a.num_rows, a.out, a.dout, a.delta, Parallel());
+    });
+  }
+  void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& lse, const float* sinks,
+                 const Parallel&) override {
+    const AddSinks arguments = {heads, num_rows, out, lse, sinks};
+    queue("sinks", std::array{table_value("arguments", arguments)}, [this](const Table& t) {
+      const AddSinks& a = t.get<AddSinks>(0)[0];
+      cpu_->add_sinks(a.heads, a.num_rows, a.out, a.lse, a.sinks, Parallel());
     });
   }
   // These ignore the Parallel, because the caller's threads may be gone when their turn comes.

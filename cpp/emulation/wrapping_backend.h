@@ -28,6 +28,10 @@ class WrappingBackend : public runtime::Backend {
                const Parallel& parallel) override {
     inner_->row_dot(heads, num_rows, out, dout, delta, parallel);
   }
+  void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& lse, const float* sinks,
+                 const Parallel& parallel) override {
+    inner_->add_sinks(heads, num_rows, out, lse, sinks, parallel);
+  }
   void forward(const attention::Problem& problem, const Parallel& parallel) override {
     inner_->forward(problem, parallel);
   }

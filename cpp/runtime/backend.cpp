@@ -31,6 +31,10 @@ class CpuBackend final : public Backend {
                const Parallel& parallel) override {
     attention::row_dot(heads, num_rows, out, dout, delta, parallel);
   }
+  void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& lse, const float* sinks,
+                 const Parallel& parallel) override {
+    attention::add_sinks(heads, num_rows, out, lse, sinks, parallel);
+  }
   void forward(const attention::Problem& problem, const Parallel& parallel) override {
     kernel_.forward(problem, parallel);
   }

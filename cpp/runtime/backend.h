@@ -54,8 +54,10 @@ class DISTCA_EXPORT Backend : public Memory {
   /// Does what attention::row_dot does.
   virtual void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout,
                        const RowView& delta, const Parallel& parallel) = 0;
-  /// These do what attention::CpuAttention does. The tables of the problem, and the `sinks` of its groups, lie on the
-  /// host.
+  /// Does what attention::add_sinks does. The sinks lie on the device.
+  virtual void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& lse,
+                         const float* sinks, const Parallel& parallel) = 0;
+  /// These do what attention::CpuAttention does. The tables of the problem lie on the host.
   virtual void forward(const attention::Problem& problem, const Parallel& parallel) = 0;
   virtual void backward(const attention::Problem& problem, const Parallel& parallel) = 0;
 };

@@ -231,9 +231,9 @@ void Context::attend(uint64_t step, const Parallel& parallel) {
   });
 }
 
-std::shared_ptr<void> Context::collect(uint64_t step, plan::Phase phase) {
-  return go_on(Part::kCollect, step, phase, Parallel(),
-               [this](Dispatcher::Step& s, const Parallel&) { return dispatcher_.collect(s); });
+std::shared_ptr<void> Context::collect(uint64_t step, plan::Phase phase, const Parallel& parallel) {
+  return go_on(Part::kCollect, step, phase, parallel,
+               [this](Dispatcher::Step& s, const Parallel& p) { return dispatcher_.collect(s, p); });
 }
 
 std::shared_ptr<Recording> Context::begin_recording(double headroom, int64_t rounds) {

@@ -82,7 +82,7 @@ class DISTCA_EXPORT Context {
   uint64_t dispatch(const plan::SliceView& slice, const BackwardTensors& tensors, const ScoreOptions& scores,
                     const Parallel& parallel, std::shared_ptr<void> owner);
   void attend(uint64_t step, const Parallel& parallel);
-  std::shared_ptr<void> collect(uint64_t step, plan::Phase phase);
+  std::shared_ptr<void> collect(uint64_t step, plan::Phase phase, const Parallel& parallel);
 
   /// Names the layer to which the steps belong that begin from here on, so that ranks compare it; empty: unknown.
   void set_layer(std::string_view name) { protocol_.set_layer(layer_word(name)); }

@@ -19,7 +19,7 @@ uint64_t Dispatcher::forward(const plan::SliceView& slice, const ForwardTensors&
                              const Parallel& parallel) {
   Step& s = begin(slice, tensors, scores, Part::kWhole);
   attend_rows(s, parallel);
-  collect_rows(s);
+  collect_rows(s, parallel);
   return s.id.number;
 }
 
@@ -27,7 +27,7 @@ uint64_t Dispatcher::backward(const plan::SliceView& slice, const BackwardTensor
                               const Parallel& parallel) {
   Step& s = begin(slice, tensors, scores, parallel, Part::kWhole);
   attend_rows(s, parallel);
-  collect_rows(s);
+  collect_rows(s, parallel);
   return s.id.number;
 }
 
@@ -92,9 +92,9 @@ void Dispatcher::attend(Step& s, const Parallel& parallel) {
   attend_rows(s, parallel);
 }
 
-std::shared_ptr<void> Dispatcher::collect(Step& s) {
+std::shared_ptr<void> Dispatcher::collect(Step& s, const Parallel& parallel) {
   protocol_.resume(s.id, Part::kCollect);
-  collect_rows(s);
+  collect_rows(s, parallel);
   return std::move(s.owner);
 }
 
@@ -240,7 +240,7 @@ void Dispatcher::retain_keys(const Step& step) {
 /// Takes in the results, round by round. A home grants round j + 1 after it took in round j, and every rank sends its
 /// round-j rows before it waits for those of its own round j. By induction over j no rank waits for ever. Over a
 /// collective transport all ranks go on as long as one of them has a round left.
-void Dispatcher::collect_rows(Step& step) {
+void Dispatcher::collect_rows(Step& step, const Parallel& parallel) {
   const Protocol::Timer timer(protocol_, "collect");
   receive_home(step, 0);
   for (int64_t round = 1; step.more; ++round) {
@@ -250,6 +250,9 @@ void Dispatcher::collect_rows(Step& step) {
     receive_home(step, round);
   }
   fill_padding(step);
+  if (step.phase == Phase::kForward && step.scores.sinks != nullptr)
+    backend_.add_sinks(step.heads, step.slice.header().num_rows, step.local(TensorKind::kOut),
+                       step.local(TensorKind::kLse), step.scores.sinks, parallel);
   if (protocol_.is_queued())
     poison(step);
   else

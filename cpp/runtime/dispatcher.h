@@ -60,7 +60,7 @@ class Dispatcher {
   /// Computes this server's tasks of the step, and sends home the first round of results.
   void attend(Step& step, const Parallel& parallel);
   /// Takes in the results of this home; afterwards the returned tensors are complete. Returns `owner`.
-  std::shared_ptr<void> collect(Step& step);
+  std::shared_ptr<void> collect(Step& step, const Parallel& parallel);
   /// The step of that number; null where it is not under way.
   Step* find(uint64_t number);
 
@@ -84,7 +84,7 @@ class Dispatcher {
   void open(Step& step, Part part);
   void dispatch_rows(const Step& step);
   void attend_rows(Step& step, const Parallel& parallel);
-  void collect_rows(Step& step);
+  void collect_rows(Step& step, const Parallel& parallel);
 
   void attend_groups(const Step& step, bool local, const Parallel& parallel);
   void retain_keys(const Step& step);

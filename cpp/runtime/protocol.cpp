@@ -60,12 +60,6 @@ uint64_t ScoreOptions::scale_and_softcap() const {
   return uint64_t{std::bit_cast<uint32_t>(softcap)} << 32 | std::bit_cast<uint32_t>(scale);
 }
 
-uint64_t ScoreOptions::sinks_digest() const {
-  Digest d(sinks.size());
-  for (float sink : sinks) d.add(std::bit_cast<uint32_t>(sink));
-  return d.value();
-}
-
 void Protocol::describe_plan(const plan::Header& plan) {
   const auto digest = static_cast<uint64_t>(plan.plan_digest);
   const auto known = std::find_if(described_.begin(), described_.end(),
@@ -87,8 +81,8 @@ StepId Protocol::begin(plan::Phase phase, const plan::Header& plan, const ScoreO
   at_.last_slot = free_slot();
   busy_[static_cast<size_t>(at_.last_slot)] = true;
   const StepId step{
-      ++at_.num_steps,       at_.last_slot, phase, static_cast<uint64_t>(plan.plan_digest), scores.scale_and_softcap(),
-      scores.sinks_digest(), layer_};
+      ++at_.num_steps, at_.last_slot, phase, static_cast<uint64_t>(plan.plan_digest), scores.scale_and_softcap(),
+      layer_};
   at_.credits.use(step.slot, step.number);
   enter(step, part);
   return step;
@@ -104,7 +98,7 @@ void Protocol::enter(const StepId& step, Part part) {
   at_.now = step;
   part_ = part;
   if (is_silent_) {
-    for (const uint64_t word : {call_word(), step.plan_digest, step.scale_and_softcap, step.sinks_digest})
+    for (const uint64_t word : {call_word(), step.plan_digest, step.scale_and_softcap})
       calls_.add(static_cast<int64_t>(word));
   } else {
     publish();
@@ -119,7 +113,6 @@ void Protocol::publish() {
   transport_->publish(signals_.call(call), 0);
   transport_->publish(signals_.digest(call), step.plan_digest);
   transport_->publish(signals_.scale_and_softcap(call), step.scale_and_softcap);
-  transport_->publish(signals_.sinks(call), step.sinks_digest);
   transport_->publish(signals_.layer(call), step.layer);
   transport_->publish(signals_.call(call), call_word());
   transport_->publish(signals_.latest_step(), at_.num_steps);

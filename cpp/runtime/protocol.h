@@ -50,17 +50,16 @@
 
 namespace distca::runtime {
 
-/// The values on which scores depend besides q, k and the mask. All of them are the same on all ranks of a step, except
-/// `deterministic`, which is a rank's own choice.
+/// The values on which scores depend besides q, k and the mask. `scale` and `softcap` are the same on all ranks of a
+/// step; the others are a rank's own.
 struct ScoreOptions {
   float scale = 1.f;
   float softcap = 0.f;
-  std::span<const float> sinks;  // one for each query head, or none
-  bool deterministic = false;    // as in attention::Problem; not compared
+  const float* sinks = nullptr;  // of this rank's rows: on the device, one for each query head; null for none
+  bool deterministic = false;    // as in attention::Problem
 
-  /// The words by which ranks compare them.
+  /// The word by which ranks compare scale and softcap.
   uint64_t scale_and_softcap() const;
-  uint64_t sinks_digest() const;
 };
 
 /// The work of a call: a whole step, one part of it, the recorded steps of a replay, or nothing because it was refused.
@@ -72,7 +71,7 @@ struct StepId {
   uint64_t number = 0;  // from 1
   int64_t slot = 0;
   plan::Phase phase = plan::Phase::kForward;
-  uint64_t plan_digest = 0, scale_and_softcap = 0, sinks_digest = 0, layer = kUnknownLayer;
+  uint64_t plan_digest = 0, scale_and_softcap = 0, layer = kUnknownLayer;
 
   /// "step 7 (forward)"
   std::string name() const;

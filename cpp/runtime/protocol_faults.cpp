@@ -131,14 +131,13 @@ void Protocol::compare_with(int64_t peer) {
   if (theirs >> kCallShift == call) {
     std::array<uint64_t, Signals::kWords> words;
     if (!transport_->peek_words(p, signals_.digest(call), words)) return;  // that the peer is gone is found elsewhere
-    const auto [digest, scores, sinks, layer, still_theirs] = words;
+    const auto [digest, scores, layer, still_theirs] = words;
     if (still_theirs == theirs) {
       if (theirs == call_word() && digest == at_.now.plan_digest) {
-        if (scores == at_.now.scale_and_softcap && sinks == at_.now.sinks_digest) return compare_layer(peer, layer);
+        if (scores == at_.now.scale_and_softcap) return compare_layer(peer, layer);
         fault_ = {FaultCode::kMismatch, {static_cast<uint64_t>(peer), digest, at_.now.plan_digest}};
         throw PlanMismatchError(message(where(), ": rank ", peer, " came to this step with ", describe(scores),
-                                        ", this rank with ", describe(at_.now.scale_and_softcap),
-                                        sinks == at_.now.sinks_digest ? "" : "; their attention sinks differ"));
+                                        ", this rank with ", describe(at_.now.scale_and_softcap)));
       }
       const std::string difference = difference_to(peer, digest);
       fault_ = {FaultCode::kMismatch, {static_cast<uint64_t>(peer), digest, at_.now.plan_digest}, difference};
@@ -212,8 +211,8 @@ void Protocol::check_faults() {
     switch (code) {
       case FaultCode::kMismatch:
         throw PlanMismatchError(message(by, " found that rank ", d[0], " came to the same step with another plan, ",
-                                        "scale, softcap or sinks: plan ", hex(d[1]), " on rank ", d[0], ", plan ",
-                                        hex(d[2]), " on rank ", f.found_by, f.text));
+                                        "scale or softcap: plan ", hex(d[1]), " on rank ", d[0], ", plan ", hex(d[2]),
+                                        " on rank ", f.found_by, f.text));
       case FaultCode::kLayer:
         throw PlanMismatchError(message(by, " found that rank ", d[0], " came to the same step in another layer: ",
                                         describe_layers(d[1], static_cast<int64_t>(d[0]), d[2], f.found_by)));

@@ -47,7 +47,6 @@ attention::Problem ServerTasks::problem(const plan::SliceView& slice, const Aren
   groups_.clear();
   for (const plan::GroupRow& g : groups) {
     attention::KeyGroup group = key_group(slice, arena, g);
-    if (!scores.sinks.empty()) group.sinks = scores.sinks.data() + heads_of(g).begin * arena.heads.group_heads();
     group.task_begin = g.task_begin - first_task;
     group.task_end = g.task_end - first_task;
     groups_.push_back(group);

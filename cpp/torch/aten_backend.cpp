@@ -42,21 +42,18 @@ struct Pack {
     int64_t q_row;
   };
   HeadShape heads;
-  const float* sinks = nullptr;
   std::vector<Group> groups;
   std::vector<Member> members;
   std::vector<LocalTask> tasks;
   int64_t q_rows = 0, kv_rows = 0;
 };
 
-/// Packs a problem's groups by their heads and sinks, because one call of flash attention takes one number of heads and
-/// one vector of sinks.
+/// Packs a problem's groups by their heads, because one call of flash attention takes one number of heads.
 std::vector<Pack> pack_groups(const Problem& p) {
-  std::map<std::pair<int64_t, const float*>, Pack> packs;
+  std::map<int64_t, Pack> packs;
   for (const KeyGroup& g : p.groups) {
-    Pack& pack = packs[{g.kv_heads, g.sinks}];
+    Pack& pack = packs[g.kv_heads];
     pack.heads = p.heads.with_kv_heads(g.kv_heads);
-    pack.sinks = g.sinks;
     pack.groups.push_back({&g, pack.kv_rows});
     for (int64_t i = g.task_begin; i < g.task_end; ++i) {
       const Task& t = p.tasks[static_cast<size_t>(i)];
@@ -142,12 +139,22 @@ class AtenBackend final : public runtime::Backend {
                  torch::stable::sum(aten::multiply(rows(out), rows(dout)), dim, /*keepdim=*/true));
   }
 
+  void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& lse, const float* sinks,
+                 const Parallel&) override {
+    if (num_rows == 0) return;
+    const int64_t sizes[] = {heads.q_heads}, strides[] = {1};
+    const Tensor values =
+        torch::stable::from_blob(const_cast<float*>(sinks), sizes, strides, device_, ScalarType::Float);
+    ops::add_sinks(view(out, num_rows, heads.q_heads, heads.v_dim, scalar_type(heads.dtype)),
+                   torch::stable::select(view(lse, num_rows, heads.q_heads, 1, ScalarType::Float), 2, 0), values);
+  }
+
   void forward(const Problem& p, const Parallel&) override {
     for (const Pack& pack : pack_groups(p)) {
       const HeadShape& h = pack.heads;
       const Tensor q = gather(pack, h.q_heads, h.dim, scalar_type(h.dtype), &Task::q);
       const auto [k, v] = gather_keys(pack);
-      const auto [out, lse] = flash_forward(q, k, v, pack.tasks, options(p, pack));
+      const auto [out, lse] = flash_forward(q, k, v, pack.tasks, {p.mask, p.scale});
       scatter(pack, out, &Task::out);
       scatter(pack, torch::stable::unsqueeze(lse, 2), &Task::lse);
     }
@@ -163,7 +170,7 @@ class AtenBackend final : public runtime::Backend {
       const Tensor delta = gather(pack, h.q_heads, 1, ScalarType::Float, &Task::delta);
       const auto [k, v] = gather_keys(pack);
       const auto [dq, dk, dv] =
-          flash_backward(dout, q, k, v, stand_in_for_out(dout, delta), lse, pack.tasks, options(p, pack));
+          flash_backward(dout, q, k, v, stand_in_for_out(dout, delta), lse, pack.tasks, {p.mask, p.scale});
       scatter(pack, dq, &Task::dq);
       scatter_key_gradients(pack, dk, dv);
     }
@@ -198,14 +205,6 @@ class AtenBackend final : public runtime::Backend {
   }
   Tensor fp32(const RowView& v, const RowExtent& n) const {
     return view(v, n.num_rows, n.num_heads, n.head_bytes / 4, ScalarType::Float);
-  }
-
-  FlashOptions options(const Problem& p, const Pack& pack) const {
-    FlashOptions options{p.mask, p.scale, std::nullopt};
-    if (pack.sinks != nullptr)
-      options.sinks =
-          aten::vector_on_device_of(anchor_, std::span(pack.sinks, static_cast<size_t>(pack.heads.q_heads)));
-    return options;
   }
 
   Tensor gather(const Pack& pack, int64_t heads, int64_t dim, ScalarType type, RowView Task::* rows) const {

@@ -48,8 +48,8 @@ struct StepOptions {
   bool deterministic;
 
   /// Throws if one of them is wrong. The result views the sinks.
-  runtime::ScoreOptions scores(const HeadShape& heads, const std::optional<Tensor>& sinks_on_host) const {
-    return {scale_or_default(scale, heads), checked_softcap(softcap), sinks_of(sinks_on_host, heads), deterministic};
+  runtime::ScoreOptions scores(const Tensor& q, const HeadShape& heads, const std::optional<Tensor>& sinks) const {
+    return {scale_or_default(scale, heads), checked_softcap(softcap), sinks_of(sinks, q, heads), deterministic};
   }
 };
 
@@ -77,12 +77,12 @@ struct Forward {
         plan(a.plan),
         heads(heads_of(q, k, v)),
         context(runtime::find_context(a.options.context)),
-        sinks_on_host(on_host(a.sinks)),
+        sinks(a.sinks),
         out(empty_rows(q, q.size(0), heads.q_heads, heads.v_dim)),
         lse(empty_scalars(q, q.size(0), heads.q_heads)) {
     require(q.size(0) == k.size(0), "q ", shape_of(q), " and k ", shape_of(k), " have different lengths");
     slice = context->accept(words_of(plan, "plan"), heads, q.size(0));
-    scores = a.options.scores(heads, sinks_on_host);
+    scores = a.options.scores(q, heads, sinks);
     check_backend(*context, q, heads, scores.softcap);
     if (retain) retained = empty_bytes(q, slice.header().retained_bytes);
     check_backward(a.plan_backward);
@@ -107,7 +107,7 @@ struct Forward {
   Tensor q, k, v, plan;
   HeadShape heads;
   std::shared_ptr<runtime::Context> context;
-  std::optional<Tensor> sinks_on_host;
+  std::optional<Tensor> sinks;
   plan::SliceView slice{{}};
   runtime::ScoreOptions scores;
   Tensor out, lse;
@@ -126,7 +126,7 @@ struct Backward {
         plan(a.plan),
         heads(heads_of(q, k, v)),
         context(runtime::find_context(a.options.context)),
-        sinks_on_host(on_host(a.sinks)),
+        sinks(a.sinks),
         dq(empty_rows(q, q.size(0), heads.q_heads, heads.dim)),
         dk(empty_rows(k, q.size(0), heads.kv_heads, heads.dim)),
         dv(empty_rows(v, q.size(0), heads.kv_heads, heads.v_dim)) {
@@ -142,7 +142,7 @@ struct Backward {
     require(k.size(0) == rows && lse.size(0) == rows && lse.size(1) == heads.q_heads,
             "q, k, v, out and lse have different lengths or head counts");
     slice = context->accept(words_of(plan, "plan"), heads, rows);
-    scores = a.options.scores(heads, sinks_on_host);
+    scores = a.options.scores(q, heads, sinks);
     check_backend(*context, q, heads, scores.softcap);
     take_retained(a.retained);
   }
@@ -180,7 +180,7 @@ struct Backward {
   Tensor dout, q, k, v, out, lse, plan;
   HeadShape heads;
   std::shared_ptr<runtime::Context> context;
-  std::optional<Tensor> sinks_on_host;
+  std::optional<Tensor> sinks;
   plan::SliceView slice{{}};
   runtime::ScoreOptions scores;
   Tensor dq, dk, dv;
@@ -260,7 +260,8 @@ void attend(int64_t step, StringHandle context) {
 }
 
 std::shared_ptr<Forward> collect_forward(int64_t step, std::string_view context) {
-  const auto owner = runtime::find_context(context)->collect(static_cast<uint64_t>(step), plan::Phase::kForward);
+  const auto owner =
+      runtime::find_context(context)->collect(static_cast<uint64_t>(step), plan::Phase::kForward, torch_threads());
   return std::static_pointer_cast<Forward>(owner);
 }
 
@@ -283,7 +284,8 @@ std::tuple<Tensor, Tensor, Tensor> collect_retained(int64_t step, StringHandle c
 std::tuple<Tensor, Tensor, Tensor> collect_backward(int64_t step, StringHandle context) {
   const Text name(context);
   return collective(name, [&] {
-    const auto owner = runtime::find_context(name)->collect(static_cast<uint64_t>(step), plan::Phase::kBackward);
+    const auto owner =
+        runtime::find_context(name)->collect(static_cast<uint64_t>(step), plan::Phase::kBackward, torch_threads());
     const auto b = std::static_pointer_cast<Backward>(owner);
     return std::tuple{b->dq, b->dk, b->dv};
   });

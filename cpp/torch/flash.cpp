@@ -63,16 +63,6 @@ Window window_of(const Mask& mask) {
   return {true, mask.window - 1, 0};
 }
 
-/// Adds sinks to results without them. A sink is one more score with a value of zero: it takes its share of each row's
-/// softmax.
-void add_sinks(Tensor& out, Tensor& lse, const Tensor& sinks) {
-  const Tensor with_sink = aten::binary("aten::logaddexp", "", lse, sinks);
-  const Tensor share = aten::unary("aten::exp", torch::stable::subtract(lse, with_sink));
-  const Tensor fp32 = aten::cast(out, ScalarType::Float);
-  aten::assign(out, aten::multiply(fp32, torch::stable::unsqueeze(share, 2)));
-  lse = with_sink;
-}
-
 std::vector<int64_t> rows_of_keys(const Batch& b) {
   std::vector<int64_t> index;
   for (size_t i = 0; i < b.kv_lengths.size(); ++i)
@@ -142,10 +132,9 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_any, const Tensor& k_an
   const aten::Stack results = aten::call("aten::_flash_attention_forward", "", q, k, v, std::optional(q_ends),
                                          std::optional(kv_begins), b.max_q, b.max_kv, 0.0, window.causal, false,
                                          std::optional<double>(options.scale), window.left, window.right, kv_lengths);
-  Tensor computed = aten::tensor(results[0]);
-  Tensor computed_lse = torch::stable::transpose(aten::tensor(results[1]), 0, 1);  // [H, T] there
+  const Tensor computed = aten::tensor(results[0]);
+  const Tensor computed_lse = torch::stable::transpose(aten::tensor(results[1]), 0, 1);  // [H, T] there
   for (size_t i = 2; i < 5; ++i) aten::tensor(results[i]);
-  if (options.sinks) add_sinks(computed, computed_lse, *options.sinks);
   if (scattered) {
     aten::scatter_rows(out, index, computed);
     aten::scatter_rows(lse, index, computed_lse);
@@ -192,6 +181,13 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_any, const 
     dq = torch::stable::contiguous(dq_rows);
   if (b.own_keys) return {dq, torch::stable::contiguous(dk), torch::stable::contiguous(dv)};
   return {dq, sum_of_tasks(dk, k_any, b), sum_of_tasks(dv, v_any, b)};
+}
+
+void add_sinks(const Tensor& out, const Tensor& lse, const Tensor& sinks) {
+  const Tensor share = aten::unary("aten::sigmoid", torch::stable::subtract(lse, sinks));
+  aten::assign(out, aten::multiply(aten::cast(out, ScalarType::Float), torch::stable::unsqueeze(share, 2)));
+  const Tensor sum = aten::binary("aten::logaddexp", "", lse, sinks), empty = aten::unary("aten::isneginf", lse);
+  aten::assign(lse, aten::tensor(aten::call("aten::where", "self", empty, lse, sum)[0]));
 }
 
 }  // namespace distca::ops

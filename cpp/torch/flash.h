@@ -19,7 +19,6 @@ namespace distca::ops {
 struct FlashOptions {
   Mask mask;
   float scale = 1.f;
-  std::optional<Tensor> sinks;  // [H] fp32, on the device
 };
 
 /// Throws InvalidArgumentError or DeviceError unless flash attention takes such heads on the device of q. The error
@@ -36,6 +35,10 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor& q, const Tensor& k, const
 std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                                   const Tensor& out, const Tensor& lse,
                                                   std::span<const LocalTask> tasks, const FlashOptions& options);
+
+/// Does what attention::add_sinks does, to out [T, H, D] and lse [T, H] in place. The sinks, [H] fp32, lie on their
+/// device.
+void add_sinks(const Tensor& out, const Tensor& lse, const Tensor& sinks);
 
 /// The same rows. They are copied where the kernels of a GPU could not load 16 bytes of them at once.
 Tensor aligned_rows(const Tensor& t);

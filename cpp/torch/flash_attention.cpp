@@ -28,7 +28,7 @@ Checked check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& t
     check_device_of(q, *sinks, "sinks");
   }
   read_tasks(c.tasks, tasks, q.size(0), k.size(0));
-  c.options = {Mask{}, scale_or_default(scale, c.heads), sinks};
+  c.options = {Mask{}, scale_or_default(scale, c.heads)};
   return c;
 }
 
@@ -39,7 +39,9 @@ std::tuple<Tensor, Tensor> attention_by_flash(const Tensor& q, const Tensor& k, 
                                               bool /*deterministic: forward always is*/) {
   return guarded([&] {
     const Checked c = check(q, k, v, tasks, sinks, scale, softcap);
-    return flash_forward(q, k, v, c.tasks, c.options);
+    const auto results = flash_forward(q, k, v, c.tasks, c.options);
+    if (sinks.has_value()) add_sinks(std::get<0>(results), std::get<1>(results), *sinks);
+    return results;
   });
 }
 

@@ -78,7 +78,7 @@ Workspace* gpu_workspace(const Tensor& q, const Tensor& k, const Tensor& v, doub
 }
 
 /// Groups the sorted tasks by document.
-void group_tasks(Workspace& w, int64_t kv_heads, const RowView& k, const RowView& v, const float* sinks) {
+void group_tasks(Workspace& w, int64_t kv_heads, const RowView& k, const RowView& v) {
   w.groups.clear();
   w.tasks.clear();
   w.blocks.clear();
@@ -100,7 +100,6 @@ void group_tasks(Workspace& w, int64_t kv_heads, const RowView& k, const RowView
     g.task_end = static_cast<int64_t>(i);
     g.k[0] = k.from_row(begin);
     g.v[0] = v.from_row(begin);
-    g.sinks = sinks;
     w.groups.push_back(g);
     total_blocks = std::max(total_blocks, ceil_div(g.kv_end, kKeyBlockRows));
   }
@@ -122,8 +121,9 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
   return guarded([&] {
     const HeadShape heads = heads_of(q, k, v);
     const float factor = scale_or_default(scale, heads), cap = checked_softcap(softcap);
+    const float* const sink_values = sinks_of(sinks, q, heads);
     read_tasks(w.sorted, tasks, q.size(0), k.size(0));
-    group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"), sinks_of(sinks, heads).data());
+    group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"));
     Tensor out = empty_rows(q, q.size(0), heads.q_heads, heads.v_dim);
     Tensor lse = empty_scalars(q, q.size(0), heads.q_heads);
     if (covered_rows(w) < q.size(0)) {
@@ -137,6 +137,9 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
       w.tasks[i].lse = scalars_of(lse, "lse").from_row(row);
     }
     w.backend->forward({heads, Mask{}, factor, w.groups, w.tasks, cap, deterministic}, torch_threads());
+    if (sink_values != nullptr) {
+      w.backend->add_sinks(heads, q.size(0), rows_of(out, "out"), scalars_of(lse, "lse"), sink_values, torch_threads());
+    }
     return std::tuple{out, lse};
   });
 }
@@ -149,6 +152,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
   return guarded([&] {
     const HeadShape heads = heads_of(q, k, v);
     const float factor = scale_or_default(scale, heads), cap = checked_softcap(softcap);
+    sinks_of(sinks, q, heads);  // they are in lse; here they are only checked
     const int64_t rows = q.size(0);
     const Tensor dout = with_dense_rows(dout_any);
     check_like_out(dout, "dout", heads, rows);
@@ -160,7 +164,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
     require(lse.size(0) == rows && lse.size(1) == heads.q_heads, "lse has shape ", shape_of(lse), "; [", rows, ", ",
             heads.q_heads, "] is expected");
     read_tasks(w.sorted, tasks, rows, k.size(0));
-    group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"), sinks_of(sinks, heads).data());
+    group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"));
     Tensor dq = empty_rows(q, rows, heads.q_heads, heads.dim);
     Tensor dk = empty_rows(k, k.size(0), heads.kv_heads, heads.dim);
     Tensor dv = empty_rows(v, k.size(0), heads.kv_heads, heads.v_dim);
@@ -219,7 +223,7 @@ std::tuple<Tensor, Tensor> gpu_forward(const Tensor& q, const Tensor& k, const T
                                        bool deterministic, std::optional<StringHandle> attention) {
   Workspace* const w = gpu_workspace(q, k, v, softcap, attention);
   if (w == nullptr) return attention_by_flash(q, k, v, tasks, sinks, scale, softcap, deterministic);
-  return attention_forward(aligned_rows(q), aligned_rows(k), aligned_rows(v), tasks, on_host(sinks), scale, softcap,
+  return attention_forward(aligned_rows(q), aligned_rows(k), aligned_rows(v), tasks, sinks, scale, softcap,
                            deterministic, *w);
 }
 std::tuple<Tensor, Tensor, Tensor> gpu_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -231,7 +235,7 @@ std::tuple<Tensor, Tensor, Tensor> gpu_backward(const Tensor& dout, const Tensor
   if (w == nullptr)
     return attention_by_flash_backward(dout, q, k, v, out, lse, tasks, sinks, scale, softcap, deterministic);
   return attention_backward(aligned_rows(with_dense_rows(dout)), aligned_rows(q), aligned_rows(k), aligned_rows(v), out,
-                            lse, tasks, on_host(sinks), scale, softcap, deterministic, *w);
+                            lse, tasks, sinks, scale, softcap, deterministic, *w);
 }
 
 /// The gradient of sinks, for core_attention as for attention: all that it needs lies at home.
@@ -243,7 +247,7 @@ Tensor sink_gradient(const Tensor& dout_any, const Tensor& out, const Tensor& ls
     check_like_out(dout, "dout", heads, out.size(0));
     require(lse.size(0) == out.size(0) && lse.size(1) == heads.q_heads, "lse has shape ", shape_of(lse), "; [",
             out.size(0), ", ", heads.q_heads, "] is expected");
-    const float* values = sinks_of(sinks, heads).data();
+    const float* values = sinks_of(sinks, out, heads);
     const int64_t sizes[] = {heads.q_heads};
     Tensor dsinks = torch::stable::new_empty(sinks, sizes);
     attention::sink_gradient(heads, out.size(0), out_rows, dout_rows, lse_rows, values,

@@ -147,18 +147,12 @@ inline void check_sinks(const Tensor& sinks, const HeadShape& heads) {
           "sinks has shape ", shape_of(sinks), "; a contiguous float32 tensor [", heads.q_heads, "] is expected");
 }
 
-/// The sinks on the host, because ranks compare them and tables are made there.
-inline std::optional<Tensor> on_host(const std::optional<Tensor>& sinks) {
-  if (!sinks.has_value() || sinks->is_cpu()) return sinks;
-  return torch::stable::to(*sinks, torch::stable::Device(torch::headeronly::DeviceType::CPU));
-}
-
-/// The sinks, one float32 for each query head, on the CPU; empty if there are none.
-inline std::span<const float> sinks_of(const std::optional<Tensor>& sinks, const HeadShape& heads) {
-  if (!sinks.has_value()) return {};
+/// The sinks, one float32 for each query head, on the device of `like`; null if there are none.
+inline const float* sinks_of(const std::optional<Tensor>& sinks, const Tensor& like, const HeadShape& heads) {
+  if (!sinks.has_value()) return nullptr;
   check_sinks(*sinks, heads);
-  require(sinks->is_cpu(), "sinks is on ", device_name(*sinks), ", q on cpu");
-  return {static_cast<const float*>(sinks->data_ptr()), static_cast<size_t>(heads.q_heads)};
+  check_device_of(like, *sinks, "sinks");
+  return static_cast<const float*>(sinks->data_ptr());
 }
 
 /// PyTorch's own thread pool. No other threads compute beside it.

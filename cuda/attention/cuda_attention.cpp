@@ -61,7 +61,7 @@ void encode(EncodeTiled encode_tiled, DType dtype, const MapSpec& spec, TensorMa
 }
 
 // The parts of the tables.
-enum : size_t { kItems, kStoreItems, kTasks, kGroups, kRuns, kBlocks, kMaps, kSinks, kNumParts };
+enum : size_t { kItems, kStoreItems, kTasks, kGroups, kRuns, kBlocks, kMaps, kNumParts };
 
 }  // namespace
 
@@ -94,8 +94,7 @@ struct CudaAttention::State {
              table_part("groups of tasks", list.groups),
              table_part("runs of key gradients", list.runs),
              table_part("key blocks", list.blocks),
-             table_part("tensor maps", maps),
-             table_part("sinks", list.sinks)};
+             table_part("tensor maps", maps)};
   }
 };
 
@@ -214,7 +213,6 @@ void AttentionLaunch::operator()(const distca::cuda::DeviceTable& tables, void* 
   p.runs = tables.part<const RunEntry>(kRuns);
   p.blocks = tables.part<const int64_t>(kBlocks);
   p.maps = tables.part<const TensorMap>(kMaps);
-  p.sinks = tables.part<const float>(kSinks);
   p.next_item = s.next_item;
   p.dq_sums = s.dq_sums;
   p.turns = is_deterministic_ ? s.turns : nullptr;

@@ -19,7 +19,7 @@
 namespace distca::attention::cuda {
 
 /// The reason why heads of this shape cannot be computed on a device of compute capability major.minor; empty if they
-/// can. All masks, windows, softcaps and sinks can be computed.
+/// can. All masks, windows and softcaps can be computed.
 DISTCA_EXPORT std::string unsupported_reason(const HeadShape& heads, int major, int minor);
 
 struct HeadKernels;

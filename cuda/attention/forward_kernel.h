@@ -290,11 +290,10 @@ struct ForwardConsumer {
     for (int i = 0; i < kValueDim / 2; ++i) out[i] = hopper::product(out[i], rescale[i / 2 % 2]);
   }
 
-  /// Divides by the sums and writes out and the log-sum-exp. A sink is one more score, with a value of zero.
+  /// Divides by the sums and writes out and the log-sum-exp.
   DISTCA_DEVICE void store(const WorkItem& item, const ForwardTile& tile) {
     const TaskEntry& task = p.tasks[item.task];
-    const int sinks = p.groups[item.group].sinks;
-    constexpr float kLn2 = 0.6931471805599453f, kLog2E = 1.4426950408889634f;
+    constexpr float kLn2 = 0.6931471805599453f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row() + 8 * r, head = item.kv_head * p.group_heads + row % p.group_heads;
@@ -303,22 +302,12 @@ struct ForwardConsumer {
       float sum = row_sum[r];
       sum += hopper::shuffle_xor(sum, 1);
       sum += hopper::shuffle_xor(sum, 2);
-      // These are powers of two, relative to the row's maximum.
-      const float highest = hopper::product(row_max[r], p.scores.exponent_scale);
-      float base = highest, total = sum;
-      if (sinks >= 0 && valid) {
-        const float sink = hopper::product(p.sinks[sinks + head], kLog2E);
-        base = fmaxf(highest, sink);
-        if (base != -kInfinity) {
-          total = sum * hopper::exp2_fast(highest - base) + hopper::exp2_fast(sink - base);
-          sum = highest == -kInfinity ? 0.f : sum + hopper::exp2_fast(sink - highest);
-        }
-      }
       const float factor = sum == 0.f ? 0.f : 1.f / sum;
       store_row<Element, kValueDim>(out, r, factor, address(task.out, token - task.q_begin, head), p.v_dim, valid,
                                     lane_of_warp());
       if (valid && lane_of_warp() % 4 == 0) {
-        const float lse = total == 0.f ? -kInfinity : base * kLn2 + logf(total);
+        const float highest = hopper::product(row_max[r], p.scores.exponent_scale);  // a power of two
+        const float lse = sum == 0.f ? -kInfinity : highest * kLn2 + logf(sum);
         *reinterpret_cast<float*>(address(task.lse, token - task.q_begin, head)) = lse;
       }
     }

@@ -52,7 +52,6 @@ struct GroupEntry {
   int blocks;       // index of that entry in `blocks`
   int k_maps;       // index of the local tensor's map; the arena's map comes next
   int v_maps;
-  int sinks;      // index of the sink of its first query head; -1: none
   int run_begin;  // gradients of keys: runs[run_begin, run_end)
   int run_end;
 };
@@ -127,7 +126,6 @@ struct KernelParams {
   const RunEntry* runs;
   const int64_t* blocks;
   const TensorMap* maps;
-  const float* sinks;
   int* next_item;  // how many items have been taken
   float* dq_sums;  // backward: sums of dq, in the order of the accumulators' registers (backward_kernel.h)
   int* turns;      // deterministic: key blocks that have added to each part of a tile of dq_sums; otherwise null

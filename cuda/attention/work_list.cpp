@@ -66,7 +66,6 @@ void begin_list(const Problem& problem, TileShape shape, WorkList& list) {
   list.runs.clear();
   list.blocks.clear();
   list.maps.clear();
-  list.sinks.clear();
   list.costs.clear();
   list.unsorted.clear();
   KernelParams& p = list.params = KernelParams{};
@@ -87,9 +86,6 @@ void add_group(const Problem& problem, const KeyGroup& group, WorkList& list) {
   entry.kv_end = checked(group.kv_end, "end of key rows");
   entry.first_block = checked(group.first_block, "first key block");
   entry.blocks = checked(static_cast<int64_t>(list.blocks.size()), "number of key blocks");
-  entry.sinks = group.sinks == nullptr ? -1 : checked(static_cast<int64_t>(list.sinks.size()), "number of sinks");
-  if (group.sinks != nullptr)
-    list.sinks.insert(list.sinks.end(), group.sinks, group.sinks + group.kv_heads * list.params.group_heads);
   // A source ends after the last row that the table refers to.
   int64_t rows[2] = {0, 0};
   for (size_t b = 0; b < group.blocks.size(); ++b) {

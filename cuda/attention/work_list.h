@@ -37,7 +37,6 @@ struct WorkList {
   std::vector<RunEntry> runs;
   std::vector<int64_t> blocks;
   std::vector<MapSpec> maps;
-  std::vector<float> sinks;
   std::vector<int64_t> costs;  // costs of `unsorted`; kept for its memory
   std::vector<WorkItem> unsorted;
   /// Everything but the pointers.

@@ -11,7 +11,7 @@
 #include "runtime/check.h"
 #include "runtime/device_guard.h"
 #include "runtime/device_queue.h"
-#include "runtime/row_dot.h"
+#include "runtime/home_rows.h"
 #include "transport/cuda_streams.h"
 #include "transport/put.h"
 #include "transport/reduce.h"
@@ -50,6 +50,13 @@ struct RowDotArguments {
   RowView out, dout, delta;
 };
 
+/// The arguments of add_sinks. They must be the same in each replay.
+struct AddSinksArguments {
+  int64_t q_heads, v_dim, dtype, num_rows;
+  RowView out, lse;
+  const float* sinks;
+};
+
 class DeviceBackend final : public runtime::Backend {
  public:
   DeviceBackend(std::shared_ptr<runtime::Backend> aten, int device, runtime::CurrentStream current_stream,
@@ -60,7 +67,7 @@ class DeviceBackend final : public runtime::Backend {
     cuda::check(cudaDeviceGetAttribute(&major_, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
     cuda::check(cudaDeviceGetAttribute(&minor_, cudaDevAttrComputeCapabilityMinor, device), "compute capability");
     load_reduce_kernels();
-    load_row_dot_kernels();
+    load_home_row_kernels();
     if (own_attention_ && major_ == 9 && minor_ == 0) attention::cuda::load_kernels();
     make_constants();
   }
@@ -122,6 +129,13 @@ class DeviceBackend final : public runtime::Backend {
                                        dout,          delta};
     queue("row dot", std::array{fixed_value("rows", arguments)},
           [=](const DeviceTable&, cudaStream_t stream) { cuda::row_dot(heads, num_rows, out, dout, delta, stream); });
+  }
+  void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& lse, const float* sinks,
+                 const Parallel&) override {
+    const AddSinksArguments arguments = {heads.q_heads, heads.v_dim, static_cast<int64_t>(heads.dtype), num_rows, out,
+                                         lse,           sinks};
+    queue("sinks", std::array{fixed_value("rows", arguments)},
+          [=](const DeviceTable&, cudaStream_t stream) { cuda::add_sinks(heads, num_rows, out, lse, sinks, stream); });
   }
 
   void forward(const attention::Problem& problem, const Parallel& parallel) override {

@@ -66,8 +66,8 @@ def core_attention(
         context: the context or its name.
         scale: factor on the logits; ``D ** -0.5`` by default.
         softcap: if positive, logits become ``softcap * tanh(scale * q k^T / softcap)`` (Gemma 2).
-        sinks: ``[H]``, one more logit for every row of a head, with a value of zero (gpt-oss). It counts in lse. All
-            ranks must pass the same sinks; the gradient is that of this rank's rows.
+        sinks: ``[H]``, one more logit for every row of a head, with a value of zero (gpt-oss). It counts in lse. They
+            are those of this rank's rows, and so is their gradient.
         deterministic: asks for deterministic backward of what this rank computes as a server: dq has the same bits
             whatever the plan, and dk and dv are the same from run to run. ``torch.use_deterministic_algorithms`` asks
             for it everywhere, and the CPU always computes so. The argument concerns distca's CUDA kernels; where ATen's

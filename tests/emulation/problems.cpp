@@ -65,9 +65,6 @@ Case random_case(HeadShape heads, int64_t most_rows, std::mt19937& random) {
   c.k = random_array(heads.dtype, c.length, heads.kv_heads, heads.dim, random);
   c.v = random_array(heads.dtype, c.length, heads.kv_heads, heads.v_dim, random);
   c.dout = random_array(heads.dtype, c.length, heads.q_heads, heads.v_dim, random);
-  c.has_sinks = pick(random, 0, 2) == 0;
-  for (int64_t h = 0; h < heads.q_heads; ++h)
-    c.sinks.push_back(static_cast<float>(std::normal_distribution<double>()(random)));
   return c;
 }
 
@@ -87,7 +84,7 @@ Answer answer(const Case& c, const std::vector<bool>& covered, bool gradients) {
     slopes.assign(seen.size(), c.scale);
     for (int64_t head = 0; head < heads.q_heads; ++head) {
       const int64_t kv_head = head / heads.group_heads();
-      double sum = c.has_sinks ? std::exp(static_cast<double>(c.sinks[static_cast<size_t>(head)])) : 0.;
+      double sum = 0.;
       for (size_t i = 0; i < seen.size(); ++i) {
         double s = 0;
         for (int64_t d = 0; d < heads.dim; ++d) s += c.q.at(row, head)[d] * c.k.at(seen[i], kv_head)[d];
@@ -169,7 +166,6 @@ void place_group(const Case& c, int64_t first_head, int64_t kv_heads, bool remot
   group.kv_begin = p.kv_begin;
   group.kv_end = p.kv_end;
   group.first_block = p.kv_begin / kRows;
-  if (c.has_sinks) group.sinks = c.sinks.data() + first_head * per_group;
 
   // Blocks in any order, in one of two sources; between them rows that belong to nobody.
   auto& blocks = p.blocks.emplace_back();

@@ -41,9 +41,7 @@ struct Case {
   float scale = 1.f;
   float softcap = 0.f;
   int64_t length = 0;
-  bool has_sinks = false;
   Array q, k, v, dout;  // rounded to the dtype
-  std::vector<float> sinks;
 };
 
 Case random_case(HeadShape heads, int64_t most_rows, std::mt19937& random);

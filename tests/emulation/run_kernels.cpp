@@ -67,7 +67,6 @@ struct Tables {
     p.runs = list.runs.data();
     p.blocks = list.blocks.data();
     p.maps = maps.data();
-    p.sinks = list.sinks.data();
     p.next_item = &next_item;
     return p;
   }
@@ -126,11 +125,10 @@ void run_backward(Placement& placement, bool remote, bool deterministic, std::mt
 template <class Element, int kDim, int kValueDim>
 void run_round(const std::string& pass, distca::HeadShape heads, std::mt19937& random) {
   const Case c = problems::random_case(heads, 500, random);
-  std::printf("%s: %lld rows, %lld heads on %lld, %s, window %lld, scale %g, softcap %g%s\n", pass.c_str(),
+  std::printf("%s: %lld rows, %lld heads on %lld, %s, window %lld, scale %g, softcap %g\n", pass.c_str(),
               static_cast<long long>(c.length), static_cast<long long>(heads.q_heads),
               static_cast<long long>(heads.kv_heads), c.mask.kind == distca::MaskKind::kFull ? "full" : "causal",
-              static_cast<long long>(c.mask.window), static_cast<double>(c.scale), static_cast<double>(c.softcap),
-              c.has_sinks ? ", sinks" : "");
+              static_cast<long long>(c.mask.window), static_cast<double>(c.scale), static_cast<double>(c.softcap));
   const double roundoff = heads.dtype == distca::DType::kBFloat16 ? 0x1p-8 : 0x1p-11;
   const bool deterministic = random() % 2 == 0;
   Answer first;

@@ -128,7 +128,7 @@ FAULTS = [
     Fault(
         "flash: a sink leaves the output as it is",
         "cpp/torch/flash.cpp",
-        "torch::stable::subtract(lse, with_sink)",
+        "torch::stable::subtract(lse, sinks)",
         "torch::stable::subtract(lse, lse)",
         (FLASH,),
     ),

@@ -63,6 +63,38 @@ def test_twenty_replays_with_other_plans_of_other_documents_give_the_bits_of_ste
             assert_same(results, expected)
 
 
+def test_a_replay_reads_the_sinks_anew() -> None:
+    plans = [_plan(seed) for seed in range(2)]
+
+    def work(rank: int, context: distca.Context) -> list[torch.Tensor]:
+        q, k, v, _ = (t.detach() for t in tensors_of(3, rank))
+        sinks, results = torch.zeros(HEADS.q), []
+        with context.record(headroom=4.0, rounds=8) as recording:
+            out, _lse = distca.core_attention(q, k, v, plans[0].for_rank(rank), context=context, sinks=sinks)
+        for turn in range(2):
+            sinks.fill_(turn + 1.0)
+            recording.replan(plans[turn].for_rank(rank))
+            recording.replay()
+            results.append(out.clone())
+        return results
+
+    def on_host(rank: int, context: distca.Context) -> list[torch.Tensor]:
+        q, k, v, _ = (t.detach() for t in tensors_of(3, rank))
+        return [
+            distca.core_attention(
+                q, k, v, plan.for_rank(rank), context=context, sinks=torch.full((HEADS.q,), turn + 1.0)
+            )[0]
+            for turn, plan in enumerate(plans)
+        ]
+
+    with loopback_group(plans, streams=True, timeout=3.0) as contexts:
+        mine = on_all_ranks(contexts, work)
+    with loopback_group(plans) as contexts:
+        right = on_all_ranks(contexts, on_host)
+    for of_rank, expected in zip(mine, right, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(of_rank, expected, strict=True))
+
+
 def test_layers_have_plans_of_their_own_and_replays_of_two_recordings_take_turns_with_steps_that_are_not_recorded() -> (
     None
 ):

@@ -109,7 +109,6 @@ void run_round(int round, attention::CpuAttention& kernel) {
   const Tensor k[2] = {{dtype, rows[0], kv_heads, heads.dim, pick(0, 9)},
                        {dtype, rows[1], kv_heads, heads.dim, pick(0, 9)}};
   const Tensor v[2] = {{dtype, rows[0], kv_heads, heads.v_dim}, {dtype, rows[1], kv_heads, heads.v_dim}};
-  const std::vector<float> sinks(static_cast<size_t>(q_heads), 0.5f);
 
   std::vector<std::vector<Tensor>> results[2];
   std::vector<Tensor> qs, douts;
@@ -124,7 +123,6 @@ void run_round(int round, attention::CpuAttention& kernel) {
   group.first_block = first_block;
   group.blocks = blocks;
   for (int s : {0, 1}) group.k[s] = k[s].view, group.v[s] = v[s].view;
-  if (pick(0, 1) == 0) group.sinks = sinks.data();
   group.task_end = std::ssize(ranges);
   attention::Problem problem{heads, mask, 0.3f, {}, {}, pick(0, 2) == 0 ? 4.f : 0.f};
 

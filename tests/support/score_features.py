@@ -65,5 +65,6 @@ def check_features(heads: distca.Heads, softcap: float, with_sinks: bool) -> Non
             rounding = 2e-6 if heads.dtype == torch.float32 else 2e-2
             torch.testing.assert_close(ours[5].double(), exact[5], rtol=rounding, atol=20 * rounding)
     # PyTorch has no fused kernel for these. Its unfused gradients take delta from P, but fused kernels must take it
-    # from the rounded output. In fp32 that makes a fifth of dq's error, with or without these features.
-    pool.check(1.4 if heads.dtype == torch.float32 else 1.1)
+    # from the rounded output, and P from the rounded lse. In fp32 that makes a third of dq's error, with or without
+    # these features. (30 batches: 1.42 at most.)
+    pool.check(1.5 if heads.dtype == torch.float32 else 1.1)

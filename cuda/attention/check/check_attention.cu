@@ -57,7 +57,6 @@ struct Shape {
   int length, q_heads, kv_heads, dim, v_dim;
   int full, window;
   float scale, softcap;
-  const float* sinks;
 
   __device__ bool sees(int row, int key) const {
     return full != 0 || (key <= row && (window == 0 || key > row - window));
@@ -82,12 +81,12 @@ __global__ void naive_forward(Shape s, const float* q, const float* k, const flo
   if (index >= s.length * s.q_heads) return;
   const int row = index / s.q_heads, head = index % s.q_heads, kv_head = head / (s.q_heads / s.kv_heads);
   const float* queries = q + static_cast<int64_t>(index) * s.dim;
-  float highest = s.sinks == nullptr ? -INFINITY : s.sinks[head], slope;
+  float highest = -INFINITY, slope;
   for (int key = 0; key < s.length; ++key)
     if (s.sees(row, key))
       highest =
           fmaxf(highest, s.score(queries, k + (static_cast<int64_t>(key) * s.kv_heads + kv_head) * s.dim, &slope));
-  float sum = s.sinks == nullptr ? 0.f : expf(s.sinks[head] - highest);
+  float sum = 0.f;
   float* sums = out + static_cast<int64_t>(index) * s.v_dim;
   for (int d = 0; d < s.v_dim; ++d) sums[d] = 0.f;
   for (int key = 0; key < s.length; ++key) {
@@ -161,7 +160,6 @@ struct Setup {
   Mask mask;
   int length;
   float softcap;
-  bool sinks;
   bool compare;  // with the naive kernels; long ones are only timed
 };
 
@@ -227,9 +225,7 @@ void run_setup(CudaAttention& kernel, const Setup& setup, std::mt19937& random) 
   Tensor dout(h.dtype, n, h.q_heads, h.v_dim), out(h.dtype, n, h.q_heads, h.v_dim), dq(h.dtype, n, h.q_heads, h.dim);
   Tensor dk(h.dtype, n, h.kv_heads, h.dim), dv(h.dtype, n, h.kv_heads, h.v_dim);
   for (Tensor* t : {&q, &k, &v, &dout}) t->fill(random);
-  DeviceArray<float> lse(static_cast<size_t>(n * h.q_heads)), delta(lse.size), sinks(static_cast<size_t>(h.q_heads));
-  const std::vector<float> host_sinks(sinks.size, 0.5f);
-  sinks.set(host_sinks);
+  DeviceArray<float> lse(static_cast<size_t>(n * h.q_heads)), delta(lse.size);
 
   // Every third block of keys lies in the second source and is NaN in the first.
   Tensor arena_k(h.dtype, num_blocks * block, h.kv_heads, h.dim);
@@ -255,7 +251,6 @@ void run_setup(CudaAttention& kernel, const Setup& setup, std::mt19937& random) 
   group.blocks = blocks;
   group.k[0] = k.view(), group.k[1] = arena_k.view();
   group.v[0] = v.view(), group.v[1] = arena_v.view();
-  group.sinks = setup.sinks ? host_sinks.data() : nullptr;
   const attention::KeyGradRun run{0, n, h.dtype, dk.view(), dv.view()};
   group.grads = std::span(&run, 1);
   std::vector<attention::Task> tasks;
@@ -280,8 +275,7 @@ void run_setup(CudaAttention& kernel, const Setup& setup, std::mt19937& random) 
                     setup.mask.kind == MaskKind::kFull ? 1 : 0,
                     static_cast<int>(setup.mask.window),
                     scale,
-                    setup.softcap,
-                    setup.sinks ? sinks.data : nullptr};
+                    setup.softcap};
   const auto num_rows = static_cast<unsigned>(n * h.q_heads);
   const unsigned grid = (num_rows + 127) / 128;
   if (setup.compare) {
@@ -344,18 +338,18 @@ int main() {
   const DType bf16 = DType::kBFloat16, fp16 = DType::kFloat16;
   const Mask causal{}, full{MaskKind::kFull, 0};
   const Setup setups[] = {
-      {"causal", {8, 2, 128, 128, bf16}, causal, 1111, 0.f, false, true},
-      {"full", {5, 1, 128, 128, fp16}, full, 700, 0.f, false, true},
-      {"window, sinks", {8, 8, 64, 64, bf16}, {MaskKind::kCausal, 200}, 1500, 0.f, true, true},
-      {"softcap", {6, 2, 96, 96, bf16}, causal, 900, 2.f, false, true},
-      {"latent", {4, 4, 192, 128, bf16}, causal, 900, 0.f, false, true},
-      {"wide", {8, 4, 256, 256, fp16}, causal, 700, 0.f, false, true},
-      {"one row", {4, 2, 128, 128, bf16}, causal, 1, 0.f, true, true},
-      {"long", {32, 8, 128, 128, bf16}, causal, 16384, 0.f, false, false},
-      {"long", {32, 8, 64, 64, bf16}, causal, 16384, 0.f, false, false},
-      {"long", {16, 16, 192, 128, bf16}, causal, 16384, 0.f, false, false},
-      {"long", {16, 4, 256, 256, bf16}, causal, 16384, 0.f, false, false},
-      {"long", {32, 8, 128, 128, bf16}, full, 16384, 0.f, false, false},
+      {"causal", {8, 2, 128, 128, bf16}, causal, 1111, 0.f, true},
+      {"full", {5, 1, 128, 128, fp16}, full, 700, 0.f, true},
+      {"window", {8, 8, 64, 64, bf16}, {MaskKind::kCausal, 200}, 1500, 0.f, true},
+      {"softcap", {6, 2, 96, 96, bf16}, causal, 900, 2.f, true},
+      {"latent", {4, 4, 192, 128, bf16}, causal, 900, 0.f, true},
+      {"wide", {8, 4, 256, 256, fp16}, causal, 700, 0.f, true},
+      {"one row", {4, 2, 128, 128, bf16}, causal, 1, 0.f, true},
+      {"long", {32, 8, 128, 128, bf16}, causal, 16384, 0.f, false},
+      {"long", {32, 8, 64, 64, bf16}, causal, 16384, 0.f, false},
+      {"long", {16, 16, 192, 128, bf16}, causal, 16384, 0.f, false},
+      {"long", {16, 4, 256, 256, bf16}, causal, 16384, 0.f, false},
+      {"long", {32, 8, 128, 128, bf16}, full, 16384, 0.f, false},
   };
   try {
     CudaAttention kernel(0);

@@ -97,6 +97,7 @@ uint64_t exchange(uint64_t word, unsigned lane_mask);
 
 inline size_t __cvta_generic_to_shared(const void* p) { return reinterpret_cast<size_t>(p); }
 inline void __syncthreads() { emulated_gpu::meet_block(); }
+inline void __syncwarp() { emulated_gpu::exchange(0, 0); }
 inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
 /// Of all 32 lanes: no kernel has another mask.

@@ -1,0 +1,21 @@
+// What a home computes over its own rows on a GPU.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/rows.h"
+
+namespace distca::cuda {
+
+/// Does what attention::row_dot does.
+void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout, const RowView& delta,
+             cudaStream_t stream);
+/// Does what attention::add_sinks does. The sinks lie on the device.
+void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& lse, const float* sinks,
+               cudaStream_t stream);
+void load_home_row_kernels();
+
+}  // namespace distca::cuda
