@@ -5,7 +5,6 @@
 
 #include "common/digest.h"
 #include "common/error.h"
-#include "plan/digests.h"
 #include "plan/origin.h"
 
 namespace distca::plan {
