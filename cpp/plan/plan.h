@@ -10,7 +10,7 @@
 
 #include "plan/draft.h"
 #include "plan/scheduler.h"
-#include "plan/slices.h"
+#include "plan/slice_tables.h"
 #include "plan/transfers.h"
 
 namespace distca::plan {
@@ -50,21 +50,24 @@ class DISTCA_EXPORT Plan {
   int64_t num_servers() const;
   /// Lower bounds of bytes. They are found on request, because they take longer than all other statistics.
   ByteBounds byte_lower_bounds() const;
-  uint64_t digest() const { return slices_->digest(); }
+  uint64_t digest() const { return static_cast<uint64_t>(header_.plan_digest); }
 
   /// All rows that travel between ranks.
   std::vector<Transfer> transfers() const;
-  /// The rank's slice, padded with zeros to a power of two of words.
+  /// The rank's slice: its header and tables (tables.h) as words, padded with zeros to a power of two.
   std::vector<int64_t> slice(int64_t rank) const;
 
  private:
   std::vector<int64_t> loads() const;
   Binding binding(bool tasks_are_given) const;
+  void make_header(std::span<const GivenTask> given);
+  Header header_of(int64_t rank, const SliceTables& tables) const;
 
   std::shared_ptr<const Layout> layout_;
   PlanOptions options_;
   Draft draft_;
-  std::optional<Slices> slices_;  // of the members above
+  Header header_ = {};  // the words that all slices share
+  std::vector<int64_t> rank_digests_;
   PlanStats stats_;
 };
 
