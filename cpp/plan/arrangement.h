@@ -3,6 +3,7 @@
 // are filled from it on request.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <span>
@@ -117,6 +118,13 @@ struct Arrangement {
 
   std::vector<int64_t> retained_bytes;  // bytes that each server retains
   int64_t saved_bytes = 0;              // bytes that retaining takes away from backward-in
+
+  /// A rank's larger arena of the two phases.
+  int64_t arena_bytes(size_t rank) const { return std::max(arenas[0][rank].total(), arenas[1][rank].total()); }
+  /// The rank with the largest arena.
+  size_t neediest_rank() const;
+  /// The bytes of the largest arena.
+  int64_t slot_bytes() const { return arena_bytes(neediest_rank()); }
 };
 
 /// Arranges tasks that are sorted by (server, document, kv_head_begin, q_begin), with equal or disjoint head ranges

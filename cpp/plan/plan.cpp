@@ -9,6 +9,7 @@
 #include "common/error.h"
 #include "plan/limits.h"
 #include "plan/origin.h"
+#include "plan/rounds.h"
 
 namespace distca::plan {
 namespace {
@@ -78,15 +79,24 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options,
     : layout_(std::move(layout)), options_(options) {
   const auto start = std::chrono::steady_clock::now();
   options_.check(*layout_);
-  draft_ = given ? make_draft(*layout_, options_, *given) : make_draft(*layout_, options_);
+  draft_.tasks = given ? task_list(*layout_, options_, *given) : Scheduler(*layout_, options_).schedule();
+  draft_.arrangement = arrange(*layout_, options_, draft_.tasks);
+  stats_.wanted_slot_bytes = draft_.arrangement.slot_bytes();
+  const size_t neediest = draft_.arrangement.neediest_rank();
+  if (given)
+    check_capacity(draft_.arrangement, options_.capacity);
+  else if (stats_.wanted_slot_bytes > options_.capacity)
+    draft_ = fit(*layout_, options_, draft_);
+  merge_rounds(draft_.arrangement, options_.heads, draft_.tasks,
+               options_.overlap ? options_.capacity : draft_.arrangement.slot_bytes());
+  if (given) stats_.wanted_slot_bytes = draft_.arrangement.slot_bytes();
   make_header(given.value_or(std::span<const GivenTask>()));
   stats_.load_before = loads_at_home(*layout_, options_);
   for (int64_t& load : stats_.load_before) load *= head_groups(options_).query_heads_of_group;
   stats_.load = loads();
   stats_.load_lower_bound = load_lower_bound(*layout_, options_);
-  stats_.wanted_slot_bytes = draft_.wanted_slot_bytes;
   stats_.binding = binding(given.has_value());
-  if (stats_.binding == Binding::kCapacity) stats_.binding_rank = draft_.neediest_rank;
+  if (stats_.binding == Binding::kCapacity) stats_.binding_rank = static_cast<int64_t>(neediest);
   const auto elapsed = std::chrono::steady_clock::now() - start;
   stats_.plan_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count();
 }
@@ -111,7 +121,7 @@ Binding Plan::binding(bool tasks_are_given) const {
   if (is_within_tolerance) return Binding::kNone;
   if (tasks_are_given) return Binding::kGivenTasks;
   if (!options_.balance) return Binding::kBalanceOff;
-  return draft_.wanted_slot_bytes <= options_.capacity ? Binding::kGrain : Binding::kCapacity;
+  return stats_.wanted_slot_bytes <= options_.capacity ? Binding::kGrain : Binding::kCapacity;
 }
 
 int64_t Plan::num_servers() const {
@@ -126,7 +136,7 @@ std::vector<Transfer> Plan::transfers() const {
 
 /// Makes what all slices share. Only their digests are made at once, because a rank needs no slice but its own.
 void Plan::make_header(std::span<const GivenTask> given) {
-  header_ = common_header(*layout_, options_, draft_.slot_bytes);
+  header_ = common_header(*layout_, options_, draft_.arrangement.slot_bytes());
   SliceTables tables;
   for (int64_t rank = 0; rank < layout_->num_ranks(); ++rank) {
     fill_slice_tables(*layout_, options_, draft_.tasks, draft_.arrangement, rank, /*with_blocks=*/false, tables);
