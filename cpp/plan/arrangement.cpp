@@ -5,7 +5,6 @@
 
 #include "common/align.h"
 #include "plan/limits.h"
-#include "plan/rounds.h"
 
 namespace distca::plan {
 namespace {

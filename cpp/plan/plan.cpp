@@ -9,7 +9,6 @@
 #include "common/error.h"
 #include "plan/limits.h"
 #include "plan/origin.h"
-#include "plan/rounds.h"
 
 namespace distca::plan {
 namespace {
