@@ -129,10 +129,6 @@ int64_t Plan::num_servers() const {
 
 ByteBounds Plan::byte_lower_bounds() const { return plan::byte_lower_bounds(*layout_, options_); }
 
-std::vector<Transfer> Plan::transfers() const {
-  return list_transfers(*layout_, options_.heads, draft_.tasks, draft_.arrangement);
-}
-
 /// Makes what all slices share. Only their digests are made at once, because a rank needs no slice but its own.
 void Plan::make_header(std::span<const GivenTask> given) {
   header_ = common_header(*layout_, options_, draft_.arrangement.slot_bytes());

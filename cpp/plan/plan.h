@@ -11,7 +11,6 @@
 #include "plan/draft.h"
 #include "plan/scheduler.h"
 #include "plan/slice_tables.h"
-#include "plan/transfers.h"
 
 namespace distca::plan {
 
@@ -34,6 +33,17 @@ struct PlanStats {
   int64_t plan_ns = 0;
 };
 
+/// Rows [begin, end) of a document, of one tensor, for a range of key/value heads and the query heads that share them.
+struct Transfer {
+  Phase phase = Phase::kForward;
+  Direction direction = Direction::kIn;
+  int64_t source = 0, target = 0;  // ranks
+  int64_t document = 0, begin = 0, end = 0;
+  int64_t kv_head_begin = 0, kv_head_end = 0;
+  TensorKind tensor = TensorKind::kQ;
+  int64_t bytes = 0;
+};
+
 class DISTCA_EXPORT Plan {
  public:
   /// Makes a plan. It is a pure function of the arguments, the same to the last bit on every machine. Given tasks take
@@ -52,7 +62,7 @@ class DISTCA_EXPORT Plan {
   ByteBounds byte_lower_bounds() const;
   uint64_t digest() const { return static_cast<uint64_t>(header_.plan_digest); }
 
-  /// All rows that travel between ranks.
+  /// All rows that travel between ranks. The four messages of a step are made of them.
   std::vector<Transfer> transfers() const;
   /// The rank's slice: its header and tables (tables.h) as words, padded with zeros to a power of two.
   std::vector<int64_t> slice(int64_t rank) const;
