@@ -5,7 +5,6 @@
 
 #include "common/align.h"
 #include "plan/limits.h"
-#include "plan/rounds.h"
 
 namespace distca::plan {
 namespace {
@@ -371,6 +370,13 @@ class Arranger {
 };
 
 }  // namespace
+
+size_t Arrangement::neediest_rank() const {
+  size_t neediest = 0;
+  for (size_t r = 1; r < arenas[0].size(); ++r)
+    if (arena_bytes(r) > arena_bytes(neediest)) neediest = r;
+  return neediest;
+}
 
 Arrangement arrange(const Layout& layout, const PlanOptions& options, std::span<const Task> tasks) {
   return Arranger(layout, options, tasks).run();

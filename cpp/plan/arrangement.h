@@ -3,6 +3,7 @@
 // are filled from it on request.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <span>
@@ -117,11 +118,30 @@ struct Arrangement {
 
   std::vector<int64_t> retained_bytes;  // bytes that each server retains
   int64_t saved_bytes = 0;              // bytes that retaining takes away from backward-in
+
+  /// A rank's larger arena of the two phases.
+  int64_t arena_bytes(size_t rank) const { return std::max(arenas[0][rank].total(), arenas[1][rank].total()); }
+  /// The rank with the largest arena.
+  size_t neediest_rank() const;
+  /// The bytes of the largest arena.
+  int64_t slot_bytes() const { return arena_bytes(neediest_rank()); }
 };
 
 /// Arranges tasks that are sorted by (server, document, kv_head_begin, q_begin), with equal or disjoint head ranges
 /// within each document.
 Arrangement arrange(const Layout& layout, const PlanOptions& options, std::span<const Task> tasks);
+
+// Rounds: the order in which gradients come home, and the memory that they take there (rounds.cpp).
+
+/// Gives every gradient that comes to `home` its round and its place. Servers come in ascending order. A round has as
+/// many messages as fit into the size of the largest single message, or into what the home's arena has left of
+/// `slot_bytes`, where that is more.
+void place_gradients(Arrangement& arrangement, const HeadShape& heads, std::span<const Task> tasks, int64_t home,
+                     int64_t slot_bytes);
+
+/// Places gradients anew in as few rounds as arenas of `slot_bytes` allow. Few rounds are better, because those after
+/// the first travel one after another, when the home is ready for them, and overlap with nothing.
+void merge_rounds(Arrangement& arrangement, const HeadShape& heads, std::span<const Task> tasks, int64_t slot_bytes);
 
 /// The key blocks of a group that its server reads where they are, because their keys lie in one of its own segments.
 /// The range [begin, end) counts blocks from the start of the document.

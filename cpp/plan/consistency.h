@@ -8,7 +8,7 @@ namespace distca::plan {
 
 /// Throws PlanFormatError unless the tables fit together. Indices, rows and offsets of the slice must have been checked
 /// against their bounds. What only another rank can know, such as which rows a peer sends here, follows from the
-/// digests (digests.h).
+/// digests (tables.h).
 void check_consistency(const SliceView& slice);
 
 }  // namespace distca::plan

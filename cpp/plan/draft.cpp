@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "plan/limits.h"
-#include "plan/rounds.h"
 #include "plan/scheduler.h"
 
 namespace distca::plan {
@@ -15,31 +14,6 @@ namespace {
 using Wide = __int128;
 constexpr int kGentleRounds = 24;  // from this round on, a rank that needs too much exchanges nothing
 constexpr int kRounds = 40;
-
-/// A rank's larger arena of the two phases.
-int64_t arena_bytes(const Arrangement& arrangement, size_t rank) {
-  return std::max(arrangement.arenas[0][rank].total(), arrangement.arenas[1][rank].total());
-}
-
-/// The rank with the largest arena.
-size_t neediest_rank(const Arrangement& arrangement) {
-  size_t neediest = 0;
-  for (size_t r = 1; r < arrangement.arenas[0].size(); ++r)
-    if (arena_bytes(arrangement, r) > arena_bytes(arrangement, neediest)) neediest = r;
-  return neediest;
-}
-
-/// The bytes of the largest arena.
-int64_t slot_bytes(const Arrangement& arrangement) { return arena_bytes(arrangement, neediest_rank(arrangement)); }
-
-/// Throws CapacityError unless the arrangement fits.
-void check_capacity(const Arrangement& arrangement, int64_t capacity) {
-  const size_t neediest = neediest_rank(arrangement);
-  const int64_t bytes = arena_bytes(arrangement, neediest);
-  require<CapacityError>(bytes <= capacity, "plan: rank ", neediest, " needs an arena of ", bytes,
-                         " bytes a slot, but the capacity is ", capacity,
-                         " bytes; give distca.init heap_bytes >= ", 2 * bytes, " (two slots), or fewer tokens");
-}
 
 Draft draft_of(const Layout& layout, const PlanOptions& options, const Allowances& allowances = {}) {
   Draft draft;
@@ -74,7 +48,7 @@ class Fitter {
     const Allowances used = exchanged(draft.tasks);
     bool restricted = false;
     for (size_t r = 0; r < at_home_bytes_.size(); ++r) {
-      const int64_t bytes = arena_bytes(draft.arrangement, r);
+      const int64_t bytes = draft.arrangement.arena_bytes(r);
       if (bytes <= options_.capacity) continue;
       restricted = true;
       if (allowed_.in[r] == 0 && allowed_.out[r] == 0) {
@@ -143,9 +117,16 @@ bool is_better_balanced(const Layout& layout, const PlanOptions& options, const 
   return Wide{x} * y_speed < Wide{y} * x_speed;
 }
 
-/// Returns another draft, which fits. For that, ranks that need too much may compute less for others, and others less
-/// for them, again and again until all ranks fit. If no such draft is found, every row is computed at home, unless
-/// servers are given.
+}  // namespace
+
+void check_capacity(const Arrangement& arrangement, int64_t capacity) {
+  const size_t neediest = arrangement.neediest_rank();
+  const int64_t bytes = arrangement.arena_bytes(neediest);
+  require<CapacityError>(bytes <= capacity, "plan: rank ", neediest, " needs an arena of ", bytes,
+                         " bytes a slot, but the capacity is ", capacity,
+                         " bytes; give distca.init heap_bytes >= ", 2 * bytes, " (two slots), or fewer tokens");
+}
+
 Draft fit(const Layout& layout, const PlanOptions& options, const Draft& draft) {
   std::optional<Draft> best;
   // What the layout itself forces. It is nothing where servers are given, because then rows may not be computed at
@@ -156,8 +137,9 @@ Draft fit(const Layout& layout, const PlanOptions& options, const Draft& draft) 
     unbalanced.balance = false;
     best = draft_of(layout, unbalanced);
     const Arrangement& at_home = best->arrangement;
-    check_capacity(slot_bytes(at_home) < slot_bytes(draft.arrangement) ? at_home : draft.arrangement, options.capacity);
-    for (size_t r = 0; r < at_home_bytes.size(); ++r) at_home_bytes[r] = arena_bytes(best->arrangement, r);
+    check_capacity(at_home.slot_bytes() < draft.arrangement.slot_bytes() ? at_home : draft.arrangement,
+                   options.capacity);
+    for (size_t r = 0; r < at_home_bytes.size(); ++r) at_home_bytes[r] = at_home.arena_bytes(r);
   }
   for (bool level_with_largest : {false, true}) {
     auto found = Fitter(layout, options, at_home_bytes, level_with_largest).run(draft);
@@ -165,37 +147,6 @@ Draft fit(const Layout& layout, const PlanOptions& options, const Draft& draft) 
   }
   if (!best) check_capacity(draft.arrangement, options.capacity);  // throws, with bytes that are enough
   return std::move(*best);
-}
-
-/// Gives the draft its last form: gradients come home in few rounds.
-void finish(const PlanOptions& options, Draft& draft) {
-  const int64_t bytes = options.overlap ? options.capacity : slot_bytes(draft.arrangement);
-  merge_rounds(draft.arrangement, options.heads, draft.tasks, bytes);
-  draft.slot_bytes = slot_bytes(draft.arrangement);
-}
-
-}  // namespace
-
-Draft make_draft(const Layout& layout, const PlanOptions& options) {
-  Draft draft = draft_of(layout, options);
-  const int64_t wanted_slot_bytes = slot_bytes(draft.arrangement);
-  const size_t neediest = neediest_rank(draft.arrangement);
-  if (wanted_slot_bytes > options.capacity) draft = fit(layout, options, draft);
-  draft.wanted_slot_bytes = wanted_slot_bytes;
-  draft.neediest_rank = static_cast<int64_t>(neediest);
-  finish(options, draft);
-  return draft;
-}
-
-Draft make_draft(const Layout& layout, const PlanOptions& options, std::span<const GivenTask> given) {
-  Draft draft;
-  draft.tasks = task_list(layout, options, given);
-  draft.arrangement = arrange(layout, options, draft.tasks);
-  check_capacity(draft.arrangement, options.capacity);
-  finish(options, draft);
-  draft.wanted_slot_bytes = draft.slot_bytes;
-  draft.neediest_rank = static_cast<int64_t>(neediest_rank(draft.arrangement));
-  return draft;
 }
 
 }  // namespace distca::plan

@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "common/error.h"
-#include "plan/digests.h"
 
 namespace distca::plan {
 namespace {

@@ -10,8 +10,7 @@
 
 #include "plan/draft.h"
 #include "plan/scheduler.h"
-#include "plan/slices.h"
-#include "plan/transfers.h"
+#include "plan/slice_tables.h"
 
 namespace distca::plan {
 
@@ -34,6 +33,17 @@ struct PlanStats {
   int64_t plan_ns = 0;
 };
 
+/// Rows [begin, end) of a document, of one tensor, for a range of key/value heads and the query heads that share them.
+struct Transfer {
+  Phase phase = Phase::kForward;
+  Direction direction = Direction::kIn;
+  int64_t source = 0, target = 0;  // ranks
+  int64_t document = 0, begin = 0, end = 0;
+  int64_t kv_head_begin = 0, kv_head_end = 0;
+  TensorKind tensor = TensorKind::kQ;
+  int64_t bytes = 0;
+};
+
 class DISTCA_EXPORT Plan {
  public:
   /// Makes a plan. It is a pure function of the arguments, the same to the last bit on every machine. Given tasks take
@@ -50,21 +60,24 @@ class DISTCA_EXPORT Plan {
   int64_t num_servers() const;
   /// Lower bounds of bytes. They are found on request, because they take longer than all other statistics.
   ByteBounds byte_lower_bounds() const;
-  uint64_t digest() const { return slices_->digest(); }
+  uint64_t digest() const { return static_cast<uint64_t>(header_.plan_digest); }
 
-  /// All rows that travel between ranks.
+  /// All rows that travel between ranks. The four messages of a step are made of them.
   std::vector<Transfer> transfers() const;
-  /// The rank's slice, padded with zeros to a power of two of words.
+  /// The rank's slice: its header and tables (tables.h) as words, padded with zeros to a power of two.
   std::vector<int64_t> slice(int64_t rank) const;
 
  private:
   std::vector<int64_t> loads() const;
   Binding binding(bool tasks_are_given) const;
+  void make_header(std::span<const GivenTask> given);
+  Header header_of(int64_t rank, const SliceTables& tables) const;
 
   std::shared_ptr<const Layout> layout_;
   PlanOptions options_;
   Draft draft_;
-  std::optional<Slices> slices_;  // of the members above
+  Header header_ = {};  // the words that all slices share
+  std::vector<int64_t> rank_digests_;
   PlanStats stats_;
 };
 

@@ -1,9 +1,9 @@
-#include "plan/rounds.h"
-
+// The order in which gradients come home, and the memory that they take there.
 #include <algorithm>
 
 #include "common/align.h"
 #include "common/error.h"
+#include "plan/arrangement.h"
 
 namespace distca::plan {
 namespace {

@@ -331,7 +331,7 @@ std::vector<Task> Scheduler::tasks() const {
     }
     add_pieces(r, static_cast<int32_t>(placements.size()));
   }
-  return with_equal_head_ranges(writer.take());
+  return writer.take();
 }
 
 }  // namespace distca::plan

@@ -54,6 +54,54 @@ size_t num_cuts(std::span<const std::vector<int64_t>> cuts, std::span<const int3
   return n;
 }
 
+/// Cuts tasks by heads until those of one document have equal or disjoint head ranges. Tasks come and stay sorted by
+/// (server, document, kv_head_begin, q_begin).
+std::vector<Task> with_equal_head_ranges(std::vector<Task> tasks) {
+  int64_t most_heads = 0, num_documents = 0;
+  for (const Task& t : tasks) {
+    most_heads = std::max(most_heads, t.kv_head_end);
+    num_documents = std::max(num_documents, t.document + 1);
+  }
+  // The heads where ranges begin and end, for documents that have several ranges.
+  std::vector<int32_t> cuts_of(static_cast<size_t>(num_documents), -1);
+  std::vector<std::vector<int64_t>> cuts;
+  for (const Task& t : tasks) {
+    if (t.kv_head_begin == 0 && t.kv_head_end == most_heads) continue;
+    int32_t& index = cuts_of[static_cast<size_t>(t.document)];
+    if (index < 0) {
+      index = static_cast<int32_t>(cuts.size());
+      cuts.emplace_back();
+    }
+    cuts[static_cast<size_t>(index)].push_back(t.kv_head_begin);
+    cuts[static_cast<size_t>(index)].push_back(t.kv_head_end);
+  }
+  if (cuts.empty()) return tasks;
+  for (auto& of_document : cuts) {
+    std::sort(of_document.begin(), of_document.end());
+    of_document.erase(std::unique(of_document.begin(), of_document.end()), of_document.end());
+  }
+  // Tasks are cut from the last one to the first, into the same memory, because nearly all stay as they are.
+  size_t begin = tasks.size(), write = begin + num_cuts(cuts, cuts_of, tasks);
+  tasks.resize(write);
+  std::vector<Task> pieces;
+  while (begin < write) {  // when they are equal, nothing is left to cut
+    const size_t end = begin;
+    const Task last = tasks[--begin];
+    const int32_t index = cuts_of[static_cast<size_t>(last.document)];
+    if (index < 0) {
+      tasks[--write] = last;
+      continue;
+    }
+    while (begin > 0 && tasks[begin - 1].server == last.server && tasks[begin - 1].document == last.document) --begin;
+    pieces.clear();
+    for (size_t i = begin; i < end; ++i) cut_at(cuts[static_cast<size_t>(index)], tasks[i], pieces);
+    std::sort(pieces.begin(), pieces.end(), in_plan_order);
+    write -= pieces.size();
+    std::copy(pieces.begin(), pieces.end(), tasks.begin() + static_cast<int64_t>(write));
+  }
+  return tasks;
+}
+
 /// Throws unless the tasks compute everything exactly once. Their head ranges are equal or disjoint.
 void check_complete(const Layout& layout, const HeadShape& heads, std::vector<Task> tasks) {
   std::sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
@@ -98,7 +146,7 @@ void TaskWriter::add(const Placement& p, int64_t begin, int64_t end, int64_t gro
 
 std::vector<Task> TaskWriter::take() {
   end_run();
-  return std::move(tasks_);
+  return with_equal_head_ranges(std::move(tasks_));
 }
 
 /// Finishes the tasks of one document at one server, which are all there now.
@@ -188,52 +236,6 @@ std::vector<Task> task_list(const Layout& layout, const PlanOptions& options, st
   std::sort(tasks.begin(), tasks.end(), in_plan_order);
   tasks = with_equal_head_ranges(std::move(tasks));
   check_complete(layout, options.heads, tasks);
-  return tasks;
-}
-
-std::vector<Task> with_equal_head_ranges(std::vector<Task> tasks) {
-  int64_t most_heads = 0, num_documents = 0;
-  for (const Task& t : tasks) {
-    most_heads = std::max(most_heads, t.kv_head_end);
-    num_documents = std::max(num_documents, t.document + 1);
-  }
-  // The heads where ranges begin and end, for documents that have several ranges.
-  std::vector<int32_t> cuts_of(static_cast<size_t>(num_documents), -1);
-  std::vector<std::vector<int64_t>> cuts;
-  for (const Task& t : tasks) {
-    if (t.kv_head_begin == 0 && t.kv_head_end == most_heads) continue;
-    int32_t& index = cuts_of[static_cast<size_t>(t.document)];
-    if (index < 0) {
-      index = static_cast<int32_t>(cuts.size());
-      cuts.emplace_back();
-    }
-    cuts[static_cast<size_t>(index)].push_back(t.kv_head_begin);
-    cuts[static_cast<size_t>(index)].push_back(t.kv_head_end);
-  }
-  if (cuts.empty()) return tasks;
-  for (auto& of_document : cuts) {
-    std::sort(of_document.begin(), of_document.end());
-    of_document.erase(std::unique(of_document.begin(), of_document.end()), of_document.end());
-  }
-  // Tasks are cut from the last one to the first, into the same memory, because nearly all stay as they are.
-  size_t begin = tasks.size(), write = begin + num_cuts(cuts, cuts_of, tasks);
-  tasks.resize(write);
-  std::vector<Task> pieces;
-  while (begin < write) {  // when they are equal, nothing is left to cut
-    const size_t end = begin;
-    const Task last = tasks[--begin];
-    const int32_t index = cuts_of[static_cast<size_t>(last.document)];
-    if (index < 0) {
-      tasks[--write] = last;
-      continue;
-    }
-    while (begin > 0 && tasks[begin - 1].server == last.server && tasks[begin - 1].document == last.document) --begin;
-    pieces.clear();
-    for (size_t i = begin; i < end; ++i) cut_at(cuts[static_cast<size_t>(index)], tasks[i], pieces);
-    std::sort(pieces.begin(), pieces.end(), in_plan_order);
-    write -= pieces.size();
-    std::copy(pieces.begin(), pieces.end(), tasks.begin() + static_cast<int64_t>(write));
-  }
   return tasks;
 }
 

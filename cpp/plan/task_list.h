@@ -33,6 +33,8 @@ class TaskWriter {
   void reserve(size_t n) { tasks_.reserve(n); }
   /// Adds rows [begin, end) and groups of heads [group_begin, group_end) of a segment.
   void add(const Placement& p, int64_t begin, int64_t end, int64_t group_begin, int64_t group_end, int64_t server);
+  /// All tasks, sorted by (server, document, kv_head_begin, q_begin). Those of one document, at whatever servers, have
+  /// equal or disjoint head ranges: to everything that follows, each range is a document of its own.
   std::vector<Task> take();
 
  private:
@@ -62,9 +64,5 @@ struct GivenTask {
 /// The given tasks in the form of a plan, cut where their rows have several homes. Throws InvalidArgumentError unless
 /// they compute every row and head of the layout exactly once, on ranks that serve.
 std::vector<Task> task_list(const Layout& layout, const PlanOptions& options, std::span<const GivenTask> given);
-
-/// Cuts tasks by heads until those of one document have equal or disjoint head ranges. To everything that follows, each
-/// range is then a document of its own. Tasks come and stay sorted by (server, document, kv_head_begin, q_begin).
-std::vector<Task> with_equal_head_ranges(std::vector<Task> tasks);
 
 }  // namespace distca::plan

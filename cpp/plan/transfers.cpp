@@ -1,22 +1,23 @@
-#include "plan/transfers.h"
-
+// The transfers of a plan, in document rows.
 #include <algorithm>
+
+#include "plan/plan.h"
 
 namespace distca::plan {
 
-std::vector<Transfer> list_transfers(const Layout& layout, const HeadShape& heads, std::span<const Task> tasks,
-                                     const Arrangement& arrangement) {
+std::vector<Transfer> Plan::transfers() const {
+  const Arrangement& arrangement = draft_.arrangement;
   std::vector<Transfer> all;
   const auto add = [&](Phase phase, Direction direction, TensorKind tensor, int64_t home, const Group& g, int64_t begin,
                        int64_t end) {
     const bool in = direction == Direction::kIn;
-    const RowFormat format = row_format(heads.with_kv_heads(g.num_kv_heads()), phase, direction, tensor);
+    const RowFormat format = row_format(options_.heads.with_kv_heads(g.num_kv_heads()), phase, direction, tensor);
     all.push_back({phase, direction, in ? home : g.server, in ? g.server : home, g.document, begin, end,
                    g.kv_head_begin, g.kv_head_end, tensor, (end - begin) * format.wire_bytes()});
   };
   for (const Group& g : arrangement.groups) {
     if (g.num_arena_blocks == 0) continue;
-    for (const Placement& p : layout.placements(g.document)) {
+    for (const Placement& p : layout_->placements(g.document)) {
       const int64_t begin = std::max(p.begin, g.kv_begin), end = std::min(p.end, g.kv_end);
       if (p.rank == g.server || begin >= end) continue;
       for (TensorKind tensor : {TensorKind::kK, TensorKind::kV}) {
@@ -26,7 +27,7 @@ std::vector<Transfer> list_transfers(const Layout& layout, const HeadShape& head
     }
   }
   for (const RemoteTask& r : arrangement.remote) {
-    const Task& t = tasks[r.task];
+    const Task& t = draft_.tasks[r.task];
     const auto move = [&](Phase phase, Direction direction, TensorKind tensor) {
       add(phase, direction, tensor, t.home, arrangement.groups[r.group], t.q_begin, t.q_end);
     };

@@ -4,7 +4,6 @@
 #include <tuple>
 
 #include "plan/consistency.h"
-#include "plan/digests.h"
 #include "plan/origin.h"
 
 namespace distca::plan {

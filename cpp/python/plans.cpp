@@ -113,24 +113,9 @@ void validate_words(const py::buffer& words) {
 void bind_layout(py::module_& m) {
   py::class_<plan::Layout, std::shared_ptr<plan::Layout>>(m, "Layout")
       .def(py::init(&layout_from_tuples), py::arg("ranks"))
-      .def_static(
-          "from_documents",
-          [](const std::vector<std::vector<int64_t>>& lengths) {
-            return std::make_shared<plan::Layout>(plan::Layout::from_documents(lengths));
-          },
-          py::arg("lengths"))
-      .def_static(
-          "packed",
-          [](const std::vector<int64_t>& lengths, int64_t ranks, int64_t tokens_per_rank) {
-            return std::make_shared<plan::Layout>(plan::Layout::packed(lengths, ranks, tokens_per_rank));
-          },
-          py::arg("lengths"), py::arg("ranks"), py::arg("tokens_per_rank"))
-      .def_static(
-          "head_tail",
-          [](const std::vector<int64_t>& lengths, int64_t ranks) {
-            return std::make_shared<plan::Layout>(plan::Layout::head_tail(lengths, ranks));
-          },
-          py::arg("lengths"), py::arg("ranks"))
+      .def_static("from_documents", &plan::Layout::from_documents, py::arg("lengths"))
+      .def_static("packed", &plan::Layout::packed, py::arg("lengths"), py::arg("ranks"), py::arg("tokens_per_rank"))
+      .def_static("head_tail", &plan::Layout::head_tail, py::arg("lengths"), py::arg("ranks"))
       .def_static(
           "join",
           [](const std::vector<std::pair<std::shared_ptr<plan::Layout>, std::vector<int64_t>>>& parts,

@@ -80,7 +80,7 @@ FAULTS = [
     ),
     Fault(
         "a label is not in the digest",
-        "cpp/plan/slices.cpp",
+        "cpp/plan/plan.cpp",
         "  header.label = label_words(options.label);",
         "  header.label = label_words(options.label.substr(0, 4));",
         ("tests/plan/test_join.py",),

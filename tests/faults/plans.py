@@ -60,7 +60,7 @@ FAULTS = [
     ),
     Fault(
         "tables are not part of the digest that ranks compare",
-        "cpp/plan/digests.h",
+        "cpp/plan/tables.h",
         "    if (id != kBlocks) d.add(",
         "    if (id == kSegments) d.add(",
         (PLAN, FUZZ),

@@ -7,7 +7,6 @@
 #include <memory>
 #include <vector>
 
-#include "plan/digests.h"
 #include "plan/plan.h"
 #include "plan/validate.h"
 
