@@ -29,7 +29,7 @@ class BorderBound {
  public:
   BorderBound(const Layout& layout, const PlanOptions& options)
       : layout_(layout),
-        mask_(options.mask),
+        options_(options),
         cost_(options.cost),
         groups_(head_groups(options).num_groups),
         query_row_(prices(options).query_row) {
@@ -40,7 +40,6 @@ class BorderBound {
                (options.objective == Objective::kForward ? 1
                 : options.retains()                      ? 2
                                                          : 3);
-    key_of_each_row_ = options.mask.window > 0;
   }
 
   int64_t bytes(std::vector<Placement>& held, int64_t excess) {
@@ -52,18 +51,18 @@ class BorderBound {
     for (const Placement& p : held) {
       if (documents_.empty() || documents_.back().placements.front().document != p.document)
         documents_.push_back({std::span(&p, 0), 0});
-      Document& d = documents_.back();
+      Held& d = documents_.back();
       d = {std::span(d.placements.data(), d.placements.size() + 1), row_cost(p, p.end - 1)};
       high = std::max(high, d.top_cost);
     }
     while (low <= high) {
       const int64_t t = low + (high - low) / 2;
       Wide moved = 0, gain = 0;
-      for (const Document& d : documents_) add(d, t, moved, gain);
+      for (const Held& d : documents_) add(d, t, moved, gain);
       best = std::max(best, static_cast<int64_t>((Wide{query_row_} * excess - gain * groups_) / t));
       if (moved * groups_ > excess) {
         low = t + 1;
-        std::erase_if(documents_, [&](const Document& d) { return d.top_cost < low; });
+        std::erase_if(documents_, [&](const Held& d) { return d.top_cost < low; });
       } else {
         high = t - 1;
       }
@@ -72,35 +71,37 @@ class BorderBound {
   }
 
  private:
-  struct Document {
+  /// The rows that are held of a document.
+  struct Held {
     std::span<const Placement> placements;
     int64_t top_cost;  // of its last row, which costs the most
   };
 
-  int64_t length_of(const Placement& p) const { return layout_.document_lengths()[static_cast<size_t>(p.document)]; }
-  int64_t row_cost(const Placement& p, int64_t row) const { return cost_.cost(mask_, length_of(p), row, row + 1); }
+  Document document_of(const Placement& p) const { return options_.document(layout_, p.document); }
+  int64_t row_cost(const Placement& p, int64_t row) const { return cost_.cost(document_of(p), row, row + 1); }
   /// The first row that costs at least `worth`. There is one, because the last row does; no row costs less than the one
   /// before it.
   int64_t first_row(const Placement& p, int64_t worth) const {
-    if (mask_.kind == MaskKind::kFull || worth <= cost_.per_row) return p.begin;
+    if (document_of(p).mask.kind == MaskKind::kFull || worth <= cost_.per_row) return p.begin;
     return std::max(p.begin,
                     (worth - cost_.per_row + cost_.per_pair - 1) / cost_.per_pair - 1);  // row i sees i + 1 keys
   }
 
   /// Adds the document's best C to `moved`, and t / x times what it brings to `gain`.
-  void add(const Document& d, int64_t t, Wide& moved, Wide& gain) const {
+  void add(const Held& d, int64_t t, Wide& moved, Wide& gain) const {
     // Under a window every row pays for a key.
-    const int64_t worth = key_of_each_row_ ? ceil_div(t * (query_row_ + key_row_), query_row_) : t;
+    const bool key_of_each_row = document_of(d.placements.front()).mask.window > 0;
+    const int64_t worth = key_of_each_row ? ceil_div(t * (query_row_ + key_row_), query_row_) : t;
     if (d.top_cost < worth) return;
     int64_t cost = 0, num_rows = 0, num_held = 0;
     for (const Placement& p : d.placements) {
       num_held += p.end - p.begin;
       if (row_cost(p, p.end - 1) < worth) continue;
       const int64_t begin = first_row(p, worth);
-      cost += cost_.cost(mask_, length_of(p), begin, p.end);
+      cost += cost_.cost(document_of(p), begin, p.end);
       num_rows += p.end - begin;
     }
-    const int64_t num_keys = key_of_each_row_ ? num_rows : num_held;
+    const int64_t num_keys = key_of_each_row ? num_rows : num_held;
     const Wide brings = Wide{query_row_} * cost - Wide{t} * (Wide{query_row_} * num_rows + Wide{key_row_} * num_keys);
     if (brings <= 0) return;
     moved += cost;
@@ -108,12 +109,11 @@ class BorderBound {
   }
 
   const Layout& layout_;
-  const Mask mask_;
+  const PlanOptions& options_;
   const CostModel& cost_;
   int64_t groups_;
   int64_t query_row_, key_row_;
-  bool key_of_each_row_;
-  std::vector<Document> documents_;
+  std::vector<Held> documents_;
 };
 
 /// A lower bound of the bytes that leave sets of `size` consecutive ranks: what such a set holds above the limits of
@@ -144,10 +144,10 @@ int64_t load_lower_bound(const Layout& layout, const PlanOptions& options) {
   const HeadGroups groups = head_groups(options);
   int64_t pairs = 0, rows = 0, costliest = 0;
   for (const Placement& p : layout.placements()) {
-    const int64_t length = layout.document_lengths()[static_cast<size_t>(p.document)];
-    pairs += visible_pairs(options.mask, length, p.begin, p.end);
+    const Document document = options.document(layout, p.document);
+    pairs += visible_pairs(document, p.begin, p.end);
     rows += p.end - p.begin;
-    const int64_t of_row = visible_pairs(options.mask, length, p.end - 1, p.end);
+    const int64_t of_row = visible_pairs(document, p.end - 1, p.end);
     costliest = std::max(costliest, of_row);
   }
   costliest = costliest > 0 ? options.cost.least_cost(costliest, 1) : 0;

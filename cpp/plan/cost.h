@@ -16,9 +16,21 @@ constexpr int64_t causal_pairs(int64_t q_begin, int64_t q_end) {
   return n % 2 == 0 ? n / 2 * twice_mean : n * (twice_mean / 2);  // n odd makes q_begin + q_end + 1 even
 }
 
-/// Number of visible (row, key) pairs of query rows [q_begin, q_end) of a document of `length` rows.
-constexpr int64_t visible_pairs(const Mask& mask, int64_t length, int64_t q_begin, int64_t q_end) {
-  if (mask.kind == MaskKind::kFull) return (q_end - q_begin) * length;
+/// A document, as far as costs depend on it.
+struct Document {
+  int64_t length = 0;
+  Mask mask;
+
+  /// Number of keys that query rows [q_begin, q_end) see.
+  constexpr int64_t num_keys(int64_t q_begin, int64_t q_end) const {
+    return mask.end_key(q_end - 1, length) - mask.first_key(q_begin);
+  }
+};
+
+/// Number of visible (row, key) pairs of query rows [q_begin, q_end).
+constexpr int64_t visible_pairs(const Document& document, int64_t q_begin, int64_t q_end) {
+  const Mask& mask = document.mask;
+  if (mask.kind == MaskKind::kFull) return (q_end - q_begin) * document.length;
   if (mask.window == 0) return causal_pairs(q_begin, q_end);
   const int64_t growing_end = q_end < mask.window ? q_end : mask.window;  // rows before it see all keys from 0 on
   const int64_t steady_begin = q_begin > mask.window ? q_begin : mask.window;
@@ -64,11 +76,11 @@ struct DISTCA_EXPORT CostModel {
   int64_t per_row = 0;
   RateTable rates = {};
 
-  int64_t cost(const Mask& mask, int64_t length, int64_t q_begin, int64_t q_end) const {
-    const int64_t pairs = per_pair * visible_pairs(mask, length, q_begin, q_end), rows = per_row * (q_end - q_begin);
+  int64_t cost(const Document& document, int64_t q_begin, int64_t q_end) const {
+    const int64_t pairs = per_pair * visible_pairs(document, q_begin, q_end), rows = per_row * (q_end - q_begin);
     if (rates.rates.empty() || q_begin >= q_end) return pairs + rows;
-    const int64_t num_keys = mask.end_key(q_end - 1, length) - mask.first_key(q_begin);
-    const __int128 scaled = static_cast<__int128>(pairs) * rates.at(q_end - q_begin, num_keys);
+    const __int128 scaled =
+        static_cast<__int128>(pairs) * rates.at(q_end - q_begin, document.num_keys(q_begin, q_end));
     return static_cast<int64_t>((scaled + RateTable::kRateUnit - 1) / RateTable::kRateUnit) + rows;
   }
   /// Whether a task costs as much as its parts together.

@@ -82,9 +82,8 @@ class Fitter {
     Allowances used = {nothing, nothing};
     for (const Task& t : tasks) {
       if (t.server == t.home) continue;
-      const int64_t length = layout_.document_lengths()[static_cast<size_t>(t.document)];
       const int64_t groups = (t.kv_head_end - t.kv_head_begin) / head_groups(options_).heads_of_group;
-      const int64_t cost = groups * options_.cost.cost(options_.mask, length, t.q_begin, t.q_end);
+      const int64_t cost = groups * options_.cost.cost(options_.document(layout_, t.document), t.q_begin, t.q_end);
       used.in[static_cast<size_t>(t.server)] += cost;
       used.out[static_cast<size_t>(t.home)] += cost;
     }
@@ -103,9 +102,8 @@ bool is_better_balanced(const Layout& layout, const PlanOptions& options, const 
   const auto largest = [&](const Draft& draft) {
     std::vector<int64_t> load(speeds.size(), 0);
     for (const Task& t : draft.tasks) {
-      const int64_t length = layout.document_lengths()[static_cast<size_t>(t.document)];
       load[static_cast<size_t>(t.server)] +=
-          (t.kv_head_end - t.kv_head_begin) * options.cost.cost(options.mask, length, t.q_begin, t.q_end);
+          (t.kv_head_end - t.kv_head_begin) * options.cost.cost(options.document(layout, t.document), t.q_begin, t.q_end);
     }
     std::pair<int64_t, int64_t> found = {0, 1};
     for (size_t r = 0; r < load.size(); ++r)

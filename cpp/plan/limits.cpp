@@ -80,8 +80,7 @@ std::vector<int64_t> loads_at_home(const Layout& layout, const PlanOptions& opti
       if (next.document != p.document || next.rank != p.rank || next.row != p.row + (end - p.begin)) break;
       end = next.end;
     }
-    const int64_t length = layout.document_lengths()[static_cast<size_t>(p.document)];
-    load[static_cast<size_t>(p.rank)] += num_groups * options.cost.cost(options.mask, length, p.begin, end);
+    load[static_cast<size_t>(p.rank)] += num_groups * options.cost.cost(options.document(layout, p.document), p.begin, end);
   }
   return load;
 }

@@ -1,6 +1,7 @@
 #include "plan/options.h"
 
 #include <algorithm>
+#include <tuple>
 
 #include "common/error.h"
 #include "plan/origin.h"
@@ -16,13 +17,35 @@ void check_heads(const HeadShape& h) {
           "heads: dim = ", h.dim, ", v_dim = ", h.v_dim, "; multiples of 8 from 8 to 256 are allowed");
 }
 
+void check_scores(const PlanOptions& o, const Layout& layout) {
+  const int64_t num_scores = std::ssize(o.scores), num_documents = std::ssize(layout.document_lengths());
+  require(num_scores >= 1 && num_scores <= kMostScores, "plan: ", num_scores,
+          " different masks, windows, scales and softcaps of documents; 1 to ", kMostScores, " are allowed");
+  const std::vector<int64_t>& of_document = o.scores_of_document;
+  require(of_document.empty() || std::ssize(of_document) == num_documents, "plan: scores of ", of_document.size(),
+          " documents, the layout has ", num_documents);
+  for (const int64_t index : of_document)
+    require(index >= 0 && index < num_scores, "plan: scores number ", index, " of ", num_scores);
+  for (const ScoresRow& s : o.scores) {
+    require(s.window >= 0 && (s.window == 0 || s.mask().kind == MaskKind::kCausal), "plan: window = ", s.window,
+            "; 0 (none) and, with the causal mask only, positive numbers of keys are allowed");
+    for (const auto& [name, word, first] :
+         {std::tuple{"scale", s.scale, o.scores[0].scale}, {"softcap", s.softcap, o.scores[0].softcap}}) {
+      require(word == kOfTheCall || is_score_word(word), "plan: ", name, " is not a finite number");
+      require((word == kOfTheCall) == (first == kOfTheCall), "plan: some documents have a ", name,
+              " and others leave it to the calls; give it for all or for none");
+    }
+    require(s.softcap == kOfTheCall || score_value(s.softcap) >= 0.f, "plan: softcap = ", score_value(s.softcap),
+            "; 0 (none) or a positive number is allowed");
+  }
+}
+
 }  // namespace
 
 void PlanOptions::check(const Layout& layout) const {
   check_heads(heads);
   cost.check();
-  require(mask.window >= 0 && (mask.window == 0 || mask.kind == MaskKind::kCausal), "plan: window = ", mask.window,
-          "; 0 (none) and, with the causal mask only, positive numbers of keys are allowed");
+  check_scores(*this, layout);
   require(tolerance_ppm >= 0 && tolerance_ppm <= 1'000'000,
           "plan: tolerance = ", static_cast<double>(tolerance_ppm) * 1e-6, "; 0 to 1 is allowed");
   require(min_rows >= 1, "plan: min_rows = ", min_rows, "; at least 1 is allowed");

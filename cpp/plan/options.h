@@ -8,6 +8,7 @@
 #include "common/dtype.h"
 #include "plan/cost.h"
 #include "plan/layout.h"
+#include "plan/tables.h"
 
 namespace distca::plan {
 
@@ -16,7 +17,9 @@ enum class Objective : int64_t { kAll = 0, kForward = 1 };
 
 struct PlanOptions {
   HeadShape heads;
-  Mask mask;
+  /// What makes scores: the different ones, and for each document which of them it has; empty: all have the first.
+  std::vector<ScoresRow> scores = {ScoresRow()};
+  std::vector<int64_t> scores_of_document;
 
   // Who computes what.
   CostModel cost;
@@ -43,6 +46,13 @@ struct PlanOptions {
 
   /// Throws InvalidArgumentError, which names the option, unless a plan of this layout can be made with them.
   void check(const Layout& layout) const;
+  int64_t scores_of(int64_t document) const {
+    return scores_of_document.empty() ? 0 : scores_of_document[static_cast<size_t>(document)];
+  }
+  /// The document of that number, as costs see it.
+  Document document(const Layout& layout, int64_t number) const {
+    return {layout.document_lengths()[static_cast<size_t>(number)], scores[static_cast<size_t>(scores_of(number))].mask()};
+  }
   /// Whether any rank may keep rows from forward to backward.
   bool retains() const;
 };

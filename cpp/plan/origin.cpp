@@ -25,7 +25,7 @@ Header header_of(const Origin& origin) {
 
 HeadShape heads_of(const Header& h) { return {h.q_heads, h.kv_heads, h.dim, h.v_dim, static_cast<DType>(h.dtype)}; }
 
-Mask mask_of(const Header& h) { return {static_cast<MaskKind>(h.mask_kind), h.window}; }
+Mask mask_of(const PlanArguments& a) { return {static_cast<MaskKind>(a.mask_kind), a.window}; }
 
 /// Millionths as a fraction, such as "0.05".
 std::string fraction(int64_t ppm) {
@@ -73,6 +73,13 @@ std::string describe(const Mask& mask) {
   return mask.window == 0 ? "the causal mask" : message("the causal mask with a window of ", mask.window);
 }
 
+std::string describe(const ScoresRow& s) {
+  std::string text = describe(s.mask());
+  if (s.scale != kOfTheCall) text += message(", scale ", score_value(s.scale));
+  if (s.softcap != kOfTheCall) text += message(", softcap ", score_value(s.softcap));
+  return text;
+}
+
 std::string difference(const OriginOnRank& one, const OriginOnRank& other) {
   const Header a = header_of(one.origin), b = header_of(other.origin);
   std::string found;
@@ -97,7 +104,9 @@ std::string difference(const OriginOnRank& one, const OriginOnRank& other) {
       say("documents of other lengths, or on other ranks");
   }
   compare("", describe(heads_of(a)), describe(heads_of(b)));
-  compare("", describe(mask_of(a)), describe(mask_of(b)));
+  compare("", describe(mask_of(a.arguments)), describe(mask_of(b.arguments)));
+  if (a.arguments.scores_digest != b.arguments.scores_digest && mask_of(a.arguments) == mask_of(b.arguments))
+    say("other masks, windows, scales or softcaps of documents");
   compare("tolerance ", fraction(a.arguments.tolerance_ppm), fraction(b.arguments.tolerance_ppm));
   compare("min_rows ", std::to_string(a.arguments.min_rows), std::to_string(b.arguments.min_rows));
   const auto capacity = [](const PlanArguments& m) {

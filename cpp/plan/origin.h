@@ -15,7 +15,7 @@ namespace distca::plan {
 /// Bits of PlanArguments::choices.
 inline constexpr int64_t kBalance = 1, kSplitHeads = 2, kOverlap = 4, kForwardOnly = 8;
 
-/// The origin of a plan: the header words of layout, cost model, ranks, heads, key blocks and mask, then `made`.
+/// The origin of a plan: the header words of layout, cost model, ranks, heads, key blocks and label, then the arguments.
 using Origin =
     std::array<uint64_t, (offsetof(Header, retains) - offsetof(Header, layout_digest) + sizeof(PlanArguments)) / 8>;
 Origin origin_of(const Header& header);
@@ -36,5 +36,6 @@ std::string label_of(const std::array<int64_t, kLabelWords>& words);
 
 std::string describe(const HeadShape& heads);
 std::string describe(const Mask& mask);
+std::string describe(const ScoresRow& scores);
 
 }  // namespace distca::plan

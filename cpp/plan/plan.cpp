@@ -30,6 +30,10 @@ PlanArguments arguments_of(const Layout& layout, const PlanOptions& o, std::span
   ListDigest lists;
   for (const std::vector<int64_t>* list : {&o.servers, &o.speeds, &o.retain_bytes}) lists.add(*list);
   lists.add({&o.ranks_per_node, 1});
+  const ScoresRow& first = o.scores[static_cast<size_t>(o.scores_of_document.empty() ? 0 : o.scores_of(0))];
+  ListDigest scores;
+  scores.add({reinterpret_cast<const int64_t*>(o.scores.data()), o.scores.size() * (sizeof(ScoresRow) / 8)});
+  scores.add(o.scores_of_document);
   lists.add({reinterpret_cast<const int64_t*>(given.data()), given.size() * (sizeof(GivenTask) / 8)});
   return {.num_documents = std::ssize(layout.document_lengths()),
           .num_tokens = num_tokens,
@@ -38,12 +42,15 @@ PlanArguments arguments_of(const Layout& layout, const PlanOptions& o, std::span
           .capacity = o.capacity,
           .choices = (o.balance ? kBalance : 0) | (o.split_heads ? kSplitHeads : 0) | (o.overlap ? kOverlap : 0) |
                      (o.objective == Objective::kForward ? kForwardOnly : 0),
+          .mask_kind = first.mask_kind,
+          .window = first.window,
+          .scores_digest = static_cast<int64_t>(scores.value()),
           .lists_digest = static_cast<int64_t>(lists.value())};
 }
 
 /// The words of all tables but that of the ranks' digests.
 TableWords words_of(const SliceTables& t) {
-  return {std::span<const int64_t>(), words_of(t.groups),      words_of(t.tasks),    words_of(t.blocks),
+  return {std::span<const int64_t>(), words_of(t.scores),      words_of(t.groups),      words_of(t.tasks),    words_of(t.blocks),
           words_of(t.grads),          words_of(t.segments),    words_of(t.sends[0]), words_of(t.sends[1]),
           words_of(t.receives[0]),    words_of(t.receives[1]), words_of(t.waits[0]), words_of(t.waits[1])};
 }
@@ -63,8 +70,6 @@ Header common_header(const Layout& layout, const PlanOptions& options, int64_t s
   header.v_dim = h.v_dim;
   header.dtype = static_cast<int64_t>(h.dtype);
   header.key_block_rows = options.key_block_rows;
-  header.mask_kind = static_cast<int64_t>(options.mask.kind);
-  header.window = options.mask.window;
   header.label = label_words(options.label);
   header.retains = options.retains();
   header.slot_bytes = slot_bytes;
@@ -104,8 +109,7 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options,
 std::vector<int64_t> Plan::loads() const {
   std::vector<int64_t> loads(static_cast<size_t>(layout_->num_ranks()), 0);
   for (const Task& t : draft_.tasks) {
-    const int64_t length = layout_->document_lengths()[static_cast<size_t>(t.document)];
-    loads[static_cast<size_t>(t.server)] += options_.cost.cost(options_.mask, length, t.q_begin, t.q_end) *
+    loads[static_cast<size_t>(t.server)] += options_.cost.cost(options_.document(*layout_, t.document), t.q_begin, t.q_end) *
                                             (t.kv_head_end - t.kv_head_begin) * options_.heads.group_heads();
   }
   return loads;

@@ -133,7 +133,7 @@ void Scheduler::drain(int32_t rank_begin, int32_t rank_end, int64_t min_rows) {
     const Piece& p = pieces_[static_cast<size_t>(piece)];
     if (surplus(p.server) <= 0) continue;
     // A rank may end below its limit, because a shard has min_rows rows at least.
-    const int64_t least = finder_.cost(length_of(p), p.begin, std::min(p.end, p.begin + min_rows));
+    const int64_t least = finder_.cost(document_of(p), p.begin, std::min(p.end, p.begin + min_rows));
     const int64_t amount = std::min(std::max(surplus(p.server), least), leaving(p));
     // The largest room is considered in any case; therefore it must be up to date.
     while (!rooms_.empty() && room(rooms_.back().rank) != rooms_.back().amount)
@@ -146,7 +146,7 @@ void Scheduler::drain(int32_t rank_begin, int32_t rank_end, int64_t min_rows) {
 void Scheduler::push_source(int32_t piece) {
   const Piece& p = pieces_[static_cast<size_t>(piece)];
   if (p.empty()) return;
-  sources_.push_back({finder_.value(length_of(p), p.begin, p.end), piece});
+  sources_.push_back({finder_.value(document_of(p), p.begin, p.end), piece});
 }
 
 Scheduler::Move Scheduler::best_move(const Piece& p, int64_t amount, int64_t min_rows) {
@@ -159,8 +159,8 @@ Scheduler::Move Scheduler::best_move(const Piece& p, int64_t amount, int64_t min
   consider(p, amount, min_rows, rooms_[last].rank, best);
   const size_t fitting = at_least(amount);
   if (fitting < last) consider(p, amount, min_rows, rooms_[fitting].rank, best);
-  const int64_t length = length_of(p);
-  const int64_t ideal = finder_.cost(length, finder_.best_tail(length, p.begin, p.end), p.end);
+  const Document d = document_of(p);
+  const int64_t ideal = finder_.cost(d, finder_.best_tail(d, p.begin, p.end), p.end);
   const int64_t most = std::min(amount, rooms_[last].amount);
   for (int64_t k = most / ideal, tried = 0; k > 0 && tried < 2; --k, ++tried) {
     const size_t near = at_least(k * ideal);
@@ -181,24 +181,25 @@ Scheduler::Move Scheduler::best_move(const Piece& p, int64_t amount, int64_t min
 void Scheduler::consider(const Piece& p, int64_t amount, int64_t min_rows, int32_t rank, Move& best) {
   const int64_t budget = std::min(amount, room(rank));
   if (budget <= 0 || rank == p.server) return;
-  const int64_t length = length_of(p);
+  const Document d = document_of(p);
   const auto offer = [&](Shard s) {
     if (s.empty()) return;
     s.bytes = s.num_heads * finder_.bytes(placement_of(p).rank == rank ? 0 : s.end - s.begin, missing_keys(p, s, rank));
     if (s.better_than(best.shard)) best = {s, rank, true};
   };
-  const int64_t column = finder_.cost(length, p.begin, p.end);
+  const int64_t column = finder_.cost(d, p.begin, p.end);
   if (speed_[static_cast<size_t>(p.server)] == 0 && column <= budget)  // all of it has to go in the end
-    offer(finder_.of_heads(length, p.begin, p.end, std::min(p.num_heads(), budget / column), budget, min_rows));
+    offer(finder_.of_heads(d, p.begin, p.end, std::min(p.num_heads(), budget / column), budget, min_rows));
   else
-    offer(finder_.best(length, p.begin, p.end, p.num_heads(), budget, min_rows));
+    offer(finder_.best(d, p.begin, p.end, p.num_heads(), budget, min_rows));
 }
 
 /// Number of key rows that the shard needs and that the server neither holds nor gets for other pieces.
 int64_t Scheduler::missing_keys(const Piece& p, const Shard& s, int32_t server) const {
-  const int64_t document = placement_of(p).document, length = length_of(p);
-  int64_t next = finder_.mask().first_key(s.begin);
-  const int64_t end = finder_.mask().end_key(s.end - 1, length);
+  const int64_t document = placement_of(p).document;
+  const auto [length, mask] = document_of(p);
+  int64_t next = mask.first_key(s.begin);
+  const int64_t end = mask.end_key(s.end - 1, length);
   const auto of_document = layout_.placements(document);
   if (of_document.size() == 1 && !moved_[static_cast<size_t>(document)]) return end - next;
   std::vector<std::pair<int64_t, int64_t>> present;
@@ -214,7 +215,7 @@ int64_t Scheduler::missing_keys(const Piece& p, const Shard& s, int32_t server) 
     if (q.empty() || placement_of(q).document != document) continue;
     // A piece counts if it has all heads of the shard, which are the first ones of `p`.
     if (q.head_begin <= p.head_begin && q.head_end >= p.head_begin + s.num_heads)
-      present.emplace_back(finder_.mask().first_key(q.begin), finder_.mask().end_key(q.end - 1, length));
+      present.emplace_back(mask.first_key(q.begin), mask.end_key(q.end - 1, length));
   }
   std::sort(present.begin(), present.end());
   int64_t missing = 0;
@@ -315,7 +316,7 @@ std::vector<Task> Scheduler::tasks() const {
     return a.server != b.server ? a.server < b.server : a.placement < b.placement;
   });
   const HeadGroups groups = head_groups(options_);
-  TaskWriter writer(layout_, options_.mask, groups.heads_of_group);
+  TaskWriter writer(layout_, options_, groups.heads_of_group);
   writer.reserve(placements.size() + 4 * pieces.size());  // tasks may be cut by heads later
   auto piece = pieces.begin();
   const auto add_pieces = [&](int32_t server, int32_t end) {

@@ -102,9 +102,7 @@ class Scheduler {
   int32_t add_piece(Piece piece);
   void push_source(int32_t piece);
 
-  int64_t length_of(const Piece& p) const {
-    return layout_.document_lengths()[static_cast<size_t>(placement_of(p).document)];
-  }
+  Document document_of(const Piece& p) const { return options_.document(layout_, placement_of(p).document); }
   const Placement& placement_of(const Piece& p) const { return layout_.placements()[static_cast<size_t>(p.placement)]; }
   int64_t node_of(int32_t rank) const { return rank / ranks_per_node_; }
   int64_t surplus(int32_t rank) const {

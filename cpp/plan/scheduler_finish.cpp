@@ -23,13 +23,13 @@ void Scheduler::place_remains() {
         continue;
       }
       const int32_t to = lightest();
-      const int64_t length = length_of(p);
+      const Document d = document_of(p);
       if (left_.in[static_cast<size_t>(to)] <= 0) {  // no server may have more: the whole piece goes at once
-        apply(i, {{p.begin, p.end, p.num_heads(), p.num_heads() * finder_.cost(length, p.begin, p.end), 0}, to, false});
+        apply(i, {{p.begin, p.end, p.num_heads(), p.num_heads() * finder_.cost(d, p.begin, p.end), 0}, to, false});
       } else {
         const int64_t begin =
-            std::min(p.end - 1, finder_.tail_begin(length, p.begin, p.end, std::max<int64_t>(0, room(to))));
-        apply(i, {{begin, p.end, 1, finder_.cost(length, begin, p.end), 0}, to, false});
+            std::min(p.end - 1, finder_.tail_begin(d, p.begin, p.end, std::max<int64_t>(0, room(to))));
+        apply(i, {{begin, p.end, 1, finder_.cost(d, begin, p.end), 0}, to, false});
       }
       // What remains of the piece now comes first in the list.
       i = first_piece_[static_cast<size_t>(r)];
@@ -82,7 +82,7 @@ Scheduler::Move Scheduler::last_resort(int32_t from, int32_t to, int32_t& piece)
   const auto offer = [&](int32_t i, int64_t begin, int64_t end) {
     if (begin >= end) return;
     const Piece& p = pieces_[static_cast<size_t>(i)];
-    const Shard shard = {begin, end, 1, finder_.cost(length_of(p), begin, end), 0};
+    const Shard shard = {begin, end, 1, finder_.cost(document_of(p), begin, end), 0};
     const int64_t distance = std::abs(shard.cost - even);
     if (distance >= best_distance || !heavier(from, 0, to, shard.cost) || shard.cost > allowance(p, to)) return;
     if (!is_additive_ && relief(p, shard) <= 0) return;
@@ -93,7 +93,7 @@ Scheduler::Move Scheduler::last_resort(int32_t from, int32_t to, int32_t& piece)
   for (int32_t i = first_piece_[f]; i >= 0; i = pieces_[static_cast<size_t>(i)].next) {
     const Piece& p = pieces_[static_cast<size_t>(i)];
     if (p.empty()) continue;
-    const int64_t begin = finder_.tail_begin(length_of(p), p.begin, p.end, std::min(even, allowance(p, to)));
+    const int64_t begin = finder_.tail_begin(document_of(p), p.begin, p.end, std::min(even, allowance(p, to)));
     offer(i, begin, p.end);
     offer(i, std::max(p.begin, begin - 1), p.end);
     offer(i, p.begin, p.begin + 1);
@@ -127,9 +127,9 @@ void Scheduler::use_allowances(const Piece& p, int32_t to, int64_t cost) {
 /// By how much the load of the piece's server falls when the shard goes. This is less than the shard's cost where the
 /// rest costs more in parts.
 int64_t Scheduler::relief(const Piece& p, const Shard& s) const {
-  const int64_t length = length_of(p);
-  return s.num_heads * (finder_.cost(length, p.begin, p.end) - finder_.cost(length, p.begin, s.begin) -
-                        finder_.cost(length, s.end, p.end));
+  const Document d = document_of(p);
+  return s.num_heads * (finder_.cost(d, p.begin, p.end) - finder_.cost(d, p.begin, s.begin) -
+                        finder_.cost(d, s.end, p.end));
 }
 
 /// The cost of the tasks of a document at a server. For each head, rows that follow each other in the document and at
@@ -147,7 +147,7 @@ int64_t Scheduler::cost_at(int32_t server, int64_t document) const {
     if (!p.empty() && placement_of(p).document == document) parts.push_back(p);
   }
   std::sort(parts.begin(), parts.end(), [](const Piece& a, const Piece& b) { return a.begin < b.begin; });
-  const int64_t length = layout_.document_lengths()[static_cast<size_t>(document)];
+  const Document d = options_.document(layout_, document);
   int64_t cost = 0;
   for (int32_t head = 0; head < num_heads_; ++head) {
     int64_t begin = 0, end = 0;
@@ -158,13 +158,13 @@ int64_t Scheduler::cost_at(int32_t server, int64_t document) const {
       const bool follows =
           home && p.begin == end && at.rank == home->rank && at.row - at.begin == home->row - home->begin;
       if (!follows) {
-        cost += finder_.cost(length, begin, end);
+        cost += finder_.cost(d, begin, end);
         begin = p.begin;
       }
       end = p.end;
       home = &at;
     }
-    cost += finder_.cost(length, begin, end);
+    cost += finder_.cost(d, begin, end);
   }
   return cost;
 }

@@ -38,16 +38,16 @@ Prices prices(const PlanOptions& options) {
 }
 
 ShardFinder::ShardFinder(const PlanOptions& options)
-    : mask_(options.mask), cost_(options.cost), prices_(plan::prices(options)) {
+    : cost_(options.cost), prices_(plan::prices(options)) {
   // This is sqrt(r^2 + 2 r) - r with r = key_row / query_row (see best_tail).
   const int64_t k = prices_.key_row, q = prices_.query_row;
   tail_fraction_ =
       (square_root((Wide{k} * k + Wide{2} * k * q) << (2 * kFractionBits)) - (Wide{k} << kFractionBits)) / q;
 }
 
-int64_t ShardFinder::tail_begin(int64_t length, int64_t begin, int64_t end, int64_t budget) const {
+int64_t ShardFinder::tail_begin(const Document& d, int64_t begin, int64_t end, int64_t budget) const {
   int64_t low = begin, high = end;  // the answer lies in [low, high]
-  if (mask_.kind == MaskKind::kCausal && mask_.window == 0 && cost_.per_pair > 0) {
+  if (d.mask.kind == MaskKind::kCausal && d.mask.window == 0 && cost_.per_pair > 0) {
     // per_pair (end^2 - a^2) / 2 + (per_row + per_pair / 2) (end - a) = budget
     const double s = static_cast<double>(cost_.per_row) / static_cast<double>(cost_.per_pair) + 0.5;
     const double e = static_cast<double>(end) + s;
@@ -55,12 +55,12 @@ int64_t ShardFinder::tail_begin(int64_t length, int64_t begin, int64_t end, int6
     const auto guess = std::clamp(square > 0 ? static_cast<int64_t>(std::sqrt(square) - s) : begin, begin, end);
     for (int64_t step = 1; low < high; step *= 4) {  // finds a bracket around the guess
       const int64_t up = std::min(high, guess + step), down = std::max(low, guess - step);
-      if (cost(length, up, end) > budget) {
+      if (cost(d, up, end) > budget) {
         low = up + 1;
         continue;
       }
       high = up;
-      if (down == low || cost(length, down, end) > budget) {
+      if (down == low || cost(d, down, end) > budget) {
         low = down == low ? low : down + 1;
         break;
       }
@@ -69,7 +69,7 @@ int64_t ShardFinder::tail_begin(int64_t length, int64_t begin, int64_t end, int6
   }
   while (low < high) {
     const int64_t mid = low + (high - low) / 2;
-    if (cost(length, mid, end) <= budget)
+    if (cost(d, mid, end) <= budget)
       high = mid;
     else
       low = mid + 1;
@@ -77,25 +77,25 @@ int64_t ShardFinder::tail_begin(int64_t length, int64_t begin, int64_t end, int6
   return low;
 }
 
-int64_t ShardFinder::best_tail(int64_t, int64_t begin, int64_t end) const {
-  if (!grows(end - 1)) return begin;
+int64_t ShardFinder::best_tail(const Document& d, int64_t begin, int64_t end) const {
+  if (!grows(d.mask, end - 1)) return begin;
   // Rows [a, b) see b keys. Let f = (b - a) / b, and let r be the price of a key row over that of a query row. Then
   // cost over bytes is (f - f^2 / 2) / (f + r), which is largest where f^2 + 2 r f = 2 r.
   return std::max(begin, end - std::max<int64_t>(1, end * tail_fraction_ >> kFractionBits));
 }
 
-int64_t ShardFinder::value(int64_t length, int64_t begin, int64_t end) const {
-  const int64_t a = best_tail(length, begin, end);
-  return static_cast<int64_t>((Wide{cost(length, a, end)} << 20) / bytes(end - a, num_keys(length, a, end)));
+int64_t ShardFinder::value(const Document& d, int64_t begin, int64_t end) const {
+  const int64_t a = best_tail(d, begin, end);
+  return static_cast<int64_t>((Wide{cost(d, a, end)} << 20) / bytes(end - a, d.num_keys(a, end)));
 }
 
-Shard ShardFinder::of_heads(int64_t length, int64_t begin, int64_t end, int64_t num_heads, int64_t budget,
+Shard ShardFinder::of_heads(const Document& d, int64_t begin, int64_t end, int64_t num_heads, int64_t budget,
                             int64_t min_rows) const {
   const int64_t of_one = budget / num_heads;
   int64_t a = begin, b = end;
-  if (cost(length, begin, end) > of_one) {
+  if (cost(d, begin, end) > of_one) {
     if (end - begin < 2 * min_rows) return {};
-    if (grows(end - 1) && cost_.per_pair > 0) {
+    if (grows(d.mask, end - 1) && cost_.per_pair > 0) {
       // Of all rows [a, b) of a given cost, those with b = (1 + r) a are the cheapest. Where that b lies below `end`,
       // neither the last rows nor the first ones are the cheapest.
       const int64_t k = prices_.key_row, q = prices_.query_row;
@@ -103,20 +103,20 @@ Shard ShardFinder::of_heads(int64_t length, int64_t begin, int64_t end, int64_t 
           square_root(Wide{of_one / cost_.per_pair} * 2 * (k + q) * (k + q) / (Wide{k} * (k + 2 * q)));
       if (inner <= end - min_rows && inner >= begin + 2 * min_rows) b = inner;
     }
-    a = tail_begin(length, begin, b, of_one);
+    a = tail_begin(d, begin, b, of_one);
     if (a > begin) a = std::max(a, begin + min_rows);
     if (b - a < min_rows) {
-      a = last_affordable(length, begin, end, of_one, min_rows);
+      a = last_affordable(d, begin, end, of_one, min_rows);
       if (a < 0) return {};
       b = a + min_rows;
     }
   }
-  return {a, b, num_heads, num_heads * cost(length, a, b), num_heads * bytes(b - a, num_keys(length, a, b))};
+  return {a, b, num_heads, num_heads * cost(d, a, b), num_heads * bytes(b - a, d.num_keys(a, b))};
 }
 
-int64_t ShardFinder::last_affordable(int64_t length, int64_t begin, int64_t end, int64_t budget,
+int64_t ShardFinder::last_affordable(const Document& d, int64_t begin, int64_t end, int64_t budget,
                                      int64_t num_rows) const {
-  const auto affordable = [&](int64_t row) { return cost(length, row, row + num_rows) <= budget; };
+  const auto affordable = [&](int64_t row) { return cost(d, row, row + num_rows) <= budget; };
   if (!affordable(begin)) return -1;
   int64_t low = begin, high = end - num_rows;
   while (low < high) {
@@ -131,16 +131,16 @@ int64_t ShardFinder::last_affordable(int64_t length, int64_t begin, int64_t end,
   return low < begin + num_rows ? begin : low;
 }
 
-Shard ShardFinder::best(int64_t length, int64_t begin, int64_t end, int64_t num_heads, int64_t budget,
+Shard ShardFinder::best(const Document& d, int64_t begin, int64_t end, int64_t num_heads, int64_t budget,
                         int64_t min_rows) const {
-  const int64_t ideal = cost(length, best_tail(length, begin, end), end);
+  const int64_t ideal = cost(d, best_tail(d, begin, end), end);
   const int64_t fewer = std::clamp<int64_t>(budget / ideal, 1, num_heads);
   Shard found;
   // If the budget takes all heads down to the best row, a lower row would bring less for a byte.
-  if (fewer == num_heads) found = of_heads(length, begin, end, fewer, std::min(budget, fewer * ideal), min_rows);
-  if (found.empty()) found = of_heads(length, begin, end, fewer, budget, min_rows);
+  if (fewer == num_heads) found = of_heads(d, begin, end, fewer, std::min(budget, fewer * ideal), min_rows);
+  if (found.empty()) found = of_heads(d, begin, end, fewer, budget, min_rows);
   if (fewer < num_heads) {
-    const Shard more = of_heads(length, begin, end, fewer + 1, budget, min_rows);
+    const Shard more = of_heads(d, begin, end, fewer + 1, budget, min_rows);
     if (more.better_than(found)) found = more;
   }
   return found;

@@ -29,43 +29,39 @@ struct Shard {
   bool better_than(const Shard& other) const;
 };
 
-/// Finds shards of documents under one mask. Costs are exact integers; a floating-point root is only a first guess.
+/// Finds shards of documents. Costs are exact integers; a floating-point root is only a first guess.
 class ShardFinder {
  public:
   explicit ShardFinder(const PlanOptions& options);
 
-  int64_t cost(int64_t length, int64_t begin, int64_t end) const { return cost_.cost(mask_, length, begin, end); }
-  /// Number of key rows that query rows [begin, end) see.
-  int64_t num_keys(int64_t length, int64_t begin, int64_t end) const {
-    return mask_.end_key(end - 1, length) - mask_.first_key(begin);
-  }
+  int64_t cost(const Document& d, int64_t begin, int64_t end) const { return cost_.cost(d, begin, end); }
   int64_t bytes(int64_t num_rows, int64_t num_keys) const {
     return num_rows * prices_.query_row + num_keys * prices_.key_row;
   }
   const Prices& prices() const { return prices_; }
-  const Mask& mask() const { return mask_; }
 
   /// The lowest row a >= begin for which rows [a, end) cost at most `budget`.
-  int64_t tail_begin(int64_t length, int64_t begin, int64_t end, int64_t budget) const;
+  int64_t tail_begin(const Document& d, int64_t begin, int64_t end, int64_t budget) const;
   /// The first of the rows at the end of [begin, end) that bring the most cost for a byte.
-  int64_t best_tail(int64_t length, int64_t begin, int64_t end) const;
+  int64_t best_tail(const Document& d, int64_t begin, int64_t end) const;
   /// The cost for 2^20 bytes that the rows of best_tail bring.
-  int64_t value(int64_t length, int64_t begin, int64_t end) const;
+  int64_t value(const Document& d, int64_t begin, int64_t end) const;
 
   /// The shard of rows [begin, end) and up to `num_heads` heads that brings the most cost for a byte, at a cost of at
   /// most `budget`. Neither the shard nor what it leaves of a head's rows has fewer than `min_rows` rows, unless it
   /// leaves none. Empty if there is no such shard.
-  Shard best(int64_t length, int64_t begin, int64_t end, int64_t num_heads, int64_t budget, int64_t min_rows) const;
+  Shard best(const Document& d, int64_t begin, int64_t end, int64_t num_heads, int64_t budget, int64_t min_rows) const;
   /// Like `best`, with exactly `num_heads` heads.
-  Shard of_heads(int64_t length, int64_t begin, int64_t end, int64_t num_heads, int64_t budget, int64_t min_rows) const;
+  Shard of_heads(const Document& d, int64_t begin, int64_t end, int64_t num_heads, int64_t budget, int64_t min_rows) const;
 
  private:
   /// The last row a for which rows [a, a + num_rows) cost at most `budget` and leave, on either side, no rows of
   /// [begin, end) or at least `num_rows`; -1 if there is none. [begin, end) has at least 2 * num_rows rows.
-  int64_t last_affordable(int64_t length, int64_t begin, int64_t end, int64_t budget, int64_t num_rows) const;
-  bool grows(int64_t row) const { return mask_.kind == MaskKind::kCausal && (mask_.window == 0 || row < mask_.window); }
+  int64_t last_affordable(const Document& d, int64_t begin, int64_t end, int64_t budget, int64_t num_rows) const;
+  static bool grows(const Mask& mask, int64_t row) {
+    return mask.kind == MaskKind::kCausal && (mask.window == 0 || row < mask.window);
+  }
 
-  Mask mask_;
   CostModel cost_;
   Prices prices_;
   int64_t tail_fraction_ = 0;

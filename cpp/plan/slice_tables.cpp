@@ -14,6 +14,7 @@ class Filler {
   Filler(const Layout& layout, const PlanOptions& options, std::span<const Task> tasks, const Arrangement& arrangement,
          int64_t rank, bool with_blocks, SliceTables& tables)
       : layout_(layout),
+        options_(options),
         heads_(options.heads),
         block_rows_(options.key_block_rows),
         tasks_(tasks),
@@ -24,11 +25,12 @@ class Filler {
 
   void run() {
     clear();
+    t_.scores.assign(options_.scores.begin(), options_.scores.end());
     add_whole_documents();
     for (uint32_t g : a_.groups_of_server[rank_]) add_group(a_.groups[g]);
     int64_t row = 0;
     for (const Segment& s : layout_.ranks()[static_cast<size_t>(rank_)]) {
-      add(t_.segments, {s.document, s.begin, s.end});
+      add(t_.segments, {s.document, s.document == kPadding ? 0 : options_.scores_of(s.document), s.begin, s.end});
       if (s.document != kPadding) send_keys({s.document, s.begin, s.end, rank_, row});
       row += s.num_rows();
     }
@@ -86,6 +88,7 @@ class Filler {
     const int64_t index = std::ssize(t_.groups);
     GroupRow& row = t_.groups.emplace_back();
     row.document = g.document;
+    row.scores = options_.scores_of(g.document);
     row.kv_head_begin = g.kv_head_begin;
     row.kv_head_end = g.kv_head_end;
     row.kv_begin = g.kv_begin;
@@ -300,6 +303,7 @@ class Filler {
   }
 
   const Layout& layout_;
+  const PlanOptions& options_;
   const HeadShape heads_;
   const int64_t block_rows_;
   const std::span<const Task> tasks_;

@@ -19,6 +19,7 @@
 #pragma once
 
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -30,13 +31,15 @@
 namespace distca::plan {
 
 inline constexpr int64_t kMagic = 0x64697374636131;  // "distca1"
-inline constexpr int64_t kFormatVersion = 5;
+inline constexpr int64_t kFormatVersion = 6;
 /// Every extent of an arena starts at a multiple of this many bytes.
 inline constexpr int64_t kExtentAlignment = 64;
 /// A label has at most as many bytes.
 inline constexpr int64_t kLabelWords = 6;
 /// Rounds of a step are numbered below this.
 inline constexpr int64_t kMaxRounds = 1 << 16;
+/// Documents of a plan have at most as many different masks, windows, scales and softcaps.
+inline constexpr int64_t kMostScores = 32;
 
 enum class Phase : int64_t { kForward = 0, kBackward = 1 };
 inline constexpr std::array kPhases = {Phase::kForward, Phase::kBackward};
@@ -59,10 +62,32 @@ enum class TensorKind : int64_t {
   kCount
 };
 
+/// The word of a scale or softcap that the plan leaves to the calls.
+inline constexpr int64_t kOfTheCall = -1;
+/// The word of a number in fp32, and the number that a word says.
+constexpr int64_t score_word(float value) { return std::bit_cast<uint32_t>(value); }
+constexpr float score_value(int64_t word) { return std::bit_cast<float>(static_cast<uint32_t>(word)); }
+/// Whether it is the word of a finite number.
+constexpr bool is_score_word(int64_t word) {
+  constexpr int64_t kExponent = 0x7f800000;
+  return word >= 0 && word <= UINT32_MAX && (word & kExponent) != kExponent;
+}
+
+/// What makes the scores of some documents. If one of a plan's rows leaves the scale or the softcap to the calls, all
+/// do.
+struct ScoresRow {
+  int64_t mask_kind = 0, window = 0;
+  int64_t scale = kOfTheCall, softcap = kOfTheCall;
+
+  Mask mask() const { return {static_cast<MaskKind>(mask_kind), window}; }
+  bool operator==(const ScoresRow&) const = default;
+};
+
 /// One unbroken range of keys of a document at this server, for a range of heads. Blocks are entries of the block table
 /// (see attention::KeyGroup).
 struct GroupRow {
   int64_t document;
+  int64_t scores;  // index into the table of scores
   int64_t kv_head_begin, kv_head_end;
   int64_t kv_begin, kv_end;
   int64_t first_block, num_blocks, block_begin;  // block_begin: index into the block table
@@ -103,6 +128,7 @@ struct GradRow {
 /// are 0 and lse is -inf.
 struct SegmentRow {
   int64_t document;
+  int64_t scores;  // index into the table of scores; 0 for padding
   int64_t begin, end;
   int64_t num_rows() const { return end - begin; }
 };
@@ -143,6 +169,7 @@ struct TableSpan {
 
 enum TableId : size_t {
   kRankDigests,  // tables_digest of each rank's tables
+  kScores,
   kGroups,
   kTasks,
   kBlocks,
@@ -163,6 +190,8 @@ struct PlanArguments {
   int64_t num_documents, num_tokens;
   int64_t tolerance_ppm, min_rows, capacity;
   int64_t choices;       // bits (origin.h)
+  int64_t mask_kind, window;  // of the first document
+  int64_t scores_digest;      // of all documents' masks, windows, scales and softcaps
   int64_t lists_digest;  // of servers, speeds, nodes, retained bytes and given tasks
 };
 
@@ -177,7 +206,6 @@ struct Header {
   int64_t num_ranks;
   int64_t q_heads, kv_heads, dim, v_dim, dtype;
   int64_t key_block_rows;
-  int64_t mask_kind, window;
   std::array<int64_t, kLabelWords> label;  // text that its maker gave it (options.h), padded with zeros
   int64_t retains;                         // 1: some server, on whatever rank, may keep rows from forward to backward
   int64_t slot_bytes;                      // the largest arena of any rank and phase
@@ -251,6 +279,7 @@ constexpr RowFormat row_format(const HeadShape& h, Phase phase, Direction direct
 
 /// The number of words of one row, for each table.
 inline constexpr std::array<int64_t, kNumTables> kRowWords = {1,
+                                                              sizeof(ScoresRow) / 8,
                                                               sizeof(GroupRow) / 8,
                                                               sizeof(TaskRow) / 8,
                                                               1,
@@ -273,8 +302,10 @@ class SliceView {
     const Header& h = header();
     return {h.q_heads, h.kv_heads, h.dim, h.v_dim, static_cast<DType>(h.dtype)};
   }
-  Mask mask() const { return {static_cast<MaskKind>(header().mask_kind), header().window}; }
   std::span<const int64_t> rank_digests() const { return table<int64_t>(kRankDigests); }
+  std::span<const ScoresRow> scores() const { return table<ScoresRow>(kScores); }
+  const ScoresRow& scores_of(const GroupRow& g) const { return scores()[static_cast<size_t>(g.scores)]; }
+  const ScoresRow& scores_of(const SegmentRow& s) const { return scores()[static_cast<size_t>(s.scores)]; }
   std::span<const GroupRow> groups() const { return table<GroupRow>(kGroups); }
   std::span<const TaskRow> tasks() const { return table<TaskRow>(kTasks); }
   std::span<const int64_t> blocks() const { return table<int64_t>(kBlocks); }

@@ -138,8 +138,8 @@ void check_complete(const Layout& layout, const HeadShape& heads, std::vector<Ta
 void TaskWriter::add(const Placement& p, int64_t begin, int64_t end, int64_t group_begin, int64_t group_end,
                      int64_t server) {
   if (run_ < tasks_.size() && (tasks_[run_].document != p.document || tasks_[run_].server != server)) end_run();
-  tasks_.push_back({p.document, begin, end, mask_.first_key(begin),
-                    mask_.end_key(end - 1, layout_.document_lengths()[static_cast<size_t>(p.document)]),
+  const auto [length, mask] = options_.document(layout_, p.document);
+  tasks_.push_back({p.document, begin, end, mask.first_key(begin), mask.end_key(end - 1, length),
                     group_begin * heads_of_group_, group_end * heads_of_group_, p.rank, p.row + (begin - p.begin),
                     server});
 }
@@ -225,11 +225,11 @@ std::vector<Task> task_list(const Layout& layout, const PlanOptions& options, st
   for (size_t i = 0; i < given.size(); ++i) {
     const GivenTask& t = given[i];
     check_given(layout, options, t, i);
-    const int64_t length = layout.document_lengths()[static_cast<size_t>(t.document)];
+    const auto [length, mask] = options.document(layout, t.document);
     for (const Placement& p : layout.placements(t.document)) {
       const int64_t begin = std::max(p.begin, t.q_begin), end = std::min(p.end, t.q_end);
       if (begin >= end) continue;
-      tasks.push_back({t.document, begin, end, options.mask.first_key(begin), options.mask.end_key(end - 1, length),
+      tasks.push_back({t.document, begin, end, mask.first_key(begin), mask.end_key(end - 1, length),
                        t.kv_head_begin, t.kv_head_end, p.rank, p.row + (begin - p.begin), t.server});
     }
   }

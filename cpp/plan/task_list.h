@@ -27,8 +27,8 @@ struct Task {
 /// of one document at one server, head ranges become equal or disjoint, and neighbours are merged.
 class TaskWriter {
  public:
-  TaskWriter(const Layout& layout, const Mask& mask, int64_t heads_of_group)
-      : layout_(layout), mask_(mask), heads_of_group_(heads_of_group) {}
+  TaskWriter(const Layout& layout, const PlanOptions& options, int64_t heads_of_group)
+      : layout_(layout), options_(options), heads_of_group_(heads_of_group) {}
 
   void reserve(size_t n) { tasks_.reserve(n); }
   /// Adds rows [begin, end) and groups of heads [group_begin, group_end) of a segment.
@@ -44,7 +44,7 @@ class TaskWriter {
   void merge_heads();
 
   const Layout& layout_;
-  const Mask& mask_;
+  const PlanOptions& options_;
   int64_t heads_of_group_;
   std::vector<Task> tasks_;
   size_t run_ = 0;  // first task of the last document and server

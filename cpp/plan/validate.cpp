@@ -22,6 +22,7 @@ class Validator {
   void run() {
     check_header();
     check_tables();
+    check_scores();
     for (const SegmentRow& s : view_.segments())
       check_plan(s.document >= -1 && s.begin >= 0 && s.begin < s.end && s.end <= kMaxRows, "segment of document ",
                  s.document, ": rows [", s.begin, ", ", s.end, ")");
@@ -49,9 +50,6 @@ class Validator {
                    valid_dim(h().dim) && valid_dim(h().v_dim) && h().dtype >= 0 && h().dtype < kNumDTypes &&
                    h().key_block_rows >= 1 && h().key_block_rows <= 4096,
                "its head shape is not possible");
-    check_plan(h().mask_kind >= 0 && h().mask_kind < kNumMaskKinds && h().window >= 0 && h().window <= kMaxRows &&
-                   (h().window == 0 || h().mask_kind == static_cast<int64_t>(MaskKind::kCausal)),
-               "it says mask ", h().mask_kind, " with window ", h().window);
     check_plan(label_words(label_of(h().label)) == h().label, "its label is not text");
     check_plan(h().num_rounds >= 1 && h().num_rounds <= kMaxRounds, "it says ", h().num_rounds, " rounds");
     constexpr int64_t kMaxArena = int64_t{1} << 46;
@@ -61,6 +59,26 @@ class Validator {
     check_plan((h().retains == 0 || h().retains == 1) && h().retained_bytes >= 0 &&
                    h().retained_bytes <= (h().retains != 0 ? kMaxArena : 0),
                "it retains ", h().retained_bytes, " bytes");
+  }
+
+  void check_scores() const {
+    check_plan(!view_.scores().empty() && count(view_.scores()) <= kMostScores, "it has ", view_.scores().size(),
+               " rows of scores");
+    const ScoresRow& first = view_.scores()[0];
+    for (const ScoresRow& s : view_.scores()) {
+      check_plan(s.mask_kind >= 0 && s.mask_kind < kNumMaskKinds && s.window >= 0 && s.window <= kMaxRows &&
+                     (s.window == 0 || s.mask_kind == static_cast<int64_t>(MaskKind::kCausal)),
+                 "it says mask ", s.mask_kind, " with window ", s.window);
+      for (const auto& [word, of_first] : {std::pair{s.scale, first.scale}, {s.softcap, first.softcap}})
+        check_plan((word == kOfTheCall) == (of_first == kOfTheCall) && (word == kOfTheCall || is_score_word(word)),
+                   "it says ", word, " for a scale or softcap");
+      check_plan(s.softcap == kOfTheCall || score_value(s.softcap) >= 0.f, "it says softcap ", score_value(s.softcap));
+    }
+    for (const GroupRow& g : view_.groups()) check_index(g.scores);
+    for (const SegmentRow& s : view_.segments()) check_index(s.scores);
+  }
+  void check_index(int64_t scores) const {
+    check_plan(scores >= 0 && scores < count(view_.scores()), "scores ", scores, " of ", view_.scores().size());
   }
 
   /// Checks that tables follow one another without gaps.
@@ -205,10 +223,10 @@ class Validator {
 
   void check_tasks() const {
     int64_t index = 0;
-    const Mask mask = view_.mask();
     for (const TaskRow& t : view_.tasks()) {
       check_plan(t.group >= 0 && t.group < count(view_.groups()), "task ", index, ": group ", t.group);
       const GroupRow& g = view_.groups()[static_cast<size_t>(t.group)];
+      const Mask mask = view_.scores_of(g).mask();
       check_plan(index >= g.task_begin && index < g.task_end, "task ", index, " is not in its group");
       check_plan(t.q_begin >= 0 && t.q_end > t.q_begin && t.q_end <= g.kv_end && t.kv_begin >= g.kv_begin &&
                      t.kv_begin == mask.first_key(t.q_begin) && t.kv_end == mask.end_key(t.q_end - 1, g.kv_end),

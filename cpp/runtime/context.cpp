@@ -90,6 +90,24 @@ plan::SliceView Context::accept(std::span<const int64_t> plan_words, const HeadS
   return slice;
 }
 
+ScoreOptions Context::accept(const plan::SliceView& slice, ScoreOptions scores) const {
+  const auto check = [&](const char* name, const plan::SegmentRow& s, int64_t word, float of_call) {
+    if (word == plan::score_word(of_call)) return;
+    throw InvalidArgumentError(message(name, " = ", of_call, "; the plan says ", plan::score_value(word),
+                                       " for document ", s.document, ", of which this rank has rows"));
+  };
+  const plan::ScoresRow& first = slice.scores()[0];
+  for (const plan::SegmentRow& s : slice.segments()) {
+    if (s.document == plan::kPadding) continue;
+    const plan::ScoresRow& row = slice.scores_of(s);
+    if (row.scale != plan::kOfTheCall) check("scale", s, row.scale, scores.scale);
+    if (row.softcap != plan::kOfTheCall) check("softcap", s, row.softcap, scores.softcap);
+  }
+  if (first.scale != plan::kOfTheCall) scores.scale = 0.f;
+  if (first.softcap != plan::kOfTheCall) scores.softcap = 0.f;
+  return scores;
+}
+
 /// Validates a plan once. All layers of a step of training come with one plan, which is known again by its checksum.
 void Context::check_once(std::span<const int64_t> plan_words) const {
   const int64_t checksum = plan::check_unaltered(plan_words);
@@ -115,10 +133,11 @@ void Context::check_same_problem(const plan::SliceView& forward, const plan::Sli
     throw InvalidArgumentError(message("the plan of backward is of another layout than that of forward",
                                        first_difference(forward, backward), "; make both of one layout"));
   }
-  if (forward.mask() != backward.mask()) {
-    throw InvalidArgumentError(message("the plan of backward has ", plan::describe(backward.mask()),
-                                       ", that of forward ", plan::describe(forward.mask()),
-                                       "; make both with one mask and window"));
+  for (size_t i = 0; i < forward.segments().size(); ++i) {
+    const plan::ScoresRow &x = forward.scores_of(forward.segments()[i]), &y = backward.scores_of(backward.segments()[i]);
+    if (x == y) continue;
+    throw InvalidArgumentError(message("the plan of backward has ", plan::describe(y), ", that of forward ",
+                                       plan::describe(x), "; make both with one mask, window, scale and softcap"));
   }
 }
 

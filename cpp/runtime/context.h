@@ -60,6 +60,9 @@ class DISTCA_EXPORT Context {
   /// rows and capacity. `num_rows` and `heads` are those of the tensors. Throws the error that says which of these is
   /// wrong.
   plan::SliceView accept(std::span<const int64_t> plan_words, const HeadShape& heads, int64_t num_rows) const;
+  /// Throws InvalidArgumentError if the plan has other scales or softcaps for this rank's rows. The result is without
+  /// what the plan says, because ranks may differ in it.
+  ScoreOptions accept(const plan::SliceView& slice, ScoreOptions scores) const;
   /// Throws InvalidArgumentError unless `backward` is a plan for the gradients of what `forward` computes, with the
   /// same layout and mask. Between plans with labels only this rank's rows are compared, and every rank checks its own.
   /// Both must have been accepted.

@@ -56,7 +56,7 @@ attention::Problem ServerTasks::problem(const plan::SliceView& slice, const Aren
     tasks_.push_back(task_of(slice, arena, t));
     tasks_.back().group = t.group - first_group;
   }
-  return {arena.heads, slice.mask(), scores.scale, groups_, tasks_, scores.softcap, scores.deterministic};
+  return {arena.heads, slice.scores()[0].mask(), scores.scale, groups_, tasks_, scores.softcap, scores.deterministic};
 }
 
 attention::KeyGroup ServerTasks::key_group(const plan::SliceView& slice, const Arena& arena, const plan::GroupRow& g) {

@@ -1,6 +1,7 @@
 // torch.ops.distca.core_attention and its backward, each of which is one collective step; and the parts of such steps.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <memory>
 #include <string_view>
 #include <utility>
@@ -16,11 +17,15 @@ namespace {
 using runtime::Part;
 
 /// Throws unless the context works where the tensors are, and takes such heads.
-void check_backend(const runtime::Context& context, const Tensor& q, const HeadShape& heads, float softcap) {
+void check_backend(const runtime::Context& context, const Tensor& q, const plan::SliceView& slice,
+                   const runtime::ScoreOptions& scores) {
   const std::string device = context.backend().device();
   require(device == device_name(q), "context \"", context.options().name, "\" is on ", device, ", the tensors are on ",
           device_name(q), "; give distca.init device=\"", device_name(q), "\"");
-  context.backend().check(heads, softcap);
+  float softcap = scores.softcap;
+  for (const plan::ScoresRow& row : slice.scores())
+    if (row.softcap != plan::kOfTheCall) softcap = std::max(softcap, plan::score_value(row.softcap));
+  context.backend().check(slice.heads(), softcap);
 }
 
 /// Runs the body of a collective operator. If it throws before a step begins, this rank refuses the call.
@@ -82,8 +87,8 @@ struct Forward {
         lse(empty_scalars(q, q.size(0), heads.q_heads)) {
     require(q.size(0) == k.size(0), "q ", shape_of(q), " and k ", shape_of(k), " have different lengths");
     slice = context->accept(words_of(plan, "plan"), heads, q.size(0));
-    scores = a.options.scores(q, heads, sinks);
-    check_backend(*context, q, heads, scores.softcap);
+    scores = context->accept(slice, a.options.scores(q, heads, sinks));
+    check_backend(*context, q, slice, scores);
     if (retain) retained = empty_bytes(q, slice.header().retained_bytes);
     check_backward(a.plan_backward);
   }
@@ -142,8 +147,8 @@ struct Backward {
     require(k.size(0) == rows && lse.size(0) == rows && lse.size(1) == heads.q_heads,
             "q, k, v, out and lse have different lengths or head counts");
     slice = context->accept(words_of(plan, "plan"), heads, rows);
-    scores = a.options.scores(q, heads, sinks);
-    check_backend(*context, q, heads, scores.softcap);
+    scores = context->accept(slice, a.options.scores(q, heads, sinks));
+    check_backend(*context, q, slice, scores);
     take_retained(a.retained);
   }
 

@@ -50,9 +50,9 @@ PlanOptions make_options(Random& random, int64_t num_ranks) {
   const int64_t kv_heads = int64_t{1} << random.below(4);
   o.heads = {kv_heads << random.below(3), kv_heads, 128, 64, DType::kBFloat16};
   if (random.below(4) == 0)
-    o.mask.kind = MaskKind::kFull;
+    o.scores[0].mask_kind = 1;
   else if (random.below(3) == 0)
-    o.mask.window = 1 + random.below(3000);
+    o.scores[0].window = 1 + random.below(3000);
   if (random.below(3) == 0) o.cost = {3, 700, {}};
   if (random.below(4) == 0) o.cost.rates = {2, {4096, 3000, 3500, 2000, 1500, 1024}};
   o.tolerance_ppm = random.below(2) * 10'000 + random.below(3) * 20'000;

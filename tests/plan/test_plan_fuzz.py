@@ -39,7 +39,7 @@ HEADS = distca.Heads(4, 2, 8, 16)
 
 #: Words that say what is to be computed. If other ranks do not have such a word, changing it makes another plan that is
 #: right in itself: no check can know that it was not meant.
-WHAT_TO_COMPUTE = {"header.window", "header.mask_kind"}
+WHAT_TO_COMPUTE = {"scores.window", "scores.mask_kind", "scores.scale", "scores.softcap"}
 
 
 @dataclasses.dataclass
@@ -228,7 +228,7 @@ def test_the_plans_whose_words_are_changed_are_of_every_kind() -> None:
     slices = {name: read_slice(make().tensor.tolist()) for name, make in PLANS.items()}
     assert len(slices) == len(PLANS)
     assert slices["rounds"].header.num_rounds > 1
-    assert slices["window"].header.window > 0 and slices["full"].header.mask_kind == 1
+    assert slices["window"].scores[0].window > 0 and slices["full"].scores[0].mask_kind == 1
     assert any(s.header.retained_bytes for s in slices.values())
     assert any(segment.document < 0 for segment in slices["padding"].segments)
     assert any(group.kv_head_end - group.kv_head_begin < HEADS.kv for group in slices["head ranges"].groups)

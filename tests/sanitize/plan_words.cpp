@@ -64,9 +64,10 @@ std::vector<Plan> make_plans() {
   plans.emplace_back(layout, o);
   o.retain_bytes = {1 << 20, 0, 1 << 20, 1 << 20};
   plans.emplace_back(layout, o);
-  o.mask.window = 40;
+  o.scores[0].window = 40;
   plans.emplace_back(layout, o);
-  o.mask = {MaskKind::kFull, 0};
+  o.scores = {{1, 0}, {0, 40}};
+  o.scores_of_document = {0, 1, 0};
   plans.emplace_back(layout, o);
   return plans;
 }

@@ -21,9 +21,9 @@ MASKS = ("causal", "full")
 RETURNED, ARENA, PARTIAL = 0, 1, 2
 COPY, ASSIGN, ADD = 0, 1, 2
 Range = tuple[int, int]  # begin and end; the end is excluded
-SLOT_BYTES_WORD = 23
+SLOT_BYTES_WORD = 21
 CHECKSUM_BEGIN = 4
-FIRST_MADE = 32  # the first word that says how the plan was made: such words are in the checksum and in no digest
+FIRST_MADE = 30  # the first word that says how the plan was made: such words are in the checksum and in no digest
 
 
 def digest(*lists: Sequence[int]) -> int:
@@ -116,8 +116,6 @@ class Header(NamedTuple):
     v_dim: int
     dtype: int
     key_block_rows: int
-    mask_kind: int
-    window: int
     label_0: int
     label_1: int
     label_2: int
@@ -140,6 +138,9 @@ class Header(NamedTuple):
     min_rows: int
     capacity: int
     choices: int
+    mask_kind: int
+    window: int
+    scores_digest: int
     lists_digest: int
 
 
@@ -147,8 +148,16 @@ class RankDigest(NamedTuple):
     digest: int
 
 
+class ScoresEntry(NamedTuple):
+    mask_kind: int
+    window: int
+    scale: int
+    softcap: int
+
+
 class GroupEntry(NamedTuple):
     document: int
+    scores: int
     kv_head_begin: int
     kv_head_end: int
     kv_begin: int
@@ -201,6 +210,7 @@ class Grad(NamedTuple):
 
 class Segment(NamedTuple):
     document: int
+    scores: int
     begin: int
     end: int
 
@@ -239,7 +249,7 @@ class Wait(NamedTuple):
 
 #: The tables in the order of a slice. Tables of two phases follow one another.
 TABLES: list[Any] = [
-    RankDigest, GroupEntry, TaskEntry, Block, Grad, Segment, Send, Send, Receive, Receive, Wait, Wait
+    RankDigest, ScoresEntry, GroupEntry, TaskEntry, Block, Grad, Segment, Send, Send, Receive, Receive, Wait, Wait
 ]  # fmt: skip
 
 
@@ -248,6 +258,7 @@ class Slice(NamedTuple):
 
     header: Header
     rank_digests: list[RankDigest]
+    scores: list[ScoresEntry]
     groups: list[GroupEntry]
     tasks: list[TaskEntry]
     blocks: list[Block]
@@ -272,8 +283,8 @@ def read_slice(words: Sequence[int]) -> Slice:
     assert next_word == header.num_words
     assert all(word == 0 for word in words[next_word:])
     assert len(words).bit_count() == 1 and len(words) < 2 * header.num_words, "padded to the next power of two"
-    pairs = [(tables[i], tables[i + 1]) for i in (6, 8, 10)]
-    return Slice(header, *tables[:6], *pairs)
+    pairs = [(tables[i], tables[i + 1]) for i in (7, 9, 11)]
+    return Slice(header, *tables[:7], *pairs)
 
 
 def row_bytes(heads: distca.Heads, kv_heads: Range, phase: int, at_server: bool, tensor: str) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from distca.heads import Heads
 from distca.planner.cost import CostModel
 from distca.planner.layout import Layout
 from distca.planner.memory import MemoryReport, report
+from distca.planner.scores import Scores
 from distca.planner.stats import ArenaBytes, PlanStats, Task, Transfer
 
 _MESSAGES = ("forward_in", "forward_out", "backward_in", "backward_out")
@@ -89,7 +90,8 @@ class Plan:
     ``stats``, ``transfers`` or ``for_rank`` are asked for.
 
     Attributes:
-        layout, heads, mask, window: what it was made for.
+        layout, heads: what it was made for.
+        mask, window: those of this rank's first document; all documents have the same, if `plan` got no ``scores``.
         rank: the rank it is seen from.
         num_rows: rows of that rank's token tensor.
         tensor: that rank's slice, for the operators: int64 on the CPU, its length a power of two.
@@ -100,14 +102,14 @@ class Plan:
         half: the half of ping-pong that this copy was made for: 0 or 1; None otherwise.
     """
 
-    def __init__(self, made: CorePlan, rank: int, mask: str, window: int | None, retain_bytes: Sequence[int]) -> None:
+    def __init__(self, made: CorePlan, rank: int, scores: Sequence[Scores], retain_bytes: Sequence[int]) -> None:
         self._made = made
         self._words = made.core.slice(rank)
         self.layout = made.layout
         self.heads = made.heads
         self.rank = rank
-        self.mask = mask
-        self.window = window
+        self._scores = list(scores)
+        self.mask, self.window, *_ = self._own_scores()
         self.retain_bytes = list(retain_bytes)
         # These are plain attributes, not properties: torch.compile reads them without breaking the graph.
         self.tensor = torch.frombuffer(self._words, dtype=torch.int64)
@@ -116,6 +118,13 @@ class Plan:
         self.retained_bytes: int = self.stats.retained_bytes[rank] if self.retains else 0
         self.in_parts = False
         self.half: int | None = None
+
+    def _own_scores(self) -> Scores:
+        numbers: list[int] = self._made.arguments["scores_of_document"]
+        if not numbers:
+            return self._scores[0]
+        own = (document for document, _, _ in self.layout.segments(self.rank) if document >= 0)
+        return self._scores[numbers[next(own, 0)]]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("tensor", "tasks", "stats")}
@@ -162,11 +171,11 @@ class Plan:
         """
         arguments = {**self._made.arguments, "label": label, "tasks": None}
         made = CorePlan(layout, self._made.heads, arguments, Schedule(self._made, servers))
-        return Plan(made, self.rank, self.mask, self.window, self.retain_bytes)
+        return Plan(made, self.rank, self._scores, self.retain_bytes)
 
     def for_rank(self, rank: int) -> Plan:
         """The same plan seen from another rank."""
-        return Plan(self._made, rank, self.mask, self.window, self.retain_bytes)
+        return Plan(self._made, rank, self._scores, self.retain_bytes)
 
     @property
     def digest(self) -> str:

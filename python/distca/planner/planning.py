@@ -16,6 +16,7 @@ from distca.planner.cost import CostModel
 from distca.planner.layout import Layout
 from distca.planner.memory import MemoryReport, report
 from distca.planner.plan import CorePlan, Plan, Plans
+from distca.planner.scores import MASK_NUMBERS, Scores, numbered
 from distca.registry import find_context
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 #: The most bytes that a rank may retain; no limit in practice.
 _MOST_BYTES = 2**46
-
-_MASK_NUMBERS = {"causal": 0, "full": 1}
 
 
 def plan(
@@ -35,6 +34,7 @@ def plan(
     rank: int | None = None,
     mask: str = "causal",
     window: int | None = None,
+    scores: Sequence[Scores] | None = None,
     servers: Sequence[int] | None = None,
     speeds: Sequence[int] | None = None,
     ranks_per_node: int | None = None,
@@ -63,6 +63,9 @@ def plan(
         rank: the rank whose slice ``Plan.tensor`` is; by default the context's, or 0 without a context.
         mask: ``"causal"``, or ``"full"``: every row of a document sees all of it.
         window: with the causal mask, how many keys a row sees: its own and the ``window - 1`` before it.
+        scores: for each document its mask, window, scale and softcap, in place of `mask` and `window`; at most 32
+            different ones. Documents of different layers can then share a step, as in the ticks of a pipeline. All
+            documents have a scale or none, and so with the softcap.
         servers: the ranks that compute tasks; by default all (in-place servers).
         speeds: the speed of each rank, an integer from 1 to 2**20 in units of your choice. A rank's load is compared
             with its share of their sum. By default all are equal.
@@ -118,8 +121,13 @@ def plan(
         rank = 0 if here is None else here.rank
     if not is_whole(rank, 0, layout.num_ranks - 1):
         raise InvalidArgumentError(f"plan: rank = {rank!r}; 0 to {layout.num_ranks - 1} are allowed")
-    if not isinstance(mask, str) or mask not in _MASK_NUMBERS:
-        raise InvalidArgumentError(f"plan: mask = {mask!r}; {', '.join(map(repr, _MASK_NUMBERS))} are allowed")
+    if scores is None:
+        different, of_documents = [Scores(mask, window)], []
+        different[0].check("plan")
+    elif (mask, window) != ("causal", None):
+        raise InvalidArgumentError("plan: scores are given, and mask or window as well; scores have both")
+    else:
+        different, of_documents = numbered("plan", scores, len(layout.document_lengths))
     if servers is not None:
         servers = listed("plan", "servers", servers, "a list of ranks, or None for all,")
         if not servers:
@@ -132,8 +140,6 @@ def plan(
             raise InvalidArgumentError(f"plan: speeds = {speeds}; integers from 1 to {2**20} are allowed")
     if ranks_per_node is not None and not is_whole(ranks_per_node, 1):
         raise InvalidArgumentError(f"plan: ranks_per_node = {ranks_per_node!r}; None or a positive number is allowed")
-    if window is not None and not is_whole(window, 1):
-        raise InvalidArgumentError(f"plan: window = {window!r}; None or a positive number of keys is allowed")
     if objective not in ("all", "forward"):
         raise InvalidArgumentError(f"plan: objective = {objective!r}; 'all' and 'forward' are allowed")
     if not is_number(tolerance, 0.0, 1.0):
@@ -167,8 +173,8 @@ def plan(
         "min_rows": min_rows,
         "balance": bool(balance),
         "capacity": capacity,
-        "mask_kind": _MASK_NUMBERS[mask],
-        "window": window or 0,
+        "scores": [(MASK_NUMBERS[one.mask], one.window or 0, one.scale, one.softcap) for one in different],
+        "scores_of_document": of_documents,
         "servers": [] if servers is None else sorted(set(map(index, servers))),
         "speeds": [] if speeds is None else list(map(index, speeds)),
         "ranks_per_node": ranks_per_node or 0,
@@ -179,7 +185,7 @@ def plan(
         "label": label,
         "tasks": None if tasks is None else [tuple(map(index, task)) for task in tasks],
     }
-    return Plan(CorePlan(layout, heads, arguments), index(rank), mask, window, retain)
+    return Plan(CorePlan(layout, heads, arguments), index(rank), different, retain)
 
 
 def _context_of(layout: Layout, context: Context | str) -> Context:

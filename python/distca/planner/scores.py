@@ -1,0 +1,60 @@
+"""What makes the scores of a document: `Scores`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from distca.arguments import is_number, is_whole, listed
+from distca.errors import InvalidArgumentError
+
+MASK_NUMBERS = {"causal": 0, "full": 1}
+
+
+class Scores(NamedTuple):
+    """What makes the scores of the documents of one layer, for plans in which documents are of different layers.
+
+    Attributes:
+        mask: ``"causal"``, or ``"full"``: every row of a document sees all of it.
+        window: with the causal mask, how many keys a row sees: its own and the ``window - 1`` before it.
+        scale: factor on the logits. None leaves it to the calls of `core_attention`, where all ranks pass the same.
+        softcap: if positive, logits become ``softcap * tanh(scale * q k^T / softcap)``. None leaves it to the calls.
+    """
+
+    mask: str = "causal"
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+
+    def check(self, function: str) -> None:
+        """Raises InvalidArgumentError if a value is out of range."""
+        if not isinstance(self.mask, str) or self.mask not in MASK_NUMBERS:
+            raise InvalidArgumentError(
+                f"{function}: mask = {self.mask!r}; {', '.join(map(repr, MASK_NUMBERS))} are allowed"
+            )
+        if self.window is not None and not is_whole(self.window, 1):
+            raise InvalidArgumentError(
+                f"{function}: window = {self.window!r}; None or a positive number of keys is allowed"
+            )
+        if self.scale is not None and not is_number(self.scale, -math.inf, math.inf):
+            raise InvalidArgumentError(f"{function}: scale = {self.scale!r}; None or a finite number is allowed")
+        if self.softcap is not None and not is_number(self.softcap, 0.0, math.inf):
+            raise InvalidArgumentError(
+                f"{function}: softcap = {self.softcap!r}; None, 0 (none) or a positive number is allowed"
+            )
+
+
+def numbered(function: str, of_documents: Any, num_documents: int) -> tuple[list[Scores], list[int]]:
+    """The different scores in order of appearance, and for each document the number of its own."""
+    given: Sequence[Scores] = listed(function, "scores", of_documents, "one distca.Scores for each document")
+    if len(given) != num_documents:
+        raise InvalidArgumentError(f"{function}: scores of {len(given)} documents; the layout has {num_documents}")
+    numbers: dict[Scores, int] = {}
+    for one in given:
+        if not isinstance(one, Scores):
+            raise InvalidArgumentError(f"{function}: scores of a document are {one!r}; a distca.Scores is expected")
+        if one not in numbers:
+            one.check(function)
+            numbers[one] = len(numbers)
+    return list(numbers), [numbers[one] for one in given]
