@@ -15,7 +15,7 @@ from distca.heads import Heads
 from distca.planner.cost import CostModel
 from distca.planner.layout import Layout
 from distca.planner.memory import MemoryReport, report
-from distca.planner.plan import CorePlan, Plan, Plans
+from distca.planner.plan import Plan, Plans
 from distca.registry import find_context
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def plan(
         "label": label,
         "tasks": None if tasks is None else [tuple(map(index, task)) for task in tasks],
     }
-    return Plan(CorePlan(layout, heads, arguments), index(rank), mask, window, retain)
+    return Plan(layout, heads, arguments, index(rank), mask, window)
 
 
 def _context_of(layout: Layout, context: Context | str) -> Context:
