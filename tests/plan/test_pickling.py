@@ -102,7 +102,7 @@ def test_a_plan_is_freed_once_nobody_has_it() -> None:
     """No garbage collection is needed for it, because the tables of hundreds of ranks are megabytes."""
     plan = distca.plan(LAYOUT, HEADS)
     assert plan.stats.load and plan.tasks
-    gone = weakref.ref(plan._made)
+    gone = weakref.ref(plan._core)
     del plan
     assert gone() is None
 
@@ -114,6 +114,6 @@ def test_a_pickled_plan_that_was_altered_is_refused() -> None:
     with pytest.raises(distca.PlanFormatError):
         distca.Plan.__new__(distca.Plan).__setstate__(state | {"_words": altered})
     other = pickle.loads(pickle.dumps(distca.plan(LAYOUT, HEADS)))
-    other._made.digest = 7
+    other._digest = 7
     with pytest.raises(distca.InvalidArgumentError, match="pickled with digest 0x0000000000000007, and its arguments"):
         other.for_rank(0)

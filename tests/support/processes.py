@@ -26,7 +26,7 @@ import torch
 
 import distca
 from distca import _C
-from distca.planner.plan import CostModel
+from distca.planner.cost import CostModel
 from distca.testing import _emulation
 
 LIMIT = 20.0

@@ -85,7 +85,7 @@ class Simulation:
         assert (MASKS[header.mask_kind], header.window) == (self.plan.mask, self.plan.window or 0)
         assert header.plan_digest & MASK == int(self.plan.digest, 16)
         assert header.retains == any(self.plan.retain_bytes)
-        assert [tuple(s) for s in self.slices[rank].segments] == self.layout.segments(rank)
+        assert [(s.document, s.begin, s.end) for s in self.slices[rank].segments] == self.layout.segments(rank)
         assert [d.digest for d in self.slices[rank].rank_digests] == [d.digest for d in self.slices[0].rank_digests]
         words = self.plan.for_rank(rank).tensor.tolist()
         assert with_digests(words) == words

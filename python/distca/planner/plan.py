@@ -4,77 +4,22 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from distca import _C
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
-from distca.planner.cost import CostModel
 from distca.planner.layout import Layout
 from distca.planner.memory import MemoryReport, report
-from distca.planner.scores import Scores
+from distca.planner.scores import MASKS
 from distca.planner.stats import ArenaBytes, PlanStats, Task, Transfer
 
 _MESSAGES = ("forward_in", "forward_out", "backward_in", "backward_out")
 #: The tensors by their numbers in the core. The last two are fp32 sums over several servers.
 _TENSORS = ("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv", "dk", "dv")
-
-
-class Schedule(NamedTuple):
-    """The schedule of another plan, with other servers.
-
-    Attributes:
-        of: the other plan. Its layout has the same documents.
-        servers: for each of its servers the rank that computes here what that one computes there.
-    """
-
-    of: CorePlan
-    servers: list[int]
-
-
-class CorePlan:
-    """The core's plan of all ranks, with the arguments that made it. An unpickled one is planned again when needed."""
-
-    def __init__(
-        self, layout: Layout, heads: Heads, arguments: Mapping[str, Any], schedule: Schedule | None = None
-    ) -> None:
-        self.layout, self.heads, self.arguments, self._schedule = layout, heads, arguments, schedule
-        self._core: _C.Plan | None = self._plan()
-        self.digest: int = self._core.digest
-
-    def _plan(self) -> _C.Plan:
-        cost: CostModel = self.arguments["cost"]
-        schedule: dict[str, Any] = {}
-        if self._schedule is not None:
-            schedule = {"like": self._schedule.of.core, "servers_of_like": self._schedule.servers}
-        return _C.Plan(
-            layout=self.layout._core,
-            q_heads=self.heads.q,
-            kv_heads=self.heads.kv,
-            dim=self.heads.dim,
-            v_dim=self.heads.value_dim,
-            dtype=self.heads.dtype_number,
-            **{**self.arguments, "cost": cost.core},
-            **schedule,
-        )
-
-    @property
-    def core(self) -> _C.Plan:
-        if self._core is None:
-            core = self._plan()
-            if core.digest != self.digest:
-                raise InvalidArgumentError(
-                    f"plan: it was pickled with digest {_text(self.digest)}, and its arguments give "
-                    f"{_text(core.digest)} here: another version of distca made it; plan again"
-                )
-            self._core = core
-        return self._core
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_core": None}
 
 
 def _text(digest: int) -> str:
@@ -102,32 +47,53 @@ class Plan:
         half: the half of ping-pong that this copy was made for: 0 or 1; None otherwise.
     """
 
-    def __init__(self, made: CorePlan, rank: int, scores: Sequence[Scores], retain_bytes: Sequence[int]) -> None:
-        self._made = made
-        self._words = made.core.slice(rank)
-        self.layout = made.layout
-        self.heads = made.heads
-        self.rank = rank
-        self._scores = list(scores)
-        self.mask, self.window, *_ = self._own_scores()
-        self.retain_bytes = list(retain_bytes)
-        # These are plain attributes, not properties: torch.compile reads them without breaking the graph.
-        self.tensor = torch.frombuffer(self._words, dtype=torch.int64)
-        self.num_rows = self.layout.num_rows(rank)
+    def __init__(self, layout: Layout, heads: Heads, arguments: Mapping[str, Any], rank: int) -> None:
+        self._arguments = arguments
+        self.layout = layout
+        self.heads = heads
+        self.retain_bytes: list[int] = list(arguments["retain_bytes"])
         self.retains = any(self.retain_bytes)
+        self._look_from(rank, self._core.slice(rank))
+
+    def _look_from(self, rank: int, words: bytearray) -> None:
+        # These are plain attributes, not properties: torch.compile reads them without breaking the graph.
+        self.rank = rank
+        self._words = words
+        self.tensor = torch.frombuffer(words, dtype=torch.int64)
+        self.num_rows = self.layout.num_rows(rank)
+        numbers = self._arguments["scores_of_document"]
+        own = (document for document, _, _ in self.layout.segments(rank) if document >= 0)
+        mask, window, *_ = self._arguments["scores"][numbers[next(own, 0)] if numbers else 0]
+        self.mask: str = MASKS[mask]
+        self.window: int | None = window or None
         self.retained_bytes: int = self.stats.retained_bytes[rank] if self.retains else 0
         self.in_parts = False
         self.half: int | None = None
 
-    def _own_scores(self) -> Scores:
-        numbers: list[int] = self._made.arguments["scores_of_document"]
-        if not numbers:
-            return self._scores[0]
-        own = (document for document, _, _ in self.layout.segments(self.rank) if document >= 0)
-        return self._scores[numbers[next(own, 0)]]
+    @functools.cached_property
+    def _core(self) -> _C.Plan:
+        """The core's plan of all ranks. An unpickled plan makes it again when it is first needed."""
+        like = self._arguments.get("like")
+        core = _C.Plan(
+            layout=self.layout._core,
+            q_heads=self.heads.q,
+            kv_heads=self.heads.kv,
+            dim=self.heads.dim,
+            v_dim=self.heads.value_dim,
+            dtype=self.heads.dtype_number,
+            **{**self._arguments, "cost": self._arguments["cost"].core, "like": None if like is None else like._core},
+        )
+        self._digest: int = vars(self).get("_digest", core.digest)  # a pickled plan had one
+        if self._digest != core.digest:
+            raise InvalidArgumentError(
+                f"plan: it was pickled with digest {self.digest}, and its arguments give {_text(core.digest)} here: "
+                "another version of distca made it; plan again"
+            )
+        return core
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("tensor", "tasks", "stats")}
+        made_again = ("_core", "tensor", "tasks", "stats")
+        return {name: value for name, value in vars(self).items() if name not in made_again}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         _C.validate_plan(memoryview(state["_words"]).cast("q"))
@@ -169,42 +135,45 @@ class Plan:
         Raises:
             CapacityError: as in `plan`.
         """
-        arguments = {**self._made.arguments, "label": label, "tasks": None}
-        made = CorePlan(layout, self._made.heads, arguments, Schedule(self._made, servers))
-        return Plan(made, self.rank, self._scores, self.retain_bytes)
+        schedule = {"like": self, "servers_of_like": servers, "tasks": None}
+        arguments = {**self._arguments, **schedule, "label": label}
+        return Plan(layout, self.heads, arguments, self.rank)
 
     def for_rank(self, rank: int) -> Plan:
         """The same plan seen from another rank."""
-        return Plan(self._made, rank, self._scores, self.retain_bytes)
+        words = self._core.slice(rank)
+        plan = copy.copy(self)
+        plan._look_from(rank, words)
+        return plan
 
     @property
     def digest(self) -> str:
         """The digest that ranks compare at each step, to see that they have the same plan."""
-        return _text(self._made.digest)
+        return _text(self._digest)
 
     @functools.cached_property
     def tasks(self) -> list[Task]:
         """All tasks, in the order of (server, document, kv_head_begin, q_begin)."""
-        return [Task(*task) for task in self._made.core.tasks()]
+        return [Task(*task) for task in self._core.tasks()]
 
     @property
     def transfers(self) -> list[Transfer]:
         """All rows that travel between ranks. Rows that stay on their rank are not listed."""
         return [
             Transfer(_MESSAGES[t[0]], t[1], t[2], t[3], t[4], t[5], t[6], t[7], _TENSORS[t[8]], t[9])
-            for t in self._made.core.transfers()
+            for t in self._core.transfers()
         ]
 
     @functools.cached_property
     def stats(self) -> PlanStats:
         """Loads, bytes and arenas of all ranks."""
-        raw = self._made.core.stats()
+        raw = self._core.stats()
         raw["arena_bytes"] = {
             phase: [ArenaBytes(*arena) for arena in arenas] for phase, arenas in raw["arena_bytes"].items()
         }
         number, rank = raw.pop("binding")
         raw["binding"] = (None, "single rows", f"capacity of rank {rank}", "balance off", "given tasks")[number]
-        return PlanStats(**raw, _made=self._made)
+        return PlanStats(**raw, _core=self._core)
 
     def __repr__(self) -> str:
         stats = self.stats

@@ -15,8 +15,8 @@ from distca.heads import Heads
 from distca.planner.cost import CostModel
 from distca.planner.layout import Layout
 from distca.planner.memory import MemoryReport, report
-from distca.planner.plan import CorePlan, Plan, Plans
-from distca.planner.scores import MASK_NUMBERS, Scores, numbered
+from distca.planner.plan import Plan, Plans
+from distca.planner.scores import MASKS, Scores, numbered
 from distca.registry import find_context
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def plan(
         "min_rows": min_rows,
         "balance": bool(balance),
         "capacity": capacity,
-        "scores": [(MASK_NUMBERS[one.mask], one.window or 0, one.scale, one.softcap) for one in different],
+        "scores": [(MASKS.index(one.mask), one.window or 0, one.scale, one.softcap) for one in different],
         "scores_of_document": of_documents,
         "servers": [] if servers is None else sorted(set(map(index, servers))),
         "speeds": [] if speeds is None else list(map(index, speeds)),
@@ -185,7 +185,7 @@ def plan(
         "label": label,
         "tasks": None if tasks is None else [tuple(map(index, task)) for task in tasks],
     }
-    return Plan(CorePlan(layout, heads, arguments), index(rank), different, retain)
+    return Plan(layout, heads, arguments, index(rank))
 
 
 def _context_of(layout: Layout, context: Context | str) -> Context:

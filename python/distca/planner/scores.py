@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from distca.arguments import is_number, is_whole, listed
 from distca.errors import InvalidArgumentError
 
-MASK_NUMBERS = {"causal": 0, "full": 1}
+#: The masks by their numbers in the core.
+MASKS = ("causal", "full")
 
 
 class Scores(NamedTuple):
@@ -29,9 +30,9 @@ class Scores(NamedTuple):
 
     def check(self, function: str) -> None:
         """Raises InvalidArgumentError if a value is out of range."""
-        if not isinstance(self.mask, str) or self.mask not in MASK_NUMBERS:
+        if not isinstance(self.mask, str) or self.mask not in MASKS:
             raise InvalidArgumentError(
-                f"{function}: mask = {self.mask!r}; {', '.join(map(repr, MASK_NUMBERS))} are allowed"
+                f"{function}: mask = {self.mask!r}; {', '.join(map(repr, MASKS))} are allowed"
             )
         if self.window is not None and not is_whole(self.window, 1):
             raise InvalidArgumentError(

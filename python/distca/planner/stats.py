@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from distca.planner.plan import CorePlan
+from distca import _C
 
 
 class Task(NamedTuple):
@@ -100,11 +99,14 @@ class PlanStats:
     binding: str | None
     wanted_slot_bytes: int
     plan_ms: float
-    _made: CorePlan = dataclasses.field(repr=False, compare=False)
+    _core: _C.Plan = dataclasses.field(repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_byte_lower_bounds": self._byte_lower_bounds, "_core": None}
 
     @functools.cached_property
     def _byte_lower_bounds(self) -> tuple[int, int]:
-        return self._made.core.byte_lower_bounds()
+        return self._core.byte_lower_bounds()
 
     @property
     def bytes_lower_bound(self) -> int:
