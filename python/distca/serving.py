@@ -46,9 +46,11 @@ def serve(
         InvalidArgumentError: the phase is another one, or this rank has rows.
         DistcaError: as in `core_attention`.
     """
-    _check_serving("serve", phase, plan)
+    _check_phase("serve", phase)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
-    serve_calls([Call("core_attention", phase, 0)], [[plan]], [[layer]], context=context, sinks=[sinks], **options)
+    serve_calls(
+        "serve", [Call("core_attention", phase, 0)], [[plan]], [[layer]], context=context, sinks=[sinks], **options
+    )
 
 
 @collective
@@ -82,18 +84,17 @@ def serve_ping_pong(
         InvalidArgumentError: `recompute` does not fit the layers; otherwise as in `serve`.
         DistcaError: as in `serve`.
     """
-    for both in layers:
-        for plan in both:
-            _check_serving("serve_ping_pong", phase, plan)
+    _check_phase("serve_ping_pong", phase)
     groups = groups_of("serve_ping_pong", recompute, len(layers))
     calls = calls_of_pass(phase, len(layers), groups=groups, halves=True)
     names = [[number] * 2 for number in range(len(layers))]
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
     # The model may number its layers otherwise.
-    serve_calls(calls, layers, names, context=context, sinks=sinks, compares=False, **options)
+    serve_calls("serve_ping_pong", calls, layers, names, context=context, sinks=sinks, compares=False, **options)
 
 
 def serve_calls(
+    function: str,
     calls: Sequence[Call],
     plans: Sequence[Sequence[Plan]],
     names: Sequence[Sequence[int | str | StepOfTick | None]],
@@ -106,6 +107,7 @@ def serve_calls(
     """Makes these calls on a rank without rows of its own.
 
     Args:
+        function: the name of the caller, for messages.
         calls: the calls, in order.
         plans: for each layer its plan, in a ping-pong that of each half.
         names: for each of these plans the layer, or the step of a tick.
@@ -117,6 +119,9 @@ def serve_calls(
     Raises:
         DistcaError: as in `serve`.
     """
+    for of_layer in plans:
+        for plan in of_layer:
+            _check_serving(function, plan)
     steps: dict[tuple[str, int, int | None], int] = {}  # those under way, by (phase, layer, half)
     for call in calls:
         part, phase, layer, half = call
@@ -147,9 +152,12 @@ def _begin(call: Call, plan: Plan, caller: Caller, sinks: torch.Tensor | None, o
     return ops.core_attention_retain(q, k, v, plan.tensor, None, sinks, retained_bytes=0, **keywords)
 
 
-def _check_serving(function: str, phase: str, plan: Plan) -> None:
+def _check_phase(function: str, phase: str) -> None:
     if phase not in ("forward", "backward"):
         raise InvalidArgumentError(f"{function}: phase = {phase!r}; 'forward' and 'backward' are allowed")
+
+
+def _check_serving(function: str, plan: Plan) -> None:
     if plan.num_rows:
         raise InvalidArgumentError(
             f"{function}: rank {plan.rank} has {plan.num_rows} rows in this plan; call core_attention"

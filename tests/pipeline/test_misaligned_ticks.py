@@ -78,10 +78,10 @@ def an_idle_stage_serves_nothing(context: distca.Context, wrong: bool) -> None:
 @mistake("tick 0 of 8, forward: stage 1 ended the tick after 1 of 2 steps of attention")
 def an_idle_stage_serves_one_step_too_few(context: distca.Context, wrong: bool) -> None:
     def serve(tick: CurrentTick) -> None:
-        steps = tick.steps
-        tick.steps = steps[:-1] if wrong else steps
+        calls = tick.calls
+        tick.calls = calls[:-1] if wrong else calls
         tick.serve()
-        tick.steps = steps
+        tick.calls = calls
 
     _iterate(Ticks(_plans(context), context=context), serve=serve)
 
@@ -94,8 +94,8 @@ def the_other_phase_is_served(context: distca.Context, wrong: bool) -> None:
         if not wrong:
             return tick.serve()
         other = "backward" if tick.phase == "forward" else "forward"
-        for _, step in tick.steps:
-            distca.serve(plans.plan(tick.number, step), other)
+        for call in tick.calls:
+            distca.serve(plans.plan(tick.number, call.layer), other)
         return None
 
     _iterate(Ticks(plans, context=context), serve=serve)
