@@ -76,33 +76,29 @@ class CurrentTick:
         taken, num_steps = self._ticks.context.step - self._first, sum(call.begins_step for call in self.calls)
         if taken == num_steps:
             return
-        stage = self._ticks.plans.stage
+        plans = self._ticks.plans
+        halves = "" if plans.halves is None else " of two halves"
+        recomputed = "with" if self._ticks.groups else "without"
         with refusals_told(self._ticks.context):
             raise InvalidArgumentError(
-                f"{self.name}: stage {stage} ended the tick after {taken} of {num_steps} steps of attention "
-                f"({self._expected}). What to change: a stage without work calls tick.serve(), one with fewer layers "
-                "ticks.pad(hidden), and recompute= says what activation checkpointing runs again"
+                f"{self.name}: stage {plans.stage} ended the tick after {taken} of {num_steps} steps of attention "
+                f"({plans.depth} layers{halves} {recomputed} recomputation; this stage has "
+                f"{plans.layers[plans.stage]}). What to change: a stage without work calls tick.serve(), one with "
+                "fewer layers ticks.pad(hidden), and recompute= says what activation checkpointing runs again"
             )
 
     def check_half_over(self, half: int) -> None:
         """Raises InvalidArgumentError, and tells the other ranks, unless the half has taken its steps of forward."""
-        if self._taken[half] == len(self._forwards):
+        plans, taken, needed = self._ticks.plans, self._taken[half], len(self._forwards)
+        if taken == needed:
             return
-        stage = self._ticks.plans.stage
+        pads = taken == plans.layers[plans.stage]
+        change = "plan.pad(hidden) with the plan of the half" if pads else "one distca.PingPong runs all layers"
         with refusals_told(self._ticks.context):
             raise InvalidArgumentError(
-                f"{self.name}: the {HALVES[half]} of stage {stage} ended after {self._taken[half]} of "
-                f"{len(self._forwards)} steps of attention ({self._expected}). What to change: one distca.PingPong "
-                "runs all layers of the stage, and each half pads with the plan that it was given, plan.pad(hidden)"
+                f"{self.name}: the {HALVES[half]} of stage {plans.stage} ended after {taken} of {needed} steps. What "
+                f"to change: {change}"
             )
-
-    @property
-    def _expected(self) -> str:
-        """What the number of steps comes from."""
-        plans = self._ticks.plans
-        halves = "" if plans.halves is None else " of two halves"
-        recomputed = "with" if self._ticks.groups else "without"
-        return f"{plans.depth} layers{halves} {recomputed} recomputation; this stage has {plans.layers[plans.stage]}"
 
     def hand_over(
         self, made: torch.Tensor | None, *, like: torch.Tensor, group: dist.ProcessGroup | None = None

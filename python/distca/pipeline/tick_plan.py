@@ -104,9 +104,11 @@ class TickPlan(PlanSource):
                 "with PipelinePlans(..., halves=[distca.halves(layout) for layout in layouts]), or leave out PingPong"
             )
         if have_halves and self._half is None:
-            where = "a half of" if in_half() else "the model outside of"
-            raise InvalidArgumentError(
-                f"{tick}: the plans have halves, and {where} distca.PingPong has a plan that is of none. What to "
-                "change: PingPong runs all layers of the stage on plans.split(...), and gets ticks.plan as an argument "
-                "of both halves; layers and pad use the one that the half is given"
+            what, change = (
+                "the model is called outside of distca.PingPong",
+                "distca.PingPong(model) on plans.split(...)",
             )
+            if in_half():
+                what = "a half of distca.PingPong has a plan that is of none"
+                change = "ticks.plan is an argument of both halves; layers and pad use the one that a half is given"
+            raise InvalidArgumentError(f"{tick}: the plans have halves, and {what}. What to change: {change}")
