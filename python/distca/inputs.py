@@ -14,25 +14,26 @@ from distca.planner.plan_source import PlanSource, Resolved, StepOfTick
 _DEVICES = ("cpu", "cuda")  # other devices (meta) may lack autocast; torch 2.10 cannot compile the question
 
 
-def resolved(function: str, source: PlanSource, plan_backward: Any, layer: int | str | StepOfTick | None) -> Resolved:
-    """The plans and the steps of a call that begins now. Raises InvalidArgumentError in compiled code."""
-    if plan_backward is not None:
-        raise InvalidArgumentError(
-            f"{function}: {type(source).__name__} gives the plan of backward; leave out plan_backward"
-        )
-    if in_compiled_code():
-        raise InvalidArgumentError(
-            f"{function}: {type(source).__name__} in compiled code, which would keep the plan of its first call; leave "
-            "out torch.compile, or let it end before attention"
-        )
-    return source.resolve(layer.layer if isinstance(layer, StepOfTick) else layer)
+def resolved(function: str, plan: Any, plan_backward: Any, layer: int | str | StepOfTick | None) -> Resolved:
+    """The plans of a call that begins now, and its layer.
 
-
-def check_plans(function: str, plan: Any, plan_backward: Any) -> None:
-    """Raises InvalidArgumentError unless both are plans; the second may be None."""
+    Raises:
+        InvalidArgumentError: these are no plans; `plan` is a PlanSource in compiled code or beside a `plan_backward`.
+    """
+    if isinstance(plan, PlanSource):
+        source = type(plan).__name__
+        if plan_backward is not None:
+            raise InvalidArgumentError(f"{function}: {source} gives the plan of backward; leave out plan_backward")
+        if in_compiled_code():
+            raise InvalidArgumentError(
+                f"{function}: {source} in compiled code, which would keep the plan of its first call; leave out "
+                "torch.compile, or let it end before attention"
+            )
+        return plan.resolve(layer.layer if isinstance(layer, StepOfTick) else layer)
     for name, value in (("plan", plan), ("plan_backward", plan_backward)):
         if not isinstance(value, Plan) and not (name == "plan_backward" and value is None):
             raise InvalidArgumentError(f"{function}: {name} is a {type(value).__name__}; a distca.Plan is expected")
+    return Resolved(plan, plan_backward, layer, layer)
 
 
 def check_tensors(function: str, q: Any, k: Any, v: Any, sinks: Any) -> None:

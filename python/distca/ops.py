@@ -13,7 +13,6 @@ from distca.context import Context, collective
 from distca.errors import InvalidArgumentError, refusals_told, typed_errors
 from distca.inputs import (
     as_autocast,
-    check_plans,
     check_rows,
     check_tensors,
     refuse_forward_mode,
@@ -86,10 +85,8 @@ def core_attention(
         PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError: the context is poisoned, and later calls
             raise ContextPoisonedError.
     """
-    layer_backward: int | str | StepOfTick | None = layer
-    if isinstance(plan, PlanSource):
-        plan, plan_backward, layer, layer_backward = resolved("core_attention", plan, plan_backward, layer)
-    check_plans("core_attention", plan, plan_backward)
+    call = resolved("core_attention", plan, plan_backward, layer)
+    plan, plan_backward, layer, layer_backward = call
     check_tensors("core_attention", q, k, v, sinks)
     if torch.compiler.is_compiling():  # layers that differ in a constant would not share a graph
         layer = layer_backward = None
@@ -97,8 +94,7 @@ def core_attention(
         check_rows("core_attention", q, plan)
         if plan.in_parts or in_half():
             asked: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
-            asked |= {"plan_backward": plan_backward, "context": context, "layer": layer}
-            return core_attention_in_parts(q, k, v, plan, **asked)
+            return core_attention_in_parts(q, k, v, call, context=context, **asked)
     q, k, v = as_autocast(q, k, v)
     tables = plan.tensor, None if plan_backward is None else plan_backward.tensor
     caller = Caller.of(context, layer)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from distca.caller import Caller
+from distca.calls import Call, calls_of_pass, groups_of
 from distca.context import Context, collective
 from distca.errors import InvalidArgumentError
 from distca.planner.plan import Plan
@@ -44,20 +46,11 @@ def serve(
         InvalidArgumentError: the phase is another one, or this rank has rows.
         DistcaError: as in `core_attention`.
     """
-    _check_serving("serve", phase, plan)
-    caller = Caller.of(context, layer)
-    q, k, v, out, lse = _no_rows(plan, caller.context)
-    options = caller.options(scale, softcap, deterministic)
-    sinks = None if sinks is None else sinks.detach().float()
-    with caller.calls("core_attention" if phase == "forward" else "core_attention_backward"):
-        if phase == "forward":
-            torch.ops.distca.core_attention_retain(q, k, v, plan.tensor, None, sinks, retained_bytes=0, **options)
-        else:
-            kept = _nothing_retained(plan, q)
-            torch.ops.distca.core_attention_backward(
-                out, q, k, v, out, lse, plan.tensor, sinks, retained=kept, **options
-            )
-    caller.note()
+    _check_phase("serve", phase)
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
+    serve_calls(
+        "serve", [Call("core_attention", phase, 0)], [[plan]], [[layer]], context=context, sinks=[sinks], **options
+    )
 
 
 @collective
@@ -65,6 +58,7 @@ def serve_ping_pong(
     layers: Sequence[tuple[Plan, Plan]],
     phase: str,
     *,
+    recompute: str | Sequence[int] | None = None,
     context: str | Context = "default",
     scale: float | None = None,
     softcap: float = 0.0,
@@ -73,66 +67,97 @@ def serve_ping_pong(
 ) -> None:
     """Takes part in a whole forward or backward pass of `distca.PingPong`, as `serve` does in one step.
 
-    It makes the same calls in the same order as the other ranks. It does not work with activation checkpointing, which
-    adds forward steps to the backward pass; run the model with zero rows there.
+    It makes the same calls in the same order as the other ranks, recomputation included.
 
     Args:
         layers: for each layer of the model, in order, the plans of the first and of the second half.
         phase: ``"forward"`` or ``"backward"``.
+        recompute: what activation checkpointing (``use_reentrant=False``) runs again in backward on the other ranks:
+            None (no layer, or with `distca.save_core_attention` no attention), ``"layer"`` (each layer by itself),
+            ``"stage"`` (all layers at once), or the sizes of the groups of layers that are run again together.
         context: the context or its name.
         scale, softcap: the same as on the other ranks.
         sinks: the sinks of each layer, if the model has sinks.
         deterministic: as in `core_attention`, for what this rank computes.
 
     Raises:
+        InvalidArgumentError: `recompute` does not fit the layers; otherwise as in `serve`.
         DistcaError: as in `serve`.
     """
-    for both in layers:
-        for plan in both:
-            _check_serving("serve_ping_pong", phase, plan)
-    ops, steps = torch.ops.distca, {}
-    suffix = "" if phase == "forward" else "_backward"
-    for part, index, half in _calls_of_ping_pong(len(layers), phase):
-        caller = Caller.of(context, index, half)
-        name = caller.context
-        with caller.calls(part + suffix, compares=False):  # the model may number its layers otherwise
-            if part == "dispatch":
-                options = caller.options(scale, softcap, deterministic)
-                plan = layers[index][half]
-                q, k, v, out, lse = _no_rows(plan, name)
-                own = None if sinks is None else sinks[index].detach().float()
-                steps[index, half] = (
-                    ops.dispatch(q, k, v, plan.tensor, None, own, **options)
-                    if phase == "forward"
-                    else ops.dispatch_backward(
-                        out, q, k, v, out, lse, plan.tensor, own, retained=_nothing_retained(plan, q), **options
-                    )
-                )
-                caller.note()
+    _check_phase("serve_ping_pong", phase)
+    groups = groups_of("serve_ping_pong", recompute, len(layers))
+    calls = calls_of_pass(phase, len(layers), groups=groups, halves=True)
+    names = [[number] * 2 for number in range(len(layers))]
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
+    # The model may number its layers otherwise.
+    serve_calls("serve_ping_pong", calls, layers, names, context=context, sinks=sinks, compares=False, **options)
+
+
+def serve_calls(
+    function: str,
+    calls: Sequence[Call],
+    plans: Sequence[Sequence[Plan]],
+    names: Sequence[Sequence[int | str | StepOfTick | None]],
+    *,
+    context: str | Context,
+    sinks: Sequence[torch.Tensor | None] | None = None,
+    compares: bool = True,
+    **options: Any,
+) -> None:
+    """Makes these calls on a rank without rows of its own.
+
+    Args:
+        function: the name of the caller, for messages.
+        calls: the calls, in order.
+        plans: for each layer its plan, in a ping-pong that of each half.
+        names: for each of these plans the layer, or the step of a tick.
+        context: the context or its name.
+        sinks: the sinks of each layer, if there are any.
+        compares: whether ranks compare the names.
+        options: ``scale``, ``softcap`` and ``deterministic``, all of them.
+
+    Raises:
+        DistcaError: as in `serve`.
+    """
+    for of_layer in plans:
+        for plan in of_layer:
+            _check_serving(function, plan)
+    steps: dict[tuple[str, int, int | None], int] = {}  # those under way, by (phase, layer, half)
+    for call in calls:
+        part, phase, layer, half = call
+        caller = Caller.of(context, names[layer][half or 0], half)
+        own = None if sinks is None else sinks[layer]
+        suffix = "" if phase == "forward" else "_backward"
+        with caller.calls(part + suffix, compares=compares):
+            if call.begins_step:
+                steps[call[1:]] = _begin(call, plans[layer][half or 0], caller, own, options)
             elif part == "attend":
-                ops.attend(steps[index, half], context=name)
+                torch.ops.distca.attend(steps[call[1:]], context=caller.context)
             else:
-                (ops.collect if phase == "forward" else ops.collect_backward)(steps[index, half], context=name)
+                getattr(torch.ops.distca, f"collect{suffix}")(steps.pop(call[1:]), context=caller.context)
+        if call.begins_step:
+            caller.note()
 
 
-def _calls_of_ping_pong(num_layers: int, phase: str) -> list[tuple[str, int, int]]:
-    """(part, layer, half) of each call, in order. Backward is the mirror image: dispatch and collect swap places."""
-    calls = [("dispatch", 0, half) for half in range(2)]
-    for layer in range(num_layers):
-        calls += [("attend", layer, half) for half in range(2)]
-        for half in range(2):
-            calls.append(("collect", layer, half))
-            if layer + 1 < num_layers:
-                calls.append(("dispatch", layer + 1, half))
-    if phase == "forward":
-        return calls
-    mirror = {"dispatch": "collect", "attend": "attend", "collect": "dispatch"}
-    return [(mirror[part], layer, half) for part, layer, half in reversed(calls)]
+def _begin(call: Call, plan: Plan, caller: Caller, sinks: torch.Tensor | None, options: dict[str, Any]) -> Any:
+    """Begins a step. Returns its number if it has parts."""
+    ops, keywords = torch.ops.distca, caller.options(**options)
+    q, k, v, out, lse = _no_rows(plan, caller.context)
+    sinks = None if sinks is None else sinks.detach().float()
+    if call.phase == "backward":
+        backward = ops.dispatch_backward if call.part == "dispatch" else ops.core_attention_backward
+        return backward(out, q, k, v, out, lse, plan.tensor, sinks, retained=_nothing_retained(plan, q), **keywords)
+    if call.part == "dispatch":
+        return ops.dispatch(q, k, v, plan.tensor, None, sinks, **keywords)
+    return ops.core_attention_retain(q, k, v, plan.tensor, None, sinks, retained_bytes=0, **keywords)
 
 
-def _check_serving(function: str, phase: str, plan: Plan) -> None:
+def _check_phase(function: str, phase: str) -> None:
     if phase not in ("forward", "backward"):
         raise InvalidArgumentError(f"{function}: phase = {phase!r}; 'forward' and 'backward' are allowed")
+
+
+def _check_serving(function: str, plan: Plan) -> None:
     if plan.num_rows:
         raise InvalidArgumentError(
             f"{function}: rank {plan.rank} has {plan.num_rows} rows in this plan; call core_attention"

@@ -16,9 +16,9 @@ import torch
 from distca.caller import Caller
 from distca.context import Context, collective
 from distca.errors import InvalidArgumentError, refusals_told
-from distca.inputs import as_autocast, check_plans, in_compiled_code, refuse_forward_mode, resolved, retained_bytes
+from distca.inputs import as_autocast, in_compiled_code, refuse_forward_mode, resolved, retained_bytes
 from distca.planner.plan import Plan
-from distca.planner.plan_source import PlanSource, StepOfTick
+from distca.planner.plan_source import PlanSource, Resolved, StepOfTick
 from distca.registry import get_context
 
 
@@ -297,15 +297,28 @@ def dispatch(
             "dispatch: a compiler could move the parts of a step, or free rows that are still being sent; call it "
             "outside of torch.compile, or core_attention inside"
         )
-    layer_backward: int | str | StepOfTick | None = layer
-    if isinstance(plan, PlanSource):
-        plan, plan_backward, layer, layer_backward = resolved("dispatch", plan, plan_backward, layer)
-    check_plans("dispatch", plan, plan_backward)
+    call = resolved("dispatch", plan, plan_backward, layer)
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
+    return begin(q, k, v, call, context=context, sinks=sinks, **options)
+
+
+def begin(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    resolved: Resolved,
+    *,
+    context: str | Context,
+    sinks: torch.Tensor | None,
+    **options: Any,
+) -> Step:
+    """What `dispatch` does once the plans are known. `options` are its scale, softcap and deterministic."""
     refuse_forward_mode("dispatch", q, k, v, sinks)
+    plan, plan_backward, layer, layer_backward = resolved
     inputs = as_autocast(q, k, v)
     caller = Caller.of(context, layer, plan.half)
     _abandon_broken_off(get_context(caller.context))
-    call = _Call(plan, plan_backward, caller, caller.options(scale, softcap, deterministic))
+    call = _Call(plan, plan_backward, caller, caller.options(**options))
     call.caller_backward = caller._replace(layer=layer_backward)
     apply: Any = _Dispatch.apply
     inputs = (*inputs, *([] if sinks is None else [sinks.float()]))

@@ -6,6 +6,10 @@ TABLE = "tests/pipeline/test_tick_table.py"
 PLANS = "tests/pipeline/test_pipeline_plans.py"
 MODEL = "tests/pipeline/test_pipelined_model.py"
 MISALIGNED = "tests/pipeline/test_misaligned_ticks.py"
+HALVED_PLANS = "tests/pipeline/test_halved_plans.py"
+HALVED_MODEL = "tests/pipeline/test_halved_model.py"
+MISALIGNED_HALVES = "tests/pipeline/test_misaligned_halves.py"
+SERVED = "tests/operators/test_served_ping_pong.py"
 
 FAULTS = [
     Fault(
@@ -52,17 +56,88 @@ FAULTS = [
     ),
     Fault(
         "recomputation takes the plan of the forward tick",
-        "python/distca/pipeline/ticks.py",
-        "        plans, step = ticks.plans, tick.take_forward()\n        backward = tick.number",
-        "        plans, step = ticks.plans, tick.take_forward()\n        backward = 0",
+        "python/distca/pipeline/tick_plan.py",
+        "        plans, step = ticks.plans, tick.take_forward(half)\n        backward = tick.number",
+        "        plans, step = ticks.plans, tick.take_forward(half)\n        backward = 0",
         (MODEL,),
     ),
     Fault(
         "a tick may be left before its end",
-        "python/distca/pipeline/ticks.py",
-        "        if taken == len(self.steps):\n            return",
-        "        if taken <= len(self.steps):\n            return",
+        "python/distca/pipeline/current_tick.py",
+        "        if taken == num_steps:\n            return",
+        "        if taken <= num_steps:\n            return",
         (MISALIGNED,),
+    ),
+    # ---- halves
+    Fault(
+        "each half has the plans of the other",
+        "python/distca/pipeline/plans.py",
+        "step if half is None else 2 * step + half",
+        "step if half is None else 2 * step + 1 - half",
+        (HALVED_PLANS,),
+    ),
+    Fault(
+        "what is run again of a half is a whole step",
+        "python/distca/pipeline/plans.py",
+        "made if of_half is None else made.for_parts(of_half)",
+        "made",
+        (HALVED_MODEL,),
+    ),
+    Fault(
+        "only one half is run again on ranks that serve",
+        "python/distca/calls.py",
+        "        if mirrored.begins_step:",
+        "        if mirrored.begins_step and half != 0:",
+        (SERVED,),
+    ),
+    Fault(
+        "groups are run again once backward has begun in them",
+        "python/distca/calls.py",
+        "    group_of_last = {end - 1: range(begin, end) for begin, end in groups}",
+        "    group_of_last = {begin: range(begin, end) for begin, end in groups}",
+        (SERVED,),
+    ),
+    Fault(
+        "a half may end before its steps",
+        "python/distca/pipeline/current_tick.py",
+        "        if taken == needed:\n            return",
+        "        if taken <= needed:\n            return",
+        (MISALIGNED_HALVES,),
+    ),
+    Fault(
+        "nobody asks whether a half has taken its steps",
+        "python/distca/pingpong/ping_pong.py",
+        "                leaf.check_half_over()",
+        "                pass",
+        (MISALIGNED_HALVES,),
+    ),
+    Fault(
+        "nobody says whether plans and model have halves",
+        "python/distca/pipeline/tick_plan.py",
+        "        self._check_halves(tick.name)",
+        "        pass",
+        (MISALIGNED_HALVES,),
+    ),
+    Fault(
+        "a half without rows gets no gradient",
+        "python/distca/planner/halves.py",
+        "    return torch.cat([*own, parts[0].new_zeros(zeros)], dim)",
+        "    return torch.cat([*(t if t.numel() else t.detach() for t in own), parts[0].new_zeros(zeros)], dim)",
+        (HALVED_PLANS,),
+    ),
+    Fault(
+        "rows of padding get those of the first document",
+        "python/distca/planner/halves.py",
+        "    of_row = torch.full((halves[0]._whole.num_rows(rank),), len(rows))",
+        "    of_row = torch.zeros(halves[0]._whole.num_rows(rank), dtype=torch.int64)",
+        (HALVED_PLANS,),
+    ),
+    Fault(
+        "halves of another micro-batch are taken",
+        "python/distca/pipeline/halves.py",
+        "if not all(half.is_of(layout) for half in pair) or",
+        "if",
+        (HALVED_PLANS,),
     ),
     Fault(
         "the end of recomputation is told as an error",

@@ -300,8 +300,8 @@ FAULTS = [
     Fault(
         "a half is labelled with rows of the other",
         "python/distca/planner/halves.py",
-        "            return whole.index_select(dim, rows)",
-        "            return whole.narrow(dim, 0, len(rows))",
+        "        taken = whole.index_select(dim, rows)",
+        "        taken = whole.narrow(dim, 0, len(rows))",
         ("tests/apps/test_train_options.py", "tests/integrations/test_hf_ping_pong.py"),
     ),
     Fault(

@@ -200,37 +200,6 @@ def test_a_half_without_rows_on_a_rank_or_on_all_is_right() -> None:
         on_all_ranks(contexts, work)
 
 
-def test_a_dedicated_server_without_tokens_serves_both_halves_without_the_model() -> None:
-    layouts = [distca.Layout.packed(lengths, ranks=2, tokens_per_rank=130) for lengths in LENGTHS]
-    with_server = [distca.Layout([layout.segments(0), layout.segments(1), []]) for layout in layouts]
-    plans = [distca.plan(layout, HEADS, servers=[1, 2]) for layout in with_server]
-    assert all(any(task.server == 2 for task in plan.tasks) for plan in plans)
-
-    def work(rank: int, context: distca.Context) -> None:
-        if rank == 2:
-            for _ in range(2):
-                for phase in ("forward", "backward"):
-                    both = [(plans[0].for_rank(2), plans[1].for_rank(2))] * 3
-                    distca.serve_ping_pong(both, phase, context=context)
-            return
-        model, halves = seeded(lambda: Model(layers=3)), halves_for(plans, context)
-        results(ping_pong, model, halves)
-        found[rank] = results(ping_pong, model, halves)
-
-    found: dict[int, dict[str, torch.Tensor]] = {}
-    with loopback_group(plans) as contexts:
-        on_all_ranks(contexts, work)
-
-    def plain(rank: int, context: distca.Context) -> None:
-        model, halves = seeded(lambda: Model(layers=3)), halves_for(plans, context)
-        expected = results(one_after_the_other, model, halves)
-        if rank < 2:
-            assert_same(found[rank], expected)
-
-    with loopback_group(plans) as contexts:
-        on_all_ranks(contexts, plain)
-
-
 def test_halves_of_different_length_and_a_model_that_looks_at_its_thread_state() -> None:
     """One half has twice the layers. Each half leaves the modes that it has entered, in its own order."""
     plans = plans_for(1)

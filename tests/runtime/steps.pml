@@ -1,5 +1,5 @@
 /* The step protocol of cpp/runtime, for spin: three ranks, two slots, three steps or more, several plans and orders of
- * calls.
+ * calls, those of a pipeline's ticks among them.
  *
  * Names are those of the code: `dispatch`, `attend` and `collect` are Dispatcher::begin, ::attend_rows and ::collect_rows;
  * what they call is in dispatcher.cpp and protocol.cpp. A loop here over peers with SENDS_... is a loop there over
@@ -16,6 +16,10 @@
  *   -DORDER=2        ping-pong, the parts in turn
  *   -DORDER=3        ping-pong, the next step is dispatched as soon as its slot is free
  *   -DORDER=4        the step that was dispatched last is finished first, and the next one gets its slot
+ *   -DORDER=5        ticks in whole steps: a forward tick in which rank 2 only serves, a backward tick in which rank 0
+ *                    does, and in which the layer is run again
+ *   -DORDER=6        the same ticks in ping-pong
+ *   -DORDER=7        a backward tick of two layers in ping-pong, each run again
  *   -DSTEPS=5        so many steps, of whole ones; with five a slot is used three times
  *   -DQUEUED         steps that are queued on streams: no slot is freed early
  *   -DALL_PLANS      every sequence of the plans below; else four: step n has plan (first + n) % 4
@@ -29,7 +33,11 @@
 #ifndef ORDER
 #define ORDER 1
 #endif
-#ifndef STEPS
+#if ORDER == 6
+#define STEPS 6
+#elif ORDER == 7
+#define STEPS 8
+#elif !defined(STEPS)
 #define STEPS 3
 #endif
 
@@ -134,6 +142,8 @@ inline grant_round(n, round) {
 inline take_slot(n) {
 #ifdef FAULT_ONE_SLOT
   SLOT(n) = 0;
+#elif defined(FAULT_SLOT_BY_NUMBER)
+  SLOT(n) = n % 2;
 #else
   if
   :: !busy[1 - last_slot] -> SLOT(n) = 1 - last_slot
@@ -297,7 +307,9 @@ inline protocol_end(n) {
 #else
 #define WHOLE_STEPS {STEP(1), STEP(2), STEP(3), STEP(4), STEP(5), 0}
 #endif
-#if ORDER == 1
+/* Two halves of one layer. */
+#define TWO_STEPS(m, n) D(m), D(n), A(m), A(n), C(m), C(n)
+#if ORDER == 1 || ORDER == 5
 byte calls[NUM_CALLS] = WHOLE_STEPS;
 #elif ORDER == 2
 byte calls[NUM_CALLS] = {D(1), D(2), A(1), A(2), C(1), C(2), D(3), A(3), C(3), 0};
@@ -305,9 +317,29 @@ byte calls[NUM_CALLS] = {D(1), D(2), A(1), A(2), C(1), C(2), D(3), A(3), C(3), 0
 byte calls[NUM_CALLS] = {D(1), D(2), A(1), C(1), D(3), A(2), C(2), A(3), C(3), 0};
 #elif ORDER == 4
 byte calls[NUM_CALLS] = {D(1), D(2), A(2), C(2), D(3), A(3), A(1), C(3), C(1), 0};
+#elif ORDER == 6
+/* Steps 3 and 5 run a half's layer again, right before 4 and 6 begin its backward. */
+byte calls[NUM_CALLS] = {TWO_STEPS(1, 2), STEP(3), D(4), STEP(5), D(6), A(4), A(6), C(4), C(6), 0};
+#elif ORDER == 7
+byte calls[NUM_CALLS] = {STEP(1), D(2), STEP(3), D(4), A(2), A(4), C(2), STEP(5), D(6), C(4), STEP(7), D(8),
+                         A(6), A(8), C(6), C(8), 0};
 #endif
 #ifdef FAULT_ORDERS_DIFFER
-byte calls_of_rank_0[NUM_CALLS] = WHOLE_STEPS;
+#define CALLS_OF_RANK_0 WHOLE_STEPS
+/* Rank 0 serves in the backward tick. It numbers its steps by its own count, as the code does. */
+#elif defined(FAULT_NO_RECOMPUTATION_SERVED) && ORDER == 5
+#define CALLS_OF_RANK_0 {STEP(1), STEP(2), 0}
+#elif defined(FAULT_NO_RECOMPUTATION_SERVED)
+#define CALLS_OF_RANK_0 {TWO_STEPS(1, 2), TWO_STEPS(3, 4), 0}
+#elif defined(FAULT_ONE_STEP_TOO_FEW_SERVED)
+#define CALLS_OF_RANK_0 {TWO_STEPS(1, 2), STEP(3), D(4), D(5), A(4), A(5), C(4), C(5), 0}
+#elif defined(FAULT_RECOMPUTATION_SERVED_FIRST)
+#define CALLS_OF_RANK_0 {TWO_STEPS(1, 2), STEP(3), STEP(4), TWO_STEPS(5, 6), 0}
+#elif defined(FAULT_HALVES_SERVED_APART)
+#define CALLS_OF_RANK_0 {TWO_STEPS(1, 2), STEP(3), STEP(4), STEP(5), STEP(6), 0}
+#endif
+#ifdef CALLS_OF_RANK_0
+byte calls_of_rank_0[NUM_CALLS] = CALLS_OF_RANK_0;
 #define CALL(i) (me == 0 -> calls_of_rank_0[i] : calls[i])
 #else
 #define CALL(i) calls[i]
@@ -461,6 +493,17 @@ inline plan(n, in, round_0, round_1) {
 }
 
 #define PLANS 4
+/* In ticks: so many steps of the forward tick; then steps that run a layer again and steps of backward take turns. */
+#if ORDER == 5
+#define FORWARD_STEPS 1
+#elif ORDER == 6
+#define FORWARD_STEPS 2
+#else
+#define FORWARD_STEPS 0
+#endif
+#define FORWARD_TICK 4
+#define RUN_AGAIN 5
+#define BACKWARD_TICK 6
 inline choose(n, which) {
   if
   /* A home lends to both others; what one sends in round 1 lies over what the other sent in round 0. */
@@ -471,6 +514,11 @@ inline choose(n, which) {
   :: which == 2 -> plan(n, BIT(0, 1) | BIT(1, 0), BIT(0, 1) | BIT(1, 0), BIT(0, 1) | BIT(1, 0))
   /* Two homes lend to one server, which sends nothing to one and to the other only in round 1; none sends in round 0. */
   :: which == 3 -> plan(n, BIT(1, 2) | BIT(0, 2), 0, BIT(2, 0))
+  /* Rank 2 is of an idle stage. Both others lend to it, and one to the other. */
+  :: which == FORWARD_TICK -> plan(n, BIT(0, 2) | BIT(1, 2) | BIT(0, 1), BIT(2, 0) | BIT(2, 1) | BIT(1, 0), 0)
+  /* The same with rank 0. What is run again has one round, as forward has. */
+  :: which == RUN_AGAIN -> plan(n, BIT(1, 0) | BIT(2, 0) | BIT(2, 1), BIT(0, 1) | BIT(0, 2) | BIT(1, 2), 0)
+  :: which == BACKWARD_TICK -> plan(n, BIT(1, 0) | BIT(2, 0) | BIT(2, 1), BIT(0, 1) | BIT(1, 2), BIT(0, 2))
   fi
 }
 
@@ -479,11 +527,17 @@ init {
   atomic {
 #ifdef FIRST
     first = FIRST;
-#else
+#elif ORDER < 5
     select(first : 0 .. PLANS - 1);
 #endif
     for (n : 1 .. STEPS) {
-#ifdef ALL_PLANS
+#if ORDER >= 5
+      if
+      :: n <= FORWARD_STEPS -> choose(n, FORWARD_TICK)
+      :: n > FORWARD_STEPS && (n - FORWARD_STEPS) % 2 == 1 -> choose(n, RUN_AGAIN)
+      :: n > FORWARD_STEPS && (n - FORWARD_STEPS) % 2 == 0 -> choose(n, BACKWARD_TICK)
+      fi
+#elif defined(ALL_PLANS)
       select(first : 0 .. PLANS - 1);
       choose(n, first)
 #else

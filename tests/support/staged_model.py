@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -86,7 +87,9 @@ def alone(num_layers: int, microbatches: list[list[list[int]]]) -> tuple[float, 
             ids, labels, positions = tokens(number, rank, lengths)
 
             def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int] = lengths) -> torch.Tensor:
-                return torch.cat([_causal(*of) for of in zip(*(t.split(lengths) for t in (q, k, v)), strict=True)])
+                return torch.cat(
+                    [q[:0], *(_causal(*of) for of in zip(*(t.split(lengths) for t in (q, k, v)), strict=True))]
+                )
 
             h = model.embedding(ids)
             for layer in model.layers:
@@ -95,6 +98,25 @@ def alone(num_layers: int, microbatches: list[list[list[int]]]) -> tuple[float, 
             loss.backward()
             total += loss.item()
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_as_alone(
+    of_ranks: Sequence[tuple[float, dict[str, torch.Tensor]]],
+    num_layers: int,
+    microbatches: list[list[list[int]]],
+    what: object,
+) -> None:
+    """Asserts that the ranks' losses and gradients add up to those of one process. `what` is told where they do not."""
+    loss, gradients = alone(num_layers, microbatches)
+    found: dict[str, torch.Tensor] = {}
+    for _, of_rank in of_ranks:
+        for name, gradient in of_rank.items():
+            found[name] = found.get(name, 0) + gradient
+    assert set(found) == set(gradients), what
+    assert sum(of_rank[0] for of_rank in of_ranks) == pytest.approx(loss, rel=1e-6), what
+    for name, gradient in gradients.items():
+        error = (found[name] - gradient).abs().max() / gradient.abs().max()
+        assert error < 1e-6, (what, name, float(error))
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.integrations.hf_forward import with_plan
 from distca.pingpong.ping_pong import greenlet_module, prepare, refuse_compiled, run_halves
-from distca.planner.halves import Half, halves
+from distca.planner.halves import Half, halves, join_halves
 from distca.planner.layout import Layout
 from distca.planner.plan import Plans
 from distca.planner.planning import plans
@@ -155,11 +155,5 @@ def _joined(plan: HalvedPlans, outputs: tuple[Any, Any], *, with_logits: bool) -
     if outputs[0].loss is not None:
         joined["loss"] = outputs[0].loss + outputs[1].loss
     if with_logits:
-        parts = [(half.rows(plan.rank), output.logits) for half, output in zip(plan.halves, outputs, strict=True)]
-        shape = (1, plan.layout.num_rows(plan.rank), *parts[0][1].shape[2:])
-        logits = parts[0][1].new_zeros(shape)
-        for rows, of_half in parts:
-            if len(rows) > 0:
-                logits = logits.index_copy(1, rows.to(logits.device), of_half)
-        joined["logits"] = logits
+        joined["logits"] = join_halves([output.logits for output in outputs], plan.halves, plan.rank, dim=1)
     return type(outputs[0])(**joined)

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from distca.errors import InvalidArgumentError
 from distca.inputs import in_compiled_code
 from distca.pingpong.thread_state import ThreadState
 from distca.pingpong.turns import here, in_half
 from distca.planner.plan import Plan, Plans
+from distca.planner.plan_source import PlanSource
 from distca.steps import Step
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class _Half:
     """One half's forward pass, which gives the turn back when it pauses."""
 
     def __init__(self, greenlet: Any, run: Callable[..., Any], number: int, call: Any, state: ThreadState) -> None:
-        self._call = tree_map(lambda leaf: leaf.for_parts(number) if isinstance(leaf, Plan | Plans) else leaf, call)
+        plans = Plan | Plans | PlanSource
+        self._call = tree_map(lambda leaf: leaf.for_parts(number) if isinstance(leaf, plans) else leaf, call)
         self._function = run
         self._greenlet = greenlet.greenlet(self._run)
         self._greenlet.gr_context = contextvars.copy_context()
@@ -45,6 +47,9 @@ class _Half:
     def _run(self) -> None:
         call = self._call
         self.result = self._function(**call) if isinstance(call, Mapping) else self._function(*call)
+        for leaf in tree_leaves(call):
+            if isinstance(leaf, PlanSource):
+                leaf.check_half_over()
         self.state = ThreadState.now()
 
     @property

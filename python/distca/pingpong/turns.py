@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from distca.planner.plan import Plan
-from distca.steps import Step, attend, collect, dispatch
+from distca.planner.plan_source import Resolved
+from distca.steps import Step, attend, begin, collect
 
 here = threading.local()
 """Per thread: `half` is the half that is running, or None outside of a ping-pong's forward pass."""
@@ -24,7 +24,7 @@ def in_half() -> bool:
 
 
 def core_attention_in_parts(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, **options: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Resolved, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Does what `core_attention` does in three calls, and gives the turn away between them.
 
@@ -34,7 +34,7 @@ def core_attention_in_parts(
     half: _Pauses | None = getattr(here, "half", None)
     if torch._C._current_graph_task_id() != -1:  # in backward
         half = None
-    step = dispatch(q, k, v, plan, **options)
+    step = begin(q, k, v, call, **options)
     if half is not None:
         half.pause(step)
     attend(step)

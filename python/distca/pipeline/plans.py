@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from distca.arguments import check_type, is_whole, listed
 from distca.errors import CapacityError, InvalidArgumentError
 from distca.heads import Heads
+from distca.pipeline.halves import HALVES, checked_halves
 from distca.pipeline.tick_table import TickTable, Work, tick_table
+from distca.planner.halves import Half, join_halves
 from distca.planner.layout import Layout
 from distca.planner.plan import Plan
 from distca.planner.planning import plan as plan_of
@@ -18,6 +20,8 @@ from distca.planner.stats import PlanStats
 from distca.registry import find_context
 
 if TYPE_CHECKING:
+    import torch
+
     from distca.context import Context
 
 #: The micro-batch of each stage that has rows in a step, or None.
@@ -40,6 +44,9 @@ class PipelinePlans:
         chunks: number of chunks of layers of each stage. With several, the micro-batches are a multiple of the stages.
         backward: False makes the plans of the forward ticks only, for evaluation.
         windows: for each layer of a chunk its window, as in `distca.plan`. By default no layer has one.
+        halves: for each micro-batch its two halves, ``[distca.halves(layout) for layout in layouts]``, if the stages
+            run in `distca.PingPong`. Each half then has plans of its own, with ``overlap=True`` by default. A
+            micro-batch has the same halves in forward and backward.
         context: the context that will run the plans, or its name, as in `distca.plan`.
         rank: the rank that the plans are seen from; by default the context's, or 0 without a context.
         options: the other arguments of `distca.plan`, but for ``window``, ``tasks``, ``label`` and
@@ -50,6 +57,7 @@ class PipelinePlans:
         table: the ticks.
         stages: as above.
         layouts: as above.
+        halves: as above.
         layers: number of layers of each stage's chunks.
         heads: head shape and dtype of the layers.
         rank: the rank that the plans are seen from.
@@ -71,6 +79,7 @@ class PipelinePlans:
         chunks: int = 1,
         backward: bool = True,
         windows: Sequence[int | None] | None = None,
+        halves: Sequence[tuple[Half, Half]] | None = None,
         context: Context | str | None = None,
         rank: int | None = None,
         **options: Any,
@@ -91,16 +100,30 @@ class PipelinePlans:
         self._windows = _windows_of(windows, max(self.layers))
         self.table: TickTable = tick_table(len(self.stages), len(self.layouts), chunks=chunks, backward=backward)
         self.heads = heads
-        planner = _Planner(self.layouts, self.stages, {"heads": heads, "context": context, "rank": rank, **options})
-        self._plans = [self._plans_of(number, planner) for number in range(len(self.table))]
+        self.halves = None if halves is None else checked_halves(halves, self.layouts)
+        options = {"heads": heads, "context": context, "rank": rank, "overlap": self.halves is not None, **options}
+        planners = [
+            _Planner(layouts, self.stages, options)
+            for layouts in (
+                [self.layouts]
+                if self.halves is None
+                else [[both[half].layout for both in self.halves] for half in range(2)]
+            )
+        ]
+        #: The plans of each tick: one after another those of its steps, each those of the first and the second half.
+        self._plans = [self._plans_of(number, planners) for number in range(len(self.table))]
 
-    def plan(self, tick: int, step: int) -> Plan:
-        """The plan of one step of a tick. Several steps may share it."""
-        return self._plans[tick][step]
+    def plan(self, tick: int, step: int, half: int | None = None) -> Plan:
+        """The plan of one step of a tick. Several steps may share it. With halves, 0 or 1 says of which half."""
+        if (half is None) != (self.halves is None):
+            raise InvalidArgumentError(f"PipelinePlans: half = {half!r}; 0 or 1 with halves, None without them")
+        return self._plans[tick][step if half is None else 2 * step + half]
 
-    def label(self, tick: int) -> str:
-        """The label of the plans of a tick."""
-        return f"tick {tick} of {len(self.table)}, {self.table[tick].phase}"
+    def label(self, tick: int, half: int | None = None) -> str:
+        """The label of the plans of a tick, or of one half of it."""
+        return f"tick {tick} of {len(self.table)}, {self.table[tick].phase}" + (
+            "" if half is None else f", {HALVES[half]}"
+        )
 
     @property
     def depth(self) -> int:
@@ -111,6 +134,17 @@ class PipelinePlans:
         """Rows of a micro-batch on this rank."""
         return self.layouts[microbatch].num_rows(self.index)
 
+    def split(
+        self, microbatch: int, whole: torch.Tensor, *, dim: int = 0, fill: float = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of both halves of a micro-batch on this rank: `Half.take` of each."""
+        first, second = self._halves_of(microbatch)
+        return first.take(whole, self.index, dim=dim, fill=fill), second.take(whole, self.index, dim=dim, fill=fill)
+
+    def join(self, microbatch: int, parts: Sequence[torch.Tensor], *, dim: int = 0) -> torch.Tensor:
+        """The whole that `split` has split: the rows of both halves in their places. Rows of padding are 0."""
+        return join_halves(parts, self._halves_of(microbatch), self.index, dim=dim)
+
     @property
     def stats(self) -> PipelineStats:
         """Loads, bytes and arenas of all ticks."""
@@ -120,15 +154,27 @@ class PipelinePlans:
         ]
         return PipelineStats(ticks)
 
-    def _plans_of(self, number: int, planner: _Planner) -> list[Plan]:
+    def _halves_of(self, microbatch: int) -> tuple[Half, Half]:
+        if self.halves is None:
+            raise InvalidArgumentError(
+                "PipelinePlans: there are no halves; make the plans with halves=[distca.halves(layout) for layout in "
+                "layouts]"
+            )
+        return self.halves[microbatch]
+
+    def _plans_of(self, number: int, planners: Sequence[_Planner]) -> list[Plan]:
         tick = self.table[number]
-        of_tick: dict[tuple[_Microbatches, int | None], Plan] = {}
+        of_tick: dict[tuple[int, _Microbatches, int | None], Plan] = {}
         plans = []
         for step, window in enumerate(self._windows):
-            key = self._microbatches(tick.work, step), window
-            if key not in of_tick:
-                of_tick[key] = planner.plan(*key, self.label(number))
-            plans.append(of_tick[key])
+            microbatches = self._microbatches(tick.work, step)
+            for half, planner in enumerate(planners):
+                key = half, microbatches, window
+                if key not in of_tick:
+                    of_half = None if self.halves is None else half
+                    made = planner.plan(microbatches, window, self.label(number, of_half))
+                    of_tick[key] = made if of_half is None else made.for_parts(of_half)
+                plans.append(of_tick[key])
         return plans
 
     def _microbatches(self, works: Sequence[Work | None], step: int) -> _Microbatches:
@@ -250,7 +296,7 @@ class TickStats:
 
     Attributes:
         phase: ``"forward"`` or ``"backward"``.
-        steps: the statistics of each step's plan.
+        steps: the statistics of each step's plan; with halves, of the plans of both halves, one after the other.
     """
 
     phase: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 
@@ -33,6 +34,11 @@ class Half:
             first += end - begin
         return torch.cat(parts)
 
+    def is_of(self, layout: Layout) -> bool:
+        """Whether this is a half of a layout with these segments."""
+        whole, ranks = self._whole, range(layout.num_ranks)
+        return whole.num_ranks == layout.num_ranks and all(whole.segments(r) == layout.segments(r) for r in ranks)
+
     def take(self, whole: torch.Tensor, rank: int, *, dim: int = 0, fill: float = 0) -> torch.Tensor:
         """The rows of this half, taken from a tensor of all the rank's rows.
 
@@ -46,11 +52,33 @@ class Half:
             A new tensor with the rows of this half, or with the idle rows if this rank has none of its documents.
         """
         rows = self.rows(rank).to(whole.device)
-        if len(rows) > 0:
-            return whole.index_select(dim, rows)
+        taken = whole.index_select(dim, rows)
         shape = list(whole.shape)
-        shape[dim] = self.layout.num_rows(rank)
-        return whole.new_full(shape, fill)
+        shape[dim] = self.layout.num_rows(rank) - len(rows)
+        return torch.cat([taken, whole.new_full(shape, fill)], dim) if shape[dim] else taken
+
+
+def join_halves(parts: Sequence[torch.Tensor], halves: tuple[Half, Half], rank: int, *, dim: int = 0) -> torch.Tensor:
+    """A tensor of all the rank's rows, of which `Half.take` would take these parts again.
+
+    Gradients reach both parts, even one without rows: all ranks then make the same calls in backward.
+
+    Args:
+        parts: a tensor of each half, whose dimension `dim` is that of the half's rows.
+        halves: the halves of one layout.
+        rank: the rank.
+        dim: the dimension of the rows.
+
+    Returns:
+        A new tensor. Padding rows, which are in neither half, are 0; idle rows are left out.
+    """
+    rows = torch.cat([half.rows(rank) for half in halves])
+    zeros = list(parts[0].shape)
+    zeros[dim] = 1
+    own = [part.narrow(dim, 0, len(half.rows(rank))) for part, half in zip(parts, halves, strict=True)]
+    of_row = torch.full((halves[0]._whole.num_rows(rank),), len(rows))
+    of_row[rows] = torch.arange(len(rows))
+    return torch.cat([*own, parts[0].new_zeros(zeros)], dim).index_select(dim, of_row.to(parts[0].device))
 
 
 def halves(layout: Layout, *, window: int | None = None, idle_rows: int = 0) -> tuple[Half, Half]:

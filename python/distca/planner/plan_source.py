@@ -27,19 +27,19 @@ class StepOfTick(NamedTuple):
 
 
 class Resolved(NamedTuple):
-    """The plans of one call of core attention.
+    """The plans of one call of core attention, and who makes it.
 
     Attributes:
         plan: the plan of its forward step.
         plan_backward: the plan of its backward step, if that is another one.
-        step: which step forward is.
-        step_backward: which step backward is.
+        layer: the layer, or which step of a tick forward is, if known.
+        layer_backward: the same for backward.
     """
 
     plan: Plan
     plan_backward: Plan | None
-    step: StepOfTick
-    step_backward: StepOfTick
+    layer: int | str | StepOfTick | None
+    layer_backward: int | str | StepOfTick | None
 
 
 class PlanSource(ABC):
@@ -48,3 +48,11 @@ class PlanSource(ABC):
     @abstractmethod
     def resolve(self, layer: int | str | None) -> Resolved:
         """The plans of a call that begins now. `layer` is the layer that the caller gave, if any."""
+
+    @abstractmethod
+    def for_parts(self, half: int) -> PlanSource:
+        """What a half of a ping-pong, 0 or 1, gets in the place of this."""
+
+    @abstractmethod
+    def check_half_over(self) -> None:
+        """Called when the forward pass of that half ends. Raises, and tells the other ranks, if steps are missing."""
