@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distca.arguments import check_type, is_whole, listed
-from distca.errors import CapacityError, InvalidArgumentError
+from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.pipeline.halves import HALVES, checked_halves
+from distca.pipeline.step_planner import Part, Step, StepPlanner
 from distca.pipeline.tick_table import TickTable, Work, tick_table
 from distca.planner.halves import Half, join_halves
 from distca.planner.layout import Layout
 from distca.planner.plan import Plan
-from distca.planner.planning import plan as plan_of
+from distca.planner.scores import Scores
 from distca.planner.stats import PlanStats
 from distca.registry import find_context
 
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     import torch
 
     from distca.context import Context
-
-#: The micro-batch of each stage that has rows in a step, or None.
-_Microbatches = tuple[int | None, ...]
-
 
 class PipelinePlans:
     """The plans of every tick of an iteration, seen from one rank.
@@ -43,15 +39,18 @@ class PipelinePlans:
         layers: number of attention layers of each chunk of a stage: one number, or one for each stage.
         chunks: number of chunks of layers of each stage. With several, the micro-batches are a multiple of the stages.
         backward: False makes the plans of the forward ticks only, for evaluation.
-        windows: for each layer of a chunk its window, as in `distca.plan`. By default no layer has one.
+        windows: for each attention layer of the model, in order, its window, as in `distca.plan`. By default no layer
+            has one. (The first chunks of all stages come before the second ones.)
+        scores: for each attention layer of the model its mask, window, scale and softcap, in place of `windows`. Layers
+            of different stages that share a step may differ in all of them.
         halves: for each micro-batch its two halves, ``[distca.halves(layout) for layout in layouts]``, if the stages
             run in `distca.PingPong`. Each half then has plans of its own, with ``overlap=True`` by default. A
             micro-batch has the same halves in forward and backward.
         context: the context that will run the plans, or its name, as in `distca.plan`.
         rank: the rank that the plans are seen from; by default the context's, or 0 without a context.
-        options: the other arguments of `distca.plan`, but for ``window``, ``tasks``, ``label`` and
-            ``retain_bytes``. (Keys cannot
-            be retained, because a backward tick has other servers than the forward tick.)
+        options: the other arguments of `distca.plan`, but for ``mask``, ``window``, ``tasks``, ``label`` and
+            ``retain_bytes``. (Keys cannot be retained, because a backward tick has other servers than the forward
+            tick.)
 
     Attributes:
         table: the ticks.
@@ -59,6 +58,7 @@ class PipelinePlans:
         layouts: as above.
         halves: as above.
         layers: number of layers of each stage's chunks.
+        depth: the steps of a tick without recomputation: the layers of the deepest stage's chunks.
         heads: head shape and dtype of the layers.
         rank: the rank that the plans are seen from.
         stage: the stage of that rank.
@@ -79,13 +79,14 @@ class PipelinePlans:
         chunks: int = 1,
         backward: bool = True,
         windows: Sequence[int | None] | None = None,
+        scores: Sequence[Scores] | None = None,
         halves: Sequence[tuple[Half, Half]] | None = None,
         context: Context | str | None = None,
         rank: int | None = None,
         **options: Any,
     ) -> None:
         self.layouts, self.stages = _checked(layouts, stages)
-        for name in ("window", "tasks", "retain_bytes", "label"):
+        for name in ("mask", "window", "tasks", "retain_bytes", "label"):
             if name in options:
                 raise InvalidArgumentError(f"PipelinePlans: {name} = {options[name]!r} cannot be given; see its Args")
         if rank is None:
@@ -97,13 +98,14 @@ class PipelinePlans:
         self.rank = rank
         self.stage, self.index = next((s, ranks.index(rank)) for s, ranks in enumerate(self.stages) if rank in ranks)
         self.layers = _numbers_of_layers(layers, len(self.stages))
-        self._windows = _windows_of(windows, max(self.layers))
+        self.depth = max(self.layers)
+        self._scores = _scores_of_layers(windows, scores, sum(self.layers) * chunks)
         self.table: TickTable = tick_table(len(self.stages), len(self.layouts), chunks=chunks, backward=backward)
         self.heads = heads
         self.halves = None if halves is None else checked_halves(halves, self.layouts)
         options = {"heads": heads, "context": context, "rank": rank, "overlap": self.halves is not None, **options}
         planners = [
-            _Planner(layouts, self.stages, options)
+            StepPlanner(layouts, self.stages, options)
             for layouts in (
                 [self.layouts]
                 if self.halves is None
@@ -124,11 +126,6 @@ class PipelinePlans:
         return f"tick {tick} of {len(self.table)}, {self.table[tick].phase}" + (
             "" if half is None else f", {HALVES[half]}"
         )
-
-    @property
-    def depth(self) -> int:
-        """The steps of a tick without recomputation: the layers of the deepest stage's chunks."""
-        return len(self._windows)
 
     def rows(self, microbatch: int) -> int:
         """Rows of a micro-batch on this rank."""
@@ -162,75 +159,27 @@ class PipelinePlans:
             )
         return self.halves[microbatch]
 
-    def _plans_of(self, number: int, planners: Sequence[_Planner]) -> list[Plan]:
+    def _plans_of(self, number: int, planners: Sequence[StepPlanner]) -> list[Plan]:
         tick = self.table[number]
-        of_tick: dict[tuple[int, _Microbatches, int | None], Plan] = {}
+        of_tick: dict[tuple[int, Step], Plan] = {}
         plans = []
-        for step, window in enumerate(self._windows):
-            microbatches = self._microbatches(tick.work, step)
+        for number_of_step in range(self.depth):
+            step = tuple(self._part(work, stage, number_of_step) for stage, work in enumerate(tick.work))
             for half, planner in enumerate(planners):
-                key = half, microbatches, window
+                key = half, step
                 if key not in of_tick:
                     of_half = None if self.halves is None else half
-                    made = planner.plan(microbatches, window, self.label(number, of_half))
+                    made = planner.plan(step, self.label(number, of_half))
                     of_tick[key] = made if of_half is None else made.for_parts(of_half)
                 plans.append(of_tick[key])
         return plans
 
-    def _microbatches(self, works: Sequence[Work | None], step: int) -> _Microbatches:
-        return tuple(
-            None if work is None or self.layers[stage] <= step else work.microbatch for stage, work in enumerate(works)
-        )
-
-
-class _Planner:
-    """Makes the plans of an iteration's steps, and uses schedules again."""
-
-    def __init__(self, layouts: list[Layout], stages: list[list[int]], options: dict[str, Any]) -> None:
-        self._layouts, self._stages, self._options = layouts, stages, options
-        #: The first plan of each kind, and the order in which its layout has the stages' documents.
-        self._made: dict[tuple[_Microbatches, int | None], tuple[Plan, list[int]]] = {}
-        self._identity = list(range(sum(map(len, stages))))
-        self._mirror = list(self._identity)
-        for ranks, others in zip(stages, reversed(stages), strict=True):
-            for rank, other in zip(ranks, others, strict=True):
-                self._mirror[rank] = other
-
-    def plan(self, microbatches: _Microbatches, window: int | None, label: str) -> Plan:
-        """The plan of a step in which the stages have rows of these micro-batches.
-
-        Where a plan of the same micro-batches was made, or of those with the order of the stages reversed, its schedule
-        is used again. Then nothing needs to be balanced.
-        """
-        num_stages = len(self._stages)
-        for of_stages, servers in ((microbatches, self._identity), (microbatches[::-1], self._mirror)):
-            if (of_stages, window) not in self._made or not _are_alike(servers, self._options):
-                continue
-            like, order = self._made[of_stages, window]
-            if servers is self._mirror:
-                order = [num_stages - 1 - stage for stage in order]
-            with contextlib.suppress(CapacityError):  # mirrored, rows come home in another order of the ranks
-                return self._noted(microbatches, window, order, like.scheduled_alike, servers, label)
-        return self._noted(microbatches, window, list(range(num_stages)), self._planned, window, label)
-
-    def _noted(
-        self, microbatches: _Microbatches, window: int | None, order: list[int], make: Callable[..., Plan], *how: Any
-    ) -> Plan:
-        """Makes a plan of the layout that has the stages' documents in that order, and keeps the first of each kind."""
-        made = make(self._joined(order, microbatches), *how)
-        self._made.setdefault((microbatches, window), (made, order))
-        return made
-
-    def _planned(self, layout: Layout, window: int | None, label: str) -> Plan:
-        return plan_of(layout, window=window, label=label, **self._options)
-
-    def _joined(self, order: Sequence[int], microbatches: _Microbatches) -> Layout:
-        parts = []
-        for stage in order:
-            microbatch = microbatches[stage]
-            if microbatch is not None:
-                parts.append((self._layouts[microbatch], self._stages[stage]))
-        return Layout.join(parts, num_ranks=len(self._identity))
+    def _part(self, work: Work | None, stage: int, step: int) -> Part | None:
+        """What a stage has in a step of a tick."""
+        if work is None or self.layers[stage] <= step:
+            return None
+        layer = sum(self.layers) * work.chunk + sum(self.layers[:stage]) + step
+        return Part(work.microbatch, self._scores[layer])
 
 
 def _checked(layouts: Any, stages: Any) -> tuple[list[Layout], list[list[int]]]:
@@ -266,28 +215,23 @@ def _numbers_of_layers(layers: Any, stages: int) -> list[int]:
     return of_stages
 
 
-def _windows_of(windows: Any, depth: int) -> list[int | None]:
-    if windows is None:
-        return [None] * depth
-    windows = listed("PipelinePlans", "windows", windows, "the window of each layer of a chunk, or None for no window,")
-    if len(windows) != depth:
-        raise InvalidArgumentError(f"PipelinePlans: {len(windows)} windows for the {depth} layers of the deepest chunk")
-    return windows
-
-
-def _are_alike(servers: list[int], options: dict[str, Any]) -> bool:
-    """Whether ranks that take each other's places have the same speed, both serve or neither, and nodes stay nodes."""
-    speeds, given, ranks_per_node = (options.get(name) for name in ("speeds", "servers", "ranks_per_node"))
-    if speeds is not None and any(speeds[rank] != speeds[other] for rank, other in enumerate(servers)):
-        return False
-    if given is not None and any((rank in given) != (other in given) for rank, other in enumerate(servers)):
-        return False
-    if ranks_per_node is None:
-        return True
-    nodes: dict[int, set[int]] = {}
-    for rank, other in enumerate(servers):
-        nodes.setdefault(rank // ranks_per_node, set()).add(other // ranks_per_node)
-    return all(len(of_node) == 1 for of_node in nodes.values())
+def _scores_of_layers(windows: Any, scores: Any, num_layers: int) -> list[Scores]:
+    if scores is not None and windows is not None:
+        raise InvalidArgumentError("PipelinePlans: windows are given, and scores as well; scores have windows")
+    if scores is not None:
+        of_layers = listed("PipelinePlans", "scores", scores, "a distca.Scores for each layer of the model")
+        check_type("PipelinePlans", "scores of a layer", next(iter(of_layers), Scores()), Scores, "distca.Scores()")
+    elif windows is not None:
+        windows = listed("PipelinePlans", "windows", windows, "the window of each layer of the model")
+        of_layers = [Scores(window=window) for window in windows]
+    else:
+        of_layers = [Scores()] * num_layers
+    if len(of_layers) != num_layers:
+        name = "windows" if scores is None else "scores"
+        raise InvalidArgumentError(
+            f"PipelinePlans: {name} of {len(of_layers)} layers; the stages have {num_layers} layers in all their chunks"
+        )
+    return of_layers
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,98 @@
+"""Plans of steps in which every stage has rows of another micro-batch and another layer: `StepPlanner`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from distca.errors import CapacityError
+from distca.planner.layout import Layout
+from distca.planner.plan import Plan
+from distca.planner.planning import plan as plan_of
+from distca.planner.scores import Scores
+
+
+class Part(NamedTuple):
+    """What one stage has in a step: the rows of a micro-batch, in a layer with these scores."""
+
+    microbatch: int
+    scores: Scores
+
+
+#: What each stage has in a step; None: it has no rows.
+Step = tuple[Part | None, ...]
+
+
+class StepPlanner:
+    """Makes the plans of an iteration's steps, and uses schedules again.
+
+    Args:
+        layouts: for each micro-batch its rows over the ranks of one stage.
+        stages: for each stage its ranks.
+        options: the other arguments of `distca.plan`.
+    """
+
+    def __init__(self, layouts: list[Layout], stages: list[list[int]], options: dict[str, Any]) -> None:
+        self._layouts, self._stages, self._options = layouts, stages, options
+        #: The first plan of each kind, and the order in which its layout has the stages' documents.
+        self._made: dict[Step, tuple[Plan, list[int]]] = {}
+        self._identity = list(range(sum(map(len, stages))))
+        self._mirror = list(self._identity)
+        for ranks, others in zip(stages, reversed(stages), strict=True):
+            for rank, other in zip(ranks, others, strict=True):
+                self._mirror[rank] = other
+
+    def plan(self, step: Step, label: str) -> Plan:
+        """The plan of a step.
+
+        Where a plan of the same step was made, or of one with the order of the stages reversed, its schedule is used
+        again. Then nothing needs to be balanced.
+        """
+        num_stages = len(self._stages)
+        for of_stages, servers in ((step, self._identity), (step[::-1], self._mirror)):
+            if of_stages not in self._made or not _are_alike(servers, self._options):
+                continue
+            like, order = self._made[of_stages]
+            if servers is self._mirror:
+                order = [num_stages - 1 - stage for stage in order]
+            with contextlib.suppress(CapacityError):  # mirrored, rows come home in another order of the ranks
+                return self._noted(step, order, like.scheduled_alike, servers, label)
+        return self._noted(step, list(range(num_stages)), self._planned, step, label)
+
+    def _noted(self, step: Step, order: list[int], make: Callable[..., Plan], *how: Any) -> Plan:
+        """Makes a plan of the layout that has the stages' documents in that order, and keeps the first of each kind."""
+        parts = [(part, self._stages[stage]) for stage in order if (part := step[stage]) is not None]
+        layout = Layout.join(
+            [(self._layouts[part.microbatch], ranks) for part, ranks in parts], num_ranks=len(self._identity)
+        )
+        made = make(layout, *how)
+        self._made.setdefault(step, (made, order))
+        return made
+
+    def _planned(self, layout: Layout, step: Step, label: str) -> Plan:
+        parts = [part for part in step if part is not None]
+        if len({part.scores for part in parts}) <= 1 and not any(
+            value is not None for part in parts for value in part.scores[2:]
+        ):
+            mask, window, *_ = parts[0].scores if parts else Scores()
+            return plan_of(layout, mask=mask, window=window, label=label, **self._options)
+        scores = [
+            part.scores for part in parts for _ in range(len(self._layouts[part.microbatch].document_lengths))
+        ]
+        return plan_of(layout, scores=scores, label=label, **self._options)
+
+
+def _are_alike(servers: list[int], options: dict[str, Any]) -> bool:
+    """Whether ranks that take each other's places have the same speed, both serve or neither, and nodes stay nodes."""
+    speeds, given, ranks_per_node = (options.get(name) for name in ("speeds", "servers", "ranks_per_node"))
+    if speeds is not None and any(speeds[rank] != speeds[other] for rank, other in enumerate(servers)):
+        return False
+    if given is not None and any((rank in given) != (other in given) for rank, other in enumerate(servers)):
+        return False
+    if ranks_per_node is None:
+        return True
+    nodes: dict[int, set[int]] = {}
+    for rank, other in enumerate(servers):
+        nodes.setdefault(rank // ranks_per_node, set()).add(other // ranks_per_node)
+    return all(len(of_node) == 1 for of_node in nodes.values())
