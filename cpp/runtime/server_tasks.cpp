@@ -56,7 +56,8 @@ attention::Problem ServerTasks::problem(const plan::SliceView& slice, const Aren
     tasks_.push_back(task_of(slice, arena, t));
     tasks_.back().group = t.group - first_group;
   }
-  return {arena.heads, slice.mask(), scores.scale, groups_, tasks_, scores.softcap, scores.deterministic};
+  scores_.assign(1, {slice.mask(), scores.scale, scores.softcap});
+  return {arena.heads, scores_, groups_, tasks_, scores.deterministic};
 }
 
 attention::KeyGroup ServerTasks::key_group(const plan::SliceView& slice, const Arena& arena, const plan::GroupRow& g) {
