@@ -6,15 +6,16 @@
 // Backward, with P = exp(scale * q K^T - lse) and delta = rowsum(out * dout):
 //   dV = P^T dout,  dS = P * (dout V^T - delta),  dQ = scale * dS K,  dK = scale * dS^T Q
 // With a softcap c, scores are S = c * tanh(scale * q K^T / c), and dS has a further factor 1 - (S / c)^2.
+// Mask, scale and softcap are the group's (`Scores`). One problem may have groups with different ones.
 //
 // A sink is one more score of every row of its query head, with a value of zero. Kernels know nothing of sinks: the
 // home adds them to out and lse (`add_sinks`), and backward follows from that lse and that delta.
 //
 // Numerics: products, softmax and sums are fp32. Key blocks start at multiples of kKeyBlockRows from the start of the
-// document and are visited in ascending order. Everything that is done for one row depends on that row, its keys and
-// the head shape alone, never on the task it is in. Therefore out, lse and dq of a row are bitwise the same whatever
-// the tasks are (dq on CUDA: see Problem::deterministic). No row that a task may not see takes part in any product, not
-// even multiplied by zero (on CUDA: see cuda_attention.h).
+// document and are visited in ascending order. Everything that is done for one row depends on that row, its keys, its
+// group's scores and the head shape alone, never on the task it is in, and never on other groups. Therefore out, lse
+// and dq of a row are bitwise the same whatever the tasks are (dq on CUDA: see Problem::deterministic). No row that a
+// task may not see takes part in any product, not even multiplied by zero (on CUDA: see cuda_attention.h).
 #pragma once
 
 #include <cstdint>
@@ -33,6 +34,19 @@ namespace distca::attention {
 /// Rows of a key block. This is part of the numerics: another number changes results in the last bits.
 inline constexpr int64_t kKeyBlockRows = 64;
 
+/// How scores are made of queries and keys, and which of them count.
+struct Scores {
+  Mask mask;
+  float scale = 1.f;
+  /// If it is not 0, scores become softcap * tanh(scale * q k / softcap).
+  float softcap = 0.f;
+
+  bool operator==(const Scores&) const = default;
+};
+
+/// The most Scores of a problem. The CUDA kernels have them in their parameters.
+inline constexpr int64_t kMostScores = 32;
+
 /// Where the gradients of key/value rows [begin, end) of a document are written, in `dtype`. Rows are counted from
 /// `begin`. dk has the group's kv_heads heads of dim elements, dv as many of v_dim.
 struct KeyGradRun {
@@ -47,6 +61,7 @@ struct KeyGradRun {
 /// its tasks start at its first key/value head and at the query heads that share it.
 struct KeyGroup {
   int64_t kv_heads = 0;
+  int64_t scores = 0;  // index into the problem's scores
   /// Document rows that are present.
   int64_t kv_begin = 0;
   int64_t kv_end = 0;
@@ -81,17 +96,32 @@ struct Task {
 /// Everything that one call of a kernel computes. Tasks of one group do not overlap, and each sees only keys of its
 /// group's [kv_begin, kv_end).
 struct Problem {
-  HeadShape heads;  // the model's; a group may have a range of them
-  Mask mask;
-  float scale = 1.f;
+  HeadShape heads;                 // the model's; a group may have a range of them
+  std::span<const Scores> scores;  // at most kMostScores
   std::span<const KeyGroup> groups;
   std::span<const Task> tasks;
-  /// If it is not 0, scores become softcap * tanh(scale * q k / softcap).
-  float softcap = 0.f;
   /// Whether, in backward, dq must have the same bits whatever the tasks are, and dk and dv the same from run to run.
   /// On the CPU this is always so.
   bool deterministic = true;
+
+  const Scores& scores_of(const KeyGroup& group) const { return scores[static_cast<size_t>(group.scores)]; }
 };
+
+/// Throws InvalidArgumentError unless a problem has at most kMostScores scores, each has a window that its mask can
+/// have, and every group has one of them.
+inline void check_scores(const Problem& problem) {
+  const int64_t num_scores = std::ssize(problem.scores);
+  require(num_scores <= kMostScores, "attention: a problem has ", num_scores,
+          " different scores (mask, window, scale and softcap); at most ", kMostScores, " are allowed");
+  for (const Scores& s : problem.scores)
+    require(s.mask.window >= 0 && (s.mask.window == 0 || s.mask.kind == MaskKind::kCausal), "attention: window is ",
+            s.mask.window, "; allowed are 0 (none) and, causal only, positive ones");
+  for (size_t g = 0; g < problem.groups.size(); ++g) {
+    const int64_t scores = problem.groups[g].scores;
+    require(0 <= scores && scores < num_scores, "attention: group ", g, " has scores ", scores, "; there are ",
+            num_scores);
+  }
+}
 
 /// The launcher and kernel for the CPU. It keeps its scratch memory between calls and allocates nothing once it has
 /// seen the largest problem. One call at a time.

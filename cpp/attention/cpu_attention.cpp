@@ -1,5 +1,4 @@
 // The launcher for the CPU: checks a problem, expands its tasks to work items and runs the passes over them.
-#include <cmath>
 #include <limits>
 
 #include "attention/attention.h"
@@ -20,12 +19,12 @@ void check(const Problem& problem) {
             "; allowed are multiples of 8 from 8 to 256");
   const auto dtype = static_cast<int64_t>(heads.dtype);
   require(dtype >= 0 && dtype < kNumDTypes, "attention: dtype is ", dtype, "; allowed are 0 to ", kNumDTypes - 1);
-  require(problem.mask.window >= 0 && (problem.mask.window == 0 || problem.mask.kind == MaskKind::kCausal),
-          "attention: window is ", problem.mask.window, "; allowed are 0 (none) and, causal only, positive ones");
+  check_scores(problem);
   const int64_t num_groups = std::ssize(problem.groups);
   const int64_t num_tasks = std::ssize(problem.tasks);
   for (int64_t g = 0; g < num_groups; ++g) {
     const KeyGroup& group = problem.groups[g];
+    const Mask& mask = problem.scores_of(group).mask;
     require(1 <= group.kv_heads && group.kv_heads <= heads.kv_heads, "attention: group ", g, " has ", group.kv_heads,
             " key/value heads; 1 to ", heads.kv_heads, " are allowed");
     require(0 <= group.kv_begin && group.kv_begin <= group.kv_end, "attention: group ", g, " has key rows [",
@@ -43,7 +42,7 @@ void check(const Problem& problem) {
       require(task.group == g, "attention: task ", t, " is of group ", task.group, " but in the task range of group ",
               g);
       require(last <= task.q_begin && task.q_begin < task.q_end && task.q_end <= group.kv_end &&
-                  problem.mask.first_key(task.q_begin) >= group.kv_begin,
+                  mask.first_key(task.q_begin) >= group.kv_begin,
               "attention: task ", t, " has query rows [", task.q_begin, ", ", task.q_end, "); allowed is an ascending ",
               "range from row ", last, " on that sees keys of [", group.kv_begin, ", ", group.kv_end, ") only");
       last = task.q_end;
@@ -80,12 +79,7 @@ KernelCall::KernelCall(const Problem& p, const MicroKernel& m)
       v_columns(round_up(p.heads.v_dim, kColumnUnit)),
       // A step of keys is read once for item_rows * group_heads rows. More rows would not fit into the second-level
       // cache.
-      item_rows(std::clamp<int64_t>(8 / group_heads, 1, 8) * kTileRows),
-      // The sign goes into the queries. With scale 0 they become zero.
-      scale(p.scale == 0.f ? 1.f : std::abs(p.scale)),
-      sign(p.scale > 0.f   ? 1
-           : p.scale < 0.f ? -1
-                           : 0) {}
+      item_rows(std::clamp<int64_t>(8 / group_heads, 1, 8) * kTileRows) {}
 
 struct CpuAttention::State {
   /// Units are taken in batches of about this many floats of packed memory for each worker. That is small enough for
@@ -149,9 +143,9 @@ struct CpuAttention::State {
 
   void add_query_items() {
     items.clear();
-    const Mask& mask = call.problem->mask;
     for (int64_t u = 0; u < std::ssize(call.units); ++u) {
       const KeyGroup& group = call.group_of(call.units[static_cast<size_t>(u)]);
+      const Mask& mask = call.problem->scores_of(group).mask;
       for (int64_t t = group.task_begin; t < group.task_end; ++t) {
         const Task& task = call.problem->tasks[static_cast<size_t>(t)];
         for (int64_t begin = task.q_begin; begin < task.q_end; begin += call.item_rows) {
@@ -167,9 +161,9 @@ struct CpuAttention::State {
   /// chunk never costs more here than the one before it.
   void add_chunk_items() {
     items.clear();
-    const Mask& mask = call.problem->mask;
     for (int64_t u = 0; u < std::ssize(call.units); ++u) {
       const KeyGroup& group = call.group_of(call.units[static_cast<size_t>(u)]);
+      const Mask& mask = call.problem->scores_of(group).mask;
       const auto tasks = call.problem->tasks.subspan(static_cast<size_t>(group.task_begin),
                                                      static_cast<size_t>(group.task_end - group.task_begin));
       int64_t cost = std::numeric_limits<int64_t>::max();

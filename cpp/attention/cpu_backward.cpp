@@ -75,8 +75,9 @@ struct StripBuffers {
     delta = carver.take(kStripRows);
   }
 
-  void load(const KernelCall& call, const Task& task, int64_t head, int64_t task_row, int64_t rows) const {
-    load_rows(call, task.q, head, task_row, rows, call.problem->heads.dim, call.sign, q, q_pairs, queries);
+  void load(const KernelCall& call, const Scores& scores, const Task& task, int64_t head, int64_t task_row,
+            int64_t rows) const {
+    load_rows(call, task.q, head, task_row, rows, call.problem->heads.dim, query_sign(scores), q, q_pairs, queries);
     load_rows(call, task.dout, head, task_row, rows, call.problem->heads.v_dim, 1, dout, dout_pairs, out_columns);
     load_column(task.lse, task_row, head, rows, lse);
     load_column(task.delta, task_row, head, rows, delta);
@@ -152,7 +153,7 @@ Panels from_row(Panels panels, int64_t row) { return {panels.data + row * kPanel
 
 /// Computes P and dS of one tile against one step, and adds to the strip's dq. `key` is the step's first row in the
 /// chunk, `row` the tile's first row in the strip.
-void compute_tile(const KernelCall& call, int64_t key, int64_t row, int64_t rows, Visible visible,
+void compute_tile(const KernelCall& call, const Scores& scores, int64_t key, int64_t row, int64_t rows, Visible visible,
                   const Buffers& buffers, const Panels& dq) {
   const MicroKernel& micro = *call.micro;
   const ScoreTile tile = tile_of(rows, visible);
@@ -163,13 +164,13 @@ void compute_tile(const KernelCall& call, int64_t key, int64_t row, int64_t rows
                         strip.queries + row * round_up(call.words, kColumnUnit), step.scores);
   micro.multiply_scores(tile, call.v_words, from_row(buffers.chunk.values, key).data, buffers.chunk.values.panel_stride,
                         strip.out_columns + row * round_up(call.v_words, kColumnUnit), step.dprobs);
-  const float cap = call.problem->softcap;
-  if (cap != 0.f) micro.cap_scores(tile, call.scale, cap, step.scores);
+  const float scale = softmax_scale(scores), cap = scores.softcap;
+  if (cap != 0.f) micro.cap_scores(tile, scale, cap, step.scores);
   // Words of P and dS are pairs of query rows.
   const int64_t elements = micro.word_elements, word = row / elements;
   const int64_t at = word / kPanelWords * step.probs.panel_stride + word % kPanelWords;
   const GradientOutputs outputs{step.probs.data + at, step.dscores.data + at, step.dscore_rows};
-  micro.softmax_gradient(tile, cap != 0.f ? 1.f : call.scale, cap, strip.lse + row, strip.delta + row, step.scores,
+  micro.softmax_gradient(tile, cap != 0.f ? 1.f : scale, cap, strip.lse + row, strip.delta + row, step.scores,
                          step.dprobs, outputs);
   micro.multiply_visible(rows, call.columns, visible,
                          {LeftForm::kInnerRows, elements == 1 ? outputs.dscores : step.dscore_rows, 0},
@@ -179,9 +180,9 @@ void compute_tile(const KernelCall& call, int64_t key, int64_t row, int64_t rows
 
 /// Adds the contribution of `rows` rows of a strip, the first of which is document row `first`, to the gradients of the
 /// chunk [begin, end) and to dq.
-void add_strip(const KernelCall& call, int64_t first, int64_t rows, int64_t begin, int64_t end, const Buffers& buffers,
-               const Panels& dq, const RowsToCome& next) {
-  const Mask& mask = call.problem->mask;
+void add_strip(const KernelCall& call, const Scores& scores, int64_t first, int64_t rows, int64_t begin, int64_t end,
+               const Buffers& buffers, const Panels& dq, const RowsToCome& next) {
+  const Mask& mask = scores.mask;
   const MicroKernel& micro = *call.micro;
   constexpr int64_t kRowsFetched = kTileRows / (kChunkKeys / kStepKeys);
   const int64_t chunk = round_down(begin, kChunkKeys);
@@ -191,7 +192,7 @@ void add_strip(const KernelCall& call, int64_t first, int64_t rows, int64_t begi
     if (tile_of(rows, keys_visible_from(mask, first, start, step_end)).end == 0) continue;
     for (int64_t row = 0; row < rows; row += kTileRows) {
       next.prefetch(call.problem->heads, row + part, row + part + kRowsFetched);
-      compute_tile(call, key, row, std::min(kTileRows, rows - row),
+      compute_tile(call, scores, key, row, std::min(kTileRows, rows - row),
                    keys_visible_from(mask, first + row, start, step_end), buffers, dq);
     }
     // Key j of the step is seen by the strip's rows [from + j, upto + j).
@@ -223,8 +224,8 @@ void store_key_gradients(const KernelCall& call, const KeyGroup& group, int64_t 
   for (; run != group.grads.end() && run->begin < end; ++run) {
     const int64_t first = std::max(run->begin, begin), rows = std::min(run->end, end) - first;
     const int64_t row = first - round_down(begin, kChunkKeys);
-    call.micro->store_rows(run->dtype, rows, heads.dim, call.problem->scale, nullptr, from_row(chunk.dk, row),
-                           run->dk.at(first - run->begin, kv_head), run->dk.row_stride);
+    call.micro->store_rows(run->dtype, rows, heads.dim, call.problem->scores_of(group).scale, nullptr,
+                           from_row(chunk.dk, row), run->dk.at(first - run->begin, kv_head), run->dk.row_stride);
     call.micro->store_rows(run->dtype, rows, heads.v_dim, 1.f, nullptr, from_row(chunk.dv, row),
                            run->dv.at(first - run->begin, kv_head), run->dv.row_stride);
   }
@@ -233,7 +234,8 @@ void store_key_gradients(const KernelCall& call, const KeyGroup& group, int64_t 
 void work_on_chunk(const KernelCall& call, const WorkItem& item, float* scratch) {
   const Unit& unit = call.units[static_cast<size_t>(item.unit)];
   const KeyGroup& group = call.group_of(unit);
-  const Mask& mask = call.problem->mask;
+  const Scores& scores = call.scores_of(unit);
+  const Mask& mask = scores.mask;
   FloatCarver carver(scratch);
   const Buffers buffers(call, carver);
   const ChunkBuffers& chunk = buffers.chunk;
@@ -257,14 +259,14 @@ void work_on_chunk(const KernelCall& call, const WorkItem& item, float* scratch)
       for (int64_t h = 0; h < call.group_heads; ++h) {
         const Panels dq = strip_dq(call, unit, strip, h);
         std::atomic<int32_t>& progress = call.progress[unit.first_strip + strip * call.group_heads + h];
-        buffers.strip.load(call, task, unit.kv_head * call.group_heads + h, begin - task.q_begin, end - begin);
+        buffers.strip.load(call, scores, task, unit.kv_head * call.group_heads + h, begin - task.q_begin, end - begin);
         await_turn(progress, chunk_index - first_chunk);
         if (chunk_index == first_chunk) std::fill_n(dq.data, strip_floats(call), 0.f);
         RowsToCome next{&task, unit.kv_head * call.group_heads, end - task.q_begin,
                         std::min(kStripRows, std::min(task.q_end, seeing.end) - end)};
         if (h + 1 < call.group_heads)
           next = {&task, unit.kv_head * call.group_heads + h + 1, begin - task.q_begin, end - begin};
-        add_strip(call, begin, end - begin, item.begin, item.end, buffers, dq, next);
+        add_strip(call, scores, begin, end - begin, item.begin, item.end, buffers, dq, next);
         progress.store(static_cast<int32_t>(chunk_index - first_chunk + 1), std::memory_order_release);
       }
     }
@@ -290,7 +292,7 @@ void store_query_gradients(const KernelCall& call, const WorkItem& item, float*)
     for (int64_t h = 0; h < call.group_heads; ++h) {
       const int64_t head = unit.kv_head * call.group_heads + h;
       const Panels dq = strip_dq(call, unit, strip + task_row / kStripRows, h);
-      call.micro->store_rows(heads.dtype, rows, heads.dim, call.problem->scale, nullptr, from_row(dq, row),
+      call.micro->store_rows(heads.dtype, rows, heads.dim, call.scores_of(unit).scale, nullptr, from_row(dq, row),
                              task.dq.at(task_row, head), task.dq.row_stride);
     }
     begin += rows;

@@ -101,19 +101,19 @@ int64_t forward_scratch(const KernelCall& call) {
 }
 
 /// Attends one tile of queries to one step of keys.
-void attend(const KernelCall& call, const PackedStep& step, int64_t rows, Visible visible, int64_t tile,
-            const Buffers& buffers) {
-  const ScoreTile scores = tile_of(rows, visible);
-  if (scores.begin == scores.end) return;
+void attend(const KernelCall& call, const Scores& scores, const PackedStep& step, int64_t rows, Visible visible,
+            int64_t tile, const Buffers& buffers) {
+  const ScoreTile shape = tile_of(rows, visible);
+  if (shape.begin == shape.end) return;
   const MicroKernel& micro = *call.micro;
-  micro.multiply_scores(scores, call.words, step.keys.data, step.keys.panel_stride,
+  micro.multiply_scores(shape, call.words, step.keys.data, step.keys.panel_stride,
                         buffers.queries + tile * Buffers::query_floats(call), buffers.scores);
-  float scale = call.scale;
-  if (call.problem->softcap != 0.f) {
-    micro.cap_scores(scores, scale, call.problem->softcap, buffers.scores);
+  float scale = softmax_scale(scores);
+  if (scores.softcap != 0.f) {
+    micro.cap_scores(shape, scale, scores.softcap, buffers.scores);
     scale = 1.f;
   }
-  micro.softmax_step(scores, scale, buffers.scores,
+  micro.softmax_step(shape, scale, buffers.scores,
                      {buffers.row_max + tile * kTileRows, buffers.row_sum + tile * kTileRows, buffers.rescale});
   micro.multiply_visible(rows, call.v_columns, visible, {LeftForm::kInnerRows, buffers.scores, 0}, step.values.data,
                          step.values.panel_stride, buffers.rescale, buffers.out_of(call, tile));
@@ -131,9 +131,10 @@ void store_lse(const Task& task, int64_t head, int64_t task_row, int64_t rows, c
 void work(const KernelCall& call, const WorkItem& item, float* scratch) {
   const HeadShape& heads = call.problem->heads;
   const MicroKernel& micro = *call.micro;
-  const Mask& mask = call.problem->mask;
   const Unit& unit = call.units[static_cast<size_t>(item.unit)];
   const KeyGroup& group = call.group_of(unit);
+  const Scores& scores = call.scores_of(unit);
+  const Mask& mask = scores.mask;
   const Task& task = call.problem->tasks[static_cast<size_t>(item.task)];
   const int64_t tiles = panels_of(item.end - item.begin);
   const auto rows_of = [&](int64_t t) { return std::min(kTileRows, item.end - item.begin - t * kTileRows); };
@@ -146,7 +147,7 @@ void work(const KernelCall& call, const WorkItem& item, float* scratch) {
       micro.pack_rows(heads.dtype, rows_of(t), heads.dim,
                       task.q.at(item.begin - task.q_begin + t * kTileRows, unit.kv_head * call.group_heads + h),
                       task.q.row_stride, buffers.rows);
-      micro.transpose_rows(rows_of(t), call.words, call.sign, buffers.rows.data, buffers.rows.panel_stride,
+      micro.transpose_rows(rows_of(t), call.words, query_sign(scores), buffers.rows.data, buffers.rows.panel_stride,
                            buffers.queries + (h * tiles + t) * Buffers::query_floats(call));
     }
   }
@@ -161,7 +162,7 @@ void work(const KernelCall& call, const WorkItem& item, float* scratch) {
     for (int64_t h = 0; h < call.group_heads; ++h) {
       for (int64_t t = 0; t < tiles; ++t) {
         const Visible visible = keys_visible_from(mask, item.begin + t * kTileRows, start, step.end);
-        attend(call, step, rows_of(t), visible, h * tiles + t, buffers);
+        attend(call, scores, step, rows_of(t), visible, h * tiles + t, buffers);
       }
     }
   }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -101,8 +102,6 @@ struct KernelCall {
   int64_t columns = 0;                       // columns of dq and dk as products
   int64_t v_columns = 0;                     // columns of out and dv as products
   int64_t item_rows = 0;                     // most query rows of a work item
-  float scale = 0.f;                         // factor on scores in the softmax, > 0
-  int sign = 1;                              // factor on queries before that; scale * sign is the problem's scale
 
   KernelCall() = default;
   KernelCall(const Problem& p, const MicroKernel& m);
@@ -111,7 +110,12 @@ struct KernelCall {
   /// Number of rows that `rows` rows take when packed as pairs.
   int64_t row_words(int64_t rows) const { return (rows + micro->word_elements - 1) / micro->word_elements; }
   const KeyGroup& group_of(const Unit& unit) const { return problem->groups[static_cast<size_t>(unit.group)]; }
+  const Scores& scores_of(const Unit& unit) const { return problem->scores_of(group_of(unit)); }
 };
+
+// A scale is a factor on queries times a factor on scores in the softmax. With scale 0 the queries become zero.
+inline int query_sign(const Scores& scores) { return scores.scale > 0.f ? 1 : scores.scale < 0.f ? -1 : 0; }
+inline float softmax_scale(const Scores& scores) { return scores.scale == 0.f ? 1.f : std::abs(scores.scale); }
 
 /// A pass over the items of a batch: the work, and how much scratch an item needs at most.
 struct Pass {

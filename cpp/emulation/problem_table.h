@@ -25,14 +25,14 @@ class ProblemParts {
       blocks_.insert(blocks_.end(), g.blocks.begin(), g.blocks.end());
       grads_.insert(grads_.end(), g.grads.begin(), g.grads.end());
     }
-    parts_ = {transport::table_value("problem", problem), table_part("groups of tasks", problem.groups),
-              table_part("tasks", problem.tasks), table_part("key blocks", blocks_),
-              table_part("runs of key gradients", grads_)};
+    parts_ = {transport::table_value("problem", problem),  table_part("groups of tasks", problem.groups),
+              table_part("tasks", problem.tasks),          table_part("key blocks", blocks_),
+              table_part("runs of key gradients", grads_), table_part("scores", problem.scores)};
     return parts_;
   }
 
  private:
-  std::array<transport::TablePart, 5> parts_;
+  std::array<transport::TablePart, 6> parts_;
   std::vector<int64_t> blocks_;
   std::vector<attention::KeyGradRun> grads_;
 };
@@ -51,6 +51,7 @@ class KeptProblem {
     problem.tasks = part(2, static_cast<const attention::Task*>(nullptr));
     auto blocks = part(3, static_cast<const int64_t*>(nullptr));
     auto grads = part(4, static_cast<const attention::KeyGradRun*>(nullptr));
+    problem.scores = part(5, static_cast<const attention::Scores*>(nullptr));
     for (attention::KeyGroup& g : groups_) {
       g.blocks = blocks.first(g.blocks.size());
       g.grads = grads.first(g.grads.size());

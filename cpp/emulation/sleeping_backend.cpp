@@ -31,7 +31,8 @@ class SleepingBackend final : public WrappingBackend {
     for (const attention::Task& task : problem.tasks) {
       const attention::KeyGroup& group = problem.groups[static_cast<size_t>(task.group)];
       const int64_t heads = group.kv_heads * problem.heads.group_heads();
-      units += static_cast<double>(heads * pass.cost.cost({group.kv_end, problem.mask}, task.q_begin, task.q_end));
+      const plan::Document document = {group.kv_end, problem.scores_of(group).mask};
+      units += static_cast<double>(heads * pass.cost.cost(document, task.q_begin, task.q_end));
     }
     ::prctl(PR_SET_TIMERSLACK, 1UL);  // for this thread: sleeps end when they should, not 50 us later
     std::this_thread::sleep_until(begin + std::chrono::nanoseconds(std::llround(units * pass.unit_ns)));

@@ -56,7 +56,12 @@ attention::Problem ServerTasks::problem(const plan::SliceView& slice, const Aren
     tasks_.push_back(task_of(slice, arena, t));
     tasks_.back().group = t.group - first_group;
   }
-  return {arena.heads, slice.scores()[0].mask(), scores.scale, groups_, tasks_, scores.softcap, scores.deterministic};
+  scores_.clear();
+  for (const plan::ScoresRow& s : slice.scores()) {
+    scores_.push_back({s.mask(), s.scale == plan::kOfTheCall ? scores.scale : plan::score_value(s.scale),
+                       s.softcap == plan::kOfTheCall ? scores.softcap : plan::score_value(s.softcap)});
+  }
+  return {arena.heads, scores_, groups_, tasks_, scores.deterministic};
 }
 
 attention::KeyGroup ServerTasks::key_group(const plan::SliceView& slice, const Arena& arena, const plan::GroupRow& g) {
@@ -64,6 +69,7 @@ attention::KeyGroup ServerTasks::key_group(const plan::SliceView& slice, const A
   const KvHeads heads = heads_of(g);
   attention::KeyGroup group;
   group.kv_heads = heads.end - heads.begin;
+  group.scores = g.scores;
   group.kv_begin = g.kv_begin;
   group.kv_end = g.kv_end;
   group.first_block = g.first_block;

@@ -26,6 +26,7 @@ class ServerTasks {
   std::span<const attention::KeyGradRun> add_gradient_runs(const plan::SliceView& slice, const Arena& arena,
                                                            const plan::GroupRow& g);
 
+  std::vector<attention::Scores> scores_;
   std::vector<attention::KeyGroup> groups_;
   std::vector<attention::Task> tasks_;
   std::vector<attention::KeyGradRun> grads_;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <utility>
 #include <vector>
 
 #include "common/align.h"
@@ -31,7 +32,8 @@ ScalarType scalar_type(DType dtype) {
                                     : ScalarType::BFloat16;
 }
 
-/// Groups of a problem with the same heads, packed: their query rows one after another, and their keys likewise.
+/// Groups of a problem with the same number of heads and the same scores, packed: their query rows one after another,
+/// and their keys likewise.
 struct Pack {
   struct Group {
     const KeyGroup* group;
@@ -42,23 +44,29 @@ struct Pack {
     int64_t q_row;
   };
   HeadShape heads;
+  FlashOptions options;
   std::vector<Group> groups;
   std::vector<Member> members;
   std::vector<LocalTask> tasks;
   int64_t q_rows = 0, kv_rows = 0;
 };
 
-/// Packs a problem's groups by their heads, because one call of flash attention takes one number of heads.
+/// Packs a problem's groups by their heads and scores, because one call of flash attention takes one number of heads,
+/// one mask and one scale.
 std::vector<Pack> pack_groups(const Problem& p) {
-  std::map<int64_t, Pack> packs;
+  attention::check_scores(p);
+  std::map<std::pair<int64_t, int64_t>, Pack> packs;
   for (const KeyGroup& g : p.groups) {
-    Pack& pack = packs[g.kv_heads];
+    const attention::Scores& scores = p.scores_of(g);
+    const Mask& mask = scores.mask;
+    Pack& pack = packs[{g.kv_heads, g.scores}];
     pack.heads = p.heads.with_kv_heads(g.kv_heads);
+    pack.options = {mask, scores.scale};
     pack.groups.push_back({&g, pack.kv_rows});
     for (int64_t i = g.task_begin; i < g.task_end; ++i) {
       const Task& t = p.tasks[static_cast<size_t>(i)];
-      const int64_t first_key = std::max(g.kv_begin, p.mask.first_key(t.q_begin));
-      const int64_t end_key = std::min(g.kv_end, p.mask.end_key(t.q_end - 1, g.kv_end));
+      const int64_t first_key = std::max(g.kv_begin, mask.first_key(t.q_begin));
+      const int64_t end_key = std::min(g.kv_end, mask.end_key(t.q_end - 1, g.kv_end));
       pack.tasks.push_back({pack.q_rows, pack.q_rows + t.q_end - t.q_begin, pack.kv_rows + first_key - g.kv_begin,
                             pack.kv_rows + end_key - g.kv_begin});
       pack.members.push_back({&t, pack.q_rows});
@@ -154,7 +162,7 @@ class AtenBackend final : public runtime::Backend {
       const HeadShape& h = pack.heads;
       const Tensor q = gather(pack, h.q_heads, h.dim, scalar_type(h.dtype), &Task::q);
       const auto [k, v] = gather_keys(pack);
-      const auto [out, lse] = flash_forward(q, k, v, pack.tasks, {p.mask, p.scale});
+      const auto [out, lse] = flash_forward(q, k, v, pack.tasks, pack.options);
       scatter(pack, out, &Task::out);
       scatter(pack, torch::stable::unsqueeze(lse, 2), &Task::lse);
     }
@@ -170,7 +178,7 @@ class AtenBackend final : public runtime::Backend {
       const Tensor delta = gather(pack, h.q_heads, 1, ScalarType::Float, &Task::delta);
       const auto [k, v] = gather_keys(pack);
       const auto [dq, dk, dv] =
-          flash_backward(dout, q, k, v, stand_in_for_out(dout, delta), lse, pack.tasks, {p.mask, p.scale});
+          flash_backward(dout, q, k, v, stand_in_for_out(dout, delta), lse, pack.tasks, pack.options);
       scatter(pack, dq, &Task::dq);
       scatter_key_gradients(pack, dk, dv);
     }

@@ -120,7 +120,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
                                              double softcap, bool deterministic, Workspace& w) {
   return guarded([&] {
     const HeadShape heads = heads_of(q, k, v);
-    const float factor = scale_or_default(scale, heads), cap = checked_softcap(softcap);
+    const attention::Scores scores{Mask{}, scale_or_default(scale, heads), checked_softcap(softcap)};
     const float* const sink_values = sinks_of(sinks, q, heads);
     read_tasks(w.sorted, tasks, q.size(0), k.size(0));
     group_tasks(w, heads.kv_heads, rows_of(k, "k"), rows_of(v, "v"));
@@ -136,7 +136,7 @@ std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, c
       w.tasks[i].out = rows_of(out, "out").from_row(row);
       w.tasks[i].lse = scalars_of(lse, "lse").from_row(row);
     }
-    w.backend->forward({heads, Mask{}, factor, w.groups, w.tasks, cap, deterministic}, torch_threads());
+    w.backend->forward({heads, {&scores, 1}, w.groups, w.tasks, deterministic}, torch_threads());
     if (sink_values != nullptr) {
       w.backend->add_sinks(heads, q.size(0), rows_of(out, "out"), scalars_of(lse, "lse"), sink_values, torch_threads());
     }
@@ -151,7 +151,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
                                                       Workspace& w) {
   return guarded([&] {
     const HeadShape heads = heads_of(q, k, v);
-    const float factor = scale_or_default(scale, heads), cap = checked_softcap(softcap);
+    const attention::Scores scores{Mask{}, scale_or_default(scale, heads), checked_softcap(softcap)};
     sinks_of(sinks, q, heads);  // they are in lse; here they are only checked
     const int64_t rows = q.size(0);
     const Tensor dout = with_dense_rows(dout_any);
@@ -193,7 +193,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
       w.grads.push_back({0, g.kv_end, heads.dtype, rows_of(dk, "dk").from_row(row), rows_of(dv, "dv").from_row(row)});
       g.grads = std::span(w.grads).last(1);
     }
-    w.backend->backward({heads, Mask{}, factor, w.groups, w.tasks, cap, deterministic}, torch_threads());
+    w.backend->backward({heads, {&scores, 1}, w.groups, w.tasks, deterministic}, torch_threads());
     return std::tuple{dq, dk, dv};
   });
 }
