@@ -38,6 +38,7 @@ from distca.planner.memory import MemoryReport
 from distca.planner.plan import Plan, Plans
 from distca.planner.plan_ahead import PlanAhead
 from distca.planner.planning import memory_report, plan, plans
+from distca.planner.scores import Scores
 from distca.planner.stats import ArenaBytes, PlanStats, Task, Transfer
 from distca.recording import Recording
 from distca.registry import get_context
@@ -83,6 +84,7 @@ __all__ = [
     "RankError",
     "Recording",
     "PingPong",
+    "Scores",
     "Step",
     "attend",
     "collect",

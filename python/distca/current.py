@@ -10,13 +10,24 @@ from typing import NamedTuple
 from distca.context import Context
 from distca.errors import InvalidArgumentError
 from distca.planner.plan import Plan, Plans
+from distca.planner.plan_source import PlanSource
 
 
 class Current(NamedTuple):
     """A plan and the context of its steps."""
 
-    plan: Plan | Plans
+    plan: Plan | Plans | PlanSource
     context: Context | str
+
+    @property
+    def made(self) -> Plan | Plans:
+        """The plan of the next step, or the plans by window."""
+        return self.plan.upcoming() if isinstance(self.plan, PlanSource) else self.plan
+
+    @property
+    def longest_document(self) -> int:
+        """Rows of the batch's longest document, on whatever rank."""
+        return self.plan.longest_document() if isinstance(self.plan, PlanSource) else self.plan.layout.longest_document
 
 
 # Each thread has its own value (loopback ranks are threads), and so has each half of a ping-pong.
@@ -29,7 +40,7 @@ def current() -> Current | None:
 
 
 @contextmanager
-def using(plan: Plan | Plans, *, context: Context | str = "default") -> Iterator[None]:
+def using(plan: Plan | Plans | PlanSource, *, context: Context | str = "default") -> Iterator[None]:
     """Makes a plan current: models of transformers called inside take it as if it were their keyword ``plan``::
 
         with distca.using(plan):
@@ -41,14 +52,15 @@ def using(plan: Plan | Plans, *, context: Context | str = "default") -> Iterator
     it. Backward may run outside, unless the caller's own activation checkpointing runs a layer again in it.
 
     Args:
-        plan: the plan of the step, or the plans if layers differ in their sliding window.
+        plan: the plan of the step, or the plans if layers differ in their sliding window, or the ``plan`` of
+            `distca.pipeline.Ticks`.
         context: the context or its name.
 
     Raises:
-        InvalidArgumentError: on entering, if `plan` is neither a Plan nor Plans; later, as from a model's call with
+        InvalidArgumentError: on entering, if `plan` is none of these; later, as from a model's call with
             ``plan``.
     """
-    if not isinstance(plan, Plan | Plans):
+    if not isinstance(plan, Plan | Plans | PlanSource):
         raise InvalidArgumentError(f"using: plan is a {type(plan).__name__}; a distca.Plan or distca.Plans is expected")
     before = _current.set(Current(plan, context))
     try:

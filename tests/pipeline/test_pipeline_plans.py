@@ -94,11 +94,26 @@ def test_later_steps_leave_out_stages_with_fewer_layers() -> None:
         assert [layout.num_rows(rank) > 0 for rank in STAGES[1]] == [tick.work[1] is not None] * 2
 
 
-def test_windows_are_those_of_the_layers_of_a_chunk() -> None:
-    plans = _plans(layers=3, windows=[None, 64, None])
+def test_windows_are_those_of_the_layers_of_the_model() -> None:
+    plans = _plans(layers=3, windows=[None, 64, None] * 2)
     for tick in range(len(plans.table)):
         assert [plans.plan(tick, step).window for step in range(3)] == [None, 64, None]
         assert plans.plan(tick, 0) is plans.plan(tick, 2)
+
+
+def test_stages_have_the_windows_of_their_own_layers_in_one_step() -> None:
+    plans = _plans(layers=[1, 2], chunks=2, windows=[None, 8, 16, 4, None, 32])
+    of_layers = [[[None], [8, 16]], [[4], [None, 32]]]
+    seen = set()
+    for number, tick in enumerate(plans.table):
+        for stage, ranks in enumerate(STAGES):
+            if (work := tick.work[stage]) is None:
+                continue
+            for step, window in enumerate(of_layers[work.chunk][stage]):
+                mine = plans.plan(number, step).for_rank(ranks[0])
+                assert mine.window == window, (number, stage, step)
+                seen.add((stage, work.chunk, step))
+    assert len(seen) == 6
 
 
 def test_plans_that_were_made_for_a_context_can_be_pickled() -> None:
@@ -124,7 +139,10 @@ def test_evaluation_has_the_plans_of_the_forward_ticks() -> None:
         ({"stages": []}, "no stages"),
         ({"layers": [1]}, "one for each of 2 stages"),
         ({"layers": 0}, "layers = 0"),
-        ({"windows": [None, 3]}, "2 windows for the 1 layers"),
+        ({"windows": [None]}, "windows of 1 layers; the stages have 2 layers"),
+        ({"windows": [None] * 2, "scores": [distca.Scores()] * 2}, "windows are given, and scores as well"),
+        ({"scores": [3, 4]}, "scores of a layer"),
+        ({"mask": "full"}, "mask = 'full' cannot be given"),
         ({"rank": 4}, "rank = 4; 0 to 3"),
         ({"retain_bytes": 10}, "retain_bytes = 10 cannot be given"),
         ({"label": "mine"}, "label = 'mine' cannot be given"),

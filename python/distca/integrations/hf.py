@@ -53,6 +53,7 @@ from distca.integrations.hf_ping_pong import plan_halves as plan_halves
 from distca.ops import core_attention
 from distca.planner.layout import Layout
 from distca.planner.plan import Plan, Plans
+from distca.planner.plan_source import PlanSource
 from distca.planner.planning import plans
 from distca.registry import find_context, get_context
 
@@ -146,7 +147,7 @@ def distca_attention(
     value: torch.Tensor,
     attention_mask: DeferredMask | torch.Tensor | None,
     *,
-    plan: Plan | Plans | None = None,
+    plan: Plan | Plans | PlanSource | None = None,
     distca_context: Context | str = "default",
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -160,7 +161,7 @@ def distca_attention(
         key: [1, Hkv, T, D].
         value: [1, Hkv, T, Dv].
         attention_mask: the result of `distca_mask`.
-        plan: the plan or plans; by default the current one.
+        plan: the plan or plans, or the ``plan`` of `distca.pipeline.Ticks`; by default the current one.
         distca_context: the context or its name.
         dropout: attention dropout, which must be 0 with a plan.
         scaling: factor on the logits; ``D ** -0.5`` by default.
@@ -202,7 +203,9 @@ def distca_attention(
     return out.unsqueeze(0), None
 
 
-def _current_plan(module: torch.nn.Module, distca_context: Context | str) -> tuple[Plan | Plans | None, Context | str]:
+def _current_plan(
+    module: torch.nn.Module, distca_context: Context | str
+) -> tuple[Plan | Plans | PlanSource | None, Context | str]:
     """The current plan and its context, for layers that no keyword reaches."""
     if torch.compiler.is_compiling() and not drops_keywords(module):  # the next line would break a compiler's graph
         return None, distca_context
@@ -246,10 +249,12 @@ def _name_of_layer(module: torch.nn.Module) -> str | None:
     return f"{index} ({type(module).__name__})"
 
 
-def _plan_of_layer(plan: Plan | Plans, sliding_window: int | None) -> Plan:
+def _plan_of_layer(plan: Plan | Plans | PlanSource, sliding_window: int | None) -> Plan:
     """The plan for a layer. transformers' window W lets row q see key k if q - k < W, and so does a plan's window."""
     if isinstance(plan, Plans):
         return plan.for_window(sliding_window)
+    if isinstance(plan, PlanSource):
+        plan = plan.upcoming()
     if not isinstance(plan, Plan):
         refuse_other_plan(plan)
     refuse(plan.mask != "causal", f"the plan's mask is {plan.mask}; a causal one is needed")
@@ -266,16 +271,16 @@ def _checked_plan(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
-    plan: Plan | Plans,
+    plan: Plan | Plans | PlanSource,
     attention_mask: DeferredMask | torch.Tensor | None,
     dropout: float,
     kwargs: dict[str, Any],
-) -> Plan:
-    """The layer's plan. Raises InvalidArgumentError if the plan does not express what the layer asks for."""
+) -> Plan | PlanSource:
+    """The layer's plan, or what finds it. Raises InvalidArgumentError if it lacks what the layer asks for."""
     found = _plan_of_layer(plan, kwargs.get("sliding_window"))
     _check_call(module, query, key, found, dropout, kwargs)
     _check_mask(attention_mask, kwargs.get("sliding_window"))
-    return found
+    return plan if isinstance(plan, PlanSource) else found
 
 
 def _check_call(

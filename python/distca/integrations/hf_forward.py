@@ -42,6 +42,7 @@ from distca.integrations.hf_rope import depends_on_longest
 from distca.pingpong.turns import in_half
 from distca.planner.layout import PADDING, Layout
 from distca.planner.plan import Plan, Plans
+from distca.planner.plan_source import PlanSource
 from distca.registry import find_context
 
 
@@ -82,10 +83,11 @@ def check_plan_not_needed(training: bool, distca_context: Context | str) -> None
 
 
 def refuse_other_plan(plan: object) -> NoReturn:
-    """Raises InvalidArgumentError for what is neither a Plan nor Plans."""
+    """Raises InvalidArgumentError for what is no plan."""
     refuse(hasattr(plan, "halves"), "the plan is one of halves, the model is not in ping-pong: hf.ping_pong(model)")
     raise InvalidArgumentError(
-        f'attn_implementation="{NAME}": plan is a {type(plan).__name__}, must be a distca.Plan or distca.Plans'
+        f'attn_implementation="{NAME}": plan is a {type(plan).__name__}, must be a distca.Plan, distca.Plans or the '
+        "plan of distca.pipeline.Ticks"
     )
 
 
@@ -104,7 +106,7 @@ def with_plan(
     plan, context = here
     found = find_context(context)
     with refusals_told(found):
-        _check(model, plan, args, kwargs)
+        _check(model, here.made, args, kwargs)
     takes_keywords = _parameters(type(model).forward)[1]
     _keep_plan_in_checkpoints(model)
     kwargs = {name: value for name, value in kwargs.items() if name not in ("plan", "distca_context")}
@@ -288,7 +290,7 @@ def _call(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         return _call_module(self, *args, **kwargs)
     run = functools.partial(_call_module, self)
     if not takes_plans(self.config):
-        if isinstance(plan, Plan | Plans):
+        if isinstance(plan, Plan | Plans | PlanSource):
             refuse(
                 True,
                 f"the model was given a plan, but its attn_implementation is {self.config._attn_implementation!r}, "
@@ -298,7 +300,7 @@ def _call(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     if plan is None:
         here = current()
         assert here is not None
-    elif isinstance(plan, Plan | Plans):
+    elif isinstance(plan, Plan | Plans | PlanSource):
         here = Current(plan, kwargs.get("distca_context", "default"))
     elif hasattr(plan, "halves") and hasattr(self, "takes_halves"):  # each half calls again with its plan
         check_loss(self, plan.layout, kwargs)

@@ -42,7 +42,7 @@ def _append_longest(
         return None
     _forget_longest(module)
     given = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-    last = given.new_full((*given.shape[:-1], 1), here.plan.layout.longest_document - 1)
+    last = given.new_full((*given.shape[:-1], 1), here.longest_document - 1)
     positions = torch.cat([given, last], dim=-1)
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": positions}

@@ -146,8 +146,8 @@ class CurrentTick:
             request.wait()
         return received
 
-    def take_forward(self, half: int | None) -> int:
-        """The number of the next forward step of the tick, which the model (or that half of it) begins."""
+    def next_forward(self, half: int | None) -> int:
+        """The number of the forward step of the tick that the model (or that half of it) begins next."""
         taken = self._taken[half or 0]
         if taken == len(self._forwards):
             plans = self._ticks.plans
@@ -157,8 +157,13 @@ class CurrentTick:
                 f"steps: {len(self._forwards)}. What to change: layers= of PipelinePlans "
                 f"({plans.layers[plans.stage]} for this stage), or recompute= of Ticks"
             )
-        self._taken[half or 0] += 1
         return self._forwards[taken]
+
+    def take_forward(self, half: int | None) -> int:
+        """Counts the forward step that the model (or that half of it) begins now, and returns its number."""
+        step = self.next_forward(half)
+        self._taken[half or 0] += 1
+        return step
 
 
 def _operation(kind: Any, tensor: torch.Tensor, ranks: list[int], plans: PipelinePlans, group: Any) -> dist.P2POp:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from distca.context import Context
 
+
 class PipelinePlans:
     """The plans of every tick of an iteration, seen from one rank.
 

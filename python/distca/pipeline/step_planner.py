@@ -77,9 +77,7 @@ class StepPlanner:
         ):
             mask, window, *_ = parts[0].scores if parts else Scores()
             return plan_of(layout, mask=mask, window=window, label=label, **self._options)
-        scores = [
-            part.scores for part in parts for _ in range(len(self._layouts[part.microbatch].document_lengths))
-        ]
+        scores = [part.scores for part in parts for _ in range(len(self._layouts[part.microbatch].document_lengths))]
         return plan_of(layout, scores=scores, label=label, **self._options)
 
 

@@ -15,6 +15,7 @@ from distca.planner.plan_source import PlanSource, Resolved, StepOfTick
 
 if TYPE_CHECKING:
     from distca.pipeline.ticks import Ticks
+    from distca.planner.plan import Plan
 
 
 class TickPlan(PlanSource):
@@ -39,6 +40,17 @@ class TickPlan(PlanSource):
         """Raises InvalidArgumentError, and tells the other ranks, unless the half has taken its steps of forward."""
         if self._half is not None and self._ticks.plans.halves is not None:
             self._ticks.current.check_half_over(self._half)
+
+    def upcoming(self) -> Plan:
+        """The plan of the forward step that comes next in the current tick. The step is not begun."""
+        ticks, tick, half = self._ticks, self._ticks.current, self._half
+        self._check_halves(tick.name)
+        return ticks.plans.plan(tick.number, tick.next_forward(half), half)
+
+    def longest_document(self) -> int:
+        """Rows of the longest document of the current micro-batch."""
+        work = self._ticks.current.work
+        return 0 if work is None else self._ticks.plans.layouts[work.microbatch].longest_document
 
     def resolve(self, layer: int | str | None) -> Resolved:
         """The plans of a call that begins now, and what the ranks compare."""

@@ -50,6 +50,14 @@ class PlanSource(ABC):
         """The plans of a call that begins now. `layer` is the layer that the caller gave, if any."""
 
     @abstractmethod
+    def upcoming(self) -> Plan:
+        """The plan of the forward step that comes next. The step is not begun."""
+
+    @abstractmethod
+    def longest_document(self) -> int:
+        """Rows of the longest document of the batch that the model has now, on whatever rank."""
+
+    @abstractmethod
     def for_parts(self, half: int) -> PlanSource:
         """What a half of a ping-pong, 0 or 1, gets in the place of this."""
 

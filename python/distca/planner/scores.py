@@ -31,9 +31,7 @@ class Scores(NamedTuple):
     def check(self, function: str) -> None:
         """Raises InvalidArgumentError if a value is out of range."""
         if not isinstance(self.mask, str) or self.mask not in MASKS:
-            raise InvalidArgumentError(
-                f"{function}: mask = {self.mask!r}; {', '.join(map(repr, MASKS))} are allowed"
-            )
+            raise InvalidArgumentError(f"{function}: mask = {self.mask!r}; {', '.join(map(repr, MASKS))} are allowed")
         if self.window is not None and not is_whole(self.window, 1):
             raise InvalidArgumentError(
                 f"{function}: window = {self.window!r}; None or a positive number of keys is allowed"

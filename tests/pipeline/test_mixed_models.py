@@ -1,0 +1,150 @@
+"""Models of transformers whose layers differ are pipelined: Gemma 2 and 3 (windows, softcap), gpt-oss (sinks)."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import distca
+from distca import pipeline
+from support.models import FAMILIES, GQA, VOCABULARY, WINDOW
+from support.ranks import launch
+
+DATA, MICROBATCHES = 2, 3
+DOCUMENTS = [[[90], [20, 70]], [[30, 60], [90]], [[9] * 10, [85, 5]]]
+#: Of the model's four layers. With one layer in the first stage and three in the second, every step mixes kinds.
+KINDS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+
+
+class Case(NamedTuple):
+    family: str
+    layers: tuple[int, ...]
+    recompute: bool = False
+
+
+CASES = [
+    Case("gemma3", (2, 2)),
+    Case("gemma3", (1, 3), recompute=True),
+    Case("gemma2", (1, 3)),
+    Case("gpt_oss", (1, 3)),
+    Case("gpt_oss", (2, 2), recompute=True),
+]
+
+
+def _model(family: str, attention: str) -> Any:
+    options = FAMILIES[family].options | {"num_hidden_layers": len(KINDS), "layer_types": KINDS}
+    options |= {"experts_implementation": "eager"} if family == "gpt_oss" else {}  # others have no float64
+    return dataclasses.replace(FAMILIES[family], options=options).model(attention)
+
+
+def _tokens(microbatch: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs, targets and positions of a rank's documents."""
+    lengths = DOCUMENTS[microbatch][rank]
+    generator = torch.Generator().manual_seed(100 * microbatch + rank)
+    ids, targets = (torch.randint(2, VOCABULARY, (sum(lengths),), generator=generator) for _ in range(2))
+    return ids, targets, torch.cat([torch.arange(n) for n in lengths])
+
+
+def _loss(model: Any, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    logits = model.lm_head(h)
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return F.cross_entropy(cap * torch.tanh(logits / cap) if cap else logits, targets, reduction="sum")
+
+
+def _cut(model: Any, begin: int, end: int) -> Any:
+    """The model's layers [begin, end) as a model of their own, which shares their parameters."""
+    stage = copy.copy(model.model)
+    stage._modules = dict(stage._modules)
+    stage.layers = nn.ModuleList(stage.layers[begin:end])
+    if end < len(model.model.layers):
+        stage.norm = nn.Identity()
+    stage.config = copy.deepcopy(stage.config)
+    stage.config.num_hidden_layers, stage.config.layer_types = end - begin, KINDS[begin:end]
+    return stage
+
+
+def _run(case: Case) -> tuple[float, dict[str, torch.Tensor]]:
+    """One rank's losses and gradients."""
+    stages = [[0, 1], [2, 3]]
+    with distca.init(max_tokens=256, heads=GQA, timeout=30) as context:
+        plans = pipeline.PipelinePlans(
+            [distca.Layout.from_documents(lengths) for lengths in DOCUMENTS],
+            GQA,
+            stages=stages,
+            layers=case.layers,
+            windows=[WINDOW if kind == "sliding_attention" else None for kind in KINDS],
+            context=context,
+            tolerance=0.02,
+            min_rows=8,
+        )
+        model = _model(case.family, "distca")
+        ticks = pipeline.Ticks(
+            plans,
+            context=context,
+            recompute="layer" if case.recompute else None,
+            scale=model.model.layers[0].self_attn.scaling,
+            softcap=getattr(model.config, "attn_logit_softcapping", None) or 0.0,
+        )
+        begin = sum(case.layers[: plans.stage])
+        part = _cut(model, begin, begin + case.layers[plans.stage])
+        if case.recompute:
+            part.gradient_checkpointing_enable({"use_reentrant": False})
+
+        def stage(work: pipeline.Work, x: torch.Tensor | None) -> torch.Tensor:
+            ids, targets, positions = _tokens(work.microbatch, plans.index)
+            rows = {"input_ids": ids[None]} if x is None else {"inputs_embeds": x[None]}
+            h = part(**rows, position_ids=positions[None], use_cache=False, plan=ticks.plan, distca_context=context)
+            h = ticks.pad(h.last_hidden_state[0])
+            return h if plans.stage == 0 else _loss(model, h, targets)
+
+        losses = ticks.run(stage, like=torch.empty(0, model.config.hidden_size))
+        assert plans.stats.imbalance_after < 1.1
+        dist.barrier()
+    return float(sum(losses)), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _alone(family: str, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and the gradients of one process that computes each document by itself."""
+    model, total = _model(family, FAMILIES[family].reference).to(dtype), 0.0
+    for microbatch in range(MICROBATCHES):
+        for rank in range(DATA):
+            ids, targets, _ = _tokens(microbatch, rank)
+            lengths = DOCUMENTS[microbatch][rank]
+            for document, target in zip(ids.split(lengths), targets.split(lengths), strict=True):
+                h = model.model(input_ids=document[None], use_cache=False).last_hidden_state[0]
+                loss = _loss(model, h, target)
+                loss.backward()
+                total += loss.item()
+    return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _run_all(cases: list[Case]) -> list[Any]:
+    return [_run(case) for case in cases]
+
+
+def _error(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """The largest error of a gradient, over the tensor's largest entry."""
+    return max(float((found[name] - of).abs().max() / of.abs().max()) for name, of in right.items())
+
+
+def test_models_whose_layers_differ_are_exact_in_a_pipeline() -> None:
+    results = launch(_run_all, CASES, ranks=4)
+    for number, case in enumerate(CASES):
+        loss, gradients = _alone(case.family, torch.float64)
+        one_process = _error(_alone(case.family, torch.float32)[1], gradients)
+        found: dict[str, torch.Tensor] = {}
+        for of_rank in results:
+            for name, gradient in of_rank[number][1].items():
+                found[name] = found.get(name, 0) + gradient
+        assert set(found) == set(gradients), case
+        assert sum(of_rank[number][0] for of_rank in results) == pytest.approx(loss, rel=1e-6), case
+        error = _error(found, gradients)
+        print(case, f"{error:.1e}, one process in float32 {one_process:.1e}")
+        assert error < max(1e-6, 1.5 * one_process), case
