@@ -64,22 +64,20 @@ std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int6
   options.overlap = overlap;
   options.label = std::move(label);
   const py::gil_scoped_release release;
+  std::optional<std::vector<plan::GivenTask>> given;
   if (tasks) {
-    std::vector<plan::GivenTask> given;
+    given.emplace();
     for (const auto& [document, q_begin, q_end, kv_head_begin, kv_head_end, server] : *tasks)
-      given.push_back({document, q_begin, q_end, kv_head_begin, kv_head_end, server});
-    return std::make_shared<plan::Plan>(std::move(layout), options, given);
-  }
-  if (like) {
+      given->push_back({document, q_begin, q_end, kv_head_begin, kv_head_end, server});
+  } else if (like) {
     require(std::ssize(servers_of_like) == like->layout().num_ranks(), "plan: ", servers_of_like.size(),
             " servers for a schedule of ", like->layout().num_ranks(), " ranks");
-    std::vector<plan::GivenTask> given;
+    given.emplace();
     for (const plan::Task& t : like->tasks())
-      given.push_back({t.document, t.q_begin, t.q_end, t.kv_head_begin, t.kv_head_end,
-                       servers_of_like[static_cast<size_t>(t.server)]});
-    return std::make_shared<plan::Plan>(std::move(layout), options, given);
+      given->push_back({t.document, t.q_begin, t.q_end, t.kv_head_begin, t.kv_head_end,
+                        servers_of_like[static_cast<size_t>(t.server)]});
   }
-  return std::make_shared<plan::Plan>(std::move(layout), options);
+  return std::make_shared<plan::Plan>(std::move(layout), options, given);
 }
 
 py::dict stats_of(const plan::Plan& p) {
