@@ -58,6 +58,7 @@ class PipelinePlans:
         stages: as above.
         layouts: as above.
         halves: as above.
+        parts: what each step has a plan for: ``(None,)``, or with halves ``(0, 1)``.
         layers: number of layers of each stage's chunks.
         heads: head shape and dtype of the layers.
         rank: the rank that the plans are seen from.
@@ -102,28 +103,21 @@ class PipelinePlans:
         self.heads = heads
         self.halves = None if halves is None else checked_halves(halves, self.layouts)
         options = {"heads": heads, "context": context, "rank": rank, "overlap": self.halves is not None, **options}
-        planners = [
-            _Planner(layouts, self.stages, options)
-            for layouts in (
-                [self.layouts]
-                if self.halves is None
-                else [[both[half].layout for both in self.halves] for half in range(2)]
-            )
-        ]
-        #: The plans of each tick: one after another those of its steps, each those of the first and the second half.
+        self.parts: tuple[int | None, ...] = (None,) if halves is None else (0, 1)
+        planners = [_Planner(self._layouts_of(part), self.stages, options) for part in self.parts]
+        #: The plans of each tick: those of its first step, of all parts, then those of the next one.
         self._plans = [self._plans_of(number, planners) for number in range(len(self.table))]
 
     def plan(self, tick: int, step: int, half: int | None = None) -> Plan:
         """The plan of one step of a tick. Several steps may share it. With halves, 0 or 1 says of which half."""
-        if (half is None) != (self.halves is None):
+        if half not in self.parts:
             raise InvalidArgumentError(f"PipelinePlans: half = {half!r}; 0 or 1 with halves, None without them")
-        return self._plans[tick][step if half is None else 2 * step + half]
+        return self._plans[tick][len(self.parts) * step + self.parts.index(half)]
 
     def label(self, tick: int, half: int | None = None) -> str:
         """The label of the plans of a tick, or of one half of it."""
-        return f"tick {tick} of {len(self.table)}, {self.table[tick].phase}" + (
-            "" if half is None else f", {HALVES[half]}"
-        )
+        of_half = "" if half is None else f", {HALVES[half]}"
+        return f"tick {tick} of {len(self.table)}, {self.table[tick].phase}{of_half}"
 
     @property
     def depth(self) -> int:
@@ -154,6 +148,11 @@ class PipelinePlans:
         ]
         return PipelineStats(ticks)
 
+    def _layouts_of(self, part: int | None) -> list[Layout]:
+        if self.halves is None or part is None:
+            return self.layouts
+        return [halves[part].layout for halves in self.halves]
+
     def _halves_of(self, microbatch: int) -> tuple[Half, Half]:
         if self.halves is None:
             raise InvalidArgumentError(
@@ -164,16 +163,15 @@ class PipelinePlans:
 
     def _plans_of(self, number: int, planners: Sequence[_Planner]) -> list[Plan]:
         tick = self.table[number]
-        of_tick: dict[tuple[int, _Microbatches, int | None], Plan] = {}
+        of_tick: dict[tuple[int | None, _Microbatches, int | None], Plan] = {}
         plans = []
         for step, window in enumerate(self._windows):
             microbatches = self._microbatches(tick.work, step)
-            for half, planner in enumerate(planners):
-                key = half, microbatches, window
+            for part, planner in zip(self.parts, planners, strict=True):
+                key = part, microbatches, window
                 if key not in of_tick:
-                    of_half = None if self.halves is None else half
-                    made = planner.plan(microbatches, window, self.label(number, of_half))
-                    of_tick[key] = made if of_half is None else made.for_parts(of_half)
+                    made = planner.plan(microbatches, window, self.label(number, part))
+                    of_tick[key] = made if part is None else made.for_parts(part)
                 plans.append(of_tick[key])
         return plans
 
