@@ -72,14 +72,14 @@ FAULTS = [
     Fault(
         "each half has the plans of the other",
         "python/distca/pipeline/plans.py",
-        "step if half is None else 2 * step + half",
-        "step if half is None else 2 * step + 1 - half",
+        "len(self.parts) * step + self.parts.index(half)",
+        "len(self.parts) * step + self.parts[::-1].index(half)",
         (HALVED_PLANS,),
     ),
     Fault(
         "what is run again of a half is a whole step",
         "python/distca/pipeline/plans.py",
-        "made if of_half is None else made.for_parts(of_half)",
+        "made if part is None else made.for_parts(part)",
         "made",
         (HALVED_MODEL,),
     ),

@@ -16,6 +16,7 @@ STAGES = [[0, 1], [2, 3]]
 LENGTHS = [[[600, 100, 300], [500, 500]], [[100] * 10, [990, 10]], [[400, 300, 300], [250] * 4]]
 LAYOUTS = [distca.Layout.from_documents(lengths) for lengths in LENGTHS]
 HALVES = [distca.halves(layout) for layout in LAYOUTS]
+OTHER = distca.Layout.from_documents([[600, 101, 299], [500, 500]])  # with as many documents as the first
 
 
 def _plans(**options: Any) -> PipelinePlans:
@@ -137,6 +138,7 @@ def test_gradients_reach_a_half_without_rows() -> None:
     [
         (HALVES[:2], "halves of 2 micro-batches, there are 3"),
         ([*HALVES[1:], HALVES[0]], "the halves of micro-batch 0 are not those of its layout"),
+        ([distca.halves(OTHER), *HALVES[1:]], "the halves of micro-batch 0 are not those of its layout"),
         ([(one, one) for one, _ in HALVES], "the halves of micro-batch 0 are not those of its layout"),
         (True, "halves is True; a pair of halves for each micro-batch"),
         ([HALVES[0], HALVES[1], HALVES[2][:1]], "halves of micro-batch 2 are"),

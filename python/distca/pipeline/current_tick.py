@@ -36,7 +36,6 @@ class CurrentTick:
         self.number = number
         self.phase, works = plans.table[number]
         self.work = works[plans.stage]
-        self._halves = range(1) if plans.halves is None else range(2)
         calls = calls_of_pass(self.phase, plans.depth, groups=ticks.groups, halves=plans.halves is not None)
         #: The steps of forward in the order of each half, or of the whole. Results that are saved count, too.
         self._forwards = [
@@ -44,7 +43,7 @@ class CurrentTick:
         ]
         is_saved = self.phase == "backward" and ticks.save_attention
         self.calls = [call for call in calls if call.phase == "backward" or not is_saved]
-        self._taken = [0 for _ in self._halves]  # forward steps that the model has taken
+        self._taken = [0 for _ in plans.parts]  # forward steps that the model has taken, of each half
         self._first = ticks.context.step
 
     @property
@@ -59,17 +58,15 @@ class CurrentTick:
             InvalidArgumentError: the stage has work.
             DistcaError: as in `distca.serve`.
         """
-        ticks = self._ticks
-        with refusals_told(ticks.context):
+        plans, context, options = self._ticks.plans, self._ticks.context, self._ticks.options
+        with refusals_told(context):
             if self.work is not None:
                 raise InvalidArgumentError(f"{self.name}: this stage has work, {self.work}; serve is for ticks without")
-        steps, context = range(ticks.plans.depth), ticks.context
-        halves = [None] if ticks.plans.halves is None else [0, 1]
-        served = [[ticks.plans.plan(self.number, step, half) for half in halves] for step in steps]
-        names = [[StepOfTick(ticks.plans.label(self.number, half), step) for half in halves] for step in steps]
-        sinks = [ticks.options["sinks"]] * len(steps)
-        with refusals_told(context):
-            serve_calls("serve", self.calls, served, names, context=context, **{**ticks.options, "sinks": sinks})
+            labels, steps = {part: plans.label(self.number, part) for part in plans.parts}, range(plans.depth)
+            served = [[plans.plan(self.number, step, part) for part in plans.parts] for step in steps]
+            names = [[StepOfTick(labels[part], step) for part in plans.parts] for step in steps]
+            sinks = {"sinks": [options["sinks"]] * plans.depth}
+            serve_calls("serve", self.calls, served, names, context=context, **{**options, **sinks})
 
     def check_complete(self) -> None:
         """Raises InvalidArgumentError, and tells the other ranks, unless all steps of the tick were taken."""

@@ -10,7 +10,7 @@ from distca.arguments import check_type, is_whole, listed
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.pipeline.halves import HALVES, checked_halves
-from distca.pipeline.step_planner import Part, Step, StepPlanner
+from distca.pipeline.step_planner import StageStep, Step, StepPlanner
 from distca.pipeline.tick_table import TickTable, Work, tick_table
 from distca.planner.halves import Half, join_halves
 from distca.planner.layout import Layout
@@ -58,6 +58,7 @@ class PipelinePlans:
         stages: as above.
         layouts: as above.
         halves: as above.
+        parts: what each step has a plan for: ``(None,)``, or with halves ``(0, 1)``.
         layers: number of layers of each stage's chunks.
         depth: the steps of a tick without recomputation: the layers of the deepest stage's chunks.
         heads: head shape and dtype of the layers.
@@ -105,28 +106,21 @@ class PipelinePlans:
         self.heads = heads
         self.halves = None if halves is None else checked_halves(halves, self.layouts)
         options = {"heads": heads, "context": context, "rank": rank, "overlap": self.halves is not None, **options}
-        planners = [
-            StepPlanner(layouts, self.stages, options)
-            for layouts in (
-                [self.layouts]
-                if self.halves is None
-                else [[both[half].layout for both in self.halves] for half in range(2)]
-            )
-        ]
-        #: The plans of each tick: one after another those of its steps, each those of the first and the second half.
+        self.parts: tuple[int | None, ...] = (None,) if halves is None else (0, 1)
+        planners = [StepPlanner(self._layouts_of(part), self.stages, options) for part in self.parts]
+        #: The plans of each tick: those of its first step, of all parts, then those of the next one.
         self._plans = [self._plans_of(number, planners) for number in range(len(self.table))]
 
     def plan(self, tick: int, step: int, half: int | None = None) -> Plan:
         """The plan of one step of a tick. Several steps may share it. With halves, 0 or 1 says of which half."""
-        if (half is None) != (self.halves is None):
+        if half not in self.parts:
             raise InvalidArgumentError(f"PipelinePlans: half = {half!r}; 0 or 1 with halves, None without them")
-        return self._plans[tick][step if half is None else 2 * step + half]
+        return self._plans[tick][len(self.parts) * step + self.parts.index(half)]
 
     def label(self, tick: int, half: int | None = None) -> str:
         """The label of the plans of a tick, or of one half of it."""
-        return f"tick {tick} of {len(self.table)}, {self.table[tick].phase}" + (
-            "" if half is None else f", {HALVES[half]}"
-        )
+        of_half = "" if half is None else f", {HALVES[half]}"
+        return f"tick {tick} of {len(self.table)}, {self.table[tick].phase}{of_half}"
 
     def rows(self, microbatch: int) -> int:
         """Rows of a micro-batch on this rank."""
@@ -152,6 +146,11 @@ class PipelinePlans:
         ]
         return PipelineStats(ticks)
 
+    def _layouts_of(self, part: int | None) -> list[Layout]:
+        if self.halves is None or part is None:
+            return self.layouts
+        return [halves[part].layout for halves in self.halves]
+
     def _halves_of(self, microbatch: int) -> tuple[Half, Half]:
         if self.halves is None:
             raise InvalidArgumentError(
@@ -162,25 +161,24 @@ class PipelinePlans:
 
     def _plans_of(self, number: int, planners: Sequence[StepPlanner]) -> list[Plan]:
         tick = self.table[number]
-        of_tick: dict[tuple[int, Step], Plan] = {}
+        of_tick: dict[tuple[int | None, Step], Plan] = {}
         plans = []
         for number_of_step in range(self.depth):
-            step = tuple(self._part(work, stage, number_of_step) for stage, work in enumerate(tick.work))
-            for half, planner in enumerate(planners):
-                key = half, step
+            step = tuple(self._stage_step(work, stage, number_of_step) for stage, work in enumerate(tick.work))
+            for part, planner in zip(self.parts, planners, strict=True):
+                key = part, step
                 if key not in of_tick:
-                    of_half = None if self.halves is None else half
-                    made = planner.plan(step, self.label(number, of_half))
-                    of_tick[key] = made if of_half is None else made.for_parts(of_half)
+                    made = planner.plan(step, self.label(number, part))
+                    of_tick[key] = made if part is None else made.for_parts(part)
                 plans.append(of_tick[key])
         return plans
 
-    def _part(self, work: Work | None, stage: int, step: int) -> Part | None:
+    def _stage_step(self, work: Work | None, stage: int, step: int) -> StageStep | None:
         """What a stage has in a step of a tick."""
         if work is None or self.layers[stage] <= step:
             return None
         layer = sum(self.layers) * work.chunk + sum(self.layers[:stage]) + step
-        return Part(work.microbatch, self._scores[layer])
+        return StageStep(work.microbatch, self._scores[layer])
 
 
 def _checked(layouts: Any, stages: Any) -> tuple[list[Layout], list[list[int]]]:

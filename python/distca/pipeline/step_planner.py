@@ -13,7 +13,7 @@ from distca.planner.planning import plan as plan_of
 from distca.planner.scores import Scores
 
 
-class Part(NamedTuple):
+class StageStep(NamedTuple):
     """What one stage has in a step: the rows of a micro-batch, in a layer with these scores."""
 
     microbatch: int
@@ -21,7 +21,7 @@ class Part(NamedTuple):
 
 
 #: What each stage has in a step; None: it has no rows.
-Step = tuple[Part | None, ...]
+Step = tuple[StageStep | None, ...]
 
 
 class StepPlanner:

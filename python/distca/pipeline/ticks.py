@@ -50,7 +50,7 @@ class Ticks:
 
     Attributes:
         plans: as above.
-        plan: what the model gets in the place of a `Plan`.
+        plan: what the model gets in the place of a `Plan`, in a ping-pong as an argument of both halves.
 
     Raises:
         InvalidArgumentError: an argument is wrong, or a shallow stage ends inside a group of `recompute`.
