@@ -151,7 +151,7 @@ class Ticks:
                 of the model. It returns the output ``[rows, ...]``, or at the end of the model the loss of the
                 micro-batch. It calls the layers with ``plan=ticks.plan``.
             like: a tensor with the dtype, the device and the dimensions after the first of what stages hand over.
-            group: the process group whose ranks are the context's; by default all processes.
+            group: the process group over which stages send, with all ranks of the context; by default all processes.
 
         Returns:
             The losses of the micro-batches, detached, on the ranks of the last stage; nothing on the others.
@@ -282,13 +282,13 @@ class CurrentTick:
                     )
             if rows > 0:  # gloo cannot send empty tensors
                 operations.append(
-                    _operation(dist.isend, made.to(like.dtype).contiguous(), plans.stages[to], plans, group)
+                    _operation(dist.isend, made.to(like.dtype).contiguous(), plans.stages[to], self._ticks, group)
                 )
         if coming is not None:
             rows = plans.rows(coming.microbatch)
             received = coming, like.new_empty(rows, *like.shape[1:])
             if rows > 0:
-                operations.append(_operation(dist.irecv, received[1], plans.stages[source], plans, group))
+                operations.append(_operation(dist.irecv, received[1], plans.stages[source], self._ticks, group))
         for request in dist.batch_isend_irecv(operations) if operations else []:
             request.wait()
         return received
@@ -339,9 +339,8 @@ class TickPlan(PlanSource):
         )
 
 
-def _operation(kind: Any, tensor: torch.Tensor, ranks: list[int], plans: PipelinePlans, group: Any) -> dist.P2POp:
-    peer = ranks[plans.index]
-    return dist.P2POp(kind, tensor, peer if group is None else dist.get_global_rank(group, peer), group)
+def _operation(kind: Any, tensor: torch.Tensor, ranks: list[int], ticks: Ticks, group: Any) -> dist.P2POp:
+    return dist.P2POp(kind, tensor, ticks.context.global_ranks[ranks[ticks.plans.index]], group)
 
 
 def _groups(recompute: Any, plans: PipelinePlans) -> list[tuple[int, int]] | None:
