@@ -202,7 +202,9 @@ class Context(Registered):
         self.close()
 
     def __repr__(self) -> str:
-        return f"Context({self.name!r}, rank {self.rank} of {self.num_ranks}, {self.transport})"
+        own = self.global_ranks[self.rank]
+        where = "" if self.global_ranks == list(range(self.num_ranks)) else f" (global rank {own})"
+        return f"Context({self.name!r}, rank {self.rank} of {self.num_ranks}{where}, {self.transport})"
 
 
 def check() -> None:

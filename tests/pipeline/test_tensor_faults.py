@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,6 +48,13 @@ def obey(rank: int, ranks: int, pipe: Connection, port: int, tensor: int, option
         except RuntimeError:  # of gloo
             until_a_fault(distca.check)
 
+    def fork() -> None:
+        """Forks a child that outlives this process, like a worker of a data loader."""
+        child = os.fork()
+        while child == 0:
+            signal.pause()
+        pipe.send(child)
+
     commands: dict[str, Callable[[], Any]] = {
         "forward": forward,
         "forward until a fault": lambda: until_a_fault(forward),
@@ -53,6 +62,7 @@ def obey(rank: int, ranks: int, pipe: Connection, port: int, tensor: int, option
         "all-reduce": all_reduce,
         "refuse": lambda: forward(q.bfloat16()),
         "close": context.close,
+        "fork": fork,
     }
     while (command := pipe.recv()) != "end":
         pipe.send(fault_of(commands[command]))
@@ -87,10 +97,10 @@ def processes(ranks: int = RANKS, tensor: int = 2, **options: Any) -> Iterator[G
         yield group
 
 
-@pytest.fixture(params=["shm", "torch"])
+@pytest.fixture(params=[{"transport": "shm"}, {"progress_thread": True}, {"transport": "torch"}], ids=str)
 def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     """Four processes over each of these transports."""
-    with processes(transport=request.param) as group:
+    with processes(**request.param) as group:
         yield group
 
 
@@ -121,6 +131,29 @@ def test_a_killed_process_is_named_by_those_that_wait_outside_of_distca() -> Non
         for rank in OTHERS:
             expect(group, rank, "PeerDiedError", "global rank 2")
         let_end(group, OTHERS)
+
+
+def test_news_reach_a_process_whose_peers_and_tensor_group_make_no_call() -> None:
+    """Only process 3 has a connection to the killed one, and it passes on the news without a call of its own."""
+    with processes() as group:
+        group.send(1, "check until a fault")
+        group.kill(VICTIM)
+        expect(group, 1, "PeerDiedError", "global rank 2 (tensor rank 0) died")
+        let_end(group, OTHERS)
+
+
+def test_a_forked_child_does_not_hide_that_a_process_was_killed() -> None:
+    with processes(3, 3) as group:
+        group.send(1, "fork")
+        child = group.receive(1)
+        try:
+            group.tell("check until a fault", [0, 2])
+            group.kill(1)
+            for rank in (0, 2):
+                assert "global rank 1 (tensor rank 1) died" in group.receive(rank)[1]
+        finally:
+            os.kill(child, signal.SIGKILL)
+        let_end(group, [0, 2])
 
 
 def test_a_process_that_does_not_come_is_named_by_all() -> None:
