@@ -5,6 +5,7 @@
 #              and TRL, the examples, every feature of a run, kills and what is resumed
 # make fuzz    run the tests of the planner, and of changed plans, with 20 times as many random cases
 # make families  run every causal language model of transformers on two ranks: exact, or refused with the reason
+# make pipeline  run data, tensor and pipeline parallelism together in eight processes, in many forms: exact
 # make faults  plant faults in the sources one by one and check that the tests catch each
 # make sanitize  run the CPU kernel on random problems, and the validation of changed plans, under AddressSanitizer,
 #              UndefinedBehaviorSanitizer, ThreadSanitizer
@@ -50,7 +51,7 @@ INSTALL := $(PIP) install --no-build-isolation --no-deps --editable .
 TRAINING := $(addprefix tests/integrations/test_,trainer.py trl.py examples.py) \
   $(addprefix tests/apps/test_train_,reference.py features.py export.py checkpoint.py resume.py damage.py ends.py)
 
-.PHONY: build train test training fuzz families faults sanitize bench ptxas lint docs wheel clean
+.PHONY: build train test training fuzz families pipeline faults sanitize bench ptxas lint docs wheel clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/built
@@ -70,6 +71,9 @@ fuzz: build $(VENV)/test-ready
 
 families: build $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integrations/families/every_model.py $(ARGS)
+
+pipeline: build $(VENV)/test-ready
+	$(BIN)/python -m pytest tests/pipeline/every_*.py $(ARGS)
 
 faults: $(VENV)/built-all $(VENV)/test-ready
 	PYTHONPATH=tests $(BIN)/python -m faults.planted_faults $(ARGS)

@@ -121,9 +121,28 @@ ContextPtr make_nvshmem_context(int rank, int num_ranks, int device, const std::
 }
 
 using AllToAll = std::function<void(py::memoryview, std::vector<int64_t>, py::memoryview, std::vector<int64_t>)>;
-using Abandon = std::function<void(std::string, std::string)>;
+using Tell = std::function<void(std::string, std::string)>;
 
-ContextPtr make_torch_context(int rank, int num_ranks, AllToAll all_to_all, Abandon abandon, std::string name,
+/// Calls Python, which tells other processes of a fault. Nothing is raised.
+void tell(const Tell& others, const std::string& kind, const std::string& text) {
+  const py::gil_scoped_acquire gil;
+  bool is_interrupted = false;
+  for (bool is_done = false; !is_done;) {
+    is_done = true;
+    try {
+      others(kind, text);
+    } catch (py::error_already_set& error) {
+      if (error.matches(PyExc_KeyboardInterrupt)) {  // Ctrl-C, before or meanwhile: they are told all the same
+        is_done = std::exchange(is_interrupted, true);
+      } else {
+        error.discard_as_unraisable("distca: other processes are told of a fault");
+      }
+    }
+  }
+  if (is_interrupted) PyErr_SetInterrupt();  // again, at a place where Python can raise it
+}
+
+ContextPtr make_torch_context(int rank, int num_ranks, AllToAll all_to_all, Tell abandon, std::string name,
                               int64_t slot_bytes, double timeout, const plan::CostModel& cost) {
   const auto options = context_options(std::move(name), slot_bytes, timeout, cost);
   const runtime::HeapNeeds needs = runtime::heap_needs(num_ranks, slot_bytes);
@@ -144,23 +163,7 @@ ContextPtr make_torch_context(int rank, int num_ranks, AllToAll all_to_all, Aban
       throw_as_ours(error);
     }
   };
-  collective.abandon = [abandon = std::move(abandon)](const Error& why) {
-    const py::gil_scoped_acquire gil;
-    bool is_interrupted = false;
-    for (bool is_done = false; !is_done;) {
-      is_done = true;
-      try {
-        abandon(why.kind(), why.what());
-      } catch (py::error_already_set& error) {
-        if (error.matches(PyExc_KeyboardInterrupt)) {  // Ctrl-C, before or meanwhile: the peers are told all the same
-          is_done = std::exchange(is_interrupted, true);
-        } else {
-          error.discard_as_unraisable("distca: a context is abandoned");
-        }
-      }
-    }
-    if (is_interrupted) PyErr_SetInterrupt();  // again, at a place where Python can raise it
-  };
+  collective.abandon = [abandon = std::move(abandon)](const Error& why) { tell(abandon, why.kind(), why.what()); };
   return register_context(
       transport::make_collective(rank, num_ranks, needs.heap_bytes, needs.num_signals, std::move(collective)), options);
 }
@@ -198,6 +201,20 @@ void bind_context(py::module_& m) {
       .def("set_layer", &runtime::Context::set_layer, py::arg("name"),
            "The layer of the steps that begin from here on; empty where it is not known.")
       .def("refuse", &runtime::Context::refuse, py::arg("why"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "set_job",
+          [](runtime::Context& c, std::vector<int64_t> global_ranks, Tell on_fault) {
+            runtime::Protocol::OnFault call;
+            if (on_fault)
+              call = [on_fault = std::move(on_fault)](const std::string& k, const std::string& t) {
+                tell(on_fault, k, t);
+              };
+            c.set_job(std::move(global_ranks), std::move(call));
+          },
+          py::arg("global_ranks"), py::arg("on_fault"),
+          "The global rank of each rank (empty: the ranks), and what is called with the kind and text of a fault.")
+      .def("hear", &runtime::Context::hear, py::arg("kind"), py::arg("text"), py::call_guard<py::gil_scoped_release>(),
+           "Takes in a fault of a process outside of the context.")
       .def_property_readonly("num_calls", &runtime::Context::num_calls)
       .def("set_trace", &runtime::Context::set_trace, py::arg("on"))
       .def("take_trace",

@@ -95,6 +95,11 @@ class DISTCA_EXPORT Context {
   /// Says that a call of this context was refused before it began. That is a call too: the peers learn of it unless
   /// they refuse it as well. May be called from any thread, as `abandon` may.
   void refuse(const std::string& why) noexcept;
+  /// What this context is in its job, and faults outside of it (protocol.h).
+  void set_job(std::vector<int64_t> global_ranks, Protocol::OnFault on_fault) {
+    protocol_.set_job(std::move(global_ranks), std::move(on_fault));
+  }
+  void hear(const std::string& kind, const std::string& text) noexcept { protocol_.hear(kind, text); }
   /// A number that changes with every call that begins or is refused.
   uint64_t num_calls() const { return protocol_.num_calls() + num_refused_; }
 

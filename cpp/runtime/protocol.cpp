@@ -40,7 +40,21 @@ void Protocol::drain() noexcept {
 }
 
 std::string Protocol::where() const {
-  return message("context \"", name_, "\", rank ", rank(), " of ", num_ranks(), ", ", at_.now.name());
+  return message("context \"", name_, "\", rank ", rank(), " of ", num_ranks(), global_name(rank()), ", ",
+                 at_.now.name());
+}
+
+std::string Protocol::global_name(int64_t rank) const {
+  return global_ranks_.empty() ? "" : message(" (global rank ", global_ranks_.at(static_cast<size_t>(rank)), ")");
+}
+
+std::string Protocol::name_of(int64_t rank) const { return message("rank ", rank, global_name(rank)); }
+
+void Protocol::set_job(std::vector<int64_t> global_ranks, OnFault on_fault) {
+  require(global_ranks.empty() || static_cast<int64_t>(global_ranks.size()) == num_ranks(), "context \"", name_,
+          "\": ", global_ranks.size(), " global ranks for ", num_ranks(), " ranks");
+  global_ranks_ = std::move(global_ranks);
+  on_fault_ = std::move(on_fault);
 }
 
 int64_t Protocol::free_slot() const {
@@ -233,7 +247,8 @@ void Protocol::put(int64_t peer, int64_t target, int64_t dst_row_stride, int64_t
   const int64_t bytes = (extent.num_rows - 1) * dst_row_stride + extent.num_heads * dst_head_stride;
   if (target < 0 || target > arena_bytes_ || bytes > arena_bytes_ - target) {  // where() allocates
     throw PlanFormatError(message(where(), ": a put of ", bytes, " bytes at offset ", target,
-                                  " does not fit into rank ", peer, "'s arena of ", arena_bytes_, " bytes"));
+                                  " does not fit into the arena of ", name_of(peer), ", which has ", arena_bytes_,
+                                  " bytes"));
   }
   const bool is_copy = trace_.is_on() && transport_->copies_in_put();
   const int64_t begin_ns = is_copy ? Trace::now() : 0;

@@ -32,6 +32,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <utility>
@@ -86,6 +87,11 @@ class Protocol {
   transport::Transport& transport() { return *transport_; }
   int64_t rank() const { return transport_->rank(); }
   int64_t num_ranks() const { return transport_->num_ranks(); }
+  /// Tells what this context is in its job: the global rank of each rank, which messages name (empty: they are the
+  /// ranks), and what is called with the kind and text of each fault that this rank met here. To be called before the
+  /// first step.
+  using OnFault = std::function<void(const std::string& kind, const std::string& text)>;
+  DISTCA_EXPORT void set_job(std::vector<int64_t> global_ranks, OnFault on_fault);
   /// The number of steps begun so far.
   uint64_t step() const { return at_.num_steps; }
 
@@ -182,6 +188,9 @@ class Protocol {
   /// Counts a call that was refused before `begin` or `resume`. If all ranks refuse it, nothing has happened. If only
   /// some do, it is a fault of all ranks.
   void refuse(const std::string& why) noexcept;
+  /// Takes in a fault of a process outside of this context. It ends the context as a fault of a peer does, and the
+  /// peers are told at once. May be called from any thread.
+  DISTCA_EXPORT void hear(const std::string& kind, const std::string& text) noexcept;
   /// A number that changes with every call.
   uint64_t num_calls() const { return num_calls_; }
 
@@ -195,6 +204,7 @@ class Protocol {
     kUnfinished,
     kRefused,
     kLayer,
+    kElsewhere,  // outside of this context: the details have its kind, the text says all
     kOther
   };
   /// A fault as ranks tell each other of it. A rank that was told of a fault tells the others the same.
@@ -233,6 +243,7 @@ class Protocol {
   std::optional<transport::Departure> departed(int64_t peer);
   void check_departed();
   void check_faults();
+  [[noreturn]] void throw_elsewhere(const Fault& fault) const;
   void check_streams();
   /// Throws PeerDiedError or PeerLeftError if the peer is gone. `what` is what it still owes this step.
   void check_present(int64_t peer, const char* what);
@@ -251,6 +262,9 @@ class Protocol {
   void compare_with_early_senders(int64_t slot);
   [[noreturn]] void time_out();
   std::string where() const;
+  /// "rank 1", and "rank 1 (global rank 3)" where global ranks are others.
+  std::string name_of(int64_t rank) const;
+  std::string global_name(int64_t rank) const;
   /// "rank 1 is at step 7", or that the rank does not answer.
   std::string step_of(int64_t peer) const;
 
@@ -289,6 +303,11 @@ class Protocol {
   std::function<void()> agree_;  // made once, too
   std::string poison_;           // why the context is abandoned; empty while healthy
   Fault fault_;                  // set before its error is thrown; kNone: the error says all
+  std::vector<int64_t> global_ranks_;
+  OnFault on_fault_;
+  std::mutex heard_mutex_;
+  Fault heard_;
+  std::atomic<bool> has_heard_{false};
 };
 
 }  // namespace distca::runtime

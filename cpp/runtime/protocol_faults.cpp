@@ -4,6 +4,7 @@
 #include <bit>
 #include <iomanip>
 #include <sstream>
+#include <string_view>
 
 #include "runtime/protocol.h"
 
@@ -36,6 +37,10 @@ std::string describe(uint64_t scale_and_softcap) {
                  std::bit_cast<float>(static_cast<uint32_t>(scale_and_softcap >> 32)));
 }
 
+/// The kinds of faults outside of a context, by their numbers.
+constexpr std::array<std::string_view, 4> kKindsElsewhere = {"PeerLeftError", "PeerDiedError", "PeerTimeoutError",
+                                                             "PlanMismatchError"};
+
 }  // namespace
 
 std::string StepId::name() const { return message("step ", number, " (", phase_name(phase), ")"); }
@@ -53,7 +58,7 @@ void Protocol::watch() {
     // The peer may have sent what this rank waits for before it left.
     if (transport_->load(waiting_.word) >= waiting_.value) return;
     fault_ = {FaultCode::kLeft, {static_cast<uint64_t>(gone->peer)}};
-    throw PeerLeftError(message(where(), ": rank ", gone->peer, " closed its context while this rank waits for ",
+    throw PeerLeftError(message(where(), ": ", name_of(gone->peer), " closed its context while this rank waits for ",
                                 waiting_.what, " of it"));
   }
 }
@@ -75,8 +80,8 @@ void Protocol::check_present(int64_t peer, const char* what) {
   if (!gone) return;
   fault_ = {gone->orderly ? FaultCode::kLeft : FaultCode::kDied, {static_cast<uint64_t>(peer)}};
   const std::string owes = message(" and owes this rank ", what);
-  if (gone->orderly) throw PeerLeftError(message(where(), ": rank ", peer, " closed its context", owes));
-  throw PeerDiedError(message(where(), ": rank ", peer, " died", owes));
+  if (gone->orderly) throw PeerLeftError(message(where(), ": ", name_of(peer), " closed its context", owes));
+  throw PeerDiedError(message(where(), ": ", name_of(peer), " died", owes));
 }
 
 void Protocol::check_streams() {
@@ -86,9 +91,9 @@ void Protocol::check_streams() {
                                    "rows that come home"};
   fault_ = {FaultCode::kTimeout, {static_cast<uint64_t>(fault->peer)}};
   throw PeerTimeoutError(
-      message(where(), ": a step before this one waited ", static_cast<double>(timeout_.count()) / 1000.0,
-              " s for rank ", fault->peer, ": ", kAwaited[static_cast<size_t>(fault->awaited)], ", round ",
-              fault->round, "; seen step ", fault->seen >> 16, " round ", fault->seen & 0xffff, ", expected step ",
+      message(where(), ": a step before this one waited ", static_cast<double>(timeout_.count()) / 1000.0, " s for ",
+              name_of(fault->peer), ": ", kAwaited[static_cast<size_t>(fault->awaited)], ", round ", fault->round,
+              "; seen step ", fault->seen >> 16, " round ", fault->seen & 0xffff, ", expected step ",
               fault->expected >> 16, " round ", fault->expected & 0xffff, "; ", step_of(fault->peer)));
 }
 
@@ -100,7 +105,7 @@ void Protocol::look() noexcept {
       return stream_->stop();
     }
     const auto gone = transport_->departed();
-    bool stop = gone && !gone->orderly;
+    bool stop = has_heard_ || (gone && !gone->orderly);
     for (int64_t p = 0; p < num_ranks(); ++p) stop = stop || transport_->load(signals_.fault_code(p)) != 0;
     if (stop) stream_->stop();
   } catch (const Error&) {
@@ -112,10 +117,10 @@ void Protocol::check_departed() {
   const auto gone = departed(/*peer=*/-1);
   if (!gone || gone->orderly) return;
   fault_ = {FaultCode::kDied, {static_cast<uint64_t>(gone->peer)}};
-  throw PeerDiedError(
-      message(where(), ": rank ", gone->peer, " died",
-              waiting_.peer >= 0 ? message(" (this rank was waiting for rank ", waiting_.peer, ": ", waiting_.what, ")")
-                                 : std::string()));
+  throw PeerDiedError(message(
+      where(), ": ", name_of(gone->peer), " died",
+      waiting_.peer >= 0 ? message(" (this rank was waiting for ", name_of(waiting_.peer), ": ", waiting_.what, ")")
+                         : std::string()));
 }
 
 void Protocol::compare_with(int64_t peer) {
@@ -126,7 +131,7 @@ void Protocol::compare_with(int64_t peer) {
   if (theirs >> kCallShift < call) return;
   if (theirs >> kCallShift == call && part_of(theirs) == Part::kRefused) {
     fault_ = {FaultCode::kRefused, {static_cast<uint64_t>(peer)}, text_of(peer)};
-    throw PeerLeftError(message(where(), ": rank ", peer, " refused this call: ", fault_.text));
+    throw PeerLeftError(message(where(), ": ", name_of(peer), " refused this call: ", fault_.text));
   }
   if (theirs >> kCallShift == call) {
     std::array<uint64_t, Signals::kWords> words;
@@ -136,12 +141,12 @@ void Protocol::compare_with(int64_t peer) {
       if (theirs == call_word() && digest == at_.now.plan_digest) {
         if (scores == at_.now.scale_and_softcap) return compare_layer(peer, layer);
         fault_ = {FaultCode::kMismatch, {static_cast<uint64_t>(peer), digest, at_.now.plan_digest}};
-        throw PlanMismatchError(message(where(), ": rank ", peer, " came to this step with ", describe(scores),
+        throw PlanMismatchError(message(where(), ": ", name_of(peer), " came to this step with ", describe(scores),
                                         ", this rank with ", describe(at_.now.scale_and_softcap)));
       }
       const std::string difference = difference_to(peer, digest);
       fault_ = {FaultCode::kMismatch, {static_cast<uint64_t>(peer), digest, at_.now.plan_digest}, difference};
-      throw PlanMismatchError(message(where(), ": rank ", peer, " came to this step with another ",
+      throw PlanMismatchError(message(where(), ": ", name_of(peer), " came to this step with another ",
                                       theirs == call_word() ? "plan" : "call", ": it runs ", describe_call(theirs),
                                       " of plan ", hex(digest), ", this rank ", describe_call(call_word()), " of plan ",
                                       hex(at_.now.plan_digest), difference,
@@ -160,7 +165,7 @@ void Protocol::compare_with(int64_t peer) {
 void Protocol::compare_layer(int64_t peer, uint64_t layer) {
   if (may_be_one_layer(layer, at_.now.layer)) return;
   fault_ = {FaultCode::kLayer, {static_cast<uint64_t>(peer), layer, at_.now.layer}};
-  throw PlanMismatchError(message(where(), ": rank ", peer, " came to this step in another layer: ",
+  throw PlanMismatchError(message(where(), ": ", name_of(peer), " came to this step in another layer: ",
                                   describe_layers(layer, peer, at_.now.layer, rank()),
                                   ". All ranks must call the same layers in the same order"));
 }
@@ -185,20 +190,25 @@ std::string Protocol::difference_to(int64_t peer, uint64_t plan_digest) const {
 void Protocol::time_out() {
   fault_ = {FaultCode::kTimeout, {static_cast<uint64_t>(waiting_.peer)}};
   const uint64_t seen = transport_->load(waiting_.word);
-  throw PeerTimeoutError(message(where(), ": waited ", static_cast<double>(timeout_.count()) / 1000.0, " s for rank ",
-                                 waiting_.peer, ": ", waiting_.what, ", round ", waiting_.round, "; seen step ",
-                                 seen >> 16, " round ", seen & 0xffff, ", expected step ", waiting_.value >> 16,
-                                 " round ", waiting_.round, "; ", step_of(waiting_.peer)));
+  throw PeerTimeoutError(message(where(), ": waited ", static_cast<double>(timeout_.count()) / 1000.0, " s for ",
+                                 name_of(waiting_.peer), ": ", waiting_.what, ", round ", waiting_.round,
+                                 "; seen step ", seen >> 16, " round ", seen & 0xffff, ", expected step ",
+                                 waiting_.value >> 16, " round ", waiting_.round, "; ", step_of(waiting_.peer)));
 }
 
 std::string Protocol::step_of(int64_t peer) const {
   std::array<uint64_t, 1> step = {};
   if (transport_->peek_words(static_cast<int>(peer), signals_.latest_step(), step))
-    return message("rank ", peer, " is at step ", step[0]);
-  return message("rank ", peer, " does not answer the question at which step it is");
+    return message(name_of(peer), " is at step ", step[0]);
+  return message(name_of(peer), " does not answer the question at which step it is");
 }
 
 void Protocol::check_faults() {
+  if (has_heard_) {
+    const std::lock_guard lock(heard_mutex_);
+    fault_ = heard_;
+    throw_elsewhere(fault_);
+  }
   for (int64_t p = 0; p < num_ranks(); ++p) {
     const auto code = static_cast<FaultCode>(transport_->load(signals_.fault_code(p)));
     if (code == FaultCode::kNone) continue;
@@ -207,36 +217,62 @@ void Protocol::check_faults() {
     for (size_t i = 0; i < f.details.size(); ++i)
       f.details[i] = transport_->load(signals_.fault_detail(p, 1 + static_cast<int64_t>(i)));
     const auto& d = f.details;
-    const std::string by = message(where(), ": rank ", f.found_by);
+    if (code == FaultCode::kElsewhere) throw_elsewhere(f);
+    const auto who = static_cast<int64_t>(d[0]);  // where the details begin with a rank
+    const std::string by = message(where(), ": ", name_of(f.found_by));
     switch (code) {
       case FaultCode::kMismatch:
-        throw PlanMismatchError(message(by, " found that rank ", d[0], " came to the same step with another plan, ",
-                                        "scale or softcap: plan ", hex(d[1]), " on rank ", d[0], ", plan ", hex(d[2]),
-                                        " on rank ", f.found_by, f.text));
+        throw PlanMismatchError(message(by, " found that ", name_of(who), " came to the same step with another plan, ",
+                                        "scale or softcap: plan ", hex(d[1]), " on rank ", d[0], ", plan ",
+                                        hex(d[2]), " on rank ", f.found_by, f.text));
       case FaultCode::kLayer:
-        throw PlanMismatchError(message(by, " found that rank ", d[0], " came to the same step in another layer: ",
-                                        describe_layers(d[1], static_cast<int64_t>(d[0]), d[2], f.found_by)));
+        throw PlanMismatchError(message(by, " found that ", name_of(who), " came to the same step in another layer: ",
+                                        describe_layers(d[1], who, d[2], f.found_by)));
       case FaultCode::kDied:
-        throw PeerDiedError(message(where(), ": rank ", d[0], " died, as rank ", f.found_by, " reports"));
+        throw PeerDiedError(message(where(), ": ", name_of(who), " died, as ", name_of(f.found_by), " reports"));
       case FaultCode::kLeft:
-        throw PeerLeftError(message(where(), ": rank ", d[0], " closed its context, as rank ", f.found_by, " reports"));
+        throw PeerLeftError(
+            message(where(), ": ", name_of(who), " closed its context, as ", name_of(f.found_by), " reports"));
       case FaultCode::kTimeout:
-        throw PeerTimeoutError(message(by, " gave up waiting for rank ", d[0]));
+        throw PeerTimeoutError(message(by, " gave up waiting for ", name_of(who)));
       case FaultCode::kUnfinished:
         throw PeerLeftError(
             message(by, " left step ", d[0], " (", phase_name(static_cast<plan::Phase>(d[1])), ") unfinished", f.text));
       case FaultCode::kRefused:
-        throw PeerLeftError(message(where(), ": rank ", d[0], " refused a call that other ranks made: ", f.text));
+        throw PeerLeftError(message(where(), ": ", name_of(who), " refused a call that other ranks made: ", f.text));
       default:
         throw PeerLeftError(message(by, " abandoned this context after an error of its own: ", f.text));
     }
   }
 }
 
+void Protocol::throw_elsewhere(const Fault& fault) const {
+  const std::string text = message(where(), ": ", fault.text);
+  const std::string_view kind = kKindsElsewhere.at(fault.details[0]);
+  if (kind == "PeerDiedError") throw PeerDiedError(text);
+  if (kind == "PeerTimeoutError") throw PeerTimeoutError(text);
+  if (kind == "PlanMismatchError") throw PlanMismatchError(text);
+  throw PeerLeftError(text);
+}
+
+void Protocol::hear(const std::string& kind, const std::string& text) noexcept {
+  // What has no kind of its own among peers is, to them, a peer that left.
+  const auto known = std::find(kKindsElsewhere.begin(), kKindsElsewhere.end(), kind);
+  const auto number = known == kKindsElsewhere.end() ? 0 : known - kKindsElsewhere.begin();
+  const Fault fault{FaultCode::kElsewhere, {static_cast<uint64_t>(number)}, text};
+  {
+    const std::lock_guard lock(heard_mutex_);
+    if (has_heard_) return;
+    heard_ = fault;
+    has_heard_ = true;
+  }
+  if (!transport_->is_collective()) tell_peers(fault);  // otherwise the next call of this rank tells them
+}
+
 void Protocol::abandon(const StepId& step, const std::string& why) noexcept {
   if (!poison_.empty()) return;
   fault_ = {FaultCode::kUnfinished, {step.number, static_cast<uint64_t>(step.phase)}, why};
-  fail(InvalidArgumentError(message(step.name(), " of context \"", name_, "\" was dispatched on rank ", rank(),
+  fail(InvalidArgumentError(message(step.name(), " of context \"", name_, "\" was dispatched on ", name_of(rank()),
                                     " and never collected", why)));
 }
 
@@ -259,7 +295,7 @@ void Protocol::refuse(const std::string& why) noexcept {
     }
     if (!is_fault) return;
     fault_ = {FaultCode::kRefused, {static_cast<uint64_t>(rank())}, why};
-    fail(InvalidArgumentError(message("rank ", rank(), " refused a call that other ranks made: ", why)));
+    fail(InvalidArgumentError(message(name_of(rank()), " refused a call that other ranks made: ", why)));
   } catch (const Error&) {
     // In a forked child the transport refuses all use.
   }
@@ -270,9 +306,13 @@ void Protocol::fail(const std::exception& error) noexcept {
   poison_ = error.what();
   if (fault_.code == FaultCode::kNone) fault_ = {FaultCode::kOther, {}, error.what()};
   transport_->cancel();  // the tensors of a whole step may be freed once its error is thrown
-  if (!transport_->is_collective()) return tell_peers(fault_);
   const auto* const ours = dynamic_cast<const Error*>(&error);
-  transport_->abandon(ours ? *ours : OperatingSystemError(error.what()));
+  if (fault_.code == FaultCode::kElsewhere) told_peers_ = false;  // what `hear` told may have been cancelled
+  if (transport_->is_collective())
+    transport_->abandon(ours ? *ours : OperatingSystemError(error.what()));
+  else
+    tell_peers(fault_);
+  if (on_fault_ && fault_.code != FaultCode::kElsewhere) on_fault_(ours ? ours->kind() : "", poison_);
 }
 
 void Protocol::tell_peers(const Fault& fault) noexcept {

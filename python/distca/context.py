@@ -23,6 +23,8 @@ from distca.trace.trace import Trace, from_core
 
 if TYPE_CHECKING:
     from distca.connect.exchange import Exchange
+    from distca.connect.fault_watch import FaultWatch
+    from distca.connect.place import Place
 
 _log = logging.getLogger("distca")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -34,13 +36,16 @@ class Context(Registered):
     Attributes:
         name: its name in the process's registry, which ``core_attention`` takes.
         rank, num_ranks: this rank's number, and the number of ranks in the group.
+        global_ranks: for each rank its process's rank in ``torch.distributed``. Where they differ, messages name both.
+        stages: for each stage of the pipeline its ranks, as `pipeline.PipelinePlans` takes them; one stage of all ranks
+            if `init` got no ``pipeline_parallel``.
         transport: name of the transport in use.
         device: where its tensors are.
         attention: what computes attention, in words.
         plan_independent: whether out, lse and dq of a row have the same bits whatever the plan and the number of ranks.
             On a GPU this holds for dq only in deterministic mode.
         slot_bytes: bytes of one slot's arena: the capacity that plans must keep to.
-        heads: the head shape that it was made for.
+        heads: the head shape that it was made for: with tensor parallelism this process's part of the model's heads.
         cost: the default cost model of its plans.
         nsys: whether its operators are NVTX ranges.
     """
@@ -52,15 +57,19 @@ class Context(Registered):
         cost: CostModel,
         exchange: Exchange | None = None,
         *,
+        place: Place | None = None,
+        watch: FaultWatch | None = None,
         nsys: bool = False,
         emulation: ModuleType | None = None,
     ) -> None:
         self._core: _C.Context | None = core
-        self._exchange = exchange
+        self._exchange, self._watch = exchange, watch
         self._emulation: Any = emulation  # what has made the core, if not _C: it knows what a link has carried
         self.name: str = core.name
         self.rank = core.rank
         self.num_ranks = core.num_ranks
+        ranks = list(range(self.num_ranks))
+        self.global_ranks, self.stages = (ranks, [ranks]) if place is None else (place.global_ranks, place.stages)
         self.transport = core.transport
         self.device = core.device
         self.attention, self.plan_independent = core.attention(
@@ -176,6 +185,8 @@ class Context(Registered):
         if open_contexts.get(self.name) is self:
             del open_contexts[self.name]
             _C.remove_context(self.name)
+            if self._watch is not None:
+                self._watch.close()
             self._last_step = self.step
             self._core = None  # the last reference, unless a step is under way
             if self._exchange is not None:
@@ -191,7 +202,9 @@ class Context(Registered):
         self.close()
 
     def __repr__(self) -> str:
-        return f"Context({self.name!r}, rank {self.rank} of {self.num_ranks}, {self.transport})"
+        own = self.global_ranks[self.rank]
+        where = "" if self.global_ranks == list(range(self.num_ranks)) else f" (global rank {own})"
+        return f"Context({self.name!r}, rank {self.rank} of {self.num_ranks}{where}, {self.transport})"
 
 
 def check() -> None:

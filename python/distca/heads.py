@@ -63,6 +63,31 @@ class Heads:
                 f"heads: dim = {self.dim}, v_dim = {self.v_dim}; multiples of 8 from 8 to {_LARGEST_DIM} are allowed"
             )
 
+    def divided(self, tensor_ranks: int) -> Heads:
+        """The heads of one of `tensor_ranks` tensor parallel ranks, if these are the heads of the whole model.
+
+        Each has ``q / tensor_ranks`` query heads and ``kv / tensor_ranks`` key/value heads. With fewer key/value heads
+        than tensor ranks, each has one key/value head: neighbouring tensor ranks have copies of the same one.
+
+        Raises:
+            InvalidArgumentError: the heads cannot be divided so.
+
+        Examples:
+            >>> heads = distca.Heads(q=32, kv=4, dim=128)
+            >>> [(of_rank.q, of_rank.kv) for of_rank in (heads.divided(2), heads.divided(8))]
+            [(16, 2), (4, 1)]
+        """
+        if not is_whole(tensor_ranks, 1):
+            raise InvalidArgumentError(f"heads: {tensor_ranks!r} tensor ranks; a number from 1 on is expected")
+        if self.q % tensor_ranks or (self.kv % tensor_ranks and tensor_ranks % self.kv):
+            raise InvalidArgumentError(
+                f"heads: {self.q} query heads and {self.kv} key/value heads cannot be divided among {tensor_ranks} "
+                f"tensor ranks; the query heads must be a multiple of {tensor_ranks}, and the key/value heads a "
+                "multiple or a divisor of it. What to change: give the heads of the whole model, or another number of "
+                "tensor ranks"
+            )
+        return dataclasses.replace(self, q=self.q // tensor_ranks, kv=max(self.kv // tensor_ranks, 1))
+
     @property
     def value_dim(self) -> int:
         """Dimension of a value head, also if ``v_dim`` was not given."""

@@ -10,6 +10,8 @@ HALVED_PLANS = "tests/pipeline/test_halved_plans.py"
 HALVED_MODEL = "tests/pipeline/test_halved_model.py"
 MISALIGNED_HALVES = "tests/pipeline/test_misaligned_halves.py"
 SERVED = "tests/operators/test_served_ping_pong.py"
+MESHES = "tests/pipeline/test_meshes.py"
+TENSOR_FAULTS = "tests/pipeline/test_tensor_faults.py"
 
 FAULTS = [
     Fault(
@@ -159,5 +161,54 @@ FAULTS = [
         "  header.label = label_words(options.label);",
         "  header.label = label_words(options.label.substr(0, 4));",
         ("tests/plan/test_join.py",),
+    ),
+    Fault(
+        "a pipeline has the stages of all tensor ranks",
+        "python/distca/connect/place.py",
+        "    own = [pipe for pipe in pipelines if pipe[0] in ranks]",
+        "    own = [[rank for rank in pipe if rank in ranks] or ranks[:1] for pipe in pipelines]",
+        (MESHES,),
+    ),
+    Fault(
+        "pipelines may mix tensor ranks",
+        "python/distca/connect/place.py",
+        "        if len({tensor_rank_of[rank] for rank in pipe}) > 1:",
+        "        if len({tensor_rank_of[rank] for rank in pipe}) > 2:",
+        (MESHES,),
+    ),
+    Fault(
+        "key heads may be shared by tensor ranks whose query heads need two",
+        "python/distca/heads.py",
+        "(self.kv % tensor_ranks and tensor_ranks % self.kv)",
+        "(self.kv % tensor_ranks and tensor_ranks < self.kv)",
+        (MESHES,),
+    ),
+    Fault(
+        "a tensor rank that hangs up has not died",
+        "python/distca/connect/fault_watch.py",
+        "        if not content:\n            self._hear(",
+        "        if not content:\n            str(",
+        (TENSOR_FAULTS,),
+    ),
+    Fault(
+        "other tensor ranks are not told of a fault",
+        "cpp/runtime/protocol_faults.cpp",
+        "if (on_fault_ && fault_.code != FaultCode::kElsewhere)",
+        "if (on_fault_ && fault_.code == FaultCode::kElsewhere)",
+        (TENSOR_FAULTS,),
+    ),
+    Fault(
+        "a process keeps news of other contexts to itself",
+        "cpp/runtime/protocol_faults.cpp",
+        "  if (!transport_->is_collective()) tell_peers(fault);  // otherwise",
+        "  if (transport_->is_collective()) tell_peers(fault);  // otherwise",
+        (TENSOR_FAULTS,),
+    ),
+    Fault(
+        "messages name a peer by the global rank of this rank",
+        "cpp/runtime/protocol.cpp",
+        'std::string Protocol::name_of(int64_t rank) const { return message("rank ", rank, global_name(rank)); }',
+        'std::string Protocol::name_of(int64_t rank) const { return message("rank ", rank, global_name(0)); }',
+        (TENSOR_FAULTS,),
     ),
 ]

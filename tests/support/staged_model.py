@@ -27,40 +27,47 @@ class Norm(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and a gated MLP, both with a residual connection."""
+    """Attention and a gated MLP, both with a residual connection.
 
-    def __init__(self) -> None:
+    Tensor parallelism (tensor_parallel.py) changes `heads`, and what happens where a part begins and ends that has
+    weights of this process only: `enter` and `leave`.
+    """
+
+    def __init__(self, heads: distca.Heads) -> None:
         super().__init__()
+        self.heads = heads
+        self.enter = self.leave = nn.Identity()
         self.norms = nn.ModuleList([Norm(), Norm()])
-        width = HEADS.q * HEADS.dim
+        width = heads.q * heads.dim
         self.q, self.o = nn.Linear(HIDDEN, width, bias=False), nn.Linear(width, HIDDEN, bias=False)
-        self.k, self.v = (nn.Linear(HIDDEN, HEADS.kv * HEADS.dim, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(HIDDEN, heads.kv * heads.dim, bias=False) for _ in range(2))
         self.up, self.gate = (nn.Linear(HIDDEN, 2 * HIDDEN, bias=False) for _ in range(2))
         self.down = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        h, rows = self.norms[0](x), len(x)
-        q = _rotated(self.q(h).reshape(rows, HEADS.q, HEADS.dim), positions)
-        k = _rotated(self.k(h).reshape(rows, HEADS.kv, HEADS.dim), positions)
-        v = self.v(h).reshape(rows, HEADS.kv, HEADS.dim)
-        x = x + self.o(attend(q, k, v).reshape(rows, HEADS.q * HEADS.dim))
-        h = self.norms[1](x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        h, rows, heads = self.enter(self.norms[0](x)), len(x), self.heads
+        q = _rotated(self.q(h).reshape(rows, heads.q, heads.dim), positions)
+        k = _rotated(self.k(h).reshape(rows, heads.kv, heads.dim), positions)
+        v = self.v(h).reshape(rows, heads.kv, heads.dim)
+        x = x + self.leave(self.o(attend(q, k, v).reshape(rows, heads.q * heads.dim)))
+        h = self.enter(self.norms[1](x))
+        return x + self.leave(self.down(F.silu(self.gate(h)) * self.up(h)))
 
 
 def _rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    angles = positions[:, None].to(x.dtype) * 10000.0 ** (-torch.arange(0, HEADS.dim, 2, dtype=x.dtype) / HEADS.dim)
+    dim = x.shape[-1]
+    angles = positions[:, None].to(x.dtype) * 10000.0 ** (-torch.arange(0, dim, 2, dtype=x.dtype) / dim)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 class Model(nn.Module):
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, heads: distca.Heads = HEADS) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleList([Layer() for _ in range(num_layers)])
+        self.layers = nn.ModuleList([Layer(heads) for _ in range(num_layers)])
         self.norm, self.head = Norm(), nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
     def loss(self, h: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -76,12 +83,14 @@ def tokens(microbatch: int, rank: int, lengths: Iterable[int]) -> tuple[torch.Te
     return ids, labels, torch.cat([torch.arange(n) for n in [*lengths, 0]])
 
 
-def alone(num_layers: int, microbatches: list[list[list[int]]]) -> tuple[float, dict[str, torch.Tensor]]:
+def alone(
+    num_layers: int, microbatches: list[list[list[int]]], heads: distca.Heads = HEADS
+) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and the gradients of one process that computes everything in float64.
 
     Documents are whole on their ranks.
     """
-    model, total = Model(num_layers).double(), 0.0
+    model, total = Model(num_layers, heads).double(), 0.0
     for number, ranks in enumerate(microbatches):
         for rank, lengths in enumerate(ranks):
             ids, labels, positions = tokens(number, rank, lengths)

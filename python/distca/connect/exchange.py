@@ -46,14 +46,17 @@ class Exchange:
         group: the ranks. With gloo bytes go from memory to memory, with NCCL by way of the current CUDA device.
         timeout: seconds for one exchange, which includes the wait for the other ranks.
         host: the numeric address at which peers reach this host, for fault reports; empty if it is unknown.
+        name_of: the name of a rank in messages.
 
     Raises:
         PeerDiedError, PeerTimeoutError: the ranks do not come together.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float, host: str) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, timeout: float, host: str, name_of: Callable[[int], str] = "rank {}".format
+    ) -> None:
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._timeout = timeout
+        self._timeout, self._name_of = timeout, name_of
         self._device = device_of(group)
         self._pid = os.getpid()
         self._reports = FaultReports(self._rank, host)
@@ -125,12 +128,12 @@ class Exchange:
             reports = self._reports.heard(max(left, 0.0))
             for rank, (kind, text) in reports.items():
                 if kind != _WAITING:
-                    return _as_reported(rank, kind, text)
+                    return _as_reported(self._name_of(rank), kind, text)
             if len(reports) == len(others) or left <= 0:
                 break
         late |= any("timed out" in text.lower() for _, text in reports.values())
         silent = [rank for rank in others if rank not in reports]
-        names = names_of(silent) if silent else "a peer"
+        names = ", ".join(map(self._name_of, silent)) or "a peer"
         if late:
             explained: DistcaError = PeerTimeoutError(f"waited {self._timeout:g} s for {names} to exchange rows")
         else:
@@ -140,13 +143,13 @@ class Exchange:
         return explained
 
 
-def _as_reported(rank: int, kind: str, text: str) -> DistcaError:
+def _as_reported(name: str, kind: str, text: str) -> DistcaError:
     if not kind:
-        return PeerLeftError(f"rank {rank} closed its context while this rank exchanges rows with it")
+        return PeerLeftError(f"{name} closed its context while this rank exchanges rows with it")
     kinds = {one.__name__: one for one in (PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError)}
     if kind in kinds:
-        return kinds[kind](f"rank {rank} reports: {text}")
-    return PeerLeftError(f"rank {rank} abandoned this context after an error of its own: {text}")
+        return kinds[kind](f"{name} reports: {text}")
+    return PeerLeftError(f"{name} abandoned this context after an error of its own: {text}")
 
 
 def all_to_all_single(

@@ -21,7 +21,7 @@ TELL_SECONDS = 1.0
 """How long a rank tries to reach its peers, for all of them together."""
 
 _MOST_BYTES = 1 << 14
-_MOST_CHARACTERS = 2000  # of a report's text; each takes at most four bytes
+MOST_CHARACTERS = 2000  # of a report's text; each takes at most four bytes
 _BACKLOG = 4096
 
 Report = tuple[str, str]
@@ -40,7 +40,7 @@ class FaultReports:
     def __init__(self, rank: int, host: str) -> None:
         self._rank = rank
         self._token = secrets.token_hex(16)
-        self._listener = _listen(host) if host else None
+        self._listener = listen(host) if host else None
         self._peers: dict[int, tuple[str, int, str]] = {}  # host, port and token of each peer
         self._arriving: list[tuple[socket.socket, bytearray]] = []
         self._heard: dict[int, Report] = {}
@@ -62,7 +62,7 @@ class FaultReports:
 
     def tell(self, kind: str, text: str) -> None:
         """Sends a report to the peers that can be reached."""
-        content = json.dumps([self._rank, kind, text[:_MOST_CHARACTERS]], ensure_ascii=False)
+        content = json.dumps([self._rank, kind, text[:MOST_CHARACTERS]], ensure_ascii=False)
         deadline = time.monotonic() + TELL_SECONDS
         with selectors.DefaultSelector() as calls:
             for peer, (host, port, _) in self._peers.items():
@@ -94,7 +94,7 @@ class FaultReports:
                 self._arriving.append((self._listener.accept()[0], bytearray()))
         still = []
         for call, data in self._arriving:
-            if _receive(call, data):
+            if receive(call, data):
                 still.append((call, data))
             else:
                 call.close()
@@ -126,7 +126,7 @@ def _family(host: str) -> int:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def _listen(host: str) -> socket.socket | None:
+def listen(host: str) -> socket.socket | None:
     """A listening socket at that address; None if this host has no such address."""
     listener = socket.socket(_family(host), socket.SOCK_STREAM)
     try:
@@ -151,7 +151,7 @@ def _say(call: Any, message: str) -> None:
         call.send(message.encode())  # the system takes so short a message whole
 
 
-def _receive(call: socket.socket, data: bytearray) -> bool:
+def receive(call: socket.socket, data: bytearray) -> bool:
     """Appends what has arrived. Returns False once nothing more can come."""
     try:
         while len(data) < _MOST_BYTES:

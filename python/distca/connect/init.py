@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -10,11 +12,14 @@ import torch
 import torch.distributed as dist
 
 from distca import _C
+from distca.arguments import check_type
 from distca.connect import hosts, nvshmem
 from distca.connect.agreement import Terms, agree
 from distca.connect.exchange import Exchange, gather_text
+from distca.connect.fault_watch import FaultWatch
 from distca.connect.open_files import check_open_files
 from distca.connect.options import attention_problem, core_options, device_name, slot_bytes_of
+from distca.connect.place import Place, group_of, place_of
 from distca.context import Context
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
@@ -32,6 +37,8 @@ def init(
     transport: str = "auto",
     max_tokens: int,
     heads: Heads,
+    tensor_parallel: dist.ProcessGroup | dist.DeviceMesh | None = None,
+    pipeline_parallel: dist.ProcessGroup | dist.DeviceMesh | None = None,
     heap_bytes: int | None = None,
     timeout: float = 600.0,
     name: str = "default",
@@ -62,7 +69,14 @@ def init(
               otherwise torch; on CUDA it is cuda-ipc if all are on one host and otherwise nvshmem.
         max_tokens: the most rows that a rank's token tensor will have, the same on all ranks. With ``heads`` it sets
             the default size of the heap. It limits nothing else.
-        heads: head shape and dtype of the attention layers.
+        heads: head shape and dtype of the attention layers; with ``tensor_parallel`` those of the whole model.
+        tensor_parallel: the processes that share the heads of a layer with this one: its tensor group, or a mesh of
+            one dimension, such as ``mesh["tp"]``. The call is then collective over all processes, and takes no
+            ``group``: the context has all processes with the same rank in their tensor groups, and this one's part of
+            the heads (`Heads.divided`). All these contexts may have one name. A fault in one is told to all.
+        pipeline_parallel: the processes of this one's pipeline, in the order of the stages, as a group or a mesh of one
+            dimension. They are in one context, and `Context.stages` says which of its ranks are which stage. This takes
+            no ``group`` either.
         heap_bytes: size of the symmetric heap, which has two slots, the same on all ranks. The default
             (`default_heap_bytes`) is six times the rank's own rows of q, k, v, out and their gradients. Balanced
             batches of whole documents take a tenth of that; a document that is cut over many ranks may take more. A
@@ -97,30 +111,65 @@ def init(
         OperatingSystemError: the group takes more open files than this process may have.
         PeerDiedError, PeerTimeoutError: a rank has gone, or does not come within ``timeout``.
         InvalidArgumentError: an argument is wrong or differs between ranks, the name is in use, ranks are on several
-            hosts with ``"shm"``, or there is no group with ``"torch"``.
+            hosts with ``"shm"``, there is no group with ``"torch"``, the heads cannot be divided, or tensor groups or
+            pipelines do not cut all processes into equal parts.
     """
     _check_alone(transport, group, name, link)
+    tensor, pipeline = (
+        group_of("tensor_parallel", tensor_parallel),
+        group_of("pipeline_parallel", pipeline_parallel),
+    )
     device, nsys = device_name(device), nsys_wanted(nsys)
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    num_ranks = dist.get_world_size(group) if group is not None else 1
+    if group is not None and (tensor or pipeline):
+        raise InvalidArgumentError(
+            "init: group, and tensor_parallel or pipeline_parallel; with these the context's ranks follow from all "
+            "processes: leave out group"
+        )
+    check_type("init", "heads", heads, Heads, "distca.Heads(q=8, kv=2, dim=64)")
     attention = _C.chosen_attention(attention, device)
     if transport == "nvshmem" and heap_bytes is None:
         heap_bytes = nvshmem.heap_bytes_of_environment()
     cost = cost or CostModel()
-    options = core_options(slot_bytes_of(max_tokens, heads, heap_bytes), timeout, cost)
-    request = _Request(
-        group, num_ranks, transport, name, device, attention, put_ctas, progress_thread, link, timeout, options
-    )
-    _check_together(request)
-    problem = attention_problem(device, attention, heads)
-    if group is not None and num_ranks > 1:
-        agree(group, Terms(transport, device.partition(":")[0], options["slot_bytes"], attention, problem), timeout)
-    elif problem:
-        raise InvalidArgumentError(f"init: {problem}")
-    core, exchange = _connect(request)
+    options = core_options(slot_bytes_of(max_tokens, heads, heap_bytes), timeout, cost)  # before others wait
+    with _ranks(group, tensor, pipeline, timeout) as (place, group):
+        heads = heads.divided(place.tensor_ranks)
+        options["slot_bytes"] = slot_bytes_of(max_tokens, heads, heap_bytes)
+        num_ranks = len(place.global_ranks)
+        request = _Request(
+            group, num_ranks, transport, name, device, attention, put_ctas, progress_thread, link, timeout, options
+        )
+        _check_together(request)
+        problem = attention_problem(device, attention, heads)
+        if group is not None and num_ranks > 1:
+            agree(group, Terms(transport, device.partition(":")[0], options["slot_bytes"], attention, problem), timeout)
+        elif problem:
+            raise InvalidArgumentError(f"init: {problem}")
+        core, exchange = _connect(request, place)
+    watch = None if tensor is None or place.tensor_ranks == 1 else FaultWatch(tensor, core, timeout)
+    if watch is not None or not place.is_of_all:
+        core.set_job([] if place.is_of_all else place.global_ranks, None if watch is None else watch.tell)
     emulation = None if link is None else _emulation()
-    return Context(core, heads, cost, exchange, nsys=nsys, emulation=emulation)
+    return Context(core, heads, cost, exchange, place=place, watch=watch, nsys=nsys, emulation=emulation)
+
+
+@contextmanager
+def _ranks(
+    group: dist.ProcessGroup | None,
+    tensor: dist.ProcessGroup | None,
+    pipeline: dist.ProcessGroup | None,
+    timeout: float,
+) -> Iterator[tuple[Place, dist.ProcessGroup | None]]:
+    """This process's place, and a group of the context's ranks. Errors inside name global ranks."""
+    if tensor or pipeline:
+        place = place_of(tensor, pipeline, timeout)
+        with place.named(), place.group() as made:
+            yield place, made
+        return
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    place = Place.of_group(group)
+    with place.named():
+        yield place, group
 
 
 @dataclass(frozen=True)
@@ -194,7 +243,7 @@ def _check_together(r: _Request) -> None:
         check_open_files(f"init: a group of {r.num_ranks} ranks", 2 * r.num_ranks + 8)
 
 
-def _connect(r: _Request) -> tuple[_C.Context, Exchange | None]:
+def _connect(r: _Request, place: Place) -> tuple[_C.Context, Exchange | None]:
     """The core's context over the transport that was asked for, or that `"auto"` stands for here."""
     made_by: Any = _C if r.link is None else _emulation()
     linked = {} if r.link is None else {"link": r.link.words}
@@ -205,11 +254,11 @@ def _connect(r: _Request) -> tuple[_C.Context, Exchange | None]:
     if r.transport == "nvshmem":
         return _over_nvshmem(r)
     if r.group is not None and r.transport == "torch":
-        return _over_torch(r.group, r)
+        return _over_torch(r.group, r, place)
     listener = _C.ShmListener()
     addresses = gather_text(listener.address, r.group, r.timeout) if r.group is not None else [listener.address]
     if r.group is not None and r.transport == "auto" and r.link is None and not _C.can_share_memory(addresses):
-        return _over_torch(r.group, r) if r.device == "cpu" else _over_nvshmem(r)
+        return _over_torch(r.group, r, place) if r.device == "cpu" else _over_nvshmem(r)
     mesh: dict[str, Any] = {
         "listener": listener,
         "rank": dist.get_rank(r.group) if r.group is not None else 0,
@@ -233,8 +282,8 @@ def _over_nvshmem(r: _Request) -> tuple[_C.Context, None]:
     return nvshmem.connect(r.group, r.device, r.attention, r.name, r.options, r.put_ctas), None
 
 
-def _over_torch(group: dist.ProcessGroup, r: _Request) -> tuple[_C.Context, Exchange]:
-    exchange = Exchange(group, r.timeout, hosts.address_if_known(group, r.timeout))
+def _over_torch(group: dist.ProcessGroup, r: _Request, place: Place) -> tuple[_C.Context, Exchange]:
+    exchange = Exchange(group, r.timeout, hosts.address_if_known(group, r.timeout), place.name_of)
     core = _C.make_torch(
         rank=dist.get_rank(group),
         num_ranks=r.num_ranks,

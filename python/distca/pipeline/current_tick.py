@@ -10,7 +10,6 @@ import torch.distributed as dist
 from distca.calls import calls_of_pass
 from distca.errors import InvalidArgumentError, refusals_told
 from distca.pipeline.halves import HALVES
-from distca.pipeline.plans import PipelinePlans
 from distca.pipeline.tick_table import Work
 from distca.planner.plan_source import StepOfTick
 from distca.serving import serve_calls
@@ -132,13 +131,13 @@ class CurrentTick:
                     )
             if rows > 0:  # gloo cannot send empty tensors
                 operations.append(
-                    _operation(dist.isend, made.to(like.dtype).contiguous(), plans.stages[to], plans, group)
+                    _operation(dist.isend, made.to(like.dtype).contiguous(), plans.stages[to], self._ticks, group)
                 )
         if coming is not None:
             rows = plans.rows(coming.microbatch)
             received = coming, like.new_empty(rows, *like.shape[1:])
             if rows > 0:
-                operations.append(_operation(dist.irecv, received[1], plans.stages[source], plans, group))
+                operations.append(_operation(dist.irecv, received[1], plans.stages[source], self._ticks, group))
         for request in dist.batch_isend_irecv(operations) if operations else []:
             request.wait()
         return received
@@ -163,6 +162,5 @@ class CurrentTick:
         return step
 
 
-def _operation(kind: Any, tensor: torch.Tensor, ranks: list[int], plans: PipelinePlans, group: Any) -> dist.P2POp:
-    peer = ranks[plans.index]
-    return dist.P2POp(kind, tensor, peer if group is None else dist.get_global_rank(group, peer), group)
+def _operation(kind: Any, tensor: torch.Tensor, ranks: list[int], ticks: Ticks, group: Any) -> dist.P2POp:
+    return dist.P2POp(kind, tensor, ticks.context.global_ranks[ranks[ticks.plans.index]], group)

@@ -117,7 +117,7 @@ class Ticks:
                 of the model. It returns the output ``[rows, ...]``, or at the end of the model the loss of the
                 micro-batch. It calls the layers with ``plan=ticks.plan``.
             like: a tensor with the dtype, the device and the dimensions after the first of what stages hand over.
-            group: the process group whose ranks are the context's; by default all processes.
+            group: the process group over which stages send, with all ranks of the context; by default all processes.
 
         Returns:
             The losses of the micro-batches, detached, on the ranks of the last stage; nothing on the others.

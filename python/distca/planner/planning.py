@@ -122,7 +122,7 @@ def plan(
     if not is_whole(rank, 0, layout.num_ranks - 1):
         raise InvalidArgumentError(f"plan: rank = {rank!r}; 0 to {layout.num_ranks - 1} are allowed")
     if scores is None:
-        different, of_documents = [Scores(mask, window)], []
+        different, of_documents = [Scores(mask, window)], list[int]()
         different[0].check("plan")
     elif (mask, window) != ("causal", None):
         raise InvalidArgumentError("plan: scores are given, and mask or window as well; scores have both")
