@@ -24,7 +24,6 @@ def serve(
     context: str | Context = "default",
     scale: float | None = None,
     softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
     deterministic: bool = False,
     layer: int | str | StepOfTick | None = None,
 ) -> None:
@@ -38,7 +37,7 @@ def serve(
             in ``plan.retain_bytes`` is 0).
         phase: ``"forward"`` or ``"backward"``.
         context: the context or its name.
-        scale, softcap, sinks: the same as on the other ranks.
+        scale, softcap: the same as on the other ranks.
         deterministic: as in `core_attention`, for what this rank computes.
         layer: number or name of the layer that is served, the same as on the other ranks where they give one.
 
@@ -48,9 +47,7 @@ def serve(
     """
     _check_phase("serve", phase)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
-    serve_calls(
-        "serve", [Call("core_attention", phase, 0)], [[plan]], [[layer]], context=context, sinks=[sinks], **options
-    )
+    serve_calls("serve", [Call("core_attention", phase, 0)], [[plan]], [[layer]], context=context, **options)
 
 
 @collective
@@ -62,7 +59,6 @@ def serve_ping_pong(
     context: str | Context = "default",
     scale: float | None = None,
     softcap: float = 0.0,
-    sinks: Sequence[torch.Tensor] | None = None,
     deterministic: bool = False,
 ) -> None:
     """Takes part in a whole forward or backward pass of `distca.PingPong`, as `serve` does in one step.
@@ -77,7 +73,6 @@ def serve_ping_pong(
             ``"stage"`` (all layers at once), or the sizes of the groups of layers that are run again together.
         context: the context or its name.
         scale, softcap: the same as on the other ranks.
-        sinks: the sinks of each layer, if the model has sinks.
         deterministic: as in `core_attention`, for what this rank computes.
 
     Raises:
@@ -90,7 +85,7 @@ def serve_ping_pong(
     names = [[number] * 2 for number in range(len(layers))]
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
     # The model may number its layers otherwise.
-    serve_calls("serve_ping_pong", calls, layers, names, context=context, sinks=sinks, compares=False, **options)
+    serve_calls("serve_ping_pong", calls, layers, names, context=context, compares=False, **options)
 
 
 def serve_calls(
@@ -100,7 +95,6 @@ def serve_calls(
     names: Sequence[Sequence[int | str | StepOfTick | None]],
     *,
     context: str | Context,
-    sinks: Sequence[torch.Tensor | None] | None = None,
     compares: bool = True,
     **options: Any,
 ) -> None:
@@ -112,7 +106,6 @@ def serve_calls(
         plans: for each layer its plan, in a ping-pong that of each half.
         names: for each of these plans the layer, or the step of a tick.
         context: the context or its name.
-        sinks: the sinks of each layer, if there are any.
         compares: whether ranks compare the names.
         options: ``scale``, ``softcap`` and ``deterministic``, all of them.
 
@@ -126,11 +119,10 @@ def serve_calls(
     for call in calls:
         part, phase, layer, half = call
         caller = Caller.of(context, names[layer][half or 0], half)
-        own = None if sinks is None else sinks[layer]
         suffix = "" if phase == "forward" else "_backward"
         with caller.calls(part + suffix, compares=compares):
             if call.begins_step:
-                steps[call[1:]] = _begin(call, plans[layer][half or 0], caller, own, options)
+                steps[call[1:]] = _begin(call, plans[layer][half or 0], caller, options)
             elif part == "attend":
                 torch.ops.distca.attend(steps[call[1:]], context=caller.context)
             else:
@@ -139,17 +131,16 @@ def serve_calls(
             caller.note()
 
 
-def _begin(call: Call, plan: Plan, caller: Caller, sinks: torch.Tensor | None, options: dict[str, Any]) -> Any:
+def _begin(call: Call, plan: Plan, caller: Caller, options: dict[str, Any]) -> Any:
     """Begins a step. Returns its number if it has parts."""
     ops, keywords = torch.ops.distca, caller.options(**options)
     q, k, v, out, lse = _no_rows(plan, caller.context)
-    sinks = None if sinks is None else sinks.detach().float()
     if call.phase == "backward":
         backward = ops.dispatch_backward if call.part == "dispatch" else ops.core_attention_backward
-        return backward(out, q, k, v, out, lse, plan.tensor, sinks, retained=_nothing_retained(plan, q), **keywords)
+        return backward(out, q, k, v, out, lse, plan.tensor, retained=_nothing_retained(plan, q), **keywords)
     if call.part == "dispatch":
-        return ops.dispatch(q, k, v, plan.tensor, None, sinks, **keywords)
-    return ops.core_attention_retain(q, k, v, plan.tensor, None, sinks, retained_bytes=0, **keywords)
+        return ops.dispatch(q, k, v, plan.tensor, **keywords)
+    return ops.core_attention_retain(q, k, v, plan.tensor, retained_bytes=0, **keywords)
 
 
 def _check_phase(function: str, phase: str) -> None:

@@ -12,6 +12,8 @@ MISALIGNED_HALVES = "tests/pipeline/test_misaligned_halves.py"
 SERVED = "tests/operators/test_served_ping_pong.py"
 MESHES = "tests/pipeline/test_meshes.py"
 TENSOR_FAULTS = "tests/pipeline/test_tensor_faults.py"
+SCORES = "tests/runtime/test_scores_of_documents.py"
+FEATURES = "tests/runtime/test_core_features.py"
 
 FAULTS = [
     Fault(
@@ -210,5 +212,69 @@ FAULTS = [
         'std::string Protocol::name_of(int64_t rank) const { return message("rank ", rank, global_name(rank)); }',
         'std::string Protocol::name_of(int64_t rank) const { return message("rank ", rank, global_name(0)); }',
         (TENSOR_FAULTS,),
+    ),
+    # ---- documents of other layers in one plan
+    Fault(
+        "a stage takes the layers of the first one",
+        "python/distca/pipeline/plans.py",
+        "sum(self.layers) * work.chunk + sum(self.layers[:stage]) + step",
+        "sum(self.layers) * work.chunk + step",
+        (PLANS,),
+    ),
+    Fault(
+        "a second chunk takes the layers of the first one",
+        "python/distca/pipeline/plans.py",
+        "sum(self.layers) * work.chunk + sum(self.layers[:stage]) + step",
+        "sum(self.layers[:stage]) + step",
+        (PLANS,),
+    ),
+    Fault(
+        "all documents have the first mask in the planner",
+        "cpp/plan/options.h",
+        "scores[static_cast<size_t>(scores_of(number))].mask()};",
+        "scores[0].mask()};",
+        (SCORES,),
+    ),
+    Fault(
+        "a server takes the first scores for all documents",
+        "cpp/runtime/server_tasks.cpp",
+        "  group.scores = g.scores;",
+        "  group.scores = 0;",
+        (SCORES,),
+    ),
+    Fault(
+        "a server takes the scale of its own call where the plan has one",
+        "cpp/runtime/server_tasks.cpp",
+        "s.scale == plan::kOfTheCall ? scores.scale : plan::score_value(s.scale)",
+        "scores.scale",
+        (SCORES,),
+    ),
+    Fault(
+        "a call may have another scale than the plan",
+        "cpp/runtime/context.cpp",
+        '    if (row.scale != plan::kOfTheCall) check("scale", s, row.scale, scores.scale);',
+        "",
+        (SCORES,),
+    ),
+    Fault(
+        "ranks compare scales that the plan says",
+        "cpp/runtime/context.cpp",
+        "  if (first.scale != plan::kOfTheCall) scores.scale = 0.f;",
+        "",
+        (SCORES,),
+    ),
+    Fault(
+        "a sink leaves the output as it is",
+        "cpp/attention/sinks.cpp",
+        "1.f / (1.f + std::exp(sinks[h] - without))",
+        "1.f",
+        (FEATURES,),
+    ),
+    Fault(
+        "a replay keeps the sinks of its recording",
+        "cpp/runtime/dispatcher.cpp",
+        "step.phase == Phase::kForward && step.scores.sinks != nullptr)",
+        "step.phase == Phase::kForward && step.scores.sinks != nullptr && !recording_)",
+        ("tests/runtime/test_recording.py",),
     ),
 ]

@@ -72,7 +72,7 @@ def test_a_server_without_rows_serves_with_softcap_and_sinks() -> None:
             out.backward(batch.dout)
             return out.detach(), lse, q.grad, k.grad, v.grad
         for phase in ("forward", "backward"):
-            distca.serve(plan.for_rank(1), phase, context=context, softcap=3.0, sinks=sinks)
+            distca.serve(plan.for_rank(1), phase, context=context, softcap=3.0)
         return ()
 
     with loopback_group(plan) as contexts:

@@ -64,8 +64,7 @@ class CurrentTick:
             labels, steps = {part: plans.label(self.number, part) for part in plans.parts}, range(plans.depth)
             served = [[plans.plan(self.number, step, part) for part in plans.parts] for step in steps]
             names = [[StepOfTick(labels[part], step) for part in plans.parts] for step in steps]
-            sinks = {"sinks": [options["sinks"]] * plans.depth}
-            serve_calls("serve", self.calls, served, names, context=context, **{**options, **sinks})
+            serve_calls("serve", self.calls, served, names, context=context, **options)
 
     def check_complete(self) -> None:
         """Raises InvalidArgumentError, and tells the other ranks, unless all steps of the tick were taken."""

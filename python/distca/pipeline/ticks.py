@@ -45,7 +45,7 @@ class Ticks:
             on every rank.
         save_attention: whether `distca.save_core_attention` keeps the results of core attention, so that only the rest
             is run again. It is the same on every rank.
-        options: ``scale``, ``softcap``, ``sinks`` and ``deterministic`` of the layers, as in `core_attention`; for the
+        options: ``scale``, ``softcap`` and ``deterministic`` of the layers, as in `core_attention`; for the
             steps that this rank takes without a layer of its own.
 
     Attributes:
@@ -77,7 +77,7 @@ class Ticks:
                 f"{here.num_ranks} of context {here.name!r}; make them with PipelinePlans(..., context=)"
             )
         self.plans, self.context = plans, here
-        self.options = {"scale": None, "softcap": 0.0, "sinks": None, "deterministic": False, **options}
+        self.options = {"scale": None, "softcap": 0.0, "deterministic": False, **options}
         self.groups = _groups(recompute, plans)
         self.save_attention = save_attention
         self.plan = TickPlan(self)
