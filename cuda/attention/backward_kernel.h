@@ -120,7 +120,7 @@ struct BackwardConsumer {
   /// out become dS, in shared memory.
   template <bool kGradients>
   DISTCA_DEVICE void probabilities(const TileFacts<kRows>& facts) {
-    if (maps_scores(p.scores))
+    if (maps_scores(p.scores[facts.scores].map))
       probabilities_of<kGradients, true, true>(facts);
     else if (facts.masked != 0)
       probabilities_of<kGradients, false, true>(facts);
@@ -131,15 +131,16 @@ struct BackwardConsumer {
   template <bool kGradients, bool kMapped, bool kMasked>
   DISTCA_DEVICE void probabilities_of(const TileFacts<kRows>& facts) {
     const int first_row = first_row_of_thread(), first_key = first_key_of_thread();
-    const float inverse = p.scores.cap != 0.f ? 1.f / p.scores.cap : 0.f;  // without a cap the slope is 1
+    const ScoreMap& map = p.scores[facts.scores].map;
+    const float inverse = map.cap != 0.f ? 1.f / map.cap : 0.f;  // without a cap the slope is 1
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) {
       float prob[2], gradient[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int row = first_row + i / 4 * 8 + e, key = first_key + i / 2 % 2 * 8;
-        const float score = kMapped ? mapped_score(p.scores, scores[i + e]) : scores[i + e];
-        prob[e] = hopper::exp2_fast(hopper::fused(score, p.scores.exponent_scale, -facts.lse[row]));
+        const float score = kMapped ? mapped_score(map, scores[i + e]) : scores[i + e];
+        prob[e] = hopper::exp2_fast(hopper::fused(score, map.exponent_scale, -facts.lse[row]));
         if (kMasked && (key < facts.visible[row].begin || key >= facts.visible[row].end)) prob[e] = 0.f;
         if constexpr (kGradients) {
           gradient[e] = hopper::product(prob[e], dprobs[i + e] - facts.delta[row]);
@@ -264,7 +265,7 @@ struct NarrowConsumer : BackwardConsumer<Config> {
       clear(dv);
       this->for_each_tile(p.items[index].num_tiles, [&](const TileFacts<Config::kRows>& facts) { step(facts); });
       const WorkItem& item = p.items[this_item(s.items, this->items)];
-      this->template store_keys<kDim>(item, dk, p.scale, p.dim, &RunEntry::dk);
+      this->template store_keys<kDim>(item, dk, p.scores_of(p.groups[item.group]).scale, p.dim, &RunEntry::dk);
       this->template store_keys<kValueDim>(item, dv, 1.f, p.v_dim, &RunEntry::dv);
     }
   }
@@ -317,7 +318,7 @@ struct WideKeyConsumer : BackwardConsumer<Config> {
       clear(dk);
       this->for_each_tile(p.items[index].num_tiles, [&](const TileFacts<Config::kRows>& facts) { step(facts); });
       const WorkItem& item = p.items[this_item(s.items, this->items)];
-      this->template store_keys<Config::kDim>(item, dk, p.scale, p.dim, &RunEntry::dk);
+      this->template store_keys<Config::kDim>(item, dk, p.scores_of(p.groups[item.group]).scale, p.dim, &RunEntry::dk);
     }
   }
 
@@ -410,10 +411,11 @@ DISTCA_DEVICE void backward_cta(const KernelParams& p, typename Config::Shared& 
   }
 }
 
-/// Stores the sums of dq of one tile, times `scale`, as dq. Any number of threads of a CTA call it.
+/// Stores the sums of dq of one tile, times the scale, as dq. Any number of threads of a CTA call it.
 template <class Config>
 DISTCA_DEVICE void store_queries(const KernelParams& p, const StoreItem& item, int first, int step) {
   const TaskEntry& task = p.tasks[item.task];
+  const float scale = p.scores_of(p.groups[task.group]).scale;
   const int tokens = minimum(p.tile_tokens, task.num_rows - item.tile * p.tile_tokens);
   const float* sums = p.dq_sums + int64_t{tile_index(task, item.kv_head, item.tile)} * Config::kParts * kPartElements;
   // Four threads of a warpgroup had eight columns of two rows; one thread writes these.
@@ -430,8 +432,8 @@ DISTCA_DEVICE void store_queries(const KernelParams& p, const StoreItem& item, i
       hopper::Words4 words;
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        words.x[j] = hopper::pack<typename Config::Element>(hopper::product(at[4 * j + 2 * r], p.scale),
-                                                            hopper::product(at[4 * j + 2 * r + 1], p.scale));
+        words.x[j] = hopper::pack<typename Config::Element>(hopper::product(at[4 * j + 2 * r], scale),
+                                                            hopper::product(at[4 * j + 2 * r + 1], scale));
       const int head = item.kv_head * p.group_heads + row % p.group_heads;
       hopper::store_global(address(task.dq, item.tile * p.tile_tokens + token, head) + column * 2, words);
     }

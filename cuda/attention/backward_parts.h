@@ -15,6 +15,7 @@ struct TileFacts {
   int* turns;         // null if adds come in any order
   int blocks_before;  // number of blocks before the item's that add to the tile's dq
   int masked;         // 1: some row does not see some key of the block
+  int scores;         // the group's
 };
 
 template <class Element_, int kDim_, int kValueDim_>
@@ -86,7 +87,7 @@ struct BackwardProducer {
 #pragma unroll 1
       for (int t = item.task; t < item.task_end; ++t) {
         const TaskEntry& task = p.tasks[t];
-        const RowRange seeing = tiles_that_see(p, task, rows.begin, rows.end);
+        const RowRange seeing = tiles_that_see(p, p.groups[item.group], task, rows.begin, rows.end);
         if (seeing.begin >= seeing.end) continue;
         if (lane_of_warp() == 0) {
           hopper::acquire_map(p.maps + task.q_map);
@@ -133,11 +134,13 @@ struct BackwardProducer {
 #pragma unroll 1
     for (int row = lane_of_warp(); row < kRows; row += kWarp) write_row(item, task, tokens, row, facts);
     if (lane_of_warp() == 0) {
+      const TileMask& mask = p.scores_of(group).mask;
       const int index = tile_index(task, item.kv_head, tile);
       facts.dq_sums = p.dq_sums + int64_t{index} * Config::kParts * kPartElements;
       facts.turns = p.turns == nullptr ? nullptr : p.turns + int64_t{index} * Config::kTurnsPerTile;
-      facts.blocks_before = item.index - visible_keys(p.mask, tokens, group).begin / kKeys;
-      facts.masked = all_visible(p.mask, tokens, group, block, block + kKeys) ? 0 : 1;
+      facts.blocks_before = item.index - visible_keys(mask, tokens, group).begin / kKeys;
+      facts.masked = all_visible(mask, tokens, group, block, block + kKeys) ? 0 : 1;
+      facts.scores = group.scores;
     }
     full.arrive();
     tiles.advance();
@@ -154,7 +157,9 @@ struct BackwardProducer {
       lse = *reinterpret_cast<const float*>(address(task.lse, token - task.q_begin, head)) * kLog2E;
       if (lse == -kInfinity) lse = kInfinity;
       delta = *reinterpret_cast<const float*>(address(task.delta, token - task.q_begin, head));
-      visible = {p.mask.first_key(token) - block, p.mask.end_key(token, p.groups[item.group].kv_end) - block};
+      const GroupEntry& group = p.groups[item.group];
+      const TileMask& mask = p.scores_of(group).mask;
+      visible = {mask.first_key(token) - block, mask.end_key(token, group.kv_end) - block};
     }
     facts.lse[row] = lse;
     facts.delta[row] = delta;

@@ -169,20 +169,13 @@ void AttentionLaunch::set(const HeadKernels& kernels, const KernelParams& params
 
 AttentionLaunch::Kind AttentionLaunch::kind() const {
   const KernelParams& p = params_;
-  const auto word = [](auto x) { return std::bit_cast<uint32_t>(x); };
-  return {word(p.dim),
-          word(p.v_dim),
-          word(p.group_heads),
-          word(p.tile_tokens),
-          word(p.scale),
-          word(p.mask.window),
-          word(p.mask.full),
-          word(p.scores.exponent_scale),
-          word(p.scores.sign),
-          word(p.scores.cap),
-          word(p.scores.cap_scale),
-          static_cast<uint32_t>(kernels_->dtype),
-          is_deterministic_ ? 1u : 0u};
+  const auto word = [](auto x) { return static_cast<uint32_t>(x); };
+  Kind kind = {word(p.dim),         word(p.v_dim),         word(p.group_heads),
+               word(p.tile_tokens), word(kernels_->dtype), word(is_deterministic_)};
+  // Entries have no padding, and those that no group has are zeros.
+  static_assert(sizeof(ScoreEntry) == sizeof(TileMask) + sizeof(ScoreMap) + sizeof(float));
+  std::memcpy(kind.end() - kScoreWords, p.scores, sizeof(p.scores));
+  return kind;
 }
 
 size_t AttentionLaunch::scratch_bytes(const transport::TableLayout& tables) const {

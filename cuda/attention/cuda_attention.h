@@ -19,7 +19,7 @@
 namespace distca::attention::cuda {
 
 /// The reason why heads of this shape cannot be computed on a device of compute capability major.minor; empty if they
-/// can. All masks, windows and softcaps can be computed.
+/// can. All masks, windows, scales and softcaps can be computed, up to kMostScores different ones in a problem.
 DISTCA_EXPORT std::string unsupported_reason(const HeadShape& heads, int major, int minor);
 
 struct HeadKernels;
@@ -37,7 +37,8 @@ class AttentionLaunch {
   /// DeviceError where CUDA refuses.
   void operator()(const distca::cuda::DeviceTable& tables, void* scratch, cudaStream_t stream) const;
   /// The kind as 32-bit words, for comparisons.
-  using Kind = std::array<uint32_t, 16>;
+  static constexpr size_t kScoreWords = sizeof(KernelParams::scores) / sizeof(uint32_t);
+  using Kind = std::array<uint32_t, 6 + kScoreWords>;
   Kind kind() const;
 
  private:

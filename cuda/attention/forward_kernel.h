@@ -56,13 +56,15 @@ struct ForwardTile {
   RowRange keys;
   int begin_block;
   int end_block;
+  int scores;  // the group's
 };
 
 template <class Config>
 DISTCA_HOST_DEVICE ForwardTile forward_tile(const KernelParams& p, const WorkItem& item) {
   const RowRange rows = tile_tokens(p, p.tasks[item.task], item.index);
-  const RowRange keys = visible_keys(p.mask, rows, p.groups[item.group]);
-  return {rows, keys, keys.begin / Config::kKeys, ceil_div(keys.end, Config::kKeys)};
+  const GroupEntry& group = p.groups[item.group];
+  const RowRange keys = visible_keys(p.scores_of(group).mask, rows, group);
+  return {rows, keys, keys.begin / Config::kKeys, ceil_div(keys.end, Config::kKeys), group.scores};
 }
 
 template <class Config>
@@ -198,14 +200,15 @@ struct ForwardConsumer {
 
   DISTCA_DEVICE void begin_rows(const WorkItem& item, const ForwardTile& tile) {
     const GroupEntry& group = p.groups[item.group];
+    const TileMask& mask = p.scores[tile.scores].mask;
     const int row = first_row();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int token = tile.rows.begin + (row + 8 * i) / p.group_heads;
       row_max[i] = -kInfinity;
       row_sum[i] = 0.f;
-      visible[i] = token < tile.rows.end ? RowRange{p.mask.first_key(token), p.mask.end_key(token, group.kv_end)}
-                                         : RowRange{0, 0};
+      visible[i] =
+          token < tile.rows.end ? RowRange{mask.first_key(token), mask.end_key(token, group.kv_end)} : RowRange{0, 0};
     }
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) out[i] = 0.f;
@@ -242,11 +245,12 @@ struct ForwardConsumer {
   /// sums.
   DISTCA_DEVICE void softmax(const ForwardTile& tile, const WorkItem& item, int block) {
     const int begin = block * kKeys, first_key = begin + lane_of_warp() % 4 * 2;
-    if (maps_scores(p.scores)) {
+    const ScoreMap& map = p.scores[tile.scores].map;
+    if (maps_scores(map)) {
 #pragma unroll
-      for (int i = 0; i < kKeys / 2; ++i) scores[i] = mapped_score(p.scores, scores[i]);
+      for (int i = 0; i < kKeys / 2; ++i) scores[i] = mapped_score(map, scores[i]);
     }
-    if (!all_visible(p.mask, tile.rows, p.groups[item.group], begin, begin + kKeys)) {
+    if (!all_visible(p.scores[tile.scores].mask, tile.rows, p.groups[item.group], begin, begin + kKeys)) {
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) {
         const RowRange& see = visible[i / 2 % 2];
@@ -262,15 +266,15 @@ struct ForwardConsumer {
       highest = fmaxf(highest, hopper::shuffle_xor(highest, 1));
       highest = fmaxf(highest, hopper::shuffle_xor(highest, 2));
       // A row that has seen nothing yet takes exponents of -inf, not of -inf + inf.
-      const float base = highest == -kInfinity ? 0.f : hopper::product(highest, p.scores.exponent_scale);
+      const float base = highest == -kInfinity ? 0.f : hopper::product(highest, map.exponent_scale);
       // This takes the rounded products; therefore an unchanged maximum gives 1.
-      rescale[r] = hopper::exp2_fast(hopper::product(row_max[r], p.scores.exponent_scale) - base);
+      rescale[r] = hopper::exp2_fast(hopper::product(row_max[r], map.exponent_scale) - base);
       row_max[r] = highest;
       float sum = 0.f;
 #pragma unroll
       for (int i = 2 * r; i < kKeys / 2; i += 4) {
-        scores[i] = hopper::exp2_fast(hopper::fused(scores[i], p.scores.exponent_scale, -base));
-        scores[i + 1] = hopper::exp2_fast(hopper::fused(scores[i + 1], p.scores.exponent_scale, -base));
+        scores[i] = hopper::exp2_fast(hopper::fused(scores[i], map.exponent_scale, -base));
+        scores[i + 1] = hopper::exp2_fast(hopper::fused(scores[i + 1], map.exponent_scale, -base));
         sum += scores[i];
         sum += scores[i + 1];
       }
@@ -293,6 +297,7 @@ struct ForwardConsumer {
   /// Divides by the sums and writes out and the log-sum-exp.
   DISTCA_DEVICE void store(const WorkItem& item, const ForwardTile& tile) {
     const TaskEntry& task = p.tasks[item.task];
+    const float exponent_scale = p.scores[tile.scores].map.exponent_scale;
     constexpr float kLn2 = 0.6931471805599453f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -306,7 +311,7 @@ struct ForwardConsumer {
       store_row<Element, kValueDim>(out, r, factor, address(task.out, token - task.q_begin, head), p.v_dim, valid,
                                     lane_of_warp());
       if (valid && lane_of_warp() % 4 == 0) {
-        const float highest = hopper::product(row_max[r], p.scores.exponent_scale);  // a power of two
+        const float highest = hopper::product(row_max[r], exponent_scale);  // a power of two
         const float lse = sum == 0.f ? -kInfinity : highest * kLn2 + logf(sum);
         *reinterpret_cast<float*>(address(task.lse, token - task.q_begin, head)) = lse;
       }

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "attention/attention.h"
 #include "common/dtype.h"
 #include "common/rows.h"
 
@@ -46,6 +47,7 @@ struct RowRange {
 };
 
 struct GroupEntry {
+  int scores;  // index into KernelParams::scores
   int kv_begin;
   int kv_end;
   int first_block;  // number of the document block of its first block table entry
@@ -116,7 +118,14 @@ struct ScoreMap {
   float cap_scale;
 };
 
-/// The arguments of a kernel.
+/// The Scores of some groups.
+struct ScoreEntry {
+  TileMask mask;
+  ScoreMap map;
+  float scale;
+};
+
+/// The arguments of a kernel. They lie in constant memory, which is also read by an index that a thread computes.
 struct KernelParams {
   const uint64_t* counts;  // numbers of items and of store_items
   const WorkItem* items;
@@ -133,13 +142,12 @@ struct KernelParams {
   int v_dim;
   int group_heads;
   int tile_tokens;
-  float scale;
-  TileMask mask;
-  ScoreMap scores;
+  ScoreEntry scores[kMostScores];  // zeros past the problem's last one
 
   DISTCA_HOST_DEVICE int num_items() const { return static_cast<int>(counts[0]); }
   DISTCA_HOST_DEVICE int num_store_items() const { return static_cast<int>(counts[1]); }
   DISTCA_HOST_DEVICE int tile_rows() const { return tile_tokens * group_heads; }
+  DISTCA_HOST_DEVICE const ScoreEntry& scores_of(const GroupEntry& group) const { return scores[group.scores]; }
 };
 
 /// The query rows of a tile, in the document.
@@ -168,8 +176,9 @@ DISTCA_HOST_DEVICE RowRange rows_that_see(const TileMask& mask, const TaskEntry&
 }
 
 /// The tiles of a task that have such rows; begin >= end if there are none.
-DISTCA_HOST_DEVICE RowRange tiles_that_see(const KernelParams& p, const TaskEntry& task, int begin, int end) {
-  const RowRange rows = rows_that_see(p.mask, task, begin, end);
+DISTCA_HOST_DEVICE RowRange tiles_that_see(const KernelParams& p, const GroupEntry& group, const TaskEntry& task,
+                                           int begin, int end) {
+  const RowRange rows = rows_that_see(p.scores_of(group).mask, task, begin, end);
   if (rows.begin >= rows.end) return {0, 0};
   return {(rows.begin - task.q_begin) / p.tile_tokens, ceil_div(rows.end - task.q_begin, p.tile_tokens)};
 }

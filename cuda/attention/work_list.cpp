@@ -51,11 +51,16 @@ int add_query_map(WorkList& list, const RowView& view, int64_t dim, int64_t head
   return index;
 }
 
-ScoreMap score_map(const Problem& problem) {
+ScoreMap score_map(const Scores& scores) {
   constexpr float kLog2E = 1.4426950408889634f;
-  if (problem.softcap != 0.f) return {kLog2E, 1.f, problem.softcap, problem.scale / problem.softcap};
-  if (problem.scale == 0.f) return {1.f, 0.f, 0.f, 0.f};
-  return {std::fabs(problem.scale) * kLog2E, problem.scale > 0.f ? 1.f : -1.f, 0.f, 0.f};
+  if (scores.softcap != 0.f) return {kLog2E, 1.f, scores.softcap, scores.scale / scores.softcap};
+  if (scores.scale == 0.f) return {1.f, 0.f, 0.f, 0.f};
+  return {std::fabs(scores.scale) * kLog2E, scores.scale > 0.f ? 1.f : -1.f, 0.f, 0.f};
+}
+
+ScoreEntry score_entry(const Scores& scores) {
+  const auto window = static_cast<int>(std::min(scores.mask.window, kMostRows));
+  return {{window, scores.mask.kind == MaskKind::kFull ? 1 : 0}, score_map(scores), scores.scale};
 }
 
 void begin_list(const Problem& problem, TileShape shape, WorkList& list) {
@@ -75,13 +80,13 @@ void begin_list(const Problem& problem, TileShape shape, WorkList& list) {
   require(p.group_heads >= 1 && p.group_heads <= shape.rows, p.group_heads,
           " query heads share a key/value head; the CUDA kernels take up to ", shape.rows);
   p.tile_tokens = shape.rows / p.group_heads;
-  p.scale = problem.scale;
-  p.mask = {static_cast<int>(std::min(problem.mask.window, kMostRows)), problem.mask.kind == MaskKind::kFull ? 1 : 0};
-  p.scores = score_map(problem);
+  check_scores(problem);
+  std::transform(problem.scores.begin(), problem.scores.end(), p.scores, score_entry);
 }
 
 void add_group(const Problem& problem, const KeyGroup& group, WorkList& list) {
   GroupEntry entry{};
+  entry.scores = static_cast<int>(group.scores);
   entry.kv_begin = checked(group.kv_begin, "first key row");
   entry.kv_end = checked(group.kv_end, "end of key rows");
   entry.first_block = checked(group.first_block, "first key block");
@@ -153,7 +158,7 @@ void add_key_items(const KeyGroup& group, int group_index, int keys, WorkList& l
     const int begin = maximum(block * keys, entry.kv_begin), end = minimum((block + 1) * keys, entry.kv_end);
     WorkItem item{group_index, 0, 0, 0, block, 0, remote ? 1 : 0};
     for (size_t t = 0; t < tasks.size(); ++t) {
-      const RowRange seeing = tiles_that_see(list.params, tasks[t], begin, end);
+      const RowRange seeing = tiles_that_see(list.params, entry, tasks[t], begin, end);
       if (seeing.begin >= seeing.end) continue;
       const int index = static_cast<int>(group.task_begin + static_cast<int64_t>(t));
       if (item.task_end == 0) item.task = index;
@@ -183,12 +188,13 @@ void list_forward(const Problem& problem, std::span<const Signal> signals, TileS
   for (size_t t = 0; t < problem.tasks.size(); ++t) {
     const TaskEntry& task = list.tasks[t];
     const GroupEntry& group = list.groups[static_cast<size_t>(task.group)];
+    const TileMask& mask = list.params.scores_of(group).mask;
     const auto kv_heads = static_cast<int>(problem.groups[static_cast<size_t>(task.group)].kv_heads);
     check_aligned(task.out, "out");
     const int index = static_cast<int>(t), remote = task.signal.word != nullptr ? 1 : 0;
     for (int head = 0; head < kv_heads; ++head) {
       for (int tile = 0; tile < task.num_tiles; ++tile) {
-        const RowRange keys = visible_keys(list.params.mask, tile_tokens(list.params, task, tile), group);
+        const RowRange keys = visible_keys(mask, tile_tokens(list.params, task, tile), group);
         list.unsorted.push_back({task.group, head, index, index + 1, tile, 0, remote});
         list.costs.push_back(ceil_div(keys.end, shape.keys) - keys.begin / shape.keys);
       }

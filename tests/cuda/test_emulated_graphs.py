@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -118,6 +119,22 @@ def test_own_attention_is_recorded(own_gpu: EmulatedGpu, captured: bool) -> None
         )
     for mine, right in zip(results, expected, strict=True):
         assert_same(mine, right)
+
+
+@pytest.mark.parametrize("mask", [{"window": 50}, {"mask": "full"}], ids=["a window", "a full mask"])
+def test_another_mask_is_refused(own_gpu: EmulatedGpu, mask: dict[str, Any]) -> None:
+    """The kernels' parameters are fixed in a recording, the scores of all groups among them."""
+    layout = distca.Layout.packed([ROWS], ranks=1, tokens_per_rank=ROWS)
+    plan, other = distca.plan(layout, OWN), distca.plan(layout, OWN, **mask)
+    with loopback_group([plan, other], **OPTIONS) as [context]:
+        tensors = tensors_of(0, 0, OWN)
+        with context.record() as recording:
+            one_step(plan, tensors, context)
+        with pytest.raises(distca.CapacityError, match="other mask, scores or heads in one forward"):
+            recording.check(other)
+        recording.replan(plan)
+        recording.replay()
+        own_gpu.synchronize()
 
 
 def test_a_graph_keeps_its_memory_when_other_steps_need_more(own_gpu: EmulatedGpu) -> None:

@@ -1,7 +1,8 @@
 """The code of the CUDA kernels, run on a host: every thread is a fiber, and software does the instructions of sm_90a.
 
-The results are compared with float64 on random problems, where every row that must not be read is NaN. The machine
-stops a kernel that hangs, leaves a barrier half used, or reads what no fence has ordered.
+The results are compared with float64 on random problems, where every row that must not be read is NaN. Every second
+problem has two documents with different masks, windows, scales or softcaps. The machine stops a kernel that hangs,
+leaves a barrier half used, or reads what no fence has ordered.
 """
 
 from __future__ import annotations

@@ -56,11 +56,12 @@ Case random_case(HeadShape heads, int64_t most_rows, std::mt19937& random) {
   Case c;
   c.heads = heads;
   c.length = pick(random, 1, most_rows);
-  if (pick(random, 0, 3) == 0) c.mask.kind = MaskKind::kFull;
-  if (c.mask.kind == MaskKind::kCausal && pick(random, 0, 2) == 0) c.mask.window = pick(random, 1, most_rows);
-  c.scale = 1.f / std::sqrt(static_cast<float>(heads.dim));
-  if (pick(random, 0, 4) == 0) c.scale = -c.scale;
-  if (pick(random, 0, 2) == 0) c.softcap = 1.5f;
+  auto& [mask, scale, softcap] = c.scores;
+  if (pick(random, 0, 3) == 0) mask.kind = MaskKind::kFull;
+  if (mask.kind == MaskKind::kCausal && pick(random, 0, 2) == 0) mask.window = pick(random, 1, most_rows);
+  scale = 1.f / std::sqrt(static_cast<float>(heads.dim));
+  if (pick(random, 0, 4) == 0) scale = -scale;
+  if (pick(random, 0, 2) == 0) softcap = 1.5f;
   c.q = random_array(heads.dtype, c.length, heads.q_heads, heads.dim, random);
   c.k = random_array(heads.dtype, c.length, heads.kv_heads, heads.dim, random);
   c.v = random_array(heads.dtype, c.length, heads.kv_heads, heads.v_dim, random);
@@ -70,6 +71,7 @@ Case random_case(HeadShape heads, int64_t most_rows, std::mt19937& random) {
 
 Answer answer(const Case& c, const std::vector<bool>& covered, bool gradients) {
   const HeadShape& heads = c.heads;
+  const auto& [mask, scale, softcap] = c.scores;
   Answer a{Array(c.length, heads.q_heads, heads.v_dim), Array(c.length, heads.q_heads, 1),
            Array(c.length, heads.q_heads, heads.dim), Array(c.length, heads.kv_heads, heads.dim),
            Array(c.length, heads.kv_heads, heads.v_dim)};
@@ -79,20 +81,20 @@ Answer answer(const Case& c, const std::vector<bool>& covered, bool gradients) {
     if (!covered[static_cast<size_t>(row)]) continue;
     seen.clear();
     for (int64_t key = 0; key < c.length; ++key)
-      if (sees(c.mask, row, key)) seen.push_back(key);
+      if (sees(mask, row, key)) seen.push_back(key);
     scores.assign(seen.size(), 0);
-    slopes.assign(seen.size(), c.scale);
+    slopes.assign(seen.size(), scale);
     for (int64_t head = 0; head < heads.q_heads; ++head) {
       const int64_t kv_head = head / heads.group_heads();
       double sum = 0.;
       for (size_t i = 0; i < seen.size(); ++i) {
         double s = 0;
         for (int64_t d = 0; d < heads.dim; ++d) s += c.q.at(row, head)[d] * c.k.at(seen[i], kv_head)[d];
-        s *= c.scale;
-        if (c.softcap != 0.f) {
-          const double t = std::tanh(s / c.softcap);
-          s = c.softcap * t;
-          slopes[i] = c.scale * (1 - t * t);
+        s *= scale;
+        if (softcap != 0.f) {
+          const double t = std::tanh(s / softcap);
+          s = softcap * t;
+          slopes[i] = scale * (1 - t * t);
         }
         scores[i] = s;
         sum += std::exp(s);
@@ -144,39 +146,43 @@ void copy_in(DType dtype, const Array& from, int64_t row, int64_t head, int64_t 
         write(dtype, to.at(i, h) + d * distca::dtype_bytes(dtype), from.at(row + i, head + h)[d]);
 }
 
-void cut_tasks(const Case& c, Placement& p, std::mt19937& random) {
+void cut_tasks(PlacedCase& of, std::mt19937& random) {
+  const Case& c = *of.c;
   for (int64_t row = 0; row < c.length;) {
     const int64_t end = std::min(c.length, row + pick(random, 1, c.length));
-    if (pick(random, 0, 3) > 0 || (end == c.length && p.tasks.empty())) p.tasks.push_back({row, end});
+    if (pick(random, 0, 3) > 0 || (end == c.length && of.tasks.empty())) of.tasks.push_back({row, end});
     row = end;
   }
-  p.kv_begin = c.mask.first_key(p.tasks.front().begin);
-  p.kv_end = c.mask.kind == MaskKind::kFull ? c.length : p.tasks.back().end;
-  p.covered.assign(static_cast<size_t>(c.length), false);
-  for (const auto& t : p.tasks) std::fill(p.covered.begin() + t.begin, p.covered.begin() + t.end, true);
+  of.kv_begin = c.scores.mask.first_key(of.tasks.front().begin);
+  of.kv_end = c.scores.mask.kind == MaskKind::kFull ? c.length : of.tasks.back().end;
+  of.covered.assign(static_cast<size_t>(c.length), false);
+  for (const auto& t : of.tasks) std::fill(of.covered.begin() + t.begin, of.covered.begin() + t.end, true);
 }
 
-/// One head range of the document as a group, its tasks after those that are there.
-void place_group(const Case& c, int64_t first_head, int64_t kv_heads, bool remote, Placement& p, std::mt19937& random) {
+/// One head range of the case as a group, its tasks after those that are there.
+void place_group(const PlacedCase& of, int64_t first_head, int64_t kv_heads, bool remote, Placement& p,
+                 std::mt19937& random) {
   constexpr int64_t kRows = attention::kKeyBlockRows;
+  const Case& c = *of.c;
   const DType dtype = c.heads.dtype;
   const int64_t per_group = c.heads.group_heads(), q_heads = kv_heads * per_group;
   attention::KeyGroup& group = p.groups.emplace_back();
   group.kv_heads = kv_heads;
-  group.kv_begin = p.kv_begin;
-  group.kv_end = p.kv_end;
-  group.first_block = p.kv_begin / kRows;
+  group.scores = static_cast<int64_t>(p.scores.size()) - 1;
+  group.kv_begin = of.kv_begin;
+  group.kv_end = of.kv_end;
+  group.first_block = of.kv_begin / kRows;
 
   // Blocks in any order, in one of two sources; between them rows that belong to nobody.
   auto& blocks = p.blocks.emplace_back();
   int64_t rows[2] = {0, 0};
-  const int64_t num_blocks = (p.kv_end - 1) / kRows + 1 - group.first_block;
+  const int64_t num_blocks = (of.kv_end - 1) / kRows + 1 - group.first_block;
   for (int64_t b = 0; b < num_blocks; ++b) {
-    const int64_t start = (group.first_block + b) * kRows, begin = std::max(start, p.kv_begin);
+    const int64_t start = (group.first_block + b) * kRows, begin = std::max(start, of.kv_begin);
     const int64_t source = pick(random, 0, 1);
     rows[source] += pick(random, 0, 3) == 0 ? pick(random, 1, 70) : 0;
     blocks.push_back(2 * (rows[source] - (begin - start)) + source);
-    rows[source] += std::min(start + kRows, p.kv_end) - begin;
+    rows[source] += std::min(start + kRows, of.kv_end) - begin;
   }
   group.blocks = blocks;
   for (int s = 0; s < 2; ++s) {
@@ -185,8 +191,8 @@ void place_group(const Case& c, int64_t first_head, int64_t kv_heads, bool remot
   }
   std::vector<std::function<void()>> copies;
   for (int64_t b = 0; b < num_blocks; ++b) {
-    const int64_t start = (group.first_block + b) * kRows, begin = std::max(start, p.kv_begin);
-    const int64_t end = std::min(start + kRows, p.kv_end), word = blocks[static_cast<size_t>(b)];
+    const int64_t start = (group.first_block + b) * kRows, begin = std::max(start, of.kv_begin);
+    const int64_t end = std::min(start + kRows, of.kv_end), word = blocks[static_cast<size_t>(b)];
     const RowView k = group.k[word & 1].from_row((word >> 1) + begin - start);
     const RowView v = group.v[word & 1].from_row((word >> 1) + begin - start);
     copies.emplace_back([&c, dtype, begin, end, first_head, kv_heads, k, v] {
@@ -196,7 +202,7 @@ void place_group(const Case& c, int64_t first_head, int64_t kv_heads, bool remot
   }
 
   group.task_begin = static_cast<int64_t>(p.task_table.size());
-  for (const auto& range : p.tasks) {
+  for (const auto& range : of.tasks) {
     const int64_t n = range.end - range.begin;
     attention::Task& task = p.task_table.emplace_back();
     task.group = static_cast<int64_t>(p.groups.size()) - 1;
@@ -217,8 +223,8 @@ void place_group(const Case& c, int64_t first_head, int64_t kv_heads, bool remot
   group.task_end = static_cast<int64_t>(p.task_table.size());
 
   auto& runs = p.runs.emplace_back();
-  for (int64_t row = p.kv_begin; row < p.kv_end;) {
-    const int64_t end = std::min(p.kv_end, row + pick(random, 1, 200));
+  for (int64_t row = of.kv_begin; row < of.kv_end;) {
+    const int64_t end = std::min(of.kv_end, row + pick(random, 1, 200));
     const DType run = pick(random, 0, 1) == 0 ? dtype : DType::kFloat32;
     runs.push_back({row, end, run, fresh(p, run, end - row, kv_heads, c.heads.dim, random),
                     fresh(p, run, end - row, kv_heads, c.heads.v_dim, random)});
@@ -237,22 +243,31 @@ void place_group(const Case& c, int64_t first_head, int64_t kv_heads, bool remot
 
 }  // namespace
 
-std::unique_ptr<Placement> place(const Case& c, bool remote, std::mt19937& random) {
+std::unique_ptr<Placement> place(std::span<const Case* const> cases, bool remote, std::mt19937& random) {
   auto p = std::make_unique<Placement>();
-  cut_tasks(c, *p, random);
-  p->head_split = pick(random, 0, c.heads.kv_heads - 1);
   // Spans point into these.
-  p->blocks.reserve(2);
-  p->runs.reserve(2);
-  if (p->head_split > 0) place_group(c, 0, p->head_split, false, *p, random);
-  place_group(c, p->head_split, c.heads.kv_heads - p->head_split, remote, *p, random);
-  p->problem = {c.heads, c.mask, c.scale, p->groups, p->task_table, c.softcap};
+  p->blocks.reserve(2 * cases.size());
+  p->runs.reserve(2 * cases.size());
+  for (const Case* c : cases) {
+    PlacedCase& of = p->cases.emplace_back();
+    of.c = c;
+    cut_tasks(of, random);
+    p->scores.push_back(c->scores);
+    of.group_begin = p->groups.size();
+    const int64_t kv_heads = c->heads.kv_heads, split = pick(random, 0, kv_heads - 1);
+    if (split > 0) place_group(of, 0, split, false, *p, random);
+    place_group(of, split, kv_heads - split, remote && c == cases.back(), *p, random);
+    of.group_end = p->groups.size();
+  }
+  p->problem = {cases[0]->heads, p->scores, p->groups, p->task_table};
   return p;
 }
 
-void give_statistics(const Case& c, const Answer& right, Placement& p) {
+void give_statistics(const Placement& p, const PlacedCase& of, const Answer& right) {
+  const Case& c = *of.c;
   int64_t first_head = 0;
-  for (const attention::KeyGroup& group : p.groups) {
+  for (size_t g = of.group_begin; g < of.group_end; ++g) {
+    const attention::KeyGroup& group = p.groups[g];
     const int64_t q_heads = group.kv_heads * c.heads.group_heads(), first = first_head * c.heads.group_heads();
     for (int64_t t = group.task_begin; t < group.task_end; ++t) {
       const attention::Task& task = p.task_table[static_cast<size_t>(t)];
@@ -270,7 +285,8 @@ void give_statistics(const Case& c, const Answer& right, Placement& p) {
   }
 }
 
-Answer results(const Case& c, const Placement& p) {
+Answer results(const Placement& p, const PlacedCase& of) {
+  const Case& c = *of.c;
   const HeadShape& heads = c.heads;
   Answer a{Array(c.length, heads.q_heads, heads.v_dim), Array(c.length, heads.q_heads, 1),
            Array(c.length, heads.q_heads, heads.dim), Array(c.length, heads.kv_heads, heads.dim),
@@ -283,7 +299,8 @@ Answer results(const Case& c, const Placement& p) {
           to.at(row + i, head + h)[d] = read(dtype, from.at(i, h) + d * distca::dtype_bytes(dtype));
   };
   int64_t first_head = 0;
-  for (const attention::KeyGroup& group : p.groups) {
+  for (size_t g = of.group_begin; g < of.group_end; ++g) {
+    const attention::KeyGroup& group = p.groups[g];
     const int64_t q_heads = group.kv_heads * heads.group_heads(), first = first_head * heads.group_heads();
     for (int64_t t = group.task_begin; t < group.task_end; ++t) {
       const attention::Task& task = p.task_table[static_cast<size_t>(t)];

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <span>
 #include <vector>
 
 #include "attention/attention.h"
@@ -34,12 +35,10 @@ struct Array {
 float read(DType dtype, const std::byte* p);
 void write(DType dtype, std::byte* p, double x);
 
-/// What is computed: a document with a mask.
+/// What is computed: a document with its scores.
 struct Case {
   HeadShape heads;
-  Mask mask;
-  float scale = 1.f;
-  float softcap = 0.f;
+  attention::Scores scores;
   int64_t length = 0;
   Array q, k, v, dout;  // rounded to the dtype
 };
@@ -53,19 +52,25 @@ struct Answer {
 /// For query rows with covered[row] alone; with gradients or without.
 Answer answer(const Case& c, const std::vector<bool>& covered, bool gradients);
 
-/// A case in memory: tasks, blocks of keys in two sources, everything around them not a number.
-struct Placement {
-  attention::Problem problem;
-  std::vector<attention::cuda::Signal> signals;
-  std::vector<bool> covered;  // query rows that a task has
-
+/// A case in a placement: its tasks, and the range of the groups that have its heads, in order.
+struct PlacedCase {
   struct Range {
     int64_t begin, end;
   };
+  const Case* c = nullptr;
   std::vector<Range> tasks;
+  std::vector<bool> covered;  // query rows that a task has
   int64_t kv_begin = 0, kv_end = 0;
-  int64_t head_split = 0;  // groups of heads: [0, head_split), [head_split, kv_heads)
+  size_t group_begin = 0, group_end = 0;
+};
 
+/// Cases in memory as one problem: tasks, blocks of keys in two sources, everything around them not a number.
+struct Placement {
+  attention::Problem problem;
+  std::vector<attention::cuda::Signal> signals;
+  std::vector<PlacedCase> cases;
+
+  std::vector<attention::Scores> scores;
   std::vector<std::vector<std::byte>> memory;
   std::vector<std::vector<int64_t>> blocks;
   std::vector<attention::KeyGroup> groups;
@@ -77,13 +82,15 @@ struct Placement {
   std::vector<std::function<void()>> arrivals;
 };
 
-std::unique_ptr<Placement> place(const Case& c, bool remote, std::mt19937& random);
+/// Places cases with the same heads, each with its own entry of the problem's scores. With `remote`, the last group of
+/// the last case has rows that arrive later.
+std::unique_ptr<Placement> place(std::span<const Case* const> cases, bool remote, std::mt19937& random);
 
-/// Writes what backward is given of forward: lse and delta of every row, from the right answer.
-void give_statistics(const Case& c, const Answer& right, Placement& placement);
+/// Writes what backward is given of forward for one of the cases: lse and delta of every row, from the right answer.
+void give_statistics(const Placement& placement, const PlacedCase& of, const Answer& right);
 
-/// What was written to a placement. Rows that no task has stay not a number.
-Answer results(const Case& c, const Placement& placement);
+/// What was written for one of the cases. Rows that no task has stay not a number.
+Answer results(const Placement& placement, const PlacedCase& of);
 
 /// One sort of result against the right one: RMS of the difference over RMS of the right one, and the largest.
 struct Difference {

@@ -1,11 +1,12 @@
 // Runs the code of the CUDA kernels on the emulated machine (machine.h): random problems, of which every row that must
-// not be read is not a number, against float64; and twice over differently cut tasks, whose rows have to be the same
-// bits. Prints the errors of each; ends with 1 where one is too large.
+// not be read is not a number, against float64; and twice over differently cut tasks, once beside a document with other
+// scores. Rows have to be the same bits. Prints the errors of each; ends with 1 where one is too large.
 //
 // run_kernels PASS DIM V_DIM DTYPE ROUNDS SEED
 #include <cstdio>
 #include <cstdlib>
 #include <string>
+#include <utility>
 
 #include "attention/backward_kernel.h"
 #include "attention/forward_kernel.h"
@@ -40,7 +41,7 @@ void check_same(const char* name, const Array& a, const Array& b, const std::vec
     different += std::memcmp(&a.x[row * per_row], &b.x[row * per_row], per_row * sizeof(double)) != 0 ? 1 : 0;
   }
   if (different == 0) return;
-  std::printf("  %-4s %zu of %zu rows DIFFER between two ways to cut the tasks\n", name, different, rows);
+  std::printf("  %-4s %zu of %zu rows DIFFER between two problems that have them\n", name, different, rows);
   ++failures;
 }
 
@@ -122,42 +123,70 @@ void run_backward(Placement& placement, bool remote, bool deterministic, std::mt
   for (int i = 0; i < params.num_store_items(); ++i) store_queries<Config>(params, params.store_items[i], 0, 1);
 }
 
+void print(const Case& c) {
+  const auto& [mask, scale, softcap] = c.scores;
+  std::printf("  %lld rows, %s, window %lld, scale %g, softcap %g\n", static_cast<long long>(c.length),
+              mask.kind == distca::MaskKind::kFull ? "full" : "causal", static_cast<long long>(mask.window),
+              static_cast<double>(scale), static_cast<double>(softcap));
+}
+
+/// Computes cases as one problem and checks all results. Returns the results and the covered rows of cases[which].
+template <class Element, int kDim, int kValueDim>
+std::pair<Answer, std::vector<bool>> compute(const std::string& pass, std::span<const Case* const> cases, size_t which,
+                                             bool deterministic, std::mt19937& random) {
+  const double roundoff = cases[0]->heads.dtype == distca::DType::kBFloat16 ? 0x1p-8 : 0x1p-11;
+  const bool backward = pass == "backward", remote = random() % 2 == 0;
+  const auto placement = problems::place(cases, remote, random);
+  std::vector<Answer> right;
+  for (const problems::PlacedCase& of : placement->cases) {
+    right.push_back(problems::answer(*of.c, of.covered, backward));
+    if (backward) problems::give_statistics(*placement, of, right.back());
+  }
+  if (backward)
+    run_backward<BackwardConfig<Element, kDim, kValueDim>>(*placement, remote, deterministic, random);
+  else
+    run_forward<ForwardConfig<Element, kDim, kValueDim>>(*placement, remote, random);
+  std::vector<Answer> got;
+  for (size_t i = 0; i < cases.size(); ++i) {
+    const problems::PlacedCase& of = placement->cases[i];
+    got.push_back(problems::results(*placement, of));
+    print(*of.c);
+    if (!backward) {
+      check("out", got[i].out, right[i].out, of.covered, roundoff);
+      check("lse", got[i].lse, right[i].lse, of.covered, 1e-6);
+      continue;
+    }
+    std::vector<bool> keys(static_cast<size_t>(of.c->length));
+    std::fill(keys.begin() + of.kv_begin, keys.begin() + of.kv_end, true);
+    check("dq", got[i].dq, right[i].dq, of.covered, 1.5 * roundoff);
+    check("dk", got[i].dk, right[i].dk, keys, 1.5 * roundoff);
+    check("dv", got[i].dv, right[i].dv, keys, 1.5 * roundoff);
+  }
+  return {std::move(got[which]), placement->cases[which].covered};
+}
+
+/// Computes a document alone, and then, with its tasks cut in another way, in a problem that has another document with
+/// other scores.
 template <class Element, int kDim, int kValueDim>
 void run_round(const std::string& pass, distca::HeadShape heads, std::mt19937& random) {
   const Case c = problems::random_case(heads, 500, random);
-  std::printf("%s: %lld rows, %lld heads on %lld, %s, window %lld, scale %g, softcap %g\n", pass.c_str(),
-              static_cast<long long>(c.length), static_cast<long long>(heads.q_heads),
-              static_cast<long long>(heads.kv_heads), c.mask.kind == distca::MaskKind::kFull ? "full" : "causal",
-              static_cast<long long>(c.mask.window), static_cast<double>(c.scale), static_cast<double>(c.softcap));
-  const double roundoff = heads.dtype == distca::DType::kBFloat16 ? 0x1p-8 : 0x1p-11;
+  Case other;
+  do other = problems::random_case(heads, 200, random);
+  while (other.scores == c.scores);
+  std::printf("%s: %lld heads on %lld\n", pass.c_str(), static_cast<long long>(heads.q_heads),
+              static_cast<long long>(heads.kv_heads));
   const bool deterministic = random() % 2 == 0;
-  Answer first;
-  std::vector<bool> first_covered;
-  for (int i = 0; i < 2; ++i) {
-    const bool remote = random() % 2 == 0;
-    const auto placement = problems::place(c, remote, random);
-    const Answer right = problems::answer(c, placement->covered, pass == "backward");
-    if (pass == "backward") {
-      problems::give_statistics(c, right, *placement);
-      run_backward<BackwardConfig<Element, kDim, kValueDim>>(*placement, remote, deterministic, random);
-      const Answer got = problems::results(c, *placement);
-      std::vector<bool> keys(static_cast<size_t>(c.length));
-      std::fill(keys.begin() + placement->kv_begin, keys.begin() + placement->kv_end, true);
-      check("dq", got.dq, right.dq, placement->covered, 1.5 * roundoff);
-      check("dk", got.dk, right.dk, keys, 1.5 * roundoff);
-      check("dv", got.dv, right.dv, keys, 1.5 * roundoff);
-      if (i == 1 && deterministic) check_same("dq", first.dq, got.dq, first_covered, placement->covered);
-      first = got;
-    } else {
-      run_forward<ForwardConfig<Element, kDim, kValueDim>>(*placement, remote, random);
-      const Answer got = problems::results(c, *placement);
-      check("out", got.out, right.out, placement->covered, roundoff);
-      check("lse", got.lse, right.lse, placement->covered, 1e-6);
-      if (i == 1) check_same("out", first.out, got.out, first_covered, placement->covered);
-      if (i == 1) check_same("lse", first.lse, got.lse, first_covered, placement->covered);
-      first = got;
-    }
-    first_covered = placement->covered;
+  const size_t which = random() % 2;
+  const Case* alone[] = {&c};
+  const Case* both[] = {&other, &other};
+  both[which] = &c;
+  const auto [first, first_rows] = compute<Element, kDim, kValueDim>(pass, alone, 0, deterministic, random);
+  const auto [second, second_rows] = compute<Element, kDim, kValueDim>(pass, both, which, deterministic, random);
+  if (pass == "forward") {
+    check_same("out", first.out, second.out, first_rows, second_rows);
+    check_same("lse", first.lse, second.lse, first_rows, second_rows);
+  } else if (deterministic) {
+    check_same("dq", first.dq, second.dq, first_rows, second_rows);
   }
 }
 

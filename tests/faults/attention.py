@@ -8,6 +8,7 @@ ATTENTION = "tests/attention/test_attention.py"
 PLAN = "tests/plan/test_plan.py"
 FLASH = "tests/attention/test_flash.py"
 FLASH_RANKS = "tests/cuda/test_flash_ranks.py"
+SCORES = "tests/attention/test_several_scores.py"
 CUDA_HOST = "tests/cuda/test_kernels_on_host.py"
 DISPATCHER = "cpp/runtime/dispatcher.cpp"
 TABLES = "cpp/plan/slice_tables.cpp"
@@ -99,8 +100,8 @@ FAULTS = [
     Fault(
         "the log-sum-exp lacks the sum",
         FORWARD,
-        "-kInfinity : base + std::log(sum);",
-        "-kInfinity : base;",
+        "-kInfinity : row_max[i] + std::log(row_sum[i]);",
+        "-kInfinity : row_max[i];",
         (ATTENTION,),
     ),
     Fault(
@@ -111,10 +112,24 @@ FAULTS = [
         (ATTENTION,),
     ),
     Fault(
+        "all groups of a problem have its first scores",
+        "cpp/attention/attention.h",
+        "return scores[static_cast<size_t>(group.scores)];",
+        "return scores[static_cast<size_t>(0 * group.scores)];",
+        (SCORES,),
+    ),
+    Fault(
+        "a group may have scores that the problem does not have",
+        "cpp/attention/attention.h",
+        "require(0 <= scores && scores < num_scores,",
+        "require(0 <= scores || scores < num_scores,",
+        (SCORES,),
+    ),
+    Fault(
         "padding rows are not filled",
         DISPATCHER,
-        "  fill_padding(step);\n  if (protocol_.is_queued())",
-        "  if (protocol_.is_queued())",
+        "  fill_padding(step);\n  if (step.phase == Phase::kForward && step.scores.sinks",
+        "  if (step.phase == Phase::kForward && step.scores.sinks",
         (EXACT, STEPS),
     ),
     # ---- attention by ATen's operator
@@ -192,8 +207,8 @@ FAULTS = [
     Fault(
         "CUDA: an unchanged maximum rescales a row",
         "cuda/attention/forward_kernel.h",
-        "hopper::product(row_max[r], p.scores.exponent_scale) - base)",
-        "hopper::fused(row_max[r], p.scores.exponent_scale, -base))",
+        "hopper::product(row_max[r], map.exponent_scale) - base)",
+        "hopper::fused(row_max[r], map.exponent_scale, -base))",
         (CUDA_HOST,),
     ),
     Fault(
@@ -239,5 +254,33 @@ FAULTS = [
         "ceil_div(rows.end - task.q_begin, p.tile_tokens)}",
         "ceil_div(rows.end - task.q_begin - 1, p.tile_tokens)}",
         (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: all groups of a problem have its first scores",
+        "cuda/attention/work_list.cpp",
+        "entry.scores = static_cast<int>(group.scores);",
+        "entry.scores = 0;",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: tiles of all groups have the first softcap",
+        "cuda/attention/backward_parts.h",
+        "facts.scores = group.scores;",
+        "facts.scores = 0;",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: dq of all groups has the first scale",
+        "cuda/attention/backward_kernel.h",
+        "const float scale = p.scores_of(p.groups[task.group]).scale;",
+        "const float scale = p.scores[0].scale;",
+        (CUDA_HOST,),
+    ),
+    Fault(
+        "CUDA: a recording does not look at masks, scales and softcaps",
+        "cuda/attention/cuda_attention.cpp",
+        "  std::memcpy(kind.end() - kScoreWords, p.scores, sizeof(p.scores));\n",
+        "",
+        ("tests/cuda/test_emulated_graphs.py",),
     ),
 ]

@@ -1,11 +1,15 @@
 // Random problems for the CPU kernel, to be run under sanitizers (`make sanitize`): every tensor is a heap block of its
 // own of exactly its size, padding between rows is NaN, keys lie scattered over two sources, and threads are real.
-// Results must be finite, and the same bits for one thread and for several.
+// Results must be finite. A document must get the same bits alone on one thread, and on several threads in one problem
+// with another document that has other scores.
+//
+// kernel_stress [ROUNDS]
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
 #include <random>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -77,93 +81,160 @@ bool all_finite(const Tensor& t, DType dtype, int64_t rows, int64_t heads, int64
   return true;
 }
 
+attention::Scores random_scores() {
+  constexpr float kScales[] = {0.3f, 0.1f, -0.3f, 0.f}, kCaps[] = {0.f, 0.f, 4.f, 1.5f};
+  attention::Scores scores;
+  if (pick(0, 4) == 0) scores.mask.kind = MaskKind::kFull;
+  if (scores.mask.kind == MaskKind::kCausal && pick(0, 2) == 0) scores.mask.window = pick(1, 300);
+  scores.scale = kScales[pick(0, 3)];
+  scores.softcap = kCaps[pick(0, 3)];
+  return scores;
+}
+
+/// A document with tasks for some of its rows.
+struct Document {
+  HeadShape heads;
+  attention::Scores scores;
+  std::vector<std::pair<int64_t, int64_t>> ranges;  // of the tasks
+  std::vector<int64_t> blocks;
+  std::vector<Tensor> k, v, q, dout;
+  attention::KeyGroup group;  // without tasks and gradients
+
+  Document(const HeadShape& h, const attention::Scores& s) : heads(h), scores(s) {
+    const int64_t length = pick(1, 700);
+    // A random cut, some pieces left out.
+    for (int64_t row = 0; row < length;) {
+      const int64_t end = std::min(length, row + pick(1, 300));
+      if (pick(0, 3) > 0 || (end == length && ranges.empty())) ranges.emplace_back(row, end);
+      row = end;
+    }
+    group.kv_heads = heads.kv_heads;
+    group.kv_begin = scores.mask.first_key(ranges.front().first);
+    group.kv_end = scores.mask.kind == MaskKind::kFull ? length : ranges.back().second;
+    group.first_block = group.kv_begin / kKeyBlockRows;
+
+    // Blocks of keys in any order, in one of two sources; the first and the last are not whole.
+    int64_t rows[2] = {0, 0};
+    for (int64_t b = group.first_block; b * kKeyBlockRows < group.kv_end; ++b) {
+      const int64_t start = b * kKeyBlockRows, first = std::max(start, group.kv_begin), source = pick(0, 1);
+      blocks.push_back(2 * (rows[source] - (first - start)) + source);
+      rows[source] += std::min(start + kKeyBlockRows, group.kv_end) - first;
+    }
+    for (int source : {0, 1}) {
+      k.emplace_back(heads.dtype, rows[source], heads.kv_heads, heads.dim, pick(0, 9));
+      v.emplace_back(heads.dtype, rows[source], heads.kv_heads, heads.v_dim);
+      group.k[source] = k.back().view;
+      group.v[source] = v.back().view;
+    }
+    for (const auto& [begin, end] : ranges) {
+      q.emplace_back(heads.dtype, end - begin, heads.q_heads, heads.dim, pick(0, 5));
+      dout.emplace_back(heads.dtype, end - begin, heads.q_heads, heads.v_dim, pick(0, 5));
+    }
+  }
+};
+
+/// What is computed of a document: out, lse, delta and dq of each task; then dk and dv.
+using Results = std::vector<Tensor>;
+
+/// Computes documents as one problem. Each has its own entry of the problem's scores.
+std::vector<Results> compute(attention::CpuAttention& kernel, std::span<const Document* const> documents,
+                             const Parallel& parallel, int round) {
+  std::vector<attention::Scores> scores;
+  std::vector<attention::KeyGroup> groups;
+  std::vector<attention::Task> tasks;
+  std::vector<attention::KeyGradRun> runs;
+  std::vector<Results> results;
+  runs.reserve(documents.size());  // spans into it are taken below
+  const HeadShape& heads = documents[0]->heads;
+  for (const Document* d : documents) {
+    Results& r = results.emplace_back();
+    attention::KeyGroup group = d->group;
+    group.blocks = d->blocks;
+    group.scores = std::ssize(scores);
+    scores.push_back(d->scores);
+    group.task_begin = std::ssize(tasks);
+    for (size_t t = 0; t < d->ranges.size(); ++t) {
+      const auto [begin, end] = d->ranges[t];
+      const int64_t n = end - begin;
+      r.emplace_back(heads.dtype, n, heads.q_heads, heads.v_dim);
+      r.emplace_back(DType::kFloat32, n, heads.q_heads, 1);
+      r.emplace_back(DType::kFloat32, n, heads.q_heads, 1);
+      r.emplace_back(heads.dtype, n, heads.q_heads, heads.dim);
+      const Tensor* const of_task = &r.back() - 3;
+      tasks.push_back({std::ssize(groups), begin, end, d->q[t].view, of_task[0].view, of_task[1].view, d->dout[t].view,
+                       of_task[2].view, of_task[3].view});
+    }
+    group.task_end = std::ssize(tasks);
+    const int64_t num_keys = group.kv_end - group.kv_begin;
+    r.emplace_back(heads.dtype, num_keys, heads.kv_heads, heads.dim);
+    r.emplace_back(heads.dtype, num_keys, heads.kv_heads, heads.v_dim);
+    runs.push_back({group.kv_begin, group.kv_end, heads.dtype, (&r.back() - 1)->view, r.back().view});
+    group.grads = std::span(runs).last(1);
+    groups.push_back(group);
+  }
+  const attention::Problem problem{heads, scores, groups, tasks};
+  kernel.forward(problem, parallel);
+  for (const attention::Task& task : tasks)
+    attention::row_dot(heads, task.q_end - task.q_begin, task.out, task.dout, task.delta, parallel);
+  kernel.backward(problem, parallel);
+  for (size_t i = 0; i < documents.size(); ++i) {
+    const Document& d = *documents[i];
+    const Results& r = results[i];
+    for (size_t t = 0; t < d.ranges.size(); ++t) {
+      const int64_t n = d.ranges[t].second - d.ranges[t].first;
+      check(all_finite(r[4 * t], heads.dtype, n, heads.q_heads, heads.v_dim), "out is not finite", round);
+      check(all_finite(r[4 * t + 3], heads.dtype, n, heads.q_heads, heads.dim), "dq is not finite", round);
+    }
+    const int64_t num_keys = d.group.kv_end - d.group.kv_begin;
+    check(all_finite(r[r.size() - 2], heads.dtype, num_keys, heads.kv_heads, heads.dim), "dk is not finite", round);
+    check(all_finite(r.back(), heads.dtype, num_keys, heads.kv_heads, heads.v_dim), "dv is not finite", round);
+  }
+  return results;
+}
+
 void run_round(int round, attention::CpuAttention& kernel) {
   constexpr int64_t kDims[] = {8, 24, 32, 64, 72, 136};
   const int64_t kv_heads = pick(1, 3), q_heads = kv_heads * pick(1, 3);
   const auto dtype = static_cast<DType>(pick(0, 2));
   const HeadShape heads{q_heads, kv_heads, kDims[pick(0, 5)], kDims[pick(0, 5)], dtype};
-  Mask mask{pick(0, 4) == 0 ? MaskKind::kFull : MaskKind::kCausal, 0};
-  if (mask.kind == MaskKind::kCausal && pick(0, 2) == 0) mask.window = pick(1, 300);
-  const int64_t length = pick(1, 700);
-
-  // Tasks: a random cut, some pieces left out.
-  std::vector<std::pair<int64_t, int64_t>> ranges;
-  for (int64_t row = 0; row < length;) {
-    const int64_t end = std::min(length, row + pick(1, 300));
-    if (pick(0, 3) > 0 || (end == length && ranges.empty())) ranges.emplace_back(row, end);
-    row = end;
+  const attention::Scores scores = random_scores();
+  attention::Scores others;
+  do {
+    others = random_scores();
+  } while (others == scores);
+  const Document one(heads, scores), other(heads, others);
+  const Document* const both[] = {&one, &other};
+  const Parallel several = threads(static_cast<int>(pick(2, 5)));
+  const std::vector<Results> together = compute(kernel, both, several, round);
+  for (size_t i = 0; i < 2; ++i) {
+    const Results alone = compute(kernel, std::span(both).subspan(i, 1), threads(1), round)[0];
+    for (size_t t = 0; t < alone.size(); ++t)
+      check(alone[t].bytes == together[i][t].bytes, "threads, or another document, change bits", round);
   }
-  const int64_t kv_begin = mask.first_key(ranges.front().first);
-  const int64_t kv_end = mask.kind == MaskKind::kFull ? length : ranges.back().second;
+}
 
-  // Blocks of keys in any order, in one of two sources; the first and the last are not whole.
-  const int64_t first_block = kv_begin / kKeyBlockRows, num_blocks = (kv_end - 1) / kKeyBlockRows + 1 - first_block;
-  int64_t rows[2] = {0, 0};
-  std::vector<int64_t> blocks(static_cast<size_t>(num_blocks));
-  for (int64_t b = 0; b < num_blocks; ++b) {
-    const int64_t start = (first_block + b) * kKeyBlockRows, begin = std::max(start, kv_begin);
-    const int64_t source = pick(0, 1);
-    blocks[static_cast<size_t>(b)] = 2 * (rows[source] - (begin - start)) + source;
-    rows[source] += std::min(start + kKeyBlockRows, kv_end) - begin;
-  }
-  const Tensor k[2] = {{dtype, rows[0], kv_heads, heads.dim, pick(0, 9)},
-                       {dtype, rows[1], kv_heads, heads.dim, pick(0, 9)}};
-  const Tensor v[2] = {{dtype, rows[0], kv_heads, heads.v_dim}, {dtype, rows[1], kv_heads, heads.v_dim}};
-
-  std::vector<std::vector<Tensor>> results[2];
-  std::vector<Tensor> qs, douts;
-  for (const auto& [begin, end] : ranges) {
-    qs.emplace_back(dtype, end - begin, q_heads, heads.dim, pick(0, 5));
-    douts.emplace_back(dtype, end - begin, q_heads, heads.v_dim, pick(0, 5));
-  }
-  attention::KeyGroup group;
-  group.kv_heads = kv_heads;
-  group.kv_begin = kv_begin;
-  group.kv_end = kv_end;
-  group.first_block = first_block;
-  group.blocks = blocks;
-  for (int s : {0, 1}) group.k[s] = k[s].view, group.v[s] = v[s].view;
-  group.task_end = std::ssize(ranges);
-  attention::Problem problem{heads, mask, 0.3f, {}, {}, pick(0, 2) == 0 ? 4.f : 0.f};
-
-  for (int run : {0, 1}) {
-    const Parallel parallel = threads(run == 0 ? 1 : static_cast<int>(pick(2, 5)));
-    std::vector<attention::Task> tasks;
-    for (size_t t = 0; t < ranges.size(); ++t) {
-      const auto [begin, end] = ranges[t];
-      const int64_t n = end - begin;
-      std::vector<Tensor>& r = results[run].emplace_back();
-      r.emplace_back(dtype, n, q_heads, heads.v_dim);
-      r.emplace_back(DType::kFloat32, n, q_heads, 1);
-      r.emplace_back(DType::kFloat32, n, q_heads, 1);
-      r.emplace_back(dtype, n, q_heads, heads.dim);
-      tasks.push_back({0, begin, end, qs[t].view, r[0].view, r[1].view, douts[t].view, r[2].view, r[3].view});
+/// Problems whose scores are wrong, which the kernel refuses.
+void run_wrong_scores(attention::CpuAttention& kernel) {
+  const auto is_refused = [&](size_t num_scores, int64_t scores_of_group, const Mask& mask) {
+    const std::vector<attention::Scores> scores(num_scores, {mask});
+    attention::KeyGroup group;
+    group.kv_heads = 1;
+    group.scores = scores_of_group;
+    try {
+      kernel.forward({{1, 1, 8, 8, DType::kFloat32}, scores, std::span(&group, 1), {}}, threads(1));
+    } catch (const InvalidArgumentError&) {
+      return true;
     }
-    std::vector<Tensor>& of_keys = results[run].emplace_back();
-    of_keys.emplace_back(dtype, kv_end - kv_begin, kv_heads, heads.dim);
-    of_keys.emplace_back(DType::kFloat32, kv_end - kv_begin, kv_heads, heads.v_dim);
-    Tensor dv_rounded(dtype, kv_end - kv_begin, kv_heads, heads.v_dim);
-    const attention::KeyGradRun grads[] = {{kv_begin, kv_end, dtype, of_keys[0].view, dv_rounded.view}};
-    group.grads = grads;
-    problem.groups = {&group, 1};
-    problem.tasks = tasks;
-    kernel.forward(problem, parallel);
-    for (size_t t = 0; t < ranges.size(); ++t)
-      attention::row_dot(heads, ranges[t].second - ranges[t].first, tasks[t].out, tasks[t].dout, tasks[t].delta,
-                         parallel);
-    kernel.backward(problem, parallel);
-    of_keys[1] = std::move(dv_rounded);
-    for (size_t t = 0; t < ranges.size(); ++t) {
-      const int64_t n = ranges[t].second - ranges[t].first;
-      check(all_finite(results[run][t][0], dtype, n, q_heads, heads.v_dim), "out is not finite", round);
-      check(all_finite(results[run][t][3], dtype, n, q_heads, heads.dim), "dq is not finite", round);
-    }
-    check(all_finite(of_keys[0], dtype, kv_end - kv_begin, kv_heads, heads.dim), "dk is not finite", round);
-    check(all_finite(of_keys[1], dtype, kv_end - kv_begin, kv_heads, heads.v_dim), "dv is not finite", round);
-  }
-  for (size_t t = 0; t < results[0].size(); ++t)
-    for (size_t i = 0; i < results[0][t].size(); ++i)
-      check(results[0][t][i].bytes == results[1][t][i].bytes, "threads change bits", round);
+    return false;
+  };
+  constexpr auto kMost = static_cast<size_t>(attention::kMostScores);
+  check(!is_refused(kMost, 31, {}), "as many scores as there may be are refused", 0);
+  check(is_refused(kMost + 1, 0, {}), "too many scores are taken", 0);
+  check(is_refused(0, 0, {}), "a group without scores is taken", 0);
+  check(is_refused(2, 2, {}), "a group with scores past the last ones is taken", 0);
+  check(is_refused(2, -1, {}), "a group with scores before the first ones is taken", 0);
+  check(is_refused(1, 0, {MaskKind::kFull, 5}), "a full mask with a window is taken", 0);
+  check(is_refused(1, 0, {MaskKind::kCausal, -5}), "a negative window is taken", 0);
 }
 
 }  // namespace
@@ -174,6 +245,7 @@ int main(int argc, char** argv) {
   for (const char* isa : {"avx512_bf16", "avx512", "avx2", "plain"}) {
     try {
       attention::CpuAttention kernel(isa);
+      run_wrong_scores(kernel);
       generator.seed(1);
       for (int round = 0; round < rounds; ++round) run_round(round, kernel);
       ++kernels;

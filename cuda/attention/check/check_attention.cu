@@ -264,7 +264,10 @@ void run_setup(CudaAttention& kernel, const Setup& setup, std::mt19937& random) 
   }
   group.task_end = static_cast<int64_t>(tasks.size());
   const float scale = 1.f / std::sqrt(static_cast<float>(h.dim));
-  const attention::Problem problem{h, setup.mask, scale, std::span(&group, 1), tasks, setup.softcap};
+  // The first scores are no group's.
+  const attention::Scores scores[] = {{{MaskKind::kCausal, 1}, -3.f * scale, 7.f}, {setup.mask, scale, setup.softcap}};
+  group.scores = 1;
+  const attention::Problem problem{h, scores, std::span(&group, 1), tasks};
 
   const double roundoff = h.dtype == DType::kBFloat16 ? 0x1p-8 : 0x1p-11;
   const Shape shape{setup.length,
