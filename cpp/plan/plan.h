@@ -50,8 +50,6 @@ class DISTCA_EXPORT Plan {
   /// the place of the scheduler's; they compute every row and head of the layout once (task_list.h).
   Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options,
        const std::optional<std::span<const GivenTask>>& given = std::nullopt);
-  Plan(const Plan&) = delete;
-  Plan& operator=(const Plan&) = delete;
 
   const Layout& layout() const { return *layout_; }
   const std::vector<Task>& tasks() const { return draft_.tasks; }
