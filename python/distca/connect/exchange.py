@@ -46,17 +46,17 @@ class Exchange:
         group: the ranks. With gloo bytes go from memory to memory, with NCCL by way of the current CUDA device.
         timeout: seconds for one exchange, which includes the wait for the other ranks.
         host: the numeric address at which peers reach this host, for fault reports; empty if it is unknown.
-        name_of: the name of a rank in messages.
+        global_ranks: the global rank of each rank, for messages, where these are others.
 
     Raises:
         PeerDiedError, PeerTimeoutError: the ranks do not come together.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, timeout: float, host: str, name_of: Callable[[int], str] = "rank {}".format
+        self, group: dist.ProcessGroup, timeout: float, host: str, global_ranks: list[int] | None = None
     ) -> None:
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._timeout, self._name_of = timeout, name_of
+        self._timeout, self._global_ranks = timeout, global_ranks
         self._device = device_of(group)
         self._pid = os.getpid()
         self._reports = FaultReports(self._rank, host)
@@ -128,12 +128,12 @@ class Exchange:
             reports = self._reports.heard(max(left, 0.0))
             for rank, (kind, text) in reports.items():
                 if kind != _WAITING:
-                    return _as_reported(self._name_of(rank), kind, text)
+                    return _as_reported(names_of([rank], self._global_ranks), kind, text)
             if len(reports) == len(others) or left <= 0:
                 break
         late |= any("timed out" in text.lower() for _, text in reports.values())
         silent = [rank for rank in others if rank not in reports]
-        names = ", ".join(map(self._name_of, silent)) or "a peer"
+        names = names_of(silent, self._global_ranks) if silent else "a peer"
         if late:
             explained: DistcaError = PeerTimeoutError(f"waited {self._timeout:g} s for {names} to exchange rows")
         else:
@@ -178,8 +178,10 @@ def others_of(rank: int, ranks: int) -> list[int]:
     return [other for other in range(ranks) if other != rank]
 
 
-def names_of(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def names_of(ranks: list[int], global_ranks: list[int] | None = None) -> str:
+    """The ranks in the words of messages: "ranks 1, 2", or "ranks 1, 2 (global ranks 3, 5)"."""
+    text = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return text if global_ranks is None else f"{text} (global {names_of([global_ranks[rank] for rank in ranks])})"
 
 
 def _within(seconds: float, make: Callable[[], Any]) -> Any:

@@ -283,7 +283,9 @@ def _over_nvshmem(r: _Request) -> tuple[_C.Context, None]:
 
 
 def _over_torch(group: dist.ProcessGroup, r: _Request, place: Place) -> tuple[_C.Context, Exchange]:
-    exchange = Exchange(group, r.timeout, hosts.address_if_known(group, r.timeout), place.name_of)
+    exchange = Exchange(
+        group, r.timeout, hosts.address_if_known(group, r.timeout), None if place.is_of_all else place.global_ranks
+    )
     core = _C.make_torch(
         rank=dist.get_rank(group),
         num_ranks=r.num_ranks,

@@ -50,10 +50,6 @@ class Place:
         """Whether the context's ranks are the global ranks."""
         return self.global_ranks == list(range(len(self.global_ranks)))
 
-    def name_of(self, rank: int) -> str:
-        """A rank of the context, in the words of messages."""
-        return f"rank {rank}" + ("" if self.is_of_all else f" (global rank {self.global_ranks[rank]})")
-
     @contextmanager
     def group(self) -> Iterator[dist.ProcessGroup]:
         """A process group of the context's ranks, for as long as they connect. All processes make those of all."""
