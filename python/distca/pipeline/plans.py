@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,9 @@ class PipelinePlans:
         planner = _Planner(self.layouts, self.stages, {"heads": heads, "context": context, "rank": rank, **options})
         self._plans = [self._plans_of(number, planner) for number in range(len(self.table))]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "stats"}
+
     def plan(self, tick: int, step: int) -> Plan:
         """The plan of one step of a tick. Several steps may share it."""
         return self._plans[tick][step]
@@ -111,7 +115,7 @@ class PipelinePlans:
         """Rows of a micro-batch on this rank."""
         return self.layouts[microbatch].num_rows(self.index)
 
-    @property
+    @functools.cached_property
     def stats(self) -> PipelineStats:
         """Loads, bytes and arenas of all ticks."""
         ticks = [
@@ -257,14 +261,14 @@ class TickStats:
     steps: list[PlanStats]
 
     @property
-    def largest(self) -> int:
-        """The largest load of each step, summed: the time of the tick's attention, in units of the cost model."""
-        return sum(max(step.load) for step in self.steps)
+    def largest(self) -> float:
+        """The largest load of each step at mean speed, summed: the time of the tick's attention, in load units."""
+        return sum(step.largest for step in self.steps)
 
     @property
-    def largest_before(self) -> int:
+    def largest_before(self) -> float:
         """The same with every row computed at home."""
-        return sum(max(step.load_before) for step in self.steps)
+        return sum(step.largest_before for step in self.steps)
 
     @property
     def mean(self) -> float:

@@ -195,7 +195,8 @@ class Plan:
         }
         number, rank = raw.pop("binding")
         raw["binding"] = (None, "single rows", f"capacity of rank {rank}", "balance off", "given tasks")[number]
-        return PlanStats(**raw, _made=self._made)
+        speeds = self._made.arguments["speeds"] or [1] * self.layout.num_ranks
+        return PlanStats(**raw, speeds=speeds, _made=self._made)
 
     def __repr__(self) -> str:
         stats = self.stats
