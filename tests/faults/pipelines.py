@@ -30,6 +30,27 @@ FAULTS = [
         (TABLE,),
     ),
     Fault(
+        "a stage may hold one micro-batch more than its limit",
+        "python/distca/pipeline/tick_table.py",
+        "n - backward[s] < most[s]",
+        "n - backward[s] <= most[s]",
+        (TABLE,),
+    ),
+    Fault(
+        "a limited table is searched among too few states",
+        "python/distca/pipeline/tick_table.py",
+        "_KEPT = 256",
+        "_KEPT = 2",
+        (TABLE,),
+    ),
+    Fault(
+        "the first stage goes backward before the second",
+        "python/distca/pipeline/tick_table.py",
+        "given = (*backward[1:], microbatches)",
+        "given = (microbatches,) * stages",
+        (TABLE,),
+    ),
+    Fault(
         "mirrored ranks may have other speeds",
         "python/distca/pipeline/plans.py",
         "if speeds is not None and any(speeds[rank] != speeds[other] for rank, other in enumerate(servers)):",

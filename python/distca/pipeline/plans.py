@@ -39,6 +39,7 @@ class PipelinePlans:
         stages: for each stage its ranks in the context. Rank ``stages[s][r]`` holds what rank r of the layouts holds.
         layers: number of attention layers of each chunk of a stage: one number, or one for each stage.
         chunks: number of chunks of layers of each stage. With several, the micro-batches are a multiple of the stages.
+        in_flight: the most micro-batches whose activations a stage may hold at one time, as in `tick_table`.
         backward: False makes the plans of the forward ticks only, for evaluation.
         windows: for each layer of a chunk its window, as in `distca.plan`. By default no layer has one.
         context: the context that will run the plans, or its name, as in `distca.plan`.
@@ -70,6 +71,7 @@ class PipelinePlans:
         stages: Sequence[Sequence[int]],
         layers: int | Sequence[int] = 1,
         chunks: int = 1,
+        in_flight: int | None = None,
         backward: bool = True,
         windows: Sequence[int | None] | None = None,
         context: Context | str | None = None,
@@ -90,7 +92,9 @@ class PipelinePlans:
         self.stage, self.index = next((s, ranks.index(rank)) for s, ranks in enumerate(self.stages) if rank in ranks)
         self.layers = _numbers_of_layers(layers, len(self.stages))
         self._windows = _windows_of(windows, max(self.layers))
-        self.table: TickTable = tick_table(len(self.stages), len(self.layouts), chunks=chunks, backward=backward)
+        self.table: TickTable = tick_table(
+            len(self.stages), len(self.layouts), chunks=chunks, in_flight=in_flight, backward=backward
+        )
         self.heads = heads
         planner = _Planner(self.layouts, self.stages, {"heads": heads, "context": context, "rank": rank, **options})
         self._plans = [self._plans_of(number, planner) for number in range(len(self.table))]
