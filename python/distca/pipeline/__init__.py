@@ -1,18 +1,23 @@
 """Pipeline parallelism: every stage does the same phase in a tick, and all ranks share the attention of the tick."""
 
-from distca.pipeline.plans import PipelinePlans, PipelineStats, TickStats
+from distca.pipeline.memory import PipelineMemory, RankMemory, smallest_slots
+from distca.pipeline.plans import PipelinePlans
+from distca.pipeline.stats import PipelineStats, TickStats
 from distca.pipeline.tick_table import Tick, TickTable, Work, tick_table
 from distca.pipeline.ticks import CurrentTick, TickPlan, Ticks
 
 __all__ = [
     "CurrentTick",
+    "PipelineMemory",
     "PipelinePlans",
     "PipelineStats",
+    "RankMemory",
     "Tick",
     "TickPlan",
     "TickStats",
     "TickTable",
     "Ticks",
     "Work",
+    "smallest_slots",
     "tick_table",
 ]

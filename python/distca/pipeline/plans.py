@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distca.arguments import check_type, is_whole, listed
 from distca.errors import CapacityError, InvalidArgumentError
 from distca.heads import Heads
+from distca.pipeline.memory import PipelineMemory, memory_of
+from distca.pipeline.stats import PipelineStats, TickStats
 from distca.pipeline.tick_table import TickTable, Work, tick_table
 from distca.planner.layout import Layout
 from distca.planner.plan import Plan
 from distca.planner.planning import plan as plan_of
-from distca.planner.stats import PlanStats
 from distca.registry import find_context
 
 if TYPE_CHECKING:
@@ -127,6 +127,44 @@ class PipelinePlans:
             for tick, plans in zip(self.table, self._plans, strict=True)
         ]
         return PipelineStats(ticks)
+
+    def memory(
+        self,
+        *,
+        layer_bytes: int = 0,
+        hidden_bytes: int = 0,
+        recompute: str | Sequence[int] | None = None,
+        save_attention: bool = False,
+    ) -> PipelineMemory:
+        """The memory of the iteration on every rank, before anything runs. Printed, it is a table.
+
+        Args:
+            layer_bytes: bytes that a layer keeps of one row from its forward to its backward, without q, k, v, out and
+                lse of core attention, which are counted apart.
+            hidden_bytes: bytes of one row between two layers: the hidden size times the bytes of its dtype.
+            recompute, save_attention: as in `Ticks`. Of a group of layers that is run again only the input is kept.
+
+        Returns:
+            The table. An output that `Ticks.run` has handed over counts until its backward.
+
+        Raises:
+            InvalidArgumentError: a number of bytes is negative, or `recompute` is wrong as in `Ticks`.
+
+        Examples:
+            >>> layouts = [distca.Layout.from_documents([[700], [400, 300]]) for _ in range(4)]
+            >>> heads = distca.Heads(q=8, kv=2, dim=64)
+            >>> plans = distca.pipeline.PipelinePlans(layouts, heads, stages=[[0, 1], [2, 3]], layers=2)
+            >>> memory = plans.memory(layer_bytes=20_000, hidden_bytes=2048)
+            >>> [rank.rows for rank in memory.ranks]  # the first stage holds three micro-batches, the last one
+            [2100, 2100, 700, 700]
+        """
+        return memory_of(
+            self,
+            layer_bytes=layer_bytes,
+            hidden_bytes=hidden_bytes,
+            recompute=recompute,
+            save_attention=save_attention,
+        )
 
     def _plans_of(self, number: int, planner: _Planner) -> list[Plan]:
         tick = self.table[number]
@@ -250,72 +288,3 @@ def _are_alike(servers: list[int], options: dict[str, Any]) -> bool:
     for rank, other in enumerate(servers):
         nodes.setdefault(rank // ranks_per_node, set()).add(other // ranks_per_node)
     return all(len(of_node) == 1 for of_node in nodes.values())
-
-
-@dataclass(frozen=True)
-class TickStats:
-    """What the plans of one tick do.
-
-    Attributes:
-        phase: ``"forward"`` or ``"backward"``.
-        steps: the statistics of each step's plan.
-    """
-
-    phase: str
-    steps: list[PlanStats]
-
-    @property
-    def largest(self) -> float:
-        """The largest load of each step at mean speed, summed: the time of the tick's attention, in load units."""
-        return sum(step.largest for step in self.steps)
-
-    @property
-    def largest_before(self) -> float:
-        """The same with every row computed at home."""
-        return sum(step.largest_before for step in self.steps)
-
-    @property
-    def mean(self) -> float:
-        """The mean load of the servers, summed over the steps: no schedule has a smaller `largest`."""
-        return sum(sum(step.load) / step.num_servers for step in self.steps)
-
-
-@dataclass(frozen=True)
-class PipelineStats:
-    """What the plans of an iteration do.
-
-    Attributes:
-        ticks: the statistics of each tick.
-        backward_cost: the time of a backward step over that of its forward step.
-    """
-
-    ticks: list[TickStats]
-    backward_cost: float = 2.5
-
-    def _sum(self, of_tick: Any) -> float:
-        return sum(of_tick(tick) * (1.0 if tick.phase == "forward" else self.backward_cost) for tick in self.ticks)
-
-    @property
-    def imbalance_before(self) -> float:
-        """The sum over ticks of the largest load, over the sum of the means, with every row computed at home."""
-        return self._sum(lambda tick: tick.largest_before) / (self._sum(lambda tick: tick.mean) or 1.0)
-
-    @property
-    def imbalance_after(self) -> float:
-        """The same as planned. Ticks are synchronous, so this is the time of attention over the ideal."""
-        return self._sum(lambda tick: tick.largest) / (self._sum(lambda tick: tick.mean) or 1.0)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes between ranks, in all steps of all ticks. A forward tick sends forward messages only."""
-        return sum(
-            step.bytes[f"{tick.phase}_{direction}"]
-            for tick in self.ticks
-            for step in tick.steps
-            for direction in ("in", "out")
-        )
-
-    @property
-    def slot_bytes(self) -> int:
-        """The largest arena of any step: what a slot of the context's heap must hold."""
-        return max(step.slot_bytes for tick in self.ticks for step in tick.steps)

@@ -93,8 +93,10 @@ class TickTable(Sequence[Tick]):
         return Work(work.microbatch, position // self.stages)
 
     def in_flight(self, stage: int) -> int:
-        """The most chunks whose activations the stage holds at one time."""
+        """The most chunks whose activations the stage holds at one time; 0 in evaluation, which holds none."""
         held = most = 0
+        if not self.has_backward:
+            return 0
         for tick in self._ticks:
             if tick.work[stage] is not None:
                 held += 1 if tick.phase == "forward" else -1
@@ -103,6 +105,8 @@ class TickTable(Sequence[Tick]):
 
     def in_flight_of_1f1b(self, stage: int) -> int:
         """The same number for 1F1B (interleaved 1F1B for several chunks), whose ticks mix both phases."""
+        if not self.has_backward:
+            return 0
         if self.chunks == 1:
             return min(self.microbatches, self.stages - stage)
         first = (self.chunks + 1) * self.stages - 1 - 2 * stage

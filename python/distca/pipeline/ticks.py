@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from distca.arguments import check_type, is_whole, listed
+from distca.arguments import check_type
 from distca.checkpoint import save_core_attention
 from distca.context import Context
 from distca.errors import InvalidArgumentError, refusals_told
 from distca.ops import core_attention
 from distca.pingpong.turns import in_half
 from distca.pipeline.plans import PipelinePlans
+from distca.pipeline.recomputation import groups_of
 from distca.pipeline.tick_table import Work
 from distca.planner.plan_source import PlanSource, Resolved, StepOfTick
 from distca.registry import find_context
@@ -80,7 +81,7 @@ class Ticks:
                 f"{here.num_ranks} of context {here.name!r}; make them with PipelinePlans(..., context=)"
             )
         self.plans, self.context, self.options = plans, here, options
-        self.groups = _groups(recompute, plans)
+        self.groups = groups_of("Ticks", recompute, plans.layers)
         self.save_attention = save_attention
         self.plan = TickPlan(self)
         self._current: CurrentTick | None = None
@@ -342,34 +343,6 @@ class TickPlan(PlanSource):
 def _operation(kind: Any, tensor: torch.Tensor, ranks: list[int], plans: PipelinePlans, group: Any) -> dist.P2POp:
     peer = ranks[plans.index]
     return dist.P2POp(kind, tensor, peer if group is None else dist.get_global_rank(group, peer), group)
-
-
-def _groups(recompute: Any, plans: PipelinePlans) -> list[tuple[int, int]] | None:
-    """The ranges [begin, end) of layers that are run again together, or None if none are."""
-    depth = plans.depth
-    if recompute is None:
-        return None
-    if recompute == "stage":
-        return [(0, depth)]
-    if recompute == "layer":
-        sizes = [1] * depth
-    elif isinstance(recompute, str):
-        raise InvalidArgumentError(
-            f"Ticks: recompute = {recompute!r}; None, 'layer', 'stage' and sizes of groups of layers are allowed"
-        )
-    else:
-        sizes = listed("Ticks", "recompute", recompute, "None, 'layer', 'stage' or sizes of groups of layers")
-    if not all(is_whole(size, 1) for size in sizes) or sum(sizes) != depth:
-        raise InvalidArgumentError(
-            f"Ticks: recompute = {recompute!r}; sizes that sum up to {depth} layers are expected"
-        )
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    for stage, layers in enumerate(plans.layers):
-        if layers not in ends:
-            raise InvalidArgumentError(
-                f"Ticks: recompute = {recompute!r}, and stage {stage} with its {layers} layers ends inside of a group"
-            )
-    return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def _calls(phase: str, depth: int, groups: list[tuple[int, int]] | None) -> list[tuple[str, int]]:
