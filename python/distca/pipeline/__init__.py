@@ -2,6 +2,7 @@
 
 from distca.pipeline.memory import PipelineMemory, RankMemory, smallest_slots
 from distca.pipeline.plans import PipelinePlans
+from distca.pipeline.plans_ahead import PipelinePlansAhead
 from distca.pipeline.stats import PipelineStats, TickStats
 from distca.pipeline.tick_table import Tick, TickTable, Work, tick_table
 from distca.pipeline.ticks import CurrentTick, TickPlan, Ticks
@@ -10,6 +11,7 @@ __all__ = [
     "CurrentTick",
     "PipelineMemory",
     "PipelinePlans",
+    "PipelinePlansAhead",
     "PipelineStats",
     "RankMemory",
     "Tick",

@@ -237,17 +237,9 @@ def _checked(layouts: Any, stages: Any) -> tuple[list[Layout], list[list[int]]]:
     layouts = listed("PipelinePlans", "layouts", layouts, "a layout for each micro-batch")
     for layout in layouts:
         check_type("PipelinePlans", "a layout", layout, Layout, "distca.Layout.from_documents([[100, 20], [80]])")
-    stages = [
-        listed("PipelinePlans", "a stage", ranks, "a list of its ranks")
-        for ranks in listed("PipelinePlans", "stages", stages, "a list of ranks for each stage")
-    ]
-    if not layouts or not stages:
-        raise InvalidArgumentError("PipelinePlans: there is no micro-batch" if stages else "PipelinePlans: no stages")
-    ranks = [rank for of_stage in stages for rank in of_stage]
-    if sorted(ranks) != list(range(len(ranks))) or len({len(of_stage) for of_stage in stages}) != 1:
-        raise InvalidArgumentError(
-            f"PipelinePlans: stages = {stages}; each rank from 0 on once, and as many in every stage, are expected"
-        )
+    stages = checked_stages("PipelinePlans", stages)
+    if not layouts:
+        raise InvalidArgumentError("PipelinePlans: there is no micro-batch")
     for number, layout in enumerate(layouts):
         if layout.num_ranks != len(stages[0]):
             raise InvalidArgumentError(
@@ -255,6 +247,22 @@ def _checked(layouts: Any, stages: Any) -> tuple[list[Layout], list[list[int]]]:
                 f"{len(stages[0])}"
             )
     return layouts, stages
+
+
+def checked_stages(function: str, stages: Any) -> list[list[int]]:
+    """The ranks of each stage. Raises InvalidArgumentError unless each rank is in one stage, and all are as large."""
+    stages = [
+        listed(function, "a stage", ranks, "a list of its ranks")
+        for ranks in listed(function, "stages", stages, "a list of ranks for each stage")
+    ]
+    if not stages:
+        raise InvalidArgumentError(f"{function}: no stages")
+    ranks = [rank for of_stage in stages for rank in of_stage]
+    if sorted(ranks) != list(range(len(ranks))) or len({len(of_stage) for of_stage in stages}) != 1:
+        raise InvalidArgumentError(
+            f"{function}: stages = {stages}; each rank from 0 on once, and as many in every stage, are expected"
+        )
+    return stages
 
 
 def _numbers_of_layers(layers: Any, stages: int) -> list[int]:
