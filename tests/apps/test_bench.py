@@ -111,13 +111,20 @@ def test_the_transports_benchmark_measures_each_at_every_size_and_beside_a_matmu
 
 
 def test_the_pipelines_benchmark_compares_balance_over_all_stages_with_less() -> None:
-    rows = {row.name.split(": ")[-1]: row for row in pipeline.run(short=True).rows}
+    all_rows = pipeline.run(short=True).rows
+    rows = {row.name.split(": ")[-1]: row for row in all_rows}
     over_all, inside, none = (
         rows[name].value for name in ("largest loads over the ideal", "balanced inside each stage", "not balanced")
     )
     assert 1 <= over_all <= 1.02 < inside < none
     assert rows["largest loads over the ideal"].at_most == 1.02
     assert rows["time over as many single plans"].at_most == 1.2
+    assert rows["largest arena, loads up to 1.05"].value < rows["largest arena"].value
+    assert 1 <= rows["the same over the mean of the ranks"].value < 1.1
+    ticks = [row.value for row in all_rows if "ticks, each of a whole stage" in row.name]
+    assert ticks == [38, 53, 80, 35, 33.5]
+    held = [row.value for row in all_rows if "in flight on the first stage" in row.name]
+    assert held == [7, 4, 2, 5.5, 4.75]
 
 
 @pytest.mark.parametrize("benchmark", ["attention", "shards", "transport", "all"])

@@ -4,6 +4,8 @@ from faults.fault import Fault
 
 TABLE = "tests/pipeline/test_tick_table.py"
 PLANS = "tests/pipeline/test_pipeline_plans.py"
+MEMORY = "tests/pipeline/test_pipeline_memory.py"
+AHEAD = "tests/pipeline/test_plans_ahead.py"
 MODEL = "tests/pipeline/test_pipelined_model.py"
 MISALIGNED = "tests/pipeline/test_misaligned_ticks.py"
 HALVED_PLANS = "tests/pipeline/test_halved_plans.py"
@@ -38,6 +40,27 @@ FAULTS = [
         (TABLE,),
     ),
     Fault(
+        "a stage may hold one micro-batch more than its limit",
+        "python/distca/pipeline/tick_table.py",
+        "n - backward[s] < most[s]",
+        "n - backward[s] <= most[s]",
+        (TABLE,),
+    ),
+    Fault(
+        "a limited table is searched among too few states",
+        "python/distca/pipeline/tick_table.py",
+        "_KEPT = 256",
+        "_KEPT = 2",
+        (TABLE,),
+    ),
+    Fault(
+        "the first stage goes backward before the second",
+        "python/distca/pipeline/tick_table.py",
+        "given = (*backward[1:], microbatches)",
+        "given = (microbatches,) * stages",
+        (TABLE,),
+    ),
+    Fault(
         "mirrored ranks may have other speeds",
         "python/distca/pipeline/plans.py",
         "if speeds is not None and any(speeds[rank] != speeds[other] for rank, other in enumerate(servers)):",
@@ -57,6 +80,41 @@ FAULTS = [
         "None if work is None or self.layers[stage] <= step else",
         "None if work is None else",
         (PLANS,),
+    ),
+    Fault(
+        "a rank holds as many rows of every micro-batch",
+        "python/distca/pipeline/memory.py",
+        "to[tick] += self._rows[work.microbatch]",
+        "to[tick] += self._rows[0]",
+        (MEMORY,),
+    ),
+    Fault(
+        "what is run again is not counted",
+        "python/distca/pipeline/memory.py",
+        "redone * again.activations",
+        "0 * again.activations",
+        (MEMORY,),
+    ),
+    Fault(
+        "1F1B frees a micro-batch before it warms up",
+        "python/distca/pipeline/memory.py",
+        "taken[warm - 1 :]",
+        "taken[warm - 2 :]",
+        (MEMORY,),
+    ),
+    Fault(
+        "an iteration ends only when all loaders have ended",
+        "python/distca/pipeline/plans_ahead.py",
+        "return ENDED in counts",
+        "return max(counts) == ENDED",
+        (AHEAD,),
+    ),
+    Fault(
+        "other documents of another stage are not seen",
+        "python/distca/pipeline/plans_ahead.py",
+        "if self._loaded is not None and self._loaded != told[self._place]:",
+        "if self._loaded is not None and len(self._loaded) != len(told[self._place]):",
+        (AHEAD,),
     ),
     Fault(
         "recomputation takes the plan of the forward tick",

@@ -17,6 +17,13 @@ CONSISTENCY = "tests/plan/test_consistency.py"
 FAULTS = [
     # ---- the plan
     Fault(
+        "speeds of ranks that do not serve count as planned",
+        "python/distca/planner/stats.py",
+        "return sum(self.speeds[rank] for rank in servers) if servers else sum(self.speeds)",
+        "return sum(self.speeds)",
+        (PLAN,),
+    ),
+    Fault(
         "queries are sent from the row before",
         TABLES,
         "      send(phase, Direction::kIn, 0, t.server, kind, t.home_row, -1,",

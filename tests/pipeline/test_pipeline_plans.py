@@ -67,6 +67,7 @@ def test_ranks_that_differ_are_not_mirrored(options: dict[str, Any]) -> None:
         share = sum(stats.load) / sum(speed for speed, one in zip(speeds, serves, strict=True) if one)
         for load, speed, one in zip(stats.load, speeds, serves, strict=True):
             assert load <= 1.02 * share * speed if one else load == 0
+    assert 1.0 <= plans.stats.imbalance_after <= 1.02
 
 
 def test_every_rank_makes_the_same_plans() -> None:
@@ -124,6 +125,8 @@ def test_plans_that_were_made_for_a_context_can_be_pickled() -> None:
         plans.plan(t, 0).digest for t in range(len(plans.table))
     ]
     assert str(copy.table) == str(plans.table)
+    assert copy.stats.bytes == plans.stats.bytes and "stats" not in plans.__getstate__()
+    assert copy.stats is copy.stats
 
 
 def test_evaluation_has_the_plans_of_the_forward_ticks() -> None:

@@ -28,13 +28,14 @@ DOCUMENTS = [
 
 
 class Case(NamedTuple):
-    """A pipeline: layers of each stage's chunks, micro-batches, chunks, and what is checkpointed."""
+    """A pipeline: layers of each stage's chunks, micro-batches, chunks, what is checkpointed, and most in flight."""
 
     layers: Sequence[int]
     microbatches: int = 3
     chunks: int = 1
     recompute: str | tuple[int, ...] | None = None
     save_attention: bool = False
+    in_flight: int | None = None
 
 
 def _run(case: Case) -> tuple[float, dict[str, torch.Tensor], float, int]:
@@ -50,6 +51,7 @@ def _run(case: Case) -> tuple[float, dict[str, torch.Tensor], float, int]:
             stages=stages,
             layers=case.layers,
             chunks=case.chunks,
+            in_flight=case.in_flight,
             context=context,
             tolerance=0.02,
             min_rows=8,
@@ -113,6 +115,7 @@ TWO_STAGES = [
     Case([2, 2], recompute="layer", save_attention=True),
     Case([1, 2], recompute="layer", save_attention=True),
     Case([1, 3], recompute=(1, 2), save_attention=True),
+    Case([1, 2], microbatches=5, in_flight=2),
 ]
 
 
@@ -121,6 +124,7 @@ THREE_STAGES = [
     Case([1, 1, 1], microbatches=3, chunks=2, recompute="layer"),
     Case([1, 2, 1], microbatches=2, recompute="stage"),
     Case([1, 1, 2], microbatches=1),
+    Case([1, 2, 1], microbatches=6, in_flight=3, recompute="layer"),
 ]
 
 

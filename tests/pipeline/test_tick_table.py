@@ -62,14 +62,52 @@ def test_interleaved_tables_hold_as_much_as_interleaved_1f1b() -> None:
             assert table.in_flight_of_1f1b(s) == expected
 
 
-def _fewest_ticks(p: int, m: int) -> int:
+#: Fewest ticks at 1, 2, ... micro-batches in flight, for stages and micro-batches; found by another search.
+FEWEST = {
+    (2, 16): [64, 48, 34],
+    (3, 12): [72, 48, 38, 32, 28],
+    (4, 8): [64, 40, 32, 28, 24, 23, 22],
+    (4, 16): [128, 80, 64, 53, 46, 42, 38],
+}
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), FEWEST)
+def test_less_in_flight_takes_as_many_ticks_as_it_must(stages: int, microbatches: int) -> None:
+    """The last limit is what the shortest table holds anyway."""
+    tables = [tick_table(stages, microbatches, in_flight=limit) for limit in range(1, 2 * stages)]
+    assert [len(table) for table in tables] == FEWEST[stages, microbatches]
+    assert list(tables[-1]) == list(tick_table(stages, microbatches))
+
+
+@pytest.mark.parametrize("stages", range(1, 6))
+def test_every_limited_table_is_legal_and_holds_no_more_than_its_limit(stages: int) -> None:
+    lengths = []
+    for microbatches in range(1, 10):
+        for limit in range(1, 2 * stages + 2):
+            table = tick_table(stages, microbatches, in_flight=limit)
+            most = _most_in_flight(table)
+            assert max(most) <= limit and most == [table.in_flight(stage) for stage in range(stages)]
+            lengths.append(len(table))
+            assert limit == 1 or lengths[-1] <= lengths[-2]
+    assert len(lengths) == 9 * (2 * stages + 1)
+
+
+def test_tables_of_many_stages_are_legal_too() -> None:
+    """Here the search keeps only a part of the states."""
+    for limit in (3, 8):
+        table = tick_table(8, 32, in_flight=limit)
+        assert max(_most_in_flight(table)) == limit
+        assert list(table) == list(tick_table(8, 32, in_flight=limit))
+
+
+def _fewest_ticks(p: int, m: int, limit: int) -> int:
     """Breadth-first search over all words of phases and all choices of stages that do something."""
     level, seen, ticks = {(0,) * (2 * p)}, set(), 0
     while (m,) * (2 * p) not in level:
         following = set()
         for state in level:
             f, b = state[:p], state[p:]
-            forward = [s for s in range(p) if f[s] < m and (s == 0 or f[s - 1] > f[s])]
+            forward = [s for s in range(p) if f[s] < m and f[s] - b[s] < limit and (s == 0 or f[s - 1] > f[s])]
             backward = [s for s in range(p) if b[s] < (f[s] if s == p - 1 else min(f[s], b[s + 1]))]
             for first, able in ((0, forward), (p, backward)):
                 for choice in itertools.product((0, 1), repeat=len(able)):
@@ -84,7 +122,13 @@ def _fewest_ticks(p: int, m: int) -> int:
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 1), (2, 2), (2, 4), (3, 1), (3, 2), (3, 3)])
 def test_no_table_of_one_phase_a_tick_is_shorter(p: int, m: int) -> None:
-    assert len(tick_table(p, m)) == _fewest_ticks(p, m)
+    assert len(tick_table(p, m)) == _fewest_ticks(p, m, limit=m)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 2), (2, 3), (2, 5), (3, 2), (3, 3), (3, 4)])
+def test_no_table_with_as_little_in_flight_is_shorter(p: int, m: int) -> None:
+    for limit in range(1, m):
+        assert len(tick_table(p, m, in_flight=limit)) == _fewest_ticks(p, m, limit)
 
 
 def test_backward_ticks_mirror_forward_ticks() -> None:
@@ -98,9 +142,14 @@ def test_backward_ticks_mirror_forward_ticks() -> None:
 _PHASES = ("forward", "backward")
 
 
-@pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(1, 3, 1), (3, 4, 1), (2, 4, 2), (4, 8, 3)])
-def test_what_is_handed_over_is_what_the_neighbour_needs_next(stages: int, microbatches: int, chunks: int) -> None:
-    table = tick_table(stages, microbatches, chunks=chunks)
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "chunks", "in_flight"),
+    [(1, 3, 1, None), (3, 4, 1, None), (2, 4, 2, None), (4, 8, 3, None), (3, 8, 1, 2), (4, 7, 1, 5)],
+)
+def test_what_is_handed_over_is_what_the_neighbour_needs_later(
+    stages: int, microbatches: int, chunks: int, in_flight: int | None
+) -> None:
+    table = tick_table(stages, microbatches, chunks=chunks, in_flight=in_flight)
     handed: dict[str, set[tuple[int, Work]]] = {phase: set() for phase in _PHASES}
     first, last = (0, 0), (stages - 1, chunks - 1)
     for number, tick in enumerate(table):
@@ -119,6 +168,7 @@ def test_a_table_for_evaluation_has_the_forward_ticks_alone() -> None:
     whole, forward = tick_table(3, 5), tick_table(3, 5, backward=False)
     assert list(forward) == [tick for tick in whole if tick.phase == "forward"]
     assert whole.has_backward and not forward.has_backward
+    assert list(tick_table(3, 5, backward=False, in_flight=2)) == list(forward)
 
 
 def test_the_table_of_three_stages_and_four_micro_batches_is_drawn() -> None:
@@ -135,9 +185,12 @@ def test_the_table_of_three_stages_and_four_micro_batches_is_drawn() -> None:
         ((2, 1.5), "microbatches = 1.5"),
         ((2, 3, 2), "3 micro-batches with 2 chunks a stage; a multiple of the 2 stages"),
         ((2, 4, 0), "chunks = 0"),
+        ((2, 4, 1, 0), "in_flight = 0 with 1 chunks"),
+        ((2, 4, 1, 1.5), "in_flight = 1.5"),
+        ((2, 4, 2, 3), "in_flight = 3 with 2 chunks a stage; None, or a positive integer with one chunk"),
     ],
 )
 def test_wrong_numbers_are_refused(arguments: tuple, message: str) -> None:
-    stages, microbatches, *chunks = arguments
+    stages, microbatches, chunks, in_flight = (*arguments, *(1, None)[len(arguments) - 2 :])
     with pytest.raises(distca.InvalidArgumentError, match=message):
-        tick_table(stages, microbatches, chunks=chunks[0] if chunks else 1)
+        tick_table(stages, microbatches, chunks=chunks, in_flight=in_flight)

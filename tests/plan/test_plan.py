@@ -94,6 +94,29 @@ def test_statistics_of_a_plan_that_can_be_counted_by_hand() -> None:
     assert stats.bytes == {"forward_in": keys, "forward_out": 0, "backward_in": keys, "backward_out": keys}
 
 
+def test_loads_are_compared_with_what_ranks_of_their_speed_should_have() -> None:
+    """Documents of 30 and 60 rows have 465 and 1830 pairs; a rank four times as fast is to have four fifths of them."""
+    layout = distca.Layout.from_documents([[30], [60]])
+    stats = distca.plan(layout, distca.Heads(1, 1, 8), balance=False, speeds=[1, 4]).stats
+    assert stats.speeds == [1, 4]
+    assert stats.imbalance_before == stats.imbalance_after == pytest.approx(465 / 459)
+    assert stats.largest_before == stats.largest == pytest.approx(465 * 2.5)
+    assert stats.gap == pytest.approx(465 * 2.5 / 1147 - 1)  # no plan is below the mean, 1147.5
+    plain = distca.plan(layout, distca.Heads(1, 1, 8), balance=False).stats
+    assert (plain.speeds, plain.largest, plain.imbalance_after) == ([1, 1], 1830, pytest.approx(1830 / 1147.5))
+
+
+def test_only_the_speeds_of_servers_count_as_planned() -> None:
+    """Documents of 10, 20 and 30 rows have 55, 210 and 465 pairs. Rank 0 is the fastest and does not serve."""
+    layout = distca.Layout.from_documents([[10], [20], [30]])
+    tasks = [(0, 0, 10, 0, 1, 1), (1, 0, 20, 0, 1, 2), (2, 0, 30, 0, 1, 2)]
+    stats = distca.plan(layout, distca.Heads(1, 1, 8), servers=[1, 2], speeds=[3, 1, 2], tasks=tasks).stats
+    assert stats.load == [0, 55, 675]
+    assert stats.imbalance_after == pytest.approx((675 / 2) / (730 / 3))
+    assert stats.imbalance_before == pytest.approx((465 / 2) / (730 / 6))
+    assert (stats.largest_before, stats.largest) == (pytest.approx(465 / 2 * 1.5), pytest.approx(675 / 2 * 1.5))
+
+
 def test_a_head_range_moves_its_own_bytes_and_no_more() -> None:
     """The other rank computes one of a document's two key/value heads."""
     heads = distca.Heads(4, 2, 8, 16)

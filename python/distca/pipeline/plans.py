@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distca.arguments import check_type, is_whole, listed
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.pipeline.halves import HALVES, checked_halves
+from distca.pipeline.memory import PipelineMemory, memory_of
+from distca.pipeline.stats import PipelineStats, TickStats
 from distca.pipeline.step_planner import StageStep, Step, StepPlanner
 from distca.pipeline.tick_table import TickTable, Work, tick_table
 from distca.planner.halves import Half, join_halves
 from distca.planner.layout import Layout
 from distca.planner.plan import Plan
 from distca.planner.scores import Scores
-from distca.planner.stats import PlanStats
 from distca.registry import find_context
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class PipelinePlans:
         stages: for each stage its ranks in the context. Rank ``stages[s][r]`` holds what rank r of the layouts holds.
         layers: number of attention layers of each chunk of a stage: one number, or one for each stage.
         chunks: number of chunks of layers of each stage. With several, the micro-batches are a multiple of the stages.
+        in_flight: the most micro-batches whose activations a stage may hold at one time, as in `tick_table`.
         backward: False makes the plans of the forward ticks only, for evaluation.
         windows: for each attention layer of the model, in order, its window, as in `distca.plan`. By default no layer
             has one. (The first chunks of all stages come before the second ones.)
@@ -79,6 +81,7 @@ class PipelinePlans:
         stages: Sequence[Sequence[int]],
         layers: int | Sequence[int] = 1,
         chunks: int = 1,
+        in_flight: int | None = None,
         backward: bool = True,
         windows: Sequence[int | None] | None = None,
         scores: Sequence[Scores] | None = None,
@@ -102,7 +105,9 @@ class PipelinePlans:
         self.layers = _numbers_of_layers(layers, len(self.stages))
         self.depth = max(self.layers)
         self._scores = _scores_of_layers(windows, scores, sum(self.layers) * chunks)
-        self.table: TickTable = tick_table(len(self.stages), len(self.layouts), chunks=chunks, backward=backward)
+        self.table: TickTable = tick_table(
+            len(self.stages), len(self.layouts), chunks=chunks, in_flight=in_flight, backward=backward
+        )
         self.heads = heads
         self.halves = None if halves is None else checked_halves(halves, self.layouts)
         options = {"heads": heads, "context": context, "rank": rank, "overlap": self.halves is not None, **options}
@@ -110,6 +115,9 @@ class PipelinePlans:
         planners = [StepPlanner(self._layouts_of(part), self.stages, options) for part in self.parts]
         #: The plans of each tick: those of its first step, of all parts, then those of the next one.
         self._plans = [self._plans_of(number, planners) for number in range(len(self.table))]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "stats"}
 
     def plan(self, tick: int, step: int, half: int | None = None) -> Plan:
         """The plan of one step of a tick. Several steps may share it. With halves, 0 or 1 says of which half."""
@@ -137,7 +145,7 @@ class PipelinePlans:
         """The whole that `split` has split: the rows of both halves in their places. Rows of padding are 0."""
         return join_halves(parts, self._halves_of(microbatch), self.index, dim=dim)
 
-    @property
+    @functools.cached_property
     def stats(self) -> PipelineStats:
         """Loads, bytes and arenas of all ticks."""
         ticks = [
@@ -145,6 +153,44 @@ class PipelinePlans:
             for tick, plans in zip(self.table, self._plans, strict=True)
         ]
         return PipelineStats(ticks)
+
+    def memory(
+        self,
+        *,
+        layer_bytes: int = 0,
+        hidden_bytes: int = 0,
+        recompute: str | Sequence[int] | None = None,
+        save_attention: bool = False,
+    ) -> PipelineMemory:
+        """The memory of the iteration on every rank, before anything runs. Printed, it is a table.
+
+        Args:
+            layer_bytes: bytes that a layer keeps of one row from its forward to its backward, without q, k, v, out and
+                lse of core attention, which are counted apart.
+            hidden_bytes: bytes of one row between two layers: the hidden size times the bytes of its dtype.
+            recompute, save_attention: as in `Ticks`. Of a group of layers that is run again only the input is kept.
+
+        Returns:
+            The table. An output that `Ticks.run` has handed over counts until its backward.
+
+        Raises:
+            InvalidArgumentError: a number of bytes is negative, or `recompute` is wrong as in `Ticks`.
+
+        Examples:
+            >>> layouts = [distca.Layout.from_documents([[700], [400, 300]]) for _ in range(4)]
+            >>> heads = distca.Heads(q=8, kv=2, dim=64)
+            >>> plans = distca.pipeline.PipelinePlans(layouts, heads, stages=[[0, 1], [2, 3]], layers=2)
+            >>> memory = plans.memory(layer_bytes=20_000, hidden_bytes=2048)
+            >>> [rank.rows for rank in memory.ranks]  # the first stage holds three micro-batches, the last one
+            [2100, 2100, 700, 700]
+        """
+        return memory_of(
+            self,
+            layer_bytes=layer_bytes,
+            hidden_bytes=hidden_bytes,
+            recompute=recompute,
+            save_attention=save_attention,
+        )
 
     def _layouts_of(self, part: int | None) -> list[Layout]:
         if self.halves is None or part is None:
@@ -185,17 +231,9 @@ def _checked(layouts: Any, stages: Any) -> tuple[list[Layout], list[list[int]]]:
     layouts = listed("PipelinePlans", "layouts", layouts, "a layout for each micro-batch")
     for layout in layouts:
         check_type("PipelinePlans", "a layout", layout, Layout, "distca.Layout.from_documents([[100, 20], [80]])")
-    stages = [
-        listed("PipelinePlans", "a stage", ranks, "a list of its ranks")
-        for ranks in listed("PipelinePlans", "stages", stages, "a list of ranks for each stage")
-    ]
-    if not layouts or not stages:
-        raise InvalidArgumentError("PipelinePlans: there is no micro-batch" if stages else "PipelinePlans: no stages")
-    ranks = [rank for of_stage in stages for rank in of_stage]
-    if sorted(ranks) != list(range(len(ranks))) or len({len(of_stage) for of_stage in stages}) != 1:
-        raise InvalidArgumentError(
-            f"PipelinePlans: stages = {stages}; each rank from 0 on once, and as many in every stage, are expected"
-        )
+    stages = checked_stages("PipelinePlans", stages)
+    if not layouts:
+        raise InvalidArgumentError("PipelinePlans: there is no micro-batch")
     for number, layout in enumerate(layouts):
         if layout.num_ranks != len(stages[0]):
             raise InvalidArgumentError(
@@ -203,6 +241,22 @@ def _checked(layouts: Any, stages: Any) -> tuple[list[Layout], list[list[int]]]:
                 f"{len(stages[0])}"
             )
     return layouts, stages
+
+
+def checked_stages(function: str, stages: Any) -> list[list[int]]:
+    """The ranks of each stage. Raises InvalidArgumentError unless each rank is in one stage, and all are as large."""
+    stages = [
+        listed(function, "a stage", ranks, "a list of its ranks")
+        for ranks in listed(function, "stages", stages, "a list of ranks for each stage")
+    ]
+    if not stages:
+        raise InvalidArgumentError(f"{function}: no stages")
+    ranks = [rank for of_stage in stages for rank in of_stage]
+    if sorted(ranks) != list(range(len(ranks))) or len({len(of_stage) for of_stage in stages}) != 1:
+        raise InvalidArgumentError(
+            f"{function}: stages = {stages}; each rank from 0 on once, and as many in every stage, are expected"
+        )
+    return stages
 
 
 def _numbers_of_layers(layers: Any, stages: int) -> list[int]:
@@ -231,72 +285,3 @@ def _scores_of_layers(windows: Any, scores: Any, num_layers: int) -> list[Scores
             f"PipelinePlans: {name} of {len(of_layers)} layers; the stages have {num_layers} layers in all their chunks"
         )
     return of_layers
-
-
-@dataclass(frozen=True)
-class TickStats:
-    """What the plans of one tick do.
-
-    Attributes:
-        phase: ``"forward"`` or ``"backward"``.
-        steps: the statistics of each step's plan; with halves, of the plans of both halves, one after the other.
-    """
-
-    phase: str
-    steps: list[PlanStats]
-
-    @property
-    def largest(self) -> int:
-        """The largest load of each step, summed: the time of the tick's attention, in units of the cost model."""
-        return sum(max(step.load) for step in self.steps)
-
-    @property
-    def largest_before(self) -> int:
-        """The same with every row computed at home."""
-        return sum(max(step.load_before) for step in self.steps)
-
-    @property
-    def mean(self) -> float:
-        """The mean load of the servers, summed over the steps: no schedule has a smaller `largest`."""
-        return sum(sum(step.load) / step.num_servers for step in self.steps)
-
-
-@dataclass(frozen=True)
-class PipelineStats:
-    """What the plans of an iteration do.
-
-    Attributes:
-        ticks: the statistics of each tick.
-        backward_cost: the time of a backward step over that of its forward step.
-    """
-
-    ticks: list[TickStats]
-    backward_cost: float = 2.5
-
-    def _sum(self, of_tick: Any) -> float:
-        return sum(of_tick(tick) * (1.0 if tick.phase == "forward" else self.backward_cost) for tick in self.ticks)
-
-    @property
-    def imbalance_before(self) -> float:
-        """The sum over ticks of the largest load, over the sum of the means, with every row computed at home."""
-        return self._sum(lambda tick: tick.largest_before) / (self._sum(lambda tick: tick.mean) or 1.0)
-
-    @property
-    def imbalance_after(self) -> float:
-        """The same as planned. Ticks are synchronous, so this is the time of attention over the ideal."""
-        return self._sum(lambda tick: tick.largest) / (self._sum(lambda tick: tick.mean) or 1.0)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes between ranks, in all steps of all ticks. A forward tick sends forward messages only."""
-        return sum(
-            step.bytes[f"{tick.phase}_{direction}"]
-            for tick in self.ticks
-            for step in tick.steps
-            for direction in ("in", "out")
-        )
-
-    @property
-    def slot_bytes(self) -> int:
-        """The largest arena of any step: what a slot of the context's heap must hold."""
-        return max(step.slot_bytes for tick in self.ticks for step in tick.steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple, overload
 
@@ -92,8 +93,10 @@ class TickTable(Sequence[Tick]):
         return Work(work.microbatch, position // self.stages)
 
     def in_flight(self, stage: int) -> int:
-        """The most chunks whose activations the stage holds at one time."""
+        """The most chunks whose activations the stage holds at one time; 0 in evaluation, which holds none."""
         held = most = 0
+        if not self.has_backward:
+            return 0
         for tick in self._ticks:
             if tick.work[stage] is not None:
                 held += 1 if tick.phase == "forward" else -1
@@ -102,6 +105,8 @@ class TickTable(Sequence[Tick]):
 
     def in_flight_of_1f1b(self, stage: int) -> int:
         """The same number for 1F1B (interleaved 1F1B for several chunks), whose ticks mix both phases."""
+        if not self.has_backward:
+            return 0
         if self.chunks == 1:
             return min(self.microbatches, self.stages - stage)
         first = (self.chunks + 1) * self.stages - 1 - 2 * stage
@@ -129,7 +134,9 @@ class TickTable(Sequence[Tick]):
         )
 
 
-def tick_table(stages: int, microbatches: int, *, chunks: int = 1, backward: bool = True) -> TickTable:
+def tick_table(
+    stages: int, microbatches: int, *, chunks: int = 1, in_flight: int | None = None, backward: bool = True
+) -> TickTable:
     """The shortest table of ticks in which all stages do the same phase.
 
     Core attention can be balanced over all ranks of a tick only if all do the same phase. With `n = microbatches *
@@ -137,18 +144,23 @@ def tick_table(stages: int, microbatches: int, *, chunks: int = 1, backward: boo
     slots, and fewer are impossible. A stage holds the activations of at most ``min(n, (chunks + 1) * stages - 1 - 2 *
     stage)`` chunks. For one chunk that is nearly twice what 1F1B holds; for several it is what interleaved 1F1B holds.
 
+    `in_flight` takes more ticks to hold less. The table is then found by a search. No table is shorter where this can
+    be tried out (the tests do so), and none is known to be shorter beyond.
+
     Args:
         stages: number of pipeline stages.
         microbatches: number of micro-batches in an iteration. With several chunks, a multiple of `stages`.
         chunks: number of chunks of layers of each stage (interleaving, virtual stages).
-        backward: False leaves the forward ticks only, for evaluation.
+        in_flight: the most micro-batches whose activations a stage may hold at one time, for one chunk a stage. By
+            default as many as the shortest table needs; ``2 * stages - 1`` always are enough for it.
+        backward: False leaves the forward ticks only, for evaluation. They hold nothing, whatever `in_flight` is.
 
     Returns:
         The table.
 
     Raises:
-        InvalidArgumentError: a number is not a positive integer, or several chunks have a number of micro-batches that
-            is not a multiple of `stages`.
+        InvalidArgumentError: a number is not a positive integer, several chunks have a number of micro-batches that is
+            not a multiple of `stages`, or `in_flight` is given for several chunks.
 
     Examples:
         >>> table = distca.pipeline.tick_table(stages=3, microbatches=4)
@@ -166,6 +178,13 @@ def tick_table(stages: int, microbatches: int, *, chunks: int = 1, backward: boo
             f"tick_table: {microbatches} micro-batches with {chunks} chunks a stage; a multiple of the {stages} stages "
             "is expected"
         )
+    if in_flight is not None and (chunks > 1 or not is_whole(in_flight, 1)):
+        raise InvalidArgumentError(
+            f"tick_table: in_flight = {in_flight!r} with {chunks} chunks a stage; None, or a positive integer with one "
+            "chunk a stage, is allowed"
+        )
+    if in_flight is not None and backward and in_flight < min(microbatches, 2 * stages - 1):
+        return TickTable(_limited_ticks(stages, microbatches, in_flight), stages, microbatches, chunks)
     num_works = microbatches * chunks
     num_ticks = num_works + stages - 1  # of one phase
 
@@ -193,3 +212,53 @@ def tick_table(stages: int, microbatches: int, *, chunks: int = 1, backward: boo
             ticks.append(Tick("forward", tuple(nth(forward_ticks - s, "forward") for s in range(stages))))
             forward_ticks += 1
     return TickTable(ticks, stages, microbatches, chunks)
+
+
+#: States that the search of `_limited_ticks` keeps at each tick.
+_KEPT = 256
+#: For each stage, how many micro-batches it has done forward, and how many backward.
+_Done = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@functools.lru_cache(maxsize=32)
+def _limited_ticks(stages: int, microbatches: int, in_flight: int) -> list[Tick]:
+    """The fewest ticks that are found in which no stage holds more than `in_flight` micro-batches.
+
+    In a tick every stage does what it may. Therefore the phases of the ticks are all that is searched: from tick to
+    tick, by what the stages have done so far. Of very many such states those are kept in which most is done.
+    """
+    # A stage that holds more than this is not sooner done: the shortest table of all holds no more.
+    most = [min(in_flight, 2 * (stages - stage) - 1) for stage in range(stages)]
+
+    def after(done: _Done, phase: str) -> _Done:
+        forward, backward = done
+        if phase == "forward":
+            given = (microbatches, *forward)  # what the stage before has done
+            able = [n < given[s] and n - backward[s] < most[s] for s, n in enumerate(forward)]
+            return tuple(n + can for n, can in zip(forward, able, strict=True)), backward
+        given = (*backward[1:], microbatches)
+        able = [n < min(forward[s], given[s]) for s, n in enumerate(backward)]
+        return forward, tuple(n + can for n, can in zip(backward, able, strict=True))
+
+    done: _Done = (0,) * stages, (0,) * stages
+    end: _Done = (microbatches,) * stages, (microbatches,) * stages
+    came_from: dict[_Done, tuple[_Done, str]] = {}
+    level = [done]
+    while end not in came_from:
+        following = []
+        for before in level:
+            for phase in ("forward", "backward"):
+                done = after(before, phase)
+                if done != before and done not in came_from:
+                    came_from[done] = before, phase
+                    following.append(done)
+        following.sort(key=lambda each: (-sum(each[0]) - sum(each[1]), each))
+        level = following[:_KEPT]
+    ticks = []
+    done = end
+    while done in came_from:
+        before, phase = came_from[done]
+        now, then = (each[phase == "backward"] for each in (done, before))
+        ticks.append(Tick(phase, tuple(Work(b) if a > b else None for a, b in zip(now, then, strict=True))))
+        done = before
+    return ticks[::-1]

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from distca.arguments import check_type
-from distca.calls import Group, groups_of
 from distca.context import Context
 from distca.errors import InvalidArgumentError
 from distca.pipeline.current_tick import CurrentTick
 from distca.pipeline.plans import PipelinePlans
+from distca.pipeline.recomputation import groups_of_stages
 from distca.pipeline.tick_plan import TickPlan
 from distca.pipeline.tick_table import Work
 from distca.registry import find_context
@@ -78,7 +78,7 @@ class Ticks:
             )
         self.plans, self.context = plans, here
         self.options = {"scale": None, "softcap": 0.0, "deterministic": False, **options}
-        self.groups = _groups(recompute, plans)
+        self.groups = groups_of_stages("Ticks", recompute, plans.layers)
         self.save_attention = save_attention
         self.plan = TickPlan(self)
         self._current: CurrentTick | None = None
@@ -153,16 +153,3 @@ class Ticks:
             else:
                 gradients[to] = tensor
         return [losses[microbatch] for microbatch in sorted(losses)]
-
-
-def _groups(recompute: Any, plans: PipelinePlans) -> list[Group]:
-    """The groups of layers that are run again. Raises InvalidArgumentError if a stage ends inside of one."""
-    groups = groups_of("Ticks", recompute, plans.depth)
-    if recompute == "stage":
-        return groups
-    for stage, layers in enumerate(plans.layers):
-        if groups and layers not in [end for _, end in groups]:
-            raise InvalidArgumentError(
-                f"Ticks: recompute = {recompute!r}, and stage {stage} with its {layers} layers ends inside of a group"
-            )
-    return groups

@@ -70,10 +70,14 @@ class ArenaBytes(NamedTuple):
 class PlanStats:
     """What a plan does, over all ranks. Loads are in units of the cost model, times query heads.
 
+    Ranks may differ in speed. A load *at mean speed* is what a server of mean speed would do in the time that this rank
+    takes: the load times the mean speed of the servers over the rank's own. Without ``speeds`` it is the load.
+
     Attributes:
         load_before: load of each rank with every row computed at home.
         load: load of each rank as planned.
-        lower_bound: no plan has a smaller largest load.
+        speeds: speed of each rank; 1 for all unless `plan` was told.
+        lower_bound: no plan has a smaller `largest`.
         num_servers: number of ranks that compute tasks.
         bytes: bytes between ranks for each message: forward_in, forward_out, backward_in, backward_out.
         bytes_between_nodes: the part of these bytes that goes from one node to another.
@@ -89,6 +93,7 @@ class PlanStats:
 
     load_before: list[int]
     load: list[int]
+    speeds: list[int]
     lower_bound: int
     num_servers: int
     bytes: dict[str, int]
@@ -122,26 +127,46 @@ class PlanStats:
         return self._byte_lower_bounds[1]
 
     @property
+    def largest_before(self) -> float:
+        """The largest load at mean speed, with every row computed at home."""
+        return self._largest(self.load_before)
+
+    @property
+    def largest(self) -> float:
+        """The largest load at mean speed, as planned. The step waits for the rank that has it."""
+        return self._largest(self.load)
+
+    @property
     def imbalance_before(self) -> float:
-        """Largest load over mean load with every row computed at home; 1 if there is no load."""
-        return _imbalance(self.load_before, len(self.load_before))
+        """`largest_before` over what it would be if every rank had its share by speed; 1 if there is no load."""
+        return self._over_share(self.load_before, sum(self.speeds))
 
     @property
     def imbalance_after(self) -> float:
-        """Largest load over mean load of the servers, as planned; 1 if there is no load."""
-        return _imbalance(self.load, self.num_servers)
+        """`largest` over the mean load of the servers, as planned; 1 if there is no load."""
+        return self._over_share(self.load, self._speed_of_servers)
 
     @property
     def gap(self) -> float:
-        """How far the largest load is above its lower bound, as a fraction of the bound."""
-        return max(self.load) / self.lower_bound - 1.0 if self.lower_bound else 0.0
+        """How far `largest` is above its lower bound, as a fraction of the bound."""
+        return self.largest / self.lower_bound - 1.0 if self.lower_bound else 0.0
+
+    @property
+    def _speed_of_servers(self) -> int:
+        servers: list[int] = self._made.arguments["servers"]
+        return sum(self.speeds[rank] for rank in servers) if servers else sum(self.speeds)
+
+    def _largest(self, loads: list[int]) -> float:
+        speed = self._speed_of_servers
+        return max(load * speed / (self.num_servers * own) for load, own in zip(loads, self.speeds, strict=True))
+
+    def _over_share(self, loads: list[int], speed: int) -> float:
+        """The largest load over the share that its rank has of the whole, if all ranks together have that speed."""
+        total = sum(loads)
+        shares = (load * speed / (total * own) for load, own in zip(loads, self.speeds, strict=True) if total)
+        return max(shares, default=1.0)
 
     @property
     def slot_bytes(self) -> int:
         """The largest arena of any rank and phase: what a slot of the context's heap must hold."""
         return max(arena.total for arenas in self.arena_bytes.values() for arena in arenas)
-
-
-def _imbalance(loads: list[int], servers: int) -> float:
-    total = sum(loads)
-    return max(loads) * servers / total if total else 1.0

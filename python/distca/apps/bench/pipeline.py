@@ -1,10 +1,13 @@
 """`distca bench pipeline`: attention of a pipeline's ticks, balanced over all stages, inside each, and not at all.
 
-Only the planner runs. Ticks are synchronous: a tick takes as long as its largest load. A backward tick counts
-`PipelineStats.backward_cost` times.
+Beside it stand the arenas of these plans, and tables of ticks that hold less. Only the planner runs. Ticks are
+synchronous: a tick takes as long as its largest load. A backward tick counts `PipelineStats.backward_cost` times.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 
@@ -12,12 +15,20 @@ import distca
 from distca.apps.bench.harness import Result, Row
 from distca.apps.common.timing import seconds
 from distca.apps.common.workloads import draw_documents, pretrain_lengths, read_lengths
-from distca.pipeline import PipelinePlans
+from distca.pipeline import PipelinePlans, smallest_slots, tick_table
 
 HEADS = distca.Heads(q=32, kv=8, dim=128, dtype=torch.bfloat16)
 TOLERANCE = 0.02
 #: Data ranks of a stage, stages, micro-batches, tokens a rank.
-SHAPES = ((4, 4, 8, 32_768), (4, 4, 8, 131_072), (8, 4, 8, 65_536), (16, 2, 8, 32_768), (8, 8, 16, 65_536))
+SHAPES = [
+    (data, stages, microbatches, tokens)
+    for data, stages, microbatches in ((4, 4, 8), (8, 4, 8), (16, 2, 8), (8, 8, 16))
+    for tokens in (32_768, 65_536, 131_072)
+]
+#: How unbalanced an iteration may be for small arenas.
+IMBALANCE = 1.05
+#: What trades ticks or chunks for memory.
+TRADES: tuple[dict[str, Any], ...] = ({}, {"in_flight": 4}, {"in_flight": 2}, {"chunks": 2}, {"chunks": 4})
 #: The iteration whose planning time is compared with that of as many single plans.
 LARGE = (64, 8, 32, 8_192)
 SMALL = (8, 8, 16, 8_192)
@@ -28,6 +39,7 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
     rounds = rounds or (1 if short else 3)
     lengths = read_lengths(pretrain_lengths())
     rows = [row for shape in (SHAPES[:1] if short else SHAPES) for row in _balance(lengths, *shape)]
+    rows += [row for trade in TRADES for row in _ticks(4, 16, trade)]
     rows += _planning_time(lengths, *(SMALL if short else LARGE), rounds)
     details = {
         "lengths": pretrain_lengths().name,
@@ -51,8 +63,10 @@ def _stages(data: int, stages: int) -> list[list[int]]:
 
 def _balance(lengths: list[int], data: int, stages: int, microbatches: int, tokens: int) -> list[Row]:
     layouts = _layouts(lengths, data, microbatches, tokens)
-    plans = PipelinePlans(layouts, HEADS, stages=_stages(data, stages), tolerance=TOLERANCE)
+    make = functools.partial(PipelinePlans, layouts, HEADS, stages=_stages(data, stages), tolerance=TOLERANCE)
+    plans = make()
     stats = plans.stats
+    small = smallest_slots(make, imbalance=IMBALANCE)
     of_stage = [distca.plan(layout, HEADS, tolerance=TOLERANCE) for layout in layouts]
     inside = mean = 0.0
     for tick, of_tick in zip(plans.table, stats.ticks, strict=True):
@@ -66,6 +80,23 @@ def _balance(lengths: list[int], data: int, stages: int, microbatches: int, toke
         Row(f"{name}: balanced inside each stage", inside / mean, "x"),
         Row(f"{name}: not balanced", stats.imbalance_before, "x"),
         Row(f"{name}: bytes over those of balance inside each stage", stats.bytes / bytes_inside, "x"),
+        Row(f"{name}: largest arena", stats.slot_bytes / 1e6, "MB"),
+        Row(f"{name}: largest arena over the mean of the ranks", plans.memory().imbalance("arena"), "x"),
+        Row(f"{name}: largest arena, loads up to {IMBALANCE}", small.stats.slot_bytes / 1e6, "MB"),
+        Row(f"{name}: the same over the mean of the ranks", small.memory().imbalance("arena"), "x"),
+    ]
+
+
+def _ticks(stages: int, microbatches: int, trade: dict[str, Any]) -> list[Row]:
+    """Length and memory of a table. A tick has the layers of one chunk."""
+    table = tick_table(stages, microbatches, **trade)
+    option = ", ".join(f"{name}={value}" for name, value in trade.items()) or "default"
+    name = f"{stages} stages, {microbatches} micro-batches, {option}"
+    return [
+        Row(f"{name}: ticks, each of a whole stage", len(table) / table.chunks, "ticks"),
+        Row(f"{name}: in flight on the first stage", table.in_flight(0) / table.chunks, "micro-batches"),
+        Row(f"{name}: in flight with 1F1B", table.in_flight_of_1f1b(0) / table.chunks, "micro-batches"),
+        Row(f"{name}: ticks in which a stage only serves", 100 - 200 * microbatches * table.chunks / len(table), "%"),
     ]
 
 

@@ -1,0 +1,143 @@
+"""How the ranks tell each other what they have loaded, step by step, in the thread that plans ahead."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from distca.errors import InvalidArgumentError, PeerDiedError, PeerLeftError
+
+Loaded = TypeVar("Loaded", covariant=True)
+Layouts = TypeVar("Layouts", covariant=True)
+
+# Codes that a rank sends in place of the number of its words.
+ENDED = -1
+FAILED = -2
+STOPPED = -3
+
+
+class Steps(Iterator[tuple[Loaded, Layouts]]):
+    """A source of steps: what was loaded, and the layout or layouts of all ranks.
+
+    If the pass ends before its last step, `abort` is told why.
+    """
+
+    def abort(self, code: int) -> None:
+        """Says that this rank takes no further step: it has failed (`FAILED`) or was stopped (`STOPPED`)."""
+
+
+class Exchange:
+    """The private gloo group over which the ranks exchange what they have loaded."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.num_ranks = 1
+        self._of_all_ranks = group is None or group == dist.group.WORLD
+        if not dist.is_initialized():
+            return
+        if self._of_all_ranks:
+            self.group = dist.new_group(backend="gloo")
+        else:
+            members = dist.get_process_group_ranks(group)
+            self.group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        self.num_ranks = dist.get_world_size(self.group)
+
+    def close(self) -> None:
+        """Leaves the group."""
+        # A group of some ranks stays until torch.distributed ends. torch names it after its members; a second group of
+        # that name would read the addresses of the first.
+        if self.group is not None and self._of_all_ranks:
+            dist.destroy_process_group(self.group)
+        self.group = None
+
+    def counts(self, mine: int) -> list[int]:
+        """What each rank says about the step: the number of its words, or one of the codes."""
+        return [int(count) for (count,) in self._gather(torch.tensor([mine], dtype=torch.int64))]
+
+    def words(self, mine: list[int], counts: list[int]) -> list[list[int]]:
+        """The words of every rank."""
+        longest = max(max(counts), 0)
+        if longest == 0:
+            return [[] for _ in counts]
+        padded = torch.zeros(longest, dtype=torch.int64)
+        padded[: len(mine)] = torch.tensor(mine, dtype=torch.int64)
+        return [row[: max(count, 0)] for row, count in zip(self._gather(padded), counts, strict=True)]
+
+    def _gather(self, mine: torch.Tensor) -> list[list[int]]:
+        if self.group is None:
+            return [mine.tolist()]
+        everyone = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        dist.all_gather(everyone, mine, group=self.group)
+        return [theirs.tolist() for theirs in everyone]
+
+
+class GatheredSteps(Steps[Loaded, Layouts], Generic[Loaded, Layouts]):
+    """Steps of which every rank tells the others something. All ranks make the same exchanges until one ends the pass.
+
+    Attributes:
+        exchange: the group.
+        name: the class that the user iterates over, for messages.
+        step: the number of the step.
+    """
+
+    def __init__(self, exchange: Exchange, name: str) -> None:
+        self.exchange, self.name = exchange, name
+        self.step = 0
+        self._over = False  # the ranks agreed that no further exchange follows
+
+    @abstractmethod
+    def _load(self) -> tuple[Any, list[int] | None]:
+        """What this rank loads for a step, and what it tells the others: None if its loader has ended."""
+
+    @abstractmethod
+    def _is_last(self, counts: list[int]) -> bool:
+        """Whether no step follows, as all ranks conclude alike from what they said."""
+
+    @abstractmethod
+    def _layouts(self, words: list[list[int]], counts: list[int]) -> Any:
+        """The layouts of a step from what the ranks have told."""
+
+    def __next__(self) -> tuple[Any, Any]:
+        loaded, mine = self._load()
+        counts = self._counts(ENDED if mine is None else len(mine))
+        for rank, count in enumerate(counts):
+            if count in (FAILED, STOPPED):
+                self._over = True
+                what = "failed; its own error says why" if count == FAILED else "stopped iterating"
+                raise PeerLeftError(f"{self.name}: rank {rank} of {len(counts)} {what} (before step {self.step})")
+        if self._is_last(counts):
+            self._over = True
+            raise StopIteration
+        words = self.exchange.words(mine or [], counts)
+        self.step += 1
+        return loaded, self._layouts(words, counts)
+
+    def abort(self, code: int) -> None:
+        if not self._over:
+            self._over = True
+            self._counts(code)
+
+    def _counts(self, mine: int) -> list[int]:
+        try:
+            return self.exchange.counts(mine)
+        except RuntimeError as error:
+            self._over = True
+            raise PeerDiedError(
+                f"{self.name}: the ranks could not exchange lengths of step {self.step}: {error}"
+            ) from error
+
+
+def checked_lengths(name: str, lengths: Iterable[Any]) -> list[int]:
+    """The lengths of the documents in a rank's batch.
+
+    Raises:
+        InvalidArgumentError: a length is below 1.
+    """
+    mine = [int(length) for length in lengths]
+    if (wrong := next((length for length in mine if length < 1), None)) is not None:
+        raise InvalidArgumentError(f"{name}: a document has length {wrong}, must be at least 1")
+    return mine
