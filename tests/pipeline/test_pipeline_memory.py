@@ -102,7 +102,7 @@ def _plans(**options: Any) -> PipelinePlans:
 
 
 def test_arenas_are_the_largest_of_all_ticks() -> None:
-    plans = _plans(layers=2, windows=[None, 64])
+    plans = _plans(layers=2, windows=[None, 64] * 2)
     memory = plans.memory()
     arenas = [
         max(

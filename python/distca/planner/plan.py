@@ -174,7 +174,7 @@ class Plan:
         number, rank = raw.pop("binding")
         raw["binding"] = (None, "single rows", f"capacity of rank {rank}", "balance off", "given tasks")[number]
         speeds = self._arguments["speeds"] or [1] * self.layout.num_ranks
-        return PlanStats(**raw, speeds=speeds, _core=self._core)
+        return PlanStats(**raw, speeds=speeds, _servers=self._arguments["servers"], _core=self._core)
 
     def __repr__(self) -> str:
         stats = self.stats

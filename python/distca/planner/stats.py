@@ -104,6 +104,7 @@ class PlanStats:
     binding: str | None
     wanted_slot_bytes: int
     plan_ms: float
+    _servers: list[int] = dataclasses.field(repr=False)  # empty: all ranks
     _core: _C.Plan = dataclasses.field(repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -153,8 +154,7 @@ class PlanStats:
 
     @property
     def _speed_of_servers(self) -> int:
-        servers: list[int] = self._made.arguments["servers"]
-        return sum(self.speeds[rank] for rank in servers) if servers else sum(self.speeds)
+        return sum(self.speeds[rank] for rank in self._servers) if self._servers else sum(self.speeds)
 
     def _largest(self, loads: list[int]) -> float:
         speed = self._speed_of_servers
