@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import distca
 from distca import pipeline
 from distca.pipeline import Ticks, Work
+from support import halved_stages, tensor_parallel
 from support import staged_model as model
-from support import tensor_parallel
 from support.ranks import launch
 
 #: [micro-batch][data rank]: unequal attention.
@@ -27,7 +27,7 @@ DOCUMENTS = [
 
 
 class Case(NamedTuple):
-    """Sizes of the tensor group and of the data group, layers of each stage's chunks, and what is run again."""
+    """Sizes of the tensor and data groups, layers of each stage's chunks, what is run again, and if in ping-pong."""
 
     tensor: int = 2
     data: int = 2
@@ -36,6 +36,7 @@ class Case(NamedTuple):
     chunks: int = 1
     recompute: str | None = None
     save_attention: bool = False
+    ping_pong: bool = False
     heads: distca.Heads = model.HEADS
     order: tuple[str, ...] = ("pipeline", "data", "tensor")  # of the mesh, from the outermost dimension
 
@@ -70,7 +71,7 @@ def run(case: Case) -> Result:
         timeout=20,
     ) as context:
         options = {"context": context, "tolerance": 0.02, "min_rows": 8}
-        train = _one_stage if len(case.layers) == 1 else _pipeline
+        train = _one_stage if len(case.layers) == 1 and not case.ping_pong else _pipeline
         loss, imbalance = train(case, mine, context, layouts, documents, options)
         steps = context.step
         dist.barrier()
@@ -93,7 +94,13 @@ def _one_stage(case: Case, mine: model.Model, context: Any, layouts: Any, docume
 
 def _pipeline(case: Case, mine: model.Model, context: Any, layouts: Any, documents: Any, options: Any) -> Any:
     plans = pipeline.PipelinePlans(
-        layouts, context.heads, stages=context.stages, layers=case.layers, chunks=case.chunks, **options
+        layouts,
+        context.heads,
+        stages=context.stages,
+        layers=case.layers,
+        chunks=case.chunks,
+        halves=[distca.halves(layout) for layout in layouts] if case.ping_pong else None,
+        **options,
     )
     ticks = Ticks(plans, context=context, recompute=case.recompute, save_attention=case.save_attention)
 
@@ -101,12 +108,26 @@ def _pipeline(case: Case, mine: model.Model, context: Any, layouts: Any, documen
         ids, labels, positions = model.tokens(work.microbatch, plans.index, documents[work.microbatch][plans.index])
         begin = sum(case.layers) * work.chunk + sum(case.layers[: plans.stage])
         layers = list(mine.layers[begin : begin + case.layers[plans.stage]])
-        h = _layers(case, layers, mine.embedding(ids) if x is None else x, positions, ticks.plan, ticks.pad)
         is_last = (work.chunk, plans.stage) == (case.chunks - 1, len(case.layers) - 1)
+        x = mine.embedding(ids) if x is None else x
+        if case.ping_pong:
+            return _in_ping_pong(case, layers, mine if is_last else None, ticks, work, (x, positions, labels))
+        h = _layers(case, layers, x, positions, ticks.plan, ticks.pad)
         return mine.loss(h, labels) if is_last else h
 
     losses = ticks.run(stage, like=torch.empty(0, model.HIDDEN))
     return float(sum(losses)), plans.stats.imbalance_after
+
+
+def _in_ping_pong(
+    case: Case, layers: list[Any], whole: model.Model | None, ticks: Ticks, work: Work, rows: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """A chunk of layers in ping-pong. `rows` are its input, positions and labels; `whole` makes the loss."""
+    halved_case = halved_stages.Case(case.layers, recompute=case.recompute, save_attention=case.save_attention)
+    run = distca.PingPong(halved_stages.Stage(halved_case, layers, whole))
+    halves = zip(*(ticks.plans.split(work.microbatch, t) for t in rows), strict=True)
+    outputs = run(*({"h": h, "positions": at, "labels": to, "plan": ticks.plan} for h, at, to in halves))
+    return sum(outputs) if outputs[0].dim() == 0 else ticks.plans.join(work.microbatch, outputs)
 
 
 def _layers(
