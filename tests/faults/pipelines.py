@@ -62,14 +62,14 @@ FAULTS = [
     ),
     Fault(
         "mirrored ranks may have other speeds",
-        "python/distca/pipeline/plans.py",
+        "python/distca/pipeline/step_planner.py",
         "if speeds is not None and any(speeds[rank] != speeds[other] for rank, other in enumerate(servers)):",
         "if speeds is not None and len(speeds) < len(servers):",
         (PLANS,),
     ),
     Fault(
         "a mirrored schedule keeps its servers",
-        "python/distca/pipeline/plans.py",
+        "python/distca/pipeline/step_planner.py",
         "                self._mirror[rank] = other",
         "                self._mirror[rank] = rank",
         (PLANS,),
@@ -77,8 +77,8 @@ FAULTS = [
     Fault(
         "shallow stages have rows in all steps",
         "python/distca/pipeline/plans.py",
-        "None if work is None or self.layers[stage] <= step else",
-        "None if work is None else",
+        "        if work is None or self.layers[stage] <= step:",
+        "        if work is None:",
         (PLANS,),
     ),
     Fault(
@@ -176,8 +176,8 @@ FAULTS = [
     Fault(
         "nobody says whether plans and model have halves",
         "python/distca/pipeline/tick_plan.py",
-        "        self._check_halves(tick.name)",
-        "        pass",
+        "        self._check_halves(tick.name)\n        plans, step",
+        "        plans, step",
         (MISALIGNED_HALVES,),
     ),
     Fault(

@@ -19,7 +19,7 @@ FAULTS = [
     Fault(
         "speeds of ranks that do not serve count as planned",
         "python/distca/planner/stats.py",
-        "return sum(self.speeds[rank] for rank in servers) if servers else sum(self.speeds)",
+        "return sum(self.speeds[rank] for rank in self._servers) if self._servers else sum(self.speeds)",
         "return sum(self.speeds)",
         (PLAN,),
     ),

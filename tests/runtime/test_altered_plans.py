@@ -16,6 +16,7 @@ from support.plan_reader import (
     TABLES,
     GroupEntry,
     RankDigest,
+    ScoresEntry,
     Send,
     TaskEntry,
     digest,
@@ -54,10 +55,10 @@ def test_a_truncated_plan_is_noticed_at_every_length(group: Group) -> None:
     group.check_still_works()
 
 
-@pytest.mark.parametrize("version", [0, 4, 6, -1])
+@pytest.mark.parametrize("version", [0, 5, 7, -1])
 def test_a_plan_of_another_format_version_is_refused_with_both_versions(group: Group, version: int) -> None:
     words = group.plan.tensor.tolist()
-    with pytest.raises(distca.PlanFormatError, match=rf"version is {version}, this library reads 5"):
+    with pytest.raises(distca.PlanFormatError, match=rf"version is {version}, this library reads 6"):
         group.attend(group.inputs(), with_words(group.plan, with_checksum([words[0], version, *words[2:]])))
     group.check_still_works()
 
@@ -88,14 +89,14 @@ def test_the_checksum_is_what_an_independent_reader_computes() -> None:
 
 def _offset_words(words: list[int]) -> list[int]:
     """The indices of a slice's words that are rows, counts or offsets: those of the tables."""
-    header_words = len(read_slice(words).header) + 24
+    header_words = len(read_slice(words).header) + 2 * len(TABLES)
     return list(range(header_words, words[2]))
 
 
 @pytest.mark.parametrize("value", [2**62, -(2**62), 2**31 + 1, 2**46, -(2**33)])
 def test_an_offset_far_outside_is_never_accepted_even_with_digests_that_match(value: int) -> None:
     """Some words are names instead of addresses and are excepted: documents, and the rows where a task's rows are at
-    home.
+    home. A scale may be any number.
     """
     accepted = []
     slices = [plan_of_two(retain_bytes=retain).for_rank(rank) for retain in (0, 2**40) for rank in (0, 1)]
@@ -124,7 +125,7 @@ def _is_no_address(words: list[int], index: int) -> bool:
         field = kind._fields[column]
         if kind is TaskEntry:  # this says where the rows are on their own rank
             return field == "home_row" and tables.tasks[row].home != tables.header.rank
-        return kind is RankDigest or (kind is GroupEntry and field == "document")
+        return kind is RankDigest or (kind, field) in ((GroupEntry, "document"), (ScoresEntry, "scale"))
     return False
 
 
@@ -135,7 +136,7 @@ def test_an_altered_target_outside_the_peer_s_slot_is_refused_when_it_would_be_w
     plan = plan_of_two()
     batch = random_batch(LENGTHS, HEADS, 1)
     words = plan.tensor.tolist()
-    sends_begin = words[len(read_slice(words).header) + 2 * 6]
+    sends_begin = words[len(read_slice(words).header) + 2 * TABLES.index(Send)]
     sends = read_slice(words).sends[0]
     index = next(i for i, send in enumerate(sends) if send.peer == 1)
     words[sends_begin + len(Send._fields) * index + Send._fields.index("target")] = words[SLOT_BYTES_WORD]
@@ -150,5 +151,5 @@ def test_an_altered_target_outside_the_peer_s_slot_is_refused_when_it_would_be_w
                 context=context,
             ),
         )
-    assert isinstance(results[0], distca.PlanFormatError) and "does not fit into rank 1's arena" in str(results[0])
+    assert isinstance(results[0], distca.PlanFormatError) and "does not fit into the arena of rank 1" in str(results[0])
     assert isinstance(results[1], distca.PeerLeftError) and "rank 0 abandoned" in str(results[1])
