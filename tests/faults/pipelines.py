@@ -210,7 +210,7 @@ FAULTS = [
     ),
     Fault(
         "plans with labels may have any rows in backward",
-        "cpp/runtime/context.cpp",
+        "cpp/runtime/context_plans.cpp",
         "    return same_document && x.begin == y.begin && x.end == y.end;",
         "    return are_labelled || (same_document && x.begin == y.begin && x.end == y.end);",
         ("tests/pipeline/test_labels.py",),
@@ -309,14 +309,14 @@ FAULTS = [
     ),
     Fault(
         "a call may have another scale than the plan",
-        "cpp/runtime/context.cpp",
+        "cpp/runtime/context_plans.cpp",
         '    if (row.scale != plan::kOfTheCall) check("scale", s, row.scale, scores.scale);',
         "",
         (SCORES,),
     ),
     Fault(
         "ranks compare scales that the plan says",
-        "cpp/runtime/context.cpp",
+        "cpp/runtime/context_plans.cpp",
         "  if (first.scale != plan::kOfTheCall) scores.scale = 0.f;",
         "",
         (SCORES,),

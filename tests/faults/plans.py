@@ -81,7 +81,7 @@ FAULTS = [
     ),
     Fault(
         "a plan for backward may be of another layout",
-        "cpp/runtime/context.cpp",
+        "cpp/runtime/context_plans.cpp",
         "  if ((!are_labelled && f.layout_digest != b.layout_digest) ||",
         "  if (f.magic == 0 ||",
         ("tests/runtime/test_plan_backward.py",),
