@@ -79,8 +79,7 @@ struct DISTCA_EXPORT CostModel {
   int64_t cost(const Document& document, int64_t q_begin, int64_t q_end) const {
     const int64_t pairs = per_pair * visible_pairs(document, q_begin, q_end), rows = per_row * (q_end - q_begin);
     if (rates.rates.empty() || q_begin >= q_end) return pairs + rows;
-    const __int128 scaled =
-        static_cast<__int128>(pairs) * rates.at(q_end - q_begin, document.num_keys(q_begin, q_end));
+    const __int128 scaled = static_cast<__int128>(pairs) * rates.at(q_end - q_begin, document.num_keys(q_begin, q_end));
     return static_cast<int64_t>((scaled + RateTable::kRateUnit - 1) / RateTable::kRateUnit) + rows;
   }
   /// Whether a task costs as much as its parts together.

@@ -103,7 +103,8 @@ bool is_better_balanced(const Layout& layout, const PlanOptions& options, const 
     std::vector<int64_t> load(speeds.size(), 0);
     for (const Task& t : draft.tasks) {
       load[static_cast<size_t>(t.server)] +=
-          (t.kv_head_end - t.kv_head_begin) * options.cost.cost(options.document(layout, t.document), t.q_begin, t.q_end);
+          (t.kv_head_end - t.kv_head_begin) *
+          options.cost.cost(options.document(layout, t.document), t.q_begin, t.q_end);
     }
     std::pair<int64_t, int64_t> found = {0, 1};
     for (size_t r = 0; r < load.size(); ++r)

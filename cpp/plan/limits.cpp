@@ -80,7 +80,8 @@ std::vector<int64_t> loads_at_home(const Layout& layout, const PlanOptions& opti
       if (next.document != p.document || next.rank != p.rank || next.row != p.row + (end - p.begin)) break;
       end = next.end;
     }
-    load[static_cast<size_t>(p.rank)] += num_groups * options.cost.cost(options.document(layout, p.document), p.begin, end);
+    load[static_cast<size_t>(p.rank)] +=
+        num_groups * options.cost.cost(options.document(layout, p.document), p.begin, end);
   }
   return load;
 }

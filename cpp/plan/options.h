@@ -51,7 +51,8 @@ struct PlanOptions {
   }
   /// The document of that number, as costs see it.
   Document document(const Layout& layout, int64_t number) const {
-    return {layout.document_lengths()[static_cast<size_t>(number)], scores[static_cast<size_t>(scores_of(number))].mask()};
+    return {layout.document_lengths()[static_cast<size_t>(number)],
+            scores[static_cast<size_t>(scores_of(number))].mask()};
   }
   /// Whether any rank may keep rows from forward to backward.
   bool retains() const;

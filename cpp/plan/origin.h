@@ -15,7 +15,8 @@ namespace distca::plan {
 /// Bits of PlanArguments::choices.
 inline constexpr int64_t kBalance = 1, kSplitHeads = 2, kOverlap = 4, kForwardOnly = 8;
 
-/// The origin of a plan: the header words of layout, cost model, ranks, heads, key blocks and label, then the arguments.
+/// The origin of a plan: the header words of layout, cost model, ranks, heads, key blocks and label, then the
+/// arguments.
 using Origin =
     std::array<uint64_t, (offsetof(Header, retains) - offsetof(Header, layout_digest) + sizeof(PlanArguments)) / 8>;
 Origin origin_of(const Header& header);

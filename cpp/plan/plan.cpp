@@ -50,9 +50,10 @@ PlanArguments arguments_of(const Layout& layout, const PlanOptions& o, std::span
 
 /// The words of all tables but that of the ranks' digests.
 TableWords words_of(const SliceTables& t) {
-  return {std::span<const int64_t>(), words_of(t.scores),      words_of(t.groups),      words_of(t.tasks),    words_of(t.blocks),
-          words_of(t.grads),          words_of(t.segments),    words_of(t.sends[0]), words_of(t.sends[1]),
-          words_of(t.receives[0]),    words_of(t.receives[1]), words_of(t.waits[0]), words_of(t.waits[1])};
+  return {std::span<const int64_t>(), words_of(t.scores),      words_of(t.groups),      words_of(t.tasks),
+          words_of(t.blocks),         words_of(t.grads),       words_of(t.segments),    words_of(t.sends[0]),
+          words_of(t.sends[1]),       words_of(t.receives[0]), words_of(t.receives[1]), words_of(t.waits[0]),
+          words_of(t.waits[1])};
 }
 
 /// The header words that all slices share, except the digest of the plan.
@@ -109,8 +110,9 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options,
 std::vector<int64_t> Plan::loads() const {
   std::vector<int64_t> loads(static_cast<size_t>(layout_->num_ranks()), 0);
   for (const Task& t : draft_.tasks) {
-    loads[static_cast<size_t>(t.server)] += options_.cost.cost(options_.document(*layout_, t.document), t.q_begin, t.q_end) *
-                                            (t.kv_head_end - t.kv_head_begin) * options_.heads.group_heads();
+    loads[static_cast<size_t>(t.server)] +=
+        options_.cost.cost(options_.document(*layout_, t.document), t.q_begin, t.q_end) *
+        (t.kv_head_end - t.kv_head_begin) * options_.heads.group_heads();
   }
   return loads;
 }

@@ -128,8 +128,8 @@ void Scheduler::use_allowances(const Piece& p, int32_t to, int64_t cost) {
 /// rest costs more in parts.
 int64_t Scheduler::relief(const Piece& p, const Shard& s) const {
   const Document d = document_of(p);
-  return s.num_heads * (finder_.cost(d, p.begin, p.end) - finder_.cost(d, p.begin, s.begin) -
-                        finder_.cost(d, s.end, p.end));
+  return s.num_heads *
+         (finder_.cost(d, p.begin, p.end) - finder_.cost(d, p.begin, s.begin) - finder_.cost(d, s.end, p.end));
 }
 
 /// The cost of the tasks of a document at a server. For each head, rows that follow each other in the document and at

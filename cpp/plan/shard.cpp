@@ -37,8 +37,7 @@ Prices prices(const PlanOptions& options) {
   return {h.kv_heads * p.query_row, h.kv_heads * p.key_row};
 }
 
-ShardFinder::ShardFinder(const PlanOptions& options)
-    : cost_(options.cost), prices_(plan::prices(options)) {
+ShardFinder::ShardFinder(const PlanOptions& options) : cost_(options.cost), prices_(plan::prices(options)) {
   // This is sqrt(r^2 + 2 r) - r with r = key_row / query_row (see best_tail).
   const int64_t k = prices_.key_row, q = prices_.query_row;
   tail_fraction_ =

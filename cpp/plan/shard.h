@@ -52,7 +52,8 @@ class ShardFinder {
   /// leaves none. Empty if there is no such shard.
   Shard best(const Document& d, int64_t begin, int64_t end, int64_t num_heads, int64_t budget, int64_t min_rows) const;
   /// Like `best`, with exactly `num_heads` heads.
-  Shard of_heads(const Document& d, int64_t begin, int64_t end, int64_t num_heads, int64_t budget, int64_t min_rows) const;
+  Shard of_heads(const Document& d, int64_t begin, int64_t end, int64_t num_heads, int64_t budget,
+                 int64_t min_rows) const;
 
  private:
   /// The last row a for which rows [a, a + num_rows) cost at most `budget` and leave, on either side, no rows of

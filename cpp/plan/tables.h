@@ -189,10 +189,10 @@ enum TableId : size_t {
 struct PlanArguments {
   int64_t num_documents, num_tokens;
   int64_t tolerance_ppm, min_rows, capacity;
-  int64_t choices;       // bits (origin.h)
+  int64_t choices;            // bits (origin.h)
   int64_t mask_kind, window;  // of the first document
   int64_t scores_digest;      // of all documents' masks, windows, scales and softcaps
-  int64_t lists_digest;  // of servers, speeds, nodes, retained bytes and given tasks
+  int64_t lists_digest;       // of servers, speeds, nodes, retained bytes and given tasks
 };
 
 struct Header {

@@ -229,8 +229,8 @@ std::vector<Task> task_list(const Layout& layout, const PlanOptions& options, st
     for (const Placement& p : layout.placements(t.document)) {
       const int64_t begin = std::max(p.begin, t.q_begin), end = std::min(p.end, t.q_end);
       if (begin >= end) continue;
-      tasks.push_back({t.document, begin, end, mask.first_key(begin), mask.end_key(end - 1, length),
-                       t.kv_head_begin, t.kv_head_end, p.rank, p.row + (begin - p.begin), t.server});
+      tasks.push_back({t.document, begin, end, mask.first_key(begin), mask.end_key(end - 1, length), t.kv_head_begin,
+                       t.kv_head_end, p.rank, p.row + (begin - p.begin), t.server});
     }
   }
   std::sort(tasks.begin(), tasks.end(), in_plan_order);

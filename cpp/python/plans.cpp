@@ -26,16 +26,13 @@ std::shared_ptr<plan::Layout> layout_from_tuples(const std::vector<std::vector<S
 /// The number of a mask, a window, and the scale and softcap if the plan has them.
 using ScoresTuple = std::tuple<int64_t, int64_t, std::optional<double>, std::optional<double>>;
 
-std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, int64_t q_heads, int64_t kv_heads,
-                                      int64_t dim, int64_t v_dim, int64_t dtype, plan::CostModel cost,
-                                      int64_t tolerance_ppm, int64_t min_rows, bool balance, int64_t capacity,
-                                      const std::vector<ScoresTuple>& scores,
-                                      std::vector<int64_t> scores_of_document, std::vector<int64_t> servers,
-                                      std::vector<int64_t> speeds, int64_t ranks_per_node, bool forward_only,
-                                      bool split_heads, bool overlap, std::vector<int64_t> retain_bytes,
-                                      std::string label, const std::optional<std::vector<TaskTuple>>& tasks,
-                                      const std::shared_ptr<plan::Plan>& like,
-                                      const std::vector<int64_t>& servers_of_like) {
+std::shared_ptr<plan::Plan> make_plan(
+    std::shared_ptr<plan::Layout> layout, int64_t q_heads, int64_t kv_heads, int64_t dim, int64_t v_dim, int64_t dtype,
+    plan::CostModel cost, int64_t tolerance_ppm, int64_t min_rows, bool balance, int64_t capacity,
+    const std::vector<ScoresTuple>& scores, std::vector<int64_t> scores_of_document, std::vector<int64_t> servers,
+    std::vector<int64_t> speeds, int64_t ranks_per_node, bool forward_only, bool split_heads, bool overlap,
+    std::vector<int64_t> retain_bytes, std::string label, const std::optional<std::vector<TaskTuple>>& tasks,
+    const std::shared_ptr<plan::Plan>& like, const std::vector<int64_t>& servers_of_like) {
   require(dtype >= 0 && dtype < kNumDTypes, "plan: dtype number ", dtype, "; 0 to ", kNumDTypes - 1, " are allowed");
   plan::PlanOptions options;
   options.heads = {q_heads, kv_heads, dim, v_dim, static_cast<DType>(dtype)};
@@ -173,10 +170,10 @@ void bind_plan(py::module_& m) {
   py::class_<plan::Plan, std::shared_ptr<plan::Plan>>(m, "Plan")
       .def(py::init(&make_plan), py::kw_only(), py::arg("layout"), py::arg("q_heads"), py::arg("kv_heads"),
            py::arg("dim"), py::arg("v_dim"), py::arg("dtype"), py::arg("cost"), py::arg("tolerance_ppm"),
-           py::arg("min_rows"), py::arg("balance"), py::arg("capacity"), py::arg("scores"), py::arg("scores_of_document"),
-           py::arg("servers"), py::arg("speeds"), py::arg("ranks_per_node"), py::arg("forward_only"),
-           py::arg("split_heads"), py::arg("overlap"), py::arg("retain_bytes"), py::arg("label") = "",
-           py::arg("tasks") = std::nullopt, py::arg("like") = nullptr,
+           py::arg("min_rows"), py::arg("balance"), py::arg("capacity"), py::arg("scores"),
+           py::arg("scores_of_document"), py::arg("servers"), py::arg("speeds"), py::arg("ranks_per_node"),
+           py::arg("forward_only"), py::arg("split_heads"), py::arg("overlap"), py::arg("retain_bytes"),
+           py::arg("label") = "", py::arg("tasks") = std::nullopt, py::arg("like") = nullptr,
            py::arg("servers_of_like") = std::vector<int64_t>())
       .def_property_readonly("digest", &plan::Plan::digest)
       .def("stats", &stats_of)
