@@ -6,6 +6,7 @@
 # make fuzz    run the tests of the planner, and of changed plans, with 20 times as many random cases
 # make families  run every causal language model of transformers on two ranks: exact, or refused with the reason
 # make pipeline  run data, tensor and pipeline parallelism together in eight processes, in many forms: exact
+# make protocol  check the model of the steps' protocol with spin, where it is installed
 # make faults  plant faults in the sources one by one and check that the tests catch each
 # make sanitize  run the CPU kernel on random problems, and the validation of changed plans, under AddressSanitizer,
 #              UndefinedBehaviorSanitizer, ThreadSanitizer
@@ -51,7 +52,10 @@ INSTALL := $(PIP) install --no-build-isolation --no-deps --editable .
 TRAINING := $(addprefix tests/integrations/test_,trainer.py trl.py examples.py) \
   $(addprefix tests/apps/test_train_,reference.py features.py export.py checkpoint.py resume.py damage.py ends.py)
 
-.PHONY: build train test training fuzz families pipeline faults sanitize bench ptxas lint docs wheel clean
+# Searches of all orders of events, more than a minute of them.
+PROTOCOL := tests/runtime/test_protocol_model.py
+
+.PHONY: build train test training fuzz families pipeline protocol faults sanitize bench ptxas lint docs wheel clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/built
@@ -60,7 +64,7 @@ train: build
 	$(BIN)/distca train $(ARGS)
 
 test: $(VENV)/built-all $(VENV)/test-ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(TRAINING)) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(TRAINING) $(PROTOCOL)) $(ARGS)
 
 training: $(VENV)/built-all $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TRAINING) $(ARGS)
@@ -71,6 +75,9 @@ fuzz: build $(VENV)/test-ready
 
 families: build $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integrations/families/every_model.py $(ARGS)
+
+protocol: build $(VENV)/test-ready
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PROTOCOL) $(ARGS)
 
 pipeline: build $(VENV)/test-ready
 	$(BIN)/python -m pytest tests/pipeline/every_*.py $(ARGS)
