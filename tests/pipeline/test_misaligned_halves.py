@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distca
 from distca.pipeline import CurrentTick, PipelinePlans, Ticks
-from support.mistakes import Mistakes, Told
+from support.mistakes import Forward, Mistakes, Told, iterate
 
 HEADS = distca.Heads(q=2, kv=1, dim=8)
 LAYERS = 2
@@ -60,21 +60,8 @@ def _forward(ticks: Ticks, tick: CurrentTick, model: torch.nn.Module | None = No
     return first.sum() + second.sum()
 
 
-def _iterate(
-    ticks: Ticks,
-    forward: Callable[[Ticks, CurrentTick], torch.Tensor] = _forward,
-    *,
-    serve: Callable[[CurrentTick], None] = CurrentTick.serve,
-    backward: Callable[[Any], None] = torch.Tensor.backward,
-) -> None:
-    outputs = {}
-    for tick in ticks:
-        if tick.work is None:
-            serve(tick)
-        elif tick.phase == "forward":
-            outputs[tick.work] = forward(ticks, tick)
-        else:
-            backward(outputs.pop(tick.work))
+def _iterate(ticks: Ticks, forward: Forward = _forward, **how: Any) -> None:
+    iterate(ticks, forward, **how)
 
 
 @mistake("")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distca
 from distca.pipeline import CurrentTick, PipelinePlans, Ticks
-from support.mistakes import Mistakes, Told
+from support.mistakes import Forward, Mistakes, Told, iterate
 
 HEADS = distca.Heads(q=2, kv=1, dim=8)
 LAYERS = 2
@@ -35,20 +34,8 @@ def _forward(ticks: Ticks, tick: CurrentTick, layers: int = LAYERS) -> torch.Ten
     return torch.stack([_attend(ticks.plan, ticks.plans.rows(tick.work.microbatch)).sum() for _ in range(layers)]).sum()
 
 
-def _iterate(
-    ticks: Ticks,
-    *,
-    serve: Callable[[CurrentTick], None] = CurrentTick.serve,
-    forward: Callable[[Ticks, CurrentTick], torch.Tensor] = _forward,
-) -> None:
-    outputs = {}
-    for tick in ticks:
-        if tick.work is None:
-            serve(tick)
-        elif tick.phase == "forward":
-            outputs[tick.work] = forward(ticks, tick)
-        else:
-            outputs.pop(tick.work).backward()
+def _iterate(ticks: Ticks, forward: Forward = _forward, **how: Any) -> None:
+    iterate(ticks, forward, **how)
 
 
 @mistake("")

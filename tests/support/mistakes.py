@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import distca
+from distca.pipeline import CurrentTick, Ticks
 from support.ranks import launch
 
 TIMEOUT = 20.0
@@ -17,6 +20,28 @@ TIMEOUT = 20.0
 Mistake = Callable[[distca.Context, bool], None]
 #: What a rank is told: the type of the error, its message, and after how many seconds.
 Told = tuple[str, str, float]
+
+
+#: A stage: what `backward` is called with later.
+Forward = Callable[[Ticks, CurrentTick], Any]
+
+
+def iterate(
+    ticks: Ticks,
+    forward: Forward,
+    *,
+    serve: Callable[[CurrentTick], None] = CurrentTick.serve,
+    backward: Callable[[Any], None] = torch.Tensor.backward,
+) -> None:
+    """An iteration in which stages hand nothing over: only the calls of attention and their order count."""
+    outputs = {}
+    for tick in ticks:
+        if tick.work is None:
+            serve(tick)
+        elif tick.phase == "forward":
+            outputs[tick.work] = forward(ticks, tick)
+        else:
+            backward(outputs.pop(tick.work))
 
 
 class Mistakes(dict[str, tuple[Mistake, str]]):
