@@ -1,9 +1,7 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 
 #include "runtime/check.h"
+#include "runtime/elements.h"
 #include "runtime/home_rows.h"
 
 namespace distca::cuda {
@@ -15,14 +13,6 @@ constexpr int kMaxBlocks = 132 * 16;
 __device__ std::byte* address(const RowView& view, int64_t row, int head) {
   return view.data + row * view.row_stride + head * view.head_stride;
 }
-
-__device__ float as_float(float x) { return x; }
-__device__ float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ float as_float(__half x) { return __half2float(x); }
-
-__device__ void store(float* to, float x) { *to = x; }
-__device__ void store(__nv_bfloat16* to, float x) { *to = __float2bfloat16_rn(x); }
-__device__ void store(__half* to, float x) { *to = __float2half_rn(x); }
 
 /// Each row and head takes a warp. Lane i adds elements i, i + 32, ..., and then the lanes are added in halves.
 template <class Element>

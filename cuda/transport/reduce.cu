@@ -1,7 +1,5 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "runtime/check.h"
+#include "runtime/elements.h"
 #include "transport/put_table.h"
 #include "transport/reduce.h"
 
@@ -16,10 +14,6 @@ using runtime::ReduceEntry;
 
 constexpr int kThreads = 256;
 constexpr int kBlocks = 132 * 8;
-
-__device__ void store(float* to, float x) { *to = x; }
-__device__ void store(__nv_bfloat16* to, float x) { *to = __float2bfloat16_rn(x); }
-__device__ void store(__half* to, float x) { *to = __float2half_rn(x); }
 
 struct DeviceReduceTable {
   const int32_t* num_chunks;
