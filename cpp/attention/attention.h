@@ -44,9 +44,6 @@ struct Scores {
   bool operator==(const Scores&) const = default;
 };
 
-/// The most Scores of a problem. The CUDA kernels have them in their parameters.
-inline constexpr int64_t kMostScores = 32;
-
 /// Where the gradients of key/value rows [begin, end) of a document are written, in `dtype`. Rows are counted from
 /// `begin`. dk has the group's kv_heads heads of dim elements, dv as many of v_dim.
 struct KeyGradRun {
@@ -114,8 +111,8 @@ inline void check_scores(const Problem& problem) {
   require(num_scores <= kMostScores, "attention: a problem has ", num_scores,
           " different scores (mask, window, scale and softcap); at most ", kMostScores, " are allowed");
   for (const Scores& s : problem.scores)
-    require(s.mask.window >= 0 && (s.mask.window == 0 || s.mask.kind == MaskKind::kCausal), "attention: window is ",
-            s.mask.window, "; allowed are 0 (none) and, causal only, positive ones");
+    require(s.mask.is_possible(), "attention: window is ", s.mask.window,
+            "; allowed are 0 (none) and, causal only, positive ones");
   for (size_t g = 0; g < problem.groups.size(); ++g) {
     const int64_t scores = problem.groups[g].scores;
     require(0 <= scores && scores < num_scores, "attention: group ", g, " has scores ", scores, "; there are ",

@@ -41,11 +41,17 @@ struct Mask {
 
   bool operator==(const Mask&) const = default;
 
+  /// Whether there is such a mask.
+  constexpr bool is_possible() const { return window >= 0 && (window == 0 || kind == MaskKind::kCausal); }
   constexpr int64_t first_key(int64_t row) const {
     return kind == MaskKind::kFull || window == 0 || row < window ? 0 : row - window + 1;
   }
   constexpr int64_t end_key(int64_t row, int64_t length) const { return kind == MaskKind::kFull ? length : row + 1; }
 };
+
+/// The most different masks, windows, scales and softcaps of a problem, and of a plan. The CUDA kernels have all of
+/// them in their parameters.
+inline constexpr int64_t kMostScores = 32;
 
 inline float bf16_to_float(uint16_t x) { return std::bit_cast<float>(static_cast<uint32_t>(x) << 16); }
 

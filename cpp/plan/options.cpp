@@ -27,7 +27,7 @@ void check_scores(const PlanOptions& o, const Layout& layout) {
   for (const int64_t index : of_document)
     require(index >= 0 && index < num_scores, "plan: scores number ", index, " of ", num_scores);
   for (const ScoresRow& s : o.scores) {
-    require(s.window >= 0 && (s.window == 0 || s.mask().kind == MaskKind::kCausal), "plan: window = ", s.window,
+    require(s.mask().is_possible(), "plan: window = ", s.window,
             "; 0 (none) and, with the causal mask only, positive numbers of keys are allowed");
     for (const auto& [name, word, first] :
          {std::tuple{"scale", s.scale, o.scores[0].scale}, {"softcap", s.softcap, o.scores[0].softcap}}) {

@@ -46,6 +46,7 @@ struct PlanOptions {
 
   /// Throws InvalidArgumentError, which names the option, unless a plan of this layout can be made with them.
   void check(const Layout& layout) const;
+  /// The number of a document's scores.
   int64_t scores_of(int64_t document) const {
     return scores_of_document.empty() ? 0 : scores_of_document[static_cast<size_t>(document)];
   }

@@ -30,7 +30,7 @@ PlanArguments arguments_of(const Layout& layout, const PlanOptions& o, std::span
   ListDigest lists;
   for (const std::vector<int64_t>* list : {&o.servers, &o.speeds, &o.retain_bytes}) lists.add(*list);
   lists.add({&o.ranks_per_node, 1});
-  const ScoresRow& first = o.scores[static_cast<size_t>(o.scores_of_document.empty() ? 0 : o.scores_of(0))];
+  const ScoresRow& first = o.scores[static_cast<size_t>(o.scores_of(0))];
   ListDigest scores;
   scores.add({reinterpret_cast<const int64_t*>(o.scores.data()), o.scores.size() * (sizeof(ScoresRow) / 8)});
   scores.add(o.scores_of_document);

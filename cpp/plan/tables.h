@@ -38,8 +38,6 @@ inline constexpr int64_t kExtentAlignment = 64;
 inline constexpr int64_t kLabelWords = 6;
 /// Rounds of a step are numbered below this.
 inline constexpr int64_t kMaxRounds = 1 << 16;
-/// Documents of a plan have at most as many different masks, windows, scales and softcaps.
-inline constexpr int64_t kMostScores = 32;
 
 enum class Phase : int64_t { kForward = 0, kBackward = 1 };
 inline constexpr std::array kPhases = {Phase::kForward, Phase::kBackward};

@@ -59,6 +59,7 @@ ScoreOptions Context::accept(const plan::SliceView& slice, ScoreOptions scores) 
                                        " for document ", s.document, ", of which this rank has rows"));
   };
   const plan::ScoresRow& first = slice.scores()[0];
+  if (first.scale == plan::kOfTheCall && first.softcap == plan::kOfTheCall) return scores;
   for (const plan::SegmentRow& s : slice.segments()) {
     if (s.document == plan::kPadding) continue;
     const plan::ScoresRow& row = slice.scores_of(s);

@@ -227,7 +227,7 @@ void run_wrong_scores(attention::CpuAttention& kernel) {
     }
     return false;
   };
-  constexpr auto kMost = static_cast<size_t>(attention::kMostScores);
+  constexpr auto kMost = static_cast<size_t>(distca::kMostScores);
   check(!is_refused(kMost, 31, {}), "as many scores as there may be are refused", 0);
   check(is_refused(kMost + 1, 0, {}), "too many scores are taken", 0);
   check(is_refused(0, 0, {}), "a group without scores is taken", 0);
