@@ -306,15 +306,15 @@ def begin(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    resolved: Resolved,
+    of_call: Resolved,
     *,
     context: str | Context,
     sinks: torch.Tensor | None,
     **options: Any,
 ) -> Step:
-    """What `dispatch` does once the plans are known. `options` are its scale, softcap and deterministic."""
+    """What `dispatch` does once the plans `of_call` are known. `options` are its scale, softcap and deterministic."""
     refuse_forward_mode("dispatch", q, k, v, sinks)
-    plan, plan_backward, layer, layer_backward = resolved
+    plan, plan_backward, layer, layer_backward = of_call
     inputs = as_autocast(q, k, v)
     caller = Caller.of(context, layer, plan.half)
     _abandon_broken_off(get_context(caller.context))

@@ -144,7 +144,7 @@ def test_evaluation_has_the_plans_of_the_forward_ticks() -> None:
         ({"layers": 0}, "layers = 0"),
         ({"windows": [None]}, "windows of 1 layers; the stages have 2 layers"),
         ({"windows": [None] * 2, "scores": [distca.Scores()] * 2}, "windows are given, and scores as well"),
-        ({"scores": [3, 4]}, "scores of a layer"),
+        ({"scores": [distca.Scores(), 4]}, "scores of a layer"),
         ({"mask": "full"}, "mask = 'full' cannot be given"),
         ({"rank": 4}, "rank = 4; 0 to 3"),
         ({"retain_bytes": 10}, "retain_bytes = 10 cannot be given"),

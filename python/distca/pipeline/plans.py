@@ -273,7 +273,8 @@ def _scores_of_layers(windows: Any, scores: Any, num_layers: int) -> list[Scores
         raise InvalidArgumentError("PipelinePlans: windows are given, and scores as well; scores have windows")
     if scores is not None:
         of_layers = listed("PipelinePlans", "scores", scores, "a distca.Scores for each layer of the model")
-        check_type("PipelinePlans", "scores of a layer", next(iter(of_layers), Scores()), Scores, "distca.Scores()")
+        for of_layer in of_layers:
+            check_type("PipelinePlans", "scores of a layer", of_layer, Scores, "distca.Scores()")
     elif windows is not None:
         windows = listed("PipelinePlans", "windows", windows, "the window of each layer of the model")
         of_layers = [Scores(window=window) for window in windows]

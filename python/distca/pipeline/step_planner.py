@@ -72,12 +72,10 @@ class StepPlanner:
 
     def _planned(self, layout: Layout, step: Step, label: str) -> Plan:
         parts = [part for part in step if part is not None]
-        if len({part.scores for part in parts}) <= 1 and not any(
-            value is not None for part in parts for value in part.scores[2:]
-        ):
-            mask, window, *_ = parts[0].scores if parts else Scores()
-            return plan_of(layout, mask=mask, window=window, label=label, **self._options)
-        scores = [part.scores for part in parts for _ in range(len(self._layouts[part.microbatch].document_lengths))]
+        first = parts[0].scores if parts else Scores()
+        if all(part.scores == first for part in parts) and first.scale is None and first.softcap is None:
+            return plan_of(layout, mask=first.mask, window=first.window, label=label, **self._options)
+        scores = [part.scores for part in parts for _ in self._layouts[part.microbatch].document_lengths]
         return plan_of(layout, scores=scores, label=label, **self._options)
 
 

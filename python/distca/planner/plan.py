@@ -61,9 +61,10 @@ class Plan:
         self._words = words
         self.tensor = torch.frombuffer(words, dtype=torch.int64)
         self.num_rows = self.layout.num_rows(rank)
-        numbers = self._arguments["scores_of_document"]
-        own = (document for document, _, _ in self.layout.segments(rank) if document >= 0)
-        mask, window, *_ = self._arguments["scores"][numbers[next(own, 0)] if numbers else 0]
+        number, numbers = 0, self._arguments["scores_of_document"]
+        if numbers:
+            number = numbers[next((document for document, _, _ in self.layout.segments(rank) if document >= 0), 0)]
+        mask, window, *_ = self._arguments["scores"][number]
         self.mask: str = MASKS[mask]
         self.window: int | None = window or None
         self.retained_bytes: int = self.stats.retained_bytes[rank] if self.retains else 0
