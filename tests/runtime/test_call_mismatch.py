@@ -5,6 +5,7 @@ test_hf_mistakes.py has models of transformers.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -180,12 +181,15 @@ def test_ranks_that_skip_different_layers_but_equally_many_are_told_both_layers(
     # The last rank skips layer 1, the others layer 2. Everything else about their calls is the same.
     layers = [[0, 1, 3]] * (ranks - 1) + [[0, 2, 3]]
     faults = _faults(transport, layers, in_parts)
+    where = [re.match(r"layer (\d+): context .* step (\d) \(forward\)", message) for _, message in faults]
     for rank, (kind, message) in enumerate(faults):
         assert kind == "PlanMismatchError", message
-        own = layers[rank][1]
-        assert message.startswith(f"layer {own}: context ") and "step 2 (forward)" in message, message
+        # A rank that waits for a slower one is told in the step before.
+        found = where[rank]
+        assert found and (int(found[1]), int(found[2])) in [(layers[rank][1], 2), (0, 1)], message
         assert "another layer: " in message and message.endswith(ADVICE), message
         assert f"layer 2 on rank {ranks - 1}" in message and "layer 1 on rank " in message, message
+    assert any(found and found[2] == "2" for found in where), faults
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
