@@ -54,9 +54,11 @@ class Mistakes(dict[str, tuple[Mistake, str]]):
 
         return note
 
-    def told(self, heads: distca.Heads, *, ranks: int, wrong_rank: int) -> dict[str, list[Told]]:
+    def told(self, heads: distca.Heads, *, ranks: int, wrong_rank: int, max_tokens: int = 64) -> dict[str, list[Told]]:
         """For each mistake of a rank what each rank is told."""
-        results = launch(_try_all, [function for function, _ in self.values()], heads, wrong_rank, ranks=ranks)
+        results = launch(
+            _try_all, [function for function, _ in self.values()], heads, wrong_rank, max_tokens, ranks=ranks
+        )
         return {name: [of_rank[i] for of_rank in results] for i, name in enumerate(self)}
 
     def assert_told_at_once(self, name: str, told: list[Told]) -> None:
@@ -67,13 +69,13 @@ class Mistakes(dict[str, tuple[Mistake, str]]):
             assert seconds < TIMEOUT / 2, (rank, seconds)
 
 
-def _try_all(functions: list[Mistake], heads: distca.Heads, wrong_rank: int) -> list[Told]:
+def _try_all(functions: list[Mistake], heads: distca.Heads, wrong_rank: int, max_tokens: int) -> list[Told]:
     found = []
     for function in functions:
         dist.barrier()
         begun = time.monotonic()
         kind = message = ""
-        with distca.init(max_tokens=64, heads=heads, timeout=TIMEOUT) as context:
+        with distca.init(max_tokens=max_tokens, heads=heads, timeout=TIMEOUT) as context:
             try:
                 function(context, context.rank == wrong_rank)
             except distca.DistcaError as error:

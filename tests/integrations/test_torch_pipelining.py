@@ -1,0 +1,185 @@
+"""The schedule of ticks in torch.distributed.pipelining computes what one process computes, with DDP and FSDP2."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import distca
+from support import staged_model as model
+from support.mistakes import Mistakes, Told
+from support.ranks import launch
+from support.torch_pipelines import DOCUMENTS, Case, Pipeline
+
+
+def _run(case: Case) -> list[Any]:
+    """Of one rank: losses and gradients of two steps, of an evaluation, and of a third step; and steps of attention."""
+    with distca.init(max_tokens=512, heads=model.HEADS, timeout=20) as context:
+        pipeline = Pipeline(case, context)
+        found: list[Any] = [pipeline.run(0), pipeline.run(1)]
+        found += [pipeline.run(2, evaluate=True), pipeline.run(3), context.step]
+        del pipeline
+        gc.collect()
+        dist.barrier()
+    return found
+
+
+def _run_all(cases: list[Case]) -> list[Any]:
+    return [_run(case) for case in cases]
+
+
+TWO_STAGES = [
+    Case([2, 2], wrap="ddp", mean=True),
+    Case([1, 1], chunks=2, wrap="ddp"),
+    Case([1, 2], microbatches=5, recompute="layer", wrap="fsdp", mean=True),
+    Case([2, 2], microbatches=3, recompute="layer", save_attention=True, in_flight=2),
+]
+THREE_STAGES = [Case([2, 1, 1]), Case([1, 1, 1], chunks=2, microbatches=3)]
+
+
+@pytest.mark.parametrize(("cases", "ranks"), [(TWO_STAGES, 4), (THREE_STAGES, 3)], ids=["two stages", "three stages"])
+def test_the_schedule_computes_what_one_process_computes(cases: list[Case], ranks: int) -> None:
+    results = launch(_run_all, cases, ranks=ranks)
+    for number, case in enumerate(cases):
+        of_ranks = [result[number] for result in results]
+        data = ranks // len(case.layers)
+        for step in (0, 1, 3):
+            found = [of_rank[step] for of_rank in of_ranks]
+            model.assert_as_alone(found, case.depth, case.lengths(step, data), (case, step))
+        loss, _ = model.alone(case.depth, case.lengths(2, data))
+        assert sum(of_rank[2][0] for of_rank in of_ranks) == pytest.approx(loss, rel=1e-6), case
+        assert not any(of_rank[2][1] for of_rank in of_ranks), "evaluation leaves gradients"
+        assert len({of_rank[4] for of_rank in of_ranks}) == 1, case
+
+
+mistake = Mistakes()
+PLAIN = Case([1, 2], microbatches=2)
+INTERLEAVED = Case([1, 1], chunks=2, microbatches=2)
+SECONDS = 2.0  # longer than any rank computes, shorter than the test waits
+
+
+def _pipeline(context: distca.Context, case: Case = PLAIN, **changes: Any) -> Pipeline:
+    return Pipeline(case, context, SECONDS, **changes)
+
+
+@mistake("")
+def none_at_all(context: distca.Context, wrong: bool) -> None:
+    _pipeline(context).run(0)
+
+
+@mistake("global rank 3: the plans have 2 micro-batches, n_microbatches is 3")
+def other_micro_batches(context: distca.Context, wrong: bool) -> None:
+    pipeline = _pipeline(context)
+    pipeline.schedule = pipeline.scheduled(pipeline.made, 3 if wrong else 2)
+    pipeline.run(0)
+
+
+@mistake(r"global rank 3: the stages .* are \[\(0, 2\)\]; by the plans they are \[\(1, 2\)\]")
+def a_stage_of_another_rank(context: distca.Context, wrong: bool) -> None:
+    _pipeline(context, **({"stage_index": 0} if wrong else {})).run(0)
+
+
+@mistake(r"global rank 3: the stages .* \[\(3, 4\), \(1, 4\)\]; .* \[\(1, 4\), \(3, 4\)\], in that order")
+def stages_in_another_order(context: distca.Context, wrong: bool) -> None:
+    pipeline = _pipeline(context, INTERLEAVED)
+    pipeline.schedule = pipeline.scheduled(pipeline.made[::-1] if wrong else pipeline.made)
+    pipeline.run(0)
+
+
+@mistake("global rank 3: stage 1 has no input_args that require a gradient")
+def no_shapes(context: distca.Context, wrong: bool) -> None:
+    _pipeline(context, **({"input_args": None, "output_args": None} if wrong else {})).run(0)
+
+
+@mistake(r"stages of the plans are processes (\[2, 0\]|\[3, 1\]); the group of the stages has")
+def stages_swapped(context: distca.Context, wrong: bool) -> None:
+    pipeline = _pipeline(context)
+    pipeline.run(0, pipeline.ticks(0, stages=pipeline.stages[::-1]))
+
+
+@mistake(
+    r"rank \d has 200 rows in a micro-batch, and (in|out)put_args of stage \d have shape \[300, 32\].* as many rows"
+)
+def micro_batches_of_other_sizes(context: distca.Context, wrong: bool) -> None:
+    pipeline = _pipeline(context)
+    pipeline.run(0)
+    layouts = [distca.Layout.from_documents(lengths) for lengths in ([[300], [300]], [[100, 100], [200]])]
+    pipeline.run(1, pipeline.ticks(1, layouts=layouts))
+
+
+@mistake("these ticks were run before")
+def the_ticks_of_the_former_step(context: distca.Context, wrong: bool) -> None:
+    pipeline = _pipeline(context)
+    first = pipeline.ticks(0)
+    pipeline.run(0, first)
+    pipeline.run(1, first if wrong else None)
+
+
+@mistake("ticks is a NoneType; a distca.Ticks is expected")
+def no_ticks(context: distca.Context, wrong: bool) -> None:
+    pipeline = _pipeline(context)
+    pipeline.run(0)
+    pipeline.schedule.step(ticks=None)
+
+
+@mistake(r"an evaluation takes PipelinePlans\(..., backward=False\)")
+def an_evaluation_with_backward(context: distca.Context, wrong: bool) -> None:
+    pipeline = _pipeline(context)
+    pipeline.run(0)
+    pipeline.run(1, pipeline.ticks(1, backward=wrong), evaluate=True)
+
+
+@mistake("step trains, which takes plans with backward")
+def training_without_backward(context: distca.Context, wrong: bool) -> None:
+    pipeline = _pipeline(context)
+    pipeline.run(0, pipeline.ticks(0, backward=not wrong))
+
+
+@mistake("tick 1 of 6, forward: stage 1 calls core_attention more often than the tick has forward steps: 2")
+def a_layer_more(context: distca.Context, wrong: bool) -> None:
+    pipeline = _pipeline(context, Case([1, 3], microbatches=2) if wrong else PLAIN)
+    pipeline.run(0, pipeline.ticks(0, layers=[1, 2]))
+
+
+@mistake("tick 0 of 6, forward: stage 0 calls core_attention more often than the tick has forward steps: 2")
+def a_layer_more_before_others_wait_for_its_rows(context: distca.Context, wrong: bool) -> None:
+    pipeline = _pipeline(context, Case([3 if context.rank == 1 else 2, 2], microbatches=2))
+    pipeline.run(0, pipeline.ticks(0, layers=2))
+
+
+@mistake("tick 1 of 6, forward: stage 1 ended the tick after 1 of 2 steps")
+def a_layer_less(context: distca.Context, wrong: bool) -> None:
+    pipeline = _pipeline(context)
+    ticks = pipeline.ticks(0)
+    if wrong:
+        del pipeline.modules[0].layers["2"]
+        ticks.plan.pad = lambda hidden: hidden  # type: ignore[method-assign]
+    pipeline.run(0, ticks)
+
+
+@mistake("tick 0 of 6, forward: the plans have halves, and the model is called outside of distca.PingPong")
+def halves_without_ping_pong(context: distca.Context, wrong: bool) -> None:
+    pipeline = _pipeline(context)
+    layouts = [distca.Layout.from_documents(lengths) for lengths in DOCUMENTS[:2]]
+    try:
+        pipeline.run(0, pipeline.ticks(0, halves=[distca.halves(layout) for layout in layouts]))
+    finally:
+        dist.barrier()  # a context that is closed at once may be heard of before the error
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, list[Told]]:
+    """For each mistake of rank 3 what each rank is told."""
+    return mistake.told(model.HEADS, ranks=4, wrong_rank=3, max_tokens=512)
+
+
+def test_no_mistake_no_error(told: dict[str, list[Told]]) -> None:
+    assert [kind for kind, _, _ in told["none_at_all"]] == [""] * 4
+
+
+@pytest.mark.parametrize("name", [name for name in mistake if name != "none_at_all"])
+def test_all_ranks_are_told_at_once(told: dict[str, list[Told]], name: str) -> None:
+    mistake.assert_told_at_once(name, told[name])
