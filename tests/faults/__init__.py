@@ -1,11 +1,24 @@
 """The faults that planted_faults.py plants, each with the tests that should notice it."""
 
-from faults import attention, emulated_gpu, pipelines, plans, recording, retained, steps, tcp, training, watching
+from faults import (
+    attention,
+    emulated_gpu,
+    pipelines,
+    plans,
+    recording,
+    retained,
+    steps,
+    tcp,
+    torch_pipelines,
+    training,
+    watching,
+)
 
 FAULTS = [
     *steps.FAULTS,
     *plans.FAULTS,
     *pipelines.FAULTS,
+    *torch_pipelines.FAULTS,
     *recording.FAULTS,
     *retained.FAULTS,
     *attention.FAULTS,

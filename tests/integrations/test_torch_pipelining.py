@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import re
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import schedules
 
 import distca
+from distca.integrations import torch_pipelining
 from support import staged_model as model
 from support.mistakes import Mistakes, Told
 from support.ranks import launch
-from support.torch_pipelines import DOCUMENTS, Case, Pipeline
+from support.torch_pipelines import DOCUMENTS, ROWS, Case, Pipeline
 
 
 def _run(case: Case) -> list[Any]:
@@ -36,6 +41,7 @@ TWO_STAGES = [
     Case([1, 1], chunks=2, wrap="ddp"),
     Case([1, 2], microbatches=5, recompute="layer", wrap="fsdp", mean=True),
     Case([2, 2], microbatches=3, recompute="layer", save_attention=True, in_flight=2),
+    Case([1, 2], microbatches=3, recompute="layer", ping_pong=True),
 ]
 THREE_STAGES = [Case([2, 1, 1]), Case([1, 1, 1], chunks=2, microbatches=3)]
 
@@ -58,7 +64,7 @@ def test_the_schedule_computes_what_one_process_computes(cases: list[Case], rank
 mistake = Mistakes()
 PLAIN = Case([1, 2], microbatches=2)
 INTERLEAVED = Case([1, 1], chunks=2, microbatches=2)
-SECONDS = 2.0  # longer than any rank computes, shorter than the test waits
+SECONDS = 3.0  # longer than any rank computes, shorter than the test waits
 
 
 def _pipeline(context: distca.Context, case: Case = PLAIN, **changes: Any) -> Pipeline:
@@ -92,6 +98,11 @@ def stages_in_another_order(context: distca.Context, wrong: bool) -> None:
 @mistake("global rank 3: stage 1 has no input_args that require a gradient")
 def no_shapes(context: distca.Context, wrong: bool) -> None:
     _pipeline(context, **({"input_args": None, "output_args": None} if wrong else {})).run(0)
+
+
+@mistake("global rank 3: stage 1 has no input_args that require a gradient")
+def shapes_without_gradients(context: distca.Context, wrong: bool) -> None:
+    _pipeline(context, **({"input_args": torch.empty(ROWS, model.HIDDEN)} if wrong else {})).run(0)
 
 
 @mistake(r"stages of the plans are processes (\[2, 0\]|\[3, 1\]); the group of the stages has")
@@ -138,6 +149,14 @@ def training_without_backward(context: distca.Context, wrong: bool) -> None:
     pipeline.run(0, pipeline.ticks(0, backward=not wrong))
 
 
+@mistake("step trains, which takes plans with backward, and gradients")
+def training_without_gradients(context: distca.Context, wrong: bool) -> None:
+    pipeline = _pipeline(context)
+    pipeline.run(0)
+    with torch.set_grad_enabled(not wrong):
+        pipeline.run(1)
+
+
 @mistake("tick 1 of 6, forward: stage 1 calls core_attention more often than the tick has forward steps: 2")
 def a_layer_more(context: distca.Context, wrong: bool) -> None:
     pipeline = _pipeline(context, Case([1, 3], microbatches=2) if wrong else PLAIN)
@@ -158,6 +177,17 @@ def a_layer_less(context: distca.Context, wrong: bool) -> None:
         del pipeline.modules[0].layers["2"]
         ticks.plan.pad = lambda hidden: hidden  # type: ignore[method-assign]
     pipeline.run(0, ticks)
+
+
+@mistake("tick 2 of 3, forward: stage 1 ended the tick after 1 of 2 steps")
+def a_layer_less_in_the_last_tick(context: distca.Context, wrong: bool) -> None:
+    pipeline = _pipeline(context)
+    ticks = pipeline.ticks(0, backward=False)
+    if wrong:
+        layer = pipeline.modules[0].layers["2"]
+        forward = layer.forward
+        layer.forward = lambda h, *more: h if ticks.current.number == 2 else forward(h, *more)
+    pipeline.run(0, ticks, evaluate=True)
 
 
 @mistake("tick 0 of 6, forward: the plans have halves, and the model is called outside of distca.PingPong")
@@ -183,3 +213,23 @@ def test_no_mistake_no_error(told: dict[str, list[Told]]) -> None:
 @pytest.mark.parametrize("name", [name for name in mistake if name != "none_at_all"])
 def test_all_ranks_are_told_at_once(told: dict[str, list[Told]], name: str) -> None:
     mistake.assert_told_at_once(name, told[name])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_Action",
+        "_ComputationType",
+        "_PipelineScheduleRuntime",
+        "_PipelineScheduleRuntime.register_custom_function",
+        "_PipelineScheduleRuntime._prepare_schedule_with_comms",
+    ],
+)
+def test_a_pytorch_without_what_is_needed_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    *owner, attribute = name.split(".")
+    with monkeypatch.context() as patch:
+        patch.delattr(getattr(schedules, owner[0]) if owner else schedules, attribute)
+        with pytest.raises(
+            distca.DistcaError, match=f"PyTorch {re.escape(torch.__version__)} lacks .*{attribute}.*Ticks.run"
+        ):
+            importlib.reload(torch_pipelining)

@@ -42,6 +42,7 @@ class Case(NamedTuple):
     wrap: str = ""
     mean: bool = False  # whether the loss is the mean over the micro-batches, so that PyTorch scales gradients
     in_flight: int | None = None
+    ping_pong: bool = False
 
     @property
     def depth(self) -> int:
@@ -81,6 +82,23 @@ class Stage(torch.nn.Module):
         return self.head(self.norm(h)) if hasattr(self, "head") else h
 
 
+class Halved(torch.nn.Module):
+    """A stage in ping-pong. It is told the ticks of each step."""
+
+    ticks: Ticks
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.run = distca.PingPong(stage)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, plan: Any) -> torch.Tensor:
+        plans, work = self.ticks.plans, self.ticks.current.work
+        assert work is not None
+        halves = zip(*(plans.split(work.microbatch, whole) for whole in (x, positions)), strict=True)
+        outputs = self.run(*({"x": h, "positions": at, "plan": plan} for h, at in halves))
+        return plans.join(work.microbatch, outputs)
+
+
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, labels, reduction="sum")
 
@@ -109,6 +127,8 @@ class Pipeline:
         for chunk in range(case.chunks):
             begin = sum(case.layers) * chunk + sum(case.layers[: self.stage])
             module: Any = Stage(case, begin, case.layers[self.stage])
+            if case.ping_pong:
+                module = Halved(module)
             if case.wrap == "ddp":
                 module = DistributedDataParallel(module, process_group=groups[self.stage])
             elif case.wrap == "fsdp":
@@ -145,6 +165,8 @@ class Pipeline:
             "chunks": self.case.chunks,
             "in_flight": self.case.in_flight,
         }
+        if self.case.ping_pong:
+            given["halves"] = [distca.halves(layout) for layout in given["layouts"]]
         plans = PipelinePlans(heads=model.HEADS, context=self.context, tolerance=0.02, min_rows=8, **(given | options))
         return Ticks(
             plans, context=self.context, recompute=self.case.recompute, save_attention=self.case.save_attention
@@ -158,12 +180,15 @@ class Pipeline:
         ]
         tokens, labels, positions = (torch.cat(parts) for parts in zip(*batches, strict=True))
         losses: list[torch.Tensor] = []
+        ticks = ticks or self.ticks(step, backward=not evaluate)
+        for module in self.modules:
+            module.ticks = ticks  # type: ignore[assignment]
         run = self.schedule.eval if evaluate else self.schedule.step
         is_last = self.stage == len(self.case.layers) - 1
         run(
             *((tokens,) if self.stage == 0 else ()),
             positions=positions,
-            ticks=ticks or self.ticks(step, backward=not evaluate),
+            ticks=ticks,
             **({"target": labels, "losses": losses} if is_last else {}),
         )
         return sum(loss.item() for loss in losses), self._gradients()
@@ -177,5 +202,7 @@ class Pipeline:
                     continue
                 if isinstance(module, FSDPModule):
                     gradient = gradient.full_tensor()
-                found[name.removeprefix("module.")] = gradient * (self.case.microbatches if self.case.mean else 1)
+                found[name.removeprefix("module.").removeprefix("run.model.")] = gradient * (
+                    self.case.microbatches if self.case.mean else 1
+                )
         return found
