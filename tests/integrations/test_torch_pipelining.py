@@ -21,11 +21,12 @@ from support.torch_pipelines import DOCUMENTS, ROWS, Case, Pipeline
 
 
 def _run(case: Case) -> list[Any]:
-    """Of one rank: losses and gradients of two steps, of an evaluation, and of a third step; and steps of attention."""
+    """Of one rank: losses and gradients of two steps, the losses of an evaluation, a third step; steps of attention."""
     with distca.init(max_tokens=512, heads=model.HEADS, timeout=20) as context:
         pipeline = Pipeline(case, context)
-        found: list[Any] = [pipeline.run(0), pipeline.run(1)]
-        found += [pipeline.run(2, evaluate=True), pipeline.run(3), context.step]
+        first, (loss, _) = pipeline.run(0), pipeline.run(1, collect=False)
+        evaluated, gradients = pipeline.run(2, evaluate=True)  # which leaves those of the second step as they are
+        found = [first, (loss, gradients), evaluated, pipeline.run(3), context.step]
         del pipeline
         gc.collect()
         dist.barrier()
@@ -56,15 +57,17 @@ def test_the_schedule_computes_what_one_process_computes(cases: list[Case], rank
             found = [of_rank[step] for of_rank in of_ranks]
             model.assert_as_alone(found, case.depth, case.lengths(step, data), (case, step))
         loss, _ = model.alone(case.depth, case.lengths(2, data))
-        assert sum(of_rank[2][0] for of_rank in of_ranks) == pytest.approx(loss, rel=1e-6), case
-        assert not any(of_rank[2][1] for of_rank in of_ranks), "evaluation leaves gradients"
-        assert len({of_rank[4] for of_rank in of_ranks}) == 1, case
+        assert sum(of_rank[2] for of_rank in of_ranks) == pytest.approx(loss, rel=1e-6), case
+        steps_of_pass = max(case.layers) * (case.microbatches * case.chunks + len(case.layers) - 1)
+        passes = 3 if case.recompute is not None and not case.save_attention else 2
+        expected = steps_of_pass * (3 * passes + 1) * (2 if case.ping_pong else 1)
+        assert {of_rank[4] for of_rank in of_ranks} == {expected} or case.in_flight is not None, case
 
 
 mistake = Mistakes()
 PLAIN = Case([1, 2], microbatches=2)
 INTERLEAVED = Case([1, 1], chunks=2, microbatches=2)
-SECONDS = 3.0  # longer than any rank computes, shorter than the test waits
+SECONDS = 4.0  # longer than any rank computes, shorter than the test waits
 
 
 def _pipeline(context: distca.Context, case: Case = PLAIN, **changes: Any) -> Pipeline:
@@ -95,12 +98,12 @@ def stages_in_another_order(context: distca.Context, wrong: bool) -> None:
     pipeline.run(0)
 
 
-@mistake("global rank 3: stage 1 has no input_args that require a gradient")
+@mistake("global rank 3: stage 1 has no input_args; give PipelineStage example tensors")
 def no_shapes(context: distca.Context, wrong: bool) -> None:
     _pipeline(context, **({"input_args": None, "output_args": None} if wrong else {})).run(0)
 
 
-@mistake("global rank 3: stage 1 has no input_args that require a gradient")
+@mistake("global rank 3: input_args of stage 1 require no gradient")
 def shapes_without_gradients(context: distca.Context, wrong: bool) -> None:
     _pipeline(context, **({"input_args": torch.empty(ROWS, model.HIDDEN)} if wrong else {})).run(0)
 
@@ -188,6 +191,7 @@ def a_layer_less_in_the_last_tick(context: distca.Context, wrong: bool) -> None:
         forward = layer.forward
         layer.forward = lambda h, *more: h if ticks.current.number == 2 else forward(h, *more)
     pipeline.run(0, ticks, evaluate=True)
+    pipeline.run(1)  # ranks that need nothing of the last step are told here
 
 
 @mistake("tick 0 of 6, forward: the plans have halves, and the model is called outside of distca.PingPong")

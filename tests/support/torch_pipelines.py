@@ -172,8 +172,13 @@ class Pipeline:
             plans, context=self.context, recompute=self.case.recompute, save_attention=self.case.save_attention
         )
 
-    def run(self, step: int, ticks: Ticks | None = None, *, evaluate: bool = False) -> tuple[float, dict[str, Any]]:
-        """The losses of a step and this rank's gradients, as parts of the sums over all ranks."""
+    def run(
+        self, step: int, ticks: Ticks | None = None, *, evaluate: bool = False, collect: bool = True
+    ) -> tuple[float, dict[str, Any]]:
+        """The losses of a step and this rank's gradients so far, as parts of the sums over all ranks.
+
+        If they are not collected, they stay where they are.
+        """
         batches = [
             model.tokens(number, self.index, lengths[self.index])
             for number, lengths in enumerate(self.case.lengths(step, self.data))
@@ -191,7 +196,7 @@ class Pipeline:
             ticks=ticks,
             **({"target": labels, "losses": losses} if is_last else {}),
         )
-        return sum(loss.item() for loss in losses), self._gradients()
+        return sum(loss.item() for loss in losses), self._gradients() if collect else {}
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         found = {}

@@ -35,7 +35,7 @@ def _private(owner: Any, *names: str) -> list[Any]:
 
 
 _Runtime, _Action, _FORWARD, _BACKWARD, _TICK, *_ = _private(schedules, *_PRIVATE)
-#: The actions of an evaluation, in any version. `_TICK` has the name of one that schedules of ticks do not have.
+#: What is left of the actions in an evaluation, by their names in any version. The first is `_TICK`.
 _EVALUATION = ("OVERLAP_F_B", "FORWARD", "SEND_F", "RECV_F", "WAIT_SEND_F", "UNSHARD", "RESHARD")
 
 
@@ -48,8 +48,8 @@ class ScheduleTicks(_Runtime):  # type: ignore[misc, valid-type]
 
     Args:
         stages: the stages of this rank: of p ranks, rank r has r, r + p, ... Each `PipelineStage` has ``input_args``
-            and ``output_args`` that require gradients. (Otherwise PyTorch would run the model outside of all ticks to
-            learn the shapes.) Therefore all micro-batches have as many rows on a rank.
+            and ``output_args``, because PyTorch would otherwise run the model outside of all ticks to learn the shapes.
+            What is handed over requires gradients. All micro-batches have as many rows on a rank as these tensors.
         n_microbatches: number of micro-batches of a step.
         loss_fn: called with the output of the last stage and the target of a micro-batch. None is for evaluation only.
         options: as for ``ScheduleInterleaved1F1B``: ``scale_grads``, ``kwargs_chunk_spec`` and others.
@@ -139,11 +139,15 @@ class ScheduleTicks(_Runtime):  # type: ignore[misc, valid-type]
             if backward:
                 return "step trains, which takes plans with backward, and gradients; eval(...) is for the others"
             return "an evaluation takes PipelinePlans(..., backward=False)"
+        rows = {plans.rows(number) for number in range(table.microbatches)}
         for stage in stages:
-            for name, tensors in _shapes(stage).items():
-                if not tensors or any(each.dtype.is_floating_point > each.requires_grad for each in tensors):
-                    return f"stage {stage.stage_index} has no {name} that require a gradient; give PipelineStage both"
-                rows = [plans.rows(n) for n in range(table.microbatches)]
+            for name, tensors, is_end in _shapes(stage):
+                if not tensors:
+                    return f"stage {stage.stage_index} has no {name}; give PipelineStage example tensors of both kinds"
+                if is_end:
+                    continue
+                if any(each.dtype.is_floating_point > each.requires_grad for each in tensors):
+                    return f"{name} of stage {stage.stage_index} require no gradient; make them with requires_grad=True"
                 if wrong := [n for n in rows if all(n not in each.shape for each in tensors)]:
                     return (
                         f"rank {plans.rank} has {wrong[0]} rows in a micro-batch, and {name} of stage "
@@ -190,9 +194,9 @@ class ScheduleTicks(_Runtime):  # type: ignore[misc, valid-type]
         super()._step_microbatches(arg_mbs, kwarg_mbs, *args, **kwargs)
 
 
-def _shapes(stage: Any) -> dict[str, Any]:
-    """What PyTorch keeps of the example tensors of what a stage receives and sends, in 2.10 or in later versions."""
+def _shapes(stage: Any) -> list[tuple[str, Any, bool]]:
+    """The examples of what a stage takes and makes, as PyTorch keeps them, and whether nobody hands that over."""
     kept = getattr(stage, "_user_meta", None)
-    inputs = getattr(stage, "inputs_meta", None) if kept is None else kept.inputs
+    inputs = getattr(stage, "inputs_meta", None) if kept is None else kept.inputs  # the former in 2.10
     outputs = getattr(stage, "_outputs_meta", None) if kept is None else kept.outputs
-    return ({} if stage.is_first else {"input_args": inputs}) | ({} if stage.is_last else {"output_args": outputs})
+    return [("input_args", inputs, stage.is_first), ("output_args", outputs, stage.is_last)]
