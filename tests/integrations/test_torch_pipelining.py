@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import importlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import distca
 from distca.integrations import torch_pipelining
+from distca.pipeline import tick_table
 from support import staged_model as model
 from support.mistakes import Mistakes, Told
 from support.ranks import launch
@@ -237,3 +240,36 @@ def test_a_pytorch_without_what_is_needed_is_named(monkeypatch: pytest.MonkeyPat
             distca.DistcaError, match=f"PyTorch {re.escape(torch.__version__)} lacks .*{attribute}.*Ticks.run"
         ):
             importlib.reload(torch_pipelining)
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """A process group that stands for four ranks, of which this process is the first."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("options", [{}, {"backward": False}, {"in_flight": 2}, {"chunks": 3}], ids=str)
+def test_no_receive_comes_after_the_tick_of_its_send(four_ranks: None, options: dict[str, Any]) -> None:
+    table = tick_table(4, 8, **options)
+    chunks = table.chunks
+    made = [PipelineStage(torch.nn.Identity(), 4 * c, 4 * chunks, torch.device("cpu")) for c in range(chunks)]
+    schedule = torch_pipelining.ScheduleTicks(made, 8, loss_fn=torch.nn.functional.mse_loss)
+    schedule._order(table)
+    sent, received = {}, {}
+    for stage in range(4):
+        number = -1
+        for action in schedule.pipeline_order_with_comms[stage]:
+            kind, microbatch = action.computation_type.name, action.microbatch_index
+            to = action.stage_index + (1 if kind == "SEND_F" else -1)
+            if kind == "OVERLAP_F_B" and microbatch is not None:
+                assert microbatch == number + 1, "ticks in order"
+                number = microbatch
+            elif kind.startswith("SEND"):
+                sent[kind[-1], to, microbatch] = number
+            elif kind.startswith("RECV"):
+                received[kind[-1], action.stage_index, microbatch] = number
+        assert number == len(table) - 1
+    assert sent and set(sent) == set(received)
+    assert all(received[what] <= number for what, number in sent.items())
