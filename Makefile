@@ -52,10 +52,13 @@ INSTALL := $(PIP) install --no-build-isolation --no-deps --editable .
 TRAINING := $(addprefix tests/integrations/test_,trainer.py trl.py examples.py) \
   $(addprefix tests/apps/test_train_,reference.py features.py export.py checkpoint.py resume.py damage.py ends.py)
 
+# Run by a target of their own, because torchtitan needs triton: 290 MB, and 1 GB once installed.
+TITAN := $(addprefix tests/integrations/test_torchtitan,.py _trainer.py)
+
 # Searches of all orders of events, more than a minute of them.
 PROTOCOL := tests/runtime/test_protocol_model.py
 
-.PHONY: build train test training fuzz families pipeline protocol faults sanitize bench ptxas lint docs wheel clean
+.PHONY: build train test training fuzz families titan pipeline protocol faults sanitize bench ptxas lint docs wheel clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/built
@@ -64,7 +67,7 @@ train: build
 	$(BIN)/distca train $(ARGS)
 
 test: $(VENV)/built-all $(VENV)/test-ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(TRAINING) $(PROTOCOL)) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(TRAINING) $(TITAN) $(PROTOCOL)) $(ARGS)
 
 training: $(VENV)/built-all $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TRAINING) $(ARGS)
@@ -76,13 +79,16 @@ fuzz: build $(VENV)/test-ready
 families: build $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integrations/families/every_model.py $(ARGS)
 
+titan: build $(VENV)/titan-ready
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(TITAN) $(ARGS)
+
 protocol: build $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PROTOCOL) $(ARGS)
 
 pipeline: build $(VENV)/test-ready
 	$(BIN)/python -m pytest tests/pipeline/every_*.py $(ARGS)
 
-faults: $(VENV)/built-all $(VENV)/test-ready
+faults: $(VENV)/built-all $(VENV)/titan-ready
 	PYTHONPATH=tests $(BIN)/python -m faults.planted_faults $(ARGS)
 
 sanitize: $(VENV)/ready
@@ -127,6 +133,10 @@ $(VENV)/built-all: $(VENV)/ready $(if $(NVCC),$(VENV)/cuda-ready) $(SOURCES)
 $(VENV)/test-ready: $(VENV)/ready
 	$(PIP) install --group test --group lint
 	$(PIP) install --no-deps --group trainer --group trl
+	@touch $@
+
+$(VENV)/titan-ready: $(VENV)/test-ready
+	$(PIP) install --no-deps --group torchtitan
 	@touch $@
 
 $(VENV)/cuda-ready: $(VENV)/ready
