@@ -5,6 +5,7 @@
 #              and TRL, the examples, every feature of a run, kills and what is resumed
 # make fuzz    run the tests of the planner, and of changed plans, with 20 times as many random cases
 # make families  run every causal language model of transformers on two ranks: exact, or refused with the reason
+# make titan     install torchtitan; run its models and its Trainer on CPU ranks: exact, or refused with the reason
 # make pipeline  run data, tensor and pipeline parallelism together in eight processes, in many forms: exact
 # make protocol  check the model of the steps' protocol with spin, where it is installed
 # make faults  plant faults in the sources one by one and check that the tests catch each

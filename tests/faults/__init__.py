@@ -9,6 +9,7 @@ from faults import (
     retained,
     steps,
     tcp,
+    titan,
     torch_pipelines,
     training,
     watching,
@@ -25,5 +26,6 @@ FAULTS = [
     *training.FAULTS,
     *watching.FAULTS,
     *tcp.FAULTS,
+    *titan.FAULTS,
     *emulated_gpu.FAULTS,
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from support.ranks import launch
 if importlib.util.find_spec("torchtitan") is None:
     pytest.skip("torchtitan is not installed: make titan", allow_module_level=True)
 
-from distca.integrations.torchtitan_trainer import with_distca
+from torchtitan.config import ConfigManager
+
+from distca.integrations.torchtitan_trainer import DistcaConfig, DistcaTrainer, with_distca
 from support import titan_on_cpu
 
 
@@ -65,3 +68,20 @@ def test_cuda_graphs_that_are_turned_on_again_are_refused() -> None:
     config.training.disable_cuda_graphs = False
     with pytest.raises(distca.InvalidArgumentError, match="CUDA graphs; set training.disable_cuda_graphs"):
         config.build()
+
+
+def test_the_command_line_finds_a_job_and_sets_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "job_of_a_user").mkdir()
+    (tmp_path / "job_of_a_user" / "__init__.py").touch()
+    (tmp_path / "job_of_a_user" / "config_registry.py").write_text(
+        "from distca.integrations.torchtitan_trainer import with_distca\n"
+        "from support.titan_on_cpu import job\n"
+        "def debug():\n"
+        "    return with_distca(job(1, 1), timeout=30.0)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    arguments = ["--module", "job_of_a_user", "--config", "debug", "--distca.tolerance", "0.02"]
+    config = ConfigManager().parse_args(arguments)
+    assert isinstance(config, DistcaTrainer.Config)
+    assert config.distca == DistcaConfig(tolerance=0.02, timeout=30.0)
+    assert config.training.disable_cuda_graphs

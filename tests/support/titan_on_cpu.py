@@ -34,6 +34,7 @@ from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
 from torchtitan.models.llama3 import config_registry, model_registry  # noqa: E402
 
+import distca  # noqa: E402
 from distca.integrations.torchtitan_trainer import DistcaTrainer, with_distca  # noqa: E402
 from support import titan  # noqa: E402
 
@@ -149,4 +150,5 @@ def _run(config: Any) -> Run:
     }
     steps = trainer.distca.step if isinstance(trainer, DistcaTrainer) else 0
     trainer.close()
+    assert distca.get_context() is None
     return Run(losses, grads, steps)

@@ -1,0 +1,98 @@
+"""Faults of the integration of torchtitan."""
+
+from faults.fault import Fault
+
+ADAPTER = "python/distca/integrations/torchtitan.py"
+CONFIG = "python/distca/integrations/torchtitan_config.py"
+TRAINER = "python/distca/integrations/torchtitan_trainer.py"
+MODELS = "tests/integrations/test_torchtitan.py"
+EXACT = f"{MODELS}::test_two_ranks_have_loss_and_gradients_of_torchtitans_own_attention"
+PLANNED = f"{MODELS}::test_a_model_plans_its_batches_from_the_positions_of_all_ranks"
+JOB = "tests/integrations/test_torchtitan_trainer.py"
+
+FAULTS = [
+    Fault(
+        "torchtitan: a layer's window is a row too small",
+        CONFIG,
+        "return None if before < 0 else before + 1",
+        "return None if before < 0 else before",
+        (f"{MODELS}::test_models_differ_in_windows_sinks_and_value_heads",),
+    ),
+    Fault(
+        "torchtitan: values of latent attention have the dimension of keys",
+        CONFIG,
+        'getattr(attention, "v_head_dim", dim)',
+        "dim",
+        (f"{MODELS}::test_models_differ_in_windows_sinks_and_value_heads",),
+    ),
+    Fault(
+        "torchtitan: layers of multi-token prediction are overlooked",
+        CONFIG,
+        'for kind in ("layers", "mtp_layers"):',
+        'for kind in ("layers",):',
+        (EXACT,),
+    ),
+    Fault(
+        "torchtitan: gpt-oss's sinks are left out",
+        ADAPTER,
+        "sinks = None if out_transform is None else _sinks(out_transform)",
+        "sinks = None",
+        (EXACT,),
+    ),
+    Fault(
+        "torchtitan: a layer takes a plan of another window",
+        ADAPTER,
+        "if not found.same_window(self.window):",
+        "if False:",
+        (f"{MODELS}::test_what_a_plan_cannot_express_is_refused_by_name",),
+    ),
+    Fault(
+        "torchtitan: what a layer returns has the plan's dtype",
+        ADAPTER,
+        "out.unflatten(0, q_BLNH.shape[:2]).to(q_BLNH.dtype)",
+        "out.unflatten(0, q_BLNH.shape[:2])",
+        (f"{MODELS}::test_a_layers_output_has_the_dtype_and_shape_of_its_queries",),
+    ),
+    Fault(
+        "torchtitan: a copy of a batch's plan is another one",
+        ADAPTER,
+        "return self  # there is one context",
+        "return BatchPlan(self.plan, self.context)  # there is one context",
+        (f"{MODELS}::test_the_plan_of_a_batch_survives_pytrees_copies_and_the_splitting_of_keywords",),
+    ),
+    Fault(
+        "torchtitan: selective checkpointing runs core attention again",
+        ADAPTER,
+        "return super().get_save_ops() | {ops.core_attention.default, ops.core_attention_retain.default}",
+        "return super().get_save_ops() | {ops.core_attention_retain.default}",
+        (f"{MODELS}::test_selective_checkpointing_saves_core_attention",),
+    ),
+    Fault(
+        "torchtitan: each rank plans as if all had its own documents",
+        ADAPTER,
+        "dist.all_gather_object(of_ranks, of_ranks[0], group)",
+        "dist.all_gather_object(list(of_ranks), of_ranks[0], group)",
+        (PLANNED,),
+    ),
+    Fault(
+        "torchtitan: a row that begins inside of a document is planned",
+        ADAPTER,
+        "not bool(starts[:, 0].all())",
+        "len(starts) == 0",
+        (PLANNED,),
+    ),
+    Fault(
+        "torchtitan: the trainer's heads are not divided among tensor ranks",
+        TRAINER,
+        "tensor_parallel=tensor_parallel,",
+        "",
+        (JOB,),
+    ),
+    Fault(
+        "torchtitan: the trainer leaves its context open",
+        TRAINER,
+        "self.distca.close()",
+        "pass",
+        (JOB,),
+    ),
+]
