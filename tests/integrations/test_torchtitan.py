@@ -27,7 +27,7 @@ from distca.integrations.torchtitan import (
     plan_batches,
     windows_of,
 )
-from support import titan
+from support import titan, titan_stages
 
 EXPERTS = {"moe_comm_backend": "standard"}
 #: Model, flavor, number of layers, options. The layers are of all kinds that the model has.
@@ -277,3 +277,12 @@ def test_a_model_plans_its_batches_from_the_positions_of_all_ranks() -> None:
     assert "there is no context 'other'" in second_refusals[0]
     for refusal in (first_refusals[1], second_refusals[1]):
         assert refusal.startswith("rank 1: torchtitan: positions [2, 256] must be [B, L] and begin with 0 in every row")
+
+
+def test_stages_of_a_model_in_the_schedule_of_ticks_are_exact() -> None:
+    expected, of_ranks = titan_stages.alone(), launch(titan_stages.of_rank, ranks=4)
+    names = set(of_ranks[0].grads) | set(of_ranks[2].grads)
+    grads = {name: sum(result.grads[name] for result in of_ranks if name in result.grads) for name in names}
+    loss = sum(result.loss for result in of_ranks)
+    assert abs(loss - expected.loss) <= 1e-6 * expected.loss
+    assert titan.worst_gradient(titan.Result(loss, grads), expected) <= 1e-6

@@ -139,6 +139,23 @@ def _sinks(out_transform: Any) -> torch.Tensor:
     return sinks.to_local(grad_placements=sinks.placements) if hasattr(sinks, "to_local") else sinks
 
 
+class TickStage(torch.nn.Module):
+    """A part of a model as a stage of `distca.integrations.torch_pipelining.ScheduleTicks`.
+
+    Args:
+        part: a part that torchtitan's pipeline has cut off, or any of its models. All parts have as many layers.
+        context: the context or its name.
+    """
+
+    def __init__(self, part: torch.nn.Module, context: Context | str = "default") -> None:
+        super().__init__()
+        self.part, self.context = part, context
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, plan: PlanSource) -> torch.Tensor:
+        """What the part makes of tokens ``[B, L]``, or of what the stage before has made."""
+        return self.part(x, positions=positions, attention_masks=BatchPlan(plan, self.context))
+
+
 @override(target=VarlenAttention.Config, exact=True, description="core attention by distca")
 def use_distca(config: VarlenAttention.Config) -> DistcaAttention.Config:
     """The override of attention, for ``override.imports``."""
