@@ -45,6 +45,22 @@ def test_idle_stages_compute_as_much_as_busy_ones() -> None:
     assert [tick.largest for tick in stats.ticks] == largest
 
 
+def test_inside_stages_each_computes_its_own_rows_as_if_it_were_alone() -> None:
+    plans = _plans(across_stages=False, windows=[300, None], layers=1)
+    for number, tick in enumerate(plans.table):
+        made = plans.plan(number, 0)
+        assert all((task.server < 2) == (task.home < 2) for task in made.tasks)
+        for stage, work in enumerate(tick.work):
+            loads = made.stats.load[2 * stage : 2 * stage + 2]
+            if work is None:
+                assert loads == [0, 0]
+                continue
+            window = [300, None][stage]
+            alone = distca.plan(LAYOUTS[work.microbatch], HEADS, window=window, tolerance=0.02, min_rows=8)
+            assert loads == alone.stats.load
+    assert plans.stats.imbalance_after > 1.2 > _plans(windows=[300, None], layers=1).stats.imbalance_after
+
+
 def test_backward_ticks_have_the_loads_of_forward_ticks_mirrored() -> None:
     plans = _plans()
     ticks: dict[str, list[list[int]]] = {"forward": [], "backward": []}
@@ -157,6 +173,13 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> N
         options = options | {"stages": [[0, 1], [2, 3], [4, 5]]}
     with pytest.raises(distca.InvalidArgumentError, match=message):
         _plans(**options)
+
+
+@pytest.mark.parametrize("name", ["speeds", "servers", "ranks_per_node"])
+def test_balance_inside_stages_has_no_options_of_single_ranks(name: str) -> None:
+    options: dict[str, Any] = {"speeds": [1, 2, 1, 2], "servers": [0, 2], "ranks_per_node": 2}
+    with pytest.raises(distca.InvalidArgumentError, match=f"{name} = .* cannot be given with across_stages=False"):
+        _plans(across_stages=False, **{name: options[name]})
 
 
 def test_there_must_be_a_micro_batch() -> None:

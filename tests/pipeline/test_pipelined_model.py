@@ -92,6 +92,11 @@ def _run(case: Case) -> tuple[float, dict[str, torch.Tensor], float, int]:
             return whole.loss(h, labels) if is_last else h
 
         losses = ticks.run(stage, like=torch.empty(0, model.HIDDEN))
+        assert [(tick.phase, tick.work) for tick in ticks.times] == [
+            (tick.phase, tick.work[plans.stage]) for tick in plans.table
+        ]
+        ends = [0.0, *(tick.end for tick in ticks.times)]
+        assert all(end <= tick.begin <= tick.computed <= tick.end for end, tick in zip(ends, ticks.times, strict=False))
         steps = context.step
         dist.barrier()
     gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}

@@ -120,8 +120,9 @@ def with_plan(
             output = run(*args, **kwargs)
         finally:
             _forward.reset(token)
-    # Compiled layers cannot count. In a half of a ping-pong the context's steps are those of both halves.
-    calls = forward.calls if in_half() or found is None else found.step - before
+    # Compiled layers cannot count. But in a half of a ping-pong the context's steps are those of both halves, and in a
+    # tick those of the deepest stage.
+    calls = forward.calls if found is None or in_half() or isinstance(plan, PlanSource) else found.step - before
     _check_calls(model, calls)
     return output
 

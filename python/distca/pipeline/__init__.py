@@ -7,7 +7,7 @@ from distca.pipeline.plans_ahead import PipelinePlansAhead
 from distca.pipeline.stats import PipelineStats, TickStats
 from distca.pipeline.tick_plan import TickPlan
 from distca.pipeline.tick_table import Tick, TickTable, Work, tick_table
-from distca.pipeline.ticks import Ticks
+from distca.pipeline.ticks import Ticks, TickTime
 
 __all__ = [
     "CurrentTick",
@@ -20,6 +20,7 @@ __all__ = [
     "TickPlan",
     "TickStats",
     "TickTable",
+    "TickTime",
     "Ticks",
     "Work",
     "smallest_slots",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,8 @@ class CurrentTick:
         self.calls = [call for call in calls if call.phase == "backward" or not is_saved]
         self._taken = [0 for _ in plans.parts]  # forward steps that the model has taken, of each half
         self._first = ticks.context.step
+        #: When `hand_over` was called, in seconds of `time.monotonic`.
+        self.computed: float | None = None
 
     @property
     def name(self) -> str:
@@ -113,6 +116,7 @@ class CurrentTick:
                 expects.
         """
         self.check_complete()
+        self.computed = time.monotonic()
         plans = self._ticks.plans
         table, forward = plans.table, self.phase == "forward"
         num_stages = table.stages

@@ -49,6 +49,8 @@ class PipelinePlans:
         halves: for each micro-batch its two halves, ``[distca.halves(layout) for layout in layouts]``, if the stages
             run in `distca.PingPong`. Each half then has plans of its own, with ``overlap=True`` by default. A
             micro-batch has the same halves in forward and backward.
+        across_stages: False balances attention inside each stage only, to compare. Idle stages then compute nothing.
+            ``servers``, ``speeds`` and ``ranks_per_node`` cannot be given.
         context: the context that will run the plans, or its name, as in `distca.plan`.
         rank: the rank that the plans are seen from; by default the context's, or 0 without a context.
         options: the other arguments of `distca.plan`, but for ``mask``, ``window``, ``tasks``, ``label`` and
@@ -86,6 +88,7 @@ class PipelinePlans:
         windows: Sequence[int | None] | None = None,
         scores: Sequence[Scores] | None = None,
         halves: Sequence[tuple[Half, Half]] | None = None,
+        across_stages: bool = True,
         context: Context | str | None = None,
         rank: int | None = None,
         **options: Any,
@@ -94,6 +97,11 @@ class PipelinePlans:
         for name in ("mask", "window", "tasks", "retain_bytes", "label"):
             if name in options:
                 raise InvalidArgumentError(f"PipelinePlans: {name} = {options[name]!r} cannot be given; see its Args")
+        for name in ("servers", "speeds", "ranks_per_node"):
+            if not across_stages and options.get(name) is not None:
+                raise InvalidArgumentError(
+                    f"PipelinePlans: {name} = {options[name]!r} cannot be given with across_stages=False"
+                )
         if rank is None:
             here = None if context is None else find_context(context)
             rank = 0 if here is None else here.rank
@@ -112,7 +120,7 @@ class PipelinePlans:
         self.halves = None if halves is None else checked_halves(halves, self.layouts)
         options = {"heads": heads, "context": context, "rank": rank, "overlap": self.halves is not None, **options}
         self.parts: tuple[int | None, ...] = (None,) if halves is None else (0, 1)
-        planners = [StepPlanner(self._layouts_of(part), self.stages, options) for part in self.parts]
+        planners = [StepPlanner(self._layouts_of(part), self.stages, options, across_stages) for part in self.parts]
         #: The plans of each tick: those of its first step, of all parts, then those of the next one.
         self._plans = [self._plans_of(number, planners) for number in range(len(self.table))]
 

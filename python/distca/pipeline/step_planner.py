@@ -11,6 +11,8 @@ from distca.planner.layout import Layout
 from distca.planner.plan import Plan
 from distca.planner.planning import plan as plan_of
 from distca.planner.scores import Scores
+from distca.planner.stats import Task
+from distca.registry import find_context
 
 
 class StageStep(NamedTuple):
@@ -31,10 +33,14 @@ class StepPlanner:
         layouts: for each micro-batch its rows over the ranks of one stage.
         stages: for each stage its ranks.
         options: the other arguments of `distca.plan`.
+        across_stages: False lets each stage compute its own rows.
     """
 
-    def __init__(self, layouts: list[Layout], stages: list[list[int]], options: dict[str, Any]) -> None:
+    def __init__(
+        self, layouts: list[Layout], stages: list[list[int]], options: dict[str, Any], across_stages: bool
+    ) -> None:
         self._layouts, self._stages, self._options = layouts, stages, options
+        self._across_stages = across_stages
         #: The first plan of each kind, and the order in which its layout has the stages' documents.
         self._made: dict[Step, tuple[Plan, list[int]]] = {}
         self._identity = list(range(sum(map(len, stages))))
@@ -72,11 +78,41 @@ class StepPlanner:
 
     def _planned(self, layout: Layout, step: Step, label: str) -> Plan:
         parts = [part for part in step if part is not None]
+        options = self._options if self._across_stages else {**self._options, "tasks": self._inside_stages(step)}
+        return self._scored(layout, parts, label=label, **options)
+
+    def _scored(self, layout: Layout, parts: list[StageStep], **options: Any) -> Plan:
+        """The plan of a layout that has the documents of these parts, one after the other."""
         first = parts[0].scores if parts else Scores()
         if all(part.scores == first for part in parts) and first.scale is None and first.softcap is None:
-            return plan_of(layout, mask=first.mask, window=first.window, label=label, **self._options)
+            return plan_of(layout, mask=first.mask, window=first.window, **options)
         scores = [part.scores for part in parts for _ in self._layouts[part.microbatch].document_lengths]
-        return plan_of(layout, scores=scores, label=label, **self._options)
+        return plan_of(layout, scores=scores, **options)
+
+    def _inside_stages(self, step: Step) -> list[tuple[int, ...]]:
+        """The tasks of a step, of each stage as if it were alone."""
+        here = self._options.get("context")
+        context = None if here is None else find_context(here)
+        of_all = {"context", "rank", "servers", "speeds", "ranks_per_node", "capacity"}
+        options = {name: value for name, value in self._options.items() if name not in of_all}
+        if context is not None:
+            options.setdefault("cost", context.cost)
+        tasks: list[tuple[int, ...]] = []
+        documents = 0
+        for part, ranks in zip(step, self._stages, strict=True):
+            if part is None:
+                continue
+            layout = self._layouts[part.microbatch]
+            tasks += [
+                (documents + task.document, *_ranges(task), ranks[task.server])
+                for task in self._scored(layout, [part], **options).tasks
+            ]
+            documents += len(layout.document_lengths)
+        return tasks
+
+
+def _ranges(task: Task) -> tuple[int, int, int, int]:
+    return task.q_begin, task.q_end, task.kv_head_begin, task.kv_head_end
 
 
 def _are_alike(servers: list[int], options: dict[str, Any]) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,19 @@ from distca.pipeline.recomputation import groups_of_stages
 from distca.pipeline.tick_plan import TickPlan
 from distca.pipeline.tick_table import Work
 from distca.registry import find_context
+
+
+class TickTime(NamedTuple):
+    """When a rank did what in a tick. Times are seconds of `time.monotonic`."""
+
+    #: ``"forward"`` or ``"backward"``.
+    phase: str
+    #: What this rank's stage did; None if it only served.
+    work: Work | None
+    begin: float
+    #: When it had computed its work, or served, and began to hand over.
+    computed: float
+    end: float
 
 
 class Ticks:
@@ -51,6 +65,7 @@ class Ticks:
     Attributes:
         plans: as above.
         plan: what the model gets in the place of a `Plan`, in a ping-pong as an argument of both halves.
+        times: when the ticks that are over began and ended on this rank.
 
     Raises:
         InvalidArgumentError: an argument is wrong, or a shallow stage ends inside a group of `recompute`.
@@ -81,13 +96,17 @@ class Ticks:
         self.groups = groups_of_stages("Ticks", recompute, plans.layers)
         self.save_attention = save_attention
         self.plan = TickPlan(self)
+        self.times: list[TickTime] = []
         self._current: CurrentTick | None = None
 
     def __iter__(self) -> Iterator[CurrentTick]:
         for number in range(len(self.plans.table)):
+            begin = time.monotonic()
             tick = self._current = CurrentTick(self, number)
             yield tick
             tick.check_complete()
+            end = time.monotonic()
+            self.times.append(TickTime(tick.phase, tick.work, begin, tick.computed or end, end))
         self._current = None
 
     @property
