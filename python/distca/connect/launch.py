@@ -9,6 +9,7 @@ ends the others. This module is the parent's side; `rank_process` is that of a r
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -33,6 +34,8 @@ StartMethod = Literal["spawn", "forkserver"]
 
 GRACE_SECONDS = 5.0
 """How long the other ranks may take to end by themselves after one has failed."""
+KNOWN_GRACE_SECONDS = 1.0
+"""How long they may take once the first cause is known: a rank died, or told an error that echoes no other rank's."""
 _WAKE_SECONDS = 0.5
 
 
@@ -123,8 +126,8 @@ def launch(
         What each rank returned, by rank.
 
     Raises:
-        RankError: a rank failed. It names the rank that failed first, and why. The others get a few seconds to end by
-            themselves and are then killed.
+        RankError: a rank failed. It names the rank that failed first, and why. The others get a second to end by
+            themselves, or a few while the cause is not known, and are then killed.
         InvalidArgumentError: an argument is out of range or cannot be pickled.
         OperatingSystemError: the ranks take more open files than this process may have.
     """
@@ -190,11 +193,14 @@ def _supervise(group: list[_Rank]) -> bool:
     """Waits until every rank has ended. Returns whether Ctrl-C was pressed meanwhile."""
     interrupts = 0
     deadline: float | None = None
+    known = False
     while any(rank.running for rank in group):
         try:
             _collect(group, deadline)
             if deadline is None and any(rank.failed for rank in group):
                 deadline = time.monotonic() + GRACE_SECONDS
+            if not known and any(rank.failed and key[0] == 0 for rank in group if (key := _failure_key(rank))):
+                known, deadline = True, min(deadline or math.inf, time.monotonic() + KNOWN_GRACE_SECONDS)
             if deadline is not None and time.monotonic() > deadline:
                 for rank in group:
                     if rank.running:
@@ -259,7 +265,7 @@ def _headline(rank: _Rank) -> str:
     code = rank.process.exitcode
     after = " after its function had returned" if rank.report is not None else ""
     if rank.stopped_by_us:
-        return f"did not end within {GRACE_SECONDS:g} seconds of another rank's failure and was killed"
+        return "did not end by itself after another rank's failure and was killed"
     if code is not None and code < 0:
         return f"was killed by {_signal_name(-code)}{after}"
     if code == 0:
