@@ -4,7 +4,8 @@
 # make training  run the tests that train for minutes, which `make test` leaves out: beside the trainers of transformers
 #              and TRL, the examples, every feature of a run, kills and what is resumed
 # make fuzz    run the tests of the planner, and of changed plans, with 20 times as many random cases
-# make families  run every causal language model of transformers on two ranks: exact, or refused with the reason
+# make families  run every causal language model of transformers on two ranks, and train it by four processes that share
+#              it: exact, or refused with the reason
 # make titan     install torchtitan; run its models and its Trainer on CPU ranks: exact, or refused with the reason
 # make pipeline  run data, tensor and pipeline parallelism together in eight processes, in many forms: exact
 # make protocol  check the model of the steps' protocol with spin, where it is installed
@@ -51,7 +52,8 @@ INSTALL := $(PIP) install --no-build-isolation --no-deps --editable .
 
 # Whole runs, one after the other for minutes.
 TRAINING := $(addprefix tests/integrations/test_,trainer.py trl.py examples.py) \
-  $(addprefix tests/apps/test_train_,reference.py features.py export.py checkpoint.py resume.py damage.py ends.py)
+  $(addprefix tests/apps/test_train_,reference.py features.py export.py checkpoint.py resume.py damage.py ends.py) \
+  $(addprefix tests/apps/test_train_split_,forms.py resume.py ends.py)
 
 # Run by a target of their own, because torchtitan needs triton: 290 MB, and 1 GB once installed.
 TITAN := $(addprefix tests/integrations/test_torchtitan,.py _trainer.py)
@@ -78,7 +80,8 @@ fuzz: build $(VENV)/test-ready
 	  $(addprefix tests/plan/test_,plan.py plan_loads.py plan_memory.py plan_digest.py scheduler.py plan_fuzz.py) $(ARGS)
 
 families: build $(VENV)/test-ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integrations/families/every_model.py $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/integrations/families/every_model.py tests/apps/every_split.py \
+	  $(ARGS)
 
 titan: build $(VENV)/titan-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TITAN) $(ARGS)

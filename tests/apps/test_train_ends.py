@@ -1,7 +1,6 @@
 """How runs of `distca train` end before their last step: by signals, and by the death of a rank."""
 
 import os
-import re
 import signal
 import subprocess
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distca.apps.train.checkpoint import whole_checkpoints
-from support.train_runs import command, metrics_of, start, summary_of, write_texts
+from support.train_runs import command, metrics_of, ranks_of, start, summary_of, write_texts
 
 
 @pytest.fixture
@@ -27,20 +26,6 @@ def _wait_for_first_step(tmp_path: Path, process: subprocess.Popen[str]) -> None
         time.sleep(0.01)
 
 
-def _ranks_of(process: subprocess.Popen[str]) -> dict[str, int]:
-    """The process ids of the ranks that a command has started, by their names."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                name, fields = re.fullmatch(r"\d+ \((.*)\) (.*)\n", (folder / "stat").read_text()).groups()
-            except (OSError, AttributeError):
-                continue
-            if int(fields.split()[1]) == process.pid and name.startswith("distca-rank"):
-                found[name] = int(folder.name)
-    return found
-
-
 def _assert_gone(pids: dict[str, int]) -> None:
     for name, pid in pids.items():
         assert not Path(f"/proc/{pid}").exists(), f"{name} is still there"
@@ -52,7 +37,7 @@ def test_an_interrupt_ends_all_ranks_after_a_whole_step_with_the_summary(
 ) -> None:
     with start(command(tmp_path, "--steps", "100000", "--ranks", str(num_ranks))) as process:
         _wait_for_first_step(tmp_path, process)
-        ranks = _ranks_of(process)
+        ranks = ranks_of(process)
         process.send_signal(number)
         out, err = process.communicate(timeout=150)
     assert (process.returncode, sorted(ranks)) == (130, [f"distca-rank-{rank}" for rank in range(num_ranks)]), err
@@ -67,7 +52,7 @@ def test_an_interrupt_ends_all_ranks_after_a_whole_step_with_the_summary(
 def test_a_rank_that_is_killed_ends_the_run_with_an_error_that_names_it(data: Path, tmp_path: Path) -> None:
     with start(command(tmp_path, "--steps", "100000")) as process:
         _wait_for_first_step(tmp_path, process)
-        ranks = _ranks_of(process)
+        ranks = ranks_of(process)
         os.kill(ranks["distca-rank-1"], signal.SIGKILL)
         _, err = process.communicate(timeout=150)
     assert process.returncode == 1

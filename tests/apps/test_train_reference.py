@@ -1,6 +1,6 @@
 """A whole run of `distca train` beside a plain transformers.Trainer on one process: the same losses and weights.
 
-Two layers of Qwen3 with random weights, a tokenizer trained on the spot, 30 steps of two micro-batches.
+Two layers of Qwen3 from a checkpoint of transformers, a tokenizer trained on the spot, 30 steps of two micro-batches.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _texts(num: int, seed: int) -> list[str]:
 
 
 def _make_files(folder: Path) -> None:
-    """A tokenizer, a config.json, documents to train on and to evaluate on."""
+    """A tokenizer, a checkpoint with random weights, documents to train on and to evaluate on."""
     texts = {"data": _texts(60, seed=1), "evaluation": _texts(25, seed=1)[12:] + _texts(12, seed=2)}
     for name, documents in texts.items():
         lines = [json.dumps({"text": text}) + "\n" for text in documents]
@@ -96,7 +96,9 @@ def _make_files(folder: Path) -> None:
     file.pre_tokenizer = Whitespace()
     file.train_from_iterator(texts["data"], BpeTrainer(vocab_size=150, special_tokens=["[UNK]"]))
     transformers.PreTrainedTokenizerFast(tokenizer_object=file).save_pretrained(folder / "tokenizer")
-    (folder / "config.json").write_text(json.dumps({**QWEN3, "vocab_size": file.get_vocab_size()}))
+    torch.manual_seed(0)
+    shape = AutoConfig.for_model(**QWEN3, vocab_size=file.get_vocab_size())
+    AutoModelForCausalLM.from_config(shape).save_pretrained(folder / "checkpoint")
 
 
 def _config(folder: Path, name: str) -> TrainConfig:
@@ -104,7 +106,7 @@ def _config(folder: Path, name: str) -> TrainConfig:
         data=folder / "data.jsonl",
         eval_data=folder / "evaluation.jsonl",
         tokenizer=folder / "tokenizer",
-        model=str(folder / "config.json"),
+        model=str(folder / "checkpoint"),
         export=folder / f"{name}, exported",
         **{**COMMON, **RUNS[name]},
     )
@@ -211,8 +213,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint", attn_implementation="sdpa").train()
     model.config.use_cache = False
     arguments = TrainingArguments(
         output_dir=str(tmp_path_factory.mktemp("trainer")),
@@ -270,8 +271,7 @@ def test_an_exported_folder_has_the_weights_the_tokenizer_and_the_evaluation(
 ) -> None:
     exported = folder / f"{name}, exported"
     model = AutoModelForCausalLM.from_pretrained(exported)
-    torch.manual_seed(0)
-    start = dict(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).named_parameters())
+    start = dict(AutoModelForCausalLM.from_pretrained(folder / "checkpoint").named_parameters())
     expected = dict(reference.model.named_parameters())
     assert expected.keys() == dict(model.named_parameters()).keys()
     for key, weight in model.named_parameters():

@@ -198,7 +198,7 @@ def _saved_by_torch(value: object, *, in_zip: bool) -> bytes:
 
 
 @pytest.mark.parametrize("in_zip", [True, False], ids=["in a zip", "as a pickle"])
-@pytest.mark.parametrize("entry", ["optimizer.param_groups.0.lr", "schedule.last_epoch", "model.weight"])
+@pytest.mark.parametrize("entry", ["optimizer.param_groups.weight.lr", "schedule.last_epoch", "model.weight"])
 def test_a_value_that_calls_something_is_refused_by_the_name_of_what_it_calls_and_the_file(
     entry: str, in_zip: bool, checkpoint: Path, tmp_path: Path
 ) -> None:

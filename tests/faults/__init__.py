@@ -7,6 +7,7 @@ from faults import (
     plans,
     recording,
     retained,
+    split_runs,
     steps,
     tcp,
     titan,
@@ -16,6 +17,7 @@ from faults import (
 )
 
 FAULTS = [
+    *split_runs.FAULTS,
     *steps.FAULTS,
     *plans.FAULTS,
     *pipelines.FAULTS,

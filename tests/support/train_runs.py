@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -48,6 +49,20 @@ def command(tmp_path: Path, *options: str) -> list[str]:
 
 def start(arguments: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> dict[str, int]:
+    """The process ids of the ranks that a command has started, by their names."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                name, fields = re.fullmatch(r"\d+ \((.*)\) (.*)\n", (folder / "stat").read_text()).groups()
+            except (OSError, AttributeError):
+                continue
+            if int(fields.split()[1]) == process.pid and name.startswith("distca-rank"):
+                found[name] = int(folder.name)
+    return found
 
 
 def metrics_in(run_dir: Path) -> list[dict]:

@@ -20,14 +20,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim.lr_scheduler import LRScheduler
 
 from distca.apps.train.files import read_object, why
@@ -45,6 +47,8 @@ from distca.errors import DistcaError
 
 FOLDER = "checkpoints"
 _STATE = "state.json"
+_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+"""Every entry of the optimizer's state has the name of its parameter. Stages of a pipeline have different ones."""
 _WHOLE = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(_WHOLE.pattern + r"\.(partial|removed)")
 
@@ -60,6 +64,16 @@ class RunState:
     corpus: int  # fingerprint of the documents
 
 
+class SharedGradients(Protocol):
+    """The gradients of a model that processes share."""
+
+    def total_norm(self) -> float:
+        """The norm of all of them together. It is collective."""
+
+    def clip(self, largest: float) -> float:
+        """Scales them down to this norm of all together. Returns the norm before."""
+
+
 @dataclass
 class Trained:
     """Everything that training changes."""
@@ -69,10 +83,26 @@ class Trained:
     schedule: LRScheduler
     saved: torch.nn.Module | None = None  # the module whose parameter names a checkpoint has, if it is not `model`
     clip_norm: float | None = None  # largest norm of the gradients
+    shared: SharedGradients | None = None  # of a model that processes share; None if each has all of it
+    dtype: torch.dtype = torch.float32  # of attention and matrix products
+
+    def total_norm(self) -> float:
+        """The norm of all gradients together, the same on every rank."""
+        if self.shared is not None:
+            return self.shared.total_norm()
+        return _number(get_total_norm([one.grad for one in self.model.parameters() if one.grad is not None]))
+
+    def clip(self) -> float | None:
+        """Clips the gradients. Returns their norm before; None if the run does not clip."""
+        if self.clip_norm is None:
+            return None
+        if self.shared is not None:
+            return self.shared.clip(self.clip_norm)
+        return _number(clip_grad_norm_(self.model.parameters(), self.clip_norm))
 
     def state(self, saved_ranks: int) -> dict[str, Any]:
         """The state by name, for `torch.distributed.checkpoint`. Ranks below `saved_ranks` add their random state."""
-        model, optimizer = get_state_dict(self.saved or self.model, self.optimizer)
+        model, optimizer = get_state_dict(self.saved or self.model, self.optimizer, options=_BY_NAME)
         state = {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
         if dist.get_rank() < saved_ranks:
             state[_random_key()] = torch.get_rng_state()
@@ -84,10 +114,15 @@ class Trained:
             self.optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
+            options=_BY_NAME,
         )
         self.schedule.load_state_dict(state["schedule"])
         if (random := state.get(_random_key())) is not None:
             torch.set_rng_state(random)
+
+
+def _number(norm: torch.Tensor) -> float:
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
 def _random_key() -> str:
@@ -153,11 +188,11 @@ class Checkpoints:
             return
         try:
             with _failures(f"could not write the checkpoint {final}", final):
-                _on_rank_0(lambda: partial.mkdir(parents=True))
+                on_rank_0(lambda: partial.mkdir(parents=True))
                 writer = _Writer(partial, sync_files=True)
                 dcp.save(trained.state(dist.get_world_size()), storage_writer=writer)
                 digests = dict(collections.ChainMap(*_gathered(writer.digests)))
-                _on_rank_0(lambda: self._finish(partial, final, state, digests))
+                on_rank_0(lambda: self._finish(partial, final, state, digests))
         except DistcaError as error:
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -222,7 +257,7 @@ def _agreed(mine: bool) -> bool:
     return bool(answer)
 
 
-def _on_rank_0(work: Callable[[], object]) -> None:
+def on_rank_0(work: Callable[[], object]) -> None:
     """Does the work on rank 0 while the others wait. All ranks raise its error."""
     problem: list[Any] = [None]
     if dist.get_rank() == 0:

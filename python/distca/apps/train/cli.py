@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import os
 import signal
@@ -51,7 +52,8 @@ def add_command(commands: Any) -> None:
             about |= {"type": OPTION_TYPES[option.name], "choices": option.metadata["choices"]}
         if option.metadata["bare"] is not None:
             about |= {"nargs": "?", "const": option.metadata["bare"], "metavar": "FILE"}
-        command.add_argument(option_name(option.name), **about)
+        names = [option_name(option.name), *([option.metadata["also"]] if option.metadata["also"] else [])]
+        command.add_argument(*names, dest=option.name, **about)
     command.add_argument(
         "--resume",
         metavar="RUN|latest",
@@ -94,7 +96,11 @@ def _check_inputs(config: TrainConfig) -> None:
 
         tokenizer = Tokenizer(config.tokenizer)
     corpus, _ = read_corpora(config, tokenizer, show_progress=True)
-    if config.model is not None or tokenizer is not None:
+    if config.is_split:
+        from distca.apps.train.split_run import check_before_start
+
+        check_before_start(config, corpus.vocabulary(tokenizer))
+    elif config.model is not None or tokenizer is not None:
         from distca.apps.train.model import model_config
 
         model_config(config, corpus.vocabulary(tokenizer))
@@ -144,7 +150,10 @@ def _check_packages(config: TrainConfig) -> None:
 def _train_with_own_ranks(config: TrainConfig, resumed: Path | None) -> int:
     run_dir = resumed if resumed is not None else create_run_dir(config)
     signal.signal(signal.SIGTERM, _as_interrupt)
-    summary = launch(train_rank, config, run_dir, ranks=config.ranks)[0]
+    try:
+        summary = launch(train_rank, config, run_dir, ranks=config.ranks)[0]
+    finally:
+        gc.freeze()  # this process ends: to collect all that it has imported would take a second
     return _finish(summary)
 
 

@@ -37,10 +37,19 @@ class ConfigError(InvalidArgumentError):
 
 
 def _about(
-    help: str, choices: tuple[str, ...] | None = None, *, fixed: bool = False, bare: str | None = None
+    help: str,
+    choices: tuple[str, ...] | None = None,
+    *,
+    fixed: bool = False,
+    bare: str | None = None,
+    also: str | None = None,
 ) -> dict[str, Any]:
-    """Metadata of a field. `fixed`: a resumed run must keep it. `bare`: its value if it is given without one."""
-    return {"help": help, "choices": choices, "fixed": fixed, "bare": bare}
+    """Metadata of a field.
+
+    `fixed`: a resumed run must keep it. `bare`: its value if it is given without one. `also`: another name of the
+    option.
+    """
+    return {"help": help, "choices": choices, "fixed": fixed, "bare": bare, "also": also}
 
 
 @dataclass(frozen=True)
@@ -52,12 +61,36 @@ class TrainConfig:
     tokens_per_rank: int = field(
         default=4096,
         metadata=_about(
-            "tokens that each rank holds in a micro-batch; a step has one micro-batch unless --accumulate says more"
+            "tokens that each data rank holds in a micro-batch; a step has one micro-batch unless --micro-batches says "
+            "more"
         ),
     )
-    accumulate: int = field(
+    accumulate: int | None = field(
+        default=None,
+        metadata=_about(
+            "micro-batches in each step; their gradients are added up (default: 1; with --pipeline, twice the stages)",
+            fixed=True,
+            also="--micro-batches",
+        ),
+    )
+    pipeline: int = field(
         default=1,
-        metadata=_about("micro-batches in each step; their gradients are added up", fixed=True),
+        metadata=_about(
+            "stages of pipeline parallelism: each has a part of the layers, and all compute attention together"
+        ),
+    )
+    chunks: int = field(
+        default=1, metadata=_about("chunks of layers of each stage, which micro-batches pass one after the other")
+    )
+    layers_per_stage: str | None = field(
+        default=None,
+        metadata=_about(
+            "layers of each stage's chunks, such as 3,2 (default: dealt by the cost of the layers and the head)"
+        ),
+    )
+    tensor: int = field(
+        default=1,
+        metadata=_about("processes that share each layer (tensor parallelism, by the plan that transformers has)"),
     )
     data: Path | None = field(
         default=None,
@@ -267,10 +300,43 @@ class TrainConfig:
             _fail(self, "warmup_steps", "left out with --schedule constant, which has no warm-up")
         if self.compare and self.balance == "off":
             _fail(self, "balance", "left out with --compare, which runs every step both with and without balance")
+        self._check_split()
         if self.ping_pong and self.compile:
             _fail(self, "ping_pong", "left out with --compile, whose code cannot give the turn to the other half")
         if not self.name or self.name in (".", "..") or "/" in self.name or "\0" in self.name:
             _fail(self, "name", "the name of a folder, without '/'")
+
+    def _check_split(self) -> None:
+        if self.ranks % (self.pipeline * self.tensor):
+            _fail(self, "ranks", f"a multiple of --pipeline {self.pipeline} times --tensor {self.tensor}")
+        if self.pipeline == 1:
+            for name in ("chunks", "layers_per_stage"):
+                if getattr(self, name) != getattr(TrainConfig, name):
+                    _fail(self, name, "left out without --pipeline")
+        if self.chunks > 1 and self.micro_batches % self.pipeline:
+            _fail(self, "chunks", f"1, or --micro-batches ({self.micro_batches}) a multiple of --pipeline")
+        if not self.is_split:
+            return
+        how = self.how_split
+        if self.compile:
+            _fail(self, "compile", f"left out with {how}: the plan of a call depends on the tick it runs in")
+        if self.retain_bytes:
+            _fail(self, "retain_bytes", f"0 with {how}: a backward tick has other servers than the forward tick")
+        if self.fsdp and self.ping_pong:
+            _fail(self, "ping_pong", f"left out with {how} and --fsdp")
+        self.stage_layers()
+
+    def stage_layers(self) -> list[int] | None:
+        """The numbers in `--layers-per-stage`; None without it."""
+        if self.layers_per_stage is None:
+            return None
+        words = self.layers_per_stage.split(",")
+        found = [int(word) if word.strip().isdecimal() else 0 for word in words]
+        if len(found) != self.pipeline or min(found) < 1:
+            _fail(
+                self, "layers_per_stage", f"{self.pipeline} positive numbers, such as {','.join('2' * self.pipeline)}"
+            )
+        return found
 
     def _check_tiny(self) -> None:
         heads, kv_heads, hidden = (self.tiny(name) for name in ("heads", "kv_heads", "hidden"))
@@ -309,9 +375,31 @@ class TrainConfig:
         return STANDARD_LIBRARY_SCALE if self.data is None else 1.0
 
     @property
+    def is_split(self) -> bool:
+        """Whether processes share the model: by pipeline or tensor parallelism."""
+        return self.pipeline * self.tensor > 1
+
+    @property
+    def how_split(self) -> str:
+        """The option by which processes share the model."""
+        return "--pipeline" if self.pipeline > 1 else "--tensor"
+
+    @property
+    def data_ranks(self) -> int:
+        """The ranks that hold different rows of a micro-batch."""
+        return self.ranks // (self.pipeline * self.tensor)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        if self.accumulate is not None:
+            return self.accumulate
+        return 2 * self.pipeline if self.pipeline > 1 else 1
+
+    @property
     def tokens_per_batch(self) -> int:
         """Tokens of all ranks in a micro-batch. They alone decide which documents it holds."""
-        return self.ranks * self.tokens_per_rank
+        return self.data_ranks * self.tokens_per_rank
 
     def as_json(self) -> dict[str, Any]:
         values = {option.name: getattr(self, option.name) for option in fields(self)}
@@ -335,20 +423,20 @@ class TrainConfig:
 
 
 _LEAST: dict[str, float] = {
-    "ranks": 1, "steps": 1, "tokens_per_rank": 1, "accumulate": 1, "hidden": 1, "layers": 1, "heads": 1, "kv_heads": 1,
-    "seed": 0, "retain_bytes": 0, "checkpoint_every": 0, "keep_checkpoints": 1, "eval_every": 0, "eval_steps": 1,
-    "warmup_steps": 0, "weight_decay": 0,
+    "ranks": 1, "steps": 1, "tokens_per_rank": 1, "accumulate": 1, "pipeline": 1, "chunks": 1, "tensor": 1, "hidden": 1,
+    "layers": 1, "heads": 1, "kv_heads": 1, "seed": 0, "retain_bytes": 0, "checkpoint_every": 0, "keep_checkpoints": 1,
+    "eval_every": 0, "eval_steps": 1, "warmup_steps": 0, "weight_decay": 0,
 }  # fmt: skip
 
 OPTION_TYPES: dict[str, Callable[[str], Any]] = {
-    "ranks": int, "steps": int, "tokens_per_rank": int, "accumulate": int, "data": Path, "doc_scale": float,
-    "tokenizer": Path, "model": str, "hidden": int, "layers": int, "heads": int, "kv_heads": int, "dtype": str,
-    "master_weights": bool, "lr": float, "schedule": str, "warmup_steps": int, "weight_decay": float,
-    "clip_norm": float, "seed": int, "balance": str, "tolerance": float, "retain_bytes": int, "compare": bool,
-    "fsdp": bool, "compile": bool, "checkpoint_activations": bool, "ping_pong": bool, "eval_data": Path,
-    "eval_fraction": float, "eval_every": int, "eval_steps": int, "checkpoint_every": int, "keep_checkpoints": int,
-    "export": Path, "trace": str, "nsys": bool, "log_memory": bool, "track": str, "timeout": float, "name": str,
-    "runs_dir": Path,
+    "ranks": int, "steps": int, "tokens_per_rank": int, "accumulate": int, "pipeline": int, "chunks": int,
+    "layers_per_stage": str, "tensor": int, "data": Path, "doc_scale": float, "tokenizer": Path, "model": str,
+    "hidden": int, "layers": int, "heads": int, "kv_heads": int, "dtype": str, "master_weights": bool, "lr": float,
+    "schedule": str, "warmup_steps": int, "weight_decay": float, "clip_norm": float, "seed": int, "balance": str,
+    "tolerance": float, "retain_bytes": int, "compare": bool, "fsdp": bool, "compile": bool,
+    "checkpoint_activations": bool, "ping_pong": bool, "eval_data": Path, "eval_fraction": float, "eval_every": int,
+    "eval_steps": int, "checkpoint_every": int, "keep_checkpoints": int, "export": Path, "trace": str, "nsys": bool,
+    "log_memory": bool, "track": str, "timeout": float, "name": str, "runs_dir": Path,
 }  # fmt: skip
 """The function by which the command line reads each field."""
 

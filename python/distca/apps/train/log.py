@@ -94,8 +94,17 @@ class RunLog:
             if self._tracker is not None:
                 self._tracker.step(metrics.step, metrics.scalars())
 
-    def finish(self, interrupted: bool, notes: Sequence[str] = (), traces: Sequence[Trace] = ()) -> dict[str, Any]:
-        """Writes summary and report, and returns the summary. `traces` are those of all ranks, if there are any."""
+    def finish(
+        self,
+        interrupted: bool,
+        notes: Sequence[str] = (),
+        traces: Sequence[Trace] = (),
+        more: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """Writes summary and report, and returns the summary.
+
+        `traces` are those of all ranks, if there are any. `more` are further paragraphs of the report.
+        """
         traced = figures(traces, after_warm_up(windows(traces))) if traces else None
         summary = {
             "run": str(self._run_dir),
@@ -110,7 +119,7 @@ class RunLog:
         if self._run_dir is not None:
             assert self._last is not None  # no run ends before its first step
             with writing(self._run_dir):
-                write_report(self._run_dir, self._config, summary, self._steps, self._last)
+                write_report(self._run_dir, self._config, summary, self._steps, self._last, more)
                 if traced is not None:
                     add_timeline(self._run_dir, traces, traced)
                 _write(self._run_dir / "summary.json", _json(summary))

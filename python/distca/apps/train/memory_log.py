@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -14,7 +14,6 @@ import torch
 from distca.apps.train.files import writing
 from distca.context import Context
 from distca.planner.memory import SLOTS
-from distca.planner.plan import Plans
 
 VARIABLE = "EXPERIMENT_LOG_MEMORY_USAGE"
 
@@ -22,8 +21,11 @@ VARIABLE = "EXPERIMENT_LOG_MEMORY_USAGE"
 class Watch:
     """The base class of observers that are told how far a step has come. It does nothing."""
 
-    def begin(self, plans: Sequence[Plans]) -> None:
-        """Forward of a micro-batch with these plans begins. With ping-pong they are the plans of both halves."""
+    def begin(self, arenas: Callable[[int], dict[str, int]]) -> None:
+        """Forward of a micro-batch, or an iteration, begins.
+
+        `arenas` tells the bytes that its plans take of the heap on a rank of the context, in each phase.
+        """
 
     def note(self, point: str) -> None:
         """A point of the step is over: forward, backward or optimizer."""
@@ -70,15 +72,11 @@ class MemoryLog(Watch):
         """Notes that step `number` begins."""
         self._number = number
 
-    def begin(self, plans: Sequence[Plans]) -> None:
+    def begin(self, arenas: Callable[[int], dict[str, int]]) -> None:
         if self._file is None:
             return
-        self._step = {"step": self._number, "heap": self._heap}
-        for phase in ("forward", "backward"):
-            # The halves are under way together, each in a slot of its own. The layers of one half follow each other.
-            self._step[f"arena_{phase}"] = sum(
-                max(plan.stats.arena_bytes[phase][self._rank].total for plan in half.values()) for half in plans
-            )
+        taken = {f"arena_{phase}": size for phase, size in arenas(self._rank).items()}
+        self._step = {"step": self._number, "heap": self._heap, **taken}
         self.note("begin")
 
     def note(self, point: str) -> None:

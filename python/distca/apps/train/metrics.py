@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from distca.pipeline import PipelinePlans
 from distca.planner.layout import Layout
 from distca.planner.plan import Plans
 
+_COMPARED = ("unbalanced", "inside_stages")
 _ENDS = 5  # number of steps at either end over which the loss is averaged
 
 
@@ -50,10 +52,32 @@ class AttentionLoads:
             larger_half=sum(map(max, halves)) / sum(map(sum, halves)) if len(halves[0]) == 2 else None,
         )
 
+    @staticmethod
+    def of_ticks(plans: PipelinePlans) -> AttentionLoads:
+        """Adds up the plans of an iteration of a pipeline. A load is that of forward and of backward ticks.
+
+        An imbalance is the sum over ticks of the largest load, over the sum of the means.
+        """
+        stats = plans.stats
+        steps = [step for tick in stats.ticks for step in tick.steps]
+        halves = None
+        if plans.halves is not None:
+            of_parts = [[sum(step.load_before) for step in steps[part :: len(plans.parts)]] for part in (0, 1)]
+            halves = sum(map(max, *of_parts)) / (sum(map(sum, of_parts)) or 1)
+        return AttentionLoads(
+            before=_added([step.load_before for step in steps]),
+            after=_added([step.load for step in steps]),
+            imbalance_before=stats.imbalance_before,
+            imbalance_after=stats.imbalance_after,
+            bytes=stats.bytes,
+            plan_ms=sum(step.plan_ms for step in {id(step): step for step in steps}.values()),
+            larger_half=halves,
+        )
+
 
 @dataclass(frozen=True)
-class Unbalanced:
-    """A step with every row computed at home, compared with the balanced step."""
+class Compared:
+    """A step with other plans, compared with the balanced step."""
 
     seconds: float
     loss_difference: float  # relative
@@ -67,8 +91,9 @@ class StepResult:
     loss: float  # mean over all targets of all ranks
     interrupted: bool  # whether any rank was asked to stop
     seconds: float  # on this rank, since the end of the step before
-    unbalanced: Unbalanced | None = None
+    unbalanced: Compared | None = None
     grad_norm: float | None = None  # of all gradients before clipping, if the run clips
+    inside_stages: Compared | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +108,8 @@ class StepMetrics:
     imbalance_after: float  # the same, as planned
     bytes: int  # moved between ranks, forward and backward, all layers
     plan_ms: float  # planning one step on one rank
-    unbalanced: Unbalanced | None = None  # if the run compares
+    unbalanced: Compared | None = None  # every row computed at home, if the run compares
+    inside_stages: Compared | None = None  # balanced inside each stage, if a pipeline compares
     larger_half: float | None = None  # with ping-pong, the share of the attention that its larger half has
     grad_norm: float | None = None  # of all gradients before clipping, if the run clips
     eval_loss: float | None = None  # after this step, on documents held out, if it was evaluated
@@ -100,6 +126,7 @@ class StepMetrics:
             bytes=loads.bytes,
             plan_ms=loads.plan_ms,
             unbalanced=result.unbalanced,
+            inside_stages=result.inside_stages,
             larger_half=loads.larger_half,
             grad_norm=result.grad_norm,
         )
@@ -110,12 +137,14 @@ class StepMetrics:
         values = json.loads(line)
         if not isinstance(values, dict):
             raise TypeError("no object")
-        beside = values.get("unbalanced")
-        figures = [*(value for name, value in values.items() if name != "unbalanced"), *(beside or {}).values()]
+        beside = {name: values[name] for name in _COMPARED if values.get(name) is not None}
+        figures = [
+            *(value for name, value in values.items() if name not in _COMPARED),
+            *(figure for other in beside.values() for figure in other.values()),
+        ]
         if not all(isinstance(figure, int | float) for figure in figures):
             raise TypeError("a figure is not a number")
-        if beside is not None:
-            values["unbalanced"] = Unbalanced(**beside)
+        values |= {name: Compared(**other) for name, other in beside.items()}
         return StepMetrics(**values)
 
     def to_json(self) -> str:
@@ -134,6 +163,8 @@ class StepMetrics:
         }
         if self.unbalanced is not None:
             scalars["seconds/unbalanced"] = self.unbalanced.seconds
+        if self.inside_stages is not None:
+            scalars["seconds/balanced inside stages"] = self.inside_stages.seconds
         if self.grad_norm is not None:
             scalars["gradient norm"] = self.grad_norm
         if self.eval_loss is not None:
@@ -169,16 +200,17 @@ def summarise(steps: list[StepMetrics]) -> dict[str, Any]:
     evaluated = [step for step in steps if step.eval_loss is not None]
     if evaluated:
         summary["eval_loss"], summary["eval_step"] = evaluated[-1].eval_loss, evaluated[-1].step
-    compared = [(step.seconds, step.unbalanced) for step in timed if step.unbalanced is not None]
-    if compared:
-        summary["compare"] = {
-            "steps": len(compared),
-            "seconds_balanced": statistics.median(seconds for seconds, _ in compared),
-            "seconds_unbalanced": statistics.median(other.seconds for _, other in compared),
-            "ratio": statistics.median(seconds / other.seconds for seconds, other in compared),
-            "loss_difference": max(other.loss_difference for _, other in compared),
-            "gradient_difference": max(other.gradient_difference for _, other in compared),
-        }
+    for key, name in (("compare", "unbalanced"), ("compare_inside_stages", "inside_stages")):
+        compared = [(step.seconds, other) for step in timed if (other := getattr(step, name)) is not None]
+        if compared:
+            summary[key] = {
+                "steps": len(compared),
+                "seconds_balanced": statistics.median(seconds for seconds, _ in compared),
+                f"seconds_{name}": statistics.median(other.seconds for _, other in compared),
+                "ratio": statistics.median(seconds / other.seconds for seconds, other in compared),
+                "loss_difference": max(other.loss_difference for _, other in compared),
+                "gradient_difference": max(other.gradient_difference for _, other in compared),
+            }
     return summary
 
 
@@ -229,6 +261,11 @@ def describe(summary: dict[str, Any]) -> str:
             f"           the same loss to {compare['loss_difference']:.1e}, the same gradient norm to "
             f"{compare['gradient_difference']:.1e} (largest relative differences)",
         ]
+    if (compare := summary.get("compare_inside_stages")) is not None:
+        lines.append(
+            f"           {compare['seconds_inside_stages']:.3f} s balanced inside each stage, ratio "
+            f"{compare['ratio']:.3f}, the same loss to {compare['loss_difference']:.1e}"
+        )
     if (traced := summary.get("trace")) is not None:
         lines.append(
             f"idle       {min(traced['idle']):.2%} of a step on the slowest rank, {max(traced['idle']):.2%} on the one "

@@ -1,6 +1,6 @@
 """Micro-batches: the batches of forward and backward with their plans, made while the one before is computed.
 
-An optimizer step has `--accumulate` micro-batches. The loss of a step is the mean over all targets of all its
+An optimizer step has `--micro-batches` micro-batches. The loss of a step is the mean over all targets of all its
 micro-batches and ranks. Therefore each micro-batch knows the number of targets before the others are planned.
 """
 
@@ -37,6 +37,14 @@ class MicroBatch:
         """The plans of each part."""
         return [plans for _, plans in self.parts if isinstance(plans, Plans)]
 
+    def arenas(self, rank: int) -> dict[str, int]:
+        """The bytes that the plans take of the heap on a rank, in each phase."""
+        # The halves are under way together, each in a slot of its own. The layers of one half follow each other.
+        return {
+            phase: sum(max(plan.stats.arena_bytes[phase][rank].total for plan in half.values()) for half in self.plans)
+            for phase in ("forward", "backward")
+        }
+
 
 @contextmanager
 def planned(
@@ -46,7 +54,7 @@ def planned(
     window = windows[0] if len(set(windows)) == 1 else None
 
     def parts() -> Iterator[_Part]:
-        for batch, num_targets, last in _in_steps(batches, config.accumulate):
+        for batch, num_targets, last in _in_steps(batches, config.micro_batches):
             for part in batch.halves(context.rank, window) if config.ping_pong else (batch,):
                 yield _Part(part, num_targets, last)
 

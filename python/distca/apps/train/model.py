@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,17 @@ import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from distca.apps.train.config import ConfigError, TrainConfig
+from distca.apps.train.weights import MatricesOnMeta, make_weights
 from distca.checkpoint import save_core_attention
 from distca.errors import InvalidArgumentError
 from distca.integrations import hf
@@ -57,30 +66,79 @@ def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
     Raises:
         ConfigError: transformers cannot make the model, or a plan cannot express it.
     """
+    shape, checkpoint = model_config(config, vocabulary)
+    model = without_weights(config, shape) if _takes_weights(config) else with_weights(config, shape, checkpoint)
+    hf.check_model(model, dist.get_world_size())
+    return model
+
+
+def without_weights(config: TrainConfig, shape: PreTrainedConfig) -> PreTrainedModel:
+    """The model in training mode, its tensors on the meta device.
+
+    Raises:
+        ConfigError: transformers cannot make the model.
+    """
+    with _mistakes_told(config), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(shape, attn_implementation=hf.NAME)
+    return _for_training(model, config)
+
+
+def with_weights(
+    config: TrainConfig,
+    shape: PreTrainedConfig,
+    checkpoint: Path | None,
+    cut: Callable[[PreTrainedModel], None] = lambda model: None,
+) -> PreTrainedModel:
+    """The model in training mode, with random weights or those of a checkpoint.
+
+    Args:
+        config: the options of the run.
+        shape: the model's configuration.
+        checkpoint: the folder of its weights, or None.
+        cut: drops parts of the model that this process does not need. Their weights are neither made nor loaded.
+
+    Raises:
+        ConfigError: transformers cannot make the model.
+    """
     if dist.get_rank() != 0 or not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
-    torch.manual_seed(config.seed)
-    shape, checkpoint = model_config(config, vocabulary)
-    model: PreTrainedModel
-    try:
-        if checkpoint is None or _takes_weights(config):
-            with torch.device("meta") if _takes_weights(config) else nullcontext():
-                model = AutoModelForCausalLM.from_config(shape, attn_implementation=hf.NAME)
+    with _mistakes_told(config):
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(shape)]
+
+        class Part(kind):  # type: ignore[misc, valid-type]
+            def __init__(self, config: PreTrainedConfig) -> None:
+                super().__init__(config)
+                cut(self)
+
+        Part.__name__ = kind.__name__
+        model: PreTrainedModel
+        if checkpoint is None:
+            with MatricesOnMeta():
+                model = Part._from_config(shape, attn_implementation=hf.NAME)
+            make_weights(model, config.seed)
         else:
-            model = AutoModelForCausalLM.from_pretrained(
-                checkpoint, config=shape, attn_implementation=hf.NAME, local_files_only=True
-            )
+            model = Part.from_pretrained(checkpoint, config=shape, attn_implementation=hf.NAME, local_files_only=True)
+            torch.manual_seed(config.seed)
+    return _for_training(model, config)
+
+
+def _for_training(model: PreTrainedModel, config: TrainConfig) -> PreTrainedModel:
+    for parameter in model.parameters():  # not buffers: rotary frequencies would lose the positions of long documents
+        parameter.data = parameter.data.to(config.weights_dtype)
+    return model.train()
+
+
+@contextmanager
+def _mistakes_told(config: TrainConfig) -> Iterator[None]:
+    """Raises ConfigError for what transformers cannot make."""
+    try:
+        yield
     except InvalidArgumentError as error:
         raise ConfigError(f"--model is {config.model}: {error}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"--model is {config.model}, which is not a language model of transformers: {error}"
         ) from error
-    for parameter in model.parameters():  # not buffers: rotary frequencies would lose the positions of long documents
-        parameter.data = parameter.data.to(config.weights_dtype)
-    model.train()
-    hf.check_model(model, dist.get_world_size())
-    return model
 
 
 def _takes_weights(config: TrainConfig) -> bool:
@@ -110,7 +168,7 @@ def model_config(config: TrainConfig, vocabulary: int) -> tuple[PreTrainedConfig
 
 def check_positions(shape: PreTrainedConfig, config: TrainConfig, longest_document: int) -> None:
     """Raises ConfigError if a document may be longer than the positions that the model was made for."""
-    positions = getattr(shape, "max_position_embeddings", None)
+    positions = getattr(shape.get_text_config(), "max_position_embeddings", None)
     longest = min(longest_document, config.tokens_per_batch)
     if positions is not None and longest > positions:
         raise ConfigError(
@@ -166,7 +224,7 @@ def wrap(model: PreTrainedModel, config: TrainConfig) -> torch.nn.Module:
     attention included. Around the layers transformers prepares masks in Python, where a compiler gains nothing.
     """
     if config.checkpoint_activations:
-        _checkpoint_activations(model)
+        checkpoint_activations(model)
     if config.compile:
         for layer in _layers(model):
             layer.compile()
@@ -180,7 +238,7 @@ def wrap(model: PreTrainedModel, config: TrainConfig) -> torch.nn.Module:
     return wrapped
 
 
-def _checkpoint_activations(model: PreTrainedModel) -> None:
+def checkpoint_activations(model: PreTrainedModel) -> None:
     """Turns activation checkpointing on. It does not run attention again, whose steps are those of all ranks."""
     # Versions of transformers that have the newer name deprecate the older one.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

@@ -40,9 +40,17 @@ def missing_packages() -> list[str]:
 
 
 def write_report(
-    run_dir: Path, config: TrainConfig, summary: dict[str, Any], steps: list[StepMetrics], loads: AttentionLoads
+    run_dir: Path,
+    config: TrainConfig,
+    summary: dict[str, Any],
+    steps: list[StepMetrics],
+    loads: AttentionLoads,
+    more: Sequence[str] = (),
 ) -> None:
-    """Writes `report.md` and, if matplotlib is installed, its pictures. `loads` are those of the last step."""
+    """Writes `report.md` and, if matplotlib is installed, its pictures.
+
+    `loads` are those of the last step. `more` are further paragraphs on attention.
+    """
     picture = importlib.util.find_spec("matplotlib") is not None
     if picture:
         draw_plan(run_dir / PICTURE, steps, loads)
@@ -65,6 +73,7 @@ def write_report(
     if picture:
         parts.append(f"![Attention load of each rank before and after balancing]({PICTURE})")
     parts += [
+        *more,
         "## Command and configuration",
         f"    {command(config)}",
         _table(("option", "value"), [(f"`{name}`", value) for name, value in options_in_full(config).items()]),
@@ -180,6 +189,11 @@ def _figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
             ("ratio (median of the pairs)", f"{compare['ratio']:.3f}"),
             ("largest relative difference of the losses", f"{compare['loss_difference']:.1e}"),
             ("largest relative difference of the gradient norms", f"{compare['gradient_difference']:.1e}"),
+        ]
+    if (compare := summary.get("compare_inside_stages")) is not None:
+        figures += [
+            ("step time balanced inside each stage (median)", f"{compare['seconds_inside_stages']:.4f} s"),
+            ("ratio to it (median of the pairs)", f"{compare['ratio']:.3f}"),
         ]
     return figures
 

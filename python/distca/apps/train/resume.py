@@ -58,6 +58,7 @@ def resumed_config(run_dir: Path, given: dict[str, Any]) -> TrainConfig:
     saved = replace(saved_config(run_dir), export=None)  # a folder that may be anywhere
     if saved.trace:  # that file has the run's first steps, and may be anywhere
         saved = replace(saved, trace="")
+    saved = replace(saved, accumulate=saved.micro_batches)  # also where the stages, which the default follows, change
     if "name" in given:
         raise ConfigError(f"--name is {given['name']}, but a resumed run goes on in its folder: leave it out")
     for option in fields(TrainConfig):
@@ -67,12 +68,17 @@ def resumed_config(run_dir: Path, given: dict[str, Any]) -> TrainConfig:
                 f"{option_name(option.name)} is {given[option.name]}, the run {run_dir} has {before}: "
                 "leave it out, or start a new run"
             )
+    if given.get("pipeline", saved.pipeline) != saved.pipeline:  # what was said of the stages of before
+        saved = replace(saved, layers_per_stage=None, chunks=1)
+    if given.get("chunks", saved.chunks) != saved.chunks:
+        saved = replace(saved, layers_per_stage=None)
     config = replace(saved, **given)
     if config.tokens_per_batch != saved.tokens_per_batch:
-        per_rank, rest = divmod(saved.tokens_per_batch, config.ranks)
+        per_rank, rest = divmod(saved.tokens_per_batch, config.data_ranks)
         fits = "" if rest else f"; with --ranks {config.ranks} that is --tokens-per-rank {per_rank}"
+        ranks = f"{config.data_ranks} data ranks" if config.is_split else f"--ranks {config.ranks}"
         raise ConfigError(
-            f"--ranks {config.ranks} times --tokens-per-rank {config.tokens_per_rank} are "
+            f"{ranks} times --tokens-per-rank {config.tokens_per_rank} are "
             f"{config.tokens_per_batch} tokens a step, must be the run's {saved.tokens_per_batch}{fits}"
         )
     taken, last = list(whole_checkpoints(run_dir).items())[-1]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
 from distca.apps.train.memory_log import Watch
 from distca.context import Context
-from distca.planner.plan import Plans
 from distca.trace.timeline import TRACE
 from distca.trace.trace import Trace, TrainingPhase, write_trace
 
@@ -29,9 +28,9 @@ class _Phases(Watch):
         self._phases, self._other = phases, other
         self._at = 0.0
 
-    def begin(self, plans: Sequence[Plans]) -> None:
+    def begin(self, arenas: Callable[[int], dict[str, int]]) -> None:
         self._at = time.monotonic()
-        self._other.begin(plans)
+        self._other.begin(arenas)
 
     def note(self, point: str) -> None:
         self._other.note(point)
@@ -86,11 +85,17 @@ class StepTraces:
             return
         self._context.stop_trace()
         files, self._files = self._files, ()
+        # With tensor parallelism several contexts have a rank of that number.
+        of_rank = self._context.global_ranks
         mine = Trace(
-            self._context.rank,
-            [span for trace in self._traces for span in trace.spans],
-            [sent for trace in self._traces for sent in trace.transfers],
-            [sent for trace in self._traces for sent in trace.copies],
+            dist.get_rank(),
+            [
+                span._replace(peer=of_rank[span.peer] if span.peer >= 0 else -1)
+                for trace in self._traces
+                for span in trace.spans
+            ],
+            [sent._replace(peer=of_rank[sent.peer]) for trace in self._traces for sent in trace.transfers],
+            [sent._replace(peer=of_rank[sent.peer]) for trace in self._traces for sent in trace.copies],
             [step for trace in self._traces for step in trace.steps],
             [phase for trace in self._traces for phase in trace.phases],
         )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -22,25 +21,21 @@ from distca.apps.train.config import TrainConfig
 from distca.apps.train.corpora import read_corpora
 from distca.apps.train.corpus import Corpus
 from distca.apps.train.data import Batches
+from distca.apps.train.data_parallel import DataParallel
 from distca.apps.train.evaluation import Evaluation
-from distca.apps.train.export import export_model
 from distca.apps.train.files import writing
 from distca.apps.train.log import RunLog
 from distca.apps.train.memory_log import MemoryLog
-from distca.apps.train.metrics import AttentionLoads, StepMetrics
-from distca.apps.train.micro_batches import MicroBatch, planned
-from distca.apps.train.model import build_model, check_positions, wrap
-from distca.apps.train.optimizer import make_optimizer
+from distca.apps.train.metrics import StepMetrics
+from distca.apps.train.model import check_positions
 from distca.apps.train.progress import Progress
 from distca.apps.train.resume import check_steps_left
 from distca.apps.train.sources import DataError
-from distca.apps.train.step import compared_step, train_step
+from distca.apps.train.step import BALANCED, compared_step, train_step
 from distca.apps.train.tokens import Tokenizer
 from distca.apps.train.tracing import TRACED_STEPS, StepTraces, trace_files
-from distca.connect.init import init
+from distca.apps.train.work import Parallelism
 from distca.errors import DistcaError
-from distca.integrations.hf import heads_of, windows_of
-from distca.pingpong.ping_pong import PingPong
 from distca.trace.nsys import Capture
 
 _SAME_SIGNAL_SECONDS = 0.5  # torchrun repeats the terminal's Ctrl-C
@@ -68,46 +63,47 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
     corpora = [corpus] if held_out is None else [corpus, held_out]
     for one in corpora:
         _check_same_corpus(one)
-    model = build_model(config, corpus.vocabulary(tokenizer))
-    shape = model.config.get_text_config()
-    check_positions(shape, config, max(length for one in corpora for length in one.lengths()))
-    heads, windows = heads_of(shape, config.torch_dtype), windows_of(shape)
-    trained = _start_of_training(wrap(model, config), model, config)
+    run = _parallelism(config, corpus.vocabulary(tokenizer))
+    check_positions(run.model.config, config, max(length for one in corpora for length in one.lengths()))
+    trained = run.trained
     run_dir, last = _agree_on_run(run_dir)
     checkpoints = Checkpoints(run_dir, keep=config.keep_checkpoints)
     start = _resume(trained, checkpoints, last, corpus) if last is not None else 0
     check_steps_left(config, start, run_dir)
-    batches = _batches(config, corpus, start)
-    with (
-        stop_request() as stop,
-        init(max_tokens=config.tokens_per_rank, heads=heads, timeout=config.timeout, nsys=config.nsys) as context,
-        planned(config, batches, context, windows, balance=config.balance == "on") as micro_batches,
-        planned(config, batches, context, windows, balance=False) if config.compare else nullcontext() as others,
-        Progress(config.steps, start, shows=rank == 0) as progress,
-        RunLog(config, run_dir if rank == 0 else None, corpus, start=start) as log,
-        MemoryLog(run_dir / f"memory-rank{rank}.jsonl" if config.log_memory else None, context) as memory,
-        closing(Capture(config.nsys, TRACED_STEPS)) as capture,
-    ):
+    ways = [BALANCED, *(run.compared if config.compare else ())]
+    with ExitStack() as opened, stop_request() as stop, run.context() as context:
+        planned = {
+            way: opened.enter_context(run.steps(_batches(config, corpus, start, run), context, way)) for way in ways
+        }
+        progress = opened.enter_context(Progress(config.steps, start, shows=rank == 0))
+        log = opened.enter_context(RunLog(config, run_dir if rank == 0 else None, corpus, start=start))
+        log_file = run_dir / f"memory-rank{rank}.jsonl" if config.log_memory else None
+        memory = opened.enter_context(MemoryLog(log_file, context))
+        capture = opened.enter_context(closing(Capture(config.nsys, TRACED_STEPS)))
         traces = StepTraces(context, trace_files(run_dir, config.trace))
-        evaluation = Evaluation(config, held_out, context, windows)
+        evaluation = Evaluation(config, held_out, context, run)
         since = time.perf_counter()
         for step in range(start, config.steps):
             memory.step(step)
             watch = traces.watch(memory)
-            work = Kept(itertools.islice(micro_batches, config.accumulate))
-            if others is None:
-                result = train_step(trained, work, stop.requested, since, watch)
+            of_ways = {way: next(steps) for way, steps in planned.items()}
+            work = of_ways[BALANCED]
+            if config.compare:
+                for other in of_ways.values():
+                    other.wait()
+                shift = step % len(ways)  # the ways take turns at going first, so that none gains by it
+                order = [(way, of_ways[way]) for way in ways[shift:] + ways[:shift]]
+                result = compared_step(trained, order, stop.requested, since, watch)
             else:
-                unbalanced = list(itertools.islice(others, config.accumulate))
-                first = step % 2 == 0  # plans take turns at going first, so that neither gains by it
-                result = compared_step(trained, list(work), unbalanced, stop.requested, since, first, watch)
-            loads = AttentionLoads.of([micro_batch.plans for micro_batch in work.kept], windows)
-            traces.step(step, loads.after[rank] + (loads.before[rank] if others is not None else 0))
+                result = train_step(trained, work, stop.requested, since, watch)
+            loads = work.loads()
+            of_rank = sum(other.loads().after[context.rank] for other in of_ways.values())
+            traces.step(step, of_rank)
             capture.step(step + 1)
-            metrics = StepMetrics.of(step, result, [plans.layout for one in work.kept for plans in one.plans], loads)
+            metrics = StepMetrics.of(step, result, work.layouts, loads)
             taken = step + 1
             if evaluation.due(taken, result.interrupted):
-                metrics = replace(metrics, eval_loss=evaluation.loss(trained))
+                metrics = replace(metrics, eval_loss=evaluation.loss())
                 traces.skip()
             log.step(metrics, loads)
             progress.step(metrics, interrupted=result.interrupted)
@@ -119,50 +115,36 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
                 break
             since = time.perf_counter()
         if config.export is not None and not result.interrupted:
-            export_model(model, config.export, tokenizer)
+            run.export(run_dir, config.export, tokenizer)
         with writing(run_dir):
             traces.write()
-        return log.finish(result.interrupted, _notes(trained.model), traces.everyone)
+        more = run.report(run_dir, traces.everyone)
+        return log.finish(result.interrupted, run.notes(), traces.everyone, more)
 
 
-def _batches(config: TrainConfig, corpus: Corpus, start: int) -> Batches:
-    """The micro-batches of this rank from that step on."""
+def _parallelism(config: TrainConfig, vocabulary: int) -> Parallelism:
+    if not config.is_split:
+        return DataParallel(config, vocabulary)
+    from distca.apps.train.split_run import SplitRun
+
+    return SplitRun(config, vocabulary)
+
+
+def _batches(config: TrainConfig, corpus: Corpus, start: int, run: Parallelism) -> Batches:
+    """The micro-batches of this process from that step on."""
     return Batches(
         corpus,
-        rank=dist.get_rank(),
-        ranks=dist.get_world_size(),
+        rank=run.data_rank,
+        ranks=run.data_ranks,
         tokens_per_rank=config.tokens_per_rank,
-        steps=config.steps * config.accumulate,
+        steps=config.steps * config.micro_batches,
         seed=config.seed,
-        start=start * config.accumulate,
+        start=start * config.micro_batches,
     )
 
 
 def _due(taken: int, every: int) -> bool:
     return every > 0 and taken % every == 0
-
-
-def _notes(model: torch.nn.Module) -> list[str]:
-    whole = sum(module.unsharded_bytes for module in model.modules() if isinstance(module, PingPong))
-    return [f"ping-pong keeps {whole / 1e6:.1f} MB of weights whole on every rank in a step"] if whole else []
-
-
-def _start_of_training(model: torch.nn.Module, saved: torch.nn.Module, config: TrainConfig) -> Trained:
-    optimizer, schedule = make_optimizer(model, config)
-    return Trained(model, optimizer, schedule, saved if config.ping_pong else None, config.clip_norm)
-
-
-class Kept:
-    """Passes micro-batches on as they come, and keeps them."""
-
-    def __init__(self, micro_batches: Iterable[MicroBatch]) -> None:
-        self._rest = micro_batches
-        self.kept: list[MicroBatch] = []
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        for micro_batch in self._rest:
-            self.kept.append(micro_batch)
-            yield micro_batch
 
 
 def _agree_on_run(run_dir: Path | None) -> tuple[Path, Path | None]:
