@@ -21,7 +21,9 @@ _LAZILY = [
     "matplotlib.backends.backend_agg",
     "torch.utils.tensorboard",
 ]
-multiprocessing.set_forkserver_preload(["distca.apps.train.trainer", *_LAZILY, "pytest", "hypothesis"])
+#: What the server of forks imports.
+PRELOADED = ["distca.apps.train.trainer", *_LAZILY, "pytest", "hypothesis"]
+multiprocessing.set_forkserver_preload(PRELOADED)
 
 
 def launch(fn: Callable[..., Result], *args: Any, ranks: int, threads: int = 1) -> list[Result]:

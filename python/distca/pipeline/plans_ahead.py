@@ -52,7 +52,8 @@ class PipelinePlansAhead(Ahead[list[Batch] | None, PipelinePlans], Generic[Batch
             loader, one call at a time.
         microbatches: micro-batches of an iteration.
         loading_stage: number of the stage whose ranks tell the lengths.
-        group: the process group of all ranks of all stages; by default all processes.
+        group: the process group of all ranks of all stages; by default all processes. An `Exchange` over such a group
+            is used as it is.
         options: the other arguments of `PipelinePlans`, such as ``layers``, ``chunks`` and ``context``.
 
     Yields:
@@ -72,7 +73,7 @@ class PipelinePlansAhead(Ahead[list[Batch] | None, PipelinePlans], Generic[Batch
         lengths: Callable[[Batch], Sequence[int]],
         microbatches: int,
         loading_stage: int = 0,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Exchange | None = None,
         **options: Any,
     ) -> None:
         stages = checked_stages(_NAME, stages)
@@ -82,7 +83,8 @@ class PipelinePlansAhead(Ahead[list[Batch] | None, PipelinePlans], Generic[Batch
             raise InvalidArgumentError(
                 f"{_NAME}: loading_stage = {loading_stage!r}; 0 to {len(stages) - 1} are allowed"
             )
-        rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+        members = group.group if isinstance(group, Exchange) else group
+        rank, num_ranks = (dist.get_rank(members), dist.get_world_size(members)) if dist.is_initialized() else (0, 1)
         if num_ranks != sum(map(len, stages)):
             raise InvalidArgumentError(
                 f"{_NAME}: the stages have {sum(map(len, stages))} ranks, the group has {num_ranks}"
@@ -90,7 +92,8 @@ class PipelinePlansAhead(Ahead[list[Batch] | None, PipelinePlans], Generic[Batch
         self._loader, self._lengths, self._microbatches, self._rank = loader, lengths, microbatches, rank
         self._stages, self._loading_stage = stages, loading_stage
         super().__init__(
-            Exchange(group), functools.partial(PipelinePlans, heads=heads, stages=stages, rank=rank, **options)
+            group if isinstance(group, Exchange) else Exchange(group),
+            functools.partial(PipelinePlans, heads=heads, stages=stages, rank=rank, **options),
         )
 
     def _steps(self) -> _Iterations[Batch]:

@@ -46,6 +46,15 @@ class Exchange:
             self.group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         self.num_ranks = dist.get_world_size(self.group)
 
+    @classmethod
+    def over(cls, group: dist.ProcessGroup) -> Exchange:
+        """One over a gloo group that nobody else uses. It needs no process group made by its ranks alone, which torch
+        names after the number of groups that a process has, and so needs as many on all of them.
+        """
+        exchange = cls.__new__(cls)
+        exchange.group, exchange.num_ranks, exchange._of_all_ranks = group, dist.get_world_size(group), False
+        return exchange
+
     def close(self) -> None:
         """Leaves the group."""
         # A group of some ranks stays until torch.distributed ends. torch names it after its members; a second group of

@@ -1,0 +1,51 @@
+"""Lets Megatron-core run on CPU ranks, which it does not do by itself. Only tests use this."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    """Makes tensors for "cuda" on the CPU, and lets CPU tensors say that they are on CUDA where Megatron asks."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if function is torch.Tensor.cuda:
+            return args[0]
+        result = function(*args, **kwargs)
+        if function is torch.Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.")
+        return result
+
+
+@contextmanager
+def cuda_is_cpu() -> Iterator[None]:
+    """In `with`, Megatron-core runs on the CPU."""
+    from megatron.core.tensor_parallel import random
+
+    changes = [
+        mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        mock.patch.object(torch.cuda, "synchronize", lambda *_: None),
+        mock.patch.object(torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state()),
+        mock.patch.object(torch.cuda, "stream", lambda *_: nullcontext()),
+        mock.patch.object(torch.cuda, "Stream", mock.MagicMock()),
+        mock.patch.object(torch.cuda, "current_stream", mock.MagicMock()),
+        mock.patch.object(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+        mock.patch.object(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+    ]
+    for change in changes:
+        change.start()
+    try:
+        with _CudaIsCpu():
+            yield
+    finally:
+        for change in changes:
+            change.stop()
