@@ -3,6 +3,7 @@
 from faults import (
     attention,
     emulated_gpu,
+    megatron,
     pipelines,
     plans,
     recording,
@@ -22,6 +23,7 @@ FAULTS = [
     *plans.FAULTS,
     *pipelines.FAULTS,
     *torch_pipelines.FAULTS,
+    *megatron.FAULTS,
     *recording.FAULTS,
     *retained.FAULTS,
     *attention.FAULTS,

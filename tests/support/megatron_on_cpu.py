@@ -30,6 +30,7 @@ class _CudaIsCpu(TorchFunctionMode):
 def cuda_is_cpu() -> Iterator[None]:
     """In `with`, Megatron-core runs on the CPU."""
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
 
     changes = [
         mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
@@ -40,6 +41,8 @@ def cuda_is_cpu() -> Iterator[None]:
         mock.patch.object(torch.cuda, "current_stream", mock.MagicMock()),
         mock.patch.object(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         mock.patch.object(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        # 0.16.1 asks for it, and has it with Transformer Engine only.
+        mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
     ]
     for change in changes:
         change.start()

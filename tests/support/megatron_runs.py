@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -23,11 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 
 import distca
 from distca.integrations.megatron import DistcaPackedSeqParams, PlannedBatches, init, tick_schedule, use_distca
-from support import ranks as _ranks
 from support.megatron_on_cpu import cuda_is_cpu
-
-# Importing Megatron takes seconds on every rank otherwise.
-multiprocessing.set_forkserver_preload([*_ranks.PRELOADED, "megatron.core.models.gpt", "megatron.core.optimizer"])
 
 ROWS, HIDDEN, VOCABULARY = 240, 32, 64
 #: [micro-batch][data rank]: ROWS tokens each, unequal attention.
@@ -55,6 +51,7 @@ class Case(NamedTuple):
     kv_heads: int = 2
     ragged: bool = False  # whether micro-batches have different numbers of rows
     stock: bool = False  # whether the schedule is Megatron's, with plans of distca
+    steps: int = 1
 
     @property
     def ranks(self) -> int:
@@ -250,8 +247,8 @@ class _Local:
         return DistcaPackedSeqParams("thd", **known, plan=plan, context=self._context)
 
 
-def run(case: Case, steps: int = 1, data_ranks: int | None = None) -> Result:
-    """Evaluates once and trains for some steps. `data_ranks` makes this one process compute what so many ranks do."""
+def run(case: Case, data_ranks: int | None = None) -> Result:
+    """Evaluates once and trains for the steps of the case. With `data_ranks` this process computes what so many do."""
     with cuda_is_cpu():
         expert = case.changes.get("expert_model_parallel_size", 1)
         parallel_state.initialize_model_parallel(
@@ -263,14 +260,14 @@ def run(case: Case, steps: int = 1, data_ranks: int | None = None) -> Result:
         )
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         try:
-            return _run(case, steps, data_ranks)
+            return _run(case, data_ranks)
         finally:
             gc.collect()
             dist.barrier()
             parallel_state.destroy_model_parallel()
 
 
-def _run(case: Case, steps: int, data_ranks: int | None) -> Result:
+def _run(case: Case, data_ranks: int | None) -> Result:
     config = configured(case)
     alone = data_ranks is not None
     models = models_of(case, config, _PerDocument if alone else None)
@@ -293,9 +290,9 @@ def _run(case: Case, steps: int, data_ranks: int | None) -> Result:
         config.grad_sync_func = [model.start_grad_sync for model in models]
     ranks = range(data_ranks) if data_ranks is not None else [parallel_state.get_data_parallel_rank()]
     count = len(DOCUMENTS) * len(ranks)
-    steps_and_numbers = [(step, number) for step in range(-1, steps) for number in range(len(DOCUMENTS))]
+    steps_and_numbers = [(step, number) for step in range(-1, case.steps) for number in range(len(DOCUMENTS))]
     data = [microbatch_of(case, step, number, rank) for step, number in steps_and_numbers for rank in ranks]
-    context = None if alone else init(config, max_tokens=ROWS, timeout=60)
+    context = None if alone else init(config, max_tokens=ROWS, timeout=30)
     schedule: Any = tick_schedule
     if context is None or case.stock:
         schedule = get_forward_backward_func()
@@ -316,7 +313,7 @@ def _run(case: Case, steps: int, data_ranks: int | None) -> Result:
     with torch.no_grad():
         kept = schedule(data_iterator=evaluation, model=models, forward_only=True, **common)
     evaluated = _mean(kept, case)
-    for _ in range(steps):
+    for _ in range(case.steps):
         for model in models:
             model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -345,9 +342,34 @@ def _mean(kept: list[dict[str, Any]], case: Case) -> float:
     return float(totals[0] / totals[1])
 
 
-def run_all(cases: Sequence[Case], steps: int) -> list[Result]:
-    return [run(case, steps) for case in cases]
+def train(model: Any, forward_step_func: Any, **given: Any) -> list[Any]:
+    """An iteration of `tick_schedule`."""
+    return tick_schedule(forward_step_func=forward_step_func, model=model, **given)
 
 
-def run_all_alone(cases: Sequence[Case], steps: int) -> list[Result]:
-    return [run(case.alone, steps, case.data) for case in cases]
+def run_all(cases: Sequence[Case]) -> list[Result]:
+    return [run(case) for case in cases]
+
+
+def run_all_alone(cases: Sequence[Case]) -> list[Result]:
+    """All models in this one process, with PyTorch's attention and Megatron's schedule."""
+    alone: dict[str, Result] = {}
+    for case in cases:
+        if (key := f"{case.alone} {case.data}") not in alone:
+            alone[key] = run(case.alone, case.data)
+    return [alone[f"{case.alone} {case.data}"] for case in cases]
+
+
+def assert_as_alone(cases: Sequence[Case], of_ranks: list[list[Result]], alone: list[Result]) -> None:
+    """Asserts that each case has the losses and the norms of gradients that one process has."""
+    for number, case in enumerate(cases):
+        results, expected = [of_rank[number] for of_rank in of_ranks], alone[number]
+        exact = 1e-6 if case.tensor == 1 else 1e-5
+        for result in results:
+            assert result.evaluated == pytest.approx(expected.evaluated, rel=exact), case
+            assert result.losses[0] == pytest.approx(expected.losses[0], rel=exact), case
+            assert result.norms[0] == pytest.approx(expected.norms[0], rel=exact), case
+            assert result.losses == pytest.approx(expected.losses, rel=1e-5), case
+            assert result.imbalance < 1.05, case
+        assert len({result.steps_of_attention for result in results}) == 1, case
+        assert len(expected.losses) == case.steps and expected.losses[-1] != expected.evaluated, case

@@ -21,7 +21,7 @@ _LAZILY = [
     "matplotlib.backends.backend_agg",
     "torch.utils.tensorboard",
 ]
-#: What the server of forks imports.
+#: What the server imports of which ranks are forked.
 PRELOADED = ["distca.apps.train.trainer", *_LAZILY, "pytest", "hypothesis"]
 multiprocessing.set_forkserver_preload(PRELOADED)
 

@@ -244,7 +244,8 @@ class PlannedBatches(Iterator[Any]):
 
     def __next__(self) -> Any:
         """The micro-batch of the current tick; None on a process without data."""
-        return None if self._batches is None else self._batches[self._microbatch()]
+        microbatch = self._microbatch()
+        return None if self._batches is None else self._batches[microbatch]
 
     def packed_seq_params(self) -> DistcaPackedSeqParams:
         """What ``forward_step_func`` passes to the model as packed_seq_params, on every process."""
@@ -263,6 +264,7 @@ class PlannedBatches(Iterator[Any]):
         self._ahead.close()
 
     def _microbatch(self) -> int:
+        """The number of the micro-batch of the current tick."""
         if self.ticks is None or self.ticks.current.work is None:
             raise InvalidArgumentError("PlannedBatches: no tick with work is under way; pass it to tick_schedule")
         return self.ticks.current.work.microbatch
