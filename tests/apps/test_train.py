@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from distca.apps.cli import main
+from distca.apps.common.sources import DataError
 from distca.apps.train.cli import train_rank
 from distca.apps.train.config import SCHEDULES, ConfigError, TrainConfig
 from distca.apps.train.corpus import Corpus, read_corpus
 from distca.apps.train.data import NO_TARGET, Batches, pack_steps
 from distca.apps.train.log import create_run_dir
 from distca.apps.train.optimizer import make_schedule
-from distca.apps.train.sources import DataError
 from support.ranks import launch
 from support.train_runs import command, metrics_in, metrics_of, start, summary_of, write_texts
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distca.apps.common.sources import DataError, Source, find_source
 from distca.apps.train.files import why
-from distca.apps.train.sources import DataError, Source, find_source
 from distca.errors import DistcaError
 
 if TYPE_CHECKING:

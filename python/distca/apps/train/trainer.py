@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distca.apps.common.sources import DataError
 from distca.apps.train.checkpoint import Checkpoints, RunState, Trained, whole_checkpoints
 from distca.apps.train.config import TrainConfig
 from distca.apps.train.corpora import read_corpora
@@ -30,7 +31,6 @@ from distca.apps.train.metrics import StepMetrics
 from distca.apps.train.model import check_positions
 from distca.apps.train.progress import Progress
 from distca.apps.train.resume import check_steps_left
-from distca.apps.train.sources import DataError
 from distca.apps.train.step import BALANCED, compared_step, train_step
 from distca.apps.train.tokens import Tokenizer
 from distca.apps.train.tracing import TRACED_STEPS, StepTraces, trace_files

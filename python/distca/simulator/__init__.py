@@ -1,0 +1,1 @@
+"""A model of a training step: what balance of attention brings for given documents, model and cluster."""

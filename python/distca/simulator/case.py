@@ -1,0 +1,195 @@
+"""What is simulated, and what a strategy makes of it: a program that homes run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import torch
+
+from distca.errors import InvalidArgumentError
+from distca.heads import Heads
+from distca.planner.layout import Layout
+from distca.simulator.dense import HALF, Dense, dense_of, optimizer_seconds
+from distca.simulator.machine import Machine
+from distca.simulator.network import Traffic
+from distca.simulator.passes import ShardedWeights
+from distca.simulator.setup import Cluster, Model, Parallelism
+
+#: Lengths of documents by micro-batch and home.
+Documents = list[list[list[int]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is simulated.
+
+    Attributes:
+        documents: for each micro-batch, for each home of a stage, the lengths of its documents.
+        cluster, model, parallelism: what they run on.
+        tolerance: that of distca's plans.
+    """
+
+    documents: Documents
+    cluster: Cluster
+    model: Model
+    parallelism: Parallelism
+    tolerance: float = 0.05
+
+    @property
+    def heads(self) -> Heads:
+        """The heads of one tensor rank."""
+        return self.model.heads.divided(self.parallelism.tensor)
+
+    @property
+    def stages(self) -> list[list[int]]:
+        """The homes of each stage."""
+        homes = self.parallelism.homes
+        return [[stage * homes + home for home in range(homes)] for stage in range(self.parallelism.pipeline)]
+
+    @property
+    def num_homes(self) -> int:
+        """Homes of all stages."""
+        return self.parallelism.homes * self.parallelism.pipeline
+
+    @property
+    def per_node(self) -> int:
+        """Homes of a node."""
+        return min(self.cluster.ranks_per_node, self.cluster.ranks) // self.parallelism.tensor
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of all documents."""
+        return [n for micro_batch in self.documents for of_home in micro_batch for n in of_home]
+
+    @property
+    def stage_layers(self) -> int:
+        """Layers of a stage."""
+        return self.model.layers // self.parallelism.pipeline
+
+    def dense(self, rows: list[int]) -> Dense:
+        """The dense parts of a layer, for the rows of every home of all stages."""
+        return dense_of(rows, self.cluster, self.model, self.parallelism)
+
+    def on_stage(self, layout: Layout, stage: int) -> list[int]:
+        """The rows of every home of all stages, if one stage has this layout and the others have nothing."""
+        rows = [0] * self.num_homes
+        for index, home in enumerate(self.stages[stage]):
+            rows[home] = layout.num_rows(index)
+        return rows
+
+    def handed_over(self, rows: list[int], to: list[int | None]) -> Traffic:
+        """Activations of a layer of so many rows that each home hands to another one."""
+        matrix = torch.zeros(self.num_homes, self.num_homes, dtype=torch.float64)
+        for home, target in enumerate(to):
+            if target is not None:
+                matrix[home, target] = rows[home] * self.model.hidden * HALF / self.parallelism.tensor
+        return Traffic.of(matrix, self.per_node)
+
+    @property
+    def stage_weights(self) -> float:
+        """Numbers in the weights of a tensor rank; of the stages with embedding or logits, which have most."""
+        ends = self.model.head_weights * (2 if self.parallelism.pipeline == 1 else 1)
+        return (self.stage_layers * self.model.layer_weights + ends) / self.parallelism.tensor
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of weights, gradients (fp32) and optimizer (two moments and a copy, fp32) of a rank.
+
+        The optimizer is sharded over data and context ranks; with FSDP all of it is.
+        """
+        sharded = HALF + 4 + 12
+        if self.parallelism.fsdp:
+            return self.stage_weights * sharded / self.parallelism.homes
+        return self.stage_weights * (HALF + 4 + 12 / self.parallelism.homes)
+
+    def activation_bytes(self, rows: int, in_flight: float) -> float:
+        """Bytes that a rank keeps of `in_flight` micro-batches of so many rows on its stage, without logits."""
+        model, tensor = self.model, self.parallelism.tensor
+        heads = model.head_dim * (2 * model.q_heads + 2 * model.kv_heads)
+        whole = HALF * (4 * model.hidden + heads + 3 * model.intermediate) / tensor
+        layers = self.stage_layers
+        if self.parallelism.recompute:
+            return rows * (in_flight * layers * HALF * model.hidden / tensor + whole)
+        return rows * in_flight * layers * whole
+
+    def sharded_weights(self, *, kept: bool) -> ShardedWeights | None:
+        """The weights of FSDP; None without it."""
+        if not self.parallelism.fsdp:
+            return None
+        layer_bytes = self.model.layer_weights * HALF / self.parallelism.tensor
+        return ShardedWeights(torch.tensor(self.stages), layer_bytes, kept=kept)
+
+    def finish(self, machine: Machine) -> None:
+        """Reduces gradients and takes the step of the optimizer; sharded gradients are reduced already."""
+        machine.phase = "backward"
+        if not self.parallelism.fsdp:
+            groups = torch.tensor(self.stages)
+            for num_bytes in (4, HALF):  # fp32 gradients are reduced to their shards, new weights gathered
+                machine.wait_until(machine.network.ring(groups, machine.now, self.stage_weights * num_bytes))
+        machine.optimize(optimizer_seconds(self.stage_weights / self.parallelism.homes, self.cluster))
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of the rank that needs most.
+
+    Attributes:
+        states: weights, gradients, optimizer.
+        activations: what is kept from forward to backward.
+        buffers: distca's heap, gathered keys, or whole weights.
+    """
+
+    states: float
+    activations: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.states + self.activations + self.buffers
+
+
+class Program(Protocol):
+    """What a strategy has the homes do, with plans and work made once."""
+
+    @property
+    def memory(self) -> Memory:
+        """The memory of the rank that needs most."""
+
+    def play(self, machine: Machine) -> None:
+        """Runs a training step on a machine."""
+
+
+class Strategy(Protocol):
+    """A way to share the attention of documents among ranks.
+
+    Attributes:
+        name: its name in tables and options.
+        about: one line that says what it does.
+    """
+
+    name: str
+    about: str
+
+    def prepare(self, case: Case) -> Program:
+        """Plans a step."""
+
+
+def check_documents(documents: Documents, parallelism: Parallelism) -> None:
+    """Raises InvalidArgumentError unless there are documents for every micro-batch and home, of positive lengths."""
+    if len(documents) != parallelism.micro_batches:
+        raise InvalidArgumentError(
+            f"simulate: documents of {len(documents)} micro-batches; the parallelism has {parallelism.micro_batches}"
+        )
+    for number, micro_batch in enumerate(documents):
+        if len(micro_batch) != parallelism.homes:
+            raise InvalidArgumentError(
+                f"simulate: micro-batch {number} has documents of {len(micro_batch)} ranks; data x context is "
+                f"{parallelism.homes}"
+            )
+    lengths = [n for micro_batch in documents for of_home in micro_batch for n in of_home]
+    if not lengths:
+        raise InvalidArgumentError("simulate: there are no documents")
+    if min(lengths) < 1:
+        raise InvalidArgumentError(f"simulate: a document has length {min(lengths)}; at least 1 is allowed")

@@ -1,0 +1,99 @@
+"""All homes at work: one stream of computation each, and what each has done when."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from distca.calls import Call
+from distca.simulator.dense import Part
+from distca.simulator.network import NEVER, Network
+from distca.simulator.work import AttentionWork
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What the homes did in one part of the step, each ``[homes]`` in seconds from its beginning.
+
+    Attributes:
+        what: ``"dense"``, ``"attention"``, ``"wait"`` or ``"optimizer"``.
+        begin, end: equal for a home that had nothing to do.
+        phase: ``"forward"`` or ``"backward"``.
+        call: the call of core attention that it belongs to, if any.
+    """
+
+    what: str
+    begin: torch.Tensor
+    end: torch.Tensor
+    phase: str
+    call: Call | None = None
+
+
+class AttentionStep:
+    """A step of attention that is under way: when its rows have come, and when its results have come home."""
+
+    def __init__(self, work: AttentionWork) -> None:
+        self.work = work
+        self.arrived = self.home = torch.full_like(work.at_once, NEVER)
+
+
+class Machine:
+    """The homes of a cluster.
+
+    Attributes:
+        network: their links.
+        now: ``[homes]`` seconds up to which each has computed or waited.
+        dense, attention: ``[homes]`` seconds of computation.
+        events: what happened, in the order of the calls; empty unless it is recorded.
+    """
+
+    def __init__(self, network: Network, *, record: bool = False) -> None:
+        self.network = network
+        zeros = torch.zeros(network.ranks, dtype=torch.float64)
+        self.now, self.dense, self.attention = zeros, zeros, zeros
+        self.events: list[Event] = []
+        self.phase = "forward"
+        self._record = record
+
+    def compute(self, part: Part) -> None:
+        """Computes a part of a layer, after the collectives of tensor parallelism that it needs."""
+        self.wait_until(self.network.among_tensor_ranks(self.now, part.collective, part.steps))
+        self.dense = self.dense + part.seconds
+        self._advance("dense", self.now + part.seconds)
+
+    def optimize(self, seconds: float) -> None:
+        """Takes the step of the optimizer."""
+        self.dense = self.dense + seconds
+        self._advance("optimizer", self.now + seconds)
+
+    def wait_until(self, when: torch.Tensor, call: Call | None = None) -> None:
+        """Lets each home wait until a time of its own."""
+        self._advance("wait", torch.maximum(self.now, when), call)
+
+    def dispatch(self, work: AttentionWork, call: Call) -> AttentionStep:
+        """Begins a step: rows leave for their servers, and each home lets its peers write (credit)."""
+        step = AttentionStep(work)
+        self._advance("dispatch", self.now, call)
+        step.arrived = self.network.send(self.now, work.inward, credits=self.now)
+        return step
+
+    def attend(self, step: AttentionStep, call: Call) -> None:
+        """Computes tasks of own rows, then those of rows that have come, and sends results home."""
+        self._attend(step.work.at_once, call)
+        self.wait_until(step.arrived, call)
+        self._attend(step.work.later, call)
+        step.home = self.network.send(self.now, step.work.homeward)
+
+    def collect(self, step: AttentionStep, call: Call) -> None:
+        """Waits for the results."""
+        self.wait_until(step.home, call)
+
+    def _attend(self, seconds: torch.Tensor, call: Call) -> None:
+        self.attention = self.attention + seconds
+        self._advance("attention", self.now + seconds, call)
+
+    def _advance(self, what: str, end: torch.Tensor, call: Call | None = None) -> None:
+        if self._record:
+            self.events.append(Event(what, self.now, end, self.phase, call))
+        self.now = end

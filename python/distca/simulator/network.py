@@ -1,0 +1,259 @@
+"""The links of a cluster: ports that are shared by what is under way, one-sided messages, and rings.
+
+A port serves what comes to it without a pause, and never above its bandwidth. Messages of an earlier call go first.
+Every time here is a maximum of sums of earlier times, bytes over bandwidth, and latencies, in an order that does not
+depend on these times. Therefore more bandwidth, less latency or an earlier start can make nothing end later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from distca.simulator.setup import Cluster, LinkClass
+
+NEVER = -float("inf")
+"""The time of what does not happen, for maxima."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes that one call moves between homes, by link class.
+
+    Attributes:
+        inside: ``[nodes, n, n]`` bytes from rank to rank of a node of n, float64.
+        between: ``[ranks, ranks]`` bytes between nodes, or None if there are none.
+        receives: ``[ranks]`` whether a rank gets anything.
+        sends: ``[ranks]`` whether a rank sends anything.
+    """
+
+    inside: torch.Tensor
+    between: torch.Tensor | None
+    receives: torch.Tensor
+    sends: torch.Tensor
+
+    @classmethod
+    def of(cls, matrix: torch.Tensor, per_node: int) -> Traffic:
+        """The traffic of a matrix ``[ranks, ranks]`` of bytes from rank to rank, of nodes of `per_node` ranks."""
+        ranks = len(matrix)
+        nodes = ranks // per_node
+        blocks = matrix.reshape(nodes, per_node, nodes, per_node)
+        index = torch.arange(nodes)
+        inside = blocks[index, :, index, :].clone()
+        outside = matrix.clone().reshape(nodes, per_node, nodes, per_node)
+        outside[index, :, index, :] = 0.0
+        between = outside.reshape(ranks, ranks)
+        return cls(inside, between if bool(between.any()) else None, matrix.sum(0) > 0, matrix.sum(1) > 0)
+
+    @property
+    def bytes_inside(self) -> float:
+        """Bytes between ranks of a node."""
+        return float(self.inside.sum())
+
+    @property
+    def bytes_between(self) -> float:
+        """Bytes between nodes."""
+        return 0.0 if self.between is None else float(self.between.sum())
+
+
+def last_served(starts: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
+    """When servers that never pause have served everything.
+
+    Work that comes at time a is over no earlier than a plus all work that comes at a or later. The latest of these
+    times is the end, whatever the order of service.
+
+    Args:
+        starts: ``[..., n]`` seconds at which the work of n sources comes.
+        work: ``[..., n, m]`` seconds of work from each source for each of m servers.
+
+    Returns:
+        ``[..., m]`` seconds; NEVER for a server without work.
+    """
+    sorted_starts, order = starts.sort(dim=-1, descending=True)
+    sorted_work = work.gather(-2, order.unsqueeze(-1).expand_as(work))
+    ends = sorted_work.cumsum(-2).add_(sorted_starts.unsqueeze(-1))
+    return ends.masked_fill_(sorted_work <= 0, NEVER).amax(-2)
+
+
+class _Ports:
+    """The ports of one link class: until when each is taken."""
+
+    def __init__(self, link: LinkClass, ranks: int) -> None:
+        self.link = link
+        self.out, self.into = torch.zeros(ranks, dtype=torch.float64), torch.zeros(ranks, dtype=torch.float64)
+
+    def send(self, starts: torch.Tensor, credits: torch.Tensor | None, matrix: torch.Tensor) -> torch.Tensor:
+        """Takes the ports for a matrix ``[..., n, n]`` of bytes. Returns ``[..., n]`` when each rank has received all.
+
+        NEVER for a rank that receives nothing. A message leaves at its sender's start, and not before the credit.
+        """
+        shape = starts.shape
+        work = matrix / self.link.bandwidth
+        out, into = self.out.view(shape), self.into.view(shape)
+        ready = torch.full_like(starts, NEVER) if credits is None else credits
+        sent = torch.maximum(out, starts) + work.sum(-1)
+        if credits is not None:
+            sent = torch.maximum(sent, last_served(credits, work.transpose(-1, -2)))
+        sends = work.sum(-1) > 0
+        self.out = torch.where(sends, sent, out).reshape(-1)
+        received = torch.maximum(into, ready) + work.sum(-2)
+        received = torch.maximum(received, last_served(starts, work))
+        last_sender = torch.where(work > 0, sent.unsqueeze(-1), NEVER).amax(-2)
+        received = torch.maximum(received, last_sender)
+        receives = work.sum(-2) > 0
+        self.into = torch.where(receives, received, into).reshape(-1)
+        return torch.where(receives, received + self.link.latency, NEVER)
+
+
+class Network:
+    """The ports of all homes: ranks of one tensor group are one home, because they do the same at the same time.
+
+    Attributes:
+        ranks: number of homes.
+        per_node: homes of a node.
+        bytes_inside, bytes_between: what has travelled, of one rank of each tensor group.
+        ideal: whether links take no time, to see what they cost.
+    """
+
+    def __init__(self, cluster: Cluster, tensor: int, *, ideal: bool = False) -> None:
+        self.ranks = cluster.ranks // tensor
+        self.per_node = min(cluster.ranks_per_node, cluster.ranks) // tensor
+        self.ideal = ideal
+        self._inside, self._between = _Ports(cluster.inside, self.ranks), _Ports(cluster.between, self.ranks)
+        self._nodes: _Ports | None = None
+        if cluster.between.node_bandwidth is not None:
+            of_node = dataclasses.replace(cluster.between, bandwidth=cluster.between.node_bandwidth / tensor)
+            self._nodes = _Ports(of_node, self.ranks // self.per_node)
+        self.bytes_inside = self.bytes_between = 0.0
+
+    def send(self, starts: torch.Tensor, traffic: Traffic, credits: torch.Tensor | None = None) -> torch.Tensor:
+        """Starts the messages of a call.
+
+        Args:
+            starts: ``[ranks]`` seconds from which each rank sends.
+            traffic: the bytes.
+            credits: ``[ranks]`` seconds from which each rank may be written to; None: at once.
+
+        Returns:
+            ``[ranks]`` seconds at which a rank has received all that it gets; NEVER if that is nothing.
+        """
+        self.bytes_inside += traffic.bytes_inside
+        self.bytes_between += traffic.bytes_between
+        if self.ideal:
+            return self._ideal(starts, traffic, credits)
+        grid = (self.ranks // self.per_node, self.per_node)
+        there = None if credits is None else credits + self._inside.link.latency
+        arrived = self._inside.send(
+            starts.view(grid), None if there is None else there.view(grid), traffic.inside
+        ).reshape(-1)
+        if traffic.between is not None:
+            there = None if credits is None else credits + self._between.link.latency
+            arrived = torch.maximum(arrived, self._between.send(starts, there, traffic.between))
+            if self._nodes is not None:
+                arrived = torch.maximum(arrived, self._through_nodes(starts, there, traffic.between))
+        return arrived
+
+    def ring(self, groups: torch.Tensor, starts: torch.Tensor, num_bytes: float) -> torch.Tensor:
+        """An all-gather or a reduce-scatter of ``num_bytes`` in all by rings, as many as a group has ranks on a node.
+
+        Every rank sends all but its own part. A ring begins when all its ranks have come.
+
+        Args:
+            groups: ``[number, n]`` the ranks of each group.
+            starts: ``[ranks]`` seconds at which each rank comes.
+            num_bytes: bytes of the whole, gathered or reduced.
+
+        Returns:
+            ``[ranks]`` seconds at which each rank is through; ranks of no group keep their start.
+        """
+        number, size = groups.shape
+        if size == 1 or num_bytes == 0:
+            return starts
+        nodes = torch.unique(groups[0] // self.per_node).numel()
+        ports = [self._inside] + ([self._between] if nodes > 1 else [])
+        travels = num_bytes * (size - 1) / size
+        share = travels * number * size
+        crossing = share * nodes / size if nodes > 1 else 0.0
+        self.bytes_between += crossing
+        self.bytes_inside += share - crossing
+        begin = starts[groups].amax(-1)
+        seconds = 0.0
+        if not self.ideal:
+            for port in ports:
+                begin = torch.maximum(begin, torch.maximum(port.out[groups], port.into[groups]).amax(-1))
+            if nodes > 1 and self._nodes is not None:
+                taken = torch.maximum(self._nodes.out, self._nodes.into)
+                begin = torch.maximum(begin, taken[groups // self.per_node].amax(-1))
+            rates = [self._inside.link.bandwidth] * (size > nodes)
+            if nodes > 1:
+                rates.append(self._between.link.bandwidth * (size // nodes))
+                rates += [self._nodes.link.bandwidth / self.per_node * (size // nodes)] if self._nodes else []
+            latency = self._between.link.latency if nodes > 1 else self._inside.link.latency
+            seconds = travels / min(rates) + (size - 1) * latency
+        end = (begin + seconds).unsqueeze(-1).expand(groups.shape)
+        result = starts.clone()
+        result[groups] = end
+        if not self.ideal:
+            for port in ports:
+                port.out, port.into = port.out.clone(), port.into.clone()
+                port.out[groups] = end
+                port.into[groups] = end
+            if nodes > 1 and self._nodes is not None:
+                of_nodes = torch.zeros_like(self._nodes.out)
+                of_nodes.index_reduce_(0, (groups // self.per_node).reshape(-1), end.reshape(-1), "amax")
+                self._nodes.out = torch.maximum(self._nodes.out, of_nodes)
+                self._nodes.into = torch.maximum(self._nodes.into, of_nodes)
+        return result
+
+    def among_tensor_ranks(self, starts: torch.Tensor, num_bytes: torch.Tensor, steps: int) -> torch.Tensor:
+        """Rings of the tensor ranks inside each home.
+
+        Args:
+            starts: ``[ranks]`` seconds at which each home comes.
+            num_bytes: ``[ranks]`` bytes that each tensor rank sends and receives.
+            steps: how many steps the rings have.
+
+        Returns:
+            ``[ranks]`` seconds at which each home is through.
+        """
+        self.bytes_inside += float(num_bytes.sum())
+        if self.ideal:
+            return starts
+        ports = self._inside
+        takes_part = num_bytes > 0
+        end = torch.maximum(starts, torch.maximum(ports.out, ports.into)) + num_bytes / ports.link.bandwidth
+        ports.out, ports.into = torch.where(takes_part, end, ports.out), torch.where(takes_part, end, ports.into)
+        return torch.where(takes_part, end + steps * ports.link.latency, starts)
+
+    def _ideal(self, starts: torch.Tensor, traffic: Traffic, credits: torch.Tensor | None) -> torch.Tensor:
+        """When all senders of a rank have started, and it has given credit: messages themselves take no time."""
+        grid = (self.ranks // self.per_node, self.per_node)
+        sent = torch.where(traffic.inside > 0, starts.view(grid).unsqueeze(-1), NEVER).amax(-2).reshape(-1)
+        if traffic.between is not None:
+            sent = torch.maximum(sent, torch.where(traffic.between > 0, starts.unsqueeze(-1), NEVER).amax(0))
+        if credits is not None:
+            sent = torch.where(traffic.receives, torch.maximum(sent, credits), NEVER)
+        return sent
+
+    def _through_nodes(self, starts: torch.Tensor, credits: torch.Tensor | None, between: torch.Tensor) -> torch.Tensor:
+        """When each rank has what comes to its node, if the ports of the nodes are what binds."""
+        assert self._nodes is not None
+        ports, nodes = self._nodes, self.ranks // self.per_node
+        grid = (nodes, self.per_node)
+        work = between / ports.link.bandwidth
+        to_node = work.reshape(self.ranks, nodes, self.per_node).sum(-1)  # from each rank to each node
+        from_node = work.reshape(nodes, self.per_node, self.ranks).sum(1).T  # to each rank from each node
+        into, out = to_node.sum(0), from_node.sum(0)
+        sent = torch.maximum(ports.out, starts.view(grid).amin(-1)) + out
+        by_rank = work.sum(1).view(*grid, 1)
+        sent = torch.maximum(sent, last_served(starts.view(grid), by_rank).squeeze(-1))
+        if credits is not None:
+            sent = torch.maximum(sent, last_served(credits, from_node))
+        received = torch.maximum(torch.maximum(ports.into + into, last_served(starts, to_node)), ports.into)
+        pairs = to_node.reshape(nodes, self.per_node, nodes).sum(1)
+        received = torch.maximum(received, torch.where(pairs > 0, sent.unsqueeze(-1), NEVER).amax(0))
+        ports.out = torch.where(out > 0, sent, ports.out)
+        ports.into = torch.where(into > 0, received, ports.into)
+        arrived = (received + ports.link.latency).repeat_interleave(self.per_node)
+        return torch.where(between.sum(0) > 0, arrived, NEVER)

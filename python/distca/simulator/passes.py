@@ -1,0 +1,128 @@
+"""A forward or backward pass over the layers of a stage, in the runtime's order of calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+from distca.calls import calls_of_pass, groups_of
+from distca.simulator.dense import Dense
+from distca.simulator.machine import AttentionStep, Machine
+from distca.simulator.work import AttentionWork
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerWork:
+    """A layer of a micro-batch, or of one half of it: its dense parts, and its attention by phase."""
+
+    dense: Dense
+    attention: Mapping[str, AttentionWork]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """Keys and values that the ranks of context parallel groups gather in every layer.
+
+    Attributes:
+        groups: ``[number, n]`` the homes of each group.
+        forward_bytes: bytes of all keys and values of a group, gathered before attention.
+        backward_bytes: bytes of all their gradients, reduced and scattered after it.
+    """
+
+    groups: torch.Tensor
+    forward_bytes: float
+    backward_bytes: float
+
+
+class ShardedWeights:
+    """Weights of FSDP: gathered a layer ahead of their use, reduced when the layer's backward has ended.
+
+    Args:
+        groups: ``[number, n]`` the homes that share weights.
+        layer_bytes: bytes of a layer's weights, and of its gradients.
+        kept: whether weights stay whole from forward to backward, as in ping-pong.
+    """
+
+    def __init__(self, groups: torch.Tensor, layer_bytes: float, *, kept: bool) -> None:
+        self._groups, self._bytes, self._kept = groups, layer_bytes, kept
+        self._ready: dict[int, torch.Tensor] = {}
+        self._reduced: torch.Tensor | None = None
+
+    def use(self, machine: Machine, layer: int, following: int | None) -> None:
+        """Waits for the weights of a layer, and begins to gather those of the following one."""
+        for number in (layer, following):
+            if number is not None and number not in self._ready:
+                self._ready[number] = machine.network.ring(self._groups, machine.now, self._bytes)
+        machine.wait_until(self._ready[layer])
+
+    def leave(self, machine: Machine, layer: int, phase: str) -> None:
+        """Frees the weights of a layer; in backward its gradients are reduced meanwhile."""
+        if phase == "backward":
+            self._reduced = machine.network.ring(self._groups, machine.now, self._bytes)
+        if phase == "backward" or not self._kept:
+            self._ready.pop(layer, None)
+
+    def finish(self, machine: Machine) -> None:
+        """Waits for the last gradients."""
+        if self._reduced is not None:
+            machine.wait_until(self._reduced)
+
+
+def run_pass(
+    machine: Machine,
+    phase: str,
+    num_layers: int,
+    halves: Mapping[int | None, LayerWork],
+    *,
+    recompute: bool = False,
+    head: bool = False,
+    gathered: Gathered | None = None,
+    weights: ShardedWeights | None = None,
+) -> None:
+    """Runs all layers of a pass on all homes. A home without rows computes nothing of its own, and serves.
+
+    Args:
+        machine: the homes.
+        phase: ``"forward"`` or ``"backward"``.
+        num_layers: number of layers.
+        halves: the work of each half, 0 and 1; or of the whole, None.
+        recompute: whether each layer's forward is run again before its backward.
+        head: whether the homes with ``head`` seconds compute the logits and the loss.
+        gathered: what context parallelism gathers.
+        weights: the weights, if they are sharded.
+    """
+    machine.phase = phase
+    groups = groups_of("simulate", "layer" if recompute else None, num_layers)
+    forward = phase == "forward"
+    steps: dict[tuple[str, int, int | None], AttentionStep] = {}
+    left: dict[int, int] = {}
+    if head and not forward:
+        for half in halves.values():
+            machine.compute(half.dense.head.twice())
+    for call in calls_of_pass(phase, num_layers, groups=groups, halves=None not in halves):
+        work, key = halves[call.half], (call.phase, call.layer, call.half)
+        again = forward or call.phase == "forward"
+        if call.begins_step:
+            if weights is not None:
+                following = call.layer + (1 if forward else -1)
+                weights.use(machine, call.layer, following if 0 <= following < num_layers else None)
+            machine.compute(work.dense.before if again else work.dense.after.twice())
+            if gathered is not None and again:
+                machine.wait_until(machine.network.ring(gathered.groups, machine.now, gathered.forward_bytes), call)
+            steps[key] = machine.dispatch(work.attention[call.phase], call)
+        if call.part in ("core_attention", "attend"):
+            machine.attend(steps[key], call)
+        if call.part in ("core_attention",) or (call.part == "collect"):
+            machine.collect(steps.pop(key), call)
+            if gathered is not None and not again:
+                machine.wait_until(machine.network.ring(gathered.groups, machine.now, gathered.backward_bytes), call)
+            machine.compute(work.dense.after if again else work.dense.before.twice())
+            if call.phase == phase:
+                left[call.layer] = left.get(call.layer, 0) + 1
+                if weights is not None and left[call.layer] == len(halves):
+                    weights.leave(machine, call.layer, phase)
+    if head and forward:
+        for half in halves.values():
+            machine.compute(half.dense.head)

@@ -1,0 +1,129 @@
+"""Reading a cluster, a model and a parallelism from presets and from small TOML or JSON files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+from distca.errors import InvalidArgumentError
+from distca.simulator.setup import Cluster, Device, Gemm, LinkClass, Model, Parallelism
+
+_T = TypeVar("_T")
+
+
+def read_cluster(source: str | Path, ranks: int | None = None) -> Cluster:
+    """Reads a cluster: a preset's name, or a file with a table for each of `Cluster`'s links and device.
+
+    Args:
+        source: ``"h200-ib400"``, or the path of a TOML or JSON file.
+        ranks: replaces the file's number of ranks.
+
+    Raises:
+        InvalidArgumentError: there is no such file, or a key or value is wrong. The message names it.
+    """
+    content = dict(_read(source, "cluster"))
+    content.pop("sources", None)  # where the figures are from, for readers of the file
+    if ranks is not None:
+        content["ranks"] = ranks
+    where = f"{source}: cluster"
+    for name in ("inside", "between"):
+        content[name] = _made(LinkClass, content.get(name), f"{source}: {name}")
+    device = dict(_mapping(content.get("device"), f"{source}: device"))
+    gemms = device.get("gemms")
+    if not isinstance(gemms, list):
+        raise InvalidArgumentError(f"{source}: device: gemms = {gemms!r}; a list of m, n, k and tflops is expected")
+    device["gemms"] = tuple(_made(Gemm, gemm, f"{source}: gemms") for gemm in gemms)
+    content["device"] = _made(Device, device, f"{source}: device")
+    return _made(Cluster, content, where)
+
+
+def read_model(source: str | Path) -> Model:
+    """Reads a model: ``"llama-8b"``, ``"llama-34b"``, or the path of a config.json of transformers.
+
+    Raises:
+        InvalidArgumentError: there is no such file, or it lacks what a model of Llama's kind has.
+    """
+    content = _read(source, "model")
+    if "hidden_size" not in content:
+        return _made(Model, content, f"{source}: model")
+    names = {
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "intermediate": "intermediate_size",
+        "vocabulary": "vocab_size",
+        "q_heads": "num_attention_heads",
+    }
+    missing = [name for name in names.values() if name not in content]
+    if missing:
+        raise InvalidArgumentError(f"{source}: {', '.join(missing)} is missing; a config.json of a decoder is expected")
+    for name, value in content.items():
+        if "expert" in name and value:
+            raise InvalidArgumentError(f"{source}: {name} = {value!r}; models with experts are not modelled")
+    values = {ours: content[theirs] for ours, theirs in names.items()}
+    values["kv_heads"] = content.get("num_key_value_heads") or values["q_heads"]
+    values["head_dim"] = content.get("head_dim") or values["hidden"] // values["q_heads"]
+    return _made(Model, values, f"{source}: model")
+
+
+def read_parallelism(source: str | Path) -> Parallelism:
+    """Reads the keys of `Parallelism` from a TOML or JSON file.
+
+    Raises:
+        InvalidArgumentError: there is no such file, or a key or value is wrong.
+    """
+    return _made(Parallelism, _read(source, "parallelism"), f"{source}: parallelism")
+
+
+def _read(source: str | Path, kind: str) -> Mapping[str, Any]:
+    presets = {
+        entry.name.removesuffix(".json").removeprefix(f"{kind}-"): entry
+        for entry in (files("distca.simulator") / "presets").iterdir()
+        if entry.name.startswith(f"{kind}-")
+    }
+    preset = presets.get(str(source))
+    try:
+        text = Path(source).read_text() if preset is None else preset.read_text()
+    except OSError as error:
+        known = f" nor one of {', '.join(sorted(presets))}" if presets else ""
+        raise InvalidArgumentError(f"{kind}: {source} is neither a file that can be read{known}") from error
+    try:
+        content = _toml(text) if str(source).endswith(".toml") else json.loads(text)
+    except ValueError as error:
+        raise InvalidArgumentError(f"{source}: cannot be read: {error}") from error
+    return _mapping(content, str(source))
+
+
+def _toml(text: str) -> Any:
+    if sys.version_info < (3, 11):
+        raise ValueError("TOML needs Python 3.11; write the same keys as JSON")
+    import tomllib
+
+    return tomllib.loads(text)
+
+
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidArgumentError(f"{where}: {value!r} is given; a table of keys is expected")
+    return value
+
+
+def _made(kind: type[_T], content: Any, where: str) -> _T:
+    """An object of a dataclass. Raises InvalidArgumentError if a key is unknown, missing, or has a wrong value."""
+    content = _mapping(content, where)
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    unknown = sorted(set(content) - set(fields))
+    if unknown:
+        raise InvalidArgumentError(f"{where}: unknown key {unknown[0]!r}; allowed are {', '.join(fields)}")
+    needed = [name for name, field in fields.items() if field.default is dataclasses.MISSING]
+    missing = [name for name in needed if name not in content]
+    if missing:
+        raise InvalidArgumentError(f"{where}: {missing[0]!r} is missing; needed are {', '.join(needed)}")
+    try:
+        return kind(**content)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{where}: {error}") from error

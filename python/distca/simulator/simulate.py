@@ -1,0 +1,145 @@
+"""`distca.simulate`: a training step by several strategies, modelled."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from distca.errors import InvalidArgumentError
+from distca.simulator.case import Case, Memory, check_documents
+from distca.simulator.machine import Event, Machine
+from distca.simulator.network import Network
+from distca.simulator.setup import Cluster, Model, Parallelism
+from distca.simulator.strategies import STRATEGIES
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyResult:
+    """What a step is modelled to do. No figure here was measured.
+
+    Attributes:
+        strategy: the strategy's name.
+        seconds: time of the step, that of the slowest rank.
+        tokens_per_second: tokens of all documents over that time.
+        mfu: operations of forward and backward, recomputation not counted, over what the devices' peak allows.
+        idle: for each home the share of the step in which it did not compute. The ranks of a tensor group are one home.
+        exposed_communication: share of the step that would be gone if links took no time.
+        bytes_inside, bytes_between: bytes inside nodes and between nodes, of all ranks.
+        memory: of the rank that needs most.
+        fits: whether that is within the device's memory.
+        events: what every home did, if it was recorded.
+    """
+
+    strategy: str
+    seconds: float
+    tokens_per_second: float
+    mfu: float
+    idle: list[float]
+    exposed_communication: float
+    bytes_inside: float
+    bytes_between: float
+    memory: Memory
+    fits: bool
+    events: list[Event] = dataclasses.field(repr=False, compare=False, default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the events, for JSON. ``kind`` says that it is modelled."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("events", "memory")}
+        return {"kind": "modelled", **values, "memory": dataclasses.asdict(self.memory)}
+
+
+def simulate(
+    documents: Sequence[Sequence[Sequence[int]]],
+    *,
+    cluster: Cluster,
+    model: Model,
+    parallelism: Parallelism,
+    strategies: Iterable[str] | None = None,
+    tolerance: float = 0.05,
+    record: bool = False,
+) -> list[StrategyResult]:
+    """Models a training step by several strategies, side by side. Nothing runs; the plans are those of `distca.plan`.
+
+    Args:
+        documents: for each micro-batch, for each of the data x context ranks, the lengths of its documents in tokens.
+        cluster, model, parallelism: what the step runs on.
+        strategies: names of `STRATEGIES`; by default all that this parallelism allows.
+        tolerance: that of distca's plans.
+        record: whether results have the events of the step.
+
+    Returns:
+        A result for each strategy, in their order.
+
+    Raises:
+        InvalidArgumentError: there are no documents, they are not those of this parallelism, the parallelism does not
+            fit the cluster or the model, a strategy is unknown, or weights and optimizer alone exceed the memory.
+
+    Examples:
+        >>> from distca.simulator.reading import read_cluster, read_model
+        >>> from distca.simulator.setup import Parallelism
+        >>> alone, balanced = distca.simulate(
+        ...     [[[65536], [32768] * 2]],
+        ...     cluster=read_cluster("h200-ib400", ranks=16),
+        ...     model=read_model("llama-8b"),
+        ...     parallelism=Parallelism(data=2, tensor=8),
+        ...     strategies=["unbalanced", "distca-single"],
+        ... )
+        >>> balanced.seconds < alone.seconds
+        True
+    """
+    case = Case([[list(of_home) for of_home in of] for of in documents], cluster, model, parallelism, tolerance)
+    parallelism.check(cluster, model)
+    check_documents(case.documents, parallelism)
+    if case.state_bytes > cluster.device.memory:
+        raise InvalidArgumentError(
+            f"simulate: weights, gradients and optimizer take {case.state_bytes / 1e9:,.0f} GB a rank; the device has "
+            f"{cluster.device.memory / 1e9:,.0f} GB: use more tensor or pipeline ranks, or fsdp"
+        )
+    chosen = list(STRATEGIES if strategies is None else strategies)
+    unknown = [name for name in chosen if name not in STRATEGIES]
+    if unknown:
+        raise InvalidArgumentError(f"simulate: strategy {unknown[0]!r}; allowed are {', '.join(STRATEGIES)}")
+    if strategies is None:
+        chosen = [name for name in chosen if _is_apart(name, parallelism)]
+    return [_result(name, case, record) for name in chosen]
+
+
+def _is_apart(name: str, parallelism: Parallelism) -> bool:
+    """Whether a strategy is there in this parallelism, and differs from the others."""
+    if parallelism.chunks > 1:
+        return name.startswith("distca")
+    return name != "all-gather" or parallelism.context > 1
+
+
+def _result(name: str, case: Case, record: bool) -> StrategyResult:
+    program = STRATEGIES[name].prepare(case)
+    tensor = case.parallelism.tensor
+    machine = Machine(Network(case.cluster, tensor), record=record)
+    program.play(machine)
+    free = Machine(Network(case.cluster, tensor, ideal=True))
+    program.play(free)
+    seconds = float(machine.now.max())
+    work = (machine.dense + machine.attention) / seconds
+    peak = case.cluster.device.peak_tflops * 1e12 * case.cluster.ranks
+    memory = program.memory
+    return StrategyResult(
+        strategy=name,
+        seconds=seconds,
+        tokens_per_second=sum(case.lengths) / seconds,
+        mfu=case.model.flop(case.lengths) / (seconds * peak),
+        idle=(1 - work).tolist(),
+        exposed_communication=1 - float(free.now.max()) / seconds,
+        bytes_inside=machine.network.bytes_inside * tensor,
+        bytes_between=machine.network.bytes_between * tensor,
+        memory=memory,
+        fits=memory.total <= case.cluster.device.memory,
+        events=machine.events,
+    )
+
+
+def spans_of(events: Sequence[Event], home: int) -> list[tuple[str, float, float]]:
+    """What a home did, one after the other: what, and the seconds of begin and end. Empty spans are left out."""
+    spans = ((event.what, float(event.begin[home]), float(event.end[home])) for event in events)
+    return list(itertools.filterfalse(lambda span: span[1] == span[2], spans))

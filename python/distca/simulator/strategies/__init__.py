@@ -1,0 +1,18 @@
+"""The strategies that are compared, by name."""
+
+from __future__ import annotations
+
+from distca.simulator.case import Strategy
+from distca.simulator.strategies import all_gather, ping_pong, single_stream, unbalanced, variable_chunks
+
+#: All strategies, in the order of tables. The first is what the others are compared with.
+STRATEGIES: dict[str, Strategy] = {
+    strategy.name: strategy
+    for strategy in (
+        unbalanced.Unbalanced(),
+        variable_chunks.VariableChunks(),
+        all_gather.AllGather(),
+        single_stream.SingleStream(),
+        ping_pong.PingPong(),
+    )
+}

@@ -1,0 +1,17 @@
+"""distca in ping-pong: two halves of each micro-batch take turns, and rows of one travel while the other computes."""
+
+from __future__ import annotations
+
+from distca.simulator.case import Case, Program
+from distca.simulator.ticking import Ticking
+
+
+class PingPong:
+    """Plans of `distca.plan` for each half of `distca.halves`, in the order of calls of `distca.PingPong`."""
+
+    name = "distca"
+    about = "distca's plans in ping-pong"
+
+    def prepare(self, case: Case) -> Program:
+        """The program of the ticks, with halves."""
+        return Ticking(case, ping_pong=True)

@@ -1,0 +1,17 @@
+"""distca in a single stream: balanced plans; a layer waits for rows before attention, and for results after it."""
+
+from __future__ import annotations
+
+from distca.simulator.case import Case, Program
+from distca.simulator.ticking import Ticking
+
+
+class SingleStream:
+    """Plans of `distca.plan` over all ranks, in a pipeline over all stages. Rows travel while a rank waits."""
+
+    name = "distca-single"
+    about = "distca's plans, rows not overlapped"
+
+    def prepare(self, case: Case) -> Program:
+        """The program of the ticks, without halves."""
+        return Ticking(case, ping_pong=False)

@@ -1,0 +1,103 @@
+"""A step of distca: real plans of every tick, in a single stream or in ping-pong."""
+
+from __future__ import annotations
+
+from distca.pipeline import PipelinePlans
+from distca.pipeline.tick_table import Tick
+from distca.planner.halves import halves
+from distca.planner.layout import Layout
+from distca.planner.plan import Plan
+from distca.simulator.case import Case, Memory
+from distca.simulator.dense import HALF
+from distca.simulator.machine import Machine
+from distca.simulator.passes import LayerWork, run_pass
+from distca.simulator.work import AttentionWork, attention_work
+
+
+class Ticking:
+    """The program of distca. Without a pipeline a tick is a forward or backward of a micro-batch."""
+
+    def __init__(self, case: Case, *, ping_pong: bool) -> None:
+        self.case = case
+        layouts = [Layout.from_documents(micro_batch) for micro_batch in case.documents]
+        parallelism = case.parallelism
+        self.plans = PipelinePlans(
+            layouts,
+            case.heads,
+            stages=case.stages,
+            layers=case.stage_layers // parallelism.chunks,
+            chunks=parallelism.chunks,
+            halves=[halves(layout) for layout in layouts] if ping_pong else None,
+            cost=case.cluster.device.cost(),
+            tolerance=case.tolerance,
+            ranks_per_node=case.per_node,
+        )
+        self._attention: dict[tuple[object, ...], AttentionWork] = {}
+
+    @property
+    def memory(self) -> Memory:
+        """The memory of the rank that needs most."""
+        case, table = self.case, self.plans.table
+        rows = max(layout.num_rows(home) for layout in self.plans.layouts for home in range(layout.num_ranks))
+        in_flight = max(table.in_flight(stage) for stage in range(table.stages)) / table.chunks
+        kept = self.plans.halves is not None and case.parallelism.fsdp
+        whole = case.model.layers * case.model.layer_weights * HALF / case.parallelism.tensor if kept else 0.0
+        buffers = 2 * self.plans.stats.slot_bytes + whole
+        return Memory(case.state_bytes, case.activation_bytes(rows, in_flight), buffers)
+
+    def work_of(self, tick: int, part: int | None) -> LayerWork:
+        """The work of all homes in a layer of a tick, or in one half of it."""
+        case, plan = self.case, self.plans.plan(tick, 0, part)
+        of_tick = self.plans.table[tick]
+        rows = [plan.layout.num_rows(home) for home in range(case.num_homes)]
+        phases = ["forward"] if of_tick.phase == "forward" else ["backward", "forward"]
+        needed = phases if case.parallelism.recompute else phases[:1]
+        micro_batches = tuple(work and work.microbatch for work in of_tick.work)
+        attention = {phase: self._attention_of(plan, phase, (micro_batches, part, phase)) for phase in needed}
+        return LayerWork(case.dense(rows), attention)
+
+    def play(self, machine: Machine) -> None:
+        """Runs the ticks, and hands activations over at the end of each."""
+        case, plans, table = self.case, self.plans, self.plans.table
+        kept = plans.halves is not None
+        weights = case.sharded_weights(kept=kept)
+        for number, tick in enumerate(table):
+            halves = {part: self.work_of(number, part) for part in plans.parts}
+            if tick.phase == "backward":
+                self._logits(machine, tick)
+            run_pass(machine, tick.phase, plans.depth, halves, recompute=case.parallelism.recompute, weights=weights)
+            if tick.phase == "forward":
+                self._logits(machine, tick)
+            if case.parallelism.pipeline > 1:
+                self._hand_over(machine, number)
+        if weights is not None:
+            weights.finish(machine)
+        case.finish(machine)
+
+    def _attention_of(self, plan: Plan, phase: str, key: tuple[object, ...]) -> AttentionWork:
+        if key not in self._attention:
+            self._attention[key] = attention_work(plan, phase, self.case.cluster.device, self.case.per_node)
+        return self._attention[key]
+
+    def _logits(self, machine: Machine, tick: Tick) -> None:
+        """The last stage computes logits and loss after its last layers, and the gradients before them in backward."""
+        last = tick.work[-1]
+        if last is None or last.chunk != self.plans.table.chunks - 1:
+            return
+        dense = self.case.dense(self.case.on_stage(self.plans.layouts[last.microbatch], -1))
+        machine.compute(dense.head if tick.phase == "forward" else dense.head.twice())
+
+    def _hand_over(self, machine: Machine, number: int) -> None:
+        """Activations go to the next stage, gradients to the one before."""
+        case, table = self.case, self.plans.table
+        rows, to = [0] * case.num_homes, list[int | None]([None] * case.num_homes)
+        for stage in range(table.stages):
+            if table.handed_to(number, stage) is None:
+                continue
+            neighbour = (stage + (-1 if table[number].phase == "forward" else 1)) % table.stages
+            work = table[number].work[neighbour]
+            assert work is not None
+            for index, home in enumerate(case.stages[neighbour]):
+                rows[home] = self.plans.layouts[work.microbatch].num_rows(index)
+                to[home] = case.stages[stage][index]
+        machine.wait_until(machine.network.send(machine.now, case.handed_over(rows, to)))
