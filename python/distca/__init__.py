@@ -43,6 +43,7 @@ from distca.planner.stats import ArenaBytes, PlanStats, Task, Transfer
 from distca.recording import Recording
 from distca.registry import get_context
 from distca.serving import serve, serve_ping_pong
+from distca.simulator.simulate import StrategyResult, simulate
 from distca.steps import Step, attend, collect, dispatch
 from distca.trace.trace import Link, Trace, read_trace, write_trace
 
@@ -86,6 +87,7 @@ __all__ = [
     "PingPong",
     "Scores",
     "Step",
+    "StrategyResult",
     "attend",
     "collect",
     "dispatch",
@@ -107,6 +109,7 @@ __all__ = [
     "save_core_attention",
     "serve",
     "serve_ping_pong",
+    "simulate",
     "using",
     "write_trace",
 ]

@@ -8,6 +8,7 @@ from faults import (
     plans,
     recording,
     retained,
+    simulate,
     split_runs,
     steps,
     tcp,
@@ -31,5 +32,6 @@ FAULTS = [
     *watching.FAULTS,
     *tcp.FAULTS,
     *titan.FAULTS,
+    *simulate.FAULTS,
     *emulated_gpu.FAULTS,
 ]

@@ -1,4 +1,4 @@
-"""The command line: `distca train`, `report`, `export`, `plan`, `profile`, `bench` and `doctor`."""
+"""The command line: `distca train`, `report`, `export`, `plan`, `simulate`, `profile`, `bench` and `doctor`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import distca
-from distca.apps import profile, report
+from distca.apps import profile, report, simulate
 from distca.apps.bench import command as bench
 from distca.apps.common import options as common
 from distca.apps.doctor import command as doctor
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="distca", description="Core attention disaggregation for PyTorch.")
     parser.add_argument("--version", action="version", version=f"distca {distca.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for application in (train, plan, profile, report, export, bench, doctor):
+    for application in (train, plan, simulate, profile, report, export, bench, doctor):
         application.add_command(commands)
     options = parser.parse_args(arguments)
     try:

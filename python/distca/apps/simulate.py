@@ -1,0 +1,197 @@
+"""The command `distca simulate`: models a training step by several strategies, and prints, writes or draws it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distca.apps.common import pictures
+from distca.apps.common.options import add_debug
+from distca.apps.common.sources import find_source
+from distca.apps.common.workloads import draw_documents, pretrain_lengths, read_lengths
+from distca.errors import InvalidArgumentError
+from distca.simulator.reading import read_cluster, read_model, read_parallelism
+from distca.simulator.setup import Parallelism
+from distca.simulator.simulate import StrategyResult, simulate, spans_of
+from distca.simulator.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLOURS = {
+    "dense": pictures.COMPUTE,
+    "attention": pictures.ATTEND,
+    "wait": pictures.WAIT,
+    "optimizer": pictures.OPTIMIZER,
+}
+_MOST_ROWS = 16  # homes of a timeline
+
+
+def add_command(commands: Any) -> None:
+    """Adds `simulate` to the parser of the command line."""
+    command = commands.add_parser(
+        "simulate",
+        help="model a training step on a cluster, by several strategies",
+        description="Models a training step on your documents, model and cluster: without balance, by other ways to "
+        "balance, and by distca, side by side. Nothing runs and nothing is measured; the plans are real. "
+        "docs/simulator.md says what is modelled. The model is not validated yet.",
+    )
+    batch = command.add_argument_group("the documents")
+    batch.add_argument(
+        "--lengths",
+        default="pretrain",
+        help="a JSON list of document lengths in tokens; or a folder or .jsonl file that `distca train` reads, a byte "
+        "of text being a token; or pretrain, the list published with DistCA (default: pretrain)",
+    )
+    batch.add_argument(
+        "--tokens-per-rank",
+        type=int,
+        default=131072,
+        help="tokens of each data x context rank in a micro-batch; documents are drawn until it is full (default: "
+        "131072)",
+    )
+    batch.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
+    setup = command.add_argument_group("the model and the cluster")
+    setup.add_argument("--model", default="llama-8b", help="llama-8b, llama-34b or a config.json (default: llama-8b)")
+    setup.add_argument(
+        "--cluster", default="h200-ib400", help="h200-ib400, or a TOML or JSON file (default: h200-ib400)"
+    )
+    setup.add_argument("--gpus", type=int, help="ranks of the cluster (default: those of its file)")
+    setup.add_argument("--parallelism", type=Path, help="a TOML or JSON file with the options below, without dashes")
+    for name in ("data", "context", "tensor", "pipeline", "micro-batches", "chunks"):
+        default = "; by default what is left of the ranks" if name == "data" else "; by default 1"
+        setup.add_argument(f"--{name}", type=int, help=f"see docs/simulator.md{default}")
+    setup.add_argument("--fsdp", action="store_true", help="shard weights over the data and context ranks")
+    setup.add_argument("--recompute", action="store_true", help="run a layer's forward again in its backward")
+    setup.add_argument(
+        "--strategies", help=f"some of {','.join(STRATEGIES)} (default: all that the parallelism allows)"
+    )
+    setup.add_argument("--tolerance", type=float, default=0.05, help="that of distca's plans (default: 0.05)")
+    output = command.add_argument_group("the output")
+    output.add_argument("--json", type=Path, help="write the results to this file")
+    output.add_argument("--plot", type=Path, help="draw idle shares and timelines to this PNG file (needs matplotlib)")
+    add_debug(command)
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command and returns its exit code."""
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise InvalidArgumentError("--plot needs matplotlib: pip install matplotlib")
+    cluster, model = read_cluster(options.cluster, options.gpus), read_model(options.model)
+    parallelism = _parallelism(options, cluster.ranks)
+    parallelism.check(cluster, model)
+    lengths = _lengths(options.lengths)
+    documents = [
+        draw_documents(lengths, parallelism.homes, options.tokens_per_rank, options.seed + number)
+        for number in range(parallelism.micro_batches)
+    ]
+    results = simulate(
+        documents,
+        cluster=cluster,
+        model=model,
+        parallelism=parallelism,
+        strategies=None if options.strategies is None else options.strategies.split(","),
+        tolerance=options.tolerance,
+        record=options.plot is not None,
+    )
+    print(table(results))
+    if options.json is not None:
+        content = {
+            "kind": "modelled",
+            "cluster": dataclasses.asdict(cluster),
+            "model": dataclasses.asdict(model),
+            "parallelism": dataclasses.asdict(parallelism),
+            "documents": documents,
+            "results": [result.as_json() for result in results],
+        }
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    if options.plot is not None:
+        draw(results, options.plot)
+    return 0
+
+
+def _parallelism(options: argparse.Namespace, ranks: int) -> Parallelism:
+    """The parallelism of the options, or that of the file."""
+    names = ("data", "context", "tensor", "pipeline", "micro_batches", "chunks")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given |= {name: True for name in ("fsdp", "recompute") if getattr(options, name)}
+    if options.parallelism is not None:
+        if given:
+            raise InvalidArgumentError(f"--parallelism is given, and --{next(iter(given)).replace('_', '-')} as well")
+        return read_parallelism(options.parallelism)
+    made = Parallelism(**given)
+    if "data" in given:
+        return made
+    others = made.context * made.tensor * made.pipeline
+    return dataclasses.replace(made, data=max(1, ranks // others))
+
+
+def _lengths(source: str) -> list[int]:
+    if source == "pretrain":
+        return read_lengths(pretrain_lengths())
+    path = Path(source)
+    if path.suffix == ".json":
+        return read_lengths(path)
+    lengths = [len(document) for document in find_source(path).documents() if document]
+    if not lengths:
+        raise InvalidArgumentError(f"--lengths {source}: there are no documents in it")
+    return lengths
+
+
+def table(results: list[StrategyResult]) -> str:
+    """The results side by side."""
+    lines = [
+        f"{'modelled, not measured':22} {'step':>9} {'relative':>8} {'tokens/s':>11} {'MFU':>6} {'idle: most':>10} "
+        f"{'mean':>6} {'exposed':>8} {'in nodes':>10} {'between':>10} {'memory':>8}"
+    ]
+    for result in results:
+        lines.append(
+            f"{result.strategy:22} {result.seconds:8.3f}s {result.seconds / results[0].seconds:8.3f} "
+            f"{result.tokens_per_second:11,.0f} {result.mfu:6.1%} {max(result.idle):10.1%} "
+            f"{statistics.mean(result.idle):6.1%} {result.exposed_communication:8.1%} "
+            f"{result.bytes_inside / 1e9:7,.0f} GB {result.bytes_between / 1e9:7,.0f} GB "
+            f"{result.memory.total / 1e9:5,.0f} GB{'' if result.fits else ' (does not fit)'}"
+        )
+    return "\n".join(lines)
+
+
+def draw(results: list[StrategyResult], path: Path) -> None:
+    """Draws each strategy's idle shares, and its timeline.
+
+    Raises:
+        InvalidArgumentError: the file cannot be written.
+    """
+    from matplotlib.patches import Patch
+
+    figure = pictures.new_figure(15, 0.6 + 2.6 * len(results), 110)
+    grid = figure.subplots(len(results), 2, width_ratios=(1, 3), squeeze=False)
+    longest = max(result.seconds for result in results)
+    for (shares, timeline), result in zip(grid, results, strict=True):
+        shares.step(range(len(result.idle) + 1), [*result.idle, result.idle[-1]], where="post", color=pictures.WAIT)
+        shares.set_ylim(0, 1)
+        shares.set_xlabel("rank")
+        pictures.plain(shares, f"{result.strategy}: idle share (modelled)", grid=True)
+        _draw_timeline(timeline, result, longest)
+    keys = [Patch(color=colour, label=what) for what, colour in _COLOURS.items()]
+    pictures.legend_below(figure, keys)
+    pictures.save(figure, path, "--plot")
+
+
+def _draw_timeline(axes: Axes, result: StrategyResult, longest: float) -> None:
+    homes = range(min(len(result.idle), _MOST_ROWS))
+    for home in homes:
+        spans = spans_of(result.events, home)
+        for what, colour in _COLOURS.items():
+            bars = [(begin, end - begin) for kind, begin, end in spans if kind == what]
+            axes.broken_barh(bars, (home - 0.4, 0.8), facecolors=colour)
+    axes.set_xlim(0, longest)
+    axes.set_ylim(len(homes) - 0.5, -0.5)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("rank")
+    pictures.plain(axes, f"{result.strategy}: {result.seconds:.3f} s (modelled)")

@@ -1,0 +1,65 @@
+"""`distca simulate`: the table, the files, and mistakes in one line with exit code 2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distca.apps.cli import main
+
+SHAPE = ["--gpus", "16", "--tensor", "8", "--tokens-per-rank", "8192"]
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> str:
+    path = tmp_path / "lengths.json"
+    path.write_text("[100, 8000, 300, 50]")
+    return str(path)
+
+
+def test_the_table_has_all_strategies_and_says_that_it_is_modelled(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, plot = tmp_path / "out.json", tmp_path / "out.png"
+    pytest.importorskip("matplotlib")
+    assert main(["simulate", "--lengths", lengths, *SHAPE, "--json", str(out), "--plot", str(plot)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("modelled, not measured")
+    assert [line.split()[0] for line in lines[1:]] == ["unbalanced", "variable-chunks", "distca-single", "distca"]
+    content = json.loads(out.read_text())
+    assert content["kind"] == "modelled" and all(result["kind"] == "modelled" for result in content["results"])
+    assert content["results"][0]["seconds"] == pytest.approx(float(lines[1].split()[1][:-1]), abs=1e-3)
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_lengths_come_from_text_that_train_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "' + "x" * 4096 + '"}\n')
+    assert main(["simulate", "--lengths", str(tmp_path / "a.jsonl"), *SHAPE, "--strategies", "unbalanced"]) == 0
+    assert "unbalanced" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tensor", "3"], "= 63; the cluster has 64 ranks"),
+        (["--cluster", "nowhere.toml"], "nowhere.toml is neither a file that can be read nor one of h200-ib400"),
+        (["--model", "llama-1t"], "nor one of llama-34b, llama-8b"),
+        (["--strategies", "magic", "--gpus", "8"], "strategy 'magic'"),
+        (["--tokens-per-rank", "0"], "tokens_per_rank = 0"),
+        (["--model", "llama-34b", "--gpus", "1"], "use more tensor or pipeline ranks"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    lengths: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "--lengths", lengths, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_an_empty_list_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "none.json").write_text("[]")
+    assert main(["simulate", "--lengths", str(tmp_path / "none.json"), *SHAPE]) == 2
+    assert "there are no lengths" in capsys.readouterr().err
