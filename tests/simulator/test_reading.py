@@ -67,6 +67,9 @@ def test_a_config_json_of_transformers_is_a_model(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     model = read_model(path)
     assert (model.layers, model.kv_heads, model.head_dim) == (2, 4, 16)
+    path.write_text(json.dumps(config | {"hidden_size": "wide"}))
+    with pytest.raises(distca.InvalidArgumentError, match="hidden = 'wide'; a whole number"):
+        read_model(path)
     path.write_text(json.dumps(config | {"num_local_experts": 8}))
     with pytest.raises(distca.InvalidArgumentError, match="num_local_experts = 8; models with experts"):
         read_model(path)
@@ -118,8 +121,10 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     shape = Parallelism(data=4, micro_batches=2)
     with pytest.raises(distca.InvalidArgumentError, match="there are no documents"):
         distca.simulate([[[], [], [], []]] * 2, cluster=cluster(4), model=MODEL, parallelism=shape)
-    with pytest.raises(distca.InvalidArgumentError, match="length 0; at least 1"):
+    with pytest.raises(distca.InvalidArgumentError, match="length 0; 1 to 2"):
         distca.simulate([[[0], [1], [1], [1]]] * 2, cluster=cluster(4), model=MODEL, parallelism=shape)
+    with pytest.raises(distca.InvalidArgumentError, match="a micro-batch is 100; for each micro-batch, for each rank"):
+        distca.simulate([100, 200], cluster=cluster(4), model=MODEL, parallelism=shape)  # type: ignore[list-item]
     with pytest.raises(distca.InvalidArgumentError, match="strategy 'magic'; allowed are unbalanced"):
         distca.simulate(DOCUMENTS, cluster=cluster(4), model=MODEL, parallelism=shape, strategies=["magic"])
     with pytest.raises(distca.InvalidArgumentError, match="the device has 141 GB: use more tensor"):

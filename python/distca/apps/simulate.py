@@ -110,7 +110,10 @@ def run(options: argparse.Namespace) -> int:
             "documents": documents,
             "results": [result.as_json() for result in results],
         }
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        try:
+            options.json.write_text(json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            raise InvalidArgumentError(f"--json {options.json} cannot be written: {error.strerror}") from error
     if options.plot is not None:
         draw(results, options.plot)
     return 0

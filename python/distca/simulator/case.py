@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from distca.arguments import is_whole, listed
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.planner.layout import Layout
@@ -176,8 +177,24 @@ class Strategy(Protocol):
         """Plans a step."""
 
 
+def as_documents(given: object) -> Documents:
+    """Lists of lengths by micro-batch and home. Raises InvalidArgumentError for anything else."""
+    expected = "for each micro-batch, for each rank, a list of lengths"
+    documents = [
+        [
+            listed("simulate", "documents of a rank", of_home, expected)
+            for of_home in listed("simulate", "a micro-batch", of, expected)
+        ]
+        for of in listed("simulate", "documents", given, expected)
+    ]
+    for length in (n for micro_batch in documents for of_home in micro_batch for n in of_home):
+        if not is_whole(length, 1, 2**31):
+            raise InvalidArgumentError(f"simulate: a document has length {length!r}; 1 to 2^31 are allowed")
+    return documents
+
+
 def check_documents(documents: Documents, parallelism: Parallelism) -> None:
-    """Raises InvalidArgumentError unless there are documents for every micro-batch and home, of positive lengths."""
+    """Raises InvalidArgumentError unless there are documents for every micro-batch and home."""
     if len(documents) != parallelism.micro_batches:
         raise InvalidArgumentError(
             f"simulate: documents of {len(documents)} micro-batches; the parallelism has {parallelism.micro_batches}"
@@ -188,8 +205,5 @@ def check_documents(documents: Documents, parallelism: Parallelism) -> None:
                 f"simulate: micro-batch {number} has documents of {len(micro_batch)} ranks; data x context is "
                 f"{parallelism.homes}"
             )
-    lengths = [n for micro_batch in documents for of_home in micro_batch for n in of_home]
-    if not lengths:
+    if not any(of_home for micro_batch in documents for of_home in micro_batch):
         raise InvalidArgumentError("simulate: there are no documents")
-    if min(lengths) < 1:
-        raise InvalidArgumentError(f"simulate: a document has length {min(lengths)}; at least 1 is allowed")

@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
+from distca.arguments import is_whole
 from distca.errors import InvalidArgumentError
 from distca.simulator.setup import Cluster, Device, Gemm, LinkClass, Model, Parallelism
 
@@ -66,7 +67,10 @@ def read_model(source: str | Path) -> Model:
             raise InvalidArgumentError(f"{source}: {name} = {value!r}; models with experts are not modelled")
     values = {ours: content[theirs] for ours, theirs in names.items()}
     values["kv_heads"] = content.get("num_key_value_heads") or values["q_heads"]
-    values["head_dim"] = content.get("head_dim") or values["hidden"] // values["q_heads"]
+    head_dim = content.get("head_dim")
+    if not head_dim and is_whole(values["hidden"], 1) and is_whole(values["q_heads"], 1):
+        head_dim = values["hidden"] // values["q_heads"]
+    values["head_dim"] = head_dim
     return _made(Model, values, f"{source}: model")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from distca.errors import InvalidArgumentError
-from distca.simulator.case import Case, Memory, check_documents
+from distca.simulator.case import Case, Memory, as_documents, check_documents
 from distca.simulator.machine import Event, Machine
 from distca.simulator.network import Network
 from distca.simulator.setup import Cluster, Model, Parallelism
@@ -89,7 +89,7 @@ def simulate(
         >>> balanced.seconds < alone.seconds
         True
     """
-    case = Case([[list(of_home) for of_home in of] for of in documents], cluster, model, parallelism, tolerance)
+    case = Case(as_documents(documents), cluster, model, parallelism, tolerance)
     parallelism.check(cluster, model)
     check_documents(case.documents, parallelism)
     if case.state_bytes > cluster.device.memory:
