@@ -127,6 +127,7 @@ def order_of_1f1b(stage: int, stages: int, micro_batches: int) -> list[tuple[str
     """The passes of a stage in 1F1B: forwards until the first backward can come, then one of each in turns.
 
     Examples:
+        >>> from distca.simulator.one_f_one_b import order_of_1f1b
         >>> [phase[0] + str(number) for phase, number in order_of_1f1b(0, 2, 3)]
         ['f0', 'f1', 'b0', 'f2', 'b1', 'b2']
     """
