@@ -16,7 +16,7 @@ from distca.context import Context
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.integrations import megatron_names as names
-from distca.integrations.megatron_schedule import tick_schedule
+from distca.integrations.megatron_schedule import DataWithTicks, tick_schedule
 from distca.ops import core_attention
 from distca.pipeline import PipelinePlansAhead, Ticks
 from distca.planner.exchange import Exchange
@@ -176,7 +176,7 @@ def document_lengths(batch: Any) -> list[int]:
     return [length for length in batch["cu_seqlens"].flatten().diff().tolist() if length > 0]
 
 
-class PlannedBatches(Iterator[Any]):
+class PlannedBatches(DataWithTicks):
     """A data iterator for `tick_schedule`: looks ahead at the micro-batches of an iteration, and makes their plans.
 
     It takes the place of Megatron's data iterator, also in the place of a list of them. All processes make it, those

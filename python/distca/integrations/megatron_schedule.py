@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -13,8 +14,13 @@ from distca.errors import DistcaError, InvalidArgumentError, refusals_told
 from distca.integrations import megatron_names as names
 from distca.pipeline import CurrentTick, Ticks, Work
 
-if TYPE_CHECKING:
-    from distca.integrations.megatron import PlannedBatches
+
+class DataWithTicks(Iterator[Any]):
+    """The base class of the data iterator that `tick_schedule` takes: `PlannedBatches`."""
+
+    @abstractmethod
+    def begin(self) -> Ticks:
+        """The ticks of the next iteration. Raises StopIteration at the end of the data."""
 
 
 def tick_schedule(
@@ -230,11 +236,9 @@ class _GradientSync:
             self._reduce[chunk](chunks[chunk].parameters())
 
 
-def _planned(data_iterator: Any) -> PlannedBatches:
-    from distca.integrations.megatron import PlannedBatches
-
+def _planned(data_iterator: Any) -> DataWithTicks:
     given = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-    if not given or not isinstance(given[0], PlannedBatches) or any(each is not given[0] for each in given):
+    if not given or not isinstance(given[0], DataWithTicks) or any(each is not given[0] for each in given):
         raise InvalidArgumentError(
             "tick_schedule: data_iterator is not a PlannedBatches. What to change: pass PlannedBatches(data_iterator, "
             "config, context=, num_microbatches=) on all processes"
