@@ -184,6 +184,14 @@ def test_chunks_of_different_depth_are_refused(monkeypatch: pytest.MonkeyPatch) 
         megatron.PlannedBatches([], config, context=context, num_microbatches=1)
 
 
+def test_chunks_with_one_function_against_early_reduction_are_refused() -> None:
+    """One function would end for all chunks at the last backward of the first one."""
+    from distca.integrations.megatron_schedule import _GradientSync
+
+    with pytest.raises(distca.InvalidArgumentError, match="a list of one for each chunk is expected"):
+        _GradientSync(_config(no_sync_func=lambda: None, grad_sync_func=None), 2, 0)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"attention_type": "cross"}, {"attention_dropout": 0.1}, {"num_splits": 1}, {"attn_mask_type": "no_mask"}],

@@ -275,9 +275,9 @@ def _told(
 ) -> Iterator[tuple[Any, list[int]]]:
     """Batches with the lengths that the first process of the tensor group tells the others, an iteration at a time."""
     while True:
-        mine = [] if batches is None else list(islice(batches, count))
         told: list[Any] = [None]
         try:
+            mine = [] if batches is None else list(islice(batches, count))
             told = [[list(lengths(batch)) for batch in mine]] if rank == 0 else told
         finally:  # the others hear of an error as of the end
             dist.broadcast_object_list(told, group=group, group_src=0)

@@ -203,10 +203,15 @@ class _Iteration:
 class _GradientSync:
     """Keeps Megatron's data parallelism from reducing gradients before the last micro-batch of each chunk.
 
-    With ``grad_sync_func`` only the first stage reduces in its last backward. The others do so after all ticks.
+    With ``grad_sync_func`` only the first stage reduces in its last backward. The others do so after all ticks. Chunks
+    have their last backward at different times, therefore each has its own ``no_sync_func``.
     """
 
     def __init__(self, config: Any, num_chunks: int, stage: int) -> None:
+        if num_chunks > 1 and config.no_sync_func is not None and not isinstance(config.no_sync_func, list):
+            raise InvalidArgumentError(
+                "tick_schedule: no_sync_func is one function; a list of one for each chunk is expected"
+            )
         self._no_sync, self._reduce = (
             each if isinstance(each, list) else [each] * num_chunks
             for each in (config.no_sync_func, config.grad_sync_func)
