@@ -259,12 +259,11 @@ def run(case: Case, data_ranks: int | None = None) -> Result:
             expert_tensor_parallel_size=1 if expert > 1 else None,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        try:
-            return _run(case, data_ranks)
-        finally:
-            gc.collect()
-            dist.barrier()
-            parallel_state.destroy_model_parallel()
+        result = _run(case, data_ranks)
+        gc.collect()
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+        return result
 
 
 def _run(case: Case, data_ranks: int | None) -> Result:
