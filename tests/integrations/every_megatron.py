@@ -29,6 +29,7 @@ RECOMPUTED: list[dict[str, Any]] = [
     SELECTIVE,
 ]
 
+# Gradients are reduced in backward from the second step on.
 FOUR = [
     Case(tensor=2, stock=True),
     Case(tensor=2),
@@ -43,11 +44,11 @@ FOUR = [
     Case(pipeline=2, changes={"num_layers_in_last_pipeline_stage": 1, "deallocate_pipeline_outputs": True}),
     Case(pipeline=2, changes={"num_layers_in_first_pipeline_stage": 2, **RECOMPUTED[1]}, layers=6),
     Case(pipeline=2, per_token=True),
-    Case(pipeline=2, overlap=True),
-    Case(pipeline=2, overlap=True, align=True),
-    Case(pipeline=2, chunks=2, overlap=True, align=True),
+    Case(pipeline=2, overlap=True, steps=3),
+    Case(pipeline=2, overlap=True, steps=3, align=True),
+    Case(pipeline=2, chunks=2, overlap=True, steps=3, align=True),
     Case(pipeline=2, shards=True),
-    Case(pipeline=2, chunks=2, overlap=True, shards=True),
+    Case(pipeline=2, chunks=2, overlap=True, steps=3, shards=True),
     Case(pipeline=2, ragged=True, changes=RAGGED),
     Case(pipeline=2, changes={**EXPERTS, "moe_token_dispatcher_type": "alltoall"}),
     Case(pipeline=2, changes={**EXPERTS, "moe_token_dispatcher_type": "allgather", "expert_model_parallel_size": 2}),
@@ -55,7 +56,7 @@ FOUR = [
 EIGHT = [
     Case(2, 2, 2, steps=20),
     *(Case(2, 2, 2, changes=SEQUENCE | changes) for changes in RECOMPUTED),
-    Case(2, 2, 2, chunks=2, changes=SEQUENCE, overlap=True, shards=True),
+    Case(2, 2, 2, chunks=2, changes=SEQUENCE, overlap=True, steps=3, shards=True),
     Case(2, 2, 2, changes={**SEQUENCE, "num_layers_in_first_pipeline_stage": 1, **RECOMPUTED[0]}, shards=True),
     Case(2, 4, 1, per_token=True),
     Case(2, 4, 1, ragged=True, changes=RAGGED),

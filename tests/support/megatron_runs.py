@@ -369,6 +369,7 @@ def assert_as_alone(cases: Sequence[Case], of_ranks: list[list[Result]], alone: 
             assert result.losses[0] == pytest.approx(expected.losses[0], rel=exact), case
             assert result.norms[0] == pytest.approx(expected.norms[0], rel=exact), case
             assert result.losses == pytest.approx(expected.losses, rel=1e-5), case
+            assert result.norms == pytest.approx(expected.norms, rel=1e-4), case
             assert result.imbalance < 1.05, case
         assert len({result.steps_of_attention for result in results}) == 1, case
         assert len(expected.losses) == case.steps and expected.losses[-1] != expected.evaluated, case
