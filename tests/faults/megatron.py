@@ -22,10 +22,10 @@ FAULTS = [
         (TESTS,),
     ),
     Fault(
-        "Megatron's gradients are reduced before the last micro-batch",
+        "no_sync of Megatron does not end with the last micro-batch",
         SCHEDULE,
         "if work.microbatch == table.microbatches - 1:",
-        "if work.microbatch == 0:",
+        "if work.microbatch == table.microbatches:",
         (TESTS,),
     ),
     Fault(
