@@ -29,13 +29,6 @@ FAULTS = [
         (TESTS,),
     ),
     Fault(
-        "Megatron's gradients of all stages but the first are not reduced",
-        SCHEDULE,
-        "            self._reduce[chunk](chunks[chunk].parameters())",
-        "            pass",
-        (TESTS,),
-    ),
-    Fault(
         "Megatron's losses are not divided by the number of tokens",
         SCHEDULE,
         "tokens if config.calculate_per_token_loss else None",
