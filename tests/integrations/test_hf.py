@@ -12,6 +12,7 @@ import distca
 import distca.integrations.hf
 from distca.apps.train.checkpoint import Trained
 from distca.apps.train.data import NO_TARGET, Batch
+from distca.apps.train.data_parallel import MicroBatches
 from distca.apps.train.micro_batches import MicroBatch
 from distca.apps.train.step import train_step
 from support.ranks import launch
@@ -94,7 +95,8 @@ def _loss_and_gradients(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     plan = distca.plan(batch.layout, HEADS, context="default", tolerance=0.01, min_rows=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the test looks at the gradients after the step
     trained = Trained(model, optimizer, ConstantLR(optimizer))
-    result = train_step(trained, [MicroBatch([(batch, plan)], batch.num_targets)], stop=False, since=0.0)
+    work = MicroBatches([MicroBatch([(batch, plan)], batch.num_targets)], [None])
+    result = train_step(trained, work, stop=False, since=0.0)
     return result.loss, _gradients(model.module)
 
 
