@@ -71,7 +71,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
     start = _resume(trained, checkpoints, last, corpus) if last is not None else 0
     check_steps_left(config, start, run_dir)
     ways = [BALANCED, *(run.compared if config.compare else ())]
-    with ExitStack() as opened, stop_request() as stop, run.context() as context:
+    with stop_request() as stop, run.context() as context, ExitStack() as opened:
         planned = {
             way: opened.enter_context(run.steps(_batches(config, corpus, start, run), context, way)) for way in ways
         }
@@ -96,9 +96,9 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
                 result = compared_step(trained, order, stop.requested, since, watch)
             else:
                 result = train_step(trained, work, stop.requested, since, watch)
-            loads = work.loads()
-            of_rank = sum(other.loads().after[context.rank] for other in of_ways.values())
-            traces.step(step, of_rank)
+            of_all = {way: other.loads() for way, other in of_ways.items()}
+            loads = of_all[BALANCED]
+            traces.step(step, sum(other.after[context.rank] for other in of_all.values()))
             capture.step(step + 1)
             metrics = StepMetrics.of(step, result, work.layouts, loads)
             taken = step + 1
