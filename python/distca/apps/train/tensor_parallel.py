@@ -63,8 +63,8 @@ def tensor_plan(model: PreTrainedModel, ranks: int, heads: Heads) -> dict[str, s
     plan = dict(getattr(model, "tp_plan", None) or {})
     own = _PLANS.get(model.config.get_text_config().model_type, {})
     plan |= {f"{model.base_model_prefix}.{name}": style for name, style in own.items()}
-    whole = tuple(name.rpartition(".")[0] for name, style in plan.items() if style in _PACKED)
-    plan = {name: style for name, style in plan.items() if not name.startswith(whole)} if whole else plan
+    whole = tuple(name.rpartition(".")[0] + "." for name, style in plan.items() if style in _PACKED)
+    plan = {name: style for name, style in plan.items() if not f"{name}.".startswith(whole)}
     if not any(style == "colwise" and "att" in name for name, style in plan.items()):
         raise ConfigError(
             f"--tensor is {ranks}, but transformers has no tensor-parallel plan for the attention of "
