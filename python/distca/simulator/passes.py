@@ -114,7 +114,7 @@ def run_pass(
             steps[key] = machine.dispatch(work.attention[call.phase], call)
         if call.part in ("core_attention", "attend"):
             machine.attend(steps[key], call)
-        if call.part in ("core_attention",) or (call.part == "collect"):
+        if call.part in ("core_attention", "collect"):
             machine.collect(steps.pop(key), call)
             if gathered is not None and not again:
                 machine.wait_until(machine.network.ring(gathered.groups, machine.now, gathered.backward_bytes), call)
