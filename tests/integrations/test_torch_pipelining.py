@@ -20,7 +20,7 @@ from distca.pipeline import tick_table
 from support import staged_model as model
 from support.mistakes import Mistakes, Told
 from support.ranks import launch
-from support.torch_pipelines import DOCUMENTS, ROWS, Case, Pipeline
+from support.torch_pipelines import ROWS, Case, Pipeline
 
 
 def _run(case: Case) -> list[Any]:
@@ -200,7 +200,7 @@ def a_layer_less_in_the_last_tick(context: distca.Context, wrong: bool) -> None:
 @mistake("tick 0 of 6, forward: the plans have halves, and the model is called outside of distca.PingPong")
 def halves_without_ping_pong(context: distca.Context, wrong: bool) -> None:
     pipeline = _pipeline(context)
-    layouts = [distca.Layout.from_documents(lengths) for lengths in DOCUMENTS[:2]]
+    layouts = [distca.Layout.from_documents(lengths) for lengths in model.DOCUMENTS[:2]]
     try:
         pipeline.run(0, pipeline.ticks(0, halves=[distca.halves(layout) for layout in layouts]))
     finally:

@@ -16,16 +16,6 @@ from distca.pipeline import Work
 from support import staged_model as model
 from support.ranks import launch
 
-#: [micro-batch][rank of a stage]: equal numbers of tokens, unequal attention.
-DOCUMENTS = [
-    [[300], [30] * 10],
-    [[100, 200], [150, 150]],
-    [[10] * 30, [290, 10]],
-    [[60] * 5, [120, 180]],
-    [[300], [299, 1]],
-    [[20] * 15, [50] * 6],
-]
-
 
 class Case(NamedTuple):
     """A pipeline: layers of each stage's chunks, micro-batches, chunks, what is checkpointed, and most in flight."""
@@ -42,7 +32,7 @@ def _run(case: Case) -> tuple[float, dict[str, torch.Tensor], float, int]:
     """One rank's losses, gradients, imbalance and number of steps."""
     _rank, num_stages = dist.get_rank(), len(case.layers)
     data = dist.get_world_size() // num_stages
-    documents = DOCUMENTS[: case.microbatches]
+    documents = model.DOCUMENTS[: case.microbatches]
     stages = [[stage * data + r for r in range(data)] for stage in range(num_stages)]
     with distca.init(max_tokens=512, heads=model.HEADS, timeout=20) as context:
         plans = pipeline.PipelinePlans(
@@ -138,7 +128,7 @@ def test_a_pipeline_computes_what_one_process_computes(cases: list[Case], ranks:
     results = launch(_run_all, cases, ranks=ranks)
     for number, case in enumerate(cases):
         of_ranks = [result[number] for result in results]
-        documents = [lengths[: ranks // len(case.layers)] for lengths in DOCUMENTS[: case.microbatches]]
+        documents = [lengths[: ranks // len(case.layers)] for lengths in model.DOCUMENTS[: case.microbatches]]
         model.assert_as_alone([result[:2] for result in of_ranks], sum(case.layers) * case.chunks, documents, case)
         assert max(imbalance for _, _, imbalance, _ in of_ranks) < 1.05, case
         assert len({steps for _, _, _, steps in of_ranks}) == 1

@@ -12,6 +12,15 @@ from torch.nn import functional as F
 import distca
 
 VOCABULARY, HIDDEN, HEADS = 97, 32, distca.Heads(q=4, kv=2, dim=8)
+#: [micro-batch][rank of a stage]: 300 tokens each, unequal attention.
+DOCUMENTS = [
+    [[300], [30] * 10],
+    [[100, 200], [150, 150]],
+    [[10] * 30, [290, 10]],
+    [[60] * 5, [120, 180]],
+    [[300], [299, 1]],
+    [[20] * 15, [50] * 6],
+]
 
 #: attend(q, k, v) -> out, all [rows, heads, dim].
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -20,15 +20,6 @@ from distca.pipeline import PipelinePlans, Ticks
 from support import staged_model as model
 
 ROWS = 300
-#: [micro-batch][rank of a stage]: ROWS tokens each, unequal attention.
-DOCUMENTS = [
-    [[300], [30] * 10],
-    [[100, 200], [150, 150]],
-    [[10] * 30, [290, 10]],
-    [[60] * 5, [120, 180]],
-    [[300], [299, 1]],
-    [[20] * 15, [50] * 6],
-]
 
 
 class Case(NamedTuple):
@@ -51,7 +42,7 @@ class Case(NamedTuple):
 
     def lengths(self, step: int, data: int) -> list[list[list[int]]]:
         """The documents of a step: other ones in each."""
-        return [DOCUMENTS[(step + i) % len(DOCUMENTS)][:data] for i in range(self.microbatches)]
+        return [model.DOCUMENTS[(step + i) % len(model.DOCUMENTS)][:data] for i in range(self.microbatches)]
 
 
 class Stage(torch.nn.Module):
