@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import os
 import signal
@@ -150,11 +149,7 @@ def _check_packages(config: TrainConfig) -> None:
 def _train_with_own_ranks(config: TrainConfig, resumed: Path | None) -> int:
     run_dir = resumed if resumed is not None else create_run_dir(config)
     signal.signal(signal.SIGTERM, _as_interrupt)
-    try:
-        summary = launch(train_rank, config, run_dir, ranks=config.ranks)[0]
-    finally:
-        gc.freeze()  # this process ends: to collect all that it has imported would take a second
-    return _finish(summary)
+    return _finish(launch(train_rank, config, run_dir, ranks=config.ranks)[0])
 
 
 def _train_as_rank(config: TrainConfig, resumed: Path | None, debug: bool) -> int:
