@@ -15,6 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 import distca
+from distca.apps.cli import main
 from distca.apps.common.sources import DataError
 from distca.apps.train.checkpoint import whole_checkpoints
 from distca.apps.train.cli import train_rank
@@ -154,13 +155,21 @@ def test_a_model_or_tokenizer_that_cannot_be_used_is_an_error_that_says_why(
         model_config(config, tokenizer.vocabulary if tokenizer is not None else 256)
 
 
-def test_a_document_longer_than_the_models_positions_is_an_error(files: Path) -> None:
+def test_a_document_longer_than_the_models_positions_is_an_error(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = _config(files, tokens_per_rank=300)
     shape, _ = model_config(config, 31)
     check_positions(shape, config, longest_document=256)
     check_positions(shape, _config(files), longest_document=5000)  # a step holds only a part of such a document
     with pytest.raises(ConfigError, match="made for 256 positions, but a step may hold 257 tokens of a document"):
         check_positions(shape, config, longest_document=257)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "long.txt").write_text("word1 " * 300)
+    options = ["--model", str(config.model), "--tokenizer", str(config.tokenizer), "--data", str(tmp_path / "data")]
+    assert main(["train", *options, "--runs-dir", str(tmp_path / "runs")]) == 2
+    assert "may hold 300 tokens of a document" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()  # no rank was started
 
 
 def _first_loss_of_transformers(config: TrainConfig) -> float:

@@ -94,15 +94,18 @@ def _check_inputs(config: TrainConfig) -> None:
         from distca.apps.train.tokens import Tokenizer
 
         tokenizer = Tokenizer(config.tokenizer)
-    corpus, _ = read_corpora(config, tokenizer, show_progress=True)
+    corpus, held_out = read_corpora(config, tokenizer, show_progress=True)
+    vocabulary = corpus.vocabulary(tokenizer)
+    if config.model is not None or tokenizer is not None:
+        from distca.apps.train.model import check_positions, model_config
+
+        corpora = [corpus] if held_out is None else [corpus, held_out]
+        longest = max(length for one in corpora for length in one.lengths())
+        check_positions(model_config(config, vocabulary)[0], config, longest)
     if config.is_split:
         from distca.apps.train.split_run import check_before_start
 
-        check_before_start(config, corpus.vocabulary(tokenizer))
-    elif config.model is not None or tokenizer is not None:
-        from distca.apps.train.model import model_config
-
-        model_config(config, corpus.vocabulary(tokenizer))
+        check_before_start(config, vocabulary)
 
 
 def _is_empty(path: Path) -> bool:
