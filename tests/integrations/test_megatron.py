@@ -72,7 +72,7 @@ def _told() -> dict[str, str]:
 
     from distca.integrations import megatron
     from support import megatron_runs as runs
-    from support.megatron_on_cpu import cuda_is_cpu
+    from distca.integrations.megatron_on_cpu import cuda_is_cpu
 
     case = runs.Case(data=1, layers=2)
 

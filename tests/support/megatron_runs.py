@@ -23,7 +23,7 @@ from megatron.core.transformer.module import MegatronModule
 
 import distca
 from distca.integrations.megatron import DistcaPackedSeqParams, PlannedBatches, init, tick_schedule, use_distca
-from support.megatron_on_cpu import cuda_is_cpu
+from distca.integrations.megatron_on_cpu import cuda_is_cpu
 
 ROWS, HIDDEN, VOCABULARY = 240, 32, 64
 #: [micro-batch][data rank]: ROWS tokens each, unequal attention.

@@ -1,4 +1,4 @@
-"""Lets Megatron-core run on CPU ranks, which it does not do by itself. Only tests use this."""
+"""Lets Megatron-core run on CPU ranks, which it does not do by itself. Nothing loads this where a GPU is used."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Parts of `pretrain_llama.py`: pretraining on Megatron-core with distca's attention."""

@@ -1,0 +1,95 @@
+"""Checkpoints of a run by Megatron-core's dist_checkpointing. They may be read at another split."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+
+from distca.errors import DistcaError
+
+_STATE = "run.json"
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run stands: steps taken, and the fingerprint of its documents."""
+
+    step: int
+    documents: int
+
+
+def whole_checkpoints(run_dir: Path) -> list[Path]:
+    """The whole checkpoints of a run, the last one last."""
+    folders = [file.parent for file in run_dir.glob(f"step-*/{_STATE}")]
+    return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))
+
+
+def save(run_dir: Path, state: State, chunks: list[Any], optimizer: Any, *, keep: int) -> None:
+    """Writes a checkpoint, and removes those before the last `keep`. It is collective.
+
+    What says that it is whole is written last.
+    """
+    folder = run_dir / f"step-{state.step}"
+    _on_first(lambda: (shutil.rmtree(folder, ignore_errors=True), folder.mkdir(parents=True)))
+    dist_checkpointing.save(_sharded(chunks, optimizer, is_loading=False), str(folder))
+    _on_first(lambda: _finish(run_dir, folder, state, keep))
+
+
+def _finish(run_dir: Path, folder: Path, state: State, keep: int) -> None:
+    new = folder / f"{_STATE}.new"
+    new.write_text(json.dumps(vars(state)) + "\n", encoding="utf-8")
+    new.replace(folder / _STATE)
+    for old in whole_checkpoints(run_dir)[:-keep]:
+        (old / _STATE).unlink()  # from here on it is no checkpoint
+        shutil.rmtree(old)
+
+
+def load(folder: Path, chunks: list[Any], optimizer: Any) -> State:
+    """Reads what `save` has written, at any split. It is collective.
+
+    Raises:
+        DistcaError: the checkpoint does not fit the model, or is damaged.
+    """
+    try:
+        state = State(**json.loads((folder / _STATE).read_text(encoding="utf-8")))
+        loaded = dist_checkpointing.load(_sharded(chunks, optimizer, is_loading=True), str(folder))
+        for number, chunk in enumerate(chunks):
+            chunk.load_state_dict(loaded[f"model{number}"])
+        optimizer.load_state_dict(loaded["optimizer"])
+    except Exception as error:  # Megatron and PyTorch raise many kinds
+        text = str(error).strip().splitlines()
+        why = text[0] if text else type(error).__name__
+        raise DistcaError(f"the checkpoint {folder} cannot be read: {why}") from error
+    return state
+
+
+def _sharded(chunks: list[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": True,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    sharded = {f"model{number}": chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)}
+    sharded["optimizer"] = optimizer.sharded_state_dict(sharded, is_loading=is_loading, metadata=metadata)
+    return sharded
+
+
+def _on_first(act: Any) -> None:
+    """Calls a function on rank 0 while the others wait. All raise what it raises."""
+    told: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            act()
+        except OSError as error:
+            told = [f"{error.strerror or error}: {error.filename}"]
+    dist.broadcast_object_list(told, src=0)
+    if told[0] is not None:
+        raise DistcaError(f"could not write a checkpoint: {told[0]}")

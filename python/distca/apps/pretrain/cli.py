@@ -1,0 +1,130 @@
+"""The command of `pretrain_llama.py`: reads options, and runs as one rank of a launcher or starts ranks of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from distca.apps.common.options import INTERRUPTED
+from distca.apps.pretrain.options import Options, parse
+from distca.apps.pretrain.shapes import SHAPES, shape_of
+from distca.connect.launch import RankError, launch
+from distca.connect.rank_process import Failure, exit_now, leave_process_group
+from distca.errors import DistcaError, InvalidArgumentError
+
+LOGS = Path("logs")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Returns:
+        The exit code: 0, 1 for a failure, 2 for a mistake in the options, 130 if the run was stopped.
+    """
+    try:
+        options = parse(sys.argv[1:] if arguments is None else arguments)
+        _take_slurm_ranks()
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            return _as_rank(options)
+        return _with_own_ranks(options)
+    except KeyboardInterrupt:
+        print("pretrain_llama: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except DistcaError as error:
+        message = error.headline if isinstance(error, RankError) and error.expected else error
+        print(f"pretrain_llama: error: {message}", file=sys.stderr)
+        return 2 if isinstance(error, InvalidArgumentError) else 1
+
+
+def _take_slurm_ranks() -> None:
+    """Under srun, sets the variables of torch.distributed from those of Slurm. The address comes from the script."""
+    if "SLURM_PROCID" not in os.environ or "RANK" in os.environ or "MASTER_ADDR" not in os.environ:
+        return
+    names = {"RANK": "PROCID", "WORLD_SIZE": "NTASKS", "LOCAL_RANK": "LOCALID"}
+    os.environ.update({name: os.environ[f"SLURM_{of_slurm}"] for name, of_slurm in names.items()})
+
+
+def _say_first(options: Options, world_size: int, cuda: bool) -> None:
+    data = world_size // (options.tp_size * options.pp_size)
+    where = torch.cuda.get_device_name() if cuda else "no GPU here, therefore CPU ranks"
+    print(
+        f"pretrain_llama: {where}; {options.model}, attention by {options.attention}, {world_size} ranks: data {data} x "
+        f"tensor {options.tp_size} x pipeline {options.pp_size}"
+        + (f" x {options.vpp_size} chunks" if options.vpp_size > 1 else "")
+    )
+    print("options: " + " ".join(f"{name.upper()}={value}" for name, value in options.as_json().items()), flush=True)
+
+
+def _with_own_ranks(options: Options) -> int:
+    """Starts the ranks on this machine."""
+    cuda = torch.cuda.is_available()
+    least = options.tp_size * options.pp_size
+    world_size = options.ranks or (torch.cuda.device_count() if cuda else max(2, least))
+    resolved = options.resolved(cuda=cuda, world_size=world_size)
+    shape_of(resolved)
+    run_dir = _run_dir(resolved)
+    _say_first(resolved, world_size, cuda)
+    stopped = launch(_rank, resolved, run_dir, ranks=world_size)[0]
+    return INTERRUPTED if stopped else 0
+
+
+def _as_rank(options: Options) -> int:
+    """Runs as one of the ranks that srun or torchrun has started."""
+    cuda, world_size = torch.cuda.is_available(), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    failures = None
+    try:
+        resolved = options.resolved(cuda=cuda, world_size=world_size)
+        shape_of(resolved)
+        if cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        told = [_run_dir(resolved) if rank == 0 else None]
+        dist.broadcast_object_list(told, src=0)
+        if rank == 0:
+            _say_first(resolved, world_size, cuda)
+        stopped = _rank(resolved, told[0])
+        leave_process_group()
+        return INTERRUPTED if stopped else 0
+    except BaseException as error:
+        exit_now(_tell(error, rank))
+
+
+def _tell(error: BaseException, rank: int) -> int:
+    """Prints why this rank ends, and returns the exit code."""
+    if isinstance(error, InvalidArgumentError) and rank != 0:
+        return 2  # rank 0 says the same
+    failure = Failure.of(error)
+    if not failure.expected:
+        print(failure.details, file=sys.stderr)
+    echo = "follows another rank's failure: " if failure.follow_up else ""
+    first = failure.text.strip().split("\n")[0]
+    print(f"pretrain_llama: rank {rank} on {socket.gethostname()}: {echo}{failure.exception}: {first}", file=sys.stderr)
+    return 2 if isinstance(error, InvalidArgumentError) else 1
+
+
+def _rank(options: Options, run_dir: Path) -> bool:
+    from distca.apps.pretrain.train import train
+
+    return train(options, run_dir)
+
+
+def _run_dir(options: Options) -> Path:
+    """The folder of the run, made if need be."""
+    run_dir = options.run_dir or LOGS / f"pretrain-{os.environ.get('SLURM_JOB_ID') or time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "options.json").write_text(json.dumps(options.as_json(), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidArgumentError(f"--run-dir (RUN_DIR) is {run_dir}, where nothing can be written: {error}") from error
+    return run_dir
