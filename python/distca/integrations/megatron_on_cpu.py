@@ -32,7 +32,7 @@ def cuda_is_cpu() -> Iterator[None]:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
-    changes = [
+    changes: list[Any] = [
         mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
         mock.patch.object(torch.cuda, "synchronize", lambda *_: None),
         mock.patch.object(torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state()),

@@ -36,9 +36,14 @@ def save(run_dir: Path, state: State, chunks: list[Any], optimizer: Any, *, keep
     What says that it is whole is written last.
     """
     folder = run_dir / f"step-{state.step}"
-    _on_first(lambda: (shutil.rmtree(folder, ignore_errors=True), folder.mkdir(parents=True)))
+    _on_first(lambda: _begin(folder))
     dist_checkpointing.save(_sharded(chunks, optimizer, is_loading=False), str(folder))
     _on_first(lambda: _finish(run_dir, folder, state, keep))
+
+
+def _begin(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed while it wrote
+    folder.mkdir(parents=True)
 
 
 def _finish(run_dir: Path, folder: Path, state: State, keep: int) -> None:

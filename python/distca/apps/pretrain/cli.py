@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from distca.apps.common.options import INTERRUPTED
 from distca.apps.pretrain.options import Options, parse
-from distca.apps.pretrain.shapes import SHAPES, shape_of
+from distca.apps.pretrain.shapes import shape_of
 from distca.connect.launch import RankError, launch
 from distca.connect.rank_process import Failure, exit_now, leave_process_group
 from distca.errors import DistcaError, InvalidArgumentError
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("pretrain_llama: interrupted", file=sys.stderr)
         return INTERRUPTED
     except DistcaError as error:
-        message = error.headline if isinstance(error, RankError) and error.expected else error
+        message = error.headline if isinstance(error, RankError) and (error.expected or not error.exception) else error
         print(f"pretrain_llama: error: {message}", file=sys.stderr)
         return 2 if isinstance(error, InvalidArgumentError) else 1
 
@@ -57,23 +56,24 @@ def _take_slurm_ranks() -> None:
 def _say_first(options: Options, world_size: int, cuda: bool) -> None:
     data = world_size // (options.tp_size * options.pp_size)
     where = torch.cuda.get_device_name() if cuda else "no GPU here, therefore CPU ranks"
-    print(
-        f"pretrain_llama: {where}; {options.model}, attention by {options.attention}, {world_size} ranks: data {data} x "
-        f"tensor {options.tp_size} x pipeline {options.pp_size}"
-        + (f" x {options.vpp_size} chunks" if options.vpp_size > 1 else "")
-    )
+    shares = f"data {data} x tensor {options.tp_size} x pipeline {options.pp_size}"
+    shares += f" x {options.vpp_size} chunks" if options.vpp_size > 1 else ""
+    print(f"pretrain_llama: {where}; {options.model}, attention by {options.attention}, {world_size} ranks: {shares}")
     print("options: " + " ".join(f"{name.upper()}={value}" for name, value in options.as_json().items()), flush=True)
 
 
 def _with_own_ranks(options: Options) -> int:
-    """Starts the ranks on this machine."""
-    cuda = torch.cuda.is_available()
-    least = options.tp_size * options.pp_size
-    world_size = options.ranks or (torch.cuda.device_count() if cuda else max(2, least))
-    resolved = options.resolved(cuda=cuda, world_size=world_size)
+    """Starts CPU ranks on this machine."""
+    if torch.cuda.is_available():
+        raise InvalidArgumentError(
+            "pretrain_llama.py is one rank of a launcher where there are GPUs: start it by `bash pretrain_llama.sh`, "
+            "torchrun or srun"
+        )
+    world_size = options.ranks or max(2, options.tp_size * options.pp_size)
+    resolved = options.resolved(cuda=False, world_size=world_size)
     shape_of(resolved)
     run_dir = _run_dir(resolved)
-    _say_first(resolved, world_size, cuda)
+    _say_first(resolved, world_size, cuda=False)
     stopped = launch(_rank, resolved, run_dir, ranks=world_size)[0]
     return INTERRUPTED if stopped else 0
 
@@ -82,20 +82,19 @@ def _as_rank(options: Options) -> int:
     """Runs as one of the ranks that srun or torchrun has started."""
     cuda, world_size = torch.cuda.is_available(), int(os.environ["WORLD_SIZE"])
     rank = int(os.environ["RANK"])
-    failures = None
     try:
         resolved = options.resolved(cuda=cuda, world_size=world_size)
         shape_of(resolved)
         if cuda:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-        told = [_run_dir(resolved) if rank == 0 else None]
+        told: list[Any] = [_run_dir(resolved) if rank == 0 else None]
         dist.broadcast_object_list(told, src=0)
         if rank == 0:
             _say_first(resolved, world_size, cuda)
-        stopped = _rank(resolved, told[0])
+        _rank(resolved, told[0])
         leave_process_group()
-        return INTERRUPTED if stopped else 0
+        return 0  # also if it was stopped: another exit code would make the launcher kill ranks that are still ending
     except BaseException as error:
         exit_now(_tell(error, rank))
 
@@ -126,5 +125,7 @@ def _run_dir(options: Options) -> Path:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "options.json").write_text(json.dumps(options.as_json(), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        raise InvalidArgumentError(f"--run-dir (RUN_DIR) is {run_dir}, where nothing can be written: {error}") from error
+        raise InvalidArgumentError(
+            f"--run-dir (RUN_DIR) is {run_dir}, where nothing can be written: {error}"
+        ) from error
     return run_dir

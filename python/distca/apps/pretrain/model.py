@@ -58,7 +58,7 @@ class _RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps)
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def padded_vocabulary(vocabulary: int, tensor_ranks: int) -> int:
@@ -75,8 +75,8 @@ def chunks_of_model(config: Any, shape: Shape, vocabulary: int, options: Options
     """
     if cuda and options.attention == "megatron" and not HAVE_TE:
         raise InvalidArgumentError(
-            "--attention (ATTENTION) is megatron, whose attention of packed documents is Transformer Engine's, which is "
-            "not installed: pip install transformer-engine[pytorch]"
+            "--attention (ATTENTION) is megatron, whose attention of packed documents is in Transformer Engine, which "
+            "is not installed: pip install transformer-engine[pytorch]"
         )
     torch.manual_seed(options.seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
     ddp = DistributedDataParallelConfig(
@@ -131,7 +131,6 @@ def _block(config: Any, shape: Shape, virtual: int | None, attention: str, cuda:
 
 def optimizer_of(chunks: list[Any], options: Options) -> tuple[Any, Any]:
     """Megatron's AdamW over the chunks, and its schedule: warm-up, then a cosine to a tenth of the rate."""
-    assert options.lr is not None
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",

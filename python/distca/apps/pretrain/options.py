@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -23,26 +23,25 @@ def _option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """What a run does. None stands for a default that depends on the device or on other options (`resolved`)."""
+    """What a run does. 0, empty or None stands for a default that depends on other options (`resolved`)."""
 
-    model: str | None = _option(
-        None, "tiny, llama-8b, llama-34b, qwen3-8b, or a config.json of a Llama or Qwen3 (default: llama-8b, on CPU tiny)"
+    model: str = _option(
+        "",
+        "tiny, llama-8b, llama-34b, qwen3-8b, or a config.json of a Llama or Qwen3 (default: llama-8b, on CPU tiny)",
     )
-    layers: int | None = _option(None, "number of layers, if other than the model's")
+    layers: int = _option(0, "number of layers, if other than the model's")
     attention: Attention = _option(
         "distca", "distca, or megatron: Megatron's own attention and schedule (on CPU PyTorch's attention per document)"
     )
     tp_size: int = _option(1, "tensor parallel size")
     pp_size: int = _option(1, "pipeline stages")
     vpp_size: int = _option(1, "chunks of layers of each stage (virtual pipeline)")
-    ranks: int | None = _option(None, "processes, where no launcher says it (default: GPUs; on CPU the least, or 2)")
-    tokens_per_rank: int | None = _option(
-        None, "tokens of a data rank in a micro-batch (default: 65536; tiny 512)"
-    )
-    max_document: int | None = _option(None, "documents are cut after so many tokens (default: --tokens-per-rank)")
-    micro_batches: int | None = _option(None, "micro-batches of a step (default: twice --pp-size, without stages 1)")
+    ranks: int = _option(0, "processes, where no launcher says it (default: GPUs; on CPU the least, or 2)")
+    tokens_per_rank: int = _option(0, "tokens of a data rank in a micro-batch (default: 65536; tiny 512)")
+    max_document: int = _option(0, "documents are cut after so many tokens (default: --tokens-per-rank)")
+    micro_batches: int = _option(0, "micro-batches of a step (default: twice --pp-size, without stages 1)")
     steps: int = _option(100, "optimizer steps of the whole run")
-    lr: float | None = _option(None, "peak learning rate (default: 3e-4; tiny 3e-3)")
+    lr: float = _option(0.0, "peak learning rate (default: 3e-4; tiny 3e-3)")
     warmup_steps: int | None = _option(None, "steps in which the rate rises; then it falls as a cosine to a tenth")
     weight_decay: float = _option(0.1, "weight decay of AdamW")
     clip_grad: float = _option(1.0, "largest norm of all gradients; 0 does not clip")
@@ -50,7 +49,9 @@ class Options:
     data: Path | None = _option(
         None, "folder of text files, .jsonl, .parquet, or prefix of a Megatron data set (default: Python's own sources)"
     )
-    doc_scale: float | None = _option(None, "fraction of each document to keep (default: Python's sources 1/16, else 1)")
+    doc_scale: float | None = _option(
+        None, "fraction of each document to keep (default: 1/16 of Python's sources, else 1)"
+    )
     tokenizer: Path | None = _option(None, "folder or tokenizer.json of a tokenizer (default: bytes)")
     eval_fraction: float = _option(0.0, "fraction of the documents that is evaluated on and not trained on")
     eval_every: int = _option(0, "steps between evaluations; 0 evaluates at the end")
@@ -60,7 +61,7 @@ class Options:
     )
     save_every: int = _option(0, "steps between checkpoints; 0 writes one at the end and when stopped")
     keep_checkpoints: int = _option(2, "how many of the last checkpoints stay")
-    recompute: Recompute = _option("none", "activation recomputation: none, selective (attention), or full (each layer)")
+    recompute: Recompute = _option("none", "activation recomputation: none, selective (attention) or full (each layer)")
     sequence_parallel: bool = _option(False, "1 splits norms over the tensor ranks too")
     distributed_optimizer: bool | None = _option(None, "1 shards the optimizer over data ranks (default: with a GPU)")
     tolerance: float = _option(0.05, "how far the largest attention load may be above the mean")
@@ -72,32 +73,31 @@ class Options:
         Raises:
             InvalidArgumentError: an option is out of range or does not go with another.
         """
-        tiny = self.model == "tiny" or (self.model is None and not cuda)
-        defaults = {
-            "model": "tiny" if tiny else "llama-8b",
-            "tokens_per_rank": 512 if tiny else 65536,
-            "micro_batches": 2 * self.pp_size if self.pp_size > 1 else 1,
-            "lr": 3e-3 if tiny else 3e-4,
-            "warmup_steps": max(1, self.steps // 20),
-            "distributed_optimizer": cuda,
-            "ranks": world_size,
-        }
-        filled = dataclasses.replace(self, **{n: value for n, value in defaults.items() if getattr(self, n) is None})
-        if filled.max_document is None:
-            filled = dataclasses.replace(filled, max_document=filled.tokens_per_rank)
+        model = self.model or ("llama-8b" if cuda else "tiny")
+        tiny = model == "tiny"
+        tokens = self.tokens_per_rank or (512 if tiny else 65536)
+        filled = dataclasses.replace(
+            self,
+            model=model,
+            ranks=world_size,
+            tokens_per_rank=tokens,
+            max_document=self.max_document or tokens,
+            micro_batches=self.micro_batches or (2 * self.pp_size if self.pp_size > 1 else 1),
+            lr=self.lr or (3e-3 if tiny else 3e-4),
+            warmup_steps=self.steps // 20 if self.warmup_steps is None else self.warmup_steps,
+            distributed_optimizer=cuda if self.distributed_optimizer is None else self.distributed_optimizer,
+        )
         filled._check(world_size)
         return filled
 
     def _check(self, world_size: int) -> None:
         for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
+            if (value := getattr(self, name)) < least:
                 raise _bad(name, value, f"must be at least {least}")
         if world_size % (self.tp_size * self.pp_size):
             raise _bad("tp_size", self.tp_size, f"times --pp-size {self.pp_size} must divide the {world_size} ranks")
         if self.vpp_size > 1 and self.pp_size == 1:
             raise _bad("vpp_size", self.vpp_size, "needs stages: --pp-size is 1")
-        assert self.micro_batches is not None and self.tokens_per_rank is not None and self.max_document is not None
         if self.vpp_size > 1 and self.micro_batches % self.pp_size:
             raise _bad("micro_batches", self.micro_batches, f"must be a multiple of --pp-size {self.pp_size}")
         if self.max_document > self.tokens_per_rank:
@@ -110,9 +110,8 @@ class Options:
             raise _bad("eval_fraction", self.eval_fraction, "must be at least 0 and below 1")
         if self.eval_every and not self.eval_fraction:
             raise _bad("eval_every", self.eval_every, "needs --eval-fraction")
-        assert self.warmup_steps is not None
-        if self.warmup_steps >= self.steps:
-            raise _bad("warmup_steps", self.warmup_steps, f"must be below --steps {self.steps}")
+        if self.warmup_steps is None or not 0 <= self.warmup_steps < self.steps:
+            raise _bad("warmup_steps", self.warmup_steps, f"must be at least 0 and below --steps {self.steps}")
 
     def as_json(self) -> dict[str, Any]:
         """The options by name, as JSON takes them."""
@@ -120,17 +119,15 @@ class Options:
 
 
 _LEAST = {
-    "layers": 1,
+    "layers": 0,
     "tp_size": 1,
     "pp_size": 1,
     "vpp_size": 1,
-    "ranks": 1,
     "tokens_per_rank": 2,
     "max_document": 2,
     "micro_batches": 1,
     "steps": 1,
     "lr": 0,
-    "warmup_steps": 0,
     "weight_decay": 0,
     "clip_grad": 0,
     "eval_every": 0,
@@ -194,13 +191,10 @@ class _Parser:
             return text == "1"
         if self._type in ("int", "float"):
             try:
-                return {"int": int, "float": float}[self._type](text)
+                value: float = {"int": int, "float": float}[self._type](text)
             except ValueError:
-                what = "a whole number" if self._type == "int" else "a number"
-                raise argparse.ArgumentTypeError(f"must be {what}") from None
+                value = math.nan
+            if not math.isfinite(value):
+                raise argparse.ArgumentTypeError(f"must be {'a whole number' if self._type == 'int' else 'a number'}")
+            return value
         return Path(text) if self._type == "Path" else text
-
-
-def write_options(options: Options, run_dir: Path) -> None:
-    """Writes `options.json` of a run."""
-    (run_dir / "options.json").write_text(json.dumps(options.as_json(), indent=2) + "\n", encoding="utf-8")

@@ -68,9 +68,8 @@ def shape_of(options: Options) -> Shape:
     Raises:
         InvalidArgumentError: there is no such model, or its heads or layers cannot be shared as asked.
     """
-    assert options.model is not None
     shape = SHAPES.get(options.model) or _read(Path(options.model))
-    if options.layers is not None:
+    if options.layers:
         shape = dataclasses.replace(shape, layers=options.layers)
     for name, heads in (("query", shape.heads), ("key/value", shape.kv_heads)):
         if heads % options.tp_size:
@@ -125,11 +124,11 @@ def configuration(shape: Shape, options: Options, *, cuda: bool) -> Any:
     """Megatron-core's TransformerConfig of a model."""
     from megatron.core.transformer import TransformerConfig
 
-    recompute: dict[str, Any] = {
+    recompute: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }[options.recompute]
+    }
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -154,5 +153,5 @@ def configuration(shape: Shape, options: Options, *, cuda: bool) -> Any:
         virtual_pipeline_model_parallel_size=options.vpp_size if options.vpp_size > 1 else None,
         sequence_parallel=options.sequence_parallel,
         calculate_per_token_loss=True,
-        **recompute,
+        **recompute[options.recompute],
     )

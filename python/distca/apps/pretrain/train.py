@@ -147,7 +147,8 @@ class Run:
         rate = max(group["lr"] for group in self._optimizer.param_groups)
         _, norm, _ = self._optimizer.step()
         loss, targets, flops, stopped = self._totals(kept, stop.requested)
-        stats = self._batches.ticks.plans.stats if isinstance(self._batches, PlannedBatches) else None
+        ticks = self._batches.ticks if isinstance(self._batches, PlannedBatches) else None
+        stats = None if ticks is None else ticks.plans.stats
         return Step(
             step=number,
             loss=loss / max(targets, 1),
@@ -158,9 +159,9 @@ class Run:
             * self._options.tokens_per_rank,
             seconds=time.perf_counter() - begin,
             flops=flops,
-            imbalance_before=stats and stats.imbalance_before,
-            imbalance_after=stats and stats.imbalance_after,
-            bytes=stats and stats.bytes,
+            imbalance_before=None if stats is None else stats.imbalance_before,
+            imbalance_after=None if stats is None else stats.imbalance_after,
+            bytes=None if stats is None else stats.bytes,
         ), bool(stopped)
 
     def _evaluate(self) -> float:
@@ -216,7 +217,6 @@ class Run:
 
     def _micro_batches(self, corpus: Corpus, start: int) -> Iterator[Batch]:
         options = self._options
-        assert options.micro_batches and options.tokens_per_rank and options.max_document
         return MicroBatches(
             corpus,
             rank=parallel_state.get_data_parallel_rank(),
@@ -235,7 +235,6 @@ class Run:
         if self._context is None:
             each = [LocalBatches(make()) for _ in self._chunks]
             return each if len(each) > 1 else each[0]
-        assert options.micro_batches is not None
         return PlannedBatches(
             make(),
             self._config,
