@@ -2,7 +2,7 @@
 #SBATCH --job-name=pretrain_llama
 #SBATCH --nodes=2
 #SBATCH --exclusive
-#SBATCH --output=logs/%x-%j.log
+#SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
 #SBATCH --signal=TERM@120
 #
@@ -79,8 +79,9 @@ errors=$RUN_DIR/errors-$SLURM_JOB_ID.log
 : >"$errors"
 # A signal for the job reaches srun too, which hands it on. This script stays to say how the ranks ended.
 trap : TERM INT
+scontrol show config | grep -qE '^TaskPlugin .*(affinity|cgroup)' && export SLURM_CPU_BIND=none # not one core a rank
 srun --nodes="$NNODES" --ntasks=$((NNODES * RANKS_PER_NODE)) --ntasks-per-node="$RANKS_PER_NODE" --overcommit \
-  --cpu-bind=none --kill-on-bad-exit=1 "$PYTHON" "$here/pretrain_llama.py" "$@" 2> >(tee -a "$errors" >&2) &
+  --kill-on-bad-exit=1 "$PYTHON" "$here/pretrain_llama.py" "$@" 2> >(tee -a "$errors" >&2) &
 step=$! status=0
 wait $step || status=$?
 while kill -0 $step 2>/dev/null; do # a signal has ended the wait

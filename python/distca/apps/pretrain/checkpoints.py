@@ -61,15 +61,18 @@ def load(folder: Path, chunks: list[Any], optimizer: Any) -> State:
     Raises:
         DistcaError: the checkpoint does not fit the model, or is damaged.
     """
+    # Without Transformer Engine and Apex, the distributed optimizer has the state that it reads into after a step.
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.step()
     try:
         state = State(**json.loads((folder / _STATE).read_text(encoding="utf-8")))
         loaded = dist_checkpointing.load(_sharded(chunks, optimizer, is_loading=True), str(folder))
         for number, chunk in enumerate(chunks):
-            chunk.load_state_dict(loaded[f"model{number}"])
+            chunk.module.load_state_dict(loaded[f"model{number}"])
         optimizer.load_state_dict(loaded["optimizer"])
     except Exception as error:  # Megatron and PyTorch raise many kinds
-        text = str(error).strip().splitlines()
-        why = text[0] if text else type(error).__name__
+        why = " ".join(str(error).split()) or type(error).__name__
         raise DistcaError(f"the checkpoint {folder} cannot be read: {why}") from error
     return state
 
@@ -82,7 +85,9 @@ def _sharded(chunks: list[Any], optimizer: Any, *, is_loading: bool) -> dict[str
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    sharded = {f"model{number}": chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)}
+    sharded = {
+        f"model{number}": chunk.module.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)
+    }
     sharded["optimizer"] = optimizer.sharded_state_dict(sharded, is_loading=is_loading, metadata=metadata)
     return sharded
 
