@@ -11,17 +11,24 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
-from distca.errors import DistcaError
+from distca.errors import DistcaError, InvalidArgumentError
 
 _STATE = "run.json"
 
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands: steps taken, and the fingerprint of its documents."""
+    """Where a run stands.
+
+    Attributes:
+        step: steps taken.
+        documents: fingerprint of the documents.
+        fixed: what a resumed run must have too, by name.
+    """
 
     step: int
     documents: int
+    fixed: dict[str, Any]
 
 
 def whole_checkpoints(run_dir: Path) -> list[Path]:
@@ -55,24 +62,34 @@ def _finish(run_dir: Path, folder: Path, state: State, keep: int) -> None:
         shutil.rmtree(old)
 
 
-def load(folder: Path, chunks: list[Any], optimizer: Any) -> State:
+def load(folder: Path, chunks: list[Any], optimizer: Any, *, documents: int, fixed: dict[str, Any]) -> State:
     """Reads what `save` has written, at any split. It is collective.
 
     Raises:
-        DistcaError: the checkpoint does not fit the model, or is damaged.
+        InvalidArgumentError: the run has other documents or another one of the fixed options.
+        DistcaError: the checkpoint is damaged.
     """
+    try:
+        state = State(**json.loads((folder / _STATE).read_text(encoding="utf-8")))
+        changed = [name for name, value in state.fixed.items() if fixed[name] != value]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DistcaError(f"the checkpoint {folder} has a damaged {_STATE}: {error}") from error
+    if changed:
+        name = changed[0]
+        raise InvalidArgumentError(f"{name} is {fixed[name]}, and the run that is resumed has {state.fixed[name]}")
+    if state.documents != documents:
+        raise InvalidArgumentError(f"the documents are not those of {folder}: give the same DATA, DOC_SCALE, TOKENIZER")
     # Without Transformer Engine and Apex, the distributed optimizer has the state that it reads into after a step.
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.step()
     try:
-        state = State(**json.loads((folder / _STATE).read_text(encoding="utf-8")))
         loaded = dist_checkpointing.load(_sharded(chunks, optimizer, is_loading=True), str(folder))
         for number, chunk in enumerate(chunks):
             chunk.module.load_state_dict(loaded[f"model{number}"])
         optimizer.load_state_dict(loaded["optimizer"])
     except Exception as error:  # Megatron and PyTorch raise many kinds
-        why = " ".join(str(error).split()) or type(error).__name__
+        why = " ".join(str(error).split())[:300] or type(error).__name__
         raise DistcaError(f"the checkpoint {folder} cannot be read: {why}") from error
     return state
 

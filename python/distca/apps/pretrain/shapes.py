@@ -151,6 +151,9 @@ def configuration(shape: Shape, options: Options, *, cuda: bool) -> Any:
         tensor_model_parallel_size=options.tp_size,
         pipeline_model_parallel_size=options.pp_size,
         virtual_pipeline_model_parallel_size=options.vpp_size if options.vpp_size > 1 else None,
+        # In one batch of two stages, Megatron's interleaved schedule would mix up tensors of forward and of backward.
+        batch_p2p_comm=options.vpp_size == 1,
+        overlap_p2p_comm=options.vpp_size > 1,
         sequence_parallel=options.sequence_parallel,
         calculate_per_token_loss=True,
         **recompute[options.recompute],

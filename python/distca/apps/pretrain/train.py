@@ -15,7 +15,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from distca.apps.common.sources import DataError
 from distca.apps.pretrain import checkpoints
 from distca.apps.pretrain.batches import LocalBatches, repeated
 from distca.apps.pretrain.data import MicroBatches, read_documents
@@ -127,7 +126,7 @@ class Run:
                     step = replace(step, eval_loss=self._evaluate())
                 log.step(step)
                 if ends or _due(number, options.save_every):
-                    state = checkpoints.State(number, self._corpus.fingerprint)
+                    state = checkpoints.State(number, self._corpus.fingerprint, self._fixed())
                     keep = options.keep_checkpoints
                     checkpoints.save(self._run_dir, state, self._chunks, self._optimizer, keep=keep)
                 if stopped and number < options.steps:
@@ -249,9 +248,9 @@ class Run:
         whole = checkpoints.whole_checkpoints(self._run_dir)
         if not whole:
             return 0
-        state = checkpoints.load(whole[-1], self._chunks, self._optimizer)
-        if state.documents != self._corpus.fingerprint:
-            raise DataError(f"the documents are not those of {whole[-1]}: give the same DATA, DOC_SCALE and TOKENIZER")
+        state = checkpoints.load(
+            whole[-1], self._chunks, self._optimizer, documents=self._corpus.fingerprint, fixed=self._fixed()
+        )
         if state.step >= self._options.steps:
             raise InvalidArgumentError(
                 f"--steps (STEPS) is {self._options.steps}, and the run in {self._run_dir} has taken {state.step}: ask "
@@ -259,6 +258,14 @@ class Run:
             )
         self._schedule.step(increment=state.step)
         return state.step
+
+    def _fixed(self) -> dict[str, Any]:
+        """What a resumed run must have as well, by name."""
+        options = self._options
+        names = ("model", "layers", "tokens_per_rank", "max_document", "eval_fraction", "seed", "distributed_optimizer")
+        return {name.upper(): getattr(options, name) for name in names} | {
+            "MICRO_BATCHES times the data ranks": options.micro_batches * parallel_state.get_data_parallel_world_size()
+        }
 
 
 def _due(number: int, every: int) -> bool:

@@ -1,0 +1,239 @@
+"""`pretrain_llama.py` with distca computes what it computes with Megatron's schedule, and goes on where it was ended."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distca.apps.pretrain.data import MicroBatches
+from distca.apps.pretrain.options import Options, parse
+from distca.apps.pretrain.shapes import SHAPES, shape_of
+from distca.apps.train.corpus import Corpus
+from distca.errors import InvalidArgumentError
+from support.pretrained import log_of, run_all
+from support.ranks import launch
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+#: Ways to share the model among two and among four processes, each as a run with distca and as one with Megatron.
+TWO = {
+    "data": {"MICRO_BATCHES": "2"},
+    "stages": {"PP_SIZE": "2", "EVAL_FRACTION": "0.2", "EVAL_EVERY": "2", "EVAL_STEPS": "1"},
+    "virtual stages, recomputed": {"PP_SIZE": "2", "VPP_SIZE": "2", "RECOMPUTE": "full"},
+    "Qwen3": {"TP_SIZE": "2", "MODEL": "qwen3"},
+}
+FOUR = {"tensor, sequence": {"TP_SIZE": "2", "PP_SIZE": "2", "SEQUENCE_PARALLEL": "1", "RECOMPUTE": "selective"}}
+QWEN3 = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 256,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts of lengths from 5 to 400, and a shape."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    (folder / "texts").mkdir()
+    draw = random.Random(1)
+    for number in range(60):
+        text = "".join(draw.choice("abcd efgh\n") for _ in range(int(5 * 80 ** draw.random())))
+        (folder / "texts" / f"{number}.txt").write_text(text)
+    (folder / "config.json").write_text(json.dumps(QWEN3))
+    return folder
+
+
+def _variables(folder: Path, changes: dict[str, str]) -> dict[str, str]:
+    model = {"MODEL": str(folder / "config.json")} if changes.get("MODEL") == "qwen3" else {}
+    return {"DATA": str(folder / "texts"), "DOC_SCALE": "1", **changes, **model}
+
+
+def _both(folder: Path, cases: dict[str, dict[str, str]]) -> list[tuple[str, dict[str, str]]]:
+    return [
+        (f"{name}, {attention}", _variables(folder, changes | {"ATTENTION": attention}))
+        for name, changes in cases.items()
+        for attention in ("distca", "megatron")
+    ]
+
+
+@pytest.fixture(scope="module")
+def errors(folder: Path) -> list[str]:
+    """What went wrong in the runs, of which there are the logs."""
+    cache = folder / "cache"
+    resumed = [
+        ("resumed", _variables(folder, changes))
+        for changes in (
+            {"PP_SIZE": "2", "SAVE_EVERY": "2"},
+            {"TP_SIZE": "2", "FORGOTTEN": "3"},
+            {"PP_SIZE": "2", "VPP_SIZE": "2", "FORGOTTEN": "3"},
+            {"MICRO_BATCHES": "2", "FORGOTTEN": "3"},
+        )
+    ]
+    two = launch(run_all, folder, cache, [*_both(folder, TWO), *resumed], ranks=2)
+    four = launch(run_all, folder, cache, _both(folder, FOUR), ranks=4)
+    return [error for of_rank in two + four for error in of_rank if error]
+
+
+@pytest.mark.parametrize("name", [*TWO, *FOUR])
+def test_losses_and_norms_are_those_of_megatrons_schedule(errors: list[str], folder: Path, name: str) -> None:
+    assert errors == []
+    ours, theirs = (log_of(folder / f"{name}, {attention}") for attention in ("distca", "megatron"))
+    assert len(ours) == 3
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert ("eval_loss" in mine) == (mine["step"] > 1 and "EVAL_FRACTION" in (TWO | FOUR)[name])
+        if "eval_loss" in mine:
+            assert mine["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
+    assert ours[0]["loss"] == pytest.approx(5.5, abs=1.0) and ours[2]["loss"] < ours[0]["loss"]
+    assert all(step["imbalance_after"] < 1.2 for step in ours) and "imbalance_after" not in theirs[0]
+
+
+def test_a_run_goes_on_at_another_split(errors: list[str], folder: Path) -> None:
+    assert errors == []
+    losses = [[step["loss"] for step in log_of(folder / f"resumed {number}")] for number in range(4)]
+    for of_run in losses[1:]:  # the third step again, by tensor ranks, by virtual stages, and by data ranks
+        assert of_run[:2] == losses[0][:2]
+        assert of_run[2] == pytest.approx(losses[0][2], rel=1e-5)
+
+
+
+CORPUS = Corpus.of([list(range(10)), list(range(100, 107)), [50], list(range(200, 225))])
+
+
+def _slots(count: int, **changes: Any) -> list[dict[str, torch.Tensor]]:
+    given: dict[str, Any] = {"rank": 0, "ranks": 1, "micro_batches": 2, "tokens": 8, "longest": 6, "vocabulary": 256}
+    return list(itertools.islice(MicroBatches(CORPUS, seed=3, **(given | changes)), count))
+
+
+def test_micro_batches_are_full_and_cut_documents_where_asked() -> None:
+    slots = _slots(40)
+    for slot in slots:
+        sizes = slot["cu_seqlens"].diff().tolist()
+        assert sum(sizes) == 8 == slot["tokens"].numel() and max(sizes) <= 6 and min(sizes) > 0
+        expected = [position for size in sizes for position in range(size)]
+        assert slot["position_ids"].tolist() == [expected]
+        for token, label, counts in zip(*(slot[n][0].tolist() for n in ("tokens", "labels", "loss_mask")), strict=True):
+            assert counts == (token not in (9, 106, 50, 224))  # the last tokens of documents have no target
+            assert label == (token + 1 if counts else 0)
+    first_epoch = [token for slot in slots for token in slot["tokens"][0].tolist()][: 10 + 7 + 1 + 25]
+    assert sorted(first_epoch) == [*range(10), 50, *range(100, 107), *range(200, 225)]
+
+
+def test_micro_batches_depend_on_the_product_of_ranks_and_micro_batches_alone() -> None:
+    whole = [slot["tokens"].tolist() for slot in _slots(12)]
+    for ranks, micro_batches in ((2, 1), (2, 3), (3, 1)):
+        of_ranks = [_slots(12 // ranks, rank=rank, ranks=ranks, micro_batches=micro_batches) for rank in range(ranks)]
+        dealt = [slot["tokens"].tolist() for slots in zip(*of_ranks, strict=True) for slot in slots]
+        assert dealt == whole
+    assert [slot["tokens"].tolist() for slot in _slots(8, start=2)] == whole[4:]
+
+
+def test_a_token_that_the_model_does_not_know_is_an_error() -> None:
+    with pytest.raises(Exception, match=r"the data have token 2\d\d, and the model knows 200"):
+        _slots(40, vocabulary=200)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32"])
+def test_a_megatron_data_set_has_the_documents_that_were_written(tmp_path: Path, dtype: str) -> None:
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    from distca.apps.pretrain.data import read_documents
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "set.bin"), dtype=getattr(np, dtype))
+    documents = [[[1, 2, 3]], [[4, 5], [6]], [[60000 % 32000]]]
+    for sentences in documents:
+        builder.add_document(torch.tensor(sum(sentences, [])), [len(sentence) for sentence in sentences])
+    builder.finalize(str(tmp_path / "set.idx"))
+    options = Options(data=tmp_path / "set").resolved(cuda=False, world_size=1)
+    corpus, held_out, vocabulary = read_documents(options)
+    assert [corpus.document(n).long().tolist() for n in range(len(corpus))] == [[1, 2, 3], [4, 5, 6], [28000]]
+    assert held_out is None and vocabulary == 0
+    (tmp_path / "set.bin").write_bytes(b"\0" * 6)
+    with pytest.raises(Exception, match="set, whose .bin and .idx cannot be read: its two files do not belong together"):
+        read_documents(options)
+
+
+def test_an_argument_counts_more_than_a_variable_and_an_empty_variable_counts_for_nothing() -> None:
+    options = parse(["--steps", "7"], {"STEPS": "8", "TP_SIZE": "2", "DATA": "", "SEQUENCE_PARALLEL": "1"})
+    assert (options.steps, options.tp_size, options.data, options.sequence_parallel) == (7, 2, None, True)
+
+
+MISTAKES = {
+    "STEPS=x": "STEPS is 'x': must be a whole number",
+    "STEPS=0": r"--steps \(STEPS\) is 0, must be at least 1",
+    "LR=nan": "LR is 'nan': must be a number",
+    "ATTENTION=flash": "ATTENTION is 'flash': must be one of distca, megatron",
+    "RECOMPUTE=all": "must be one of none, selective, full",
+    "SEQUENCE_PARALLEL=yes": "must be 0 or 1",
+    "TP_SIZE=3": r"--tp-size \(TP_SIZE\) is 3, times --pp-size 1 must divide the 4 ranks",
+    "TP_SIZE=0": "must be at least 1",
+    "VPP_SIZE=2": "needs stages: --pp-size is 1",
+    "PP_SIZE=2 VPP_SIZE=2 MICRO_BATCHES=3": "must be a multiple of --pp-size 2",
+    "MAX_DOCUMENT=513": "must be at most --tokens-per-rank 512",
+    "TP_SIZE=2 SEQUENCE_PARALLEL=1 TOKENS_PER_RANK=33": "must be a multiple of --tp-size 2",
+    "SEQUENCE_PARALLEL=1": "needs tensor ranks",
+    "EVAL_EVERY=3": "needs --eval-fraction",
+    "EVAL_FRACTION=1": "must be at least 0 and below 1",
+    "WARMUP_STEPS=100": "must be at least 0 and below --steps 100",
+    "PP_SIZE=4 LAYERS=6": "times --vpp-size 1 must divide the 6 layers of tiny",
+    "MODEL=llama-9b": "must be one of tiny, llama-8b, llama-34b, qwen3-8b, or a config.json",
+}
+
+
+@pytest.mark.parametrize("given", MISTAKES)
+def test_a_mistake_is_told_in_one_line(given: str) -> None:
+    variables = dict(one.split("=") for one in given.split())
+    with pytest.raises(InvalidArgumentError, match=MISTAKES[given]) as error:
+        shape_of(parse([], variables).resolved(cuda=False, world_size=4))
+    assert "\n" not in str(error.value)
+
+
+def test_heads_that_tensor_ranks_cannot_share_are_an_error() -> None:
+    options = parse([], {"TP_SIZE": "16", "MODEL": "llama-8b"}).resolved(cuda=False, world_size=16)
+    with pytest.raises(InvalidArgumentError, match="is 16, must divide the 8 key/value heads of llama-8b"):
+        shape_of(options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gemma3"}, "model_type is 'gemma3'"),
+        ({"hidden_size": "many"}, "invalid literal"),
+        ({"num_hidden_layers": None}, "cannot be read"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+    ],
+)
+def test_a_configuration_that_is_not_carried_over_is_an_error(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | change))
+    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
+        shape_of(Options(model=str(tmp_path)).resolved(cuda=False, world_size=1))
+
+
+def test_floating_point_operations_are_those_of_every_matrix_product() -> None:
+    shape, lengths = SHAPES["tiny"], [3, 5]
+    layer = 128 * (8 * 16) * 2 + 128 * (4 * 16) * 2 + 3 * 128 * 256  # queries and output, keys and values, MLP
+    pairs = sum(row + 1 for length in lengths for row in range(length))
+    attention = 4 * 8 * (2 * 16 * pairs * 2)  # layers, heads, scores and values
+    expected = 3 * (2 * 8 * (4 * layer + 128 * 256) + attention)  # forward, and twice in backward
+    assert shape.flops(lengths, 256) == expected
