@@ -9,6 +9,7 @@
 # make titan     install torchtitan; run its models and its Trainer on CPU ranks: exact, or refused with the reason
 # make pipeline  run data, tensor and pipeline parallelism together in eight processes, in many forms: exact
 # make megatron  run Megatron-core with distca in many forms, in four and in eight processes: exact
+# make pretraining  run pretrain_llama.sh by bash and, where Slurm is installed, as jobs of a cluster of two nodes
 # make protocol  check the model of the steps' protocol with spin, where it is installed
 # make faults  plant faults in the sources one by one and check that the tests catch each
 # make sanitize  run the CPU kernel on random problems, and the validation of changed plans, under AddressSanitizer,
@@ -62,8 +63,8 @@ TITAN := $(addprefix tests/integrations/test_torchtitan,.py _trainer.py)
 # Searches of all orders of events, more than a minute of them.
 PROTOCOL := tests/runtime/test_protocol_model.py
 
-.PHONY: build train test training fuzz families titan pipeline megatron protocol faults sanitize bench ptxas lint docs \
-  wheel clean
+.PHONY: build train test training fuzz families titan pipeline megatron pretraining protocol faults sanitize bench ptxas \
+  lint docs wheel clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/built
@@ -96,6 +97,9 @@ pipeline: build $(VENV)/test-ready
 
 megatron: build $(VENV)/test-ready
 	$(BIN)/python -m pytest tests/integrations/every_megatron.py $(ARGS)
+
+pretraining: build $(VENV)/test-ready
+	$(BIN)/python -m pytest tests/apps/every_pretraining_job.py $(ARGS)
 
 faults: $(VENV)/built-all $(VENV)/titan-ready
 	PYTHONPATH=tests $(BIN)/python -m faults.planted_faults $(ARGS)

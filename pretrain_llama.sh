@@ -33,9 +33,10 @@
 # If a rank dies the job ends, and the last line says which one was first.
 set -euo pipefail
 
-# sbatch runs a copy of this file, from the folder in which it was submitted.
-here=${SLURM_SUBMIT_DIR:-$PWD}
-[ -f "$here/pretrain_llama.py" ] || here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+if [ ! -f "$here/pretrain_llama.py" ]; then # sbatch runs a copy of this file, and knows where it was
+  here=$(dirname "$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')")
+fi
 if [ -z "${PYTHON:-}" ]; then
   PYTHON=python3
   [ -x "$here/.venv/bin/python" ] && PYTHON=$here/.venv/bin/python

@@ -1,4 +1,4 @@
-"""`pretrain_llama.py` with distca computes what it computes with Megatron's schedule, and goes on where it was ended."""
+"""`pretrain_llama.py` computes what it computes with Megatron's schedule and attention, and goes on where it ended."""
 
 from __future__ import annotations
 
@@ -114,7 +114,6 @@ def test_a_run_goes_on_at_another_split(errors: list[str], folder: Path) -> None
         assert of_run[2] == pytest.approx(losses[0][2], rel=1e-5)
 
 
-
 CORPUS = Corpus.of([list(range(10)), list(range(100, 107)), [50], list(range(200, 225))])
 
 
@@ -168,7 +167,9 @@ def test_a_megatron_data_set_has_the_documents_that_were_written(tmp_path: Path,
     assert [corpus.document(n).long().tolist() for n in range(len(corpus))] == [[1, 2, 3], [4, 5, 6], [28000]]
     assert held_out is None and vocabulary == 0
     (tmp_path / "set.bin").write_bytes(b"\0" * 6)
-    with pytest.raises(Exception, match="set, whose .bin and .idx cannot be read: its two files do not belong together"):
+    with pytest.raises(
+        Exception, match="set, whose .bin and .idx cannot be read: its two files do not belong together"
+    ):
         read_documents(options)
 
 

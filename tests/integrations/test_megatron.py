@@ -71,8 +71,8 @@ def _told() -> dict[str, str]:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from distca.integrations import megatron
-    from support import megatron_runs as runs
     from distca.integrations.megatron_on_cpu import cuda_is_cpu
+    from support import megatron_runs as runs
 
     case = runs.Case(data=1, layers=2)
 

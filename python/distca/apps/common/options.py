@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import traceback
+from types import FrameType
 
 from distca.connect.launch import RankError
 from distca.errors import DistcaError, InvalidArgumentError
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C."""
+
+
+def interrupt_on_sigterm() -> None:
+    """Makes SIGTERM do what Ctrl-C does, in a process that `launch`es ranks."""
+    signal.signal(signal.SIGTERM, _as_interrupt)
+
+
+def _as_interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def add_debug(command: argparse.ArgumentParser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distca.apps.common.options import INTERRUPTED
+from distca.apps.common.options import INTERRUPTED, interrupt_on_sigterm
 from distca.apps.pretrain.options import Options, parse
 from distca.apps.pretrain.shapes import shape_of
 from distca.connect.launch import RankError, launch
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         options = parse(sys.argv[1:] if arguments is None else arguments)
+        _check_packages(options)
         _take_slurm_ranks()
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             return _as_rank(options)
@@ -43,6 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = error.headline if isinstance(error, RankError) and (error.expected or not error.exception) else error
         print(f"pretrain_llama: error: {message}", file=sys.stderr)
         return 2 if isinstance(error, InvalidArgumentError) else 1
+
+
+def _check_packages(options: Options) -> None:
+    needed = {"megatron": "--no-deps megatron-core==0.16.1", "numpy": "numpy", "tqdm": "tqdm"}
+    if options.tokenizer is not None:
+        needed["transformers"] = "transformers"
+    for package, install in needed.items():
+        if importlib.util.find_spec(package) is None:
+            raise InvalidArgumentError(f"the package {package} is not installed: pip install {install}")
 
 
 def _take_slurm_ranks() -> None:
@@ -74,6 +85,7 @@ def _with_own_ranks(options: Options) -> int:
     shape_of(resolved)
     run_dir = _run_dir(resolved)
     _say_first(resolved, world_size, cuda=False)
+    interrupt_on_sigterm()
     stopped = launch(_rank, resolved, run_dir, ranks=world_size)[0]
     return INTERRUPTED if stopped else 0
 

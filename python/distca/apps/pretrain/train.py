@@ -15,6 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from distca.apps.common.stopping import StopRequest, stop_request
 from distca.apps.pretrain import checkpoints
 from distca.apps.pretrain.batches import LocalBatches, repeated
 from distca.apps.pretrain.data import MicroBatches, read_documents
@@ -23,7 +24,6 @@ from distca.apps.pretrain.model import chunks_of_model, optimizer_of
 from distca.apps.pretrain.options import Options
 from distca.apps.pretrain.shapes import configuration, shape_of
 from distca.apps.train.corpus import Corpus
-from distca.apps.train.trainer import StopRequest, stop_request
 from distca.context import Context
 from distca.errors import InvalidArgumentError
 from distca.integrations.megatron import PlannedBatches, init, tick_schedule

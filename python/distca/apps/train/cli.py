@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import signal
 import traceback
 from dataclasses import fields
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
-from distca.apps.common.options import INTERRUPTED, add_debug, tell
+from distca.apps.common.options import INTERRUPTED, add_debug, interrupt_on_sigterm, tell
 from distca.apps.train import memory_log
 from distca.apps.train.config import OPTION_TYPES, ConfigError, TrainConfig, option_name
 from distca.apps.train.corpora import read_corpora
@@ -151,7 +149,7 @@ def _check_packages(config: TrainConfig) -> None:
 
 def _train_with_own_ranks(config: TrainConfig, resumed: Path | None) -> int:
     run_dir = resumed if resumed is not None else create_run_dir(config)
-    signal.signal(signal.SIGTERM, _as_interrupt)
+    interrupt_on_sigterm()
     return _finish(launch(train_rank, config, run_dir, ranks=config.ranks)[0])
 
 
@@ -183,7 +181,3 @@ def _train_as_rank(config: TrainConfig, resumed: Path | None, debug: bool) -> in
 def _finish(summary: dict[str, Any]) -> int:
     print(describe(summary))
     return INTERRUPTED if summary["interrupted"] else 0
-
-
-def _as_interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

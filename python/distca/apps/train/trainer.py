@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from distca.apps.common.sources import DataError
+from distca.apps.common.stopping import stop_request
 from distca.apps.train.checkpoint import Checkpoints, RunState, Trained, whole_checkpoints
 from distca.apps.train.config import TrainConfig
 from distca.apps.train.corpora import read_corpora
@@ -37,8 +34,6 @@ from distca.apps.train.tracing import TRACED_STEPS, StepTraces, trace_files
 from distca.apps.train.work import Parallelism
 from distca.errors import DistcaError
 from distca.trace.nsys import Capture
-
-_SAME_SIGNAL_SECONDS = 0.5  # torchrun repeats the terminal's Ctrl-C
 
 
 def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
@@ -178,31 +173,3 @@ def _check_same_corpus(corpus: Corpus) -> None:
                 f"rank {rank} has read {int(theirs[1])} documents that differ from the {int(everyone[0][1])} of rank "
                 "0: all ranks need the same data folder"
             )
-
-
-@dataclass
-class StopRequest:
-    """Whether this rank was asked to stop after the current step, and when."""
-
-    requested: bool = False
-    at: float = 0.0
-
-
-@contextmanager
-def stop_request() -> Iterator[StopRequest]:
-    """Turns the first SIGINT or SIGTERM into a request. A later one ends the process at once."""
-    request = StopRequest()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if request.requested and now - request.at > _SAME_SIGNAL_SECONDS:
-            os._exit(128 + number)
-        if not request.requested:
-            request.requested, request.at = True, now
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
