@@ -5,6 +5,7 @@ ranks. `make pretraining` runs these.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -110,6 +111,38 @@ def test_a_wrong_variable_is_told_in_the_last_line(tmp_path: Path, name: str, va
     assert process.returncode in (1, 2), lines
     assert re.match(f"pretrain_llama: error: .*{said}", lines[-1]), lines
     assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+@pytest.mark.parametrize("script", ["3d", "4d"])
+def test_a_sweep_makes_a_table(tmp_path: Path, script: str) -> None:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    sizes = {
+        "TOKENS": "64 96",
+        "CONTEXTS": "all 80",
+        "ROUNDS": "2",
+        "DOC_SCALE": "0.02",
+        "LOGS": str(tmp_path / "logs"),
+    }
+    ran = subprocess.run(
+        ["bash", str(ROOT / f"benchmarks/example-{script}-parallel/run{script}.sh"), "--layers", "2"],
+        env=own | sizes | {"PYTHON": sys.executable},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert ran.returncode == 0, (ran.stdout, ran.stderr)
+    [folder] = (tmp_path / "logs").iterdir()
+    rows = [
+        line for line in (folder / "table.md").read_text().splitlines() if line.startswith("| doc_lengths_pretrain")
+    ]
+    runs = [f"doc_lengths_pretrain-tokens{sizes}" for sizes in ("64-context64", "96-context80", "96-context96")]
+    assert [row.split()[1] for row in rows] == runs and all(row in ran.stdout for row in rows)
+    for line in (folder / "results.jsonl").read_text().splitlines():
+        result = json.loads(line)
+        assert max(result["loss_difference"].values()) < 1e-5 and len(result["seconds"]["megatron"]) == 2
+        assert result["options"]["pp_size"] == (1 if script == "3d" else 2)
+    assert (folder / "times.png").stat().st_size > 5000 and "run" in (folder / "command.txt").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,17 @@ import numpy as np
 import torch
 
 from distca.apps.common.sources import DataError
+from distca.apps.common.workloads import read_lengths
 from distca.apps.pretrain.options import Options
-from distca.apps.train.corpus import Corpus, read_corpus
+from distca.apps.train.corpus import BYTES, Corpus, read_corpus
 from distca.apps.train.data import NO_TARGET, pack_steps
 from distca.apps.train.tokens import Tokenizer
 from distca.errors import InvalidArgumentError
 
 #: The fraction of each document of Python's own sources that is kept by default.
 _KEPT_OF_LIBRARY = 1 / 16
+#: The most random tokens that are made.
+_MOST_RANDOM = 1 << 26
 
 
 def read_documents(options: Options) -> tuple[Corpus, Corpus | None, int]:
@@ -29,7 +32,9 @@ def read_documents(options: Options) -> tuple[Corpus, Corpus | None, int]:
     Raises:
         InvalidArgumentError, DataError: there is nothing to train on.
     """
-    if options.data is not None and Path(f"{options.data}.idx").exists():
+    if options.lengths is not None:
+        corpus, vocabulary = _random(read_lengths(options.lengths), options.doc_scale or 1.0, options.seed), BYTES
+    elif options.data is not None and Path(f"{options.data}.idx").exists():
         if options.tokenizer is not None or options.doc_scale is not None:
             raise InvalidArgumentError(
                 f"--data (DATA) is {options.data}, a Megatron data set, which has tokens: leave out --tokenizer and "
@@ -44,6 +49,14 @@ def read_documents(options: Options) -> tuple[Corpus, Corpus | None, int]:
     if not options.eval_fraction:
         return corpus, None, vocabulary
     return *corpus.split(options.eval_fraction, options.seed), vocabulary
+
+
+def _random(lengths: list[int], scale: float, seed: int) -> Corpus:
+    """Documents of random tokens with these lengths, in the list's order, as many as fit."""
+    ends = torch.tensor([max(1, round(length * scale)) for length in lengths]).cumsum(0)
+    ends = ends[: max(1, int((ends <= _MOST_RANDOM).sum()))]
+    tokens = torch.randint(BYTES, (int(ends[-1]),), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return Corpus(tokens, ends, 0, "documents", zlib.crc32(ends.numpy().tobytes()), largest=BYTES - 1)
 
 
 def _read_indexed(prefix: Path) -> Corpus:

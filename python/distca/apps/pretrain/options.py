@@ -52,6 +52,9 @@ class Options:
     doc_scale: float | None = _option(
         None, "fraction of each document to keep (default: 1/16 of Python's sources, else 1)"
     )
+    lengths: Path | None = _option(
+        None, "JSON list of document lengths, in the place of --data: random tokens, to measure with"
+    )
     tokenizer: Path | None = _option(None, "folder or tokenizer.json of a tokenizer (default: bytes)")
     eval_fraction: float = _option(0.0, "fraction of the documents that is evaluated on and not trained on")
     eval_every: int = _option(0, "steps between evaluations; 0 evaluates at the end")
@@ -64,6 +67,10 @@ class Options:
     recompute: Recompute = _option("none", "activation recomputation: none, selective (attention) or full (each layer)")
     sequence_parallel: bool = _option(False, "1 splits norms over the tensor ranks too")
     distributed_optimizer: bool | None = _option(None, "1 shards the optimizer over data ranks (default: with a GPU)")
+    balance: bool = _option(True, "0 computes attention where the rows are, with distca's schedule and kernel")
+    compare: int = _option(
+        0, "so many rounds of steps with distca, without balance, and with Megatron's schedule in turn, and their times"
+    )
     tolerance: float = _option(0.05, "how far the largest attention load may be above the mean")
     timeout: float = _option(600.0, "seconds after which a rank that waits for another gives up")
 
@@ -108,6 +115,8 @@ class Options:
             raise _bad("sequence_parallel", True, "needs tensor ranks: --tp-size is 1")
         if not 0 <= self.eval_fraction < 1:
             raise _bad("eval_fraction", self.eval_fraction, "must be at least 0 and below 1")
+        if self.lengths is not None and (self.data is not None or self.tokenizer is not None):
+            raise _bad("lengths", self.lengths, "does not go with --data and --tokenizer")
         if self.eval_every and not self.eval_fraction:
             raise _bad("eval_every", self.eval_every, "needs --eval-fraction")
         if self.warmup_steps is None or not 0 <= self.warmup_steps < self.steps:
@@ -134,6 +143,7 @@ _LEAST = {
     "eval_steps": 1,
     "save_every": 0,
     "keep_checkpoints": 1,
+    "compare": 0,
     "tolerance": 0,
     "timeout": 0.1,
 }

@@ -56,6 +56,11 @@ def train(options: Options, run_dir: Path) -> bool:
         )
         stack.callback(parallel_state.destroy_model_parallel)
         tensor_parallel.model_parallel_cuda_manual_seed(options.seed + 1)
+        if options.compare:
+            from distca.apps.pretrain.compare import compare
+
+            compare(options, run_dir, cuda=cuda)
+            return False
         return stack.enter_context(closing(Run(options, run_dir, cuda=cuda))).all_steps(stop)
 
 
@@ -89,7 +94,12 @@ class Run:
         self._context: Context | None = None
         self._forward_backward: Callable[..., list[Batch]] = get_forward_backward_func()
         if options.attention == "distca":
-            self._context = init(self._config, max_tokens=options.tokens_per_rank, timeout=options.timeout)
+            self._context = init(
+                self._config,
+                max_tokens=options.tokens_per_rank,
+                timeout=options.timeout,
+                name="default" if options.balance else "unbalanced",  # --compare has both
+            )
             self._forward_backward = tick_schedule
         self._batches = self._data_iterator(lambda: self._micro_batches(self._corpus, self._start))
         self._held_out: Any = None
@@ -120,7 +130,7 @@ class Run:
             if self._start:
                 log.say(f"resumed after step {self._start}")
             for number in range(self._start + 1, options.steps + 1):
-                step, stopped = self._step(number, stop)
+                step, stopped = self.step(number, stop.requested)
                 ends = stopped or number == options.steps
                 if self._held_out is not None and (ends or _due(number, options.eval_every)):
                     step = replace(step, eval_loss=self._evaluate())
@@ -135,8 +145,8 @@ class Run:
             log.say(f"finished; log, TensorBoard events and checkpoints are in {self._run_dir}")
         return False
 
-    def _step(self, number: int, stop: StopRequest) -> tuple[Step, bool]:
-        """Takes a step. Returns its figures, and whether any rank was asked to stop."""
+    def step(self, number: int, stop: bool = False) -> tuple[Step, bool]:
+        """Takes a step. Returns its figures, and whether any rank was asked to stop. It is collective."""
         begin = time.perf_counter()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -145,7 +155,7 @@ class Run:
         self._schedule.step(increment=1)
         rate = max(group["lr"] for group in self._optimizer.param_groups)
         _, norm, _ = self._optimizer.step()
-        loss, targets, flops, stopped = self._totals(kept, stop.requested)
+        loss, targets, flops, stopped = self._totals(kept, stop)
         ticks = self._batches.ticks if isinstance(self._batches, PlannedBatches) else None
         stats = None if ticks is None else ticks.plans.stats
         return Step(
@@ -241,6 +251,7 @@ class Run:
             num_microbatches=options.micro_batches,
             forward_only=forward_only,
             tolerance=options.tolerance,
+            balance=options.balance,
         )
 
     def _resume(self) -> int:
