@@ -59,7 +59,9 @@ class Copy:
     def configure(self) -> None:
         ninja = f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"
         python = f"-DPython_EXECUTABLE={sys.executable}"
-        self._run([tool("cmake"), "-S", str(self.tree), "-B", str(self.build_folder), "-G", "Ninja", ninja, python])
+        cuda = f"-DDISTCA_CUDA={'OFF' if os.environ.get('DISTCA_CUDA') == '0' else 'AUTO'}"
+        folders = ["-S", str(self.tree), "-B", str(self.build_folder)]
+        self._run([tool("cmake"), *folders, "-G", "Ninja", ninja, python, cuda])
         self.build()
         where = self._run([sys.executable, "-c", "import distca; print(distca.__file__)"])
         if not Path(where.strip()).is_relative_to(self.tree):
