@@ -158,6 +158,8 @@ class _Iteration:
         tokens = torch.zeros([], dtype=torch.int, device=next(self.chunks[0].parameters()).device)
         table = self.ticks.plans.table
         sync = _GradientSync(self.config, len(self.chunks), self.ticks.plans.stage)
+        if table.has_backward and table.chunks > 1 and self.config.param_sync_func is not None:
+            _begin_gathering(self.config.param_sync_func, self.chunks)
         with sync:
             for tick in self.ticks:
                 work, made = tick.work, None
@@ -198,6 +200,13 @@ class _Iteration:
             names.deallocate_output_tensor(made, self.config.deallocate_pipeline_outputs)
         if coming is not None:
             (self.inputs if forward else self._gradients)[coming] = received
+
+
+def _begin_gathering(param_sync_func: Any, chunks: list[Any]) -> None:
+    """Begins to gather the parameters of all chunks, as Megatron's interleaved schedule does."""
+    functions = param_sync_func if isinstance(param_sync_func, list) else [param_sync_func] * len(chunks)
+    for function, chunk in zip(functions, chunks, strict=True):
+        function(chunk.parameters())
 
 
 class _GradientSync:
