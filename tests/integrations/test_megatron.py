@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
 from pathlib import Path
 from types import SimpleNamespace as Spec
 from typing import Any
@@ -149,8 +150,30 @@ def test_a_megatron_without_what_is_needed_is_named() -> None:
 
     from distca.integrations.megatron_names import _name
 
-    expected = f"uses no_such of megatron.core.utils: Megatron-core {re.escape(core.__version__)} .*have megatron-core"
+    expected = f"uses no_such of megatron.core.utils: Megatron-core {re.escape(core.__version__)} .*install megatron-co"
     with pytest.raises(distca.DistcaError, match=expected):
         _name("utils", "no_such")
     with pytest.raises(distca.DistcaError, match="uses it of megatron.core.no_such: Megatron-core "):
         _name("no_such", "it")
+
+
+@pytest.mark.parametrize("version", [(0, 15, 3, ""), (0, 20, 0, "rc1"), (1, 0, 0, "")])
+def test_a_megatron_that_was_not_tried_is_refused_when_it_is_imported(
+    version: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import package_info
+
+    from distca.integrations import megatron_names
+
+    monkeypatch.setattr(package_info, "VERSION", version)
+    number = re.escape(".".join(map(str, version[:3])))
+    with pytest.raises(distca.DistcaError, match=f"version {number} was not tried. What to change: install megatron"):
+        runpy.run_path(megatron_names.__file__)
+
+
+def test_the_package_asks_for_the_versions_of_megatron_that_were_tried() -> None:
+    from distca.integrations.megatron_names import REQUIREMENT
+
+    root = Path(__file__).parents[2]
+    assert f'\nmegatron = ["{REQUIREMENT}"]\n' in (root / "pyproject.toml").read_text()
+    assert f'"{REQUIREMENT}"\n' in (root / "docs/megatron.md").read_text()

@@ -18,6 +18,8 @@ ALLOWED = {
     **dict.fromkeys(("fp8_dot_product_attention", "fp8_multi_head_attention", "defer_embedding_wgrad_compute"), False),
     **dict.fromkeys(("experimental_attention_variant", "linear_attention_freq", "fp8", "fp4"), None),
     **dict.fromkeys(("mtp_num_layers", "pipeline_model_parallel_layout"), None),
+    **dict.fromkeys(("gtp_weight_remat_size", "expert_gtp_weight_remat_size"), 1),
+    "moe_paged_stash": False,
     "num_microbatches_with_partial_activation_checkpoints": None,
     "attention_dropout": 0,
     "context_parallel_size": 1,

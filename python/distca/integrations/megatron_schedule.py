@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -136,9 +135,6 @@ class _Iteration:
         self.inputs: dict[Work, torch.Tensor] = {}
         self._outputs: dict[Work, torch.Tensor] = {}
         self._gradients: dict[Work, torch.Tensor] = {}
-        # Megatron 0.16 asks backward for the kind of the model, later versions do not.
-        takes_type = "model_type" in inspect.signature(names.backward_step).parameters
-        self._type = {"model_type": names.get_model_type(chunks[0])} if takes_type else {}
 
     def padded(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
         """The function of the user, after which a shallow stage takes part in the steps that are left."""
@@ -175,13 +171,8 @@ class _Iteration:
                 else:
                     if work.microbatch == table.microbatches - 1:
                         sync.begin_last(work.chunk)
-                    made = names.backward_step(
-                        self.inputs.pop(work, None),
-                        self._outputs.pop(work),
-                        self._gradients.pop(work, None),
-                        config=self.config,
-                        **self._type,
-                    )
+                    given = self.inputs.pop(work, None), self._outputs.pop(work), self._gradients.pop(work, None)
+                    made = names.backward_step(self.chunks[work.chunk], *given, config=self.config)
                 tick.check_complete()
                 self._hand_over(tick, made)
         if table.has_backward:
