@@ -68,11 +68,23 @@ OTHERS = {
         cuda_graph_scope cpu_offloading_num_layers _cpu_offloading_context cpu_offloading_activations
         cpu_offloading_weights cpu_offloading_double_buffering offload_modules min_offloaded_tensor_size
         mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path
-        hetereogenous_dist_checkpoint activation_func_fp8_input_store disable_parameter_transpose_cache""",
+        hetereogenous_dist_checkpoint activation_func_fp8_input_store disable_parameter_transpose_cache
+        tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards moe_paged_stash_page_size
+        moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda cuda_graph_modules
+        cpu_offloading_retain_pinned_cpu_buffers fine_grained_offloading_max_inflight_offloads
+        delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks activation_offload_fraction
+        high_priority_a2a_comm_stream fp8_output_proj mtp_use_repeated_layer mtp_detach_heads mtp_grad_scale_func
+        mtp_hybrid_override_pattern mamba_training_ssm_states_dtype dsa_indexer_topk_freq dsa_indexer_skip_topk_offset
+        dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
+        dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 experimental_attention_variant_loss_scale_func""",
+    "sets softmax_scale, how weights begin, and factors outside of core attention": """
+        use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
+        mup_attn_scale_power""",
     "how weights begin": """
         perform_initialization init_method output_layer_init_method init_method_std embedding_init_method
         embedding_init_method_std init_model_with_meta_device""",
-    "the kernel of attention, in whose place distca's comes": "attention_backend masked_softmax_fusion",
+    "the kernel of attention, in whose place distca's comes": """
+        attention_backend masked_softmax_fusion flash_attention_version""",
     "inside of layers, outside of core attention": """
         hidden_dropout layernorm_epsilon layernorm_zero_centered_gamma activation_func glu_linear_offset
         activation_func_clamp_value qk_layernorm qk_l2_norm bias_activation_fusion persist_layer_norm
@@ -82,7 +94,8 @@ OTHERS = {
         cross_entropy_fusion_impl use_kitchen quant_recipe transformer_impl tp_comm_overlap tp_comm_bulk_wgrad
         tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag
         tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1
-        tp_comm_bootstrap_backend symmetric_ar_type use_te_rng_tracker""",
+        tp_comm_bootstrap_backend symmetric_ar_type use_te_rng_tracker fused_residual_rmsnorm
+        use_transformer_engine_op_fuser mlp_chunks_for_training use_grouped_gemm_for_dense_mlp""",
     "inside of layers of experts": """
         moe_shared_expert_gate moe_shared_expert_overlap moe_ffn_hidden_size moe_enable_routing_replay
         moe_router_topk_limited_devices moe_router_padding_for_quantization moe_router_num_groups
@@ -91,7 +104,13 @@ OTHERS = {
         moe_input_jitter_eps moe_token_dropping moe_enable_deepep moe_flex_dispatcher_backend moe_per_layer_logging
         moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy moe_layer_recompute
         moe_permute_fusion moe_router_fusion moe_apply_probs_on_input moe_latent_size moe_deepep_num_sms
-        moe_hybridep_num_sms moe_extended_tp expert_tensor_parallel_size""",
+        moe_hybridep_num_sms moe_extended_tp expert_tensor_parallel_size
+        moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing
+        moe_hybridep_pad_uneven_dispatch_inputs moe_permute_fusion_into_hybridep moe_flex_dispatcher_num_sms
+        moe_ncclep_static_shape moe_ncclep_zero_copy moe_router_force_biased moe_router_quantile_balancing_ema
+        moe_grad_scale_func moe_expert_rank_capacity_factor moe_mlp_glu_interleave_size
+        moe_shared_expert_glu_interleave_size moe_single_grouped_weight moe_single_grouped_bias
+        use_grouped_gemm_for_shared_expert overlap_dispatch_backward_with_experts_wgrad""",
     "the dtype of the heads, or a mistake that is told": "fp16 bf16 params_dtype",
     "when things happen, not what": """
         batch_p2p_sync pipeline_model_parallel_comm_backend overlap_p2p_comm_warmup_flush
@@ -99,7 +118,9 @@ OTHERS = {
     "logs and tests": "config_logger_dir test_mode",
     "inference, which has no plans": """
         inference_rng_tracker inference_sampling_seed use_inference_optimized_layers inference_fuse_tp_communication
-        mlp_chunks_for_prefill""",
+        mlp_chunks_for_prefill inference_cuda_graph_scope inference_disable_triton_nvls_kernels
+        inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type
+        nccl_all_reduce_for_prefill moe_pad_experts_for_cuda_graph_inference""",
     "set by the runs of all cases": """
         timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func""",
 }
