@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -80,7 +81,8 @@ def groups_of(function: str, recompute: Any, num_layers: int) -> list[Group]:
 
     Args:
         function: the name of the caller, for messages.
-        recompute: None, ``"layer"``, ``"stage"`` (all layers at once), or the sizes of the groups.
+        recompute: None, ``"layer"``, ``"stage"`` (all layers at once), or the sizes of the groups; a 0 among them
+            stands for a layer that is not run again.
         num_layers: number of layers.
 
     Raises:
@@ -98,9 +100,10 @@ def groups_of(function: str, recompute: Any, num_layers: int) -> list[Group]:
         )
     else:
         sizes = listed(function, "recompute", recompute, "None, 'layer', 'stage' or sizes of groups of layers")
-    if not all(is_whole(size, 1) for size in sizes) or sum(sizes) != num_layers:
+    if not all(is_whole(size, 0) for size in sizes) or sum(max(size, 1) for size in sizes) != num_layers:
         raise InvalidArgumentError(
-            f"{function}: recompute = {recompute!r}; sizes that sum up to {num_layers} layers are expected"
+            f"{function}: recompute = {recompute!r}; sizes that sum up to {num_layers} layers are expected, where 0 "
+            "stands for a layer that is not run again"
         )
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+    begins = itertools.accumulate((max(size, 1) for size in sizes), initial=0)
+    return [(begin, begin + size) for begin, size in zip(begins, sizes, strict=False) if size > 0]

@@ -70,7 +70,8 @@ def serve_ping_pong(
         phase: ``"forward"`` or ``"backward"``.
         recompute: what activation checkpointing (``use_reentrant=False``) runs again in backward on the other ranks:
             None (no layer, or with `distca.save_core_attention` no attention), ``"layer"`` (each layer by itself),
-            ``"stage"`` (all layers at once), or the sizes of the groups of layers that are run again together.
+            ``"stage"`` (all layers at once), or the sizes of the groups of layers that are run again together, in which
+            a 0 stands for a layer that is not run again.
         context: the context or its name.
         scale, softcap: the same as on the other ranks.
         deterministic: as in `core_attention`, for what this rank computes.

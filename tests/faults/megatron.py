@@ -4,6 +4,7 @@ from faults.fault import Fault
 
 TESTS = "tests/integrations/test_megatron.py"
 FILE = "python/distca/integrations/megatron.py"
+CONFIG = "python/distca/integrations/megatron_config.py"
 SCHEDULE = "python/distca/integrations/megatron_schedule.py"
 
 FAULTS = [
@@ -90,5 +91,19 @@ FAULTS = [
         "except (ImportError, AttributeError) as error:",
         "except ZeroDivisionError as error:",
         (TESTS,),
+    ),
+    Fault(
+        "a Megatron that was not tried is taken",
+        "python/distca/integrations/megatron_names.py",
+        "if not _FIRST <= version[:2] < _END:",
+        "if not _FIRST <= version[:2]:",
+        (TESTS,),
+    ),
+    Fault(
+        "Megatron may shard weights over ranks that have other data",
+        CONFIG,
+        '("gtp_weight_remat_size", "expert_gtp_weight_remat_size")',
+        '("expert_gtp_weight_remat_size",)',
+        ("tests/integrations/test_megatron_config.py",),
     ),
 ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
+from pathlib import Path
 from types import SimpleNamespace as Spec
 from typing import Any
 
@@ -18,34 +20,36 @@ if (
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 
-def _exact(number_of_processes: int) -> Any:
+def _exact(number_of_processes: int, folder: Path) -> Any:
+    from support import megatron_cases as of
     from support import megatron_runs as runs
 
-    uniform = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    uneven = {"num_layers_in_first_pipeline_stage": 1}
     cases = [
-        runs.Case(tensor=2, per_token=True),
-        runs.Case(pipeline=2, changes={"num_layers_in_first_pipeline_stage": 1, **uniform}, steps=2),
+        runs.Case(tensor=2, per_token=True, steps=3, writes="a checkpoint"),
         # Gradients are reduced in backward from the second step on.
-        runs.Case(
-            pipeline=2, chunks=2, overlap=True, align=True, changes={"recompute_granularity": "selective"}, steps=2
-        ),
+        runs.Case(pipeline=2, per_token=True, overlap=True, align=True, chunks=2, changes=of.SELECTIVE, steps=4),
+        runs.Case(pipeline=2, per_token=True, changes=uneven | of.RECOMPUTED[0], steps=4, reads="a checkpoint"),
+        runs.Case(pipeline=2, changes={**uneven, **of.RECOMPUTED[2], **of.WINDOWS, "softmax_scale": 0.7}),
+        runs.Case(pipeline=2, overlap=True, shards=True, gathers=True, tied=True, steps=2),
     ]
     if number_of_processes == 1:
         return runs.run_all_alone(cases), _told()
-    return cases, runs.run_all(cases)
+    return cases, runs.run_all(cases, folder)
 
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[list[Any], dict[str, str]]:
     """What one process computes, and what it is told for each mistake."""
-    [found] = launch(_exact, 1, ranks=1)
+    [found] = launch(_exact, 1, Path(), ranks=1)
     return found
 
 
-def test_four_processes_compute_what_one_process_computes(alone: Any) -> None:
+def test_four_processes_compute_what_one_process_computes(alone: Any, tmp_path: Path) -> None:
+    """A checkpoint goes from one split to another."""
     from support.megatron_runs import assert_as_alone
 
-    of_ranks = launch(_exact, 4, ranks=4)
+    of_ranks = launch(_exact, 4, tmp_path, ranks=4)
     assert_as_alone(of_ranks[0][0], [results for _, results in of_ranks], alone[0])
 
 
@@ -58,6 +62,8 @@ MISTAKES = {
     "a plain iterator": "data_iterator is not a PlannedBatches",
     "no plan": "packed_seq_params is a PackedSeqParams. What to change: pass data_iterator.packed_seq_params",
     "a mask": "attention_mask or attention_bias is given",
+    "a plan with a window": r"layer 1 is causal with a window of None, the plan causal with one of 30. .*window=None",
+    "a plan that is not causal": "layer 1 is causal with a window of None, the plan full with one of None",
     "outside of ticks": "no tick with work is under way",
     "more layers": "calls core_attention more often than the tick has forward steps: 2",
     "no more data": "StopIteration",
@@ -86,6 +92,10 @@ def _told() -> dict[str, str]:
             batch, packed, mask = next(data_iterator), data_iterator.packed_seq_params(), None
             if mistake == "no plan":
                 packed = PackedSeqParams("thd", *[packed.cu_seqlens_q] * 2, max_seqlen_q=240, max_seqlen_kv=240)
+            if mistake.startswith("a plan"):
+                layout = distca.Layout.from_documents([[240]])
+                options = {"window": 30} if mistake == "a plan with a window" else {"mask": "full"}
+                packed.plan = distca.plan(layout, packed.context.heads, context=packed.context, **options)
             if mistake == "a mask":
                 mask = torch.zeros(1, 1, 240, 240, dtype=torch.bool)
             return model(batch["tokens"], batch["positions"], mask, packed_seq_params=packed), lambda out: (
@@ -127,116 +137,12 @@ def test_a_mistake_is_told_with_what_to_change(alone: Any, mistake: str) -> None
     assert re.search(expected, found) if expected else found == ""
 
 
-REFUSED = [
-    ("attention_dropout", 0.1),
-    ("context_parallel_size", 2),
-    ("multi_latent_attention", True),
-    ("softmax_type", "learnable"),
-    ("window_size", (128, 0)),
-    ("apply_query_key_layer_scaling", True),
-    ("qk_clip", True),
-    ("cuda_graph_impl", "local"),
-]
-REFUSED_WITH_TICKS = [
-    ("mtp_num_layers", 1),
-    ("pipeline_model_parallel_layout", "Et|tL"),
-    ("num_microbatches_with_partial_activation_checkpoints", 1),
-    ("fine_grained_activation_offloading", True),
-    ("defer_embedding_wgrad_compute", True),
-    ("recompute_method", "block"),
-]
-
-
-def _config(**changes: Any) -> Spec:
-    plain = {"virtual_pipeline_model_parallel_size": None, "recompute_granularity": None}
-    return Spec(**(plain | changes))
-
-
-@pytest.mark.parametrize(("name", "value"), REFUSED)
-def test_what_attention_cannot_do_is_refused_by_name(name: str, value: Any) -> None:
-    from distca.integrations.megatron import DistcaCoreAttention
-
-    with pytest.raises(distca.InvalidArgumentError, match=f"Megatron's {name} = {re.escape(repr(value))} does not go"):
-        DistcaCoreAttention(_config(**{name: value}), 1)
-
-
-@pytest.mark.parametrize(("name", "value"), REFUSED + REFUSED_WITH_TICKS)
-def test_what_cannot_go_together_with_ticks_is_refused_by_name(
-    name: str, value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from distca.integrations import megatron
-
-    monkeypatch.setattr(megatron.names, "get_num_layers_to_build", lambda *_: 2)
-    config = _config(**{"recompute_granularity": "full" if name == "recompute_method" else None, name: value})
-    with (
-        distca.init(max_tokens=8, heads=distca.Heads(q=1, kv=1, dim=8), name="refused") as context,
-        pytest.raises(distca.InvalidArgumentError, match=f"Megatron's {name} = {re.escape(repr(value))} does not go"),
-    ):
-        megatron.PlannedBatches([], config, context=context, num_microbatches=1)
-
-
-def test_chunks_of_different_depth_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distca.integrations import megatron
-
-    monkeypatch.setattr(megatron.names, "get_num_layers_to_build", lambda _, chunk, __: 1 + chunk)
-    with (
-        distca.init(max_tokens=8, heads=distca.Heads(q=1, kv=1, dim=8), name="refused") as context,
-        pytest.raises(distca.InvalidArgumentError, match=r"the chunks of the stages \[\[1, 2\]\] layers"),
-    ):
-        config = _config(virtual_pipeline_model_parallel_size=2)
-        megatron.PlannedBatches([], config, context=context, num_microbatches=1)
-
-
 def test_chunks_with_one_function_against_early_reduction_are_refused() -> None:
     """One function would end for all chunks at the last backward of the first one."""
     from distca.integrations.megatron_schedule import _GradientSync
 
     with pytest.raises(distca.InvalidArgumentError, match="a list of one for each chunk is expected"):
-        _GradientSync(_config(no_sync_func=lambda: None, grad_sync_func=None), 2, 0)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"attention_type": "cross"}, {"attention_dropout": 0.1}, {"num_splits": 1}, {"attn_mask_type": "no_mask"}],
-    ids=str,
-)
-def test_other_kinds_of_attention_are_refused(options: dict[str, Any]) -> None:
-    from distca.integrations.megatron import DistcaCoreAttention, names
-
-    if "attn_mask_type" in options:
-        options = {"attn_mask_type": names.AttnMaskType[options["attn_mask_type"]]}
-    with pytest.raises(distca.InvalidArgumentError, match="allowed"):
-        DistcaCoreAttention(_config(), 1, **options)
-
-
-def _layer(attention: Any, **others: Any) -> Spec:
-    return Spec(submodules=Spec(self_attention=Spec(submodules=attention), **others))
-
-
-def test_every_self_attention_of_a_block_gets_distca() -> None:
-    """Megatron's specs, that of Transformer Engine too, have the slot in this place."""
-    from distca.integrations.megatron import DistcaCoreAttention, use_distca
-
-    layers = [_layer(Spec(core_attention=object, linear_qkv=int)) for _ in range(2)]
-    assert use_distca(block := Spec(layer_specs=layers)) is block
-    assert [layer.submodules.self_attention.submodules.core_attention for layer in layers] == [DistcaCoreAttention] * 2
-    assert layers[0].submodules.self_attention.submodules.linear_qkv is int
-
-
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [
-        (_layer(Spec()), "no self_attention.submodules.core_attention"),
-        (Spec(), "no self_attention.submodules.core_attention"),
-        (_layer(Spec(core_attention=object), cross_attention=Spec(submodules=Spec())), "cross attention"),
-    ],
-    ids=["no slot", "no layer", "cross attention"],
-)
-def test_a_layer_without_the_slot_is_refused(layer: Spec, message: str) -> None:
-    from distca.integrations.megatron import use_distca
-
-    with pytest.raises(distca.InvalidArgumentError, match=message):
-        use_distca(layer)
+        _GradientSync(Spec(no_sync_func=lambda: None, grad_sync_func=None), 2, 0)
 
 
 def test_a_megatron_without_what_is_needed_is_named() -> None:
@@ -244,8 +150,30 @@ def test_a_megatron_without_what_is_needed_is_named() -> None:
 
     from distca.integrations.megatron_names import _name
 
-    expected = f"uses no_such of megatron.core.utils: Megatron-core {re.escape(core.__version__)} .*have megatron-core"
+    expected = f"uses no_such of megatron.core.utils: Megatron-core {re.escape(core.__version__)} .*install megatron-co"
     with pytest.raises(distca.DistcaError, match=expected):
         _name("utils", "no_such")
     with pytest.raises(distca.DistcaError, match="uses it of megatron.core.no_such: Megatron-core "):
         _name("no_such", "it")
+
+
+@pytest.mark.parametrize("version", [(0, 15, 3, ""), (0, 20, 0, "rc1"), (1, 0, 0, "")])
+def test_a_megatron_that_was_not_tried_is_refused_when_it_is_imported(
+    version: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core import package_info
+
+    from distca.integrations import megatron_names
+
+    monkeypatch.setattr(package_info, "VERSION", version)
+    number = re.escape(".".join(map(str, version[:3])))
+    with pytest.raises(distca.DistcaError, match=f"version {number} was not tried. What to change: install megatron"):
+        runpy.run_path(megatron_names.__file__)
+
+
+def test_the_package_asks_for_the_versions_of_megatron_that_were_tried() -> None:
+    from distca.integrations.megatron_names import REQUIREMENT
+
+    root = Path(__file__).parents[2]
+    assert f'\nmegatron = ["{REQUIREMENT}"]\n' in (root / "pyproject.toml").read_text()
+    assert f'"{REQUIREMENT}"\n' in (root / "docs/megatron.md").read_text()

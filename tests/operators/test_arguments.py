@@ -122,7 +122,7 @@ def test_plans(options: dict[str, Any], message: str) -> None:
         ({"name": 3}, "init: name = 3; a string is expected"),
         ({"group": 3}, "init: group is a int; a torch.distributed.ProcessGroup is expected, as new_group returns it"),
         ({"cost": "pairs"}, "init: cost is a str; a distca.CostModel is expected"),
-        ({"device": 3}, "init: device = 3; "),
+        ({"device": "disk"}, "init: device = 'disk'; "),
     ],
 )
 def test_contexts(options: dict[str, Any], message: str) -> None:

@@ -48,7 +48,13 @@ class Grouped(Model):
         return run(x, begin, LAYERS)
 
 
-SIZES: dict[Recompute, tuple[int, ...]] = {None: (), "layer": (1,) * LAYERS, "stage": (LAYERS,), (2, 1): (2, 1)}
+SIZES: dict[Recompute, tuple[int, ...]] = {
+    None: (),
+    "layer": (1,) * LAYERS,
+    "stage": (LAYERS,),
+    (2, 1): (2, 1),
+    (2, 0): (2,),
+}
 
 
 def _plans() -> list[distca.Plan]:
@@ -110,6 +116,7 @@ def _words(phase: str, num_layers: int, recompute: Recompute, **options: Any) ->
         ("backward", "layer", "x2 x2' x1 x1' x0 x0'"),
         ("backward", "stage", "x0 x1 x2 x2' x1' x0'"),
         ("backward", [1, 2], "x1 x2 x2' x1' x0 x0'"),
+        ("backward", [0, 1, 0], "x2' x1 x1' x0'"),
     ],
 )
 def test_the_calls_of_whole_steps(phase: str, recompute: Recompute, expected: str) -> None:
@@ -143,7 +150,7 @@ def test_no_layers_make_no_calls() -> None:
     assert calls_of_pass("forward", 0, halves=True) == calls_of_pass("backward", 0, halves=True) == []
 
 
-@pytest.mark.parametrize("recompute", ["all", [1, 1], [3, 0], [True, 2], 3])
+@pytest.mark.parametrize("recompute", ["all", [1, 1], [3, 0], [1, 0], [2, -1], [True, 2], 3])
 def test_recomputation_that_does_not_fit_the_layers_is_refused(recompute: Any) -> None:
     both = tuple(plan.for_rank(2) for plan in _plans())
     with pytest.raises(distca.InvalidArgumentError, match="serve_ping_pong: recompute"):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import distca
+import distca.integrations.hf  # registers attn_implementation="distca"
 from distca import pipeline
 from support.models import FAMILIES, GQA, VOCABULARY, WINDOW
 from support.ranks import launch

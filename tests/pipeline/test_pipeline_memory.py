@@ -61,6 +61,9 @@ def test_with_recomputation_inputs_are_kept_and_one_group_is_run_again() -> None
     assert (first.activations, first.attention) == (150 * 10 + 100 * 2000 + 150 * 10, 100 * 2 * ATTENTION)
     first, _ = _memory(layers=3, recompute=(2, 1)).ranks
     assert (first.activations, first.attention) == (150 * 2 * 10 + 100 * 2000 + 150 * 10, 100 * 2 * ATTENTION)
+    first, _ = _memory(layers=3, recompute=(1, 0, 0)).ranks
+    kept = 150 * (10 + 2 * 1000)
+    assert (first.activations, first.attention) == (kept + 100 * 1000 + 150 * 10, (150 * 2 + 100) * ATTENTION)
 
 
 def test_saved_attention_keeps_out_and_lse_of_all_layers() -> None:

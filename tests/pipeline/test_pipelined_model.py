@@ -75,8 +75,12 @@ def _run(case: Case) -> tuple[float, dict[str, torch.Tensor], float, int]:
                 extra: dict[str, Any] = {"context_fn": distca.save_core_attention} if case.save_attention else {}
                 sizes = [1] * 8 if case.recompute == "layer" else list(case.recompute)
                 while layers:
-                    group = [layers.pop(0) for _ in range(sizes.pop(0))]
-                    h = checkpoint(group_of, group, h, positions, use_reentrant=False, **extra)
+                    size = sizes.pop(0)
+                    group = [layers.pop(0) for _ in range(max(size, 1))]
+                    if size == 0:
+                        h = group_of(group, h, positions)
+                    else:
+                        h = checkpoint(group_of, group, h, positions, use_reentrant=False, **extra)
                 h = ticks.pad(h)
             is_last = work.chunk == case.chunks - 1 and plans.stage == num_stages - 1
             return whole.loss(h, labels) if is_last else h
@@ -107,6 +111,8 @@ TWO_STAGES = [
     Case([2, 2], recompute="stage"),
     Case([1, 2], recompute="stage"),
     Case([1, 3], recompute=(1, 2)),
+    Case([1, 3], recompute=(1, 1, 0)),
+    Case([2, 3], recompute=(0, 1, 0)),
     Case([2, 2], recompute="layer", save_attention=True),
     Case([1, 2], recompute="layer", save_attention=True),
     Case([1, 3], recompute=(1, 2), save_attention=True),

@@ -10,6 +10,8 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
+_SET_STATE = "_set_main_param_and_optimizer_states"
+
 
 class _CudaIsCpu(TorchFunctionMode):
     """Makes tensors for "cuda" on the CPU, and lets CPU tensors say that they are on CUDA where Megatron asks."""
@@ -29,6 +31,7 @@ class _CudaIsCpu(TorchFunctionMode):
 @contextmanager
 def cuda_is_cpu() -> Iterator[None]:
     """In `with`, Megatron-core runs on the CPU."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
@@ -41,6 +44,9 @@ def cuda_is_cpu() -> Iterator[None]:
         mock.patch.object(torch.cuda, "current_stream", mock.MagicMock()),
         mock.patch.object(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         mock.patch.object(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        mock.patch.object(
+            DistributedOptimizer, _SET_STATE, _without_step(getattr(DistributedOptimizer, _SET_STATE)), create=True
+        ),
         # 0.16.1 asks for it, and has it with Transformer Engine only.
         mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
     ]
@@ -52,3 +58,18 @@ def cuda_is_cpu() -> Iterator[None]:
     finally:
         for change in changes:
             change.stop()
+
+
+def _without_step(set_state: Any) -> Any:
+    """Sets what a checkpoint has of a parameter's state. On the CPU PyTorch's Adam replaces that of Transformer Engine.
+    It also has a number of steps for each parameter, which Megatron has set before, to one tensor for all of them.
+    """
+
+    def run(self: Any, model_parameter: Any, tensors: Any) -> None:
+        group, number = self.model_param_group_index_map[model_parameter]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][number]]
+        step = state.pop("step")
+        set_state(self, model_parameter, tensors)
+        state["step"] = step.clone()
+
+    return run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -136,9 +135,6 @@ class _Iteration:
         self.inputs: dict[Work, torch.Tensor] = {}
         self._outputs: dict[Work, torch.Tensor] = {}
         self._gradients: dict[Work, torch.Tensor] = {}
-        # Megatron 0.16 asks backward for the kind of the model, later versions do not.
-        takes_type = "model_type" in inspect.signature(names.backward_step).parameters
-        self._type = {"model_type": names.get_model_type(chunks[0])} if takes_type else {}
 
     def padded(self, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
         """The function of the user, after which a shallow stage takes part in the steps that are left."""
@@ -158,6 +154,8 @@ class _Iteration:
         tokens = torch.zeros([], dtype=torch.int, device=next(self.chunks[0].parameters()).device)
         table = self.ticks.plans.table
         sync = _GradientSync(self.config, len(self.chunks), self.ticks.plans.stage)
+        if table.has_backward and table.chunks > 1 and self.config.param_sync_func is not None:
+            _begin_gathering(self.config.param_sync_func, self.chunks)
         with sync:
             for tick in self.ticks:
                 work, made = tick.work, None
@@ -173,13 +171,8 @@ class _Iteration:
                 else:
                     if work.microbatch == table.microbatches - 1:
                         sync.begin_last(work.chunk)
-                    made = names.backward_step(
-                        self.inputs.pop(work, None),
-                        self._outputs.pop(work),
-                        self._gradients.pop(work, None),
-                        config=self.config,
-                        **self._type,
-                    )
+                    given = self.inputs.pop(work, None), self._outputs.pop(work), self._gradients.pop(work, None)
+                    made = names.backward_step(self.chunks[work.chunk], *given, config=self.config)
                 tick.check_complete()
                 self._hand_over(tick, made)
         if table.has_backward:
@@ -198,6 +191,13 @@ class _Iteration:
             names.deallocate_output_tensor(made, self.config.deallocate_pipeline_outputs)
         if coming is not None:
             (self.inputs if forward else self._gradients)[coming] = received
+
+
+def _begin_gathering(param_sync_func: Any, chunks: list[Any]) -> None:
+    """Begins to gather the parameters of all chunks, as Megatron's interleaved schedule does."""
+    functions = param_sync_func if isinstance(param_sync_func, list) else [param_sync_func] * len(chunks)
+    for function, chunk in zip(functions, chunks, strict=True):
+        function(chunk.parameters())
 
 
 class _GradientSync:

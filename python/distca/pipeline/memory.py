@@ -131,8 +131,11 @@ def memory_of(
         again = _Kept(0, 0)
         if groups:
             saved = results if save_attention else 0
-            kept = _Kept(len(groups) * hidden_bytes, layers * saved)  # a padded group keeps an input as well
-            most = max(end - begin for begin, end in groups if begin < layers)
+            stay = layers - sum(min(end, layers) - begin for begin, end in groups if begin < layers)
+            kept = _Kept(  # a padded group keeps an input as well
+                len(groups) * hidden_bytes + stay * layer_bytes, (layers - stay) * saved + stay * attention
+            )
+            most = max((end - begin for begin, end in groups if begin < layers), default=0)
             again = _Kept(most * layer_bytes, most * (attention - saved))
         for index, rank in enumerate(of_stage):
             rows = [layout.num_rows(index) for layout in plans.layouts]

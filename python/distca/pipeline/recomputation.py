@@ -24,7 +24,7 @@ def groups_of_stages(function: str, recompute: Any, layers: Sequence[int]) -> li
     if recompute == "stage":
         return groups
     for stage, num_layers in enumerate(layers):
-        if groups and num_layers not in [end for _, end in groups]:
+        if any(begin < num_layers < end for begin, end in groups):
             raise InvalidArgumentError(
                 f"{function}: recompute = {recompute!r}, and stage {stage} with its {num_layers} layers ends inside of "
                 "a group"

@@ -84,11 +84,13 @@ class TickPlan(PlanSource):
         """
         ticks, plans = self._ticks, self._ticks.plans
         layers = plans.layers[plans.stage]
-        for begin, end in ticks.groups or [(step, step + 1) for step in range(plans.depth)]:
+        run_again = {step for group in ticks.groups for step in range(*group)}
+        alone = [(step, step + 1) for step in range(plans.depth) if step not in run_again]
+        for begin, end in sorted([*ticks.groups, *alone]):
             steps = range(max(begin, layers), end)
             if not steps:
                 continue
-            if ticks.groups and begin >= layers and torch.is_grad_enabled():
+            if begin in run_again and begin >= layers and torch.is_grad_enabled():
                 saved: dict[str, Any] = {"context_fn": save_core_attention} if ticks.save_attention else {}
                 hidden = checkpoint(self._take_part, hidden, len(steps), use_reentrant=False, **saved)
             else:

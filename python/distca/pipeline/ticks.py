@@ -55,8 +55,8 @@ class Ticks:
         plans: the plans of the iteration.
         context: the context that runs them, or its name.
         recompute: what activation checkpointing runs again in backward: None (nothing), ``"layer"``, ``"stage"`` (all
-            layers of a chunk at once), or the sizes of the groups of layers that are run again together. It is the same
-            on every rank.
+            layers of a chunk at once), or the sizes of the groups of layers that are run again together, in which a 0
+            stands for a layer that is not run again. It is the same on every rank.
         save_attention: whether `distca.save_core_attention` keeps the results of core attention, so that only the rest
             is run again. It is the same on every rank.
         options: ``scale``, ``softcap`` and ``deterministic`` of the layers, as in `core_attention`; for the

@@ -1,0 +1,129 @@
+"""The runs of Megatron-core with distca that `make megatron` makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.megatron_model import Case
+
+FULL = {"recompute_granularity": "full"}
+UNIFORM = {**FULL, "recompute_method": "uniform"}
+BLOCK = {**FULL, "recompute_method": "block"}
+SELECTIVE = {"recompute_granularity": "selective"}
+SEQUENCE = {"sequence_parallel": True}
+WINDOWS = {"window_size": (30, 0), "window_attn_skip_freq": 2}
+ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01}
+RAGGED = {"variable_seq_lengths": True, **ALL_TO_ALL}
+#: What layers do around core attention, all at once.
+AROUND: dict[str, Any] = {
+    **{"add_bias_linear": True, "add_qkv_bias": True, "gated_linear_unit": True, "rotary_interleaved": True},
+    **{"no_rope_freq": 2, "attention_output_gate": True, "fp32_residual_connection": True, "kv_channels": 16},
+    **{"apply_residual_connection_post_layernorm": True, "attention_softmax_in_fp32": False},
+    **{"softmax_scale": 0.7, "deterministic_mode": True},
+}
+RECOMPUTED: list[dict[str, Any]] = [
+    {**UNIFORM, "recompute_num_layers": 1},
+    {**UNIFORM, "recompute_num_layers": 2},
+    {**BLOCK, "recompute_num_layers": 1},
+    SELECTIVE,
+]
+
+#: Of four processes. Gradients are reduced in backward from the second step on.
+FOUR = [
+    Case(tensor=2, stock=True),
+    *(Case(tensor=2, stock=True, changes=changes) for changes in RECOMPUTED),
+    Case(tensor=2, stock=True, changes=WINDOWS | AROUND),
+    Case(tensor=2, steps=20),
+    Case(tensor=2, changes=SEQUENCE),
+    Case(tensor=2, changes={**RECOMPUTED[1], "distribute_saved_activations": True}),
+    Case(tensor=4, data=1),
+    Case(tensor=4, data=1, kv_heads=1),
+    Case(pipeline=2, steps=20),
+    *(Case(pipeline=2, changes=changes) for changes in RECOMPUTED),
+    Case(pipeline=2, layers=8, chunks=2, steps=20),
+    *(Case(pipeline=2, layers=8, chunks=2, changes=changes) for changes in RECOMPUTED),
+    Case(pipeline=2, changes={"num_layers_in_first_pipeline_stage": 1}),
+    Case(pipeline=2, changes={"num_layers_in_last_pipeline_stage": 1, "deallocate_pipeline_outputs": True}),
+    Case(pipeline=2, changes={"num_layers_in_first_pipeline_stage": 2, **RECOMPUTED[1]}, layers=6),
+    *(
+        Case(
+            pipeline=2,
+            changes={"num_layers_in_first_pipeline_stage": 3, **BLOCK, "recompute_num_layers": size},
+            layers=8,
+        )
+        for size in (2, 4)
+    ),
+    Case(pipeline=2, layers=3, changes={"account_for_embedding_in_pipeline_split": True}),
+    Case(pipeline=2, layers=3, changes={"account_for_loss_in_pipeline_split": True}),
+    Case(pipeline=2, changes=AROUND),
+    Case(pipeline=2, changes=WINDOWS),
+    Case(pipeline=2, layers=8, chunks=2, changes={**WINDOWS, "window_attn_skip_freq": 3}),
+    Case(
+        pipeline=2,
+        changes={
+            **WINDOWS,
+            **{"window_attn_skip_freq": [1, 0, 0, 1], "num_layers_in_first_pipeline_stage": 3},
+            **RECOMPUTED[2],
+        },
+    ),
+    Case(pipeline=2, tied=True, steps=2),
+    Case(pipeline=2, chunks=2, tied=True, steps=2),
+    Case(pipeline=2, changes={"batch_p2p_comm": False, "overlap_p2p_comm": True}),
+    Case(pipeline=2, per_token=True),
+    Case(pipeline=2, overlap=True, steps=3),
+    Case(pipeline=2, overlap=True, steps=3, align=True),
+    Case(pipeline=2, chunks=2, overlap=True, steps=3, align=True),
+    Case(pipeline=2, shards=True),
+    Case(tensor=2, overlap=True, steps=3, shards=True, gathers=True),
+    Case(pipeline=2, overlap=True, steps=3, shards=True, gathers=True),
+    Case(pipeline=2, chunks=2, overlap=True, steps=3, shards=True, gathers=True),
+    Case(pipeline=2, chunks=2, overlap=True, steps=3, shards=True, gathers=True, align=True),
+    Case(pipeline=2, ragged=True, changes=RAGGED),
+    Case(pipeline=2, changes={**EXPERTS, **ALL_TO_ALL}),
+    Case(pipeline=2, changes={**EXPERTS, "moe_token_dispatcher_type": "allgather", "expert_model_parallel_size": 2}),
+    # Checkpoints are read at another split than that at which they were written.
+    Case(tensor=2, pipeline=2, data=1, share=2, steps=4, writes="whole states"),
+    Case(pipeline=2, steps=4, reads="whole states"),
+    Case(tensor=2, steps=4, reads="whole states"),
+    Case(pipeline=2, chunks=2, steps=4, reads="whole states", changes=SELECTIVE),
+    Case(pipeline=2, chunks=2, overlap=True, shards=True, steps=4, writes="shards of states"),
+    Case(tensor=2, shards=True, steps=4, reads="shards of states", changes=SEQUENCE),
+    Case(tensor=4, data=1, share=2, shards=True, steps=4, reads="shards of states"),
+    Case(pipeline=2, shards=True, steps=4, reads="shards of states", changes={"num_layers_in_first_pipeline_stage": 1}),
+]
+#: Of eight processes.
+EIGHT = [
+    Case(2, 2, 2, steps=20),
+    *(Case(2, 2, 2, changes=SEQUENCE | changes) for changes in RECOMPUTED),
+    Case(2, 2, 2, chunks=2, changes=SEQUENCE, overlap=True, steps=3, shards=True, gathers=True),
+    Case(2, 2, 2, changes={**SEQUENCE, "num_layers_in_first_pipeline_stage": 1, **RECOMPUTED[0]}, shards=True),
+    Case(2, 4, 1, per_token=True),
+    Case(2, 4, 1, ragged=True, changes=RAGGED),
+    Case(1, 4, 2, layers=8, chunks=2, changes=SELECTIVE),
+]
+#: Of four processes, beside Megatron in as many: what a layer of experts does depends on the micro-batches before.
+PEERS = [
+    Case(
+        pipeline=2,
+        steps=3,
+        changes={
+            **EXPERTS,
+            **ALL_TO_ALL,
+            **{"moe_layer_freq": [0, 1, 1, 0], "moe_shared_expert_intermediate_size": 32, "moe_z_loss_coeff": 1e-3},
+            "moe_router_load_balancing_type": "global_aux_loss",
+        },
+    ),
+    Case(
+        pipeline=2,
+        steps=3,
+        chunks=2,
+        changes={
+            **EXPERTS,
+            **ALL_TO_ALL,
+            **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+            **{"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0},
+            **{**SELECTIVE, "recompute_modules": ["core_attn", "moe"]},
+        },
+    ),
+]
