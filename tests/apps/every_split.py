@@ -16,7 +16,8 @@ import pytest
 from families import tiny
 from families.cases import CASES, expected_kind
 
-from distca.apps.train.config import ConfigError, TrainConfig
+from distca.apps.common.options import ConfigError
+from distca.apps.train.config import TrainConfig
 from distca.apps.train.split_run import check_before_start
 from distca.apps.train.trainer import train
 from support.ranks import launch

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from distca.apps.common.corpus import Corpus
 from distca.apps.pretrain.data import MicroBatches
 from distca.apps.pretrain.options import Options, parse
 from distca.apps.pretrain.shapes import SHAPES, shape_of
-from distca.apps.train.corpus import Corpus
 from distca.errors import InvalidArgumentError
 from support.pretrained import log_of, run_all
 from support.ranks import launch

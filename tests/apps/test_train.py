@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from distca.apps.cli import main
+from distca.apps.common.corpus import Corpus, read_corpus
+from distca.apps.common.options import ConfigError
+from distca.apps.common.packing import NO_TARGET, pack_steps
 from distca.apps.common.sources import DataError
 from distca.apps.train.cli import train_rank
-from distca.apps.train.config import SCHEDULES, ConfigError, TrainConfig
-from distca.apps.train.corpus import Corpus, read_corpus
-from distca.apps.train.data import NO_TARGET, Batches, pack_steps
+from distca.apps.train.config import SCHEDULES, TrainConfig
+from distca.apps.train.data import Batches
 from distca.apps.train.log import create_run_dir
 from distca.apps.train.optimizer import make_schedule
 from support.ranks import launch

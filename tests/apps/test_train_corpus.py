@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from distca.apps.common import corpus as module
+from distca.apps.common.corpus import read_corpus
 from distca.apps.common.sources import DataError, find_source
-from distca.apps.train import corpus as module
 from distca.apps.train.config import TrainConfig
-from distca.apps.train.corpus import read_corpus
 from distca.apps.train.metrics import describe
 from distca.apps.train.trainer import train
 from distca.errors import DistcaError
 from support.train_runs import contents_of, one_rank
 
 tokenizers = pytest.importorskip("tokenizers")
-from distca.apps.train.tokens import Tokenizer  # noqa: E402
+from distca.apps.common.tokens import Tokenizer  # noqa: E402
 
 TEXTS = ["one two three four", "two", "three three three", "four one"]
 

@@ -17,10 +17,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distca.apps.cli import main
+from distca.apps.common.corpus import Corpus
+from distca.apps.common.options import ConfigError
 from distca.apps.common.sources import DataError
 from distca.apps.train.checkpoint import whole_checkpoints
-from distca.apps.train.config import ConfigError, TrainConfig
-from distca.apps.train.corpus import Corpus
+from distca.apps.train.config import TrainConfig
 from distca.apps.train.model import build_model
 from distca.apps.train.resume import resumed_config
 from distca.apps.train.trainer import train

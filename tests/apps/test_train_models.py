@@ -16,16 +16,17 @@ from tokenizers.pre_tokenizers import Whitespace
 
 import distca
 from distca.apps.cli import main
+from distca.apps.common.corpus import read_corpus
+from distca.apps.common.options import ConfigError
 from distca.apps.common.sources import DataError
+from distca.apps.common.tokens import Tokenizer
 from distca.apps.train.checkpoint import whole_checkpoints
 from distca.apps.train.cli import train_rank
-from distca.apps.train.config import ConfigError, TrainConfig
-from distca.apps.train.corpus import read_corpus
+from distca.apps.train.config import TrainConfig
 from distca.apps.train.data import Batches
 from distca.apps.train.log import create_run_dir
 from distca.apps.train.model import check_positions, model_config
 from distca.apps.train.resume import resumed_config
-from distca.apps.train.tokens import Tokenizer
 from distca.apps.train.trainer import train
 from distca.integrations.hf import heads_of, windows_of
 from support.ranks import launch

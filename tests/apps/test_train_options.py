@@ -17,8 +17,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import distca
 from distca.apps.cli import main
+from distca.apps.common.options import ConfigError
 from distca.apps.train.checkpoint import whole_checkpoints
-from distca.apps.train.config import ConfigError, TrainConfig, option_name
+from distca.apps.train.config import TrainConfig, option_name
 from distca.apps.train.log import create_run_dir
 from distca.apps.train.metrics import StepMetrics, describe
 from distca.apps.train.report import draw_loss

@@ -24,12 +24,12 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
+from distca.apps.common.corpus import read_corpus
+from distca.apps.common.tokens import Tokenizer
 from distca.apps.train.checkpoint import whole_checkpoints
 from distca.apps.train.config import TrainConfig
-from distca.apps.train.corpus import read_corpus
 from distca.apps.train.data import Batches
 from distca.apps.train.resume import resumed_config
-from distca.apps.train.tokens import Tokenizer
 from distca.apps.train.trainer import train
 from support.once import made_once
 from support.ranks import launch

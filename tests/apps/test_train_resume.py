@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from distca.apps.cli import main
+from distca.apps.common.options import ConfigError
 from distca.apps.common.sources import DataError
 from distca.apps.train.checkpoint import FOLDER, Checkpoints
 from distca.apps.train.cli import train_rank
-from distca.apps.train.config import ConfigError
 from distca.apps.train.metrics import StepResult
 from distca.apps.train.resume import find_run, resumed_config
 from distca.apps.train.step import train_step

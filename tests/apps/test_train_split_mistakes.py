@@ -12,7 +12,8 @@ import pytest
 import transformers
 
 from distca.apps.cli import main
-from distca.apps.train.config import ConfigError, TrainConfig
+from distca.apps.common.options import ConfigError
+from distca.apps.train.config import TrainConfig
 from distca.apps.train.resume import resumed_config
 from distca.apps.train.trainer import train
 from support.models import FAMILIES, SIZES

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.optim.lr_scheduler import LambdaLR
 
+from distca.apps.common.options import ConfigError
 from distca.apps.train import manifest
 from distca.apps.train.checkpoint import Checkpoints, RunState, Trained
-from distca.apps.train.config import ConfigError
 from distca.apps.train.manifest import CheckpointError, check_digests, read_manifest
 from distca.apps.train.unpickling import read_index
 from support.train_runs import one_rank

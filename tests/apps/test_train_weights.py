@@ -13,7 +13,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from distca.apps.train.config import ConfigError, TrainConfig
+from distca.apps.common.options import ConfigError
+from distca.apps.train.config import TrainConfig
 from distca.apps.train.model import with_weights
 from distca.apps.train.stages import check_can_be_cut, keep
 from support.models import FAMILIES, SIZES

@@ -48,7 +48,7 @@ FAULTS = [
     ),
     Fault(
         "documents that are held out are trained on",
-        "python/distca/apps/train/corpus.py",
+        "python/distca/apps/common/corpus.py",
         "return parts[0], parts[1]",
         "return self, parts[1]",
         ("tests/apps/test_train_features.py::test_documents_are_held_out_by_the_seed_and_not_trained_on",),
@@ -125,14 +125,14 @@ FAULTS = [
     ),
     Fault(
         "tokens of other contents are taken from the cache",
-        "python/distca/apps/train/corpus.py",
+        "python/distca/apps/common/corpus.py",
         "        content.update(of_file.digest())\n",
         "",
         ("tests/apps/test_train_corpus.py",),
     ),
     Fault(
         "tokens of another tokenizer are taken from the cache",
-        "python/distca/apps/train/corpus.py",
+        "python/distca/apps/common/corpus.py",
         "{_content(source, cache)} {tokens_of} {kept_fraction!r}",
         "{_content(source, cache)} {kept_fraction!r}",
         ("tests/apps/test_train_corpus.py",),

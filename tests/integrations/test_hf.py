@@ -10,8 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 import distca
 import distca.integrations.hf
+from distca.apps.common.packing import NO_TARGET
 from distca.apps.train.checkpoint import Trained
-from distca.apps.train.data import NO_TARGET, Batch
+from distca.apps.train.data import Batch
 from distca.apps.train.data_parallel import MicroBatches
 from distca.apps.train.micro_batches import MicroBatch
 from distca.apps.train.step import train_step

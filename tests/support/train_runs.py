@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from distca.apps.train.corpus import Corpus
+from distca.apps.common.corpus import Corpus
 
 
 @contextlib.contextmanager

@@ -15,6 +15,10 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C."""
 
 
+class ConfigError(InvalidArgumentError):
+    """An option has a value that is not allowed."""
+
+
 def interrupt_on_sigterm() -> None:
     """Makes SIGTERM do what Ctrl-C does, in a process that `launch`es ranks."""
     signal.signal(signal.SIGTERM, _as_interrupt)

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_packages(options: Options) -> None:
-    needed = {"megatron": "--no-deps megatron-core==0.16.1", "numpy": "numpy", "tqdm": "tqdm"}
+    needed = {"megatron": "--no-deps 'megatron-core>=0.16,<0.20'", "numpy": "numpy", "tqdm": "tqdm"}
     if options.tokenizer is not None:
         needed["transformers"] = "transformers"
     for package, install in needed.items():

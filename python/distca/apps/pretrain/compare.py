@@ -14,13 +14,13 @@ import megatron.core
 import torch
 import torch.distributed as dist
 
+from distca.apps.common.files import writing
 from distca.apps.common.machine import setting
 from distca.apps.common.timing import alternate, median_ratio, spread
 from distca.apps.pretrain.log import Step
 from distca.apps.pretrain.options import Options
+from distca.apps.pretrain.run import Run
 from distca.apps.pretrain.table import RESULT, WAYS
-from distca.apps.pretrain.train import Run
-from distca.apps.train.files import writing
 
 
 def compare(options: Options, run_dir: Path, *, cuda: bool) -> dict[str, Any]:

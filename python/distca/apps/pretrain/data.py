@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from distca.apps.common.corpus import BYTES, Corpus, read_corpus
+from distca.apps.common.packing import NO_TARGET, pack_steps
 from distca.apps.common.sources import DataError
+from distca.apps.common.tokens import Tokenizer
 from distca.apps.common.workloads import read_lengths
 from distca.apps.pretrain.options import Options
-from distca.apps.train.corpus import BYTES, Corpus, read_corpus
-from distca.apps.train.data import NO_TARGET, pack_steps
-from distca.apps.train.tokens import Tokenizer
 from distca.errors import InvalidArgumentError
 
 #: The fraction of each document of Python's own sources that is kept by default.

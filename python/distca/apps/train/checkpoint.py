@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim.lr_scheduler import LRScheduler
 
-from distca.apps.train.files import read_object, why
+from distca.apps.common.files import read_object, why
 from distca.apps.train.manifest import (
     CheckpointError,
     Digests,

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from distca.apps.common.options import INTERRUPTED, add_debug, interrupt_on_sigterm, tell
+from distca.apps.common.options import INTERRUPTED, ConfigError, add_debug, interrupt_on_sigterm, tell
 from distca.apps.train import memory_log
-from distca.apps.train.config import OPTION_TYPES, ConfigError, TrainConfig, option_name
+from distca.apps.train.config import OPTION_TYPES, TrainConfig, option_name
 from distca.apps.train.corpora import read_corpora
 from distca.apps.train.log import create_run_dir
 from distca.apps.train.metrics import describe
@@ -89,7 +89,7 @@ def _check_inputs(config: TrainConfig) -> None:
         raise ConfigError(f"--export is {config.export}, must be a new or empty folder")
     tokenizer = None
     if config.tokenizer is not None:
-        from distca.apps.train.tokens import Tokenizer
+        from distca.apps.common.tokens import Tokenizer
 
         tokenizer = Tokenizer(config.tokenizer)
     corpus, held_out = read_corpora(config, tokenizer, show_progress=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from distca.errors import InvalidArgumentError
+from distca.apps.common.options import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2}
@@ -30,10 +30,6 @@ STANDARD_LIBRARY_SCALE = 1 / 16
 
 At some 4096 tokens a rank it keeps the shape of the files' length distribution, and therefore the imbalance.
 """
-
-
-class ConfigError(InvalidArgumentError):
-    """An option has a value that is not allowed."""
 
 
 def _about(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from distca.apps.common.corpus import Corpus, read_corpus
 from distca.apps.train.config import TrainConfig
-from distca.apps.train.corpus import Corpus, read_corpus
 
 if TYPE_CHECKING:
-    from distca.apps.train.tokens import Tokenizer
+    from distca.apps.common.tokens import Tokenizer
 
 
 def read_corpora(

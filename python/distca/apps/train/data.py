@@ -10,26 +10,15 @@ has none.
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from distca.apps.train.corpus import Corpus
+from distca.apps.common.corpus import Corpus
+from distca.apps.common.packing import NO_TARGET, Piece, pack_steps
 from distca.planner.halves import Half, halves
 from distca.planner.layout import Layout
-
-NO_TARGET = -100
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Tokens [begin, end) of a document, packed into one step."""
-
-    document: int
-    begin: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -54,30 +43,6 @@ class Batch:
             half.take(self.labels, rank, dim=1, fill=NO_TARGET),
             num_targets=sum(self.targets_of[document] for document in half.documents),
         )
-
-
-def pack_steps(lengths: list[int], tokens: int, seed: int) -> Iterator[list[Piece]]:
-    """Endless steps of exactly `tokens` tokens each.
-
-    The documents come in a new order in each epoch, and are cut where a step is full.
-    """
-    step: list[Piece] = []
-    room = tokens
-    epoch = 0
-    while True:
-        order = list(range(len(lengths)))
-        random.Random(f"{seed}/{epoch}").shuffle(order)
-        for document in order:
-            begin = 0
-            while begin < lengths[document]:
-                end = min(lengths[document], begin + room)
-                step.append(Piece(document, begin, end))
-                room -= end - begin
-                begin = end
-                if room == 0:
-                    yield step
-                    step, room = [], tokens
-        epoch += 1
 
 
 class Batches:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from distca.apps.common.tokens import Tokenizer
 from distca.apps.train.checkpoint import Trained
 from distca.apps.train.config import TrainConfig
 from distca.apps.train.data import Batches
@@ -24,7 +25,6 @@ from distca.apps.train.micro_batches import MicroBatch, planned
 from distca.apps.train.model import build_model, wrap
 from distca.apps.train.optimizer import make_optimizer
 from distca.apps.train.step import UNBALANCED
-from distca.apps.train.tokens import Tokenizer
 from distca.connect.init import init
 from distca.context import Context
 from distca.integrations.hf import heads_of, windows_of

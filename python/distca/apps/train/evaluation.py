@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from distca.apps.common.corpus import Corpus
 from distca.apps.train.config import TrainConfig
-from distca.apps.train.corpus import Corpus
 from distca.apps.train.data import Batches
 from distca.apps.train.step import mean_loss
 from distca.apps.train.work import Parallelism

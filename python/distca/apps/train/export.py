@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from distca.apps.common.files import writing
+from distca.apps.common.options import ConfigError
+from distca.apps.common.tokens import Tokenizer
 from distca.apps.train.checkpoint import check_whole, load_model, whole_checkpoints
-from distca.apps.train.config import ConfigError
 from distca.apps.train.corpora import read_corpora
-from distca.apps.train.files import writing
 from distca.apps.train.model import model_config
 from distca.apps.train.resume import saved_config
-from distca.apps.train.tokens import Tokenizer
 
 
 def export_model(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer | None) -> None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from distca.apps.common.packing import NO_TARGET
 from distca.apps.train.config import TrainConfig
-from distca.apps.train.data import NO_TARGET, Batch, Batches
+from distca.apps.train.data import Batch, Batches
 from distca.context import Context
 from distca.heads import Heads
 from distca.pipeline import PipelinePlans

@@ -10,9 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from distca.apps.train.config import ConfigError, TrainConfig
-from distca.apps.train.corpus import Corpus
-from distca.apps.train.files import writing
+from distca.apps.common.corpus import Corpus
+from distca.apps.common.files import writing
+from distca.apps.common.options import ConfigError
+from distca.apps.train.config import TrainConfig
 from distca.apps.train.metrics import AttentionLoads, StepMetrics, summarise
 from distca.apps.train.report import add_timeline, missing_packages, write_report
 from distca.apps.train.tracking import Tracker

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from distca.apps.train.config import ConfigError
-from distca.apps.train.files import read_object
+from distca.apps.common.files import read_object
+from distca.apps.common.options import ConfigError
 
 MANIFEST = "manifest.json"
 

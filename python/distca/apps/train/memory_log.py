@@ -11,7 +11,7 @@ from typing import TextIO
 
 import torch
 
-from distca.apps.train.files import writing
+from distca.apps.common.files import writing
 from distca.context import Context
 from distca.planner.memory import SLOTS
 

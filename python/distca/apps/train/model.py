@@ -23,7 +23,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from distca.apps.train.config import ConfigError, TrainConfig
+from distca.apps.common.options import ConfigError
+from distca.apps.train.config import TrainConfig
 from distca.apps.train.weights import MatricesOnMeta, make_weights
 from distca.checkpoint import save_core_attention
 from distca.errors import InvalidArgumentError

@@ -8,7 +8,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
-from distca.apps.train.config import ConfigError, TrainConfig
+from distca.apps.common.options import ConfigError
+from distca.apps.train.config import TrainConfig
 
 _OPTIONS: dict[str, dict[str, float]] = {
     "cosine_with_min_lr": {"min_lr_rate": 0.1},

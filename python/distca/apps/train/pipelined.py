@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
+from distca.apps.common.packing import NO_TARGET
 from distca.apps.train.checkpoint import Trained
 from distca.apps.train.config import TrainConfig
-from distca.apps.train.data import NO_TARGET, Batch
+from distca.apps.train.data import Batch
 from distca.apps.train.iterations import Shape
 from distca.apps.train.memory_log import Watch
 from distca.apps.train.metrics import AttentionLoads

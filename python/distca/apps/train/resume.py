@@ -7,9 +7,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from distca.apps.common.files import read_object
+from distca.apps.common.options import ConfigError
 from distca.apps.train.checkpoint import check_whole, whole_checkpoints
-from distca.apps.train.config import TINY, ConfigError, TrainConfig, option_name
-from distca.apps.train.files import read_object
+from distca.apps.train.config import TINY, TrainConfig, option_name
 from distca.apps.train.log import CONFIG, METRICS, steps_before
 
 LATEST = "latest"

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from distca.apps.common.options import ConfigError
+from distca.apps.common.tokens import Tokenizer
 from distca.apps.train.checkpoint import Trained, on_rank_0
-from distca.apps.train.config import ConfigError, TrainConfig
+from distca.apps.train.config import TrainConfig
 from distca.apps.train.data import Batches
 from distca.apps.train.export import export_run
 from distca.apps.train.iterations import Shape, planned_iterations
@@ -24,7 +26,6 @@ from distca.apps.train.stages import check_can_be_cut, check_has_layers, common_
 from distca.apps.train.step import BALANCED, INSIDE_STAGES, UNBALANCED
 from distca.apps.train.tensor_parallel import share, tensor_plan
 from distca.apps.train.ticks_report import PICTURE, draw_ticks, paragraphs
-from distca.apps.train.tokens import Tokenizer
 from distca.apps.train.tracing import TRACED_STEPS
 from distca.connect.init import init
 from distca.context import Context

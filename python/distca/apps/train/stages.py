@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from distca.apps.train.config import ConfigError
+from distca.apps.common.options import ConfigError
 from distca.integrations.hf_models import num_attention_calls
 
 _PARTS = {"embed_tokens", "layers", "norm"}

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from distca.apps.train.config import ConfigError
+from distca.apps.common.options import ConfigError
 from distca.heads import Heads
 
 try:

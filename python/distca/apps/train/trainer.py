@@ -12,16 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distca.apps.common.corpus import Corpus
+from distca.apps.common.files import writing
 from distca.apps.common.sources import DataError
 from distca.apps.common.stopping import stop_request
+from distca.apps.common.tokens import Tokenizer
 from distca.apps.train.checkpoint import Checkpoints, RunState, Trained, whole_checkpoints
 from distca.apps.train.config import TrainConfig
 from distca.apps.train.corpora import read_corpora
-from distca.apps.train.corpus import Corpus
 from distca.apps.train.data import Batches
 from distca.apps.train.data_parallel import DataParallel
 from distca.apps.train.evaluation import Evaluation
-from distca.apps.train.files import writing
 from distca.apps.train.log import RunLog
 from distca.apps.train.memory_log import MemoryLog
 from distca.apps.train.metrics import StepMetrics
@@ -29,7 +30,6 @@ from distca.apps.train.model import check_positions
 from distca.apps.train.progress import Progress
 from distca.apps.train.resume import check_steps_left
 from distca.apps.train.step import BALANCED, compared_step, train_step
-from distca.apps.train.tokens import Tokenizer
 from distca.apps.train.tracing import TRACED_STEPS, StepTraces, trace_files
 from distca.apps.train.work import Parallelism
 from distca.errors import DistcaError

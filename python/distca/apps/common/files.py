@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distca.apps.train.config import ConfigError
+from distca.apps.common.options import ConfigError
 from distca.errors import DistcaError
 
 

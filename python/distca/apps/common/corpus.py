@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distca.apps.common.files import why
 from distca.apps.common.sources import DataError, Source, find_source
-from distca.apps.train.files import why
 from distca.errors import DistcaError
 
 if TYPE_CHECKING:
-    from distca.apps.train.tokens import Tokenizer
+    from distca.apps.common.tokens import Tokenizer
 
 VARIABLE = "DISTCA_CACHE"
 BYTES = 256

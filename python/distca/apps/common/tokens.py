@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from distca.apps.train.config import ConfigError
+from distca.apps.common.options import ConfigError
 
 
 class Tokenizer:
