@@ -3,7 +3,9 @@
 from faults.fault import Fault
 
 TESTS = "tests/integrations/test_megatron.py"
+CONFIG_TESTS = "tests/integrations/test_megatron_config.py"
 FILE = "python/distca/integrations/megatron.py"
+BATCHES = "python/distca/integrations/megatron_batches.py"
 CONFIG = "python/distca/integrations/megatron_config.py"
 SCHEDULE = "python/distca/integrations/megatron_schedule.py"
 
@@ -30,6 +32,13 @@ FAULTS = [
         (TESTS,),
     ),
     Fault(
+        "one function of Megatron against early reduction stands for all chunks",
+        SCHEDULE,
+        "if num_chunks > 1 and config.no_sync_func is not None",
+        "if num_chunks < 1 and config.no_sync_func is not None",
+        (TESTS,),
+    ),
+    Fault(
         "Megatron's losses are not divided by the number of tokens",
         SCHEDULE,
         "tokens if config.calculate_per_token_loss else None",
@@ -38,24 +47,87 @@ FAULTS = [
     ),
     Fault(
         "Megatron's micro-batches change places",
-        FILE,
+        BATCHES,
         "self._batches[microbatch]",
         "self._batches[-1 - microbatch]",
         (TESTS,),
     ),
     Fault(
         "nobody serves what Megatron runs again",
-        FILE,
-        "context=self.context, recompute=self._recompute)",
-        "context=self.context)",
+        BATCHES,
+        '"recompute": recompute,',
+        '"recompute": None,',
+        (TESTS,),
+    ),
+    Fault(
+        "Megatron's idle stages serve with another scale",
+        BATCHES,
+        '"scale": config.softmax_scale,',
+        '"scale": None,',
+        (TESTS,),
+    ),
+    Fault(
+        "Megatron's batches take windows that its configuration does not have",
+        BATCHES,
+        'for name in ("windows", "scores", "halves"):',
+        'for name in ("scores", "halves"):',
+        (CONFIG_TESTS,),
+    ),
+    Fault(
+        "Megatron's packed sequences are one document",
+        BATCHES,
+        "ends = torch.tensor([0, *sizes])",
+        "ends = torch.tensor([0, sum(sizes)])",
         (TESTS,),
     ),
     Fault(
         "selective recomputation of Megatron is taken for none",
-        FILE,
-        'return "layer" if "core_attn" in config.recompute_modules else None',
+        CONFIG,
+        "groups = [1] * depth",
         "return None",
+        (CONFIG_TESTS,),
+    ),
+    Fault(
+        "block recomputation of Megatron is taken for that of all layers",
+        CONFIG,
+        "groups = [int(layer < size) for layer in range(depth)]",
+        "groups = [1] * depth",
         (TESTS,),
+    ),
+    Fault(
+        "a window of Megatron has a key too few",
+        CONFIG,
+        "return None if before == -1 else int(before) + 1",
+        "return None if before == -1 else int(before)",
+        (TESTS,),
+    ),
+    Fault(
+        "a window of Megatron may reach behind a row",
+        CONFIG,
+        "if behind != 0 or before < -1:",
+        "if before < -1:",
+        (CONFIG_TESTS,),
+    ),
+    Fault(
+        "a stage of Megatron may be without layers",
+        CONFIG,
+        "or 0 in of_stage for of_stage in layers",
+        "for of_stage in layers",
+        (CONFIG_TESTS,),
+    ),
+    Fault(
+        "Megatron may drop attention out",
+        CONFIG,
+        "if found != allowed and (found or allowed):",
+        "if found != allowed and (found and allowed):",
+        (CONFIG_TESTS,),
+    ),
+    Fault(
+        "a field of Megatron's configuration is not looked at",
+        CONFIG,
+        '"softmax_type": "vanilla",',
+        "",
+        (CONFIG_TESTS,),
     ),
     Fault(
         "Megatron's rows may be others than those of the plans",
@@ -72,17 +144,10 @@ FAULTS = [
         (TESTS,),
     ),
     Fault(
-        "Megatron may drop attention out",
+        "a plan in Megatron may have any window and mask",
         FILE,
-        "if found != value and (found or value):",
-        "if found != value and (found and value):",
-        (TESTS,),
-    ),
-    Fault(
-        "Megatron's packed sequences are one document",
-        FILE,
-        "ends = torch.tensor([0, *sizes])",
-        "ends = torch.tensor([0, sum(sizes)])",
+        "if isinstance(plan, Plan) and not plan.same_window(self.window):",
+        "if isinstance(plan, Plan) and plan.num_rows < 0:",
         (TESTS,),
     ),
     Fault(

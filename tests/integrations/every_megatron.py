@@ -6,6 +6,7 @@ pytest runs this file only if it is named (`make megatron`). `test_megatron.py` 
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,11 @@ multiprocessing.set_forkserver_preload([*ranks.PRELOADED, "megatron.core.models.
 from support.megatron_cases import EIGHT, FOUR, PEERS  # noqa: E402
 from support.megatron_runs import Case, Result, assert_as_alone, figures, run_all, run_all_alone  # noqa: E402
 
+Compare = Callable[[list[Case], list[list[Result]], list[Result]], None]
+
 
 @pytest.fixture
-def compare(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+def compare(capsys: pytest.CaptureFixture[str]) -> Compare:
     """Prints how far each case is from what is expected of it, and asserts that it is near."""
 
     def compared(cases: list[Case], of_ranks: list[list[Result]], expected: list[Result]) -> None:
@@ -33,18 +36,18 @@ def compare(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("cases", [FOUR, EIGHT], ids=["four processes", "eight processes"])
-def test_megatron_computes_what_it_computes_in_one_process(cases: list[Case], tmp_path: Path, compare) -> None:  # type: ignore[no-untyped-def]
+def test_megatron_computes_what_it_computes_in_one_process(cases: list[Case], tmp_path: Path, compare: Compare) -> None:
     """All cases of a number of processes in one launch."""
     [alone] = ranks.launch(run_all_alone, cases, ranks=1)
     compare(cases, ranks.launch(run_all, cases, tmp_path, ranks=cases[0].ranks), alone)
 
 
-def test_megatron_computes_what_it_computes_in_as_many_processes(compare) -> None:  # type: ignore[no-untyped-def]
+def test_megatron_computes_what_it_computes_in_as_many_processes(compare: Compare) -> None:
     [alone, *_] = ranks.launch(run_all, PEERS, None, True, ranks=4)
     compare(PEERS, ranks.launch(run_all, PEERS, ranks=4), alone)
 
 
-def test_a_checkpoint_goes_from_megatrons_own_attention_to_distca_and_back(tmp_path: Path, compare) -> None:  # type: ignore[no-untyped-def]
+def test_a_checkpoint_goes_from_megatrons_own_attention_to_distca_and_back(tmp_path: Path, compare: Compare) -> None:
     """Nothing in it depends on what computes core attention."""
     alone = Case(data=1, share=2, steps=4)
     before, after = alone._replace(writes="without distca"), alone._replace(reads="with distca")

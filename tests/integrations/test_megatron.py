@@ -65,6 +65,7 @@ MISTAKES = {
     "a plan with a window": r"layer 1 is causal with a window of None, the plan causal with one of 30. .*window=None",
     "a plan that is not causal": "layer 1 is causal with a window of None, the plan full with one of None",
     "outside of ticks": "no tick with work is under way",
+    "another dtype": r"plan was made for 4 query heads .*, bfloat16; the tensors have .*, float32",
     "more layers": "calls core_attention more often than the tick has forward steps: 2",
     "no more data": "StopIteration",
 }
@@ -103,7 +104,8 @@ def _told() -> dict[str, str]:
                 {},
             )
 
-        with megatron.init(config, max_tokens=240, timeout=20) as context:
+        heads_of = case._replace(changes={"params_dtype": torch.bfloat16}) if mistake == "another dtype" else case
+        with megatron.init(runs.configured(heads_of), max_tokens=240, timeout=20) as context:
             batches: Any = megatron.PlannedBatches(iter(data), config, context=context, num_microbatches=2)
             changes: dict[str, Any] = {
                 "other micro-batches": {"num_microbatches": 3},

@@ -64,14 +64,11 @@ class _Local:
         step, microbatch = self._batch["of"]
         lengths = [lengths_of(self._case, step, microbatch, rank) for rank in range(self._case.data)]
         layout = distca.Layout.from_documents(lengths)
-        windows = (
-            [None]
-            if self._case.changes.get("window_size") is None
-            else [None, 1 + self._case.changes["window_size"][0]]
-        )
-        plan = distca.plans(
-            layout, self._context.heads, windows=windows, context=self._context, tolerance=0.02, min_rows=8
-        )
+        windows: list[int | None] = [None]
+        if "window_size" in self._case.changes:
+            windows.append(1 + self._case.changes["window_size"][0])
+        options: dict[str, Any] = {"context": self._context, "tolerance": 0.02, "min_rows": 8}
+        plan = distca.plans(layout, self._context.heads, windows=windows, **options)
         return DistcaPackedSeqParams("thd", **known, plan=plan, context=self._context)
 
 
@@ -97,6 +94,10 @@ def run(case: Case, folder: Path | None = None, *, alone: bool = False) -> Resul
         gc.collect()
         dist.barrier()
         parallel_state.destroy_model_parallel()
+        # Megatron leaves its groups open: dozens for each case, with threads that share the cores of the next one.
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group != dist.group.WORLD:
+                dist.destroy_process_group(group)
         return result
 
 

@@ -11,21 +11,14 @@ from distca.context import Context
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.integrations import megatron_names as names
-from distca.integrations.megatron_batches import DistcaPackedSeqParams, PlannedBatches, document_lengths
+from distca.integrations.megatron_batches import DistcaPackedSeqParams, PlannedBatches
+from distca.integrations.megatron_batches import document_lengths as document_lengths
 from distca.integrations.megatron_config import check_config, window_of_layer
 from distca.integrations.megatron_schedule import tick_schedule
 from distca.ops import core_attention
 from distca.planner.plan import Plan, Plans
 
-__all__ = [
-    "DistcaCoreAttention",
-    "DistcaPackedSeqParams",
-    "PlannedBatches",
-    "document_lengths",
-    "init",
-    "tick_schedule",
-    "use_distca",
-]
+__all__ = ["DistcaCoreAttention", "DistcaPackedSeqParams", "PlannedBatches", "init", "tick_schedule", "use_distca"]
 
 
 class DistcaCoreAttention(names.MegatronModule):  # type: ignore[misc]
@@ -57,8 +50,8 @@ class DistcaCoreAttention(names.MegatronModule):  # type: ignore[misc]
                 f"DistcaCoreAttention: attention_type = {attention_type!r}, other options {given}; self attention "
                 "without other options is allowed"
             )
-        self.layer_number, self.softmax_scale = layer_number, softmax_scale
-        self.window = window_of_layer(config, layer_number)
+        self.layer_number, self.window = layer_number, window_of_layer(config, layer_number)
+        self._options: dict[str, Any] = {"scale": softmax_scale, "deterministic": config.deterministic_mode}
         self._check_mask(attn_mask_type)
 
     def forward(
@@ -90,17 +83,8 @@ class DistcaCoreAttention(names.MegatronModule):  # type: ignore[misc]
                 f"DistcaCoreAttention: layer {self.layer_number} is causal with a window of {self.window}, the plan "
                 f"{plan.mask} with one of {plan.window}. What to change: distca.plan(..., window={self.window})"
             )
-        out, _lse = core_attention(
-            query,
-            key,
-            value,
-            plan,
-            scale=self.softmax_scale,
-            deterministic=self.config.deterministic_mode,
-            context=packed_seq_params.context,
-            layer=self.layer_number,
-        )
-        return out
+        context, layer = packed_seq_params.context, self.layer_number
+        return core_attention(query, key, value, plan, context=context, layer=layer, **self._options)[0]
 
     def _check_mask(self, kind: Any) -> None:
         allowed = (None, names.AttnMaskType.causal, names.AttnMaskType.padding_causal)
