@@ -79,7 +79,9 @@ class Machine:
     def dispatch(self, work: AttentionWork, call: Call) -> AttentionStep:
         """Begins a step: rows leave for their servers, and each home lets its peers write (credit)."""
         step = AttentionStep(work)
-        self._advance("dispatch", self.now, call)
+        overhead = torch.full_like(self.now, self.device.call_overhead)
+        self.dense = self.dense + overhead
+        self._advance("dense", self.now + overhead, call)
         granted = self.now
         if self.device.copy_bandwidth is not None:
             self.wait_until(self.network.granted(granted, work.inward), call)
