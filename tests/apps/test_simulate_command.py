@@ -44,7 +44,7 @@ def test_lengths_come_from_text_that_train_reads(tmp_path: Path, capsys: pytest.
     ("arguments", "message"),
     [
         (["--tensor", "3"], "= 63; the cluster has 64 ranks"),
-        (["--cluster", "nowhere.toml"], "nowhere.toml is neither a file that can be read nor one of h200-ib400"),
+        (["--cluster", "nowhere.toml"], "nowhere.toml is neither a file that can be read nor one of cpu-2, h200-ib400"),
         (["--model", "llama-1t"], "nor one of llama-34b, llama-8b"),
         (["--strategies", "magic", "--gpus", "8"], "strategy 'magic'"),
         (["--sweep", "gpus=many"], "--sweep gpus=many: gpus=N,N or longest=N,N"),
