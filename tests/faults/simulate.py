@@ -14,8 +14,8 @@ FAULTS = [
     Fault(
         "a port serves the work of the latest sender alone",
         ROOM + "network.py",
-        "ends = sorted_work.cumsum(-2).add_(sorted_starts.unsqueeze(-1))",
-        "ends = sorted_work + sorted_starts.unsqueeze(-1)",
+        "ends = sorted_work.cumsum(-1).add_(sorted_starts.unsqueeze(-2))",
+        "ends = sorted_work + sorted_starts.unsqueeze(-2)",
         (NETWORK,),
     ),
     Fault(
