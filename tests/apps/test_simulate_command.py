@@ -44,9 +44,12 @@ def test_lengths_come_from_text_that_train_reads(tmp_path: Path, capsys: pytest.
     ("arguments", "message"),
     [
         (["--tensor", "3"], "= 63; the cluster has 64 ranks"),
-        (["--cluster", "nowhere.toml"], "nowhere.toml is neither a file that can be read nor one of h200-ib400"),
+        (["--cluster", "nowhere.toml"], "nowhere.toml is neither a file that can be read nor one of cpu-2, h200-ib400"),
         (["--model", "llama-1t"], "nor one of llama-34b, llama-8b"),
         (["--strategies", "magic", "--gpus", "8"], "strategy 'magic'"),
+        (["--sweep", "gpus=many"], "--sweep gpus=many: gpus=N,N or longest=N,N"),
+        (["--sweep", "speed=1"], "--sweep speed=1: gpus=N,N or longest=N,N"),
+        (["--sweep", "gpus=8", "--gpus", "8"], "leave out --gpus"),
         (["--tokens-per-rank", "0"], "tokens_per_rank = 0"),
         (["--model", "llama-34b", "--gpus", "1"], "use more tensor or pipeline ranks"),
     ],
@@ -63,3 +66,36 @@ def test_an_empty_list_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "none.json").write_text("[]")
     assert main(["simulate", "--lengths", str(tmp_path / "none.json"), *SHAPE]) == 2
     assert "there are no lengths" in capsys.readouterr().err
+
+
+def test_a_sweep_has_the_speed_ups_of_single_runs(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    shape, out, plot = [*SHAPE[2:], "--lengths", lengths], tmp_path / "out.json", tmp_path / "out.png"
+    assert main(["simulate", *shape, "--sweep", "gpus=8,16", "--json", str(out), "--plot", str(plot)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("modelled, not measured") and [line.split()[0] for line in lines[2:]] == ["8", "16"]
+    assert main(["simulate", *shape, "--gpus", "16", "--json", str(tmp_path / "one.json")]) == 0
+    seconds = [one["seconds"] for one in json.loads((tmp_path / "one.json").read_text())["results"]]
+    assert [float(word) for word in lines[3].split()[1:]] == pytest.approx([seconds[0] / s for s in seconds], abs=1e-3)
+    content = json.loads(out.read_text())
+    assert content["kind"] == "modelled" and list(content["steps"]) == ["8", "16"]
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_sweep_multiplies_lengths(lengths: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = ["simulate", *SHAPE, "--lengths", lengths, "--sweep", "longest=800,4000", "--json", str(out)]
+    assert main([*command, "--strategies", "unbalanced"]) == 0
+    steps = json.loads(out.read_text())["steps"]
+    longest = {value: max(n for home in step["documents"][0] for n in home) for value, step in steps.items()}
+    assert longest == {"800": 800, "4000": 4000}
+
+
+def test_dtype_and_optimizer_are_those_of_the_options(lengths: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = ["simulate", *SHAPE, "--lengths", lengths, "--strategies", "unbalanced", "--json", str(out)]
+    assert main([*command, "--dtype", "fp32", "--whole-optimizer"]) == 0
+    content = json.loads(out.read_text())
+    assert (content["model"]["dtype"], content["parallelism"]["shard_optimizer"]) == ("fp32", False)

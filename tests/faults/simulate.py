@@ -6,14 +6,16 @@ NETWORK = "tests/simulator/test_network.py"
 SIMULATE = "tests/simulator/test_simulate.py"
 READING = "tests/simulator/test_reading.py"
 COMMAND = "tests/apps/test_simulate_command.py"
+DEVICE = "tests/simulator/test_device.py"
+PROFILE = "tests/apps/test_profile_command.py"
 ROOM = "python/distca/simulator/"
 
 FAULTS = [
     Fault(
         "a port serves the work of the latest sender alone",
         ROOM + "network.py",
-        "ends = sorted_work.cumsum(-2).add_(sorted_starts.unsqueeze(-1))",
-        "ends = sorted_work + sorted_starts.unsqueeze(-1)",
+        "ends = sorted_work.cumsum(-1).add_(sorted_starts.unsqueeze(-2))",
+        "ends = sorted_work + sorted_starts.unsqueeze(-2)",
         (NETWORK,),
     ),
     Fault(
@@ -75,9 +77,86 @@ FAULTS = [
     Fault(
         "the MLP has two matrices",
         ROOM + "dense.py",
-        "device.gemm_seconds(n, 2 * inner, hidden)",
-        "device.gemm_seconds(n, inner, hidden)",
+        "(inner, hidden), (inner, hidden)",
+        "(inner, hidden)",
         (SIMULATE,),
+    ),
+    Fault(
+        "backward of a product takes the rate of forward",
+        ROOM + "device.py",
+        "(self.backward_tflops or self.tflops) * 1e12",
+        "self.tflops * 1e12",
+        (DEVICE,),
+    ),
+    Fault(
+        "a part takes the time of its smallest size",
+        ROOM + "device.py",
+        "if x <= points[0][0]:",
+        "if x >= points[0][0]:",
+        (DEVICE, READING),
+    ),
+    Fault(
+        "gradients come together without being added",
+        ROOM + "dense.py",
+        "before + Seconds(0.0, 3 * sums)",
+        "before",
+        (DEVICE,),
+    ),
+    Fault(
+        "a rank that copies rows does not wait for credit",
+        ROOM + "machine.py",
+        "self.wait_until(self.network.granted(granted, work.inward), call)",
+        "self.wait_until(granted, call)",
+        (DEVICE,),
+    ),
+    Fault(
+        "a rank that copies rows computes meanwhile",
+        ROOM + "machine.py",
+        'self._advance("copy", self.now + seconds, call)',
+        'self._advance("copy", self.now, call)',
+        (DEVICE,),
+    ),
+    Fault(
+        "results are taken out of the arena in no time",
+        ROOM + "machine.py",
+        "self._copy(step.work.homeward.received, call)",
+        "self._copy(0 * step.work.homeward.received, call)",
+        (DEVICE,),
+    ),
+    Fault(
+        "a ring takes the link's bandwidth whatever is known of its size",
+        ROOM + "setup.py",
+        "if not self.collectives:",
+        "if True:",
+        (DEVICE,),
+    ),
+    Fault(
+        "an optimizer that is not sharded takes a share of the weights",
+        ROOM + "case.py",
+        "weights = self.stage_weights / (self.parallelism.homes if sharded else 1)",
+        "weights = self.stage_weights / self.parallelism.homes",
+        (DEVICE,),
+    ),
+    Fault(
+        "messages of one byte have their rows",
+        ROOM + "network.py",
+        "if self.signal_only:",
+        "if False:",
+        (DEVICE,),
+    ),
+    Fault(
+        "a profile is that of the first rank",
+        "python/distca/apps/profile/cluster.py",
+        "return statistics.mean(of_ranks) if isinstance(first, float) else first",
+        "return first",
+        (PROFILE,),
+    ),
+    Fault(
+        "a piece goes backward before the next goes forward",
+        "python/distca/apps/profile/layers.py",
+        "for piece, of_piece in zip(reversed(pieces), reversed(gradients), strict=True):",
+        "for piece, of_piece in zip(pieces[:1], gradients[:1], strict=True):",
+        (PROFILE,),
     ),
     Fault(
         "ping-pong runs without halves",

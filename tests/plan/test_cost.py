@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import distca
 from distca.apps.cli import main
-from distca.apps.profile import KV_ROWS, Q_ROWS
+from distca.apps.profile.attention import KV_ROWS, Q_ROWS
 
 RATES = ((4096, 3000, 2048), (2048, 1500, 1024), (1024, 1024, 1100))
 
@@ -107,9 +107,9 @@ def test_rates_out_of_range_are_refused(rates: tuple[tuple[int, ...], ...], said
 def test_a_profile_of_this_machine_is_a_cost_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("distca.apps.profile.Q_ROWS", Q_ROWS[:3])
-    monkeypatch.setattr("distca.apps.profile.KV_ROWS", KV_ROWS[:2])
-    monkeypatch.setattr("distca.apps.profile._KEYS_PER_CALL", 64)
+    monkeypatch.setattr("distca.apps.profile.attention.Q_ROWS", Q_ROWS[:3])
+    monkeypatch.setattr("distca.apps.profile.attention.KV_ROWS", KV_ROWS[:2])
+    monkeypatch.setattr("distca.apps.profile.attention._KEYS_PER_CALL", 64)
     path = tmp_path / "cpu.json"
     assert main(["profile", "--rounds", "1", "--q-heads", "2", "--kv-heads", "1", "--out", str(path)]) == 0
     assert "6 task sizes measured" in capsys.readouterr().out

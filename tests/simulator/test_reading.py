@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import distca
+from distca.simulator.device import Gemm
 from distca.simulator.reading import read_cluster, read_model, read_parallelism
-from distca.simulator.setup import Gemm, Parallelism
+from distca.simulator.setup import Parallelism
 from support.simulated import DEVICE, DOCUMENTS, MODEL, cluster
 
 LINK = {"bandwidth": 1e9, "latency": 1e-6}
@@ -142,4 +143,4 @@ def test_a_product_takes_the_rate_of_the_nearest_shape_between_the_rows_that_are
     gemms = (Gemm(1024, 64, 64, 100.0), Gemm(4096, 64, 64, 300.0), Gemm(1024, 4096, 64, 50.0))
     device = type(DEVICE)("h200", gemms, 1000.0, 1e12, 1e12)
     for m, n, rate in ((512, 64, 100.0), (2048, 64, 200.0), (9999, 64, 300.0), (2048, 4000, 50.0)):
-        assert device.gemm_seconds(m, n, 64) == pytest.approx(2 * m * n * 64 / (rate * 1e12))
+        assert device.product(m, n, 64).forward == pytest.approx(2 * m * n * 64 / (rate * 1e12))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from distca.simulator.setup import Cluster, Device, Gemm, LinkClass, Model, Parallelism
+from distca.simulator.device import Device, Gemm
+from distca.simulator.setup import Cluster, LinkClass, Model, Parallelism
 
 MODEL = Model(layers=4, hidden=1024, intermediate=4096, vocabulary=1000, q_heads=8, kv_heads=4, head_dim=128)
 DEVICE = Device(

@@ -10,13 +10,16 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distca.apps import simulate_sweep
 from distca.apps.common import pictures
 from distca.apps.common.options import add_debug
 from distca.apps.common.sources import find_source
 from distca.apps.common.workloads import draw_documents, pretrain_lengths, read_lengths
 from distca.errors import InvalidArgumentError
+from distca.heads import DTYPES
+from distca.simulator.case import Documents
 from distca.simulator.reading import read_cluster, read_model, read_parallelism
-from distca.simulator.setup import Parallelism
+from distca.simulator.setup import Cluster, Model, Parallelism
 from distca.simulator.simulate import StrategyResult, simulate, spans_of
 from distca.simulator.strategies import STRATEGIES
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 _COLOURS = {
     "dense": pictures.COMPUTE,
     "attention": pictures.ATTEND,
+    "copy": pictures.ROWS,
     "wait": pictures.WAIT,
     "optimizer": pictures.OPTIMIZER,
 }
@@ -39,7 +43,7 @@ def add_command(commands: Any) -> None:
         help="model a training step on a cluster, by several strategies",
         description="Models a training step on your documents, model and cluster: without balance, by other ways to "
         "balance, and by distca, side by side. Nothing runs and nothing is measured; the plans are real. "
-        "docs/simulator.md says what is modelled. The model is not validated yet.",
+        "docs/simulator.md says what is modelled, and how far it is from runs and from published figures.",
     )
     batch = command.add_argument_group("the documents")
     batch.add_argument(
@@ -58,8 +62,9 @@ def add_command(commands: Any) -> None:
     batch.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
     setup = command.add_argument_group("the model and the cluster")
     setup.add_argument("--model", default="llama-8b", help="llama-8b, llama-34b or a config.json (default: llama-8b)")
+    setup.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations (default: bf16)")
     setup.add_argument(
-        "--cluster", default="h200-ib400", help="h200-ib400, or a TOML or JSON file (default: h200-ib400)"
+        "--cluster", default="h200-ib400", help="h200-ib400, cpu-2, or a TOML or JSON file (default: h200-ib400)"
     )
     setup.add_argument("--gpus", type=int, help="ranks of the cluster (default: those of its file)")
     setup.add_argument("--parallelism", type=Path, help="a TOML or JSON file with the options below, without dashes")
@@ -69,12 +74,24 @@ def add_command(commands: Any) -> None:
     setup.add_argument("--fsdp", action="store_true", help="shard weights over the data and context ranks")
     setup.add_argument("--recompute", action="store_true", help="run a layer's forward again in its backward")
     setup.add_argument(
+        "--whole-optimizer", action="store_true", help="every rank takes the whole optimizer step, as with DDP"
+    )
+    setup.add_argument(
         "--strategies", help=f"some of {','.join(STRATEGIES)} (default: all that the parallelism allows)"
     )
     setup.add_argument("--tolerance", type=float, default=0.05, help="that of distca's plans (default: 0.05)")
     output = command.add_argument_group("the output")
     output.add_argument("--json", type=Path, help="write the results to this file")
-    output.add_argument("--plot", type=Path, help="draw idle shares and timelines to this PNG file (needs matplotlib)")
+    output.add_argument(
+        "--plot",
+        type=Path,
+        help="draw idle shares and timelines, or with --sweep speed-ups, to this PNG file (needs matplotlib)",
+    )
+    output.add_argument(
+        "--sweep",
+        help="gpus=16,32,64 or longest=32768,65536: simulate each, and print speed-ups; lengths are multiplied so that "
+        "the longest document has so many tokens",
+    )
     add_debug(command)
     command.set_defaults(run=run)
 
@@ -83,10 +100,42 @@ def run(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit code."""
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise InvalidArgumentError("--plot needs matplotlib: pip install matplotlib")
-    cluster, model = read_cluster(options.cluster, options.gpus), read_model(options.model)
+    if options.sweep is not None:
+        return _sweep(options)
+    made = _made(options, options.gpus)
+    print(table(made.results))
+    _write(options.json, made.as_json())
+    if options.plot is not None:
+        draw(made.results, options.plot)
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Simulated:
+    """What was simulated, and its results."""
+
+    cluster: Cluster
+    model: Model
+    parallelism: Parallelism
+    documents: Documents
+    results: list[StrategyResult]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, marked as modelled."""
+        values = {name: dataclasses.asdict(getattr(self, name)) for name in ("cluster", "model", "parallelism")}
+        results = [result.as_json() for result in self.results]
+        return {"kind": "modelled", **values, "documents": self.documents, "results": results}
+
+
+def _made(options: argparse.Namespace, gpus: int | None, longest: int | None = None) -> _Simulated:
+    """Simulates what the options say, on so many ranks and with so long documents."""
+    cluster = read_cluster(options.cluster, gpus)
+    model = dataclasses.replace(read_model(options.model), dtype=options.dtype)
     parallelism = _parallelism(options, cluster.ranks)
     parallelism.check(cluster, model)
     lengths = _lengths(options.lengths)
+    if longest is not None:
+        lengths = simulate_sweep.scaled(lengths, longest)
     documents = [
         draw_documents(lengths, parallelism.homes, options.tokens_per_rank, options.seed + number)
         for number in range(parallelism.micro_batches)
@@ -98,25 +147,31 @@ def run(options: argparse.Namespace) -> int:
         parallelism=parallelism,
         strategies=None if options.strategies is None else options.strategies.split(","),
         tolerance=options.tolerance,
-        record=options.plot is not None,
+        record=options.plot is not None and options.sweep is None,
     )
-    print(table(results))
-    if options.json is not None:
-        content = {
-            "kind": "modelled",
-            "cluster": dataclasses.asdict(cluster),
-            "model": dataclasses.asdict(model),
-            "parallelism": dataclasses.asdict(parallelism),
-            "documents": documents,
-            "results": [result.as_json() for result in results],
-        }
-        try:
-            options.json.write_text(json.dumps(content, indent=1) + "\n")
-        except OSError as error:
-            raise InvalidArgumentError(f"--json {options.json} cannot be written: {error.strerror}") from error
+    return _Simulated(cluster, model, parallelism, documents, results)
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    name, values = simulate_sweep.parse(options.sweep)
+    if name == "gpus" and options.gpus is not None:
+        raise InvalidArgumentError("--sweep gpus=... has the numbers of ranks: leave out --gpus")
+    made = {value: _made(options, value) if name == "gpus" else _made(options, options.gpus, value) for value in values}
+    sweep = {value: one.results for value, one in made.items()}
+    print(simulate_sweep.table(name, sweep))
+    _write(options.json, {"kind": "modelled", "swept": name, "steps": {v: one.as_json() for v, one in made.items()}})
     if options.plot is not None:
-        draw(results, options.plot)
+        simulate_sweep.draw(name, sweep, options.plot)
     return 0
+
+
+def _write(path: Path | None, content: dict[str, Any]) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise InvalidArgumentError(f"--json {path} cannot be written: {error.strerror}") from error
 
 
 def _parallelism(options: argparse.Namespace, ranks: int) -> Parallelism:
@@ -124,6 +179,7 @@ def _parallelism(options: argparse.Namespace, ranks: int) -> Parallelism:
     names = ("data", "context", "tensor", "pipeline", "micro_batches", "chunks")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     given |= {name: True for name in ("fsdp", "recompute") if getattr(options, name)}
+    given |= {"shard_optimizer": False} if options.whole_optimizer else {}
     if options.parallelism is not None:
         if given:
             raise InvalidArgumentError(f"--parallelism is given, and --{next(iter(given)).replace('_', '-')} as well")

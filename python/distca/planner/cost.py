@@ -84,18 +84,35 @@ class CostModel:
         try:
             text = known[str(source)].read_text() if str(source) in known else Path(source).read_text()
             content = json.loads(text)
+        except OSError as error:
+            names = ", ".join(["pairs", *sorted(known)])
+            raise InvalidArgumentError(f"cost model: {source} is neither a file nor one of {names}") from error
+        except ValueError as error:
+            raise InvalidArgumentError(
+                f"cost model: {source} was not written by `distca profile`: {error!r}"
+            ) from error
+        return cls.of_table(content, phases=phases, name=str(source))
+
+    @classmethod
+    def of_table(cls, content: Any, *, phases: Sequence[str] = _PHASES, name: str = "table") -> CostModel:
+        """Makes a cost model from the content of a file of `distca profile`.
+
+        Args:
+            content: the file's content, as JSON has it.
+            phases: as in `load`.
+            name: what messages call it.
+
+        Raises:
+            InvalidArgumentError: it is no such content.
+        """
+        try:
             points = {
                 (int(p["q_rows"]), int(p["kv_rows"])): sum(float(p[f"{phase}_ns"]) for phase in phases)
                 for p in content["points"]
             }
             q_heads = int(content["heads"][0])
-        except OSError as error:
-            names = ", ".join(["pairs", *sorted(known)])
-            raise InvalidArgumentError(f"cost model: {source} is neither a file nor one of {names}") from error
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise InvalidArgumentError(
-                f"cost model: {source} was not written by `distca profile`: {error!r}"
-            ) from error
+            raise InvalidArgumentError(f"cost model: {name} was not written by `distca profile`: {error!r}") from error
         return cls.from_points(points, q_heads)
 
     @classmethod

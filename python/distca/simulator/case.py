@@ -11,7 +11,7 @@ from distca.arguments import is_whole, listed
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.planner.layout import Layout
-from distca.simulator.dense import HALF, Dense, dense_of, optimizer_seconds
+from distca.simulator.dense import Dense, dense_of, optimizer_seconds
 from distca.simulator.machine import Machine
 from distca.simulator.network import Traffic
 from distca.simulator.passes import ShardedWeights
@@ -84,7 +84,9 @@ class Case:
         matrix = torch.zeros(self.num_homes, self.num_homes, dtype=torch.float64)
         for home, target in enumerate(to):
             if target is not None:
-                matrix[home, target] = rows[home] * self.model.hidden * HALF / self.parallelism.tensor
+                matrix[home, target] = (
+                    rows[home] * self.model.hidden * self.model.number_bytes / self.parallelism.tensor
+                )
         return Traffic.of(matrix, self.per_node)
 
     @property
@@ -99,36 +101,40 @@ class Case:
 
         The optimizer is sharded over data and context ranks; with FSDP all of it is.
         """
-        sharded = HALF + 4 + 12
+        sharded = self.model.number_bytes + 4 + 12
         if self.parallelism.fsdp:
             return self.stage_weights * sharded / self.parallelism.homes
-        return self.stage_weights * (HALF + 4 + 12 / self.parallelism.homes)
+        optimizer = 12 / self.parallelism.homes if self.parallelism.shard_optimizer else 12
+        return self.stage_weights * (self.model.number_bytes + 4 + optimizer)
 
     def activation_bytes(self, rows: int, in_flight: float) -> float:
         """Bytes that a rank keeps of `in_flight` micro-batches of so many rows on its stage, without logits."""
         model, tensor = self.model, self.parallelism.tensor
         heads = model.head_dim * (2 * model.q_heads + 2 * model.kv_heads)
-        whole = HALF * (4 * model.hidden + heads + 3 * model.intermediate) / tensor
+        whole = model.number_bytes * (4 * model.hidden + heads + 3 * model.intermediate) / tensor
         layers = self.stage_layers
         if self.parallelism.recompute:
-            return rows * (in_flight * layers * HALF * model.hidden / tensor + whole)
+            return rows * (in_flight * layers * model.number_bytes * model.hidden / tensor + whole)
         return rows * in_flight * layers * whole
 
     def sharded_weights(self, *, kept: bool) -> ShardedWeights | None:
         """The weights of FSDP; None without it."""
         if not self.parallelism.fsdp:
             return None
-        layer_bytes = self.model.layer_weights * HALF / self.parallelism.tensor
+        layer_bytes = self.model.layer_weights * self.model.number_bytes / self.parallelism.tensor
         return ShardedWeights(torch.tensor(self.stages), layer_bytes, kept=kept)
 
     def finish(self, machine: Machine) -> None:
         """Reduces gradients and takes the step of the optimizer; sharded gradients are reduced already."""
         machine.phase = "backward"
+        sharded = self.parallelism.shard_optimizer or self.parallelism.fsdp
         if not self.parallelism.fsdp:
-            groups = torch.tensor(self.stages)
-            for num_bytes in (4, HALF):  # fp32 gradients are reduced to their shards, new weights gathered
+            groups, number_bytes = torch.tensor(self.stages), self.model.number_bytes
+            # fp32 gradients are reduced to their shards, and new weights gathered; or gradients are added up.
+            for num_bytes in (4, number_bytes) if sharded else (number_bytes, number_bytes):
                 machine.wait_until(machine.network.ring(groups, machine.now, self.stage_weights * num_bytes))
-        machine.optimize(optimizer_seconds(self.stage_weights / self.parallelism.homes, self.cluster))
+        weights = self.stage_weights / (self.parallelism.homes if sharded else 1)
+        machine.optimize(optimizer_seconds(weights, self.cluster, self.model))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 
 from distca.calls import Call
 from distca.simulator.dense import Part
+from distca.simulator.device import Device
 from distca.simulator.network import NEVER, Network
 from distca.simulator.work import AttentionWork
 
@@ -17,7 +18,7 @@ class Event:
     """What the homes did in one part of the step, each ``[homes]`` in seconds from its beginning.
 
     Attributes:
-        what: ``"dense"``, ``"attention"``, ``"wait"`` or ``"optimizer"``.
+        what: ``"dense"``, ``"attention"``, ``"copy"``, ``"wait"`` or ``"optimizer"``.
         begin, end: equal for a home that had nothing to do.
         phase: ``"forward"`` or ``"backward"``.
         call: the call of core attention that it belongs to, if any.
@@ -43,22 +44,26 @@ class Machine:
 
     Attributes:
         network: their links.
+        device: what each computes with.
         now: ``[homes]`` seconds up to which each has computed or waited.
-        dense, attention: ``[homes]`` seconds of computation.
+        dense, attention, copying, exchanging: ``[homes]`` seconds of computation, of copying rows, and of what tensor
+            parallelism exchanges.
         events: what happened, in the order of the calls; empty unless it is recorded.
     """
 
-    def __init__(self, network: Network, *, record: bool = False) -> None:
-        self.network = network
+    def __init__(self, network: Network, device: Device, *, record: bool = False) -> None:
+        self.network, self.device = network, device
         zeros = torch.zeros(network.ranks, dtype=torch.float64)
-        self.now, self.dense, self.attention = zeros, zeros, zeros
+        self.now, self.dense, self.attention, self.copying, self.exchanging = (zeros for _ in range(5))
         self.events: list[Event] = []
         self.phase = "forward"
         self._record = record
 
     def compute(self, part: Part) -> None:
         """Computes a part of a layer, after the collectives of tensor parallelism that it needs."""
-        self.wait_until(self.network.among_tensor_ranks(self.now, part.collective, part.steps))
+        exchanged = self.network.among_tensor_ranks(self.now, part.collective, part.steps)
+        self.exchanging = self.exchanging + (exchanged - self.now)
+        self.wait_until(exchanged)
         self.dense = self.dense + part.seconds
         self._advance("dense", self.now + part.seconds)
 
@@ -74,8 +79,15 @@ class Machine:
     def dispatch(self, work: AttentionWork, call: Call) -> AttentionStep:
         """Begins a step: rows leave for their servers, and each home lets its peers write (credit)."""
         step = AttentionStep(work)
-        self._advance("dispatch", self.now, call)
-        step.arrived = self.network.send(self.now, work.inward, credits=self.now)
+        overhead = torch.full_like(self.now, self.device.call_overhead)
+        self.dense = self.dense + overhead
+        self._advance("dense", self.now + overhead, call)
+        granted = self.now
+        if self.device.copy_bandwidth is not None:
+            self.wait_until(self.network.granted(granted, work.inward), call)
+        begin = self.now
+        self._copy(work.inward.sent, call)
+        step.arrived = self.network.send(begin, work.inward, credits=granted)
         return step
 
     def attend(self, step: AttentionStep, call: Call) -> None:
@@ -83,11 +95,22 @@ class Machine:
         self._attend(step.work.at_once, call)
         self.wait_until(step.arrived, call)
         self._attend(step.work.later, call)
-        step.home = self.network.send(self.now, step.work.homeward)
+        begin = self.now
+        self._copy(step.work.homeward.sent, call)
+        step.home = self.network.send(begin, step.work.homeward)
 
     def collect(self, step: AttentionStep, call: Call) -> None:
-        """Waits for the results."""
+        """Waits for the results, and takes them from where peers have put them."""
         self.wait_until(step.home, call)
+        self._copy(step.work.homeward.received, call)
+
+    def _copy(self, num_bytes: torch.Tensor, call: Call) -> None:
+        """Copies so many bytes, if ranks do so themselves."""
+        if self.device.copy_bandwidth is None or self.network.ideal:
+            return
+        seconds = num_bytes / self.device.copy_bandwidth
+        self.copying = self.copying + seconds
+        self._advance("copy", self.now + seconds, call)
 
     def _attend(self, seconds: torch.Tensor, call: Call) -> None:
         self.attention = self.attention + seconds

@@ -24,14 +24,14 @@ class Traffic:
     Attributes:
         inside: ``[nodes, n, n]`` bytes from rank to rank of a node of n, float64.
         between: ``[ranks, ranks]`` bytes between nodes, or None if there are none.
-        receives: ``[ranks]`` whether a rank gets anything.
-        sends: ``[ranks]`` whether a rank sends anything.
+        received: ``[ranks]`` bytes that a rank gets.
+        sent: ``[ranks]`` bytes that a rank sends.
     """
 
     inside: torch.Tensor
     between: torch.Tensor | None
-    receives: torch.Tensor
-    sends: torch.Tensor
+    received: torch.Tensor
+    sent: torch.Tensor
 
     @classmethod
     def of(cls, matrix: torch.Tensor, per_node: int) -> Traffic:
@@ -44,7 +44,14 @@ class Traffic:
         outside = matrix.clone().reshape(nodes, per_node, nodes, per_node)
         outside[index, :, index, :] = 0.0
         between = outside.reshape(ranks, ranks)
-        return cls(inside, between if bool(between.any()) else None, matrix.sum(0) > 0, matrix.sum(1) > 0)
+        return cls(inside, between if bool(between.any()) else None, matrix.sum(0), matrix.sum(1))
+
+    @property
+    def signals(self) -> Traffic:
+        """The same messages with one byte each."""
+        between = None if self.between is None else (self.between > 0).double()
+        received, sent = (self.received > 0).double(), (self.sent > 0).double()
+        return Traffic((self.inside > 0).double(), between, received, sent)
 
     @property
     def bytes_inside(self) -> float:
@@ -71,9 +78,10 @@ def last_served(starts: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
         ``[..., m]`` seconds; NEVER for a server without work.
     """
     sorted_starts, order = starts.sort(dim=-1, descending=True)
-    sorted_work = work.gather(-2, order.unsqueeze(-1).expand_as(work))
-    ends = sorted_work.cumsum(-2).add_(sorted_starts.unsqueeze(-1))
-    return ends.masked_fill_(sorted_work <= 0, NEVER).amax(-2)
+    by_server = work.transpose(-1, -2)  # sums run along memory, which takes a third of the time
+    sorted_work = by_server.gather(-1, order.unsqueeze(-2).expand_as(by_server))
+    ends = sorted_work.cumsum(-1).add_(sorted_starts.unsqueeze(-2))
+    return ends.masked_fill_(sorted_work <= 0, NEVER).amax(-1)
 
 
 class _Ports:
@@ -114,12 +122,13 @@ class Network:
         per_node: homes of a node.
         bytes_inside, bytes_between: what has travelled, of one rank of each tensor group.
         ideal: whether links take no time, to see what they cost.
+        signal_only: whether every message from rank to rank has one byte, to see what rows cost.
     """
 
-    def __init__(self, cluster: Cluster, tensor: int, *, ideal: bool = False) -> None:
+    def __init__(self, cluster: Cluster, tensor: int, *, ideal: bool = False, signal_only: bool = False) -> None:
         self.ranks = cluster.ranks // tensor
         self.per_node = min(cluster.ranks_per_node, cluster.ranks) // tensor
-        self.ideal = ideal
+        self.ideal, self.signal_only = ideal, signal_only
         self._inside, self._between = _Ports(cluster.inside, self.ranks), _Ports(cluster.between, self.ranks)
         self._nodes: _Ports | None = None
         if cluster.between.node_bandwidth is not None:
@@ -138,6 +147,8 @@ class Network:
         Returns:
             ``[ranks]`` seconds at which a rank has received all that it gets; NEVER if that is nothing.
         """
+        if self.signal_only:
+            traffic = traffic.signals
         self.bytes_inside += traffic.bytes_inside
         self.bytes_between += traffic.bytes_between
         if self.ideal:
@@ -153,6 +164,16 @@ class Network:
             if self._nodes is not None:
                 arrived = torch.maximum(arrived, self._through_nodes(starts, there, traffic.between))
         return arrived
+
+    def granted(self, credits: torch.Tensor, traffic: Traffic) -> torch.Tensor:
+        """When each sender knows that all receivers of its rows have given credit; NEVER if it sends nothing."""
+        latency = 0.0 if self.ideal else self._inside.link.latency
+        by_node = (credits + latency).view(-1, 1, self.per_node)
+        known = torch.where(traffic.inside > 0, by_node, NEVER).amax(-1).reshape(-1)
+        if traffic.between is not None:
+            latency = 0.0 if self.ideal else self._between.link.latency
+            known = torch.maximum(known, torch.where(traffic.between > 0, credits + latency, NEVER).amax(-1))
+        return known
 
     def ring(self, groups: torch.Tensor, starts: torch.Tensor, num_bytes: float) -> torch.Tensor:
         """An all-gather or a reduce-scatter of ``num_bytes`` in all by rings, as many as a group has ranks on a node.
@@ -189,8 +210,8 @@ class Network:
             if nodes > 1:
                 rates.append(self._between.link.bandwidth * (size // nodes))
                 rates += [self._nodes.link.bandwidth / self.per_node * (size // nodes)] if self._nodes else []
-            latency = self._between.link.latency if nodes > 1 else self._inside.link.latency
-            seconds = travels / min(rates) + (size - 1) * latency
+            link = self._between.link if nodes > 1 else self._inside.link
+            seconds = link.ring_seconds(travels, min(rates), size - 1)
         end = (begin + seconds).unsqueeze(-1).expand(groups.shape)
         result = starts.clone()
         result[groups] = end
@@ -233,7 +254,7 @@ class Network:
         if traffic.between is not None:
             sent = torch.maximum(sent, torch.where(traffic.between > 0, starts.unsqueeze(-1), NEVER).amax(0))
         if credits is not None:
-            sent = torch.where(traffic.receives, torch.maximum(sent, credits), NEVER)
+            sent = torch.where(traffic.received > 0, torch.maximum(sent, credits), NEVER)
         return sent
 
     def _through_nodes(self, starts: torch.Tensor, credits: torch.Tensor | None, between: torch.Tensor) -> torch.Tensor:

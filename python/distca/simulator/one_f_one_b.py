@@ -10,7 +10,6 @@ from distca.errors import InvalidArgumentError
 from distca.planner.layout import Layout
 from distca.planner.planning import plan
 from distca.simulator.case import Case, Memory
-from distca.simulator.dense import HALF
 from distca.simulator.machine import Machine
 from distca.simulator.network import Traffic
 from distca.simulator.passes import Gathered, LayerWork, ShardedWeights, run_pass
@@ -83,6 +82,7 @@ class OneForwardOneBackward:
             case.stage_layers,
             {None: work},
             recompute=case.parallelism.recompute,
+            embedding=stage == 0,
             head=stage == case.parallelism.pipeline - 1,
             gathered=self._gathered(number, stage),
             weights=weights,
@@ -92,7 +92,7 @@ class OneForwardOneBackward:
         case = self.case
         homes, per_node = case.num_homes, case.per_node
         nothing = torch.zeros(homes // per_node, per_node, per_node, dtype=torch.float64)
-        none = torch.zeros(homes, dtype=torch.bool)
+        none = torch.zeros(homes, dtype=torch.float64)
         traffic = Traffic(nothing, None, none, none)
         work = {}
         for phase, of_stage in self._seconds[number].items():
@@ -106,7 +106,7 @@ class OneForwardOneBackward:
         rows = [self.layouts[number].num_rows(home) for home in range(self.layouts[number].num_ranks)]
         largest = max(sum(rows[first : first + self.gather]) for first in range(0, len(rows), self.gather))
         heads = self.case.heads
-        return float(largest * heads.kv * (heads.dim + heads.value_dim) * HALF)
+        return float(largest * heads.kv * (heads.dim + heads.value_dim) * self.case.model.number_bytes)
 
     def _gathered(self, number: int, stage: int) -> Gathered | None:
         if self.gather == 1:

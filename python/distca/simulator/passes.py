@@ -77,6 +77,7 @@ def run_pass(
     halves: Mapping[int | None, LayerWork],
     *,
     recompute: bool = False,
+    embedding: bool = False,
     head: bool = False,
     gathered: Gathered | None = None,
     weights: ShardedWeights | None = None,
@@ -89,6 +90,7 @@ def run_pass(
         num_layers: number of layers.
         halves: the work of each half, 0 and 1; or of the whole, None.
         recompute: whether each layer's forward is run again before its backward.
+        embedding: whether the homes with ``embedding`` seconds look the input up.
         head: whether the homes with ``head`` seconds compute the logits and the loss.
         gathered: what context parallelism gathers.
         weights: the weights, if they are sharded.
@@ -98,9 +100,11 @@ def run_pass(
     forward = phase == "forward"
     steps: dict[tuple[str, int, int | None], AttentionStep] = {}
     left: dict[int, int] = {}
-    if head and not forward:
-        for half in halves.values():
-            machine.compute(half.dense.head.twice())
+    for half in halves.values():
+        if embedding and forward:
+            machine.compute(half.dense.embedding)
+        if head and not forward:
+            machine.compute(half.dense.head.backward)
     for call in calls_of_pass(phase, num_layers, groups=groups, halves=None not in halves):
         work, key = halves[call.half], (call.phase, call.layer, call.half)
         again = forward or call.phase == "forward"
@@ -108,7 +112,7 @@ def run_pass(
             if weights is not None:
                 following = call.layer + (1 if forward else -1)
                 weights.use(machine, call.layer, following if 0 <= following < num_layers else None)
-            machine.compute(work.dense.before if again else work.dense.after.twice())
+            machine.compute(work.dense.before if again else work.dense.after.backward)
             if gathered is not None and again:
                 machine.wait_until(machine.network.ring(gathered.groups, machine.now, gathered.forward_bytes), call)
             steps[key] = machine.dispatch(work.attention[call.phase], call)
@@ -118,11 +122,13 @@ def run_pass(
             machine.collect(steps.pop(key), call)
             if gathered is not None and not again:
                 machine.wait_until(machine.network.ring(gathered.groups, machine.now, gathered.backward_bytes), call)
-            machine.compute(work.dense.after if again else work.dense.before.twice())
+            machine.compute(work.dense.after if again else work.dense.before.backward)
             if call.phase == phase:
                 left[call.layer] = left.get(call.layer, 0) + 1
                 if weights is not None and left[call.layer] == len(halves):
                     weights.leave(machine, call.layer, phase)
-    if head and forward:
-        for half in halves.values():
+    for half in halves.values():
+        if embedding and not forward:
+            machine.compute(half.dense.embedding.backward)
+        if head and forward:
             machine.compute(half.dense.head)

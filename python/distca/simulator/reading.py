@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from distca.arguments import is_whole
 from distca.errors import InvalidArgumentError
-from distca.simulator.setup import Cluster, Device, Gemm, LinkClass, Model, Parallelism
+from distca.simulator.device import Device, Gemm, PartTime
+from distca.simulator.setup import Cluster, Collective, LinkClass, Model, Parallelism
 
 _T = TypeVar("_T")
 
@@ -27,20 +28,28 @@ def read_cluster(source: str | Path, ranks: int | None = None) -> Cluster:
     Raises:
         InvalidArgumentError: there is no such file, or a key or value is wrong. The message names it.
     """
-    content = dict(_read(source, "cluster"))
+    return as_cluster(_read(source, "cluster"), str(source), ranks)
+
+
+def as_cluster(given: Mapping[str, Any], source: str, ranks: int | None = None) -> Cluster:
+    """A cluster from the content of a file, which messages call `source`. The rest is as in `read_cluster`."""
+    content = dict(given)
     content.pop("sources", None)  # where the figures are from, for readers of the file
     if ranks is not None:
         content["ranks"] = ranks
-    where = f"{source}: cluster"
+    of_cluster = f"{source}: cluster"
     for name in ("inside", "between"):
-        content[name] = _made(LinkClass, content.get(name), f"{source}: {name}")
+        link = dict(_mapping(content.get(name), f"{source}: {name}"))
+        if "collectives" in link:
+            where = f"{source}: {name}: collectives"
+            link["collectives"] = _all(Collective, link["collectives"], where, "bytes and bandwidth")
+        content[name] = _made(LinkClass, link, f"{source}: {name}")
     device = dict(_mapping(content.get("device"), f"{source}: device"))
-    gemms = device.get("gemms")
-    if not isinstance(gemms, list):
-        raise InvalidArgumentError(f"{source}: device: gemms = {gemms!r}; a list of m, n, k and tflops is expected")
-    device["gemms"] = tuple(_made(Gemm, gemm, f"{source}: gemms") for gemm in gemms)
+    device["gemms"] = _all(Gemm, device.get("gemms"), f"{source}: device: gemms", "m, n, k and tflops")
+    if "parts" in device:
+        device["parts"] = _all(PartTime, device["parts"], f"{source}: device: parts", "part, numbers and forward")
     content["device"] = _made(Device, device, f"{source}: device")
-    return _made(Cluster, content, where)
+    return _made(Cluster, content, of_cluster)
 
 
 def read_model(source: str | Path) -> Model:
@@ -114,6 +123,13 @@ def _mapping(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise InvalidArgumentError(f"{where}: {value!r} is given; a table of keys is expected")
     return value
+
+
+def _all(kind: type[_T], content: Any, where: str, expected: str) -> tuple[_T, ...]:
+    """Objects of a dataclass from a list of tables."""
+    if not isinstance(content, list):
+        raise InvalidArgumentError(f"{where} = {content!r}; a list of {expected} is expected")
+    return tuple(_made(kind, one, where) for one in content)
 
 
 def _made(kind: type[_T], content: Any, where: str) -> _T:

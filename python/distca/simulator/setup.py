@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
-import torch
-
-from distca.arguments import is_number, is_whole
+from distca.arguments import is_number
 from distca.errors import InvalidArgumentError
-from distca.heads import Heads
-from distca.planner.cost import CostModel
+from distca.heads import DTYPES, Heads
+from distca.simulator.device import Device, interpolated
+from distca.simulator.values import check, positive, whole
 
 
-def _check(what: str, value: object, allowed: bool, expected: str) -> None:
-    if not allowed:
-        raise InvalidArgumentError(f"{what} = {value!r}; {expected} is expected")
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """The rate of a ring: `bandwidth` in bytes a second, if each rank sends and receives `bytes`, latency included."""
 
+    bytes: int
+    bandwidth: float
 
-def _positive(where: str, of: object, names: str) -> None:
-    for name in names.split():
-        value = getattr(of, name)
-        _check(f"{where}: {name}", value, is_number(value, 1e-30, math.inf), "a positive number")
-
-
-def _whole(where: str, of: object, names: str) -> None:
-    for name in names.split():
-        value = getattr(of, name)
-        _check(f"{where}: {name}", value, is_whole(value, 1), "a whole number from 1 on")
+    def __post_init__(self) -> None:
+        whole("collectives", self, "bytes")
+        positive("collectives", self, "bandwidth")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,89 +32,30 @@ class LinkClass:
         bandwidth: bytes a second of one rank, in and out alike.
         latency: seconds from the last byte sent to the last byte received, and of each step of a ring.
         node_bandwidth: bytes a second of all ranks of a node together, in and out alike. None: the ranks' own suffice.
+        collectives: rates of rings by size, interpolated on a logarithmic scale. Empty: rings take the bandwidth, and a
+            latency a step.
     """
 
     bandwidth: float
     latency: float
     node_bandwidth: float | None = None
+    collectives: tuple[Collective, ...] = ()
 
     def __post_init__(self) -> None:
-        _positive("link", self, "bandwidth")
-        _check("link: latency", self.latency, is_number(self.latency, 0, 1e3), "seconds from 0 on")
+        positive("link", self, "bandwidth")
+        check("link: latency", self.latency, is_number(self.latency, 0, 1e3), "seconds from 0 on")
         if self.node_bandwidth is not None:
-            _positive("link", self, "node_bandwidth")
+            positive("link", self, "node_bandwidth")
 
+    def ring_seconds(self, travels: float, bandwidth: float, steps: int) -> float:
+        """Seconds of a ring of so many steps in which each rank sends and receives so many bytes.
 
-@dataclasses.dataclass(frozen=True)
-class Gemm:
-    """The rate of one matrix product, ``[m, k] @ [k, n]``: `tflops` of 2 m n k operations."""
-
-    m: int
-    n: int
-    k: int
-    tflops: float
-
-    def __post_init__(self) -> None:
-        _whole("gemm", self, "m n k")
-        _positive("gemm", self, "tflops")
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """What a rank computes with.
-
-    Attributes:
-        attention: a cost table with times, as `CostModel.load` takes: the name of one, or a file of `distca profile`.
-        gemms: rates of matrix products. A product takes the rate of the shape ``(n, k)`` that is nearest, interpolated
-            between rows ``m`` on a logarithmic scale, and constant beyond the ends.
-        peak_tflops: the rate that MFU is relative to.
-        memory_bandwidth: bytes a second of what is bound by memory.
-        memory: bytes of a rank.
-        launch: seconds that a kernel takes besides.
-    """
-
-    attention: str
-    gemms: tuple[Gemm, ...]
-    peak_tflops: float
-    memory_bandwidth: float
-    memory: float
-    launch: float = 0.0
-
-    def __post_init__(self) -> None:
-        _positive("device", self, "peak_tflops memory_bandwidth memory")
-        _check("device: launch", self.launch, is_number(self.launch, 0, 1), "seconds from 0 to 1")
-        _check("device: gemms", self.gemms, len(self.gemms) > 0, "at least one rate")
-        _check("device: attention", self.attention, isinstance(self.attention, str), "the name of a cost table")
-        if self.cost("forward").unit_ns is None:
-            raise InvalidArgumentError(
-                f"device: attention = {self.attention!r} has no times; name a table of `distca profile`, or h200"
-            )
-
-    def cost(self, *phases: str) -> CostModel:
-        """The cost model of these phases of attention; of both by default."""
-        return _cost(self.attention, phases or ("forward", "backward"))
-
-    def gemm_seconds(self, m: float, n: int, k: int) -> float:
-        """Seconds of a matrix product ``[m, k] @ [k, n]``."""
-        if m <= 0:
-            return 0.0
-        nearest = min(abs(math.log(g.n / n)) + abs(math.log(g.k / k)) for g in self.gemms)
-        points = sorted(
-            (math.log(g.m), g.tflops)
-            for g in self.gemms
-            if abs(math.log(g.n / n)) + abs(math.log(g.k / k)) <= nearest + 1e-9
-        )
-        x = math.log(m)
-        rate = points[0][1] if x <= points[0][0] else points[-1][1]
-        for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
-            if x0 <= x <= x1 and x1 > x0:
-                rate = y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-        return 2.0 * m * n * k / (rate * 1e12) + self.launch
-
-
-@functools.lru_cache(maxsize=32)
-def _cost(source: str, phases: tuple[str, ...]) -> CostModel:
-    return CostModel.load(source, phases=phases)
+        `bandwidth` is what the links of a rank allow if nothing is known of collectives.
+        """
+        if not self.collectives:
+            return travels / bandwidth + steps * self.latency
+        points = sorted((math.log(one.bytes), one.bandwidth) for one in self.collectives)
+        return travels / interpolated(math.log(travels), points)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +77,7 @@ class Cluster:
     device: Device
 
     def __post_init__(self) -> None:
-        _whole("cluster", self, "ranks ranks_per_node")
+        whole("cluster", self, "ranks ranks_per_node")
         if self.ranks > self.ranks_per_node and self.ranks % self.ranks_per_node:
             raise InvalidArgumentError(
                 f"cluster: {self.ranks} ranks on nodes of {self.ranks_per_node}; give a multiple of the ranks of a node"
@@ -157,6 +91,7 @@ class Model:
     Attributes:
         layers, hidden, intermediate, vocabulary: as in its config.json.
         q_heads, kv_heads, head_dim: the heads of attention.
+        dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``, of weights and activations.
     """
 
     layers: int
@@ -166,15 +101,22 @@ class Model:
     q_heads: int
     kv_heads: int
     head_dim: int
+    dtype: str = "bf16"
 
     def __post_init__(self) -> None:
-        _whole("model", self, "layers hidden intermediate vocabulary q_heads kv_heads head_dim")
+        check("model: dtype", self.dtype, self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+        whole("model", self, "layers hidden intermediate vocabulary q_heads kv_heads head_dim")
         self.heads  # noqa: B018 - raises if there are no such heads
 
     @property
     def heads(self) -> Heads:
-        """The heads, in bfloat16."""
-        return Heads(q=self.q_heads, kv=self.kv_heads, dim=self.head_dim, dtype=torch.bfloat16)
+        """The heads."""
+        return Heads(q=self.q_heads, kv=self.kv_heads, dim=self.head_dim, dtype=DTYPES[self.dtype])
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of a number in weights and activations."""
+        return DTYPES[self.dtype].itemsize
 
     @property
     def layer_weights(self) -> int:
@@ -205,6 +147,8 @@ class Parallelism:
         fsdp: whether weights are sharded over the data and context ranks. A layer's weights are gathered one layer
             ahead.
         recompute: whether a layer's forward is run again in its backward.
+        shard_optimizer: whether the optimizer is sharded over the data and context ranks. If not, gradients are added
+            up on all of them, and each takes the whole step.
     """
 
     data: int = 1
@@ -215,12 +159,13 @@ class Parallelism:
     chunks: int = 1
     fsdp: bool = False
     recompute: bool = False
+    shard_optimizer: bool = True
 
     def __post_init__(self) -> None:
-        _whole("parallelism", self, "data context tensor pipeline micro_batches chunks")
-        for name in ("fsdp", "recompute"):
+        whole("parallelism", self, "data context tensor pipeline micro_batches chunks")
+        for name in ("fsdp", "recompute", "shard_optimizer"):
             value = getattr(self, name)
-            _check(f"parallelism: {name}", value, isinstance(value, bool), "true or false")
+            check(f"parallelism: {name}", value, isinstance(value, bool), "true or false")
 
     @property
     def homes(self) -> int:

@@ -116,9 +116,10 @@ def _is_apart(name: str, parallelism: Parallelism) -> bool:
 def _result(name: str, case: Case, record: bool) -> StrategyResult:
     program = STRATEGIES[name].prepare(case)
     tensor = case.parallelism.tensor
-    machine = Machine(Network(case.cluster, tensor), record=record)
+    device = case.cluster.device
+    machine = Machine(Network(case.cluster, tensor), device, record=record)
     program.play(machine)
-    free = Machine(Network(case.cluster, tensor, ideal=True))
+    free = Machine(Network(case.cluster, tensor, ideal=True), device)
     program.play(free)
     seconds = float(machine.now.max())
     work = (machine.dense + machine.attention) / seconds

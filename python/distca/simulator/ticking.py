@@ -8,7 +8,6 @@ from distca.planner.halves import halves
 from distca.planner.layout import Layout
 from distca.planner.plan import Plan
 from distca.simulator.case import Case, Memory
-from distca.simulator.dense import HALF
 from distca.simulator.machine import Machine
 from distca.simulator.passes import LayerWork, run_pass
 from distca.simulator.work import AttentionWork, attention_work
@@ -41,7 +40,11 @@ class Ticking:
         rows = max(layout.num_rows(home) for layout in self.plans.layouts for home in range(layout.num_ranks))
         in_flight = max(table.in_flight(stage) for stage in range(table.stages)) / table.chunks
         kept = self.plans.halves is not None and case.parallelism.fsdp
-        whole = case.model.layers * case.model.layer_weights * HALF / case.parallelism.tensor if kept else 0.0
+        whole = (
+            case.model.layers * case.model.layer_weights * case.model.number_bytes / case.parallelism.tensor
+            if kept
+            else 0.0
+        )
         buffers = 2 * self.plans.stats.slot_bytes + whole
         return Memory(case.state_bytes, case.activation_bytes(rows, in_flight), buffers)
 
@@ -63,11 +66,10 @@ class Ticking:
         weights = case.sharded_weights(kept=kept)
         for number, tick in enumerate(table):
             halves = {part: self.work_of(number, part) for part in plans.parts}
-            if tick.phase == "backward":
-                self._logits(machine, tick)
+            forward = tick.phase == "forward"
+            self._end(machine, tick, first=forward)
             run_pass(machine, tick.phase, plans.depth, halves, recompute=case.parallelism.recompute, weights=weights)
-            if tick.phase == "forward":
-                self._logits(machine, tick)
+            self._end(machine, tick, first=not forward)
             if case.parallelism.pipeline > 1:
                 self._hand_over(machine, number)
         if weights is not None:
@@ -79,13 +81,16 @@ class Ticking:
             self._attention[key] = attention_work(plan, phase, self.case.cluster.device, self.case.per_node)
         return self._attention[key]
 
-    def _logits(self, machine: Machine, tick: Tick) -> None:
-        """The last stage computes logits and loss after its last layers, and the gradients before them in backward."""
-        last = tick.work[-1]
-        if last is None or last.chunk != self.plans.table.chunks - 1:
+    def _end(self, machine: Machine, tick: Tick, *, first: bool) -> None:
+        """The first stage computes the embedding, or the last one logits and loss, in their forward or backward."""
+        stage, chunk = (0, 0) if first else (-1, self.plans.table.chunks - 1)
+        work = tick.work[stage]
+        if work is None or work.chunk != chunk:
             return
-        dense = self.case.dense(self.case.on_stage(self.plans.layouts[last.microbatch], -1))
-        machine.compute(dense.head if tick.phase == "forward" else dense.head.twice())
+        dense = self.case.dense(self.case.on_stage(self.plans.layouts[work.microbatch], stage))
+        part = dense.embedding if first else dense.head
+        machine.phase = tick.phase
+        machine.compute(part if tick.phase == "forward" else part.backward)
 
     def _hand_over(self, machine: Machine, number: int) -> None:
         """Activations go to the next stage, gradients to the one before."""

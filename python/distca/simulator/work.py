@@ -9,8 +9,8 @@ import torch
 
 from distca.planner.layout import Layout
 from distca.planner.plan import Plan
+from distca.simulator.device import Device
 from distca.simulator.network import Traffic
-from distca.simulator.setup import Device
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,8 +19,10 @@ BENCHMARKS = {
     "overlap": "what ping-pong hides of the traffic over an emulated link",
     "pipeline": "attention of a pipeline's ticks: balanced over all stages, inside each, not at all",
     "plan": "balance, bytes and time of plans for 32 to 512 ranks",
+    "published": "the simulator beside published figures",
     "replay": "idle shares of 8 ranks; attention sleeps for measured times",
     "shards": "the kernel's rate by the length of the tasks",
+    "simulator": "the simulator's steps against steps of `distca train`, calibrated in the same run",
     "transport": "how fast rows reach another process",
 }
 GPU_BENCHMARKS = {"attention": "gpu", "shards": "gpu", "transport": "gpu_transport"}  # the module of each

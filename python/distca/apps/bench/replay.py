@@ -12,7 +12,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -48,9 +47,25 @@ class Step(NamedTuple):
     idle: list[float]
 
 
-def run(rounds: int | None = None, short: bool = False) -> Result:
-    """Ping-pong over balanced plans, against one half after the other with every row computed at home."""
-    rounds = rounds or (1 if short else 3)
+class Setup(NamedTuple):
+    """What is replayed.
+
+    Attributes:
+        plans: the plans of both halves, with and without balance.
+        forward, backward: the costs with which mean attention takes SECONDS in forward.
+        dense: seconds of the rest of a layer in forward.
+        link: the emulated link.
+    """
+
+    plans: dict[bool, list[distca.Plan]]
+    forward: distca.CostModel
+    backward: distca.CostModel
+    dense: float
+    link: distca.Link
+
+
+def setup() -> Setup:
+    """Draws the documents, plans, and scales the measured times."""
     documents = read_lengths(pretrain_lengths())
     layouts = [distca.Layout.from_documents(draw_documents(documents, RANKS, TOKENS, seed=seed)) for seed in range(2)]
     costs = distca.CostModel.load(COSTS)
@@ -62,17 +77,37 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
     }
     forward, backward, dense = _times(layouts)
     link = distca.Link(_bytes_sent(plans[True]) / (TRAFFIC * 3.5 * 2 * SECONDS), latency=1e-5)
-    make = partial(testing.loopback, RANKS, max_tokens=TOKENS, heads=HEADS, cost=costs, replay=(forward, backward))
-    slot_bytes = max(plan.stats.slot_bytes for plan in plans[True])
-    contexts = make(heap_bytes=2 * slot_bytes, link=link)
+    return Setup(plans, forward, backward, dense, link)
+
+
+def take_steps(of: Setup, rounds: int) -> dict[bool, list[Step]]:
+    """The steps with and without balance, so many of each. A first one is not counted."""
+    slot_bytes = max(plan.stats.slot_bytes for plan in of.plans[True])
+    contexts = testing.loopback(
+        RANKS,
+        max_tokens=TOKENS,
+        heads=HEADS,
+        cost=distca.CostModel.load(COSTS),
+        replay=(of.forward, of.backward),
+        heap_bytes=2 * slot_bytes,
+        link=of.link,
+    )
     try:
-        steps = {
-            balance: [_step(contexts, plans[balance], dense, ping_pong=balance) for _ in range(rounds + 1)][1:]
+        return {
+            balance: [_step(contexts, of.plans[balance], of.dense, ping_pong=balance) for _ in range(rounds + 1)][1:]
             for balance in (True, False)
         }
     finally:
         for context in contexts:
             context.close()
+
+
+def run(rounds: int | None = None, short: bool = False) -> Result:
+    """Ping-pong over balanced plans, against one half after the other with every row computed at home."""
+    rounds = rounds or (1 if short else 3)
+    of = setup()
+    plans, dense = of.plans, of.dense
+    steps = take_steps(of, rounds)
     worst = {balance: statistics.median(max(step.idle) for step in steps[balance]) for balance in steps}
     mean = {balance: statistics.median(statistics.mean(s.idle) for s in steps[balance]) for balance in steps}
     times = {balance: statistics.median(step.seconds for step in steps[balance]) for balance in steps}

@@ -71,7 +71,7 @@ class DataParallel:
         balance = how != UNBALANCED and config.balance == "on"
         with planned(config, batches, context, self._windows, balance=balance) as micro_batches:
             yield (
-                MicroBatches(itertools.islice(micro_batches, config.micro_batches), self._windows)
+                MicroBatches(itertools.islice(micro_batches, config.micro_batches), self._windows, context)
                 for _ in itertools.count()
             )
 
@@ -82,7 +82,7 @@ class DataParallel:
         balance = self._config.balance == "on"
         with planned(alone, batches, context, self._windows, balance=balance) as micro_batches:
             for micro_batch in micro_batches:
-                loss_sum += _sum_of_losses(self.trained.model, micro_batch)
+                loss_sum += _sum_of_losses(self.trained.model, micro_batch, context)
                 num_targets += micro_batch.num_targets
         return loss_sum, num_targets
 
@@ -107,10 +107,12 @@ class MicroBatches:
     Attributes:
         rest: those that were not asked for yet.
         windows: the window of each layer.
+        context: the context that runs the plans.
     """
 
     rest: Iterable[MicroBatch]
     windows: list[int | None]
+    context: Context
 
     def __post_init__(self) -> None:
         self._kept: list[MicroBatch] = []
@@ -127,7 +129,7 @@ class MicroBatches:
             self._kept.append(micro_batch)
             watch.begin(micro_batch.arenas)
             with _gradients_added_up(trained, over_ranks=micro_batch.last):
-                loss_sum = _sum_of_losses(trained.model, micro_batch)
+                loss_sum = _sum_of_losses(trained.model, micro_batch, self.context)
                 watch.note("forward")
                 num_targets = micro_batch.num_targets
                 # The ranks' gradients are averaged, but the loss is the mean over targets, and ranks have different
@@ -161,7 +163,7 @@ def _gradients_added_up(trained: Trained, *, over_ranks: bool) -> Iterator[None]
     yield
 
 
-def _sum_of_losses(model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
+def _sum_of_losses(model: torch.nn.Module, micro_batch: MicroBatch, context: Context) -> torch.Tensor:
     """Cross entropy summed over this rank's targets, fp32. Without targets it is zero, with gradients of zero."""
     inputs = [
         {
@@ -169,6 +171,7 @@ def _sum_of_losses(model: torch.nn.Module, micro_batch: MicroBatch) -> torch.Ten
             "position_ids": plan.layout.position_ids(plan.rank).unsqueeze(0),
             "use_cache": False,
             "plan": plan,
+            "distca_context": context,
         }
         for batch, plan in micro_batch.parts
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ import torch
 
 from distca.apps.common.packing import NO_TARGET
 from distca.apps.train.config import TrainConfig
-from distca.apps.train.data import Batch, Batches
+from distca.apps.train.data import Batch
 from distca.context import Context
 from distca.heads import Heads
 from distca.pipeline import PipelinePlans
@@ -47,7 +47,7 @@ class Shape:
 @contextmanager
 def planned_iterations(
     config: TrainConfig,
-    batches: Batches,
+    batches: Iterable[Batch],
     context: Context,
     shape: Shape,
     *,
@@ -104,7 +104,7 @@ class _Iterations(Ahead[list[Batch], PipelinePlans]):
 class _Layouts(Steps[list[Batch], list[Layout]]):
     """The micro-batches of each step, with their layouts. Every rank knows those of all ranks."""
 
-    def __init__(self, batches: Batches, micro_batches: int, multiple: int) -> None:
+    def __init__(self, batches: Iterable[Batch], micro_batches: int, multiple: int) -> None:
         """The last step may have fewer micro-batches, made up to a multiple of `multiple` by some without targets."""
         self._batches, self._size, self._multiple = batches, micro_batches, multiple
         self._rest: Iterator[Batch] | None = None

@@ -1,0 +1,103 @@
+"""This machine as a cluster of the simulator: a rank is a process with one thread.
+
+All ranks measure the same at the same time, because they share memory, caches and clock, as they do in a step.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import distca
+from distca.apps.profile import layers, links
+from distca.apps.profile.attention import cost_table, grid
+from distca.heads import Heads
+from distca.simulator.setup import Model
+
+#: The vocabulary of these models.
+VOCABULARY = 1024
+
+
+def measure_cluster(
+    heads: Heads, hidden: Sequence[int], ranks: int, rounds: int, vocabulary: int = VOCABULARY
+) -> dict[str, Any]:
+    """The content of a cluster's file, measured on this machine.
+
+    Args:
+        heads: the heads that attention is measured with, and of which Llamas of these sizes have as many as fit.
+        hidden: hidden sizes of the models whose parts are measured.
+        ranks: how many processes measure at the same time.
+        rounds: how often; medians count.
+        vocabulary: of these models.
+    """
+    models = [tiny_llama(one, heads, vocabulary) for one in hidden]
+    found = distca.launch(_measure, heads, models, rounds, ranks=ranks, threads=1)
+    whole = _mean(found)
+    attention = cost_table(heads, whole.pop("attention"))
+    put, latency = whole.pop("puts")
+    link = {"bandwidth": put, "latency": latency, "collectives": whole.pop("collectives")}
+    device = {
+        "attention": attention,
+        **whole,
+        "peak_tflops": max(one["tflops"] for one in whole["gemms"]),
+        "memory_bandwidth": _memory_bandwidth(whole["parts"]),
+        "memory": _memory() / ranks,
+        "copy_bandwidth": put,
+    }
+    return {"ranks": ranks, "ranks_per_node": ranks, "inside": link, "between": link, "device": device}
+
+
+def tiny_llama(hidden: int, heads: Heads, vocabulary: int) -> Model:
+    """A Llama of the proportions of `distca train`, with heads of this kind."""
+    q_heads = hidden // heads.dim
+    return Model(
+        layers=1,
+        hidden=hidden,
+        intermediate=-(-hidden * 8 // 3 // 32) * 32,
+        vocabulary=vocabulary,
+        q_heads=q_heads,
+        kv_heads=max(1, q_heads * heads.kv // heads.q),
+        head_dim=heads.dim,
+        dtype="fp32",
+    )
+
+
+def _measure(heads: Heads, models: list[Model], rounds: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "gemms": layers.gemms(models, rounds),
+        "parts": layers.parts(models, rounds),
+        "layer_overhead": layers.layer_overhead(models[0], 10 * rounds),
+        "call_overhead": links.call_overhead(3 * rounds),
+        "puts": links.puts(10 * rounds),
+        "collectives": links.collectives(5 * rounds),
+        "attention": grid(heads, rounds, statistics.median),
+    }
+
+
+def _mean(of_ranks: Sequence[Any]) -> Any:
+    """The mean over the ranks of every number in tables of the same form."""
+    first = of_ranks[0]
+    if isinstance(first, dict):
+        return {key: _mean([of[key] for of in of_ranks]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return [_mean(items) for items in zip(*of_ranks, strict=True)]
+    return statistics.mean(of_ranks) if isinstance(first, float) else first
+
+
+def _memory_bandwidth(parts: Sequence[dict[str, Any]]) -> float:
+    """Bytes a second of the largest sum of two arrays, which reads two numbers and writes one, of 4 bytes each."""
+    largest = max((one for one in parts if one["part"] == "residual"), key=lambda one: one["numbers"])
+    return float(3 * 4 * largest["numbers"] / largest["forward"])
+
+
+def _memory() -> float:
+    """Bytes of memory of this machine."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemTotal:"):
+            return 1024.0 * int(line.split()[1])
+    raise OSError("/proc/meminfo does not say how much memory there is")

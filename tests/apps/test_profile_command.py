@@ -1,0 +1,109 @@
+"""`distca profile --cluster`: its pieces measure what they say, its file is a cluster, mistakes are one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import distca
+from distca.apps.cli import main
+from distca.apps.profile import layers, links
+from distca.apps.profile.cluster import tiny_llama
+from distca.simulator.reading import read_cluster
+from support.ranks import launch
+
+
+def _measured(work: Any, heads: distca.Heads, models: list[Any], rounds: int, **_: Any) -> list[dict[str, Any]]:
+    """What two ranks measure, but for links: these need other processes."""
+    one = {
+        "gemms": layers.gemms(models, rounds),
+        "parts": layers.parts(models, rounds),
+        "layer_overhead": layers.layer_overhead(models[0], rounds),
+        "call_overhead": 1e-6,
+        "puts": (1e9, 1e-6),
+        "collectives": [{"bytes": 8, "bandwidth": 1e6}],
+        "attention": [{"q_rows": 1, "kv_rows": 1, "forward_ns": 2.0, "backward_ns": 4.0}],
+    }
+    other = {**one, "puts": (3e9, 3e-6), "call_overhead": 3e-6}
+    return [one, other]
+
+
+def test_the_file_of_a_profile_is_a_cluster_with_the_mean_of_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(layers, "ROWS", (2,))
+    monkeypatch.setattr(layers, "PART_ROWS", (2,))
+    monkeypatch.setattr(layers, "WEIGHTS", (64,))
+    monkeypatch.setattr(distca, "launch", _measured)
+    out = tmp_path / "here.json"
+    command = ["profile", "--cluster", "--ranks", "2", "--rounds", "1", "--hidden", "64", "--out", str(out)]
+    assert main(command) == 0
+    assert "2 ranks measured" in capsys.readouterr().out
+    cluster = read_cluster(out)
+    assert (cluster.ranks, cluster.inside.bandwidth, cluster.device.copy_bandwidth) == (2, 2e9, 2e9)
+    assert cluster.device.call_overhead == pytest.approx(2e-6)
+    # Products of a Llama with one query head of 64, and every part.
+    assert {(gemm.n, gemm.k) for gemm in cluster.device.gemms} == {(64, 64), (192, 64), (64, 192), (1024, 64)}
+    assert {part.part for part in cluster.device.parts} == {
+        "norm", "rotary", "activation", "residual", "sum", "loss", "embedding", "optimizer"
+    }  # fmt: skip
+    assert json.loads(out.read_text())["sources"]["command"].startswith("distca")
+
+
+def test_pieces_run_forward_with_all_results_kept_and_then_backward() -> None:
+    order = []
+
+    def piece(number: int) -> layers.Piece:
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(lambda _: order.append(f"b{number}"))
+
+        def forward() -> tuple[torch.Tensor]:
+            order.append(f"f{number}")
+            return (2 * x,)
+
+        return layers.Piece((x,), forward)
+
+    forward, backward = layers.timed([piece(0), piece(1)], 1)
+    assert order[2:] == ["f0", "f1", "b1", "b0"] * 2 and forward > 0 and backward > 0
+
+
+def _links() -> tuple[tuple[float, float], list[dict[str, float]], float]:
+    links.REDUCED = (64,)
+    return links.puts(1), links.collectives(1), links.call_overhead(1)
+
+
+def test_links_are_measured_between_processes() -> None:
+    for (bandwidth, latency), (ring,), call in launch(_links, ranks=2):
+        assert bandwidth > 0 and 0 < latency < 1 and 0 < call < 1
+        assert ring["bytes"] == 32 and ring["bandwidth"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "2"], "--ranks needs --cluster"),
+        (["--cluster", "--ranks", "1"], "--ranks is 1, must be at least 2"),
+        (["--cluster", "--hidden", "wide"], "--hidden is wide, must be multiples of --head-dim"),
+        (["--cluster", "--hidden", "100"], "--hidden is 100, must be multiples of --head-dim"),
+        (["--cluster", "--dtype", "bf16"], "--dtype is bf16, must be fp32 with --cluster"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", *arguments, "--out", "nowhere.json"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_tiny_llama_has_the_proportions_of_the_trainer() -> None:
+    from distca.apps.train.config import TrainConfig
+    from distca.apps.train.model import model_config
+
+    ours = tiny_llama(256, distca.Heads(q=8, kv=2, dim=64), 512)
+    theirs = model_config(TrainConfig(ranks=2, hidden=256, heads=4, kv_heads=1), 512)[0]
+    assert (ours.hidden, ours.intermediate, ours.head_dim) == (256, theirs.intermediate_size, theirs.head_dim)
+    assert (ours.q_heads, ours.kv_heads) == (4, 1)
