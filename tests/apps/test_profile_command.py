@@ -47,6 +47,8 @@ def test_the_file_of_a_profile_is_a_cluster_with_the_mean_of_the_ranks(
     cluster = read_cluster(out)
     assert (cluster.ranks, cluster.inside.bandwidth, cluster.device.copy_bandwidth) == (2, 2e9, 2e9)
     assert cluster.device.call_overhead == pytest.approx(2e-6)
+    # One pair of 8 heads of 64 takes 12 x 512 operations, here in 6 ns. No product of one thread is as fast.
+    assert cluster.device.peak_tflops == pytest.approx(1.024)
     # Products of a Llama with one query head of 64, and every part.
     assert {(gemm.n, gemm.k) for gemm in cluster.device.gemms} == {(64, 64), (192, 64), (64, 192), (1024, 64)}
     assert {part.part for part in cluster.device.parts} == {
