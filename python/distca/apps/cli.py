@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 
 import distca
-from distca.apps import report, simulate
+from distca.apps import report
 from distca.apps.bench import command as bench
 from distca.apps.common import options as common
 from distca.apps.doctor import command as doctor
 from distca.apps.plan import command as plan
 from distca.apps.profile import command as profile
+from distca.apps.simulate import command as simulate
 from distca.apps.train import cli as train
 from distca.apps.train import export_command as export
 from distca.errors import DistcaError

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 import distca
+from distca.apps.common.packing import NO_TARGET
 from distca.apps.common.timing import alternate
 from distca.apps.train.checkpoint import Trained
 from distca.apps.train.config import TrainConfig
-from distca.apps.train.data import NO_TARGET, Batch
+from distca.apps.train.data import Batch
 from distca.apps.train.data_parallel import DataParallel, MicroBatches
 from distca.apps.train.iterations import planned_iterations
 from distca.apps.train.memory_log import Watch

@@ -10,11 +10,11 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distca.apps import simulate_sweep
 from distca.apps.common import pictures
 from distca.apps.common.options import add_debug
 from distca.apps.common.sources import find_source
 from distca.apps.common.workloads import draw_documents, pretrain_lengths, read_lengths
+from distca.apps.simulate import sweep
 from distca.errors import InvalidArgumentError
 from distca.heads import DTYPES
 from distca.simulator.case import Documents
@@ -135,7 +135,7 @@ def _made(options: argparse.Namespace, gpus: int | None, longest: int | None = N
     parallelism.check(cluster, model)
     lengths = _lengths(options.lengths)
     if longest is not None:
-        lengths = simulate_sweep.scaled(lengths, longest)
+        lengths = sweep.scaled(lengths, longest)
     documents = [
         draw_documents(lengths, parallelism.homes, options.tokens_per_rank, options.seed + number)
         for number in range(parallelism.micro_batches)
@@ -153,15 +153,15 @@ def _made(options: argparse.Namespace, gpus: int | None, longest: int | None = N
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    name, values = simulate_sweep.parse(options.sweep)
+    name, values = sweep.parse(options.sweep)
     if name == "gpus" and options.gpus is not None:
         raise InvalidArgumentError("--sweep gpus=... has the numbers of ranks: leave out --gpus")
     made = {value: _made(options, value) if name == "gpus" else _made(options, options.gpus, value) for value in values}
-    sweep = {value: one.results for value, one in made.items()}
-    print(simulate_sweep.table(name, sweep))
+    found = {value: one.results for value, one in made.items()}
+    print(sweep.table(name, found))
     _write(options.json, {"kind": "modelled", "swept": name, "steps": {v: one.as_json() for v, one in made.items()}})
     if options.plot is not None:
-        simulate_sweep.draw(name, sweep, options.plot)
+        sweep.draw(name, found, options.plot)
     return 0
 
 
