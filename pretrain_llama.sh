@@ -28,6 +28,9 @@
 #   RANKS_PER_NODE  processes on each node (default: its GPUs; on CPU as many as the parallel sizes need, at least 1)
 #   PYTHON          the Python that has distca and megatron-core (default: .venv/bin/python, otherwise python3)
 #   MASTER_PORT     port of the rendezvous (default: made of the job's number; without Slurm 29500)
+#   ENABLE_NSYS     1 records ten steps of every process with Nsight Systems into RUN_DIR (default: 0; needs a GPU)
+#   EXPERIMENT_LOG_MEMORY_USAGE        1 logs the memory of every rank into RUN_DIR (default: 0)
+#   EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB  the size of distca's heap with TRANSPORT=nvshmem
 #
 # A batch job that is cancelled, or that reaches its time limit, writes a checkpoint; submit it again with its RUN_DIR.
 # If a rank dies the job ends, and the last line says which one was first.
@@ -58,6 +61,15 @@ RANKS_PER_NODE=${RANKS_PER_NODE:-$((gpus > 0 ? gpus : least))}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
 
+nsys=()
+if [ "${ENABLE_NSYS:-0}" = 1 ]; then
+  command -v nsys >/dev/null || { echo "pretrain_llama: error: ENABLE_NSYS is 1, and nsys is not on PATH" >&2; exit 2; }
+  export RUN_DIR=${RUN_DIR:-logs/pretrain-${SLURM_JOB_ID:-$(date +%Y%m%d-%H%M%S)}}
+  mkdir -p "$RUN_DIR"
+  nsys=(nsys profile --trace="cuda,nvtx" --capture-range=cudaProfilerApi --capture-range-end=stop --force-overwrite=true
+    --output="$RUN_DIR/nsys-%h-%p")
+fi
+
 if [ -z "$allocated" ] && [ "$NNODES" = 1 ] && [ "$gpus" = 0 ]; then # pretrain_llama.py starts CPU ranks by itself
   [ "$RANKS_PER_NODE" -gt 1 ] || RANKS_PER_NODE=2
   RANKS=${RANKS:-$RANKS_PER_NODE} exec "$PYTHON" "$here/pretrain_llama.py" "$@"
@@ -67,7 +79,7 @@ if [ -z "$allocated" ]; then
   if [ "$NNODES" -gt 1 ]; then
     rendezvous+=(--master-addr="${MASTER_ADDR:?NNODES is $NNODES: set MASTER_ADDR to the address of the first machine}")
   fi
-  exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node="$RANKS_PER_NODE" \
+  exec "${nsys[@]}" "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node="$RANKS_PER_NODE" \
     "$here/pretrain_llama.py" "$@"
 fi
 
@@ -82,7 +94,7 @@ errors=$RUN_DIR/errors-$SLURM_JOB_ID.log
 trap : TERM INT
 scontrol show config | grep -qE '^TaskPlugin .*(affinity|cgroup)' && export SLURM_CPU_BIND=none # not one core a rank
 srun --nodes="$NNODES" --ntasks=$((NNODES * RANKS_PER_NODE)) --ntasks-per-node="$RANKS_PER_NODE" --overcommit \
-  --kill-on-bad-exit=1 "$PYTHON" "$here/pretrain_llama.py" "$@" 2> >(tee -a "$errors" >&2) &
+  --kill-on-bad-exit=1 "${nsys[@]}" "$PYTHON" "$here/pretrain_llama.py" "$@" 2> >(tee -a "$errors" >&2) &
 step=$! status=0
 wait $step || status=$?
 while kill -0 $step 2>/dev/null; do # a signal has ended the wait

@@ -67,9 +67,14 @@ def test_bash_trains_on_cpu_ranks_and_a_stopped_run_goes_on(tmp_path: Path) -> N
     )
     assert re.fullmatch(r"stopped after step \d+; the same command with RUN_DIR=.*/run goes on", lines[-1])
     taken = len(log_of(tmp_path / "run"))
-    with _start(tmp_path, STEPS=str(taken + 1), PP_SIZE="1", MICRO_BATCHES="2") as process:
+    goes_on = {"PP_SIZE": "1", "MICRO_BATCHES": "2", "EXPERIMENT_LOG_MEMORY_USAGE": "1"}
+    with _start(tmp_path, STEPS=str(taken + 1), **goes_on) as process:
         lines = _lines_until(process, "never")
     assert process.returncode == 0, lines
+    for rank in range(2):
+        [begin, both, last] = map(json.loads, (tmp_path / "run" / f"memory-rank{rank}.jsonl").read_text().splitlines())
+        assert [each["point"] for each in (begin, both, last)] == ["begin", "forward and backward", "optimizer"]
+        assert begin["step"] == taken + 1 and both["rss_peak"] >= both["rss"] > begin["heap"] > 0
     assert f"resumed after step {taken}" in lines and lines[-1].startswith("finished; ")
     assert (tmp_path / "run" / f"step-{taken + 1}").is_dir() and list((tmp_path / "run" / "tensorboard").iterdir())
     with _start(tmp_path, STEPS=str(taken + 1), PP_SIZE="1", MICRO_BATCHES="2") as process:
@@ -102,6 +107,10 @@ def test_bash_names_the_rank_that_died(tmp_path: Path) -> None:
         ("TOKENIZER", "/nowhere", "/nowhere"),
         ("DATA", "/nowhere", "/nowhere"),
         ("RUN_DIR", "/proc/run", r"--run-dir \(RUN_DIR\) is /proc/run, where nothing can be written"),
+        ("ENABLE_NSYS", "1", "ENABLE_NSYS is 1, (and nsys is not on PATH|which needs a GPU: there is none here)"),
+        ("ENABLE_NSYS", "yes", "ENABLE_NSYS is 'yes'; 1 .on. and 0 .off. are allowed"),
+        ("EXPERIMENT_LOG_MEMORY_USAGE", "2", "EXPERIMENT_LOG_MEMORY_USAGE is '2'; 1 .on. and 0 .off. are allowed"),
+        ("TRANSPORT", "carrier", "carrier"),
         ("PP_SIZE", "3", r"--pp-size \(PP_SIZE\) is 3, times --vpp-size 1 must divide the 4 layers"),
     ],
 )

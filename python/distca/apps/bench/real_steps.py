@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import distca
+from distca.apps.common.memory_log import Watch
 from distca.apps.common.packing import NO_TARGET
 from distca.apps.common.timing import alternate
 from distca.apps.train.checkpoint import Trained
@@ -20,7 +21,6 @@ from distca.apps.train.config import TrainConfig
 from distca.apps.train.data import Batch
 from distca.apps.train.data_parallel import DataParallel, MicroBatches
 from distca.apps.train.iterations import planned_iterations
-from distca.apps.train.memory_log import Watch
 from distca.apps.train.micro_batches import planned
 from distca.apps.train.pipelined import Iteration
 from distca.apps.train.split_run import SplitRun

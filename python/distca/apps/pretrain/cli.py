@@ -15,12 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distca.apps.common import memory_log
 from distca.apps.common.options import INTERRUPTED, interrupt_on_sigterm
 from distca.apps.pretrain.options import Options, parse
 from distca.apps.pretrain.shapes import shape_of
 from distca.connect.launch import RankError, launch
 from distca.connect.rank_process import Failure, exit_now, leave_process_group
 from distca.errors import DistcaError, InvalidArgumentError
+from distca.trace import nsys
+from distca.trace.nsys import switched_on
 
 LOGS = Path("logs")
 
@@ -34,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parse(sys.argv[1:] if arguments is None else arguments)
         _check_packages(options)
+        _check_variables()
         _take_slurm_ranks()
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             return _as_rank(options)
@@ -56,10 +60,23 @@ def _check_packages(options: Options) -> None:
             raise InvalidArgumentError(f"the package {package} is not installed: pip install {install}")
 
 
+def _check_variables() -> None:
+    switched_on(memory_log.VARIABLE)
+    if switched_on(nsys.VARIABLE) and not torch.cuda.is_available():
+        raise InvalidArgumentError(f"{nsys.VARIABLE} is 1, which needs a GPU: there is none here")
+
+
 def _take_slurm_ranks() -> None:
     """Under srun, sets the variables of torch.distributed from those of Slurm. The address comes from the script."""
-    if "SLURM_PROCID" not in os.environ or "RANK" in os.environ or "MASTER_ADDR" not in os.environ:
+    if "SLURM_STEP_ID" not in os.environ or "RANK" in os.environ:
         return
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        if os.environ.get("SLURM_NTASKS", "1") == "1":
+            return
+        raise InvalidArgumentError(
+            "pretrain_llama.py is a task of srun, and MASTER_ADDR and MASTER_PORT are not set: start it by "
+            "pretrain_llama.sh, which sets them, or export them"
+        )
     names = {"RANK": "PROCID", "WORLD_SIZE": "NTASKS", "LOCAL_RANK": "LOCALID"}
     os.environ.update({name: os.environ[f"SLURM_{of_slurm}"] for name, of_slurm in names.items()})
 
@@ -98,7 +115,8 @@ def _as_rank(options: Options) -> int:
         resolved = options.resolved(cuda=cuda, world_size=world_size)
         shape_of(resolved)
         if cuda:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            # Slurm may show a task its own GPU alone.
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
         told: list[Any] = [_run_dir(resolved) if rank == 0 else None]
         dist.broadcast_object_list(told, src=0)

@@ -71,6 +71,7 @@ class Options:
     compare: int = _option(
         0, "so many rounds of steps with distca, without balance, and with Megatron's schedule in turn, and their times"
     )
+    transport: str = _option("auto", "how attention's rows travel, as in distca.init")
     tolerance: float = _option(0.05, "how far the largest attention load may be above the mean")
     timeout: float = _option(600.0, "seconds after which a rank that waits for another gives up")
 

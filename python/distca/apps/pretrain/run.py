@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from distca.apps.common import memory_log
 from distca.apps.common.corpus import Corpus
+from distca.apps.common.memory_log import MemoryLog
 from distca.apps.common.stopping import StopRequest
 from distca.apps.pretrain import checkpoints
 from distca.apps.pretrain.batches import LocalBatches, repeated
@@ -26,8 +29,12 @@ from distca.apps.pretrain.shapes import configuration, shape_of
 from distca.context import Context
 from distca.errors import InvalidArgumentError
 from distca.integrations.megatron import PlannedBatches, init, tick_schedule
+from distca.trace import nsys
+from distca.trace.nsys import Capture, switched_on
 
 Batch = dict[str, torch.Tensor]
+#: Steps that Nsight Systems records, after the first.
+CAPTURED_STEPS = 10
 
 
 class Run:
@@ -64,9 +71,13 @@ class Run:
                 self._config,
                 max_tokens=options.tokens_per_rank,
                 timeout=options.timeout,
+                transport=options.transport,
                 name="default" if options.balance else "unbalanced",  # --compare has both
             )
             self._forward_backward = tick_schedule
+        rank = dist.get_rank()
+        file = run_dir / f"memory-rank{rank}.jsonl" if switched_on(memory_log.VARIABLE) else None
+        self._memory = MemoryLog(file, self._context)
         self._batches = self._data_iterator(lambda: self._micro_batches(self._corpus, self._start))
         self._held_out: Any = None
         if held_out is not None:
@@ -87,16 +98,19 @@ class Run:
         """Takes all steps that are left. Returns whether it was stopped before the last one."""
         options = self._options
         peak = peak_flops(torch.cuda.get_device_name()) if self._cuda else None
-        with RunLog(
+        log = RunLog(
             self._run_dir if dist.get_rank() == 0 else None,
             steps=options.steps,
             start=self._start,
             peak=peak and peak * dist.get_world_size(),
-        ) as log:
+        )
+        with log, self._memory, closing(Capture(switched_on(nsys.VARIABLE), CAPTURED_STEPS)) as capture:
             if self._start:
                 log.say(f"resumed after step {self._start}")
             for number in range(self._start + 1, options.steps + 1):
+                self._memory.step(number)
                 step, stopped = self.step(number, stop.requested)
+                capture.step(number + 1)
                 ends = stopped or number == options.steps
                 if self._held_out is not None and (ends or _due(number, options.eval_every)):
                     step = replace(step, eval_loss=self._evaluate())
@@ -114,13 +128,16 @@ class Run:
     def step(self, number: int, stop: bool = False) -> tuple[Step, bool]:
         """Takes a step. Returns its figures, and whether any rank was asked to stop. It is collective."""
         begin = time.perf_counter()
+        self._memory.begin(lambda rank: {})
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         kept = self._iteration(self._batches, forward_only=False)
+        self._memory.note("forward and backward")
         self._schedule.step(increment=1)
         rate = max(group["lr"] for group in self._optimizer.param_groups)
         _, norm, _ = self._optimizer.step()
+        self._memory.note("optimizer")
         loss, targets, flops, stopped = self._totals(kept, stop)
         ticks = self._batches.ticks if isinstance(self._batches, PlannedBatches) else None
         stats = None if ticks is None else ticks.plans.stats

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from distca.apps.common import memory_log
 from distca.apps.common.options import INTERRUPTED, ConfigError, add_debug, interrupt_on_sigterm, tell
-from distca.apps.train import memory_log
 from distca.apps.train.config import OPTION_TYPES, TrainConfig, option_name
 from distca.apps.train.corpora import read_corpora
 from distca.apps.train.log import create_run_dir

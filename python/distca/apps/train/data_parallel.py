@@ -14,12 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from distca.apps.common.memory_log import Watch
 from distca.apps.common.tokens import Tokenizer
 from distca.apps.train.checkpoint import Trained
 from distca.apps.train.config import TrainConfig
 from distca.apps.train.data import Batches
 from distca.apps.train.export import export_model
-from distca.apps.train.memory_log import Watch
 from distca.apps.train.metrics import AttentionLoads
 from distca.apps.train.micro_batches import MicroBatch, planned
 from distca.apps.train.model import build_model, wrap

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
+from distca.apps.common.memory_log import Watch
 from distca.apps.common.packing import NO_TARGET
 from distca.apps.train.checkpoint import Trained
 from distca.apps.train.config import TrainConfig
 from distca.apps.train.data import Batch
 from distca.apps.train.iterations import Shape
-from distca.apps.train.memory_log import Watch
 from distca.apps.train.metrics import AttentionLoads
 from distca.apps.train.split import Split, ranges_of
 from distca.apps.train.stages import Chunk, with_head

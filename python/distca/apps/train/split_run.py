@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from distca.apps.common.memory_log import UNWATCHED
 from distca.apps.common.options import ConfigError
 from distca.apps.common.tokens import Tokenizer
 from distca.apps.train.checkpoint import Trained, on_rank_0
@@ -17,7 +18,6 @@ from distca.apps.train.config import TrainConfig
 from distca.apps.train.data import Batches
 from distca.apps.train.export import export_run
 from distca.apps.train.iterations import Shape, planned_iterations
-from distca.apps.train.memory_log import UNWATCHED
 from distca.apps.train.model import checkpoint_activations, model_config, with_weights, without_weights
 from distca.apps.train.optimizer import make_optimizer
 from distca.apps.train.pipelined import Iteration, PipelinedModel

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from distca.apps.common.memory_log import UNWATCHED, Watch
 from distca.apps.train.checkpoint import Trained
-from distca.apps.train.memory_log import UNWATCHED, Watch
 from distca.apps.train.metrics import Compared, StepResult
 from distca.apps.train.work import Work
 from distca.errors import DistcaError

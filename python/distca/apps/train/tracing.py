@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from distca.apps.train.memory_log import Watch
+from distca.apps.common.memory_log import Watch
 from distca.context import Context
 from distca.trace.timeline import TRACE
 from distca.trace.trace import Trace, TrainingPhase, write_trace

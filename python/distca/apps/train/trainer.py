@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from distca.apps.common.corpus import Corpus
 from distca.apps.common.files import writing
+from distca.apps.common.memory_log import MemoryLog
 from distca.apps.common.sources import DataError
 from distca.apps.common.stopping import stop_request
 from distca.apps.common.tokens import Tokenizer
@@ -24,7 +25,6 @@ from distca.apps.train.data import Batches
 from distca.apps.train.data_parallel import DataParallel
 from distca.apps.train.evaluation import Evaluation
 from distca.apps.train.log import RunLog
-from distca.apps.train.memory_log import MemoryLog
 from distca.apps.train.metrics import StepMetrics
 from distca.apps.train.model import check_positions
 from distca.apps.train.progress import Progress

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from distca.apps.common.memory_log import Watch
     from distca.apps.common.tokens import Tokenizer
     from distca.apps.train.checkpoint import Trained
     from distca.apps.train.data import Batches
-    from distca.apps.train.memory_log import Watch
     from distca.apps.train.metrics import AttentionLoads
     from distca.context import Context
     from distca.planner.layout import Layout

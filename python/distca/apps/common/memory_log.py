@@ -1,4 +1,4 @@
-"""`distca train --log-memory`: the memory of every rank at points of each step."""
+"""`distca train --log-memory`: the memory of every rank at points of each step. `pretrain_llama.py` has it too."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class MemoryLog(Watch):
 
     - ``rss``: resident memory of the process; ``rss_shared``: its part that is shared with others, such as the heaps of
       shm; ``rss_peak``: its peak.
-    - ``heap``: distca's heap, both slots; ``arena_forward`` and ``arena_backward``: what the step's plans take of it on
-      this rank.
+    - ``heap``: distca's heap, both slots, and 0 without a context; ``arena_forward`` and ``arena_backward``: what the
+      step's plans take of it on this rank.
     - ``cuda_allocated``, ``cuda_reserved`` and ``cuda_peak``: those of torch's allocator, if CUDA is in use.
     """
 
-    def __init__(self, file: Path | None, context: Context) -> None:
+    def __init__(self, file: Path | None, context: Context | None) -> None:
         self._path = file
         self._file: TextIO | None = None
         self._number = 0
         self._step: dict[str, int] = {}
-        self._heap, self._rank = SLOTS * context.slot_bytes, context.rank
+        self._heap, self._rank = (0, 0) if context is None else (SLOTS * context.slot_bytes, context.rank)
 
     def __enter__(self) -> MemoryLog:
         if self._path is not None:
