@@ -16,6 +16,7 @@ from distca.apps.train.data import Batch
 from distca.apps.train.data_parallel import MicroBatches
 from distca.apps.train.micro_batches import MicroBatch
 from distca.apps.train.step import train_step
+from distca.context import find_context
 from support.ranks import launch
 
 HEADS = distca.Heads(q=4, kv=2, dim=8)
@@ -96,7 +97,7 @@ def _loss_and_gradients(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     plan = distca.plan(batch.layout, HEADS, context="default", tolerance=0.01, min_rows=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the test looks at the gradients after the step
     trained = Trained(model, optimizer, ConstantLR(optimizer))
-    work = MicroBatches([MicroBatch([(batch, plan)], batch.num_targets)], [None])
+    work = MicroBatches([MicroBatch([(batch, plan)], batch.num_targets)], [None], find_context("default"))
     result = train_step(trained, work, stop=False, since=0.0)
     return result.loss, _gradients(model.module)
 

@@ -94,16 +94,16 @@ def _check_inputs(config: TrainConfig) -> None:
         tokenizer = Tokenizer(config.tokenizer)
     corpus, held_out = read_corpora(config, tokenizer, show_progress=True)
     vocabulary = corpus.vocabulary(tokenizer)
+    if config.is_split:
+        from distca.apps.train.split_run import check_before_start
+
+        check_before_start(config, vocabulary)
     if config.model is not None or tokenizer is not None:
         from distca.apps.train.model import check_positions, model_config
 
         corpora = [corpus] if held_out is None else [corpus, held_out]
         longest = max(length for one in corpora for length in one.lengths())
         check_positions(model_config(config, vocabulary)[0], config, longest)
-    if config.is_split:
-        from distca.apps.train.split_run import check_before_start
-
-        check_before_start(config, vocabulary)
 
 
 def _is_empty(path: Path) -> bool:
