@@ -108,7 +108,9 @@ def test_losses_and_norms_are_those_of_megatrons_schedule(errors: list[str], fol
 
 def test_a_run_goes_on_at_another_split(errors: list[str], folder: Path) -> None:
     assert errors == []
-    losses = [[step["loss"] for step in log_of(folder / f"resumed {number}")] for number in range(4)]
+    logs = [log_of(folder / f"resumed {number}") for number in range(4)]
+    assert [[step["lr"] for step in log] for log in logs[1:]] == [[step["lr"] for step in logs[0]]] * 3
+    losses = [[step["loss"] for step in log] for log in logs]
     for of_run in losses[1:]:  # the third step again, by tensor ranks, by virtual stages, and by data ranks
         assert of_run[:2] == losses[0][:2]
         assert of_run[2] == pytest.approx(losses[0][2], rel=1e-5)

@@ -5,7 +5,8 @@
     make faults ARGS="--only NAME"  one
     make faults ARGS="--jobs 1"     one after the other; by default as many at once as there are cores
 
-Each job works on a copy of the tree in a temporary folder. It builds the copy once, and again for each fault in C++.
+Each job works on a copy of the tree in a temporary folder. It builds the copy once, and again for each fault in C++. If
+no fault is in C++, it takes the libraries that are built in the tree.
 The tests that should notice a fault run first. If they pass, the whole suite runs. The program prints which test
 noticed a fault. It exits with 1 if a fault survives, or if the tests fail without one.
 """
@@ -33,6 +34,8 @@ from faults.fault import Fault
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 300.0
 """The limit of one run of tests in seconds. A run that takes longer hangs, and counts as having noticed the fault."""
+WHOLE_LIMIT = 3600.0
+"""The limit of a run of the whole suite."""
 
 
 def tool(name: str) -> str:
@@ -45,16 +48,24 @@ def tool(name: str) -> str:
 
 
 class Copy:
-    """A copy of the tree, with its own build."""
+    """A copy of the tree, with its own build or, without `builds`, with the libraries of the tree."""
 
-    def __init__(self, folder: Path, build_jobs: int) -> None:
+    def __init__(self, folder: Path, build_jobs: int, *, builds: bool) -> None:
         self.build_jobs = build_jobs
+        self.builds = builds
         self.output = ""  # the output of the last run of tests
         self.tree = folder / "tree"
         self.build_folder = folder / "build"
-        made_by_tools = (".git", ".venv", "build", "dist", "runs", "*.so", "*.egg-info", "__pycache__", ".*_cache")
-        shutil.copytree(ROOT, self.tree, ignore=shutil.ignore_patterns(*made_by_tools))
+        made_by_tools = [".git", ".venv", "build", "dist", "runs", "logs", "*.egg-info", "__pycache__", ".*_cache"]
+        shutil.copytree(ROOT, self.tree, ignore=shutil.ignore_patterns(*made_by_tools, *(["*.so"] if builds else [])))
         self.environment = {**os.environ, "PYTHONPATH": str(self.tree / "python"), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def prepare(self) -> None:
+        if self.builds:
+            self.configure()
+        where = self._run([sys.executable, "-c", "import distca; print(distca.__file__)"])
+        if not Path(where.strip()).is_relative_to(self.tree):
+            raise SystemExit(f"the tests would import {where.strip()} instead of the copy in {self.tree}")
 
     def configure(self) -> None:
         ninja = f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"
@@ -63,9 +74,6 @@ class Copy:
         folders = ["-S", str(self.tree), "-B", str(self.build_folder)]
         self._run([tool("cmake"), *folders, "-G", "Ninja", ninja, python, cuda])
         self.build()
-        where = self._run([sys.executable, "-c", "import distca; print(distca.__file__)"])
-        if not Path(where.strip()).is_relative_to(self.tree):
-            raise SystemExit(f"the tests would import {where.strip()} instead of the copy in {self.tree}")
 
     def build(self) -> None:
         self._run([tool("cmake"), "--build", str(self.build_folder), "--parallel", str(self.build_jobs)])
@@ -81,7 +89,7 @@ class Copy:
             raise SystemExit(f"{' '.join(command)} failed:\n{ran.stdout}")
         return ran.stdout
 
-    def failing_test(self, tests: tuple[str, ...]) -> str:
+    def failing_test(self, tests: tuple[str, ...], limit: float = LIMIT) -> str:
         """The first test that fails, or what else went wrong; empty if all pass."""
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         process = subprocess.Popen(
@@ -95,9 +103,9 @@ class Copy:
             start_new_session=True,
         )
         try:
-            output, _ = process.communicate(timeout=LIMIT)
+            output, _ = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            return f"no answer in {LIMIT:g} s"
+            return f"no answer in {limit:g} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -118,7 +126,7 @@ class Copy:
         try:
             if path.suffix != ".py":
                 self.build()
-            return self.failing_test(fault.tests) or self.failing_test(("tests",))
+            return self.failing_test(fault.tests) or self.failing_test(("tests",), WHOLE_LIMIT)
         finally:
             path.write_text(source)
 
@@ -145,8 +153,9 @@ def main() -> int:
     jobs = min(options.jobs, len(chosen))
     with tempfile.TemporaryDirectory(prefix="distca-faults-") as folder, ThreadPoolExecutor(jobs) as pool:
         cores = os.cpu_count() or 1
-        copies = [Copy(Path(folder) / str(job), max(1, cores // jobs)) for job in range(jobs)]
-        list(pool.map(Copy.configure, copies))
+        builds = any(not fault.file.endswith(".py") for fault in chosen)
+        copies = [Copy(Path(folder) / str(job), max(1, cores // jobs), builds=builds) for job in range(jobs)]
+        list(pool.map(Copy.prepare, copies))
         files = sorted({test for fault in chosen for test in fault.tests})
         parts = [tuple(files[job::jobs]) for job in range(min(jobs, len(files)))]
         failures = list(pool.map(Copy.failing_test, copies, parts))

@@ -1,0 +1,58 @@
+"""Faults of `pretrain_llama.py`."""
+
+from faults.fault import Fault
+
+TESTS = ("tests/apps/test_pretrain.py",)
+FOLDER = "python/distca/apps/pretrain/"
+
+FAULTS = [
+    Fault(
+        "every data rank trains on the same slots",
+        FOLDER + "data.py",
+        "start * micro_batches * ranks + rank, None, ranks)",
+        "start * micro_batches * ranks, None, ranks)",
+        TESTS,
+    ),
+    Fault(
+        "documents are cut where a slot is full alone",
+        FOLDER + "data.py",
+        "for begin in range(0, length, longest)",
+        "for begin in range(0, length, length)",
+        TESTS,
+    ),
+    Fault(
+        "the last token of a document has a target",
+        FOLDER + "data.py",
+        '"loss_mask": (targets != NO_TARGET).float(),',
+        '"loss_mask": torch.ones_like(targets).float(),',
+        TESTS,
+    ),
+    Fault(
+        "a resumed run begins its documents anew",
+        FOLDER + "run.py",
+        "self._micro_batches(self._corpus, self._start)",
+        "self._micro_batches(self._corpus, 0)",
+        TESTS,
+    ),
+    Fault(
+        "the learning rate of a resumed run begins anew",
+        FOLDER + "run.py",
+        "        self._schedule.step(increment=state.step)\n",
+        "",
+        TESTS,
+    ),
+    Fault(
+        "Megatron's interleaved schedule sends forward and backward in one batch",
+        FOLDER + "shapes.py",
+        "batch_p2p_comm=options.vpp_size == 1,\n        overlap_p2p_comm=options.vpp_size > 1,",
+        "batch_p2p_comm=True,",
+        TESTS,
+    ),
+    Fault(
+        "attention of a micro-batch counts each pair once",
+        FOLDER + "shapes.py",
+        "6.0 * self.layers * width * sum(length * (length + 1) for length in lengths)",
+        "3.0 * self.layers * width * sum(length * (length + 1) for length in lengths)",
+        TESTS,
+    ),
+]
