@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 300.0
 """The limit of one run of tests in seconds. A run that takes longer hangs, and counts as having noticed the fault."""
 WHOLE_LIMIT = 3600.0
-"""The limit of a run of the whole suite."""
+"""The limit of a run of the whole suite, and of all that should notice one of the faults."""
 
 
 def tool(name: str) -> str:
@@ -158,7 +158,7 @@ def main() -> int:
         list(pool.map(Copy.prepare, copies))
         files = sorted({test for fault in chosen for test in fault.tests})
         parts = [tuple(files[job::jobs]) for job in range(min(jobs, len(files)))]
-        failures = list(pool.map(Copy.failing_test, copies, parts))
+        failures = list(pool.map(lambda copy, part: copy.failing_test(part, WHOLE_LIMIT), copies, parts))
         if failure := next(filter(None, failures), ""):
             print(*(copy.output for copy, failed in zip(copies, failures, strict=False) if failed), sep="\n")
             print(f"the tests fail without any fault: {failure}")
