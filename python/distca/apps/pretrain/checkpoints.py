@@ -44,7 +44,7 @@ def save(run_dir: Path, state: State, chunks: list[Any], optimizer: Any, *, keep
     """
     folder = run_dir / f"step-{state.step}"
     _on_first(lambda: _begin(folder))
-    dist_checkpointing.save(_sharded(chunks, optimizer, is_loading=False), str(folder))
+    dist_checkpointing.save(sharded_state(chunks, optimizer, is_loading=False), str(folder))
     _on_first(lambda: _finish(run_dir, folder, state, keep))
 
 
@@ -84,7 +84,7 @@ def load(folder: Path, chunks: list[Any], optimizer: Any, *, documents: int, fix
         chunk.zero_grad_buffer()
     optimizer.step()
     try:
-        loaded = dist_checkpointing.load(_sharded(chunks, optimizer, is_loading=True), str(folder))
+        loaded = dist_checkpointing.load(sharded_state(chunks, optimizer, is_loading=True), str(folder))
         for number, chunk in enumerate(chunks):
             chunk.module.load_state_dict(loaded[f"model{number}"])
         optimizer.load_state_dict(loaded["optimizer"])
@@ -94,7 +94,8 @@ def load(folder: Path, chunks: list[Any], optimizer: Any, *, documents: int, fix
     return state
 
 
-def _sharded(chunks: list[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+def sharded_state(chunks: list[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    """What dist_checkpointing writes and reads: chunks without DistributedDataParallel, and their optimizer."""
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": True,

@@ -114,6 +114,11 @@ def _as_rank(options: Options) -> int:
     try:
         resolved = options.resolved(cuda=cuda, world_size=world_size)
         shape_of(resolved)
+    except InvalidArgumentError:
+        if rank == 0:
+            raise
+        return 2  # rank 0 has the same options, and says so
+    try:
         if cuda:
             # Slurm may show a task its own GPU alone.
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -131,8 +136,6 @@ def _as_rank(options: Options) -> int:
 
 def _tell(error: BaseException, rank: int) -> int:
     """Prints why this rank ends, and returns the exit code."""
-    if isinstance(error, InvalidArgumentError) and rank != 0:
-        return 2  # rank 0 says the same
     failure = Failure.of(error)
     if not failure.expected:
         print(failure.details, file=sys.stderr)

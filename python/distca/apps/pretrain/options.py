@@ -36,7 +36,7 @@ class Options:
     tp_size: int = _option(1, "tensor parallel size")
     pp_size: int = _option(1, "pipeline stages")
     vpp_size: int = _option(1, "chunks of layers of each stage (virtual pipeline)")
-    ranks: int = _option(0, "processes, where no launcher says it (default: GPUs; on CPU the least, or 2)")
+    ranks: int = _option(0, "CPU processes, where no launcher says it (default: as many as the sizes need, at least 2)")
     tokens_per_rank: int = _option(0, "tokens of a data rank in a micro-batch (default: 65536; tiny 512)")
     max_document: int = _option(0, "documents are cut after so many tokens (default: --tokens-per-rank)")
     micro_batches: int = _option(0, "micro-batches of a step (default: twice --pp-size, without stages 1)")
