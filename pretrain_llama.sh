@@ -18,6 +18,7 @@
 #
 #   MODEL ATTENTION LAYERS                             tiny, llama-8b, llama-34b, qwen3-8b; distca or megatron
 #   TP_SIZE PP_SIZE VPP_SIZE                           tensor ranks, pipeline stages, chunks of a stage; the rest is data
+#   CP_SIZE                                            data ranks over which a document may extend
 #   TOKENS_PER_RANK MAX_DOCUMENT MICRO_BATCHES STEPS   what a step holds, and how many there are
 #   DATA TOKENIZER EVAL_FRACTION EVAL_EVERY            text, tokens or a Megatron data set
 #   RUN_DIR SAVE_EVERY                                 where the run is; a run in it is resumed
@@ -47,7 +48,7 @@ fi
 number() { # NAME: a variable that must be a positive whole number, if it is set
   [[ "${!1-}" =~ ^([1-9][0-9]*)?$ ]] || { echo "pretrain_llama: error: $1 is ${!1}, must be a positive whole number" >&2; exit 2; }
 }
-for name in NNODES RANKS_PER_NODE MASTER_PORT TP_SIZE PP_SIZE; do number $name; done
+for name in NNODES RANKS_PER_NODE MASTER_PORT TP_SIZE PP_SIZE CP_SIZE; do number $name; done
 
 allocated=${SLURM_JOB_NUM_NODES:-}
 NNODES=${NNODES:-${allocated:-1}}
@@ -56,7 +57,7 @@ if [ -n "$allocated" ] && [ "$NNODES" -gt "$allocated" ]; then
   exit 2
 fi
 gpus=$( (command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null || true) | grep -c '^GPU' || true)
-least=$(((${TP_SIZE:-1} * ${PP_SIZE:-1} + NNODES - 1) / NNODES))
+least=$(((${TP_SIZE:-1} * ${PP_SIZE:-1} * ${CP_SIZE:-1} + NNODES - 1) / NNODES))
 RANKS_PER_NODE=${RANKS_PER_NODE:-$((gpus > 0 ? gpus : least))}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}

@@ -31,7 +31,18 @@ TWO = {
     "virtual stages, recomputed": {"PP_SIZE": "2", "VPP_SIZE": "2", "RECOMPUTE": "full"},
     "Qwen3": {"TP_SIZE": "2", "MODEL": "qwen3"},
 }
-FOUR = {"tensor, sequence": {"TP_SIZE": "2", "PP_SIZE": "2", "SEQUENCE_PARALLEL": "1", "RECOMPUTE": "selective"}}
+FOUR = {
+    "tensor, sequence": {"TP_SIZE": "2", "PP_SIZE": "2", "SEQUENCE_PARALLEL": "1", "RECOMPUTE": "selective"},
+    "context, tensor, sequence": {"TP_SIZE": "2", "CP_SIZE": "2", "SEQUENCE_PARALLEL": "1", "TOKENS_PER_RANK": "102"},
+    "context, stages": {
+        "CP_SIZE": "2",
+        "PP_SIZE": "2",
+        "MAX_DOCUMENT": "190",
+        "EVAL_FRACTION": "0.2",
+        "EVAL_EVERY": "2",
+    },
+    "context": {"CP_SIZE": "4", "RECOMPUTE": "full", "TOKENS_PER_RANK": "51"},
+}
 QWEN3 = {
     "model_type": "qwen3",
     "num_hidden_layers": 4,
@@ -147,6 +158,48 @@ def test_micro_batches_depend_on_the_product_of_ranks_and_micro_batches_alone() 
     assert [slot["tokens"].tolist() for slot in _slots(8, start=2)] == whole[4:]
 
 
+def _rows(slot: dict[str, torch.Tensor]) -> list[tuple[int, int, float]]:
+    """Tokens with their labels and whether they count, without padding."""
+    names = ("tokens", "labels", "loss_mask")
+    return [row for row in zip(*(slot[name][0].tolist() for name in names), strict=True) if row[0] or row[2]]
+
+
+def test_a_slot_may_lie_on_several_ranks() -> None:
+    """Its documents then go on on the next rank."""
+    whole = _slots(8, tokens=24, longest=20, micro_batches=1)
+    for place in range(3):
+        parts = _slots(8, rank=place, ranks=3, context=3, longest=20, micro_batches=1)
+        for slot, part in zip(whole, parts, strict=True):
+            for name in ("tokens", "labels", "loss_mask", "position_ids"):
+                assert part[name].tolist() == slot[name][:, 8 * place : 8 * place + 8].tolist()
+            begins = slot["cu_seqlens"].tolist()
+            assert bool(part["continues"]) == (8 * place not in begins)
+            inside = [begin - 8 * place for begin in begins if 8 * place < begin < 8 * place + 8]
+            assert part["cu_seqlens"].tolist() == [0, *inside, 8]
+
+
+def test_a_slot_may_be_cut_head_tail() -> None:
+    whole = _slots(8, tokens=24, longest=20, micro_batches=1)
+    options = {"ranks": 3, "context": 3, "longest": 20, "micro_batches": 1, "head_tail": True, "multiple": 4}
+    of_ranks = [_slots(8, rank=rank, **options) for rank in range(3)]
+    for slot, *parts in zip(whole, *of_ranks, strict=True):
+        assert sorted(row for part in parts for row in _rows(part)) == sorted(_rows(slot))
+        assert [part["tokens"].numel() % 4 for part in parts] == [0, 0, 0]
+        keys = [int((part["position_ids"] * part["loss_mask"]).sum()) for part in parts]
+        assert max(keys) - min(keys) < 24  # equal attention
+        assert not any(part["continues"] for part in parts)
+
+
+def test_documents_longer_than_the_rows_of_a_rank_need_several_ranks() -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=r"MAX_DOCUMENT\) is 513, must be at most --tokens-per-rank 256 \* --cp"
+    ):
+        parse([], {"MAX_DOCUMENT": "513", "TOKENS_PER_RANK": "256", "CP_SIZE": "2"}).resolved(cuda=False, world_size=2)
+    with pytest.raises(InvalidArgumentError, match=r"CP_SIZE\) is 2, must divide the 3 data ranks"):
+        parse([], {"CP_SIZE": "2"}).resolved(cuda=False, world_size=3)
+    assert parse([], {"CP_SIZE": "2"}).resolved(cuda=False, world_size=4).max_document == 1024
+
+
 def test_a_token_that_the_model_does_not_know_is_an_error() -> None:
     with pytest.raises(Exception, match=r"the data have token 2\d\d, and the model knows 200"):
         _slots(40, vocabulary=200)
@@ -239,4 +292,6 @@ def test_floating_point_operations_are_those_of_every_matrix_product() -> None:
     pairs = sum(row + 1 for length in lengths for row in range(length))
     attention = 4 * 8 * (2 * 16 * pairs * 2)  # layers, heads, scores and values
     expected = 3 * (2 * 8 * (4 * layer + 128 * 256) + attention)  # forward, and twice in backward
-    assert shape.flops(lengths, 256) == expected
+    positions = torch.tensor([[row for length in lengths for row in range(length)]])
+    assert shape.flops(positions, 256) == expected
+    assert shape.flops(positions[:, :4], 256) + shape.flops(positions[:, 4:], 256) == expected

@@ -83,7 +83,7 @@ FAULTS = [
     Fault(
         "Megatron's RoPE counts from the first row that a rank has of a document",
         BATCHES,
-        "register_forward_hook(self._of_rows)",
+        "register_forward_hook(of_rows)",
         "register_forward_hook(lambda *_: None)",
         (TESTS,),
     ),

@@ -9,8 +9,8 @@ FAULTS = [
     Fault(
         "every data rank trains on the same slots",
         FOLDER + "data.py",
-        "start * micro_batches * ranks + rank, None, ranks)",
-        "start * micro_batches * ranks, None, ranks)",
+        "start * micro_batches * count + rank // context, None, count)",
+        "start * micro_batches * count, None, count)",
         TESTS,
     ),
     Fault(
@@ -51,8 +51,36 @@ FAULTS = [
     Fault(
         "attention of a micro-batch counts each pair once",
         FOLDER + "shapes.py",
-        "6.0 * self.layers * width * sum(length * (length + 1) for length in lengths)",
-        "3.0 * self.layers * width * sum(length * (length + 1) for length in lengths)",
+        "12.0 * self.layers * width * float((positions.double() + 1).sum())",
+        "6.0 * self.layers * width * float((positions.double() + 1).sum())",
+        TESTS,
+    ),
+    Fault(
+        "ranks that share a slot do not say that documents go on",
+        FOLDER + "data.py",
+        "torch.tensor(segments[0][1] > 0 and not self._head_tail)",
+        "torch.tensor(False)",
+        TESTS,
+    ),
+    Fault(
+        "keys of a shared document are those up to its end",
+        FOLDER + "context_parallel.py",
+        "documents.places[document][:end]",
+        "documents.places[document]",
+        TESTS,
+    ),
+    Fault(
+        "gradients of gathered keys stay on their rank",
+        FOLDER + "context_parallel.py",
+        "dist.reduce_scatter(mine, parts, group=documents.group)",
+        "mine = parts[documents.rank]",
+        TESTS,
+    ),
+    Fault(
+        "RoPE of an evaluation takes rows of training too",
+        FOLDER + "batches.py",
+        "lambda: self._positions.pop() if self._positions else None",
+        'lambda: None if self._current is None else self._current["position_ids"][0]',
         TESTS,
     ),
 ]

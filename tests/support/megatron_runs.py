@@ -34,6 +34,7 @@ from support.megatron_model import (
     microbatch_of,
     models_of,
 )
+from support.process_groups import leave_all_groups
 
 
 class Result(NamedTuple):
@@ -95,10 +96,7 @@ def run(case: Case, folder: Path | None = None, *, alone: bool = False) -> Resul
         gc.collect()
         dist.barrier()
         parallel_state.destroy_model_parallel()
-        # Megatron leaves its groups open: dozens for each case, with threads that share the cores of the next one.
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if group != dist.group.WORLD:
-                dist.destroy_process_group(group)
+        leave_all_groups()
         return result
 
 

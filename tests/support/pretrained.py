@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distca.apps.pretrain.options import parse
+from support.process_groups import leave_all_groups
 
 #: Three steps of the tiny model. A step has four micro-batches' worth of slots on one data rank.
 COMMON = {"STEPS": "3", "TOKENS_PER_RANK": "128", "MAX_DOCUMENT": "100", "MICRO_BATCHES": "4", "LAYERS": "4"}
@@ -35,6 +36,8 @@ def run(folder: Path, name: str, **variables: str) -> str:
         train(options, run_dir)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    dist.barrier()
+    leave_all_groups()
     if dist.get_rank() == 0:  # the next run of this name goes on in this folder, and this log is kept
         number = len(list(folder.glob(f"{name} [0-9]")))
         shutil.copytree(run_dir, folder / f"{name} {number}", ignore=lambda *_: ["tensorboard"])

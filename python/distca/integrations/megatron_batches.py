@@ -81,8 +81,8 @@ class PlannedBatches(DataWithTicks):
                 raise InvalidArgumentError(f"PlannedBatches: {name}= cannot be given; Megatron's configuration says it")
         batches = next((each for each in batches if each is not None), None) if isinstance(batches, list) else batches
         self.context, self._by_row = context, continues is not None
-        if self._by_row:
-            self._rotate_by_row(model)
+        for chunk in model if self._by_row else ():
+            rotate_by_row(chunk, self._positions)
         self._options: dict[str, Any] = {"scale": config.softmax_scale, "deterministic": config.deterministic_mode}
         layers = layers_of_stages(config, len(context.stages))
         windows = [window_of_layer(config, layer + 1) for layer in range(config.num_layers)]
@@ -141,18 +141,31 @@ class PlannedBatches(DataWithTicks):
             raise InvalidArgumentError("PlannedBatches: no tick with work is under way; pass it to tick_schedule")
         return self.ticks.plans, self.ticks.current.work.microbatch
 
-    def _rotate_by_row(self, model: Any) -> None:
-        """Lets RoPE take the position of each row. By itself Megatron counts from the first row of a segment."""
-        for module in (module for chunk in model for module in chunk.modules()):
-            if getattr(module, "position_embedding_type", None) in ("rope", "yarn"):
-                module.rotary_pos_emb.register_forward_hook(self._of_rows)
-
-    def _of_rows(self, module: Any, inputs: Any, output: Any) -> Any:
+    def _positions(self) -> torch.Tensor | None:
+        """The positions of the rows in their documents; None if the model runs with other batches."""
         if self.ticks is None or not self.ticks.is_under_way:
-            return output  # the model runs with other batches
+            return None
         plans, microbatch = self._now()
-        positions = plans.layouts[microbatch].position_ids(plans.index).to(self.context.device)
-        return (output[0][positions], *output[1:]) if isinstance(output, tuple) else output[positions]
+        return plans.layouts[microbatch].position_ids(plans.index)
+
+
+def rotate_by_row(chunk: Any, positions: Callable[[], torch.Tensor | None]) -> None:
+    """Lets RoPE of a chunk of the model take the position of each row, where `positions` knows them.
+
+    By itself Megatron counts from the first row of a segment. The packed sequence parameters must have one segment.
+    """
+
+    def of_rows(module: Any, inputs: Any, output: Any) -> Any:
+        rows = positions()
+        if rows is None:
+            return output
+        frequencies, *others = output if isinstance(output, tuple) else (output,)
+        frequencies = frequencies[rows.to(frequencies.device)]
+        return (frequencies, *others) if others else frequencies
+
+    for module in chunk.modules():
+        if getattr(module, "position_embedding_type", None) in ("rope", "yarn"):
+            module.rotary_pos_emb.register_forward_hook(of_rows)
 
 
 def _first_tensor_ranks(context: Context) -> list[int]:

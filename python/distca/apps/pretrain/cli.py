@@ -84,7 +84,8 @@ def _take_slurm_ranks() -> None:
 def _say_first(options: Options, world_size: int, cuda: bool) -> None:
     data = world_size // (options.tp_size * options.pp_size)
     where = torch.cuda.get_device_name() if cuda else "no GPU here, therefore CPU ranks"
-    shares = f"data {data} x tensor {options.tp_size} x pipeline {options.pp_size}"
+    shares = f"data {data // options.cp_size} x tensor {options.tp_size} x pipeline {options.pp_size}"
+    shares += f" x context {options.cp_size}" if options.cp_size > 1 else ""
     shares += f" x {options.vpp_size} chunks" if options.vpp_size > 1 else ""
     print(f"pretrain_llama: {where}; {options.model}, attention by {options.attention}, {world_size} ranks: {shares}")
     print("options: " + " ".join(f"{name.upper()}={value}" for name, value in options.as_json().items()), flush=True)
@@ -97,7 +98,7 @@ def _with_own_ranks(options: Options) -> int:
             "pretrain_llama.py is one rank of a launcher where there are GPUs: start it by `bash pretrain_llama.sh`, "
             "torchrun or srun"
         )
-    world_size = options.ranks or max(2, options.tp_size * options.pp_size)
+    world_size = options.ranks or max(2, options.tp_size * options.pp_size * options.cp_size)
     resolved = options.resolved(cuda=False, world_size=world_size)
     shape_of(resolved)
     run_dir = _run_dir(resolved)

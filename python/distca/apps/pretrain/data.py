@@ -14,14 +14,13 @@ import torch
 
 from distca.apps.common.corpus import BYTES, Corpus, read_corpus
 from distca.apps.common.packing import NO_TARGET, pack_steps
-from distca.apps.common.sources import DataError
+from distca.apps.common.sources import STANDARD_LIBRARY_SCALE, DataError
 from distca.apps.common.tokens import Tokenizer
 from distca.apps.common.workloads import read_lengths
 from distca.apps.pretrain.options import Options
 from distca.errors import InvalidArgumentError
+from distca.planner.layout import Layout
 
-#: The fraction of each document of Python's own sources that is kept by default.
-_KEPT_OF_LIBRARY = 1 / 16
 #: The most random tokens that are made.
 _MOST_RANDOM = 1 << 26
 
@@ -42,7 +41,7 @@ def read_documents(options: Options) -> tuple[Corpus, Corpus | None, int]:
             )
         corpus, vocabulary = _read_indexed(options.data), 0
     else:
-        kept = options.doc_scale or (_KEPT_OF_LIBRARY if options.data is None else 1.0)
+        kept = options.doc_scale or (STANDARD_LIBRARY_SCALE if options.data is None else 1.0)
         tokenizer = None if options.tokenizer is None else Tokenizer(options.tokenizer)
         corpus = read_corpus(options.data, kept, tokenizer)
         vocabulary = corpus.vocabulary(tokenizer)
@@ -86,13 +85,18 @@ def _read_indexed(prefix: Path) -> Corpus:
 class MicroBatches(Iterator[dict[str, torch.Tensor]]):
     """The micro-batches of a data rank from a step on, endlessly.
 
-    A step is `ranks` times `micro_batches` slots of `tokens` each. What the slots of a step hold depends on the product
-    of these numbers alone. Documents are packed one after the other, and are cut where a slot is full and after
-    `longest` tokens. Each piece is a document of its own to attention. Its last token is still asked for the token
-    after the cut.
+    A step is `ranks // context` times `micro_batches` slots of `context` times `tokens` each, each of them on `context`
+    ranks. What the slots of a step hold depends on these products alone. Documents are packed one after the other, and
+    are cut where a slot is full and after `longest` tokens. Each piece is a document of its own to attention. Its last
+    token is still asked for the token after the cut.
+
+    Each rank of a slot has `tokens` rows, and documents go on on the next rank. With `head_tail` each document is cut
+    by `Layout.head_tail` instead. Ranks then differ by a few rows, which are padded to a multiple of `multiple`.
 
     Yields:
-        ``tokens``, ``labels``, ``position_ids`` and ``loss_mask``, all ``[1, tokens]``; and ``cu_seqlens``, int32.
+        ``tokens``, ``labels``, ``position_ids`` and ``loss_mask``, all ``[1, rows]``; ``cu_seqlens``, int32, of the
+        parts of documents on this rank; ``lengths`` of the slot's documents; ``continues``, whether the first document
+        goes on from the rank before.
     """
 
     def __init__(
@@ -107,27 +111,44 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
         vocabulary: int,
         seed: int,
         start: int = 0,
+        context: int = 1,
+        head_tail: bool = False,
+        multiple: int = 1,
     ) -> None:
-        self._corpus, self._vocabulary = corpus, vocabulary
+        self._corpus, self._vocabulary, self._tokens, self._multiple = corpus, vocabulary, tokens, multiple
+        self._place, self._context, self._head_tail = rank % context, context, head_tail
         self._pieces = [
             (number, begin, min(begin + longest, length))
             for number, length in enumerate(corpus.lengths())
             for begin in range(0, length, longest)
         ]
-        slots = pack_steps([end - begin for _, begin, end in self._pieces], tokens, seed)
-        self._slots = itertools.islice(slots, start * micro_batches * ranks + rank, None, ranks)
+        slots = pack_steps([end - begin for _, begin, end in self._pieces], context * tokens, seed)
+        count = ranks // context
+        self._slots = itertools.islice(slots, start * micro_batches * count + rank // context, None, count)
 
     def __next__(self) -> dict[str, torch.Tensor]:
+        pieces = next(self._slots)
+        lengths = [piece.end - piece.begin for piece in pieces]
+        if self._head_tail:
+            layout = Layout.head_tail(lengths, ranks=self._context)
+        else:
+            layout = Layout.packed(lengths, ranks=self._context, tokens_per_rank=self._tokens)
+        segments = layout.segments(self._place)
         tokens, labels, sizes = [], [], [0]
-        for piece in next(self._slots):
-            document, first, _ = self._pieces[piece.document]
-            content = self._corpus.document(document)
-            begin, end = first + piece.begin, first + piece.end
-            tokens.append(content[begin:end].long())
-            labels.append(content[begin + 1 : end + 1].long())
-            if end == len(content):
+        for number, begin, end in segments:
+            document, first, _ = self._pieces[pieces[number].document]
+            content, first = self._corpus.document(document), first + pieces[number].begin
+            tokens.append(content[first + begin : first + end].long())
+            labels.append(content[first + begin + 1 : first + end + 1].long())
+            if first + end == len(content):
                 labels.append(torch.tensor([NO_TARGET]))
             sizes.append(end - begin)
+        positions = layout.position_ids(self._place)
+        if padding := -len(positions) % self._multiple:
+            tokens.append(torch.zeros(padding, dtype=torch.int64))
+            labels.append(torch.full((padding,), NO_TARGET))
+            positions = torch.cat([positions, torch.zeros(padding, dtype=torch.int64)])
+            sizes.append(padding)
         inputs, targets = torch.cat(tokens)[None], torch.cat(labels)[None]
         if (largest := int(inputs.max())) >= self._vocabulary:
             raise DataError(f"the data have token {largest}, and the model knows {self._vocabulary}")
@@ -135,6 +156,8 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
             "tokens": inputs,
             "labels": targets.clamp(min=0),
             "loss_mask": (targets != NO_TARGET).float(),
-            "position_ids": torch.cat([torch.arange(size) for size in sizes[1:]])[None],
+            "position_ids": positions[None],
             "cu_seqlens": torch.tensor(sizes).cumsum(0).int(),
+            "lengths": torch.tensor(lengths),
+            "continues": torch.tensor(segments[0][1] > 0 and not self._head_tail),
         }

@@ -19,6 +19,7 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
+from distca.apps.pretrain.context_parallel import SharedSeqParams, attention_of_shared
 from distca.apps.pretrain.options import Options
 from distca.apps.pretrain.shapes import Shape
 from distca.errors import InvalidArgumentError
@@ -31,7 +32,8 @@ _VOCABULARY_MULTIPLE = 128
 class PerDocumentAttention(MegatronModule):  # type: ignore[misc]
     """PyTorch's attention of one document after the other, in Megatron's slot.
 
-    Megatron's own attention takes no packed documents without Transformer Engine.
+    Megatron's own attention takes no packed documents without Transformer Engine, and no documents of any length over
+    several ranks with it.
     """
 
     def __init__(self, config: Any, layer_number: int, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
@@ -42,6 +44,8 @@ class PerDocumentAttention(MegatronModule):  # type: ignore[misc]
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, packed_seq_params: Any, **__: Any
     ) -> torch.Tensor:
         """Attention of this rank's rows, ``[T, H, D]``."""
+        if isinstance(packed_seq_params, SharedSeqParams):
+            return attention_of_shared(query, key, value, packed_seq_params.shared, self._scale)
         sizes = packed_seq_params.cu_seqlens_q.diff().tolist()
         outs = []
         for parts in zip(*(each.split(sizes) for each in (query, key, value)), strict=True):
@@ -88,7 +92,7 @@ def chunks_of_model(config: Any, shape: Shape, vocabulary: int, options: Options
         position = chunk * options.pp_size + parallel_state.get_pipeline_model_parallel_rank()
         model = GPTModel(
             config,
-            _block(config, shape, virtual, options.attention, cuda),
+            _block(config, shape, virtual, options, cuda),
             padded_vocabulary(shape.vocabulary or vocabulary, options.tp_size),
             options.tokens_per_rank,
             pre_process=position == 0,
@@ -107,7 +111,7 @@ def chunks_of_model(config: Any, shape: Shape, vocabulary: int, options: Options
     return made
 
 
-def _block(config: Any, shape: Shape, virtual: int | None, attention: str, cuda: bool) -> Any:
+def _block(config: Any, shape: Shape, virtual: int | None, options: Options, cuda: bool) -> Any:
     with_engine = cuda and HAVE_TE
     if with_engine:
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
@@ -117,9 +121,9 @@ def _block(config: Any, shape: Shape, virtual: int | None, attention: str, cuda:
         if shape.qk_norm:
             inner = spec.submodules.self_attention.submodules
             inner.q_layernorm = inner.k_layernorm = _RMSNorm
-    if attention == "distca":
+    if options.attention == "distca":
         use_distca(spec)
-    elif not with_engine:
+    elif not with_engine or options.cp_size > 1:
         spec.submodules.self_attention.submodules.core_attention = PerDocumentAttention
     layers = get_num_layers_to_build(config, vp_stage=virtual)
     if with_engine:

@@ -35,10 +35,11 @@ class Options:
     )
     tp_size: int = _option(1, "tensor parallel size")
     pp_size: int = _option(1, "pipeline stages")
+    cp_size: int = _option(1, "data ranks over whose rows documents are packed together (context parallel size)")
     vpp_size: int = _option(1, "chunks of layers of each stage (virtual pipeline)")
     ranks: int = _option(0, "CPU processes, where no launcher says it (default: as many as the sizes need, at least 2)")
     tokens_per_rank: int = _option(0, "tokens of a data rank in a micro-batch (default: 65536; tiny 512)")
-    max_document: int = _option(0, "documents are cut after so many tokens (default: --tokens-per-rank)")
+    max_document: int = _option(0, "documents are cut after so many tokens (default: --tokens-per-rank * --cp-size)")
     micro_batches: int = _option(0, "micro-batches of a step (default: twice --pp-size, without stages 1)")
     steps: int = _option(100, "optimizer steps of the whole run")
     lr: float = _option(0.0, "peak learning rate (default: 3e-4; tiny 3e-3)")
@@ -89,7 +90,7 @@ class Options:
             model=model,
             ranks=world_size,
             tokens_per_rank=tokens,
-            max_document=self.max_document or tokens,
+            max_document=self.max_document or tokens * self.cp_size,
             micro_batches=self.micro_batches or (2 * self.pp_size if self.pp_size > 1 else 1),
             lr=self.lr or (3e-3 if tiny else 3e-4),
             warmup_steps=self.steps // 20 if self.warmup_steps is None else self.warmup_steps,
@@ -104,12 +105,18 @@ class Options:
                 raise _bad(name, value, f"must be at least {least}")
         if world_size % (self.tp_size * self.pp_size):
             raise _bad("tp_size", self.tp_size, f"times --pp-size {self.pp_size} must divide the {world_size} ranks")
+        data_ranks = world_size // (self.tp_size * self.pp_size)
+        if data_ranks % self.cp_size:
+            raise _bad("cp_size", self.cp_size, f"must divide the {data_ranks} data ranks")
         if self.vpp_size > 1 and self.pp_size == 1:
             raise _bad("vpp_size", self.vpp_size, "needs stages: --pp-size is 1")
         if self.vpp_size > 1 and self.micro_batches % self.pp_size:
             raise _bad("micro_batches", self.micro_batches, f"must be a multiple of --pp-size {self.pp_size}")
-        if self.max_document > self.tokens_per_rank:
-            raise _bad("max_document", self.max_document, f"must be at most --tokens-per-rank {self.tokens_per_rank}")
+        if self.max_document > self.tokens_per_rank * self.cp_size:
+            of_rank, ranks = self.tokens_per_rank, self.cp_size
+            raise _bad(
+                "max_document", self.max_document, f"must be at most --tokens-per-rank {of_rank} * --cp-size {ranks}"
+            )
         if self.sequence_parallel and self.tokens_per_rank % self.tp_size:
             raise _bad("tokens_per_rank", self.tokens_per_rank, f"must be a multiple of --tp-size {self.tp_size}")
         if self.sequence_parallel and self.tp_size == 1:
@@ -132,6 +139,7 @@ _LEAST = {
     "layers": 0,
     "tp_size": 1,
     "pp_size": 1,
+    "cp_size": 1,
     "vpp_size": 1,
     "tokens_per_rank": 2,
     "max_document": 2,

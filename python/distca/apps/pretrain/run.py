@@ -19,7 +19,7 @@ from distca.apps.common import memory_log
 from distca.apps.common.corpus import Corpus
 from distca.apps.common.memory_log import MemoryLog
 from distca.apps.common.stopping import StopRequest
-from distca.apps.pretrain import checkpoints
+from distca.apps.pretrain import checkpoints, context_parallel
 from distca.apps.pretrain.batches import LocalBatches, repeated
 from distca.apps.pretrain.data import MicroBatches, read_documents
 from distca.apps.pretrain.log import RunLog, Step, peak_flops
@@ -75,6 +75,10 @@ class Run:
                 name="default" if options.balance else "unbalanced",  # --compare has both
             )
             self._forward_backward = tick_schedule
+        self._shared: dist.ProcessGroup | None = None
+        if options.attention == "megatron" and options.cp_size > 1:
+            data_group = parallel_state.get_data_parallel_group()
+            self._shared = context_parallel.group_of(dist.get_process_group_ranks(data_group), options.cp_size)
         rank = dist.get_rank()
         file = run_dir / f"memory-rank{rank}.jsonl" if switched_on(memory_log.VARIABLE) else None
         self._memory = MemoryLog(file, self._context)
@@ -179,7 +183,7 @@ class Run:
     def _forward_step(self, data_iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         """What Megatron's schedules and `tick_schedule` call for a micro-batch."""
         batch: Batch = next(data_iterator)
-        lengths = batch["cu_seqlens"].diff().tolist()
+        flops = self._shape.flops(batch["position_ids"], self._vocabulary)
         if self._cuda:
             batch = {name: each.cuda(non_blocking=True) for name, each in batch.items()}
         output = model(
@@ -192,7 +196,6 @@ class Run:
 
         def loss_func(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
             loss, targets = (losses.float() * batch["loss_mask"]).sum(), batch["loss_mask"].sum().int()
-            flops = self._shape.flops(lengths, self._vocabulary)
             return loss, targets, {"loss": loss.detach(), "targets": targets, "flops": flops}
 
         return output, loss_func
@@ -219,13 +222,16 @@ class Run:
             vocabulary=self._vocabulary,
             seed=options.seed,
             start=start,
+            context=options.cp_size,
+            head_tail=self._shared is not None,
+            multiple=options.tp_size if self._shared is not None and options.sequence_parallel else 1,
         )
 
     def _data_iterator(self, make: Callable[[], Iterator[Batch]], *, forward_only: bool = False) -> Any:
         """What the schedule takes micro-batches from; for Megatron's own one for each chunk."""
         options = self._options
         if self._context is None:
-            each = [LocalBatches(make()) for _ in self._chunks]
+            each = [LocalBatches(make(), chunk, self._shared) for chunk in self._chunks]
             return each if len(each) > 1 else each[0]
         return PlannedBatches(
             make(),
@@ -233,6 +239,8 @@ class Run:
             context=self._context,
             num_microbatches=options.micro_batches,
             forward_only=forward_only,
+            continues=(lambda batch: bool(batch["continues"])) if options.cp_size > 1 else None,
+            model=self._chunks,
             tolerance=options.tolerance,
             balance=options.balance,
         )
@@ -256,7 +264,16 @@ class Run:
     def _fixed(self) -> dict[str, Any]:
         """What a resumed run must have as well, by name."""
         options = self._options
-        names = ("model", "layers", "tokens_per_rank", "max_document", "eval_fraction", "seed", "distributed_optimizer")
+        names = (
+            "model",
+            "layers",
+            "tokens_per_rank",
+            "max_document",
+            "cp_size",
+            "eval_fraction",
+            "seed",
+            "distributed_optimizer",
+        )
         return {name.upper(): getattr(options, name) for name in names} | {
             "MICRO_BATCHES times the data ranks": options.micro_batches * parallel_state.get_data_parallel_world_size()
         }

@@ -42,15 +42,15 @@ class Shape:
     norm_eps: float = 1e-5
     tied: bool = False
 
-    def flops(self, lengths: list[int], vocabulary: int) -> float:
-        """Floating-point operations of forward and backward of these documents, without recomputation.
+    def flops(self, positions: torch.Tensor, vocabulary: int) -> float:
+        """Floating-point operations of forward and backward of rows at these positions, without recomputation.
 
-        A causal row sees half of its document on average.
+        A causal row sees itself and the rows before it.
         """
         width = self.heads * self.head_dim
         layer = self.hidden * (2 * width + 2 * self.kv_heads * self.head_dim + 3 * self.inner)
-        dense = 6.0 * sum(lengths) * (self.layers * layer + self.hidden * vocabulary)
-        return dense + 6.0 * self.layers * width * sum(length * (length + 1) for length in lengths)
+        dense = 6.0 * positions.numel() * (self.layers * layer + self.hidden * vocabulary)
+        return dense + 12.0 * self.layers * width * float((positions.double() + 1).sum())
 
 
 #: The sources are the config.json files of the released models of these names: Llama 3.1 8B, CodeLlama 34B, Qwen3 8B.
@@ -156,5 +156,7 @@ def configuration(shape: Shape, options: Options, *, cuda: bool) -> Any:
         overlap_p2p_comm=options.vpp_size > 1,
         sequence_parallel=options.sequence_parallel,
         calculate_per_token_loss=True,
+        variable_seq_lengths=options.attention == "megatron" and options.cp_size > 1,
+        moe_token_dispatcher_type="alltoall",  # Megatron asks for it where lengths vary, without experts too
         **recompute[options.recompute],
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from distca.apps.common.options import ConfigError
+from distca.apps.common.sources import STANDARD_LIBRARY_SCALE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2}
@@ -24,12 +25,6 @@ SCHEDULES = (
 
 WARMUP_STEPS = 5
 """Steps of the warm-up without `--warmup-steps`."""
-
-STANDARD_LIBRARY_SCALE = 1 / 16
-"""The fraction of each source file that is kept.
-
-At some 4096 tokens a rank it keeps the shape of the files' length distribution, and therefore the imbalance.
-"""
 
 
 def _about(
