@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import distca
-from distca.apps.bench.overlap import computed, slept, sweep
+from distca.apps.bench.overlap import benchmark, computed, slept, sweep
 from distca.apps.bench.overlap.figures import figures_of
 from distca.apps.bench.overlap.paired import Paired, estimate, seconds_of
 from distca.apps.bench.overlap.schedule import CallTimes, Pass, messages_of, pass_of, play
@@ -182,6 +183,28 @@ def _measured_on_a_rank() -> list[str]:
 def test_ranks_that_compute_take_each_kind_of_step_in_each_round() -> None:
     kinds = ("link", "one_byte", "without", "single", "single_one_byte")
     assert launch(_measured_on_a_rank, ranks=2) == [[f"{kind} 1 True" for kind in kinds]] * 2
+
+
+def test_the_benchmark_states_what_is_hidden_its_interval_the_bound_and_the_causes_of_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(distca, "launch", partial(distca.launch, start_method="forkserver"))
+    monkeypatch.setattr(benchmark, "DOCUMENTS", [[256], [64] * 4])
+    monkeypatch.setattr(benchmark, "LAYERS", 1)
+    result = benchmark.run(1)
+    rows = {row.name: row for row in result.rows}
+    hidden = rows["traffic hidden by ping-pong, median"]
+    assert hidden.at_least == 0.9
+    assert rows["its interval, from"].value <= hidden.value <= rows["its interval, to"].value
+    assert rows["wait for rows on the link, share of a step"].value >= 0
+    assert result.details["phases"].keys() == {"forward", "backward", "step"}
+    assert len(result.details["exposed_seconds_in_each_round"]) == result.details["rounds"] == 1
+    lines = result.table().splitlines()
+    assert [line.split()[0] for line in lines if line.startswith(("  forward", "  backward", "  step"))] == [
+        "forward",
+        "backward",
+        "step",
+    ] * 2
 
 
 def test_the_sweep_measures_what_it_says_and_writes_json_table_and_picture(
