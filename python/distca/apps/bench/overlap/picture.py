@@ -40,5 +40,6 @@ def draw(cases: Sequence[Case], path: Path) -> None:
         axes.set_xlabel("time on the link / time of attention, in the phase")
     keys = [Line2D([], [], color=colour, marker="o", label=mix) for mix, colour in mixes.items()]
     keys.append(Line2D([], [], color=INK, linestyle="--", label="what the order of calls allows"))
+    keys.append(Line2D([], [], color=AT_HOME, linewidth=0.8, label="0.9"))
     legend_below(figure, keys)
     save(figure, path)
