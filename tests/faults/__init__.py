@@ -4,6 +4,7 @@ from faults import (
     attention,
     emulated_gpu,
     megatron,
+    overlap,
     pipelines,
     plans,
     pretraining,
@@ -35,5 +36,6 @@ FAULTS = [
     *tcp.FAULTS,
     *titan.FAULTS,
     *simulate.FAULTS,
+    *overlap.FAULTS,
     *emulated_gpu.FAULTS,
 ]

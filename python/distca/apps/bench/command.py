@@ -57,6 +57,11 @@ def add_command(commands: Any) -> None:
         default=None,
         help="also write, to this folder, a JSON file for each benchmark, and one page <machine>.md",
     )
+    command.add_argument(
+        "--sweep",
+        action="store_true",
+        help="overlap alone: over traffic, ranks and mixes of documents; --results FOLDER gets JSON, table and picture",
+    )
     add_debug(command)
     command.set_defaults(run=run)
 
@@ -72,6 +77,8 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidArgumentError(
             f"bench {options.benchmark}: --device {options.device} runs {', '.join(known)} or all"
         )
+    if options.sweep:
+        return _sweep(options)
     results = []
     for name in known if options.benchmark == "all" else (options.benchmark,):
         if options.device == "cuda":
@@ -85,4 +92,18 @@ def run(options: argparse.Namespace) -> int:
         results[0].write(options.json)
     if options.results is not None:
         print(f"{write_report(results, options.results)} written")
+    return 0
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    if options.benchmark != "overlap" or options.device != "cpu":
+        raise InvalidArgumentError("--sweep is for `distca bench overlap` on the CPU alone")
+    from distca.apps.bench.overlap import sweep
+
+    result = sweep(options.rounds, options.short)
+    print(result.table(), flush=True)
+    if options.json is not None:
+        result.write(options.json)
+    if options.results is not None:
+        print(f"{', '.join(map(str, result.write_all(options.results)))} written")
     return 0

@@ -75,7 +75,8 @@ def setup() -> Setup:
         ]
         for balance in (True, False)
     }
-    forward, backward, dense = _times(layouts)
+    forward, backward = scaled_costs(layouts, SECONDS)
+    dense = SECONDS * DENSE_FLOP / (PAIR_FLOP * _pairs_of_a_token(layouts))
     link = distca.Link(_bytes_sent(plans[True]) / (TRAFFIC * 3.5 * 2 * SECONDS), latency=1e-5)
     return Setup(plans, forward, backward, dense, link)
 
@@ -135,21 +136,24 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
     )
 
 
-def _times(layouts: list[distca.Layout]) -> tuple[distca.CostModel, distca.CostModel, float]:
-    """Costs of forward and backward, with which mean attention takes SECONDS in forward; and seconds of the rest."""
+def scaled_costs(layouts: list[distca.Layout], mean: float) -> tuple[distca.CostModel, distca.CostModel]:
+    """Costs of forward and backward, with which a rank's attention in forward takes so many seconds in the mean."""
     forward, backward = (distca.CostModel.load(COSTS, phases=(phase,)) for phase in ("forward", "backward"))
     assert forward.unit_ns is not None and backward.unit_ns is not None
     at_home = [distca.plan(layout, HEADS, balance=False, cost=forward).stats.load for layout in layouts]
-    seconds = statistics.mean(sum(load) for load in at_home) / RANKS * forward.unit_ns * 1e-9
-    faster = SECONDS / seconds
+    seconds = statistics.mean(statistics.mean(load) for load in at_home) * forward.unit_ns * 1e-9
     forward, backward = (
-        dataclasses.replace(cost, unit_ns=cost.unit_ns * faster)  # type: ignore[operator]
+        dataclasses.replace(cost, unit_ns=cost.unit_ns * mean / seconds)  # type: ignore[operator]
         for cost in (forward, backward)
     )
-    pairs = statistics.mean(
+    return forward, backward
+
+
+def _pairs_of_a_token(layouts: list[distca.Layout]) -> float:
+    """Visible pairs over tokens, mean of the layouts."""
+    return statistics.mean(
         sum(n * (n + 1) / 2 for n in layout.document_lengths) / sum(layout.document_lengths) for layout in layouts
     )
-    return forward, backward, SECONDS * DENSE_FLOP / (PAIR_FLOP * pairs)
 
 
 def _bytes_sent(plans: list[distca.Plan]) -> int:
@@ -176,16 +180,16 @@ class _Sleep(torch.autograd.Function):
         return grads[0], None
 
 
-class _Model(torch.nn.Module):
-    """Layers of attention and sleep."""
+class SleepingModel(torch.nn.Module):
+    """Layers of attention and sleep: so many layers, each with so many seconds of sleep in forward."""
 
-    def __init__(self, dense: float) -> None:
+    def __init__(self, layers: int, dense: float) -> None:
         super().__init__()
-        self.dense = dense
+        self.layers, self.dense = layers, dense
 
     def forward(self, x: torch.Tensor, plan: distca.Plan, context: distca.Context) -> torch.Tensor:
         """x [T, 6, D], which is queries, keys and values -> the same shape."""
-        for _ in range(LAYERS):
+        for _ in range(self.layers):
             x = _Sleep.apply(x, BEFORE * self.dense)  # type: ignore[no-untyped-call]
             q, k, v = x.split((HEADS.q, HEADS.kv, HEADS.kv), 1)
             out, _ = distca.core_attention(q, k, v, plan, context=context)
@@ -228,7 +232,7 @@ def _step(contexts: list[distca.Context], plans: list[distca.Plan], dense: float
 def _rank_step(
     context: distca.Context, plans: list[distca.Plan], dense: float, ping_pong: bool
 ) -> Callable[[], object]:
-    model: torch.nn.Module = _Model(dense)
+    model: torch.nn.Module = SleepingModel(LAYERS, dense)
     halves = [
         {
             "x": torch.zeros(plan.num_rows, HEADS.q + 2 * HEADS.kv, HEADS.dim, dtype=HEADS.dtype, requires_grad=True),
