@@ -139,8 +139,8 @@ FAULTS = [
     Fault(
         "a move of the release is charged the keys that it needs",
         ROOM + "distca_paper.py",
-        "there[item.home, item.server] += item.rows * query + item.length * keys",
-        "there[item.home, item.server] += item.rows * query + item.end * keys",
+        "there[home, item.server] += rows * keys * (moved or first)",
+        "there[home, item.server] += min(rows, item.end) * keys * (moved or first)",
         (OPTIONS,),
     ),
     Fault(

@@ -14,8 +14,8 @@ from distca.simulator.case import Case, Documents
 from distca.simulator.setup import Model, Parallelism
 from distca.simulator.simulate import simulate
 from distca.simulator.strategies import distca_paper
-from distca.simulator.strategies.distca_paper import Released, fa2_table
-from distca.simulator.strategies.released_planner import Item, released_plan
+from distca.simulator.strategies.distca_paper import Released, fa2_table, items_of, released_layouts
+from distca.simulator.strategies.released_planner import Item, cut_documents, released_plan, whole_documents
 from distca.simulator.ticking import packed
 from distca.simulator.work import PieceTimes
 from support.simulated import DEVICE, FLAT, MODEL, SHAPES, cluster
@@ -31,7 +31,7 @@ def _released(documents: Documents) -> Released:
 
 def test_rows_leave_from_the_middle_of_a_document_by_hand() -> None:
     # 36 pairs, mean 18. A row from before the middle and its mirror image see 9 keys: two of each are 18 pairs.
-    items = released_plan([[(0, 8)], []], HEADS, 0.1)
+    items = released_plan(whole_documents([[8], []]), 2, HEADS, 0.1)
     assert [(item.server, item.pieces, item.pairs) for item in items] == [
         (0, [(0, 2), (6, 8)], 18),
         (1, [(2, 4), (4, 6)], 18),
@@ -41,20 +41,20 @@ def test_rows_leave_from_the_middle_of_a_document_by_hand() -> None:
 def test_the_document_with_fewest_bytes_a_pair_gives_rows_by_hand() -> None:
     # 5,050 and 55 pairs; rank 1 lacks 2,552. Queries and keys have 32 numbers a row. The long document takes
     # (32 x 2,552 / 101 + 32 x 101) / 2,552 = 1.6 numbers a pair, the short one (32 x 55 / 11 + 32 x 11) / 55 = 9.3.
-    items = released_plan([[(0, 10), (1, 100)], []], HEADS, 0.05)
+    items = released_plan(whole_documents([[10, 100], []]), 2, HEADS, 0.05)
     assert [(item.document, item.server) for item in items] == [(0, 0), (1, 0), (1, 1)]
     assert items[2].rows == 50 and items[2].pairs == 25 * 101  # 2,552 pairs are 25 rows of 101
 
 
 def test_a_whole_document_moves_where_all_of_it_is_lacking() -> None:
-    items = released_plan([[(0, 8), (1, 8)], []], HEADS, 0.0)
+    items = released_plan(whole_documents([[8, 8], []]), 2, HEADS, 0.0)
     assert [(item.server, item.pieces) for item in items] == [(1, [(0, 8)]), (0, [(0, 8)])]
 
 
 def test_the_bytes_of_a_move_by_hand() -> None:
     # 4 rows of 4 query heads move, and the keys and values of all 8 rows of 2 heads; 16 bytes a head and row.
     released = _released([[[8], []]])
-    items = released_plan([[(0, 8)], []], HEADS, 0.1)
+    items = released_plan(whole_documents([[8], []]), 2, HEADS, 0.1)
     queries, keys, statistics = 4 * 4 * 16, 8 * 2 * 2 * 16, 4 * 4 * 4
     there, back = released.bytes_of(items, "forward")
     assert there[0, 1] == queries + keys == there.sum() and back[1, 0] == queries + statistics == back.sum()
@@ -80,10 +80,8 @@ lengths = st.lists(st.lists(st.integers(1, 400), max_size=6), min_size=1, max_si
 def test_the_released_planner_computes_every_row_once_and_never_adds_to_the_largest_load(
     lengths: list[list[int]], tolerance: float
 ) -> None:
-    numbers = iter(range(100))
-    documents = [[(next(numbers), n) for n in of] for of in lengths]
-    items = released_plan(documents, HEADS, tolerance)
-    for number, length in (document for of in documents for document in of):
+    items = released_plan(whole_documents(lengths), len(lengths), HEADS, tolerance)
+    for number, length in enumerate(n for of in lengths for n in of):
         rows = sorted(row for item in items if item.document == number for b, e in item.pieces for row in range(b, e))
         assert rows == list(range(length))
     before = [sum(n * (n + 1) // 2 for n in of) for of in lengths]
@@ -191,3 +189,38 @@ def test_distca_cuts_documents_over_context_ranks_one_after_another() -> None:
     (whole,) = simulate(documents, parallelism=Parallelism(data=4), **setting)
     (cut,) = simulate(documents, parallelism=Parallelism(context=4), **setting)
     assert cut.seconds < 0.7 * whole.seconds
+
+
+def test_the_release_cuts_documents_from_both_ends_by_hand() -> None:
+    # 16 rows, 8 a rank: the first 4 and the last 4 of 12, then the 4 in the middle and the short document.
+    items = cut_documents([12, 4], 2)
+    assert [(item.home, item.pieces) for item in items] == [
+        (0, [(0, 4), (8, 12)]),
+        (1, [(4, 6), (6, 8)]),
+        (1, [(0, 4)]),
+    ]
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.sampled_from([2, 4]))
+def test_a_cut_of_the_release_has_every_row_once_and_equal_tokens(lengths: list[int], ranks: int) -> None:
+    shape = Parallelism(context=ranks)
+    case = Case([[lengths, *[[]] * (ranks - 1)]], cluster(ranks), SMALL, shape)
+    (layout,) = released_layouts(case)  # a layout has every row once
+    assert layout.document_lengths == lengths
+    rows = [layout.num_rows(rank) for rank in range(ranks)]
+    assert max(rows) <= sum(lengths) / ranks + len(lengths) + ranks
+    assert sorted(items_of(layout), key=str) == sorted(cut_documents(lengths, ranks), key=str)
+
+
+def test_the_bytes_of_a_cut_document_by_hand() -> None:
+    # 8 rows on two ranks, 18 pairs each: rank 0 has rows 0, 1, 6, 7 and rank 1 the others. Nothing moves, but each
+    # gets the keys and values of the other's 4 rows, and sends their gradients back.
+    links = dataclasses.replace(cluster(2), device=FLAT)
+    released = Released(Case([[[8], []]], links, SMALL, Parallelism(context=2)))
+    items = cut_documents([8], 2)
+    keys = 4 * 2 * 2 * 16
+    there, back = released.bytes_of(items, "forward")
+    assert there.tolist() == [[0, keys], [keys, 0]] and back.sum() == 0
+    there, back = released.bytes_of(items, "backward")
+    assert there.tolist() == [[0, keys], [keys, 0]] and back.tolist() == [[0, keys], [keys, 0]]
+    assert released_plan(items, 2, HEADS, 0.05) == items

@@ -10,8 +10,11 @@ Rates of FlashAttention-2 on an H200 are those of figure 5, by rows of a shard. 
 it is taken to be slower by the same factor as cuDNN's at 32K rows. They take the place of the table ``h200`` alone;
 other devices keep their own.
 
-What differs: halves are those of `distca.halves`, where the release takes two batches. Context ranks are data ranks
-with whole documents. The padding of documents and copies in a rank's own memory take no time.
+The documents of context ranks are cut over them as the release does, from both ends. A rank that computes rows of a cut
+document gets the keys and values that it does not hold, as often as tasks that moved need them.
+
+What differs: halves are those of `distca.halves`, where the release takes two batches. The padding of documents and
+copies in a rank's own memory take no time.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from distca.planner.plan import Plan
 from distca.simulator.case import Case, Program, Strategy
 from distca.simulator.network import Traffic
 from distca.simulator.setup import Model, Parallelism
-from distca.simulator.strategies.released_planner import Item, released_plan
+from distca.simulator.strategies.released_planner import Item, cut_documents, released_plan
 from distca.simulator.ticking import Ticking
 from distca.simulator.work import AttentionWork, PieceTimes
 
@@ -82,8 +85,7 @@ class Released(Ticking):
     """The ticks of distca with the released planner's tasks and messages."""
 
     def __init__(self, case: Case) -> None:
-        whole = [Layout.from_documents(micro_batch) for micro_batch in case.documents]
-        super().__init__(case, ping_pong=True, layouts=whole)
+        super().__init__(case, ping_pong=True, layouts=released_layouts(case))
         self._items: dict[Plan, list[Item]] = {}
 
     @property
@@ -96,9 +98,9 @@ class Released(Ticking):
     def items_of(self, plan: Plan) -> list[Item]:
         """The tasks for the layout of a plan, by the first tolerance whose messages fit into the buffer."""
         if plan not in self._items:
-            documents = documents_of(plan.layout)
+            items = items_of(plan.layout)
             for tolerance in TOLERANCES:
-                self._items[plan] = released_plan(documents, self.case.heads, tolerance)
+                self._items[plan] = released_plan(items, plan.layout.num_ranks, self.case.heads, tolerance)
                 if float(self._messages(self._items[plan]).max()) <= BUFFER_BYTES:
                     break
         return self._items[plan]
@@ -121,19 +123,24 @@ class Released(Ticking):
         query, out, statistics = heads.q * heads.dim * number, heads.q * heads.value_dim * number, heads.q * 4
         keys = heads.kv * (heads.dim + heads.value_dim) * number
         there, back = (torch.zeros(homes, homes, dtype=torch.float64) for _ in range(2))
+        held: dict[int, dict[int, int]] = {}  # rows of each document on each home
+        for item in items:
+            of_document = held.setdefault(item.document, {})
+            of_document[item.home] = of_document.get(item.home, 0) + item.rows
         once = set()
         for item in items:
-            if item.server == item.home:
-                continue
-            there[item.home, item.server] += item.rows * query + item.length * keys
-            if phase == "forward":
-                back[item.server, item.home] += item.rows * (out + statistics)
-                continue
-            there[item.home, item.server] += item.rows * (2 * out + statistics)
-            back[item.server, item.home] += item.rows * query
-            if (item.document, item.server) not in once:
-                once.add((item.document, item.server))
-                back[item.server, item.home] += item.length * keys
+            first = (item.document, item.server) not in once
+            once.add((item.document, item.server))
+            moved = item.server != item.home
+            for home, rows in held[item.document].items():
+                if home == item.server:
+                    continue
+                there[home, item.server] += rows * keys * (moved or first)
+                back[item.server, home] += rows * keys * (first and phase == "backward")
+            if moved:
+                forward = phase == "forward"
+                there[item.home, item.server] += item.rows * (query + (0 if forward else 2 * out + statistics))
+                back[item.server, item.home] += item.rows * (out + statistics if forward else query)
         return there, back
 
     def _messages(self, items: list[Item]) -> torch.Tensor:
@@ -142,9 +149,34 @@ class Released(Ticking):
         return torch.stack([matrix.sum(dim) for matrix in matrices for dim in range(2)])
 
 
-def documents_of(layout: Layout) -> list[list[tuple[int, int]]]:
-    """Number and length of the documents of each rank of a layout of whole documents."""
-    return [
-        [(document, end - begin) for document, begin, end in layout.segments(rank) if document != PADDING]
-        for rank in range(layout.num_ranks)
-    ]
+def released_layouts(case: Case) -> list[Layout]:
+    """For each micro-batch its rows: whole documents, or cut over the ranks of each context parallel group."""
+    context = case.parallelism.context
+    layouts = []
+    for micro_batch in case.documents:
+        if context == 1:
+            layouts.append(Layout.from_documents(micro_batch))
+            continue
+        parts = []
+        for first in range(0, len(micro_batch), context):
+            segments: list[list[tuple[int, int, int]]] = [[] for _ in range(context)]
+            lengths = [n for of_home in micro_batch[first : first + context] for n in of_home]
+            for item in cut_documents(lengths, context):
+                segments[item.home] += [(item.document, begin, end) for begin, end in item.pieces]
+            parts.append((Layout(segments), list(range(first, first + context))))
+        layouts.append(Layout.join(parts, num_ranks=len(micro_batch)))
+    return layouts
+
+
+def items_of(layout: Layout) -> list[Item]:
+    """The rows of each document on each rank of such a layout."""
+    lengths, items = layout.document_lengths, []
+    for rank in range(layout.num_ranks):
+        found: dict[int, list[tuple[int, int]]] = {}
+        for document, begin, end in layout.segments(rank):
+            if document != PADDING:
+                found.setdefault(document, []).append((begin, end))
+        for document, pieces in found.items():
+            length, (begin, end) = lengths[document], min(pieces)
+            items.append(Item(document, length, rank, rank, begin, min(end, length - length // 2)))
+    return items

@@ -56,25 +56,60 @@ class Item:
         return sum((end - begin) * (begin + end + 1) // 2 for begin, end in self.pieces)
 
 
-def released_plan(documents: Sequence[Sequence[tuple[int, int]]], heads: Heads, tolerance: float) -> list[Item]:
+def whole_documents(documents: Sequence[Sequence[int]]) -> list[Item]:
+    """An item for each document, given the lengths of each rank's documents."""
+    homes = [(home, length) for home, of in enumerate(documents) for length in of]
+    return [Item(number, length, home, home, 0, length - length // 2) for number, (home, length) in enumerate(homes)]
+
+
+def cut_documents(lengths: Sequence[int], ranks: int) -> list[Item]:
+    """Documents over ranks of equal tokens, as the release lays them out.
+
+    A rank takes what fits. Of a document that does not fit it takes rows from both ends of what is left, equally many.
+    Ranks of a group have equal tokens but for single rows.
+
+    Examples:
+        >>> from distca.simulator.strategies.released_planner import cut_documents
+        >>> [(item.home, item.pieces) for item in cut_documents([12, 4], 2)]
+        [(0, [(0, 4), (8, 12)]), (1, [(4, 6), (6, 8)]), (1, [(0, 4)])]
+    """
+    each = -(-sum(lengths) // ranks)
+    each += each % 2
+    items, rank, room = [], 0, each
+    for number, length in enumerate(lengths):
+        begin, middle = 0, length - length // 2
+        while begin < middle:
+            left = length - 2 * begin
+            if room < min(left, 2) and rank < ranks - 1:
+                rank, room = rank + 1, each
+                continue
+            end = middle if left <= room or rank == ranks - 1 else begin + room // 2
+            items.append(Item(number, length, rank, rank, begin, end))
+            room -= items[-1].rows
+            begin = end
+    return items
+
+
+def released_plan(items: Sequence[Item], ranks: int, heads: Heads, tolerance: float) -> list[Item]:
     """Moves rows until every rank has the mean load within the tolerance, as far as that succeeds.
 
     Args:
-        documents: for each rank the number and the length of its documents.
+        items: where rows lie.
+        ranks: number of ranks.
         heads: what bytes of queries and of keys compare by.
         tolerance: fraction of the mean load that a rank may lack.
 
     Examples:
         >>> import distca
-        >>> from distca.simulator.strategies.released_planner import released_plan
-        >>> items = released_plan([[(0, 8)], []], distca.Heads(q=4, kv=2, dim=8), tolerance=0.1)
+        >>> from distca.simulator.strategies.released_planner import released_plan, whole_documents
+        >>> items = released_plan(whole_documents([[8], []]), 2, distca.Heads(q=4, kv=2, dim=8), tolerance=0.1)
         >>> [(item.server, item.pieces) for item in items]
         [(0, [(0, 2), (6, 8)]), (1, [(2, 4), (4, 6)])]
     """
-    items = [Item(number, n, home, home, 0, n - n // 2) for home, of in enumerate(documents) for number, n in of]
     if not items:
         return []
-    loads = [0] * len(documents)
+    items = list(items)
+    loads = [0] * ranks
     for item in items:
         loads[item.home] += item.pairs
     mean = sum(loads) / len(loads)
