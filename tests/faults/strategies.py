@@ -146,7 +146,7 @@ FAULTS = [
     Fault(
         "the release keeps its first tolerance",
         ROOM + "distca_paper.py",
-        "<= BUFFER_BYTES:",
+        "<= self.buffer_bytes:",
         "<= 1e30:",
         (OPTIONS,),
     ),

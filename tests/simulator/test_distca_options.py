@@ -24,8 +24,8 @@ HEADS = distca.Heads(q=4, kv=2, dim=8, dtype=torch.bfloat16)
 SMALL = Model(layers=1, hidden=64, intermediate=64, vocabulary=10, q_heads=4, kv_heads=2, head_dim=8)
 
 
-def _released(documents: Documents) -> Released:
-    links = dataclasses.replace(cluster(len(documents[0])), device=FLAT)
+def _released(documents: Documents, memory: float = 1e12) -> Released:
+    links = dataclasses.replace(cluster(len(documents[0])), device=dataclasses.replace(FLAT, memory=memory))
     return Released(Case(documents, links, SMALL, Parallelism(data=len(documents[0]))))
 
 
@@ -63,14 +63,15 @@ def test_the_bytes_of_a_move_by_hand() -> None:
 
 
 def test_the_tolerance_grows_until_the_buffer_holds_every_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    released = _released([[[80], [], [], []]])
-    plan = released.plan_of(0, 0)
-    assert len({item.server for item in released.items_of(plan)}) == 4
-    assert released.slot_bytes == distca_paper.BUFFER_BYTES
     monkeypatch.setattr(distca_paper, "BUFFER_BYTES", 1)
-    released = _released([[[80], [], [], []]])
-    items = released.items_of(released.plan_of(0, 0))
-    assert [item.server for item in items] == [0]  # a tolerance of 1.0 moves nothing
+    roomy, tight = (_released([[[80], [], [], []]], memory) for memory in (1e12, 1.0))
+    assert {item.server for item in roomy.items_of(roomy.plan_of(0, 0))} == {0, 1, 2, 3}
+    assert [item.server for item in tight.items_of(tight.plan_of(0, 0))] == [0]  # a tolerance of 1.0 moves nothing
+
+
+def test_the_buffers_of_the_release_hold_its_largest_message() -> None:
+    # Backward sends 4 rows of queries, outputs and gradients, 8 rows of keys, and 64 bytes of statistics.
+    assert _released([[[8], []]]).slot_bytes == 2 * (3 * 256 + 512 + 64)
 
 
 lengths = st.lists(st.lists(st.integers(1, 400), max_size=6), min_size=1, max_size=5)

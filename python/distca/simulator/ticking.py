@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from distca.pipeline import PipelinePlans
@@ -74,6 +75,12 @@ class Ticking:
     @property
     def memory(self) -> Memory:
         """The memory of the rank that needs most."""
+        memory = self.memory_without_arenas
+        return dataclasses.replace(memory, buffers=memory.buffers + 2 * self.slot_bytes)
+
+    @property
+    def memory_without_arenas(self) -> Memory:
+        """The same without the arenas of both slots."""
         case, table = self.case, self.plans.table
         rows = max(layout.num_rows(home) for layout in self.plans.layouts for home in range(layout.num_ranks))
         in_flight = max(table.in_flight(stage) for stage in range(table.stages)) / table.chunks
@@ -83,8 +90,7 @@ class Ticking:
             if kept
             else 0.0
         )
-        buffers = 2 * self.slot_bytes + whole
-        return Memory(case.state_bytes, case.activation_bytes(rows, in_flight), buffers)
+        return Memory(case.state_bytes, case.activation_bytes(rows, in_flight), whole)
 
     @property
     def slot_bytes(self) -> float:

@@ -4,7 +4,9 @@ Source: Zhuang et al., Efficient Long-context Language Model Training by Core At
 2510.18121, and its release. `released_planner` has its planner. A move sends queries, and the keys and values of the
 whole document. A server begins when all rows have come, and computes all its tasks in one call. Backward sends queries,
 keys, values, outputs and their gradients; gradients of keys are added up on the server and go home once a document.
-The release plans with growing tolerances (``MIN_TOLERANCE_FACTOR`` and so on) until its buffer holds every message.
+The release plans with growing tolerances (``MIN_TOLERANCE_FACTOR`` and so on) until its buffers hold every message.
+Their size is an option of it. Here they may take the memory that is left, and at least the 2 GiB of its experiments:
+one for what a rank sends and one for what it receives, for each half.
 
 Rates of FlashAttention-2 on an H200 are those of figure 5, by rows of a shard. Nothing says how fast its backward is;
 it is taken to be slower by the same factor as cuDNN's at 32K rows. They take the place of the table ``h200`` alone;
@@ -36,7 +38,7 @@ from distca.simulator.work import AttentionWork, PieceTimes
 
 #: The tolerances that the release tries, in this order.
 TOLERANCES = (0.05, 0.06, 0.07, 0.08, 0.09, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-#: Bytes of its buffer for the messages of a rank in one direction, as in its experiments.
+#: The least bytes of a buffer for the messages of a rank in one direction.
 BUFFER_BYTES = 2 * 2**30
 #: TFLOP/s of FlashAttention-2 in forward by the rows of a shard (figure 5), and how much slower backward is.
 FA2_RATES = {16: 40, 32: 80, 64: 155, 128: 285, 256: 295, 512: 305, 1024: 308, 2048: 310}
@@ -86,14 +88,16 @@ class Released(Ticking):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case, ping_pong=True, layouts=released_layouts(case))
+        left = case.cluster.device.memory - self.memory_without_arenas.total
+        self.buffer_bytes = max(BUFFER_BYTES, left / 4)
         self._items: dict[Plan, list[Item]] = {}
 
     @property
     def slot_bytes(self) -> float:
-        """Bytes of the buffer, or of the largest message where no tolerance makes it fit."""
+        """Bytes of the buffers of a half, as large as the largest message."""
         ticks = range(len(self.plans.table))
         items = [self.items_of(self.plan_of(tick, part)) for tick in ticks for part in self.plans.parts]
-        return max(BUFFER_BYTES, max(float(self._messages(of).max()) for of in items))
+        return 2 * max(float(self._messages(of).max()) for of in items)
 
     def items_of(self, plan: Plan) -> list[Item]:
         """The tasks for the layout of a plan, by the first tolerance whose messages fit into the buffer."""
@@ -101,7 +105,7 @@ class Released(Ticking):
             items = items_of(plan.layout)
             for tolerance in TOLERANCES:
                 self._items[plan] = released_plan(items, plan.layout.num_ranks, self.case.heads, tolerance)
-                if float(self._messages(self._items[plan]).max()) <= BUFFER_BYTES:
+                if float(self._messages(self._items[plan]).max()) <= self.buffer_bytes:
                     break
         return self._items[plan]
 
