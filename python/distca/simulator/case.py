@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -179,8 +180,16 @@ class Strategy(Protocol):
     name: str
     about: str
 
+    def applies(self, parallelism: Parallelism, model: Model, steps: int = 1) -> bool:
+        """Whether it can run in this parallelism, and differs there from the others in so many steps."""
+        return parallelism.chunks == 1
+
     def prepare(self, case: Case) -> Program:
         """Plans a step."""
+
+    def prepare_steps(self, cases: Sequence[Case]) -> list[Program]:
+        """Plans several steps, which differ in their documents alone. A strategy may move documents between them."""
+        return [self.prepare(case) for case in cases]
 
 
 def as_documents(given: object) -> Documents:

@@ -7,8 +7,10 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from distca.errors import InvalidArgumentError
-from distca.simulator.case import Case, Memory, as_documents, check_documents
+from distca.simulator.case import Case, Memory, Program, as_documents, check_documents
 from distca.simulator.machine import Event, Machine
 from distca.simulator.network import Network
 from distca.simulator.setup import Cluster, Model, Parallelism
@@ -17,7 +19,7 @@ from distca.simulator.strategies import STRATEGIES
 
 @dataclasses.dataclass(frozen=True)
 class StrategyResult:
-    """What a step is modelled to do. No figure here was measured.
+    """What a step is modelled to do; of several steps the mean. No figure here was measured.
 
     Attributes:
         strategy: the strategy's name.
@@ -29,7 +31,7 @@ class StrategyResult:
         bytes_inside, bytes_between: bytes inside nodes and between nodes, of all ranks.
         memory: of the rank that needs most.
         fits: whether that is within the device's memory.
-        events: what every home did, if it was recorded.
+        events: what every home did in the first step, if it was recorded.
     """
 
     strategy: str
@@ -59,6 +61,7 @@ def simulate(
     strategies: Iterable[str] | None = None,
     tolerance: float = 0.05,
     record: bool = False,
+    following: Sequence[Sequence[Sequence[Sequence[int]]]] = (),
 ) -> list[StrategyResult]:
     """Models a training step by several strategies, side by side. Nothing runs; the plans are those of `distca.plan`.
 
@@ -68,6 +71,8 @@ def simulate(
         strategies: names of `STRATEGIES`; by default all that this parallelism allows.
         tolerance: that of distca's plans.
         record: whether results have the events of the step.
+        following: the documents of further steps, in the same form. A strategy may move documents to later steps. Steps
+            that it needs besides, to take what is left at the end, count in the time.
 
     Returns:
         A result for each strategy, in their order.
@@ -89,9 +94,10 @@ def simulate(
         >>> balanced.seconds < alone.seconds
         True
     """
-    case = Case(as_documents(documents), cluster, model, parallelism, tolerance)
+    cases = [Case(as_documents(of), cluster, model, parallelism, tolerance) for of in (documents, *following)]
     parallelism.check(cluster, model)
-    check_documents(case.documents, parallelism)
+    for case in cases:
+        check_documents(case.documents, parallelism)
     if case.state_bytes > cluster.device.memory:
         raise InvalidArgumentError(
             f"simulate: weights, gradients and optimizer take {case.state_bytes / 1e9:,.0f} GB a rank; the device has "
@@ -102,42 +108,41 @@ def simulate(
     if unknown:
         raise InvalidArgumentError(f"simulate: strategy {unknown[0]!r}; allowed are {', '.join(STRATEGIES)}")
     if strategies is None:
-        chosen = [name for name in chosen if _is_apart(name, parallelism)]
-    return [_result(name, case, record) for name in chosen]
+        chosen = [name for name in chosen if STRATEGIES[name].applies(parallelism, model, len(cases))]
+    return [_result(name, cases, record) for name in chosen]
 
 
-def _is_apart(name: str, parallelism: Parallelism) -> bool:
-    """Whether a strategy is there in this parallelism, and differs from the others."""
-    if parallelism.chunks > 1:
-        return name.startswith("distca")
-    return name != "all-gather" or parallelism.context > 1
-
-
-def _result(name: str, case: Case, record: bool) -> StrategyResult:
-    program = STRATEGIES[name].prepare(case)
+def _result(name: str, cases: Sequence[Case], record: bool) -> StrategyResult:
+    programs = STRATEGIES[name].prepare_steps(cases)
+    case, count = cases[0], len(cases)
     tensor = case.parallelism.tensor
-    device = case.cluster.device
-    machine = Machine(Network(case.cluster, tensor), device, record=record)
-    program.play(machine)
-    free = Machine(Network(case.cluster, tensor, ideal=True), device)
-    program.play(free)
-    seconds = float(machine.now.max())
-    work = (machine.dense + machine.attention) / seconds
+    played = [_played(program, case, record=record and program is programs[0]) for program in programs]
+    free = sum(float(_played(program, case, ideal=True).now.max()) for program in programs)
+    total = sum(float(machine.now.max()) for machine in played)
+    work = torch.stack([machine.dense + machine.attention for machine in played]).sum(0) / total
+    lengths = [n for of_step in cases for n in of_step.lengths]
     peak = case.cluster.device.peak_tflops * 1e12 * case.cluster.ranks
-    memory = program.memory
+    memory = max((program.memory for program in programs), key=lambda memory: memory.total)
     return StrategyResult(
         strategy=name,
-        seconds=seconds,
-        tokens_per_second=sum(case.lengths) / seconds,
-        mfu=case.model.flop(case.lengths) / (seconds * peak),
+        seconds=total / count,
+        tokens_per_second=sum(lengths) / total,
+        mfu=case.model.flop(lengths) / (total * peak),
         idle=(1 - work).tolist(),
-        exposed_communication=1 - float(free.now.max()) / seconds,
-        bytes_inside=machine.network.bytes_inside * tensor,
-        bytes_between=machine.network.bytes_between * tensor,
+        exposed_communication=1 - free / total,
+        bytes_inside=sum(machine.network.bytes_inside for machine in played) * tensor / count,
+        bytes_between=sum(machine.network.bytes_between for machine in played) * tensor / count,
         memory=memory,
         fits=memory.total <= case.cluster.device.memory,
-        events=machine.events,
+        events=played[0].events,
     )
+
+
+def _played(program: Program, case: Case, *, ideal: bool = False, record: bool = False) -> Machine:
+    """The homes after a step, with links as they are or with links that take no time."""
+    machine = Machine(Network(case.cluster, case.parallelism.tensor, ideal=ideal), case.cluster.device, record=record)
+    program.play(machine)
+    return machine
 
 
 def spans_of(events: Sequence[Event], home: int) -> list[tuple[str, float, float]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 from distca.pipeline import PipelinePlans
 from distca.pipeline.tick_table import Tick
 from distca.planner.halves import halves
@@ -13,12 +16,47 @@ from distca.simulator.passes import LayerWork, run_pass
 from distca.simulator.work import AttentionWork, attention_work
 
 
-class Ticking:
-    """The program of distca. Without a pipeline a tick is a forward or backward of a micro-batch."""
+def packed(case: Case) -> list[Layout]:
+    """For each micro-batch its rows: the documents of each context parallel group one after another over its ranks.
 
-    def __init__(self, case: Case, *, ping_pong: bool) -> None:
+    All ranks of a group have equally many rows. Without context ranks documents stay whole.
+    """
+    context = case.parallelism.context
+    layouts = []
+    for micro_batch in case.documents:
+        if context == 1:
+            layouts.append(Layout.from_documents(micro_batch))
+            continue
+        parts = []
+        for first in range(0, len(micro_batch), context):
+            lengths = [n for of_home in micro_batch[first : first + context] for n in of_home]
+            each = max(1, -(-sum(lengths) // context))
+            homes = list(range(first, first + context))
+            parts.append((Layout.packed(lengths, ranks=context, tokens_per_rank=each), homes))
+        layouts.append(Layout.join(parts, num_ranks=len(micro_batch)))
+    return layouts
+
+
+class Ticking:
+    """The program of distca. Without a pipeline a tick is a forward or backward of a micro-batch.
+
+    Args:
+        case: what is simulated.
+        ping_pong: whether two halves of each micro-batch take turns.
+        split_heads: whether ranges of heads of a document may go to different servers.
+        layouts: for each micro-batch its rows over the homes of a stage; by default `packed`.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        *,
+        ping_pong: bool,
+        split_heads: bool = True,
+        layouts: Sequence[Layout] | None = None,
+    ) -> None:
         self.case = case
-        layouts = [Layout.from_documents(micro_batch) for micro_batch in case.documents]
+        layouts = packed(case) if layouts is None else layouts
         parallelism = case.parallelism
         self.plans = PipelinePlans(
             layouts,
@@ -30,12 +68,19 @@ class Ticking:
             cost=case.cluster.device.cost(),
             tolerance=case.tolerance,
             ranks_per_node=case.per_node,
+            split_heads=split_heads,
         )
         self._attention: dict[tuple[object, ...], AttentionWork] = {}
 
     @property
     def memory(self) -> Memory:
         """The memory of the rank that needs most."""
+        memory = self.memory_without_arenas
+        return dataclasses.replace(memory, buffers=memory.buffers + 2 * self.slot_bytes)
+
+    @property
+    def memory_without_arenas(self) -> Memory:
+        """The same without the arenas of both slots."""
         case, table = self.case, self.plans.table
         rows = max(layout.num_rows(home) for layout in self.plans.layouts for home in range(layout.num_ranks))
         in_flight = max(table.in_flight(stage) for stage in range(table.stages)) / table.chunks
@@ -45,12 +90,20 @@ class Ticking:
             if kept
             else 0.0
         )
-        buffers = 2 * self.plans.stats.slot_bytes + whole
-        return Memory(case.state_bytes, case.activation_bytes(rows, in_flight), buffers)
+        return Memory(case.state_bytes, case.activation_bytes(rows, in_flight), whole)
+
+    @property
+    def slot_bytes(self) -> float:
+        """Bytes of the largest arena of a slot."""
+        return self.plans.stats.slot_bytes
+
+    def plan_of(self, tick: int, part: int | None) -> Plan:
+        """The plan of a layer of a tick, or of one half of it."""
+        return self.plans.plan(tick, 0, part)
 
     def work_of(self, tick: int, part: int | None) -> LayerWork:
         """The work of all homes in a layer of a tick, or in one half of it."""
-        case, plan = self.case, self.plans.plan(tick, 0, part)
+        case, plan = self.case, self.plan_of(tick, part)
         of_tick = self.plans.table[tick]
         rows = [plan.layout.num_rows(home) for home in range(case.num_homes)]
         phases = ["forward"] if of_tick.phase == "forward" else ["backward", "forward"]
@@ -78,8 +131,12 @@ class Ticking:
 
     def _attention_of(self, plan: Plan, phase: str, key: tuple[object, ...]) -> AttentionWork:
         if key not in self._attention:
-            self._attention[key] = attention_work(plan, phase, self.case.cluster.device, self.case.per_node)
+            self._attention[key] = self.attention_of(plan, phase)
         return self._attention[key]
+
+    def attention_of(self, plan: Plan, phase: str) -> AttentionWork:
+        """What the homes compute and send in a layer with this plan."""
+        return attention_work(plan, phase, self.case.cluster.device, self.case.per_node)
 
     def _end(self, machine: Machine, tick: Tick, *, first: bool) -> None:
         """The first stage computes the embedding, or the last one logits and loss, in their forward or backward."""

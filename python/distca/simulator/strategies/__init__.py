@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 from distca.simulator.case import Strategy
-from distca.simulator.strategies import all_gather, ping_pong, single_stream, unbalanced, variable_chunks
+from distca.simulator.strategies import (
+    all_gather,
+    distca_paper,
+    hybrid_context,
+    karmarkar_karp,
+    ping_pong,
+    retained,
+    ring,
+    rows,
+    single_stream,
+    ulysses,
+    unbalanced,
+    variable_chunks,
+    wlb,
+)
 
 #: All strategies, in the order of tables. The first is what the others are compared with.
 STRATEGIES: dict[str, Strategy] = {
@@ -11,7 +25,17 @@ STRATEGIES: dict[str, Strategy] = {
     for strategy in (
         unbalanced.Unbalanced(),
         variable_chunks.VariableChunks(),
+        karmarkar_karp.KarmarkarKarp(),
         all_gather.AllGather(),
+        ring.Ring(),
+        ulysses.Ulysses(),
+        wlb.Wlb(delay=False),
+        wlb.Wlb(delay=True),
+        hybrid_context.HybridContext(),
+        distca_paper.DistcaPaper(flash_attention_2=True),
+        distca_paper.DistcaPaper(flash_attention_2=False),
+        rows.Rows(),
+        retained.Retained(),
         single_stream.SingleStream(),
         ping_pong.PingPong(),
     )
