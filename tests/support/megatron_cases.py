@@ -95,6 +95,25 @@ FOUR = [
             **{**SELECTIVE, "recompute_modules": ["core_attn", "moe"]},
         },
     ),
+    # In ping-pong
+    Case(tensor=2, halved=True),
+    Case(tensor=2, halved=True, overlap=True, steps=3, shards=True, gathers=True),
+    *(Case(tensor=2, halved=True, changes=SEQUENCE | changes) for changes in RECOMPUTED),
+    Case(tensor=4, data=1, share=2, halved=True, changes=SEQUENCE),
+    Case(pipeline=2, halved=True, steps=20),
+    *(Case(pipeline=2, halved=True, changes=changes) for changes in RECOMPUTED),
+    *(Case(pipeline=2, halved=True, layers=8, chunks=2, changes=changes) for changes in ({}, *RECOMPUTED)),
+    Case(pipeline=2, halved=True, layers=3, changes={"account_for_loss_in_pipeline_split": True}),
+    Case(
+        pipeline=2,
+        halved=True,
+        layers=8,
+        changes={"num_layers_in_first_pipeline_stage": 3, **BLOCK, "recompute_num_layers": 2},
+    ),
+    Case(pipeline=2, halved=True, changes={**AROUND, **WINDOWS, "deallocate_pipeline_outputs": True}),
+    Case(pipeline=2, halved=True, changes={**SELECTIVE, "recompute_modules": ["core_attn", "mlp"]}),
+    Case(pipeline=2, halved=True, chunks=2, tied=True, per_token=True, overlap=True, align=True, steps=3),
+    Case(pipeline=2, halved=True, ragged=True, changes=RAGGED),
     # Checkpoints are read at another split than that at which they were written.
     Case(tensor=2, pipeline=2, data=1, share=2, steps=4, writes="whole states"),
     Case(pipeline=2, steps=4, reads="whole states"),
@@ -114,6 +133,10 @@ EIGHT = [
     Case(2, 4, 1, per_token=True),
     Case(2, 4, 1, ragged=True, changes=RAGGED),
     Case(1, 4, 2, layers=8, chunks=2, changes=SELECTIVE),
+    Case(2, 2, 2, halved=True, changes=SEQUENCE, steps=3),
+    Case(
+        2, 2, 2, halved=True, chunks=2, changes={**SEQUENCE, **RECOMPUTED[0]}, overlap=True, shards=True, gathers=True
+    ),
 ]
 #: Of four processes, beside Megatron in as many: what a layer of experts does depends on the micro-batches before.
 PEERS = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -15,9 +16,11 @@ from distca.context import Context
 from distca.errors import InvalidArgumentError
 from distca.integrations import megatron_names as names
 from distca.integrations.megatron_config import check_config, layers_of_stages, recomputed, window_of_layer
+from distca.integrations.megatron_ping_pong import halves_for
 from distca.integrations.megatron_schedule import DataWithTicks
 from distca.pipeline import PipelinePlansAhead, Ticks
 from distca.planner.exchange import Exchange
+from distca.planner.layout import PADDING, Layout
 
 
 @dataclass
@@ -32,6 +35,18 @@ class DistcaPackedSeqParams(names.PackedSeqParams):  # type: ignore[misc]
 
     plan: Any = None
     context: Context | str = "default"
+
+    def of_rows(self, layout: Layout, rank: int, plan: Any) -> DistcaPackedSeqParams:
+        """The parameters of a rank's rows of a layout, with this plan of them. Each row of padding is a document."""
+        sizes: list[int] = []
+        for document, begin, end in layout.segments(rank):
+            sizes += [end - begin] if document != PADDING else [1] * (end - begin)
+        assert isinstance(self.context, Context)
+        ends = torch.tensor([0, *sizes]).cumsum(0).to(self.context.device, torch.int32)
+        longest = max(sizes, default=0)
+        known: dict[str, Any] = {"cu_seqlens_q": ends, "max_seqlen_q": longest}
+        known |= {"cu_seqlens_kv": ends, "max_seqlen_kv": longest}
+        return dataclasses.replace(self, **known, plan=plan)
 
 
 def document_lengths(batch: Any) -> list[int]:
@@ -54,10 +69,12 @@ class PlannedBatches(DataWithTicks):
         num_microbatches: micro-batches of an iteration.
         lengths: the lengths of the documents in a batch, in the order of its rows. Rows of padding are a document.
         forward_only: whether it is for evaluation: makes plans without backward.
+        ping_pong: whether `tick_schedule` runs the layers on two halves of a micro-batch in turns.
         options: the other arguments of `PipelinePlans`.
 
     Raises:
-        InvalidArgumentError: the configuration asks for what cannot go together with ticks.
+        InvalidArgumentError: the configuration asks for what cannot go together with ticks, or with ping-pong.
+        ImportError: ping-pong needs the package greenlet.
     """
 
     def __init__(
@@ -69,6 +86,7 @@ class PlannedBatches(DataWithTicks):
         num_microbatches: int,
         lengths: Callable[[Any], Sequence[int]] = document_lengths,
         forward_only: bool = False,
+        ping_pong: bool = False,
         **options: Any,
     ) -> None:
         check_type("PlannedBatches", "context", context, Context, "distca.integrations.megatron.init(config, ...)")
@@ -79,6 +97,8 @@ class PlannedBatches(DataWithTicks):
         batches = next((each for each in batches if each is not None), None) if isinstance(batches, list) else batches
         layers = layers_of_stages(config, len(context.stages))
         windows = [window_of_layer(config, layer + 1) for layer in range(config.num_layers)]
+        if ping_pong:
+            options["halves"] = halves_for(config, windows)
         self.context = context
         recompute = None if forward_only else recomputed(config, layers)
         self._options: dict[str, Any] = {
@@ -125,12 +145,8 @@ class PlannedBatches(DataWithTicks):
         microbatch = self._microbatch()
         assert self.ticks is not None
         plans = self.ticks.plans
-        sizes = [end - begin for _, begin, end in plans.layouts[microbatch].segments(plans.index)]
-        ends = torch.tensor([0, *sizes]).cumsum(0).to(self.context.device, torch.int32)
-        longest = max(sizes, default=0)
-        return DistcaPackedSeqParams(
-            "thd", ends, ends, None, None, longest, longest, plan=self.ticks.plan, context=self.context
-        )
+        packed = DistcaPackedSeqParams("thd", context=self.context)
+        return packed.of_rows(plans.layouts[microbatch], plans.index, self.ticks.plan)
 
     def close(self) -> None:
         """Stops the thread. It is collective."""
