@@ -95,7 +95,18 @@ FOUR = [
             **{**SELECTIVE, "recompute_modules": ["core_attn", "moe"]},
         },
     ),
-    # In ping-pong
+    # Checkpoints are read at another split than that at which they were written.
+    Case(tensor=2, pipeline=2, data=1, share=2, steps=4, writes="whole states"),
+    Case(pipeline=2, steps=4, reads="whole states"),
+    Case(tensor=2, steps=4, reads="whole states"),
+    Case(pipeline=2, chunks=2, steps=4, reads="whole states", changes=SELECTIVE),
+    Case(pipeline=2, chunks=2, overlap=True, shards=True, steps=4, writes="shards of states"),
+    Case(tensor=2, shards=True, steps=4, reads="shards of states", changes=SEQUENCE),
+    Case(tensor=4, data=1, share=2, shards=True, steps=4, reads="shards of states"),
+    Case(pipeline=2, shards=True, steps=4, reads="shards of states", changes={"num_layers_in_first_pipeline_stage": 1}),
+]
+#: Of four processes, in ping-pong.
+HALVED = [
     Case(tensor=2, halved=True),
     Case(tensor=2, halved=True, overlap=True, steps=3, shards=True, gathers=True),
     *(Case(tensor=2, halved=True, changes=SEQUENCE | changes) for changes in RECOMPUTED),
@@ -114,15 +125,6 @@ FOUR = [
     Case(pipeline=2, halved=True, changes={**SELECTIVE, "recompute_modules": ["core_attn", "mlp"]}),
     Case(pipeline=2, halved=True, chunks=2, tied=True, per_token=True, overlap=True, align=True, steps=3),
     Case(pipeline=2, halved=True, ragged=True, changes=RAGGED),
-    # Checkpoints are read at another split than that at which they were written.
-    Case(tensor=2, pipeline=2, data=1, share=2, steps=4, writes="whole states"),
-    Case(pipeline=2, steps=4, reads="whole states"),
-    Case(tensor=2, steps=4, reads="whole states"),
-    Case(pipeline=2, chunks=2, steps=4, reads="whole states", changes=SELECTIVE),
-    Case(pipeline=2, chunks=2, overlap=True, shards=True, steps=4, writes="shards of states"),
-    Case(tensor=2, shards=True, steps=4, reads="shards of states", changes=SEQUENCE),
-    Case(tensor=4, data=1, share=2, shards=True, steps=4, reads="shards of states"),
-    Case(pipeline=2, shards=True, steps=4, reads="shards of states", changes={"num_layers_in_first_pipeline_stage": 1}),
 ]
 #: Of eight processes.
 EIGHT = [
