@@ -116,7 +116,7 @@ def _draw(path: Path, found: dict[str, dict[str, Any]]) -> None:
         axes.set_ylabel(label, fontsize=8)
         pictures.plain(axes, grid=True)
     axes.set_xticks(range(len(found)), [name.replace("-", "\n") for name in found], fontsize=7)
-    pictures.legend_below(figure, [Patch(color=about.colour, label=way) for way, about in WAYS.items()])
+    pictures.legend_below(figure, [Patch(color=about.colour, label=way) for way, about in WAYS.items()], columns=2)
     pictures.save(figure, path)
 
 
