@@ -17,6 +17,7 @@
 # variable. Without a GPU it trains the tiny model on CPU ranks, and says so in its first line.
 #
 #   MODEL ATTENTION LAYERS                             tiny, llama-8b, llama-34b, qwen3-8b; distca or megatron
+#   PING_PONG                                          1 computes one half of a micro-batch while rows of the other travel
 #   TP_SIZE PP_SIZE VPP_SIZE                           tensor ranks, pipeline stages, chunks of a stage; the rest is data
 #   CP_SIZE                                            data ranks over which a document may extend
 #   TOKENS_PER_RANK MAX_DOCUMENT MICRO_BATCHES STEPS   what a step holds, and how many there are

@@ -4,7 +4,7 @@
 #   CONTEXTS   most tokens of a document, one or more; "all" is TOKENS  (default: "all")
 #   LENGTHS    JSON lists of document lengths, one or more          (default: lengths of a pretraining corpus)
 #   DOC_SCALE  fraction of each length to keep                      (default on CPU: 0.125; GPU: 1)
-#   ROUNDS     rounds of each run, after one that is not counted     (default: 5)
+#   ROUNDS     rounds of each run, after one that is not counted     (default on CPU: 3; GPU: 5)
 #   LOGS       where the runs go                                     (default: logs beside the script)
 #
 # Everything else goes to pretrain_llama.sh, variables and arguments: TP_SIZE, PP_SIZE, VPP_SIZE, NNODES, MODEL,
@@ -13,11 +13,11 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 on_gpu=$( (command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null || true) | grep -c '^GPU' || true)
 if [ "$on_gpu" -gt 0 ]; then
-  TOKENS=${TOKENS:-65536 131072} DOC_SCALE=${DOC_SCALE:-1}
+  TOKENS=${TOKENS:-65536 131072} DOC_SCALE=${DOC_SCALE:-1} ROUNDS=${ROUNDS:-5}
 else
-  TOKENS=${TOKENS:-1024 2048} DOC_SCALE=${DOC_SCALE:-0.125}
+  TOKENS=${TOKENS:-1024 2048} DOC_SCALE=${DOC_SCALE:-0.125} ROUNDS=${ROUNDS:-3}
 fi
-CONTEXTS=${CONTEXTS:-all} LENGTHS=${LENGTHS:-$root/benchmarks/workloads/doc_lengths_pretrain.json} ROUNDS=${ROUNDS:-5}
+CONTEXTS=${CONTEXTS:-all} LENGTHS=${LENGTHS:-$root/benchmarks/workloads/doc_lengths_pretrain.json}
 PYTHON=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
 export DOC_SCALE PYTHON
 
@@ -48,6 +48,6 @@ sweep() { # FOLDER [ARGUMENT...]
   echo
   PYTHONWARNINGS=ignore "$PYTHON" -m distca.apps.pretrain.table "$folder" || failed=1
   echo
-  echo "runs, logs, results.jsonl, table.md and times.png are in $folder"
+  echo "runs, logs, results.jsonl, table.md and ways.png are in $folder"
   return $failed
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Data and tensor parallelism: distca, the same without balance, and Megatron's schedule and attention, on the same
-# batches in turn. Documents are balanced over the data ranks, in the place of context parallelism.
+# Data and tensor parallelism: distca, the same in ping-pong and without balance, and Megatron's schedule and attention,
+# on the same batches in turn. Documents are balanced over the data ranks, in the place of context parallelism.
 #
 #   bash benchmarks/example-3d-parallel/run3d.sh
 #   salloc -N 2 --gpus-per-node=8 env TP_SIZE=8 MODEL=llama-8b bash benchmarks/example-3d-parallel/run3d.sh

@@ -14,9 +14,12 @@ import pytest
 import torch
 
 from distca.apps.common.corpus import Corpus
+from distca.apps.common.options import exit_code
 from distca.apps.pretrain.data import MicroBatches
+from distca.apps.pretrain.log import RunLog
 from distca.apps.pretrain.options import Options, parse
 from distca.apps.pretrain.shapes import SHAPES, shape_of
+from distca.connect.launch import RankError
 from distca.errors import InvalidArgumentError
 from support.pretrained import log_of, run_all
 from support.ranks import launch
@@ -30,16 +33,16 @@ TWO = {
     "stages": {"PP_SIZE": "2", "EVAL_FRACTION": "0.2", "EVAL_EVERY": "2", "EVAL_STEPS": "1"},
     "virtual stages, recomputed": {"PP_SIZE": "2", "VPP_SIZE": "2", "RECOMPUTE": "full"},
     "Qwen3": {"TP_SIZE": "2", "MODEL": "qwen3"},
+    "stages, ping-pong": {"PP_SIZE": "2", "PING_PONG": "1", "RECOMPUTE": "full", "EVAL_FRACTION": "0.2"},
 }
+SEQUENCE = {"TP_SIZE": "2", "PP_SIZE": "2", "SEQUENCE_PARALLEL": "1", "RECOMPUTE": "selective"}
 FOUR = {
-    "tensor, sequence": {"TP_SIZE": "2", "PP_SIZE": "2", "SEQUENCE_PARALLEL": "1", "RECOMPUTE": "selective"},
+    "tensor, sequence": SEQUENCE,
+    "tensor, sequence, ping-pong": SEQUENCE | {"PING_PONG": "1", "VPP_SIZE": "2"},
     "context, tensor, sequence": {"TP_SIZE": "2", "CP_SIZE": "2", "SEQUENCE_PARALLEL": "1", "TOKENS_PER_RANK": "102"},
     "context, stages": {
-        "CP_SIZE": "2",
-        "PP_SIZE": "2",
-        "MAX_DOCUMENT": "190",
-        "EVAL_FRACTION": "0.2",
-        "EVAL_EVERY": "2",
+        **{"CP_SIZE": "2", "PP_SIZE": "2", "PING_PONG": "1"},
+        **{"MAX_DOCUMENT": "190", "EVAL_FRACTION": "0.2", "EVAL_EVERY": "2"},
     },
     "context": {"CP_SIZE": "4", "RECOMPUTE": "full", "TOKENS_PER_RANK": "51"},
 }
@@ -78,9 +81,9 @@ def _variables(folder: Path, changes: dict[str, str]) -> dict[str, str]:
 
 def _both(folder: Path, cases: dict[str, dict[str, str]]) -> list[tuple[str, dict[str, str]]]:
     return [
-        (f"{name}, {attention}", _variables(folder, changes | {"ATTENTION": attention}))
+        (f"{name}, {attention}", _variables(folder, changes | {"ATTENTION": attention} | without))
         for name, changes in cases.items()
-        for attention in ("distca", "megatron")
+        for attention, without in (("distca", {}), ("megatron", {"PING_PONG": ""}))
     ]
 
 
@@ -110,7 +113,8 @@ def test_losses_and_norms_are_those_of_megatrons_schedule(errors: list[str], fol
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-        assert ("eval_loss" in mine) == (mine["step"] > 1 and "EVAL_FRACTION" in (TWO | FOUR)[name])
+        due = mine["step"] > (1 if "EVAL_EVERY" in (TWO | FOUR)[name] else 2)
+        assert ("eval_loss" in mine) == (due and "EVAL_FRACTION" in (TWO | FOUR)[name])
         if "eval_loss" in mine:
             assert mine["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
     assert ours[0]["loss"] == pytest.approx(5.5, abs=1.0) and ours[2]["loss"] < ours[0]["loss"]
@@ -247,6 +251,7 @@ MISTAKES = {
     "MAX_DOCUMENT=513": "must be at most --tokens-per-rank 512",
     "TP_SIZE=2 SEQUENCE_PARALLEL=1 TOKENS_PER_RANK=33": "must be a multiple of --tp-size 2",
     "SEQUENCE_PARALLEL=1": "needs tensor ranks",
+    "ATTENTION=megatron PING_PONG=1": r"--ping-pong \(PING_PONG\) is 1, needs --attention distca: it is megatron",
     "EVAL_EVERY=3": "needs --eval-fraction",
     "EVAL_FRACTION=1": "must be at least 0 and below 1",
     "WARMUP_STEPS=100": "must be at least 0 and below --steps 100",
@@ -261,6 +266,44 @@ def test_a_mistake_is_told_in_one_line(given: str) -> None:
     with pytest.raises(InvalidArgumentError, match=MISTAKES[given]) as error:
         shape_of(parse([], variables).resolved(cuda=False, world_size=4))
     assert "\n" not in str(error.value)
+
+
+def test_a_damaged_line_of_the_log_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    for damaged in ('{"step": 2, "lo', "[1]", '{"loss": 1}', "\udcff"):
+        log.write_bytes(b'{"step": 1}\n' + damaged.encode(errors="surrogateescape") + b'\n{"step": 3}\n')
+        with pytest.raises(
+            InvalidArgumentError, match=f"^line 2 of {re.escape(str(log))} is damaged: delete it, or na"
+        ):
+            RunLog(tmp_path, steps=4, start=3, peak=None).__enter__()
+    log.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    with RunLog(tmp_path, steps=4, start=2, peak=None):
+        pass
+    assert log.read_text() == '{"step": 1}\n{"step": 2}\n'  # without what a kill has cut off
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [("DISTRIBUTED_OPTIMIZER", "set DISTRIBUTED_OPTIMIZER=1"), ("A B", "make")]
+)
+def test_a_run_that_goes_on_with_another_optimizer_is_told_what_to_set(tmp_path: Path, name: str, change: str) -> None:
+    from distca.apps.pretrain import checkpoints
+
+    (tmp_path / "run.json").write_text(json.dumps({"step": 1, "documents": 7, "fixed": {name: True}}))
+    message = f"{name} is 0, and the run that is resumed has 1: {change}.*, or name another --run-dir"
+    with pytest.raises(InvalidArgumentError, match=message):
+        checkpoints.load(tmp_path, [], None, documents=7, fixed={name: False})
+
+
+def test_what_a_resumed_run_must_have_too_is_in_the_checkpoint(errors: list[str], folder: Path) -> None:
+    assert errors == []
+    fixed = json.loads((folder / "resumed 0" / "step-3" / "run.json").read_text())["fixed"]
+    assert fixed["DISTRIBUTED_OPTIMIZER"] is False and fixed["TOKENS_PER_RANK"] == 128 and "PING_PONG" not in fixed
+
+
+def test_a_mistake_that_a_launched_rank_finds_has_the_exit_code_of_a_mistake() -> None:
+    for mistake, code in ((True, 2), (False, 1)):
+        assert exit_code(RankError(1, "rank 1 of 2 failed", expected=True, mistake=mistake)) == code
+    assert exit_code(InvalidArgumentError("no")) == 2
 
 
 def test_heads_that_tensor_ranks_cannot_share_are_an_error() -> None:

@@ -35,6 +35,10 @@ def _fails_on_rank_1() -> None:
     dist.barrier()
 
 
+def _refuses() -> None:
+    raise distca.InvalidArgumentError("steps = 0")
+
+
 def _killed_on_rank_1() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -99,6 +103,13 @@ def test_an_exception_names_its_rank_and_brings_its_traceback_not_that_of_the_ec
         launch(_fails_on_rank_1, ranks=2)
     assert caught.value.rank == 1
     assert "in _fails_on_rank_1" in str(caught.value)
+
+
+def test_a_mistake_that_a_rank_finds_is_told_apart_from_a_failure() -> None:
+    for function, mistake in ((_refuses, True), (_fails_on_rank_1, False)):
+        with pytest.raises(distca.RankError) as caught:
+            launch(function, ranks=2)
+        assert caught.value.mistake == mistake
 
 
 def test_a_killed_rank_is_named_with_its_signal() -> None:

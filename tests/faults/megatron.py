@@ -9,7 +9,79 @@ BATCHES = "python/distca/integrations/megatron_batches.py"
 CONFIG = "python/distca/integrations/megatron_config.py"
 SCHEDULE = "python/distca/integrations/megatron_schedule.py"
 
+PING_PONG = "python/distca/integrations/megatron_ping_pong.py"
+
 FAULTS = [
+    Fault(
+        "a half in Megatron has rows that tensor ranks cannot share",
+        PING_PONG,
+        "multiple_of=config.tensor_model_parallel_size if config.sequence_parallel else 1,",
+        "multiple_of=1,",
+        (TESTS,),
+    ),
+    Fault(
+        "a half's plan in Megatron is that of the other half",
+        PING_PONG,
+        '"layout": half.layout, "plan": ticks.plan}',
+        '"layout": plans.halves[work.microbatch][0].layout, "plan": ticks.plan}',
+        (TESTS,),
+    ),
+    Fault(
+        "a shallow stage of Megatron does not pad in halves",
+        PING_PONG,
+        "return plan.pad(forward(hidden, attention_mask, packed_seq_params=packed, **options))",
+        "return forward(hidden, attention_mask, packed_seq_params=packed, **options)",
+        (TESTS,),
+    ),
+    Fault(
+        "a later stage of Megatron runs both halves on the whole",
+        PING_PONG,
+        "        block.set_input_tensor(hidden)  # what it takes in all stages but the first\n",
+        "",
+        (TESTS,),
+    ),
+    Fault(
+        "Megatron's own checkpointing stays in ping-pong",
+        "python/distca/integrations/megatron_names.py",
+        'replaced = {"checkpoint": checkpoint, "get_cuda_rng_tracker": _NoForks}',
+        'replaced = {"get_cuda_rng_tracker": _NoForks}',
+        (TESTS,),
+    ),
+    Fault(
+        "halves in Megatron fork the tracker of random numbers crosswise",
+        "python/distca/integrations/megatron_names.py",
+        'replaced = {"checkpoint": checkpoint, "get_cuda_rng_tracker": _NoForks}',
+        'replaced = {"checkpoint": checkpoint}',
+        (TESTS,),
+    ),
+    Fault(
+        "tensor ranks of Megatron join the rows of the first one",
+        PING_PONG,
+        "return whole.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()",
+        "return whole.chunk(dist.get_world_size(group))[0].clone()",
+        (TESTS,),
+    ),
+    Fault(
+        "a router of experts sees each half apart",
+        PING_PONG,
+        '    "num_moe_experts": None,\n',
+        "",
+        (CONFIG_TESTS,),
+    ),
+    Fault(
+        "norms are recomputed for the wrong half",
+        PING_PONG,
+        'if config.recompute_granularity == "selective" and "layernorm" in modules:',
+        'if config.recompute_granularity == "full" and "layernorm" in modules:',
+        (CONFIG_TESTS,),
+    ),
+    Fault(
+        "padding of a half is no multiple",
+        "python/distca/planner/halves.py",
+        "padding += -(rows + padding) % multiple_of",
+        "padding += (rows + padding) % multiple_of",
+        ("tests/plan/test_halves.py",),
+    ),
     Fault(
         "Megatron's idle stages do not serve",
         SCHEDULE,

@@ -83,4 +83,32 @@ FAULTS = [
         'lambda: None if self._current is None else self._current["position_ids"][0]',
         TESTS,
     ),
+    Fault(
+        "ping-pong of a pretraining run is left out where attention is Megatron's",
+        FOLDER + "options.py",
+        'if self.ping_pong and self.attention != "distca":',
+        'if self.ping_pong and self.attention == "flash":',
+        TESTS,
+    ),
+    Fault(
+        "a damaged line of a pretraining log is left out",
+        FOLDER + "log.py",
+        "except (ValueError, TypeError, KeyError):",
+        "except (ValueError, TypeError):",
+        TESTS,
+    ),
+    Fault(
+        "a pretraining run goes on without its distributed optimizer",
+        FOLDER + "run.py",
+        '"eval_fraction", "seed", "distributed_optimizer")',
+        '"eval_fraction", "seed")',
+        TESTS,
+    ),
+    Fault(
+        "a mistake that a launched rank finds is a failure",
+        "python/distca/apps/common/options.py",
+        "(isinstance(error, RankError) and error.mistake)",
+        "(isinstance(error, RankError) and error.rank < 0)",
+        TESTS,
+    ),
 ]

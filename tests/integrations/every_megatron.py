@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 # Importing Megatron takes seconds on every rank otherwise.
 multiprocessing.set_forkserver_preload([*ranks.PRELOADED, "megatron.core.models.gpt", "megatron.core.optimizer"])
 
-from support.megatron_cases import EIGHT, FOUR, PEERS  # noqa: E402
+from support.megatron_cases import EIGHT, FOUR, HALVED, PEERS  # noqa: E402
 from support.megatron_runs import Case, Result, assert_as_alone, figures, run_all, run_all_alone  # noqa: E402
 
 Compare = Callable[[list[Case], list[list[Result]], list[Result]], None]
@@ -35,7 +35,9 @@ def compare(capsys: pytest.CaptureFixture[str]) -> Compare:
     return compared
 
 
-@pytest.mark.parametrize("cases", [FOUR, EIGHT], ids=["four processes", "eight processes"])
+@pytest.mark.parametrize(
+    "cases", [FOUR, HALVED, EIGHT], ids=["four processes", "four processes in ping-pong", "eight processes"]
+)
 def test_megatron_computes_what_it_computes_in_one_process(cases: list[Case], tmp_path: Path, compare: Compare) -> None:
     """All cases of a number of processes in one launch."""
     [alone] = ranks.launch(run_all_alone, cases, ranks=1)

@@ -33,6 +33,9 @@ def _exact(number_of_processes: int, folder: Path) -> Any:
         runs.Case(pipeline=2, changes={**uneven, **of.RECOMPUTED[2], **of.WINDOWS, "softmax_scale": 0.7}),
         runs.Case(pipeline=2, overlap=True, shards=True, gathers=True, tied=True, steps=2),
         runs.Case(tensor=2, per_token=True, joined=True),
+        runs.Case(pipeline=2, halved=True, chunks=2, per_token=True, changes=of.SELECTIVE, steps=4),
+        runs.Case(pipeline=2, halved=True, per_token=True, changes=uneven | of.RECOMPUTED[0], steps=4),
+        runs.Case(tensor=4, data=1, share=2, halved=True, changes=of.SEQUENCE),
     ]
     if number_of_processes == 1:
         return runs.run_all_alone(cases), _told()
@@ -69,6 +72,8 @@ MISTAKES = {
     "another dtype": r"plan was made for 4 query heads .*, bfloat16; the tensors have .*, float32",
     "more layers": "calls core_attention more often than the tick has forward steps: 2",
     "no more data": "StopIteration",
+    "no block of layers": "there is no TransformerBlock of Megatron in a Linear. What to change: .* ping_pong=False",
+    "compiled layers": r"layers.1 .* compiled, and compiled code cannot give the turn",
 }
 
 
@@ -88,6 +93,11 @@ def _told() -> dict[str, str]:
         config = runs.configured(case)
         deep = case._replace(layers=3) if mistake == "more layers" else case
         [model] = runs.models_of(deep, runs.configured(deep), None)
+        if mistake == "compiled layers":
+            model.module.decoder.layers[1].compile()
+        if mistake == "no block of layers":
+            linear: Any = torch.nn.Linear(1, 1)
+            linear.config, model = config, linear
         data = [runs.microbatch_of(case, 0, number, 0) for number in range(2)]
 
         def forward_step(data_iterator: Any, model: Any) -> Any:
@@ -107,7 +117,10 @@ def _told() -> dict[str, str]:
 
         heads_of = case._replace(changes={"params_dtype": torch.bfloat16}) if mistake == "another dtype" else case
         with megatron.init(runs.configured(heads_of), max_tokens=240, timeout=20) as context:
-            batches: Any = megatron.PlannedBatches(iter(data), config, context=context, num_microbatches=2)
+            halved = mistake in ("no block of layers", "compiled layers")
+            batches: Any = megatron.PlannedBatches(
+                iter(data), config, context=context, num_microbatches=2, ping_pong=halved
+            )
             changes: dict[str, Any] = {
                 "other micro-batches": {"num_microbatches": 3},
                 "two sequences": {"micro_batch_size": 2},

@@ -172,6 +172,29 @@ def test_what_cannot_go_together_with_distca_is_refused_by_name(name: str) -> No
         _batches(config)
 
 
+IN_PING_PONG: dict[str, Any] = {
+    "hidden_dropout": 0.1,
+    "num_moe_experts": 4,
+    "distribute_saved_activations": True,
+    "tp_comm_overlap": True,
+}
+
+
+@pytest.mark.parametrize("name", IN_PING_PONG)
+def test_what_cannot_go_together_with_ping_pong_is_refused_by_name(name: str) -> None:
+    config = _config(**{"hidden_dropout": 0.0, name: IN_PING_PONG[name]})
+    message = f"Megatron's {name} = {re.escape(repr(IN_PING_PONG[name]))} does not go together with ping-pong; .* is al"
+    with pytest.raises(distca.InvalidArgumentError, match=message):
+        _batches(config, ping_pong=True)
+
+
+def test_norms_that_are_recomputed_are_refused_in_ping_pong() -> None:
+    """Megatron keeps what it recomputes in the layer, where the other half would find it."""
+    recomputed = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]}
+    with pytest.raises(distca.InvalidArgumentError, match="recompute_modules = .* leave out 'layernorm'"):
+        _batches(_config(hidden_dropout=0.0, **recomputed), ping_pong=True)
+
+
 @pytest.mark.parametrize("window", [(128, 1), (128, -1), (-2, 0)], ids=str)
 def test_a_window_that_is_not_causal_is_refused(window: tuple[int, int]) -> None:
     from distca.integrations.megatron import DistcaCoreAttention

@@ -49,6 +49,13 @@ def test_plans_say_their_tick_and_half_and_are_taken_in_parts() -> None:
     assert len(seen) == 2 * len(plans.table)
 
 
+def test_a_function_makes_the_halves_of_each_micro_batch() -> None:
+    plans = _plans(halves=distca.halves)
+    assert plans.halves is not None
+    assert [[half.documents for half in pair] for pair in plans.halves] == [[h.documents for h in p] for p in HALVES]
+    assert plans.plan(3, 0, 1).digest == _plans().plan(3, 0, 1).digest
+
+
 def test_the_longest_label_fits() -> None:
     """A plan has room for 48 characters."""
     label = _plans().label(0, 1).replace("tick 0 of 8, forward", "tick 999999 of 999999, backward")

@@ -73,3 +73,18 @@ def test_tokens_and_attention_are_both_balanced_where_one_alone_would_not_be_eno
 def test_a_half_may_be_empty(lengths: list[list[int]]) -> None:
     first, second = distca.halves(distca.Layout.from_documents(lengths))
     assert first.layout.num_rows(0) == sum(lengths[0]) and second.layout.num_rows(0) == 0
+
+
+def test_rows_of_a_half_are_padded_to_a_multiple() -> None:
+    layout = distca.Layout.from_documents([[7, 5, 2], [9]])
+    both = distca.halves(layout, idle_rows=1, multiple_of=4)
+    for rank, of_whole in ((0, 14), (1, 9)):
+        x = torch.arange(1, of_whole + 1)
+        taken = [half.take(x, rank) for half in both]
+        assert [len(rows) % 4 for rows in taken] == [0, 0] and all(len(rows) >= 4 for rows in taken)
+        assert sorted(torch.cat(taken).tolist())[-of_whole:] == x.tolist()
+        for half, rows in zip(both, taken, strict=True):
+            own = len(half.rows(rank))
+            assert len(rows) - own < 4 or not own
+            assert half.layout.num_rows(rank) == len(rows) and not rows[own:].any()
+            assert half.layout.segments(rank)[-1:] == [(distca.PADDING, 0, len(rows) - own)] * (len(rows) > own)

@@ -76,6 +76,8 @@ FOUR = [
     Case(tensor=2, per_token=True, joined=True, changes=SEQUENCE),
     Case(data=4, per_token=True, joined=True, share=1, changes={"rotary_interleaved": True}),
     Case(pipeline=2, chunks=2, per_token=True, joined=True, changes=SELECTIVE, steps=2),
+    Case(pipeline=2, per_token=True, joined=True, halved=True, changes=RECOMPUTED[0]),
+    Case(tensor=2, per_token=True, joined=True, halved=True, changes=SEQUENCE),
     Case(pipeline=2, overlap=True, steps=3),
     Case(pipeline=2, overlap=True, steps=3, align=True),
     Case(pipeline=2, chunks=2, overlap=True, steps=3, align=True),
@@ -109,6 +111,27 @@ FOUR = [
     Case(tensor=4, data=1, share=2, shards=True, steps=4, reads="shards of states"),
     Case(pipeline=2, shards=True, steps=4, reads="shards of states", changes={"num_layers_in_first_pipeline_stage": 1}),
 ]
+#: Of four processes, in ping-pong.
+HALVED = [
+    Case(tensor=2, halved=True),
+    Case(tensor=2, halved=True, overlap=True, steps=3, shards=True, gathers=True),
+    *(Case(tensor=2, halved=True, changes=SEQUENCE | changes) for changes in RECOMPUTED),
+    Case(tensor=4, data=1, share=2, halved=True, changes=SEQUENCE),
+    Case(pipeline=2, halved=True, steps=20),
+    *(Case(pipeline=2, halved=True, changes=changes) for changes in RECOMPUTED),
+    *(Case(pipeline=2, halved=True, layers=8, chunks=2, changes=changes) for changes in ({}, *RECOMPUTED)),
+    Case(pipeline=2, halved=True, layers=3, changes={"account_for_loss_in_pipeline_split": True}),
+    Case(
+        pipeline=2,
+        halved=True,
+        layers=8,
+        changes={"num_layers_in_first_pipeline_stage": 3, **BLOCK, "recompute_num_layers": 2},
+    ),
+    Case(pipeline=2, halved=True, changes={**AROUND, **WINDOWS, "deallocate_pipeline_outputs": True}),
+    Case(pipeline=2, halved=True, changes={**SELECTIVE, "recompute_modules": ["core_attn", "mlp"]}),
+    Case(pipeline=2, halved=True, chunks=2, tied=True, per_token=True, overlap=True, align=True, steps=3),
+    Case(pipeline=2, halved=True, ragged=True, changes=RAGGED),
+]
 #: Of eight processes.
 EIGHT = [
     Case(2, 2, 2, steps=20),
@@ -118,6 +141,10 @@ EIGHT = [
     Case(2, 4, 1, per_token=True),
     Case(2, 4, 1, ragged=True, changes=RAGGED),
     Case(1, 4, 2, layers=8, chunks=2, changes=SELECTIVE),
+    Case(2, 2, 2, halved=True, changes=SEQUENCE, steps=3),
+    Case(
+        2, 2, 2, halved=True, chunks=2, changes={**SEQUENCE, **RECOMPUTED[0]}, overlap=True, shards=True, gathers=True
+    ),
 ]
 #: Of four processes, beside Megatron in as many: what a layer of experts does depends on the micro-batches before.
 PEERS = [

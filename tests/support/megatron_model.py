@@ -47,6 +47,7 @@ class Case(NamedTuple):
     kv_heads: int = 2
     ragged: bool = False  # whether micro-batches have different numbers of rows
     joined: bool = False  # whether the last document of each data rank goes on on the next one
+    halved: bool = False  # whether layers run in ping-pong
     stock: bool = False  # whether the schedule is Megatron's, with plans of distca
     steps: int = 1
     share: int = 1  # how many data ranks would have the micro-batches of this one
@@ -64,7 +65,7 @@ class Case(NamedTuple):
         changes = {name: value for name, value in self.changes.items() if not name.startswith(parallel)}
         return self._replace(
             **{"tensor": 1, "pipeline": 1, "data": 1, "chunks": 1, "changes": changes},
-            **{"overlap": False, "align": False, "shards": False, "gathers": False, "stock": False},
+            **{"overlap": False, "align": False, "shards": False, "gathers": False, "stock": False, "halved": False},
             **{"share": self.share * self.data, "writes": "", "reads": ""},
         )
 

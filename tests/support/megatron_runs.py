@@ -146,6 +146,7 @@ def _run(case: Case, folder: Path | None, alone: bool) -> Result:
         stage, stages = parallel_state.get_pipeline_model_parallel_rank(), case.pipeline
         reads = parallel_state.get_tensor_model_parallel_rank() == 0 and stage in (0, stages - 1)
         options: dict[str, Any] = {"context": context, "num_microbatches": count, "tolerance": 0.02, "min_rows": 8}
+        options["ping_pong"] = case.halved
         if case.joined:
             options |= {"continues": lambda batch: batch["continues"], "model": models}
         evaluation = PlannedBatches(iter(data[:count]) if reads else None, config, forward_only=True, **options)

@@ -47,16 +47,24 @@ class RankError(DistcaError):
         headline: the message without the traceback.
         exception: the name of the exception type that the rank raised; empty if it died without one.
         expected: whether that exception is one of distca's own errors.
+        mistake: whether it is an InvalidArgumentError.
     """
 
     def __init__(
-        self, rank: int, headline: str, details: str = "", exception: str = "", expected: bool = False
+        self,
+        rank: int,
+        headline: str,
+        details: str = "",
+        exception: str = "",
+        expected: bool = False,
+        mistake: bool = False,
     ) -> None:
         super().__init__(f"{headline}\n\n{details}" if details else headline)
         self.rank = rank
         self.headline = headline
         self.exception = exception
         self.expected = expected
+        self.mistake = mistake
 
 
 @dataclass
@@ -245,7 +253,8 @@ def _outcome(group: list[_Rank], interrupted: bool) -> list[Any]:
         raise KeyboardInterrupt
     headline = f"rank {first.rank} of {len(group)} {_headline(first)}"
     if isinstance(report, Failure):
-        raise RankError(first.rank, headline, report.details + others, report.exception, report.expected)
+        details = report.details + others
+        raise RankError(first.rank, headline, details, report.exception, report.expected, report.mistake)
     raise RankError(first.rank, headline, others.strip())
 
 

@@ -46,6 +46,7 @@ class Failure:
     expected: bool = False
     follow_up: bool = False  # the echo of another rank's failure
     interrupted: bool = False
+    mistake: bool = False  # of an argument
 
     @staticmethod
     def of(error: BaseException) -> Failure:
@@ -61,6 +62,7 @@ class Failure:
             expected=isinstance(error, DistcaError),
             follow_up=echo,
             interrupted=isinstance(error, KeyboardInterrupt),
+            mistake=isinstance(error, InvalidArgumentError),
         )
 
 

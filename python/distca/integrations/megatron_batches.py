@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,10 @@ from distca.context import Context
 from distca.errors import InvalidArgumentError
 from distca.integrations import megatron_names as names
 from distca.integrations.megatron_config import check_config, layers_of_stages, recomputed, window_of_layer
+from distca.integrations.megatron_ping_pong import halves_for
 from distca.integrations.megatron_schedule import DataWithTicks
 from distca.pipeline import PipelinePlans, PipelinePlansAhead, Ticks
+from distca.planner.layout import PADDING, Layout
 
 
 @dataclass
@@ -26,10 +29,26 @@ class DistcaPackedSeqParams(names.PackedSeqParams):  # type: ignore[misc]
         plan: a `distca.Plan`, or what finds it: while ticks are under way (`TickPlan`), or by the layer's window
             (`distca.Plans`).
         context: the context that runs it, or its name.
+        by_row: whether RoPE has the position of each row (`rotate_by_row`).
     """
 
     plan: Any = None
     context: Context | str = "default"
+    by_row: bool = False
+
+    def of_rows(self, layout: Layout, rank: int, plan: Any) -> DistcaPackedSeqParams:
+        """The parameters of a rank's rows of a layout, with this plan of them. Each row of padding is a document."""
+        sizes: list[int] = []
+        segments = layout.segments(rank)
+        for document, begin, end in segments:
+            sizes += [end - begin] if document != PADDING else [1] * (end - begin)
+        assert isinstance(self.context, Context)
+        ends = torch.tensor([0, sum(sizes)] if self.by_row else [0, *sizes]).cumsum(0)
+        ends = ends.to(self.context.device, torch.int32)
+        longest = max((end for _, _, end in segments), default=0)
+        known: dict[str, Any] = {"cu_seqlens_q": ends, "max_seqlen_q": longest}
+        known |= {"cu_seqlens_kv": ends, "max_seqlen_kv": longest}
+        return dataclasses.replace(self, **known, plan=plan)
 
 
 def document_lengths(batch: Any) -> list[int]:
@@ -55,10 +74,12 @@ class PlannedBatches(DataWithTicks):
             tells the length of its part. By default documents are whole.
         model: the chunks of the model on this process, for `continues`: their RoPE then takes the position of each row.
         forward_only: whether it is for evaluation: makes plans without backward.
+        ping_pong: whether `tick_schedule` runs the layers on two halves of a micro-batch in turns.
         options: the other arguments of `PipelinePlans`.
 
     Raises:
-        InvalidArgumentError: the configuration asks for what cannot go together with ticks.
+        InvalidArgumentError: the configuration asks for what cannot go together with ticks, or with ping-pong.
+        ImportError: ping-pong needs the package greenlet.
     """
 
     def __init__(
@@ -72,6 +93,7 @@ class PlannedBatches(DataWithTicks):
         continues: Callable[[Any], bool] | None = None,
         model: Sequence[Any] = (),
         forward_only: bool = False,
+        ping_pong: bool = False,
         **options: Any,
     ) -> None:
         check_type("PlannedBatches", "context", context, Context, "distca.integrations.megatron.init(config, ...)")
@@ -87,6 +109,8 @@ class PlannedBatches(DataWithTicks):
         layers = layers_of_stages(config, len(context.stages))
         windows = [window_of_layer(config, layer + 1) for layer in range(config.num_layers)]
         self._options["recompute"] = None if forward_only else recomputed(config, layers)
+        if ping_pong:
+            options["halves"] = halves_for(config, windows)
         self._ahead = PipelinePlansAhead(
             batches,
             heads=context.heads,
@@ -122,14 +146,8 @@ class PlannedBatches(DataWithTicks):
         """What ``forward_step_func`` passes to the model as packed_seq_params, on every process."""
         plans, microbatch = self._now()
         assert self.ticks is not None
-        segments = plans.layouts[microbatch].segments(plans.index)
-        sizes = [end - begin for _, begin, end in segments]
-        ends = torch.tensor([0, sum(sizes)] if self._by_row else [0, *sizes]).cumsum(0)
-        ends = ends.to(self.context.device, torch.int32)
-        longest = max((end for _, _, end in segments), default=0)
-        return DistcaPackedSeqParams(
-            "thd", ends, ends, None, None, longest, longest, plan=self.ticks.plan, context=self.context
-        )
+        packed = DistcaPackedSeqParams("thd", context=self.context, by_row=self._by_row)
+        return packed.of_rows(plans.layouts[microbatch], plans.index, self.ticks.plan)
 
     def close(self) -> None:
         """Stops the thread. It is collective."""

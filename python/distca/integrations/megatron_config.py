@@ -30,11 +30,16 @@ ALLOWED = {
 
 def check_config(config: Any) -> None:
     """Raises InvalidArgumentError for the first field of the configuration that is not as it must be."""
-    for name, allowed in ALLOWED.items():
+    check_fields(config, ALLOWED, "distca")
+
+
+def check_fields(config: Any, fields: dict[str, Any], what: str) -> None:
+    """Raises InvalidArgumentError for the first of these fields whose value is not the one that `what` allows."""
+    for name, allowed in fields.items():
         found = getattr(config, name, allowed)
         if found != allowed and (found or allowed):
             raise InvalidArgumentError(
-                f"Megatron's {name} = {found!r} does not go together with distca; {allowed!r} is allowed"
+                f"Megatron's {name} = {found!r} does not go together with {what}; {allowed!r} is allowed"
             )
 
 

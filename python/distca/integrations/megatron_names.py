@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -49,6 +51,8 @@ get_num_layers_to_build = _name("transformer.transformer_block", "get_num_layers
 tensor_group = _name("parallel_state", "get_tensor_model_parallel_group")
 pipeline_group = _name("parallel_state", "get_pipeline_model_parallel_group")
 context_parallel_group = _name("parallel_state", "get_context_parallel_group")
+TransformerBlock = _name("transformer.transformer_block", "TransformerBlock")
+gather_rows = _name("tensor_parallel", "gather_from_sequence_parallel_region")
 P2PCommunicator = _name("pipeline_parallel.p2p_communication", "P2PCommunicator")
 
 # Parts of Megatron's own schedules, which no version promises to keep.
@@ -58,6 +62,31 @@ deallocate_output_tensor = _name("pipeline_parallel.schedules", "deallocate_outp
 get_tensor_shapes = _name("pipeline_parallel.schedules", "get_tensor_shapes")
 _backward_step = _name("pipeline_parallel.schedules", "backward_step")
 _get_model_type = _name("pipeline_parallel.schedules", "get_model_type")
+
+_tensor_parallel: Any = importlib.import_module("megatron.core.tensor_parallel")
+
+
+class _NoForks:
+    """Stands for Megatron's tracker of random numbers where none are drawn."""
+
+    def fork(self, *_: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def taking_turns(checkpoint: Any) -> Iterator[None]:
+    """In `with`, two calls of a block of layers may take turns in one thread.
+
+    Forks of the tracker of random numbers must nest, and therefore there are none. `checkpoint` takes the place of
+    Megatron's ``checkpoint(function, distribute_saved_activations, *args)``.
+    """
+    replaced = {"checkpoint": checkpoint, "get_cuda_rng_tracker": _NoForks}
+    before = {name: _name("tensor_parallel", name) for name in replaced}
+    vars(_tensor_parallel).update(replaced)
+    try:
+        yield
+    finally:
+        vars(_tensor_parallel).update(before)
 
 
 def backward_step(model: Any, *given: Any, config: Any) -> Any:

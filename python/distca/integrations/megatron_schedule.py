@@ -11,6 +11,7 @@ import torch
 
 from distca.errors import DistcaError, InvalidArgumentError, refusals_told
 from distca.integrations import megatron_names as names
+from distca.integrations.megatron_ping_pong import in_halves
 from distca.pipeline import CurrentTick, Ticks, Work
 
 
@@ -110,7 +111,8 @@ def tick_schedule(
         )
 
     try:
-        kept, tokens = iteration.run(forward)
+        with in_halves(chunks, ticks):
+            kept, tokens = iteration.run(forward)
     except Exception as error:
         if not isinstance(error, DistcaError):
             ticks.context.check()  # what a peer has told is why its tensors do not come
@@ -141,7 +143,8 @@ class _Iteration:
 
         def run(*args: Any) -> tuple[Any, Any]:
             output, loss_func = forward_step_func(*args)
-            padded = self.ticks.pad(output)
+            # Each half has taken part by itself.
+            padded = self.ticks.pad(output) if self.ticks.plans.halves is None else output
             if padded is not output:  # Megatron frees outputs, which must not be views
                 padded = names.make_viewless_tensor(padded, requires_grad=padded.requires_grad, keep_graph=True)
             return padded, loss_func

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distca.arguments import check_type, is_whole, listed
@@ -47,8 +47,9 @@ class PipelinePlans:
         scores: for each attention layer of the model its mask, window, scale and softcap, in place of `windows`. Layers
             of different stages that share a step may differ in all of them.
         halves: for each micro-batch its two halves, ``[distca.halves(layout) for layout in layouts]``, if the stages
-            run in `distca.PingPong`. Each half then has plans of its own, with ``overlap=True`` by default. A
-            micro-batch has the same halves in forward and backward.
+            run in `distca.PingPong`; or the function that makes them of a layout, such as `distca.halves`. Each half
+            then has plans of its own, with ``overlap=True`` by default. A micro-batch has the same halves in forward
+            and backward.
         across_stages: False balances attention inside each stage only, to compare. Idle stages then compute nothing.
             ``servers``, ``speeds`` and ``ranks_per_node`` cannot be given.
         context: the context that will run the plans, or its name, as in `distca.plan`.
@@ -61,7 +62,7 @@ class PipelinePlans:
         table: the ticks.
         stages: as above.
         layouts: as above.
-        halves: as above.
+        halves: the two halves of each micro-batch, or None.
         parts: what each step has a plan for: ``(None,)``, or with halves ``(0, 1)``.
         layers: number of layers of each stage's chunks.
         depth: the steps of a tick without recomputation: the layers of the deepest stage's chunks.
@@ -87,7 +88,7 @@ class PipelinePlans:
         backward: bool = True,
         windows: Sequence[int | None] | None = None,
         scores: Sequence[Scores] | None = None,
-        halves: Sequence[tuple[Half, Half]] | None = None,
+        halves: Sequence[tuple[Half, Half]] | Callable[[Layout], tuple[Half, Half]] | None = None,
         across_stages: bool = True,
         context: Context | str | None = None,
         rank: int | None = None,
@@ -117,7 +118,8 @@ class PipelinePlans:
             len(self.stages), len(self.layouts), chunks=chunks, in_flight=in_flight, backward=backward
         )
         self.heads = heads
-        self.halves = None if halves is None else checked_halves(halves, self.layouts)
+        made = [halves(layout) for layout in self.layouts] if callable(halves) else halves
+        self.halves = None if made is None else checked_halves(made, self.layouts)
         options = {"heads": heads, "context": context, "rank": rank, "overlap": self.halves is not None, **options}
         self.parts: tuple[int | None, ...] = (None,) if halves is None else (0, 1)
         planners = [StepPlanner(self._layouts_of(part), self.stages, options, across_stages) for part in self.parts]

@@ -16,8 +16,8 @@ class Half:
     """One half of a micro-batch: some of the documents of a layout, as a layout of its own.
 
     Attributes:
-        layout: the layout of these documents alone, numbered from 0 in their order. A rank without any of them has the
-            idle rows, which are padding.
+        layout: the layout of these documents alone, numbered from 0 in their order. A rank's rows may end with padding:
+            the idle rows of a rank without any document, and what fills up a multiple.
         documents: the documents' numbers in the whole layout, ascending.
     """
 
@@ -26,7 +26,7 @@ class Half:
     _whole: Layout = dataclasses.field(repr=False)
 
     def rows(self, rank: int) -> torch.Tensor:
-        """Indices of this half's rows in the rank's whole token tensor, in order, int64; idle rows are left out."""
+        """Indices of this half's rows in the rank's whole token tensor, in order, int64; its padding is left out."""
         mine, parts, first = set(self.documents), [torch.zeros(0, dtype=torch.int64)], 0
         for document, begin, end in self._whole.segments(rank):
             if document in mine:
@@ -46,10 +46,10 @@ class Half:
             whole: a tensor whose dimension `dim` is that of the rank's rows.
             rank: the rank.
             dim: the dimension of the rows.
-            fill: the value in idle rows.
+            fill: the value in the half's padding.
 
         Returns:
-            A new tensor with the rows of this half, or with the idle rows if this rank has none of its documents.
+            A new tensor with the rows of this half, and its padding behind them.
         """
         rows = self.rows(rank).to(whole.device)
         taken = whole.index_select(dim, rows)
@@ -70,7 +70,7 @@ def join_halves(parts: Sequence[torch.Tensor], halves: tuple[Half, Half], rank: 
         dim: the dimension of the rows.
 
     Returns:
-        A new tensor. Padding rows, which are in neither half, are 0; idle rows are left out.
+        A new tensor. Padding rows of the layout, which are in neither half, are 0; padding of a half is left out.
     """
     rows = torch.cat([half.rows(rank) for half in halves])
     zeros = list(parts[0].shape)
@@ -81,7 +81,7 @@ def join_halves(parts: Sequence[torch.Tensor], halves: tuple[Half, Half], rank: 
     return torch.cat([*own, parts[0].new_zeros(zeros)], dim).index_select(dim, of_row.to(parts[0].device))
 
 
-def halves(layout: Layout, *, window: int | None = None, idle_rows: int = 0) -> tuple[Half, Half]:
+def halves(layout: Layout, *, window: int | None = None, idle_rows: int = 0, multiple_of: int = 1) -> tuple[Half, Half]:
     """Deals the documents of a layout out to two halves with about equal attention and, on every rank, equal tokens.
 
     This is a pure function of its arguments. Therefore every rank finds the same halves. Documents stay whole: a
@@ -91,6 +91,7 @@ def halves(layout: Layout, *, window: int | None = None, idle_rows: int = 0) -> 
         layout: the layout of the micro-batch.
         window: how many keys a row sees, its own included; all keys of its document up to its own by default.
         idle_rows: rows of padding for a rank that has no row in a half, for models that cannot take an empty tensor.
+        multiple_of: each rank's rows of a half are padded to a multiple of this number, for models that share them out.
 
     Returns:
         The first and the second half.
@@ -110,7 +111,8 @@ def halves(layout: Layout, *, window: int | None = None, idle_rows: int = 0) -> 
                 tokens[document][rank] += end - begin
     pairs = [_visible_pairs(length, window) for length in lengths]
     second = _deal(pairs, tokens, layout.num_ranks)
-    return _half(layout, [not one for one in second], idle_rows), _half(layout, second, idle_rows)
+    first = [not one for one in second]
+    return _half(layout, first, idle_rows, multiple_of), _half(layout, second, idle_rows, multiple_of)
 
 
 def _visible_pairs(length: int, window: int | None) -> int:
@@ -118,15 +120,20 @@ def _visible_pairs(length: int, window: int | None) -> int:
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
-def _half(layout: Layout, taken: list[bool], idle_rows: int) -> Half:
+def _half(layout: Layout, taken: list[bool], idle_rows: int, multiple_of: int) -> Half:
     documents = [document for document, one in enumerate(taken) if one]
     number = {document: i for i, document in enumerate(documents)}
     segments = [
         [(number[document], begin, end) for document, begin, end in layout.segments(rank) if document in number]
         for rank in range(layout.num_ranks)
     ]
-    idle = [(PADDING, 0, idle_rows)] if idle_rows else []
-    half = Layout([of_rank or idle for of_rank in segments])
+    for of_rank in segments:
+        rows = sum(end - begin for _, begin, end in of_rank)
+        padding = 0 if rows else idle_rows
+        padding += -(rows + padding) % multiple_of
+        if padding:
+            of_rank.append((PADDING, 0, padding))
+    half = Layout(segments)
     half._longest_of_whole = layout.longest_document  # both halves then have the same RoPE frequencies
     return Half(half, documents, layout)
 

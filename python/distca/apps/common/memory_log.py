@@ -82,7 +82,7 @@ class MemoryLog(Watch):
     def note(self, point: str) -> None:
         if self._file is None or self._path is None:
             return
-        line = {**self._step, "point": point, **_resident()}
+        line = {**self._step, "point": point, **resident()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             line["cuda_allocated"] = torch.cuda.memory_allocated()
             line["cuda_reserved"] = torch.cuda.memory_reserved()
@@ -95,8 +95,8 @@ class MemoryLog(Watch):
 _RESIDENT = {"VmRSS": "rss", "RssShmem": "rss_shared", "VmHWM": "rss_peak"}
 
 
-def _resident() -> dict[str, int]:
-    """Memory of this process in bytes. Linux tells it in kilobytes."""
+def resident() -> dict[str, int]:
+    """Memory of this process in bytes: ``rss``, ``rss_shared`` and ``rss_peak``. Linux tells it in kilobytes."""
     found = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")

@@ -45,4 +45,9 @@ def tell(error: DistcaError, command: str, debug: bool) -> int:
     if isinstance(error, RankError) and sys.stderr.isatty():  # a rank that died has left its bar on the line
         print(file=sys.stderr)
     print(f"distca {command}: error: {message}", file=sys.stderr)
-    return 2 if isinstance(error, InvalidArgumentError) else 1
+    return exit_code(error)
+
+
+def exit_code(error: DistcaError) -> int:
+    """The exit code after an error: 2 for a mistake in the options, also one that a launched rank has found."""
+    return 2 if isinstance(error, InvalidArgumentError) or (isinstance(error, RankError) and error.mistake) else 1

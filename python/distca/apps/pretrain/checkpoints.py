@@ -76,7 +76,12 @@ def load(folder: Path, chunks: list[Any], optimizer: Any, *, documents: int, fix
         raise DistcaError(f"the checkpoint {folder} has a damaged {_STATE}: {error}") from error
     if changed:
         name = changed[0]
-        raise InvalidArgumentError(f"{name} is {fixed[name]}, and the run that is resumed has {state.fixed[name]}")
+        given, before = (int(value) if isinstance(value, bool) else value for value in (fixed[name], state.fixed[name]))
+        change = f"set {name}={before}" if name.isidentifier() else "make it the same"
+        raise InvalidArgumentError(
+            f"{name} is {given}, and the run that is resumed has {before}: {change}, or name another --run-dir "
+            "(RUN_DIR)"
+        )
     if state.documents != documents:
         raise InvalidArgumentError(f"the documents are not those of {folder}: give the same DATA, DOC_SCALE, TOKENIZER")
     # Without Transformer Engine and Apex, the distributed optimizer has the state that it reads into after a step.

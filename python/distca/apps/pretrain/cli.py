@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from distca.apps.common import memory_log
-from distca.apps.common.options import INTERRUPTED, interrupt_on_sigterm
+from distca.apps.common.options import INTERRUPTED, exit_code, interrupt_on_sigterm
 from distca.apps.pretrain.options import Options, parse
 from distca.apps.pretrain.shapes import shape_of
 from distca.connect.launch import RankError, launch
@@ -48,13 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DistcaError as error:
         message = error.headline if isinstance(error, RankError) and (error.expected or not error.exception) else error
         print(f"pretrain_llama: error: {message}", file=sys.stderr)
-        return 2 if isinstance(error, InvalidArgumentError) else 1
+        return exit_code(error)
 
 
 def _check_packages(options: Options) -> None:
     needed = {"megatron": "--no-deps 'megatron-core>=0.16,<0.20'", "numpy": "numpy", "tqdm": "tqdm"}
     if options.tokenizer is not None:
         needed["transformers"] = "transformers"
+    if options.ping_pong or options.compare:
+        needed["greenlet"] = "greenlet"
     for package, install in needed.items():
         if importlib.util.find_spec(package) is None:
             raise InvalidArgumentError(f"the package {package} is not installed: pip install {install}")

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from distca.errors import InvalidArgumentError
+
 #: Floating-point operations a second of a GPU's matrix units in bfloat16, dense, by a part of its name: data sheets.
 _PEAKS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12}
 
@@ -65,8 +67,7 @@ class RunLog:
     def __enter__(self) -> RunLog:
         if self._run_dir is not None:
             path = self._run_dir / "log.jsonl"
-            kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= self._start]
-            path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            path.write_bytes(b"".join(line + b"\n" for line in _lines_until(path, self._start)))
             self._file = open(path, "a", encoding="utf-8")
             if importlib.util.find_spec("tensorboard") is not None:
                 from torch.utils.tensorboard import SummaryWriter
@@ -118,9 +119,22 @@ class RunLog:
         self.say(" | ".join(parts))
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """The lines of a log that may have been cut off by a kill."""
+def _lines_until(path: Path, step: int) -> list[bytes]:
+    """The lines up to a step, of a log that may have been cut off by a kill.
+
+    Raises:
+        InvalidArgumentError: a line is damaged.
+    """
     if not path.exists():
         return []
-    *whole, _ = path.read_text(encoding="utf-8").split("\n")
-    return whole
+    *whole, _ = path.read_bytes().split(b"\n")
+    kept = []
+    for number, line in enumerate(whole, 1):
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, TypeError, KeyError):
+            raise InvalidArgumentError(
+                f"line {number} of {path} is damaged: delete it, or name another --run-dir (RUN_DIR)"
+            ) from None
+    return kept

@@ -68,9 +68,13 @@ class Options:
     recompute: Recompute = _option("none", "activation recomputation: none, selective (attention) or full (each layer)")
     sequence_parallel: bool = _option(False, "1 splits norms over the tensor ranks too")
     distributed_optimizer: bool | None = _option(None, "1 shards the optimizer over data ranks (default: with a GPU)")
+    ping_pong: bool = _option(
+        False,
+        "1 runs the layers on two halves of each micro-batch in turns: one computes while rows of the other travel",
+    )
     balance: bool = _option(True, "0 computes attention where the rows are, with distca's schedule and kernel")
     compare: int = _option(
-        0, "so many rounds of steps with distca, without balance, and with Megatron's schedule in turn, and their times"
+        0, "so many rounds of steps with distca, its ping-pong, without balance, and with Megatron's schedule in turn"
     )
     transport: str = _option("auto", "how attention's rows travel, as in distca.init")
     tolerance: float = _option(0.05, "how far the largest attention load may be above the mean")
@@ -121,6 +125,8 @@ class Options:
             raise _bad("tokens_per_rank", self.tokens_per_rank, f"must be a multiple of --tp-size {self.tp_size}")
         if self.sequence_parallel and self.tp_size == 1:
             raise _bad("sequence_parallel", True, "needs tensor ranks: --tp-size is 1")
+        if self.ping_pong and self.attention != "distca":
+            raise _bad("ping_pong", 1, f"needs --attention distca: it is {self.attention}")
         if not 0 <= self.eval_fraction < 1:
             raise _bad("eval_fraction", self.eval_fraction, "must be at least 0 and below 1")
         if self.lengths is not None and (self.data is not None or self.tokenizer is not None):

@@ -44,9 +44,13 @@ class Run:
         options: resolved options.
         run_dir: the folder of the run. A checkpoint in it is read.
         cuda: whether it runs on a GPU.
+        name: the name of distca's context.
+
+    Attributes:
+        context: distca's context; None with Megatron's attention.
     """
 
-    def __init__(self, options: Options, run_dir: Path, *, cuda: bool) -> None:
+    def __init__(self, options: Options, run_dir: Path, *, cuda: bool, name: str = "default") -> None:
         self._options, self._run_dir, self._cuda = options, run_dir, cuda
         self._shape = shape_of(options)
         self._corpus, held_out, needed = read_documents(options)
@@ -64,15 +68,15 @@ class Run:
         self._optimizer, self._schedule = optimizer_of(self._chunks, options)
         self._config.grad_scale_func = self._optimizer.scale_loss
         self._start = self._resume()
-        self._context: Context | None = None
+        self.context: Context | None = None
         self._forward_backward: Callable[..., list[Batch]] = get_forward_backward_func()
         if options.attention == "distca":
-            self._context = init(
+            self.context = init(
                 self._config,
                 max_tokens=options.tokens_per_rank,
                 timeout=options.timeout,
                 transport=options.transport,
-                name="default" if options.balance else "unbalanced",  # --compare has both
+                name=name,
             )
             self._forward_backward = tick_schedule
         self._shared: dist.ProcessGroup | None = None
@@ -81,7 +85,7 @@ class Run:
             self._shared = context_parallel.group_of(dist.get_process_group_ranks(data_group), options.cp_size)
         rank = dist.get_rank()
         file = run_dir / f"memory-rank{rank}.jsonl" if switched_on(memory_log.VARIABLE) else None
-        self._memory = MemoryLog(file, self._context)
+        self._memory = MemoryLog(file, self.context)
         self._batches = self._data_iterator(lambda: self._micro_batches(self._corpus, self._start))
         self._held_out: Any = None
         if held_out is not None:
@@ -95,8 +99,8 @@ class Run:
         for each in (self._batches, self._held_out):
             if isinstance(each, PlannedBatches):
                 each.close()
-        if self._context is not None:
-            self._context.close()
+        if self.context is not None:
+            self.context.close()
 
     def all_steps(self, stop: StopRequest) -> bool:
         """Takes all steps that are left. Returns whether it was stopped before the last one."""
@@ -230,19 +234,20 @@ class Run:
     def _data_iterator(self, make: Callable[[], Iterator[Batch]], *, forward_only: bool = False) -> Any:
         """What the schedule takes micro-batches from; for Megatron's own one for each chunk."""
         options = self._options
-        if self._context is None:
+        if self.context is None:
             each = [LocalBatches(make(), chunk, self._shared) for chunk in self._chunks]
             return each if len(each) > 1 else each[0]
         return PlannedBatches(
             make(),
             self._config,
-            context=self._context,
+            context=self.context,
             num_microbatches=options.micro_batches,
             forward_only=forward_only,
             continues=(lambda batch: bool(batch["continues"])) if options.cp_size > 1 else None,
             model=self._chunks,
             tolerance=options.tolerance,
             balance=options.balance,
+            ping_pong=options.ping_pong,
         )
 
     def _resume(self) -> int:

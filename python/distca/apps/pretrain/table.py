@@ -6,24 +6,44 @@ import importlib.util
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from distca.apps.common import pictures
+from distca.apps.pretrain.ways import RESULT, WAYS
 from distca.errors import DistcaError
 
-RESULT = "compare.json"
-#: What is compared, and the options that make it.
-WAYS: dict[str, dict[str, Any]] = {
-    "distca": {"attention": "distca"},
-    "unbalanced": {"attention": "distca", "balance": False},
-    "megatron": {"attention": "megatron"},
-}
-_COLOURS = (pictures.PLANNED, pictures.AT_HOME, pictures.INK)
+_COLUMNS = (
+    "run",
+    "way",
+    "step",
+    "spread",
+    "distca's time / its",
+    "imbalance",
+    "uneven",
+    "waits",
+    "moved",
+    "memory",
+    "loss",
+)
+_NOTES = (
+    "- *step*: median of the rounds; *spread*: distance of the quartiles over the median\n"
+    "- *distca's time / its*: median over the rounds of the ratio of two times of one round\n"
+    "- *imbalance*: the largest load of attention over the mean, as planned\n"
+    "- *uneven*: what a rank would wait after each step of attention for the one that attended longest, as a share of "
+    "a training step; measured in one, the mean over ranks\n"
+    "- *waits*: what it waited in steps of attention, for rows and for others, as a share of the same training step\n"
+    "- *moved*: bytes of attention's rows between ranks in a step\n"
+    "- *memory*: {memory}, the peak of the rank that has most; the models of all ways are in it\n"
+    "- *loss*: the largest relative difference to that of distca"
+)
+_OF_CPU = "resident memory"
+_OF_GPU = "what torch has allocated on the GPU"
 
 
 def write_table(folder: Path) -> str:
-    """Writes `table.md`, `results.jsonl` and `times.png` of the runs in a folder. Returns the table.
+    """Writes `table.md`, `results.jsonl` and `ways.png` of the runs in a folder. Returns the table.
 
     Raises:
         DistcaError: there is no run in it.
@@ -33,51 +53,70 @@ def write_table(folder: Path) -> str:
         raise DistcaError(f"{folder} has no run with a {RESULT}")
     (folder / "results.jsonl").write_text("".join(json.dumps({"run": n} | r) + "\n" for n, r in found.items()))
     of_first = next(iter(found.values()))["setting"]
-    where = of_first.get("gpu") or f"{of_first['cpu']}, {of_first['cores']} cores"
+    on_gpu = of_first.get("gpu")
+    where = on_gpu or f"{of_first['cpu']}, {of_first['cores']} cores"
     lines = [
         f"{where}; distca {of_first['distca']}, torch {of_first['torch']}, megatron-core {of_first['megatron']}",
         "",
-        "| run | time / without balance | time / Megatron | imbalance | attention idle | moved | losses equal to |",
-        "|---|---|---|---|---|---|---|",
-        *(_row(name, result) for name, result in found.items()),
+        f"| {' | '.join(_COLUMNS)} |",
+        "|---" * len(_COLUMNS) + "|",
+        *(_row(run, way, figures) for run, result in found.items() for way, figures in result["ways"].items()),
         "",
-        "Times are of steps with distca, over those of the same round; medians, with the spread of its own times "
-        "(distance of the quartiles over the median). Imbalance is the largest attention load over the mean, before "
-        "and after balance. The idle share of attention is what the other ranks then wait: 1 - 1 / imbalance.",
+        _NOTES.format(memory=_OF_GPU if on_gpu else _OF_CPU),
     ]
-    if of_first.get("gpu") is None:
-        lines.append("On CPU ranks Megatron's attention is PyTorch's, one document after the other.")
+    if not on_gpu:
+        lines.append(
+            "- *Megatron* on CPU ranks: its schedule, with PyTorch's attention of one document after the other"
+        )
     text = "\n".join(lines) + "\n"
     (folder / "table.md").write_text(text, encoding="utf-8")
     if importlib.util.find_spec("matplotlib") is not None:
-        _draw(folder / "times.png", found)
+        _draw(folder / "ways.png", found)
     return text
 
 
-def _row(name: str, result: dict[str, Any]) -> str:
-    before, after = result["imbalance_before"], result["imbalance_after"]
-    ratio, spread = result["ratio"], result["spread"]["distca"]
-    return (
-        f"| {name} | {ratio['unbalanced']:.3f} (spread {spread:.2f}) | {ratio['megatron']:.3f} | {before:.2f} -> "
-        f"{after:.2f} | {1 - 1 / before:.0%} -> {1 - 1 / after:.0%} | {result['bytes'] / 1e6:.1f} MB | "
-        f"{max(result['loss_difference'].values()):.0e} |"
+def _row(run: str, way: str, figures: dict[str, Any]) -> str:
+    cells = (
+        run,
+        way,
+        f"{1e3 * statistics.median(figures['seconds']):.0f} ms",
+        f"{figures['spread']:.2f}",
+        f"{figures['ratio']:.3f}",
+        _known(figures["imbalance"], "{:.2f}"),
+        _known(figures["uneven"], "{:.1%}"),
+        _known(figures["waits"], "{:.1%}"),
+        _known(figures["bytes"], "{:.1f} MB", 1e-6),
+        f"{figures['peak_memory'] / 1e6:,.0f} MB",
+        f"{figures['loss_difference']:.0e}",
     )
+    return f"| {' | '.join(cells)} |"
+
+
+def _known(value: float | None, form: str, factor: float = 1.0) -> str:
+    return "-" if value is None else form.format(value * factor)
 
 
 def _draw(path: Path, found: dict[str, dict[str, Any]]) -> None:
-    """A bar of seconds for each run and way."""
+    """Panels with a bar for each run and way: time of a step, what ranks idle, peak of memory."""
     from matplotlib.patches import Patch
 
-    figure = pictures.new_figure(max(5.0, 1.2 * len(found)), 3.6)
-    axes = figure.add_subplot()
-    for number, (way, colour) in enumerate(zip(WAYS, _COLOURS, strict=True)):
-        medians = [statistics.median(result["seconds"][way]) for result in found.values()]
-        axes.bar([place + 0.27 * (number - 1) for place in range(len(found))], medians, width=0.25, color=colour)
-    axes.set_xticks(range(len(found)), [name.replace("-", "\n", 1) for name in found], fontsize=7)
-    axes.set_ylabel("seconds of a step")
-    pictures.plain(axes, grid=True)
-    keys = [Patch(color=colour, label=way) for way, colour in zip(WAYS, _COLOURS, strict=True)]
-    pictures.legend_below(figure, keys)
+    figure = pictures.new_figure(max(5.0, 1.6 * len(found)), 8.4)
+    panels: list[tuple[str, Callable[[dict[str, Any]], float]]] = [
+        ("milliseconds of a step", lambda way: 1e3 * statistics.median(way["seconds"])),
+        ("% idle, attention uneven", lambda way: 100 * (way["uneven"] or 0.0)),
+        ("% waits in attention", lambda way: 100 * (way["waits"] or 0.0)),
+        ("MB, peak of a rank", lambda way: way["peak_memory"] / 1e6),
+    ]
+    width = 0.84 / len(WAYS)
+    for axes, (label, value) in zip(figure.subplots(len(panels), 1, sharex=True), panels, strict=True):
+        for number, (way, about) in enumerate(WAYS.items()):
+            left = width * (number - (len(WAYS) - 1) / 2)
+            values = [value(result["ways"][way]) for result in found.values()]
+            axes.bar([place + left for place in range(len(found))], values, width=0.92 * width, color=about.colour)
+        axes.set_ylabel(label, fontsize=8)
+        pictures.plain(axes, grid=True)
+    axes.set_xticks(range(len(found)), [name.replace("-", "\n") for name in found], fontsize=7)
+    pictures.legend_below(figure, [Patch(color=about.colour, label=way) for way, about in WAYS.items()], columns=2)
     pictures.save(figure, path)
 
 
