@@ -1,7 +1,9 @@
 # Sourced by run3d.sh and run4d.sh: runs `pretrain_llama.sh --compare` for each size and context, and makes a table.
 #
 #   TOKENS     tokens of a data rank in a micro-batch, one or more  (default on CPU: "1024 2048"; GPU: "65536 131072")
-#   CONTEXTS   most tokens of a document, one or more; "all" is TOKENS  (default: "all")
+#   CP_SIZES   data ranks over which a document may extend, one or more; with more than 1, Megatron's way is per-document
+#              context parallelism                               (default: "1"; run3d.sh "1 2")
+#   CONTEXTS   most tokens of a document, one or more; "all" is TOKENS * CP_SIZE  (default: "all")
 #   LENGTHS    JSON lists of document lengths, one or more          (default: lengths of a pretraining corpus)
 #   DOC_SCALE  fraction of each length to keep                      (default on CPU: 0.125; GPU: 1)
 #   ROUNDS     rounds of each run, after one that is not counted     (default on CPU: 3; GPU: 5)
@@ -17,12 +19,12 @@ if [ "$on_gpu" -gt 0 ]; then
 else
   TOKENS=${TOKENS:-1024 2048} DOC_SCALE=${DOC_SCALE:-0.125} ROUNDS=${ROUNDS:-3}
 fi
-CONTEXTS=${CONTEXTS:-all} LENGTHS=${LENGTHS:-$root/benchmarks/workloads/doc_lengths_pretrain.json}
+CONTEXTS=${CONTEXTS:-all} CP_SIZES=${CP_SIZES:-1} LENGTHS=${LENGTHS:-$root/benchmarks/workloads/doc_lengths_pretrain.json}
 PYTHON=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
 export DOC_SCALE PYTHON
 
 sweep() { # FOLDER [ARGUMENT...]
-  local folder tokens context lengths name failed=0
+  local folder tokens cp context lengths name failed=0
   folder=${LOGS:-$1/logs}/$(date +%Y%m%d-%H%M%S)
   shift
   mkdir -p "$folder"
@@ -30,18 +32,20 @@ sweep() { # FOLDER [ARGUMENT...]
   env | grep -E '^(NNODES|RANKS|[A-Z]+_SIZE|MODEL|LAYERS|MICRO_BATCHES|RECOMPUTE|DOC_SCALE|SEED)=' >>"$folder/command.txt" || true
   for lengths in $LENGTHS; do
     for tokens in $TOKENS; do
-      for context in $CONTEXTS; do
-        [ "$context" = all ] && context=$tokens
-        [ "$context" -le "$tokens" ] || continue # a document lies on one data rank
-        name=$(basename "$lengths" .json)-tokens$tokens-context$context
-        echo "== $name"
-        if ! RUN_DIR=$folder/$name TOKENS_PER_RANK=$tokens MAX_DOCUMENT=$context LENGTHS=$lengths COMPARE=$ROUNDS \
-          bash "$root/pretrain_llama.sh" "$@" >"$folder/$name.log" 2>&1; then
-          failed=1
-          tail -n 1 "$folder/$name.log"
-        else
-          grep '^compare: ' "$folder/$name.log"
-        fi
+      for cp in $CP_SIZES; do
+        for context in $CONTEXTS; do
+          [ "$context" = all ] && context=$((tokens * cp))
+          [ "$context" -le $((tokens * cp)) ] || continue # a document lies on so many data ranks
+          name=$(basename "$lengths" .json)-tokens$tokens-cp$cp-context$context
+          echo "== $name"
+          if ! RUN_DIR=$folder/$name TOKENS_PER_RANK=$tokens CP_SIZE=$cp MAX_DOCUMENT=$context LENGTHS=$lengths \
+            COMPARE=$ROUNDS bash "$root/pretrain_llama.sh" "$@" >"$folder/$name.log" 2>&1; then
+            failed=1
+            tail -n 1 "$folder/$name.log"
+          else
+            grep '^compare: ' "$folder/$name.log"
+          fi
+        done
       done
     done
   done

@@ -127,11 +127,19 @@ def test_a_wrong_variable_is_told_in_the_last_line(tmp_path: Path, name: str, va
     assert not (tmp_path / "run" / "log.jsonl").exists()
 
 
-@pytest.mark.parametrize("script", ["3d", "4d"])
+#: What is swept by each script, and the runs that come of it.
+SWEEPS = {
+    "3d": ({"TOKENS": "64", "CP_SIZES": "1 2"}, ["64-cp1-context64", "64-cp2-context128", "64-cp2-context80"]),
+    "4d": ({"TOKENS": "64 96"}, ["64-cp1-context64", "96-cp1-context80", "96-cp1-context96"]),
+}
+
+
+@pytest.mark.parametrize("script", SWEEPS)
 def test_a_sweep_makes_a_table(tmp_path: Path, script: str) -> None:
     own = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    swept, runs = SWEEPS[script]
     sizes = {
-        "TOKENS": "64 96",
+        **swept,
         "CONTEXTS": "all 80",
         "ROUNDS": "2",
         "DOC_SCALE": "0.02",
@@ -149,7 +157,7 @@ def test_a_sweep_makes_a_table(tmp_path: Path, script: str) -> None:
     [folder] = (tmp_path / "logs").iterdir()
     table = (folder / "table.md").read_text()
     rows = [line for line in table.splitlines() if line.startswith("| doc_lengths_pretrain")]
-    runs = [f"doc_lengths_pretrain-tokens{sizes}" for sizes in ("64-context64", "96-context80", "96-context96")]
+    runs = [f"doc_lengths_pretrain-tokens{run}" for run in runs]
     ways = ["distca", "distca, ping-pong", "without balance", "Megatron"]
     assert [row.split(" | ")[:2] for row in rows] == [[f"| {run}", way] for run in runs for way in ways]
     assert all(row in ran.stdout for row in rows)

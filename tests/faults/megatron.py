@@ -253,8 +253,8 @@ FAULTS = [
     Fault(
         "Megatron may shard weights over ranks that have other data",
         CONFIG,
-        '("gtp_weight_remat_size", "expert_gtp_weight_remat_size")',
-        '("expert_gtp_weight_remat_size",)',
+        '("gtp_weight_remat_size", "expert_gtp_weight_remat_size", ',
+        '("expert_gtp_weight_remat_size", ',
         ("tests/integrations/test_megatron_config.py",),
     ),
 ]

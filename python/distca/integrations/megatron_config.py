@@ -10,7 +10,7 @@ from distca.pipeline.recomputation import groups_of_stages
 
 #: What these fields of TransformerConfig must be, because distca's attention or its ticks do nothing else.
 ALLOWED = {
-    **dict.fromkeys(("multi_latent_attention", "hybrid_context_parallel", "is_hybrid_model"), False),
+    **dict.fromkeys(("multi_latent_attention", "hybrid_context_parallel", "is_hybrid_model", "moe_paged_stash"), False),
     **dict.fromkeys(("apply_query_key_layer_scaling", "qk_clip", "log_max_attention_logit"), False),
     **dict.fromkeys(("batch_invariant_mode", "use_kitchen_attention", "enable_autocast", "flash_decode"), False),
     **dict.fromkeys(("cpu_offloading", "fine_grained_activation_offloading", "heterogeneous_block_specs"), False),
@@ -18,11 +18,9 @@ ALLOWED = {
     **dict.fromkeys(("fp8_dot_product_attention", "fp8_multi_head_attention", "defer_embedding_wgrad_compute"), False),
     **dict.fromkeys(("experimental_attention_variant", "linear_attention_freq", "fp8", "fp4"), None),
     **dict.fromkeys(("mtp_num_layers", "pipeline_model_parallel_layout"), None),
-    **dict.fromkeys(("gtp_weight_remat_size", "expert_gtp_weight_remat_size"), 1),
-    "moe_paged_stash": False,
+    **dict.fromkeys(("gtp_weight_remat_size", "expert_gtp_weight_remat_size", "context_parallel_size"), 1),
     "num_microbatches_with_partial_activation_checkpoints": None,
     "attention_dropout": 0,
-    "context_parallel_size": 1,
     "softmax_type": "vanilla",
     "cuda_graph_impl": "none",
 }

@@ -66,7 +66,8 @@ def write_table(folder: Path) -> str:
     ]
     if not on_gpu:
         lines.append(
-            "- *Megatron* on CPU ranks: its schedule, with PyTorch's attention of one document after the other"
+            "- *Megatron* on CPU ranks: its schedule, with PyTorch's attention of one document after the other; with "
+            "CP_SIZE above 1 each document is cut head-tail over so many ranks, which gather all keys"
         )
     text = "\n".join(lines) + "\n"
     (folder / "table.md").write_text(text, encoding="utf-8")
