@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -161,6 +162,10 @@ class Program(Protocol):
     """What a strategy has the homes do, with plans and work made once."""
 
     @property
+    def layouts(self) -> Sequence[Layout]:
+        """The rows of every home of a stage, for each micro-batch."""
+
+    @property
     def memory(self) -> Memory:
         """The memory of the rank that needs most."""
 
@@ -174,10 +179,12 @@ class Strategy(Protocol):
     Attributes:
         name: its name in tables and options.
         about: one line that says what it does.
+        cuts: whether it cuts documents over context ranks. Otherwise these ranks are data ranks.
     """
 
     name: str
     about: str
+    cuts: bool
 
     def prepare(self, case: Case) -> Program:
         """Plans a step."""

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from distca.errors import InvalidArgumentError
-from distca.simulator.case import Case, Memory, as_documents, check_documents
+from distca.planner.layout import Layout
+from distca.simulator.case import Case, Memory, Program, as_documents, check_documents
 from distca.simulator.machine import Event, Machine
 from distca.simulator.network import Network
 from distca.simulator.setup import Cluster, Model, Parallelism
@@ -27,6 +28,8 @@ class StrategyResult:
         idle: for each home the share of the step in which it did not compute. The ranks of a tensor group are one home.
         exposed_communication: share of the step that would be gone if links took no time.
         bytes_inside, bytes_between: bytes inside nodes and between nodes, of all ranks.
+        padding: share of the rows that belong to no document.
+        attention: share of the step in which the rank that has most attention computes it.
         memory: of the rank that needs most.
         fits: whether that is within the device's memory.
         events: what every home did, if it was recorded.
@@ -40,6 +43,8 @@ class StrategyResult:
     exposed_communication: float
     bytes_inside: float
     bytes_between: float
+    padding: float
+    attention: float
     memory: Memory
     fits: bool
     events: list[Event] = dataclasses.field(repr=False, compare=False, default_factory=list)
@@ -103,7 +108,7 @@ def simulate(
         raise InvalidArgumentError(f"simulate: strategy {unknown[0]!r}; allowed are {', '.join(STRATEGIES)}")
     if strategies is None:
         chosen = [name for name in chosen if _is_apart(name, parallelism)]
-    return [_result(name, case, record) for name in chosen]
+    return [result_of(name, STRATEGIES[name].prepare(case), case, record) for name in chosen]
 
 
 def _is_apart(name: str, parallelism: Parallelism) -> bool:
@@ -113,8 +118,14 @@ def _is_apart(name: str, parallelism: Parallelism) -> bool:
     return name != "all-gather" or parallelism.context > 1
 
 
-def _result(name: str, case: Case, record: bool) -> StrategyResult:
-    program = STRATEGIES[name].prepare(case)
+def padding_of(layouts: Sequence[Layout]) -> float:
+    """The share of the layouts' rows that belong to no document."""
+    rows = sum(layout.num_rows(rank) for layout in layouts for rank in range(layout.num_ranks))
+    return 1 - sum(sum(layout.document_lengths) for layout in layouts) / rows
+
+
+def result_of(name: str, program: Program, case: Case, record: bool = False) -> StrategyResult:
+    """What a strategy's step does. It is played twice: as it is, and with links that take no time."""
     tensor = case.parallelism.tensor
     device = case.cluster.device
     machine = Machine(Network(case.cluster, tensor), device, record=record)
@@ -134,6 +145,8 @@ def _result(name: str, case: Case, record: bool) -> StrategyResult:
         exposed_communication=1 - float(free.now.max()) / seconds,
         bytes_inside=machine.network.bytes_inside * tensor,
         bytes_between=machine.network.bytes_between * tensor,
+        padding=padding_of(program.layouts),
+        attention=float(machine.attention.max()) / seconds,
         memory=memory,
         fits=memory.total <= case.cluster.device.memory,
         events=machine.events,

@@ -14,11 +14,15 @@ from distca.simulator.work import AttentionWork, attention_work
 
 
 class Ticking:
-    """The program of distca. Without a pipeline a tick is a forward or backward of a micro-batch."""
+    """The program of distca. Without a pipeline a tick is a forward or backward of a micro-batch.
+
+    The documents of ``context`` neighbouring homes are laid over them one after another, and cut where a home has its
+    share of their tokens.
+    """
 
     def __init__(self, case: Case, *, ping_pong: bool) -> None:
         self.case = case
-        layouts = [Layout.from_documents(micro_batch) for micro_batch in case.documents]
+        self.layouts = layouts = [_laid_out(micro_batch, case.parallelism.context) for micro_batch in case.documents]
         parallelism = case.parallelism
         self.plans = PipelinePlans(
             layouts,
@@ -106,3 +110,15 @@ class Ticking:
                 rows[home] = self.plans.layouts[work.microbatch].num_rows(index)
                 to[home] = case.stages[stage][index]
         machine.wait_until(machine.network.send(machine.now, case.handed_over(rows, to)))
+
+
+def _laid_out(micro_batch: list[list[int]], context: int) -> Layout:
+    """The rows of a micro-batch: whole documents at their homes, or cut over the context ranks."""
+    if context == 1:
+        return Layout.from_documents(micro_batch)
+    parts = []
+    for first in range(0, len(micro_batch), context):
+        lengths = [n for of_home in micro_batch[first : first + context] for n in of_home]
+        layout = Layout.packed(lengths, ranks=context, tokens_per_rank=-(-sum(lengths) // context))
+        parts.append((layout, list(range(first, first + context))))
+    return Layout.join(parts, num_ranks=len(micro_batch))

@@ -16,6 +16,7 @@ class AllGather:
 
     name = "all-gather"
     about = "every document cut over its context parallel group, keys gathered in every layer"
+    cuts = True
 
     def prepare(self, case: Case) -> Program:
         """The program of 1F1B on the cut documents."""

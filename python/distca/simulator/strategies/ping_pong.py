@@ -11,6 +11,7 @@ class PingPong:
 
     name = "distca"
     about = "distca's plans in ping-pong"
+    cuts = True
 
     def prepare(self, case: Case) -> Program:
         """The program of the ticks, with halves."""

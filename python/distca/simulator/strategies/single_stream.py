@@ -11,6 +11,7 @@ class SingleStream:
 
     name = "distca-single"
     about = "distca's plans, rows not overlapped"
+    cuts = True
 
     def prepare(self, case: Case) -> Program:
         """The program of the ticks, without halves."""
