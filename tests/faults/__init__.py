@@ -12,6 +12,7 @@ from faults import (
     simulate,
     split_runs,
     steps,
+    strategies,
     tcp,
     titan,
     torch_pipelines,
@@ -22,6 +23,7 @@ from faults import (
 FAULTS = [
     *split_runs.FAULTS,
     *steps.FAULTS,
+    *strategies.FAULTS,
     *plans.FAULTS,
     *pipelines.FAULTS,
     *torch_pipelines.FAULTS,

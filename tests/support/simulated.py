@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from distca.simulator.device import Device, Gemm
@@ -14,6 +15,15 @@ DEVICE = Device(
     peak_tflops=1000.0,
     memory_bandwidth=4e12,
     memory=1e12,
+)
+
+#: Attention takes a nanosecond for each visible pair and query head in forward, and two in backward.
+FLAT = dataclasses.replace(
+    DEVICE,
+    attention={
+        "heads": [1],
+        "points": [{"q_rows": 1, "kv_rows": 1, "forward_ns": 1.0, "backward_ns": 2.0}],
+    },
 )
 
 

@@ -184,10 +184,18 @@ class Strategy(Protocol):
 
     name: str
     about: str
-    cuts: bool
+    cuts: bool = True
+
+    def applies(self, parallelism: Parallelism, model: Model) -> bool:
+        """Whether it can run in this parallelism, and differs there from the other strategies."""
+        return parallelism.chunks == 1
 
     def prepare(self, case: Case) -> Program:
         """Plans a step."""
+
+    def prepare_steps(self, cases: Sequence[Case]) -> list[Program]:
+        """Plans several steps, which differ in their documents alone. A strategy may move documents between them."""
+        return [self.prepare(case) for case in cases]
 
 
 def as_documents(given: object) -> Documents:

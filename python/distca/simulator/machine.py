@@ -120,8 +120,13 @@ class Machine:
         return step
 
     def attend(self, step: AttentionStep, call: Call) -> None:
-        """Computes tasks of own rows, then those of rows that have come, and sends results home."""
+        """Computes tasks of own rows, steps of a ring, then tasks of rows that have come, and sends results home."""
         self._attend(step.work.at_once, call)
+        for of_ring in step.work.ring:
+            self._copy(of_ring.passed.sent, call)
+            passed = self.network.send(self.now, of_ring.passed)
+            self._attend(of_ring.seconds, call)
+            self.wait_until(passed, call)
         self.wait_until(step.arrived, call)
         self._attend(step.work.later, call)
         begin = self.now

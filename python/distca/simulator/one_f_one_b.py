@@ -11,43 +11,59 @@ from distca.planner.layout import Layout
 from distca.planner.planning import plan
 from distca.simulator.case import Case, Memory
 from distca.simulator.machine import Machine
-from distca.simulator.network import Traffic
 from distca.simulator.passes import Gathered, LayerWork, ShardedWeights, run_pass
-from distca.simulator.work import AttentionWork, attention_seconds
+from distca.simulator.work import AttentionWork, StageWork, attention_seconds
+
+#: The work of a micro-batch's attention by phase.
+PhaseWork = Mapping[str, StageWork]
 
 
 class OneForwardOneBackward:
-    """The program of strategies that compute every row where it is.
+    """The program of strategies without plans over all stages: 1F1B, with attention inside each stage.
 
     Args:
         case: what is simulated.
         layouts: for each micro-batch its rows over the homes of a stage.
         gather: ranks of a context parallel group, neighbours among the homes, which gather each other's keys; 1: none.
+        attention: for each micro-batch its attention; by default every home computes that of its rows.
+        buffers: bytes of a rank for one layer of a micro-batch that are kept from forward to backward.
+        once: bytes of a rank that are needed once.
+        rows: the most rows of a home that are kept; by default those of a micro-batch.
+        barrier: whether all homes wait for each other after each micro-batch.
     """
 
-    def __init__(self, case: Case, layouts: Sequence[Layout], *, gather: int = 1) -> None:
+    def __init__(
+        self,
+        case: Case,
+        layouts: Sequence[Layout],
+        *,
+        gather: int = 1,
+        attention: Sequence[PhaseWork] | None = None,
+        buffers: float = 0.0,
+        once: float = 0.0,
+        rows: int | None = None,
+        barrier: bool = False,
+    ) -> None:
         if case.parallelism.chunks > 1:
             raise InvalidArgumentError(
                 "simulate: chunks > 1 is modelled for distca's ticks alone; leave it out, or choose those strategies"
             )
         self.case, self.layouts, self.gather = case, layouts, gather
-        device = case.cluster.device
-        self._seconds = []
-        for layout in layouts:
-            at_home = plan(layout, case.heads, balance=False, cost=device.cost())
-            of_phases = {phase: sum(attention_seconds(at_home, phase, device)) for phase in ("forward", "backward")}
-            self._seconds.append(of_phases)
+        self._buffers, self._once, self._barrier = buffers, once, barrier
+        homes = range(case.parallelism.homes)
+        self._rows = max(layout.num_rows(home) for layout in layouts for home in homes) if rows is None else rows
+        self._works = [_at_home(case, layout) for layout in layouts] if attention is None else attention
 
     @property
     def memory(self) -> Memory:
         """The memory of the rank that needs most. Gathered keys are kept to backward."""
         case = self.case
-        rows = max(layout.num_rows(home) for layout in self.layouts for home in range(layout.num_ranks))
         in_flight = min(len(self.layouts), case.parallelism.pipeline)
-        gathered = 0.0
+        kept = self._buffers
         if self.gather > 1:
-            gathered = max(map(self._gathered_bytes, range(len(self.layouts)))) * in_flight * case.stage_layers
-        return Memory(case.state_bytes, case.activation_bytes(rows, in_flight), gathered)
+            kept += max(map(self._gathered_bytes, range(len(self.layouts))))
+        activations = case.activation_bytes(self._rows, in_flight)
+        return Memory(case.state_bytes, activations, kept * in_flight * case.stage_layers + self._once)
 
     def play(self, machine: Machine) -> None:
         """Runs the passes of all stages, each as soon as its input is there."""
@@ -87,19 +103,13 @@ class OneForwardOneBackward:
             gathered=self._gathered(number, stage),
             weights=weights,
         )
+        if self._barrier and phase == "backward":
+            machine.wait_until(machine.now.max().expand_as(machine.now))
 
     def _attention(self, number: int, stage: int) -> dict[str, AttentionWork]:
         case = self.case
-        homes, per_node = case.num_homes, case.per_node
-        nothing = torch.zeros(homes // per_node, per_node, per_node, dtype=torch.float64)
-        none = torch.zeros(homes, dtype=torch.float64)
-        traffic = Traffic(nothing, None, none, none)
-        work = {}
-        for phase, of_stage in self._seconds[number].items():
-            seconds = torch.zeros(homes, dtype=torch.float64)
-            seconds[case.stages[stage]] = of_stage
-            work[phase] = AttentionWork(seconds, torch.zeros_like(seconds), traffic, traffic)
-        return work
+        place = (case.stages[stage], case.num_homes, case.per_node)
+        return {phase: work.placed(*place) for phase, work in self._works[number].items()}
 
     def _gathered_bytes(self, number: int) -> float:
         """Bytes of keys and values of the largest context parallel group."""
@@ -121,6 +131,16 @@ class OneForwardOneBackward:
         for home, other in zip(case.stages[stage], case.stages[target], strict=True):
             to[home] = other
         return machine.network.send(machine.now, case.handed_over(case.on_stage(self.layouts[number], stage), to))
+
+
+def _at_home(case: Case, layout: Layout) -> PhaseWork:
+    """Every home computes the attention of its rows."""
+    device = case.cluster.device
+    made = plan(layout, case.heads, balance=False, cost=device.cost())
+    return {
+        phase: StageWork(torch.stack(attention_seconds(made, phase, device)).sum(0))
+        for phase in ("forward", "backward")
+    }
 
 
 def order_of_1f1b(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:

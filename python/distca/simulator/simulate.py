@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from distca.errors import InvalidArgumentError
 from distca.planner.layout import Layout
 from distca.simulator.case import Case, Memory, Program, as_documents, check_documents
@@ -18,7 +20,7 @@ from distca.simulator.strategies import STRATEGIES
 
 @dataclasses.dataclass(frozen=True)
 class StrategyResult:
-    """What a step is modelled to do. No figure here was measured.
+    """What a step is modelled to do; of several steps the mean. No figure here was measured.
 
     Attributes:
         strategy: the strategy's name.
@@ -32,7 +34,7 @@ class StrategyResult:
         attention: share of the step in which the rank that has most attention computes it.
         memory: of the rank that needs most.
         fits: whether that is within the device's memory.
-        events: what every home did, if it was recorded.
+        events: what every home did in the first step, if it was recorded.
     """
 
     strategy: str
@@ -64,6 +66,7 @@ def simulate(
     strategies: Iterable[str] | None = None,
     tolerance: float = 0.05,
     record: bool = False,
+    following: Sequence[Sequence[Sequence[Sequence[int]]]] = (),
 ) -> list[StrategyResult]:
     """Models a training step by several strategies, side by side. Nothing runs; the plans are those of `distca.plan`.
 
@@ -73,6 +76,8 @@ def simulate(
         strategies: names of `STRATEGIES`; by default all that this parallelism allows.
         tolerance: that of distca's plans.
         record: whether results have the events of the step.
+        following: the documents of further steps, in the same form. A strategy may move documents to later steps. Steps
+            that it needs besides, to take what is left at the end, count in the time.
 
     Returns:
         A result for each strategy, in their order.
@@ -94,9 +99,10 @@ def simulate(
         >>> balanced.seconds < alone.seconds
         True
     """
-    case = Case(as_documents(documents), cluster, model, parallelism, tolerance)
+    cases = [Case(as_documents(of), cluster, model, parallelism, tolerance) for of in (documents, *following)]
     parallelism.check(cluster, model)
-    check_documents(case.documents, parallelism)
+    for case in cases:
+        check_documents(case.documents, parallelism)
     if case.state_bytes > cluster.device.memory:
         raise InvalidArgumentError(
             f"simulate: weights, gradients and optimizer take {case.state_bytes / 1e9:,.0f} GB a rank; the device has "
@@ -107,50 +113,50 @@ def simulate(
     if unknown:
         raise InvalidArgumentError(f"simulate: strategy {unknown[0]!r}; allowed are {', '.join(STRATEGIES)}")
     if strategies is None:
-        chosen = [name for name in chosen if _is_apart(name, parallelism)]
-    return [result_of(name, STRATEGIES[name].prepare(case), case, record) for name in chosen]
+        chosen = [name for name in chosen if STRATEGIES[name].applies(parallelism, model)]
+    return [result_of(name, STRATEGIES[name].prepare_steps(cases), cases, record) for name in chosen]
 
 
-def _is_apart(name: str, parallelism: Parallelism) -> bool:
-    """Whether a strategy is there in this parallelism, and differs from the others."""
-    if parallelism.chunks > 1:
-        return name.startswith("distca")
-    return name != "all-gather" or parallelism.context > 1
-
-
-def padding_of(layouts: Sequence[Layout]) -> float:
-    """The share of the layouts' rows that belong to no document."""
+def padding_of(programs: Sequence[Program]) -> float:
+    """The share of the rows that belong to no document."""
+    layouts = [layout for program in programs for layout in program.layouts]
     rows = sum(layout.num_rows(rank) for layout in layouts for rank in range(layout.num_ranks))
     return 1 - sum(sum(layout.document_lengths) for layout in layouts) / rows
 
 
-def result_of(name: str, program: Program, case: Case, record: bool = False) -> StrategyResult:
-    """What a strategy's step does. It is played twice: as it is, and with links that take no time."""
+def result_of(name: str, programs: Sequence[Program], cases: Sequence[Case], record: bool = False) -> StrategyResult:
+    """What a strategy's steps do. They are played twice: as they are, and with links that take no time."""
+    case, count = cases[0], len(cases)
     tensor = case.parallelism.tensor
-    device = case.cluster.device
-    machine = Machine(Network(case.cluster, tensor), device, record=record)
-    program.play(machine)
-    free = Machine(Network(case.cluster, tensor, ideal=True), device)
-    program.play(free)
-    seconds = float(machine.now.max())
-    work = (machine.dense + machine.attention) / seconds
+    played = [_played(program, case, record=record and program is programs[0]) for program in programs]
+    free = sum(float(_played(program, case, ideal=True).now.max()) for program in programs)
+    total = sum(float(machine.now.max()) for machine in played)
+    work = torch.stack([machine.dense + machine.attention for machine in played]).sum(0) / total
+    lengths = [n for of_step in cases for n in of_step.lengths]
     peak = case.cluster.device.peak_tflops * 1e12 * case.cluster.ranks
-    memory = program.memory
+    memory = max((program.memory for program in programs), key=lambda memory: memory.total)
     return StrategyResult(
         strategy=name,
-        seconds=seconds,
-        tokens_per_second=sum(case.lengths) / seconds,
-        mfu=case.model.flop(case.lengths) / (seconds * peak),
+        seconds=total / count,
+        tokens_per_second=sum(lengths) / total,
+        mfu=case.model.flop(lengths) / (total * peak),
         idle=(1 - work).tolist(),
-        exposed_communication=1 - float(free.now.max()) / seconds,
-        bytes_inside=machine.network.bytes_inside * tensor,
-        bytes_between=machine.network.bytes_between * tensor,
-        padding=padding_of(program.layouts),
-        attention=float(machine.attention.max()) / seconds,
+        exposed_communication=1 - free / total,
+        bytes_inside=sum(machine.network.bytes_inside for machine in played) * tensor / count,
+        bytes_between=sum(machine.network.bytes_between for machine in played) * tensor / count,
+        padding=padding_of(programs),
+        attention=float(torch.stack([machine.attention for machine in played]).sum(0).max()) / total,
         memory=memory,
         fits=memory.total <= case.cluster.device.memory,
-        events=machine.events,
+        events=played[0].events,
     )
+
+
+def _played(program: Program, case: Case, *, ideal: bool = False, record: bool = False) -> Machine:
+    """The homes after a step, with links as they are or with links that take no time."""
+    machine = Machine(Network(case.cluster, case.parallelism.tensor, ideal=ideal), case.cluster.device, record=record)
+    program.play(machine)
+    return machine
 
 
 def spans_of(events: Sequence[Event], home: int) -> list[tuple[str, float, float]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -11,6 +12,19 @@ from distca.planner.layout import Layout
 from distca.planner.plan import Plan
 from distca.simulator.device import Device
 from distca.simulator.network import Traffic
+
+
+@dataclasses.dataclass(frozen=True)
+class RingStep:
+    """A step of a ring: a home computes with the keys that it has, and passes keys on meanwhile.
+
+    Attributes:
+        seconds: ``[homes]`` of computation.
+        passed: the keys, or their gradients, that travel meanwhile. The next step waits for them.
+    """
+
+    seconds: torch.Tensor
+    passed: Traffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +36,71 @@ class AttentionWork:
         later: seconds of the tasks that need rows of other homes.
         inward: rows that go to servers.
         homeward: results that go home.
+        ring: the steps of a ring, which come after the tasks of `at_once`.
     """
 
     at_once: torch.Tensor
     later: torch.Tensor
     inward: Traffic
     homeward: Traffic
+    ring: Sequence[RingStep] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class StageWork:
+    """Attention of a layer in one phase on the homes of one stage, before it has its place among all homes.
+
+    Attributes:
+        seconds: ``[homes]`` of computation, after the rows of `inward` have come; float64.
+        inward: ``[homes, homes]`` bytes from home to home before it; None: none.
+        homeward: ``[homes, homes]`` bytes after it; None: none.
+        ring: for each step of a ring its ``[homes]`` seconds and the ``[homes, homes]`` bytes that travel meanwhile.
+    """
+
+    seconds: torch.Tensor
+    inward: torch.Tensor | None = None
+    homeward: torch.Tensor | None = None
+    ring: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+
+    def placed(self, stage: Sequence[int], num_homes: int, per_node: int) -> AttentionWork:
+        """This work on the homes of a stage, and nothing on the others."""
+        index = torch.tensor(stage)
+
+        def seconds(of_stage: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(num_homes, dtype=torch.float64).index_copy(0, index, of_stage)
+
+        def traffic(of_stage: torch.Tensor | None) -> Traffic:
+            matrix = torch.zeros(num_homes, num_homes, dtype=torch.float64)
+            if of_stage is not None:
+                matrix[index.unsqueeze(1), index] = of_stage
+            return Traffic.of(matrix, per_node)
+
+        computed, none = seconds(self.seconds), torch.zeros(num_homes, dtype=torch.float64)
+        ring = [RingStep(seconds(took), traffic(passed)) for took, passed in self.ring]
+        at_once, later = (computed, none) if self.inward is None else (none, computed)
+        return AttentionWork(at_once, later, traffic(self.inward), traffic(self.homeward), ring)
+
+
+class PieceTimes:
+    """Seconds of pieces of attention, of all query heads of a tensor rank, in one phase.
+
+    Args:
+        device: what computes.
+        phase: ``"forward"`` or ``"backward"``.
+        q_heads: query heads.
+    """
+
+    def __init__(self, device: Device, phase: str, q_heads: int) -> None:
+        model = device.cost(phase)
+        assert model.unit_ns is not None
+        self._cost, self._unit = model.core.cost, model.unit_ns * 1e-9 * q_heads
+
+    @functools.cache  # noqa: B019 - lives as long as one step is prepared
+    def seconds(self, rows: int, keys: int, *, causal: bool) -> float:
+        """Seconds of so many rows that see so many keys: all of them, or causally the last ones up to their own."""
+        if causal:
+            return self._cost(0, 0, keys, keys - rows, keys) * self._unit
+        return self._cost(1, 0, keys, 0, rows) * self._unit
 
 
 def attention_work(plan: Plan, phase: str, device: Device, per_node: int) -> AttentionWork:

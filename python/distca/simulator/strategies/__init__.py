@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from distca.simulator.case import Strategy
-from distca.simulator.strategies import all_gather, ping_pong, single_stream, unbalanced, variable_chunks
+from distca.simulator.strategies import (
+    all_gather,
+    karmarkar_karp,
+    ping_pong,
+    ring,
+    single_stream,
+    ulysses,
+    unbalanced,
+    variable_chunks,
+)
 
 #: All strategies, in the order of tables. The first is what the others are compared with.
 STRATEGIES: dict[str, Strategy] = {
@@ -11,7 +20,10 @@ STRATEGIES: dict[str, Strategy] = {
     for strategy in (
         unbalanced.Unbalanced(),
         variable_chunks.VariableChunks(),
+        karmarkar_karp.KarmarkarKarp(),
         all_gather.AllGather(),
+        ring.Ring(),
+        ulysses.Ulysses(),
         single_stream.SingleStream(),
         ping_pong.PingPong(),
     )

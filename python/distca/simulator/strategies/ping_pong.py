@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from distca.simulator.case import Case, Program
+from distca.simulator.case import Case, Program, Strategy
+from distca.simulator.setup import Model, Parallelism
 from distca.simulator.ticking import Ticking
 
 
-class PingPong:
+class PingPong(Strategy):
     """Plans of `distca.plan` for each half of `distca.halves`, in the order of calls of `distca.PingPong`."""
 
     name = "distca"
     about = "distca's plans in ping-pong"
-    cuts = True
+
+    def applies(self, parallelism: Parallelism, model: Model) -> bool:
+        """In every parallelism."""
+        return True
 
     def prepare(self, case: Case) -> Program:
         """The program of the ticks, with halves."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from distca.simulator.case import Case, Program
+from distca.simulator.case import Case, Program, Strategy
+from distca.simulator.setup import Model, Parallelism
 from distca.simulator.ticking import Ticking
 
 
-class SingleStream:
+class SingleStream(Strategy):
     """Plans of `distca.plan` over all ranks, in a pipeline over all stages. Rows travel while a rank waits."""
 
     name = "distca-single"
     about = "distca's plans, rows not overlapped"
-    cuts = True
+
+    def applies(self, parallelism: Parallelism, model: Model) -> bool:
+        """In every parallelism."""
+        return True
 
     def prepare(self, case: Case) -> Program:
         """The program of the ticks, without halves."""

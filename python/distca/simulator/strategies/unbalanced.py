@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from distca.planner.layout import Layout
-from distca.simulator.case import Case, Program
+from distca.simulator.case import Case, Program, Strategy
 from distca.simulator.one_f_one_b import OneForwardOneBackward
 
 
-class Unbalanced:
+class Unbalanced(Strategy):
     """Documents stay where they are, whole. Context ranks are used as data ranks."""
 
     name = "unbalanced"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import heapq
 
 from distca.planner.layout import Layout
-from distca.simulator.case import Case, Documents, Program
+from distca.simulator.case import Case, Documents, Program, Strategy
 from distca.simulator.one_f_one_b import OneForwardOneBackward
 
 
-class VariableChunks:
+class VariableChunks(Strategy):
     """Whole documents of all micro-batches are dealt anew, the costliest first, to the chunk with least attention.
 
     Attention is counted by the pairs that are visible. Of chunks with equally little the one with fewest tokens takes
