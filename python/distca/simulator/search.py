@@ -6,20 +6,22 @@ one is as fast for certain, or if they cannot fit; `Found` counts them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from distca.errors import InvalidArgumentError
 from distca.simulator.bounds import end_seconds, least_memory, least_work
-from distca.simulator.case import Case, Documents
+from distca.simulator.case import Case, Documents, Program
 from distca.simulator.machine import Deadline, Machine, TooSlow
 from distca.simulator.network import Network
 from distca.simulator.setup import Cluster, Model, Parallelism
 from distca.simulator.simulate import StrategyResult, result_of
 from distca.simulator.strategies import STRATEGIES
 
+#: Documents are not cut over so many context ranks that a rank has fewer tokens of a micro-batch than this.
+LEAST_TOKENS = 8192
 #: What a set-up may differ in.
 DIMENSIONS = ("data", "context", "tensor", "pipeline", "micro_batches", "fsdp", "recompute")
 
@@ -30,8 +32,8 @@ class Found:
 
     Attributes:
         strategy: the strategy's name.
-        case: the best set-up with its documents; None if no set-up fits.
-        result: its step; None if no set-up fits.
+        parallelism: the best set-up; None if no set-up fits.
+        result: its step, the mean of several ones; None if no set-up fits.
         tried: set-ups whose step was modelled.
         slower: set-ups that cannot be faster than the best one, because of what every rank must compute, or because
             they recompute and fit without.
@@ -39,19 +41,17 @@ class Found:
     """
 
     strategy: str
-    case: Case | None
+    parallelism: Parallelism | None
     result: StrategyResult | None
     tried: int
     slower: int
     too_large: int
 
     def as_json(self) -> dict[str, Any]:
-        """Everything but the documents, for JSON."""
-        counts = {name: getattr(self, name) for name in ("strategy", "tried", "slower", "too_large")}
-        if self.case is None or self.result is None:
-            return {**counts, "parallelism": None, "result": None}
-        parallelism = dataclasses.asdict(self.case.parallelism)
-        return {**counts, "parallelism": parallelism, "result": self.result.as_json()}
+        """All of it, for JSON."""
+        values = {name: getattr(self, name) for name in ("strategy", "tried", "slower", "too_large")}
+        parallelism = None if self.parallelism is None else dataclasses.asdict(self.parallelism)
+        return {**values, "parallelism": parallelism, "result": self.result and self.result.as_json()}
 
 
 def search(
@@ -62,6 +62,7 @@ def search(
     strategies: Iterable[str] | None = None,
     fixed: Mapping[str, int | bool] | None = None,
     tolerance: float = 0.05,
+    following: Sequence[Sequence[Sequence[int]]] = (),
 ) -> list[Found]:
     """Finds the best set-up of every strategy for a step on the same sequences.
 
@@ -72,6 +73,7 @@ def search(
         strategies: names of `STRATEGIES`; all by default.
         fixed: values of some `DIMENSIONS`.
         tolerance: that of distca's plans.
+        following: the sequences of further steps, as many in each. A strategy may move documents to later steps.
 
     Raises:
         InvalidArgumentError: a strategy or a dimension is unknown, there are no documents, or no strategy has a set-up
@@ -81,10 +83,17 @@ def search(
     unknown = [name for name in chosen if name not in STRATEGIES]
     if unknown:
         raise InvalidArgumentError(f"simulate: strategy {unknown[0]!r}; allowed are {', '.join(STRATEGIES)}")
-    if not any(sequences):
+    steps = [sequences, *following]
+    if not all(any(of_step) for of_step in steps):
         raise InvalidArgumentError("simulate: there are no documents")
     fixed = fixed or {}
-    found = [_best(name, sequences, cluster, model, fixed, tolerance) for name in chosen]
+    found = []
+    for name in chosen:
+        cases = [
+            [Case(shared(of_step, shape), cluster, model, shape, tolerance) for of_step in steps]
+            for shape in set_ups(name, len(sequences), sum(map(sum, sequences)), cluster, model, fixed, len(steps))
+        ]
+        found.append(_best(name, cases))
     if all(one.result is None for one in found):
         said = "".join(f", {name.replace('_', '-')} {value}" for name, value in fixed.items())
         if not any(one.too_large for one in found):
@@ -100,9 +109,16 @@ def search(
 
 
 def set_ups(
-    name: str, sequences: Sequence[Sequence[int]], cluster: Cluster, model: Model, fixed: Mapping[str, int | bool]
+    name: str,
+    sequences: int,
+    tokens: int,
+    cluster: Cluster,
+    model: Model,
+    fixed: Mapping[str, int | bool],
+    steps: int = 1,
+
 ) -> Iterator[Parallelism]:
-    """All set-ups of a strategy that this cluster and model allow and that share the sequences equally."""
+    """All set-ups of a strategy that this cluster and model allow and that share so many sequences, of so many tokens, equally."""
     for dimension in fixed:
         if dimension not in DIMENSIONS:
             raise InvalidArgumentError(f"search: {dimension} = {fixed[dimension]!r}; not a dimension of the search")
@@ -110,14 +126,16 @@ def set_ups(
     def values(dimension: str, of: Iterable[int]) -> list[int]:
         return [value for value in of if fixed.get(dimension, value) == value]
 
-    ranks = cluster.ranks
+    ranks, strategy = cluster.ranks, STRATEGIES[name]
     for tensor in values("tensor", _divisors(min(ranks, cluster.ranks_per_node))):
         for pipeline in values("pipeline", _divisors(ranks // tensor)):
             for context in values("context", _divisors(ranks // tensor // pipeline)):
                 data = ranks // tensor // pipeline // context
-                if len(sequences) % data or (context > 1 and not STRATEGIES[name].cuts):
+                if sequences % data or (context > 1 and not strategy.cuts):
                     continue
-                for micro_batches in values("micro_batches", _divisors(len(sequences) // data)):
+                for micro_batches in values("micro_batches", _divisors(sequences // data)):
+                    if context > 1 and tokens // (data * context * micro_batches) < LEAST_TOKENS:
+                        continue
                     for fsdp in values("fsdp", (False, True)):
                         for recompute in values("recompute", (False, True)):
                             made = Parallelism(
@@ -129,7 +147,9 @@ def set_ups(
                                 fsdp=bool(fsdp),
                                 recompute=bool(recompute),
                             )
-                            if fixed.get("data", data) == data and _allowed(made, cluster, model):
+                            if fixed.get("data", data) != data or not _allowed(made, cluster, model):
+                                continue
+                            if strategy.applies(made, model):
                                 yield made
 
 
@@ -161,47 +181,60 @@ def _allowed(parallelism: Parallelism, cluster: Cluster, model: Model) -> bool:
     return True
 
 
-def _best(
-    name: str,
-    sequences: Sequence[Sequence[int]],
-    cluster: Cluster,
-    model: Model,
-    fixed: Mapping[str, int | bool],
-    tolerance: float,
-) -> Found:
+def _best(name: str, set_ups: Sequence[Sequence[Case]]) -> Found:
     """Models the set-ups of a strategy, those first that look fast, and each only as long as it may be the best."""
-    best: tuple[float, Case, StrategyResult] | None = None
+    best: tuple[float, Parallelism, StrategyResult] | None = None
     tried = slower = too_large = 0
     fits: set[Parallelism] = set()
     order = []
-    for parallelism in set_ups(name, sequences, cluster, model, fixed):
-        case = Case(shared(sequences, parallelism), cluster, model, parallelism, tolerance)
-        if least_memory(case) > cluster.device.memory:
+    for cases in set_ups:
+        shape, memory = cases[0].parallelism, cases[0].cluster.device.memory
+        if max(map(least_memory, cases)) > memory:
             too_large += 1
         else:
-            work, end = least_work(case), end_seconds(case)
-            bubble = 1 + (parallelism.pipeline - 1) / parallelism.micro_batches
-            order.append((parallelism.recompute, work * bubble + end, len(order), work, end, case))
-    for recompute, _, _, work, end, case in sorted(order, key=lambda one: one[:3]):
-        if best is not None and work + end >= best[0]:
+            work, end = sum(map(least_work, cases)), end_seconds(cases[0])
+            bubble = 1 + (shape.pipeline - 1) / shape.micro_batches
+            order.append((shape.recompute, work * bubble + end * len(cases), len(order), work, end, cases))
+    for recompute, _, _, work, end, cases in sorted(order, key=lambda one: one[:3]):
+        shape = cases[0].parallelism
+        without = dataclasses.replace(shape, recompute=False)
+        if (best is not None and work + end * len(cases) >= best[0]) or (recompute and without in fits):
             slower += 1
             continue
-        if recompute and dataclasses.replace(case.parallelism, recompute=False) in fits:
-            slower += 1
-            continue
-        program = STRATEGIES[name].prepare(case)
-        if program.memory.total > cluster.device.memory:
+        programs = STRATEGIES[name].prepare_steps(cases)
+        if max(program.memory.total for program in programs) > cases[0].cluster.device.memory:
             too_large += 1
             continue
         tried += 1
-        fits.add(case.parallelism)
-        deadline = None if best is None else Deadline(best[0], work, end)
-        machine = Machine(Network(cluster, case.parallelism.tensor), cluster.device, deadline=deadline)
-        with contextlib.suppress(TooSlow):
-            program.play(machine)
-            seconds = float(machine.now.max())
-            if best is None or seconds < best[0]:
-                best = seconds, case, result_of(name, program, case)
+        fits.add(shape)
+        seconds = _seconds(programs, cases[0], work, end, math.inf if best is None else best[0])
+        if seconds is not None:
+            best = seconds, shape, result_of(name, programs, cases)
     if best is None:
         return Found(name, None, None, tried, slower, too_large)
     return Found(name, best[1], best[2], tried, slower, too_large)
+
+
+def _seconds(programs: Sequence[Program], case: Case, work: float, end: float, limit: float) -> float | None:
+    """Seconds of all steps, or None as soon as they cannot be below the limit.
+
+    Args:
+        programs: the steps.
+        case: the set-up.
+        work: seconds that the mean home at least computes and exchanges in all steps, but for their ends.
+        end: seconds of the end of a step.
+        limit: seconds.
+    """
+    total = idle = 0.0
+    ends = end * len(programs)
+    for program in programs:
+        network = Network(case.cluster, case.parallelism.tensor)
+        machine = Machine(network, case.cluster.device, deadline=Deadline(limit, work + idle, ends))
+        try:
+            program.play(machine)
+        except TooSlow:
+            return None
+        seconds = float(machine.now.max())
+        total += seconds
+        idle += max(0.0, seconds - end - float((machine.dense + machine.attention + machine.exchanging).mean()))
+    return total if total < limit else None

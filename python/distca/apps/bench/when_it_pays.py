@@ -1,0 +1,132 @@
+"""`distca bench when-it-pays`: every strategy at its best set-up, for documents, models, clusters, links and kernels.
+
+Everything is modelled. docs/when-it-pays.md has the tables and says what they mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from distca.apps.bench.harness import Result, Row
+from distca.apps.bench.published import TENSOR, published_lengths
+from distca.apps.common.workloads import draw_documents, pretrain_lengths, read_lengths
+from distca.simulator.reading import read_cluster, read_model
+from distca.simulator.search import Found, search
+from distca.simulator.setup import Cluster
+from distca.simulator.validation import errors
+from distca.simulator.verdict import Verdict, verdict_of
+
+K = 1024
+#: Tokens a GPU in a step, by model: about those of the published batches of 3D parallelism.
+TOKENS = {"llama-8b": 16 * K, "llama-34b": 8 * K}
+#: Steps of the comparison with WLB's delay of outliers.
+STEPS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One comparison.
+
+    Attributes:
+        part: the table that it is in.
+        name: its line there.
+        model: ``llama-8b`` or ``llama-34b``.
+        gpus: ranks of ``h200-ib400``.
+        window: tokens of a sequence.
+        documents: where lengths are from: "scaled", "as published", "equal" or "one long".
+        link: bandwidth between nodes, over that of the preset.
+        attention: the device's table of attention.
+        steps: steps of which the mean counts.
+        tensor: tensor ranks of all set-ups; None: any.
+    """
+
+    part: str
+    name: str
+    model: str = "llama-8b"
+    gpus: int = 64
+    window: int = 128 * K
+    documents: str = "scaled"
+    link: float = 1.0
+    attention: str = "h200"
+    steps: int = 1
+    tensor: int | None = TENSOR
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster, with these links and this attention."""
+        made = read_cluster("h200-ib400", self.gpus)
+        between = dataclasses.replace(made.between, bandwidth=made.between.bandwidth * self.link)
+        if between.node_bandwidth is not None:
+            between = dataclasses.replace(between, node_bandwidth=between.node_bandwidth * self.link)
+        return dataclasses.replace(
+            made, between=between, device=dataclasses.replace(made.device, attention=self.attention)
+        )
+
+    def sequences(self, seed: int) -> list[list[int]]:
+        """The sequences of a step."""
+        count = max(1, self.gpus * TOKENS[self.model] // self.window)
+        if self.documents == "equal":
+            return [[self.window // 4] * 4 for _ in range(count)]
+        if self.documents == "one long":
+            short = [[2 * K] * (self.window // (2 * K)) for _ in range(count - 1)]
+            return [[self.window], *short]
+        if self.documents == "as published":
+            return draw_documents(read_lengths(pretrain_lengths()), count, self.window, seed)
+        return draw_documents(published_lengths(self.window), count, self.window, seed)
+
+
+def cells(short: bool) -> Iterator[Cell]:
+    """All comparisons; of `short` a few small ones."""
+    for documents in ("equal", "as published", "scaled", "one long"):
+        yield Cell("documents", documents, documents=documents)
+    if short:
+        return
+    for model in TOKENS:
+        for window in (128 * K, 512 * K):
+            for gpus in (64, 128, 256, 512):
+                yield Cell("grid", f"{model}, {window // K}K, {gpus} GPUs", model, gpus, window)
+    for window in (128 * K, 512 * K):
+        yield Cell("any tensor", f"llama-8b, {window // K}K, 64 GPUs", window=window, tensor=None)
+    for link in (0.25, 0.5, 2.0, 8.0):
+        yield Cell("links", f"{link:g} x 47 GB/s between nodes", gpus=128, window=512 * K, link=link)
+    for attention in ("h200", "fa2"):
+        yield Cell("kernels", f"{attention}", gpus=128, window=512 * K, attention=attention)
+    for window in (128 * K, 512 * K):
+        yield Cell("delay", f"{window // K}K, means of {STEPS} steps", window=window, steps=STEPS)
+
+
+def run(rounds: int | None = None, short: bool = False) -> Result:
+    """All comparisons, of `rounds` draws of documents each (1 by default)."""
+    rows, details = [], []
+    for cell in cells(short):
+        of_draws = [_compared(cell, seed) for seed in range(rounds or 1)]
+        verdicts = [verdict for _, verdict in of_draws if verdict is not None]
+        details.append({**dataclasses.asdict(cell), "draws": [_as_json(*one) for one in of_draws]})
+        if verdicts:
+            speedup = statistics.mean(verdict.speedup for verdict in verdicts)
+            first = verdicts[0]
+            name = f"{cell.part}: {cell.name}: {first.ours} over the best other, {first.other} (modelled)"
+            rows.append(Row(name, speedup, ""))
+    return Result("when-it-pays", rows, {"kind": "modelled", "errors": dataclasses.asdict(errors()), "cells": details})
+
+
+def _compared(cell: Cell, seed: int) -> tuple[list[Found], Verdict | None]:
+    steps = [cell.sequences(seed * cell.steps + number) for number in range(cell.steps)]
+    fixed = {} if cell.tensor is None else {"tensor": cell.tensor}
+    found = search(
+        steps[0], cluster=cell.cluster, model=read_model(cell.model), fixed=fixed, following=steps[1:]
+    )
+    return found, verdict_of(found, steps[0], errors())
+
+
+def _as_json(found: Sequence[Found], verdict: Verdict | None) -> dict[str, Any]:
+    strategies = []
+    for one in found:
+        made = one.as_json()
+        if one.result is not None:
+            made["result"]["idle"] = {"most": max(one.result.idle), "mean": statistics.mean(one.result.idle)}
+        strategies.append(made)
+    return {"verdict": None if verdict is None else dataclasses.asdict(verdict), "strategies": strategies}
