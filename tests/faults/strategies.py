@@ -4,6 +4,8 @@ from faults.fault import Fault
 
 RINGS = "tests/simulator/test_context_parallel.py"
 DEALT = "tests/simulator/test_whole_documents.py"
+WLB = "tests/simulator/test_wlb.py"
+HYBRID = "tests/simulator/test_hybrid_context.py"
 ROOM = "python/distca/simulator/strategies/"
 
 FAULTS = [
@@ -62,5 +64,75 @@ FAULTS = [
         "(homeward.T.contiguous(), inward.T.contiguous())",
         "(0 * homeward, 0 * inward)",
         (RINGS,),
+    ),
+    Fault(
+        "outliers leave one by one",
+        ROOM + "outliers.py",
+        "if len(queue) >= self._count:",
+        "if queue:",
+        (WLB,),
+    ),
+    Fault(
+        "the last outlier to arrive leaves first",
+        ROOM + "outliers.py",
+        "ready += [queue.popleft() for _ in range(self._count)]",
+        "ready += [queue.pop() for _ in range(self._count)]",
+        (WLB,),
+    ),
+    Fault(
+        "outliers that wait at the end are lost",
+        ROOM + "outliers.py",
+        "ready += queues.empty()",
+        "queues.empty()",
+        (WLB,),
+    ),
+    Fault(
+        "a micro-batch may be too long",
+        ROOM + "outliers.py",
+        "if tokens[least] + length > longest:\n            left.append(length)",
+        "if False:\n            left.append(length)",
+        (WLB,),
+    ),
+    Fault(
+        "every sequence is cut by document",
+        ROOM + "wlb.py",
+        "if context > 1 and lengths:",
+        "if False:",
+        (WLB,),
+    ),
+    Fault(
+        "a document has as many ranks as hold it",
+        ROOM + "hybrid_schedule.py",
+        "return 1 << (-(-length // most_tokens) - 1).bit_length()",
+        "return -(-length // most_tokens)",
+        (HYBRID,),
+    ),
+    Fault(
+        "ranks stay idle in a round",
+        ROOM + "hybrid_schedule.py",
+        "    _fill(groups, ranks)\n    return groups, left",
+        "    return groups, left",
+        (HYBRID,),
+    ),
+    Fault(
+        "a round is not trimmed",
+        ROOM + "hybrid_schedule.py",
+        "left += _trim(groups, loads, ranks)",
+        "left += []",
+        (HYBRID,),
+    ),
+    Fault(
+        "a document joins the group with most load",
+        ROOM + "hybrid_schedule.py",
+        "group = min((group for group in groups if group.size == size), key=lambda group: group.load)",
+        "group = max((group for group in groups if group.size == size), key=lambda group: group.load)",
+        (HYBRID,),
+    ),
+    Fault(
+        "of several steps only the first is simulated",
+        "python/distca/simulator/simulate.py",
+        "programs = STRATEGIES[name].prepare_steps(cases)",
+        "programs = STRATEGIES[name].prepare_steps(cases[:1])",
+        ("tests/simulator/test_simulate.py",),
     ),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 from distca.simulator.case import Case
 from distca.simulator.dense import Part
@@ -23,17 +22,20 @@ def least_memory(case: Case) -> float:
     return case.state_bytes + case.activation_bytes(int(rows), min(shape.micro_batches, shape.pipeline))
 
 
-def least_work(case: Case) -> float:
+def least_work(case: Case, at_best: Cluster) -> float:
     """Seconds that the mean rank computes and exchanges with its tensor group, at the best rates, but for the end.
 
     The slowest rank has at least the mean.
+
+    Args:
+        case: the set-up.
+        at_best: its cluster as `optimistic` makes it.
     """
     shape, model = case.parallelism, case.model
-    cluster = _optimistic(case.cluster)
     lengths = case.lengths
-    mean = dataclasses.replace(case, cluster=cluster, parallelism=dataclasses.replace(shape, pipeline=1))
+    mean = dataclasses.replace(case, cluster=at_best, parallelism=dataclasses.replace(shape, pipeline=1))
     dense = mean.dense([sum(lengths)])
-    bandwidth = cluster.inside.bandwidth
+    bandwidth = at_best.inside.bandwidth
 
     def seconds(*parts: Part) -> float:
         return sum(float(part.seconds[0] + part.collective[0] / bandwidth) for part in parts)
@@ -43,8 +45,8 @@ def least_work(case: Case) -> float:
     ends = seconds(dense.embedding, dense.head, dense.embedding.backward, dense.head.backward)
     pairs = sum(n * (n + 1) // 2 for n in lengths) * model.q_heads / shape.tensor
     rows = sum(lengths) * model.q_heads / shape.tensor
-    forward += _least_attention(cluster.device, "forward", pairs, rows)
-    backward += _least_attention(cluster.device, "backward", pairs, rows)
+    forward += _least_attention(case.cluster.device, "forward", pairs, rows)
+    backward += _least_attention(case.cluster.device, "backward", pairs, rows)
     layer = (2 if shape.recompute else 1) * forward + backward
     everything = (layer * model.layers + ends) / (shape.homes * shape.pipeline)
     return everything * (1 - _ROUNDING)
@@ -65,8 +67,7 @@ def _least_attention(device: Device, phase: str, pairs: float, rows: float) -> f
     return (cost.per_pair * rate * pairs + cost.per_row * rows) * cost.unit_ns * 1e-9
 
 
-@functools.cache
-def _optimistic(cluster: Cluster) -> Cluster:
+def optimistic(cluster: Cluster) -> Cluster:
     """The cluster with each rate at its best, and without overheads. The time of dense parts then grows with rows."""
     return dataclasses.replace(cluster, device=_at_its_best(cluster.device))
 

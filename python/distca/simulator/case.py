@@ -186,8 +186,8 @@ class Strategy(Protocol):
     about: str
     cuts: bool = True
 
-    def applies(self, parallelism: Parallelism, model: Model) -> bool:
-        """Whether it can run in this parallelism, and differs there from the other strategies."""
+    def applies(self, parallelism: Parallelism, model: Model, steps: int = 1) -> bool:
+        """Whether it can run in this parallelism, and differs there from the others in so many steps."""
         return parallelism.chunks == 1
 
     def prepare(self, case: Case) -> Program:

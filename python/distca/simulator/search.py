@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from distca.errors import InvalidArgumentError
-from distca.simulator.bounds import end_seconds, least_memory, least_work
+from distca.simulator.bounds import end_seconds, least_memory, least_work, optimistic
 from distca.simulator.case import Case, Documents, Program
 from distca.simulator.machine import Deadline, Machine, TooSlow
 from distca.simulator.network import Network
@@ -87,13 +87,13 @@ def search(
     if not all(any(of_step) for of_step in steps):
         raise InvalidArgumentError("simulate: there are no documents")
     fixed = fixed or {}
-    found = []
+    found, at_best = [], optimistic(cluster)
     for name in chosen:
         cases = [
             [Case(shared(of_step, shape), cluster, model, shape, tolerance) for of_step in steps]
             for shape in set_ups(name, len(sequences), sum(map(sum, sequences)), cluster, model, fixed, len(steps))
         ]
-        found.append(_best(name, cases))
+        found.append(_best(name, cases, at_best))
     if all(one.result is None for one in found):
         said = "".join(f", {name.replace('_', '-')} {value}" for name, value in fixed.items())
         if not any(one.too_large for one in found):
@@ -149,7 +149,7 @@ def set_ups(
                             )
                             if fixed.get("data", data) != data or not _allowed(made, cluster, model):
                                 continue
-                            if strategy.applies(made, model):
+                            if strategy.applies(made, model, steps):
                                 yield made
 
 
@@ -181,7 +181,7 @@ def _allowed(parallelism: Parallelism, cluster: Cluster, model: Model) -> bool:
     return True
 
 
-def _best(name: str, set_ups: Sequence[Sequence[Case]]) -> Found:
+def _best(name: str, set_ups: Sequence[Sequence[Case]], at_best: Cluster) -> Found:
     """Models the set-ups of a strategy, those first that look fast, and each only as long as it may be the best."""
     best: tuple[float, Parallelism, StrategyResult] | None = None
     tried = slower = too_large = 0
@@ -192,7 +192,7 @@ def _best(name: str, set_ups: Sequence[Sequence[Case]]) -> Found:
         if max(map(least_memory, cases)) > memory:
             too_large += 1
         else:
-            work, end = sum(map(least_work, cases)), end_seconds(cases[0])
+            work, end = sum(least_work(case, at_best) for case in cases), end_seconds(cases[0])
             bubble = 1 + (shape.pipeline - 1) / shape.micro_batches
             order.append((shape.recompute, work * bubble + end * len(cases), len(order), work, end, cases))
     for recompute, _, _, work, end, cases in sorted(order, key=lambda one: one[:3]):

@@ -113,7 +113,7 @@ def simulate(
     if unknown:
         raise InvalidArgumentError(f"simulate: strategy {unknown[0]!r}; allowed are {', '.join(STRATEGIES)}")
     if strategies is None:
-        chosen = [name for name in chosen if STRATEGIES[name].applies(parallelism, model)]
+        chosen = [name for name in chosen if STRATEGIES[name].applies(parallelism, model, len(cases))]
     return [result_of(name, STRATEGIES[name].prepare_steps(cases), cases, record) for name in chosen]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from distca.simulator.case import Strategy
 from distca.simulator.strategies import (
     all_gather,
+    hybrid_context,
     karmarkar_karp,
     ping_pong,
     ring,
@@ -12,6 +13,7 @@ from distca.simulator.strategies import (
     ulysses,
     unbalanced,
     variable_chunks,
+    wlb,
 )
 
 #: All strategies, in the order of tables. The first is what the others are compared with.
@@ -24,6 +26,9 @@ STRATEGIES: dict[str, Strategy] = {
         all_gather.AllGather(),
         ring.Ring(),
         ulysses.Ulysses(),
+        wlb.Wlb(delay=False),
+        wlb.Wlb(delay=True),
+        hybrid_context.HybridContext(),
         single_stream.SingleStream(),
         ping_pong.PingPong(),
     )

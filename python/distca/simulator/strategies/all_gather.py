@@ -26,7 +26,7 @@ class AllGather(Strategy):
     name = "all-gather"
     about = "every document cut over its context parallel group, keys gathered in every layer"
 
-    def applies(self, parallelism: Parallelism, model: Model) -> bool:
+    def applies(self, parallelism: Parallelism, model: Model, steps: int = 1) -> bool:
         """With context ranks."""
         return parallelism.context > 1 and parallelism.chunks == 1
 

@@ -13,7 +13,7 @@ class PingPong(Strategy):
     name = "distca"
     about = "distca's plans in ping-pong"
 
-    def applies(self, parallelism: Parallelism, model: Model) -> bool:
+    def applies(self, parallelism: Parallelism, model: Model, steps: int = 1) -> bool:
         """In every parallelism."""
         return True
 

@@ -36,7 +36,7 @@ class Ring(Strategy):
     name = "ring"
     about = "every document cut over its context parallel group, keys passed on in a ring while attention is computed"
 
-    def applies(self, parallelism: Parallelism, model: Model) -> bool:
+    def applies(self, parallelism: Parallelism, model: Model, steps: int = 1) -> bool:
         """With context ranks."""
         return parallelism.context > 1 and parallelism.chunks == 1
 

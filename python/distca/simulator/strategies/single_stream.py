@@ -13,7 +13,7 @@ class SingleStream(Strategy):
     name = "distca-single"
     about = "distca's plans, rows not overlapped"
 
-    def applies(self, parallelism: Parallelism, model: Model) -> bool:
+    def applies(self, parallelism: Parallelism, model: Model, steps: int = 1) -> bool:
         """In every parallelism."""
         return True
 

@@ -28,7 +28,7 @@ class Ulysses(Strategy):
     name = "ulysses"
     about = "rows cut over the context parallel group, attention of all rows by heads, all-to-all around it"
 
-    def applies(self, parallelism: Parallelism, model: Model) -> bool:
+    def applies(self, parallelism: Parallelism, model: Model, steps: int = 1) -> bool:
         """With context ranks, if their number divides the query heads of a tensor rank."""
         heads = model.heads.divided(parallelism.tensor)
         return parallelism.context > 1 and parallelism.chunks == 1 and not _misfit(heads, parallelism.context)
