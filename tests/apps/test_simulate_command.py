@@ -27,7 +27,8 @@ def test_the_table_has_all_strategies_and_says_that_it_is_modelled(
     assert main(["simulate", "--lengths", lengths, *SHAPE, "--json", str(out), "--plot", str(plot)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("modelled, not measured")
-    names = ["unbalanced", "variable-chunks", "karmarkar-karp", "wlb", "distca-single", "distca"]
+    names = ["unbalanced", "variable-chunks", "karmarkar-karp", "wlb", "distca-paper", "distca-paper-fa3"]
+    names += ["distca-retained", "distca-single", "distca"]
     assert [line.split()[0] for line in lines[1:]] == names
     content = json.loads(out.read_text())
     assert content["kind"] == "modelled" and all(result["kind"] == "modelled" for result in content["results"])

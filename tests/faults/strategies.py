@@ -5,6 +5,7 @@ from faults.fault import Fault
 RINGS = "tests/simulator/test_context_parallel.py"
 DEALT = "tests/simulator/test_whole_documents.py"
 WLB = "tests/simulator/test_wlb.py"
+OPTIONS = "tests/simulator/test_distca_options.py"
 HYBRID = "tests/simulator/test_hybrid_context.py"
 ROOM = "python/distca/simulator/strategies/"
 
@@ -134,5 +135,54 @@ FAULTS = [
         "programs = STRATEGIES[name].prepare_steps(cases)",
         "programs = STRATEGIES[name].prepare_steps(cases[:1])",
         ("tests/simulator/test_simulate.py",),
+    ),
+    Fault(
+        "a move of the release is charged the keys that it needs",
+        ROOM + "distca_paper.py",
+        "there[item.home, item.server] += item.rows * query + item.length * keys",
+        "there[item.home, item.server] += item.rows * query + item.end * keys",
+        (OPTIONS,),
+    ),
+    Fault(
+        "the release keeps its first tolerance",
+        ROOM + "distca_paper.py",
+        "<= BUFFER_BYTES:",
+        "<= 1e30:",
+        (OPTIONS,),
+    ),
+    Fault(
+        "a server of the release begins with its own rows",
+        ROOM + "distca_paper.py",
+        "return AttentionWork(torch.zeros_like(seconds), seconds, there, back)",
+        "return AttentionWork(seconds, torch.zeros_like(seconds), there, back)",
+        (OPTIONS,),
+    ),
+    Fault(
+        "the release moves the document with most bytes a pair",
+        ROOM + "released_planner.py",
+        "best = int(torch.where(gives > 0, per_pair, torch.inf).argmin())",
+        "best = int(torch.where(gives > 0, per_pair, -torch.inf).argmax())",
+        (OPTIONS,),
+    ),
+    Fault(
+        "rows leave a document from its end",
+        ROOM + "released_planner.py",
+        "cut = item.end - rows",
+        "cut = item.begin + rows",
+        (OPTIONS,),
+    ),
+    Fault(
+        "rows alone are not asked for",
+        ROOM + "rows.py",
+        "Ticking(case, ping_pong=True, split_heads=False)",
+        "Ticking(case, ping_pong=True)",
+        (OPTIONS,),
+    ),
+    Fault(
+        "kept keys take no memory",
+        ROOM + "retained.py",
+        "buffers=memory.buffers + kept * self._steps",
+        "buffers=memory.buffers",
+        (OPTIONS,),
     ),
 ]

@@ -18,9 +18,14 @@ class Ticking:
 
     The documents of ``context`` neighbouring homes are laid over them one after another, and cut where a home has its
     share of their tokens.
+
+    Args:
+        case: what is simulated.
+        ping_pong: whether two halves of each micro-batch take turns.
+        split_heads: whether ranges of heads of a document may go to different servers.
     """
 
-    def __init__(self, case: Case, *, ping_pong: bool) -> None:
+    def __init__(self, case: Case, *, ping_pong: bool, split_heads: bool = True) -> None:
         self.case = case
         self.layouts = layouts = [_laid_out(micro_batch, case.parallelism.context) for micro_batch in case.documents]
         parallelism = case.parallelism
@@ -34,6 +39,7 @@ class Ticking:
             cost=case.cluster.device.cost(),
             tolerance=case.tolerance,
             ranks_per_node=case.per_node,
+            split_heads=split_heads,
         )
         self._attention: dict[tuple[object, ...], AttentionWork] = {}
 
@@ -49,12 +55,21 @@ class Ticking:
             if kept
             else 0.0
         )
-        buffers = 2 * self.plans.stats.slot_bytes + whole
+        buffers = 2 * self.slot_bytes + whole
         return Memory(case.state_bytes, case.activation_bytes(rows, in_flight), buffers)
+
+    @property
+    def slot_bytes(self) -> float:
+        """Bytes of the largest arena of a slot."""
+        return self.plans.stats.slot_bytes
+
+    def plan_of(self, tick: int, part: int | None) -> Plan:
+        """The plan of a layer of a tick, or of one half of it."""
+        return self.plans.plan(tick, 0, part)
 
     def work_of(self, tick: int, part: int | None) -> LayerWork:
         """The work of all homes in a layer of a tick, or in one half of it."""
-        case, plan = self.case, self.plans.plan(tick, 0, part)
+        case, plan = self.case, self.plan_of(tick, part)
         of_tick = self.plans.table[tick]
         rows = [plan.layout.num_rows(home) for home in range(case.num_homes)]
         phases = ["forward"] if of_tick.phase == "forward" else ["backward", "forward"]
@@ -82,8 +97,12 @@ class Ticking:
 
     def _attention_of(self, plan: Plan, phase: str, key: tuple[object, ...]) -> AttentionWork:
         if key not in self._attention:
-            self._attention[key] = attention_work(plan, phase, self.case.cluster.device, self.case.per_node)
+            self._attention[key] = self.attention_of(plan, phase)
         return self._attention[key]
+
+    def attention_of(self, plan: Plan, phase: str) -> AttentionWork:
+        """What the homes compute and send in a layer with this plan."""
+        return attention_work(plan, phase, self.case.cluster.device, self.case.per_node)
 
     def _end(self, machine: Machine, tick: Tick, *, first: bool) -> None:
         """The first stage computes the embedding, or the last one logits and loss, in their forward or backward."""

@@ -17,6 +17,7 @@ from distca.simulator.reading import read_cluster, read_model
 from distca.simulator.search import Found, search
 from distca.simulator.setup import Cluster
 from distca.simulator.strategies import STRATEGIES
+from distca.simulator.strategies.distca_paper import fa2_table
 from distca.simulator.validation import errors
 from distca.simulator.verdict import Verdict, verdict_of
 

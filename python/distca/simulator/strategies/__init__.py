@@ -5,10 +5,13 @@ from __future__ import annotations
 from distca.simulator.case import Strategy
 from distca.simulator.strategies import (
     all_gather,
+    distca_paper,
     hybrid_context,
     karmarkar_karp,
     ping_pong,
+    retained,
     ring,
+    rows,
     single_stream,
     ulysses,
     unbalanced,
@@ -29,6 +32,10 @@ STRATEGIES: dict[str, Strategy] = {
         wlb.Wlb(delay=False),
         wlb.Wlb(delay=True),
         hybrid_context.HybridContext(),
+        distca_paper.DistcaPaper(flash_attention_2=True),
+        distca_paper.DistcaPaper(flash_attention_2=False),
+        rows.Rows(),
+        retained.Retained(),
         single_stream.SingleStream(),
         ping_pong.PingPong(),
     )

@@ -1,0 +1,149 @@
+"""The released DistCA: its planner, its messages and its kernel's rates, in ping-pong.
+
+Source: Zhuang et al., Efficient Long-context Language Model Training by Core Attention Disaggregation, arXiv
+2510.18121, and its release. `released_planner` has its planner. A move sends queries, and the keys and values of the
+whole document. A server begins when all rows have come, and computes all its tasks in one call. Backward sends queries,
+keys, values, outputs and their gradients; gradients of keys are added up on the server and go home once a document.
+The release plans with growing tolerances (``MIN_TOLERANCE_FACTOR`` and so on) until its buffer holds every message.
+
+Rates of FlashAttention-2 on an H200 are those of figure 5, by rows of a shard. Nothing says how fast its backward is;
+it is taken to be slower by the same factor as cuDNN's at 32K rows. They take the place of the table ``h200`` alone;
+other devices keep their own.
+
+What differs: halves are those of `distca.halves`, where the release takes two batches. Context ranks are data ranks
+with whole documents. The padding of documents and copies in a rank's own memory take no time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from distca.planner.layout import PADDING, Layout
+from distca.planner.plan import Plan
+from distca.simulator.case import Case, Program, Strategy
+from distca.simulator.network import Traffic
+from distca.simulator.setup import Model, Parallelism
+from distca.simulator.strategies.released_planner import Item, released_plan
+from distca.simulator.ticking import Ticking
+from distca.simulator.work import AttentionWork, PieceTimes
+
+#: The tolerances that the release tries, in this order.
+TOLERANCES = (0.05, 0.06, 0.07, 0.08, 0.09, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+#: Bytes of its buffer for the messages of a rank in one direction, as in its experiments.
+BUFFER_BYTES = 2 * 2**30
+#: TFLOP/s of FlashAttention-2 in forward by the rows of a shard (figure 5), and how much slower backward is.
+FA2_RATES = {16: 40, 32: 80, 64: 155, 128: 285, 256: 295, 512: 305, 1024: 308, 2048: 310}
+FA2_BACKWARD = 581 / 688
+
+
+class DistcaPaper(Strategy):
+    """The released planner over all homes of all stages, in ping-pong.
+
+    Args:
+        flash_attention_2: whether attention has the rates of FlashAttention-2, or the device's own.
+    """
+
+    def __init__(self, *, flash_attention_2: bool) -> None:
+        self._flash_attention_2 = flash_attention_2
+        self.name = "distca-paper" if flash_attention_2 else "distca-paper-fa3"
+        self.about = f"the released DistCA, at the rates of {'FlashAttention-2' if flash_attention_2 else 'the device'}"
+
+    def applies(self, parallelism: Parallelism, model: Model, steps: int = 1) -> bool:
+        """In every parallelism."""
+        return True
+
+    def prepare(self, case: Case) -> Program:
+        """The program of the ticks, with halves."""
+        device = case.cluster.device
+        if self._flash_attention_2 and device.attention == "h200":
+            device = dataclasses.replace(device, attention=fa2_table())
+            case = dataclasses.replace(case, cluster=dataclasses.replace(case.cluster, device=device))
+        return Released(case)
+
+
+def fa2_table() -> Mapping[str, Any]:
+    """A cost table of FlashAttention-2 on an H200. Shards of fewer than 16 rows take the time of 16."""
+    points = []
+    for octave in range(12):
+        rows, keys = 2**octave, 2**20
+        flop = 4 * 128 * (rows * keys - rows * (rows - 1) // 2)
+        forward = flop / (FA2_RATES.get(rows, 40 * rows / 16) * 1e3)
+        points.append(
+            {"q_rows": rows, "kv_rows": keys, "forward_ns": forward, "backward_ns": 2.5 * forward / FA2_BACKWARD}
+        )
+    return {"heads": [1], "points": points}
+
+
+class Released(Ticking):
+    """The ticks of distca with the released planner's tasks and messages."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case, ping_pong=True)
+        self._items: dict[Plan, list[Item]] = {}
+
+    @property
+    def slot_bytes(self) -> float:
+        """Bytes of the buffer, or of the largest message where no tolerance makes it fit."""
+        ticks = range(len(self.plans.table))
+        items = [self.items_of(self.plan_of(tick, part)) for tick in ticks for part in self.plans.parts]
+        return max(BUFFER_BYTES, max(float(self._messages(of).max()) for of in items))
+
+    def items_of(self, plan: Plan) -> list[Item]:
+        """The tasks for the layout of a plan, by the first tolerance whose messages fit into the buffer."""
+        if plan not in self._items:
+            documents = documents_of(plan.layout)
+            for tolerance in TOLERANCES:
+                self._items[plan] = released_plan(documents, self.case.heads, tolerance)
+                if float(self._messages(self._items[plan]).max()) <= BUFFER_BYTES:
+                    break
+        return self._items[plan]
+
+    def attention_of(self, plan: Plan, phase: str) -> AttentionWork:
+        """What the homes compute and send in a layer."""
+        case, items = self.case, self.items_of(plan)
+        times = PieceTimes(case.cluster.device, phase, case.heads.q)
+        seconds = torch.zeros(case.num_homes, dtype=torch.float64)
+        for item in items:
+            for begin, end in item.pieces:
+                seconds[item.server] += times.seconds(end - begin, end, causal=True)
+        there, back = (Traffic.of(matrix, case.per_node) for matrix in self.bytes_of(items, phase))
+        return AttentionWork(torch.zeros_like(seconds), seconds, there, back)
+
+    def bytes_of(self, items: list[Item], phase: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[homes, homes]`` bytes that go to servers and that come home."""
+        heads, homes = self.case.heads, self.case.num_homes
+        number = heads.dtype.itemsize
+        query, out, statistics = heads.q * heads.dim * number, heads.q * heads.value_dim * number, heads.q * 4
+        keys = heads.kv * (heads.dim + heads.value_dim) * number
+        there, back = (torch.zeros(homes, homes, dtype=torch.float64) for _ in range(2))
+        once = set()
+        for item in items:
+            if item.server == item.home:
+                continue
+            there[item.home, item.server] += item.rows * query + item.length * keys
+            if phase == "forward":
+                back[item.server, item.home] += item.rows * (out + statistics)
+                continue
+            there[item.home, item.server] += item.rows * (2 * out + statistics)
+            back[item.server, item.home] += item.rows * query
+            if (item.document, item.server) not in once:
+                once.add((item.document, item.server))
+                back[item.server, item.home] += item.length * keys
+        return there, back
+
+    def _messages(self, items: list[Item]) -> torch.Tensor:
+        """Bytes that each home sends or receives in each message."""
+        matrices = [matrix for phase in ("forward", "backward") for matrix in self.bytes_of(items, phase)]
+        return torch.stack([matrix.sum(dim) for matrix in matrices for dim in range(2)])
+
+
+def documents_of(layout: Layout) -> list[list[tuple[int, int]]]:
+    """Number and length of the documents of each rank of a layout of whole documents."""
+    return [
+        [(document, end - begin) for document, begin, end in layout.segments(rank) if document != PADDING]
+        for rank in range(layout.num_ranks)
+    ]
