@@ -23,11 +23,14 @@ class Ticking:
         case: what is simulated.
         ping_pong: whether two halves of each micro-batch take turns.
         split_heads: whether ranges of heads of a document may go to different servers.
+        cuts: whether documents are laid over context ranks; otherwise these are data ranks.
     """
 
-    def __init__(self, case: Case, *, ping_pong: bool, split_heads: bool = True) -> None:
+    def __init__(self, case: Case, *, ping_pong: bool, split_heads: bool = True, cuts: bool = True) -> None:
         self.case = case
-        self.layouts = layouts = [_laid_out(micro_batch, case.parallelism.context) for micro_batch in case.documents]
+        self.layouts = layouts = [
+            _laid_out(micro_batch, case.parallelism.context if cuts else 1) for micro_batch in case.documents
+        ]
         parallelism = case.parallelism
         self.plans = PipelinePlans(
             layouts,

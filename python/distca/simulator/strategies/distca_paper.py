@@ -47,6 +47,8 @@ class DistcaPaper(Strategy):
         flash_attention_2: whether attention has the rates of FlashAttention-2, or the device's own.
     """
 
+    cuts = False
+
     def __init__(self, *, flash_attention_2: bool) -> None:
         self._flash_attention_2 = flash_attention_2
         self.name = "distca-paper" if flash_attention_2 else "distca-paper-fa3"
@@ -82,7 +84,7 @@ class Released(Ticking):
     """The ticks of distca with the released planner's tasks and messages."""
 
     def __init__(self, case: Case) -> None:
-        super().__init__(case, ping_pong=True)
+        super().__init__(case, ping_pong=True, cuts=False)
         self._items: dict[Plan, list[Item]] = {}
 
     @property
