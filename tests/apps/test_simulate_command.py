@@ -36,6 +36,18 @@ def test_the_table_has_all_strategies_and_says_that_it_is_modelled(
     assert plot.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_several_steps_have_documents_of_their_own(lengths: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = ["simulate", *SHAPE, "--lengths", lengths, "--strategies", "wlb", "--steps", "3", "--json", str(out)]
+    assert main(command) == 0
+    content = json.loads(out.read_text())
+    steps = [content["documents"], *content["following"]]
+    assert len(steps) == 3 and steps[0] != steps[1] != steps[2]
+    (result,) = content["results"]
+    tokens = sum(n for step in steps for of in step for home in of for n in home)
+    assert result["tokens_per_second"] * result["seconds"] == pytest.approx(tokens / 3)
+
+
 def test_lengths_come_from_text_that_train_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "' + "x" * 4096 + '"}\n')
     assert main(["simulate", "--lengths", str(tmp_path / "a.jsonl"), *SHAPE, "--strategies", "unbalanced"]) == 0
@@ -52,6 +64,7 @@ def test_lengths_come_from_text_that_train_reads(tmp_path: Path, capsys: pytest.
         (["--sweep", "gpus=many"], "--sweep gpus=many: gpus=N,N or longest=N,N"),
         (["--sweep", "speed=1"], "--sweep speed=1: gpus=N,N or longest=N,N"),
         (["--sweep", "gpus=8", "--gpus", "8"], "leave out --gpus"),
+        (["--steps", "0"], "--steps 0: a positive number is expected"),
         (["--tokens-per-rank", "0"], "tokens_per_rank = 0"),
         (["--model", "llama-34b", "--gpus", "1"], "use more tensor or pipeline ranks"),
     ],

@@ -55,8 +55,8 @@ FAULTS = [
     Fault(
         "nobody serves what Megatron runs again",
         BATCHES,
-        '"recompute": recompute,',
-        '"recompute": None,',
+        "None if forward_only else recomputed(config, layers)",
+        "None",
         (TESTS,),
     ),
     Fault(
@@ -76,8 +76,22 @@ FAULTS = [
     Fault(
         "Megatron's packed sequences are one document",
         BATCHES,
-        "ends = torch.tensor([0, *sizes])",
-        "ends = torch.tensor([0, sum(sizes)])",
+        "[0, sum(sizes)] if self._by_row else [0, *sizes]",
+        "[0, sum(sizes)]",
+        (TESTS,),
+    ),
+    Fault(
+        "Megatron's RoPE counts from the first row that a rank has of a document",
+        BATCHES,
+        "register_forward_hook(self._of_rows)",
+        "register_forward_hook(lambda *_: None)",
+        (TESTS,),
+    ),
+    Fault(
+        "every process of a tensor group of Megatron tells lengths for itself",
+        BATCHES,
+        "if dist.get_rank(names.tensor_group()) == 0 else None",
+        "if dist.get_rank(names.tensor_group()) == 1 else None",
         (TESTS,),
     ),
     Fault(

@@ -110,6 +110,27 @@ FAULTS = [
         (AHEAD,),
     ),
     Fault(
+        "a document that goes on on the next rank begins anew",
+        "python/distca/planner/exchange.py",
+        "            segments.append((document, end, end + abs(length)))",
+        "            segments.append((document, 0, abs(length)))",
+        (AHEAD, "tests/plan/test_plan_ahead.py"),
+    ),
+    Fault(
+        "a document may go on from a rank without documents",
+        "python/distca/planner/exchange.py",
+        "elif rank == 0 or not told[rank - 1]:",
+        "elif not told[rank - 1]:",
+        (AHEAD,),
+    ),
+    Fault(
+        "a rank tells for another one",
+        "python/distca/pipeline/plans_ahead.py",
+        "[tellers[each] for each in stages[loading_stage]]",
+        "list(stages[loading_stage])",
+        (AHEAD,),
+    ),
+    Fault(
         "other documents of another stage are not seen",
         "python/distca/pipeline/plans_ahead.py",
         "if self._loaded is not None and self._loaded != told[self._place]:",

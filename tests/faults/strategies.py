@@ -185,4 +185,18 @@ FAULTS = [
         "buffers=memory.buffers",
         (OPTIONS,),
     ),
+    Fault(
+        "distca leaves documents whole whatever the context ranks",
+        "python/distca/simulator/ticking.py",
+        "if context == 1:",
+        "if True:",
+        (OPTIONS,),
+    ),
+    Fault(
+        "all steps of the command have the same documents",
+        "python/distca/apps/simulate/command.py",
+        "options.tokens_per_rank, next(seeds))",
+        "options.tokens_per_rank, options.seed)",
+        ("tests/apps/test_simulate_command.py",),
+    ),
 ]

@@ -32,6 +32,7 @@ def _exact(number_of_processes: int, folder: Path) -> Any:
         runs.Case(pipeline=2, per_token=True, changes=uneven | of.RECOMPUTED[0], steps=4, reads="a checkpoint"),
         runs.Case(pipeline=2, changes={**uneven, **of.RECOMPUTED[2], **of.WINDOWS, "softmax_scale": 0.7}),
         runs.Case(pipeline=2, overlap=True, shards=True, gathers=True, tied=True, steps=2),
+        runs.Case(tensor=2, per_token=True, joined=True),
     ]
     if number_of_processes == 1:
         return runs.run_all_alone(cases), _told()

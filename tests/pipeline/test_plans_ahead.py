@@ -59,7 +59,9 @@ def test_the_next_plans_are_made_while_an_iteration_is_in_use(monkeypatch: pytes
     [
         ({"microbatches": 0}, "microbatches = 0; a positive integer"),
         ({"loading_stage": 1}, "loading_stage = 1; 0 to 0 are allowed"),
-        ({"stages": [[0, 1]]}, "the stages have 2 ranks, the group has 1"),
+        ({"stages": [[0, 1]]}, "the stages have 2 ranks, and 1 ranks of the group tell for them"),
+        ({"tellers": [1]}, r"rank = 0, tellers = \[1\]; 0 to 0 and 0 to 0 are allowed"),
+        ({"rank": 1}, r"rank = 1, tellers = \[0\]; 0 to 0 and 0 to 0 are allowed"),
         ({"stages": [[1]]}, "PipelinePlansAhead: stages = .*each rank from 0 on once"),
     ],
 )
@@ -152,6 +154,9 @@ def _cases() -> dict[str, Any]:
         "wrong length": _seen([[0], [1]] if rank == 1 else first),
         "no loader": _seen(None if rank == 1 else first),
         "another number": _seen(first, microbatches=3 if rank == 2 else 2),
+        "continued": _seen(first, continues=lambda lengths: lengths is DOCUMENTS[1][0]),
+        "continued from none": _seen(first, continues=lambda lengths: lengths is DOCUMENTS[0][0]),
+        "tensor ranks": _seen(documents if rank == 0 else None, stages=[[0], [1]], tellers=[0, 2], rank=stage),
         "evaluation": _seen(first, backward=False, layers=[1, 2], in_flight=1),
         "one stops": _stops_on_rank_3_only(first),
         "two passes": _two_passes(first),
@@ -185,6 +190,37 @@ def test_other_stages_may_load_the_same_documents(four_ranks) -> None:
         assert cases["all load"] == (_iterations(rank, loads=True), "ended")
 
 
+def test_a_document_goes_on_on_the_next_rank(four_ranks) -> None:
+    layouts = [
+        distca.Layout([[(0, 0, 30), (1, 0, 4)], [(1, 4, 24)]]),
+        distca.Layout.from_documents([DOCUMENTS[0][1], DOCUMENTS[1][1]]),
+    ]
+    expected = _digests(PipelinePlans(layouts, HEADS, stages=STAGES))
+    assert expected != _expected(0)
+    for cases in four_ranks:
+        (_, first, _), (_, second, _) = cases["continued"][0]
+        assert (first, second) == (expected, _expected(2))
+
+
+def test_the_first_rank_continues_no_document(four_ranks) -> None:
+    for cases in four_ranks:
+        seen, error = cases["continued from none"]
+        assert (
+            "the first document of rank 0 is said to continue that of the rank before"
+            in cases["continued from none"][1]
+        )
+
+
+def test_the_first_rank_of_each_tensor_group_tells(four_ranks) -> None:
+    """Ranks 0 and 1 are a tensor group, and ranks 2 and 3."""
+    for rank, cases in enumerate(four_ranks):
+        seen = [
+            (DOCUMENTS[0][first : first + 2] if rank == 0 else None, _expected(first, stages=[[0], [1]]), rank // 2)
+            for first in (0, 2)
+        ]
+        assert cases["tensor ranks"] == (seen, "ended")
+
+
 def test_other_documents_than_those_that_were_told_are_refused(four_ranks) -> None:
     message = "rank 3 loaded documents of [8, 8] rows for micro-batch 0, and rank 1 of the loading stage [20]"
     seen, error = four_ranks[3]["other documents"]
@@ -206,7 +242,7 @@ def test_all_ranks_end_with_the_first_loader(four_ranks, case: str) -> None:
         ("fails", 0, "OSError: the disk is gone"),
         ("labels fail", 3, "OSError: the disk is gone"),
         ("wrong length", 1, "a document has length 0, must be at least 1"),
-        ("no loader", 1, "rank 1 has no loader; each rank of the loading stage, [0, 1], needs one"),
+        ("no loader", 1, "rank 1 has no loader; each of the ranks [0, 1], of the loading stage, needs one"),
         ("another number", 2, "rank 0 loads 2 micro-batches for an iteration, rank 2 expects 3"),
     ],
 )

@@ -106,6 +106,8 @@ def test_wrong_arguments_are_refused() -> None:
         distca.PlanAhead([], heads=HEADS)
     with pytest.raises(distca.InvalidArgumentError, match="exactly one"):
         distca.PlanAhead([], heads=HEADS, layout=_layout, lengths=list)
+    with pytest.raises(distca.InvalidArgumentError, match="continues= needs lengths="):
+        distca.PlanAhead([], heads=HEADS, layout=_layout, continues=bool)
     closed = distca.PlanAhead([], heads=HEADS, layout=_layout)
     closed.close()
     closed.close()
@@ -128,6 +130,14 @@ def _unequal_ends(idle_rows: int) -> list[tuple[list[int] | None, list[list[tupl
     batches = [[[3, 4]], [[1], [2, 2], [7]]][dist.get_rank()]
     with distca.PlanAhead(batches, heads=HEADS, lengths=list, idle_rows=idle_rows) as steps:
         return [(batch, _segments(plan), plan.rank, plan.digest) for batch, plan in steps]
+
+
+def _continued() -> list[list[list[tuple[int, int, int]]]]:
+    """Rank 1 has a batch without documents, one that continues those of rank 0, and one that does not."""
+    batches = [[[3, 4], [5], [6]], [[], [1, 2], [2]]][dist.get_rank()]
+    options = {"heads": HEADS, "lengths": list, "continues": lambda batch: batch == [1, 2]}
+    with distca.PlanAhead(batches, **options) as steps:
+        return [_segments(plan) for _, plan in steps]
 
 
 def _error_of(iterate) -> tuple[int, str]:
@@ -182,11 +192,14 @@ def _cases() -> dict[str, object]:
         "unequal ends": _unequal_ends(0),
         "idle rows": _unequal_ends(1),
         "two passes": _two_broken_passes(),
+        "continued": _continued(),
     }
     with distca.PlanAhead(_failing_loader(), heads=HEADS, lengths=list) as steps:
         cases["failing loader"] = _error_of(steps)
     with distca.PlanAhead([[4], [0] if dist.get_rank() == 1 else [4]], heads=HEADS, lengths=list) as steps:
         cases["wrong length"] = _error_of(steps)
+    with distca.PlanAhead([[]], heads=HEADS, lengths=list, continues=lambda batch: True) as steps:
+        cases["continues nothing"] = _error_of(steps)
     cases["one stops"] = _stops_on_rank_1_only()
     cases["threads"] = len(_threads())
     return cases
@@ -211,6 +224,19 @@ def test_a_rank_without_a_batch_can_hold_padding(two_ranks) -> None:
         [[(-1, 0, 1)], [(0, 0, 2), (1, 0, 2)]],
         [[(-1, 0, 1)], [(0, 0, 7)]],
     ]
+
+
+def test_a_document_goes_on_on_the_next_rank(two_ranks) -> None:
+    for results in two_ranks:
+        assert results["continued"] == [
+            [[(0, 0, 3), (1, 0, 4)], []],
+            [[(0, 0, 5)], [(0, 5, 6), (1, 0, 2)]],
+            [[(0, 0, 6)], [(1, 0, 2)]],
+        ]
+
+
+def test_a_batch_without_documents_continues_none(two_ranks) -> None:
+    assert "a batch without documents is said to continue one" in two_ranks[1]["continues nothing"][1]
 
 
 def test_a_pass_can_be_left_early_on_all_ranks_and_another_begun(two_ranks) -> None:

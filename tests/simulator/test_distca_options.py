@@ -16,6 +16,7 @@ from distca.simulator.simulate import simulate
 from distca.simulator.strategies import distca_paper
 from distca.simulator.strategies.distca_paper import Released, fa2_table
 from distca.simulator.strategies.released_planner import Item, released_plan
+from distca.simulator.ticking import packed
 from distca.simulator.work import PieceTimes
 from support.simulated import DEVICE, FLAT, MODEL, SHAPES, cluster
 
@@ -172,3 +173,21 @@ def test_an_item_of_an_odd_document_by_hand() -> None:
     assert Item(0, 5, 0, 0, 0, 3).pieces == [(0, 5)]
     assert Item(0, 5, 0, 0, 0, 1).pieces == [(0, 1), (4, 5)]
     assert Item(0, 5, 0, 1, 1, 3).pieces == [(1, 3), (3, 4)]
+
+
+def test_distca_cuts_documents_over_context_ranks_one_after_another() -> None:
+    shape = Parallelism(data=2, context=2)
+    case = Case([[[10, 4], [], [3], [3]]], cluster(4), MODEL, shape)
+    (layout,) = packed(case)
+    assert [layout.segments(home) for home in range(4)] == [
+        [(0, 0, 7)],
+        [(0, 7, 10), (1, 0, 4)],
+        [(2, 0, 3)],
+        [(3, 0, 3)],
+    ]
+    # One document on one rank of four: cut, all ranks have a quarter of the rest of a layer as well.
+    documents = [[[60000], [], [], []]]
+    setting = {"cluster": cluster(4, speed=1e4), "model": MODEL, "strategies": ["distca-single"]}
+    (whole,) = simulate(documents, parallelism=Parallelism(data=4), **setting)
+    (cut,) = simulate(documents, parallelism=Parallelism(context=4), **setting)
+    assert cut.seconds < 0.7 * whole.seconds

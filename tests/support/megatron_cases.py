@@ -72,6 +72,10 @@ FOUR = [
     Case(pipeline=2, chunks=2, tied=True, steps=2),
     Case(pipeline=2, changes={"batch_p2p_comm": False, "overlap_p2p_comm": True}),
     Case(pipeline=2, per_token=True),
+    # Documents that go on on the next data rank.
+    Case(tensor=2, per_token=True, joined=True, changes=SEQUENCE),
+    Case(data=4, per_token=True, joined=True, share=1, changes={"rotary_interleaved": True}),
+    Case(pipeline=2, chunks=2, per_token=True, joined=True, changes=SELECTIVE, steps=2),
     Case(pipeline=2, overlap=True, steps=3),
     Case(pipeline=2, overlap=True, steps=3, align=True),
     Case(pipeline=2, chunks=2, overlap=True, steps=3, align=True),

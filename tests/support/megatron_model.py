@@ -20,7 +20,7 @@ from distca.integrations.megatron import use_distca
 
 ROWS, HIDDEN, VOCABULARY = 240, 32, 64
 BREAK = 2
-#: [micro-batch][data rank]: ROWS tokens each, unequal attention.
+#: [micro-batch][data rank modulo 2]: ROWS tokens each, unequal attention.
 DOCUMENTS = [
     [[240], [24] * 10],
     [[100, 140], [120, 120]],
@@ -46,6 +46,7 @@ class Case(NamedTuple):
     per_token: bool = False
     kv_heads: int = 2
     ragged: bool = False  # whether micro-batches have different numbers of rows
+    joined: bool = False  # whether the last document of each data rank goes on on the next one
     stock: bool = False  # whether the schedule is Megatron's, with plans of distca
     steps: int = 1
     share: int = 1  # how many data ranks would have the micro-batches of this one
@@ -107,7 +108,7 @@ class _Norm(torch.nn.RMSNorm):
 
 def lengths_of(case: Case, step: int, microbatch: int, data_rank: int) -> list[int]:
     """The documents of a micro-batch: other ones in each step."""
-    lengths = DOCUMENTS[(step + microbatch) % len(DOCUMENTS)][data_rank]
+    lengths = DOCUMENTS[(step + microbatch) % len(DOCUMENTS)][data_rank % 2]
     return lengths[1:] if case.ragged and len(lengths) > 1 else lengths
 
 
@@ -119,11 +120,29 @@ def microbatch_of(case: Case, step: int, microbatch: int, data_rank: int) -> dic
     return {
         "tokens": tokens,
         "labels": labels,
-        "mask": (torch.rand(1, sum(lengths), generator=generator) < 0.7 + 0.2 * data_rank).float(),
+        "mask": (torch.rand(1, sum(lengths), generator=generator) < 0.7 + 0.2 * (data_rank % 2)).float(),
         "of": (step, microbatch),
+        "continues": case.joined and data_rank > 0,
+        **_documents(lengths),
+    }
+
+
+def _documents(lengths: list[int]) -> dict[str, torch.Tensor]:
+    return {
         "positions": torch.cat([torch.arange(n) for n in lengths])[None],
         "cu_seqlens": torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
     }
+
+
+def joined_microbatch_of(case: Case, step: int, microbatch: int) -> dict[str, torch.Tensor]:
+    """The micro-batch of all data ranks in one, with documents that go from one to the next."""
+    parts = [microbatch_of(case, step, microbatch, rank) for rank in range(case.share)]
+    lengths = lengths_of(case, step, microbatch, 0)
+    for rank in range(1, case.share):
+        first, *others = lengths_of(case, step, microbatch, rank)
+        lengths = [*lengths[:-1], lengths[-1] + first, *others]
+    whole = {name: torch.cat([part[name] for part in parts], dim=1) for name in ("tokens", "labels", "mask")}
+    return {**whole, **_documents(lengths)}
 
 
 def fields_of(case: Case) -> dict[str, Any]:

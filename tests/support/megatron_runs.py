@@ -29,6 +29,7 @@ from support.megatron_model import (
     PerDocument,
     configured,
     forward_step,
+    joined_microbatch_of,
     lengths_of,
     microbatch_of,
     models_of,
@@ -131,10 +132,13 @@ def _run(case: Case, folder: Path | None, alone: bool) -> Result:
         checkpoints.load(folder / case.reads, models, optimizer)
     data_rank = parallel_state.get_data_parallel_rank()
     ranks = range(case.share * data_rank, case.share * (data_rank + 1))
-    count = len(DOCUMENTS) * len(ranks)
     steps = [-1, *range(case.begin, case.steps)]
     steps_and_numbers = [(step, number) for step in steps for number in range(len(DOCUMENTS))]
+    rows, count = ROWS, len(DOCUMENTS) * len(ranks)
     data = [microbatch_of(case, step, number, rank) for step, number in steps_and_numbers for rank in ranks]
+    if case.joined and alone:
+        rows, count = ROWS * len(ranks), len(DOCUMENTS)
+        data = [joined_microbatch_of(case, step, number) for step, number in steps_and_numbers]
     context = None if alone else init(config, max_tokens=ROWS, timeout=30)
     schedule: Any = tick_schedule
     if context is None or case.stock:
@@ -144,12 +148,14 @@ def _run(case: Case, folder: Path | None, alone: bool) -> Result:
         stage, stages = parallel_state.get_pipeline_model_parallel_rank(), case.pipeline
         reads = parallel_state.get_tensor_model_parallel_rank() == 0 and stage in (0, stages - 1)
         options: dict[str, Any] = {"context": context, "num_microbatches": count, "tolerance": 0.02, "min_rows": 8}
+        if case.joined:
+            options |= {"continues": lambda batch: batch["continues"], "model": models}
         evaluation = PlannedBatches(iter(data[:count]) if reads else None, config, forward_only=True, **options)
         batches = PlannedBatches(iter(data[count:]) if reads else None, config, **options)
     common = {
         "forward_step_func": forward_step,
         "num_microbatches": count,
-        "seq_length": ROWS,
+        "seq_length": rows,
         "micro_batch_size": 1,
     }
     losses, norms, imbalance = [], [], 1.0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from distca.errors import InvalidArgumentError
 from distca.integrations import megatron_names as names
 from distca.integrations.megatron_config import check_config, layers_of_stages, recomputed, window_of_layer
 from distca.integrations.megatron_schedule import DataWithTicks
-from distca.pipeline import PipelinePlansAhead, Ticks
-from distca.planner.exchange import Exchange
+from distca.pipeline import PipelinePlans, PipelinePlansAhead, Ticks
 
 
 @dataclass
@@ -53,6 +51,9 @@ class PlannedBatches(DataWithTicks):
         context: of `init`.
         num_microbatches: micro-batches of an iteration.
         lengths: the lengths of the documents in a batch, in the order of its rows. Rows of padding are a document.
+        continues: whether the first document of a batch continues the last one of the data rank before. Each rank then
+            tells the length of its part. By default documents are whole.
+        model: the chunks of the model on this process, for `continues`: their RoPE then takes the position of each row.
         forward_only: whether it is for evaluation: makes plans without backward.
         options: the other arguments of `PipelinePlans`.
 
@@ -68,6 +69,8 @@ class PlannedBatches(DataWithTicks):
         context: Context,
         num_microbatches: int,
         lengths: Callable[[Any], Sequence[int]] = document_lengths,
+        continues: Callable[[Any], bool] | None = None,
+        model: Sequence[Any] = (),
         forward_only: bool = False,
         **options: Any,
     ) -> None:
@@ -77,26 +80,22 @@ class PlannedBatches(DataWithTicks):
             if name in options:
                 raise InvalidArgumentError(f"PlannedBatches: {name}= cannot be given; Megatron's configuration says it")
         batches = next((each for each in batches if each is not None), None) if isinstance(batches, list) else batches
+        self.context, self._by_row = context, continues is not None
+        if self._by_row:
+            self._rotate_by_row(model)
+        self._options: dict[str, Any] = {"scale": config.softmax_scale, "deterministic": config.deterministic_mode}
         layers = layers_of_stages(config, len(context.stages))
         windows = [window_of_layer(config, layer + 1) for layer in range(config.num_layers)]
-        self.context = context
-        recompute = None if forward_only else recomputed(config, layers)
-        self._options: dict[str, Any] = {
-            "scale": config.softmax_scale,
-            "deterministic": config.deterministic_mode,
-            "recompute": recompute,
-        }
-        of_context, of_tensor = _private_groups(context)
-        tensor_rank = dist.get_rank(of_tensor)
-        has_data = [batches is not None]
-        dist.broadcast_object_list(has_data, group=of_tensor, group_src=0)
+        self._options["recompute"] = None if forward_only else recomputed(config, layers)
         self._ahead = PipelinePlansAhead(
-            _told(batches, lengths, num_microbatches, of_tensor, tensor_rank) if has_data[0] else None,
+            batches,
             heads=context.heads,
             stages=context.stages,
-            lengths=lambda pair: pair[1],
+            lengths=lengths,
+            continues=continues,
             microbatches=num_microbatches,
-            group=Exchange.over(of_context),
+            tellers=_first_tensor_ranks(context),
+            rank=context.rank,
             layers=layers,
             chunks=config.virtual_pipeline_model_parallel_size or 1,
             windows=windows,
@@ -110,24 +109,24 @@ class PlannedBatches(DataWithTicks):
 
     def begin(self) -> Ticks:
         """The ticks of the next iteration. `tick_schedule` calls it. Raises StopIteration at the end of the data."""
-        loaded, plans = next(self._iterations)
-        self._batches = None if loaded is None else [batch for batch, _ in loaded]
+        self._batches, plans = next(self._iterations)
         self.ticks = Ticks(plans, context=self.context, **self._options)
         return self.ticks
 
     def __next__(self) -> Any:
         """The micro-batch of the current tick; None on a process without data."""
-        microbatch = self._microbatch()
+        _, microbatch = self._now()
         return None if self._batches is None else self._batches[microbatch]
 
     def packed_seq_params(self) -> DistcaPackedSeqParams:
         """What ``forward_step_func`` passes to the model as packed_seq_params, on every process."""
-        microbatch = self._microbatch()
+        plans, microbatch = self._now()
         assert self.ticks is not None
-        plans = self.ticks.plans
-        sizes = [end - begin for _, begin, end in plans.layouts[microbatch].segments(plans.index)]
-        ends = torch.tensor([0, *sizes]).cumsum(0).to(self.context.device, torch.int32)
-        longest = max(sizes, default=0)
+        segments = plans.layouts[microbatch].segments(plans.index)
+        sizes = [end - begin for _, begin, end in segments]
+        ends = torch.tensor([0, sum(sizes)] if self._by_row else [0, *sizes]).cumsum(0)
+        ends = ends.to(self.context.device, torch.int32)
+        longest = max((end for _, _, end in segments), default=0)
         return DistcaPackedSeqParams(
             "thd", ends, ends, None, None, longest, longest, plan=self.ticks.plan, context=self.context
         )
@@ -136,37 +135,29 @@ class PlannedBatches(DataWithTicks):
         """Stops the thread. It is collective."""
         self._ahead.close()
 
-    def _microbatch(self) -> int:
-        """The number of the micro-batch of the current tick."""
+    def _now(self) -> tuple[PipelinePlans, int]:
+        """The plans of the iteration, and the number of the micro-batch of the current tick."""
         if self.ticks is None or self.ticks.current.work is None:
             raise InvalidArgumentError("PlannedBatches: no tick with work is under way; pass it to tick_schedule")
-        return self.ticks.current.work.microbatch
+        return self.ticks.plans, self.ticks.current.work.microbatch
+
+    def _rotate_by_row(self, model: Any) -> None:
+        """Lets RoPE take the position of each row. By itself Megatron counts from the first row of a segment."""
+        for module in (module for chunk in model for module in chunk.modules()):
+            if getattr(module, "position_embedding_type", None) in ("rope", "yarn"):
+                module.rotary_pos_emb.register_forward_hook(self._of_rows)
+
+    def _of_rows(self, module: Any, inputs: Any, output: Any) -> Any:
+        if self.ticks is None or not self.ticks.is_under_way:
+            return output  # the model runs with other batches
+        plans, microbatch = self._now()
+        positions = plans.layouts[microbatch].position_ids(plans.index).to(self.context.device)
+        return (output[0][positions], *output[1:]) if isinstance(output, tuple) else output[positions]
 
 
-def _told(
-    batches: Any, lengths: Callable[[Any], Sequence[int]], count: int, group: dist.ProcessGroup, rank: int
-) -> Iterator[tuple[Any, list[int]]]:
-    """Batches with the lengths that the first process of the tensor group tells the others, an iteration at a time."""
-    while True:
-        told: list[Any] = [None]
-        try:
-            mine = [] if batches is None else list(islice(batches, count))
-            told = [[list(lengths(batch)) for batch in mine]] if rank == 0 else told
-        finally:  # the others hear of an error as of the end
-            dist.broadcast_object_list(told, group=group, group_src=0)
-        of_first = told[0] or []
-        if len(of_first) < count:
-            return
-        yield from zip(mine or [None] * count, of_first, strict=True)
-
-
-def _private_groups(context: Context) -> list[dist.ProcessGroup]:
-    """Gloo groups of the context's processes and of this one's tensor group. All processes make those of all."""
-    mine = [context.global_ranks, dist.get_process_group_ranks(names.tensor_group())]
+def _first_tensor_ranks(context: Context) -> list[int]:
+    """For each rank of the context the process that is first in its tensor group. All processes call it."""
+    mine = context.rank if dist.get_rank(names.tensor_group()) == 0 else None
     of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, mine)
-    groups = {
-        ranks: dist.new_group(list(ranks), backend="gloo")
-        for ranks in sorted({tuple(r) for one in of_all for r in one})
-    }
-    return [groups[tuple(ranks)] for ranks in mine]
+    return [of_all.index(rank) for rank in range(context.num_ranks)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.pipeline.plans import PipelinePlans, checked_stages
 from distca.planner.ahead import Ahead
-from distca.planner.exchange import ENDED, Exchange, GatheredSteps, checked_lengths
+from distca.planner.exchange import ENDED, Continues, Exchange, GatheredSteps, layout_of, told_lengths
 from distca.planner.layout import Layout
 
 Batch = TypeVar("Batch")
@@ -48,12 +49,16 @@ class PipelinePlansAhead(Ahead[list[Batch] | None, PipelinePlans], Generic[Batch
             its place in the loading stage.
         heads: head shape and dtype of the layers.
         stages: for each stage its ranks, as in `PipelinePlans`.
-        lengths: the lengths of the whole documents in a batch, in the order of its rows. The thread calls it and the
-            loader, one call at a time.
+        lengths: the lengths of the documents in a batch, in the order of its rows. The thread calls it and the loader,
+            one call at a time.
+        continues: whether the first document of a batch continues the last one of the rank before in the stage. Each
+            rank then tells the length of its part. By default documents are whole.
         microbatches: micro-batches of an iteration.
         loading_stage: number of the stage whose ranks tell the lengths.
-        group: the process group of all ranks of all stages; by default all processes. An `Exchange` over such a group
-            is used as it is.
+        group: the process group of all ranks of all stages; by default all processes.
+        tellers: for each rank of the stages the rank of `group` that tells its lengths. The group may then have more
+            ranks than the stages: with tensor parallelism each tensor group has one that tells.
+        rank: which rank of the stages this process is; by default its rank in the group.
         options: the other arguments of `PipelinePlans`, such as ``layers``, ``chunks`` and ``context``.
 
     Yields:
@@ -61,7 +66,7 @@ class PipelinePlansAhead(Ahead[list[Batch] | None, PipelinePlans], Generic[Batch
 
     Raises:
         InvalidArgumentError: `stages` is wrong as in `PipelinePlans`, another number is out of range, or the group has
-            another number of ranks than the stages.
+            another number of ranks than the stages and there are no `tellers`.
     """
 
     def __init__(
@@ -72,80 +77,87 @@ class PipelinePlansAhead(Ahead[list[Batch] | None, PipelinePlans], Generic[Batch
         stages: Sequence[Sequence[int]],
         lengths: Callable[[Batch], Sequence[int]],
         microbatches: int,
+        continues: Continues = None,
         loading_stage: int = 0,
-        group: dist.ProcessGroup | Exchange | None = None,
+        group: dist.ProcessGroup | None = None,
+        tellers: Sequence[int] | None = None,
+        rank: int | None = None,
         **options: Any,
     ) -> None:
         stages = checked_stages(_NAME, stages)
+        num_ranks = sum(map(len, stages))
         if not is_whole(microbatches, 1):
             raise InvalidArgumentError(f"{_NAME}: microbatches = {microbatches!r}; a positive integer is expected")
         if not is_whole(loading_stage, 0, len(stages) - 1):
             raise InvalidArgumentError(
                 f"{_NAME}: loading_stage = {loading_stage!r}; 0 to {len(stages) - 1} are allowed"
             )
-        members = group.group if isinstance(group, Exchange) else group
-        rank, num_ranks = (dist.get_rank(members), dist.get_world_size(members)) if dist.is_initialized() else (0, 1)
-        if num_ranks != sum(map(len, stages)):
+        mine, size = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+        rank, tellers = mine if rank is None else rank, list(range(size) if tellers is None else tellers)
+        if num_ranks != len(tellers):
             raise InvalidArgumentError(
-                f"{_NAME}: the stages have {sum(map(len, stages))} ranks, the group has {num_ranks}"
+                f"{_NAME}: the stages have {num_ranks} ranks, and {len(tellers)} ranks of the group tell for them"
             )
-        self._loader, self._lengths, self._microbatches, self._rank = loader, lengths, microbatches, rank
-        self._stages, self._loading_stage = stages, loading_stage
+        if not is_whole(rank, 0, num_ranks - 1) or not all(is_whole(teller, 0, size - 1) for teller in tellers):
+            raise InvalidArgumentError(
+                f"{_NAME}: rank = {rank!r}, tellers = {tellers}; 0 to {num_ranks - 1} and 0 to {size - 1} are allowed"
+            )
+        load = _Loading(loader, lengths, continues, microbatches)
+        self._load, self._tells = load, [tellers[each] for each in stages[loading_stage]]
+        self._mine, self._place = mine, next(ranks.index(rank) for ranks in stages if rank in ranks)
         super().__init__(
-            group if isinstance(group, Exchange) else Exchange(group),
-            functools.partial(PipelinePlans, heads=heads, stages=stages, rank=rank, **options),
+            Exchange(group), functools.partial(PipelinePlans, heads=heads, stages=stages, rank=rank, **options)
         )
 
     def _steps(self) -> _Iterations[Batch]:
         assert self._exchange is not None
-        of_stage = self._stages[self._loading_stage]
-        place = next(ranks.index(self._rank) for ranks in self._stages if self._rank in ranks)
-        load = _Loading(self._loader, self._lengths, self._microbatches)
-        return _Iterations(self._exchange, load, of_stage, self._rank, of_stage[place])
+        return _Iterations(self._exchange, self._load.restarted(), self._tells, self._mine, self._place)
 
 
+@dataclass
 class _Loading(Generic[Batch]):
     """The micro-batches of a rank, an iteration at a time."""
 
-    def __init__(
-        self, loader: Iterable[Batch] | None, lengths: Callable[[Batch], Sequence[int]], microbatches: int
-    ) -> None:
-        self.loader, self.microbatches = loader, microbatches
-        self._lengths = lengths
-        self._batches: Iterator[Batch] | None = None
+    loader: Iterable[Batch] | None
+    lengths: Callable[[Batch], Sequence[int]]
+    continues: Continues
+    microbatches: int
+    _batches: Iterator[Batch] | None = None
+
+    def restarted(self) -> _Loading[Batch]:
+        """The same from the loader's beginning."""
+        return replace(self, _batches=None)
 
     def next(self) -> list[tuple[Batch, list[int]]] | None:
-        """The batches of an iteration, each with its lengths; None if the loader has too few left."""
+        """The batches of an iteration, each with what is told of it; None if the loader has too few left."""
         if self._batches is None:
             assert self.loader is not None
             self._batches = iter(self.loader)
         batches = list(itertools.islice(self._batches, self.microbatches))
         if len(batches) < self.microbatches:
             return None
-        return [(batch, checked_lengths(_NAME, self._lengths(batch))) for batch in batches]
+        return [(batch, told_lengths(_NAME, batch, self.lengths, self.continues)) for batch in batches]
 
 
 class _Iterations(GatheredSteps[list[Batch] | None, list[Layout]]):
     """Iterations until one loader has ended.
 
-    A rank of the loading stage tells, for each micro-batch, the number of its documents and then their lengths. The
+    The ranks that tell lengths tell, for each micro-batch, the number of its documents and then their lengths. The
     others tell nothing.
     """
 
-    def __init__(
-        self, exchange: Exchange, loading: _Loading[Batch], of_stage: list[int], rank: int, place: int
-    ) -> None:
-        """`place` is the rank of the loading stage whose rows this rank has."""
+    def __init__(self, exchange: Exchange, loading: _Loading[Batch], tellers: list[int], rank: int, place: int) -> None:
+        """`rank` is this process in the exchange; `place` says which of `tellers` tells of the rows that it has."""
         super().__init__(exchange, _NAME)
-        self._loading, self._of_stage, self._rank, self._place = loading, of_stage, rank, place
+        self._loading, self._tellers, self._rank, self._place = loading, tellers, rank, place
         self._loaded: list[list[int]] | None = None
 
     def _load(self) -> tuple[list[Batch] | None, list[int] | None]:
         if self._loading.loader is None:
-            if self._rank in self._of_stage:
+            if self._rank in self._tellers:
                 raise InvalidArgumentError(
-                    f"{_NAME}: rank {self._rank} has no loader; each rank of the loading stage, {self._of_stage}, "
-                    "needs one"
+                    f"{_NAME}: rank {self._rank} has no loader; each of the ranks {self._tellers}, of the loading "
+                    "stage, needs one"
                 )
             return None, []
         loaded = self._loading.next()
@@ -153,27 +165,29 @@ class _Iterations(GatheredSteps[list[Batch] | None, list[Layout]]):
             return None, None
         self._loaded = [lengths for _, lengths in loaded]
         told = [word for lengths in self._loaded for word in (len(lengths), *lengths)]
-        return [batch for batch, _ in loaded], told if self._rank in self._of_stage else []
+        return [batch for batch, _ in loaded], told if self._rank in self._tellers else []
 
     def _is_last(self, counts: list[int]) -> bool:
         return ENDED in counts
 
     def _layouts(self, words: list[list[int]], counts: list[int]) -> list[Layout]:
-        told = {rank: _split(words[rank]) for rank in self._of_stage}
+        told = [_split(words[rank]) for rank in self._tellers]
         expected = self._loading.microbatches
-        for rank, of_rank in told.items():
+        for rank, of_rank in zip(self._tellers, told, strict=True):
             if len(of_rank) != expected:
                 raise InvalidArgumentError(
                     f"{_NAME}: rank {rank} loads {len(of_rank)} micro-batches for an iteration, rank {self._rank} "
                     f"expects {expected}; microbatches= must be the same on all ranks"
                 )
         if self._loaded is not None and self._loaded != told[self._place]:
-            number = next(n for n, lengths in enumerate(self._loaded) if lengths != told[self._place][n])
+            theirs = told[self._place]
+            number = next(n for n, lengths in enumerate(self._loaded) if lengths != theirs[n])
             raise InvalidArgumentError(
                 f"{_NAME}: rank {self._rank} loaded documents of {self._loaded[number]} rows for micro-batch {number}, "
-                f"and rank {self._place} of the loading stage {told[self._place][number]}; they must be the same"
+                f"and rank {self._tellers[self._place]} of the loading stage {theirs[number]}; they must be the same"
             )
-        return [Layout.from_documents([told[rank][n] for rank in self._of_stage]) for n in range(expected)]
+        whole = [0] * len(told)
+        return [layout_of(_NAME, [of_rank[n] for of_rank in told], whole) for n in range(expected)]
 
 
 def _split(words: list[int]) -> list[list[int]]:

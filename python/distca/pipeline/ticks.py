@@ -110,6 +110,11 @@ class Ticks:
         self._current = None
 
     @property
+    def is_under_way(self) -> bool:
+        """Whether an iteration is under way."""
+        return self._current is not None
+
+    @property
     def current(self) -> CurrentTick:
         """The current tick. Raises InvalidArgumentError outside of an iteration."""
         if self._current is None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from distca.errors import InvalidArgumentError, PeerDiedError, PeerLeftError
+from distca.planner.layout import PADDING, Layout
 
 Loaded = TypeVar("Loaded", covariant=True)
 Layouts = TypeVar("Layouts", covariant=True)
+
+#: Whether the first document of a batch continues the last one of the rank before; None if none ever does.
+Continues = Callable[[Any], bool] | None
 
 # Codes that a rank sends in place of the number of its words.
 ENDED = -1
@@ -45,15 +49,6 @@ class Exchange:
             members = dist.get_process_group_ranks(group)
             self.group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         self.num_ranks = dist.get_world_size(self.group)
-
-    @classmethod
-    def over(cls, group: dist.ProcessGroup) -> Exchange:
-        """One over a gloo group that nobody else uses. It needs no process group made by its ranks alone, which torch
-        names after the number of groups that a process has, and so needs as many on all of them.
-        """
-        exchange = cls.__new__(cls)
-        exchange.group, exchange.num_ranks, exchange._of_all_ranks = group, dist.get_world_size(group), False
-        return exchange
 
     def close(self) -> None:
         """Leaves the group."""
@@ -140,13 +135,43 @@ class GatheredSteps(Steps[Loaded, Layouts], Generic[Loaded, Layouts]):
             ) from error
 
 
-def checked_lengths(name: str, lengths: Iterable[Any]) -> list[int]:
-    """The lengths of the documents in a rank's batch.
+def told_lengths(name: str, batch: Any, lengths: Callable[[Any], Iterable[Any]], continues: Continues) -> list[int]:
+    """What a rank tells of its batch: the lengths of its documents, the first negated if it continues another rank's.
 
     Raises:
-        InvalidArgumentError: a length is below 1.
+        InvalidArgumentError: a length is below 1, or a batch without documents continues one.
     """
-    mine = [int(length) for length in lengths]
-    if (wrong := next((length for length in mine if length < 1), None)) is not None:
+    told = [int(length) for length in lengths(batch)]
+    if (wrong := next((length for length in told if length < 1), None)) is not None:
         raise InvalidArgumentError(f"{name}: a document has length {wrong}, must be at least 1")
-    return mine
+    if continues is not None and continues(batch):
+        if not told:
+            raise InvalidArgumentError(f"{name}: a batch without documents is said to continue one")
+        told[0] = -told[0]
+    return told
+
+
+def layout_of(name: str, told: Sequence[Sequence[int]], idle_rows: Sequence[int]) -> Layout:
+    """The layout of what the ranks have told (`told_lengths`), with so many rows of padding on each rank.
+
+    Raises:
+        InvalidArgumentError: a rank continues a document of a rank that has none.
+    """
+    if not any(idle_rows) and all(length > 0 for lengths in told for length in lengths):
+        return Layout.from_documents(told)
+    ranks: list[list[tuple[int, int, int]]] = []
+    document, end = -1, 0
+    for rank, (lengths, rows) in enumerate(zip(told, idle_rows, strict=True)):
+        segments = []
+        for length in lengths:
+            if length > 0:
+                document, end = document + 1, 0
+            elif rank == 0 or not told[rank - 1]:
+                raise InvalidArgumentError(
+                    f"{name}: the first document of rank {rank} is said to continue that of the rank before, which has "
+                    "none"
+                )
+            segments.append((document, end, end + abs(length)))
+            end += abs(length)
+        ranks.append([*segments, (PADDING, 0, rows)] if rows else segments)
+    return Layout(ranks)

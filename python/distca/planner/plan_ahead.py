@@ -11,7 +11,7 @@ import torch.distributed as dist
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.planner.ahead import Ahead
-from distca.planner.exchange import ENDED, Exchange, GatheredSteps, Steps, checked_lengths
+from distca.planner.exchange import ENDED, Continues, Exchange, GatheredSteps, Steps, layout_of, told_lengths
 from distca.planner.layout import Layout
 from distca.planner.plan import Plan, Plans
 from distca.planner.planning import plan, plans
@@ -27,12 +27,13 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
 
     - `layout(batch) -> Layout`: every rank already knows the layout of all ranks (a global deterministic sampler).
       There is no traffic.
-    - `lengths(batch) -> list[int]`: the lengths of the whole documents in this rank's batch, in the order of its rows.
-      The ranks of `group` (default: all) exchange them, and every rank plans the same data-parallel layout. They use a
-      gloo group of their own, which the calling thread makes here. Therefore construction, iteration and closing are
-      collective. Loaders may end at different steps: a rank whose loader has ended gets `(None, plan)`, in which it has
-      no rows, until all loaders have ended. `idle_rows` gives it rows of padding instead, for models that cannot take
-      an empty tensor.
+    - `lengths(batch) -> list[int]`: the lengths of the documents in this rank's batch, in the order of its rows. The
+      ranks of `group` (default: all) exchange them, and every rank plans the same layout. They use a gloo group of
+      their own, which the calling thread makes here. Therefore construction, iteration and closing are collective.
+      Documents are whole. Only the first one may continue the last one of the rank before, if `continues(batch)` says
+      so; each rank then tells the length of its part. Loaders may end at different steps: a rank whose loader has ended
+      gets `(None, plan)`, in which it has no rows, until all loaders have ended. `idle_rows` gives it rows of padding
+      instead, for models that cannot take an empty tensor.
 
     `rank` is the rank whose slice the plans carry (default: this process's rank in `group`). `plan_options` go to
     `distca.plan`; the `context` that runs the plans is one of them. `windows` are the windows of a model whose layers
@@ -45,7 +46,8 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
     over the loader.
 
     Raises:
-        InvalidArgumentError: not exactly one of `layout` and `lengths` is given, or `idle_rows` is negative.
+        InvalidArgumentError: not exactly one of `layout` and `lengths` is given, `continues` without `lengths`, or
+            `idle_rows` is negative.
     """
 
     @overload
@@ -56,6 +58,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         heads: Heads,
         layout: Callable[[Batch], Layout] | None = None,
         lengths: Callable[[Batch], Sequence[int]] | None = None,
+        continues: Continues = None,
         group: dist.ProcessGroup | None = None,
         rank: int | None = None,
         idle_rows: int = 0,
@@ -71,6 +74,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         heads: Heads,
         layout: Callable[[Batch], Layout] | None = None,
         lengths: Callable[[Batch], Sequence[int]] | None = None,
+        continues: Continues = None,
         group: dist.ProcessGroup | None = None,
         rank: int | None = None,
         idle_rows: int = 0,
@@ -85,6 +89,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         heads: Heads,
         layout: Callable[[Batch], Layout] | None = None,
         lengths: Callable[[Batch], Sequence[int]] | None = None,
+        continues: Continues = None,
         group: dist.ProcessGroup | None = None,
         rank: int | None = None,
         idle_rows: int = 0,
@@ -93,11 +98,14 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
     ) -> None:
         if (layout is None) == (lengths is None):
             raise InvalidArgumentError("PlanAhead: give exactly one of layout= and lengths=")
+        if continues is not None and lengths is None:
+            raise InvalidArgumentError("PlanAhead: continues= needs lengths=; a layout says it by itself")
         if idle_rows < 0:
             raise InvalidArgumentError(f"PlanAhead: idle_rows is {idle_rows}, must be at least 0")
         if rank is None and dist.is_initialized():
             rank = dist.get_rank(group)
         self._loader, self._layout, self._lengths, self._idle_rows = loader, layout, lengths, idle_rows
+        self._continues = continues
         make: Callable[[Layout], Plan | Plans] = (
             functools.partial(plan, heads=heads, rank=rank, **plan_options)
             if windows is None
@@ -109,7 +117,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         if self._layout is not None:
             return _KnownLayouts(self._loader, self._layout)
         assert self._lengths is not None and self._exchange is not None
-        return _GatheredLayouts(self._exchange, self._loader, self._lengths, self._idle_rows)
+        return _GatheredLayouts(self._exchange, self._loader, self._lengths, self._continues, self._idle_rows)
 
 
 class _KnownLayouts(Steps[Batch, Layout]):
@@ -132,10 +140,12 @@ class _GatheredLayouts(GatheredSteps[Batch | None, Layout]):
         exchange: Exchange,
         loader: Iterable[Batch],
         lengths: Callable[[Batch], Sequence[int]],
+        continues: Continues,
         idle_rows: int,
     ) -> None:
         super().__init__(exchange, "PlanAhead")
         self._loader, self._lengths, self._idle_rows = loader, lengths, idle_rows
+        self._continues = continues
         self._batches: Iterator[Batch] | None = None
         self._loader_ended = False
 
@@ -148,7 +158,7 @@ class _GatheredLayouts(GatheredSteps[Batch | None, Layout]):
                     raise InvalidArgumentError(
                         "PlanAhead: the loader yielded None, which stands for a loader that has ended"
                     )
-                return batch, checked_lengths("PlanAhead", self._lengths(batch))
+                return batch, told_lengths("PlanAhead", batch, self._lengths, self._continues)
             self._loader_ended = True
         return None, None
 
@@ -156,13 +166,5 @@ class _GatheredLayouts(GatheredSteps[Batch | None, Layout]):
         return max(counts) == ENDED
 
     def _layouts(self, words: list[list[int]], counts: list[int]) -> Layout:
-        if self._idle_rows == 0 or ENDED not in counts:
-            return Layout.from_documents(words)
-        ranks: list[list[tuple[int, int, int]]] = []
-        document = 0
-        for rank_lengths, count in zip(words, counts, strict=True):
-            ranks.append([(document + i, 0, length) for i, length in enumerate(rank_lengths)])
-            document += len(rank_lengths)
-            if count == ENDED:
-                ranks[-1].append((-1, 0, self._idle_rows))
-        return Layout(ranks)
+        idle_rows = [self._idle_rows if count == ENDED else 0 for count in counts]
+        return layout_of("PlanAhead", words, idle_rows)

@@ -15,9 +15,11 @@ _ROUNDING = 1e-6  # costs of tasks are whole units
 _WHOLE_RATE = 1024  # a rate of 1 in cost models
 
 
-def least_memory(case: Case) -> float:
-    """Bytes that some rank needs: weights and optimizer, and the activations of the mean rows."""
+def least_memory(case: Case, *, keeps_rows: bool = True) -> float:
+    """Bytes that some rank needs: weights and optimizer, and the activations of the mean rows if they are kept."""
     shape = case.parallelism
+    if not keeps_rows:
+        return case.state_bytes
     rows = sum(case.lengths) / (shape.micro_batches * shape.homes)
     return case.state_bytes + case.activation_bytes(int(rows), min(shape.micro_batches, shape.pipeline))
 

@@ -180,11 +180,13 @@ class Strategy(Protocol):
         name: its name in tables and options.
         about: one line that says what it does.
         cuts: whether it cuts documents over context ranks. Otherwise these ranks are data ranks.
+        keeps_rows: whether a rank keeps the activations of its share of a micro-batch, or of fewer rows.
     """
 
     name: str
     about: str
     cuts: bool = True
+    keeps_rows: bool = True
 
     def applies(self, parallelism: Parallelism, model: Model, steps: int = 1) -> bool:
         """Whether it can run in this parallelism, and differs there from the others in so many steps."""

@@ -90,7 +90,7 @@ class OneForwardOneBackward:
 
     def _run(self, machine: Machine, phase: str, number: int, stage: int, weights: ShardedWeights | None) -> None:
         case, layout = self.case, self.layouts[number]
-        work = LayerWork(case.dense(case.on_stage(layout, stage)), self._attention(number, stage))
+        work = LayerWork(case.dense(case.on_stage(layout, stage)), self.attention(number, stage))
         run_pass(
             machine,
             phase,
@@ -99,13 +99,14 @@ class OneForwardOneBackward:
             recompute=case.parallelism.recompute,
             embedding=stage == 0,
             head=stage == case.parallelism.pipeline - 1,
-            gathered=self._gathered(number, stage),
+            gathered=self.gathered(number, stage),
             weights=weights,
         )
         if self._barrier and phase == "backward":
             machine.wait_until(machine.now.max().expand_as(machine.now))
 
-    def _attention(self, number: int, stage: int) -> dict[str, AttentionWork]:
+    def attention(self, number: int, stage: int) -> dict[str, AttentionWork]:
+        """The attention of a layer of a micro-batch on a stage, by phase."""
         case = self.case
         place = (case.stages[stage], case.num_homes, case.per_node)
         return {phase: work.placed(*place) for phase, work in self._works[number].items()}
@@ -117,7 +118,8 @@ class OneForwardOneBackward:
         heads = self.case.heads
         return float(largest * heads.kv * (heads.dim + heads.value_dim) * self.case.model.number_bytes)
 
-    def _gathered(self, number: int, stage: int) -> Gathered | None:
+    def gathered(self, number: int, stage: int) -> Gathered | None:
+        """The keys that are gathered in a layer of a micro-batch on a stage; None: none."""
         if self.gather == 1:
             return None
         groups = torch.tensor(self.case.stages[stage]).reshape(-1, self.gather)

@@ -116,7 +116,6 @@ def set_ups(
     model: Model,
     fixed: Mapping[str, int | bool],
     steps: int = 1,
-
 ) -> Iterator[Parallelism]:
     """All set-ups of a strategy that this cluster and model allow and that share so many sequences, of so many tokens, equally."""
     for dimension in fixed:
@@ -189,7 +188,7 @@ def _best(name: str, set_ups: Sequence[Sequence[Case]], at_best: Cluster) -> Fou
     order = []
     for cases in set_ups:
         shape, memory = cases[0].parallelism, cases[0].cluster.device.memory
-        if max(map(least_memory, cases)) > memory:
+        if max(least_memory(case, keeps_rows=STRATEGIES[name].keeps_rows) for case in cases) > memory:
             too_large += 1
         else:
             work, end = sum(least_work(case, at_best) for case in cases), end_seconds(cases[0])

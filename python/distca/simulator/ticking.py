@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from distca.pipeline import PipelinePlans
 from distca.pipeline.tick_table import Tick
 from distca.planner.halves import halves
@@ -13,24 +15,47 @@ from distca.simulator.passes import LayerWork, run_pass
 from distca.simulator.work import AttentionWork, attention_work
 
 
+def packed(case: Case) -> list[Layout]:
+    """For each micro-batch its rows: the documents of each context parallel group one after another over its ranks.
+
+    All ranks of a group have equally many rows. Without context ranks documents stay whole.
+    """
+    context = case.parallelism.context
+    layouts = []
+    for micro_batch in case.documents:
+        if context == 1:
+            layouts.append(Layout.from_documents(micro_batch))
+            continue
+        parts = []
+        for first in range(0, len(micro_batch), context):
+            lengths = [n for of_home in micro_batch[first : first + context] for n in of_home]
+            each = max(1, -(-sum(lengths) // context))
+            homes = list(range(first, first + context))
+            parts.append((Layout.packed(lengths, ranks=context, tokens_per_rank=each), homes))
+        layouts.append(Layout.join(parts, num_ranks=len(micro_batch)))
+    return layouts
+
+
 class Ticking:
     """The program of distca. Without a pipeline a tick is a forward or backward of a micro-batch.
-
-    The documents of ``context`` neighbouring homes are laid over them one after another, and cut where a home has its
-    share of their tokens.
 
     Args:
         case: what is simulated.
         ping_pong: whether two halves of each micro-batch take turns.
         split_heads: whether ranges of heads of a document may go to different servers.
-        cuts: whether documents are laid over context ranks; otherwise these are data ranks.
+        layouts: for each micro-batch its rows over the homes of a stage; by default `packed`.
     """
 
-    def __init__(self, case: Case, *, ping_pong: bool, split_heads: bool = True, cuts: bool = True) -> None:
+    def __init__(
+        self,
+        case: Case,
+        *,
+        ping_pong: bool,
+        split_heads: bool = True,
+        layouts: Sequence[Layout] | None = None,
+    ) -> None:
         self.case = case
-        self.layouts = layouts = [
-            _laid_out(micro_batch, case.parallelism.context if cuts else 1) for micro_batch in case.documents
-        ]
+        self.layouts = layouts = packed(case) if layouts is None else layouts
         parallelism = case.parallelism
         self.plans = PipelinePlans(
             layouts,
@@ -132,15 +157,3 @@ class Ticking:
                 rows[home] = self.plans.layouts[work.microbatch].num_rows(index)
                 to[home] = case.stages[stage][index]
         machine.wait_until(machine.network.send(machine.now, case.handed_over(rows, to)))
-
-
-def _laid_out(micro_batch: list[list[int]], context: int) -> Layout:
-    """The rows of a micro-batch: whole documents at their homes, or cut over the context ranks."""
-    if context == 1:
-        return Layout.from_documents(micro_batch)
-    parts = []
-    for first in range(0, len(micro_batch), context):
-        lengths = [n for of_home in micro_batch[first : first + context] for n in of_home]
-        layout = Layout.packed(lengths, ranks=context, tokens_per_rank=-(-sum(lengths) // context))
-        parts.append((layout, list(range(first, first + context))))
-    return Layout.join(parts, num_ranks=len(micro_batch))

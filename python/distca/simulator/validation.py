@@ -50,7 +50,9 @@ class Errors:
         return cls(
             seconds=max(abs(one["modelled_seconds"] / one["measured_seconds"] - 1) for one in steps),
             unlike=max(abs(one["error"]) for one in steps),
-            alike=max(abs(modelled / measured - 1) for measured, modelled in details["balanced_over_unbalanced"].values()),
+            alike=max(
+                abs(modelled / measured - 1) for measured, modelled in details["balanced_over_unbalanced"].values()
+            ),
         )
 
     def of_seconds(self, modelled: float) -> Interval:

@@ -79,7 +79,9 @@ def run(options: argparse.Namespace) -> int:
             module = importlib.import_module(f"distca.apps.bench.{GPU_BENCHMARKS[name]}")
             result = getattr(module, name)(options.rounds, options.short)
         else:
-            result = importlib.import_module(f"distca.apps.bench.{name.replace('-', '_')}").run(options.rounds, options.short)
+            result = importlib.import_module(f"distca.apps.bench.{name.replace('-', '_')}").run(
+                options.rounds, options.short
+            )
         print(result.table(), flush=True)
         results.append(result)
     if options.json is not None:

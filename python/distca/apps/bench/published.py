@@ -2,7 +2,7 @@
 
 Nothing is fitted. The cluster is the preset h200-ib400, whose products take the best published rate; and the same with
 the paper's own assumption on products. A figure is a hit if it is within a quarter of the published one, or inside its
-range.
+range. Of a ratio the part above 1 counts. `published_peers` has the figures of other systems.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
+from distca.apps.bench import published_peers
+from distca.apps.bench.beside import Beside, scaled_as_published
 from distca.apps.bench.harness import Result, Row
 from distca.apps.common.workloads import draw_documents, pretrain_lengths, read_lengths
 from distca.simulator.case import Case, Documents, Program
@@ -31,32 +33,6 @@ TENSOR = 8
 #: Tokens of a home in the runs of each model: their batches at 128K tokens of context, table 3.
 TOKENS = {"llama-8b": 131072, "llama-34b": 65536}
 NODES = (8, 16, 32)
-SHORT = 65536
-#: How far a hit may be from the published figure.
-HIT = 0.25
-
-
-@dataclasses.dataclass(frozen=True)
-class Beside:
-    """A figure as published and as modelled. A range has two ends."""
-
-    name: str
-    least: float
-    most: float
-    modelled: float
-
-    @property
-    def hit(self) -> bool:
-        """Whether it is near or inside what was published."""
-        slack = HIT if self.least == self.most else 0.0
-        return self.least * (1 - slack) <= self.modelled <= self.most * (1 + slack)
-
-    @property
-    def row(self) -> Row:
-        """It as a line of a table."""
-        said = f"{self.least:g}" if self.least == self.most else f"{self.least:g} to {self.most:g}"
-        said = said.replace(" to inf", " or more")
-        return Row(f"{self.name}: published {said}, {'hit' if self.hit else 'miss'}; modelled", self.modelled, "")
 
 
 def run(rounds: int | None = None, short: bool = False) -> Result:
@@ -71,10 +47,12 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
         for name, rate in rates.items()
         for one in _figures(said, rate, rounds)
     ]
+    found += list(published_peers.figures(said, short))
     hits = Row("hits (modelled, all of them)", sum(one.hit for one in found), f"of {len(found)}")
     details = {
         "published": said,
         "draws": rounds,
+        "not made": published_peers.NOT_MADE,
         "figures": [
             {**dataclasses.asdict(one), "most": None if math.isinf(one.most) else one.most, "hit": one.hit}
             for one in found
@@ -168,6 +146,4 @@ def _step_times(model: str, nodes: int, rate: float | None, seed: int) -> dict[s
 
 def published_lengths(context: int) -> list[int]:
     """The lengths that the paper draws from, at so many tokens of context."""
-    lengths = read_lengths(pretrain_lengths())
-    kept = [n for n in lengths if n < SHORT][::2] + 4 * [n for n in lengths if n >= SHORT]
-    return [min(context, max(2, n * context // SHORT)) for n in kept]
+    return scaled_as_published(read_lengths(pretrain_lengths()), context)

@@ -143,7 +143,9 @@ def _compared(name: str, program: Program, case: Case) -> Compared:
 
 def table(compared: Sequence[Compared]) -> str:
     """The strategies side by side, and whether there is something to balance."""
-    lines = [f"{'planned, not run':20} {'context':>7} {'attention':>10} {'tokens':>8} {'bytes a rank':>13} {'padding':>8}"]
+    lines = [
+        f"{'planned, not run':20} {'context':>7} {'attention':>10} {'tokens':>8} {'bytes a rank':>13} {'padding':>8}"
+    ]
     lines += [
         f"{one.strategy:20} {one.context:7} {one.attention:10.3f} {one.tokens:8.3f} {one.rank_bytes / 1e6:10,.1f} MB "
         f"{one.padding:8.1%}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import itertools
 import json
 import statistics
 from pathlib import Path
@@ -59,6 +60,13 @@ def add_command(commands: Any) -> None:
         default=131072,
         help="tokens of each data x context rank in a micro-batch; documents are drawn until it is full (default: "
         "131072)",
+    )
+    batch.add_argument(
+        "--steps",
+        type=int,
+        default=1,
+        help="steps with documents of their own; figures are means over them, and WLB-LLM moves documents between them "
+        "(default: 1)",
     )
     batch.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
     setup = command.add_argument_group("the model and the cluster")
@@ -132,14 +140,20 @@ class _Simulated:
     cluster: Cluster
     model: Model
     parallelism: Parallelism
-    documents: Documents
+    documents: list[Documents]  # of each step
     results: list[StrategyResult]
 
     def as_json(self) -> dict[str, Any]:
         """All of it, marked as modelled."""
         values = {name: dataclasses.asdict(getattr(self, name)) for name in ("cluster", "model", "parallelism")}
         results = [result.as_json() for result in self.results]
-        return {"kind": "modelled", **values, "documents": self.documents, "results": results}
+        return {
+            "kind": "modelled",
+            **values,
+            "documents": self.documents[0],
+            "following": self.documents[1:],
+            "results": results,
+        }
 
 
 def _made(options: argparse.Namespace, gpus: int | None, longest: int | None = None) -> _Simulated:
@@ -151,18 +165,25 @@ def _made(options: argparse.Namespace, gpus: int | None, longest: int | None = N
     lengths = _lengths(options.lengths)
     if longest is not None:
         lengths = sweep.scaled(lengths, longest)
+    if options.steps < 1:
+        raise InvalidArgumentError(f"--steps {options.steps}: a positive number is expected")
+    seeds = itertools.count(options.seed)
     documents = [
-        draw_documents(lengths, parallelism.homes, options.tokens_per_rank, options.seed + number)
-        for number in range(parallelism.micro_batches)
+        [
+            draw_documents(lengths, parallelism.homes, options.tokens_per_rank, next(seeds))
+            for _ in range(parallelism.micro_batches)
+        ]
+        for _ in range(options.steps)
     ]
     results = simulate(
-        documents,
+        documents[0],
         cluster=cluster,
         model=model,
         parallelism=parallelism,
         strategies=None if options.strategies is None else options.strategies.split(","),
         tolerance=options.tolerance,
         record=options.plot is not None and options.sweep is None,
+        following=documents[1:],
     )
     return _Simulated(cluster, model, parallelism, documents, results)
 

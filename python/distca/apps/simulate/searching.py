@@ -49,11 +49,21 @@ def searched(options: argparse.Namespace, cluster: Cluster, model: Model, length
         other = "--sweep" if options.sweep is not None else "--whole-optimizer"
         raise InvalidArgumentError(f"--search has no {other}: leave out one of them")
     number = options.sequences or max(1, cluster.ranks * _TOKENS // options.tokens_per_rank)
-    sequences = draw_documents(lengths, number, options.tokens_per_rank, options.seed)
+    if options.steps < 1:
+        raise InvalidArgumentError(f"--steps {options.steps}: a positive number is expected")
+    sequences, *following = (
+        draw_documents(lengths, number, options.tokens_per_rank, options.seed + step) for step in range(options.steps)
+    )
     fixed = {name: getattr(options, name) for name in DIMENSIONS if getattr(options, name) not in (None, False)}
     chosen = None if options.strategies is None else options.strategies.split(",")
     found = search(
-        sequences, cluster=cluster, model=model, strategies=chosen, fixed=fixed, tolerance=options.tolerance
+        sequences,
+        cluster=cluster,
+        model=model,
+        strategies=chosen,
+        fixed=fixed,
+        tolerance=options.tolerance,
+        following=following,
     )
     return Searched(cluster, model, sequences, found, verdict_of(found, sequences, errors()), errors())
 

@@ -84,7 +84,8 @@ class Released(Ticking):
     """The ticks of distca with the released planner's tasks and messages."""
 
     def __init__(self, case: Case) -> None:
-        super().__init__(case, ping_pong=True, cuts=False)
+        whole = [Layout.from_documents(micro_batch) for micro_batch in case.documents]
+        super().__init__(case, ping_pong=True, layouts=whole)
         self._items: dict[Plan, list[Item]] = {}
 
     @property

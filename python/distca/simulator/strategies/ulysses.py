@@ -19,6 +19,7 @@ from distca.planner.layout import Layout
 from distca.simulator.case import Case, Program, Strategy
 from distca.simulator.one_f_one_b import OneForwardOneBackward, PhaseWork
 from distca.simulator.setup import Model, Parallelism
+from distca.simulator.ticking import packed
 from distca.simulator.work import PieceTimes, StageWork
 
 
@@ -41,7 +42,7 @@ class Ulysses(Strategy):
                 f"simulate: ulysses with context = {context}; a divisor of the {heads.q} query heads of a tensor rank, "
                 f"and a divisor or multiple of its {heads.kv} key/value heads, is expected"
             )
-        layouts = [_cut(micro_batch, context) for micro_batch in case.documents]
+        layouts = packed(case)
         works = [_work(case, micro_batch, layout) for micro_batch, layout in zip(case.documents, layouts, strict=True)]
         rows = max(layout.num_rows(home) for layout in layouts for home in range(layout.num_ranks))
         repeated = max(context - heads.kv, 0) * (heads.dim + heads.value_dim) * heads.dtype.itemsize
@@ -61,16 +62,6 @@ def exchanged_bytes(rows: int, heads: Heads, ranks: int) -> tuple[float, float]:
     before = rows * (heads.q * heads.dim + kv * (heads.dim + heads.value_dim)) * heads.dtype.itemsize / ranks
     after = rows * heads.q * heads.value_dim * heads.dtype.itemsize / ranks
     return before, after
-
-
-def _cut(micro_batch: list[list[int]], context: int) -> Layout:
-    """The packed documents of each group in equal runs of rows over its ranks."""
-    parts = []
-    for first in range(0, len(micro_batch), context):
-        lengths = [n for of_home in micro_batch[first : first + context] for n in of_home]
-        each = max(1, -(-sum(lengths) // context))
-        parts.append((Layout.packed(lengths, ranks=context, tokens_per_rank=each), list(range(first, first + context))))
-    return Layout.join(parts, num_ranks=len(micro_batch))
 
 
 def _work(case: Case, micro_batch: list[list[int]], layout: Layout) -> PhaseWork:
