@@ -9,6 +9,7 @@ from faults import (
     pretraining,
     recording,
     retained,
+    searching,
     simulate,
     split_runs,
     steps,
@@ -37,5 +38,6 @@ FAULTS = [
     *tcp.FAULTS,
     *titan.FAULTS,
     *simulate.FAULTS,
+    *searching.FAULTS,
     *emulated_gpu.FAULTS,
 ]

@@ -18,9 +18,11 @@ from distca.simulator.simulate import StrategyResult, simulate
 from distca.simulator.strategies import STRATEGIES
 from distca.simulator.validation import Errors, Interval, errors
 from distca.simulator.verdict import Verdict, verdict_of
-from support.simulated import MODEL, cluster
+from support.simulated import MODEL as LARGER
+from support.simulated import cluster
 
-SEQUENCES = [[40000, 9536], [20000, 20000, 9536], [1000] * 49 + [536], [30000, 19536]]
+MODEL = dataclasses.replace(LARGER, layers=2)
+SEQUENCES = [[40000, 9536], [20000, 20000, 9536], [4000] * 12 + [1536], [30000, 19536]]
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "simulator.json"
 
 

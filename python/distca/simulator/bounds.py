@@ -55,7 +55,7 @@ def least_work(case: Case, at_best: Cluster) -> float:
 
 
 def end_seconds(case: Case) -> float:
-    """Seconds of the end of a step, when all ranks have come to it: gradients, if they are not sharded, and optimizer."""
+    """Seconds of the end of a step, when all ranks have come to it: gradients that are not sharded, and optimizer."""
     machine = Machine(Network(case.cluster, case.parallelism.tensor), case.cluster.device)
     case.finish(machine)
     return float(machine.now.max())

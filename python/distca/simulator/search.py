@@ -117,7 +117,15 @@ def set_ups(
     fixed: Mapping[str, int | bool],
     steps: int = 1,
 ) -> Iterator[Parallelism]:
-    """All set-ups of a strategy that this cluster and model allow and that share so many sequences, of so many tokens, equally."""
+    """All set-ups of a strategy that this cluster and model allow and that share these sequences equally.
+
+    Args:
+        name: of the strategy.
+        sequences, tokens: number of sequences of a step, and their tokens in all.
+        cluster, model: what the step runs on.
+        fixed: values of some `DIMENSIONS`.
+        steps: number of steps.
+    """
     for dimension in fixed:
         if dimension not in DIMENSIONS:
             raise InvalidArgumentError(f"search: {dimension} = {fixed[dimension]!r}; not a dimension of the search")
@@ -185,7 +193,7 @@ def _best(name: str, set_ups: Sequence[Sequence[Case]], at_best: Cluster) -> Fou
     best: tuple[float, Parallelism, StrategyResult] | None = None
     tried = slower = too_large = 0
     fits: set[Parallelism] = set()
-    order = []
+    order: list[tuple[bool, float, int, float, float, Sequence[Case]]] = []
     for cases in set_ups:
         shape, memory = cases[0].parallelism, cases[0].cluster.device.memory
         if max(least_memory(case, keeps_rows=STRATEGIES[name].keeps_rows) for case in cases) > memory:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from distca.errors import InvalidArgumentError
-from distca.planner.layout import Layout
 from distca.simulator.case import Case, Memory, Program, as_documents, check_documents
 from distca.simulator.machine import Event, Machine
 from distca.simulator.network import Network

@@ -24,6 +24,8 @@ from distca.simulator.verdict import Verdict, verdict_of
 K = 1024
 #: Tokens a GPU in a step, by model: about those of the published batches of 3D parallelism.
 TOKENS = {"llama-8b": 16 * K, "llama-34b": 8 * K}
+#: What all set-ups have: tensor parallelism as published, and no FSDP.
+FIXED: dict[str, int | bool] = {"tensor": TENSOR, "fsdp": False}
 #: Steps of the comparison with WLB's delay of outliers.
 STEPS = 4
 
@@ -42,7 +44,6 @@ class Cell:
         link: bandwidth between nodes, over that of the preset.
         attention: "h200" (cuDNN's published rates) or "fa2" (FlashAttention-2's).
         steps: steps of which the mean counts.
-        tensor: tensor ranks of all set-ups; None: any.
     """
 
     part: str
@@ -54,7 +55,6 @@ class Cell:
     link: float = 1.0
     attention: str = "h200"
     steps: int = 1
-    tensor: int | None = TENSOR
 
     @property
     def cluster(self) -> Cluster:
@@ -69,7 +69,7 @@ class Cell:
     @property
     def strategies(self) -> list[str]:
         """The strategies; without those whose modelling takes too long."""
-        slow = {"hybrid-context": 64, "ring": 256 if self.tensor else 0}
+        slow = {"hybrid-context": 64, "distca-retained": 64, "ring": 256}
         return [name for name in STRATEGIES if self.gpus <= slow.get(name, self.gpus)]
 
     def sequences(self, seed: int) -> list[list[int]]:
@@ -91,41 +91,45 @@ def cells(short: bool) -> Iterator[Cell]:
         yield Cell("documents", documents, documents=documents)
     if short:
         return
-    for gpus in (64, 256, 512):
+    for gpus, window in ((64, 128 * K), (64, 512 * K), (256, 512 * K), (512, 512 * K)):
         for model in TOKENS:
-            for window in (128 * K, 512 * K):
-                yield Cell("grid", f"{model}, {window // K}K, {gpus} GPUs", model, gpus, window)
+            yield Cell("grid", f"{model}, {window // K}K, {gpus} GPUs", model, gpus, window)
     yield Cell("kernels", "FlashAttention-2", window=512 * K, attention="fa2")
     for link in (0.25, 4.0):
         yield Cell("links", f"{link:g} x 47 GB/s between nodes", window=512 * K, link=link)
     yield Cell("delay", f"means of {STEPS} steps", steps=STEPS)
-    yield Cell("any tensor", "llama-8b, 128K, 64 GPUs", tensor=None)
 
 
 def run(rounds: int | None = None, short: bool = False) -> Result:
     """All comparisons, of `rounds` draws of documents each (1 by default)."""
-    rows, details = [], []
-    for cell in cells(short):
-        of_draws = [_compared(cell, seed) for seed in range(rounds or 1)]
-        verdicts = [verdict for _, verdict in of_draws if verdict is not None]
-        details.append({**dataclasses.asdict(cell), "draws": [_as_json(*one) for one in of_draws]})
+    return result_of([compared(cell, rounds or 1) for cell in cells(short)])
+
+
+def result_of(compared_cells: Sequence[dict[str, Any]]) -> Result:
+    """The rows of comparisons that were made: the speed-up of distca's best strategy over the best other one."""
+    rows = []
+    for cell in compared_cells:
+        verdicts = [draw["verdict"] for draw in cell["draws"] if draw["verdict"] is not None]
         if verdicts:
-            speedup = statistics.mean(verdict.speedup for verdict in verdicts)
-            first = verdicts[0]
-            name = f"{cell.part}: {cell.name}: {first.ours} over the best other, {first.other} (modelled)"
-            rows.append(Row(name, speedup, ""))
-    return Result("when-it-pays", rows, {"kind": "modelled", "errors": dataclasses.asdict(errors()), "cells": details})
+            name = f"{cell['part']}: {cell['name']}: {verdicts[0]['ours']} over {verdicts[0]['other']} (modelled)"
+            rows.append(Row(name, statistics.mean(verdict["speedup"] for verdict in verdicts), ""))
+    details = {"kind": "modelled", "errors": dataclasses.asdict(errors()), "cells": list(compared_cells)}
+    return Result("when-it-pays", rows, details)
+
+
+def compared(cell: Cell, draws: int) -> dict[str, Any]:
+    """A comparison as JSON, with the best set-up of every strategy."""
+    return {**dataclasses.asdict(cell), "draws": [_as_json(*_compared(cell, seed)) for seed in range(draws)]}
 
 
 def _compared(cell: Cell, seed: int) -> tuple[list[Found], Verdict | None]:
     steps = [cell.sequences(seed * cell.steps + number) for number in range(cell.steps)]
-    fixed: dict[str, int | bool] = {"fsdp": False} if cell.tensor is None else {"fsdp": False, "tensor": cell.tensor}
     found = search(
         steps[0],
         cluster=cell.cluster,
         model=read_model(cell.model),
         strategies=cell.strategies,
-        fixed=fixed,
+        fixed=FIXED,
         following=steps[1:],
     )
     return found, verdict_of(found, steps[0], errors())

@@ -66,7 +66,9 @@ def run(options: argparse.Namespace, documents: Sequence[Sequence[int]]) -> int:
     """Prints the comparison, and writes it to ``--json``."""
     for name, value in _FIXED.items():
         if getattr(options, name) != value:
-            raise InvalidArgumentError(f"--compare compares whole batches of causal attention: leave out --{name}")
+            raise InvalidArgumentError(
+                f"--compare compares whole batches of causal attention: leave out --{name.replace('_', '-')}"
+            )
     model = Model(1, 1, 1, 1, options.q_heads, options.kv_heads, options.head_dim, options.dtype)
     compared = compare(
         documents,
@@ -78,7 +80,10 @@ def run(options: argparse.Namespace, documents: Sequence[Sequence[int]]) -> int:
     print(table(compared))
     if options.json is not None:
         content = {"kind": "planned", "strategies": [dataclasses.asdict(one) for one in compared]}
-        Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+        try:
+            Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            raise InvalidArgumentError(f"--json {options.json} cannot be written: {error.strerror}") from error
     return 0
 
 

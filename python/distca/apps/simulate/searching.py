@@ -115,7 +115,8 @@ def table(made: Searched) -> str:
     )
     lines.append(
         f"intervals: the largest errors against steps that ran on two CPU ranks ({made.errors.seconds:.1%} of a time, "
-        f"{made.errors.unlike:.1%} of a ratio, {made.errors.alike:.1%} if set-ups are the same); no GPU run was compared"
+        f"{made.errors.unlike:.1%} of a ratio, {made.errors.alike:.1%} if set-ups are the same); no GPU run "
+        "was compared"
     )
     if made.verdict is not None:
         lines.append(str(made.verdict))
