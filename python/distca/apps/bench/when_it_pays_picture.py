@@ -22,6 +22,7 @@ SHOWN = {
     "unbalanced": pictures.AT_HOME,
     "all-gather": pictures.DISPATCH,
     "ring": pictures.ROWS,
+    "hybrid-context": pictures.OPTIMIZER,
     "wlb": pictures.COLLECT,
     "distca": pictures.PLANNED,
 }
