@@ -10,6 +10,7 @@ from faults import (
     pretraining,
     recording,
     retained,
+    searching,
     simulate,
     split_runs,
     steps,
@@ -39,5 +40,6 @@ FAULTS = [
     *titan.FAULTS,
     *simulate.FAULTS,
     *overlap.FAULTS,
+    *searching.FAULTS,
     *emulated_gpu.FAULTS,
 ]

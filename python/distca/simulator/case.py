@@ -162,6 +162,10 @@ class Program(Protocol):
     """What a strategy has the homes do, with plans and work made once."""
 
     @property
+    def layouts(self) -> Sequence[Layout]:
+        """The rows of every home of a stage, for each micro-batch."""
+
+    @property
     def memory(self) -> Memory:
         """The memory of the rank that needs most."""
 
@@ -175,10 +179,14 @@ class Strategy(Protocol):
     Attributes:
         name: its name in tables and options.
         about: one line that says what it does.
+        cuts: whether it cuts documents over context ranks. Otherwise these ranks are data ranks.
+        keeps_rows: whether a rank keeps the activations of its share of a micro-batch, or of fewer rows.
     """
 
     name: str
     about: str
+    cuts: bool = True
+    keeps_rows: bool = True
 
     def applies(self, parallelism: Parallelism, model: Model, steps: int = 1) -> bool:
         """Whether it can run in this parallelism, and differs there from the others in so many steps."""

@@ -146,7 +146,15 @@ class Device:
 
     def _points(self, n: int, k: int) -> list[Gemm]:
         """The known rates of the shape that is nearest, by rows."""
+        if (n, k) not in self._nearest:
+            self._nearest[n, k] = self._nearest_points(n, k)
+        return self._nearest[n, k]
 
+    @functools.cached_property
+    def _nearest(self) -> dict[tuple[int, int], list[Gemm]]:
+        return {}
+
+    def _nearest_points(self, n: int, k: int) -> list[Gemm]:
         def distance(gemm: Gemm) -> float:
             return abs(math.log(gemm.n / n)) + abs(math.log(gemm.k / k))
 

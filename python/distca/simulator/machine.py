@@ -31,6 +31,25 @@ class Event:
     call: Call | None = None
 
 
+class TooSlow(Exception):
+    """A step takes longer than it may."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Deadline:
+    """When a step is too slow.
+
+    Attributes:
+        seconds: it may take less than that.
+        work: what the mean home at least computes and exchanges in the step, in seconds.
+        finish: seconds of the end of the step, after all of that.
+    """
+
+    seconds: float
+    work: float
+    finish: float
+
+
 class AttentionStep:
     """A step of attention that is under way: when its rows have come, and when its results have come home."""
 
@@ -51,8 +70,10 @@ class Machine:
         events: what happened, in the order of the calls; empty unless it is recorded.
     """
 
-    def __init__(self, network: Network, device: Device, *, record: bool = False) -> None:
-        self.network, self.device = network, device
+    def __init__(
+        self, network: Network, device: Device, *, record: bool = False, deadline: Deadline | None = None
+    ) -> None:
+        self.network, self.device, self._deadline = network, device, deadline
         zeros = torch.zeros(network.ranks, dtype=torch.float64)
         self.now, self.dense, self.attention, self.copying, self.exchanging = (zeros for _ in range(5))
         self.events: list[Event] = []
@@ -66,6 +87,14 @@ class Machine:
         self.wait_until(exchanged)
         self.dense = self.dense + part.seconds
         self._advance("dense", self.now + part.seconds)
+        if self._deadline is not None:
+            self._check(self._deadline)
+
+    def _check(self, deadline: Deadline) -> None:
+        """Raises TooSlow if what the mean home still has to do ends after the deadline."""
+        idle = self.now - self.dense - self.attention - self.exchanging
+        if float(idle.mean()) + deadline.work + deadline.finish >= deadline.seconds:
+            raise TooSlow
 
     def optimize(self, seconds: float) -> None:
         """Takes the step of the optimizer."""

@@ -8,6 +8,7 @@ depend on these times. Therefore more bandwidth, less latency or an earlier star
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
@@ -45,6 +46,11 @@ class Traffic:
         outside[index, :, index, :] = 0.0
         between = outside.reshape(ranks, ranks)
         return cls(inside, between if bool(between.any()) else None, matrix.sum(0), matrix.sum(1))
+
+    @functools.cached_property
+    def any(self) -> bool:
+        """Whether anything moves."""
+        return bool(self.received.any())
 
     @property
     def signals(self) -> Traffic:
@@ -147,6 +153,8 @@ class Network:
         Returns:
             ``[ranks]`` seconds at which a rank has received all that it gets; NEVER if that is nothing.
         """
+        if not traffic.any:
+            return torch.full_like(starts, NEVER)
         if self.signal_only:
             traffic = traffic.signals
         self.bytes_inside += traffic.bytes_inside

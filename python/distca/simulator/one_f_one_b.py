@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from distca.errors import InvalidArgumentError
-from distca.planner.layout import Layout
-from distca.planner.planning import plan
+from distca.planner.layout import PADDING, Layout
 from distca.simulator.case import Case, Memory
 from distca.simulator.machine import Machine
 from distca.simulator.passes import Gathered, LayerWork, ShardedWeights, run_pass
-from distca.simulator.work import AttentionWork, StageWork, attention_seconds
+from distca.simulator.work import AttentionWork, PieceTimes, StageWork
 
 #: The work of a micro-batch's attention by phase.
 PhaseWork = Mapping[str, StageWork]
@@ -136,13 +135,27 @@ class OneForwardOneBackward:
 
 
 def _at_home(case: Case, layout: Layout) -> PhaseWork:
-    """Every home computes the attention of its rows."""
-    device = case.cluster.device
-    made = plan(layout, case.heads, balance=False, cost=device.cost())
-    return {
-        phase: StageWork(torch.stack(attention_seconds(made, phase, device)).sum(0))
-        for phase in ("forward", "backward")
-    }
+    """Every home computes the attention of its rows. Neighbouring rows of a document are one piece."""
+    work = {}
+    for phase in ("forward", "backward"):
+        times = PieceTimes(case.cluster.device, phase, case.heads.q)
+        seconds = [
+            sum(times.seconds(end - begin, end, causal=True) for begin, end in _pieces(layout, home))
+            for home in range(layout.num_ranks)
+        ]
+        work[phase] = StageWork(torch.tensor(seconds, dtype=torch.float64))
+    return work
+
+
+def _pieces(layout: Layout, home: int) -> list[tuple[int, int]]:
+    """The rows [begin, end) of unbroken pieces of documents on a home."""
+    pieces: list[tuple[int, int, int]] = []
+    for document, begin, end in sorted(layout.segments(home)):
+        if pieces and pieces[-1][0] == document and pieces[-1][2] == begin:
+            pieces[-1] = (document, pieces[-1][1], end)
+        elif document != PADDING:
+            pieces.append((document, begin, end))
+    return [(begin, end) for _, begin, end in pieces]
 
 
 def order_of_1f1b(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:

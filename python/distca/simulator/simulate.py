@@ -29,6 +29,8 @@ class StrategyResult:
         idle: for each home the share of the step in which it did not compute. The ranks of a tensor group are one home.
         exposed_communication: share of the step that would be gone if links took no time.
         bytes_inside, bytes_between: bytes inside nodes and between nodes, of all ranks.
+        padding: share of the rows that belong to no document.
+        attention: share of the step in which the rank that has most attention computes it.
         memory: of the rank that needs most.
         fits: whether that is within the device's memory.
         events: what every home did in the first step, if it was recorded.
@@ -42,6 +44,8 @@ class StrategyResult:
     exposed_communication: float
     bytes_inside: float
     bytes_between: float
+    padding: float
+    attention: float
     memory: Memory
     fits: bool
     events: list[Event] = dataclasses.field(repr=False, compare=False, default_factory=list)
@@ -109,11 +113,18 @@ def simulate(
         raise InvalidArgumentError(f"simulate: strategy {unknown[0]!r}; allowed are {', '.join(STRATEGIES)}")
     if strategies is None:
         chosen = [name for name in chosen if STRATEGIES[name].applies(parallelism, model, len(cases))]
-    return [_result(name, cases, record) for name in chosen]
+    return [result_of(name, STRATEGIES[name].prepare_steps(cases), cases, record) for name in chosen]
 
 
-def _result(name: str, cases: Sequence[Case], record: bool) -> StrategyResult:
-    programs = STRATEGIES[name].prepare_steps(cases)
+def padding_of(programs: Sequence[Program]) -> float:
+    """The share of the rows that belong to no document."""
+    layouts = [layout for program in programs for layout in program.layouts]
+    rows = sum(layout.num_rows(rank) for layout in layouts for rank in range(layout.num_ranks))
+    return 1 - sum(sum(layout.document_lengths) for layout in layouts) / rows
+
+
+def result_of(name: str, programs: Sequence[Program], cases: Sequence[Case], record: bool = False) -> StrategyResult:
+    """What a strategy's steps do. They are played twice: as they are, and with links that take no time."""
     case, count = cases[0], len(cases)
     tensor = case.parallelism.tensor
     played = [_played(program, case, record=record and program is programs[0]) for program in programs]
@@ -132,6 +143,8 @@ def _result(name: str, cases: Sequence[Case], record: bool) -> StrategyResult:
         exposed_communication=1 - free / total,
         bytes_inside=sum(machine.network.bytes_inside for machine in played) * tensor / count,
         bytes_between=sum(machine.network.bytes_between for machine in played) * tensor / count,
+        padding=padding_of(programs),
+        attention=float(torch.stack([machine.attention for machine in played]).sum(0).max()) / total,
         memory=memory,
         fits=memory.total <= case.cluster.device.memory,
         events=played[0].events,

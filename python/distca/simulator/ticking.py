@@ -56,7 +56,7 @@ class Ticking:
         layouts: Sequence[Layout] | None = None,
     ) -> None:
         self.case = case
-        layouts = packed(case) if layouts is None else layouts
+        self.layouts = layouts = packed(case) if layouts is None else layouts
         parallelism = case.parallelism
         self.plans = PipelinePlans(
             layouts,

@@ -24,6 +24,7 @@ BENCHMARKS = {
     "shards": "the kernel's rate by the length of the tasks",
     "simulator": "the simulator's steps against steps of `distca train`, calibrated in the same run",
     "transport": "how fast rows reach another process",
+    "when-it-pays": "every strategy at its best set-up, modelled: documents, models, clusters, links, kernels",
 }
 GPU_BENCHMARKS = {"attention": "gpu", "shards": "gpu", "transport": "gpu_transport"}  # the module of each
 
@@ -34,7 +35,7 @@ def add_command(commands: Any) -> None:
         "bench",
         help="time distca against alternatives in the same run, and print ratios",
         description="Times what it compares in turns, in one run, and prints ratios.",
-        epilog="benchmarks:\n" + "\n".join(f"  {name:<12}{about}" for name, about in BENCHMARKS.items()),
+        epilog="benchmarks:\n" + "\n".join(f"  {name:<14}{about}" for name, about in BENCHMARKS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("benchmark", choices=(*BENCHMARKS, "all"), help="what to measure (see below)")
@@ -85,7 +86,9 @@ def run(options: argparse.Namespace) -> int:
             module = importlib.import_module(f"distca.apps.bench.{GPU_BENCHMARKS[name]}")
             result = getattr(module, name)(options.rounds, options.short)
         else:
-            result = importlib.import_module(f"distca.apps.bench.{name}").run(options.rounds, options.short)
+            result = importlib.import_module(f"distca.apps.bench.{name.replace('-', '_')}").run(
+                options.rounds, options.short
+            )
         print(result.table(), flush=True)
         results.append(result)
     if options.json is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from distca.apps.common.options import add_debug
 from distca.apps.common.workloads import draw_documents, read_lengths, read_workload
+from distca.apps.plan import compare
 from distca.apps.plan.heap import heap_summary
 from distca.errors import InvalidArgumentError
 from distca.heads import DTYPES, Heads
@@ -109,6 +110,11 @@ def add_command(commands: Any) -> None:
         help="print the heap_bytes that batches need, instead of a plan; BATCHES of them are drawn, each with the next "
         "seed (20 without a number)",
     )
+    output.add_argument(
+        "--compare",
+        action="store_true",
+        help="print balance and bytes of distca and of other strategies on this batch, instead of a plan",
+    )
     output.add_argument("--json", type=Path, help="write layout, tasks, transfers and statistics to this file")
     output.add_argument("--plot", type=Path, help="draw loads, traffic and memory to this PNG file (needs matplotlib)")
     add_debug(command)
@@ -123,6 +129,8 @@ def run(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit code."""
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise InvalidArgumentError("--plot needs matplotlib: pip install matplotlib")
+    if options.compare:
+        return compare.run(options, _documents(options, options.seed))
     heads = Heads(options.q_heads, options.kv_heads, options.head_dim, options.value_dim, DTYPES[options.dtype])
     make_plan = functools.partial(
         plan,
@@ -167,15 +175,19 @@ def _batches(options: argparse.Namespace) -> list[Layout]:
     return [_layout(options, options.seed + i) for i in range(number)]
 
 
-def _layout(options: argparse.Namespace, seed: int) -> Layout:
+def _documents(options: argparse.Namespace, seed: int) -> list[list[int]]:
+    """The lengths of each rank's documents."""
     if (options.workload is None) == (options.lengths is None):
         raise InvalidArgumentError("give either --workload or --lengths, and not both")
     if options.workload is not None:
-        documents = read_workload(options.workload)
-    else:
-        if options.ranks is None or options.tokens_per_rank is None:
-            raise InvalidArgumentError("--lengths needs --ranks and --tokens-per-rank")
-        documents = draw_documents(read_lengths(options.lengths), options.ranks, options.tokens_per_rank, seed)
+        return read_workload(options.workload)
+    if options.ranks is None or options.tokens_per_rank is None:
+        raise InvalidArgumentError("--lengths needs --ranks and --tokens-per-rank")
+    return draw_documents(read_lengths(options.lengths), options.ranks, options.tokens_per_rank, seed)
+
+
+def _layout(options: argparse.Namespace, seed: int) -> Layout:
+    documents = _documents(options, seed)
     if options.layout == "documents":
         return Layout.from_documents(documents)
     lengths = [length for of_rank in documents for length in of_rank]

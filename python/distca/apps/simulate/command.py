@@ -15,7 +15,7 @@ from distca.apps.common import pictures
 from distca.apps.common.options import add_debug
 from distca.apps.common.sources import find_source
 from distca.apps.common.workloads import draw_documents, pretrain_lengths, read_lengths
-from distca.apps.simulate import sweep
+from distca.apps.simulate import searching, sweep
 from distca.errors import InvalidArgumentError
 from distca.heads import DTYPES
 from distca.simulator.case import Documents
@@ -23,6 +23,7 @@ from distca.simulator.reading import read_cluster, read_model, read_parallelism
 from distca.simulator.setup import Cluster, Model, Parallelism
 from distca.simulator.simulate import StrategyResult, simulate, spans_of
 from distca.simulator.strategies import STRATEGIES
+from distca.simulator.validation import errors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,6 +89,16 @@ def add_command(commands: Any) -> None:
         "--strategies", help=f"some of {','.join(STRATEGIES)} (default: all that the parallelism allows)"
     )
     setup.add_argument("--tolerance", type=float, default=0.05, help="that of distca's plans (default: 0.05)")
+    setup.add_argument(
+        "--search",
+        action="store_true",
+        help="find every strategy's best parallelism under the memory limit; what is given above stays fixed",
+    )
+    setup.add_argument(
+        "--sequences",
+        type=int,
+        help="with --search: sequences of a step, each of --tokens-per-rank tokens (default: 65,536 tokens a GPU)",
+    )
     output = command.add_argument_group("the output")
     output.add_argument("--json", type=Path, help="write the results to this file")
     output.add_argument(
@@ -108,6 +119,10 @@ def run(options: argparse.Namespace) -> int:
     """Runs the command and returns its exit code."""
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise InvalidArgumentError("--plot needs matplotlib: pip install matplotlib")
+    if options.sequences is not None and (not options.search or options.sequences < 1):
+        raise InvalidArgumentError(f"--sequences {options.sequences}: a positive number, with --search, is allowed")
+    if options.search:
+        return _search(options)
     if options.sweep is not None:
         return _sweep(options)
     made = _made(options, options.gpus)
@@ -186,6 +201,17 @@ def _sweep(options: argparse.Namespace) -> int:
     return 0
 
 
+def _search(options: argparse.Namespace) -> int:
+    cluster = read_cluster(options.cluster, options.gpus)
+    model = dataclasses.replace(read_model(options.model), dtype=options.dtype)
+    made = searching.searched(options, cluster, model, _lengths(options.lengths))
+    print(searching.table(made))
+    _write(options.json, made.as_json())
+    if options.plot is not None:
+        searching.draw(made, options.plot)
+    return 0
+
+
 def _write(path: Path | None, content: dict[str, Any]) -> None:
     if path is None:
         return
@@ -227,16 +253,18 @@ def _lengths(source: str) -> list[int]:
 def table(results: list[StrategyResult]) -> str:
     """The results side by side."""
     lines = [
-        f"{'modelled, not measured':22} {'step':>9} {'relative':>8} {'tokens/s':>11} {'MFU':>6} {'idle: most':>10} "
-        f"{'mean':>6} {'exposed':>8} {'in nodes':>10} {'between':>10} {'memory':>8}"
+        f"{'modelled, not measured':22} {'step':>9} {'relative':>8} {'interval':>13} {'tokens/s':>11} {'MFU':>6} "
+        f"{'idle: most':>10} {'mean':>6} {'exposed':>8} {'in nodes':>10} {'between':>10} {'memory':>8} {'padding':>8}"
     ]
     for result in results:
+        ratio = result.seconds / results[0].seconds
+        interval = "" if result is results[0] else f"{errors().of_ratio(ratio, alike=True)}"
         lines.append(
-            f"{result.strategy:22} {result.seconds:8.3f}s {result.seconds / results[0].seconds:8.3f} "
+            f"{result.strategy:22} {result.seconds:8.3f}s {ratio:8.3f} {interval:>13} "
             f"{result.tokens_per_second:11,.0f} {result.mfu:6.1%} {max(result.idle):10.1%} "
             f"{statistics.mean(result.idle):6.1%} {result.exposed_communication:8.1%} "
             f"{result.bytes_inside / 1e9:7,.0f} GB {result.bytes_between / 1e9:7,.0f} GB "
-            f"{result.memory.total / 1e9:5,.0f} GB{'' if result.fits else ' (does not fit)'}"
+            f"{result.memory.total / 1e9:5,.0f} GB {result.padding:8.1%}{'' if result.fits else ' (does not fit)'}"
         )
     return "\n".join(lines)
 

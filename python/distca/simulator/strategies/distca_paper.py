@@ -52,6 +52,8 @@ class DistcaPaper(Strategy):
         flash_attention_2: whether attention has the rates of FlashAttention-2, or the device's own.
     """
 
+    cuts = False
+
     def __init__(self, *, flash_attention_2: bool) -> None:
         self._flash_attention_2 = flash_attention_2
         self.name = "distca-paper" if flash_attention_2 else "distca-paper-fa3"

@@ -28,6 +28,7 @@ class HybridContext(Strategy):
 
     name = "hybrid-context"
     about = "Megatron's hybrid context parallelism: each document on its own power of two of ranks, in rounds"
+    keeps_rows = False  # but those of a round
 
     def applies(self, parallelism: Parallelism, model: Model, steps: int = 1) -> bool:
         """With context ranks and no pipeline, if data x context is a power of two."""

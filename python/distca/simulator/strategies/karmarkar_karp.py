@@ -30,6 +30,7 @@ class KarmarkarKarp(Strategy):
 
     name = "karmarkar-karp"
     about = "whole documents, dealt by Karmarkar-Karp over a*L + b*L^2"
+    cuts = False
 
     def prepare(self, case: Case) -> Program:
         """The program of 1F1B on the documents as they are dealt."""

@@ -12,6 +12,7 @@ class Unbalanced(Strategy):
 
     name = "unbalanced"
     about = "every rank computes its own documents"
+    cuts = False
 
     def prepare(self, case: Case) -> Program:
         """The program of 1F1B on the documents as they are."""

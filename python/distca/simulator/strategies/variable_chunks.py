@@ -18,6 +18,7 @@ class VariableChunks(Strategy):
 
     name = "variable-chunks"
     about = "whole documents, dealt so that chunks have equal attention and unequal tokens"
+    cuts = False
 
     def prepare(self, case: Case) -> Program:
         """The program of 1F1B on the chunks."""

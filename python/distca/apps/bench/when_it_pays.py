@@ -1,0 +1,145 @@
+"""`distca bench when-it-pays`: every strategy at its best set-up, for documents, models, clusters, links and kernels.
+
+Everything is modelled. docs/when-it-pays.md has the tables and says what they mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from distca.apps.bench.harness import Result, Row
+from distca.apps.bench.published import TENSOR, published_lengths
+from distca.apps.common.workloads import draw_documents, pretrain_lengths, read_lengths
+from distca.simulator.reading import read_cluster, read_model
+from distca.simulator.search import Found, search
+from distca.simulator.setup import Cluster
+from distca.simulator.strategies import STRATEGIES
+from distca.simulator.strategies.distca_paper import fa2_table
+from distca.simulator.validation import errors
+from distca.simulator.verdict import Verdict, verdict_of
+
+K = 1024
+#: Tokens a GPU in a step, by model: about those of the published batches of 3D parallelism.
+TOKENS = {"llama-8b": 16 * K, "llama-34b": 8 * K}
+#: What all set-ups have: tensor parallelism as published, and no FSDP.
+FIXED: dict[str, int | bool] = {"tensor": TENSOR, "fsdp": False}
+#: Steps of the comparison with WLB's delay of outliers.
+STEPS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One comparison.
+
+    Attributes:
+        part: the table that it is in.
+        name: its line there.
+        model: ``llama-8b`` or ``llama-34b``.
+        gpus: ranks of ``h200-ib400``.
+        window: tokens of a sequence.
+        documents: where lengths are from: "scaled", "as published", "equal" or "one long".
+        link: bandwidth between nodes, over that of the preset.
+        attention: "h200" (cuDNN's published rates) or "fa2" (FlashAttention-2's).
+        steps: steps of which the mean counts.
+    """
+
+    part: str
+    name: str
+    model: str = "llama-8b"
+    gpus: int = 64
+    window: int = 128 * K
+    documents: str = "scaled"
+    link: float = 1.0
+    attention: str = "h200"
+    steps: int = 1
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster, with these links and this attention."""
+        made = read_cluster("h200-ib400", self.gpus)
+        between = dataclasses.replace(made.between, bandwidth=made.between.bandwidth * self.link)
+        if between.node_bandwidth is not None:
+            between = dataclasses.replace(between, node_bandwidth=between.node_bandwidth * self.link)
+        attention = fa2_table() if self.attention == "fa2" else self.attention
+        return dataclasses.replace(made, between=between, device=dataclasses.replace(made.device, attention=attention))
+
+    @property
+    def strategies(self) -> list[str]:
+        """The strategies; without those whose modelling takes too long."""
+        slow = {"hybrid-context": 64, "distca-retained": 64, "ring": 256}
+        return [name for name in STRATEGIES if self.gpus <= slow.get(name, self.gpus)]
+
+    def sequences(self, seed: int) -> list[list[int]]:
+        """The sequences of a step."""
+        count = max(1, self.gpus * TOKENS[self.model] // self.window)
+        if self.documents == "equal":
+            return [[self.window // 4] * 4 for _ in range(count)]
+        if self.documents == "one long":
+            short = [[2 * K] * (self.window // (2 * K)) for _ in range(count - 1)]
+            return [[self.window], *short]
+        if self.documents == "as published":
+            return draw_documents(read_lengths(pretrain_lengths()), count, self.window, seed)
+        return draw_documents(published_lengths(self.window), count, self.window, seed)
+
+
+def cells(short: bool) -> Iterator[Cell]:
+    """All comparisons; of `short` those of documents alone."""
+    for documents in ("equal", "as published", "scaled", "one long"):
+        yield Cell("documents", documents, documents=documents)
+    if short:
+        return
+    for gpus, window in ((64, 128 * K), (64, 512 * K), (256, 512 * K), (512, 512 * K)):
+        for model in TOKENS:
+            yield Cell("grid", f"{model}, {window // K}K, {gpus} GPUs", model, gpus, window)
+    yield Cell("kernels", "FlashAttention-2", window=512 * K, attention="fa2")
+    for link in (0.25, 4.0):
+        yield Cell("links", f"{link:g} x 47 GB/s between nodes", window=512 * K, link=link)
+    yield Cell("delay", f"means of {STEPS} steps", steps=STEPS)
+
+
+def run(rounds: int | None = None, short: bool = False) -> Result:
+    """All comparisons, of `rounds` draws of documents each (1 by default)."""
+    return result_of([compared(cell, rounds or 1) for cell in cells(short)])
+
+
+def result_of(compared_cells: Sequence[dict[str, Any]]) -> Result:
+    """The rows of comparisons that were made: the speed-up of distca's best strategy over the best other one."""
+    rows = []
+    for cell in compared_cells:
+        verdicts = [draw["verdict"] for draw in cell["draws"] if draw["verdict"] is not None]
+        if verdicts:
+            name = f"{cell['part']}: {cell['name']}: {verdicts[0]['ours']} over {verdicts[0]['other']} (modelled)"
+            rows.append(Row(name, statistics.mean(verdict["speedup"] for verdict in verdicts), ""))
+    details = {"kind": "modelled", "errors": dataclasses.asdict(errors()), "cells": list(compared_cells)}
+    return Result("when-it-pays", rows, details)
+
+
+def compared(cell: Cell, draws: int) -> dict[str, Any]:
+    """A comparison as JSON, with the best set-up of every strategy."""
+    return {**dataclasses.asdict(cell), "draws": [_as_json(*_compared(cell, seed)) for seed in range(draws)]}
+
+
+def _compared(cell: Cell, seed: int) -> tuple[list[Found], Verdict | None]:
+    steps = [cell.sequences(seed * cell.steps + number) for number in range(cell.steps)]
+    found = search(
+        steps[0],
+        cluster=cell.cluster,
+        model=read_model(cell.model),
+        strategies=cell.strategies,
+        fixed=FIXED,
+        following=steps[1:],
+    )
+    return found, verdict_of(found, steps[0], errors())
+
+
+def _as_json(found: Sequence[Found], verdict: Verdict | None) -> dict[str, Any]:
+    strategies = []
+    for one in found:
+        made = one.as_json()
+        if one.result is not None:
+            made["result"]["idle"] = {"most": max(one.result.idle), "mean": statistics.mean(one.result.idle)}
+        strategies.append(made)
+    return {"verdict": None if verdict is None else dataclasses.asdict(verdict), "strategies": strategies}

@@ -1,0 +1,74 @@
+"""Whether distca pays: its best set-up against the best of the others, as far as the errors of the model tell."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from distca.simulator.search import Found
+from distca.simulator.validation import Errors, Interval
+
+#: The strategies that are distca's own.
+OURS = ("distca-rows", "distca-retained", "distca-single", "distca")
+#: A share of attention below which balance cannot be seen, and how far equal attention may differ.
+LITTLE = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """How much faster distca is than the best other strategy.
+
+    Attributes:
+        ours, other: the best strategy of either side.
+        speedup: tokens a second of ours over the other's.
+        interval: where the speed-up lies if the model errs no more than it did against what ran.
+        reason: why there is little to gain, if that is known.
+    """
+
+    ours: str
+    other: str
+    speedup: float
+    interval: Interval
+    reason: str | None
+
+    @property
+    def pays(self) -> bool:
+        """Whether distca is faster beyond the errors of the model."""
+        return self.interval.least > 1
+
+    def __str__(self) -> str:
+        figure = f"{self.ours} / {self.other}: {self.speedup:.3f} times the tokens a second ({self.interval})"
+        if self.pays:
+            return f"{figure}, modelled"
+        reason = self.reason or "the errors of the model allow no difference"
+        if self.interval.most < 1:
+            reason = f"{self.other} is faster"
+        return f"nothing to gain: {reason}; {figure}, modelled"
+
+
+def verdict_of(found: Sequence[Found], sequences: Sequence[Sequence[int]], errors: Errors) -> Verdict | None:
+    """The verdict on the best set-ups of a search, or None if one side has no set-up that fits."""
+    fitting = [one for one in found if one.result is not None]
+    sides = [[one for one in fitting if (one.strategy in OURS) == mine] for mine in (True, False)]
+    if not all(sides):
+        return None
+    ours, other = (max(side, key=_rate) for side in sides)
+    speedup = _rate(ours) / _rate(other)
+    interval = errors.of_ratio(speedup, alike=ours.parallelism == other.parallelism)
+    return Verdict(ours.strategy, other.strategy, speedup, interval, _reason(other, sequences))
+
+
+def _rate(found: Found) -> float:
+    assert found.result is not None
+    return found.result.tokens_per_second
+
+
+def _reason(other: Found, sequences: Sequence[Sequence[int]]) -> str | None:
+    """Why balance of attention can bring little."""
+    assert other.result is not None
+    if other.result.attention < LITTLE:
+        return f"attention takes {other.result.attention:.1%} of the step of {other.strategy}"
+    pairs = [sum(n * (n + 1) // 2 for n in sequence) for sequence in sequences]
+    if len(pairs) > 1 and max(pairs) <= (1 + LITTLE) * sum(pairs) / len(pairs):
+        return "all sequences have equal attention"
+    return None
