@@ -14,6 +14,19 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "attention/micro_kernel.h"
+
+namespace distca::attention {
+
+// Linked into this program, and not loaded.
+#if defined(__x86_64__)
+extern const InstructionSet kInstructionSet_amx_emulated;
+const InstructionSet* emulated_tiles() { return &kInstructionSet_amx_emulated; }
+#else
+const InstructionSet* emulated_tiles() { return nullptr; }
+#endif
+
+}  // namespace distca::attention
 
 using namespace distca;
 using attention::kKeyBlockRows;
@@ -242,7 +255,7 @@ void run_wrong_scores(attention::CpuAttention& kernel) {
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 100;
   int kernels = 0;
-  for (const char* isa : {"avx512_bf16", "avx512", "avx2", "plain"}) {
+  for (const char* isa : {"amx", "amx_emulated", "avx512_bf16", "avx512", "avx2", "plain"}) {
     try {
       attention::CpuAttention kernel(isa);
       run_wrong_scores(kernel);
