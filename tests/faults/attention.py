@@ -172,7 +172,7 @@ FAULTS = [
     ),
     Fault(
         "tiles: they are released although another library had configured them",
-        TILES,
+        "cpp/attention/micro_tile_blocks.h",
         "const bool was_configured = found.bytes[0] != std::byte{0};",
         "const bool was_configured = found.bytes[0] != found.bytes[0];",
         (TILES_TEST,),

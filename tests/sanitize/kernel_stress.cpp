@@ -14,19 +14,6 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "attention/micro_kernel.h"
-
-namespace distca::attention {
-
-// Linked into this program, and not loaded.
-#if defined(__x86_64__)
-extern const InstructionSet kInstructionSet_amx_emulated;
-const InstructionSet* emulated_tiles() { return &kInstructionSet_amx_emulated; }
-#else
-const InstructionSet* emulated_tiles() { return nullptr; }
-#endif
-
-}  // namespace distca::attention
 
 using namespace distca;
 using attention::kKeyBlockRows;
