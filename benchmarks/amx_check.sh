@@ -8,6 +8,7 @@
 # or the processor, or the system, has no tiles to give.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+grep -qw amx_bf16 /proc/cpuinfo || { echo "amx_check: this processor has no amx_bf16"; exit 1; }
 mkdir -p "${1:-build/amx-check}"
 out=$(cd "${1:-build/amx-check}" && pwd)
 log="$out/amx_check.log"
