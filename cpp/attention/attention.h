@@ -124,9 +124,10 @@ inline void check_scores(const Problem& problem) {
 /// seen the largest problem. One call at a time.
 class DISTCA_EXPORT CpuAttention {
  public:
-  /// `isa` forces an instruction set: "avx512_bf16", "avx512", "avx2" or "plain". If it is empty, the environment
-  /// variable DISTCA_CPU_ISA does. If that is unset too, the best one that this CPU has is taken. Throws
-  /// InvalidArgumentError for a name that is unknown or that this CPU lacks.
+  /// `isa` forces an instruction set: "amx", "avx512_bf16", "avx512", "avx2" or "plain"; with "amx_emulated", which is
+  /// for tests, functions stand for the tile instructions. If it is empty, the environment variable DISTCA_CPU_ISA
+  /// forces one. If that is unset too, the best one for this CPU is taken. Throws InvalidArgumentError for a name that
+  /// is unknown or that this CPU lacks.
   explicit CpuAttention(std::string_view isa = {});
   ~CpuAttention();
   CpuAttention(CpuAttention&&) noexcept;
@@ -134,6 +135,8 @@ class DISTCA_EXPORT CpuAttention {
 
   /// The instruction set in use.
   const char* isa() const;
+  /// How it multiplies inputs of a dtype: "floats" (fp32, converted to if need be), "pairs" or "tiles" (of bf16).
+  const char* operands(DType dtype) const;
 
   /// Writes out and lse of every task.
   void forward(const Problem& problem, const Parallel& parallel);

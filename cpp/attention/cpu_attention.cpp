@@ -206,6 +206,7 @@ struct CpuAttention::State {
   }
 
   void work(float* base) {
+    const KernelThread thread(*call.micro);
     for (;;) {
       const int64_t i = next_item.fetch_add(1, std::memory_order_relaxed);
       if (i >= std::ssize(items)) return;
@@ -232,6 +233,7 @@ CpuAttention::CpuAttention(std::string_view isa) : state_(std::make_unique<State
 CpuAttention::~CpuAttention() = default;
 
 const char* CpuAttention::isa() const { return state_->isa->name; }
+const char* CpuAttention::operands(DType dtype) const { return state_->isa->kernel_for(dtype).operands; }
 
 CpuAttention::CpuAttention(CpuAttention&&) noexcept = default;
 CpuAttention& CpuAttention::operator=(CpuAttention&&) noexcept = default;

@@ -29,23 +29,28 @@ int64_t strips_of(const KernelCall& call, const KeyGroup& group) {
   return strips;
 }
 
-/// The running dq of one strip and head of a unit, [kStripRows, columns]: a part of the batch's memory.
+/// The running dq of one strip and head of a unit: for each tile, sums [kTileRows, columns]. It is a part of the
+/// batch's memory.
 int64_t strip_floats(const KernelCall& call) { return kStripRows * panels_of(call.columns) * kPanelWords; }
-Panels strip_dq(const KernelCall& call, const Unit& unit, int64_t strip, int64_t h) {
-  return {call.memory + unit.offset + (strip * call.group_heads + h) * strip_floats(call), kStripRows * kPanelWords};
+float* strip_dq(const KernelCall& call, const Unit& unit, int64_t strip, int64_t h) {
+  return call.memory + unit.offset + (strip * call.group_heads + h) * strip_floats(call);
+}
+/// The sums of the tile whose first row in the strip is `row`.
+float* tile_dq(const KernelCall& call, float* strip, int64_t row) {
+  return strip + row * panels_of(call.columns) * kPanelWords;
 }
 
 /// Keys and values of a chunk, packed in each way that a product needs them, and their gradients.
 struct ChunkBuffers {
-  Panels keys;       // [keys, words]
-  Panels key_pairs;  // [keys, columns], pairs of rows
-  Panels values;     // [keys, v_words]
-  Panels dk;         // [keys, columns]
-  Panels dv;         // [keys, v_columns]
+  Panels keys;    // [keys, words]
+  Panels summed;  // [keys, columns]: keys as values, from pack_values
+  Panels values;  // [keys, v_words]
+  Panels dk;      // [keys, columns]
+  Panels dv;      // [keys, v_columns]
 
   ChunkBuffers(const KernelCall& call, FloatCarver& carver) {
     keys = carver.take_panels(kChunkKeys, call.words);
-    key_pairs = call.micro->word_elements == 1 ? keys : carver.take_panels(kChunkKeys / 2, call.columns);
+    summed = call.micro->word_elements == 1 ? keys : carver.take_panels(kChunkKeys / 2, call.columns);
     values = carver.take_panels(kChunkKeys, call.v_words);
     dk = carver.take_panels(kChunkKeys, call.columns);
     dv = carver.take_panels(kChunkKeys, call.v_columns);
@@ -92,8 +97,10 @@ struct StripBuffers {
     const DType dtype = call.problem->heads.dtype;
     const int64_t words = call.words_of(dim);
     micro.pack_rows(dtype, rows, dim, view.at(task_row, head), view.row_stride, packed);
-    if (pairs.data != packed.data)
-      micro.pack_row_pairs(dtype, 0, rows, dim, view.at(task_row, head), view.row_stride, pairs);
+    if (pairs.data != packed.data) {
+      micro.pack_row_pairs(dtype, rows, dim, view.at(task_row, head), view.row_stride, pairs);
+      clear_rows(pairs, panels_of(dim), call.row_words(rows), call.row_words(call.unit_rows(rows)));
+    }
     for (int64_t row = 0; row < rows; row += kTileRows)
       micro.transpose_rows(std::min(kTileRows, rows - row), words, sign, packed.data + row * kPanelWords,
                            packed.panel_stride, transposed + row * round_up(words, kColumnUnit));
@@ -154,34 +161,55 @@ Panels from_row(Panels panels, int64_t row) { return {panels.data + row * kPanel
 /// Computes P and dS of one tile against one step, and adds to the strip's dq. `key` is the step's first row in the
 /// chunk, `row` the tile's first row in the strip.
 void compute_tile(const KernelCall& call, const Scores& scores, int64_t key, int64_t row, int64_t rows, Visible visible,
-                  const Buffers& buffers, const Panels& dq) {
+                  const Buffers& buffers, float* dq) {
   const MicroKernel& micro = *call.micro;
-  const ScoreTile tile = tile_of(rows, visible);
+  const ScoreTile tile = tile_of(call, rows, visible);
   if (tile.begin == tile.end) return;
   const StripBuffers& strip = buffers.strip;
   const StepBuffers& step = buffers.step;
-  micro.multiply_scores(tile, call.words, from_row(buffers.chunk.keys, key).data, buffers.chunk.keys.panel_stride,
-                        strip.queries + row * round_up(call.words, kColumnUnit), step.scores);
-  micro.multiply_scores(tile, call.v_words, from_row(buffers.chunk.values, key).data, buffers.chunk.values.panel_stride,
-                        strip.out_columns + row * round_up(call.v_words, kColumnUnit), step.dprobs);
+  ScoreProduct product{tile,
+                       call.words,
+                       from_row(buffers.chunk.keys, key).data,
+                       buffers.chunk.keys.panel_stride,
+                       strip.queries + row * round_up(call.words, kColumnUnit),
+                       step.scores};
+  ScoreProduct of_values{tile,
+                         call.v_words,
+                         from_row(buffers.chunk.values, key).data,
+                         buffers.chunk.values.panel_stride,
+                         strip.out_columns + row * round_up(call.v_words, kColumnUnit),
+                         step.dprobs};
+  const auto multiply = [&](const ScoreTile& block) {
+    product.tile = of_values.tile = block;
+    micro.multiply_scores(product);
+    micro.multiply_scores(of_values);
+  };
+  const auto block_from = [&](int64_t begin) {
+    return ScoreTile{begin, std::min(begin + micro.block_keys, tile.end), tile.lanes, visible};
+  };
   const float scale = softmax_scale(scores), cap = scores.softcap;
-  if (cap != 0.f) micro.cap_scores(tile, scale, cap, step.scores);
   // Words of P and dS are pairs of query rows.
   const int64_t elements = micro.word_elements, word = row / elements;
   const int64_t at = word / kPanelWords * step.probs.panel_stride + word % kPanelWords;
   const GradientOutputs outputs{step.probs.data + at, step.dscores.data + at, step.dscore_rows};
-  micro.softmax_gradient(tile, cap != 0.f ? 1.f : scale, cap, strip.lse + row, strip.delta + row, step.scores,
-                         step.dprobs, outputs);
-  micro.multiply_visible(rows, call.columns, visible,
-                         {LeftForm::kInnerRows, elements == 1 ? outputs.dscores : step.dscore_rows, 0},
-                         from_row(buffers.chunk.key_pairs, key / elements).data, buffers.chunk.key_pairs.panel_stride,
-                         nullptr, from_row(dq, row));
+  // The products of a block may run beside the softmax of the block before.
+  multiply(block_from(tile.begin));
+  for (int64_t begin = tile.begin; begin < tile.end;) {
+    const ScoreTile block = block_from(begin);
+    if (block.end < tile.end) multiply(block_from(block.end));
+    if (cap != 0.f) micro.cap_scores(block, scale, cap, step.scores);
+    micro.softmax_gradient(block, cap != 0.f ? 1.f : scale, cap, strip.lse + row, strip.delta + row, step.scores,
+                           step.dprobs, outputs);
+    begin = block.end;
+  }
+  micro.add_values(tile, rows, call.columns, elements == 1 ? outputs.dscores : step.dscore_rows, buffers.chunk.summed,
+                   key, nullptr, tile_dq(call, dq, row));
 }
 
 /// Adds the contribution of `rows` rows of a strip, the first of which is document row `first`, to the gradients of the
 /// chunk [begin, end) and to dq.
 void add_strip(const KernelCall& call, const Scores& scores, int64_t first, int64_t rows, int64_t begin, int64_t end,
-               const Buffers& buffers, const Panels& dq, const RowsToCome& next) {
+               const Buffers& buffers, float* dq, const RowsToCome& next) {
   const Mask& mask = scores.mask;
   const MicroKernel& micro = *call.micro;
   constexpr int64_t kRowsFetched = kTileRows / (kChunkKeys / kStepKeys);
@@ -189,7 +217,7 @@ void add_strip(const KernelCall& call, const Scores& scores, int64_t first, int6
   for (int64_t start = round_down(begin, kStepKeys); start < end; start += kStepKeys) {
     const int64_t step_end = std::min(start + kStepKeys, end), key = start - chunk;
     const int64_t part = key / kStepKeys * kRowsFetched;
-    if (tile_of(rows, keys_visible_from(mask, first, start, step_end)).end == 0) continue;
+    if (tile_of(call, rows, keys_visible_from(mask, first, start, step_end)).end == 0) continue;
     for (int64_t row = 0; row < rows; row += kTileRows) {
       next.prefetch(call.problem->heads, row + part, row + part + kRowsFetched);
       compute_tile(call, scores, key, row, std::min(kTileRows, rows - row),
@@ -199,13 +227,9 @@ void add_strip(const KernelCall& call, const Scores& scores, int64_t first, int6
     const Visible keys = keys_visible_from(mask, first, start, step_end);
     const Visible seeing{1 - keys.upto, 1 - keys.from, rows};
     const int64_t num_keys = step_end - start;
-    micro.multiply_visible(num_keys, call.v_columns, seeing,
-                           {LeftForm::kInnerColumns, buffers.step.probs.data, buffers.step.probs.panel_stride},
-                           buffers.strip.dout_pairs.data, buffers.strip.dout_pairs.panel_stride, nullptr,
+    micro.multiply_visible(num_keys, call.v_columns, seeing, buffers.step.probs, buffers.strip.dout_pairs,
                            from_row(buffers.chunk.dv, key));
-    micro.multiply_visible(num_keys, call.columns, seeing,
-                           {LeftForm::kInnerColumns, buffers.step.dscores.data, buffers.step.dscores.panel_stride},
-                           buffers.strip.q_pairs.data, buffers.strip.q_pairs.panel_stride, nullptr,
+    micro.multiply_visible(num_keys, call.columns, seeing, buffers.step.dscores, buffers.strip.q_pairs,
                            from_row(buffers.chunk.dk, key));
   }
 }
@@ -242,11 +266,10 @@ void work_on_chunk(const KernelCall& call, const WorkItem& item, float* scratch)
   const int64_t start = round_down(item.begin, kChunkKeys), chunk_index = start / kChunkKeys;
   pack_keys(call, group, group.k, unit.kv_head, start, item.begin, item.end, call.problem->heads.dim, chunk.keys);
   pack_keys(call, group, group.v, unit.kv_head, start, item.begin, item.end, call.problem->heads.v_dim, chunk.values);
-  if (chunk.key_pairs.data != chunk.keys.data)
-    pack_key_pairs(call, group, group.k, unit.kv_head, start, item.begin, item.end, call.problem->heads.dim,
-                   chunk.key_pairs);
-  clear_rows(chunk.dk, panels_of(call.columns), 0, round_up(item.end - start, kRowUnit));
-  clear_rows(chunk.dv, panels_of(call.v_columns), 0, round_up(item.end - start, kRowUnit));
+  if (chunk.summed.data != chunk.keys.data)
+    pack_values(call, group, group.k, unit.kv_head, start, item.begin, item.end, call.problem->heads.dim, chunk.summed);
+  clear_rows(chunk.dk, panels_of(call.columns), 0, call.unit_rows(item.end - start));
+  clear_rows(chunk.dv, panels_of(call.v_columns), 0, call.unit_rows(item.end - start));
 
   int64_t strip = 0;  // index of the strip in the unit
   for (int64_t t = group.task_begin; t < group.task_end; ++t) {
@@ -257,11 +280,11 @@ void work_on_chunk(const KernelCall& call, const WorkItem& item, float* scratch)
       if (end <= seeing.begin || begin >= seeing.end) continue;
       const int64_t first_chunk = mask.first_key(begin) / kChunkKeys;
       for (int64_t h = 0; h < call.group_heads; ++h) {
-        const Panels dq = strip_dq(call, unit, strip, h);
+        float* const dq = strip_dq(call, unit, strip, h);
         std::atomic<int32_t>& progress = call.progress[unit.first_strip + strip * call.group_heads + h];
         buffers.strip.load(call, scores, task, unit.kv_head * call.group_heads + h, begin - task.q_begin, end - begin);
         await_turn(progress, chunk_index - first_chunk);
-        if (chunk_index == first_chunk) std::fill_n(dq.data, strip_floats(call), 0.f);
+        if (chunk_index == first_chunk) std::fill_n(dq, strip_floats(call), 0.f);
         RowsToCome next{&task, unit.kv_head * call.group_heads, end - task.q_begin,
                         std::min(kStripRows, std::min(task.q_end, seeing.end) - end)};
         if (h + 1 < call.group_heads)
@@ -288,11 +311,11 @@ void store_query_gradients(const KernelCall& call, const WorkItem& item, float*)
   const Task& task = call.problem->tasks[static_cast<size_t>(item.task)];
   for (int64_t begin = item.begin; begin < item.end;) {
     const int64_t task_row = begin - task.q_begin, row = task_row % kStripRows;
-    const int64_t rows = std::min(kStripRows - row, item.end - begin);
+    const int64_t rows = std::min(kTileRows, item.end - begin);  // work items are whole tiles
     for (int64_t h = 0; h < call.group_heads; ++h) {
       const int64_t head = unit.kv_head * call.group_heads + h;
-      const Panels dq = strip_dq(call, unit, strip + task_row / kStripRows, h);
-      call.micro->store_rows(heads.dtype, rows, heads.dim, call.scores_of(unit).scale, nullptr, from_row(dq, row),
+      const float* const dq = tile_dq(call, strip_dq(call, unit, strip + task_row / kStripRows, h), row);
+      call.micro->store_sums(heads.dtype, rows, heads.dim, call.scores_of(unit).scale, nullptr, dq,
                              task.dq.at(task_row, head), task.dq.row_stride);
     }
     begin += rows;

@@ -16,7 +16,7 @@ struct PackedStep {
   int64_t begin;  // document rows
   int64_t end;
   Panels keys;    // [keys, words]
-  Panels values;  // [keys, v_columns], pairs of rows
+  Panels values;  // [keys, v_columns], from pack_values
 };
 
 int64_t floats_per_key(const KernelCall& call) {
@@ -27,7 +27,7 @@ int64_t floats_per_key(const KernelCall& call) {
 PackedStep packed_step(const KernelCall& call, const Unit& unit, int64_t step) {
   const KeyGroup& group = call.group_of(unit);
   const int64_t first = round_down(group.kv_begin, kStepKeys);
-  const int64_t rows = round_up(std::min(step + kStepKeys, group.kv_end) - step, kRowUnit);
+  const int64_t rows = call.unit_rows(std::min(step + kStepKeys, group.kv_end) - step);
   const int64_t key_panels = panels_of(call.words), value_rows = call.row_words(rows);
   float* data = call.memory + unit.offset + (step - first) * floats_per_key(call);
   return {std::max(step, group.kv_begin),
@@ -43,20 +43,20 @@ int64_t no_scratch(const KernelCall&) { return 0; }
 /// Packs one step of keys for all units of the batch that belong to one group. It packs a few rows of every head at a
 /// time, because the heads of a row lie side by side in memory.
 void pack_step(const KernelCall& call, const WorkItem& item, float*) {
-  constexpr int64_t kRows = 16;
+  const int64_t most = std::max<int64_t>(16, call.micro->row_unit);
   const HeadShape& heads = call.problem->heads;
   const KeyGroup& group = call.group_of(call.units[static_cast<size_t>(item.unit)]);
   const int64_t start = round_down(item.begin, kStepKeys);
   for (const auto& [views, is_keys] : {std::pair{&group.k, true}, {&group.v, false}}) {
     for (int64_t begin = item.begin; begin < item.end;) {
-      const int64_t end = std::min(round_down(begin, kRows) + kRows, item.end);
+      const int64_t end = std::min(round_down(begin, most) + most, item.end);
       for (const Unit& unit : call.units.subspan(static_cast<size_t>(item.unit))) {
         if (&call.group_of(unit) != &group) break;
         const PackedStep step = packed_step(call, unit, start);
         if (is_keys)
           pack_keys(call, group, *views, unit.kv_head, start, begin, end, heads.dim, step.keys);
         else
-          pack_key_pairs(call, group, *views, unit.kv_head, start, begin, end, heads.v_dim, step.values);
+          pack_values(call, group, *views, unit.kv_head, start, begin, end, heads.v_dim, step.values);
       }
       begin = end;
     }
@@ -66,20 +66,21 @@ void pack_step(const KernelCall& call, const WorkItem& item, float*) {
 // ---- attend
 
 struct Buffers {
-  int64_t tiles;   // tiles of a head
-  Panels rows;     // a tile's queries as they lie
-  float* scores;   // [keys, kTileRows]
-  float* queries;  // [heads, tiles] of [words, kTileRows]
-  float* out;      // [heads, tiles] of packed [kTileRows, v_columns]
-  float* row_max;  // [heads, tiles, kTileRows]
-  float* row_sum;  // the same
-  float* rescale;  // [kTileRows]
+  int64_t tiles;     // tiles of a head
+  Panels rows;       // a tile's queries as they lie
+  float* scores[2];  // of a tile and of the next one: [keys, kTileRows]
+  float* queries;    // [heads, tiles] of [words, kTileRows]
+  float* out;        // [heads, tiles] of sums [kTileRows, v_columns]
+  float* row_max;    // [heads, tiles, kTileRows]
+  float* row_sum;    // the same
+  float* rescale;    // [kTileRows]
 
   Buffers(const KernelCall& call, FloatCarver& carver) {
     tiles = panels_of(call.item_rows);
     const int64_t all = call.group_heads * tiles;
     rows = carver.take_panels(kTileRows, call.words);
-    scores = carver.take(kStepKeys * kTileRows);
+    scores[0] = carver.take(kStepKeys * kTileRows);
+    scores[1] = overlaps(call) ? carver.take(kStepKeys * kTileRows) : scores[0];
     queries = carver.take(all * query_floats(call));
     out = carver.take(all * out_floats(call));
     row_max = carver.take(all * kTileRows);
@@ -89,9 +90,8 @@ struct Buffers {
 
   static int64_t query_floats(const KernelCall& call) { return round_up(call.words, kColumnUnit) * kTileRows; }
   static int64_t out_floats(const KernelCall& call) { return panels_of(call.v_columns) * kPanelWords * kTileRows; }
-  Panels out_of(const KernelCall& call, int64_t tile) const {
-    return {out + tile * out_floats(call), kTileRows * kPanelWords};
-  }
+  /// Whether products of a tile may run beside the softmax of the tile before.
+  static bool overlaps(const KernelCall& call) { return call.micro->block_keys < kStepKeys; }
 };
 
 int64_t forward_scratch(const KernelCall& call) {
@@ -100,23 +100,67 @@ int64_t forward_scratch(const KernelCall& call) {
   return carver.used_floats();
 }
 
-/// Attends one tile of queries to one step of keys.
-void attend(const KernelCall& call, const Scores& scores, const PackedStep& step, int64_t rows, Visible visible,
-            int64_t tile, const Buffers& buffers) {
-  const ScoreTile shape = tile_of(rows, visible);
-  if (shape.begin == shape.end) return;
+/// One tile of queries, and the keys of a step that it sees.
+struct Pairing {
+  int64_t tile;  // of all heads
+  int64_t rows;
+  ScoreTile shape;
+};
+
+ScoreProduct product_of(const KernelCall& call, const PackedStep& step, const Pairing& pairing, const Buffers& buffers,
+                        float* scores) {
+  return {pairing.shape,
+          call.words,
+          step.keys.data,
+          step.keys.panel_stride,
+          buffers.queries + pairing.tile * Buffers::query_floats(call),
+          scores};
+}
+
+/// Attends one tile of queries to one step of keys. The scores are there already. The product `next`, if it is not
+/// null, is made meanwhile.
+void attend(const KernelCall& call, const Scores& scores, const PackedStep& step, const Pairing& pairing,
+            const Buffers& buffers, float* of_pairing, const ScoreProduct* next) {
   const MicroKernel& micro = *call.micro;
-  micro.multiply_scores(shape, call.words, step.keys.data, step.keys.panel_stride,
-                        buffers.queries + tile * Buffers::query_floats(call), buffers.scores);
+  const ScoreTile& shape = pairing.shape;
+  const int64_t tile = pairing.tile;
   float scale = softmax_scale(scores);
   if (scores.softcap != 0.f) {
-    micro.cap_scores(shape, scale, scores.softcap, buffers.scores);
+    micro.cap_scores(shape, scale, scores.softcap, of_pairing);
     scale = 1.f;
   }
-  micro.softmax_step(shape, scale, buffers.scores,
-                     {buffers.row_max + tile * kTileRows, buffers.row_sum + tile * kTileRows, buffers.rescale});
-  micro.multiply_visible(rows, call.v_columns, visible, {LeftForm::kInnerRows, buffers.scores, 0}, step.values.data,
-                         step.values.panel_stride, buffers.rescale, buffers.out_of(call, tile));
+  micro.softmax_step(shape, scale, of_pairing,
+                     {buffers.row_max + tile * kTileRows, buffers.row_sum + tile * kTileRows, buffers.rescale}, next);
+  micro.add_values(shape, pairing.rows, call.v_columns, of_pairing, step.values, 0, buffers.rescale,
+                   buffers.out + tile * Buffers::out_floats(call));
+}
+
+/// Attends tiles to one step of keys; `pairing_of(tile)` says which keys a tile sees.
+template <class PairingOf>
+void attend_step(const KernelCall& call, const Scores& scores, const PackedStep& step, int64_t num_tiles,
+                 const Buffers& buffers, const PairingOf& pairing_of) {
+  const auto next_from = [&](int64_t tile) {
+    Pairing pairing{};
+    for (; tile < num_tiles; ++tile) {
+      pairing = pairing_of(tile);
+      if (pairing.shape.begin < pairing.shape.end) break;
+    }
+    pairing.tile = tile;
+    return pairing;
+  };
+  const bool overlaps = Buffers::overlaps(call);
+  bool has_scores = false;
+  int turn = 0;
+  for (Pairing pairing = next_from(0); pairing.tile < num_tiles;) {
+    float* const of_pairing = buffers.scores[turn];
+    if (!has_scores) call.micro->multiply_scores(product_of(call, step, pairing, buffers, of_pairing));
+    const Pairing following = next_from(pairing.tile + 1);
+    has_scores = overlaps && following.tile < num_tiles;
+    turn = 1 - turn;
+    const ScoreProduct product = product_of(call, step, following, buffers, buffers.scores[turn]);
+    attend(call, scores, step, pairing, buffers, of_pairing, has_scores ? &product : nullptr);
+    pairing = following;
+  }
 }
 
 /// Writes the log-sum-exp.
@@ -159,12 +203,11 @@ void work(const KernelCall& call, const WorkItem& item, float* scratch) {
   const int64_t end_key = mask.end_key(item.end - 1, group.kv_end);
   for (int64_t start = round_down(mask.first_key(item.begin), kStepKeys); start < end_key; start += kStepKeys) {
     const PackedStep step = packed_step(call, unit, start);
-    for (int64_t h = 0; h < call.group_heads; ++h) {
-      for (int64_t t = 0; t < tiles; ++t) {
-        const Visible visible = keys_visible_from(mask, item.begin + t * kTileRows, start, step.end);
-        attend(call, scores, step, rows_of(t), visible, h * tiles + t, buffers);
-      }
-    }
+    attend_step(call, scores, step, all, buffers, [&](int64_t tile) {
+      const int64_t t = tile % tiles;
+      const Visible visible = keys_visible_from(mask, item.begin + t * kTileRows, start, step.end);
+      return Pairing{tile, rows_of(t), tile_of(call, rows_of(t), visible)};
+    });
   }
 
   for (int64_t h = 0; h < call.group_heads; ++h) {
@@ -173,8 +216,9 @@ void work(const KernelCall& call, const WorkItem& item, float* scratch) {
       const int64_t tile = h * tiles + t, task_row = item.begin - task.q_begin + t * kTileRows;
       const float* row_sum = buffers.row_sum + tile * kTileRows;
       store_lse(task, head, task_row, rows_of(t), buffers.row_max + tile * kTileRows, row_sum);
-      micro.store_rows(heads.dtype, rows_of(t), heads.v_dim, 1.f, row_sum, buffers.out_of(call, tile),
-                       task.out.at(task_row, head), task.out.row_stride);
+      micro.store_sums(heads.dtype, rows_of(t), heads.v_dim, 1.f, row_sum,
+                       buffers.out + tile * Buffers::out_floats(call), task.out.at(task_row, head),
+                       task.out.row_stride);
     }
   }
 }
@@ -185,7 +229,7 @@ const Pass kPackKeysPass = {no_scratch, pack_step};
 const Pass kForwardPass = {forward_scratch, work};
 
 int64_t forward_unit_floats(const KernelCall& call, const KeyGroup& group) {
-  const int64_t rows = round_up(group.kv_end, kRowUnit) - round_down(group.kv_begin, kStepKeys);
+  const int64_t rows = call.unit_rows(group.kv_end) - round_down(group.kv_begin, kStepKeys);
   return rows * floats_per_key(call);
 }
 

@@ -24,7 +24,7 @@ namespace distca::attention {
 /// Keys of a step of the online softmax. This is part of the numerics. Steps start at multiples of this many rows of
 /// the document.
 inline constexpr int64_t kStepKeys = 128;
-static_assert(kStepKeys % kKeyBlockRows == 0 && kStepKeys % kRowUnit == 0);
+static_assert(kStepKeys % kKeyBlockRows == 0);
 
 /// Keys of a work item of the backward pass; results do not depend on it.
 inline constexpr int64_t kChunkKeys = 4 * kStepKeys;
@@ -107,6 +107,8 @@ struct KernelCall {
   KernelCall(const Problem& p, const MicroKernel& m);
 
   int64_t words_of(int64_t elements) const { return elements / micro->word_elements; }
+  /// `rows` up to the next number of rows that products are computed for.
+  int64_t unit_rows(int64_t rows) const { return round_up(rows, micro->row_unit); }
   /// Number of rows that `rows` rows take when packed as pairs.
   int64_t row_words(int64_t rows) const { return (rows + micro->word_elements - 1) / micro->word_elements; }
   const KeyGroup& group_of(const Unit& unit) const { return problem->groups[static_cast<size_t>(unit.group)]; }
@@ -162,7 +164,7 @@ inline void clear_rows(Panels panels, int64_t num_panels, int64_t begin, int64_t
 }
 
 /// Packs keys or values of document rows [begin, end) into matrix rows from begin - start on. The rows after them, up
-/// to the next multiple of kRowUnit, become zero. Rows before them are left alone.
+/// to the next multiple of row_unit, become zero. Rows before them are left alone.
 inline void pack_keys(const KernelCall& call, const KeyGroup& group, const RowView (&views)[2], int64_t kv_head,
                       int64_t start, int64_t begin, int64_t end, int64_t dim, Panels dst) {
   const auto pack = [&](int64_t row, int64_t rows, const std::byte* src, int64_t stride) {
@@ -170,19 +172,17 @@ inline void pack_keys(const KernelCall& call, const KeyGroup& group, const RowVi
     call.micro->pack_rows(call.problem->heads.dtype, rows, dim, src, stride, at);
   };
   for_each_run(group, views, kv_head, begin, end, pack);
-  clear_rows(dst, panels_of(call.words_of(dim)), end - start, round_up(end - start, kRowUnit));
+  clear_rows(dst, panels_of(call.words_of(dim)), end - start, call.unit_rows(end - start));
 }
 
-/// Like pack_keys, as pairs of rows.
-inline void pack_key_pairs(const KernelCall& call, const KeyGroup& group, const RowView (&views)[2], int64_t kv_head,
-                           int64_t start, int64_t begin, int64_t end, int64_t dim, Panels dst) {
-  const int64_t elements = call.micro->word_elements;
+/// Packs keys or values of document rows [begin, end) as values; row `start` would be the first one of dst. `begin` and
+/// `end` are multiples of the row unit, or the first and the last row of the document that are packed.
+inline void pack_values(const KernelCall& call, const KeyGroup& group, const RowView (&views)[2], int64_t kv_head,
+                        int64_t start, int64_t begin, int64_t end, int64_t dim, Panels dst) {
   const auto pack = [&](int64_t row, int64_t rows, const std::byte* src, int64_t stride) {
-    const Panels at{dst.data + (row - start) / elements * kPanelWords, dst.panel_stride};
-    call.micro->pack_row_pairs(call.problem->heads.dtype, (row - start) % elements, rows, dim, src, stride, at);
+    call.micro->pack_values(call.problem->heads.dtype, row - start, rows, dim, src, stride, dst);
   };
   for_each_run(group, views, kv_head, begin, end, pack);
-  clear_rows(dst, panels_of(dim), call.row_words(end - start), call.row_words(round_up(end - start, kRowUnit)));
 }
 
 // ---- what sees what
@@ -195,12 +195,12 @@ inline Visible keys_visible_from(const Mask& mask, int64_t row, int64_t key, int
 }
 
 /// The keys of a step that any of `rows` query rows sees, as a tile. It is empty (begin == end) if there are none.
-inline ScoreTile tile_of(int64_t rows, Visible visible) {
+inline ScoreTile tile_of(const KernelCall& call, int64_t rows, Visible visible) {
   const int64_t begin = std::max<int64_t>(visible.from, 0);
   const int64_t end = std::min(visible.upto + rows - 1, visible.limit);
   const int64_t lanes = round_up(rows, kColumnUnit);
   if (begin >= end) return {0, 0, lanes, visible};
-  return {round_down(begin, kRowUnit), round_up(end, kRowUnit), lanes, visible};
+  return {round_down(begin, call.micro->row_unit), call.unit_rows(end), lanes, visible};
 }
 
 struct RowRange {

@@ -12,6 +12,9 @@
 // Scores are kept transposed, [keys, kTileRows query rows]: query rows are the lanes of a vector. Therefore softmax
 // needs no operation across lanes, and keys and values are multiplied as they are, element by element.
 //
+// Sums over keys (out and dq) lie in memory as add_values leaves them, and the values that it sums up as pack_values
+// does. Both forms are the table's own.
+//
 // Every element of a product is one chain over the inner dimension, in ascending order, and only over what the mask
 // lets it see. Therefore a row comes out bitwise the same however many rows are computed beside it.
 #pragma once
@@ -28,8 +31,6 @@ namespace distca::attention {
 inline constexpr int64_t kPanelWords = 32;
 /// Query rows of a tile. They are the columns of a matrix of scores, which is one panel.
 inline constexpr int64_t kTileRows = 32;
-/// Rows and keys that form the outer dimension of a product are computed in multiples of this many.
-inline constexpr int64_t kRowUnit = 8;
 /// Columns of a product are computed in multiples of this many.
 inline constexpr int64_t kColumnUnit = 16;
 
@@ -41,18 +42,6 @@ struct Visible {
   int64_t from;
   int64_t upto;
   int64_t limit;
-};
-
-/// The left factor of a product of visible elements.
-enum class LeftForm {
-  kInnerColumns,  // element (m, p) is word (m, p) of panels: the inner dimension runs along a row
-  kInnerRows,     // element (m, p) is word (p, m) of one panel
-};
-
-struct LeftFactor {
-  LeftForm form;
-  const float* panels;
-  int64_t panel_stride;
 };
 
 struct Panels {
@@ -67,12 +56,23 @@ struct SoftmaxState {
   float* rescale;  // output: the factor on the sums of earlier keys
 };
 
-/// Keys [begin, end) of a step, both multiples of kRowUnit, for `lanes` query rows (a multiple of kColumnUnit).
+/// Keys [begin, end) of a step, both multiples of MicroKernel::row_unit, for `lanes` query rows (a multiple of
+/// kColumnUnit).
 struct ScoreTile {
   int64_t begin;
   int64_t end;
   int64_t lanes;
   Visible visible;  // what query rows see
+};
+
+/// The product of the keys of a tile and its queries.
+struct ScoreProduct {
+  ScoreTile tile;
+  int64_t words;
+  const float* keys;
+  int64_t panel_stride;
+  const float* queries;  // [words, kTileRows], from transpose_rows
+  float* scores;         // output: [keys, kTileRows]
 };
 
 /// Where the backward pass puts P and dS of a tile.
@@ -82,37 +82,60 @@ struct GradientOutputs {
   float* dscore_rows;  // [pairs of keys, kTileRows]; only where words are pairs, otherwise dscores serves
 };
 
+/// What a thread has to have put back when it stops using a table's functions.
+struct FoundState {
+  alignas(64) std::byte bytes[64];
+};
+
 struct MicroKernel {
+  /// How products are made: "floats", "pairs" (a dot instruction on pairs of bf16) or "tiles" (matrices of them).
+  const char* operands;
   /// Elements of a word: 1 (floats) or 2 (bf16).
   int64_t word_elements;
+  /// Rows and keys that form a dimension of a product are computed in multiples of this many. Packed rows and keys up
+  /// to the next multiple are zero.
+  int64_t row_unit;
+  /// Keys whose products may run beside the softmax of the keys before them. It is more than a step has if both use
+  /// the same execution units. Results do not depend on it.
+  int64_t block_keys;
+
+  /// Before its first call of the other functions a thread calls begin_work, and after its last one end_work, which
+  /// puts back what the former found. Both are null where there is nothing to do.
+  void (*begin_work)(FoundState& found);
+  void (*end_work)(const FoundState& found);
 
   /// Packs `rows` rows of `dim` elements (byte stride src_stride) and converts them; words are pairs of columns. Words
   /// past `dim`, up to the next multiple of kColumnUnit, become zero.
   void (*pack_rows)(DType dtype, int64_t rows, int64_t dim, const std::byte* src, int64_t src_stride, Panels dst);
-  /// Like pack_rows, but words are pairs of rows, and the first row comes after `skipped` rows (0 or 1) of its pair.
-  /// The missing half of a pair becomes zero.
-  void (*pack_row_pairs)(DType dtype, int64_t skipped, int64_t rows, int64_t dim, const std::byte* src,
-                         int64_t src_stride, Panels dst);
+  /// Like pack_rows, but words are pairs of rows. The missing half of a pair becomes zero.
+  void (*pack_row_pairs)(DType dtype, int64_t rows, int64_t dim, const std::byte* src, int64_t src_stride, Panels dst);
+  /// Packs rows of values, the first of which is key `key` of dst. Rows before and after them, up to multiples of
+  /// row_unit, may become zero; the ones after them do.
+  void (*pack_values)(DType dtype, int64_t key, int64_t rows, int64_t dim, const std::byte* src, int64_t src_stride,
+                      Panels dst);
   /// Sets dst [words, kTileRows], one panel, to `sign` times the transpose of up to kTileRows packed rows (pairs of
   /// columns); sign is 1, -1 or 0. Columns past `rows`, up to the next multiple of kColumnUnit, become zero.
   void (*transpose_rows)(int64_t rows, int64_t words, int sign, const float* panels, int64_t panel_stride, float* dst);
 
-  /// Sets scores [keys, kTileRows] = keys * queries for the tile's keys. `queries` [words, kTileRows] comes from
-  /// transpose_rows.
-  void (*multiply_scores)(const ScoreTile& tile, int64_t words, const float* keys, int64_t panel_stride,
-                          const float* queries, float* scores);
-  /// Sets c [m, columns] = rescale[m] * c + left [m, inner] * right [inner, columns], each row m over what it sees.
-  /// `right` has pairs of rows; `columns` is a multiple of kColumnUnit. Rows up to the next multiple of kRowUnit are
-  /// computed too. `rescale` may be null (ones).
-  void (*multiply_visible)(int64_t m, int64_t columns, Visible visible, LeftFactor left, const float* right,
-                           int64_t right_stride, const float* rescale, Panels c);
+  /// Sets scores = keys * queries for the tile's keys.
+  void (*multiply_scores)(const ScoreProduct& product);
+  /// Sets sums [rows, columns] = rescale[row] * sums + weights * values, each row over the keys of the tile that it
+  /// sees. `weights` are operands [pairs of keys, kTileRows]. `values` come from pack_values; the tile's first key is
+  /// their key `key`. `columns` is a multiple of kColumnUnit. `rescale` may be null (ones).
+  void (*add_values)(const ScoreTile& tile, int64_t rows, int64_t columns, const float* weights, Panels values,
+                     int64_t key, const float* rescale, float* sums);
+  /// Adds left [m, inner] * right [inner, columns] to c [m, columns], each row m over what it sees. Words of `left` are
+  /// pairs of columns, those of `right` pairs of rows; `columns` is a multiple of kColumnUnit. Rows up to the next
+  /// multiple of row_unit are computed too.
+  void (*multiply_visible)(int64_t m, int64_t columns, Visible visible, Panels left, Panels right, Panels c);
 
   /// Sets scores = cap * tanh(scale / cap * scores).
   void (*cap_scores)(const ScoreTile& tile, float scale, float cap, float* scores);
   /// Makes one step of the online softmax. The tile's scores become exp(scale * score - new maximum), as operands
   /// [pairs of keys, kTileRows], and zero where a row sees no key. A row whose maximum is still -inf keeps a sum of
-  /// zero. scale > 0.
-  void (*softmax_step)(const ScoreTile& tile, float scale, float* scores, const SoftmaxState& state);
+  /// zero. scale > 0. The product `next`, if it is not null, is made meanwhile; its scores are other ones.
+  void (*softmax_step)(const ScoreTile& tile, float scale, float* scores, const SoftmaxState& state,
+                       const ScoreProduct* next);
   /// Computes P = exp(scale * score - lse) and dS = P * (dprob - delta). Both are zero where a row sees no key, in rows
   /// whose lse is -inf and in lanes past the tile's. With cap != 0 the scores are capped already, and dS is multiplied
   /// by the derivative of the cap. scale > 0.
@@ -123,9 +146,29 @@ struct MicroKernel {
   /// ones.
   void (*store_rows)(DType dtype, int64_t rows, int64_t dim, float factor, const float* divisor, Panels src,
                      std::byte* dst, int64_t dst_stride);
+  /// Like store_rows, for up to kTileRows rows of sums from add_values.
+  void (*store_sums)(DType dtype, int64_t rows, int64_t dim, float factor, const float* divisor, const float* sums,
+                     std::byte* dst, int64_t dst_stride);
 
   /// See micro_peak.h.
   double (*multiply_registers)(int64_t rounds, float* sink);
+};
+
+/// Lets a thread use a table's functions while it lives.
+class KernelThread {
+ public:
+  explicit KernelThread(const MicroKernel& micro) : micro_(micro) {
+    if (micro_.begin_work != nullptr) micro_.begin_work(found_);
+  }
+  ~KernelThread() {
+    if (micro_.end_work != nullptr) micro_.end_work(found_);
+  }
+  KernelThread(const KernelThread&) = delete;
+  KernelThread& operator=(const KernelThread&) = delete;
+
+ private:
+  const MicroKernel& micro_;
+  FoundState found_;
 };
 
 /// The tables of one instruction set.
@@ -139,9 +182,13 @@ struct InstructionSet {
   }
 };
 
-/// The tables for `isa` ("avx512_bf16", "avx512", "avx2", "plain"). If it is empty, the environment variable
-/// DISTCA_CPU_ISA names them. If that is unset or empty, they are the best ones that this CPU has. Throws
-/// InvalidArgumentError for a name that is unknown or that this CPU lacks.
+/// The tables of "amx" with emulated tiles, or null if the library that has them is missing.
+const InstructionSet* emulated_tiles();
+inline constexpr std::string_view kEmulatedTiles = "amx_emulated";
+
+/// The tables for `isa` ("amx", "avx512_bf16", "avx512", "avx2", "plain", or kEmulatedTiles). If it is empty, the
+/// environment variable DISTCA_CPU_ISA names them. If that is unset or empty, they are the best ones for this CPU,
+/// never emulated ones. Throws InvalidArgumentError for a name that is unknown or that this CPU lacks.
 const InstructionSet& select_instruction_set(std::string_view isa);
 
 }  // namespace distca::attention

@@ -1,6 +1,7 @@
 // Chooses the tables of inner loops that this CPU can run.
 #include <cstdlib>
 
+#include "attention/cpu_model.h"
 #include "attention/micro_kernel.h"
 #include "common/error.h"
 
@@ -11,36 +12,51 @@ extern const InstructionSet kInstructionSet_plain;
 extern const InstructionSet kInstructionSet_avx2;
 extern const InstructionSet kInstructionSet_avx512;
 extern const InstructionSet kInstructionSet_avx512_bf16;
+extern const InstructionSet kInstructionSet_amx;
 #endif
 
 namespace {
 
+// The flags tested are those that micro_kernel.cpp is compiled with.
+#if defined(__x86_64__)
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+bool has_pairs() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+bool has_tiles() { return has_pairs() && may_use_tiles(); }
+#endif
+bool always() { return true; }
+
 struct Candidate {
   const InstructionSet* set;
-  bool supported;
+  bool (*is_supported)();       // asked only if the set is wanted: asking for tiles changes the process
+  bool (*is_good)() = &always;  // whether it may be taken if none is named
+};
+
+/// The best one comes first.
+constexpr Candidate kCandidates[] = {
+#if defined(__x86_64__)
+    {&kInstructionSet_amx, has_tiles},     {&kInstructionSet_avx512_bf16, has_pairs, dot_is_faster},
+    {&kInstructionSet_avx512, has_avx512}, {&kInstructionSet_avx2, has_avx2},
+#endif
+    {&kInstructionSet_plain, always},
 };
 
 const InstructionSet& best_or_named(std::string_view isa, std::string_view source) {
-  // The best one comes first. The flags tested are those that micro_kernel.cpp is compiled with.
+  for (const Candidate& candidate : kCandidates) {
+    const bool is_wanted = isa.empty() || isa == candidate.set->name;
+    if (is_wanted && candidate.is_supported() && (!isa.empty() || candidate.is_good())) return *candidate.set;
+  }
 #if defined(__x86_64__)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (isa == kEmulatedTiles && has_pairs() && emulated_tiles() != nullptr) return *emulated_tiles();
 #endif
-  const Candidate candidates[] = {
-#if defined(__x86_64__)
-      {&kInstructionSet_avx512_bf16, avx512 && __builtin_cpu_supports("avx512bf16")},
-      {&kInstructionSet_avx512, avx512},
-      {&kInstructionSet_avx2, avx2},
-#endif
-      {&kInstructionSet_plain, true},
-  };
   std::string allowed;
-  for (const Candidate& candidate : candidates) {
-    if (!candidate.supported) continue;
-    if (isa.empty() || isa == candidate.set->name) return *candidate.set;
-    allowed += allowed.empty() ? "" : ", ";
-    allowed += candidate.set->name;
+  for (const Candidate& candidate : kCandidates) {
+    if (candidate.is_supported()) allowed += (allowed.empty() ? "" : ", ") + std::string(candidate.set->name);
   }
   throw InvalidArgumentError(message(source, " is \"", isa, "\"; this CPU and build allow: ", allowed));
 }

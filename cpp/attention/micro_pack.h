@@ -70,6 +70,7 @@ DISTCA_INLINE void store_elements(DType dtype, Floats x, std::byte* p, int64_t c
 }
 
 DISTCA_INLINE int64_t column_units(int64_t n) { return (n + kColumnUnit - 1) / kColumnUnit * kColumnUnit; }
+DISTCA_INLINE int64_t row_units(int64_t n) { return (n + kRowUnit - 1) / kRowUnit * kRowUnit; }
 DISTCA_INLINE float* panel_at(Panels panels, int64_t row, int64_t column) {
   return panels.data + column / kPanelWords * panels.panel_stride + row * kPanelWords + column % kPanelWords;
 }
@@ -94,9 +95,18 @@ void pack_floats(DType dtype, int64_t rows, int64_t dim, const std::byte* src, i
     pack_float_rows<DType::kFloat16>(rows, dim, src, src_stride, dst);
 }
 
-void pack_float_row_pairs(DType dtype, int64_t, int64_t rows, int64_t dim, const std::byte* src, int64_t src_stride,
-                          Panels dst) {
-  pack_floats(dtype, rows, dim, src, src_stride, dst);
+/// Zeroes rows [begin, end) of a packed matrix.
+DISTCA_INLINE void clear_packed(int64_t begin, int64_t end, int64_t columns, Panels dst) {
+  for (int64_t i = begin; i < end; ++i) {
+    for (int64_t j = 0; j < columns; j += kWidth) store(panel_at(dst, i, j), Floats{});
+  }
+}
+
+/// Values are packed as rows.
+void pack_float_values(DType dtype, int64_t key, int64_t rows, int64_t dim, const std::byte* src, int64_t src_stride,
+                       Panels dst) {
+  pack_floats(dtype, rows, dim, src, src_stride, {dst.data + key * kPanelWords, dst.panel_stride});
+  clear_packed(key + rows, row_units(key + rows), column_units(dim), dst);
 }
 
 #if defined(__AVX512BF16__)
@@ -118,8 +128,9 @@ void pack_pairs(DType, int64_t rows, int64_t dim, const std::byte* src, int64_t 
   }
 }
 
-void pack_pair_rows(DType, int64_t skipped, int64_t rows, int64_t dim, const std::byte* src, int64_t src_stride,
-                    Panels dst) {
+/// Packs pairs of rows. The first row comes after `skipped` rows (0 or 1) of its pair.
+DISTCA_INLINE void pack_pairs_of_rows(int64_t skipped, int64_t rows, int64_t dim, const std::byte* src,
+                                      int64_t src_stride, Panels dst) {
   const int64_t columns = column_units(dim);
   src -= skipped * src_stride;
   const auto row_at = [&](int64_t i, int64_t j) {
@@ -131,12 +142,23 @@ void pack_pair_rows(DType, int64_t skipped, int64_t rows, int64_t dim, const std
       store(panel_at(dst, i / 2, j), (Floats)(row_at(i, j) >> 16 | row_at(i + 1, j)));
   }
 }
+
+void pack_pair_rows(DType, int64_t rows, int64_t dim, const std::byte* src, int64_t src_stride, Panels dst) {
+  pack_pairs_of_rows(0, rows, dim, src, src_stride, dst);
+}
+
+/// Values are packed as pairs of rows.
+void pack_pair_values(DType, int64_t key, int64_t rows, int64_t dim, const std::byte* src, int64_t src_stride,
+                      Panels dst) {
+  pack_pairs_of_rows(key % 2, rows, dim, src, src_stride, {dst.data + key / 2 * kPanelWords, dst.panel_stride});
+  clear_packed((key + rows + 1) / 2, row_units(key + rows) / 2, column_units(dim), dst);
+}
 #endif
 
 #if defined(__AVX512F__)
 constexpr int kSquare = 16;
-/// Sets dst[j, i] = src[i, j] for a square of words.
-DISTCA_INLINE void transpose_square(const Floats (&in)[kSquare], float* dst) {
+/// Sets dst[j, i] = in[i, j] for a square of words; `stride` is that of dst in words.
+DISTCA_INLINE void transpose_square(const Floats (&in)[kSquare], float* dst, int64_t stride = kTileRows) {
   Floats a[16], b[16];
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
@@ -158,10 +180,10 @@ DISTCA_INLINE void transpose_square(const Floats (&in)[kSquare], float* dst) {
                  low23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0x88);
     const Floats high01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0xdd),
                  high23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0xdd);
-    store(dst + c * kTileRows, _mm512_shuffle_f32x4(low01, low23, 0x88));
-    store(dst + (c + 8) * kTileRows, _mm512_shuffle_f32x4(low01, low23, 0xdd));
-    store(dst + (c + 4) * kTileRows, _mm512_shuffle_f32x4(high01, high23, 0x88));
-    store(dst + (c + 12) * kTileRows, _mm512_shuffle_f32x4(high01, high23, 0xdd));
+    store(dst + c * stride, _mm512_shuffle_f32x4(low01, low23, 0x88));
+    store(dst + (c + 8) * stride, _mm512_shuffle_f32x4(low01, low23, 0xdd));
+    store(dst + (c + 4) * stride, _mm512_shuffle_f32x4(high01, high23, 0x88));
+    store(dst + (c + 12) * stride, _mm512_shuffle_f32x4(high01, high23, 0xdd));
   }
 }
 typedef Floats SquareRow;
@@ -219,6 +241,12 @@ void store_rows(DType dtype, int64_t rows, int64_t dim, float factor, const floa
       store_elements(dtype, y * factor, dst + j * bytes, dim - j);
     }
   }
+}
+
+void store_row_sums(DType dtype, int64_t rows, int64_t dim, float factor, const float* divisor, const float* sums,
+                    std::byte* dst, int64_t dst_stride) {
+  const Panels panels{const_cast<float*>(sums), kTileRows * kPanelWords};
+  store_rows(dtype, rows, dim, factor, divisor, panels, dst, dst_stride);
 }
 
 }  // namespace

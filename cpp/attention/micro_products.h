@@ -9,6 +9,11 @@
 namespace distca::attention {
 namespace {
 
+enum class LeftForm {
+  kInnerColumns,  // element (m, p) is word (m, p) of panels: the inner dimension runs along a row
+  kInnerRows,     // element (m, p) is word (p, m) of one panel
+};
+
 /// Longer chains over the words of a row are added up from chains of this length, which makes errors smaller.
 constexpr int64_t kScoreChain = 64;
 
@@ -94,18 +99,17 @@ DISTCA_INLINE void score_panel(const ScoreTile& tile, int64_t words, const float
 }
 
 template <class Operands>
-void multiply_scores(const ScoreTile& tile, int64_t words, const float* keys, int64_t panel_stride,
-                     const float* queries, float* scores) {
+void multiply_scores(const ScoreProduct& p) {
   int64_t lane = 0;
-  for (; lane + kTileN * kWidth <= tile.lanes; lane += kTileN * kWidth)
-    score_panel<Operands, kTileN>(tile, words, keys, panel_stride, queries + lane, scores + lane);
-  for (; lane < tile.lanes; lane += kWidth)
-    score_panel<Operands, 1>(tile, words, keys, panel_stride, queries + lane, scores + lane);
+  for (; lane + kTileN * kWidth <= p.tile.lanes; lane += kTileN * kWidth)
+    score_panel<Operands, kTileN>(p.tile, p.words, p.keys, p.panel_stride, p.queries + lane, p.scores + lane);
+  for (; lane < p.tile.lanes; lane += kWidth)
+    score_panel<Operands, 1>(p.tile, p.words, p.keys, p.panel_stride, p.queries + lane, p.scores + lane);
 }
 
 template <class Operands, LeftForm kForm, int kN>
-DISTCA_INLINE void multiply_column(int64_t m, Visible visible, LeftFactor left, const float* right,
-                                   const float* rescale, float* c) {
+DISTCA_INLINE void multiply_column(int64_t m, Visible visible, Panels left, const float* right, const float* rescale,
+                                   float* c) {
   constexpr int64_t kElements = Operands::kElements;
   for (int64_t row = 0; row < m; row += kTileM) {
     const Visible rows{visible.from + row, visible.upto + row, visible.limit};
@@ -116,7 +120,7 @@ DISTCA_INLINE void multiply_column(int64_t m, Visible visible, LeftFactor left, 
     const int64_t whole_begin =
         smaller_of((larger_of(rows.from + kTileM - 1, 0) + kElements - 1) / kElements, end_word);
     const int64_t whole_end = larger_of(larger_of(smaller_of(rows.upto, rows.limit), 0) / kElements, whole_begin);
-    const float* a = left.panels + row * (kForm == LeftForm::kInnerColumns ? kPanelWords : 1);
+    const float* a = left.data + row * (kForm == LeftForm::kInnerColumns ? kPanelWords : 1);
     Floats sum[kTileM][kN] = {};
     if (begin_word < whole_begin)
       add_edge_products<Operands, kForm, kTileM, kN>(begin_word, whole_begin, rows, a, left.panel_stride, right, sum);
@@ -136,25 +140,32 @@ DISTCA_INLINE void multiply_column(int64_t m, Visible visible, LeftFactor left, 
 }
 
 template <class Operands, LeftForm kForm>
-DISTCA_INLINE void multiply_columns(int64_t m, int64_t columns, Visible visible, LeftFactor left, const float* right,
-                                    int64_t right_stride, const float* rescale, Panels c) {
+DISTCA_INLINE void multiply_columns(int64_t m, int64_t columns, Visible visible, Panels left, Panels right,
+                                    const float* rescale, Panels c) {
   int64_t column = 0;
   const auto at = [](int64_t i, int64_t stride) { return i / kPanelWords * stride + i % kPanelWords; };
   for (; column + kTileN * kWidth <= columns; column += kTileN * kWidth)
-    multiply_column<Operands, kForm, kTileN>(m, visible, left, right + at(column, right_stride), rescale,
+    multiply_column<Operands, kForm, kTileN>(m, visible, left, right.data + at(column, right.panel_stride), rescale,
                                              c.data + at(column, c.panel_stride));
   for (; column < columns; column += kWidth)
-    multiply_column<Operands, kForm, 1>(m, visible, left, right + at(column, right_stride), rescale,
+    multiply_column<Operands, kForm, 1>(m, visible, left, right.data + at(column, right.panel_stride), rescale,
                                         c.data + at(column, c.panel_stride));
 }
 
 template <class Operands>
-void multiply_visible(int64_t m, int64_t columns, Visible visible, LeftFactor left, const float* right,
-                      int64_t right_stride, const float* rescale, Panels c) {
-  if (left.form == LeftForm::kInnerColumns)
-    multiply_columns<Operands, LeftForm::kInnerColumns>(m, columns, visible, left, right, right_stride, rescale, c);
-  else
-    multiply_columns<Operands, LeftForm::kInnerRows>(m, columns, visible, left, right, right_stride, rescale, c);
+void multiply_visible(int64_t m, int64_t columns, Visible visible, Panels left, Panels right, Panels c) {
+  multiply_columns<Operands, LeftForm::kInnerColumns>(m, columns, visible, left, right, nullptr, c);
+}
+
+/// Values are packed as pairs of rows. Sums are the packed matrix [kTileRows, columns].
+template <class Operands>
+void add_values(const ScoreTile& tile, int64_t rows, int64_t columns, const float* weights, Panels values, int64_t key,
+                const float* rescale, float* sums) {
+  // Only the left factor is const, and only for reading.
+  const Panels left{const_cast<float*>(weights), 0};
+  const Panels right{values.data + key / Operands::kElements * kPanelWords, values.panel_stride};
+  multiply_columns<Operands, LeftForm::kInnerRows>(rows, columns, tile.visible, left, right, rescale,
+                                                   {sums, kTileRows * kPanelWords});
 }
 
 }  // namespace

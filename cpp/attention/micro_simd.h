@@ -27,6 +27,10 @@ constexpr int kTileM = 4;
 #endif
 constexpr int kTileN = 2;
 
+/// Outer elements of a product are computed in multiples of this many.
+constexpr int64_t kRowUnit = 8;
+static_assert(kRowUnit % kTileM == 0);
+
 typedef float Floats __attribute__((vector_size(kWidth * 4)));
 typedef int32_t Ints __attribute__((vector_size(kWidth * 4)));
 typedef uint32_t Words __attribute__((vector_size(kWidth * 4)));

@@ -4,7 +4,7 @@
 // four.
 #pragma once
 
-#include "attention/micro_simd.h"
+#include "attention/micro_products.h"
 
 namespace distca::attention {
 namespace {
@@ -59,10 +59,10 @@ DISTCA_INLINE void store_keys(const Floats (&values)[kSums], int64_t key, float*
 }
 
 /// Makes one step for one vector of query rows, in place: words of a pair of keys lie no later than the first key's
-/// scores.
-template <class Operands>
+/// scores. `beside` is called before each kSums keys.
+template <class Operands, class Beside>
 DISTCA_INLINE void softmax_lanes(const ScoreTile& tile, int64_t lane, float scale, float* scores,
-                                 const SoftmaxState& state) {
+                                 const SoftmaxState& state, Beside& beside) {
   const bool edge = is_edge(tile);
   if (edge) {
     const LaneVisibility visible = lane_visibility(tile.visible, lane);
@@ -85,6 +85,7 @@ DISTCA_INLINE void softmax_lanes(const ScoreTile& tile, int64_t lane, float scal
   const Floats rescale = exponential(old_max - base);
   Floats sum[kSums] = {};
   for (int64_t key = tile.begin; key < tile.end; key += kSums) {
+    beside();
     Floats p[kSums];
 #pragma GCC unroll 4
     for (int u = 0; u < kSums; ++u) {
@@ -99,9 +100,12 @@ DISTCA_INLINE void softmax_lanes(const ScoreTile& tile, int64_t lane, float scal
 }
 
 template <class Operands>
-void softmax_step(const ScoreTile& tile, float scale, float* scores, const SoftmaxState& state) {
+void softmax_step(const ScoreTile& tile, float scale, float* scores, const SoftmaxState& state,
+                  const ScoreProduct* next) {
+  const auto nothing = [] {};
   for (int64_t lane = 0; lane < tile.lanes; lane += kWidth)
-    softmax_lanes<Operands>(tile, lane, scale, scores + lane, state);
+    softmax_lanes<Operands>(tile, lane, scale, scores + lane, state, nothing);
+  if (next != nullptr) multiply_scores<Operands>(*next);
 }
 
 struct GradientLanes {

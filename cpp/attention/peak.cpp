@@ -18,6 +18,7 @@ double measure_peak_flops(DType dtype, int num_threads, double seconds) {
   const auto work = [&](size_t thread) {
     constexpr int64_t kRounds = 1 << 16;
     alignas(64) float sink[64] = {};
+    const KernelThread kernel_thread(micro);
     const auto begin = std::chrono::steady_clock::now();
     double operations = 0, elapsed = 0;
     while (elapsed < seconds) {

@@ -46,6 +46,11 @@ std::string own_attention_problem(int64_t q_heads, int64_t kv_heads, int64_t dim
   return library->own_attention_problem({q_heads, kv_heads, dim, v_dim, static_cast<DType>(dtype)}, device);
 }
 
+std::string cpu_operands(int64_t dtype) {
+  require(dtype >= 0 && dtype < kNumDTypes, "attention: dtype number ", dtype);
+  return attention::CpuAttention().operands(static_cast<DType>(dtype));
+}
+
 void bind_machine(py::module_& m) {
   m.def("cuda_status", &cuda_status,
         "Whether libdistca_cuda is there, how many GPUs it finds, and why not where there is none.");
@@ -55,6 +60,8 @@ void bind_machine(py::module_& m) {
         py::arg("v_dim"), py::arg("dtype"), py::arg("device"),
         "Why the library's own kernels do not compute attention over such heads on that GPU; empty where they do.");
   m.def("cpu_isa", [] { return std::string(attention::CpuAttention().isa()); });
+  m.def("cpu_operands", &cpu_operands, py::arg("dtype"),
+        "How the CPU's kernel multiplies inputs of a dtype: \"floats\", \"pairs\" or \"tiles\".");
   m.def("measure_peak_flops", &measure_peak_flops, py::arg("dtype"), py::arg("num_threads"), py::arg("seconds"),
         py::call_guard<py::gil_scoped_release>());
 }

@@ -52,7 +52,7 @@ def _exact_or_why_not_here() -> str:
     return "exact"
 
 
-@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512", "avx512_bf16"])
+@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated"])
 def test_every_instruction_set_is_as_exact_as_pytorch(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process chooses its instruction set once, so each case runs in a process of its own."""
     monkeypatch.setenv("DISTCA_CPU_ISA", isa)
@@ -86,8 +86,10 @@ def test_queries_are_the_last_rows_before_the_end_of_the_keys(rows: int, dtype: 
         torch.testing.assert_close(a.double(), b, rtol=rounding, atol=rounding, msg=lambda t, name=name: f"{name}: {t}")
 
 
-def test_a_document_in_pieces_gives_bitwise_what_it_gives_whole() -> None:
-    batch = random_batch((300, 97), distca.Heads(4, 2, 24), 5)
+@DTYPES
+def test_a_document_in_pieces_gives_bitwise_what_it_gives_whole(dtype: torch.dtype) -> None:
+    batch = random_batch((300, 97), distca.Heads(4, 2, 24, dtype=dtype), 5)
+    rounding = 1e-5 if dtype == torch.float32 else 2e-2
     whole = _compute(batch, whole_documents(batch.lengths))
     cuts = [0, 1, 2, 63, 64, 65, 130, 200, 299, 300]
     pieces = [[b, e, 0, e] for b, e in zip(cuts, cuts[1:], strict=False)]
@@ -96,13 +98,14 @@ def test_a_document_in_pieces_gives_bitwise_what_it_gives_whole() -> None:
     tasks = torch.tensor(pieces)[torch.randperm(len(pieces), generator=generator)]
     for name, a, b in zip(NAMES, _compute(batch, tasks), whole, strict=True):
         if name in ("dk", "dv"):  # tasks decide the order in which sums over query rows are formed
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(a, b, rtol=rounding, atol=rounding)
         else:
             assert torch.equal(a, b), name
 
 
-def test_rows_of_no_task_are_not_touched_and_give_nothing() -> None:
-    batch = random_batch((40, 70, 30), distca.Heads(4, 2, 16), 6)
+@DTYPES
+def test_rows_of_no_task_are_not_touched_and_give_nothing(dtype: torch.dtype) -> None:
+    batch = random_batch((40, 70, 30), distca.Heads(4, 2, 16, dtype=dtype), 6)
     whole = _compute(batch, whole_documents(batch.lengths))
     outside = slice(40, 110)
     for t in (batch.q, batch.k, batch.v, batch.dout):
@@ -113,8 +116,9 @@ def test_rows_of_no_task_are_not_touched_and_give_nothing() -> None:
         assert torch.equal(a[:40], b[:40]) and torch.equal(a[110:], b[110:]), name
 
 
-def test_keys_past_a_task_s_last_row_take_no_part_not_even_times_zero() -> None:
-    batch = random_batch((100,), distca.Heads(2, 1, 16), 7)
+@DTYPES
+def test_keys_past_a_task_s_last_row_take_no_part_not_even_times_zero(dtype: torch.dtype) -> None:
+    batch = random_batch((100,), distca.Heads(2, 1, 16, dtype=dtype), 7)
     tasks = torch.tensor([[0, 70, 0, 70]])
     clean = _compute(batch, tasks)
     for t in (batch.q, batch.k, batch.v, batch.dout):
@@ -131,9 +135,10 @@ def test_a_key_that_dominates_a_row_is_the_key_of_that_document_row_and_head(dty
     assert torch.equal(out, expected)
 
 
+@DTYPES
 @pytest.mark.parametrize("size", [1e-30, 1e3, 3e5])
-def test_scores_of_any_size_overflow_nothing(size: float) -> None:
-    batch = random_batch((130, 3), distca.Heads(2, 1, 16), 9)
+def test_scores_of_any_size_overflow_nothing(size: float, dtype: torch.dtype) -> None:
+    batch = random_batch((130, 3), distca.Heads(2, 1, 16, dtype=dtype), 9)
     big = Batch(batch.lengths, batch.heads, batch.q * size, batch.k, batch.v, batch.dout)
     out, lse, dq, dk, dv = _compute(big, whole_documents(big.lengths))
     reference = oracle(big)
@@ -145,9 +150,10 @@ def test_scores_of_any_size_overflow_nothing(size: float) -> None:
         torch.testing.assert_close(out.double(), reference[0], rtol=1e-2, atol=1e-2)
 
 
+@DTYPES
 @pytest.mark.parametrize("threads", [2, 3, 5])
-def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
-    batch = random_batch(LENGTHS, distca.Heads(4, 2, 40, 24), 10)
+def test_the_number_of_threads_changes_no_bit(threads: int, dtype: torch.dtype) -> None:
+    batch = random_batch(LENGTHS, distca.Heads(4, 2, 40, 24, dtype), 10)
     torch.set_num_threads(1)
     alone = _compute(batch, whole_documents(batch.lengths))
     torch.set_num_threads(threads)

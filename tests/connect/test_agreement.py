@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -14,12 +16,16 @@ from distca.connect.agreement import Terms, agree
 from support.processes import HEADS, Group, connect, fault_of
 from support.torch_ranks import join, torch_group
 
-TERMS = Terms("auto", "cuda", 1 << 20, "flash")
+TERMS = Terms("auto", "cuda", 1 << 20, "flash", cpu_kernel="avx512_bf16")
 OTHERS = {
     "transport": (replace(TERMS, transport="shm"), "transport = 'auto', rank 1 has 'shm'; give all ranks"),
     "device": (replace(TERMS, device="cpu"), "device = 'cuda', rank 1 has 'cpu'; give all ranks"),
     "slot_bytes": (replace(TERMS, slot_bytes=64), "slot_bytes = 1048576, rank 1 has 64; give all ranks the same heap"),
     "attention": (replace(TERMS, attention="own"), "attention = 'flash', rank 1 has 'own'; .*DISTCA_ATTENTION"),
+    "cpu_kernel": (
+        replace(TERMS, cpu_kernel="avx512"),
+        "cpu_kernel = 'avx512_bf16', rank 1 has 'avx512'; .*set DISTCA_CPU_ISA=avx512 for all ranks",
+    ),
     "version": (TERMS, "version = '.*', rank 1 has '0.0.1, plan format 2'; install the same version"),
     "problem": (replace(TERMS, problem="no kernel"), "rank 1: no kernel"),
 }
@@ -36,6 +42,10 @@ def tell_terms(rank: int, ranks: int, pipe: Connection, port: int) -> None:
     for transport in ("shm", "torch", "auto"):
         options = {"transport": transport, "max_tokens": 1, "heads": HEADS, "timeout": 20.0}
         pipe.send(fault_of(lambda options=options: distca.init(heap_bytes=4096 if rank == 1 else 8192, **options)))
+    options["heap_bytes"] = 8192
+    for isa in ("plain", "vax"):
+        os.environ["DISTCA_CPU_ISA"] = isa if rank == 1 else "avx2"
+        pipe.send(fault_of(lambda: distca.init(**options)))
     pipe.recv()
 
 
@@ -52,13 +62,20 @@ def test_ranks_that_differ_are_told_who_and_in_what_and_what_to_set() -> None:
             for rank in range(3):
                 kind, text = group.receive(rank)
                 assert kind == "InvalidArgumentError" and "rank 0 has slot_bytes = 4096, rank 1 has 2048" in text
+        for said in (
+            "rank 0 has cpu_kernel = 'avx2', rank 1 has 'plain'; .*set DISTCA_CPU_ISA=plain for all ranks",
+            'rank 1: environment variable DISTCA_CPU_ISA is "vax"; this CPU and build allow: .*plain',
+        ):
+            for rank in range(3):
+                kind, text = group.receive(rank)
+                assert kind == "InvalidArgumentError" and re.search(said, text), text
         group.tell("end")
 
 
 @pytest.mark.parametrize("letter", ['"', "ü", "\0", "\U0001f600"])
 def test_what_is_told_fits_into_a_message(letter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "_version", lambda: "v" * 60)
-    longest = Terms("loopback", "cuda", 2**63, "flash", letter * 1000)
+    longest = Terms("loopback", "cuda", 2**63, "flash", letter * 1000, "amx_emulated")
     assert len(agreement._text_of(longest).encode()) <= 512
 
 

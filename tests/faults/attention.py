@@ -17,6 +17,8 @@ BACKWARD = "cpp/attention/cpu_backward.cpp"
 KERNEL = "cpp/attention/cpu_kernel.h"
 PRODUCTS = "cpp/attention/micro_products.h"
 SOFTMAX = "cpp/attention/micro_softmax.h"
+TILES = "cpp/attention/micro_tiles.h"
+TILES_TEST = "tests/attention/test_tiles.py"
 
 FAULTS = [
     # ---- the kernel
@@ -131,6 +133,77 @@ FAULTS = [
         "  fill_padding(step);\n  if (step.phase == Phase::kForward && step.scores.sinks",
         "  if (step.phase == Phase::kForward && step.scores.sinks",
         (EXACT, STEPS),
+    ),
+    # ---- products on tiles
+    Fault(
+        "tiles: keys that a row may not see are multiplied by zero",
+        TILES,
+        "const bool lane_by_lane = is_edge(tile) && !all_finite(",
+        "const bool lane_by_lane = !is_edge(tile) && !all_finite(",
+        (TILES_TEST,),
+    ),
+    Fault(
+        "tiles: rows that do not see a key are multiplied by zero",
+        TILES,
+        "if (is_edge_block(m, visible, at) && !all_finite(",
+        "if (!is_edge_block(m, visible, at) && !all_finite(",
+        (TILES_TEST,),
+    ),
+    Fault(
+        "tiles: the two rows of a pair of values are swapped",
+        TILES,
+        "row_at(block + 2 * p, j) >> 16 | row_at(block + 2 * p + 1, j)",
+        "row_at(block + 2 * p + 1, j) >> 16 | row_at(block + 2 * p, j)",
+        (TILES_TEST,),
+    ),
+    Fault(
+        "tiles: the last blocks of a product beside a softmax are not made",
+        TILES,
+        "  beside.finish();\n",
+        "",
+        (TILES_TEST,),
+    ),
+    Fault(
+        "tiles: a part of a strip that softmax has not written is added",
+        TILES,
+        "return first_key < end_key && at.key < end_key && at.key + kBlock > first_key;",
+        "return first_key < end_key || at.key < end_key || at.key + kBlock > first_key;",
+        (TILES_TEST,),
+    ),
+    Fault(
+        "tiles: they are released although another library had configured them",
+        "cpp/attention/micro_tile_blocks.h",
+        "const bool was_configured = found.bytes[0] != std::byte{0};",
+        "const bool was_configured = found.bytes[0] != found.bytes[0];",
+        (TILES_TEST,),
+    ),
+    Fault(
+        "tiles: a worker uses them as it finds them",
+        "cpp/attention/cpu_attention.cpp",
+        "    const KernelThread thread(*call.micro);\n",
+        "",
+        (TILES_TEST,),
+    ),
+    Fault(
+        "tiles: the emulated instruction keeps denormals",
+        "cpp/emulation/tile_instructions.h",
+        "set(0x9fc0);",
+        "set(0x1f80);",
+        (TILES_TEST,),
+    ),
+    Fault(
+        "the dot instruction is taken on every CPU of a maker",
+        "cpp/attention/cpu_model.cpp",
+        "model.vendor == vendor && model.family == family",
+        "model.vendor == vendor",
+        (TILES_TEST,),
+    ),
+    Fault(
+        "ranks with other instruction sets are let in",
+        "python/distca/connect/init.py",
+        "attention, problem, kernel), timeout)",
+        "attention, problem), timeout)",
+        ("tests/connect/test_agreement.py",),
     ),
     # ---- attention by ATen's operator
     Fault(

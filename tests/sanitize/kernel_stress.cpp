@@ -242,7 +242,7 @@ void run_wrong_scores(attention::CpuAttention& kernel) {
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 100;
   int kernels = 0;
-  for (const char* isa : {"avx512_bf16", "avx512", "avx2", "plain"}) {
+  for (const char* isa : {"amx", "amx_emulated", "avx512_bf16", "avx512", "avx2", "plain"}) {
     try {
       attention::CpuAttention kernel(isa);
       run_wrong_scores(kernel);

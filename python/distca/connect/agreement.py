@@ -30,6 +30,8 @@ class Terms:
     """``"own"`` or ``"flash"``."""
     problem: str = ""
     """Why this rank cannot take part in the context; empty if it can."""
+    cpu_kernel: str = ""
+    """The instruction set of the CPU's kernel; empty if a GPU computes attention."""
 
 
 _ADVICE = {
@@ -38,8 +40,11 @@ _ADVICE = {
     "device": "give all ranks the same kind of device",
     "slot_bytes": "give all ranks the same heap_bytes, or the same max_tokens and heads",
     "attention": "give all ranks the same attention, or the same DISTCA_ATTENTION",
+    "cpu_kernel": "bits would depend on who computes a row: set DISTCA_CPU_ISA={weakest} for all ranks",
 }
-_PROBLEM_CHARACTERS = 150
+_CPU_KERNELS = ("plain", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated")
+"""A CPU that has one of them has those before it."""
+_PROBLEM_CHARACTERS = 130
 
 
 def agree(group: dist.ProcessGroup, mine: Terms, timeout: float) -> None:
@@ -67,8 +72,10 @@ def compare(ranks: list[dict[str, object]]) -> None:
         values = [terms[name] for terms in ranks]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
+            weakest = min(map(str, values), key=_CPU_KERNELS.index) if name == "cpu_kernel" else ""
             raise InvalidArgumentError(
-                f"init: rank 0 has {name} = {values[0]!r}, rank {other} has {values[other]!r}; {advice}"
+                f"init: rank 0 has {name} = {values[0]!r}, rank {other} has {values[other]!r}; "
+                f"{advice.format(weakest=weakest)}"
             )
 
 

@@ -18,7 +18,7 @@ from distca.connect.agreement import Terms, agree
 from distca.connect.exchange import Exchange, gather_text
 from distca.connect.fault_watch import FaultWatch
 from distca.connect.open_files import check_open_files
-from distca.connect.options import attention_problem, core_options, device_name, slot_bytes_of
+from distca.connect.options import attention_problem, core_options, cpu_kernel, device_name, slot_bytes_of
 from distca.connect.place import Place, group_of, place_of
 from distca.context import Context
 from distca.errors import InvalidArgumentError
@@ -139,9 +139,11 @@ def init(
             group, num_ranks, transport, name, device, attention, put_ctas, progress_thread, link, timeout, options
         )
         _check_together(request)
-        problem = attention_problem(device, attention, heads)
+        kernel, kernel_problem = cpu_kernel(device)
+        problem = kernel_problem or attention_problem(device, attention, heads)
         if group is not None and num_ranks > 1:
-            agree(group, Terms(transport, device.partition(":")[0], options["slot_bytes"], attention, problem), timeout)
+            kind, slot_bytes = device.partition(":")[0], options["slot_bytes"]
+            agree(group, Terms(transport, kind, slot_bytes, attention, problem, kernel), timeout)
         elif problem:
             raise InvalidArgumentError(f"init: {problem}")
         core, exchange = _connect(request, place)

@@ -25,6 +25,15 @@ def attention_problem(device: str, attention: str, heads: Heads) -> str:
     return problem and f"attention = 'own': {problem}"
 
 
+def cpu_kernel(device: str) -> tuple[str, str]:
+    """The instruction set of the CPU's kernel, empty on a GPU, and why there is none; the latter is empty if it is
+    there."""
+    try:
+        return (_C.cpu_isa() if device == "cpu" else ""), ""
+    except InvalidArgumentError as error:
+        return "", str(error)
+
+
 def device_name(device: torch.device | str) -> str:
     """``"cpu"``, or ``"cuda:"`` and the number of a device that is there. Raises an error for any other device."""
     try:

@@ -21,7 +21,12 @@ from distca.apps.common.timing import alternate, median_ratio, spread
 HEADS = 8
 #: Ratios that the kernel should reach, forward and backward, by dtype.
 WANTED = {torch.float32: (2.5, 2.0), torch.bfloat16: (3.0, 2.5)}
-SHORT_WANTED, MIX_WANTED = 3.0, (0.95, 0.9)
+SHORT_WANTED, MIX_WANTED, BF16_WANTED = 3.0, (0.95, 0.9), 0.95
+_WAYS = {
+    "floats": ("products in fp32", "multiply-adds on registers alone"),
+    "pairs": ("dot products of bf16", "multiply-adds on registers alone"),
+    "tiles": ("tiles of bf16", "multiply-adds on tiles alone"),
+}
 
 
 class Case(NamedTuple):
@@ -37,10 +42,14 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
     """Forward and backward. ``short`` leaves out the documents of 8192 rows and more, and flex_attention."""
     rounds = rounds or (3 if short else 7)
     rows: list[Row] = []
-    details: dict[str, Any] = {"heads": HEADS, "rounds": rounds, "cases": {}}
+    details: dict[str, Any] = {"heads": HEADS, "rounds": rounds, "kernels": {}, "cases": {}}
     peaks = {dtype: _peak(dtype) for dtype in WANTED}
     for dtype, peak in peaks.items():
-        rows.append(Row(f"{_short(dtype)}: multiply-adds on registers alone", peak / 1e9, "GFLOP/s"))
+        rows.append(Row(f"{_short(dtype)}: {_kernel(dtype)}, {_multiply_adds(dtype)}", peak / 1e9, "GFLOP/s"))
+        details["kernels"][_short(dtype)] = _kernel(dtype)
+    for phase, ratio in _bf16_against_fp32(rounds).items():
+        name = f"bf16 D 64, 4096, {phase}: time of our fp32 / of our bf16"
+        rows.append(Row(name, ratio, "x", at_least=BF16_WANTED))
     for case in _cases(short):
         for phase, figures in _against_sdpa(case, rounds).items():
             details["cases"][f"{case.name} {phase}"] = figures
@@ -58,6 +67,20 @@ def _peak(dtype: torch.dtype) -> float:
     """Floating-point operations a second of multiply-adds on registers, with as many threads as PyTorch has."""
     number, threads = distca.Heads(1, 1, 8, dtype=dtype).dtype_number, torch.get_num_threads()
     return max(distca._C.measure_peak_flops(number, threads, 0.2) for _ in range(5))
+
+
+def _kernel(dtype: torch.dtype) -> str:
+    """The variant of the kernel that computes inputs of this dtype here."""
+    return f"{distca._C.cpu_isa()}, {_WAYS[_operands(dtype)][0]}"
+
+
+def _multiply_adds(dtype: torch.dtype) -> str:
+    """What the peak is measured on."""
+    return _WAYS[_operands(dtype)][1]
+
+
+def _operands(dtype: torch.dtype) -> str:
+    return distca._C.cpu_operands(distca.Heads(1, 1, 8, dtype=dtype).dtype_number)
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -95,29 +118,36 @@ def _backward(outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], grad
     return partial(torch.autograd.grad, outs, inputs, grads, retain_graph=True)
 
 
+def _phases(case: Case) -> dict[str, Callable[[], object]]:
+    """The kernel's forward and backward of a case."""
+    q, k, v, dout = _inputs(case)
+    tasks = _tasks(case.lengths)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = distca.attention(leaves[0], leaves[1], leaves[2], tasks)[0]
+    return {"forward": lambda: distca.attention(q, k, v, tasks), "backward": _backward([out], leaves, [dout])}
+
+
+def _bf16_against_fp32(rounds: int) -> dict[str, float]:
+    """Times bf16 against fp32, both computed by the kernel. A CPU on which bf16 is slower has the wrong variant."""
+    of_fp32, of_bf16 = (_phases(Case("", (4096,), 64, dtype)) for dtype in (torch.float32, torch.bfloat16))
+    return {phase: median_ratio(*alternate((of_fp32[phase], of_bf16[phase]), rounds)) for phase in of_fp32}
+
+
 def _against_sdpa(case: Case, rounds: int) -> dict[str, dict[str, float]]:
     """Times the kernel against SDPA, on contiguous documents [1, heads, rows, dim], on which it is fastest."""
     q, k, v, dout = _inputs(case)
-    tasks = _tasks(case.lengths)
     split = [[t.transpose(0, 1)[None].contiguous() for t in x.split(case.lengths)] for x in (q, k, v, dout)]
 
     def sdpa(*documents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [F.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in zip(*documents, strict=True)]
 
-    works: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-        "forward": (lambda: distca.attention(q, k, v, tasks), lambda: sdpa(*split[:3]))
-    }
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     split_leaves = [[t.detach().requires_grad_() for t in of_kind] for of_kind in split[:3]]
     flat = [t for of_kind in split_leaves for t in of_kind]
-    works["backward"] = (
-        _backward([distca.attention(leaves[0], leaves[1], leaves[2], tasks)[0]], leaves, [dout]),
-        _backward(sdpa(*split_leaves), flat, split[3]),
-    )
+    peers = {"forward": lambda: sdpa(*split[:3]), "backward": _backward(sdpa(*split_leaves), flat, split[3])}
     flop = sum(2 * n * n * case.dim * HEADS for n in case.lengths)
     figures = {}
-    for phase, pair in works.items():
-        ours, theirs = alternate(pair, rounds)
+    for phase, work in _phases(case).items():
+        ours, theirs = alternate((work, peers[phase]), rounds)
         figures[phase] = {
             "ratio": 1 / median_ratio(ours, theirs),
             "gflops": (2.5 if phase == "backward" else 1.0) * flop / statistics.median(ours) / 1e9,
@@ -134,7 +164,7 @@ def _rows(case: Case, phase: str, figures: dict[str, float], peak: float) -> lis
     return [
         Row(f"{case.name}, {phase}: SDPA's time / ours", figures["ratio"], "x", at_least=wanted),
         Row(f"{case.name}, {phase}: rate", figures["gflops"], "GFLOP/s"),
-        Row(f"{case.name}, {phase}: share of the multiply-adds on registers", figures["gflops"] * 1e9 / peak, "x"),
+        Row(f"{case.name}, {phase}: share of the {_multiply_adds(case.dtype)}", figures["gflops"] * 1e9 / peak, "x"),
     ]
 
 

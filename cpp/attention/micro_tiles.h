@@ -1,0 +1,317 @@
+// Products of pairs of bf16 on tiles (AMX), for micro_kernel.cpp alone (see there).
+//
+// A tile is 16 rows of 16 words. All tiles have this shape: a thread is configured once. A product is made of blocks of
+// up to 2 x 2 tiles of sums. The left factor of an instruction has pairs of columns and the right one pairs of rows, as
+// operands are packed for the dot instruction too. Only what is multiplied by weights over keys differs: values are
+// packed transposed, tile by tile, and sums over keys are transposed, [columns, kTileRows]. Then weights are the right
+// factor as softmax leaves them.
+//
+// Sums of an instruction are over 32 elements, aligned to the start of the step, whoever sees them: what a row does not
+// see has the weight zero. Zero times a finite number adds nothing, to the last bit. Only where a row does not see an
+// element that is not finite, rows are computed one by one, from copies in which such elements are zero.
+#pragma once
+
+#include "attention/micro_tile_blocks.h"
+
+namespace distca::attention {
+namespace {
+
+// ---- scores
+
+template <int kM, int kN>
+DISTCA_INLINE void score_block(const ScoreProduct& p, int64_t key) {
+  finish_stores();
+  zero_block<kM, kN>();
+  for (int64_t word = 0; word < p.words; word += kTileWords) {
+    const float* keys = p.keys + word / kPanelWords * p.panel_stride + key * kPanelWords + word % kPanelWords;
+    add_tiles<kM, kN>({keys, kPanelWords, kTileWords * kPanelWords}, p.queries + word * kTileRows);
+  }
+  store_block<kM, kN>(p.scores + key * kTileRows);
+}
+
+template <int kM>
+DISTCA_INLINE void score_block(const ScoreProduct& p, int64_t key) {
+  if (p.tile.lanes > kTileWords)
+    score_block<kM, 2>(p, key);
+  else
+    score_block<kM, 1>(p, key);
+}
+
+void multiply_scores_on_tiles(const ScoreProduct& p) {
+  int64_t key = p.tile.begin;
+  for (; key + kBlock <= p.tile.end; key += kBlock) score_block<2>(p, key);
+  if (key < p.tile.end) score_block<1>(p, key);
+}
+
+/// Makes a product a few keys at a time, between the exponentials of another tile.
+struct ProductBeside {
+  static constexpr int kCalls = 8;  // a step has as many blocks of kTileWords keys as there are kCalls calls
+  const ScoreProduct* product;
+  int64_t key;
+  int calls = 0;
+
+  explicit ProductBeside(const ScoreProduct* p) : product(p), key(p == nullptr ? 0 : p->tile.begin) {}
+  DISTCA_INLINE void make_block(const ScoreProduct& p, int64_t at) { score_block<1>(p, at); }
+  __attribute__((always_inline)) void operator()() {
+    if (calls++ % kCalls != 0 || product == nullptr || key >= product->tile.end) return;
+    make_block(*product, key);
+    key += kTileWords;
+  }
+  __attribute__((always_inline)) void finish() {
+    for (; product != nullptr && key < product->tile.end; key += kTileWords) make_block(*product, key);
+  }
+};
+
+void softmax_step_beside_tiles(const ScoreTile& tile, float scale, float* scores, const SoftmaxState& state,
+                               const ScoreProduct* next) {
+  ProductBeside beside(next);
+  for (int64_t lane = 0; lane < tile.lanes; lane += kWidth)
+    softmax_lanes<PairOperands>(tile, lane, scale, scores + lane, state, beside);
+  beside.finish();
+}
+
+// ---- sums over keys
+
+/// Where the values of key block `key` (a multiple of kTileElements) and column `column` lie.
+DISTCA_INLINE float* value_tile(Panels values, int64_t columns, int64_t key, int64_t column) {
+  return values.data + key / kTileElements * columns * kTileWords + column / kTileWords * kTileFloats;
+}
+
+void pack_value_tiles(DType, int64_t key, int64_t rows, int64_t dim, const std::byte* src, int64_t src_stride,
+                      Panels dst) {
+  const int64_t columns = column_units(dim), end = key + rows;
+  const auto row_at = [&](int64_t i, int64_t j) {
+    if (i < key || i >= end) return Words{};
+    return (Words)load_elements(DType::kBFloat16, src + (i - key) * src_stride + j * 2, dim - j);
+  };
+  for (int64_t block = key / kTileElements * kTileElements; block < end; block += kTileElements) {
+    for (int64_t j = 0; j < columns; j += kTileWords) {
+      Floats pairs[kSquare];
+      for (int p = 0; p < kSquare; ++p)
+        pairs[p] = (Floats)(row_at(block + 2 * p, j) >> 16 | row_at(block + 2 * p + 1, j));
+      transpose_square(pairs, value_tile(dst, columns, block, j), kTileWords);
+    }
+  }
+}
+
+/// What add_values is given.
+struct ValueSums {
+  const ScoreTile& tile;
+  int64_t rows;
+  int64_t columns;
+  const float* weights;
+  Panels values;  // of the tile's step
+  const float* rescale;
+  float* sums;
+};
+
+/// Adds the sums of a block to those of the lanes that are set in `lanes`.
+template <int kM, int kN>
+DISTCA_INLINE void merge_block(const ValueSums& v, const float* block, int64_t column, __mmask16 (&lanes)[2]) {
+#pragma GCC unroll 2
+  for (int n = 0; n < kN; ++n) {
+    const Floats factor = v.rescale == nullptr ? broadcast(1.f) : load(v.rescale + n * kWidth);
+    for (int64_t i = 0; i < kM * kTileWords; ++i) {
+      float* at = v.sums + (column + i) * kTileRows + n * kWidth;
+      const Floats found = load(block + i * kPanelWords + n * kWidth);
+      _mm512_mask_storeu_ps(at, lanes[n], v.rescale == nullptr ? found : fused(load(at), factor, found));
+    }
+  }
+}
+
+template <int kM, int kN>
+DISTCA_INLINE void begin_sums(const ValueSums& v, int64_t column) {
+  if (v.rescale == nullptr)
+    load_block<kM, kN>(v.sums + column * kTileRows);
+  else
+    zero_block<kM, kN>();
+}
+
+/// Without `rescale` the chain of products begins at the sums themselves, otherwise at zero.
+template <int kM, int kN>
+DISTCA_INLINE void add_value_block(const ValueSums& v, int64_t column) {
+  begin_sums<kM, kN>(v, column);
+  for (int64_t key = v.tile.begin; key < v.tile.end; key += kTileElements)
+    add_tiles<kM, kN>({value_tile(v.values, v.columns, key, column), kTileWords, kTileFloats},
+                      v.weights + key / 2 * kTileRows);
+  if (v.rescale == nullptr) {
+    store_block<kM, kN>(v.sums + column * kTileRows);
+    return;
+  }
+  alignas(64) float block[kBlock * kPanelWords];
+  store_block<kM, kN>(block);
+  __mmask16 all[2] = {0xffff, 0xffff};
+  merge_block<kM, kN>(v, block, column, all);
+}
+
+/// Like add_value_block, lane by lane.
+template <int kM, int kN>
+void add_seen_values(const ValueSums& v, int64_t column) {
+  alignas(64) float block[kBlock * kPanelWords], seen[kM * kTileFloats];
+  for (int64_t lane = 0; lane < v.rows; ++lane) {
+    const Visible& visible = v.tile.visible;
+    const int64_t from = visible.from + lane, upto = smaller_of(visible.upto + lane, visible.limit);
+    begin_sums<kM, kN>(v, column);
+    for (int64_t key = v.tile.begin; key < v.tile.end; key += kTileElements) {
+      const float* values = value_tile(v.values, v.columns, key, column);
+      const Words mask = seen_pairs(key / 2, from, upto);
+      for (int64_t i = 0; i < kM * kTileFloats; i += kWidth) store(seen + i, (Floats)((Words)load(values + i) & mask));
+      finish_stores();
+      add_tiles<kM, kN>({seen, kTileWords, kTileFloats}, v.weights + key / 2 * kTileRows);
+    }
+    store_block<kM, kN>(block);
+    const uint32_t bit = 1u << lane;
+    __mmask16 lanes[2] = {static_cast<__mmask16>(bit), static_cast<__mmask16>(bit >> 16)};
+    merge_block<kM, kN>(v, block, column, lanes);
+  }
+}
+
+template <int kM, int kN>
+DISTCA_INLINE void add_value_columns(const ValueSums& v, int64_t column, bool lane_by_lane) {
+  if (lane_by_lane)
+    add_seen_values<kM, kN>(v, column);
+  else
+    add_value_block<kM, kN>(v, column);
+}
+
+void add_values_on_tiles(const ScoreTile& tile, int64_t rows, int64_t columns, const float* weights, Panels values,
+                         int64_t key, const float* rescale, float* sums) {
+  const ValueSums v{tile, rows, columns, weights, {value_tile(values, columns, key, 0), 0}, rescale, sums};
+  const int64_t packed = (tile.end - tile.begin) / kTileElements * columns * kTileWords;
+  const bool lane_by_lane = is_edge(tile) && !all_finite(value_tile(v.values, columns, tile.begin, 0), 1, packed, 0);
+  finish_stores();
+  int64_t column = 0;
+  for (; column + kBlock <= columns; column += kBlock) {
+    if (tile.lanes > kTileWords)
+      add_value_columns<2, 2>(v, column, lane_by_lane);
+    else
+      add_value_columns<2, 1>(v, column, lane_by_lane);
+  }
+  if (column == columns) return;
+  if (tile.lanes > kTileWords)
+    add_value_columns<1, 2>(v, column, lane_by_lane);
+  else
+    add_value_columns<1, 1>(v, column, lane_by_lane);
+}
+
+void store_transposed_sums(DType dtype, int64_t rows, int64_t dim, float factor, const float* divisor,
+                           const float* sums, std::byte* dst, int64_t dst_stride) {
+  alignas(64) float panel[kTileRows * kPanelWords];
+  for (int64_t column = 0; column < dim; column += kPanelWords) {
+    const int64_t width = smaller_of(dim - column, kPanelWords);
+    for (int64_t j = 0; j < width; j += kTileWords) {
+      for (int64_t lane = 0; lane < rows; lane += kTileWords) {
+        Floats square[kSquare];
+        for (int i = 0; i < kSquare; ++i) square[i] = load(sums + (column + j + i) * kTileRows + lane);
+        transpose_square(square, panel + lane * kPanelWords + j, kPanelWords);
+      }
+    }
+    const int64_t element_bytes = dtype == DType::kFloat32 ? 4 : 2;
+    store_rows(dtype, rows, width, factor, divisor, {panel, kTileRows * kPanelWords}, dst + column * element_bytes,
+               dst_stride);
+  }
+}
+
+// ---- sums over query rows
+
+/// Keys `key` to key + kBlock, times rows `row` to row + kBlock of a strip.
+struct KeyRowBlock {
+  int64_t key;
+  int64_t row;
+};
+
+/// Whether softmax_gradient has written the block's weights, because some key of it is seen by some row of it.
+DISTCA_INLINE bool is_touched(int64_t m, Visible visible, const KeyRowBlock& at) {
+  const int64_t end_row = smaller_of(at.row + kBlock, visible.limit);
+  const int64_t first_key = larger_of(1 - visible.upto + at.row, 0), end_key = smaller_of(end_row - visible.from, m);
+  return first_key < end_key && at.key < end_key && at.key + kBlock > first_key;
+}
+
+/// Whether some key of the block is not seen by some row of it.
+DISTCA_INLINE bool is_edge_block(int64_t m, Visible visible, const KeyRowBlock& at) {
+  const int64_t last_key = smaller_of(at.key + kBlock, m) - 1;
+  return visible.from + last_key > at.row || visible.upto + at.key < at.row + kBlock || visible.limit < at.row + kBlock;
+}
+
+template <int kN>
+DISTCA_INLINE void add_row_block(const float* left, const float* right) {
+  add_tiles<2, kN>({left, kPanelWords, kTileWords * kPanelWords}, right);
+}
+
+/// Like add_row_block, key by key, from copies of the rows that are seen.
+template <int kN>
+void add_seen_rows(int64_t m, Visible visible, const KeyRowBlock& at, const float* left, const float* right, float* c) {
+  alignas(64) float block[kBlock * kPanelWords], seen[kTileWords * kPanelWords];
+  for (int64_t i = 0; i < smaller_of(kBlock, m - at.key); ++i) {
+    const int64_t from = visible.from + at.key + i, upto = smaller_of(visible.upto + at.key + i, visible.limit);
+    for (int64_t p = 0; p < kTileWords; ++p) {
+      const int64_t row = at.row + 2 * p;
+      const uint32_t mask =
+          (row >= from && row < upto ? 0xffffu : 0u) | (row + 1 >= from && row + 1 < upto ? 0xffff0000u : 0u);
+      for (int64_t j = 0; j < kN * kTileWords; j += kWidth)
+        store(seen + p * kPanelWords + j, (Floats)((Words)load(right + p * kPanelWords + j) & mask));
+    }
+    load_block<2, kN>(c);
+    add_row_block<kN>(left, seen);
+    store_block<2, kN>(block);
+    for (int64_t j = 0; j < kN * kTileWords; j += kWidth)
+      store(c + i * kPanelWords + j, load(block + i * kPanelWords + j));
+  }
+}
+
+template <int kN>
+DISTCA_INLINE void add_rows(int64_t m, Visible visible, Panels left, const float* right, float* c) {
+  for (int64_t key = 0; key < m; key += kBlock) {
+    float* const sums = c + key * kPanelWords;
+    load_block<2, kN>(sums);
+    for (int64_t row = 0; row < visible.limit; row += kBlock) {
+      const KeyRowBlock at{key, row};
+      if (!is_touched(m, visible, at)) continue;
+      const float* const a = left.data + key * kPanelWords + row / 2;
+      const float* const b = right + row / 2 * kPanelWords;
+      if (is_edge_block(m, visible, at) && !all_finite(b, kTileWords, kN * kTileWords, kPanelWords)) {
+        store_block<2, kN>(sums);
+        add_seen_rows<kN>(m, visible, at, a, b, sums);
+        load_block<2, kN>(sums);
+      } else {
+        add_row_block<kN>(a, b);
+      }
+    }
+    store_block<2, kN>(sums);
+  }
+}
+
+/// The inner dimension is the rows of a strip, at most one panel of pairs.
+void multiply_visible_on_tiles(int64_t m, int64_t columns, Visible visible, Panels left, Panels right, Panels c) {
+  for (int64_t column = 0; column < columns; column += kPanelWords) {
+    const int64_t panel = column / kPanelWords;
+    const float* const b = right.data + panel * right.panel_stride;
+    float* const sums = c.data + panel * c.panel_stride;
+    if (columns - column > kTileWords)
+      add_rows<2>(m, visible, left, b, sums);
+    else
+      add_rows<1>(m, visible, left, b, sums);
+  }
+}
+
+/// See micro_peak.h. Products are made on tiles alone.
+double multiply_tiles(int64_t rounds, float* sink) {
+  alignas(64) float block[kBlock * kPanelWords] = {};
+  load_block<2, 2>(block);
+  _tile_loadd(4, block, kPanelBytes);
+  _tile_loadd(5, block, kPanelBytes);
+  _tile_loadd(6, block, kPanelBytes);
+  _tile_loadd(7, block, kPanelBytes);
+  for (int64_t round = 0; round < rounds; ++round) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  store_block<2, 2>(block);
+  store(sink + 2 * kWidth, load(block));
+  return static_cast<double>(rounds) * 4 * kTileFloats * kTileElements * 2;
+}
+
+}  // namespace
+}  // namespace distca::attention
