@@ -15,6 +15,8 @@ from distca.simulator.network import Traffic
 from distca.simulator.passes import Gathered, LayerWork, ShardedWeights, run_pass
 from distca.simulator.work import AttentionWork, attention_seconds
 
+_PHASES = ("forward", "backward")
+
 
 class OneForwardOneBackward:
     """The program of strategies that compute every row where it is.
@@ -32,11 +34,12 @@ class OneForwardOneBackward:
             )
         self.case, self.layouts, self.gather = case, layouts, gather
         device = case.cluster.device
-        self._seconds = []
+        self._seconds: list[dict[str, torch.Tensor]] = []
         for layout in layouts:
             at_home = plan(layout, case.heads, balance=False, cost=device.cost())
-            of_phases = {phase: sum(attention_seconds(at_home, phase, device)) for phase in ("forward", "backward")}
+            of_phases = {phase: torch.stack(attention_seconds(at_home, phase, device)).sum(0) for phase in _PHASES}
             self._seconds.append(of_phases)
+        self._even = {phase: float(torch.stack([of[phase] for of in self._seconds]).mean()) for phase in _PHASES}
 
     @property
     def memory(self) -> Memory:
@@ -96,9 +99,9 @@ class OneForwardOneBackward:
         traffic = Traffic(nothing, None, none, none)
         work = {}
         for phase, of_stage in self._seconds[number].items():
-            seconds = torch.zeros(homes, dtype=torch.float64)
-            seconds[case.stages[stage]] = of_stage
-            work[phase] = AttentionWork(seconds, torch.zeros_like(seconds), traffic, traffic)
+            seconds, even = torch.zeros_like(none), torch.zeros_like(none)
+            seconds[case.stages[stage]], even[case.stages[stage]] = of_stage, self._even[phase]
+            work[phase] = AttentionWork(seconds, none, traffic, traffic, even)
         return work
 
     def _gathered_bytes(self, number: int) -> float:

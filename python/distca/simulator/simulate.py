@@ -8,11 +8,35 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from distca.errors import InvalidArgumentError
-from distca.simulator.case import Case, Memory, as_documents, check_documents
+from distca.simulator.case import Case, Memory, Program, as_documents, check_documents
 from distca.simulator.machine import Event, Machine
 from distca.simulator.network import Network
 from distca.simulator.setup import Cluster, Model, Parallelism
 from distca.simulator.strategies import STRATEGIES
+
+
+@dataclasses.dataclass(frozen=True)
+class IdleShares:
+    """Why homes idle: parts of their mean idle share, which together are all of it.
+
+    Each is what a step without its cause would save, after those above it are gone.
+
+    Attributes:
+        rows: queries, keys and results travel, or keys are gathered.
+        links: tensor parallelism, gradients, weights and activations between stages travel.
+        uneven: homes have unequal shares of attention.
+        fill: what is left: stages of a pipeline without a micro-batch, and homes with fewer tokens than others.
+    """
+
+    rows: float
+    links: float
+    uneven: float
+    fill: float
+
+    @property
+    def attention(self) -> float:
+        """The part that attention is the cause of."""
+        return self.rows + self.uneven
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +49,7 @@ class StrategyResult:
         tokens_per_second: tokens of all documents over that time.
         mfu: operations of forward and backward, recomputation not counted, over what the devices' peak allows.
         idle: for each home the share of the step in which it did not compute. The ranks of a tensor group are one home.
+        idle_by_cause: the mean of these shares by cause.
         exposed_communication: share of the step that would be gone if links took no time.
         bytes_inside, bytes_between: bytes inside nodes and between nodes, of all ranks.
         memory: of the rank that needs most.
@@ -37,6 +62,7 @@ class StrategyResult:
     tokens_per_second: float
     mfu: float
     idle: list[float]
+    idle_by_cause: IdleShares
     exposed_communication: float
     bytes_inside: float
     bytes_between: float
@@ -46,8 +72,9 @@ class StrategyResult:
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the events, for JSON. ``kind`` says that it is modelled."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("events", "memory")}
-        return {"kind": "modelled", **values, "memory": dataclasses.asdict(self.memory)}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "events"}
+        nested = {name: dataclasses.asdict(values[name]) for name in ("idle_by_cause", "memory")}
+        return {"kind": "modelled", **values, **nested}
 
 
 def simulate(
@@ -103,7 +130,7 @@ def simulate(
         raise InvalidArgumentError(f"simulate: strategy {unknown[0]!r}; allowed are {', '.join(STRATEGIES)}")
     if strategies is None:
         chosen = [name for name in chosen if _is_apart(name, parallelism)]
-    return [_result(name, case, record) for name in chosen]
+    return [play(name, STRATEGIES[name].prepare(case), case, record=record) for name in chosen]
 
 
 def _is_apart(name: str, parallelism: Parallelism) -> bool:
@@ -113,16 +140,23 @@ def _is_apart(name: str, parallelism: Parallelism) -> bool:
     return name != "all-gather" or parallelism.context > 1
 
 
-def _result(name: str, case: Case, record: bool) -> StrategyResult:
-    program = STRATEGIES[name].prepare(case)
-    tensor = case.parallelism.tensor
-    device = case.cluster.device
-    machine = Machine(Network(case.cluster, tensor), device, record=record)
-    program.play(machine)
-    free = Machine(Network(case.cluster, tensor, ideal=True), device)
-    program.play(free)
+def play(name: str, program: Program, case: Case, *, record: bool = False) -> StrategyResult:
+    """Runs a strategy's program, and again without what makes homes idle."""
+    tensor, device = case.parallelism.tensor, case.cluster.device
+
+    def run(*, free_rows: bool = False, ideal: bool = False, even: bool = False, record: bool = False) -> Machine:
+        network = Network(case.cluster, tensor, free_rows=free_rows, ideal=ideal)
+        machine = Machine(network, device, record=record, even=even)
+        program.play(machine)
+        return machine
+
+    machine = run(record=record)
     seconds = float(machine.now.max())
     work = (machine.dense + machine.attention) / seconds
+    others = (run(free_rows=True), run(ideal=True), run(ideal=True, even=True))
+    # Attention that makes up for unequal tokens would be a cause below 0, if it were even.
+    left = list(itertools.accumulate((float(one.now.max()) / seconds for one in others), min, initial=1.0))
+    causes = [max(0.0, before - after) for before, after in itertools.pairwise([*left, float(work.mean())])]
     peak = case.cluster.device.peak_tflops * 1e12 * case.cluster.ranks
     memory = program.memory
     return StrategyResult(
@@ -131,7 +165,8 @@ def _result(name: str, case: Case, record: bool) -> StrategyResult:
         tokens_per_second=sum(case.lengths) / seconds,
         mfu=case.model.flop(case.lengths) / (seconds * peak),
         idle=(1 - work).tolist(),
-        exposed_communication=1 - float(free.now.max()) / seconds,
+        idle_by_cause=IdleShares(*causes),
+        exposed_communication=causes[0] + causes[1],
         bytes_inside=machine.network.bytes_inside * tensor,
         bytes_between=machine.network.bytes_between * tensor,
         memory=memory,

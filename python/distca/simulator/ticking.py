@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from distca.pipeline import PipelinePlans
 from distca.pipeline.tick_table import Tick
 from distca.planner.halves import halves
@@ -14,11 +16,17 @@ from distca.simulator.work import AttentionWork, attention_work
 
 
 class Ticking:
-    """The program of distca. Without a pipeline a tick is a forward or backward of a micro-batch."""
+    """The program of distca. Without a pipeline a tick is a forward or backward of a micro-batch.
 
-    def __init__(self, case: Case, *, ping_pong: bool) -> None:
+    Args:
+        case: what is simulated.
+        ping_pong: whether two halves take turns.
+        layouts: for each micro-batch its rows over the homes of a stage; by default the documents of a home are whole.
+    """
+
+    def __init__(self, case: Case, *, ping_pong: bool, layouts: Sequence[Layout] | None = None) -> None:
         self.case = case
-        layouts = [Layout.from_documents(micro_batch) for micro_batch in case.documents]
+        layouts = layouts or [Layout.from_documents(micro_batch) for micro_batch in case.documents]
         parallelism = case.parallelism
         self.plans = PipelinePlans(
             layouts,
@@ -32,6 +40,7 @@ class Ticking:
             ranks_per_node=case.per_node,
         )
         self._attention: dict[tuple[object, ...], AttentionWork] = {}
+        self._work: dict[tuple[int, int | None], LayerWork] = {}
 
     @property
     def memory(self) -> Memory:
@@ -50,6 +59,11 @@ class Ticking:
 
     def work_of(self, tick: int, part: int | None) -> LayerWork:
         """The work of all homes in a layer of a tick, or in one half of it."""
+        if (tick, part) not in self._work:
+            self._work[tick, part] = self._made(tick, part)
+        return self._work[tick, part]
+
+    def _made(self, tick: int, part: int | None) -> LayerWork:
         case, plan = self.case, self.plans.plan(tick, 0, part)
         of_tick = self.plans.table[tick]
         rows = [plan.layout.num_rows(home) for home in range(case.num_homes)]

@@ -22,12 +22,21 @@ class AttentionWork:
         later: seconds of the tasks that need rows of other homes.
         inward: rows that go to servers.
         homeward: results that go home.
+        even: seconds of each home if attention were even; None: all homes have an equal share of it.
     """
 
     at_once: torch.Tensor
     later: torch.Tensor
     inward: Traffic
     homeward: Traffic
+    even: torch.Tensor | None = None
+
+    @property
+    def evenly(self) -> torch.Tensor:
+        """Seconds of each home if attention were even."""
+        if self.even is not None:
+            return self.even
+        return torch.full_like(self.at_once, float((self.at_once + self.later).mean()))
 
 
 def attention_work(plan: Plan, phase: str, device: Device, per_node: int) -> AttentionWork:

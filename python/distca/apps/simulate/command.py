@@ -33,6 +33,7 @@ _COLOURS = {
     "wait": pictures.WAIT,
     "optimizer": pictures.OPTIMIZER,
 }
+_MOST_DOCUMENTS = 1_000_000  # of a step
 _MOST_ROWS = 16  # homes of a timeline
 
 
@@ -136,6 +137,7 @@ def _made(options: argparse.Namespace, gpus: int | None, longest: int | None = N
     lengths = _lengths(options.lengths)
     if longest is not None:
         lengths = sweep.scaled(lengths, longest)
+    _check_number(lengths, parallelism, options.tokens_per_rank)
     documents = [
         draw_documents(lengths, parallelism.homes, options.tokens_per_rank, options.seed + number)
         for number in range(parallelism.micro_batches)
@@ -203,17 +205,31 @@ def _lengths(source: str) -> list[int]:
     return lengths
 
 
+def _check_number(lengths: list[int], parallelism: Parallelism, tokens_per_rank: int) -> None:
+    """Raises InvalidArgumentError if a step would have so many documents that planning it takes very long."""
+    if not lengths or tokens_per_rank < 1:
+        return  # draw_documents says so
+    drawn = statistics.mean(min(max(n, 2), tokens_per_rank) for n in lengths)
+    number = parallelism.homes * parallelism.micro_batches * tokens_per_rank / drawn
+    if number > _MOST_DOCUMENTS:
+        raise InvalidArgumentError(
+            f"--tokens-per-rank {tokens_per_rank}: a step would have {number:,.0f} documents, which have {drawn:,.0f} "
+            f"tokens on average; at most {_MOST_DOCUMENTS:,} are simulated: draw fewer tokens, or give longer documents"
+        )
+
+
 def table(results: list[StrategyResult]) -> str:
     """The results side by side."""
     lines = [
         f"{'modelled, not measured':22} {'step':>9} {'relative':>8} {'tokens/s':>11} {'MFU':>6} {'idle: most':>10} "
-        f"{'mean':>6} {'exposed':>8} {'in nodes':>10} {'between':>10} {'memory':>8}"
+        f"{'mean':>6} {'attention':>9} {'fill':>6} {'exposed':>8} {'in nodes':>10} {'between':>10} {'memory':>8}"
     ]
     for result in results:
         lines.append(
             f"{result.strategy:22} {result.seconds:8.3f}s {result.seconds / results[0].seconds:8.3f} "
             f"{result.tokens_per_second:11,.0f} {result.mfu:6.1%} {max(result.idle):10.1%} "
-            f"{statistics.mean(result.idle):6.1%} {result.exposed_communication:8.1%} "
+            f"{statistics.mean(result.idle):6.1%} {result.idle_by_cause.attention:9.1%} "
+            f"{result.idle_by_cause.fill:6.1%} {result.exposed_communication:8.1%} "
             f"{result.bytes_inside / 1e9:7,.0f} GB {result.bytes_between / 1e9:7,.0f} GB "
             f"{result.memory.total / 1e9:5,.0f} GB{'' if result.fits else ' (does not fit)'}"
         )
