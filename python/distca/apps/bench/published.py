@@ -140,7 +140,7 @@ def _idle(strategy: str, data: int, rate: float | None, draws: int) -> float:
     """Mean idle share with 512K tokens a home. What tensor parallelism exchanges counts as work, as it is on all."""
     shares = []
     for seed in range(draws):
-        documents = [draw_documents(_lengths(524288), data, 524288, seed)]
+        documents = [draw_documents(lengths_of_paper(524288), data, 524288, seed)]
         case = _case("llama-8b", documents, Parallelism(data=data, tensor=TENSOR), rate)
         machine = _played(STRATEGIES[strategy].prepare(case), case)
         work = machine.dense + machine.attention + machine.exchanging
@@ -150,7 +150,7 @@ def _idle(strategy: str, data: int, rate: float | None, draws: int) -> float:
 
 def _step_times(model: str, nodes: int, rate: float | None, seed: int) -> dict[str, float]:
     """Seconds of a step by each way, on the same documents."""
-    documents = [draw_documents(_lengths(131072), nodes, TOKENS[model], seed)]
+    documents = [draw_documents(lengths_of_paper(131072), nodes, TOKENS[model], seed)]
 
     def seconds(strategy: str, context: int = 1, *, signal_only: bool = False) -> float:
         shape = Parallelism(data=nodes // context, context=context, tensor=TENSOR)
@@ -166,7 +166,7 @@ def _step_times(model: str, nodes: int, rate: float | None, seed: int) -> dict[s
     }
 
 
-def _lengths(context: int) -> list[int]:
+def lengths_of_paper(context: int) -> list[int]:
     """The lengths that the paper draws from, at so many tokens of context."""
     lengths = read_lengths(pretrain_lengths())
     kept = [n for n in lengths if n < SHORT][::2] + 4 * [n for n in lengths if n >= SHORT]
