@@ -66,6 +66,9 @@ def test_lengths_come_from_text_that_train_reads(tmp_path: Path, capsys: pytest.
         (["--sweep", "gpus=8", "--gpus", "8"], "leave out --gpus"),
         (["--steps", "0"], "--steps 0: a positive number is expected"),
         (["--tokens-per-rank", "0"], "tokens_per_rank = 0"),
+        (["--tokens-per-rank", "10000000000"], "documents, which have 2,112 tokens on average; at most 1,000,000"),
+        (["--gpus", "1000000000", "--tensor", "8"], "data x context x pipeline = 125,000,000; at most 4,096"),
+        (["--sweep", "longest=99999999999"], "numbers from 1 to 2^31"),
         (["--model", "llama-34b", "--gpus", "1"], "use more tensor or pipeline ranks"),
     ],
 )
@@ -75,6 +78,32 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert main(["simulate", "--lengths", lengths, *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[NaN]", "document 0 has length nan; 1 to 2^31 are allowed"),
+        ("[5, -5]", "document 1 has length -5; 1 to 2^31 are allowed"),
+        ("[3000000000]", "document 0 has length 3000000000; 1 to 2^31 are allowed"),
+        ('{"lengths": [5]}', "a list of lengths is expected, not dict"),
+        ("lengths", "is not JSON"),
+    ],
+)
+def test_a_wrong_list_of_lengths_is_one_line_and_exit_code_2(
+    tmp_path: Path, content: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong.json").write_text(content)
+    assert main(["simulate", "--lengths", str(tmp_path / "wrong.json"), *SHAPE]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_folder_without_text_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff\x00")
+    assert main(["simulate", "--lengths", str(tmp_path), *SHAPE]) == 2
+    error = capsys.readouterr().err
+    assert "there are no documents in it" in error and error.count("\n") == 1
 
 
 def test_an_empty_list_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ from faults.fault import Fault
 
 NETWORK = "tests/simulator/test_network.py"
 SIMULATE = "tests/simulator/test_simulate.py"
+INVARIANTS = "tests/simulator/test_invariants.py"
+PAGES = "tests/apps/test_bench_pages.py"
 READING = "tests/simulator/test_reading.py"
 COMMAND = "tests/apps/test_simulate_command.py"
 DEVICE = "tests/simulator/test_device.py"
@@ -52,6 +54,90 @@ FAULTS = [
         'Traffic.of(traffic.get(f"{phase}_{direction}", nothing).reshape(homes, homes), per_node)',
         'Traffic.of(traffic.get(f"forward_{direction}", nothing).reshape(homes, homes), per_node)',
         (SIMULATE,),
+    ),
+    Fault(
+        "tasks begin before the rows of other ranks have come",
+        ROOM + "machine.py",
+        "self.wait_until(step.arrived, call)",
+        "self.wait_until(self.now, call)",
+        (INVARIANTS,),
+    ),
+    Fault(
+        "results leave before the last tasks have ended",
+        ROOM + "machine.py",
+        "step.home = self.network.send(begin, step.work.homeward, rows=True)",
+        "step.home = self.network.send(begin - step.work.later, step.work.homeward, rows=True)",
+        (INVARIANTS,),
+    ),
+    Fault(
+        "the port of a node begins when its first rank does",
+        ROOM + "network.py",
+        "sent = torch.maximum(ports.out, starts.view(grid).amin(-1)) + out",
+        "sent = torch.maximum(ports.out, starts.view(grid)[:, 0]) + out",
+        (INVARIANTS, NETWORK),
+    ),
+    Fault(
+        "a ring is slower over faster links",
+        ROOM + "setup.py",
+        "return travels / bandwidth + steps * self.latency",
+        "return travels * bandwidth * 1e-20 + steps * self.latency",
+        (NETWORK, SIMULATE),
+    ),
+    Fault(
+        "a half of ping-pong computes the dense parts of several micro-batches",
+        ROOM + "ticking.py",
+        "rows = [plan.layout.num_rows(home) for home in range(case.num_homes)]",
+        "rows = [case.parallelism.micro_batches * plan.layout.num_rows(home) for home in range(case.num_homes)]",
+        (INVARIANTS, SIMULATE),
+    ),
+    Fault(
+        "recomputation leaves out attention",
+        ROOM + "passes.py",
+        'groups = groups_of("simulate", "layer" if recompute else None, num_layers)',
+        'groups = groups_of("simulate", None, num_layers)',
+        (INVARIANTS,),
+    ),
+    Fault(
+        "gathered keys count as links of tensor parallelism",
+        ROOM + "passes.py",
+        "machine.wait_until(machine.network.ring(gathered.groups, machine.now, num_bytes, rows=True), call)",
+        "machine.wait_until(machine.network.ring(gathered.groups, machine.now, num_bytes), call)",
+        (INVARIANTS,),
+    ),
+    Fault(
+        "rows count as other traffic",
+        ROOM + "network.py",
+        "return self.rows_are_free if rows else self.ideal",
+        "return self.ideal",
+        (INVARIANTS,),
+    ),
+    Fault(
+        "even attention is as unequal as before",
+        ROOM + "machine.py",
+        "self._attend(work.evenly if self.even else work.later, call)",
+        "self._attend(work.at_once + work.later if self.even else work.later, call)",
+        (INVARIANTS,),
+    ),
+    Fault(
+        "unequal micro-batches of a pipeline count as its fill",
+        ROOM + "one_f_one_b.py",
+        "seconds[case.stages[stage]], even[case.stages[stage]] = of_stage, self._even[phase]",
+        "seconds[case.stages[stage]], even[case.stages[stage]] = of_stage, float(of_stage.mean())",
+        (INVARIANTS,),
+    ),
+    Fault(
+        "the busiest port of a step is that of its forward",
+        "python/distca/apps/bench/scaling.py",
+        "of_all += seconds",
+        "of_all = of_all or seconds",
+        (PAGES,),
+    ),
+    Fault(
+        "a step of a million documents and more is planned",
+        "python/distca/apps/simulate/command.py",
+        "if number > _MOST_DOCUMENTS:",
+        "if number > 1e3 * _MOST_DOCUMENTS:",
+        (COMMAND,),
     ),
     Fault(
         "attention of backward takes the time of forward",

@@ -71,6 +71,9 @@ def test_a_config_json_of_transformers_is_a_model(tmp_path: Path) -> None:
     path.write_text(json.dumps(config | {"hidden_size": "wide"}))
     with pytest.raises(distca.InvalidArgumentError, match="hidden = 'wide'; a whole number"):
         read_model(path)
+    path.write_text(json.dumps(config | {"hidden_size": 66}))
+    with pytest.raises(distca.InvalidArgumentError, match="hidden_size = 66 is not a multiple of num_attention_heads"):
+        read_model(path)
     path.write_text(json.dumps(config | {"num_local_experts": 8}))
     with pytest.raises(distca.InvalidArgumentError, match="num_local_experts = 8; models with experts"):
         read_model(path)
@@ -86,7 +89,7 @@ def test_a_config_json_of_transformers_is_a_model(tmp_path: Path) -> None:
         (_with(["inside", "bandwidth"], "fast"), "bandwidth = 'fast'; a positive number"),
         (_with(["between", "latency"], -1), "latency = -1; seconds from 0 on"),
         (_with(["ranks"], 6), "6 ranks on nodes of 4"),
-        (_with(["ranks"], True), "ranks = True; a whole number"),
+        (_with(["ranks"], True), "cluster.json: cluster: ranks = True; a whole number"),
         (_with(["device", "gemms"], []), "gemms = .*at least one"),
         (_with(["device", "gemms"], 5), "gemms = 5; a list"),
         (_with(["device", "attention"], "pairs"), "has no times"),

@@ -68,16 +68,24 @@ class Machine:
         dense, attention, copying, exchanging: ``[homes]`` seconds of computation, of copying rows, and of what tensor
             parallelism exchanges.
         events: what happened, in the order of the calls; empty unless it is recorded.
+        even: whether every home has an equal share of the attention, to see what an unequal one costs.
     """
 
     def __init__(
-        self, network: Network, device: Device, *, record: bool = False, deadline: Deadline | None = None
+        self,
+        network: Network,
+        device: Device,
+        *,
+        record: bool = False,
+        even: bool = False,
+        deadline: Deadline | None = None,
     ) -> None:
         self.network, self.device, self._deadline = network, device, deadline
         zeros = torch.zeros(network.ranks, dtype=torch.float64)
         self.now, self.dense, self.attention, self.copying, self.exchanging = (zeros for _ in range(5))
         self.events: list[Event] = []
         self.phase = "forward"
+        self.even = even
         self._record = record
 
     def compute(self, part: Part) -> None:
@@ -116,22 +124,27 @@ class Machine:
             self.wait_until(self.network.granted(granted, work.inward), call)
         begin = self.now
         self._copy(work.inward.sent, call)
-        step.arrived = self.network.send(begin, work.inward, credits=granted)
+        step.arrived = self.network.send(begin, work.inward, credits=granted, rows=True)
         return step
 
     def attend(self, step: AttentionStep, call: Call) -> None:
         """Computes tasks of own rows, steps of a ring, then tasks of rows that have come, and sends results home."""
-        self._attend(step.work.at_once, call)
-        for of_ring in step.work.ring:
+        work = step.work
+        self._attend(self._own(work.at_once), call)
+        for of_ring in work.ring:
             self._copy(of_ring.passed.sent, call)
-            passed = self.network.send(self.now, of_ring.passed)
-            self._attend(of_ring.seconds, call)
+            passed = self.network.send(self.now, of_ring.passed, rows=True)
+            self._attend(self._own(of_ring.seconds), call)
             self.wait_until(passed, call)
         self.wait_until(step.arrived, call)
-        self._attend(step.work.later, call)
+        self._attend(work.evenly if self.even else work.later, call)
         begin = self.now
         self._copy(step.work.homeward.sent, call)
-        step.home = self.network.send(begin, step.work.homeward)
+        step.home = self.network.send(begin, step.work.homeward, rows=True)
+
+    def _own(self, seconds: torch.Tensor) -> torch.Tensor:
+        """What each home attends of its own; nothing if all attention is dealt evenly."""
+        return torch.zeros_like(seconds) if self.even else seconds
 
     def collect(self, step: AttentionStep, call: Call) -> None:
         """Waits for the results, and takes them from where peers have put them."""
@@ -140,7 +153,7 @@ class Machine:
 
     def _copy(self, num_bytes: torch.Tensor, call: Call) -> None:
         """Copies so many bytes, if ranks do so themselves."""
-        if self.device.copy_bandwidth is None or self.network.ideal:
+        if self.device.copy_bandwidth is None or self.network.rows_are_free:
             return
         seconds = num_bytes / self.device.copy_bandwidth
         self.copying = self.copying + seconds

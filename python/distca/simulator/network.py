@@ -128,13 +128,16 @@ class Network:
         per_node: homes of a node.
         bytes_inside, bytes_between: what has travelled, of one rank of each tensor group.
         ideal: whether links take no time, to see what they cost.
+        rows_are_free: whether rows of attention take no time: queries, keys, results and gathered keys.
         signal_only: whether every message from rank to rank has one byte, to see what rows cost.
     """
 
-    def __init__(self, cluster: Cluster, tensor: int, *, ideal: bool = False, signal_only: bool = False) -> None:
+    def __init__(
+        self, cluster: Cluster, tensor: int, *, ideal: bool = False, free_rows: bool = False, signal_only: bool = False
+    ) -> None:
         self.ranks = cluster.ranks // tensor
         self.per_node = min(cluster.ranks_per_node, cluster.ranks) // tensor
-        self.ideal, self.signal_only = ideal, signal_only
+        self.ideal, self.rows_are_free, self.signal_only = ideal, ideal or free_rows, signal_only
         self._inside, self._between = _Ports(cluster.inside, self.ranks), _Ports(cluster.between, self.ranks)
         self._nodes: _Ports | None = None
         if cluster.between.node_bandwidth is not None:
@@ -142,13 +145,16 @@ class Network:
             self._nodes = _Ports(of_node, self.ranks // self.per_node)
         self.bytes_inside = self.bytes_between = 0.0
 
-    def send(self, starts: torch.Tensor, traffic: Traffic, credits: torch.Tensor | None = None) -> torch.Tensor:
+    def send(
+        self, starts: torch.Tensor, traffic: Traffic, credits: torch.Tensor | None = None, *, rows: bool = False
+    ) -> torch.Tensor:
         """Starts the messages of a call.
 
         Args:
             starts: ``[ranks]`` seconds from which each rank sends.
             traffic: the bytes.
             credits: ``[ranks]`` seconds from which each rank may be written to; None: at once.
+            rows: whether these are rows of attention.
 
         Returns:
             ``[ranks]`` seconds at which a rank has received all that it gets; NEVER if that is nothing.
@@ -159,7 +165,7 @@ class Network:
             traffic = traffic.signals
         self.bytes_inside += traffic.bytes_inside
         self.bytes_between += traffic.bytes_between
-        if self.ideal:
+        if self._is_free(rows):
             return self._ideal(starts, traffic, credits)
         grid = (self.ranks // self.per_node, self.per_node)
         there = None if credits is None else credits + self._inside.link.latency
@@ -175,15 +181,15 @@ class Network:
 
     def granted(self, credits: torch.Tensor, traffic: Traffic) -> torch.Tensor:
         """When each sender knows that all receivers of its rows have given credit; NEVER if it sends nothing."""
-        latency = 0.0 if self.ideal else self._inside.link.latency
+        latency = 0.0 if self.rows_are_free else self._inside.link.latency
         by_node = (credits + latency).view(-1, 1, self.per_node)
         known = torch.where(traffic.inside > 0, by_node, NEVER).amax(-1).reshape(-1)
         if traffic.between is not None:
-            latency = 0.0 if self.ideal else self._between.link.latency
+            latency = 0.0 if self.rows_are_free else self._between.link.latency
             known = torch.maximum(known, torch.where(traffic.between > 0, credits + latency, NEVER).amax(-1))
         return known
 
-    def ring(self, groups: torch.Tensor, starts: torch.Tensor, num_bytes: float) -> torch.Tensor:
+    def ring(self, groups: torch.Tensor, starts: torch.Tensor, num_bytes: float, *, rows: bool = False) -> torch.Tensor:
         """An all-gather or a reduce-scatter of ``num_bytes`` in all by rings, as many as a group has ranks on a node.
 
         Every rank sends all but its own part. A ring begins when all its ranks have come.
@@ -192,6 +198,7 @@ class Network:
             groups: ``[number, n]`` the ranks of each group.
             starts: ``[ranks]`` seconds at which each rank comes.
             num_bytes: bytes of the whole, gathered or reduced.
+            rows: whether these are rows of attention.
 
         Returns:
             ``[ranks]`` seconds at which each rank is through; ranks of no group keep their start.
@@ -208,7 +215,8 @@ class Network:
         self.bytes_inside += share - crossing
         begin = starts[groups].amax(-1)
         seconds = 0.0
-        if not self.ideal:
+        free = self._is_free(rows)
+        if not free:
             for port in ports:
                 begin = torch.maximum(begin, torch.maximum(port.out[groups], port.into[groups]).amax(-1))
             if nodes > 1 and self._nodes is not None:
@@ -223,7 +231,7 @@ class Network:
         end = (begin + seconds).unsqueeze(-1).expand(groups.shape)
         result = starts.clone()
         result[groups] = end
-        if not self.ideal:
+        if not free:
             for port in ports:
                 port.out, port.into = port.out.clone(), port.into.clone()
                 port.out[groups] = end
@@ -254,6 +262,9 @@ class Network:
         end = torch.maximum(starts, torch.maximum(ports.out, ports.into)) + num_bytes / ports.link.bandwidth
         ports.out, ports.into = torch.where(takes_part, end, ports.out), torch.where(takes_part, end, ports.into)
         return torch.where(takes_part, end + steps * ports.link.latency, starts)
+
+    def _is_free(self, rows: bool) -> bool:
+        return self.rows_are_free if rows else self.ideal
 
     def _ideal(self, starts: torch.Tensor, traffic: Traffic, credits: torch.Tensor | None) -> torch.Tensor:
         """When all senders of a rank have started, and it has given credit: messages themselves take no time."""

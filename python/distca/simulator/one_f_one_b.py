@@ -16,6 +16,8 @@ from distca.simulator.work import AttentionWork, PieceTimes, StageWork
 #: The work of a micro-batch's attention by phase.
 PhaseWork = Mapping[str, StageWork]
 
+_PHASES = ("forward", "backward")
+
 
 class OneForwardOneBackward:
     """The program of strategies without plans over all stages: 1F1B, with attention inside each stage.
@@ -52,6 +54,7 @@ class OneForwardOneBackward:
         homes = range(case.parallelism.homes)
         self._rows = max(layout.num_rows(home) for layout in layouts for home in homes) if rows is None else rows
         self._works = [_at_home(case, layout) for layout in layouts] if attention is None else attention
+        self._even = {phase: float(torch.stack([of[phase].computed for of in self._works]).mean()) for phase in _PHASES}
 
     @property
     def memory(self) -> Memory:
@@ -109,7 +112,7 @@ class OneForwardOneBackward:
         """The attention of a layer of a micro-batch on a stage, by phase."""
         case = self.case
         place = (case.stages[stage], case.num_homes, case.per_node)
-        return {phase: work.placed(*place) for phase, work in self._works[number].items()}
+        return {phase: work.placed(*place, self._even[phase]) for phase, work in self._works[number].items()}
 
     def _gathered_bytes(self, number: int) -> float:
         """Bytes of keys and values of the largest context parallel group."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from distca.calls import calls_of_pass, groups_of
+from distca.calls import Call, calls_of_pass, groups_of
 from distca.simulator.dense import Dense
 from distca.simulator.machine import AttentionStep, Machine
 from distca.simulator.work import AttentionWork
@@ -114,14 +114,14 @@ def run_pass(
                 weights.use(machine, call.layer, following if 0 <= following < num_layers else None)
             machine.compute(work.dense.before if again else work.dense.after.backward)
             if gathered is not None and again:
-                machine.wait_until(machine.network.ring(gathered.groups, machine.now, gathered.forward_bytes), call)
+                _gather(machine, gathered, gathered.forward_bytes, call)
             steps[key] = machine.dispatch(work.attention[call.phase], call)
         if call.part in ("core_attention", "attend"):
             machine.attend(steps[key], call)
         if call.part in ("core_attention", "collect"):
             machine.collect(steps.pop(key), call)
             if gathered is not None and not again:
-                machine.wait_until(machine.network.ring(gathered.groups, machine.now, gathered.backward_bytes), call)
+                _gather(machine, gathered, gathered.backward_bytes, call)
             machine.compute(work.dense.after if again else work.dense.before.backward)
             if call.phase == phase:
                 left[call.layer] = left.get(call.layer, 0) + 1
@@ -132,3 +132,7 @@ def run_pass(
             machine.compute(half.dense.embedding.backward)
         if head and forward:
             machine.compute(half.dense.head)
+
+
+def _gather(machine: Machine, gathered: Gathered, num_bytes: float, call: Call) -> None:
+    machine.wait_until(machine.network.ring(gathered.groups, machine.now, num_bytes, rows=True), call)

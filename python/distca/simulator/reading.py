@@ -76,9 +76,14 @@ def read_model(source: str | Path) -> Model:
             raise InvalidArgumentError(f"{source}: {name} = {value!r}; models with experts are not modelled")
     values = {ours: content[theirs] for ours, theirs in names.items()}
     values["kv_heads"] = content.get("num_key_value_heads") or values["q_heads"]
-    head_dim = content.get("head_dim")
-    if not head_dim and is_whole(values["hidden"], 1) and is_whole(values["q_heads"], 1):
-        head_dim = values["hidden"] // values["q_heads"]
+    head_dim, hidden, heads = content.get("head_dim"), values["hidden"], values["q_heads"]
+    if not head_dim and is_whole(hidden, 1) and is_whole(heads, 1):
+        if hidden % heads:
+            raise InvalidArgumentError(
+                f"{source}: hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and there is no "
+                "head_dim"
+            )
+        head_dim = hidden // heads
     values["head_dim"] = head_dim
     return _made(Model, values, f"{source}: model")
 
@@ -146,4 +151,6 @@ def _made(kind: type[_T], content: Any, where: str) -> _T:
     try:
         return kind(**content)
     except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"{where}: {error}") from error
+        said = str(error)
+        outer, _, last = where.rpartition(": ")
+        raise InvalidArgumentError(f"{outer if said.startswith(f'{last}: ') else where}: {said}") from error

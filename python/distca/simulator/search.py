@@ -17,7 +17,7 @@ from distca.simulator.case import Case, Documents, Program
 from distca.simulator.machine import Deadline, Machine, TooSlow
 from distca.simulator.network import Network
 from distca.simulator.setup import Cluster, Model, Parallelism
-from distca.simulator.simulate import StrategyResult, result_of
+from distca.simulator.simulate import StrategyResult, play
 from distca.simulator.strategies import STRATEGIES
 
 #: Documents are not cut over so many context ranks that a rank has fewer tokens of a micro-batch than this.
@@ -216,7 +216,7 @@ def _best(name: str, set_ups: Sequence[Sequence[Case]], at_best: Cluster) -> Fou
         fits.add(shape)
         seconds = _seconds(programs, cases[0], work, end, math.inf if best is None else best[0])
         if seconds is not None:
-            best = seconds, shape, result_of(name, programs, cases)
+            best = seconds, shape, play(name, programs, cases)
     if best is None:
         return Found(name, None, None, tried, slower, too_large)
     return Found(name, best[1], best[2], tried, slower, too_large)

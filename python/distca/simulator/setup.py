@@ -11,6 +11,9 @@ from distca.heads import DTYPES, Heads
 from distca.simulator.device import Device, interpolated
 from distca.simulator.values import check, positive, whole
 
+#: The most ranks, those of a tensor group counted once: what moves between them is a matrix.
+MOST_HOMES = 4096
+
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
@@ -179,6 +182,11 @@ class Parallelism:
             raise InvalidArgumentError(
                 f"parallelism: data {self.data} x context {self.context} x tensor {self.tensor} x pipeline "
                 f"{self.pipeline} = {product}; the cluster has {cluster.ranks} ranks"
+            )
+        homes = product // self.tensor
+        if homes > MOST_HOMES:
+            raise InvalidArgumentError(
+                f"parallelism: data x context x pipeline = {homes:,}; at most {MOST_HOMES:,} are modelled"
             )
         if min(cluster.ranks, cluster.ranks_per_node) % self.tensor:
             raise InvalidArgumentError(

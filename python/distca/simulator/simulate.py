@@ -18,6 +18,30 @@ from distca.simulator.strategies import STRATEGIES
 
 
 @dataclasses.dataclass(frozen=True)
+class IdleShares:
+    """Why homes idle: parts of their mean idle share, which together are all of it.
+
+    Each is what a step without its cause would save, after those above it are gone.
+
+    Attributes:
+        rows: queries, keys and results travel, or keys are gathered.
+        links: tensor parallelism, gradients, weights and activations between stages travel.
+        uneven: homes have unequal shares of attention.
+        fill: what is left: stages of a pipeline without a micro-batch, and homes with fewer tokens than others.
+    """
+
+    rows: float
+    links: float
+    uneven: float
+    fill: float
+
+    @property
+    def attention(self) -> float:
+        """The part that attention is the cause of."""
+        return self.rows + self.uneven
+
+
+@dataclasses.dataclass(frozen=True)
 class StrategyResult:
     """What a step is modelled to do; of several steps the mean. No figure here was measured.
 
@@ -27,6 +51,7 @@ class StrategyResult:
         tokens_per_second: tokens of all documents over that time.
         mfu: operations of forward and backward, recomputation not counted, over what the devices' peak allows.
         idle: for each home the share of the step in which it did not compute. The ranks of a tensor group are one home.
+        idle_by_cause: the mean of these shares by cause.
         exposed_communication: share of the step that would be gone if links took no time.
         bytes_inside, bytes_between: bytes inside nodes and between nodes, of all ranks.
         padding: share of the rows that belong to no document.
@@ -41,6 +66,7 @@ class StrategyResult:
     tokens_per_second: float
     mfu: float
     idle: list[float]
+    idle_by_cause: IdleShares
     exposed_communication: float
     bytes_inside: float
     bytes_between: float
@@ -52,8 +78,9 @@ class StrategyResult:
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the events, for JSON. ``kind`` says that it is modelled."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("events", "memory")}
-        return {"kind": "modelled", **values, "memory": dataclasses.asdict(self.memory)}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "events"}
+        nested = {name: dataclasses.asdict(values[name]) for name in ("idle_by_cause", "memory")}
+        return {"kind": "modelled", **values, **nested}
 
 
 def simulate(
@@ -113,7 +140,7 @@ def simulate(
         raise InvalidArgumentError(f"simulate: strategy {unknown[0]!r}; allowed are {', '.join(STRATEGIES)}")
     if strategies is None:
         chosen = [name for name in chosen if STRATEGIES[name].applies(parallelism, model, len(cases))]
-    return [result_of(name, STRATEGIES[name].prepare_steps(cases), cases, record) for name in chosen]
+    return [play(name, STRATEGIES[name].prepare_steps(cases), cases, record=record) for name in chosen]
 
 
 def padding_of(programs: Sequence[Program]) -> float:
@@ -123,16 +150,32 @@ def padding_of(programs: Sequence[Program]) -> float:
     return 1 - sum(sum(layout.document_lengths) for layout in layouts) / rows
 
 
-def result_of(name: str, programs: Sequence[Program], cases: Sequence[Case], record: bool = False) -> StrategyResult:
-    """What a strategy's steps do. They are played twice: as they are, and with links that take no time."""
+def play(name: str, programs: Sequence[Program], cases: Sequence[Case], *, record: bool = False) -> StrategyResult:
+    """Runs the programs of a strategy's steps, and again without what makes homes idle."""
     case, count = cases[0], len(cases)
-    tensor = case.parallelism.tensor
-    played = [_played(program, case, record=record and program is programs[0]) for program in programs]
-    free = sum(float(_played(program, case, ideal=True).now.max()) for program in programs)
-    total = sum(float(machine.now.max()) for machine in played)
+    tensor, device = case.parallelism.tensor, case.cluster.device
+
+    def run(*, free_rows: bool = False, ideal: bool = False, even: bool = False, record: bool = False) -> list[Machine]:
+        machines = []
+        for program in programs:
+            network = Network(case.cluster, tensor, free_rows=free_rows, ideal=ideal)
+            machine = Machine(network, device, record=record and program is programs[0], even=even)
+            program.play(machine)
+            machines.append(machine)
+        return machines
+
+    def seconds(machines: Sequence[Machine]) -> float:
+        return sum(float(machine.now.max()) for machine in machines)
+
+    played = run(record=record)
+    total = seconds(played)
     work = torch.stack([machine.dense + machine.attention for machine in played]).sum(0) / total
+    others = (run(free_rows=True), run(ideal=True), run(ideal=True, even=True))
+    # Attention that makes up for unequal tokens would be a cause below 0, if it were even.
+    left = list(itertools.accumulate((seconds(machines) / total for machines in others), min, initial=1.0))
+    causes = [max(0.0, before - after) for before, after in itertools.pairwise([*left, float(work.mean())])]
     lengths = [n for of_step in cases for n in of_step.lengths]
-    peak = case.cluster.device.peak_tflops * 1e12 * case.cluster.ranks
+    peak = device.peak_tflops * 1e12 * case.cluster.ranks
     memory = max((program.memory for program in programs), key=lambda memory: memory.total)
     return StrategyResult(
         strategy=name,
@@ -140,22 +183,16 @@ def result_of(name: str, programs: Sequence[Program], cases: Sequence[Case], rec
         tokens_per_second=sum(lengths) / total,
         mfu=case.model.flop(lengths) / (total * peak),
         idle=(1 - work).tolist(),
-        exposed_communication=1 - free / total,
+        idle_by_cause=IdleShares(*causes),
+        exposed_communication=causes[0] + causes[1],
         bytes_inside=sum(machine.network.bytes_inside for machine in played) * tensor / count,
         bytes_between=sum(machine.network.bytes_between for machine in played) * tensor / count,
         padding=padding_of(programs),
         attention=float(torch.stack([machine.attention for machine in played]).sum(0).max()) / total,
         memory=memory,
-        fits=memory.total <= case.cluster.device.memory,
+        fits=memory.total <= device.memory,
         events=played[0].events,
     )
-
-
-def _played(program: Program, case: Case, *, ideal: bool = False, record: bool = False) -> Machine:
-    """The homes after a step, with links as they are or with links that take no time."""
-    machine = Machine(Network(case.cluster, case.parallelism.tensor, ideal=ideal), case.cluster.device, record=record)
-    program.play(machine)
-    return machine
 
 
 def spans_of(events: Sequence[Event], home: int) -> list[tuple[str, float, float]]:

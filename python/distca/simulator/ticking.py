@@ -71,6 +71,7 @@ class Ticking:
             split_heads=split_heads,
         )
         self._attention: dict[tuple[object, ...], AttentionWork] = {}
+        self._work: dict[tuple[int, int | None], LayerWork] = {}
 
     @property
     def memory(self) -> Memory:
@@ -103,6 +104,11 @@ class Ticking:
 
     def work_of(self, tick: int, part: int | None) -> LayerWork:
         """The work of all homes in a layer of a tick, or in one half of it."""
+        if (tick, part) not in self._work:
+            self._work[tick, part] = self._new_work(tick, part)
+        return self._work[tick, part]
+
+    def _new_work(self, tick: int, part: int | None) -> LayerWork:
         case, plan = self.case, self.plan_of(tick, part)
         of_tick = self.plans.table[tick]
         rows = [plan.layout.num_rows(home) for home in range(case.num_homes)]

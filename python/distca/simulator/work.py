@@ -37,6 +37,7 @@ class AttentionWork:
         inward: rows that go to servers.
         homeward: results that go home.
         ring: the steps of a ring, which come after the tasks of `at_once`.
+        even: seconds of each home if attention were even; None: all homes have an equal share of it.
     """
 
     at_once: torch.Tensor
@@ -44,6 +45,14 @@ class AttentionWork:
     inward: Traffic
     homeward: Traffic
     ring: Sequence[RingStep] = ()
+    even: torch.Tensor | None = None
+
+    @property
+    def evenly(self) -> torch.Tensor:
+        """Seconds of each home if attention were even."""
+        if self.even is not None:
+            return self.even
+        return torch.full_like(self.at_once, float((self.at_once + self.later).mean()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +71,13 @@ class StageWork:
     homeward: torch.Tensor | None = None
     ring: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
-    def placed(self, stage: Sequence[int], num_homes: int, per_node: int) -> AttentionWork:
-        """This work on the homes of a stage, and nothing on the others."""
+    @property
+    def computed(self) -> torch.Tensor:
+        """All seconds of computation, ``[homes]``."""
+        return torch.stack([self.seconds, *(took for took, _ in self.ring)]).sum(0)
+
+    def placed(self, stage: Sequence[int], num_homes: int, per_node: int, even: float) -> AttentionWork:
+        """This work on the homes of a stage, and nothing on the others. `even` is what each would have evenly."""
         index = torch.tensor(stage)
 
         def seconds(of_stage: torch.Tensor) -> torch.Tensor:
@@ -78,7 +92,8 @@ class StageWork:
         computed, none = seconds(self.seconds), torch.zeros(num_homes, dtype=torch.float64)
         ring = [RingStep(seconds(took), traffic(passed)) for took, passed in self.ring]
         at_once, later = (computed, none) if self.inward is None else (none, computed)
-        return AttentionWork(at_once, later, traffic(self.inward), traffic(self.homeward), ring)
+        evenly = seconds(torch.full_like(self.seconds, even))
+        return AttentionWork(at_once, later, traffic(self.inward), traffic(self.homeward), ring, evenly)
 
 
 class PieceTimes:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
-from distca.apps.bench.harness import write_report
+from distca.apps.bench.harness import read_result, write_report
+from distca.apps.bench.page import rewrite
 from distca.apps.common.options import add_debug
 from distca.errors import InvalidArgumentError
 
@@ -21,11 +23,14 @@ BENCHMARKS = {
     "plan": "balance, bytes and time of plans for 32 to 512 ranks",
     "published": "the simulator beside published figures",
     "replay": "idle shares of 8 ranks; attention sleeps for measured times",
+    "scaling": "modelled idle shares of attention on 64 to 512 GPUs, and what bounds them",
     "shards": "the kernel's rate by the length of the tasks",
     "simulator": "the simulator's steps against steps of `distca train`, calibrated in the same run",
     "transport": "how fast rows reach another process",
     "when-it-pays": "every strategy at its best set-up, modelled: documents, models, clusters, links, kernels",
 }
+#: Those that write tables of a page, and those that draw a picture.
+PAGES, PICTURES = ("scaling", "simulator"), ("scaling",)
 GPU_BENCHMARKS = {"attention": "gpu", "shards": "gpu", "transport": "gpu_transport"}  # the module of each
 
 
@@ -63,6 +68,20 @@ def add_command(commands: Any) -> None:
         action="store_true",
         help="overlap alone: over traffic, ranks and mixes of documents; --results FOLDER gets JSON, table and picture",
     )
+    command.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        help="measure nothing: take the figures from this file of --json, for --page and --plot",
+    )
+    command.add_argument(
+        "--page",
+        type=Path,
+        help=f"also rewrite the benchmark's tables in this page of documentation ({', '.join(PAGES)})",
+    )
+    command.add_argument(
+        "--plot", type=Path, help=f"also draw the figures to this PNG file ({', '.join(PICTURES)}; needs matplotlib)"
+    )
     add_debug(command)
     command.set_defaults(run=run)
 
@@ -80,6 +99,16 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.sweep:
         return _sweep(options)
+    for option, value, having in (("--page", options.page, PAGES), ("--plot", options.plot, PICTURES)):
+        if value is not None and options.benchmark not in having:
+            raise InvalidArgumentError(f"{option} is for {', '.join(having)}; bench {options.benchmark} has none")
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise InvalidArgumentError("--plot needs matplotlib: pip install matplotlib")
+    if options.source is not None:
+        if options.page is None and options.plot is None:
+            raise InvalidArgumentError("--from is for --page and --plot: give one of them")
+        _show(read_result(options.source, options.benchmark), options)
+        return 0
     results = []
     for name in known if options.benchmark == "all" else (options.benchmark,):
         if options.device == "cuda":
@@ -95,6 +124,7 @@ def run(options: argparse.Namespace) -> int:
         results[0].write(options.json)
     if options.results is not None:
         print(f"{write_report(results, options.results)} written")
+    _show(results[0].content, options)
     return 0
 
 
@@ -110,3 +140,13 @@ def _sweep(options: argparse.Namespace) -> int:
     if options.results is not None:
         print(f"{', '.join(map(str, result.write_all(options.results)))} written")
     return 0
+
+
+def _show(content: dict[str, Any], options: argparse.Namespace) -> None:
+    """Writes the tables of a page, and the picture, from the content of a file of results."""
+    if options.page is not None or options.plot is not None:
+        module = importlib.import_module(f"distca.apps.bench.{options.benchmark}_page")
+        if options.page is not None:
+            rewrite(options.page, options.benchmark, module.tables(content))
+        if options.plot is not None:
+            module.draw(content, options.plot)

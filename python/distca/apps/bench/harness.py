@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distca.apps.common.machine import setting
+from distca.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,31 @@ class Result:
         lines += [f"| {row.name} | {row.value:.5g} {row.unit} | {row.wanted} |" for row in self.rows]
         return "\n".join([*lines, "", f"`{json.dumps(self.details)}`", ""])
 
+    @property
+    def content(self) -> dict[str, Any]:
+        """What is written as JSON."""
+        rows = [asdict(row) for row in self.rows]
+        return {"benchmark": self.benchmark, "rows": rows, "details": self.details, **setting()}
+
     def write(self, path: Path) -> None:
         """Writes everything as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {
-            "benchmark": self.benchmark,
-            "rows": [asdict(row) for row in self.rows],
-            "details": self.details,
-            **setting(),
-        }
-        path.write_text(json.dumps(content, indent=2) + "\n")
+        path.write_text(json.dumps(self.content, indent=2) + "\n")
+
+
+def read_result(path: Path, benchmark: str) -> dict[str, Any]:
+    """The content of a file that `Result.write` wrote for a benchmark.
+
+    Raises:
+        InvalidArgumentError: it cannot be read, or is of something else.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict) or content.get("benchmark") != benchmark:
+        raise InvalidArgumentError(f"{path} has no figures of bench {benchmark}; a file of its --json is expected")
+    return content
 
 
 def write_report(results: Sequence[Result], folder: Path) -> Path:

@@ -42,6 +42,8 @@ class Step:
         how: ``"off"`` for no balance, ``"single"`` for balance in a single stream, or ``"ping-pong"``.
         link: bytes a second and seconds of latency of an emulated link; None: shared memory.
         pipeline: stages, of one data rank each if there are two.
+        recompute: whether a layer's forward is run again in its backward.
+        fsdp: whether weights, gradients and optimizer are sharded.
     """
 
     name: str
@@ -53,6 +55,8 @@ class Step:
     how: str = "single"
     link: tuple[float, float] | None = None
     pipeline: int = 1
+    recompute: bool = False
+    fsdp: bool = False
 
     @property
     def config(self) -> TrainConfig:
@@ -69,6 +73,8 @@ class Step:
             kv_heads=self.kv_heads,
             balance="off" if self.how == "off" else "on",
             ping_pong=self.how == "ping-pong",
+            checkpoint_activations=self.recompute,
+            fsdp=self.fsdp,
         )
 
     def batches(self, rank: int) -> list[Batch]:

@@ -48,6 +48,11 @@ STEPS = [
     Step("link of 200 MB/s", link=(2e8, 1e-4), **LINKED),
     Step("link of 200 MB/s, ping-pong", how="ping-pong", link=(2e8, 1e-4), **LINKED),
     Step("link of 80 MB/s", link=(8e7, 1e-4), **LINKED),
+    Step("recomputation", (ONE_LONG,), recompute=True),
+    Step("recomputation, no balance", (ONE_LONG,), how="off", recompute=True),
+    Step("recomputation, ping-pong", (ONE_LONG,), how="ping-pong", recompute=True),
+    Step("sharded weights", (ONE_LONG,), fsdp=True),
+    Step("sharded weights, recomputation, 4 layers", (ONE_LONG,), layers=4, recompute=True, fsdp=True, **SMALL),
     Step("two stages", STAGES, pipeline=2),
     Step("two stages, ping-pong", STAGES, how="ping-pong", pipeline=2),
 ]
@@ -150,6 +155,8 @@ def modelled(step: Step, cluster: Cluster) -> StrategyResult:
         data=RANKS // step.pipeline,
         pipeline=step.pipeline,
         micro_batches=len(step.documents),
+        fsdp=step.fsdp,
+        recompute=step.recompute,
         shard_optimizer=False,
     )
     (result,) = simulate(

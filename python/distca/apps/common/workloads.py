@@ -32,8 +32,8 @@ def draw_documents(lengths: Sequence[int], ranks: int, tokens_per_rank: int, see
     if not lengths:
         raise InvalidArgumentError("workload: there are no lengths to draw from")
     for name, value in (("ranks", ranks), ("tokens_per_rank", tokens_per_rank)):
-        if value < 1:
-            raise InvalidArgumentError(f"workload: {name} = {value}; a positive number is allowed")
+        if not 1 <= value <= 2**31:
+            raise InvalidArgumentError(f"workload: {name} = {value}; 1 to 2^31 are allowed")
     if tokens_per_rank % 2:
         raise InvalidArgumentError(f"workload: tokens_per_rank = {tokens_per_rank}; an even number is allowed")
     generator = random.Random(seed)

@@ -35,6 +35,7 @@ _COLOURS = {
     "wait": pictures.WAIT,
     "optimizer": pictures.OPTIMIZER,
 }
+_MOST_DOCUMENTS = 1_000_000  # of a step
 _MOST_ROWS = 16  # homes of a timeline
 
 
@@ -167,6 +168,7 @@ def _made(options: argparse.Namespace, gpus: int | None, longest: int | None = N
         lengths = sweep.scaled(lengths, longest)
     if options.steps < 1:
         raise InvalidArgumentError(f"--steps {options.steps}: a positive number is expected")
+    _check_number(lengths, parallelism, options.tokens_per_rank)
     seeds = itertools.count(options.seed)
     documents = [
         [
@@ -250,11 +252,25 @@ def _lengths(source: str) -> list[int]:
     return lengths
 
 
+def _check_number(lengths: list[int], parallelism: Parallelism, tokens_per_rank: int) -> None:
+    """Raises InvalidArgumentError if a step would have so many documents that planning it takes very long."""
+    if not lengths or tokens_per_rank < 1:
+        return  # draw_documents says so
+    drawn = statistics.mean(min(max(n, 2), tokens_per_rank) for n in lengths)
+    number = parallelism.homes * parallelism.micro_batches * tokens_per_rank / drawn
+    if number > _MOST_DOCUMENTS:
+        raise InvalidArgumentError(
+            f"--tokens-per-rank {tokens_per_rank}: a step would have {number:,.0f} documents, which have {drawn:,.0f} "
+            f"tokens on average; at most {_MOST_DOCUMENTS:,} are simulated: draw fewer tokens, or give longer documents"
+        )
+
+
 def table(results: list[StrategyResult]) -> str:
     """The results side by side."""
     lines = [
         f"{'modelled, not measured':22} {'step':>9} {'relative':>8} {'interval':>13} {'tokens/s':>11} {'MFU':>6} "
-        f"{'idle: most':>10} {'mean':>6} {'exposed':>8} {'in nodes':>10} {'between':>10} {'memory':>8} {'padding':>8}"
+        f"{'idle: most':>10} {'mean':>6} {'attention':>9} {'fill':>6} {'exposed':>8} {'in nodes':>10} {'between':>10} "
+        f"{'memory':>8} {'padding':>8}"
     ]
     for result in results:
         ratio = result.seconds / results[0].seconds
@@ -262,7 +278,8 @@ def table(results: list[StrategyResult]) -> str:
         lines.append(
             f"{result.strategy:22} {result.seconds:8.3f}s {ratio:8.3f} {interval:>13} "
             f"{result.tokens_per_second:11,.0f} {result.mfu:6.1%} {max(result.idle):10.1%} "
-            f"{statistics.mean(result.idle):6.1%} {result.exposed_communication:8.1%} "
+            f"{statistics.mean(result.idle):6.1%} {result.idle_by_cause.attention:9.1%} "
+            f"{result.idle_by_cause.fill:6.1%} {result.exposed_communication:8.1%} "
             f"{result.bytes_inside / 1e9:7,.0f} GB {result.bytes_between / 1e9:7,.0f} GB "
             f"{result.memory.total / 1e9:5,.0f} GB {result.padding:8.1%}{'' if result.fits else ' (does not fit)'}"
         )

@@ -28,14 +28,15 @@ def parse(text: str) -> tuple[str, list[int]]:
         values = [int(one) for one in listed.split(",")]
     except ValueError:
         values = []
-    if name not in SWEPT or not values or min(values) < 1:
-        raise InvalidArgumentError(f"--sweep {text}: gpus=N,N or longest=N,N with positive numbers are allowed")
+    if name not in SWEPT or not values or not 1 <= min(values) <= max(values) <= 2**31:
+        raise InvalidArgumentError(f"--sweep {text}: gpus=N,N or longest=N,N with numbers from 1 to 2^31 are allowed")
     return name, values
 
 
 def scaled(lengths: Sequence[int], longest: int) -> list[int]:
     """Lengths times a factor that makes the longest one so long."""
-    return [max(1, n * longest // max(lengths)) for n in lengths]
+    most = max(lengths)
+    return [max(1, n * longest // most) for n in lengths]
 
 
 def table(name: str, sweep: Sweep) -> str:

@@ -1,0 +1,142 @@
+"""Tables and pictures of benchmarks in pages of documentation: from files of results, without measuring anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distca.apps.bench import scaling
+from distca.apps.bench.scaling_page import tables
+from distca.apps.cli import main
+from distca.simulator.case import Case
+from distca.simulator.setup import Parallelism
+from distca.simulator.ticking import Ticking
+from support.simulated import MODEL, cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+STEP = {"measured": 1.5, "modelled": 1.47, "error": -0.02, "spread": 0.01}
+SIMULATOR: dict[str, Any] = {
+    "benchmark": "simulator",
+    "cpu": "A machine",
+    "cores": 3,
+    "torch": "9.9",
+    "command": "distca bench simulator --rounds 5 --json out.json",
+    "rows": [{"name": "steps, median error", "value": 2.0}, {"name": "steps, largest error", "value": 4.0}],
+    "details": {
+        "rounds": 5,
+        "reference_seconds": 2.0,
+        "reference_modelled_seconds": 1.9,
+        "steps": [
+            {"name": "one", "measured_seconds": 2.0, "modelled_seconds": 1.9, **STEP},
+            {"name": "two", "measured_seconds": 3.0, "modelled_seconds": 2.0, **STEP},
+        ],
+        "balanced_over_unbalanced": {"two, no balance": [0.8, 0.84]},
+        "replay_of_8_ranks": {"idle share": [0.01, 0.03]},
+    },
+}
+
+
+def _page(folder: Path, name: str) -> Path:
+    page = folder / "page.md"
+    page.write_text(f"# Page\n\n<!-- {name}: begin -->\nold\n<!-- {name}: end -->\n\nbelow\n")
+    return page
+
+
+def test_a_table_of_a_page_is_rewritten_from_a_file_of_results(tmp_path: Path) -> None:
+    source, page = tmp_path / "out.json", _page(tmp_path, "simulator")
+    source.write_text(json.dumps(SIMULATOR))
+    for _ in range(2):  # the second time changes nothing
+        assert main(["bench", "simulator", "--from", str(source), "--page", str(page)]) == 0
+        lines = page.read_text().splitlines()
+        assert lines[:4] == ["# Page", "", "<!-- simulator: begin -->", ""] and "old" not in lines
+        assert lines[-4:] == ["", "<!-- simulator: end -->", "", "below"]
+        assert "A machine, 3 cores, PyTorch 9.9, 5 rounds, `distca bench simulator --rounds 5`." in lines
+        assert "| two | 1.500 | 1.470 | -2.0 % | 1.0 % |" in lines and not any("| one |" in line for line in lines)
+        assert "| two | 0.800 | 0.840 | +5.0 % |" in lines and "| idle share | 0.010 | 0.030 | +0.020 |" in lines
+        assert "2.000 s, and 1.900 s modelled. Steps take 5 to 50 % longer" in lines[-5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--page", "page.md"], "--page is for scaling, simulator; bench plan has none"),
+        (["simulator", "--plot", "p.png"], "--plot is for scaling; bench simulator has none"),
+        (["scaling", "--from", "{out}"], "--from is for --page and --plot: give one of them"),
+        (["scaling", "--from", "{out}", "--page", "page.md"], "has no figures of bench scaling"),
+        (["simulator", "--from", "nowhere.json", "--page", "page.md"], "nowhere.json cannot be read"),
+        (["simulator", "--from", "{out}", "--page", "nowhere.md"], "--page nowhere.md: No such file"),
+        (["simulator", "--from", "{out}", "--page", "{out}"], "<!-- simulator: end --> are expected there"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "out.json"
+    source.write_text(json.dumps(SIMULATOR))
+    assert main(["bench", *(one.format(out=source) for one in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def _way(seconds: float, **other: float) -> dict[str, float]:
+    return {"seconds": seconds, "links": 0, "fill": 0.1, "port": 1.5, "longest": 0, "latency": 0, **other}
+
+
+def test_a_point_is_bound_by_what_leaves_most_idle(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    ways = {"ping-pong": _way(2.0, rows=0.3, uneven=0.1, longest=0.9), "single": _way(1.0, rows=0.2, uneven=0.05)}
+    point = {"model": "llama-8b", "lengths": "list", "context": 2**20, "gpus": 64, "stages": 4, "recompute": False}
+    content = {
+        "benchmark": "scaling",
+        "command": "distca bench scaling --json out.json",
+        "details": {"draws": 3, "micro_batches": {"4": 8}, "points": [{**point, "ways": ways}]},
+    }
+    lines = tables(content)
+    assert "**4 stages, 8 micro-batches.**" in lines
+    assert "| 8B, list, 1M | 40.0 / **25.0**, fill 10: port 1.50 |" in lines
+    bounds = [scaling.Way(**ways["ping-pong"]).bound]
+    bounds += [
+        scaling.Way(**_way(1.0, **of)).bound
+        for of in ({"rows": 0.1, "uneven": 0.2}, {"rows": 0.3, "uneven": 0.2, "latency": 0.6})
+    ]
+    assert bounds == ["longest document's port", "tolerance", "latency"]
+    (tmp_path / "out.json").write_text(json.dumps(content))
+    assert main(["bench", "scaling", "--from", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]) == 0
+    assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_the_busiest_port_is_that_of_the_plans_transfers(ping_pong: bool) -> None:
+    documents = [[[60000], [1000] * 60]]
+    case = Case(documents, cluster(2, 1), MODEL, Parallelism(data=2))
+    program = Ticking(case, ping_pong=ping_pong)
+    seconds = 0.0
+    for tick in program.plans.table:
+        ports: dict[tuple[str, int], int] = {}
+        for part in program.plans.parts:
+            for transfer in program.plans.plan(0 if tick.phase == "forward" else 1, 0, part).transfers:
+                if transfer.message.startswith(tick.phase):
+                    for port in (("out", transfer.source), ("in", transfer.target)):
+                        ports[port] = ports.get(port, 0) + transfer.bytes
+        seconds += MODEL.layers * max(ports.values()) / 40e9
+    found, longest = scaling._busiest_ports(program)
+    assert found == pytest.approx(seconds) and seconds > 0
+    assert longest == pytest.approx(1)  # the only home that sends keys
+
+
+def test_a_document_needs_as_many_homes_as_hold_it() -> None:
+    assert list(scaling._points("llama-8b", "list", 2**20, 16, 1, 1, 1)) == []
+    (point,) = scaling._points("llama-34b", "list", 131072, 16, 1, 1, 1)
+    assert (point.model, point.gpus, point.stages, set(point.ways)) == ("llama-34b", 16, 1, {"ping-pong", "single"})
+    for way in point.ways.values():
+        assert 0 <= way.rows < 1 and 0 <= way.uneven < 1 and 0 <= way.latency <= 1
+
+
+def test_pages_have_the_figures_of_the_results() -> None:
+    for name in ("simulator", "scaling"):
+        content = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+        module = __import__(f"distca.apps.bench.{name}_page", fromlist=["tables"])
+        assert "\n".join(module.tables(content)) in (ROOT / "docs/simulator.md").read_text()
