@@ -22,8 +22,8 @@ FAULTS = [
     Fault(
         "a half's plan in Megatron is that of the other half",
         PING_PONG,
-        '"layout": half.layout, "plan": ticks.plan}',
-        '"layout": plans.halves[work.microbatch][0].layout, "plan": ticks.plan}',
+        '"layout": half.layout,',
+        '"layout": plans.halves[work.microbatch][0].layout,',
         (TESTS,),
     ),
     Fault(

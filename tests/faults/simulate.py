@@ -121,8 +121,8 @@ FAULTS = [
     Fault(
         "unequal micro-batches of a pipeline count as its fill",
         ROOM + "one_f_one_b.py",
-        "seconds[case.stages[stage]], even[case.stages[stage]] = of_stage, self._even[phase]",
-        "seconds[case.stages[stage]], even[case.stages[stage]] = of_stage, float(of_stage.mean())",
+        "work.placed(*place, self._even[phase])",
+        "work.placed(*place, float(work.computed.mean()))",
         (INVARIANTS,),
     ),
     Fault(
@@ -142,8 +142,8 @@ FAULTS = [
     Fault(
         "attention of backward takes the time of forward",
         ROOM + "work.py",
-        "model = device.cost(phase)",
-        'model = device.cost("forward")',
+        "    model = device.cost(phase)\n    assert model.unit_ns is not None\n    cost, unit",
+        '    model = device.cost("forward")\n    assert model.unit_ns is not None\n    cost, unit',
         (SIMULATE,),
     ),
     Fault(
@@ -268,8 +268,8 @@ FAULTS = [
     Fault(
         "results are not marked as modelled",
         ROOM + "simulate.py",
-        'return {"kind": "modelled", **values, "memory": dataclasses.asdict(self.memory)}',
-        'return {"kind": "measured", **values, "memory": dataclasses.asdict(self.memory)}',
+        'return {"kind": "modelled", **values, **nested}',
+        'return {"kind": "measured", **values, **nested}',
         (COMMAND,),
     ),
 ]

@@ -132,8 +132,8 @@ FAULTS = [
     Fault(
         "of several steps only the first is simulated",
         "python/distca/simulator/simulate.py",
-        "programs = STRATEGIES[name].prepare_steps(cases)",
-        "programs = STRATEGIES[name].prepare_steps(cases[:1])",
+        "play(name, STRATEGIES[name].prepare_steps(cases), cases, record=record)",
+        "play(name, STRATEGIES[name].prepare_steps(cases[:1]), cases, record=record)",
         ("tests/simulator/test_simulate.py",),
     ),
     Fault(

@@ -72,6 +72,8 @@ def set_up_of(parallelism: Parallelism) -> str:
     """A set-up in a few letters.
 
     Examples:
+        >>> from distca.apps.simulate.searching import set_up_of
+        >>> from distca.simulator.setup import Parallelism
         >>> set_up_of(Parallelism(data=2, tensor=8, recompute=True))
         'd2 t8 recompute'
     """
