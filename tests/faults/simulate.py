@@ -93,8 +93,22 @@ FAULTS = [
     Fault(
         "recomputation leaves out attention",
         ROOM + "passes.py",
-        'groups = groups_of("simulate", "layer" if recompute else None, num_layers)',
-        'groups = groups_of("simulate", None, num_layers)',
+        '"layer" if recompute and not save_attention else None, num_layers',
+        "None, num_layers",
+        (INVARIANTS,),
+    ),
+    Fault(
+        "recomputation attends again though attention is saved",
+        ROOM + "passes.py",
+        '"layer" if recompute and not save_attention else None, num_layers',
+        '"layer" if recompute else None, num_layers',
+        (INVARIANTS,),
+    ),
+    Fault(
+        "the last product is run again though nothing needs it",
+        ROOM + "passes.py",
+        "machine.compute(work.dense.again)",
+        "machine.compute(work.dense.after)",
         (INVARIANTS,),
     ),
     Fault(

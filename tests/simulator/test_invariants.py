@@ -75,6 +75,37 @@ def test_causes_add_up_to_the_idle_share_and_to_what_is_exposed(name: str, shape
     assert min(causes.rows, causes.links, causes.uneven, causes.fill) >= 0
 
 
+@pytest.mark.parametrize("name", ["unbalanced", "distca-single", "distca"])
+def test_saved_attention_is_not_run_again_and_the_last_product_neither(name: str) -> None:
+    """By hand: one rank, whose calls cost nothing, computes two parts of each layer and half again."""
+    device = dataclasses.replace(DEVICE, call_overhead=0.0)
+    one = dataclasses.replace(cluster(1), device=device)
+    shape = Parallelism(recompute=True, save_attention=True)
+
+    def seconds(shape: Parallelism) -> tuple[float, float]:
+        setting = {"cluster": one, "model": MODEL, "strategies": [name], "record": True}
+        (result,) = simulate([[[4096] * 4]], parallelism=shape, **setting)
+        attention = sum(float((e.end - e.begin).sum()) for e in result.events if e.what == "attention")
+        return result.seconds, attention
+
+    (kept, attention), (all_again, twice), (none, once) = map(
+        seconds, (shape, Parallelism(recompute=True), Parallelism())
+    )
+    case = Case([[[4096] * 4]], one, MODEL, shape)
+    rows = [[8192], [8192]] if name == "distca" else [[16384]]
+    parts = [(of.before, of.after, of.again) for of in map(case.dense, rows)]
+    assert attention == pytest.approx(once) and twice > 1.2 * once
+    again = sum(float(before.seconds + again.seconds) for before, _, again in parts)
+    assert kept - none == pytest.approx(MODEL.layers * again, rel=1e-6)
+    everything = sum(float(before.seconds + after.seconds) for before, after, _ in parts)
+    assert all_again - none == pytest.approx(MODEL.layers * everything + twice - once, rel=1e-6)
+    down, residual = (
+        DEVICE.product(rows[0][0], MODEL.hidden, MODEL.intermediate),
+        float(parts[0][1].seconds - parts[0][2].seconds),
+    )
+    assert residual > down.forward
+
+
 def test_idle_shares_have_the_causes_that_were_put_into_a_step() -> None:
     pipeline = Parallelism(pipeline=2, micro_batches=4)
     # By hand: equal micro-batches of two stages leave one of five passes idle, if links take no time.
@@ -133,7 +164,7 @@ def _work(dense: list[int], at_once: list[int], cells: list[int], order: list[in
     nothing = torch.zeros(4, dtype=torch.float64)
     part, none = Part(seconds, 2 * seconds, nothing, 0), Part(nothing, nothing, nothing, 0)
     attention = AttentionWork(own, matrix.sum(0) / 1e10, Traffic.of(matrix, 2), Traffic.of(matrix.T, 2))
-    return LayerWork(Dense(none, part, part, none), {"forward": attention, "backward": attention})
+    return LayerWork(Dense(none, part, part, none, none), {"forward": attention, "backward": attention})
 
 
 @given(_SECONDS, _SECONDS, _CELLS, _CELLS, st.booleans())

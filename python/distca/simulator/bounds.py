@@ -49,7 +49,8 @@ def least_work(case: Case, at_best: Cluster) -> float:
     rows = sum(lengths) * model.q_heads / shape.tensor
     forward += _least_attention(case.cluster.device, "forward", pairs, rows)
     backward += _least_attention(case.cluster.device, "backward", pairs, rows)
-    layer = (2 if shape.recompute else 1) * forward + backward
+    again = seconds(dense.before, dense.again) if shape.save_attention else forward if shape.recompute else 0.0
+    layer = forward + again + backward
     everything = (layer * model.layers + ends) / (shape.homes * shape.pipeline)
     return everything * (1 - _ROUNDING)
 

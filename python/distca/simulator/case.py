@@ -115,7 +115,10 @@ class Case:
         whole = model.number_bytes * (4 * model.hidden + heads + 3 * model.intermediate) / tensor
         layers = self.stage_layers
         if self.parallelism.recompute:
-            return rows * (in_flight * layers * model.number_bytes * model.hidden / tensor + whole)
+            kept = model.number_bytes * model.hidden
+            if self.parallelism.save_attention:
+                kept += model.q_heads * (model.head_dim * model.number_bytes + 4)  # out and log-sum-exp
+            return rows * (in_flight * layers * kept / tensor + whole)
         return rows * in_flight * layers * whole
 
     def sharded_weights(self, *, kept: bool) -> ShardedWeights | None:

@@ -40,12 +40,14 @@ class Dense:
         embedding: the look-up of the model's input.
         before: up to attention: norm, projections of queries, keys and values, RoPE.
         after: from attention on: output projection, norm, MLP.
+        again: of that what is run again for backward: all that comes before the last product.
         head: norm, logits and loss.
     """
 
     embedding: Part
     before: Part
     after: Part
+    again: Part
     head: Part
 
 
@@ -53,7 +55,7 @@ def dense_of(rows: list[int], cluster: Cluster, model: Model, parallelism: Paral
     """The parts of a layer, for each home's rows. Norms and residuals are split over the tensor ranks as well."""
     tensor = parallelism.tensor
     times = {n: _seconds(n, cluster, model, tensor) for n in set(rows)}
-    columns = torch.tensor([times[n] for n in rows], dtype=torch.float64).reshape(-1, 4, 2).permute(1, 2, 0)
+    columns = torch.tensor([times[n] for n in rows], dtype=torch.float64).reshape(-1, 5, 2).permute(1, 2, 0)
     ring = torch.tensor(rows, dtype=torch.float64) * model.hidden * model.number_bytes * (tensor - 1) / tensor
     steps = tensor - 1
     none = torch.zeros_like(ring)
@@ -61,14 +63,15 @@ def dense_of(rows: list[int], cluster: Cluster, model: Model, parallelism: Paral
         Part(columns[0, 0], columns[0, 1], none, 0),
         Part(columns[1, 0], columns[1, 1], ring, steps),
         Part(columns[2, 0], columns[2, 1], 3 * ring, 3 * steps),
-        Part(columns[3, 0], columns[3, 1], none, 0),
+        Part(columns[3, 0], columns[3, 1], 2 * ring, 2 * steps),
+        Part(columns[4, 0], columns[4, 1], none, 0),
     )
 
 
-def _seconds(n: int, cluster: Cluster, model: Model, tensor: int) -> tuple[Seconds, Seconds, Seconds, Seconds]:
-    """Seconds of embedding, before, after and head for n rows on a tensor rank."""
+def _seconds(n: int, cluster: Cluster, model: Model, tensor: int) -> tuple[Seconds, ...]:
+    """Seconds of the parts of a layer for n rows on a tensor rank."""
     if n == 0:
-        return (Seconds(0.0, 0.0),) * 4
+        return (Seconds(0.0, 0.0),) * 5
     device, hidden, inner = cluster.device, model.hidden, model.intermediate // tensor
     queries = model.head_dim * model.q_heads // tensor
     keys = model.head_dim * max(model.kv_heads, tensor) // tensor
@@ -86,13 +89,14 @@ def _seconds(n: int, cluster: Cluster, model: Model, tensor: int) -> tuple[Secon
     rotary = device.part("rotary", n * (queries + keys), 2 * n * (queries + 2 * keys) * model.number_bytes)
     overhead = Seconds(device.layer_overhead / 2, device.layer_overhead / 2)
     before = products((queries, hidden), (keys, hidden), (keys, hidden)) + norm + rotary + overhead
-    after = products((hidden, queries), (inner, hidden), (inner, hidden), (hidden, inner))
-    after = after + norm + residual + residual + part("activation", inner, 3) + overhead
+    again = products((hidden, queries), (inner, hidden), (inner, hidden))
+    again = again + norm + residual + part("activation", inner, 3) + overhead
+    after = again + products((hidden, inner)) + residual
     # In backward, gradients come together where three projections, two of the MLP, or a residual read the same.
     sums = part("sum", hidden / tensor, 0).forward
     before, after = before + Seconds(0.0, 3 * sums), after + Seconds(0.0, 2 * sums)
     head = products((words, hidden)) + norm + part("loss", words, 2)
-    return part("embedding", hidden / tensor, 0), before, after, head
+    return part("embedding", hidden / tensor, 0), before, after, again, head
 
 
 def optimizer_seconds(weights: float, cluster: Cluster, model: Model) -> float:

@@ -100,6 +100,7 @@ class OneForwardOneBackward:
             case.stage_layers,
             {None: work},
             recompute=case.parallelism.recompute,
+            save_attention=case.parallelism.save_attention,
             embedding=stage == 0,
             head=stage == case.parallelism.pipeline - 1,
             gathered=self.gathered(number, stage),

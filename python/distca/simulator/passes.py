@@ -77,6 +77,7 @@ def run_pass(
     halves: Mapping[int | None, LayerWork],
     *,
     recompute: bool = False,
+    save_attention: bool = False,
     embedding: bool = False,
     head: bool = False,
     gathered: Gathered | None = None,
@@ -90,13 +91,14 @@ def run_pass(
         num_layers: number of layers.
         halves: the work of each half, 0 and 1; or of the whole, None.
         recompute: whether each layer's forward is run again before its backward.
+        save_attention: whether that leaves core attention out.
         embedding: whether the homes with ``embedding`` seconds look the input up.
         head: whether the homes with ``head`` seconds compute the logits and the loss.
         gathered: what context parallelism gathers.
         weights: the weights, if they are sharded.
     """
     machine.phase = phase
-    groups = groups_of("simulate", "layer" if recompute else None, num_layers)
+    groups = groups_of("simulate", "layer" if recompute and not save_attention else None, num_layers)
     forward = phase == "forward"
     steps: dict[tuple[str, int, int | None], AttentionStep] = {}
     left: dict[int, int] = {}
@@ -112,6 +114,9 @@ def run_pass(
             if weights is not None:
                 following = call.layer + (1 if forward else -1)
                 weights.use(machine, call.layer, following if 0 <= following < num_layers else None)
+            if save_attention and not again:
+                machine.compute(work.dense.before)
+                machine.compute(work.dense.again)
             machine.compute(work.dense.before if again else work.dense.after.backward)
             if gathered is not None and again:
                 _gather(machine, gathered, gathered.forward_bytes, call)

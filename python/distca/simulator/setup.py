@@ -150,6 +150,8 @@ class Parallelism:
         fsdp: whether weights are sharded over the data and context ranks. A layer's weights are gathered one layer
             ahead.
         recompute: whether a layer's forward is run again in its backward.
+        save_attention: whether what core attention returned is kept then, and the rest is run again up to what
+            the last product needs, as `distca train` does.
         shard_optimizer: whether the optimizer is sharded over the data and context ranks. If not, gradients are added
             up on all of them, and each takes the whole step.
     """
@@ -162,13 +164,15 @@ class Parallelism:
     chunks: int = 1
     fsdp: bool = False
     recompute: bool = False
+    save_attention: bool = False
     shard_optimizer: bool = True
 
     def __post_init__(self) -> None:
         whole("parallelism", self, "data context tensor pipeline micro_batches chunks")
-        for name in ("fsdp", "recompute", "shard_optimizer"):
+        for name in ("fsdp", "recompute", "save_attention", "shard_optimizer"):
             value = getattr(self, name)
             check(f"parallelism: {name}", value, isinstance(value, bool), "true or false")
+        check("parallelism: save_attention", True, self.recompute or not self.save_attention, "false without recompute")
 
     @property
     def homes(self) -> int:

@@ -113,7 +113,8 @@ class Ticking:
         of_tick = self.plans.table[tick]
         rows = [plan.layout.num_rows(home) for home in range(case.num_homes)]
         phases = ["forward"] if of_tick.phase == "forward" else ["backward", "forward"]
-        needed = phases if case.parallelism.recompute else phases[:1]
+        attends_again = case.parallelism.recompute and not case.parallelism.save_attention
+        needed = phases if attends_again else phases[:1]
         micro_batches = tuple(work and work.microbatch for work in of_tick.work)
         attention = {phase: self._attention_of(plan, phase, (micro_batches, part, phase)) for phase in needed}
         return LayerWork(case.dense(rows), attention)
@@ -127,7 +128,15 @@ class Ticking:
             halves = {part: self.work_of(number, part) for part in plans.parts}
             forward = tick.phase == "forward"
             self._end(machine, tick, first=forward)
-            run_pass(machine, tick.phase, plans.depth, halves, recompute=case.parallelism.recompute, weights=weights)
+            run_pass(
+                machine,
+                tick.phase,
+                plans.depth,
+                halves,
+                recompute=case.parallelism.recompute,
+                save_attention=case.parallelism.save_attention,
+                weights=weights,
+            )
             self._end(machine, tick, first=not forward)
             if case.parallelism.pipeline > 1:
                 self._hand_over(machine, number)

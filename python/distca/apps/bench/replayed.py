@@ -58,7 +58,7 @@ def _dense(seconds: float) -> Dense:
     none = torch.zeros(replay.RANKS, dtype=torch.float64)
     before, after = (Part(none + share * seconds, none + 2 * share * seconds, none, 0) for share in _SHARES)
     nothing = Part(none, none, none, 0)
-    return Dense(nothing, before, after, nothing)
+    return Dense(nothing, before, after, nothing, nothing)
 
 
 _SHARES = (replay.BEFORE, 1 - replay.BEFORE)

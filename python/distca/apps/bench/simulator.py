@@ -157,6 +157,7 @@ def modelled(step: Step, cluster: Cluster) -> StrategyResult:
         micro_batches=len(step.documents),
         fsdp=step.fsdp,
         recompute=step.recompute,
+        save_attention=step.recompute,
         shard_optimizer=False,
     )
     (result,) = simulate(

@@ -84,6 +84,11 @@ def add_command(commands: Any) -> None:
     setup.add_argument("--fsdp", action="store_true", help="shard weights over the data and context ranks")
     setup.add_argument("--recompute", action="store_true", help="run a layer's forward again in its backward")
     setup.add_argument(
+        "--save-attention",
+        action="store_true",
+        help="with --recompute: core attention is not run again, as in `distca train`",
+    )
+    setup.add_argument(
         "--whole-optimizer", action="store_true", help="every rank takes the whole optimizer step, as with DDP"
     )
     setup.add_argument(
@@ -227,7 +232,7 @@ def _parallelism(options: argparse.Namespace, ranks: int) -> Parallelism:
     """The parallelism of the options, or that of the file."""
     names = ("data", "context", "tensor", "pipeline", "micro_batches", "chunks")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    given |= {name: True for name in ("fsdp", "recompute") if getattr(options, name)}
+    given |= {name: True for name in ("fsdp", "recompute", "save_attention") if getattr(options, name)}
     given |= {"shard_optimizer": False} if options.whole_optimizer else {}
     if options.parallelism is not None:
         if given:

@@ -45,9 +45,10 @@ def searched(options: argparse.Namespace, cluster: Cluster, model: Model, length
     for name in ("chunks", "parallelism"):
         if getattr(options, name) is not None:
             raise InvalidArgumentError(f"--search finds the parallelism: leave out --{name}")
-    if options.sweep is not None or options.whole_optimizer:
-        other = "--sweep" if options.sweep is not None else "--whole-optimizer"
-        raise InvalidArgumentError(f"--search has no {other}: leave out one of them")
+    others = {"--sweep": options.sweep is not None, "--whole-optimizer": options.whole_optimizer}
+    for other, is_given in (others | {"--save-attention": options.save_attention}).items():
+        if is_given:
+            raise InvalidArgumentError(f"--search has no {other}: leave out one of them")
     number = options.sequences or max(1, cluster.ranks * _TOKENS // options.tokens_per_rank)
     if options.steps < 1:
         raise InvalidArgumentError(f"--steps {options.steps}: a positive number is expected")
