@@ -160,6 +160,11 @@ def _made(step: Step, number: int, stack: ExitStack) -> tuple[Callable[[_Points]
 
 
 def _timed(take: Callable[[_Points], object], context: distca.Context, into: list[Timed]) -> None:
+    """Takes the step twice, as training repeats it, and times the second.
+
+    The first one pays for memory in which another step has left tensors of other sizes.
+    """
+    take(_Points())
     points = _Points()
     context.take_trace()
     dist.barrier()
