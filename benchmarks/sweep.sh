@@ -6,7 +6,7 @@
 #   CONTEXTS   most tokens of a document, one or more; "all" is TOKENS * CP_SIZE  (default: "all")
 #   LENGTHS    JSON lists of document lengths, one or more          (default: lengths of a pretraining corpus)
 #   DOC_SCALE  fraction of each length to keep                      (default on CPU: 0.125; GPU: 1)
-#   ROUNDS     rounds of each run, after one that is not counted     (default on CPU: 3; GPU: 5)
+#   ROUNDS     rounds of each run, after one that is not counted     (default: 5)
 #   LOGS       where the runs go                                     (default: logs beside the script)
 #
 # Everything else goes to pretrain_llama.sh, variables and arguments: TP_SIZE, PP_SIZE, VPP_SIZE, NNODES, MODEL,
@@ -15,11 +15,11 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 on_gpu=$( (command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null || true) | grep -c '^GPU' || true)
 if [ "$on_gpu" -gt 0 ]; then
-  TOKENS=${TOKENS:-65536 131072} DOC_SCALE=${DOC_SCALE:-1} ROUNDS=${ROUNDS:-5}
+  TOKENS=${TOKENS:-65536 131072} DOC_SCALE=${DOC_SCALE:-1}
 else
-  TOKENS=${TOKENS:-1024 2048} DOC_SCALE=${DOC_SCALE:-0.125} ROUNDS=${ROUNDS:-3}
+  TOKENS=${TOKENS:-1024 2048} DOC_SCALE=${DOC_SCALE:-0.125}
 fi
-CONTEXTS=${CONTEXTS:-all} CP_SIZES=${CP_SIZES:-1} LENGTHS=${LENGTHS:-$root/benchmarks/workloads/doc_lengths_pretrain.json}
+CONTEXTS=${CONTEXTS:-all} CP_SIZES=${CP_SIZES:-1} ROUNDS=${ROUNDS:-5} LENGTHS=${LENGTHS:-$root/benchmarks/workloads/doc_lengths_pretrain.json}
 PYTHON=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python3)}
 export DOC_SCALE PYTHON
 

@@ -9,8 +9,8 @@
 # benchmarks/sweep.sh says which variables there are.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+CP_SIZES=${CP_SIZES:-1 2}
 # shellcheck disable=SC1091
 source "$here/../sweep.sh"
-CP_SIZES=${CP_SIZES:-1 2}
 export TP_SIZE=${TP_SIZE:-1} PP_SIZE=1 MICRO_BATCHES=${MICRO_BATCHES:-2}
 sweep "$here" "$@"
