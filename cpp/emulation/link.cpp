@@ -32,6 +32,11 @@ LinkTransport::LinkTransport(std::unique_ptr<Transport> inner, const LinkOptions
       last_to_(static_cast<size_t>(inner_->num_ranks())),
       thread_("distca link", [this] { deliver(); }) {}
 
+LinkTransport::~LinkTransport() {
+  // A peer that learns that this rank has closed looks at its words for the last time.
+  if (!thread_.is_forked()) await_delivery(num_sent_);
+}
+
 void LinkTransport::put(int peer, int64_t heap_offset, int64_t dst_row_stride, int64_t dst_head_stride,
                         const RowView& src, const RowExtent& extent) {
   const Write write = checked_put(peer, heap_offset, dst_row_stride, dst_head_stride, src, extent);
@@ -60,10 +65,13 @@ void LinkTransport::send(const Item& item) {
 }
 
 void LinkTransport::quiet_until(uint64_t mark) {
+  await_delivery(mark);
+  inner_->quiet();
+}
+
+void LinkTransport::await_delivery(uint64_t mark) {
   std::unique_lock lock(thread_.mutex());
   thread_.done().wait(lock, [&] { return numbers_.empty() || *numbers_.begin() > mark; });
-  lock.unlock();
-  inner_->quiet();
 }
 
 void LinkTransport::cancel() noexcept {

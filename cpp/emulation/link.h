@@ -29,10 +29,11 @@ struct Transfer {
 
 /// Puts leave one after another at the link's speed and arrive a latency later. A signal arrives a latency after it was
 /// sent, but not before the earlier puts to that peer. A thread of its own delivers; therefore rows travel while the
-/// rank computes. What is under way at destruction is lost. Sources are read at delivery.
+/// rank computes. Sources are read at delivery. The destructor returns once all that was sent has arrived.
 class DISTCA_EXPORT LinkTransport final : public transport::WrappingTransport {
  public:
   LinkTransport(std::unique_ptr<transport::Transport> inner, const LinkOptions& options);
+  ~LinkTransport() override;
 
   /// Returns the puts that have arrived since the previous call.
   std::vector<Transfer> take_transfers();
@@ -61,6 +62,7 @@ class DISTCA_EXPORT LinkTransport final : public transport::WrappingTransport {
   };
 
   void send(const Item& item);
+  void await_delivery(uint64_t mark);
   void deliver();
 
   LinkOptions options_;

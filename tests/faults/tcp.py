@@ -41,4 +41,11 @@ FAULTS = [
         "peer.has_read_goodbye = true;",
         (WORDS,),
     ),
+    Fault(
+        "what is on a link is lost when its rank closes",
+        "cpp/emulation/link.cpp",
+        "  if (!thread_.is_forked()) await_delivery(num_sent_);\n",
+        "",
+        (WORDS,),
+    ),
 ]

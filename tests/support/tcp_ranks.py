@@ -38,8 +38,18 @@ def listen(number: int, host: str = "127.0.0.1") -> list[Any]:
     return [_C.TcpListener(host) for _ in range(number)]
 
 
-def join(listener: Any, rank: int, addresses: list[str], words: int = WORDS, timeout: float = LIMIT) -> Any:
-    return _emulation.connect_tcp(listener=listener, rank=rank, addresses=addresses, num_signals=words, timeout=timeout)
+def join(
+    listener: Any,
+    rank: int,
+    addresses: list[str],
+    words: int = WORDS,
+    timeout: float = LIMIT,
+    latency: float | None = None,
+) -> Any:
+    """One rank's transport; with a latency in seconds, it sends over a link."""
+    return _emulation.connect_tcp(
+        listener=listener, rank=rank, addresses=addresses, num_signals=words, timeout=timeout, latency=latency
+    )
 
 
 def in_threads(*works: Callable[[], Any]) -> list[Any]:
@@ -60,10 +70,10 @@ def in_threads(*works: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def group_of(ranks: int, host: str = "127.0.0.1") -> list[Any]:
+def group_of(ranks: int, host: str = "127.0.0.1", latency: float | None = None) -> list[Any]:
     listeners = listen(ranks, host)
     addresses = [one.address for one in listeners]
-    group = in_threads(*(lambda r=r: join(listeners[r], r, addresses) for r in range(ranks)))
+    group = in_threads(*(lambda r=r: join(listeners[r], r, addresses, latency=latency) for r in range(ranks)))
     for one in group:
         assert not isinstance(one, Exception), one
     return group

@@ -45,6 +45,14 @@ def until_gone(transport: Any, peer: int) -> tuple[int, bool]:
 # ---- the contract
 
 
+def test_what_was_sent_over_a_link_arrives_before_its_rank_is_known_to_have_left() -> None:
+    group = group_of(2, latency=0.2)
+    group[0].signal(1, 3, 7)
+    group[0] = None  # it closes
+    assert until_gone(group[1], 0) == (0, True)
+    assert group[1].load(3) == 7
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", IPV6])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_signals_and_published_words_are_seen_by_every_rank(ranks: int, host: str) -> None:

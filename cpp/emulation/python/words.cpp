@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "emulation/link.h"
 #include "emulation/python/bindings.h"
 #include "python/connect.h"
 #include "transport/tcp.h"
@@ -19,9 +20,14 @@ namespace {
 
 using transport::Transport;
 
+/// With a latency in seconds, behind a link.
 std::unique_ptr<Transport> connect_tcp(transport::TcpListener& listener, int rank,
-                                       const std::vector<std::string>& addresses, int64_t num_signals, double timeout) {
-  return transport::connect_tcp(std::move(listener), rank, addresses, num_signals, python::milliseconds(timeout));
+                                       const std::vector<std::string>& addresses, int64_t num_signals, double timeout,
+                                       std::optional<double> latency) {
+  auto direct =
+      transport::connect_tcp(std::move(listener), rank, addresses, num_signals, python::milliseconds(timeout));
+  if (!latency) return direct;
+  return std::make_unique<LinkTransport>(std::move(direct), LinkOptions{1e9, python::milliseconds(*latency), false});
 }
 
 bool wait(Transport& transport, int64_t word, uint64_t value, double timeout) {
@@ -56,7 +62,7 @@ void bind_words(py::module_& m) {
       .def("quiet", &Transport::quiet, released)
       .def("departed", &departed, py::arg("peer") = std::nullopt);
   m.def("connect_tcp", &connect_tcp, py::kw_only(), py::arg("listener"), py::arg("rank"), py::arg("addresses"),
-        py::arg("num_signals"), py::arg("timeout"), released);
+        py::arg("num_signals"), py::arg("timeout"), py::arg("latency") = std::nullopt, released);
 }
 
 }  // namespace distca::emulation
