@@ -194,6 +194,13 @@ def test_a_slot_may_be_cut_head_tail() -> None:
         assert not any(part["continues"] for part in parts)
 
 
+def test_a_rank_that_gets_nothing_of_short_documents_has_padding() -> None:
+    options = {"ranks": 2, "context": 2, "longest": 1, "micro_batches": 1, "head_tail": True, "multiple": 2}
+    [first], [second] = (_slots(1, rank=rank, **options) for rank in range(2))
+    assert len(_rows(first)) == 16 and _rows(second) == []
+    assert second["cu_seqlens"].tolist() == [0, 2] and second["loss_mask"].tolist() == [[0.0, 0.0]]
+
+
 def test_documents_longer_than_the_rows_of_a_rank_need_several_ranks() -> None:
     with pytest.raises(
         InvalidArgumentError, match=r"MAX_DOCUMENT\) is 513, must be at most --tokens-per-rank 256 \* --cp"

@@ -58,7 +58,7 @@ FAULTS = [
     Fault(
         "ranks that share a slot do not say that documents go on",
         FOLDER + "data.py",
-        "torch.tensor(segments[0][1] > 0 and not self._head_tail)",
+        "torch.tensor(not self._head_tail and segments[0][1] > 0)",
         "torch.tensor(False)",
         TESTS,
     ),

@@ -51,7 +51,8 @@ class LocalBatches(Iterator[dict[str, torch.Tensor]]):
         if self._group is None:
             return PackedSeqParams("thd", ends, ends, None, None, longest, longest)
         lengths, ranks = self._current["lengths"].tolist(), dist.get_world_size(self._group)
-        shared = SharedDocuments(Layout.head_tail(lengths, ranks=ranks), dist.get_rank(self._group), self._group)
+        layout = Layout.head_tail(lengths, ranks=ranks)
+        shared = SharedDocuments(layout, dist.get_rank(self._group), self._group, ends.device)
         return SharedSeqParams("thd", ends, ends, None, None, longest, longest, shared=shared)
 
 

@@ -26,11 +26,13 @@ class SharedDocuments:
         layout: which rows each rank of the group has.
         rank: this process in the group.
         group: the ranks.
+        device: of their rows.
     """
 
     layout: Layout
     rank: int
     group: dist.ProcessGroup
+    device: torch.device
 
     @property
     def most(self) -> int:
@@ -39,14 +41,14 @@ class SharedDocuments:
 
     @cached_property
     def places(self) -> list[torch.Tensor]:
-        """For each document the places of its rows in what is gathered, int64."""
+        """For each document the places of its rows in what is gathered, int64. Layers share them."""
         places = [torch.empty(length, dtype=torch.int64) for length in self.layout.document_lengths]
         for rank in range(self.layout.num_ranks):
             at = rank * self.most
             for document, begin, end in self.layout.segments(rank):
                 places[document][begin:end] = torch.arange(at, at + end - begin)
                 at += end - begin
-        return places
+        return [of_document.to(self.device) for of_document in places]
 
 
 @dataclass
@@ -69,10 +71,11 @@ def attention_of_shared(
     """
     mine = documents.layout.segments(documents.rank)
     gathered = _Gathered.apply(torch.stack([key, value], dim=1), documents)  # type: ignore[no-untyped-call]
-    outs, at = [], 0
+    # Without rows of its own a rank takes part in backward too.
+    outs, at = [query[:0] + gathered[:0].sum()], 0
     for document, begin, end in mine:
         q = query[at : at + end - begin].transpose(0, 1)[None]
-        k, v = gathered[documents.places[document][:end].to(query.device)].permute(1, 2, 0, 3)[:, None].unbind()
+        k, v = gathered[documents.places[document][:end]].permute(1, 2, 0, 3)[:, None].unbind()
         how: dict[str, Any] = {"is_causal": True} if begin == 0 else {"attn_mask": causal_lower_right(end - begin, end)}
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True, **how)
         outs.append(out[0].transpose(0, 1))

@@ -144,7 +144,8 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
                 labels.append(torch.tensor([NO_TARGET]))
             sizes.append(end - begin)
         positions = layout.position_ids(self._place)
-        if padding := -len(positions) % self._multiple:
+        # Head-tail, a rank may have nothing of documents that are shorter than the number of chunks.
+        if padding := -len(positions) % self._multiple or self._multiple * (not segments):
             tokens.append(torch.zeros(padding, dtype=torch.int64))
             labels.append(torch.full((padding,), NO_TARGET))
             positions = torch.cat([positions, torch.zeros(padding, dtype=torch.int64)])
@@ -159,5 +160,5 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
             "position_ids": positions[None],
             "cu_seqlens": torch.tensor(sizes).cumsum(0).int(),
             "lengths": torch.tensor(lengths),
-            "continues": torch.tensor(segments[0][1] > 0 and not self._head_tail),
+            "continues": torch.tensor(not self._head_tail and segments[0][1] > 0),
         }
