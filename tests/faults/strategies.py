@@ -188,8 +188,8 @@ FAULTS = [
     Fault(
         "distca leaves documents whole whatever the context ranks",
         "python/distca/simulator/ticking.py",
-        "if context == 1:",
-        "if True:",
+        "each = max(1, -(-sum(lengths) // ranks))",
+        "each = max(1, *lengths)",
         (OPTIONS,),
     ),
     Fault(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -42,6 +42,22 @@ class Case:
     def heads(self) -> Heads:
         """The heads of one tensor rank."""
         return self.model.heads.divided(self.parallelism.tensor)
+
+    def layouts(self, cut: Callable[[list[int], int], Layout]) -> list[Layout]:
+        """For each micro-batch its rows: the documents of each context parallel group cut over its ranks.
+
+        Args:
+            cut: the layout of documents with these lengths on so many ranks.
+        """
+        context = self.parallelism.context
+        layouts = []
+        for micro_batch in self.documents:
+            parts = []
+            for first in range(0, len(micro_batch), context):
+                lengths = [n for of_home in micro_batch[first : first + context] for n in of_home]
+                parts.append((cut(lengths, context), list(range(first, first + context))))
+            layouts.append(Layout.join(parts, num_ranks=len(micro_batch)))
+        return layouts
 
     @property
     def stages(self) -> list[list[int]]:

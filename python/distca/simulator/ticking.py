@@ -21,20 +21,12 @@ def packed(case: Case) -> list[Layout]:
 
     All ranks of a group have equally many rows. Without context ranks documents stay whole.
     """
-    context = case.parallelism.context
-    layouts = []
-    for micro_batch in case.documents:
-        if context == 1:
-            layouts.append(Layout.from_documents(micro_batch))
-            continue
-        parts = []
-        for first in range(0, len(micro_batch), context):
-            lengths = [n for of_home in micro_batch[first : first + context] for n in of_home]
-            each = max(1, -(-sum(lengths) // context))
-            homes = list(range(first, first + context))
-            parts.append((Layout.packed(lengths, ranks=context, tokens_per_rank=each), homes))
-        layouts.append(Layout.join(parts, num_ranks=len(micro_batch)))
-    return layouts
+
+    def cut(lengths: list[int], ranks: int) -> Layout:
+        each = max(1, -(-sum(lengths) // ranks))
+        return Layout.packed(lengths, ranks=ranks, tokens_per_rank=each)
+
+    return case.layouts(cut)
 
 
 class Ticking:

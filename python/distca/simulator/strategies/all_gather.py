@@ -37,12 +37,4 @@ class AllGather(Strategy):
 
 def cut_by_document(case: Case) -> list[Layout]:
     """For each micro-batch its rows: the documents of each context parallel group are cut head-tail over its ranks."""
-    context = case.parallelism.context
-    layouts = []
-    for micro_batch in case.documents:
-        parts = []
-        for first in range(0, len(micro_batch), context):
-            lengths = [n for of_home in micro_batch[first : first + context] for n in of_home]
-            parts.append((Layout.head_tail(lengths, ranks=context), list(range(first, first + context))))
-        layouts.append(Layout.join(parts, num_ranks=len(micro_batch)))
-    return layouts
+    return case.layouts(lambda lengths, ranks: Layout.head_tail(lengths, ranks=ranks))

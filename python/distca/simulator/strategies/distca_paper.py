@@ -157,21 +157,16 @@ class Released(Ticking):
 
 def released_layouts(case: Case) -> list[Layout]:
     """For each micro-batch its rows: whole documents, or cut over the ranks of each context parallel group."""
-    context = case.parallelism.context
-    layouts = []
-    for micro_batch in case.documents:
-        if context == 1:
-            layouts.append(Layout.from_documents(micro_batch))
-            continue
-        parts = []
-        for first in range(0, len(micro_batch), context):
-            segments: list[list[tuple[int, int, int]]] = [[] for _ in range(context)]
-            lengths = [n for of_home in micro_batch[first : first + context] for n in of_home]
-            for item in cut_documents(lengths, context):
-                segments[item.home] += [(item.document, begin, end) for begin, end in item.pieces]
-            parts.append((Layout(segments), list(range(first, first + context))))
-        layouts.append(Layout.join(parts, num_ranks=len(micro_batch)))
-    return layouts
+
+    def cut(lengths: list[int], ranks: int) -> Layout:
+        if ranks == 1:
+            return Layout.from_documents([lengths])
+        segments: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
+        for item in cut_documents(lengths, ranks):
+            segments[item.home] += [(item.document, begin, end) for begin, end in item.pieces]
+        return Layout(segments)
+
+    return case.layouts(cut)
 
 
 def items_of(layout: Layout) -> list[Item]:
