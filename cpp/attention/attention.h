@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -119,6 +120,10 @@ inline void check_scores(const Problem& problem) {
             num_scores);
   }
 }
+
+/// The instruction sets that CpuAttention can use on this CPU, the best one first. "plain" is always among them. On
+/// processors with tiles the first call asks the operating system for them.
+DISTCA_EXPORT std::vector<std::string> cpu_instruction_sets();
 
 /// The launcher and kernel for the CPU. It keeps its scratch memory between calls and allocates nothing once it has
 /// seen the largest problem. One call at a time.

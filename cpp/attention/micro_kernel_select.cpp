@@ -1,6 +1,7 @@
 // Chooses the tables of inner loops that this CPU can run.
 #include <cstdlib>
 
+#include "attention/attention.h"
 #include "attention/cpu_model.h"
 #include "attention/micro_kernel.h"
 #include "common/error.h"
@@ -37,7 +38,7 @@ struct Candidate {
   bool (*is_good)() = &always;  // whether it may be taken if none is named
 };
 
-/// The best one comes first.
+/// The best one comes first. A CPU that supports one supports those behind it.
 constexpr Candidate kCandidates[] = {
 #if defined(__x86_64__)
     {&kInstructionSet_amx, has_tiles},     {&kInstructionSet_avx512_bf16, has_pairs, dot_is_faster},
@@ -55,13 +56,19 @@ const InstructionSet& best_or_named(std::string_view isa, std::string_view sourc
   if (isa == kEmulatedTiles && has_pairs() && emulated_tiles() != nullptr) return *emulated_tiles();
 #endif
   std::string allowed;
-  for (const Candidate& candidate : kCandidates) {
-    if (candidate.is_supported()) allowed += (allowed.empty() ? "" : ", ") + std::string(candidate.set->name);
-  }
+  for (const std::string& name : cpu_instruction_sets()) allowed += (allowed.empty() ? "" : ", ") + name;
   throw InvalidArgumentError(message(source, " is \"", isa, "\"; this CPU and build allow: ", allowed));
 }
 
 }  // namespace
+
+std::vector<std::string> cpu_instruction_sets() {
+  std::vector<std::string> names;
+  for (const Candidate& candidate : kCandidates) {
+    if (candidate.is_supported()) names.emplace_back(candidate.set->name);
+  }
+  return names;
+}
 
 const InstructionSet& select_instruction_set(std::string_view isa) {
   if (!isa.empty()) return best_or_named(isa, "isa");

@@ -43,11 +43,12 @@ std::vector<ContextPtr> make_loopback_contexts(const std::vector<std::string>& n
 
 ContextPtr make_shm_context(transport::ShmListener& listener, int rank, const std::vector<std::string>& addresses,
                             std::string name, int64_t slot_bytes, double timeout, double connect_timeout,
-                            const plan::CostModel& cost, bool progress_thread) {
+                            const plan::CostModel& cost, bool progress_thread, const std::string& cpu_isa) {
   auto options = context_options(std::move(name), slot_bytes, timeout, cost);
+  auto backend = runtime::make_backend("cpu", "auto", cpu_isa);
   const py::gil_scoped_release release;
   return register_context(shm_transport(listener, rank, addresses, slot_bytes, connect_timeout, progress_thread),
-                          std::move(options));
+                          std::move(options), std::move(backend));
 }
 
 /// Makes the context of a rank whose device, and those of ranks in other processes, write into each other's memory.
@@ -143,7 +144,8 @@ void tell(const Tell& others, const std::string& kind, const std::string& text) 
 }
 
 ContextPtr make_torch_context(int rank, int num_ranks, AllToAll all_to_all, Tell abandon, std::string name,
-                              int64_t slot_bytes, double timeout, const plan::CostModel& cost) {
+                              int64_t slot_bytes, double timeout, const plan::CostModel& cost,
+                              const std::string& cpu_isa) {
   const auto options = context_options(std::move(name), slot_bytes, timeout, cost);
   const runtime::HeapNeeds needs = runtime::heap_needs(num_ranks, slot_bytes);
   transport::Collective collective;
@@ -165,7 +167,8 @@ ContextPtr make_torch_context(int rank, int num_ranks, AllToAll all_to_all, Tell
   };
   collective.abandon = [abandon = std::move(abandon)](const Error& why) { tell(abandon, why.kind(), why.what()); };
   return register_context(
-      transport::make_collective(rank, num_ranks, needs.heap_bytes, needs.num_signals, std::move(collective)), options);
+      transport::make_collective(rank, num_ranks, needs.heap_bytes, needs.num_signals, std::move(collective)), options,
+      runtime::make_backend("cpu", "auto", cpu_isa));
 }
 
 /// Takes each plan as the address and number of its words.
@@ -258,9 +261,10 @@ void bind_contexts(py::module_& m) {
         py::arg("put_blocks"));
   m.def("connect_shm", &make_shm_context, py::kw_only(), py::arg("listener"), py::arg("rank"), py::arg("addresses"),
         py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"),
-        py::arg("progress_thread") = false);
+        py::arg("progress_thread") = false, py::arg("cpu_isa") = "");
   m.def("make_torch", &make_torch_context, py::kw_only(), py::arg("rank"), py::arg("num_ranks"), py::arg("all_to_all"),
-        py::arg("abandon"), py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("cost"));
+        py::arg("abandon"), py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("cost"),
+        py::arg("cpu_isa") = "");
   m.def("remove_context", &runtime::remove_context, py::arg("name"), py::call_guard<py::gil_scoped_release>());
   m.def("nvshmem_status", &nvshmem_status,
         "Version of NVSHMEM and an empty text, or an empty text and why there is no libdistca_nvshmem.");

@@ -59,6 +59,8 @@ void bind_machine(py::module_& m) {
   m.def("own_attention_problem", &own_attention_problem, py::arg("q_heads"), py::arg("kv_heads"), py::arg("dim"),
         py::arg("v_dim"), py::arg("dtype"), py::arg("device"),
         "Why the library's own kernels do not compute attention over such heads on that GPU; empty where they do.");
+  m.def("cpu_isas", &attention::cpu_instruction_sets,
+        "The instruction sets that the CPU's kernel can use here, the best one first.");
   m.def("cpu_isa", [] { return std::string(attention::CpuAttention().isa()); });
   m.def("cpu_operands", &cpu_operands, py::arg("dtype"),
         "How the CPU's kernel multiplies inputs of a dtype: \"floats\", \"pairs\" or \"tiles\".");

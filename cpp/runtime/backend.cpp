@@ -11,6 +11,8 @@ namespace {
 
 class CpuBackend final : public Backend {
  public:
+  explicit CpuBackend(std::string_view isa) : kernel_(isa) {}
+
   std::string device() const override { return "cpu"; }
   std::string attention(const HeadShape&) const override { return std::string("CPU kernel, ") + kernel_.isa(); }
   bool plan_independent(const HeadShape&) const override { return true; }
@@ -93,8 +95,9 @@ std::string chosen_attention(std::optional<std::string_view> argument, std::stri
 
 DeviceFactory set_device_factory(DeviceFactory those) { return std::exchange(device_factory(), std::move(those)); }
 
-std::shared_ptr<Backend> make_backend(const std::string& device, const std::string& attention) {
-  if (check_asked(device, attention)) return std::make_shared<CpuBackend>();
+std::shared_ptr<Backend> make_backend(const std::string& device, const std::string& attention,
+                                      std::string_view cpu_isa) {
+  if (check_asked(device, attention)) return std::make_shared<CpuBackend>(cpu_isa);
   return device_factory().backend(device, attention, nullptr);
 }
 

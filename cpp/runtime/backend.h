@@ -78,8 +78,10 @@ using MakeBackend = std::function<std::shared_ptr<Backend>(const std::string& de
 using MakeStreams = std::function<std::shared_ptr<transport::Streams>(
     const std::string& device, std::chrono::milliseconds timeout, int put_blocks)>;
 
-/// Makes the backend of one rank. Throws InvalidArgumentError or DeviceError if there is no such backend.
-DISTCA_EXPORT std::shared_ptr<Backend> make_backend(const std::string& device, const std::string& attention);
+/// Makes the backend of one rank. `cpu_isa` is the instruction set of the CPU's own kernel, as CpuAttention takes it.
+/// Throws InvalidArgumentError or DeviceError if there is no such backend.
+DISTCA_EXPORT std::shared_ptr<Backend> make_backend(const std::string& device, const std::string& attention,
+                                                    std::string_view cpu_isa = {});
 /// The functions that make backends and streams of all devices but the CPU's own.
 struct DeviceFactory {
   MakeBackend backend;

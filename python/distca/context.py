@@ -41,7 +41,7 @@ class Context(Registered):
             if `init` got no ``pipeline_parallel``.
         transport: name of the transport in use.
         device: where its tensors are.
-        attention: what computes attention, in words.
+        attention: what computes attention, in words; on the CPU with the instruction set on which the ranks agreed.
         plan_independent: whether out, lse and dq of a row have the same bits whatever the plan and the number of ranks.
             On a GPU this holds for dq only in deterministic mode.
         slot_bytes: bytes of one slot's arena: the capacity that plans must keep to.

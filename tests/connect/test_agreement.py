@@ -11,21 +11,19 @@ import pytest
 import torch.distributed as dist
 
 import distca
+from distca import _C
 from distca.connect import agreement
 from distca.connect.agreement import Terms, agree
+from distca.connect.cpu_kernels import CpuKernels
 from support.processes import HEADS, Group, connect, fault_of
 from support.torch_ranks import join, torch_group
 
-TERMS = Terms("auto", "cuda", 1 << 20, "flash", cpu_kernel="avx512_bf16")
+TERMS = Terms("auto", "cuda", 1 << 20, "flash")
 OTHERS = {
     "transport": (replace(TERMS, transport="shm"), "transport = 'auto', rank 1 has 'shm'; give all ranks"),
     "device": (replace(TERMS, device="cpu"), "device = 'cuda', rank 1 has 'cpu'; give all ranks"),
     "slot_bytes": (replace(TERMS, slot_bytes=64), "slot_bytes = 1048576, rank 1 has 64; give all ranks the same heap"),
     "attention": (replace(TERMS, attention="own"), "attention = 'flash', rank 1 has 'own'; .*DISTCA_ATTENTION"),
-    "cpu_kernel": (
-        replace(TERMS, cpu_kernel="avx512"),
-        "cpu_kernel = 'avx512_bf16', rank 1 has 'avx512'; .*set DISTCA_CPU_ISA=avx512 for all ranks",
-    ),
     "version": (TERMS, "version = '.*', rank 1 has '0.0.1, plan format 2'; install the same version"),
     "problem": (replace(TERMS, problem="no kernel"), "rank 1: no kernel"),
 }
@@ -46,6 +44,12 @@ def tell_terms(rank: int, ranks: int, pipe: Connection, port: int) -> None:
     for isa in ("plain", "vax"):
         os.environ["DISTCA_CPU_ISA"] = isa if rank == 1 else "avx2"
         pipe.send(fault_of(lambda: distca.init(**options)))
+    del os.environ["DISTCA_CPU_ISA"]
+    if rank == 1:
+        _C.cpu_isas, _C.cpu_isa = lambda: ["plain"], lambda: "plain"
+    else:
+        os.environ["DISTCA_CPU_ISA"] = "avx2"
+    pipe.send(fault_of(lambda: distca.init(**options)))
     pipe.recv()
 
 
@@ -63,8 +67,9 @@ def test_ranks_that_differ_are_told_who_and_in_what_and_what_to_set() -> None:
                 kind, text = group.receive(rank)
                 assert kind == "InvalidArgumentError" and "rank 0 has slot_bytes = 4096, rank 1 has 2048" in text
         for said in (
-            "rank 0 has cpu_kernel = 'avx2', rank 1 has 'plain'; .*set DISTCA_CPU_ISA=plain for all ranks",
+            "rank 0 has DISTCA_CPU_ISA = 'avx2', rank 1 has 'plain'; .*give all ranks the same, or none",
             'rank 1: environment variable DISTCA_CPU_ISA is "vax"; this CPU and build allow: .*plain',
+            "rank 0 has DISTCA_CPU_ISA = 'avx2', which rank 1 cannot use; it can use plain: name one that all",
         ):
             for rank in range(3):
                 kind, text = group.receive(rank)
@@ -75,8 +80,10 @@ def test_ranks_that_differ_are_told_who_and_in_what_and_what_to_set() -> None:
 @pytest.mark.parametrize("letter", ['"', "ü", "\0", "\U0001f600"])
 def test_what_is_told_fits_into_a_message(letter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "_version", lambda: "v" * 60)
-    longest = Terms("loopback", "cuda", 2**63, "flash", letter * 1000, "amx_emulated")
-    assert len(agreement._text_of(longest).encode()) <= 512
+    problem = Terms("cuda-ipc", "cuda", 2**63, "flash", letter * 1000)
+    kernels = CpuKernels("avx512_bf16", ("amx", "avx512_bf16", "avx512", "avx2", "plain"))
+    for longest in (problem, Terms("loopback", "cpu", 2**63, "flash", cpu_kernels=kernels)):
+        assert len(agreement._text_of(longest).encode()) <= 512
 
 
 def heaps_of_other_sizes(rank: int, ranks: int, pipe: Connection, control: str) -> None:

@@ -19,6 +19,10 @@ PRODUCTS = "cpp/attention/micro_products.h"
 SOFTMAX = "cpp/attention/micro_softmax.h"
 TILES = "cpp/attention/micro_tiles.h"
 TILES_TEST = "tests/attention/test_tiles.py"
+CPU_KERNELS = "tests/connect/test_cpu_kernels.py"
+AGREEMENT = "tests/connect/test_agreement.py"
+INIT = "python/distca/connect/init.py"
+AGREED = "python/distca/connect/cpu_kernels.py"
 
 FAULTS = [
     # ---- the kernel
@@ -199,11 +203,67 @@ FAULTS = [
         (TILES_TEST,),
     ),
     Fault(
-        "ranks with other instruction sets are let in",
-        "python/distca/connect/init.py",
-        "attention, problem, kernel), timeout)",
-        "attention, problem), timeout)",
-        ("tests/connect/test_agreement.py",),
+        "a rank runs its own instruction set over shm, and not the group's",
+        INIT,
+        "progress_thread=r.progress_thread, cpu_isa=r.cpu_isa,",
+        "progress_thread=r.progress_thread,",
+        (CPU_KERNELS,),
+    ),
+    Fault(
+        "a rank runs its own instruction set over torch, and not the group's",
+        INIT,
+        "name=r.name, cpu_isa=r.cpu_isa,",
+        "name=r.name,",
+        (CPU_KERNELS,),
+    ),
+    Fault(
+        "the core forgets the instruction set of a context",
+        "cpp/runtime/backend.cpp",
+        "CpuBackend(std::string_view isa) : kernel_(isa) {}",
+        "CpuBackend(std::string_view) : kernel_() {}",
+        (CPU_KERNELS,),
+    ),
+    Fault(
+        "a group takes the instruction set of its first rank",
+        AGREED,
+        "if all(isa in kernels.up_to_choice for kernels in ranks)",
+        "if all(kernels.usable for kernels in ranks)",
+        (CPU_KERNELS,),
+    ),
+    Fault(
+        "a group takes what its ranks can use and would not choose",
+        AGREED,
+        "return self.usable[self.usable.index(self.choice) :]",
+        "return self.usable",
+        (CPU_KERNELS,),
+    ),
+    Fault(
+        "of two forced instruction sets the first is taken",
+        AGREED,
+        "if ranks[rank].choice != isa:",
+        "if ranks[rank].choice == '':",
+        (CPU_KERNELS, AGREEMENT),
+    ),
+    Fault(
+        "an instruction set is forced on a rank that lacks it",
+        AGREED,
+        "if isa not in kernels.usable:",
+        "if kernels.usable == ():",
+        (CPU_KERNELS, AGREEMENT),
+    ),
+    Fault(
+        "a rank does not know that its instruction set is forced",
+        AGREED,
+        'os.environ.get("DISTCA_CPU_ISA")',
+        'os.environ.get("DISTCA_CPU")',
+        (CPU_KERNELS,),
+    ),
+    Fault(
+        "a rank says nothing of a weaker instruction set",
+        INIT,
+        "kernels.choice != isa:",
+        "kernels.choice not in kernels.usable:",
+        (CPU_KERNELS,),
     ),
     # ---- attention by ATen's operator
     Fault(

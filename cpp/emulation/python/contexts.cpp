@@ -90,11 +90,13 @@ std::vector<ContextPtr> make_loopback(const std::vector<std::string>& names, int
 ContextPtr connect_shm(transport::ShmListener& listener, int rank, const std::vector<std::string>& addresses,
                        std::string name, int64_t slot_bytes, double timeout, double connect_timeout,
                        const plan::CostModel& cost, bool progress_thread, std::optional<uint64_t> reorder_seed,
-                       std::optional<Link> link) {
+                       std::optional<Link> link, const std::string& cpu_isa) {
   auto options = python::context_options(std::move(name), slot_bytes, timeout, cost);
+  auto backend = runtime::make_backend("cpu", "auto", cpu_isa);
   const py::gil_scoped_release release;
   auto transport = python::shm_transport(listener, rank, addresses, slot_bytes, connect_timeout, progress_thread);
-  return python::register_context(wrap(std::move(transport), reorder_seed, link), std::move(options));
+  return python::register_context(wrap(std::move(transport), reorder_seed, link), std::move(options),
+                                  std::move(backend));
 }
 
 /// Does what connect_ipc of distca._C does, with threads in place of GPUs.
@@ -138,7 +140,8 @@ void bind_contexts(py::module_& m) {
         py::arg("replay") = std::nullopt, py::arg("streams") = false, py::arg("hosts") = 1);
   m.def("connect_shm", &connect_shm, py::kw_only(), py::arg("listener"), py::arg("rank"), py::arg("addresses"),
         py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"),
-        py::arg("progress_thread") = false, py::arg("reorder_seed") = std::nullopt, py::arg("link") = std::nullopt);
+        py::arg("progress_thread") = false, py::arg("reorder_seed") = std::nullopt, py::arg("link") = std::nullopt,
+        py::arg("cpu_isa") = "");
   m.def("connect_ipc", &connect_ipc, py::kw_only(), py::arg("listener").none(false), py::arg("rank"),
         py::arg("addresses"), py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"),
         py::arg("cost"));

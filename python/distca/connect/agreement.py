@@ -1,4 +1,5 @@
 """Terms: what must be the same on all ranks of a context. They are compared when it is made, for every transport.
+On one of them, the CPU's kernel, the ranks agree by themselves.
 
 Ranks with other terms would compute addresses in each other's memory from other sizes, read each other's tables in
 another format, wait for each other over different transports, or return rows whose bits depend on who computed them.
@@ -14,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch.distributed as dist
 
 from distca import _C
+from distca.connect.cpu_kernels import CpuKernels, agreed
 from distca.connect.exchange import gather_text
 from distca.errors import InvalidArgumentError
 
@@ -30,8 +32,8 @@ class Terms:
     """``"own"`` or ``"flash"``."""
     problem: str = ""
     """Why this rank cannot take part in the context; empty if it can."""
-    cpu_kernel: str = ""
-    """The instruction set of the CPU's kernel; empty if a GPU computes attention."""
+    cpu_kernels: CpuKernels | None = None
+    """The instruction sets that the CPU's kernel can use; None on a GPU, or if there is a problem."""
 
 
 _ADVICE = {
@@ -40,21 +42,24 @@ _ADVICE = {
     "device": "give all ranks the same kind of device",
     "slot_bytes": "give all ranks the same heap_bytes, or the same max_tokens and heads",
     "attention": "give all ranks the same attention, or the same DISTCA_ATTENTION",
-    "cpu_kernel": "bits would depend on who computes a row: set DISTCA_CPU_ISA={weakest} for all ranks",
 }
-_CPU_KERNELS = ("plain", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated")
-"""A CPU that has one of them has those before it."""
 _PROBLEM_CHARACTERS = 130
 
 
-def agree(group: dist.ProcessGroup, mine: Terms, timeout: float) -> None:
+def agree(group: dist.ProcessGroup, mine: Terms, timeout: float) -> tuple[str, int]:
     """Compares the terms of all ranks. This is collective over the group.
+
+    Returns:
+        The instruction set of the CPU's kernel on which the ranks agree, and the first rank that would choose it by
+        itself; ``("", 0)`` if a GPU computes attention.
 
     Raises:
         PeerDiedError, PeerTimeoutError: a rank has gone, or does not come within `timeout` seconds.
         InvalidArgumentError: a rank has a problem, or two ranks differ. All ranks raise it, and the message names them.
     """
-    compare([json.loads(text) for text in gather_text(_text_of(mine), group, timeout)])
+    ranks = [json.loads(text) for text in gather_text(_text_of(mine), group, timeout)]
+    compare(ranks)
+    return ("", 0) if mine.cpu_kernels is None else agreed([CpuKernels(**terms["cpu_kernels"]) for terms in ranks])
 
 
 def _text_of(terms: Terms) -> str:
@@ -72,10 +77,8 @@ def compare(ranks: list[dict[str, object]]) -> None:
         values = [terms[name] for terms in ranks]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
-            weakest = min(map(str, values), key=_CPU_KERNELS.index) if name == "cpu_kernel" else ""
             raise InvalidArgumentError(
-                f"init: rank 0 has {name} = {values[0]!r}, rank {other} has {values[other]!r}; "
-                f"{advice.format(weakest=weakest)}"
+                f"init: rank 0 has {name} = {values[0]!r}, rank {other} has {values[other]!r}; {advice}"
             )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -15,10 +16,10 @@ from distca import _C
 from distca.arguments import check_type
 from distca.connect import hosts, nvshmem
 from distca.connect.agreement import Terms, agree
-from distca.connect.exchange import Exchange, gather_text
+from distca.connect.exchange import Exchange, gather_text, names_of
 from distca.connect.fault_watch import FaultWatch
 from distca.connect.open_files import check_open_files
-from distca.connect.options import attention_problem, core_options, cpu_kernel, device_name, slot_bytes_of
+from distca.connect.options import attention_problem, core_options, cpu_kernels, device_name, slot_bytes_of
 from distca.connect.place import Place, group_of, place_of
 from distca.context import Context
 from distca.errors import InvalidArgumentError
@@ -28,6 +29,7 @@ from distca.registry import open_contexts
 from distca.trace.nsys import wanted as nsys_wanted
 from distca.trace.trace import Link
 
+_log = logging.getLogger("distca")
 _TRANSPORTS = ("auto", "shm", "torch", "cuda-ipc", "nvshmem", "loopback")
 
 
@@ -97,7 +99,8 @@ def init(
         attention: what computes attention on a GPU, the same on all ranks. ``"own"`` is this library's kernels for
             compute capability 9.0, which have not been verified on a GPU yet. ``"flash"`` is ATen's flash attention.
             ``"auto"`` is flash until the own kernels are verified. The default is the environment's
-            ``DISTCA_ATTENTION``, or auto if that is not set. The CPU has one kernel.
+            ``DISTCA_ATTENTION``, or auto if that is not set. The CPU has one kernel. Of its instruction sets the group
+            takes the weakest of those that its ranks would choose, or the one that ``DISTCA_CPU_ISA`` forces on some.
         put_ctas: on CUDA, the number of thread blocks that send rows. The default is as many as keep a link busy, by
             its bandwidth and latency.
         nsys: makes every operator of this context an NVTX range of its name (``distca::dispatch``), for Nsight Systems.
@@ -139,11 +142,21 @@ def init(
             group, num_ranks, transport, name, device, attention, put_ctas, progress_thread, link, timeout, options
         )
         _check_together(request)
-        kernel, kernel_problem = cpu_kernel(device)
+        kernels, kernel_problem = cpu_kernels(device)
         problem = kernel_problem or attention_problem(device, attention, heads)
         if group is not None and num_ranks > 1:
             kind, slot_bytes = device.partition(":")[0], options["slot_bytes"]
-            agree(group, Terms(transport, kind, slot_bytes, attention, problem, kernel), timeout)
+            isa, rank = agree(group, Terms(transport, kind, slot_bytes, attention, problem, kernels), timeout)
+            request = replace(request, cpu_isa=isa)
+            if kernels is not None and kernels.choice != isa:
+                _log.info(
+                    "context %r: this rank runs the CPU kernel %s in place of %s, because %s has %s",
+                    name,
+                    isa,
+                    kernels.choice,
+                    names_of([rank], None if place.is_of_all else place.global_ranks),
+                    isa,
+                )
         elif problem:
             raise InvalidArgumentError(f"init: {problem}")
         core, exchange = _connect(request, place)
@@ -189,6 +202,8 @@ class _Request:
     link: Link | None
     timeout: float
     options: dict[str, Any]
+    cpu_isa: str = ""
+    """The instruction set of the CPU's kernel on which the ranks agree; empty if this rank chooses by itself."""
 
     @property
     def is_alone(self) -> bool:
@@ -270,7 +285,8 @@ def _connect(r: _Request, place: Place) -> tuple[_C.Context, Exchange | None]:
     }
     if r.device != "cpu":
         return _C.connect_ipc(**on_device, **mesh, **r.options), None
-    return made_by.connect_shm(progress_thread=r.progress_thread, **linked, **mesh, **r.options), None
+    core = made_by.connect_shm(progress_thread=r.progress_thread, cpu_isa=r.cpu_isa, **linked, **mesh, **r.options)
+    return core, None
 
 
 def _emulation() -> ModuleType:
@@ -294,6 +310,7 @@ def _over_torch(group: dist.ProcessGroup, r: _Request, place: Place) -> tuple[_C
         all_to_all=exchange.all_to_all,
         abandon=exchange.abandon,
         name=r.name,
+        cpu_isa=r.cpu_isa,
         **r.options,
     )
     return core, exchange

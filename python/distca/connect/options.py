@@ -8,6 +8,7 @@ import torch
 
 from distca import _C
 from distca.arguments import check_type, is_number, is_whole
+from distca.connect.cpu_kernels import CpuKernels
 from distca.errors import DeviceError, InvalidArgumentError
 from distca.heads import Heads
 from distca.planner.cost import CostModel
@@ -25,13 +26,12 @@ def attention_problem(device: str, attention: str, heads: Heads) -> str:
     return problem and f"attention = 'own': {problem}"
 
 
-def cpu_kernel(device: str) -> tuple[str, str]:
-    """The instruction set of the CPU's kernel, empty on a GPU, and why there is none; the latter is empty if it is
-    there."""
+def cpu_kernels(device: str) -> tuple[CpuKernels | None, str]:
+    """What the CPU's kernel can use, None on a GPU, and why there is no kernel; the latter is empty if it is there."""
     try:
-        return (_C.cpu_isa() if device == "cpu" else ""), ""
+        return (CpuKernels.here() if device == "cpu" else None), ""
     except InvalidArgumentError as error:
-        return "", str(error)
+        return None, str(error)
 
 
 def device_name(device: torch.device | str) -> str:

@@ -43,6 +43,7 @@ def connect_shm(
     progress_thread: bool = False,
     reorder_seed: int | None = None,
     link: tuple[float, float, bool] | None = None,
+    cpu_isa: str = "",
 ) -> Context: ...
 def connect_ipc(
     *,

@@ -54,9 +54,10 @@ def _instruction_set() -> Finding:
         used = _C.cpu_isa()
     except distca.InvalidArgumentError as error:
         return Finding("cpu kernel", f"DISTCA_CPU_ISA={forced}", False, str(error))
+    said = "a group takes the weakest of its ranks' choices"
     is_fast = forced or used.startswith(("avx512", "amx"))
     advice = "" if is_fast else "an AVX-512 CPU would be faster; nothing to do here"
-    return Finding("cpu kernel", used + (" (forced by DISTCA_CPU_ISA)" if forced else ""), True, advice)
+    return Finding("cpu kernel", f"{used} ({'forced by DISTCA_CPU_ISA' if forced else said})", True, advice)
 
 
 def _shared_memory() -> Finding:

@@ -98,13 +98,15 @@ class RunLog:
     def finish(
         self,
         interrupted: bool,
+        attention: str,
         notes: Sequence[str] = (),
         traces: Sequence[Trace] = (),
         more: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Writes summary and report, and returns the summary.
 
-        `traces` are those of all ranks, if there are any. `more` are further paragraphs of the report.
+        `attention` is what the context computes it with. `traces` are those of all ranks, if there are any. `more`
+        are further paragraphs of the report.
         """
         traced = figures(traces, after_warm_up(windows(traces))) if traces else None
         summary = {
@@ -120,7 +122,7 @@ class RunLog:
         if self._run_dir is not None:
             assert self._last is not None  # no run ends before its first step
             with writing(self._run_dir):
-                write_report(self._run_dir, self._config, summary, self._steps, self._last, more)
+                write_report(self._run_dir, self._config, summary, self._steps, self._last, attention, more)
                 if traced is not None:
                     add_timeline(self._run_dir, traces, traced)
                 _write(self._run_dir / "summary.json", _json(summary))

@@ -45,11 +45,13 @@ def write_report(
     summary: dict[str, Any],
     steps: list[StepMetrics],
     loads: AttentionLoads,
+    attention: str,
     more: Sequence[str] = (),
 ) -> None:
     """Writes `report.md` and, if matplotlib is installed, its pictures.
 
-    `loads` are those of the last step. `more` are further paragraphs on attention.
+    `loads` are those of the last step. `attention` is what the context computes it with. `more` are further
+    paragraphs on attention.
     """
     picture = importlib.util.find_spec("matplotlib") is not None
     if picture:
@@ -78,7 +80,7 @@ def write_report(
         f"    {command(config)}",
         _table(("option", "value"), [(f"`{name}`", value) for name, value in options_in_full(config).items()]),
         "## Machine and versions",
-        _table(("", "of rank 0"), machine()),
+        _table(("", "of rank 0"), machine(attention)),
         "## Files",
         "[metrics.jsonl](metrics.jsonl) (one line a step), [summary.json](summary.json), [config.json](config.json)",
     ]
@@ -140,8 +142,8 @@ def options_in_full(config: TrainConfig) -> dict[str, str]:
     return found
 
 
-def machine() -> list[tuple[str, str]]:
-    """Hardware and versions of this process."""
+def machine(attention: str) -> list[tuple[str, str]]:
+    """Hardware and versions of this process, and what computes its attention."""
     facts = setting()
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     gibibytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -150,7 +152,7 @@ def machine() -> list[tuple[str, str]]:
         ("cores", f"{facts['cores']} of {os.cpu_count()}, {facts['threads']} threads a rank"),
         ("memory", f"{gibibytes:.1f} GiB"),
         ("GPUs", ", ".join(gpus) or "none"),
-        ("kernel of attention on the CPU", facts["cpu_kernel"]),
+        ("attention by", attention),
         ("distca", facts["distca"]),
         ("torch", facts["torch"]),
         ("python", facts["python"]),

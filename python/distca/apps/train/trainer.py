@@ -114,7 +114,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
         with writing(run_dir):
             traces.write()
         more = run.report(run_dir, traces.everyone)
-        return log.finish(result.interrupted, run.notes(), traces.everyone, more)
+        return log.finish(result.interrupted, context.attention, run.notes(), traces.everyone, more)
 
 
 def _parallelism(config: TrainConfig, vocabulary: int) -> Parallelism:
