@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ from distca import testing
 from distca.apps.bench import gpu, gpu_transport, pipeline, transport
 from distca.apps.bench.harness import Result, Row, write_report
 from distca.apps.bench.peers import AllGather, AllToAll
+from distca.apps.bench.ranks import bytes_sent, on_threads
 from distca.apps.cli import main
 from distca.apps.common.timing import median_ratio, seconds, spread
 from support.batches import random_batch
@@ -194,3 +196,27 @@ def test_rows_that_no_heap_holds_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         pairs, _ = gpu_transport.connect("cpu", 1 << 13, stack)
         with pytest.raises(distca.InvalidArgumentError, match="leaves the heap"):
             gpu_transport.transport_of(pairs, (1 << 20,), 1, seconds, "cpu", lambda: None)
+
+
+def test_ranks_on_threads_return_in_their_order_and_the_first_error_is_raised() -> None:
+    def work(rank: int, start: threading.Barrier) -> int:
+        start.wait()
+        return 10 * rank
+
+    def fail(rank: int, start: threading.Barrier) -> None:
+        if rank == 1:
+            raise ArithmeticError("rank 1")
+        start.wait()  # for all ranks, one of which does not come
+
+    assert on_threads(work, 3) == [0, 10, 20]
+    with pytest.raises(ArithmeticError, match="rank 1"):
+        on_threads(fail, 3)
+
+
+def test_the_bytes_that_a_link_carries_are_those_of_the_rank_that_sends_most() -> None:
+    layout = distca.Layout.from_documents([[96], [8], [8]])
+    plan = distca.plan(layout, HEADS, tolerance=0.0, min_rows=8)
+    of_ranks = [sum(one.bytes for one in plan.transfers if one.source == rank) for rank in range(3)]
+    assert len(set(of_ranks)) > 1
+    assert bytes_sent([plan]) == max(of_ranks)
+    assert bytes_sent([plan, plan]) == 2 * max(of_ranks)

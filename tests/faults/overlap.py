@@ -4,6 +4,7 @@ from faults.fault import Fault
 
 OVERLAP = "tests/apps/test_overlap.py"
 CAUSES = "tests/tracing/test_causes.py"
+BENCH = "tests/apps/test_bench.py"
 ROOM = "python/distca/apps/bench/overlap/"
 
 FAULTS = [
@@ -62,6 +63,20 @@ FAULTS = [
         "distca.Link(speed, LATENCY, signal_only=True)",
         "distca.Link(speed, LATENCY)",
         (OVERLAP,),
+    ),
+    Fault(
+        "a benchmark goes on although a rank failed",
+        "python/distca/apps/bench/ranks.py",
+        "    if errors:\n        raise errors[0]\n",
+        "",
+        (BENCH,),
+    ),
+    Fault(
+        "a link carries what ranks send in the mean",
+        "python/distca/apps/bench/ranks.py",
+        "return max(sent)",
+        "return sum(sent) // len(sent)",
+        (BENCH,),
     ),
     Fault(
         "results count as sent when their rank dispatched",

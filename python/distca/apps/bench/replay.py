@@ -19,6 +19,7 @@ import torch
 import distca
 from distca import testing
 from distca.apps.bench.harness import Result, Row
+from distca.apps.bench.ranks import bytes_sent, on_threads
 from distca.apps.common.workloads import draw_documents, pretrain_lengths, read_lengths
 from distca.trace.timeline import figures, windows
 
@@ -77,7 +78,7 @@ def setup() -> Setup:
     }
     forward, backward = scaled_costs(layouts, SECONDS)
     dense = SECONDS * DENSE_FLOP / (PAIR_FLOP * _pairs_of_a_token(layouts))
-    link = distca.Link(_bytes_sent(plans[True]) / (TRAFFIC * 3.5 * 2 * SECONDS), latency=1e-5)
+    link = distca.Link(bytes_sent(plans[True]) / (TRAFFIC * 3.5 * 2 * SECONDS), latency=1e-5)
     return Setup(plans, forward, backward, dense, link)
 
 
@@ -156,15 +157,6 @@ def _pairs_of_a_token(layouts: list[distca.Layout]) -> float:
     )
 
 
-def _bytes_sent(plans: list[distca.Plan]) -> int:
-    """Bytes of both halves that the rank that sends most sends in forward and backward of a layer."""
-    sent = [0] * RANKS
-    for plan in plans:
-        for transfer in plan.transfers:
-            sent[transfer.source] += transfer.bytes
-    return max(sent)
-
-
 class _Sleep(torch.autograd.Function):
     """Sleeps for so many seconds in forward, and twice as long in backward."""
 
@@ -200,31 +192,17 @@ class SleepingModel(torch.nn.Module):
 
 def _step(contexts: list[distca.Context], plans: list[distca.Plan], dense: float, *, ping_pong: bool) -> Step:
     """Runs forward and backward of both halves on all ranks, which start together."""
-    start = threading.Barrier(RANKS)
-    traces: list[distca.Trace] = [distca.Trace(rank, [], []) for rank in range(RANKS)]
-    errors: list[BaseException] = []
 
-    def main(rank: int) -> None:
-        try:
-            torch.set_num_threads(1)
-            step = _rank_step(contexts[rank], [plan.for_rank(rank) for plan in plans], dense, ping_pong)
-            contexts[rank].start_trace()
-            start.wait()
-            begin = time.monotonic()
-            step()
-            end = time.monotonic()
-            traces[rank] = contexts[rank].take_trace().of_step(0, begin, end)
-        except BaseException as error:
-            errors.append(error)
-            start.abort()
+    def take(rank: int, start: threading.Barrier) -> distca.Trace:
+        step = _rank_step(contexts[rank], [plan.for_rank(rank) for plan in plans], dense, ping_pong)
+        contexts[rank].start_trace()
+        start.wait()
+        begin = time.monotonic()
+        step()
+        end = time.monotonic()
+        return contexts[rank].take_trace().of_step(0, begin, end)
 
-    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    traces = on_threads(take, RANKS)
     (window,) = windows(traces)
     return Step(window.seconds, [rank.idle_share for rank in figures(traces, [window]).ranks])
 

@@ -28,15 +28,6 @@ class Measured(NamedTuple):
     kinds: dict[str, list[distca.Trace]]
 
 
-def bytes_sent(plans: Sequence[distca.Plan]) -> int:
-    """Bytes that the rank that sends most sends in forward and backward of a layer."""
-    sent = [0] * plans[0].layout.num_ranks
-    for plan in plans:
-        for transfer in plan.transfers:
-            sent[transfer.source] += transfer.bytes
-    return max(sent)
-
-
 def take_step(
     model: torch.nn.Module,
     halves: Halves,

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import distca
-from distca.apps.bench.overlap.cases import LATENCY, Measured, bytes_sent, take_step
+from distca.apps.bench.overlap.cases import LATENCY, Measured, take_step
+from distca.apps.bench.ranks import bytes_sent
 from distca.apps.common.timing import alternate
 
 HEADS = distca.Heads(q=4, kv=4, dim=64)

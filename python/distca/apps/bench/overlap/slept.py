@@ -8,16 +8,16 @@ not disturb each other.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import torch
 
 import distca
 from distca import testing
-from distca.apps.bench.overlap.cases import LATENCY, Measured, bytes_sent, take_step
+from distca.apps.bench.overlap.cases import LATENCY, Measured, take_step
+from distca.apps.bench.ranks import bytes_sent, on_threads
 from distca.apps.bench.replay import COSTS, HEADS, SleepingModel, scaled_costs
 from distca.apps.common.timing import alternate
 
@@ -58,12 +58,7 @@ def run_ranks(
             of_kind = dict(zip(("link", "one_byte", "without"), (make(link=link) for link in links), strict=True))
             for context in (context for group in of_kind.values() for context in group):
                 stack.enter_context(context)
-            start = threading.Barrier(ranks)
-            works = []
-            for rank in range(ranks):
-                contexts = {kind: of[rank] for kind, of in of_kind.items()}
-                works.append(partial(_rounds, contexts, plan.for_rank(rank), layers, rounds, start))
-            traces = _on_threads(works, start)
+            traces = on_threads(partial(_rounds, of_kind, plan, layers, rounds), ranks)
         for rank in range(ranks):
             found[rank].append(Measured(speed, traces[rank]))
     return found
@@ -83,10 +78,15 @@ def _attention_of(plan: distca.Plan, cost: distca.CostModel) -> float:
 
 
 def _rounds(
-    contexts: dict[str, distca.Context], plan: distca.Plan, layers: int, rounds: int, start: threading.Barrier
+    of_kind: dict[str, list[distca.Context]],
+    of_all: distca.Plan,
+    layers: int,
+    rounds: int,
+    rank: int,
+    start: threading.Barrier,
 ) -> dict[str, list[distca.Trace]]:
     """The steps of one rank, in its thread."""
-    torch.set_num_threads(1)
+    contexts, plan = {kind: of[rank] for kind, of in of_kind.items()}, of_all.for_rank(rank)
     model = SleepingModel(layers, DENSE * SECONDS)
     shape = (plan.num_rows, HEADS.q + 2 * HEADS.kv, HEADS.dim)
     halves = [{"x": torch.zeros(shape, dtype=HEADS.dtype, requires_grad=True), "plan": plan} for _ in range(2)]
@@ -99,25 +99,3 @@ def _rounds(
         context.start_trace()
     alternate([partial(step, kind) for kind in contexts], rounds)
     return {kind: each[-rounds:] for kind, each in traces.items()}
-
-
-def _on_threads(works: Sequence[Callable[[], Any]], start: threading.Barrier) -> list[Any]:
-    """Runs a function on a thread of its own for each rank, and returns what they return. The first error is raised."""
-    results: list[Any] = [None] * len(works)
-    errors: list[BaseException] = []
-
-    def main(rank: int) -> None:
-        try:
-            results[rank] = works[rank]()
-        except BaseException as error:
-            errors.append(error)
-            start.abort()
-
-    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(len(works))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
