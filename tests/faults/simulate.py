@@ -53,7 +53,7 @@ FAULTS = [
         ROOM + "work.py",
         'Traffic.of(traffic.get(f"{phase}_{direction}", nothing).reshape(homes, homes), per_node)',
         'Traffic.of(traffic.get(f"forward_{direction}", nothing).reshape(homes, homes), per_node)',
-        (SIMULATE,),
+        (INVARIANTS,),
     ),
     Fault(
         "tasks begin before the rows of other ranks have come",

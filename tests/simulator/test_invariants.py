@@ -123,6 +123,11 @@ def test_idle_shares_have_the_causes_that_were_put_into_a_step() -> None:
     assert single.rows > 0.5 > single.uneven
     tensor = _simulate("unbalanced", Parallelism(tensor=2), [[[8192]]], speed=0.01).idle_by_cause
     assert tensor.links > 0.5 and tensor.rows + tensor.uneven + tensor.fill == pytest.approx(0, abs=1e-9)
+    # Two ranks gather keys and values of 131,072 rows in four layers, and scatter their gradients. Half of them travel
+    # to each rank at 4 GB/s: 4 heads of 128 + 128 numbers of 2 bytes a row.
+    gathered = _simulate("all-gather", Parallelism(context=2), [[[65536], [65536]]], speed=0.01)
+    travelled = 2 * 4 * (131072 / 2 * 4 * (128 + 128) * 2) / 4e9
+    assert gathered.idle_by_cause.rows * gathered.seconds == pytest.approx(travelled, rel=1e-3)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
