@@ -9,32 +9,28 @@ from typing import Any
 
 import pytest
 
+from support.once import made_once
 from support.split_runs import MODELS, Way, figures_in, run_all, worst_difference, write_files
 
 BOTH: dict[str, Any] = {"pipeline": 2, "tensor": 2}
 STAGES: dict[str, Any] = {"pipeline": 2}
 TENSOR: dict[str, Any] = {"tensor": 2}
 SHARDS: dict[str, Any] = {"fsdp": True}
+RECOMPUTED: dict[str, Any] = {"checkpoint_activations": True}
 UNEVEN = {"eval_fraction": 0.4, "eval_every": 2, "eval_steps": 2}
 FAMILIES = [model for model in MODELS if not model.startswith("llama")]
 
 EXACT = {
-    "three stages": Way(3, {"pipeline": 3, "layers_per_stage": "2,2,1"}, "llama with five layers"),
     "three stages, dealt by cost": Way(3, {"pipeline": 3}, "llama with five layers"),
-    "two stages alone, evaluated": Way(2, STAGES, options=UNEVEN),
     "chunks of tensor ranks, in ping-pong": Way(4, {**BOTH, "chunks": 2, "ping_pong": True}),
-    "chunks, recomputed": Way(4, {**STAGES, "chunks": 2, "checkpoint_activations": True}),
-    "chunks and shards": Way(4, {**STAGES, **SHARDS, "chunks": 2}, "qwen3"),
-    "shards of tensor ranks": Way(4, {**TENSOR, **SHARDS}),
+    "chunks of data ranks, recomputed, tied": Way(4, {**STAGES, **RECOMPUTED, "chunks": 2}, "qwen3"),
+    "chunks and shards, tied": Way(4, {**STAGES, **SHARDS, "chunks": 2}, "qwen3"),
     "shards of tensor ranks, tied": Way(4, {**TENSOR, **SHARDS}, "qwen3"),
-    "data and tensor ranks, evaluated": Way(4, TENSOR, options=UNEVEN),
-    "tensor ranks in ping-pong, recomputed": Way(4, {**TENSOR, "ping_pong": True, "checkpoint_activations": True}),
-    "not balanced": Way(4, {**BOTH, "balance": "off"}),
-    "compared": Way(4, {**STAGES, "compare": True}),
-    "one micro-batch": Way(4, BOTH, options={"accumulate": 1}),
-    "five micro-batches": Way(4, STAGES, options={"accumulate": 5}),
+    "shards of tensor ranks, evaluated": Way(4, {**TENSOR, **SHARDS}, options=UNEVEN),
+    "tensor ranks in ping-pong, recomputed": Way(4, {**TENSOR, **RECOMPUTED, "ping_pong": True}),
+    "one micro-batch, not balanced": Way(4, {**BOTH, "balance": "off"}, options={"accumulate": 1}),
+    "five micro-batches, compared": Way(4, {**STAGES, "compare": True}, options={"accumulate": 5}),
     **{f"{model}, stages of tensor ranks": Way(4, BOTH, model) for model in FAMILIES},
-    **{f"{model}, stages of data ranks": Way(4, STAGES, model) for model in FAMILIES},
     **{f"{model}, shards in stages": Way(4, {**STAGES, **SHARDS}, model) for model in FAMILIES},
 }
 ROUNDED = {
@@ -44,14 +40,23 @@ ROUNDED = {
 WAYS = EXACT | ROUNDED
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of each run, and of what it is compared with."""
+
+    def make(folder: Path) -> Path:
+        write_files(folder, sorted({way.model for way in WAYS.values()}))
+        run_all(WAYS, folder, folder)
+        return folder
+
+    return made_once(tmp_path_factory, "split_runs_of_other_forms", make)
+
+
 @pytest.mark.parametrize("name", WAYS)
-def test_losses_gradient_norms_and_evaluations_are_those_of_one_rank(name: str, tmp_path: Path) -> None:
-    way = WAYS[name]
-    write_files(tmp_path, [way.model])
-    run_all({name: way}, tmp_path, tmp_path)
-    alone = figures_in(tmp_path / way.name_alone)
+def test_losses_gradient_norms_and_evaluations_are_those_of_one_rank(name: str, runs: Path) -> None:
+    alone = figures_in(runs / WAYS[name].name_alone)
     assert len(alone["loss"]) == len(alone["grad_norm"]) == 3
-    worst = worst_difference(tmp_path / name, tmp_path / way.name_alone)
+    worst = worst_difference(runs / name, runs / WAYS[name].name_alone)
     print(f"{name}: {worst:.1e}")
     # bfloat16 has 8 bits of mantissa: each of a few roundings in a row may be 2^-9 of the number.
     assert worst < (1e-5 if name in EXACT else 3e-2)
