@@ -30,7 +30,7 @@ EXACT = {
     "tensor ranks in ping-pong, recomputed": Way(4, {**TENSOR, **RECOMPUTED, "ping_pong": True}),
     "one micro-batch, not balanced": Way(4, {**BOTH, "balance": "off"}, options={"accumulate": 1}),
     "five micro-batches, compared": Way(4, {**STAGES, "compare": True}, options={"accumulate": 5}),
-    **{f"{model}, stages of tensor ranks": Way(4, BOTH, model) for model in FAMILIES},
+    **{f"{model}, chunks of tensor ranks": Way(4, {**BOTH, "chunks": 2}, model) for model in FAMILIES},
     **{f"{model}, shards in stages": Way(4, {**STAGES, **SHARDS}, model) for model in FAMILIES},
 }
 ROUNDED = {
