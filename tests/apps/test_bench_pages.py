@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from distca.apps.bench import scaling
+from distca.apps.bench.real_steps import in_order, relative
 from distca.apps.bench.scaling_page import tables
 from distca.apps.cli import main
 from distca.simulator.case import Case
@@ -79,6 +80,19 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert main(["bench", *(one.format(out=source) for one in arguments)]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_every_step_of_a_round_has_a_reference_beside_it() -> None:
+    for number in range(2, 9):
+        order = in_order(number)
+        assert order[0] == order[-1] == 0 and sorted(filter(None, order)) == list(range(1, number))
+        assert all(0 in (order[at - 1], order[at + 1]) for at, step in enumerate(order) if step)
+
+
+def test_a_step_is_relative_to_the_references_around_it() -> None:
+    # Two rounds. In the second the machine takes twice as long from the second reference on.
+    seconds = [[2.0, 2.0], [3.0, 4.5], [1.0, 1.5], [2.0, 4.0], [5.0, 10.0], [3.0, 4.0]]
+    assert relative(seconds, [0, 1, 2, 0, 3, 0]) == [[1.0, 1.0], [1.5, 1.5], [0.5, 0.5], [2.0, 2.5]]
 
 
 def _way(seconds: float, **other: float) -> dict[str, float]:

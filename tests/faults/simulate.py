@@ -147,6 +147,20 @@ FAULTS = [
         (PAGES,),
     ),
     Fault(
+        "a step is compared with the first reference of a round",
+        "python/distca/apps/bench/real_steps.py",
+        "before = max(at for at in range(place + 1) if order[at] == 0)",
+        "before = 0",
+        (PAGES,),
+    ),
+    Fault(
+        "a step is compared with the reference before it alone",
+        "python/distca/apps/bench/real_steps.py",
+        "around = zip(seconds[before], seconds[after], strict=True)",
+        "around = zip(seconds[before], seconds[before], strict=True)",
+        (PAGES,),
+    ),
+    Fault(
         "a step of a million documents and more is planned",
         "python/distca/apps/simulate/command.py",
         "if number > _MOST_DOCUMENTS:",

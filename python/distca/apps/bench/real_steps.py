@@ -1,10 +1,15 @@
-"""Steps of `distca train` on documents of given lengths, on two ranks of this machine."""
+"""Steps of `distca train` on documents of given lengths, on two ranks of this machine.
+
+The first step is the reference that all others are compared with. A round takes it before and after every two others.
+A step's time is relative to the mean of the two references around it. A single fast or slow reference therefore moves
+two steps of one round, and a machine that grows slower within a round moves none.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
@@ -15,7 +20,6 @@ import torch.distributed as dist
 import distca
 from distca.apps.common.memory_log import Watch
 from distca.apps.common.packing import NO_TARGET
-from distca.apps.common.timing import alternate
 from distca.apps.train.checkpoint import Trained
 from distca.apps.train.config import TrainConfig
 from distca.apps.train.data import Batch
@@ -29,6 +33,8 @@ from distca.apps.train.work import Work
 
 RANKS = 2
 VOCABULARY = 1024
+#: Steps between two references.
+BETWEEN = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,17 +119,57 @@ class _Points(Watch):
         self.points.append((point, time.monotonic()))
 
 
-def run_rank(steps: list[Step], rounds: int) -> list[list[Timed]]:
-    """Runs the steps on this rank in turns. Returns for each the times of all rounds."""
-    torch.manual_seed(0)
-    timed: list[list[Timed]] = [[] for _ in steps]
-    with ExitStack() as stack:
-        works = [
-            partial(_timed, *_made(step, number, stack), into)
-            for number, (step, into) in enumerate(zip(steps, timed, strict=True))
+def in_order(number: int) -> list[int]:
+    """The steps that a round takes, by number, of so many: 0 is the reference.
+
+    Examples:
+        >>> from distca.apps.bench.real_steps import in_order
+        >>> in_order(6)
+        [0, 1, 2, 0, 3, 4, 0, 5, 0]
+    """
+    order = [0]
+    for first in range(1, number, BETWEEN):
+        order += [*range(first, min(first + BETWEEN, number)), 0]
+    return order
+
+
+def relative(seconds: Sequence[Sequence[float]], order: Sequence[int]) -> list[list[float]]:
+    """Times of each step over the mean of the references around it.
+
+    Args:
+        seconds: for each place of the order, of every round.
+        order: as `in_order` has it.
+
+    Returns:
+        For each step, by number, the ratios of all rounds. Those of the reference are 1.
+    """
+    ratios: dict[int, list[float]] = {}
+    for place, number in enumerate(order):
+        before = max(at for at in range(place + 1) if order[at] == 0)
+        after = min(at for at in range(place, len(order)) if order[at] == 0)
+        around = zip(seconds[before], seconds[after], strict=True)
+        ratios[number] = [
+            2 * taken / (first + second) for taken, (first, second) in zip(seconds[place], around, strict=True)
         ]
-        alternate(works, rounds)
-    return [of_step[-rounds:] for of_step in timed]
+    return [ratios[number] for number in sorted(ratios)]
+
+
+def run_rank(steps: list[Step], rounds: int) -> list[list[Timed]]:
+    """Runs the steps on this rank `in_order`, and backwards in every other round.
+
+    Returns for each place of the order the times of all rounds.
+    """
+    torch.manual_seed(0)
+    order = in_order(len(steps))
+    timed: list[list[Timed]] = [[] for _ in order]
+    with ExitStack() as stack:
+        made = [_made(step, number, stack) for number, step in enumerate(steps)]
+        for take, _ in made:  # the first of all makes the optimizer's state
+            take(_Points())
+        for number in range(rounds):
+            for place in reversed(range(len(order))) if number % 2 else range(len(order)):
+                _timed(*made[order[place]], timed[place])
+    return timed
 
 
 def _made(step: Step, number: int, stack: ExitStack) -> tuple[Callable[[_Points], object], distca.Context]:

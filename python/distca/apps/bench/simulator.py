@@ -1,7 +1,7 @@
 """`distca bench simulator`: steps as the simulator models them, against the same steps of `distca train`.
 
 The machine is measured first, as `distca profile --cluster` does. No step that is compared is used for that. Times are
-ratios to one reference step, which takes turns with the others.
+ratios to one reference step, which is taken anew beside every two others (`real_steps`). Medians over the rounds count.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import statistics
+from itertools import chain
 from typing import Any, NamedTuple
 
 import distca
 from distca.apps.bench.harness import Result, Row
-from distca.apps.bench.real_steps import RANKS, VOCABULARY, Step, Timed, run_rank
+from distca.apps.bench.real_steps import RANKS, VOCABULARY, Step, Timed, in_order, relative, run_rank
 from distca.apps.bench.replayed import replayed
 from distca.apps.common.timing import median_ratio, spread
 from distca.apps.profile.cluster import measure_cluster, tiny_llama
@@ -84,29 +85,34 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
     rounds = rounds or (3 if short else 7)
     cluster = as_cluster(measure_cluster(HEADS, HIDDEN, RANKS, 3, VOCABULARY), "this machine")
     of_ranks: list[list[list[Timed]]] = distca.launch(run_rank, STEPS, rounds, ranks=RANKS, threads=1)
-    real = [list(zip(*of_step, strict=True)) for of_step in zip(*of_ranks, strict=True)]
-    seconds = [[max(t.end for t in of) - min(t.begin for t in of) for of in of_step] for of_step in real]
+    order = in_order(len(STEPS))
+    places = [list(zip(*of_place, strict=True)) for of_place in zip(*of_ranks, strict=True)]
+    seconds = [[max(t.end for t in of) - min(t.begin for t in of) for of in of_place] for of_place in places]
+    ratios = relative(seconds, order)
+    real = [
+        [of for place, at in enumerate(order) if at == number for of in places[place]] for number in range(len(STEPS))
+    ]
+    references = [seconds[place] for place, number in enumerate(order) if number == 0]
     models = [modelled(step, cluster) for step in STEPS]
     compared = [
-        Compared(
-            median_ratio(times, seconds[0]),
-            model.seconds / models[0].seconds,
-            spread([a / b for a, b in zip(times, seconds[0], strict=True)]),
-        )
-        for times, model in zip(seconds, models, strict=True)
+        Compared(statistics.median(of_step), model.seconds / models[0].seconds, spread(of_step))
+        for of_step, model in zip(ratios, models, strict=True)
     ]
     rows = [
         Row(f"{step.name}: {one.measured:.3f} measured, {one.modelled:.3f} modelled: error", 100 * one.error, "%")
         for step, one in zip(STEPS[1:], compared[1:], strict=True)
     ]
     gains = {
-        STEPS[off].name: (compared[on].measured / compared[off].measured, models[on].seconds / models[off].seconds)
+        STEPS[off].name: (median_ratio(ratios[on], ratios[off]), models[on].seconds / models[off].seconds)
         for off, on in BALANCED_OF.items()
     }
     replay = replayed(1)
     details = {
         "reference": STEPS[0].name,
-        "reference_seconds": statistics.median(seconds[0]),
+        "reference_seconds": statistics.median(chain.from_iterable(references)),
+        "reference_spread": spread(
+            [taken / statistics.median(of) for of in zip(*references, strict=True) for taken in of]
+        ),
         "reference_modelled_seconds": models[0].seconds,
         "rounds": rounds,
         "steps": [
