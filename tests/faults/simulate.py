@@ -9,6 +9,7 @@ PAGES = "tests/apps/test_bench_pages.py"
 READING = "tests/simulator/test_reading.py"
 COMMAND = "tests/apps/test_simulate_command.py"
 DEVICE = "tests/simulator/test_device.py"
+SHARDED = "tests/simulator/test_sharded_weights.py"
 PROFILE = "tests/apps/test_profile_command.py"
 ROOM = "python/distca/simulator/"
 
@@ -257,6 +258,41 @@ FAULTS = [
         "if self.signal_only:",
         "if False:",
         (DEVICE,),
+    ),
+    Fault(
+        "a rank copies all weights before they are gathered",
+        ROOM + "passes.py",
+        "self._copy(machine, self._bytes / self._groups.shape[1])",
+        "self._copy(machine, self._bytes)",
+        (SHARDED,),
+    ),
+    Fault(
+        "gathered weights are copied out for each half",
+        ROOM + "passes.py",
+        "            self._whole.add(layer)\n",
+        "",
+        (SHARDED,),
+    ),
+    Fault(
+        "a copy reads and does not write",
+        ROOM + "machine.py",
+        "seconds = 2 * num_bytes / self.device.memory_bandwidth",
+        "seconds = num_bytes / self.device.memory_bandwidth",
+        (SHARDED,),
+    ),
+    Fault(
+        "a rank without peers copies weights",
+        ROOM + "passes.py",
+        "if self._groups.shape[1] > 1:",
+        "if self._groups.shape[1] > 0:",
+        (SHARDED,),
+    ),
+    Fault(
+        "gradients are reduced while a rank that moves rows itself computes",
+        ROOM + "passes.py",
+        "if machine.device.copy_bandwidth is not None:\n                self.finish(machine)",
+        "if machine.device.copy_bandwidth is None:\n                self.finish(machine)",
+        (SHARDED,),
     ),
     Fault(
         "a profile is that of the first rank",

@@ -109,6 +109,12 @@ class Machine:
         self.dense = self.dense + seconds
         self._advance("optimizer", self.now + seconds)
 
+    def copy_in_memory(self, num_bytes: float) -> None:
+        """Reads and writes so many bytes of a rank's own memory, in one kernel."""
+        seconds = 2 * num_bytes / self.device.memory_bandwidth + self.device.launch
+        self.dense = self.dense + seconds
+        self._advance("dense", self.now + seconds)
+
     def wait_until(self, when: torch.Tensor, call: Call | None = None) -> None:
         """Lets each home wait until a time of its own."""
         self._advance("wait", torch.maximum(self.now, when), call)

@@ -39,8 +39,12 @@ class Gathered:
 class ShardedWeights:
     """Weights of FSDP: gathered a layer ahead of their use, reduced when the layer's backward has ended.
 
+    A gather copies the rank's shard into the buffer that is gathered, and the buffer into whole weights. A reduction
+    copies gradients into the buffer that is reduced; the collective itself takes the mean. Copies read and write their
+    bytes. A rank that moves rows itself (`Device.copy_bandwidth`) also waits for its collectives: they overlap nothing.
+
     Args:
-        groups: ``[number, n]`` the homes that share weights.
+        groups: ``[number, n]`` the homes that share weights. A home that has all of them gathers and copies nothing.
         layer_bytes: bytes of a layer's weights, and of its gradients.
         kept: whether weights stay whole from forward to backward, as in ping-pong.
     """
@@ -48,26 +52,43 @@ class ShardedWeights:
     def __init__(self, groups: torch.Tensor, layer_bytes: float, *, kept: bool) -> None:
         self._groups, self._bytes, self._kept = groups, layer_bytes, kept
         self._ready: dict[int, torch.Tensor] = {}
+        self._whole: set[int] = set()
         self._reduced: torch.Tensor | None = None
 
     def use(self, machine: Machine, layer: int, following: int | None) -> None:
         """Waits for the weights of a layer, and begins to gather those of the following one."""
-        for number in (layer, following):
-            if number is not None and number not in self._ready:
-                self._ready[number] = machine.network.ring(self._groups, machine.now, self._bytes)
+        self._gather(machine, layer)
+        if following is not None and machine.device.copy_bandwidth is None:
+            self._gather(machine, following)
         machine.wait_until(self._ready[layer])
+        if layer not in self._whole:
+            self._copy(machine, self._bytes)
+            self._whole.add(layer)
 
     def leave(self, machine: Machine, layer: int, phase: str) -> None:
         """Frees the weights of a layer; in backward its gradients are reduced meanwhile."""
         if phase == "backward":
+            self._copy(machine, self._bytes)
             self._reduced = machine.network.ring(self._groups, machine.now, self._bytes)
+            if machine.device.copy_bandwidth is not None:
+                self.finish(machine)
         if phase == "backward" or not self._kept:
             self._ready.pop(layer, None)
+            self._whole.discard(layer)
 
     def finish(self, machine: Machine) -> None:
         """Waits for the last gradients."""
         if self._reduced is not None:
             machine.wait_until(self._reduced)
+
+    def _gather(self, machine: Machine, layer: int) -> None:
+        if layer not in self._ready:
+            self._copy(machine, self._bytes / self._groups.shape[1])
+            self._ready[layer] = machine.network.ring(self._groups, machine.now, self._bytes)
+
+    def _copy(self, machine: Machine, num_bytes: float) -> None:
+        if self._groups.shape[1] > 1:
+            machine.copy_in_memory(num_bytes)
 
 
 def run_pass(
