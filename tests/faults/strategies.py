@@ -4,6 +4,7 @@ from faults.fault import Fault
 
 RINGS = "tests/simulator/test_context_parallel.py"
 DEALT = "tests/simulator/test_whole_documents.py"
+NETWORK = "tests/simulator/test_network.py"
 WLB = "tests/simulator/test_wlb.py"
 OPTIONS = "tests/simulator/test_distca_options.py"
 HYBRID = "tests/simulator/test_hybrid_context.py"
@@ -51,6 +52,27 @@ FAULTS = [
         "self.wait_until(passed, call)",
         "self.wait_until(self.now, call)",
         (RINGS,),
+    ),
+    Fault(
+        "a message to one peer does not wait for its credit",
+        "python/distca/simulator/network.py",
+        "torch.maximum(sent, credits[peers.target] + leaves)",
+        "sent",
+        (NETWORK,),
+    ),
+    Fault(
+        "a message from one peer does not wait for that peer's port",
+        "python/distca/simulator/network.py",
+        "+ comes, sent[peers.source])",
+        "+ comes, self.into)",
+        (NETWORK,),
+    ),
+    Fault(
+        "several messages of a rank are taken for one",
+        "python/distca/simulator/network.py",
+        "if bool((some.sum(-1) > 1).any()) or bool((some.sum(-2) > 1).any()):",
+        "if bool((some.sum(-1) > 1).any()):",
+        (NETWORK,),
     ),
     Fault(
         "Ulysses does not repeat key/value heads",

@@ -134,3 +134,30 @@ def test_a_ring_takes_all_but_a_ranks_own_part_over_the_slower_link() -> None:
     assert through.tolist() == pytest.approx([0.5 + 6 / 80 + 3e-5] * 4)
     inside = Network(cluster(4, 4), 1).ring(torch.tensor([[0, 1], [2, 3]]), torch.zeros(4).double(), 8e9)
     assert inside.tolist() == pytest.approx([4 / 400 + 1e-6] * 4)
+
+
+_ONE_EACH = st.tuples(st.permutations(range(4)), st.lists(st.integers(0, 3), min_size=4, max_size=4))
+
+
+@given(_TIMES, st.lists(_ONE_EACH, min_size=1, max_size=3), _TIMES, st.booleans(), st.sampled_from([1, 2, 4]))
+def test_one_peer_each_way_takes_the_time_of_the_general_path(
+    starts: list[int], calls: list[tuple[list[int], list[int]]], credits: list[int], given: bool, per_node: int
+) -> None:
+    """Traffic whose peers are hidden takes the general path."""
+    fast, general = Network(cluster(4, per_node), 1), Network(cluster(4, per_node), 1)
+    for targets, numbers in calls:
+        matrix = torch.zeros(4, 4, dtype=torch.float64)
+        matrix[torch.arange(4), torch.tensor(targets)] = torch.tensor(numbers).double() * _UNIT
+        matrix.fill_diagonal_(0)
+        traffic, dense = Traffic.of(matrix, per_node), Traffic.of(matrix, per_node)
+        vars(dense).update(peers_inside=None, peers_between=None)
+        assert traffic.peers_inside is not None
+        credit = _seconds(credits) if given else None
+        arrived, wanted = fast.send(_seconds(starts), traffic, credit), general.send(_seconds(starts), dense, credit)
+        assert torch.equal(arrived, wanted)
+
+
+def test_a_rank_with_two_peers_has_no_fast_path() -> None:
+    matrix = torch.zeros(4, 4, dtype=torch.float64)
+    matrix[0, 1] = matrix[0, 2] = _UNIT
+    assert Traffic.of(matrix, 1).peers_between is None and Traffic.of(matrix.T.contiguous(), 1).peers_between is None

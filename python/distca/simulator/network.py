@@ -19,6 +19,32 @@ NEVER = -float("inf")
 
 
 @dataclasses.dataclass(frozen=True)
+class Peers:
+    """Traffic of one link class in which each rank sends to one rank at most, and receives from one at most.
+
+    Attributes:
+        target: ``[ranks]`` to whom each rank sends; any rank if it sends nothing.
+        source: ``[ranks]`` from whom each rank receives; any rank if it receives nothing.
+        sent, received: ``[ranks]`` bytes, float64.
+    """
+
+    target: torch.Tensor
+    source: torch.Tensor
+    sent: torch.Tensor
+    received: torch.Tensor
+
+    @classmethod
+    def of(cls, blocks: torch.Tensor) -> Peers | None:
+        """The peers of ``[nodes, n, n]`` bytes from rank to rank of each block, or None if a rank has several."""
+        some = blocks > 0
+        if bool((some.sum(-1) > 1).any()) or bool((some.sum(-2) > 1).any()):
+            return None
+        first = torch.arange(len(blocks)).unsqueeze(1) * blocks.shape[-1]
+        target, source = (first + some.int().argmax(dim) for dim in (-1, -2))
+        return cls(target.reshape(-1), source.reshape(-1), blocks.sum(-1).reshape(-1), blocks.sum(-2).reshape(-1))
+
+
+@dataclasses.dataclass(frozen=True)
 class Traffic:
     """Bytes that one call moves between homes, by link class.
 
@@ -52,6 +78,21 @@ class Traffic:
         """Whether anything moves."""
         return bool(self.received.any())
 
+    @functools.cached_property
+    def any_inside(self) -> bool:
+        """Whether anything moves inside a node."""
+        return bool(self.inside.any())
+
+    @functools.cached_property
+    def peers_inside(self) -> Peers | None:
+        """What moves inside nodes, if each rank has one peer at most in each direction."""
+        return Peers.of(self.inside)
+
+    @functools.cached_property
+    def peers_between(self) -> Peers | None:
+        """What moves between nodes, if each rank has one peer at most in each direction."""
+        return None if self.between is None else Peers.of(self.between.unsqueeze(0))
+
     @property
     def signals(self) -> Traffic:
         """The same messages with one byte each."""
@@ -59,12 +100,12 @@ class Traffic:
         received, sent = (self.received > 0).double(), (self.sent > 0).double()
         return Traffic((self.inside > 0).double(), between, received, sent)
 
-    @property
+    @functools.cached_property
     def bytes_inside(self) -> float:
         """Bytes between ranks of a node."""
         return float(self.inside.sum())
 
-    @property
+    @functools.cached_property
     def bytes_between(self) -> float:
         """Bytes between nodes."""
         return 0.0 if self.between is None else float(self.between.sum())
@@ -119,6 +160,18 @@ class _Ports:
         self.into = torch.where(receives, received, into).reshape(-1)
         return torch.where(receives, received + self.link.latency, NEVER)
 
+    def pass_on(self, starts: torch.Tensor, credits: torch.Tensor | None, peers: Peers) -> torch.Tensor:
+        """The same as `send`, where each rank has one peer at most in each direction. All tensors are ``[ranks]``."""
+        leaves, comes = peers.sent / self.link.bandwidth, peers.received / self.link.bandwidth
+        sent, begin = torch.maximum(self.out, starts) + leaves, self.into
+        if credits is not None:
+            sent, begin = torch.maximum(sent, credits[peers.target] + leaves), torch.maximum(begin, credits)
+        self.out = torch.where(leaves > 0, sent, self.out)
+        received = torch.maximum(torch.maximum(begin, starts[peers.source]) + comes, sent[peers.source])
+        receives = comes > 0
+        self.into = torch.where(receives, received, self.into)
+        return torch.where(receives, received + self.link.latency, NEVER)
+
 
 class Network:
     """The ports of all homes: ranks of one tensor group are one home, because they do the same at the same time.
@@ -168,13 +221,21 @@ class Network:
         if self._is_free(rows):
             return self._ideal(starts, traffic, credits)
         grid = (self.ranks // self.per_node, self.per_node)
-        there = None if credits is None else credits + self._inside.link.latency
-        arrived = self._inside.send(
-            starts.view(grid), None if there is None else there.view(grid), traffic.inside
-        ).reshape(-1)
+        arrived = torch.full_like(starts, NEVER)
+        if traffic.any_inside:
+            there = None if credits is None else credits + self._inside.link.latency
+            if traffic.peers_inside is not None:
+                arrived = self._inside.pass_on(starts, there, traffic.peers_inside)
+            else:
+                of_nodes = None if there is None else there.view(grid)
+                arrived = self._inside.send(starts.view(grid), of_nodes, traffic.inside).reshape(-1)
         if traffic.between is not None:
             there = None if credits is None else credits + self._between.link.latency
-            arrived = torch.maximum(arrived, self._between.send(starts, there, traffic.between))
+            if traffic.peers_between is not None:
+                passed = self._between.pass_on(starts, there, traffic.peers_between)
+            else:
+                passed = self._between.send(starts, there, traffic.between)
+            arrived = torch.maximum(arrived, passed)
             if self._nodes is not None:
                 arrived = torch.maximum(arrived, self._through_nodes(starts, there, traffic.between))
         return arrived
@@ -268,9 +329,14 @@ class Network:
 
     def _ideal(self, starts: torch.Tensor, traffic: Traffic, credits: torch.Tensor | None) -> torch.Tensor:
         """When all senders of a rank have started, and it has given credit: messages themselves take no time."""
-        grid = (self.ranks // self.per_node, self.per_node)
-        sent = torch.where(traffic.inside > 0, starts.view(grid).unsqueeze(-1), NEVER).amax(-2).reshape(-1)
-        if traffic.between is not None:
+        sent = torch.full_like(starts, NEVER)
+        if traffic.any_inside:
+            by_node = starts.view(self.ranks // self.per_node, self.per_node)
+            sent = torch.where(traffic.inside > 0, by_node.unsqueeze(-1), NEVER).amax(-2).reshape(-1)
+        if traffic.peers_between is not None:
+            peers = traffic.peers_between
+            sent = torch.maximum(sent, torch.where(peers.received > 0, starts[peers.source], NEVER))
+        elif traffic.between is not None:
             sent = torch.maximum(sent, torch.where(traffic.between > 0, starts.unsqueeze(-1), NEVER).amax(0))
         if credits is not None:
             sent = torch.where(traffic.received > 0, torch.maximum(sent, credits), NEVER)

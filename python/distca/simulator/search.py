@@ -190,7 +190,7 @@ def _allowed(parallelism: Parallelism, cluster: Cluster, model: Model) -> bool:
 
 def _best(name: str, set_ups: Sequence[Sequence[Case]], at_best: Cluster) -> Found:
     """Models the set-ups of a strategy, those first that look fast, and each only as long as it may be the best."""
-    best: tuple[float, Parallelism, StrategyResult] | None = None
+    best: tuple[float, Sequence[Program], Sequence[Case]] | None = None
     tried = slower = too_large = 0
     fits: set[Parallelism] = set()
     order: list[tuple[bool, float, int, float, float, Sequence[Case]]] = []
@@ -216,10 +216,11 @@ def _best(name: str, set_ups: Sequence[Sequence[Case]], at_best: Cluster) -> Fou
         fits.add(shape)
         seconds = _seconds(programs, cases[0], work, end, math.inf if best is None else best[0])
         if seconds is not None:
-            best = seconds, shape, play(name, programs, cases)
+            best = seconds, programs, cases
     if best is None:
         return Found(name, None, None, tried, slower, too_large)
-    return Found(name, best[1], best[2], tried, slower, too_large)
+    _, programs, cases = best
+    return Found(name, cases[0].parallelism, play(name, programs, cases), tried, slower, too_large)
 
 
 def _seconds(programs: Sequence[Program], case: Case, work: float, end: float, limit: float) -> float | None:

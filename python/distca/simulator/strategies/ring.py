@@ -71,18 +71,18 @@ def ring_work(layout: Layout, groups: Sequence[Sequence[int]], heads: Heads, dev
 def _ring(layout: Layout, groups: Sequence[Sequence[int]], heads: Heads, device: Device, phase: str) -> StageWork:
     homes, forward = layout.num_ranks, phase == "forward"
     times = PieceTimes(device, phase, heads.q)
-    chunks = [_chunks(layout, home) for home in range(homes)]
+    seconds_of = [_pair_seconds(times, layout, group) for group in groups]
     rows = [layout.num_rows(home) for home in range(homes)]
     steps = []
     for step in range(max(map(len, groups))):
         seconds = torch.zeros(homes, dtype=torch.float64)
         passed = torch.zeros(homes, homes, dtype=torch.float64)
-        for group in groups:
+        for group, of_pairs in zip(groups, seconds_of, strict=True):
             size = len(group)
             for place, home in enumerate(group if step < size else []):
-                source = group[(place - step if forward else place + 1 + step) % size]
-                seconds[home] = _step_seconds(times, chunks[home], chunks[source], own=source == home)
-                travels = rows[source] if step < size - 1 else 0
+                source = (place - step if forward else place + 1 + step) % size
+                seconds[home] = of_pairs[place, source]
+                travels = rows[group[source]] if step < size - 1 else 0
                 if not forward and step > 0:
                     travels += rows[group[(place + step) % size]]
                 passed[home, group[(place + (1 if forward else -1)) % size]] += travels * key_bytes(heads)
@@ -90,28 +90,43 @@ def _ring(layout: Layout, groups: Sequence[Sequence[int]], heads: Heads, device:
     return StageWork(torch.zeros(homes, dtype=torch.float64), ring=steps)
 
 
-def _chunks(layout: Layout, home: int) -> dict[int, list[tuple[int, int]]]:
-    """The rows [begin, end) of each document on a home, in order."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for document, begin, end in layout.segments(home):
-        found.setdefault(document, []).append((begin, end))
-    return {document: sorted(of) for document, of in found.items()}
+def _pair_seconds(times: PieceTimes, layout: Layout, group: Sequence[int]) -> torch.Tensor:
+    """``[size, size]`` seconds of each home of a ring with the keys of each one.
+
+    A chunk of queries sees its own rows causally, and those of earlier chunks wholly.
+    """
+    begin, end = _chunks(layout, group)
+    size = len(group)
+    seconds = torch.zeros(size, size, dtype=torch.float64)
+    rows = end - begin
+    for source in range(size):
+        earlier = end[source] <= begin.unsqueeze(2)  # [size, queries, keys, documents]
+        keys = (rows[source] * earlier).sum(2)
+        # A piece is one number, because numbers are told apart faster than pairs. Both are below 2^31.
+        found, number = torch.unique((rows << 31 | keys).reshape(-1), return_inverse=True)
+        pieces = [(piece >> 31, piece & (2**31 - 1)) for piece in found.tolist()]
+        took = [times.seconds(of, seen, causal=False) if of and seen else 0.0 for of, seen in pieces]
+        seconds[:, source] = torch.tensor(took, dtype=torch.float64)[number].reshape(size, -1).sum(1)
+        own = (times.seconds(of, of, causal=True) for of in rows[source].flatten().tolist() if of)
+        seconds[source, source] += sum(own)
+    return seconds
 
 
-def _step_seconds(
-    times: PieceTimes,
-    mine: dict[int, list[tuple[int, int]]],
-    theirs: dict[int, list[tuple[int, int]]],
-    *,
-    own: bool,
-) -> float:
-    """Seconds of a step: each chunk of queries sees its own rows causally, and those of earlier chunks wholly."""
-    total = 0.0
-    for document, queries in mine.items():
-        for begin, end in queries:
-            keys = sum(e - b for b, e in theirs.get(document, []) if e <= begin)
-            if keys:
-                total += times.seconds(end - begin, keys, causal=False)
-            if own:
-                total += times.seconds(end - begin, end - begin, causal=True)
-    return total
+def _chunks(layout: Layout, group: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[size, chunks, documents]`` the first row of each chunk on the homes of a ring, and the one behind the last.
+
+    A home has as many chunks of a document as the one with most; the others are empty.
+    """
+    found: list[dict[int, list[tuple[int, int]]]] = []
+    for home in group:
+        of_home: dict[int, list[tuple[int, int]]] = {}
+        for document, begin, end in layout.segments(home):
+            of_home.setdefault(document, []).append((begin, end))
+        found.append(of_home)
+    number = {document: index for index, document in enumerate(sorted({n for of_home in found for n in of_home}))}
+    most = max((len(chunks) for of_home in found for chunks in of_home.values()), default=1)
+    bounds = torch.zeros(2, len(group), most, len(number), dtype=torch.int64)
+    for place, of_home in enumerate(found):
+        for document, chunks in of_home.items():
+            bounds[:, place, : len(chunks), number[document]] = torch.tensor(chunks).T
+    return bounds[0], bounds[1]
