@@ -190,7 +190,7 @@ def _allowed(parallelism: Parallelism, cluster: Cluster, model: Model) -> bool:
 
 def _best(name: str, set_ups: Sequence[Sequence[Case]], at_best: Cluster) -> Found:
     """Models the set-ups of a strategy, those first that look fast, and each only as long as it may be the best."""
-    best: tuple[float, Sequence[Program], Sequence[Case]] | None = None
+    best: tuple[float, list[Program], Sequence[Case]] | None = None
     tried = slower = too_large = 0
     fits: set[Parallelism] = set()
     order: list[tuple[bool, float, int, float, float, Sequence[Case]]] = []
