@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distca.apps.bench import scaling
+from distca.apps.bench import scaling, when_it_pays
 from distca.apps.bench.real_steps import in_order, relative
 from distca.apps.bench.scaling_page import tables
 from distca.apps.cli import main
 from distca.simulator.case import Case
 from distca.simulator.setup import Parallelism
 from distca.simulator.ticking import Ticking
+from distca.simulator.validation import Errors
 from support.simulated import MODEL, cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,8 +65,8 @@ def test_a_table_of_a_page_is_rewritten_from_a_file_of_results(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "--page", "page.md"], "--page is for scaling, simulator; bench plan has none"),
-        (["simulator", "--plot", "p.png"], "--plot is for scaling; bench simulator has none"),
+        (["plan", "--page", "page.md"], "--page is for scaling, simulator, when-it-pays; bench plan has none"),
+        (["simulator", "--plot", "p.png"], "--plot is for scaling, when-it-pays; bench simulator has none"),
         (["scaling", "--from", "{out}"], "--from is for --page and --plot: give one of them"),
         (["scaling", "--from", "{out}", "--page", "page.md"], "has no figures of bench scaling"),
         (["simulator", "--from", "nowhere.json", "--page", "page.md"], "nowhere.json cannot be read"),
@@ -149,8 +151,83 @@ def test_a_document_needs_as_many_homes_as_hold_it() -> None:
         assert 0 <= way.rows < 1 and 0 <= way.uneven < 1 and 0 <= way.latency <= 1
 
 
+def _compared(name: str, rates: dict[str, float], data: dict[str, int]) -> dict[str, Any]:
+    """A comparison as `distca bench when-it-pays` writes it, of strategies with these rates and data ranks."""
+    result = {"seconds": 2.0, "mfu": 0.4, "idle": {"mean": 0.25, "most": 0.5}, "exposed_communication": 0.125}
+    result |= {"bytes_between": 3e9, "memory": {"states": 1e9, "activations": 2e9, "buffers": 4e9}}
+    strategies: list[dict[str, Any]] = [
+        {
+            "strategy": one,
+            "parallelism": {"data": data.get(one, 8), "context": 2},
+            "result": {**result, "tokens_per_second": rate},
+        }
+        for one, rate in rates.items()
+    ]
+    strategies.append({"strategy": "wlb", "parallelism": None, "result": None})
+    verdict = {"ours": "distca", "other": "ring", "speedup": 1.0}
+    part, _, name = name.partition(": ")
+    return {"part": part, "name": name, "gpus": 64, "draws": [{"verdict": verdict, "strategies": strategies}]}
+
+
+def test_tables_of_when_it_pays_have_the_fastest_of_either_side_and_its_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 10 % of the ratio of unlike set-ups: 1.5 stands for 1.5 / 1.1 to 1.5 / 0.9; 5 % of alike ones.
+    monkeypatch.setattr("distca.apps.bench.when_it_pays_page.errors", lambda: Errors(0.2, 0.1, 0.05))
+    first = _compared(
+        "grid: llama-8b, 128K, 64 GPUs",
+        {"unbalanced": 6400, "ring": 64000, "distca": 96000, "distca-single": 32000},
+        {"ring": 4},
+    )
+    second = _compared("grid: small", {"ring": 64000, "distca-rows": 65280}, {})
+    source, page = tmp_path / "out.json", _page(tmp_path, "when-it-pays")
+    source.write_text(json.dumps({"benchmark": "when-it-pays", "details": {"cells": [first, second]}}))
+    assert main(["bench", "when-it-pays", "--from", str(source), "--page", str(page)]) == 0
+    lines = page.read_text().splitlines()
+    columns = "unbalanced | ring | distca | distca-single | distca-rows"
+    assert f"| model, context, GPUs | {columns} | speed-up, interval | pays |" in lines
+    assert (
+        "| llama-8b, 128K, 64 GPUs | 100 | 1,000 | 1,500 | 500 | - | distca / ring 1.500, 1.36 to 1.67 | yes |" in lines
+    )
+    assert "| small | - | 1,000 | - | - | 1,020 | distca-rows / ring 1.020, 0.97 to 1.07 | no |" in lines
+    assert "| ring | 2.00 s | 40.0 % | 25 % | 12 % | 3 GB | 7 GB | d4 c2 |" in lines
+
+
+def test_one_comparison_is_made_and_the_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def compared(cell: when_it_pays.Cell, draws: int) -> dict[str, Any]:
+        made.append((cell.name, draws))
+        return _compared(f"{cell.part}: {cell.name}", {"ring": 1.0, "distca": len(made)}, {})
+
+    monkeypatch.setattr(when_it_pays, "compared", compared)
+    file = tmp_path / "out.json"
+    for name in ("documents: one long", "documents: equal", "documents: one long"):
+        assert main(["bench", "when-it-pays", "--only", name, "--json", str(file)]) == 0
+    assert made == [("one long", 1), ("equal", 1), ("one long", 1)]
+    cells = json.loads(file.read_text())["details"]["cells"]
+    rates = [cell["draws"][0]["strategies"][1]["result"]["tokens_per_second"] for cell in cells]
+    assert [cell["name"] for cell in cells] == ["equal", "one long"] and rates == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["when-it-pays", "--only", "documents: equal"], "--only is for"),
+        (["simulator", "--only", "documents: equal", "--json", "out.json"], "--only is for"),
+        (["when-it-pays", "--only", "equal", "--json", "out.json"], "the comparisons are documents: equal; "),
+    ],
+)
+def test_a_comparison_that_is_not_there_is_refused(
+    arguments: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", *arguments]) == 2
+    assert complaint in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 def test_pages_have_the_figures_of_the_results() -> None:
-    for name in ("simulator", "scaling"):
+    for name, page in (("simulator", "simulator"), ("scaling", "simulator"), ("when-it-pays", "when-it-pays")):
         content = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
-        module = __import__(f"distca.apps.bench.{name}_page", fromlist=["tables"])
-        assert "\n".join(module.tables(content)) in (ROOT / "docs/simulator.md").read_text()
+        module = importlib.import_module(f"distca.apps.bench.{name.replace('-', '_')}_page")
+        assert "\n".join(module.tables(content)) in (ROOT / f"docs/{page}.md").read_text()

@@ -9,7 +9,7 @@ from distca.simulator.search import Found
 from distca.simulator.validation import Errors, Interval
 
 #: The strategies that are distca's own.
-OURS = ("distca-rows", "distca-retained", "distca-single", "distca")
+OURS = ("distca-rows", "distca-retained", "distca-single", "distca-head-tail", "distca")
 #: A share of attention below which balance cannot be seen, and how far equal attention may differ.
 LITTLE = 0.05
 

@@ -30,7 +30,7 @@ BENCHMARKS = {
     "when-it-pays": "every strategy at its best set-up, modelled: documents, models, clusters, links, kernels",
 }
 #: Those that write tables of a page, and those that draw a picture.
-PAGES, PICTURES = ("scaling", "simulator"), ("scaling",)
+PAGES, PICTURES = ("scaling", "simulator", "when-it-pays"), ("scaling", "when-it-pays")
 GPU_BENCHMARKS = {"attention": "gpu", "shards": "gpu", "transport": "gpu_transport"}  # the module of each
 
 
@@ -69,6 +69,11 @@ def add_command(commands: Any) -> None:
         help="overlap alone: over traffic, ranks and mixes of documents; --results FOLDER gets JSON, table and picture",
     )
     command.add_argument(
+        "--only",
+        metavar="NAME",
+        help="when-it-pays alone: this comparison, for example 'documents: equal'; others in the file of --json stay",
+    )
+    command.add_argument(
         "--from",
         dest="source",
         type=Path,
@@ -99,6 +104,8 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.sweep:
         return _sweep(options)
+    if options.only is not None:
+        return _only(options)
     for option, value, having in (("--page", options.page, PAGES), ("--plot", options.plot, PICTURES)):
         if value is not None and options.benchmark not in having:
             raise InvalidArgumentError(f"{option} is for {', '.join(having)}; bench {options.benchmark} has none")
@@ -142,10 +149,22 @@ def _sweep(options: argparse.Namespace) -> int:
     return 0
 
 
+def _only(options: argparse.Namespace) -> int:
+    if options.benchmark != "when-it-pays" or options.json is None:
+        raise InvalidArgumentError("--only is for `distca bench when-it-pays --json FILE` alone")
+    from distca.apps.bench import when_it_pays
+
+    earlier = read_result(options.json, options.benchmark) if options.json.exists() else None
+    result = when_it_pays.run_only(options.only, options.rounds, earlier)
+    print(result.table(), flush=True)
+    result.write(options.json)
+    return 0
+
+
 def _show(content: dict[str, Any], options: argparse.Namespace) -> None:
     """Writes the tables of a page, and the picture, from the content of a file of results."""
     if options.page is not None or options.plot is not None:
-        module = importlib.import_module(f"distca.apps.bench.{options.benchmark}_page")
+        module = importlib.import_module(f"distca.apps.bench.{options.benchmark.replace('-', '_')}_page")
         if options.page is not None:
             rewrite(options.page, options.benchmark, module.tables(content))
         if options.plot is not None:

@@ -13,6 +13,7 @@ from typing import Any
 from distca.apps.bench.harness import Result, Row
 from distca.apps.bench.published import TENSOR, published_lengths
 from distca.apps.common.workloads import draw_documents, pretrain_lengths, read_lengths
+from distca.errors import InvalidArgumentError
 from distca.simulator.reading import read_cluster, read_model
 from distca.simulator.search import Found, search
 from distca.simulator.setup import Cluster
@@ -24,8 +25,13 @@ from distca.simulator.verdict import Verdict, verdict_of
 K = 1024
 #: Tokens a GPU in a step, by model: about those of the published batches of 3D parallelism.
 TOKENS = {"llama-8b": 16 * K, "llama-34b": 8 * K}
-#: What all set-ups have: tensor parallelism as published, and no FSDP.
-FIXED: dict[str, int | bool] = {"tensor": TENSOR, "fsdp": False}
+#: Up to so many GPUs tensor parallelism is searched as well; above them it is that of the paper.
+FREE_TENSOR = 64
+#: GPUs and tokens of a sequence. With 128K it is weak scaling: a GPU has the same tokens on any number of them.
+GRID = (
+    *((64, window * K) for window in (128, 256, 512)),
+    *((gpus, window * K) for window in (128, 512) for gpus in (128, 256, 512)),
+)
 #: Steps of the comparison with WLB's delay of outliers.
 STEPS = 4
 
@@ -67,9 +73,14 @@ class Cell:
         return dataclasses.replace(made, between=between, device=dataclasses.replace(made.device, attention=attention))
 
     @property
+    def fixed(self) -> dict[str, int | bool]:
+        """What all set-ups have: no FSDP, and on many GPUs tensor parallelism as published."""
+        return {"fsdp": False} | ({"tensor": TENSOR} if self.gpus > FREE_TENSOR else {})
+
+    @property
     def strategies(self) -> list[str]:
         """The strategies; without those whose modelling takes too long."""
-        slow = {"hybrid-context": 64, "distca-retained": 64, "ring": 256}
+        slow = {"hybrid-context": 64, "distca-retained": 64}
         return [name for name in STRATEGIES if self.gpus <= slow.get(name, self.gpus)]
 
     def sequences(self, seed: int) -> list[list[int]]:
@@ -91,7 +102,7 @@ def cells(short: bool) -> Iterator[Cell]:
         yield Cell("documents", documents, documents=documents)
     if short:
         return
-    for gpus, window in ((64, 128 * K), (64, 512 * K), (256, 512 * K), (512, 512 * K)):
+    for gpus, window in GRID:
         for model in TOKENS:
             yield Cell("grid", f"{model}, {window // K}K, {gpus} GPUs", model, gpus, window)
     yield Cell("kernels", "FlashAttention-2", window=512 * K, attention="fa2")
@@ -103,6 +114,25 @@ def cells(short: bool) -> Iterator[Cell]:
 def run(rounds: int | None = None, short: bool = False) -> Result:
     """All comparisons, of `rounds` draws of documents each (1 by default)."""
     return result_of([compared(cell, rounds or 1) for cell in cells(short)])
+
+
+def run_only(name: str, rounds: int | None, content: dict[str, Any] | None) -> Result:
+    """One comparison, and those of earlier results besides.
+
+    Args:
+        name: of the comparison, ``part: name``.
+        rounds: draws of documents; 1 by default.
+        content: the earlier results; None: none.
+
+    Raises:
+        InvalidArgumentError: there is no such comparison.
+    """
+    known = {f"{cell.part}: {cell.name}": cell for cell in cells(short=False)}
+    if name not in known:
+        raise InvalidArgumentError(f"--only {name!r}: the comparisons are {'; '.join(known)}")
+    made = {f"{cell['part']}: {cell['name']}": cell for cell in (content["details"]["cells"] if content else [])}
+    made[name] = compared(known[name], rounds or 1)
+    return result_of([made[one] for one in known if one in made])
 
 
 def result_of(compared_cells: Sequence[dict[str, Any]]) -> Result:
@@ -129,7 +159,7 @@ def _compared(cell: Cell, seed: int) -> tuple[list[Found], Verdict | None]:
         cluster=cell.cluster,
         model=read_model(cell.model),
         strategies=cell.strategies,
-        fixed=FIXED,
+        fixed=cell.fixed,
         following=steps[1:],
     )
     return found, verdict_of(found, steps[0], errors())

@@ -6,6 +6,7 @@ from distca.simulator.case import Strategy
 from distca.simulator.strategies import (
     all_gather,
     distca_paper,
+    head_tail,
     hybrid_context,
     karmarkar_karp,
     ping_pong,
@@ -37,6 +38,7 @@ STRATEGIES: dict[str, Strategy] = {
         rows.Rows(),
         retained.Retained(),
         single_stream.SingleStream(),
+        head_tail.HeadTail(),
         ping_pong.PingPong(),
     )
 }
