@@ -156,7 +156,9 @@ def _cases() -> dict[str, Any]:
         "another number": _seen(first, microbatches=3 if rank == 2 else 2),
         "continued": _seen(first, continues=lambda lengths: lengths is DOCUMENTS[1][0]),
         "continued from none": _seen(first, continues=lambda lengths: lengths is DOCUMENTS[0][0]),
-        "tensor ranks": _seen(documents if rank == 0 else None, stages=[[0], [1]], tellers=[0, 2], rank=stage),
+        "tensor ranks": _seen(
+            documents if rank == 2 else None, stages=[[0], [1]], tellers=[0, 2], rank=stage, loading_stage=1
+        ),
         "evaluation": _seen(first, backward=False, layers=[1, 2], in_flight=1),
         "one stops": _stops_on_rank_3_only(first),
         "two passes": _two_passes(first),
@@ -212,10 +214,10 @@ def test_the_first_rank_continues_no_document(four_ranks) -> None:
 
 
 def test_the_first_rank_of_each_tensor_group_tells(four_ranks) -> None:
-    """Ranks 0 and 1 are a tensor group, and ranks 2 and 3."""
+    """Ranks 0 and 1 are a tensor group, and ranks 2 and 3, of the stage that loads."""
     for rank, cases in enumerate(four_ranks):
         seen = [
-            (DOCUMENTS[0][first : first + 2] if rank == 0 else None, _expected(first, stages=[[0], [1]]), rank // 2)
+            (DOCUMENTS[0][first : first + 2] if rank == 2 else None, _expected(first, stages=[[0], [1]]), rank // 2)
             for first in (0, 2)
         ]
         assert cases["tensor ranks"] == (seen, "ended")
