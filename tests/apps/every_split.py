@@ -22,7 +22,7 @@ from distca.apps.train.split_run import check_before_start
 from distca.apps.train.trainer import train
 from support.ranks import launch
 from support.split_runs import worst_difference, write_texts
-from support.train_runs import one_rank
+from support.train_runs import one_rank, without_pictures
 
 VOCABULARY = 256  # every byte is a token
 TOKENS = 128
@@ -79,6 +79,7 @@ def _splits_of(config: TrainConfig) -> list[TrainConfig]:
     return found
 
 
+@without_pictures()
 def _train(config: TrainConfig, run_dir: Path) -> None:
     run_dir.mkdir(exist_ok=True)
     train(config, run_dir)

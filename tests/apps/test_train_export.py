@@ -19,6 +19,7 @@ from distca.apps.train.model import build_model, wrap
 from distca.apps.train.resume import resumed_config
 from distca.apps.train.trainer import train
 from support.ranks import launch
+from support.train_runs import without_pictures
 
 TIED = {  # two kinds of layers, each with rotary frequencies of its own
     "vocab_size": 256,
@@ -95,6 +96,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@without_pictures()
 def _train_all(files: Path, folder: Path) -> None:
     for name, options in WAYS.items():
         if dist.get_rank() == 0:

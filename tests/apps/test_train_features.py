@@ -27,7 +27,7 @@ from distca.apps.train.resume import resumed_config
 from distca.apps.train.trainer import train
 from support.once import made_once
 from support.ranks import launch
-from support.train_runs import contents_of, metrics_in, one_rank
+from support.train_runs import contents_of, metrics_in, one_rank, without_pictures
 
 SMALL = TrainConfig(steps=3, tokens_per_rank=192, hidden=32, layers=2, lr=0.01)
 CLIP = {"clip_norm": 0.25, "weight_decay": 0.1}
@@ -70,6 +70,7 @@ class Counter(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@without_pictures()
 def _train_all(runs: dict[str, TrainConfig], folder: Path) -> None:
     for name, config in runs.items():
         if dist.get_rank() == 0:

@@ -17,7 +17,7 @@ STAGES: dict[str, Any] = {"pipeline": 2}
 TENSOR: dict[str, Any] = {"tensor": 2}
 SHARDS: dict[str, Any] = {"fsdp": True}
 RECOMPUTED: dict[str, Any] = {"checkpoint_activations": True}
-UNEVEN = {"eval_fraction": 0.4, "eval_every": 2, "eval_steps": 2}
+UNEVEN = {"eval_fraction": 0.2, "eval_every": 2, "eval_steps": 2}
 FAMILIES = [model for model in MODELS if not model.startswith("llama")]
 
 EXACT = {

@@ -16,7 +16,7 @@ from support.once import made_once
 from support.ranks import launch
 from support.resumed_runs import bits_of, killed_after, losses_of
 from support.split_runs import Way, write_files
-from support.train_runs import one_rank
+from support.train_runs import one_rank, without_pictures
 
 OPTIONS = {"steps": 4, "checkpoint_every": 2, "keep_checkpoints": 2}
 ALONE, DATA = Way(1, {}, "qwen3", OPTIONS), Way(4, {}, "qwen3", OPTIONS)
@@ -57,6 +57,7 @@ def _given(way: Way, files: Path) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
+@without_pictures()
 def _whole(names: list[str], folder: Path) -> None:
     for name in names:
         if dist.get_rank() == 0:
@@ -64,6 +65,7 @@ def _whole(names: list[str], folder: Path) -> None:
         train(FORMS[name].config(folder), folder / name)
 
 
+@without_pictures()
 def _resumed(changes: list[tuple[str, str]], folder: Path) -> None:
     for before, after in changes:
         run = folder / f"{before}, then {after}"

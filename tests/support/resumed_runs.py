@@ -12,7 +12,7 @@ from distca.apps.train.checkpoint import FOLDER, whole_checkpoints
 from distca.apps.train.config import TrainConfig
 from distca.apps.train.resume import resumed_config
 from distca.apps.train.trainer import train
-from support.train_runs import metrics_in, one_rank
+from support.train_runs import metrics_in, one_rank, without_pictures
 
 # Three ranks, because the order in which gradients are added makes no difference with two.
 SMALL = TrainConfig(ranks=3, steps=6, tokens_per_rank=64, hidden=32, layers=1, checkpoint_every=2)
@@ -46,6 +46,7 @@ def killed_after(run_dir: Path, step: int, *, source: Path) -> Path:
     return run_dir
 
 
+@without_pictures()
 def whole_and_resumed(whole: TrainConfig, runs: Path) -> None:
     """Trains `whole`, resumes copies of it that were killed early and late, and trains with `OPTIONS` too."""
     train(whole, runs / "whole")
@@ -64,6 +65,7 @@ def whole_and_resumed(whole: TrainConfig, runs: Path) -> None:
     resumed_with(OPTIONS, whole, runs)
 
 
+@without_pictures()
 def resumed_with(ways: dict[str, dict[str, Any]], whole: TrainConfig, runs: Path) -> None:
     """For each way: a run without interruption, and a copy of it that was killed after step 2 and resumed."""
     for name, options in ways.items():

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
 
 from distca.apps.train.config import TrainConfig
 from distca.apps.train.trainer import train
 from support.ranks import launch
-from support.train_runs import metrics_in, one_rank
+from support.train_runs import metrics_in, one_rank, without_pictures
 
 TOKENS = 128
 """Tokens of a micro-batch, on all data ranks together. There are documents in the data that are longer."""
@@ -122,9 +121,7 @@ def run_all(ways: dict[str, Way], files: Path, runs: Path) -> None:
         _train(alone, files, runs)
 
 
-# Pictures are half of a run that is so short, and all other ranks wait for them.
-@mock.patch("distca.apps.train.report.draw_plan", new=lambda *_: None)
-@mock.patch("distca.apps.train.report.draw_loss", new=lambda *_: None)
+@without_pictures()
 def _train(ways: dict[str, Way], files: Path, runs: Path) -> None:
     for name, way in ways.items():
         if dist.get_rank() == 0:

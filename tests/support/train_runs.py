@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -23,6 +24,13 @@ def one_rank() -> Iterator[None]:
     finally:
         gc.collect()
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def without_pictures() -> Iterator[None]:
+    """Keeps runs from drawing `plan.png` and `loss.png`, which is half of a short run; all other ranks wait for it."""
+    with mock.patch.multiple("distca.apps.train.report", draw_plan=mock.DEFAULT, draw_loss=mock.DEFAULT):
+        yield
 
 
 def write_texts(folder: Path) -> Path:
