@@ -1,5 +1,6 @@
 """`distca.launch`: what it returns, and how it reports every way in which a rank can fail."""
 
+import ctypes
 import importlib
 import os
 import re
@@ -11,12 +12,14 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import distca
+from distca.connect import rank_process
 from support.ranks import launch
 
 launch_module = importlib.import_module("distca.connect.launch")
@@ -180,6 +183,38 @@ def _gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+def _page_faults_of_a_tensor_made_again() -> int:
+    """What a tensor of 20 MiB costs after others that were freed. glibc first leaves gaps between aligned ones."""
+    for _ in range(40):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(20 << 18)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    return faults
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library")
+def test_ranks_keep_memory_that_they_have_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in rank_process._MALLOC_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    pages = (20 << 20) // resource.getpagesize()
+    assert max(launch(_page_faults_of_a_tensor_made_again, ranks=2)) < pages // 100
+
+
+@pytest.mark.parametrize("variable", ["GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"])
+def test_what_the_user_chose_of_freed_memory_stays(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in rank_process._MALLOC_VARIABLES:
+        monkeypatch.delenv(each, raising=False)
+    calls: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda *call: calls.append(call))
+    monkeypatch.setattr(rank_process.ctypes, "CDLL", lambda _: library)
+    monkeypatch.setenv(variable, "1")
+    rank_process.keep_freed_memory()
+    assert calls == []
+    monkeypatch.delenv(variable)
+    rank_process.keep_freed_memory()
+    assert len(calls) == 2
 
 
 def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:

@@ -33,6 +33,10 @@ from distca.errors import (
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_MMAP_THRESHOLD = 32 << 20
+#: What a user chooses glibc's thresholds with.
+_MALLOC_VARIABLES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
 @dataclass
@@ -81,6 +85,7 @@ def rank_main(
     os.environ.clear()
     os.environ.update(environment)
     gc.freeze()  # keeps what is imported by now out of garbage collections
+    keep_freed_memory()
     _name_process(f"distca-rank-{rank}")
     os.setpgid(0, 0)  # a Ctrl-C at the terminal reaches the parent alone, which passes it on exactly once
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # outside the terminal's process group, printing must not stop us
@@ -108,6 +113,17 @@ def _join_group(rank: int, ranks: int, threads: int, port: int) -> None:
     torch.set_num_threads(threads)
     store = dist.TCPStore("127.0.0.1", port, ranks, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep memory that is freed, unless a variable of the environment sets its thresholds.
+
+    Tensors of up to 32 MiB then take memory that the process has already. Otherwise every step pays for page faults.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt") and not any(name in os.environ for name in _MALLOC_VARIABLES):
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        libc.mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def leave_process_group() -> None:

@@ -20,7 +20,7 @@ from distca.apps.train.log import create_run_dir
 from distca.apps.train.metrics import describe
 from distca.apps.train.resume import find_run, resumed_config
 from distca.connect.launch import launch
-from distca.connect.rank_process import exit_now, leave_process_group
+from distca.connect.rank_process import exit_now, keep_freed_memory, leave_process_group
 from distca.errors import DistcaError
 from distca.trace import nsys
 from distca.trace.nsys import switched_on
@@ -156,6 +156,7 @@ def _train_with_own_ranks(config: TrainConfig, resumed: Path | None) -> int:
 def _train_as_rank(config: TrainConfig, resumed: Path | None, debug: bool) -> int:
     import torch.distributed as dist
 
+    keep_freed_memory()
     rank = int(os.environ["RANK"])
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
