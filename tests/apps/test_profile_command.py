@@ -14,6 +14,7 @@ from distca.apps.cli import main
 from distca.apps.profile import layers, links
 from distca.apps.profile.cluster import tiny_llama
 from distca.simulator.reading import read_cluster
+from distca.simulator.setup import COLLECTIVES
 from support.ranks import launch
 
 
@@ -25,7 +26,7 @@ def _measured(work: Any, heads: distca.Heads, models: list[Any], rounds: int, **
         "layer_overhead": layers.layer_overhead(models[0], rounds),
         "call_overhead": 1e-6,
         "puts": (1e9, 1e-6),
-        "collectives": [{"bytes": 8, "bandwidth": 1e6}],
+        "collectives": [{"what": "all_gather", "bytes": 8, "bandwidth": 1e6}],
         "attention": [{"q_rows": 1, "kv_rows": 1, "forward_ns": 2.0, "backward_ns": 4.0}],
     }
     other = {**one, "puts": (3e9, 3e-6), "call_overhead": 3e-6}
@@ -75,14 +76,15 @@ def test_pieces_run_forward_with_all_results_kept_and_then_backward() -> None:
 
 
 def _links() -> tuple[tuple[float, float], list[dict[str, float]], float]:
-    links.REDUCED = (64,)
+    links.REDUCED, links.PRODUCT_ROWS = (64,), 8
     return links.puts(1), links.collectives(1), links.call_overhead(1)
 
 
 def test_links_are_measured_between_processes() -> None:
-    for (bandwidth, latency), (ring,), call in launch(_links, ranks=2):
+    for (bandwidth, latency), rings, call in launch(_links, ranks=2):
         assert bandwidth > 0 and 0 < latency < 1 and 0 < call < 1
-        assert ring["bytes"] == 32 and ring["bandwidth"] > 0
+        assert {ring["what"] for ring in rings} == set(COLLECTIVES)
+        assert all(ring["bytes"] == 32 and ring["bandwidth"] > 0 for ring in rings)
 
 
 @pytest.mark.parametrize(

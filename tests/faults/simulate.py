@@ -115,8 +115,8 @@ FAULTS = [
     Fault(
         "gathered keys count as links of tensor parallelism",
         ROOM + "passes.py",
-        "machine.wait_until(machine.network.ring(gathered.groups, machine.now, num_bytes, rows=True), call)",
-        "machine.wait_until(machine.network.ring(gathered.groups, machine.now, num_bytes), call)",
+        "machine.wait_until(machine.network.ring(gathered.groups, machine.now, num_bytes, what, rows=True), call)",
+        "machine.wait_until(machine.network.ring(gathered.groups, machine.now, num_bytes, what), call)",
         (INVARIANTS,),
     ),
     Fault(
@@ -262,9 +262,30 @@ FAULTS = [
     Fault(
         "a rank copies all weights before they are gathered",
         ROOM + "passes.py",
-        "self._copy(machine, self._bytes / self._groups.shape[1])",
-        "self._copy(machine, self._bytes)",
+        "self._copy(machine, num_bytes / self._groups.shape[1])",
+        "self._copy(machine, num_bytes)",
         (SHARDED,),
+    ),
+    Fault(
+        "embedding and logits are not gathered",
+        ROOM + "passes.py",
+        "weights.begin(machine, phase)",
+        "pass",
+        (SHARDED,),
+    ),
+    Fault(
+        "gradients of embedding and logits are not reduced",
+        ROOM + "passes.py",
+        "weights.end(machine, phase)",
+        "pass",
+        (SHARDED,),
+    ),
+    Fault(
+        "a gather takes the rate of other collectives",
+        ROOM + "setup.py",
+        "if one.what == what]",
+        "if one.what is None]",
+        (DEVICE,),
     ),
     Fault(
         "gathered weights are copied out for each half",

@@ -99,9 +99,17 @@ def test_rows_travel_while_a_device_computes_that_does_not_copy_them() -> None:
 
 def test_a_ring_takes_the_rate_that_is_known_of_its_size() -> None:
     link = LinkClass(1e9, 1.0, collectives=(Collective(100, 10.0), Collective(10000, 30.0)))
-    assert link.ring_seconds(1000, 1e9, 3) == pytest.approx(1000 / 20)
-    assert link.ring_seconds(10, 1e9, 3) == pytest.approx(1.0)
-    assert LinkClass(1e9, 1.0).ring_seconds(1000, 500.0, 3) == pytest.approx(2 + 3)
+    assert link.ring_seconds(1000, 1e9, 3, "all_gather") == pytest.approx(1000 / 20)
+    assert link.ring_seconds(10, 1e9, 3, "all_reduce") == pytest.approx(1.0)
+    assert LinkClass(1e9, 1.0).ring_seconds(1000, 500.0, 3, "all_gather") == pytest.approx(2 + 3)
+
+
+def test_what_a_ring_does_may_have_a_rate_of_its_own() -> None:
+    gather = Collective(100, 10.0, "all_gather")
+    link = LinkClass(1e9, 1.0, collectives=(gather, Collective(100, 20.0)))
+    seconds = [link.ring_seconds(100, 1e9, 3, what) for what in ("all_gather", "reduce_scatter", "all_reduce")]
+    assert seconds == pytest.approx([10, 5, 5])
+    assert LinkClass(1e9, 1.0, collectives=(gather,)).ring_seconds(1000, 500.0, 3, "all_reduce") == pytest.approx(5)
 
 
 def test_without_a_sharded_optimizer_every_rank_takes_the_whole_step() -> None:
@@ -159,4 +167,8 @@ def test_a_file_may_hold_the_cost_table_of_attention_and_wrong_tables_are_named(
             read_cluster(path)
     path.write_text(json.dumps({**content, "inside": {**link, "collectives": [{"bytes": 0, "bandwidth": 1.0}]}}))
     with pytest.raises(distca.InvalidArgumentError, match="collectives: bytes = 0"):
+        read_cluster(path)
+    one = {"what": "broadcast", "bytes": 1, "bandwidth": 1.0}
+    path.write_text(json.dumps({**content, "inside": {**link, "collectives": [one]}}))
+    with pytest.raises(distca.InvalidArgumentError, match="collectives: what = 'broadcast'; one of all_gather"):
         read_cluster(path)

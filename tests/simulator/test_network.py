@@ -95,7 +95,7 @@ def test_more_bandwidth_and_earlier_starts_end_nothing_later(
     for setup, begin in ((cluster(4, 2), late), (cluster(4, 2, speed=speed), early)):
         network = Network(setup, 1)
         sent = network.send(begin, Traffic.of(_matrix(first), 2), credits=begin)
-        through = network.ring(torch.tensor([[0, 1, 2, 3]]), begin, 1e9)
+        through = network.ring(torch.tensor([[0, 1, 2, 3]]), begin, 1e9, "all_gather")
         ends.append([sent, through, network.send(begin, Traffic.of(_matrix(second), 2))])
     for slow, fast in zip(*ends, strict=True):
         assert bool((fast <= slow + 1e-12).all())
@@ -130,9 +130,9 @@ def test_a_message_waits_for_the_credit_which_travels_itself() -> None:
 def test_a_ring_takes_all_but_a_ranks_own_part_over_the_slower_link() -> None:
     # By hand: 8 GB gathered by 4 ranks, 6 GB each; two ranks of a node have two links of 40 GB/s; three steps.
     network = Network(cluster(4, 2), 1)
-    through = network.ring(torch.tensor([[0, 1, 2, 3]]), torch.tensor([0.0, 0.0, 0.5, 0.0]).double(), 8e9)
+    through = network.ring(torch.tensor([[0, 1, 2, 3]]), torch.tensor([0.0, 0.0, 0.5, 0.0]).double(), 8e9, "all_gather")
     assert through.tolist() == pytest.approx([0.5 + 6 / 80 + 3e-5] * 4)
-    inside = Network(cluster(4, 4), 1).ring(torch.tensor([[0, 1], [2, 3]]), torch.zeros(4).double(), 8e9)
+    inside = Network(cluster(4, 4), 1).ring(torch.tensor([[0, 1], [2, 3]]), torch.zeros(4).double(), 8e9, "all_gather")
     assert inside.tolist() == pytest.approx([4 / 400 + 1e-6] * 4)
 
 

@@ -10,16 +10,20 @@ import torch
 from distca.simulator.machine import Machine
 from distca.simulator.network import Network
 from distca.simulator.passes import ShardedWeights
-from support.simulated import DEVICE, cluster
+from distca.simulator.setup import Parallelism
+from distca.simulator.simulate import simulate
+from support.simulated import DEVICE, MODEL, cluster
 
 #: Of a layer. Its shard is copied in 0.1 s and all of it in 0.2 s at 4 TB/s. Half of it is sent in 0.5 s at 400 GB/s.
 LAYER_BYTES = 4e11
+#: Of embedding and logits.
+ENDS_BYTES = 2 * LAYER_BYTES
 
 
 def _made(ranks: int, copy_bandwidth: float | None, *, kept: bool = False) -> tuple[Machine, ShardedWeights]:
     device = dataclasses.replace(DEVICE, copy_bandwidth=copy_bandwidth)
     machine = Machine(Network(cluster(ranks), 1), device)
-    return machine, ShardedWeights(torch.arange(ranks).view(1, -1), LAYER_BYTES, kept=kept)
+    return machine, ShardedWeights(torch.arange(ranks).view(1, -1), LAYER_BYTES, ENDS_BYTES, kept=kept)
 
 
 def _at(machine: Machine, seconds: float) -> None:
@@ -64,12 +68,47 @@ def test_weights_are_gathered_again_in_backward_unless_they_are_kept() -> None:
         _at(machine, 0.8 + again)
 
 
+def test_embedding_and_logits_are_gathered_in_forward_and_reduced_in_backward() -> None:
+    machine, weights = _made(2, None)
+    weights.begin(machine, "forward")
+    _at(machine, 2 * (0.1 + 0.5 + 0.2))
+    weights.end(machine, "forward")
+    weights.begin(machine, "backward")
+    _at(machine, 1.6)
+    weights.end(machine, "backward")
+    _at(machine, 1.6 + 2 * 0.2)
+    weights.finish(machine)
+    _at(machine, 2.0 + 2 * 0.5)
+    weights.begin(machine, "forward")  # of another micro-batch
+    _at(machine, 3.0 + 1.6)
+
+
 @pytest.mark.parametrize("copy_bandwidth", [None, 1e9])
 def test_one_rank_copies_and_gathers_nothing(copy_bandwidth: float | None) -> None:
     machine, weights = _made(1, copy_bandwidth)
+    weights.begin(machine, "forward")
     weights.use(machine, 0, 1)
     weights.leave(machine, 0, "forward")
     weights.use(machine, 0, None)
     weights.leave(machine, 0, "backward")
+    weights.end(machine, "backward")
     weights.finish(machine)
     assert machine.now.tolist() == [0.0] and machine.dense.tolist() == [0.0]
+
+
+@pytest.mark.parametrize(("strategy", "gathers"), [("unbalanced", 2), ("distca", 1)])
+def test_a_step_gathers_and_reduces_all_weights(strategy: str, gathers: int) -> None:
+    # Each of 4 ranks sends three quarters of what is gathered or reduced. Ping-pong keeps what it has gathered.
+    whole = (
+        MODEL.number_bytes
+        * 3
+        * (MODEL.layers * (gathers + 1) * MODEL.layer_weights + 2 * 2 * MODEL.hidden * MODEL.vocabulary)
+    )
+    (result,) = simulate(
+        [[[32, 32]] * 4],  # equal documents, and halves: nothing else moves
+        cluster=cluster(4),
+        model=MODEL,
+        parallelism=Parallelism(data=4, fsdp=True),
+        strategies=[strategy],
+    )
+    assert result.bytes_inside == pytest.approx(whole)

@@ -116,11 +116,12 @@ class Case:
     def state_bytes(self) -> float:
         """Bytes of weights, gradients (fp32) and optimizer (two moments and a copy, fp32) of a rank.
 
-        The optimizer is sharded over data and context ranks; with FSDP all of it is.
+        The optimizer is sharded over data and context ranks. With FSDP all is, and what is not in layers is whole
+        besides, from forward to backward.
         """
         sharded = self.model.number_bytes + 4 + 12
         if self.parallelism.fsdp:
-            return self.stage_weights * sharded / self.parallelism.homes
+            return self.stage_weights * sharded / self.parallelism.homes + self.ends_bytes
         optimizer = 12 / self.parallelism.homes if self.parallelism.shard_optimizer else 12
         return self.stage_weights * (self.model.number_bytes + 4 + optimizer)
 
@@ -142,7 +143,12 @@ class Case:
         if not self.parallelism.fsdp:
             return None
         layer_bytes = self.model.layer_weights * self.model.number_bytes / self.parallelism.tensor
-        return ShardedWeights(torch.tensor(self.stages), layer_bytes, kept=kept)
+        return ShardedWeights(torch.tensor(self.stages), layer_bytes, self.ends_bytes, kept=kept)
+
+    @property
+    def ends_bytes(self) -> float:
+        """Bytes of the embedding and of the matrix that makes logits on a tensor rank."""
+        return 2 * self.model.head_weights * self.model.number_bytes / self.parallelism.tensor
 
     def finish(self, machine: Machine) -> None:
         """Reduces gradients and takes the step of the optimizer; sharded gradients are reduced already."""
@@ -151,8 +157,9 @@ class Case:
         if not self.parallelism.fsdp:
             groups, number_bytes = torch.tensor(self.stages), self.model.number_bytes
             # fp32 gradients are reduced to their shards, and new weights gathered; or gradients are added up.
-            for num_bytes in (4, number_bytes) if sharded else (number_bytes, number_bytes):
-                machine.wait_until(machine.network.ring(groups, machine.now, self.stage_weights * num_bytes))
+            rings = [("reduce_scatter", 4), ("all_gather", number_bytes)]
+            for what, num_bytes in rings if sharded else [("all_reduce", number_bytes)] * 2:
+                machine.wait_until(machine.network.ring(groups, machine.now, self.stage_weights * num_bytes, what))
         weights = self.stage_weights / (self.parallelism.homes if sharded else 1)
         machine.optimize(optimizer_seconds(weights, self.cluster, self.model))
 

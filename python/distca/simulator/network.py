@@ -250,7 +250,9 @@ class Network:
             known = torch.maximum(known, torch.where(traffic.between > 0, credits + latency, NEVER).amax(-1))
         return known
 
-    def ring(self, groups: torch.Tensor, starts: torch.Tensor, num_bytes: float, *, rows: bool = False) -> torch.Tensor:
+    def ring(
+        self, groups: torch.Tensor, starts: torch.Tensor, num_bytes: float, what: str, *, rows: bool = False
+    ) -> torch.Tensor:
         """An all-gather or a reduce-scatter of ``num_bytes`` in all by rings, as many as a group has ranks on a node.
 
         Every rank sends all but its own part. A ring begins when all its ranks have come.
@@ -259,6 +261,7 @@ class Network:
             groups: ``[number, n]`` the ranks of each group.
             starts: ``[ranks]`` seconds at which each rank comes.
             num_bytes: bytes of the whole, gathered or reduced.
+            what: one of `COLLECTIVES`; of an all-reduce this is one half.
             rows: whether these are rows of attention.
 
         Returns:
@@ -288,7 +291,7 @@ class Network:
                 rates.append(self._between.link.bandwidth * (size // nodes))
                 rates += [self._nodes.link.bandwidth / self.per_node * (size // nodes)] if self._nodes else []
             link = self._between.link if nodes > 1 else self._inside.link
-            seconds = link.ring_seconds(travels, min(rates), size - 1)
+            seconds = link.ring_seconds(travels, min(rates), size - 1, what)
         end = (begin + seconds).unsqueeze(-1).expand(groups.shape)
         result = starts.clone()
         result[groups] = end

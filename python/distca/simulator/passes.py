@@ -36,9 +36,14 @@ class Gathered:
     backward_bytes: float
 
 
+#: The weights that are in no layer, as if they were one.
+_ENDS = -1
+
+
 class ShardedWeights:
     """Weights of FSDP: gathered a layer ahead of their use, reduced when the layer's backward has ended.
 
+    Embedding and logits are gathered before the first layer's forward, and reduced after its backward.
     A gather copies the rank's shard into the buffer that is gathered, and the buffer into whole weights. A reduction
     copies gradients into the buffer that is reduced; the collective itself takes the mean. Copies read and write their
     bytes. A rank that moves rows itself (`Device.copy_bandwidth`) also waits for its collectives: they overlap nothing.
@@ -46,14 +51,25 @@ class ShardedWeights:
     Args:
         groups: ``[number, n]`` the homes that share weights. A home that has all of them gathers and copies nothing.
         layer_bytes: bytes of a layer's weights, and of its gradients.
+        ends_bytes: the same of embedding and logits.
         kept: whether weights stay whole from forward to backward, as in ping-pong.
     """
 
-    def __init__(self, groups: torch.Tensor, layer_bytes: float, *, kept: bool) -> None:
-        self._groups, self._bytes, self._kept = groups, layer_bytes, kept
+    def __init__(self, groups: torch.Tensor, layer_bytes: float, ends_bytes: float, *, kept: bool) -> None:
+        self._groups, self._layer_bytes, self._ends_bytes, self._kept = groups, layer_bytes, ends_bytes, kept
         self._ready: dict[int, torch.Tensor] = {}
         self._whole: set[int] = set()
         self._reduced: torch.Tensor | None = None
+
+    def begin(self, machine: Machine, phase: str) -> None:
+        """Waits for the weights of embedding and logits."""
+        if phase == "forward":
+            self.use(machine, _ENDS, None)
+
+    def end(self, machine: Machine, phase: str) -> None:
+        """In backward their gradients are reduced."""
+        if phase == "backward":
+            self.leave(machine, _ENDS, phase)
 
     def use(self, machine: Machine, layer: int, following: int | None) -> None:
         """Waits for the weights of a layer, and begins to gather those of the following one."""
@@ -62,14 +78,15 @@ class ShardedWeights:
             self._gather(machine, following)
         machine.wait_until(self._ready[layer])
         if layer not in self._whole:
-            self._copy(machine, self._bytes)
+            self._copy(machine, self._bytes(layer))
             self._whole.add(layer)
 
     def leave(self, machine: Machine, layer: int, phase: str) -> None:
         """Frees the weights of a layer; in backward its gradients are reduced meanwhile."""
         if phase == "backward":
-            self._copy(machine, self._bytes)
-            self._reduced = machine.network.ring(self._groups, machine.now, self._bytes)
+            num_bytes = self._bytes(layer)
+            self._copy(machine, num_bytes)
+            self._reduced = machine.network.ring(self._groups, machine.now, num_bytes, "reduce_scatter")
             if machine.device.copy_bandwidth is not None:
                 self.finish(machine)
         if phase == "backward" or not self._kept:
@@ -83,8 +100,12 @@ class ShardedWeights:
 
     def _gather(self, machine: Machine, layer: int) -> None:
         if layer not in self._ready:
-            self._copy(machine, self._bytes / self._groups.shape[1])
-            self._ready[layer] = machine.network.ring(self._groups, machine.now, self._bytes)
+            num_bytes = self._bytes(layer)
+            self._copy(machine, num_bytes / self._groups.shape[1])
+            self._ready[layer] = machine.network.ring(self._groups, machine.now, num_bytes, "all_gather")
+
+    def _bytes(self, layer: int) -> float:
+        return self._ends_bytes if layer == _ENDS else self._layer_bytes
 
     def _copy(self, machine: Machine, num_bytes: float) -> None:
         if self._groups.shape[1] > 1:
@@ -123,6 +144,8 @@ def run_pass(
     forward = phase == "forward"
     steps: dict[tuple[str, int, int | None], AttentionStep] = {}
     left: dict[int, int] = {}
+    if weights is not None:
+        weights.begin(machine, phase)
     for half in halves.values():
         if embedding and forward:
             machine.compute(half.dense.embedding)
@@ -140,14 +163,14 @@ def run_pass(
                 machine.compute(work.dense.again)
             machine.compute(work.dense.before if again else work.dense.after.backward)
             if gathered is not None and again:
-                _gather(machine, gathered, gathered.forward_bytes, call)
+                _gather(machine, gathered, gathered.forward_bytes, call, "all_gather")
             steps[key] = machine.dispatch(work.attention[call.phase], call)
         if call.part in ("core_attention", "attend"):
             machine.attend(steps[key], call)
         if call.part in ("core_attention", "collect"):
             machine.collect(steps.pop(key), call)
             if gathered is not None and not again:
-                _gather(machine, gathered, gathered.backward_bytes, call)
+                _gather(machine, gathered, gathered.backward_bytes, call, "reduce_scatter")
             machine.compute(work.dense.after if again else work.dense.before.backward)
             if call.phase == phase:
                 left[call.layer] = left.get(call.layer, 0) + 1
@@ -158,7 +181,9 @@ def run_pass(
             machine.compute(half.dense.embedding.backward)
         if head and forward:
             machine.compute(half.dense.head)
+    if weights is not None:
+        weights.end(machine, phase)
 
 
-def _gather(machine: Machine, gathered: Gathered, num_bytes: float, call: Call) -> None:
-    machine.wait_until(machine.network.ring(gathered.groups, machine.now, num_bytes, rows=True), call)
+def _gather(machine: Machine, gathered: Gathered, num_bytes: float, call: Call, what: str) -> None:
+    machine.wait_until(machine.network.ring(gathered.groups, machine.now, num_bytes, what, rows=True), call)

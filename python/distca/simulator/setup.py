@@ -15,16 +15,29 @@ from distca.simulator.values import check, positive, whole
 MOST_HOMES = 4096
 
 
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+"""What rings do. An all-reduce is two of them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """The rate of a ring: `bandwidth` in bytes a second, if each rank sends and receives `bytes`, latency included."""
+    """The rate of a ring.
+
+    Attributes:
+        bytes: what each rank sends and receives.
+        bandwidth: bytes a second, latency included.
+        what: one of `COLLECTIVES` that takes this rate; None: those without a rate of their own.
+    """
 
     bytes: int
     bandwidth: float
+    what: str | None = None
 
     def __post_init__(self) -> None:
         whole("collectives", self, "bytes")
         positive("collectives", self, "bandwidth")
+        known = self.what is None or self.what in COLLECTIVES
+        check("collectives: what", self.what, known, f"one of {', '.join(COLLECTIVES)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +48,8 @@ class LinkClass:
         bandwidth: bytes a second of one rank, in and out alike.
         latency: seconds from the last byte sent to the last byte received, and of each step of a ring.
         node_bandwidth: bytes a second of all ranks of a node together, in and out alike. None: the ranks' own suffice.
-        collectives: rates of rings by size, interpolated on a logarithmic scale. Empty: rings take the bandwidth, and a
-            latency a step.
+        collectives: rates of rings by size, interpolated on a logarithmic scale. A ring of which no rate is known
+            takes the bandwidth, and a latency a step.
     """
 
     bandwidth: float
@@ -50,15 +63,21 @@ class LinkClass:
         if self.node_bandwidth is not None:
             positive("link", self, "node_bandwidth")
 
-    def ring_seconds(self, travels: float, bandwidth: float, steps: int) -> float:
+    def ring_seconds(self, travels: float, bandwidth: float, steps: int, what: str) -> float:
         """Seconds of a ring of so many steps in which each rank sends and receives so many bytes.
 
-        `bandwidth` is what the links of a rank allow if nothing is known of collectives.
+        `bandwidth` is what the links of a rank allow if no rate is known. `what` is one of `COLLECTIVES`.
         """
-        if not self.collectives:
+        own = [one for one in self.collectives if one.what == what]
+        points = sorted((math.log(one.bytes), one.bandwidth) for one in own or self._of_any)
+        if not points:
             return travels / bandwidth + steps * self.latency
-        points = sorted((math.log(one.bytes), one.bandwidth) for one in self.collectives)
         return travels / interpolated(math.log(travels), points)
+
+    @property
+    def _of_any(self) -> list[Collective]:
+        """The rates of rings without one of their own."""
+        return [one for one in self.collectives if one.what is None]
 
 
 @dataclasses.dataclass(frozen=True)

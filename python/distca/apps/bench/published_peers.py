@@ -150,12 +150,13 @@ def _attention_seconds(name: str, lengths: list[int], gpus: int, phase: str) -> 
     for number in range(len(program.layouts)):
         gathered = program.gathered(number, 0)
         if gathered is not None and phase == "forward":
-            machine.wait_until(machine.network.ring(gathered.groups, machine.now, gathered.forward_bytes))
+            machine.wait_until(machine.network.ring(gathered.groups, machine.now, gathered.forward_bytes, "all_gather"))
         step = machine.dispatch(program.attention(number, 0)[phase], call)
         machine.attend(step, call)
         machine.collect(step, call)
         if gathered is not None and phase == "backward":
-            machine.wait_until(machine.network.ring(gathered.groups, machine.now, gathered.backward_bytes))
+            num_bytes = gathered.backward_bytes
+            machine.wait_until(machine.network.ring(gathered.groups, machine.now, num_bytes, "reduce_scatter"))
         machine.wait_until(machine.now.max().expand_as(machine.now))
     return float(machine.now.max())
 

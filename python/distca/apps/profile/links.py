@@ -16,8 +16,10 @@ from distca.testing import _emulation
 
 #: Bytes of rows that ranks put to their neighbours, and of one row.
 PUT_BYTES, ROW_BYTES = 1 << 24, 1024
-#: Bytes that ranks add up.
+#: Bytes that ranks gather or add up.
 REDUCED = (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)
+#: Collectives of a measurement, and rows of the square products before, between and after them.
+REPEATS, PRODUCT_ROWS = 4, 512
 #: Calls of core attention whose overhead is measured.
 CALLS = 20
 WORD = 0  # of the signals; all are free, because the context takes no steps
@@ -42,15 +44,42 @@ def puts(rounds: int) -> tuple[float, float]:
     return PUT_BYTES / whole, one
 
 
-def collectives(rounds: int) -> list[dict[str, float]]:
-    """The rate of rings by the bytes that each rank sends in one. An all-reduce is two of them."""
+def collectives(rounds: int) -> list[dict[str, Any]]:
+    """The rate of rings by what they do and the bytes that each rank sends in one. An all-reduce is two of them.
+
+    Ranks compute before and after each collective, as in a step. A thread of gloo whose core computes then waits for
+    the core, which takes longer than a small collective on idle ranks.
+    """
     ranks, table = dist.get_world_size(), []
+    factors = torch.randn(2, PRODUCT_ROWS, PRODUCT_ROWS)
+    product = partial(torch.matmul, *factors, out=torch.empty_like(factors[0]))
+    computing = _between_barriers(partial(_in_turns, product), rounds)
+    # Versions of PyTorch that have the newer names deprecate the older ones.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     for num_bytes in REDUCED:
-        tensor = torch.ones(num_bytes // 4)
-        seconds = _between_barriers(partial(dist.all_reduce, tensor), rounds)
-        sent = num_bytes * (ranks - 1) // ranks
-        table.append({"bytes": sent, "bandwidth": 2 * sent / seconds})
+        part = torch.ones(num_bytes // 4 // ranks)
+        whole = torch.ones(ranks * part.numel())
+        sent = 4 * (ranks - 1) * part.numel()
+        for what, rings, collective in (
+            ("all_reduce", 2, partial(dist.all_reduce, whole)),
+            ("all_gather", 1, partial(all_gather, whole, part)),
+            ("reduce_scatter", 1, partial(reduce_scatter, part, whole)),
+        ):
+            both = _between_barriers(partial(_in_turns, product, collective), rounds)
+            alone = _between_barriers(collective, rounds)
+            seconds = max(alone, (both - computing) / REPEATS)
+            table.append({"what": what, "bytes": sent, "bandwidth": rings * sent / seconds})
     return table
+
+
+def _in_turns(product: Callable[[], Any], collective: Callable[[], Any] | None = None) -> None:
+    """Computes a product, and then a collective and a product in turns."""
+    product()
+    for _ in range(REPEATS):
+        if collective is not None:
+            collective()
+        product()
 
 
 def call_overhead(rounds: int) -> float:
