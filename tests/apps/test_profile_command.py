@@ -24,6 +24,7 @@ def _measured(work: Any, heads: distca.Heads, models: list[Any], rounds: int, **
         "gemms": layers.gemms(models, rounds),
         "parts": layers.parts(models, rounds),
         "layer_overhead": layers.layer_overhead(models[0], rounds),
+        "recompute_overhead": layers.recompute_overhead(models[0], rounds),
         "call_overhead": 1e-6,
         "puts": (1e9, 1e-6),
         "collectives": [{"what": "all_gather", "bytes": 8, "bandwidth": 1e6}],

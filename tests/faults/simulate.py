@@ -267,6 +267,13 @@ FAULTS = [
         (SHARDED,),
     ),
     Fault(
+        "running a layer again costs the host nothing",
+        ROOM + "dense.py",
+        "again + Seconds(device.recompute_overhead, 0.0)",
+        "again",
+        (DEVICE,),
+    ),
+    Fault(
         "embedding and logits are not gathered",
         ROOM + "passes.py",
         "weights.begin(machine, phase)",

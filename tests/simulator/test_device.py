@@ -124,6 +124,22 @@ def test_without_a_sharded_optimizer_every_rank_takes_the_whole_step() -> None:
     assert times[False] == pytest.approx(4 * times[True])
 
 
+@pytest.mark.parametrize(("recompute", "times"), [(False, 0), (True, 1)])
+def test_the_host_takes_its_time_for_each_layer_that_is_run_again(recompute: bool, times: int) -> None:
+    seconds = []
+    for overhead in (0.0, 0.25):
+        device = dataclasses.replace(DEVICE, recompute_overhead=overhead)
+        (result,) = simulate(
+            [[[64]]],
+            cluster=dataclasses.replace(cluster(1), device=device),
+            model=MODEL,
+            parallelism=Parallelism(recompute=recompute, save_attention=recompute),
+            strategies=["unbalanced"],
+        )
+        seconds.append(result.seconds)
+    assert seconds[1] - seconds[0] == pytest.approx(times * 0.25 * MODEL.layers)
+
+
 def test_messages_of_one_byte_are_as_many_as_before() -> None:
     matrix = torch.tensor([[0, 8, 0, 5], [0, 0, 0, 0], [3, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.float64)
     network = Network(cluster(4, 2), 1, signal_only=True)
@@ -161,6 +177,7 @@ def test_a_file_may_hold_the_cost_table_of_attention_and_wrong_tables_are_named(
         ("attention", 3, "attention = 3"),
         ("copy_bandwidth", 0, "copy_bandwidth = 0; a positive number"),
         ("layer_overhead", -1, "layer_overhead = -1; seconds from 0 to 1"),
+        ("recompute_overhead", "1", "recompute_overhead = '1'; seconds from 0 to 1"),
     ):
         path.write_text(json.dumps({**content, "device": {**device, name: value}}))
         with pytest.raises(distca.InvalidArgumentError, match=message):

@@ -92,11 +92,12 @@ def _seconds(n: int, cluster: Cluster, model: Model, tensor: int) -> tuple[Secon
     again = products((hidden, queries), (inner, hidden), (inner, hidden))
     again = again + norm + residual + part("activation", inner, 3) + overhead
     after = again + products((hidden, inner)) + residual
+    again_in_backward = again + Seconds(device.recompute_overhead, 0.0)
     # In backward, gradients come together where three projections, two of the MLP, or a residual read the same.
     sums = part("sum", hidden / tensor, 0).forward
     before, after = before + Seconds(0.0, 3 * sums), after + Seconds(0.0, 2 * sums)
     head = products((words, hidden)) + norm + part("loss", words, 2)
-    return part("embedding", hidden / tensor, 0), before, after, again, head
+    return part("embedding", hidden / tensor, 0), before, after, again_in_backward, head
 
 
 def optimizer_seconds(weights: float, cluster: Cluster, model: Model) -> float:

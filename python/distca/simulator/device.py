@@ -90,6 +90,7 @@ class Device:
         launch: seconds that a kernel takes besides.
         parts: times of what memory binds. A part without any takes its bytes over `memory_bandwidth`.
         layer_overhead: seconds that the host needs besides in each layer, in forward and again in backward.
+        recompute_overhead: seconds that the host needs besides for each layer that is run again but for its attention.
         call_overhead: seconds that each call of core attention takes besides.
         copy_bandwidth: bytes a second at which a rank itself copies rows to and from peers' memory, as the CPU's
             transports do. It then computes nothing meanwhile, and waits for the receiver's credit before. None: rows
@@ -104,12 +105,13 @@ class Device:
     launch: float = 0.0
     parts: tuple[PartTime, ...] = ()
     layer_overhead: float = 0.0
+    recompute_overhead: float = 0.0
     call_overhead: float = 0.0
     copy_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         positive("device", self, "peak_tflops memory_bandwidth memory")
-        for name in ("launch", "layer_overhead", "call_overhead"):
+        for name in ("launch", "layer_overhead", "recompute_overhead", "call_overhead"):
             value = getattr(self, name)
             check(f"device: {name}", value, is_number(value, 0, 1), "seconds from 0 to 1")
         if self.copy_bandwidth is not None:

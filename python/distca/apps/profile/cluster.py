@@ -72,6 +72,7 @@ def _measure(heads: Heads, models: list[Model], rounds: int) -> dict[str, Any]:
         "gemms": layers.gemms(models, rounds),
         "parts": layers.parts(models, rounds),
         "layer_overhead": layers.layer_overhead(models[0], 10 * rounds),
+        "recompute_overhead": layers.recompute_overhead(models[0], 10 * rounds),
         "call_overhead": links.call_overhead(3 * rounds),
         "puts": links.puts(10 * rounds),
         "collectives": links.collectives(5 * rounds),

@@ -172,6 +172,35 @@ def layer_overhead(model: Model, rounds: int) -> float:
 
     It is what a layer of one row takes more than its pieces of one row.
     """
+    times = list(timed(_layers(model, lambda forward: forward()), rounds))
+    counts = {"norm": 2, "residual": 2, "activation": 1, "rotary": 1}
+    pieces = [(make, counts[name]) for name, _, make in _pieces(model, 1) if name in counts]
+    pieces += [(partial(_product_of, n, k), 1) for n, k in shapes_of(model)[:-1]]
+    pieces += [(partial(_product_of, *shapes_of(model)[i]), 1) for i in (1, 3)]  # values, and the second of two
+    for make, count in pieces:
+        for phase, seconds in enumerate(timed([make() for _ in range(DEPTH)], rounds)):
+            times[phase] -= count * seconds
+    return max(0.0, statistics.mean(times))
+
+
+def recompute_overhead(model: Model, rounds: int) -> float:
+    """Seconds that a layer takes on the host besides if it is run again, as `distca train` has it.
+
+    It is what a layer of one row takes more than with another forward.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    from distca.checkpoint import save_core_attention
+
+    def checkpointed(forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return checkpoint(forward, use_reentrant=False, context_fn=save_core_attention)
+
+    forward, backward = timed(_layers(model, lambda forward: forward()), rounds)
+    return max(0.0, sum(timed(_layers(model, checkpointed), rounds)) - 2 * forward - backward)
+
+
+def _layers(model: Model, run: Callable[[Callable[[], torch.Tensor]], torch.Tensor]) -> list[Piece]:
+    """Layers of transformers' Llama on one row. `run` calls the forward of one."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -183,21 +212,17 @@ def layer_overhead(model: Model, rounds: int) -> float:
         head_dim=model.head_dim,
     )
     config._attn_implementation = "sdpa"
-    places = torch.randn(2, 1, 1, model.head_dim)
-    wholes = []
+    places = tuple(torch.randn(2, 1, 1, model.head_dim))
+    pieces = []
     for _ in range(DEPTH):
         layer, x = LlamaDecoderLayer(config, 0), torch.randn(1, 1, model.hidden).requires_grad_()
-        forward = partial(layer, x, position_embeddings=tuple(places))
-        wholes.append(Piece((x, *layer.parameters()), lambda forward=forward: (forward(),)))  # type: ignore[misc]
-    times = list(timed(wholes, rounds))
-    counts = {"norm": 2, "residual": 2, "activation": 1, "rotary": 1}
-    pieces = [(make, counts[name]) for name, _, make in _pieces(model, 1) if name in counts]
-    pieces += [(partial(_product_of, n, k), 1) for n, k in shapes_of(model)[:-1]]
-    pieces += [(partial(_product_of, *shapes_of(model)[i]), 1) for i in (1, 3)]  # values, and the second of two
-    for make, count in pieces:
-        for phase, seconds in enumerate(timed([make() for _ in range(DEPTH)], rounds)):
-            times[phase] -= count * seconds
-    return max(0.0, statistics.mean(times))
+        forward = partial(layer, x, position_embeddings=places)
+        pieces.append(Piece((x, *layer.parameters()), partial(_alone, run, forward)))
+    return pieces
+
+
+def _alone(run: Callable[[Callable[[], torch.Tensor]], torch.Tensor], forward: Callable[[], torch.Tensor]) -> Tensors:
+    return (run(forward),)
 
 
 def _product_of(n: int, k: int) -> Piece:
