@@ -19,9 +19,9 @@ from distca.simulator.setup import Model
 
 #: Pieces that are run forward before the first goes backward, like the layers of a model.
 DEPTH = 4
-#: Rows of the products that are measured, and of the other parts.
+#: Rows of the products that are measured, and of the other parts. Logits of more rows would be new memory every time.
 ROWS = (128, 512, 2048, 4096)
-PART_ROWS = (128, 512, 2048, 8192)
+PART_ROWS = (128, 512, 2048, 6144)
 #: Numbers of an optimizer step.
 WEIGHTS = (1 << 16, 1 << 19, 1 << 22, 1 << 24)
 
