@@ -217,9 +217,30 @@ FAULTS = [
     Fault(
         "homes of both ends have rows in order",
         ROOM + "head_tail.py",
-        "Ticking(case, ping_pong=True, layouts=cut_by_document(case))",
+        "Ticking(case, ping_pong=True, layouts=case.layouts(_cut))",
         "Ticking(case, ping_pong=True)",
         (OPTIONS,),
+    ),
+    Fault(
+        "homes of both ends cut short documents too",
+        ROOM + "head_tail.py",
+        "longer_than=sum(lengths) // ranks",
+        "longer_than=0",
+        (OPTIONS,),
+    ),
+    Fault(
+        "long documents are cut one after another",
+        "python/distca/planner/layout.py",
+        "if all(n > longer_than for n in lengths):",
+        "if any(n > longer_than for n in lengths):",
+        ("tests/plan/test_layout.py",),
+    ),
+    Fault(
+        "short documents fill ranks beside what long ones take there",
+        "python/distca/planner/layout.py",
+        "- sum(end - begin for _, begin, end in of_rank)",
+        "- len(of_rank)",
+        ("tests/plan/test_layout.py",),
     ),
     Fault(
         "kept keys take no memory",

@@ -35,6 +35,31 @@ def test_packed_rows_in_rank_order_are_all_rows_of_all_documents_in_order(
     assert layout.num_ranks == ranks
 
 
+@settings(max_examples=100)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 6), st.integers(0, 40))
+def test_documents_that_are_not_long_fill_the_ranks_whole_but_for_one_at_each_border(
+    lengths: list[int], ranks: int, longer_than: int
+) -> None:
+    layout = distca.Layout.head_tail(lengths, ranks=ranks, longer_than=longer_than)  # has every row once, or raises
+    assert layout.document_lengths == lengths
+    long = [document for document, length in enumerate(lengths) if length > longer_than]
+    cut = distca.Layout.head_tail([lengths[document] for document in long], ranks=ranks) if long else None
+    pieces = 0
+    for rank in range(ranks):
+        assert abs(layout.num_rows(rank) - sum(lengths) / ranks) <= len(long) + 1
+        segments = layout.segments(rank)
+        if cut is not None:
+            assert segments[: len(cut.segments(rank))] == [(long[d], b, e) for d, b, e in cut.segments(rank)]
+        pieces += sum(document not in long for document, _, _ in segments)
+    assert pieces - (len(lengths) - len(long)) <= ranks - 1
+
+
+@pytest.mark.parametrize("longer_than", [-1, "4", True, 1.5])
+def test_a_wrong_length_from_which_documents_are_long_is_refused(longer_than: object) -> None:
+    with pytest.raises(distca.InvalidArgumentError, match="layout: longer_than is .*; 0 to .* tokens are allowed"):
+        distca.Layout.head_tail([8], ranks=2, longer_than=longer_than)
+
+
 def test_a_document_that_does_not_fit_goes_on_on_the_next_ranks() -> None:
     layout = distca.Layout.packed([3, 9, 1], ranks=4, tokens_per_rank=4)
     assert [layout.segments(rank) for rank in range(4)] == [
