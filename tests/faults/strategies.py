@@ -224,7 +224,7 @@ FAULTS = [
     Fault(
         "homes of both ends cut short documents too",
         ROOM + "head_tail.py",
-        "longer_than=sum(lengths) // ranks",
+        "longer_than=sum(lengths) // (2 * ranks)",
         "longer_than=0",
         (OPTIONS,),
     ),

@@ -116,8 +116,8 @@ class Layout:
             lengths: lengths in tokens. They may be any; no padding is needed.
             ranks: number of ranks.
             longer_than: only documents of more tokens are cut like that. The others fill the ranks up to equal rows,
-                one after another, and are cut where a rank is full. With the mean rows of a rank the long documents are
-                on all ranks, and nearly all short ones are whole.
+                one after another, and are cut where a rank is full. With half of the mean rows of a rank the long
+                documents are on all ranks, and nearly all short ones are whole.
 
         Raises:
             InvalidArgumentError: a number is out of range.

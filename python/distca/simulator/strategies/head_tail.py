@@ -11,9 +11,9 @@ from distca.simulator.ticking import Ticking
 class HeadTail(Strategy):
     """Plans of `distca.plan` on the rows of `distca.Layout.head_tail`, for each half of `distca.halves`.
 
-    A document is long if it has more tokens than a rank of its context parallel group has rows. The keys of a long
-    document leave through the ports of all its group. Short documents are whole, but for one at most on each border
-    between ranks.
+    A document is long if it has more tokens than half of a rank's rows. The keys of a long document leave through the
+    ports of all its context parallel group. Short documents are whole, but for one at most on each border between
+    ranks.
     """
 
     name = "distca-head-tail"
@@ -29,4 +29,4 @@ class HeadTail(Strategy):
 
 
 def _cut(lengths: list[int], ranks: int) -> Layout:
-    return Layout.head_tail(lengths, ranks=ranks, longer_than=sum(lengths) // ranks)
+    return Layout.head_tail(lengths, ranks=ranks, longer_than=sum(lengths) // (2 * ranks))
