@@ -103,10 +103,12 @@ def test_windows_and_full_masks_are_as_exact_as_pytorch_and_the_same_bits_in_eve
     pool.check()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_head_tail_layouts_and_float16_are_as_exact_as_pytorch(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "long_from"), [(1, 0), (2, 0), (3, 0), (8, 0), (3, 0.5), (8, 0.5)])
+def test_head_tail_layouts_and_float16_are_as_exact_as_pytorch(ranks: int, long_from: float) -> None:
     shape = distca.Heads(8, 2, 64, dtype=torch.float16)
-    layout = distca.Layout.head_tail(LENGTHS, ranks=ranks)
+    longer_than = int(long_from * sum(LENGTHS) / ranks)
+    assert not longer_than or min(LENGTHS) <= longer_than < max(LENGTHS)
+    layout = distca.Layout.head_tail(LENGTHS, ranks=ranks, longer_than=longer_than)
     plans = {seed: distca.plan(layout, shape, tolerance=0.0, min_rows=1) for seed in (33, 34)}
     _check_against_pytorch(shape, plans, fused=True)
 
