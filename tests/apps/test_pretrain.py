@@ -88,8 +88,8 @@ def _both(folder: Path, cases: dict[str, dict[str, str]]) -> list[tuple[str, dic
 
 
 @pytest.fixture(scope="module")
-def errors(folder: Path) -> list[str]:
-    """What went wrong in the runs, of which there are the logs."""
+def all_runs(folder: Path) -> None:
+    """Takes all runs, of which there are then the logs."""
     cache = folder / "cache"
     resumed = [
         ("resumed", _variables(folder, changes))
@@ -100,14 +100,13 @@ def errors(folder: Path) -> list[str]:
             {"MICRO_BATCHES": "2", "FORGOTTEN": "3"},
         )
     ]
-    two = launch(run_all, folder, cache, [*_both(folder, TWO), *resumed], ranks=2)
-    four = launch(run_all, folder, cache, _both(folder, FOUR), ranks=4)
-    return [error for of_rank in two + four for error in of_rank if error]
+    launch(run_all, folder, cache, [*_both(folder, TWO), *resumed], ranks=2)
+    launch(run_all, folder, cache, _both(folder, FOUR), ranks=4)
 
 
+@pytest.mark.usefixtures("all_runs")
 @pytest.mark.parametrize("name", [*TWO, *FOUR])
-def test_losses_and_norms_are_those_of_megatrons_schedule(errors: list[str], folder: Path, name: str) -> None:
-    assert errors == []
+def test_losses_and_norms_are_those_of_megatrons_schedule(folder: Path, name: str) -> None:
     ours, theirs = (log_of(folder / f"{name}, {attention}") for attention in ("distca", "megatron"))
     assert len(ours) == 3
     for mine, other in zip(ours, theirs, strict=True):
@@ -121,8 +120,8 @@ def test_losses_and_norms_are_those_of_megatrons_schedule(errors: list[str], fol
     assert all(step["imbalance_after"] < 1.2 for step in ours) and "imbalance_after" not in theirs[0]
 
 
-def test_a_run_goes_on_at_another_split(errors: list[str], folder: Path) -> None:
-    assert errors == []
+@pytest.mark.usefixtures("all_runs")
+def test_a_run_goes_on_at_another_split(folder: Path) -> None:
     logs = [log_of(folder / f"resumed {number}") for number in range(4)]
     assert [[step["lr"] for step in log] for log in logs[1:]] == [[step["lr"] for step in logs[0]]] * 3
     losses = [[step["loss"] for step in log] for log in logs]
@@ -301,8 +300,8 @@ def test_a_run_that_goes_on_with_another_optimizer_is_told_what_to_set(tmp_path:
         checkpoints.load(tmp_path, [], None, documents=7, fixed={name: False})
 
 
-def test_what_a_resumed_run_must_have_too_is_in_the_checkpoint(errors: list[str], folder: Path) -> None:
-    assert errors == []
+@pytest.mark.usefixtures("all_runs")
+def test_what_a_resumed_run_must_have_too_is_in_the_checkpoint(folder: Path) -> None:
     fixed = json.loads((folder / "resumed 0" / "step-3" / "run.json").read_text())["fixed"]
     assert fixed["DISTRIBUTED_OPTIMIZER"] is False and fixed["TOKENS_PER_RANK"] == 128 and "PING_PONG" not in fixed
 

@@ -241,7 +241,7 @@ FAULTS = [
     Fault(
         "a ring takes the link's bandwidth whatever is known of its size",
         ROOM + "setup.py",
-        "if not self.collectives:",
+        "if not points:",
         "if True:",
         (DEVICE,),
     ),

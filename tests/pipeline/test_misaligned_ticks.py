@@ -111,7 +111,8 @@ def a_layer_keeps_the_plan_of_its_first_tick(context: distca.Context, wrong: boo
     _iterate(Ticks(plans, context=context), forward=forward)
 
 
-@mistake(r'"tick 2 of 8, backward" on rank [012], "tick 1 of 8, forward" on rank 3')
+# Either side may find it first, and then names the other one first.
+@mistake(r'(?=.*"tick 2 of 8, backward" on rank [012])(?=.*"tick 1 of 8, forward" on rank 3)')
 def backward_gets_the_plan_of_forward(context: distca.Context, wrong: bool) -> None:
     plans = _plans(context)
 

@@ -17,8 +17,8 @@ from support.process_groups import leave_all_groups
 COMMON = {"STEPS": "3", "TOKENS_PER_RANK": "128", "MAX_DOCUMENT": "100", "MICRO_BATCHES": "4", "LAYERS": "4"}
 
 
-def run(folder: Path, name: str, **variables: str) -> str:
-    """A run of the tiny model in this process group. Returns the error, or nothing.
+def run(folder: Path, name: str, **variables: str) -> None:
+    """A run of the tiny model in this process group.
 
     With the variable FORGOTTEN the run of the same name before it goes on without its checkpoint of that step.
     """
@@ -34,20 +34,20 @@ def run(folder: Path, name: str, **variables: str) -> str:
     dist.barrier()
     try:
         train(options, run_dir)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    except Exception as error:  # the other ranks may wait for this one; `launch` ends them
+        raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error
     dist.barrier()
     leave_all_groups()
     if dist.get_rank() == 0:  # the next run of this name goes on in this folder, and this log is kept
         number = len(list(folder.glob(f"{name} [0-9]")))
         shutil.copytree(run_dir, folder / f"{name} {number}", ignore=lambda *_: ["tensorboard"])
-    return ""
 
 
-def run_all(folder: Path, cache: Path, runs: list[tuple[str, dict[str, str]]]) -> list[str]:
+def run_all(folder: Path, cache: Path, runs: list[tuple[str, dict[str, str]]]) -> None:
     """Runs one after the other."""
     os.environ["DISTCA_CACHE"] = str(cache)
-    return [run(folder, name, **variables) for name, variables in runs]
+    for name, variables in runs:
+        run(folder, name, **variables)
 
 
 def log_of(run_dir: Path) -> list[dict[str, Any]]:
