@@ -132,7 +132,8 @@ class Layout:
         """
         lengths = listed("layout", "lengths", lengths, "a list of lengths")
         try:
-            whole = cls._wrap(_C.Layout.head_tail([index(n) for n in lengths], ranks))
+            lengths = [index(n) for n in lengths]
+            whole = cls._wrap(_C.Layout.head_tail(lengths, ranks))
         except TypeError:
             raise _bad_length(("", n) for n in lengths) from None
         if not is_whole(longer_than, 0, _MOST_ROWS):

@@ -90,5 +90,11 @@ def _at_its_best(device: Device) -> Device:
         )
         parts.append(PartTime(name, 1, forward, backward))
     return dataclasses.replace(
-        device, gemms=tuple(gemms), parts=tuple(parts), launch=0.0, layer_overhead=0.0, call_overhead=0.0
+        device,
+        gemms=tuple(gemms),
+        parts=tuple(parts),
+        launch=0.0,
+        layer_overhead=0.0,
+        recompute_overhead=0.0,
+        call_overhead=0.0,
     )
