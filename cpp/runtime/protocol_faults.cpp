@@ -284,6 +284,7 @@ void Protocol::refuse(const std::string& why) noexcept {
     bool is_fault = transport_->is_collective();  // the others wait in an exchange, or will
     if (!is_fault) {
       for (int64_t p = 0; p < num_ranks(); ++p) send_text(p, why);
+      if (!stream_) transport_->quiet();  // peers read the reason as soon as they see the word
       transport_->publish(signals_.call(call), call << kCallShift | static_cast<uint64_t>(Part::kRefused) << 1);
       // As in `publish`: if one of two neighbours refuses the call, at least one of them sees it here. A peer whose
       // history of this call is gone has made it.

@@ -300,6 +300,13 @@ FAULTS = [
         (TENSOR_FAULTS,),
     ),
     Fault(
+        "a refused call is known before its reason",
+        "cpp/runtime/protocol_faults.cpp",
+        "if (!stream_) transport_->quiet();",
+        "",
+        (TENSOR_FAULTS,),
+    ),
+    Fault(
         "other tensor ranks are not told of a fault",
         "cpp/runtime/protocol_faults.cpp",
         "if (on_fault_ && fault_.code != FaultCode::kElsewhere)",

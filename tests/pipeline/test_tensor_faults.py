@@ -114,6 +114,15 @@ def test_a_killed_process_is_named_by_those_that_compute(group: Group) -> None:
 
 
 def test_a_call_that_one_process_refuses_is_told_to_all_with_the_reason(group: Group) -> None:
+    refuse_and_expect_the_reason(group)
+
+
+def test_the_reason_of_a_refusal_is_there_before_anybody_looks_for_it() -> None:
+    with processes(link=distca.Link(1e9, 0.1)) as group:
+        refuse_and_expect_the_reason(group)
+
+
+def refuse_and_expect_the_reason(group: Group) -> None:
     group.tell("forward until a fault", OTHERS)
     group.send(VICTIM, "refuse")
     assert group.receive(VICTIM)[0] == "InvalidArgumentError"
