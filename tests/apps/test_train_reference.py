@@ -1,6 +1,6 @@
 """A whole run of `distca train` beside a plain transformers.Trainer on one process: the same losses and weights.
 
-Two layers of Qwen3 from a checkpoint of transformers, a tokenizer trained on the spot, 15 steps of two micro-batches.
+Two layers of Qwen3 from a checkpoint of transformers, a tokenizer trained on the spot, 30 steps of two micro-batches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from support.once import made_once
 from support.ranks import launch
 from support.train_runs import metrics_in, without_pictures
 
-STEPS, ACCUMULATE, TOKENS, EVAL_EVERY = 15, 2, 96, 5
+STEPS, ACCUMULATE, TOKENS, EVAL_EVERY = 30, 2, 96, 10
 QWEN3 = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],

@@ -19,7 +19,7 @@ SECONDS = 2.0
 FORMS = {
     "stages of tensor ranks": ("--ranks", "4", "--tokens-per-rank", "128", "--pipeline", "2", "--tensor", "2"),
     "shards in stages": ("--ranks", "4", "--tokens-per-rank", "64", "--pipeline", "2", "--tensor", "1", "--fsdp"),
-    "tensor ranks": ("--ranks", "4", "--tokens-per-rank", "64", "--pipeline", "1", "--tensor", "2"),
+    "tensor ranks": ("--ranks", "4", "--tokens-per-rank", "64", "--pipeline", "1", "--tensor", "2", "--no-fsdp"),
     "chunks": ("--ranks", "4", "--tokens-per-rank", "64", "--pipeline", "2", "--tensor", "1", "--chunks", "2"),
 }
 
@@ -58,13 +58,20 @@ def _killed(arguments: list[str], run: Path, taken: int, chance: random.Random) 
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("stages of tensor ranks", "shards in stages"), ("tensor ranks", "chunks")]
+    ("before", "after"),
+    [
+        ("stages of tensor ranks", "shards in stages"),
+        ("shards in stages", "tensor ranks"),
+        ("tensor ranks", "chunks"),
+        ("chunks", "stages of tensor ranks"),
+        ("stages of tensor ranks", "chunks"),
+    ],
 )
 def test_a_killed_rank_ends_all_processes_within_two_seconds_and_the_run_goes_on_in_another_form(
     before: str, after: str, tmp_path: Path
 ) -> None:
     write_texts(tmp_path / "data")
-    run, chance = tmp_path / "runs" / "run", random.Random(before)
+    run, chance = tmp_path / "runs" / "run", random.Random(f"{before}, {after}")
     small = ["--hidden", "32", "--layers", "4", "--micro-batches", "4", "--checkpoint-every", "1", "--steps", "100000"]
     places = ["--data", str(tmp_path / "data"), "--runs-dir", str(tmp_path / "runs"), "--name", "run"]
     taken = 0
