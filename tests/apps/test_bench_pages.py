@@ -201,13 +201,14 @@ def test_one_comparison_is_made_and_the_others_stay(tmp_path: Path, monkeypatch:
         return _compared(f"{cell.part}: {cell.name}", {"ring": 1.0, "distca": len(made)}, {})
 
     monkeypatch.setattr(when_it_pays, "compared", compared)
-    file = tmp_path / "out.json"
+    file, page = tmp_path / "out.json", _page(tmp_path, "when-it-pays")
     for name in ("documents: one long", "documents: equal", "documents: one long"):
-        assert main(["bench", "when-it-pays", "--only", name, "--json", str(file)]) == 0
+        assert main(["bench", "when-it-pays", "--only", name, "--json", str(file), "--page", str(page)]) == 0
     assert made == [("one long", 1), ("equal", 1), ("one long", 1)]
     cells = json.loads(file.read_text())["details"]["cells"]
     rates = [cell["draws"][0]["strategies"][1]["result"]["tokens_per_second"] for cell in cells]
     assert [cell["name"] for cell in cells] == ["equal", "one long"] and rates == [2, 3]
+    assert "| distca / ring 3.000, 2.88 to 3.13 | yes |" in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -216,6 +217,8 @@ def test_one_comparison_is_made_and_the_others_stay(tmp_path: Path, monkeypatch:
         (["when-it-pays", "--only", "documents: equal"], "--only is for"),
         (["simulator", "--only", "documents: equal", "--json", "out.json"], "--only is for"),
         (["when-it-pays", "--only", "equal", "--json", "out.json"], "the comparisons are documents: equal; "),
+        (["when-it-pays", "--only", "documents: equal", "--json", "out.json", "--results", "."], "cannot be given"),
+        (["when-it-pays", "--only", "documents: equal", "--json", "out.json", "--from", "in.json"], "cannot be given"),
     ],
 )
 def test_a_comparison_that_is_not_there_is_refused(

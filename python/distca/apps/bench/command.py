@@ -8,7 +8,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from distca.apps.bench.harness import read_result, write_report
+from distca.apps.bench.harness import Result, read_result, write_report
 from distca.apps.bench.page import rewrite
 from distca.apps.common.options import add_debug
 from distca.errors import InvalidArgumentError
@@ -104,13 +104,14 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.sweep:
         return _sweep(options)
-    if options.only is not None:
-        return _only(options)
     for option, value, having in (("--page", options.page, PAGES), ("--plot", options.plot, PICTURES)):
         if value is not None and options.benchmark not in having:
             raise InvalidArgumentError(f"{option} is for {', '.join(having)}; bench {options.benchmark} has none")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise InvalidArgumentError("--plot needs matplotlib: pip install matplotlib")
+    if options.only is not None:
+        _show(_only(options).content, options)
+        return 0
     if options.source is not None:
         if options.page is None and options.plot is None:
             raise InvalidArgumentError("--from is for --page and --plot: give one of them")
@@ -149,16 +150,18 @@ def _sweep(options: argparse.Namespace) -> int:
     return 0
 
 
-def _only(options: argparse.Namespace) -> int:
+def _only(options: argparse.Namespace) -> Result:
     if options.benchmark != "when-it-pays" or options.json is None:
         raise InvalidArgumentError("--only is for `distca bench when-it-pays --json FILE` alone")
+    if options.results is not None or options.source is not None:
+        raise InvalidArgumentError("--only makes one comparison: it cannot be given with --results or --from")
     from distca.apps.bench import when_it_pays
 
     earlier = read_result(options.json, options.benchmark) if options.json.exists() else None
     result = when_it_pays.run_only(options.only, options.rounds, earlier)
     print(result.table(), flush=True)
     result.write(options.json)
-    return 0
+    return result
 
 
 def _show(content: dict[str, Any], options: argparse.Namespace) -> None:
