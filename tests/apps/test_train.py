@@ -96,25 +96,47 @@ def test_every_step_is_full_and_every_document_is_used_once_an_epoch() -> None:
     assert steps != list(itertools.islice(pack_steps(lengths, 10, seed=4), 19))
 
 
-def test_every_row_has_the_next_byte_of_its_document_as_target_across_all_cuts() -> None:
+@pytest.mark.parametrize("head_tail", [False, True])
+def test_every_row_has_the_next_byte_of_its_document_as_target_across_all_cuts(head_tail: bool) -> None:
     # No byte occurs twice, so a row names its document and position.
     alphabet = bytes(range(256))
     corpus = Corpus.of([alphabet[0:5], alphabet[5:6], alphabet[6:49], alphabet[49:120]])
     following = {row: row + 1 for row in range(120)} | dict.fromkeys((4, 5, 48, 119), NO_TARGET)
     ranks, tokens = 3, 8
-    packed = [Batches(corpus, rank=rank, ranks=ranks, tokens_per_rank=tokens, steps=5, seed=1) for rank in range(ranks)]
+    packed = [
+        Batches(corpus, rank=rank, ranks=ranks, tokens_per_rank=tokens, steps=5, seed=1, head_tail=head_tail)
+        for rank in range(ranks)
+    ]
+    most = TrainConfig(ranks=ranks, tokens_per_rank=tokens, homes="head-tail" if head_tail else "packed").most_rows
+    assert most == tokens or head_tail
     rows: list[int] = []
     for batches in zip(*packed, strict=True):
         valid = 0
         for rank, batch in enumerate(batches):
-            assert batch.input_ids.shape == batch.labels.shape == (1, tokens)
-            assert batch.layout.num_rows(rank) == tokens
+            count = batch.layout.num_rows(rank)
+            assert batch.input_ids.shape == batch.labels.shape == (1, count)
+            assert count == tokens if not head_tail else tokens - 2 * ranks <= count <= most
             ids = batch.input_ids[0].tolist()
             assert batch.labels[0].tolist() == [following[row] for row in ids]
             valid += int((batch.labels != NO_TARGET).sum())
             rows += ids
         assert [batch.num_targets for batch in batches] == [valid] * ranks
     assert sorted(rows) == list(range(120))
+
+
+def test_head_tail_long_documents_are_on_all_ranks_from_both_ends_and_short_ones_whole() -> None:
+    corpus = Corpus.of([bytes(range(40)), bytes(range(100, 106)), bytes(range(110, 118)), bytes(range(120, 130))])
+    layouts = []
+    for head_tail in (False, True):
+        (batch,) = Batches(corpus, rank=0, ranks=2, tokens_per_rank=32, steps=1, seed=0, head_tail=head_tail)
+        layouts.append(batch.layout)
+    packed, shared = layouts
+    assert packed.document_lengths == shared.document_lengths and sorted(packed.document_lengths) == [6, 8, 10, 40]
+    long = packed.document_lengths.index(40)
+    for rank, parts in enumerate(([(0, 10), (30, 40)], [(10, 20), (20, 30)])):
+        assert [(begin, end) for document, begin, end in shared.segments(rank) if document == long] == parts
+        assert shared.num_rows(rank) == 32
+    assert len(shared.segments(0)) + len(shared.segments(1)) == 4 + 4  # a short one fills both ranks
 
 
 def test_segments_of_a_batch_are_the_rows_of_its_tensors() -> None:

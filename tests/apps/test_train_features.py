@@ -51,6 +51,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "checkpoint, fsdp": {**CHECKPOINT, "fsdp": True},
     "checkpoint, ping-pong": {**CHECKPOINT, "ping_pong": True},
     "checkpoint, retain": {**CHECKPOINT, "retain_bytes": 1 << 20},
+    "head-tail": {"homes": "head-tail"},
+    "head-tail, all": {"homes": "head-tail", "fsdp": True, "ping_pong": True, "compare": True, **CHECKPOINT},
+    "head-tail, evaluate": {**EVALUATE, "homes": "head-tail"},
     "accumulate": ACCUMULATE,
     "accumulate, fsdp": {**ACCUMULATE, "fsdp": True},
     "accumulate, ping-pong": {**ACCUMULATE, "ping_pong": True},
@@ -164,6 +167,15 @@ def test_rotary_frequencies_stay_in_float32_in_a_model_of_bfloat16() -> None:
 def test_checkpointed_layers_have_the_losses_of_the_others_and_move_as_much(runs: Path) -> None:
     for name in [name for name in RUNS if name.startswith("checkpoint")]:
         assert _of_steps(runs / name, "loss") == pytest.approx(_of_steps(runs / "plain", "loss"), rel=1e-6), name
+
+
+def test_steps_are_the_same_wherever_documents_lie(runs: Path) -> None:
+    for name in [name for name in RUNS if name.startswith("head-tail")]:
+        assert _of_steps(runs / name, "loss") == pytest.approx(_of_steps(runs / "plain", "loss"), rel=1e-6), name
+        assert _of_steps(runs / name, "tokens") == _of_steps(runs / "plain", "tokens"), name
+    assert _of_steps(runs / "head-tail", "bytes") != _of_steps(runs / "plain", "bytes")
+    evaluated = [_evaluated(runs / name) for name in ("evaluate", "head-tail, evaluate")]
+    assert list(evaluated[1].values()) == pytest.approx(list(evaluated[0].values()), rel=1e-6)
 
 
 def test_attention_of_a_checkpointed_layer_runs_once(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ EXACT = {
     "shards of tensor ranks, evaluated": Way(4, {**TENSOR, **SHARDS}, options=UNEVEN),
     "tensor ranks in ping-pong, recomputed": Way(4, {**TENSOR, **RECOMPUTED, "ping_pong": True}),
     "one micro-batch, not balanced": Way(4, {**BOTH, "balance": "off"}, options={"accumulate": 1}),
+    "chunks of data ranks, head-tail": Way(4, {**STAGES, "chunks": 2, "homes": "head-tail"}),
+    "tensor ranks in ping-pong, head-tail": Way(4, {**TENSOR, "ping_pong": True, "homes": "head-tail"}),
     "five micro-batches, compared": Way(4, {**STAGES, "compare": True}, options={"accumulate": 5}),
     **{f"{model}, chunks of tensor ranks": Way(4, {**BOTH, "chunks": 2}, model) for model in FAMILIES},
     **{f"{model}, shards in stages": Way(4, {**STAGES, **SHARDS}, model) for model in FAMILIES},

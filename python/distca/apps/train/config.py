@@ -14,6 +14,9 @@ from distca.apps.common.options import ConfigError
 from distca.apps.common.sources import STANDARD_LIBRARY_SCALE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HOMES = ("packed", "head-tail")
+"""Where the documents of a micro-batch may lie."""
+
 TINY = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2}
 """The shape of the model that is trained without `--model`."""
 
@@ -170,6 +173,14 @@ class TrainConfig:
     )
     tolerance: float = field(
         default=0.05, metadata=_about("how far the largest attention load may be above the mean, as a fraction")
+    )
+    homes: str = field(
+        default=HOMES[0],
+        metadata=_about(
+            "where documents lie: packed: one after another over the data ranks; head-tail: those of more than half of "
+            "--tokens-per-rank on all data ranks, each of which holds a part from either end",
+            choices=HOMES,
+        ),
     )
     retain_bytes: int = field(
         default=0,
@@ -392,6 +403,11 @@ class TrainConfig:
         """Tokens of all ranks in a micro-batch. They alone decide which documents it holds."""
         return self.data_ranks * self.tokens_per_rank
 
+    @property
+    def most_rows(self) -> int:
+        """Rows that a rank may hold. Parts of a long document differ by a row or two, and few documents are long."""
+        return self.tokens_per_rank + (4 * self.data_ranks if self.homes == "head-tail" else 0)
+
     def as_json(self) -> dict[str, Any]:
         values = {option.name: getattr(self, option.name) for option in fields(self)}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
@@ -424,7 +440,7 @@ OPTION_TYPES: dict[str, Callable[[str], Any]] = {
     "layers_per_stage": str, "tensor": int, "data": Path, "doc_scale": float, "tokenizer": Path, "model": str,
     "hidden": int, "layers": int, "heads": int, "kv_heads": int, "dtype": str, "master_weights": bool, "lr": float,
     "schedule": str, "warmup_steps": int, "weight_decay": float, "clip_norm": float, "seed": int, "balance": str,
-    "tolerance": float, "retain_bytes": int, "compare": bool, "fsdp": bool, "compile": bool,
+    "homes": str, "tolerance": float, "retain_bytes": int, "compare": bool, "fsdp": bool, "compile": bool,
     "checkpoint_activations": bool, "ping_pong": bool, "eval_data": Path, "eval_fraction": float, "eval_every": int,
     "eval_steps": int, "checkpoint_every": int, "keep_checkpoints": int, "export": Path, "trace": str, "nsys": bool,
     "log_memory": bool, "track": str, "timeout": float, "name": str, "runs_dir": Path,

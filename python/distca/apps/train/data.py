@@ -1,8 +1,9 @@
 """Batches: a stream of documents, packed into the ranks of each step.
 
 Every rank reads the same documents in the same order. Therefore each knows the layout of all ranks without any traffic.
-Documents are packed with spill-over: one that does not fit on a rank continues on the next rank. What does not fit into
-a step is a document of its own in the next step. Targets are shifted within the whole document before any cut.
+Documents are packed with spill-over: one that does not fit on a rank continues on the next rank. Head-tail, all ranks
+share each long document, and the others are packed. What does not fit into a step is a document of its own in the next
+step. Targets are shifted within the whole document before any cut.
 Therefore the last token of a segment has its target wherever the next token lives; only the last token of a document
 has none.
 """
@@ -48,13 +49,23 @@ class Batch:
 class Batches:
     """The batches of one rank from step `start` on; `len()` is their number.
 
-    What a step holds depends on the seed and on the product `ranks * tokens_per_rank`, not on its factors.
+    What a step holds depends on the seed and on the product `ranks * tokens_per_rank`, not on its factors, nor on
+    where documents lie: `head_tail` shares those of more than half of `tokens_per_rank` among all ranks.
     """
 
     def __init__(
-        self, corpus: Corpus, *, rank: int, ranks: int, tokens_per_rank: int, steps: int, seed: int, start: int = 0
+        self,
+        corpus: Corpus,
+        *,
+        rank: int,
+        ranks: int,
+        tokens_per_rank: int,
+        steps: int,
+        seed: int,
+        start: int = 0,
+        head_tail: bool = False,
     ) -> None:
-        self._corpus = corpus
+        self._corpus, self._head_tail = corpus, head_tail
         self._rank, self._ranks = rank, ranks
         self._tokens_per_rank = tokens_per_rank
         self._start, self._steps, self._seed = start, steps, seed
@@ -68,9 +79,11 @@ class Batches:
             yield self._batch(pieces)
 
     def _batch(self, pieces: list[Piece]) -> Batch:
-        layout = Layout.packed(
-            [piece.end - piece.begin for piece in pieces], ranks=self._ranks, tokens_per_rank=self._tokens_per_rank
-        )
+        lengths = [piece.end - piece.begin for piece in pieces]
+        if self._head_tail:
+            layout = Layout.head_tail(lengths, ranks=self._ranks, longer_than=self._tokens_per_rank // 2)
+        else:
+            layout = Layout.packed(lengths, ranks=self._ranks, tokens_per_rank=self._tokens_per_rank)
         targets_of = tuple(
             piece.end - piece.begin - (piece.end == len(self._corpus.document(piece.document))) for piece in pieces
         )

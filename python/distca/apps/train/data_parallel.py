@@ -62,7 +62,7 @@ class DataParallel:
     def context(self) -> Context:
         """Makes the context of the run. It is collective."""
         config = self._config
-        return init(max_tokens=config.tokens_per_rank, heads=self._heads, timeout=config.timeout, nsys=config.nsys)
+        return init(max_tokens=config.most_rows, heads=self._heads, timeout=config.timeout, nsys=config.nsys)
 
     @contextmanager
     def steps(self, batches: Batches, context: Context, how: str) -> Iterator[Iterator[MicroBatches]]:

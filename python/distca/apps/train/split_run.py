@@ -76,7 +76,7 @@ class SplitRun:
         """Makes the context of the run. It is collective."""
         config, mesh = self._config, self._split.mesh
         return init(
-            max_tokens=config.tokens_per_rank,
+            max_tokens=config.most_rows,
             heads=self._heads,
             tensor_parallel=mesh["tp"] if self._split.tensor > 1 else None,
             pipeline_parallel=mesh["pp"],
