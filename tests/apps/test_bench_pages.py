@@ -164,7 +164,7 @@ def _compared(name: str, rates: dict[str, float], data: dict[str, int]) -> dict[
         for one, rate in rates.items()
     ]
     strategies.append({"strategy": "wlb", "parallelism": None, "result": None})
-    verdict = {"ours": "distca", "other": "ring", "speedup": 1.0}
+    verdict = {"ours": "distca", "other": "ring", "speedup": 1.0, "reason": None}
     part, _, name = name.partition(": ")
     return {"part": part, "name": name, "gpus": 64, "draws": [{"verdict": verdict, "strategies": strategies}]}
 
@@ -180,8 +180,10 @@ def test_tables_of_when_it_pays_have_the_fastest_of_either_side_and_its_interval
         {"ring": 4},
     )
     second = _compared("grid: small", {"ring": 64000, "distca-rows": 65280}, {})
+    even = _compared("grid: even", {"ring": 64000, "distca": 128000}, {})
+    even["draws"][0]["verdict"]["reason"] = "all sequences have equal attention"
     source, page = tmp_path / "out.json", _page(tmp_path, "when-it-pays")
-    source.write_text(json.dumps({"benchmark": "when-it-pays", "details": {"cells": [first, second]}}))
+    source.write_text(json.dumps({"benchmark": "when-it-pays", "details": {"cells": [first, second, even]}}))
     assert main(["bench", "when-it-pays", "--from", str(source), "--page", str(page)]) == 0
     lines = page.read_text().splitlines()
     columns = "unbalanced | ring | distca | distca-single | distca-rows"
@@ -190,10 +192,12 @@ def test_tables_of_when_it_pays_have_the_fastest_of_either_side_and_its_interval
         "| llama-8b, 128K, 64 GPUs | 100 | 1,000 | 1,500 | 500 | - | distca / ring 1.500, 1.36 to 1.67 | yes |" in lines
     )
     assert "| small | - | 1,000 | - | - | 1,020 | distca-rows / ring 1.020, 0.97 to 1.07 | no |" in lines
+    assert "| even | - | 1,000 | 2,000 | - | - | distca / ring 2.000, 1.90 to 2.11 | no |" in lines
     assert "| ring | 2.00 s | 40.0 % | 25 % | 12 % | 3 GB | 7 GB | d4 c2 |" in lines
 
 
 def test_one_comparison_is_made_and_the_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distca.apps.bench.when_it_pays_page.errors", lambda: Errors(0.2, 0.1, 0.05))
     made = []
 
     def compared(cell: when_it_pays.Cell, draws: int) -> dict[str, Any]:
@@ -208,7 +212,7 @@ def test_one_comparison_is_made_and_the_others_stay(tmp_path: Path, monkeypatch:
     cells = json.loads(file.read_text())["details"]["cells"]
     rates = [cell["draws"][0]["strategies"][1]["result"]["tokens_per_second"] for cell in cells]
     assert [cell["name"] for cell in cells] == ["equal", "one long"] and rates == [2, 3]
-    assert "| distca / ring 3.000, 2.88 to 3.13 | yes |" in page.read_text()
+    assert "| distca / ring 3.000, 2.86 to 3.16 | yes |" in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import distca
 from distca.apps.cli import main
-from distca.apps.profile import layers, links
+from distca.apps.profile import contention, layers, links, sharding
 from distca.apps.profile.cluster import tiny_llama
 from distca.simulator.reading import read_cluster
 from distca.simulator.setup import COLLECTIVES
 from support.ranks import launch
 
 
-def _measured(work: Any, heads: distca.Heads, models: list[Any], rounds: int, **_: Any) -> list[dict[str, Any]]:
-    """What two ranks measure, but for links: these need other processes."""
-    one = {
+def _measured(work: Any, heads: distca.Heads, models: list[Any], rounds: int, **_: Any) -> list[Any]:
+    """What two ranks measure, but for what they do together: it needs other processes."""
+    alone = {
         "gemms": layers.gemms(models, rounds),
         "parts": layers.parts(models, rounds),
         "layer_overhead": layers.layer_overhead(models[0], rounds),
         "recompute_overhead": layers.recompute_overhead(models[0], rounds),
+        "attention": [{"q_rows": 1, "kv_rows": 1, "forward_ns": 2.0, "backward_ns": 4.0}],
+    }
+    together = {
+        "contention": 1.25,
         "call_overhead": 1e-6,
         "puts": (1e9, 1e-6),
         "collectives": [{"what": "all_gather", "bytes": 8, "bandwidth": 1e6}],
-        "attention": [{"q_rows": 1, "kv_rows": 1, "forward_ns": 2.0, "backward_ns": 4.0}],
     }
-    other = {**one, "puts": (3e9, 3e-6), "call_overhead": 3e-6}
-    return [one, other]
+    return [(alone, together), ({}, {**together, "puts": (3e9, 3e-6), "call_overhead": 3e-6})]
 
 
 def test_the_file_of_a_profile_is_a_cluster_with_the_mean_of_the_ranks(
@@ -48,7 +53,7 @@ def test_the_file_of_a_profile_is_a_cluster_with_the_mean_of_the_ranks(
     assert "2 ranks measured" in capsys.readouterr().out
     cluster = read_cluster(out)
     assert (cluster.ranks, cluster.inside.bandwidth, cluster.device.copy_bandwidth) == (2, 2e9, 2e9)
-    assert cluster.device.call_overhead == pytest.approx(2e-6)
+    assert cluster.device.call_overhead == pytest.approx(2e-6) and cluster.device.contention == 1.25
     # One pair of 8 heads of 64 takes 12 x 512 operations, here in 6 ns. No product of one thread is as fast.
     assert cluster.device.peak_tflops == pytest.approx(1.024)
     # Products of a Llama with one query head of 64, and every part.
@@ -84,8 +89,59 @@ def _links() -> tuple[tuple[float, float], list[dict[str, float]], float]:
 def test_links_are_measured_between_processes() -> None:
     for (bandwidth, latency), rings, call in launch(_links, ranks=2):
         assert bandwidth > 0 and 0 < latency < 1 and 0 < call < 1
-        assert {ring["what"] for ring in rings} == set(COLLECTIVES)
+        assert {ring["what"] for ring in rings} == {what for what, instead in COLLECTIVES.items() if instead is None}
         assert all(ring["bytes"] == 32 and ring["bandwidth"] > 0 for ring in rings)
+
+
+def _sharded() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What two ranks find, and what they find if layers take 1 s and 3 s, and sharded ones 9 s and 23 s."""
+    models = [tiny_llama(64, distca.Heads(q=1, kv=1, dim=64), 8)]
+    real = sharding.sharded_weights(models, 1)
+
+    def seconds(layers: torch.nn.Module) -> tuple[float, float]:
+        is_sharded = any("FSDP" in type(layer).__name__ for layer in layers.modules())
+        return (9.0, 23.0) if is_sharded else (1.0, 3.0)
+
+    sharding._Layers.seconds = seconds  # type: ignore[assignment]
+    return real, sharding.sharded_weights(models, 2)
+
+
+def test_weights_of_layers_are_gathered_in_forward_and_reduced_in_backward() -> None:
+    pytest.importorskip("transformers")
+    # A layer of hidden 64 has 4 products of 64 x 64, 3 of 64 x 192 and 2 norms. A rank sends half of their bytes.
+    sent = 4 * (4 * 64 * 64 + 3 * 64 * 192 + 2 * 64) // 2
+    for real, known in launch(_sharded, ranks=2):
+        for rates in (real, known):
+            assert [(rate["what"], rate["bytes"]) for rate in rates] == [("fsdp_gather", sent), ("fsdp_reduce", sent)]
+        assert all(0 < rate["bandwidth"] <= sent / 1e-6 for rate in real)
+        # Of four layers each takes 2 s more in forward, and in backward 5 s, of which it gathers for 2 s again.
+        assert [sent / rate["bandwidth"] for rate in known] == pytest.approx([2, 3])
+
+
+def _contention() -> list[float]:
+    """On a clock by which rank r takes 1 + r seconds for all that it runs."""
+    rank = dist.get_rank()
+    clock = itertools.accumulate(itertools.cycle((1.0, 1.0 + rank)))
+    contention.time = SimpleNamespace(perf_counter=clock.__next__)  # type: ignore[assignment]
+    contention.NUMBERS = 64 * 4
+    runs: list[int] = []
+    x = torch.ones(1, requires_grad=True)
+
+    def forward() -> tuple[torch.Tensor]:
+        runs.append(rank)
+        return (2 * x,)
+
+    pieces = [layers.Piece((x,), forward)]
+    seconds = [contention._seconds(pieces, ranks) for ranks in ([0], [1], [0, 1])]
+    models = [tiny_llama(64, distca.Heads(q=1, kv=1, dim=64), 8)]
+    return [*seconds, contention.contention(models, 2), contention.contention(models, 1), len(runs)]
+
+
+def test_contention_is_what_ranks_take_together_over_one_at_a_time() -> None:
+    pytest.importorskip("transformers")
+    for *found, runs in launch(_contention, ranks=2):
+        # Together 1.5 s, and alone 1 or 2 s in turns. The first round does not count. Nothing is faster together.
+        assert found == [1, 2, 1.5, 1.125, 1] and runs == 2
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ COMMAND = "tests/apps/test_simulate_command.py"
 DEVICE = "tests/simulator/test_device.py"
 SHARDED = "tests/simulator/test_sharded_weights.py"
 PROFILE = "tests/apps/test_profile_command.py"
+CONTENTION = "tests/simulator/test_contention.py"
 ROOM = "python/distca/simulator/"
 
 FAULTS = [
@@ -253,6 +254,55 @@ FAULTS = [
         (DEVICE,),
     ),
     Fault(
+        "weights are copied besides what FSDP was measured to take",
+        ROOM + "passes.py",
+        ' and not machine.network.knows(self._groups, "fsdp_gather"):',
+        ":",
+        (SHARDED,),
+    ),
+    Fault(
+        "gathers of weights take the rate of other gathers",
+        ROOM + "passes.py",
+        'num_bytes, "fsdp_gather")',
+        'num_bytes, "all_gather")',
+        (SHARDED,),
+    ),
+    Fault(
+        "all that backward of sharded layers takes is reduction",
+        "python/distca/apps/profile/sharding.py",
+        "backward - forward",
+        "backward",
+        (PROFILE,),
+    ),
+    Fault(
+        "ranks of other nodes slow each other down",
+        ROOM + "contention.py",
+        "max(1, cluster.ranks_per_node // tensor)",
+        "cluster.ranks",
+        (CONTENTION,),
+    ),
+    Fault(
+        "ranks that wait slow others down",
+        ROOM + "contention.py",
+        'if event.what != "wait"]',
+        "]",
+        (CONTENTION,),
+    ),
+    Fault(
+        "a rank is slowed as much by few others as by all",
+        ROOM + "contention.py",
+        "/ (len(node) - 1)",
+        "/ 1",
+        (CONTENTION,),
+    ),
+    Fault(
+        "contention is what ranks take one at a time over all together",
+        "python/distca/apps/profile/contention.py",
+        "_seconds(layers, every) / _seconds(layers, [number % len(every)])",
+        "_seconds(layers, [number % len(every)]) / _seconds(layers, every)",
+        (PROFILE,),
+    ),
+    Fault(
         "messages of one byte have their rows",
         ROOM + "network.py",
         "if self.signal_only:",
@@ -304,15 +354,15 @@ FAULTS = [
     Fault(
         "a copy reads and does not write",
         ROOM + "machine.py",
-        "seconds = 2 * num_bytes / self.device.memory_bandwidth",
-        "seconds = num_bytes / self.device.memory_bandwidth",
+        "2 * num_bytes / self.device.memory_bandwidth",
+        "num_bytes / self.device.memory_bandwidth",
         (SHARDED,),
     ),
     Fault(
         "a rank without peers copies weights",
         ROOM + "passes.py",
-        "if self._groups.shape[1] > 1:",
-        "if self._groups.shape[1] > 0:",
+        "if self._groups.shape[1] > 1 and",
+        "if self._groups.shape[1] > 0 and",
         (SHARDED,),
     ),
     Fault(

@@ -104,6 +104,15 @@ def test_a_ring_takes_the_rate_that_is_known_of_its_size() -> None:
     assert LinkClass(1e9, 1.0).ring_seconds(1000, 500.0, 3, "all_gather") == pytest.approx(2 + 3)
 
 
+def test_fsdp_has_rates_of_its_own_or_those_of_other_gathers_and_reductions() -> None:
+    gather, fsdp = Collective(100, 10.0, "all_gather"), Collective(100, 5.0, "fsdp_gather")
+    kinds = ("all_gather", "fsdp_gather", "reduce_scatter", "fsdp_reduce")
+    link = LinkClass(100.0, 0.0, collectives=(gather, fsdp))
+    assert [link.ring_seconds(100, 1e9, 3, what) for what in kinds[:2]] == pytest.approx([10, 20])
+    link = LinkClass(100.0, 0.0, collectives=(gather, Collective(100, 20.0)))
+    assert [link.ring_seconds(100, 1e9, 3, what) for what in kinds] == pytest.approx([10, 10, 5, 5])
+
+
 def test_what_a_ring_does_may_have_a_rate_of_its_own() -> None:
     gather = Collective(100, 10.0, "all_gather")
     link = LinkClass(1e9, 1.0, collectives=(gather, Collective(100, 20.0)))
@@ -176,6 +185,8 @@ def test_a_file_may_hold_the_cost_table_of_attention_and_wrong_tables_are_named(
         ("attention", {"points": [{}]}, "was not written by `distca profile`"),
         ("attention", 3, "attention = 3"),
         ("copy_bandwidth", 0, "copy_bandwidth = 0; a positive number"),
+        ("contention", 0.9, "contention = 0.9; from 1 to 100"),
+        ("contention", "2", "contention = '2'; from 1 to 100"),
         ("layer_overhead", -1, "layer_overhead = -1; seconds from 0 to 1"),
         ("recompute_overhead", "1", "recompute_overhead = '1'; seconds from 0 to 1"),
     ):

@@ -23,7 +23,8 @@ from support.simulated import cluster
 
 MODEL = dataclasses.replace(LARGER, layers=2)
 SEQUENCES = [[40000, 9536], [20000, 20000, 9536], [4000] * 12 + [1536], [30000, 19536]]
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "simulator.json"
+ROOM = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+RESULTS = tuple(ROOM / f"simulator{number}.json" for number in ("", "-2", "-3"))
 
 
 def _cluster(memory: float) -> Cluster:
@@ -117,12 +118,13 @@ def test_a_mistake_is_told(changes: dict[str, object], message: str) -> None:
 
 
 def test_the_errors_are_those_of_the_committed_figures() -> None:
-    content = json.loads(RESULTS.read_text())
-    assert errors() == Errors.of_bench(content)
-    rows = {row["name"]: row["value"] for row in content["rows"]}
-    assert 100 * errors().unlike == pytest.approx(rows["steps, largest error"])
-    assert 100 * errors().alike == pytest.approx(rows["balanced / not balanced, largest error"])
-    slowest = max(one["measured_seconds"] / one["modelled_seconds"] for one in content["details"]["steps"])
+    contents = [json.loads(path.read_text()) for path in RESULTS]
+    assert errors() == Errors.of_bench(*contents)
+    rows = [{row["name"]: row["value"] for row in content["rows"]} for content in contents]
+    assert 100 * errors().unlike == pytest.approx(max(of["steps, largest error"] for of in rows))
+    assert 100 * errors().alike == pytest.approx(max(of["balanced / not balanced, largest error"] for of in rows))
+    steps = [one for content in contents for one in content["details"]["steps"]]
+    slowest = max(one["measured_seconds"] / one["modelled_seconds"] for one in steps)
     assert errors().seconds == pytest.approx(1 - 1 / slowest)
 
 
@@ -148,6 +150,11 @@ def test_equal_documents_and_little_attention_leave_nothing_to_gain() -> None:
     assert not equal.pays and str(equal).startswith("nothing to gain: all sequences have equal attention")
     little = _verdict([[256] * 16, [512] * 8, [256] * 16, [256] * 16])
     assert not little.pays and str(little).startswith("nothing to gain: attention takes ")
+
+
+def test_a_reason_why_balance_brings_little_leaves_nothing_to_gain() -> None:
+    made = Verdict("distca", "ring", 1.2, Interval(1.1, 1.3), "all sequences have equal attention")
+    assert not made.pays and dataclasses.replace(made, reason=None).pays
 
 
 def test_one_long_document_leaves_something_to_gain() -> None:

@@ -10,7 +10,7 @@ import torch
 from distca.simulator.machine import Machine
 from distca.simulator.network import Network
 from distca.simulator.passes import ShardedWeights
-from distca.simulator.setup import Parallelism
+from distca.simulator.setup import Collective, Parallelism
 from distca.simulator.simulate import simulate
 from support.simulated import DEVICE, MODEL, cluster
 
@@ -39,6 +39,20 @@ def test_weights_are_gathered_ahead_and_copied_once_in_and_once_out() -> None:
     weights.use(machine, 1, None)
     _at(machine, 0.1 + 0.5 + 0.5 + 0.2)
     assert machine.dense.tolist() == pytest.approx([0.1 + 0.1 + 0.2 + 0.2] * 2)
+
+
+def test_known_rates_of_fsdp_have_the_copies_in_them() -> None:
+    rates = (Collective(1, 1e12, "fsdp_gather"), Collective(1, 4e11, "fsdp_reduce"))
+    on = cluster(2)
+    on = dataclasses.replace(on, inside=dataclasses.replace(on.inside, collectives=rates))
+    machine = Machine(Network(on, 1), on.device)
+    weights = ShardedWeights(torch.arange(2).view(1, -1), LAYER_BYTES, ENDS_BYTES, kept=False)
+    weights.use(machine, 0, None)
+    _at(machine, 0.2)  # half of the layer at 1 TB/s
+    weights.leave(machine, 0, "backward")
+    weights.finish(machine)
+    _at(machine, 0.2 + 0.5)
+    assert machine.dense.tolist() == [0, 0]
 
 
 def test_gradients_are_copied_and_then_reduced_meanwhile() -> None:

@@ -95,6 +95,8 @@ class Device:
         copy_bandwidth: bytes a second at which a rank itself copies rows to and from peers' memory, as the CPU's
             transports do. It then computes nothing meanwhile, and waits for the receiver's credit before. None: rows
             travel while the device computes.
+        contention: how many times as long a rank computes while all other ranks of the node compute, over while they
+            wait. Processes of one machine share its memory; a GPU has its own: 1.
     """
 
     attention: str | Mapping[str, Any]
@@ -108,6 +110,7 @@ class Device:
     recompute_overhead: float = 0.0
     call_overhead: float = 0.0
     copy_bandwidth: float | None = None
+    contention: float = 1.0
 
     def __post_init__(self) -> None:
         positive("device", self, "peak_tflops memory_bandwidth memory")
@@ -116,6 +119,7 @@ class Device:
             check(f"device: {name}", value, is_number(value, 0, 1), "seconds from 0 to 1")
         if self.copy_bandwidth is not None:
             positive("device", self, "copy_bandwidth")
+        check("device: contention", self.contention, is_number(self.contention, 1, 100), "from 1 to 100")
         check("device: gemms", self.gemms, len(self.gemms) > 0, "at least one rate")
         check("device: attention", self.attention, isinstance(self.attention, (str, Mapping)), "a cost table's name")
         if self.cost("forward").unit_ns is None:

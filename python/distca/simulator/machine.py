@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -69,6 +70,12 @@ class Machine:
             parallelism exchanges.
         events: what happened, in the order of the calls; empty unless it is recorded.
         even: whether every home has an equal share of the attention, to see what an unequal one costs.
+
+    Args:
+        record: whether there are events.
+        deadline: when the step is too slow: `TooSlow` is raised.
+        paces: for all dense parts and attention, in the order of the calls, ``[homes]`` how many times as long they
+            take.
     """
 
     def __init__(
@@ -79,8 +86,10 @@ class Machine:
         record: bool = False,
         even: bool = False,
         deadline: Deadline | None = None,
+        paces: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.network, self.device, self._deadline = network, device, deadline
+        self._paces = None if paces is None else iter(paces)
         zeros = torch.zeros(network.ranks, dtype=torch.float64)
         self.now, self.dense, self.attention, self.copying, self.exchanging = (zeros for _ in range(5))
         self.events: list[Event] = []
@@ -93,8 +102,7 @@ class Machine:
         exchanged = self.network.among_tensor_ranks(self.now, part.collective, part.steps)
         self.exchanging = self.exchanging + (exchanged - self.now)
         self.wait_until(exchanged)
-        self.dense = self.dense + part.seconds
-        self._advance("dense", self.now + part.seconds)
+        self._dense(part.seconds)
         if self._deadline is not None:
             self._check(self._deadline)
 
@@ -111,9 +119,7 @@ class Machine:
 
     def copy_in_memory(self, num_bytes: float) -> None:
         """Reads and writes so many bytes of a rank's own memory, in one kernel."""
-        seconds = 2 * num_bytes / self.device.memory_bandwidth + self.device.launch
-        self.dense = self.dense + seconds
-        self._advance("dense", self.now + seconds)
+        self._dense(torch.full_like(self.now, 2 * num_bytes / self.device.memory_bandwidth + self.device.launch))
 
     def wait_until(self, when: torch.Tensor, call: Call | None = None) -> None:
         """Lets each home wait until a time of its own."""
@@ -122,9 +128,7 @@ class Machine:
     def dispatch(self, work: AttentionWork, call: Call) -> AttentionStep:
         """Begins a step: rows leave for their servers, and each home lets its peers write (credit)."""
         step = AttentionStep(work)
-        overhead = torch.full_like(self.now, self.device.call_overhead)
-        self.dense = self.dense + overhead
-        self._advance("dense", self.now + overhead, call)
+        self._dense(torch.full_like(self.now, self.device.call_overhead), call)
         granted = self.now
         if self.device.copy_bandwidth is not None:
             self.wait_until(self.network.granted(granted, work.inward), call)
@@ -166,8 +170,17 @@ class Machine:
         self._advance("copy", self.now + seconds, call)
 
     def _attend(self, seconds: torch.Tensor, call: Call) -> None:
+        seconds = self._paced(seconds)
         self.attention = self.attention + seconds
         self._advance("attention", self.now + seconds, call)
+
+    def _paced(self, seconds: torch.Tensor) -> torch.Tensor:
+        return seconds if self._paces is None else seconds * next(self._paces)
+
+    def _dense(self, seconds: torch.Tensor, call: Call | None = None) -> None:
+        seconds = self._paced(seconds)
+        self.dense = self.dense + seconds
+        self._advance("dense", self.now + seconds, call)
 
     def _advance(self, what: str, end: torch.Tensor, call: Call | None = None) -> None:
         if self._record:

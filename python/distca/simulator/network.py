@@ -250,6 +250,16 @@ class Network:
             known = torch.maximum(known, torch.where(traffic.between > 0, credits + latency, NEVER).amax(-1))
         return known
 
+    def knows(self, groups: torch.Tensor, what: str) -> bool:
+        """Whether there are rates of this kind of ring for these groups."""
+        return bool(self._link_of(groups).rates_of(what))
+
+    def _link_of(self, groups: torch.Tensor) -> LinkClass:
+        return (self._between if self._nodes_of(groups) > 1 else self._inside).link
+
+    def _nodes_of(self, groups: torch.Tensor) -> int:
+        return torch.unique(groups[0] // self.per_node).numel()
+
     def ring(
         self, groups: torch.Tensor, starts: torch.Tensor, num_bytes: float, what: str, *, rows: bool = False
     ) -> torch.Tensor:
@@ -270,7 +280,7 @@ class Network:
         number, size = groups.shape
         if size == 1 or num_bytes == 0:
             return starts
-        nodes = torch.unique(groups[0] // self.per_node).numel()
+        nodes = self._nodes_of(groups)
         ports = [self._inside] + ([self._between] if nodes > 1 else [])
         travels = num_bytes * (size - 1) / size
         share = travels * number * size
@@ -290,8 +300,7 @@ class Network:
             if nodes > 1:
                 rates.append(self._between.link.bandwidth * (size // nodes))
                 rates += [self._nodes.link.bandwidth / self.per_node * (size // nodes)] if self._nodes else []
-            link = self._between.link if nodes > 1 else self._inside.link
-            seconds = link.ring_seconds(travels, min(rates), size - 1, what)
+            seconds = self._link_of(groups).ring_seconds(travels, min(rates), size - 1, what)
         end = (begin + seconds).unsqueeze(-1).expand(groups.shape)
         result = starts.clone()
         result[groups] = end

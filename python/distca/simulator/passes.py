@@ -46,7 +46,8 @@ class ShardedWeights:
     Embedding and logits are gathered before the first layer's forward, and reduced after its backward.
     A gather copies the rank's shard into the buffer that is gathered, and the buffer into whole weights. A reduction
     copies gradients into the buffer that is reduced; the collective itself takes the mean. Copies read and write their
-    bytes. A rank that moves rows itself (`Device.copy_bandwidth`) also waits for its collectives: they overlap nothing.
+    bytes, unless the rates of FSDP's collectives are known: these have them. A rank that moves rows itself
+    (`Device.copy_bandwidth`) also waits for its collectives: they overlap nothing.
 
     Args:
         groups: ``[number, n]`` the homes that share weights. A home that has all of them gathers and copies nothing.
@@ -86,7 +87,7 @@ class ShardedWeights:
         if phase == "backward":
             num_bytes = self._bytes(layer)
             self._copy(machine, num_bytes)
-            self._reduced = machine.network.ring(self._groups, machine.now, num_bytes, "reduce_scatter")
+            self._reduced = machine.network.ring(self._groups, machine.now, num_bytes, "fsdp_reduce")
             if machine.device.copy_bandwidth is not None:
                 self.finish(machine)
         if phase == "backward" or not self._kept:
@@ -102,13 +103,13 @@ class ShardedWeights:
         if layer not in self._ready:
             num_bytes = self._bytes(layer)
             self._copy(machine, num_bytes / self._groups.shape[1])
-            self._ready[layer] = machine.network.ring(self._groups, machine.now, num_bytes, "all_gather")
+            self._ready[layer] = machine.network.ring(self._groups, machine.now, num_bytes, "fsdp_gather")
 
     def _bytes(self, layer: int) -> float:
         return self._ends_bytes if layer == _ENDS else self._layer_bytes
 
     def _copy(self, machine: Machine, num_bytes: float) -> None:
-        if self._groups.shape[1] > 1:
+        if self._groups.shape[1] > 1 and not machine.network.knows(self._groups, "fsdp_gather"):
             machine.copy_in_memory(num_bytes)
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from distca.errors import InvalidArgumentError
 from distca.simulator.bounds import end_seconds, least_memory, least_work, optimistic
 from distca.simulator.case import Case, Documents, Program
-from distca.simulator.machine import Deadline, Machine, TooSlow
-from distca.simulator.network import Network
+from distca.simulator.contention import played
+from distca.simulator.machine import Deadline, TooSlow
 from distca.simulator.setup import Cluster, Model, Parallelism
 from distca.simulator.simulate import StrategyResult, play
 from distca.simulator.strategies import STRATEGIES
@@ -236,10 +236,9 @@ def _seconds(programs: Sequence[Program], case: Case, work: float, end: float, l
     total = idle = 0.0
     ends = end * len(programs)
     for program in programs:
-        network = Network(case.cluster, case.parallelism.tensor)
-        machine = Machine(network, case.cluster.device, deadline=Deadline(limit, work + idle, ends))
         try:
-            program.play(machine)
+            deadline = Deadline(limit, work + idle, ends)
+            machine = played(program, case.cluster, case.parallelism.tensor, deadline=deadline)
         except TooSlow:
             return None
         seconds = float(machine.now.max())

@@ -15,8 +15,17 @@ from distca.simulator.values import check, positive, whole
 MOST_HOMES = 4096
 
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-"""What rings do. An all-reduce is two of them."""
+COLLECTIVES = {
+    "all_gather": None,
+    "reduce_scatter": None,
+    "all_reduce": None,
+    "fsdp_gather": "all_gather",
+    "fsdp_reduce": "reduce_scatter",
+}
+"""What rings do, and whose rates they take if they have none. An all-reduce is two rings.
+
+The rates of FSDP's have in them all that FSDP does for a gather of weights or a reduction of gradients, copies too.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +58,7 @@ class LinkClass:
         latency: seconds from the last byte sent to the last byte received, and of each step of a ring.
         node_bandwidth: bytes a second of all ranks of a node together, in and out alike. None: the ranks' own suffice.
         collectives: rates of rings by size, interpolated on a logarithmic scale. A ring of which no rate is known
-            takes the bandwidth, and a latency a step.
+            takes that of all kinds, or the bandwidth and a latency a step.
     """
 
     bandwidth: float
@@ -68,16 +77,15 @@ class LinkClass:
 
         `bandwidth` is what the links of a rank allow if no rate is known. `what` is one of `COLLECTIVES`.
         """
-        own = [one for one in self.collectives if one.what == what]
-        points = sorted((math.log(one.bytes), one.bandwidth) for one in own or self._of_any)
+        rates = self.rates_of(what) or self.rates_of(COLLECTIVES[what]) or self.rates_of(None)
+        points = sorted((math.log(one.bytes), one.bandwidth) for one in rates)
         if not points:
             return travels / bandwidth + steps * self.latency
         return travels / interpolated(math.log(travels), points)
 
-    @property
-    def _of_any(self) -> list[Collective]:
-        """The rates of rings without one of their own."""
-        return [one for one in self.collectives if one.what is None]
+    def rates_of(self, what: str | None) -> list[Collective]:
+        """The known rates of one of `COLLECTIVES`; of None those of rings without one of their own."""
+        return [one for one in self.collectives if one.what == what]
 
 
 @dataclasses.dataclass(frozen=True)

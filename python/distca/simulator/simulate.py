@@ -11,8 +11,8 @@ import torch
 
 from distca.errors import InvalidArgumentError
 from distca.simulator.case import Case, Memory, Program, as_documents, check_documents
+from distca.simulator.contention import played
 from distca.simulator.machine import Event, Machine
-from distca.simulator.network import Network
 from distca.simulator.setup import Cluster, Model, Parallelism
 from distca.simulator.strategies import STRATEGIES
 
@@ -156,23 +156,22 @@ def play(name: str, programs: Sequence[Program], cases: Sequence[Case], *, recor
     tensor, device = case.parallelism.tensor, case.cluster.device
 
     def run(*, free_rows: bool = False, ideal: bool = False, even: bool = False, record: bool = False) -> list[Machine]:
-        machines = []
-        for program in programs:
-            network = Network(case.cluster, tensor, free_rows=free_rows, ideal=ideal)
-            machine = Machine(network, device, record=record and program is programs[0], even=even)
-            program.play(machine)
-            machines.append(machine)
-        return machines
+        return [
+            played(
+                program, case.cluster, tensor, record=record and not number, even=even, free_rows=free_rows, ideal=ideal
+            )
+            for number, program in enumerate(programs)
+        ]
 
     def seconds(machines: Sequence[Machine]) -> float:
         return sum(float(machine.now.max()) for machine in machines)
 
-    played = run(record=record)
-    total = seconds(played)
-    work = torch.stack([machine.dense + machine.attention for machine in played]).sum(0) / total
+    machines = run(record=record)
+    total = seconds(machines)
+    work = torch.stack([machine.dense + machine.attention for machine in machines]).sum(0) / total
     others = (run(free_rows=True), run(ideal=True), run(ideal=True, even=True))
     # Attention that makes up for unequal tokens would be a cause below 0, if it were even.
-    left = list(itertools.accumulate((seconds(machines) / total for machines in others), min, initial=1.0))
+    left = list(itertools.accumulate((seconds(other) / total for other in others), min, initial=1.0))
     causes = [max(0.0, before - after) for before, after in itertools.pairwise([*left, float(work.mean())])]
     lengths = [n for of_step in cases for n in of_step.lengths]
     peak = device.peak_tflops * 1e12 * case.cluster.ranks
@@ -185,13 +184,13 @@ def play(name: str, programs: Sequence[Program], cases: Sequence[Case], *, recor
         idle=(1 - work).tolist(),
         idle_by_cause=IdleShares(*causes),
         exposed_communication=causes[0] + causes[1],
-        bytes_inside=sum(machine.network.bytes_inside for machine in played) * tensor / count,
-        bytes_between=sum(machine.network.bytes_between for machine in played) * tensor / count,
+        bytes_inside=sum(machine.network.bytes_inside for machine in machines) * tensor / count,
+        bytes_between=sum(machine.network.bytes_between for machine in machines) * tensor / count,
         padding=padding_of(programs),
-        attention=float(torch.stack([machine.attention for machine in played]).sum(0).max()) / total,
+        attention=float(torch.stack([machine.attention for machine in machines]).sum(0).max()) / total,
         memory=memory,
         fits=memory.total <= device.memory,
-        events=played[0].events,
+        events=machines[0].events,
     )
 
 

@@ -39,20 +39,18 @@ class Errors:
     alike: float
 
     @classmethod
-    def of_bench(cls, content: Mapping[str, Any]) -> Errors:
-        """The errors in what ``distca bench simulator --json`` has written.
+    def of_bench(cls, *contents: Mapping[str, Any]) -> Errors:
+        """The errors in what runs of ``distca bench simulator --json`` have written.
 
         The bench gives each step as a ratio to its first one, which has other documents, another model or another
         parallelism. Therefore a step's error is that of a ratio of unlike steps.
         """
-        details = content["details"]
-        steps = details["steps"]
+        steps = [one for content in contents for one in content["details"]["steps"]]
+        gains = [pair for content in contents for pair in content["details"]["balanced_over_unbalanced"].values()]
         return cls(
             seconds=max(abs(one["modelled_seconds"] / one["measured_seconds"] - 1) for one in steps),
             unlike=max(abs(one["error"]) for one in steps),
-            alike=max(
-                abs(modelled / measured - 1) for measured, modelled in details["balanced_over_unbalanced"].values()
-            ),
+            alike=max(abs(modelled / measured - 1) for measured, modelled in gains),
         )
 
     def of_seconds(self, modelled: float) -> Interval:
@@ -71,5 +69,5 @@ def _around(modelled: float, error: float) -> Interval:
 
 @functools.cache
 def errors() -> Errors:
-    """The errors of the bench whose figures docs/simulator.md shows."""
+    """The errors of the runs of the bench whose figures docs/simulator.md shows."""
     return Errors(**json.loads((files("distca.simulator") / "presets" / "errors.json").read_text())["errors"])

@@ -33,8 +33,8 @@ class Verdict:
 
     @property
     def pays(self) -> bool:
-        """Whether distca is faster beyond the errors of the model."""
-        return self.interval.least > 1
+        """Whether distca is faster beyond the errors of the model, and no reason says that balance is not why."""
+        return self.interval.least > 1 and self.reason is None
 
     def __str__(self) -> str:
         figure = f"{self.ours} / {self.other}: {self.speedup:.3f} times the tokens a second ({self.interval})"

@@ -10,7 +10,7 @@ from distca.apps.common import pictures
 from distca.apps.simulate.searching import set_up_of
 from distca.simulator.setup import Parallelism
 from distca.simulator.validation import errors
-from distca.simulator.verdict import OURS
+from distca.simulator.verdict import OURS, Verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,8 +81,9 @@ def _row(cell: dict[str, Any], names: Sequence[str]) -> str:
     speedup = rates[ours["strategy"]] / rates[other["strategy"]]
     interval = errors().of_ratio(speedup, alike=ours["parallelism"] == other["parallelism"])
     columns = [f"{rates[name] / cell['gpus']:,.0f}" if name in rates else "-" for name in names]
-    verdict = f"{ours['strategy']} / {other['strategy']} {speedup:.3f}, {interval}"
-    return f"| {cell['name']} | {' | '.join(columns)} | {verdict} | {'yes' if interval.least > 1 else 'no'} |"
+    verdict = Verdict(ours["strategy"], other["strategy"], speedup, interval, cell["draws"][0]["verdict"]["reason"])
+    figure = f"{verdict.ours} / {verdict.other} {speedup:.3f}, {interval}"
+    return f"| {cell['name']} | {' | '.join(columns)} | {figure} | {'yes' if verdict.pays else 'no'} |"
 
 
 def _detail(one: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """This machine as a cluster of the simulator: a rank is a process with one thread.
 
-All ranks measure the same at the same time, because they share memory, caches and clock, as they do in a step.
+The first rank measures what a rank computes, while the others wait. Then all measure what they do together: how much
+they slow each other down, because they share memory, and what they exchange.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import distca
 from distca.apps.profile import layers, links
 from distca.apps.profile.attention import cost_table, grid
+from distca.apps.profile.contention import contention
+from distca.apps.profile.sharding import sharded_weights
 from distca.heads import Heads
 from distca.simulator.setup import Model
 
@@ -30,13 +34,13 @@ def measure_cluster(
     Args:
         heads: the heads that attention is measured with, and of which Llamas of these sizes have as many as fit.
         hidden: hidden sizes of the models whose parts are measured.
-        ranks: how many processes measure at the same time.
+        ranks: how many processes share the machine.
         rounds: how often; medians count.
         vocabulary: of these models.
     """
     models = [tiny_llama(one, heads, vocabulary) for one in hidden]
     found = distca.launch(_measure, heads, models, rounds, ranks=ranks, threads=1)
-    whole = _mean(found)
+    whole = {**found[0][0], **_mean([together for _, together in found])}
     attention = cost_table(heads, whole.pop("attention"))
     put, latency = whole.pop("puts")
     link = {"bandwidth": put, "latency": latency, "collectives": whole.pop("collectives")}
@@ -66,16 +70,25 @@ def tiny_llama(hidden: int, heads: Heads, vocabulary: int) -> Model:
     )
 
 
-def _measure(heads: Heads, models: list[Model], rounds: int) -> dict[str, Any]:
+def _measure(heads: Heads, models: list[Model], rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the first rank measures alone, and what all ranks measure together."""
     torch.manual_seed(0)
+    alone = _measure_alone(heads, models, rounds) if dist.get_rank() == 0 else {}
+    dist.barrier()
+    return alone, {
+        "contention": contention(models, 2 * rounds),
+        "call_overhead": links.call_overhead(3 * rounds),
+        "puts": links.puts(10 * rounds),
+        "collectives": [*links.collectives(5 * rounds), *sharded_weights(models, 5 * rounds)],
+    }
+
+
+def _measure_alone(heads: Heads, models: list[Model], rounds: int) -> dict[str, Any]:
     return {
         "gemms": layers.gemms(models, rounds),
         "parts": layers.parts(models, rounds),
         "layer_overhead": layers.layer_overhead(models[0], 10 * rounds),
         "recompute_overhead": layers.recompute_overhead(models[0], 10 * rounds),
-        "call_overhead": links.call_overhead(3 * rounds),
-        "puts": links.puts(10 * rounds),
-        "collectives": links.collectives(5 * rounds),
         "attention": grid(heads, rounds, statistics.median),
     }
 

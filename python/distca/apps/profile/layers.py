@@ -172,7 +172,7 @@ def layer_overhead(model: Model, rounds: int) -> float:
 
     It is what a layer of one row takes more than its pieces of one row.
     """
-    times = list(timed(_layers(model, lambda forward: forward()), rounds))
+    times = list(timed(decoder_layers(model, lambda forward: forward()), rounds))
     counts = {"norm": 2, "residual": 2, "activation": 1, "rotary": 1}
     pieces = [(make, counts[name]) for name, _, make in _pieces(model, 1) if name in counts]
     pieces += [(partial(_product_of, n, k), 1) for n, k in shapes_of(model)[:-1]]
@@ -195,14 +195,29 @@ def recompute_overhead(model: Model, rounds: int) -> float:
     def checkpointed(forward: Callable[[], torch.Tensor]) -> torch.Tensor:
         return checkpoint(forward, use_reentrant=False, context_fn=save_core_attention)
 
-    forward, backward = timed(_layers(model, lambda forward: forward()), rounds)
-    return max(0.0, sum(timed(_layers(model, checkpointed), rounds)) - 2 * forward - backward)
+    forward, backward = timed(decoder_layers(model, lambda forward: forward()), rounds)
+    return max(0.0, sum(timed(decoder_layers(model, checkpointed), rounds)) - 2 * forward - backward)
 
 
-def _layers(model: Model, run: Callable[[Callable[[], torch.Tensor]], torch.Tensor]) -> list[Piece]:
-    """Layers of transformers' Llama on one row. `run` calls the forward of one."""
-    from transformers import LlamaConfig
+def decoder_layers(
+    model: Model, run: Callable[[Callable[[], torch.Tensor]], torch.Tensor], rows: int = 1, attention: str = "sdpa"
+) -> list[Piece]:
+    """Layers of transformers' Llama on so many rows each. `run` calls the forward of one."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    config = llama_config(model, attention)
+    places = tuple(torch.randn(2, 1, rows, model.head_dim))
+    pieces = []
+    for _ in range(DEPTH):
+        layer, x = LlamaDecoderLayer(config, 0), torch.randn(1, rows, model.hidden).requires_grad_()
+        forward = partial(layer, x, position_embeddings=places)
+        pieces.append(Piece((x, *layer.parameters()), partial(_alone, run, forward)))
+    return pieces
+
+
+def llama_config(model: Model, attention: str) -> Any:
+    """The model as a configuration of transformers, with the implementation of attention of this name."""
+    from transformers import LlamaConfig
 
     config = LlamaConfig(
         hidden_size=model.hidden,
@@ -211,14 +226,8 @@ def _layers(model: Model, run: Callable[[Callable[[], torch.Tensor]], torch.Tens
         num_key_value_heads=model.kv_heads,
         head_dim=model.head_dim,
     )
-    config._attn_implementation = "sdpa"
-    places = tuple(torch.randn(2, 1, 1, model.head_dim))
-    pieces = []
-    for _ in range(DEPTH):
-        layer, x = LlamaDecoderLayer(config, 0), torch.randn(1, 1, model.hidden).requires_grad_()
-        forward = partial(layer, x, position_embeddings=places)
-        pieces.append(Piece((x, *layer.parameters()), partial(_alone, run, forward)))
-    return pieces
+    config._attn_implementation = attention
+    return config
 
 
 def _alone(run: Callable[[Callable[[], torch.Tensor]], torch.Tensor], forward: Callable[[], torch.Tensor]) -> Tensors:

@@ -1,0 +1,62 @@
+"""How much longer ranks of this machine compute while the others compute as well: they share its memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distca.apps.profile.layers import Piece, decoder_layers
+from distca.ops import attention
+from distca.simulator.setup import Model
+
+#: Numbers of the input of a layer. What a few layers save does not fit into caches.
+NUMBERS = 3 << 18
+NAME = "distca_profile"
+
+
+def contention(models: Iterable[Model], rounds: int) -> float:
+    """How many times as long layers take while all ranks compute them, over one rank at a time.
+
+    All ranks call it together, and all have the same result: the mean of the models, at least 1.
+    """
+    return max(1.0, statistics.mean(_of_model(model, rounds) for model in models))
+
+
+def _of_model(model: Model, rounds: int) -> float:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+    layers = decoder_layers(model, lambda forward: forward(), max(1, NUMBERS // model.hidden), NAME)
+    every = range(dist.get_world_size())
+    slowed = [_seconds(layers, every) / _seconds(layers, [number % len(every)]) for number in range(rounds + 1)]
+    return statistics.median(slowed[1:])
+
+
+def _attention(
+    module: torch.nn.Module, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
+    """distca's kernel as transformers calls it, for one causal document."""
+    count = queries.shape[2]
+    q, k, v = (x[0].transpose(0, 1) for x in (queries, keys, values))
+    out, _lse = attention(q, k, v, torch.tensor([(0, count, 0, count)]))
+    return out.unsqueeze(0), None
+
+
+def _seconds(layers: list[Piece], ranks: Collection[int]) -> float:
+    """The mean of the seconds in which these ranks run the layers forward and backward. The others wait."""
+    took = torch.zeros(())
+    dist.barrier()
+    if dist.get_rank() in ranks:
+        begin = time.perf_counter()
+        made = [layer.forward() for layer in layers]
+        for layer in reversed(layers):
+            outs = made.pop()
+            torch.autograd.grad(outs, layer.leaves, [torch.ones_like(out) for out in outs])
+        took += time.perf_counter() - begin
+    dist.all_reduce(took)
+    return float(took) / len(ranks)
