@@ -27,10 +27,14 @@ def _tensor(*numbers: float) -> torch.Tensor:
 class _Parts:
     """A program of some parts on all homes, after which all wait for the last one, and of some attention."""
 
-    def __init__(self, *parts: torch.Tensor, attention: torch.Tensor | None = None) -> None:
-        self._parts, self._attention = parts, attention
+    def __init__(
+        self, *parts: torch.Tensor, attention: torch.Tensor | None = None, begin: torch.Tensor | None = None
+    ) -> None:
+        self._parts, self._attention, self._begin = parts, attention, begin
 
     def play(self, machine: Machine) -> None:
+        if self._begin is not None:
+            machine.wait_until(self._begin)
         if self._attention is not None:
             machine._attend(self._attention, distca.calls.calls_of_pass("forward", 1)[0])
         for seconds in self._parts:
@@ -52,6 +56,13 @@ def test_a_part_is_slowed_for_the_share_of_its_time_in_which_the_other_computes(
     alone, slowed = (_played(parts, _slow(cluster(2), contention)) for contention in (1.0, 1.5))
     assert alone.dense.tolist() == [5, 2] and slowed.dense.tolist() == [4 * 1.25 + 1, 2 * 1.5]
     assert slowed.now.tolist() == [6, 6] and not slowed.events
+
+
+def test_a_home_that_begins_late_slows_nobody_before() -> None:
+    slowed = _played(_Parts(_tensor(4, 1), begin=_tensor(0, 5)), _slow(cluster(2), 2.0))
+    assert slowed.dense.tolist() == [4, 1] and slowed.now.tolist() == [6, 6]
+    slowed = _played(_Parts(_tensor(4, 1), begin=_tensor(0, 3)), _slow(cluster(2), 2.0))
+    assert slowed.dense.tolist() == [5, 2]
 
 
 def test_attention_slows_others_and_is_slowed() -> None:

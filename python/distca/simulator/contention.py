@@ -66,7 +66,7 @@ def shares_beside(events: Sequence[Event], per_node: int) -> list[torch.Tensor]:
     def computed(home: int, until: torch.Tensor) -> torch.Tensor:
         """Seconds for which a home has computed until these times."""
         at = (torch.searchsorted(begin[home], until, right=True) - 1).clamp(min=0)
-        return before[home][at] + torch.minimum(until, end[home][at]) - begin[home][at]
+        return before[home][at] + (torch.minimum(until, end[home][at]) - begin[home][at]).clamp(min=0)
 
     paced = torch.tensor([number for number, event in enumerate(busy) if event.what in ("dense", "attention")])
     shares = torch.zeros(len(paced), begin.shape[0], dtype=torch.float64)
