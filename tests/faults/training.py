@@ -12,6 +12,20 @@ FAULTS = [
         ("tests/apps/test_train.py::test_every_row_has_the_next_byte_of_its_document_as_target_across_all_cuts",),
     ),
     Fault(
+        "documents lie one after another whatever the homes are",
+        "python/distca/apps/train/data.py",
+        "if self._head_tail:",
+        "if False:",
+        ("tests/apps/test_train.py",),
+    ),
+    Fault(
+        "parts of long documents have no room",
+        "python/distca/apps/train/config.py",
+        'return self.tokens_per_rank + (4 * self.data_ranks if self.homes == "head-tail" else 0)',
+        "return self.tokens_per_rank - (4 if self.homes == 'head-tail' else 0)",
+        ("tests/apps/test_train.py",),
+    ),
+    Fault(
         "the loss of a rank is a mean over its own share of targets",
         "python/distca/apps/train/data_parallel.py",
         "(loss_sum * (dist.get_world_size() / max(num_targets, 1))).backward()",
