@@ -121,8 +121,8 @@ def test_weights_of_layers_are_gathered_in_forward_and_reduced_in_backward() -> 
 def _contention() -> list[float]:
     """On a clock by which rank r takes 1 + r seconds for all that it runs."""
     rank = dist.get_rank()
-    clock = itertools.accumulate(itertools.cycle((1.0, 1.0 + rank)))
-    contention.time = SimpleNamespace(perf_counter=clock.__next__)  # type: ignore[assignment]
+    clock = itertools.accumulate(itertools.cycle((1.0, 0.5, 0.5 + rank)))
+    layers.time = SimpleNamespace(perf_counter=clock.__next__)  # type: ignore[assignment]
     contention.NUMBERS = 64 * 4
     runs: list[int] = []
     x = torch.ones(1, requires_grad=True)
@@ -132,7 +132,7 @@ def _contention() -> list[float]:
         return (2 * x,)
 
     pieces = [layers.Piece((x,), forward)]
-    seconds = [contention._seconds(pieces, ranks) for ranks in ([0], [1], [0, 1])]
+    seconds = [contention._seconds(pieces, [(torch.ones(1),)], ranks) for ranks in ([0], [1], [0, 1])]
     models = [tiny_llama(64, distca.Heads(q=1, kv=1, dim=64), 8)]
     return [*seconds, contention.contention(models, 2), contention.contention(models, 1), len(runs)]
 

@@ -298,8 +298,8 @@ FAULTS = [
     Fault(
         "contention is what ranks take one at a time over all together",
         "python/distca/apps/profile/contention.py",
-        "_seconds(layers, every) / _seconds(layers, [number % len(every)])",
-        "_seconds(layers, [number % len(every)]) / _seconds(layers, every)",
+        "_seconds(layers, gradients, every) / _seconds(layers, gradients, [number % len(every)])",
+        "_seconds(layers, gradients, [number % len(every)]) / _seconds(layers, gradients, every)",
         (PROFILE,),
     ),
     Fault(

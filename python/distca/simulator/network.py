@@ -252,10 +252,10 @@ class Network:
 
     def knows(self, groups: torch.Tensor, what: str) -> bool:
         """Whether there are rates of this kind of ring for these groups."""
-        return bool(self._link_of(groups).rates_of(what))
+        return bool(self._link_over(self._nodes_of(groups)).rates_of(what))
 
-    def _link_of(self, groups: torch.Tensor) -> LinkClass:
-        return (self._between if self._nodes_of(groups) > 1 else self._inside).link
+    def _link_over(self, nodes: int) -> LinkClass:
+        return (self._between if nodes > 1 else self._inside).link
 
     def _nodes_of(self, groups: torch.Tensor) -> int:
         return torch.unique(groups[0] // self.per_node).numel()
@@ -300,7 +300,7 @@ class Network:
             if nodes > 1:
                 rates.append(self._between.link.bandwidth * (size // nodes))
                 rates += [self._nodes.link.bandwidth / self.per_node * (size // nodes)] if self._nodes else []
-            seconds = self._link_of(groups).ring_seconds(travels, min(rates), size - 1, what)
+            seconds = self._link_over(nodes).ring_seconds(travels, min(rates), size - 1, what)
         end = (begin + seconds).unsqueeze(-1).expand(groups.shape)
         result = starts.clone()
         result[groups] = end

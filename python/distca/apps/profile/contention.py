@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from distca.apps.profile.layers import Piece, decoder_layers
+from distca.apps.profile.layers import Piece, Tensors, decoder_layers, gradients_of, timed_once
 from distca.ops import attention
 from distca.simulator.setup import Model
 
@@ -32,8 +31,11 @@ def _of_model(model: Model, rounds: int) -> float:
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
     layers = decoder_layers(model, lambda forward: forward(), max(1, NUMBERS // model.hidden), NAME)
-    every = range(dist.get_world_size())
-    slowed = [_seconds(layers, every) / _seconds(layers, [number % len(every)]) for number in range(rounds + 1)]
+    gradients, every = gradients_of(layers), range(dist.get_world_size())
+    slowed = [
+        _seconds(layers, gradients, every) / _seconds(layers, gradients, [number % len(every)])
+        for number in range(rounds + 1)
+    ]
     return statistics.median(slowed[1:])
 
 
@@ -47,16 +49,11 @@ def _attention(
     return out.unsqueeze(0), None
 
 
-def _seconds(layers: list[Piece], ranks: Collection[int]) -> float:
+def _seconds(layers: list[Piece], gradients: list[Tensors], ranks: Collection[int]) -> float:
     """The mean of the seconds in which these ranks run the layers forward and backward. The others wait."""
     took = torch.zeros(())
     dist.barrier()
     if dist.get_rank() in ranks:
-        begin = time.perf_counter()
-        made = [layer.forward() for layer in layers]
-        for layer in reversed(layers):
-            outs = made.pop()
-            torch.autograd.grad(outs, layer.leaves, [torch.ones_like(out) for out in outs])
-        took += time.perf_counter() - begin
+        took += sum(timed_once(layers, gradients))
     dist.all_reduce(took)
     return float(took) / len(ranks)

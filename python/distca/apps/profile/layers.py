@@ -138,19 +138,27 @@ def _rotated(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Ten
 
 def timed(pieces: list[Piece], rounds: int) -> tuple[float, float]:
     """Median seconds of forward and of backward of one piece. All go forward, and then backward in reverse order."""
-    times = []
-    gradients = [[torch.ones(out.shape) for out in piece.forward()] for piece in pieces]
-    for _ in range(rounds + 1):
-        begin = time.perf_counter()
-        made = [piece.forward() for piece in pieces]
-        middle = time.perf_counter()
-        for piece, of_piece in zip(reversed(pieces), reversed(gradients), strict=True):
-            outs = made.pop()
-            if piece.leaves:
-                torch.autograd.grad(outs, piece.leaves, of_piece)
-        times.append((middle - begin, time.perf_counter() - middle))
+    gradients = gradients_of(pieces)
+    times = [timed_once(pieces, gradients) for _ in range(rounds + 1)]
     forward, backward = (statistics.median(of_phase) / len(pieces) for of_phase in zip(*times[1:], strict=True))
     return forward, backward
+
+
+def gradients_of(pieces: list[Piece]) -> list[Tensors]:
+    """For each piece gradients of its results."""
+    return [tuple(torch.ones(out.shape) for out in piece.forward()) for piece in pieces]
+
+
+def timed_once(pieces: list[Piece], gradients: list[Tensors]) -> tuple[float, float]:
+    """Seconds of forward of all pieces, and of backward in reverse order."""
+    begin = time.perf_counter()
+    made = [piece.forward() for piece in pieces]
+    middle = time.perf_counter()
+    for piece, of_piece in zip(reversed(pieces), reversed(gradients), strict=True):
+        outs = made.pop()
+        if piece.leaves:
+            torch.autograd.grad(outs, piece.leaves, of_piece)
+    return middle - begin, time.perf_counter() - middle
 
 
 def optimizer_seconds(numbers: int, rounds: int) -> float:
