@@ -23,20 +23,42 @@ std::shared_ptr<plan::Layout> layout_from_tuples(const std::vector<std::vector<S
   return std::make_shared<plan::Layout>(std::move(segments));
 }
 
+std::shared_ptr<plan::Plan> make_plan(std::shared_ptr<plan::Layout> layout, const plan::PlanOptions& options,
+                                      const std::optional<std::vector<TaskTuple>>& tasks) {
+  const py::gil_scoped_release release;
+  if (!tasks) return std::make_shared<plan::Plan>(std::move(layout), options);
+  std::vector<plan::GivenTask> given;
+  for (const auto& [document, q_begin, q_end, kv_head_begin, kv_head_end, server] : *tasks)
+    given.push_back({document, q_begin, q_end, kv_head_begin, kv_head_end, server});
+  return std::make_shared<plan::Plan>(std::move(layout), options, given);
+}
+
+/// A plan with the schedule of another one. `servers[r]` computes what rank r computes there.
+std::shared_ptr<plan::Plan> make_plan_like(const plan::Plan& like, std::shared_ptr<plan::Layout> layout,
+                                           const plan::PlanOptions& options, const std::vector<int64_t>& servers) {
+  const py::gil_scoped_release release;
+  require(std::ssize(servers) == like.layout().num_ranks(), "plan: ", servers.size(), " servers for a schedule of ",
+          like.layout().num_ranks(), " ranks");
+  std::vector<plan::GivenTask> given;
+  for (const plan::Task& t : like.tasks())
+    given.push_back(
+        {t.document, t.q_begin, t.q_end, t.kv_head_begin, t.kv_head_end, servers[static_cast<size_t>(t.server)]});
+  return std::make_shared<plan::Plan>(std::move(layout), options, given);
+}
+
+/// q_heads, kv_heads, dim, v_dim and the number of a dtype.
+using HeadsTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
+
+void set_heads(plan::PlanOptions& options, const HeadsTuple& heads) {
+  const auto& [q_heads, kv_heads, dim, v_dim, dtype] = heads;
+  require(dtype >= 0 && dtype < kNumDTypes, "plan: dtype number ", dtype, "; 0 to ", kNumDTypes - 1, " are allowed");
+  options.heads = {q_heads, kv_heads, dim, v_dim, static_cast<DType>(dtype)};
+}
+
 /// The number of a mask, a window, and the scale and softcap if the plan has them.
 using ScoresTuple = std::tuple<int64_t, int64_t, std::optional<double>, std::optional<double>>;
 
-std::shared_ptr<plan::Plan> make_plan(
-    std::shared_ptr<plan::Layout> layout, int64_t q_heads, int64_t kv_heads, int64_t dim, int64_t v_dim, int64_t dtype,
-    plan::CostModel cost, int64_t tolerance_ppm, int64_t min_rows, bool balance, int64_t capacity,
-    const std::vector<ScoresTuple>& scores, std::vector<int64_t> scores_of_document, std::vector<int64_t> servers,
-    std::vector<int64_t> speeds, int64_t ranks_per_node, bool forward_only, bool split_heads, bool overlap,
-    std::vector<int64_t> retain_bytes, std::string label, const std::optional<std::vector<TaskTuple>>& tasks,
-    const std::shared_ptr<plan::Plan>& like, const std::vector<int64_t>& servers_of_like) {
-  require(dtype >= 0 && dtype < kNumDTypes, "plan: dtype number ", dtype, "; 0 to ", kNumDTypes - 1, " are allowed");
-  plan::PlanOptions options;
-  options.heads = {q_heads, kv_heads, dim, v_dim, static_cast<DType>(dtype)};
-  options.cost = std::move(cost);
+void set_scores(plan::PlanOptions& options, const std::vector<ScoresTuple>& scores) {
   options.scores.clear();
   for (const auto& [mask_kind, window, scale, softcap] : scores) {
     require(mask_kind >= 0 && mask_kind < kNumMaskKinds, "plan: mask number ", mask_kind, "; 0 to ", kNumMaskKinds - 1,
@@ -46,35 +68,6 @@ std::shared_ptr<plan::Plan> make_plan(
     };
     options.scores.push_back({mask_kind, window, word(scale), word(softcap)});
   }
-  options.scores_of_document = std::move(scores_of_document);
-  options.servers = std::move(servers);
-  options.speeds = std::move(speeds);
-  options.ranks_per_node = ranks_per_node;
-  options.objective = forward_only ? plan::Objective::kForward : plan::Objective::kAll;
-  options.split_heads = split_heads;
-  options.tolerance_ppm = tolerance_ppm;
-  options.min_rows = min_rows;
-  options.balance = balance;
-  options.key_block_rows = attention::kKeyBlockRows;
-  options.retain_bytes = std::move(retain_bytes);
-  options.capacity = capacity;
-  options.overlap = overlap;
-  options.label = std::move(label);
-  const py::gil_scoped_release release;
-  std::optional<std::vector<plan::GivenTask>> given;
-  if (tasks) {
-    given.emplace();
-    for (const auto& [document, q_begin, q_end, kv_head_begin, kv_head_end, server] : *tasks)
-      given->push_back({document, q_begin, q_end, kv_head_begin, kv_head_end, server});
-  } else if (like) {
-    require(std::ssize(servers_of_like) == like->layout().num_ranks(), "plan: ", servers_of_like.size(),
-            " servers for a schedule of ", like->layout().num_ranks(), " ranks");
-    given.emplace();
-    for (const plan::Task& t : like->tasks())
-      given->push_back({t.document, t.q_begin, t.q_end, t.kv_head_begin, t.kv_head_end,
-                        servers_of_like[static_cast<size_t>(t.server)]});
-  }
-  return std::make_shared<plan::Plan>(std::move(layout), options, given);
 }
 
 py::dict stats_of(const plan::Plan& p) {
@@ -167,14 +160,31 @@ void bind_plan(py::module_& m) {
           [](const plan::CostModel& cost, int64_t mask_kind, int64_t window, int64_t length, int64_t q_begin,
              int64_t q_end) { return cost.cost({length, {static_cast<MaskKind>(mask_kind), window}}, q_begin, q_end); },
           py::arg("mask_kind"), py::arg("window"), py::arg("length"), py::arg("q_begin"), py::arg("q_end"));
+  using plan::PlanOptions;
+  py::class_<PlanOptions>(m, "PlanOptions")
+      .def(py::init([] { return PlanOptions{.key_block_rows = attention::kKeyBlockRows}; }))
+      .def_property("heads", nullptr, &set_heads)
+      .def_property("scores", nullptr, &set_scores)
+      .def_readwrite("scores_of_document", &PlanOptions::scores_of_document)
+      .def_readwrite("cost", &PlanOptions::cost)
+      .def_readwrite("tolerance_ppm", &PlanOptions::tolerance_ppm)
+      .def_readwrite("min_rows", &PlanOptions::min_rows)
+      .def_readwrite("balance", &PlanOptions::balance)
+      .def_readwrite("split_heads", &PlanOptions::split_heads)
+      .def_readwrite("servers", &PlanOptions::servers)
+      .def_readwrite("speeds", &PlanOptions::speeds)
+      .def_readwrite("ranks_per_node", &PlanOptions::ranks_per_node)
+      .def_property("forward_only", nullptr,
+                    [](PlanOptions& options, bool forward_only) {
+                      options.objective = forward_only ? plan::Objective::kForward : plan::Objective::kAll;
+                    })
+      .def_readwrite("capacity", &PlanOptions::capacity)
+      .def_readwrite("overlap", &PlanOptions::overlap)
+      .def_readwrite("retain_bytes", &PlanOptions::retain_bytes)
+      .def_readwrite("label", &PlanOptions::label);
   py::class_<plan::Plan, std::shared_ptr<plan::Plan>>(m, "Plan")
-      .def(py::init(&make_plan), py::kw_only(), py::arg("layout"), py::arg("q_heads"), py::arg("kv_heads"),
-           py::arg("dim"), py::arg("v_dim"), py::arg("dtype"), py::arg("cost"), py::arg("tolerance_ppm"),
-           py::arg("min_rows"), py::arg("balance"), py::arg("capacity"), py::arg("scores"),
-           py::arg("scores_of_document"), py::arg("servers"), py::arg("speeds"), py::arg("ranks_per_node"),
-           py::arg("forward_only"), py::arg("split_heads"), py::arg("overlap"), py::arg("retain_bytes"),
-           py::arg("label") = "", py::arg("tasks") = std::nullopt, py::arg("like") = nullptr,
-           py::arg("servers_of_like") = std::vector<int64_t>())
+      .def(py::init(&make_plan), py::arg("layout"), py::arg("options"), py::arg("tasks") = std::nullopt)
+      .def("scheduled_alike", &make_plan_like, py::arg("layout"), py::arg("options"), py::arg("servers"))
       .def_property_readonly("digest", &plan::Plan::digest)
       .def("stats", &stats_of)
       .def("byte_lower_bounds",

@@ -24,35 +24,35 @@ class CostModel:
     def __init__(self, *, per_pair: int, per_row: int, rates: Sequence[int], num_keys_octaves: int) -> None: ...
     def cost(self, mask_kind: int, window: int, length: int, q_begin: int, q_end: int) -> int: ...
 
+class PlanOptions:
+    """The arguments of a plan. Every attribute is set from Python, and read in the core alone."""
+
+    heads: tuple[int, int, int, int, int]
+    scores: Sequence[tuple[int, int, float | None, float | None]]
+    scores_of_document: Sequence[int]
+    cost: CostModel
+    tolerance_ppm: int
+    min_rows: int
+    balance: bool
+    split_heads: bool
+    servers: Sequence[int]
+    speeds: Sequence[int]
+    ranks_per_node: int
+    forward_only: bool
+    capacity: int
+    overlap: bool
+    retain_bytes: Sequence[int]
+    label: str
+    def __init__(self) -> None: ...
+
 class Plan:
     def __init__(
         self,
-        *,
         layout: Layout,
-        q_heads: int,
-        kv_heads: int,
-        dim: int,
-        v_dim: int,
-        dtype: int,
-        cost: CostModel,
-        tolerance_ppm: int,
-        min_rows: int,
-        balance: bool,
-        capacity: int,
-        scores: Sequence[tuple[int, int, float | None, float | None]],
-        scores_of_document: Sequence[int],
-        servers: Sequence[int],
-        speeds: Sequence[int],
-        ranks_per_node: int,
-        forward_only: bool,
-        overlap: bool,
-        retain_bytes: Sequence[int],
-        label: str = "",
-        split_heads: bool,
-        tasks: Sequence[tuple[int, int, int, int, int, int]] | None = None,
-        like: Plan | None = None,
-        servers_of_like: Sequence[int] = ...,
+        options: PlanOptions,
+        tasks: Sequence[tuple[int, ...]] | None = None,
     ) -> None: ...
+    def scheduled_alike(self, layout: Layout, options: PlanOptions, servers: Sequence[int]) -> Plan: ...
     @property
     def digest(self) -> int: ...
     def stats(self) -> dict[str, Any]: ...

@@ -47,8 +47,19 @@ class Plan:
         half: the half of ping-pong that this copy was made for: 0 or 1; None otherwise.
     """
 
-    def __init__(self, layout: Layout, heads: Heads, arguments: Mapping[str, Any], rank: int) -> None:
-        self._arguments = arguments
+    def __init__(
+        self,
+        layout: Layout,
+        heads: Heads,
+        arguments: Mapping[str, Any],
+        rank: int,
+        *,
+        tasks: list[tuple[int, ...]] | None = None,
+        like: tuple[Plan, list[int]] | None = None,
+    ) -> None:
+        self._arguments = arguments  # the attributes of a `_C.PlanOptions`
+        self._tasks = tasks
+        self._like = like  # the plan whose schedule this one has, and the ranks in place of its servers
         self.layout = layout
         self.heads = heads
         self.retain_bytes: list[int] = list(arguments["retain_bytes"])
@@ -74,16 +85,16 @@ class Plan:
     @functools.cached_property
     def _core(self) -> _C.Plan:
         """The core's plan of all ranks. An unpickled plan makes it again when it is first needed."""
-        like = self._arguments.get("like")
-        core = _C.Plan(
-            layout=self.layout._core,
-            q_heads=self.heads.q,
-            kv_heads=self.heads.kv,
-            dim=self.heads.dim,
-            v_dim=self.heads.value_dim,
-            dtype=self.heads.dtype_number,
-            **{**self._arguments, "cost": self._arguments["cost"].core, "like": None if like is None else like._core},
-        )
+        options = _C.PlanOptions()
+        heads = self.heads
+        options.heads = (heads.q, heads.kv, heads.dim, heads.value_dim, heads.dtype_number)
+        for name, value in self._arguments.items():
+            setattr(options, name, value.core if name == "cost" else value)
+        if self._like is not None:
+            like, servers = self._like
+            core = like._core.scheduled_alike(self.layout._core, options, servers)
+        else:
+            core = _C.Plan(self.layout._core, options, self._tasks)
         self._digest: int = vars(self).get("_digest", core.digest)  # a pickled plan had one
         if self._digest != core.digest:
             raise InvalidArgumentError(
@@ -136,9 +147,7 @@ class Plan:
         Raises:
             CapacityError: as in `plan`.
         """
-        schedule = {"like": self, "servers_of_like": servers, "tasks": None}
-        arguments = {**self._arguments, **schedule, "label": label}
-        return Plan(layout, self.heads, arguments, self.rank)
+        return Plan(layout, self.heads, {**self._arguments, "label": label}, self.rank, like=(self, servers))
 
     def for_rank(self, rank: int) -> Plan:
         """The same plan seen from another rank."""

@@ -183,9 +183,9 @@ def plan(
         "retain_bytes": retain,
         "split_heads": bool(split_heads),
         "label": label,
-        "tasks": None if tasks is None else [tuple(map(index, task)) for task in tasks],
     }
-    return Plan(layout, heads, arguments, index(rank))
+    given = None if tasks is None else [tuple(map(index, task)) for task in tasks]
+    return Plan(layout, heads, arguments, index(rank), tasks=given)
 
 
 def _context_of(layout: Layout, context: Context | str) -> Context:
