@@ -5,7 +5,9 @@ from faults.fault import Fault
 ADAPTER = "python/distca/integrations/torchtitan.py"
 CONFIG = "python/distca/integrations/torchtitan_config.py"
 TRAINER = "python/distca/integrations/torchtitan_trainer.py"
+EXCHANGE = "python/distca/planner/exchange.py"
 MODELS = "tests/integrations/test_torchtitan.py"
+TRAINER_OF_HF = "tests/integrations/test_trainer.py"
 EXACT = f"{MODELS}::test_two_ranks_have_loss_and_gradients_of_torchtitans_own_attention"
 PLANNED = f"{MODELS}::test_a_model_plans_its_batches_from_the_positions_of_all_ranks"
 JOB = "tests/integrations/test_torchtitan_trainer.py"
@@ -75,11 +77,18 @@ FAULTS = [
         (f"{MODELS}::test_selective_checkpointing_saves_core_attention",),
     ),
     Fault(
-        "torchtitan: each rank plans as if all had its own documents",
-        ADAPTER,
-        "dist.all_gather_object(of_ranks, of_ranks[0], group)",
-        "dist.all_gather_object(list(of_ranks), of_ranks[0], group)",
-        (PLANNED,),
+        "each rank of a trainer plans as if all had its own documents",
+        EXCHANGE,
+        "dist.all_gather_object(of_ranks, mine, group)",
+        "dist.all_gather_object(list(of_ranks), mine, group)",
+        (PLANNED, TRAINER_OF_HF),
+    ),
+    Fault(
+        "a rank refuses its batch before it has told the others",
+        EXCHANGE,
+        "mine = str(error)",
+        "raise",
+        (f"{TRAINER_OF_HF}::test_all_ranks_refuse_a_batch_that_one_rank_has_packed_wrongly",),
     ),
     Fault(
         "torchtitan: a row that begins inside of a document is planned",

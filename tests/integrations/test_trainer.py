@@ -7,16 +7,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from trainer_program import LEARNING_RATE, STEPS, WAYS, documents, model_with
 
 import distca
 from distca.integrations import hf
+from support.processes import fault_of
+from support.torch_ranks import join, torch_group
 
 PROGRAM = Path(__file__).with_name("trainer_program.py")
 Ranks = list[dict[str, Any]]
@@ -107,6 +111,45 @@ def test_batches_that_are_not_packed_documents_are_refused(positions: torch.Tens
         pytest.raises(distca.InvalidArgumentError, match=message),
     ):
         _Planned()._prepare_inputs({"position_ids": positions})
+
+
+def _take_batches(rank: int, ranks: int, pipe: Connection, port: int) -> None:
+    """Tells how each batch was refused: one that only the last rank has packed wrongly. Then takes one."""
+    join(rank, ranks, port)
+    positions = torch.tensor([[0, 1, 0, 3 if rank == ranks - 1 else 1]])
+    with distca.init(max_tokens=8, heads=distca.Heads(4, 2, 8), transport="torch", timeout=20.0):
+        pipe.send(fault_of(lambda: _Planned()._prepare_inputs({"position_ids": positions})))
+        taken = _Planned()._prepare_inputs({"position_ids": torch.arange(rank + 1)[None]})
+        pipe.send(taken["plan"].layout.document_lengths)
+    dist.destroy_process_group()
+
+
+def test_all_ranks_refuse_a_batch_that_one_rank_has_packed_wrongly() -> None:
+    with torch_group(_take_batches, 3) as group:
+        for rank in range(3):
+            kind, message = group.receive(rank)
+            assert kind == "InvalidArgumentError"
+            assert message.startswith("rank 2: ")
+            assert "do not count each document from 0" in message
+            assert group.receive(rank) == [1, 2, 3]  # the next batch is taken
+
+
+def _init_with_a_few(rank: int, ranks: int, pipe: Connection, port: int) -> None:
+    """Makes a context of the first two of three ranks."""
+    join(rank, ranks, port)
+    few = dist.new_group([0, 1])
+    if rank < 2:
+        with distca.init(max_tokens=8, heads=distca.Heads(4, 2, 8), group=few):
+            pipe.send(fault_of(lambda: _Planned()._prepare_inputs({"position_ids": torch.arange(4)[None]})))
+    dist.destroy_process_group()
+
+
+def test_a_context_of_some_of_the_processes_is_refused() -> None:
+    with torch_group(_init_with_a_few, 3) as group:
+        for rank in range(2):
+            kind, message = group.receive(rank)
+            assert kind == "InvalidArgumentError"
+            assert "has the processes [0, 1] of 3" in message
 
 
 def test_a_trainer_without_a_context_says_what_to_call() -> None:

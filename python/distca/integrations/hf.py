@@ -51,6 +51,7 @@ from distca.integrations.hf_ping_pong import InHalves
 from distca.integrations.hf_ping_pong import ping_pong as ping_pong
 from distca.integrations.hf_ping_pong import plan_halves as plan_halves
 from distca.ops import core_attention
+from distca.planner.exchange import gathered_lengths
 from distca.planner.layout import Layout
 from distca.planner.plan import Plan, Plans
 from distca.planner.plan_source import PlanSource
@@ -188,7 +189,7 @@ def distca_attention(
         count_call()
         with refusals_told(find_context(distca_context)):
             plan = _checked_plan(module, query, key, plan, attention_mask, dropout, kwargs)
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     out, _ = core_attention(
         q,
         k,
@@ -337,8 +338,9 @@ class PlanInputs:
 
     A rank's batch is whole documents packed into one row, with their position_ids, as transformers'
     DataCollatorWithFlattening makes it from documents of any length. The ranks exchange the lengths over
-    torch.distributed's default group, which must be the context's. Heads come from the context, windows from the model.
-    A model that went through `ping_pong` gets a plan for each half.
+    torch.distributed's default group, which must be the context's. If one rank's batch is packed in another way, all
+    ranks raise InvalidArgumentError. Heads come from the context, windows from the model. A model that went through
+    `ping_pong` gets a plan for each half.
     """
 
     distca_context: ClassVar[str] = "default"
@@ -351,10 +353,12 @@ class PlanInputs:
         context = get_context(self.distca_context)
         if context is None:
             raise InvalidArgumentError(f"no context {self.distca_context!r}: call distca.init before training")
-        lengths = _packed_lengths(inputs.get("position_ids"))
-        of_ranks: list[Any] = [lengths] * context.num_ranks
-        if context.num_ranks > 1:
-            dist.all_gather_object(of_ranks, lengths)
+        if context.num_ranks > 1 and context.global_ranks != [*range(dist.get_world_size())]:
+            raise InvalidArgumentError(
+                f"PlanInputs: context {context.name!r} has the processes {context.global_ranks} of "
+                f"{dist.get_world_size()}; all are expected, because the ranks exchange lengths over the default group"
+            )
+        of_ranks = gathered_lengths(lambda: _packed_lengths(inputs.get("position_ids")), context.num_ranks)
         make = plan_halves if isinstance(self.model, InHalves) else plans  # type: ignore[attr-defined]
         made = make(
             Layout.from_documents(of_ranks),

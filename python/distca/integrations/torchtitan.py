@@ -32,6 +32,7 @@ from distca.integrations.torchtitan_config import (
 from distca.integrations.torchtitan_config import heads_of as heads_of
 from distca.integrations.torchtitan_config import windows_of as windows_of
 from distca.ops import core_attention
+from distca.planner.exchange import gathered_lengths
 from distca.planner.layout import Layout
 from distca.planner.plan import Plan, Plans
 from distca.planner.plan_source import PlanSource
@@ -211,26 +212,21 @@ def plan_batches(
             module.layer = name
 
     def get_attention_masks(positions: torch.Tensor) -> BatchPlan:
-        of_ranks: list[Any] = [_lengths_or_error(positions)] * here.num_ranks
-        if here.num_ranks > 1:
-            dist.all_gather_object(of_ranks, of_ranks[0], group)
-        for rank, found in enumerate(of_ranks):
-            if isinstance(found, InvalidArgumentError):
-                raise InvalidArgumentError(f"rank {rank}: {found}")
+        of_ranks = gathered_lengths(lambda: _lengths(positions), here.num_ranks, group)
         made = plans(Layout.from_documents(of_ranks), here.heads, windows=windows, **{"context": here} | options)
         return BatchPlan(made, here)
 
     model.get_attention_masks = get_attention_masks
 
 
-def _lengths_or_error(positions: torch.Tensor) -> list[int] | InvalidArgumentError:
-    """The lengths of the documents of ``[B, L]`` positions, row by row, or the error that all ranks will raise.
+def _lengths(positions: torch.Tensor) -> list[int]:
+    """The lengths of the documents of ``[B, L]`` positions, row by row.
 
     A document starts at position 0. torchtitan's loaders cut documents at the end of a row and count on from 0.
     """
     starts = positions == 0
     if positions.dim() != 2 or not bool(starts[:, 0].all()):
-        return InvalidArgumentError(
+        raise InvalidArgumentError(
             f"torchtitan: positions {list(positions.shape)} must be [B, L] and begin with 0 in every row, because a "
             "document does not go on in the next row"
         )

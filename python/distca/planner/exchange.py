@@ -135,6 +135,33 @@ class GatheredSteps(Steps[Loaded, Layouts], Generic[Loaded, Layouts]):
             ) from error
 
 
+def gathered_lengths(
+    lengths: Callable[[], list[int]], num_ranks: int, group: dist.ProcessGroup | None = None
+) -> list[list[int]]:
+    """The lengths of the documents of every rank. It is collective over the group.
+
+    Args:
+        lengths: finds the lengths of this rank's documents, or raises InvalidArgumentError.
+        num_ranks: number of ranks of the group; nothing is exchanged if it is 1.
+        group: the ranks; by default all.
+
+    Raises:
+        InvalidArgumentError: on all ranks, if `lengths` raised it on one. The message begins with that rank.
+    """
+    if num_ranks == 1:
+        return [lengths()]
+    try:
+        mine: list[int] | str = lengths()
+    except InvalidArgumentError as error:
+        mine = str(error)
+    of_ranks: list[Any] = [mine] * num_ranks
+    dist.all_gather_object(of_ranks, mine, group)
+    for rank, told in enumerate(of_ranks):
+        if isinstance(told, str):
+            raise InvalidArgumentError(f"rank {rank}: {told}")
+    return of_ranks
+
+
 def told_lengths(name: str, batch: Any, lengths: Callable[[Any], Iterable[Any]], continues: Continues) -> list[int]:
     """What a rank tells of its batch: the lengths of its documents, the first negated if it continues another rank's.
 

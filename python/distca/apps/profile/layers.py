@@ -103,7 +103,7 @@ def _pieces(model: Model, rows: int) -> Iterator[tuple[str, int, Callable[[], Pi
 
     def loss() -> Piece:
         logits, labels = leaf(words), torch.randint(words, (rows,))
-        return Piece((logits,), lambda: (F.cross_entropy(logits[0].float(), labels, reduction="sum"),))
+        return Piece((logits,), lambda: (F.cross_entropy(logits.squeeze(0).float(), labels, reduction="sum"),))
 
     def embedding() -> Piece:
         table = torch.randn(words, hidden).requires_grad_()

@@ -177,7 +177,7 @@ def _sum_of_losses(model: torch.nn.Module, micro_batch: MicroBatch, context: Con
     ]
     outputs = [model(**inputs[0])] if len(inputs) == 1 else model(*inputs)
     losses = [
-        F.cross_entropy(output.logits[0].float(), batch.labels[0], reduction="sum")
+        F.cross_entropy(output.logits.squeeze(0).float(), batch.labels[0], reduction="sum")
         for output, (batch, _) in zip(outputs, micro_batch.parts, strict=True)
     ]
     return torch.stack(losses).sum()

@@ -128,11 +128,11 @@ class PipelinedModel:
             with self._autocast():
                 outputs = self._call(work, self._inputs(plans, batches[work.microbatch], work, x), ticks, context)
             if not (self.split.has_last and work.chunk == self.split.chunks - 1):
-                return self._joined(plans, work, [output.last_hidden_state[0] for output in outputs])
+                return self._joined(plans, work, [output.last_hidden_state.squeeze(0) for output in outputs])
             labels = self._rows(plans, work, batches[work.microbatch].labels[0], NO_TARGET)
             loss = torch.stack(
                 [
-                    F.cross_entropy(output.logits[0].float(), of_part, reduction="sum")
+                    F.cross_entropy(output.logits.squeeze(0).float(), of_part, reduction="sum")
                     for output, of_part in zip(outputs, labels, strict=True)
                 ]
             ).sum()
