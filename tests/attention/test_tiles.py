@@ -215,7 +215,8 @@ def test_tiles_and_emulated_tiles_give_the_same_bits(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("file", ["test_attention.py", "test_attention_features.py", "test_nan.py"])
 def test_tests_of_bf16_pass_on_emulated_tiles(file: str) -> None:
     probe = "import distca; print(distca._C.cpu_operands(1))"
-    environment = {**os.environ, "DISTCA_CPU_ISA": "amx_emulated", "PYTHONPATH": str(ROOT / "tests")}
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "tests")]))
+    environment = {**os.environ, "DISTCA_CPU_ISA": "amx_emulated", "PYTHONPATH": path}
     probed = subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True, text=True)
     if probed.returncode != 0:
         pytest.skip(probed.stderr.splitlines()[-1])

@@ -81,7 +81,7 @@ FAULTS = [
         EXCHANGE,
         "dist.all_gather_object(of_ranks, mine, group)",
         "dist.all_gather_object(list(of_ranks), mine, group)",
-        (PLANNED, TRAINER_OF_HF),
+        (TRAINER_OF_HF,),
     ),
     Fault(
         "a rank refuses its batch before it has told the others",
