@@ -15,6 +15,8 @@ void check_heads(const HeadShape& h) {
           " key/value heads; 1 to 4096 query heads that are a multiple of the key/value heads are allowed");
   require(h.dim >= 8 && h.dim <= 256 && h.dim % 8 == 0 && h.v_dim >= 8 && h.v_dim <= 256 && h.v_dim % 8 == 0,
           "heads: dim = ", h.dim, ", v_dim = ", h.v_dim, "; multiples of 8 from 8 to 256 are allowed");
+  const auto dtype = static_cast<int64_t>(h.dtype);
+  require(dtype >= 0 && dtype < kNumDTypes, "heads: dtype number ", dtype, "; 0 to ", kNumDTypes - 1, " are allowed");
 }
 
 void check_scores(const PlanOptions& o, const Layout& layout) {
@@ -27,6 +29,8 @@ void check_scores(const PlanOptions& o, const Layout& layout) {
   for (const int64_t index : of_document)
     require(index >= 0 && index < num_scores, "plan: scores number ", index, " of ", num_scores);
   for (const ScoresRow& s : o.scores) {
+    require(s.mask_kind >= 0 && s.mask_kind < kNumMaskKinds, "plan: mask number ", s.mask_kind, "; 0 to ",
+            kNumMaskKinds - 1, " are allowed");
     require(s.mask().is_possible(), "plan: window = ", s.window,
             "; 0 (none) and, with the causal mask only, positive numbers of keys are allowed");
     for (const auto& [name, word, first] :

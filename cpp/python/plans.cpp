@@ -51,7 +51,6 @@ using HeadsTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
 
 void set_heads(plan::PlanOptions& options, const HeadsTuple& heads) {
   const auto& [q_heads, kv_heads, dim, v_dim, dtype] = heads;
-  require(dtype >= 0 && dtype < kNumDTypes, "plan: dtype number ", dtype, "; 0 to ", kNumDTypes - 1, " are allowed");
   options.heads = {q_heads, kv_heads, dim, v_dim, static_cast<DType>(dtype)};
 }
 
@@ -61,8 +60,6 @@ using ScoresTuple = std::tuple<int64_t, int64_t, std::optional<double>, std::opt
 void set_scores(plan::PlanOptions& options, const std::vector<ScoresTuple>& scores) {
   options.scores.clear();
   for (const auto& [mask_kind, window, scale, softcap] : scores) {
-    require(mask_kind >= 0 && mask_kind < kNumMaskKinds, "plan: mask number ", mask_kind, "; 0 to ", kNumMaskKinds - 1,
-            " are allowed");
     const auto word = [](const std::optional<double>& value) {
       return value ? plan::score_word(static_cast<float>(*value)) : plan::kOfTheCall;
     };

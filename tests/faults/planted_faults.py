@@ -92,7 +92,17 @@ class Copy:
     def failing_test(self, tests: tuple[str, ...], limit: float = LIMIT) -> str:
         """The first test that fails, or what else went wrong; empty if all pass."""
         # Without the tests of the list of faults: they miss the piece that a planted fault replaced.
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--ignore=tests/faults", *tests]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--ignore=tests/faults",
+            *tests,
+        ]
         process = subprocess.Popen(
             command,
             cwd=self.tree,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 import distca
+from distca import _C
 from support.batches import spill
 from support.random_plans import HEADS
 
@@ -86,3 +89,28 @@ def test_a_layout_whose_cost_would_overflow_is_refused() -> None:
     layout = distca.Layout.from_documents([[2**31]])
     with pytest.raises(distca.InvalidArgumentError, match="cost"):
         distca.plan(layout, HEADS[0], cost=distca.CostModel(2**20, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("heads", (8, 2, 64, 64, 3), "heads: dtype number 3; 0 to 2 are allowed"),
+        ("heads", (8, 2, 64, 64, -1), "heads: dtype number -1"),
+        ("heads", (8, 3, 64, 64, 0), "8 query heads and 3 key/value heads"),
+        ("scores", [(2, 0, None, None)], "plan: mask number 2; 0 to 1 are allowed"),
+        ("scores", [(1, 5, None, None)], "plan: window = 5"),
+        ("scores", [], "0 different masks"),
+        ("ranks_per_node", -1, "plan: ranks_per_node = -1"),
+    ],
+)
+def test_the_core_checks_its_options_by_itself(name: str, value: object, message: str) -> None:
+    options = _C.PlanOptions()
+    options.heads = (8, 2, 64, 64, 0)
+    setattr(options, name, value)
+    with pytest.raises(distca.InvalidArgumentError, match=re.escape(message)):
+        _C.Plan(_C.Layout.from_documents([[100], [20]]), options)
+
+
+def test_an_option_that_the_core_does_not_have_is_refused() -> None:
+    with pytest.raises(AttributeError):
+        _C.PlanOptions().tolerance = 0.1  # type: ignore[attr-defined]
