@@ -1,6 +1,7 @@
 #include "plan/layout.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace distca::plan {
 namespace {
@@ -19,6 +20,48 @@ void check_segment(const Segment& s, size_t rank, size_t index) {
 void check_length(int64_t length, size_t document) {
   require(length >= 1 && length <= kMaxRows, "layout: document ", document, " has length ", length, "; 1 to ", kMaxRows,
           " are allowed");
+}
+
+using Ranks = std::vector<std::vector<Segment>>;
+
+/// As many rows on every rank, to a row.
+struct EqualRows {
+  int64_t total;
+  int64_t num_ranks;
+
+  /// The rows of ranks below `rank`.
+  int64_t before(int64_t rank) const { return static_cast<int64_t>(__int128{total} * rank / num_ranks); }
+};
+
+/// Cuts rows of a document into 2 n chunks for n ranks [first, end). Each gets one from either end.
+void cut_from_both_ends(const Segment& rows, int64_t first, int64_t end, Ranks& ranks) {
+  const int64_t chunks = 2 * (end - first);
+  for (int64_t r = first; r < end; ++r) {
+    for (int64_t chunk : {r - first, chunks - 1 - (r - first)}) {
+      const Segment s{rows.document, rows.begin + rows.num_rows() * chunk / chunks,
+                      rows.begin + rows.num_rows() * (chunk + 1) / chunks};
+      if (s.num_rows() > 0) ranks[static_cast<size_t>(r)].push_back(s);
+    }
+  }
+}
+
+/// Puts pieces on ranks from `first` on until each has its rows. A piece that is longer than what is left on a rank
+/// continues on the next one that has room.
+void fill(const std::vector<Segment>& pieces, int64_t first, const EqualRows& rows, Ranks& ranks) {
+  int64_t rank = first - 1, room = 0;
+  for (Segment rest : pieces) {
+    while (rest.num_rows() > 0) {
+      while (room <= 0) {
+        ++rank;
+        room = rows.before(rank + 1) - rows.before(rank);
+        for (const Segment& s : ranks[static_cast<size_t>(rank)]) room -= s.num_rows();
+      }
+      const int64_t take = std::min(room, rest.num_rows());
+      ranks[static_cast<size_t>(rank)].push_back({rest.document, rest.begin, rest.begin + take});
+      rest.begin += take;
+      room -= take;
+    }
+  }
 }
 
 }  // namespace
@@ -103,19 +146,35 @@ Layout Layout::packed(const std::vector<int64_t>& lengths, int64_t num_ranks, in
   return Layout(std::move(ranks));
 }
 
-Layout Layout::head_tail(const std::vector<int64_t>& lengths, int64_t num_ranks) {
+Layout Layout::head_tail(const std::vector<int64_t>& lengths, int64_t num_ranks, int64_t longer_than,
+                         std::optional<int64_t> context) {
   require(num_ranks >= 1 && num_ranks <= kMaxRanks, "layout: ranks = ", num_ranks, "; 1 to ", kMaxRanks,
           " are allowed");
+  const int64_t group_ranks = context.value_or(num_ranks);
+  require(group_ranks >= 1 && group_ranks <= num_ranks, "layout: context = ", group_ranks, "; 1 to ", num_ranks,
+          " (the number of ranks) are allowed");
+  require(longer_than >= 0 && longer_than <= kMaxRows, "layout: longer_than is ", longer_than, "; 0 to ", kMaxRows,
+          " tokens are allowed");
+  for (size_t d = 0; d < lengths.size(); ++d) check_length(lengths[d], d);
+  const EqualRows rows{std::accumulate(lengths.begin(), lengths.end(), int64_t{0}), num_ranks};
   std::vector<std::vector<Segment>> ranks(static_cast<size_t>(num_ranks));
-  for (size_t d = 0; d < lengths.size(); ++d) {
-    check_length(lengths[d], d);
-    const int64_t chunks = 2 * num_ranks;
-    for (int64_t r = 0; r < num_ranks; ++r) {
-      for (int64_t chunk : {r, chunks - 1 - r}) {
-        const Segment s{static_cast<int64_t>(d), lengths[d] * chunk / chunks, lengths[d] * (chunk + 1) / chunks};
-        if (s.num_rows() > 0) ranks[static_cast<size_t>(r)].push_back(s);
-      }
+  size_t document = 0;
+  int64_t next_row = 0;  // of the document
+  for (int64_t first = 0; first < num_ranks; first += group_ranks) {
+    const int64_t end = std::min(first + group_ranks, num_ranks);
+    std::vector<Segment> whole;
+    for (int64_t room = rows.before(end) - rows.before(first); room > 0;) {
+      const int64_t take = std::min(room, lengths[document] - next_row);
+      const Segment piece{static_cast<int64_t>(document), next_row, next_row + take};
+      if (take > longer_than)
+        cut_from_both_ends(piece, first, end, ranks);
+      else
+        whole.push_back(piece);
+      room -= take;
+      next_row += take;
+      if (next_row == lengths[document]) ++document, next_row = 0;
     }
+    fill(whole, first, rows, ranks);
   }
   return Layout(std::move(ranks));
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -43,9 +44,12 @@ class DISTCA_EXPORT Layout {
   /// Documents one after another over the ranks. A document that is longer than what is left on a rank continues on the
   /// next one.
   static Layout packed(const std::vector<int64_t>& lengths, int64_t num_ranks, int64_t tokens_per_rank);
-  /// Context parallel: each document is cut into 2 * num_ranks chunks; rank r holds chunk r and the r-th chunk from the
-  /// end.
-  static Layout head_tail(const std::vector<int64_t>& lengths, int64_t num_ranks);
+  /// Context parallel: each document of more than `longer_than` rows is cut into 2 * num_ranks chunks; rank r holds
+  /// chunk r and the r-th chunk from the end. The others fill the ranks up to equal rows, one after another. With
+  /// `context`, groups of so many neighbouring ranks get equal shares of the rows in order, and each does so with its
+  /// share; the last group may have fewer ranks.
+  static Layout head_tail(const std::vector<int64_t>& lengths, int64_t num_ranks, int64_t longer_than = 0,
+                          std::optional<int64_t> context = std::nullopt);
 
   /// A layout, and the rank that each of its ranks becomes.
   struct Part {

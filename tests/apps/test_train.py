@@ -96,26 +96,27 @@ def test_every_step_is_full_and_every_document_is_used_once_an_epoch() -> None:
     assert steps != list(itertools.islice(pack_steps(lengths, 10, seed=4), 19))
 
 
-@pytest.mark.parametrize("head_tail", [False, True])
-def test_every_row_has_the_next_byte_of_its_document_as_target_across_all_cuts(head_tail: bool) -> None:
+@pytest.mark.parametrize("context", [None, 1, 2, 3])
+def test_every_row_has_the_next_byte_of_its_document_as_target_across_all_cuts(context: int | None) -> None:
     # No byte occurs twice, so a row names its document and position.
     alphabet = bytes(range(256))
     corpus = Corpus.of([alphabet[0:5], alphabet[5:6], alphabet[6:49], alphabet[49:120]])
     following = {row: row + 1 for row in range(120)} | dict.fromkeys((4, 5, 48, 119), NO_TARGET)
     ranks, tokens = 3, 8
     packed = [
-        Batches(corpus, rank=rank, ranks=ranks, tokens_per_rank=tokens, steps=5, seed=1, head_tail=head_tail)
+        Batches(corpus, rank=rank, ranks=ranks, tokens_per_rank=tokens, steps=5, seed=1, context=context)
         for rank in range(ranks)
     ]
-    most = TrainConfig(ranks=ranks, tokens_per_rank=tokens, homes="head-tail" if head_tail else "packed").most_rows
-    assert most == tokens or head_tail
+    homes = {} if context is None else {"homes": "head-tail", "context": context}
+    most = TrainConfig(ranks=ranks, tokens_per_rank=tokens, **homes).most_rows
+    assert most == tokens or context
     rows: list[int] = []
     for batches in zip(*packed, strict=True):
         valid = 0
         for rank, batch in enumerate(batches):
             count = batch.layout.num_rows(rank)
             assert batch.input_ids.shape == batch.labels.shape == (1, count)
-            assert count == tokens if not head_tail else tokens - 2 * ranks <= count <= most
+            assert count == tokens if context is None else tokens - 2 * ranks <= count <= most
             ids = batch.input_ids[0].tolist()
             assert batch.labels[0].tolist() == [following[row] for row in ids]
             valid += int((batch.labels != NO_TARGET).sum())
@@ -124,19 +125,23 @@ def test_every_row_has_the_next_byte_of_its_document_as_target_across_all_cuts(h
     assert sorted(rows) == list(range(120))
 
 
-def test_head_tail_long_documents_are_on_all_ranks_from_both_ends_and_short_ones_whole() -> None:
+def test_head_tail_long_documents_are_on_their_ranks_from_both_ends_and_short_ones_whole() -> None:
     corpus = Corpus.of([bytes(range(40)), bytes(range(100, 106)), bytes(range(110, 118)), bytes(range(120, 130))])
     layouts = []
-    for head_tail in (False, True):
-        (batch,) = Batches(corpus, rank=0, ranks=2, tokens_per_rank=32, steps=1, seed=0, head_tail=head_tail)
+    for context in (None, 2, 1):
+        (batch,) = Batches(corpus, rank=0, ranks=2, tokens_per_rank=32, steps=1, seed=0, context=context)
         layouts.append(batch.layout)
-    packed, shared = layouts
+    packed, shared, alone = layouts
     assert packed.document_lengths == shared.document_lengths and sorted(packed.document_lengths) == [6, 8, 10, 40]
     long = packed.document_lengths.index(40)
     for rank, parts in enumerate(([(0, 10), (30, 40)], [(10, 20), (20, 30)])):
         assert [(begin, end) for document, begin, end in shared.segments(rank) if document == long] == parts
         assert shared.num_rows(rank) == 32
     assert len(shared.segments(0)) + len(shared.segments(1)) == 4 + 4  # a short one fills both ranks
+    for rank in range(2):  # a group of one rank cuts nothing, but it has long ones before short ones
+        own = packed.segments(rank)
+        cut = [(d, *part) for d, b, e in own if e - b > 16 for part in ((b, (b + e) // 2), ((b + e) // 2, e))]
+        assert alone.segments(rank) == cut + [(d, b, e) for d, b, e in own if e - b <= 16]
 
 
 def test_segments_of_a_batch_are_the_rows_of_its_tensors() -> None:
@@ -170,6 +175,8 @@ def test_segments_of_a_batch_are_the_rows_of_its_tensors() -> None:
         ({"weight_decay": -0.1}, "--weight-decay is -0.1, must be at least 0"),
         ({"weight_decay": float("inf")}, "--weight-decay is inf, must be finite"),
         ({"schedule": "greedy"}, "--schedule is greedy, must be one of cosine_warmup_with_min_lr, "),
+        ({"context": 2}, "--context is 2, must be left out without --homes head-tail"),
+        ({"homes": "head-tail", "context": 0}, "--context is 0, must be at least 1"),
         ({"schedule": "constant", "warmup_steps": 2}, "--warmup-steps is 2, must be left out with --schedule constant"),
         ({"eval_fraction": 1.0}, "--eval-fraction is 1.0, must be above 0 and below 1"),
         ({"eval_every": 5}, "--eval-every is 5, must be left out without --eval-data or --eval-fraction"),

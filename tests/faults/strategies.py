@@ -9,6 +9,7 @@ WLB = "tests/simulator/test_wlb.py"
 OPTIONS = "tests/simulator/test_distca_options.py"
 HYBRID = "tests/simulator/test_hybrid_context.py"
 ROOM = "python/distca/simulator/strategies/"
+LAYOUT = "cpp/plan/layout.cpp"
 
 FAULTS = [
     Fault(
@@ -230,16 +231,23 @@ FAULTS = [
     ),
     Fault(
         "long documents are cut one after another",
-        "python/distca/planner/layout.py",
-        "if all(n > longer_than for n in lengths):",
-        "if any(n > longer_than for n in lengths):",
+        LAYOUT,
+        "if (take > longer_than)",
+        "if (take > longer_than && group_ranks < 0)",
         ("tests/plan/test_layout.py",),
     ),
     Fault(
         "short documents fill ranks beside what long ones take there",
-        "python/distca/planner/layout.py",
-        "- sum(end - begin for _, begin, end in of_rank)",
-        "- len(of_rank)",
+        LAYOUT,
+        "for (const Segment& s : ranks[static_cast<size_t>(rank)]) room -= s.num_rows();",
+        "",
+        ("tests/plan/test_layout.py",),
+    ),
+    Fault(
+        "a group of homes cuts the whole document again",
+        LAYOUT,
+        "{r - first, chunks - 1 - (r - first)}",
+        "{r, chunks - 1 - r}",
         ("tests/plan/test_layout.py",),
     ),
     Fault(

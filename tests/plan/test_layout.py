@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -52,6 +53,48 @@ def test_documents_that_are_not_long_fill_the_ranks_whole_but_for_one_at_each_bo
             assert segments[: len(cut.segments(rank))] == [(long[d], b, e) for d, b, e in cut.segments(rank)]
         pieces += sum(document not in long for document, _, _ in segments)
     assert pieces - (len(lengths) - len(long)) <= ranks - 1
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    st.integers(1, 7),
+    st.integers(1, 7),
+    st.integers(0, 40),
+)
+def test_groups_of_ranks_share_the_rows_in_order_and_each_cuts_its_own(
+    lengths: list[int], ranks: int, context: int, longer_than: int
+) -> None:
+    context = min(context, ranks)
+    lengths = [*lengths, ranks - sum(lengths) % ranks]  # so that ranks have equal rows, to the row
+    tokens_per_rank = sum(lengths) // ranks
+    layout = distca.Layout.head_tail(lengths, ranks=ranks, longer_than=longer_than, context=context)
+    by_rank = distca.Layout.packed(lengths, ranks=ranks, tokens_per_rank=tokens_per_rank)
+    for first in range(0, ranks, context):
+        group = range(first, min(first + context, ranks))
+        pieces: list[tuple[int, int, int]] = []  # the rows of the group, in one piece for each document
+        for document, begin, end in itertools.chain.from_iterable(map(by_rank.segments, group)):
+            if pieces and pieces[-1][0] == document:
+                begin = pieces.pop()[1]
+            pieces.append((document, begin, end))
+        cut = distca.Layout.head_tail([e - b for _, b, e in pieces], ranks=len(group), longer_than=longer_than)
+        for rank in group:
+            expected = [(pieces[n][0], pieces[n][1] + b, pieces[n][1] + e) for n, b, e in cut.segments(rank - first)]
+            assert layout.segments(rank) == expected
+
+
+def test_many_ranks_may_share_documents_in_groups() -> None:
+    lengths = [1 << 16] * 512
+    layout = distca.Layout.head_tail(lengths, ranks=512, context=8)
+    made = distca.plan(layout, distca.Heads(q=32, kv=8, dim=128), ranks_per_node=8)
+    assert made.stats.imbalance_after <= 1.05
+    assert sum(made.stats.bytes_between_nodes.values()) == 0  # documents and their keys stay in a node
+
+
+@pytest.mark.parametrize("context", [0, -1, 3, "2", 1.0, True])
+def test_a_wrong_number_of_ranks_that_share_a_document_is_refused(context: object) -> None:
+    with pytest.raises(distca.InvalidArgumentError, match="layout: context = "):
+        distca.Layout.head_tail([8], ranks=2, context=context)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("longer_than", [-1, "4", True, 1.5])

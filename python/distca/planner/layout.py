@@ -109,7 +109,9 @@ class Layout:
             raise _bad_length(("", n) for n in lengths) from None
 
     @classmethod
-    def head_tail(cls, lengths: Sequence[int], *, ranks: int, longer_than: int = 0) -> Layout:
+    def head_tail(
+        cls, lengths: Sequence[int], *, ranks: int, longer_than: int = 0, context: int | None = None
+    ) -> Layout:
         """A context-parallel layout: ``2 * ranks`` chunks a document; rank r holds the r-th chunk from either end.
 
         Args:
@@ -118,6 +120,11 @@ class Layout:
             longer_than: only documents of more tokens are cut like that. The others fill the ranks up to equal rows,
                 one after another, and are cut where a rank is full. With half of the mean rows of a rank the long
                 documents are on all ranks, and nearly all short ones are whole.
+            context: the number of neighbouring ranks that share a document; by default all. Groups of so many ranks,
+                the last one of fewer if need be, get equal shares of all rows, one after another. Each cuts its share
+                as above. A document that does not fit into a group goes on in the next. The keys of a document travel
+                to more ranks if more share it, and the time to plan grows with the cube of this number: give it where
+                there are many ranks.
 
         Raises:
             InvalidArgumentError: a number is out of range.
@@ -129,18 +136,21 @@ class Layout:
             >>> layout = distca.Layout.head_tail([3, 8, 1], ranks=2, longer_than=6)
             >>> layout.segments(0), layout.segments(1)
             ([(1, 0, 2), (1, 6, 8), (0, 0, 2)], [(1, 2, 4), (1, 4, 6), (0, 2, 3), (2, 0, 1)])
+            >>> layout = distca.Layout.head_tail([8, 8], ranks=4, context=2)
+            >>> layout.segments(0), layout.segments(2)
+            ([(0, 0, 2), (0, 6, 8)], [(1, 0, 2), (1, 6, 8)])
         """
         lengths = listed("layout", "lengths", lengths, "a list of lengths")
-        try:
-            lengths = [index(n) for n in lengths]
-            whole = cls._wrap(_C.Layout.head_tail(lengths, ranks))
-        except TypeError:
-            raise _bad_length(("", n) for n in lengths) from None
         if not is_whole(longer_than, 0, _MOST_ROWS):
             raise InvalidArgumentError(f"layout: longer_than is {longer_than!r}; 0 to {_MOST_ROWS} tokens are allowed")
-        if all(n > longer_than for n in lengths):
-            return whole
-        return cls(_filled(lengths, ranks, {d for d, n in enumerate(lengths) if n > longer_than}))
+        if context is not None and not is_whole(context, 1):
+            raise InvalidArgumentError(
+                f"layout: context = {context!r}; a number of ranks, or None for all, is expected"
+            )
+        try:
+            return cls._wrap(_C.Layout.head_tail([index(n) for n in lengths], ranks, longer_than, context))
+        except TypeError:
+            raise _bad_length(("", n) for n in lengths) from None
 
     @classmethod
     def join(cls, parts: Sequence[tuple[Layout, Sequence[int]]], *, num_ranks: int) -> Layout:
@@ -210,31 +220,6 @@ class Layout:
     def __repr__(self) -> str:
         rows = [self.num_rows(rank) for rank in range(self.num_ranks)]
         return f"Layout({self.num_ranks} ranks, {len(self.document_lengths)} documents, rows {rows})"
-
-
-def _filled(lengths: Sequence[int], ranks: int, long: set[int]) -> list[list[tuple[int, int, int]]]:
-    """The segments of all ranks if `long` documents are cut from both ends, and the others fill the ranks."""
-    order = sorted(long)
-    segments: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
-    if order:
-        cut = Layout.head_tail([lengths[d] for d in order], ranks=ranks)
-        segments = [[(order[d], begin, end) for d, begin, end in cut.segments(rank)] for rank in range(ranks)]
-    total = sum(lengths)
-    room = [
-        total * (rank + 1) // ranks - total * rank // ranks - sum(end - begin for _, begin, end in of_rank)
-        for rank, of_rank in enumerate(segments)
-    ]
-    rank = 0
-    for document in sorted(set(range(len(lengths))) - long):
-        begin = 0
-        while begin < lengths[document]:
-            while room[rank] <= 0:
-                rank += 1
-            end = min(lengths[document], begin + room[rank])
-            segments[rank].append((document, begin, end))
-            room[rank] -= end - begin
-            begin = end
-    return segments
 
 
 def _lists_of_ranks(value: Any, what: str) -> list[list[Any]]:

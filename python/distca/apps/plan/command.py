@@ -42,7 +42,13 @@ def add_command(commands: Any) -> None:
         choices=("documents", "packed", "head-tail"),
         default="documents",
         help="documents: each document whole on its rank; packed: documents one after another, cut where a rank is "
-        "full; head-tail: every document spread over all ranks, as in context parallelism (default: documents)",
+        "full; head-tail: documents cut from both ends over the ranks, as in context parallelism (default: documents)",
+    )
+    batch.add_argument(
+        "--longer-than", type=int, help="with --layout head-tail: cut only documents of more tokens (default: all)"
+    )
+    batch.add_argument(
+        "--context", type=int, help="with --layout head-tail: ranks that share a document (default: all)"
     )
     model = command.add_argument_group("the model's attention")
     model.add_argument("--q-heads", type=int, default=32, help="query heads (default: 32)")
@@ -188,13 +194,17 @@ def _documents(options: argparse.Namespace, seed: int) -> list[list[int]]:
 
 def _layout(options: argparse.Namespace, seed: int) -> Layout:
     documents = _documents(options, seed)
+    if options.layout != "head-tail" and not options.longer_than is options.context is None:
+        raise InvalidArgumentError("--longer-than and --context belong to --layout head-tail")
     if options.layout == "documents":
         return Layout.from_documents(documents)
     lengths = [length for of_rank in documents for length in of_rank]
     if options.layout == "packed":
         tokens = max((sum(of_rank) for of_rank in documents), default=0)
         return Layout.packed(lengths, ranks=len(documents), tokens_per_rank=tokens)
-    return Layout.head_tail(lengths, ranks=len(documents))
+    return Layout.head_tail(
+        lengths, ranks=len(documents), longer_than=options.longer_than or 0, context=options.context
+    )
 
 
 def summary(made: Plan) -> str:

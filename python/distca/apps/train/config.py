@@ -178,9 +178,13 @@ class TrainConfig:
         default=HOMES[0],
         metadata=_about(
             "where documents lie: packed: one after another over the data ranks; head-tail: those of more than half of "
-            "--tokens-per-rank on all data ranks, each of which holds a part from either end",
+            "--tokens-per-rank on --context data ranks, each of which holds a part from either end",
             choices=HOMES,
         ),
+    )
+    context: int = field(
+        default=8,
+        metadata=_about("with --homes head-tail: number of neighbouring data ranks that share a long document, or all"),
     )
     retain_bytes: int = field(
         default=0,
@@ -300,6 +304,8 @@ class TrainConfig:
             _fail(self, "weight_decay", "finite")
         if self.schedule == "constant" and self.warmup_steps is not None:
             _fail(self, "warmup_steps", "left out with --schedule constant, which has no warm-up")
+        if self.homes != "head-tail" and self.context != TrainConfig.context:
+            _fail(self, "context", "left out without --homes head-tail")
         if self.compare and self.balance == "off":
             _fail(self, "balance", "left out with --compare, which runs every step both with and without balance")
         self._check_split()
@@ -406,7 +412,12 @@ class TrainConfig:
     @property
     def most_rows(self) -> int:
         """Rows that a rank may hold. Parts of a long document differ by a row or two, and few documents are long."""
-        return self.tokens_per_rank + (4 * self.data_ranks if self.homes == "head-tail" else 0)
+        return self.tokens_per_rank + 4 * (self.homes_of_long or 0)
+
+    @property
+    def homes_of_long(self) -> int | None:
+        """The number of data ranks that share a long document; None if documents lie one after another."""
+        return min(self.context, self.data_ranks) if self.homes == "head-tail" else None
 
     def as_json(self) -> dict[str, Any]:
         values = {option.name: getattr(self, option.name) for option in fields(self)}
@@ -432,7 +443,7 @@ class TrainConfig:
 _LEAST: dict[str, float] = {
     "ranks": 1, "steps": 1, "tokens_per_rank": 1, "accumulate": 1, "pipeline": 1, "chunks": 1, "tensor": 1, "hidden": 1,
     "layers": 1, "heads": 1, "kv_heads": 1, "seed": 0, "retain_bytes": 0, "checkpoint_every": 0, "keep_checkpoints": 1,
-    "eval_every": 0, "eval_steps": 1, "warmup_steps": 0, "weight_decay": 0,
+    "context": 1, "eval_every": 0, "eval_steps": 1, "warmup_steps": 0, "weight_decay": 0,
 }  # fmt: skip
 
 OPTION_TYPES: dict[str, Callable[[str], Any]] = {
@@ -440,10 +451,10 @@ OPTION_TYPES: dict[str, Callable[[str], Any]] = {
     "layers_per_stage": str, "tensor": int, "data": Path, "doc_scale": float, "tokenizer": Path, "model": str,
     "hidden": int, "layers": int, "heads": int, "kv_heads": int, "dtype": str, "master_weights": bool, "lr": float,
     "schedule": str, "warmup_steps": int, "weight_decay": float, "clip_norm": float, "seed": int, "balance": str,
-    "homes": str, "tolerance": float, "retain_bytes": int, "compare": bool, "fsdp": bool, "compile": bool,
-    "checkpoint_activations": bool, "ping_pong": bool, "eval_data": Path, "eval_fraction": float, "eval_every": int,
-    "eval_steps": int, "checkpoint_every": int, "keep_checkpoints": int, "export": Path, "trace": str, "nsys": bool,
-    "log_memory": bool, "track": str, "timeout": float, "name": str, "runs_dir": Path,
+    "homes": str, "context": int, "tolerance": float, "retain_bytes": int, "compare": bool, "fsdp": bool,
+    "compile": bool, "checkpoint_activations": bool, "ping_pong": bool, "eval_data": Path, "eval_fraction": float,
+    "eval_every": int, "eval_steps": int, "checkpoint_every": int, "keep_checkpoints": int, "export": Path,
+    "trace": str, "nsys": bool, "log_memory": bool, "track": str, "timeout": float, "name": str, "runs_dir": Path,
 }  # fmt: skip
 """The function by which the command line reads each field."""
 

@@ -50,7 +50,8 @@ class Batches:
     """The batches of one rank from step `start` on; `len()` is their number.
 
     What a step holds depends on the seed and on the product `ranks * tokens_per_rank`, not on its factors, nor on
-    where documents lie: `head_tail` shares those of more than half of `tokens_per_rank` among all ranks.
+    where documents lie: one after another, or, with `context`, those of more than half of `tokens_per_rank` on so many
+    neighbouring ranks, each of which holds a part from either end.
     """
 
     def __init__(
@@ -63,9 +64,9 @@ class Batches:
         steps: int,
         seed: int,
         start: int = 0,
-        head_tail: bool = False,
+        context: int | None = None,
     ) -> None:
-        self._corpus, self._head_tail = corpus, head_tail
+        self._corpus, self._context = corpus, context
         self._rank, self._ranks = rank, ranks
         self._tokens_per_rank = tokens_per_rank
         self._start, self._steps, self._seed = start, steps, seed
@@ -80,8 +81,10 @@ class Batches:
 
     def _batch(self, pieces: list[Piece]) -> Batch:
         lengths = [piece.end - piece.begin for piece in pieces]
-        if self._head_tail:
-            layout = Layout.head_tail(lengths, ranks=self._ranks, longer_than=self._tokens_per_rank // 2)
+        if self._context is not None:
+            layout = Layout.head_tail(
+                lengths, ranks=self._ranks, longer_than=self._tokens_per_rank // 2, context=self._context
+            )
         else:
             layout = Layout.packed(lengths, ranks=self._ranks, tokens_per_rank=self._tokens_per_rank)
         targets_of = tuple(
