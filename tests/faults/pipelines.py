@@ -111,14 +111,14 @@ FAULTS = [
     ),
     Fault(
         "a document that goes on on the next rank begins anew",
-        "python/distca/planner/exchange.py",
-        "            segments.append((document, end, end + abs(length)))",
-        "            segments.append((document, 0, abs(length)))",
+        "python/distca/planner/telling.py",
+        "                segments.append((document, end, end + abs(length)))",
+        "                segments.append((document, 0, abs(length)))",
         (AHEAD, "tests/plan/test_plan_ahead.py"),
     ),
     Fault(
         "a document may go on from a rank without documents",
-        "python/distca/planner/exchange.py",
+        "python/distca/planner/telling.py",
         "elif rank == 0 or not told[rank - 1]:",
         "elif not told[rank - 1]:",
         (AHEAD,),

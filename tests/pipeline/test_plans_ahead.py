@@ -62,6 +62,9 @@ def test_the_next_plans_are_made_while_an_iteration_is_in_use(monkeypatch: pytes
         ({"stages": [[0, 1]]}, "the stages have 2 ranks, and 1 ranks of the group tell for them"),
         ({"tellers": [1]}, r"rank = 0, tellers = \[1\]; 0 to 0 and 0 to 0 are allowed"),
         ({"rank": 1}, r"rank = 1, tellers = \[0\]; 0 to 0 and 0 to 0 are allowed"),
+        ({"lengths": None}, "give exactly one of lengths= and segments="),
+        ({"segments": list}, "give exactly one of lengths= and segments="),
+        ({"lengths": None, "segments": list, "continues": bool}, "continues= needs lengths=; segments say it"),
         ({"stages": [[1]]}, "PipelinePlansAhead: stages = .*each rank from 0 on once"),
     ],
 )
@@ -136,6 +139,18 @@ def _two_passes(mine: Any) -> list[list[str]]:
     return seen
 
 
+#: The documents of two micro-batches, cut head-tail over the ranks of a stage.
+CUT = [[40, 3], [12]]
+
+
+def _head_tail(lengths: list[int]) -> distca.Layout:
+    return distca.Layout.head_tail(lengths, ranks=2, longer_than=8)
+
+
+def _segments(micro_batches: list[list[int]], index: int) -> list[list[tuple[int, int, int]]]:
+    return [_head_tail(lengths).segments(index) for lengths in micro_batches]
+
+
 def _cases() -> dict[str, Any]:
     rank = dist.get_rank()
     stage, index = divmod(rank, 2)
@@ -156,6 +171,8 @@ def _cases() -> dict[str, Any]:
         "another number": _seen(first, microbatches=3 if rank == 2 else 2),
         "continued": _seen(first, continues=lambda lengths: lengths is DOCUMENTS[1][0]),
         "continued from none": _seen(first, continues=lambda lengths: lengths is DOCUMENTS[0][0]),
+        "segments": _seen(_segments(CUT, index) if stage == 0 else None, lengths=None, segments=list),
+        "other segments": _seen(_segments(CUT[::-1] if rank == 2 else CUT, index), lengths=None, segments=list),
         "tensor ranks": _seen(
             documents if rank == 2 else None, stages=[[0], [1]], tellers=[0, 2], rank=stage, loading_stage=1
         ),
@@ -204,6 +221,23 @@ def test_a_document_goes_on_on_the_next_rank(four_ranks) -> None:
         assert (first, second) == (expected, _expected(2))
 
 
+def test_documents_may_be_cut_in_any_way(four_ranks) -> None:
+    expected = _digests(PipelinePlans([_head_tail(lengths) for lengths in CUT], HEADS, stages=STAGES))
+    for rank, cases in enumerate(four_ranks):
+        (batches, digests, seen_from), *others = cases["segments"][0]
+        assert (digests, seen_from, others, cases["segments"][1]) == (expected, rank, [], "ended")
+        assert batches == (_segments(CUT, rank) if rank < 2 else None)
+
+
+def test_other_segments_than_those_that_were_told_are_refused(four_ranks) -> None:
+    seen, error = four_ranks[2]["other segments"]
+    assert seen == []
+    assert "rank 2 loaded segments [(0, 0, 3), (0, 9, 12)] for micro-batch 0, and rank 0 of the loading" in error
+    assert "stage segments [(0, 0, 10), (0, 30, 40)" in error
+    for rank in (0, 1, 3):
+        assert "rank 2 of 4 failed" in four_ranks[rank]["other segments"][1]
+
+
 def test_the_first_rank_continues_no_document(four_ranks) -> None:
     for cases in four_ranks:
         seen, error = cases["continued from none"]
@@ -224,7 +258,10 @@ def test_the_first_rank_of_each_tensor_group_tells(four_ranks) -> None:
 
 
 def test_other_documents_than_those_that_were_told_are_refused(four_ranks) -> None:
-    message = "rank 3 loaded documents of [8, 8] rows for micro-batch 0, and rank 1 of the loading stage [20]"
+    message = (
+        "rank 3 loaded documents of [8, 8] rows for micro-batch 0, and rank 1 of the loading stage documents of [20] "
+        "rows; they must be the same"
+    )
     seen, error = four_ranks[3]["other documents"]
     assert seen == [] and error.startswith("InvalidArgumentError") and message in error
     for cases in four_ranks[:3]:

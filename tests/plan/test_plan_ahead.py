@@ -1,9 +1,10 @@
-"""`PlanAhead`: both ways to learn lengths, loaders that end at different steps, errors and early ends."""
+"""`PlanAhead`: all ways to learn documents, loaders that end at different steps, errors and early ends."""
 
 import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import distca
@@ -106,8 +107,11 @@ def test_wrong_arguments_are_refused() -> None:
         distca.PlanAhead([], heads=HEADS)
     with pytest.raises(distca.InvalidArgumentError, match="exactly one"):
         distca.PlanAhead([], heads=HEADS, layout=_layout, lengths=list)
-    with pytest.raises(distca.InvalidArgumentError, match="continues= needs lengths="):
-        distca.PlanAhead([], heads=HEADS, layout=_layout, continues=bool)
+    with pytest.raises(distca.InvalidArgumentError, match="exactly one"):
+        distca.PlanAhead([], heads=HEADS, segments=list, lengths=list)
+    for way in ("layout", "segments"):
+        with pytest.raises(distca.InvalidArgumentError, match="continues= needs lengths="):
+            distca.PlanAhead([], heads=HEADS, continues=bool, **{way: _layout})
     closed = distca.PlanAhead([], heads=HEADS, layout=_layout)
     closed.close()
     closed.close()
@@ -121,6 +125,38 @@ def test_gathered_lengths_need_no_process_group_for_one_rank() -> None:
             ([3, 4], [[(0, 0, 3), (1, 0, 4)]]),
             ([5], [[(0, 0, 5)]]),
         ]
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        (5, r"PlanAhead: segments is 5; a list of \(document, begin, end\) is expected"),
+        ([5], r"PlanAhead: a segment is 5; \(document, begin, end\) is expected"),
+        ([(0, 4)], r"a segment is \(0, 4\); integers \(document, begin, end\)"),
+        ([(0, 0, 4, 1)], r"a segment is \(0, 0, 4, 1\)"),
+        ([(-2, 0, 4)], r"a segment is \(-2, 0, 4\)"),
+        ([(0, 4, 4)], r"a segment is \(0, 4, 4\); .* 0 <= begin < end"),
+        ([(0, -1, 4)], r"a segment is \(0, -1, 4\)"),
+        ([(0, 0, 4.0)], r"a segment is \(0, 0, 4.0\)"),
+        ([(0, 0, True)], r"a segment is \(0, 0, True\)"),
+        ([(0, 0, 2**31 + 1)], "layout: rank 0, segment 0"),
+        ([(0, 0, 4), (0, 3, 5)], r"the segments of the ranks: layout: document 0: rows \[3, 4\) are given twice"),
+        ([(7, 0, 4), (9, 2, 5)], r"layout: document 1: rows \[0, 2\) are on no rank; in order, .* called \[7, 9\]"),
+    ],
+)
+def test_segments_that_are_none_are_refused_by_the_next_iteration(segments: object, message: str) -> None:
+    with (
+        distca.PlanAhead([segments], heads=HEADS, segments=lambda batch: batch) as steps,
+        pytest.raises(distca.InvalidArgumentError, match=message),
+    ):
+        next(iter(steps))
+
+
+def test_segments_may_be_rows_of_a_tensor_with_padding_and_gaps_in_their_numbers() -> None:
+    batch = torch.tensor([[9, 3, 5], [-1, 0, 2], [4, 0, 1], [9, 0, 3]])
+    with distca.PlanAhead([batch], heads=HEADS, segments=lambda given: given) as steps:
+        ((_, plan),) = steps
+    assert _segments(plan) == [[(1, 3, 5), (-1, 0, 2), (0, 0, 1), (1, 0, 3)]]
 
 
 # ---- two ranks; all cases in one launch, each asserted by a test of its own ----
@@ -138,6 +174,24 @@ def _continued() -> list[list[list[tuple[int, int, int]]]]:
     options = {"heads": HEADS, "lengths": list, "continues": lambda batch: batch == [1, 2]}
     with distca.PlanAhead(batches, **options) as steps:
         return [_segments(plan) for _, plan in steps]
+
+
+def _cut_by_both(context: int | None) -> list[tuple[list[list[tuple[int, int, int]]], int]]:
+    """Each rank loads its rows of head-tail layouts; rank 0 has none of the last one, and its loader ends."""
+    rank, layouts = dist.get_rank(), [_head_tail(lengths, context) for lengths in HEAD_TAIL]
+    batches = [[(100 - d, begin, end) for d, begin, end in layout.segments(rank)] for layout in layouts]
+    if rank == 0:
+        assert batches.pop() == []
+    with distca.PlanAhead(batches, heads=HEADS, segments=list, idle_rows=2) as steps:
+        return [(_segments(plan), plan.rank) for _, plan in steps]
+
+
+#: The lengths of each step's documents.
+HEAD_TAIL = [[9, 2, 5], [4], [1]]
+
+
+def _head_tail(lengths: list[int], context: int | None) -> distca.Layout:
+    return distca.Layout.head_tail(lengths, ranks=2, longer_than=2, context=context)
 
 
 def _error_of(iterate) -> tuple[int, str]:
@@ -193,11 +247,16 @@ def _cases() -> dict[str, object]:
         "idle rows": _unequal_ends(1),
         "two passes": _two_broken_passes(),
         "continued": _continued(),
+        "cut by both": _cut_by_both(None),
+        "cut by one": _cut_by_both(1),
     }
     with distca.PlanAhead(_failing_loader(), heads=HEADS, lengths=list) as steps:
         cases["failing loader"] = _error_of(steps)
     with distca.PlanAhead([[4], [0] if dist.get_rank() == 1 else [4]], heads=HEADS, lengths=list) as steps:
         cases["wrong length"] = _error_of(steps)
+    told = [[(0, 0, 2)], [(0, 1, 4)]][dist.get_rank()]
+    with distca.PlanAhead([told], heads=HEADS, segments=list) as steps:
+        cases["rows given twice"] = _error_of(steps)
     with distca.PlanAhead([[]], heads=HEADS, lengths=list, continues=lambda batch: True) as steps:
         cases["continues nothing"] = _error_of(steps)
     cases["one stops"] = _stops_on_rank_1_only()
@@ -233,6 +292,24 @@ def test_a_document_goes_on_on_the_next_rank(two_ranks) -> None:
             [[(0, 0, 5)], [(0, 5, 6), (1, 0, 2)]],
             [[(0, 0, 6)], [(1, 0, 2)]],
         ]
+
+
+@pytest.mark.parametrize(("case", "context"), [("cut by both", None), ("cut by one", 1)])
+def test_documents_may_be_cut_in_any_way(two_ranks, case: str, context: int | None) -> None:
+    for rank, results in enumerate(two_ranks):
+        steps = results[case]
+        assert [seen_from for _, seen_from in steps] == [rank] * len(steps)
+        for (found, _), lengths in zip(steps[:2], HEAD_TAIL[:2], strict=True):
+            layout, last = _head_tail(lengths, context), len(lengths) - 1  # the ranks count documents down from 100
+            assert found == [[(last - d, b, e) for d, b, e in layout.segments(rank)] for rank in range(2)]
+        assert steps[2:] == [([[(-1, 0, 2)], [(0, 0, 1)]], rank)]
+
+
+def test_rows_that_two_ranks_hold_are_refused_on_both(two_ranks) -> None:
+    for results in two_ranks:
+        steps, error = results["rows given twice"]
+        assert steps == 0
+        assert "the segments of the ranks: layout: document 0: rows [1, 2) are given twice (rank 1)" in error
 
 
 def test_a_batch_without_documents_continues_none(two_ranks) -> None:

@@ -69,10 +69,14 @@ class PlannedBatches(DataWithTicks):
         config: the model's TransformerConfig.
         context: of `init`.
         num_microbatches: micro-batches of an iteration.
-        lengths: the lengths of the documents in a batch, in the order of its rows. Rows of padding are a document.
+        lengths: the lengths of the documents in a batch, in the order of its rows. Rows of padding are a document. By
+            default `document_lengths`.
         continues: whether the first document of a batch continues the last one of the data rank before. Each rank then
             tells the length of its part. By default documents are whole.
-        model: the chunks of the model on this process, for `continues`: their RoPE then takes the position of each row.
+        segments: in place of `lengths`, the segments ``(document, begin, end)`` of a batch, in the order of its rows,
+            for documents that are cut in any other way, as in `distca.PlanAhead`.
+        model: the chunks of the model on this process, for `continues` and `segments`: their RoPE then takes the
+            position of each row.
         forward_only: whether it is for evaluation: makes plans without backward.
         ping_pong: whether `tick_schedule` runs the layers on two halves of a micro-batch in turns.
         options: the other arguments of `PipelinePlans`.
@@ -89,8 +93,9 @@ class PlannedBatches(DataWithTicks):
         *,
         context: Context,
         num_microbatches: int,
-        lengths: Callable[[Any], Sequence[int]] = document_lengths,
+        lengths: Callable[[Any], Sequence[int]] | None = None,
         continues: Callable[[Any], bool] | None = None,
+        segments: Callable[[Any], Sequence[tuple[int, int, int]]] | None = None,
         model: Sequence[Any] = (),
         forward_only: bool = False,
         ping_pong: bool = False,
@@ -102,7 +107,7 @@ class PlannedBatches(DataWithTicks):
             if name in options:
                 raise InvalidArgumentError(f"PlannedBatches: {name}= cannot be given; Megatron's configuration says it")
         batches = next((each for each in batches if each is not None), None) if isinstance(batches, list) else batches
-        self.context, self._by_row = context, continues is not None
+        self.context, self._by_row = context, continues is not None or segments is not None
         for chunk in model if self._by_row else ():
             rotate_by_row(chunk, self._positions)
         self._options: dict[str, Any] = {"scale": config.softmax_scale, "deterministic": config.deterministic_mode}
@@ -115,8 +120,9 @@ class PlannedBatches(DataWithTicks):
             batches,
             heads=context.heads,
             stages=context.stages,
-            lengths=lengths,
+            lengths=document_lengths if lengths is None and segments is None else lengths,
             continues=continues,
+            segments=segments,
             microbatches=num_microbatches,
             tellers=_first_tensor_ranks(context),
             rank=context.rank,

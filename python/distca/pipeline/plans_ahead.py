@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -15,8 +15,9 @@ from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.pipeline.plans import PipelinePlans, checked_stages
 from distca.planner.ahead import Ahead
-from distca.planner.exchange import ENDED, Continues, Exchange, GatheredSteps, layout_of, told_lengths
+from distca.planner.exchange import ENDED, Exchange, GatheredSteps
 from distca.planner.layout import Layout
+from distca.planner.telling import Continues, Lengths, Segments, Telling, telling
 
 Batch = TypeVar("Batch")
 _NAME = "PipelinePlansAhead"
@@ -51,6 +52,7 @@ class PipelinePlansAhead(Ahead[list[Batch] | None, PipelinePlans], Generic[Batch
         stages: for each stage its ranks, as in `PipelinePlans`.
         lengths: the lengths of the documents in a batch, in the order of its rows. The thread calls it and the loader,
             one call at a time.
+        segments: in place of `lengths`, which rows of which documents are in a batch, as in `PlanAhead`.
         continues: whether the first document of a batch continues the last one of the rank before in the stage. Each
             rank then tells the length of its part. By default documents are whole.
         microbatches: micro-batches of an iteration.
@@ -66,7 +68,8 @@ class PipelinePlansAhead(Ahead[list[Batch] | None, PipelinePlans], Generic[Batch
 
     Raises:
         InvalidArgumentError: `stages` is wrong as in `PipelinePlans`, another number is out of range, or the group has
-            another number of ranks than the stages and there are no `tellers`.
+            another number of ranks than the stages and there are no `tellers`; or not exactly one of `lengths` and
+            `segments` is given.
     """
 
     def __init__(
@@ -75,9 +78,10 @@ class PipelinePlansAhead(Ahead[list[Batch] | None, PipelinePlans], Generic[Batch
         *,
         heads: Heads,
         stages: Sequence[Sequence[int]],
-        lengths: Callable[[Batch], Sequence[int]],
         microbatches: int,
+        lengths: Lengths | None = None,
         continues: Continues = None,
+        segments: Segments | None = None,
         loading_stage: int = 0,
         group: dist.ProcessGroup | None = None,
         tellers: Sequence[int] | None = None,
@@ -102,7 +106,7 @@ class PipelinePlansAhead(Ahead[list[Batch] | None, PipelinePlans], Generic[Batch
             raise InvalidArgumentError(
                 f"{_NAME}: rank = {rank!r}, tellers = {tellers}; 0 to {num_ranks - 1} and 0 to {size - 1} are allowed"
             )
-        load = _Loading(loader, lengths, continues, microbatches)
+        load = _Loading(loader, telling(_NAME, lengths, continues, segments), microbatches)
         self._load, self._tells = load, [tellers[each] for each in stages[loading_stage]]
         self._mine, self._place = mine, next(ranks.index(rank) for ranks in stages if rank in ranks)
         super().__init__(
@@ -119,8 +123,7 @@ class _Loading(Generic[Batch]):
     """The micro-batches of a rank, an iteration at a time."""
 
     loader: Iterable[Batch] | None
-    lengths: Callable[[Batch], Sequence[int]]
-    continues: Continues
+    telling: Telling
     microbatches: int
     _batches: Iterator[Batch] | None = None
 
@@ -136,14 +139,14 @@ class _Loading(Generic[Batch]):
         batches = list(itertools.islice(self._batches, self.microbatches))
         if len(batches) < self.microbatches:
             return None
-        return [(batch, told_lengths(_NAME, batch, self.lengths, self.continues)) for batch in batches]
+        return [(batch, self.telling.words(batch)) for batch in batches]
 
 
 class _Iterations(GatheredSteps[list[Batch] | None, list[Layout]]):
     """Iterations until one loader has ended.
 
-    The ranks that tell lengths tell, for each micro-batch, the number of its documents and then their lengths. The
-    others tell nothing.
+    The ranks that tell something tell, for each micro-batch, the number of its words and then its words. The others
+    tell nothing.
     """
 
     def __init__(self, exchange: Exchange, loading: _Loading[Batch], tellers: list[int], rank: int, place: int) -> None:
@@ -163,8 +166,8 @@ class _Iterations(GatheredSteps[list[Batch] | None, list[Layout]]):
         loaded = self._loading.next()
         if loaded is None:
             return None, None
-        self._loaded = [lengths for _, lengths in loaded]
-        told = [word for lengths in self._loaded for word in (len(lengths), *lengths)]
+        self._loaded = [words for _, words in loaded]
+        told = [word for words in self._loaded for word in (len(words), *words)]
         return [batch for batch, _ in loaded], told if self._rank in self._tellers else []
 
     def _is_last(self, counts: list[int]) -> bool:
@@ -181,16 +184,17 @@ class _Iterations(GatheredSteps[list[Batch] | None, list[Layout]]):
                 )
         if self._loaded is not None and self._loaded != told[self._place]:
             theirs = told[self._place]
-            number = next(n for n, lengths in enumerate(self._loaded) if lengths != theirs[n])
+            number = next(n for n, words in enumerate(self._loaded) if words != theirs[n])
+            say = self._loading.telling.say
             raise InvalidArgumentError(
-                f"{_NAME}: rank {self._rank} loaded documents of {self._loaded[number]} rows for micro-batch {number}, "
-                f"and rank {self._tellers[self._place]} of the loading stage {theirs[number]}; they must be the same"
+                f"{_NAME}: rank {self._rank} loaded {say(self._loaded[number])} for micro-batch {number}, and rank "
+                f"{self._tellers[self._place]} of the loading stage {say(theirs[number])}; they must be the same"
             )
         whole = [0] * len(told)
-        return [layout_of(_NAME, [of_rank[n] for of_rank in told], whole) for n in range(expected)]
+        return [self._loading.telling.layout([of_rank[n] for of_rank in told], whole) for n in range(expected)]
 
 
 def _split(words: list[int]) -> list[list[int]]:
-    """The lengths of each micro-batch from what a rank has told."""
+    """The words of each micro-batch from what a rank has told."""
     rest = iter(words)
     return [list(itertools.islice(rest, count)) for count in rest]

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from distca.errors import InvalidArgumentError, PeerDiedError, PeerLeftError
-from distca.planner.layout import PADDING, Layout
 
 Loaded = TypeVar("Loaded", covariant=True)
 Layouts = TypeVar("Layouts", covariant=True)
-
-#: Whether the first document of a batch continues the last one of the rank before; None if none ever does.
-Continues = Callable[[Any], bool] | None
 
 # Codes that a rank sends in place of the number of its words.
 ENDED = -1
@@ -160,45 +156,3 @@ def gathered_lengths(
         if isinstance(told, str):
             raise InvalidArgumentError(f"rank {rank}: {told}")
     return of_ranks
-
-
-def told_lengths(name: str, batch: Any, lengths: Callable[[Any], Iterable[Any]], continues: Continues) -> list[int]:
-    """What a rank tells of its batch: the lengths of its documents, the first negated if it continues another rank's.
-
-    Raises:
-        InvalidArgumentError: a length is below 1, or a batch without documents continues one.
-    """
-    told = [int(length) for length in lengths(batch)]
-    if (wrong := next((length for length in told if length < 1), None)) is not None:
-        raise InvalidArgumentError(f"{name}: a document has length {wrong}, must be at least 1")
-    if continues is not None and continues(batch):
-        if not told:
-            raise InvalidArgumentError(f"{name}: a batch without documents is said to continue one")
-        told[0] = -told[0]
-    return told
-
-
-def layout_of(name: str, told: Sequence[Sequence[int]], idle_rows: Sequence[int]) -> Layout:
-    """The layout of what the ranks have told (`told_lengths`), with so many rows of padding on each rank.
-
-    Raises:
-        InvalidArgumentError: a rank continues a document of a rank that has none.
-    """
-    if not any(idle_rows) and all(length > 0 for lengths in told for length in lengths):
-        return Layout.from_documents(told)
-    ranks: list[list[tuple[int, int, int]]] = []
-    document, end = -1, 0
-    for rank, (lengths, rows) in enumerate(zip(told, idle_rows, strict=True)):
-        segments = []
-        for length in lengths:
-            if length > 0:
-                document, end = document + 1, 0
-            elif rank == 0 or not told[rank - 1]:
-                raise InvalidArgumentError(
-                    f"{name}: the first document of rank {rank} is said to continue that of the rank before, which has "
-                    "none"
-                )
-            segments.append((document, end, end + abs(length)))
-            end += abs(length)
-        ranks.append([*segments, (PADDING, 0, rows)] if rows else segments)
-    return Layout(ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar, cast, overload
 
 import torch.distributed as dist
@@ -11,10 +11,11 @@ import torch.distributed as dist
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.planner.ahead import Ahead
-from distca.planner.exchange import ENDED, Continues, Exchange, GatheredSteps, Steps, layout_of, told_lengths
+from distca.planner.exchange import ENDED, Exchange, GatheredSteps, Steps
 from distca.planner.layout import Layout
 from distca.planner.plan import Plan, Plans
 from distca.planner.planning import plan, plans
+from distca.planner.telling import Continues, Lengths, Segments, Telling, telling
 
 Batch = TypeVar("Batch")
 Planned = TypeVar("Planned", bound=Plan | Plans)
@@ -23,7 +24,7 @@ Planned = TypeVar("Planned", bound=Plan | Plans)
 class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
     """Iterates over `loader` and yields `(batch, plan)`; a thread prepares the next pair while the current one is used.
 
-    One of two arguments says how the ranks learn each other's lengths:
+    One of three arguments says how the ranks learn each other's documents:
 
     - `layout(batch) -> Layout`: every rank already knows the layout of all ranks (a global deterministic sampler).
       There is no traffic.
@@ -31,23 +32,29 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
       ranks of `group` (default: all) exchange them, and every rank plans the same layout. They use a gloo group of
       their own, which the calling thread makes here. Therefore construction, iteration and closing are collective.
       Documents are whole. Only the first one may continue the last one of the rank before, if `continues(batch)` says
-      so; each rank then tells the length of its part. Loaders may end at different steps: a rank whose loader has ended
-      gets `(None, plan)`, in which it has no rows, until all loaders have ended. `idle_rows` gives it rows of padding
-      instead, for models that cannot take an empty tensor.
+      so; each rank then tells the length of its part.
+    - `segments(batch) -> list[(document, begin, end)]`: which rows of which documents are in this rank's batch, in the
+      order of its rows, for documents that are cut in any other way, as by `Layout.head_tail`. Ranks that hold parts of
+      the same document of a step call it by the same number, and no other document of the step has it. Numbers may have
+      gaps. Document -1 is padding. The ranks exchange their segments like lengths.
+
+    With `lengths` and `segments` loaders may end at different steps: a rank whose loader has ended gets `(None, plan)`,
+    in which it has no rows, until all loaders have ended. `idle_rows` gives it rows of padding instead, for models that
+    cannot take an empty tensor.
 
     `rank` is the rank whose slice the plans carry (default: this process's rank in `group`). `plan_options` go to
     `distca.plan`; the `context` that runs the plans is one of them. `windows` are the windows of a model whose layers
     differ in their sliding window; each step then has `distca.Plans` instead of one `distca.Plan`. The thread calls
-    `loader`, `layout` and `lengths`, one call at a time.
+    loader and callbacks, one call at a time.
 
-    The next iteration raises an exception of the loader, of the callbacks or of planning. With `lengths`, the other
-    ranks then raise a PeerLeftError that names the rank. To stop the thread, use the PlanAhead as a context manager or
-    call `close()`. After a plain `break` the thread stops when the object is dropped. Each `iter()` begins a new pass
-    over the loader.
+    The next iteration raises an exception of the loader, of the callbacks or of planning. With `lengths` or `segments`,
+    the other ranks then raise a PeerLeftError that names the rank. To stop the thread, use the PlanAhead as a context
+    manager or call `close()`. After a plain `break` the thread stops when the object is dropped. Each `iter()` begins a
+    new pass over the loader.
 
     Raises:
-        InvalidArgumentError: not exactly one of `layout` and `lengths` is given, `continues` without `lengths`, or
-            `idle_rows` is negative.
+        InvalidArgumentError: not exactly one of `layout`, `lengths` and `segments` is given, `continues` without
+            `lengths`, or `idle_rows` is negative.
     """
 
     @overload
@@ -57,8 +64,9 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         *,
         heads: Heads,
         layout: Callable[[Batch], Layout] | None = None,
-        lengths: Callable[[Batch], Sequence[int]] | None = None,
+        lengths: Lengths | None = None,
         continues: Continues = None,
+        segments: Segments | None = None,
         group: dist.ProcessGroup | None = None,
         rank: int | None = None,
         idle_rows: int = 0,
@@ -73,8 +81,9 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         *,
         heads: Heads,
         layout: Callable[[Batch], Layout] | None = None,
-        lengths: Callable[[Batch], Sequence[int]] | None = None,
+        lengths: Lengths | None = None,
         continues: Continues = None,
+        segments: Segments | None = None,
         group: dist.ProcessGroup | None = None,
         rank: int | None = None,
         idle_rows: int = 0,
@@ -88,36 +97,37 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         *,
         heads: Heads,
         layout: Callable[[Batch], Layout] | None = None,
-        lengths: Callable[[Batch], Sequence[int]] | None = None,
+        lengths: Lengths | None = None,
         continues: Continues = None,
+        segments: Segments | None = None,
         group: dist.ProcessGroup | None = None,
         rank: int | None = None,
         idle_rows: int = 0,
         windows: Iterable[int | None] | None = None,
         **plan_options: Any,
     ) -> None:
-        if (layout is None) == (lengths is None):
-            raise InvalidArgumentError("PlanAhead: give exactly one of layout= and lengths=")
+        if sum(given is not None for given in (layout, lengths, segments)) != 1:
+            raise InvalidArgumentError("PlanAhead: give exactly one of layout=, lengths= and segments=")
         if continues is not None and lengths is None:
-            raise InvalidArgumentError("PlanAhead: continues= needs lengths=; a layout says it by itself")
+            raise InvalidArgumentError("PlanAhead: continues= needs lengths=; the others say it by themselves")
         if idle_rows < 0:
             raise InvalidArgumentError(f"PlanAhead: idle_rows is {idle_rows}, must be at least 0")
         if rank is None and dist.is_initialized():
             rank = dist.get_rank(group)
-        self._loader, self._layout, self._lengths, self._idle_rows = loader, layout, lengths, idle_rows
-        self._continues = continues
+        self._loader, self._layout, self._idle_rows = loader, layout, idle_rows
+        self._telling = None if layout is not None else telling("PlanAhead", lengths, continues, segments)
         make: Callable[[Layout], Plan | Plans] = (
             functools.partial(plan, heads=heads, rank=rank, **plan_options)
             if windows is None
             else functools.partial(plans, heads=heads, rank=rank, windows=list(windows), **plan_options)
         )
-        super().__init__(None if lengths is None else Exchange(group), cast(Callable[[Layout], Planned], make))
+        super().__init__(None if self._telling is None else Exchange(group), cast(Callable[[Layout], Planned], make))
 
     def _steps(self) -> Steps[Batch | None, Layout]:
         if self._layout is not None:
             return _KnownLayouts(self._loader, self._layout)
-        assert self._lengths is not None and self._exchange is not None
-        return _GatheredLayouts(self._exchange, self._loader, self._lengths, self._continues, self._idle_rows)
+        assert self._telling is not None and self._exchange is not None
+        return _GatheredLayouts(self._exchange, self._loader, self._telling, self._idle_rows)
 
 
 class _KnownLayouts(Steps[Batch, Layout]):
@@ -139,13 +149,11 @@ class _GatheredLayouts(GatheredSteps[Batch | None, Layout]):
         self,
         exchange: Exchange,
         loader: Iterable[Batch],
-        lengths: Callable[[Batch], Sequence[int]],
-        continues: Continues,
+        telling: Telling,
         idle_rows: int,
     ) -> None:
         super().__init__(exchange, "PlanAhead")
-        self._loader, self._lengths, self._idle_rows = loader, lengths, idle_rows
-        self._continues = continues
+        self._loader, self._telling, self._idle_rows = loader, telling, idle_rows
         self._batches: Iterator[Batch] | None = None
         self._loader_ended = False
 
@@ -158,7 +166,7 @@ class _GatheredLayouts(GatheredSteps[Batch | None, Layout]):
                     raise InvalidArgumentError(
                         "PlanAhead: the loader yielded None, which stands for a loader that has ended"
                     )
-                return batch, told_lengths("PlanAhead", batch, self._lengths, self._continues)
+                return batch, self._telling.words(batch)
             self._loader_ended = True
         return None, None
 
@@ -167,4 +175,4 @@ class _GatheredLayouts(GatheredSteps[Batch | None, Layout]):
 
     def _layouts(self, words: list[list[int]], counts: list[int]) -> Layout:
         idle_rows = [self._idle_rows if count == ENDED else 0 for count in counts]
-        return layout_of("PlanAhead", words, idle_rows)
+        return self._telling.layout(words, idle_rows)

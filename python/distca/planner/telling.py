@@ -1,0 +1,155 @@
+"""How the ranks tell each other which rows of which documents they have loaded."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import index
+from typing import Any
+
+from distca.arguments import is_whole, listed
+from distca.errors import InvalidArgumentError
+from distca.planner.layout import PADDING, Layout
+
+#: Whether the first document of a batch continues the last one of the rank before; None if none ever does.
+Continues = Callable[[Any], bool] | None
+
+#: The lengths of a batch's documents, in the order of its rows.
+Lengths = Callable[[Any], Sequence[int]]
+
+#: The segments ``(document, begin, end)`` of a batch, in the order of its rows.
+Segments = Callable[[Any], Sequence[tuple[int, int, int]]]
+
+
+class Telling(ABC):
+    """What a rank tells of its batch, in words, and the layout that follows from what all ranks have told.
+
+    Args:
+        name: the class that the user has called, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @abstractmethod
+    def words(self, batch: Any) -> list[int]:
+        """What this rank tells of the batch. Raises InvalidArgumentError if it cannot be so."""
+
+    @abstractmethod
+    def layout(self, told: Sequence[Sequence[int]], idle_rows: Sequence[int]) -> Layout:
+        """The layout of what the ranks have told, with so many rows of padding on each rank.
+
+        Raises:
+            InvalidArgumentError: what they have told does not go together.
+        """
+
+    @abstractmethod
+    def say(self, words: Sequence[int]) -> str:
+        """What these words tell, for messages."""
+
+
+class TellsLengths(Telling):
+    """Tells the lengths of a rank's documents; the first is negated if it continues the last one of the rank before."""
+
+    def __init__(self, name: str, lengths: Lengths, continues: Continues = None) -> None:
+        super().__init__(name)
+        self._lengths, self._continues = lengths, continues
+
+    def words(self, batch: Any) -> list[int]:
+        """The lengths."""
+        told = [int(length) for length in self._lengths(batch)]
+        if (wrong := next((length for length in told if length < 1), None)) is not None:
+            raise InvalidArgumentError(f"{self._name}: a document has length {wrong}, must be at least 1")
+        if self._continues is not None and self._continues(batch):
+            if not told:
+                raise InvalidArgumentError(f"{self._name}: a batch without documents is said to continue one")
+            told[0] = -told[0]
+        return told
+
+    def layout(self, told: Sequence[Sequence[int]], idle_rows: Sequence[int]) -> Layout:
+        """Documents in the order of the ranks. One that continues must follow one."""
+        if not any(idle_rows) and all(length > 0 for lengths in told for length in lengths):
+            return Layout.from_documents(told)
+        ranks: list[list[tuple[int, int, int]]] = []
+        document, end = -1, 0
+        for rank, (lengths, rows) in enumerate(zip(told, idle_rows, strict=True)):
+            segments = []
+            for length in lengths:
+                if length > 0:
+                    document, end = document + 1, 0
+                elif rank == 0 or not told[rank - 1]:
+                    raise InvalidArgumentError(
+                        f"{self._name}: the first document of rank {rank} is said to continue that of the rank before, "
+                        "which has none"
+                    )
+                segments.append((document, end, end + abs(length)))
+                end += abs(length)
+            ranks.append(segments + _padding(rows))
+        return Layout(ranks)
+
+    def say(self, words: Sequence[int]) -> str:
+        """The lengths."""
+        return f"documents of {list(words)} rows"
+
+
+class TellsSegments(Telling):
+    """Tells a rank's segments. Ranks that hold parts of the same document call it by the same number."""
+
+    def __init__(self, name: str, segments: Segments) -> None:
+        super().__init__(name)
+        self._segments = segments
+
+    def words(self, batch: Any) -> list[int]:
+        """The numbers of all segments, one after another."""
+        words: list[int] = []
+        for given in listed(self._name, "segments", self._segments(batch), "a list of (document, begin, end)"):
+            segment = listed(self._name, "a segment", given, "(document, begin, end)")
+            if len(segment) != 3 or not all(is_whole(n, PADDING) for n in segment) or not 0 <= segment[1] < segment[2]:
+                raise InvalidArgumentError(
+                    f"{self._name}: a segment is {given!r}; integers (document, begin, end) with 0 <= begin < end are "
+                    f"expected, and document {PADDING} for padding"
+                )
+            words += map(index, segment)
+        return words
+
+    def layout(self, told: Sequence[Sequence[int]], idle_rows: Sequence[int]) -> Layout:
+        """Documents in the order of their numbers, which may have gaps."""
+        ranks = [[(words[i], words[i + 1], words[i + 2]) for i in range(0, len(words), 3)] for words in told]
+        documents = sorted({document for document, _, _ in chain.from_iterable(ranks)} - {PADDING})
+        numbers = {document: number for number, document in enumerate(documents)} | {PADDING: PADDING}
+        segments = [
+            [(numbers[document], begin, end) for document, begin, end in of_rank] + _padding(rows)
+            for of_rank, rows in zip(ranks, idle_rows, strict=True)
+        ]
+        try:
+            return Layout(segments)
+        except InvalidArgumentError as error:
+            called = "" if documents == [*range(len(documents))] else f"; in order, documents are called {documents}"
+            raise InvalidArgumentError(f"{self._name}: the segments of the ranks: {error}{called}") from None
+
+    def say(self, words: Sequence[int]) -> str:
+        """The segments."""
+        return f"segments {[tuple(words[i : i + 3]) for i in range(0, len(words), 3)]}"
+
+
+def telling(
+    name: str, lengths: Lengths | None, continues: Continues, segments: Segments | None
+) -> TellsLengths | TellsSegments:
+    """What tells the rows of batches by exactly one of lengths and segments.
+
+    Raises:
+        InvalidArgumentError: none is given, or both; or `continues` without `lengths`.
+    """
+    if (lengths is None) == (segments is None):
+        raise InvalidArgumentError(f"{name}: give exactly one of lengths= and segments=")
+    if segments is not None:
+        if continues is not None:
+            raise InvalidArgumentError(f"{name}: continues= needs lengths=; segments say it by themselves")
+        return TellsSegments(name, segments)
+    assert lengths is not None
+    return TellsLengths(name, lengths, continues)
+
+
+def _padding(rows: int) -> list[tuple[int, int, int]]:
+    return [(PADDING, 0, rows)] if rows else []
