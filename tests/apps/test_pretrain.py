@@ -45,6 +45,17 @@ FOUR = {
         **{"MAX_DOCUMENT": "190", "EVAL_FRACTION": "0.2", "EVAL_EVERY": "2"},
     },
     "context": {"CP_SIZE": "4", "RECOMPUTE": "full", "TOKENS_PER_RANK": "51"},
+    "head-tail, ping-pong": {"CP_SIZE": "4", "HOMES": "head-tail", "PING_PONG": "1", "TOKENS_PER_RANK": "101"},
+    "head-tail, stages": {
+        "CP_SIZE": "2",
+        "PP_SIZE": "2",
+        "VPP_SIZE": "2",
+        "HOMES": "head-tail",
+        "EVAL_FRACTION": "0.2",
+    },
+    "head-tail, tensor, sequence": {
+        **{"CP_SIZE": "2", "TP_SIZE": "2", "SEQUENCE_PARALLEL": "1", "HOMES": "head-tail", "TOKENS_PER_RANK": "102"}
+    },
 }
 QWEN3 = {
     "model_type": "qwen3",
@@ -176,27 +187,47 @@ def test_a_slot_may_lie_on_several_ranks() -> None:
             for name in ("tokens", "labels", "loss_mask", "position_ids"):
                 assert part[name].tolist() == slot[name][:, 8 * place : 8 * place + 8].tolist()
             begins = slot["cu_seqlens"].tolist()
-            assert bool(part["continues"]) == (8 * place not in begins)
+            ends = [*begins, 24]
+            first, *others = part["segments"].tolist()
+            assert (first[1] > 0) == (8 * place not in begins)
+            assert all(begin == 0 for _, begin, _ in others)
+            assert [number for number, _, _ in (first, *others)] == [
+                n for n in range(len(ends) - 1) if ends[n] < 8 * place + 8 and ends[n + 1] > 8 * place
+            ]
             inside = [begin - 8 * place for begin in begins if 8 * place < begin < 8 * place + 8]
             assert part["cu_seqlens"].tolist() == [0, *inside, 8]
 
 
 def test_a_slot_may_be_cut_head_tail() -> None:
     whole = _slots(8, tokens=24, longest=20, micro_batches=1)
-    options = {"ranks": 3, "context": 3, "longest": 20, "micro_batches": 1, "head_tail": True, "multiple": 4}
+    options = {"ranks": 3, "context": 3, "longest": 20, "micro_batches": 1, "longer_than": 0, "multiple": 4}
     of_ranks = [_slots(8, rank=rank, **options) for rank in range(3)]
     for slot, *parts in zip(whole, *of_ranks, strict=True):
         assert sorted(row for part in parts for row in _rows(part)) == sorted(_rows(slot))
         assert [part["tokens"].numel() % 4 for part in parts] == [0, 0, 0]
         keys = [int((part["position_ids"] * part["loss_mask"]).sum()) for part in parts]
         assert max(keys) - min(keys) < 24  # equal attention
-        assert not any(part["continues"] for part in parts)
+        told = [segment for part in parts for segment in part["segments"].tolist() if segment[0] >= 0]
+        for number, length in enumerate(slot["lengths"].tolist()):
+            rows = sorted(row for n, begin, end in told if n == number for row in range(begin, end))
+            assert rows == [*range(length)]
+        for part in parts:
+            assert sum(end - begin for _, begin, end in part["segments"].tolist()) == part["tokens"].numel()
+
+
+def test_slots_have_documents_of_their_own() -> None:
+    numbers = [
+        {n for slot in _slots(3, rank=rank, ranks=4, context=2, micro_batches=1) for n, *_ in slot["segments"].tolist()}
+        for rank in range(4)
+    ]
+    assert not (numbers[0] | numbers[1]) & (numbers[2] | numbers[3])
 
 
 def test_a_rank_that_gets_nothing_of_short_documents_has_padding() -> None:
-    options = {"ranks": 2, "context": 2, "longest": 1, "micro_batches": 1, "head_tail": True, "multiple": 2}
+    options = {"ranks": 2, "context": 2, "longest": 1, "micro_batches": 1, "longer_than": 0, "multiple": 2}
     [first], [second] = (_slots(1, rank=rank, **options) for rank in range(2))
     assert len(_rows(first)) == 16 and _rows(second) == []
+    assert second["segments"].tolist() == [[-1, 0, 2]]
     assert second["cu_seqlens"].tolist() == [0, 2] and second["loss_mask"].tolist() == [[0.0, 0.0]]
 
 
@@ -208,6 +239,16 @@ def test_documents_longer_than_the_rows_of_a_rank_need_several_ranks() -> None:
     with pytest.raises(InvalidArgumentError, match=r"CP_SIZE\) is 2, must divide the 3 data ranks"):
         parse([], {"CP_SIZE": "2"}).resolved(cuda=False, world_size=3)
     assert parse([], {"CP_SIZE": "2"}).resolved(cuda=False, world_size=4).max_document == 1024
+    chosen = {"CP_SIZE": "4", "TOKENS_PER_RANK": "101"}
+    for more, longer_than, most_rows in (
+        ({}, None, 101),
+        ({"HOMES": "head-tail"}, 50, 101 + 4 * 4 + 1),
+        ({"ATTENTION": "megatron", "HOMES": "head-tail"}, 0, 101 + 4 * 4 + 1),  # as Megatron cuts for its own
+    ):
+        options = parse([], chosen | more).resolved(cuda=False, world_size=4)
+        assert (options.longer_than, options.most_rows) == (longer_than, most_rows)
+    with pytest.raises(InvalidArgumentError, match=r"HOMES\) is head-tail, needs ranks that share documents"):
+        parse([], {"HOMES": "head-tail"}).resolved(cuda=False, world_size=2)
 
 
 def test_a_token_that_the_model_does_not_know_is_an_error() -> None:

@@ -19,7 +19,7 @@ from distca.apps.common.tokens import Tokenizer
 from distca.apps.common.workloads import read_lengths
 from distca.apps.pretrain.options import Options
 from distca.errors import InvalidArgumentError
-from distca.planner.layout import Layout
+from distca.planner.layout import PADDING, Layout
 
 #: The most random tokens that are made.
 _MOST_RANDOM = 1 << 26
@@ -90,13 +90,13 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
     are cut where a slot is full and after `longest` tokens. Each piece is a document of its own to attention. Its last
     token is still asked for the token after the cut.
 
-    Each rank of a slot has `tokens` rows, and documents go on on the next rank. With `head_tail` each document is cut
-    by `Layout.head_tail` instead. Ranks then differ by a few rows, which are padded to a multiple of `multiple`.
+    Each rank of a slot has `tokens` rows, and documents go on on the next rank. With `longer_than` the slot is cut by
+    `Layout.head_tail` instead. Ranks then differ by a few rows, which are padded to a multiple of `multiple`.
 
     Yields:
         ``tokens``, ``labels``, ``position_ids`` and ``loss_mask``, all ``[1, rows]``; ``cu_seqlens``, int32, of the
-        parts of documents on this rank; ``lengths`` of the slot's documents; ``continues``, whether the first document
-        goes on from the rank before.
+        parts of documents on this rank; ``lengths`` of the slot's documents; ``segments``, int64 ``[segments, 3]``, of
+        this rank, as `distca.PlanAhead` takes them, with numbers of documents that no other slot has.
     """
 
     def __init__(
@@ -112,11 +112,12 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
         seed: int,
         start: int = 0,
         context: int = 1,
-        head_tail: bool = False,
+        longer_than: int | None = None,
         multiple: int = 1,
     ) -> None:
         self._corpus, self._vocabulary, self._tokens, self._multiple = corpus, vocabulary, tokens, multiple
-        self._place, self._context, self._head_tail = rank % context, context, head_tail
+        self._slot, self._place, self._context = rank // context, rank % context, context
+        self._longer_than = longer_than
         self._pieces = [
             (number, begin, min(begin + longest, length))
             for number, length in enumerate(corpus.lengths())
@@ -129,11 +130,12 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
     def __next__(self) -> dict[str, torch.Tensor]:
         pieces = next(self._slots)
         lengths = [piece.end - piece.begin for piece in pieces]
-        if self._head_tail:
-            layout = Layout.head_tail(lengths, ranks=self._context)
+        if self._longer_than is not None:
+            layout = Layout.head_tail(lengths, ranks=self._context, longer_than=self._longer_than)
         else:
             layout = Layout.packed(lengths, ranks=self._context, tokens_per_rank=self._tokens)
         segments = layout.segments(self._place)
+        told = [(self._slot << 32 | number, begin, end) for number, begin, end in segments]
         tokens, labels, sizes = [], [], [0]
         for number, begin, end in segments:
             document, first, _ = self._pieces[pieces[number].document]
@@ -150,6 +152,7 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
             labels.append(torch.full((padding,), NO_TARGET))
             positions = torch.cat([positions, torch.zeros(padding, dtype=torch.int64)])
             sizes.append(padding)
+            told.append((PADDING, 0, padding))
         inputs, targets = torch.cat(tokens)[None], torch.cat(labels)[None]
         if (largest := int(inputs.max())) >= self._vocabulary:
             raise DataError(f"the data have token {largest}, and the model knows {self._vocabulary}")
@@ -160,5 +163,5 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
             "position_ids": positions[None],
             "cu_seqlens": torch.tensor(sizes).cumsum(0).int(),
             "lengths": torch.tensor(lengths),
-            "continues": torch.tensor(not self._head_tail and segments[0][1] > 0),
+            "segments": torch.tensor(told),
         }

@@ -15,6 +15,7 @@ from distca.errors import InvalidArgumentError
 
 Attention = Literal["distca", "megatron"]
 Recompute = Literal["none", "selective", "full"]
+Homes = Literal["packed", "head-tail"]
 
 
 def _option(default: Any, text: str) -> Any:
@@ -36,6 +37,11 @@ class Options:
     tp_size: int = _option(1, "tensor parallel size")
     pp_size: int = _option(1, "pipeline stages")
     cp_size: int = _option(1, "data ranks over whose rows documents are packed together (context parallel size)")
+    homes: Homes = _option(
+        "packed",
+        "with --cp-size above 1 and distca: packed, a document goes on on the next rank; or head-tail, documents of "
+        "more than half of --tokens-per-rank are on all these ranks, each of which holds a part from either end",
+    )
     vpp_size: int = _option(1, "chunks of layers of each stage (virtual pipeline)")
     ranks: int = _option(0, "CPU processes, where no launcher says it (default: as many as the sizes need, at least 2)")
     tokens_per_rank: int = _option(0, "tokens of a data rank in a micro-batch (default: 65536; tiny 512)")
@@ -103,6 +109,24 @@ class Options:
         filled._check(world_size)
         return filled
 
+    @property
+    def longer_than(self) -> int | None:
+        """From which length on documents are cut head-tail; None if they go on on the next rank."""
+        if self.attention == "megatron":
+            return 0 if self.cp_size > 1 else None
+        return self.tokens_per_rank // 2 if self.homes == "head-tail" else None
+
+    @property
+    def row_multiple(self) -> int:
+        """What the rows of a rank are a multiple of where documents are cut head-tail."""
+        return self.tp_size if self.sequence_parallel else 1
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that a rank may hold. Parts of a document that is cut head-tail differ by a row or two."""
+        spare = 0 if self.longer_than is None else 4 * self.cp_size + self.row_multiple
+        return self.tokens_per_rank + spare
+
     def _check(self, world_size: int) -> None:
         for name, least in _LEAST.items():
             if (value := getattr(self, name)) < least:
@@ -112,6 +136,8 @@ class Options:
         data_ranks = world_size // (self.tp_size * self.pp_size)
         if data_ranks % self.cp_size:
             raise _bad("cp_size", self.cp_size, f"must divide the {data_ranks} data ranks")
+        if self.homes != "packed" and self.cp_size == 1:
+            raise _bad("homes", self.homes, "needs ranks that share documents: --cp-size is 1")
         if self.vpp_size > 1 and self.pp_size == 1:
             raise _bad("vpp_size", self.vpp_size, "needs stages: --pp-size is 1")
         if self.vpp_size > 1 and self.micro_batches % self.pp_size:

@@ -73,7 +73,7 @@ class Run:
         if options.attention == "distca":
             self.context = init(
                 self._config,
-                max_tokens=options.tokens_per_rank,
+                max_tokens=options.most_rows,
                 timeout=options.timeout,
                 transport=options.transport,
                 name=name,
@@ -227,8 +227,8 @@ class Run:
             seed=options.seed,
             start=start,
             context=options.cp_size,
-            head_tail=self._shared is not None,
-            multiple=options.tp_size if self._shared is not None and options.sequence_parallel else 1,
+            longer_than=options.longer_than,
+            multiple=options.row_multiple,
         )
 
     def _data_iterator(self, make: Callable[[], Iterator[Batch]], *, forward_only: bool = False) -> Any:
@@ -243,7 +243,7 @@ class Run:
             context=self.context,
             num_microbatches=options.micro_batches,
             forward_only=forward_only,
-            continues=(lambda batch: bool(batch["continues"])) if options.cp_size > 1 else None,
+            segments=(lambda batch: batch["segments"].tolist()) if options.cp_size > 1 else None,
             model=self._chunks,
             tolerance=options.tolerance,
             balance=options.balance,
