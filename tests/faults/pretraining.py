@@ -56,10 +56,10 @@ FAULTS = [
         TESTS,
     ),
     Fault(
-        "ranks that share a slot do not say that documents go on",
+        "ranks that share a slot tell parts of documents as whole ones",
         FOLDER + "data.py",
-        "torch.tensor(not self._head_tail and segments[0][1] > 0)",
-        "torch.tensor(False)",
+        "told = [(self._slot << 32 | number, begin, end) for number, begin, end in segments]",
+        "told = [(self._place << 32 | number, 0, end - begin) for number, begin, end in segments]",
         TESTS,
     ),
     Fault(
