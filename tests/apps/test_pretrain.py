@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import distca
 from distca.apps.common.corpus import Corpus
 from distca.apps.common.options import exit_code
 from distca.apps.pretrain.data import MicroBatches
@@ -172,6 +173,10 @@ def test_micro_batches_depend_on_the_product_of_ranks_and_micro_batches_alone() 
     assert [slot["tokens"].tolist() for slot in _slots(8, start=2)] == whole[4:]
 
 
+def _over_all(lengths: list[int], ranks: int) -> distca.Layout:
+    return distca.Layout.head_tail(lengths, ranks=ranks)
+
+
 def _rows(slot: dict[str, torch.Tensor]) -> list[tuple[int, int, float]]:
     """Tokens with their labels and whether they count, without padding."""
     names = ("tokens", "labels", "loss_mask")
@@ -200,7 +205,7 @@ def test_a_slot_may_lie_on_several_ranks() -> None:
 
 def test_a_slot_may_be_cut_head_tail() -> None:
     whole = _slots(8, tokens=24, longest=20, micro_batches=1)
-    options = {"ranks": 3, "context": 3, "longest": 20, "micro_batches": 1, "longer_than": 0, "multiple": 4}
+    options = {"ranks": 3, "context": 3, "longest": 20, "micro_batches": 1, "cut": _over_all, "multiple": 4}
     of_ranks = [_slots(8, rank=rank, **options) for rank in range(3)]
     for slot, *parts in zip(whole, *of_ranks, strict=True):
         assert sorted(row for part in parts for row in _rows(part)) == sorted(_rows(slot))
@@ -224,7 +229,7 @@ def test_slots_have_documents_of_their_own() -> None:
 
 
 def test_a_rank_that_gets_nothing_of_short_documents_has_padding() -> None:
-    options = {"ranks": 2, "context": 2, "longest": 1, "micro_batches": 1, "longer_than": 0, "multiple": 2}
+    options = {"ranks": 2, "context": 2, "longest": 1, "micro_batches": 1, "cut": _over_all, "multiple": 2}
     [first], [second] = (_slots(1, rank=rank, **options) for rank in range(2))
     assert len(_rows(first)) == 16 and _rows(second) == []
     assert second["segments"].tolist() == [[-1, 0, 2]]
@@ -240,13 +245,18 @@ def test_documents_longer_than_the_rows_of_a_rank_need_several_ranks() -> None:
         parse([], {"CP_SIZE": "2"}).resolved(cuda=False, world_size=3)
     assert parse([], {"CP_SIZE": "2"}).resolved(cuda=False, world_size=4).max_document == 1024
     chosen = {"CP_SIZE": "4", "TOKENS_PER_RANK": "101"}
-    for more, longer_than, most_rows in (
+    lengths = [9, 40, 3, 5]
+    for more, expected, most_rows in (
         ({}, None, 101),
-        ({"HOMES": "head-tail"}, 50, 101 + 4 * 4 + 1),
-        ({"ATTENTION": "megatron", "HOMES": "head-tail"}, 0, 101 + 4 * 4 + 1),  # as Megatron cuts for its own
+        ({"HOMES": "head-tail"}, distca.Layout.spread(lengths, ranks=4), 101 + 4 * 4 + 1),
+        # Megatron's own context parallelism cuts all documents over all ranks.
+        ({"ATTENTION": "megatron", "HOMES": "head-tail"}, _over_all(lengths, 4), 101 + 4 * 4 + 1),
     ):
         options = parse([], chosen | more).resolved(cuda=False, world_size=4)
-        assert (options.longer_than, options.most_rows) == (longer_than, most_rows)
+        assert options.most_rows == most_rows
+        found = None if options.cut is None else options.cut(lengths, 4)
+        assert repr(found) == repr(expected)
+        assert expected is None or [found.segments(r) for r in range(4)] == [expected.segments(r) for r in range(4)]
     with pytest.raises(InvalidArgumentError, match=r"HOMES\) is head-tail, needs ranks that share documents"):
         parse([], {"HOMES": "head-tail"}).resolved(cuda=False, world_size=2)
 

@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,27 +97,29 @@ def test_every_step_is_full_and_every_document_is_used_once_an_epoch() -> None:
     assert steps != list(itertools.islice(pack_steps(lengths, 10, seed=4), 19))
 
 
-@pytest.mark.parametrize("context", [None, 1, 2, 3])
-def test_every_row_has_the_next_byte_of_its_document_as_target_across_all_cuts(context: int | None) -> None:
+@pytest.mark.parametrize(
+    "homes", [{}, *({"head_tail": True, "context": context} for context in (None, 1, 2, 3))], ids=str
+)
+def test_every_row_has_the_next_byte_of_its_document_as_target_across_all_cuts(homes: dict[str, Any]) -> None:
     # No byte occurs twice, so a row names its document and position.
     alphabet = bytes(range(256))
     corpus = Corpus.of([alphabet[0:5], alphabet[5:6], alphabet[6:49], alphabet[49:120]])
     following = {row: row + 1 for row in range(120)} | dict.fromkeys((4, 5, 48, 119), NO_TARGET)
     ranks, tokens = 3, 8
     packed = [
-        Batches(corpus, rank=rank, ranks=ranks, tokens_per_rank=tokens, steps=5, seed=1, context=context)
+        Batches(corpus, rank=rank, ranks=ranks, tokens_per_rank=tokens, steps=5, seed=1, **homes)
         for rank in range(ranks)
     ]
-    homes = {} if context is None else {"homes": "head-tail", "context": context}
-    most = TrainConfig(ranks=ranks, tokens_per_rank=tokens, **homes).most_rows
-    assert most == tokens or context
+    options = {"homes": "head-tail", "context": homes["context"]} if homes else {}
+    most = TrainConfig(ranks=ranks, tokens_per_rank=tokens, **options).most_rows
+    assert most == tokens or homes
     rows: list[int] = []
     for batches in zip(*packed, strict=True):
         valid = 0
         for rank, batch in enumerate(batches):
             count = batch.layout.num_rows(rank)
             assert batch.input_ids.shape == batch.labels.shape == (1, count)
-            assert count == tokens if context is None else tokens - 2 * ranks <= count <= most
+            assert count == tokens if not homes else tokens - 2 * ranks <= count <= most
             ids = batch.input_ids[0].tolist()
             assert batch.labels[0].tolist() == [following[row] for row in ids]
             valid += int((batch.labels != NO_TARGET).sum())
@@ -128,10 +131,11 @@ def test_every_row_has_the_next_byte_of_its_document_as_target_across_all_cuts(c
 def test_head_tail_long_documents_are_on_their_ranks_from_both_ends_and_short_ones_whole() -> None:
     corpus = Corpus.of([bytes(range(40)), bytes(range(100, 106)), bytes(range(110, 118)), bytes(range(120, 130))])
     layouts = []
-    for context in (None, 2, 1):
-        (batch,) = Batches(corpus, rank=0, ranks=2, tokens_per_rank=32, steps=1, seed=0, context=context)
+    for homes in ({}, {"head_tail": True}, {"head_tail": True, "context": 2}, {"head_tail": True, "context": 1}):
+        (batch,) = Batches(corpus, rank=0, ranks=2, tokens_per_rank=32, steps=1, seed=0, **homes)
         layouts.append(batch.layout)
-    packed, shared, alone = layouts
+    packed, shared, by_two, alone = layouts
+    assert all(shared.segments(rank) == by_two.segments(rank) for rank in range(2))
     assert packed.document_lengths == shared.document_lengths and sorted(packed.document_lengths) == [6, 8, 10, 40]
     long = packed.document_lengths.index(40)
     for rank, parts in enumerate(([(0, 10), (30, 40)], [(10, 20), (20, 30)])):
@@ -177,6 +181,7 @@ def test_segments_of_a_batch_are_the_rows_of_its_tensors() -> None:
         ({"schedule": "greedy"}, "--schedule is greedy, must be one of cosine_warmup_with_min_lr, "),
         ({"context": 2}, "--context is 2, must be left out without --homes head-tail"),
         ({"homes": "head-tail", "context": 0}, "--context is 0, must be at least 1"),
+        ({"homes": "head-tail", "context": 3, "ranks": 4, "pipeline": 2}, "--context is 3, must be at most the 2 data"),
         ({"schedule": "constant", "warmup_steps": 2}, "--warmup-steps is 2, must be left out with --schedule constant"),
         ({"eval_fraction": 1.0}, "--eval-fraction is 1.0, must be above 0 and below 1"),
         ({"eval_every": 5}, "--eval-every is 5, must be left out without --eval-data or --eval-fraction"),

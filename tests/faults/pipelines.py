@@ -147,7 +147,7 @@ FAULTS = [
     Fault(
         "documents of a slot go on on the next rank whatever the homes are",
         "python/distca/apps/pretrain/options.py",
-        'return self.tokens_per_rank // 2 if self.homes == "head-tail" else None',
+        'return _spread if self.homes == "head-tail" else None',
         "return None",
         ("tests/apps/test_pretrain.py",),
     ),

@@ -14,15 +14,15 @@ FAULTS = [
     Fault(
         "documents lie one after another whatever the homes are",
         "python/distca/apps/train/data.py",
-        "if self._context is not None:",
-        "if False:",
+        "if not self._head_tail:",
+        "if True:",
         ("tests/apps/test_train.py",),
     ),
     Fault(
         "parts of long documents have no room",
         "python/distca/apps/train/config.py",
-        "return self.tokens_per_rank + 4 * (self.homes_of_long or 0)",
-        "return self.tokens_per_rank - 4 * (self.homes_of_long or 0)",
+        'return self.tokens_per_rank + (4 * share if self.homes == "head-tail" else 0)',
+        "return self.tokens_per_rank - (4 * share if self.homes == 'head-tail' else 0)",
         ("tests/apps/test_train.py",),
     ),
     Fault(

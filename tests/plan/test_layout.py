@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
+from fractions import Fraction
 
 import pytest
 import torch
@@ -81,6 +83,33 @@ def test_groups_of_ranks_share_the_rows_in_order_and_each_cuts_its_own(
         for rank in group:
             expected = [(pieces[n][0], pieces[n][1] + b, pieces[n][1] + e) for n, b, e in cut.segments(rank - first)]
             assert layout.segments(rank) == expected
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(1, 40))
+def test_spread_cuts_long_documents_over_the_ranks_that_the_longest_keeps_busy(lengths: list[int], ranks: int) -> None:
+    rows, attention = Fraction(sum(lengths), ranks), Fraction(sum(n * n for n in lengths), ranks)
+    layout = distca.Layout.spread(lengths, ranks=ranks)
+    context = min(ranks, max(4 * math.ceil(max(lengths) / rows), math.ceil(max(lengths) ** 2 / attention)))
+    expected = distca.Layout.head_tail(lengths, ranks=ranks, longer_than=math.floor(rows / 2), context=context)
+    assert [layout.segments(rank) for rank in range(ranks)] == [expected.segments(rank) for rank in range(ranks)]
+
+
+def test_spread_puts_both_ends_of_a_long_document_on_each_rank_of_its_group() -> None:
+    """3,000 rows are three ranks' rows, so 12 ranks; and 0.87 of the attention of 16, so 14."""
+    layout = distca.Layout.spread([3000, *[100] * 130], ranks=16)
+    cut = [3000 * chunk // 28 for chunk in range(29)]
+    for rank in range(16):
+        assert abs(layout.num_rows(rank) - 1000) <= 1
+        expected = [(cut[rank], cut[rank + 1]), (cut[27 - rank], cut[28 - rank])] if rank < 14 else []
+        assert [(begin, end) for document, begin, end in layout.segments(rank) if document == 0] == expected
+    assert sum(len(layout.segments(rank)) for rank in range(16)) <= 2 * 14 + 130 + 15
+
+
+@pytest.mark.parametrize(("lengths", "ranks"), [([0], 2), ([3.5], 2), (5, 2), ([3], 0), ([3], "2"), ([3], True)])
+def test_wrong_numbers_cannot_be_spread(lengths: object, ranks: object) -> None:
+    with pytest.raises(distca.InvalidArgumentError, match="layout: "):
+        distca.Layout.spread(lengths, ranks=ranks)  # type: ignore[arg-type]
 
 
 def test_many_ranks_may_share_documents_in_groups() -> None:

@@ -15,6 +15,9 @@ from distca.errors import InvalidArgumentError
 #: The document number of padding rows in a layout.
 PADDING = -1
 
+#: How many times as many ranks hold a long document, at least, as the longest one would fill, in `Layout.spread`.
+_FEWEST_HOMES = 4
+
 #: The most rows of a document or of a rank.
 _MOST_ROWS = 2**31
 
@@ -151,6 +154,40 @@ class Layout:
             return cls._wrap(_C.Layout.head_tail([index(n) for n in lengths], ranks, longer_than, context))
         except TypeError:
             raise _bad_length(("", n) for n in lengths) from None
+
+    @classmethod
+    def spread(cls, lengths: Sequence[int], *, ranks: int) -> Layout:
+        """The homes to take where a loader may choose them: long documents lie on several ranks, short ones whole.
+
+        It is `head_tail` with documents cut that are longer than half of a rank's rows, each over as many neighbouring
+        ranks as the attention of the longest document keeps busy (the squares of lengths are compared), or over four
+        times as many as its rows fill if that is more. The keys of a long document go to all servers of its attention;
+        they then leave through the ports of about as many homes. docs/simulator.md, "From 64 to 4,096 GPUs", compares
+        modelled steps with those of `packed`.
+
+        Args:
+            lengths: lengths in tokens.
+            ranks: number of ranks.
+
+        Raises:
+            InvalidArgumentError: a number is out of range.
+
+        Examples:
+            >>> layout = distca.Layout.spread([20, 3, 4, 1, 4], ranks=2)
+            >>> layout.segments(0), layout.segments(1)
+            ([(0, 0, 5), (0, 15, 20), (1, 0, 3), (2, 0, 3)], [(0, 5, 10), (0, 10, 15), (2, 3, 4), (3, 0, 1), (4, 0, 4)])
+        """
+        lengths = listed("layout", "lengths", lengths, "a list of lengths")
+        if not all(is_whole(n, 1, _MOST_ROWS) for n in lengths):
+            raise _bad_length(("", n) for n in lengths)
+        if not is_whole(ranks, 1):
+            raise InvalidArgumentError(f"layout: ranks = {ranks!r}; a positive integer is expected")
+        lengths, ranks = [index(n) for n in lengths], index(ranks)
+        total, longest = sum(lengths), max(lengths, default=0)
+        by_rows = -(-longest * ranks // max(total, 1))
+        by_attention = -(-(longest**2) * ranks // max(sum(n**2 for n in lengths), 1))
+        context = min(ranks, max(_FEWEST_HOMES * by_rows, by_attention, 1))
+        return cls.head_tail(lengths, ranks=ranks, longer_than=total // (2 * ranks), context=context)
 
     @classmethod
     def join(cls, parts: Sequence[tuple[Layout, Sequence[int]]], *, num_ranks: int) -> Layout:

@@ -6,7 +6,7 @@ import itertools
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -90,8 +90,9 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
     are cut where a slot is full and after `longest` tokens. Each piece is a document of its own to attention. Its last
     token is still asked for the token after the cut.
 
-    Each rank of a slot has `tokens` rows, and documents go on on the next rank. With `longer_than` the slot is cut by
-    `Layout.head_tail` instead. Ranks then differ by a few rows, which are padded to a multiple of `multiple`.
+    Each rank of a slot has `tokens` rows, and documents go on on the next rank. With `cut` the slot has that layout
+    instead, of the lengths of its documents on so many ranks, such as `Layout.spread`. Ranks then differ by a few rows,
+    which are padded to a multiple of `multiple`.
 
     Yields:
         ``tokens``, ``labels``, ``position_ids`` and ``loss_mask``, all ``[1, rows]``; ``cu_seqlens``, int32, of the
@@ -112,12 +113,12 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
         seed: int,
         start: int = 0,
         context: int = 1,
-        longer_than: int | None = None,
+        cut: Callable[[list[int], int], Layout] | None = None,
         multiple: int = 1,
     ) -> None:
         self._corpus, self._vocabulary, self._tokens, self._multiple = corpus, vocabulary, tokens, multiple
         self._slot, self._place, self._context = rank // context, rank % context, context
-        self._longer_than = longer_than
+        self._cut = cut
         self._pieces = [
             (number, begin, min(begin + longest, length))
             for number, length in enumerate(corpus.lengths())
@@ -130,8 +131,8 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
     def __next__(self) -> dict[str, torch.Tensor]:
         pieces = next(self._slots)
         lengths = [piece.end - piece.begin for piece in pieces]
-        if self._longer_than is not None:
-            layout = Layout.head_tail(lengths, ranks=self._context, longer_than=self._longer_than)
+        if self._cut is not None:
+            layout = self._cut(lengths, self._context)
         else:
             layout = Layout.packed(lengths, ranks=self._context, tokens_per_rank=self._tokens)
         segments = layout.segments(self._place)

@@ -6,12 +6,13 @@ import argparse
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from distca.errors import InvalidArgumentError
+from distca.planner.layout import Layout
 
 Attention = Literal["distca", "megatron"]
 Recompute = Literal["none", "selective", "full"]
@@ -40,7 +41,7 @@ class Options:
     homes: Homes = _option(
         "packed",
         "with --cp-size above 1 and distca: packed, a document goes on on the next rank; or head-tail, documents of "
-        "more than half of --tokens-per-rank are on all these ranks, each of which holds a part from either end",
+        "more than half of --tokens-per-rank are on several of these ranks, each with a part from either end",
     )
     vpp_size: int = _option(1, "chunks of layers of each stage (virtual pipeline)")
     ranks: int = _option(0, "CPU processes, where no launcher says it (default: as many as the sizes need, at least 2)")
@@ -110,11 +111,11 @@ class Options:
         return filled
 
     @property
-    def longer_than(self) -> int | None:
-        """From which length on documents are cut head-tail; None if they go on on the next rank."""
+    def cut(self) -> Callable[[list[int], int], Layout] | None:
+        """The layout of documents of these lengths on so many ranks; None if they go on on the next rank."""
         if self.attention == "megatron":
-            return 0 if self.cp_size > 1 else None
-        return self.tokens_per_rank // 2 if self.homes == "head-tail" else None
+            return _over_all if self.cp_size > 1 else None
+        return _spread if self.homes == "head-tail" else None
 
     @property
     def row_multiple(self) -> int:
@@ -124,7 +125,7 @@ class Options:
     @property
     def most_rows(self) -> int:
         """Rows that a rank may hold. Parts of a document that is cut head-tail differ by a row or two."""
-        spare = 0 if self.longer_than is None else 4 * self.cp_size + self.row_multiple
+        spare = 0 if self.cut is None else 4 * self.cp_size + self.row_multiple
         return self.tokens_per_rank + spare
 
     def _check(self, world_size: int) -> None:
@@ -165,6 +166,14 @@ class Options:
     def as_json(self) -> dict[str, Any]:
         """The options by name, as JSON takes them."""
         return {f.name: str(v) if isinstance(v := getattr(self, f.name), Path) else v for f in fields(self)}
+
+
+def _over_all(lengths: list[int], ranks: int) -> Layout:
+    return Layout.head_tail(lengths, ranks=ranks)
+
+
+def _spread(lengths: list[int], ranks: int) -> Layout:
+    return Layout.spread(lengths, ranks=ranks)
 
 
 _LEAST = {

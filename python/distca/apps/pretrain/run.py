@@ -227,7 +227,7 @@ class Run:
             seed=options.seed,
             start=start,
             context=options.cp_size,
-            longer_than=options.longer_than,
+            cut=options.cut,
             multiple=options.row_multiple,
         )
 

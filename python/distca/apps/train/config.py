@@ -182,9 +182,12 @@ class TrainConfig:
             choices=HOMES,
         ),
     )
-    context: int = field(
-        default=8,
-        metadata=_about("with --homes head-tail: number of neighbouring data ranks that share a long document, or all"),
+    context: int | None = field(
+        default=None,
+        metadata=_about(
+            "with --homes head-tail: number of neighbouring data ranks that share a long document (default: as many as "
+            "its attention keeps busy)"
+        ),
     )
     retain_bytes: int = field(
         default=0,
@@ -304,8 +307,11 @@ class TrainConfig:
             _fail(self, "weight_decay", "finite")
         if self.schedule == "constant" and self.warmup_steps is not None:
             _fail(self, "warmup_steps", "left out with --schedule constant, which has no warm-up")
-        if self.homes != "head-tail" and self.context != TrainConfig.context:
-            _fail(self, "context", "left out without --homes head-tail")
+        if self.context is not None:
+            if self.homes != "head-tail":
+                _fail(self, "context", "left out without --homes head-tail")
+            if self.context > self.data_ranks:
+                _fail(self, "context", f"at most the {self.data_ranks} data ranks")
         if self.compare and self.balance == "off":
             _fail(self, "balance", "left out with --compare, which runs every step both with and without balance")
         self._check_split()
@@ -412,12 +418,8 @@ class TrainConfig:
     @property
     def most_rows(self) -> int:
         """Rows that a rank may hold. Parts of a long document differ by a row or two, and few documents are long."""
-        return self.tokens_per_rank + 4 * (self.homes_of_long or 0)
-
-    @property
-    def homes_of_long(self) -> int | None:
-        """The number of data ranks that share a long document; None if documents lie one after another."""
-        return min(self.context, self.data_ranks) if self.homes == "head-tail" else None
+        share = min(self.context or self.data_ranks, self.data_ranks)
+        return self.tokens_per_rank + (4 * share if self.homes == "head-tail" else 0)
 
     def as_json(self) -> dict[str, Any]:
         values = {option.name: getattr(self, option.name) for option in fields(self)}

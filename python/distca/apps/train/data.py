@@ -50,8 +50,9 @@ class Batches:
     """The batches of one rank from step `start` on; `len()` is their number.
 
     What a step holds depends on the seed and on the product `ranks * tokens_per_rank`, not on its factors, nor on
-    where documents lie: one after another, or, with `context`, those of more than half of `tokens_per_rank` on so many
-    neighbouring ranks, each of which holds a part from either end.
+    where documents lie: one after another, or, with `head_tail`, those of more than half of `tokens_per_rank` on
+    several neighbouring ranks, each of which holds a part from either end: as many as `Layout.spread` takes, or
+    `context`.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class Batches:
         steps: int,
         seed: int,
         start: int = 0,
+        head_tail: bool = False,
         context: int | None = None,
     ) -> None:
-        self._corpus, self._context = corpus, context
+        self._corpus, self._head_tail, self._context = corpus, head_tail, context
         self._rank, self._ranks = rank, ranks
         self._tokens_per_rank = tokens_per_rank
         self._start, self._steps, self._seed = start, steps, seed
@@ -81,12 +83,13 @@ class Batches:
 
     def _batch(self, pieces: list[Piece]) -> Batch:
         lengths = [piece.end - piece.begin for piece in pieces]
-        if self._context is not None:
-            layout = Layout.head_tail(
-                lengths, ranks=self._ranks, longer_than=self._tokens_per_rank // 2, context=self._context
-            )
-        else:
+        if not self._head_tail:
             layout = Layout.packed(lengths, ranks=self._ranks, tokens_per_rank=self._tokens_per_rank)
+        elif self._context is None:
+            layout = Layout.spread(lengths, ranks=self._ranks)
+        else:
+            half = self._tokens_per_rank // 2
+            layout = Layout.head_tail(lengths, ranks=self._ranks, longer_than=half, context=self._context)
         targets_of = tuple(
             piece.end - piece.begin - (piece.end == len(self._corpus.document(piece.document))) for piece in pieces
         )

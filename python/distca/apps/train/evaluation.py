@@ -50,7 +50,8 @@ class Evaluation:
             tokens_per_rank=self._config.tokens_per_rank,
             steps=self._num_batches,
             seed=self._config.seed,
-            context=self._config.homes_of_long,
+            head_tail=self._config.homes == "head-tail",
+            context=self._config.context,
         )
         with torch.no_grad(), torch.random.fork_rng(devices=[]), _evaluating(run.trained.model):
             loss_sum, num_targets = run.losses(batches, self._context)

@@ -134,7 +134,8 @@ def _batches(config: TrainConfig, corpus: Corpus, start: int, run: Parallelism) 
         tokens_per_rank=config.tokens_per_rank,
         steps=config.steps * config.micro_batches,
         seed=config.seed,
-        context=config.homes_of_long,
+        head_tail=config.homes == "head-tail",
+        context=config.context,
         start=start * config.micro_batches,
     )
 
