@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "common/align.h"
+
 namespace distca::plan {
 namespace {
 
@@ -33,16 +35,23 @@ struct EqualRows {
   int64_t before(int64_t rank) const { return static_cast<int64_t>(__int128{total} * rank / num_ranks); }
 };
 
-/// Cuts rows of a document into 2 n chunks for n ranks [first, end). Each gets one from either end.
-void cut_from_both_ends(const Segment& rows, int64_t first, int64_t end, Ranks& ranks) {
-  const int64_t chunks = 2 * (end - first);
-  for (int64_t r = first; r < end; ++r) {
-    for (int64_t chunk : {r - first, chunks - 1 - (r - first)}) {
+/// Cuts rows of a document into 2 n chunks for n ranks from `first` on, after the last of which comes rank 0. Each gets
+/// one from either end.
+void cut_from_both_ends(const Segment& rows, size_t first, size_t n, Ranks& ranks) {
+  const auto chunks = static_cast<int64_t>(2 * n);
+  for (size_t i = 0; i < n; ++i) {
+    for (int64_t chunk : {static_cast<int64_t>(i), chunks - 1 - static_cast<int64_t>(i)}) {
       const Segment s{rows.document, rows.begin + rows.num_rows() * chunk / chunks,
                       rows.begin + rows.num_rows() * (chunk + 1) / chunks};
-      if (s.num_rows() > 0) ranks[static_cast<size_t>(r)].push_back(s);
+      if (s.num_rows() > 0) ranks[(first + i) % ranks.size()].push_back(s);
     }
   }
+}
+
+int64_t rows_of(const std::vector<Segment>& segments) {
+  int64_t rows = 0;
+  for (const Segment& s : segments) rows += s.num_rows();
+  return rows;
 }
 
 /// Puts pieces on ranks from `first` on until each has its rows. A piece that is longer than what is left on a rank
@@ -53,8 +62,7 @@ void fill(const std::vector<Segment>& pieces, int64_t first, const EqualRows& ro
     while (rest.num_rows() > 0) {
       while (room <= 0) {
         ++rank;
-        room = rows.before(rank + 1) - rows.before(rank);
-        for (const Segment& s : ranks[static_cast<size_t>(rank)]) room -= s.num_rows();
+        room = rows.before(rank + 1) - rows.before(rank) - rows_of(ranks[static_cast<size_t>(rank)]);
       }
       const int64_t take = std::min(room, rest.num_rows());
       ranks[static_cast<size_t>(rank)].push_back({rest.document, rest.begin, rest.begin + take});
@@ -167,7 +175,7 @@ Layout Layout::head_tail(const std::vector<int64_t>& lengths, int64_t num_ranks,
       const int64_t take = std::min(room, lengths[document] - next_row);
       const Segment piece{static_cast<int64_t>(document), next_row, next_row + take};
       if (take > longer_than)
-        cut_from_both_ends(piece, first, end, ranks);
+        cut_from_both_ends(piece, static_cast<size_t>(first), static_cast<size_t>(end - first), ranks);
       else
         whole.push_back(piece);
       room -= take;
@@ -176,6 +184,49 @@ Layout Layout::head_tail(const std::vector<int64_t>& lengths, int64_t num_ranks,
     }
     fill(whole, first, rows, ranks);
   }
+  return Layout(std::move(ranks));
+}
+
+Layout Layout::spread(const std::vector<int64_t>& lengths, int64_t num_ranks) {
+  using Wide = unsigned __int128;
+  require(num_ranks >= 1 && num_ranks <= kMaxRanks, "layout: ranks = ", num_ranks, "; 1 to ", kMaxRanks,
+          " are allowed");
+  Wide cubes = 0;
+  const auto cube = [](int64_t n) { return Wide(n) * Wide(n) * Wide(n); };
+  std::vector<size_t> by_length(lengths.size());
+  for (size_t d = 0; d < lengths.size(); ++d) {
+    check_length(lengths[d], d);
+    cubes += cube(lengths[d]);
+    by_length[d] = d;
+  }
+  std::stable_sort(by_length.begin(), by_length.end(), [&](size_t a, size_t b) { return lengths[a] > lengths[b]; });
+  const EqualRows rows{std::accumulate(lengths.begin(), lengths.end(), int64_t{0}), num_ranks};
+  const auto n = static_cast<size_t>(num_ranks);
+  Ranks ranks(n);
+  std::vector<int64_t> used(n, 0);
+  std::vector<char> is_spread(lengths.size(), 0);
+  for (size_t d : by_length) {
+    // Keys of a document leave for the servers of its attention: its length, times a number like its squared length.
+    const auto homes = static_cast<int64_t>(std::min<Wide>(n, (Wide(n) * cube(lengths[d]) + cubes - 1) / cubes));
+    const int64_t filled = ceil_div(lengths[d] * num_ranks, rows.total);
+    if (2 * homes < 3 * filled) continue;
+    const auto of_document = static_cast<size_t>(homes);
+    size_t first = 0;
+    int64_t least = INT64_MAX;
+    for (size_t begin = 0; begin < n; ++begin) {
+      int64_t most = 0;
+      for (size_t i = 0; i < of_document; ++i) most = std::max(most, used[(begin + i) % n]);
+      if (most < least) least = most, first = begin;
+    }
+    if (least + ceil_div(lengths[d], homes) + 2 > rows.total / num_ranks) continue;
+    cut_from_both_ends({static_cast<int64_t>(d), 0, lengths[d]}, first, of_document, ranks);
+    for (size_t i = 0; i < of_document; ++i) used[(first + i) % n] = rows_of(ranks[(first + i) % n]);
+    is_spread[d] = 1;
+  }
+  std::vector<Segment> others;
+  for (size_t d = 0; d < lengths.size(); ++d)
+    if (is_spread[d] == 0) others.push_back({static_cast<int64_t>(d), 0, lengths[d]});
+  fill(others, 0, rows, ranks);
   return Layout(std::move(ranks));
 }
 

@@ -51,6 +51,11 @@ class DISTCA_EXPORT Layout {
   static Layout head_tail(const std::vector<int64_t>& lengths, int64_t num_ranks, int64_t longer_than = 0,
                           std::optional<int64_t> context = std::nullopt);
 
+  /// Equal rows on every rank, to a row. A document lies on as many neighbouring ranks as its share of the keys that
+  /// leave their homes, cut as by `head_tail`, if these are at least 1.5 times as many as it fills. The others fill the
+  /// ranks one after another.
+  static Layout spread(const std::vector<int64_t>& lengths, int64_t num_ranks);
+
   /// A layout, and the rank that each of its ranks becomes.
   struct Part {
     std::shared_ptr<const Layout> layout;

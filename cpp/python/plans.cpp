@@ -113,6 +113,7 @@ void bind_layout(py::module_& m) {
       .def_static("packed", &plan::Layout::packed, py::arg("lengths"), py::arg("ranks"), py::arg("tokens_per_rank"))
       .def_static("head_tail", &plan::Layout::head_tail, py::arg("lengths"), py::arg("ranks"), py::arg("longer_than"),
                   py::arg("context"))
+      .def_static("spread", &plan::Layout::spread, py::arg("lengths"), py::arg("ranks"))
       .def_static(
           "join",
           [](const std::vector<std::pair<std::shared_ptr<plan::Layout>, std::vector<int64_t>>>& parts,

@@ -131,11 +131,10 @@ def test_every_row_has_the_next_byte_of_its_document_as_target_across_all_cuts(h
 def test_head_tail_long_documents_are_on_their_ranks_from_both_ends_and_short_ones_whole() -> None:
     corpus = Corpus.of([bytes(range(40)), bytes(range(100, 106)), bytes(range(110, 118)), bytes(range(120, 130))])
     layouts = []
-    for homes in ({}, {"head_tail": True}, {"head_tail": True, "context": 2}, {"head_tail": True, "context": 1}):
+    for homes in ({}, {"head_tail": True, "context": 2}, {"head_tail": True, "context": 1}):
         (batch,) = Batches(corpus, rank=0, ranks=2, tokens_per_rank=32, steps=1, seed=0, **homes)
         layouts.append(batch.layout)
-    packed, shared, by_two, alone = layouts
-    assert all(shared.segments(rank) == by_two.segments(rank) for rank in range(2))
+    packed, shared, alone = layouts
     assert packed.document_lengths == shared.document_lengths and sorted(packed.document_lengths) == [6, 8, 10, 40]
     long = packed.document_lengths.index(40)
     for rank, parts in enumerate(([(0, 10), (30, 40)], [(10, 20), (20, 30)])):
@@ -146,6 +145,17 @@ def test_head_tail_long_documents_are_on_their_ranks_from_both_ends_and_short_on
         own = packed.segments(rank)
         cut = [(d, *part) for d, b, e in own if e - b > 16 for part in ((b, (b + e) // 2), ((b + e) // 2, e))]
         assert alone.segments(rank) == cut + [(d, b, e) for d, b, e in own if e - b <= 16]
+
+
+def test_head_tail_a_long_document_is_on_as_many_ranks_as_its_keys_leave_for() -> None:
+    corpus = Corpus.of([bytes(range(40)), bytes(range(100, 106)), bytes(range(110, 118)), bytes(range(120, 130))])
+    (batch,) = Batches(corpus, rank=0, ranks=8, tokens_per_rank=8, steps=1, seed=0, head_tail=True)
+    long = batch.layout.document_lengths.index(40)
+    cut = [40 * chunk // 16 for chunk in range(17)]
+    for rank in range(8):
+        assert batch.layout.num_rows(rank) == 8
+        parts = [(begin, end) for document, begin, end in batch.layout.segments(rank) if document == long]
+        assert parts == [(cut[rank], cut[rank + 1]), (cut[15 - rank], cut[16 - rank])]
 
 
 def test_segments_of_a_batch_are_the_rows_of_its_tensors() -> None:

@@ -21,8 +21,8 @@ FAULTS = [
     Fault(
         "parts of long documents have no room",
         "python/distca/apps/train/config.py",
-        'return self.tokens_per_rank + (4 * share if self.homes == "head-tail" else 0)',
-        "return self.tokens_per_rank - (4 * share if self.homes == 'head-tail' else 0)",
+        "return self.tokens_per_rank + 4 * (self.context or 0)",
+        "return self.tokens_per_rank - 4 * (self.context or 0)",
         ("tests/apps/test_train.py",),
     ),
     Fault(

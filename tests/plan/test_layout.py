@@ -85,28 +85,61 @@ def test_groups_of_ranks_share_the_rows_in_order_and_each_cuts_its_own(
             assert layout.segments(rank) == expected
 
 
-@settings(max_examples=100)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(1, 40))
-def test_spread_cuts_long_documents_over_the_ranks_that_the_longest_keeps_busy(lengths: list[int], ranks: int) -> None:
-    rows, attention = Fraction(sum(lengths), ranks), Fraction(sum(n * n for n in lengths), ranks)
-    layout = distca.Layout.spread(lengths, ranks=ranks)
-    context = min(ranks, max(4 * math.ceil(max(lengths) / rows), math.ceil(max(lengths) ** 2 / attention)))
-    expected = distca.Layout.head_tail(lengths, ranks=ranks, longer_than=math.floor(rows / 2), context=context)
-    assert [layout.segments(rank) for rank in range(ranks)] == [expected.segments(rank) for rank in range(ranks)]
+@settings(max_examples=200)
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=20), st.integers(1, 12))
+def test_spread_gives_equal_rows_and_long_documents_as_many_homes_as_their_keys_leave_for(
+    lengths: list[int], ranks: int
+) -> None:
+    layout, total = distca.Layout.spread(lengths, ranks=ranks), sum(lengths)
+    assert layout.document_lengths == lengths
+    quotas = [total * (rank + 1) // ranks - total * rank // ranks for rank in range(ranks)]
+    assert [layout.num_rows(rank) for rank in range(ranks)] == quotas
+    whole = 0
+    for document, length in enumerate(lengths):
+        parts = [[(b, e) for d, b, e in layout.segments(rank) if d == document] for rank in range(ranks)]
+        share = Fraction(length**3 * ranks, sum(n**3 for n in lengths))
+        homes = min(ranks, math.ceil(share))
+        cut = [length * chunk // (2 * homes) for chunk in range(2 * homes + 1)]
+        ends = [[(cut[i], cut[i + 1]), (cut[-i - 2], cut[-i - 1])] for i in range(homes)]
+        spread = [[] for _ in range(ranks)]
+        fits = False
+        for first in range(ranks):
+            for i in range(ranks):
+                spread[(first + i) % ranks] = [part for part in ends[i] if part[0] < part[1]] if i < homes else []
+            fits = fits or parts == spread
+        if homes < 1.5 * math.ceil(Fraction(length * ranks, total)) or not fits:  # no room: it fills ranks in order
+            whole += 1
+            held = [part for of_rank in parts for part in of_rank]
+            assert held == sorted(held)
+            assert all(len(of_rank) <= 1 for of_rank in parts)
+    assert sum(len(layout.segments(rank)) for rank in range(ranks)) <= whole + ranks - 1 + 4 * ranks
 
 
-def test_spread_puts_both_ends_of_a_long_document_on_each_rank_of_its_group() -> None:
-    """3,000 rows are three ranks' rows, so 12 ranks; and 0.87 of the attention of 16, so 14."""
-    layout = distca.Layout.spread([3000, *[100] * 130], ranks=16)
-    cut = [3000 * chunk // 28 for chunk in range(29)]
-    for rank in range(16):
-        assert abs(layout.num_rows(rank) - 1000) <= 1
-        expected = [(cut[rank], cut[rank + 1]), (cut[27 - rank], cut[28 - rank])] if rank < 14 else []
-        assert [(begin, end) for document, begin, end in layout.segments(rank) if document == 0] == expected
-    assert sum(len(layout.segments(rank)) for rank in range(16)) <= 2 * 14 + 130 + 15
+def test_spread_puts_both_ends_of_a_long_document_on_many_ranks() -> None:
+    layout = distca.Layout.spread([100] * 60 + [3000] + [100] * 70, ranks=20)  # 800 rows a rank
+    cut = [150 * i // 2 for i in range(41)]  # 3000 ** 3 is 0.995 of all cubes: all ranks
+    for rank in range(20):
+        assert layout.num_rows(rank) == 800
+        parts = [(begin, end) for document, begin, end in layout.segments(rank) if document == 60]
+        assert parts == [(cut[rank], cut[rank + 1]), (cut[39 - rank], cut[40 - rank])]
 
 
-@pytest.mark.parametrize(("lengths", "ranks"), [([0], 2), ([3.5], 2), (5, 2), ([3], 0), ([3], "2"), ([3], True)])
+def test_spread_leaves_documents_of_equal_length_as_packed() -> None:
+    for lengths, ranks, rows in (([256] * 16, 32, 128), ([128] * 32, 32, 128), ([64] * 64, 32, 128)):
+        spread = distca.Layout.spread(lengths, ranks=ranks)
+        packed = distca.Layout.packed(lengths, ranks=ranks, tokens_per_rank=rows)
+        assert [spread.segments(rank) for rank in range(ranks)] == [packed.segments(rank) for rank in range(ranks)]
+
+
+def test_spread_puts_the_next_long_document_beside_the_first() -> None:
+    layout = distca.Layout.spread([1000, 1000, *[10] * 600], ranks=16)  # half of all cubes each: 8 ranks of 500 rows
+    homes = [
+        [rank for rank in range(16) if document in {d for d, _, _ in layout.segments(rank)}] for document in (0, 1)
+    ]
+    assert homes == [[*range(8)], [*range(8, 16)]]
+
+
+@pytest.mark.parametrize(("lengths", "ranks"), [([0], 2), ([3.5], 2), (5, 2), ([3], 0), ([3], "2")])
 def test_wrong_numbers_cannot_be_spread(lengths: object, ranks: object) -> None:
     with pytest.raises(distca.InvalidArgumentError, match="layout: "):
         distca.Layout.spread(lengths, ranks=ranks)  # type: ignore[arg-type]

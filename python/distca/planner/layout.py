@@ -15,9 +15,6 @@ from distca.errors import InvalidArgumentError
 #: The document number of padding rows in a layout.
 PADDING = -1
 
-#: How many times as many ranks hold a long document, at least, as the longest one would fill, in `Layout.spread`.
-_FEWEST_HOMES = 4
-
 #: The most rows of a document or of a rank.
 _MOST_ROWS = 2**31
 
@@ -157,13 +154,16 @@ class Layout:
 
     @classmethod
     def spread(cls, lengths: Sequence[int], *, ranks: int) -> Layout:
-        """The homes to take where a loader may choose them: long documents lie on several ranks, short ones whole.
+        """The homes to take where a loader may choose them: a long document lies on many ranks, short ones whole.
 
-        It is `head_tail` with documents cut that are longer than half of a rank's rows, each over as many neighbouring
-        ranks as the attention of the longest document keeps busy (the squares of lengths are compared), or over four
-        times as many as its rows fill if that is more. The keys of a long document go to all servers of its attention;
-        they then leave through the ports of about as many homes. docs/simulator.md, "From 64 to 4,096 GPUs", compares
-        modelled steps with those of `packed`.
+        All ranks have equal rows, to a row. A server needs all keys of a document that it computes a part of, and they
+        leave through the ports of the document's homes. The keys that leave are as many as the document's length times
+        its servers, whose number grows with its squared length. Therefore a document lies on ``ranks`` times the share
+        of its cubed length in all cubed lengths, on neighbouring ranks (rank 0 is the neighbour of the last one), if
+        these are at least 1.5 times as many as its rows fill. Each holds a part from either end, as with `head_tail`.
+        The others fill the ranks one after another, and are cut where a rank is full.
+
+        docs/simulator.md, "From 64 to 1,024 GPUs", compares modelled steps with those of `packed`.
 
         Args:
             lengths: lengths in tokens.
@@ -173,21 +173,17 @@ class Layout:
             InvalidArgumentError: a number is out of range.
 
         Examples:
-            >>> layout = distca.Layout.spread([20, 3, 4, 1, 4], ranks=2)
-            >>> layout.segments(0), layout.segments(1)
-            ([(0, 0, 5), (0, 15, 20), (1, 0, 3), (2, 0, 3)], [(0, 5, 10), (0, 10, 15), (2, 3, 4), (3, 0, 1), (4, 0, 4)])
+            >>> layout = distca.Layout.spread([40, 6, 8, 2, 8, 26, 30], ranks=4)
+            >>> [layout.num_rows(rank) for rank in range(4)]
+            [30, 30, 30, 30]
+            >>> layout.segments(0)  # of the longest document, whose rows fill 1.3 ranks, a part from either end
+            [(0, 0, 6), (0, 33, 40), (1, 0, 6), (2, 0, 8), (3, 0, 2), (4, 0, 1)]
         """
         lengths = listed("layout", "lengths", lengths, "a list of lengths")
-        if not all(is_whole(n, 1, _MOST_ROWS) for n in lengths):
-            raise _bad_length(("", n) for n in lengths)
-        if not is_whole(ranks, 1):
-            raise InvalidArgumentError(f"layout: ranks = {ranks!r}; a positive integer is expected")
-        lengths, ranks = [index(n) for n in lengths], index(ranks)
-        total, longest = sum(lengths), max(lengths, default=0)
-        by_rows = -(-longest * ranks // max(total, 1))
-        by_attention = -(-(longest**2) * ranks // max(sum(n**2 for n in lengths), 1))
-        context = min(ranks, max(_FEWEST_HOMES * by_rows, by_attention, 1))
-        return cls.head_tail(lengths, ranks=ranks, longer_than=total // (2 * ranks), context=context)
+        try:
+            return cls._wrap(_C.Layout.spread([index(n) for n in lengths], ranks))
+        except TypeError:
+            raise _bad_length(("", n) for n in lengths) from None
 
     @classmethod
     def join(cls, parts: Sequence[tuple[Layout, Sequence[int]]], *, num_ranks: int) -> Layout:

@@ -39,10 +39,11 @@ def add_command(commands: Any) -> None:
     batch.add_argument("--seed", type=int, default=0, help="with --lengths: seed of the draws (default: 0)")
     batch.add_argument(
         "--layout",
-        choices=("documents", "packed", "head-tail"),
+        choices=("documents", "packed", "head-tail", "spread"),
         default="documents",
         help="documents: each document whole on its rank; packed: documents one after another, cut where a rank is "
-        "full; head-tail: documents cut from both ends over the ranks, as in context parallelism (default: documents)",
+        "full; head-tail: documents cut from both ends over the ranks, as in context parallelism; spread: long "
+        "documents cut so over several ranks, others whole (default: documents)",
     )
     batch.add_argument(
         "--longer-than", type=int, help="with --layout head-tail: cut only documents of more tokens (default: all)"
@@ -202,6 +203,8 @@ def _layout(options: argparse.Namespace, seed: int) -> Layout:
     if options.layout == "packed":
         tokens = max((sum(of_rank) for of_rank in documents), default=0)
         return Layout.packed(lengths, ranks=len(documents), tokens_per_rank=tokens)
+    if options.layout == "spread":
+        return Layout.spread(lengths, ranks=len(documents))
     return Layout.head_tail(
         lengths, ranks=len(documents), longer_than=options.longer_than or 0, context=options.context
     )
@@ -224,6 +227,7 @@ def summary(made: Plan) -> str:
             (f"{message.replace('_', ' ')}, between nodes", f"{size / 1e9:.3f} GB, {between / 1e9:.3f} GB")
             for (message, size), between in zip(stats.bytes.items(), stats.bytes_between_nodes.values(), strict=True)
         ),
+        ("sent by a rank, most, mean", _sent(made)),
         ("largest arena forward, backward", f"{arenas[0] / 1e6:.1f} MB, {arenas[1] / 1e6:.1f} MB"),
         ("largest part for rows that come home", f"{home_in / 1e6:.1f} MB"),
         *([("kept until backward, at most", _retained(stats))] if made.retains else []),
@@ -231,6 +235,14 @@ def summary(made: Plan) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _sent(made: Plan) -> str:
+    """Bytes that leave a rank in forward and backward. A link that carries far more than the mean makes others wait."""
+    sent = [0] * made.layout.num_ranks
+    for transfer in made.transfers:
+        sent[transfer.source] += transfer.bytes
+    return f"{max(sent) / 1e6:.1f} MB, {sum(sent) / len(sent) / 1e6:.1f} MB"
 
 
 def _retained(stats: PlanStats) -> str:

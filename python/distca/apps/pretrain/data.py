@@ -91,8 +91,8 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
     token is still asked for the token after the cut.
 
     Each rank of a slot has `tokens` rows, and documents go on on the next rank. With `cut` the slot has that layout
-    instead, of the lengths of its documents on so many ranks, such as `Layout.spread`. Ranks then differ by a few rows,
-    which are padded to a multiple of `multiple`.
+    instead, of the lengths of its documents on so many ranks, such as `Layout.spread`. If ranks then differ by a few
+    rows, they are padded to a multiple of `multiple`.
 
     Yields:
         ``tokens``, ``labels``, ``position_ids`` and ``loss_mask``, all ``[1, rows]``; ``cu_seqlens``, int32, of the

@@ -40,8 +40,8 @@ class Options:
     cp_size: int = _option(1, "data ranks over whose rows documents are packed together (context parallel size)")
     homes: Homes = _option(
         "packed",
-        "with --cp-size above 1 and distca: packed, a document goes on on the next rank; or head-tail, documents of "
-        "more than half of --tokens-per-rank are on several of these ranks, each with a part from either end",
+        "with --cp-size above 1 and distca: packed, a document goes on on the next rank; or head-tail, long documents "
+        "are on many of these ranks, each of which holds a part from either end",
     )
     vpp_size: int = _option(1, "chunks of layers of each stage (virtual pipeline)")
     ranks: int = _option(0, "CPU processes, where no launcher says it (default: as many as the sizes need, at least 2)")
@@ -121,12 +121,6 @@ class Options:
     def row_multiple(self) -> int:
         """What the rows of a rank are a multiple of where documents are cut head-tail."""
         return self.tp_size if self.sequence_parallel else 1
-
-    @property
-    def most_rows(self) -> int:
-        """Rows that a rank may hold. Parts of a document that is cut head-tail differ by a row or two."""
-        spare = 0 if self.cut is None else 4 * self.cp_size + self.row_multiple
-        return self.tokens_per_rank + spare
 
     def _check(self, world_size: int) -> None:
         for name, least in _LEAST.items():

@@ -73,7 +73,7 @@ class Run:
         if options.attention == "distca":
             self.context = init(
                 self._config,
-                max_tokens=options.most_rows,
+                max_tokens=options.tokens_per_rank,
                 timeout=options.timeout,
                 transport=options.transport,
                 name=name,

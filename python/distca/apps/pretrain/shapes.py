@@ -156,7 +156,7 @@ def configuration(shape: Shape, options: Options, *, cuda: bool) -> Any:
         overlap_p2p_comm=options.vpp_size > 1,
         sequence_parallel=options.sequence_parallel,
         calculate_per_token_loss=True,
-        variable_seq_lengths=options.cut is not None,
+        variable_seq_lengths=options.attention == "megatron" and options.cp_size > 1,
         moe_token_dispatcher_type="alltoall",  # Megatron asks for it where lengths vary, without experts too
         **recompute[options.recompute],
     )

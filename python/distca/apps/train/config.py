@@ -177,16 +177,16 @@ class TrainConfig:
     homes: str = field(
         default=HOMES[0],
         metadata=_about(
-            "where documents lie: packed: one after another over the data ranks; head-tail: those of more than half of "
-            "--tokens-per-rank on --context data ranks, each of which holds a part from either end",
+            "where documents lie: packed: one after another over the data ranks; head-tail: long ones on many data "
+            "ranks, each of which holds a part from either end",
             choices=HOMES,
         ),
     )
     context: int | None = field(
         default=None,
         metadata=_about(
-            "with --homes head-tail: number of neighbouring data ranks that share a long document (default: as many as "
-            "its attention keeps busy)"
+            "with --homes head-tail: number of neighbouring data ranks that share a document of more than half of "
+            "--tokens-per-rank (default: chosen for each document)"
         ),
     )
     retain_bytes: int = field(
@@ -417,9 +417,8 @@ class TrainConfig:
 
     @property
     def most_rows(self) -> int:
-        """Rows that a rank may hold. Parts of a long document differ by a row or two, and few documents are long."""
-        share = min(self.context or self.data_ranks, self.data_ranks)
-        return self.tokens_per_rank + (4 * share if self.homes == "head-tail" else 0)
+        """Rows that a rank may hold. With --context, parts of a document differ by a row or two; few are long."""
+        return self.tokens_per_rank + 4 * (self.context or 0)
 
     def as_json(self) -> dict[str, Any]:
         values = {option.name: getattr(self, option.name) for option in fields(self)}

@@ -50,9 +50,8 @@ class Batches:
     """The batches of one rank from step `start` on; `len()` is their number.
 
     What a step holds depends on the seed and on the product `ranks * tokens_per_rank`, not on its factors, nor on
-    where documents lie: one after another, or, with `head_tail`, those of more than half of `tokens_per_rank` on
-    several neighbouring ranks, each of which holds a part from either end: as many as `Layout.spread` takes, or
-    `context`.
+    where documents lie: one after another; with `head_tail` as by `Layout.spread`; or with `context` too, those of more
+    than half of `tokens_per_rank` on so many neighbouring ranks, each of which holds a part from either end.
     """
 
     def __init__(
