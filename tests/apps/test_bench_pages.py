@@ -104,15 +104,24 @@ def _way(seconds: float, **other: float) -> dict[str, float]:
 def test_a_point_is_bound_by_what_leaves_most_idle(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     ways = {"ping-pong": _way(2.0, rows=0.3, uneven=0.1, longest=0.9), "single": _way(1.0, rows=0.2, uneven=0.05)}
-    point = {"model": "llama-8b", "lengths": "list", "context": 2**20, "gpus": 64, "stages": 4, "recompute": False}
+    point = {"model": "llama-8b", "lengths": "list", "context": 2**20, "gpus": 64, "stages": 4, "recompute": True}
+    spread = {way: {**figures, "seconds": 0.8 * figures["seconds"], "rows": 0.0} for way, figures in ways.items()}
+    points = [
+        {**point, "homes": "packed", "ways": ways},
+        {**point, "homes": "spread", "recompute": False, "ways": spread},
+    ]
     content = {
         "benchmark": "scaling",
         "command": "distca bench scaling --json out.json",
-        "details": {"draws": 3, "micro_batches": {"4": 8}, "points": [{**point, "ways": ways}]},
+        "details": {"draws": 3, "micro_batches": {"4": 8}, "points": points},
     }
     lines = tables(content)
-    assert "**4 stages, 8 micro-batches.**" in lines
-    assert "| 8B, list, 1M | 40.0 / **25.0**, fill 10: port 1.50 |" in lines
+    for heading, line in (
+        ("the step on homes of `spread`, over that on packed homes.**", "| 8B, list, 1M | 0.80: 25 -> 5 % |"),
+        ("idle shares, packed homes.**", "| 8B, list, 1M | 40.0 / **25.0**, fill 10: port 1.50 |"),
+        ("idle shares, spread homes.**", "| 8B, list, 1M | 10.0 / **5.0**, fill 10: tolerance 1.50 |"),
+    ):
+        assert lines[lines.index(f"**4 stages, 8 micro-batches: {heading}") + 4] == line
     bounds = [scaling.Way(**ways["ping-pong"]).bound]
     bounds += [
         scaling.Way(**_way(1.0, **of)).bound
@@ -145,7 +154,8 @@ def test_the_busiest_port_is_that_of_the_plans_transfers(ping_pong: bool) -> Non
 
 def test_a_document_needs_as_many_homes_as_hold_it() -> None:
     assert list(scaling._points("llama-8b", "list", 2**20, 16, 1, 1, 1)) == []
-    (point,) = scaling._points("llama-34b", "list", 131072, 16, 1, 1, 1)
+    packed, point = scaling._points("llama-34b", "list", 131072, 16, 1, 1, 1)
+    assert (packed.homes, point.homes) == ("packed", "spread")
     assert (point.model, point.gpus, point.stages, set(point.ways)) == ("llama-34b", 16, 1, {"ping-pong", "single"})
     for way in point.ways.values():
         assert 0 <= way.rows < 1 and 0 <= way.uneven < 1 and 0 <= way.latency <= 1

@@ -1,7 +1,8 @@
-"""`distca bench scaling`: how much attention idles in modelled steps of distca on 64 to 512 GPUs, and what bounds it.
+"""`distca bench scaling`: how much attention idles in modelled steps of distca on 64 to 1,024 GPUs, and what bounds it.
 
 The cluster is the preset h200-ib400, with a tensor parallel group on each node. Documents are drawn into chunks of the
-context's length, which lie one after the other over the homes: one that is longer than a home's rows is on several.
+context's length. They lie on the homes in two ways: one after the other, so that one that is longer than a home's rows
+is on several; or as `distca.Layout.spread` lays them.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ from distca.simulator.simulate import StrategyResult, play
 from distca.simulator.ticking import Ticking
 
 TENSOR = 8
-GPUS, SHORT_GPUS = (64, 128, 256, 512), (64, 512)
+GPUS, SHORT_GPUS = (64, 128, 256, 512, 1024), (64, 512)
+#: The most GPUs with a pipeline, and with as many draws as asked for. On more there is one draw.
+MOST_DRAWN = 512
 CONTEXTS, SHORT_CONTEXTS = (131072, 262144, 524288, 1048576), (131072, 524288)
 #: Stages of the pipeline, and micro-batches of a step.
 SHAPES = ((1, 1), (4, 8))
 #: The list as published, multiplied so that its longest document is the context; and as the paper draws from it.
 LISTS = ("list", "paper")
 WAYS = ("ping-pong", "single")
+#: Where documents lie: one after another (`Layout.packed`), or long ones on many homes (`Layout.spread`).
+HOMES = ("packed", "spread")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +77,14 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A model on so many GPUs, with documents of a list and a context, in both ways."""
+    """A model on so many GPUs, with documents of a list and a context on homes, in both ways."""
 
     model: str
     lengths: str
     context: int
     gpus: int
     stages: int
+    homes: str
     recompute: bool
     ways: dict[str, Way]
 
@@ -93,7 +99,9 @@ class Point:
         of = self.ways[self.better]
         where = f"{self.model}, {self.lengths}, {self.context // 1024}K, {self.gpus} GPUs, {self.stages} stages"
         return Row(
-            f"{where}, {self.better}, bound by {of.bound}: idle share of attention, modelled", 100 * of.idle, "%"
+            f"{where}, {self.homes}, {self.better}, bound by {of.bound}: idle share of attention, modelled",
+            100 * of.idle,
+            "%",
         )
 
 
@@ -107,8 +115,10 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
         for model in ("llama-8b", "llama-34b")
         for lengths in LISTS
         for context in contexts
-        for ranks in gpus
-        for point in _points(model, lengths, context, ranks, stages, micro_batches, rounds)
+        for ranks in (gpus if stages == 1 else [number for number in gpus if number <= MOST_DRAWN])
+        for point in _points(
+            model, lengths, context, ranks, stages, micro_batches, rounds if ranks <= MOST_DRAWN else 1
+        )
     ]
     details = {
         "kind": "modelled",
@@ -127,28 +137,35 @@ def tokens_of_home(model: str, context: int) -> int:
 def _points(
     model: str, lengths: str, context: int, gpus: int, stages: int, micro_batches: int, draws: int
 ) -> Iterator[Point]:
-    """The point, or nothing if the homes of a stage are too few for a document of this length."""
+    """A point for each kind of homes, or nothing if the homes of a stage are too few for a document of this length."""
     homes, tokens = gpus // TENSOR // stages, tokens_of_home(model, context)
     if homes * tokens < context:
         return
     drawn_from = published_lengths(context) if lengths == "paper" else _longest_is(context)
-    shape = Parallelism(data=homes, tensor=TENSOR, pipeline=stages, micro_batches=micro_batches)
-    found: dict[str, list[Way]] = {way: [] for way in WAYS}
-    for draw in range(draws):
-        layouts = []
-        for number in range(micro_batches):
-            chunks = draw_documents(drawn_from, homes * tokens // context, context, draw * micro_batches + number)
-            layouts.append(Layout.packed(sum(chunks, []), ranks=homes, tokens_per_rank=tokens))
-        nowhere: list[list[int]] = [[] for _ in range(homes - 1)]
-        documents = [[layout.document_lengths, *nowhere] for layout in layouts]
-        case = Case(documents, read_cluster("h200-ib400", gpus), read_model(model), shape)
-        if Ticking(case, ping_pong=True, layouts=layouts).memory.total > case.cluster.device.memory:
-            shape = dataclasses.replace(shape, recompute=True)
-            case = dataclasses.replace(case, parallelism=shape)
-        for way, of_draws in found.items():
-            of_draws.append(_way(Ticking(case, ping_pong=way == "ping-pong", layouts=layouts)))
-    means = {way: _mean(of_draws) for way, of_draws in found.items()}
-    yield Point(model, lengths, context, gpus, stages, shape.recompute, means)
+    for kind in HOMES:
+        shape = Parallelism(data=homes, tensor=TENSOR, pipeline=stages, micro_batches=micro_batches)
+        found: dict[str, list[Way]] = {way: [] for way in WAYS}
+        for draw in range(draws):
+            layouts = []
+            for number in range(micro_batches):
+                chunks = draw_documents(drawn_from, homes * tokens // context, context, draw * micro_batches + number)
+                layouts.append(_laid(kind, sum(chunks, []), homes, tokens))
+            nowhere: list[list[int]] = [[] for _ in range(homes - 1)]
+            documents = [[layout.document_lengths, *nowhere] for layout in layouts]
+            case = Case(documents, read_cluster("h200-ib400", gpus), read_model(model), shape)
+            if Ticking(case, ping_pong=True, layouts=layouts).memory.total > case.cluster.device.memory:
+                shape = dataclasses.replace(shape, recompute=True)
+                case = dataclasses.replace(case, parallelism=shape)
+            for way, of_draws in found.items():
+                of_draws.append(_way(Ticking(case, ping_pong=way == "ping-pong", layouts=layouts)))
+        means = {way: _mean(of_draws) for way, of_draws in found.items()}
+        yield Point(model, lengths, context, gpus, stages, kind, shape.recompute, means)
+
+
+def _laid(kind: str, lengths: list[int], homes: int, tokens: int) -> Layout:
+    if kind == "packed":
+        return Layout.packed(lengths, ranks=homes, tokens_per_rank=tokens)
+    return Layout.spread(lengths, ranks=homes)
 
 
 def _longest_is(context: int) -> list[int]:
