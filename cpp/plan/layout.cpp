@@ -19,6 +19,11 @@ void check_segment(const Segment& s, size_t rank, size_t index) {
           ") are not allowed; 0 <= begin < end <= ", kMaxRows);
 }
 
+void check_ranks(int64_t num_ranks) {
+  require(num_ranks >= 1 && num_ranks <= kMaxRanks, "layout: ranks = ", num_ranks, "; 1 to ", kMaxRanks,
+          " are allowed");
+}
+
 void check_length(int64_t length, size_t document) {
   require(length >= 1 && length <= kMaxRows, "layout: document ", document, " has length ", length, "; 1 to ", kMaxRows,
           " are allowed");
@@ -70,6 +75,23 @@ void fill(const std::vector<Segment>& pieces, int64_t first, const EqualRows& ro
       room -= take;
     }
   }
+}
+
+/// Neighbouring ranks, after the last of which comes rank 0, and the rows of the one that holds most.
+struct Block {
+  size_t first = 0;
+  int64_t most = INT64_MAX;
+};
+
+/// Of all blocks of n ranks the one whose fullest rank holds least.
+Block emptiest_block(const std::vector<int64_t>& used, size_t n) {
+  Block found;
+  for (size_t first = 0; first < used.size(); ++first) {
+    int64_t most = 0;
+    for (size_t i = 0; i < n; ++i) most = std::max(most, used[(first + i) % used.size()]);
+    if (most < found.most) found = {first, most};
+  }
+  return found;
 }
 
 }  // namespace
@@ -129,8 +151,7 @@ Layout Layout::from_documents(const std::vector<std::vector<int64_t>>& lengths) 
 }
 
 Layout Layout::packed(const std::vector<int64_t>& lengths, int64_t num_ranks, int64_t tokens_per_rank) {
-  require(num_ranks >= 1 && num_ranks <= kMaxRanks, "layout: ranks = ", num_ranks, "; 1 to ", kMaxRanks,
-          " are allowed");
+  check_ranks(num_ranks);
   require(tokens_per_rank >= 1 && tokens_per_rank <= kMaxRows, "layout: tokens_per_rank = ", tokens_per_rank, "; 1 to ",
           kMaxRows, " are allowed");
   std::vector<std::vector<Segment>> ranks(static_cast<size_t>(num_ranks));
@@ -156,8 +177,7 @@ Layout Layout::packed(const std::vector<int64_t>& lengths, int64_t num_ranks, in
 
 Layout Layout::head_tail(const std::vector<int64_t>& lengths, int64_t num_ranks, int64_t longer_than,
                          std::optional<int64_t> context) {
-  require(num_ranks >= 1 && num_ranks <= kMaxRanks, "layout: ranks = ", num_ranks, "; 1 to ", kMaxRanks,
-          " are allowed");
+  check_ranks(num_ranks);
   const int64_t group_ranks = context.value_or(num_ranks);
   require(group_ranks >= 1 && group_ranks <= num_ranks, "layout: context = ", group_ranks, "; 1 to ", num_ranks,
           " (the number of ranks) are allowed");
@@ -165,7 +185,7 @@ Layout Layout::head_tail(const std::vector<int64_t>& lengths, int64_t num_ranks,
           " tokens are allowed");
   for (size_t d = 0; d < lengths.size(); ++d) check_length(lengths[d], d);
   const EqualRows rows{std::accumulate(lengths.begin(), lengths.end(), int64_t{0}), num_ranks};
-  std::vector<std::vector<Segment>> ranks(static_cast<size_t>(num_ranks));
+  Ranks ranks(static_cast<size_t>(num_ranks));
   size_t document = 0;
   int64_t next_row = 0;  // of the document
   for (int64_t first = 0; first < num_ranks; first += group_ranks) {
@@ -180,7 +200,10 @@ Layout Layout::head_tail(const std::vector<int64_t>& lengths, int64_t num_ranks,
         whole.push_back(piece);
       room -= take;
       next_row += take;
-      if (next_row == lengths[document]) ++document, next_row = 0;
+      if (next_row == lengths[document]) {
+        ++document;
+        next_row = 0;
+      }
     }
     fill(whole, first, rows, ranks);
   }
@@ -189,8 +212,7 @@ Layout Layout::head_tail(const std::vector<int64_t>& lengths, int64_t num_ranks,
 
 Layout Layout::spread(const std::vector<int64_t>& lengths, int64_t num_ranks) {
   using Wide = unsigned __int128;
-  require(num_ranks >= 1 && num_ranks <= kMaxRanks, "layout: ranks = ", num_ranks, "; 1 to ", kMaxRanks,
-          " are allowed");
+  check_ranks(num_ranks);
   Wide cubes = 0;
   const auto cube = [](int64_t n) { return Wide(n) * Wide(n) * Wide(n); };
   std::vector<size_t> by_length(lengths.size());
@@ -206,21 +228,19 @@ Layout Layout::spread(const std::vector<int64_t>& lengths, int64_t num_ranks) {
   std::vector<int64_t> used(n, 0);
   std::vector<char> is_spread(lengths.size(), 0);
   for (size_t d : by_length) {
-    // Keys of a document leave for the servers of its attention: its length, times a number like its squared length.
+    // Keys of a document leave for each server of its attention. These are as many as its squared length, in
+    // proportion.
     const auto homes = static_cast<int64_t>(std::min<Wide>(n, (Wide(n) * cube(lengths[d]) + cubes - 1) / cubes));
     const int64_t filled = ceil_div(lengths[d] * num_ranks, rows.total);
     if (2 * homes < 3 * filled) continue;
     const auto of_document = static_cast<size_t>(homes);
-    size_t first = 0;
-    int64_t least = INT64_MAX;
-    for (size_t begin = 0; begin < n; ++begin) {
-      int64_t most = 0;
-      for (size_t i = 0; i < of_document; ++i) most = std::max(most, used[(begin + i) % n]);
-      if (most < least) least = most, first = begin;
+    const Block block = emptiest_block(used, of_document);
+    if (block.most + ceil_div(lengths[d], homes) + 2 > rows.total / num_ranks) continue;  // two chunks are rounded
+    cut_from_both_ends({static_cast<int64_t>(d), 0, lengths[d]}, block.first, of_document, ranks);
+    for (size_t i = 0; i < of_document; ++i) {
+      const size_t rank = (block.first + i) % n;
+      used[rank] = rows_of(ranks[rank]);
     }
-    if (least + ceil_div(lengths[d], homes) + 2 > rows.total / num_ranks) continue;
-    cut_from_both_ends({static_cast<int64_t>(d), 0, lengths[d]}, first, of_document, ranks);
-    for (size_t i = 0; i < of_document; ++i) used[(first + i) % n] = rows_of(ranks[(first + i) % n]);
     is_spread[d] = 1;
   }
   std::vector<Segment> others;

@@ -260,8 +260,8 @@ FAULTS = [
     Fault(
         "all long documents are spread from rank 0 on",
         LAYOUT,
-        "if (most < least) least = most, first = begin;",
-        "least = 0;",
+        "if (most < found.most) found = {first, most};",
+        "if (first == 0) found = {first, most};",
         ("tests/plan/test_layout.py",),
     ),
     Fault(
