@@ -89,6 +89,11 @@ class Point:
     ways: dict[str, Way]
 
     @property
+    def step(self) -> tuple[str, str, int, int, int]:
+        """What the step is, wherever its documents lie."""
+        return self.model, self.lengths, self.context, self.gpus, self.stages
+
+    @property
     def better(self) -> str:
         """The faster way."""
         return min(self.ways, key=lambda name: self.ways[name].seconds)
@@ -142,14 +147,18 @@ def _points(
     if homes * tokens < context:
         return
     drawn_from = published_lengths(context) if lengths == "paper" else _longest_is(context)
+    drawn = [
+        [
+            sum(draw_documents(drawn_from, homes * tokens // context, context, draw * micro_batches + number), [])
+            for number in range(micro_batches)
+        ]
+        for draw in range(draws)
+    ]
     for kind in HOMES:
         shape = Parallelism(data=homes, tensor=TENSOR, pipeline=stages, micro_batches=micro_batches)
         found: dict[str, list[Way]] = {way: [] for way in WAYS}
-        for draw in range(draws):
-            layouts = []
-            for number in range(micro_batches):
-                chunks = draw_documents(drawn_from, homes * tokens // context, context, draw * micro_batches + number)
-                layouts.append(_laid(kind, sum(chunks, []), homes, tokens))
+        for micro_batch in drawn:
+            layouts = [_laid(kind, of_layout, homes, tokens) for of_layout in micro_batch]
             nowhere: list[list[int]] = [[] for _ in range(homes - 1)]
             documents = [[layout.document_lengths, *nowhere] for layout in layouts]
             case = Case(documents, read_cluster("h200-ib400", gpus), read_model(model), shape)

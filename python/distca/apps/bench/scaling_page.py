@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -46,8 +45,7 @@ def _table(points: list[Point], cell: Callable[[Point], str]) -> list[str]:
 
 def _over(point: Point, others: list[Point]) -> str:
     """The time of the faster way over that of the same step on other homes, and both idle shares of attention."""
-    same = dataclasses.replace(point, homes="", recompute=False, ways={})
-    other = next(p for p in others if dataclasses.replace(p, homes="", recompute=False, ways={}) == same)
+    other = next(other for other in others if other.step == point.step)
     ours, theirs = point.ways[point.better], other.ways[other.better]
     return f"{ours.seconds / theirs.seconds:.2f}: {100 * theirs.idle:.0f} -> {100 * ours.idle:.0f} %"
 
