@@ -123,6 +123,8 @@ def _check_transfers(plan: dict[str, Any]) -> None:
         ["--layout", "documents"],
         ["--layout", "packed", "--dtype", "fp32", "--window", "100"],
         ["--layout", "head-tail", "--mask", "full", "--tolerance", "0"],
+        ["--layout", "head-tail", "--longer-than", "400", "--context", "2"],
+        ["--layout", "spread"],
         ["--layout", "documents", "--servers", "1,2", "--min-rows", "1"],
     ],
     ids=" ".join,
@@ -133,6 +135,49 @@ def test_a_stranger_can_check_every_claim_from_the_json_alone(
     plan = _plan(tmp_path, "--lengths", str(lengths), *DRAW, *options)
     _check_loads(plan)
     _check_transfers(plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--layout", "head-tail"], {"longer_than": 0, "context": None}),
+        (["--layout", "head-tail", "--longer-than", "250", "--context", "2"], {"longer_than": 250, "context": 2}),
+        (["--layout", "spread"], None),
+    ],
+    ids=str,
+)
+def test_documents_lie_where_the_layout_puts_them(
+    options: list[str], expected: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    workload, lengths = tmp_path / "workload.json", [2000, 300, 200, 100, 100, 100, 100, 100]
+    documents = [lengths[:1], lengths[1:4], lengths[4:7], lengths[7:]]
+    workload.write_text(json.dumps({"ranks": 4, "tokens_per_rank": 2000, "documents": documents}))
+    if expected is None:
+        layout = distca.Layout.spread(lengths, ranks=4)
+    else:
+        layout = distca.Layout.head_tail(lengths, ranks=4, **expected)
+    plan = _plan(tmp_path, "--workload", str(workload), *options)
+    found = [[(s["doc"], s["begin"], s["end"]) for s in of_rank] for of_rank in plan["layout"]]
+    assert found == [layout.segments(rank) for rank in range(4)]
+
+
+@pytest.mark.parametrize("option", [["--longer-than", "0"], ["--context", "2"]], ids=str)
+@pytest.mark.parametrize("layout", ["documents", "packed", "spread"])
+def test_options_of_head_tail_need_it(
+    option: list[str], layout: str, lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--lengths", str(lengths), *DRAW, "--layout", layout, *option]) == 2
+    assert "--longer-than and --context belong to --layout head-tail" in capsys.readouterr().err
+
+
+def test_the_table_says_what_the_busiest_rank_sends(
+    lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = _plan(tmp_path, "--lengths", str(lengths), *DRAW)
+    sent = [sum(t["bytes"] for t in plan["transfers"] if t["src"] == rank) for rank in range(len(plan["layout"]))]
+    expected = f"{max(sent) / 1e6:.1f} MB, {sum(sent) / len(sent) / 1e6:.1f} MB"
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sent by a rank, most, mean ")]
+    assert max(sent) > 0 and line.endswith(f" {expected}")
 
 
 def test_a_workload_file_says_which_documents_every_rank_has(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def _documents(options: argparse.Namespace, seed: int) -> list[list[int]]:
 
 def _layout(options: argparse.Namespace, seed: int) -> Layout:
     documents = _documents(options, seed)
-    if options.layout != "head-tail" and not options.longer_than is options.context is None:
+    if options.layout != "head-tail" and (options.longer_than, options.context) != (None, None):
         raise InvalidArgumentError("--longer-than and --context belong to --layout head-tail")
     if options.layout == "documents":
         return Layout.from_documents(documents)
