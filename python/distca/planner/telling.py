@@ -133,9 +133,7 @@ class TellsSegments(Telling):
         return f"segments {[tuple(words[i : i + 3]) for i in range(0, len(words), 3)]}"
 
 
-def telling(
-    name: str, lengths: Lengths | None, continues: Continues, segments: Segments | None
-) -> TellsLengths | TellsSegments:
+def telling(name: str, lengths: Lengths | None, continues: Continues, segments: Segments | None) -> Telling:
     """What tells the rows of batches by exactly one of lengths and segments.
 
     Raises:

@@ -44,7 +44,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """distca's kernel as transformers calls it, for one causal document."""
     count = queries.shape[2]
-    q, k, v = (x[0].transpose(0, 1) for x in (queries, keys, values))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (queries, keys, values))
     out, _lse = attention(q, k, v, torch.tensor([(0, count, 0, count)]))
     return out.unsqueeze(0), None
 
