@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NEEDS = {"ping_pong": ["greenlet"], "transformers_trainer": ["accelerate"], "trl_sft": ["trl", "datasets"]}
-NUMBER = r"(\d[\d.e+-]*)"
+NUMBER = r"(\d[\d.,e+-]*)"
 
 
 def _run(example: Path, *arguments: str) -> str:
@@ -61,6 +61,19 @@ def _check_plain_loop(text: str) -> None:
     assert before > 1.5 and after <= 1.01
     [[_, difference]] = _numbers("largest difference of a weight after # steps: #", text)
     assert difference < 1e-6
+
+
+def _check_choose_homes(text: str) -> None:
+    losses = {way: _numbers(f"{way}: losses # # # # #", text)[0] for way in ("packed", "spread")}
+    assert losses["spread"] == pytest.approx(losses["packed"], abs=1e-5)
+    assert losses["spread"][-1] < losses["spread"][0] - 0.5
+    [[difference]] = _numbers("largest difference of a loss: #", text)
+    assert difference < 1e-5
+    sent = {
+        way: _numbers(f"{way}: in a layer of the last step ranks send # bytes, the busiest #", text)[0]
+        for way in losses
+    }
+    assert sent["spread"][1] < 1.1 * sent["spread"][0] and sent["packed"][1] > 1.5 * sent["packed"][0]
 
 
 def _check_ping_pong(text: str) -> None:
@@ -115,6 +128,7 @@ def _check_trl_sft(text: str) -> None:
 CHECKS: dict[str, Callable[[str], None]] = {
     "ping_pong": _check_ping_pong,
     "pipeline": _check_pipeline,
+    "choose_homes": _check_choose_homes,
     "plain_loop": _check_plain_loop,
     "plan_my_lengths": _check_plan_my_lengths,
     "transformers_trainer": _check_transformers_trainer,

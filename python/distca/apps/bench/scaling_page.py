@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from distca.apps.bench.scaling import CONTEXTS, GPUS, HOMES, Point, points_of
+from distca.apps.bench.scaling import CONTEXTS, GPUS, HOMES, MOST_DRAWN, Point, points_of
 from distca.apps.common import pictures
 
 _COLOURS = dict(zip(CONTEXTS, (pictures.AT_HOME, pictures.ROWS, pictures.COLLECT, pictures.PLANNED), strict=True))
@@ -18,7 +18,8 @@ def tables(content: dict[str, Any]) -> list[str]:
     """Tables for each number of stages: idle shares on both kinds of homes, and what the second kind saves."""
     points = points_of(content["details"])
     command = content["command"].split(" --json")[0]
-    lines = [f"All figures are **modelled**: `{command}`, means of {content['details']['draws']} draws."]
+    draws = f"means of {content['details']['draws']} draws, above {MOST_DRAWN} GPUs of one"
+    lines = [f"All figures are **modelled**: `{command}`, {draws}."]
     for stages in sorted({point.stages for point in points}):
         micro_batches = content["details"]["micro_batches"][str(stages)]
         what = "No pipeline" if stages == 1 else f"{stages} stages, {micro_batches} micro-batches"
