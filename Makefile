@@ -9,7 +9,8 @@
 # make titan     install torchtitan; run its models and its Trainer on CPU ranks: exact, or refused with the reason
 # make pipeline  run data, tensor and pipeline parallelism together in eight processes, in many forms: exact
 # make megatron  run Megatron-core with distca in many forms, in four and in eight processes: exact
-# make pretraining  run pretrain_llama.sh by bash and, where Slurm is installed, as jobs of a cluster of two nodes
+# make pretraining  run pretrain_llama.sh by bash and, where Slurm is installed, as jobs of a cluster of two nodes; run
+#              forms of four processes beside Megatron's own schedule
 # make protocol  check the model of the steps' protocol with spin, where it is installed
 # make faults  plant faults in the sources one by one and check that the tests catch each
 # make sanitize  run the CPU kernel on random problems, and the validation of changed plans, under AddressSanitizer,
@@ -99,7 +100,7 @@ megatron: build $(VENV)/test-ready
 	$(BIN)/python -m pytest tests/integrations/every_megatron.py $(ARGS)
 
 pretraining: build $(VENV)/test-ready
-	$(BIN)/python -m pytest tests/apps/every_pretraining_job.py $(ARGS)
+	$(BIN)/python -m pytest tests/apps/every_pretraining_*.py $(ARGS)
 
 faults: $(VENV)/built-all $(VENV)/titan-ready
 	PYTHONPATH=tests $(BIN)/python -m faults.planted_faults $(ARGS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,13 @@ from distca.apps.pretrain.options import Options, parse
 from distca.apps.pretrain.shapes import SHAPES, shape_of
 from distca.connect.launch import RankError
 from distca.errors import InvalidArgumentError
-from support.pretrained import log_of, run_all
+from support.pretrained import QWEN3, check_both, folder_of_runs, log_of, run_all, runs_of_both, variables_of
 from support.ranks import launch
 
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
-#: Ways to share the model among two and among four processes, each as a run with distca and as one with Megatron.
+#: Ways to share the model among two and among four processes. `make pretraining` has more of the latter.
 TWO = {
     "data": {"MICRO_BATCHES": "2"},
     "stages": {"PP_SIZE": "2", "EVAL_FRACTION": "0.2", "EVAL_EVERY": "2", "EVAL_STEPS": "1"},
@@ -36,67 +35,24 @@ TWO = {
     "Qwen3": {"TP_SIZE": "2", "MODEL": "qwen3"},
     "stages, ping-pong": {"PP_SIZE": "2", "PING_PONG": "1", "RECOMPUTE": "full", "EVAL_FRACTION": "0.2"},
 }
-SEQUENCE = {"TP_SIZE": "2", "PP_SIZE": "2", "SEQUENCE_PARALLEL": "1", "RECOMPUTE": "selective"}
 FOUR = {
-    "tensor, sequence": SEQUENCE,
-    "tensor, sequence, ping-pong": SEQUENCE | {"PING_PONG": "1", "VPP_SIZE": "2"},
-    "context, tensor, sequence": {"TP_SIZE": "2", "CP_SIZE": "2", "SEQUENCE_PARALLEL": "1", "TOKENS_PER_RANK": "102"},
+    "tensor, sequence, ping-pong": {
+        **{"TP_SIZE": "2", "PP_SIZE": "2", "VPP_SIZE": "2", "SEQUENCE_PARALLEL": "1"},
+        **{"RECOMPUTE": "selective", "PING_PONG": "1"},
+    },
     "context, stages": {
         **{"CP_SIZE": "2", "PP_SIZE": "2", "PING_PONG": "1"},
         **{"MAX_DOCUMENT": "190", "EVAL_FRACTION": "0.2", "EVAL_EVERY": "2"},
-    },
-    "context": {"CP_SIZE": "4", "RECOMPUTE": "full", "TOKENS_PER_RANK": "51"},
-    "head-tail, ping-pong": {"CP_SIZE": "4", "HOMES": "head-tail", "PING_PONG": "1", "TOKENS_PER_RANK": "101"},
-    "head-tail, stages": {
-        "CP_SIZE": "2",
-        "PP_SIZE": "2",
-        "VPP_SIZE": "2",
-        "HOMES": "head-tail",
-        "EVAL_FRACTION": "0.2",
     },
     "head-tail, tensor, sequence": {
         **{"CP_SIZE": "2", "TP_SIZE": "2", "SEQUENCE_PARALLEL": "1", "HOMES": "head-tail", "TOKENS_PER_RANK": "102"}
     },
 }
-QWEN3 = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 256,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts of lengths from 5 to 400, and a shape."""
-    folder = tmp_path_factory.mktemp("pretrained")
-    (folder / "texts").mkdir()
-    draw = random.Random(1)
-    for number in range(60):
-        text = "".join(draw.choice("abcd efgh\n") for _ in range(int(5 * 80 ** draw.random())))
-        (folder / "texts" / f"{number}.txt").write_text(text)
-    (folder / "config.json").write_text(json.dumps(QWEN3))
-    return folder
-
-
-def _variables(folder: Path, changes: dict[str, str]) -> dict[str, str]:
-    model = {"MODEL": str(folder / "config.json")} if changes.get("MODEL") == "qwen3" else {}
-    return {"DATA": str(folder / "texts"), "DOC_SCALE": "1", **changes, **model}
-
-
-def _both(folder: Path, cases: dict[str, dict[str, str]]) -> list[tuple[str, dict[str, str]]]:
-    return [
-        (f"{name}, {attention}", _variables(folder, changes | {"ATTENTION": attention} | without))
-        for name, changes in cases.items()
-        for attention, without in (("distca", {}), ("megatron", {"PING_PONG": ""}))
-    ]
+    return folder_of_runs(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +60,7 @@ def all_runs(folder: Path) -> None:
     """Takes all runs, of which there are then the logs."""
     cache = folder / "cache"
     resumed = [
-        ("resumed", _variables(folder, changes))
+        ("resumed", variables_of(folder, changes))
         for changes in (
             {"PP_SIZE": "2", "SAVE_EVERY": "2"},
             {"TP_SIZE": "2", "FORGOTTEN": "3"},
@@ -112,24 +68,14 @@ def all_runs(folder: Path) -> None:
             {"MICRO_BATCHES": "2", "FORGOTTEN": "3"},
         )
     ]
-    launch(run_all, folder, cache, [*_both(folder, TWO), *resumed], ranks=2)
-    launch(run_all, folder, cache, _both(folder, FOUR), ranks=4)
+    launch(run_all, folder, cache, [*runs_of_both(folder, TWO), *resumed], ranks=2)
+    launch(run_all, folder, cache, runs_of_both(folder, FOUR), ranks=4)
 
 
 @pytest.mark.usefixtures("all_runs")
 @pytest.mark.parametrize("name", [*TWO, *FOUR])
 def test_losses_and_norms_are_those_of_megatrons_schedule(folder: Path, name: str) -> None:
-    ours, theirs = (log_of(folder / f"{name}, {attention}") for attention in ("distca", "megatron"))
-    assert len(ours) == 3
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
-        due = mine["step"] > (1 if "EVAL_EVERY" in (TWO | FOUR)[name] else 2)
-        assert ("eval_loss" in mine) == (due and "EVAL_FRACTION" in (TWO | FOUR)[name])
-        if "eval_loss" in mine:
-            assert mine["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
-    assert ours[0]["loss"] == pytest.approx(5.5, abs=1.0) and ours[2]["loss"] < ours[0]["loss"]
-    assert all(step["imbalance_after"] < 1.2 for step in ours) and "imbalance_after" not in theirs[0]
+    check_both(folder, name, (TWO | FOUR)[name])
 
 
 @pytest.mark.usefixtures("all_runs")
