@@ -41,6 +41,7 @@ class DISTCA_EXPORT HostStreams final : public transport::Streams {
   void quiet(const std::shared_ptr<transport::Sender>& sender) override;
   void await(std::span<const transport::AwaitedMessage> messages) override;
   void fill_nan_if_stopped(const RowView& rows, const RowExtent& n) override;
+  bool is_captured() const override { return false; }
   void set_tape(std::shared_ptr<transport::Tape> tape) override { tape_ = std::move(tape); }
   void replay(const transport::Tape& tape) override;
   std::optional<transport::StreamFault> fault() const override;

@@ -93,19 +93,36 @@ void join_nvshmem(int rank, int num_ranks, int device, const std::string& unique
   library.join({rank, num_ranks, device}, id);
 }
 
-ContextPtr make_nvshmem_context(int rank, int num_ranks, int device, const std::string& attention, std::string name,
-                                int64_t slot_bytes, double timeout, double connect_timeout, const plan::CostModel& cost,
-                                const Listener& listener, const std::vector<std::string>& addresses, int put_blocks) {
-  const transport::NvshmemLibrary& library = need_nvshmem();
-  const auto options = context_options(std::move(name), slot_bytes, timeout, cost);
-  const transport::NvshmemGroup group{.rank = rank, .num_ranks = num_ranks, .device = device};
-  const runtime::HeapNeeds needs = runtime::heap_needs(num_ranks, slot_bytes);
+/// What a rank has before its group allocates symmetric memory. That waits for all ranks without a limit, so the ranks
+/// ask each other before it whether all of them have come so far.
+struct NvshmemRank {
+  transport::NvshmemGroup group;
+  runtime::ContextOptions options;
+  runtime::Device device;
+  std::unique_ptr<transport::Transport> control;
+
+  ContextPtr connect() {
+    require(control != nullptr, "connect: this rank is connected already");
+    const runtime::HeapNeeds needs = runtime::heap_needs(group.num_ranks, options.slot_bytes);
+    auto transport = need_nvshmem().connect(group, needs.heap_bytes, needs.num_signals, needs.send_arena_bytes,
+                                            std::move(control), std::move(device.streams));
+    return register_context(std::move(transport), options, std::move(device.backend));
+  }
+};
+
+std::unique_ptr<NvshmemRank> prepare_nvshmem(int rank, int num_ranks, int device, const std::string& attention,
+                                             std::string name, int64_t slot_bytes, double timeout,
+                                             double connect_timeout, const plan::CostModel& cost,
+                                             const Listener& listener, const std::vector<std::string>& addresses,
+                                             int put_blocks) {
+  need_nvshmem();
+  auto options = context_options(std::move(name), slot_bytes, timeout, cost);
   const py::gil_scoped_release release;
-  auto control = connect_control(listener, rank, addresses, needs.num_signals, milliseconds(connect_timeout));
+  auto control = connect_control(listener, rank, addresses, runtime::heap_needs(num_ranks, slot_bytes).num_signals,
+                                 milliseconds(connect_timeout));
   runtime::Device mine = runtime::make_device(message("cuda:", device), attention, options.timeout, put_blocks);
-  auto transport = library.connect(group, needs.heap_bytes, needs.num_signals, needs.send_arena_bytes,
-                                   std::move(control), std::move(mine.streams));
-  return register_context(std::move(transport), options, std::move(mine.backend));
+  return std::make_unique<NvshmemRank>(
+      NvshmemRank{{rank, num_ranks, device}, std::move(options), std::move(mine), std::move(control)});
 }
 
 /// Throws the error of the core for which the Python exception stands.
@@ -255,7 +272,10 @@ void bind_contexts(py::module_& m) {
   m.def("connect_ipc", &make_ipc_context, py::kw_only(), py::arg("listener").none(false), py::arg("rank"),
         py::arg("addresses"), py::arg("device"), py::arg("attention"), py::arg("put_blocks"), py::arg("name"),
         py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"));
-  m.def("connect_nvshmem", &make_nvshmem_context, py::kw_only(), py::arg("rank"), py::arg("num_ranks"),
+  py::class_<NvshmemRank>(m, "NvshmemRank")
+      .def("connect", &NvshmemRank::connect, py::call_guard<py::gil_scoped_release>(),
+           "Makes the rank's context, once. All ranks call it, and it waits for them.");
+  m.def("prepare_nvshmem", &prepare_nvshmem, py::kw_only(), py::arg("rank"), py::arg("num_ranks"),
         py::arg("device"), py::arg("attention"), py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"),
         py::arg("connect_timeout"), py::arg("cost"), py::arg("listener").none(false), py::arg("addresses"),
         py::arg("put_blocks"));

@@ -150,6 +150,7 @@ Dispatcher::Step& Dispatcher::free_step() {
   Step& s =
       *std::find_if(steps_.begin(), steps_.end(), [](const Step& one) { return one.state == Step::State::kFree; });
   s.tensors = {};
+  protocol_.begin_work();
   return s;
 }
 

@@ -106,6 +106,12 @@ class Protocol {
   /// Whether steps are queued on the streams of a device. Then no function below waits for credit or rows, and a wait
   /// that fails on a stream is reported by a later call.
   bool is_queued() const { return stream_ != nullptr; }
+  /// Whether a device captures a graph of what is queued.
+  bool is_captured() const { return stream_ != nullptr && stream_->is_captured(); }
+  /// To be called before the work of a step: that comes after the work of the steps before, whatever streams they used.
+  void begin_work() {
+    if (stream_) stream_->begin();
+  }
   /// Returns when nothing is queued any more.
   void drain() noexcept;
 

@@ -51,17 +51,20 @@ inline void scatter_rows(const Tensor& to, const Tensor& index, const Tensor& ro
   tensor(call("aten::index_copy_", "", to, int64_t{0}, index, rows)[0]);
 }
 
-/// The words as a vector on the device of `like`.
+/// The words as a vector on the device of `like`. The host does not wait for the copy: it is made from page-locked
+/// memory, which PyTorch keeps until the copy is done.
 template <class Word>
 Tensor vector_on_device_of(const Tensor& like, std::span<const Word> words) {
   constexpr ScalarType dtype = sizeof(Word) == 8                ? ScalarType::Long
                                : std::is_floating_point_v<Word> ? ScalarType::Float
                                                                 : ScalarType::Int;
   const int64_t sizes[] = {static_cast<int64_t>(words.size())};
-  const Tensor host = torch::stable::empty(sizes, dtype);
+  const bool queued = like.is_cuda();
+  const Tensor host = torch::stable::empty(sizes, dtype, std::nullopt, std::nullopt,
+                                           queued ? std::optional<bool>(true) : std::nullopt);
   std::copy(words.begin(), words.end(), static_cast<Word*>(host.data_ptr()));
   Tensor device = torch::stable::new_empty(like, sizes, dtype);
-  torch::stable::copy_(device, host);
+  torch::stable::copy_(device, host, queued);
   return device;
 }
 

@@ -45,6 +45,14 @@ auto collective(std::string_view context, const Body& body) {
 /// are.
 Tensor loadable(const Tensor& rows) { return rows.is_cpu() ? rows : aligned_rows(rows); }
 
+/// Throws if a recording would read the copy that was made of an argument, and a replay would not make the copy again:
+/// without a captured graph, and for tensors of the CPU, nothing but the steps is done again.
+void check_recorded(const runtime::Context& context, const Tensor& given, const Tensor& used, const char* name) {
+  require(!context.is_recording() || used.data_ptr() == given.data_ptr() || (context.is_captured() && !used.is_cpu()),
+          name, " was copied, because it has gaps inside its rows or is not aligned to 16 bytes, and a replay would not ",
+          "make the copy again; record it without gaps and aligned");
+}
+
 /// The options that all operators of a step have.
 struct StepOptions {
   std::string_view context;
@@ -89,6 +97,9 @@ struct Forward {
     slice = context->accept(words_of(plan, "plan"), heads, q.size(0));
     scores = context->accept(slice, a.options.scores(q, heads, sinks));
     check_backend(*context, q, slice, scores);
+    check_recorded(*context, a.q, q, "q");
+    check_recorded(*context, a.k, k, "k");
+    check_recorded(*context, a.v, v, "v");
     if (retain) retained = empty_bytes(q, slice.header().retained_bytes);
     check_backward(a.plan_backward);
   }
@@ -137,8 +148,10 @@ struct Backward {
         dv(empty_rows(v, q.size(0), heads.kv_heads, heads.v_dim)) {
     const int64_t rows = q.size(0);
     check_like_out(dout, "dout", heads, rows);
-    require(!context->is_recording() || !dout.is_cpu() || dout.data_ptr() == a.dout.data_ptr(),
-            "dout has gaps inside its rows, and the copy of it would not be made again; a recording needs it dense");
+    check_recorded(*context, a.dout, dout, "dout");
+    check_recorded(*context, a.q, q, "q");
+    check_recorded(*context, a.k, k, "k");
+    check_recorded(*context, a.v, v, "v");
     check_like_out(out, "out", heads, rows);
     scalars_of(lse, "lse");
     check_device_of(q, dout, "dout");

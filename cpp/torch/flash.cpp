@@ -88,8 +88,12 @@ Tensor sum_of_tasks(const Tensor& partial, const Tensor& like, const Batch& b) {
 Tensor aligned_rows(const Tensor& t) {
   if (t.dim() != 3) return t;  // rows_of refuses it later
   const auto bytes = static_cast<int64_t>(t.element_size());
-  const bool fine = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0 && t.stride(0) * bytes % 16 == 0 &&
-                    t.stride(1) * bytes % 16 == 0 && t.stride(2) == 1;
+  // A stride of zero, as of an expanded tensor, is none that the copy engine takes.
+  const auto is_fine = [&](int64_t dim) {
+    return t.stride(dim) * bytes % 16 == 0 && (t.stride(dim) != 0 || t.size(dim) <= 1);
+  };
+  const bool fine =
+      reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0 && is_fine(0) && is_fine(1) && t.stride(2) == 1;
   if (fine) return t;
   Tensor copy = empty_rows(t, t.size(0), t.size(1), t.size(2));
   torch::stable::copy_(copy, t);

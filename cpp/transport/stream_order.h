@@ -32,6 +32,9 @@ class DISTCA_EXPORT StreamOrder {
  public:
   virtual ~StreamOrder() = default;
 
+  /// Begins a step: makes work queued from here on come after the last use of every slot, on whatever stream that was
+  /// queued.
+  virtual void begin() = 0;
   /// Writes a peer's word once the last use of the slot is over; with `after_work`, also after all work queued so far.
   /// A grant comes before everything not sent yet that waits for a peer, because the peer may be waiting for this very
   /// word.
@@ -54,6 +57,8 @@ class DISTCA_EXPORT StreamOrder {
   /// is done.
   virtual void end(int64_t slot) = 0;
 
+  /// Whether a graph is captured of what is queued.
+  virtual bool is_captured() const = 0;
   /// Makes what is queued from here on join the tape, or fill it again. The operations are then the same whatever there
   /// is to put, to grant and to await. Null ends this. Every call forgets what was not sent.
   virtual void set_tape(std::shared_ptr<Tape> tape) = 0;

@@ -83,6 +83,11 @@ uint64_t* StreamTransport::word_of(int peer, int64_t word) const {
   return (is_remote(peer) ? memory_of(rank()) : memory_of(peer)).words + word;
 }
 
+void StreamTransport::begin() {
+  if (is_recording_) return;  // a replay comes after all work on its stream
+  for (int64_t slot = 0; slot < kNumSlots; ++slot) streams_->wait_for(Stream::kWork, end_of(slot));
+}
+
 void StreamTransport::await_credit(const StreamWait& wait) {
   next_ = {.peer = wait.peer,
            .num_chunks = 0,

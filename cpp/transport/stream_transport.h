@@ -60,6 +60,7 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   std::optional<Departure> departed(int peer) const override;
   StreamOrder* stream_order() override { return this; }
 
+  void begin() override;
   void grant(int peer, int64_t word, uint64_t value, int64_t slot, bool after_work) override;
   void await_credit(const StreamWait& wait) override;
   void announce(int peer, int64_t word, uint64_t value) override;
@@ -68,6 +69,7 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   void poison(const RowView& rows, const RowExtent& n) override { streams_->fill_nan_if_stopped(rows, n); }
   void join() override;
   void end(int64_t slot) override;
+  bool is_captured() const override { return streams_->is_captured(); }
   void set_tape(std::shared_ptr<Tape> tape) override;
   void replay(const Tape& tape) override { streams_->replay(tape); }
   std::optional<StreamFault> fault() const override { return streams_->fault(); }

@@ -69,6 +69,8 @@ class DISTCA_EXPORT Streams {
   /// Fills rows with NaN if the streams have stopped, and otherwise does nothing, on the stream of the rank's work.
   virtual void fill_nan_if_stopped(const RowView& rows, const RowExtent& n) = 0;
 
+  /// Whether a graph is captured of what is queued on the stream of the rank's work.
+  virtual bool is_captured() const = 0;
   /// Makes what is queued from here on join the tape, or fill it, and not happen. Null ends that. Throws
   /// InvalidArgumentError if the streams cannot be recorded.
   virtual void set_tape(std::shared_ptr<Tape> tape) = 0;

@@ -61,7 +61,7 @@ struct KeyRows {
 };
 
 template <class Config>
-DISTCA_HOST_DEVICE KeyRows key_rows(const KernelParams& p, const WorkItem& item) {
+DISTCA_INLINE KeyRows key_rows(const KernelParams& p, const WorkItem& item) {
   const GroupEntry& group = p.groups[item.group];
   const int begin = item.index * Config::kKeys;
   return {begin, {maximum(begin, group.kv_begin), minimum(begin + Config::kKeys, group.kv_end)}};

@@ -60,7 +60,7 @@ struct ForwardTile {
 };
 
 template <class Config>
-DISTCA_HOST_DEVICE ForwardTile forward_tile(const KernelParams& p, const WorkItem& item) {
+DISTCA_INLINE ForwardTile forward_tile(const KernelParams& p, const WorkItem& item) {
   const RowRange rows = tile_tokens(p, p.tasks[item.task], item.index);
   const GroupEntry& group = p.groups[item.group];
   const RowRange keys = visible_keys(p.scores_of(group).mask, rows, group);

@@ -13,9 +13,9 @@
 #include "common/rows.h"
 
 #ifdef __CUDACC__
-#define DISTCA_HOST_DEVICE __host__ __device__ __forceinline__
+#define DISTCA_INLINE __host__ __device__ __forceinline__
 #else
-#define DISTCA_HOST_DEVICE inline
+#define DISTCA_INLINE inline
 #endif
 
 namespace distca::attention::cuda {
@@ -25,9 +25,9 @@ inline constexpr int kTableRows = 64;
 /// Columns of a box: 128 bytes, the width of a swizzled row of shared memory.
 inline constexpr int kBoxColumns = 64;
 
-DISTCA_HOST_DEVICE constexpr int minimum(int a, int b) { return a < b ? a : b; }
-DISTCA_HOST_DEVICE constexpr int maximum(int a, int b) { return a > b ? a : b; }
-DISTCA_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+DISTCA_INLINE constexpr int minimum(int a, int b) { return a < b ? a : b; }
+DISTCA_INLINE constexpr int maximum(int a, int b) { return a > b ? a : b; }
+DISTCA_INLINE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 /// A CUtensorMap: what the copy engine knows of a tensor. Plain C++ does without CUDA's header.
 struct alignas(128) TensorMap {
@@ -105,8 +105,8 @@ struct TileMask {
   int window;  // 0: none
   int full;
 
-  DISTCA_HOST_DEVICE int first_key(int row) const { return window == 0 ? 0 : maximum(0, row - window + 1); }
-  DISTCA_HOST_DEVICE int end_key(int row, int kv_end) const { return full ? kv_end : row + 1; }
+  DISTCA_INLINE int first_key(int row) const { return window == 0 ? 0 : maximum(0, row - window + 1); }
+  DISTCA_INLINE int end_key(int row, int kv_end) const { return full ? kv_end : row + 1; }
 };
 
 /// How scores become exponents of two: exponent = exponent_scale * f(q k). f(x) is sign * x or, with a cap, cap *
@@ -144,39 +144,39 @@ struct KernelParams {
   int tile_tokens;
   ScoreEntry scores[kMostScores];  // zeros past the problem's last one
 
-  DISTCA_HOST_DEVICE int num_items() const { return static_cast<int>(counts[0]); }
-  DISTCA_HOST_DEVICE int num_store_items() const { return static_cast<int>(counts[1]); }
-  DISTCA_HOST_DEVICE int tile_rows() const { return tile_tokens * group_heads; }
-  DISTCA_HOST_DEVICE const ScoreEntry& scores_of(const GroupEntry& group) const { return scores[group.scores]; }
+  DISTCA_INLINE int num_items() const { return static_cast<int>(counts[0]); }
+  DISTCA_INLINE int num_store_items() const { return static_cast<int>(counts[1]); }
+  DISTCA_INLINE int tile_rows() const { return tile_tokens * group_heads; }
+  DISTCA_INLINE const ScoreEntry& scores_of(const GroupEntry& group) const { return scores[group.scores]; }
 };
 
 /// The query rows of a tile, in the document.
-DISTCA_HOST_DEVICE RowRange tile_tokens(const KernelParams& p, const TaskEntry& task, int tile) {
+DISTCA_INLINE RowRange tile_tokens(const KernelParams& p, const TaskEntry& task, int tile) {
   const int begin = tile * p.tile_tokens;
   return {task.q_begin + begin, task.q_begin + minimum(begin + p.tile_tokens, task.num_rows)};
 }
 
 /// The keys that some query row of `rows` sees.
-DISTCA_HOST_DEVICE RowRange visible_keys(const TileMask& mask, RowRange rows, const GroupEntry& group) {
+DISTCA_INLINE RowRange visible_keys(const TileMask& mask, RowRange rows, const GroupEntry& group) {
   return {maximum(mask.first_key(rows.begin), group.kv_begin),
           minimum(mask.end_key(rows.end - 1, group.kv_end), group.kv_end)};
 }
 
 /// Whether every row of `rows` sees all keys [begin, end).
-DISTCA_HOST_DEVICE bool all_visible(const TileMask& mask, RowRange rows, const GroupEntry& group, int begin, int end) {
+DISTCA_INLINE bool all_visible(const TileMask& mask, RowRange rows, const GroupEntry& group, int begin, int end) {
   return begin >= maximum(mask.first_key(rows.end - 1), group.kv_begin) &&
          end <= minimum(mask.end_key(rows.begin, group.kv_end), group.kv_end);
 }
 
 /// The rows of a task that see some of the keys [begin, end), which are not empty.
-DISTCA_HOST_DEVICE RowRange rows_that_see(const TileMask& mask, const TaskEntry& task, int begin, int end) {
+DISTCA_INLINE RowRange rows_that_see(const TileMask& mask, const TaskEntry& task, int begin, int end) {
   const int first = mask.full ? task.q_begin : maximum(task.q_begin, begin);
   const int last = task.q_begin + task.num_rows;
   return {first, mask.window == 0 ? last : minimum(last, end + mask.window - 1)};
 }
 
 /// The tiles of a task that have such rows; begin >= end if there are none.
-DISTCA_HOST_DEVICE RowRange tiles_that_see(const KernelParams& p, const GroupEntry& group, const TaskEntry& task,
+DISTCA_INLINE RowRange tiles_that_see(const KernelParams& p, const GroupEntry& group, const TaskEntry& task,
                                            int begin, int end) {
   const RowRange rows = rows_that_see(p.scores_of(group).mask, task, begin, end);
   if (rows.begin >= rows.end) return {0, 0};
@@ -189,17 +189,17 @@ struct BlockPlace {
   int source;
 };
 
-DISTCA_HOST_DEVICE BlockPlace block_place(const KernelParams& p, const GroupEntry& group, int block) {
+DISTCA_INLINE BlockPlace block_place(const KernelParams& p, const GroupEntry& group, int block) {
   const int64_t entry = p.blocks[group.blocks + block - group.first_block];
   return {static_cast<int>(entry >> 1), static_cast<int>(entry & 1)};
 }
 
-DISTCA_HOST_DEVICE std::byte* address(const RowView& view, int64_t row, int64_t head) {
+DISTCA_INLINE std::byte* address(const RowView& view, int64_t row, int64_t head) {
   return view.data + row * view.row_stride + head * view.head_stride;
 }
 
 /// The index of a tile among the tiles of all tasks.
-DISTCA_HOST_DEVICE int tile_index(const TaskEntry& task, int kv_head, int tile) {
+DISTCA_INLINE int tile_index(const TaskEntry& task, int kv_head, int tile) {
   return task.first_tile + kv_head * task.num_tiles + tile;
 }
 

@@ -87,6 +87,8 @@ void begin_list(const Problem& problem, TileShape shape, WorkList& list) {
 void add_group(const Problem& problem, const KeyGroup& group, WorkList& list) {
   GroupEntry entry{};
   entry.scores = static_cast<int>(group.scores);
+  require(group.kv_begin < group.kv_end, "a group of keys has rows ", group.kv_begin, " to ", group.kv_end,
+          "; the CUDA kernels need one at least");
   entry.kv_begin = checked(group.kv_begin, "first key row");
   entry.kv_end = checked(group.kv_end, "end of key rows");
   entry.first_block = checked(group.first_block, "first key block");
@@ -195,6 +197,8 @@ void list_forward(const Problem& problem, std::span<const Signal> signals, TileS
     for (int head = 0; head < kv_heads; ++head) {
       for (int tile = 0; tile < task.num_tiles; ++tile) {
         const RowRange keys = visible_keys(mask, tile_tokens(list.params, task, tile), group);
+        require(keys.begin < keys.end, "rows of task ", t, " see none of the keys ", group.kv_begin, " to ",
+                group.kv_end, "; the CUDA kernels need one at least");
         list.unsorted.push_back({task.group, head, index, index + 1, tile, 0, remote});
         list.costs.push_back(ceil_div(keys.end, shape.keys) - keys.begin / shape.keys);
       }

@@ -5,19 +5,24 @@
 
 namespace distca::cuda {
 
-/// Makes a device the calling thread's current one, until the guard goes; then the device before is current again.
+/// Makes a device the calling thread's current one, until the guard goes; then the device before is current again. To
+/// set a device takes memory of it, so that a device which is current already is left alone.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
     check(cudaGetDevice(&before_), "the current device");
-    if (device != before_) check(cudaSetDevice(device), "another device");
+    changes_ = device != before_;
+    if (changes_) check(cudaSetDevice(device), "another device");
   }
-  ~DeviceGuard() { static_cast<void>(cudaSetDevice(before_)); }
+  ~DeviceGuard() {
+    if (changes_) static_cast<void>(cudaSetDevice(before_));
+  }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
   int before_ = 0;
+  bool changes_ = false;
 };
 
 }  // namespace distca::cuda

@@ -131,11 +131,12 @@ DeviceQueue::~DeviceQueue() {
 }
 
 void DeviceQueue::drain() noexcept {
-  int before = 0;
-  cudaGetDevice(&before);
-  cudaSetDevice(device_);
-  cudaDeviceSynchronize();
-  cudaSetDevice(before);
+  try {
+    const DeviceGuard guard(device_);
+    cudaDeviceSynchronize();
+  } catch (const Error&) {
+    // The device is gone, and with it all that was queued.
+  }
   forget_error();
 }
 
@@ -192,6 +193,12 @@ void DeviceQueue::wait_for(Stream which, int point) {
   add("wait for a point", {}, [=, this](const auto&) { cuda_tape->wait_for(stream(which), point); });
 }
 
+bool DeviceQueue::is_captured() const {
+  cudaStreamCaptureStatus status{};
+  check(cudaStreamIsCapturing(stream(Stream::kWork), &status), "asking whether a graph is captured");
+  return status != cudaStreamCaptureStatusNone;
+}
+
 void DeviceQueue::set_tape(std::shared_ptr<Tape> tape) {
   const DeviceGuard guard(device_);
   const cudaStream_t work = stream(Stream::kWork);
@@ -211,9 +218,7 @@ void DeviceQueue::set_tape(std::shared_ptr<Tape> tape) {
     cuda_tape_ = std::make_shared<CudaTape>(timeout_, was_refilled_);
   }
   tape_->set_device(cuda_tape_);
-  cudaStreamCaptureStatus status{};
-  check(cudaStreamIsCapturing(work, &status), "asking whether a graph is captured");
-  if (status == cudaStreamCaptureStatusNone) return;
+  if (!is_captured()) return;
   is_capturing_ = true;
   tape_->set_captured();
   cuda_tape_->fork(work, transfer_);

@@ -51,6 +51,8 @@ class DeviceQueue {
   void replay(const transport::Tape& tape);
   void drain() noexcept;
 
+  bool is_captured() const;
+
   bool is_recording() const { return tape_ != nullptr; }
 
  private:

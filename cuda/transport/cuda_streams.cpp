@@ -21,6 +21,17 @@ struct News {
   StreamFault fault;
 };
 
+/// Lets go of another process's memory, which a device has opened.
+void close_shared(int device, std::byte* memory) noexcept {
+  try {
+    const DeviceGuard guard(device);
+    cudaIpcCloseMemHandle(memory);
+  } catch (const Error&) {
+    // The device is gone.
+  }
+  forget_error();
+}
+
 class CudaStreams final : public Streams {
  public:
   CudaStreams(int device, runtime::CurrentStream current_stream, std::chrono::milliseconds timeout, int put_blocks)
@@ -72,7 +83,7 @@ class CudaStreams final : public Streams {
     void* data = nullptr;
     check(cudaIpcOpenMemHandle(&data, of_cuda, cudaIpcMemLazyEnablePeerAccess),
           "reaching the memory of another process's GPU");
-    return {static_cast<std::byte*>(data), [](std::byte* p) { cudaIpcCloseMemHandle(p); }};
+    return {static_cast<std::byte*>(data), [device = device_](std::byte* p) { close_shared(device, p); }};
   }
 
   void record(int point, Stream which) override { queue_->record(point, which); }
@@ -118,6 +129,7 @@ class CudaStreams final : public Streams {
                 });
   }
 
+  bool is_captured() const override { return queue_->is_captured(); }
   void set_tape(std::shared_ptr<transport::Tape> tape) override { queue_->set_tape(std::move(tape)); }
   void replay(const transport::Tape& tape) override { queue_->replay(tape); }
 

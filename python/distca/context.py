@@ -184,11 +184,13 @@ class Context(Registered):
         """Leaves the group and frees the heap. May be called again."""
         if open_contexts.get(self.name) is self:
             del open_contexts[self.name]
-            _C.remove_context(self.name)
             if self._watch is not None:
                 self._watch.close()
             self._last_step = self.step
-            self._core = None  # the last reference, unless a step is under way
+            self._core = None
+            # The last reference, unless a step is under way. It goes without the GIL: the end of a context waits for
+            # what is queued on a device, and in `loopback` that may wait for a rank of another thread.
+            _C.remove_context(self.name)
             if self._exchange is not None:
                 self._exchange.close()
             _log.info("context %r: closed after %d steps", self.name, self._last_step)

@@ -174,7 +174,7 @@ def test_the_gpu_benchmark_of_transports_measures_those_that_are_there_and_names
         return seconds(lambda: [work() for _ in range(3)])
 
     with ExitStack() as stack:
-        pairs, missing = gpu_transport.connect("cpu", 1 << 21, stack)
+        pairs, missing = gpu_transport.connect(["loopback", "nvshmem"], "cpu", 1 << 21, stack)
         options = {"max_tokens": 1, "heads": HEADS, "heap_bytes": 1 << 21}
         streams = [stack.enter_context(rank) for rank in testing.loopback(2, streams=True, **options)]
         pairs["streams"] = gpu_transport.Pair(*streams)
@@ -193,7 +193,7 @@ def test_the_gpu_benchmark_of_transports_measures_those_that_are_there_and_names
 def test_rows_that_no_heap_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_transport, "BESIDE_BYTES", 1 << 20)
     with ExitStack() as stack:
-        pairs, _ = gpu_transport.connect("cpu", 1 << 13, stack)
+        pairs, _ = gpu_transport.connect(["loopback"], "cpu", 1 << 13, stack)
         with pytest.raises(distca.InvalidArgumentError, match="leaves the heap"):
             gpu_transport.transport_of(pairs, (1 << 20,), 1, seconds, "cpu", lambda: None)
 

@@ -17,13 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import distca
 from support import flash_on_cpu
 from support.batches import random_batch
+from support.gpus import no_gpu
 from support.local_tasks import cut, whole
 from support.oracle import ErrorPool, oracle, torch_attention
 from support.score_features import eager_attention, random_sinks
 
 CUDA = pytest.param(
     "cuda",
-    marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: ATen's own kernels are not run"),
+    marks=pytest.mark.skipif(bool(no_gpu()), reason=no_gpu()),
 )
 LENGTHS = (70, 1, 129, 64, 40)
 HEADS = {
@@ -174,7 +175,7 @@ def test_what_flash_lacks_is_an_error_that_names_what_is_supported(
         flash(q, k, v, torch.tensor([[0, 4, 0, 4]]), **options)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(bool(no_gpu()), reason=no_gpu())
 def test_tensors_on_two_devices_are_an_error_that_names_both() -> None:
     q, k, v = torch.zeros(3, 4, 2, 16, dtype=torch.bfloat16, device="cuda").unbind()
     with pytest.raises(distca.InvalidArgumentError, match="k is on cpu, q on cuda:0"):

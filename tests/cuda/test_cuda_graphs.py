@@ -15,7 +15,7 @@ import torch
 import distca
 from support.batches import random_tasks
 from support.gpus import missing_gpu
-from support.groups import loopback_group, on_all_ranks
+from support.groups import loopback_group, on_all_ranks, ranks_apart
 from support.processes import Group, connect
 
 pytestmark = pytest.mark.skipif(bool(missing_gpu()), reason=missing_gpu())
@@ -23,6 +23,8 @@ pytestmark = pytest.mark.skipif(bool(missing_gpu()), reason=missing_gpu())
 HEADS = distca.Heads(4, 2, 64, dtype=torch.bfloat16)
 ROWS, NUM_PLANS = 192, 20
 Tensors = list[torch.Tensor]
+CAPTURE = threading.Lock()
+"""Held by the thread that captures: PyTorch allows one capture of a process at a time."""
 
 
 def _plans(ranks: int) -> list[distca.Plan]:
@@ -52,7 +54,10 @@ def _step(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> Tenso
 
 
 def _compare(rank: int, plans: list[distca.Plan], context: distca.Context, all_ranks: threading.Barrier | None) -> None:
-    """Compares launches of one graph, each with another plan, with steps that are not recorded."""
+    """Compares launches of one graph, each with another plan, with steps that are not recorded.
+
+    The ranks of one process meet at the barrier.
+    """
     inputs = [_tensors(seed, rank) for seed in range(len(plans))]
     right = [_step(plan, tensors, context) for plan, tensors in zip(plans, inputs, strict=True)]
     torch.cuda.current_stream().synchronize()
@@ -63,6 +68,7 @@ def _compare(rank: int, plans: list[distca.Plan], context: distca.Context, all_r
         torch.cuda.CUDAGraph(),
     )
     with (
+        CAPTURE,
         torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"),
         context.record(headroom=4.0, rounds=8) as recording,
     ):
@@ -93,7 +99,8 @@ def test_launches_of_a_graph_with_other_plans_give_the_bits_of_steps_that_are_no
 def launch_in_a_process(rank: int, ranks: int, pipe: Connection) -> None:
     plans = _plans(ranks)
     slot_bytes = max(plan.stats.slot_bytes for plan in plans)
-    with connect(rank, pipe, device="cuda:0", heads=HEADS, slot_bytes=slot_bytes, timeout=120.0) as context:
+    context = connect(rank, pipe, device="cuda:0", heads=HEADS, slot_bytes=slot_bytes, timeout=120.0)
+    with context, ranks_apart(context):  # a graph is not captured on the default stream
         _compare(rank, plans, context, None)
     pipe.send("the same")
 

@@ -189,6 +189,31 @@ def test_a_host_that_is_many_steps_ahead_waits_before_it_uses_memory_of_tables_a
         assert all(torch.equal(one, right) for one in mine)  # the plan does not change any row's result
 
 
+def test_steps_on_another_stream_come_after_those_before(gpu: EmulatedGpu) -> None:
+    heads = distca.Heads(2, 1, 8)
+    layout = scattered(LENGTHS, 2, 5)
+    plans = [distca.plan(layout, heads, tasks=random_tasks(layout, heads.kv, seed)) for seed in range(16)]
+    batch = random_batch(LENGTHS, heads, 1)
+
+    def work(rank: int, context: distca.Context) -> list[torch.Tensor]:
+        tensors = [rows_of_rank(batch, layout, rank, t) for t in (batch.q, batch.k, batch.v)]
+        results = []
+        for number, plan in enumerate(plans):
+            with gpu.stream(number // 2 % 2):  # the slots take turns, and a slot's next step is on the other stream
+                results.append(distca.core_attention(*tensors, plan.for_rank(rank), context=context))
+        for number in range(2):
+            with gpu.stream(number):
+                gpu.synchronize()
+        return [out for out, _ in results]
+
+    with loopback_group(plans, **OPTIONS) as contexts, gpu.steps_do_not_wait():
+        results = on_all_ranks(contexts, work)
+    with loopback_group(plans[0]) as contexts:
+        expected = on_all_ranks(contexts, lambda rank, context: forward_of_rank(plans[0], batch, rank, context))
+    for mine, right in zip(results, expected, strict=True):
+        assert all(torch.equal(one, right) for one in mine)
+
+
 # ---- the library's own attention
 
 OWN = distca.Heads(8, 2, 16, 24, torch.bfloat16)

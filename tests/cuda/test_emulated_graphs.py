@@ -227,10 +227,28 @@ def test_a_peer_that_dies_between_launches_ends_them(gpu: EmulatedGpu) -> None:
         assert isinstance(results[rank], distca.PeerDiedError) and "rank 1 died" in str(results[rank]), results
 
 
-def test_a_step_that_is_captured_and_not_recorded_is_an_error_of_cuda(gpu: EmulatedGpu) -> None:
+def test_what_is_captured_and_not_recorded_is_refused_and_the_context_goes_on(gpu: EmulatedGpu) -> None:
     plan = distca.plan(distca.Layout.packed([ROWS], ranks=1, tokens_per_rank=ROWS), HEADS)
     with loopback_group(plan, **OPTIONS) as [context]:
         tensors = tensors_of(0, 0, HEADS)
-        one_step(plan, tensors, context)
-        with pytest.raises(distca.DistcaError, match="cudaErrorStreamCapture"), gpu.graph():
-            one_step(plan, tensors, context)
+        right = one_step(plan, tensors, context)
+
+        def refused(call: Callable[[], object]) -> None:
+            with gpu.graph(), pytest.raises(distca.InvalidArgumentError, match="a CUDA graph is captured"):
+                call()
+
+        refused(lambda: one_step(plan, tensors, context))
+        begun = distca.dispatch(*(t.detach() for t in tensors[:3]), plan, context=context)
+        refused(lambda: distca.attend(begun))
+        distca.attend(begun)
+        refused(lambda: distca.collect(begun))
+        out, lse = distca.collect(begun)
+        with context.record() as recording:
+            recorded = one_step(plan, tensors, context)
+        refused(lambda: recording.replan(plan))
+        recording.replan(plan)
+        refused(recording.replay)
+        recording.replay()
+        gpu.synchronize()
+        assert torch.equal(out, right[0]) and torch.equal(lse, right[1])
+        assert_same([recorded, one_step(plan, tensors, context)], [right, right])

@@ -15,13 +15,12 @@ import torch
 import distca
 from support import flash_on_cpu
 from support.batches import LAYOUTS, random_batch, random_tasks, rows_of_rank, scattered, spill
+from support.gpus import no_gpu
 from support.groups import compute, loopback_group, on_all_ranks, run_step, together
 from support.oracle import ErrorPool, oracle, torch_attention
 from support.score_features import eager_attention, random_sinks
 
-CUDA = pytest.param(
-    "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing ran on a GPU")
-)
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(bool(no_gpu()), reason=no_gpu()))
 LENGTHS = (70, 1, 129, 64, 40)
 BF16 = distca.Heads(4, 2, 32, dtype=torch.bfloat16)
 
@@ -86,9 +85,11 @@ def test_a_gradient_of_zeros_gives_zeros(flash: dict[str, str]) -> None:
 
 def test_rows_that_come_late_and_out_of_order_change_nothing(flash: dict[str, str]) -> None:
     batch, plan = random_batch(LENGTHS, BF16, 2), mixed_plan(scattered(LENGTHS, 4, 2), BF16, 2)
+    if flash["device"] == "cuda":
+        pytest.skip("on a GPU puts are not reordered: streams exclude it")
     in_order, late = compute(batch, plan, **flash), compute(batch, plan, reorder_seed=7, **flash)
     for a, b in zip(in_order, late, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0 if flash["device"] == "cpu" else 1e-2)
+        assert torch.equal(a, b)
 
 
 def test_several_steps_use_both_slots_again(flash: dict[str, str]) -> None:
@@ -186,7 +187,7 @@ def test_another_kind_of_attention_is_refused() -> None:
         distca.init(max_tokens=8, heads=BF16, attention="slow")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(bool(no_gpu()), reason=no_gpu())
 def test_tensors_on_another_device_than_the_context_are_an_error_that_says_what_to_change() -> None:
     plan = distca.plan(distca.Layout.from_documents([[5]]), BF16)
     q, k, v = (torch.zeros(5, n, 32, dtype=BF16.dtype, device="cuda") for n in (4, 2, 2))
@@ -194,7 +195,7 @@ def test_tensors_on_another_device_than_the_context_are_an_error_that_says_what_
         distca.core_attention(q, k, v, plan, context=context)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing ran on a GPU")
+@pytest.mark.skipif(bool(no_gpu()), reason=no_gpu())
 def test_a_group_of_one_rank_made_by_init_computes_on_the_gpu() -> None:
     batch, plan = random_batch(LENGTHS, BF16, 6), distca.plan(distca.Layout.from_documents([LENGTHS]), BF16)
     with distca.init(max_tokens=sum(LENGTHS), heads=BF16, device="cuda", name="gpu") as context:

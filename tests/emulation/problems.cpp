@@ -319,7 +319,7 @@ Answer results(const Placement& p, const PlacedCase& of) {
 }
 
 Difference difference(const Array& got, const Array& right, const std::vector<bool>& rows) {
-  double squares = 0, of_right = 0;
+  double squares = 0, of_right = 0, count = 0;
   Difference result;
   const int64_t per_row = right.heads * right.dim;
   for (size_t row = 0; row < rows.size(); ++row) {
@@ -328,11 +328,13 @@ Difference difference(const Array& got, const Array& right, const std::vector<bo
       const auto at = row * static_cast<size_t>(per_row) + static_cast<size_t>(i);
       const double d = got.x[at] - right.x[at];
       squares += d * d;
+      count += 1;
       of_right += right.x[at] * right.x[at];
       if (!(std::fabs(d) <= result.largest)) result.largest = std::isnan(d) ? kInfinity : std::fabs(d);
     }
   }
-  result.rms = of_right == 0 ? std::sqrt(squares) : std::sqrt(squares / of_right);
+  // With one key dq and dk are zero, and what is computed is the noise of sums in another order.
+  result.rms = count == 0 ? 0 : std::sqrt(squares / std::max(of_right, 1e-8 * count));
   if (std::isnan(result.rms)) result.rms = kInfinity;
   return result;
 }

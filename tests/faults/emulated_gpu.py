@@ -71,4 +71,25 @@ FAULTS = [
         "  static_cast<void>(slot);",
         ("tests/cuda/test_emulated_graphs.py",),
     ),
+    Fault(
+        "a step on another stream does not come after those before",
+        "cpp/transport/stream_transport.cpp",
+        "for (int64_t slot = 0; slot < kNumSlots; ++slot) streams_->wait_for(Stream::kWork, end_of(slot));",
+        "",
+        ("tests/cuda/test_emulated_gpu.py",),
+    ),
+    Fault(
+        "a graph is captured of steps that are not recorded",
+        "cpp/runtime/context.cpp",
+        "require(open_recording_ || !protocol_.is_captured(),",
+        "require(true,",
+        ("tests/cuda/test_emulated_graphs.py",),
+    ),
+    Fault(
+        "a rank of NVSHMEM goes on though another is not ready",
+        "python/distca/connect/nvshmem.py",
+        "for peer, reason in enumerate(_gather(problem[:_TOLD], group, timeout)):",
+        "for peer, reason in enumerate([problem]):",
+        ("tests/transport/test_nvshmem.py",),
+    ),
 ]

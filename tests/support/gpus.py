@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 import torch
 
 from distca import _C
 
 
+def no_gpu() -> str:
+    """The reason why tests that need any GPU cannot run here; empty if they can.
+
+    A process that a test has started imports the test's module too. There the question is not asked: asking begins
+    CUDA, and its forks could not use CUDA any more.
+    """
+    if multiprocessing.parent_process() is not None or torch.cuda.is_available():
+        return ""
+    return "no CUDA device: nothing ran on a GPU"
+
+
 def missing_gpu() -> str:
-    """The reason why GPU tests cannot run here; empty if they can."""
-    if not torch.cuda.is_available():
-        return "no CUDA device: the kernels have only been compiled"
+    """The reason why tests of distca's own CUDA code cannot run here; empty if they can. Asked as `no_gpu` is."""
+    if multiprocessing.parent_process() is not None:
+        return ""
+    if reason := no_gpu():
+        return reason
     if torch.cuda.get_device_capability() != (9, 0):
         return f"the kernels are for compute capability 9.0, this is {torch.cuda.get_device_capability()}"
     return "" if _C.cuda_status()[0] else "distca was built without nvcc: no libdistca_cuda"

@@ -86,7 +86,16 @@ class Calls:
         monkeypatch.setattr(_C, "nvshmem_problem", lambda **_: "")
         monkeypatch.setattr(_C, "nvshmem_unique_id", lambda: b"id")
         monkeypatch.setattr(_C, "nvshmem_join", lambda **_: None)
-        monkeypatch.setattr(_C, "connect_nvshmem", lambda **options: self.of_connect.update(options))
+        monkeypatch.setattr(_C, "prepare_nvshmem", self._prepare)
+
+    def _prepare(self, **options: Any) -> Calls:
+        if options["device"] == 9:
+            raise distca.DeviceError("memory of the GPU: out of memory")
+        self.of_connect = options
+        return self
+
+    def connect(self) -> str:
+        return "connected"
 
     def _gather(self, mine: str, group: Any, timeout: float) -> list[str]:
         self.waits.append(timeout)
@@ -96,29 +105,39 @@ class Calls:
         self.waits.append(timeout)
         return "listener", ["address"]
 
-    def connect(self, timeout: float) -> None:
+    def begin(self, timeout: float, device: str = "cuda:3") -> object:
         group: Any = object()
-        nvshmem.connect(group, "cuda:3", "flash", "default", {"slot_bytes": 1 << 20, "timeout": timeout})
+        return nvshmem.connect(group, device, "flash", "default", {"slot_bytes": 1 << 20, "timeout": timeout})
 
 
 def test_a_rank_on_which_nvshmem_begins_is_told_on_which_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch, [["", "|"], ["", "NVSHMEM did not begin on rank 1 of 2"]])
     with pytest.raises(distca.DeviceError, match="'nvshmem', rank 1: NVSHMEM did not begin on rank 1 of 2"):
-        calls.connect(timeout=600.0)
+        calls.begin(timeout=600.0)
     assert calls.of_connect == {}
     calls = Calls(monkeypatch, [["", "|device 7: no such device"]])
     with pytest.raises(distca.InvalidArgumentError, match="not available on rank 1: device 7: no such device"):
-        calls.connect(timeout=600.0)
+        calls.begin(timeout=600.0)
+
+
+def test_no_rank_allocates_symmetric_memory_unless_all_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(monkeypatch, [["", "|"], ["", ""], ["", "waited too long for the connections of rank 0"]])
+    monkeypatch.setattr(Calls, "connect", lambda _: pytest.fail("this would wait for ever"))
+    with pytest.raises(distca.DeviceError, match="rank 1: waited too long for the connections of rank 0"):
+        calls.begin(timeout=600.0)
+    calls = Calls(monkeypatch, [["", "|"], ["", ""], ["", ""]])
+    with pytest.raises(distca.DeviceError, match="rank 0: memory of the GPU: out of memory"):
+        calls.begin(timeout=600.0, device="cuda:9")
 
 
 @pytest.mark.parametrize(("timeout", "expected"), [(5.0, 5.0), (600.0, 120.0)])
 def test_ranks_wait_for_each_other_no_longer_than_the_timeout_says(
     timeout: float, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = Calls(monkeypatch, [["", "|"], ["", ""]])
-    calls.connect(timeout)
+    calls = Calls(monkeypatch, [["", "|"], ["", ""], ["", ""]])
+    assert calls.begin(timeout) == "connected"
     assert calls.of_connect["connect_timeout"] == expected and calls.of_connect["timeout"] == timeout
-    assert calls.waits == [timeout] * 3
+    assert calls.waits == [timeout] * 4
 
 
 @needs_library
@@ -129,7 +148,7 @@ def test_a_rank_whose_peer_does_not_come_gives_up_when_it_was_told_to() -> None:
     options: dict[str, Any] = {"rank": 0, "num_ranks": 2, "device": 0, "attention": "flash", "put_blocks": 0}
     options |= {"slot_bytes": 1 << 16, "timeout": 600.0, "connect_timeout": 0.05, "cost": distca.CostModel().core}
     with pytest.raises(distca.PeerTimeoutError, match="waited too long for the connections of rank 1"):
-        _C.connect_nvshmem(listener=mine, addresses=[mine.address, other.address], name="never", **options)
+        _C.prepare_nvshmem(listener=mine, addresses=[mine.address, other.address], name="never", **options)
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1", 1 << 30), ("0.5", 1 << 29), ("40", 40 << 30)])

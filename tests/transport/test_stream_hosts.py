@@ -59,17 +59,20 @@ def test_what_does_not_fit_into_the_send_arena_at_once_goes_in_parts() -> None:
 
 
 def _overflowing(homes: int) -> distca.Plan:
-    """A plan in which each of the first `homes` ranks sends all others more than its send arena holds."""
+    """A plan in which every fourth rank sends all others more than its send arena holds.
+
+    A rank sends to the ranks after it first. Therefore each of these has others of them among those that come first.
+    """
     ranks, rows, heads = 4 * homes, 24, distca.Heads(4, 4, 64)
-    layout = distca.Layout([[(rank, 0, rows * ranks if rank < homes else 1)] for rank in range(ranks)])
+    layout = distca.Layout([[(rank, 0, 1 if rank % 4 else rows * ranks)] for rank in range(ranks)])
     tasks = [
-        (home, rows * i, rows * (i + 1), 0, heads.kv, (i + 4 * home) % ranks)
-        for home in range(homes)
+        (home, rows * i, rows * (i + 1), 0, heads.kv, (i + home) % ranks)
+        for home in range(0, ranks, 4)
         for i in range(ranks)
     ]
-    tasks += [(rank, 0, 1, 0, heads.kv, rank) for rank in range(homes, ranks)]
+    tasks += [(rank, 0, 1, 0, heads.kv, rank) for rank in range(ranks) if rank % 4]
     plan = distca.plan(layout, heads, tasks=tasks)
-    for home in range(homes):
+    for home in range(0, ranks, 4):
         sent = sum(t.bytes for t in plan.transfers if t.source == home and t.message == "forward_in")
         assert sent > 1.2 * plan.stats.slot_bytes
     return plan

@@ -14,17 +14,16 @@ import torch
 import distca
 from distca.testing import _emulation
 from support.batches import random_batch, rows_of_rank, scattered, spill
+from support.gpus import missing_gpu
 from support.groups import compute, ranks_apart, run_step, together
 from support.oracle import NAMES, ErrorPool, oracle, torch_attention
 from support.processes import Group, connect, fault_of, held, plan_for, tensors_for
 
-CUDA = pytest.param(
-    "cuda:0", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing ran on a GPU")
-)
+CUDA = pytest.param("cuda:0", marks=pytest.mark.skipif(bool(missing_gpu()), reason=missing_gpu()))
 DEVICES = pytest.mark.parametrize("device", ["cpu", CUDA])
 HEADS = distca.Heads(4, 2, 64, dtype=torch.bfloat16)
 LENGTHS = (300, 7, 64, 129)
-NUM_PLANS = {"cpu": 20, "cuda:0": 100}
+NUM_PLANS = {"cpu": 20, "cuda:0": 30}
 
 
 def _plan(ranks: int, seed: int, tolerance: float = 0.0) -> distca.Plan:
@@ -90,6 +89,8 @@ def test_random_plans_one_after_another_do_not_hang(ranks: int, device: str) -> 
 
 
 def step_until_a_fault(rank: int, ranks: int, pipe: Connection, device: str) -> None:
+    if device != "cpu":
+        torch.zeros(1, device=device)  # begins CUDA, which opens sockets of its own
     before = held()
     plan = plan_for(ranks, rank, heads=HEADS)
 

@@ -130,6 +130,14 @@ void send_rows(runtime::Context& context, int peer, uintptr_t address, int64_t n
   }
 }
 
+/// Returns when what was put so far is there or, on a GPU, makes the work that PyTorch queues from here on come after it.
+void join(runtime::Context& context) {
+  transport::StreamOrder* const streams = context.transport().stream_order();
+  if (streams == nullptr) return context.transport().quiet();
+  streams->join();
+  streams->end(0);
+}
+
 }  // namespace
 
 void bind_contexts(py::module_& m) {
@@ -151,6 +159,7 @@ void bind_contexts(py::module_& m) {
   m.def("mark_died", [](runtime::Context& context) { emulation::mark_died(context.transport()); }, py::arg("context"));
   m.def("send_rows", &send_rows, py::arg("context"), py::arg("peer"), py::arg("address"), py::arg("num_rows"),
         py::arg("row_bytes"), py::arg("word"), py::arg("value"), released);
+  m.def("join", &join, py::arg("context"), released);
   m.def("quiet", [](runtime::Context& context) { context.transport().quiet(); }, py::arg("context"), released);
   m.def(
       "exchange", [](runtime::Context& context) { context.transport().exchange(false, [] {}); }, py::arg("context"),

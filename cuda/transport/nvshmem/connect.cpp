@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "common/align.h"
+#include "runtime/check.h"
 #include "transport/nvshmem/sender.h"
 #include "transport/nvshmem/world.h"
 #include "transport/stream_transport.h"
@@ -28,6 +29,14 @@ std::unique_ptr<transport::Transport> connect_nvshmem(const transport::NvshmemGr
     else
       heaps.ranks.push_back({base + words_bytes, reinterpret_cast<uint64_t*>(base)});
   }
+  // A wait sees the word that the network has written, and kernels then read the rows that it has written before.
+  int ordering = 0;
+  check(cudaDeviceGetAttribute(&ordering, cudaDevAttrGPUDirectRDMAWritesOrdering, group.device), "asking the device");
+  const bool keeps_order = reaches_all || ordering >= cudaGPUDirectRDMAWritesOrderingOwner;
+  require<DeviceError>(!is_so_on_any_rank(!keeps_order), "transport 'nvshmem' between hosts needs GPUs for which the ",
+                       "order of a network's writes holds without a flush; ",
+                       keeps_order ? "that of another rank does not say so"
+                                   : message("device ", group.device, " does not say so"));
   // The send arena is symmetric too, because a network registers no other memory. Therefore all ranks have one, or none
   // has.
   if (is_so_on_any_rank(!reaches_all)) heaps.send_arena = allocate_symmetric(round_up(send_arena_bytes, kPageBytes));

@@ -10,15 +10,18 @@ import ctypes
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from distca import _C
 from distca.connect import hosts
 from distca.connect.exchange import gather_text
-from distca.errors import DeviceError, InvalidArgumentError
+from distca.errors import DeviceError, DistcaError, InvalidArgumentError
+
+_Result = TypeVar("_Result")
 
 _LIBRARY = "libnvshmem_host.so.3"
 _TOLD = 200
@@ -75,7 +78,8 @@ def connect(
     Raises:
         InvalidArgumentError: on all ranks, if the transport is not available on one of them, or if hosts have no
             address at which they reach each other.
-        DeviceError: on all ranks, if NVSHMEM does not begin on one of them.
+        DeviceError: on all ranks, if NVSHMEM does not begin on one of them, or if one cannot use its device or does
+            not find the others.
     """
     timeout: float = options["timeout"]
     rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
@@ -92,24 +96,37 @@ def connect(
     for peer, (_, problem) in enumerate(told):
         if problem:
             raise InvalidArgumentError(f"init: transport 'nvshmem' is not available on rank {peer}: {problem}")
+    _on_all(group, timeout, lambda: _C.nvshmem_join(**member, unique_id=bytes.fromhex(told[0][0])))
+    listener, addresses = hosts.listen(group, timeout)
+    prepared = _on_all(
+        group,
+        timeout,
+        lambda: _C.prepare_nvshmem(
+            **member,
+            attention=attention,
+            name=name,
+            listener=listener,
+            addresses=addresses,
+            put_blocks=put_ctas or 0,
+            connect_timeout=min(timeout, 120.0),
+            **options,
+        ),
+    )
+    return prepared.connect()
+
+
+def _on_all(group: dist.ProcessGroup | None, timeout: float, work: Callable[[], _Result]) -> _Result:
+    """What the work returns, if it ends well on all ranks. Otherwise all get an error, so that none goes on alone."""
+    done: list[_Result] = []
+    problem = ""
     try:
-        _C.nvshmem_join(**member, unique_id=bytes.fromhex(told[0][0]))
-    except DeviceError as error:
-        problem = str(error)
+        done.append(work())
+    except DistcaError as error:
+        problem = str(error) or type(error).__name__
     for peer, reason in enumerate(_gather(problem[:_TOLD], group, timeout)):
         if reason:
             raise DeviceError(f"init: transport 'nvshmem', rank {peer}: {reason}")
-    listener, addresses = hosts.listen(group, timeout)
-    return _C.connect_nvshmem(
-        **member,
-        attention=attention,
-        name=name,
-        listener=listener,
-        addresses=addresses,
-        put_blocks=put_ctas or 0,
-        connect_timeout=min(timeout, 120.0),
-        **options,
-    )
+    return done[0]
 
 
 def _gather(text: str, group: dist.ProcessGroup | None, timeout: float) -> list[str]:

@@ -164,6 +164,7 @@ class WaitingStreams final : public transport::Streams {
   void quiet(const std::shared_ptr<transport::Sender>& sender) override { streams_->quiet(sender); }
   void await(std::span<const transport::AwaitedMessage> messages) override { streams_->await(messages); }
   void fill_nan_if_stopped(const RowView& rows, const RowExtent& n) override { streams_->fill_nan_if_stopped(rows, n); }
+  bool is_captured() const override { return streams_->is_captured(); }
   void set_tape(std::shared_ptr<transport::Tape> tape) override { streams_->set_tape(std::move(tape)); }
   void replay(const transport::Tape& tape) override { streams_->replay(tape); }
   std::optional<transport::StreamFault> fault() const override { return streams_->fault(); }

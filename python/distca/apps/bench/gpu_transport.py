@@ -1,14 +1,15 @@
 """`distca bench transport --device cuda`: rows within one GPU, beside a copy of the same rows, and beside a matmul.
 
-Rows go from one rank of `distca.loopback` to another, and from one rank of NVSHMEM to itself. In both cases the kernel
-that serves all peers that load and store reach sends them, on a stream of the transport's own. The host's clock times
-them from the call until the rows are there. Not yet run on a GPU.
+Rows go from one rank of `distca.loopback` to another, and from one rank of NVSHMEM to itself. The latter has a process
+of its own, because NVSHMEM may end a process in which it does not begin. In both cases the kernel that serves all peers
+that load and store reach sends the rows, on a stream of the transport's own. The host's clock times them from the call
+until they are there. Not yet run on a GPU.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import distca
 from distca.apps.bench.gpu import require_gpu
 from distca.apps.bench.harness import Result, Row
 from distca.apps.common.timing import Work, alternate, in_turn, median_ratio
+from distca.errors import DistcaError
 from distca.testing import _emulation
 
 ROW_BYTES = 4096
@@ -59,17 +61,38 @@ class MatmulBeside:
 def transport(rounds: int | None = None, short: bool = False) -> Result:
     """Runs the benchmark over the GPU transports that are available here."""
     require_gpu()
-    rounds = rounds or (20 if short else 40)
-    sizes = SHORT_SIZES if short else SIZES
+    sizes, rounds = SHORT_SIZES if short else SIZES, rounds or (20 if short else 40)
+    result = _measured(["loopback"], sizes, rounds)
+    try:
+        [apart] = distca.launch(_measured, ["nvshmem"], sizes, rounds, ranks=1)
+    except DistcaError as error:
+        result.details["missing"]["nvshmem"] = str(error)
+    else:
+        result.rows.extend(row for row in apart.rows if "nvshmem" in row.name)
+        result.details["missing"].update(apart.details["missing"])
+    return result
+
+
+def _measured(names: list[str], sizes: tuple[int, ...], rounds: int) -> Result:
+    """The benchmark over these transports, as far as they are available here."""
     with ExitStack() as stack:
-        pairs, missing = connect("cuda", 2 * max(*sizes, BESIDE_BYTES), stack)
-        result = transport_of(pairs, sizes, rounds, MatmulBeside(), "cuda", torch.cuda.synchronize)
+        pairs, missing = connect(names, "cuda", 2 * max(*sizes, BESIDE_BYTES), stack)
+        result = transport_of(pairs, sizes, rounds, MatmulBeside(), "cuda", _synchronize)
     result.details["missing"] = missing
     return result
 
 
-def connect(device: str, heap_bytes: int, stack: ExitStack) -> tuple[dict[str, Pair], dict[str, str]]:
-    """The transports that are available on a device, and why the others are not. `stack` closes their contexts."""
+def _synchronize() -> None:
+    """Waits for what this thread has queued, and not for matmuls on another stream."""
+    torch.cuda.current_stream().synchronize()
+
+
+def connect(
+    names: Iterable[str], device: str, heap_bytes: int, stack: ExitStack
+) -> tuple[dict[str, Pair], dict[str, str]]:
+    """Those of these transports that are available on a device, and why the others are not. `stack` closes their
+    contexts.
+    """
     heads = distca.Heads(q=1, kv=1, dim=64, dtype=torch.bfloat16)
     options: dict[str, Any] = {"max_tokens": 1, "heads": heads, "heap_bytes": heap_bytes, "device": device}
     makers: dict[str, Callable[[], list[distca.Context]]] = {
@@ -77,10 +100,10 @@ def connect(device: str, heap_bytes: int, stack: ExitStack) -> tuple[dict[str, P
         "nvshmem": lambda: [distca.init(transport="nvshmem", name="bench/nvshmem", **options)],
     }
     pairs, missing = {}, {}
-    for name, make in makers.items():
+    for name in names:
         try:
-            contexts = [stack.enter_context(context) for context in make()]
-        except distca.DistcaError as error:
+            contexts = [stack.enter_context(context) for context in makers[name]()]
+        except DistcaError as error:
             missing[name] = str(error)
         else:
             pairs[name] = Pair(contexts[0], contexts[-1])
@@ -100,7 +123,7 @@ def transport_of(
     for size in sizes:
         source, copy = torch.ones(2, size, dtype=torch.uint8, device=device)
         works = [in_turn(partial(copy.copy_, source), synchronize)]
-        works += [partial(_send, pair, source) for pair in pairs.values()]
+        works += [in_turn(partial(_send, pair, source), synchronize) for pair in pairs.values()]
         copies, *sends = alternate(works, rounds)
         name = f"{size >> 10} KiB"
         rows.append(Row(f"{name}: copy on the device, median", size / statistics.median(copies) / 1e9, "GB/s"))
@@ -109,7 +132,7 @@ def transport_of(
             for over, times in zip(pairs, sends, strict=True)
         ]
     source = torch.ones(BESIDE_BYTES, dtype=torch.uint8, device=device)
-    counted = [_Counted(partial(_send, pair, source)) for pair in pairs.values()]
+    counted = [_Counted(in_turn(partial(_send, pair, source), synchronize)) for pair in pairs.values()]
     alone, *times_beside = alternate([lambda: None, *counted], rounds, beside)
     for over, work, times in zip(pairs, counted, times_beside, strict=True):
         name = f"matmul beside puts of {BESIDE_BYTES >> 20} MiB by {over}"
@@ -132,8 +155,8 @@ class _Counted:
 
 
 def _send(pair: Pair, rows: torch.Tensor) -> None:
-    """Sends rows and waits until they are there."""
+    """Sends rows. What is queued next comes after them."""
     core = pair.sender._core
     assert core is not None
     _emulation.send_rows(core, pair.receiver.rank, rows.data_ptr(), rows.numel() // ROW_BYTES, ROW_BYTES, WORD, 1)
-    _emulation.quiet(core)
+    _emulation.join(core)
