@@ -70,6 +70,8 @@ def test_wrong_use_ends_the_program_and_says_why(emulated_library: Path, which: 
 )
 def test_copies_barriers_and_captures_do_what_the_manual_says(gpu: EmulatedGpu, which: str, result: int) -> None:
     assert gpu.outcome(which) == result
+    if which == "start_a_kernel_for_the_first_time":
+        assert gpu.was_loaded_by_a_launch("new_kernel")
 
 
 def test_a_barrier_that_is_missing_shows_in_what_a_kernel_computes(gpu: EmulatedGpu) -> None:

@@ -95,6 +95,10 @@ class EmulatedGpu:
     def launches(self, kernel: str) -> int:
         return self._library.emulated_launches(kernel.encode())
 
+    def was_loaded_by_a_launch(self, kernel: str) -> bool:
+        """Whether the first launch of a kernel had to load it, which may wait for the whole device."""
+        return bool(self._library.was_loaded_by_a_launch(kernel.encode()))
+
     def outcome(self, which: str) -> int:
         return self._library.outcome(which.encode())
 

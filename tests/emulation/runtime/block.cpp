@@ -215,7 +215,7 @@ void check_launch(const Launch& how, const Kernel& kernel) {
   must(size(how.grid) > 0 && how.grid.x <= 0x7fffffffu && how.grid.y < 65536 && how.grid.z < 65536, "a wrong grid");
   must(size(how.block) > 0 && size(how.block) <= 1024, "0 or more than 1024 threads a block");
   must(how.shared_bytes <= kMaxShared, "too much shared memory");
-  load(kernel.address);
+  load(kernel.address, kernel.name);
 }
 
 }  // namespace emulated_gpu

@@ -129,13 +129,25 @@ void finish_all() {
     progress.wait(guard, [stream = streams()[i]] { return stream->queue.empty(); });
 }
 
-void load(const void* kernel) {
+/// Those that were loaded by a launch.
+static std::set<std::string>& loaded_late() {
+  static auto* const names = new std::set<std::string>;
+  return *names;
+}
+
+void load(const void* kernel, const char* launched_as) {
   {
     const std::lock_guard guard(lock);
     static auto* const loaded = new std::set<const void*>;
     if (!loaded->insert(kernel).second) return;
+    if (launched_as != nullptr) loaded_late().insert(launched_as);
   }
   finish_all();
+}
+
+bool was_loaded_by_a_launch(const std::string& kernel) {
+  const std::lock_guard guard(lock);
+  return loaded_late().contains(kernel);
 }
 
 void check_unused(const void* memory) {

@@ -88,8 +88,9 @@ cudaError_t wait_in_capture(cudaStream_t stream, const CUevent_st& event);
 bool is_capturing(cudaStream_t stream);
 /// Returns once all is done that was queued on any stream.
 void finish_all();
-/// Waits for the device, as the driver may, unless this kernel was loaded before.
-void load(const void* kernel);
+/// Waits for the device, as the driver may, unless this kernel was loaded before. A launch says the kernel's name.
+void load(const void* kernel, const char* launched_as = nullptr);
+bool was_loaded_by_a_launch(const std::string& kernel);
 
 // ---- memory
 
