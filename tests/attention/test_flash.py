@@ -98,6 +98,16 @@ def test_rows_in_any_order_with_gaps_find_their_own_keys(device: torch.device) -
         assert (t[nobody] == fill).all(), name
 
 
+def test_heads_and_rows_that_are_expanded_give_the_same(device: torch.device) -> None:
+    heads = HEADS["bf16"]
+    batch = random_batch((33, 20), heads, 3)
+    k, v = (t[:, :1].expand(-1, heads.kv, -1) for t in (batch.k, batch.v))
+    dout = batch.dout[:1].expand(53, -1, -1)
+    expected = run(device, [t.contiguous() for t in (batch.q, k, v, dout)], whole(batch.lengths))
+    for mine, right in zip(run(device, (batch.q, k, v, dout), whole(batch.lengths)), expected, strict=True):
+        assert torch.equal(mine, right)
+
+
 def test_rows_that_are_strided_or_misaligned_give_the_same(device: torch.device) -> None:
     heads = HEADS["bf16"]
     batch = random_batch((33, 20), heads, 2)

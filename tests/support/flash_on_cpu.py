@@ -27,6 +27,8 @@ def _check_rows(*tensors: torch.Tensor) -> None:
         assert t.dim() == 3 and t.dtype in (torch.bfloat16, torch.float16), (t.shape, t.dtype)
         assert t.stride(2) == 1 and t.data_ptr() % 16 == 0, (t.stride(), t.data_ptr())
         assert all(stride % 8 == 0 for stride in t.stride()[:2]), t.stride()
+        # Stricter than ATen's kernels: the rows of distca's own come from the same function.
+        assert all(stride > 0 or size <= 1 for stride, size in zip(t.stride(), t.shape, strict=True)), t.stride()
         assert t.shape[2] % 8 == 0 and t.shape[2] <= 256
 
 
