@@ -275,10 +275,9 @@ void bind_contexts(py::module_& m) {
   py::class_<NvshmemRank>(m, "NvshmemRank")
       .def("connect", &NvshmemRank::connect, py::call_guard<py::gil_scoped_release>(),
            "Makes the rank's context, once. All ranks call it, and it waits for them.");
-  m.def("prepare_nvshmem", &prepare_nvshmem, py::kw_only(), py::arg("rank"), py::arg("num_ranks"),
-        py::arg("device"), py::arg("attention"), py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"),
-        py::arg("connect_timeout"), py::arg("cost"), py::arg("listener").none(false), py::arg("addresses"),
-        py::arg("put_blocks"));
+  m.def("prepare_nvshmem", &prepare_nvshmem, py::kw_only(), py::arg("rank"), py::arg("num_ranks"), py::arg("device"),
+        py::arg("attention"), py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"),
+        py::arg("cost"), py::arg("listener").none(false), py::arg("addresses"), py::arg("put_blocks"));
   m.def("connect_shm", &make_shm_context, py::kw_only(), py::arg("listener"), py::arg("rank"), py::arg("addresses"),
         py::arg("name"), py::arg("slot_bytes"), py::arg("timeout"), py::arg("connect_timeout"), py::arg("cost"),
         py::arg("progress_thread") = false, py::arg("cpu_isa") = "");

@@ -60,8 +60,8 @@ Tensor vector_on_device_of(const Tensor& like, std::span<const Word> words) {
                                                                 : ScalarType::Int;
   const int64_t sizes[] = {static_cast<int64_t>(words.size())};
   const bool queued = like.is_cuda();
-  const Tensor host = torch::stable::empty(sizes, dtype, std::nullopt, std::nullopt,
-                                           queued ? std::optional<bool>(true) : std::nullopt);
+  const Tensor host =
+      torch::stable::empty(sizes, dtype, std::nullopt, std::nullopt, queued ? std::optional<bool>(true) : std::nullopt);
   std::copy(words.begin(), words.end(), static_cast<Word*>(host.data_ptr()));
   Tensor device = torch::stable::new_empty(like, sizes, dtype);
   torch::stable::copy_(device, host, queued);

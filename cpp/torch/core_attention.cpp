@@ -49,7 +49,8 @@ Tensor loadable(const Tensor& rows) { return rows.is_cpu() ? rows : aligned_rows
 /// without a captured graph, and for tensors of the CPU, nothing but the steps is done again.
 void check_recorded(const runtime::Context& context, const Tensor& given, const Tensor& used, const char* name) {
   require(!context.is_recording() || used.data_ptr() == given.data_ptr() || (context.is_captured() && !used.is_cpu()),
-          name, " was copied, because it has gaps inside its rows or is not aligned to 16 bytes, and a replay would not ",
+          name,
+          " was copied, because it has gaps inside its rows or is not aligned to 16 bytes, and a replay would not ",
           "make the copy again; record it without gaps and aligned");
 }
 

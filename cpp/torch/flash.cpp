@@ -92,8 +92,7 @@ Tensor aligned_rows(const Tensor& t) {
   const auto is_fine = [&](int64_t dim) {
     return t.stride(dim) * bytes % 16 == 0 && (t.stride(dim) != 0 || t.size(dim) <= 1);
   };
-  const bool fine =
-      reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0 && is_fine(0) && is_fine(1) && t.stride(2) == 1;
+  const bool fine = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0 && is_fine(0) && is_fine(1) && t.stride(2) == 1;
   if (fine) return t;
   Tensor copy = empty_rows(t, t.size(0), t.size(1), t.size(2));
   torch::stable::copy_(copy, t);

@@ -176,8 +176,8 @@ DISTCA_INLINE RowRange rows_that_see(const TileMask& mask, const TaskEntry& task
 }
 
 /// The tiles of a task that have such rows; begin >= end if there are none.
-DISTCA_INLINE RowRange tiles_that_see(const KernelParams& p, const GroupEntry& group, const TaskEntry& task,
-                                           int begin, int end) {
+DISTCA_INLINE RowRange tiles_that_see(const KernelParams& p, const GroupEntry& group, const TaskEntry& task, int begin,
+                                      int end) {
   const RowRange rows = rows_that_see(p.scores_of(group).mask, task, begin, end);
   if (rows.begin >= rows.end) return {0, 0};
   return {(rows.begin - task.q_begin) / p.tile_tokens, ceil_div(rows.end - task.q_begin, p.tile_tokens)};

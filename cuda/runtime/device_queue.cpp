@@ -61,6 +61,9 @@ class DeviceQueue::CudaTape final : public transport::TapeDevice {
           " s after the replan before this one nobody has read its tables; launch the graph once after each replan");
       std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
+    require(std::atomic_ref(turns_->repeats).load(std::memory_order_acquire) == 0,
+            "replan: the graph was launched more than once after a replan. Such a launch moves old rows, perhaps over ",
+            "those of another step; make a new context, and launch the graph once after each replan");
   }
   void commit() override {
     std::atomic_ref(turns_->committed).fetch_add(1, std::memory_order_release);
@@ -76,7 +79,7 @@ class DeviceQueue::CudaTape final : public transport::TapeDevice {
   }
   /// Ends a replay: all tables have been copied, and later work comes after all of the replay.
   void join(cudaStream_t work, cudaStream_t transfer) {
-    mark(&turns_->committed, &turns_->read, copies_);
+    mark(&turns_->committed, &turns_->read, &turns_->repeats, copies_);
     order(copies_, work, copied_);
     order(transfer, work, sent_);
   }
@@ -98,9 +101,10 @@ class DeviceQueue::CudaTape final : public transport::TapeDevice {
   }
 
  private:
-  /// How often tables were filled, and up to which of these times the device has read them.
+  /// How often tables were filled, up to which of these times the device has read them, and how often it has read them
+  /// a second time.
   struct Turns {
-    uint64_t committed = 0, read = 0;
+    uint64_t committed = 0, read = 0, repeats = 0;
   };
   std::chrono::milliseconds timeout_;
   std::shared_ptr<bool> was_refilled_;

@@ -5,6 +5,7 @@ The expected results are the bits of the same steps done one by one on the host.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -201,6 +202,23 @@ def test_a_replan_without_a_launch_since_the_one_before_is_refused(gpu: Emulated
         assert_same([returned], [right])
 
 
+def test_a_second_launch_after_a_replan_is_told_at_the_next_one(gpu: EmulatedGpu) -> None:
+    [plan] = _plans(1, 1)
+    with loopback_group(plan, **OPTIONS) as [context]:
+        tensors, kept = tensors_of(1, 0, HEADS), []
+        recording, launch = _record(
+            gpu, context, threading.Barrier(1), lambda: kept.extend(one_step(plan, tensors, context))
+        )
+        for _ in range(3):
+            recording.replan(plan)
+            launch()
+        launch()
+        gpu.synchronize()
+        for _ in range(2):
+            with pytest.raises(distca.InvalidArgumentError, match="launched more than once after a replan"):
+                recording.replan(plan)
+
+
 def test_a_peer_that_dies_between_launches_ends_them(gpu: EmulatedGpu) -> None:
     [plan] = _plans(1)
     all_ranks = threading.Barrier(3, timeout=60.0)
@@ -234,6 +252,7 @@ def test_what_is_captured_and_not_recorded_is_refused_and_the_context_goes_on(gp
         right = one_step(plan, tensors, context)
 
         def refused(call: Callable[[], object]) -> None:
+            gc.collect()  # memory of the tests before, which must not be freed while a graph is captured
             with gpu.graph(), pytest.raises(distca.InvalidArgumentError, match="a CUDA graph is captured"):
                 call()
 

@@ -130,7 +130,8 @@ void send_rows(runtime::Context& context, int peer, uintptr_t address, int64_t n
   }
 }
 
-/// Returns when what was put so far is there or, on a GPU, makes the work that PyTorch queues from here on come after it.
+/// Returns when what was put so far is there or, on a GPU, makes the work that PyTorch queues from here on come after
+/// it.
 void join(runtime::Context& context) {
   transport::StreamOrder* const streams = context.transport().stream_order();
   if (streams == nullptr) return context.transport().quiet();

@@ -33,10 +33,10 @@ std::unique_ptr<transport::Transport> connect_nvshmem(const transport::NvshmemGr
   int ordering = 0;
   check(cudaDeviceGetAttribute(&ordering, cudaDevAttrGPUDirectRDMAWritesOrdering, group.device), "asking the device");
   const bool keeps_order = reaches_all || ordering >= cudaGPUDirectRDMAWritesOrderingOwner;
-  require<DeviceError>(!is_so_on_any_rank(!keeps_order), "transport 'nvshmem' between hosts needs GPUs for which the ",
-                       "order of a network's writes holds without a flush; ",
-                       keeps_order ? "that of another rank does not say so"
-                                   : message("device ", group.device, " does not say so"));
+  require<DeviceError>(
+      !is_so_on_any_rank(!keeps_order), "transport 'nvshmem' between hosts needs GPUs for which the ",
+      "order of a network's writes holds without a flush; ",
+      keeps_order ? "that of another rank does not say so" : message("device ", group.device, " does not say so"));
   // The send arena is symmetric too, because a network registers no other memory. Therefore all ranks have one, or none
   // has.
   if (is_so_on_any_rank(!reaches_all)) heaps.send_arena = allocate_symmetric(round_up(send_arena_bytes, kPageBytes));
