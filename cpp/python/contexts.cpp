@@ -94,7 +94,7 @@ void join_nvshmem(int rank, int num_ranks, int device, const std::string& unique
 }
 
 /// What a rank has before its group allocates symmetric memory. That waits for all ranks without a limit, so the ranks
-/// ask each other before it whether all of them have come so far.
+/// ask each other before it whether all of them are ready.
 struct NvshmemRank {
   transport::NvshmemGroup group;
   runtime::ContextOptions options;
@@ -102,7 +102,7 @@ struct NvshmemRank {
   std::unique_ptr<transport::Transport> control;
 
   ContextPtr connect() {
-    require(control != nullptr, "connect: this rank is connected already");
+    require(control != nullptr, "connect: this rank has connected, or tried to, already; prepare another one");
     const runtime::HeapNeeds needs = runtime::heap_needs(group.num_ranks, options.slot_bytes);
     auto transport = need_nvshmem().connect(group, needs.heap_bytes, needs.num_signals, needs.send_arena_bytes,
                                             std::move(control), std::move(device.streams));

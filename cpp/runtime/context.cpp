@@ -77,15 +77,17 @@ auto Context::guarded(const Body& body) {
   }
 }
 
-void Context::check_not_captured() const {
-  require(open_recording_ || !protocol_.is_captured(), "context \"", options_.name,
+void Context::check_captured_as_recorded() {
+  const bool is_there = guarded([&] { return protocol_.is_captured(); });
+  require(!is_there || is_captured(), "context \"", options_.name,
           "\": a CUDA graph is captured, and a launch of it would move the rows of this one batch again; only steps ",
-          "inside of `with context.record()` can be captured");
+          "inside of `with context.record()` can be captured, and the capture begins before it");
+  require(is_there || !is_captured(), "context \"", options_.name,
+          "\": the capture has ended, and the recording of its steps is still open; end the recording first");
 }
 
 void Context::check_may_begin(const plan::SliceView& slice) const {
   check_may_begin();
-  check_not_captured();
   require(!open_recording_ || slice.header().retains == 0, kNoRetention);
 }
 
@@ -102,6 +104,7 @@ uint64_t Context::begin_step(const plan::SliceView& slice, const Tensors& tensor
                              std::shared_ptr<void> owner, const Make& make) {
   const Call call(*this);
   check_may_begin(slice);
+  check_captured_as_recorded();
   const uint64_t number = guarded([&] { return make(slice, parallel, owner); });
   if (!open_recording_) return number;
   constexpr bool kIsForward = std::is_same_v<Tensors, ForwardTensors>;
@@ -117,7 +120,7 @@ template <class Make>
 std::shared_ptr<void> Context::go_on(Part part, uint64_t step, std::optional<plan::Phase> phase,
                                      const Parallel& parallel, const Make& make) {
   const Call call(*this);
-  check_not_captured();
+  check_captured_as_recorded();
   Dispatcher::Step& s = dispatcher_.step_for(part, step, phase);
   auto owner = guarded([&] { return make(s, parallel); });
   if (open_recording_) {
@@ -212,7 +215,7 @@ void Context::replan(const std::shared_ptr<Recording>& recording, std::span<cons
   const Call call(*this);
   require(open_recording_ == nullptr, "replan: a recording of context \"", options_.name, "\" is open; end it first");
   check_may_begin();
-  check_not_captured();
+  check_captured_as_recorded();
   require(dispatcher_.is_idle(), "replan: a step is under way; collect it first");
   for (const plan::SliceView& slice : slices) require(slice.header().retains == 0, kNoRetention);
   if (!check_only) recording->tape()->await_readers();
@@ -247,7 +250,7 @@ void Context::fill_again(Recording& recording, std::span<const plan::SliceView> 
 void Context::replay(const std::shared_ptr<Recording>& recording) {
   const Call call(*this);
   require(!recording->tape()->is_captured(), "replay: the steps were captured into a graph; launch that instead");
-  check_not_captured();
+  check_captured_as_recorded();
   require(planned_ == recording,
           "replay: the recording has no plan for its next steps; call replan before each replay");
   planned_ = nullptr;

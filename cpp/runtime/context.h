@@ -113,8 +113,8 @@ class DISTCA_EXPORT Context {
   /// Ends the recording, if there is one, and keeps nothing.
   void drop_recording() noexcept;
   bool is_recording() const { return open_recording_ != nullptr; }
-  /// Whether what PyTorch queues on the device between the recorded steps is done again with them.
-  bool is_captured() const { return protocol_.is_captured(); }
+  /// Whether the open recording is captured into a graph. What PyTorch queues between its steps is then done again too.
+  bool is_captured() const { return open_recording_ && open_recording_->tape()->is_captured(); }
   /// Makes the steps of a recording the next ones, with a plan for each or one plan for all. This is a collective call,
   /// and `replay` must follow it. A plan that does not fit is refused before anything changes. With `check_only`
   /// nothing else is done.
@@ -158,8 +158,8 @@ class DISTCA_EXPORT Context {
   /// These throw InvalidArgumentError unless the next step may begin, with that slice.
   void check_may_begin() const;
   void check_may_begin(const plan::SliceView& slice) const;
-  /// Throws InvalidArgumentError if a device captures a graph of steps that are not recorded.
-  void check_not_captured() const;
+  /// Throws InvalidArgumentError if a device captures a graph of what is queued here, unless it captures the recording.
+  void check_captured_as_recorded();
   void fill_again(Recording& recording, std::span<const plan::SliceView> slices, bool check_only);
 
   ContextOptions options_;

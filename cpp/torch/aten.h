@@ -12,6 +12,9 @@
 #include <optional>
 #include <span>
 
+#include "common/error.h"
+#include "torch/gpu.h"
+
 namespace distca::ops::aten {
 
 using torch::headeronly::ScalarType;
@@ -52,7 +55,8 @@ inline void scatter_rows(const Tensor& to, const Tensor& index, const Tensor& ro
 }
 
 /// The words as a vector on the device of `like`. The host does not wait for the copy: it is made from page-locked
-/// memory, which PyTorch keeps until the copy is done.
+/// memory, which PyTorch keeps until the copy is done. A captured graph would copy from there at each launch; therefore
+/// a capture is refused.
 template <class Word>
 Tensor vector_on_device_of(const Tensor& like, std::span<const Word> words) {
   constexpr ScalarType dtype = sizeof(Word) == 8                ? ScalarType::Long
@@ -60,6 +64,9 @@ Tensor vector_on_device_of(const Tensor& like, std::span<const Word> words) {
                                                                 : ScalarType::Int;
   const int64_t sizes[] = {static_cast<int64_t>(words.size())};
   const bool queued = like.is_cuda();
+  require(
+      !queued || !gpu_is_capturing(like.get_device_index()), "PyTorch's flash attention takes the rows of tasks from ",
+      "memory that is gone when a graph is launched; it cannot be captured into a CUDA graph, attention=\"own\" can");
   const Tensor host =
       torch::stable::empty(sizes, dtype, std::nullopt, std::nullopt, queued ? std::optional<bool>(true) : std::nullopt);
   std::copy(words.begin(), words.end(), static_cast<Word*>(host.data_ptr()));

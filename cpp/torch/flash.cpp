@@ -88,7 +88,7 @@ Tensor sum_of_tasks(const Tensor& partial, const Tensor& like, const Batch& b) {
 Tensor aligned_rows(const Tensor& t) {
   if (t.dim() != 3) return t;  // rows_of refuses it later
   const auto bytes = static_cast<int64_t>(t.element_size());
-  // A stride of zero, as of an expanded tensor, is none that the copy engine takes.
+  // The copy engine takes no stride of zero, which an expanded tensor has.
   const auto is_fine = [&](int64_t dim) {
     return t.stride(dim) * bytes % 16 == 0 && (t.stride(dim) != 0 || t.size(dim) <= 1);
   };

@@ -48,4 +48,11 @@ void* gpu_stream(int device) {
   return stream;
 }
 
+bool gpu_is_capturing(int device) {
+  using IsCapturing = int (*)(void* stream, int* status);
+  static const auto is_capturing = driver_function<IsCapturing>("cuStreamIsCapturing");
+  int status = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
+  return is_capturing(gpu_stream(device), &status) == 0 && status != 0;
+}
+
 }  // namespace distca::ops

@@ -9,6 +9,8 @@ namespace distca::ops {
 /// The compute capability, 10 * major + minor, of the device with PyTorch's number `device`. Throws DeviceError where
 /// the driver does not say it.
 int gpu_capability(int32_t device);
+/// Whether PyTorch's current stream on the device is captured into a graph.
+bool gpu_is_capturing(int device);
 /// The stream, a cudaStream_t, that PyTorch has current on the device in the calling thread.
 void* gpu_stream(int device);
 

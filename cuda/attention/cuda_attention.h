@@ -37,6 +37,7 @@ class AttentionLaunch {
   /// DeviceError where CUDA refuses.
   void operator()(const distca::cuda::DeviceTable& tables, void* scratch, cudaStream_t stream) const;
   /// The kind as 32-bit words, for comparisons.
+  // With these parentheses GCC does not warn of a division by the size of another type.
   static constexpr size_t kScoreWords = sizeof(KernelParams::scores) / (sizeof(uint32_t));
   using Kind = std::array<uint32_t, 6 + kScoreWords>;
   Kind kind() const;

@@ -192,7 +192,7 @@ class DeviceBackend final : public runtime::Backend {
       cuda::check(cudaMemcpy(row.get(), words.data(), kConstantBytes, cudaMemcpyHostToDevice), "filling rows");
     }
     // A copy from memory that is not page-locked may go on after the call, and streams do not wait for it.
-    cuda::check(cudaDeviceSynchronize(), "filling rows");
+    cuda::check(cudaStreamSynchronize(nullptr), "filling rows");
   }
   /// Adds a fill: a copy from a constant row whose strides are zero. Heads that are longer than that row are filled in
   /// pieces.

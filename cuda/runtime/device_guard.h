@@ -5,8 +5,8 @@
 
 namespace distca::cuda {
 
-/// Makes a device the calling thread's current one, until the guard goes; then the device before is current again. To
-/// set a device takes memory of it, so that a device which is current already is left alone.
+/// Makes a device the calling thread's current one, until the guard goes; then the device before is current again.
+/// Setting a device takes memory of it. Therefore a device that is current already is not set again.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {

@@ -61,9 +61,11 @@ class DeviceQueue::CudaTape final : public transport::TapeDevice {
           " s after the replan before this one nobody has read its tables; launch the graph once after each replan");
       std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
-    require(std::atomic_ref(turns_->repeats).load(std::memory_order_acquire) == 0,
-            "replan: the graph was launched more than once after a replan. Such a launch moves old rows, perhaps over ",
-            "those of another step; make a new context, and launch the graph once after each replan");
+    require(
+        std::atomic_ref(turns_->repeats).load(std::memory_order_acquire) == 0,
+        "replan: the graph was launched more often than it was replanned. A launch without a replan of its own moves ",
+        "old rows, perhaps over those of another step; make a new context, and launch the graph once after each ",
+        "replan");
   }
   void commit() override {
     std::atomic_ref(turns_->committed).fetch_add(1, std::memory_order_release);
@@ -101,8 +103,8 @@ class DeviceQueue::CudaTape final : public transport::TapeDevice {
   }
 
  private:
-  /// How often tables were filled, up to which of these times the device has read them, and how often it has read them
-  /// a second time.
+  /// How often tables were filled, up to which of these times the device has read them, and how many launches had no
+  /// replan of their own.
   struct Turns {
     uint64_t committed = 0, read = 0, repeats = 0;
   };
@@ -198,6 +200,7 @@ void DeviceQueue::wait_for(Stream which, int point) {
 }
 
 bool DeviceQueue::is_captured() const {
+  const DeviceGuard guard(device_);
   cudaStreamCaptureStatus status{};
   check(cudaStreamIsCapturing(stream(Stream::kWork), &status), "asking whether a graph is captured");
   return status != cudaStreamCaptureStatusNone;

@@ -73,7 +73,7 @@ class Recording:
                 or, on CUDA, it has another mask. Nothing has happened on this rank. If other ranks have room, it is a
                 fault; see `check`.
             InvalidArgumentError, PlanFormatError: before anything changes; also if a graph was not launched since the
-                last replan.
+                last replan, or was launched more often than that.
             PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError: a fault, as in a step.
         """
         with refusals_told(self._context):

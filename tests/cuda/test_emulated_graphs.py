@@ -215,7 +215,7 @@ def test_a_second_launch_after_a_replan_is_told_at_the_next_one(gpu: EmulatedGpu
         launch()
         gpu.synchronize()
         for _ in range(2):
-            with pytest.raises(distca.InvalidArgumentError, match="launched more than once after a replan"):
+            with pytest.raises(distca.InvalidArgumentError, match="launched more often than it was replanned"):
                 recording.replan(plan)
 
 
@@ -268,6 +268,10 @@ def test_what_is_captured_and_not_recorded_is_refused_and_the_context_goes_on(gp
         recording.replan(plan)
         refused(recording.replay)
         recording.replay()
+        with pytest.raises(distca.InvalidArgumentError, match="the capture begins before it"), context.record():
+            refused(lambda: one_step(plan, tensors, context))
+            with gpu.graph():
+                one_step(plan, tensors, context)
         gpu.synchronize()
         assert torch.equal(out, right[0]) and torch.equal(lse, right[1])
         assert_same([recorded, one_step(plan, tensors, context)], [right, right])

@@ -81,7 +81,7 @@ FAULTS = [
     Fault(
         "a graph is captured of steps that are not recorded",
         "cpp/runtime/context.cpp",
-        "require(open_recording_ || !protocol_.is_captured(),",
+        "require(!is_there || is_captured(),",
         "require(true,",
         ("tests/cuda/test_emulated_graphs.py",),
     ),
@@ -95,7 +95,7 @@ FAULTS = [
     Fault(
         "a rank of NVSHMEM goes on though another is not ready",
         "python/distca/connect/nvshmem.py",
-        "for peer, reason in enumerate(_gather(problem[:_TOLD], group, timeout)):",
+        "for peer, reason in enumerate(_gather(_told(problem), group, limit)):",
         "for peer, reason in enumerate([problem]):",
         ("tests/transport/test_nvshmem.py",),
     ),

@@ -32,7 +32,7 @@ from support.gpus import no_gpu
 
 LIMIT = 20.0 if no_gpu() else 120.0
 """The seconds after which a test gives up on a process that should have answered. Everything here takes far less. On a
-GPU a process begins CUDA first, and the ranks take turns.
+GPU a process begins CUDA first, and the ranks take turns. It counts in the test's own process alone.
 """
 
 HEADS = distca.Heads(q=2, kv=1, dim=8)

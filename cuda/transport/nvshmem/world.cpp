@@ -98,7 +98,7 @@ bool is_so_on_any_rank(bool is_so_here) {
   auto* const words = reinterpret_cast<int32_t*>(allocate_symmetric(2 * sizeof(int32_t)).data());
   int32_t any = is_so_here ? 1 : 0;
   check(cudaMemcpy(words, &any, sizeof(any), cudaMemcpyHostToDevice), "writing what the ranks compare");
-  check(cudaDeviceSynchronize(), "writing what the ranks compare");  // the copy may go on after the call
+  check(cudaStreamSynchronize(nullptr), "writing what the ranks compare");  // the copy may go on after the call
   require<DeviceError>(nvshmem_int32_max_reduce(NVSHMEM_TEAM_WORLD, words + 1, words, 1) == 0,
                        "NVSHMEM could not compare the ranks");
   check(cudaMemcpy(&any, words + 1, sizeof(any), cudaMemcpyDeviceToHost), "reading what the ranks compared");

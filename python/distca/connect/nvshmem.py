@@ -19,13 +19,13 @@ import torch.distributed as dist
 from distca import _C
 from distca.connect import hosts
 from distca.connect.exchange import gather_text
-from distca.errors import DeviceError, DistcaError, InvalidArgumentError
+from distca.errors import DeviceError, InvalidArgumentError
 
 _Result = TypeVar("_Result")
 
 _LIBRARY = "libnvshmem_host.so.3"
 _TOLD = 200
-"""The most characters of a problem that are told to the other ranks."""
+"""The most bytes of a problem that are told to the other ranks."""
 HEAP_VARIABLE = "EXPERIMENT_NVSHMEM_BUFFER_SIZE_GB"
 """The environment variable for the heap's size in GiB without ``heap_bytes``. The released DistCA reads it too."""
 
@@ -92,15 +92,16 @@ def connect(
     except DeviceError as error:
         problem = str(error)
     # Every rank is told, so that none waits for a rank that cannot come.
-    told = [text.split("|", 1) for text in _gather(f"{unique_id.hex()}|{problem[:_TOLD]}", group, timeout)]
+    told = [text.split("|", 1) for text in _gather(f"{unique_id.hex()}|{_told(problem)}", group, timeout)]
     for peer, (_, problem) in enumerate(told):
         if problem:
             raise InvalidArgumentError(f"init: transport 'nvshmem' is not available on rank {peer}: {problem}")
     _on_all(group, timeout, lambda: _C.nvshmem_join(**member, unique_id=bytes.fromhex(told[0][0])))
     listener, addresses = hosts.listen(group, timeout)
+    connect_timeout = min(timeout, 120.0)
     prepared = _on_all(
         group,
-        timeout,
+        timeout + connect_timeout,
         lambda: _C.prepare_nvshmem(
             **member,
             attention=attention,
@@ -108,25 +109,34 @@ def connect(
             listener=listener,
             addresses=addresses,
             put_blocks=put_ctas or 0,
-            connect_timeout=min(timeout, 120.0),
+            connect_timeout=connect_timeout,
             **options,
         ),
     )
     return prepared.connect()
 
 
-def _on_all(group: dist.ProcessGroup | None, timeout: float, work: Callable[[], _Result]) -> _Result:
-    """What the work returns, if it ends well on all ranks. Otherwise all get an error, so that none goes on alone."""
+def _on_all(group: dist.ProcessGroup | None, limit: float, work: Callable[[], _Result]) -> _Result:
+    """What the work returns, if it ends well on all ranks. Otherwise all get an error, so that none goes on alone.
+
+    A rank waits for the others, whose work may not have ended, for up to `limit` seconds.
+    """
     done: list[_Result] = []
-    problem = ""
+    problem, cause = "", None
     try:
         done.append(work())
-    except DistcaError as error:
+    except Exception as error:
+        cause = error
         problem = str(error) or type(error).__name__
-    for peer, reason in enumerate(_gather(problem[:_TOLD], group, timeout)):
+    for peer, reason in enumerate(_gather(_told(problem), group, limit)):
         if reason:
-            raise DeviceError(f"init: transport 'nvshmem', rank {peer}: {reason}")
+            raise DeviceError(f"init: transport 'nvshmem', rank {peer}: {reason}") from cause
     return done[0]
+
+
+def _told(problem: str) -> str:
+    """As much of the text as is told to the other ranks."""
+    return problem.encode()[:_TOLD].decode(errors="ignore")
 
 
 def _gather(text: str, group: dist.ProcessGroup | None, timeout: float) -> list[str]:

@@ -20,6 +20,7 @@ import distca
 from distca.apps.bench.gpu import require_gpu
 from distca.apps.bench.harness import Result, Row
 from distca.apps.common.timing import Work, alternate, in_turn, median_ratio
+from distca.connect.launch import RankError
 from distca.errors import DistcaError
 from distca.testing import _emulation
 
@@ -65,8 +66,8 @@ def transport(rounds: int | None = None, short: bool = False) -> Result:
     result = _measured(["loopback"], sizes, rounds)
     try:
         [apart] = distca.launch(_measured, ["nvshmem"], sizes, rounds, ranks=1)
-    except DistcaError as error:
-        result.details["missing"]["nvshmem"] = str(error)
+    except RankError as error:
+        result.details["missing"]["nvshmem"] = error.headline
     else:
         result.rows.extend(row for row in apart.rows if "nvshmem" in row.name)
         result.details["missing"].update(apart.details["missing"])
@@ -77,6 +78,8 @@ def _measured(names: list[str], sizes: tuple[int, ...], rounds: int) -> Result:
     """The benchmark over these transports, as far as they are available here."""
     with ExitStack() as stack:
         pairs, missing = connect(names, "cuda", 2 * max(*sizes, BESIDE_BYTES), stack)
+        if not pairs:
+            return Result("transport-cuda", [], {"missing": missing})
         result = transport_of(pairs, sizes, rounds, MatmulBeside(), "cuda", _synchronize)
     result.details["missing"] = missing
     return result

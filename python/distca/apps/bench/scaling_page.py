@@ -18,7 +18,7 @@ def tables(content: dict[str, Any]) -> list[str]:
     """Tables for each number of stages: idle shares on both kinds of homes, and what the second kind saves."""
     points = points_of(content["details"])
     command = content["command"].split(" --json")[0]
-    draws = f"means of {content['details']['draws']} draws, above {MOST_DRAWN} GPUs of one"
+    draws = f"means of {content['details']['draws']} draws; above {MOST_DRAWN} GPUs a single draw"
     lines = [f"All figures are **modelled**: `{command}`, {draws}."]
     for stages in sorted({point.stages for point in points}):
         micro_batches = content["details"]["micro_batches"][str(stages)]
