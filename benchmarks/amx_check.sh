@@ -22,7 +22,7 @@ step() {
 }
 
 lscpu >>"$log"
-step make build
+step make build .venv/test-ready
 if ! DISTCA_CPU_ISA=amx .venv/bin/python -c "import distca; distca._C.cpu_isa()" >>"$log" 2>&1; then
   tail -n 1 "$log"
   exit 1

@@ -167,41 +167,28 @@ void compute_tile(const KernelCall& call, const Scores& scores, int64_t key, int
   if (tile.begin == tile.end) return;
   const StripBuffers& strip = buffers.strip;
   const StepBuffers& step = buffers.step;
-  ScoreProduct product{tile,
-                       call.words,
-                       from_row(buffers.chunk.keys, key).data,
-                       buffers.chunk.keys.panel_stride,
-                       strip.queries + row * round_up(call.words, kColumnUnit),
-                       step.scores};
-  ScoreProduct of_values{tile,
-                         call.v_words,
-                         from_row(buffers.chunk.values, key).data,
-                         buffers.chunk.values.panel_stride,
-                         strip.out_columns + row * round_up(call.v_words, kColumnUnit),
-                         step.dprobs};
-  const auto multiply = [&](const ScoreTile& block) {
-    product.tile = of_values.tile = block;
-    micro.multiply_scores(product);
-    micro.multiply_scores(of_values);
-  };
-  const auto block_from = [&](int64_t begin) {
-    return ScoreTile{begin, std::min(begin + micro.block_keys, tile.end), tile.lanes, visible};
-  };
+  const ScoreProduct product{tile,
+                             call.words,
+                             from_row(buffers.chunk.keys, key).data,
+                             buffers.chunk.keys.panel_stride,
+                             strip.queries + row * round_up(call.words, kColumnUnit),
+                             step.scores};
+  const ScoreProduct of_values{tile,
+                               call.v_words,
+                               from_row(buffers.chunk.values, key).data,
+                               buffers.chunk.values.panel_stride,
+                               strip.out_columns + row * round_up(call.v_words, kColumnUnit),
+                               step.dprobs};
   const float scale = softmax_scale(scores), cap = scores.softcap;
   // Words of P and dS are pairs of query rows.
   const int64_t elements = micro.word_elements, word = row / elements;
   const int64_t at = word / kPanelWords * step.probs.panel_stride + word % kPanelWords;
   const GradientOutputs outputs{step.probs.data + at, step.dscores.data + at, step.dscore_rows};
-  // The products of a block may run beside the softmax of the block before.
-  multiply(block_from(tile.begin));
-  for (int64_t begin = tile.begin; begin < tile.end;) {
-    const ScoreTile block = block_from(begin);
-    if (block.end < tile.end) multiply(block_from(block.end));
-    if (cap != 0.f) micro.cap_scores(block, scale, cap, step.scores);
-    micro.softmax_gradient(block, cap != 0.f ? 1.f : scale, cap, strip.lse + row, strip.delta + row, step.scores,
-                           step.dprobs, outputs);
-    begin = block.end;
-  }
+  micro.multiply_scores(product);
+  micro.multiply_scores(of_values);
+  if (cap != 0.f) micro.cap_scores(tile, scale, cap, step.scores);
+  micro.softmax_gradient(tile, cap != 0.f ? 1.f : scale, cap, strip.lse + row, strip.delta + row, step.scores,
+                         step.dprobs, outputs);
   micro.add_values(tile, rows, call.columns, elements == 1 ? outputs.dscores : step.dscore_rows, buffers.chunk.summed,
                    key, nullptr, tile_dq(call, dq, row));
 }

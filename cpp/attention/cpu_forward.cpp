@@ -66,32 +66,29 @@ void pack_step(const KernelCall& call, const WorkItem& item, float*) {
 // ---- attend
 
 struct Buffers {
-  int64_t tiles;     // tiles of a head
-  Panels rows;       // a tile's queries as they lie
-  float* scores[2];  // of a tile and of the next one: [keys, kTileRows]
-  float* queries;    // [heads, tiles] of [words, kTileRows]
-  float* out;        // [heads, tiles] of sums [kTileRows, v_columns]
-  float* row_max;    // [heads, tiles, kTileRows]
-  float* row_sum;    // the same
-  float* rescale;    // [kTileRows]
+  int64_t tiles;    // tiles of a head
+  Panels rows;      // a tile's queries as they lie
+  float* scores;    // of a tile: [keys, kTileRows]
+  float* queries;   // [heads, tiles] of [words, kTileRows]
+  float* out;       // [heads, tiles] of sums [kTileRows, v_columns]
+  float* row_base;  // [heads, tiles, kTileRows]
+  float* row_sum;   // the same
+  float* rescale;   // [kTileRows]
 
   Buffers(const KernelCall& call, FloatCarver& carver) {
     tiles = panels_of(call.item_rows);
     const int64_t all = call.group_heads * tiles;
     rows = carver.take_panels(kTileRows, call.words);
-    scores[0] = carver.take(kStepKeys * kTileRows);
-    scores[1] = overlaps(call) ? carver.take(kStepKeys * kTileRows) : scores[0];
+    scores = carver.take(call.micro->softmax_keys * kTileRows);
     queries = carver.take(all * query_floats(call));
     out = carver.take(all * out_floats(call));
-    row_max = carver.take(all * kTileRows);
+    row_base = carver.take(all * kTileRows);
     row_sum = carver.take(all * kTileRows);
     rescale = carver.take(kTileRows);
   }
 
   static int64_t query_floats(const KernelCall& call) { return round_up(call.words, kColumnUnit) * kTileRows; }
   static int64_t out_floats(const KernelCall& call) { return panels_of(call.v_columns) * kPanelWords * kTileRows; }
-  /// Whether products of a tile may run beside the softmax of the tile before.
-  static bool overlaps(const KernelCall& call) { return call.micro->block_keys < kStepKeys; }
 };
 
 int64_t forward_scratch(const KernelCall& call) {
@@ -107,67 +104,30 @@ struct Pairing {
   ScoreTile shape;
 };
 
-ScoreProduct product_of(const KernelCall& call, const PackedStep& step, const Pairing& pairing, const Buffers& buffers,
-                        float* scores) {
-  return {pairing.shape,
-          call.words,
-          step.keys.data,
-          step.keys.panel_stride,
-          buffers.queries + pairing.tile * Buffers::query_floats(call),
-          scores};
-}
-
-/// Attends one tile of queries to one step of keys. The scores are there already. The product `next`, if it is not
-/// null, is made meanwhile.
-void attend(const KernelCall& call, const Scores& scores, const PackedStep& step, const Pairing& pairing,
-            const Buffers& buffers, float* of_pairing, const ScoreProduct* next) {
+/// Attends one tile of queries to one step of the online softmax, which begins `key` rows after the packed step.
+void attend(const KernelCall& call, const Scores& scores, const PackedStep& step, int64_t key, const Pairing& pairing,
+            const Buffers& buffers) {
   const MicroKernel& micro = *call.micro;
   const ScoreTile& shape = pairing.shape;
   const int64_t tile = pairing.tile;
+  micro.multiply_scores({shape, call.words, step.keys.data + key * kPanelWords, step.keys.panel_stride,
+                         buffers.queries + tile * Buffers::query_floats(call), buffers.scores});
   float scale = softmax_scale(scores);
   if (scores.softcap != 0.f) {
-    micro.cap_scores(shape, scale, scores.softcap, of_pairing);
+    micro.cap_scores(shape, scale, scores.softcap, buffers.scores);
     scale = 1.f;
   }
-  micro.softmax_step(shape, scale, of_pairing,
-                     {buffers.row_max + tile * kTileRows, buffers.row_sum + tile * kTileRows, buffers.rescale}, next);
-  micro.add_values(shape, pairing.rows, call.v_columns, of_pairing, step.values, 0, buffers.rescale,
+  micro.softmax_step(shape, scale, buffers.scores,
+                     {buffers.row_base + tile * kTileRows, buffers.row_sum + tile * kTileRows, buffers.rescale});
+  micro.add_values(shape, pairing.rows, call.v_columns, buffers.scores, step.values, key, buffers.rescale,
                    buffers.out + tile * Buffers::out_floats(call));
 }
 
-/// Attends tiles to one step of keys; `pairing_of(tile)` says which keys a tile sees.
-template <class PairingOf>
-void attend_step(const KernelCall& call, const Scores& scores, const PackedStep& step, int64_t num_tiles,
-                 const Buffers& buffers, const PairingOf& pairing_of) {
-  const auto next_from = [&](int64_t tile) {
-    Pairing pairing{};
-    for (; tile < num_tiles; ++tile) {
-      pairing = pairing_of(tile);
-      if (pairing.shape.begin < pairing.shape.end) break;
-    }
-    pairing.tile = tile;
-    return pairing;
-  };
-  const bool overlaps = Buffers::overlaps(call);
-  bool has_scores = false;
-  int turn = 0;
-  for (Pairing pairing = next_from(0); pairing.tile < num_tiles;) {
-    float* const of_pairing = buffers.scores[turn];
-    if (!has_scores) call.micro->multiply_scores(product_of(call, step, pairing, buffers, of_pairing));
-    const Pairing following = next_from(pairing.tile + 1);
-    has_scores = overlaps && following.tile < num_tiles;
-    turn = 1 - turn;
-    const ScoreProduct product = product_of(call, step, following, buffers, buffers.scores[turn]);
-    attend(call, scores, step, pairing, buffers, of_pairing, has_scores ? &product : nullptr);
-    pairing = following;
-  }
-}
-
 /// Writes the log-sum-exp.
-void store_lse(const Task& task, int64_t head, int64_t task_row, int64_t rows, const float* row_max,
+void store_lse(const Task& task, int64_t head, int64_t task_row, int64_t rows, const float* row_base,
                const float* row_sum) {
   for (int64_t i = 0; i < rows; ++i) {
-    const float lse = row_sum[i] == 0.f ? -kInfinity : row_max[i] + std::log(row_sum[i]);
+    const float lse = row_sum[i] == 0.f ? -kInfinity : row_base[i] + std::log(row_sum[i]);
     std::memcpy(task.lse.at(task_row + i, head), &lse, sizeof(lse));
   }
 }
@@ -197,17 +157,20 @@ void work(const KernelCall& call, const WorkItem& item, float* scratch) {
   }
   const int64_t all = call.group_heads * tiles;
   std::fill_n(buffers.out, all * Buffers::out_floats(call), 0.f);
-  std::fill_n(buffers.row_max, all * kTileRows, -kInfinity);
+  std::fill_n(buffers.row_base, all * kTileRows, -kInfinity);
   std::fill_n(buffers.row_sum, all * kTileRows, 0.f);
 
-  const int64_t end_key = mask.end_key(item.end - 1, group.kv_end);
-  for (int64_t start = round_down(mask.first_key(item.begin), kStepKeys); start < end_key; start += kStepKeys) {
-    const PackedStep step = packed_step(call, unit, start);
-    attend_step(call, scores, step, all, buffers, [&](int64_t tile) {
+  const int64_t end_key = mask.end_key(item.end - 1, group.kv_end), first_key = mask.first_key(item.begin);
+  for (int64_t start = round_down(first_key, micro.softmax_keys); start < end_key; start += micro.softmax_keys) {
+    const int64_t packed = round_down(start, kStepKeys);
+    const PackedStep step = packed_step(call, unit, packed);
+    for (int64_t tile = 0; tile < all; ++tile) {
       const int64_t t = tile % tiles;
-      const Visible visible = keys_visible_from(mask, item.begin + t * kTileRows, start, step.end);
-      return Pairing{tile, rows_of(t), tile_of(call, rows_of(t), visible)};
-    });
+      const int64_t step_end = std::min(start + micro.softmax_keys, step.end);
+      const Visible visible = keys_visible_from(mask, item.begin + t * kTileRows, start, step_end);
+      const Pairing pairing{tile, rows_of(t), tile_of(call, rows_of(t), visible)};
+      if (pairing.shape.begin < pairing.shape.end) attend(call, scores, step, start - packed, pairing, buffers);
+    }
   }
 
   for (int64_t h = 0; h < call.group_heads; ++h) {
@@ -215,7 +178,7 @@ void work(const KernelCall& call, const WorkItem& item, float* scratch) {
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t tile = h * tiles + t, task_row = item.begin - task.q_begin + t * kTileRows;
       const float* row_sum = buffers.row_sum + tile * kTileRows;
-      store_lse(task, head, task_row, rows_of(t), buffers.row_max + tile * kTileRows, row_sum);
+      store_lse(task, head, task_row, rows_of(t), buffers.row_base + tile * kTileRows, row_sum);
       micro.store_sums(heads.dtype, rows_of(t), heads.v_dim, 1.f, row_sum,
                        buffers.out + tile * Buffers::out_floats(call), task.out.at(task_row, head),
                        task.out.row_stride);

@@ -21,9 +21,6 @@
 
 namespace distca::attention {
 
-/// Keys of a step of the online softmax. This is part of the numerics. Steps start at multiples of this many rows of
-/// the document.
-inline constexpr int64_t kStepKeys = 128;
 static_assert(kStepKeys % kKeyBlockRows == 0);
 
 /// Keys of a work item of the backward pass; results do not depend on it.

@@ -25,7 +25,7 @@
 namespace distca::attention {
 namespace {
 
-/// Products on registers. Products and softmax take the same execution units; no block is made beside another.
+/// Products on registers.
 template <class Operands>
 constexpr MicroKernel table(const char* operands, decltype(MicroKernel::pack_rows) rows,
                             decltype(MicroKernel::pack_row_pairs) row_pairs,
@@ -33,7 +33,7 @@ constexpr MicroKernel table(const char* operands, decltype(MicroKernel::pack_row
   return {.operands = operands,
           .word_elements = Operands::kElements,
           .row_unit = kRowUnit,
-          .block_keys = int64_t{1} << 30,
+          .softmax_keys = kStepKeys,
           .begin_work = nullptr,
           .end_work = nullptr,
           .pack_rows = rows,
@@ -61,13 +61,12 @@ constexpr MicroKernel tile_table() {
   tiles.operands = "tiles";
   tiles.pack_values = pack_value_tiles;
   tiles.row_unit = kBlock;
-  tiles.block_keys = kTileWords;
+  tiles.softmax_keys = kStepKeys / 2;
   tiles.begin_work = begin_tiles;
   tiles.end_work = end_tiles;
   tiles.multiply_scores = multiply_scores_on_tiles;
   tiles.add_values = add_values_on_tiles;
   tiles.multiply_visible = multiply_visible_on_tiles;
-  tiles.softmax_step = softmax_step_beside_tiles;
   tiles.store_sums = store_transposed_sums;
   tiles.multiply_registers = multiply_tiles;
   return tiles;

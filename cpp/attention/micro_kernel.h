@@ -34,6 +34,9 @@ inline constexpr int64_t kTileRows = 32;
 /// Columns of a product are computed in multiples of this many.
 inline constexpr int64_t kColumnUnit = 16;
 
+/// Keys that are packed together. Steps of keys start at multiples of this many rows of the document.
+inline constexpr int64_t kStepKeys = 128;
+
 static_assert(kTileRows == kPanelWords);
 
 /// Element m of an outer dimension sees inner elements [max(0, from + m), min(limit, upto + m)), or none if that range
@@ -49,9 +52,14 @@ struct Panels {
   int64_t panel_stride;
 };
 
+/// How far scores of a row may exceed its base before the base is raised, and the sums of the row multiplied. Weights
+/// are up to e^kSlack, which costs no accuracy; without slack the maximum of most tiles would still rise now and then
+/// after thousands of keys.
+inline constexpr float kSlack = 5.f;
+
 /// The state of the online softmax, for each query row of a tile.
 struct SoftmaxState {
-  float* row_max;
+  float* row_base;  // what exponents are relative to: a score of the row, at most kSlack below its maximum so far
   float* row_sum;
   float* rescale;  // output: the factor on the sums of earlier keys
 };
@@ -95,9 +103,8 @@ struct MicroKernel {
   /// Rows and keys that form a dimension of a product are computed in multiples of this many. Packed rows and keys up
   /// to the next multiple are zero.
   int64_t row_unit;
-  /// Keys whose products may run beside the softmax of the keys before them. It is more than a step has if both use
-  /// the same execution units. Results do not depend on it.
-  int64_t block_keys;
+  /// Keys of a step of the online softmax, a divisor of kStepKeys. This is part of the numerics.
+  int64_t softmax_keys;
 
   /// Before its first call of the other functions a thread calls begin_work, and after its last one end_work, which
   /// puts back what the former found. Both are null where there is nothing to do.
@@ -131,11 +138,10 @@ struct MicroKernel {
 
   /// Sets scores = cap * tanh(scale / cap * scores).
   void (*cap_scores)(const ScoreTile& tile, float scale, float cap, float* scores);
-  /// Makes one step of the online softmax. The tile's scores become exp(scale * score - new maximum), as operands
-  /// [pairs of keys, kTileRows], and zero where a row sees no key. A row whose maximum is still -inf keeps a sum of
-  /// zero. scale > 0. The product `next`, if it is not null, is made meanwhile; its scores are other ones.
-  void (*softmax_step)(const ScoreTile& tile, float scale, float* scores, const SoftmaxState& state,
-                       const ScoreProduct* next);
+  /// Makes one step of the online softmax. The tile's scores become exp(scale * score - new base), as operands [pairs
+  /// of keys, kTileRows], and zero where a row sees no key. A row whose base is still -inf keeps a sum of zero.
+  /// scale > 0.
+  void (*softmax_step)(const ScoreTile& tile, float scale, float* scores, const SoftmaxState& state);
   /// Computes P = exp(scale * score - lse) and dS = P * (dprob - delta). Both are zero where a row sees no key, in rows
   /// whose lse is -inf and in lanes past the tile's. With cap != 0 the scores are capped already, and dS is multiplied
   /// by the derivative of the cap. scale > 0.

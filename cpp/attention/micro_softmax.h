@@ -59,10 +59,10 @@ DISTCA_INLINE void store_keys(const Floats (&values)[kSums], int64_t key, float*
 }
 
 /// Makes one step for one vector of query rows, in place: words of a pair of keys lie no later than the first key's
-/// scores. `beside` is called before each kSums keys.
-template <class Operands, class Beside>
+/// scores.
+template <class Operands>
 DISTCA_INLINE void softmax_lanes(const ScoreTile& tile, int64_t lane, float scale, float* scores,
-                                 const SoftmaxState& state, Beside& beside) {
+                                 const SoftmaxState& state) {
   const bool edge = is_edge(tile);
   if (edge) {
     const LaneVisibility visible = lane_visibility(tile.visible, lane);
@@ -79,13 +79,12 @@ DISTCA_INLINE void softmax_lanes(const ScoreTile& tile, int64_t lane, float scal
     for (int u = 0; u < kSums; ++u) largest[u] = larger(largest[u], load(scores + (key + u) * kTileRows));
   }
   const Floats found = scale * larger(larger(largest[0], largest[1]), larger(largest[2], largest[3]));
-  const Floats old_max = load(state.row_max + lane);
-  const Floats new_max = larger(old_max, found);
-  const Floats base = new_max == -kInfinity ? Floats{} : new_max;  // -inf - -inf would be NaN
-  const Floats rescale = exponential(old_max - base);
+  const Floats old_base = load(state.row_base + lane);
+  const Floats new_base = found > old_base + kSlack ? found : old_base;
+  const Floats base = new_base == -kInfinity ? Floats{} : new_base;  // -inf - -inf would be NaN
+  const Floats rescale = exponential(old_base - base);
   Floats sum[kSums] = {};
   for (int64_t key = tile.begin; key < tile.end; key += kSums) {
-    beside();
     Floats p[kSums];
 #pragma GCC unroll 4
     for (int u = 0; u < kSums; ++u) {
@@ -94,18 +93,15 @@ DISTCA_INLINE void softmax_lanes(const ScoreTile& tile, int64_t lane, float scal
     }
     store_keys<Operands>(p, key, scores);
   }
-  store(state.row_max + lane, new_max);
+  store(state.row_base + lane, new_base);
   store(state.row_sum + lane, fused(load(state.row_sum + lane), rescale, (sum[0] + sum[1]) + (sum[2] + sum[3])));
   store(state.rescale + lane, rescale);
 }
 
 template <class Operands>
-void softmax_step(const ScoreTile& tile, float scale, float* scores, const SoftmaxState& state,
-                  const ScoreProduct* next) {
-  const auto nothing = [] {};
+void softmax_step(const ScoreTile& tile, float scale, float* scores, const SoftmaxState& state) {
   for (int64_t lane = 0; lane < tile.lanes; lane += kWidth)
-    softmax_lanes<Operands>(tile, lane, scale, scores + lane, state, nothing);
-  if (next != nullptr) multiply_scores<Operands>(*next);
+    softmax_lanes<Operands>(tile, lane, scale, scores + lane, state);
 }
 
 struct GradientLanes {

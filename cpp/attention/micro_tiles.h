@@ -9,6 +9,11 @@
 // Sums of an instruction are over 32 elements, aligned to the start of the step, whoever sees them: what a row does not
 // see has the weight zero. Zero times a finite number adds nothing, to the last bit. Only where a row does not see an
 // element that is not finite, rows are computed one by one, from copies in which such elements are zero.
+//
+// Softmax does not run beside products. Where this was measured (Granite Rapids, 2 cores of a virtual machine), tile
+// instructions and 512-bit vectors took the same ports: four products took 74 cycles, 96 multiply-adds 51, both 111;
+// with loads of four tiles (36 cycles) it was 102, with four stores (70) 108. A first form of this file that made
+// products between exponentials was slower than this one.
 #pragma once
 
 #include "attention/micro_tile_blocks.h"
@@ -43,33 +48,6 @@ void multiply_scores_on_tiles(const ScoreProduct& p) {
   if (key < p.tile.end) score_block<1>(p, key);
 }
 
-/// Makes a product a few keys at a time, between the exponentials of another tile.
-struct ProductBeside {
-  static constexpr int kCalls = 8;  // a step has as many blocks of kTileWords keys as there are kCalls calls
-  const ScoreProduct* product;
-  int64_t key;
-  int calls = 0;
-
-  explicit ProductBeside(const ScoreProduct* p) : product(p), key(p == nullptr ? 0 : p->tile.begin) {}
-  DISTCA_INLINE void make_block(const ScoreProduct& p, int64_t at) { score_block<1>(p, at); }
-  __attribute__((always_inline)) void operator()() {
-    if (calls++ % kCalls != 0 || product == nullptr || key >= product->tile.end) return;
-    make_block(*product, key);
-    key += kTileWords;
-  }
-  __attribute__((always_inline)) void finish() {
-    for (; product != nullptr && key < product->tile.end; key += kTileWords) make_block(*product, key);
-  }
-};
-
-void softmax_step_beside_tiles(const ScoreTile& tile, float scale, float* scores, const SoftmaxState& state,
-                               const ScoreProduct* next) {
-  ProductBeside beside(next);
-  for (int64_t lane = 0; lane < tile.lanes; lane += kWidth)
-    softmax_lanes<PairOperands>(tile, lane, scale, scores + lane, state, beside);
-  beside.finish();
-}
-
 // ---- sums over keys
 
 /// Where the values of key block `key` (a multiple of kTileElements) and column `column` lie.
@@ -101,57 +79,27 @@ struct ValueSums {
   int64_t columns;
   const float* weights;
   Panels values;  // of the tile's step
-  const float* rescale;
   float* sums;
 };
 
-/// Adds the sums of a block to those of the lanes that are set in `lanes`.
-template <int kM, int kN>
-DISTCA_INLINE void merge_block(const ValueSums& v, const float* block, int64_t column, __mmask16 (&lanes)[2]) {
-#pragma GCC unroll 2
-  for (int n = 0; n < kN; ++n) {
-    const Floats factor = v.rescale == nullptr ? broadcast(1.f) : load(v.rescale + n * kWidth);
-    for (int64_t i = 0; i < kM * kTileWords; ++i) {
-      float* at = v.sums + (column + i) * kTileRows + n * kWidth;
-      const Floats found = load(block + i * kPanelWords + n * kWidth);
-      _mm512_mask_storeu_ps(at, lanes[n], v.rescale == nullptr ? found : fused(load(at), factor, found));
-    }
-  }
-}
-
-template <int kM, int kN>
-DISTCA_INLINE void begin_sums(const ValueSums& v, int64_t column) {
-  if (v.rescale == nullptr)
-    load_block<kM, kN>(v.sums + column * kTileRows);
-  else
-    zero_block<kM, kN>();
-}
-
-/// Without `rescale` the chain of products begins at the sums themselves, otherwise at zero.
 template <int kM, int kN>
 DISTCA_INLINE void add_value_block(const ValueSums& v, int64_t column) {
-  begin_sums<kM, kN>(v, column);
+  load_block<kM, kN>(v.sums + column * kTileRows);
   for (int64_t key = v.tile.begin; key < v.tile.end; key += kTileElements)
     add_tiles<kM, kN>({value_tile(v.values, v.columns, key, column), kTileWords, kTileFloats},
                       v.weights + key / 2 * kTileRows);
-  if (v.rescale == nullptr) {
-    store_block<kM, kN>(v.sums + column * kTileRows);
-    return;
-  }
-  alignas(64) float block[kBlock * kPanelWords];
-  store_block<kM, kN>(block);
-  __mmask16 all[2] = {0xffff, 0xffff};
-  merge_block<kM, kN>(v, block, column, all);
+  store_block<kM, kN>(v.sums + column * kTileRows);
 }
 
 /// Like add_value_block, lane by lane.
 template <int kM, int kN>
 void add_seen_values(const ValueSums& v, int64_t column) {
   alignas(64) float block[kBlock * kPanelWords], seen[kM * kTileFloats];
+  float* const sums = v.sums + column * kTileRows;
   for (int64_t lane = 0; lane < v.rows; ++lane) {
     const Visible& visible = v.tile.visible;
     const int64_t from = visible.from + lane, upto = smaller_of(visible.upto + lane, visible.limit);
-    begin_sums<kM, kN>(v, column);
+    load_block<kM, kN>(sums);
     for (int64_t key = v.tile.begin; key < v.tile.end; key += kTileElements) {
       const float* values = value_tile(v.values, v.columns, key, column);
       const Words mask = seen_pairs(key / 2, from, upto);
@@ -160,9 +108,7 @@ void add_seen_values(const ValueSums& v, int64_t column) {
       add_tiles<kM, kN>({seen, kTileWords, kTileFloats}, v.weights + key / 2 * kTileRows);
     }
     store_block<kM, kN>(block);
-    const uint32_t bit = 1u << lane;
-    __mmask16 lanes[2] = {static_cast<__mmask16>(bit), static_cast<__mmask16>(bit >> 16)};
-    merge_block<kM, kN>(v, block, column, lanes);
+    for (int64_t i = 0; i < kM * kTileWords; ++i) sums[i * kTileRows + lane] = block[i * kPanelWords + lane];
   }
 }
 
@@ -174,11 +120,22 @@ DISTCA_INLINE void add_value_columns(const ValueSums& v, int64_t column, bool la
     add_value_block<kM, kN>(v, column);
 }
 
+/// Most factors are exactly 1, which changes no bit. Where all of them are, there is nothing to do.
+DISTCA_INLINE void rescale_sums(int64_t lanes, int64_t columns, const float* rescale, float* sums) {
+  for (int64_t lane = 0; lane < lanes; lane += kWidth) {
+    const Floats factor = load(rescale + lane);
+    if (_mm512_cmp_ps_mask(factor, broadcast(1.f), _CMP_NEQ_UQ) == 0) continue;
+    for (int64_t i = 0; i < columns; ++i)
+      store(sums + i * kTileRows + lane, load(sums + i * kTileRows + lane) * factor);
+  }
+}
+
 void add_values_on_tiles(const ScoreTile& tile, int64_t rows, int64_t columns, const float* weights, Panels values,
                          int64_t key, const float* rescale, float* sums) {
-  const ValueSums v{tile, rows, columns, weights, {value_tile(values, columns, key, 0), 0}, rescale, sums};
+  const ValueSums v{tile, rows, columns, weights, {value_tile(values, columns, key, 0), 0}, sums};
   const int64_t packed = (tile.end - tile.begin) / kTileElements * columns * kTileWords;
   const bool lane_by_lane = is_edge(tile) && !all_finite(value_tile(v.values, columns, tile.begin, 0), 1, packed, 0);
+  if (rescale != nullptr) rescale_sums(tile.lanes, columns, rescale, sums);
   finish_stores();
   int64_t column = 0;
   for (; column + kBlock <= columns; column += kBlock) {
@@ -197,17 +154,25 @@ void add_values_on_tiles(const ScoreTile& tile, int64_t rows, int64_t columns, c
 void store_transposed_sums(DType dtype, int64_t rows, int64_t dim, float factor, const float* divisor,
                            const float* sums, std::byte* dst, int64_t dst_stride) {
   alignas(64) float panel[kTileRows * kPanelWords];
+  Floats factors[kTileRows / kWidth];
+  for (int64_t lane = 0; lane < kTileRows; lane += kWidth) {
+    Floats& by = factors[lane / kWidth] = broadcast(factor);
+    if (divisor == nullptr) continue;
+    const Floats sum = load(divisor + lane);
+    by = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(sum, Floats{}, _CMP_NEQ_UQ), by, sum);
+  }
   for (int64_t column = 0; column < dim; column += kPanelWords) {
     const int64_t width = smaller_of(dim - column, kPanelWords);
     for (int64_t j = 0; j < width; j += kTileWords) {
       for (int64_t lane = 0; lane < rows; lane += kTileWords) {
         Floats square[kSquare];
-        for (int i = 0; i < kSquare; ++i) square[i] = load(sums + (column + j + i) * kTileRows + lane);
+        for (int i = 0; i < kSquare; ++i)
+          square[i] = load(sums + (column + j + i) * kTileRows + lane) * factors[lane / kWidth];
         transpose_square(square, panel + lane * kPanelWords + j, kPanelWords);
       }
     }
     const int64_t element_bytes = dtype == DType::kFloat32 ? 4 : 2;
-    store_rows(dtype, rows, width, factor, divisor, {panel, kTileRows * kPanelWords}, dst + column * element_bytes,
+    store_rows(dtype, rows, width, 1.f, nullptr, {panel, kTileRows * kPanelWords}, dst + column * element_bytes,
                dst_stride);
   }
 }

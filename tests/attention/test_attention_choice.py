@@ -67,7 +67,7 @@ def test_local_attention_computes_forward_and_backward_by_what_it_was_asked_for(
 
     def compare() -> None:
         by_flash, own = computed(torch.ops.distca.attention_by_flash), computed(distca.attention)
-        assert not torch.equal(by_flash[0], own[0]) and not torch.equal(by_flash[2], own[2])
+        assert not all(map(torch.equal, by_flash, own))  # else nothing tells which of them computed
         for options, expected in (
             ({"attention": "flash"}, by_flash),
             ({"attention": "own"}, own),

@@ -106,9 +106,23 @@ FAULTS = [
     Fault(
         "the log-sum-exp lacks the sum",
         FORWARD,
-        "-kInfinity : row_max[i] + std::log(row_sum[i]);",
-        "-kInfinity : row_max[i];",
+        "-kInfinity : row_base[i] + std::log(row_sum[i]);",
+        "-kInfinity : row_base[i];",
         (ATTENTION,),
+    ),
+    Fault(
+        "a row keeps its base until its weights overflow",
+        "cpp/attention/micro_kernel.h",
+        "constexpr float kSlack = 5.f;",
+        "constexpr float kSlack = 500.f;",
+        (ATTENTION,),
+    ),
+    Fault(
+        "the base of a row depends on the row beside it",
+        SOFTMAX,
+        "const Floats new_base = found > old_base + kSlack ? found : old_base;",
+        "const Floats new_base = found > old_base + (tile.lanes == kTileRows ? kSlack : 0.f) ? found : old_base;",
+        (ATTENTION, EXACT),
     ),
     Fault(
         "delta is left out",
@@ -161,10 +175,24 @@ FAULTS = [
         (TILES_TEST,),
     ),
     Fault(
-        "tiles: the last blocks of a product beside a softmax are not made",
+        "tiles: the sums of a row are not multiplied when its base is raised",
         TILES,
-        "  beside.finish();\n",
+        "  if (rescale != nullptr) rescale_sums(tile.lanes, columns, rescale, sums);\n",
         "",
+        (TILES_TEST,),
+    ),
+    Fault(
+        "tiles: all rows are divided by the sums of the first 16",
+        TILES,
+        "lane) * factors[lane / kWidth];",
+        "lane) * factors[0];",
+        (TILES_TEST,),
+    ),
+    Fault(
+        "tiles: both halves of a packed step take the values of the first",
+        FORWARD,
+        "buffers.scores, step.values, key, buffers.rescale,",
+        "buffers.scores, step.values, 0 * key, buffers.rescale,",
         (TILES_TEST,),
     ),
     Fault(
