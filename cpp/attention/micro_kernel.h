@@ -34,7 +34,7 @@ inline constexpr int64_t kTileRows = 32;
 /// Columns of a product are computed in multiples of this many.
 inline constexpr int64_t kColumnUnit = 16;
 
-/// Keys that are packed together. Steps of keys start at multiples of this many rows of the document.
+/// Keys that are packed together. Packed steps start at multiples of this many rows of the document.
 inline constexpr int64_t kStepKeys = 128;
 
 static_assert(kTileRows == kPanelWords);
@@ -53,8 +53,9 @@ struct Panels {
 };
 
 /// How far scores of a row may exceed its base before the base is raised, and the sums of the row multiplied. Weights
-/// are up to e^kSlack, which costs no accuracy; without slack the maximum of most tiles would still rise now and then
-/// after thousands of keys.
+/// are up to e^kSlack. Those of pairs are rounded relative to their size; only the largest one, which is 1 without
+/// slack, is rounded once more. Without slack the maximum of most tiles would still rise now and then after thousands
+/// of keys.
 inline constexpr float kSlack = 5.f;
 
 /// The state of the online softmax, for each query row of a tile.
@@ -152,7 +153,8 @@ struct MicroKernel {
   /// ones.
   void (*store_rows)(DType dtype, int64_t rows, int64_t dim, float factor, const float* divisor, Panels src,
                      std::byte* dst, int64_t dst_stride);
-  /// Like store_rows, for up to kTileRows rows of sums from add_values.
+  /// Like store_rows, for up to kTileRows rows of sums from add_values. The quotient may be factor / divisor[row] times
+  /// the sum.
   void (*store_sums)(DType dtype, int64_t rows, int64_t dim, float factor, const float* divisor, const float* sums,
                      std::byte* dst, int64_t dst_stride);
 

@@ -7,12 +7,13 @@
 // factor as softmax leaves them.
 //
 // Sums of an instruction are over 32 elements, aligned to the start of the step, whoever sees them: what a row does not
-// see has the weight zero. Zero times a finite number adds nothing, to the last bit. Only where a row does not see an
-// element that is not finite, rows are computed one by one, from copies in which such elements are zero.
+// see has the weight zero. Zero times a finite number adds nothing, to the last bit but for the sign of a zero. Only
+// where a row does not see an element that is not finite, rows are computed one by one, from copies in which such
+// elements are zero.
 //
 // Softmax does not run beside products. Where this was measured (Granite Rapids, 2 cores of a virtual machine), tile
 // instructions and 512-bit vectors took the same ports: four products took 74 cycles, 96 multiply-adds 51, both 111;
-// with loads of four tiles (36 cycles) it was 102, with four stores (70) 108. A first form of this file that made
+// four loads of tiles 36, with the multiply-adds 102; four stores 70, and 108. A first form of this file that made
 // products between exponentials was slower than this one.
 #pragma once
 
@@ -23,29 +24,24 @@ namespace {
 
 // ---- scores
 
-template <int kM, int kN>
-DISTCA_INLINE void score_block(const ScoreProduct& p, int64_t key) {
+template <int kN>
+DISTCA_INLINE void multiply_score_blocks(const ScoreProduct& p) {
   finish_stores();
-  zero_block<kM, kN>();
-  for (int64_t word = 0; word < p.words; word += kTileWords) {
-    const float* keys = p.keys + word / kPanelWords * p.panel_stride + key * kPanelWords + word % kPanelWords;
-    add_tiles<kM, kN>({keys, kPanelWords, kTileWords * kPanelWords}, p.queries + word * kTileRows);
+  for (int64_t key = p.tile.begin; key < p.tile.end; key += kBlock) {
+    zero_block<2, kN>();
+    for (int64_t word = 0; word < p.words; word += kTileWords) {
+      const float* keys = p.keys + word / kPanelWords * p.panel_stride + key * kPanelWords + word % kPanelWords;
+      add_tiles<2, kN>({keys, kPanelWords, kTileWords * kPanelWords}, p.queries + word * kTileRows);
+    }
+    store_block<2, kN>(p.scores + key * kTileRows);
   }
-  store_block<kM, kN>(p.scores + key * kTileRows);
-}
-
-template <int kM>
-DISTCA_INLINE void score_block(const ScoreProduct& p, int64_t key) {
-  if (p.tile.lanes > kTileWords)
-    score_block<kM, 2>(p, key);
-  else
-    score_block<kM, 1>(p, key);
 }
 
 void multiply_scores_on_tiles(const ScoreProduct& p) {
-  int64_t key = p.tile.begin;
-  for (; key + kBlock <= p.tile.end; key += kBlock) score_block<2>(p, key);
-  if (key < p.tile.end) score_block<1>(p, key);
+  if (p.tile.lanes > kTileWords)
+    multiply_score_blocks<2>(p);
+  else
+    multiply_score_blocks<1>(p);
 }
 
 // ---- sums over keys
@@ -155,19 +151,21 @@ void store_transposed_sums(DType dtype, int64_t rows, int64_t dim, float factor,
                            const float* sums, std::byte* dst, int64_t dst_stride) {
   alignas(64) float panel[kTileRows * kPanelWords];
   Floats factors[kTileRows / kWidth];
+  __mmask16 wanted[kTileRows / kWidth];
   for (int64_t lane = 0; lane < kTileRows; lane += kWidth) {
-    Floats& by = factors[lane / kWidth] = broadcast(factor);
-    if (divisor == nullptr) continue;
-    const Floats sum = load(divisor + lane);
-    by = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(sum, Floats{}, _CMP_NEQ_UQ), by, sum);
+    const Floats by = divisor == nullptr ? broadcast(1.f) : load(divisor + lane);
+    factors[lane / kWidth] = broadcast(factor) / by;
+    wanted[lane / kWidth] = _mm512_cmp_ps_mask(by, Floats{}, _CMP_NEQ_UQ);
   }
   for (int64_t column = 0; column < dim; column += kPanelWords) {
     const int64_t width = smaller_of(dim - column, kPanelWords);
     for (int64_t j = 0; j < width; j += kTileWords) {
       for (int64_t lane = 0; lane < rows; lane += kTileWords) {
         Floats square[kSquare];
+        // Adding zero makes +0 of -0: which of them a sum that underflows becomes depends on the rows beside.
         for (int i = 0; i < kSquare; ++i)
-          square[i] = load(sums + (column + j + i) * kTileRows + lane) * factors[lane / kWidth];
+          square[i] = _mm512_maskz_fmadd_ps(wanted[lane / kWidth], load(sums + (column + j + i) * kTileRows + lane),
+                                            factors[lane / kWidth], Floats{});
         transpose_square(square, panel + lane * kPanelWords + j, kPanelWords);
       }
     }

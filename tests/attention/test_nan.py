@@ -39,3 +39,13 @@ def test_a_nan_reaches_no_row_that_does_not_see_it(name: str, row: int, dtype: t
         assert unharmed("dk", after) and unharmed("dv", after)
     if name == "dout":
         assert torch.equal(found["out"], clean["out"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_row_whose_scores_are_all_minus_infinity_takes_nothing_of_any_value(dtype: torch.dtype) -> None:
+    tensors = [torch.ones(LENGTH, heads, 8, dtype=dtype) for heads in (4, 2, 2)]
+    q, k, v = tensors
+    q[70], k[:], v[3] = -1e30, 1e30, float("nan")  # the products overflow
+    out, lse = distca.attention(q, k, v)
+    assert (lse[70] == -float("inf")).all()
+    assert (out[70] == 0).all()

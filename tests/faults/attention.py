@@ -29,8 +29,8 @@ FAULTS = [
     Fault(
         "a row sees the key after it",
         FORWARD,
-        "keys_visible_from(mask, item.begin + t * kTileRows, start, step.end)",
-        "keys_visible_from(mask, item.begin + t * kTileRows + 1, start, step.end)",
+        "keys_visible_from(mask, item.begin + t * kTileRows, start, step_end)",
+        "keys_visible_from(mask, item.begin + t * kTileRows + 1, start, step_end)",
         (ATTENTION,),
     ),
     Fault(
@@ -184,8 +184,8 @@ FAULTS = [
     Fault(
         "tiles: all rows are divided by the sums of the first 16",
         TILES,
-        "lane) * factors[lane / kWidth];",
-        "lane) * factors[0];",
+        "broadcast(1.f) : load(divisor + lane);",
+        "broadcast(1.f) : load(divisor);",
         (TILES_TEST,),
     ),
     Fault(

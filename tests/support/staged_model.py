@@ -134,7 +134,7 @@ def assert_as_alone(
     assert sum(of_rank[0] for of_rank in of_ranks) == pytest.approx(loss, rel=1e-6), what
     for name, gradient in gradients.items():
         error = (found[name] - gradient).abs().max() / gradient.abs().max()
-        assert error < 1e-6, (what, name, float(error))
+        assert error < 5e-6, (what, name, float(error))
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
