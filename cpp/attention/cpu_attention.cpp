@@ -89,7 +89,9 @@ struct CpuAttention::State {
   const InstructionSet* isa = nullptr;
   KernelCall call;
   const Pass* pass = nullptr;
-  std::vector<Unit> units;  // of all batches
+  std::vector<Unit> units;  // of all batches, after those that are computed whole
+  size_t num_whole = 0;     // units that are computed whole
+  int64_t most_cost = 0;    // the cost of such a unit at most
   std::vector<WorkItem> items;
   std::vector<Buffer> scratch;  // one for each worker
   Buffer memory;
@@ -100,8 +102,42 @@ struct CpuAttention::State {
   void start(const Problem& problem, int64_t (*unit_floats)(const KernelCall&, const KeyGroup&)) {
     call = KernelCall(problem, isa->kernel_for(problem.heads.dtype));
     units.clear();
-    for (int64_t g = 0; g < std::ssize(problem.groups); ++g) {
-      const KeyGroup& group = problem.groups[static_cast<size_t>(g)];
+    num_whole = 0;
+    add_units(unit_floats, [](const KeyGroup&) { return true; });
+  }
+
+  /// Like start, for forward. Units that one worker computes whole come first. They have few keys, and are each at most
+  /// a quarter of a worker's share of the work, where there are several workers.
+  void start_forward(const Problem& problem, int num_workers) {
+    call = KernelCall(problem, isa->kernel_for(problem.heads.dtype));
+    int64_t cost = 0;
+    for (const KeyGroup& group : problem.groups) cost += group.kv_heads * cost_of(group);
+    most_cost = num_workers > 1 ? cost / (4 * num_workers) : cost;
+    const auto is_whole = [&](const KeyGroup& group) {
+      return forward_unit_floats(call, group) <= kMostWholeUnitFloats && cost_of(group) <= most_cost;
+    };
+    units.clear();
+    add_units(forward_unit_floats, is_whole);
+    num_whole = units.size();
+    add_units(forward_unit_floats, [&](const KeyGroup& group) { return !is_whole(group); });
+  }
+
+  /// Pairs of query rows and keys of a unit of the group, or somewhat more where a mask cuts its tasks.
+  int64_t cost_of(const KeyGroup& group) const {
+    const Mask& mask = call.problem->scores_of(group).mask;
+    int64_t cost = 0;
+    for (int64_t t = group.task_begin; t < group.task_end; ++t) {
+      const Task& task = call.problem->tasks[static_cast<size_t>(t)];
+      cost += (task.q_end - task.q_begin) * (mask.end_key(task.q_end - 1, group.kv_end) - mask.first_key(task.q_begin));
+    }
+    return cost;
+  }
+
+  template <class IsWanted>
+  void add_units(int64_t (*unit_floats)(const KernelCall&, const KeyGroup&), const IsWanted& is_wanted) {
+    for (int64_t g = 0; g < std::ssize(call.problem->groups); ++g) {
+      const KeyGroup& group = call.problem->groups[static_cast<size_t>(g)];
+      if (!is_wanted(group)) continue;
       for (int64_t head = 0; head < group.kv_heads; ++head)
         units.push_back({.group = g, .kv_head = head, .num_floats = unit_floats(call, group)});
     }
@@ -111,7 +147,7 @@ struct CpuAttention::State {
   template <class Body>
   void for_each_batch(const Parallel& parallel, const Body& body) {
     const int64_t most = kBatchFloats * std::max(parallel.num_workers, 1);
-    for (size_t begin = 0; begin < units.size();) {
+    for (size_t begin = num_whole; begin < units.size();) {
       size_t end = begin;
       int64_t floats = 0;
       for (; end < units.size() && (end == begin || floats + units[end].num_floats <= most); ++end) {
@@ -123,6 +159,21 @@ struct CpuAttention::State {
       call.units = std::span(units).subspan(begin, end - begin);
       body();
       begin = end;
+    }
+  }
+
+  /// Makes items of the units that are computed whole: as many heads of a group as are not too much work together.
+  void add_whole_units() {
+    items.clear();
+    call.units = std::span(units).first(num_whole);
+    for (int64_t begin = 0; begin < std::ssize(call.units);) {
+      const Unit& unit = call.units[static_cast<size_t>(begin)];
+      const KeyGroup& group = call.group_of(unit);
+      const int64_t cost = cost_of(group);
+      const int64_t heads =
+          std::clamp<int64_t>(most_cost / 2 / std::max<int64_t>(cost, 1), 1, group.kv_heads - unit.kv_head);
+      items.push_back({heads * cost, begin, 0, begin, begin + heads});
+      begin += heads;
     }
   }
 
@@ -241,7 +292,10 @@ CpuAttention& CpuAttention::operator=(CpuAttention&&) noexcept = default;
 void CpuAttention::forward(const Problem& problem, const Parallel& parallel) {
   check(problem);
   State& s = *state_;
-  s.start(problem, forward_unit_floats);
+  s.start_forward(problem, parallel.num_workers);
+  s.add_whole_units();
+  s.sort_items();
+  s.run(kWholeUnitsPass, parallel);
   s.for_each_batch(parallel, [&] {
     s.add_step_items();
     s.run(kPackKeysPass, parallel);

@@ -151,9 +151,6 @@ struct RowsToCome {
       prefetch_bytes(task->dout.at(task_row + i, head), heads.v_dim * heads.element_bytes());
     }
   }
-  static void prefetch_bytes(const std::byte* p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
-  }
 };
 
 Panels from_row(Panels panels, int64_t row) { return {panels.data + row * kPanelWords, panels.panel_stride}; }

@@ -1,7 +1,13 @@
 // Forward. Keys and values are packed once for each unit. Then the online softmax of some query rows goes over the
 // steps of keys in ascending order.
+//
+// A unit with few keys is the work of one worker, which packs its keys and attends all its query rows. What it has
+// packed stays in its cache. It takes the heads of a document one after the other, because their rows lie side by side
+// in memory, and fetches the rows of the next head while it computes. Other units are packed by one pass, and their
+// query rows are attended by a second one.
 #include <cmath>
 #include <limits>
+#include <optional>
 
 #include "attention/cpu_kernel.h"
 
@@ -24,12 +30,12 @@ int64_t floats_per_key(const KernelCall& call) {
   return panels_of(call.words) * kPanelWords + panels_of(call.v_columns) * kPanelWords / call.micro->word_elements;
 }
 
-PackedStep packed_step(const KernelCall& call, const Unit& unit, int64_t step) {
-  const KeyGroup& group = call.group_of(unit);
+/// The step whose first document row is `step`, of a unit whose packed steps begin at `packed`.
+PackedStep packed_step(const KernelCall& call, const KeyGroup& group, float* packed, int64_t step) {
   const int64_t first = round_down(group.kv_begin, kStepKeys);
   const int64_t rows = call.unit_rows(std::min(step + kStepKeys, group.kv_end) - step);
   const int64_t key_panels = panels_of(call.words), value_rows = call.row_words(rows);
-  float* data = call.memory + unit.offset + (step - first) * floats_per_key(call);
+  float* data = packed + (step - first) * floats_per_key(call);
   return {std::max(step, group.kv_begin),
           std::min(step + kStepKeys, group.kv_end),
           {data, rows * kPanelWords},
@@ -52,7 +58,7 @@ void pack_step(const KernelCall& call, const WorkItem& item, float*) {
       const int64_t end = std::min(round_down(begin, most) + most, item.end);
       for (const Unit& unit : call.units.subspan(static_cast<size_t>(item.unit))) {
         if (&call.group_of(unit) != &group) break;
-        const PackedStep step = packed_step(call, unit, start);
+        const PackedStep step = packed_step(call, group, call.memory + unit.offset, start);
         if (is_keys)
           pack_keys(call, group, *views, unit.kv_head, start, begin, end, heads.dim, step.keys);
         else
@@ -62,6 +68,51 @@ void pack_step(const KernelCall& call, const WorkItem& item, float*) {
     }
   }
 }
+
+// ---- rows to come
+
+/// The rows of a unit that is computed next. They lie far apart in memory. Therefore they are fetched into the cache, a
+/// few at a time, while the unit before it is at work.
+class UnitToCome {
+ public:
+  UnitToCome(const KernelCall& call, const Unit& unit)
+      : call_(call), unit_(unit), group_(call.group_of(unit)), key_(group_.kv_begin), task_(group_.task_begin) {}
+
+  void prefetch_some() {
+    constexpr int64_t kRows = 16;
+    const HeadShape& heads = call_.problem->heads;
+    const int64_t end = std::min(key_ + kRows, group_.kv_end);
+    prefetch_keys(group_.k, end, heads.dim * heads.element_bytes());
+    prefetch_keys(group_.v, end, heads.v_dim * heads.element_bytes());
+    key_ = end;
+    for (int64_t i = 0; i < kRows && task_ < group_.task_end; ++i) prefetch_query();
+  }
+
+ private:
+  void prefetch_keys(const RowView (&views)[2], int64_t end, int64_t bytes) const {
+    for_each_run(group_, views, unit_.kv_head, key_, end,
+                 [&](int64_t, int64_t rows, const std::byte* src, int64_t stride) {
+                   for (int64_t i = 0; i < rows; ++i) prefetch_bytes(src + i * stride, bytes);
+                 });
+  }
+  void prefetch_query() {
+    const HeadShape& heads = call_.problem->heads;
+    const Task& task = call_.problem->tasks[static_cast<size_t>(task_)];
+    const int64_t bytes = call_.group_heads * heads.element_bytes(), head = unit_.kv_head * call_.group_heads;
+    prefetch_bytes(task.q.at(task_row_, head), heads.dim * bytes);
+    prefetch_bytes(task.out.at(task_row_, head), heads.v_dim * bytes);
+    if (++task_row_ < task.q_end - task.q_begin) return;
+    task_row_ = 0;
+    ++task_;
+  }
+
+  const KernelCall& call_;
+  const Unit& unit_;
+  const KeyGroup& group_;
+  int64_t key_;   // the next row of keys
+  int64_t task_;  // the task of the next query row
+  int64_t task_row_ = 0;
+};
 
 // ---- attend
 
@@ -132,7 +183,9 @@ void store_lse(const Task& task, int64_t head, int64_t task_row, int64_t rows, c
   }
 }
 
-void work(const KernelCall& call, const WorkItem& item, float* scratch) {
+/// Attends the query rows of an item to the keys that are packed at `packed`.
+void attend_rows(const KernelCall& call, const WorkItem& item, float* packed, const Buffers& buffers,
+                 UnitToCome* next) {
   const HeadShape& heads = call.problem->heads;
   const MicroKernel& micro = *call.micro;
   const Unit& unit = call.units[static_cast<size_t>(item.unit)];
@@ -142,8 +195,6 @@ void work(const KernelCall& call, const WorkItem& item, float* scratch) {
   const Task& task = call.problem->tasks[static_cast<size_t>(item.task)];
   const int64_t tiles = panels_of(item.end - item.begin);
   const auto rows_of = [&](int64_t t) { return std::min(kTileRows, item.end - item.begin - t * kTileRows); };
-  FloatCarver carver(scratch);
-  const Buffers buffers(call, carver);
 
   // All rows of q are read before any row of out is written, because they may be the same memory.
   for (int64_t h = 0; h < call.group_heads; ++h) {
@@ -162,14 +213,16 @@ void work(const KernelCall& call, const WorkItem& item, float* scratch) {
 
   const int64_t end_key = mask.end_key(item.end - 1, group.kv_end), first_key = mask.first_key(item.begin);
   for (int64_t start = round_down(first_key, micro.softmax_keys); start < end_key; start += micro.softmax_keys) {
-    const int64_t packed = round_down(start, kStepKeys);
-    const PackedStep step = packed_step(call, unit, packed);
+    const int64_t step_start = round_down(start, kStepKeys);
+    const PackedStep step = packed_step(call, group, packed, step_start);
     for (int64_t tile = 0; tile < all; ++tile) {
       const int64_t t = tile % tiles;
       const int64_t step_end = std::min(start + micro.softmax_keys, step.end);
       const Visible visible = keys_visible_from(mask, item.begin + t * kTileRows, start, step_end);
       const Pairing pairing{tile, rows_of(t), tile_of(call, rows_of(t), visible)};
-      if (pairing.shape.begin < pairing.shape.end) attend(call, scores, step, start - packed, pairing, buffers);
+      if (pairing.shape.begin == pairing.shape.end) continue;
+      if (next != nullptr) next->prefetch_some();
+      attend(call, scores, step, start - step_start, pairing, buffers);
     }
   }
 
@@ -186,10 +239,47 @@ void work(const KernelCall& call, const WorkItem& item, float* scratch) {
   }
 }
 
+void work_on_rows(const KernelCall& call, const WorkItem& item, float* scratch) {
+  FloatCarver carver(scratch);
+  const Buffers buffers(call, carver);
+  const Unit& unit = call.units[static_cast<size_t>(item.unit)];
+  attend_rows(call, item, call.memory + unit.offset, buffers, nullptr);
+}
+
+// ---- whole units
+
+int64_t whole_units_scratch(const KernelCall& call) { return forward_scratch(call) + kMostWholeUnitFloats; }
+
+void work_on_units(const KernelCall& call, const WorkItem& item, float* scratch) {
+  FloatCarver carver(scratch);
+  const Buffers buffers(call, carver);
+  float* const packed = carver.take(kMostWholeUnitFloats);
+  const HeadShape& heads = call.problem->heads;
+  for (int64_t u = item.begin; u < item.end; ++u) {
+    const Unit& unit = call.units[static_cast<size_t>(u)];
+    const KeyGroup& group = call.group_of(unit);
+    std::optional<UnitToCome> next;
+    if (u + 1 < item.end) next.emplace(call, call.units[static_cast<size_t>(u + 1)]);
+    for (int64_t start = round_down(group.kv_begin, kStepKeys); start < group.kv_end; start += kStepKeys) {
+      const PackedStep step = packed_step(call, group, packed, start);
+      pack_keys(call, group, group.k, unit.kv_head, start, step.begin, step.end, heads.dim, step.keys);
+      pack_values(call, group, group.v, unit.kv_head, start, step.begin, step.end, heads.v_dim, step.values);
+    }
+    for (int64_t t = group.task_begin; t < group.task_end; ++t) {
+      const Task& task = call.problem->tasks[static_cast<size_t>(t)];
+      for (int64_t begin = task.q_begin; begin < task.q_end; begin += call.item_rows) {
+        const WorkItem rows{0, u, t, begin, std::min(begin + call.item_rows, task.q_end)};
+        attend_rows(call, rows, packed, buffers, next ? &*next : nullptr);
+      }
+    }
+  }
+}
+
 }  // namespace
 
+const Pass kWholeUnitsPass = {whole_units_scratch, work_on_units};
 const Pass kPackKeysPass = {no_scratch, pack_step};
-const Pass kForwardPass = {forward_scratch, work};
+const Pass kForwardPass = {forward_scratch, work_on_rows};
 
 int64_t forward_unit_floats(const KernelCall& call, const KeyGroup& group) {
   const int64_t rows = call.unit_rows(group.kv_end) - round_down(group.kv_begin, kStepKeys);

@@ -78,6 +78,7 @@ struct Unit {
 };
 
 /// Rows [begin, end) of a document for one unit: query rows of task `task`, or key rows where the pass goes over keys.
+/// Where the pass goes over units, units [begin, end) of the batch.
 struct WorkItem {
   int64_t cost;
   int64_t unit;
@@ -122,7 +123,11 @@ struct Pass {
   void (*work)(const KernelCall&, const WorkItem&, float* scratch);
 };
 
-/// Forward: items of the first pass are steps of keys, items of the second are query rows.
+/// Forward of units with few keys: items are units of one group, and a unit's query rows are attended with its keys.
+extern const Pass kWholeUnitsPass;
+/// The floats of packed keys and values that such a unit may have: half a megabyte, a part of the second-level cache.
+inline constexpr int64_t kMostWholeUnitFloats = int64_t{1} << 17;
+/// Forward of other units: items of the first pass are steps of keys, items of the second are query rows.
 extern const Pass kPackKeysPass;
 extern const Pass kForwardPass;  // out and lse
 /// Backward: items of the first pass are chunks of keys, items of the second are query rows.
@@ -180,6 +185,11 @@ inline void pack_values(const KernelCall& call, const KeyGroup& group, const Row
     call.micro->pack_values(call.problem->heads.dtype, row - start, rows, dim, src, stride, dst);
   };
   for_each_run(group, views, kv_head, begin, end, pack);
+}
+
+/// Fetches memory into the second-level cache.
+inline void prefetch_bytes(const std::byte* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
 // ---- what sees what

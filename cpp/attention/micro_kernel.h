@@ -149,12 +149,11 @@ struct MicroKernel {
   void (*softmax_gradient)(const ScoreTile& tile, float scale, float cap, const float* lse, const float* delta,
                            const float* scores, const float* dprobs, const GradientOutputs& outputs);
 
-  /// Writes factor * src / divisor[row], rounded once to `dtype`; zero where the divisor is zero. A null divisor means
-  /// ones.
+  /// Writes src times factor / divisor[row], rounded once to `dtype`; zero where the divisor is zero. A null divisor
+  /// means ones.
   void (*store_rows)(DType dtype, int64_t rows, int64_t dim, float factor, const float* divisor, Panels src,
                      std::byte* dst, int64_t dst_stride);
-  /// Like store_rows, for up to kTileRows rows of sums from add_values. The quotient may be factor / divisor[row] times
-  /// the sum.
+  /// Like store_rows, for up to kTileRows rows of sums from add_values.
   void (*store_sums)(DType dtype, int64_t rows, int64_t dim, float factor, const float* divisor, const float* sums,
                      std::byte* dst, int64_t dst_stride);
 

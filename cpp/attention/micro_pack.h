@@ -75,15 +75,32 @@ DISTCA_INLINE float* panel_at(Panels panels, int64_t row, int64_t column) {
   return panels.data + column / kPanelWords * panels.panel_stride + row * kPanelWords + column % kPanelWords;
 }
 
+/// Packs rows of `num_words` words, of `word_bytes` bytes each. load_words(p, count) loads the first `count` of kWidth
+/// words, followed by zeros.
+template <class LoadWords>
+DISTCA_INLINE void pack_words(int64_t rows, int64_t num_words, const std::byte* src, int64_t src_stride,
+                              int64_t word_bytes, Panels dst, const LoadWords& load_words) {
+  int64_t first = 0;
+  for (; first + kPanelWords <= num_words; first += kPanelWords) {
+    float* to = panel_at(dst, 0, first);
+    const std::byte* from = src + first * word_bytes;
+    for (int64_t i = 0; i < rows; ++i, from += src_stride, to += kPanelWords) {
+#pragma GCC unroll 8
+      for (int j = 0; j < kPanelWords; j += kWidth) store(to + j, load_words(from + j * word_bytes, kWidth));
+    }
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = first; j < column_units(num_words); j += kWidth)
+      store(panel_at(dst, i, j), load_words(src + i * src_stride + j * word_bytes, num_words - j));
+  }
+}
+
 /// Packs rows of one dtype. It is compiled for each dtype, because then no row asks for it.
 template <DType kType>
 DISTCA_INLINE void pack_float_rows(int64_t rows, int64_t dim, const std::byte* src, int64_t src_stride, Panels dst) {
   constexpr int64_t kBytes = kType == DType::kFloat32 ? 4 : 2;
-  const int64_t columns = column_units(dim);
-  for (int64_t i = 0; i < rows; ++i, src += src_stride) {
-    for (int64_t j = 0; j < columns; j += kWidth)
-      store(panel_at(dst, i, j), load_elements(kType, src + j * kBytes, dim - j));
-  }
+  pack_words(rows, dim, src, src_stride, kBytes, dst,
+             [](const std::byte* p, int64_t count) { return load_elements(kType, p, count); });
 }
 
 void pack_floats(DType dtype, int64_t rows, int64_t dim, const std::byte* src, int64_t src_stride, Panels dst) {
@@ -122,10 +139,8 @@ DISTCA_INLINE Floats load_pairs(const std::byte* p, int64_t count) {
 
 /// Packs pairs of columns, which are the row as it is.
 void pack_pairs(DType, int64_t rows, int64_t dim, const std::byte* src, int64_t src_stride, Panels dst) {
-  const int64_t words = column_units(dim / 2);
-  for (int64_t i = 0; i < rows; ++i, src += src_stride) {
-    for (int64_t j = 0; j < words; j += kWidth) store(panel_at(dst, i, j), load_pairs(src + j * 4, dim / 2 - j));
-  }
+  pack_words(rows, dim / 2, src, src_stride, 4, dst,
+             [](const std::byte* p, int64_t count) { return load_pairs(p, count); });
 }
 
 /// Packs pairs of rows. The first row comes after `skipped` rows (0 or 1) of its pair.
@@ -234,11 +249,11 @@ void store_rows(DType dtype, int64_t rows, int64_t dim, float factor, const floa
                 int64_t dst_stride) {
   const int64_t bytes = dtype == DType::kFloat32 ? 4 : 2;
   for (int64_t i = 0; i < rows; ++i, dst += dst_stride) {
-    const float by = divisor == nullptr ? 1.f : divisor[i];
+    const float by = divisor == nullptr ? factor : factor / divisor[i];
+    const bool is_zero = divisor != nullptr && divisor[i] == 0.f;
     for (int64_t j = 0; j < dim; j += kWidth) {
       const Floats x = load(panel_at(src, i, j));
-      const Floats y = divisor == nullptr ? x : by == 0.f ? Floats{} : x / by;
-      store_elements(dtype, y * factor, dst + j * bytes, dim - j);
+      store_elements(dtype, is_zero ? Floats{} : x * by, dst + j * bytes, dim - j);
     }
   }
 }

@@ -147,31 +147,38 @@ void add_values_on_tiles(const ScoreTile& tile, int64_t rows, int64_t columns, c
     add_value_columns<1, 1>(v, column, lane_by_lane);
 }
 
-void store_transposed_sums(DType dtype, int64_t rows, int64_t dim, float factor, const float* divisor,
-                           const float* sums, std::byte* dst, int64_t dst_stride) {
-  alignas(64) float panel[kTileRows * kPanelWords];
-  Floats factors[kTileRows / kWidth];
-  __mmask16 wanted[kTileRows / kWidth];
-  for (int64_t lane = 0; lane < kTileRows; lane += kWidth) {
+/// Rounds to bf16 and makes pairs, the first of which is the lower half of a word. Denormals become zero.
+DISTCA_INLINE Floats narrow_to_pairs(Floats first, Floats second) {
+  alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+  return (Floats)_mm512_permutexvar_epi16(_mm512_load_si512(kOrder), halves);
+}
+
+/// The inputs of a kernel on tiles, and with them `dtype`, are bf16.
+void store_transposed_sums(DType, int64_t rows, int64_t dim, float factor, const float* divisor, const float* sums,
+                           std::byte* dst, int64_t dst_stride) {
+  alignas(64) float square[kTileFloats];
+  for (int64_t lane = 0; lane < rows; lane += kTileWords) {
     const Floats by = divisor == nullptr ? broadcast(1.f) : load(divisor + lane);
-    factors[lane / kWidth] = broadcast(factor) / by;
-    wanted[lane / kWidth] = _mm512_cmp_ps_mask(by, Floats{}, _CMP_NEQ_UQ);
-  }
-  for (int64_t column = 0; column < dim; column += kPanelWords) {
-    const int64_t width = smaller_of(dim - column, kPanelWords);
-    for (int64_t j = 0; j < width; j += kTileWords) {
-      for (int64_t lane = 0; lane < rows; lane += kTileWords) {
-        Floats square[kSquare];
-        // Adding zero makes +0 of -0: which of them a sum that underflows becomes depends on the rows beside.
-        for (int i = 0; i < kSquare; ++i)
-          square[i] = _mm512_maskz_fmadd_ps(wanted[lane / kWidth], load(sums + (column + j + i) * kTileRows + lane),
-                                            factors[lane / kWidth], Floats{});
-        transpose_square(square, panel + lane * kPanelWords + j, kPanelWords);
-      }
+    const Floats factors = broadcast(factor) / by;
+    const __mmask16 wanted = _mm512_cmp_ps_mask(by, Floats{}, _CMP_NEQ_UQ);
+    // Adding zero makes +0 of -0: which of them a sum that underflows becomes depends on the rows beside.
+    const auto column_of = [&](int64_t column) {
+      return _mm512_maskz_fmadd_ps(wanted, load(sums + column * kTileRows + lane), factors, Floats{});
+    };
+    for (int64_t column = 0; column < dim; column += kTileElements) {
+      Floats pairs[kSquare];
+#pragma GCC unroll 16
+      for (int i = 0; i < kSquare; ++i)
+        pairs[i] = narrow_to_pairs(column_of(column + 2 * i), column_of(column + 2 * i + 1));
+      transpose_square(pairs, square, kTileWords);
+      const auto stored =
+          static_cast<__mmask32>(~uint32_t{0} >> (kTileElements - smaller_of(dim - column, kTileElements)));
+      std::byte* const to = dst + lane * dst_stride + column * 2;
+      for (int64_t i = 0; i < smaller_of(rows - lane, kTileWords); ++i)
+        _mm512_mask_storeu_epi16(to + i * dst_stride, stored, (__m512i)load(square + i * kTileWords));
     }
-    const int64_t element_bytes = dtype == DType::kFloat32 ? 4 : 2;
-    store_rows(dtype, rows, width, 1.f, nullptr, {panel, kTileRows * kPanelWords}, dst + column * element_bytes,
-               dst_stride);
   }
 }
 

@@ -40,6 +40,37 @@ def test_packed_documents_are_as_exact_as_pytorch(shape: tuple[int, int, int, in
     check_exactness(distca.Heads(*shape, dtype=dtype))
 
 
+def check_many_short_documents(dtype: torch.dtype) -> None:
+    """Compares short documents, each of which one worker computes whole, with one at a time and one key/value head.
+
+    One unit is too much for one of several workers. Its keys are packed first, and its rows are shared by the workers.
+    """
+    lengths = (1, 130, 64, 257, 31, 96, 300, 64)
+    batch = random_batch((*lengths, 1500), distca.Heads(4, 2, 24, 40, dtype), 9)
+    tasks = whole_documents(batch.lengths)
+    cut = tasks[3].tolist()  # this one's rows are two tasks
+    several = torch.cat([tasks, torch.tensor([[cut[0] + 70, cut[1], cut[0], cut[1]]])])
+    several[3, 1], several[3, 3] = cut[0] + 70, cut[0] + 70
+    together = _compute(batch, several)
+    for begin, end, *_ in tasks.tolist():
+        for kv_head in range(2):
+            rows, heads = slice(begin, end), slice(2 * kv_head, 2 * kv_head + 2)
+            out, lse = distca.attention(batch.q[rows, heads], batch.k[rows, [kv_head]], batch.v[rows, [kv_head]])
+            assert torch.equal(together[0][rows, heads], out), (begin, end, kv_head)
+            assert torch.equal(together[1][rows, heads], lse), (begin, end, kv_head)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_short_documents_give_bitwise_what_each_gives_alone(threads: int, dtype: torch.dtype) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check_many_short_documents(dtype)
+    finally:
+        torch.set_num_threads(before)
+
+
 def _exact_or_why_not_here() -> str:
     try:
         distca.attention(*[torch.zeros(1, 1, 8)] * 3)
@@ -49,6 +80,8 @@ def _exact_or_why_not_here() -> str:
     check_exactness(distca.Heads(16, 2, 24, 8, torch.bfloat16))
     check_exactness(distca.Heads(16, 2, 24, 8, torch.float16))
     check_features(distca.Heads(6, 2, 24, 40), 3.0, True)
+    check_many_short_documents(torch.float32)
+    check_many_short_documents(torch.bfloat16)
     return "exact"
 
 

@@ -34,6 +34,20 @@ FAULTS = [
         (ATTENTION,),
     ),
     Fault(
+        "a worker that computes a short document has keys of one head for all",
+        FORWARD,
+        "pack_keys(call, group, group.k, unit.kv_head, start, step.begin, step.end, heads.dim, step.keys);",
+        "pack_keys(call, group, group.k, 0, start, step.begin, step.end, heads.dim, step.keys);",
+        (ATTENTION,),
+    ),
+    Fault(
+        "heads of a short document beyond a worker's share are left out",
+        "cpp/attention/cpu_attention.cpp",
+        "      begin += heads;",
+        "      begin += group.kv_heads;",
+        (ATTENTION,),
+    ),
+    Fault(
         "a key's gradient misses the row of its own",
         BACKWARD,
         "seeing{1 - keys.upto,",
