@@ -251,13 +251,15 @@ def test_a_forked_child_that_lives_on_does_not_hide_the_death_of_its_parent() ->
         group.send(1, "fork")
         answers = [group.receive(1), group.receive(1)]  # the answers of the parent and of the child, in any order
         child = next(answer for answer in answers if isinstance(answer, int))
-        kind, message = next(answer for answer in answers if isinstance(answer, tuple))
-        assert (kind, "fork" in message) == ("InvalidArgumentError", True), message
-        group.kill(1)
-        group.send(0, "forward")
-        expect_death_of(1, group.receive(0))
-        assert Path(f"/proc/{child}").exists()
-        os.kill(child, signal.SIGKILL)
+        try:
+            kind, message = next(answer for answer in answers if isinstance(answer, tuple))
+            assert (kind, "fork" in message) == ("InvalidArgumentError", True), message
+            group.kill(1)
+            group.send(0, "forward")
+            expect_death_of(1, group.receive(0))
+            assert Path(f"/proc/{child}").exists()
+        finally:  # nobody else ends it
+            os.kill(child, signal.SIGKILL)
         wait_until_gone(child)
         let_survivors_end(group, 1)
 

@@ -126,15 +126,17 @@ def test_a_forked_child_that_lives_on_does_not_hide_the_death_of_its_parent() ->
         group.send(1, "fork")
         answers = [group.receive(1), group.receive(1)]  # the answers of the parent and of the child, in any order
         child = next(answer for answer in answers if isinstance(answer, int))
-        for kind, message in next(answer for answer in answers if isinstance(answer, list)):
-            assert kind == "InvalidArgumentError"
-            assert "the tcp transport of rank 1 was made before this process was forked" in message
-        assert ask(group, 1, "signal", 0, 0, 7) is None
-        assert ask(group, 0, "wait", 0, 7, LIMIT)
-        group.kill(1)
-        assert until_gone(group, 0, 1) == (1, False)
-        assert Path(f"/proc/{child}").exists()
-        os.kill(child, signal.SIGKILL)
+        try:
+            for kind, message in next(answer for answer in answers if isinstance(answer, list)):
+                assert kind == "InvalidArgumentError"
+                assert "the tcp transport of rank 1 was made before this process was forked" in message
+            assert ask(group, 1, "signal", 0, 0, 7) is None
+            assert ask(group, 0, "wait", 0, 7, LIMIT)
+            group.kill(1)
+            assert until_gone(group, 0, 1) == (1, False)
+            assert Path(f"/proc/{child}").exists()
+        finally:  # nobody else ends it
+            os.kill(child, signal.SIGKILL)
         deadline = time.monotonic() + LIMIT
         while Path(f"/proc/{child}").exists():
             assert time.monotonic() < deadline
