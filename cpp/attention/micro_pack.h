@@ -172,8 +172,9 @@ void pack_pair_values(DType, int64_t key, int64_t rows, int64_t dim, const std::
 
 #if defined(__AVX512F__)
 constexpr int kSquare = 16;
-/// Sets dst[j, i] = in[i, j] for a square of words; `stride` is that of dst in words.
-DISTCA_INLINE void transpose_square(const Floats (&in)[kSquare], float* dst, int64_t stride = kTileRows) {
+/// Writes column j of a square of words to row_at(j), for each j.
+template <class RowAt>
+DISTCA_INLINE void transpose_square(const Floats (&in)[kSquare], const RowAt& row_at) {
   Floats a[16], b[16];
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
@@ -195,11 +196,15 @@ DISTCA_INLINE void transpose_square(const Floats (&in)[kSquare], float* dst, int
                  low23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0x88);
     const Floats high01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0xdd),
                  high23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0xdd);
-    store(dst + c * stride, _mm512_shuffle_f32x4(low01, low23, 0x88));
-    store(dst + (c + 8) * stride, _mm512_shuffle_f32x4(low01, low23, 0xdd));
-    store(dst + (c + 4) * stride, _mm512_shuffle_f32x4(high01, high23, 0x88));
-    store(dst + (c + 12) * stride, _mm512_shuffle_f32x4(high01, high23, 0xdd));
+    store(row_at(c), _mm512_shuffle_f32x4(low01, low23, 0x88));
+    store(row_at(c + 8), _mm512_shuffle_f32x4(low01, low23, 0xdd));
+    store(row_at(c + 4), _mm512_shuffle_f32x4(high01, high23, 0x88));
+    store(row_at(c + 12), _mm512_shuffle_f32x4(high01, high23, 0xdd));
   }
+}
+/// Sets dst[j, i] = in[i, j]; `stride` is that of dst in words.
+DISTCA_INLINE void transpose_square(const Floats (&in)[kSquare], float* dst, int64_t stride = kTileRows) {
+  transpose_square(in, [&](int column) { return dst + column * stride; });
 }
 typedef Floats SquareRow;
 #else

@@ -51,6 +51,22 @@ DISTCA_INLINE float* value_tile(Panels values, int64_t columns, int64_t key, int
   return values.data + key / kTileElements * columns * kTileWords + column / kTileWords * kTileFloats;
 }
 
+/// Packs 32 keys and 32 columns, which are all there. Instructions interleave two rows within each 16 bytes. Therefore
+/// `low` has words of columns 0 to 3, 8 to 11, ..., and `high` those between them.
+DISTCA_INLINE void pack_value_block(const std::byte* src, int64_t src_stride, float* dst) {
+  Floats low[kSquare], high[kSquare];
+#pragma GCC unroll 16
+  for (int p = 0; p < kSquare; ++p) {
+    const __m512i first = _mm512_loadu_si512(src + 2 * p * src_stride);
+    const __m512i second = _mm512_loadu_si512(src + (2 * p + 1) * src_stride);
+    low[p] = (Floats)_mm512_unpacklo_epi16(first, second);
+    high[p] = (Floats)_mm512_unpackhi_epi16(first, second);
+  }
+  const auto row_of = [](int c) { return (c / 4 * 8 + c % 4) * kTileWords; };
+  transpose_square(low, [&](int c) { return dst + row_of(c); });
+  transpose_square(high, [&](int c) { return dst + row_of(c) + 4 * kTileWords; });
+}
+
 void pack_value_tiles(DType, int64_t key, int64_t rows, int64_t dim, const std::byte* src, int64_t src_stride,
                       Panels dst) {
   const int64_t columns = column_units(dim), end = key + rows;
@@ -59,7 +75,12 @@ void pack_value_tiles(DType, int64_t key, int64_t rows, int64_t dim, const std::
     return (Words)load_elements(DType::kBFloat16, src + (i - key) * src_stride + j * 2, dim - j);
   };
   for (int64_t block = key / kTileElements * kTileElements; block < end; block += kTileElements) {
-    for (int64_t j = 0; j < columns; j += kTileWords) {
+    int64_t j = 0;
+    if (block >= key && block + kTileElements <= end) {
+      for (; j + kBlock <= dim; j += kBlock)
+        pack_value_block(src + (block - key) * src_stride + j * 2, src_stride, value_tile(dst, columns, block, j));
+    }
+    for (; j < columns; j += kTileWords) {
       Floats pairs[kSquare];
       for (int p = 0; p < kSquare; ++p)
         pairs[p] = (Floats)(row_at(block + 2 * p, j) >> 16 | row_at(block + 2 * p + 1, j));

@@ -168,6 +168,13 @@ FAULTS = [
     ),
     # ---- products on tiles
     Fault(
+        "columns of values change places where they are packed for tiles",
+        TILES,
+        "return (c / 4 * 8 + c % 4) * kTileWords;",
+        "return (c / 4 * 8 + (c + 1) % 4) * kTileWords;",
+        (TILES_TEST,),
+    ),
+    Fault(
         "tiles: keys that a row may not see are multiplied by zero",
         TILES,
         "const bool lane_by_lane = is_edge(tile) && !all_finite(",
