@@ -1,4 +1,4 @@
-"""The CPU kernel's products on tiles (AMX), with the tile instructions emulated where there are none."""
+"""The CPU kernel's products of bf16 on tiles (AMX), emulated where there are none, and by the dot instruction."""
 
 from __future__ import annotations
 
@@ -212,15 +212,27 @@ def test_tiles_and_emulated_tiles_give_the_same_bits(monkeypatch: pytest.MonkeyP
     assert found["amx"] == found["amx_emulated"]
 
 
-@pytest.mark.parametrize("file", ["test_attention.py", "test_attention_features.py", "test_nan.py"])
-def test_tests_of_bf16_pass_on_emulated_tiles(file: str) -> None:
+def run_tests_of_bf16(file: str, isa: str, operands: str) -> None:
+    """Runs the tests of bf16 in a file, in a process that is told its instruction set."""
     probe = "import distca; print(distca._C.cpu_operands(1))"
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "tests")]))
-    environment = {**os.environ, "DISTCA_CPU_ISA": "amx_emulated", "PYTHONPATH": path}
+    environment = {**os.environ, "DISTCA_CPU_ISA": isa, "PYTHONPATH": path}
     probed = subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True, text=True)
     if probed.returncode != 0:
         pytest.skip(probed.stderr.splitlines()[-1])
-    assert probed.stdout == "tiles\n"
+    assert probed.stdout == f"{operands}\n"
     command = [sys.executable, "-m", "pytest", "-q", "-k", "bf16 or bfloat16", str(Path(__file__).parent / file)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout
+
+
+@pytest.mark.parametrize("file", ["test_attention.py", "test_attention_features.py", "test_nan.py"])
+def test_tests_of_bf16_pass_on_emulated_tiles(file: str) -> None:
+    run_tests_of_bf16(file, "amx_emulated", "tiles")
+
+
+@pytest.mark.parametrize("file", ["test_attention_features.py", "test_nan.py"])
+def test_tests_of_bf16_pass_with_the_dot_instruction_where_it_is_not_chosen(file: str) -> None:
+    if distca._C.cpu_operands(distca.Heads(1, 1, 8, dtype=torch.bfloat16).dtype_number) == "pairs":
+        pytest.skip("the dot instruction is what this process has chosen: the tests of bf16 run with it as they are")
+    run_tests_of_bf16(file, "avx512_bf16", "pairs")

@@ -108,7 +108,7 @@ FAULTS = [
         PRODUCTS,
         "(second ? 0xffff0000u : 0u)",
         "0xffff0000u",
-        ("tests/attention/test_nan.py",),
+        ("tests/attention/test_nan.py", TILES_TEST),
     ),
     Fault(
         "the order of sums depends on the rows beside",

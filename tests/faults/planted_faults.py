@@ -3,6 +3,7 @@
     make faults                     all of them
     make faults ARGS="--list"       their names
     make faults ARGS="--only NAME"  one
+    make faults ARGS="--part 1/3"   a third of them; 2/3 and 3/3 are the others
     make faults ARGS="--jobs 1"     one after the other; by default as many at once as there are cores
 
 Each job works on a copy of the tree in a temporary folder. It builds the copy once, and again for each fault in C++. If
@@ -144,9 +145,20 @@ class Copy:
             path.write_text(source)
 
 
+def part_of(text: str) -> tuple[int, int]:
+    """The numbers of K/N: the K-th of N parts."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with 1 <= K <= N")
+    return int(match[1]), int(match[2])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="NAME", action="append", help="plant this fault (may be given again)")
+    parser.add_argument(
+        "--part", metavar="K/N", type=part_of, default="1/1", help="plant the K-th of N parts of the list"
+    )
     parser.add_argument("--jobs", metavar="N", type=int, default=os.cpu_count() or 1, help="so many faults at once")
     parser.add_argument("--list", action="store_true", help="list the faults and end")
     options = parser.parse_args()
@@ -156,6 +168,8 @@ def main() -> int:
     if options.jobs < 1:
         parser.error(f"--jobs {options.jobs}; 1 or more are allowed")
     chosen = [fault for fault in FAULTS if not options.only or fault.name in options.only]
+    part, parts = options.part
+    chosen = chosen[len(chosen) * (part - 1) // parts : len(chosen) * part // parts]
     if not chosen:
         parser.error(f"no fault is called {options.only}; --list says which there are")
     for fault in chosen:  # checks all faults before anything takes time
