@@ -98,7 +98,8 @@ class SweepResult(Result):
         page.write_text(
             f"# What ping-pong hides: {facts['cpu']}, {facts['cores']} cores\n\n"
             f"`{facts['command']}`, {self.details['rounds']} rounds. An interval holds the median with a probability\n"
-            f"of at least {self.details['level_of_intervals']:.1%}. docs/pingpong.md says what the columns are.\n\n"
+            f"of at least {self.details['level_of_intervals']:.1%}. Waits are shares of a step. A line's traffic is\n"
+            "that of the whole step, about. `docs/pingpong.md` says what the columns are.\n\n"
             f"{self.markdown()}\n"
         )
         draw(self.cases, picture)
