@@ -149,8 +149,8 @@ struct MicroKernel {
   void (*softmax_gradient)(const ScoreTile& tile, float scale, float cap, const float* lse, const float* delta,
                            const float* scores, const float* dprobs, const GradientOutputs& outputs);
 
-  /// Writes src times factor / divisor[row], rounded once to `dtype`; zero where the divisor is zero. A null divisor
-  /// means ones.
+  /// Writes factor * src / divisor[row] in `dtype`; zero where the divisor is zero. A null divisor means ones. bf16 and
+  /// fp16 are multiplied by the reciprocal. fp32 is divided: a row that sees one key has its value to the last bit.
   void (*store_rows)(DType dtype, int64_t rows, int64_t dim, float factor, const float* divisor, Panels src,
                      std::byte* dst, int64_t dst_stride);
   /// Like store_rows, for up to kTileRows rows of sums from add_values.

@@ -256,9 +256,11 @@ void store_rows(DType dtype, int64_t rows, int64_t dim, float factor, const floa
   for (int64_t i = 0; i < rows; ++i, dst += dst_stride) {
     const float by = divisor == nullptr ? factor : factor / divisor[i];
     const bool is_zero = divisor != nullptr && divisor[i] == 0.f;
+    const bool is_quotient = divisor != nullptr && dtype == DType::kFloat32;
     for (int64_t j = 0; j < dim; j += kWidth) {
       const Floats x = load(panel_at(src, i, j));
-      store_elements(dtype, is_zero ? Floats{} : x * by, dst + j * bytes, dim - j);
+      const Floats y = is_quotient ? x / divisor[i] * factor : x * by;
+      store_elements(dtype, is_zero ? Floats{} : y, dst + j * bytes, dim - j);
     }
   }
 }
