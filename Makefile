@@ -1,6 +1,6 @@
 # make build   set up .venv and build the package in place; leaves .venv/bin/distca
 # make train   train a tiny Llama on two CPU ranks             (ARGS="--steps 50" hands options to `distca train`)
-# make test    run the tests                                   (ARGS="-k plan" hands options to pytest)
+# make test    run the tests but those of the targets below    (ARGS="-k plan" hands options to pytest)
 # make training  run the tests that train for minutes, which `make test` leaves out: beside the trainers of transformers
 #              and TRL, the examples, every feature of a run, kills and what is resumed
 # make fuzz    run the tests of the planner, and of changed plans, with 20 times as many random cases
@@ -56,7 +56,11 @@ INSTALL := $(PIP) install --no-build-isolation --no-deps --editable .
 # Whole runs, one after the other for minutes.
 TRAINING := $(addprefix tests/integrations/test_,trainer.py trl.py examples.py) \
   $(addprefix tests/apps/test_train_,reference.py features.py export.py checkpoint.py resume.py damage.py ends.py) \
-  $(addprefix tests/apps/test_train_split_,forms.py resume.py ends.py)
+  $(addprefix tests/apps/test_train_split,.py _forms.py _resume.py _ends.py)
+
+# Four processes beside Megatron's own schedule, for a minute each. Targets of their own have more of them.
+MEGATRON := tests/integrations/test_megatron.py
+PRETRAINING := tests/apps/test_pretrain.py
 
 # Run by a target of their own, because torchtitan needs triton: 290 MB, and 1 GB once installed.
 TITAN := $(addprefix tests/integrations/test_torchtitan,.py _trainer.py)
@@ -74,7 +78,8 @@ train: build
 	$(BIN)/distca train $(ARGS)
 
 test: $(VENV)/built-all $(VENV)/test-ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(TRAINING) $(TITAN) $(PROTOCOL)) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(TRAINING) $(MEGATRON) $(PRETRAINING) \
+	  $(TITAN) $(PROTOCOL)) $(ARGS)
 
 training: $(VENV)/built-all $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TRAINING) $(ARGS)
@@ -97,10 +102,10 @@ pipeline: build $(VENV)/test-ready
 	$(BIN)/python -m pytest tests/pipeline/every_*.py $(ARGS)
 
 megatron: build $(VENV)/test-ready
-	$(BIN)/python -m pytest tests/integrations/every_megatron.py $(ARGS)
+	$(BIN)/python -m pytest $(MEGATRON) tests/integrations/every_megatron.py $(ARGS)
 
 pretraining: build $(VENV)/test-ready
-	$(BIN)/python -m pytest tests/apps/every_pretraining_*.py $(ARGS)
+	$(BIN)/python -m pytest $(PRETRAINING) tests/apps/every_pretraining_*.py $(ARGS)
 
 faults: $(VENV)/built-all $(VENV)/titan-ready
 	PYTHONPATH=tests $(BIN)/python -m faults.planted_faults $(ARGS)
