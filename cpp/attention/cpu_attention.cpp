@@ -91,7 +91,7 @@ struct CpuAttention::State {
   const Pass* pass = nullptr;
   std::vector<Unit> units;  // of all batches, after those that are computed whole
   size_t num_whole = 0;     // units that are computed whole
-  int64_t most_cost = 0;    // the cost of such a unit at most
+  int64_t most_cost = 0;    // the largest cost of such a unit
   std::vector<WorkItem> items;
   std::vector<Buffer> scratch;  // one for each worker
   Buffer memory;

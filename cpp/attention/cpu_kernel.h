@@ -1,6 +1,7 @@
 // The common parts of the passes of the CPU kernel. A call is cut into batches of units; a unit is one key/value head
 // of a group. A pass over a batch is a list of independent work items. They are handed out longest first to workers,
-// each of which has scratch memory of its own.
+// each of which has scratch memory of its own. Units with few keys are one batch of their own in forward, which takes
+// no memory but that scratch.
 #pragma once
 
 #include <sys/mman.h>

@@ -171,7 +171,7 @@ def main() -> int:
     part, parts = options.part
     chosen = chosen[len(chosen) * (part - 1) // parts : len(chosen) * part // parts]
     if not chosen:
-        parser.error(f"no fault is called {options.only}; --list says which there are")
+        parser.error(f"part {part}/{parts} has no fault that is called {options.only}; --list says which there are")
     for fault in chosen:  # checks all faults before anything takes time
         try:
             fault.planted(ROOT)
