@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import distca
 from support.processes import LIMIT, Group, fault_of, held, plan_for, tensors_for
-from support.torch_ranks import join, torch_group
+from support.torch_ranks import fork_later, join, torch_group
 
 WHOLE = distca.Heads(q=6, kv=3, dim=8)
 RANKS, VICTIM, OTHERS = 4, 2, [0, 1, 3]  # global rank = 2 * rank in the context + tensor rank
@@ -50,7 +50,7 @@ def obey(rank: int, ranks: int, pipe: Connection, port: int, tensor: int, option
 
     def fork() -> None:
         """Forks a child that outlives this process, like a worker of a data loader."""
-        child = os.fork()
+        child = fork_later()
         while child == 0:
             signal.pause()
         pipe.send(child)

@@ -8,12 +8,15 @@ leaves behind can then be told from everything else on the machine.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import faulthandler
 import functools
 import gc
 import multiprocessing
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,9 +107,12 @@ class Group:
         self._exits: dict[int, int] = {}
         self._expect_left = expect_left
         self.left: Left | None = None
+        self.pids: list[int] = []
+        self._stacks = Path(os.devnull)
         self.refusal: str = self._told()
         """The reason why the group has no namespaces of its own; empty if it has."""
-        self.pids: list[int] = self._told()
+        self.pids, stacks = self._told()
+        self._stacks = Path(f"/proc/{self._leader.pid}/fd/{stacks}")
 
     def __enter__(self) -> Group:
         return self
@@ -142,8 +148,20 @@ class Group:
 
     def receive(self, rank: int) -> Any:
         """The next message of a rank. Raises EOFError if the rank has ended, and AssertionError if it is silent."""
-        assert self._pipes[rank].poll(LIMIT), f"rank {rank} was silent for {LIMIT:g} seconds"
+        assert self._pipes[rank].poll(LIMIT), f"rank {rank} was silent for {LIMIT:g} seconds\n{self.stacks()}"
         return self._pipes[rank].recv()
+
+    def stacks(self) -> str:
+        """Where all threads of the ranks, and of their children, are. A stopped process says nothing."""
+        for pid in self.pids:
+            children = Path(f"/proc/{pid}/task/{pid}/children")
+            for one in (pid, *map(int, children.read_text().split() if children.exists() else ())):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(one, signal.SIGUSR1)
+                time.sleep(0.2)  # one after the other, for they share a file
+        with contextlib.suppress(OSError):  # the leader has ended
+            return self._stacks.read_text()
+        return ""
 
     def exchange_addresses(self) -> None:
         """Sends every rank the addresses of all: the counterpart of `connect` in the ranks."""
@@ -168,7 +186,7 @@ class Group:
         return self._exits[rank]
 
     def _told(self) -> Any:
-        assert self._news.poll(LIMIT), f"no news of the ranks for {LIMIT:g} seconds"
+        assert self._news.poll(LIMIT), f"no news of the ranks for {LIMIT:g} seconds\n{self.stacks()}"
         return self._news.recv()
 
 
@@ -188,10 +206,12 @@ def _lead(
     refusal = "its ranks use the network" if network else _isolate(shm)
     news.send(refusal)
     before = _traces(everything=not refusal)
+    stacks = os.memfd_create("stacks")
+    faulthandler.register(signal.SIGUSR1, stacks)  # the ranks inherit it
     pids = [_fork_rank(program, rank, pipes, news, args) for rank in range(len(pipes))]
     for pipe in pipes:
         pipe.close()
-    news.send(pids)
+    news.send((pids, stacks))
     running = set(pids)
     while running:
         pid, status = os.waitpid(-1, 0)

@@ -15,8 +15,8 @@ import torch
 import distca
 from distca.connect.exchange import Exchange
 from distca.connect.fault_reports import FaultReports
-from support.processes import HEADS, fault_of, plan_for, tensors_for
-from support.torch_ranks import join, over_torch, torch_group
+from support.processes import HEADS, LIMIT, fault_of, plan_for, tensors_for
+from support.torch_ranks import fork_later, join, over_torch, torch_group
 
 HEADER_CALLS, DATA_CALLS = 1, 2  # the calls of all_to_all up to the header and the data of a step's first exchange
 
@@ -52,7 +52,7 @@ def announce_too_much(send: memoryview, call: int) -> None:
             words[p * len(words) // 2] = -1
 
 
-def obey(rank: int, ranks: int, pipe: Connection, port: int, timeout: float = 20.0) -> None:
+def obey(rank: int, ranks: int, pipe: Connection, port: int, timeout: float = LIMIT / 2) -> None:
     """Obeys the test, and answers with the fault that it meets and the number of calls of all_to_all."""
     join(rank, ranks, port)
     tap = Tap()
@@ -233,7 +233,7 @@ def fork_between_steps(rank: int, ranks: int, pipe: Connection, port: int) -> No
         distca.core_attention(q, k, v, plan)
 
     forward()
-    child = os.fork()
+    child = fork_later()
     if child == 0:
         pipe.send(fault_of(forward))
         context.close()
