@@ -29,8 +29,8 @@ FAULTS = [
     Fault(
         "a shallow stage of Megatron does not pad in halves",
         PING_PONG,
-        "return plan.pad(forward(hidden, attention_mask, packed_seq_params=packed, **options))",
-        "return forward(hidden, attention_mask, packed_seq_params=packed, **options)",
+        "return plan.pad(forward(hidden, attention_mask, packed_seq_params=packed, **given))",
+        "return forward(hidden, attention_mask, packed_seq_params=packed, **given)",
         (TESTS,),
     ),
     Fault(
@@ -148,7 +148,7 @@ FAULTS = [
     Fault(
         "Megatron's packed sequences are one document",
         BATCHES,
-        "[0, sum(sizes)] if self._by_row else [0, *sizes]",
+        "[0, sum(sizes)] if self.by_row else [0, *sizes]",
         "[0, sum(sizes)]",
         (TESTS,),
     ),

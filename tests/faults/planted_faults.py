@@ -153,6 +153,11 @@ def part_of(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def of_part(faults: list[Fault], part: int, parts: int) -> list[Fault]:
+    """The faults of the `part`-th of so many parts, which differ by one fault at most."""
+    return faults[len(faults) * (part - 1) // parts : len(faults) * part // parts]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="NAME", action="append", help="plant this fault (may be given again)")
@@ -168,10 +173,10 @@ def main() -> int:
     if options.jobs < 1:
         parser.error(f"--jobs {options.jobs}; 1 or more are allowed")
     chosen = [fault for fault in FAULTS if not options.only or fault.name in options.only]
-    part, parts = options.part
-    chosen = chosen[len(chosen) * (part - 1) // parts : len(chosen) * part // parts]
+    chosen = of_part(chosen, *options.part)
     if not chosen:
-        parser.error(f"part {part}/{parts} has no fault that is called {options.only}; --list says which there are")
+        part = "{}/{}".format(*options.part)
+        parser.error(f"part {part} has no fault that is called {options.only}; --list says which there are")
     for fault in chosen:  # checks all faults before anything takes time
         try:
             fault.planted(ROOT)
@@ -184,8 +189,8 @@ def main() -> int:
         copies = [Copy(Path(folder) / str(job), max(1, cores // jobs), builds=builds) for job in range(jobs)]
         list(pool.map(Copy.prepare, copies))
         files = sorted({test for fault in chosen for test in fault.tests})
-        parts = [tuple(files[job::jobs]) for job in range(min(jobs, len(files)))]
-        failures = list(pool.map(lambda copy, part: copy.failing_test(part, WHOLE_LIMIT), copies, parts))
+        shares = [tuple(files[job::jobs]) for job in range(min(jobs, len(files)))]
+        failures = list(pool.map(lambda copy, share: copy.failing_test(share, WHOLE_LIMIT), copies, shares))
         if failure := next(filter(None, failures), ""):
             print(*(copy.output for copy, failed in zip(copies, failures, strict=False) if failed), sep="\n")
             print(f"the tests fail without any fault: {failure}")

@@ -236,7 +236,7 @@ FAULTS = [
     Fault(
         "a backward does not know its layer",
         "python/distca/ops.py",
-        "        out.grad_fn.metadata[_LAYER] = layer",
+        "        out.grad_fn.metadata[_LAYER] = layer_backward",
         "        pass",
         ("tests/runtime/test_call_mismatch.py",),
     ),

@@ -4,6 +4,7 @@ not.
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from faults import FAULTS
 from faults.fault import Fault
+from faults.planted_faults import of_part, part_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,3 +66,16 @@ def test_a_fault_whose_piece_is_gone_or_stands_twice_is_an_error_that_shows_it(t
 def test_no_two_faults_have_one_name() -> None:
     names = [fault.name for fault in FAULTS]
     assert sorted(set(names)) == sorted(names)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 7])
+def test_every_fault_is_in_one_part(parts: int) -> None:
+    found = [of_part(list(FAULTS), *part_of(f"{part}/{parts}")) for part in range(1, parts + 1)]
+    assert [fault for part in found for fault in part] == list(FAULTS)
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "1/0", "1", "a/3", "-1/3", ""])
+def test_a_part_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not K/N"):
+        part_of(text)
