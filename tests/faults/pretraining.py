@@ -7,6 +7,13 @@ FOLDER = "python/distca/apps/pretrain/"
 
 FAULTS = [
     Fault(
+        "a process of a pretraining run starts another one to save",
+        FOLDER + "checkpoints.py",
+        "    filesystem_async._results_queue = queue.SimpleQueue()\n",
+        "",
+        TESTS,
+    ),
+    Fault(
         "every data rank trains on the same slots",
         FOLDER + "data.py",
         "start * micro_batches * count + rank // context, None, count)",
@@ -60,7 +67,7 @@ FAULTS = [
         FOLDER + "data.py",
         "told = [(self._slot << 32 | number, begin, end) for number, begin, end in segments]",
         "told = [(self._place << 32 | number, 0, end - begin) for number, begin, end in segments]",
-        TESTS,
+        ("tests/apps/test_pretrain.py::test_a_slot_may_lie_on_several_ranks",),
     ),
     Fault(
         "keys of a shared document are those up to its end",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -94,6 +95,7 @@ def run(folder: Path, name: str, **variables: str) -> None:
         train(options, run_dir)
     except Exception as error:  # the other ranks may wait for this one; `launch` ends them
         raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error
+    assert not multiprocessing.active_children(), "they would outlive this process if it were killed"
     dist.barrier()
     leave_all_groups()
     if dist.get_rank() == 0:  # the next run of this name goes on in this folder, and this log is kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from distca.errors import DistcaError, InvalidArgumentError
 
@@ -44,6 +46,9 @@ def save(run_dir: Path, state: State, chunks: list[Any], optimizer: Any, *, keep
     """
     folder = run_dir / f"step-{state.step}"
     _on_first(lambda: _begin(folder))
+    # What writes and what takes the results are this process. Megatron would start another one for their queue, which
+    # outlives a process that is killed.
+    filesystem_async._results_queue = queue.SimpleQueue()
     dist_checkpointing.save(sharded_state(chunks, optimizer, is_loading=False), str(folder))
     _on_first(lambda: _finish(run_dir, folder, state, keep))
 
