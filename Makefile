@@ -77,7 +77,7 @@ build: $(VENV)/built
 train: build
 	$(BIN)/distca train $(ARGS)
 
-test: $(VENV)/built-all $(VENV)/test-ready
+test: $(VENV)/built-all $(VENV)/test-ready $(VENV)/programs-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(TRAINING) $(MEGATRON) $(PRETRAINING) \
 	  $(TITAN) $(PROTOCOL)) $(ARGS)
 
@@ -152,6 +152,11 @@ $(VENV)/built-all: $(VENV)/ready $(if $(NVCC),$(VENV)/cuda-ready) $(SOURCES)
 $(VENV)/test-ready: $(VENV)/ready
 	$(PIP) install --group test --group lint
 	$(PIP) install --no-deps --group trainer --group trl --group megatron
+	@touch $@
+
+# Programs that tests compile where they find none, which takes a minute.
+$(VENV)/programs-ready: $(VENV)/built-all $(VENV)/test-ready $(CPP_FILES) tests/support/programs.py
+	PYTHONPATH=tests $(BIN)/python -m support.programs
 	@touch $@
 
 $(VENV)/titan-ready: $(VENV)/test-ready

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import torch
 from hypothesis import settings
 
 from emulation import emulated_gpu
-from support.compiled import COMPILER
+from support.programs import EMULATED_GPU
 
 # Every run has the same examples. A failing one is printed as code that reproduces it.
 settings.register_profile("distca", derandomize=True, deadline=None, print_blob=True, database=None)
@@ -54,11 +53,9 @@ def _threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def emulated_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that emulated_gpu.py builds."""
-    if shutil.which(COMPILER) is None:
-        pytest.skip("there is no C++ compiler here")
-    return emulated_gpu.build(tmp_path_factory)
+def emulated_library() -> Path:
+    """The library with the emulated GPU."""
+    return EMULATED_GPU.path()
 
 
 @pytest.fixture

@@ -7,11 +7,7 @@ down.
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
 from collections.abc import Callable
-from importlib.resources import files
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -21,23 +17,15 @@ import torch
 import distca
 from support.groups import on_all_ranks
 from support.processes import HEADS, Group, tensors_for
+from support.programs import RECORDER
 
 ROOT = Path(__file__).parents[2]
-COMPILER = os.environ.get("CXX") or shutil.which("c++") or "c++"
-
-pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="there is no C++ compiler here")
 
 
 @pytest.fixture(scope="module")
-def recorder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorder() -> Path:
     """The compiled recording backend."""
-    library, made = Path(str(files("distca"))), tmp_path_factory.mktemp("recorder") / "recorder.so"
-    options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-I", str(ROOT / "cpp")]
-    link = ["-L", str(library), "-ldistca", f"-Wl,-rpath,{library}"]
-    command = [COMPILER, *options, str(ROOT / "tests/attention/recording_backend.cpp"), *link, "-o", str(made)]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
-    return made
+    return RECORDER.path()
 
 
 # Below are the ways to take a step: each is run by the rank that has all rows, or by the server, which has none.

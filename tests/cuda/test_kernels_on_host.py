@@ -7,30 +7,17 @@ leaves a barrier half used, or reads what no fence has ordered.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from support.compiled import COMPILER, compiled_once
-
-ROOT = Path(__file__).parents[2]
-
-pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="there is no C++ compiler here")
+from support.programs import RUN_KERNELS
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = ROOT / "tests/emulation"
-    # The first folder has the emulated hopper.h, which is therefore found before cuda/attention/hopper.h.
-    includes = [f"-I{part}" for part in (folder, ROOT / "cuda", ROOT / "cpp")]
-    sources = [
-        folder / "run_kernels.cpp",
-        [folder / "machine.cpp", folder / "problems.cpp", ROOT / "cuda/attention/work_list.cpp"],
-    ]
-    options = ["-std=c++20", "-O3", "-ffp-contract=off", "-Wno-unknown-pragmas", *includes]
-    return compiled_once(tmp_path_factory, "run_kernels", sources, options)
+def program() -> Path:
+    return RUN_KERNELS.path()
 
 
 def _run(program: Path, *arguments: object) -> None:

@@ -6,12 +6,7 @@ import ctypes
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
-
-import pytest
-
-from support.compiled import compiled_once
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests/emulation/runtime"
@@ -43,9 +38,9 @@ def for_the_host(source: str) -> str:
     return _LAUNCH.sub(launch, source).replace(" 132 * ", " 2 * ")
 
 
-def build(factory: pytest.TempPathFactory) -> Path:
-    """The shared library; see contexts.cpp for its functions."""
-    folder, cuda = factory.mktemp("rewritten"), ROOT / "cuda"
+def sources(folder: Path) -> list[Path | list[Path]]:
+    """What the shared library is compiled from; see contexts.cpp for its functions. Writes some of it to `folder`."""
+    cuda = ROOT / "cuda"
 
     def rewritten(source: Path, name: str) -> Path:
         to = folder / name
@@ -55,23 +50,11 @@ def build(factory: pytest.TempPathFactory) -> Path:
 
     rewritten(cuda / "attention/instances.h", "attention/instances.h")
     kernels = [one for one in cuda.glob("*/*.cu") if one.parent.name != "attention" or one.stem == "kernels_64"]
-    sources = [sorted(cuda.glob("*/*.cpp")), [FOLDER.parent / "machine.cpp", *sorted(FOLDER.glob("*.cpp"))]]
-    sources += [rewritten(one, f"{one.stem}.cpp") for one in [*kernels, *FOLDER.glob("*.cu")]]
-    # Of two headers with the same name the first in the path is used: instances.h as rewritten, hopper.h as emulated.
-    folders = [FOLDER / "headers", FOLDER, folder, FOLDER.parent, cuda, ROOT / "cpp"]
-    includes = [f"-I{part}" for part in folders]
-    options = [
-        "-std=c++20",
-        "-O1",
-        "-fPIC",
-        "-shared",
-        "-fvisibility=hidden",
-        "-ffp-contract=off",
-        "-Wno-unknown-pragmas",
+    return [
+        sorted(cuda.glob("*/*.cpp")),
+        [FOLDER.parent / "machine.cpp", *sorted(FOLDER.glob("*.cpp"))],
+        *[rewritten(one, f"{one.stem}.cpp") for one in [*kernels, *FOLDER.glob("*.cu")]],
     ]
-    package = Path(str(files("distca")))
-    link = ["-L", str(package), "-ldistca", f"-Wl,-rpath,{package}", "-Wl,--no-undefined", "-lpthread"]
-    return compiled_once(factory, "emulated_gpu.so", sources, [*options, *includes], link)
 
 
 class EmulatedGpu:

@@ -6,10 +6,8 @@ awkward_ranks.cpp makes ranks that get news late or have no memory.
 from __future__ import annotations
 
 import ctypes
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,9 @@ import torch
 
 import distca
 from distca.testing import _emulation
-from support.compiled import COMPILER, compiled_once
 from support.groups import fault_of_check, loopback_group, on_all_ranks, outcomes
 from support.processes import plan_for, tensors_for
+from support.programs import AWKWARD_RANKS
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_name("awkward_ranks.cpp")
@@ -35,16 +33,8 @@ LARGE = distca.plan(PLAN.layout, HEADS, tasks=[(0, 0, 150, 0, 1, 1), (1, 0, 30, 
 
 
 @pytest.fixture(scope="module")
-def awkward(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if shutil.which(COMPILER) is None:
-        pytest.skip("there is no C++ compiler here")
-    library = Path(str(files("distca")))
-    options = ["-std=c++20", "-O0", "-shared", "-fPIC", "-I", str(ROOT / "cpp")]
-    link = ["-L", str(library), "-ldistca_emulation", "-ldistca", f"-Wl,-rpath,{library}"]
-    made = compiled_once(
-        tmp_path_factory, "awkward_ranks.so", [ROOT / "tests/runtime/awkward_ranks.cpp"], options, link
-    )
-    return ctypes.CDLL(str(made))
+def awkward() -> ctypes.CDLL:
+    return ctypes.CDLL(str(AWKWARD_RANKS.path()))
 
 
 @contextmanager

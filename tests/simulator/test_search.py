@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from support.simulated import cluster
 MODEL = dataclasses.replace(LARGER, layers=2)
 SEQUENCES = [[40000, 9536], [20000, 20000, 9536], [4000] * 12 + [1536], [30000, 19536]]
 ROOM = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+AMPLE = 1e12
 RESULTS = tuple(ROOM / f"simulator{number}.json" for number in ("", "-2", "-3"))
 
 
@@ -32,18 +34,20 @@ def _cluster(memory: float) -> Cluster:
     return dataclasses.replace(made, device=dataclasses.replace(made.device, memory=memory))
 
 
-def _every(name: str, on: Cluster) -> list[tuple[Parallelism, StrategyResult]]:
+@functools.cache
+def _every(name: str, memory: float) -> list[tuple[Parallelism, StrategyResult]]:
     """Every set-up of a strategy, modelled one by one."""
+    on = _cluster(memory)
     return [
         (shape, simulate(shared(SEQUENCES, shape), cluster=on, model=MODEL, parallelism=shape, strategies=[name])[0])
         for shape in set_ups(name, len(SEQUENCES), sum(map(sum, SEQUENCES)), on, MODEL, {})
     ]
 
 
-@pytest.mark.parametrize("memory", [1e12, 2.5e9], ids=["ample", "scarce"])
+@pytest.mark.parametrize("memory", [AMPLE, 2.5e9], ids=["ample", "scarce"])
 @pytest.mark.parametrize("name", ["unbalanced", "variable-chunks", "all-gather", "distca"])
 def test_the_search_finds_the_best_of_all_set_ups_that_fit(name: str, memory: float) -> None:
-    every = _every(name, _cluster(memory))
+    every = _every(name, memory)
     fitting = [result.seconds for _, result in every if result.fits]
     (found,) = search(SEQUENCES, cluster=_cluster(memory), model=MODEL, strategies=[name])
     assert found.result is not None
@@ -58,8 +62,8 @@ def test_the_search_finds_the_best_of_all_set_ups_that_fit(name: str, memory: fl
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_no_set_up_needs_less_than_its_bounds(name: str) -> None:
-    on = _cluster(1e12)
-    for shape, result in _every(name, on):
+    on = _cluster(AMPLE)
+    for shape, result in _every(name, AMPLE):
         case = Case(shared(SEQUENCES, shape), on, MODEL, shape)
         assert result.memory.total >= least_memory(case, keeps_rows=STRATEGIES[name].keeps_rows)
         assert result.seconds >= least_work(case, optimistic(on)) + end_seconds(case)
