@@ -106,24 +106,25 @@ class Copy:
             "--ignore=tests/faults",
             *tests,
         ]
-        process = subprocess.Popen(
-            command,
-            cwd=self.tree,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            return f"{NO_ANSWER} in {limit:g} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        with tempfile.TemporaryFile() as said:  # a pipe would be open for as long as any process that a fault leaves
+            process = subprocess.Popen(
+                command,
+                cwd=self.tree,
+                env=self.environment,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                process.wait(limit)
+            except subprocess.TimeoutExpired:
+                return f"{NO_ANSWER} in {limit:g} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            said.seek(0)
+            output = said.read().decode(errors="replace")
         self.output = output
         if process.returncode == 0:
             return ""
