@@ -7,7 +7,8 @@
 # make families  run every causal language model of transformers on two ranks, and train it by four processes that share
 #              it: exact, or refused with the reason
 # make titan     install torchtitan; run its models and its Trainer on CPU ranks: exact, or refused with the reason
-# make pipeline  run data, tensor and pipeline parallelism together in eight processes, in many forms: exact
+# make pipeline  run data, tensor and pipeline parallelism together in eight processes, in many forms, and with
+#              torch.distributed.pipelining: exact
 # make megatron  run Megatron-core with distca in many forms, in four and in eight processes: exact
 # make pretraining  run pretrain_llama.sh by bash and, where Slurm is installed, as jobs of a cluster of two nodes; run
 #              forms of four processes beside Megatron's own schedule
@@ -58,7 +59,8 @@ TRAINING := $(addprefix tests/integrations/test_,trainer.py trl.py examples.py) 
   $(addprefix tests/apps/test_train_,reference.py features.py export.py checkpoint.py resume.py damage.py ends.py) \
   $(addprefix tests/apps/test_train_split,.py _forms.py _resume.py _ends.py)
 
-# Four processes beside Megatron's own schedule, for a minute each. Targets of their own have more of them.
+# Several processes, for up to a minute. Targets of their own have more of them.
+PIPELINE := tests/integrations/test_torch_pipelining.py
 MEGATRON := tests/integrations/test_megatron.py
 PRETRAINING := tests/apps/test_pretrain.py
 
@@ -78,8 +80,8 @@ train: build
 	$(BIN)/distca train $(ARGS)
 
 test: $(VENV)/built-all $(VENV)/test-ready $(VENV)/programs-ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(TRAINING) $(MEGATRON) $(PRETRAINING) \
-	  $(TITAN) $(PROTOCOL)) $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(TRAINING) $(PIPELINE) $(MEGATRON) \
+	  $(PRETRAINING) $(TITAN) $(PROTOCOL)) $(ARGS)
 
 training: $(VENV)/built-all $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TRAINING) $(ARGS)
@@ -99,7 +101,7 @@ protocol: build $(VENV)/test-ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PROTOCOL) $(ARGS)
 
 pipeline: build $(VENV)/test-ready
-	$(BIN)/python -m pytest tests/pipeline/every_*.py $(ARGS)
+	$(BIN)/python -m pytest $(PIPELINE) tests/pipeline/every_*.py $(ARGS)
 
 megatron: build $(VENV)/test-ready
 	$(BIN)/python -m pytest $(MEGATRON) tests/integrations/every_megatron.py $(ARGS)
