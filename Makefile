@@ -157,7 +157,8 @@ $(VENV)/test-ready: $(VENV)/ready
 	@touch $@
 
 # Programs that tests compile where they find none, which takes a minute.
-$(VENV)/programs-ready: $(VENV)/built-all $(VENV)/test-ready $(CPP_FILES) tests/support/programs.py
+$(VENV)/programs-ready: $(VENV)/built-all $(VENV)/test-ready $(CPP_FILES) tests/support/programs.py \
+  tests/emulation/emulated_gpu.py
 	PYTHONPATH=tests $(BIN)/python -m support.programs
 	@touch $@
 

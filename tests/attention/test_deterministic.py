@@ -19,8 +19,6 @@ from support.groups import on_all_ranks
 from support.processes import HEADS, Group, tensors_for
 from support.programs import RECORDER
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
 def recorder() -> Path:

@@ -75,11 +75,9 @@ def test_a_compiled_model_is_one_graph_and_a_new_plan_of_its_size_does_not_recom
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     model = _seeded_model()
-    if backend == "inductor":  # which compiles C++ for seconds, for each layer and each size
-        model.layers = model.layers[:1]
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    graphs, of_two = [], [[70, 28], [3, 95], [49, 49]]
-    for lengths in of_two if backend == "inductor" else [*of_two[:1], [98], *of_two[1:]]:
+    graphs = []
+    for lengths in ([70, 28], [98], [3, 95], [49, 49]):
         plan = distca.plan(distca.Layout.from_documents([lengths]), HEADS)
         x, y = (_rows(0).requires_grad_() for _ in range(2))
         expected, found = model(x, plan), compiled(y, plan)

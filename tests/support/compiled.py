@@ -93,8 +93,8 @@ def _state_of_sources() -> bytes:
     digest = hashlib.sha256(_run(["--version"]))
     for top in ("cpp", "cuda", "tests"):
         for file in sorted((ROOT / top).rglob("*")):
-            # emulated_gpu.py writes sources.
-            if file.suffix in (".h", ".cpp", ".cu", ".cuh") or file == ROOT / "tests/emulation/emulated_gpu.py":
+            # These write sources, and say which there are.
+            if file.suffix in (".h", ".cpp", ".cu", ".cuh") or file.name in ("emulated_gpu.py", "programs.py"):
                 digest.update(str(file.relative_to(ROOT)).encode() + b"\n" + file.read_bytes())
     return digest.digest()
 
