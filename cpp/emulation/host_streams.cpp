@@ -133,7 +133,8 @@ void HostStreams::wait_for(Stream stream, int point) {
 
 void HostStreams::replay(const Tape& tape) {
   tape.replay();
-  join_host();  // then nobody reads the tables: each step's end has joined the streams
+  drain();  // then nobody reads the tables
+  join_host();
 }
 
 void HostStreams::join_host() {

@@ -55,6 +55,17 @@ void LinkTransport::signal(int peer, int64_t word, uint64_t value) {
   send({.arrival = arrival, .number = ++num_sent_, .write = write});
 }
 
+void LinkTransport::signal_after(uint64_t mark, int peer, int64_t word, uint64_t value) {
+  const Write write = checked_signal(peer, word, value);
+  Clock::time_point arrival = std::max(Clock::now() + options_.latency, last_to_[static_cast<size_t>(peer)]);
+  {
+    const std::lock_guard lock(thread_.mutex());
+    for (const Item& item : under_way_)
+      if (item.number <= mark) arrival = std::max(arrival, item.arrival);
+  }
+  send({.arrival = arrival, .number = ++num_sent_, .write = write});
+}
+
 void LinkTransport::send(const Item& item) {
   {
     const std::lock_guard lock(thread_.mutex());

@@ -42,6 +42,7 @@ class DISTCA_EXPORT LinkTransport final : public transport::WrappingTransport {
   void put(int peer, int64_t heap_offset, int64_t dst_row_stride, int64_t dst_head_stride, const RowView& src,
            const RowExtent& extent) override;
   void signal(int peer, int64_t word, uint64_t value) override;
+  void signal_after(uint64_t mark, int peer, int64_t word, uint64_t value) override;
   void quiet() override { quiet_until(mark()); }
   uint64_t mark() const override { return num_sent_; }
   void quiet_until(uint64_t mark) override;

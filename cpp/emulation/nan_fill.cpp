@@ -28,9 +28,23 @@ void fill_with_nan(runtime::Context& context) {
   for (int64_t slot = 0; slot < runtime::kNumSlots; ++slot)
     fill_bytes(backend, heap.data() + slot * arena_bytes, arena_bytes);
   context.transport().quiet();
-  context.set_hooks({.begun = [&backend](const Dispatcher::Step& step) { fill_returned(backend, step); },
-                     .ends = [&backend, arena_bytes](
-                                 const Dispatcher::Step& step) { fill_bytes(backend, step.arena, arena_bytes); }});
+  // Results may leave the arena after the end of a step. Where steps are queued, the arena is therefore filled when the
+  // next one begins. Elsewhere peers may write by then.
+  transport::Transport& transport = context.transport();
+  transport::StreamOrder* const streams = transport.stream_order();
+  context.set_hooks({.begun =
+                         [&backend, arena_bytes, streams](const Dispatcher::Step& step) {
+                           fill_returned(backend, step);
+                           if (streams == nullptr) return;
+                           fill_bytes(backend, step.arena, arena_bytes);
+                           streams->end(step.id.slot);
+                         },
+                     .ends =
+                         [&backend, arena_bytes, &transport, streams](const Dispatcher::Step& step) {
+                           if (streams != nullptr) return;
+                           transport.quiet();
+                           fill_bytes(backend, step.arena, arena_bytes);
+                         }});
 }
 
 }  // namespace distca::emulation

@@ -111,7 +111,6 @@ Dispatcher::Step& Dispatcher::begin(const plan::SliceView& slice, const ForwardT
   s.set(TensorKind::kLse, t.lse);
   s.retained = t.retained;
   open(s, part);
-  dispatch_rows(s);
   return s;
 }
 
@@ -141,7 +140,6 @@ Dispatcher::Step& Dispatcher::begin(const plan::SliceView& slice, const Backward
   s.set(TensorKind::kDv, t.dv);
   s.retained = t.retained;
   open(s, part);
-  dispatch_rows(s);
   return s;
 }
 
@@ -155,6 +153,7 @@ Dispatcher::Step& Dispatcher::free_step() {
 }
 
 void Dispatcher::open(Step& s, Part part) {
+  const Protocol::Timer timer(protocol_, "dispatch");
   s.heads = s.slice.heads();
   s.num_rounds = s.slice.header().num_rounds;
   for (const plan::SendRow& row : s.slice.sends(s.phase)) s.num_rounds = std::max(s.num_rounds, row.round + 1);
@@ -164,11 +163,11 @@ void Dispatcher::open(Step& s, Part part) {
   s.arena = protocol_.arena();
   if (hooks_.begun) hooks_.begun(s);
   protocol_.grant(s.slice.waits(s.phase));
+  dispatch_rows(s);
 }
 
 /// Puts rows of this home into their servers' arenas. Rows that this server assembles from its own tensor are copied.
 void Dispatcher::dispatch_rows(const Step& step) {
-  const Protocol::Timer timer(protocol_, "dispatch");
   int64_t open_peer = -1;
   const auto close = [&] {
     if (open_peer >= 0) protocol_.announce(Direction::kIn, open_peer, 0);
@@ -195,6 +194,7 @@ void Dispatcher::dispatch_rows(const Step& step) {
   close();
   run_rows();
   protocol_.flush(/*more=*/true);
+  protocol_.end_dispatch();
 }
 
 /// Computes the groups that need no row of another rank, or the other groups.

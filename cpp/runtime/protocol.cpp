@@ -11,6 +11,7 @@ namespace {
 
 /// The number of the first step that only joins a tape.
 constexpr uint64_t kFirstRecorded = uint64_t{1} << 40;
+constexpr const char* kOwnRows = "its own rows to arrive";
 
 }  // namespace
 
@@ -99,6 +100,11 @@ StepId Protocol::begin(plan::Phase phase, const plan::Header& plan, const ScoreO
       layer_};
   at_.credits.use(step.slot, step.number);
   enter(step, part);
+  const Timer timer(*this, kOwnRows, /*is_wait=*/true);
+  if (stream_)
+    stream_->reuse(step.slot);
+  else
+    transport_->quiet_until(put_[static_cast<size_t>(step.slot)]);
   return step;
 }
 
@@ -255,7 +261,14 @@ void Protocol::put(int64_t peer, int64_t target, int64_t dst_row_stride, int64_t
   transport_->put(static_cast<int>(peer), slot() * arena_bytes_ + target, dst_row_stride, dst_head_stride, source,
                   extent);
   if (is_copy) trace_.add(Copy{peer, extent.bytes(), begin_ns, Trace::now()});
-  marks_[static_cast<size_t>(slot())] = transport_->mark();
+  put_[static_cast<size_t>(slot())] = transport_->mark();
+}
+
+void Protocol::end_dispatch() {
+  if (stream_)
+    stream_->end_reads(slot());
+  else
+    dispatched_[static_cast<size_t>(slot())] = put_[static_cast<size_t>(slot())];
 }
 
 void Protocol::announce(plan::Direction direction, int64_t peer, int64_t round) {
@@ -304,19 +317,21 @@ void Protocol::poison(const RowView& rows, const RowExtent& n) {
 }
 
 void Protocol::settle() {
-  const Timer timer(*this, "its own rows to arrive", /*is_wait=*/true);
+  const Timer timer(*this, kOwnRows, /*is_wait=*/true);
   if (stream_)
-    stream_->join();
+    stream_->await_reads(slot());
   else
-    transport_->quiet_until(marks_[static_cast<size_t>(slot())]);
+    transport_->quiet_until(dispatched_[static_cast<size_t>(slot())]);
 }
 
 void Protocol::end() {
   if (stream_) stream_->end(slot());
   if (is_freed_early()) {
     for (int64_t p = 0; p < num_ranks(); ++p) {
-      if (at_.credits.receives(slot(), p))
-        transport_->signal(static_cast<int>(p), signals_.freed(slot(), rank()), sequence(at_.now.number, 0));
+      if (at_.credits.receives(slot(), p)) {
+        transport_->signal_after(put_[static_cast<size_t>(slot())], static_cast<int>(p), signals_.freed(slot(), rank()),
+                                 sequence(at_.now.number, 0));
+      }
     }
   }
   busy_[static_cast<size_t>(slot())] = false;

@@ -9,6 +9,9 @@
 // need no credit unless steps are queued: they are told at the end of that use (credits.h). A rank waits only for ranks
 // that send to it, or receive from it, in this plan.
 //
+// A step may end while its results still leave the arena. The next step in the slot begins when they have left, and
+// peers are told that the slot is free when they have left.
+//
 // Each rank publishes its calls with their plan digests. Of two neighbours whose calls differ, at least one notices at
 // once, and a rank that waits for a peer compares with it again. A rank tells its first fault to all its peers. From
 // then on the context is poisoned: it sends and returns no more rows.
@@ -120,7 +123,8 @@ class Protocol {
   /// Says to which layer the steps belong that begin from here on (layer.h). May be called from any thread.
   void set_layer(uint64_t layer) { layer_ = layer; }
   /// Begins the next step with a call that does `part` of it. Publishes the call and compares it with the neighbours.
-  /// The functions below are about this step from then on.
+  /// Then it waits until the results of the slot's last step have left. The functions below are about this step from
+  /// then on.
   StepId begin(plan::Phase phase, const plan::Header& plan, const ScoreOptions& scores, Part part);
   /// Makes a further call, about a step that is under way.
   void resume(const StepId& step, Part part);
@@ -133,6 +137,8 @@ class Protocol {
   void await_credit(plan::Direction direction, int64_t peer, int64_t round);
   void put(int64_t peer, int64_t target, int64_t dst_row_stride, int64_t dst_head_stride, const RowView& source,
            const RowExtent& extent);
+  /// Says that nothing will be put any more that lies in the tensors of the step, but only what lies in the arena.
+  void end_dispatch();
   /// Tells `peer` that all rows of this message are there.
   void announce(plan::Direction direction, int64_t peer, int64_t round);
   /// Delivers what was put, granted and announced since the last flush. It returns whether there is to be another
@@ -146,10 +152,10 @@ class Protocol {
   void await_rows(std::span<const plan::WaitRow> waits, plan::Direction direction, int64_t round);
   /// Fills with NaN the rows that a queued step returns, if there was a fault.
   void poison(const RowView& rows, const RowExtent& n);
-  /// Returns once no put of the step is under way. Where steps are queued it returns at once, and work queued later
-  /// waits for that instead.
+  /// Returns once no put reads the tensors of the step. Where steps are queued it returns at once, and work queued
+  /// later waits for that instead.
   void settle();
-  /// Closes the step and frees its slot. Nothing of the step may be under way any more.
+  /// Closes the step and frees its slot.
   void end();
   /// Whether peers may write into this slot before this rank comes to the step at hand.
   bool is_freed_early() const { return !stream_ && !transport_->is_collective(); }
@@ -295,7 +301,8 @@ class Protocol {
   std::array<std::pair<uint64_t, plan::Origin>, Signals::kDescribedPlans> described_ = {};
   int64_t num_described_ = 0;
   std::array<bool, kNumSlots> busy_ = {};
-  std::array<uint64_t, kNumSlots> marks_ = {};  // the transport's, after the last put of the slot's step
+  // The transport's marks after the puts of the slot's step: those of its dispatch, and all.
+  std::array<uint64_t, kNumSlots> dispatched_ = {}, put_ = {};
   Trace trace_;
   // These are about steps on a tape.
   bool is_silent_ = false;

@@ -35,6 +35,8 @@ class DISTCA_EXPORT StreamOrder {
   /// Begins a step: makes work queued from here on come after the last use of every slot, on whatever stream that was
   /// queued.
   virtual void begin() = 0;
+  /// Makes work queued from here on come after all that was sent of the slot, whose memory it will change.
+  virtual void reuse(int64_t slot) = 0;
   /// Writes a peer's word once the last use of the slot is over; with `after_work`, also after all work queued so far.
   /// A grant comes before everything not sent yet that waits for a peer, because the peer may be waiting for this very
   /// word.
@@ -46,15 +48,16 @@ class DISTCA_EXPORT StreamOrder {
   /// Starts what was granted, put and announced for the slot. All of it comes after the work queued so far, except
   /// grants that need not wait for that.
   virtual void send(int64_t slot) = 0;
+  /// Says that all has been sent of the slot that lies in the tensors of its step, and not in its arena. `await_reads`
+  /// makes work queued from there on wait for that.
+  virtual void end_reads(int64_t slot) = 0;
+  virtual void await_reads(int64_t slot) = 0;
   /// Makes work queued from here on wait for these messages, which are about the slot.
   virtual void await_rows(std::span<const StreamWait> waits, int64_t slot) = 0;
 
   /// Fills rows with NaN once all work queued so far is done, if the streams have stopped by then.
   virtual void poison(const RowView& rows, const RowExtent& n) = 0;
-  /// Makes work queued from here on wait for all that was sent.
-  virtual void join() = 0;
-  /// Says that the slot's last use, and everything that reads tensors of its step, is over once the work queued so far
-  /// is done.
+  /// Says that the slot's last use is over once the work queued so far is done, and what was sent of it has left.
   virtual void end(int64_t slot) = 0;
 
   /// Whether a graph is captured of what is queued.

@@ -10,10 +10,12 @@ namespace {
 
 using Stream = Streams::Stream;
 
-// Points of the streams. Each slot has one for the end of its last use, and one for what was sent for it last.
+// Points of the streams. Each slot has one for the end of its last use, one for what was sent of it last, and one for
+// what was sent last that lies in the caller's tensors.
 constexpr int end_of(int64_t slot) { return static_cast<int>(slot); }
-constexpr int sent_for(int64_t slot) { return static_cast<int>(kNumSlots + slot); }
-constexpr int kWorkSoFar = 2 * kNumSlots, kSentSoFar = 2 * kNumSlots + 1;
+constexpr int sent_of(int64_t slot) { return static_cast<int>(kNumSlots + slot); }
+constexpr int read_of(int64_t slot) { return static_cast<int>(2 * kNumSlots + slot); }
+constexpr int kWorkSoFar = 3 * kNumSlots, kSentSoFar = 3 * kNumSlots + 1;
 static_assert(kSentSoFar < Streams::kNumPoints);
 
 }  // namespace
@@ -87,6 +89,17 @@ void StreamTransport::begin() {
   if (is_recording_) return;  // a replay comes after all work on its stream
   for (int64_t slot = 0; slot < kNumSlots; ++slot) streams_->wait_for(Stream::kWork, end_of(slot));
 }
+
+void StreamTransport::reuse(int64_t slot) {
+  streams_->wait_for(Stream::kWork, sent_of(slot));
+  has_sent_ = false;
+}
+
+void StreamTransport::end_reads(int64_t slot) {
+  if (has_sent_ || is_recording_) streams_->record(read_of(slot), Stream::kTransfer);
+}
+
+void StreamTransport::await_reads(int64_t slot) { streams_->wait_for(Stream::kWork, read_of(slot)); }
 
 void StreamTransport::await_credit(const StreamWait& wait) {
   next_ = {.peer = wait.peer,
@@ -183,7 +196,8 @@ void StreamTransport::send(int64_t slot) {
   if (sends_late) streams_->quiet(heaps_.sender);
   if (!table_.empty() || is_recording_) streams_->put(table_);
   if (sends_late) streams_->send(sends_, heaps_.sender);
-  if (is_recording_) streams_->record(sent_for(slot), Stream::kTransfer);
+  streams_->record(sent_of(slot), Stream::kTransfer);
+  has_sent_ = true;
   late_grants_.clear();
   table_.clear();
   sends_.clear();
@@ -193,15 +207,10 @@ void StreamTransport::await_rows(std::span<const StreamWait> waits, int64_t slot
   if (waits.empty() && !is_recording_) return;
   // A graph may do on one stream what was queued on two, in any order that its edges allow. The wait must come after
   // what peers need before they can send what is awaited here.
-  if (is_recording_) streams_->wait_for(Stream::kWork, sent_for(slot));
+  if (is_recording_) streams_->wait_for(Stream::kWork, sent_of(slot));
   awaited_.clear();
   for (const StreamWait& w : waits) awaited_.push_back({word_of(rank(), w.word), w.value, w.peer, w.what, w.round});
   streams_->await(awaited_);
-}
-
-void StreamTransport::join() {
-  streams_->record(kSentSoFar, Stream::kTransfer);
-  streams_->wait_for(Stream::kWork, kSentSoFar);
 }
 
 void StreamTransport::end(int64_t slot) {
@@ -233,7 +242,8 @@ void StreamTransport::cancel() noexcept {
   stop();
   // The caller may free memory that the streams still read and write, once the work queued so far is done.
   try {
-    join();
+    streams_->record(kSentSoFar, Stream::kTransfer);
+    streams_->wait_for(Stream::kWork, kSentSoFar);
     streams_->join_host();
   } catch (const std::exception&) {
     // The fault that led here is the one to report.

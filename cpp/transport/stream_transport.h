@@ -61,13 +61,15 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   StreamOrder* stream_order() override { return this; }
 
   void begin() override;
+  void reuse(int64_t slot) override;
   void grant(int peer, int64_t word, uint64_t value, int64_t slot, bool after_work) override;
   void await_credit(const StreamWait& wait) override;
   void announce(int peer, int64_t word, uint64_t value) override;
   void send(int64_t slot) override;
+  void end_reads(int64_t slot) override;
+  void await_reads(int64_t slot) override;
   void await_rows(std::span<const StreamWait> waits, int64_t slot) override;
   void poison(const RowView& rows, const RowExtent& n) override { streams_->fill_nan_if_stopped(rows, n); }
-  void join() override;
   void end(int64_t slot) override;
   bool is_captured() const override { return streams_->is_captured(); }
   void set_tape(std::shared_ptr<Tape> tape) override;
@@ -104,6 +106,7 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   bool is_open_ = false;
   std::vector<SignalTo> early_grants_, late_grants_;
   int64_t slot_ = 0;           // the slot that the grants are for
+  bool has_sent_ = false;      // rows or words since `reuse`
   bool is_recording_ = false;  // then each call queues the same operations, even with nothing to do
   std::vector<AwaitedMessage> awaited_;
 };

@@ -26,7 +26,7 @@ struct SignalTo {
 class DISTCA_EXPORT Streams {
  public:
   enum class Stream { kWork, kTransfer };
-  static constexpr int kNumPoints = 6;
+  static constexpr int kNumPoints = 8;
 
   virtual ~Streams() = default;
 

@@ -78,6 +78,12 @@ class DISTCA_EXPORT Transport {
   /// A step that ends while rows of another step travel thus waits for its own rows alone.
   virtual uint64_t mark() const { return 0; }
   virtual void quiet_until(uint64_t /*mark*/) { quiet(); }
+  /// Like `signal`, but the value is also written after everything before the mark, to whatever peer that went. May
+  /// wait for that.
+  virtual void signal_after(uint64_t mark, int peer, int64_t word, uint64_t value) {
+    quiet_until(mark);
+    signal(peer, word, value);
+  }
 
   /// Whether puts, signals and published words reach the peers in `exchange` and at no other time.
   virtual bool is_collective() const { return false; }

@@ -15,7 +15,7 @@ from distca.apps.bench.overlap import benchmark, computed, slept, sweep
 from distca.apps.bench.overlap.figures import figures_of
 from distca.apps.bench.overlap.paired import Paired, estimate, seconds_of
 from distca.apps.bench.overlap.schedule import CallTimes, Pass, messages_of, pass_of, play
-from distca.apps.bench.overlap.sweep import Ranks
+from distca.apps.bench.overlap.sweep import Ranks, rounds_at
 from distca.apps.cli import main
 from distca.trace.trace import SentRows, Span, Trace, TrainingPhase
 from support.ranks import launch
@@ -127,23 +127,30 @@ def test_with_two_halves_rows_of_one_travel_while_the_other_computes() -> None:
     assert play(of, both, slow) == pytest.approx(14.0)
 
 
-def test_a_sender_waits_for_the_slot_of_the_step_before_and_a_server_for_its_own_results() -> None:
+def test_a_sender_waits_for_the_slot_of_the_step_before_which_is_free_when_results_have_left() -> None:
     calls = [("dispatch", 0), ("attend", 0), ("collect", 0), ("dispatch", 0), ("attend", 0), ("collect", 0)]
     home, server = [(0.0, 0.0, 0.0)] * 6, [(0.0, 0.0, 1.0), (0, 0, 1), (0, 0, 0), (4.0, 0, 0), (0, 0, 1), (0, 0, 0)]
     messages = {(0, "in"): [[0, 100], [0, 0]], (0, "out"): [[0, 0], [100, 0]]}
     link = distca.Link(bytes_per_second=100.0)
     of = pass_with(calls, [home, server])
-    # Rows 1 s, tasks 1 s, results until 3 s. The server then computes for 4 s. The rows have come by 4 s. Tasks until
-    # 8 s, results until 9 s.
-    assert play(of, messages, link) == pytest.approx(9.0)
-    # A server that does not wait for its results computes from 2 s to 6 s.
-    assert play(of, messages, link, awaits_own=False) == pytest.approx(8.0)
+    # Rows 1 s, tasks 1 s, results until 3 s. The server computes from 2 s to 6 s. The slot is free at 3 s, and the rows
+    # have come by 4 s. Tasks until 7 s, results until 8 s.
+    assert play(of, messages, link) == pytest.approx(8.0)
+    # The server's own next step begins when its results have left: at 3 s, and not at 2.5 s. It computes 2 s of its own
+    # tasks and then those of the rows, and results are home at 7 s.
+    soon = pass_with(calls, [home, [*server[:3], (0.5, 0.0, 0.0), (0.0, 2.0, 1.0), server[5]]])
+    assert play(soon, messages, link) == pytest.approx(7.0)
+    # A sender waits for its rows although nothing comes back to it, and then computes for 3 s.
+    alone = {**messages, (0, "out"): [[0, 0], [0, 0]]}
+    sender = [*home[:2], (0.0, 0.0, 3.0)]
+    assert play(pass_with(calls[:3], [sender, home[:3]]), alone, link) == pytest.approx(4.0)
     late = pass_with(calls, [home, [*server[:2], (0.0, 0.0, 5.0), *server[3:]]])
-    # The slot is free at 8 s. Then the rows travel while the server computes until 12 s.
-    assert play(late, messages, link) == pytest.approx(14.0)
+    # Results are home at 3 s. The server ends its collect, and frees the slot, at 7 s. Then the rows travel while it
+    # computes until 11 s.
+    assert play(late, messages, link) == pytest.approx(13.0)
     long = {**messages, (0, "in"): [[0, 600], [0, 0]]}
-    # 6 s, 1 s, results at 8 s, slot free at 13 s, 6 s of rows, 1 s of tasks, 1 s of results.
-    assert play(late, long, link) == pytest.approx(21.0)
+    # 6 s, 1 s, the slot is free at 12 s, 6 s of rows, 1 s of tasks, 1 s of results.
+    assert play(late, long, link) == pytest.approx(20.0)
 
 
 def test_the_times_of_a_pass_are_medians_of_what_ranks_computed_around_their_waits() -> None:
@@ -176,7 +183,7 @@ def test_messages_have_the_bytes_of_the_plan() -> None:
 
 
 def _measured_on_a_rank() -> list[str]:
-    (found,) = computed.run_rank([[256], [64] * 4], 1, (0.5,), 1, True)
+    (found,) = computed.run_rank([[256], [64] * 4], 1, [(0.5, 1)], True)
     return [f"{kind} {len(traces)} {traces[0].rank == dist.get_rank()}" for kind, traces in found.kinds.items()]
 
 
@@ -223,6 +230,9 @@ def test_the_sweep_measures_what_it_says_and_writes_json_table_and_picture(
     assert [(case["ranks"]["mix"], case["traffic"]) for case in cases] == [
         (mix, traffic) for mix in ("long", "mixed") for traffic in (0.3, 0.7, 1.2)
     ]
+    assert [case["rounds"] for case in cases] == [6, 1, 1] * 2
+    assert [case["figures"]["step"]["hidden"]["level"] for case in cases] == [0.96875, 0.0, 0.0] * 2
+    assert result.details["level_of_intervals"] == 0.0
     for case in cases:
         assert case["figures"].keys() == {"forward", "backward", "step"}
         of = case["figures"]["step"]
@@ -234,11 +244,15 @@ def test_the_sweep_measures_what_it_says_and_writes_json_table_and_picture(
     assert written[2].stat().st_size > 10_000
 
 
+def test_a_case_with_half_of_the_traffic_takes_four_times_as_many_rounds() -> None:
+    assert [rounds_at(traffic, 10) for traffic in (0.35, 0.5, 0.7, 0.9, 1.2)] == [40, 20, 10, 10, 10]
+
+
 def test_the_link_of_a_case_has_the_traffic_that_it_is_to_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slept, "SECONDS", 0.01)
     documents = [[512], [128] * 4]
     plan = slept.plan_of(documents)
-    measured = slept.run_ranks(documents, 1, (0.5,), 1)
+    measured = slept.run_ranks(documents, 1, [(0.5, 1)])
     case = [of_rank[0] for of_rank in measured]
     signals = [sent for of_rank in case for trace in of_rank.kinds["one_byte"] for sent in trace.transfers]
     assert signals and all(sent.end - sent.begin < 2 / case[0].link_speed for sent in signals)

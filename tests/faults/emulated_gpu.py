@@ -67,7 +67,7 @@ FAULTS = [
     Fault(
         "what is awaited in a graph may come before what peers need for it",
         "cpp/transport/stream_transport.cpp",
-        "  if (is_recording_) streams_->wait_for(Stream::kWork, sent_for(slot));",
+        "  if (is_recording_) streams_->wait_for(Stream::kWork, sent_of(slot));",
         "  static_cast<void>(slot);",
         ("tests/cuda/test_emulated_graphs.py",),
     ),

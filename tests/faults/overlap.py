@@ -46,7 +46,7 @@ FAULTS = [
     Fault(
         "in theory a slot is free when its results are sent",
         ROOM + "schedule.py",
-        "freed[half, rank] = max(now[rank], own) + link.latency",
+        'freed[half, rank] = max(now[rank] + link.latency, gone.get((half, "out", rank), 0.0))',
         "freed[half, rank] = 0.0",
         (OVERLAP,),
     ),

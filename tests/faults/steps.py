@@ -14,11 +14,58 @@ PARTS_MISTAKES = "tests/runtime/test_steps_in_parts_mistakes.py"
 UNFINISHED = "tests/runtime/test_steps_left_unfinished.py"
 PING_PONG = "tests/operators/test_ping_pong.py"
 PING_PONG_WRAPPERS = "tests/operators/test_ping_pong_wrappers.py"
+LATE = "tests/runtime/test_late_results.py"
+STREAM_ORDER = "tests/runtime/test_stream_order.py"
 DISPATCHER = "cpp/runtime/dispatcher.cpp"
 PROTOCOL = "cpp/runtime/protocol.cpp"
 PROTOCOL_FAULTS = "cpp/runtime/protocol_faults.cpp"
+STREAM_TRANSPORT = "cpp/transport/stream_transport.cpp"
 
 FAULTS = [
+    # ---- results that leave late
+    Fault(
+        "a slot is free before its results have left",
+        PROTOCOL,
+        "transport_->signal_after(put_[static_cast<size_t>(slot())], ",
+        "transport_->signal_after(0, ",
+        (LATE,),
+    ),
+    Fault(
+        "a step begins before the results of its slot have left",
+        PROTOCOL,
+        "    transport_->quiet_until(put_[static_cast<size_t>(step.slot)]);",
+        "    static_cast<void>(put_);",
+        (LATE,),
+    ),
+    Fault(
+        "a step ends before its tensors have been read",
+        PROTOCOL,
+        "    transport_->quiet_until(dispatched_[static_cast<size_t>(slot())]);",
+        "    static_cast<void>(dispatched_);",
+        (LATE,),
+    ),
+    Fault(
+        "a queued step ends when everything has left",
+        STREAM_TRANSPORT,
+        "void StreamTransport::await_reads(int64_t slot) { streams_->wait_for(Stream::kWork, read_of(slot)); }",
+        "void StreamTransport::await_reads(int64_t slot) {\n  streams_->record(read_of(slot), Stream::kTransfer);\n"
+        "  streams_->wait_for(Stream::kWork, read_of(slot));\n}",
+        (STREAM_ORDER,),
+    ),
+    Fault(
+        "a queued step ends before its tensors have been read",
+        STREAM_TRANSPORT,
+        "{ streams_->wait_for(Stream::kWork, read_of(slot)); }",
+        "{ static_cast<void>(slot); }",
+        (STREAM_ORDER,),
+    ),
+    Fault(
+        "a queued step begins before the results of its slot have left",
+        STREAM_TRANSPORT,
+        "  streams_->wait_for(Stream::kWork, sent_of(slot));\n  has_sent_ = false;",
+        "  has_sent_ = false;",
+        (STREAM_ORDER,),
+    ),
     # ---- puts, credits, signals
     Fault(
         "values are not put",

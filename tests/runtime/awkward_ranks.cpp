@@ -1,9 +1,14 @@
-// Groups of two loopback ranks, of which the first has a hard time. Loaded into a process (test_told_faults.py), it
-// puts their contexts, NAME/0 and NAME/1, into the registry.
+// Groups of two loopback ranks, of which the first has a hard time, or whose streams do nothing but keep what is queued
+// after what. Loaded into a process (test_told_faults.py, test_stream_order.py), it puts their contexts, NAME/0 and
+// NAME/1, into the registry.
 #include <array>
 #include <atomic>
+#include <map>
 #include <memory>
 #include <new>
+#include <optional>
+#include <set>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -13,6 +18,7 @@
 #include "plan/cost.h"
 #include "runtime/context.h"
 #include "runtime/signals.h"
+#include "transport/host_memory.h"
 #include "transport/loopback.h"
 #include "transport/stream_transport.h"
 #include "transport/wrapper.h"
@@ -72,7 +78,49 @@ class WithoutMemory final : public emulation::WrappingBackend {
   bool backward_;
 };
 
+/// Streams on which nothing happens. Each stream knows the calls whose puts or grants everything comes after that is
+/// queued on it next.
+class Order final : public transport::Streams {
+ public:
+  static inline std::string call;  // the name of the call that ranks make
+
+  bool work_comes_after(const std::string& put) const { return queued_[0].contains("put in " + put); }
+  /// Whether credit was granted in the call `grant`, and after what was put in the call `put`.
+  bool grant_comes_after(const std::string& grant, const std::string& put) const {
+    return granted_after_.contains(grant) && granted_after_.at(grant).contains("put in " + put);
+  }
+
+  void record(int point, Stream stream) override { points_[static_cast<size_t>(point)] = of(stream); }
+  void wait_for(Stream stream, int point) override { of(stream).merge(Names(points_[static_cast<size_t>(point)])); }
+  void put(const transport::PutTable&) override { of(Stream::kTransfer).insert("put in " + call); }
+  void signal(std::span<const transport::SignalTo>) override { granted_after_[call] = of(Stream::kTransfer); }
+
+  std::shared_ptr<std::byte> allocate(int64_t bytes) override { return zeroed_host_memory(bytes); }
+  Shared allocate_shared(int64_t bytes) override { return {allocate(bytes), {}}; }
+  std::shared_ptr<std::byte> open(const IpcHandle&, int64_t bytes) override { return allocate(bytes); }
+  void join_host() override {}
+  void drain() noexcept override {}
+  void send(const transport::SendTable&, const std::shared_ptr<transport::Sender>&) override {}
+  void quiet(const std::shared_ptr<transport::Sender>&) override {}
+  void await(std::span<const transport::AwaitedMessage>) override {}
+  void fill_nan_if_stopped(const RowView&, const RowExtent&) override {}
+  bool is_captured() const override { return false; }
+  void set_tape(std::shared_ptr<transport::Tape>) override {}
+  void replay(const transport::Tape&) override {}
+  std::optional<transport::StreamFault> fault() const override { return std::nullopt; }
+  void stop() noexcept override {}
+
+ private:
+  using Names = std::set<std::string>;
+  Names& of(Stream stream) { return queued_[static_cast<size_t>(stream)]; }
+
+  std::array<Names, 2> queued_;
+  std::array<Names, kNumPoints> points_;
+  std::map<std::string, Names> granted_after_;
+};
+
 constexpr int kRanks = 2;
+std::array<std::shared_ptr<Order>, kRanks> orders;
 constexpr std::chrono::milliseconds kTimeout{20'000};
 
 void add(const std::string& name, int rank, int64_t slot_bytes, std::unique_ptr<transport::Transport> transport,
@@ -109,6 +157,30 @@ void late_faults_of_queued_steps(const char* name, int64_t slot_bytes) {
     auto one = std::make_unique<transport::StreamTransport>("loopback", std::move(control[i]), streams[i], heaps);
     add(name, rank, slot_bytes, std::move(one), devices[i].backend);
   }
+}
+
+void only_order(const char* name, int64_t slot_bytes) {
+  using namespace distca;
+  const runtime::HeapNeeds needs = runtime::heap_needs(kRanks, slot_bytes);
+  auto control = transport::make_loopback(kRanks, 0, needs.num_signals);
+  for (auto& one : orders) one = std::make_shared<Order>();
+  const std::array<std::shared_ptr<transport::Streams>, kRanks> streams = {orders[0], orders[1]};
+  const transport::DeviceHeaps heaps = transport::allocate_heaps(needs.heap_bytes, needs.num_signals, streams);
+  for (int rank = 0; rank < kRanks; ++rank) {
+    const auto i = static_cast<size_t>(rank);
+    auto one = std::make_unique<transport::StreamTransport>("loopback", std::move(control[i]), streams[i], heaps);
+    add(name, rank, slot_bytes, std::move(one), nullptr);
+  }
+}
+
+void name_call(const char* name) { distca::Order::call = name; }
+
+bool work_comes_after(int rank, const char* put) {
+  return distca::orders.at(static_cast<size_t>(rank))->work_comes_after(put);
+}
+
+bool grant_comes_after(int rank, const char* grant, const char* put) {
+  return distca::orders.at(static_cast<size_t>(rank))->grant_comes_after(grant, put);
 }
 
 void without_memory(const char* name, int64_t slot_bytes, bool backward) {

@@ -5,7 +5,8 @@
  * what they call is in dispatcher.cpp and protocol.cpp. A loop here over peers with SENDS_... is a loop there over
  * slice.waits(phase) or slice.sends(phase). Checked are deadlock (by spin itself) and, by assertion, that
  *   - a server computes on rows of this step, and a home takes in results of this step, round and server, although
- *     who frees a slot wipes it and a round lies over another server's rows of the round before;
+ *     results lie where rows to the server lay and where the next rows will lie, who begins a step writes over what the
+ *     slot held, and a round lies over another server's rows of the round before;
  *   - a put finds at its source what its step left there, however late it is carried out;
  *   - no two signals to one word are under way at once, so that none is overwritten unseen, or by an older one.
  *
@@ -74,7 +75,8 @@ short rows_in[STEPS + 1], rows_home[(STEPS + 1) * 2];
 
 /* Arenas. Each message has two puts, so two cells; a cell holds what was written there last, 0 once it is wiped. */
 byte server_in_a[18], server_in_b[18]; /* step of the rows */
-byte results[6];                       /* [rank, slot]: step of the results that the server made */
+byte results[6];                       /* [rank, slot]: step of the results that the server made. Rows that arrive at
+                                          the server lie over them. */
 byte home_in_a[18], home_in_b[18];     /* RESULT(step, round, server) */
 /* [rank, slot]: the step whose q, k, v the caller keeps as they are. */
 byte tensors[6];
@@ -85,8 +87,9 @@ byte credit[18], freed[18], arrived_in[18], arrived_home[18];
 /* Messages under way, by the word of their signal: bits 1 and 2: the puts, bit 4: the signal. */
 byte pending_in[18], pending_home[18];
 byte value_in[18], value_home[18];
+byte pending_freed[18], value_freed[18];
 #ifdef SLOW_CREDITS
-byte pending_credit[18], value_credit[18], pending_freed[18], value_freed[18];
+byte pending_credit[18], value_credit[18];
 #endif
 
 #ifdef ONE_PUT
@@ -100,14 +103,30 @@ byte pending_credit[18], value_credit[18], pending_freed[18], value_freed[18];
   pending[word] = bits; \
   value[word] = v
 
-/* Protocol::grant, ::grant_round: */
+/* Nothing that a rank has put home from a slot is under way: quiet_until the last put of its step. Signals may be, and
+ * other steps' puts. */
+#define TO_COME_HOME(slot, from, to) (pending_home[CELL(to, slot, from)] & 3)
+#define RESULTS_HAVE_LEFT(slot, from) \
+  (!TO_COME_HOME(slot, from, 0) && !TO_COME_HOME(slot, from, 1) && !TO_COME_HOME(slot, from, 2))
+
+/* Protocol::grant, ::grant_round; signal_after in ::end: */
 #ifdef SLOW_CREDITS
 #define GRANT(p, v) SEND(pending_credit, value_credit, CELL(p, SLOT(n), me), 4, v)
-#define FREE(p, v) SEND(pending_freed, value_freed, CELL(p, SLOT(n), me), 4, v)
+#define ARRIVES_AT_ONCE false
 #else
 #define GRANT(p, v) credit[CELL(p, SLOT(n), me)] = v
-#define FREE(p, v) freed[CELL(p, SLOT(n), me)] = v
+#define ARRIVES_AT_ONCE true
 #endif
+#ifdef FAULT_FREED_BEFORE_RESULTS_LEFT
+#define MAY_FREE(slot, from) true
+#else
+#define MAY_FREE(slot, from) RESULTS_HAVE_LEFT(slot, from)
+#endif
+#define FREE(p, v) \
+  if \
+  :: ARRIVES_AT_ONCE && MAY_FREE(SLOT(n), me) -> freed[CELL(p, SLOT(n), me)] = v \
+  :: else -> SEND(pending_freed, value_freed, CELL(p, SLOT(n), me), 4, v) \
+  fi
 
 /* ---- one rank ---- */
 
@@ -156,19 +175,20 @@ inline take_slot(n) {
   latest[last_slot] = n
 }
 
-/* Dispatcher::fill_arena, at the end of a slot's use: whoever has a slot to itself may write all of it. */
-inline wipe(n) {
+/* What came home may be written over at the end of a step, and results once they have left. */
+inline wipe_home(n) {
   for (p : 0 .. 2) {
-    server_in_a[CELL(me, SLOT(n), p)] = 0;
-    server_in_b[CELL(me, SLOT(n), p)] = 0;
     home_in_a[CELL(me, SLOT(n), p)] = 0;
     home_in_b[CELL(me, SLOT(n), p)] = 0
   }
-  results[me * 2 + SLOT(n)] = 0
 }
 
 inline open(n) {
   take_slot(n);
+#ifndef FAULT_RESULTS_NOT_AWAITED
+  RESULTS_HAVE_LEFT(SLOT(n), me);
+#endif
+  results[me * 2 + SLOT(n)] = 0;
   tensors[me * 2 + SLOT(n)] = n;
 #ifdef FAULT_CREDIT_TOO_EARLY
   if
@@ -284,12 +304,12 @@ inline free(n) {
 /* Protocol::end; then the caller may change its tensors. */
 inline protocol_end(n) {
 #ifndef FAULT_NO_QUIET
-  for (p : 0 .. 2) { /* quiet_until the last put of this step: signals may still be under way, and other steps' puts */
-    !(pending_in[CELL(p, SLOT(n), me)] & 3) && !(pending_home[CELL(p, SLOT(n), me)] & 3)
+  for (p : 0 .. 2) { /* quiet_until the last put of the dispatch */
+    !(pending_in[CELL(p, SLOT(n), me)] & 3)
   }
 #endif
   tensors[me * 2 + SLOT(n)] = 0;
-  wipe(n);
+  wipe_home(n);
 #if !defined(QUEUED) && !defined(FAULT_FREED_TOO_EARLY)
   free(n);
 #endif
@@ -440,32 +460,51 @@ proctype Rank(byte me) {
 #else
 #define WITH_IT(bit) false
 #endif
-#define PUT(bit, at, slot, from, pending, rows, cell, cells, others) \
+#define WRITE_OVER_RESULTS(at, slot, from) results[(at) * 2 + (slot)] = 0
+/* Where signals arrive at once, those that waited for the results of a slot to leave do so with the last of these. */
+#define FREE_AT_ONCE(at, slot, from) \
+  if \
+  :: ARRIVES_AT_ONCE && RESULTS_HAVE_LEFT(slot, from) -> \
+     FREED_NOW(0, slot, from); \
+     FREED_NOW(1, slot, from); \
+     FREED_NOW(2, slot, from) \
+  :: else \
+  fi
+#define FREED_NOW(at, slot, from) \
+  if \
+  :: pending_freed[CELL(at, slot, from)] -> \
+     ARRIVES(pending_freed, freed, value_freed, at, slot, from) \
+  :: else \
+  fi
+#define PUT(bit, at, slot, from, pending, rows, cell, cells, others, then) \
   :: d_step { pending[CELL(at, slot, from)] & bit -> \
        cells[cell(at, slot, from)] = rows(at, slot, from); \
        if \
        :: WITH_IT(bit) -> others[cell(at, slot, from)] = rows(at, slot, from) \
        :: else \
        fi; \
-       pending[CELL(at, slot, from)] = pending[CELL(at, slot, from)] - bit }
-#define MESSAGE(at, slot, from, pending, value, words, rows, cell, cells_a, cells_b) \
-  PUT(1, at, slot, from, pending, rows, cell, cells_a, cells_b) \
-  PUT(2, at, slot, from, pending, rows, cell, cells_b, cells_a) \
+       pending[CELL(at, slot, from)] = pending[CELL(at, slot, from)] - bit; \
+       then(at, slot, from) }
+#define MESSAGE(at, slot, from, pending, value, words, rows, cell, cells_a, cells_b, then) \
+  PUT(1, at, slot, from, pending, rows, cell, cells_a, cells_b, then) \
+  PUT(2, at, slot, from, pending, rows, cell, cells_b, cells_a, then) \
   :: d_step { MAY_SIGNAL(pending[CELL(at, slot, from)]) -> \
        ARRIVES(pending, words, value, at, slot, from) }
 #ifdef SLOW_CREDITS
 #define CREDIT(at, slot, from) \
   :: d_step { pending_credit[CELL(at, slot, from)] -> \
        ARRIVES(pending_credit, credit, value_credit, at, slot, from) } \
-  :: d_step { pending_freed[CELL(at, slot, from)] -> \
+  :: d_step { pending_freed[CELL(at, slot, from)] && MAY_FREE(slot, from) -> \
        ARRIVES(pending_freed, freed, value_freed, at, slot, from) }
 #else
 #define CREDIT(at, slot, from)
 #endif
 
 #define BETWEEN(at, slot, from) \
-  MESSAGE(at, slot, from, pending_in, value_in, arrived_in, ROWS_IN, CELL_IN, server_in_a, server_in_b) \
-  MESSAGE(at, slot, from, pending_home, value_home, arrived_home, ROWS_HOME, CELL_HOME, home_in_a, home_in_b) \
+  MESSAGE(at, slot, from, pending_in, value_in, arrived_in, ROWS_IN, CELL_IN, server_in_a, server_in_b, \
+          WRITE_OVER_RESULTS) \
+  MESSAGE(at, slot, from, pending_home, value_home, arrived_home, ROWS_HOME, CELL_HOME, home_in_a, home_in_b, \
+          FREE_AT_ONCE) \
   CREDIT(at, slot, from)
 
 proctype Network() {

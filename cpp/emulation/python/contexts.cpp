@@ -135,7 +135,8 @@ void send_rows(runtime::Context& context, int peer, uintptr_t address, int64_t n
 void join(runtime::Context& context) {
   transport::StreamOrder* const streams = context.transport().stream_order();
   if (streams == nullptr) return context.transport().quiet();
-  streams->join();
+  streams->end_reads(0);
+  streams->await_reads(0);
   streams->end(0);
 }
 

@@ -44,7 +44,7 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
     """Forward and backward of two halves on two single-threaded processes."""
     rounds = rounds or (7 if short else 15)
     ranks: list[list[Measured]] = distca.launch(
-        computed.run_rank, DOCUMENTS, LAYERS, (TRAFFIC,), rounds, True, ranks=len(DOCUMENTS), threads=1
+        computed.run_rank, DOCUMENTS, LAYERS, [(TRAFFIC, rounds)], True, ranks=len(DOCUMENTS), threads=1
     )
     case = [of_rank[0] for of_rank in ranks]
     plan = computed.plan_of(DOCUMENTS)
@@ -61,7 +61,6 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
             Row("its interval, from", step.hidden.low, ""),
             Row("its interval, to", step.hidden.high, ""),
             Row("what the order of calls allows", step.bound, ""),
-            Row("the same if ranks did not wait for their own results", step.bound_later, ""),
             Row("traffic hidden in a single stream, median", of_single.median, ""),
             Row("single-stream step / ping-pong step", faster.median, "x"),
             Row("wait for rows on the link, share of a step", step.waits["link"].rows, ""),

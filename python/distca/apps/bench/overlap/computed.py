@@ -59,15 +59,15 @@ def plan_of(documents: Sequence[Sequence[int]], context: distca.Context | None =
 
 
 def run_rank(
-    documents: Sequence[Sequence[int]], layers: int, traffics: Sequence[float], rounds: int, single_stream: bool
+    documents: Sequence[Sequence[int]], layers: int, cases: Sequence[tuple[float, int]], single_stream: bool
 ) -> list[Measured]:
     """Measures on one rank of a process group.
 
     Args:
         documents: lengths of each rank's documents, in each half.
         layers: layers of the model.
-        traffics: seconds on the link for each second of attention, in a step: the cases, one after another.
-        rounds: how often each kind of step is taken in a case.
+        cases: measured one after another: for each the seconds on the link for each second of attention, in a step,
+            and how often each kind of step is taken.
         single_stream: whether steps with one half after the other are taken too.
     """
     torch.manual_seed(0)
@@ -83,7 +83,7 @@ def run_rank(
         without.start_trace()
         # The least of some steps: what else the machine does only adds to it.
         attention = _most(min([step(without, False).attending for _ in range(4)][1:]))
-        for traffic in traffics:
+        for traffic, rounds in cases:
             speed = 2 * layers * bytes_sent([plan]) / (traffic * attention)
             with (
                 make(name="bench/overlap/link", link=distca.Link(speed, LATENCY)) as link,

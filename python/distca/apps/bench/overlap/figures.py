@@ -22,7 +22,6 @@ class Figures(NamedTuple):
         traffic: seconds in which the busiest rank's rows are on the link.
         hidden: the share of `traffic` that costs no time.
         bound: the share that would be hidden if nothing took time but computation and rows on the link.
-        bound_later: the same if a rank that collects did not wait for the results that it has sent to others.
         signals: what messages of one byte add to a step without a link, as a share of it.
         waits: what a rank waits in each kind of step, mean of the ranks, as shares of `seconds`.
     """
@@ -32,7 +31,6 @@ class Figures(NamedTuple):
     traffic: float
     hidden: Estimate
     bound: float
-    bound_later: float
     signals: Estimate
     waits: dict[str, Causes]
 
@@ -70,32 +68,26 @@ def figures_of(ranks: Sequence[Measured], plans: Sequence[distca.Plan]) -> dict[
     """
     paired = paired_of(ranks)
     lost = {phase: _lost(paired, plans, ranks[0].link_speed, phase) for phase in PHASES}
-    lost["step"] = [sum(of_phases) for of_phases in zip(*lost.values(), strict=True)]
+    lost["step"] = sum(lost.values())
     return {name: _of_phase(paired, name, lost[name]) for name in (*PHASES, "step")}
 
 
-def _lost(paired: Paired, plans: Sequence[distca.Plan], speed: float, phase: str) -> list[float]:
-    """Seconds that the order of calls cannot hide: as it is, and if nobody waited for its own results."""
+def _lost(paired: Paired, plans: Sequence[distca.Plan], speed: float, phase: str) -> float:
+    """Seconds that the order of calls cannot hide."""
     of, messages = pass_of(paired.one_byte, phase), messages_of(plans, phase)
-    links = [distca.Link(speed, LATENCY, signal_only) for signal_only in (False, True)]
-    found = []
-    for awaits_own in (True, False):
-        with_rows, without = (play(of, messages, link, awaits_own=awaits_own) for link in links)
-        found.append(with_rows - without)
-    return found
+    rows, signals = (play(of, messages, distca.Link(speed, LATENCY, signal_only)) for signal_only in (False, True))
+    return rows - signals
 
 
-def _of_phase(paired: Paired, name: str, lost: Sequence[float]) -> Figures:
+def _of_phase(paired: Paired, name: str, lost: float) -> Figures:
     phase = None if name == "step" else name
     seconds, traffic = paired.seconds("without", phase), paired.traffic(phase)
-    as_it_is, later = lost
     return Figures(
         seconds,
         paired.attention(phase),
         traffic,
         paired.hidden(phase),
-        1 - as_it_is / traffic,
-        1 - later / traffic,
+        1 - lost / traffic,
         paired.signals(phase).scaled(1 / seconds),
         {kind: Causes(*(wait / seconds for wait in paired.waits(kind, phase))) for kind in KINDS},
     )
@@ -103,11 +95,10 @@ def _of_phase(paired: Paired, name: str, lost: Sequence[float]) -> Figures:
 
 def lines_of(figures: dict[str, Figures]) -> list[str]:
     """The figures as text, a line for forward, backward and the step."""
-    head = ("", "traffic / attention", "hidden, median [interval]", "bound", "bound, own later", "one byte - no link")
+    head = ("", "traffic / attention", "hidden, median [interval]", "bound", "one byte - no link")
     rows: list[Sequence[str]] = [head]
     for name, of in figures.items():
-        bounds = (f"{bound:.3f}" for bound in (of.bound, of.bound_later))
-        rows.append((name, f"{of.ratio:.2f}", str(of.hidden), *bounds, f"{of.signals.median:+.1%}"))
+        rows.append((name, f"{of.ratio:.2f}", str(of.hidden), f"{of.bound:.3f}", f"{of.signals.median:+.1%}"))
     waits: list[Sequence[str]] = [("waits", *(f"{kind.replace('_', ' ')}: rows, peer" for kind in KINDS))]
     for name, of in figures.items():
         shares = (f"{of.waits[kind].rows:.1%}, {of.waits[kind].peer:.1%}" for kind in KINDS)

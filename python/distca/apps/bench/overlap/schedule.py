@@ -62,18 +62,17 @@ def messages_of(plans: Sequence[distca.Plan], phase: str) -> dict[tuple[int, str
     return found
 
 
-def play(of: Pass, messages: Messages, link: distca.Link, *, awaits_own: bool = True) -> float:
+def play(of: Pass, messages: Messages, link: distca.Link) -> float:
     """Seconds of a pass whose ranks begin together: from then on until the last rank has ended.
 
     Args:
         of: the pass.
         messages: its messages.
         link: every rank's link.
-        awaits_own: whether a rank that collects waits for the results that it has sent to others, as the dispatcher
-            does. A rank that does not frees its slot when they have arrived, and computes meanwhile.
 
-    Every call needs only what came in calls before it, or credit that its receiver gives as it comes to the same call.
-    Therefore one walk over the calls is enough.
+    A rank that collects waits for the rows that it sent of its tensors. Its results may still leave: its slot is free
+    when they have, and it begins the half's next step then. Every call needs only what came in calls before it, or
+    credit that its receiver gives as it comes to the same call. Therefore one walk over the calls is enough.
     """
     ranks = len(of.times)
     now, free = [0.0] * ranks, [0.0] * ranks
@@ -99,6 +98,7 @@ def play(of: Pass, messages: Messages, link: distca.Link, *, awaits_own: bool = 
             times = of.times[rank][number]
             now[rank] += times.before + times.first
         if part == "dispatch":
+            now = [max(at, gone.get((half, "out", rank), 0.0)) for rank, at in enumerate(now)]
             credits = [freed.get((half, rank), 0.0) for rank in range(ranks)]
             for rank in range(ranks):
                 send(rank, half, "in", credits)
@@ -108,10 +108,10 @@ def play(of: Pass, messages: Messages, link: distca.Link, *, awaits_own: bool = 
                 now[rank] = max(now[rank], there.get((half, "in", rank), 0.0)) + then
                 send(rank, half, "out", [0.0] * ranks)
             if part == "collect":
-                own = gone.get((half, "out", rank), 0.0)
-                arrived = max(there.get((half, "out", rank), 0.0), own if awaits_own else 0.0)
-                now[rank] = max(now[rank], arrived) + then
-                freed[half, rank] = max(now[rank], own) + link.latency
+                now[rank] = (
+                    max(now[rank], there.get((half, "out", rank), 0.0), gone.get((half, "in", rank), 0.0)) + then
+                )
+                freed[half, rank] = max(now[rank] + link.latency, gone.get((half, "out", rank), 0.0))
     return max(at + after for at, after in zip(now, of.after, strict=True))
 
 

@@ -34,7 +34,7 @@ def plan_of(documents: Sequence[Sequence[int]]) -> distca.Plan:
 
 
 def run_ranks(
-    documents: Sequence[Sequence[int]], layers: int, traffics: Sequence[float], rounds: int
+    documents: Sequence[Sequence[int]], layers: int, cases: Sequence[tuple[float, int]]
 ) -> list[list[Measured]]:
     """Measures on all ranks; the arguments are those of `computed.run_rank`. Returns a list for each rank."""
     plan = plan_of(documents)
@@ -51,7 +51,7 @@ def run_ranks(
         heap_bytes=2 * plan.stats.slot_bytes,
     )
     found: list[list[Measured]] = [[] for _ in range(ranks)]
-    for traffic in traffics:
+    for traffic, rounds in cases:
         speed = bytes_sent([plan]) / (traffic * attention)
         with ExitStack() as stack:
             links = (distca.Link(speed, LATENCY), distca.Link(speed, LATENCY, signal_only=True), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import distca
 from distca.apps.bench.harness import Result, Row
 from distca.apps.bench.overlap import computed, slept
-from distca.apps.bench.overlap.benchmark import setting_of, wanted
+from distca.apps.bench.overlap.benchmark import TRAFFIC, setting_of, wanted
 from distca.apps.bench.overlap.cases import Measured
 from distca.apps.bench.overlap.figures import Figures, figures_of, lines_of
 from distca.apps.bench.overlap.picture import draw
@@ -37,10 +38,11 @@ class Ranks(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A speed of the link, and what was measured with it."""
+    """A speed of the link, and what was measured with it in so many rounds."""
 
     ranks: Ranks
     traffic: float
+    rounds: int
     figures: dict[str, Figures]
 
 
@@ -65,25 +67,27 @@ class SweepResult(Result):
 
     def table(self) -> str:
         """The cases as text."""
-        lines = [f"distca bench overlap --sweep: intervals of {self.details['level_of_intervals']:.1%}"]
+        lines = [f"distca bench overlap --sweep: intervals of at least {self.details['level_of_intervals']:.1%}"]
         for case in self.cases:
-            lines += ["", f"{case.ranks.name}, traffic {case.traffic:g}", *lines_of(case.figures)]
+            name = f"{case.ranks.name}, traffic {case.traffic:g}, {case.rounds} rounds"
+            lines += ["", name, *lines_of(case.figures)]
         return "\n".join(lines)
 
     def markdown(self) -> str:
         """The cases as a table in Markdown."""
         lines = [
-            "| ranks, documents | traffic | forward: traffic, hidden | bound | backward: traffic, hidden | bound "
-            "| step: hidden | bound | bound, own later | wanted | waits for rows | waits for a peer, link / one byte |",
+            "| ranks, documents | traffic | rounds | forward: traffic, hidden | bound "
+            "| backward: traffic, hidden | bound | step: hidden | bound | wanted "
+            "| waits for rows | waits for a peer, link / one byte |",
             "|" + "---|" * 12,
         ]
         for case in self.cases:
             forward, backward, step = (case.figures[name] for name in ("forward", "backward", "step"))
             least = wanted(case.traffic)
-            cells = [case.ranks.name, f"{case.traffic:g}"]
+            cells = [case.ranks.name, f"{case.traffic:g}", f"{case.rounds}"]
             for of in (forward, backward):
                 cells += [f"{of.ratio:.2f}, {of.hidden}", f"{of.bound:.3f}"]
-            cells += [f"{step.hidden}", f"{step.bound:.3f}", f"{step.bound_later:.3f}"]
+            cells += [f"{step.hidden}", f"{step.bound:.3f}"]
             cells.append("" if least is None else f"{least:g}")
             peers = (step.waits[kind].peer for kind in ("link", "one_byte"))
             cells += [f"{step.waits['link'].rows:.1%}", " / ".join(f"{share:.1%}" for share in peers)]
@@ -97,9 +101,9 @@ class SweepResult(Result):
         facts = setting()
         page.write_text(
             f"# What ping-pong hides: {facts['cpu']}, {facts['cores']} cores\n\n"
-            f"`{facts['command']}`, {self.details['rounds']} rounds. An interval holds the median with a probability\n"
-            f"of at least {self.details['level_of_intervals']:.1%}. Waits are shares of a step. A line's traffic is\n"
-            "that of the whole step, about. `docs/pingpong.md` says what the columns are.\n\n"
+            f"`{facts['command']}`. An interval holds the median with a probability of at least\n"
+            f"{self.details['level_of_intervals']:.1%}. Waits are shares of a step. A line's traffic is that of the\n"
+            "whole step, about. `docs/pingpong.md` says what the columns are.\n\n"
             f"{self.markdown()}\n"
         )
         draw(self.cases, picture)
@@ -110,14 +114,15 @@ def sweep(rounds: int | None = None, short: bool = False, groups: Sequence[Ranks
     """Measures every group of ranks at every speed of the link.
 
     Args:
-        rounds: how often each kind of step is taken in a case; 9 by default, 3 if it is to be short.
+        rounds: how often each kind of step is taken in a case; 9 by default, 3 if it is to be short. Cases with
+            little traffic take more (`rounds_at`).
         short: fewer rounds and speeds.
         groups: the ranks.
     """
     rounds = rounds or (3 if short else 9)
     traffics = TRAFFICS[::2] if short else TRAFFICS
     cases = [case for group in groups for case in _cases(group, traffics, rounds)]
-    level = cases[0].figures["step"].hidden.level
+    level = min(of.hidden.level for case in cases for of in case.figures.values())
     return SweepResult(
         NAME,
         [_row(case) for case in cases],
@@ -130,6 +135,7 @@ def sweep(rounds: int | None = None, short: bool = False, groups: Sequence[Ranks
                 {
                     "ranks": case.ranks._asdict(),
                     "traffic": case.traffic,
+                    "rounds": case.rounds,
                     "figures": {name: of.as_json() for name, of in case.figures.items()},
                 }
                 for case in cases
@@ -137,6 +143,15 @@ def sweep(rounds: int | None = None, short: bool = False, groups: Sequence[Ranks
         },
         cases,
     )
+
+
+def rounds_at(traffic: float, rounds: int) -> int:
+    """The rounds of a case; more where there is less traffic than `TRAFFIC`.
+
+    What is hidden is a share of the traffic. With half of the traffic the same noise of a step is twice the error,
+    which four times as many rounds make up for.
+    """
+    return math.ceil(rounds * max(1.0, TRAFFIC / traffic) ** 2)
 
 
 def _row(case: Case) -> Row:
@@ -147,16 +162,15 @@ def _row(case: Case) -> Row:
 def _cases(group: Ranks, traffics: Sequence[float], rounds: int) -> list[Case]:
     """Measures a group at some speeds of the link."""
     documents, layers = group.documents, group.layers
+    cases = [(traffic, rounds_at(traffic, rounds)) for traffic in traffics]
     ranks: list[list[Measured]]
     if group.how == COMPUTE:
         plan = computed.plan_of(documents)
-        ranks = distca.launch(
-            computed.run_rank, documents, layers, traffics, rounds, False, ranks=len(documents), threads=1
-        )
+        ranks = distca.launch(computed.run_rank, documents, layers, cases, False, ranks=len(documents), threads=1)
     else:
         plan = slept.plan_of(documents)
-        ranks = slept.run_ranks(documents, layers, traffics, rounds)
+        ranks = slept.run_ranks(documents, layers, cases)
     by_traffic = zip(*ranks, strict=True)
     return [
-        Case(group, traffic, figures_of(case, [plan, plan])) for traffic, case in zip(traffics, by_traffic, strict=True)
+        Case(group, *case, figures_of(measured, [plan, plan])) for case, measured in zip(cases, by_traffic, strict=True)
     ]

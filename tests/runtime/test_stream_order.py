@@ -1,0 +1,115 @@
+"""What is queued on the streams of a rank comes after as little as can be, and after all that it must.
+
+The streams of awkward_ranks.cpp do nothing. They keep the calls whose puts each stream waits for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import pytest
+
+import distca
+from distca.testing import _emulation
+from support.groups import on_all_ranks
+from support.processes import tensors_for
+from support.programs import AWKWARD_RANKS
+
+Result = TypeVar("Result")
+# Each rank has half of the rows of each document computed by the other.
+HEADS = distca.Heads(2, 1, 8)
+TASKS = [(0, 0, 32, 0, 1, 0), (0, 32, 64, 0, 1, 1), (1, 0, 32, 0, 1, 0), (1, 32, 64, 0, 1, 1)]
+PLAN = distca.plan(distca.Layout([[(0, 0, 64)], [(1, 0, 64)]]), HEADS, tasks=TASKS)
+
+
+class Ranks:
+    """Two ranks in ping-pong, whose calls have names."""
+
+    def __init__(self, library: ctypes.CDLL, contexts: list[distca.Context]) -> None:
+        self._library, self._contexts = library, contexts
+        self._steps: dict[str, list[distca.Step]] = {}
+        self._tensors = [tensors_for(PLAN.for_rank(rank))[:3] for rank in range(2)]
+
+    def dispatch(self, half: str) -> None:
+        """Begins a step of a half."""
+
+        def begin(rank: int, context: distca.Context) -> distca.Step:
+            return distca.dispatch(*self._tensors[rank], PLAN.for_rank(rank), context=context)
+
+        self._steps[half] = self._named(f"dispatch {half}", begin)
+
+    def attend(self, half: str) -> None:
+        """Attends to the half's step."""
+        self._named(f"attend {half}", lambda rank, _: distca.attend(self._steps[half][rank]))
+
+    def collect(self, half: str) -> None:
+        """Collects the half's step."""
+        self._named(f"collect {half}", lambda rank, _: distca.collect(self._steps[half][rank]))
+
+    def work_comes_after(self, call: str) -> list[bool]:
+        """For each rank, whether work that is queued from here on comes after what was put in that call."""
+        return [self._library.work_comes_after(rank, call.encode()) for rank in range(2)]
+
+    def grants_come_after(self, grant: str, put: str) -> list[bool]:
+        """For each rank, whether credit was granted in a call, after what was put in another."""
+        return [self._library.grant_comes_after(rank, grant.encode(), put.encode()) for rank in range(2)]
+
+    def _named(self, name: str, work: Callable[[int, distca.Context], Result]) -> list[Result]:
+        self._library.name_call(name.encode())
+        return on_all_ranks(self._contexts, work)
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    found = ctypes.CDLL(str(AWKWARD_RANKS.path()))
+    for name in ("work_comes_after", "grant_comes_after"):
+        getattr(found, name).restype = ctypes.c_bool
+    return found
+
+
+@contextmanager
+def two_ranks(library: ctypes.CDLL) -> Iterator[Ranks]:
+    library.only_order(b"order", ctypes.c_int64(1 << 20))
+    contexts = [
+        distca.Context(_emulation.find_context(f"order/{rank}"), HEADS, distca.CostModel()) for rank in range(2)
+    ]
+    try:
+        yield Ranks(library, contexts)
+    finally:
+        for context in contexts:
+            context.close()
+
+
+ALL, NONE = [True, True], [False, False]
+
+
+def test_a_half_is_collected_while_results_of_both_halves_leave(library: ctypes.CDLL) -> None:
+    with two_ranks(library) as ranks:
+        for half in ("A", "B"):
+            ranks.dispatch(half)
+        for half in ("A", "B"):
+            ranks.attend(half)
+        ranks.collect("A")
+        # The caller may change its tensors now. What follows is the rest of a layer.
+        assert ranks.work_comes_after("dispatch A") == ALL
+        assert ranks.work_comes_after("attend A") == ranks.work_comes_after("attend B") == NONE
+
+
+def test_a_slot_is_used_again_when_its_results_have_left_and_no_others(library: ctypes.CDLL) -> None:
+    with two_ranks(library) as ranks:
+        for half in ("A", "B"):
+            ranks.dispatch(half)
+        for half in ("A", "B"):
+            ranks.attend(half)
+        ranks.collect("A")
+        ranks.dispatch("A of the next layer")
+        assert ranks.work_comes_after("attend A") == ALL
+        assert ranks.grants_come_after("dispatch A of the next layer", "attend A") == ALL
+        assert ranks.work_comes_after("attend B") == NONE
+        ranks.collect("B")
+        assert ranks.work_comes_after("attend B") == NONE
+        ranks.dispatch("B of the next layer")
+        assert ranks.work_comes_after("attend B") == ALL
