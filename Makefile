@@ -104,10 +104,10 @@ pipeline: build $(VENV)/test-ready
 	$(BIN)/python -m pytest $(PIPELINE) tests/pipeline/every_*.py $(ARGS)
 
 megatron: build $(VENV)/test-ready
-	$(BIN)/python -m pytest $(MEGATRON) tests/integrations/every_megatron.py $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(MEGATRON) tests/integrations/every_megatron.py $(ARGS)
 
 pretraining: build $(VENV)/test-ready
-	$(BIN)/python -m pytest $(PRETRAINING) tests/apps/every_pretraining_*.py $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PRETRAINING) tests/apps/every_pretraining_*.py $(ARGS)
 
 faults: $(VENV)/built-all $(VENV)/titan-ready
 	PYTHONPATH=tests $(BIN)/python -m faults.planted_faults $(ARGS)

@@ -20,6 +20,7 @@ class BackgroundTransport final : public WrappingTransport {
   }
   void signal(int peer, int64_t word, uint64_t value) override { writes_.post(checked_signal(peer, word, value)); }
 
+  // Puts of the inner transport are made when they return.
   void signal_after(uint64_t /*mark*/, int peer, int64_t word, uint64_t value) override { signal(peer, word, value); }
 
   uint64_t mark() const override { return writes_.num_posted(); }

@@ -57,7 +57,7 @@ class DISTCA_EXPORT StreamOrder {
 
   /// Fills rows with NaN once all work queued so far is done, if the streams have stopped by then.
   virtual void poison(const RowView& rows, const RowExtent& n) = 0;
-  /// Says that the slot's last use is over once the work queued so far is done, and what was sent of it has left.
+  /// Says that the slot's last use is over once the work queued so far is done and what was sent of it has left.
   virtual void end(int64_t slot) = 0;
 
   /// Whether a graph is captured of what is queued.

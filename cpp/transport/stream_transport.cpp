@@ -213,6 +213,11 @@ void StreamTransport::await_rows(std::span<const StreamWait> waits, int64_t slot
   streams_->await(awaited_);
 }
 
+void StreamTransport::join() {
+  streams_->record(kSentSoFar, Stream::kTransfer);
+  streams_->wait_for(Stream::kWork, kSentSoFar);
+}
+
 void StreamTransport::end(int64_t slot) {
   streams_->record(end_of(slot), Stream::kWork);
   streams_->join_host();
@@ -220,6 +225,8 @@ void StreamTransport::end(int64_t slot) {
 
 void StreamTransport::set_tape(std::shared_ptr<Tape> tape) {
   forget_unsent();
+  // A replay comes after the work so far, and knows no point from before it.
+  if (tape && tape->is_complete()) join();
   is_recording_ = tape != nullptr;
   streams_->set_tape(std::move(tape));
 }
@@ -242,8 +249,7 @@ void StreamTransport::cancel() noexcept {
   stop();
   // The caller may free memory that the streams still read and write, once the work queued so far is done.
   try {
-    streams_->record(kSentSoFar, Stream::kTransfer);
-    streams_->wait_for(Stream::kWork, kSentSoFar);
+    join();
     streams_->join_host();
   } catch (const std::exception&) {
     // The fault that led here is the one to report.

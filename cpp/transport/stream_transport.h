@@ -82,6 +82,8 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   class Watch;
 
   void forget_unsent();
+  /// Makes work queued from here on wait for all that was sent.
+  void join();
   const DeviceMemory& memory_of(int peer) const;
   bool is_remote(int peer) const { return memory_of(peer).heap == nullptr; }
   /// A peer's word as this rank addresses it. For a remote peer that is the word at the same place in this rank's own

@@ -75,7 +75,7 @@ class DISTCA_EXPORT Transport {
   virtual void cancel() noexcept {}
 
   /// `mark` marks what this rank has put and signalled so far, and `quiet_until` waits only for what is before a mark.
-  /// A step that ends while rows of another step travel thus waits for its own rows alone.
+  /// A step thus waits for the puts that it must, while others are under way.
   virtual uint64_t mark() const { return 0; }
   virtual void quiet_until(uint64_t /*mark*/) { quiet(); }
   /// Like `signal`, but the value is also written after everything before the mark, to whatever peer that went. May

@@ -140,10 +140,10 @@ def test_a_sender_waits_for_the_slot_of_the_step_before_which_is_free_when_resul
     # tasks and then those of the rows, and results are home at 7 s.
     soon = pass_with(calls, [home, [*server[:3], (0.5, 0.0, 0.0), (0.0, 2.0, 1.0), server[5]]])
     assert play(soon, messages, link) == pytest.approx(7.0)
-    # A sender waits for its rows although nothing comes back to it, and then computes for 3 s.
+    # A sender computes for 0.5 s and waits for its rows, although nothing comes back to it.
     alone = {**messages, (0, "out"): [[0, 0], [0, 0]]}
-    sender = [*home[:2], (0.0, 0.0, 3.0)]
-    assert play(pass_with(calls[:3], [sender, home[:3]]), alone, link) == pytest.approx(4.0)
+    sender = [*home[:2], (0.0, 0.0, 0.5)]
+    assert play(pass_with(calls[:3], [sender, home[:3]]), alone, link) == pytest.approx(1.0)
     late = pass_with(calls, [home, [*server[:2], (0.0, 0.0, 5.0), *server[3:]]])
     # Results are home at 3 s. The server ends its collect, and frees the slot, at 7 s. Then the rows travel while it
     # computes until 11 s.

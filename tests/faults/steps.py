@@ -66,6 +66,13 @@ FAULTS = [
         "  has_sent_ = false;",
         (STREAM_ORDER,),
     ),
+    Fault(
+        "a replay does not wait for results of steps before it",
+        STREAM_TRANSPORT,
+        "  if (tape && tape->is_complete()) join();",
+        "",
+        (STREAM_ORDER,),
+    ),
     # ---- puts, credits, signals
     Fault(
         "values are not put",

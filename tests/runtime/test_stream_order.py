@@ -49,6 +49,20 @@ class Ranks:
         """Collects the half's step."""
         self._named(f"collect {half}", lambda rank, _: distca.collect(self._steps[half][rank]))
 
+    def record(self) -> list[distca.Recording]:
+        """Records a whole step."""
+
+        def recorded(rank: int, context: distca.Context) -> distca.Recording:
+            with context.record() as recording:
+                distca.core_attention(*self._tensors[rank], PLAN.for_rank(rank), context=context)
+            return recording
+
+        return self._named("record", recorded)
+
+    def replan(self, recordings: list[distca.Recording]) -> None:
+        """Gives each rank's recording its plan."""
+        self._named("replan", lambda rank, _: recordings[rank].replan(PLAN.for_rank(rank)))
+
     def work_comes_after(self, call: str) -> list[bool]:
         """For each rank, whether work that is queued from here on comes after what was put in that call."""
         return [self._library.work_comes_after(rank, call.encode()) for rank in range(2)]
@@ -113,3 +127,15 @@ def test_a_slot_is_used_again_when_its_results_have_left_and_no_others(library: 
         assert ranks.work_comes_after("attend B") == NONE
         ranks.dispatch("B of the next layer")
         assert ranks.work_comes_after("attend B") == ALL
+
+
+def test_a_replay_comes_after_the_results_of_steps_before_it(library: ctypes.CDLL) -> None:
+    """Also if they lie in the slot that the replay does not use."""
+    with two_ranks(library) as ranks:
+        recordings = ranks.record()  # in slot 0
+        ranks.dispatch("A")  # in slot 1
+        ranks.attend("A")
+        ranks.collect("A")
+        assert ranks.work_comes_after("attend A") == NONE
+        ranks.replan(recordings)
+        assert ranks.work_comes_after("attend A") == ALL

@@ -108,9 +108,8 @@ def play(of: Pass, messages: Messages, link: distca.Link) -> float:
                 now[rank] = max(now[rank], there.get((half, "in", rank), 0.0)) + then
                 send(rank, half, "out", [0.0] * ranks)
             if part == "collect":
-                now[rank] = (
-                    max(now[rank], there.get((half, "out", rank), 0.0), gone.get((half, "in", rank), 0.0)) + then
-                )
+                now[rank] = max(now[rank], there.get((half, "out", rank), 0.0)) + then
+                now[rank] = max(now[rank], gone.get((half, "in", rank), 0.0))
                 freed[half, rank] = max(now[rank] + link.latency, gone.get((half, "out", rank), 0.0))
     return max(at + after for at, after in zip(now, of.after, strict=True))
 
