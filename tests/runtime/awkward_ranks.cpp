@@ -90,10 +90,18 @@ class Order final : public transport::Streams {
     return granted_after_.contains(grant) && granted_after_.at(grant).contains("put in " + put);
   }
 
-  void record(int point, Stream stream) override { points_[static_cast<size_t>(point)] = of(stream); }
-  void wait_for(Stream stream, int point) override { of(stream).merge(Names(points_[static_cast<size_t>(point)])); }
-  void put(const transport::PutTable&) override { of(Stream::kTransfer).insert("put in " + call); }
-  void signal(std::span<const transport::SignalTo>) override { granted_after_[call] = of(Stream::kTransfer); }
+  void record(int point, Stream stream) override {
+    if (!is_taped_) points_[static_cast<size_t>(point)] = of(stream);
+  }
+  void wait_for(Stream stream, int point) override {
+    if (!is_taped_) of(stream).merge(Names(points_[static_cast<size_t>(point)]));
+  }
+  void put(const transport::PutTable&) override {
+    if (!is_taped_) of(Stream::kTransfer).insert("put in " + call);
+  }
+  void signal(std::span<const transport::SignalTo>) override {
+    if (!is_taped_) granted_after_[call] = of(Stream::kTransfer);
+  }
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override { return zeroed_host_memory(bytes); }
   Shared allocate_shared(int64_t bytes) override { return {allocate(bytes), {}}; }
@@ -105,7 +113,7 @@ class Order final : public transport::Streams {
   void await(std::span<const transport::AwaitedMessage>) override {}
   void fill_nan_if_stopped(const RowView&, const RowExtent&) override {}
   bool is_captured() const override { return false; }
-  void set_tape(std::shared_ptr<transport::Tape>) override {}
+  void set_tape(std::shared_ptr<transport::Tape> tape) override { is_taped_ = tape != nullptr; }
   void replay(const transport::Tape&) override {}
   std::optional<transport::StreamFault> fault() const override { return std::nullopt; }
   void stop() noexcept override {}
@@ -114,6 +122,7 @@ class Order final : public transport::Streams {
   using Names = std::set<std::string>;
   Names& of(Stream stream) { return queued_[static_cast<size_t>(stream)]; }
 
+  bool is_taped_ = false;  // what is queued on a tape happens later
   std::array<Names, 2> queued_;
   std::array<Names, kNumPoints> points_;
   std::map<std::string, Names> granted_after_;
