@@ -49,6 +49,14 @@ class Ranks:
         """Collects the half's step."""
         self._named(f"collect {half}", lambda rank, _: distca.collect(self._steps[half][rank]))
 
+    def take_two_halves(self) -> None:
+        """Dispatches halves A and B, attends to both, and collects A."""
+        for half in ("A", "B"):
+            self.dispatch(half)
+        for half in ("A", "B"):
+            self.attend(half)
+        self.collect("A")
+
     def record(self) -> list[distca.Recording]:
         """Records a whole step."""
 
@@ -102,11 +110,7 @@ ALL, NONE = [True, True], [False, False]
 
 def test_a_half_is_collected_while_results_of_both_halves_leave(library: ctypes.CDLL) -> None:
     with two_ranks(library) as ranks:
-        for half in ("A", "B"):
-            ranks.dispatch(half)
-        for half in ("A", "B"):
-            ranks.attend(half)
-        ranks.collect("A")
+        ranks.take_two_halves()
         # The caller may change its tensors now. What follows is the rest of a layer.
         assert ranks.work_comes_after("dispatch A") == ALL
         assert ranks.work_comes_after("attend A") == ranks.work_comes_after("attend B") == NONE
@@ -114,11 +118,7 @@ def test_a_half_is_collected_while_results_of_both_halves_leave(library: ctypes.
 
 def test_a_slot_is_used_again_when_its_results_have_left_and_no_others(library: ctypes.CDLL) -> None:
     with two_ranks(library) as ranks:
-        for half in ("A", "B"):
-            ranks.dispatch(half)
-        for half in ("A", "B"):
-            ranks.attend(half)
-        ranks.collect("A")
+        ranks.take_two_halves()
         ranks.dispatch("A of the next layer")
         assert ranks.work_comes_after("attend A") == ALL
         assert ranks.grants_come_after("dispatch A of the next layer", "attend A") == ALL
