@@ -152,6 +152,7 @@ Dispatcher::Step& Dispatcher::free_step() {
   return s;
 }
 
+/// Begins the step, lets peers send, and sends this home's rows.
 void Dispatcher::open(Step& s, Part part) {
   const Protocol::Timer timer(protocol_, "dispatch");
   s.heads = s.slice.heads();

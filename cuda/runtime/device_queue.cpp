@@ -96,7 +96,8 @@ class DeviceQueue::CudaTape final : public transport::TapeDevice {
     is_recorded_[static_cast<size_t>(point)] = true;
     check(cudaEventRecord(points_[static_cast<size_t>(point)].event, stream), "a point of a stream");
   }
-  /// Waits for a point of this replay. A point from before the replay needs no wait, because the replay comes after it.
+  /// Waits for a point of this replay. A point from before the replay needs no wait: the replay comes after it
+  /// (StreamTransport::set_tape).
   void wait_for(cudaStream_t stream, int point) const {
     if (!is_recorded_[static_cast<size_t>(point)]) return;
     check(cudaStreamWaitEvent(stream, points_[static_cast<size_t>(point)].event, 0), "a wait for another stream");
