@@ -70,7 +70,7 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
 def test_a_run_folder_that_is_damaged_is_an_error_that_names_the_file_and_what_to_do(
     whole_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("distca.apps.train.cli.launch", in_this_process)
+    monkeypatch.setattr("distca.apps.train.cli.start_ranks", in_this_process)
     monkeypatch.setattr("distca.apps.common.options.signal.signal", lambda *_: None)
     for number, (file, damage, said) in enumerate(DAMAGES):
         run_dir = killed_after(tmp_path / str(number), 4, source=whole_run)

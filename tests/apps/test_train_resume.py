@@ -149,7 +149,7 @@ def test_the_command_goes_on_where_an_interrupt_has_stopped_it(
     def step_with_interrupt(*args: Any) -> StepResult:
         return replace(train_step(*args), interrupted=True)
 
-    monkeypatch.setattr("distca.apps.train.cli.launch", in_this_process)
+    monkeypatch.setattr("distca.apps.train.cli.start_ranks", in_this_process)
     monkeypatch.setattr("distca.apps.common.options.signal.signal", lambda *_: None)
     runs = tmp_path / "runs"
     with monkeypatch.context() as patch:

@@ -148,7 +148,10 @@ def test_wrong_arguments_are_refused_before_anything_starts() -> None:
         distca.launch(_vanishes, ranks=1, start_method="fork")
 
 
-def _start_script(folder: Path, function: str) -> subprocess.Popen[str]:
+BOTH = pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+
+
+def _start_script(folder: Path, function: str, start_method: str) -> subprocess.Popen[str]:
     script = folder / "script.py"
     script.write_text(
         textwrap.dedent(
@@ -157,7 +160,9 @@ def _start_script(folder: Path, function: str) -> subprocess.Popen[str]:
             sys.path[:0] = {[str(Path(__file__).parents[i]) for i in (0, 1)]}
             import distca, test_launch
             if __name__ == "__main__":
-                print(distca.launch(test_launch.{function}, {str(folder)!r}, ranks=2, threads=1))
+                print(distca.launch(
+                    test_launch.{function}, {str(folder)!r}, ranks=2, threads=1, start_method={start_method!r}
+                ))
             """
         )
     )
@@ -217,15 +222,17 @@ def test_what_the_user_chose_of_freed_memory_stays(variable: str, monkeypatch: p
     assert len(calls) == 2
 
 
-def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:
-    with _start_script(tmp_path, "_writes_pid_and_waits") as parent:
+@BOTH
+def test_ranks_die_with_a_killed_parent(start_method: str, tmp_path: Path) -> None:
+    with _start_script(tmp_path, "_writes_pid_and_waits", start_method) as parent:
         pids = _wait_for(lambda: _rank_pids(tmp_path), "the start of the ranks")
         parent.kill()
     _wait_for(lambda: all(_gone(pid) for pid in pids), "the end of the ranks")
 
 
-def test_ctrl_c_reaches_the_ranks_and_those_that_handle_it_still_return(tmp_path: Path) -> None:
-    with _start_script(tmp_path, "_finishes_on_interrupt") as parent:
+@BOTH
+def test_ctrl_c_reaches_the_ranks_and_those_that_handle_it_still_return(start_method: str, tmp_path: Path) -> None:
+    with _start_script(tmp_path, "_finishes_on_interrupt", start_method) as parent:
         pids = _wait_for(lambda: _rank_pids(tmp_path), "the start of the ranks")
         parent.send_signal(signal.SIGINT)
         out, err = parent.communicate(timeout=60)
@@ -234,8 +241,9 @@ def test_ctrl_c_reaches_the_ranks_and_those_that_handle_it_still_return(tmp_path
     assert all(_gone(pid) for pid in pids)
 
 
-def test_ctrl_c_raises_keyboard_interrupt_where_ranks_do_not_handle_it(tmp_path: Path) -> None:
-    with _start_script(tmp_path, "_writes_pid_and_waits") as parent:
+@BOTH
+def test_ctrl_c_raises_keyboard_interrupt_where_ranks_do_not_handle_it(start_method: str, tmp_path: Path) -> None:
+    with _start_script(tmp_path, "_writes_pid_and_waits", start_method) as parent:
         pids = _wait_for(lambda: _rank_pids(tmp_path), "the start of the ranks")
         parent.send_signal(signal.SIGINT)
         _, err = parent.communicate(timeout=60)
@@ -244,8 +252,9 @@ def test_ctrl_c_raises_keyboard_interrupt_where_ranks_do_not_handle_it(tmp_path:
     assert all(_gone(pid) for pid in pids)
 
 
-def test_a_second_ctrl_c_kills_ranks_that_go_on(tmp_path: Path) -> None:
-    with _start_script(tmp_path, "_ignores_interrupts") as parent:
+@BOTH
+def test_a_second_ctrl_c_kills_ranks_that_go_on(start_method: str, tmp_path: Path) -> None:
+    with _start_script(tmp_path, "_ignores_interrupts", start_method) as parent:
         pids = _wait_for(lambda: _rank_pids(tmp_path), "the start of the ranks")
         parent.send_signal(signal.SIGINT)
         _wait_for(lambda: len(list(tmp_path.glob("*.interrupted"))) == 2, "the interrupt of both ranks")

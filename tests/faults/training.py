@@ -3,6 +3,21 @@
 from faults.fault import Fault
 
 FAULTS = [
+    # ---- ranks
+    Fault(
+        "a rank that was forked keeps alive what it was forked from",
+        "python/distca/connect/rank_process.py",
+        "        os.close(server._forkserver_alive_fd)\n",
+        "",
+        ("tests/connect/test_launch.py::test_ranks_die_with_a_killed_parent",),
+    ),
+    Fault(
+        "ranks of a command import for themselves",
+        "python/distca/apps/common/ranks.py",
+        "    multiprocessing.set_forkserver_preload(list(imports))\n",
+        "",
+        ("tests/apps/test_start_ranks.py",),
+    ),
     # ---- training
     Fault(
         "labels are not shifted",

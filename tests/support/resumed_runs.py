@@ -1,7 +1,7 @@
 """Runs of `distca train` that were killed and resumed, beside the same runs without interruption."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,8 @@ def resumed_with(ways: dict[str, dict[str, Any]], whole: TrainConfig, runs: Path
         train(resumed_config(again, {}), again)
 
 
-def in_this_process(fn: Callable[..., dict], *args: Any, ranks: int) -> list[dict]:
-    """Stands for `launch`, on one rank that is this process."""
+def in_this_process(fn: Callable[..., dict], *args: Any, ranks: int, imports: Sequence[str]) -> list[dict]:
+    """Stands for `start_ranks`, on one rank that is this process."""
     with one_rank():
         return [fn(*args)]
 

@@ -60,17 +60,19 @@ def start(arguments: list[str]) -> subprocess.Popen[str]:
 
 
 def ranks_of(process: subprocess.Popen[str]) -> dict[str, int]:
-    """The process ids of the ranks that a command has started, by their names."""
-    found = {}
+    """The process ids of the ranks that a command has started, or the process that it forks ranks from, by names."""
+    found, parents = {}, {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 name, fields = re.fullmatch(r"\d+ \((.*)\) (.*)\n", (folder / "stat").read_text()).groups()
             except (OSError, AttributeError):
                 continue
-            if int(fields.split()[1]) == process.pid and name.startswith("distca-rank"):
-                found[name] = int(folder.name)
-    return found
+            pid = int(folder.name)
+            parents[pid] = int(fields.split()[1])
+            if name.startswith("distca-rank"):
+                found[pid] = name
+    return {name: pid for pid, name in found.items() if process.pid in (parents[pid], parents.get(parents[pid]))}
 
 
 def metrics_in(run_dir: Path) -> list[dict]:

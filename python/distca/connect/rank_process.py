@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -163,6 +164,11 @@ def exit_now(code: int) -> NoReturn:
 def _die_with_parent() -> None:
     """Makes this process die with its parent: the launching program, or the fork server, which dies with it."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A fork server ends when nobody holds this end of a pipe any more, and gives it to each process that it forks.
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():  # the parent ended before the line above took effect
         os._exit(1)

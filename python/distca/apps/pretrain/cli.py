@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from distca.apps.common import memory_log
 from distca.apps.common.options import INTERRUPTED, exit_code, interrupt_on_sigterm
+from distca.apps.common.ranks import start_ranks
 from distca.apps.pretrain.options import Options, parse
 from distca.apps.pretrain.shapes import shape_of
-from distca.connect.launch import RankError, launch
+from distca.connect.launch import RankError
 from distca.connect.rank_process import Failure, exit_now, leave_process_group
 from distca.errors import DistcaError, InvalidArgumentError
 from distca.trace import nsys
@@ -106,8 +107,8 @@ def _with_own_ranks(options: Options) -> int:
     run_dir = _run_dir(resolved)
     _say_first(resolved, world_size, cuda=False)
     interrupt_on_sigterm()
-    stopped = launch(_rank, resolved, run_dir, ranks=world_size)[0]
-    return INTERRUPTED if stopped else 0
+    stopped = start_ranks(_rank, resolved, run_dir, ranks=world_size, imports=["distca.apps.pretrain.train"])
+    return INTERRUPTED if stopped[0] else 0
 
 
 def _as_rank(options: Options) -> int:

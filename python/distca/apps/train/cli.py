@@ -14,12 +14,12 @@ import torch
 
 from distca.apps.common import memory_log
 from distca.apps.common.options import INTERRUPTED, ConfigError, add_debug, interrupt_on_sigterm, tell
+from distca.apps.common.ranks import start_ranks
 from distca.apps.train.config import OPTION_TYPES, TrainConfig, option_name
 from distca.apps.train.corpora import read_corpora
 from distca.apps.train.log import create_run_dir
 from distca.apps.train.metrics import describe
 from distca.apps.train.resume import find_run, resumed_config
-from distca.connect.launch import launch
 from distca.connect.rank_process import exit_now, keep_freed_memory, leave_process_group
 from distca.errors import DistcaError
 from distca.trace import nsys
@@ -150,7 +150,8 @@ def _check_packages(config: TrainConfig) -> None:
 def _train_with_own_ranks(config: TrainConfig, resumed: Path | None) -> int:
     run_dir = resumed if resumed is not None else create_run_dir(config)
     interrupt_on_sigterm()
-    return _finish(launch(train_rank, config, run_dir, ranks=config.ranks)[0])
+    of_ranks = start_ranks(train_rank, config, run_dir, ranks=config.ranks, imports=["distca.apps.train.trainer"])
+    return _finish(of_ranks[0])
 
 
 def _train_as_rank(config: TrainConfig, resumed: Path | None, debug: bool) -> int:

@@ -1,0 +1,46 @@
+"""Ranks of a command are forked from one process that has imported what they need, where that can be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+PROGRAM = """
+import os
+import sys
+
+from distca.apps.common.ranks import start_ranks
+
+def of_rank():
+    imported = "imported_first" in sys.modules
+    import imported_first
+    return imported, {os.getpid(): "itself", os.getppid(): "its parent"}[imported_first.BY], os.environ["RANK"]
+
+if __name__ == "__main__":
+    for result in start_ranks(of_rank, ranks=3, imports=["imported_first"]):
+        print(*result)
+"""
+
+
+def _run(folder: Path, **variables: str) -> str:
+    (folder / "program.py").write_text(PROGRAM)
+    (folder / "imported_first.py").write_text("import os\nBY = os.getpid()\n")
+    environment = os.environ | {"PYTHONPATH": str(folder)} | variables
+    done = subprocess.run([sys.executable, folder / "program.py"], env=environment, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch knows GPUs: ranks are spawned")
+def test_ranks_are_forked_from_a_process_that_has_imported_what_they_need(tmp_path: Path) -> None:
+    assert _run(tmp_path) == "True its parent 0\nTrue its parent 1\nTrue its parent 2\n"
+
+
+def test_ranks_are_spawned_where_that_process_finds_no_place_for_its_socket(tmp_path: Path) -> None:
+    folder = tmp_path / ("a path that is too long for a socket" * 4)
+    folder.mkdir()
+    assert _run(tmp_path, TMPDIR=str(folder)) == "False itself 0\nFalse itself 1\nFalse itself 2\n"
