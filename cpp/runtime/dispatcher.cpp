@@ -1,6 +1,7 @@
 #include "runtime/dispatcher.h"
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 #include "plan/layout.h"
@@ -123,10 +124,12 @@ Dispatcher::Step& Dispatcher::begin(const plan::SliceView& slice, const Backward
   const plan::Header& h = slice.header();
   const int64_t bytes = h.num_rows * h.q_heads * 4;
   if (bytes > s.delta_bytes && !recording_) {
-    s.delta = backend_.allocate(bytes);
-    s.delta_bytes = bytes;
+    s.delta_bytes = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(bytes)));
+    s.deltas.push_back(backend_.allocate(s.delta_bytes));
   }
-  std::byte* const memory = recording_ ? recording_->memory_of_next_step(bytes, backend_).get() : s.delta.get();
+  std::byte* const memory = recording_         ? recording_->memory_of_next_step(bytes, backend_).get()
+                            : s.deltas.empty() ? nullptr
+                                               : s.deltas.back().get();
   const RowView delta = {memory, h.q_heads * 4, 4};
   backend_.row_dot(slice.heads(), h.num_rows, t.out, t.dout, delta, parallel);
   s.set(TensorKind::kQ, t.q);

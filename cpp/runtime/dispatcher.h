@@ -114,7 +114,9 @@ struct DISTCA_EXPORT Dispatcher::Step : Arena {
   StepId id;
   plan::SliceView slice{{}};
   ScoreOptions scores;
-  std::shared_ptr<std::byte> delta;  // for backward steps; only grows
+  /// Of backward steps. The last one is in use. Those before it were too short; work on any stream may still read them,
+  /// and an allocator that knows one stream alone would give them to others.
+  std::vector<std::shared_ptr<std::byte>> deltas;
   int64_t delta_bytes = 0;
   int64_t num_rounds = 0;  // in which this rank takes part
   bool more = false;       // whether a round comes after the one at hand

@@ -166,6 +166,7 @@ void Protocol::take_back() {
 
 void Protocol::announce_replay() {
   stream_->set_tape(nullptr);
+  stream_->join();
   is_silent_ = false;
   at_.now.plan_digest = calls_.value();
   part_ = Part::kReplay;

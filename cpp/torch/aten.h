@@ -66,7 +66,8 @@ Tensor vector_on_device_of(const Tensor& like, std::span<const Word> words) {
   const bool queued = like.is_cuda();
   require(
       !queued || !gpu_is_capturing(like.get_device_index()), "PyTorch's flash attention takes the rows of tasks from ",
-      "memory that is gone when a graph is launched; it cannot be captured into a CUDA graph, attention=\"own\" can");
+      "memory that is gone when a graph is launched; only recorded steps of a context with attention=\"own\" can be ",
+      "captured into a CUDA graph");
   const Tensor host =
       torch::stable::empty(sizes, dtype, std::nullopt, std::nullopt, queued ? std::optional<bool>(true) : std::nullopt);
   std::copy(words.begin(), words.end(), static_cast<Word*>(host.data_ptr()));

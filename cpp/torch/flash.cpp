@@ -83,6 +83,26 @@ Tensor sum_of_tasks(const Tensor& partial, const Tensor& like, const Batch& b) {
   return sum;
 }
 
+/// Queries and a positive scale. Flash attention takes the largest score of a row before it scales scores, and sets
+/// those that are not seen to -inf; with a scale that is not positive they would become inf or NaN.
+struct Scaled {
+  Tensor q;
+  double scale;
+};
+
+Scaled with_positive_scale(const Tensor& q, float scale) {
+  if (scale > 0.f) return {q, scale};
+  if (scale < 0.f) return {aten::unary("aten::neg", q), -scale};
+  Tensor none = empty_rows(q, q.size(0), q.size(1), q.size(2));
+  return {torch::stable::zero_(none), 1.0};
+}
+
+/// The gradient of q, from that of what with_positive_scale made of it.
+Tensor gradient_of_scaled(Tensor dq, float scale) {
+  if (scale > 0.f) return dq;
+  return scale < 0.f ? aten::unary("aten::neg", dq) : torch::stable::zero_(dq);
+}
+
 }  // namespace
 
 Tensor aligned_rows(const Tensor& t) {
@@ -126,7 +146,8 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_any, const Tensor& k_an
   const Tensor k = aligned_rows(k_any), v = aligned_rows(v_any);
   Tensor index;
   if (scattered) index = aten::vector_on_device_of<int64_t>(q_any, b.q_index);
-  const Tensor q = scattered ? aten::select_rows(q_any, index) : aligned_rows(q_any);
+  const auto [q, scale] =
+      with_positive_scale(scattered ? aten::select_rows(q_any, index) : aligned_rows(q_any), options.scale);
   const Tensor q_ends = aten::vector_on_device_of<int32_t>(q, b.q_ends);
   const Tensor kv_begins = aten::vector_on_device_of<int32_t>(q, b.kv_begins);
   std::optional<Tensor> kv_lengths;
@@ -134,7 +155,7 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_any, const Tensor& k_an
   const Window window = window_of(options.mask);
   const aten::Stack results = aten::call("aten::_flash_attention_forward", "", q, k, v, std::optional(q_ends),
                                          std::optional(kv_begins), b.max_q, b.max_kv, 0.0, window.causal, false,
-                                         std::optional<double>(options.scale), window.left, window.right, kv_lengths);
+                                         std::optional<double>(scale), window.left, window.right, kv_lengths);
   const Tensor computed = aten::tensor(results[0]);
   const Tensor computed_lse = torch::stable::transpose(aten::tensor(results[1]), 0, 1);  // [H, T] there
   for (size_t i = 2; i < 5; ++i) aten::tensor(results[i]);
@@ -165,7 +186,8 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_any, const 
   if (!b.own_keys) kv_index = aten::vector_on_device_of<int64_t>(q_any, rows_of_keys(b));
   const auto of_queries = [&](const Tensor& t) { return scattered ? aten::select_rows(t, index) : t; };
   const auto of_keys = [&](const Tensor& t) { return b.own_keys ? aligned_rows(t) : aten::select_rows(t, kv_index); };
-  const Tensor q = aligned_rows(of_queries(q_any)), k = of_keys(k_any), v = of_keys(v_any);
+  const auto [q, scale] = with_positive_scale(aligned_rows(of_queries(q_any)), options.scale);
+  const Tensor k = of_keys(k_any), v = of_keys(v_any);
   const Tensor lse = torch::stable::contiguous(torch::stable::transpose(of_queries(lse_any), 0, 1));
   std::vector<int32_t> kv_ends{0};
   for (const int32_t length : b.kv_lengths) kv_ends.push_back(kv_ends.back() + length);
@@ -176,8 +198,9 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_any, const 
       aten::call("aten::_flash_attention_backward", "", torch::stable::contiguous(of_queries(dout_any)), q, k, v,
                  torch::stable::contiguous(of_queries(out_any)), lse, aten::vector_on_device_of<int32_t>(q, b.q_ends),
                  aten::vector_on_device_of<int32_t>(q, kv_ends), b.max_q, b.max_kv, 0.0, window.causal, unused, unused,
-                 std::optional<double>(options.scale), window.left, window.right);
-  const Tensor dq_rows = aten::tensor(results[0]), dk = aten::tensor(results[1]), dv = aten::tensor(results[2]);
+                 std::optional<double>(scale), window.left, window.right);
+  const Tensor dq_rows = gradient_of_scaled(aten::tensor(results[0]), options.scale);
+  const Tensor dk = aten::tensor(results[1]), dv = aten::tensor(results[2]);
   if (scattered)
     aten::scatter_rows(dq, index, dq_rows);
   else

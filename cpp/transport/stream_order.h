@@ -59,6 +59,9 @@ class DISTCA_EXPORT StreamOrder {
   virtual void poison(const RowView& rows, const RowExtent& n) = 0;
   /// Says that the slot's last use is over once the work queued so far is done and what was sent of it has left.
   virtual void end(int64_t slot) = 0;
+  /// Makes work queued from here on wait for all that was sent. A replay needs that, because it knows no point from
+  /// before it.
+  virtual void join() = 0;
 
   /// Whether a graph is captured of what is queued.
   virtual bool is_captured() const = 0;

@@ -65,7 +65,7 @@ StreamTransport::StreamTransport(const char* name, std::unique_ptr<Transport> co
 }
 
 StreamTransport::~StreamTransport() {
-  quiet();
+  streams_->drain();
   watch_.reset();
   // After a fault nobody knows who still writes there. The memory is then kept until the process ends.
   if (stopped_ || streams_->fault()) static_cast<void>(new std::shared_ptr<void>(std::move(heaps_.owner)));
@@ -225,13 +225,15 @@ void StreamTransport::end(int64_t slot) {
 
 void StreamTransport::set_tape(std::shared_ptr<Tape> tape) {
   forget_unsent();
-  // A replay comes after the work so far, and knows no point from before it.
-  if (tape && tape->is_complete()) join();
   is_recording_ = tape != nullptr;
   streams_->set_tape(std::move(tape));
 }
 
-void StreamTransport::quiet() { streams_->drain(); }
+void StreamTransport::quiet() {
+  // Where the streams are done, what goes to other hosts has only been started. After a fault it may never end.
+  if (heaps_.sender && !stopped_ && !streams_->fault()) streams_->quiet(heaps_.sender);
+  streams_->drain();
+}
 
 void StreamTransport::forget_unsent() {
   table_.clear();

@@ -71,6 +71,7 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   void await_rows(std::span<const StreamWait> waits, int64_t slot) override;
   void poison(const RowView& rows, const RowExtent& n) override { streams_->fill_nan_if_stopped(rows, n); }
   void end(int64_t slot) override;
+  void join() override;
   bool is_captured() const override { return streams_->is_captured(); }
   void set_tape(std::shared_ptr<Tape> tape) override;
   void replay(const Tape& tape) override { streams_->replay(tape); }
@@ -82,8 +83,6 @@ class DISTCA_EXPORT StreamTransport final : public WrappingTransport, public Str
   class Watch;
 
   void forget_unsent();
-  /// Makes work queued from here on wait for all that was sent.
-  void join();
   const DeviceMemory& memory_of(int peer) const;
   bool is_remote(int peer) const { return memory_of(peer).heap == nullptr; }
   /// A peer's word as this rank addresses it. For a remote peer that is the word at the same place in this rank's own

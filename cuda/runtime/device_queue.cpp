@@ -97,7 +97,7 @@ class DeviceQueue::CudaTape final : public transport::TapeDevice {
     check(cudaEventRecord(points_[static_cast<size_t>(point)].event, stream), "a point of a stream");
   }
   /// Waits for a point of this replay. A point from before the replay needs no wait: the replay comes after it
-  /// (StreamTransport::set_tape).
+  /// (StreamOrder::join).
   void wait_for(cudaStream_t stream, int point) const {
     if (!is_recorded_[static_cast<size_t>(point)]) return;
     check(cudaStreamWaitEvent(stream, points_[static_cast<size_t>(point)].event, 0), "a wait for another stream");
@@ -200,10 +200,9 @@ void DeviceQueue::wait_for(Stream which, int point) {
   add("wait for a point", {}, [=, this](const auto&) { cuda_tape->wait_for(stream(which), point); });
 }
 
-bool DeviceQueue::is_captured() const {
-  const DeviceGuard guard(device_);
+bool DeviceQueue::is_captured(cudaStream_t stream) {
   cudaStreamCaptureStatus status{};
-  check(cudaStreamIsCapturing(stream(Stream::kWork), &status), "asking whether a graph is captured");
+  check(cudaStreamIsCapturing(stream, &status), "asking whether a graph is captured");
   return status != cudaStreamCaptureStatusNone;
 }
 

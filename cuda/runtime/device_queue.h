@@ -10,6 +10,7 @@
 #include <memory>
 #include <span>
 
+#include "common/error.h"
 #include "runtime/cuda_library.h"
 #include "runtime/device_guard.h"
 #include "runtime/device_table.h"
@@ -40,6 +41,9 @@ class DeviceQueue {
     if (tape_) return join(which, operation, parts, launch);
     const cudaStream_t on = stream(which);
     if (!has_table(parts)) return launch(DeviceTable{}, on);
+    require(!is_captured(on), operation,
+            " reads a table that is gone when a graph is launched; only recorded steps of ",
+            "a context can be captured into a CUDA graph");
     launch(tables_.upload(parts, on), on);
     tables_.done(on);
   }
@@ -51,8 +55,10 @@ class DeviceQueue {
   void replay(const transport::Tape& tape);
   void drain() noexcept;
 
-  bool is_captured() const;
-
+  bool is_captured() const {
+    const DeviceGuard guard(device_);
+    return is_captured(stream(Stream::kWork));
+  }
   bool is_recording() const { return tape_ != nullptr; }
 
  private:
@@ -61,6 +67,7 @@ class DeviceQueue {
   using Launch = std::function<void(const DeviceTable& table, cudaStream_t stream)>;
 
   static bool has_table(std::span<const transport::TablePart> parts);
+  static bool is_captured(cudaStream_t stream);
   void join(Stream which, const char* operation, std::span<const transport::TablePart> parts, Launch launch);
   /// Adds the next operation to the tape, and queues it where a graph is captured.
   void add(const char* operation, std::span<const transport::TablePart> parts, const transport::Tape::Start& start);

@@ -276,7 +276,9 @@ def dispatch(
     `attend` and `collect` are the other two parts. Together the three do what `distca.core_attention`
     does with the same arguments. All three are collective: every rank makes the same calls in the same order. Parts of
     another step may come in between; at most two steps are under way. q, k, v and sinks must not change until collect.
-    Backward needs no calls of its own: autograd runs the three parts in reverse, overlapped as forward was.
+    On a GPU the parts are queued on the stream that is current; if that is another one for each, the caller orders
+    them, as for every operator of PyTorch. Backward needs no calls of its own: autograd runs the three parts in
+    reverse, overlapped as forward was.
 
     It works in eager mode only, because a compiler could move the calls, or free rows that are still being sent.
 

@@ -154,6 +154,19 @@ def test_sinks_take_their_share_and_get_their_gradient(device: torch.device, tas
     torch.testing.assert_close(leaf.grad.cpu().double(), exact[5], rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("scale", [-0.4, 0.0, 0.4])
+@pytest.mark.parametrize("tasks", [whole, cut])
+def test_any_scale_is_the_textbook_formula(device: torch.device, tasks: object, scale: float) -> None:
+    """The kernels set what is not seen to -inf before they multiply by the scale."""
+    heads = HEADS["bf16"]
+    batch = random_batch(LENGTHS, heads, 6)
+    exact = eager_attention(batch, torch.float64, 0.0, None, scale)
+    table = whole(LENGTHS) if tasks is whole else cut(LENGTHS, 6)
+    ours = run(device, (batch.q, batch.k, batch.v, batch.dout), table, scale=scale)
+    for name, mine, e in zip(("out", "lse", "dq", "dk", "dv"), ours, exact, strict=True):
+        assert (mine.double() - e).square().mean().sqrt() <= e.square().mean().sqrt() / 128, name
+
+
 def test_the_gradient_of_sinks_by_aten_is_that_of_the_cpu_kernel_where_a_row_has_no_task(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(5)
     out, dout = torch.randn(2, 20, 4, 8, generator=generator)

@@ -9,6 +9,7 @@ machine of test_kernels_on_host.py, and compare errors with PyTorch's.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -309,6 +310,21 @@ def test_attention_on_two_streams_at_once_gives_what_it_gives_alone(own_gpu: Emu
                     assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
 
     _in_a_new_thread(run)
+
+
+def test_attention_without_a_context_is_refused_while_a_graph_is_captured(own_gpu: EmulatedGpu) -> None:
+    def attend() -> None:
+        q, k, v = torch.randn(3, 64, 2, 16, dtype=torch.bfloat16).unbind()
+        before = distca.attention(q, k, v, attention="flash")
+        own_gpu.synchronize()
+        gc.collect()  # memory of the tests before, which must not be freed while a graph is captured
+        with own_gpu.graph(), pytest.raises(distca.InvalidArgumentError, match="a table that is gone when a graph is"):
+            distca.attention(q, k, v, attention="flash")
+        after = distca.attention(q, k, v, attention="flash")
+        own_gpu.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+    _in_a_new_thread(attend)
 
 
 def test_what_flash_attention_lacks_and_own_kernels_have_is_an_error_that_names_them(gpu: EmulatedGpu) -> None:

@@ -323,6 +323,13 @@ FAULTS = [
         (FLASH_RANKS,),
     ),
     Fault(
+        "flash: the gradient of queries has the sign of a positive scale",
+        "cpp/torch/flash.cpp",
+        'scale < 0.f ? aten::unary("aten::neg", dq) : ',
+        "scale < 0.f ? dq : ",
+        (FLASH,),
+    ),
+    Fault(
         "flash: a sink leaves the output as it is",
         "cpp/torch/flash.cpp",
         "torch::stable::subtract(lse, sinks)",

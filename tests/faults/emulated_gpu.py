@@ -36,6 +36,13 @@ FAULTS = [
         STEPS,
     ),
     Fault(
+        "a graph is captured of a table that the ring will have used again",
+        "cuda/runtime/device_queue.h",
+        "    require(!is_captured(on), ",
+        "    require(true, ",
+        STEPS,
+    ),
+    Fault(
         "kernels are loaded when they are first started",
         "cuda/transport/cuda_streams.cpp",
         "    load_put_kernels();\n",

@@ -68,10 +68,31 @@ FAULTS = [
     ),
     Fault(
         "a replay does not wait for results of steps before it",
-        STREAM_TRANSPORT,
-        "  if (tape && tape->is_complete()) join();",
+        PROTOCOL,
+        "  stream_->join();",
         "",
         (STREAM_ORDER,),
+    ),
+    Fault(
+        "to check a plan queues what a replan needs",
+        PROTOCOL,
+        "  stream_->set_tape(std::move(tape));\n",
+        "  if (is_complete) stream_->join();\n  stream_->set_tape(std::move(tape));\n",
+        (STREAM_ORDER,),
+    ),
+    Fault(
+        "a context is closed while its rows are on the way to other hosts",
+        STREAM_TRANSPORT,
+        "  if (heaps_.sender && !stopped_ && !streams_->fault()) streams_->quiet(heaps_.sender);\n",
+        "",
+        (STREAM_ORDER,),
+    ),
+    Fault(
+        "memory of a backward step is given back when a longer one comes",
+        DISPATCHER,
+        "    s.deltas.push_back(backend_.allocate(s.delta_bytes));",
+        "    s.deltas = {backend_.allocate(s.delta_bytes)};",
+        ("tests/runtime/test_kept_memory.py",),
     ),
     # ---- puts, credits, signals
     Fault(

@@ -1,6 +1,6 @@
 // Groups of two loopback ranks, of which the first has a hard time, or whose streams do nothing but keep what is queued
-// after what. Loaded into a process (test_told_faults.py, test_stream_order.py), it puts their contexts, NAME/0 and
-// NAME/1, into the registry.
+// after what. Loaded into a process (test_told_faults.py, test_stream_order.py, test_kept_memory.py), it puts their
+// contexts, NAME/0 and NAME/1, into the registry.
 #include <array>
 #include <atomic>
 #include <map>
@@ -78,6 +78,26 @@ class WithoutMemory final : public emulation::WrappingBackend {
   bool backward_;
 };
 
+/// Counts what it allocates and what of that is given back.
+class CountedMemory final : public emulation::WrappingBackend {
+ public:
+  static inline std::atomic<int> allocated = 0, given_back = 0;
+
+  CountedMemory() : WrappingBackend(runtime::make_backend("cpu", "auto")) { allocated = given_back = 0; }
+  std::shared_ptr<std::byte> allocate(int64_t bytes) override {
+    ++allocated;
+    std::shared_ptr<std::byte> memory = WrappingBackend::allocate(bytes);
+    std::byte* const data = memory.get();
+    return {data, [kept = std::move(memory)](std::byte*) { ++given_back; }};
+  }
+};
+
+/// Sends nothing.
+class NoSender final : public transport::Sender {
+  void send(const Tables&, const transport::Guard&, void*) override {}
+  void quiet(void*) override {}
+};
+
 /// Streams on which nothing happens. Each stream knows the calls whose puts or grants everything comes after that is
 /// queued on it next.
 class Order final : public transport::Streams {
@@ -90,17 +110,28 @@ class Order final : public transport::Streams {
     return granted_after_.contains(grant) && granted_after_.at(grant).contains("put in " + put);
   }
 
+  /// How often something was queued, other than on a tape.
+  int num_queued() const { return num_queued_; }
+  /// Whether all that goes to other hosts is waited for.
+  bool awaits_all_sent() const { return awaits_all_sent_; }
+
   void record(int point, Stream stream) override {
-    if (!is_taped_) points_[static_cast<size_t>(point)] = of(stream);
+    if (is_queued()) points_[static_cast<size_t>(point)] = of(stream);
   }
   void wait_for(Stream stream, int point) override {
-    if (!is_taped_) of(stream).merge(Names(points_[static_cast<size_t>(point)]));
+    if (is_queued()) of(stream).merge(Names(points_[static_cast<size_t>(point)]));
   }
   void put(const transport::PutTable&) override {
-    if (!is_taped_) of(Stream::kTransfer).insert("put in " + call);
+    if (is_queued()) of(Stream::kTransfer).insert("put in " + call);
   }
   void signal(std::span<const transport::SignalTo>) override {
-    if (!is_taped_) granted_after_[call] = of(Stream::kTransfer);
+    if (is_queued()) granted_after_[call] = of(Stream::kTransfer);
+  }
+  void send(const transport::SendTable&, const std::shared_ptr<transport::Sender>&) override {
+    if (is_queued()) awaits_all_sent_ = false;
+  }
+  void quiet(const std::shared_ptr<transport::Sender>&) override {
+    if (is_queued()) awaits_all_sent_ = true;
   }
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override { return zeroed_host_memory(bytes); }
@@ -108,8 +139,6 @@ class Order final : public transport::Streams {
   std::shared_ptr<std::byte> open(const IpcHandle&, int64_t bytes) override { return allocate(bytes); }
   void join_host() override {}
   void drain() noexcept override {}
-  void send(const transport::SendTable&, const std::shared_ptr<transport::Sender>&) override {}
-  void quiet(const std::shared_ptr<transport::Sender>&) override {}
   void await(std::span<const transport::AwaitedMessage>) override {}
   void fill_nan_if_stopped(const RowView&, const RowExtent&) override {}
   bool is_captured() const override { return false; }
@@ -121,8 +150,14 @@ class Order final : public transport::Streams {
  private:
   using Names = std::set<std::string>;
   Names& of(Stream stream) { return queued_[static_cast<size_t>(stream)]; }
+  bool is_queued() {
+    num_queued_ += !is_taped_;
+    return !is_taped_;
+  }
 
   bool is_taped_ = false;  // what is queued on a tape happens later
+  int num_queued_ = 0;
+  bool awaits_all_sent_ = false;
   std::array<Names, 2> queued_;
   std::array<Names, kNumPoints> points_;
   std::map<std::string, Names> granted_after_;
@@ -168,15 +203,24 @@ void late_faults_of_queued_steps(const char* name, int64_t slot_bytes) {
   }
 }
 
-void only_order(const char* name, int64_t slot_bytes) {
+/// With `apart` the ranks are on two hosts.
+void only_order(const char* name, int64_t slot_bytes, bool apart) {
   using namespace distca;
   const runtime::HeapNeeds needs = runtime::heap_needs(kRanks, slot_bytes);
   auto control = transport::make_loopback(kRanks, 0, needs.num_signals);
   for (auto& one : orders) one = std::make_shared<Order>();
   const std::array<std::shared_ptr<transport::Streams>, kRanks> streams = {orders[0], orders[1]};
-  const transport::DeviceHeaps heaps = transport::allocate_heaps(needs.heap_bytes, needs.num_signals, streams);
+  const transport::DeviceHeaps both = transport::allocate_heaps(needs.heap_bytes, needs.num_signals, streams);
+  const std::shared_ptr<std::byte> arena = zeroed_host_memory(slot_bytes);
   for (int rank = 0; rank < kRanks; ++rank) {
     const auto i = static_cast<size_t>(rank);
+    transport::DeviceHeaps heaps = both;
+    if (apart) {
+      heaps.ranks[1 - i] = {};
+      heaps.owner = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(both.owner, arena);
+      heaps.sender = std::make_shared<NoSender>();
+      heaps.send_arena = {arena.get(), static_cast<size_t>(slot_bytes)};
+    }
     auto one = std::make_unique<transport::StreamTransport>("loopback", std::move(control[i]), streams[i], heaps);
     add(name, rank, slot_bytes, std::move(one), nullptr);
   }
@@ -191,6 +235,21 @@ bool work_comes_after(int rank, const char* put) {
 bool grant_comes_after(int rank, const char* grant, const char* put) {
   return distca::orders.at(static_cast<size_t>(rank))->grant_comes_after(grant, put);
 }
+
+int num_queued(int rank) { return distca::orders.at(static_cast<size_t>(rank))->num_queued(); }
+
+bool awaits_all_sent(int rank) { return distca::orders.at(static_cast<size_t>(rank))->awaits_all_sent(); }
+
+void counted_memory(const char* name, int64_t slot_bytes) {
+  using namespace distca;
+  const runtime::HeapNeeds needs = runtime::heap_needs(kRanks, slot_bytes);
+  auto ranks = transport::make_loopback(kRanks, needs.heap_bytes, needs.num_signals);
+  add(name, 0, slot_bytes, std::move(ranks[0]), std::make_shared<CountedMemory>());
+  add(name, 1, slot_bytes, std::move(ranks[1]), nullptr);
+}
+
+int num_allocated() { return distca::CountedMemory::allocated; }
+int num_given_back() { return distca::CountedMemory::given_back; }
 
 void without_memory(const char* name, int64_t slot_bytes, bool backward) {
   using namespace distca;

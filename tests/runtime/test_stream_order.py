@@ -71,6 +71,18 @@ class Ranks:
         """Gives each rank's recording its plan."""
         self._named("replan", lambda rank, _: recordings[rank].replan(PLAN.for_rank(rank)))
 
+    def check(self, recordings: list[distca.Recording]) -> None:
+        """Asks each rank's recording whether its plan fits."""
+        self._named("check", lambda rank, _: recordings[rank].check(PLAN.for_rank(rank)))
+
+    def num_queued(self) -> list[int]:
+        """For each rank, how often something was queued."""
+        return [self._library.num_queued(rank) for rank in range(2)]
+
+    def await_all_sent(self) -> list[bool]:
+        """For each rank, whether all that it has sent to other hosts is waited for."""
+        return [self._library.awaits_all_sent(rank) for rank in range(2)]
+
     def work_comes_after(self, call: str) -> list[bool]:
         """For each rank, whether work that is queued from here on comes after what was put in that call."""
         return [self._library.work_comes_after(rank, call.encode()) for rank in range(2)]
@@ -87,14 +99,14 @@ class Ranks:
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
     found = ctypes.CDLL(str(AWKWARD_RANKS.path()))
-    for name in ("work_comes_after", "grant_comes_after"):
+    for name in ("work_comes_after", "grant_comes_after", "awaits_all_sent"):
         getattr(found, name).restype = ctypes.c_bool
     return found
 
 
 @contextmanager
-def two_ranks(library: ctypes.CDLL) -> Iterator[Ranks]:
-    library.only_order(b"order", ctypes.c_int64(1 << 20))
+def two_ranks(library: ctypes.CDLL, *, apart: bool = False) -> Iterator[Ranks]:
+    library.only_order(b"order", ctypes.c_int64(1 << 20), ctypes.c_bool(apart))
     contexts = [
         distca.Context(_emulation.find_context(f"order/{rank}"), HEADS, distca.CostModel()) for rank in range(2)
     ]
@@ -139,3 +151,20 @@ def test_a_replay_comes_after_the_results_of_steps_before_it(library: ctypes.CDL
         assert ranks.work_comes_after("attend A") == NONE
         ranks.replan(recordings)
         assert ranks.work_comes_after("attend A") == ALL
+
+
+def test_to_check_a_plan_queues_nothing(library: ctypes.CDLL) -> None:
+    """A graph may be launched after the check, or may be under way on another stream."""
+    with two_ranks(library) as ranks:
+        recordings = ranks.record()
+        before = ranks.num_queued()
+        ranks.check(recordings)
+        assert ranks.num_queued() == before
+
+
+def test_a_context_is_closed_when_all_that_it_has_sent_to_other_hosts_has_arrived(library: ctypes.CDLL) -> None:
+    with two_ranks(library, apart=True) as ranks:
+        ranks.take_two_halves()
+        ranks.collect("B")
+        assert ranks.await_all_sent() == NONE
+    assert ranks.await_all_sent() == ALL

@@ -54,6 +54,7 @@ def _scores(q: Any, k: Any, scale: float, causal: bool, left: int | None, right:
     key.
     """
     group = q.shape[1] // k.shape[1]
+    assert scale > 0, scale  # scores that are not seen are -inf before they are scaled
     scores = torch.einsum("ihd,jhd->hij", q.double(), k.double().repeat_interleave(group, 1)) * scale
     rows, keys = scores.shape[1:]
     # The distance of key j from the key of row i.
