@@ -51,6 +51,8 @@ CPP_FILES = $(shell find cpp cuda tests -name '*.h' -o -name '*.cpp' -o -name '*
 SOURCES = CMakeLists.txt setup.py pyproject.toml $(shell find cpp cuda third_party)
 
 GPU := $(if $(NVCC),$(shell nvidia-smi -L 2>/dev/null))
+# Whether builds in place have the CUDA code.
+CUDA_IN_PLACE := $(GPU)$(if $(NVCC),$(filter 1 auto,$(DISTCA_CUDA)))
 ALL := DISTCA_CUDA=$(or $(DISTCA_CUDA),auto)
 INSTALL := $(PIP) install --no-build-isolation --no-deps --editable .
 
@@ -135,14 +137,14 @@ ptxas: $(VENV)/built-all
 	$(BIN)/python cuda/ptxas.py report build
 
 # Without what an earlier run left in setuptools' own folders, modules since removed among it.
-wheel: $(VENV)/ready
+wheel: $(VENV)/ready $(if $(NVCC),$(VENV)/cuda-ready)
 	rm -rf build/lib.* build/bdist.*
 	$(ALL) $(PIP) wheel --no-build-isolation --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf $(VENV) build dist python/*.egg-info python/distca/*.so python/distca/testing/*.so
 
-$(VENV)/built: $(VENV)/ready $(if $(GPU),$(VENV)/cuda-ready) $(SOURCES)
+$(VENV)/built: $(VENV)/ready $(if $(CUDA_IN_PLACE),$(VENV)/cuda-ready) $(SOURCES)
 	@rm -f $(VENV)/built-all
 	$(INSTALL)
 	@touch $@

@@ -49,6 +49,10 @@ fi
 number() { # NAME: a variable that must be a positive whole number, if it is set
   [[ "${!1-}" =~ ^([1-9][0-9]*)?$ ]] || { echo "pretrain_llama: error: $1 is ${!1}, must be a positive whole number" >&2; exit 2; }
 }
+for name in TP_SIZE PP_SIZE CP_SIZE; do # an argument counts more than a variable
+  option=${name,,}
+  [[ " $* " =~ .*\ --${option/_/-}[=\ ]([0-9]+)\  ]] && printf -v "$name" %s "${BASH_REMATCH[1]}"
+done
 for name in NNODES RANKS_PER_NODE MASTER_PORT TP_SIZE PP_SIZE CP_SIZE; do number $name; done
 
 allocated=${SLURM_JOB_NUM_NODES:-}
@@ -59,7 +63,8 @@ if [ -n "$allocated" ] && [ "$NNODES" -gt "$allocated" ]; then
 fi
 gpus=$( (command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null || true) | grep -c '^GPU' || true)
 least=$(((${TP_SIZE:-1} * ${PP_SIZE:-1} * ${CP_SIZE:-1} + NNODES - 1) / NNODES))
-RANKS_PER_NODE=${RANKS_PER_NODE:-$((gpus > 0 ? gpus : least))}
+given=${RANKS_PER_NODE:-}
+RANKS_PER_NODE=${given:-$((gpus > 0 ? gpus : least))}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
 
@@ -73,8 +78,7 @@ if [ "${ENABLE_NSYS:-0}" = 1 ]; then
 fi
 
 if [ -z "$allocated" ] && [ "$NNODES" = 1 ] && [ "$gpus" = 0 ]; then # pretrain_llama.py starts CPU ranks by itself
-  [ "$RANKS_PER_NODE" -gt 1 ] || RANKS_PER_NODE=2
-  RANKS=${RANKS:-$RANKS_PER_NODE} exec "$PYTHON" "$here/pretrain_llama.py" "$@"
+  RANKS=${RANKS:-${given:-$((least > 1 ? least : 2))}} exec "$PYTHON" "$here/pretrain_llama.py" "$@"
 fi
 if [ -z "$allocated" ]; then
   rendezvous=(--nnodes="$NNODES" --node-rank="${NODE_RANK:-0}" --master-port="${MASTER_PORT:-29500}")

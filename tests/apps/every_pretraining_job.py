@@ -93,13 +93,40 @@ def test_bash_trains_on_cpu_ranks_and_a_stopped_run_goes_on(tmp_path: Path) -> N
 def test_bash_names_the_rank_that_died(tmp_path: Path) -> None:
     with _start(tmp_path, STEPS="100000") as process:
         _lines_until(process, "step 1/")
-        [killed] = [pid for pid in _processes() if b"distca-rank-1" in _name(pid) and _parent(pid) == process.pid]
+        [killed] = [pid for pid in _processes() if b"distca-rank-1" in _name(pid) and _is_of(process.pid, pid)]
         begin = time.monotonic()
         os.kill(killed, signal.SIGKILL)
         last = _lines_until(process, "never")[-1]
         assert time.monotonic() - begin < 5
     assert process.returncode == 1
     assert last == "pretrain_llama: error: rank 1 of 2 was killed by signal SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "ranks"),
+    [
+        ({}, "", "2"),
+        ({"TP_SIZE": "2", "PP_SIZE": "2"}, "", "4"),
+        ({}, "--tp-size 2 --steps 3 --pp-size=2", "4"),
+        ({"CP_SIZE": "8"}, "--cp-size 3", "3"),
+        ({"TP_SIZE": "4", "RANKS_PER_NODE": "1"}, "", "1"),
+        ({"RANKS": "6"}, "--tp-size 2", "6"),
+    ],
+)
+def test_the_script_starts_as_many_cpu_ranks_as_the_sizes_need(
+    tmp_path: Path, variables: dict[str, str], arguments: str, ranks: str
+) -> None:
+    """Also where sizes are given as arguments, which count more than variables."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text('#!/bin/bash\necho "$RANKS ranks, ${@:2}"\n')
+    stand_in.chmod(0o700)
+    done = subprocess.run(
+        ["bash", SCRIPT, *arguments.split()],
+        env={"PATH": os.environ["PATH"], "PYTHON": str(stand_in)} | variables,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == (f"{ranks} ranks, {arguments}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -254,6 +281,11 @@ def _name(pid: int) -> bytes:
 
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def _is_of(command: int, pid: int) -> bool:
+    """Whether a command has started the process, or has started what it was forked from."""
+    return command in (_parent(pid), _parent(_parent(pid)))
 
 
 def _environment(pid: int) -> bytes:

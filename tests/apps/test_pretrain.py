@@ -244,6 +244,7 @@ MISTAKES = {
     "STEPS=0": r"--steps \(STEPS\) is 0, must be at least 1",
     "LR=nan": "LR is 'nan': must be a number",
     "ATTENTION=flash": "ATTENTION is 'flash': must be one of distca, megatron",
+    "HOMES=spread": "HOMES is 'spread': must be one of packed, head-tail",
     "RECOMPUTE=all": "must be one of none, selective, full",
     "SEQUENCE_PARALLEL=yes": "must be 0 or 1",
     "TP_SIZE=3": r"--tp-size \(TP_SIZE\) is 3, times --pp-size 1 must divide the 4 ranks",

@@ -234,7 +234,8 @@ class _Parser:
 
     def __init__(self, option: dataclasses.Field[Any]) -> None:
         self._type = str(option.type).removesuffix(" | None")
-        self._choices = {"Attention": get_args(Attention), "Recompute": get_args(Recompute)}.get(self._type, ())
+        choices = {"Attention": get_args(Attention), "Homes": get_args(Homes), "Recompute": get_args(Recompute)}
+        self._choices = choices.get(self._type, ())
 
     def __call__(self, text: str) -> Any:
         if self._choices and text not in self._choices:
