@@ -64,7 +64,6 @@ def _killed(arguments: list[str], run: Path, taken: int, chance: random.Random) 
         ("shards in stages", "tensor ranks"),
         ("tensor ranks", "chunks"),
         ("chunks", "stages of tensor ranks"),
-        ("stages of tensor ranks", "chunks"),
     ],
 )
 def test_a_killed_rank_ends_all_processes_within_two_seconds_and_the_run_goes_on_in_another_form(

@@ -35,14 +35,14 @@ FOUR = [
     *(Case(tensor=2, stock=True, changes=changes) for changes in RECOMPUTED),
     # `megatron_model` does not cut gated weights as Megatron does.
     Case(tensor=2, stock=True, changes={**WINDOWS, **AROUND, "gated_linear_unit": False}),
-    Case(tensor=2, steps=20),
+    Case(tensor=2, steps=8),
     Case(tensor=2, changes=SEQUENCE),
     Case(tensor=2, changes={**RECOMPUTED[1], "distribute_saved_activations": True}),
     Case(tensor=4, data=1),
     Case(tensor=4, data=1, kv_heads=1),
-    Case(pipeline=2, steps=20),
+    Case(pipeline=2, steps=8),
     *(Case(pipeline=2, changes=changes) for changes in RECOMPUTED),
-    Case(pipeline=2, layers=8, chunks=2, steps=20),
+    Case(pipeline=2, layers=8, chunks=2, steps=8),
     *(Case(pipeline=2, layers=8, chunks=2, changes=changes) for changes in RECOMPUTED),
     Case(pipeline=2, changes={"num_layers_in_first_pipeline_stage": 1}),
     Case(pipeline=2, changes={"num_layers_in_last_pipeline_stage": 1, "deallocate_pipeline_outputs": True}),
@@ -117,7 +117,7 @@ HALVED = [
     Case(tensor=2, halved=True, overlap=True, steps=3, shards=True, gathers=True),
     *(Case(tensor=2, halved=True, changes=SEQUENCE | changes) for changes in RECOMPUTED),
     Case(tensor=4, data=1, share=2, halved=True, changes=SEQUENCE),
-    Case(pipeline=2, halved=True, steps=20),
+    Case(pipeline=2, halved=True, steps=8),
     *(Case(pipeline=2, halved=True, changes=changes) for changes in RECOMPUTED),
     *(Case(pipeline=2, halved=True, layers=8, chunks=2, changes=changes) for changes in ({}, *RECOMPUTED)),
     Case(pipeline=2, halved=True, layers=3, changes={"account_for_loss_in_pipeline_split": True}),
@@ -134,7 +134,7 @@ HALVED = [
 ]
 #: Of eight processes.
 EIGHT = [
-    Case(2, 2, 2, steps=20),
+    Case(2, 2, 2, steps=8),
     *(Case(2, 2, 2, changes=SEQUENCE | changes) for changes in RECOMPUTED),
     Case(2, 2, 2, chunks=2, changes=SEQUENCE, overlap=True, steps=3, shards=True, gathers=True),
     Case(2, 2, 2, changes={**SEQUENCE, "num_layers_in_first_pipeline_stage": 1, **RECOMPUTED[0]}, shards=True),
