@@ -63,10 +63,16 @@ DISTCA_INLINE void store_keys(const Floats (&values)[kSums], int64_t key, float*
 template <class Operands>
 DISTCA_INLINE void softmax_lanes(const ScoreTile& tile, int64_t lane, float scale, float* scores,
                                  const SoftmaxState& state) {
-  const bool edge = is_edge(tile);
-  if (edge) {
-    const LaneVisibility visible = lane_visibility(tile.visible, lane);
-    for (int64_t key = tile.begin; key < tile.end; ++key) {
+  int64_t end = tile.end;  // no row of the vector sees a key from here on
+  if (is_edge(tile)) {
+    const Visible& seen = tile.visible;
+    const auto in_tile = [&](int64_t key) { return smaller_of(larger_of(key, tile.begin), tile.end); };
+    const LaneVisibility visible = lane_visibility(seen, lane);
+    end = in_tile((smaller_of(seen.upto + lane + kWidth - 1, seen.limit) + kSums - 1) / kSums * kSums);
+    // All rows of the vector see the keys before this one.
+    const int64_t first =
+        seen.from + lane + kWidth - 1 > tile.begin ? tile.begin : in_tile(smaller_of(seen.upto + lane, seen.limit));
+    for (int64_t key = first; key < end; ++key) {
       float* at = scores + key * kTileRows;
       store(at, sees(visible, static_cast<int32_t>(key)) ? load(at) : broadcast(-kInfinity));
     }
@@ -74,7 +80,7 @@ DISTCA_INLINE void softmax_lanes(const ScoreTile& tile, int64_t lane, float scal
   Floats largest[kSums];
 #pragma GCC unroll 4
   for (int u = 0; u < kSums; ++u) largest[u] = broadcast(-kInfinity);
-  for (int64_t key = tile.begin; key < tile.end; key += kSums) {
+  for (int64_t key = tile.begin; key < end; key += kSums) {
 #pragma GCC unroll 4
     for (int u = 0; u < kSums; ++u) largest[u] = larger(largest[u], load(scores + (key + u) * kTileRows));
   }
@@ -84,7 +90,7 @@ DISTCA_INLINE void softmax_lanes(const ScoreTile& tile, int64_t lane, float scal
   const Floats base = new_base == -kInfinity ? Floats{} : new_base;  // -inf - -inf would be NaN
   const Floats rescale = exponential(old_base - base);
   Floats sum[kSums] = {};
-  for (int64_t key = tile.begin; key < tile.end; key += kSums) {
+  for (int64_t key = tile.begin; key < end; key += kSums) {
     Floats p[kSums];
 #pragma GCC unroll 4
     for (int u = 0; u < kSums; ++u) {
@@ -93,6 +99,7 @@ DISTCA_INLINE void softmax_lanes(const ScoreTile& tile, int64_t lane, float scal
     }
     store_keys<Operands>(p, key, scores);
   }
+  for (int64_t key = end; key < tile.end; key += kSums) store_keys<Operands>({}, key, scores);
   store(state.row_base + lane, new_base);
   store(state.row_sum + lane, fused(load(state.row_sum + lane), rescale, (sum[0] + sum[1]) + (sum[2] + sum[3])));
   store(state.rescale + lane, rescale);
