@@ -27,7 +27,8 @@
 # Variables of this script:
 #
 #   NNODES          nodes (default: all of the allocation; without Slurm 1)
-#   RANKS_PER_NODE  processes on each node (default: its GPUs; on CPU as many as the parallel sizes need, at least 1)
+#   RANKS_PER_NODE  processes on each node (default: its GPUs; on CPU as many as the parallel
+#                   sizes need, on one machine at least 2)
 #   PYTHON          the Python that has distca and megatron-core (default: .venv/bin/python, otherwise python3)
 #   MASTER_PORT     port of the rendezvous (default: made of the job's number; without Slurm 29500)
 #   ENABLE_NSYS     1 records ten steps of every process with Nsight Systems into RUN_DIR (default: 0; needs a GPU)
@@ -51,7 +52,7 @@ number() { # NAME: a variable that must be a positive whole number, if it is set
 }
 for name in TP_SIZE PP_SIZE CP_SIZE; do # an argument counts more than a variable
   option=${name,,}
-  [[ " $* " =~ .*\ --${option/_/-}[=\ ]([0-9]+)\  ]] && printf -v "$name" %s "${BASH_REMATCH[1]}"
+  [[ " $* " =~ .*\ --${option/_/-}[=\ ]0*([1-9][0-9]*)\  ]] && printf -v "$name" %s "${BASH_REMATCH[1]}"
 done
 for name in NNODES RANKS_PER_NODE MASTER_PORT TP_SIZE PP_SIZE CP_SIZE; do number $name; done
 

@@ -231,7 +231,11 @@ void StreamTransport::set_tape(std::shared_ptr<Tape> tape) {
 
 void StreamTransport::quiet() {
   // Where the streams are done, what goes to other hosts has only been started. After a fault it may never end.
-  if (heaps_.sender && !stopped_ && !streams_->fault()) streams_->quiet(heaps_.sender);
+  try {
+    if (heaps_.sender && !stopped_ && !streams_->fault()) streams_->quiet(heaps_.sender);
+  } catch (const std::exception&) {
+    // The device is gone, and with it all that was queued.
+  }
   streams_->drain();
 }
 

@@ -27,20 +27,21 @@ if __name__ == "__main__":
 """
 
 
-def _run(folder: Path, **variables: str) -> str:
+def _run(folder: Path, **variables: str) -> list[str]:
     (folder / "program.py").write_text(PROGRAM)
     (folder / "imported_first.py").write_text("import os\nBY = os.getpid()\n")
     environment = os.environ | {"PYTHONPATH": str(folder)} | variables
     done = subprocess.run([sys.executable, folder / "program.py"], env=environment, capture_output=True, text=True)
-    return done.stdout + done.stderr
+    said = (done.stdout + done.stderr).splitlines()
+    return [line for line in said if not line.startswith("[Gloo]")]  # torch 2.10 does this
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch knows GPUs: ranks are spawned")
 def test_ranks_are_forked_from_a_process_that_has_imported_what_they_need(tmp_path: Path) -> None:
-    assert _run(tmp_path) == "True its parent 0\nTrue its parent 1\nTrue its parent 2\n"
+    assert _run(tmp_path) == ["True its parent 0", "True its parent 1", "True its parent 2"]
 
 
 def test_ranks_are_spawned_where_that_process_finds_no_place_for_its_socket(tmp_path: Path) -> None:
     folder = tmp_path / ("a path that is too long for a socket" * 4)
     folder.mkdir()
-    assert _run(tmp_path, TMPDIR=str(folder)) == "False itself 0\nFalse itself 1\nFalse itself 2\n"
+    assert _run(tmp_path, TMPDIR=str(folder)) == ["False itself 0", "False itself 1", "False itself 2"]

@@ -49,6 +49,23 @@ def test_an_interrupt_ends_all_ranks_after_a_whole_step_with_the_summary(
     _assert_gone(ranks)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_for_all_processes_of_the_command_ends_it_in_good_order(
+    number: signal.Signals, data: Path, tmp_path: Path
+) -> None:
+    """As `timeout` and batch systems send it."""
+    with start(command(tmp_path, "--steps", "100000"), start_new_session=True) as process:
+        _wait_for_first_step(tmp_path, process)
+        ranks = ranks_of(process)
+        os.killpg(process.pid, number)
+        out, err = process.communicate(timeout=150)
+    summary = summary_of(tmp_path)
+    assert (process.returncode, len(ranks), "Traceback" in err) == (130, 2, False), err
+    assert list(whole_checkpoints(tmp_path / "runs" / "run")) == [summary["steps"]]
+    assert f"stopped after {summary['steps']} steps" in out
+    _assert_gone(ranks)
+
+
 def test_a_rank_that_is_killed_ends_the_run_with_an_error_that_names_it(data: Path, tmp_path: Path) -> None:
     with start(command(tmp_path, "--steps", "100000")) as process:
         _wait_for_first_step(tmp_path, process)

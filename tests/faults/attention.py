@@ -27,6 +27,20 @@ AGREED = "python/distca/connect/cpu_kernels.py"
 FAULTS = [
     # ---- the kernel
     Fault(
+        "softmax leaves out keys that the last rows of a vector see",
+        SOFTMAX,
+        "smaller_of(seen.upto + lane + kWidth - 1, seen.limit)",
+        "smaller_of(seen.upto + lane, seen.limit)",
+        (ATTENTION,),
+    ),
+    Fault(
+        "softmax takes keys for seen by all rows that a window hides from some",
+        SOFTMAX,
+        "seen.from + lane + kWidth - 1 > tile.begin ? tile.begin : ",
+        "",
+        (EXACT,),
+    ),
+    Fault(
         "a row sees the key after it",
         FORWARD,
         "keys_visible_from(mask, item.begin + t * kTileRows, start, step_end)",

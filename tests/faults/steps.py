@@ -83,8 +83,8 @@ FAULTS = [
     Fault(
         "a context is closed while its rows are on the way to other hosts",
         STREAM_TRANSPORT,
-        "  if (heaps_.sender && !stopped_ && !streams_->fault()) streams_->quiet(heaps_.sender);\n",
-        "",
+        "streams_->quiet(heaps_.sender);\n  } catch",
+        "static_cast<void>(heaps_);\n  } catch",
         (STREAM_ORDER,),
     ),
     Fault(

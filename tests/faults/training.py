@@ -12,6 +12,13 @@ FAULTS = [
         ("tests/connect/test_launch.py::test_ranks_die_with_a_killed_parent",),
     ),
     Fault(
+        "a signal for all processes ends what ranks are forked from",
+        "python/distca/apps/common/ranks.py",
+        "        with signals_blocked():\n            forkserver.ensure_running()",
+        "        forkserver.ensure_running()",
+        ("tests/apps/test_train_ends.py",),
+    ),
+    Fault(
         "ranks of a command import for themselves",
         "python/distca/apps/common/ranks.py",
         "    multiprocessing.set_forkserver_preload(list(imports))\n",

@@ -31,7 +31,7 @@ def test_memory_of_backward_steps_is_kept_until_the_context_ends() -> None:
     for rows in ROWS:
         on_all_ranks(contexts, partial(step, rows=rows))
         allocated.append(library.num_allocated())
-    # Sizes are powers of two. Therefore those that were outgrown are together no larger than the last one.
+    # Sizes are powers of two. Therefore those that were outgrown are together smaller than the last one.
     assert allocated == [1, 1, 1, 2, 2]
     assert library.num_given_back() == 0
     for context in contexts:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
@@ -55,8 +56,9 @@ def command(tmp_path: Path, *options: str) -> list[str]:
     return ["-m", "distca", "train", *small, *places, *options]
 
 
-def start(arguments: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(arguments: list[str], **options: Any) -> subprocess.Popen[str]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, *arguments], text=True, **pipes, **options)
 
 
 def ranks_of(process: subprocess.Popen[str]) -> dict[str, int]:

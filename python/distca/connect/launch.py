@@ -16,7 +16,7 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -26,8 +26,8 @@ from typing import Any, Literal, TypeVar, get_args
 import torch.distributed as dist
 
 from distca.connect.open_files import check_open_files
-from distca.connect.rank_process import Failure, Success, rank_main
-from distca.errors import DistcaError, InvalidArgumentError
+from distca.connect.rank_process import ENDING, Failure, Success, rank_main
+from distca.errors import DistcaError, InvalidArgumentError, OperatingSystemError
 
 Result = TypeVar("Result")
 StartMethod = Literal["spawn", "forkserver"]
@@ -128,7 +128,8 @@ def launch(
         threads: threads of torch in each process; by default this machine's cores divided by `ranks`.
         start_method: `"spawn"`, or `"forkserver"` for programs that launch often and without a GPU, such as tests. The
             first such launch starts one process, which imports what `multiprocessing.set_forkserver_preload` names.
-            Ranks are forked from it, which saves each of them the seconds of those imports.
+            Ranks are forked from it, which saves each of them the seconds of those imports. Forked ranks run no
+            functions of `atexit`.
 
     Returns:
         What each rank returned, by rank.
@@ -137,7 +138,8 @@ def launch(
         RankError: a rank failed. It names the rank that failed first, and why. The others get a second to end by
             themselves, or a few while the cause is not known, and are then killed.
         InvalidArgumentError: an argument is out of range or cannot be pickled.
-        OperatingSystemError: the ranks take more open files than this process may have.
+        OperatingSystemError: the ranks take more open files than this process may have, or the process from which
+            they would be forked has ended.
     """
     if ranks < 1:
         raise InvalidArgumentError(f"launch: ranks is {ranks}, must be at least 1")
@@ -180,19 +182,34 @@ def launch(
 def _start(group: list[_Rank], call: bytes, ranks: int, threads: int, port: int, start_method: StartMethod) -> None:
     context: Any = multiprocessing.get_context(start_method)
     environment = dict(os.environ)  # a fork server would have the environment in which it was started
-    # A rank starts with SIGINT blocked and unblocks it once it has joined the group; an earlier Ctrl-C waits until
-    # then. The tracker is started first, because starting it would unblock the signal again.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with signals_blocked():
         for rank in range(ranks):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
                 target=rank_main, args=(call, rank, ranks, threads, port, environment, sender), name=f"rank {rank}"
             )
-            process.start()
+            try:
+                process.start()
+            except (EOFError, ConnectionError) as error:
+                raise OperatingSystemError(
+                    f"launch: the process that ranks are forked from has ended ({error}); what it wrote to stderr says "
+                    "why, often an import that failed"
+                ) from error
             sender.close()
             group.append(_Rank(rank, process, receiver))
+
+
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Blocks SIGINT and SIGTERM, also in processes that are started inside.
+
+    A rank unblocks them once it has joined the group; what comes earlier waits until then. A fork server keeps them
+    blocked: it ends with the program that started it, and a signal for all processes must not end the ranks with it.
+    """
+    resource_tracker.ensure_running()  # to start it inside would unblock signals again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -36,6 +36,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
+#: Signals that ask a program to end.
+ENDING = {signal.SIGINT, signal.SIGTERM}
 #: What a user chooses glibc's thresholds with.
 _MALLOC_VARIABLES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
@@ -93,8 +95,8 @@ def rank_main(
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _join_group(rank, ranks, threads, port)
-        # Gloo's threads keep SIGINT blocked: if one of them took it, this thread would stay asleep.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        # Gloo's threads keep these blocked: if one of them took one, this thread would stay asleep.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         fn, args = pickle.loads(call)
         value = fn(*args)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a rank that has returned is not interrupted any more

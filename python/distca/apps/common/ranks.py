@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from distca.connect.launch import StartMethod, launch
+from distca.connect.launch import StartMethod, launch, signals_blocked
 
 Result = TypeVar("Result")
 
@@ -40,7 +40,8 @@ def _start_method(imports: Sequence[str]) -> StartMethod:
         return "spawn"
     multiprocessing.set_forkserver_preload(list(imports))
     try:
-        forkserver.ensure_running()
+        with signals_blocked():
+            forkserver.ensure_running()
     except OSError:  # its socket is a file in the folder for temporary files, whose path may be too long or forbidden
         return "spawn"
     return "forkserver"

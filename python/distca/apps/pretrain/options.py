@@ -214,6 +214,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str] = os.environ)
         prog="pretrain_llama.py",
         description=__doc__,
         epilog="Every option may be given as a variable: TP_SIZE=2 is --tp-size 2. An argument counts more.",
+        allow_abbrev=False,  # pretrain_llama.sh looks for some of them
     )
     parsers = {f.name: _Parser(f) for f in fields(Options)}
     for one in fields(Options):
