@@ -187,7 +187,7 @@ void compute_tile(const KernelCall& call, const Scores& scores, int64_t key, int
   micro.softmax_gradient(tile, cap != 0.f ? 1.f : scale, cap, strip.lse + row, strip.delta + row, step.scores,
                          step.dprobs, outputs);
   micro.add_values(tile, rows, call.columns, elements == 1 ? outputs.dscores : step.dscore_rows, buffers.chunk.summed,
-                   key, nullptr, tile_dq(call, dq, row));
+                   key, {tile_dq(call, dq, row), nullptr, false});
 }
 
 /// Adds the contribution of `rows` rows of a strip, the first of which is document row `first`, to the gradients of the

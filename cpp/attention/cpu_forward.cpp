@@ -152,6 +152,7 @@ int64_t forward_scratch(const KernelCall& call) {
 struct Pairing {
   int64_t tile;  // of all heads
   int64_t rows;
+  bool is_first;  // of the tile's steps
   ScoreTile shape;
 };
 
@@ -170,8 +171,8 @@ void attend(const KernelCall& call, const Scores& scores, const PackedStep& step
   }
   micro.softmax_step(shape, scale, buffers.scores,
                      {buffers.row_base + tile * kTileRows, buffers.row_sum + tile * kTileRows, buffers.rescale});
-  micro.add_values(shape, pairing.rows, call.v_columns, buffers.scores, step.values, key, buffers.rescale,
-                   buffers.out + tile * Buffers::out_floats(call));
+  micro.add_values(shape, pairing.rows, call.v_columns, buffers.scores, step.values, key,
+                   {buffers.out + tile * Buffers::out_floats(call), buffers.rescale, pairing.is_first});
 }
 
 /// Writes the log-sum-exp.
@@ -207,7 +208,6 @@ void attend_rows(const KernelCall& call, const WorkItem& item, float* packed, co
     }
   }
   const int64_t all = call.group_heads * tiles;
-  std::fill_n(buffers.out, all * Buffers::out_floats(call), 0.f);
   std::fill_n(buffers.row_base, all * kTileRows, -kInfinity);
   std::fill_n(buffers.row_sum, all * kTileRows, 0.f);
 
@@ -218,8 +218,10 @@ void attend_rows(const KernelCall& call, const WorkItem& item, float* packed, co
     for (int64_t tile = 0; tile < all; ++tile) {
       const int64_t t = tile % tiles;
       const int64_t step_end = std::min(start + micro.softmax_keys, step.end);
-      const Visible visible = keys_visible_from(mask, item.begin + t * kTileRows, start, step_end);
-      const Pairing pairing{tile, rows_of(t), tile_of(call, rows_of(t), visible)};
+      const int64_t row = item.begin + t * kTileRows;
+      const Visible visible = keys_visible_from(mask, row, start, step_end);
+      const bool is_first = start == round_down(mask.first_key(row), micro.softmax_keys);
+      const Pairing pairing{tile, rows_of(t), is_first, tile_of(call, rows_of(t), visible)};
       if (pairing.shape.begin == pairing.shape.end) continue;
       if (next != nullptr) next->prefetch_some();
       attend(call, scores, step, start - step_start, pairing, buffers);

@@ -84,6 +84,13 @@ struct ScoreProduct {
   float* scores;         // output: [keys, kTileRows]
 };
 
+/// Sums over keys of a tile's rows, as add_values leaves them.
+struct SumsOverKeys {
+  float* data;
+  const float* rescale;  // the factor on each row's sums so far; may be null (ones)
+  bool are_new;          // nothing is summed up yet: what lies there is not read
+};
+
 /// Where the backward pass puts P and dS of a tile.
 struct GradientOutputs {
   float* probs;        // [keys] rows of a panel; words are pairs of query rows
@@ -129,9 +136,9 @@ struct MicroKernel {
   void (*multiply_scores)(const ScoreProduct& product);
   /// Sets sums [rows, columns] = rescale[row] * sums + weights * values, each row over the keys of the tile that it
   /// sees. `weights` are operands [pairs of keys, kTileRows]. `values` come from pack_values; the tile's first key is
-  /// their key `key`. `columns` is a multiple of kColumnUnit. `rescale` may be null (ones).
+  /// their key `key`. `columns` is a multiple of kColumnUnit.
   void (*add_values)(const ScoreTile& tile, int64_t rows, int64_t columns, const float* weights, Panels values,
-                     int64_t key, const float* rescale, float* sums);
+                     int64_t key, const SumsOverKeys& sums);
   /// Adds left [m, inner] * right [inner, columns] to c [m, columns], each row m over what it sees. Words of `left` are
   /// pairs of columns, those of `right` pairs of rows; `columns` is a multiple of kColumnUnit. Rows up to the next
   /// multiple of row_unit are computed too.

@@ -108,8 +108,7 @@ void multiply_scores(const ScoreProduct& p) {
 }
 
 template <class Operands, LeftForm kForm, int kN>
-DISTCA_INLINE void multiply_column(int64_t m, Visible visible, Panels left, const float* right, const float* rescale,
-                                   float* c) {
+DISTCA_INLINE void multiply_column(int64_t m, Visible visible, Panels left, const float* right, const SumsOverKeys& c) {
   constexpr int64_t kElements = Operands::kElements;
   for (int64_t row = 0; row < m; row += kTileM) {
     const Visible rows{visible.from + row, visible.upto + row, visible.limit};
@@ -129,11 +128,12 @@ DISTCA_INLINE void multiply_column(int64_t m, Visible visible, Panels left, cons
       add_edge_products<Operands, kForm, kTileM, kN>(whole_end, end_word, rows, a, left.panel_stride, right, sum);
 #pragma GCC unroll 8
     for (int i = 0; i < kTileM; ++i) {
-      const Floats factor = broadcast(rescale == nullptr ? 1.f : rescale[row + i]);
+      const Floats factor = broadcast(c.rescale == nullptr ? 1.f : c.rescale[row + i]);
 #pragma GCC unroll 4
       for (int j = 0; j < kN; ++j) {
-        float* at = c + (row + i) * kPanelWords + j * kWidth;
-        store(at, fused(load(at), factor, sum[i][j]));
+        float* at = c.data + (row + i) * kPanelWords + j * kWidth;
+        // Adding zero makes +0 of -0, as adding a sum to it does.
+        store(at, c.are_new ? sum[i][j] + Floats{} : fused(load(at), factor, sum[i][j]));
       }
     }
   }
@@ -141,31 +141,31 @@ DISTCA_INLINE void multiply_column(int64_t m, Visible visible, Panels left, cons
 
 template <class Operands, LeftForm kForm>
 DISTCA_INLINE void multiply_columns(int64_t m, int64_t columns, Visible visible, Panels left, Panels right,
-                                    const float* rescale, Panels c) {
+                                    const SumsOverKeys& c, int64_t c_stride) {
   int64_t column = 0;
   const auto at = [](int64_t i, int64_t stride) { return i / kPanelWords * stride + i % kPanelWords; };
+  const auto sums = [&] { return SumsOverKeys{c.data + at(column, c_stride), c.rescale, c.are_new}; };
   for (; column + kTileN * kWidth <= columns; column += kTileN * kWidth)
-    multiply_column<Operands, kForm, kTileN>(m, visible, left, right.data + at(column, right.panel_stride), rescale,
-                                             c.data + at(column, c.panel_stride));
+    multiply_column<Operands, kForm, kTileN>(m, visible, left, right.data + at(column, right.panel_stride), sums());
   for (; column < columns; column += kWidth)
-    multiply_column<Operands, kForm, 1>(m, visible, left, right.data + at(column, right.panel_stride), rescale,
-                                        c.data + at(column, c.panel_stride));
+    multiply_column<Operands, kForm, 1>(m, visible, left, right.data + at(column, right.panel_stride), sums());
 }
 
 template <class Operands>
 void multiply_visible(int64_t m, int64_t columns, Visible visible, Panels left, Panels right, Panels c) {
-  multiply_columns<Operands, LeftForm::kInnerColumns>(m, columns, visible, left, right, nullptr, c);
+  multiply_columns<Operands, LeftForm::kInnerColumns>(m, columns, visible, left, right, {c.data, nullptr, false},
+                                                      c.panel_stride);
 }
 
 /// Values are packed as pairs of rows. Sums are the packed matrix [kTileRows, columns].
 template <class Operands>
 void add_values(const ScoreTile& tile, int64_t rows, int64_t columns, const float* weights, Panels values, int64_t key,
-                const float* rescale, float* sums) {
+                const SumsOverKeys& sums) {
   // Only the left factor is const, and only for reading.
   const Panels left{const_cast<float*>(weights), 0};
   const Panels right{values.data + key / Operands::kElements * kPanelWords, values.panel_stride};
-  multiply_columns<Operands, LeftForm::kInnerRows>(rows, columns, tile.visible, left, right, rescale,
-                                                   {sums, kTileRows * kPanelWords});
+  multiply_columns<Operands, LeftForm::kInnerRows>(rows, columns, tile.visible, left, right, sums,
+                                                   kTileRows * kPanelWords);
 }
 
 }  // namespace

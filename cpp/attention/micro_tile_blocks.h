@@ -98,14 +98,13 @@ DISTCA_INLINE void add_tiles(const LeftTiles& left, const float* right) {
 
 /// Whether all bf16 of `rows` rows of `words` words (multiples of kWidth) are finite.
 DISTCA_INLINE bool all_finite(const float* p, int64_t rows, int64_t words, int64_t row_words) {
-  Ints found{};
+  const __m512i sizes = _mm512_set1_epi16(0x7fff), infinity = _mm512_set1_epi16(0x7f80);
+  __m512i largest = _mm512_setzero_si512();
   for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t j = 0; j < words; j += kWidth) {
-      const Words x = (Words)load(p + i * row_words + j);
-      found |= ((x & 0x7f80u) == 0x7f80u) | ((x & 0x7f800000u) == 0x7f800000u);
-    }
+    for (int64_t j = 0; j < words; j += kWidth)
+      largest = _mm512_max_epu16(largest, _mm512_and_si512((__m512i)load(p + i * row_words + j), sizes));
   }
-  return _mm512_test_epi32_mask((__m512i)found, (__m512i)found) == 0;
+  return _mm512_cmpge_epu16_mask(largest, infinity) == 0;
 }
 
 /// The words of pairs `first` on, with zero for each element outside [from, upto).

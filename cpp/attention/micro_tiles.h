@@ -96,12 +96,21 @@ struct ValueSums {
   int64_t columns;
   const float* weights;
   Panels values;  // of the tile's step
+  bool are_new;   // the sums, see SumsOverKeys
   float* sums;
 };
 
 template <int kM, int kN>
+DISTCA_INLINE void begin_block(const ValueSums& v, const float* sums) {
+  if (v.are_new)
+    zero_block<kM, kN>();
+  else
+    load_block<kM, kN>(sums);
+}
+
+template <int kM, int kN>
 DISTCA_INLINE void add_value_block(const ValueSums& v, int64_t column) {
-  load_block<kM, kN>(v.sums + column * kTileRows);
+  begin_block<kM, kN>(v, v.sums + column * kTileRows);
   for (int64_t key = v.tile.begin; key < v.tile.end; key += kTileElements)
     add_tiles<kM, kN>({value_tile(v.values, v.columns, key, column), kTileWords, kTileFloats},
                       v.weights + key / 2 * kTileRows);
@@ -116,7 +125,7 @@ void add_seen_values(const ValueSums& v, int64_t column) {
   for (int64_t lane = 0; lane < v.rows; ++lane) {
     const Visible& visible = v.tile.visible;
     const int64_t from = visible.from + lane, upto = smaller_of(visible.upto + lane, visible.limit);
-    load_block<kM, kN>(sums);
+    begin_block<kM, kN>(v, sums);
     for (int64_t key = v.tile.begin; key < v.tile.end; key += kTileElements) {
       const float* values = value_tile(v.values, v.columns, key, column);
       const Words mask = seen_pairs(key / 2, from, upto);
@@ -147,12 +156,25 @@ DISTCA_INLINE void rescale_sums(int64_t lanes, int64_t columns, const float* res
   }
 }
 
+/// Whether the values of all keys of the tile are finite that some row does not see, and those packed beside them.
+DISTCA_INLINE bool unseen_values_are_finite(const ValueSums& v) {
+  const Visible& visible = v.tile.visible;
+  const auto are_finite = [&](int64_t begin, int64_t end) {
+    begin = begin / kTileElements * kTileElements;
+    end = (end + kTileElements - 1) / kTileElements * kTileElements;
+    return begin >= end || all_finite(value_tile(v.values, v.columns, begin, 0), 1,
+                                      (end - begin) / kTileElements * v.columns * kTileWords, 0);
+  };
+  // All rows see the keys between these two ranges.
+  return are_finite(v.tile.begin, smaller_of(visible.from + v.rows - 1, v.tile.end)) &&
+         are_finite(larger_of(smaller_of(visible.upto, visible.limit), v.tile.begin), v.tile.end);
+}
+
 void add_values_on_tiles(const ScoreTile& tile, int64_t rows, int64_t columns, const float* weights, Panels values,
-                         int64_t key, const float* rescale, float* sums) {
-  const ValueSums v{tile, rows, columns, weights, {value_tile(values, columns, key, 0), 0}, sums};
-  const int64_t packed = (tile.end - tile.begin) / kTileElements * columns * kTileWords;
-  const bool lane_by_lane = is_edge(tile) && !all_finite(value_tile(v.values, columns, tile.begin, 0), 1, packed, 0);
-  if (rescale != nullptr) rescale_sums(tile.lanes, columns, rescale, sums);
+                         int64_t key, const SumsOverKeys& sums) {
+  const ValueSums v{tile, rows, columns, weights, {value_tile(values, columns, key, 0), 0}, sums.are_new, sums.data};
+  const bool lane_by_lane = !unseen_values_are_finite(v);
+  if (!sums.are_new && sums.rescale != nullptr) rescale_sums(tile.lanes, columns, sums.rescale, sums.data);
   finish_stores();
   int64_t column = 0;
   for (; column + kBlock <= columns; column += kBlock) {

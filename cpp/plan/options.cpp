@@ -31,8 +31,8 @@ void check_scores(const PlanOptions& o, const Layout& layout) {
   for (const ScoresRow& s : o.scores) {
     require(s.mask_kind >= 0 && s.mask_kind < kNumMaskKinds, "plan: mask number ", s.mask_kind, "; 0 to ",
             kNumMaskKinds - 1, " are allowed");
-    require(s.mask().is_possible(), "plan: window = ", s.window,
-            "; 0 (none) and, with the causal mask only, positive numbers of keys are allowed");
+    require(s.mask().is_possible() && s.window <= kMostWindow, "plan: window = ", s.window,
+            "; 0 (none) and, with the causal mask only, 1 to ", kMostWindow, " keys are allowed");
     for (const auto& [name, word, first] :
          {std::tuple{"scale", s.scale, o.scores[0].scale}, {"softcap", s.softcap, o.scores[0].softcap}}) {
       require(word == kOfTheCall || is_score_word(word), "plan: ", name, " is not a finite number");
@@ -76,9 +76,10 @@ void PlanOptions::check(const Layout& layout) const {
   const auto& table = cost.rates.rates;
   const int64_t dearest = table.empty() ? RateTable::kRateUnit : *std::max_element(table.begin(), table.end());
   __int128 pairs = 0, rows = 0;
-  for (int64_t length : layout.document_lengths()) {
-    pairs += static_cast<__int128>(length) * length;  // of the full mask, which has the most
-    rows += length;
+  for (int64_t i = 0; i < std::ssize(layout.document_lengths()); ++i) {
+    const Document one = document(layout, i);
+    pairs += visible_pairs(one, 0, one.length);
+    rows += one.length;
   }
   const __int128 total = (pairs * cost.per_pair * dearest / RateTable::kRateUnit + rows * cost.per_row) * heads.q_heads;
   require(total < static_cast<__int128>(INT64_MAX) / 2, "plan: the total cost of the layout passes 2^62; make the ",

@@ -15,6 +15,9 @@ namespace distca::plan {
 /// The messages that count as the bytes of a plan.
 enum class Objective : int64_t { kAll = 0, kForward = 1 };
 
+/// Most keys that a window may have: the rows of the longest document.
+inline constexpr int64_t kMostWindow = int64_t{1} << 31;
+
 struct PlanOptions {
   HeadShape heads;
   /// What makes scores: the different ones, and for each document which of them it has; empty: all have the first.

@@ -97,6 +97,7 @@ void Context::check_same_problem(const plan::SliceView& forward, const plan::Sli
                                        first_difference(forward, backward), "; make both of one layout"));
   }
   for (size_t i = 0; i < forward.segments().size(); ++i) {
+    if (forward.segments()[i].document == plan::kPadding) continue;
     const plan::ScoresRow &x = forward.scores_of(forward.segments()[i]),
                           &y = backward.scores_of(backward.segments()[i]);
     if (x == y) continue;

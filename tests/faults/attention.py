@@ -43,8 +43,8 @@ FAULTS = [
     Fault(
         "a row sees the key after it",
         FORWARD,
-        "keys_visible_from(mask, item.begin + t * kTileRows, start, step_end)",
-        "keys_visible_from(mask, item.begin + t * kTileRows + 1, start, step_end)",
+        "keys_visible_from(mask, row, start, step_end)",
+        "keys_visible_from(mask, row + 1, start, step_end)",
         (ATTENTION,),
     ),
     Fault(
@@ -191,9 +191,30 @@ FAULTS = [
     Fault(
         "tiles: keys that a row may not see are multiplied by zero",
         TILES,
-        "const bool lane_by_lane = is_edge(tile) && !all_finite(",
-        "const bool lane_by_lane = !is_edge(tile) && !all_finite(",
+        "const bool lane_by_lane = !unseen_values_are_finite(v);",
+        "const bool lane_by_lane = false;",
         (TILES_TEST,),
+    ),
+    Fault(
+        "tiles: of the keys at the edge only the first block is looked through",
+        TILES,
+        "smaller_of(visible.upto, visible.limit), v.tile.begin), v.tile.end);",
+        "smaller_of(visible.upto, visible.limit), v.tile.begin), v.tile.begin + kTileElements);",
+        (TILES_TEST,),
+    ),
+    Fault(
+        "the first step of a row adds to what an earlier row has left",
+        FORWARD,
+        "const bool is_first = start == round_down(mask.first_key(row), micro.softmax_keys);",
+        "const bool is_first = start == 0;",
+        (EXACT,),
+    ),
+    Fault(
+        "every step of a row forgets those before it",
+        FORWARD,
+        "pairing.is_first});",
+        "true});",
+        (ATTENTION,),
     ),
     Fault(
         "tiles: rows that do not see a key are multiplied by zero",

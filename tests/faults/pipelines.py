@@ -293,6 +293,20 @@ FAULTS = [
         ("tests/operators/test_save_core_attention.py",),
     ),
     Fault(
+        "padding must have the same mask in forward and backward",
+        "cpp/runtime/context_plans.cpp",
+        "    if (forward.segments()[i].document == plan::kPadding) continue;\n",
+        "",
+        ("tests/pipeline/test_sparse_batches.py",),
+    ),
+    Fault(
+        "a tick without documents has no scores",
+        "python/distca/planner/planning.py",
+        "        different = different or [Scores()]  # there is no document\n",
+        "",
+        ("tests/pipeline/test_sparse_batches.py",),
+    ),
+    Fault(
         "plans with labels may have any rows in backward",
         "cpp/runtime/context_plans.cpp",
         "    return same_document && x.begin == y.begin && x.end == y.end;",

@@ -88,7 +88,7 @@ def test_what_the_core_allows_of_heads_is_allowed() -> None:
         ({"rank": -1}, "plan: rank = -1; 0 to 0 are allowed"),
         ({"mask": 3}, "plan: mask = 3; 'causal', 'full' are allowed"),
         ({"mask": []}, "plan: mask = []; 'causal', 'full' are allowed"),
-        ({"window": "a"}, "plan: window = 'a'; None or a positive number of keys is allowed"),
+        ({"window": "a"}, "plan: window = 'a'; None or 1 to 2147483648 keys are allowed"),
         ({"servers": 3}, "plan: servers is 3; a list of ranks, or None for all, is expected"),
         ({"servers": []}, "plan: servers is empty; None stands for all ranks"),
         ({"servers": [1]}, "plan: servers = [1]; ranks from 0 to 0 are allowed"),

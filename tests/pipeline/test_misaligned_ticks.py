@@ -213,3 +213,35 @@ def test_no_mistake_no_error(told: dict[str, list[Told]]) -> None:
 @pytest.mark.parametrize("name", [name for name in mistake if name != "none_at_all"])
 def test_all_ranks_are_told_at_once(told: dict[str, list[Told]], name: str) -> None:
     mistake.assert_told_at_once(name, told[name])
+
+
+def test_frozen_layers_are_told_what_to_change() -> None:
+    (context,) = distca.loopback(1, max_tokens=64, heads=HEADS)
+    with context:
+        plans = PipelinePlans([distca.Layout.from_documents([[8]])], HEADS, stages=[[0]], layers=2, context=context)
+
+        def run(*needs_gradient: bool) -> None:
+            ticks = Ticks(plans, context=context)
+
+            def stage(work: Any, x: Any) -> torch.Tensor:
+                outs = [_attend(ticks.plan, 8, context=context) for _ in needs_gradient]
+                return sum(
+                    out.sum() if needs else out.sum().detach() for out, needs in zip(outs, needs_gradient, strict=True)
+                )
+
+            ticks.run(stage, like=torch.empty(0, 1))
+
+        run(True, True)
+        with pytest.raises(distca.InvalidArgumentError, match=r"tick 1 of 2, backward: .* requires_grad_\(\) on it"):
+            run(False, True)
+
+
+def test_a_stage_whose_weights_are_all_frozen_is_told_what_to_change() -> None:
+    (context,) = distca.loopback(1, max_tokens=64, heads=HEADS)
+    with context:
+        plans = PipelinePlans([distca.Layout.from_documents([[8]])], HEADS, stages=[[0]], layers=1, context=context)
+        ticks = Ticks(plans, context=context)
+        with pytest.raises(distca.InvalidArgumentError, match="tick 0 of 2, forward: .* stage 0 needs no gradient. .*"):
+            ticks.run(lambda work, x: _attend(ticks.plan, 8, context=context).sum().detach(), like=torch.empty(0, 1))
+        with pytest.raises(distca.InvalidArgumentError, match=r"Ticks: unknown \['softcaps'\]"):
+            Ticks(plans, context=context, softcaps=1.0)

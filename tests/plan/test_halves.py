@@ -75,6 +75,13 @@ def test_a_half_may_be_empty(lengths: list[list[int]]) -> None:
     assert first.layout.num_rows(0) == sum(lengths[0]) and second.layout.num_rows(0) == 0
 
 
+@pytest.mark.parametrize("options", [{"window": 0}, {"idle_rows": -1}, {"multiple_of": 0}], ids=str)
+def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
+    (name,) = options
+    with pytest.raises(distca.InvalidArgumentError, match=f"halves: {name} = "):
+        distca.halves(distca.Layout.from_documents([[7, 5]]), **options)
+
+
 def test_rows_of_a_half_are_padded_to_a_multiple() -> None:
     layout = distca.Layout.from_documents([[7, 5, 2], [9]])
     both = distca.halves(layout, idle_rows=1, multiple_of=4)

@@ -59,6 +59,15 @@ def test_it_says_what_memory_costs_in_balance_and_what_would_mend_it() -> None:
     assert "memory costs balance" not in str(distca.memory_report(free))
 
 
+def test_a_plan_within_its_tolerance_costs_no_balance() -> None:
+    layout = distca.Layout.from_documents([[256, 100], [64], [64]])
+    free = distca.plan(layout, HEADS, tolerance=0.3, min_rows=8)
+    other = distca.plan(layout, HEADS, tolerance=0.3, min_rows=8, capacity=free.stats.slot_bytes - 1)
+    assert other.stats.slot_bytes < other.stats.wanted_slot_bytes and other.stats.binding is None
+    report = distca.memory_report(other)
+    assert not report.trades_balance and "memory costs balance" not in str(report)
+
+
 def test_the_report_of_a_context_has_its_heap() -> None:
     plan = distca.plan(skewed(256), HEADS, min_rows=8)
     with loopback_group(plan, heap_bytes=1 << 20) as contexts:

@@ -119,6 +119,21 @@ def test_wrong_arguments_are_refused() -> None:
         iter(closed)
 
 
+def test_the_rank_is_that_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context's ranks may be other numbers than those of the process group."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 1)
+    first, second = distca.loopback(2, max_tokens=8, heads=HEADS)
+    with first, second, distca.PlanAhead([[3, 4]], heads=HEADS, layout=_layout, context=first) as steps:
+        assert [plan.rank for _, plan in steps] == [0]
+
+
+def test_a_length_that_is_no_integer_is_refused() -> None:
+    refused = pytest.raises(distca.InvalidArgumentError, match="length is not an integer")
+    with distca.PlanAhead([[3.5]], heads=HEADS, lengths=list) as steps, refused:
+        next(iter(steps))
+
+
 def test_gathered_lengths_need_no_process_group_for_one_rank() -> None:
     with distca.PlanAhead([[3, 4], [5]], heads=HEADS, lengths=list) as steps:
         assert [(batch, _segments(plan)) for batch, plan in steps] == [

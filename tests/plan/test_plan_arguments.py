@@ -91,6 +91,28 @@ def test_a_layout_whose_cost_would_overflow_is_refused() -> None:
         distca.plan(layout, HEADS[0], cost=distca.CostModel(2**20, 0))
 
 
+def test_the_cost_counts_what_documents_see() -> None:
+    """512 ranks of a million tokens each, in the dearest units that come with distca."""
+    cost = distca.CostModel.load("h200")
+    layout = distca.Layout.from_documents([[2**20]] * 512)
+    distca.plan(layout, distca.Heads(64, 8, 128, dtype=torch.bfloat16), cost=cost, balance=False)
+    with pytest.raises(distca.InvalidArgumentError, match="cost"):
+        distca.plan(layout, distca.Heads(512, 8, 128), cost=cost, mask="full", balance=False)
+
+
+def test_a_window_is_as_long_as_the_longest_document_at_most() -> None:
+    layout = distca.Layout.from_documents([[5]])
+    assert distca.plan(layout, HEADS[0], window=2**31).window == 2**31
+    for window in (0, 2**31 + 1):
+        with pytest.raises(distca.InvalidArgumentError, match="window = .*; None or 1 to 2147483648 keys"):
+            distca.plan(layout, HEADS[0], window=window)
+
+
+def test_scores_of_no_documents_are_an_empty_list() -> None:
+    plan = distca.plan(distca.Layout([[(distca.PADDING, 0, 3)], []]), HEADS[0], scores=[])
+    assert plan.num_rows == 3 and not plan.tasks
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -99,6 +121,7 @@ def test_a_layout_whose_cost_would_overflow_is_refused() -> None:
         ("heads", (8, 3, 64, 64, 0), "8 query heads and 3 key/value heads"),
         ("scores", [(2, 0, None, None)], "plan: mask number 2; 0 to 1 are allowed"),
         ("scores", [(1, 5, None, None)], "plan: window = 5"),
+        ("scores", [(0, 2**31 + 1, None, None)], "plan: window = 2147483649"),
         ("scores", [], "0 different masks"),
         ("ranks_per_node", -1, "plan: ranks_per_node = -1"),
     ],

@@ -18,6 +18,11 @@ from distca.serving import serve_calls
 if TYPE_CHECKING:
     from distca.pipeline.ticks import Ticks
 
+NEEDS_GRADIENT = (
+    "Layers whose weights are frozen have a backward if what goes into the first of them needs a gradient: call "
+    "requires_grad_() on it"
+)
+
 
 class CurrentTick:
     """One tick under way. Iterating over `Ticks` makes it.
@@ -77,12 +82,13 @@ class CurrentTick:
         plans = self._ticks.plans
         halves = "" if plans.halves is None else " of two halves"
         recomputed = "with" if self._ticks.groups else "without"
+        frozen = f". {NEEDS_GRADIENT}" if self.phase == "backward" else ""
         with refusals_told(self._ticks.context):
             raise InvalidArgumentError(
                 f"{self.name}: stage {plans.stage} ended the tick after {taken} of {num_steps} steps of attention "
                 f"({plans.depth} layers{halves} {recomputed} recomputation; this stage has "
                 f"{plans.layers[plans.stage]}). What to change: a stage without work calls tick.serve(), one with "
-                "fewer layers ticks.pad(hidden), and recompute= says what activation checkpointing runs again"
+                f"fewer layers ticks.pad(hidden), and recompute= says what activation checkpointing runs again{frozen}"
             )
 
     def check_half_over(self, half: int) -> None:

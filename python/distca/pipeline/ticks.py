@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from distca.arguments import check_type
 from distca.context import Context
-from distca.errors import InvalidArgumentError
-from distca.pipeline.current_tick import CurrentTick
+from distca.errors import InvalidArgumentError, refusals_told
+from distca.pipeline.current_tick import NEEDS_GRADIENT, CurrentTick
 from distca.pipeline.plans import PipelinePlans
 from distca.pipeline.recomputation import groups_of_stages
 from distca.pipeline.tick_plan import TickPlan
@@ -92,7 +92,10 @@ class Ticks:
                 f"{here.num_ranks} of context {here.name!r}; make them with PipelinePlans(..., context=)"
             )
         self.plans, self.context = plans, here
-        self.options = {"scale": None, "softcap": 0.0, "deterministic": False, **options}
+        self.options: dict[str, Any] = {"scale": None, "softcap": 0.0, "deterministic": False}
+        if unknown := options.keys() - self.options.keys():
+            raise InvalidArgumentError(f"Ticks: unknown {sorted(unknown)}; {list(self.options)} are options of layers")
+        self.options |= options
         self.groups = groups_of_stages("Ticks", recompute, plans.layers)
         self.save_attention = save_attention
         self.plan = TickPlan(self)
@@ -159,6 +162,12 @@ class Ticks:
             elif tick.phase == "forward":
                 output = stage(work, inputs.get(work) if table.has_backward else inputs.pop(work, None))
                 if table.has_backward:
+                    if not output.requires_grad:
+                        with refusals_told(self.context):
+                            raise InvalidArgumentError(
+                                f"{tick.name}: the output of stage {self.plans.stage} needs no gradient. "
+                                f"{NEEDS_GRADIENT}"
+                            )
                     outputs[work] = output
                 if table.position(self.plans.stage, work.chunk) == last:
                     losses[work.microbatch] = output.detach()

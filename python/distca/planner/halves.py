@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from distca.arguments import is_whole
+from distca.errors import InvalidArgumentError
 from distca.planner.layout import PADDING, Layout
 
 
@@ -96,6 +98,9 @@ def halves(layout: Layout, *, window: int | None = None, idle_rows: int = 0, mul
     Returns:
         The first and the second half.
 
+    Raises:
+        InvalidArgumentError: an argument is out of range.
+
     Examples:
         >>> first, second = distca.halves(distca.Layout.from_documents([[4, 4], [3, 3]]))
         >>> first.documents, second.documents
@@ -103,6 +108,11 @@ def halves(layout: Layout, *, window: int | None = None, idle_rows: int = 0, mul
         >>> second.rows(0)  # of rank 0's token tensor
         tensor([4, 5, 6, 7])
     """
+    if window is not None and not is_whole(window, 1):
+        raise InvalidArgumentError(f"halves: window = {window!r}; None or a positive number of keys is allowed")
+    for name, value, least in (("idle_rows", idle_rows, 0), ("multiple_of", multiple_of, 1)):
+        if not is_whole(value, least):
+            raise InvalidArgumentError(f"halves: {name} = {value!r}; at least {least} is allowed")
     lengths = layout.document_lengths
     tokens: list[dict[int, int]] = [defaultdict(int) for _ in lengths]  # of each document, by rank
     for rank in range(layout.num_ranks):
@@ -142,7 +152,10 @@ class _Difference:
     """First half minus second half, each quantity as a fraction of the whole: attention, and each rank's tokens."""
 
     def __init__(self, pairs: list[int], tokens: list[dict[int, int]], num_ranks: int) -> None:
-        totals = [sum(pairs), *(sum(of.get(rank, 0) for of in tokens) for rank in range(num_ranks))]
+        totals = [sum(pairs), *[0] * num_ranks]
+        for of in tokens:
+            for rank, n in of.items():
+                totals[1 + rank] += n
         self.weights = [
             [(0, cost / totals[0]), *((1 + rank, n / totals[1 + rank]) for rank, n in sorted(of.items()))]
             for cost, of in zip(pairs, tokens, strict=True)

@@ -83,6 +83,10 @@ class MemoryReport:
         return "\n".join(lines)
 
 
+def _is_short_of_memory(stats: PlanStats) -> bool:
+    return stats.binding is not None and stats.binding.startswith("capacity")
+
+
 def report(stats: Sequence[PlanStats], *, context: Context | str | None = None, layers: int = 1) -> MemoryReport:
     """`distca.memory_report` for the statistics of plans."""
     here = get_context() if context is None else find_context(context)
@@ -111,6 +115,7 @@ def report(stats: Sequence[PlanStats], *, context: Context | str | None = None, 
         heap_bytes=SLOTS * (slot_bytes if here is None else here.slot_bytes),
         capacity=None if here is None else here.slot_bytes,
         imbalance=[s.imbalance_after for s in stats],
-        wanted_slot_bytes=max(s.wanted_slot_bytes for s in stats),
+        # A plan that memory made another one may be as balanced as asked for.
+        wanted_slot_bytes=max([slot_bytes, *(s.wanted_slot_bytes for s in stats if _is_short_of_memory(s))]),
         retained_bytes=[layers * max(s.retained_bytes[rank] for s in stats) for rank in range(num_ranks)],
     )

@@ -42,10 +42,10 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
     in which it has no rows, until all loaders have ended. `idle_rows` gives it rows of padding instead, for models that
     cannot take an empty tensor.
 
-    `rank` is the rank whose slice the plans carry (default: this process's rank in `group`). `plan_options` go to
-    `distca.plan`; the `context` that runs the plans is one of them. `windows` are the windows of a model whose layers
-    differ in their sliding window; each step then has `distca.Plans` instead of one `distca.Plan`. The thread calls
-    loader and callbacks, one call at a time.
+    `rank` is the rank whose slice the plans carry (default: that of the `context`, or this process's rank in `group` if
+    none is given). `plan_options` go to `distca.plan`; the `context` that runs the plans is one of them. `windows` are
+    the windows of a model whose layers differ in their sliding window; each step then has `distca.Plans` instead of one
+    `distca.Plan`. The thread calls loader and callbacks, one call at a time.
 
     The next iteration raises an exception of the loader, of the callbacks or of planning. With `lengths` or `segments`,
     the other ranks then raise a PeerLeftError that names the rank. To stop the thread, use the PlanAhead as a context
@@ -112,7 +112,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
             raise InvalidArgumentError("PlanAhead: continues= needs lengths=; the others say it by themselves")
         if idle_rows < 0:
             raise InvalidArgumentError(f"PlanAhead: idle_rows is {idle_rows}, must be at least 0")
-        if rank is None and dist.is_initialized():
+        if rank is None and plan_options.get("context") is None and dist.is_initialized():
             rank = dist.get_rank(group)
         self._loader, self._layout, self._idle_rows = loader, layout, idle_rows
         self._telling = None if layout is not None else telling("PlanAhead", lengths, continues, segments)

@@ -128,6 +128,7 @@ def plan(
         raise InvalidArgumentError("plan: scores are given, and mask or window as well; scores have both")
     else:
         different, of_documents = numbered("plan", scores, len(layout.document_lengths))
+        different = different or [Scores()]  # there is no document
     if servers is not None:
         servers = listed("plan", "servers", servers, "a list of ranks, or None for all,")
         if not servers:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from distca.arguments import is_number, is_whole, listed
 from distca.errors import InvalidArgumentError
 
+_MOST_WINDOW = 2**31  # rows of the longest document
+
 #: The masks by their numbers in the core.
 MASKS = ("causal", "full")
 
@@ -32,9 +34,9 @@ class Scores(NamedTuple):
         """Raises InvalidArgumentError if a value is out of range."""
         if not isinstance(self.mask, str) or self.mask not in MASKS:
             raise InvalidArgumentError(f"{function}: mask = {self.mask!r}; {', '.join(map(repr, MASKS))} are allowed")
-        if self.window is not None and not is_whole(self.window, 1):
+        if self.window is not None and not is_whole(self.window, 1, _MOST_WINDOW):
             raise InvalidArgumentError(
-                f"{function}: window = {self.window!r}; None or a positive number of keys is allowed"
+                f"{function}: window = {self.window!r}; None or 1 to {_MOST_WINDOW} keys are allowed"
             )
         if self.scale is not None and not is_number(self.scale, -math.inf, math.inf):
             raise InvalidArgumentError(f"{function}: scale = {self.scale!r}; None or a finite number is allowed")

@@ -58,7 +58,10 @@ class TellsLengths(Telling):
 
     def words(self, batch: Any) -> list[int]:
         """The lengths."""
-        told = [int(length) for length in self._lengths(batch)]
+        try:
+            told = [index(length) for length in self._lengths(batch)]
+        except TypeError as error:
+            raise InvalidArgumentError(f"{self._name}: a document's length is not an integer: {error}") from None
         if (wrong := next((length for length in told if length < 1), None)) is not None:
             raise InvalidArgumentError(f"{self._name}: a document has length {wrong}, must be at least 1")
         if self._continues is not None and self._continues(batch):
