@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ConstantLR
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers.masking_utils import create_causal_mask
 
 import distca
 import distca.integrations.hf
@@ -286,6 +287,15 @@ def test_a_plan_of_another_window_is_refused_only_where_a_document_shows_the_dif
         logits(4)
 
 
+def test_padding_beside_documents_with_a_window_runs_in_layers_of_any_window() -> None:
+    """Document 0, on another rank, says nothing of a rank that has padding alone."""
+    layout = distca.Layout([[(0, 0, 8)], [(-1, 0, 8)]])
+    plan = distca.plan(layout, HEADS, rank=1, scores=[distca.Scores(window=4)])
+    assert all(distca.integrations.hf._plan_of_layer(plan, window) is plan for window in (None, 3, 4))
+    with pytest.raises(distca.InvalidArgumentError, match="window of 3, the plan one of 4"):
+        distca.integrations.hf._plan_of_layer(plan.for_rank(0), 3)
+
+
 def _mask_request(**options: object) -> dict[str, object]:
     def causal(batch, head, q, kv):
         return kv <= q
@@ -307,3 +317,18 @@ def test_masks_that_models_lay_over_the_causal_one_are_refused(options: dict, me
     q, kv = torch.zeros(1, 4, 8, 8), torch.zeros(1, 2, 8, 8)
     with pytest.raises(distca.InvalidArgumentError, match=message):
         hf.distca_attention(torch.nn.Identity(), q, kv, kv, mask, plan=_plan())
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_blocks_over_a_causal_mask_are_refused_in_a_graph_too(is_causal: bool) -> None:
+    """A graph cannot look into the mask, as a call outside of it does."""
+    config = LlamaConfig(hidden_size=32, num_attention_heads=HEADS.q, attn_implementation="distca")
+    blocks = {} if is_causal else {"block_sequence_ids": torch.tensor([[0, 0, 0, -1, -1, -1, -1, -1]])}
+
+    def objection(embeds: torch.Tensor) -> str | None:
+        mask = create_causal_mask(config, embeds, None, None, **blocks)
+        return mask.objection()
+
+    for call in (objection, torch.compile(objection, backend="eager", fullgraph=True)):
+        found = call(torch.zeros(1, 8, 32))
+        assert found is None if is_causal else "a mask that is not causal" in found

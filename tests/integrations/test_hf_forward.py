@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.utils.checkpoint import checkpoint
 
 import distca
@@ -261,6 +263,19 @@ def test_what_cannot_be_exact_is_refused_before_any_step_with_the_reason(case: s
     model = refused.family.model("distca")
     with pytest.raises(distca.InvalidArgumentError, match=refused.message):
         _call(refused.family, refused.layout, model=model, **refused.options)
+
+
+@pytest.mark.parametrize("kind", ["granite_speech", "granite_speech_plus", "qwen2_audio"])
+def test_labels_of_cut_documents_are_refused_where_the_model_ignores_shifted_ones(kind: str) -> None:
+    config = transformers.AutoConfig.for_model(kind)
+    loss = inspect.unwrap(transformers.AutoModelForMultimodalLM._model_mapping[type(config)].forward)
+    assert "CrossEntropyLoss" in loss.__code__.co_names
+    model = LLAMA.model("distca")
+    model.config.model_type = kind
+    labels = _inputs(LAYOUT, 0)["shift_labels"]
+    with pytest.raises(distca.InvalidArgumentError, match="document 0 is cut, and LlamaForCausalLM ignores shift_la"):
+        _call(LLAMA, LAYOUT, model, labels=labels, shift_labels=labels)
+    assert torch.equal(_call(LLAMA, model=model, labels=_inputs(ONE_RANK, 0)["shift_labels"]), _call(LLAMA))
 
 
 def test_positions_may_be_left_out_of_whole_documents_and_may_begin_after_padding() -> None:

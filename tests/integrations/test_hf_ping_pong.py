@@ -14,6 +14,7 @@ import torch
 
 import distca
 from distca.integrations import hf
+from distca.integrations.hf_ping_pong import HalvedPlans
 from support.groups import loopback_group, on_all_ranks
 from support.models import FAMILIES, GQA, LENGTHS, VOCABULARY, WINDOW
 from support.rope import ROPE
@@ -82,3 +83,45 @@ def test_a_plan_of_halves_for_a_model_without_ping_pong_says_what_to_call() -> N
     ids = torch.zeros(1, sum(LENGTHS), dtype=torch.int64)
     with pytest.raises(distca.InvalidArgumentError, match=r"not in ping-pong: hf\.ping_pong\(model\)"):
         FAMILIES["llama"].model("distca")(ids, plan=halved, use_cache=False)
+
+
+def test_a_plan_of_halves_for_a_forward_that_was_replaced_says_so() -> None:
+    halved = hf.plan_halves(distca.Layout.from_documents([LENGTHS]), GQA, windows=[WINDOW])
+    model = hf.ping_pong(FAMILIES["llama"].model("distca"))
+    model.forward = lambda **inputs: model.model(**inputs)  # type: ignore[assignment, misc]
+    with pytest.raises(distca.InvalidArgumentError, match="forward that was replaced since then .* has no halves"):
+        model(input_ids=torch.zeros(1, sum(LENGTHS), dtype=torch.int64), plan=halved, use_cache=False)
+
+
+def test_a_loss_that_does_not_add_up_is_refused() -> None:
+    halved = hf.plan_halves(distca.Layout.from_documents([LENGTHS]), GQA)
+    model = hf.ping_pong(FAMILIES["llama"].model("distca"))
+    model.config.model_type = "qwen2_audio"
+    ids = torch.zeros(1, sum(LENGTHS), dtype=torch.int64)
+    with pytest.raises(distca.InvalidArgumentError, match="that of LlamaForCausalLM is a mean: leave out labels="):
+        model(input_ids=ids, labels=ids, plan=halved, use_cache=False)
+
+
+def test_a_trainer_plans_halves_for_a_model_inside_of_peft() -> None:
+    peft = pytest.importorskip("peft")
+    model = hf.ping_pong(FAMILIES["llama"].model("distca"))
+
+    class Batches:
+        def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+            return inputs
+
+    class Planned(hf.PlanInputs, Batches):
+        pass
+
+    trainer = Planned()
+    trainer.model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    with distca.init(max_tokens=8, heads=GQA):
+        positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+        inputs = trainer._prepare_inputs({"position_ids": positions})
+        assert isinstance(inputs["plan"], HalvedPlans)
+        ids = torch.randint(2, VOCABULARY, (1, 8))
+        inputs |= {"input_ids": ids, "labels": ids.where(positions > 0, -100), "use_cache": False}
+        found = trainer.model(**inputs)
+        inputs["plan"] = distca.plan(distca.Layout.from_documents([[5, 3]]), GQA)
+        assert found.logits is None, "it has run as a whole"
+        assert found.loss.item() == pytest.approx(trainer.model(**inputs).loss.item(), rel=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import re
 from types import SimpleNamespace as Spec
@@ -224,6 +225,57 @@ def test_a_configuration_of_cuda_graphs_in_the_old_way_is_refused() -> None:
 def test_what_the_configuration_says_is_no_option_of_the_batches(name: str) -> None:
     with pytest.raises(distca.InvalidArgumentError, match=f"PlannedBatches: {name}= cannot be given; Megatron's"):
         _batches(_config(), **{name: None})
+
+
+@pytest.mark.parametrize("name", ["continues", "segments"])
+def test_documents_that_may_be_cut_need_the_model(name: str) -> None:
+    """Megatron's RoPE counts from the first row of a segment."""
+    with pytest.raises(distca.InvalidArgumentError, match=r"RoPE needs the position of each row. .*: model=\[\.\.\.\]"):
+        _batches(_config(), **{name: lambda batch: []})
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[5, 3, 4, 2], [12], [3, 4, 7]],
+    ids=["several documents", "one document", "documents of halves as long as the longest"],
+)
+@pytest.mark.parametrize("kind", ["table", "mrope"])
+def test_rows_of_halves_are_rotated_as_those_of_the_micro_batch(kind: str, lengths: list[int]) -> None:
+    """A table has the positions of the longest document, mRoPE an angle for each row."""
+    import torch
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
+
+    from distca.integrations.megatron import DistcaPackedSeqParams
+    from distca.integrations.megatron_ping_pong import rotaries_of_halves
+    from distca.pipeline import PipelinePlans
+
+    def scores(rows: torch.Tensor, rotary: torch.Tensor, layout: distca.Layout) -> torch.Tensor:
+        """Of all rows with each other. Those of a document are the same wherever its positions begin."""
+        ends, one = packed.of_rows(layout, 0, None).cu_seqlens_q, Spec(size=lambda: 1, rank=lambda: 0)
+        rotated = _apply_rotary_pos_emb_thd(rows, ends, rotary, cp_group=one)[:, 0]
+        return rotated @ rotated.T
+
+    layout, heads = distca.Layout.from_documents([lengths]), distca.Heads(q=1, kv=1, dim=8)
+    q = torch.randn(sum(lengths), 1, 8, dtype=torch.float64)
+    positions = torch.arange(max(lengths)) if kind == "table" else torch.randint(99, (sum(lengths),))
+    rotary = (positions[:, None] * torch.tensor([1.0, 0.7, 0.1, 0.01] * 2, dtype=torch.float64))[:, None, None]
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    with distca.init(max_tokens=32, heads=heads, name="halves") as context:
+        plans = PipelinePlans(
+            [layout],
+            heads,
+            stages=[[0]],
+            layers=1,
+            halves=functools.partial(distca.halves, idle_rows=1),
+            context=context,
+        )
+        packed = DistcaPackedSeqParams("thd", context=context)
+        whole = scores(q, rotary, layout)
+        for half, of_half in zip(plans.halves[0], rotaries_of_halves(rotary, plans, 0), strict=True):
+            rows = half.rows(0)
+            found = scores(half.take(q, 0), of_half, half.layout)[: len(rows), : len(rows)]
+            same = documents[rows][:, None] == documents[rows]
+            torch.testing.assert_close(found[same], whole[rows][:, rows][same])
 
 
 @pytest.mark.parametrize("depths", [(1, 2), (0, 0)], ids=str)

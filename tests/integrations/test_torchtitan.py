@@ -190,6 +190,15 @@ def test_a_window_that_covers_the_longest_document_needs_no_plan_of_its_own() ->
         _called({"window_size": (39, 0)}, attention_masks=BatchPlan(plan, contexts[0]))
 
 
+def test_a_rank_with_padding_alone_has_no_window() -> None:
+    """What its plan tells is the window of a document elsewhere."""
+    layout = distca.Layout([[(0, 0, 40)], [(-1, 0, 40)]])
+    plan, layer = distca.plan(layout, LLAMA, window=7, rank=1), DistcaAttention(DistcaAttention.Config())
+    assert layer._plan(BatchPlan(plan)) == (plan, plan)
+    with pytest.raises(distca.InvalidArgumentError, match="the layer's window is None, .* its window 7"):
+        layer._plan(BatchPlan(plan.for_rank(0)))
+
+
 def test_another_torchtitan_is_named_when_its_names_are_gone() -> None:
     spec = importlib.util.find_spec("distca.integrations.torchtitan_config")
     assert spec is not None and spec.loader is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ if importlib.util.find_spec("torchtitan") is None:
     pytest.skip("torchtitan is not installed: make titan", allow_module_level=True)
 
 from torchtitan.config import ConfigManager
+from torchtitan.config.override import derive
+from torchtitan.trainer import Trainer
 
 from distca.integrations.torchtitan_trainer import DistcaConfig, DistcaTrainer, with_distca
 from support import titan_on_cpu
@@ -61,6 +64,32 @@ def test_a_job_that_is_not_supported_is_refused_before_it_starts(name: str) -> N
     change(config)
     with pytest.raises(distca.InvalidArgumentError, match=f"^torchtitan: .*{message}"):
         with_distca(config)
+
+
+class Logging(Trainer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
+
+
+class LoggingDistca(DistcaTrainer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(DistcaTrainer.Config):
+        every: int = 1
+
+
+@dataclass(kw_only=True, slots=True)
+class PlainConfig(Trainer.Config):
+    every: int = 1
+
+
+def test_a_trainer_of_a_users_own_is_kept_or_refused() -> None:
+    job = titan_on_cpu.job(1, 1)
+    with pytest.raises(distca.InvalidArgumentError, match=r"trainer is .*\.Logging, .*: derive it and its Config from"):
+        with_distca(derive(job, Logging.Config))
+    made = with_distca(derive(job, LoggingDistca.Config, every=3), timeout=30.0)
+    assert isinstance(made, LoggingDistca.Config) and made.every == 3 and made.distca.timeout == 30.0
+    assert type(with_distca(derive(titan_on_cpu.job(1, 1), PlainConfig))) is DistcaTrainer.Config
 
 
 def test_cuda_graphs_that_are_turned_on_again_are_refused() -> None:

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, or_masks, sdpa_mask
 
 from distca.context import Context
 from distca.current import current
@@ -57,6 +57,8 @@ from distca.planner.plan import Plan, Plans
 from distca.planner.plan_source import PlanSource
 from distca.planner.planning import plans
 from distca.registry import find_context, get_context
+
+_OR_MASK = or_masks(causal_mask_function).__name__  # the same for all that it makes
 
 
 class DeferredMask:
@@ -97,7 +99,14 @@ class DeferredMask:
             )
         if self._request.get("use_vmap"):
             return "the model lays a mask of its own (or_mask_function or and_mask_function) over the causal one"
-        if not torch.compiler.is_compiling() and self._sees_future():
+        if torch.compiler.is_compiling():
+            # A graph cannot ask for values. Without vmap, transformers lays nothing but blocks over the causal mask.
+            if getattr(self._request["mask_function"], "__name__", None) == _OR_MASK:
+                return (
+                    "the model may ask for a mask that is not causal (blocks of a prefix or an image), which a graph "
+                    "cannot see: call it without torch.compile"
+                )
+        elif self._sees_future():
             return "the model asks for a mask that is not causal"
         return None
 
@@ -258,6 +267,8 @@ def _plan_of_layer(plan: Plan | Plans | PlanSource, sliding_window: int | None) 
         plan = plan.upcoming()
     if not isinstance(plan, Plan):
         refuse_other_plan(plan)
+    if not plan.has_documents:
+        return plan
     refuse(plan.mask != "causal", f"the plan's mask is {plan.mask}; a causal one is needed")
     refuse(
         not plan.same_window(sliding_window),
@@ -359,7 +370,9 @@ class PlanInputs:
                 f"{dist.get_world_size()}; all are expected, because the ranks exchange lengths over the default group"
             )
         of_ranks = gathered_lengths(lambda: _packed_lengths(inputs.get("position_ids")), context.num_ranks)
-        make = plan_halves if isinstance(self.model, InHalves) else plans  # type: ignore[attr-defined]
+        model = self.model  # type: ignore[attr-defined]
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # what PEFT goes around
+        make = plan_halves if isinstance(model, InHalves) else plans
         made = make(
             Layout.from_documents(of_ranks),
             context.heads,

@@ -34,6 +34,7 @@ from distca.integrations.hf_models import (
     check_model,
     examine,
     goes_another_way,
+    has_own_loss,
     num_attention_calls,
     refuse,
     takes_plans,
@@ -84,7 +85,11 @@ def check_plan_not_needed(training: bool, distca_context: Context | str) -> None
 
 def refuse_other_plan(plan: object) -> NoReturn:
     """Raises InvalidArgumentError for what is no plan."""
-    refuse(hasattr(plan, "halves"), "the plan is one of halves, the model is not in ping-pong: hf.ping_pong(model)")
+    refuse(
+        hasattr(plan, "halves"),
+        "the plan is one of halves, the model is not in ping-pong: hf.ping_pong(model). A forward that was replaced "
+        "since then (model.forward = ..., as TRL's trainers do) has no halves: train without ping-pong there",
+    )
     raise InvalidArgumentError(
         f'attn_implementation="{NAME}": plan is a {type(plan).__name__}, must be a distca.Plan, distca.Plans or the '
         "plan of distca.pipeline.Ticks"
@@ -218,8 +223,14 @@ def _document_rows(layout: Layout, rank: int) -> torch.Tensor:
 
 def check_loss(model: PreTrainedModel, layout: Layout, arguments: Mapping[str, Any]) -> None:
     """Raises InvalidArgumentError, on all ranks, if the model's own loss would not be the loss of the documents."""
-    if arguments.get("labels") is not None and arguments.get("shift_labels") is None:
+    own = has_own_loss(model)
+    if arguments.get("labels") is not None and (own or arguments.get("shift_labels") is None):
         cut = _cut_document(layout)
+        refuse(
+            own and cut is not None,
+            f"document {cut} is cut, and {type(model).__name__} ignores shift_labels: leave out labels=, and compute "
+            "the loss from the logits",
+        )
         refuse(
             cut is not None,
             f"the model shifts labels by one row, but document {cut} is cut, and the target of a cut's last row is not "

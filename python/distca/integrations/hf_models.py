@@ -44,6 +44,9 @@ _BYPASSES = ("cpmant", "openai-gpt", "prophetnet", "xlm", "xlnet")
 #: Models whose configuration has a sliding window that their layers do not use.
 _NO_WINDOW = ("moshi",)
 
+#: Models that compute their loss themselves, and know neither shift_labels nor num_items_in_batch.
+_OWN_LOSS = ("granite_speech", "granite_speech_plus", "qwen2_audio")
+
 #: How often each attention layer calls attention; once in models that are not listed.
 _CALLS_PER_LAYER = {"diffllama": 2}
 
@@ -134,6 +137,11 @@ def check_model(model: PreTrainedModel, num_ranks: int) -> None:
             f"the router adds random noise to its input, and ranks would differ from one process: set {jitter}=0.0 in "
             "the model's config",
         )
+
+
+def has_own_loss(model: PreTrainedModel) -> bool:
+    """Whether the model's loss is the mean over the rows of its tensor, whatever shift_labels says."""
+    return model.config.model_type in _OWN_LOSS
 
 
 def num_attention_calls(config: PreTrainedConfig) -> int:

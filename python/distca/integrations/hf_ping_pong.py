@@ -19,6 +19,7 @@ from distca.current import Current
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.integrations.hf_forward import with_plan
+from distca.integrations.hf_models import has_own_loss, refuse
 from distca.pingpong.ping_pong import greenlet_module, prepare, refuse_compiled, run_halves
 from distca.planner.halves import Half, halves, join_halves
 from distca.planner.layout import Layout
@@ -107,6 +108,11 @@ def _forward_of(kind: type[torch.nn.Module]) -> Any:
         refuse_compiled("a model in ping-pong is")
         if args:
             raise InvalidArgumentError("ping-pong: a model in halves takes keyword arguments only")
+        refuse(
+            has_own_loss(self) and kwargs.get("labels") is not None,
+            f"ping-pong adds the losses of both halves, but that of {type(self).__name__} is a mean: leave out "
+            "labels=, and compute the loss from the logits",
+        )
         if not self.__dict__.get("_distca_prepared"):
             prepare(self)
             self.__dict__["_distca_prepared"] = True

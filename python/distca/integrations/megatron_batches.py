@@ -75,14 +75,15 @@ class PlannedBatches(DataWithTicks):
             tells the length of its part. By default documents are whole.
         segments: in place of `lengths`, the segments ``(document, begin, end)`` of a batch, in the order of its rows,
             for documents that are cut in any other way, as in `distca.PlanAhead`.
-        model: the chunks of the model on this process, for `continues` and `segments`: their RoPE then takes the
+        model: the chunks of the model on this process. `continues` and `segments` need it: their RoPE then takes the
             position of each row.
         forward_only: whether it is for evaluation: makes plans without backward.
         ping_pong: whether `tick_schedule` runs the layers on two halves of a micro-batch in turns.
         options: the other arguments of `PipelinePlans`.
 
     Raises:
-        InvalidArgumentError: the configuration asks for what cannot go together with ticks, or with ping-pong.
+        InvalidArgumentError: the configuration asks for what cannot go together with ticks, or with ping-pong;
+            documents may be cut, and `model` is missing.
         ImportError: ping-pong needs the package greenlet.
     """
 
@@ -108,6 +109,11 @@ class PlannedBatches(DataWithTicks):
                 raise InvalidArgumentError(f"PlannedBatches: {name}= cannot be given; Megatron's configuration says it")
         batches = next((each for each in batches if each is not None), None) if isinstance(batches, list) else batches
         self.context, self._by_row = context, continues is not None or segments is not None
+        if self._by_row and not model:
+            raise InvalidArgumentError(
+                "PlannedBatches: continues= and segments= cut documents, whose RoPE needs the position of each row. "
+                "What to change: model=[...], the chunks of the model on this process"
+            )
         for chunk in model if self._by_row else ():
             rotate_by_row(chunk, self._positions)
         self._options: dict[str, Any] = {"scale": config.softmax_scale, "deterministic": config.deterministic_mode}

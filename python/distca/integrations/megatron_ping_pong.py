@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from distca.errors import InvalidArgumentError, refusals_told
 from distca.integrations import megatron_names as names
 from distca.integrations.megatron_config import check_fields
 from distca.pingpong.ping_pong import greenlet_module, prepare, run_halves
-from distca.pipeline import Ticks
+from distca.pipeline import PipelinePlans, Ticks
 from distca.pipeline.tick_plan import TickPlan
 from distca.planner.halves import Half, halves
 from distca.planner.layout import Layout
@@ -114,8 +114,7 @@ def _forward(
 
     whole = hidden_states if block.pre_process else block.input_tensor
     parts = plans.split(work.microbatch, names.gather_rows(whole) if is_shared else whole)
-    rotary = options.get("rotary_pos_emb")
-    rotaries = plans.split(work.microbatch, rotary) if packed_seq_params.by_row and rotary is not None else [rotary] * 2
+    rotaries = rotaries_of_halves(options.get("rotary_pos_emb"), plans, work.microbatch)
     first, second = (
         {
             "hidden": _own_rows(part) if is_shared else part,
@@ -130,6 +129,17 @@ def _forward(
     if not is_shared:
         return plans.join(work.microbatch, outputs)
     return _own_rows(plans.join(work.microbatch, [names.gather_rows(output) for output in outputs]))
+
+
+def rotaries_of_halves(rotary: Any, plans: PipelinePlans, microbatch: int) -> Sequence[Any]:
+    """What RoPE of each half gets for a micro-batch's ``rotary_pos_emb``.
+
+    A table of positions is that of both halves. What has an entry for each row (`rotate_by_row`, mRoPE) is split. A
+    table is as long as the micro-batch only if one document fills it. Its rows are then those of its positions.
+    """
+    if rotary is None or len(rotary) != plans.layouts[microbatch].num_rows(plans.index):
+        return [rotary] * 2
+    return plans.split(microbatch, rotary)
 
 
 def _own_rows(whole: torch.Tensor) -> torch.Tensor:

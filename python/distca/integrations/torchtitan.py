@@ -124,6 +124,8 @@ class DistcaAttention(VarlenAttention):
             refuse("debug.spmd_typechecking is not supported yet: leave it off")
         plan = masks.plan.for_window(self.window) if isinstance(masks.plan, Plans) else masks.plan
         found = plan.upcoming() if isinstance(plan, PlanSource) else plan
+        if not found.has_documents:
+            return plan, found
         if not found.same_window(self.window):
             refuse(
                 f"the layer's window is {self.window}, the plan's mask {found.mask} and its window {found.window}: "

@@ -74,16 +74,24 @@ def with_distca(config: Trainer.Config, **options: Any) -> DistcaTrainer.Config:
     """The configuration of a job that uses distca: its trainer, the overrides, and no CUDA graphs.
 
     Args:
-        config: the job's configuration. Its model has varlen attention.
+        config: the job's configuration. Its model has varlen attention. Its trainer is torchtitan's own, or derived
+            from DistcaTrainer.
         options: those of `DistcaConfig`.
 
     Raises:
         InvalidArgumentError: the job uses what is not supported yet.
     """
+    owner = type(config)._owner
+    if owner is not Trainer and not issubclass(owner, DistcaTrainer):
+        refuse(
+            f"the job's trainer is {owner.__module__}.{owner.__qualname__}, in whose place DistcaTrainer would come: "
+            "derive it and its Config from DistcaTrainer and DistcaTrainer.Config"
+        )
     names = (torchtitan.use_distca, torchtitan.save_distca)
     config.override.imports += [f"{torchtitan.__name__}.{name.__name__}" for name in names]
     config.training.disable_cuda_graphs = True
-    made = derive(config, DistcaTrainer.Config, distca=DistcaConfig(**options))
+    kind = type(config) if isinstance(config, DistcaTrainer.Config) else DistcaTrainer.Config
+    made = derive(config, kind, distca=DistcaConfig(**options))
     _check_supported(made)
     return made
 

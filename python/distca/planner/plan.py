@@ -39,6 +39,7 @@ class Plan:
         mask, window: those of this rank's first document; all documents have the same, if `plan` got no ``scores``.
         rank: the rank it is seen from.
         num_rows: rows of that rank's token tensor.
+        has_documents: whether any of them is of a document. Else mask and window are those of document 0.
         tensor: that rank's slice, for the operators: int64 on the CPU, its length a power of two.
         retain_bytes: bytes that each rank may retain of a step, as `plan` was told.
         retains: whether any rank may retain something.
@@ -46,6 +47,8 @@ class Plan:
         in_parts: whether `core_attention` takes its steps in parts, as ping-pong does.
         half: the half of ping-pong that this copy was made for: 0 or 1; None otherwise.
     """
+
+    has_documents = True  # also in a pickle of an earlier version, which lacks it
 
     def __init__(
         self,
@@ -73,8 +76,10 @@ class Plan:
         self.tensor = torch.frombuffer(words, dtype=torch.int64)
         self.num_rows = self.layout.num_rows(rank)
         number, numbers = 0, self._arguments["scores_of_document"]
+        first = next((document for document, _, _ in self.layout.segments(rank) if document >= 0), None)
         if numbers:
-            number = numbers[next((document for document, _, _ in self.layout.segments(rank) if document >= 0), 0)]
+            number = numbers[first or 0]
+        self.has_documents = first is not None
         mask, window, *_ = self._arguments["scores"][number]
         self.mask: str = MASKS[mask]
         self.window: int | None = window or None
