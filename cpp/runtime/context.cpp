@@ -281,16 +281,21 @@ void Context::refuse(const std::string& why) noexcept {
 }
 
 void Context::settle_abandoned() noexcept {
-  if (!has_abandoned_) return;
-  const std::lock_guard lock(abandoned_mutex_);
-  has_abandoned_ = false;
-  for (const auto& [step, why] : abandoned_) {
-    if (step == 0)
-      protocol_.refuse(why);
-    else if (const Dispatcher::Step* const s = dispatcher_.find(step))
-      protocol_.abandon(s->id, why);
+  while (has_abandoned_) {
+    std::vector<std::pair<uint64_t, std::string>> abandoned;
+    {
+      const std::lock_guard lock(abandoned_mutex_);
+      has_abandoned_ = false;
+      abandoned.swap(abandoned_);
+    }
+    // Telling peers may run Python, whose garbage collection may abandon another step in this thread.
+    for (const auto& [step, why] : abandoned) {
+      if (step == 0)
+        protocol_.refuse(why);
+      else if (const Dispatcher::Step* const s = dispatcher_.find(step))
+        protocol_.abandon(s->id, why);
+    }
   }
-  abandoned_.clear();
 }
 
 void add_context(std::shared_ptr<Context> context) {

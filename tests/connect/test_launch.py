@@ -62,6 +62,16 @@ def _vanishes() -> None:
     os._exit(0)
 
 
+def _leaves_a_child(file: str) -> None:
+    """The child holds what it has inherited open, as workers of a data loader do. It ends by itself."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    Path(file).write_text(str(child))
+    os._exit(3)
+
+
 def _writes_pid_and_waits(folder: str) -> str:
     Path(folder, f"{dist.get_rank()}.tmp").write_text(str(os.getpid()))
     Path(folder, f"{dist.get_rank()}.tmp").rename(Path(folder, f"{dist.get_rank()}.pid"))
@@ -135,6 +145,15 @@ def test_a_value_that_cannot_be_pickled_is_an_error() -> None:
 def test_a_rank_that_exits_without_returning_is_an_error() -> None:
     with pytest.raises(distca.DistcaError, match="rank 0 of 1 exited with code 0 without returning"):
         launch(_vanishes, ranks=1)
+
+
+def test_a_rank_has_ended_though_a_process_that_it_forked_has_not(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    with pytest.raises(distca.RankError, match="rank 0"):
+        distca.launch(_leaves_a_child, str(tmp_path / "child"), ranks=1)
+    took = time.monotonic() - begin
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert took < 25
 
 
 def test_wrong_arguments_are_refused_before_anything_starts() -> None:

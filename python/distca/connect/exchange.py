@@ -101,11 +101,13 @@ class Exchange:
 
     def abandon(self, kind: str, text: str) -> None:
         """Leaves the group after a fault of this rank. Peers that wait for it learn of it at once."""
-        if not self._reported:
-            self._report(kind, text)
-        self._backend = None  # its connections close with it
-        self._reports.close()
-        _open.discard(self)
+        try:
+            if not self._reported:
+                self._report(kind, text)
+        finally:
+            self._backend = None  # its connections close with it
+            self._reports.close()
+            _open.discard(self)
 
     def close(self) -> None:
         """Leaves the group in good order."""

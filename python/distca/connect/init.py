@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -134,37 +134,45 @@ def init(
         heap_bytes = nvshmem.heap_bytes_of_environment()
     cost = cost or CostModel()
     options = core_options(slot_bytes_of(max_tokens, heads, heap_bytes), timeout, cost)  # before others wait
-    with _ranks(group, tensor, pipeline, timeout) as (place, group):
-        heads = heads.divided(place.tensor_ranks)
-        options["slot_bytes"] = slot_bytes_of(max_tokens, heads, heap_bytes)
-        num_ranks = len(place.global_ranks)
-        request = _Request(
-            group, num_ranks, transport, name, device, attention, put_ctas, progress_thread, link, timeout, options
-        )
-        _check_together(request)
-        kernels, kernel_problem = cpu_kernels(device)
-        problem = kernel_problem or attention_problem(device, attention, heads)
-        if group is not None and num_ranks > 1:
-            kind, slot_bytes = device.partition(":")[0], options["slot_bytes"]
-            isa, rank = agree(group, Terms(transport, kind, slot_bytes, attention, problem, kernels), timeout)
-            request = replace(request, cpu_isa=isa)
-            if kernels is not None and kernels.choice != isa:
-                _log.info(
-                    "context %r: this rank runs the CPU kernel %s in place of %s, because %s has %s",
-                    name,
-                    isa,
-                    kernels.choice,
-                    names_of([rank], None if place.is_of_all else place.global_ranks),
-                    isa,
-                )
-        elif problem:
-            raise InvalidArgumentError(f"init: {problem}")
-        core, exchange = _connect(request, place)
-    watch = None if tensor is None or place.tensor_ranks == 1 else FaultWatch(tensor, core, timeout)
-    if watch is not None or not place.is_of_all:
-        core.set_job([] if place.is_of_all else place.global_ranks, None if watch is None else watch.tell)
-    emulation = None if link is None else _emulation()
-    return Context(core, heads, cost, exchange, place=place, watch=watch, nsys=nsys, emulation=emulation)
+    with ExitStack() as undo:
+        with _ranks(group, tensor, pipeline, timeout) as (place, group):
+            heads = heads.divided(place.tensor_ranks)
+            options["slot_bytes"] = slot_bytes_of(max_tokens, heads, heap_bytes)
+            num_ranks = len(place.global_ranks)
+            request = _Request(
+                group, num_ranks, transport, name, device, attention, put_ctas, progress_thread, link, timeout, options
+            )
+            _check_together(request)
+            kernels, kernel_problem = cpu_kernels(device)
+            problem = kernel_problem or attention_problem(device, attention, heads)
+            if group is not None and num_ranks > 1:
+                kind, slot_bytes = device.partition(":")[0], options["slot_bytes"]
+                isa, rank = agree(group, Terms(transport, kind, slot_bytes, attention, problem, kernels), timeout)
+                request = replace(request, cpu_isa=isa)
+                if kernels is not None and kernels.choice != isa:
+                    _log.info(
+                        "context %r: this rank runs the CPU kernel %s in place of %s, because %s has %s",
+                        name,
+                        isa,
+                        kernels.choice,
+                        names_of([rank], None if place.is_of_all else place.global_ranks),
+                        isa,
+                    )
+            elif problem:
+                raise InvalidArgumentError(f"init: {problem}")
+            core, exchange = _connect(request, place)
+            if exchange is not None:
+                undo.callback(exchange.close)
+            undo.callback(_C.remove_context, name)
+        watch = None if tensor is None or place.tensor_ranks == 1 else FaultWatch(tensor, core, timeout)
+        if watch is not None:
+            undo.callback(watch.close)
+        if watch is not None or not place.is_of_all:
+            core.set_job([] if place.is_of_all else place.global_ranks, None if watch is None else watch.tell)
+        emulation = None if link is None else _emulation()
+        context = Context(core, heads, cost, exchange, place=place, watch=watch, nsys=nsys, emulation=emulation)
+        undo.pop_all()
+        return context
 
 
 @contextmanager
@@ -177,7 +185,7 @@ def _ranks(
     """This process's place, and a group of the context's ranks. Errors inside name global ranks."""
     if tensor or pipeline:
         place = place_of(tensor, pipeline, timeout)
-        with place.named(), place.group() as made:
+        with place.named(), place.group(timeout) as made:
             yield place, made
         return
     if group is None and dist.is_available() and dist.is_initialized():
@@ -304,13 +312,17 @@ def _over_torch(group: dist.ProcessGroup, r: _Request, place: Place) -> tuple[_C
     exchange = Exchange(
         group, r.timeout, hosts.address_if_known(group, r.timeout), None if place.is_of_all else place.global_ranks
     )
-    core = _C.make_torch(
-        rank=dist.get_rank(group),
-        num_ranks=r.num_ranks,
-        all_to_all=exchange.all_to_all,
-        abandon=exchange.abandon,
-        name=r.name,
-        cpu_isa=r.cpu_isa,
-        **r.options,
-    )
+    try:
+        core = _C.make_torch(
+            rank=dist.get_rank(group),
+            num_ranks=r.num_ranks,
+            all_to_all=exchange.all_to_all,
+            abandon=exchange.abandon,
+            name=r.name,
+            cpu_isa=r.cpu_isa,
+            **r.options,
+        )
+    except BaseException as error:
+        exchange.abandon(type(error).__name__, str(error))  # the peers have connected and would wait
+        raise
     return core, exchange

@@ -228,9 +228,8 @@ def _supervise(group: list[_Rank]) -> bool:
                 known, deadline = True, min(deadline or math.inf, time.monotonic() + KNOWN_GRACE_SECONDS)
             if deadline is not None and time.monotonic() > deadline:
                 for rank in group:
-                    if rank.running:
-                        rank.stopped_by_us = True
-                        rank.signal(signal.SIGKILL)
+                    rank.stopped_by_us |= rank.running and rank.process.is_alive()
+                    rank.signal(signal.SIGKILL)
         except KeyboardInterrupt:
             interrupts += 1
             for rank in group:
@@ -249,7 +248,8 @@ def _collect(group: list[_Rank], deadline: float | None) -> None:
     for rank in group:
         if rank.pipe in ready:
             rank.receive()
-        if rank.running and rank.process.sentinel in ready:
+        # A process that the rank has forked, and that outlives it, keeps the sentinel open.
+        if rank.running and (rank.process.sentinel in ready or not rank.process.is_alive()):
             rank.receive()
             rank.process.join()
             rank.ended_at = time.monotonic()

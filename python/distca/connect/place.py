@@ -10,12 +10,13 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from distca.connect.exchange import gather_text
-from distca.errors import DistcaError, InvalidArgumentError
+from distca.errors import DistcaError, InvalidArgumentError, PeerTimeoutError
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,13 @@ class Place:
         return self.global_ranks == list(range(len(self.global_ranks)))
 
     @contextmanager
-    def group(self) -> Iterator[dist.ProcessGroup]:
+    def group(self, timeout: float) -> Iterator[dist.ProcessGroup]:
         """A process group of the context's ranks, for as long as they connect. All processes make those of all."""
-        made = [dist.new_group(list(ranks)) for ranks in self.contexts]
+        limit = timedelta(seconds=timeout)
+        try:
+            made = [dist.new_group(list(ranks), timeout=limit) for ranks in self.contexts]
+        except RuntimeError as error:
+            raise PeerTimeoutError(f"init: the processes could not make the groups of all contexts: {error}") from error
         group = made[self.tensor_rank]
         try:
             yield group

@@ -1,0 +1,65 @@
+"""`init` that fails late leaves nothing behind."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import distca
+from distca.connect import init as connect
+from distca.connect.exchange import Exchange
+from support.ranks import launch
+
+HEADS = distca.Heads(q=2, kv=1, dim=8)
+
+
+def test_a_context_that_could_not_be_made_whole_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(connect, "Context", refuse)
+        with pytest.raises(MemoryError):
+            distca.init(max_tokens=8, heads=HEADS)
+    with distca.init(max_tokens=8, heads=HEADS) as context:
+        assert context.num_ranks == 1
+
+
+def _without_a_core_on_rank_1() -> str:
+    if dist.get_rank() == 1:
+        connect._C = SimpleNamespace(**{name: getattr(connect._C, name) for name in dir(connect._C)})
+        connect._C.make_torch = _no_core
+    try:
+        with distca.init(max_tokens=8, heads=HEADS, transport="torch", timeout=20):
+            plan = distca.plan(distca.Layout.from_documents([[8], []]), HEADS, context="default", min_rows=1)
+            distca.core_attention(*(torch.ones(8, heads, 8) for heads in (2, 1, 1)), plan)
+    except (MemoryError, distca.DistcaError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _no_core(**options: Any) -> None:
+    raise MemoryError("no memory for the heap")
+
+
+def test_peers_learn_why_a_rank_could_not_take_part() -> None:
+    peer, failed = launch(_without_a_core_on_rank_1, ranks=2)
+    assert failed == "MemoryError: no memory for the heap"
+    assert "no memory for the heap" in peer
+
+
+def test_a_group_is_left_also_where_its_peers_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(kind: str, text: str) -> None:
+        raise OSError("too many open files")
+
+    exchange = Exchange.__new__(Exchange)
+    closed: list[bool] = []
+    exchange._backend, exchange._reported = object(), False
+    exchange._reports = SimpleNamespace(tell=refuse, close=lambda: closed.append(True))
+    with pytest.raises(OSError):
+        exchange.abandon("PeerDiedError", "why")
+    assert exchange._backend is None and closed == [True]
