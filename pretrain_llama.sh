@@ -27,8 +27,8 @@
 # Variables of this script:
 #
 #   NNODES          nodes (default: all of the allocation; without Slurm 1)
-#   RANKS_PER_NODE  processes on each node (default: its GPUs; on CPU as many as the parallel
-#                   sizes need, on one machine at least 2)
+#   RANKS_PER_NODE  processes on each node (default: its GPUs, or those in CUDA_VISIBLE_DEVICES; on CPU as many as
+#                   the parallel sizes need, on one machine at least 2)
 #   PYTHON          the Python that has distca and megatron-core (default: .venv/bin/python, otherwise python3)
 #   MASTER_PORT     port of the rendezvous (default: made of the job's number; without Slurm 29500)
 #   ENABLE_NSYS     1 records ten steps of every process with Nsight Systems into RUN_DIR (default: 0; needs a GPU)
@@ -41,7 +41,9 @@ set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [ ! -f "$here/pretrain_llama.py" ]; then # sbatch runs a copy of this file, and knows where it was
-  here=$(dirname "$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')")
+  # Its arguments follow the name. Every job of an array has a line; the first one will do.
+  here=$(dirname "$(scontrol show job "$SLURM_JOB_ID" |
+    sed -n '/^ *Command=/{s///;s#/pretrain_llama\.sh .*#/pretrain_llama.sh#;p;q}')")
 fi
 if [ -z "${PYTHON:-}" ]; then
   PYTHON=python3
@@ -63,6 +65,9 @@ if [ -n "$allocated" ] && [ "$NNODES" -gt "$allocated" ]; then
   exit 2
 fi
 gpus=$( (command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null || true) | grep -c '^GPU' || true)
+if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then # which nvidia-smi does not go by
+  gpus=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -cE '^ *([0-9]|GPU-|MIG-)' || true)
+fi
 least=$(((${TP_SIZE:-1} * ${PP_SIZE:-1} * ${CP_SIZE:-1} + NNODES - 1) / NNODES))
 given=${RANKS_PER_NODE:-}
 RANKS_PER_NODE=${given:-$((gpus > 0 ? gpus : least))}

@@ -14,6 +14,9 @@
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 on_gpu=$( (command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null || true) | grep -c '^GPU' || true)
+if [ "$on_gpu" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then # which nvidia-smi does not go by
+  on_gpu=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -cE '^ *([0-9]|GPU-|MIG-)' || true)
+fi
 if [ "$on_gpu" -gt 0 ]; then
   TOKENS=${TOKENS:-65536 131072} DOC_SCALE=${DOC_SCALE:-1}
 else

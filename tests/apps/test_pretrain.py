@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,18 @@ import torch
 
 import distca
 from distca.apps.common.corpus import Corpus
+from distca.apps.common.memory_log import MemoryLog
 from distca.apps.common.options import exit_code
+from distca.apps.common.stopping import StopRequest
 from distca.apps.pretrain.data import MicroBatches
-from distca.apps.pretrain.log import RunLog
+from distca.apps.pretrain.log import RunLog, Step
 from distca.apps.pretrain.options import Options, parse
 from distca.apps.pretrain.shapes import SHAPES, shape_of
 from distca.connect.launch import RankError
 from distca.errors import InvalidArgumentError
 from support.pretrained import QWEN3, check_both, folder_of_runs, log_of, run_all, runs_of_both, variables_of
 from support.ranks import launch
+from support.train_runs import one_rank
 
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
@@ -66,6 +71,7 @@ def all_runs(folder: Path) -> None:
             {"TP_SIZE": "2", "FORGOTTEN": "3"},
             {"PP_SIZE": "2", "VPP_SIZE": "2", "FORGOTTEN": "3"},
             {"MICRO_BATCHES": "2", "FORGOTTEN": "3"},
+            {"MICRO_BATCHES": "2", "FORGOTTEN": "3", "LR": "1e-3"},
         )
     ]
     launch(run_all, folder, cache, [*runs_of_both(folder, TWO), *resumed], ranks=2)
@@ -86,6 +92,11 @@ def test_a_run_goes_on_at_another_split(folder: Path) -> None:
     for of_run in losses[1:]:  # the third step again, by tensor ranks, by virtual stages, and by data ranks
         assert of_run[:2] == losses[0][:2]
         assert of_run[2] == pytest.approx(losses[0][2], rel=1e-5)
+
+
+@pytest.mark.usefixtures("all_runs")
+def test_a_run_that_goes_on_takes_the_learning_rate_that_it_is_given(folder: Path) -> None:
+    assert [log_of(folder / f"resumed {number}")[2]["lr"] for number in (3, 4)] == pytest.approx([3e-4, 1e-4])
 
 
 CORPUS = Corpus.of([list(range(10)), list(range(100, 107)), [50], list(range(200, 225))])
@@ -243,6 +254,9 @@ MISTAKES = {
     "STEPS=x": "STEPS is 'x': must be a whole number",
     "STEPS=0": r"--steps \(STEPS\) is 0, must be at least 1",
     "LR=nan": "LR is 'nan': must be a number",
+    "LR=0": r"--lr \(LR\) is 0.0, must be above 0",
+    "DOC_SCALE=0": r"--doc-scale \(DOC_SCALE\) is 0.0, must be above 0 and at most 1",
+    "DOC_SCALE=1.5": "must be above 0 and at most 1",
     "ATTENTION=flash": "ATTENTION is 'flash': must be one of distca, megatron",
     "HOMES=spread": "HOMES is 'spread': must be one of packed, head-tail",
     "RECOMPUTE=all": "must be one of none, selective, full",
@@ -283,6 +297,83 @@ def test_a_damaged_line_of_the_log_is_named(tmp_path: Path) -> None:
     with RunLog(tmp_path, steps=4, start=2, peak=None):
         pass
     assert log.read_text() == '{"step": 1}\n{"step": 2}\n'  # without what a kill has cut off
+
+
+def test_tensorboard_keeps_the_steps_before_a_resume(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for start in (0, 2):
+        with RunLog(tmp_path, steps=4, start=start, peak=None) as log:
+            for number in range(start + 1, start + 4):
+                log.step(replace(STEP, step=number, loss=float(start)))
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
+    assert [(event.step, event.value) for event in events] == [(1, 0), (2, 0), (3, 2), (4, 2), (5, 2)]
+
+
+def test_only_folders_named_as_checkpoints_are_and_those_without_their_state_are_removed(tmp_path: Path) -> None:
+    from distca.apps.pretrain import checkpoints
+
+    for name in ("step-9", "step-10", "step-10.bak", "step-x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").touch()
+    for name in ("step-11", "step-11.bak"):
+        (tmp_path / name).mkdir()
+    checkpoints.remove_unfinished(tmp_path)
+    assert [path.name for path in checkpoints.whole_checkpoints(tmp_path)] == ["step-9", "step-10"]
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["step-10", "step-10.bak", "step-11.bak", "step-9", "step-x"]
+
+
+STEP = Step(step=1, loss=2.0, grad_norm=1.0, lr=1e-3, tokens=8, seconds=0.1, flops=1.0)
+
+
+def _taken(run_dir: Path, monkeypatch: pytest.MonkeyPatch, figures: list[Step], *, stopped_at: int = 0) -> list[str]:
+    """What a run of three steps with these figures does, that evaluates and saves after every step."""
+    from distca.apps.pretrain import run as module
+
+    given = parse([], {"STEPS": "3", "SAVE_EVERY": "1", "EVAL_FRACTION": "0.5", "EVAL_EVERY": "1"})
+    run, done = module.Run.__new__(module.Run), list[str]()
+
+    def step(number: int, stop: StopRequest) -> tuple[Step, bool]:
+        stop.requested = number == stopped_at  # by a signal during the step
+        return figures[number - 1], bool(stop)
+
+    evaluates = {"_evaluate": lambda: done.append("evaluated") or 1.0, "_held_out": CORPUS}
+    about = {"_options": given.resolved(cuda=False, world_size=1), "_run_dir": run_dir, "_start": 0, "_cuda": False}
+    parts = {"_corpus": CORPUS, "_memory": MemoryLog(None, None), "_chunks": [], "_optimizer": None, "_fixed": dict}
+    vars(run).update(about | evaluates | parts, step=step)
+    monkeypatch.setattr(
+        module.checkpoints, "save", lambda _, state, *args, **options: done.append(f"saved {state.step}")
+    )
+    with one_rank():
+        try:
+            done.append(f"stopped {run.all_steps(StopRequest())}")
+        except distca.DistcaError as error:
+            done.append(str(error))
+    return done
+
+
+@pytest.mark.parametrize(
+    ("bad", "what"), [({"loss": math.nan}, "the loss is nan"), ({"grad_norm": math.inf}, "the gradient norm is inf")]
+)
+def test_a_figure_that_is_not_finite_ends_the_run_before_it_is_saved(
+    bad: dict[str, float], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = _taken(tmp_path, monkeypatch, [STEP, replace(STEP, step=2, **bad)])
+    assert done == ["saved 1", "evaluated", f"{what} at step 2: lower --lr (LR, now 0.003)"]
+    assert len(log_of(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("stopped_at", "expected"),
+    [
+        (2, ["saved 1", "evaluated", "saved 2", "stopped True"]),
+        (3, ["saved 1", "evaluated", "saved 2", "evaluated", "saved 3", "evaluated", "stopped False"]),
+    ],
+)
+def test_a_run_that_is_stopped_saves_and_does_not_evaluate_unless_it_is_over(
+    stopped_at: int, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _taken(tmp_path, monkeypatch, [STEP] * 3, stopped_at=stopped_at) == expected
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@ import multiprocessing
 import os
 import re
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from distca.apps.cli import main
 from distca.apps.common import corpus as module
 from distca.apps.common.corpus import read_corpus
 from distca.apps.common.sources import DataError, find_source
@@ -166,6 +168,47 @@ def test_rows_of_parquet_and_of_a_saved_dataset_are_documents_and_tokens_are_tak
     (tmp_path / "broken.parquet").write_text("no table")
     with pytest.raises(DataError, match="cannot be read by the package datasets"):
         read_corpus(tmp_path / "broken.parquet", 1.0)
+
+
+def test_a_folder_of_json_lines_has_the_documents_of_its_lines(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text(
+            "\n".join(json.dumps({"text": f"{name}{n}"}) for n in range(2))
+        )
+    corpus = read_corpus(tmp_path / "data", 1.0)
+    assert contents_of(corpus) == [list(text) for text in (b"a0", b"a1", b"b0", b"b1")] and corpus.unit == "lines"
+
+
+def test_a_dataset_of_several_splits_is_refused(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    split = datasets.Dataset.from_dict({"text": ["one"]})
+    datasets.DatasetDict({"train": split, "test": split}).save_to_disk(tmp_path / "d")
+    with pytest.raises(DataError, match=f"{tmp_path}/d has the splits test, train: name the folder of one of them"):
+        read_corpus(tmp_path / "d", 1.0)
+
+
+def test_documents_to_evaluate_on_with_an_unknown_token_are_refused_before_the_first_step(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"input_ids": [[7, 300, 2]]}).to_parquet(tmp_path / "other.parquet")
+    message = "--eval-data has token 300, and the model knows 256: "
+    small = TrainConfig(ranks=1, steps=1, tokens_per_rank=16, hidden=32, layers=1, data=folder)
+    (tmp_path / "run").mkdir()
+    with one_rank(), pytest.raises(DataError, match=message):
+        train(replace(small, eval_data=tmp_path / "other.parquet"), tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir())
+    given = [
+        "--data",
+        str(folder),
+        "--eval-data",
+        str(tmp_path / "other.parquet"),
+        "--runs-dir",
+        str(tmp_path / "runs"),
+    ]
+    assert main(["train", *given]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
 
 def test_lines_that_cannot_be_read_are_not_blamed_on_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,16 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from distca.apps.common.stopping import StopRequest
 from distca.apps.train.checkpoint import whole_checkpoints
-from support.train_runs import command, metrics_of, ranks_of, start, summary_of, write_texts
+from distca.apps.train.step import BALANCED, compared_step, train_step
+from support.train_runs import command, metrics_of, one_rank, ranks_of, start, summary_of, write_texts
 
 
 @pytest.fixture
@@ -47,6 +52,23 @@ def test_an_interrupt_ends_all_ranks_after_a_whole_step_with_the_summary(
     assert f"stopped after {summary['steps']} steps" in out
     assert "Traceback" not in err
     _assert_gone(ranks)
+
+
+def test_a_request_that_comes_during_a_step_ends_the_run_after_it() -> None:
+    request, nothing = StopRequest(), SimpleNamespace(step=lambda: None)
+
+    def forward_backward(trained: Any, watch: Any) -> tuple[torch.Tensor, int]:
+        request.requested = True
+        return torch.tensor(2.0), 1
+
+    trained: Any = SimpleNamespace(
+        clip=lambda: None, total_norm=lambda: 1.0, optimizer=nothing, schedule=nothing, dtype=torch.float32
+    )
+    work: Any = SimpleNamespace(forward_backward=forward_backward)
+    with one_rank():
+        assert train_step(trained, work, request, 0.0).interrupted
+        request.requested = False
+        assert compared_step(trained, [(BALANCED, work)], request, 0.0).interrupted
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -282,6 +282,7 @@ def test_wandb_itself_takes_a_run_offline(tmp_path: Path, monkeypatch: pytest.Mo
     with one_rank():
         train(replace(SMALL, ranks=1, steps=1, track="wandb"), tmp_path)
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert resumed_config(tmp_path, {"steps": 2}).steps == 2
 
 
 def test_tracking_without_the_package_is_refused_before_anything_starts(

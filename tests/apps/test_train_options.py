@@ -5,6 +5,7 @@ import json
 import platform
 import re
 import shutil
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -160,6 +161,17 @@ def test_a_trace_has_the_overlapping_steps_of_both_ranks_and_what_they_compute_b
         assert [(args["layer"].split()[0], args["half"]) for args in forward] == [
             (layer, half) for layer in "01" for half in (0, 1)
         ]
+
+
+def test_writing_a_checkpoint_belongs_to_no_traced_step(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distca.apps.train.trainer.Checkpoints.save", lambda *_: time.sleep(0.2))
+    with one_rank():
+        train(replace(SMALL, data=data, ranks=1, steps=2, checkpoint_every=1, trace=""), tmp_path)
+    (trace,) = distca.read_trace(tmp_path / "trace.json")
+    first, second = trace.steps
+    assert second.begin - first.end > 0.2
 
 
 def test_a_traced_run_reports_idle_shares_and_how_attention_was_planned_and_measured(runs: Path) -> None:

@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from distca.apps.cli import main
 from distca.apps.common.options import ConfigError
 from distca.apps.common.sources import DataError
-from distca.apps.train.checkpoint import FOLDER, Checkpoints
+from distca.apps.train.checkpoint import FOLDER, Checkpoints, Trained
 from distca.apps.train.cli import train_rank
+from distca.apps.train.config import TrainConfig
 from distca.apps.train.metrics import StepResult
+from distca.apps.train.optimizer import make_optimizer
 from distca.apps.train.resume import find_run, resumed_config
-from distca.apps.train.step import train_step
+from distca.apps.train.step import train_step, update
 from distca.apps.train.trainer import train
 from support.ranks import launch
 from support.resumed_runs import (
@@ -82,7 +85,17 @@ def test_a_run_that_goes_on_writes_and_removes_nothing_that_is_not_its_own(whole
         (run_dir / FOLDER / kept).mkdir()
     Checkpoints(run_dir, keep=1).remove_leftovers()
     assert sum(path.is_dir() for path in (run_dir / FOLDER).iterdir()) == 4
-    for link in (run_dir / "config.json.new", run_dir / LAST / "__3_0.distcp", run_dir / "tensorboard" / "link"):
+    (run_dir / "wandb" / "run").mkdir(parents=True)
+    for link in (run_dir / "wandb" / "latest-run", run_dir / "wandb" / "run" / "debug.log"):  # wandb makes them
+        link.symlink_to(tmp_path)
+    assert resumed_config(run_dir, {}).trace == ""
+    shutil.rmtree(run_dir / "wandb")
+    for link in (
+        run_dir / "wandb",
+        run_dir / "config.json.new",
+        run_dir / LAST / "__3_0.distcp",
+        run_dir / "tensorboard" / "link",
+    ):
         link.symlink_to(tmp_path)
         with pytest.raises(ConfigError, match=f"{link} is a symbolic link"):
             resumed_config(run_dir, {})
@@ -164,3 +177,37 @@ def test_the_command_goes_on_where_an_interrupt_has_stopped_it(
     assert main(["train", "--resume", str(runs / "run"), "--steps", "4", "--lr", "0.003"]) == 0
     assert main(["train", "--resume", str(runs / "run"), "--steps", "5", "--lr", "0.002"]) == 2
     assert "--lr is 0.002, the run" in capsys.readouterr().err
+
+
+def test_an_interrupt_in_the_last_step_leaves_nothing_out(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("distca.apps.train.cli.start_ranks", in_this_process)
+    monkeypatch.setattr("distca.apps.common.options.signal.signal", lambda *_: None)
+    monkeypatch.setattr(
+        "distca.apps.train.trainer.train_step", lambda *args: replace(train_step(*args), interrupted=True)
+    )
+    more = ["--ranks", "1", "--steps", "1", "--eval-fraction", "0.5", "--export", str(tmp_path / "exported")]
+    assert main(train_command(tmp_path / "runs", texts, *more)) == 0
+    out = capsys.readouterr().out
+    assert "finished after 1 steps" in out and "evaluated" in out and "go on with" not in out
+    assert (tmp_path / "exported" / "config.json").is_file()
+
+
+def test_the_first_step_after_a_resume_with_more_steps_has_the_learning_rate_of_all_steps() -> None:
+    def trained(steps: int) -> Trained:
+        model = torch.nn.Linear(2, 2)
+        return Trained(model, *make_optimizer(model, TrainConfig(steps=steps, weight_decay=0.1)))
+
+    def step(one: Trained) -> None:
+        one.model(torch.ones(2)).sum().backward()
+        update(one)
+
+    short, long, resumed = trained(10), trained(20), trained(20)
+    with one_rank():
+        for _ in range(8):
+            step(short)
+            step(long)
+        resumed.set_state(short.state(1))
+    assert [group["lr"] for group in resumed.optimizer.param_groups] == [long.schedule.get_last_lr()[0]] * 2
+    assert short.schedule.get_last_lr() != long.schedule.get_last_lr()

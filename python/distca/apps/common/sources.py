@@ -52,8 +52,8 @@ class Source(ABC):
 def find_source(path: Path | None) -> Source:
     """The documents of a path; without a path the Python standard library's sources.
 
-    A path is a folder of UTF-8 files, a `.jsonl` file of objects with a text, a `.parquet` file or a folder of such
-    files, or a folder that `datasets.Dataset.save_to_disk` has written.
+    A path is a folder of UTF-8 files, a `.jsonl` file of objects with a text or a folder of such files alone, a
+    `.parquet` file or a folder with such files, or a folder that `datasets.Dataset.save_to_disk` has written.
 
     Raises:
         DataError: the path is none of these.
@@ -64,15 +64,20 @@ def find_source(path: Path | None) -> Source:
     if path is None:
         return TextFiles(root, _standard_library_files(root))
     if root.is_file() and root.suffix == ".jsonl":
-        return JsonLines(root)
+        return JsonLines(root, [root])
     if root.is_file() and root.suffix == ".parquet":
         return Rows(root, [root])
     if not root.is_dir():
         raise DataError(f"data folder {root} is neither a folder nor a .jsonl or .parquet file")
+    if (root / "dataset_dict.json").is_file():
+        splits = ", ".join(file.parent.name for file in sorted(root.glob("*/dataset_info.json")))
+        raise DataError(f"data folder {root} has the splits {splits}: name the folder of one of them")
     files = _files(root)
     if (root / "dataset_info.json").is_file() and (root / "state.json").is_file():
         return Rows(root, files)
     tables = [file for file in files if file.suffix == ".parquet"]
+    if files and all(file.suffix == ".jsonl" for file in files):
+        return JsonLines(root, files)
     return Rows(root, tables) if tables else TextFiles(root, files)
 
 
@@ -97,18 +102,19 @@ class TextFiles(Source):
 
 
 class JsonLines(Source):
-    """A file whose lines are JSON objects with a text."""
+    """Files whose lines are JSON objects with a text."""
 
-    def __init__(self, file: Path) -> None:
-        super().__init__(file, [file], "lines")
+    def __init__(self, root: Path, files: Sequence[Path]) -> None:
+        super().__init__(root, files, "lines")
 
     def documents(self) -> Iterator[bytes | None]:
-        try:
-            with open(self.root, "rb") as file:
-                for line in file:
-                    yield _text_of(line)
-        except OSError as error:
-            raise DataError(f"{self.what} cannot be read: {error.strerror}") from error
+        for path in self.files:
+            try:
+                with open(path, "rb") as file:
+                    for line in file:
+                        yield _text_of(line)
+            except OSError as error:
+                raise DataError(f"data file {path} cannot be read: {error.strerror}") from error
 
     def none_found(self, found: int, skipped: int) -> str:
         return f"{found} lines, of which {skipped} are not JSON objects with a text"

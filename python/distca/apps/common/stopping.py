@@ -15,10 +15,13 @@ _SAME_SIGNAL_SECONDS = 0.5  # torchrun repeats the terminal's Ctrl-C
 
 @dataclass
 class StopRequest:
-    """Whether this rank was asked to stop after the current step, and when."""
+    """Whether this rank was asked to stop after the current step, and when. It is true from then on."""
 
     requested: bool = False
     at: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self.requested
 
 
 @contextmanager

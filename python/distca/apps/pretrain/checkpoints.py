@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from distca.errors import DistcaError, InvalidArgumentError
 
 _STATE = "run.json"
+_FOLDER = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,15 @@ class State:
 
 def whole_checkpoints(run_dir: Path) -> list[Path]:
     """The whole checkpoints of a run, the last one last."""
-    folders = [file.parent for file in run_dir.glob(f"step-*/{_STATE}")]
-    return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))
+    found = [(match, path) for path in run_dir.glob("step-*") if (match := _FOLDER.fullmatch(path.name))]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in found) if (path / _STATE).is_file()]
+
+
+def remove_unfinished(run_dir: Path) -> None:
+    """Removes what a killed run left half written or half removed. One rank calls it, before the first save."""
+    for path in run_dir.glob("step-*"):
+        if _FOLDER.fullmatch(path.name) and not (path / _STATE).exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def save(run_dir: Path, state: State, chunks: list[Any], optimizer: Any, *, keep: int) -> None:

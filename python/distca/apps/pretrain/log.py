@@ -72,7 +72,7 @@ class RunLog:
             if importlib.util.find_spec("tensorboard") is not None:
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._board = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=self._start)
+                self._board = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=self._start + 1)
         return self
 
     def __exit__(

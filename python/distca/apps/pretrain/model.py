@@ -135,6 +135,7 @@ def _block(config: Any, shape: Shape, virtual: int | None, options: Options, cud
 
 def optimizer_of(chunks: list[Any], options: Options) -> tuple[Any, Any]:
     """Megatron's AdamW over the chunks, and its schedule: warm-up, then a cosine to a tenth of the rate."""
+    assert options.lr is not None
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",

@@ -49,7 +49,7 @@ class Options:
     max_document: int = _option(0, "documents are cut after so many tokens (default: --tokens-per-rank * --cp-size)")
     micro_batches: int = _option(0, "micro-batches of a step (default: twice --pp-size, without stages 1)")
     steps: int = _option(100, "optimizer steps of the whole run")
-    lr: float = _option(0.0, "peak learning rate (default: 3e-4; tiny 3e-3)")
+    lr: float | None = _option(None, "peak learning rate (default: 3e-4; tiny 3e-3)")
     warmup_steps: int | None = _option(None, "steps in which the rate rises; then it falls as a cosine to a tenth")
     weight_decay: float = _option(0.1, "weight decay of AdamW")
     clip_grad: float = _option(1.0, "largest norm of all gradients; 0 does not clip")
@@ -103,7 +103,7 @@ class Options:
             tokens_per_rank=tokens,
             max_document=self.max_document or tokens * self.cp_size,
             micro_batches=self.micro_batches or (2 * self.pp_size if self.pp_size > 1 else 1),
-            lr=self.lr or (3e-3 if tiny else 3e-4),
+            lr=(3e-3 if tiny else 3e-4) if self.lr is None else self.lr,
             warmup_steps=self.steps // 20 if self.warmup_steps is None else self.warmup_steps,
             distributed_optimizer=cuda if self.distributed_optimizer is None else self.distributed_optimizer,
         )
@@ -126,6 +126,10 @@ class Options:
         for name, least in _LEAST.items():
             if (value := getattr(self, name)) < least:
                 raise _bad(name, value, f"must be at least {least}")
+        if self.lr is None or self.lr <= 0:
+            raise _bad("lr", self.lr, "must be above 0")
+        if self.doc_scale is not None and not 0 < self.doc_scale <= 1:
+            raise _bad("doc_scale", self.doc_scale, "must be above 0 and at most 1")
         if world_size % (self.tp_size * self.pp_size):
             raise _bad("tp_size", self.tp_size, f"times --pp-size {self.pp_size} must divide the {world_size} ranks")
         data_ranks = world_size // (self.tp_size * self.pp_size)
@@ -180,7 +184,6 @@ _LEAST = {
     "max_document": 2,
     "micro_batches": 1,
     "steps": 1,
-    "lr": 0,
     "weight_decay": 0,
     "clip_grad": 0,
     "eval_every": 0,

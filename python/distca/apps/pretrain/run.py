@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -27,7 +28,7 @@ from distca.apps.pretrain.model import chunks_of_model, optimizer_of
 from distca.apps.pretrain.options import Options
 from distca.apps.pretrain.shapes import configuration, shape_of
 from distca.context import Context
-from distca.errors import InvalidArgumentError
+from distca.errors import DistcaError, InvalidArgumentError
 from distca.integrations.megatron import PlannedBatches, init, tick_schedule
 from distca.trace import nsys
 from distca.trace.nsys import Capture, switched_on
@@ -117,23 +118,29 @@ class Run:
                 log.say(f"resumed after step {self._start}")
             for number in range(self._start + 1, options.steps + 1):
                 self._memory.step(number)
-                step, stopped = self.step(number, stop.requested)
+                step, stopped = self.step(number, stop)
                 capture.step(number + 1)
-                ends = stopped or number == options.steps
-                if self._held_out is not None and (ends or _due(number, options.eval_every)):
-                    step = replace(step, eval_loss=self._evaluate())
-                log.step(step)
-                if ends or _due(number, options.save_every):
+                last = number == options.steps
+                for name, value in (("loss", step.loss), ("gradient norm", step.grad_norm)):
+                    if not math.isfinite(value):
+                        log.step(step)
+                        raise DistcaError(
+                            f"the {name} is {value} at step {number}: lower --lr (LR, now {options.lr:g})"
+                        )
+                if stopped or last or _due(number, options.save_every):
                     state = checkpoints.State(number, self._corpus.fingerprint, self._fixed())
                     keep = options.keep_checkpoints
                     checkpoints.save(self._run_dir, state, self._chunks, self._optimizer, keep=keep)
-                if stopped and number < options.steps:
+                if self._held_out is not None and (last or (not stopped and _due(number, options.eval_every))):
+                    step = replace(step, eval_loss=self._evaluate())
+                log.step(step)
+                if stopped and not last:
                     log.say(f"stopped after step {number}; the same command with RUN_DIR={self._run_dir} goes on")
                     return True
             log.say(f"finished; log, TensorBoard events and checkpoints are in {self._run_dir}")
         return False
 
-    def step(self, number: int, stop: bool = False) -> tuple[Step, bool]:
+    def step(self, number: int, stop: StopRequest | bool = False) -> tuple[Step, bool]:
         """Takes a step. Returns its figures, and whether any rank was asked to stop. It is collective."""
         begin = time.perf_counter()
         self._memory.begin(lambda rank: {})
@@ -204,13 +211,13 @@ class Run:
 
         return output, loss_func
 
-    def _totals(self, kept: list[Batch], stop: bool = False) -> list[float]:
+    def _totals(self, kept: list[Batch], stop: StopRequest | bool = False) -> list[float]:
         """Sums over all ranks of losses, targets and floating-point operations, and of requests to stop."""
         mine = torch.zeros(4, dtype=torch.float64)
         if parallel_state.get_tensor_model_parallel_rank() == 0:
             for each in kept:  # on the last stage
                 mine[:3] += torch.tensor([float(each[name]) for name in ("loss", "targets", "flops")])
-        mine[3] = float(stop)
+        mine[3] = float(bool(stop))  # read here, where it is shared: a signal may come during the step
         dist.all_reduce(mine)
         return mine.tolist()
 
@@ -252,6 +259,8 @@ class Run:
 
     def _resume(self) -> int:
         """Reads the last checkpoint of the run, if there is one. Returns the number of steps that were taken."""
+        if dist.get_rank() == 0:
+            checkpoints.remove_unfinished(self._run_dir)
         whole = checkpoints.whole_checkpoints(self._run_dir)
         if not whole:
             return 0
@@ -263,6 +272,8 @@ class Run:
                 f"--steps (STEPS) is {self._options.steps}, and the run in {self._run_dir} has taken {state.step}: ask "
                 "for more, or name another --run-dir (RUN_DIR)"
             )
+        for group in self._optimizer.param_groups:  # those of the checkpoint, which may be of another rate
+            group["max_lr"], group["min_lr"] = self._schedule.max_lr, self._schedule.min_lr
         self._schedule.step(increment=state.step)
         return state.step
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from distca.apps.common.files import read_object, why
 from distca.apps.train.manifest import (
@@ -116,7 +116,13 @@ class Trained:
             optim_state_dict=state["optimizer"],
             options=_BY_NAME,
         )
-        self.schedule.load_state_dict(state["schedule"])
+        schedule = self.schedule
+        schedule.load_state_dict(state["schedule"])
+        if isinstance(schedule, LambdaLR):  # the rate that was saved is of the schedule over the steps of before
+            for group, rate, factor in zip(
+                self.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+            ):
+                group["lr"] = rate * factor(schedule.last_epoch)
         if (random := state.get(_random_key())) is not None:
             torch.set_rng_state(random)
 

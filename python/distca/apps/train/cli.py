@@ -16,7 +16,7 @@ from distca.apps.common import memory_log
 from distca.apps.common.options import INTERRUPTED, ConfigError, add_debug, interrupt_on_sigterm, tell
 from distca.apps.common.ranks import start_ranks
 from distca.apps.train.config import OPTION_TYPES, TrainConfig, option_name
-from distca.apps.train.corpora import read_corpora
+from distca.apps.train.corpora import check_held_out, read_corpora
 from distca.apps.train.log import create_run_dir
 from distca.apps.train.metrics import describe
 from distca.apps.train.resume import find_run, resumed_config
@@ -103,7 +103,10 @@ def _check_inputs(config: TrainConfig) -> None:
 
         corpora = [corpus] if held_out is None else [corpus, held_out]
         longest = max(length for one in corpora for length in one.lengths())
-        check_positions(model_config(config, vocabulary)[0], config, longest)
+        shape = model_config(config, vocabulary)[0]
+        check_positions(shape, config, longest)
+        vocabulary = shape.get_text_config().vocab_size
+    check_held_out(held_out, vocabulary)
 
 
 def _is_empty(path: Path) -> bool:

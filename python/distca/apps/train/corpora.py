@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distca.apps.common.corpus import Corpus, read_corpus
+from distca.apps.common.sources import DataError
 from distca.apps.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -21,3 +22,12 @@ def read_corpora(
     if config.eval_data is not None:
         return corpus, read_corpus(config.eval_data, config.doc_scale or 1.0, tokenizer, show_progress=show_progress)
     return corpus, None
+
+
+def check_held_out(held_out: Corpus | None, vocabulary: int) -> None:
+    """Raises DataError if the documents to evaluate on have a token that the model does not know."""
+    if held_out is not None and held_out.largest >= vocabulary:
+        raise DataError(
+            f"--eval-data has token {held_out.largest}, and the model knows {vocabulary}: give documents whose tokens "
+            "are made as those of --data, or a --model with a larger vocabulary"
+        )

@@ -12,6 +12,7 @@ from distca.apps.common.options import ConfigError
 from distca.apps.train.checkpoint import check_whole, whole_checkpoints
 from distca.apps.train.config import TINY, TrainConfig, option_name
 from distca.apps.train.log import CONFIG, METRICS, steps_before
+from distca.apps.train.tracking import FOLDER as WANDB
 
 LATEST = "latest"
 
@@ -97,7 +98,10 @@ def check_steps_left(config: TrainConfig, taken: int, run_dir: Path) -> None:
 
 
 def _check_no_links(run_dir: Path) -> None:
-    """Refuses links. A resumed run writes and removes files in its folder; through a link they lie elsewhere."""
+    """Refuses links. A resumed run writes and removes files in its folder; through a link they lie elsewhere.
+
+    Below the folder of wandb it does neither.
+    """
     for folder, folders, files in os.walk(run_dir):
         for path in (Path(folder, name) for name in (*folders, *files)):
             if path.is_symlink():
@@ -105,3 +109,5 @@ def _check_no_links(run_dir: Path) -> None:
                     f"{path} is a symbolic link, and the run would write through it: replace it by the file or folder "
                     "itself"
                 )
+        if Path(folder) == run_dir and WANDB in folders:
+            folders.remove(WANDB)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distca.apps.common.memory_log import UNWATCHED, Watch
+from distca.apps.common.stopping import StopRequest
 from distca.apps.train.checkpoint import Trained
 from distca.apps.train.metrics import Compared, StepResult
 from distca.apps.train.work import Work
@@ -25,10 +26,13 @@ Gradients of keys are added in another order.
 """
 
 
-def train_step(trained: Trained, work: Work, stop: bool, since: float, watch: Watch = UNWATCHED) -> StepResult:
+def train_step(
+    trained: Trained, work: Work, stop: StopRequest | bool, since: float, watch: Watch = UNWATCHED
+) -> StepResult:
     """Takes one optimizer step.
 
-    `stop` says whether this rank was asked to stop. `since` says when the step before was over, by `time.perf_counter`.
+    `stop` says whether this rank was asked to stop, and is read when the step is over. `since` says when the step
+    before was over, by `time.perf_counter`.
     """
     loss_sum, num_targets = work.forward_backward(trained, watch)
     norm = update(trained, watch)
@@ -39,7 +43,7 @@ def train_step(trained: Trained, work: Work, stop: bool, since: float, watch: Wa
 def compared_step(
     trained: Trained,
     ways: Sequence[tuple[str, Work]],
-    stop: bool,
+    stop: StopRequest | bool,
     since: float,
     watch: Watch = UNWATCHED,
 ) -> StepResult:
@@ -104,9 +108,9 @@ def mean_loss(loss_sum: torch.Tensor, num_targets: int) -> float:
     return _share(loss_sum, num_targets, False)[0]
 
 
-def _share(loss_sum: torch.Tensor, num_targets: int, stop: bool) -> tuple[float, bool]:
+def _share(loss_sum: torch.Tensor, num_targets: int, stop: StopRequest | bool) -> tuple[float, bool]:
     """The mean loss over the targets of all ranks, and whether any rank was asked to stop."""
-    shared = torch.tensor([loss_sum.item(), float(stop)], dtype=torch.float64)
+    shared = torch.tensor([loss_sum.item(), float(bool(stop))], dtype=torch.float64)
     dist.all_reduce(shared)
     return shared[0].item() / max(num_targets, 1), shared[1].item() > 0
 

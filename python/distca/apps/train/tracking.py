@@ -10,6 +10,8 @@ from typing import Any
 from distca.apps.train.config import TrainConfig
 from distca.errors import DistcaError
 
+FOLDER = "wandb"
+"""The folder of a run in which wandb, and nothing else, writes. It has symbolic links."""
 _PROJECT, _ID = "distca", "wandb-id"
 
 

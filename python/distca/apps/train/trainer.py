@@ -20,7 +20,7 @@ from distca.apps.common.stopping import stop_request
 from distca.apps.common.tokens import Tokenizer
 from distca.apps.train.checkpoint import Checkpoints, RunState, Trained, whole_checkpoints
 from distca.apps.train.config import TrainConfig
-from distca.apps.train.corpora import read_corpora
+from distca.apps.train.corpora import check_held_out, read_corpora
 from distca.apps.train.data import Batches
 from distca.apps.train.data_parallel import DataParallel
 from distca.apps.train.evaluation import Evaluation
@@ -59,6 +59,7 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
     for one in corpora:
         _check_same_corpus(one)
     run = _parallelism(config, corpus.vocabulary(tokenizer))
+    check_held_out(held_out, run.model.config.get_text_config().vocab_size)
     check_positions(run.model.config, config, max(length for one in corpora for length in one.lengths()))
     trained = run.trained
     run_dir, last = _agree_on_run(run_dir)
@@ -88,33 +89,35 @@ def train(config: TrainConfig, run_dir: Path | None) -> dict[str, Any]:
                     other.wait()
                 shift = step % len(ways)  # the ways take turns at going first, so that none gains by it
                 order = [(way, of_ways[way]) for way in ways[shift:] + ways[:shift]]
-                result = compared_step(trained, order, stop.requested, since, watch)
+                result = compared_step(trained, order, stop, since, watch)
             else:
-                result = train_step(trained, work, stop.requested, since, watch)
+                result = train_step(trained, work, stop, since, watch)
             of_all = {way: other.loads() for way, other in of_ways.items()}
             loads = of_all[BALANCED]
             traces.step(step, sum(other.after[context.rank] for other in of_all.values()))
             capture.step(step + 1)
             metrics = StepMetrics.of(step, result, work.layouts, loads)
             taken = step + 1
-            if evaluation.due(taken, result.interrupted):
+            interrupted = result.interrupted and taken < config.steps  # after the last step nothing is left out
+            if evaluation.due(taken, interrupted):
                 metrics = replace(metrics, eval_loss=evaluation.loss())
                 traces.skip()
             log.step(metrics, loads)
-            progress.step(metrics, interrupted=result.interrupted)
+            progress.step(metrics, interrupted=interrupted)
             if not math.isfinite(result.loss):
                 raise DistcaError(f"the loss is {result.loss} at step {step}: lower --lr (now {config.lr:g})")
-            if result.interrupted or taken == config.steps or _due(taken, config.checkpoint_every):
+            if interrupted or taken == config.steps or _due(taken, config.checkpoint_every):
                 checkpoints.save(trained, RunState(taken, ranks, corpus.fingerprint))
-            if result.interrupted:
+                traces.skip()
+            if interrupted:
                 break
             since = time.perf_counter()
-        if config.export is not None and not result.interrupted:
+        if config.export is not None and not interrupted:
             run.export(run_dir, config.export, tokenizer)
         with writing(run_dir):
             traces.write()
         more = run.report(run_dir, traces.everyone)
-        return log.finish(result.interrupted, context.attention, run.notes(), traces.everyone, more)
+        return log.finish(interrupted, context.attention, run.notes(), traces.everyone, more)
 
 
 def _parallelism(config: TrainConfig, vocabulary: int) -> Parallelism:
