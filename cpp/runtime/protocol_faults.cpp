@@ -308,11 +308,16 @@ void Protocol::fail(const std::exception& error) noexcept {
   if (fault_.code == FaultCode::kNone) fault_ = {FaultCode::kOther, {}, error.what()};
   transport_->cancel();  // the tensors of a whole step may be freed once its error is thrown
   const auto* const ours = dynamic_cast<const Error*>(&error);
-  if (fault_.code == FaultCode::kElsewhere) told_peers_ = false;  // what `hear` told may have been cancelled
-  if (transport_->is_collective())
+  if (transport_->is_collective()) {
     transport_->abandon(ours ? *ours : OperatingSystemError(error.what()));
-  else
+  } else if (has_heard_) {
+    // What `hear` told may have been cancelled, or it may still be telling: then the words must be the same.
+    const std::lock_guard lock(heard_mutex_);
+    told_peers_ = false;
+    tell_peers(heard_);
+  } else {
     tell_peers(fault_);
+  }
   if (on_fault_ && fault_.code != FaultCode::kElsewhere) on_fault_(ours ? ours->kind() : "", poison_);
 }
 

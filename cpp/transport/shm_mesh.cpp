@@ -10,9 +10,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
 #include <optional>
-#include <thread>
 
 #include "common/error.h"
 #include "transport/host_memory.h"
@@ -24,6 +24,7 @@ constexpr uint64_t kMagic = 0x316d68732d616364;  // "dca-shm1"
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr int kBacklog = 4096;
 constexpr int64_t kProbeMs = 1000;
+constexpr int64_t kRetryMs = 1;
 
 /// The only message of either side. It is sent along with the region's memfd.
 struct Hello {
@@ -39,6 +40,12 @@ struct Hello {
 struct Received {
   Hello hello;
   Descriptor memory;
+};
+
+/// A member that has called this rank and has no answer yet.
+struct Newcomer {
+  Descriptor socket;
+  Received received;
 };
 
 [[noreturn]] void fail(const std::string& what) { throw OperatingSystemError(what + ": " + std::strerror(errno)); }
@@ -70,7 +77,9 @@ uid_t peer_uid(const Descriptor& socket) {
   return credentials.uid;
 }
 
-void send_hello(const Descriptor& socket, const Hello& hello, const Descriptor& memory) {
+/// Returns false if this user has too many descriptors on their way. The limit counts those that no process has received
+/// yet, in all sockets of the user, and is the `ulimit -n` of this process.
+bool send_hello(const Descriptor& socket, const Hello& hello, const Descriptor& memory) {
   iovec data{.iov_base = const_cast<Hello*>(&hello), .iov_len = sizeof(hello)};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr m{};
@@ -85,8 +94,9 @@ void send_hello(const Descriptor& socket, const Hello& hello, const Descriptor& 
   const int fd = memory.get();
   std::memcpy(CMSG_DATA(c), &fd, sizeof(fd));
   // If the peer hung up, that is noticed when its answer does not come.
-  if (::sendmsg(socket.get(), &m, MSG_NOSIGNAL) < 0 && errno != EPIPE && errno != ECONNRESET)
-    fail("could not send to a peer");
+  if (::sendmsg(socket.get(), &m, MSG_NOSIGNAL) >= 0 || errno == EPIPE || errno == ECONNRESET) return true;
+  if (errno != ETOOMANYREFS) fail("could not send to a peer");
+  return false;
 }
 
 /// The message at the front of the socket. Empty if it is no hello, or the other end hung up without one.
@@ -165,14 +175,13 @@ class Mesh {
 
   void connect_to(int to) {
     Descriptor socket = make_socket();
-    while (!try_connect(socket, to)) {
-      check_deadline();
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
+    while (!try_connect(socket, to)) step(kRetryMs);
     const uid_t uid = peer_uid(socket);
     require(uid == ::getuid(), "the process at the address of ", name(to), " runs as user ", uid, ", rank ",
             group_.rank, " as user ", ::getuid());
-    send_hello(socket, hello_to(group_.addresses[static_cast<size_t>(to)].token), memory_);
+    // What was sent to this rank is taken meanwhile: otherwise ranks that all wait for room would never make any.
+    const Hello hello = hello_to(group_.addresses[static_cast<size_t>(to)].token);
+    while (!send_hello(socket, hello, memory_)) step(kRetryMs);
     peer(to).socket = std::move(socket);
   }
 
@@ -185,19 +194,23 @@ class Mesh {
             .to_token = token};
   }
 
-  /// Waits for any news, and takes all of it.
-  void step() {
+  /// Waits for any news, for so many milliseconds at most, and takes all of it.
+  void step(int64_t wait = kProbeMs) {
     check_deadline();
+    if (!newcomers_.empty()) wait = kRetryMs;
     std::vector<pollfd> fds{{.fd = listener_.socket.get(), .events = POLLIN, .revents = 0}};
     for (const Descriptor& s : nameless_) fds.push_back({.fd = s.get(), .events = POLLIN, .revents = 0});
     for (const Peer& p : peers_) fds.push_back({.fd = p.memory ? -1 : p.socket.get(), .events = POLLIN, .revents = 0});
     const auto left =
         std::chrono::ceil<std::chrono::milliseconds>(deadline_ - std::chrono::steady_clock::now()).count();
-    const int ready = ::poll(fds.data(), fds.size(), static_cast<int>(std::clamp<int64_t>(left, 0, kProbeMs)));
+    const int ready = ::poll(fds.data(), fds.size(), static_cast<int>(std::clamp<int64_t>(left, 0, wait)));
     if (ready < 0 && errno != EINTR) fail("could not wait for the peers");
-    if (ready == 0) probe();
-    if (ready <= 0) return;
+    if (ready == 0 && wait == kProbeMs) probe();
+    if (ready > 0) take_news(fds);
+    answer_newcomers();
+  }
 
+  void take_news(const std::vector<pollfd>& fds) {
     const size_t first_peer = 1 + nameless_.size();
     for (int i = 0; i < group_.num_ranks(); ++i) {
       if (fds[first_peer + static_cast<size_t>(i)].revents != 0) take_answer(i);
@@ -246,8 +259,7 @@ class Mesh {
     take_memory(from, std::move(received->memory));
   }
 
-  /// Takes the hello of a connection. A stranger is let go. A member that disagrees is an error here and also there,
-  /// because it gets the answer first.
+  /// Takes the hello of a connection. A stranger is let go.
   void take_newcomer(Descriptor socket) {
     char first;
     if (::recv(socket.get(), &first, 1, MSG_PEEK | MSG_DONTWAIT) == 0) return;  // a probe: it hung up without a word
@@ -256,14 +268,25 @@ class Mesh {
       refused_ = "; a connection that did not show this rank's token was refused";
       return;
     }
-    const Hello& hello = received->hello;
-    send_hello(socket, hello_to(hello.from_token), memory_);
-    check_member(hello, hello.rank);
-    require(hello.rank > group_.rank && !peer(static_cast<int>(hello.rank)).socket, "rank ", group_.rank,
-            " was called by a second rank ", hello.rank);
-    const int from = static_cast<int>(hello.rank);
-    peer(from).socket = std::move(socket);
-    take_memory(from, std::move(received->memory));
+    newcomers_.push_back({std::move(socket), std::move(*received)});
+  }
+
+  /// Answers the newcomers, as far as that is possible now. A member that disagrees is an error here and also there,
+  /// because it gets the answer first.
+  void answer_newcomers() {
+    size_t answered = 0;
+    for (Newcomer& n : newcomers_) {
+      const Hello& hello = n.received.hello;
+      if (!send_hello(n.socket, hello_to(hello.from_token), memory_)) break;
+      ++answered;
+      check_member(hello, hello.rank);
+      require(hello.rank > group_.rank && !peer(static_cast<int>(hello.rank)).socket, "rank ", group_.rank,
+              " was called by a second rank ", hello.rank);
+      const int from = static_cast<int>(hello.rank);
+      peer(from).socket = std::move(n.socket);
+      take_memory(from, std::move(n.received.memory));
+    }
+    newcomers_.erase(newcomers_.begin(), newcomers_.begin() + static_cast<std::ptrdiff_t>(answered));
   }
 
   void check_member(const Hello& hello, int64_t rank) const {
@@ -299,6 +322,7 @@ class Mesh {
   const std::chrono::steady_clock::time_point deadline_;
   std::vector<Peer> peers_;
   std::vector<Descriptor> nameless_;  // accepted; they have not said who they are
+  std::vector<Newcomer> newcomers_;
   std::string refused_;               // the last connection that was let go, for the message
 };
 
