@@ -77,8 +77,8 @@ uid_t peer_uid(const Descriptor& socket) {
   return credentials.uid;
 }
 
-/// Returns false if this user has too many descriptors on their way. The limit counts those that no process has received
-/// yet, in all sockets of the user, and is the `ulimit -n` of this process.
+/// Returns false if too many descriptors are under way: those that the user's processes have sent and none has received
+/// may be as many as this process may have open files.
 bool send_hello(const Descriptor& socket, const Hello& hello, const Descriptor& memory) {
   iovec data{.iov_base = const_cast<Hello*>(&hello), .iov_len = sizeof(hello)};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
@@ -323,7 +323,7 @@ class Mesh {
   std::vector<Peer> peers_;
   std::vector<Descriptor> nameless_;  // accepted; they have not said who they are
   std::vector<Newcomer> newcomers_;
-  std::string refused_;               // the last connection that was let go, for the message
+  std::string refused_;  // the last connection that was let go, for the message
 };
 
 }  // namespace

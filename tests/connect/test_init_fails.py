@@ -1,7 +1,10 @@
-"""`init` that fails late leaves nothing behind."""
+"""`init` that fails leaves nothing behind, and the other ranks learn why at once."""
 
 from __future__ import annotations
 
+import time
+from contextlib import ExitStack
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch.distributed as dist
 import distca
 from distca.connect import init as connect
 from distca.connect.exchange import Exchange
+from distca.connect.place import Place
 from support.ranks import launch
 
 HEADS = distca.Heads(q=2, kv=1, dim=8)
@@ -63,3 +67,52 @@ def test_a_group_is_left_also_where_its_peers_cannot_be_told(monkeypatch: pytest
     with pytest.raises(OSError):
         exchange.abandon("PeerDiedError", "why")
     assert exchange._backend is None and closed == [True]
+
+
+def _refused_on_rank_1(reason: str) -> str:
+    options: dict[str, Any] = {"max_tokens": 8, "heads": HEADS, "transport": "shm", "timeout": 20}
+    alone = [dist.new_group([rank]) for rank in range(2)]
+    with ExitStack() as opened:
+        if dist.get_rank() == 1 and reason == "name":
+            opened.enter_context(distca.init(alone[1], max_tokens=8, heads=HEADS))
+        elif dist.get_rank() == 1 and reason == "open files":
+            connect.check_open_files = _no_files  # type: ignore[assignment]
+        elif dist.get_rank() == 1:
+            options["device"] = "cuda:99"
+        begin = time.monotonic()
+        try:
+            distca.init(**options).close()
+        except distca.DistcaError as error:
+            return f"{type(error).__name__}: {error}" if time.monotonic() - begin < 15 else "late"
+    return "nothing"
+
+
+def _no_files(what: str, more: int) -> None:
+    raise distca.OperatingSystemError(f"{what} may take {more} open files")
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "said"),
+    [
+        ("name", "InvalidArgumentError", "context 'default' exists already"),
+        ("open files", "OperatingSystemError", "a group of 2 ranks may take 12 open files"),
+        ("device", "DeviceError", "device = 'cuda:99'"),
+    ],
+)
+def test_what_only_one_rank_is_refused_all_are_told(reason: str, kind: str, said: str) -> None:
+    peer, refused = launch(_refused_on_rank_1, reason, ranks=2)
+    assert refused.startswith(f"{kind}: init: {said}")
+    assert peer.startswith(f"InvalidArgumentError: init: rank 1: {said}")
+
+
+def test_groups_of_tensor_ranks_wait_as_long_as_init_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[timedelta] = []
+
+    def refuse(ranks: list[int], timeout: timedelta) -> None:
+        limits.append(timeout)
+        raise RuntimeError("timed out")
+
+    monkeypatch.setattr(dist, "new_group", refuse)
+    with pytest.raises(distca.PeerTimeoutError, match="timed out"), Place([0], [[0]], 0, ((0,),)).group(7.0):
+        pass
+    assert limits == [timedelta(seconds=7)]

@@ -233,7 +233,7 @@ FAULTS = [
     Fault(
         "tiles: the sums of a row are not multiplied when its base is raised",
         TILES,
-        "  if (rescale != nullptr) rescale_sums(tile.lanes, columns, rescale, sums);\n",
+        "  if (!sums.are_new && sums.rescale != nullptr) rescale_sums(tile.lanes, columns, sums.rescale, sums.data);\n",
         "",
         (TILES_TEST,),
     ),
@@ -247,8 +247,8 @@ FAULTS = [
     Fault(
         "tiles: both halves of a packed step take the values of the first",
         FORWARD,
-        "buffers.scores, step.values, key, buffers.rescale,",
-        "buffers.scores, step.values, 0 * key, buffers.rescale,",
+        "buffers.scores, step.values, key,\n",
+        "buffers.scores, step.values, 0 * key,\n",
         (TILES_TEST,),
     ),
     Fault(

@@ -113,7 +113,7 @@ FAULTS = [
     Fault(
         "a resumed run begins its learning rates anew",
         "python/distca/apps/train/checkpoint.py",
-        'self.schedule.load_state_dict(state["schedule"])',
+        'schedule.load_state_dict(state["schedule"])',
         "pass",
         ("tests/apps/test_train_resume.py::test_a_resumed_run_takes_the_same_steps_to_the_bit_and_records_each_once",),
     ),

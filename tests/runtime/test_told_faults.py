@@ -85,19 +85,30 @@ def test_a_rank_without_memory_raises_what_python_calls_it_and_its_peer_is_told(
     assert "rank 0 abandoned this context after an error of its own: std::bad_alloc" in str(there)
 
 
+def dispatched(rank: int, context: distca.Context) -> distca.Step:
+    plan = PLAN.for_rank(rank)
+    return distca.dispatch(*tensors_for(plan)[:3], plan, context=context)
+
+
 def test_a_rank_that_is_told_of_a_fault_passes_on_whose_it_is() -> None:
     """Rank 1 finds the report of rank 0 first. Rank 0 itself was only told what happened to rank 2."""
     with loopback_group(PLAN, timeout=20.0) as contexts:
-        steps = on_all_ranks(
-            contexts,
-            lambda rank, context: distca.dispatch(
-                *tensors_for(PLAN.for_rank(rank))[:3], PLAN.for_rank(rank), context=context
-            ),
-        )
+        steps = on_all_ranks(contexts, dispatched)
         steps[2].abandon("enough")
         for rank in (0, 1):
             with pytest.raises(distca.PeerLeftError, match=r"rank 2 left step 1 \(forward\) unfinished: enough"):
                 distca.attend(steps[rank])
+
+
+def test_a_fault_elsewhere_that_is_still_on_its_way_when_another_comes_is_told_again() -> None:
+    """Here it waits on the link behind the rows of a step, and the end of that step drops it there."""
+    with loopback_group(PLAN, timeout=20.0, link=distca.Link(bytes_per_second=1000)) as contexts:
+        steps = on_all_ranks(contexts, dispatched)
+        contexts[0]._core.hear("PeerDiedError", "global rank 7 died")
+        steps[0].abandon("enough")
+        for context in contexts[1:]:
+            fault = fault_of_check(context)
+            assert isinstance(fault, distca.PeerDiedError) and "global rank 7 died" in str(fault)
 
 
 # ---- calls that one rank refuses

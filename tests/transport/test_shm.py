@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
+import resource
+import socket
 import threading
 from multiprocessing.connection import Connection
 from typing import Any
@@ -124,6 +127,27 @@ def test_ranks_with_heaps_of_different_sizes_are_both_told_both_sizes() -> None:
             kind, message = group.receive(rank)
             assert kind == "InvalidArgumentError", message
             assert f"rank {1 - rank} has a heap of {theirs} bytes, rank {rank} one of {mine}" in message
+
+
+def join_without_room(rank: int, ranks: int, pipe: Connection) -> None:
+    """Rank 0 has sent itself more descriptors than a user without privileges may have under way, and takes them late."""
+    own, other = socket.socketpair()
+    if rank == 0:
+        socket.send_fds(own, [b"."], [0] * 250)
+    version, none = (ctypes.c_uint32 * 2)(0x20080522), (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None).capset(version, none) == 0
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+    later = threading.Timer(0.3, other.close)
+    later.start()
+    pipe.send(fault_of(lambda: connect(rank, pipe)))
+    later.join()
+    own.close()
+
+
+def test_ranks_wait_where_too_many_descriptors_are_under_way() -> None:
+    with Group(join_without_room, 3) as group:
+        group.exchange_addresses()
+        assert [group.receive(rank) for rank in range(3)] == [("", "")] * 3
 
 
 def join_as(rank: int, ranks: int, pipe: Connection, claims: list[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -22,7 +22,7 @@ from distca.connect.open_files import check_open_files
 from distca.connect.options import attention_problem, core_options, cpu_kernels, device_name, slot_bytes_of
 from distca.connect.place import Place, group_of, place_of
 from distca.context import Context
-from distca.errors import InvalidArgumentError
+from distca.errors import DistcaError, InvalidArgumentError
 from distca.heads import Heads
 from distca.planner.cost import CostModel
 from distca.registry import open_contexts
@@ -122,14 +122,12 @@ def init(
         group_of("tensor_parallel", tensor_parallel),
         group_of("pipeline_parallel", pipeline_parallel),
     )
-    device, nsys = device_name(device), nsys_wanted(nsys)
     if group is not None and (tensor or pipeline):
         raise InvalidArgumentError(
             "init: group, and tensor_parallel or pipeline_parallel; with these the context's ranks follow from all "
             "processes: leave out group"
         )
     check_type("init", "heads", heads, Heads, "distca.Heads(q=8, kv=2, dim=64)")
-    attention = _C.chosen_attention(attention, device)
     if transport == "nvshmem" and heap_bytes is None:
         heap_bytes = nvshmem.heap_bytes_of_environment()
     cost = cost or CostModel()
@@ -139,10 +137,24 @@ def init(
             heads = heads.divided(place.tensor_ranks)
             options["slot_bytes"] = slot_bytes_of(max_tokens, heads, heap_bytes)
             num_ranks = len(place.global_ranks)
-            request = _Request(
-                group, num_ranks, transport, name, device, attention, put_ctas, progress_thread, link, timeout, options
-            )
-            _check_together(request)
+            with _told(group, timeout):
+                _check_free(name)
+                device, nsys = device_name(device), nsys_wanted(nsys)
+                attention = _C.chosen_attention(attention, device)
+                request = _Request(
+                    group,
+                    num_ranks,
+                    transport,
+                    name,
+                    device,
+                    attention,
+                    put_ctas,
+                    progress_thread,
+                    link,
+                    timeout,
+                    options,
+                )
+                _check_together(request)
             kernels, kernel_problem = cpu_kernels(device)
             problem = kernel_problem or attention_problem(device, attention, heads)
             if group is not None and num_ranks > 1:
@@ -195,6 +207,18 @@ def _ranks(
         yield place, group
 
 
+@contextmanager
+def _told(group: dist.ProcessGroup | None, timeout: float) -> Iterator[None]:
+    """Tells the other ranks why this one cannot take part. They would wait for its terms otherwise."""
+    try:
+        yield
+    except DistcaError as error:
+        if group is not None and dist.get_world_size(group) > 1:
+            with suppress(DistcaError):  # on this rank its own error is the one to raise
+                agree(group, Terms("", "", 0, "", problem=str(error).removeprefix("init: ")), timeout)
+        raise
+
+
 @dataclass(frozen=True)
 class _Request:
     """The arguments of `init` that say how to connect, and the options that all constructors of the core take."""
@@ -232,6 +256,9 @@ def _check_alone(transport: str, group: object, name: object, link: Link | None)
             f"init: group is a {type(group).__name__}; a torch.distributed.ProcessGroup is expected, as new_group "
             "returns it"
         )
+
+
+def _check_free(name: str) -> None:
     if name in open_contexts:
         raise InvalidArgumentError(f"init: context {name!r} exists already; close it first, or choose another name")
 
