@@ -130,7 +130,7 @@ def test_ranks_with_heaps_of_different_sizes_are_both_told_both_sizes() -> None:
 
 
 def join_without_room(rank: int, ranks: int, pipe: Connection) -> None:
-    """Rank 0 has sent itself more descriptors than a user without privileges may have under way, and takes them late."""
+    """Rank 0 has sent itself more descriptors than an unprivileged user may have under way, and takes them late."""
     own, other = socket.socketpair()
     if rank == 0:
         socket.send_fds(own, [b"."], [0] * 250)
