@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import time
 from contextlib import ExitStack
 from datetime import timedelta
@@ -76,7 +78,8 @@ def _refused_on_rank_1(reason: str) -> str:
         if dist.get_rank() == 1 and reason == "name":
             opened.enter_context(distca.init(alone[1], max_tokens=8, heads=HEADS))
         elif dist.get_rank() == 1 and reason == "open files":
-            connect.check_open_files = _no_files  # type: ignore[assignment]
+            used, most = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, most))
         elif dist.get_rank() == 1:
             options["device"] = "cuda:99"
         begin = time.monotonic()
@@ -85,10 +88,6 @@ def _refused_on_rank_1(reason: str) -> str:
         except distca.DistcaError as error:
             return f"{type(error).__name__}: {error}" if time.monotonic() - begin < 15 else "late"
     return "nothing"
-
-
-def _no_files(what: str, more: int) -> None:
-    raise distca.OperatingSystemError(f"{what} may take {more} open files")
 
 
 @pytest.mark.parametrize(

@@ -129,25 +129,27 @@ def test_ranks_with_heaps_of_different_sizes_are_both_told_both_sizes() -> None:
             assert f"rank {1 - rank} has a heap of {theirs} bytes, rank {rank} one of {mine}" in message
 
 
-def join_without_room(rank: int, ranks: int, pipe: Connection) -> None:
-    """Rank 0 has sent itself more descriptors than an unprivileged user may have under way, and takes them late."""
+def join_without_room(rank: int, ranks: int, pipe: Connection, sent: int, seconds: float) -> None:
+    """Rank 0 has sent itself descriptors, and takes them late. An unprivileged user may have 200 under way here."""
     own, other = socket.socketpair()
     if rank == 0:
-        socket.send_fds(own, [b"."], [0] * 250)
+        socket.send_fds(own, [b"."], [0] * sent)
     version, none = (ctypes.c_uint32 * 2)(0x20080522), (ctypes.c_uint32 * 6)()
     assert ctypes.CDLL(None).capset(version, none) == 0
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
-    later = threading.Timer(0.3, other.close)
+    later = threading.Timer(seconds, other.close)
     later.start()
     pipe.send(fault_of(lambda: connect(rank, pipe)))
-    later.join()
-    own.close()
+    later.cancel()
+    for end in (own, other):
+        end.close()
 
 
-def test_ranks_wait_where_too_many_descriptors_are_under_way() -> None:
-    with Group(join_without_room, 3) as group:
+@pytest.mark.parametrize(("ranks", "sent", "seconds"), [(3, 250, 0.3), (6, 195, 60.0)], ids=["no room", "little room"])
+def test_ranks_wait_where_too_many_descriptors_are_under_way(ranks: int, sent: int, seconds: float) -> None:
+    with Group(join_without_room, ranks, sent, seconds) as group:
         group.exchange_addresses()
-        assert [group.receive(rank) for rank in range(3)] == [("", "")] * 3
+        assert [group.receive(rank) for rank in range(ranks)] == [("", "")] * ranks
 
 
 def join_as(rank: int, ranks: int, pipe: Connection, claims: list[int]) -> None:

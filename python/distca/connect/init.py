@@ -113,9 +113,9 @@ def init(
         DeviceError: the device, or NVTX, is not there.
         OperatingSystemError: the group takes more open files than this process may have.
         PeerDiedError, PeerTimeoutError: a rank has gone, or does not come within ``timeout``.
-        InvalidArgumentError: an argument is wrong or differs between ranks, the name is in use, ranks are on several
-            hosts with ``"shm"``, there is no group with ``"torch"``, the heads cannot be divided, or tensor groups or
-            pipelines do not cut all processes into equal parts.
+        InvalidArgumentError: an argument is wrong or differs between ranks, the name is in use, another rank is refused
+            for such a reason of its own, ranks are on several hosts with ``"shm"``, there is no group with ``"torch"``,
+            the heads cannot be divided, or tensor groups or pipelines do not cut all processes into equal parts.
     """
     _check_alone(transport, group, name, link)
     tensor, pipeline = (
