@@ -1,12 +1,12 @@
 #include "plan/draft.h"
 
 #include <algorithm>
-#include <limits>
+#include <span>
 #include <optional>
 #include <utility>
 
+#include "plan/head_parallel.h"
 #include "plan/limits.h"
-#include "plan/scheduler.h"
 
 namespace distca::plan {
 namespace {
@@ -14,21 +14,32 @@ namespace {
 using Wide = __int128;
 constexpr int kGentleRounds = 24;  // from this round on, a rank that needs too much exchanges nothing
 constexpr int kRounds = 40;
+constexpr int64_t kMarginPpm = 1000;  // loads that differ by less than this are alike
 
-Draft draft_of(const Layout& layout, const PlanOptions& options, const Allowances& allowances = {}) {
+Draft draft_of(const Layout& layout, const PlanOptions& options, const std::vector<int32_t>& degrees,
+               const Allowances& allowances = {}) {
   Draft draft;
-  draft.tasks = Scheduler(layout, options, allowances).schedule();
+  Scheduler scheduler(layout, options, degrees, allowances);
+  draft.tasks = scheduler.schedule();
   draft.arrangement = arrange(layout, options, draft.tasks);
+  draft.degrees = degrees;
+  draft.exchanged = scheduler.exchanged();
+  draft.is_balanced = scheduler.all_within_limits();
   return draft;
+}
+
+bool fits(const Draft& draft, const PlanOptions& options) {
+  return draft.arrangement.slot_bytes() <= options.capacity;
 }
 
 /// Finds allowances under which all ranks fit. They become smaller from round to round.
 class Fitter {
  public:
-  Fitter(const Layout& layout, const PlanOptions& options, const std::vector<int64_t>& at_home_bytes,
+  /// `least_bytes` are the arenas that remain if nothing is moved for balance.
+  Fitter(const Layout& layout, const PlanOptions& options, const std::vector<int64_t>& least_bytes,
          bool level_with_largest)
-      : layout_(layout), options_(options), at_home_bytes_(at_home_bytes) {
-    const auto n = at_home_bytes.size();
+      : layout_(layout), options_(options), least_bytes_(least_bytes) {
+    const auto n = least_bytes.size();
     allowed_ = {std::vector<int64_t>(n, kNoLimit), std::vector<int64_t>(n, kNoLimit), level_with_largest};
   }
 
@@ -36,7 +47,7 @@ class Fitter {
   std::optional<Draft> run(const Draft& first) {
     restrict(first, false);
     for (int round = 1; round < kRounds; ++round) {
-      Draft draft = draft_of(layout_, options_, allowed_);
+      Draft draft = draft_of(layout_, options_, first.degrees, allowed_);
       if (!restrict(draft, round >= kGentleRounds)) return draft;
     }
     return std::nullopt;
@@ -45,9 +56,9 @@ class Fitter {
  private:
   /// Lowers the allowances of ranks that need too much. Returns false if there are none.
   bool restrict(const Draft& draft, bool sternly) {
-    const Allowances used = exchanged(draft.tasks);
+    const Allowances& used = draft.exchanged;
     bool restricted = false;
-    for (size_t r = 0; r < at_home_bytes_.size(); ++r) {
+    for (size_t r = 0; r < least_bytes_.size(); ++r) {
       const int64_t bytes = draft.arrangement.arena_bytes(r);
       if (bytes <= options_.capacity) continue;
       restricted = true;
@@ -55,11 +66,11 @@ class Fitter {
         keep_documents_at_home(static_cast<int64_t>(r));
         continue;
       }
-      // What a rank exchanges may take the room above the arena that the layout itself forces. Its allowance becomes a
+      // What a rank exchanges may take the room above the arena that it needs in any case. Its allowance becomes a
       // little less than what fits there.
-      const int64_t room = std::max<int64_t>(0, options_.capacity - at_home_bytes_[r]);
+      const int64_t room = std::max<int64_t>(0, options_.capacity - least_bytes_[r]);
       const auto less = [&](int64_t amount) {
-        return sternly ? 0 : static_cast<int64_t>(Wide{amount} * room / (bytes - at_home_bytes_[r]) * 31 / 32);
+        return sternly ? 0 : static_cast<int64_t>(Wide{amount} * room / (bytes - least_bytes_[r]) * 31 / 32);
       };
       allowed_.in[r] = std::min(allowed_.in[r], less(used.in[r]));
       allowed_.out[r] = std::min(allowed_.out[r], less(used.out[r]));
@@ -76,28 +87,15 @@ class Fitter {
     }
   }
 
-  /// The cost that each rank computes of others' rows, and that others compute of its rows.
-  Allowances exchanged(const std::vector<Task>& tasks) const {
-    const std::vector<int64_t> nothing(at_home_bytes_.size(), 0);
-    Allowances used = {nothing, nothing};
-    for (const Task& t : tasks) {
-      if (t.server == t.home) continue;
-      const int64_t groups = (t.kv_head_end - t.kv_head_begin) / head_groups(options_).heads_of_group;
-      const int64_t cost = groups * options_.cost.cost(options_.document(layout_, t.document), t.q_begin, t.q_end);
-      used.in[static_cast<size_t>(t.server)] += cost;
-      used.out[static_cast<size_t>(t.home)] += cost;
-    }
-    return used;
-  }
-
   const Layout& layout_;
   const PlanOptions& options_;
   Allowances allowed_;
-  const std::vector<int64_t>& at_home_bytes_;
+  const std::vector<int64_t>& least_bytes_;
 };
 
-/// Whether the largest load of `a`, after division by speeds, is smaller than that of `b`.
-bool is_better_balanced(const Layout& layout, const PlanOptions& options, const Draft& a, const Draft& b) {
+/// Whether the largest load of `a`, after division by speeds, is smaller than that of `b` by more than this share of it.
+bool is_better_balanced(const Layout& layout, const PlanOptions& options, const Draft& a, const Draft& b,
+                        int64_t margin_ppm = 0) {
   const std::vector<int64_t> speeds = server_speeds(layout, options);
   const auto largest = [&](const Draft& draft) {
     std::vector<int64_t> load(speeds.size(), 0);
@@ -113,7 +111,70 @@ bool is_better_balanced(const Layout& layout, const PlanOptions& options, const 
   };
   const auto [x, x_speed] = largest(a);
   const auto [y, y_speed] = largest(b);
-  return Wide{x} * y_speed < Wide{y} * x_speed;
+  return Wide{x} * y_speed * 1'000'000 < Wide{y} * x_speed * (1'000'000 - margin_ppm);
+}
+
+/// The bytes that a draft moves under the objective, as if nothing were retained: what ranks keep must not change who
+/// computes what. Those between nodes count kNodeFactor times.
+Wide weighted_bytes(const Layout& layout, const PlanOptions& options, const Draft& draft) {
+  PlanOptions forgetful = options;
+  forgetful.retain_bytes.clear();
+  const Arrangement again = options.retains() ? arrange(layout, forgetful, draft.tasks) : Arrangement();
+  const Arrangement& a = options.retains() ? again : draft.arrangement;
+  const size_t num_messages = options.objective == Objective::kForward ? 2 : a.bytes.size();
+  Wide bytes = 0;
+  for (size_t m = 0; m < num_messages; ++m) bytes += a.bytes[m] + Wide{kNodeFactor - 1} * a.bytes_between_nodes[m];
+  return bytes;
+}
+
+bool is_better(const Layout& layout, const PlanOptions& options, const Draft& a, const Draft& b) {
+  // Where single rows keep both from the tolerance, a row more or less is not worth many bytes.
+  if (!a.is_balanced || !b.is_balanced) {
+    if (is_better_balanced(layout, options, a, b, kMarginPpm)) return true;
+    if (is_better_balanced(layout, options, b, a, kMarginPpm)) return false;
+  }
+  return weighted_bytes(layout, options, a) < weighted_bytes(layout, options, b);
+}
+
+/// Returns the first balanced draft that fits. Where there is none, drafts are changed until they fit, and the best
+/// balanced result is taken.
+Draft fit(const Layout& layout, const PlanOptions& options, std::span<const Draft> drafts) {
+  for (const Draft& draft : drafts)
+    if (draft.is_balanced && fits(draft, options)) return draft;
+  PlanOptions unbalanced = options;
+  unbalanced.balance = false;
+  std::optional<Draft> best;
+  std::vector<Draft> too_large;  // those without balance
+  const auto consider = [&](Draft draft) {
+    if (!best || is_better_balanced(layout, options, draft, *best)) best = std::move(draft);
+  };
+  for (const Draft& draft : drafts) {
+    if (fits(draft, options)) {
+      consider(draft);
+      continue;
+    }
+    // Where servers are given, rows may not be computed at home.
+    std::vector<int64_t> least_bytes(static_cast<size_t>(layout.num_ranks()), 0);
+    if (options.servers.empty()) {
+      Draft least = draft_of(layout, unbalanced, draft.degrees);
+      for (size_t r = 0; r < least_bytes.size(); ++r) least_bytes[r] = least.arrangement.arena_bytes(r);
+      if (!fits(least, options)) {
+        too_large.push_back(std::move(least));
+        continue;
+      }
+      consider(std::move(least));
+    }
+    for (bool level_with_largest : {false, true})
+      if (auto found = Fitter(layout, options, least_bytes, level_with_largest).run(draft)) consider(std::move(*found));
+  }
+  if (!best) {
+    too_large.insert(too_large.end(), drafts.begin(), drafts.end());
+    const auto smallest = std::min_element(too_large.begin(), too_large.end(), [](const Draft& a, const Draft& b) {
+      return a.arrangement.slot_bytes() < b.arrangement.slot_bytes();
+    });
+    check_capacity(smallest->arrangement, options.capacity);  // throws, with bytes that are enough
+  }
+  return std::move(*best);
 }
 
 }  // namespace
@@ -126,26 +187,24 @@ void check_capacity(const Arrangement& arrangement, int64_t capacity) {
                          " bytes; give distca.init heap_bytes >= ", 2 * bytes, " (two slots), or fewer tokens");
 }
 
-Draft fit(const Layout& layout, const PlanOptions& options, const Draft& draft) {
-  std::optional<Draft> best;
-  // What the layout itself forces. It is nothing where servers are given, because then rows may not be computed at
-  // home.
-  std::vector<int64_t> at_home_bytes(static_cast<size_t>(layout.num_ranks()), 0);
-  if (options.servers.empty()) {
-    PlanOptions unbalanced = options;
-    unbalanced.balance = false;
-    best = draft_of(layout, unbalanced);
-    const Arrangement& at_home = best->arrangement;
-    check_capacity(at_home.slot_bytes() < draft.arrangement.slot_bytes() ? at_home : draft.arrangement,
-                   options.capacity);
-    for (size_t r = 0; r < at_home_bytes.size(); ++r) at_home_bytes[r] = at_home.arena_bytes(r);
+Draft make_draft(const Layout& layout, const PlanOptions& options) {
+  std::vector<Draft> drafts;
+  drafts.push_back(draft_of(layout, options, {}));
+  const std::vector<int32_t> degrees = head_parallel_degrees(layout, options, Saves::kBytes);
+  if (!degrees.empty()) {
+    drafts.push_back(draft_of(layout, options, degrees));
+    if (is_better(layout, options, drafts[1], drafts[0])) std::swap(drafts[0], drafts[1]);
   }
-  for (bool level_with_largest : {false, true}) {
-    auto found = Fitter(layout, options, at_home_bytes, level_with_largest).run(draft);
-    if (found && (!best || is_better_balanced(layout, options, *found, *best))) best = std::move(found);
+  const int64_t wanted = drafts[0].arrangement.slot_bytes();
+  const auto neediest = static_cast<int64_t>(drafts[0].arrangement.neediest_rank());
+  if (!fits(drafts[0], options)) {
+    const std::vector<int32_t> largest = head_parallel_degrees(layout, options, Saves::kMemory);
+    if (largest != degrees) drafts.push_back(draft_of(layout, options, largest));
+    drafts[0] = fit(layout, options, drafts);
   }
-  if (!best) check_capacity(draft.arrangement, options.capacity);  // throws, with bytes that are enough
-  return std::move(*best);
+  drafts[0].wanted_slot_bytes = wanted;
+  drafts[0].neediest_rank = neediest;
+  return std::move(drafts[0]);
 }
 
 }  // namespace distca::plan

@@ -67,7 +67,8 @@ HeadGroups head_groups(const PlanOptions& options) {
   return {1, h.kv_heads, h.q_heads};
 }
 
-std::vector<int64_t> loads_at_home(const Layout& layout, const PlanOptions& options) {
+std::vector<int64_t> loads_at_home(const Layout& layout, const PlanOptions& options,
+                                   std::span<const int32_t> degrees) {
   std::vector<int64_t> load(static_cast<size_t>(layout.num_ranks()), 0);
   const auto placements = layout.placements();
   const int64_t num_groups = head_groups(options).num_groups;
@@ -80,6 +81,7 @@ std::vector<int64_t> loads_at_home(const Layout& layout, const PlanOptions& opti
       if (next.document != p.document || next.rank != p.rank || next.row != p.row + (end - p.begin)) break;
       end = next.end;
     }
+    if (!degrees.empty() && degrees[static_cast<size_t>(p.document)] > 1) continue;
     load[static_cast<size_t>(p.rank)] +=
         num_groups * options.cost.cost(options.document(layout, p.document), p.begin, end);
   }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <vector>
 
 #include "plan/layout.h"
@@ -34,7 +35,9 @@ struct HeadGroups {
 };
 HeadGroups head_groups(const PlanOptions& options);
 
-/// The load of every rank with every row computed at home, in cost units x groups of heads.
-std::vector<int64_t> loads_at_home(const Layout& layout, const PlanOptions& options);
+/// The load of every rank with every row computed at home, in cost units x groups of heads. If there are `degrees`
+/// (head_parallel.h), documents with a degree above 1 do not count.
+std::vector<int64_t> loads_at_home(const Layout& layout, const PlanOptions& options,
+                                   std::span<const int32_t> degrees = {});
 
 }  // namespace distca::plan

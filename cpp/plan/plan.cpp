@@ -84,24 +84,23 @@ Plan::Plan(std::shared_ptr<const Layout> layout, const PlanOptions& options,
     : layout_(std::move(layout)), options_(options) {
   const auto start = std::chrono::steady_clock::now();
   options_.check(*layout_);
-  draft_.tasks = given ? task_list(*layout_, options_, *given) : Scheduler(*layout_, options_).schedule();
-  draft_.arrangement = arrange(*layout_, options_, draft_.tasks);
-  stats_.wanted_slot_bytes = draft_.arrangement.slot_bytes();
-  const size_t neediest = draft_.arrangement.neediest_rank();
-  if (given)
+  if (given) {
+    draft_.tasks = task_list(*layout_, options_, *given);
+    draft_.arrangement = arrange(*layout_, options_, draft_.tasks);
     check_capacity(draft_.arrangement, options_.capacity);
-  else if (stats_.wanted_slot_bytes > options_.capacity)
-    draft_ = fit(*layout_, options_, draft_);
+  } else {
+    draft_ = make_draft(*layout_, options_);
+  }
   merge_rounds(draft_.arrangement, options_.heads, draft_.tasks,
                options_.overlap ? options_.capacity : draft_.arrangement.slot_bytes());
-  if (given) stats_.wanted_slot_bytes = draft_.arrangement.slot_bytes();
+  stats_.wanted_slot_bytes = given ? draft_.arrangement.slot_bytes() : draft_.wanted_slot_bytes;
   make_header(given.value_or(std::span<const GivenTask>()));
   stats_.load_before = loads_at_home(*layout_, options_);
   for (int64_t& load : stats_.load_before) load *= head_groups(options_).query_heads_of_group;
   stats_.load = loads();
   stats_.load_lower_bound = load_lower_bound(*layout_, options_);
   stats_.binding = binding(given.has_value());
-  if (stats_.binding == Binding::kCapacity) stats_.binding_rank = static_cast<int64_t>(neediest);
+  if (stats_.binding == Binding::kCapacity) stats_.binding_rank = draft_.neediest_rank;
   const auto elapsed = std::chrono::steady_clock::now() - start;
   stats_.plan_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count();
 }

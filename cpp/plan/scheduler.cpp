@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "common/align.h"
+#include "plan/head_parallel.h"
 #include "plan/limits.h"
 
 namespace distca::plan {
@@ -12,11 +13,13 @@ namespace {
 
 using Wide = __int128;
 constexpr size_t kNeighbours = 8;  // the ranks of this many segments before and after one are considered
+constexpr int kTakers = 8;         // and the servers of this many shards of the document, the last that moved
 constexpr int32_t kNoRank = std::numeric_limits<int32_t>::max();
 
 }  // namespace
 
-Scheduler::Scheduler(const Layout& layout, const PlanOptions& options, const Allowances& allowances)
+Scheduler::Scheduler(const Layout& layout, const PlanOptions& options, std::span<const int32_t> degrees,
+                     const Allowances& allowances)
     : layout_(layout),
       options_(options),
       finder_(options),
@@ -27,18 +30,36 @@ Scheduler::Scheduler(const Layout& layout, const PlanOptions& options, const All
       ranks_per_node_(ranks_of_node(layout, options)),
       num_nodes_(ceil_div(layout.num_ranks(), ranks_per_node_)) {
   const auto n = static_cast<size_t>(layout.num_ranks());
-  load_ = loads_at_home(layout, options);
+  load_ = loads_at_home(layout, options, degrees);
   speed_ = server_speeds(layout, options);
   if (!has_allowances_) left_ = {std::vector<int64_t>(n, kNoLimit), std::vector<int64_t>(n, kNoLimit)};
+  exchanged_ = {std::vector<int64_t>(n, 0), std::vector<int64_t>(n, 0)};
   first_piece_.assign(n, -1);
   is_materialised_.assign(n, 0);
   is_cut_.assign(layout.placements().size(), 0);
-  moved_.assign(static_cast<size_t>(layout.num_documents()), 0);
+  last_moved_.assign(static_cast<size_t>(layout.num_documents()), -1);
   room_of_.assign(n, 0);
   node_out_.assign(static_cast<size_t>(num_nodes_), kNoLimit);
   node_in_.assign(static_cast<size_t>(num_nodes_), kNoLimit);
   index_placements();
+  if (!degrees.empty()) exchange_rows_for_heads(degrees);
   set_limits();
+}
+
+void Scheduler::exchange_rows_for_heads(std::span<const int32_t> degrees) {
+  for (int64_t document = 0; document < layout_.num_documents(); ++document) {
+    const int32_t degree = degrees[static_cast<size_t>(document)];
+    if (degree == 1) continue;
+    const auto first = static_cast<size_t>(layout_.placements(document).data() - layout_.placements().data());
+    std::fill_n(is_cut_.begin() + static_cast<int64_t>(first), layout_.placements(document).size(), 1);
+    for (const HeadParallelGroup& g : head_parallel_groups(layout_, options_, document, degree)) {
+      for (const HeadParallelGroup::Member& m : g.members) {
+        for (const HeadParallelGroup::Run& run : g.runs)
+          add_piece({run.placement, m.rank, m.rank, m.head_begin, m.head_end, run.begin, run.end});
+        load_[static_cast<size_t>(m.rank)] += cost_at(m.rank, document);
+      }
+    }
+  }
 }
 
 void Scheduler::index_placements() {
@@ -166,7 +187,8 @@ Scheduler::Move Scheduler::best_move(const Piece& p, int64_t amount, int64_t min
     const size_t near = at_least(k * ideal);
     if (near < last && near != fitting) consider(p, amount, min_rows, rooms_[near].rank, best);
   }
-  // Ranks that hold other rows of the document lack fewer of its keys.
+  // Ranks that hold other rows of the document, or were given some, lack fewer of its keys. (Where all of its rows lie
+  // on one rank, a shard brings nearly as much for a byte to any rank.)
   const auto of_document = layout_.placements(placement_of(p).document);
   if (of_document.size() > 1) {
     const auto here = static_cast<size_t>(&placement_of(p) - of_document.data());
@@ -174,6 +196,12 @@ Scheduler::Move Scheduler::best_move(const Piece& p, int64_t amount, int64_t min
     for (size_t i = begin; i < std::min(of_document.size(), here + kNeighbours); ++i)
       if (room_of_[static_cast<size_t>(of_document[i].rank)] > 0)
         consider(p, amount, min_rows, static_cast<int32_t>(of_document[i].rank), best);
+    int32_t moved = last_moved_[static_cast<size_t>(placement_of(p).document)];
+    for (int i = 0; i < kTakers && moved >= 0; ++i) {
+      const Piece& taken = pieces_[static_cast<size_t>(moved)];
+      if (room_of_[static_cast<size_t>(taken.server)] > 0) consider(p, amount, min_rows, taken.server, best);
+      moved = taken.moved_before;
+    }
   }
   return best;
 }
@@ -184,7 +212,7 @@ void Scheduler::consider(const Piece& p, int64_t amount, int64_t min_rows, int32
   const Document d = document_of(p);
   const auto offer = [&](Shard s) {
     if (s.empty()) return;
-    s.bytes = s.num_heads * finder_.bytes(placement_of(p).rank == rank ? 0 : s.end - s.begin, missing_keys(p, s, rank));
+    s.bytes = s.num_heads * finder_.bytes(missing_rows(p, s, rank), missing_keys(p, s, rank));
     if (s.better_than(best.shard)) best = {s, rank, true};
   };
   const int64_t column = finder_.cost(d, p.begin, p.end);
@@ -194,6 +222,15 @@ void Scheduler::consider(const Piece& p, int64_t amount, int64_t min_rows, int32
     offer(finder_.best(d, p.begin, p.end, p.num_heads(), budget, min_rows));
 }
 
+/// Number of query rows of the shard that the server does not hold.
+int64_t Scheduler::missing_rows(const Piece& p, const Shard& s, int32_t server) const {
+  int64_t missing = 0;
+  for_each_home(p, s.begin, s.end, [&](const Placement& home, int64_t begin, int64_t end) {
+    if (home.rank != server) missing += end - begin;
+  });
+  return missing;
+}
+
 /// Number of key rows that the shard needs and that the server neither holds nor gets for other pieces.
 int64_t Scheduler::missing_keys(const Piece& p, const Shard& s, int32_t server) const {
   const int64_t document = placement_of(p).document;
@@ -201,14 +238,18 @@ int64_t Scheduler::missing_keys(const Piece& p, const Shard& s, int32_t server) 
   int64_t next = mask.first_key(s.begin);
   const int64_t end = mask.end_key(s.end - 1, length);
   const auto of_document = layout_.placements(document);
-  if (of_document.size() == 1 && !moved_[static_cast<size_t>(document)]) return end - next;
+  if (of_document.size() == 1 && last_moved_[static_cast<size_t>(document)] < 0) return end - next;
   std::vector<std::pair<int64_t, int64_t>> present;
   const auto held = placements_of(static_cast<size_t>(server));
   const auto first = static_cast<int32_t>(of_document.data() - layout_.placements().data());
   for (auto i = std::lower_bound(held.begin(), held.end(), first); i != held.end(); ++i) {
     const Placement& q = layout_.placements()[static_cast<size_t>(*i)];
     if (q.document != document) break;
-    present.emplace_back(q.begin, q.end);
+    // A segment of which nothing moved is computed where it lies.
+    if (is_cut_[static_cast<size_t>(*i)])
+      present.emplace_back(q.begin, q.end);
+    else
+      present.emplace_back(std::min(q.begin, mask.first_key(q.begin)), mask.end_key(q.end - 1, length));
   }
   for (int32_t i = first_piece_[static_cast<size_t>(server)]; i >= 0; i = pieces_[static_cast<size_t>(i)].next) {
     const Piece& q = pieces_[static_cast<size_t>(i)];
@@ -240,7 +281,7 @@ void Scheduler::apply(int32_t index, const Move& move) {
   bool reused = false;
   const auto keep = [&](int32_t head_begin, int32_t end_head, int64_t begin, int64_t end) {
     if (head_begin == end_head || begin == end) return;
-    Piece rest = {p.placement, p.server, head_begin, end_head, begin, end, p.next};
+    Piece rest = {p.placement, p.server, p.origin, head_begin, end_head, begin, end, p.next, p.moved_before};
     int32_t at = index;
     if (reused)
       at = add_piece(rest);
@@ -255,8 +296,8 @@ void Scheduler::apply(int32_t index, const Move& move) {
   keep(head_end, p.head_end, p.begin, p.end);
   keep(p.head_begin, head_end, p.begin, s.begin);
   keep(p.head_begin, head_end, s.end, p.end);
-  add_piece({p.placement, move.rank, p.head_begin, head_end, s.begin, s.end, -1});
-  moved_[static_cast<size_t>(document)] = 1;
+  int32_t& last_moved = last_moved_[static_cast<size_t>(document)];
+  last_moved = add_piece({p.placement, move.rank, p.origin, p.head_begin, head_end, s.begin, s.end, -1, last_moved});
   is_cut_[static_cast<size_t>(p.placement)] = 1;
   if (is_additive_) {
     load_[from] -= s.cost;
@@ -265,7 +306,7 @@ void Scheduler::apply(int32_t index, const Move& move) {
     load_[from] += cost_at(p.server, document);
     load_[to] += cost_at(move.rank, document);
   }
-  if (has_allowances_) use_allowances(p, move.rank, s.cost);
+  count_exchange(p, move.rank, s.cost);
   if (node_of(p.server) != node_of(move.rank)) {
     auto& out = node_out_[static_cast<size_t>(node_of(p.server))];
     auto& in = node_in_[static_cast<size_t>(node_of(move.rank))];
@@ -287,8 +328,9 @@ void Scheduler::materialise(int32_t rank) {
   if (done) return;
   done = 1;
   for (int32_t i : placements_of(static_cast<size_t>(rank))) {
+    if (is_cut_[static_cast<size_t>(i)]) continue;  // its document's ranks exchanged rows for heads
     const Placement& p = layout_.placements()[static_cast<size_t>(i)];
-    add_piece({i, rank, 0, static_cast<int32_t>(num_heads_), p.begin, p.end, -1});
+    add_piece({i, rank, rank, 0, static_cast<int32_t>(num_heads_), p.begin, p.end});
   }
 }
 
@@ -307,7 +349,6 @@ std::vector<Task> Scheduler::schedule() {
 
 std::vector<Task> Scheduler::tasks() const {
   const auto placements = layout_.placements();
-  const auto placement_of = [&](const Piece& p) { return placements[static_cast<size_t>(p.placement)]; };
   std::vector<Piece> pieces;
   for (const Piece& p : pieces_)
     if (!p.empty() && is_cut_[static_cast<size_t>(p.placement)]) pieces.push_back(p);
@@ -321,7 +362,9 @@ std::vector<Task> Scheduler::tasks() const {
   auto piece = pieces.begin();
   const auto add_pieces = [&](int32_t server, int32_t end) {
     for (; piece != pieces.end() && piece->server == server && piece->placement < end; ++piece)
-      writer.add(placement_of(*piece), piece->begin, piece->end, piece->head_begin, piece->head_end, server);
+      for_each_home(*piece, piece->begin, piece->end, [&](const Placement& home, int64_t row, int64_t row_end) {
+        writer.add(home, row, row_end, piece->head_begin, piece->head_end, server);
+      });
   };
   for (int32_t r = 0; r < layout_.num_ranks(); ++r) {
     for (int32_t i : placements_of(static_cast<size_t>(r))) {

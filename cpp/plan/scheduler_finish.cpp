@@ -103,25 +103,25 @@ Scheduler::Move Scheduler::last_resort(int32_t from, int32_t to, int32_t& piece)
 
 /// How much cost of a piece may go to a rank.
 int64_t Scheduler::allowance(const Piece& p, int32_t to) const {
-  const auto home = static_cast<int32_t>(placement_of(p).rank);
-  return std::min(to == home ? kNoLimit : left_.in[static_cast<size_t>(to)],
-                  p.server == home ? left_.out[static_cast<size_t>(home)] : kNoLimit);
+  return std::min(to == p.origin ? kNoLimit : left_.in[static_cast<size_t>(to)],
+                  p.server == p.origin ? left_.out[static_cast<size_t>(p.origin)] : kNoLimit);
 }
 
-void Scheduler::use_allowances(const Piece& p, int32_t to, int64_t cost) {
-  const auto home = static_cast<int32_t>(placement_of(p).rank);
-  const auto use = [](int64_t& left, int64_t amount) {
-    if (left != kNoLimit) left -= amount;
+void Scheduler::count_exchange(const Piece& p, int32_t to, int64_t cost) {
+  const auto count = [](std::vector<int64_t>& left, std::vector<int64_t>& exchanged, int32_t rank, int64_t amount) {
+    const auto r = static_cast<size_t>(rank);
+    exchanged[r] += amount;
+    if (left[r] != kNoLimit) left[r] -= amount;
   };
-  // A piece that was away from its home gives back the allowance that it used.
-  if (p.server == home)
-    use(left_.out[static_cast<size_t>(home)], cost);
+  // A piece that was away from its origin gives back the allowance that it used.
+  if (p.server == p.origin)
+    count(left_.out, exchanged_.out, p.origin, cost);
   else
-    use(left_.in[static_cast<size_t>(p.server)], -cost);
-  if (to == home)
-    use(left_.out[static_cast<size_t>(home)], -cost);
+    count(left_.in, exchanged_.in, p.server, -cost);
+  if (to == p.origin)
+    count(left_.out, exchanged_.out, p.origin, -cost);
   else
-    use(left_.in[static_cast<size_t>(to)], cost);
+    count(left_.in, exchanged_.in, to, cost);
 }
 
 /// By how much the load of the piece's server falls when the shard goes. This is less than the shard's cost where the
@@ -140,7 +140,8 @@ int64_t Scheduler::cost_at(int32_t server, int64_t document) const {
   const auto first = static_cast<int32_t>(of_document.data() - layout_.placements().data());
   for (int32_t i = 0; !is_materialised_[static_cast<size_t>(server)] && i < std::ssize(of_document); ++i) {
     const Placement& p = of_document[static_cast<size_t>(i)];
-    if (p.rank == server) parts.push_back({first + i, server, 0, static_cast<int32_t>(num_heads_), p.begin, p.end, -1});
+    if (p.rank == server && !is_cut_[static_cast<size_t>(first + i)])
+      parts.push_back({first + i, server, server, 0, static_cast<int32_t>(num_heads_), p.begin, p.end});
   }
   for (int32_t i = first_piece_[static_cast<size_t>(server)]; i >= 0; i = pieces_[static_cast<size_t>(i)].next) {
     const Piece& p = pieces_[static_cast<size_t>(i)];

@@ -28,13 +28,15 @@ bool Shard::better_than(const Shard& other) const {
 Prices prices(const PlanOptions& options) {
   const HeadShape& h = options.heads;
   const int64_t e = h.element_bytes(), group = h.q_heads / h.kv_heads;
-  Prices p = {group * (e * (h.dim + h.v_dim) + 4), e * (h.dim + h.v_dim)};
+  const int64_t key = e * (h.dim + h.v_dim);
+  Prices p = {group * (e * (h.dim + h.v_dim) + 4), key, key};
   if (options.objective == Objective::kAll) {
     p.query_row += group * (e * (2 * h.dim + h.v_dim) + 8);
     p.key_row += (e + 4) * (h.dim + h.v_dim);
+    p.sole_key_row += 2 * key;
   }
   if (options.split_heads) return p;
-  return {h.kv_heads * p.query_row, h.kv_heads * p.key_row};
+  return {h.kv_heads * p.query_row, h.kv_heads * p.key_row, h.kv_heads * p.sole_key_row};
 }
 
 ShardFinder::ShardFinder(const PlanOptions& options) : cost_(options.cost), prices_(plan::prices(options)) {

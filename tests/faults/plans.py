@@ -7,6 +7,7 @@ STEPS = "tests/runtime/test_steps.py"
 PLAN = "tests/plan/test_plan.py"
 PLAN_MEMORY = "tests/plan/test_plan_memory.py"
 SCHEDULER = "tests/plan/test_scheduler.py"
+HEAD_PARALLEL = "tests/plan/test_head_parallel.py"
 ALTERED = "tests/runtime/test_altered_plans.py"
 ARRANGEMENT = "cpp/plan/arrangement.cpp"
 TABLES = "cpp/plan/slice_tables.cpp"
@@ -106,6 +107,62 @@ FAULTS = [
         "  limit_ = load_limits(total, speed_, options_.tolerance_ppm);",
         "  limit_ = load_limits(total, speed_, 0);",
         (SCHEDULER,),
+    ),
+    Fault(
+        "bytes between nodes count once where rows are exchanged for heads",
+        "cpp/plan/head_parallel.cpp",
+        "of_head += (kNodeFactor - 1) * missing(",
+        "of_head += 0 * missing(",
+        (HEAD_PARALLEL,),
+    ),
+    Fault(
+        "gradients of keys count as sums of several servers always",
+        "cpp/plan/head_parallel.cpp",
+        "key_row_ = groups.size() == 1 ? prices_.sole_key_row : prices_.key_row;",
+        "key_row_ = prices_.key_row;",
+        (HEAD_PARALLEL,),
+    ),
+    Fault(
+        "short segments are exchanged for heads too",
+        "cpp/plan/head_parallel.cpp",
+        "std::ssize(placements) * options.min_rows &&",
+        "0 &&",
+        (HEAD_PARALLEL,),
+    ),
+    Fault(
+        "keys that the rows of a group see several times count several times",
+        "cpp/plan/head_parallel.cpp",
+        "if (keys_.empty() || begin > keys_.back().second)",
+        "if (true)",
+        (HEAD_PARALLEL,),
+    ),
+    Fault(
+        "segments of several homes are one piece though small tasks are dear",
+        "cpp/plan/head_parallel.cpp",
+        "if (options.cost.is_additive() && !runs.empty()",
+        "if (!runs.empty()",
+        (HEAD_PARALLEL,),
+    ),
+    Fault(
+        "where memory binds, no more rows are exchanged for heads",
+        "cpp/plan/draft.cpp",
+        "if (largest != degrees) drafts.push_back(",
+        "if (false) drafts.push_back(",
+        (HEAD_PARALLEL,),
+    ),
+    Fault(
+        "the draft of the more bytes is taken",
+        "cpp/plan/draft.cpp",
+        "weighted_bytes(layout, options, a) < weighted_bytes(layout, options, b);",
+        "weighted_bytes(layout, options, a) > weighted_bytes(layout, options, b);",
+        (HEAD_PARALLEL,),
+    ),
+    Fault(
+        "a row more or less is worth many bytes",
+        "cpp/plan/draft.cpp",
+        "constexpr int64_t kMarginPpm = 1000;",
+        "constexpr int64_t kMarginPpm = 0;",
+        (HEAD_PARALLEL,),
     ),
     Fault(
         "a rank may pass its capacity a little",

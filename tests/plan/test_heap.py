@@ -64,7 +64,7 @@ def test_published_lengths_plan_within_the_default_at_the_usual_tolerance(
 
 
 def test_a_document_that_does_not_fit_says_the_number_that_does() -> None:
-    layout = distca.Layout.head_tail([1 << 19], ranks=64)
+    layout = distca.Layout.head_tail([1 << 21], ranks=256)
     with pytest.raises(distca.CapacityError, match="give distca.init heap_bytes >= ") as told:
         distca.plan(layout, LARGE, capacity=default_heap_bytes(8192, LARGE) // 2)
     number = int(re.findall(r"heap_bytes >= (\d+)", str(told.value))[0])

@@ -113,6 +113,27 @@ def test_head_tail_layouts_and_float16_are_as_exact_as_pytorch(ranks: int, long_
     _check_against_pytorch(shape, plans, fused=True)
 
 
+@DTYPES
+@pytest.mark.parametrize(("ranks", "heads"), [(3, "mha"), (5, "much_wider_values")])
+def test_rows_exchanged_for_heads_give_the_bits_of_rows_at_home(ranks: int, heads: str, dtype: torch.dtype) -> None:
+    """But for gradients of keys, to which several servers contribute, in another order and number."""
+    shape = distca.Heads(*HEADS[heads], dtype=dtype)
+    lengths = (700, 65, 900, 1, 333)
+    pool = ErrorPool(dtype)
+    for seed, mask, window in ((41, "causal", None), (42, "full", None), (43, "causal", 600)):
+        layout = distca.Layout.head_tail(lengths, ranks=ranks)
+        plan = distca.plan(layout, shape, mask=mask, window=window, min_rows=1, overlap=seed == 42)
+        assert 2 in plan.stats.head_parallel, "the rows of the longest document are exchanged"
+        batch = random_batch(lengths, shape, seed)
+        ours = compute(batch, plan, reorder_seed=seed, fused=True)
+        at_home = compute(batch, distca.plan(layout, shape, mask=mask, window=window, balance=False))
+        for name, exchanged, rows in zip(NAMES, ours, at_home, strict=True):
+            if name in ("out", "lse", "dq"):
+                assert torch.equal(exchanged, rows), name
+        pool.add(ours, torch_attention(batch, mask, window), oracle(batch, mask=mask, window=window))
+    pool.check()
+
+
 def test_dedicated_servers_give_the_same_bits_as_their_rows_homes() -> None:
     shape = distca.Heads(4, 2, 32)
     batch = random_batch(LENGTHS, shape, 35)

@@ -79,6 +79,7 @@ class PlanStats:
         speeds: speed of each rank; 1 for all unless `plan` was told.
         lower_bound: no plan has a smaller `largest`.
         num_servers: number of ranks that compute tasks.
+        head_parallel: for each document whose ranks exchange rows for heads, how many ranks, at most, do so together.
         bytes: bytes between ranks for each message: forward_in, forward_out, backward_in, backward_out.
         bytes_between_nodes: the part of these bytes that goes from one node to another.
         arena_bytes: for each phase, forward and backward, the arena of every rank.
@@ -96,6 +97,7 @@ class PlanStats:
     speeds: list[int]
     lower_bound: int
     num_servers: int
+    head_parallel: dict[int, int]
     bytes: dict[str, int]
     bytes_between_nodes: dict[str, int]
     arena_bytes: dict[str, list[ArenaBytes]]

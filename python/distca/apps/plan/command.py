@@ -230,6 +230,7 @@ def summary(made: Plan) -> str:
         ("sent by a rank, most, mean", _sent(made)),
         ("largest arena forward, backward", f"{arenas[0] / 1e6:.1f} MB, {arenas[1] / 1e6:.1f} MB"),
         ("largest part for rows that come home", f"{home_in / 1e6:.1f} MB"),
+        *([("documents that exchange rows for heads", _head_parallel(stats))] if stats.head_parallel else []),
         *([("kept until backward, at most", _retained(stats))] if made.retains else []),
         ("planned in", f"{stats.plan_ms:.2f} ms"),
     ]
@@ -243,6 +244,11 @@ def _sent(made: Plan) -> str:
     for transfer in made.transfers:
         sent[transfer.source] += transfer.bytes
     return f"{max(sent) / 1e6:.1f} MB, {sum(sent) / len(sent) / 1e6:.1f} MB"
+
+
+def _head_parallel(stats: PlanStats) -> str:
+    sizes = stats.head_parallel.values()
+    return f"{len(sizes)}, in groups of {min(sizes)} to {max(sizes)} ranks"
 
 
 def _retained(stats: PlanStats) -> str:
@@ -301,6 +307,7 @@ def as_json(made: Plan) -> dict[str, Any]:
             "bytes_lower_bound": stats.bytes_lower_bound,
             "bytes_between_nodes_lower_bound": stats.bytes_between_nodes_lower_bound,
             "binding": stats.binding,
+            "head_parallel": stats.head_parallel,
             "bytes": stats.bytes,
             "bytes_between_nodes": stats.bytes_between_nodes,
             "retained_bytes": stats.retained_bytes,
