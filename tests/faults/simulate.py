@@ -60,8 +60,8 @@ FAULTS = [
     Fault(
         "tasks begin before the rows of other ranks have come",
         ROOM + "machine.py",
-        "self.wait_until(step.arrived, call)",
-        "self.wait_until(self.now, call)",
+        "self.wait_until(step.arrived, call)\n        self._attend(work.evenly",
+        "self._attend(work.evenly",
         (INVARIANTS,),
     ),
     Fault(

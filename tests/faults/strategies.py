@@ -27,6 +27,20 @@ FAULTS = [
         (DEALT,),
     ),
     Fault(
+        "a ring does not wait for the rows that are exchanged for heads",
+        "python/distca/simulator/machine.py",
+        "        if work.ring:\n            self.wait_until(step.arrived, call)\n",
+        "",
+        (RINGS,),
+    ),
+    Fault(
+        "ranks that exchange rows for heads pass all heads on",
+        ROOM + "ulysses_ring.py",
+        "groups, heads.divided(size), device)",
+        "groups, heads, device)",
+        (RINGS,),
+    ),
+    Fault(
         "a ring passes no gradients on",
         ROOM + "ring.py",
         "if not forward and step > 0:",

@@ -15,6 +15,7 @@ from distca.simulator.setup import Parallelism
 from distca.simulator.simulate import StrategyResult, simulate
 from distca.simulator.strategies.ring import ring_work
 from distca.simulator.strategies.ulysses import exchanged_bytes
+from distca.simulator.strategies.ulysses_ring import ulysses_ring_work
 from support.simulated import FLAT, MODEL, cluster
 
 HEADS = distca.Heads(q=4, kv=2, dim=8, dtype=torch.bfloat16)
@@ -119,6 +120,77 @@ def test_ulysses_gives_all_ranks_of_a_group_the_same_attention() -> None:
     alone = _simulated("unbalanced", documents, shape)
     assert result.idle[0] == pytest.approx(result.idle[1], abs=1e-6)
     assert result.mfu > alone.mfu
+
+
+@pytest.mark.parametrize(("ranks", "kv"), [(8, 4), (8, 2), (6, 2), (4, 2)])
+def test_the_bytes_of_ulysses_with_a_ring_are_those_of_both(ranks: int, kv: int) -> None:
+    """As many neighbours as key/value heads exchange rows for heads, and all with the same head are a ring."""
+    shape, documents = Parallelism(context=ranks), [[[9600]] + [[]] * (ranks - 1)]
+    exchanged = MODEL.layers * 2 * 9600 * (8 + 2 * kv + 8) * 128 * 2 * (kv - 1) / kv
+    passed = MODEL.layers * 3 * (ranks // kv - 1) * 9600 * 2 * kv * 128 * 2
+    found = _attention_bytes("ulysses-ring", documents, shape, kv_heads=kv)
+    assert found == pytest.approx(exchanged + passed)
+
+
+def test_ulysses_with_a_ring_by_hand() -> None:
+    # Chunks of one row of 8: the homes have rows 0 and 7, 1 and 6, 2 and 5, 3 and 4. In pairs: 0, 1, 6, 7, and 2 to 5.
+    layout = distca.Layout.head_tail([8], ranks=4)
+    work = ulysses_ring_work(layout, 4, 2, HEADS, FLAT)
+    # As in the ring of two, with half of the four query heads.
+    seconds = torch.stack([took for took, _ in work["forward"].ring])
+    assert torch.allclose(seconds, torch.tensor([[10.0] * 4, [8.0] * 4], dtype=torch.float64) * 2 * NS)
+    # A home passes four rows of one head of keys and of values, 8 numbers of 2 bytes, to the one with its head.
+    passed = work["forward"].ring[0][1]
+    assert {(i, j): bytes for (i, j), bytes in _above_zero(passed)} == {
+        (0, 2): 128,
+        (1, 3): 128,
+        (2, 0): 128,
+        (3, 1): 128,
+    }
+    # Before that, half of the 4 + 2 + 2 heads of two rows go to the neighbour, and half of 4 heads come back.
+    assert work["forward"].inward is not None and work["forward"].homeward is not None
+    for matrix, sent in ((work["forward"].inward, 2 * 4 * 16), (work["forward"].homeward, 2 * 2 * 16)):
+        assert dict(_above_zero(matrix)) == dict.fromkeys([(0, 1), (1, 0), (2, 3), (3, 2)], sent)
+
+
+def _above_zero(matrix: torch.Tensor) -> list[tuple[tuple[int, int], float]]:
+    return [((int(i), int(j)), float(matrix[i, j])) for i, j in matrix.nonzero()]
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=5), st.sampled_from([(2, 4), (2, 6), (2, 8)]))
+@settings(max_examples=20)
+def test_ulysses_with_a_ring_computes_every_pair_once(lengths: list[int], sizes: tuple[int, int]) -> None:
+    size, ranks = sizes
+    work = ulysses_ring_work(distca.Layout.head_tail(lengths, ranks=ranks), ranks, size, HEADS, FLAT)
+    pairs = sum(n * (n + 1) // 2 for n in lengths)
+    for phase, each in (("forward", 4), ("backward", 8)):
+        assert sum(float(took.sum()) for took, _ in work[phase].ring) == pytest.approx(pairs * each * NS)
+
+
+def test_ulysses_with_a_ring_needs_more_ranks_than_share_the_heads() -> None:
+    documents = [[[6000], *[[]] * 3]]
+    with pytest.raises(distca.InvalidArgumentError, match="context = 4 and 4 key/value heads of a tensor rank"):
+        _simulated("ulysses-ring", documents, Parallelism(context=4))
+    names = {
+        one.strategy for one in simulate(documents, cluster=cluster(4), model=MODEL, parallelism=Parallelism(context=4))
+    }
+    assert "ulysses" in names and "ulysses-ring" not in names
+
+
+def test_a_ring_begins_after_the_exchange_of_rows_for_heads() -> None:
+    model = dataclasses.replace(MODEL, layers=1, q_heads=4, kv_heads=2)
+    links = cluster(4)
+    links = dataclasses.replace(
+        links, device=FLAT, inside=dataclasses.replace(links.inside, bandwidth=1e9, latency=1e-6)
+    )
+    shape, documents = Parallelism(context=4), [[[4000], [], [], []]]
+    (result,) = simulate(
+        documents, cluster=links, model=model, parallelism=shape, strategies=["ulysses-ring"], record=True
+    )
+    of_step = [event for event in result.events if event.call is not None and (event.end > event.begin).all()]
+    assert [event.what for event in of_step[:2]] == ["wait", "attention"]
+    # A home has 1,000 rows. Half of 4 + 2 + 2 heads of 128 numbers of 2 bytes go to its neighbour, at 1 GB/s.
+    assert (of_step[0].end - of_step[0].begin).tolist() == pytest.approx([1000 * 4 * 256 * NS + 1e-6] * 4, rel=0.02)
 
 
 def test_ulysses_is_limited_by_the_heads() -> None:

@@ -227,6 +227,8 @@ def _matrix(program: Ticking, tick: int, part: int, phase: str) -> torch.Tensor:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_no_link_carries_more_than_it_can_in_a_step(name: str) -> None:
     for shape in (SHAPES["data"], SHAPES["context"], SHAPES["fsdp"]):
+        if shape.context > 1 and not STRATEGIES[name].applies(shape, MODEL, 1):
+            continue
         result = _simulate(name, shape, per_node=2, speed=0.05)
         assert result.bytes_inside <= result.seconds * shape.homes * 400e9 * 0.05
         assert 0 < result.bytes_between <= result.seconds * shape.homes * 40e9 * 0.05

@@ -138,9 +138,13 @@ class Machine:
         return step
 
     def attend(self, step: AttentionStep, call: Call) -> None:
-        """Computes tasks of own rows, steps of a ring, then tasks of rows that have come, and sends results home."""
+        """Computes tasks of own rows, then those of rows that have come, and sends results home. The steps of a ring
+        come between; where rows come as well, a ring begins with them.
+        """
         work = step.work
         self._attend(self._own(work.at_once), call)
+        if work.ring:
+            self.wait_until(step.arrived, call)
         for of_ring in work.ring:
             self._copy(of_ring.passed.sent, call)
             passed = self.network.send(self.now, of_ring.passed, rows=True)

@@ -64,6 +64,7 @@ class StageWork:
         inward: ``[homes, homes]`` bytes from home to home before it; None: none.
         homeward: ``[homes, homes]`` bytes after it; None: none.
         ring: for each step of a ring its ``[homes]`` seconds and the ``[homes, homes]`` bytes that travel meanwhile.
+            The first begins after the rows of `inward` have come.
     """
 
     seconds: torch.Tensor

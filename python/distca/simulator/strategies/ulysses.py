@@ -64,17 +64,24 @@ def exchanged_bytes(rows: int, heads: Heads, ranks: int) -> tuple[float, float]:
     return before, after
 
 
-def _work(case: Case, micro_batch: list[list[int]], layout: Layout) -> PhaseWork:
-    context, heads, homes = case.parallelism.context, case.heads, layout.num_ranks
+def all_to_all(layout: Layout, heads: Heads, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[homes, homes]`` bytes that ``size`` neighbours send each other before attention, and after it, in forward."""
+    homes = layout.num_ranks
     inward, homeward = (torch.zeros(homes, homes, dtype=torch.float64) for _ in range(2))
-    for first in range(0, homes, context):
-        group = slice(first, first + context)
+    before, after = exchanged_bytes(1, heads, size)
+    for first in range(0, homes, size):
+        group = slice(first, first + size)
         rows = torch.tensor([layout.num_rows(home) for home in range(homes)[group]], dtype=torch.float64)
-        before, after = exchanged_bytes(1, heads, context)
         inward[group, group] = (rows * before).unsqueeze(1)
         homeward[group, group] = rows * after  # to the home of the rows, from each rank alike
     for matrix in (inward, homeward):
         matrix.fill_diagonal_(0.0)
+    return inward, homeward
+
+
+def _work(case: Case, micro_batch: list[list[int]], layout: Layout) -> PhaseWork:
+    context, heads, homes = case.parallelism.context, case.heads, layout.num_ranks
+    inward, homeward = all_to_all(layout, heads, context)
     work = {}
     for phase in ("forward", "backward"):
         times = PieceTimes(case.cluster.device, phase, heads.q)
