@@ -13,10 +13,9 @@ namespace distca::plan {
 struct Draft {
   std::vector<Task> tasks;
   Arrangement arrangement;
-  std::vector<int32_t> degrees;    // of head parallelism (head_parallel.h); empty: all are 1
-  Allowances exchanged;            // what balancing moved
-  bool is_balanced = false;        // whether no load is above its limit
-  int64_t wanted_slot_bytes = 0;   // the largest arena without a capacity, which is that of neediest_rank
+  Approach approach;
+  Allowances exchanged;           // what balancing moved
+  int64_t wanted_slot_bytes = 0;  // the largest arena without a capacity, which is that of neediest_rank
   int64_t neediest_rank = 0;
 };
 
@@ -27,8 +26,8 @@ void check_capacity(const Arrangement& arrangement, int64_t capacity);
 /// balanced draft that moves fewer bytes is taken.
 ///
 /// If no draft fits into the capacity, ranks that need too much may compute less for others, and others less for them,
-/// again and again until all ranks fit. If no such draft is found, nothing is balanced, unless servers are given. Throws
-/// CapacityError where nothing fits.
+/// again and again until all ranks fit. If no such draft is found, nothing is balanced, unless servers are given.
+/// Throws CapacityError where nothing fits.
 Draft make_draft(const Layout& layout, const PlanOptions& options);
 
 }  // namespace distca::plan

@@ -12,7 +12,6 @@ namespace distca::plan {
 namespace {
 
 using Wide = __int128;
-constexpr int64_t kLeastGain = 8;  // exchanging must save one of so many bytes
 
 /// Says how many rows of a document lie on an owner: a rank, or a node.
 class RowsOfOwners {
@@ -37,10 +36,10 @@ class RowsOfOwners {
 
   /// Number of rows below `row` that lie on the owner, plus a number that depends on the owner alone.
   int64_t below(int64_t owner, int64_t row) const {
-    const auto next =
-        std::upper_bound(segments_.begin(), segments_.end(), std::pair(owner, row), [](const auto& at, const Segment& s) {
-          return at.first != s.owner ? at.first < s.owner : at.second <= s.begin;
-        });
+    const auto next = std::upper_bound(segments_.begin(), segments_.end(), std::pair(owner, row),
+                                       [](const auto& at, const Segment& s) {
+                                         return at.first != s.owner ? at.first < s.owner : at.second <= s.begin;
+                                       });
     if (next == segments_.begin()) return 0;
     const Segment& s = next[-1];
     return s.before + (s.owner == owner ? std::min(s.num_rows, row - s.begin) : s.num_rows);
@@ -66,9 +65,8 @@ class DocumentBytes {
     for (const HeadParallelGroup& g : groups) {
       find_keys(g);
       for (const HeadParallelGroup::Member& m : g.members) {
-        Wide of_head = missing(g, of_ranks_, m.rank);
-        if (!is_one_node_) of_head += (kNodeFactor - 1) * missing(g, of_nodes_, m.rank / ranks_per_node_);
-        bytes += (m.head_end - m.head_begin) * of_head;
+        const Wide between = is_one_node_ ? 0 : missing(g, of_nodes_, m.rank / ranks_per_node_);
+        bytes += (m.head_end - m.head_begin) * weighted_bytes(missing(g, of_ranks_, m.rank), between);
       }
     }
     return bytes;
@@ -110,8 +108,9 @@ std::vector<int64_t> ranks_of(std::span<const Placement> placements) {
   std::vector<std::pair<int64_t, size_t>> firsts;
   for (size_t i = 0; i < placements.size(); ++i) firsts.emplace_back(placements[i].rank, i);
   std::sort(firsts.begin(), firsts.end());
-  firsts.erase(std::unique(firsts.begin(), firsts.end(), [](const auto& a, const auto& b) { return a.first == b.first; }),
-               firsts.end());
+  firsts.erase(
+      std::unique(firsts.begin(), firsts.end(), [](const auto& a, const auto& b) { return a.first == b.first; }),
+      firsts.end());
   std::sort(firsts.begin(), firsts.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
   std::vector<int64_t> ranks;
   for (const auto& [rank, first] : firsts) ranks.push_back(rank);
@@ -124,50 +123,101 @@ bool may_exchange(const Layout& layout, const PlanOptions& options, const std::v
                   int64_t document) {
   const auto placements = layout.placements(document);
   return placements.size() > 1 &&
-         layout.document_lengths()[static_cast<size_t>(document)] >= std::ssize(placements) * options.min_rows &&
+         layout.document_lengths()[static_cast<size_t>(document)] / std::ssize(placements) >= options.min_rows &&
          std::all_of(placements.begin(), placements.end(),
                      [&](const Placement& p) { return speeds[static_cast<size_t>(p.rank)] > 0; });
 }
 
-int64_t most_ranks_of_group(const Layout& layout, const PlanOptions& options, int64_t document) {
-  return std::min(std::ssize(ranks_of(layout.placements(document))), head_groups(options).num_groups);
-}
-
-int64_t degree_of_fewest_bytes(const Layout& layout, const PlanOptions& options, int64_t document) {
-  const int64_t num_heads = head_groups(options).num_groups, most = most_ranks_of_group(layout, options, document);
-  DocumentBytes bytes_of(layout, options, document);
-  int64_t best = 1;
-  // Results of exchanged rows travel after attention, when those of rows at home are there.
-  Wide fewest = bytes_of(head_parallel_groups(layout, options, document, 1)) * (kLeastGain - 1) / kLeastGain + 1;
-  for (int64_t degree = 2; degree <= most; ++degree) {
-    if (num_heads % degree != 0 && degree != most) continue;
-    const Wide bytes = bytes_of(head_parallel_groups(layout, options, document, degree));
-    if (bytes >= fewest) continue;
-    fewest = bytes;
-    best = degree;
+/// Chooses for one document after another.
+class Chooser {
+ public:
+  Chooser(const Layout& layout, const PlanOptions& options, Saves saves)
+      : layout_(layout),
+        options_(options),
+        saves_(saves),
+        num_heads_(head_groups(options).num_groups),
+        has_nodes_(ranks_of_node(layout, options) < layout.num_ranks()) {
+    for (int64_t length : layout.document_lengths()) num_rows_ += length;
   }
-  return best;
-}
+
+  HeadParallel operator()(int64_t document) const {
+    const auto placements = layout_.placements(document);
+    const int64_t num_ranks = std::ssize(ranks_of(placements));
+    // Where all rows of a rank lie in segments as long as these, it has no more than kMostTasks tasks.
+    const Wide length = layout_.document_lengths()[static_cast<size_t>(document)];
+    const Wide few_tasks = length * kMostTasks * layout_.num_ranks() / (Wide{num_rows_} * std::ssize(placements));
+    const auto most = static_cast<int64_t>(std::min(Wide{std::min(num_ranks, num_heads_)}, few_tasks));
+    if (most <= 1) return {};
+    HeadParallel how = {static_cast<int32_t>(most), false};
+    if (saves_ == Saves::kBytes) how = of_fewest_bytes(document, most);
+    // Groups are even. Nine ranks in groups of at most eight are groups of four and five.
+    int32_t largest = 1;
+    for (const HeadParallelGroup& g : head_parallel_groups(layout_, options_, document, how))
+      largest = std::max(largest, static_cast<int32_t>(g.members.size()));
+    how.group_size = largest;
+    return how;
+  }
+
+ private:
+  static constexpr int64_t kMostTasks = 4096;
+  static constexpr int64_t kLeastGain = 8;  // exchanging must save one of so many bytes
+
+  HeadParallel of_fewest_bytes(int64_t document, int64_t most) const {
+    DocumentBytes bytes_of(layout_, options_, document);
+    const auto bytes = [&](HeadParallel how) {
+      return bytes_of(head_parallel_groups(layout_, options_, document, how));
+    };
+    HeadParallel best;
+    // Results of exchanged rows travel after attention, when those of rows at home are there.
+    Wide fewest = bytes(best) * (kLeastGain - 1) / kLeastGain + 1;
+    for (int64_t size = 2; size <= most; ++size) {
+      if (num_heads_ % size != 0 && size != most) continue;
+      for (bool within_nodes : {false, true}) {
+        if (within_nodes && !has_nodes_) continue;
+        const HeadParallel how = {static_cast<int32_t>(size), within_nodes};
+        const Wide moved = bytes(how);
+        if (moved >= fewest) continue;
+        fewest = moved;
+        best = how;
+      }
+    }
+    return best;
+  }
+
+  const Layout& layout_;
+  const PlanOptions& options_;
+  const Saves saves_;
+  const int64_t num_heads_;
+  const bool has_nodes_;
+  int64_t num_rows_ = 0;
+};
 
 }  // namespace
 
 std::vector<HeadParallelGroup> head_parallel_groups(const Layout& layout, const PlanOptions& options, int64_t document,
-                                                    int64_t degree) {
+                                                    HeadParallel how) {
   const auto placements = layout.placements(document);
   const auto first = static_cast<int32_t>(placements.data() - layout.placements().data());
   const std::vector<int64_t> ranks = ranks_of(placements);
-  const int64_t n = std::ssize(ranks), num_groups = ceil_div(n, degree);
-  const int64_t num_heads = head_groups(options).num_groups;
-  std::vector<HeadParallelGroup> groups(static_cast<size_t>(num_groups));
-  std::vector<std::pair<int64_t, size_t>> group_of;  // of each rank, ascending
-  for (size_t i = 0; i < groups.size(); ++i) {
-    const int64_t begin = n * static_cast<int64_t>(i) / num_groups, end = n * static_cast<int64_t>(i + 1) / num_groups;
-    for (int64_t k = begin; k < end; ++k) {
-      const int64_t rank = ranks[static_cast<size_t>(k)], m = k - begin;
-      group_of.emplace_back(rank, i);
-      groups[i].members.push_back({static_cast<int32_t>(rank), static_cast<int32_t>(num_heads * m / (end - begin)),
-                                   static_cast<int32_t>(num_heads * (m + 1) / (end - begin))});
+  const int64_t num_heads = head_groups(options).num_groups, ranks_per_node = ranks_of_node(layout, options);
+  std::vector<HeadParallelGroup> groups;
+  std::vector<std::pair<int64_t, size_t>> group_of;  // of each rank
+  for (size_t begin = 0; begin < ranks.size();) {
+    size_t end = begin + 1;  // the ranks that are divided evenly: all, or those that follow each other on a node
+    while (end < ranks.size() && !(how.within_nodes && ranks[end] / ranks_per_node != ranks[begin] / ranks_per_node))
+      ++end;
+    const auto n = static_cast<int64_t>(end - begin), num_groups = ceil_div(n, how.group_size);
+    for (int64_t i = 0; i < num_groups; ++i) {
+      const int64_t from = n * i / num_groups, size = n * (i + 1) / num_groups - from;
+      HeadParallelGroup& group = groups.emplace_back();
+      for (int64_t m = 0; m < size; ++m) {
+        const int64_t rank = ranks[begin + static_cast<size_t>(from + m)];
+        group_of.emplace_back(rank, groups.size() - 1);
+        group.members.push_back({static_cast<int32_t>(rank), static_cast<int32_t>(num_heads * m / size),
+                                 static_cast<int32_t>(num_heads * (m + 1) / size)});
+      }
     }
+    begin = end;
   }
   std::sort(group_of.begin(), group_of.end());
   for (size_t i = 0; i < placements.size(); ++i) {
@@ -181,20 +231,20 @@ std::vector<HeadParallelGroup> head_parallel_groups(const Layout& layout, const 
   return groups;
 }
 
-std::vector<int32_t> head_parallel_degrees(const Layout& layout, const PlanOptions& options, Saves saves) {
+std::vector<HeadParallel> choose_head_parallel(const Layout& layout, const PlanOptions& options, Saves saves) {
   const bool all_whole = std::ssize(layout.placements()) == layout.num_documents();
   if (!options.balance || head_groups(options).num_groups == 1 || all_whole) return {};
   const std::vector<int64_t> speeds = server_speeds(layout, options);
-  std::vector<int32_t> degrees;
+  const Chooser choose(layout, options, saves);
+  std::vector<HeadParallel> chosen;
   for (int64_t d = 0; d < layout.num_documents(); ++d) {
     if (!may_exchange(layout, options, speeds, d)) continue;
-    const int64_t degree = saves == Saves::kBytes ? degree_of_fewest_bytes(layout, options, d)
-                                                  : most_ranks_of_group(layout, options, d);
-    if (degree == 1) continue;
-    degrees.resize(static_cast<size_t>(layout.num_documents()), 1);
-    degrees[static_cast<size_t>(d)] = static_cast<int32_t>(degree);
+    const HeadParallel how = choose(d);
+    if (how.group_size == 1) continue;
+    chosen.resize(static_cast<size_t>(layout.num_documents()));
+    chosen[static_cast<size_t>(d)] = how;
   }
-  return degrees;
+  return chosen;
 }
 
 }  // namespace distca::plan

@@ -14,6 +14,14 @@
 
 namespace distca::plan {
 
+/// How the ranks of a document exchange its rows for heads.
+struct HeadParallel {
+  int32_t group_size = 1;     // at most so many ranks do so together; 1: every rank computes the rows that it holds
+  bool within_nodes = false;  // whether the ranks of a group are of one node
+
+  bool operator==(const HeadParallel&) const = default;
+};
+
 /// Ranks that hold rows of a document. Each computes the rows of all of them, for its share of the heads.
 struct HeadParallelGroup {
   struct Member {
@@ -29,23 +37,19 @@ struct HeadParallelGroup {
   std::vector<Run> runs;  // ascending
 };
 
-/// Divides the ranks of a document into groups of at most `degree` ranks, which is not above the number of groups of
+/// Divides the ranks of a document into groups of about the same size, which is not above the number of groups of
 /// heads. Ranks of a group follow each other in the order of their first rows. Where tasks do not cost what their parts
 /// cost, every segment is a run, because a task has one home.
 std::vector<HeadParallelGroup> head_parallel_groups(const Layout& layout, const PlanOptions& options, int64_t document,
-                                                    int64_t degree);
+                                                    HeadParallel how);
 
-/// What a document's degree is chosen for.
+/// What a document's groups are chosen for.
 enum class Saves {
-  kBytes,  // the fewest bytes travel before loads are balanced; those between nodes count kNodeFactor times
-  kMemory  // the fewest keys have a place in arenas: the largest degree
+  kBytes,  // the fewest bytes travel before loads are balanced, weighed as by weighted_bytes (shard.h)
+  kMemory  // the fewest keys have a place in arenas: the largest groups
 };
 
-/// Chooses a degree for each document; 1: every rank computes the rows that it holds. Empty: all have 1.
-std::vector<int32_t> head_parallel_degrees(const Layout& layout, const PlanOptions& options, Saves saves);
-
-/// How many times the bytes between nodes count where two schedules are compared: a GPU's link to others of its node is
-/// about that much faster than its share of the network (NVLink 4: 450 GB/s a direction; 400 Gbit/s InfiniBand: 50).
-inline constexpr int64_t kNodeFactor = 9;
+/// Chooses for each document. Empty: all ranks compute the rows that they hold.
+std::vector<HeadParallel> choose_head_parallel(const Layout& layout, const PlanOptions& options, Saves saves);
 
 }  // namespace distca::plan

@@ -68,7 +68,7 @@ HeadGroups head_groups(const PlanOptions& options) {
 }
 
 std::vector<int64_t> loads_at_home(const Layout& layout, const PlanOptions& options,
-                                   std::span<const int32_t> degrees) {
+                                   std::span<const HeadParallel> head_parallel) {
   std::vector<int64_t> load(static_cast<size_t>(layout.num_ranks()), 0);
   const auto placements = layout.placements();
   const int64_t num_groups = head_groups(options).num_groups;
@@ -81,7 +81,7 @@ std::vector<int64_t> loads_at_home(const Layout& layout, const PlanOptions& opti
       if (next.document != p.document || next.rank != p.rank || next.row != p.row + (end - p.begin)) break;
       end = next.end;
     }
-    if (!degrees.empty() && degrees[static_cast<size_t>(p.document)] > 1) continue;
+    if (!head_parallel.empty() && head_parallel[static_cast<size_t>(p.document)].group_size > 1) continue;
     load[static_cast<size_t>(p.rank)] +=
         num_groups * options.cost.cost(options.document(layout, p.document), p.begin, end);
   }

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "plan/head_parallel.h"
 #include "plan/layout.h"
 #include "plan/scheduler.h"
 
@@ -35,9 +36,9 @@ struct HeadGroups {
 };
 HeadGroups head_groups(const PlanOptions& options);
 
-/// The load of every rank with every row computed at home, in cost units x groups of heads. If there are `degrees`
-/// (head_parallel.h), documents with a degree above 1 do not count.
+/// The load of every rank with every row computed at home, in cost units x groups of heads. Documents whose ranks
+/// exchange rows for heads do not count.
 std::vector<int64_t> loads_at_home(const Layout& layout, const PlanOptions& options,
-                                   std::span<const int32_t> degrees = {});
+                                   std::span<const HeadParallel> head_parallel = {});
 
 }  // namespace distca::plan

@@ -55,8 +55,8 @@ class DISTCA_EXPORT Plan {
   const std::vector<Task>& tasks() const { return draft_.tasks; }
   const PlanStats& stats() const { return stats_; }
   const Arrangement& arrangement() const { return draft_.arrangement; }
-  /// For each document the number of ranks that exchange its rows for heads (head_parallel.h); empty: none do.
-  const std::vector<int32_t>& head_parallel_degrees() const { return draft_.degrees; }
+  /// For each document how its ranks exchange rows for heads; empty: none do.
+  const std::vector<HeadParallel>& head_parallel() const { return draft_.approach.head_parallel; }
   int64_t num_servers() const;
   /// Lower bounds of bytes. They are found on request, because they take longer than all other statistics.
   ByteBounds byte_lower_bounds() const;

@@ -18,19 +18,20 @@ constexpr int32_t kNoRank = std::numeric_limits<int32_t>::max();
 
 }  // namespace
 
-Scheduler::Scheduler(const Layout& layout, const PlanOptions& options, std::span<const int32_t> degrees,
+Scheduler::Scheduler(const Layout& layout, const PlanOptions& options, const Approach& approach,
                      const Allowances& allowances)
     : layout_(layout),
       options_(options),
       finder_(options),
       is_additive_(options.cost.is_additive()),
+      gathers_(approach.gathers),
       has_allowances_(!allowances.in.empty()),
       left_(allowances),
       num_heads_(head_groups(options).num_groups),
       ranks_per_node_(ranks_of_node(layout, options)),
       num_nodes_(ceil_div(layout.num_ranks(), ranks_per_node_)) {
   const auto n = static_cast<size_t>(layout.num_ranks());
-  load_ = loads_at_home(layout, options, degrees);
+  load_ = loads_at_home(layout, options, approach.head_parallel);
   speed_ = server_speeds(layout, options);
   if (!has_allowances_) left_ = {std::vector<int64_t>(n, kNoLimit), std::vector<int64_t>(n, kNoLimit)};
   exchanged_ = {std::vector<int64_t>(n, 0), std::vector<int64_t>(n, 0)};
@@ -42,17 +43,17 @@ Scheduler::Scheduler(const Layout& layout, const PlanOptions& options, std::span
   node_out_.assign(static_cast<size_t>(num_nodes_), kNoLimit);
   node_in_.assign(static_cast<size_t>(num_nodes_), kNoLimit);
   index_placements();
-  if (!degrees.empty()) exchange_rows_for_heads(degrees);
+  if (!approach.head_parallel.empty()) exchange_rows_for_heads(approach.head_parallel);
   set_limits();
 }
 
-void Scheduler::exchange_rows_for_heads(std::span<const int32_t> degrees) {
+void Scheduler::exchange_rows_for_heads(std::span<const HeadParallel> head_parallel) {
   for (int64_t document = 0; document < layout_.num_documents(); ++document) {
-    const int32_t degree = degrees[static_cast<size_t>(document)];
-    if (degree == 1) continue;
+    const HeadParallel how = head_parallel[static_cast<size_t>(document)];
+    if (how.group_size == 1) continue;
     const auto first = static_cast<size_t>(layout_.placements(document).data() - layout_.placements().data());
     std::fill_n(is_cut_.begin() + static_cast<int64_t>(first), layout_.placements(document).size(), 1);
-    for (const HeadParallelGroup& g : head_parallel_groups(layout_, options_, document, degree)) {
+    for (const HeadParallelGroup& g : head_parallel_groups(layout_, options_, document, how)) {
       for (const HeadParallelGroup::Member& m : g.members) {
         for (const HeadParallelGroup::Run& run : g.runs)
           add_piece({run.placement, m.rank, m.rank, m.head_begin, m.head_end, run.begin, run.end});
@@ -196,7 +197,7 @@ Scheduler::Move Scheduler::best_move(const Piece& p, int64_t amount, int64_t min
     for (size_t i = begin; i < std::min(of_document.size(), here + kNeighbours); ++i)
       if (room_of_[static_cast<size_t>(of_document[i].rank)] > 0)
         consider(p, amount, min_rows, static_cast<int32_t>(of_document[i].rank), best);
-    int32_t moved = last_moved_[static_cast<size_t>(placement_of(p).document)];
+    int32_t moved = gathers_ ? last_moved_[static_cast<size_t>(placement_of(p).document)] : -1;
     for (int i = 0; i < kTakers && moved >= 0; ++i) {
       const Piece& taken = pieces_[static_cast<size_t>(moved)];
       if (room_of_[static_cast<size_t>(taken.server)] > 0) consider(p, amount, min_rows, taken.server, best);

@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "plan/head_parallel.h"
 #include "plan/layout.h"
 #include "plan/options.h"
 #include "plan/shard.h"
@@ -19,6 +20,12 @@ struct Allowances {
   // A rank may have to keep more than the limit of the others. Then this says whether they may have as much or stay at
   // the mean.
   bool level_with_largest = false;
+};
+
+/// Ways to move fewer bytes, with which servers may need more memory, or less.
+struct Approach {
+  std::vector<HeadParallel> head_parallel;  // of each document; empty: no rows are exchanged for heads
+  bool gathers = true;  // whether a document's shards go to servers that have shards of it where that saves keys
 };
 
 /// A part of a document that one server was given: rows [begin, end) and groups of heads (limits.h) [head_begin,
@@ -37,15 +44,14 @@ struct Piece {
 };
 
 /// Gives every server a load within the tolerance of its share of the mean, or as near to it as single rows allow. At
-/// the start every rank has the rows that it holds, or of documents with a degree above 1 its share of the heads of its
-/// group's rows (head_parallel.h). From there the scheduler moves what it must:
+/// the start every rank has the rows that it holds, or its share of the heads of its group's rows where these are
+/// exchanged. From there the scheduler moves what it must:
 /// First it moves few bytes between nodes, then few bytes at all. It is a pure function in integers: the same tasks on
 /// every machine. Allowances are kept; where they forbid the tolerance, the largest load is about as small as they let
 /// it be. Ranks that do not serve give away all they have in any case. Loads here are cost units x groups of heads.
 class Scheduler {
  public:
-  /// `degrees` has one for each document, or is empty if all are 1.
-  Scheduler(const Layout& layout, const PlanOptions& options, std::span<const int32_t> degrees = {},
+  Scheduler(const Layout& layout, const PlanOptions& options, const Approach& approach = {},
             const Allowances& allowances = {});
 
   /// Makes the tasks, sorted by (server, document, kv_head_begin, q_begin). Neighbours on a server are merged, and head
@@ -88,7 +94,7 @@ class Scheduler {
   }
 
   void index_placements();
-  void exchange_rows_for_heads(std::span<const int32_t> degrees);
+  void exchange_rows_for_heads(std::span<const HeadParallel> head_parallel);
   void set_limits();
   void exchange_between_nodes();
   void drain(int32_t rank_begin, int32_t rank_end, int64_t min_rows);
@@ -142,9 +148,9 @@ class Scheduler {
   const Layout& layout_;
   const PlanOptions& options_;
   ShardFinder finder_;
-  const bool is_additive_;
+  const bool is_additive_, gathers_;
   bool has_allowances_ = false;
-  Allowances left_;        // kNoLimit: any amount
+  Allowances left_;  // kNoLimit: any amount
   Allowances exchanged_;
   int64_t num_heads_ = 1;  // number of groups of heads
   int64_t ranks_per_node_ = 1, num_nodes_ = 1;
@@ -155,7 +161,7 @@ class Scheduler {
   std::vector<int32_t> by_rank_;
   std::vector<size_t> first_of_rank_;
   std::vector<Piece> pieces_;
-  std::vector<int32_t> first_piece_;                    // of each server; -1: none
+  std::vector<int32_t> first_piece_;            // of each server; -1: none
   std::vector<char> is_materialised_, is_cut_;  // by rank; by placement
   std::vector<int32_t> last_moved_;             // by document: the piece that moved last; -1: none did
   std::vector<Room> rooms_;                     // ascending

@@ -139,6 +139,32 @@ def test_short_windows_leave_rows_at_home(window: int | None, exchanges: bool) -
     assert any(task.home != task.server for task in plan.tasks) == exchanges
 
 
+def test_groups_end_where_nodes_do_if_that_saves_bytes_between_them() -> None:
+    """A document on 16 ranks begins in the middle of a node of 8. Groups of 4, 8 and 4 ranks exchange inside nodes."""
+    shared = distca.Layout.head_tail([1 << 15], ranks=16)
+    alone = [[(1 + i, 0, 8192)] for i in range(8)]
+    layout = distca.Layout([*alone[:4], *(shared.segments(rank) for rank in range(16)), *alone[4:]])
+    plan = distca.plan(layout, distca.Heads(64, 8, 64), ranks_per_node=8)
+    assert plan.stats.head_parallel == {0: 8}
+    exchanged = {(task.home, task.server) for task in plan.tasks if task.document == 0}
+    assert exchanged == {
+        (home, server) for group in (range(4, 8), range(8, 16), range(16, 20)) for home in group for server in group
+    }
+
+
+def test_a_rank_has_no_more_than_about_four_thousand_tasks() -> None:
+    """Of 256 documents a rank has 512 segments. As groups of 16 ranks would make 8,192 tasks on each, they have 8."""
+    layout = distca.Layout.head_tail([2048] * 256, ranks=16)
+    plan = distca.plan(layout, distca.Heads(16, 16, 16), min_rows=64)
+    assert plan.stats.head_parallel == dict.fromkeys(range(256), 8)
+
+
+@pytest.mark.parametrize("min_rows", [1 << 20, 1 << 60, 1 << 62])
+def test_pieces_as_large_as_can_be_said_leave_rows_at_home(min_rows: int) -> None:
+    layout = distca.Layout.head_tail([1 << 18], ranks=8)
+    assert distca.plan(layout, distca.Heads(8, 8, 64), min_rows=min_rows).stats.head_parallel == {}
+
+
 @pytest.mark.parametrize("min_rows", [64, 65])
 def test_segments_shorter_than_the_smallest_piece_are_not_exchanged(min_rows: int) -> None:
     layout = distca.Layout.head_tail([16 * 64], ranks=8)
@@ -256,9 +282,11 @@ def test_only_the_bytes_of_the_objective_count(objective: str) -> None:
         assert sum(counted.values()) == moved(size_of_groups(heads, ranks, moved))
 
 
-@pytest.mark.parametrize(("lengths", "ranks"), [([1610], 5), ([2714], 5), ([940, 5359, 3585], 8)])
+@pytest.mark.parametrize(("lengths", "ranks"), [([2714], 5), ([940, 5359, 3585], 8)])
 def test_a_tolerance_of_nothing_keeps_the_exchange(lengths: list[int], ranks: int) -> None:
-    """Without it these would be balanced a little better, which is not worth half as many bytes again."""
+    """Single rows keep plans with and without it from the tolerance. Without it, these would be balanced a little
+    better, which is not worth half as many bytes again.
+    """
     layout, heads = distca.Layout.head_tail(lengths, ranks=ranks), distca.Heads(4, 4, 16)
     exact = distca.plan(layout, heads, tolerance=0.0, min_rows=1)
     at_home = distca.plan(layout, heads, balance=False)
@@ -267,10 +295,49 @@ def test_a_tolerance_of_nothing_keeps_the_exchange(lengths: list[int], ranks: in
     assert sum(exact.stats.bytes.values()) < 0.75 * sum(at_home.stats.bytes.values())
 
 
+def test_the_tolerance_is_kept_where_rows_at_home_keep_it() -> None:
+    """Twelve heads over 16 ranks cannot be dealt evenly to a row."""
+    layout = distca.Layout.head_tail([1 << 15], ranks=16)
+    plan = distca.plan(layout, distca.Heads(12, 6, 64), tolerance=0.0)
+    assert plan.stats.binding is None and plan.stats.imbalance_after == 1
+
+
+def test_fewer_bytes_are_not_worth_a_larger_load_where_small_tasks_cost_more() -> None:
+    """Ten heads over groups of ranks need cuts, and pairs of cut tasks cost twice as much."""
+    cost = distca.CostModel(rates=(*[(2048,)] * 9, (1024,)))
+    layout = distca.Layout.head_tail([1 << 14], ranks=32)
+    plan = distca.plan(layout, distca.Heads(40, 10, 128), cost=cost, min_rows=1)
+    at_home = distca.plan(layout, distca.Heads(40, 10, 128), cost=cost, balance=False)
+    assert plan.stats.largest <= 1.002 * at_home.stats.largest
+
+
+def test_a_little_too_little_memory_changes_little() -> None:
+    """Larger groups would fit, and move twice the bytes."""
+    heads = distca.Heads(64, 8, 128, dtype=torch.bfloat16)
+    layout = one_document(16_384, 4)
+    free = distca.plan(layout, heads).stats
+    tight = distca.plan(layout, heads, capacity=free.slot_bytes - 1).stats
+    assert tight.imbalance_after <= 1.05
+    assert sum(tight.bytes.values()) <= 1.05 * sum(free.bytes.values())
+
+
+def test_a_plan_may_need_less_memory_than_rows_at_home() -> None:
+    """The rank with the end of the longest document needs all of its keys, and computes only a part of them."""
+    heads = distca.Heads(32, 8, 128, dtype=torch.bfloat16)
+    layout = distca.Layout.packed([100_000, *[8000] * 20], ranks=16, tokens_per_rank=16_250)
+    free, at_home = (distca.plan(layout, heads, balance=balance).stats for balance in (True, False))
+    assert free.slot_bytes < 0.9 * at_home.slot_bytes
+    tight = distca.plan(layout, heads, capacity=round(0.99 * free.slot_bytes)).stats
+    assert tight.imbalance_after <= 1.06
+
+
 def test_statistics_say_how_many_ranks_exchange() -> None:
     layout = distca.Layout.head_tail([1 << 14, 300, 1 << 15], ranks=8, longer_than=1000)
     plan = distca.plan(layout, distca.Heads(4, 4, 64))
     assert plan.stats.head_parallel == {0: 4, 2: 4}
     assert distca.plan(layout, distca.Heads(4, 4, 64), balance=False).stats.head_parallel == {}
+    # Groups are even: of nine ranks, four and five share eight heads.
+    nine = distca.Layout.head_tail([1 << 15], ranks=9)
+    assert distca.plan(nine, distca.Heads(8, 8, 64)).stats.head_parallel == {0: 5}
     given = [(t.document, t.q_begin, t.q_end, t.kv_head_begin, t.kv_head_end, t.server) for t in plan.tasks]
     assert distca.plan(layout, distca.Heads(4, 4, 64), tasks=given).stats.head_parallel == {}
