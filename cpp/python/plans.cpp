@@ -78,8 +78,7 @@ py::dict stats_of(const plan::Plan& p) {
   d["num_servers"] = p.num_servers();
   py::dict head_parallel;
   for (size_t document = 0; document < p.head_parallel().size(); ++document)
-    if (const int32_t size = p.head_parallel()[document].group_size; size > 1)
-      head_parallel[py::int_(document)] = size;
+    if (const int32_t size = p.head_parallel()[document].group_size; size > 1) head_parallel[py::int_(document)] = size;
   d["head_parallel"] = head_parallel;
   py::dict bytes, between_nodes;
   const char* messages[] = {"forward_in", "forward_out", "backward_in", "backward_out"};

@@ -265,6 +265,22 @@ def test_it_says_what_servers_would_keep_and_what_that_saves(
 
 
 @pytest.mark.parametrize(
+    ("lengths_of_ranks", "said"),
+    [([[16384, 32768], *[[]] * 7], "2, in groups of 8 ranks"), ([[16384], *[[]] * 8], "1, in groups of 5 ranks")],
+)
+def test_it_says_how_many_documents_exchange_rows_for_heads(
+    lengths_of_ranks: list[list[int]], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "batch.json"
+    path.write_text(json.dumps({"documents": lengths_of_ranks}))
+    options = ["--workload", str(path), "--q-heads", "8", "--kv-heads", "8"]
+    assert main(["plan", *options]) == 0
+    assert "exchange rows for heads" not in capsys.readouterr().out
+    assert main(["plan", *options, "--layout", "head-tail"]) == 0
+    assert f"documents that exchange rows for heads   {said}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ([], "either --workload or --lengths"),

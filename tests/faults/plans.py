@@ -204,7 +204,7 @@ FAULTS = [
         "cpp/plan/draft.cpp",
         "if (!best_ || comparison_.is_better(draft, *best_)) best_",
         "if (!best_) best_",
-        (HEAD_PARALLEL,),
+        (SCHEDULER,),
     ),
     Fault(
         "a rank may pass its capacity a little",

@@ -248,7 +248,8 @@ def _sent(made: Plan) -> str:
 
 def _head_parallel(stats: PlanStats) -> str:
     sizes = stats.head_parallel.values()
-    return f"{len(sizes)}, in groups of {min(sizes)} to {max(sizes)} ranks"
+    ranks = f"{min(sizes)} to {max(sizes)}" if min(sizes) < max(sizes) else f"{max(sizes)}"
+    return f"{len(sizes)}, in groups of {ranks} ranks"
 
 
 def _retained(stats: PlanStats) -> str:
