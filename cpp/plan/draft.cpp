@@ -239,7 +239,7 @@ Draft make_draft(const Layout& layout, const PlanOptions& options) {
     if (least_memory != fewest_bytes) drafts.push_back(draft_of(layout, options, {least_memory}));
     BestFit fit(layout, options);
     for (const Draft& draft : drafts) fit.consider(draft);
-    // Servers with shards of few documents have few keys, and much room for their gradients at the homes.
+    // A server that gathers shards of a document holds more of its rows at once.
     for (size_t i = 0; i < drafts.size() && !fit.is_balanced(); ++i)
       fit.consider(draft_of(layout, options, {drafts[i].approach.head_parallel, /*gathers=*/false}));
     drafts[0] = fit.best();
