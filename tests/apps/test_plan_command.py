@@ -293,6 +293,7 @@ def test_it_says_how_many_documents_exchange_rows_for_heads(
         (["--lengths", "{lengths}", *DRAW, "--servers", "4"], "servers = [4]; ranks from 0 to 3"),
         (["--lengths", "{lengths}", *DRAW, "--retain-bytes", "-1"], "retain_bytes = -1"),
         (["--workload", "{lengths}"], '"documents"'),
+        (["--workload", "{lengths}", "--ranks", "4"], "--ranks and --tokens-per-rank belong to --lengths"),
     ],
     ids=str,
 )

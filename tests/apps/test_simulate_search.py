@@ -116,6 +116,8 @@ def test_the_comparison_says_when_all_is_equal(tmp_path: Path, capsys: pytest.Ca
     [
         (["--window", "100"], "leave out --window"),
         (["--layout", "packed"], "leave out --layout"),
+        (["--context", "2"], "leave out --context"),
+        (["--longer-than", "30"], "leave out --longer-than"),
         (["--cost", "nowhere.json"], "nowhere.json is neither a file nor one of"),
         (["--json", "/nowhere/out.json"], "--json /nowhere/out.json cannot be written"),
     ],

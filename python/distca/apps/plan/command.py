@@ -187,6 +187,8 @@ def _documents(options: argparse.Namespace, seed: int) -> list[list[int]]:
     if (options.workload is None) == (options.lengths is None):
         raise InvalidArgumentError("give either --workload or --lengths, and not both")
     if options.workload is not None:
+        if (options.ranks, options.tokens_per_rank) != (None, None):
+            raise InvalidArgumentError("--ranks and --tokens-per-rank belong to --lengths: a workload has its ranks")
         return read_workload(options.workload)
     if options.ranks is None or options.tokens_per_rank is None:
         raise InvalidArgumentError("--lengths needs --ranks and --tokens-per-rank")

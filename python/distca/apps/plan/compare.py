@@ -25,6 +25,8 @@ _PAIRS: Mapping[str, Any] = {
 }
 _FIXED = {
     "layout": "documents",
+    "longer_than": None,
+    "context": None,
     "mask": "causal",
     "window": None,
     "servers": None,
