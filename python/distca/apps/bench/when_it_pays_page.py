@@ -30,6 +30,7 @@ SHOWN = {
     "unbalanced": pictures.AT_HOME,
     "all-gather": pictures.DISPATCH,
     "ring": pictures.ROWS,
+    "ulysses-ring": pictures.HALVES[1],
     "hybrid-context": pictures.OPTIMIZER,
     "wlb": pictures.COLLECT,
     "distca": pictures.PLANNED,
@@ -110,7 +111,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
     for axes, of_part, title in zip(
         figure.subplots(1, 2, width_ratios=[max(1, len(part)) for part in parts], sharey=True),
         parts,
-        ("llama-8b on 64 GPUs, by documents (modelled)", "published list as scaled (modelled)"),
+        ("llama-8b on 64 GPUs, modelled", "published list as scaled (modelled)"),
         strict=True,
     ):
         _draw_part(axes, of_part)
