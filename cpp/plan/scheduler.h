@@ -45,10 +45,10 @@ struct Piece {
 
 /// Gives every server a load within the tolerance of its share of the mean, or as near to it as single rows allow. At
 /// the start every rank has the rows that it holds, or its share of the heads of its group's rows where these are
-/// exchanged. From there the scheduler moves what it must:
-/// First it moves few bytes between nodes, then few bytes at all. It is a pure function in integers: the same tasks on
-/// every machine. Allowances are kept; where they forbid the tolerance, the largest load is about as small as they let
-/// it be. Ranks that do not serve give away all they have in any case. Loads here are cost units x groups of heads.
+/// exchanged. From there the scheduler moves few bytes between nodes first, then few bytes at all. It is a pure
+/// function in integers: the same tasks on every machine. Allowances are kept; where they forbid the tolerance, the
+/// largest load is about as small as they let it be. Ranks that do not serve give away all they have in any case. Loads
+/// here are cost units x groups of heads.
 class Scheduler {
  public:
   Scheduler(const Layout& layout, const PlanOptions& options, const Approach& approach = {},
@@ -59,8 +59,6 @@ class Scheduler {
   std::vector<Task> schedule();
   /// How much of others' rows each rank was given by balancing, and how much of its own others were.
   const Allowances& exchanged() const { return exchanged_; }
-  /// Whether no load is above its limit.
-  bool all_within_limits() const;
 
  private:
   struct Room {
@@ -107,6 +105,7 @@ class Scheduler {
   int64_t allowance(const Piece& piece, int32_t to) const;
   int64_t relief(const Piece& piece, const Shard& shard) const;
   int64_t cost_at(int32_t server, int64_t document) const;
+  bool all_within_limits() const;
   void set_room(int32_t rank, int64_t amount);
   void move_leftovers();
   void place_remains();
