@@ -59,7 +59,7 @@ class QueuedBackend final : public Backend {
     queue("sum of gradients", parts, [this](const Table& t) {
       const ReduceScalars& s = t.get<ReduceScalars>(0)[0];
       const auto entries = t.get<ReduceEntry>(1);
-      const auto terms = t.get<const float*>(2);
+      const auto terms = t.get<const std::byte*>(2);
       ReduceTable kept;
       kept.entries.assign(entries.begin(), entries.end());
       kept.terms.assign(terms.begin(), terms.end());

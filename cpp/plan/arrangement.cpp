@@ -17,6 +17,7 @@ class Arranger {
       : layout_(layout),
         heads_(options.heads),
         block_rows_(options.key_block_rows),
+        reduces_narrow_(options.reduces_narrow()),
         retain_bytes_(options.retain_bytes),
         ranks_per_node_(ranks_of_node(layout, options)),
         tasks_(tasks) {}
@@ -263,7 +264,7 @@ class Arranger {
     if (drafts_.size() - first < 2) return;
     const Group& g = a_.groups[drafts_[first].group];
     for (size_t i = first; i < drafts_.size(); ++i) {
-      drafts_[i].target = GradTarget::kPartial;
+      if (!reduces_narrow_ || drafts_[i].target == GradTarget::kReturned) drafts_[i].target = GradTarget::kPartial;
       drafts_[i].sum = static_cast<int64_t>(a_.sums.size());
     }
     // The home's own contribution goes straight into the sum. Without one, the first contribution that arrives does.
@@ -303,16 +304,15 @@ class Arranger {
     for (KeyGradient& g : a_.gradients) {
       const Group& group = a_.groups[g.group];
       if (g.target == GradTarget::kReturned) continue;
-      const bool partial = g.target == GradTarget::kPartial;
-      if (partial && group.server == g.home) {
+      if (group.server == g.home) {
         const KeyGradientSum& sum = a_.sums[static_cast<size_t>(g.sum)];
         g.dk = sum.dk;
         g.dv = sum.dv;
         continue;
       }
       const int64_t rows = g.end - g.begin, heads = group.num_kv_heads();
-      g.dk = extent(group.server, partial ? TensorKind::kDkPartial : TensorKind::kDk, heads, rows);
-      g.dv = extent(group.server, partial ? TensorKind::kDvPartial : TensorKind::kDv, heads, rows);
+      g.dk = extent(group.server, g.dk_kind(), heads, rows);
+      g.dv = extent(group.server, g.dv_kind(), heads, rows);
     }
   }
 
@@ -350,9 +350,8 @@ class Arranger {
     for (uint32_t i : a_.gradients_of_home[home]) {
       const KeyGradient& g = a_.gradients[i];
       const Group& group = a_.groups[g.group];
-      const bool partial = g.target == GradTarget::kPartial;
-      count(partial ? TensorKind::kDkPartial : TensorKind::kDk, group.server, group.num_kv_heads(), g.end - g.begin);
-      count(partial ? TensorKind::kDvPartial : TensorKind::kDv, group.server, group.num_kv_heads(), g.end - g.begin);
+      count(g.dk_kind(), group.server, group.num_kv_heads(), g.end - g.begin);
+      count(g.dv_kind(), group.server, group.num_kv_heads(), g.end - g.begin);
     }
     place_gradients(a_, heads_, tasks_, home, 0);
   }
@@ -360,6 +359,7 @@ class Arranger {
   const Layout& layout_;
   const HeadShape heads_;
   const int64_t block_rows_;
+  const bool reduces_narrow_;
   const std::vector<int64_t>& retain_bytes_;
   const int64_t ranks_per_node_;
   const std::span<const Task> tasks_;

@@ -81,8 +81,12 @@ struct KeyGradient {
   int64_t dk = -1, dv = -1;            // offsets in the server's arena; -1 for kReturned
   int64_t home_dk = -1, home_dv = -1;  // offsets in the home's arena, where the server is another rank
   int64_t round = 0;
-  int64_t sum = -1;       // for kPartial: index of the sum that it is added to
+  int64_t sum = -1;       // index of the sum that it is added to; -1 if this server alone contributes
   bool is_first = false;  // whether it is the first term of that sum
+
+  /// How it lies at its server, and travels.
+  TensorKind dk_kind() const { return target == GradTarget::kPartial ? TensorKind::kDkPartial : TensorKind::kDk; }
+  TensorKind dv_kind() const { return target == GradTarget::kPartial ? TensorKind::kDvPartial : TensorKind::kDv; }
 };
 
 /// A sum of key gradients of the same rows, to which several servers contribute.

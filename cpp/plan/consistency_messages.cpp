@@ -73,9 +73,10 @@ void Checker::check_sums() {
       check_plan(part_of(*terms[i]) == part_of(first) && (i == begin || !assigns),
                  "terms of one sum are not of the same rows, or start it twice");
     }
-    sums_.push_back({static_cast<int64_t>(Phase::kBackward), first.tensor, first.sum, part_of(first), 0});
+    const auto kind = static_cast<int64_t>(kind_of_sum(static_cast<TensorKind>(first.tensor)));
+    sums_.push_back({static_cast<int64_t>(Phase::kBackward), kind, first.sum, part_of(first), 0});
     const auto own = std::find_if(own_terms_.begin(), own_terms_.end(), [&](const OwnTerm& t) {
-      return t.move.tensor == first.tensor && t.move.offset == first.sum;
+      return t.move.tensor == kind && t.move.offset == first.sum;
     });
     const bool starts = first.action == static_cast<int64_t>(ReceiveAction::kAssign);
     check_plan(starts == (own == own_terms_.end()), "a sum of key gradients has no first term, or two");
@@ -102,9 +103,8 @@ void Checker::check_returned(TensorKind kind) {
         if (const GradRow& r = slice_.grads()[static_cast<size_t>(i)];
             r.target == static_cast<int64_t>(GradTarget::kReturned))
           parts_.push_back({r.row, r.end - r.begin, g.kv_head_begin, g.kv_head_end});
-    const TensorKind partial = kind == TensorKind::kDk ? TensorKind::kDkPartial : TensorKind::kDvPartial;
     for (const Move& s : sums_)
-      if (s.tensor == static_cast<int64_t>(partial)) parts_.push_back(s.part);
+      if (s.tensor == static_cast<int64_t>(kind_of_sum(kind))) parts_.push_back(s.part);
   } else {
     for (const TaskRow& t : slice_.tasks()) {
       const GroupRow& g = slice_.groups()[static_cast<size_t>(t.group)];
@@ -113,7 +113,8 @@ void Checker::check_returned(TensorKind kind) {
   }
   const Phase p = kind == TensorKind::kOut || kind == TensorKind::kLse ? Phase::kForward : Phase::kBackward;
   for (const ReceiveRow& r : slice_.receives(p))
-    if (r.tensor == static_cast<int64_t>(kind)) parts_.push_back(part_of(r));
+    if (r.tensor == static_cast<int64_t>(kind) && r.action == static_cast<int64_t>(ReceiveAction::kCopy))
+      parts_.push_back(part_of(r));
   check_tiles(kind);
 }
 

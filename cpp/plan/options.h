@@ -37,8 +37,9 @@ struct PlanOptions {
 
   // Where rows lie in the arenas.
   int64_t key_block_rows = 64;
-  int64_t capacity = INT64_MAX;       // the most bytes of one slot's arena on any rank
-  bool overlap = false;               // gradients come home in as few rounds as the capacity allows
+  int64_t capacity = INT64_MAX;          // the most bytes of one slot's arena on any rank
+  bool overlap = false;                  // gradients come home in as few rounds as the capacity allows
+  DType reduce_dtype = DType::kFloat32;  // in which contributions to key gradients travel: fp32, or that of the heads
   std::vector<int64_t> retain_bytes;  // bytes of keys and values that each rank may keep, as a server, from a forward
                                       // step until its backward step; empty: none
 
@@ -58,6 +59,8 @@ struct PlanOptions {
     return {layout.document_lengths()[static_cast<size_t>(number)],
             scores[static_cast<size_t>(scores_of(number))].mask()};
   }
+  /// Whether contributions to key gradients are rounded to the dtype of the heads before they travel.
+  bool reduces_narrow() const { return reduce_dtype != DType::kFloat32; }
   /// Whether any rank may keep rows from forward to backward.
   bool retains() const;
 };

@@ -122,6 +122,11 @@ std::string difference(const OriginOnRank& one, const OriginOnRank& other) {
   choice("split_heads ", kSplitHeads, "on", "off");
   choice("overlap ", kOverlap, "on", "off");
   choice("objective ", kForwardOnly, "forward", "all");
+  const auto reduce_dtype = [](const Header& h) {
+    const bool narrow = (h.arguments.choices & kReducesNarrow) != 0;
+    return dtype_name(narrow ? static_cast<DType>(h.dtype) : DType::kFloat32);
+  };
+  compare("reduce_dtype ", reduce_dtype(a), reduce_dtype(b));
   if (a.arguments.lists_digest != b.arguments.lists_digest)
     say("other servers, speeds, ranks_per_node, retain_bytes or tasks");
   return found.empty() ? "made alike, but not by the same build of distca" : found;

@@ -13,7 +13,7 @@
 namespace distca::plan {
 
 /// Bits of PlanArguments::choices.
-inline constexpr int64_t kBalance = 1, kSplitHeads = 2, kOverlap = 4, kForwardOnly = 8;
+inline constexpr int64_t kBalance = 1, kSplitHeads = 2, kOverlap = 4, kForwardOnly = 8, kReducesNarrow = 16;
 
 /// The origin of a plan: the header words of layout, cost model, ranks, heads, key blocks and label, then the
 /// arguments.

@@ -41,7 +41,8 @@ PlanArguments arguments_of(const Layout& layout, const PlanOptions& o, std::span
           .min_rows = o.min_rows,
           .capacity = o.capacity,
           .choices = (o.balance ? kBalance : 0) | (o.split_heads ? kSplitHeads : 0) | (o.overlap ? kOverlap : 0) |
-                     (o.objective == Objective::kForward ? kForwardOnly : 0),
+                     (o.objective == Objective::kForward ? kForwardOnly : 0) |
+                     (o.reduces_narrow() ? kReducesNarrow : 0),
           .mask_kind = first.mask_kind,
           .window = first.window,
           .scores_digest = static_cast<int64_t>(scores.value()),

@@ -52,10 +52,9 @@ class Homecoming {
     }
     for (uint32_t i : gradients) {
       KeyGradient& g = a_.gradients[i];
-      const bool partial = g.target == GradTarget::kPartial;
       const int64_t heads = a_.groups[g.group].num_kv_heads(), rows = g.end - g.begin;
-      const int64_t dk = take(partial ? TensorKind::kDkPartial : TensorKind::kDk, heads, rows);
-      place_gradient(g, dk, take(partial ? TensorKind::kDvPartial : TensorKind::kDv, heads, rows));
+      const int64_t dk = take(g.dk_kind(), heads, rows);
+      place_gradient(g, dk, take(g.dv_kind(), heads, rows));
     }
   }
 

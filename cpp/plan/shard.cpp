@@ -32,7 +32,7 @@ Prices prices(const PlanOptions& options) {
   Prices p = {group * (e * (h.dim + h.v_dim) + 4), key, key};
   if (options.objective == Objective::kAll) {
     p.query_row += group * (e * (2 * h.dim + h.v_dim) + 8);
-    p.key_row += (e + 4) * (h.dim + h.v_dim);
+    p.key_row += (e + dtype_bytes(options.reduce_dtype)) * (h.dim + h.v_dim);
     p.sole_key_row += 2 * key;
   }
   if (options.split_heads) return p;

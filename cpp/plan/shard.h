@@ -11,9 +11,10 @@ namespace distca::plan {
 /// Bytes that a row takes when it is computed away from its home: one row of one key/value head and its query heads, or
 /// of all heads where heads may not be split.
 struct Prices {
-  int64_t query_row = 0;  // forward: q, out, lse; backward: q, dout, lse, delta, dq
-  int64_t key_row = 0;    // forward: k, v; backward: k, v again, and dk, dv as fp32 partials, because the home computes
-                          // rows of nearly every document that it shares
+  int64_t query_row = 0;     // forward: q, out, lse; backward: q, dout, lse, delta, dq
+  int64_t key_row = 0;       // forward: k, v; backward: k, v again, and dk, dv in the dtype in which contributions of
+                             // several servers travel, because the home computes rows of nearly every document that it
+                             // shares
   int64_t sole_key_row = 0;  // of a key whose gradients one server alone has, in the input dtype
 };
 Prices prices(const PlanOptions& options);

@@ -153,13 +153,12 @@ class Filler {
     add(t_.grads, {g.begin, g.end, static_cast<int64_t>(g.target), returned ? g.home_row : -1, g.dk, g.dv});
     if (g.home == rank_) return;
     const Group& group = a_.groups[g.group];
-    const bool partial = g.target == GradTarget::kPartial;
     const auto send_home = [&](TensorKind kind, int64_t source, int64_t target) {
       send(Phase::kBackward, Direction::kOut, g.round, g.home, kind, -1, source, g.end - g.begin, group.kv_head_begin,
            group.kv_head_end, target);
     };
-    send_home(partial ? TensorKind::kDkPartial : TensorKind::kDk, g.dk, g.home_dk);
-    send_home(partial ? TensorKind::kDvPartial : TensorKind::kDv, g.dv, g.home_dv);
+    send_home(g.dk_kind(), g.dk, g.home_dk);
+    send_home(g.dv_kind(), g.dv, g.home_dv);
   }
 
   // ---- rows that travel ----
@@ -258,17 +257,16 @@ class Filler {
 
   void receive_gradient(const KeyGradient& g) {
     const Group& group = a_.groups[g.group];
-    const bool partial = g.target == GradTarget::kPartial;
-    const auto receive = [&](TensorKind kind, int64_t source, int64_t sum) {
-      const ReceiveAction action = !partial     ? ReceiveAction::kCopy
-                                   : g.is_first ? ReceiveAction::kAssign
+    const KeyGradientSum* const sum = g.sum < 0 ? nullptr : &a_.sums[static_cast<size_t>(g.sum)];
+    const ReceiveAction action = sum == nullptr ? ReceiveAction::kCopy
+                                 : g.is_first   ? ReceiveAction::kAssign
                                                 : ReceiveAction::kAdd;
+    const auto receive = [&](TensorKind kind, int64_t source, int64_t place_of_sum) {
       add(t_.receives[1], {g.round, group.server, static_cast<int64_t>(kind), static_cast<int64_t>(action), g.home_row,
-                           g.end - g.begin, group.kv_head_begin, group.kv_head_end, source, sum});
+                           g.end - g.begin, group.kv_head_begin, group.kv_head_end, source, place_of_sum});
     };
-    const KeyGradientSum* sum = partial ? &a_.sums[static_cast<size_t>(g.sum)] : nullptr;
-    receive(partial ? TensorKind::kDkPartial : TensorKind::kDk, g.home_dk, partial ? sum->dk : -1);
-    receive(partial ? TensorKind::kDvPartial : TensorKind::kDv, g.home_dv, partial ? sum->dv : -1);
+    receive(g.dk_kind(), g.home_dk, sum == nullptr ? -1 : sum->dk);
+    receive(g.dv_kind(), g.home_dv, sum == nullptr ? -1 : sum->dv);
     wait(Phase::kBackward, Direction::kOut, g.round, group.server);
   }
 

@@ -11,7 +11,8 @@
 //   dout                  [rows, q_heads, P] e    dq overwrites it in place
 //   lse, delta            [rows, q_heads] fp32
 //   k, v                  [blocks x key_block_rows, kv_heads, dim | v_dim] e
-//   dk, dv                [rows, kv_heads, dim | v_dim] e, or fp32 where several servers contribute
+//   dk, dv                [rows, kv_heads, dim | v_dim] e, or fp32 where several servers contribute and the plan's
+//                         contributions are in fp32; their sums, at home, always are
 //   out, dq come home     [rows, q_heads, v_dim | dim] e
 //
 // Where a server retains a group, k and v of the forward step lie in the rank's retained memory as they did in the
@@ -56,7 +57,7 @@ enum class TensorKind : int64_t {
   kDk,
   kDv,
   kDkPartial,
-  kDvPartial,  // fp32, one of several contributions to a row
+  kDvPartial,  // fp32, one of several contributions to a row, or their sum
   kCount
 };
 
@@ -111,8 +112,8 @@ struct TaskRow {
 
 enum class GradTarget : int64_t {
   kReturned = 0,  // the tensor that backward returns, in the input dtype, at `row`
-  kArena = 1,     // scratch in the input dtype: this server alone contributes, and the home is another rank
-  kPartial = 2,   // scratch in fp32: one of several contributions
+  kArena = 1,     // scratch in the input dtype, which is sent to the home, another rank
+  kPartial = 2,   // scratch in fp32: one of several contributions, sent to another rank or added here
 };
 /// Key gradients of document rows [begin, end) that this server computes.
 struct GradRow {
@@ -146,13 +147,14 @@ enum class ReceiveAction : int64_t {
   kAssign = 1,  // the first contribution to the sum at `sum`
   kAdd = 2,     // a further one
 };
-/// Rows that come home, and what the home does with them.
+/// Rows that come home, and what the home does with them. The terms of all sums of a slice have one dtype: fp32
+/// (kDkPartial, kDvPartial) or that of the heads (kDk, kDv).
 struct ReceiveRow {
   int64_t round, peer, tensor, action;
   int64_t row, num_rows;
   int64_t kv_head_begin, kv_head_end;
   int64_t source;  // arena offset (home-in)
-  int64_t sum;     // arena offset for kAssign, kAdd
+  int64_t sum;     // arena offset, of a sum in fp32, for kAssign, kAdd
 };
 
 /// A message to wait for: `peer` puts rows of this direction in this round, and needs credit for that.
@@ -273,6 +275,15 @@ constexpr RowFormat row_format(const HeadShape& h, Phase phase, Direction direct
       break;
   }
   return {0, 0, 0};
+}
+
+/// Whether a tensor is dk rather than dv, of either dtype.
+constexpr bool is_key_gradient_dk(TensorKind kind) { return kind == TensorKind::kDk || kind == TensorKind::kDkPartial; }
+/// Whether key gradients of this kind are in fp32, whatever the dtype of the heads.
+constexpr bool is_partial(TensorKind kind) { return kind == TensorKind::kDkPartial || kind == TensorKind::kDvPartial; }
+/// The kind of the sum of key gradients of this kind.
+constexpr TensorKind kind_of_sum(TensorKind kind) {
+  return is_key_gradient_dk(kind) ? TensorKind::kDkPartial : TensorKind::kDvPartial;
 }
 
 /// The number of words of one row, for each table.

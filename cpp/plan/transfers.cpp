@@ -40,11 +40,8 @@ std::vector<Transfer> Plan::transfers() const {
   for (const KeyGradient& g : arrangement.gradients) {
     const Group& group = arrangement.groups[g.group];
     if (group.server == g.home) continue;
-    const bool partial = g.target == GradTarget::kPartial;
-    add(Phase::kBackward, Direction::kOut, partial ? TensorKind::kDkPartial : TensorKind::kDk, g.home, group, g.begin,
-        g.end);
-    add(Phase::kBackward, Direction::kOut, partial ? TensorKind::kDvPartial : TensorKind::kDv, g.home, group, g.begin,
-        g.end);
+    for (TensorKind tensor : {g.dk_kind(), g.dv_kind()})
+      add(Phase::kBackward, Direction::kOut, tensor, g.home, group, g.begin, g.end);
   }
   return all;
 }

@@ -278,6 +278,7 @@ class Validator {
   }
 
   void check_receives(Phase p) const {
+    const ReceiveRow* term = nullptr;  // the last one
     for (const ReceiveRow& r : view_.receives(p)) {
       check_peer("receive", r.peer, r.round);
       check_heads("receive", r);
@@ -289,11 +290,17 @@ class Validator {
       check_plan(r.round < h().num_rounds, "receive: round ", r.round, " of ", h().num_rounds);
       check_rows("receive", r.row, r.num_rows);
       check_extent("receive", p, Direction::kOut, kind, r, r.source, r.num_rows);
-      const bool partial = kind == TensorKind::kDkPartial || kind == TensorKind::kDvPartial;
-      const bool copies = r.action == static_cast<int64_t>(ReceiveAction::kCopy);
-      check_plan(copies != partial && r.action >= 0 && r.action <= static_cast<int64_t>(ReceiveAction::kAdd),
-                 "receive: action ", r.action);
-      if (partial) check_extent("receive", p, Direction::kOut, kind, r, r.sum, r.num_rows);
+      check_plan(r.action >= 0 && r.action <= static_cast<int64_t>(ReceiveAction::kAdd), "receive: action ", r.action);
+      if (r.action == static_cast<int64_t>(ReceiveAction::kCopy)) {
+        check_plan(!is_partial(kind), "receive: tensor ", r.tensor, " is only copied");
+        continue;
+      }
+      check_plan(is_partial(kind) || (kind >= TensorKind::kDk && view_.heads().dtype != DType::kFloat32),
+                 "receive: tensor ", r.tensor, " is added");
+      check_plan(term == nullptr || is_partial(static_cast<TensorKind>(term->tensor)) == is_partial(kind),
+                 "receive: terms of sums are of two dtypes");
+      term = &r;
+      check_extent("receive", p, Direction::kOut, kind_of_sum(kind), r, r.sum, r.num_rows);
     }
   }
 

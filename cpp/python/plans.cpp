@@ -183,6 +183,8 @@ void bind_plan(py::module_& m) {
                     })
       .def_readwrite("capacity", &PlanOptions::capacity)
       .def_readwrite("overlap", &PlanOptions::overlap)
+      .def_property("reduce_dtype", nullptr,
+                    [](PlanOptions& options, int64_t dtype) { options.reduce_dtype = static_cast<DType>(dtype); })
       .def_readwrite("retain_bytes", &PlanOptions::retain_bytes)
       .def_readwrite("label", &PlanOptions::label);
   py::class_<plan::Plan, std::shared_ptr<plan::Plan>>(m, "Plan")

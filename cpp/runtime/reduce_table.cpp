@@ -31,7 +31,8 @@ void ReduceTable::fill(const plan::SliceView& slice, int64_t round, std::byte* a
     first = end;
     if (begin == end) continue;
     const ReceiveRow& r = **begin;
-    const bool is_dk = r.tensor == static_cast<int64_t>(TensorKind::kDkPartial);
+    const auto kind = static_cast<TensorKind>(r.tensor);
+    const bool is_dk = plan::is_key_gradient_dk(kind);
     const RowView to = (is_dk ? dk : dv).from(r.row, r.kv_head_begin);
     ReduceEntry e;
     e.sum = reinterpret_cast<float*>(arena + r.sum);
@@ -46,8 +47,8 @@ void ReduceTable::fill(const plan::SliceView& slice, int64_t round, std::byte* a
     e.first_chunk = num_chunks;
     e.starts = r.action == static_cast<int64_t>(ReceiveAction::kAssign);
     e.finishes = later == end;
-    for (auto term = begin; term != later; ++term)
-      terms.push_back(reinterpret_cast<const float*>(arena + (*term)->source));
+    e.narrow = !plan::is_partial(kind);
+    for (auto term = begin; term != later; ++term) terms.push_back(arena + (*term)->source);
     num_chunks += static_cast<int32_t>(ceil_div(e.num_values, kReduceChunk));
     entries.push_back(e);
   }

@@ -1,6 +1,7 @@
-// The sums of one round of a backward step at home. The partial dk, dv that came are added in one pass, in fp32 and in
-// the order of the plan. The pass of a row's last round casts the sum into the returned tensor. What a thread of the
-// GPU's kernel does is a function for host and device, so that tests on the host cover it.
+// The sums of one round of a backward step at home. The contributions to dk, dv that came, in fp32 or in the dtype of
+// the heads, are added in one pass, in fp32 and in the order of the plan. The pass of a row's last round casts the sum
+// into the returned tensor. What a thread of the GPU's kernel does is a function for host and device, so that tests on
+// the host cover it.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +15,8 @@
 
 namespace distca::runtime {
 
-/// Rows of dk or dv of a range of heads, as [rows, heads, dim] values. Terms and sums lie densely in fp32; the returned
-/// tensor has strides.
+/// Rows of dk or dv of a range of heads, as [rows, heads, dim] values. Terms and sums lie densely, sums in fp32; the
+/// returned tensor has strides.
 struct ReduceEntry {
   float* sum;  // read unless the entry `starts` the sum; written unless it `finishes` it
   std::byte* to;
@@ -25,6 +26,7 @@ struct ReduceEntry {
   int32_t first_term, num_terms;
   int32_t first_chunk;
   bool starts, finishes;
+  bool narrow;  // terms are in the dtype of the heads, of two bytes; else in fp32
 };
 
 /// The number of values of an entry that one thread block takes at a time.
@@ -35,14 +37,26 @@ inline constexpr int64_t kReduceChunk = 8192;
 struct alignas(16) Four {
   float x[4];
 };
+struct alignas(8) FourNarrow {
+  uint16_t x[4];
+};
 
-/// Values [i, i + 4) of the sum of an entry, with the terms of this round added in their order.
-DISTCA_HOST_DEVICE inline Four reduced(const ReduceEntry& e, const float* const* terms, int64_t i) {
+/// Values [i, i + 4) of the sum of an entry, with the terms of this round added in their order. `widen` casts the bits
+/// of a number of the dtype of the heads, if that has two bytes, to fp32.
+template <class Widen>
+DISTCA_HOST_DEVICE Four reduced(const ReduceEntry& e, const std::byte* const* terms, int64_t i, const Widen& widen) {
+  const auto term = [&](int32_t t) {
+    if (!e.narrow) return *reinterpret_cast<const Four*>(terms[t] + 4 * i);
+    const FourNarrow values = *reinterpret_cast<const FourNarrow*>(terms[t] + 2 * i);
+    Four widened;
+    for (int j = 0; j < 4; ++j) widened.x[j] = widen(values.x[j]);
+    return widened;
+  };
   int32_t t = e.first_term;
-  Four sum = *reinterpret_cast<const Four*>((e.starts ? terms[t++] : e.sum) + i);
+  Four sum = e.starts ? term(t++) : *reinterpret_cast<const Four*>(e.sum + i);
   for (; t < e.first_term + e.num_terms; ++t) {
-    const Four term = *reinterpret_cast<const Four*>(terms[t] + i);
-    for (int j = 0; j < 4; ++j) sum.x[j] += term.x[j];
+    const Four next = term(t);
+    for (int j = 0; j < 4; ++j) sum.x[j] += next.x[j];
   }
   return sum;
 }
@@ -58,7 +72,7 @@ DISTCA_HOST_DEVICE inline std::byte* place_of_value(const ReduceEntry& e, int64_
 class DISTCA_EXPORT ReduceTable {
  public:
   std::vector<ReduceEntry> entries;
-  std::vector<const float*> terms;
+  std::vector<const std::byte*> terms;
   int32_t num_chunks = 0;
 
   /// Fills the table with round `round` of a backward step at home. `arena` is the slot's, `dk` and `dv` are the

@@ -110,20 +110,24 @@ class AtenBackend final : public runtime::Backend {
 
   void reduce(const runtime::ReduceTable& table, DType dtype) override {
     for (const runtime::ReduceEntry& e : table.entries) {
-      const int64_t head_bytes = e.dim * 4, num_rows = e.num_values / e.num_heads / e.dim;
-      const RowExtent n{num_rows, e.num_heads, head_bytes};
-      const auto dense = [&](const float* values) {
-        auto* const data = reinterpret_cast<std::byte*>(const_cast<float*>(values));
-        return fp32({data, e.num_heads * head_bytes, head_bytes}, n);
+      const int64_t num_rows = e.num_values / e.num_heads / e.dim;
+      const auto dense = [&](const void* values, DType of_values) {
+        const int64_t head_bytes = e.dim * dtype_bytes(of_values);
+        auto* const data = static_cast<std::byte*>(const_cast<void*>(values));
+        return view({data, e.num_heads * head_bytes, head_bytes}, num_rows, e.num_heads, e.dim, scalar_type(of_values));
       };
-      const float* const* term = table.terms.data() + e.first_term;
-      Tensor sum = dense(e.starts ? *term++ : e.sum);
-      for (; term != table.terms.data() + e.first_term + e.num_terms; ++term) sum = aten::add(sum, dense(*term));
+      const auto widened = [&](const std::byte* term) {
+        return e.narrow ? aten::cast(dense(term, dtype), ScalarType::Float) : dense(term, DType::kFloat32);
+      };
+      const std::byte* const* term = table.terms.data() + e.first_term;
+      const Tensor carried = dense(e.sum, DType::kFloat32);
+      Tensor sum = e.starts ? widened(*term++) : carried;
+      for (; term != table.terms.data() + e.first_term + e.num_terms; ++term) sum = aten::add(sum, widened(*term));
       if (e.finishes)
         aten::assign(view({e.to, e.to_row_stride, e.to_head_stride}, num_rows, e.num_heads, e.dim, scalar_type(dtype)),
                      sum);
       else if (sum.data_ptr() != static_cast<void*>(e.sum))
-        aten::assign(dense(e.sum), sum);
+        aten::assign(carried, sum);
     }
   }
 

@@ -18,8 +18,16 @@ constexpr int kBlocks = 132 * 8;
 struct DeviceReduceTable {
   const int32_t* num_chunks;
   const ReduceEntry* entries;
-  const float* const* terms;
+  const std::byte* const* terms;
   const uint64_t* counts;
+};
+
+template <class Element>
+struct Widen {
+  __host__ __device__ float operator()(uint16_t bits) const {
+    if constexpr (sizeof(Element) == 2) return as_float(reinterpret_cast<const Element&>(bits));
+    return 0.f;  // terms are not narrow
+  }
 };
 
 template <class Element>
@@ -30,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(DeviceReduceTable tabl
     const int64_t begin = (chunk - e.first_chunk) * kReduceChunk;
     const int64_t end = min(begin + kReduceChunk, e.num_values);
     for (int64_t i = begin + 4 * static_cast<int64_t>(threadIdx.x); i < end; i += 4 * kThreads) {
-      const Four sum = reduced(e, table.terms, i);
+      const Four sum = reduced(e, table.terms, i, Widen<Element>());
       if (!e.finishes) {
         *reinterpret_cast<Four*>(e.sum + i) = sum;
         continue;
@@ -47,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(DeviceReduceTable tabl
 
 void reduce_rows(const DeviceTable& table, DType dtype, cudaStream_t stream) {
   const DeviceReduceTable t = {table.part<const int32_t>(0), table.part<const ReduceEntry>(1),
-                               table.part<const float* const>(2), table.counts()};
+                               table.part<const std::byte* const>(2), table.counts()};
   switch (dtype) {
     case DType::kFloat32:
       reduce_kernel<float><<<kBlocks, kThreads, 0, stream>>>(t);

@@ -10,7 +10,7 @@
 namespace distca::cuda {
 
 /// Carries out a ReduceTable. The table's parts are its number of chunks, its entries and its terms. Returned tensors
-/// are of `dtype`, rounded to nearest even.
+/// are of `dtype`, the dtype of the heads, rounded to nearest even.
 void reduce_rows(const DeviceTable& table, DType dtype, cudaStream_t stream);
 void load_reduce_kernels();
 

@@ -12,8 +12,9 @@ from distca.errors import InvalidArgumentError
 
 #: The dtypes by their short names, for the command line.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: Their numbers in a plan.
+DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MOST_HEADS, _LARGEST_DIM = 4096, 256
-_DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Heads:
     def __post_init__(self) -> None:
         if self.v_dim is None:
             object.__setattr__(self, "v_dim", self.dim)
-        if self.dtype not in _DTYPE_NUMBERS:
-            allowed = ", ".join(map(str, _DTYPE_NUMBERS))
+        if self.dtype not in DTYPE_NUMBERS:
+            allowed = ", ".join(map(str, DTYPE_NUMBERS))
             raise InvalidArgumentError(f"heads: dtype = {self.dtype}; {allowed} are supported")
         for name in ("q", "kv", "dim", "v_dim"):
             number = getattr(self, name)
@@ -97,7 +98,7 @@ class Heads:
     @property
     def dtype_number(self) -> int:
         """The dtype's number in a plan."""
-        return _DTYPE_NUMBERS[self.dtype]
+        return DTYPE_NUMBERS[self.dtype]
 
     @property
     def row_bytes(self) -> int:

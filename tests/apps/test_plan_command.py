@@ -264,6 +264,13 @@ def test_it_says_what_servers_would_keep_and_what_that_saves(
     assert "kept until backward, at most" in (printed := capsys.readouterr().out) and said in printed
 
 
+def test_rounded_contributions_are_fewer_bytes(lengths: Path, tmp_path: Path) -> None:
+    options = ("--lengths", str(lengths), *DRAW, "--no-balance", "--layout", "head-tail")
+    wide, narrow = (_plan(tmp_path, *options, *more)["stats"]["bytes"] for more in ((), ("--reduce-dtype", "bf16")))
+    assert narrow == wide | {"backward_out": narrow["backward_out"]}
+    assert narrow["backward_out"] < wide["backward_out"]
+
+
 @pytest.mark.parametrize(
     ("lengths_of_ranks", "said"),
     [([[16384, 32768], *[[]] * 7], "2, in groups of 8 ranks"), ([[16384], *[[]] * 8], "1, in groups of 5 ranks")],
@@ -292,6 +299,7 @@ def test_it_says_how_many_documents_exchange_rows_for_heads(
         (["--lengths", "{lengths}", *DRAW, "--q-heads", "7"], "7 query heads"),
         (["--lengths", "{lengths}", *DRAW, "--servers", "4"], "servers = [4]; ranks from 0 to 3"),
         (["--lengths", "{lengths}", *DRAW, "--retain-bytes", "-1"], "retain_bytes = -1"),
+        (["--lengths", "{lengths}", *DRAW, "--reduce-dtype", "fp16"], "reduce_dtype = torch.float16"),
         (["--workload", "{lengths}"], '"documents"'),
         (["--workload", "{lengths}", "--ranks", "4"], "--ranks and --tokens-per-rank belong to --lengths"),
     ],

@@ -43,6 +43,8 @@ RUNS = {
         "log_memory": True,
     },
     "retain": {"retain_bytes": 1 << 30},
+    "bfloat16": {"dtype": "bfloat16", "master_weights": True},
+    "rounded contributions": {"dtype": "bfloat16", "master_weights": True, "attention_reduce_dtype": "bfloat16"},
 }
 
 
@@ -103,10 +105,19 @@ def test_each_layer_compiles_to_one_graph(data: Path, tmp_path: Path, monkeypatc
     assert 1 <= counter.frame_count <= 2  # the layers share one graph; plans of another size class need a second one
 
 
-@pytest.mark.parametrize("name", [*(name for name in RUNS if name != "plain"), "fsdp, then not"])
+@pytest.mark.parametrize(
+    "name", [*(name for name in RUNS if name != "plain" and "dtype" not in RUNS[name]), "fsdp, then not"]
+)
 def test_a_run_has_the_losses_of_the_plain_one(name: str, runs: Path) -> None:
     assert len(_losses(runs / "plain")) == 3
     assert _losses(runs / name) == pytest.approx(_losses(runs / "plain"), rel=1e-6)
+
+
+def test_rounded_contributions_are_fewer_bytes_and_change_losses_by_their_rounding(runs: Path) -> None:
+    wide, rounded = _losses(runs / "bfloat16"), _losses(runs / "rounded contributions")
+    assert rounded[0] == wide[0] and rounded == pytest.approx(wide, rel=1e-3)
+    sent = [sum(step["bytes"] for step in metrics_in(runs / name)) for name in ("rounded contributions", "bfloat16")]
+    assert sent[0] < sent[1]
 
 
 def test_a_run_that_retains_keys_has_the_same_bits_and_moves_fewer_bytes(runs: Path) -> None:

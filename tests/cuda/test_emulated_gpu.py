@@ -82,15 +82,17 @@ def test_random_plans_give_the_bits_of_steps_on_the_host(gpu: EmulatedGpu, seeds
         layout = draw.choice([data_parallel, scattered, spill])(lengths, draw.choice([2, 3]), seed)
         window, retain = draw.choice([None, None, 20]), draw.choice([0, 0, 1 << 20])
         tasks = random_tasks(layout, kv, seed)
-        plan = distca.plan(layout, heads, tasks=tasks, window=window, retain_bytes=retain)
+        reduce_dtype = draw.choice([torch.float32, heads.dtype])
+        plan = distca.plan(layout, heads, tasks=tasks, window=window, retain_bytes=retain, reduce_dtype=reduce_dtype)
         batch = random_batch(lengths, heads, seed)
         for right, mine in zip(*_on_host_and_gpu(batch, plan, fused=seed % 2 == 0), strict=True):
             _assert_same(mine, right)
 
 
-def test_gradients_that_come_home_in_rounds_give_the_bits_of_the_host(gpu: EmulatedGpu) -> None:
-    heads = distca.Heads(2, 1, 8)
-    plan = distca.plan(spill((1500, 100), 6), heads, tolerance=0.0, min_rows=1)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_gradients_that_come_home_in_rounds_give_the_bits_of_the_host(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
+    heads = distca.Heads(2, 1, 8, dtype=dtype)
+    plan = distca.plan(spill((1500, 100), 6), heads, tolerance=0.0, min_rows=1, reduce_dtype=dtype)
     assert max(read_slice(plan.for_rank(rank).tensor.tolist()).header.num_rounds for rank in range(6)) > 2
     for right, mine in zip(*_on_host_and_gpu(random_batch((1500, 100), heads, 2), plan, fused=False), strict=True):
         _assert_same(mine, right)

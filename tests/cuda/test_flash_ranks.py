@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -36,20 +37,23 @@ def flash(request: pytest.FixtureRequest) -> dict[str, str]:
     return {"device": request.param, "attention": "flash"}
 
 
-def mixed_plan(layout: distca.Layout, heads: distca.Heads, seed: int) -> distca.Plan:
-    return distca.plan(layout, heads, tasks=random_tasks(layout, heads.kv, seed))
+def mixed_plan(layout: distca.Layout, heads: distca.Heads, seed: int, **options: Any) -> distca.Plan:
+    return distca.plan(layout, heads, tasks=random_tasks(layout, heads.kv, seed), **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "narrow"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_random_tasks_on_random_ranks_are_as_exact_as_pytorch(
-    flash: dict[str, str], layout: Callable[..., distca.Layout], dtype: torch.dtype
+    flash: dict[str, str], layout: Callable[..., distca.Layout], dtype: torch.dtype, narrow: bool
 ) -> None:
     heads = distca.Heads(4, 2, 16, dtype=dtype)
     pool = ErrorPool(dtype)
     for seed in range(-(-10_000 // (sum(LENGTHS) * heads.q))):
         batch = random_batch(LENGTHS, heads, seed)
-        ours = compute(batch, mixed_plan(layout(LENGTHS, 3, seed), heads, seed), fused=seed % 2 == 1, **flash)
+        reduce_dtype = dtype if narrow else torch.float32
+        plan = mixed_plan(layout(LENGTHS, 3, seed), heads, seed, reduce_dtype=reduce_dtype)
+        ours = compute(batch, plan, fused=seed % 2 == 1, **flash)
         pool.add(ours, torch_attention(batch), oracle(batch))
     pool.check(1.5)  # parts of dk and dv are rounded before they are added
 

@@ -14,6 +14,8 @@ TABLES = "cpp/plan/slice_tables.cpp"
 SHARD = "cpp/plan/shard.cpp"
 FUZZ = "tests/plan/test_plan_fuzz.py"
 CONSISTENCY = "tests/plan/test_consistency.py"
+REDUCE_DTYPE = "tests/plan/test_reduce_dtype.py"
+ROUNDED = "tests/runtime/test_rounded_contributions.py"
 
 FAULTS = [
     # ---- the plan
@@ -48,8 +50,8 @@ FAULTS = [
     Fault(
         "a first partial is added twice",
         "cpp/runtime/row_arithmetic.h",
-        "e.starts ? table.terms[static_cast<size_t>(t++)]",
-        "e.starts ? table.terms[static_cast<size_t>(t)]",
+        "e.starts ? values_of_term(t++)",
+        "e.starts ? values_of_term(t)",
         (STEPS, EXACT),
     ),
     Fault(
@@ -58,6 +60,42 @@ FAULTS = [
         ": ReceiveAction::kAdd;",
         ": ReceiveAction::kAssign;",
         (PLAN, STEPS),
+    ),
+    Fault(
+        "rounded contributions are read as fp32",
+        "cpp/runtime/reduce_table.cpp",
+        "e.narrow = !plan::is_partial(kind);",
+        "e.narrow = false;",
+        (ROUNDED,),
+    ),
+    Fault(
+        "sums of rounded contributions are rounded after each",
+        "cpp/runtime/row_arithmetic.h",
+        "for (int64_t d = 0; d < n; ++d) sum[d] += term[d];",
+        """for (int64_t d = 0; d < n; ++d)
+          sum[d] = e.narrow ? bf16_to_float(float_to_bf16(sum[d] + term[d])) : sum[d] + term[d];""",
+        (ROUNDED,),
+    ),
+    Fault(
+        "contributions are rounded although fp32 is asked for",
+        ARRANGEMENT,
+        "      if (!reduces_narrow_ || drafts_[i].target == GradTarget::kReturned)",
+        "      if (drafts_[i].target == GradTarget::kReturned)",
+        (REDUCE_DTYPE, PLAN),
+    ),
+    Fault(
+        "the planner weighs rounded contributions as fp32",
+        SHARD,
+        "(e + dtype_bytes(options.reduce_dtype))",
+        "(e + 4)",
+        (REDUCE_DTYPE,),
+    ),
+    Fault(
+        "terms of two dtypes may be in a plan",
+        "cpp/plan/validate.cpp",
+        "      check_plan(term == nullptr ||",
+        "      check_plan(true ||",
+        (CONSISTENCY,),
     ),
     Fault(
         "an altered plan is not noticed",

@@ -110,7 +110,8 @@ def test_the_command_line_finds_a_job_and_sets_its_options(tmp_path: Path, monke
     )
     monkeypatch.syspath_prepend(tmp_path)
     arguments = ["--module", "job_of_a_user", "--config", "debug", "--distca.tolerance", "0.02"]
+    arguments += ["--distca.reduce_dtype", "bfloat16"]
     config = ConfigManager().parse_args(arguments)
     assert isinstance(config, DistcaTrainer.Config)
-    assert config.distca == DistcaConfig(tolerance=0.02, timeout=30.0)
+    assert config.distca == DistcaConfig(tolerance=0.02, reduce_dtype="bfloat16", timeout=30.0)
     assert config.training.disable_cuda_graphs

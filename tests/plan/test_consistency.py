@@ -16,7 +16,9 @@ import distca
 from distca import _C
 from support.batches import random_tasks
 from support.plan_reader import (
+    ADD,
     BACKWARD,
+    COPY,
     FORWARD,
     OUT,
     RETURNED,
@@ -29,6 +31,7 @@ from support.plan_reader import (
 )
 
 HEADS = distca.Heads(4, 2, 16)
+NARROW = distca.Heads(4, 2, 16, dtype=torch.float16)
 LENGTHS = (200, 100, 60, 30)
 LAYOUT = distca.Layout(
     [
@@ -46,6 +49,7 @@ def _plans() -> list[distca.Plan]:
         distca.plan(LAYOUT, HEADS, min_rows=1, tolerance=0.0),
         distca.plan(LAYOUT, HEADS, tasks=random_tasks(LAYOUT, HEADS.kv, 3)),
         distca.plan(LAYOUT, HEADS, tasks=random_tasks(LAYOUT, HEADS.kv, 4), retain_bytes=2**20),
+        distca.plan(LAYOUT, NARROW, tasks=random_tasks(LAYOUT, HEADS.kv, 3), reduce_dtype=NARROW.dtype),
     ]
     return [plan.for_rank(rank) for plan in made for rank in RANKS]
 
@@ -97,14 +101,14 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a row comes from nowhere": (
         lambda s: _first(
             s.receives[BACKWARD], _number("Receive", BACKWARD), "num_rows", lambda r: r.num_rows - 1,
-            lambda r: TENSORS[r.tensor] == "dk" and r.num_rows > 1,
+            lambda r: TENSORS[r.tensor] == "dk" and r.action == COPY and r.num_rows > 1,
         ),
         "returned tensor 8, key/value head [01]: row \\d+ comes from nowhere",
     ),
     "a row comes from two places": (
         lambda s: _first(
             s.receives[BACKWARD], _number("Receive", BACKWARD), "num_rows", lambda r: r.num_rows + 1,
-            lambda r: TENSORS[r.tensor] == "dv" and r.row + r.num_rows < s.header.num_rows,
+            lambda r: TENSORS[r.tensor] == "dv" and r.action == COPY and r.row + r.num_rows < s.header.num_rows,
         ),
         "comes from two places|two things lie|do not lie in the arena",
     ),
@@ -143,6 +147,33 @@ CHANGES: dict[str, tuple[Change, str]] = {
             s.receives[BACKWARD], _number("Receive", BACKWARD), "action", lambda r: 2, lambda r: r.action == 1
         ),
         "has no first term",
+    ),
+    "a term in fp32 is one of the input dtype": (
+        lambda s: _first(
+            s.receives[BACKWARD], _number("Receive", BACKWARD), "tensor", lambda r: r.tensor - 2,
+            lambda r: TENSORS[r.tensor] == "dk_partial",
+        ),
+        r"tensor 8 is added|terms of sums are of two dtypes",
+    ),
+    "a term of the input dtype is one in fp32": (
+        lambda s: _first(
+            s.receives[BACKWARD], _number("Receive", BACKWARD), "tensor", lambda r: r.tensor + 2,
+            lambda r: TENSORS[r.tensor] == "dk" and r.action != COPY,
+        ),
+        r"terms of sums are of two dtypes|do not lie in the arena",
+    ),
+    "a query's gradient is added": (
+        lambda s: _first(
+            s.receives[BACKWARD], _number("Receive", BACKWARD), "action", lambda r: ADD,
+            lambda r: TENSORS[r.tensor] == "dq",
+        ),
+        "tensor 7 is added",
+    ),
+    "a term of a sum is only copied": (
+        lambda s: _first(
+            s.receives[BACKWARD], _number("Receive", BACKWARD), "action", lambda r: COPY, lambda r: r.action == ADD
+        ),
+        "tensor 1[01] is only copied|rows that are only copied have a sum",
     ),
     "two extents overlap in the arena": (
         lambda s: _first(

@@ -63,6 +63,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, str, str] | str]] = {
     "split_heads": ({"split_heads": False}, ("split_heads ", "off", "on")),
     "objective": ({"objective": "forward", "tolerance": 0.3}, ("objective ", "forward", "all")),
     "overlap": ({"overlap": True}, ("overlap ", "on", "off")),
+    "reduce_dtype": (
+        {"heads": distca.Heads(4, 2, 16, dtype=torch.bfloat16), "reduce_dtype": torch.bfloat16},
+        ("; reduce_dtype ", "bfloat16", "float32"),
+    ),
     "ranks_per_node": ({"ranks_per_node": 2}, OTHERS),
     "servers": ({"servers": [0, 2]}, OTHERS),
     "speeds": ({"speeds": [1, 3, 2]}, OTHERS),

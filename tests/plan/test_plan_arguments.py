@@ -124,6 +124,8 @@ def test_scores_of_no_documents_are_an_empty_list() -> None:
         ("scores", [(0, 2**31 + 1, None, None)], "plan: window = 2147483649"),
         ("scores", [], "0 different masks"),
         ("ranks_per_node", -1, "plan: ranks_per_node = -1"),
+        ("reduce_dtype", 1, "plan: reduce_dtype number 1; float32 or the dtype of the heads, float32, is allowed"),
+        ("reduce_dtype", 7, "plan: reduce_dtype number 7"),
     ],
 )
 def test_the_core_checks_its_options_by_itself(name: str, value: object, message: str) -> None:

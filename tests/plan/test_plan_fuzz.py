@@ -32,10 +32,21 @@ from support.batches import (
     spill_with_empty_ranks,
 )
 from support.groups import loopback_group, outcomes
-from support.plan_reader import TABLES, Header, made_alike, read_slice, with_checksum, with_digests, with_words
+from support.plan_reader import (
+    ADD,
+    TABLES,
+    TENSORS,
+    Header,
+    made_alike,
+    read_slice,
+    with_checksum,
+    with_digests,
+    with_words,
+)
 
 LENGTHS = (70, 1, 130, 33, 9)
 HEADS = distca.Heads(4, 2, 8, 16)
+NARROW = distca.Heads(4, 2, 8, 16, torch.bfloat16)
 
 #: Words that say what is to be computed. If other ranks do not have such a word, changing it makes another plan that is
 #: right in itself: no check can know that it was not meant.
@@ -55,9 +66,9 @@ def _plan_of(layout: Callable[..., distca.Layout], ranks: int, **options: Any) -
     return distca.plan(layout(LENGTHS, ranks, 3), HEADS, **({"min_rows": 1, "tolerance": 0.0} | options))
 
 
-def _many_rounds() -> distca.Plan:
+def _many_rounds(heads: distca.Heads = HEADS, **options: Any) -> distca.Plan:
     layout = distca.Layout.from_documents([[200], [3], [3], [3]])
-    return distca.plan(layout, HEADS, min_rows=1, tolerance=0.0, split_heads=False)
+    return distca.plan(layout, heads, min_rows=1, tolerance=0.0, split_heads=False, **options)
 
 
 PLANS: dict[str, Callable[[], distca.Plan]] = {
@@ -69,6 +80,7 @@ PLANS: dict[str, Callable[[], distca.Plan]] = {
     "dedicated servers": lambda: _plan_of(data_parallel, 3, servers=[1, 2]),
     "head ranges": lambda: _plan_of(scattered, 3, tasks=random_tasks(scattered(LENGTHS, 3, 3), HEADS.kv, 5)),
     "rounds": _many_rounds,
+    "contributions in bfloat16": lambda: _many_rounds(NARROW, reduce_dtype=torch.bfloat16),
     "padding": lambda: _plan_of(scattered, 4),
     "a rank without rows": lambda: _plan_of(spill_with_empty_ranks, 3),
     "one rank": lambda: _plan_of(scattered, 1),
@@ -97,7 +109,7 @@ def run_ranks(
 def make_case(name: str) -> Case:
     plan = PLANS[name]()
     layout_lengths = plan.layout.document_lengths
-    batch = random_batch(layout_lengths, HEADS, 1)
+    batch = random_batch(layout_lengths, plan.heads, 1)
     right = run_ranks(plan, batch, [plan.for_rank(rank) for rank in range(plan.layout.num_ranks)])
     assert not any(isinstance(result, BaseException) for result in right), right
     return Case(plan, batch, right)
@@ -228,6 +240,7 @@ def test_the_plans_whose_words_are_changed_are_of_every_kind() -> None:
     slices = {name: read_slice(make().tensor.tolist()) for name, make in PLANS.items()}
     assert len(slices) == len(PLANS)
     assert slices["rounds"].header.num_rounds > 1
+    assert any(r.action == ADD and TENSORS[r.tensor] == "dv" for r in slices["contributions in bfloat16"].receives[1])
     assert slices["window"].scores[0].window > 0 and slices["full"].scores[0].mask_kind == 1
     assert any(s.header.retained_bytes for s in slices.values())
     assert any(segment.document < 0 for segment in slices["padding"].segments)

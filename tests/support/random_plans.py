@@ -82,5 +82,6 @@ def plans(draw: st.DrawFn) -> Made:
         tasks=tasks,
         ranks_per_node=ranks_per_node,
         retain_bytes=draw(retain_bytes(layout.num_ranks)),
+        reduce_dtype=draw(st.sampled_from((torch.float32, heads.dtype))),
     )
     return Made(plan, cost, servers or set(range(layout.num_ranks)), ranks_per_node)

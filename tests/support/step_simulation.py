@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 import distca
 from support.plan_reader import (
     ADD,
@@ -257,7 +259,7 @@ class Simulation:
         sums = {
             (dk.sum, dv.sum): dk
             for dk, dv in itertools.pairwise(tables.receives[BACKWARD])
-            if dk.action != COPY and (TENSORS[dk.tensor], TENSORS[dv.tensor]) == ("dk_partial", "dv_partial")
+            if dk.action != COPY and (TENSORS[dk.tensor][:2], TENSORS[dv.tensor][:2]) == ("dk", "dv")
         }
         kv_heads = heads_of(group)
         next_row = group.kv_begin
@@ -277,6 +279,7 @@ class Simulation:
                 self._term(server, ("dk", "dv"), kv_heads, own.row, own.num_rows, (server, ASSIGN))
                 continue
             suffix = "_partial" if grad.target == PARTIAL else ""
+            assert not suffix or self.plan.reduce_dtype == torch.float32
             for tensor, offset in ((f"dk{suffix}", grad.dk), (f"dv{suffix}", grad.dv)):
                 self._occupy(server, offset, len(rows) * self._stride(kv_heads, BACKWARD, True, tensor), tensor)
                 self.results[server][(tensor, offset)] = (kv_heads, rows)
@@ -318,7 +321,10 @@ class Simulation:
             if r.action == COPY or (tensor, r.sum) in sums:
                 continue
             sums[(tensor, r.sum)] = r
-            self._occupy(home, r.sum, r.num_rows * self._stride(heads_of(r), phase, False, tensor), "sum")
+            partial = f"{tensor[:2]}_partial"
+            wide = self.plan.reduce_dtype == torch.float32
+            assert tensor == (partial if wide else tensor[:2])
+            self._occupy(home, r.sum, r.num_rows * self._stride(heads_of(r), phase, False, partial), "sum")
             self._write(home, [tensor.removesuffix("_partial")], heads_of(r), r.row, r.num_rows)
         by_round: dict[int, list[tuple[int, int, str]]] = {0: []}
         for receive in sorted(tables.receives[phase], key=lambda r: r.round):

@@ -163,7 +163,8 @@ int64_t check_sends(uint64_t seed) {
   return saved;
 }
 
-/// One home: its rounds by the reduce tables, and by the rows of the slice one after another.
+/// One home: its rounds by the reduce tables, and by the rows of the slice one after another. Returned tensors are in
+/// fp32 here, whatever the dtype of the heads.
 struct Home {
   explicit Home(const plan::SliceView& slice_of_rank) : slice(slice_of_rank) {
     const plan::Header& h = slice.header();
@@ -190,9 +191,28 @@ std::pair<int64_t, int64_t> check_reduction(const plan::SliceView& slice, uint64
   const plan::Header& h = slice.header();
   Home home(slice);
   Random random(seed);
+  const DType dtype = slice.heads().dtype;
+  const auto widen = [&](uint16_t bits) {
+    return dtype == DType::kBFloat16 ? bf16_to_float(bits) : fp16_to_float(bits);
+  };
+  const bool narrow = dtype != DType::kFloat32;
+  size_t home_in = home.by_rows.arena.size();  // the last part of an arena
+  for (const plan::ReceiveRow& r : slice.receives(plan::Phase::kBackward))
+    home_in = std::min(home_in, static_cast<size_t>(r.source / 4));
   // What servers and this one's own kernel left there: the same for both.
-  for (float& x : home.by_rows.arena) x = static_cast<float>(random.below(1 << 20)) / 999.f;
-  home.by_table.arena = home.by_rows.arena;
+  const auto leave = [&](size_t begin, size_t end, bool in_fp32) {
+    for (size_t i = begin; i < end; ++i) {
+      float& x = home.by_rows.arena[i];
+      x = static_cast<float>(random.below(1 << 20)) / 999.f;
+      if (!in_fp32) {
+        const auto bits = [&] { return float_to_bf16(static_cast<float>(random.below(1 << 20)) / 9999.f) & 0x7bffu; };
+        x = std::bit_cast<float>(bits() | bits() << 16);
+      }
+      home.by_table.arena[i] = x;
+    }
+  };
+  leave(0, home_in, true);
+  leave(home_in, home.by_rows.arena.size(), !narrow);
   int64_t finished = 0, later = 0;
   ReduceTable table;
   for (int64_t round = 0; round < h.num_rounds; ++round) {
@@ -203,7 +223,7 @@ std::pair<int64_t, int64_t> check_reduction(const plan::SliceView& slice, uint64
           entry_of_chunk(table.entries.data(), static_cast<int32_t>(table.entries.size()), chunk))];
       const int64_t begin = (chunk - e.first_chunk) * kReduceChunk;
       for (int64_t i = begin; i < std::min(begin + kReduceChunk, e.num_values); i += 4) {
-        const Four sum = reduced(e, table.terms.data(), i);
+        const Four sum = reduced(e, table.terms.data(), i, widen);
         std::memcpy(e.finishes ? place_of_value(e, i, 4) : reinterpret_cast<std::byte*>(e.sum + i), &sum, 16);
       }
     }
@@ -211,24 +231,28 @@ std::pair<int64_t, int64_t> check_reduction(const plan::SliceView& slice, uint64
 
     for (const plan::ReceiveRow& r : slice.receives(plan::Phase::kBackward)) {
       if (r.round != round || r.action == static_cast<int64_t>(plan::ReceiveAction::kCopy)) continue;
-      const bool is_dk = r.tensor == static_cast<int64_t>(plan::TensorKind::kDkPartial);
+      const bool is_dk = plan::is_key_gradient_dk(static_cast<plan::TensorKind>(r.tensor));
       const int64_t values = r.num_rows * (r.kv_head_end - r.kv_head_begin) * (is_dk ? h.dim : h.v_dim);
       float* const sum = home.by_rows.arena.data() + r.sum / 4;
-      const float* const term = home.by_rows.arena.data() + r.source / 4;
-      for (int64_t i = 0; i < values; ++i)
-        sum[i] = r.action == static_cast<int64_t>(plan::ReceiveAction::kAssign) ? term[i] : sum[i] + term[i];
+      const auto* const term = reinterpret_cast<const std::byte*>(home.by_rows.arena.data()) + r.source;
+      for (int64_t i = 0; i < values; ++i) {
+        uint16_t bits = 0;
+        float value = 0;
+        if (narrow)
+          std::memcpy(&bits, term + 2 * i, 2);
+        else
+          std::memcpy(&value, term + 4 * i, 4);
+        if (narrow) value = widen(bits);
+        sum[i] = r.action == static_cast<int64_t>(plan::ReceiveAction::kAssign) ? value : sum[i] + value;
+      }
     }
     // Home-in of the round is over; the next one finds other values there. Sums must not be touched.
-    size_t home_in = home.by_rows.arena.size();  // the last part of an arena
-    for (const plan::ReceiveRow& r : slice.receives(plan::Phase::kBackward))
-      home_in = std::min(home_in, static_cast<size_t>(r.source / 4));
-    for (size_t i = home_in; i < home.by_rows.arena.size(); ++i)
-      home.by_rows.arena[i] = home.by_table.arena[i] = static_cast<float>(random.below(1 << 20)) / 999.f;
+    leave(home_in, home.by_rows.arena.size(), !narrow);
   }
   std::set<int64_t> sums;
   for (const plan::ReceiveRow& s : slice.receives(plan::Phase::kBackward)) {
     if (s.action == static_cast<int64_t>(plan::ReceiveAction::kCopy) || !sums.insert(s.sum).second) continue;
-    const bool is_dk = s.tensor == static_cast<int64_t>(plan::TensorKind::kDkPartial);
+    const bool is_dk = plan::is_key_gradient_dk(static_cast<plan::TensorKind>(s.tensor));
     const int64_t dim = is_dk ? h.dim : h.v_dim, heads = s.kv_head_end - s.kv_head_begin;
     std::vector<float>& tensor = is_dk ? home.by_rows.dk : home.by_rows.dv;
     const float* sum = home.by_rows.arena.data() + s.sum / 4;
@@ -260,7 +284,8 @@ int main() {
     plan::PlanOptions options;
     const int64_t kv_heads = 1 + random.below(3);
     const int64_t dim = 8 + 8 * random.below(3), v_dim = 8 + 8 * random.below(3);
-    options.heads = {2 * kv_heads, kv_heads, dim, v_dim, DType::kFloat32};
+    options.heads = {2 * kv_heads, kv_heads, dim, v_dim, static_cast<DType>(seed % 3)};
+    options.reduce_dtype = options.heads.dtype;
     options.min_rows = 1;
     options.tolerance_ppm = 0;
     const plan::Plan plan(

@@ -29,6 +29,8 @@ class DistcaConfig:
     """What attention is computed in; torchtitan's own varlen attention computes in bfloat16."""
     tolerance: float = 0.05
     """How far the largest load may be above the mean, as a fraction of it."""
+    reduce_dtype: str = "float32"
+    """What contributions of several ranks to a key's gradients travel in: float32, or `dtype` with half the bytes."""
     transport: str = "auto"
     """How rows travel."""
     timeout: float = 600.0
@@ -62,7 +64,13 @@ class DistcaTrainer(Trainer):
             device=self.device,
         )
         group = None if batch is None else batch.get_group()
-        torchtitan.plan_batches(self.model_parts[0], context=self.distca, group=group, tolerance=options.tolerance)
+        torchtitan.plan_batches(
+            self.model_parts[0],
+            context=self.distca,
+            group=group,
+            tolerance=options.tolerance,
+            reduce_dtype=getattr(torch, options.reduce_dtype),
+        )
 
     def close(self) -> None:
         """Closes the trainer, then the context."""

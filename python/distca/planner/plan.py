@@ -87,6 +87,12 @@ class Plan:
         self.in_parts = False
         self.half: int | None = None
 
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which contributions of several servers to a key's gradients travel."""
+        narrow = self._arguments.get("reduce_dtype", 0)  # a pickle of an earlier version lacks it
+        return self.heads.dtype if narrow else torch.float32
+
     @functools.cached_property
     def _core(self) -> _C.Plan:
         """The core's plan of all ranks. An unpickled plan makes it again when it is first needed."""

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from distca.arguments import check_type, is_number, is_whole, listed
 from distca.errors import InvalidArgumentError
-from distca.heads import Heads
+from distca.heads import DTYPE_NUMBERS, Heads
 from distca.planner.cost import CostModel
 from distca.planner.layout import Layout
 from distca.planner.memory import MemoryReport, report
@@ -44,6 +46,7 @@ def plan(
     min_rows: int = 128,
     objective: str = "all",
     overlap: bool = False,
+    reduce_dtype: torch.dtype = torch.float32,
     retain_bytes: int | Sequence[int] = 0,
     capacity: int | None = None,
     cost: CostModel | None = None,
@@ -82,6 +85,10 @@ def plan(
             while ranks compute. This is for ping-pong. By default they come home in rounds: a round has as many
             messages as fit into the bytes that the neediest rank's arena takes anyway, and only the first round
             overlaps with other work.
+        reduce_dtype: the dtype in which contributions to a key's gradients travel home where several servers have
+            some: ``torch.float32``, or that of `heads`, with which they are half the bytes and take half the memory.
+            They are added in fp32 in any case. In the dtype of `heads` each is rounded before, as the sum is after it;
+            in fp16 one may overflow where the sum does not. out, log-sum-exp and dq have the same bits.
         retain_bytes: bytes of keys and values that each rank, as a server, may retain from a step's forward to its
             backward, so that they are not sent again: one number for all ranks, or one for each. Every call of
             `core_attention` retains up to as much until its backward has run; multiply it by the layers. The documents
@@ -160,6 +167,10 @@ def plan(
         raise InvalidArgumentError(
             f"plan: label = {label!r}; a text of up to 48 characters of printable ASCII is expected"
         )
+    if reduce_dtype not in (torch.float32, heads.dtype):
+        raise InvalidArgumentError(
+            f"plan: reduce_dtype = {reduce_dtype!r}; torch.float32 or the dtype of the heads, {heads.dtype}, is allowed"
+        )
     retain = _retain_bytes(retain_bytes, layout.num_ranks)
     if capacity is None:
         capacity = 2**62 if here is None else here.slot_bytes
@@ -181,6 +192,7 @@ def plan(
         "ranks_per_node": ranks_per_node or 0,
         "forward_only": objective == "forward",
         "overlap": bool(overlap),
+        "reduce_dtype": DTYPE_NUMBERS[reduce_dtype],
         "retain_bytes": retain,
         "split_heads": bool(split_heads),
         "label": label,

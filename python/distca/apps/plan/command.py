@@ -103,6 +103,13 @@ def add_command(commands: Any) -> None:
         default=0,
         help="bytes of keys and values that a rank may keep from forward to backward (default: 0)",
     )
+    planner.add_argument(
+        "--reduce-dtype",
+        choices=DTYPES,
+        default="fp32",
+        help="dtype in which contributions of several servers to a key's gradients travel: fp32 or that of --dtype "
+        "(default: fp32)",
+    )
     planner.add_argument("--capacity", type=int, help="the most bytes of a rank's arena (default: no limit)")
     planner.add_argument(
         "--no-balance", action="store_true", help="compute every row on the rank that holds it (its home)"
@@ -152,6 +159,7 @@ def run(options: argparse.Namespace) -> int:
         objective=options.objective,
         split_heads=not options.whole_heads,
         retain_bytes=options.retain_bytes,
+        reduce_dtype=DTYPES[options.reduce_dtype],
         capacity=options.capacity,
         **({} if options.min_rows is None else {"min_rows": options.min_rows}),
     )

@@ -16,6 +16,7 @@ from distca.planner.layout import Layout
 
 Attention = Literal["distca", "megatron"]
 Recompute = Literal["none", "selective", "full"]
+ReduceDtype = Literal["float32", "bfloat16"]
 Homes = Literal["packed", "head-tail"]
 
 
@@ -85,6 +86,11 @@ class Options:
     )
     transport: str = _option("auto", "how attention's rows travel, as in distca.init")
     tolerance: float = _option(0.05, "how far the largest attention load may be above the mean")
+    attention_reduce_dtype: ReduceDtype = _option(
+        "float32",
+        "dtype in which contributions of several ranks to the gradients of a key and value travel: float32, or that of "
+        "attention, which is half the bytes",
+    )
     timeout: float = _option(600.0, "seconds after which a rank that waits for another gives up")
 
     def resolved(self, *, cuda: bool, world_size: int) -> Options:
@@ -239,6 +245,7 @@ class _Parser:
     def __init__(self, option: dataclasses.Field[Any]) -> None:
         self._type = str(option.type).removesuffix(" | None")
         choices = {"Attention": get_args(Attention), "Homes": get_args(Homes), "Recompute": get_args(Recompute)}
+        choices["ReduceDtype"] = get_args(ReduceDtype)
         self._choices = choices.get(self._type, ())
 
     def __call__(self, text: str) -> Any:

@@ -253,6 +253,7 @@ class Run:
             segments=(lambda batch: batch["segments"].tolist()) if options.cp_size > 1 else None,
             model=self._chunks,
             tolerance=options.tolerance,
+            reduce_dtype=getattr(torch, options.attention_reduce_dtype),
             balance=options.balance,
             ping_pong=options.ping_pong,
         )

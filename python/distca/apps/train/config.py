@@ -196,6 +196,14 @@ class TrainConfig:
             "kept ones are not sent again"
         ),
     )
+    attention_reduce_dtype: str = field(
+        default="float32",
+        metadata=_about(
+            "dtype in which contributions of several ranks to the gradients of a key and value travel: float32, or "
+            "that of --dtype, which is half the bytes",
+            choices=tuple(DTYPES),
+        ),
+    )
     compare: bool = field(
         default=False, metadata=_about("run each batch with and without balance, and compare the times")
     )
@@ -301,6 +309,8 @@ class TrainConfig:
                 _fail(self, "eval_fraction", "left out with --eval-data")
         elif self.eval_data is None and self.eval_every:
             _fail(self, "eval_every", "left out without --eval-data or --eval-fraction")
+        if self.attention_reduce_dtype not in ("float32", self.dtype):
+            _fail(self, "attention_reduce_dtype", f"float32 or {self.dtype}, which --dtype is")
         if self.master_weights and self.dtype == "float32":
             _fail(self, "master_weights", "left out with --dtype float32, because weights are float32 then anyway")
         if not self.weight_decay < math.inf:
@@ -375,6 +385,11 @@ class TrainConfig:
     def torch_dtype(self) -> torch.dtype:
         """The dtype in which attention and matrix products are computed."""
         return DTYPES[self.dtype]
+
+    @property
+    def torch_reduce_dtype(self) -> torch.dtype:
+        """The dtype in which contributions to gradients of keys and values travel."""
+        return DTYPES[self.attention_reduce_dtype]
 
     @property
     def weights_dtype(self) -> torch.dtype:
@@ -452,7 +467,8 @@ OPTION_TYPES: dict[str, Callable[[str], Any]] = {
     "layers_per_stage": str, "tensor": int, "data": Path, "doc_scale": float, "tokenizer": Path, "model": str,
     "hidden": int, "layers": int, "heads": int, "kv_heads": int, "dtype": str, "master_weights": bool, "lr": float,
     "schedule": str, "warmup_steps": int, "weight_decay": float, "clip_norm": float, "seed": int, "balance": str,
-    "homes": str, "context": int, "tolerance": float, "retain_bytes": int, "compare": bool, "fsdp": bool,
+    "homes": str, "context": int, "tolerance": float, "retain_bytes": int, "attention_reduce_dtype": str,
+    "compare": bool, "fsdp": bool,
     "compile": bool, "checkpoint_activations": bool, "ping_pong": bool, "eval_data": Path, "eval_fraction": float,
     "eval_every": int, "eval_steps": int, "checkpoint_every": int, "keep_checkpoints": int, "export": Path,
     "trace": str, "nsys": bool, "log_memory": bool, "track": str, "timeout": float, "name": str, "runs_dir": Path,

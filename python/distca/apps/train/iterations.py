@@ -85,6 +85,7 @@ def _plans(
         backward=backward,
         context=context,
         tolerance=config.tolerance,
+        reduce_dtype=config.torch_reduce_dtype,
         balance=bool(balance),
         across_stages=balance != "stages",
     )

@@ -68,6 +68,7 @@ def planned(
         balance=balance,
         overlap=config.ping_pong,
         retain_bytes=config.retain_bytes,
+        reduce_dtype=config.torch_reduce_dtype,
     ) as ahead:
         yield _joined(ahead, 2 if config.ping_pong else 1)
 
