@@ -15,6 +15,7 @@ class Arranger {
  public:
   Arranger(const Layout& layout, const PlanOptions& options, std::span<const Task> tasks)
       : layout_(layout),
+        options_(options),
         heads_(options.heads),
         block_rows_(options.key_block_rows),
         reduces_narrow_(options.reduces_narrow()),
@@ -80,9 +81,10 @@ class Arranger {
           continue;
         }
         const Group g = next_group(begin);
-        (g.is_local ? a_.groups : waiting).push_back(g);
+        (g.is_local() ? a_.groups : waiting).push_back(g);
         begin = g.task_end;
       }
+      deal_into_rounds(waiting);
       for (Group& g : waiting) add_waiting_group(g);
     }
   }
@@ -97,7 +99,7 @@ class Arranger {
     g.kv_head_end = first.kv_head_end;
     g.kv_begin = first.kv_begin;
     g.kv_end = first.kv_end;
-    g.is_local = true;
+    bool is_local = true;
     size_t end = begin;
     for (; end < tasks_.size(); ++end) {
       const Task& t = tasks_[end];
@@ -105,15 +107,63 @@ class Arranger {
           t.kv_begin > g.kv_end)
         break;
       g.kv_end = std::max(g.kv_end, t.kv_end);
-      g.is_local = g.is_local && t.home == g.server;
+      is_local = is_local && t.home == g.server;
     }
     g.task_begin = begin;
     g.task_end = end;
     const auto placements = layout_.placements(g.document);
-    g.is_local = g.is_local && std::any_of(placements.begin(), placements.end(), [&](const Placement& p) {
-                   return p.rank == g.server && p.begin <= g.kv_begin && p.end >= g.kv_end;
-                 });
+    is_local = is_local && std::any_of(placements.begin(), placements.end(), [&](const Placement& p) {
+                 return p.rank == g.server && p.begin <= g.kv_begin && p.end >= g.kv_end;
+               });
+    g.round = is_local ? -1 : 0;
     return g;
+  }
+
+  /// Deals the groups of a server that need rows of others into rounds of about the same cost, and sorts them by round.
+  /// While the server computes a round, rows of the next one travel, and results of the one before. Groups of few bytes
+  /// come first and last, because nothing hides the rows of the first round and the results of the last one.
+  void deal_into_rounds(std::vector<Group>& waiting) {
+    if (waiting.size() < 2) return;
+    struct Part {
+      int64_t bytes, cost;
+      size_t group;
+    };
+    std::vector<Part> parts;
+    int64_t total_bytes = 0;
+    __int128 total_cost = 0;
+    for (size_t i = 0; i < waiting.size(); ++i) {
+      const Group& g = waiting[i];
+      const Document document = options_.document(layout_, g.document);
+      Part part = {key_bytes_of_others(g), 0, i};
+      const int64_t query = format(Phase::kForward, Direction::kIn, TensorKind::kQ, g.num_kv_heads()).wire_bytes();
+      for (size_t t = g.task_begin; t < g.task_end; ++t) {
+        const Task& task = tasks_[t];
+        if (task.home != g.server) part.bytes += task.num_rows() * query;
+        part.cost += options_.cost.cost(document, task.q_begin, task.q_end) * g.num_kv_heads();
+      }
+      total_bytes += part.bytes;
+      total_cost += part.cost;
+      parts.push_back(part);
+    }
+    const int64_t rounds =
+        std::min({kMaxRoundsIn, std::ssize(waiting), std::max<int64_t>(1, total_bytes / options_.round_bytes)});
+    if (rounds == 1 || total_cost == 0) return;
+    std::stable_sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.bytes < b.bytes; });
+    // Every second one from the smallest to the largest, then the others back to the smallest.
+    std::vector<Part> order;
+    for (size_t i = 0; i < parts.size(); i += 2) order.push_back(parts[i]);
+    for (size_t i = parts.size() / 2; i-- > 0;) order.push_back(parts[2 * i + 1]);
+    __int128 twice_done = 0;
+    int64_t round = -1;
+    __int128 last = -1;  // the round before empty ones are left out
+    for (const Part& part : order) {
+      const __int128 middle = (twice_done + part.cost) * rounds / (2 * total_cost);
+      if (middle != last) ++round;
+      last = middle;
+      twice_done += 2 * static_cast<__int128>(part.cost);
+      waiting[part.group].round = round;
+    }
+    std::stable_sort(waiting.begin(), waiting.end(), [](const Group& a, const Group& b) { return a.round < b.round; });
   }
 
   void add_waiting_group(Group& g) {
@@ -357,6 +407,7 @@ class Arranger {
   }
 
   const Layout& layout_;
+  const PlanOptions& options_;
   const HeadShape heads_;
   const int64_t block_rows_;
   const bool reduces_narrow_;

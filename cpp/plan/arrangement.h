@@ -56,8 +56,9 @@ struct Group {
   int64_t num_arena_blocks = 0;
   std::array<int64_t, 2> k = {-1, -1}, v = {-1, -1};  // offsets in the server's arena, by phase
   int64_t retained_k = -1, retained_v = -1;  // offsets in the server's retained memory; where set, k[1] and v[1] are -1
-  bool is_local = false;                     // needs no row of another rank
+  int64_t round = -1;                        // of the rows that it waits for; -1: it needs none of other ranks
 
+  bool is_local() const { return round < 0; }
   bool is_retained() const { return retained_k >= 0; }
 
   int64_t num_kv_heads() const { return kv_head_end - kv_head_begin; }
@@ -105,7 +106,7 @@ struct ArenaBytes {
 };
 
 struct Arrangement {
-  std::vector<Group> groups;           // sorted by server; a server's local groups come first
+  std::vector<Group> groups;           // sorted by server and round; a server's local groups come first
   std::vector<RemoteTask> remote;      // by group
   std::vector<KeyGradient> gradients;  // by group
   std::vector<KeyGradientSum> sums;

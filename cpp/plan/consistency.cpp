@@ -59,7 +59,7 @@ std::span<const Held> Checker::held(int64_t document) const {
 }
 
 void Checker::check_groups() const {
-  int64_t next_task = 0, next_block = 0, next_grad = 0, index = 0, local_tasks = 0;
+  int64_t next_task = 0, next_block = 0, next_grad = 0, index = 0, local_tasks = 0, round = -1;
   for (const GroupRow& g : slice_.groups()) {
     check_plan(
         g.task_begin == next_task && g.task_end > next_task && g.block_begin == next_block && g.grad_begin == next_grad,
@@ -67,8 +67,10 @@ void Checker::check_groups() const {
     next_task = g.task_end;
     next_block += g.num_blocks;
     next_grad = g.grad_end;
-    check_plan(g.is_local == (index < h_.num_local_groups), "group ", index, ": is_local = ", g.is_local);
-    if (g.is_local != 0) local_tasks = g.task_end;
+    check_plan((g.round < 0) == (index < h_.num_local_groups) && (g.round == round || g.round == round + 1), "group ",
+               index, ": round ", g.round, " after round ", round);
+    round = g.round;
+    if (round < 0) local_tasks = g.task_end;
     int64_t kv_begin = INT64_MAX, kv_end = 0;
     for (const TaskRow& t :
          slice_.tasks().subspan(static_cast<size_t>(g.task_begin), static_cast<size_t>(g.task_end - g.task_begin))) {
@@ -115,8 +117,12 @@ void Checker::check_blocks() {
     }
     check_plan(arena_row == g.num_arena_blocks * size, "group ", index, ": it has ", arena_row / size,
                " key blocks in the arena and says ", g.num_arena_blocks);
-    needs_others_ = needs_others_ || rows_of_others > 0;
-    resends_others_ = resends_others_ || (rows_of_others > 0 && g.retained_k < 0);
+    if (rows_of_others > 0) {
+      check_plan(g.round >= 0, "group ", index, ": it needs rows of others and waits for none");
+      const auto round = static_cast<size_t>(g.round);
+      needs_others_[0][round] = true;
+      needs_others_[1][round] = needs_others_[1][round] || g.retained_k < 0;
+    }
     ++index;
   }
 }
@@ -196,23 +202,24 @@ void Checker::check_gradients() const {
 void Checker::check_results(Phase p) {
   std::vector<Move> results, sent;
   const auto phase = static_cast<int64_t>(p);
-  const auto add = [&](TensorKind kind, int64_t offset, const Part& part, int64_t peer) {
-    results.push_back({phase, static_cast<int64_t>(kind), offset, part, peer});
-  };
   for (const TaskRow& t : slice_.tasks()) {
     if (t.home == h_.rank) continue;
-    const Part part = heads_of(slice_.groups()[static_cast<size_t>(t.group)], t.q_end - t.q_begin);
+    const GroupRow& g = slice_.groups()[static_cast<size_t>(t.group)];
+    const Part part = heads_of(g, t.q_end - t.q_begin);
+    const auto add = [&](TensorKind kind, int64_t offset) {
+      results.push_back({phase, static_cast<int64_t>(kind), offset, part, t.home, g.round});
+    };
     if (p == Phase::kForward) {
-      add(TensorKind::kOut, t.forward_q, part, t.home);
-      add(TensorKind::kLse, t.forward_lse, part, t.home);
+      add(TensorKind::kOut, t.forward_q);
+      add(TensorKind::kLse, t.forward_lse);
     } else {
-      add(TensorKind::kDq, t.backward_dout, part, t.home);
+      add(TensorKind::kDq, t.backward_dout);
     }
   }
   for (const SendRow& s : slice_.sends(p)) {
     if (s.direction != static_cast<int64_t>(Direction::kOut)) continue;
     check_plan(s.row == -1, "results are sent from row ", s.row, " of this rank");
-    sent.push_back({phase, s.tensor, s.source, {0, s.num_rows, s.kv_head_begin, s.kv_head_end}, s.peer});
+    sent.push_back({phase, s.tensor, s.source, {0, s.num_rows, s.kv_head_begin, s.kv_head_end}, s.peer, s.after});
   }
   if (p == Phase::kBackward) add_gradients(results, sent);
   std::sort(results.begin(), results.end());
@@ -231,8 +238,12 @@ void Checker::add_gradients(std::vector<Move>& results, const std::vector<Move>&
       const bool partial = r.target == static_cast<int64_t>(GradTarget::kPartial);
       for (const auto& [kind, offset] : {std::pair{partial ? TensorKind::kDkPartial : TensorKind::kDk, r.dk},
                                          {partial ? TensorKind::kDvPartial : TensorKind::kDv, r.dv}}) {
-        Move m = {static_cast<int64_t>(Phase::kBackward), static_cast<int64_t>(kind), offset,
-                  heads_of(g, r.end - r.begin), 0};
+        Move m = {static_cast<int64_t>(Phase::kBackward),
+                  static_cast<int64_t>(kind),
+                  offset,
+                  heads_of(g, r.end - r.begin),
+                  0,
+                  g.round};
         const auto at = std::lower_bound(by_offset.begin(), by_offset.end(), Move{m.phase, m.tensor, m.offset, {}, 0});
         if (at == by_offset.end() || at->tensor != m.tensor || at->offset != m.offset) {
           own_terms_.push_back({m, g.document, r.begin});

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <compare>
 #include <span>
 #include <utility>
@@ -27,6 +28,7 @@ Part part_of(const Row& r) {
 struct Message {
   int64_t peer;
   Part part;
+  int64_t round = 0;  // of rows that are sent to a server
   auto operator<=>(const Message&) const = default;
 };
 
@@ -35,6 +37,7 @@ struct Move {
   int64_t phase, tensor, offset;
   Part part;  // of results: row 0
   int64_t peer;
+  int64_t after = 0;  // of results: the round of the rows that they are computed from
   auto operator<=>(const Move&) const = default;
 };
 
@@ -127,6 +130,7 @@ class Checker {
 
   std::vector<Message> received(Phase p, TensorKind kind) const;
   std::vector<Message> sent(Phase p, TensorKind kind) const;
+  static std::vector<Message> without_rounds(std::vector<Message> messages);
 
   /// Checks that partial key gradients of the same rows are added into one place, and that the first of them starts it.
   void check_sums();
@@ -170,7 +174,8 @@ class Checker {
   std::vector<Move> copies_;        // copies that this rank has to make
   std::vector<OwnTerm> own_terms_;  // key gradients of this rank that start sums
   std::vector<Move> sums_;
-  bool needs_others_ = false, resends_others_ = false;  // tasks need keys of other ranks in forward, in backward
+  // The rounds in which tasks need keys of other ranks, in forward and in backward.
+  std::array<std::array<bool, kMaxRoundsIn>, 2> needs_others_ = {};
   std::vector<Part> parts_;
   std::vector<int64_t> heads_;
   std::vector<Extent> extents_;

@@ -16,9 +16,11 @@ void Checker::check_messages() {
   };
   check_same(received(Phase::kForward, TensorKind::kLse), "log-sum-exp rows that come home");
   check_same(received(Phase::kBackward, TensorKind::kDq), "query gradients that come home");
-  check_same(sent(Phase::kForward, TensorKind::kQ), "queries that are sent");
+  const std::vector<Message> queries = sent(Phase::kForward, TensorKind::kQ);
+  check_same(without_rounds(queries), "queries that are sent");
   for (TensorKind kind : {TensorKind::kQ, TensorKind::kDout, TensorKind::kLse, TensorKind::kDelta})
-    check_same(sent(Phase::kBackward, kind), "rows that are sent for backward");
+    check_plan(sent(Phase::kBackward, kind) == queries,
+               "rows that are sent for backward are not those whose outputs come home");
   const std::vector<Message> keys = sent(Phase::kForward, TensorKind::kK);
   const std::vector<Message> keys_again = sent(Phase::kBackward, TensorKind::kK);
   check_plan(sent(Phase::kForward, TensorKind::kV) == keys && sent(Phase::kBackward, TensorKind::kV) == keys_again,
@@ -40,11 +42,17 @@ std::vector<Message> Checker::sent(Phase p, TensorKind kind) const {
   std::vector<Message> messages;
   for (const SendRow& s : slice_.sends(p)) {
     if (s.direction != static_cast<int64_t>(Direction::kIn) || s.tensor != static_cast<int64_t>(kind)) continue;
-    check_plan(s.source == -1 && s.round == 0, "rows of this rank are sent from the arena");
+    check_plan(s.source == -1, "rows of this rank are sent from the arena");
     check_plan(segment_of(s.row, s.num_rows) != nullptr, "rows [", s.row, ", ", s.row + s.num_rows,
                ") are sent, which are not of one segment");
-    if (s.peer != h_.rank) messages.push_back({s.peer, part_of(s)});
+    if (s.peer != h_.rank) messages.push_back({s.peer, part_of(s), s.round});
   }
+  std::sort(messages.begin(), messages.end());
+  return messages;
+}
+
+std::vector<Message> Checker::without_rounds(std::vector<Message> messages) {
+  for (Message& m : messages) m.round = 0;
   std::sort(messages.begin(), messages.end());
   return messages;
 }
@@ -140,7 +148,7 @@ void Checker::check_tiles(TensorKind kind) {
 
 void Checker::check_waits(Phase p) const {
   std::vector<std::pair<int64_t, int64_t>> home, awaited_home;  // (round, peer)
-  std::vector<int64_t> in;
+  std::vector<std::pair<int64_t, int64_t>> in;
   const WaitRow* last = nullptr;
   for (const WaitRow& w : slice_.waits(p)) {
     check_plan(
@@ -148,7 +156,7 @@ void Checker::check_waits(Phase p) const {
         "wait for rank ", w.peer, ": out of order");
     last = &w;
     if (w.direction == static_cast<int64_t>(Direction::kIn))
-      in.push_back(w.peer);
+      in.emplace_back(w.round, w.peer);
     else
       awaited_home.emplace_back(w.round, w.peer);
   }
@@ -159,11 +167,18 @@ void Checker::check_waits(Phase p) const {
   std::sort(home.begin(), home.end());
   home.erase(std::unique(home.begin(), home.end()), home.end());
   check_plan(home == awaited_home, "it does not wait for exactly the ranks from which rows come home");
-  for (const TaskRow& t : slice_.tasks())
-    check_plan(t.home == h_.rank || std::binary_search(in.begin(), in.end(), t.home), "it does not wait for rank ",
-               t.home, ", whose rows it computes");
-  const bool needs = p == Phase::kForward ? needs_others_ : resends_others_;
-  check_plan(!needs || !in.empty(), "it does not wait for keys of others");
+  for (const TaskRow& t : slice_.tasks()) {
+    const std::pair needed = {slice_.groups()[static_cast<size_t>(t.group)].round, t.home};
+    check_plan(t.home == h_.rank || std::binary_search(in.begin(), in.end(), needed), "it does not wait for rank ",
+               t.home, " in round ", needed.first, ", whose rows it computes");
+  }
+  const int64_t rounds = slice_.groups().empty() ? 0 : slice_.groups().back().round + 1;
+  check_plan(in.empty() || in.back().first < rounds, "it waits for rows in a round in which it computes nothing");
+  for (int64_t round = 0; round < kMaxRoundsIn; ++round) {
+    const bool waits = std::any_of(in.begin(), in.end(), [&](const auto& w) { return w.first == round; });
+    check_plan(waits || !needs_others_[static_cast<size_t>(p)][static_cast<size_t>(round)],
+               "it does not wait for keys of others in round ", round);
+  }
 }
 
 }  // namespace distca::plan::consistency

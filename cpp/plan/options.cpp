@@ -65,6 +65,7 @@ void PlanOptions::check(const Layout& layout) const {
   require(ranks_per_node >= 0, "plan: ranks_per_node = ", ranks_per_node,
           "; 0 (one node) or a positive number is allowed");
   require(balance || servers.empty(), "plan: servers are given, but without balance every row is computed ", "at home");
+  require(round_bytes >= 1, "plan: round_bytes = ", round_bytes, "; at least 1 is allowed");
   require(reduce_dtype == DType::kFloat32 || reduce_dtype == heads.dtype, "plan: reduce_dtype number ",
           static_cast<int64_t>(reduce_dtype), "; float32 or the dtype of the heads, ", dtype_name(heads.dtype),
           ", is allowed");

@@ -40,6 +40,7 @@ struct PlanOptions {
   int64_t capacity = INT64_MAX;          // the most bytes of one slot's arena on any rank
   bool overlap = false;                  // gradients come home in as few rounds as the capacity allows
   DType reduce_dtype = DType::kFloat32;  // in which contributions to key gradients travel: fp32, or that of the heads
+  int64_t round_bytes = 1 << 20;         // rows go to a server in as many rounds as leave each so many bytes on average
   std::vector<int64_t> retain_bytes;  // bytes of keys and values that each rank may keep, as a server, from a forward
                                       // step until its backward step; empty: none
 

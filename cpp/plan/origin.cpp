@@ -128,7 +128,7 @@ std::string difference(const OriginOnRank& one, const OriginOnRank& other) {
   };
   compare("reduce_dtype ", reduce_dtype(a), reduce_dtype(b));
   if (a.arguments.lists_digest != b.arguments.lists_digest)
-    say("other servers, speeds, ranks_per_node, retain_bytes or tasks");
+    say("other servers, speeds, ranks_per_node, round_bytes, retain_bytes or tasks");
   return found.empty() ? "made alike, but not by the same build of distca" : found;
 }
 

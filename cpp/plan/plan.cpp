@@ -30,6 +30,7 @@ PlanArguments arguments_of(const Layout& layout, const PlanOptions& o, std::span
   ListDigest lists;
   for (const std::vector<int64_t>* list : {&o.servers, &o.speeds, &o.retain_bytes}) lists.add(*list);
   lists.add({&o.ranks_per_node, 1});
+  lists.add({&o.round_bytes, 1});
   const ScoresRow& first = o.scores[static_cast<size_t>(o.scores_of(0))];
   ListDigest scores;
   scores.add({reinterpret_cast<const int64_t*>(o.scores.data()), o.scores.size() * (sizeof(ScoresRow) / 8)});
@@ -117,6 +118,14 @@ std::vector<int64_t> Plan::loads() const {
   return loads;
 }
 
+std::vector<int64_t> Plan::rounds_of_tasks() const {
+  std::vector<int64_t> rounds(draft_.tasks.size(), -1);
+  for (const Group& g : draft_.arrangement.groups)
+    std::fill(rounds.begin() + static_cast<int64_t>(g.task_begin), rounds.begin() + static_cast<int64_t>(g.task_end),
+              g.round);
+  return rounds;
+}
+
 Binding Plan::binding(bool tasks_are_given) const {
   const int64_t unit = head_groups(options_).query_heads_of_group;
   const int64_t total = std::accumulate(stats_.load.begin(), stats_.load.end(), int64_t{0}) / unit;
@@ -159,7 +168,7 @@ Header Plan::header_of(int64_t rank, const SliceTables& tables) const {
   header.retained_bytes = a.retained_bytes[r];
   header.num_rounds = a.num_rounds[r];
   for (const GroupRow& g : tables.groups) {
-    if (!g.is_local) break;
+    if (g.round >= 0) break;
     ++header.num_local_groups;
     header.num_local_tasks = g.task_end;
   }

@@ -42,6 +42,7 @@ struct Transfer {
   int64_t kv_head_begin = 0, kv_head_end = 0;
   TensorKind tensor = TensorKind::kQ;
   int64_t bytes = 0;
+  int64_t round = 0;  // in which it goes to its server; of results: after which they go home
 };
 
 class DISTCA_EXPORT Plan {
@@ -53,6 +54,8 @@ class DISTCA_EXPORT Plan {
 
   const Layout& layout() const { return *layout_; }
   const std::vector<Task>& tasks() const { return draft_.tasks; }
+  /// For each task the round of rows from other ranks after which it is computed; -1 if it needs none.
+  std::vector<int64_t> rounds_of_tasks() const;
   const PlanStats& stats() const { return stats_; }
   const Arrangement& arrangement() const { return draft_.arrangement; }
   /// For each document how its ranks exchange rows for heads; empty: none do.

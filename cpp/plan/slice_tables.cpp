@@ -76,7 +76,6 @@ class Filler {
       g.kv_end = t->kv_end;
       g.task_begin = static_cast<size_t>(t - tasks_.begin());
       g.task_end = g.task_begin + 1;
-      g.is_local = true;
       add_group(g);
       add(t_.grads, {0, g.kv_end, static_cast<int64_t>(GradTarget::kReturned), t->home_row, -1, -1});
       t_.groups.back().grad_end = std::ssize(t_.grads);
@@ -104,12 +103,12 @@ class Filler {
     row.backward_v = g.v[1];
     row.retained_k = g.retained_k;
     row.retained_v = g.retained_v;
-    row.is_local = g.is_local;
+    row.round = g.round;
     if (with_blocks_) add_blocks(g);
     for (const Placement& p : placements) {
       if (p.rank == rank_ || p.end <= g.kv_begin || p.begin >= g.kv_end) continue;
-      wait(Phase::kForward, Direction::kIn, 0, p.rank);
-      if (!g.is_retained()) wait(Phase::kBackward, Direction::kIn, 0, p.rank);
+      wait(Phase::kForward, Direction::kIn, g.round, p.rank);
+      if (!g.is_retained()) wait(Phase::kBackward, Direction::kIn, g.round, p.rank);
     }
     row.task_begin = std::ssize(t_.tasks);
     for (size_t i = g.task_begin; i < g.task_end; ++i) add_task(tasks_[i], index);
@@ -154,8 +153,8 @@ class Filler {
     if (g.home == rank_) return;
     const Group& group = a_.groups[g.group];
     const auto send_home = [&](TensorKind kind, int64_t source, int64_t target) {
-      send(Phase::kBackward, Direction::kOut, g.round, g.home, kind, -1, source, g.end - g.begin, group.kv_head_begin,
-           group.kv_head_end, target);
+      send(Phase::kBackward, Direction::kOut, g.round, group.round, g.home, kind, -1, source, g.end - g.begin,
+           group.kv_head_begin, group.kv_head_end, target);
     };
     send_home(g.dk_kind(), g.dk, g.home_dk);
     send_home(g.dv_kind(), g.dv, g.home_dv);
@@ -163,9 +162,9 @@ class Filler {
 
   // ---- rows that travel ----
 
-  void send(Phase p, Direction d, int64_t round, int64_t peer, TensorKind kind, int64_t row, int64_t source,
-            int64_t num_rows, int64_t kv_head_begin, int64_t kv_head_end, int64_t target) {
-    add(t_.sends[static_cast<size_t>(p)], {static_cast<int64_t>(d), round, peer, static_cast<int64_t>(kind), row,
+  void send(Phase p, Direction d, int64_t round, int64_t after, int64_t peer, TensorKind kind, int64_t row,
+            int64_t source, int64_t num_rows, int64_t kv_head_begin, int64_t kv_head_end, int64_t target) {
+    add(t_.sends[static_cast<size_t>(p)], {static_cast<int64_t>(d), round, after, peer, static_cast<int64_t>(kind), row,
                                            source, num_rows, kv_head_begin, kv_head_end, target});
   }
   void wait(Phase p, Direction d, int64_t round, int64_t peer) {
@@ -204,7 +203,7 @@ class Filler {
       const auto p = static_cast<size_t>(phase);
       const auto put = [&](TensorKind kind, int64_t base) {
         const int64_t stride = format(phase, Direction::kIn, kind, g.num_kv_heads()).row_stride();
-        send(phase, Direction::kIn, 0, g.server, kind, segment.row + (begin - segment.begin), -1, end - begin,
+        send(phase, Direction::kIn, g.round, 0, g.server, kind, segment.row + (begin - segment.begin), -1, end - begin,
              g.kv_head_begin, g.kv_head_end, base + arena_row * stride);
       };
       put(TensorKind::kK, g.k[p]);
@@ -224,8 +223,8 @@ class Filler {
   void exchange_as_home(const RemoteTask& r) {
     const Task& t = tasks_[r.task];
     const auto put = [&](Phase phase, TensorKind kind, int64_t target) {
-      send(phase, Direction::kIn, 0, t.server, kind, t.home_row, -1, t.num_rows(), t.kv_head_begin, t.kv_head_end,
-           target);
+      send(phase, Direction::kIn, a_.groups[r.group].round, 0, t.server, kind, t.home_row, -1, t.num_rows(),
+           t.kv_head_begin, t.kv_head_end, target);
     };
     put(Phase::kForward, TensorKind::kQ, r.forward_q);
     put(Phase::kBackward, TensorKind::kQ, r.backward_q);
@@ -245,14 +244,15 @@ class Filler {
 
   void exchange_as_server(const RemoteTask& r) {
     const Task& t = tasks_[r.task];
+    const int64_t round_in = a_.groups[r.group].round;
     const auto send_home = [&](Phase phase, int64_t round, TensorKind kind, int64_t source, int64_t target) {
-      send(phase, Direction::kOut, round, t.home, kind, -1, source, t.num_rows(), t.kv_head_begin, t.kv_head_end,
-           target);
+      send(phase, Direction::kOut, round, round_in, t.home, kind, -1, source, t.num_rows(), t.kv_head_begin,
+           t.kv_head_end, target);
     };
     send_home(Phase::kForward, 0, TensorKind::kOut, r.forward_q, r.home_out);
     send_home(Phase::kForward, 0, TensorKind::kLse, r.forward_lse, r.home_lse);
     send_home(Phase::kBackward, r.round, TensorKind::kDq, r.backward_dout, r.home_dq);
-    for (Phase phase : kPhases) wait(phase, Direction::kIn, 0, t.home);
+    for (Phase phase : kPhases) wait(phase, Direction::kIn, round_in, t.home);
   }
 
   void receive_gradient(const KeyGradient& g) {
@@ -277,11 +277,11 @@ class Filler {
   void put_in_order() {
     for (auto& sends : t_.sends) {
       std::stable_sort(sends.begin(), sends.end(), [](const SendRow& a, const SendRow& b) {
-        return std::tie(a.direction, a.round, a.peer) < std::tie(b.direction, b.round, b.peer);
+        return std::tuple(a.direction, a.message(), a.peer) < std::tuple(b.direction, b.message(), b.peer);
       });
       for (auto begin = sends.begin(); begin != sends.end();) {
         const auto end = std::find_if(begin, sends.end(), [&](const SendRow& s) {
-          return s.direction != begin->direction || s.round != begin->round;
+          return s.direction != begin->direction || s.message() != begin->message();
         });
         std::rotate(begin, std::partition_point(begin, end, [&](const SendRow& s) { return s.peer < rank_; }), end);
         begin = end;

@@ -25,6 +25,7 @@
 #include <cstdint>
 #include <span>
 #include <type_traits>
+#include <utility>
 
 #include "common/digest.h"
 #include "common/dtype.h"
@@ -32,13 +33,15 @@
 namespace distca::plan {
 
 inline constexpr int64_t kMagic = 0x64697374636131;  // "distca1"
-inline constexpr int64_t kFormatVersion = 6;
+inline constexpr int64_t kFormatVersion = 7;
 /// Every extent of an arena starts at a multiple of this many bytes.
 inline constexpr int64_t kExtentAlignment = 64;
 /// A label has at most as many bytes.
 inline constexpr int64_t kLabelWords = 6;
-/// Rounds of a step are numbered below this.
+/// Rounds in which gradients come home are numbered below this.
 inline constexpr int64_t kMaxRounds = 1 << 16;
+/// Rounds in which rows go to servers are numbered below this.
+inline constexpr int64_t kMaxRoundsIn = 3;
 
 enum class Phase : int64_t { kForward = 0, kBackward = 1 };
 inline constexpr std::array kPhases = {Phase::kForward, Phase::kBackward};
@@ -95,7 +98,7 @@ struct GroupRow {
   int64_t forward_k, forward_v, backward_k, backward_v;  // arena offsets
   int64_t retained_k, retained_v;                        // offsets in the retained memory; where set, backward_* are -1
   int64_t grad_begin, grad_end;                          // index into the gradient table
-  int64_t is_local;                                      // 1: needs no row of another rank
+  int64_t round;                                         // of the rows that it waits for; -1: it needs none of others
 };
 
 constexpr int64_t block_entry(int64_t row, bool in_arena) { return 2 * row + (in_arena ? 1 : 0); }
@@ -135,11 +138,17 @@ struct SegmentRow {
 /// One put of this rank, or a copy within the rank where peer == rank. The source is `row` of the rank's own tensor, or
 /// the arena at `source` (then row = -1).
 struct SendRow {
-  int64_t direction, round, peer, tensor;
+  int64_t direction, round;
+  int64_t after;  // of rows that go home: the round in which the rows came that they are computed from; else 0
+  int64_t peer, tensor;
   int64_t row, source;
   int64_t num_rows;
   int64_t kv_head_begin, kv_head_end;
   int64_t target;  // offset in the peer's arena
+
+  /// The number of its message among those of a direction to a peer. Results of the first round go home in a message
+  /// for each round of rows, those of a later round in one.
+  std::pair<int64_t, int64_t> message() const { return {round, round == 0 ? after : 0}; }
 };
 
 enum class ReceiveAction : int64_t {
@@ -192,7 +201,7 @@ struct PlanArguments {
   int64_t choices;            // bits (origin.h)
   int64_t mask_kind, window;  // of the first document
   int64_t scores_digest;      // of all documents' masks, windows, scales and softcaps
-  int64_t lists_digest;       // of servers, speeds, nodes, retained bytes and given tasks
+  int64_t lists_digest;       // of servers, speeds, nodes, bytes of rounds, retained bytes and given tasks
 };
 
 struct Header {
@@ -215,7 +224,7 @@ struct Header {
   std::array<int64_t, 2> arena_bytes;  // by phase
   int64_t retained_bytes;              // bytes that it keeps from forward to backward
   int64_t num_rounds;                  // rounds in which gradients come to this home
-  int64_t num_local_groups;            // groups are sorted: local ones first
+  int64_t num_local_groups;            // groups are sorted by round: local ones first
   int64_t num_local_tasks;
   PlanArguments arguments;  // the same on all ranks, and in no digest
   std::array<TableSpan, kNumTables> tables;

@@ -13,7 +13,7 @@ std::vector<Transfer> Plan::transfers() const {
     const bool in = direction == Direction::kIn;
     const RowFormat format = row_format(options_.heads.with_kv_heads(g.num_kv_heads()), phase, direction, tensor);
     all.push_back({phase, direction, in ? home : g.server, in ? g.server : home, g.document, begin, end,
-                   g.kv_head_begin, g.kv_head_end, tensor, (end - begin) * format.wire_bytes()});
+                   g.kv_head_begin, g.kv_head_end, tensor, (end - begin) * format.wire_bytes(), g.round});
   };
   for (const Group& g : arrangement.groups) {
     if (g.num_arena_blocks == 0) continue;

@@ -173,6 +173,7 @@ class Validator {
             "group ", index, ": key block ", b);
       }
       check_grads(g, index);
+      check_plan(g.round >= -1 && g.round < kMaxRoundsIn, "group ", index, ": round ", g.round);
       const bool local = index < h().num_local_groups;
       check_plan(!local || (g.num_arena_blocks == 0 && g.task_end <= h().num_local_tasks), "group ", index,
                  " is not local");
@@ -250,8 +251,14 @@ class Validator {
   }
 
   void check_sends(Phase p) const {
+    const SendRow* last = nullptr;
     for (const SendRow& s : view_.sends(p)) {
       check_peer("send", s.peer, s.round);
+      const auto place = [&](const SendRow& one) {  // ranks after this one come first
+        return std::tuple(one.direction, one.message(), one.peer + (one.peer < h().rank ? h().num_ranks : 0));
+      };
+      check_plan(last == nullptr || place(*last) <= place(s), "send to rank ", s.peer, ": out of order");
+      last = &s;
       check_heads("send", s);
       const bool in = s.direction == static_cast<int64_t>(Direction::kIn);
       check_plan((in || s.direction == static_cast<int64_t>(Direction::kOut)) && s.num_rows >= 1 &&
@@ -260,6 +267,8 @@ class Validator {
                  "send to rank ", s.peer);
       const auto kind = static_cast<TensorKind>(s.tensor);
       check_plan(in == is_input(p, kind), "send to rank ", s.peer, ": tensor ", s.tensor, " in this message");
+      check_plan(in ? s.round < kMaxRoundsIn && s.after == 0 : s.after >= 0 && s.after < kMaxRoundsIn, "send to rank ",
+                 s.peer, " in round ", s.round, " after ", s.after);
       if (in) {
         check_rows("send", s.row, s.num_rows);
         if (s.peer == h().rank)  // it goes into the middle of an extent: aligned to elements only
@@ -308,8 +317,9 @@ class Validator {
     for (const WaitRow& w : view_.waits(p)) {
       check_peer("wait", w.peer, w.round);
       check_plan(w.peer != h().rank && (w.direction == 0 || w.direction == 1), "wait for rank ", w.peer);
-      check_plan(w.round == 0 || (p == Phase::kBackward && w.direction == 1 && w.round < h().num_rounds),
-                 "wait for rank ", w.peer, " in round ", w.round);
+      const bool in = w.direction == static_cast<int64_t>(Direction::kIn);
+      const int64_t rounds = in ? kMaxRoundsIn : p == Phase::kBackward ? h().num_rounds : 1;
+      check_plan(w.round < rounds, "wait for rank ", w.peer, " in round ", w.round);
     }
   }
 

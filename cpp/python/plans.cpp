@@ -183,6 +183,7 @@ void bind_plan(py::module_& m) {
                     })
       .def_readwrite("capacity", &PlanOptions::capacity)
       .def_readwrite("overlap", &PlanOptions::overlap)
+      .def_readwrite("round_bytes", &PlanOptions::round_bytes)
       .def_property("reduce_dtype", nullptr,
                     [](PlanOptions& options, int64_t dtype) { options.reduce_dtype = static_cast<DType>(dtype); })
       .def_readwrite("retain_bytes", &PlanOptions::retain_bytes)
@@ -200,9 +201,10 @@ void bind_plan(py::module_& m) {
       .def("tasks",
            [](const plan::Plan& p) {
              py::list tasks;
+             const std::vector<int64_t> rounds = p.rounds_of_tasks();
              for (const plan::Task& t : p.tasks()) {
                tasks.append(py::make_tuple(t.document, t.q_begin, t.q_end, t.kv_begin, t.kv_end, t.kv_head_begin,
-                                           t.kv_head_end, t.home, t.server));
+                                           t.kv_head_end, t.home, t.server, rounds[tasks.size()]));
              }
              return tasks;
            })
@@ -212,7 +214,7 @@ void bind_plan(py::module_& m) {
              for (const plan::Transfer& t : p.transfers()) {
                transfers.append(py::make_tuple(2 * static_cast<int64_t>(t.phase) + static_cast<int64_t>(t.direction),
                                                t.source, t.target, t.document, t.begin, t.end, t.kv_head_begin,
-                                               t.kv_head_end, static_cast<int64_t>(t.tensor), t.bytes));
+                                               t.kv_head_end, static_cast<int64_t>(t.tensor), t.bytes, t.round));
              }
              return transfers;
            })

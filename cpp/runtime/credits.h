@@ -41,6 +41,8 @@ class Credits {
   /// one. Such a peer may send here without more credit.
   bool received_before(int64_t slot, int64_t peer) const { return is(cell(slot, peer).received, before(slot)); }
 
+  /// Whether `send` was called for this peer in the slot's step.
+  bool sends(int64_t slot, int64_t peer) const { return is(cell(slot, peer).sent, step(slot)); }
   /// Says that this rank sends rows to the peer in the slot's step. Returns the step of this slot in which it did so
   /// last, or 0 for never. After that step the peer tells this rank that its slot is free.
   uint64_t send(int64_t slot, int64_t peer) { return std::exchange(cell(slot, peer).sent, step(slot)); }

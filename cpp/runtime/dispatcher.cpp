@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <functional>
 #include <utility>
 
 #include "plan/layout.h"
@@ -160,7 +161,8 @@ void Dispatcher::open(Step& s, Part part) {
   const Protocol::Timer timer(protocol_, "dispatch");
   s.heads = s.slice.heads();
   s.num_rounds = s.slice.header().num_rounds;
-  for (const plan::SendRow& row : s.slice.sends(s.phase)) s.num_rounds = std::max(s.num_rounds, row.round + 1);
+  for (const plan::SendRow& row : s.slice.sends(s.phase))
+    if (row.direction == static_cast<int64_t>(Direction::kOut)) s.num_rounds = std::max(s.num_rounds, row.round + 1);
   if (recording_) s.num_rounds = recording_->rounds_of_next_step(s.num_rounds);
   s.id = protocol_.begin(s.phase, s.slice.header(), s.scores, part);
   s.state = Step::State::kDispatched;
@@ -170,12 +172,13 @@ void Dispatcher::open(Step& s, Part part) {
   dispatch_rows(s);
 }
 
-/// Puts rows of this home into their servers' arenas. Rows that this server assembles from its own tensor are copied.
+/// Puts rows of this home into their servers' arenas, round by round. Rows that this server assembles from its own
+/// tensor are copied.
 void Dispatcher::dispatch_rows(const Step& step) {
-  int64_t open_peer = -1;
+  const plan::SendRow* last = nullptr;  // of the message that is being put
   const auto close = [&] {
-    if (open_peer >= 0) protocol_.announce(Direction::kIn, open_peer, 0);
-    open_peer = -1;
+    if (last != nullptr) protocol_.announce(Direction::kIn, last->peer, last->round);
+    last = nullptr;
   };
   for (const plan::SendRow& s : step.slice.sends(step.phase)) {
     if (s.direction != static_cast<int64_t>(Direction::kIn)) break;
@@ -187,11 +190,11 @@ void Dispatcher::dispatch_rows(const Step& step) {
       rows_.push_back({.to = step.in_arena(Direction::kIn, kind, heads, s.target), .from = source, .n = n});
       continue;
     }
-    if (s.peer != open_peer) {
+    if (last == nullptr || s.peer != last->peer || s.round != last->round) {
       close();
-      protocol_.await_credit(Direction::kIn, s.peer, 0);
-      open_peer = s.peer;
+      protocol_.await_credit(Direction::kIn, s.peer, 0);  // one for all rounds
     }
+    last = &s;
     const plan::RowFormat f = step.format(Direction::kIn, kind, heads);
     protocol_.put(s.peer, s.target, f.row_stride(), f.head_stride, source, n);
   }
@@ -201,9 +204,9 @@ void Dispatcher::dispatch_rows(const Step& step) {
   protocol_.end_dispatch();
 }
 
-/// Computes the groups that need no row of another rank, or the other groups.
-void Dispatcher::attend_groups(const Step& step, bool local_part, const Parallel& parallel) {
-  const attention::Problem problem = server_tasks_.problem(step.slice, step, step.scores, local_part);
+/// Computes the groups that wait for the rows of some rounds; those that need no row of another rank are of round -1.
+void Dispatcher::attend_groups(const Step& step, Rounds rounds, const Parallel& parallel) {
+  const attention::Problem problem = server_tasks_.problem(step.slice, step, step.scores, rounds);
   if (problem.groups.empty() && !recording_) return;
   if (step.phase == Phase::kBackward)
     backend_.backward(problem, parallel);
@@ -212,13 +215,23 @@ void Dispatcher::attend_groups(const Step& step, bool local_part, const Parallel
 }
 
 /// Computes all that this server has of the step. Groups that need no row of another rank come first, while such rows
-/// arrive. Then the first round of results is sent home.
+/// arrive; then the groups of each round of rows, whose results go home while the next round is computed. All rounds
+/// are taken as one over a collective transport, where nothing moves until all ranks exchange, and in a recording,
+/// whose operations must suit plans of any number of rounds.
 void Dispatcher::attend_rows(Step& step, const Parallel& parallel) {
   const Protocol::Timer timer(protocol_, "attend");
-  attend_groups(step, /*local=*/true, parallel);
-  protocol_.await_rows(step.slice.waits(step.phase), Direction::kIn, 0);
-  attend_groups(step, /*local=*/false, parallel);
-  send_home(step, 0);
+  attend_groups(step, {-1, 0}, parallel);
+  find_last_home(step);
+  const auto groups = step.slice.groups();
+  const int64_t each = recording_ || protocol_.is_collective() ? plan::kMaxRoundsIn : 1;
+  const int64_t end = recording_ ? each : groups.empty() ? 0 : groups.back().round + 1;
+  for (int64_t round = 0; round < end; round += each) {
+    const Rounds rounds = {round, round + each};
+    protocol_.await_rows(step.slice.waits(step.phase), Direction::kIn, rounds);
+    attend_groups(step, rounds, parallel);
+    send_home(step, 0, rounds);
+    if (rounds.end < end) protocol_.flush(/*more=*/true);
+  }
   if (step.phase == Phase::kForward && step.retained != nullptr) retain_keys(step);
   step.more = protocol_.flush(step.num_rounds > 1);
   step.state = Step::State::kAttended;
@@ -250,7 +263,7 @@ void Dispatcher::collect_rows(Step& step, const Parallel& parallel) {
   receive_home(step, 0);
   for (int64_t round = 1; step.more; ++round) {
     protocol_.grant_round(step.slice.waits(step.phase), round);
-    send_home(step, round);
+    send_home(step, round, {0, plan::kMaxRoundsIn});
     step.more = protocol_.flush(round + 1 < step.num_rounds);
     receive_home(step, round);
   }
@@ -268,30 +281,46 @@ void Dispatcher::collect_rows(Step& step, const Parallel& parallel) {
   step.state = Step::State::kFree;
 }
 
-void Dispatcher::send_home(const Step& step, int64_t round) {
-  int64_t open_peer = -1;
-  const auto close = [&] {
-    if (open_peer >= 0) protocol_.announce(Direction::kOut, open_peer, round);
-    open_peer = -1;
+/// Finds after which round of rows the last results go home to each peer in the first round of results.
+void Dispatcher::find_last_home(const Step& step) {
+  last_home_.assign(static_cast<size_t>(protocol_.num_ranks()), 0);
+  for (const plan::SendRow& s : step.slice.sends(step.phase))
+    if (s.direction == static_cast<int64_t>(Direction::kOut) && s.round == 0)
+      last_home_[static_cast<size_t>(s.peer)] = s.after;
+}
+
+/// Puts those results of a round home that are computed from rows of the rounds `after`. Where they are the last ones,
+/// the peer is told that it has all of the round. What goes to a peer is one message, because messages that are sent
+/// together arrive in any order.
+void Dispatcher::send_home(const Step& step, int64_t round, Rounds after) {
+  homeward_.clear();
+  for (const plan::SendRow& s : step.slice.sends(step.phase))
+    if (s.direction == static_cast<int64_t>(Direction::kOut) && s.round == round && s.after >= after.begin &&
+        s.after < after.end)
+      homeward_.push_back(&s);
+  // A stable sort would allocate.
+  const auto place = [&](const plan::SendRow* s) {
+    return std::pair(s->peer + (s->peer < protocol_.rank() ? protocol_.num_ranks() : 0), s);
   };
-  for (const plan::SendRow& s : step.slice.sends(step.phase)) {
-    if (s.direction != static_cast<int64_t>(Direction::kOut) || s.round != round) continue;
-    if (s.peer != open_peer) {
-      close();
-      protocol_.await_credit(Direction::kOut, s.peer, round);
-      open_peer = s.peer;
+  std::ranges::sort(homeward_, std::less(), place);
+  for (auto begin = homeward_.begin(); begin != homeward_.end();) {
+    const int64_t peer = (*begin)->peer;
+    protocol_.await_credit(Direction::kOut, peer, round);
+    for (; begin != homeward_.end() && (*begin)->peer == peer; ++begin) {
+      const plan::SendRow& s = **begin;
+      const auto kind = static_cast<TensorKind>(s.tensor);
+      const KvHeads heads = heads_of(s);
+      const plan::RowFormat f = step.format(Direction::kOut, kind, heads);
+      protocol_.put(peer, s.target, f.row_stride(), f.head_stride, step.in_arena(Direction::kIn, kind, heads, s.source),
+                    step.extent(Direction::kOut, kind, heads, s.num_rows));
     }
-    const auto kind = static_cast<TensorKind>(s.tensor);
-    const KvHeads heads = heads_of(s);
-    const plan::RowFormat f = step.format(Direction::kOut, kind, heads);
-    protocol_.put(s.peer, s.target, f.row_stride(), f.head_stride, step.in_arena(Direction::kIn, kind, heads, s.source),
-                  step.extent(Direction::kOut, kind, heads, s.num_rows));
+    if (round > 0 || last_home_[static_cast<size_t>(peer)] < after.end)
+      protocol_.announce(Direction::kOut, peer, round);
   }
-  close();
 }
 
 void Dispatcher::receive_home(const Step& step, int64_t round) {
-  protocol_.await_rows(step.slice.waits(step.phase), Direction::kOut, round);
+  protocol_.await_rows(step.slice.waits(step.phase), Direction::kOut, {round, round + 1});
   for (const plan::ReceiveRow& r : step.slice.receives(step.phase)) {
     if (r.round != round || r.action != static_cast<int64_t>(plan::ReceiveAction::kCopy)) continue;
     const auto kind = static_cast<TensorKind>(r.tensor);

@@ -86,9 +86,10 @@ class Dispatcher {
   void attend_rows(Step& step, const Parallel& parallel);
   void collect_rows(Step& step, const Parallel& parallel);
 
-  void attend_groups(const Step& step, bool local, const Parallel& parallel);
+  void attend_groups(const Step& step, Rounds rounds, const Parallel& parallel);
   void retain_keys(const Step& step);
-  void send_home(const Step& step, int64_t round);
+  void find_last_home(const Step& step);
+  void send_home(const Step& step, int64_t round, Rounds after);
   void receive_home(const Step& step, int64_t round);
   void fill_padding(const Step& step);
   void run_rows();
@@ -104,6 +105,8 @@ class Dispatcher {
   ServerTasks server_tasks_;
   ReduceTable reduce_table_;
   std::vector<RowWork> rows_;
+  std::vector<int64_t> last_home_;  // by peer: the last `after` of the first round of results
+  std::vector<const plan::SendRow*> homeward_;
 };
 
 /// The state of a step from its dispatch until it is collected.

@@ -180,8 +180,9 @@ void Protocol::grant(std::span<const plan::WaitRow> waits) {
   for (const plan::WaitRow& w : waits) {
     if (stream_) check_present(w.peer, rows_wait(static_cast<plan::Direction>(w.direction), w.peer, w.round).what);
     const bool in = w.direction == static_cast<int64_t>(plan::Direction::kIn);
+    if (in && at_.credits.receives(slot(), w.peer)) continue;  // the peer sends in several rounds
     const bool has_it = in && is_freed_early() && at_.credits.received_before(slot(), w.peer);
-    if (w.round == 0 && !has_it) give_credit(w.peer, 0, /*after_work=*/false);
+    if ((in || w.round == 0) && !has_it) give_credit(w.peer, 0, /*after_work=*/false);
     if (in) at_.credits.receive(slot(), w.peer);
   }
   compare_with_early_senders(slot());
@@ -223,16 +224,22 @@ Protocol::Wait Protocol::credit_wait(plan::Direction direction, int64_t peer, in
           signals_.credit(slot(), peer), sequence(at_.now.number, round), round};
 }
 
+Protocol::Arrival Protocol::arrival_of(plan::Direction direction, int64_t from, int64_t round) const {
+  if (direction == plan::Direction::kIn) return {signals_.arrived(slot(), round, from), sequence(at_.now.number, 0)};
+  return {signals_.arrived_home(slot(), from), sequence(at_.now.number, round)};
+}
+
 Protocol::Wait Protocol::rows_wait(plan::Direction direction, int64_t peer, int64_t round) const {
   const bool in = direction == plan::Direction::kIn;
-  return {in ? "rows for tasks served here" : "rows that come home", peer,
-          signals_.arrived(static_cast<int64_t>(direction), slot(), peer), sequence(at_.now.number, round), round};
+  const Arrival arrival = arrival_of(direction, peer, round);
+  return {in ? "rows for tasks served here" : "rows that come home", peer, arrival.word, arrival.value, round};
 }
 
 void Protocol::await_credit(plan::Direction direction, int64_t peer, int64_t round) {
   if (transport_->is_collective()) return;
   const Wait w = credit_wait(direction, peer, round);
   if (is_freed_early() && direction == plan::Direction::kIn) {
+    if (at_.credits.sends(slot(), peer)) return;  // awaited for an earlier round
     // The `freed` word is awaited also where more credit is needed, because no two signals to one word may be under
     // way.
     if (const uint64_t last = at_.credits.send(slot(), peer); last != 0) {
@@ -273,11 +280,11 @@ void Protocol::end_dispatch() {
 }
 
 void Protocol::announce(plan::Direction direction, int64_t peer, int64_t round) {
-  const int64_t word = signals_.arrived(static_cast<int64_t>(direction), slot(), rank());
+  const Arrival arrival = arrival_of(direction, rank(), round);
   if (stream_)
-    stream_->announce(static_cast<int>(peer), word, sequence(at_.now.number, round));
+    stream_->announce(static_cast<int>(peer), arrival.word, arrival.value);
   else
-    transport_->signal(static_cast<int>(peer), word, sequence(at_.now.number, round));
+    transport_->signal(static_cast<int>(peer), arrival.word, arrival.value);
 }
 
 bool Protocol::flush(bool more) {
@@ -298,15 +305,16 @@ bool Protocol::flush(bool more) {
   }
 }
 
-void Protocol::await_rows(std::span<const plan::WaitRow> waits, plan::Direction direction, int64_t round) {
+void Protocol::await_rows(std::span<const plan::WaitRow> waits, plan::Direction direction, Rounds rounds) {
   const bool in = direction == plan::Direction::kIn;
   stream_waits_.clear();
   for (const plan::WaitRow& row : waits) {
-    if (row.direction != static_cast<int64_t>(direction) || row.round != round) continue;
-    const Wait w = rows_wait(direction, row.peer, round);
+    if (row.direction != static_cast<int64_t>(direction) || row.round < rounds.begin || row.round >= rounds.end)
+      continue;
+    const Wait w = rows_wait(direction, row.peer, row.round);
     if (stream_)
       stream_waits_.push_back({static_cast<int>(w.peer), w.word, w.value,
-                               in ? transport::Awaited::kRowsIn : transport::Awaited::kRowsHome, round});
+                               in ? transport::Awaited::kRowsIn : transport::Awaited::kRowsHome, row.round});
     else
       wait(w);
   }

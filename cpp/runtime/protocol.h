@@ -70,6 +70,11 @@ struct ScoreOptions {
 /// All ranks split their steps alike.
 enum class Part : uint64_t { kWhole = 0, kDispatch, kAttend, kCollect, kReplay, kRefused };
 
+/// The rounds [begin, end).
+struct Rounds {
+  int64_t begin, end;
+};
+
 /// A step as all ranks know it.
 struct StepId {
   uint64_t number = 0;  // from 1
@@ -133,7 +138,7 @@ class Protocol {
   void grant(std::span<const plan::WaitRow> waits);
   /// Grants credit for `round` to the peers that send rows home in it.
   void grant_round(std::span<const plan::WaitRow> waits, int64_t round);
-  /// Waits until `peer` lets this rank write into its slot.
+  /// Waits until `peer` lets this rank write into its slot. To be called before each message.
   void await_credit(plan::Direction direction, int64_t peer, int64_t round);
   void put(int64_t peer, int64_t target, int64_t dst_row_stride, int64_t dst_head_stride, const RowView& source,
            const RowExtent& extent);
@@ -141,6 +146,8 @@ class Protocol {
   void end_dispatch();
   /// Tells `peer` that all rows of this message are there.
   void announce(plan::Direction direction, int64_t peer, int64_t round);
+  /// Whether rows move only in a flush, to which all ranks come.
+  bool is_collective() const { return transport_->is_collective(); }
   /// Delivers what was put, granted and announced since the last flush. It returns whether there is to be another
   /// flush in this step.
   /// - Direct transports: it does nothing, because puts and signals are on their way already. It returns `more`.
@@ -148,8 +155,8 @@ class Protocol {
   ///   have then arrived. It returns whether any rank wants `more`.
   /// - Queued steps: the tables of this slot are sent to the streams. It returns `more`.
   bool flush(bool more);
-  /// Waits for the rows of all messages of that direction and round.
-  void await_rows(std::span<const plan::WaitRow> waits, plan::Direction direction, int64_t round);
+  /// Waits for the rows of all messages of that direction and those rounds.
+  void await_rows(std::span<const plan::WaitRow> waits, plan::Direction direction, Rounds rounds);
   /// Fills with NaN the rows that a queued step returns, if there was a fault.
   void poison(const RowView& rows, const RowExtent& n);
   /// Returns once no put reads the tensors of the step. Where steps are queued it returns at once, and work queued
@@ -233,6 +240,12 @@ class Protocol {
     uint64_t value = 0;
     int64_t round = 0;
   };
+  /// The signal by which `from` says that its rows of a message have arrived.
+  struct Arrival {
+    int64_t word;
+    uint64_t value;
+  };
+  Arrival arrival_of(plan::Direction direction, int64_t from, int64_t round) const;
   Wait credit_wait(plan::Direction direction, int64_t peer, int64_t round) const;
   Wait rows_wait(plan::Direction direction, int64_t peer, int64_t round) const;
 

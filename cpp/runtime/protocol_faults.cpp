@@ -2,9 +2,11 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <chrono>
 #include <iomanip>
 #include <sstream>
 #include <string_view>
+#include <thread>
 
 #include "runtime/protocol.h"
 
@@ -355,9 +357,15 @@ void Protocol::send_text(int64_t peer, const std::string& text) {
 }
 
 std::string Protocol::text_of(int64_t peer) const {
-  std::array<uint64_t, Signals::kTextWords> words = {};
-  for (int64_t i = 0; i < Signals::kTextWords; ++i)
-    words[static_cast<size_t>(i)] = transport_->load(signals_.fault_text(peer, i));
+  std::array<uint64_t, Signals::kTextWords> words = {}, before;
+  // The peer may be writing another text over this one: two calls that it refused, or a refused call and a fault.
+  int tries = 50;
+  do {
+    before = words;
+    for (int64_t i = 0; i < Signals::kTextWords; ++i)
+      words[static_cast<size_t>(i)] = transport_->load(signals_.fault_text(peer, i));
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  } while (words != before && --tries > 0);
   const auto bytes = std::bit_cast<std::array<char, sizeof(words)>>(words);
   return {bytes.begin(), std::find(bytes.begin(), bytes.end(), '\0')};
 }

@@ -1,5 +1,8 @@
 #include "runtime/server_tasks.h"
 
+#include <algorithm>
+#include <functional>
+
 namespace distca::runtime {
 
 using plan::Direction;
@@ -34,13 +37,16 @@ attention::Task task_of(const plan::SliceView& slice, const Arena& arena, const 
 }  // namespace
 
 attention::Problem ServerTasks::problem(const plan::SliceView& slice, const Arena& arena, const ScoreOptions& scores,
-                                        bool local_part) {
-  const plan::Header& h = slice.header();
-  const auto local_groups = static_cast<size_t>(h.num_local_groups);
-  const auto local_tasks = static_cast<size_t>(h.num_local_tasks);
-  const auto groups = local_part ? slice.groups().first(local_groups) : slice.groups().subspan(local_groups);
-  const auto tasks = local_part ? slice.tasks().first(local_tasks) : slice.tasks().subspan(local_tasks);
-  const int64_t first_group = local_part ? 0 : h.num_local_groups, first_task = local_part ? 0 : h.num_local_tasks;
+                                        Rounds rounds) {
+  const auto from = [&](int64_t round) {
+    return std::ranges::lower_bound(slice.groups(), round, std::ranges::less(), &plan::GroupRow::round);
+  };
+  const auto begin = from(rounds.begin);
+  const std::span<const plan::GroupRow> groups(begin, from(rounds.end));
+  const int64_t first_group = begin - slice.groups().begin();
+  const int64_t first_task = groups.empty() ? 0 : groups.front().task_begin;
+  const auto tasks = slice.tasks().subspan(
+      static_cast<size_t>(first_task), groups.empty() ? 0 : static_cast<size_t>(groups.back().task_end - first_task));
 
   grads_.clear();
   if (arena.phase == Phase::kBackward) grads_.reserve(slice.grads().size());  // spans into it are taken below

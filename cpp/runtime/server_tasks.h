@@ -15,10 +15,10 @@ namespace distca::runtime {
 /// The memory of such problems, which is used again and only grows.
 class ServerTasks {
  public:
-  /// The problem of the groups that need no row of another rank (`local_part`), or of the other groups. It views this
-  /// object until the next call.
+  /// The problem of the groups that wait for the rows of these rounds; those that need no row of another rank are of
+  /// round -1. It views this object until the next call.
   attention::Problem problem(const plan::SliceView& slice, const Arena& arena, const ScoreOptions& scores,
-                             bool local_part);
+                             Rounds rounds);
 
  private:
   attention::KeyGroup key_group(const plan::SliceView& slice, const Arena& arena, const plan::GroupRow& g);

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "plan/origin.h"
+#include "plan/tables.h"
 #include "transport/stream_order.h"
 
 namespace distca::runtime {
@@ -18,10 +19,12 @@ class Signals {
   int64_t credit(int64_t slot, int64_t peer) const { return per_peer(kKinds * slot, peer); }
   /// Of peer p: p's slot is free again after this step, in which we sent rows there.
   int64_t freed(int64_t slot, int64_t peer) const { return per_peer(kKinds * slot + 1, peer); }
-  /// Of peer p: p's rows of the in / out message of this step and round have arrived.
-  int64_t arrived(int64_t direction, int64_t slot, int64_t peer) const {
-    return per_peer(kKinds * slot + 2 + direction, peer);
-  }
+  /// Of peer p: p's rows of the out message of this step and round have arrived. A home gives credit for each round; so
+  /// no two signals to the word are under way at once.
+  int64_t arrived_home(int64_t slot, int64_t peer) const { return per_peer(kKinds * slot + 2, peer); }
+  /// Of peer p: p's rows of the in message of this step and round have arrived. Several rounds may be under way at
+  /// once; so each has a word.
+  int64_t arrived(int64_t slot, int64_t round, int64_t peer) const { return per_peer(kKinds * slot + 3 + round, peer); }
   /// Of peer p: p has met a fault. There are kFaultDetails words of detail, then kTextWords of text, then the code (0:
   /// none).
   int64_t fault_detail(int64_t peer, int64_t index) const { return per_peer(kKinds * kNumSlots + index, peer); }
@@ -47,7 +50,7 @@ class Signals {
   static constexpr int64_t kFaultDetails = 5, kTextWords = 32;
 
  private:
-  static constexpr int64_t kHistory = 64, kKinds = 4;
+  static constexpr int64_t kHistory = 64, kKinds = 3 + plan::kMaxRoundsIn;
   int64_t per_peer(int64_t kind, int64_t peer) const { return kind * num_ranks_ + peer; }
   int64_t published(int64_t index) const { return fault_code(num_ranks_) + index; }
 

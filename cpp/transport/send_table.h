@@ -72,7 +72,7 @@ class Sender {
   };
   /// Awaits each message's credit, sends its pieces, then its signal.
   virtual void send(const Tables& tables, const Guard& guard, void* stream) = 0;
-  /// Makes what comes later on the stream wait until all pieces so far have been read.
+  /// Makes what comes later on the stream wait until all pieces so far have arrived.
   virtual void quiet(void* stream) = 0;
 };
 

@@ -43,7 +43,8 @@ class DISTCA_EXPORT StreamOrder {
   virtual void grant(int peer, int64_t word, uint64_t value, int64_t slot, bool after_work) = 0;
   /// Makes all puts to that peer, from here until `announce`, wait for this word.
   virtual void await_credit(const StreamWait& wait) = 0;
-  /// Writes the peer's word after the rows that were put to it since `await_credit`.
+  /// Writes the peer's word after the rows that were put to it since `await_credit`, and after all that was sent
+  /// before.
   virtual void announce(int peer, int64_t word, uint64_t value) = 0;
   /// Starts what was granted, put and announced for the slot. All of it comes after the work queued so far, except
   /// grants that need not wait for that.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import distca
 from distca import testing
-from distca.apps.bench import gpu, gpu_transport, pipeline, transport
+from distca.apps.bench import gpu, gpu_transport, pipeline, rounds, transport
 from distca.apps.bench.harness import Result, Row, write_report
 from distca.apps.bench.peers import AllGather, AllToAll
 from distca.apps.bench.ranks import bytes_sent, on_threads
@@ -127,6 +127,14 @@ def test_the_pipelines_benchmark_compares_balance_over_all_stages_with_less() ->
     assert ticks == [38, 53, 80, 35, 33.5]
     held = [row.value for row in all_rows if "in flight on the first stage" in row.name]
     assert held == [7, 4, 2, 5.5, 4.75]
+
+
+def test_the_benchmark_of_rounds_has_rows_in_several_and_times_of_both() -> None:
+    result = rounds.run(1, short=True)
+    (row,) = result.rows
+    assert row.name == "traffic 0.6 of a step without a link: step in rounds / rows at once" and row.value > 0
+    assert result.details["rounds_of_rows"] == 3
+    assert [len(result.details["seconds"][0.6][name]) for name in ("at_once", "in_rounds")] == [1, 1]
 
 
 @pytest.mark.parametrize("benchmark", ["attention", "shards", "transport", "all"])

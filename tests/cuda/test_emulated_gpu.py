@@ -83,7 +83,15 @@ def test_random_plans_give_the_bits_of_steps_on_the_host(gpu: EmulatedGpu, seeds
         window, retain = draw.choice([None, None, 20]), draw.choice([0, 0, 1 << 20])
         tasks = random_tasks(layout, kv, seed)
         reduce_dtype = draw.choice([torch.float32, heads.dtype])
-        plan = distca.plan(layout, heads, tasks=tasks, window=window, retain_bytes=retain, reduce_dtype=reduce_dtype)
+        plan = distca.plan(
+            layout,
+            heads,
+            tasks=tasks,
+            window=window,
+            retain_bytes=retain,
+            reduce_dtype=reduce_dtype,
+            round_bytes=draw.choice([1, None]),
+        )
         batch = random_batch(lengths, heads, seed)
         for right, mine in zip(*_on_host_and_gpu(batch, plan, fused=seed % 2 == 0), strict=True):
             _assert_same(mine, right)

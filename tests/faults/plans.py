@@ -15,6 +15,8 @@ SHARD = "cpp/plan/shard.cpp"
 FUZZ = "tests/plan/test_plan_fuzz.py"
 CONSISTENCY = "tests/plan/test_consistency.py"
 REDUCE_DTYPE = "tests/plan/test_reduce_dtype.py"
+ROUNDS = "tests/runtime/test_rounds_of_rows.py"
+ROUNDS_IN = "tests/plan/test_rounds_in.py"
 ROUNDED = "tests/runtime/test_rounded_contributions.py"
 
 FAULTS = [
@@ -29,8 +31,8 @@ FAULTS = [
     Fault(
         "queries are sent from the row before",
         TABLES,
-        "      send(phase, Direction::kIn, 0, t.server, kind, t.home_row, -1,",
-        "      send(phase, Direction::kIn, 0, t.server, kind, t.home_row - (t.home_row > 0), -1,",
+        "0, t.server, kind, t.home_row, -1,",
+        "0, t.server, kind, t.home_row - (t.home_row > 0), -1,",
         (PLAN, STEPS),
     ),
     Fault(
@@ -96,6 +98,41 @@ FAULTS = [
         "      check_plan(term == nullptr ||",
         "      check_plan(true ||",
         (CONSISTENCY,),
+    ),
+    Fault(
+        "results of a round go home before they are computed",
+        TABLES,
+        "const int64_t round_in = a_.groups[r.group].round;",
+        "const int64_t round_in = 0;",
+        (PLAN,),
+    ),
+    Fault(
+        "a home is told after the first round of rows that its results are there",
+        "cpp/runtime/dispatcher.cpp",
+        "if (round > 0 || last_home_[static_cast<size_t>(peer)] < after.end)",
+        "if (true)",
+        (ROUNDS,),
+    ),
+    Fault(
+        "keys of a later round are not awaited",
+        "cpp/runtime/dispatcher.cpp",
+        "protocol_.await_rows(step.slice.waits(step.phase), Direction::kIn, rounds);",
+        "protocol_.await_rows(step.slice.waits(step.phase), Direction::kIn, {0, 1});",
+        (ROUNDS,),
+    ),
+    Fault(
+        "all rounds of rows have one signal",
+        "cpp/runtime/signals.h",
+        "kKinds * slot + 3 + round",
+        "kKinds * slot + 3 + 0 * round",
+        (ROUNDS,),
+    ),
+    Fault(
+        "a group of many bytes comes first",
+        ARRANGEMENT,
+        "for (size_t i = parts.size() / 2; i-- > 0;) order.push_back(parts[2 * i + 1]);",
+        "for (size_t i = parts.size() / 2; i-- > 0;) order.insert(order.begin(), parts[2 * i + 1]);",
+        (ROUNDS_IN,),
     ),
     Fault(
         "an altered plan is not noticed",

@@ -41,8 +41,8 @@ FAULTS = [
     Fault(
         "servers wait for keys that they have retained",
         TABLES,
-        "      if (!g.is_retained()) wait(Phase::kBackward, Direction::kIn, 0, p.rank);",
-        "      wait(Phase::kBackward, Direction::kIn, 0, p.rank);",
+        "      if (!g.is_retained()) wait(Phase::kBackward, Direction::kIn, g.round, p.rank);",
+        "      wait(Phase::kBackward, Direction::kIn, g.round, p.rank);",
         (PLAN, RETAIN),
     ),
     Fault(

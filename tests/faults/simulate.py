@@ -53,22 +53,22 @@ FAULTS = [
     Fault(
         "results come home in backward with the bytes of forward",
         ROOM + "work.py",
-        'Traffic.of(traffic.get(f"{phase}_{direction}", nothing).reshape(homes, homes), per_node)',
-        'Traffic.of(traffic.get(f"forward_{direction}", nothing).reshape(homes, homes), per_node)',
+        "if message.startswith(phase):",
+        'if message.startswith("forward"):',
         (INVARIANTS,),
     ),
     Fault(
         "tasks begin before the rows of other ranks have come",
         ROOM + "machine.py",
-        "self.wait_until(step.arrived, call)\n        self._attend(work.evenly",
-        "self._attend(work.evenly",
+        "            self.wait_until(arrived, call)\n",
+        "",
         (INVARIANTS,),
     ),
     Fault(
         "results leave before the last tasks have ended",
         ROOM + "machine.py",
-        "step.home = self.network.send(begin, step.work.homeward, rows=True)",
-        "step.home = self.network.send(begin - step.work.later, step.work.homeward, rows=True)",
+        "self.network.send(begin, of_round.homeward, rows=True)",
+        "self.network.send(begin - of_round.seconds, of_round.homeward, rows=True)",
         (INVARIANTS,),
     ),
     Fault(
@@ -130,8 +130,8 @@ FAULTS = [
     Fault(
         "even attention is as unequal as before",
         ROOM + "machine.py",
-        "self._attend(work.evenly if self.even else work.later, call)",
-        "self._attend(work.at_once + work.later if self.even else work.later, call)",
+        "later = work.evenly if self.even else work.later",
+        "later = work.at_once + work.later if self.even else work.later",
         (INVARIANTS,),
     ),
     Fault(

@@ -119,7 +119,7 @@ FAULTS = [
     Fault(
         "rows are sent home without credit",
         DISPATCHER,
-        "      protocol_.await_credit(Direction::kOut, s.peer, round);",
+        "    protocol_.await_credit(Direction::kOut, peer, round);",
         "",
         (STEPS, TRANSPORT),
     ),

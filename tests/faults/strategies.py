@@ -29,7 +29,7 @@ FAULTS = [
     Fault(
         "a ring does not wait for the rows that are exchanged for heads",
         "python/distca/simulator/machine.py",
-        "        if work.ring:\n            self.wait_until(step.arrived, call)\n",
+        "        if work.ring:\n            self.wait_until(step.arrived[0], call)\n",
         "",
         (RINGS,),
     ),
@@ -232,8 +232,8 @@ FAULTS = [
     Fault(
         "homes of both ends have rows in order",
         ROOM + "head_tail.py",
-        "Ticking(case, ping_pong=True, layouts=case.layouts(_cut))",
-        "Ticking(case, ping_pong=True)",
+        ", layouts=case.layouts(_cut), **options)",
+        ", **options)",
         (OPTIONS,),
     ),
     Fault(

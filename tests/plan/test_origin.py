@@ -16,7 +16,7 @@ HEADS = distca.Heads(4, 2, 16)
 LAYOUT = distca.Layout([[(0, 0, 400)], [(1, 0, 64), (2, 0, 30)], [(3, 0, 50)]])
 RANKS = LAYOUT.num_ranks
 AS_PLANNED = distca.plan(LAYOUT, HEADS, tolerance=0.01, min_rows=8)
-OTHERS = "(other servers, speeds, ranks_per_node, retain_bytes or tasks)"
+OTHERS = "(other servers, speeds, ranks_per_node, round_bytes, retain_bytes or tasks)"
 AT_HOME = [(d, 0, n, 0, 2, rank) for d, n, rank in ((0, 400, 0), (1, 64, 1), (2, 30, 1), (3, 50, 2))]
 
 #: For each case: the arguments of another plan, and the message: a name, the plan's value and that of the usual plan,

@@ -81,6 +81,9 @@ PLANS: dict[str, Callable[[], distca.Plan]] = {
     "head ranges": lambda: _plan_of(scattered, 3, tasks=random_tasks(scattered(LENGTHS, 3, 3), HEADS.kv, 5)),
     "rounds": _many_rounds,
     "contributions in bfloat16": lambda: _many_rounds(NARROW, reduce_dtype=torch.bfloat16),
+    "rounds of rows": lambda: _plan_of(
+        scattered, 3, tasks=random_tasks(scattered(LENGTHS, 3, 3), HEADS.kv, 6), round_bytes=1
+    ),
     "padding": lambda: _plan_of(scattered, 4),
     "a rank without rows": lambda: _plan_of(spill_with_empty_ranks, 3),
     "one rank": lambda: _plan_of(scattered, 1),
@@ -240,6 +243,7 @@ def test_the_plans_whose_words_are_changed_are_of_every_kind() -> None:
     slices = {name: read_slice(make().tensor.tolist()) for name, make in PLANS.items()}
     assert len(slices) == len(PLANS)
     assert slices["rounds"].header.num_rounds > 1
+    assert {group.round for group in slices["rounds of rows"].groups} >= {0, 1}
     assert any(r.action == ADD and TENSORS[r.tensor] == "dv" for r in slices["contributions in bfloat16"].receives[1])
     assert slices["window"].scores[0].window > 0 and slices["full"].scores[0].mask_kind == 1
     assert any(s.header.retained_bytes for s in slices.values())

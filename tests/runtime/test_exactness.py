@@ -216,6 +216,7 @@ def _shm_plans(heads: distca.Heads, ranks: int) -> list[distca.Plan]:
             min_rows=1,
             capacity=2**40,
             retain_bytes=seed % 2 * 2**40,
+            round_bytes=1,
         )
         for seed, layout in enumerate(SHM_LAYOUTS)
     ]

@@ -67,6 +67,7 @@ def _random_micro_batch(rng: random.Random, heads: distca.Heads) -> MicroBatch:
         min_rows=rng.choice((1, 16, 64)),
         balance=rng.random() < 0.9,
         tasks=random_tasks(layout, heads.kv, rng.randrange(1000)) if rng.random() < 0.3 else None,
+        round_bytes=rng.choice((1, None)),
     )
     return MicroBatch(random_batch(lengths, heads, rng.randrange(10**6)), plan)
 

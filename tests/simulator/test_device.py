@@ -83,7 +83,7 @@ def test_a_rank_that_copies_rows_itself_waits_for_credit_and_computes_nothing_me
     step = machine.dispatch(work, call)
     # Credit comes after 1 s and a microsecond of latency. Then 4 GB are copied at 4 GB/s, and sent at 400 GB/s.
     assert machine.now.tolist() == pytest.approx([2 + 1e-6, 1.0])
-    assert float(step.arrived[1]) == pytest.approx(1 + 4 / 400 + 2e-6)
+    assert float(step.arrived[0][1]) == pytest.approx(1 + 4 / 400 + 2e-6)
     machine.attend(step, call)
     machine.collect(step, call)
     # Home 1 copies 2 GB back in 0.5 s, meanwhile home 0 copies; then it takes the 2 GB in 0.5 s.

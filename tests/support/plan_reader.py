@@ -176,7 +176,7 @@ class GroupEntry(NamedTuple):
     retained_v: int
     grad_begin: int
     grad_end: int
-    is_local: int
+    round: int
 
 
 class TaskEntry(NamedTuple):
@@ -218,6 +218,7 @@ class Segment(NamedTuple):
 class Send(NamedTuple):
     direction: int
     round: int
+    after: int
     peer: int
     tensor: int
     row: int

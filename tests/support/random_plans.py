@@ -82,6 +82,7 @@ def plans(draw: st.DrawFn) -> Made:
         tasks=tasks,
         ranks_per_node=ranks_per_node,
         retain_bytes=draw(retain_bytes(layout.num_ranks)),
+        round_bytes=draw(st.sampled_from((1, 3000, 2**20))),
         reduce_dtype=draw(st.sampled_from((torch.float32, heads.dtype))),
     )
     return Made(plan, cost, servers or set(range(layout.num_ranks)), ranks_per_node)

@@ -40,6 +40,8 @@ from support.plan_reader import (
     with_digests,
 )
 
+#: The most rounds in which rows go to a server.
+ROUNDS = 3
 Row = tuple[int, int]  # (document, row)
 Label = tuple[str, Range, int, int]  # (tensor, key/value heads, document, row)
 Result = tuple[Range, list[Row]]
@@ -110,7 +112,9 @@ class Simulation:
             entries = [block.entry for block in tables.blocks[group.block_begin : next_block]]
             arena_blocks = [entry // 2 // 64 for entry in entries if entry % 2]
             assert arena_blocks == list(range(group.num_arena_blocks))
-            assert group.is_local == (index < tables.header.num_local_groups)
+            assert (group.round == -1) == (index < tables.header.num_local_groups)
+        rounds = [group.round for group in tables.groups if group.round >= 0]
+        assert rounds == sorted(rounds) and set(rounds) == set(range(len(set(rounds)))) and len(set(rounds)) <= ROUNDS
         assert (next_task, next_block, next_grad) == (len(tables.tasks), len(tables.blocks), len(tables.grads))
         for task in tables.tasks:
             length = self.layout.document_lengths[tables.groups[task.group].document]
@@ -128,9 +132,13 @@ class Simulation:
         # These are by (tensor, row, key/value head).
         self.written: list[Counter[tuple[str, int, int]]] = [Counter() for _ in self.ranks]
         self.terms: list[dict[tuple[str, int, int], list[tuple[int, int]]]] = [{} for _ in self.ranks]
-        self._dispatch(phase)
+        # By (tensor, offset), the round of the rows that a result is computed from.
+        self.after: list[dict[tuple[str, int], int]] = [{} for _ in self.ranks]
+        for number in range(-1, ROUNDS):
+            self._dispatch(phase, number)
+            for server in self.ranks:
+                self._attend(phase, server, number)
         for server in self.ranks:
-            self._attend(phase, server)
             if phase == FORWARD:
                 self._retain(server)
         messages = self._send_home(phase)
@@ -144,12 +152,13 @@ class Simulation:
         assert begin >= 0 and size > 0
         self.used[rank].append((begin, begin + size, what))
 
-    def _dispatch(self, phase: int) -> None:
+    def _dispatch(self, phase: int, number: int) -> None:
+        """Sends the rows of a round; with -1 those that a rank copies to where it reads them itself."""
         for home in self.ranks:
             for send in self.slices[home].sends[phase]:
-                if send.direction != IN:
+                if send.direction != IN or (-1 if send.peer == home else send.round) != number:
                     continue
-                assert (send.round, send.source) == (0, -1)
+                assert (send.after, send.source) == (0, -1) and 0 <= send.round < ROUNDS
                 tensor = TENSORS[send.tensor]
                 kv_heads = heads_of(send)
                 wire, stride = row_bytes(self.heads, kv_heads, phase, True, tensor)
@@ -206,10 +215,14 @@ class Simulation:
         keys = itertools.product(tensors, range(row, row + num_rows), range(*kv_heads))
         self.written[rank].update(keys)
 
-    def _attend(self, phase: int, server: int) -> None:
+    def _attend(self, phase: int, server: int, number: int) -> None:
+        """Computes the groups of a round, when no rows of later rounds are there."""
         tables = self.slices[server]
         home_rows = self.home_rows[server]
+        before = set(self.results[server])
         for index, group in enumerate(tables.groups):
+            if group.round != number:
+                continue
             memory = self.arena[server]
             k, v = (group.forward_k, group.forward_v) if phase == FORWARD else (group.backward_k, group.backward_v)
             if phase == BACKWARD and group.retained_k >= 0:
@@ -230,6 +243,8 @@ class Simulation:
             if phase == BACKWARD:
                 self._key_gradients(server, group)
         for index, task in enumerate(tables.tasks):
+            if tables.groups[task.group].round != number:
+                continue
             document, kv_heads = tables.groups[task.group].document, heads_of(tables.groups[task.group])
             rows = [(document, row) for row in range(task.q_begin, task.q_end)]
             if task.home == server:
@@ -239,6 +254,7 @@ class Simulation:
                 continue
             assert index >= tables.header.num_local_tasks, "a local task waits for nobody"
             self._remote_task(phase, server, task, kv_heads, rows)
+        self.after[server] |= dict.fromkeys(set(self.results[server]) - before, number)
 
     def _remote_task(self, phase: int, server: int, task: TaskEntry, kv_heads: Range, rows: list[Row]) -> None:
         if phase == FORWARD:
@@ -303,6 +319,7 @@ class Simulation:
                     continue
                 assert send.peer != server and send.row == -1
                 tensor = TENSORS[send.tensor]
+                assert send.after == self.after[server][tensor, send.source]
                 result = self.results[server][(tensor, send.source)]
                 assert (result[0], len(result[1])) == (heads_of(send), send.num_rows)
                 key = (server, send.peer, send.round, send.tensor, send.target)

@@ -42,7 +42,15 @@ def random_step(seed: int, ranks: int) -> tuple[Any, distca.Plan]:
     tasks = random_tasks(layout, heads.kv, rng.randrange(1000)) if rng.random() < 0.5 else None
     retain = rng.choice([0, 5000, 2**40])  # test_retain.py tests what this must give
     plan = distca.plan(
-        layout, heads, mask=mask, window=window, tolerance=0.0, min_rows=1, tasks=tasks, retain_bytes=retain
+        layout,
+        heads,
+        mask=mask,
+        window=window,
+        tolerance=0.0,
+        min_rows=1,
+        tasks=tasks,
+        retain_bytes=retain,
+        round_bytes=rng.choice([1, None]),
     )
     return random_batch(lengths, heads, seed), plan
 

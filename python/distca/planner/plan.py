@@ -90,8 +90,7 @@ class Plan:
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which contributions of several servers to a key's gradients travel."""
-        narrow = self._arguments.get("reduce_dtype", 0)  # a pickle of an earlier version lacks it
-        return self.heads.dtype if narrow else torch.float32
+        return self.heads.dtype if self._arguments["reduce_dtype"] else torch.float32
 
     @functools.cached_property
     def _core(self) -> _C.Plan:
@@ -181,7 +180,7 @@ class Plan:
     def transfers(self) -> list[Transfer]:
         """All rows that travel between ranks. Rows that stay on their rank are not listed."""
         return [
-            Transfer(_MESSAGES[t[0]], t[1], t[2], t[3], t[4], t[5], t[6], t[7], _TENSORS[t[8]], t[9])
+            Transfer(_MESSAGES[t[0]], t[1], t[2], t[3], t[4], t[5], t[6], t[7], _TENSORS[t[8]], t[9], t[10])
             for t in self._core.transfers()
         ]
 

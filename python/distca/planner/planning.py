@@ -24,8 +24,10 @@ from distca.registry import find_context
 if TYPE_CHECKING:
     from distca.context import Context
 
-#: The most bytes that a rank may retain; no limit in practice.
+#: The most bytes that a rank may retain, or get in a round; no limit in practice.
 _MOST_BYTES = 2**46
+#: Bytes of a round by default: some 20 microseconds of a link between hosts.
+_ROUND_BYTES = 2**20
 
 
 def plan(
@@ -47,6 +49,7 @@ def plan(
     objective: str = "all",
     overlap: bool = False,
     reduce_dtype: torch.dtype = torch.float32,
+    round_bytes: int | None = None,
     retain_bytes: int | Sequence[int] = 0,
     capacity: int | None = None,
     cost: CostModel | None = None,
@@ -89,6 +92,10 @@ def plan(
             some: ``torch.float32``, or that of `heads`, with which they are half the bytes and take half the memory.
             They are added in fp32 in any case. In the dtype of `heads` each is rounded before, as the sum is after it;
             in fp16 one may overflow where the sum does not. out, log-sum-exp and dq have the same bits.
+        round_bytes: rows go to a server in up to three rounds of about the same attention, as many as leave each so
+            many bytes on average in forward. A server computes the tasks of one round while the rows of the next
+            travel, and sends results home meanwhile. What it computes of a document, or of a range of its heads, is in
+            one round. By default 2**20; with ``overlap=True`` all rows are in one round.
         retain_bytes: bytes of keys and values that each rank, as a server, may retain from a step's forward to its
             backward, so that they are not sent again: one number for all ranks, or one for each. Every call of
             `core_attention` retains up to as much until its backward has run; multiply it by the layers. The documents
@@ -171,6 +178,10 @@ def plan(
         raise InvalidArgumentError(
             f"plan: reduce_dtype = {reduce_dtype!r}; torch.float32 or the dtype of the heads, {heads.dtype}, is allowed"
         )
+    if round_bytes is None:
+        round_bytes = _MOST_BYTES if overlap else _ROUND_BYTES
+    if not is_whole(round_bytes, 1, _MOST_BYTES):
+        raise InvalidArgumentError(f"plan: round_bytes = {round_bytes!r}; None or 1 to 2**46 is allowed")
     retain = _retain_bytes(retain_bytes, layout.num_ranks)
     if capacity is None:
         capacity = 2**62 if here is None else here.slot_bytes
@@ -193,6 +204,7 @@ def plan(
         "forward_only": objective == "forward",
         "overlap": bool(overlap),
         "reduce_dtype": DTYPE_NUMBERS[reduce_dtype],
+        "round_bytes": index(round_bytes),
         "retain_bytes": retain,
         "split_heads": bool(split_heads),
         "label": label,

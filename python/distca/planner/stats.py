@@ -13,7 +13,8 @@ class Task(NamedTuple):
     """A CA-task: query rows ``[q_begin, q_end)`` of a document, with the keys they see, computed by ``server`` at once.
 
     It covers key/value heads ``[kv_head_begin, kv_head_end)`` and the query heads that share them. ``home`` is the rank
-    that holds the rows. The keys are rows ``[kv_begin, kv_end)`` of the document.
+    that holds the rows. The keys are rows ``[kv_begin, kv_end)`` of the document. ``round`` is the round of rows from
+    other ranks after which it is computed; -1 if it needs none.
     """
 
     document: int
@@ -25,6 +26,7 @@ class Task(NamedTuple):
     kv_head_end: int
     home: int
     server: int
+    round: int
 
 
 class Transfer(NamedTuple):
@@ -32,7 +34,8 @@ class Transfer(NamedTuple):
 
     ``message`` is a key of ``PlanStats.bytes``. ``tensor`` is q, k, v, out, lse, dout, delta, dq, dk or dv. Of it
     travel the key/value heads ``[kv_head_begin, kv_head_end)``, or the query heads that share them. dk and dv travel in
-    fp32 if several servers contribute to the rows.
+    the plan's ``reduce_dtype`` if several servers contribute to the rows. ``round`` is the round in which rows go to
+    their server, or that of the rows after which results go home.
     """
 
     message: str
@@ -45,6 +48,7 @@ class Transfer(NamedTuple):
     kv_head_end: int
     tensor: str
     bytes: int
+    round: int
 
 
 class ArenaBytes(NamedTuple):

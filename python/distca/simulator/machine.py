@@ -11,7 +11,7 @@ from distca.calls import Call
 from distca.simulator.dense import Part
 from distca.simulator.device import Device
 from distca.simulator.network import NEVER, Network
-from distca.simulator.work import AttentionWork
+from distca.simulator.work import AttentionWork, Round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +52,12 @@ class Deadline:
 
 
 class AttentionStep:
-    """A step of attention that is under way: when its rows have come, and when its results have come home."""
+    """A step of attention under way: when its rows have come, by rounds, and when its results have come home."""
 
-    def __init__(self, work: AttentionWork) -> None:
-        self.work = work
-        self.arrived = self.home = torch.full_like(work.at_once, NEVER)
+    def __init__(self, work: AttentionWork, rounds: Sequence[Round]) -> None:
+        self.work, self.rounds = work, rounds
+        self.home = torch.full_like(work.at_once, NEVER)
+        self.arrived = [self.home] * len(rounds)
 
 
 class Machine:
@@ -127,34 +128,38 @@ class Machine:
 
     def dispatch(self, work: AttentionWork, call: Call) -> AttentionStep:
         """Begins a step: rows leave for their servers, and each home lets its peers write (credit)."""
-        step = AttentionStep(work)
+        # What ranks move themselves is modelled as one round: a rank computes nothing while it moves rows.
+        in_rounds = work.rounds and not self.even and self.device.copy_bandwidth is None
+        later = work.evenly if self.even else work.later
+        step = AttentionStep(work, work.rounds if in_rounds else [Round(later, work.inward, work.homeward)])
         self._dense(torch.full_like(self.now, self.device.call_overhead), call)
         granted = self.now
         if self.device.copy_bandwidth is not None:
             self.wait_until(self.network.granted(granted, work.inward), call)
         begin = self.now
         self._copy(work.inward.sent, call)
-        step.arrived = self.network.send(begin, work.inward, credits=granted, rows=True)
+        step.arrived = [self.network.send(begin, r.inward, credits=granted, rows=True) for r in step.rounds]
         return step
 
     def attend(self, step: AttentionStep, call: Call) -> None:
-        """Computes tasks of own rows, then those of rows that have come, and sends results home. The steps of a ring
+        """Computes tasks of own rows, then those of each round of rows, and sends results home. The steps of a ring
         come between; where rows come as well, a ring begins with them.
         """
         work = step.work
         self._attend(self._own(work.at_once), call)
         if work.ring:
-            self.wait_until(step.arrived, call)
+            self.wait_until(step.arrived[0], call)
         for of_ring in work.ring:
             self._copy(of_ring.passed.sent, call)
             passed = self.network.send(self.now, of_ring.passed, rows=True)
             self._attend(self._own(of_ring.seconds), call)
             self.wait_until(passed, call)
-        self.wait_until(step.arrived, call)
-        self._attend(work.evenly if self.even else work.later, call)
-        begin = self.now
-        self._copy(step.work.homeward.sent, call)
-        step.home = self.network.send(begin, step.work.homeward, rows=True)
+        for arrived, of_round in zip(step.arrived, step.rounds, strict=True):
+            self.wait_until(arrived, call)
+            self._attend(of_round.seconds, call)
+            begin = self.now
+            self._copy(of_round.homeward.sent, call)
+            step.home = torch.maximum(step.home, self.network.send(begin, of_round.homeward, rows=True))
 
     def _own(self, seconds: torch.Tensor) -> torch.Tensor:
         """What each home attends of its own; nothing if all attention is dealt evenly."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from distca.pipeline import PipelinePlans
 from distca.pipeline.tick_table import Tick
@@ -35,8 +36,8 @@ class Ticking:
     Args:
         case: what is simulated.
         ping_pong: whether two halves of each micro-batch take turns.
-        split_heads: whether ranges of heads of a document may go to different servers.
         layouts: for each micro-batch its rows over the homes of a stage; by default `packed`.
+        options: further arguments of `distca.plan`.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class Ticking:
         case: Case,
         *,
         ping_pong: bool,
-        split_heads: bool = True,
         layouts: Sequence[Layout] | None = None,
+        **options: Any,
     ) -> None:
         self.case = case
         self.layouts = layouts = packed(case) if layouts is None else layouts
@@ -60,7 +61,7 @@ class Ticking:
             cost=case.cluster.device.cost(),
             tolerance=case.tolerance,
             ranks_per_node=case.per_node,
-            split_heads=split_heads,
+            **options,
         )
         self._attention: dict[tuple[object, ...], AttentionWork] = {}
         self._work: dict[tuple[int, int | None], LayerWork] = {}

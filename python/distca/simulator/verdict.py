@@ -9,7 +9,7 @@ from distca.simulator.search import Found
 from distca.simulator.validation import Errors, Interval
 
 #: The strategies that are distca's own.
-OURS = ("distca-rows", "distca-retained", "distca-single", "distca-head-tail", "distca")
+OURS = ("distca-rows", "distca-retained", "distca-single", "distca-head-tail", "distca-tuned", "distca")
 #: A share of attention below which balance cannot be seen, and how far equal attention may differ.
 LITTLE = 0.05
 

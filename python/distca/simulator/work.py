@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from distca.planner.layout import Layout
 from distca.planner.plan import Plan
 from distca.simulator.device import Device
 from distca.simulator.network import Traffic
@@ -28,6 +27,20 @@ class RingStep:
 
 
 @dataclasses.dataclass(frozen=True)
+class Round:
+    """What servers compute when the rows of a round have come.
+
+    Attributes:
+        seconds: ``[homes]`` of computation.
+        inward, homeward: the rows of the round, and the results that go home after it.
+    """
+
+    seconds: torch.Tensor
+    inward: Traffic
+    homeward: Traffic
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionWork:
     """Attention of a layer in one phase, as planned. All tensors are ``[homes]`` in float64.
 
@@ -36,6 +49,7 @@ class AttentionWork:
         later: seconds of the tasks that need rows of other homes.
         inward: rows that go to servers.
         homeward: results that go home.
+        rounds: `later`, `inward` and `homeward` by rounds; empty if all is one round.
         ring: the steps of a ring, which come after the tasks of `at_once`.
         even: seconds of each home if attention were even; None: all homes have an equal share of it.
     """
@@ -45,6 +59,7 @@ class AttentionWork:
     inward: Traffic
     homeward: Traffic
     ring: Sequence[RingStep] = ()
+    rounds: Sequence[Round] = ()
     even: torch.Tensor | None = None
 
     @property
@@ -94,7 +109,7 @@ class StageWork:
         ring = [RingStep(seconds(took), traffic(passed)) for took, passed in self.ring]
         at_once, later = (computed, none) if self.inward is None else (none, computed)
         evenly = seconds(torch.full_like(self.seconds, even))
-        return AttentionWork(at_once, later, traffic(self.inward), traffic(self.homeward), ring, evenly)
+        return AttentionWork(at_once, later, traffic(self.inward), traffic(self.homeward), ring, even=evenly)
 
 
 class PieceTimes:
@@ -122,56 +137,50 @@ class PieceTimes:
 def attention_work(plan: Plan, phase: str, device: Device, per_node: int) -> AttentionWork:
     """What a plan's tasks and transfers are in ``"forward"`` or ``"backward"``."""
     homes = plan.layout.num_ranks
-    at_once, later = attention_seconds(plan, phase, device)
-    traffic = {}
-    for message, source, target, num_bytes in _messages(plan):
-        if message not in traffic:
-            traffic[message] = torch.zeros(homes * homes, dtype=torch.float64)
-        traffic[message].index_add_(0, source * homes + target, num_bytes)
-    nothing = torch.zeros(homes * homes, dtype=torch.float64)
-    inward, homeward = (
-        Traffic.of(traffic.get(f"{phase}_{direction}", nothing).reshape(homes, homes), per_node)
-        for direction in ("in", "out")
+    at_once, *later = attention_seconds(plan, phase, device)
+    nothing = torch.zeros(homes, homes, dtype=torch.float64)
+    moved = {(direction, number): nothing for direction in ("in", "out") for number in range(len(later))}
+    for (message, number), (source, target, num_bytes) in _messages(plan).items():
+        if message.startswith(phase):
+            matrix = torch.zeros(homes * homes, dtype=torch.float64)
+            matrix.index_add_(0, source * homes + target, num_bytes)
+            moved[message.removeprefix(f"{phase}_"), number] = matrix.reshape(homes, homes)
+
+    def traffic(direction: str, *numbers: int) -> Traffic:
+        return Traffic.of(sum((moved[direction, number] for number in numbers), nothing), per_node)
+
+    numbers = range(len(later))
+    rounds = [Round(later[number], traffic("in", number), traffic("out", number)) for number in numbers]
+    computed = sum(later, torch.zeros_like(at_once))
+    return AttentionWork(
+        at_once, computed, traffic("in", *numbers), traffic("out", *numbers), rounds=rounds if len(later) > 1 else ()
     )
-    return AttentionWork(at_once, later, inward, homeward)
 
 
-def attention_seconds(plan: Plan, phase: str, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Seconds of each server's tasks: of those that need only its own rows, and of the others."""
+def attention_seconds(plan: Plan, phase: str, device: Device) -> list[torch.Tensor]:
+    """Seconds of each server's tasks: of those that need only its own rows, and of those of each round of rows."""
     model = device.cost(phase)
     assert model.unit_ns is not None
     cost, unit = model.core.cost, model.unit_ns * 1e-9
-    share = plan.heads.q // plan.heads.kv
-    lengths, owners = plan.layout.document_lengths, _owners(plan.layout)
-    seconds = [[0.0] * plan.layout.num_ranks for _ in range(2)]
+    share, lengths = plan.heads.q // plan.heads.kv, plan.layout.document_lengths
+    seconds: dict[int, list[float]] = {}
     for task in plan.tasks:
-        whole = owners[task.document]
-        if len(whole) == 1:
-            remote = whole[0][2] != task.server
-        else:
-            first, last = min(task.q_begin, task.kv_begin), max(task.q_end, task.kv_end)
-            remote = any(rank != task.server for begin, end, rank in whole if begin < last and first < end)
+        of_round = seconds.setdefault(task.round, [0.0] * plan.layout.num_ranks)
         took = cost(0, 0, lengths[task.document], task.q_begin, task.q_end) * unit
-        seconds[remote][task.server] += took * share * (task.kv_head_end - task.kv_head_begin)
-    at_once, later = (torch.tensor(of, dtype=torch.float64) for of in seconds)
-    return at_once, later
+        of_round[task.server] += took * share * (task.kv_head_end - task.kv_head_begin)
+    nothing = [0.0] * plan.layout.num_ranks
+    rounds = range(-1, max([0, *seconds]) + 1)
+    return [torch.tensor(seconds.get(number, nothing), dtype=torch.float64) for number in rounds]
 
 
-def _owners(layout: Layout) -> list[list[tuple[int, int, int]]]:
-    """For each document the rows [begin, end) of each rank."""
-    owners: list[list[tuple[int, int, int]]] = [[] for _ in layout.document_lengths]
-    for rank in range(layout.num_ranks):
-        for document, begin, end in layout.segments(rank):
-            if document >= 0:
-                owners[document].append((begin, end, rank))
-    return owners
-
-
-def _messages(plan: Plan) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Sources, targets and bytes of all transfers of each message."""
-    by_message: dict[str, list[tuple[int, int, int]]] = {}
+def _messages(plan: Plan) -> dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Sources, targets and bytes of all transfers of each message and round."""
+    found: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
     for transfer in plan.transfers:
-        by_message.setdefault(transfer.message, []).append((transfer.source, transfer.target, transfer.bytes))
-    for message, rows in by_message.items():
+        key = (transfer.message, transfer.round)
+        found.setdefault(key, []).append((transfer.source, transfer.target, transfer.bytes))
+    made = {}
+    for key, rows in found.items():
         source, target, num_bytes = torch.tensor(rows, dtype=torch.int64).T
-        yield message, source, target, num_bytes.double()
+        made[key] = (source, target, num_bytes.double())
+    return made

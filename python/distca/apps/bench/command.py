@@ -23,6 +23,7 @@ BENCHMARKS = {
     "plan": "balance, bytes and time of plans for 32 to 512 ranks",
     "published": "the simulator beside published figures",
     "replay": "idle shares of 8 ranks; attention sleeps for measured times",
+    "rounds": "a single stream over an emulated link: rows in rounds against rows at once",
     "scaling": "modelled idle shares of attention on 64 to 1,024 GPUs, and what bounds them",
     "shards": "the kernel's rate by the length of the tasks",
     "simulator": "the simulator's steps against steps of `distca train`, calibrated in the same run",

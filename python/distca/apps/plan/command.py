@@ -110,6 +110,11 @@ def add_command(commands: Any) -> None:
         help="dtype in which contributions of several servers to a key's gradients travel: fp32 or that of --dtype "
         "(default: fp32)",
     )
+    planner.add_argument(
+        "--round-bytes",
+        type=int,
+        help="rows go to a server in up to three rounds of at least so many bytes on average (default: 2**20)",
+    )
     planner.add_argument("--capacity", type=int, help="the most bytes of a rank's arena (default: no limit)")
     planner.add_argument(
         "--no-balance", action="store_true", help="compute every row on the rank that holds it (its home)"
@@ -160,6 +165,7 @@ def run(options: argparse.Namespace) -> int:
         split_heads=not options.whole_heads,
         retain_bytes=options.retain_bytes,
         reduce_dtype=DTYPES[options.reduce_dtype],
+        round_bytes=options.round_bytes,
         capacity=options.capacity,
         **({} if options.min_rows is None else {"min_rows": options.min_rows}),
     )
@@ -239,6 +245,7 @@ def summary(made: Plan) -> str:
         ),
         ("sent by a rank, most, mean", _sent(made)),
         ("largest arena forward, backward", f"{arenas[0] / 1e6:.1f} MB, {arenas[1] / 1e6:.1f} MB"),
+        ("rounds of rows to a server, at most", f"{1 + max((t.round for t in made.tasks), default=-1)}"),
         ("largest part for rows that come home", f"{home_in / 1e6:.1f} MB"),
         *([("documents that exchange rows for heads", _head_parallel(stats))] if stats.head_parallel else []),
         *([("kept until backward, at most", _retained(stats))] if made.retains else []),

@@ -40,7 +40,8 @@ STRATEGIES: dict[str, Strategy] = {
         rows.Rows(),
         retained.Retained(),
         single_stream.SingleStream(),
-        head_tail.HeadTail(),
+        head_tail.HeadTail(tuned=False),
+        head_tail.HeadTail(tuned=True),
         ping_pong.PingPong(),
     )
 }
