@@ -81,7 +81,8 @@ byte home_in_a[18], home_in_b[18];     /* RESULT(step, round, server) */
 /* [rank, slot]: the step whose q, k, v the caller keeps as they are. */
 byte tensors[6];
 
-/* Signal words: signals_.credit(slot, peer), .freed(slot, peer), .arrived(slot, round, peer) and .arrived_home(slot, peer); rows to a server are in one round here. */
+/* Signal words: signals_.credit(slot, peer), .freed(slot, peer), .arrived(slot, round, peer), .arrived_home(slot, peer).
+   Here all rows to a server are in one round: those of several have a word each, and one credit. */
 byte credit[18], freed[18], arrived_in[18], arrived_home[18];
 
 /* Messages under way, by the word of their signal: bits 1 and 2: the puts, bit 4: the signal. */
