@@ -119,49 +119,53 @@ class Arranger {
     return g;
   }
 
+  /// What a group that needs rows of others brings to a round: bytes that come in forward, and the cost of its tasks.
+  struct Weight {
+    int64_t bytes = 0, cost = 0;
+    size_t group = 0;
+  };
+  Weight weight_of(const Group& g, size_t index) const {
+    const Document document = options_.document(layout_, g.document);
+    const int64_t query = format(Phase::kForward, Direction::kIn, TensorKind::kQ, g.num_kv_heads()).wire_bytes();
+    Weight weight = {.bytes = key_bytes_of_others(g), .group = index};
+    for (const Task& t : tasks_.subspan(g.task_begin, g.task_end - g.task_begin)) {
+      if (t.home != g.server) weight.bytes += t.num_rows() * query;
+      weight.cost += options_.cost.cost(document, t.q_begin, t.q_end) * g.num_kv_heads();
+    }
+    return weight;
+  }
+
   /// Deals the groups of a server that need rows of others into rounds of about the same cost, and sorts them by round.
   /// While the server computes a round, rows of the next one travel, and results of the one before. Groups of few bytes
   /// come first and last, because nothing hides the rows of the first round and the results of the last one.
-  void deal_into_rounds(std::vector<Group>& waiting) {
+  void deal_into_rounds(std::vector<Group>& waiting) const {
     if (waiting.size() < 2) return;
-    struct Part {
-      int64_t bytes, cost;
-      size_t group;
-    };
-    std::vector<Part> parts;
-    int64_t total_bytes = 0;
-    __int128 total_cost = 0;
-    for (size_t i = 0; i < waiting.size(); ++i) {
-      const Group& g = waiting[i];
-      const Document document = options_.document(layout_, g.document);
-      Part part = {key_bytes_of_others(g), 0, i};
-      const int64_t query = format(Phase::kForward, Direction::kIn, TensorKind::kQ, g.num_kv_heads()).wire_bytes();
-      for (size_t t = g.task_begin; t < g.task_end; ++t) {
-        const Task& task = tasks_[t];
-        if (task.home != g.server) part.bytes += task.num_rows() * query;
-        part.cost += options_.cost.cost(document, task.q_begin, task.q_end) * g.num_kv_heads();
-      }
-      total_bytes += part.bytes;
-      total_cost += part.cost;
-      parts.push_back(part);
+    std::vector<Weight> by_bytes;
+    int64_t bytes = 0;
+    __int128 cost = 0;
+    for (const Group& g : waiting) {
+      by_bytes.push_back(weight_of(g, by_bytes.size()));
+      bytes += by_bytes.back().bytes;
+      cost += by_bytes.back().cost;
     }
     const int64_t rounds =
-        std::min({kMaxRoundsIn, std::ssize(waiting), std::max<int64_t>(1, total_bytes / options_.round_bytes)});
-    if (rounds == 1 || total_cost == 0) return;
-    std::stable_sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.bytes < b.bytes; });
+        std::min({kMaxRoundsIn, std::ssize(waiting), std::max<int64_t>(1, bytes / options_.round_bytes)});
+    if (rounds == 1 || cost == 0) return;
+    std::stable_sort(by_bytes.begin(), by_bytes.end(),
+                     [](const Weight& a, const Weight& b) { return a.bytes < b.bytes; });
     // Every second one from the smallest to the largest, then the others back to the smallest.
-    std::vector<Part> order;
-    for (size_t i = 0; i < parts.size(); i += 2) order.push_back(parts[i]);
-    for (size_t i = parts.size() / 2; i-- > 0;) order.push_back(parts[2 * i + 1]);
-    __int128 twice_done = 0;
+    std::vector<Weight> order;
+    for (size_t i = 0; i < by_bytes.size(); i += 2) order.push_back(by_bytes[i]);
+    for (size_t i = by_bytes.size() / 2; i-- > 0;) order.push_back(by_bytes[2 * i + 1]);
+    // A group is in the round in which its middle lies. Rounds without a group are left out.
+    __int128 twice_done = 0, last = -1;
     int64_t round = -1;
-    __int128 last = -1;  // the round before empty ones are left out
-    for (const Part& part : order) {
-      const __int128 middle = (twice_done + part.cost) * rounds / (2 * total_cost);
+    for (const Weight& weight : order) {
+      const __int128 middle = (twice_done + weight.cost) * rounds / (2 * cost);
       if (middle != last) ++round;
       last = middle;
-      twice_done += 2 * static_cast<__int128>(part.cost);
-      waiting[part.group].round = round;
+      twice_done += 2 * static_cast<__int128>(weight.cost);
+      waiting[weight.group].round = round;
     }
     std::stable_sort(waiting.begin(), waiting.end(), [](const Group& a, const Group& b) { return a.round < b.round; });
   }

@@ -130,8 +130,8 @@ FAULTS = [
     Fault(
         "a group of many bytes comes first",
         ARRANGEMENT,
-        "for (size_t i = parts.size() / 2; i-- > 0;) order.push_back(parts[2 * i + 1]);",
-        "for (size_t i = parts.size() / 2; i-- > 0;) order.insert(order.begin(), parts[2 * i + 1]);",
+        "order.push_back(by_bytes[2 * i + 1]);",
+        "order.insert(order.begin(), by_bytes[2 * i + 1]);",
         (ROUNDS_IN,),
     ),
     Fault(

@@ -17,7 +17,7 @@ from distca.simulator.network import Network, Traffic
 from distca.simulator.reading import read_cluster
 from distca.simulator.setup import Cluster, Collective, LinkClass, Parallelism
 from distca.simulator.simulate import simulate
-from distca.simulator.work import AttentionWork
+from distca.simulator.work import AttentionWork, Round
 from support.simulated import DEVICE, MODEL, cluster
 
 POINT = {"q_rows": 1, "kv_rows": 1, "forward_ns": 2.0, "backward_ns": 6.0}
@@ -95,6 +95,28 @@ def test_rows_travel_while_a_device_computes_that_does_not_copy_them() -> None:
     machine, work = _machine(None)
     machine.dispatch(work, distca.calls.calls_of_pass("forward", 1)[0])
     assert machine.now.tolist() == [0.0, 1.0] and machine.copying.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("in_rounds", [False, True])
+def test_a_round_is_computed_while_the_rows_of_the_next_and_the_results_of_the_one_before_travel(
+    in_rounds: bool,
+) -> None:
+    """Home 0 sends 40 GB in 0.1 s for 3 s of computation, and gets 20 GB back in 0.05 s, twice."""
+    machine, _ = _machine(None)
+    machine.now = torch.zeros(2, dtype=torch.float64)
+    nothing, seconds = (torch.tensor([0.0, s], dtype=torch.float64) for s in (0.0, 3.0))
+    there, back = (torch.tensor(of, dtype=torch.float64) for of in ([[0, 40e9], [0, 0]], [[0, 0], [20e9, 0]]))
+    one = Round(seconds, Traffic.of(there, 2), Traffic.of(back, 2))
+    work = AttentionWork(
+        nothing, 2 * seconds, Traffic.of(2 * there, 2), Traffic.of(2 * back, 2), rounds=[one, one] if in_rounds else []
+    )
+    call = distca.calls.calls_of_pass("forward", 1)[0]
+    step = machine.dispatch(work, call)
+    machine.attend(step, call)
+    machine.collect(step, call)
+    shown = 0.1 + 0.05 if in_rounds else 0.2 + 0.1  # the rows of the first round, and the results of the last
+    assert float(machine.now[0]) == pytest.approx(6 + shown, abs=1e-4)
+    assert machine.attention.tolist() == [0.0, 6.0]
 
 
 def test_a_ring_takes_the_rate_that_is_known_of_its_size() -> None:
