@@ -18,7 +18,6 @@ class Arranger {
         options_(options),
         heads_(options.heads),
         block_rows_(options.key_block_rows),
-        reduces_narrow_(options.reduces_narrow()),
         retain_bytes_(options.retain_bytes),
         ranks_per_node_(ranks_of_node(layout, options)),
         tasks_(tasks) {}
@@ -318,7 +317,8 @@ class Arranger {
     if (drafts_.size() - first < 2) return;
     const Group& g = a_.groups[drafts_[first].group];
     for (size_t i = first; i < drafts_.size(); ++i) {
-      if (!reduces_narrow_ || drafts_[i].target == GradTarget::kReturned) drafts_[i].target = GradTarget::kPartial;
+      if (!options_.reduces_narrow() || drafts_[i].target == GradTarget::kReturned)
+        drafts_[i].target = GradTarget::kPartial;
       drafts_[i].sum = static_cast<int64_t>(a_.sums.size());
     }
     // The home's own contribution goes straight into the sum. Without one, the first contribution that arrives does.
@@ -414,7 +414,6 @@ class Arranger {
   const PlanOptions& options_;
   const HeadShape heads_;
   const int64_t block_rows_;
-  const bool reduces_narrow_;
   const std::vector<int64_t>& retain_bytes_;
   const int64_t ranks_per_node_;
   const std::span<const Task> tasks_;

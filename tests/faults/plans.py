@@ -81,7 +81,7 @@ FAULTS = [
     Fault(
         "contributions are rounded although fp32 is asked for",
         ARRANGEMENT,
-        "      if (!reduces_narrow_ || drafts_[i].target == GradTarget::kReturned)",
+        "      if (!options_.reduces_narrow() || drafts_[i].target == GradTarget::kReturned)",
         "      if (drafts_[i].target == GradTarget::kReturned)",
         (REDUCE_DTYPE, PLAN),
     ),

@@ -150,11 +150,9 @@ def attention_work(plan: Plan, phase: str, device: Device, per_node: int) -> Att
         return Traffic.of(sum((moved[direction, number] for number in numbers), nothing), per_node)
 
     numbers = range(len(later))
-    rounds = [Round(later[number], traffic("in", number), traffic("out", number)) for number in numbers]
+    rounds = [Round(later[n], traffic("in", n), traffic("out", n)) for n in numbers] if len(later) > 1 else ()
     computed = sum(later, torch.zeros_like(at_once))
-    return AttentionWork(
-        at_once, computed, traffic("in", *numbers), traffic("out", *numbers), rounds=rounds if len(later) > 1 else ()
-    )
+    return AttentionWork(at_once, computed, traffic("in", *numbers), traffic("out", *numbers), rounds=rounds)
 
 
 def attention_seconds(plan: Plan, phase: str, device: Device) -> list[torch.Tensor]:
