@@ -48,7 +48,9 @@ struct Newcomer {
   Received received;
 };
 
-[[noreturn]] void fail(const std::string& what) { throw OperatingSystemError(what + ": " + std::strerror(errno)); }
+[[noreturn]] void fail(const std::string& what, int error = errno) {
+  throw OperatingSystemError(what + ": " + std::strerror(error));
+}
 
 struct SocketName {
   sockaddr_un address{};
@@ -163,14 +165,40 @@ class Mesh {
         message("rank ", group_.rank, " waited too long for the connections of ", missing(), refused_));
   }
 
+  /// Returns 0 once the socket is connected to that rank's, and the error otherwise.
+  int connect_error(const Descriptor& socket, int to) const {
+    const SocketName there(group_.addresses[static_cast<size_t>(to)].name);
+    return ::connect(socket.get(), there.get(), there.bytes) == 0 ? 0 : errno;
+  }
+
   /// Returns false if the peer's queue is full.
   bool try_connect(const Descriptor& socket, int to) const {
-    const SocketName there(group_.addresses[static_cast<size_t>(to)].name);
-    if (::connect(socket.get(), there.get(), there.bytes) == 0) return true;
-    require<PeerDiedError>(errno != ECONNREFUSED, "rank ", group_.rank, " found nobody at the address of ", name(to),
-                           ": the process has ended, or the address is of an earlier run", refused_);
-    if (errno != EAGAIN && errno != EINTR) fail("could not connect to " + name(to));
-    return false;
+    const int error = connect_error(socket, to);
+    if (error == ECONNREFUSED)
+      throw PeerDiedError(message("rank ", group_.rank, " found nobody at the address of ", name(to),
+                                  ": the process has ended, or the address is of an earlier run", others_gone(to),
+                                  refused_));
+    if (error != 0 && error != EAGAIN && error != EINTR) fail(message("could not connect to ", name(to)), error);
+    return error == 0;
+  }
+
+  /// Whether the other end is gone. What it has sent before does not count as news.
+  static bool has_hung_up(const Descriptor& socket) {
+    pollfd fd{.fd = socket.get(), .events = POLLRDHUP, .revents = 0};
+    return ::poll(&fd, 1, 0) > 0 && fd.revents != 0;
+  }
+
+  /// For a message about one rank that is gone: the others that are gone, too. A rank that finds another gone ends, and
+  /// its end may be seen here before that of the rank that ended first. Nobody knows the order, so all are named.
+  std::string others_gone(int besides) const {
+    std::string text;
+    for (int i = 0; i < group_.num_ranks(); ++i) {
+      if (i == group_.rank || i == besides) continue;
+      const Descriptor& socket = peers_[static_cast<size_t>(i)].socket;
+      if (socket ? has_hung_up(socket) : connect_error(make_socket(), i) == ECONNREFUSED)
+        text += (text.empty() ? "; gone, too: " : ", ") + name(i);
+    }
+    return text;
   }
 
   void connect_to(int to) {
@@ -250,9 +278,11 @@ class Mesh {
 
   void take_answer(int from) {
     std::optional<Received> received = receive_hello(peer(from).socket);
-    require<PeerDiedError>(
-        received.has_value(), name(from), " hung up on rank ", group_.rank,
-        " before they were connected: it has ended, failed, or did not accept this rank's addresses");
+    if (!received)
+      throw PeerDiedError(
+          message(name(from), " hung up on rank ", group_.rank,
+                  " before they were connected: it has ended, failed, or did not accept this rank's addresses",
+                  others_gone(from)));
     check_member(received->hello, from);
     require(received->hello.to_token == listener_.address.token, name(from), " answered rank ", group_.rank,
             " with a token that is not this rank's");

@@ -201,6 +201,31 @@ def test_a_rank_killed_while_the_group_connects_is_named(ranks: int, seed: int) 
             assert group.receive(rank) == []
 
 
+def regions(pid: int) -> int:
+    """How many ranks' regions a process holds, its own among them."""
+    links = Path(f"/proc/{pid}/fd").iterdir()
+    return sum(os.path.basename(os.readlink(link)).startswith("memfd:distca") for link in links)
+
+
+def test_a_rank_whose_peers_end_one_after_the_other_while_it_connects_names_the_first() -> None:
+    with Group(step_until_a_fault, 3) as group:
+        addresses = [group.receive(rank) for rank in range(3)]
+        group.tell(addresses, [0, 1])
+        deadline = time.monotonic() + LIMIT
+        while regions(group.pids[1]) < 2:  # rank 1 is connected to rank 0 and waits for rank 2
+            assert time.monotonic() < deadline, group.stacks()
+            time.sleep(0.001)
+        group.kill(0)
+        group.send(2, addresses)
+        for rank, first in ((2, "rank 0"), (1, "rank 2")):  # rank 2 misses rank 0 and ends; then rank 1 misses rank 2
+            kind, message = group.receive(rank)
+            print(message)
+            assert kind == "PeerDiedError", message
+            assert message.startswith(f"rank {rank} found nobody at the address of {first} "), message
+            assert f"rank 0 (pid {group.pids[0]})" in message, message
+            assert group.receive(rank) == []
+
+
 def move_rows(rank: int, ranks: int, pipe: Connection, rows: int) -> None:
     """The others compute their part of rank 0's documents. Arenas and results start out as NaN."""
     heads = distca.Heads(q=8, kv=8, dim=128)
