@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <cstring>
+#include <optional>
 
 #include "common/error.h"
 #include "plan/cost.h"
@@ -133,7 +134,7 @@ std::unique_ptr<NvshmemRank> prepare_nvshmem(int rank, int num_ranks, int device
   if (error.matches(errors.attr("PeerDiedError"))) throw PeerDiedError(text);
   if (error.matches(errors.attr("PeerLeftError"))) throw PeerLeftError(text);
   if (error.matches(errors.attr("PeerTimeoutError"))) throw PeerTimeoutError(text);
-  if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();  // again, at a place where Python can raise it
+  if (!error.matches(PyExc_Exception)) raise_later(error);  // Ctrl-C, or an end that a handler of a signal asks for
   const std::string name = py::str(error.type().attr("__name__"));
   throw OperatingSystemError(message("the exchange between the ranks failed: ", name, text.empty() ? "" : ": ", text));
 }
@@ -144,20 +145,21 @@ using Tell = std::function<void(std::string, std::string)>;
 /// Calls Python, which tells other processes of a fault. Nothing is raised.
 void tell(const Tell& others, const std::string& kind, const std::string& text) {
   const py::gil_scoped_acquire gil;
-  bool is_interrupted = false;
+  std::optional<py::error_already_set> interrupt;
   for (bool is_done = false; !is_done;) {
     is_done = true;
     try {
       others(kind, text);
     } catch (py::error_already_set& error) {
-      if (error.matches(PyExc_KeyboardInterrupt)) {  // Ctrl-C, before or meanwhile: they are told all the same
-        is_done = std::exchange(is_interrupted, true);
+      if (!error.matches(PyExc_Exception)) {  // Ctrl-C, before or meanwhile: they are told all the same
+        is_done = interrupt.has_value();
+        interrupt.emplace(error);
       } else {
         error.discard_as_unraisable("distca: other processes are told of a fault");
       }
     }
   }
-  if (is_interrupted) PyErr_SetInterrupt();  // again, at a place where Python can raise it
+  if (interrupt) raise_later(*interrupt);
 }
 
 ContextPtr make_torch_context(int rank, int num_ranks, AllToAll all_to_all, Tell abandon, std::string name,

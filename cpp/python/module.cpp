@@ -6,6 +6,7 @@
 #include "attention/attention.h"
 #include "attention/peak.h"
 #include "common/error.h"
+#include "common/interrupt.h"
 #include "python/bindings.h"
 #include "runtime/backend.h"
 #include "runtime/cuda_library.h"
@@ -20,6 +21,7 @@ void translate_errors(std::exception_ptr pending) {
   try {
     if (pending) std::rethrow_exception(pending);
   } catch (const Error& error) {
+    if (dynamic_cast<const Interrupted*>(&error) != nullptr && raise_pending()) return;
     const py::object type = py::module_::import("distca.errors").attr(error.kind());
     py::set_error(type, error.what());
   }
@@ -78,4 +80,5 @@ PYBIND11_MODULE(_C, m) {
   distca::python::bind_transports(m);
   distca::python::bind_contexts(m);
   distca::python::bind_machine(m);
+  distca::python::watch_signals();
 }

@@ -5,6 +5,7 @@
 #include <bit>
 
 #include "common/digest.h"
+#include "common/interrupt.h"
 
 namespace distca::runtime {
 namespace {
@@ -350,7 +351,12 @@ void Protocol::wait(const Wait& w) {
   waiting_ = w;
   const Timer timer(*this, w.what, /*is_wait=*/true, w.peer);
   const auto deadline = std::chrono::steady_clock::now() + timeout_;
-  if (!transport_->wait(w.word, w.value, deadline, watch_)) time_out();
+  try {
+    if (!transport_->wait(w.word, w.value, deadline, watch_)) time_out();
+  } catch (const Interrupted& interrupted) {
+    throw Interrupted(
+        message(where(), ": ", interrupted.what(), " while it waited for ", name_of(w.peer), ": ", w.what));
+  }
   waiting_ = {};
   compare_with(w.peer);  // also if nothing was left to wait for
 }

@@ -15,6 +15,7 @@
 #include <optional>
 
 #include "common/error.h"
+#include "common/interrupt.h"
 #include "transport/host_memory.h"
 
 namespace distca::transport::shm {
@@ -225,6 +226,7 @@ class Mesh {
   /// Waits for any news, for so many milliseconds at most, and takes all of it.
   void step(int64_t wait = kProbeMs) {
     check_deadline();
+    check_interrupt();
     if (!newcomers_.empty()) wait = kRetryMs;
     std::vector<pollfd> fds{{.fd = listener_.socket.get(), .events = POLLIN, .revents = 0}};
     for (const Descriptor& s : nameless_) fds.push_back({.fd = s.get(), .events = POLLIN, .revents = 0});

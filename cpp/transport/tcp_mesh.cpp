@@ -13,6 +13,7 @@
 #include <string>
 
 #include "common/error.h"
+#include "common/interrupt.h"
 
 namespace distca::transport::tcp {
 namespace {
@@ -168,6 +169,7 @@ class Mesh {
     const Clock::time_point now = Clock::now();
     require<PeerTimeoutError>(now < deadline_, "rank ", group_.rank, " waited too long for the connections of ",
                               missing(), refused_);
+    check_interrupt();
     if (now >= next_probe_) probe();
     std::vector<pollfd> fds{{.fd = listener_.socket.get(), .events = POLLIN, .revents = 0}};
     const size_t num_nameless = nameless_.size();

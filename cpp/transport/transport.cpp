@@ -3,8 +3,12 @@
 #include <algorithm>
 #include <thread>
 
+#include "common/interrupt.h"
+
 namespace distca::transport {
 namespace {
+
+using Clock = std::chrono::steady_clock;
 
 // The spins catch a signal that is on its way. The yields are for ranks that share a core. After them the thread
 // sleeps.
@@ -12,6 +16,8 @@ constexpr int kNumSpins = 64;
 constexpr int kNumYields = 8;
 // The longest sleep between two calls of `idle`, in which a peer's death may go unnoticed.
 constexpr std::chrono::microseconds kDoze{4000};
+// Between two looks for signals of the process, which may take until another thread lets go of Python's lock.
+constexpr std::chrono::milliseconds kInterruptCheck{100};
 
 void pause() {
 #if defined(__x86_64__)
@@ -23,8 +29,8 @@ void pause() {
 
 }  // namespace
 
-bool Transport::wait(int64_t word, uint64_t value, std::chrono::steady_clock::time_point deadline,
-                     const std::function<void()>& idle) {
+bool Transport::wait(int64_t word, uint64_t value, Clock::time_point deadline, const std::function<void()>& idle) {
+  Clock::time_point next_check{};
   for (int round = 0;; ++round) {
     const uint32_t seen = doorbell();  // before the load, so that a signal after the load ends the sleep
     if (load(word) >= value) return true;
@@ -36,7 +42,12 @@ bool Transport::wait(int64_t word, uint64_t value, std::chrono::steady_clock::ti
     } else {
       round = kNumSpins + kNumYields;
       if (idle) idle();
-      const auto left = std::chrono::ceil<std::chrono::microseconds>(deadline - std::chrono::steady_clock::now());
+      const Clock::time_point now = Clock::now();
+      if (now >= next_check) {
+        if (next_check != Clock::time_point{}) check_interrupt();  // not in waits that are short
+        next_check = now + kInterruptCheck;
+      }
+      const auto left = std::chrono::ceil<std::chrono::microseconds>(deadline - now);
       if (left.count() <= 0) return load(word) >= value;
       doze(seen, std::min(left, kDoze));
     }

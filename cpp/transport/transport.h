@@ -107,7 +107,7 @@ class DISTCA_EXPORT Transport {
   virtual std::optional<Departure> departed(int peer) const = 0;
 
   /// Waits until this rank's `word` >= `value`. While it waits it calls `idle` at least every few milliseconds; `idle`
-  /// may throw. Returns false if the deadline has passed.
+  /// may throw. Returns false if the deadline has passed. Throws Interrupted if a handler of a signal raises.
   bool wait(int64_t word, uint64_t value, std::chrono::steady_clock::time_point deadline,
             const std::function<void()>& idle);
 

@@ -11,6 +11,7 @@ TORCH_TRANSPORT = "tests/transport/test_torch_transport.py"
 TORCH_FAULTS = "tests/transport/test_torch_transport_faults.py"
 PARTS = "tests/runtime/test_steps_in_parts.py"
 PARTS_MISTAKES = "tests/runtime/test_steps_in_parts_mistakes.py"
+INTERRUPTS = "tests/runtime/test_interrupts.py"
 UNFINISHED = "tests/runtime/test_steps_left_unfinished.py"
 PING_PONG = "tests/operators/test_ping_pong.py"
 PING_PONG_WRAPPERS = "tests/operators/test_ping_pong_wrappers.py"
@@ -270,6 +271,34 @@ FAULTS = [
         "                     for (const int fd : watch().open) ::close(fd);",
         "",
         (f"{DEATH}::test_a_forked_child_that_lives_on_does_not_hide_the_death_of_its_parent",),
+    ),
+    Fault(
+        "a rank that misses a peer while it connects names no other",
+        "cpp/transport/shm_mesh.cpp",
+        'or the address is of an earlier run", others_gone(to),',
+        'or the address is of an earlier run",',
+        (f"{DEATH}::test_a_rank_whose_peers_end_one_after_the_other_while_it_connects_names_the_first",),
+    ),
+    Fault(
+        "a wait lets no handler of a signal run",
+        "cpp/transport/transport.cpp",
+        "if (next_check != Clock::time_point{}) check_interrupt();",
+        "",
+        (INTERRUPTS,),
+    ),
+    Fault(
+        "what a handler of a signal raised is never raised",
+        "cpp/python/interrupt.cpp",
+        "  Py_AddPendingCall(&raise_pending_call, nullptr);",
+        "",
+        (INTERRUPTS,),
+    ),
+    Fault(
+        "a rank that connects lets no handler of a signal run",
+        "cpp/transport/shm_mesh.cpp",
+        "    check_interrupt();",
+        "",
+        (INTERRUPTS,),
     ),
     Fault(
         "heaps of different sizes are not noticed",
