@@ -50,6 +50,7 @@ from distca.integrations.hf_models import windows_of as windows_of
 from distca.integrations.hf_ping_pong import InHalves
 from distca.integrations.hf_ping_pong import ping_pong as ping_pong
 from distca.integrations.hf_ping_pong import plan_halves as plan_halves
+from distca.integrations.hf_recurrent import refuse_recomputation
 from distca.ops import core_attention
 from distca.planner.exchange import gathered_lengths
 from distca.planner.layout import Layout
@@ -221,14 +222,9 @@ def _current_plan(
         return None, distca_context
     here = current()
     if here is not None:
-        module.__dict__["_distca_uses_current"] = True
+        module.__dict__["_distca_had_plan"] = True
         return here.plan, here.context
-    refuse(
-        torch._C._current_graph_task_id() != -1 and getattr(module, "_distca_uses_current", False),
-        "a layer runs again in backward (activation checkpointing), where its plan is not known, because the model "
-        "does not hand keywords on: use model.gradient_checkpointing_enable(), or checkpoint a function that enters "
-        "distca.using(plan) itself",
-    )
+    refuse_recomputation(module)
     return None, distca_context
 
 

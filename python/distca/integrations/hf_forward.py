@@ -39,6 +39,7 @@ from distca.integrations.hf_models import (
     refuse,
     takes_plans,
 )
+from distca.integrations.hf_recurrent import ran_by_document
 from distca.integrations.hf_rope import depends_on_longest
 from distca.pingpong.turns import in_half
 from distca.planner.layout import PADDING, Layout
@@ -122,9 +123,16 @@ def with_plan(
     with using(plan, context=context):
         token = _forward.set(forward)
         try:
-            output = run(*args, **kwargs)
+            with ran_by_document() as ran:
+                output = run(*args, **kwargs)
         finally:
             _forward.reset(token)
+    missed = next((name for name, m in examine(model).recurrent.items() if m not in ran), None)
+    refuse(
+        missed is not None,
+        f"the model's module {missed} carries a state from row to row, and did not run on each document by itself: its "
+        "forward was replaced after the model's first call with a plan, or it was left out (layerdrop)",
+    )
     # Compiled layers cannot count. But in a half of a ping-pong the context's steps are those of both halves, and in a
     # tick those of the deepest stage.
     calls = forward.calls if found is None or in_half() or isinstance(plan, PlanSource) else found.step - before
@@ -137,7 +145,7 @@ def _check(model: PreTrainedModel, plan: Plan | Plans, args: tuple[Any, ...], kw
     names, takes_keywords = _parameters(type(model).forward)
     inner = _parameters(type(model.get_decoder()).forward)[0] if takes_keywords else []
     arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
-    check_model(model, plan.layout.num_ranks)
+    check_model(model, plan.layout.num_ranks, plan.layout)
     _check_positions(model, plan, arguments, "position_ids" in (*names, *inner))
     check_loss(model, plan.layout, arguments)
 

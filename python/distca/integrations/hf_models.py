@@ -2,9 +2,9 @@
 
 Both are read from the model's configuration and modules.
 
-A plan knows rows by document and position. Anything else in a model that looks along the rows of its tensor (a
-recurrence, a convolution, positions counted by row) sees the borders of ranks instead of those of documents. It is
-refused here.
+A plan knows rows by document and position. Anything else in a model that looks along the rows of its tensor sees the
+borders of ranks instead of those of documents. Recurrent modules run on each document by itself (hf_recurrent.py), if
+documents are whole. What else there is (positions counted by row, other convolutions) is refused here.
 """
 
 from __future__ import annotations
@@ -18,10 +18,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
+from distca.integrations.hf_recurrent import cut_document, is_recurrent, looks_along_rows, run_by_document
 from distca.integrations.hf_rope import watch
+from distca.planner.layout import Layout
 
 NAME = "distca"
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")  # the last one is refused if it has chunks
+#: The types of layers that call attention once, and whether they have the configuration's sliding window. Chunked ones
+#: are refused if they have chunks. Hybrid layers are recurrent as well.
+_ATTENTION = {
+    **{"full_attention": False, "chunked_attention": False, "hybrid": False},
+    **{"sliding_attention": True, "hybrid_sliding": True},
+}
+#: The types of layers without attention.
+_NO_ATTENTION = ("linear_attention", "conv", "mlp", "moe")
 
 #: By model type, why a model cannot take a plan. Neither its modules nor its layer types tell this.
 _REFUSED = {
@@ -62,11 +71,13 @@ class Examined:
     """What the modules of a model tell.
 
     Attributes:
-        along_rows: name and type of a module that looks along the rows of its tensor; None if there is none.
+        recurrent: the recurrent modules, by name.
+        along_rows: name and type of another module that looks along the rows of its tensor; None if there is none.
         first_position: the position of a document's first row.
         checkpointed: modules that activation checkpointing may run again.
     """
 
+    recurrent: dict[str, torch.nn.Module]
     along_rows: str | None
     first_position: int
     checkpointed: list[torch.nn.Module]
@@ -76,19 +87,25 @@ _examined: weakref.WeakKeyDictionary[PreTrainedModel, Examined] = weakref.WeakKe
 
 
 def examine(model: PreTrainedModel) -> Examined:
-    """Looks through the modules of a model's decoder, once. RoPE modules get hooks."""
+    """Looks through the modules of a model's decoder, once. RoPE modules get hooks, recurrent ones another forward."""
     found = _examined.get(model)
     if found is None:
         decoder = model.get_decoder()
         decoder = decoder if isinstance(decoder, torch.nn.Module) else model
         apart = {m for part in _models_inside(decoder) for m in part.modules()}  # encoders of images and sound
         modules = [(name, m) for name, m in decoder.named_modules() if m not in apart]
-        along = next((f"{name} ({type(m).__name__})" for name, m in modules if _looks_along_rows(m)), None)
+        recurrent = {name: m for name, m in modules if is_recurrent(m)}
+        inside = {part for m in recurrent.values() for part in m.modules() if part is not m}
+        recurrent = {name: m for name, m in recurrent.items() if m not in inside}
+        for module in recurrent.values():
+            run_by_document(module)
+        others = ((name, m) for name, m in modules if m not in inside and looks_along_rows(m))
+        along = next((f"{name} ({type(m).__name__})" for name, m in others), None)
         # RoBERTa's positions begin after the number of its padding token.
         firsts = [m.padding_idx + 1 for _, m in modules if hasattr(m, "create_position_ids_from_input_ids")]
         checkpointed = [m for _, m in modules if hasattr(m, "gradient_checkpointing")]
         watch(model)
-        found = _examined[model] = Examined(along, firsts[0] if firsts else 0, checkpointed)
+        found = _examined[model] = Examined(recurrent, along, firsts[0] if firsts else 0, checkpointed)
     return found
 
 
@@ -99,25 +116,30 @@ def _models_inside(decoder: torch.nn.Module) -> list[torch.nn.Module]:
     ]
 
 
-def _looks_along_rows(module: torch.nn.Module) -> bool:
-    """Whether the module is a convolution, a recurrence, or a padding in front, which is a shift of rows."""
-    if isinstance(module, torch.nn.Conv1d):
-        return module.kernel_size != (1,)
-    return isinstance(module, torch.nn.RNNBase | torch.nn.ZeroPad2d | torch.nn.ZeroPad1d | torch.nn.ConstantPad1d)
+def check_model(model: PreTrainedModel, num_ranks: int, layout: Layout | None = None) -> None:
+    """Raises InvalidArgumentError if a plan cannot express something in the model. The message names it.
 
-
-def check_model(model: PreTrainedModel, num_ranks: int) -> None:
-    """Raises InvalidArgumentError if a plan cannot express something in the model. The message names it."""
+    Without a layout, documents are taken to be cut in some step.
+    """
     config = model.config.get_text_config()
     kind = config.model_type
     refuse(kind in _REFUSED, _REFUSED.get(kind, ""))
-    other = next((kind for kind in getattr(config, "layer_types", None) or () if kind not in _LAYER_TYPES), None)
+    other = next((kind for kind in _kinds(config) if kind not in (*_ATTENTION, *_NO_ATTENTION)), None)
     refuse(
         other is not None,
-        f"the model has layers of type {other}, which know no borders of documents or ranks, or choose their keys "
-        f"themselves: only {' and '.join(_LAYER_TYPES[:2])} are supported yet",
+        f"the model has layers of type {other}, which choose their keys themselves: not supported yet",
     )
-    along = examine(model).along_rows
+    examined = examine(model)
+    cut = None if layout is None else cut_document(layout)
+    if examined.recurrent and (layout is None or cut is not None):
+        name, module = next(iter(examined.recurrent.items()))
+        where = "documents may be cut between ranks" if cut is None else f"document {cut[0]} is cut on rank {cut[1]}"
+        refuse(
+            True,
+            f"the model's module {name} ({type(module).__name__}) carries a state from row to row, and {where}: take "
+            "homes of whole documents, such as distca.Layout.from_documents",
+        )
+    along = examined.along_rows
     refuse(
         along is not None,
         f"the model's module {along} looks along the rows of its tensor, over the borders of documents and ranks: not "
@@ -144,17 +166,24 @@ def has_own_loss(model: PreTrainedModel) -> bool:
     return model.config.model_type in _OWN_LOSS
 
 
+def _kinds(config: PreTrainedConfig) -> list[str]:
+    """The type of each layer of a text model; empty if its configuration does not say them."""
+    return list(getattr(config, "layer_types", None) or ())
+
+
 def num_attention_calls(config: PreTrainedConfig) -> int:
     """How often a forward pass of the model calls attention."""
     config = config.get_text_config()
-    return config.num_hidden_layers * _CALLS_PER_LAYER.get(config.model_type, 1)
+    without = sum(kind in _NO_ATTENTION for kind in _kinds(config))
+    return (config.num_hidden_layers - without) * _CALLS_PER_LAYER.get(config.model_type, 1)
 
 
 def goes_another_way(config: PreTrainedConfig) -> bool:
     """Whether a plan as a keyword is known not to be enough: the layers do not get it, or the model is refused."""
     config = config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ()
-    return config.model_type in (*_DROPS_KEYWORDS, *_BYPASSES, *_REFUSED) or any(k not in _LAYER_TYPES for k in kinds)
+    plain = ("full_attention", "sliding_attention", "chunked_attention")
+    kinds = _kinds(config)
+    return config.model_type in (*_DROPS_KEYWORDS, *_BYPASSES, *_REFUSED) or any(kind not in plain for kind in kinds)
 
 
 def drops_keywords(module: torch.nn.Module) -> bool:
@@ -223,24 +252,26 @@ def _heads_of_layer(config: Any, layer: int) -> tuple[int, int, int, int]:
 
 
 def windows_of(config: PreTrainedConfig) -> list[int | None]:
-    """The sliding window of every layer; None for a layer whose rows see their whole document up to themselves.
+    """The sliding window of every layer with attention; None if its rows see their whole document up to themselves.
 
     Args:
         config: the model's configuration.
 
     Raises:
-        InvalidArgumentError: a layer's type is neither full nor sliding attention.
+        InvalidArgumentError: no layer has attention, or a layer's type is not known.
     """
     config = config.get_text_config()
     window = None if config.model_type in _NO_WINDOW else getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
+    kinds = _kinds(config)
+    if not kinds:
         return [window] * config.num_hidden_layers
-    windows: dict[str, int | None] = {"full_attention": None, "sliding_attention": window}
+    known = [kind for kind in (*_ATTENTION, *_NO_ATTENTION) if kind != "chunked_attention"]
     for layer, kind in enumerate(kinds):
         refuse(
-            kind not in windows,
-            f"layer {layer} of the model is of type {kind}, must be {' or '.join(windows)}: other types know no "
-            "borders of documents or ranks, or choose their keys themselves",
+            kind not in known,
+            f"layer {layer} of the model is of type {kind}, must be one of {', '.join(known)}: other types choose "
+            "their keys themselves",
         )
-    return [windows[kind] for kind in kinds]
+    windows = [window if _ATTENTION[kind] else None for kind in kinds if kind in _ATTENTION]
+    refuse(not windows, f"none of the model's layers has attention; their types are {', '.join(dict.fromkeys(kinds))}")
+    return windows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -58,7 +59,6 @@ CASES: dict[str, Case] = {
     "qwen2_moe, windows": Case("qwen2_moe", _WINDOWS | {"use_sliding_window": True, "layer_types": _TYPES}),
     "gemma3n_text, shared keys": Case("gemma3n_text", _SHARED),
     "gemma4_text, shared keys": Case("gemma4_text", _SHARED | {"global_head_dim": 16}),
-    "lfm2, convolutions": Case("lfm2", {"layer_types": ["conv", "full_attention"]}),
     "minimax_m3_vl_text, chosen keys": Case(
         "minimax_m3_vl_text", {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_block_size": 8}
     ),
@@ -70,30 +70,48 @@ CASES: dict[str, Case] = {
     "roberta, positions from 0": Case("roberta"),
 }
 
+#: Models with recurrent layers and attention, by the name of their case; some need options to have a layer of each.
+RECURRENT: dict[str, Case] = {
+    **{
+        entry: Case(entry)
+        for entry in (
+            *("bailing_hybrid", "falcon_h1", "inkling2_text", "inkling_text", "kimi_linear", "lfm2_moe", "lfm3"),
+            *("minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"),
+            *("qwen3_next", "zamba", "zamba2", "zaya"),
+        )
+    },
+    "bamba, attention": Case("bamba", {"attn_layer_indices": [1]}),
+    "granitemoehybrid, both": Case("granitemoehybrid", {"layer_types": ["mamba", "attention"]}),
+    "jamba, attention": Case("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}),
+    "lfm2, convolutions": Case("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "recurrent_gemma, attention": Case("recurrent_gemma", {"block_types": ["recurrent", "attention"]}),
+}
+CASES |= RECURRENT
+CASES |= {f"{name}, whole documents": dataclasses.replace(case, whole=True) for name, case in RECURRENT.items()}
+
 #: Cases in which the caller makes a plan for each window by hand.
 BY_HAND = ("gemma4_text, full layers of other heads", "mimo_v2_flash")
 
 #: What the errors of refused cases say, and the cases that get each error.
 REFUSED: dict[str, tuple[str, ...]] = {
     "layers differ in their heads .* make a plan for each": BY_HAND,
-    r"is of type (linear_attention|conv|hybrid|hybrid_sliding), .* know no borders of documents or ranks": (
-        *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "inkling2_text", "inkling_text", "jamba"),
-        *(
-            "kimi_linear",
-            "lfm2, convolutions",
-            "lfm2_moe",
-            "lfm3",
-            "minimax",
-            "nemotron_h",
-            "olmo_hybrid",
-            "qwen3_5",
-            "qwen3_5_moe",
-        ),
-        *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma"),
-        *("zamba", "zamba2", "zaya"),
+    "carries a state from row to row, and document 0 is cut on rank 0: take homes of whole documents": tuple(RECURRENT),
+    "none of the model's layers has attention": ("bamba", "granitemoehybrid", "jamba", "recurrent_gemma"),
+    "a position bias is not supported yet": tuple(
+        f"{name}, whole documents" for name in ("inkling2_text", "inkling_text")
     ),
     r"is of type (indexed_attention|heavily_compressed_attention|minimax_m3_sparse), .* choose their keys themselves": (
-        *("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
+        *(
+            "qwen4_exp",
+            "qwen4_exp_text",
+            "axk2",
+            "deepseek_v32",
+            "deepseek_v4",
+            "dots3_note",
+            "dots3_note_text",
+            "glm_moe_dsa",
+            "hy_v4",
+        ),
         "minimax_m3_vl_text, chosen keys",
     ),
     "is of type chunked_attention": ("llama4", "llama4_text"),

@@ -27,21 +27,36 @@ LENGTHS = (90, 1, 30, 7)
 ROWS = 64  # the rows of each of the two ranks; the longest document is cut between them
 NO_TARGET = -100  # transformers' mark of a row without a target
 
+#: Words in the names of modules of attention without a softmax.
+_NOT_CORE = ("DeltaAttention", "LightningAttention", "LinearAttentionDecoderLayer")
 #: How often a module of attention calls attention, for models where this is not once.
 _CALLS = {"diffllama": 2}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An entry of transformers' table, options of its configuration, and the first position of its documents."""
+    """An entry of transformers' table, options of its configuration, the first position of its documents, and whether
+    all documents are whole on their ranks.
+    """
 
     entry: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     first_position: int = 0
+    whole: bool = False
+
+    def layout(self) -> distca.Layout:
+        if self.whole:
+            return distca.Layout.from_documents([LENGTHS[:1], LENGTHS[1:]])
+        return distca.Layout.packed(list(LENGTHS), ranks=2, tokens_per_rank=ROWS)
+
+    def rows(self, rank: int) -> slice:
+        """Where the rank's rows lie among those of all documents."""
+        begin = sum(self.layout().num_rows(r) for r in range(rank))
+        return slice(begin, begin + self.layout().num_rows(rank))
 
     def plans(self, config: transformers.PreTrainedConfig) -> distca.Plans:
         """The plans that a caller makes who follows the documentation."""
-        return distca.plans(layout(), hf.heads_of(config, torch.float32), windows=hf.windows_of(config))
+        return distca.plans(self.layout(), hf.heads_of(config, torch.float32), windows=hf.windows_of(config))
 
     def model(self, attention: str) -> torch.nn.Module:
         return tiny.model_of(self.entry, attention, self.options)
@@ -70,10 +85,6 @@ def documents() -> list[Piece]:
     generator = torch.Generator().manual_seed(3)
     rows = [torch.randint(2, tiny.VOCABULARY, (length,), generator=generator) for length in LENGTHS]
     return [Piece(tokens, torch.cat([tokens[1:], torch.tensor([NO_TARGET])])) for tokens in rows]
-
-
-def layout() -> distca.Layout:
-    return distca.Layout.packed(list(LENGTHS), ranks=2, tokens_per_rank=ROWS)
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -122,7 +133,7 @@ def plans_by_hand(case: Case) -> distca.Plans:
     with torch.no_grad(), contextlib.suppress(KeyError):  # some models look attention up in a table of their own
         run(case.model("seen").eval(), documents()[0].tokens)
     seen = seen or {None: distca.Heads(4, 4, 8)}
-    return distca.Plans({window: distca.plan(layout(), heads, window=window) for window, heads in seen.items()})
+    return distca.Plans({window: distca.plan(case.layout(), heads, window=window) for window, heads in seen.items()})
 
 
 def mistakes(case: Case) -> dict[str, float]:
@@ -140,6 +151,8 @@ def mistakes(case: Case) -> dict[str, float]:
         "documents see each other": [together],
         "positions begin again on the second rank": [dataclasses.replace(long, positions=again), *rest],
     }
+    if case.whole:  # no other mistake can happen
+        wrong = {"documents see each other": [together]}
     right = logits_of(model, whole)
     return {mistake: ((logits_of(model, rows) - right).norm() / right.norm()).item() for mistake, rows in wrong.items()}
 
@@ -162,7 +175,8 @@ def _counted_calls(model: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:
     """Yields the modules of attention that have run: the innermost modules with such a name."""
 
     def is_attention(module: torch.nn.Module) -> bool:
-        return any(word in type(module).__name__ for word in ("Attention", "MLA"))
+        name = type(module).__name__
+        return any(word in name for word in ("Attention", "MLA")) and not any(word in name for word in _NOT_CORE)
 
     calls: list[torch.nn.Module] = []
     hooks = [

@@ -1,0 +1,141 @@
+"""Modules that carry something from row to row other than by attention: linear attention, state spaces, convolutions.
+
+A rank's documents lie in one packed row, and such a module would go on over their borders. With a plan it runs on each
+document by itself. This needs documents that are whole on their ranks, because nothing is handed from rank to rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from transformers.cache_utils import Cache
+
+from distca.current import current
+from distca.errors import InvalidArgumentError
+from distca.planner.layout import PADDING, Layout
+
+#: Recurrent modules that nothing in them tells from attention.
+_BY_NAME = ("MiniMaxLightningAttention",)
+#: What the forward of a recurrent module calls its rows ``[1, T, ...]``.
+_ROWS = ("hidden_states", "input_states")
+#: Keywords of transformers' collators that tell a packed row's documents, which a single document does not have.
+_OF_PACKED_ROWS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+_run: ContextVar[set[torch.nn.Module] | None] = ContextVar("distca.recurrent", default=None)
+
+
+def looks_along_rows(module: torch.nn.Module) -> bool:
+    """Whether the module is a convolution, a recurrence, or a padding in front, which is a shift of rows."""
+    if isinstance(module, torch.nn.Conv1d):
+        return module.kernel_size != (1,)
+    return isinstance(module, torch.nn.RNNBase | torch.nn.ZeroPad2d | torch.nn.ZeroPad1d | torch.nn.ConstantPad1d)
+
+
+def is_recurrent(module: torch.nn.Module) -> bool:
+    """Whether the module takes rows ``[1, T, ...]`` and looks along them other than by attention."""
+    parameters = inspect.signature(module.forward).parameters
+    return next(iter(parameters), None) in _ROWS and (
+        "cache_params" in parameters
+        or any(map(looks_along_rows, module.children()))
+        or type(module).__name__ in _BY_NAME
+    )
+
+
+def run_by_document(module: torch.nn.Module) -> None:
+    """Lets a recurrent module run on each document of the current plan by itself. Without a plan it runs as always."""
+    if not hasattr(module, "_distca_by_document"):
+        module.__dict__["_distca_by_document"] = True
+        module.forward = functools.partial(_forward, module, module.forward)  # what other libraries put there stays
+
+
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+def _forward(module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    here = current()
+    if here is None:
+        refuse_recomputation(module)
+        return forward(*args, **kwargs)
+    ran = _run.get()
+    if ran is not None:
+        ran.add(module)
+    module.__dict__["_distca_had_plan"] = True
+    plan = here.made
+    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_PACKED_ROWS}
+    # A cache would hand the state of a document to the next one.
+    leaves, spec = tree_flatten((args, kwargs))
+    leaves = [None if isinstance(leaf, Cache) else leaf for leaf in leaves]
+    num_rows = next(leaf.shape[1] for leaf in leaves if isinstance(leaf, torch.Tensor))
+    lengths = [end - begin for _, begin, end in whole_pieces(plan.layout, plan.rank)]
+    if sum(lengths) != num_rows:
+        raise InvalidArgumentError(
+            f"{type(module).__name__}: {num_rows} rows, and the plan has {sum(lengths)} on rank {plan.rank}"
+        )
+    outputs, begin = [], 0
+    for length in lengths:
+        of_document = [_rows(leaf, num_rows, begin, begin + length) for leaf in leaves]
+        args, kwargs = tree_unflatten(of_document, spec)
+        outputs.append(forward(*args, **kwargs))
+        begin += length
+    return tree_map(functools.partial(_joined, lengths), *outputs)
+
+
+def _rows(value: Any, num_rows: int, begin: int, end: int) -> Any:
+    """Rows of a tensor ``[1, T, ...]``. Anything else is left as it is."""
+    if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[:2] == (1, num_rows):
+        return value[:, begin:end]
+    return value
+
+
+def _joined(lengths: list[int], *of_documents: Any) -> Any:
+    """The rows of all documents, one after another. What has no rows is that of the last document."""
+    rows = zip(of_documents, lengths, strict=True)
+    if all(isinstance(one, torch.Tensor) and one.dim() >= 2 and one.shape[:2] == (1, length) for one, length in rows):
+        return torch.cat(of_documents, dim=1)
+    return of_documents[-1]
+
+
+def refuse_recomputation(module: torch.nn.Module) -> None:
+    """Raises InvalidArgumentError if a module that ran with a plan runs again in backward without one."""
+    if torch._C._current_graph_task_id() != -1 and getattr(module, "_distca_had_plan", False):
+        raise InvalidArgumentError(
+            'attn_implementation="distca": a layer runs again in backward (activation checkpointing), where its plan '
+            "is not known: use model.gradient_checkpointing_enable(), or checkpoint a function that enters "
+            "distca.using(plan) itself"
+        )
+
+
+def whole_pieces(layout: Layout, rank: int) -> list[tuple[int, int, int]]:
+    """The rank's segments ``(document, begin, end)``. Those that follow each other in a document are one."""
+    pieces: list[tuple[int, int, int]] = []
+    for document, begin, end in layout.segments(rank):
+        if pieces and document != PADDING and pieces[-1][0] == document and pieces[-1][2] == begin:
+            begin = pieces.pop()[1]
+        pieces.append((document, begin, end))
+    return pieces
+
+
+def cut_document(layout: Layout) -> tuple[int, int] | None:
+    """A document that is not whole on a rank, and that rank; None if all are whole. The same on all ranks."""
+    lengths = layout.document_lengths
+    for rank in range(layout.num_ranks):
+        for document, begin, end in whole_pieces(layout, rank):
+            if document != PADDING and (begin, end) != (0, lengths[document]):
+                return document, rank
+    return None
+
+
+@contextmanager
+def ran_by_document() -> Iterator[set[torch.nn.Module]]:
+    """Yields the recurrent modules that have run on each document by itself, inside and so far."""
+    ran: set[torch.nn.Module] = set()
+    before = _run.set(ran)
+    try:
+        yield ran
+    finally:
+        _run.reset(before)
