@@ -231,7 +231,8 @@ REFUSED = {
     ),
     "a recurrence": Refused(
         Family("RecurrentGemmaConfig", {"block_types": ["recurrent"], "num_hidden_layers": 2, "lru_width": 32}),
-        r"layers of type linear_attention, which know no borders of documents or ranks",
+        r"temporal_block \(RecurrentGemmaRecurrentBlock\) carries a state from row to row, and document 0 is cut",
+        LAYOUT,
     ),
     "a temperature by row": Refused(
         Family(

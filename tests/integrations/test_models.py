@@ -116,11 +116,6 @@ def test_heads_that_are_not_the_same_in_all_layers_are_refused(config: Any, mess
 
 # ---- what is not supported
 
-HYBRID = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_experts": 4,
-    "shared_expert_intermediate_size": 24,
-}
 REFUSED = {
     "gemma4 with heads as they are released": (
         Family(
@@ -134,7 +129,6 @@ REFUSED = {
         Family("Llama4TextConfig", {"attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 48}),
         "attention in chunks of 16 is not supported yet",
     ),
-    "qwen3_next": (Family("Qwen3NextConfig", HYBRID | EXPERTS), "layers of type linear_attention"),
     "bloom": (Family("BloomConfig"), "BloomForCausalLM takes no position_ids: it counts the rows of the tensor"),
     "gpt_neox_japanese": (
         Family("GPTNeoXJapaneseConfig", MHA),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distca.current import current
 from distca.errors import InvalidArgumentError
@@ -40,8 +41,10 @@ def looks_along_rows(module: torch.nn.Module) -> bool:
 
 def is_recurrent(module: torch.nn.Module) -> bool:
     """Whether the module takes rows ``[1, T, ...]`` and looks along them other than by attention."""
-    parameters = inspect.signature(module.forward).parameters
-    return next(iter(parameters), None) in _ROWS and (
+    _, *parameters = inspect.signature(type(module).forward).parameters  # without self; an instance's may be replaced
+    if isinstance(module, GradientCheckpointingLayer) or parameters[:1] not in [[name] for name in _ROWS]:
+        return False  # a whole layer has attention and the rest of it, or another kind of rows
+    return (
         "cache_params" in parameters
         or any(map(looks_along_rows, module.children()))
         or type(module).__name__ in _BY_NAME

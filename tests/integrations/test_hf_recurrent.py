@@ -1,0 +1,209 @@
+"""Models with recurrent layers: each document is computed as if it were alone, whatever runs the layers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import tiny
+from torch.utils.checkpoint import checkpoint
+
+import distca
+from distca.integrations import hf
+from support.groups import loopback_group, on_all_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of kernels
+
+#: A rank with several documents, one with a single one, and one with padding alone. Two segments of document 1 follow
+#: each other.
+LAYOUT = distca.Layout([[(0, 0, 9), (1, 0, 12), (1, 12, 20), (2, 0, 1), (-1, 0, 2)], [(3, 0, 40)], [(-1, 0, 1)]])
+MODELS = {
+    "linear attention": ("qwen3_next", {}),
+    "state spaces beside attention": ("falcon_h1", {}),
+    "convolutions": ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "a sum over time": ("minimax", {}),
+}
+QWEN = MODELS["linear attention"]
+Result = tuple[float, dict[str, torch.Tensor]]
+
+
+def _tokens() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(2, tiny.VOCABULARY, (n,), generator=generator) for n in LAYOUT.document_lengths]
+
+
+def _inputs(rank: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A rank's input_ids and position_ids, and the targets of its rows; -100 where there is none."""
+    ids, targets = [], []
+    for document, begin, end in LAYOUT.segments(rank):
+        tokens = _tokens()[document] if document >= 0 else torch.zeros(end, dtype=torch.int64)
+        following = torch.cat([tokens[1:], torch.tensor([-100])]) if document >= 0 else torch.full((end,), -100)
+        ids.append(tokens[begin:end])
+        targets.append(following[begin:end])
+    return {"input_ids": torch.cat(ids)[None], "position_ids": LAYOUT.position_ids(rank)[None]}, torch.cat(targets)
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[0].double(), targets, ignore_index=-100, reduction="sum")
+
+
+def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+
+
+@functools.cache
+def _expected(which: str) -> Result:
+    """transformers' own attention, one document at a time."""
+    entry, options = MODELS[which]
+    model, total = tiny.model_of(entry, "eager", options).train(), 0.0
+    for tokens in _tokens():
+        loss = _loss(model(tokens[None], use_cache=False).logits, torch.cat([tokens[1:], torch.tensor([-100])]))
+        loss.backward()
+        total += loss.item()
+    return total, _gradients(model)
+
+
+def _on_all_ranks(
+    which: str, prepare: Callable[[torch.nn.Module], Any] = lambda model: None, halves: bool = False, **keywords: Any
+) -> Result:
+    entry, options = MODELS[which]
+    models = [tiny.model_of(entry, "distca", options).train() for _ in range(3)]
+    config = models[0].config
+    arguments = LAYOUT, hf.heads_of(config, torch.float32)
+    make = hf.plan_halves if halves else distca.plans
+    made = [make(*arguments, windows=hf.windows_of(config), rank=rank) for rank in range(3)]
+
+    def work(rank: int, context: distca.Context) -> Result:
+        prepared = prepare(models[rank])
+        model = models[rank] if prepared is None else prepared
+        inputs, targets = _inputs(rank)
+        shared = {"plan": made[rank], "distca_context": context} | keywords
+        loss = _loss(model(**inputs, **shared).logits, targets)
+        loss.backward()
+        return loss.item(), _gradients(models[rank])
+
+    parts = made[0].plans if halves else made[:1]
+    plans = [plan for part in parts for plan in part.values()]
+    with loopback_group(plans) as contexts:
+        results = on_all_ranks(contexts, work)
+    gradients = {name: sum(of[name] for _, of in results) for name in results[0][1]}
+    return sum(loss for loss, _ in results), gradients
+
+
+def _check_same(found: Result, expected: Result) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    floor = 1e-2 * max(gradient.norm() for gradient in expected[1].values())
+    for name, gradient in expected[1].items():
+        assert (found[1][name] - gradient).norm() <= 3e-5 * (gradient.norm() + floor), name
+
+
+@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize("cache", [False, None], ids=["no cache", "the default cache"])
+def test_documents_on_three_ranks_are_computed_as_if_alone(which: str, cache: bool | None) -> None:
+    """transformers' default cache would hand the state of a document to the next one."""
+    _check_same(_on_all_ranks(which, **({} if cache is None else {"use_cache": cache})), _expected(which))
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_documents_that_see_each_others_state_would_be_noticed(which: str) -> None:
+    entry, options = MODELS[which]
+    model, tokens = tiny.model_of(entry, "eager", options).eval(), _tokens()
+    with torch.no_grad():
+        alone = model(tokens[1][None], use_cache=False).logits[0]
+        mask = torch.ones(1, len(tokens[0]) + len(tokens[1]))
+        after = model(torch.cat(tokens[:2])[None], attention_mask=mask, use_cache=False).logits[0][len(tokens[0]) :]
+    assert (alone - after).norm() > 1e-2 * alone.norm()
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_layers_that_run_again_in_backward_have_the_plan(which: str) -> None:
+    _check_same(_on_all_ranks(which, lambda model: model.gradient_checkpointing_enable()), _expected(which))
+
+
+def test_a_layer_that_runs_again_without_its_plan_is_refused() -> None:
+    def prepare(model: torch.nn.Module) -> None:
+        layer = model.model.layers[0]
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+    with pytest.raises(distca.InvalidArgumentError, match="a layer runs again in backward"):
+        _on_all_ranks("linear attention", prepare)
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_two_halves_are_computed_as_one_row(which: str) -> None:
+    found = _on_all_ranks(which, lambda model: hf.ping_pong(model), halves=True, use_cache=False)
+    _check_same(found, _expected(which))
+
+
+def test_keywords_of_a_packed_row_do_not_reach_a_single_document() -> None:
+    seen: list[set[str]] = []
+
+    def prepare(model: torch.nn.Module) -> None:
+        mixer = model.model.layers[0].linear_attn
+        forward = mixer.forward
+
+        def watch(*args: Any, **kwargs: Any) -> Any:
+            seen.append(set(kwargs))
+            return forward(*args, **kwargs)
+
+        mixer.forward = watch
+
+    _check_same(
+        _on_all_ranks("linear attention", prepare, seq_idx=None, cu_seq_lens_q=None), _expected("linear attention")
+    )
+    assert len(seen) == 6  # documents, and padding, of all ranks
+    assert not set.union(*seen) & {"seq_idx", "cu_seq_lens_q"}
+
+
+def test_a_compiled_model_is_called_outside_of_graphs() -> None:
+    entry, options = QWEN
+    torch._dynamo.reset()
+    model, tokens = tiny.model_of(entry, "distca", options).eval(), _tokens()
+    plan = distca.plan(distca.Layout.from_documents([[40, 1]]), hf.heads_of(model.config, torch.float32))
+    inputs = {"position_ids": plan.layout.position_ids(0)[None], "plan": plan, "use_cache": False}
+    compiled = torch.compile(model, backend="eager")
+    with loopback_group([plan]) as [context], torch.no_grad():
+        found = compiled(torch.cat([tokens[3], tokens[2]])[None], **inputs, distca_context=context).logits[0]
+        alone = [model(one[None], use_cache=False).logits[0] for one in (tokens[3], tokens[2])]
+    torch.testing.assert_close(found, torch.cat(alone), rtol=1e-4, atol=1e-4)
+
+
+def test_a_forward_that_was_replaced_after_the_first_call_is_refused() -> None:
+    entry, options = QWEN
+    model = tiny.model_of(entry, "distca", options).eval()
+    plan = distca.plan(distca.Layout.from_documents([[5, 3]]), hf.heads_of(model.config, torch.float32))
+    ids, positions = torch.ones(1, 8, dtype=torch.int64), plan.layout.position_ids(0)[None]
+    with loopback_group([plan]) as [context], torch.no_grad():
+        model(ids, position_ids=positions, plan=plan, distca_context=context)
+        mixer = model.model.layers[0].linear_attn
+        mixer.forward = functools.partial(type(mixer).forward, mixer)
+        with pytest.raises(distca.InvalidArgumentError, match=r"layers\.0\.linear_attn .* its forward was replaced"):
+            model(ids, position_ids=positions, plan=plan, distca_context=context)
+
+
+def test_a_model_that_had_a_plan_is_local_without_one_and_can_be_copied_and_saved() -> None:
+    entry, options = QWEN
+    model, ids = tiny.model_of(entry, "distca", options).eval(), _tokens()[3][None]
+    plan = distca.plan(distca.Layout.from_documents([[30, 10]]), hf.heads_of(model.config, torch.float32))
+    with loopback_group([plan]) as [context], torch.no_grad():
+        before = model(ids, use_cache=False).logits
+        positions = plan.layout.position_ids(0)[None]
+        packed = model(ids, position_ids=positions, plan=plan, distca_context=context).logits
+        assert torch.equal(model(ids, use_cache=False).logits, before)
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.model.layers[0].linear_attn.A_log.add_(1.0)
+        assert not torch.equal(other(ids, position_ids=positions, plan=plan, distca_context=context).logits, packed)
+        assert torch.equal(model(ids, position_ids=positions, plan=plan, distca_context=context).logits, packed)
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert torch.equal(loaded(ids, position_ids=positions, plan=plan, distca_context=context).logits, packed)
+        assert model.generate(ids[:, :4], max_new_tokens=3, do_sample=False).shape == (1, 7)
