@@ -39,8 +39,10 @@ tests() {
 }
 
 check_attention() {
-  local objects="$out/objects/CMakeFiles"
-  nvcc -std=c++20 -gencode arch=compute_90a,code=sm_90a -O3 --expt-relaxed-constexpr -I cuda -I cpp \
+  local objects="$out/objects/CMakeFiles" nvcc
+  # The compiler of the build, which need not be on PATH.
+  nvcc=$(sed -n 's/^CMAKE_CUDA_COMPILER:[A-Z]*=//p' "$out/objects/CMakeCache.txt")
+  "$nvcc" -std=c++20 -gencode arch=compute_90a,code=sm_90a -O3 --expt-relaxed-constexpr -I cuda -I cpp \
     cuda/attention/check/check_attention.cu "$objects"/distca_cuda.dir/cuda/attention/*.o \
     "$objects/distca.dir/cpp/transport/table.cpp.o" -o "$out/check_attention" && "$out/check_attention"
 }
