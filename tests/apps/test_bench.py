@@ -198,6 +198,13 @@ def test_the_gpu_benchmark_of_transports_measures_those_that_are_there_and_names
     assert all(value > 0 for value in rows.values())
 
 
+def test_a_gpu_on_which_no_loopback_works_is_an_error_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_transport, "require_gpu", lambda: None)
+    monkeypatch.setattr(gpu_transport, "connect", lambda *_: ({}, {"loopback": "loading a kernel: no kernel image"}))
+    with pytest.raises(distca.DeviceError, match="no loopback on this GPU: loading a kernel: no kernel image"):
+        gpu_transport.transport(short=True)
+
+
 def test_rows_that_no_heap_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_transport, "BESIDE_BYTES", 1 << 20)
     with ExitStack() as stack:

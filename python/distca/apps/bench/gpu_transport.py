@@ -21,7 +21,7 @@ from distca.apps.bench.gpu import require_gpu
 from distca.apps.bench.harness import Result, Row
 from distca.apps.common.timing import Work, alternate, in_turn, median_ratio
 from distca.connect.launch import RankError
-from distca.errors import DistcaError
+from distca.errors import DeviceError, DistcaError
 from distca.testing import _emulation
 
 ROW_BYTES = 4096
@@ -64,6 +64,8 @@ def transport(rounds: int | None = None, short: bool = False) -> Result:
     require_gpu()
     sizes, rounds = SHORT_SIZES if short else SIZES, rounds or (20 if short else 40)
     result = _measured(["loopback"], sizes, rounds)
+    if not result.rows:
+        raise DeviceError(f"bench: no loopback on this GPU: {result.details['missing']['loopback']}")
     try:
         [apart] = distca.launch(_measured, ["nvshmem"], sizes, rounds, ranks=1)
     except RankError as error:
