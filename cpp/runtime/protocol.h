@@ -13,8 +13,9 @@
 // peers are told that the slot is free when they have left.
 //
 // Each rank publishes its calls with their plan digests. Of two neighbours whose calls differ, at least one notices at
-// once, and a rank that waits for a peer compares with it again. A rank tells its first fault to all its peers. From
-// then on the context is poisoned: it sends and returns no more rows.
+// once, and a rank that waits for a peer compares with it again. Queued steps wait on the device, and compare with all
+// ranks beforehand where that costs no question. A rank tells its first fault to all its peers. From then on the
+// context is poisoned: it sends and returns no more rows.
 //
 // No rank waits for ever, by induction over the calls. Dispatch waits for credit only. Peers give it when they come to
 // the same call, before they wait themselves, or gave it at the end of an earlier call. Attend waits for rows of its

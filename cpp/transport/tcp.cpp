@@ -99,6 +99,7 @@ class TcpTransport final : public HostTransport {
     peek_words(from, word, {&value, 1});
     return value;
   }
+  bool peek_asks() const override { return true; }
 
   bool peek_words(int from, int64_t first, std::span<uint64_t> values) const override {
     const auto count = static_cast<int64_t>(values.size());

@@ -61,6 +61,8 @@ class DISTCA_EXPORT Transport {
 
   /// The current value of a signal word of `peer`.
   virtual uint64_t peek(int peer, int64_t word) const = 0;
+  /// Whether a peek asks the peer and waits for its answer. Otherwise it reads memory.
+  virtual bool peek_asks() const { return false; }
   /// Reads consecutive words as if they were peeked one after another. This is cheaper where a peek is a question.
   /// Returns false if the peer does not answer; the values are then those last known, perhaps of different times.
   virtual bool peek_words(int peer, int64_t first, std::span<uint64_t> values) const {

@@ -20,6 +20,7 @@ class DISTCA_EXPORT WrappingTransport : public Transport {
   uint64_t load(int64_t word) const override { return inner_->load(word); }
   void publish(int64_t word, uint64_t value) override { inner_->publish(word, value); }
   uint64_t peek(int peer, int64_t word) const override { return inner_->peek(peer, word); }
+  bool peek_asks() const override { return inner_->peek_asks(); }
   void check_peer(int peer) const override { inner_->check_peer(peer); }
   bool peek_words(int peer, int64_t first, std::span<uint64_t> values) const override {
     return inner_->peek_words(peer, first, values);

@@ -307,6 +307,13 @@ FAULTS = [
         "    require(true,",
         (TRANSPORT,),
     ),
+    Fault(
+        "queued steps compare with their neighbours alone",
+        PROTOCOL,
+        "  if (stream_ && !transport_->peek_asks())",
+        "  if (false)",
+        ("tests/runtime/test_streams.py",),
+    ),
     # ---- exchanges of all ranks
     Fault(
         "ranks of an exchange do not compare their plans",

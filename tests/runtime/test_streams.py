@@ -5,6 +5,8 @@ The results are those of the host. A fault shows as NaN at once, and as an error
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from support.batches import (
     data_parallel,
     random_batch,
     random_tasks,
+    rows_of_rank,
     scattered,
     spill,
     spill_with_empty_ranks,
@@ -92,6 +95,30 @@ def test_of_ranks_with_different_plans_one_says_so_at_once_and_the_others_return
             fault = fault_of_check(context)
             assert isinstance(fault, distca.PlanMismatchError | distca.ContextPoisonedError), fault
             assert plan.digest in str(fault) and other.digest in str(fault), fault
+
+
+def test_ranks_that_exchange_rows_and_differ_say_so_though_their_neighbours_come_later() -> None:
+    # Of four ranks, 0 and 2 compute each other's document. The waits on the streams do not compare.
+    layout = distca.Layout([[(rank, 0, 64)] for rank in range(4)])
+    plan = distca.plan(layout, HEADS, tasks=[(rank, 0, 64, 0, 2, (2, 1, 0, 3)[rank]) for rank in range(4)])
+    batch = random_batch(layout.document_lengths, HEADS, 1)
+    have_left = [threading.Event(), threading.Event()]
+
+    def work(rank: int, context: distca.Context) -> torch.Tensor:
+        if rank % 2 == 1:
+            assert all(left.wait(60) for left in have_left)
+        try:
+            q, k, v = (rows_of_rank(batch, layout, rank, t) for t in (batch.q, batch.k, batch.v))
+            return distca.core_attention(q, k, v, plan.for_rank(rank), context=context, scale=1.0 + rank // 2)[0]
+        finally:
+            if rank % 2 == 0:
+                have_left[rank // 2].set()
+
+    with loopback_group(plan, timeout=60.0, streams=True) as contexts:
+        results = outcomes(contexts, work)
+    assert any(isinstance(results[rank], distca.PlanMismatchError) for rank in (0, 2)), results
+    for result in results:
+        _assert_nothing_came_out(result, distca.PlanMismatchError)
 
 
 def test_a_silent_peer_is_a_timeout_that_says_who_waited_for_whom_for_what_and_what_was_seen() -> None:
