@@ -147,6 +147,59 @@ def test_two_steps_in_parts_at_once_give_the_bits_of_whole_steps(gpu: EmulatedGp
             _assert_same(a, b)
 
 
+def test_steps_in_parts_on_two_streams_at_once_give_the_bits_of_whole_steps(gpu: EmulatedGpu) -> None:
+    """Each of two steps has a stream of its own, and the host waits for none before the end of twenty pairs."""
+    heads, lengths = distca.Heads(4, 2, 16, 16), (400, 3, 250)
+    layouts = [scattered(lengths, 3, seed) for seed in (0, 1)]
+    plans = [distca.plan(one, heads, tasks=random_tasks(one, 2, 1), round_bytes=1) for one in layouts]
+    batches = [random_batch(lengths, heads, i) for i in (0, 1)]
+    ops = torch.ops.distca
+
+    def in_parts(rank: int, context: distca.Context) -> list[Tensors]:
+        words, name = [plan.for_rank(rank).tensor for plan in plans], context.name
+        tensors = [
+            [rows_of_rank(b, plan.layout, rank, t) for t in (b.q, b.k, b.v, b.dout)]
+            for b, plan in zip(batches, plans, strict=True)
+        ]
+
+        def on_both(call: Callable[[int], T]) -> list[T]:
+            results = []
+            for i in (0, 1):
+                with gpu.stream(1 + i):
+                    results.append(call(i))
+            return results
+
+        def forward(i: int) -> int:
+            return ops.dispatch(*tensors[i][:3], words[i], context=name)
+
+        results = []
+        for _ in range(20):
+            steps = on_both(forward)
+            on_both(lambda i, steps=steps: ops.attend(steps[i], context=name))
+            found = on_both(lambda i, steps=steps: ops.collect(steps[i], context=name))
+
+            def backward(i: int, found: list[Tensors] = found) -> int:
+                return ops.dispatch_backward(tensors[i][3], *tensors[i][:3], *found[i], words[i], context=name)
+
+            steps = on_both(backward)
+            on_both(lambda i, steps=steps: ops.attend(steps[i], context=name))
+            grads = on_both(lambda i, steps=steps: ops.collect_backward(steps[i], context=name))
+            results += [[*f, *g] for f, g in zip(found, grads, strict=True)]
+        on_both(lambda _: gpu.synchronize())
+        return results
+
+    with loopback_group(plans, **OPTIONS) as contexts, gpu.steps_do_not_wait():
+        results = on_all_ranks(contexts, in_parts)
+    with loopback_group(plans) as contexts:
+        expected = on_all_ranks(
+            contexts,
+            lambda rank, context: [run_step(b, plan, context) for b, plan in zip(batches, plans, strict=True)],
+        )
+    for mine, right in zip(results, expected, strict=True):
+        for a, b in zip(mine, 20 * right, strict=True):
+            _assert_same(a, b)
+
+
 def test_what_was_run_were_the_kernels(gpu: EmulatedGpu) -> None:
     kernels = ("put_kernel", "signal_kernel", "await_kernel", "copy_kernel", "reduce_kernel", "row_dot_kernel")
     before = [gpu.launches(name) for name in kernels]

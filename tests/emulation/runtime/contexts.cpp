@@ -6,6 +6,7 @@
 #include <chrono>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -98,6 +99,7 @@ class AtenInPlace final : public emulation::WrappingBackend {
 };
 
 /// DeviceBackend with attention by the CPU's kernel, in the order of the stream: with the bits of the host, and soon.
+/// That kernel takes one call at a time, and two streams may come to one each.
 class HostAttention final : public emulation::WrappingBackend {
  public:
   HostAttention(std::shared_ptr<Backend> device, std::shared_ptr<DeviceQueue> queue)
@@ -118,9 +120,10 @@ class HostAttention final : public emulation::WrappingBackend {
 
   void queue(const char* name, const attention::Problem& problem, Attention attention) {
     queue_->run(transport::Streams::Stream::kWork, name, parts_.of(problem),
-                [name, cpu = cpu_, attention](const DeviceTable& t, cudaStream_t stream) {
-                  auto compute = [cpu, attention, memory = t.memory, layout = *t.layout](uint32_t) {
+                [name, cpu = cpu_, one = one_, attention](const DeviceTable& t, cudaStream_t stream) {
+                  auto compute = [cpu, one, attention, memory = t.memory, layout = *t.layout](uint32_t) {
                     const emulation::KeptProblem kept(layout, memory);
+                    const std::lock_guard one_at_a_time(*one);
                     if (!kept.problem.groups.empty()) ((*cpu).*attention)(kept.problem, Parallel());
                   };
                   cuda::check(emulated_gpu::queue(stream, {name, {t.memory}, std::move(compute)}), name);
@@ -128,6 +131,7 @@ class HostAttention final : public emulation::WrappingBackend {
   }
 
   std::shared_ptr<Backend> cpu_ = runtime::make_backend("cpu", "auto");
+  std::shared_ptr<std::mutex> one_ = std::make_shared<std::mutex>();
   std::shared_ptr<DeviceQueue> queue_;
   emulation::ProblemParts parts_;
 };
