@@ -1,6 +1,7 @@
 #include "plan/arrangement.h"
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 #include "common/align.h"
@@ -210,11 +211,14 @@ class Arranger {
   /// still fits is kept.
   void retain_keys(int64_t server) {
     const auto s = static_cast<size_t>(server);
-    std::vector<std::pair<int64_t, uint32_t>> by_bytes;  // (minus the bytes saved, group)
+    // (minus the bytes saved, first task, group). Groups lie in the order of their rounds; of those that save the same,
+    // the order of tasks decides, because rounds must not decide what is kept.
+    std::vector<std::tuple<int64_t, size_t, uint32_t>> by_bytes;
     for (uint32_t i : a_.groups_of_server[server])
-      if (const int64_t bytes = key_bytes_of_others(a_.groups[i]); bytes > 0) by_bytes.emplace_back(-bytes, i);
+      if (const int64_t bytes = key_bytes_of_others(a_.groups[i]); bytes > 0)
+        by_bytes.emplace_back(-bytes, a_.groups[i].task_begin, i);
     std::sort(by_bytes.begin(), by_bytes.end());
-    for (const auto& [minus_saved, i] : by_bytes) {
+    for (const auto& [minus_saved, first_task, i] : by_bytes) {
       Group& g = a_.groups[i];
       const int64_t rows = g.num_arena_blocks * block_rows_;
       int64_t end = a_.retained_bytes[s];

@@ -3,6 +3,7 @@
 from faults.fault import Fault
 
 PLAN = "tests/plan/test_plan.py"
+ROUNDS_IN = "tests/plan/test_rounds_in.py"
 RETAIN = "tests/runtime/test_retain.py"
 RETAIN_MISTAKES = "tests/runtime/test_retain_mistakes.py"
 ARRANGEMENT = "cpp/plan/arrangement.cpp"
@@ -30,6 +31,13 @@ FAULTS = [
         "    std::sort(by_bytes.begin(), by_bytes.end());",
         "    std::sort(by_bytes.rbegin(), by_bytes.rend());",
         (RETAIN,),
+    ),
+    Fault(
+        "rounds decide which keys are kept of those that save the same",
+        ARRANGEMENT,
+        "by_bytes.emplace_back(-bytes, a_.groups[i].task_begin, i);",
+        "by_bytes.emplace_back(-bytes, 0, i);",
+        (ROUNDS_IN,),
     ),
     Fault(
         "more is retained than is allowed",

@@ -63,6 +63,23 @@ def test_rounds_move_no_other_rows_and_take_no_other_memory() -> None:
         Simulation(several).run()
 
 
+def test_rounds_do_not_decide_which_keys_are_retained() -> None:
+    """Each of three documents saves the keys of 64 rows. Those of document 1 take the memory of 128."""
+    layout = distca.Layout([[(0, 0, 64), (1, 1, 65), (2, 0, 64)], [(1, 0, 1)]])
+    tasks = [(0, 0, 64, 0, 2, 1), (1, 0, 1, 0, 2, 1), (1, 1, 60, 0, 2, 0), (1, 60, 65, 0, 2, 1), (2, 0, 64, 0, 2, 1)]
+    row_bytes = 2 * HEADS.kv * HEADS.dim * 4  # of a key and its value
+    one, several = (
+        distca.plan(layout, HEADS, tasks=tasks, round_bytes=round_bytes, retain_bytes=[0, 128 * row_bytes])
+        for round_bytes in (2**40, 1)
+    )
+    rounds = {task.document: task.round for task in several.tasks if task.server == 1}
+    assert rounds == {0: 1, 1: 0, 2: 0}
+    for plan in (one, several):
+        assert plan.stats.saved_bytes == 2 * 64 * row_bytes
+    assert several.stats.bytes == one.stats.bytes
+    assert several.stats.arena_bytes == one.stats.arena_bytes
+
+
 def test_transfers_have_the_round_of_the_tasks_that_they_are_for() -> None:
     plan = _served([100, 80, 90, 60, 70, 50], round_bytes=1)
     of_document = {task.document: task.round for task in plan.tasks}
