@@ -54,6 +54,12 @@ def _hangs_when_rank_0_fails() -> None:
     threading.Event().wait()
 
 
+def _catches_that_nobody_joins() -> None:
+    if dist.get_rank() == 0:
+        with pytest.raises(distca.PeerTimeoutError, match="rank 0 waited 0.5 s, and rank 1 did not join"):
+            distca.init(max_tokens=1, heads=distca.Heads(1, 1, 8), timeout=0.5)
+
+
 def _returns_a_lock() -> object:
     return threading.Lock()
 
@@ -145,6 +151,13 @@ def test_a_value_that_cannot_be_pickled_is_an_error() -> None:
 def test_a_rank_that_exits_without_returning_is_an_error() -> None:
     with pytest.raises(distca.DistcaError, match="rank 0 of 1 exited with code 0 without returning"):
         launch(_vanishes, ranks=1)
+
+
+def test_ranks_that_return_and_cannot_leave_their_group_together_say_so() -> None:
+    with pytest.raises(distca.RankError) as caught:
+        launch(_catches_that_nobody_joins, ranks=2)
+    assert "exited with code 1 after its function had returned, because the ranks could not leave" in str(caught.value)
+    assert "__main__" not in str(caught.value)
 
 
 def test_a_rank_has_ended_though_a_process_that_it_forked_has_not(tmp_path: Path) -> None:

@@ -289,16 +289,22 @@ def _headline(rank: _Rank) -> str:
     if isinstance(rank.report, Failure):
         return f"failed: {rank.report.exception}: {rank.report.text}"
     code = rank.process.exitcode
-    after = " after its function had returned" if rank.report is not None else ""
+    returned = rank.report is not None
+    after = " after its function had returned" if returned else ""
     if rank.stopped_by_us:
         return "did not end by itself after another rank's failure and was killed"
     if code is not None and code < 0:
         return f"was killed by {_signal_name(-code)}{after}"
     if code == 0:
         return "exited with code 0 without returning from its function"
+    if returned:
+        return (
+            f"exited with code {code}{after}, because the ranks could not leave torch.distributed together; often an "
+            "earlier error of a collective, such as a timeout of distca.init, was caught"
+        )
     return (
-        f"exited with code {code}{after or ' before its function returned'}; if it could not start, check that the "
-        "calling script has an `if __name__ == '__main__':` guard"
+        f"exited with code {code} before its function returned; if it could not start, check that the calling script "
+        "has an `if __name__ == '__main__':` guard"
     )
 
 
