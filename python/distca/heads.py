@@ -52,7 +52,7 @@ class Heads:
         for name in ("q", "kv", "dim", "v_dim"):
             number = getattr(self, name)
             if not is_whole(number, -(2**62)):
-                raise InvalidArgumentError(f"heads: {name} = {number!r}; a number is expected")
+                raise InvalidArgumentError(f"heads: {name} = {number!r}; an integer is expected")
             object.__setattr__(self, name, index(number))
         if not (1 <= self.kv <= self.q <= _MOST_HEADS and self.q % self.kv == 0):
             raise InvalidArgumentError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch.autograd import forward_ad
 
 from distca.errors import InvalidArgumentError
+from distca.heads import DTYPE_NUMBERS
 from distca.planner.plan import Plan
 from distca.planner.plan_source import PlanSource, Resolved, StepOfTick
 
@@ -59,11 +60,30 @@ def check_rows(function: str, q: torch.Tensor, plan: Plan) -> None:
 
 
 def as_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q, k and v in autocast's dtype if autocast is on, and otherwise as they are."""
+    """q, k and v in autocast's dtype if autocast is on, and otherwise as they are. Checks the dtype that they have."""
     device = q.device.type
     if device in _DEVICES and torch.is_autocast_enabled(device):
         return tuple(t.to(torch.get_autocast_dtype(device)) for t in (q, k, v))
+    check_dtypes(q, k, v)
     return q, k, v
+
+
+def check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises InvalidArgumentError for a dtype that attention lacks. The core knows dtypes by their numbers only."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dtype not in DTYPE_NUMBERS:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise InvalidArgumentError(f"{name} has dtype {dtype}; float32, bfloat16 and float16 are supported")
+
+
+def check_scores(scale: Any, softcap: Any) -> None:
+    """Raises InvalidArgumentError unless these are numbers; scale may be None."""
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        # Floats first: to ask a protocol takes microseconds, in every call.
+        if isinstance(value, float) or (name == "scale" and value is None):
+            continue
+        if not isinstance(value, SupportsFloat):
+            raise InvalidArgumentError(f"{name} = {value!r}; a number is expected")
 
 
 def retained_bytes(plan: Plan, plan_backward: Plan | None, *inputs: torch.Tensor | None) -> int:

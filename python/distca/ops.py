@@ -13,7 +13,9 @@ from distca.context import Context, collective
 from distca.errors import InvalidArgumentError, refusals_told, typed_errors
 from distca.inputs import (
     as_autocast,
+    check_dtypes,
     check_rows,
+    check_scores,
     check_tensors,
     refuse_forward_mode,
     resolved,
@@ -92,6 +94,7 @@ def core_attention(
         layer = layer_backward = None
     else:
         check_rows("core_attention", q, plan)
+        check_scores(scale, softcap)
         if plan.in_parts or in_half():
             asked: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
             return core_attention_in_parts(q, k, v, call, context=context, **asked)
@@ -153,6 +156,9 @@ def attention(
         InvalidArgumentError: an argument is wrong, or ``attention`` cannot compute these shapes on this device.
     """
     check_tensors("attention", q, k, v, sinks)
+    check_dtypes(q, k, v)
+    if not torch.compiler.is_compiling():  # a number may be symbolic there
+        check_scores(scale, softcap)
     if tasks is None:
         rows = [[0, q.shape[0], 0, k.shape[0]]] if q.shape[0] > 0 else []
         tasks = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)

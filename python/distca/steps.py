@@ -16,7 +16,7 @@ import torch
 from distca.caller import Caller
 from distca.context import Context, collective
 from distca.errors import InvalidArgumentError, refusals_told
-from distca.inputs import as_autocast, in_compiled_code, refuse_forward_mode, resolved, retained_bytes
+from distca.inputs import as_autocast, check_scores, in_compiled_code, refuse_forward_mode, resolved, retained_bytes
 from distca.planner.plan import Plan
 from distca.planner.plan_source import PlanSource, Resolved, StepOfTick
 from distca.registry import get_context
@@ -300,6 +300,7 @@ def dispatch(
             "outside of torch.compile, or core_attention inside"
         )
     call = resolved("dispatch", plan, plan_backward, layer)
+    check_scores(scale, softcap)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
     return begin(q, k, v, call, context=context, sinks=sinks, **options)
 

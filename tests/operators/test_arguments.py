@@ -34,7 +34,10 @@ def _refused(call: Callable[[], Any], message: str) -> None:
         (lambda: distca.Layout.from_documents([100, 20]), "layout: rank 0 is 100; a list of lengths for each rank, [["),
         (lambda: distca.Layout.from_documents([[3], 4]), "layout: rank 1 is 4; a list of lengths for each rank, [[..."),
         (lambda: distca.Layout.from_documents(None), "layout: its argument is None; a list of lengths for each rank"),
-        (lambda: distca.Layout.from_documents(["ab"]), "layout: document 0 on rank 0 has length 'a'; 1 to 2147483648"),
+        (
+            lambda: distca.Layout.from_documents(["ab"]),
+            "layout: document 0 on rank 0 has length 'a'; integers from 1 to",
+        ),
         (
             lambda: distca.Layout(5),
             "layout: its argument is 5; a list of segments (document, begin, end) for each rank",
@@ -43,7 +46,10 @@ def _refused(call: Callable[[], Any], message: str) -> None:
         (lambda: distca.Layout([[(0, 1)]]), "layout: rank 0, segment 0 is (0, 1); integers (document, begin, end) up"),
         (lambda: distca.Layout([[3]]), "layout: a segment is 3; (document, begin, end) is expected"),
         (lambda: distca.Layout.packed(9, ranks=2, tokens_per_rank=64), "layout: lengths is 9; a list of lengths is"),
-        (lambda: distca.Layout.packed([[9]], ranks=2, tokens_per_rank=64), "layout: document 0 has length [9]; 1 to"),
+        (
+            lambda: distca.Layout.packed([[9]], ranks=2, tokens_per_rank=64),
+            "layout: document 0 has length [9]; integers from 1",
+        ),
         (lambda: distca.Layout.head_tail(9, ranks=2), "layout: lengths is 9; a list of lengths is expected"),
     ],
 )
@@ -63,9 +69,9 @@ def test_layouts(make: Callable[[], Any], message: str) -> None:
         ((4, 2, 16, 4), "heads: dim = 16, v_dim = 4; multiples of 8 from 8 to 256 are allowed"),
         ((4, 2, 20), "heads: dim = 20, v_dim = 20; multiples of 8 from 8 to 256 are allowed"),
         ((4, 2, 16, 264), "heads: dim = 16, v_dim = 264; multiples of 8 from 8 to 256 are allowed"),
-        (("4", 2, 16), "heads: q = '4'; a number is expected"),
-        ((4, 2, 16.0), "heads: dim = 16.0; a number is expected"),
-        ((4, 2, None), "heads: dim = None; a number is expected"),
+        (("4", 2, 16), "heads: q = '4'; an integer is expected"),
+        ((4, 2, 16.0), "heads: dim = 16.0; an integer is expected"),
+        ((4, 2, None), "heads: dim = None; an integer is expected"),
         ((4, 2, 16, 16, "bf16"), "heads: dtype = bf16; torch.float32, torch.bfloat16, torch.float16 are supported"),
     ],
 )
@@ -88,7 +94,7 @@ def test_what_the_core_allows_of_heads_is_allowed() -> None:
         ({"rank": -1}, "plan: rank = -1; 0 to 0 are allowed"),
         ({"mask": 3}, "plan: mask = 3; 'causal', 'full' are allowed"),
         ({"mask": []}, "plan: mask = []; 'causal', 'full' are allowed"),
-        ({"window": "a"}, "plan: window = 'a'; None or 1 to 2147483648 keys are allowed"),
+        ({"window": "a"}, "plan: window = 'a'; None or an integer from 1 to 2147483648 is allowed"),
         ({"servers": 3}, "plan: servers is 3; a list of ranks, or None for all, is expected"),
         ({"servers": []}, "plan: servers is empty; None stands for all ranks"),
         ({"servers": [1]}, "plan: servers = [1]; ranks from 0 to 0 are allowed"),
@@ -97,8 +103,8 @@ def test_what_the_core_allows_of_heads_is_allowed() -> None:
         ({"ranks_per_node": "x"}, "plan: ranks_per_node = 'x'; None or a positive number is allowed"),
         ({"tolerance": "big"}, "plan: tolerance = 'big'; 0 to 1 is allowed"),
         ({"tolerance": float("nan")}, "plan: tolerance = nan; 0 to 1 is allowed"),
-        ({"min_rows": 0}, "plan: min_rows = 0; at least 1 is allowed"),
-        ({"min_rows": "x"}, "plan: min_rows = 'x'; at least 1 is allowed"),
+        ({"min_rows": 0}, "plan: min_rows = 0; an integer from 1 on is allowed"),
+        ({"min_rows": "x"}, "plan: min_rows = 'x'; an integer from 1 on is allowed"),
         ({"objective": 1}, "plan: objective = 1; 'all' and 'forward' are allowed"),
         ({"capacity": "1G"}, "plan: capacity = '1G' bytes; it must be positive"),
         ({"cost": "pairs"}, "plan: cost is a str; a distca.CostModel is expected, as made by distca.CostModel.load("),
@@ -115,10 +121,13 @@ def test_plans(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens": "many"}, "init: max_tokens = 'many'; at least 1 is expected"),
+        ({"max_tokens": "many"}, "init: max_tokens = 'many'; an integer from 1 on is expected"),
+        ({"max_tokens": 10**17}, "init: max_tokens = 100000000000000000; a heap for so many rows of these heads has "),
         ({"heads": (4, 2, 16)}, "init: heads is a tuple; a distca.Heads is expected"),
         ({"heap_bytes": "1G"}, "init: heap_bytes = '1G'; a number of bytes is expected"),
-        ({"timeout": "1"}, "init: timeout = '1'; a number of seconds is expected"),
+        ({"timeout": "1"}, "init: timeout = '1'; a number of seconds from 0.001 to 1e+08 is expected"),
+        ({"timeout": 0}, "init: timeout = 0; a number of seconds from 0.001 to"),
+        ({"timeout": float("inf")}, "init: timeout = inf; a number of seconds from 0.001 to"),
         ({"name": 3}, "init: name = 3; a string is expected"),
         ({"group": 3}, "init: group is a int; a torch.distributed.ProcessGroup is expected, as new_group returns it"),
         ({"cost": "pairs"}, "init: cost is a str; a distca.CostModel is expected"),
@@ -145,6 +154,10 @@ def test_contexts(options: dict[str, Any], message: str) -> None:
             "core_attention: q has shape [4, 100, 16], and the plan 100 tokens on this rank; [tokens, heads, dim] is "
             "expected: transpose(0, 1)",
         ),
+        (lambda q, k, v: {"q": q.double()}, "q has dtype float64; float32, bfloat16 and float16 are"),
+        (lambda q, k, v: {"v": v.long()}, "v has dtype int64; float32, bfloat16 and float16 are"),
+        (lambda q, k, v: {"scale": "0.1"}, "scale = '0.1'; a number is expected"),
+        (lambda q, k, v: {"softcap": None}, "softcap = None; a number is expected"),
         (lambda q, k, v: {"q": q[None]}, "core_attention: q has shape [1, 100, 4, 16]; [tokens, heads, dim] is"),
         (lambda q, k, v: {"plan": torch.zeros(4)}, "core_attention: plan is a Tensor; a distca.Plan is expected"),
     ],
@@ -161,4 +174,6 @@ def test_the_local_kernel_and_the_report_of_memory() -> None:
     bad: Any = [[0, 9, 0, 9]]
     _refused(lambda: distca.attention(q.numpy(), k, v), "attention: q is a ndarray; a torch.Tensor is expected")
     _refused(lambda: distca.attention(q, k, v, bad), "attention: tasks is a list; an int64 tensor [N, 4] is expected")
+    _refused(lambda: distca.attention(q, k.double(), v), "k has dtype float64; float32, bfloat16 and float16 are")
+    _refused(lambda: distca.attention(q, k, v, scale="0.1"), "scale = '0.1'; a number is expected")
     _refused(lambda: distca.memory_report(bad), "memory_report: a plan is a list; a distca.Plan is expected")

@@ -260,7 +260,7 @@ def test_a_rank_that_is_not_there_is_refused(rank: int) -> None:
 @pytest.mark.parametrize("length", [2**70, 1.5, float("nan"), "8", None], ids=str)
 def test_lengths_that_are_no_row_numbers_are_named(length: object) -> None:
     lengths = [8, length]
-    said = "has length " + re.escape(repr(length)) + "; 1 to 2147483648 are allowed"
+    said = "has length " + re.escape(repr(length)) + "; integers from 1 to 2147483648 are allowed"
     with pytest.raises(distca.InvalidArgumentError, match="document 2 on rank 1 " + said):
         distca.Layout.from_documents([[3], lengths])  # type: ignore[list-item]
     with pytest.raises(distca.InvalidArgumentError, match="document 1 " + said):

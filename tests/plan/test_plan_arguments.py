@@ -104,7 +104,7 @@ def test_a_window_is_as_long_as_the_longest_document_at_most() -> None:
     layout = distca.Layout.from_documents([[5]])
     assert distca.plan(layout, HEADS[0], window=2**31).window == 2**31
     for window in (0, 2**31 + 1):
-        with pytest.raises(distca.InvalidArgumentError, match="window = .*; None or 1 to 2147483648 keys"):
+        with pytest.raises(distca.InvalidArgumentError, match="window = .*; None or an integer from 1 to 2147483648"):
             distca.plan(layout, HEADS[0], window=window)
 
 

@@ -15,6 +15,7 @@ from distca.planner.cost import CostModel
 from distca.planner.memory import SLOTS, default_heap_bytes
 
 EXTENT_ALIGNMENT = _C.EXTENT_ALIGNMENT
+_LEAST_SECONDS, _MOST_SECONDS = 0.001, 1e8  # of a timeout: the core counts milliseconds, and refuses 1e9 seconds
 
 
 def attention_problem(device: str, attention: str, heads: Heads) -> str:
@@ -54,8 +55,10 @@ def device_name(device: torch.device | str) -> str:
 
 def core_options(slot_bytes: int, timeout: float, cost: CostModel) -> dict[str, Any]:
     """The arguments that every transport's constructor in ``_C`` takes."""
-    if not is_number(timeout, 0.0, float("inf")):
-        raise InvalidArgumentError(f"init: timeout = {timeout!r}; a number of seconds is expected")
+    if not is_number(timeout, _LEAST_SECONDS, _MOST_SECONDS):
+        raise InvalidArgumentError(
+            f"init: timeout = {timeout!r}; a number of seconds from {_LEAST_SECONDS} to {_MOST_SECONDS:.0e} is expected"
+        )
     check_type("init", "cost", cost, CostModel, 'distca.CostModel.load("pairs")')
     return {
         "slot_bytes": slot_bytes,
@@ -67,10 +70,15 @@ def core_options(slot_bytes: int, timeout: float, cost: CostModel) -> dict[str, 
 def slot_bytes_of(max_tokens: int, heads: Heads, heap_bytes: int | None) -> int:
     """Bytes of one slot of the heap that is asked for, or of the default one."""
     if not is_whole(max_tokens, 1):
-        raise InvalidArgumentError(f"init: max_tokens = {max_tokens!r}; at least 1 is expected")
+        raise InvalidArgumentError(f"init: max_tokens = {max_tokens!r}; an integer from 1 on is expected")
     check_type("init", "heads", heads, Heads, "distca.Heads(q=8, kv=2, dim=64)")
     if heap_bytes is None:
         heap_bytes = default_heap_bytes(max_tokens, heads)
+        if not is_whole(heap_bytes, 1):
+            raise InvalidArgumentError(
+                f"init: max_tokens = {max_tokens}; a heap for so many rows of these heads has {heap_bytes} bytes, more "
+                "than can be addressed: give fewer tokens, or heap_bytes"
+            )
     if not is_whole(heap_bytes, 1):
         raise InvalidArgumentError(f"init: heap_bytes = {heap_bytes!r}; a number of bytes is expected")
     slot_bytes = heap_bytes // SLOTS // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT

@@ -268,7 +268,7 @@ def _bad_length(lengths: Iterable[tuple[str, Any]]) -> InvalidArgumentError:
     for document, (where, n) in enumerate(lengths):
         if not is_whole(n, 1, _MOST_ROWS):
             return InvalidArgumentError(
-                f"layout: document {document}{where} has length {n!r}; 1 to {_MOST_ROWS} are allowed"
+                f"layout: document {document}{where} has length {n!r}; integers from 1 to {_MOST_ROWS} are allowed"
             )
     return InvalidArgumentError("layout: numbers of ranks and tokens are integers below 2**63")
 

@@ -160,7 +160,7 @@ def plan(
     if not is_number(tolerance, 0.0, 1.0):
         raise InvalidArgumentError(f"plan: tolerance = {tolerance!r}; 0 to 1 is allowed")
     if not is_whole(min_rows, 1):
-        raise InvalidArgumentError(f"plan: min_rows = {min_rows!r}; at least 1 is allowed")
+        raise InvalidArgumentError(f"plan: min_rows = {min_rows!r}; an integer from 1 on is allowed")
     if tasks is not None:
         tasks = listed("plan", "tasks", tasks, "a list of tasks, or None for ours,")
         for task in tasks:

@@ -36,7 +36,7 @@ class Scores(NamedTuple):
             raise InvalidArgumentError(f"{function}: mask = {self.mask!r}; {', '.join(map(repr, MASKS))} are allowed")
         if self.window is not None and not is_whole(self.window, 1, _MOST_WINDOW):
             raise InvalidArgumentError(
-                f"{function}: window = {self.window!r}; None or 1 to {_MOST_WINDOW} keys are allowed"
+                f"{function}: window = {self.window!r}; None or an integer from 1 to {_MOST_WINDOW} is allowed"
             )
         if self.scale is not None and not is_number(self.scale, -math.inf, math.inf):
             raise InvalidArgumentError(f"{function}: scale = {self.scale!r}; None or a finite number is allowed")
