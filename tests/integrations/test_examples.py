@@ -59,6 +59,8 @@ def _check_plain_loop(text: str) -> None:
     assert steps[-1][1] < steps[0][1]
     [[before, after]] = _numbers("imbalance # -> #", text)
     assert before > 1.5 and after <= 1.01
+    [plan] = re.findall(r"^Plan\(.*\)$", text, re.MULTILINE)
+    assert plan in (ROOT / "docs/quickstart.md").read_text()  # with its digest, which is the same on every machine
     [[_, difference]] = _numbers("largest difference of a weight after # steps: #", text)
     assert difference < 1e-6
 
