@@ -9,8 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from distca.apps.train.metrics import StepMetrics
+from distca.apps.train.config import TrainConfig
+from distca.apps.train.metrics import StepMetrics, describe, summarise
 from distca.apps.train.progress import LOG_SECONDS, Progress, log_to_stderr
+from distca.apps.train.report import options_in_full
 
 
 class _Terminal(io.StringIO):
@@ -101,3 +103,25 @@ def test_other_ranks_show_nothing_but_warnings(monkeypatch: pytest.MonkeyPatch, 
     logger.info("not shown")
     logger.warning("shown")
     assert err.getvalue().endswith("distca: shown\n") and err.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([4.0], "4.000 -> 4.000, ratio 1.00 (first and last step)"),
+        ([4.0, 3.0, 2.0], "4.000 -> 2.000, ratio 0.50 (first and last step)"),
+        ([8.0, 6.0, 5.0, 4.0], "7.000 -> 4.500, ratio 0.64 (means of the first and last 2 steps)"),
+        ([4.0] * 6 + [2.0] * 6, "4.000 -> 2.000, ratio 0.50 (means of the first and last 5 steps)"),
+    ],
+)
+def test_the_losses_at_both_ends_of_a_short_run_share_no_step(losses: list[float], said: str) -> None:
+    summary = summarise([_metrics(number, loss=loss) for number, loss in enumerate(losses)])
+    text = describe(summary | {"interrupted": False, "documents": 1, "files_skipped": 0, "run": "runs/a", "notes": []})
+    assert f"loss       {said}\n" in text
+
+
+def test_a_report_says_the_values_of_options_that_were_left_out() -> None:
+    assert options_in_full(TrainConfig())["--warmup-steps"] == "5"
+    assert options_in_full(TrainConfig(schedule="constant"))["--warmup-steps"] == "none"
+    found = [options_in_full(TrainConfig(ranks=4, pipeline=stages))["--accumulate"] for stages in (1, 2)]
+    assert found == ["1", "4"]

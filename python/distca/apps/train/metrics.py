@@ -13,7 +13,7 @@ from distca.planner.layout import Layout
 from distca.planner.plan import Plans
 
 _COMPARED = ("unbalanced", "inside_stages")
-_ENDS = 5  # number of steps at either end over which the loss is averaged
+_ENDS = 5  # number of steps at either end over which the loss is averaged, in a run of at least twice as many
 
 
 @dataclass(frozen=True)
@@ -172,16 +172,22 @@ class StepMetrics:
         return scalars
 
 
+def _ends(num_steps: int) -> int:
+    """Over how many steps at either end of a run the loss is averaged. The two ends share no step."""
+    return max(1, min(_ENDS, num_steps // 2))
+
+
 def summarise(steps: list[StepMetrics]) -> dict[str, Any]:
     """The summary of a run: means over all its steps, those before a resume included.
 
-    The loss at the start and at the end is the mean of up to five steps there.
+    The loss at the start and at the end is the mean of up to five steps there, at most half of the run each.
     """
     num_steps = len(steps)
     # The first step has one-time costs. If there are other steps, the rate is theirs.
     timed = steps[1:] or steps
-    loss_first = sum(step.loss for step in steps[:_ENDS]) / len(steps[:_ENDS])
-    loss_last = sum(step.loss for step in steps[-_ENDS:]) / len(steps[-_ENDS:])
+    ends = _ends(num_steps)
+    loss_first = sum(step.loss for step in steps[:ends]) / ends
+    loss_last = sum(step.loss for step in steps[-ends:]) / ends
     summary: dict[str, Any] = {
         "steps": num_steps,
         "loss_first": loss_first,
@@ -242,10 +248,12 @@ def describe(summary: dict[str, Any]) -> str:
     how = "stopped" if summary["interrupted"] else "finished"
     rate = f"{summary['tokens_per_second']:,.0f} tokens/s"
     before, after = summary["imbalance_before"], summary["imbalance_after"]
+    ends = _ends(summary["steps"])
+    averaged = "first and last step" if ends == 1 else f"means of the first and last {ends} steps"
     lines = [
         f"{how} after {summary['steps']} steps, {summary['seconds']:.1f} s, {rate}",
         f"loss       {summary['loss_first']:.3f} -> {summary['loss_last']:.3f}, ratio {summary['loss_ratio']:.2f} "
-        f"(means of the first and last {_ENDS} steps)",
+        f"({averaged})",
         f"imbalance  {before:.2f} -> {after:.2f} (largest attention load over the mean)",
         f"moved      {summary['bytes_per_step'] / 1e6:.1f} MB a step, planned in {summary['plan_ms']:.2f} ms",
         f"documents  {summary['documents']}, {_skipped(summary)}",

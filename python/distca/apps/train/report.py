@@ -126,6 +126,8 @@ def options_in_full(config: TrainConfig) -> dict[str, str]:
     unset: dict[str, Any] = {
         "data": f"{sysconfig.get_path('stdlib')} (the Python standard library)",
         "doc_scale": config.kept_fraction,
+        "accumulate": config.micro_batches,
+        "warmup_steps": "none" if config.schedule == "constant" else config.warmup,
         "tokenizer": "none, tokens are bytes",
         "model": "a tiny Llama",
         "trace": "off",
