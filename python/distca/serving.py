@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from distca.arguments import check_type
 from distca.caller import Caller
 from distca.calls import Call, calls_of_pass, groups_of
 from distca.context import Context, collective
@@ -150,6 +151,7 @@ def _check_phase(function: str, phase: str) -> None:
 
 
 def _check_serving(function: str, plan: Plan) -> None:
+    check_type(function, "plan", plan, Plan, "distca.plan")
     if plan.num_rows:
         raise InvalidArgumentError(
             f"{function}: rank {plan.rank} has {plan.num_rows} rows in this plan; call core_attention"

@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -174,6 +175,12 @@ def test_wrong_arguments_are_refused_before_anything_starts() -> None:
         distca.launch(lambda: None, ranks=1)
     with pytest.raises(distca.InvalidArgumentError, match="ranks is 0"):
         distca.launch(_vanishes, ranks=0)
+    many: Any
+    for many in ("2", 2.0, True):
+        with pytest.raises(distca.InvalidArgumentError, match=f"ranks is {many!r}, must be an integer from 1 on"):
+            distca.launch(_vanishes, ranks=many)
+        with pytest.raises(distca.InvalidArgumentError, match=f"threads is {many!r}, must be an integer from 1 on"):
+            distca.launch(_vanishes, ranks=1, threads=many)
     with pytest.raises(distca.InvalidArgumentError, match="threads is 0"):
         distca.launch(_vanishes, ranks=1, threads=0)
     with pytest.raises(distca.InvalidArgumentError, match="start_method is 'fork', must be one of spawn, forkserver"):

@@ -176,4 +176,6 @@ def test_the_local_kernel_and_the_report_of_memory() -> None:
     _refused(lambda: distca.attention(q, k, v, bad), "attention: tasks is a list; an int64 tensor [N, 4] is expected")
     _refused(lambda: distca.attention(q, k.double(), v), "k has dtype float64; float32, bfloat16 and float16 are")
     _refused(lambda: distca.attention(q, k, v, scale="0.1"), "scale = '0.1'; a number is expected")
+    _refused(lambda: distca.serve(bad, "forward"), "serve: plan is a list; a distca.Plan is expected, as made by")
+    _refused(lambda: distca.halves(bad), "halves: layout is a list; a distca.Layout is expected, as made by")
     _refused(lambda: distca.memory_report(bad), "memory_report: a plan is a list; a distca.Plan is expected")

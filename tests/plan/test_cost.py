@@ -135,3 +135,11 @@ def test_a_file_that_is_no_profile_is_refused(content: str | None, said: str, tm
         path.write_text(content)
     with pytest.raises(distca.InvalidArgumentError, match=said):
         distca.CostModel.load(path)
+
+
+def test_a_binary_file_is_refused_without_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    path.write_bytes(b"\xff\xfe" * 5000)
+    with pytest.raises(distca.InvalidArgumentError, match="was not written by `distca profile`: ") as caught:
+        distca.CostModel.load(path)
+    assert len(str(caught.value)) < 300 + len(str(path))

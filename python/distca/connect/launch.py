@@ -25,6 +25,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch.distributed as dist
 
+from distca.arguments import is_whole
 from distca.connect.open_files import check_open_files
 from distca.connect.rank_process import ENDING, Failure, Success, rank_main
 from distca.errors import DistcaError, InvalidArgumentError, OperatingSystemError
@@ -141,11 +142,11 @@ def launch(
         OperatingSystemError: the ranks take more open files than this process may have, or the process from which
             they would be forked has ended.
     """
-    if ranks < 1:
-        raise InvalidArgumentError(f"launch: ranks is {ranks}, must be at least 1")
+    if not is_whole(ranks, 1):
+        raise InvalidArgumentError(f"launch: ranks is {ranks!r}, must be an integer from 1 on")
     threads = threads if threads is not None else max(1, (os.cpu_count() or 1) // ranks)
-    if threads < 1:
-        raise InvalidArgumentError(f"launch: threads is {threads}, must be at least 1")
+    if not is_whole(threads, 1):
+        raise InvalidArgumentError(f"launch: threads is {threads!r}, must be an integer from 1 on")
     if start_method not in get_args(StartMethod):
         raise InvalidArgumentError(
             f"launch: start_method is {start_method!r}, must be one of {', '.join(get_args(StartMethod))}"

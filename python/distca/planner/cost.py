@@ -89,7 +89,7 @@ class CostModel:
             raise InvalidArgumentError(f"cost model: {source} is neither a file nor one of {names}") from error
         except ValueError as error:
             raise InvalidArgumentError(
-                f"cost model: {source} was not written by `distca profile`: {error!r}"
+                f"cost model: {source} was not written by `distca profile`: {error}"  # !r has all bytes of the file
             ) from error
         return cls.of_table(content, phases=phases, name=str(source))
 

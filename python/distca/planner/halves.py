@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distca.arguments import is_whole
+from distca.arguments import check_type, is_whole
 from distca.errors import InvalidArgumentError
 from distca.planner.layout import PADDING, Layout
 
@@ -108,6 +108,7 @@ def halves(layout: Layout, *, window: int | None = None, idle_rows: int = 0, mul
         >>> second.rows(0)  # of rank 0's token tensor
         tensor([4, 5, 6, 7])
     """
+    check_type("halves", "layout", layout, Layout, "distca.Layout.from_documents([[100, 20], [80]])")
     if window is not None and not is_whole(window, 1):
         raise InvalidArgumentError(f"halves: window = {window!r}; None or a positive number of keys is allowed")
     for name, value, least in (("idle_rows", idle_rows, 0), ("multiple_of", multiple_of, 1)):
