@@ -24,6 +24,12 @@ def find_tool(name: str) -> str:
     return tool
 
 
+def run(command: list[str | Path], where: str) -> None:
+    """Runs a command, whose output says why it fails. A traceback after it would hide that."""
+    if code := subprocess.run(command).returncode:
+        raise SystemExit(f"distca: {Path(command[0]).name} ended with code {code}, and nothing was installed. {where}")
+
+
 def package_folders() -> list[str]:
     """Where the building Python has its packages. pip's isolated builds hide them, but run the Python that they are of:
     what is built there is compiled against its PyTorch, and none has to be fetched to build with."""
@@ -70,11 +76,11 @@ class BuildNative(build_ext):
         configure = [cmake, "-S", ROOT, "-B", build, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}"]
         configure += [f"-DPython_EXECUTABLE={sys.executable}", f"-DDISTCA_CUDA={cuda_option(bool(self.inplace))}"]
         configure += [f"-DDISTCA_PACKAGES={';'.join(package_folders())}"]
-        subprocess.run(configure, check=True)
-        subprocess.run([cmake, "--build", build, "--parallel", str(os.cpu_count() or 1)], check=True)
+        run(configure, "Look above for 'CMake Error'.")
+        run([cmake, "--build", build, "--parallel", str(os.cpu_count() or 1)], "Look above for 'FAILED'.")
         for library in package.rglob("*.so"):  # also those that this build leaves out
             library.unlink()
-        subprocess.run([cmake, "--install", build, "--prefix", package, "--strip"], check=True)
+        run([cmake, "--install", build, "--prefix", package, "--strip"], "The reason stands above.")
 
 
 setup(ext_modules=[Extension("distca._C", sources=[])], cmdclass={"build_ext": BuildNative})

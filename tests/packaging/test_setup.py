@@ -77,3 +77,15 @@ def test_another_wish_is_refused(named: dict[str, Any], monkeypatch: pytest.Monk
     monkeypatch.setenv("DISTCA_CUDA", "maybe")
     with pytest.raises(SystemExit, match="DISTCA_CUDA=maybe; 0 .* 1 .* auto"):
         named["cuda_option"](False)
+
+
+def test_a_tool_that_fails_ends_the_build_in_one_line_after_what_it_said(
+    named: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    fails = [Path(sys.executable), "-c", "import sys; print('the reason'); sys.exit(3)"]
+    with pytest.raises(
+        SystemExit, match=r"^distca: python\S* ended with code 3, and nothing was installed. Look there.$"
+    ):
+        named["run"](fails, "Look there.")
+    assert capfd.readouterr().out == "the reason\n"
+    named["run"]([sys.executable, "-c", ""], "")  # and one that does not fail goes on
