@@ -18,6 +18,7 @@ using transport::WordPlace;
 
 constexpr int kThreads = 512;
 constexpr int kWordsUnderWay = 4;  // of one thread: this many loads are issued before the first store
+constexpr uint32_t kChunksBetweenLooks = 16;
 constexpr int32_t kCopyBlocks = 132 * 4;
 
 /// The parts of PutParts in device memory.
@@ -72,36 +73,47 @@ __device__ void copy_chunk(const PutEntry& e, const Rows& rows) {
   }
 }
 
+/// Counts the chunks of a message that this block has copied. The last block to count signals.
+__device__ void count_copied(const PutMessage& m, uint32_t& done, uint32_t num_copied) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  // The rows of this block come before its count, and the counts of all blocks before the signal.
+  __threadfence_system();
+  if (atomicAdd(&done, num_copied) + num_copied != static_cast<uint32_t>(m.num_chunks)) return;
+  __threadfence_system();
+  done = 0;
+  if (m.signal != nullptr) store_release(m.signal, m.signal_value);
+}
+
+// A look for a stop reads the host's memory, and a fence waits until the peer has the rows. Either takes about as long
+// as a chunk's way over the link. Therefore a block looks now and then, and fences once a message. What it has copied
+// of a message is counted before it waits for another's credit, which the peer may give only after the first's signal.
 __global__ void __launch_bounds__(kThreads, 1) put_kernel(DevicePutTable table, Guard guard) {
   __shared__ bool may_write;
   const int32_t num_chunks = *table.num_chunks, num_entries = table.num_entries();
-  int32_t allowed = -1;  // the message whose credit this block saw last
+  int32_t message = -1;     // whose chunks this block copies
+  uint32_t num_copied = 0;  // of them, by this block
   for (int32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
     const PutEntry& e = table.entries[entry_of_chunk(table.entries, num_entries, chunk)];
     const PutMessage& m = table.messages[e.message];
-    if (threadIdx.x == 0) {
-      may_write = !is_stopped(guard);
-      if (may_write && e.message != allowed && m.credit != nullptr)
-        may_write = transport::await(guard, {m.credit, m.credit_value, m.peer, Awaited::kCredit, m.round});
-    }
-    __syncthreads();
-    // Nobody writes any more, and no signal follows: the peers learn of the fault by another word.
-    if (!may_write) return;
-    allowed = e.message;
-
-    copy_chunk(e, rows_of_chunk(e, chunk));
-
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      // The rows of this block come before its count, and the counts of all blocks before the signal.
-      __threadfence_system();
-      if (atomicAdd(&table.chunks_done[e.message], 1u) + 1 == static_cast<uint32_t>(m.num_chunks)) {
-        __threadfence_system();
-        table.chunks_done[e.message] = 0;
-        if (m.signal != nullptr) store_release(m.signal, m.signal_value);
+    const bool is_first = e.message != message;
+    if (is_first && message >= 0) count_copied(table.messages[message], table.chunks_done[message], num_copied);
+    if (is_first || num_copied % kChunksBetweenLooks == 0) {
+      __syncthreads();  // all have read what the last look has found
+      if (threadIdx.x == 0) {
+        may_write = !is_stopped(guard);
+        if (may_write && is_first && m.credit != nullptr)
+          may_write = transport::await(guard, {m.credit, m.credit_value, m.peer, Awaited::kCredit, m.round});
       }
+      __syncthreads();
+      // Nobody writes any more, and no signal follows: the peers learn of the fault by another word.
+      if (!may_write) return;
     }
+    copy_chunk(e, rows_of_chunk(e, chunk));
+    num_copied = is_first ? 1 : num_copied + 1;
+    message = e.message;
   }
+  if (message >= 0) count_copied(table.messages[message], table.chunks_done[message], num_copied);
 }
 
 __global__ void __launch_bounds__(kThreads, 1) copy_kernel(DevicePutTable table) {

@@ -9,15 +9,15 @@ FAULTS = [
     Fault(
         "a block of the put kernel counts its rows before all threads have copied them",
         "cuda/transport/put.cu",
-        "    copy_chunk(e, rows_of_chunk(e, chunk));\n\n    __syncthreads();",
-        "    copy_chunk(e, rows_of_chunk(e, chunk));\n",
+        "uint32_t num_copied) {\n  __syncthreads();\n  if (threadIdx.x != 0) return;",
+        "uint32_t num_copied) {\n  if (threadIdx.x != 0) return;",
         STEPS,
     ),
     Fault(
         "a thread of the put kernel writes before the first one has seen credit",
         "cuda/transport/put.cu",
-        "    __syncthreads();\n    // Nobody writes any more",
-        "    // Nobody writes any more",
+        "      __syncthreads();\n      // Nobody writes any more",
+        "      // Nobody writes any more",
         STEPS,
     ),
     Fault(
