@@ -62,7 +62,8 @@ inline bool has_dense_rows(const Tensor& t) { return t.stride(2) == 1 || t.size(
 /// A [rows, heads, dim] view of a tensor. The last dimension must be contiguous; other strides are free.
 inline RowView rows_of(const Tensor& t, const char* name) {
   require(t.dim() == 3, name, " has shape ", shape_of(t), "; [tokens, heads, dim] is expected");
-  require(has_dense_rows(t), name, ": the last dimension must be contiguous, its stride is ", t.stride(2));
+  require(has_dense_rows(t), name, ": the last dimension must be contiguous, its stride is ", t.stride(2), "; pass ",
+          name, ".contiguous()");
   const auto bytes = static_cast<int64_t>(t.element_size());
   return {static_cast<std::byte*>(t.data_ptr()), t.stride(0) * bytes, t.stride(1) * bytes};
 }

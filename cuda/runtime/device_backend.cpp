@@ -57,6 +57,8 @@ struct AddSinksArguments {
   const float* sinks;
 };
 
+constexpr int kLeastCapability = 8;  // the oldest that the kernels are compiled for (cuda/cuda.cmake)
+
 class DeviceBackend final : public runtime::Backend {
  public:
   DeviceBackend(std::shared_ptr<runtime::Backend> aten, int device, runtime::CurrentStream current_stream,
@@ -66,6 +68,8 @@ class DeviceBackend final : public runtime::Backend {
     if (!queue_) queue_ = std::make_shared<DeviceQueue>(device, current_stream, kNoTimeout);
     cuda::check(cudaDeviceGetAttribute(&major_, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
     cuda::check(cudaDeviceGetAttribute(&minor_, cudaDevAttrComputeCapabilityMinor, device), "compute capability");
+    require<DeviceError>(major_ >= kLeastCapability, "cuda:", device, " has compute capability ", major_, ".", minor_,
+                         "; distca needs ", kLeastCapability, ".0 or later");
     load_reduce_kernels();
     load_home_row_kernels();
     if (own_attention_ && major_ == 9 && minor_ == 0) attention::cuda::load_kernels();

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from distca.arguments import check_type
 from distca.caller import Caller
 from distca.context import Context, collective
 from distca.errors import InvalidArgumentError, refusals_told
@@ -336,6 +337,7 @@ def attend(step: Step) -> None:
         InvalidArgumentError: the call is out of order, or an input was changed in place since dispatch.
         PlanMismatchError, PeerDiedError, PeerLeftError, PeerTimeoutError: the context is poisoned.
     """
+    check_type("attend", "step", step, Step, "distca.dispatch(q, k, v, plan)")
     step._token = step._next(_Attend, "attend")
 
 
@@ -348,6 +350,7 @@ def collect(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         DistcaError: as in `attend`.
     """
+    check_type("collect", "step", step, Step, "distca.dispatch(q, k, v, plan)")
     out, lse = step._next(_Collect, "collect")
     step._token = None
     step._under_way.over()
