@@ -33,7 +33,7 @@ from distca.heads import Heads
 from distca.ops import attention, core_attention
 from distca.planner.cost import CostModel
 from distca.planner.halves import Half, halves
-from distca.planner.layout import PADDING, Layout
+from distca.planner.layout import PADDING, Chunk, Layout
 from distca.planner.memory import MemoryReport
 from distca.planner.plan import Plan, Plans
 from distca.planner.plan_ahead import PlanAhead
@@ -61,6 +61,7 @@ __all__ = [
     "PADDING",
     "ArenaBytes",
     "CapacityError",
+    "Chunk",
     "Context",
     "ContextPoisonedError",
     "CostModel",

@@ -234,14 +234,6 @@ REFUSED = {
         r"temporal_block \(RecurrentGemmaRecurrentBlock\) carries a state from row to row, and document 0 is cut",
         LAYOUT,
     ),
-    "a temperature by row": Refused(
-        Family(
-            "Llama4TextConfig",
-            {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0], "num_local_experts": 2}
-            | {"intermediate_size_mlp": 48, "attention_chunk_size": None},
-        ),
-        r"scale their queries by the number of the row .*: set attn_temperature_tuning=False",
-    ),
     "labels of a cut document": Refused(
         LLAMA, r"document 0 is cut, .* not in the next row: pass shift_labels=, ", LAYOUT, {"labels": LABELS["labels"]}
     ),

@@ -31,10 +31,12 @@ def _with_gradients(
 
 
 def visible(length: int, mask: str = "causal", window: int | None = None) -> torch.Tensor:
-    """Boolean [length, length]: the keys that each row of a document sees."""
+    """Boolean [length, length]: the keys that each row of a document sees. If "chunked", a chunk has `window` rows."""
     row, key = torch.arange(length)[:, None], torch.arange(length)[None, :]
     if mask == "full":
         return torch.ones(length, length, dtype=torch.bool)
+    if mask == "chunked":
+        return (key <= row) & (row // (window or length) == key // (window or length))
     return (key <= row) & (row - key < (window or length))
 
 

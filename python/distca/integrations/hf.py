@@ -53,7 +53,7 @@ from distca.integrations.hf_ping_pong import plan_halves as plan_halves
 from distca.integrations.hf_recurrent import refuse_recomputation
 from distca.ops import core_attention
 from distca.planner.exchange import gathered_lengths
-from distca.planner.layout import Layout
+from distca.planner.layout import Chunk, Layout, Window
 from distca.planner.plan import Plan, Plans
 from distca.planner.plan_source import PlanSource
 from distca.planner.planning import plans
@@ -193,6 +193,7 @@ def distca_attention(
         if softcap is not None or sinks is not None:  # SDPA would drop them silently
             return _eager(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    query = _by_position(module, query, plan)
     if torch.compiler.is_compiling():
         plan = _checked_plan(module, query, key, plan, attention_mask, dropout, kwargs)
     else:
@@ -255,10 +256,10 @@ def _name_of_layer(module: torch.nn.Module) -> str | None:
     return f"{index} ({type(module).__name__})"
 
 
-def _plan_of_layer(plan: Plan | Plans | PlanSource, sliding_window: int | None) -> Plan:
+def _plan_of_layer(plan: Plan | Plans | PlanSource, window: Window) -> Plan:
     """The plan for a layer. transformers' window W lets row q see key k if q - k < W, and so does a plan's window."""
     if isinstance(plan, Plans):
-        return plan.for_window(sliding_window)
+        return plan.for_window(window)
     if isinstance(plan, PlanSource):
         plan = plan.upcoming()
     if not isinstance(plan, Plan):
@@ -266,13 +267,54 @@ def _plan_of_layer(plan: Plan | Plans | PlanSource, sliding_window: int | None) 
     if not plan.has_documents:
         return plan
     refuse(plan.mask != "causal", f"the plan's mask is {plan.mask}; a causal one is needed")
+    if isinstance(window, Chunk):
+        refuse(
+            window.rows < max(plan.layout.document_lengths, default=0),
+            f"this layer attends in chunks of {window.rows} rows: pass plan=distca.plans(layout, heads, "
+            "windows=hf.windows_of(config), context=context)",
+        )
+        window = None
     refuse(
-        not plan.same_window(sliding_window),
-        f"this layer has a sliding window of {sliding_window}, the plan one of {plan.window}: pass "
-        f"plan=distca.plan(layout, heads, window={sliding_window}, context=context), or distca.plans(layout, heads, "
+        not plan.same_window(window),
+        f"this layer has a sliding window of {window}, the plan one of {plan.window}: pass "
+        f"plan=distca.plan(layout, heads, window={window}, context=context), or distca.plans(layout, heads, "
         "windows=[...], context=context) where layers differ",
     )
     return plan
+
+
+def _window_of(module: torch.nn.Module, mask: DeferredMask | torch.Tensor | None, kwargs: dict[str, Any]) -> Window:
+    """The layer's window. Layers that attend in chunks do not say so; their mask and the type of the layer do."""
+    window: int | None = kwargs.get("sliding_window")
+    size = mask.local_size if isinstance(mask, DeferredMask) else None
+    if window is not None or size is None:
+        return window
+    kinds, layer = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    refuse(
+        kinds is None or layer is None or kinds[layer] != "chunked_attention",
+        f"the model asks for a mask with a window or chunks of {size}, and the layer does not say which",
+    )
+    return Chunk(size)
+
+
+def _by_position(module: torch.nn.Module, query: torch.Tensor, plan: Plan | Plans | PlanSource) -> torch.Tensor:
+    """The queries [1, H, T, D] of a layer that has scaled them by the number of the row (Llama 4's without RoPE), as if
+    scaled by its position. A row whose position is its number keeps its bits.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+    made = plan.upcoming() if isinstance(plan, PlanSource) else plan
+    floor_scale: Any = module.floor_scale
+    attn_scale: Any = module.attn_scale
+
+    def factor(rows: torch.Tensor) -> torch.Tensor:
+        return torch.log1p(torch.floor((rows.float() + 1.0) / floor_scale)) * attn_scale + 1.0
+
+    positions = made.layout.position_ids(made.rank)
+    if len(positions) != query.shape[2]:  # said by the check of the call
+        return query
+    ratio = (factor(positions) / factor(torch.arange(len(positions)))).to(query.device)
+    return (query * ratio[:, None]).to(query.dtype)
 
 
 def _checked_plan(
@@ -285,9 +327,9 @@ def _checked_plan(
     kwargs: dict[str, Any],
 ) -> Plan | PlanSource:
     """The layer's plan, or what finds it. Raises InvalidArgumentError if it lacks what the layer asks for."""
-    found = _plan_of_layer(plan, kwargs.get("sliding_window"))
+    found = _plan_of_layer(plan, _window_of(module, attention_mask, kwargs))
     _check_call(module, query, key, found, dropout, kwargs)
-    _check_mask(attention_mask, kwargs.get("sliding_window"))
+    _check_mask(attention_mask)
     return plan if isinstance(plan, PlanSource) else found
 
 
@@ -322,12 +364,8 @@ def _check_call(
     refuse(kwargs.get("position_bias") is not None, "a position bias is not supported yet")
 
 
-def _check_mask(mask: DeferredMask | torch.Tensor | None, sliding_window: int | None) -> None:
+def _check_mask(mask: DeferredMask | torch.Tensor | None) -> None:
     if isinstance(mask, DeferredMask):
-        refuse(
-            sliding_window is None and mask.local_size is not None,
-            f"attention in chunks of {mask.local_size} is not supported yet",
-        )
         objection = mask.objection()
         refuse(objection is not None, str(objection))
     else:

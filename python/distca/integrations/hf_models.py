@@ -20,11 +20,11 @@ from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.integrations.hf_recurrent import cut_document, is_recurrent, looks_along_rows, run_by_document
 from distca.integrations.hf_rope import watch
-from distca.planner.layout import Layout
+from distca.planner.layout import Chunk, Layout, Window
 
 NAME = "distca"
-#: The types of layers that call attention once, and whether they have the configuration's sliding window. Chunked ones
-#: are refused if they have chunks. Hybrid layers are recurrent as well.
+#: The types of layers that call attention once, and whether they have the configuration's sliding window. Hybrid layers
+#: are recurrent as well.
 _ATTENTION = {
     **{"full_attention": False, "chunked_attention": False, "hybrid": False},
     **{"sliding_attention": True, "hybrid_sliding": True},
@@ -145,12 +145,6 @@ def check_model(model: PreTrainedModel, num_ranks: int, layout: Layout | None = 
         f"the model's module {along} looks along the rows of its tensor, over the borders of documents and ranks: not "
         "supported yet",
     )
-    if getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", None) or [0]):
-        refuse(
-            True,
-            "layers without RoPE scale their queries by the number of the row instead of its position: set "
-            "attn_temperature_tuning=False in the model's config",
-        )
     if num_ranks > 1 and model.training:
         refuse(kind in _REFUSED_IN_TRAINING, _REFUSED_IN_TRAINING.get(kind, ""))
         jitter = next((name for name in _JITTER if getattr(config, name, None)), None)
@@ -183,7 +177,11 @@ def goes_another_way(config: PreTrainedConfig) -> bool:
     config = config.get_text_config()
     plain = ("full_attention", "sliding_attention", "chunked_attention")
     kinds = _kinds(config)
-    return config.model_type in (*_DROPS_KEYWORDS, *_BYPASSES, *_REFUSED) or any(kind not in plain for kind in kinds)
+    return (
+        config.model_type in (*_DROPS_KEYWORDS, *_BYPASSES, *_REFUSED)
+        or any(kind not in plain for kind in kinds)
+        or bool(getattr(config, "attn_temperature_tuning", False))
+    )
 
 
 def drops_keywords(module: torch.nn.Module) -> bool:
@@ -251,8 +249,9 @@ def _heads_of_layer(config: Any, layer: int) -> tuple[int, int, int, int]:
     return q, kv, dim, v_dim or dim
 
 
-def windows_of(config: PreTrainedConfig) -> list[int | None]:
-    """The sliding window of every layer with attention; None if its rows see their whole document up to themselves.
+def windows_of(config: PreTrainedConfig) -> list[Window]:
+    """The sliding window of every layer with attention; None if its rows see their whole document up to themselves, and
+    `distca.Chunk` if they see their chunk of it.
 
     Args:
         config: the model's configuration.
@@ -265,13 +264,16 @@ def windows_of(config: PreTrainedConfig) -> list[int | None]:
     kinds = _kinds(config)
     if not kinds:
         return [window] * config.num_hidden_layers
-    known = [kind for kind in (*_ATTENTION, *_NO_ATTENTION) if kind != "chunked_attention"]
+    known = (*_ATTENTION, *_NO_ATTENTION)
     for layer, kind in enumerate(kinds):
         refuse(
             kind not in known,
             f"layer {layer} of the model is of type {kind}, must be one of {', '.join(known)}: other types choose "
             "their keys themselves",
         )
-    windows = [window if _ATTENTION[kind] else None for kind in kinds if kind in _ATTENTION]
+    chunk = getattr(config, "attention_chunk_size", None)
+    of_kind: dict[str, Window] = {kind: window if has_window else None for kind, has_window in _ATTENTION.items()}
+    of_kind["chunked_attention"] = None if chunk is None else Chunk(chunk)
+    windows = [of_kind[kind] for kind in kinds if kind in of_kind]
     refuse(not windows, f"none of the model's layers has attention; their types are {', '.join(dict.fromkeys(kinds))}")
     return windows

@@ -22,7 +22,7 @@ from distca.integrations.hf_forward import with_plan
 from distca.integrations.hf_models import has_own_loss, refuse
 from distca.pingpong.ping_pong import greenlet_module, prepare, refuse_compiled, run_halves
 from distca.planner.halves import Half, halves, join_halves
-from distca.planner.layout import Layout
+from distca.planner.layout import Layout, Window
 from distca.planner.plan import Plans
 from distca.planner.planning import plans
 
@@ -47,9 +47,7 @@ class HalvedPlans:
         self.plans = plans
 
 
-def plan_halves(
-    layout: Layout, heads: Heads, *, windows: Iterable[int | None] = (None,), **options: Any
-) -> HalvedPlans:
+def plan_halves(layout: Layout, heads: Heads, *, windows: Iterable[Window] = (None,), **options: Any) -> HalvedPlans:
     """Deals a layout's documents out to two halves, and plans each half.
 
     Args:

@@ -15,7 +15,7 @@ from distca.pipeline.stats import PipelineStats, TickStats
 from distca.pipeline.step_planner import StageStep, Step, StepPlanner
 from distca.pipeline.tick_table import TickTable, Work, tick_table
 from distca.planner.halves import Half, join_halves
-from distca.planner.layout import Layout
+from distca.planner.layout import Chunk, Layout, Window
 from distca.planner.plan import Plan
 from distca.planner.scores import Scores
 from distca.registry import find_context
@@ -86,7 +86,7 @@ class PipelinePlans:
         chunks: int = 1,
         in_flight: int | None = None,
         backward: bool = True,
-        windows: Sequence[int | None] | None = None,
+        windows: Sequence[Window] | None = None,
         scores: Sequence[Scores] | None = None,
         halves: Sequence[tuple[Half, Half]] | Callable[[Layout], tuple[Half, Half]] | None = None,
         across_stages: bool = True,
@@ -287,6 +287,10 @@ def _scores_of_layers(windows: Any, scores: Any, num_layers: int) -> list[Scores
             check_type("PipelinePlans", "scores of a layer", of_layer, Scores, "distca.Scores()")
     elif windows is not None:
         windows = listed("PipelinePlans", "windows", windows, "the window of each layer of the model")
+        if chunk := next((window for window in windows if isinstance(window, Chunk)), None):
+            raise InvalidArgumentError(
+                f"PipelinePlans: a layer attends in chunks of {chunk.rows} rows: not supported in pipelines yet"
+            )
         of_layers = [Scores(window=window) for window in windows]
     else:
         of_layers = [Scores()] * num_layers

@@ -10,7 +10,7 @@ import torch
 
 from distca.arguments import check_type, is_whole
 from distca.errors import InvalidArgumentError
-from distca.planner.layout import PADDING, Layout
+from distca.planner.layout import PADDING, Chunk, Layout, Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ def join_halves(parts: Sequence[torch.Tensor], halves: tuple[Half, Half], rank: 
     return torch.cat([*own, parts[0].new_zeros(zeros)], dim).index_select(dim, of_row.to(parts[0].device))
 
 
-def halves(layout: Layout, *, window: int | None = None, idle_rows: int = 0, multiple_of: int = 1) -> tuple[Half, Half]:
+def halves(layout: Layout, *, window: Window = None, idle_rows: int = 0, multiple_of: int = 1) -> tuple[Half, Half]:
     """Deals the documents of a layout out to two halves with about equal attention and, on every rank, equal tokens.
 
     This is a pure function of its arguments. Therefore every rank finds the same halves. Documents stay whole: a
@@ -91,7 +91,8 @@ def halves(layout: Layout, *, window: int | None = None, idle_rows: int = 0, mul
 
     Args:
         layout: the layout of the micro-batch.
-        window: how many keys a row sees, its own included; all keys of its document up to its own by default.
+        window: how many keys a row sees, its own included; all keys of its document up to its own by default. With a
+            `distca.Chunk` it sees those of its chunk.
         idle_rows: rows of padding for a rank that has no row in a half, for models that cannot take an empty tensor.
         multiple_of: each rank's rows of a half are padded to a multiple of this number, for models that share them out.
 
@@ -109,7 +110,7 @@ def halves(layout: Layout, *, window: int | None = None, idle_rows: int = 0, mul
         tensor([4, 5, 6, 7])
     """
     check_type("halves", "layout", layout, Layout, "distca.Layout.from_documents([[100, 20], [80]])")
-    if window is not None and not is_whole(window, 1):
+    if window is not None and not isinstance(window, Chunk) and not is_whole(window, 1):
         raise InvalidArgumentError(f"halves: window = {window!r}; None or a positive number of keys is allowed")
     for name, value, least in (("idle_rows", idle_rows, 0), ("multiple_of", multiple_of, 1)):
         if not is_whole(value, least):
@@ -126,7 +127,10 @@ def halves(layout: Layout, *, window: int | None = None, idle_rows: int = 0, mul
     return _half(layout, first, idle_rows, multiple_of), _half(layout, second, idle_rows, multiple_of)
 
 
-def _visible_pairs(length: int, window: int | None) -> int:
+def _visible_pairs(length: int, window: Window) -> int:
+    if isinstance(window, Chunk):
+        chunks, rest = divmod(length, window.rows)
+        return chunks * _visible_pairs(window.rows, None) + _visible_pairs(rest, None)
     seen = min(length, window or length)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 

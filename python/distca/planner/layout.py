@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from operator import index
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,6 +18,31 @@ PADDING = -1
 
 #: The most rows of a document or of a rank.
 _MOST_ROWS = 2**31
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Attention in chunks, in the place of a window: a row sees the keys of its chunk up to itself.
+
+    A document is cut into chunks from its first row on. It is for `plans` and `halves`, and for layers such as those of
+    Llama 4.
+
+    Attributes:
+        rows: rows of a chunk.
+
+    Raises:
+        InvalidArgumentError: `rows` is no positive integer.
+    """
+
+    rows: int
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.rows, 1, _MOST_ROWS):
+            raise InvalidArgumentError(f"Chunk: rows = {self.rows!r}; an integer from 1 to {_MOST_ROWS} is expected")
+
+
+#: What a layer's rows see of their document: the last so many rows, a chunk of it, or all of it (None).
+Window: TypeAlias = int | Chunk | None
 
 
 class Layout:
@@ -218,6 +244,38 @@ class Layout:
         whole = cls._wrap(_C.Layout.join(cores, num_ranks))
         whole._longest_of_whole = longest or None  # parts may be halves
         return whole
+
+    def chunked(self, rows: int) -> Layout:
+        """The same rows, where each chunk of a document is a document: for layers whose rows see their chunk alone.
+
+        `position_ids` of the result count from the first row of each chunk; those of the model are this layout's.
+
+        Args:
+            rows: rows of a chunk. Each document is cut from its first row on.
+
+        Raises:
+            InvalidArgumentError: `rows` is no positive integer.
+
+        Examples:
+            >>> layout = distca.Layout([[(0, 0, 5)], [(0, 5, 9), (1, 0, 2)]]).chunked(4)
+            >>> layout.segments(0), layout.segments(1)
+            ([(0, 0, 4), (1, 0, 1)], [(1, 1, 4), (2, 0, 1), (3, 0, 2)])
+        """
+        rows = Chunk(rows).rows
+        first, total = [], 0  # the number of each document's first chunk
+        for length in self.document_lengths:
+            first.append(total)
+            total += -(-length // rows)
+        cut: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_ranks)]
+        for rank, of_rank in enumerate(cut):
+            for document, begin, end in self.segments(rank):
+                if document == PADDING:
+                    of_rank.append((PADDING, 0, end - begin))
+                    continue
+                for chunk in range(begin // rows, -(-end // rows)):
+                    start = chunk * rows
+                    of_rank.append((first[document] + chunk, max(begin - start, 0), min(end - start, rows)))
+        return Layout(cut)
 
     @property
     def num_ranks(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from distca import _C
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
-from distca.planner.layout import Layout
+from distca.planner.layout import Chunk, Layout, Window
 from distca.planner.memory import MemoryReport, report
 from distca.planner.scores import MASKS
 from distca.planner.stats import ArenaBytes, PlanStats, Task, Transfer
@@ -204,22 +204,31 @@ class Plan:
         )
 
 
-class Plans(Mapping[int | None, Plan]):
+class Plans(Mapping[Window, Plan]):
     """Plans of one layout by window, for a model whose layers differ in their window. None stands for no window.
 
     `plans` makes it. ``plans[window]`` is the plan of exactly that window; `for_window` also finds one that
-    has the same effect.
+    has the same effect. The plan of a `Chunk` is that of ``layout.chunked(...)``.
+
+    Args:
+        by_window: the plans.
+        layout: the layout that all of them are for; by default that of the first plan, which then is not of a chunk.
     """
 
-    def __init__(self, by_window: Mapping[int | None, Plan]) -> None:
+    def __init__(self, by_window: Mapping[Window, Plan], layout: Layout | None = None) -> None:
         if not by_window:
             raise InvalidArgumentError("plans: no windows are given; None stands for a layer without one")
         self._by_window = dict(by_window)
+        whole = (plan.layout for window, plan in self.items() if not isinstance(window, Chunk))
+        found = layout or next(whole, None)
+        if found is None:
+            raise InvalidArgumentError("plans: all are of chunks, and do not tell the documents: give their layout")
+        self._layout = found
 
-    def __getitem__(self, window: int | None) -> Plan:
+    def __getitem__(self, window: Window) -> Plan:
         return self._by_window[window]
 
-    def __iter__(self) -> Iterator[int | None]:
+    def __iter__(self) -> Iterator[Window]:
         return iter(self._by_window)
 
     def __len__(self) -> int:
@@ -228,7 +237,7 @@ class Plans(Mapping[int | None, Plan]):
     @property
     def layout(self) -> Layout:
         """The layout that all of them are for."""
-        return self._first.layout
+        return self._layout
 
     @property
     def rank(self) -> int:
@@ -241,22 +250,29 @@ class Plans(Mapping[int | None, Plan]):
 
     def for_rank(self, rank: int) -> Plans:
         """The same plans seen from another rank."""
-        return Plans({window: plan.for_rank(rank) for window, plan in self.items()})
+        return Plans({window: plan.for_rank(rank) for window, plan in self.items()}, self._layout)
 
     def for_parts(self, half: int | None = None) -> Plans:
         """A copy whose steps `core_attention` takes in parts. `half` tells traces which half of ping-pong it is of."""
-        return Plans({window: plan.for_parts(half) for window, plan in self.items()})
+        return Plans({window: plan.for_parts(half) for window, plan in self.items()}, self._layout)
 
-    def for_window(self, window: int | None) -> Plan:
-        """The plan for layers of that window. All windows at least as long as every document have the same effect.
+    def for_window(self, window: Window) -> Plan:
+        """The plan for layers of that window. All windows, and chunks, at least as long as every document have the same
+        effect.
 
         Raises:
             InvalidArgumentError: no plan here has that effect. The message names the windows that there are.
         """
         if window in self._by_window:
             return self._by_window[window]
-        for plan in self.values():
-            if plan.same_window(window):
+        longest = max(self._layout.document_lengths, default=0)
+        if isinstance(window, Chunk) and window.rows >= longest:
+            return self.for_window(None)
+        for of, plan in self.items():
+            if isinstance(of, Chunk):
+                if of.rows >= longest and not isinstance(window, Chunk) and (window or longest) >= longest:
+                    return plan
+            elif not isinstance(window, Chunk) and plan.same_window(window):
                 return plan
         raise InvalidArgumentError(
             f"plans: no plan for a window of {window}; there are plans for {', '.join(map(str, self))}: make them with "

@@ -12,7 +12,7 @@ from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.planner.ahead import Ahead
 from distca.planner.exchange import ENDED, Exchange, GatheredSteps, Steps
-from distca.planner.layout import Layout
+from distca.planner.layout import Layout, Window
 from distca.planner.plan import Plan, Plans
 from distca.planner.planning import plan, plans
 from distca.planner.telling import Continues, Lengths, Segments, Telling, telling
@@ -87,7 +87,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         group: dist.ProcessGroup | None = None,
         rank: int | None = None,
         idle_rows: int = 0,
-        windows: Iterable[int | None],
+        windows: Iterable[Window],
         **plan_options: Any,
     ) -> None: ...
 
@@ -103,7 +103,7 @@ class PlanAhead(Ahead[Batch | None, Planned], Generic[Batch, Planned]):
         group: dist.ProcessGroup | None = None,
         rank: int | None = None,
         idle_rows: int = 0,
-        windows: Iterable[int | None] | None = None,
+        windows: Iterable[Window] | None = None,
         **plan_options: Any,
     ) -> None:
         if sum(given is not None for given in (layout, lengths, segments)) != 1:

@@ -15,7 +15,7 @@ from distca.arguments import check_type, is_number, is_whole, listed
 from distca.errors import InvalidArgumentError
 from distca.heads import DTYPE_NUMBERS, Heads
 from distca.planner.cost import CostModel
-from distca.planner.layout import Layout
+from distca.planner.layout import Chunk, Layout, Window
 from distca.planner.memory import MemoryReport, report
 from distca.planner.plan import Plan, Plans
 from distca.planner.scores import MASKS, Scores, numbered
@@ -240,12 +240,12 @@ def _retain_bytes(asked: int | Sequence[int], num_ranks: int) -> list[int]:
     return of_ranks
 
 
-def plans(layout: Layout, heads: Heads, *, windows: Iterable[int | None], **options: Any) -> Plans:
-    """One plan for each window, for a model whose layers differ in their window (Gemma, gpt-oss).
+def plans(layout: Layout, heads: Heads, *, windows: Iterable[Window], **options: Any) -> Plans:
+    """One plan for each window, for a model whose layers differ in their window (Gemma, gpt-oss, Llama 4).
 
     Args:
         layout, heads: as in `plan`.
-        windows: the layers' windows; None for layers that see their whole document.
+        windows: the layers' windows; None for layers that see their whole document, `Chunk` for attention in chunks.
         options: the other arguments of `plan`.
 
     Returns:
@@ -255,7 +255,14 @@ def plans(layout: Layout, heads: Heads, *, windows: Iterable[int | None], **opti
         DistcaError: as in `plan`.
         InvalidArgumentError: there is no window.
     """
-    return Plans({window: plan(layout, heads, window=window, **options) for window in dict.fromkeys(windows)})
+    check_type("plans", "layout", layout, Layout, "distca.Layout.from_documents([[100, 20], [80]])")
+
+    def made(window: Window) -> Plan:
+        if isinstance(window, Chunk):
+            return plan(layout.chunked(window.rows), heads, **options)
+        return plan(layout, heads, window=window, **options)
+
+    return Plans({window: made(window) for window in dict.fromkeys(windows)}, layout)
 
 
 def memory_report(*plans: Plan, context: Context | str | None = None, layers: int = 1) -> MemoryReport:

@@ -48,6 +48,9 @@ CASES: dict[str, Case] = {
         "granitemoehybrid", {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"}
     ),
     "llama4_text, no chunks": Case("llama4_text", _NO_CHUNKS | {"attn_temperature_tuning": False}),
+    "llama4_text, chunks and temperature": Case(
+        "llama4_text", {"no_rope_layers": [1, 0], "floor_scale": 8, "attn_scale": 0.5}
+    ),
     "qwen2, windows in the upper layer": Case(
         "qwen2",
         {"use_sliding_window": True, "sliding_window": tiny.WINDOW, "max_window_layers": 1}
@@ -65,7 +68,9 @@ CASES: dict[str, Case] = {
     "mllama, a layer for images": Case("mllama", {"text_config": {"cross_attention_layers": [1]}}),
     # what a caller can change in a configuration
     "llama, dropout": Case("llama", {"attention_dropout": 0.1}),
-    "llama4_text, no chunks, temperature": Case("llama4_text", _NO_CHUNKS | {"attn_temperature_tuning": True}),
+    "llama4_text, no chunks, temperature": Case(
+        "llama4_text", _NO_CHUNKS | {"attn_temperature_tuning": True, "floor_scale": 8, "attn_scale": 0.5}
+    ),
     "mixtral, jitter": Case("mixtral", {"router_jitter_noise": 0.1}),
     "roberta, positions from 0": Case("roberta"),
 }
@@ -114,7 +119,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
         ),
         "minimax_m3_vl_text, chosen keys",
     ),
-    "is of type chunked_attention": ("llama4", "llama4_text"),
     "the model attends among rows that it has hashed alike": ("reformer",),
     "has no num_attention_heads": ("blt", "falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"),
     "takes its attention from a table of its own": ("falcon", "git", "gpt_neo", "gptj"),
@@ -139,10 +143,9 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "router draws experts at random": ("phimoe",),
     "the plan was used 1 times: layers were left out": ("mllama, a layer for images",),
-    "attention in chunks of 12": ("qwen2_moe, windows",),
+    "a mask with a window or chunks of 12, and the layer does not say which": ("qwen2_moe, windows",),
     "attention dropout is 0.1": ("llama, dropout",),
     "router_jitter_noise=0.0": ("mixtral, jitter",),
-    "attn_temperature_tuning=False": ("llama4_text, no chunks, temperature",),
     r"row 0 has position 0, its document has 1 there": ("roberta, positions from 0",),
 }
 

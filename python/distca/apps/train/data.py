@@ -19,7 +19,7 @@ import torch
 from distca.apps.common.corpus import Corpus
 from distca.apps.common.packing import NO_TARGET, Piece, pack_steps
 from distca.planner.halves import Half, halves
-from distca.planner.layout import Layout
+from distca.planner.layout import Layout, Window
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Batch:
     num_targets: int  # on all ranks
     targets_of: tuple[int, ...] = ()  # of each document, on all ranks
 
-    def halves(self, rank: int, window: int | None = None) -> tuple[Batch, Batch]:
+    def halves(self, rank: int, window: Window = None) -> tuple[Batch, Batch]:
         """The two halves for ping-pong. A rank without rows in a half has one row of padding, which models need."""
         first, second = halves(self.layout, window=window, idle_rows=1)
         return self._half(first, rank), self._half(second, rank)

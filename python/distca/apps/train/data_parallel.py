@@ -29,7 +29,7 @@ from distca.connect.init import init
 from distca.context import Context
 from distca.integrations.hf import heads_of, windows_of
 from distca.pingpong.ping_pong import PingPong
-from distca.planner.layout import Layout
+from distca.planner.layout import Layout, Window
 from distca.trace.trace import Trace
 
 
@@ -111,7 +111,7 @@ class MicroBatches:
     """
 
     rest: Iterable[MicroBatch]
-    windows: list[int | None]
+    windows: list[Window]
     context: Context
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from distca.pipeline import PipelinePlans
 from distca.planner.ahead import Ahead
 from distca.planner.exchange import Steps
 from distca.planner.halves import halves
-from distca.planner.layout import Layout
+from distca.planner.layout import Layout, Window
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Shape:
     """
 
     heads: Heads
-    windows: list[int | None]
+    windows: list[Window]
     layers: list[int]
     chunks: int
 
     @property
-    def window(self) -> int | None:
+    def window(self) -> Window:
         """The window of all layers, if they have the same one."""
         return self.windows[0] if len(set(self.windows)) == 1 else None
 

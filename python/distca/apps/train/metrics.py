@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from distca.pipeline import PipelinePlans
-from distca.planner.layout import Layout
+from distca.planner.layout import Layout, Window
 from distca.planner.plan import Plans
 
 _COMPARED = ("unbalanced", "inside_stages")
@@ -29,7 +29,7 @@ class AttentionLoads:
     larger_half: float | None = None  # with ping-pong, the share of the load that the larger halves have
 
     @staticmethod
-    def of(micro_batches: Sequence[Sequence[Plans]], windows: Sequence[int | None]) -> AttentionLoads:
+    def of(micro_batches: Sequence[Sequence[Plans]], windows: Sequence[Window]) -> AttentionLoads:
         """Adds up the plans of a step.
 
         `micro_batches` are the plans of each micro-batch; with ping-pong those of its two halves. `windows` has the

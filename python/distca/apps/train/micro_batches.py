@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from distca.apps.train.config import TrainConfig
 from distca.apps.train.data import Batch
 from distca.context import Context
+from distca.planner.layout import Window
 from distca.planner.plan import Plan, Plans
 from distca.planner.plan_ahead import PlanAhead
 
@@ -48,7 +49,7 @@ class MicroBatch:
 
 @contextmanager
 def planned(
-    config: TrainConfig, batches: Iterable[Batch], context: Context, windows: list[int | None], *, balance: bool
+    config: TrainConfig, batches: Iterable[Batch], context: Context, windows: list[Window], *, balance: bool
 ) -> Iterator[Iterator[MicroBatch]]:
     """The micro-batches of all steps, one after the other."""
     window = windows[0] if len(set(windows)) == 1 else None
