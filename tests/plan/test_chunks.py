@@ -74,9 +74,7 @@ def test_a_model_with_chunks_has_plans_of_one_layout() -> None:
         assert one.for_window(None).layout.document_lengths == [40, 9]
         assert one.for_window(Chunk(40)) is one[None], "a chunk that no document fills"
         assert one.for_window(8) is one[8]
-        with pytest.raises(
-            distca.InvalidArgumentError, match=r"no plan for a window of Chunk\(rows=17\); "
-        ):
+        with pytest.raises(distca.InvalidArgumentError, match=r"no plan for a window of Chunk\(rows=17\); "):
             one.for_window(Chunk(17))
         with pytest.raises(distca.InvalidArgumentError, match="no plan for a window of 16"):
             one.for_window(16)
