@@ -13,8 +13,10 @@ from distca.apps.bench import scaling, when_it_pays
 from distca.apps.bench.real_steps import in_order, relative
 from distca.apps.bench.scaling_page import tables
 from distca.apps.cli import main
-from distca.simulator.case import Case
+from distca.simulator.case import Case, Memory
+from distca.simulator.search import Found
 from distca.simulator.setup import Parallelism
+from distca.simulator.simulate import IdleShares, StrategyResult
 from distca.simulator.ticking import Ticking
 from distca.simulator.validation import Errors
 from support.simulated import MODEL, cluster
@@ -225,9 +227,86 @@ def test_one_comparison_is_made_and_the_others_stay(tmp_path: Path, monkeypatch:
     assert "| distca / ring 3.000, 2.86 to 3.16 | yes |" in page.read_text()
 
 
+def test_some_strategies_of_a_comparison_are_searched_again_and_the_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(when_it_pays, "errors", lambda: Errors(0.2, 0.1, 0.05))
+    first, other = (_compared(f"documents: {name}", {}, {}) for name in ("equal", "scaled"))
+    rates = {"unbalanced": 1.0, "ring": 4.0, "distca-retired": 1.0, "distca": 2.0}
+    first["draws"] = [_compared("", rates, {"ring": 4})["draws"][0] for _ in range(2)]
+    for draw in first["draws"]:
+        for one in draw["strategies"]:
+            if one["result"] is not None:
+                one["result"]["attention"] = 0.5
+    file = tmp_path / "out.json"
+    file.write_text(json.dumps({"benchmark": "when-it-pays", "details": {"cells": [first, other]}}))
+    searched = []
+
+    def search(sequences: Any, *, strategies: list[str], **_: Any) -> list[Found]:
+        searched.append((strategies, len(sequences)))
+        memory = Memory(1.0, 1.0, 1.0)
+        shares = IdleShares(0.0, 0.0, 0.0, 0.0)
+        made = StrategyResult("", 1.0, 8.0, 0.5, [0.1, 0.3], shares, 0.0, 0.0, 0.0, 0.0, 0.5, memory, True)
+        return [Found(name, Parallelism(data=4, context=2), made, 1, 0, 0) for name in strategies]
+
+    monkeypatch.setattr(when_it_pays, "search", search)
+    only = ["bench", "when-it-pays", "--only", "documents: equal", "--json", str(file)]
+    assert main([*only, "--strategies", "distca-single,all-gather"]) == 0
+    assert searched == [(["distca-single", "all-gather"], 8)] * 2
+    made, stayed = json.loads(file.read_text())["details"]["cells"]
+    assert stayed == other
+    for before, draw in zip(first["draws"], made["draws"], strict=True):
+        found = {one["strategy"]: one for one in draw["strategies"]}
+        assert [one for one in found.values() if one["strategy"] not in ("distca-single", "all-gather")] == [
+            next(one for one in before["strategies"] if one["strategy"] == name)
+            for name in ("unbalanced", "ring", "wlb", "distca", "distca-retired")
+        ]
+        assert list(found)[:3] == ["unbalanced", "all-gather", "ring"]
+        assert found["distca-single"]["result"]["idle"] == {"most": 0.3, "mean": pytest.approx(0.2)}
+        verdict = draw["verdict"]  # of equal documents, and of two strategies with the same set-up: 5 % of the ratio
+        assert (verdict["ours"], verdict["other"], verdict["speedup"]) == ("distca-single", "all-gather", 1)
+        assert verdict["interval"]["least"] == pytest.approx(1 / 1.05)
+        assert verdict["reason"] == "all sequences have equal attention"
+
+
+@pytest.mark.parametrize(
+    ("strategies", "complaint"),
+    [
+        ("distca-single,magic", "--strategies 'magic': the strategies of documents: equal are unbalanced, "),
+        ("", "--strategies '': the strategies of documents: equal are unbalanced, "),
+        ("distca-single", "no comparison 'documents: equal' whose other strategies could stay"),
+    ],
+)
+def test_strategies_of_a_comparison_that_cannot_be_searched_are_refused(
+    strategies: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "out.json"
+    earlier = json.dumps({"benchmark": "when-it-pays", "details": {"cells": [_compared("documents: scaled", {}, {})]}})
+    file.write_text(earlier)
+    only = ["bench", "when-it-pays", "--only", "documents: equal", "--json", str(file)]
+    assert main([*only, "--strategies", strategies]) == 2
+    assert complaint in capsys.readouterr().err and file.read_text() == earlier
+
+
+def test_a_strategy_that_takes_too_long_on_many_gpus_is_not_of_that_comparison(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only = ["--only", "grid: llama-8b, 128K, 128 GPUs", "--json", str(tmp_path / "out.json")]
+    assert main(["bench", "when-it-pays", *only, "--strategies", "hybrid-context"]) == 2
+    error = capsys.readouterr().err
+    assert "--strategies 'hybrid-context': the strategies of grid: llama-8b, 128K, 128 GPUs are" in error
+    assert "hybrid-context," not in error
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
+        (["when-it-pays", "--strategies", "distca", "--json", "out.json"], "--strategies is for --only NAME"),
+        (["scaling", "--strategies", "distca"], "--strategies is for --only NAME"),
+        (
+            ["when-it-pays", "--only", "a: b", "--strategies", "ring", "--rounds", "2", "--json", "out.json"],
+            "cannot be given with --rounds",
+        ),
         (["when-it-pays", "--only", "documents: equal"], "--only is for"),
         (["simulator", "--only", "documents: equal", "--json", "out.json"], "--only is for"),
         (["when-it-pays", "--only", "equal", "--json", "out.json"], "the comparisons are documents: equal; "),

@@ -223,6 +223,13 @@ FAULTS = [
         ("tests/apps/test_bench_pages.py",),
     ),
     Fault(
+        "strategies that are searched again take the place of all others",
+        "python/distca/apps/bench/when_it_pays.py",
+        'for one in (*draw["strategies"], *_searched(cell, seed, strategies))',
+        "for one in _searched(cell, seed, strategies)",
+        ("tests/apps/test_bench_pages.py",),
+    ),
+    Fault(
         "the interval of a speed-up is that of steps in one set-up",
         "python/distca/apps/bench/when_it_pays_page.py",
         'alike=ours["parallelism"] == other["parallelism"]',

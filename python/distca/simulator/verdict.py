@@ -6,12 +6,29 @@ import dataclasses
 from collections.abc import Sequence
 
 from distca.simulator.search import Found
+from distca.simulator.setup import Parallelism
 from distca.simulator.validation import Errors, Interval
 
 #: The strategies that are distca's own.
 OURS = ("distca-rows", "distca-retained", "distca-single", "distca-head-tail", "distca-tuned", "distca")
 #: A share of attention below which balance cannot be seen, and how far equal attention may differ.
 LITTLE = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """What a verdict takes of a strategy's best set-up.
+
+    Attributes:
+        strategy: the strategy's name.
+        parallelism: the set-up.
+        tokens_per_second, attention: of its `StrategyResult`.
+    """
+
+    strategy: str
+    parallelism: Parallelism | None
+    tokens_per_second: float
+    attention: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,26 +65,26 @@ class Verdict:
 
 def verdict_of(found: Sequence[Found], sequences: Sequence[Sequence[int]], errors: Errors) -> Verdict | None:
     """The verdict on the best set-ups of a search, or None if one side has no set-up that fits."""
-    fitting = [one for one in found if one.result is not None]
-    sides = [[one for one in fitting if (one.strategy in OURS) == mine] for mine in (True, False)]
+    fitting = [(one, one.result) for one in found if one.result is not None]
+    best = [Best(one.strategy, one.parallelism, result.tokens_per_second, result.attention) for one, result in fitting]
+    return verdict_on(best, sequences, errors)
+
+
+def verdict_on(best: Sequence[Best], sequences: Sequence[Sequence[int]], errors: Errors) -> Verdict | None:
+    """The verdict on best set-ups, or None if one side has none."""
+    sides = [[one for one in best if (one.strategy in OURS) == mine] for mine in (True, False)]
     if not all(sides):
         return None
-    ours, other = (max(side, key=_rate) for side in sides)
-    speedup = _rate(ours) / _rate(other)
+    ours, other = (max(side, key=lambda one: one.tokens_per_second) for side in sides)
+    speedup = ours.tokens_per_second / other.tokens_per_second
     interval = errors.of_ratio(speedup, alike=ours.parallelism == other.parallelism)
     return Verdict(ours.strategy, other.strategy, speedup, interval, _reason(other, sequences))
 
 
-def _rate(found: Found) -> float:
-    assert found.result is not None
-    return found.result.tokens_per_second
-
-
-def _reason(other: Found, sequences: Sequence[Sequence[int]]) -> str | None:
+def _reason(other: Best, sequences: Sequence[Sequence[int]]) -> str | None:
     """Why balance of attention can bring little."""
-    assert other.result is not None
-    if other.result.attention < LITTLE:
-        return f"attention takes {other.result.attention:.1%} of the step of {other.strategy}"
+    if other.attention < LITTLE:
+        return f"attention takes {other.attention:.1%} of the step of {other.strategy}"
     pairs = [sum(n * (n + 1) // 2 for n in sequence) for sequence in sequences]
     if len(pairs) > 1 and max(pairs) <= (1 + LITTLE) * sum(pairs) / len(pairs):
         return "all sequences have equal attention"

@@ -75,6 +75,11 @@ def add_command(commands: Any) -> None:
         help="when-it-pays alone: this comparison, for example 'documents: equal'; others in the file of --json stay",
     )
     command.add_argument(
+        "--strategies",
+        metavar="A,B",
+        help="with --only: search these strategies alone; the others of that comparison stay as the file has them",
+    )
+    command.add_argument(
         "--from",
         dest="source",
         type=Path,
@@ -110,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
             raise InvalidArgumentError(f"{option} is for {', '.join(having)}; bench {options.benchmark} has none")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise InvalidArgumentError("--plot needs matplotlib: pip install matplotlib")
-    if options.only is not None:
+    if options.only is not None or options.strategies is not None:
         _show(_only(options).content, options)
         return 0
     if options.source is not None:
@@ -152,14 +157,19 @@ def _sweep(options: argparse.Namespace) -> int:
 
 
 def _only(options: argparse.Namespace) -> Result:
+    if options.only is None:
+        raise InvalidArgumentError("--strategies is for --only NAME, the comparison in which to search them")
     if options.benchmark != "when-it-pays" or options.json is None:
         raise InvalidArgumentError("--only is for `distca bench when-it-pays --json FILE` alone")
     if options.results is not None or options.source is not None:
         raise InvalidArgumentError("--only makes one comparison: it cannot be given with --results or --from")
+    if options.strategies is not None and options.rounds is not None:
+        raise InvalidArgumentError("--strategies keeps the draws of the comparison: it cannot be given with --rounds")
     from distca.apps.bench import when_it_pays
 
     earlier = read_result(options.json, options.benchmark) if options.json.exists() else None
-    result = when_it_pays.run_only(options.only, options.rounds, earlier)
+    strategies = None if options.strategies is None else options.strategies.split(",")
+    result = when_it_pays.run_only(options.only, options.rounds, earlier, strategies)
     print(result.table(), flush=True)
     result.write(options.json)
     return result

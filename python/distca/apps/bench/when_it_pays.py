@@ -16,11 +16,11 @@ from distca.apps.common.workloads import draw_documents, pretrain_lengths, read_
 from distca.errors import InvalidArgumentError
 from distca.simulator.reading import read_cluster, read_model
 from distca.simulator.search import Found, search
-from distca.simulator.setup import Cluster
+from distca.simulator.setup import Cluster, Parallelism
 from distca.simulator.strategies import STRATEGIES
 from distca.simulator.strategies.distca_paper import fa2_table
 from distca.simulator.validation import errors
-from distca.simulator.verdict import Verdict, verdict_of
+from distca.simulator.verdict import Best, verdict_on
 
 K = 1024
 #: Tokens a GPU in a step, by model: about those of the published batches of 3D parallelism.
@@ -116,23 +116,44 @@ def run(rounds: int | None = None, short: bool = False) -> Result:
     return result_of([compared(cell, rounds or 1) for cell in cells(short)])
 
 
-def run_only(name: str, rounds: int | None, content: dict[str, Any] | None) -> Result:
+def run_only(
+    name: str, rounds: int | None, content: dict[str, Any] | None, strategies: Sequence[str] | None = None
+) -> Result:
     """One comparison, and those of earlier results besides.
 
     Args:
         name: of the comparison, ``part: name``.
-        rounds: draws of documents; 1 by default.
+        rounds: draws of documents; 1 by default. With `strategies` they are those of the earlier comparison.
         content: the earlier results; None: none.
+        strategies: search these alone, and take all others from the earlier comparison; None: search all.
 
     Raises:
-        InvalidArgumentError: there is no such comparison.
+        InvalidArgumentError: there is no such comparison, it has no such strategy, or there is no earlier one to take
+            the others from.
     """
     known = {f"{cell.part}: {cell.name}": cell for cell in cells(short=False)}
     if name not in known:
         raise InvalidArgumentError(f"--only {name!r}: the comparisons are {'; '.join(known)}")
     made = {f"{cell['part']}: {cell['name']}": cell for cell in (content["details"]["cells"] if content else [])}
-    made[name] = compared(known[name], rounds or 1)
+    if strategies is None:
+        made[name] = compared(known[name], rounds or 1)
+    else:
+        _check(strategies, known[name])
+        if name not in made:
+            raise InvalidArgumentError(
+                f"--strategies: the file of --json has no comparison {name!r} whose other strategies could stay: make "
+                "it without --strategies first"
+            )
+        made[name] = searched_again(known[name], made[name], strategies)
     return result_of([made[one] for one in known if one in made])
+
+
+def _check(strategies: Sequence[str], cell: Cell) -> None:
+    unknown = [name for name in strategies if name not in cell.strategies]
+    if unknown:
+        raise InvalidArgumentError(
+            f"--strategies {unknown[0]!r}: the strategies of {cell.part}: {cell.name} are {', '.join(cell.strategies)}"
+        )
 
 
 def result_of(compared_cells: Sequence[dict[str, Any]]) -> Result:
@@ -149,27 +170,56 @@ def result_of(compared_cells: Sequence[dict[str, Any]]) -> Result:
 
 def compared(cell: Cell, draws: int) -> dict[str, Any]:
     """A comparison as JSON, with the best set-up of every strategy."""
-    return {**dataclasses.asdict(cell), "draws": [_as_json(*_compared(cell, seed)) for seed in range(draws)]}
+    made = [_draw(cell, seed, _searched(cell, seed, cell.strategies)) for seed in range(draws)]
+    return {**dataclasses.asdict(cell), "draws": made}
 
 
-def _compared(cell: Cell, seed: int) -> tuple[list[Found], Verdict | None]:
-    steps = [cell.sequences(seed * cell.steps + number) for number in range(cell.steps)]
+def searched_again(cell: Cell, earlier: dict[str, Any], strategies: Sequence[str]) -> dict[str, Any]:
+    """An earlier comparison as JSON, in which some of the strategies are searched anew and the others stay."""
+    draws = []
+    for seed, draw in enumerate(earlier["draws"]):
+        found = {one["strategy"]: one for one in (*draw["strategies"], *_searched(cell, seed, strategies))}
+        in_order = dict.fromkeys(name for name in (*cell.strategies, *found) if name in found)
+        draws.append(_draw(cell, seed, [found[name] for name in in_order]))
+    return {**earlier, "draws": draws}
+
+
+def _searched(cell: Cell, seed: int, strategies: Sequence[str]) -> list[dict[str, Any]]:
+    """The best set-ups of some strategies for one draw of documents, as JSON."""
+    first, *following = _steps(cell, seed)
     found = search(
-        steps[0],
+        first,
         cluster=cell.cluster,
         model=read_model(cell.model),
-        strategies=cell.strategies,
+        strategies=strategies,
         fixed=cell.fixed,
-        following=steps[1:],
+        following=following,
     )
-    return found, verdict_of(found, steps[0], errors())
+    return [_as_json(one) for one in found]
 
 
-def _as_json(found: Sequence[Found], verdict: Verdict | None) -> dict[str, Any]:
-    strategies = []
-    for one in found:
-        made = one.as_json()
-        if one.result is not None:
-            made["result"]["idle"] = {"most": max(one.result.idle), "mean": statistics.mean(one.result.idle)}
-        strategies.append(made)
+def _steps(cell: Cell, seed: int) -> list[list[list[int]]]:
+    return [cell.sequences(seed * cell.steps + number) for number in range(cell.steps)]
+
+
+def _as_json(found: Found) -> dict[str, Any]:
+    made = found.as_json()
+    if found.result is not None:
+        made["result"]["idle"] = {"most": max(found.result.idle), "mean": statistics.mean(found.result.idle)}
+    return made
+
+
+def _draw(cell: Cell, seed: int, strategies: list[dict[str, Any]]) -> dict[str, Any]:
+    """One draw of documents as JSON: the best set-ups of strategies, and the verdict on them."""
+    best = [
+        Best(
+            one["strategy"],
+            Parallelism(**one["parallelism"]),
+            one["result"]["tokens_per_second"],
+            one["result"]["attention"],
+        )
+        for one in strategies
+        if one["result"] is not None
+    ]
+    verdict = verdict_on(best, _steps(cell, seed)[0], errors())
     return {"verdict": None if verdict is None else dataclasses.asdict(verdict), "strategies": strategies}
