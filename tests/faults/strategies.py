@@ -251,6 +251,20 @@ FAULTS = [
         (OPTIONS,),
     ),
     Fault(
+        "homes of spread have rows in order",
+        ROOM + "spread.py",
+        "Layout.spread(lengths, ranks=ranks)",
+        "Layout.packed(lengths, ranks=ranks, tokens_per_rank=sum(lengths))",
+        (OPTIONS,),
+    ),
+    Fault(
+        "homes of spread have ping-pong",
+        ROOM + "spread.py",
+        "ping_pong=False",
+        "ping_pong=True",
+        (OPTIONS,),
+    ),
+    Fault(
         "long documents are cut one after another",
         LAYOUT,
         "if (take > longer_than)",

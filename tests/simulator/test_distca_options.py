@@ -16,7 +16,7 @@ from distca.simulator.simulate import simulate
 from distca.simulator.strategies import STRATEGIES, distca_paper
 from distca.simulator.strategies.distca_paper import Released, fa2_table, items_of, released_layouts
 from distca.simulator.strategies.released_planner import Item, cut_documents, released_plan, whole_documents
-from distca.simulator.ticking import packed
+from distca.simulator.ticking import Ticking, packed
 from distca.simulator.work import PieceTimes
 from support.simulated import DEVICE, FLAT, MODEL, SHAPES, cluster
 
@@ -209,6 +209,33 @@ def test_homes_with_both_ends_of_long_documents_have_equal_attention_before_anyt
     names = ["distca-head-tail", "distca"]
     both_ends, in_order = simulate([[[60000], [], [], []]], strategies=names, tolerance=0.05, **setting)
     assert both_ends.idle_by_cause.uneven < 0.003 < 0.01 < in_order.idle_by_cause.uneven
+
+
+def test_spread_homes_are_those_of_each_context_parallel_group_by_hand() -> None:
+    # The long documents are for 2 * 512 / 544 and 2 * 216 / 218 ranks, both rounded up to 2. Their rows fill 1 rank of
+    # the first group, and 1.5 of the second, of which 2 is less than 1.5 times as many.
+    shape, documents = Parallelism(data=2, context=2), [[[8, 2], [2, 2, 2], [6, 1], [1]]]
+    (layout,) = STRATEGIES["distca-spread"].prepare(Case(documents, cluster(4), SMALL, shape)).layouts
+    assert [layout.segments(home) for home in range(4)] == [
+        [(0, 0, 2), (0, 6, 8), (1, 0, 2), (2, 0, 2)],
+        [(0, 2, 4), (0, 4, 6), (3, 0, 2), (4, 0, 2)],
+        [(5, 0, 4)],
+        [(5, 4, 6), (6, 0, 1), (7, 0, 1)],
+    ]
+
+
+def test_spread_homes_have_plans_of_a_single_stream_whose_contributions_to_key_gradients_are_small() -> None:
+    lengths = [60000, 20000, *[1000] * 60]
+    case = Case([[lengths, [], [], []]], cluster(4), MODEL, Parallelism(context=4))
+    program = STRATEGIES["distca-spread"].prepare(case)
+    assert isinstance(program, Ticking) and program.plans.parts == (None,)
+    plan, layout = program.plan_of(0, None), distca.Layout.spread(lengths, ranks=4)
+    options = {"cost": DEVICE.cost(), "ranks_per_node": 4}
+    wanted = distca.plan(layout, MODEL.heads, reduce_dtype=torch.bfloat16, **options)
+    assert plan.tasks == wanted.tasks and plan.stats.bytes == wanted.stats.bytes
+    assert {task.round for task in plan.tasks} > {0, 1}
+    in_fp32 = distca.plan(layout, MODEL.heads, **options)
+    assert sum(plan.stats.bytes.values()) < sum(in_fp32.stats.bytes.values())
 
 
 def test_the_release_cuts_documents_from_both_ends_by_hand() -> None:

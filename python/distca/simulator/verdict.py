@@ -10,7 +10,15 @@ from distca.simulator.setup import Parallelism
 from distca.simulator.validation import Errors, Interval
 
 #: The strategies that are distca's own.
-OURS = ("distca-rows", "distca-retained", "distca-single", "distca-head-tail", "distca-tuned", "distca")
+OURS = (
+    "distca-rows",
+    "distca-retained",
+    "distca-single",
+    "distca-spread",
+    "distca-head-tail",
+    "distca-tuned",
+    "distca",
+)
 #: A share of attention below which balance cannot be seen, and how far equal attention may differ.
 LITTLE = 0.05
 

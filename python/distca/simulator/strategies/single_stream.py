@@ -1,4 +1,4 @@
-"""distca in a single stream: balanced plans; a layer waits for rows before attention, and for results after it."""
+"""distca in a single stream: balanced plans; rows travel in rounds, and a layer computes one while the next travels."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from distca.simulator.ticking import Ticking
 
 
 class SingleStream(Strategy):
-    """Plans of `distca.plan` over all ranks, in a pipeline over all stages. Rows travel while a rank waits."""
+    """Plans of `distca.plan` over all ranks, in a pipeline over all stages. Rows travel in the rounds of the plan."""
 
     name = "distca-single"
-    about = "distca's plans, rows not overlapped"
+    about = "distca's plans in a single stream, rows in rounds"
 
     def applies(self, parallelism: Parallelism, model: Model, steps: int = 1) -> bool:
         """In every parallelism."""
