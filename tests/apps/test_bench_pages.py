@@ -327,3 +327,19 @@ def test_pages_have_the_figures_of_the_results() -> None:
         content = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
         module = importlib.import_module(f"distca.apps.bench.{name.replace('-', '_')}_page")
         assert "\n".join(module.tables(content)) in (ROOT / f"docs/{page}.md").read_text()
+
+
+def test_the_table_of_published_figures_has_those_of_the_results() -> None:
+    figures = json.loads((ROOT / "benchmarks/results/published.json").read_text())["details"]["figures"]
+    made = {one["name"]: f"{one['modelled']:.3f}, {'hit' if one['hit'] else 'miss'}" for one in figures}
+    page = (ROOT / "docs/simulator.md").read_text()
+    names = [name.removeprefix("best products: ") for name in made if name.startswith("best products: ")]
+    assert len(names) == 32
+    for name in names:
+        columns = f"{made['best products: ' + name]} | {made['products as assumed: ' + name]} |"
+        assert any(line.startswith(f"| {name} | ") and line.endswith(columns) for line in page.splitlines()), name
+    hits = [sum(one["hit"] for one in of) for of in (figures[:64], figures)]
+    assert (
+        f"Of these {hits[0]} of 64 are hits, and with those of\n[other systems](#other-systems) {hits[1]} of 128"
+        in page
+    )
