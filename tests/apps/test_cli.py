@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import distca
 from distca.apps.bench import overhead
 from distca.apps.cli import main
+from distca.apps.common.machine import setting
 from distca.apps.doctor.finding import Finding
 
 
@@ -26,6 +28,11 @@ def test_bench_prints_a_table_and_writes_figures_with_what_made_them(
     assert all(row["value"] > 0 for row in written["rows"])
     assert written["details"] == {"rows": 64, "heads": 8, "dim": 64, "dtype": "float32", "pairs": 2}
     assert {"command", "cpu", "threads", "python", "torch", "distca"} <= written.keys()
+
+
+def test_results_name_the_command_as_a_shell_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/distca", "bench", "when-it-pays", "--only", "documents: equal"])
+    assert setting()["command"] == "distca bench when-it-pays --only 'documents: equal'"
 
 
 def test_bench_refuses_a_number_of_rounds_below_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def setting() -> dict[str, Any]:
         }
     return {
         **gpu,
-        "command": " ".join(["distca", *sys.argv[1:]]),
+        "command": shlex.join(["distca", *sys.argv[1:]]),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "cpu_kernel": distca._C.cpu_isa(),
