@@ -17,4 +17,14 @@ void raise_later(pybind11::error_already_set error);
 /// Raises the first error that is to be raised later. Returns false if there is none. Needs the GIL.
 bool raise_pending();
 
+/// Python that the core calls meanwhile is not where an error of raise_later comes up: it would take it for its own.
+/// Needs the GIL.
+class RaiseAfterwards {
+ public:
+  RaiseAfterwards();
+  RaiseAfterwards(const RaiseAfterwards&) = delete;
+  RaiseAfterwards& operator=(const RaiseAfterwards&) = delete;
+  ~RaiseAfterwards();
+};
+
 }  // namespace distca::python

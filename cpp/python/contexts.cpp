@@ -145,6 +145,7 @@ using Tell = std::function<void(std::string, std::string)>;
 /// Calls Python, which tells other processes of a fault. Nothing is raised.
 void tell(const Tell& others, const std::string& kind, const std::string& text) {
   const py::gil_scoped_acquire gil;
+  const RaiseAfterwards afterwards;
   std::optional<py::error_already_set> interrupt;
   for (bool is_done = false; !is_done;) {
     is_done = true;

@@ -20,8 +20,13 @@ std::deque<py::error_already_set>& pending() {
   return *instance;
 }
 
+int num_held = 0;  // guarded by the GIL, too
+
 /// What CPython calls in the main thread.
-int raise_pending_call(void* /*unused*/) { return raise_pending() ? -1 : 0; }
+int raise_pending_call(void* /*unused*/) { return num_held == 0 && raise_pending() ? -1 : 0; }
+
+/// Fails if 32 calls wait already; then one of those raises.
+void ask_for_call() { Py_AddPendingCall(&raise_pending_call, nullptr); }
 
 /// Handlers run in the main thread alone. Others do not ask for the GIL, which they might wait for.
 std::string run_signal_handlers() {
@@ -38,7 +43,14 @@ std::string run_signal_handlers() {
 
 void raise_later(py::error_already_set error) {
   pending().push_back(std::move(error));
-  Py_AddPendingCall(&raise_pending_call, nullptr);  // fails if 32 wait already; then one of those raises
+  ask_for_call();
+}
+
+RaiseAfterwards::RaiseAfterwards() { ++num_held; }
+
+RaiseAfterwards::~RaiseAfterwards() {
+  if (--num_held > 0) return;
+  for (size_t i = 0; i < pending().size(); ++i) ask_for_call();  // the calls for them may be over
 }
 
 bool raise_pending() {

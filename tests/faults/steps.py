@@ -289,9 +289,16 @@ FAULTS = [
     Fault(
         "what a handler of a signal raised is never raised",
         "cpp/python/interrupt.cpp",
-        "  Py_AddPendingCall(&raise_pending_call, nullptr);",
-        "",
+        "{ Py_AddPendingCall(&raise_pending_call, nullptr); }",
+        "{}",
         (INTERRUPTS,),
+    ),
+    Fault(
+        "what a handler of a signal raised comes up where the job is told, and ends there",
+        "cpp/python/contexts.cpp",
+        "  const RaiseAfterwards afterwards;",
+        "",
+        (f"{INTERRUPTS}::test_the_rest_of_the_job_is_told_what_a_handler_has_raised",),
     ),
     Fault(
         "a rank that connects lets no handler of a signal run",

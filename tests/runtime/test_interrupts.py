@@ -37,6 +37,18 @@ def outcome_of(function: Callable[[], Any]) -> tuple[str, str]:
     return "", ""
 
 
+def say_when_inside(context: distca.Context, pipe: Connection) -> None:
+    """Says so when this process is in its next step."""
+    next_step = context.step + 1
+
+    def say() -> None:
+        while context._core.step < next_step:
+            time.sleep(0.001)
+        pipe.send("inside")
+
+    threading.Thread(target=say).start()
+
+
 def wait_for_the_others(rank: int, ranks: int, pipe: Connection, phase: str, handler: str) -> None:
     """Rank 0 begins a step, says so, and waits for the others. They come when they are told to."""
     handlers = {
@@ -56,14 +68,9 @@ def wait_for_the_others(rank: int, ranks: int, pipe: Connection, phase: str, han
             return distca.collect(step)[0]
         return distca.core_attention(q, k, v, plan, context=context)[0]
 
-    def say_when_inside(step: int) -> None:
-        while context._core.step < step:
-            time.sleep(0.001)
-        pipe.send("inside")
-
     out = forward() if phase == "backward" else None
     if rank == 0:
-        threading.Thread(target=say_when_inside, args=(context.step + 1,)).start()
+        say_when_inside(context, pipe)
     else:
         pipe.recv()
     pipe.send(outcome_of(forward if out is None else lambda: out.backward(dout)))
@@ -104,6 +111,43 @@ def test_a_handler_that_returns_runs_at_once_and_the_step_goes_on() -> None:
         group.send(1, "come")
         for rank in range(2):
             assert [group.receive(rank), group.receive(rank)] == [("", "")] * 2
+        group.tell("end")
+
+
+class Late(Exception):
+    """What a handler raises that is an ordinary error, as those of time limits and of elastic training are."""
+
+
+def raise_late(*_: object) -> None:
+    raise Late
+
+
+def wait_in_a_job(rank: int, ranks: int, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, raise_late)
+    plan = plan_for(ranks, rank)
+    context = connect(rank, pipe)
+    q, k, v, _ = tensors_for(plan)
+    told = []
+
+    def tell_the_job(kind: str, text: str) -> None:
+        told.append((kind, text))
+
+    context._core.set_job([], tell_the_job)
+    if rank == 0:
+        say_when_inside(context, pipe)
+        pipe.send(outcome_of(lambda: distca.core_attention(q, k, v, plan, context=context)))
+        pipe.send(told)
+    pipe.recv()
+
+
+def test_the_rest_of_the_job_is_told_what_a_handler_has_raised() -> None:
+    with Group(wait_in_a_job, 2) as group:
+        group.exchange_addresses()
+        assert group.receive(0) == "inside"
+        os.kill(group.pids[0], signal.SIGINT)
+        assert group.receive(0)[0] == "Late"
+        [(kind, text)] = group.receive(0)
+        assert (kind, "interrupted by Late while it waited for rank 1" in text) == ("OperatingSystemError", True), text
         group.tell("end")
 
 
