@@ -174,6 +174,24 @@ def test_a_compiled_model_is_called_outside_of_graphs() -> None:
     torch.testing.assert_close(found, torch.cat(alone), rtol=1e-4, atol=1e-4)
 
 
+class _RunningSum(torch.nn.Module):
+    """A recurrence that nothing in it tells from a module that computes row by row."""
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        return hidden_states.cumsum(dim=1)
+
+
+def test_a_recurrent_layer_without_a_module_that_is_known_to_be_is_refused() -> None:
+    entry, options = QWEN
+    model = tiny.model_of(entry, "distca", options).eval()
+    model.model.layers[0].linear_attn = _RunningSum()
+    plan = distca.plan(distca.Layout.from_documents([[5, 3]]), hf.heads_of(model.config, torch.float32))
+    inputs = {"input_ids": torch.ones(1, 8, dtype=torch.int64), "position_ids": plan.layout.position_ids(0)[None]}
+    refusal = pytest.raises(distca.InvalidArgumentError, match="1 layers that carry a state .* and only 0 modules")
+    with loopback_group([plan]) as [context], torch.no_grad(), refusal:
+        model(**inputs, plan=plan, distca_context=context)
+
+
 def test_a_forward_that_was_replaced_after_the_first_call_is_refused() -> None:
     entry, options = QWEN
     model = tiny.model_of(entry, "distca", options).eval()

@@ -31,6 +31,8 @@ _ATTENTION = {
 }
 #: The types of layers without attention.
 _NO_ATTENTION = ("linear_attention", "conv", "mlp", "moe")
+#: The types of layers that have at least one recurrent module each.
+_RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 
 #: By model type, why a model cannot take a plan. Neither its modules nor its layer types tell this.
 _REFUSED = {
@@ -139,6 +141,12 @@ def check_model(model: PreTrainedModel, num_ranks: int, layout: Layout | None = 
             f"the model's module {name} ({type(module).__name__}) carries a state from row to row, and {where}: take "
             "homes of whole documents, such as distca.Layout.from_documents",
         )
+    num_recurrent = sum(kind in _RECURRENT for kind in _kinds(config))
+    refuse(
+        num_recurrent > len(examined.recurrent),
+        f"the model has {num_recurrent} layers that carry a state from row to row (layer_types), and only "
+        f"{len(examined.recurrent)} modules that are known to: the others would go on over the borders of documents",
+    )
     along = examined.along_rows
     refuse(
         along is not None,
