@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from distca.context import Context
 from distca.errors import InvalidArgumentError
+from distca.planner.layout import Layout
 from distca.planner.plan import Plan, Plans
 from distca.planner.plan_source import PlanSource
 
@@ -23,6 +24,11 @@ class Current(NamedTuple):
     def made(self) -> Plan | Plans:
         """The plan of the next step, or the plans by window."""
         return self.plan.upcoming() if isinstance(self.plan, PlanSource) else self.plan
+
+    @property
+    def rows(self) -> tuple[Layout, int]:
+        """The layout of the rows that the model has now, and this rank's number in it."""
+        return self.plan.rows() if isinstance(self.plan, PlanSource) else (self.plan.layout, self.plan.rank)
 
     @property
     def longest_document(self) -> int:

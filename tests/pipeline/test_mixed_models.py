@@ -1,4 +1,6 @@
-"""Models of transformers whose layers differ are pipelined: Gemma 2 and 3 (windows, softcap), gpt-oss (sinks)."""
+"""Models of transformers whose layers differ are pipelined: Gemma 2 and 3 (windows, softcap), gpt-oss (sinks), and
+Qwen3-Next, whose stages begin or end with layers without attention.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from torch import nn
 import distca
 import distca.integrations.hf  # registers attn_implementation="distca"
 from distca import pipeline
-from support.models import FAMILIES, GQA, VOCABULARY, WINDOW
+from support.models import FAMILIES, GQA, VOCABULARY, WINDOW, Family
 from support.ranks import launch
 
 DATA, MICROBATCHES = 2, 3
@@ -24,10 +26,28 @@ DOCUMENTS = [[[90], [20, 70]], [[30, 60], [90]], [[9] * 10, [85, 5]]]
 KINDS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 
 
+RECURRENT = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
+QWEN3_NEXT = Family(
+    "Qwen3NextConfig",
+    {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    | {"mlp_only_layers": [0, 1, 2, 3]},
+)
+
+
 class Case(NamedTuple):
     family: str
     layers: tuple[int, ...]
     recompute: bool = False
+
+    @property
+    def kinds(self) -> list[str]:
+        return RECURRENT if self.family == "qwen3_next" else KINDS
+
+    @property
+    def with_attention(self) -> list[int]:
+        """The layers of each stage that have attention."""
+        parts = torch.tensor([kind != "linear_attention" for kind in self.kinds]).split(self.layers)
+        return [int(part.sum()) for part in parts]
 
 
 CASES = [
@@ -36,13 +56,19 @@ CASES = [
     Case("gemma2", (1, 3)),
     Case("gpt_oss", (1, 3)),
     Case("gpt_oss", (2, 2), recompute=True),
+    Case("qwen3_next", (2, 2)),
+    Case("qwen3_next", (2, 2), recompute=True),
 ]
 
 
-def _model(family: str, attention: str) -> Any:
-    options = FAMILIES[family].options | {"num_hidden_layers": len(KINDS), "layer_types": KINDS}
-    options |= {"experts_implementation": "eager"} if family == "gpt_oss" else {}  # others have no float64
-    return dataclasses.replace(FAMILIES[family], options=options).model(attention)
+def _family(case: Case) -> Family:
+    return QWEN3_NEXT if case.family == "qwen3_next" else FAMILIES[case.family]
+
+
+def _model(case: Case, attention: str) -> Any:
+    options = _family(case).options | {"num_hidden_layers": len(case.kinds), "layer_types": case.kinds}
+    options |= {"experts_implementation": "eager"} if case.family == "gpt_oss" else {}  # others have no float64
+    return dataclasses.replace(_family(case), options=options).model(attention)
 
 
 def _tokens(microbatch: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -67,7 +93,7 @@ def _cut(model: Any, begin: int, end: int) -> Any:
     if end < len(model.model.layers):
         stage.norm = nn.Identity()
     stage.config = copy.deepcopy(stage.config)
-    stage.config.num_hidden_layers, stage.config.layer_types = end - begin, KINDS[begin:end]
+    stage.config.num_hidden_layers, stage.config.layer_types = end - begin, model.config.layer_types[begin:end]
     return stage
 
 
@@ -79,18 +105,20 @@ def _run(case: Case) -> tuple[float, dict[str, torch.Tensor]]:
             [distca.Layout.from_documents(lengths) for lengths in DOCUMENTS],
             GQA,
             stages=stages,
-            layers=case.layers,
-            windows=[WINDOW if kind == "sliding_attention" else None for kind in KINDS],
+            layers=case.with_attention,
+            windows=[
+                WINDOW if kind == "sliding_attention" else None for kind in case.kinds if kind != "linear_attention"
+            ],
             context=context,
             tolerance=0.02,
             min_rows=8,
         )
-        model = _model(case.family, "distca")
+        model = _model(case, "distca")
         ticks = pipeline.Ticks(
             plans,
             context=context,
             recompute="layer" if case.recompute else None,
-            scale=model.model.layers[0].self_attn.scaling,
+            scale=model.model.layers[1].self_attn.scaling,
             softcap=getattr(model.config, "attn_logit_softcapping", None) or 0.0,
         )
         begin = sum(case.layers[: plans.stage])
@@ -111,9 +139,9 @@ def _run(case: Case) -> tuple[float, dict[str, torch.Tensor]]:
     return float(sum(losses)), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _alone(family: str, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
+def _alone(case: Case, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and the gradients of one process that computes each document by itself."""
-    model, total = _model(family, FAMILIES[family].reference).to(dtype), 0.0
+    model, total = _model(case, _family(case).reference).to(dtype), 0.0
     for microbatch in range(MICROBATCHES):
         for rank in range(DATA):
             ids, targets, _ = _tokens(microbatch, rank)
@@ -138,8 +166,8 @@ def _error(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> fl
 def test_models_whose_layers_differ_are_exact_in_a_pipeline() -> None:
     results = launch(_run_all, CASES, ranks=4)
     for number, case in enumerate(CASES):
-        loss, gradients = _alone(case.family, torch.float64)
-        one_process = _error(_alone(case.family, torch.float32)[1], gradients)
+        loss, gradients = _alone(case, torch.float64)
+        one_process = _error(_alone(case, torch.float32)[1], gradients)
         found: dict[str, torch.Tensor] = {}
         for of_rank in results:
             for name, gradient in of_rank[number][1].items():

@@ -68,16 +68,16 @@ def _forward(module: torch.nn.Module, forward: Callable[..., Any], *args: Any, *
     if ran is not None:
         ran.add(module)
     module.__dict__["_distca_had_plan"] = True
-    plan = here.made
+    layout, rank = here.rows
     kwargs = {name: value for name, value in kwargs.items() if name not in _OF_PACKED_ROWS}
     # A cache would hand the state of a document to the next one.
     leaves, spec = tree_flatten((args, kwargs))
     leaves = [None if isinstance(leaf, Cache) else leaf for leaf in leaves]
     num_rows = next(leaf.shape[1] for leaf in leaves if isinstance(leaf, torch.Tensor))
-    lengths = [end - begin for _, begin, end in whole_pieces(plan.layout, plan.rank)]
+    lengths = [end - begin for _, begin, end in whole_pieces(layout, rank)]
     if sum(lengths) != num_rows:
         raise InvalidArgumentError(
-            f"{type(module).__name__}: {num_rows} rows, and the plan has {sum(lengths)} on rank {plan.rank}"
+            f"{type(module).__name__}: {num_rows} rows, and the plan has {sum(lengths)} on rank {rank}"
         )
     outputs, begin = [], 0
     for length in lengths:

@@ -15,6 +15,7 @@ from distca.planner.plan_source import PlanSource, Resolved, StepOfTick
 
 if TYPE_CHECKING:
     from distca.pipeline.ticks import Ticks
+    from distca.planner.layout import Layout
     from distca.planner.plan import Plan
 
 
@@ -46,6 +47,16 @@ class TickPlan(PlanSource):
         ticks, tick, half = self._ticks, self._ticks.current, self._half
         self._check_halves(tick.name)
         return ticks.plans.plan(tick.number, tick.next_forward(half), half)
+
+    def rows(self) -> tuple[Layout, int]:
+        """The layout of the current micro-batch, or of that half of it, and this rank's number in it."""
+        plans, tick = self._ticks.plans, self._ticks.current
+        self._check_halves(tick.name)
+        if tick.work is None:
+            raise InvalidArgumentError(f"{tick.name}: stage {plans.stage} has no work in it; call tick.serve()")
+        if plans.halves is None or self._half is None:
+            return plans.layouts[tick.work.microbatch], plans.index
+        return plans.halves[tick.work.microbatch][self._half].layout, plans.index
 
     def longest_document(self) -> int:
         """Rows of the longest document of the current micro-batch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
+from distca.planner.layout import Layout
 from distca.planner.plan import Plan
 
 
@@ -52,6 +53,12 @@ class PlanSource(ABC):
     @abstractmethod
     def upcoming(self) -> Plan:
         """The plan of the forward step that comes next. The step is not begun."""
+
+    @abstractmethod
+    def rows(self) -> tuple[Layout, int]:
+        """The layout of the rows that the model (or that half of it) has now, and this rank's number in it. It is known
+        in layers without attention, too, of which no step may be left.
+        """
 
     @abstractmethod
     def longest_document(self) -> int:
