@@ -205,6 +205,19 @@ def test_a_forward_that_was_replaced_after_the_first_call_is_refused() -> None:
             model(ids, position_ids=positions, plan=plan, distca_context=context)
 
 
+def test_a_model_that_takes_plans_no_more_ignores_them() -> None:
+    entry, options = QWEN
+    model, ids = tiny.model_of(entry, "distca", options).eval(), _tokens()[3][None]
+    plan = distca.plan(distca.Layout.from_documents([[30, 10]]), hf.heads_of(model.config, torch.float32))
+    with loopback_group([plan]) as [context], torch.no_grad(), distca.using(plan, context=context):
+        model(ids, position_ids=plan.layout.position_ids(0)[None])
+        for one in (copy.deepcopy(model), model):  # the first as the reference of preference training
+            one.set_attn_implementation("eager")
+            expected = tiny.model_of(entry, "eager", options).eval()(ids, use_cache=False).logits
+            assert torch.equal(one(ids, use_cache=False).logits, expected)
+            assert one(ids[:, :30], use_cache=False).logits.shape[1] == 30
+
+
 def test_a_model_that_had_a_plan_is_local_without_one_and_can_be_copied_and_saved() -> None:
     entry, options = QWEN
     model, ids = tiny.model_of(entry, "distca", options).eval(), _tokens()[3][None]

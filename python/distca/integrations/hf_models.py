@@ -10,6 +10,7 @@ documents are whole. What else there is (positions counted by row, other convolu
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from typing import Any
 
@@ -100,7 +101,7 @@ def examine(model: PreTrainedModel) -> Examined:
         inside = {part for m in recurrent.values() for part in m.modules() if part is not m}
         recurrent = {name: m for name, m in recurrent.items() if m not in inside}
         for module in recurrent.values():
-            run_by_document(module)
+            run_by_document(module, functools.partial(takes_plans, model.config))
         others = ((name, m) for name, m in modules if m not in inside and looks_along_rows(m))
         along = next((f"{name} ({type(m).__name__})" for name, m in others), None)
         # RoBERTa's positions begin after the number of its padding token.

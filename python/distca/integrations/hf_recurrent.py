@@ -51,16 +51,20 @@ def is_recurrent(module: torch.nn.Module) -> bool:
     )
 
 
-def run_by_document(module: torch.nn.Module) -> None:
-    """Lets a recurrent module run on each document of the current plan by itself. Without a plan it runs as always."""
+def run_by_document(module: torch.nn.Module, takes_plans: Callable[[], bool]) -> None:
+    """Lets a recurrent module run on each document of the current plan by itself. Without a plan it runs as always, and
+    so it does while its model takes none: the model's attn_implementation may change.
+    """
     if not hasattr(module, "_distca_by_document"):
         module.__dict__["_distca_by_document"] = True
-        module.forward = functools.partial(_forward, module, module.forward)  # what other libraries put there stays
+        module.forward = functools.partial(_forward, module, takes_plans, module.forward)  # what others put there stays
 
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
-def _forward(module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    here = current()
+def _forward(
+    module: torch.nn.Module, takes_plans: Callable[[], bool], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    here = current() if takes_plans() else None
     if here is None:
         refuse_recomputation(module)
         return forward(*args, **kwargs)
