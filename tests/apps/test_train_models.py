@@ -129,8 +129,15 @@ def test_windows_and_heads_come_from_the_configuration(files: Path) -> None:
     assert windows_of(shape) == [None] * 3
     assert heads_of(shape, torch.bfloat16) == distca.Heads(q=32, kv=8, dim=128, dtype=torch.bfloat16)
     assert windows_of(transformers.MistralConfig(num_hidden_layers=2, sliding_window=7)) == [7, 7]
-    with pytest.raises(distca.InvalidArgumentError, match="layer 0 of the model is of type chunked_attention"):
-        windows_of(transformers.LlamaConfig(num_hidden_layers=1, layer_types=["chunked_attention"]))
+    kinds = ["chunked_attention", "full_attention"]
+    chunked = transformers.Llama4TextConfig(num_hidden_layers=2, layer_types=kinds, attention_chunk_size=64)
+    assert windows_of(chunked) == [distca.Chunk(64), None]
+    hybrid = transformers.Qwen3NextConfig(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    assert windows_of(hybrid) == [None], "that of the layer with attention"
+    with pytest.raises(distca.InvalidArgumentError, match="layer 0 of the model is of type indexed_attention"):
+        windows_of(transformers.LlamaConfig(num_hidden_layers=1, layer_types=["indexed_attention"]))
+    with pytest.raises(distca.InvalidArgumentError, match="none of the model's layers has attention; .* conv"):
+        windows_of(transformers.Lfm2Config(num_hidden_layers=1, layer_types=["conv"]))
 
 
 @pytest.mark.parametrize(
