@@ -126,6 +126,17 @@ def test_layers_that_run_again_in_backward_have_the_plan(which: str) -> None:
     _check_same(_on_all_ranks(which, lambda model: model.gradient_checkpointing_enable()), _expected(which))
 
 
+def test_a_recurrent_module_that_fully_shard_has_wrapped_by_itself_runs_by_document() -> None:
+    """fully_shard gives the module a class of its own, of another name. Here it has that class without the rest."""
+
+    def prepare(model: torch.nn.Module) -> None:
+        for layer in model.model.layers:
+            kind = type(layer.self_attn)
+            layer.self_attn.__class__ = type("FSDP" + kind.__name__, (kind,), {})
+
+    _check_same(_on_all_ranks("a sum over time", prepare), _expected("a sum over time"))
+
+
 def test_a_layer_that_runs_again_without_its_plan_is_refused() -> None:
     def prepare(model: torch.nn.Module) -> None:
         layer = model.model.layers[0]

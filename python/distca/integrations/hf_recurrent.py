@@ -47,7 +47,7 @@ def is_recurrent(module: torch.nn.Module) -> bool:
     return (
         "cache_params" in parameters
         or any(map(looks_along_rows, module.children()))
-        or type(module).__name__ in _BY_NAME
+        or any(kind.__name__ in _BY_NAME for kind in type(module).__mro__)  # fully_shard makes a class of its own
     )
 
 
