@@ -88,6 +88,17 @@ def test_without_a_plan_attention_is_the_models_own_with_its_softcap_and_sinks(f
     torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
 
 
+def test_a_layer_that_fully_shard_has_wrapped_finds_its_models_eager_attention() -> None:
+    """fully_shard gives a module a class of its own, from a file of its own. Here it has that class alone."""
+    tokens, model = _tokens()[0][None], FAMILIES["gemma2"].model("distca").eval()
+    with torch.no_grad():
+        before = model(tokens, use_cache=False).logits
+        for layer in model.model.layers:
+            kind = type(layer.self_attn)
+            layer.self_attn.__class__ = type("FSDP" + kind.__name__, (kind,), {})
+        assert torch.equal(model(tokens, use_cache=False).logits, before)
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("gemma4")])
 def test_heads_and_windows_of_a_family_are_those_its_layers_call_with(family: str) -> None:
     config = FAMILIES[family].model("distca").config
