@@ -249,3 +249,20 @@ def test_a_model_that_had_a_plan_is_local_without_one_and_can_be_copied_and_save
         loaded = torch.load(file, weights_only=False)
         assert torch.equal(loaded(ids, position_ids=positions, plan=plan, distca_context=context).logits, packed)
         assert model.generate(ids[:, :4], max_new_tokens=3, do_sample=False).shape == (1, 7)
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_hooks_that_move_all_arguments_of_every_module_change_nothing(which: str) -> None:
+    """accelerate has such hooks in models that are spread over devices."""
+
+    def moved(value: Any) -> Any:
+        return value.to("cpu") if hasattr(value, "to") else value
+
+    def move(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return tuple(map(moved, args)), {name: moved(value) for name, value in kwargs.items()}
+
+    def prepare(model: torch.nn.Module) -> None:
+        for module in model.modules():
+            module.register_forward_pre_hook(move, with_kwargs=True)
+
+    _check_same(_on_all_ranks(which, prepare), _expected(which))

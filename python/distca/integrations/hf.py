@@ -126,6 +126,10 @@ class DeferredMask:
     def __getitem__(self, _: Any) -> Any:
         _refuse_mask("takes parts of it")
 
+    def to(self, *_: Any, **__: Any) -> DeferredMask:
+        """The mask itself: hooks of accelerate move all arguments of a layer. The layer that builds it moves it."""
+        return self
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python and its libraries ask any object for these
             raise AttributeError(name)
@@ -190,6 +194,7 @@ def distca_attention(
     if plan is None:
         check_plan_not_needed(module.training, distca_context)
         mask = attention_mask.build() if isinstance(attention_mask, DeferredMask) else attention_mask
+        mask = None if mask is None else mask.to(query.device)
         if softcap is not None or sinks is not None:  # SDPA would drop them silently
             return _eager(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
