@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import tiny
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 import distca
@@ -266,3 +267,14 @@ def test_hooks_that_move_all_arguments_of_every_module_change_nothing(which: str
             module.register_forward_pre_hook(move, with_kwargs=True)
 
     _check_same(_on_all_ranks(which, prepare), _expected(which))
+
+
+def test_a_unit_of_fsdp_inside_of_a_recurrent_module_is_refused() -> None:
+    """It would gather its weights once for each document, and ranks have different numbers of them."""
+
+    def prepare(model: torch.nn.Module) -> None:
+        inner = model.model.layers[0].linear_attn.out_proj
+        inner.__class__ = type("FSDPLinear", (FSDPModule, torch.nn.Linear), {})  # as fully_shard does
+
+    with pytest.raises(distca.InvalidArgumentError, match=r"layers\.0\.linear_attn\.out_proj is a unit of FSDP inside"):
+        _on_all_ranks("linear attention", prepare)

@@ -250,9 +250,8 @@ def _eager(
         ]
     added = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
     added = added.masked_fill(~mask, torch.finfo(query.dtype).min)
-    files = (
-        vars(sys.modules[kind.__module__]) for kind in type(module).__mro__
-    )  # fully_shard makes a class of its own
+    # fully_shard makes a class of its own, from a file of torch.
+    files = (vars(sys.modules[kind.__module__]) for kind in type(module).__mro__)
     attend = next(file["eager_attention_forward"] for file in files if "eager_attention_forward" in file)
     return attend(module, query, key, value, added, **options)[0], None
 

@@ -15,6 +15,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from distca.errors import InvalidArgumentError
@@ -142,6 +143,18 @@ def check_model(model: PreTrainedModel, num_ranks: int, layout: Layout | None = 
             f"the model's module {name} ({type(module).__name__}) carries a state from row to row, and {where}: take "
             "homes of whole documents, such as distca.Layout.from_documents",
         )
+    sharded = (
+        f"{name}.{inner}"
+        for name, module in examined.recurrent.items()
+        for inner, part in module.named_modules()
+        if part is not module and isinstance(part, FSDPModule | FullyShardedDataParallel)
+    )
+    unit = None if num_ranks == 1 else next(sharded, None)
+    refuse(
+        unit is not None,
+        f"the model's module {unit} is a unit of FSDP inside of a module that runs once for each document, and ranks "
+        "have different numbers of documents: their collectives would not match. Shard whole layers",
+    )
     num_recurrent = sum(kind in _RECURRENT for kind in _kinds(config))
     refuse(
         num_recurrent > len(examined.recurrent),
