@@ -134,8 +134,35 @@ def check_model(model: PreTrainedModel, num_ranks: int, layout: Layout | None = 
         f"the model has layers of type {other}, which choose their keys themselves: not supported yet",
     )
     examined = examine(model)
+    _check_recurrent(config, examined, num_ranks, layout)
+    along = examined.along_rows
+    refuse(
+        along is not None,
+        f"the model's module {along} looks along the rows of its tensor, over the borders of documents and ranks: not "
+        "supported yet",
+    )
+    if num_ranks > 1 and model.training:
+        refuse(kind in _REFUSED_IN_TRAINING, _REFUSED_IN_TRAINING.get(kind, ""))
+        jitter = next((name for name in _JITTER if getattr(config, name, None)), None)
+        refuse(
+            jitter is not None,
+            f"the router adds random noise to its input, and ranks would differ from one process: set {jitter}=0.0 in "
+            "the model's config",
+        )
+
+
+def _check_recurrent(config: PreTrainedConfig, examined: Examined, num_ranks: int, layout: Layout | None) -> None:
+    """Raises InvalidArgumentError if recurrent layers cannot run on each document by itself."""
+    num_layers = sum(kind in _RECURRENT for kind in _kinds(config))
+    refuse(
+        num_layers > len(examined.recurrent),
+        f"the model has {num_layers} layers that carry a state from row to row (layer_types), and only "
+        f"{len(examined.recurrent)} modules that are known to: the others would go on over the borders of documents",
+    )
+    if not examined.recurrent:
+        return
     cut = None if layout is None else cut_document(layout)
-    if examined.recurrent and (layout is None or cut is not None):
+    if layout is None or cut is not None:
         name, module = next(iter(examined.recurrent.items()))
         where = "documents may be cut between ranks" if cut is None else f"document {cut[0]} is cut on rank {cut[1]}"
         refuse(
@@ -155,26 +182,6 @@ def check_model(model: PreTrainedModel, num_ranks: int, layout: Layout | None = 
         f"the model's module {unit} is a unit of FSDP inside of a module that runs once for each document, and ranks "
         "have different numbers of documents: their collectives would not match. Shard whole layers",
     )
-    num_recurrent = sum(kind in _RECURRENT for kind in _kinds(config))
-    refuse(
-        num_recurrent > len(examined.recurrent),
-        f"the model has {num_recurrent} layers that carry a state from row to row (layer_types), and only "
-        f"{len(examined.recurrent)} modules that are known to: the others would go on over the borders of documents",
-    )
-    along = examined.along_rows
-    refuse(
-        along is not None,
-        f"the model's module {along} looks along the rows of its tensor, over the borders of documents and ranks: not "
-        "supported yet",
-    )
-    if num_ranks > 1 and model.training:
-        refuse(kind in _REFUSED_IN_TRAINING, _REFUSED_IN_TRAINING.get(kind, ""))
-        jitter = next((name for name in _JITTER if getattr(config, name, None)), None)
-        refuse(
-            jitter is not None,
-            f"the router adds random noise to its input, and ranks would differ from one process: set {jitter}=0.0 in "
-            "the model's config",
-        )
 
 
 def has_own_loss(model: PreTrainedModel) -> bool:
