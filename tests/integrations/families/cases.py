@@ -49,7 +49,7 @@ CASES: dict[str, Case] = {
     ),
     "llama4_text, no chunks": Case("llama4_text", _NO_CHUNKS | {"attn_temperature_tuning": False}),
     "llama4_text, chunks and temperature": Case(
-        "llama4_text", {"no_rope_layers": [1, 0], "floor_scale": 8, "attn_scale": 0.5}
+        "llama4_text", {"no_rope_layers": [1, 0], "floor_scale": 8, "attn_scale": 0.5, "attention_chunk_size": 24}
     ),
     "qwen2, windows in the upper layer": Case(
         "qwen2",
