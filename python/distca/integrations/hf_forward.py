@@ -39,7 +39,7 @@ from distca.integrations.hf_models import (
     refuse,
     takes_plans,
 )
-from distca.integrations.hf_recurrent import ran_by_document
+from distca.integrations.hf_recurrent import cut_document, ran_by_document
 from distca.integrations.hf_rope import depends_on_longest
 from distca.pingpong.turns import in_half
 from distca.planner.layout import PADDING, Layout
@@ -233,7 +233,8 @@ def check_loss(model: PreTrainedModel, layout: Layout, arguments: Mapping[str, A
     """Raises InvalidArgumentError, on all ranks, if the model's own loss would not be the loss of the documents."""
     own = has_own_loss(model)
     if arguments.get("labels") is not None and (own or arguments.get("shift_labels") is None):
-        cut = _cut_document(layout)
+        found = cut_document(layout)
+        cut = None if found is None else found[0]
         refuse(
             own and cut is not None,
             f"document {cut} is cut, and {type(model).__name__} ignores shift_labels: leave out labels=, and compute "
@@ -252,17 +253,6 @@ def check_loss(model: PreTrainedModel, layout: Layout, arguments: Mapping[str, A
         "output_router_logits adds a loss of the routers, which is not a sum over rows, and sees those of this rank "
         "alone: set output_router_logits=False in the model's config (in TRL: router_aux_loss_coef=0.0)",
     )
-
-
-def _cut_document(layout: Layout) -> int | None:
-    """The first document with a segment whose preceding rows do not lie right before it; None if there is none."""
-    for rank in range(layout.num_ranks):
-        before = (PADDING, 0)
-        for document, begin, end in layout.segments(rank):
-            if document != PADDING and begin > 0 and before != (document, begin):
-                return document
-            before = (document, end)
-    return None
 
 
 class _KeepsPlan:
