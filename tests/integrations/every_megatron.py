@@ -40,8 +40,8 @@ def compare(capsys: pytest.CaptureFixture[str]) -> Compare:
 
 @pytest.mark.parametrize(
     "cases",
-    [FOUR[:MIDDLE], FOUR[MIDDLE:], HALVED, EIGHT],
-    ids=["four processes", "four more processes", "four processes in ping-pong", "eight processes"],
+    [FOUR[:MIDDLE], FOUR[MIDDLE:], HALVED[::2], HALVED[1::2], EIGHT],
+    ids=["four processes", "four more processes", "in ping-pong", "more in ping-pong", "eight processes"],
 )
 def test_megatron_computes_what_it_computes_in_one_process(cases: list[Case], tmp_path: Path, compare: Compare) -> None:
     """Many cases in one launch."""
