@@ -21,11 +21,6 @@ class Current(NamedTuple):
     context: Context | str
 
     @property
-    def made(self) -> Plan | Plans:
-        """The plan of the next step, or the plans by window."""
-        return self.plan.upcoming() if isinstance(self.plan, PlanSource) else self.plan
-
-    @property
     def rows(self) -> tuple[Layout, int]:
         """The layout of the rows that the model has now, and this rank's number in it."""
         return self.plan.rows() if isinstance(self.plan, PlanSource) else (self.plan.layout, self.plan.rank)

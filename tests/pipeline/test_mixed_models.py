@@ -1,5 +1,5 @@
-"""Models of transformers whose layers differ are pipelined: Gemma 2 and 3 (windows, softcap), gpt-oss (sinks), and
-Qwen3-Next, whose stages begin or end with layers without attention.
+"""Models of transformers whose layers differ are pipelined: Gemma 2 and 3 (windows, softcap), gpt-oss (sinks), Llama 4
+(chunks, queries scaled by position), and Qwen3-Next, whose stages begin or end with layers without attention.
 """
 
 from __future__ import annotations
@@ -34,6 +34,15 @@ QWEN3_NEXT = Family(
 )
 
 
+CHUNK = 24
+CHUNKS = ["chunked_attention", "full_attention", "full_attention", "chunked_attention"]
+LLAMA4 = Family(
+    "Llama4TextConfig",
+    {"attention_chunk_size": CHUNK, "no_rope_layers": [1, 0, 1, 1], "floor_scale": 8, "attn_scale": 0.5}
+    | {"num_local_experts": 2, "intermediate_size_mlp": 48, "moe_layers": []},
+)
+
+
 class Case(NamedTuple):
     family: str
     layers: tuple[int, ...]
@@ -41,7 +50,7 @@ class Case(NamedTuple):
 
     @property
     def kinds(self) -> list[str]:
-        return RECURRENT if self.family == "qwen3_next" else KINDS
+        return {"qwen3_next": RECURRENT, "llama4": CHUNKS}.get(self.family, KINDS)
 
     @property
     def with_attention(self) -> list[int]:
@@ -58,11 +67,15 @@ CASES = [
     Case("gpt_oss", (2, 2), recompute=True),
     Case("qwen3_next", (2, 2)),
     Case("qwen3_next", (2, 2), recompute=True),
+    Case("llama4", (2, 2), recompute=True),
+    Case("llama4", (1, 3)),
 ]
+#: The window of each kind of layer with attention.
+WINDOWS = {"sliding_attention": WINDOW, "full_attention": None, "chunked_attention": distca.Chunk(CHUNK)}
 
 
 def _family(case: Case) -> Family:
-    return QWEN3_NEXT if case.family == "qwen3_next" else FAMILIES[case.family]
+    return {"qwen3_next": QWEN3_NEXT, "llama4": LLAMA4}.get(case.family) or FAMILIES[case.family]
 
 
 def _model(case: Case, attention: str) -> Any:
@@ -97,8 +110,8 @@ def _cut(model: Any, begin: int, end: int) -> Any:
     return stage
 
 
-def _run(case: Case) -> tuple[float, dict[str, torch.Tensor]]:
-    """One rank's losses and gradients."""
+def _run(case: Case, windows: list[Any] | None = None) -> tuple[float, dict[str, torch.Tensor]]:
+    """One rank's losses and gradients. Plans are for the windows of the model's layers, or others."""
     stages = [[0, 1], [2, 3]]
     with distca.init(max_tokens=256, heads=GQA, timeout=30) as context:
         plans = pipeline.PipelinePlans(
@@ -106,9 +119,7 @@ def _run(case: Case) -> tuple[float, dict[str, torch.Tensor]]:
             GQA,
             stages=stages,
             layers=case.with_attention,
-            windows=[
-                WINDOW if kind == "sliding_attention" else None for kind in case.kinds if kind != "linear_attention"
-            ],
+            windows=windows or [WINDOWS[kind] for kind in case.kinds if kind in WINDOWS],
             context=context,
             tolerance=0.02,
             min_rows=8,
@@ -177,3 +188,24 @@ def test_models_whose_layers_differ_are_exact_in_a_pipeline() -> None:
         error = _error(found, gradients)
         print(case, f"{error:.1e}, one process in float32 {one_process:.1e}")
         assert error < max(1e-6, 1.5 * one_process), case
+
+
+def _run_with_windows_of_others() -> list[str]:
+    chunk, errors = distca.Chunk(CHUNK), []
+    for windows in (
+        [chunk, chunk, None, None],
+        [None, None, None, chunk],
+        [distca.Chunk(CHUNK - 1), None, None, chunk],
+    ):
+        with pytest.raises(distca.DistcaError) as error:
+            _run(Case("llama4", (2, 2)), windows)
+        errors.append(str(error.value))
+    return errors
+
+
+def test_plans_of_a_pipeline_that_are_for_other_chunks_than_the_layers_are_refused() -> None:
+    for errors in launch(_run_with_windows_of_others, ranks=4):
+        of_whole, of_chunk, of_other = errors
+        assert f"this layer has a window of None, the plan is for a window of Chunk(rows={CHUNK})" in of_whole
+        assert f"this layer attends in chunks of {CHUNK} rows, the plan is for a window of None" in of_chunk
+        assert f"attends in chunks of {CHUNK} rows, the plan is for a window of Chunk(rows={CHUNK - 1})" in of_other

@@ -103,5 +103,7 @@ def test_what_lacks_chunks_says_so() -> None:
     plan = distca.plans(layout, HEADS, windows=[Chunk(8)])[Chunk(8)]
     with pytest.raises(distca.InvalidArgumentError, match="all are of chunks, and do not tell the documents"):
         distca.Plans({Chunk(8): plan})
-    with pytest.raises(distca.InvalidArgumentError, match="attends in chunks of 8 rows: not supported in pipelines"):
-        distca.pipeline.PipelinePlans([layout], HEADS, stages=[[0, 1]], layers=1, windows=[Chunk(8)])
+    with pytest.raises(
+        distca.InvalidArgumentError, match=r"plans\(layout, heads, windows=\[Chunk\(rows=8\)\]\) plans c"
+    ):
+        distca.plan(layout, HEADS, window=Chunk(8))  # type: ignore[arg-type]

@@ -267,20 +267,27 @@ def _plan_of_layer(plan: Plan | Plans | PlanSource, window: Window) -> Plan:
     """The plan for a layer. transformers' window W lets row q see key k if q - k < W, and so does a plan's window."""
     if isinstance(plan, Plans):
         return plan.for_window(window)
+    chunk, longest = None, 0
     if isinstance(plan, PlanSource):
-        plan = plan.upcoming()
+        chunk, longest, plan = plan.chunk(), plan.longest_document(), plan.upcoming()
     if not isinstance(plan, Plan):
         refuse_other_plan(plan)
     if not plan.has_documents:
         return plan
     refuse(plan.mask != "causal", f"the plan's mask is {plan.mask}; a causal one is needed")
-    if isinstance(window, Chunk):
+    longest = longest or max(plan.layout.document_lengths, default=0)
+    # Chunks that no document is longer than are its documents.
+    window = None if isinstance(window, Chunk) and window.rows >= longest else window
+    chunk = None if chunk is not None and chunk.rows >= longest else chunk
+    if isinstance(window, Chunk) or chunk is not None:
+        asked = f"attends in chunks of {window.rows} rows" if isinstance(window, Chunk) else f"has a window of {window}"
         refuse(
-            window.rows < max(plan.layout.document_lengths, default=0),
-            f"this layer attends in chunks of {window.rows} rows: pass plan=distca.plans(layout, heads, "
-            "windows=hf.windows_of(config), context=context)",
+            window != chunk,
+            f"this layer {asked}, the plan is for a window of {chunk or plan.window}: pass plan=distca.plans(layout, "
+            "heads, windows=hf.windows_of(config), context=context); in a pipeline give PipelinePlans the windows of "
+            "all layers in their order",
         )
-        window = None
+        return plan
     refuse(
         not plan.same_window(window),
         f"this layer has a sliding window of {window}, the plan one of {plan.window}: pass "
@@ -310,14 +317,14 @@ def _by_position(module: torch.nn.Module, query: torch.Tensor, plan: Plan | Plan
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
-    made = plan.upcoming() if isinstance(plan, PlanSource) else plan
+    layout, rank = plan.rows() if isinstance(plan, PlanSource) else (plan.layout, plan.rank)
     floor_scale: Any = module.floor_scale
     attn_scale: Any = module.attn_scale
 
     def factor(rows: torch.Tensor) -> torch.Tensor:
         return torch.log1p(torch.floor((rows.float() + 1.0) / floor_scale)) * attn_scale + 1.0
 
-    positions = made.layout.position_ids(made.rank)
+    positions = layout.position_ids(rank)
     if len(positions) != query.shape[2]:  # said by the check of the call
         return query
     ratio = (factor(positions) / factor(torch.arange(len(positions)))).to(query.device)

@@ -112,7 +112,7 @@ def with_plan(
     plan, context = here
     found = find_context(context)
     with refusals_told(found):
-        _check(model, here.made, args, kwargs)
+        _check(model, *here.rows, args, kwargs)
     takes_keywords = _parameters(type(model).forward)[1]
     _keep_plan_in_checkpoints(model)
     kwargs = {name: value for name, value in kwargs.items() if name not in ("plan", "distca_context")}
@@ -141,13 +141,13 @@ def with_plan(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _check(model: PreTrainedModel, plan: Plan | Plans, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _check(model: PreTrainedModel, layout: Layout, rank: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     names, takes_keywords = _parameters(type(model).forward)
     inner = _parameters(type(model.get_decoder()).forward)[0] if takes_keywords else []
     arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
-    check_model(model, plan.layout.num_ranks, plan.layout)
-    _check_positions(model, plan, arguments, "position_ids" in (*names, *inner))
-    check_loss(model, plan.layout, arguments)
+    check_model(model, layout.num_ranks, layout)
+    _check_positions(model, layout, rank, arguments, "position_ids" in (*names, *inner))
+    check_loss(model, layout, arguments)
 
 
 @functools.cache
@@ -175,9 +175,11 @@ def _check_calls(model: PreTrainedModel, calls: int) -> None:
     )
 
 
-def _check_positions(model: PreTrainedModel, plan: Plan | Plans, arguments: Mapping[str, Any], taken: bool) -> None:
-    """Refuses positions that are not the plan's. Positions of several axes ([3, 1, T]) are left to the model."""
-    layout, first, position_ids = plan.layout, examine(model).first_position, arguments.get("position_ids")
+def _check_positions(
+    model: PreTrainedModel, layout: Layout, rank: int, arguments: Mapping[str, Any], taken: bool
+) -> None:
+    """Refuses positions that are not the layout's. Positions of several axes ([3, 1, T]) are left to the model."""
+    first, position_ids = examine(model).first_position, arguments.get("position_ids")
     wanted = "position_ids=plan.layout.position_ids(plan.rank).unsqueeze(0)" + (f" + {first}" if first else "")
     if position_ids is None or not taken:
         wrong = _not_counted_by_rows(layout)
@@ -192,10 +194,10 @@ def _check_positions(model: PreTrainedModel, plan: Plan | Plans, arguments: Mapp
         refuse(True, f"position_ids are left out, and are not the numbers of the rows ({wrong}): pass {wanted}")
     if not isinstance(position_ids, torch.Tensor) or position_ids.dim() > 2:
         return
-    expected = layout.position_ids(plan.rank) + first
+    expected = layout.position_ids(rank) + first
     positions = position_ids.reshape(-1).cpu()
     if positions.shape == expected.shape:
-        wrong_rows = (positions != expected) & _document_rows(layout, plan.rank)
+        wrong_rows = (positions != expected) & _document_rows(layout, rank)
         if not bool(wrong_rows.any()):
             return
         row = int(wrong_rows.nonzero()[0])
@@ -203,7 +205,7 @@ def _check_positions(model: PreTrainedModel, plan: Plan | Plans, arguments: Mapp
     elif position_ids.shape[-1] == _num_input_rows(arguments):
         return  # the plan is of another batch, and the first layer says so
     else:
-        found = f"they have shape {list(position_ids.shape)}, the plan has {len(expected)} rows on rank {plan.rank}"
+        found = f"they have shape {list(position_ids.shape)}, the plan has {len(expected)} rows on rank {rank}"
     refuse(True, f"position_ids are not those of the plan ({found}): pass {wanted}")
 
 

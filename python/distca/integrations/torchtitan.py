@@ -126,6 +126,8 @@ class DistcaAttention(VarlenAttention):
         found = plan.upcoming() if isinstance(plan, PlanSource) else plan
         if not found.has_documents:
             return plan, found
+        if isinstance(plan, PlanSource) and (chunk := plan.chunk()) is not None:
+            refuse(f"the layer's window is {self.window}, the plan is for chunks of {chunk.rows} rows")
         if not found.same_window(self.window):
             refuse(
                 f"the layer's window is {self.window}, the plan's mask {found.mask} and its window {found.window}: "

@@ -42,8 +42,9 @@ class PipelinePlans:
         chunks: number of chunks of layers of each stage. With several, the micro-batches are a multiple of the stages.
         in_flight: the most micro-batches whose activations a stage may hold at one time, as in `tick_table`.
         backward: False makes the plans of the forward ticks only, for evaluation.
-        windows: for each attention layer of the model, in order, its window, as in `distca.plan`. By default no layer
-            has one. (The first chunks of all stages come before the second ones.)
+        windows: for each attention layer of the model, in order, its window, as in `distca.plans`: None, a number of
+            rows, or a `distca.Chunk`. By default no layer has one. (The first chunks of all stages come before the
+            second ones.)
         scores: for each attention layer of the model its mask, window, scale and softcap, in place of `windows`. Layers
             of different stages that share a step may differ in all of them.
         halves: for each micro-batch its two halves, ``[distca.halves(layout) for layout in layouts]``, if the stages
@@ -113,7 +114,7 @@ class PipelinePlans:
         self.stage, self.index = next((s, ranks.index(rank)) for s, ranks in enumerate(self.stages) if rank in ranks)
         self.layers = _numbers_of_layers(layers, len(self.stages))
         self.depth = max(self.layers)
-        self._scores = _scores_of_layers(windows, scores, sum(self.layers) * chunks)
+        self._kinds = _kinds_of_layers(windows, scores, sum(self.layers) * chunks)
         self.table: TickTable = tick_table(
             len(self.stages), len(self.layouts), chunks=chunks, in_flight=in_flight, backward=backward
         )
@@ -134,6 +135,12 @@ class PipelinePlans:
         if half not in self.parts:
             raise InvalidArgumentError(f"PipelinePlans: half = {half!r}; 0 or 1 with halves, None without them")
         return self._plans[tick][len(self.parts) * step + self.parts.index(half)]
+
+    def chunk(self, tick: int, step: int) -> Chunk | None:
+        """The chunks in which this rank's layer in that step of a tick attends, if it does."""
+        work = self.table[tick].work[self.stage]
+        of_stage = self._stage_step(work, self.stage, step)
+        return None if of_stage is None else of_stage.chunk
 
     def label(self, tick: int, half: int | None = None) -> str:
         """The label of the plans of a tick, or of one half of it."""
@@ -234,7 +241,7 @@ class PipelinePlans:
         if work is None or self.layers[stage] <= step:
             return None
         layer = sum(self.layers) * work.chunk + sum(self.layers[:stage]) + step
-        return StageStep(work.microbatch, self._scores[layer])
+        return StageStep(work.microbatch, *self._kinds[layer])
 
 
 def _checked(layouts: Any, stages: Any) -> tuple[list[Layout], list[list[int]]]:
@@ -278,25 +285,22 @@ def _numbers_of_layers(layers: Any, stages: int) -> list[int]:
     return of_stages
 
 
-def _scores_of_layers(windows: Any, scores: Any, num_layers: int) -> list[Scores]:
+def _kinds_of_layers(windows: Any, scores: Any, num_layers: int) -> list[tuple[Scores, Chunk | None]]:
     if scores is not None and windows is not None:
         raise InvalidArgumentError("PipelinePlans: windows are given, and scores as well; scores have windows")
     if scores is not None:
         of_layers = listed("PipelinePlans", "scores", scores, "a distca.Scores for each layer of the model")
         for of_layer in of_layers:
             check_type("PipelinePlans", "scores of a layer", of_layer, Scores, "distca.Scores()")
+        kinds: list[tuple[Scores, Chunk | None]] = [(of_layer, None) for of_layer in of_layers]
     elif windows is not None:
         windows = listed("PipelinePlans", "windows", windows, "the window of each layer of the model")
-        if chunk := next((window for window in windows if isinstance(window, Chunk)), None):
-            raise InvalidArgumentError(
-                f"PipelinePlans: a layer attends in chunks of {chunk.rows} rows: not supported in pipelines yet"
-            )
-        of_layers = [Scores(window=window) for window in windows]
+        kinds = [(Scores(), of) if isinstance(of, Chunk) else (Scores(window=of), None) for of in windows]
     else:
-        of_layers = [Scores()] * num_layers
-    if len(of_layers) != num_layers:
+        kinds = [(Scores(), None)] * num_layers
+    if len(kinds) != num_layers:
         name = "windows" if scores is None else "scores"
         raise InvalidArgumentError(
-            f"PipelinePlans: {name} of {len(of_layers)} layers; the stages have {num_layers} layers in all their chunks"
+            f"PipelinePlans: {name} of {len(kinds)} layers; the stages have {num_layers} layers in all their chunks"
         )
-    return of_layers
+    return kinds

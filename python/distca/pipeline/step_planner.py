@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from distca.errors import CapacityError
-from distca.planner.layout import Layout
+from distca.planner.layout import Chunk, Layout
 from distca.planner.plan import Plan
 from distca.planner.planning import plan as plan_of
 from distca.planner.scores import Scores
@@ -16,10 +16,11 @@ from distca.registry import find_context
 
 
 class StageStep(NamedTuple):
-    """What one stage has in a step: the rows of a micro-batch, in a layer with these scores."""
+    """What one stage has in a step: the rows of a micro-batch, in a layer with these scores, perhaps in chunks."""
 
     microbatch: int
     scores: Scores
+    chunk: Chunk | None = None
 
 
 #: What each stage has in a step; None: it has no rows.
@@ -41,6 +42,7 @@ class StepPlanner:
     ) -> None:
         self._layouts, self._stages, self._options = layouts, stages, options
         self._across_stages = across_stages
+        self._chunked: dict[tuple[int, Chunk], Layout] = {}
         #: The first plan of each kind, and the order in which its layout has the stages' documents.
         self._made: dict[Step, tuple[Plan, list[int]]] = {}
         self._identity = list(range(sum(map(len, stages))))
@@ -69,12 +71,20 @@ class StepPlanner:
     def _noted(self, step: Step, order: list[int], make: Callable[..., Plan], *how: Any) -> Plan:
         """Makes a plan of the layout that has the stages' documents in that order, and keeps the first of each kind."""
         parts = [(part, self._stages[stage]) for stage in order if (part := step[stage]) is not None]
-        layout = Layout.join(
-            [(self._layouts[part.microbatch], ranks) for part, ranks in parts], num_ranks=len(self._identity)
-        )
+        layout = Layout.join([(self._layout_of(part), ranks) for part, ranks in parts], num_ranks=len(self._identity))
         made = make(layout, *how)
         self._made.setdefault(step, (made, order))
         return made
+
+    def _layout_of(self, part: StageStep) -> Layout:
+        """The documents of a stage's step; where its layer attends in chunks, each chunk is one."""
+        whole = self._layouts[part.microbatch]
+        if part.chunk is None:
+            return whole
+        key = part.microbatch, part.chunk
+        if key not in self._chunked:
+            self._chunked[key] = whole.chunked(part.chunk.rows)
+        return self._chunked[key]
 
     def _planned(self, layout: Layout, step: Step, label: str) -> Plan:
         parts = [part for part in step if part is not None]
@@ -86,7 +96,7 @@ class StepPlanner:
         first = parts[0].scores if parts else Scores()
         if all(part.scores == first for part in parts) and first.scale is None and first.softcap is None:
             return plan_of(layout, mask=first.mask, window=first.window, **options)
-        scores = [part.scores for part in parts for _ in self._layouts[part.microbatch].document_lengths]
+        scores = [part.scores for part in parts for _ in self._layout_of(part).document_lengths]
         return plan_of(layout, scores=scores, **options)
 
     def _inside_stages(self, step: Step) -> list[tuple[int, ...]]:
@@ -102,7 +112,7 @@ class StepPlanner:
         for part, ranks in zip(step, self._stages, strict=True):
             if part is None:
                 continue
-            layout = self._layouts[part.microbatch]
+            layout = self._layout_of(part)
             tasks += [
                 (documents + task.document, *_ranges(task), ranks[task.server])
                 for task in self._scored(layout, [part], **options).tasks

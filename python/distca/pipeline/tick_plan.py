@@ -15,7 +15,7 @@ from distca.planner.plan_source import PlanSource, Resolved, StepOfTick
 
 if TYPE_CHECKING:
     from distca.pipeline.ticks import Ticks
-    from distca.planner.layout import Layout
+    from distca.planner.layout import Chunk, Layout
     from distca.planner.plan import Plan
 
 
@@ -47,6 +47,11 @@ class TickPlan(PlanSource):
         ticks, tick, half = self._ticks, self._ticks.current, self._half
         self._check_halves(tick.name)
         return ticks.plans.plan(tick.number, tick.next_forward(half), half)
+
+    def chunk(self) -> Chunk | None:
+        """The chunks of the layer that the next forward step in the current tick is for, if it attends in chunks."""
+        ticks, tick = self._ticks, self._ticks.current
+        return ticks.plans.chunk(tick.number, tick.next_forward(self._half))
 
     def rows(self) -> tuple[Layout, int]:
         """The layout of the current micro-batch, or of that half of it, and this rank's number in it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
-from distca.planner.layout import Layout
+from distca.planner.layout import Chunk, Layout
 from distca.planner.plan import Plan
 
 
@@ -53,6 +53,10 @@ class PlanSource(ABC):
     @abstractmethod
     def upcoming(self) -> Plan:
         """The plan of the forward step that comes next. The step is not begun."""
+
+    @abstractmethod
+    def chunk(self) -> Chunk | None:
+        """The chunks of the layer that this step is for, if it attends in them. They are the documents of its plan."""
 
     @abstractmethod
     def rows(self) -> tuple[Layout, int]:

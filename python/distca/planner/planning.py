@@ -135,6 +135,10 @@ def plan(
         rank = 0 if here is None else here.rank
     if not is_whole(rank, 0, layout.num_ranks - 1):
         raise InvalidArgumentError(f"plan: rank = {rank!r}; 0 to {layout.num_ranks - 1} are allowed")
+    if isinstance(window, Chunk):
+        raise InvalidArgumentError(
+            f"plan: window = {window}; distca.plans(layout, heads, windows=[{window}]) plans chunks"
+        )
     if scores is None:
         different, of_documents = [Scores(mask, window)], list[int]()
         different[0].check("plan")
