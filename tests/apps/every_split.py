@@ -37,8 +37,9 @@ NOT_OF_A_RUN = {
 }
 """Cases that `distca train` refuses on any number of ranks."""
 
-# `distca train` cuts documents, and models that need whole ones are refused.
 EXACT = [name for name, case in CASES.items() if expected_kind(name) == "exact" and not case.whole]
+WHOLE = [name for name, case in CASES.items() if expected_kind(name) == "exact" and case.whole]
+"""Models that need whole documents."""
 
 SHARED_BOTH_WAYS = {
     "llama",
@@ -80,6 +81,19 @@ def _splits_of(config: TrainConfig) -> list[TrainConfig]:
             if len(split) == 2:
                 break  # the other two are parts of it
     return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_model_that_needs_whole_documents_is_not_shared_and_the_reason_is_its_layers(
+    name: str, tmp_path: Path
+) -> None:
+    write_texts(tmp_path)
+    _write_model(name, tmp_path / "model")
+    config = TrainConfig(data=tmp_path / "data", model=str(tmp_path / "model"), tokens_per_rank=TOKENS)
+    assert not _splits_of(dataclasses.replace(config, homes="whole"))
+    with pytest.raises(ConfigError, match="^--homes is packed, must be whole: .*carries a state from row to row"):
+        check_before_start(dataclasses.replace(config, ranks=4, tensor=2), VOCABULARY)
 
 
 @without_pictures()

@@ -98,7 +98,9 @@ def test_every_step_is_full_and_every_document_is_used_once_an_epoch() -> None:
 
 
 @pytest.mark.parametrize(
-    "homes", [{}, *({"head_tail": True, "context": context} for context in (None, 1, 2, 3))], ids=str
+    "homes",
+    [{}, *({"homes": "head-tail", "context": context} for context in (None, 1, 2, 3)), {"homes": "whole"}],
+    ids=str,
 )
 def test_every_row_has_the_next_byte_of_its_document_as_target_across_all_cuts(homes: dict[str, Any]) -> None:
     # No byte occurs twice, so a row names its document and position.
@@ -110,16 +112,16 @@ def test_every_row_has_the_next_byte_of_its_document_as_target_across_all_cuts(h
         Batches(corpus, rank=rank, ranks=ranks, tokens_per_rank=tokens, steps=5, seed=1, **homes)
         for rank in range(ranks)
     ]
-    options = {"homes": "head-tail", "context": homes["context"]} if homes else {}
-    most = TrainConfig(ranks=ranks, tokens_per_rank=tokens, **options).most_rows
-    assert most == tokens or homes
+    most = TrainConfig(ranks=ranks, tokens_per_rank=tokens, **homes).most_rows
+    may_differ = homes.get("homes") == "head-tail"
+    assert most == tokens or may_differ
     rows: list[int] = []
     for batches in zip(*packed, strict=True):
         valid = 0
         for rank, batch in enumerate(batches):
             count = batch.layout.num_rows(rank)
             assert batch.input_ids.shape == batch.labels.shape == (1, count)
-            assert count == tokens if not homes else tokens - 2 * ranks <= count <= most
+            assert tokens - 2 * ranks <= count <= most if may_differ else count == tokens
             ids = batch.input_ids[0].tolist()
             assert batch.labels[0].tolist() == [following[row] for row in ids]
             valid += int((batch.labels != NO_TARGET).sum())
@@ -131,7 +133,7 @@ def test_every_row_has_the_next_byte_of_its_document_as_target_across_all_cuts(h
 def test_head_tail_long_documents_are_on_their_ranks_from_both_ends_and_short_ones_whole() -> None:
     corpus = Corpus.of([bytes(range(40)), bytes(range(100, 106)), bytes(range(110, 118)), bytes(range(120, 130))])
     layouts = []
-    for homes in ({}, {"head_tail": True, "context": 2}, {"head_tail": True, "context": 1}):
+    for homes in ({}, {"homes": "head-tail", "context": 2}, {"homes": "head-tail", "context": 1}):
         (batch,) = Batches(corpus, rank=0, ranks=2, tokens_per_rank=32, steps=1, seed=0, **homes)
         layouts.append(batch.layout)
     packed, shared, alone = layouts
@@ -149,7 +151,7 @@ def test_head_tail_long_documents_are_on_their_ranks_from_both_ends_and_short_on
 
 def test_head_tail_a_long_document_is_on_as_many_ranks_as_its_keys_leave_for() -> None:
     corpus = Corpus.of([bytes(range(40)), bytes(range(100, 106)), bytes(range(110, 118)), bytes(range(120, 130))])
-    (batch,) = Batches(corpus, rank=0, ranks=8, tokens_per_rank=8, steps=1, seed=0, head_tail=True)
+    (batch,) = Batches(corpus, rank=0, ranks=8, tokens_per_rank=8, steps=1, seed=0, homes="head-tail")
     long = batch.layout.document_lengths.index(40)
     cut = [40 * chunk // 16 for chunk in range(17)]
     for rank in range(8):

@@ -1,5 +1,6 @@
 """`distca train` with given models, tokenizers and JSON lines, all from local files."""
 
+import itertools
 import json
 import re
 import shutil
@@ -25,7 +26,7 @@ from distca.apps.train.cli import train_rank
 from distca.apps.train.config import TrainConfig
 from distca.apps.train.data import Batches
 from distca.apps.train.log import create_run_dir
-from distca.apps.train.model import check_positions, model_config
+from distca.apps.train.model import build_model, check_positions, model_config, wrap
 from distca.apps.train.resume import resumed_config
 from distca.apps.train.trainer import train
 from distca.integrations.hf import heads_of, windows_of
@@ -66,6 +67,27 @@ PHI3 = {
         "long_factor": [2.0 + i for i in range(8)],
         "original_max_position_embeddings": 70,
     },
+}
+
+
+QWEN3_NEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 0,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [0, 1],
+    "pad_token_id": None,
+    "max_position_embeddings": 256,
 }
 
 
@@ -170,6 +192,7 @@ def test_a_document_longer_than_the_models_positions_is_an_error(
     shape, _ = model_config(config, 31)
     check_positions(shape, config, longest_document=256)
     check_positions(shape, _config(files), longest_document=5000)  # a step holds only a part of such a document
+    check_positions(shape, replace(config, tokens_per_rank=256, homes="whole"), longest_document=5000)
     with pytest.raises(ConfigError, match="made for 256 positions, but a step may hold 257 tokens of a document"):
         check_positions(shape, config, longest_document=257)
     (tmp_path / "data").mkdir()
@@ -239,3 +262,49 @@ def test_a_checkpoint_of_alternating_windows_trains_resumes_and_is_the_same_on_t
         train(resumed_config(one_dir, {}), one_dir)
     assert _losses(one_dir) == losses
     assert json.loads((one_dir / "summary.json").read_text())["lines_skipped"] == 4
+
+
+def test_a_model_with_recurrent_layers_trains_where_documents_are_whole_and_is_refused_elsewhere(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(11)
+    model = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**QWEN3_NEXT)).train()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.normal_(std=weight.shape[-1] ** -0.5)
+    model.save_pretrained(tmp_path / "hybrid")
+    two = _config(files, model=str(tmp_path / "hybrid"), homes="whole", runs_dir=tmp_path, name="two")
+    one = replace(two, name="one", ranks=1, accumulate=2)
+    more = replace(two, name="more", fsdp=True, checkpoint_activations=True, compare=True)
+    one_dir = create_run_dir(one)
+    with one_rank():
+        train(one, one_dir)
+    for config in (two, more):
+        run_dir = create_run_dir(config)
+        launch(train_rank, config, run_dir, ranks=2)
+        assert _losses(run_dir) == pytest.approx(_losses(one_dir), rel=1e-5)
+    # A step's documents are cut where a rank is full, and at no other place.
+    corpus = read_corpus(two.data, 1.0, Tokenizer(two.tokenizer))
+    [batch] = Batches(corpus, rank=0, ranks=1, tokens_per_rank=128, steps=1, seed=two.seed)
+    ends = itertools.accumulate(end - begin for _, begin, end in batch.layout.segments(0))
+    expected = 0.0
+    for begin, end in itertools.pairwise(sorted({0, 64, *ends})):
+        logits = model(batch.input_ids[:, begin:end], use_cache=False).logits[0]
+        expected += F.cross_entropy(logits, batch.labels[0, begin:end], reduction="sum").item()
+    assert _losses(one_dir)[0] == pytest.approx(expected / batch.num_targets, rel=1e-5)
+    options = ["--model", two.model, "--tokenizer", str(two.tokenizer), "--data", str(two.data), "--steps", "1"]
+    assert main(["train", *options, "--tokens-per-rank", "64", "--runs-dir", str(tmp_path / "runs")]) == 2
+    assert re.search(
+        r"--homes is packed, must be whole: .*layers\.0\.linear_attn .* carries a state", capsys.readouterr().err
+    )
+
+
+def test_layers_that_share_weights_cannot_be_sharded_one_by_one(tmp_path: Path) -> None:
+    config = TrainConfig(hidden=32, layers=3, tokens_per_rank=64, fsdp=True)
+    with one_rank():
+        model = build_model(config, 64)
+        layers = model.model.layers
+        layers[2].self_attn.q_proj = layers[0].self_attn.q_proj
+        with pytest.raises(ConfigError, match=r"--fsdp .* layers 0 and 2 of .* share the weight self_attn.q_proj.weig"):
+            wrap(model, config)

@@ -14,7 +14,7 @@ from distca.apps.common.options import ConfigError
 from distca.apps.common.sources import STANDARD_LIBRARY_SCALE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-HOMES = ("packed", "head-tail")
+HOMES = ("packed", "head-tail", "whole")
 """Where the documents of a micro-batch may lie."""
 
 TINY = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2}
@@ -178,7 +178,8 @@ class TrainConfig:
         default=HOMES[0],
         metadata=_about(
             "where documents lie: packed: one after another over the data ranks; head-tail: long ones on many data "
-            "ranks, each of which holds a part from either end",
+            "ranks, each of which holds a part from either end; whole: each on one data rank, and the rest of one that "
+            "does not fit is a document of its own, as models with recurrent layers need it",
             choices=HOMES,
         ),
     )

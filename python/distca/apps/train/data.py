@@ -3,15 +3,15 @@
 Every rank reads the same documents in the same order. Therefore each knows the layout of all ranks without any traffic.
 Documents are packed with spill-over: one that does not fit on a rank continues on the next rank. Head-tail, all ranks
 share each long document, and the others are packed. What does not fit into a step is a document of its own in the next
-step. Targets are shifted within the whole document before any cut.
-Therefore the last token of a segment has its target wherever the next token lives; only the last token of a document
-has none.
+step. With whole documents, what does not fit on a rank is one on the next rank. Targets are shifted within the whole
+document before any cut. Therefore the last token of a segment has its target wherever the next token lives; only the
+last token of a document has none.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,9 +49,11 @@ class Batch:
 class Batches:
     """The batches of one rank from step `start` on; `len()` is their number.
 
-    What a step holds depends on the seed and on the product `ranks * tokens_per_rank`, not on its factors, nor on
-    where documents lie: one after another; with `head_tail` as by `Layout.spread`; or with `context` too, those of more
-    than half of `tokens_per_rank` on so many neighbouring ranks, each of which holds a part from either end.
+    Which tokens a step holds depends on the seed and on the product `ranks * tokens_per_rank`, not on its factors, nor
+    on `homes` (one of `config.HOMES`): where documents lie. They are one after another ("packed"); as by
+    `Layout.spread` ("head-tail"); or with `context` too, those of more than half of `tokens_per_rank` on so many
+    neighbouring ranks, each of which holds a part from either end. If they are "whole", those that lie on several ranks
+    are as many documents.
     """
 
     def __init__(
@@ -64,10 +66,10 @@ class Batches:
         steps: int,
         seed: int,
         start: int = 0,
-        head_tail: bool = False,
+        homes: str = "packed",
         context: int | None = None,
     ) -> None:
-        self._corpus, self._head_tail, self._context = corpus, head_tail, context
+        self._corpus, self._homes, self._context = corpus, homes, context
         self._rank, self._ranks = rank, ranks
         self._tokens_per_rank = tokens_per_rank
         self._start, self._steps, self._seed = start, steps, seed
@@ -76,19 +78,27 @@ class Batches:
         return max(0, self._steps - self._start)
 
     def __iter__(self) -> Iterator[Batch]:
-        packed = pack_steps(self._corpus.lengths(), self._ranks * self._tokens_per_rank, self._seed)
-        for pieces in itertools.islice(packed, self._start, max(self._start, self._steps)):
-            yield self._batch(pieces)
+        parts = self._ranks if self._homes == "whole" else 1  # of a step; documents are cut at their ends
+        tokens = self._ranks * self._tokens_per_rank // parts
+        packed = pack_steps(self._corpus.lengths(), tokens, self._seed)
+        steps = zip(*[packed] * parts, strict=False)
+        for step in itertools.islice(steps, self._start, max(self._start, self._steps)):
+            yield self._batch(step)
 
-    def _batch(self, pieces: list[Piece]) -> Batch:
-        lengths = [piece.end - piece.begin for piece in pieces]
-        if not self._head_tail:
-            layout = Layout.packed(lengths, ranks=self._ranks, tokens_per_rank=self._tokens_per_rank)
-        elif self._context is None:
-            layout = Layout.spread(lengths, ranks=self._ranks)
-        else:
-            half = self._tokens_per_rank // 2
-            layout = Layout.head_tail(lengths, ranks=self._ranks, longer_than=half, context=self._context)
+    def _layout(self, lengths: list[list[int]]) -> Layout:
+        if self._homes == "whole":
+            return Layout.from_documents(lengths)
+        [of_step] = lengths
+        if self._homes == "packed":
+            return Layout.packed(of_step, ranks=self._ranks, tokens_per_rank=self._tokens_per_rank)
+        if self._context is None:
+            return Layout.spread(of_step, ranks=self._ranks)
+        half = self._tokens_per_rank // 2
+        return Layout.head_tail(of_step, ranks=self._ranks, longer_than=half, context=self._context)
+
+    def _batch(self, parts: Sequence[list[Piece]]) -> Batch:
+        pieces = [piece for part in parts for piece in part]
+        layout = self._layout([[piece.end - piece.begin for piece in part] for part in parts])
         targets_of = tuple(
             piece.end - piece.begin - (piece.end == len(self._corpus.document(piece.document))) for piece in pieces
         )

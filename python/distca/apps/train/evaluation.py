@@ -50,7 +50,7 @@ class Evaluation:
             tokens_per_rank=self._config.tokens_per_rank,
             steps=self._num_batches,
             seed=self._config.seed,
-            head_tail=self._config.homes == "head-tail",
+            homes=self._config.homes,
             context=self._config.context,
         )
         with torch.no_grad(), torch.random.fork_rng(devices=[]), _evaluating(run.trained.model):

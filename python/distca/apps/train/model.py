@@ -31,6 +31,7 @@ from distca.checkpoint import save_core_attention
 from distca.errors import InvalidArgumentError
 from distca.integrations import hf
 from distca.pingpong.ping_pong import PingPong
+from distca.planner.layout import Layout
 
 PRESETS: dict[str, dict[str, Any]] = {
     "llama-8b": {  # the shape of Llama 3.1 8B
@@ -70,8 +71,24 @@ def build_model(config: TrainConfig, vocabulary: int) -> PreTrainedModel:
     """
     shape, checkpoint = model_config(config, vocabulary)
     model = without_weights(config, shape) if _takes_weights(config) else with_weights(config, shape, checkpoint)
-    hf.check_model(model, dist.get_world_size())
+    check_plans(model, config)
     return model
+
+
+def check_plans(model: PreTrainedModel, config: TrainConfig) -> None:
+    """Checks that plans can express the model on the homes of the run. Its tensors may be on the meta device.
+
+    Raises:
+        InvalidArgumentError: they cannot, wherever documents lie.
+        ConfigError: they can where documents are whole, and ``--homes`` cuts them.
+    """
+    ranks = config.data_ranks * config.pipeline
+    hf.check_model(model, ranks, Layout.from_documents([[1]] * ranks))  # any layout without a cut
+    if config.data_ranks > 1 and config.homes != "whole":
+        try:
+            hf.check_model(model, ranks)
+        except InvalidArgumentError as error:
+            raise ConfigError(f"--homes is {config.homes}, must be whole: {error}") from error
 
 
 def without_weights(config: TrainConfig, shape: PreTrainedConfig) -> PreTrainedModel:
@@ -171,7 +188,7 @@ def model_config(config: TrainConfig, vocabulary: int) -> tuple[PreTrainedConfig
 def check_positions(shape: PreTrainedConfig, config: TrainConfig, longest_document: int) -> None:
     """Raises ConfigError if a document may be longer than the positions that the model was made for."""
     positions = getattr(shape.get_text_config(), "max_position_embeddings", None)
-    longest = min(longest_document, config.tokens_per_batch)
+    longest = min(longest_document, config.tokens_per_rank if config.homes == "whole" else config.tokens_per_batch)
     if positions is not None and longest > positions:
         raise ConfigError(
             f"--model is {config.model}, made for {positions} positions, but a step may hold {longest} tokens of a "
@@ -265,6 +282,7 @@ def _shard(model: PreTrainedModel, config: TrainConfig) -> None:
     weights, beside = (model.state_dict(), _beside_weights(model)) if dist.get_rank() == 0 else ({}, {})
     model.to("meta")
     model.tie_weights()
+    _check_not_shared(model)
     for layer in _layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -272,6 +290,18 @@ def _shard(model: PreTrainedModel, config: TrainConfig) -> None:
     model.tie_weights()
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     _take_beside_weights(model, beside)
+
+
+def _check_not_shared(model: PreTrainedModel) -> None:
+    """Raises ConfigError if layers have weights in common (Zamba): FSDP2 can shard them in one layer only."""
+    layer_of: dict[torch.nn.Parameter, int] = {}
+    for number, layer in enumerate(_layers(model)):
+        for name, weight in layer.named_parameters():
+            if layer_of.setdefault(weight, number) != number:
+                raise ConfigError(
+                    f"--fsdp is True, must be left out: layers {layer_of[weight]} and {number} of "
+                    f"{type(model).__name__} share the weight {name}, and FSDP2 shards each layer by itself"
+                )
 
 
 _Beside = dict[tuple[str, str], torch.Tensor]

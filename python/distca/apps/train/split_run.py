@@ -18,7 +18,7 @@ from distca.apps.train.config import TrainConfig
 from distca.apps.train.data import Batches
 from distca.apps.train.export import export_run
 from distca.apps.train.iterations import Shape, planned_iterations
-from distca.apps.train.model import checkpoint_activations, model_config, with_weights, without_weights
+from distca.apps.train.model import check_plans, checkpoint_activations, model_config, with_weights, without_weights
 from distca.apps.train.optimizer import make_optimizer
 from distca.apps.train.pipelined import Iteration, PipelinedModel
 from distca.apps.train.split import Split, deal_layers, ranges_of
@@ -141,7 +141,7 @@ def check_split(config: TrainConfig, whole: PreTrainedModel) -> list[int]:
     Raises:
         ConfigError: the model cannot be shared in this way. The message names the option and what is allowed.
     """
-    hf.check_model(whole, config.data_ranks * config.pipeline)
+    check_plans(whole, config)
     text = whole.config.get_text_config()
     try:
         heads = hf.heads_of(text, config.torch_dtype)

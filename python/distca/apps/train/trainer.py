@@ -137,7 +137,7 @@ def _batches(config: TrainConfig, corpus: Corpus, start: int, run: Parallelism) 
         tokens_per_rank=config.tokens_per_rank,
         steps=config.steps * config.micro_batches,
         seed=config.seed,
-        head_tail=config.homes == "head-tail",
+        homes=config.homes,
         context=config.context,
         start=start * config.micro_batches,
     )
