@@ -398,10 +398,10 @@ DISTCA_DEVICE void backward_cta(const KernelParams& p, typename Config::Shared& 
   hopper::fence_shared();
   hopper::sync_cta();
   if (thread < kWarpgroup) {
-    hopper::lower_registers<Config::kProducerRegisters>();
+    hopper::lower_registers<kProducerRegisters>();
     if (thread < kWarp) BackwardProducer<Config>{p, s, {}, {}, {}}.run();
   } else {
-    hopper::raise_registers<consumer_registers(Config::kProducerRegisters)>();
+    hopper::raise_registers<kConsumerRegisters>();
     if constexpr (!Config::kWide)
       NarrowConsumer<Config>(p, s).run();
     else if (thread < 2 * kWarpgroup)

@@ -29,8 +29,6 @@ struct BackwardConfig {
   static constexpr int kKeys = kWide ? 64 : 128;
   static constexpr int kRows = 64;
   static constexpr int kStages = 2;
-  /// Sums of 128 columns for keys and values leave few registers for the producer.
-  static constexpr int kProducerRegisters = kDim == 128 ? 40 : 56;
   /// Sums of dq come in parts of 64 rows and 64 columns.
   static constexpr int kParts = kDim / kBoxColumns;
   /// Parts of a tile that have turns of their own.

@@ -12,9 +12,10 @@ inline constexpr int kWarpgroup = 128;
 /// One warpgroup produces, with one warp of it, because the copy engine does the work. Two consume.
 inline constexpr int kConsumers = 2 * kWarpgroup;
 inline constexpr int kThreads = kWarpgroup + kConsumers;
-/// Registers that three threads, one of each warpgroup, have together. The CTA is launched with 168 for each thread.
-inline constexpr int kSharedRegisters = 504;
-constexpr int consumer_registers(int producer_registers) { return (kSharedRegisters - producer_registers) / 2; }
+/// Registers of a thread. The CTA is launched with 168 for each; the warpgroup that produces gives most of its own
+/// away.
+inline constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+static_assert(kProducerRegisters + 2 * kConsumerRegisters == 3 * 168);
 /// Warps that report to a barrier that they are done with a stage.
 inline constexpr int kConsumerWarps = kConsumers / kWarp;
 inline constexpr int kBoxBytes = kTableRows * kBoxColumns * 2;

@@ -36,7 +36,6 @@ struct ForwardConfig {
   /// This is part of the numerics: blocks start at multiples of it.
   static constexpr int kKeys = kDim > 192 ? 64 : 128;
   static constexpr int kStages = 2;
-  static constexpr int kProducerRegisters = 56;
 
   struct alignas(1024) Shared {
     SharedTile<kDim / kBoxColumns, kRows> q;
@@ -337,10 +336,10 @@ DISTCA_DEVICE void forward_cta(const KernelParams& p, typename Config::Shared& s
   hopper::fence_shared();
   hopper::sync_cta();
   if (thread < kWarpgroup) {
-    hopper::lower_registers<Config::kProducerRegisters>();
+    hopper::lower_registers<kProducerRegisters>();
     if (thread < kWarp) produce_forward<Config>(p, s);
   } else {
-    hopper::raise_registers<consumer_registers(Config::kProducerRegisters)>();
+    hopper::raise_registers<kConsumerRegisters>();
     ForwardConsumer<Config>(p, s).run();
   }
 }
