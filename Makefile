@@ -170,6 +170,9 @@ $(VENV)/titan-ready: $(VENV)/test-ready
 
 $(VENV)/cuda-ready: $(VENV)/ready
 	$(PIP) install --no-deps --group cuda
+	@# PyTorch's wheels for CUDA bring the NVSHMEM that they load: distca must be built with that one.
+	$(BIN)/python -c 'from importlib.util import find_spec as f; exit(not (f("nvidia") and f("nvidia.nvshmem")))' || \
+	  $(PIP) install --no-deps --group nvshmem
 	@touch $@
 
 $(VENV)/docs-ready: $(VENV)/ready

@@ -72,7 +72,9 @@ const transport::NvshmemLibrary& need_nvshmem() {
 
 std::pair<std::string, std::string> nvshmem_status() {
   const transport::NvshmemLibrary* const library = transport::nvshmem_library();
-  return {library != nullptr ? library->version() : "", transport::nvshmem_library_problem()};
+  if (library == nullptr) return {"", transport::nvshmem_library_problem()};
+  const std::string problem = library->version_problem();
+  return {problem.empty() ? library->version() : "", problem};
 }
 
 py::bytes make_nvshmem_id() {

@@ -26,8 +26,10 @@ struct NvshmemGroup {
 
 /// The functions that the library offers.
 struct NvshmemLibrary {
-  /// "3.4.5"
+  /// The version of NVSHMEM that is loaded: "3.4.5"
   std::string (*version)();
+  /// Says why the library cannot be used with that version. Empty if it can.
+  std::string (*version_problem)();
   /// Makes the id of a world, on one rank. It is taken to the others by any channel.
   NvshmemId (*unique_id)();
   /// Says why this process cannot be that rank, as far as that is known before its peers are asked. Empty if it can.

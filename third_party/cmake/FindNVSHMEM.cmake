@@ -1,4 +1,5 @@
-# NVSHMEM's headers and libraries, as the wheel nvidia-nvshmem-cu13 brings them (PyTorch's CUDA 13 wheels ask for 3.4.5).
+# NVSHMEM's headers and libraries, as the wheel nvidia-nvshmem-cu13 brings them (PyTorch's CUDA 13 wheels ask for
+# 3.4.5, that of 2.15 for 3.7.2).
 #
 #   NVSHMEM_HOME     where to look instead of in the wheel; the variable of the environment counts too
 #   NVSHMEM::host    libnvshmem_host.so.3 and the headers

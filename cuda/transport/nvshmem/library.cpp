@@ -12,10 +12,30 @@
 namespace distca::cuda {
 namespace {
 
-std::string version() {
+/// The version of the host's library that is loaded.
+struct Version {
   int major = 0, minor = 0, patch = 0;
-  nvshmemx_vendor_get_version_info(&major, &minor, &patch);
-  return message(major, ".", minor, ".", patch);
+};
+Version loaded_version() {
+  Version v;
+  nvshmemx_vendor_get_version_info(&v.major, &v.minor, &v.patch);
+  return v;
+}
+
+std::string version() {
+  const Version v = loaded_version();
+  return message(v.major, ".", v.minor, ".", v.patch);
+}
+
+/// NVSHMEM itself lets an older device library run under a newer host library. But since 3.5.19 the host keeps its
+/// queue pairs in another order, and by IBGDA an older device library then takes those of another PE.
+std::string version_problem() {
+  const Version v = loaded_version();
+  if (v.major == NVSHMEM_VENDOR_MAJOR_VERSION && v.minor == NVSHMEM_VENDOR_MINOR_VERSION) return "";
+  return message("distca was built with NVSHMEM ", NVSHMEM_VENDOR_MAJOR_VERSION, ".", NVSHMEM_VENDOR_MINOR_VERSION, ".",
+                 NVSHMEM_VENDOR_PATCH_VERSION, ", and ", version(),
+                 " is loaded; the first two numbers must be the same. ", "Build distca where nvidia-nvshmem-cu13 ",
+                 version(), " is installed");
 }
 
 transport::NvshmemId unique_id() {
@@ -30,8 +50,8 @@ transport::NvshmemId unique_id() {
 }  // namespace
 
 extern "C" DISTCA_EXPORT const transport::NvshmemLibrary* distca_nvshmem_library() {
-  static constexpr transport::NvshmemLibrary library{&version, &unique_id, &joining_problem, &join_world,
-                                                     &connect_nvshmem};
+  static constexpr transport::NvshmemLibrary library{&version,         &version_problem, &unique_id,
+                                                     &joining_problem, &join_world,      &connect_nvshmem};
   return &library;
 }
 
