@@ -319,14 +319,15 @@ def test_masks_that_models_lay_over_the_causal_one_are_refused(options: dict, me
         hf.distca_attention(torch.nn.Identity(), q, kv, kv, mask, plan=_plan())
 
 
+@pytest.mark.parametrize("positions", [None, POSITIONS])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_blocks_over_a_causal_mask_are_refused_in_a_graph_too(is_causal: bool) -> None:
-    """A graph cannot look into the mask, as a call outside of it does."""
+def test_blocks_over_a_causal_mask_are_refused_in_a_graph_too(is_causal: bool, positions: torch.Tensor | None) -> None:
+    """A graph cannot look into the mask, as a call outside of it does. With positions, documents come on top of it."""
     config = LlamaConfig(hidden_size=32, num_attention_heads=HEADS.q, attn_implementation="distca")
     blocks = {} if is_causal else {"block_sequence_ids": torch.tensor([[0, 0, 0, -1, -1, -1, -1, -1]])}
 
     def objection(embeds: torch.Tensor) -> str | None:
-        mask = create_causal_mask(config, embeds, None, None, **blocks)
+        mask = create_causal_mask(config, embeds, None, None, position_ids=positions, **blocks)
         return mask.objection()
 
     for call in (objection, torch.compile(objection, backend="eager", fullgraph=True)):

@@ -34,9 +34,10 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, or_masks, sdpa_mask
+from transformers.masking_utils import sdpa_mask
 
 from distca.context import Context
 from distca.current import current
@@ -59,7 +60,17 @@ from distca.planner.plan_source import PlanSource
 from distca.planner.planning import plans
 from distca.registry import find_context, get_context
 
-_OR_MASK = or_masks(causal_mask_function).__name__  # the same for all that it makes
+
+class _Unions(TorchFunctionMode):
+    """Notices whether a union of masks is computed inside. A graph cannot look into functions, but it can call them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found = self.found or func.__name__ in ("__or__", "bitwise_or", "logical_or")
+        return func(*args, **(kwargs or {}))
 
 
 class DeferredMask:
@@ -101,8 +112,8 @@ class DeferredMask:
         if self._request.get("use_vmap"):
             return "the model lays a mask of its own (or_mask_function or and_mask_function) over the causal one"
         if torch.compiler.is_compiling():
-            # A graph cannot ask for values. Without vmap, transformers lays nothing but blocks over the causal mask.
-            if getattr(self._request["mask_function"], "__name__", None) == _OR_MASK:
+            # A graph cannot ask for values. Without vmap, transformers adds nothing but blocks to the causal mask.
+            if self._is_union():
                 return (
                     "the model may ask for a mask that is not causal (blocks of a prefix or an image), which a graph "
                     "cannot see: call it without torch.compile"
@@ -117,6 +128,13 @@ class DeferredMask:
         batch = torch.zeros_like(rows)
         mask_function: Callable[..., torch.Tensor] = self._request["mask_function"]
         return bool(mask_function(batch, batch, rows, rows + 1).any())
+
+    def _is_union(self) -> bool:
+        """Whether something is added to the causal mask, which windows and documents only take from."""
+        row, unions = torch.zeros(1, dtype=torch.long, device=self._request.get("device")), _Unions()
+        with unions:
+            self._request["mask_function"](row, row, row, row)
+        return unions.found
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
