@@ -166,6 +166,8 @@ def _check_calls(model: PreTrainedModel, calls: int) -> None:
         "attn_implementation"
         if calls == 0
         else "layers were left out (layerdrop), or some of them do not call transformers' AttentionInterface"
+        if calls < expected
+        else "layers run several times, or call attention several times: this model is not supported yet"
     )
     layers = model.config.get_text_config().num_hidden_layers
     refuse(

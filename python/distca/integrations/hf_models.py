@@ -63,6 +63,9 @@ _OWN_LOSS = ("granite_speech", "granite_speech_plus", "qwen2_audio")
 #: How often each attention layer calls attention; once in models that are not listed.
 _CALLS_PER_LAYER = {"diffllama": 2}
 
+#: Models that run some of their layers several times, as their n_recurrent_loops says.
+_LOOPS = ("dory",)
+
 
 def refuse(condition: bool, message: str) -> None:
     """Raises InvalidArgumentError with the message if the condition holds."""
@@ -198,7 +201,8 @@ def num_attention_calls(config: PreTrainedConfig) -> int:
     """How often a forward pass of the model calls attention."""
     config = config.get_text_config()
     without = sum(kind in _NO_ATTENTION for kind in _kinds(config))
-    return (config.num_hidden_layers - without) * _CALLS_PER_LAYER.get(config.model_type, 1)
+    again = (config.n_recurrent_loops - 1) * config.n_recurrent_layers if config.model_type in _LOOPS else 0
+    return (config.num_hidden_layers - without + again) * _CALLS_PER_LAYER.get(config.model_type, 1)
 
 
 def goes_another_way(config: PreTrainedConfig) -> bool:

@@ -80,9 +80,9 @@ RECURRENT: dict[str, Case] = {
     **{
         entry: Case(entry)
         for entry in (
-            *("bailing_hybrid", "falcon_h1", "inkling2_text", "inkling_text", "kimi_linear", "lfm2_moe", "lfm3"),
-            *("minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"),
-            *("qwen3_next", "zamba", "zamba2", "zaya"),
+            *("bailing_hybrid", "falcon_h1", "inkling2_loop_text", "inkling2_text", "inkling_text", "kimi_linear"),
+            *("lara_mini", "lfm2_moe", "lfm3", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe"),
+            *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2", "zaya"),
         )
     },
     "bamba, attention": Case("bamba", {"attn_layer_indices": [1]}),
@@ -93,6 +93,7 @@ RECURRENT: dict[str, Case] = {
 }
 CASES |= RECURRENT
 CASES |= {f"{name}, whole documents": dataclasses.replace(case, whole=True) for name, case in RECURRENT.items()}
+CASES = {name: case for name, case in CASES.items() if case.entry in tiny.CLASSES}  # older versions lack some
 
 #: Cases in which the caller makes a plan for each window by hand.
 BY_HAND = ("gemma4_text, full layers of other heads", "mimo_v2_flash")
@@ -103,7 +104,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "carries a state from row to row, and document 0 is cut on rank 0: take homes of whole documents": tuple(RECURRENT),
     "none of the model's layers has attention": ("bamba", "granitemoehybrid", "jamba", "recurrent_gemma"),
     "a position bias is not supported yet": tuple(
-        f"{name}, whole documents" for name in ("inkling2_text", "inkling_text")
+        f"{name}, whole documents" for name in ("inkling2_loop_text", "inkling2_text", "inkling_text")
     ),
     r"is of type (indexed_attention|heavily_compressed_attention|minimax_m3_sparse), .* choose their keys themselves": (
         *(

@@ -100,6 +100,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attn_config": {"clip_qkv": 8.0, "rope_theta": 1e4, "kv_n_heads": 2},
         "ffn_config": {"ffn_hidden_size": 24, "moe_top_k": 2},
     },
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1, "num_hidden_layers": 3}
+    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "initializer_range": 1.0},
     "dots1": {"n_shared_experts": 1},
     "dots3_note": {
         "text_config": _DOTS_TEXT,
