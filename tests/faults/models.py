@@ -17,7 +17,7 @@ FAULTS = [
     Fault(
         "a cache hands the state of a document to the next one",
         "python/distca/integrations/hf_recurrent.py",
-        "    leaves = [None if isinstance(leaf, Cache) else leaf for leaf in leaves]\n",
+        "    leaves = [None if _is_cache(leaf) else leaf for leaf in leaves]\n",
         "",
         (RECURRENT,),
     ),

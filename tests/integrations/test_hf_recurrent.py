@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distca
 from distca.integrations import hf
+from distca.integrations.hf_recurrent import is_recurrent, run_by_document
 from support.groups import loopback_group, on_all_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns of kernels
@@ -184,6 +185,39 @@ def test_a_compiled_model_is_called_outside_of_graphs() -> None:
         found = compiled(torch.cat([tokens[3], tokens[2]])[None], **inputs, distca_context=context).logits[0]
         alone = [model(one[None], use_cache=False).logits[0] for one in (tokens[3], tokens[2])]
     torch.testing.assert_close(found, torch.cat(alone), rtol=1e-4, atol=1e-4)
+
+
+class _HybridCache:
+    """A cache as some models of older transformers have: it derives from nothing."""
+
+    state: torch.Tensor | None = None
+
+
+class _KeepsState(torch.nn.Module):
+    """A recurrence that goes on from the state in its cache. Its forward is decorated as in transformers 5.13."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1d = torch.nn.Conv1d(1, 1, 4)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._forward(*args, **kwargs)
+
+    def _forward(self, hidden_states: torch.Tensor, cache_params: _HybridCache | None = None) -> torch.Tensor:
+        sums = hidden_states.cumsum(dim=1)
+        if cache_params is not None:
+            sums = sums if cache_params.state is None else sums + cache_params.state
+            cache_params.state = sums[:, -1:]
+        return sums
+
+
+def test_a_cache_of_a_models_own_does_not_hand_a_state_to_the_next_document() -> None:
+    module, rows = _KeepsState(), torch.arange(8.0).view(1, 8, 1)
+    assert is_recurrent(module)
+    run_by_document(module, lambda: True)
+    with distca.using(distca.plan(distca.Layout.from_documents([[5, 3]]), distca.Heads(1, 1, 8))):
+        found = module(rows, cache_params=_HybridCache())
+    assert torch.equal(found, torch.cat([part.cumsum(dim=1) for part in rows.split([5, 3], dim=1)], dim=1))
 
 
 class _RunningSum(torch.nn.Module):

@@ -24,8 +24,9 @@ from distca.planner.layout import PADDING, Layout
 
 #: Recurrent modules that nothing in them tells from attention.
 _BY_NAME = ("MiniMaxLightningAttention",)
-#: What the forward of a recurrent module calls its rows ``[1, T, ...]``.
-_ROWS = ("hidden_states", "input_states")
+#: What the forward of a recurrent module calls its rows ``[1, T, ...]``. Decorators of transformers 5.13 to 5.15 hide
+#: the names: such a forward has ``*args``.
+_ROWS = ("hidden_states", "input_states", "args")
 #: Keywords of transformers' collators that tell a packed row's documents, which a single document does not have.
 _OF_PACKED_ROWS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -75,8 +76,8 @@ def _forward(
     layout, rank = here.rows
     kwargs = {name: value for name, value in kwargs.items() if name not in _OF_PACKED_ROWS}
     # A cache would hand the state of a document to the next one.
-    leaves, spec = tree_flatten((args, kwargs))
-    leaves = [None if isinstance(leaf, Cache) else leaf for leaf in leaves]
+    leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_cache)
+    leaves = [None if _is_cache(leaf) else leaf for leaf in leaves]
     num_rows = next(leaf.shape[1] for leaf in leaves if isinstance(leaf, torch.Tensor))
     lengths = [end - begin for _, begin, end in whole_pieces(layout, rank)]
     if sum(lengths) != num_rows:
@@ -90,6 +91,11 @@ def _forward(
         outputs.append(forward(*args, **kwargs))
         begin += length
     return tree_map(functools.partial(_joined, lengths), *outputs)
+
+
+def _is_cache(value: object) -> bool:
+    """Whether the value is a cache. Before transformers 5.15 some models have caches that derive from nothing."""
+    return isinstance(value, Cache) or type(value).__name__.endswith("Cache")
 
 
 def _rows(value: Any, num_rows: int, begin: int, end: int) -> Any:
