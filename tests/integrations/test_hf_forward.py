@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distca
 import distca.integrations.hf  # registers attn_implementation="distca"
+from distca.integrations.hf_models import has_own_loss
 from support.groups import loopback_group, on_all_ranks, outcomes
 from support.models import MHA, VOCABULARY, Family
 from support.rope import ROPE
@@ -258,17 +259,30 @@ def test_what_cannot_be_exact_is_refused_before_any_step_with_the_reason(case: s
         _call(refused.family, refused.layout, model=model, **refused.options)
 
 
-@pytest.mark.parametrize("kind", ["granite_speech", "granite_speech_plus", "qwen2_audio"])
-def test_labels_of_cut_documents_are_refused_where_the_model_ignores_shifted_ones(kind: str) -> None:
-    config = transformers.AutoConfig.for_model(kind)
-    loss = inspect.unwrap(transformers.AutoModelForMultimodalLM._model_mapping[type(config)].forward)
-    assert "CrossEntropyLoss" in loss.__code__.co_names
+class _OwnLoss(transformers.LlamaForCausalLM):
+    """A model that computes its loss itself, and ignores shift_labels."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids, **kwargs)
+        if labels is not None:
+            output.loss = torch.nn.CrossEntropyLoss()(output.logits[0, :-1], labels[0, 1:])
+        return output
+
+
+def test_labels_of_cut_documents_are_refused_where_the_model_ignores_shifted_ones() -> None:
     model = LLAMA.model("distca")
-    model.config.model_type = kind
+    model.__class__ = _OwnLoss
     labels = _inputs(LAYOUT, 0)["shift_labels"]
-    with pytest.raises(distca.InvalidArgumentError, match="document 0 is cut, and LlamaForCausalLM ignores shift_la"):
+    with pytest.raises(distca.InvalidArgumentError, match="document 0 is cut, and _OwnLoss ignores shift_labels"):
         _call(LLAMA, LAYOUT, model, labels=labels, shift_labels=labels)
     assert torch.equal(_call(LLAMA, model=model, labels=_inputs(ONE_RANK, 0)["shift_labels"]), _call(LLAMA))
+
+
+@pytest.mark.parametrize(("kind", "own"), [("granite_speech", True), ("qwen2_audio", True), ("llava", False)])
+def test_models_that_compute_their_loss_themselves_are_found(kind: str, own: bool) -> None:
+    model = transformers.AutoModelForMultimodalLM._model_mapping[type(transformers.AutoConfig.for_model(kind))]
+    assert ("CrossEntropyLoss" in inspect.unwrap(model.forward).__code__.co_names) is own
+    assert has_own_loss(model.__new__(model)) is own
 
 
 def test_positions_may_be_left_out_of_whole_documents_and_may_begin_after_padding() -> None:

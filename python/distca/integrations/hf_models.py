@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import re
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,8 +60,8 @@ _BYPASSES = ("cpmant", "openai-gpt", "prophetnet", "xlm", "xlnet")
 #: Models whose configuration has a sliding window that their layers do not use.
 _NO_WINDOW = ("moshi",)
 
-#: Models that compute their loss themselves, and know neither shift_labels nor num_items_in_batch.
-_OWN_LOSS = ("granite_speech", "granite_speech_plus", "qwen2_audio")
+#: Where a model's forward computes a loss. All but transformers' own function know no shift_labels.
+_LOSSES = re.compile(r"\b(?:loss_function|CrossEntropyLoss|cross_entropy)\(")
 
 #: How often each attention layer calls attention; once in models that are not listed.
 _CALLS_PER_LAYER = {"diffllama": 2}
@@ -189,7 +192,30 @@ def _check_recurrent(config: PreTrainedConfig, examined: Examined, num_ranks: in
 
 def has_own_loss(model: PreTrainedModel) -> bool:
     """Whether the model's loss is the mean over the rows of its tensor, whatever shift_labels says."""
-    return model.config.model_type in _OWN_LOSS
+    return _has_own_loss(type(model).forward)
+
+
+@functools.cache
+def _has_own_loss(forward: Callable[..., Any]) -> bool:
+    """Whether a forward computes a loss, and hands neither shift_labels nor all of its keywords to it. Its source says
+    this. Granite Speech and Qwen2-Audio are such models, and Gemma 3 and Qwen 3.5 with images up to transformers 5.16.
+    """
+    try:
+        source = inspect.getsource(inspect.unwrap(forward))
+    except (OSError, TypeError):  # a forward without a source is taken to use transformers' loss
+        return False
+    calls = [_arguments(source[found.end() :]) for found in _LOSSES.finditer(source)]
+    return bool(calls) and not any("**" in call or "shift_labels=" in call for call in calls)
+
+
+def _arguments(source: str) -> str:
+    """What comes before the bracket that closes a call. Not by ast, which fails in several threads of Python 3.11."""
+    depth = 1
+    for end, letter in enumerate(source):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return source[:end]
+    return source
 
 
 def _kinds(config: PreTrainedConfig) -> list[str]:
