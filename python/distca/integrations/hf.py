@@ -32,6 +32,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
+import distca.integrations.hf_version  # noqa: F401
+
+# isort: split
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode

@@ -140,12 +140,14 @@ def _between_gpus() -> list[Finding]:
 
 
 def _transformers() -> Finding:
+    try:
+        from distca.integrations.hf_version import NEEDED
+    except ImportError as error:
+        return Finding("transformers", importlib.metadata.version("transformers"), False, str(error))
     if importlib.util.find_spec("transformers") is None:
-        advice = "`distca train` and distca.integrations.hf need transformers >= 5, < 6"
+        advice = f"`distca train` and distca.integrations.hf need {NEEDED}"
         return Finding("transformers", "not installed", True, advice, True)
-    version = importlib.metadata.version("transformers")
-    fine = version.split(".")[0] == "5"
-    return Finding("transformers", version, fine, "" if fine else "install transformers >= 5, < 6")
+    return Finding("transformers", importlib.metadata.version("transformers"))
 
 
 def _compiler() -> Finding:

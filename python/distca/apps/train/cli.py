@@ -139,6 +139,10 @@ def _check_packages(config: TrainConfig) -> None:
     for package in ("tqdm", "transformers"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"the package {package} is not installed: pip install {package}")
+    try:
+        import distca.integrations.hf_version  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
     if config.track is not None and importlib.util.find_spec(config.track) is None:
         raise ConfigError(f"--track is {config.track}, which is not installed: pip install {config.track}")
     if config.nsys and not torch.cuda.is_available():
