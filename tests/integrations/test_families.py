@@ -38,7 +38,7 @@ SAMPLE = {
     "chunks, and queries scaled by the row": "llama4_text, chunks and temperature",
     "keys chosen by an index": "deepseek_v32",
     "positions counted by the row": "bart",
-    "attention of its own, with the mask": "codegen",
+    "attention of its own, with the mask": "doge",
     "attention of its own, without the mask": "openai-gpt",
     "attention from a table of its own": "falcon",
     "experts drawn at random": "phimoe",

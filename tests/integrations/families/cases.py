@@ -6,6 +6,9 @@ import dataclasses
 import re
 from typing import Any
 
+import transformers
+from packaging.version import Version
+
 from . import tiny
 from .reference import Case
 
@@ -24,6 +27,9 @@ _TYPES = ["sliding_attention", "full_attention"]
 _SHARED = {"layer_types": _TYPES * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
 _OTHER_HEADS = {"global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
 _NO_CHUNKS = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0]}
+
+#: Whether this transformers is older than the one in which CodeGen and GPT-J got its AttentionInterface.
+_OLD = Version(transformers.__version__) < Version("5.24")
 
 #: Models whose positions begin after the position of the padding token.
 _FROM_1 = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
@@ -122,11 +128,10 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "the model attends among rows that it has hashed alike": ("reformer",),
     "has no num_attention_heads": ("blt", "falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"),
-    "takes its attention from a table of its own": ("falcon", "git", "gpt_neo", "gptj"),
+    "takes its attention from a table of its own": ("falcon", "git", "gpt_neo", *(["gptj"] if _OLD else [])),
     "bypasses transformers' AttentionInterface": (
         *(
             "big_bird",
-            "codegen",
             "doge",
             "gemma4_text, shared keys",
             "gpt_neox_japanese",
@@ -135,6 +140,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
             "rembert",
             "xglm",
             "xlm",
+            *(["codegen"] if _OLD else []),
         ),
     ),
     "takes no position_ids": (
