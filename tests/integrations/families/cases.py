@@ -6,9 +6,6 @@ import dataclasses
 import re
 from typing import Any
 
-import transformers
-from packaging.version import Version
-
 from . import tiny
 from .reference import Case
 
@@ -27,9 +24,6 @@ _TYPES = ["sliding_attention", "full_attention"]
 _SHARED = {"layer_types": _TYPES * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
 _OTHER_HEADS = {"global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
 _NO_CHUNKS = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [1, 0]}
-
-#: Whether this transformers is older than the one in which CodeGen and GPT-J got its AttentionInterface.
-_OLD = Version(transformers.__version__) < Version("5.24")
 
 #: Models whose positions begin after the position of the padding token.
 _FROM_1 = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
@@ -50,6 +44,9 @@ CASES: dict[str, Case] = {
     "phi4_multimodal, longrope": Case("phi4_multimodal", _LONGROPE | {"original_max_position_embeddings": _LONG}),
     # options that change what attention is
     "gpt_bigcode, a key head for each": Case("gpt_bigcode", {"multi_query": False}),
+    "cohere, norms of all heads": Case("cohere", {"use_qk_norm": True}),
+    "glm4_moe, norms of single heads": Case("glm4_moe", {"use_qk_norm": True}),
+    "phi, norms of single heads": Case("phi", {"qk_layernorm": True}),
     "granitemoehybrid, attention only": Case(
         "granitemoehybrid", {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"}
     ),
@@ -128,7 +125,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "the model attends among rows that it has hashed alike": ("reformer",),
     "has no num_attention_heads": ("blt", "falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"),
-    "takes its attention from a table of its own": ("falcon", "git", "gpt_neo", *(["gptj"] if _OLD else [])),
+    "takes its attention from a table of its own": ("falcon", "git", "gpt_neo", *(["gptj"] if tiny.OLD else [])),
     "bypasses transformers' AttentionInterface": (
         *(
             "big_bird",
@@ -140,7 +137,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
             "rembert",
             "xglm",
             "xlm",
-            *(["codegen"] if _OLD else []),
+            *(["codegen"] if tiny.OLD else []),
         ),
     ),
     "takes no position_ids": (

@@ -17,7 +17,7 @@ import torch
 
 from families import tiny
 from families.cases import CASES, REASONS, expected_kind, with_rope
-from families.reference import mistakes
+from families.reference import documents, mistakes, run
 from families.verdict import judge
 
 WITH_ROPE = {kind: with_rope(kind) for kind in ("dynamic", "longrope")}
@@ -46,7 +46,7 @@ def test_mistakes_would_change_an_exact_models_logits_a_thousand_times_more_than
 @pytest.mark.parametrize("entry", [entry for entry in tiny.NOT_BUILT if entry in tiny.CLASSES])
 def test_what_transformers_cannot_make_here_is_known(entry: str) -> None:
     with pytest.raises((ImportError, ValueError), match=tiny.NOT_BUILT[entry][1]):
-        tiny.model_of(entry, "eager", {})
+        run(tiny.model_of(entry, "eager", {}), documents()[0].tokens)
 
 
 def _print_table() -> None:

@@ -8,23 +8,31 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 #: The class of each entry of transformers' own table of causal language models.
 CLASSES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
+#: Whether this transformers is older than the pinned one, which gave its AttentionInterface to more models.
+OLD = Version(transformers.__version__) < Version("5.24")
+
 _ALL_SHARED = "The set of layer types producing a cache is different than the set of layer types using them"
 
-#: Entries that no model can be made of here: the reason, and what transformers says.
+#: Entries of which no language model can be made here: the reason, and what transformers says.
 NOT_BUILT: dict[str, tuple[str, str]] = {
     "gemma3n": (
         "its image tower needs the package timm; its text model is the entry gemma3n_text",
         "requires the timm",
     ),
-    "gemma4_assistant": ("its configuration wants all keys and values shared, which its layers refuse", _ALL_SHARED),
-    "gemma4_unified_assistant": ("as gemma4_assistant", _ALL_SHARED),
 }
+_ASSISTANT = (
+    ("its configuration wants all keys and values shared, which its layers refuse", _ALL_SHARED)
+    if OLD
+    else ("it takes the keys and values of the model that it assists", "shared_kv_states cannot be None")
+)
+NOT_BUILT |= {"gemma4_assistant": _ASSISTANT, "gemma4_unified_assistant": _ASSISTANT}
 
 VOCABULARY = 61
 WINDOW = 12

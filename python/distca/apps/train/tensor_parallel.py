@@ -40,6 +40,9 @@ _PLANS = {
         "layers.*.mlp.act_fn.alpha_n": _PARTIAL,
     },
 }
+_PLANS["apertus1p5_text"] = _PLANS["apertus"]
+#: Norms of single heads. Models whose configuration may leave them out lack them in their plans.
+_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
 
 
 def tensor_plan(model: PreTrainedModel, ranks: int, heads: Heads) -> dict[str, str]:
@@ -55,7 +58,7 @@ def tensor_plan(model: PreTrainedModel, ranks: int, heads: Heads) -> dict[str, s
     """
     if _apply is None or not hasattr(model, "_expand_parallel_plan"):
         raise ConfigError(
-            f"--tensor needs transformers 5.23, whose plans use DTensor; this is {transformers.__version__}"
+            f"--tensor needs transformers >= 5.23, whose plans use DTensor; this is {transformers.__version__}"
         )
     for count, what in ((heads.q, "query"), (heads.kv, "key/value")):
         if count % ranks:
@@ -70,7 +73,27 @@ def tensor_plan(model: PreTrainedModel, ranks: int, heads: Heads) -> dict[str, s
             f"--tensor is {ranks}, but transformers has no tensor-parallel plan for the attention of "
             f"{type(model).__name__}"
         )
-    return dict(model._expand_parallel_plan(plan))
+    found = dict(model._expand_parallel_plan(plan))
+    return found | _norms_of_heads(model, found, ranks, heads)
+
+
+def _norms_of_heads(model: PreTrainedModel, plan: dict[str, str], ranks: int, heads: Heads) -> dict[str, str]:
+    """The styles of the norms that the plan forgets beside shared projections."""
+    found = {}
+    for name, module in model.named_modules():
+        attention, _, what = name.rpartition(".")
+        if what not in _NORMS or plan.get(f"{attention}.q_proj") != "colwise":
+            continue
+        for parameter, weight in module.named_parameters(prefix=name, recurse=False):
+            if parameter in plan:
+                continue
+            if weight.shape != (heads.dim,):
+                raise ConfigError(
+                    f"--tensor is {ranks}, but {parameter} of {type(model).__name__} is of shape "
+                    f"{list(weight.shape)}, and not the same for every head of {heads.dim}"
+                )
+            found[parameter] = _PARTIAL
+    return found
 
 
 def share(model: PreTrainedModel, plan: dict[str, str], mesh: DeviceMesh) -> list[str]:
