@@ -60,6 +60,7 @@ def _forget_longest(module: torch.nn.Module) -> None:
     original = getattr(module, "original_max_seq_len", None)
     for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
         prefix = name.removesuffix("max_seq_len_cached")
+        prefix = "" if prefix == "None_" else prefix  # so older transformers write where layers are alike
         first = getattr(module, f"{prefix}original_inv_freq", None)
         if original is not None and first is not None and getattr(module, name) > original:
             buffer = getattr(module, f"{prefix}inv_freq")
