@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import distca
 from distca.integrations import hf  # noqa: F401
@@ -64,6 +64,20 @@ def test_fsdp2_of_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(
             distca.InvalidArgumentError, match=r"FSDP2 of torch 2\.12\.1.*torch 2\.13 or later is needed"
         ):
+            _alone(lambda context: distca.PingPong(model))
+
+
+@pytest.mark.parametrize("how", ["FSDP1", "ZeRO-3 of DeepSpeed"])
+def test_weights_that_are_freed_between_the_halves_are_refused(how: str) -> None:
+    """The half that leaves a module first would free them, while the other one is still in the module."""
+    with one_rank():
+        model = Model()
+        if how == "FSDP1":
+            model.layers[0] = FullyShardedDataParallel(model.layers[0], device_id=torch.device("cpu"))
+        else:
+            model.layers[0].sinks = torch.nn.Parameter(torch.zeros(4))
+            model.layers[0].sinks.ds_status = "NOT_AVAILABLE"  # as deepspeed.initialize does
+        with pytest.raises(distca.InvalidArgumentError, match=rf"layers\.0 \(\w+\) are sharded by {how}, which frees"):
             _alone(lambda context: distca.PingPong(model))
 
 

@@ -147,7 +147,8 @@ class PingPong(torch.nn.Module):
     DDP goes around it (``DistributedDataParallel(PingPong(model))``). FSDP2's ``fully_shard`` is applied to layers, and
     to the model or to this module. With FSDP2 (torch >= 2.13) a layer's weights must stay until both halves have left
     the layer. Therefore this module sets ``reshard_after_forward=False``; `unsharded_bytes` says what that costs.
-    torch.compile is refused, because compiled code cannot give the turn away.
+    FSDP1 and DeepSpeed's ZeRO-3 would free them, and are refused. torch.compile is refused, because compiled code
+    cannot give the turn away.
 
     Args:
         model: any module, on one device.
@@ -198,7 +199,7 @@ def refuse_compiled(what: str) -> None:
 def prepare(model: torch.nn.Module) -> int:
     """Refuses models that cannot take turns, and makes FSDP2 keep weights. Returns the bytes of the kept weights."""
     # Importing these takes half a second, which `import distca` should not.
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
     for name, module in model.named_modules():
@@ -212,6 +213,13 @@ def prepare(model: torch.nn.Module) -> int:
             )
         if isinstance(module, FSDPModule):
             _keep_weights(module)
+        zero_3 = any(hasattr(weight, "ds_status") for weight in module.parameters(recurse=False))  # DeepSpeed's mark
+        if zero_3 or isinstance(module, FullyShardedDataParallel):
+            raise InvalidArgumentError(
+                f"ping-pong: the weights of {what.removesuffix(' is')} are sharded by "
+                f"{'ZeRO-3 of DeepSpeed' if zero_3 else 'FSDP1'}, which frees them when one half has left the module, "
+                "while the other may still need them: use FSDP2 (fully_shard) or ZeRO-2, or leave out ping-pong"
+            )
     return sum(p.numel() * p.element_size() for p in model.parameters() if isinstance(p, DTensor))
 
 
