@@ -312,3 +312,15 @@ def test_a_unit_of_fsdp_inside_of_a_recurrent_module_is_refused() -> None:
 
     with pytest.raises(distca.InvalidArgumentError, match=r"layers\.0\.linear_attn\.out_proj is a unit of FSDP inside"):
         _on_all_ranks("linear attention", prepare)
+
+
+def test_a_module_of_zero_3_inside_of_a_recurrent_module_is_refused() -> None:
+    """ZeRO-3 gathers the weights of each module on its own, and marks the module. A whole layer may be gathered."""
+
+    def prepare(model: torch.nn.Module, gathered: str) -> None:
+        model.get_submodule(gathered).ds_id = 7  # as deepspeed.initialize does
+
+    layer = "model.layers.0"
+    with pytest.raises(distca.InvalidArgumentError, match=r"linear_attn\.out_proj is gathered by DeepSpeed's ZeRO-3"):
+        _on_all_ranks("linear attention", lambda model: prepare(model, f"{layer}.linear_attn.out_proj"))
+    _on_all_ranks("linear attention", lambda model: prepare(model, layer))

@@ -176,18 +176,31 @@ def _check_recurrent(config: PreTrainedConfig, examined: Examined, num_ranks: in
             f"the model's module {name} ({type(module).__name__}) carries a state from row to row, and {where}: take "
             "homes of whole documents, such as distca.Layout.from_documents",
         )
-    sharded = (
-        f"{name}.{inner}"
+    inner = (
+        (f"{name}.{path}", part)
         for name, module in examined.recurrent.items()
-        for inner, part in module.named_modules()
-        if part is not module and isinstance(part, FSDPModule | FullyShardedDataParallel)
+        for path, part in module.named_modules()
+        if part is not module
     )
-    unit = None if num_ranks == 1 else next(sharded, None)
-    refuse(
-        unit is not None,
-        f"the model's module {unit} is a unit of FSDP inside of a module that runs once for each document, and ranks "
-        "have different numbers of documents: their collectives would not match. Shard whole layers",
-    )
+    for path, part in inner if num_ranks > 1 else ():
+        how, instead = _gathered_by(part)
+        refuse(
+            how is not None,
+            f"the model's module {path} is {how} inside of a module that runs once for each document, and ranks have "
+            f"different numbers of documents: their collectives would not match. {instead}",
+        )
+
+
+def _gathered_by(module: torch.nn.Module) -> tuple[str | None, str]:
+    """What gathers the module's weights whenever it runs, None if nothing does; and what to do where it may not."""
+    if isinstance(module, FSDPModule | FullyShardedDataParallel):
+        return "a unit of FSDP", "Shard whole layers"
+    if hasattr(module, "ds_id") and next(module.parameters(recurse=False), None) is not None:  # as DeepSpeed marks it
+        return "gathered by DeepSpeed's ZeRO-3", (
+            "Gather whole layers, by deepspeed.utils.set_z3_leaf_modules(model, [the class of the layers]) before "
+            "deepspeed.initialize, or use ZeRO-2"
+        )
+    return None, ""
 
 
 def has_own_loss(model: PreTrainedModel) -> bool:
