@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from trainer_program import LEARNING_RATE, STEPS, WAYS, documents, model_with
 
 import distca
@@ -152,6 +153,24 @@ def test_a_context_of_some_of_the_processes_is_refused() -> None:
             assert "has the processes [0, 1] of 3" in message
 
 
+def _init_too_early(rank: int, ranks: int, pipe: Connection, port: int) -> None:
+    """Makes a context before torch.distributed is there: of this process alone."""
+    with distca.init(max_tokens=8, heads=distca.Heads(4, 2, 8)):
+        join(rank, ranks, port)
+        pipe.send(fault_of(lambda: _Planned()._prepare_inputs({"position_ids": torch.arange(4)[None]})))
+    dist.destroy_process_group()
+
+
+def test_a_context_that_was_made_before_the_process_group_is_refused() -> None:
+    """Each rank would compute its own documents, and nothing would be balanced."""
+    with torch_group(_init_too_early, 2) as group:
+        for rank in range(2):
+            kind, message = group.receive(rank)
+            assert kind == "InvalidArgumentError"
+            assert "has the processes [0] of 2" in message
+            assert "call distca.init in each process, once torch.distributed is initialised" in message
+
+
 def test_a_trainer_without_a_context_says_what_to_call() -> None:
     with pytest.raises(distca.InvalidArgumentError, match=r"no context 'default': call distca\.init before training"):
         _Planned()._prepare_inputs({"position_ids": torch.arange(4)[None]})
@@ -161,3 +180,18 @@ def test_a_packed_batch_gets_the_plan_of_its_documents() -> None:
     with distca.init(max_tokens=8, heads=distca.Heads(4, 2, 8)):
         inputs = _Planned()._prepare_inputs({"position_ids": torch.tensor([[0, 1, 2, 0, 0, 1]])})
     assert inputs["plan"].layout.segments(0) == [(0, 0, 3), (1, 0, 1), (2, 0, 2)]
+
+
+def test_a_loop_of_ones_own_plans_a_batch_by_plan_inputs() -> None:
+    model, ids = model_with("distca"), torch.arange(2, 8)
+    batch = transformers.DataCollatorWithFlattening()(
+        [{"input_ids": ids[:2].tolist()}, {"input_ids": ids[2:].tolist()}]
+    )
+    heads = hf.heads_of(model.config, torch.float32)
+    with distca.init(max_tokens=8, heads=heads, name="other") as context:
+        inputs = hf.plan_inputs(batch, model, distca_context="other", tolerance=0.5)
+        assert inputs["plan"].layout.document_lengths == [2, 4] and inputs["distca_context"] == "other"
+        loss = model(**inputs, use_cache=False).loss
+        assert context.step == 2
+    total, targets = _losses(model_with("sdpa"), [ids[:2].tolist(), ids[2:].tolist()])
+    torch.testing.assert_close(loss, total / targets)

@@ -22,14 +22,15 @@ training, a missing plan is an error if the context has more than one rank. tran
 rows: give a rank without tokens one row of padding, the segment (-1, 0, 1).
 
 `heads_of` and `windows_of` read from a model's configuration what `distca.plan` needs. `PlanInputs` makes a
-`transformers.Trainer` plan by itself. `ping_pong` and `plan_halves` are described in hf_ping_pong.py.
+`transformers.Trainer` plan by itself, and `plan_inputs` plans a batch in any other loop. `ping_pong` and `plan_halves`
+are described in hf_ping_pong.py.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
 import distca.integrations.hf_version  # noqa: F401
@@ -416,11 +417,7 @@ class PlanInputs:
         class Trainer(distca.integrations.hf.PlanInputs, transformers.Trainer):
             pass
 
-    A rank's batch is whole documents packed into one row, with their position_ids, as transformers'
-    DataCollatorWithFlattening makes it from documents of any length. The ranks exchange the lengths over
-    torch.distributed's default group, which must be the context's. If one rank's batch is packed in another way, all
-    ranks raise InvalidArgumentError. Heads come from the context, windows from the model. A model that went through
-    `ping_pong` gets a plan for each half.
+    `plan_inputs` says what a batch must be, and what is refused.
     """
 
     distca_context: ClassVar[str] = "default"
@@ -430,25 +427,51 @@ class PlanInputs:
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]
-        context = get_context(self.distca_context)
-        if context is None:
-            raise InvalidArgumentError(f"no context {self.distca_context!r}: call distca.init before training")
-        if context.num_ranks > 1 and context.global_ranks != [*range(dist.get_world_size())]:
-            raise InvalidArgumentError(
-                f"PlanInputs: context {context.name!r} has the processes {context.global_ranks} of "
-                f"{dist.get_world_size()}; all are expected, because the ranks exchange lengths over the default group"
-            )
-        of_ranks = gathered_lengths(lambda: _packed_lengths(inputs.get("position_ids")), context.num_ranks)
         model = self.model  # type: ignore[attr-defined]
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # what PEFT goes around
-        make = plan_halves if isinstance(model, InHalves) else plans
-        made = make(
-            Layout.from_documents(of_ranks),
-            context.heads,
-            windows=windows_of(self.model.config),  # type: ignore[attr-defined]
-            **{"context": context} | self.plan_options,
+        return plan_inputs(inputs, model, distca_context=self.distca_context, **self.plan_options)
+
+
+def plan_inputs(
+    inputs: Mapping[str, Any], model: Any, *, distca_context: str = "default", **plan_options: Any
+) -> dict[str, Any]:
+    """The keyword arguments of a model for a batch: those of the collator, and the plan of all ranks' batches::
+
+        loss = model(**distca.integrations.hf.plan_inputs(batch, model), use_cache=False).loss
+
+    It is for training loops other than a transformers.Trainer, which `PlanInputs` serves. All ranks call it for each
+    batch. They exchange the lengths over torch.distributed's default group, which must be the context's.
+
+    Args:
+        inputs: a rank's batch: whole documents packed into one row, with their position_ids [1, T], as transformers'
+            DataCollatorWithFlattening makes it from documents of any length.
+        model: the model of transformers, or a PEFT model around it, without wrappers such as DDP. Windows come from its
+            configuration. A model that went through `ping_pong` gets a plan for each half.
+        distca_context: the context's name. Heads come from the context.
+        plan_options: further arguments of `distca.plan`: tolerance, min_rows, retain_bytes.
+
+    Returns:
+        `inputs`, with `plan` and `distca_context` for the model's forward.
+
+    Raises:
+        InvalidArgumentError: on all ranks, if one rank's batch is packed in another way; there is no such context, or
+            it does not have all processes.
+    """
+    context = get_context(distca_context)
+    if context is None:
+        raise InvalidArgumentError(f"no context {distca_context!r}: call distca.init before training")
+    num_processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if context.global_ranks != [*range(num_processes)]:
+        raise InvalidArgumentError(
+            f"context {context.name!r} has the processes {context.global_ranks} of {num_processes}; all are expected, "
+            "because the ranks exchange lengths over the default group: call distca.init in each process, once "
+            "torch.distributed is initialised, and without group="
         )
-        return {**inputs, "plan": made, "distca_context": self.distca_context}
+    of_ranks = gathered_lengths(lambda: _packed_lengths(inputs.get("position_ids")), context.num_ranks)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # what PEFT goes around
+    make = plan_halves if isinstance(base, InHalves) else plans
+    options = {"context": context} | plan_options
+    made = make(Layout.from_documents(of_ranks), context.heads, windows=windows_of(model.config), **options)
+    return {**inputs, "plan": made, "distca_context": distca_context}
 
 
 def _packed_lengths(position_ids: Any) -> list[int]:
