@@ -10,21 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import multiprocessing
 import os
 import random
 import sys
-import traceback
-from collections.abc import Callable
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import datasets
 import peft
 import torch
-import torch.distributed as dist
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
@@ -33,7 +27,10 @@ import distca
 from distca.integrations.hf import PlanInputs, heads_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import trl_sft
+
+from support.forked_ranks import forked, forked_ranks, wait_for
 
 MAX_LENGTH = 96
 STEPS = 3
@@ -206,66 +203,17 @@ def train_all(cases: list[str], folder: Path, alone: bool) -> None:
         gc.collect()
 
 
-def _leave() -> None:
-    if dist.is_initialized():
-        gc.collect()  # DDP's reducer must be freed before the group that it uses
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-def _forked(environment: dict[str, str], run: Callable[..., None], *args: Any) -> BaseProcess:
-    def child() -> None:
-        os.environ.update(environment)
-        torch.set_num_threads(1)
-        try:
-            run(*args)
-            _leave()
-        except BaseException:  # otherwise its peers would wait for it
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
-
-    process = multiprocessing.get_context("fork").Process(target=child, daemon=True)
-    process.start()
-    return process
-
-
-def _group(ranks: int, run: Callable[..., None], *args: Any) -> list[BaseProcess]:
-    """Starts ranks in an environment like torchrun's, with a store in this process."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    _stores.append(store)
-    shared = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    return [_forked(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, run, *args) for rank in range(ranks)]
-
-
-_stores: list[dist.TCPStore] = []
-
-
 def main() -> None:
     datasets.disable_progress_bars()
     gc.collect()
     gc.freeze()  # trainers collect garbage; leaving imported modules out of that halves the time of a case
     folder = Path(sys.argv[1])
     cases = sys.argv[2:] or list(CASES)
-    processes = [_forked({}, train_all, cases, folder, True)]
+    processes = [forked({}, train_all, cases, folder, True)]
     for ranks in sorted({CASES[name].ranks for name in cases}):
-        processes += _group(ranks, train_all, [name for name in cases if CASES[name].ranks == ranks], folder, False)
-    running = {process.sentinel: process for process in processes}
-    while running:
-        for sentinel in wait(list(running)):
-            process = running.pop(sentinel)
-            process.join()
-            if process.exitcode != 0:  # otherwise the others would wait for it
-                for other in processes:
-                    other.kill()
-                sys.exit("a process failed")
+        of_ranks = [name for name in cases if CASES[name].ranks == ranks]
+        processes += forked_ranks(ranks, train_all, of_ranks, folder, False)
+    wait_for(processes)
 
 
 if __name__ == "__main__":
