@@ -1,8 +1,8 @@
 # make build   set up .venv and build the package in place; leaves .venv/bin/distca
 # make train   train a tiny Llama on two CPU ranks             (ARGS="--steps 50" hands options to `distca train`)
 # make test    run the tests but those of the targets below    (ARGS="-k plan" hands options to pytest)
-# make training  run the tests that train for minutes, which `make test` leaves out: beside the trainers of transformers
-#              and TRL, the examples, every feature of a run, kills and what is resumed
+# make training  run the tests that train for minutes, which `make test` leaves out: beside the trainers of transformers,
+#              TRL and Lightning, the examples, every feature of a run, kills and what is resumed
 # make fuzz    run the tests of the planner, and of changed plans, with 20 times as many random cases
 # make families  run every causal language model of transformers on two ranks, and train it by four processes that share
 #              it: exact, or refused with the reason
@@ -57,7 +57,7 @@ ALL := DISTCA_CUDA=$(or $(DISTCA_CUDA),auto)
 INSTALL := $(PIP) install --no-build-isolation --no-deps --editable .
 
 # Whole runs, one after the other for minutes.
-TRAINING := $(addprefix tests/integrations/test_,trainer.py trl.py examples.py) \
+TRAINING := $(addprefix tests/integrations/test_,trainer.py trl.py lightning.py examples.py) \
   $(addprefix tests/apps/test_train_,reference.py features.py export.py checkpoint.py resume.py damage.py ends.py) \
   $(addprefix tests/apps/test_train_split,.py _forms.py _resume.py _ends.py)
 
@@ -155,7 +155,7 @@ $(VENV)/built-all: $(VENV)/ready $(if $(NVCC),$(VENV)/cuda-ready) $(SOURCES)
 
 $(VENV)/test-ready: $(VENV)/ready
 	$(PIP) install --group test --group lint
-	$(PIP) install --no-deps --group trainer --group trl --group megatron
+	$(PIP) install --no-deps --group trainer --group trl --group lightning --group megatron
 	@touch $@
 
 # Programs that tests compile where they find none, which takes a minute.

@@ -17,7 +17,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-NEEDS = {"ping_pong": ["greenlet"], "transformers_trainer": ["accelerate"], "trl_sft": ["trl", "datasets"]}
+NEEDS = {
+    "lightning_fit": ["lightning"],
+    "ping_pong": ["greenlet"],
+    "transformers_trainer": ["accelerate"],
+    "trl_sft": ["trl", "datasets"],
+}
 NUMBER = r"(\d[\d.,e+-]*)"
 
 
@@ -127,10 +132,21 @@ def _check_trl_sft(text: str) -> None:
     assert max(before for *_, before, _ in steps) > 1.2
 
 
+def _check_lightning_fit(text: str) -> None:
+    steps = _numbers("step #: loss #, imbalance # -> #", text)
+    assert [step for step, *_ in steps] == list(range(1, 17))
+    assert all(after <= 1.02 for *_, after in steps)
+    assert max(before for *_, before, _ in steps) > 1.5
+    validations = _numbers("epoch #: validation #", text)
+    assert [epoch for epoch, _ in validations] == [0, 1]
+    assert validations[1][1] < 0.6 * validations[0][1]
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "ping_pong": _check_ping_pong,
     "pipeline": _check_pipeline,
     "choose_homes": _check_choose_homes,
+    "lightning_fit": _check_lightning_fit,
     "plain_loop": _check_plain_loop,
     "plan_my_lengths": _check_plan_my_lengths,
     "transformers_trainer": _check_transformers_trainer,
