@@ -81,6 +81,38 @@ def _check_steps(ranks: Ranks, how: str) -> torch.nn.Module:
     return model
 
 
+class _Balanced(hf.PlanInputs, transformers.Trainer):
+    """The class of docs/transformers.md for front ends, which make model and trainer themselves."""
+
+    def __init__(self, model: Any, *args: Any, **options: Any) -> None:
+        model.set_attn_implementation("distca")
+        super().__init__(model, *args, **options)
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        with distca.init(max_tokens=400, heads=hf.heads_of(self.model.config, torch.float32)) as context:
+            result = super().train(*args, **options)
+            self.steps = context.step
+            return result
+
+
+def test_a_trainer_class_brings_its_plans_to_a_model_and_a_trainer_that_others_make(tmp_path: Path) -> None:
+    """In one process: under test is that a ready model's attention changes, and that there is a context."""
+    losses = []
+    for kind in (_Balanced, transformers.Trainer):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), use_cpu=True, max_steps=2, logging_steps=1, save_strategy="no", report_to="none"
+        )
+        trainer = kind(
+            model=model_with("sdpa"),
+            args=arguments,
+            train_dataset=documents(),
+            data_collator=transformers.DataCollatorWithFlattening(),
+        )
+        losses.append(trainer.train().training_loss)
+        assert getattr(trainer, "steps", 8) == 2 * 2 * 2, "attention went another way"
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 # ---- batches that are not packed
 
 
