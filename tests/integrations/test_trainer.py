@@ -203,6 +203,22 @@ def test_a_context_that_was_made_before_the_process_group_is_refused() -> None:
             assert "call distca.init in each process, once torch.distributed is initialised" in message
 
 
+def _end_early(rank: int, ranks: int, pipe: Connection, port: int) -> None:
+    """The last rank has no batch."""
+    join(rank, ranks, port)
+    with distca.init(max_tokens=8, heads=distca.Heads(4, 2, 8), transport="torch", timeout=20.0):
+        if rank < ranks - 1:
+            pipe.send(fault_of(lambda: _Planned()._prepare_inputs({"position_ids": torch.arange(4)[None]})))
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_has_no_further_batch_is_an_error_that_says_so() -> None:
+    with torch_group(_end_early, 2) as group:
+        kind, message = group.receive(0)
+        assert kind == "PeerDiedError"
+        assert "all ranks need equally many batches, or distca.PlanAhead" in message
+
+
 def test_a_trainer_without_a_context_says_what_to_call() -> None:
     with pytest.raises(distca.InvalidArgumentError, match=r"no context 'default': call distca\.init before training"):
         _Planned()._prepare_inputs({"position_ids": torch.arange(4)[None]})

@@ -455,6 +455,7 @@ def plan_inputs(
     Raises:
         InvalidArgumentError: on all ranks, if one rank's batch is packed in another way; there is no such context, or
             it does not have all processes.
+        PeerDiedError: a rank has ended, or has no further batch.
     """
     context = get_context(distca_context)
     if context is None:

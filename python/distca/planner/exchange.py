@@ -143,6 +143,7 @@ def gathered_lengths(
 
     Raises:
         InvalidArgumentError: on all ranks, if `lengths` raised it on one. The message begins with that rank.
+        PeerDiedError: a rank has left the group, or does not come within its timeout.
     """
     if num_ranks == 1:
         return [lengths()]
@@ -151,7 +152,13 @@ def gathered_lengths(
     except InvalidArgumentError as error:
         mine = str(error)
     of_ranks: list[Any] = [mine] * num_ranks
-    dist.all_gather_object(of_ranks, mine, group)
+    try:
+        dist.all_gather_object(of_ranks, mine, group)
+    except RuntimeError as error:
+        raise PeerDiedError(
+            "the ranks could not exchange the lengths of their documents: a rank has ended, or has no further batch; "
+            f"all ranks need equally many batches, or distca.PlanAhead in place of this exchange: {error}"
+        ) from error
     for rank, told in enumerate(of_ranks):
         if isinstance(told, str):
             raise InvalidArgumentError(f"rank {rank}: {told}")
