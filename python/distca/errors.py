@@ -79,6 +79,8 @@ def refusals_told(context: Context | None) -> Iterator[None]:
         raise
 
 
+#: C++'s error for a lack of memory in words. PyTorch up to 2.14 makes a MemoryError of it, and 2.15 a RuntimeError.
+_NO_MEMORY = "std::bad_alloc"
 _FROM_OPERATOR = re.compile(r"distca (\w+): (.*)", re.DOTALL)
 _WHAT_TO_CHANGE = {
     PlanMismatchError: "make the same calls of core_attention and of its backward on every rank, in the same order",
@@ -103,8 +105,10 @@ def typed_errors(caller: str = "") -> Iterator[None]:
         raise typed from None
 
 
-def typed_error(error: RuntimeError, caller: str) -> DistcaError | None:
-    """What `typed_errors` raises in place of `error`; None where it does not come from an operator."""
+def typed_error(error: RuntimeError, caller: str) -> DistcaError | MemoryError | None:
+    """What `typed_errors` raises in place of `error`; None where its text names no other type."""
+    if str(error) == _NO_MEMORY:
+        return MemoryError(_NO_MEMORY)
     match = _FROM_OPERATOR.match(str(error))
     kind = globals().get(match[1]) if match else None
     if match is None or kind is None:

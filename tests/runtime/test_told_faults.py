@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import distca
+from distca.errors import typed_errors
 from distca.testing import _emulation
 from support.groups import fault_of_check, loopback_group, on_all_ranks, outcomes
 from support.processes import plan_for, tensors_for
@@ -83,6 +84,12 @@ def test_a_rank_without_memory_raises_what_python_calls_it_and_its_peer_is_told(
     assert isinstance(here, MemoryError), repr(here)
     assert isinstance(there, distca.PeerLeftError), repr(there)
     assert "rank 0 abandoned this context after an error of its own: std::bad_alloc" in str(there)
+
+
+def test_a_lack_of_memory_is_a_memory_error_where_pytorch_raises_another() -> None:
+    """PyTorch 2.15 does so."""
+    with pytest.raises(MemoryError, match="std::bad_alloc"), typed_errors("layer 3"):
+        raise RuntimeError("std::bad_alloc")
 
 
 def dispatched(rank: int, context: distca.Context) -> distca.Step:
