@@ -41,7 +41,8 @@ EncodeTiled find_encode_tiled() {
 }
 
 void encode(EncodeTiled encode_tiled, DType dtype, const MapSpec& spec, TensorMap& map) {
-  static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) == alignof(CUtensorMap));
+  // CUDA 12 aligns a CUtensorMap to 64 bytes, CUDA 13 to 128.
+  static_assert(sizeof(TensorMap) == sizeof(CUtensorMap) && alignof(TensorMap) >= alignof(CUtensorMap));
   map = TensorMap{};
   if (spec.data == nullptr) return;
   cuuint64_t sizes[3], strides[2];

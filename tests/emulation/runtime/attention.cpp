@@ -43,7 +43,8 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_
   using distca::attention::cuda::MapSpec;
   static_assert(sizeof(MapSpec) <= sizeof(CUtensorMap));
   const auto is_wrong = [](uint64_t stride) { return stride % 16 != 0 || stride >= uint64_t{1} << 40; };
-  if (rank != 3 || reinterpret_cast<uintptr_t>(data) % 16 != 0 || std::any_of(strides, strides + 2, is_wrong) ||
+  if (rank != 3 || reinterpret_cast<uintptr_t>(map) % 64 != 0 || reinterpret_cast<uintptr_t>(data) % 16 != 0 ||
+      std::any_of(strides, strides + 2, is_wrong) ||
       std::any_of(box, box + 3, [](uint32_t n) { return n == 0 || n > 256; }) ||
       std::any_of(element_strides, element_strides + 3, [](uint32_t n) { return n != 1; }))
     return CUDA_ERROR_INVALID_VALUE;

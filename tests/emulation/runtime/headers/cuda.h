@@ -6,7 +6,8 @@
 using cuuint32_t = uint32_t;
 using cuuint64_t = uint64_t;
 enum CUresult { CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1 };
-struct alignas(128) CUtensorMap {
+/// As CUDA 12 aligns it. CUDA 13 aligns it to 128 bytes, which the library's own build checks.
+struct alignas(64) CUtensorMap {
   uint64_t opaque[16];
 };
 enum CUtensorMapDataType { CU_TENSOR_MAP_DATA_TYPE_FLOAT16 = 6, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9 };
