@@ -26,6 +26,14 @@ namespace distca::attention::cuda::hopper {
 
 #define DISTCA_DEVICE __device__ __forceinline__
 
+namespace detail {
+
+/// Keeps the compiler from moving accesses to memory across it. It is no instruction. CUTLASS's barriers and its fence
+/// of the proxy need it beside them, because their asm has no clobber of memory.
+DISTCA_DEVICE void keep_order() { asm volatile("" ::: "memory"); }
+
+}  // namespace detail
+
 // ---- threads
 
 /// The number of this thread in the CTA. It is read anew each time and not kept in a register.
@@ -47,9 +55,12 @@ DISTCA_DEVICE T shuffle_from(T value, int lane) {
 }
 /// Named barriers of the CTA, 0 to 7, for `threads` threads, which are whole warps.
 DISTCA_DEVICE void sync_named(int barrier, int threads) {
+  detail::keep_order();
   cutlass::arch::NamedBarrier::sync(static_cast<uint32_t>(threads), static_cast<uint32_t>(barrier));
+  detail::keep_order();
 }
 DISTCA_DEVICE void arrive_named(int barrier, int threads) {
+  detail::keep_order();
   cutlass::arch::NamedBarrier::arrive(static_cast<uint32_t>(threads), static_cast<uint32_t>(barrier));
 }
 /// Sets the registers of each thread of the warpgroup from here on. All four warps call it.
@@ -71,11 +82,17 @@ struct Barrier {
   uint64_t word;
 
   DISTCA_DEVICE void init(int arrivals) { cutlass::arch::ClusterBarrier::init(&word, static_cast<uint32_t>(arrivals)); }
-  DISTCA_DEVICE void arrive() { cutlass::arch::ClusterBarrier::arrive(&word); }
+  DISTCA_DEVICE void arrive() {
+    detail::keep_order();
+    cutlass::arch::ClusterBarrier::arrive(&word);
+  }
   DISTCA_DEVICE void expect_bytes(int bytes) {
     cutlass::arch::ClusterTransactionBarrier::expect_transaction(&word, static_cast<uint32_t>(bytes));
   }
-  DISTCA_DEVICE void wait(int parity) { cutlass::arch::ClusterBarrier::wait(&word, static_cast<uint32_t>(parity)); }
+  DISTCA_DEVICE void wait(int parity) {
+    cutlass::arch::ClusterBarrier::wait(&word, static_cast<uint32_t>(parity));
+    detail::keep_order();
+  }
 };
 
 /// Makes initialised barriers known to the copy engine; sync_cta() comes after it.
@@ -84,7 +101,11 @@ DISTCA_DEVICE void fence_barrier_init() { cutlass::arch::fence_barrier_init(); }
 // ---- the asynchronous proxy: the copy engine, and products reading shared memory
 
 /// Orders this thread's own accesses to shared memory, and those it has been told of, before later ones by the proxy.
-DISTCA_DEVICE void fence_shared() { cutlass::arch::fence_view_async_shared(); }
+DISTCA_DEVICE void fence_shared() {
+  detail::keep_order();
+  cutlass::arch::fence_view_async_shared();
+  detail::keep_order();
+}
 /// Does the same for all memory: for what another GPU or a copy wrote and whose signal this thread has seen.
 DISTCA_DEVICE void fence_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
 /// Must come before the first use in this CTA of a map that the host has copied to memory.
