@@ -19,7 +19,7 @@ void fail(const std::string& what) {
 void Machine::run_thread() {
   (*body_)(current_->cta->shared);
   current_->finished = true;
-  --current_->cta->alive;
+  if (--current_->cta->alive == 0 && current_->cta->copies != 0) fail("a CTA ended before its copies did");
   current_->stack->stop();
 }
 
@@ -40,6 +40,9 @@ void Machine::run(int num_ctas, int num_threads, size_t shared_bytes, const std:
     cta.unfenced.assign(shared_bytes / 16, 0);
     cta.queues.resize(static_cast<size_t>(num_threads / kGroupThreads));
     cta.exchanges.resize(static_cast<size_t>(num_threads / kWarpThreads));
+    cta.news.resize(static_cast<size_t>(num_threads / kWarpThreads));
+    cta.registers.resize(static_cast<size_t>(num_threads / kGroupThreads));
+    for (Registers& r : cta.registers) r.now = std::min(65536 / num_threads, 255) / 8 * 8;
     for (int t = 0; t < num_threads; ++t) {
       Fiber& fiber = *fibers_.emplace_back(std::make_unique<Fiber>());
       fiber.cta = &cta;
@@ -79,10 +82,12 @@ void Machine::run(int num_ctas, int num_threads, size_t shared_bytes, const std:
                    " " + fiber->awaited;
     fail(waiting);
   }
-  if (!pending_.empty()) fail("a kernel ended before its copies did");
+  if (!pending_.empty()) fail("a kernel ended before what was to come later");
   for (auto& cta : ctas_) {
     for (const NamedBarrier& barrier : cta->named)
       if (barrier.arrived != 0) fail("a kernel ended with threads that had arrived at a named barrier");
+    for (const Registers& r : cta->registers)
+      if (r.asked != 0) fail("a kernel ended with a part of a warpgroup that had asked for registers");
     for (const ProductQueue& queue : cta->queues)
       if (queue.done != queue.products.size()) fail("a kernel ended before its products did");
     std::free(cta->shared);
@@ -97,6 +102,25 @@ void Machine::await(const char* what, std::function<bool()> ready) {
   current_->ready = std::move(ready);
   current_->awaited = what;
   current_->stack->stop();
+}
+
+void Machine::set_registers(int registers, bool is_raise) {
+  Cta& c = cta();
+  Registers& r = c.registers[static_cast<size_t>(fiber().thread / kGroupThreads)];
+  if (is_raise ? registers < r.now : registers > r.now) fail("registers are raised to fewer or lowered to more");
+  if (r.asked != 0 && r.wanted != registers) fail("threads of a warpgroup ask for different numbers of registers");
+  r.wanted = registers;
+  const uint64_t generation = r.generation;
+  if (++r.asked < kGroupThreads) {
+    await("the registers of its warpgroup", [&r, generation] { return r.generation != generation; });
+    return;
+  }
+  const int more = registers - r.now;
+  await("registers that others give back", [&c, more] { return more <= c.free_registers; });
+  c.free_registers -= more;
+  r.now = registers;
+  r.asked = 0;
+  ++r.generation;
 }
 
 bool Machine::run_pending(bool all) {

@@ -3,13 +3,14 @@
 // the definitions of the PTX instructions, not from the kernels.
 //
 // It stops the program with a message where a kernel hangs, leaves a barrier half used, reads with the asynchronous
-// proxy what was written past it without a fence, goes beyond shared memory, or gives the threads of a warpgroup
-// different arguments.
+// proxy what was written past it without a fence, goes beyond shared memory, gives the threads of a warpgroup different
+// arguments, or breaks a rule of an instruction. misuse.cpp has an example of each.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <set>
@@ -49,6 +50,15 @@ struct NamedBarrier {
   int threads = 0;
   int arrived = 0;
   uint64_t generation = 0;
+  std::map<int, int> lanes;  // of each warp: how many have arrived
+};
+
+/// The registers of each thread of a warpgroup. A change takes place once all its threads have asked for it.
+struct Registers {
+  int now = 0;
+  int wanted = 0;
+  int asked = 0;  // threads that have asked
+  uint64_t generation = 0;
 };
 
 /// What the lanes of a warp exchange.
@@ -65,6 +75,11 @@ struct Cta {
   size_t shared_bytes = 0;
   std::vector<int> unfenced;  // of each 16 bytes: 1 + the thread whose store no fence has followed, or 0
   std::set<const void*> acquired_maps;
+  std::map<const void*, int> new_barriers;  // unknown to the copy engine, and the threads that initialised them
+  std::vector<uint32_t> news;  // of each warp: lanes that have looked at a signal, and have not fenced all memory since
+  int copies = 0;              // under way
+  std::vector<Registers> registers;  // of each warpgroup
+  int free_registers = 0;            // in units of one for each thread of a warpgroup
   std::vector<ProductQueue> queues;
   NamedBarrier named[9];  // the last is that of the whole CTA
   std::vector<Exchange> exchanges;
@@ -77,7 +92,8 @@ struct Fiber {
   bool finished = false;
   std::function<bool()> ready;  // empty: can go on
   const char* awaited = "";
-  int nap = 0;  // rounds of the scheduler that it misses, as a thread that is late
+  int nap = 0;                // rounds of the scheduler that it misses, as a thread that is late
+  bool may_multiply = false;  // products have been begun, and their group has not ended
   // Products this thread has started, groups it has ended.
   size_t started = 0;
   int ended_groups = 0;
@@ -97,6 +113,8 @@ class Machine {
   void await(const char* what, std::function<bool()> ready);
   /// Does something at a later moment.
   void later(std::function<void()> action) { pending_.push_back(std::move(action)); }
+  /// Sets the registers of each thread of the warpgroup, to more (`is_raise`) or fewer.
+  void set_registers(int registers, bool is_raise);
 
   /// Stores by a thread itself, and by or for the asynchronous proxy.
   void check_shared(const Cta& cta, const void* p, size_t bytes) const;

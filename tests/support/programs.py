@@ -36,6 +36,12 @@ RUN_KERNELS = Program(
         *[f"-I{ROOT / folder}" for folder in ("tests/emulation", "cuda", "cpp")],
     ],
 )
+#: The emulated machine, with kernels that break its rules.
+MISUSE = Program(
+    "misuse",
+    [[ROOT / f"tests/emulation/{name}.cpp" for name in ("misuse", "machine")]],
+    ["-std=c++20", "-O1", *[f"-I{ROOT / folder}" for folder in ("tests/emulation", "cuda", "cpp")]],
+)
 #: All that runs on a GPU, with the emulated one. Of two headers with the same name the first in the path is used:
 #: instances.h as rewritten, hopper.h as emulated.
 EMULATED_GPU = Program(

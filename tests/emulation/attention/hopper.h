@@ -27,15 +27,23 @@ inline void meet(emulation::NamedBarrier& barrier, int threads, bool wait) {
   if (barrier.arrived != 0 && barrier.threads != threads) fail("threads disagree on the size of a named barrier");
   barrier.threads = threads;
   const uint64_t generation = barrier.generation;
+  ++barrier.lanes[thread_of_cta() / 32];
   if (++barrier.arrived == threads) {
+    for (const auto& [warp, lanes] : barrier.lanes)
+      if (lanes % 32 != 0) fail("a part of a warp comes to a named barrier");
+    barrier.lanes.clear();
     barrier.arrived = 0;
     ++barrier.generation;
   }
   if (wait) machine->await("a named barrier", [&barrier, generation] { return barrier.generation != generation; });
 }
 inline void sync_cta() { meet(machine->cta().named[8], static_cast<int>(machine->cta().queues.size()) * 128, true); }
-inline void sync_named(int barrier, int threads) { meet(machine->cta().named[barrier], threads, true); }
-inline void arrive_named(int barrier, int threads) { meet(machine->cta().named[barrier], threads, false); }
+inline emulation::NamedBarrier& named(int barrier) {
+  if (barrier < 0 || barrier > 7) fail("a named barrier that does not exist");
+  return machine->cta().named[barrier];
+}
+inline void sync_named(int barrier, int threads) { meet(named(barrier), threads, true); }
+inline void arrive_named(int barrier, int threads) { meet(named(barrier), threads, false); }
 
 /// All lanes give a value; each gets that of lane `source`.
 template <class T>
@@ -66,9 +74,17 @@ T shuffle_from(T value, int lane) {
 }
 inline void sync_warp() { exchange(0, 0); }
 template <int kRegisters>
-void raise_registers() {}
+inline constexpr bool kIsNumberOfRegisters = kRegisters % 8 == 0 && 24 <= kRegisters && kRegisters <= 256;
 template <int kRegisters>
-void lower_registers() {}
+void raise_registers() {
+  static_assert(kIsNumberOfRegisters<kRegisters>);
+  machine->set_registers(kRegisters, true);
+}
+template <int kRegisters>
+void lower_registers() {
+  static_assert(kIsNumberOfRegisters<kRegisters>);
+  machine->set_registers(kRegisters, false);
+}
 
 // ---- barriers in shared memory
 
@@ -80,6 +96,7 @@ struct Barrier {
 
   void init(int arrivals) {
     machine->check_shared(machine->cta(), this, sizeof(*this));
+    machine->cta().new_barriers[this] = thread_of_cta();
     expected = missing = arrivals;
     bytes = phase = 0;
   }
@@ -92,7 +109,9 @@ struct Barrier {
     if (missing-- <= 0) fail("more arrivals at a barrier than it was made for");
     complete_if_done();
   }
-  void expect_bytes(int n) { bytes += n; }
+  void expect_bytes(int n) {
+    if ((bytes += n) >= 1 << 20) fail("more bytes than a barrier can count");
+  }
   void receive_bytes(int n) {
     if ((bytes -= n) < 0) fail("more bytes at a barrier than were announced");
     complete_if_done();
@@ -102,12 +121,18 @@ struct Barrier {
   }
 };
 
-inline void fence_barrier_init() {}
+inline void fence_barrier_init() {
+  std::erase_if(machine->cta().new_barriers, [](const auto& b) { return b.second == thread_of_cta(); });
+}
 
 // ---- the asynchronous proxy
 
 inline void fence_shared() { machine->fence(); }
-inline void fence_all() { machine->fence(); }
+inline uint32_t& news() { return machine->cta().news[static_cast<size_t>(thread_of_cta() / 32)]; }
+inline void fence_all() {
+  machine->fence();
+  news() &= ~(1u << thread_of_cta() % 32);
+}
 inline void acquire_map(const TensorMap* map) { machine->cta().acquired_maps.insert(map); }
 
 inline void load_box(const TensorMap* map, Barrier* barrier, void* shared, int column, int row, int plane) {
@@ -117,6 +142,9 @@ inline void load_box(const TensorMap* map, Barrier* barrier, void* shared, int c
   std::memcpy(static_cast<void*>(&spec), map, sizeof(spec));
   if (spec.data == nullptr) fail("a box is loaded through a map of nothing");
   if (reinterpret_cast<uintptr_t>(shared) % 1024 != 0) fail("a box is loaded to an address off 1024");
+  if (cta.new_barriers.count(barrier) != 0) fail("a copy reports to a barrier that no fence has made known");
+  if (news() != 0) fail("a box is loaded after a look at a signal that no fence of all memory has followed");
+  ++cta.copies;
   machine->later([=, &cta] {
     auto* dst = static_cast<std::byte*>(shared);
     for (int z = 0; z < spec.box[2]; ++z) {
@@ -136,6 +164,7 @@ inline void load_box(const TensorMap* map, Barrier* barrier, void* shared, int c
         }
       }
     }
+    --cta.copies;
     barrier->receive_bytes(spec.box[0] * spec.box[1] * spec.box[2] * 2);
   });
 }
@@ -150,6 +179,7 @@ struct Operand {
   int chunk_bytes;
 };
 inline Operand make_operand(const void* shared, int chunk_bytes) {
+  if (reinterpret_cast<uintptr_t>(shared) % 1024 != 0) fail("an operand at an address off 1024");
   return {reinterpret_cast<uint64_t>(shared), chunk_bytes};
 }
 inline Operand advance(Operand operand, int bytes) {
@@ -158,6 +188,7 @@ inline Operand advance(Operand operand, int bytes) {
 
 inline void start_product(const emulation::Product& mine, float* sums, const uint32_t* registers) {
   emulation::Fiber& fiber = machine->fiber();
+  if (!fiber.may_multiply) fail("a product is started before products are begun");
   emulation::ProductQueue& queue = machine->cta().queues[static_cast<size_t>(fiber.thread / 128)];
   const size_t index = fiber.started++;
   if (index == queue.products.size()) queue.products.push_back(std::make_unique<emulation::Product>(mine));
@@ -196,8 +227,11 @@ void multiply(float (&sums)[kColumnsB / 2], const uint32_t (&a)[4], Operand b, b
                  .b_chunk = b.chunk_bytes},
                 sums, a);
 }
-inline void begin_products() {}
-inline void end_group() { ++machine->fiber().ended_groups; }
+inline void begin_products() { machine->fiber().may_multiply = true; }
+inline void end_group() {
+  machine->fiber().may_multiply = false;
+  ++machine->fiber().ended_groups;
+}
 template <int kGroups>
 void wait_groups() {
   emulation::Fiber& fiber = machine->fiber();
@@ -261,7 +295,10 @@ inline void store_release(int* p, int value) {
   *p = value;
 }
 inline void fence_gpu() {}
-inline uint64_t load_signal(const uint64_t* p) { return *p; }
+inline uint64_t load_signal(const uint64_t* p) {
+  news() |= 1u << thread_of_cta() % 32;
+  return *p;
+}
 /// A kernel that looks again and again at what never changes is found by its sheer number of looks.
 inline void pause() {
   static int looks = 0;
