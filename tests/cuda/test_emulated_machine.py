@@ -1,4 +1,4 @@
-"""The emulated machine itself, on which the attention kernels are tested: it notices what breaks an instruction's rules.
+"""The emulated machine, on which the attention kernels are tested: it notices what breaks a rule of an instruction.
 
 A GPU would compute wrong numbers, hang, or compute the right ones by luck.
 """

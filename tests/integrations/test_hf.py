@@ -184,7 +184,7 @@ def _plan() -> distca.Plan:
 def test_packed_logits_equal_those_of_each_document_alone_and_no_mask_is_built(
     cached: bool, one_rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distca.integrations.hf, "sdpa_mask", lambda **_: pytest.fail("a [T, T] mask was built"))
+    monkeypatch.setattr(distca.integrations.hf_masks, "sdpa_mask", lambda **_: pytest.fail("a [T, T] mask was built"))
     options = {"position_ids": POSITIONS, "use_cache": cached, "plan": _plan(), "distca_context": one_rank}
     packed = _model("distca")(IDS, **options).logits
     alone = _model("sdpa")

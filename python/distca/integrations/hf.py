@@ -28,153 +28,36 @@ are described in hf_ping_pong.py.
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NoReturn
+from typing import Any
 
 import distca.integrations.hf_version  # noqa: F401
 
 # isort: split
 import torch
-import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from distca.context import Context
 from distca.current import current
-from distca.errors import InvalidArgumentError, refusals_told
+from distca.errors import refusals_told
+from distca.integrations.hf_batches import PlanInputs as PlanInputs
+from distca.integrations.hf_batches import plan_inputs as plan_inputs
 from distca.integrations.hf_forward import check_plan_not_needed, count_call, refuse_other_plan
+from distca.integrations.hf_masks import DeferredMask, distca_mask
 from distca.integrations.hf_models import NAME as NAME
 from distca.integrations.hf_models import check_model as check_model
 from distca.integrations.hf_models import drops_keywords, refuse
 from distca.integrations.hf_models import heads_of as heads_of
 from distca.integrations.hf_models import windows_of as windows_of
-from distca.integrations.hf_ping_pong import InHalves
 from distca.integrations.hf_ping_pong import ping_pong as ping_pong
 from distca.integrations.hf_ping_pong import plan_halves as plan_halves
 from distca.integrations.hf_recurrent import refuse_recomputation
 from distca.ops import core_attention
-from distca.planner.exchange import gathered_lengths
-from distca.planner.layout import Chunk, Layout, Window
+from distca.planner.layout import Chunk, Window
 from distca.planner.plan import Plan, Plans
 from distca.planner.plan_source import PlanSource
-from distca.planner.planning import plans
-from distca.registry import find_context, get_context
-
-
-class _Unions(TorchFunctionMode):
-    """Notices whether a union of masks is computed inside. A graph cannot look into functions, but it can call them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found = self.found or func.__name__ in ("__or__", "bitwise_or", "logical_or")
-        return func(*args, **(kwargs or {}))
-
-
-class DeferredMask:
-    """The mask that transformers asked for. It is built only if a layer needs it.
-
-    transformers makes the mask before any layer runs, when the plan is not known. With a plan, layers only ask whether
-    the request goes beyond what the plan expresses. Without a plan, the first layer builds the mask and the others
-    share it.
-    """
-
-    def __init__(self, request: dict[str, Any]) -> None:
-        self._request = request
-        self._mask: torch.Tensor | None = None
-        self._built = False
-        self._objection: str | None = None
-        self._examined = False
-
-    def build(self) -> torch.Tensor | None:
-        """The boolean mask [1, 1, q, kv] for SDPA, or None if SDPA's own causal flag says the same."""
-        if not self._built:
-            self._mask, self._built = sdpa_mask(**self._request), True
-        return self._mask
-
-    def objection(self) -> str | None:
-        """Why a plan cannot take the place of this mask; None if it can."""
-        if torch.compiler.is_compiling():  # this costs nothing at run time, while the two flags would be guarded
-            return self._examine()
-        if not self._examined:
-            self._objection, self._examined = self._examine(), True
-        return self._objection
-
-    def _examine(self) -> str | None:
-        padding: torch.Tensor | None = self._request.get("attention_mask")
-        if padding is not None and (torch.compiler.is_compiling() or not bool(padding.all())):
-            return (
-                "attention_mask marks padding, which would be dropped silently: pass no attention_mask; "
-                "padding rows belong in the plan's layout, as segments of document -1"
-            )
-        if self._request.get("use_vmap"):
-            return "the model lays a mask of its own (or_mask_function or and_mask_function) over the causal one"
-        if torch.compiler.is_compiling():
-            # A graph cannot ask for values. Without vmap, transformers adds nothing but blocks to the causal mask.
-            if self._is_union():
-                return (
-                    "the model may ask for a mask that is not causal (blocks of a prefix or an image), which a graph "
-                    "cannot see: call it without torch.compile"
-                )
-        elif self._sees_future():
-            return "the model asks for a mask that is not causal"
-        return None
-
-    def _sees_future(self) -> bool:
-        """Whether any row may see the row after it, as in bidirectional models and blocks of image tokens."""
-        rows = torch.arange(max(self._request["q_length"] - 1, 0), device=self._request.get("device"))
-        batch = torch.zeros_like(rows)
-        mask_function: Callable[..., torch.Tensor] = self._request["mask_function"]
-        return bool(mask_function(batch, batch, rows, rows + 1).any())
-
-    def _is_union(self) -> bool:
-        """Whether something is added to the causal mask, which windows and documents only take from."""
-        row, unions = torch.zeros(1, dtype=torch.long, device=self._request.get("device")), _Unions()
-        with unions:
-            self._request["mask_function"](row, row, row, row)
-        return unions.found
-
-    @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        """Refuses a model that computes with the mask itself: its attention cannot be replaced."""
-        _refuse_mask("adds it to its attention scores")
-
-    def __getitem__(self, _: Any) -> Any:
-        _refuse_mask("takes parts of it")
-
-    def to(self, *_: Any, **__: Any) -> DeferredMask:
-        """The mask itself: hooks of accelerate move all arguments of a layer. The layer that builds it moves it."""
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python and its libraries ask any object for these
-            raise AttributeError(name)
-        _refuse_mask(f"asks for .{name}")
-
-    @property
-    def local_size(self) -> int | None:
-        """The window or chunk size of a layer that does not see its whole document; otherwise None."""
-        return self._request.get("local_size")
-
-
-def _refuse_mask(what: str) -> NoReturn:
-    raise InvalidArgumentError(
-        f'attn_implementation="{NAME}": the model works on the attention mask itself ({what}), and so bypasses '
-        "transformers' AttentionInterface or goes beyond it: its attention cannot be replaced; choose another "
-        "attn_implementation"
-    )
-
-
-def distca_mask(**request: Any) -> DeferredMask | torch.Tensor | None:
-    """The entry for AttentionMaskInterface: defers a request for a mask if a plan may still be used."""
-    whole = request["q_length"] == request["kv_length"] and isinstance(request.get("q_offset", 0), int)
-    return DeferredMask(request) if whole else sdpa_mask(**request)
+from distca.registry import find_context
 
 
 def distca_attention(
@@ -409,88 +292,6 @@ def _check_mask(mask: DeferredMask | torch.Tensor | None) -> None:
             mask is not None,
             "attention_mask is a ready-made mask: pass none, the plan separates the documents",
         )
-
-
-class PlanInputs:
-    """A base class that makes a Trainer plan every batch, in training and in evaluation. Put it first::
-
-        class Trainer(distca.integrations.hf.PlanInputs, transformers.Trainer):
-            pass
-
-    `plan_inputs` says what a batch must be, and what is refused.
-    """
-
-    distca_context: ClassVar[str] = "default"
-    """Name of the context. Make it by `distca.init` once the TrainingArguments have initialised `torch.distributed`."""
-    plan_options: ClassVar[dict[str, Any]] = {}
-    """Further arguments of `distca.plan`: tolerance, min_rows, retain_bytes."""
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]
-        model = self.model  # type: ignore[attr-defined]
-        return plan_inputs(inputs, model, distca_context=self.distca_context, **self.plan_options)
-
-
-def plan_inputs(
-    inputs: Mapping[str, Any], model: Any, *, distca_context: str = "default", **plan_options: Any
-) -> dict[str, Any]:
-    """The keyword arguments of a model for a batch: those of the collator, and the plan of all ranks' batches::
-
-        loss = model(**distca.integrations.hf.plan_inputs(batch, model), use_cache=False).loss
-
-    It is for training loops other than a transformers.Trainer, which `PlanInputs` serves. All ranks call it for each
-    batch. They exchange the lengths over torch.distributed's default group, which must be the context's.
-
-    Args:
-        inputs: a rank's batch: whole documents packed into one row, with their position_ids [1, T], as transformers'
-            DataCollatorWithFlattening makes it from documents of any length.
-        model: the model of transformers, or a PEFT model around it, without wrappers such as DDP. Windows come from its
-            configuration. A model that went through `ping_pong` gets a plan for each half.
-        distca_context: the context's name. Heads come from the context.
-        plan_options: further arguments of `distca.plan`: tolerance, min_rows, retain_bytes.
-
-    Returns:
-        `inputs`, with `plan` and `distca_context` for the model's forward.
-
-    Raises:
-        InvalidArgumentError: on all ranks, if one rank's batch is packed in another way; there is no such context, or
-            it does not have all processes.
-        PeerDiedError: a rank has ended, or has no further batch.
-    """
-    context = get_context(distca_context)
-    if context is None:
-        raise InvalidArgumentError(f"no context {distca_context!r}: call distca.init before training")
-    num_processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if context.global_ranks != [*range(num_processes)]:
-        raise InvalidArgumentError(
-            f"context {context.name!r} has the processes {context.global_ranks} of {num_processes}; all are expected, "
-            "because the ranks exchange lengths over the default group: call distca.init in each process, once "
-            "torch.distributed is initialised, and without group="
-        )
-    of_ranks = gathered_lengths(lambda: _packed_lengths(inputs.get("position_ids")), context.num_ranks)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # what PEFT goes around
-    make = plan_halves if isinstance(base, InHalves) else plans
-    options = {"context": context} | plan_options
-    made = make(Layout.from_documents(of_ranks), context.heads, windows=windows_of(model.config), **options)
-    return {**inputs, "plan": made, "distca_context": distca_context}
-
-
-def _packed_lengths(position_ids: Any) -> list[int]:
-    """The lengths of whole documents that are packed into one row, from their positions [1, T]."""
-    asked = (
-        "use DataCollatorWithFlattening, which packs a batch's documents into one row (in TRL: packing=True or "
-        "padding_free=True)"
-    )
-    refuse(not isinstance(position_ids, torch.Tensor), f"the batch has no position_ids: {asked}")
-    refuse(position_ids.dim() != 2 or len(position_ids) != 1, f"position_ids are {list(position_ids.shape)}: {asked}")
-    starts = [*(position_ids[0] == 0).nonzero().flatten().tolist(), position_ids.shape[1]]
-    lengths = [end - begin for begin, end in itertools.pairwise(starts)]
-    whole = torch.cat([torch.arange(length) for length in (starts[0], *lengths)])
-    refuse(
-        starts[0] != 0 or not torch.equal(whole, position_ids[0].cpu()),
-        f"position_ids do not count each document from 0: {asked}",
-    )
-    return lengths
 
 
 AttentionInterface.register(NAME, distca_attention)

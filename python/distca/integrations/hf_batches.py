@@ -1,0 +1,100 @@
+"""Plans for the batches of a training loop: `PlanInputs` for a `transformers.Trainer`, `plan_inputs` for any other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from distca.errors import InvalidArgumentError
+from distca.integrations.hf_models import refuse, windows_of
+from distca.integrations.hf_ping_pong import InHalves, plan_halves
+from distca.planner.exchange import gathered_lengths
+from distca.planner.layout import Layout
+from distca.planner.planning import plans
+from distca.registry import get_context
+
+
+class PlanInputs:
+    """A base class that makes a Trainer plan every batch, in training and in evaluation. Put it first::
+
+        class Trainer(distca.integrations.hf.PlanInputs, transformers.Trainer):
+            pass
+
+    `plan_inputs` says what a batch must be, and what is refused.
+    """
+
+    distca_context: ClassVar[str] = "default"
+    """Name of the context. Make it by `distca.init` once the TrainingArguments have initialised `torch.distributed`."""
+    plan_options: ClassVar[dict[str, Any]] = {}
+    """Further arguments of `distca.plan`: tolerance, min_rows, retain_bytes."""
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        inputs = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        model = self.model  # type: ignore[attr-defined]
+        return plan_inputs(inputs, model, distca_context=self.distca_context, **self.plan_options)
+
+
+def plan_inputs(
+    inputs: Mapping[str, Any], model: Any, *, distca_context: str = "default", **plan_options: Any
+) -> dict[str, Any]:
+    """The keyword arguments of a model for a batch: those of the collator, and the plan of all ranks' batches::
+
+        loss = model(**distca.integrations.hf.plan_inputs(batch, model), use_cache=False).loss
+
+    It is for training loops other than a transformers.Trainer, which `PlanInputs` serves. All ranks call it for each
+    batch. They exchange the lengths over torch.distributed's default group, which must be the context's.
+
+    Args:
+        inputs: a rank's batch: whole documents packed into one row, with their position_ids [1, T], as transformers'
+            DataCollatorWithFlattening makes it from documents of any length.
+        model: the model of transformers, or a PEFT model around it, without wrappers such as DDP. Windows come from its
+            configuration. A model that went through `ping_pong` gets a plan for each half.
+        distca_context: the context's name. Heads come from the context.
+        plan_options: further arguments of `distca.plan`: tolerance, min_rows, retain_bytes.
+
+    Returns:
+        `inputs`, with `plan` and `distca_context` for the model's forward.
+
+    Raises:
+        InvalidArgumentError: on all ranks, if one rank's batch is packed in another way; there is no such context, or
+            it does not have all processes.
+        PeerDiedError: a rank has ended, or has no further batch.
+    """
+    context = get_context(distca_context)
+    if context is None:
+        raise InvalidArgumentError(f"no context {distca_context!r}: call distca.init before training")
+    num_processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if context.global_ranks != [*range(num_processes)]:
+        raise InvalidArgumentError(
+            f"context {context.name!r} has the processes {context.global_ranks} of {num_processes}; all are expected, "
+            "because the ranks exchange lengths over the default group: call distca.init in each process, once "
+            "torch.distributed is initialised, and without group="
+        )
+    of_ranks = gathered_lengths(lambda: _packed_lengths(inputs.get("position_ids")), context.num_ranks)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # what PEFT goes around
+    make = plan_halves if isinstance(base, InHalves) else plans
+    options = {"context": context} | plan_options
+    made = make(Layout.from_documents(of_ranks), context.heads, windows=windows_of(model.config), **options)
+    return {**inputs, "plan": made, "distca_context": distca_context}
+
+
+def _packed_lengths(position_ids: Any) -> list[int]:
+    """The lengths of whole documents that are packed into one row, from their positions [1, T]."""
+    asked = (
+        "use DataCollatorWithFlattening, which packs a batch's documents into one row (in TRL: packing=True or "
+        "padding_free=True)"
+    )
+    refuse(not isinstance(position_ids, torch.Tensor), f"the batch has no position_ids: {asked}")
+    refuse(position_ids.dim() != 2 or len(position_ids) != 1, f"position_ids are {list(position_ids.shape)}: {asked}")
+    starts = [*(position_ids[0] == 0).nonzero().flatten().tolist(), position_ids.shape[1]]
+    lengths = [end - begin for begin, end in itertools.pairwise(starts)]
+    whole = torch.cat([torch.arange(length) for length in (starts[0], *lengths)])
+    refuse(
+        starts[0] != 0 or not torch.equal(whole, position_ids[0].cpu()),
+        f"position_ids do not count each document from 0: {asked}",
+    )
+    return lengths

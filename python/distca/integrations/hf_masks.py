@@ -1,0 +1,125 @@
+"""The masks that models of transformers ask for: most are never built, because a plan says what rows see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers.masking_utils import sdpa_mask
+
+from distca.errors import InvalidArgumentError
+from distca.integrations.hf_models import NAME
+
+
+class _Unions(TorchFunctionMode):
+    """Notices whether a union of masks is computed inside. A graph cannot look into functions, but it can call them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found = self.found or func.__name__ in ("__or__", "bitwise_or", "logical_or")
+        return func(*args, **(kwargs or {}))
+
+
+class DeferredMask:
+    """The mask that transformers asked for. It is built only if a layer needs it.
+
+    transformers makes the mask before any layer runs, when the plan is not known. With a plan, layers only ask whether
+    the request goes beyond what the plan expresses. Without a plan, the first layer builds the mask and the others
+    share it.
+    """
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self._request = request
+        self._mask: torch.Tensor | None = None
+        self._built = False
+        self._objection: str | None = None
+        self._examined = False
+
+    def build(self) -> torch.Tensor | None:
+        """The boolean mask [1, 1, q, kv] for SDPA, or None if SDPA's own causal flag says the same."""
+        if not self._built:
+            self._mask, self._built = sdpa_mask(**self._request), True
+        return self._mask
+
+    def objection(self) -> str | None:
+        """Why a plan cannot take the place of this mask; None if it can."""
+        if torch.compiler.is_compiling():  # this costs nothing at run time, while the two flags would be guarded
+            return self._examine()
+        if not self._examined:
+            self._objection, self._examined = self._examine(), True
+        return self._objection
+
+    def _examine(self) -> str | None:
+        padding: torch.Tensor | None = self._request.get("attention_mask")
+        if padding is not None and (torch.compiler.is_compiling() or not bool(padding.all())):
+            return (
+                "attention_mask marks padding, which would be dropped silently: pass no attention_mask; "
+                "padding rows belong in the plan's layout, as segments of document -1"
+            )
+        if self._request.get("use_vmap"):
+            return "the model lays a mask of its own (or_mask_function or and_mask_function) over the causal one"
+        if torch.compiler.is_compiling():
+            # A graph cannot ask for values. Without vmap, transformers adds nothing but blocks to the causal mask.
+            if self._is_union():
+                return (
+                    "the model may ask for a mask that is not causal (blocks of a prefix or an image), which a graph "
+                    "cannot see: call it without torch.compile"
+                )
+        elif self._sees_future():
+            return "the model asks for a mask that is not causal"
+        return None
+
+    def _sees_future(self) -> bool:
+        """Whether any row may see the row after it, as in bidirectional models and blocks of image tokens."""
+        rows = torch.arange(max(self._request["q_length"] - 1, 0), device=self._request.get("device"))
+        batch = torch.zeros_like(rows)
+        mask_function: Callable[..., torch.Tensor] = self._request["mask_function"]
+        return bool(mask_function(batch, batch, rows, rows + 1).any())
+
+    def _is_union(self) -> bool:
+        """Whether something is added to the causal mask, which windows and documents only take from."""
+        row, unions = torch.zeros(1, dtype=torch.long, device=self._request.get("device")), _Unions()
+        with unions:
+            self._request["mask_function"](row, row, row, row)
+        return unions.found
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        """Refuses a model that computes with the mask itself: its attention cannot be replaced."""
+        _refuse_mask("adds it to its attention scores")
+
+    def __getitem__(self, _: Any) -> Any:
+        _refuse_mask("takes parts of it")
+
+    def to(self, *_: Any, **__: Any) -> DeferredMask:
+        """The mask itself: hooks of accelerate move all arguments of a layer. The layer that builds it moves it."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python and its libraries ask any object for these
+            raise AttributeError(name)
+        _refuse_mask(f"asks for .{name}")
+
+    @property
+    def local_size(self) -> int | None:
+        """The window or chunk size of a layer that does not see its whole document; otherwise None."""
+        return self._request.get("local_size")
+
+
+def _refuse_mask(what: str) -> NoReturn:
+    raise InvalidArgumentError(
+        f'attn_implementation="{NAME}": the model works on the attention mask itself ({what}), and so bypasses '
+        "transformers' AttentionInterface or goes beyond it: its attention cannot be replaced; choose another "
+        "attn_implementation"
+    )
+
+
+def distca_mask(**request: Any) -> DeferredMask | torch.Tensor | None:
+    """The entry for AttentionMaskInterface: defers a request for a mask if a plan may still be used."""
+    whole = request["q_length"] == request["kv_length"] and isinstance(request.get("q_offset", 0), int)
+    return DeferredMask(request) if whole else sdpa_mask(**request)
