@@ -80,6 +80,8 @@ def test_a_model_with_chunks_has_plans_of_one_layout() -> None:
             one.for_window(16)
     only = distca.plans(layout, HEADS, windows=[Chunk(64)])
     assert only.layout is layout
+    again = distca.Plans(dict(only))  # as loops that move batches to a device make any mapping again
+    assert again.layout is layout and again.for_rank(1).for_parts().layout is layout
     assert only.for_window(None) is only.for_window(40) is only[Chunk(64)], "all rows see their whole document"
     with pytest.raises(distca.InvalidArgumentError, match="no plan for a window of 39"):
         only.for_window(39)
@@ -100,7 +102,7 @@ def test_chunks_of_other_than_a_positive_integer_are_refused(rows: object) -> No
 
 def test_what_lacks_chunks_says_so() -> None:
     layout = distca.Layout.from_documents([[40], [9]])
-    plan = distca.plans(layout, HEADS, windows=[Chunk(8)])[Chunk(8)]
+    plan = distca.plan(layout.chunked(8), HEADS)
     with pytest.raises(distca.InvalidArgumentError, match="all are of chunks, and do not tell the documents"):
         distca.Plans({Chunk(8): plan})
     with pytest.raises(

@@ -36,6 +36,7 @@ class Plan:
 
     Attributes:
         layout, heads: what it was made for.
+        whole: if `plans` made it for a `Chunk`, the layout whose documents are cut in `layout`; otherwise None.
         mask, window: those of this rank's first document; all documents have the same, if `plan` got no ``scores``.
         rank: the rank it is seen from.
         num_rows: rows of that rank's token tensor.
@@ -48,7 +49,9 @@ class Plan:
         half: the half of ping-pong that this copy was made for: 0 or 1; None otherwise.
     """
 
-    has_documents = True  # also in a pickle of an earlier version, which lacks it
+    # Also in pickles of earlier versions, which lack them.
+    has_documents = True
+    whole: Layout | None = None
 
     def __init__(
         self,
@@ -211,18 +214,20 @@ class Plans(Mapping[Window, Plan]):
     has the same effect. The plan of a `Chunk` is that of ``layout.chunked(...)``.
 
     Args:
-        by_window: the plans.
-        layout: the layout that all of them are for; by default that of the first plan, which then is not of a chunk.
+        by_window: the plans. One of a `Chunk` knows its documents if `plans` made it; if all are of chunks, one must.
     """
 
-    def __init__(self, by_window: Mapping[Window, Plan], layout: Layout | None = None) -> None:
+    def __init__(self, by_window: Mapping[Window, Plan]) -> None:
         if not by_window:
             raise InvalidArgumentError("plans: no windows are given; None stands for a layer without one")
         self._by_window = dict(by_window)
-        whole = (plan.layout for window, plan in self.items() if not isinstance(window, Chunk))
-        found = layout or next(whole, None)
+        layouts = [plan.whole if isinstance(window, Chunk) else plan.layout for window, plan in self.items()]
+        found = next((layout for layout in layouts if layout is not None), None)
         if found is None:
-            raise InvalidArgumentError("plans: all are of chunks, and do not tell the documents: give their layout")
+            raise InvalidArgumentError(
+                "plans: all are of chunks, and do not tell the documents: make them with "
+                "distca.plans(layout, heads, windows=[...])"
+            )
         self._layout = found
 
     def __getitem__(self, window: Window) -> Plan:
@@ -250,11 +255,11 @@ class Plans(Mapping[Window, Plan]):
 
     def for_rank(self, rank: int) -> Plans:
         """The same plans seen from another rank."""
-        return Plans({window: plan.for_rank(rank) for window, plan in self.items()}, self._layout)
+        return Plans({window: plan.for_rank(rank) for window, plan in self.items()})
 
     def for_parts(self, half: int | None = None) -> Plans:
         """A copy whose steps `core_attention` takes in parts. `half` tells traces which half of ping-pong it is of."""
-        return Plans({window: plan.for_parts(half) for window, plan in self.items()}, self._layout)
+        return Plans({window: plan.for_parts(half) for window, plan in self.items()})
 
     def for_window(self, window: Window) -> Plan:
         """The plan for layers of that window. All windows, and chunks, at least as long as every document have the same

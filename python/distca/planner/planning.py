@@ -262,11 +262,13 @@ def plans(layout: Layout, heads: Heads, *, windows: Iterable[Window], **options:
     check_type("plans", "layout", layout, Layout, "distca.Layout.from_documents([[100, 20], [80]])")
 
     def made(window: Window) -> Plan:
-        if isinstance(window, Chunk):
-            return plan(layout.chunked(window.rows), heads, **options)
-        return plan(layout, heads, window=window, **options)
+        if not isinstance(window, Chunk):
+            return plan(layout, heads, window=window, **options)
+        of_chunks = plan(layout.chunked(window.rows), heads, **options)
+        of_chunks.whole = layout
+        return of_chunks
 
-    return Plans({window: made(window) for window in dict.fromkeys(windows)}, layout)
+    return Plans({window: made(window) for window in dict.fromkeys(windows)})
 
 
 def memory_report(*plans: Plan, context: Context | str | None = None, layers: int = 1) -> MemoryReport:
