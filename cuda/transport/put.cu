@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, 1) put_kernel(DevicePutTable table, 
   int32_t message = -1;     // whose chunks this block copies
   uint32_t num_copied = 0;  // of them, by this block
   for (int32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-    const PutEntry& e = table.entries[entry_of_chunk(table.entries, num_entries, chunk)];
+    const PutEntry e = table.entries[entry_of_chunk(table.entries, num_entries, chunk)];
     const PutMessage& m = table.messages[e.message];
     const bool is_first = e.message != message;
     if (is_first && message >= 0) count_copied(table.messages[message], table.chunks_done[message], num_copied);
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, 1) put_kernel(DevicePutTable table, 
 __global__ void __launch_bounds__(kThreads, 1) copy_kernel(DevicePutTable table) {
   const int32_t num_chunks = *table.num_chunks, num_entries = table.num_entries();
   for (int32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-    const PutEntry& e = table.entries[entry_of_chunk(table.entries, num_entries, chunk)];
+    const PutEntry e = table.entries[entry_of_chunk(table.entries, num_entries, chunk)];
     copy_chunk(e, rows_of_chunk(e, chunk));
   }
 }
