@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 import torch
+import transformers
 from families import tiny
-from families.cases import CASES, REASONS, expected_kind
+from families.cases import CASES, is_as_expected
 from families.reference import Case, documents, logits_of, mistakes, reference
 from families.verdict import judge
 
@@ -49,10 +50,10 @@ SAMPLE = {
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_a_model_of_each_kind_is_exact_or_refused_with_the_reason(kind: str) -> None:
     name = SAMPLE[kind]
+    if name not in CASES:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     verdict = judge(CASES[name])
-    assert verdict.kind == expected_kind(name), verdict
-    if name in REASONS:
-        assert REASONS[name].search(verdict.sentence), verdict.sentence
+    assert is_as_expected(name, verdict), verdict
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "deepseek_v2", "phi3, longrope"])

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from families import tiny
-from families.cases import CASES, REASONS, expected_kind, with_rope
+from families.cases import CASES, expected_kind, is_as_expected, with_rope
 from families.reference import documents, mistakes, run
 from families.verdict import judge
 
@@ -27,15 +27,13 @@ WITH_ROPE = {kind: with_rope(kind) for kind in ("dynamic", "longrope")}
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_cut_between_two_ranks_is_exact_or_refused_with_the_reason(name: str) -> None:
     verdict = judge(CASES[name])
-    assert verdict.kind == expected_kind(name), verdict
-    if name in REASONS:
-        assert REASONS[name].search(verdict.sentence), verdict.sentence
+    assert is_as_expected(name, verdict), verdict
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, cases in WITH_ROPE.items() for name in cases])
 def test_a_model_whose_frequencies_depend_on_the_longest_position_is_exact(kind: str, name: str) -> None:
     verdict = judge(WITH_ROPE[kind][name])
-    assert verdict.kind == expected_kind(name), verdict
+    assert is_as_expected(name, verdict), verdict
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if expected_kind(name) != "refused"])
