@@ -29,15 +29,15 @@ from distca.planner.layout import Chunk, Layout, Window
 
 NAME = "distca"
 #: The types of layers that call attention once, and whether they have the configuration's sliding window. Hybrid layers
-#: are recurrent as well.
+#: are recurrent as well. Before transformers 5.15 "attention" and "mamba" are types, too.
 _ATTENTION = {
-    **{"full_attention": False, "chunked_attention": False, "hybrid": False},
+    **{"full_attention": False, "chunked_attention": False, "hybrid": False, "attention": False},
     **{"sliding_attention": True, "hybrid_sliding": True},
 }
 #: The types of layers without attention.
-_NO_ATTENTION = ("linear_attention", "conv", "mlp", "moe")
+_NO_ATTENTION = ("linear_attention", "mamba", "conv", "mlp", "moe")
 #: The types of layers that have at least one recurrent module each.
-_RECURRENT = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+_RECURRENT = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding")
 
 #: By model type, why a model cannot take a plan. Neither its modules nor its layer types tell this.
 _REFUSED = {
@@ -247,7 +247,7 @@ def num_attention_calls(config: PreTrainedConfig) -> int:
 def goes_another_way(config: PreTrainedConfig) -> bool:
     """Whether a plan as a keyword is known not to be enough: the layers do not get it, or the model is refused."""
     config = config.get_text_config()
-    plain = ("full_attention", "sliding_attention", "chunked_attention")
+    plain = ("full_attention", "attention", "sliding_attention", "chunked_attention")
     kinds = _kinds(config)
     return (
         config.model_type in (*_DROPS_KEYWORDS, *_BYPASSES, *_REFUSED)
