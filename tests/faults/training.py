@@ -36,8 +36,15 @@ FAULTS = [
     Fault(
         "documents lie one after another whatever the homes are",
         "python/distca/apps/train/data.py",
-        "if not self._head_tail:",
+        'if self._homes == "packed":',
         "if True:",
+        ("tests/apps/test_train.py",),
+    ),
+    Fault(
+        "documents that should be whole are cut where a step is full alone",
+        "python/distca/apps/train/data.py",
+        'parts = self._ranks if self._homes == "whole" else 1',
+        "parts = 1",
         ("tests/apps/test_train.py",),
     ),
     Fault(
