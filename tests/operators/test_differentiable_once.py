@@ -107,7 +107,10 @@ def test_an_input_with_a_tangent_is_refused_before_anything_moves(
     inputs = [t.detach().requires_grad_(requires_grad) for t in _inputs()]
     context = distca.get_context()
     assert context is not None
-    refused = pytest.raises(distca.InvalidArgumentError, match="no forward-mode derivative")
+    kinds, text = (distca.InvalidArgumentError,), "no forward-mode derivative"
+    if entry == "checkpointed":  # PyTorch 2.10 has no forward mode for checkpointing, and is the first to say so
+        kinds, text = (*kinds, NotImplementedError), f"{text}|You must implement the jvp function"
+    refused = pytest.raises(kinds, match=text)
     with forward_ad.dual_level():
         duals = [forward_ad.make_dual(t, torch.ones_like(t)) if i == wanted else t for i, t in enumerate(inputs)]
         with refused:

@@ -11,6 +11,7 @@ from distca.integrations import hf  # noqa: F401
 from support.groups import loopback_group, on_all_ranks
 from support.halves import HEADS, Model, halves_for, one_after_the_other, plans_for, results, seeded
 from support.ranks import launch
+from support.torch_features import PING_PONG_TAKES_FSDP
 
 
 def _gradients(wrapper: str, context: distca.Context) -> tuple[list[torch.Tensor], int]:
@@ -41,12 +42,8 @@ def _gradients(wrapper: str, context: distca.Context) -> tuple[list[torch.Tensor
 
 def _wrapped() -> dict[str, tuple[list[torch.Tensor], int]]:
     with distca.init(transport="shm", max_tokens=256, heads=HEADS, timeout=60) as context:
-        wrappers = ["ddp", "fsdp2", "fsdp2 around"] if _has_fsdp() else ["ddp"]
+        wrappers = ["ddp", "fsdp2", "fsdp2 around"] if PING_PONG_TAKES_FSDP else ["ddp"]
         return {wrapper: _gradients(wrapper, context) for wrapper in wrappers}
-
-
-def _has_fsdp() -> bool:
-    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def test_gradients_under_a_wrapper_are_the_mean_over_ranks_of_those_without() -> None:
