@@ -1,5 +1,6 @@
 """`distca.launch`: what it returns, and how it reports every way in which a rank can fail."""
 
+import contextlib
 import ctypes
 import importlib
 import os
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,7 +192,8 @@ def test_wrong_arguments_are_refused_before_anything_starts() -> None:
 BOTH = pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 
 
-def _start_script(folder: Path, function: str, start_method: str) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def _start_script(folder: Path, function: str, start_method: str) -> Iterator[subprocess.Popen[str]]:
     script = folder / "script.py"
     script.write_text(
         textwrap.dedent(
@@ -205,7 +208,12 @@ def _start_script(folder: Path, function: str, start_method: str) -> subprocess.
             """
         )
     )
-    return subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # where a test has failed: the end of `with` waits for it
 
 
 def _wait_for(condition, what: str):
