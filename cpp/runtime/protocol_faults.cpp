@@ -57,8 +57,9 @@ void Protocol::watch() {
   compare_with(waiting_.peer);
   check_departed();
   if (const auto gone = departed(waiting_.peer)) {
-    // The peer may have sent what this rank waits for before it left.
+    // Before it left, the peer may have sent what this rank waits for, or refused this call.
     if (transport_->load(waiting_.word) >= waiting_.value) return;
+    compare_with(waiting_.peer);
     fault_ = {FaultCode::kLeft, {static_cast<uint64_t>(gone->peer)}};
     throw PeerLeftError(message(where(), ": ", name_of(gone->peer), " closed its context while this rank waits for ",
                                 waiting_.what, " of it"));
@@ -80,6 +81,7 @@ std::optional<transport::Departure> Protocol::departed(int64_t peer) {
 void Protocol::check_present(int64_t peer, const char* what) {
   const auto gone = departed(peer);
   if (!gone) return;
+  compare_with(peer);  // it may have refused this call before it left
   fault_ = {gone->orderly ? FaultCode::kLeft : FaultCode::kDied, {static_cast<uint64_t>(peer)}};
   const std::string owes = message(" and owes this rank ", what);
   if (gone->orderly) throw PeerLeftError(message(where(), ": ", name_of(peer), " closed its context", owes));

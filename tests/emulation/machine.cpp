@@ -4,6 +4,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <set>
+#include <string>
 
 #include "common/dtype.h"
 
@@ -75,11 +77,12 @@ void Machine::run(int num_ctas, int num_threads, size_t shared_bytes, const std:
     moved = run_pending(true);
     for (auto& cta : ctas_) moved |= run_products(*cta, true);
     if (moved || alive.empty()) continue;
-    std::string waiting = "nothing can go on; of CTA.warp wait for";
+    std::set<std::string> waits;  // lanes of a warp may wait for different things
     for (const Fiber* fiber : alive)
-      if (fiber->thread % kWarpThreads == 0)
-        waiting += "\n  " + std::to_string(fiber->cta->index) + "." + std::to_string(fiber->thread / kWarpThreads) +
-                   " " + fiber->awaited;
+      waits.insert("\n  " + std::to_string(fiber->cta->index) + "." + std::to_string(fiber->thread / kWarpThreads) +
+                   " " + fiber->awaited);
+    std::string waiting = "nothing can go on; of CTA.warp wait for";
+    for (const std::string& wait : waits) waiting += wait;
     fail(waiting);
   }
   if (!pending_.empty()) fail("a kernel ended before what was to come later");

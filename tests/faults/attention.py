@@ -290,13 +290,6 @@ FAULTS = [
         (CUDA_HOST,),
     ),
     Fault(
-        "CUDA: consumers want more registers than there are",
-        "cuda/attention/cta_parts.h",
-        "kSharedRegisters = 504;",
-        "kSharedRegisters = 520;",
-        (CUDA_HOST,),
-    ),
-    Fault(
         "CUDA: an unchanged maximum rescales a row",
         "cuda/attention/forward_kernel.h",
         "hopper::product(row_max[r], map.exponent_scale) - base)",

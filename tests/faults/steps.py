@@ -202,6 +202,13 @@ FAULTS = [
         (STEPS, TRANSPORT),
     ),
     Fault(
+        "a peer that refused a call and left is looked at once",
+        PROTOCOL_FAULTS,
+        "    compare_with(waiting_.peer);\n    fault_ = {FaultCode::kLeft",
+        "    fault_ = {FaultCode::kLeft",
+        ("tests/runtime/test_told_faults.py",),
+    ),
+    Fault(
         "a signal does not wait for earlier puts",
         "cpp/emulation/reordering.cpp",
         "  if (const Write& drawn = held_[pick]; drawn.is_signal) {",

@@ -28,11 +28,11 @@ namespace {
 
 using runtime::Signals;
 
-/// What peers tell of their faults arrives as late as it may: the rank's own thread sees it once it has been told that
-/// the peer has left.
-class LateFaults final : public transport::WrappingTransport {
+/// What peers tell of their faults and publish of their calls arrives as late as it may: the rank's own thread sees it
+/// once it has been told that the peer has left.
+class LateNews final : public transport::WrappingTransport {
  public:
-  explicit LateFaults(std::unique_ptr<Transport> inner) : WrappingTransport(std::move(inner)) {}
+  explicit LateNews(std::unique_ptr<Transport> inner) : WrappingTransport(std::move(inner)) {}
 
   void put(int peer, int64_t heap_offset, int64_t dst_row_stride, int64_t dst_head_stride, const RowView& src,
            const RowExtent& extent) override {
@@ -45,9 +45,10 @@ class LateFaults final : public transport::WrappingTransport {
     inner_->publish(word, value);
   }
   uint64_t load(int64_t word) const override {
-    const Signals signals(num_ranks());
-    const bool is_late = std::this_thread::get_id() == own_thread_ && !has_asked_;
-    return is_late && word == signals.fault_code(1) ? 0 : inner_->load(word);
+    return is_late() && word == Signals(num_ranks()).fault_code(1) ? 0 : inner_->load(word);
+  }
+  uint64_t peek(int peer, int64_t word) const override {
+    return is_late() && word == Signals(num_ranks()).call(1) ? 0 : inner_->peek(peer, word);
   }
   std::optional<transport::Departure> departed() const override { return inner_->departed(); }
   std::optional<transport::Departure> departed(int peer) const override {
@@ -57,6 +58,8 @@ class LateFaults final : public transport::WrappingTransport {
   }
 
  private:
+  bool is_late() const { return std::this_thread::get_id() == own_thread_ && !has_asked_; }
+
   std::atomic<std::thread::id> own_thread_;
   mutable std::atomic<bool> has_asked_{false};
 };
@@ -180,19 +183,19 @@ void add(const std::string& name, int rank, int64_t slot_bytes, std::unique_ptr<
 
 extern "C" {
 
-void late_faults(const char* name, int64_t slot_bytes) {
+void late_news(const char* name, int64_t slot_bytes) {
   using namespace distca;
   const runtime::HeapNeeds needs = runtime::heap_needs(kRanks, slot_bytes);
   auto ranks = transport::make_loopback(kRanks, needs.heap_bytes, needs.num_signals);
-  add(name, 0, slot_bytes, std::make_unique<LateFaults>(std::move(ranks[0])), nullptr);
+  add(name, 0, slot_bytes, std::make_unique<LateNews>(std::move(ranks[0])), nullptr);
   add(name, 1, slot_bytes, std::move(ranks[1]), nullptr);
 }
 
-void late_faults_of_queued_steps(const char* name, int64_t slot_bytes) {
+void late_news_of_queued_steps(const char* name, int64_t slot_bytes) {
   using namespace distca;
   const runtime::HeapNeeds needs = runtime::heap_needs(kRanks, slot_bytes);
   auto control = transport::make_loopback(kRanks, 0, needs.num_signals);
-  control[0] = std::make_unique<LateFaults>(std::move(control[0]));
+  control[0] = std::make_unique<LateNews>(std::move(control[0]));
   const std::array devices = {emulation::make_host_device(kTimeout), emulation::make_host_device(kTimeout)};
   const std::array streams = {devices[0].streams, devices[1].streams};
   const transport::DeviceHeaps heaps = transport::allocate_heaps(needs.heap_bytes, needs.num_signals, streams);

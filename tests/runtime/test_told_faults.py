@@ -60,7 +60,7 @@ def test_a_fault_that_a_peer_told_before_it_left_is_what_is_reported(awkward: ct
         plan = plan_for(2, rank)
         return distca.dispatch(*tensors_for(plan)[:3], plan, context=context)
 
-    with two_ranks(awkward.late_faults_of_queued_steps if queued else awkward.late_faults) as contexts:
+    with two_ranks(awkward.late_news_of_queued_steps if queued else awkward.late_news) as contexts:
         step, of_peer = on_all_ranks(contexts, dispatch)
         of_peer.abandon("enough")
         contexts[1].close()
@@ -68,6 +68,23 @@ def test_a_fault_that_a_peer_told_before_it_left_is_what_is_reported(awkward: ct
             distca.attend(step)
             distca.collect(step)
             dispatch(0, contexts[0])
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_call_that_a_peer_refused_before_it_left_is_what_is_reported(awkward: ctypes.CDLL, queued: bool) -> None:
+    """The refusal is seen after this rank has compared its call, and just before it looks for who has left."""
+
+    def step(rank: int, context: distca.Context, rows: int | None = None) -> None:
+        plan = plan_for(2, rank)
+        q, k, v, _ = tensors_for(plan)
+        distca.core_attention(q[:rows], k[:rows], v[:rows], plan, context=context)
+
+    with two_ranks(awkward.late_news_of_queued_steps if queued else awkward.late_news) as contexts:
+        with pytest.raises(distca.InvalidArgumentError):
+            step(1, contexts[1], rows=1)
+        contexts[1].close()
+        with pytest.raises(distca.PeerLeftError, match="rank 1 refused this call: plan is of another layout"):
+            step(0, contexts[0])
 
 
 @pytest.mark.parametrize("backward", [False, True])
