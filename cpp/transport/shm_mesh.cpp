@@ -10,9 +10,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstring>
 #include <optional>
+#include <thread>
 
 #include "common/error.h"
 #include "common/interrupt.h"
@@ -26,6 +28,7 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr int kBacklog = 4096;
 constexpr int64_t kProbeMs = 1000;
 constexpr int64_t kRetryMs = 1;
+constexpr std::chrono::milliseconds kLinger{100};
 
 /// The only message of either side. It is sent along with the region's memfd.
 struct Hello {
@@ -141,8 +144,15 @@ class Mesh {
       : listener_(listener), group_(group), memory_(memory), deadline_(deadline), peers_(group.addresses.size()) {}
 
   std::vector<Peer> connect() {
-    for (int peer = 0; peer < group_.rank; ++peer) connect_to(peer);
-    while (!missing().empty()) step();
+    try {
+      for (int peer = 0; peer < group_.rank; ++peer) connect_to(peer);
+      while (!missing().empty()) step();
+    } catch (const PeerDiedError&) {
+      // Otherwise ranks that are connected already could see the end of these sockets first, while the kernel is still
+      // closing those of the rank that died.
+      std::this_thread::sleep_for(kLinger);
+      throw;
+    }
     return std::move(peers_);
   }
 
