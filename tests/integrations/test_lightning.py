@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from support.forked_ranks import run_program
 from support.once import made_once
 
 CASES = [
@@ -52,15 +50,7 @@ if importlib.util.find_spec("lightning") is None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what the processes of all cases saved."""
-    return made_once(tmp_path_factory, "lightning", _run)
-
-
-def _run(folder: Path) -> Path:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(PROGRAM), str(folder), *CASES]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+    return made_once(tmp_path_factory, "lightning", lambda folder: run_program(PROGRAM, folder, CASES))
 
 
 def _ranks(folder: Path, case: str) -> list[dict[str, Any]]:

@@ -1,15 +1,17 @@
-"""Processes that a program forks after its imports, because imports take most of a short run."""
+"""Processes that a program of a test forks after its imports, because imports take most of a short run."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,3 +75,12 @@ def _leave() -> None:
 
 
 _stores: list[dist.TCPStore] = []
+
+
+def run_program(program: Path, folder: Path, cases: Iterable[str]) -> Path:
+    """Runs such a program, which saves in the folder what its ranks found in the cases. Returns the folder."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(program), str(folder), *cases]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
