@@ -6,13 +6,25 @@
 namespace distca::attention {
 namespace {
 
-DISTCA_INLINE Floats widen(Halves x) { return (Floats)(__builtin_convertvector(x, Words) << 16); }
+DISTCA_INLINE Floats widen(Halves x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return (Floats)((Words)_mm256_cvtepu16_epi32((__m128i)x) << 16);
+#else
+  return (Floats)(__builtin_convertvector(x, Words) << 16);
+#endif
+}
 
 /// Rounds to nearest even; NaN stays NaN.
 DISTCA_INLINE Halves narrow(Floats x) {
   const Words bits = (Words)x;
   const Words rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-  return __builtin_convertvector((x == x ? rounded : (bits | 0x400000u)) >> 16, Halves);
+  const Words high = (x == x ? rounded : (bits | 0x400000u)) >> 16;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i packed = _mm256_packus_epi32((__m256i)high, (__m256i)high);
+  return (Halves)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#else
+  return __builtin_convertvector(high, Halves);
+#endif
 }
 
 #if defined(__AVX512F__)
@@ -70,7 +82,6 @@ DISTCA_INLINE void store_elements(DType dtype, Floats x, std::byte* p, int64_t c
 }
 
 DISTCA_INLINE int64_t column_units(int64_t n) { return (n + kColumnUnit - 1) / kColumnUnit * kColumnUnit; }
-DISTCA_INLINE int64_t row_units(int64_t n) { return (n + kRowUnit - 1) / kRowUnit * kRowUnit; }
 DISTCA_INLINE float* panel_at(Panels panels, int64_t row, int64_t column) {
   return panels.data + column / kPanelWords * panels.panel_stride + row * kPanelWords + column % kPanelWords;
 }

@@ -78,16 +78,30 @@ DISTCA_INLINE void add_edge_products(int64_t begin, int64_t end, Visible visible
   }
 }
 
+/// Calls tile.operator()<kM>(i) for tiles [i, i + kM) that together are [begin, end), which are multiples of kRowUnit
+/// elements.
+template <class Tile>
+DISTCA_INLINE void for_each_tile(int64_t begin, int64_t end, const Tile& tile) {
+  static_assert(kRowUnit % kTileM == 0 || (kRowUnit == 8 && kTileM == 6));
+  if constexpr (kRowUnit % kTileM == 0) {
+    for (; begin < end; begin += kTileM) tile.template operator()<kTileM>(begin);
+  } else {
+    // A multiple of eight is some sixes, and none, one or two fours.
+    for (; end - begin > 8 || end - begin == 6; begin += 6) tile.template operator()<6>(begin);
+    for (; begin < end; begin += 4) tile.template operator()<4>(begin);
+  }
+}
+
 template <class Operands, int kN>
 DISTCA_INLINE void score_panel(const ScoreTile& tile, int64_t words, const float* keys, int64_t panel_stride,
                                const float* queries, float* scores) {
-  for (int64_t key = tile.begin; key < tile.end; key += kTileM) {
+  for_each_tile(tile.begin, tile.end, [&]<int kM>(int64_t key) __attribute__((always_inline)) {
     for (int64_t begin = 0; begin < words; begin += kScoreChain) {
-      Floats sum[kTileM][kN] = {};
-      add_products<Operands, LeftForm::kInnerColumns, kTileM, kN>(begin, smaller_of(begin + kScoreChain, words),
-                                                                  keys + key * kPanelWords, panel_stride, queries, sum);
+      Floats sum[kM][kN] = {};
+      add_products<Operands, LeftForm::kInnerColumns, kM, kN>(begin, smaller_of(begin + kScoreChain, words),
+                                                              keys + key * kPanelWords, panel_stride, queries, sum);
 #pragma GCC unroll 8
-      for (int i = 0; i < kTileM; ++i) {
+      for (int i = 0; i < kM; ++i) {
 #pragma GCC unroll 4
         for (int j = 0; j < kN; ++j) {
           float* at = scores + (key + i) * kTileRows + j * kWidth;
@@ -95,39 +109,46 @@ DISTCA_INLINE void score_panel(const ScoreTile& tile, int64_t words, const float
         }
       }
     }
-  }
+  });
 }
 
 template <class Operands>
 void multiply_scores(const ScoreProduct& p) {
+  // The tile without the keys that no lane of [lane, lane + lanes) sees.
+  const auto seen_by = [&](int64_t lane, int64_t lanes) {
+    const int64_t upto = larger_of(p.tile.visible.upto + lane + lanes - 1, p.tile.begin);
+    ScoreTile seen = p.tile;
+    seen.end = smaller_of(row_units(upto), p.tile.end);
+    return seen;
+  };
   int64_t lane = 0;
   for (; lane + kTileN * kWidth <= p.tile.lanes; lane += kTileN * kWidth)
-    score_panel<Operands, kTileN>(p.tile, p.words, p.keys, p.panel_stride, p.queries + lane, p.scores + lane);
+    score_panel<Operands, kTileN>(seen_by(lane, kTileN * kWidth), p.words, p.keys, p.panel_stride, p.queries + lane,
+                                  p.scores + lane);
   for (; lane < p.tile.lanes; lane += kWidth)
-    score_panel<Operands, 1>(p.tile, p.words, p.keys, p.panel_stride, p.queries + lane, p.scores + lane);
+    score_panel<Operands, 1>(seen_by(lane, kWidth), p.words, p.keys, p.panel_stride, p.queries + lane, p.scores + lane);
 }
 
 template <class Operands, LeftForm kForm, int kN>
 DISTCA_INLINE void multiply_column(int64_t m, Visible visible, Panels left, const float* right, const SumsOverKeys& c) {
   constexpr int64_t kElements = Operands::kElements;
-  for (int64_t row = 0; row < m; row += kTileM) {
+  for_each_tile(0, row_units(m), [&]<int kM>(int64_t row) __attribute__((always_inline)) {
     const Visible rows{visible.from + row, visible.upto + row, visible.limit};
-    const int64_t begin = larger_of(rows.from, 0), end = smaller_of(rows.upto + kTileM - 1, rows.limit);
+    const int64_t begin = larger_of(rows.from, 0), end = smaller_of(rows.upto + kM - 1, rows.limit);
     // All rows of the tile see [whole_begin, whole_end).
     const int64_t begin_word = begin / kElements;
     const int64_t end_word = larger_of((end + kElements - 1) / kElements, begin_word);
-    const int64_t whole_begin =
-        smaller_of((larger_of(rows.from + kTileM - 1, 0) + kElements - 1) / kElements, end_word);
+    const int64_t whole_begin = smaller_of((larger_of(rows.from + kM - 1, 0) + kElements - 1) / kElements, end_word);
     const int64_t whole_end = larger_of(larger_of(smaller_of(rows.upto, rows.limit), 0) / kElements, whole_begin);
     const float* a = left.data + row * (kForm == LeftForm::kInnerColumns ? kPanelWords : 1);
-    Floats sum[kTileM][kN] = {};
+    Floats sum[kM][kN] = {};
     if (begin_word < whole_begin)
-      add_edge_products<Operands, kForm, kTileM, kN>(begin_word, whole_begin, rows, a, left.panel_stride, right, sum);
-    add_products<Operands, kForm, kTileM, kN>(whole_begin, whole_end, a, left.panel_stride, right, sum);
+      add_edge_products<Operands, kForm, kM, kN>(begin_word, whole_begin, rows, a, left.panel_stride, right, sum);
+    add_products<Operands, kForm, kM, kN>(whole_begin, whole_end, a, left.panel_stride, right, sum);
     if (whole_end < end_word)
-      add_edge_products<Operands, kForm, kTileM, kN>(whole_end, end_word, rows, a, left.panel_stride, right, sum);
+      add_edge_products<Operands, kForm, kM, kN>(whole_end, end_word, rows, a, left.panel_stride, right, sum);
 #pragma GCC unroll 8
-    for (int i = 0; i < kTileM; ++i) {
+    for (int i = 0; i < kM; ++i) {
       const Floats factor = broadcast(c.rescale == nullptr ? 1.f : c.rescale[row + i]);
 #pragma GCC unroll 4
       for (int j = 0; j < kN; ++j) {
@@ -136,7 +157,7 @@ DISTCA_INLINE void multiply_column(int64_t m, Visible visible, Panels left, cons
         store(at, c.are_new ? sum[i][j] + Floats{} : fused(load(at), factor, sum[i][j]));
       }
     }
-  }
+  });
 }
 
 template <class Operands, LeftForm kForm>

@@ -20,7 +20,7 @@ constexpr int kWidth = 16;  // floats of a vector
 constexpr int kTileM = 8;
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int kWidth = 8;
-constexpr int kTileM = 4;
+constexpr int kTileM = 6;
 #else
 constexpr int kWidth = 4;
 constexpr int kTileM = 4;
@@ -29,7 +29,6 @@ constexpr int kTileN = 2;
 
 /// Outer elements of a product are computed in multiples of this many.
 constexpr int64_t kRowUnit = 8;
-static_assert(kRowUnit % kTileM == 0);
 
 typedef float Floats __attribute__((vector_size(kWidth * 4)));
 typedef int32_t Ints __attribute__((vector_size(kWidth * 4)));
@@ -45,6 +44,8 @@ constexpr float kInfinity = __builtin_inff();
 
 DISTCA_INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 DISTCA_INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+DISTCA_INLINE int64_t row_units(int64_t n) { return (n + kRowUnit - 1) / kRowUnit * kRowUnit; }
 
 DISTCA_INLINE Floats load(const float* p) { return *reinterpret_cast<const FloatsInMemory*>(p); }
 DISTCA_INLINE void store(float* p, Floats x) { *reinterpret_cast<FloatsInMemory*>(p) = x; }
@@ -79,6 +80,16 @@ DISTCA_INLINE Floats larger(Floats a, Floats b) {
   return a > b ? a : b;
 #endif
 }
+/// The smaller one; b if one of them is NaN.
+DISTCA_INLINE Floats smaller(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_min_ps(a, b);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return _mm256_min_ps(a, b);  // GCC makes two instructions of the other form
+#else
+  return a < b ? a : b;
+#endif
+}
 
 DISTCA_INLINE Ints lane_numbers() {
   Ints lanes{};
@@ -86,40 +97,76 @@ DISTCA_INLINE Ints lane_numbers() {
   return lanes;
 }
 
-/// exp(x) within 0.9 ulp, or 1.2 where multiply and add are not fused (tests/attention/test_exponential.py). It is
-/// exactly 0 for -inf and wherever the result would be denormal, exactly 1 for 0, inf where it overflows, NaN for NaN.
-DISTCA_INLINE Floats exponential(Floats x) {
-  constexpr float kLog2E = 1.44269504f;
-  constexpr float kLn2High = 0.693359375f;  // few enough bits that its multiples by an exponent are exact
-  constexpr float kLn2Low = -2.12194440e-4f;
-  constexpr float kSmallest = -87.3f;
+constexpr float kLog2E = 1.44269504f;
+constexpr float kLn2High = 0.693359375f;  // few enough bits that its multiples by an exponent are exact
+constexpr float kLn2Low = -2.12194440e-4f;
+/// Below it exp would be denormal, or nearly.
+constexpr float kSmallest = -87.3f;
+/// Coefficients of exp(r) on [-ln2/2, ln2/2], the highest power first: a minimax fit of the relative error (3e-9).
+constexpr float kPowers[] = {1.3814320554956794e-3f,
+                             8.368851616978645e-3f,
+                             4.1668400168418884e-2f,
+                             1.666651964187622e-1f,
+                             4.999999403953552e-1f,
+                             1.f,
+                             1.f};
+
+// exponential(x) is exp(x) within 0.9 ulp, or 1.2 where multiply and add are not fused
+// (tests/attention/test_exponential.py). It is exactly 0 for -inf and wherever the result would be denormal, exactly 1
+// for 0, inf where it overflows, NaN for NaN. exponentials replaces each x by exponential(x).
 #if defined(__AVX512F__)
+DISTCA_INLINE Floats exponential(Floats x) {
   const Floats n = _mm512_roundscale_ps(x * kLog2E, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#else
-  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
-  const Floats shifted = fused(x, broadcast(kLog2E), broadcast(kRound));
-  const Floats n = shifted - kRound;
-#endif
   Floats r = fused(n, broadcast(-kLn2High), x);
   r = fused(n, broadcast(-kLn2Low), r);
-  // (exp(r) - 1 - r) / r^2 on [-ln2/2, ln2/2], minimax fit of the relative error of exp (3e-9).
-  Floats p = broadcast(1.3814320554956794e-3f);
-  p = fused(p, r, broadcast(8.368851616978645e-3f));
-  p = fused(p, r, broadcast(4.1668400168418884e-2f));
-  p = fused(p, r, broadcast(1.666651964187622e-1f));
-  p = fused(p, r, broadcast(4.999999403953552e-1f));
-  p = fused(p, r, broadcast(1.f));
-  p = fused(p, r, broadcast(1.f));
-#if defined(__AVX512F__)
+  Floats p = broadcast(kPowers[0]);
+#pragma GCC unroll 8
+  for (int i = 1; i < 7; ++i) p = fused(p, r, broadcast(kPowers[i]));
   const __mmask16 is_normal = _mm512_cmp_ps_mask(x, broadcast(kSmallest), _CMP_NLT_UQ);
   return _mm512_maskz_scalef_ps(is_normal, p, n);
-#else
-  const Words power = ((Words)shifted << 23) + 0x3f800000u;  // 2^n
-  p = p * (Floats)power;
-  p = x < kSmallest ? Floats{} : p;
-  return x > 88.7f ? broadcast(kInfinity) : p;
-#endif
 }
+template <int kN>
+DISTCA_INLINE void exponentials(Floats (&x)[kN]) {
+#pragma GCC unroll 4
+  for (int u = 0; u < kN; ++u) x[u] = exponential(x[u]);
+}
+#else
+/// The vectors take each step together, because a step of one waits for the step before it.
+template <int kN>
+DISTCA_INLINE void exponentials(Floats (&x)[kN]) {
+  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
+  constexpr float kLargest = 89.f;      // its power of two, 128, is inf
+  Floats shifted[kN], r[kN], p[kN];
+#pragma GCC unroll 4
+  for (int u = 0; u < kN; ++u) {
+    x[u] = smaller(broadcast(kLargest), x[u]);
+    shifted[u] = fused(x[u], broadcast(kLog2E), broadcast(kRound));
+  }
+#pragma GCC unroll 4
+  for (int u = 0; u < kN; ++u) r[u] = fused(shifted[u] - kRound, broadcast(-kLn2High), x[u]);
+#pragma GCC unroll 4
+  for (int u = 0; u < kN; ++u) {
+    r[u] = fused(shifted[u] - kRound, broadcast(-kLn2Low), r[u]);
+    p[u] = broadcast(kPowers[0]);
+  }
+#pragma GCC unroll 8
+  for (int i = 1; i < 7; ++i) {
+#pragma GCC unroll 4
+    for (int u = 0; u < kN; ++u) p[u] = fused(p[u], r[u], broadcast(kPowers[i]));
+  }
+#pragma GCC unroll 4
+  for (int u = 0; u < kN; ++u) {
+    const Words power = ((Words)shifted[u] << 23) + 0x3f800000u;  // 2^n
+    p[u] = p[u] * (Floats)power;
+    x[u] = x[u] < kSmallest ? Floats{} : p[u];
+  }
+}
+DISTCA_INLINE Floats exponential(Floats x) {
+  Floats one[1] = {x};
+  exponentials(one);
+  return one[0];
+}
+#endif
 
 #if defined(__AVX512F__)
 /// 2^x with a relative error of 3e-6, for values that are rounded to bf16 afterwards. It is exactly 1 for 0, exactly 0
@@ -168,10 +215,13 @@ DISTCA_INLINE bool is_edge(const ScoreTile& tile) {
 struct FloatOperands {
   static constexpr int kElements = 1;
   DISTCA_INLINE Floats multiply_add(Floats left, Floats right, Floats sum) { return fused(left, right, sum); }
-  /// exp(scale * score - base). The product is fused, because a rounded scale * score would be off by as much as
-  /// everything else together.
-  DISTCA_INLINE Floats weight(Floats score, float scale, Floats base) {
-    return exponential(fused(score, broadcast(scale), -base));
+  /// Replaces each score by exp(scale * score - base). The product is fused, because a rounded scale * score would be
+  /// off by as much as everything else together.
+  template <int kN>
+  DISTCA_INLINE void make_weights(Floats (&scores)[kN], float scale, Floats base) {
+#pragma GCC unroll 4
+    for (int u = 0; u < kN; ++u) scores[u] = fused(scores[u], broadcast(scale), -base);
+    exponentials(scores);
   }
 };
 
@@ -182,10 +232,12 @@ struct PairOperands {
   DISTCA_INLINE Floats multiply_add(Floats left, Floats right, Floats sum) {
     return _mm512_dpbf16_ps(sum, (__m512bh)right, (__m512bh)left);
   }
-  /// exp(scale * score - base), as exact as the rounding to bf16 that follows can show.
-  DISTCA_INLINE Floats weight(Floats score, float scale, Floats base) {
-    constexpr float kLog2E = 1.44269504f;
-    return rough_power_of_two(fused(score, broadcast(scale * kLog2E), base * -kLog2E));
+  /// Replaces each score by exp(scale * score - base), as exact as the rounding to bf16 that follows can show.
+  template <int kN>
+  DISTCA_INLINE void make_weights(Floats (&scores)[kN], float scale, Floats base) {
+#pragma GCC unroll 4
+    for (int u = 0; u < kN; ++u)
+      scores[u] = rough_power_of_two(fused(scores[u], broadcast(scale * kLog2E), base * -kLog2E));
   }
   /// The pairs (first[i], second[i]), rounded.
   DISTCA_INLINE Floats pairs_of(Floats first, Floats second) {

@@ -10,19 +10,19 @@ namespace distca::attention {
 namespace {
 
 constexpr int kSums = 4;
+/// Vectors whose weights are made together.
+constexpr int kTogether = 2;
 
 /// exp(x) - 1 for x >= 0, without cancellation near zero.
 DISTCA_INLINE Floats exponential_minus_one(Floats x) {
   constexpr float kRound = 12582912.f;
-  const Floats shifted = fused(x, broadcast(1.44269504f), broadcast(kRound));
+  const Floats shifted = fused(x, broadcast(kLog2E), broadcast(kRound));
   const Floats n = shifted - kRound;
-  Floats r = fused(n, broadcast(-0.693359375f), x);
-  r = fused(n, broadcast(2.12194440e-4f), r);
-  Floats p = broadcast(1.3814320554956794e-3f);  // as in exponential()
-  p = fused(p, r, broadcast(8.368851616978645e-3f));
-  p = fused(p, r, broadcast(4.1668400168418884e-2f));
-  p = fused(p, r, broadcast(1.666651964187622e-1f));
-  p = fused(p, r, broadcast(4.999999403953552e-1f));
+  Floats r = fused(n, broadcast(-kLn2High), x);
+  r = fused(n, broadcast(-kLn2Low), r);
+  Floats p = broadcast(kPowers[0]);
+#pragma GCC unroll 8
+  for (int i = 1; i < 5; ++i) p = fused(p, r, broadcast(kPowers[i]));
   p = fused(p, r * r, r);
   const Floats power = (Floats)(((Words)shifted << 23) + 0x3f800000u);
   return fused(p, power, power - 1.f);
@@ -93,9 +93,16 @@ DISTCA_INLINE void softmax_lanes(const ScoreTile& tile, int64_t lane, float scal
   for (int64_t key = tile.begin; key < end; key += kSums) {
     Floats p[kSums];
 #pragma GCC unroll 4
-    for (int u = 0; u < kSums; ++u) {
-      p[u] = Operands::weight(load(scores + (key + u) * kTileRows), scale, base);
-      sum[u] = sum[u] + p[u];
+    for (int u = 0; u < kSums; u += kTogether) {
+      Floats weight[kTogether];
+#pragma GCC unroll 2
+      for (int i = 0; i < kTogether; ++i) weight[i] = load(scores + (key + u + i) * kTileRows);
+      Operands::make_weights(weight, scale, base);
+#pragma GCC unroll 2
+      for (int i = 0; i < kTogether; ++i) {
+        p[u + i] = weight[i];
+        sum[u + i] = sum[u + i] + weight[i];
+      }
     }
     store_keys<Operands>(p, key, scores);
   }
@@ -117,20 +124,27 @@ struct GradientLanes {
   LaneVisibility visible;
 };
 
+/// Sets p and ds to P and dS of a vector of query rows and keys `key`, key + 1, ..., key + kTogether - 1.
 template <class Operands, bool kEdge, bool kCap>
-DISTCA_INLINE void gradient_of(const GradientLanes& lanes, int64_t key, float scale, float inverse_cap,
-                               const float* scores, const float* dprobs, Floats& p, Floats& ds) {
-  const Floats score = load(scores + key * kTileRows);
-  p = Operands::weight(score, scale, lanes.lse);
-  ds = p * (load(dprobs + key * kTileRows) - lanes.delta);
-  if constexpr (kCap) {
-    const Floats t = score * inverse_cap;
-    ds = ds * fused(-t, t, broadcast(1.f));
-  }
-  if constexpr (kEdge) {
-    const Ints seen = sees(lanes.visible, static_cast<int32_t>(key)) & lanes.valid;
-    p = seen ? p : Floats{};
-    ds = seen ? ds : Floats{};
+DISTCA_INLINE void gradients_of(const GradientLanes& lanes, int64_t key, float scale, float inverse_cap,
+                                const float* scores, const float* dprobs, Floats* p, Floats* ds) {
+  Floats score[kTogether], weight[kTogether];
+#pragma GCC unroll 2
+  for (int u = 0; u < kTogether; ++u) weight[u] = score[u] = load(scores + (key + u) * kTileRows);
+  Operands::make_weights(weight, scale, lanes.lse);
+#pragma GCC unroll 2
+  for (int u = 0; u < kTogether; ++u) {
+    p[u] = weight[u];
+    ds[u] = p[u] * (load(dprobs + (key + u) * kTileRows) - lanes.delta);
+    if constexpr (kCap) {
+      const Floats t = score[u] * inverse_cap;
+      ds[u] = ds[u] * fused(-t, t, broadcast(1.f));
+    }
+    if constexpr (kEdge) {
+      const Ints seen = sees(lanes.visible, static_cast<int32_t>(key + u)) & lanes.valid;
+      p[u] = seen ? p[u] : Floats{};
+      ds[u] = seen ? ds[u] : Floats{};
+    }
   }
 }
 
@@ -151,13 +165,16 @@ DISTCA_INLINE void gradient_tile(const ScoreTile& tile, float scale, float inver
     for (int64_t key = tile.begin; key < tile.end; key += kSums) {
       Floats p[kVectors][kSums], ds[kVectors][kSums];
 #pragma GCC unroll 4
-      for (int u = 0; u < kSums; ++u) {
+      for (int u = 0; u < kSums; u += kTogether) {
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
           const int64_t at = lane + v * kWidth;
-          gradient_of<Operands, kEdge, kCap>(lanes[v], key + u, scale, inverse_cap, scores + at, dprobs + at, p[v][u],
-                                             ds[v][u]);
+          gradients_of<Operands, kEdge, kCap>(lanes[v], key + u, scale, inverse_cap, scores + at, dprobs + at, p[v] + u,
+                                              ds[v] + u);
         }
+      }
+#pragma GCC unroll 4
+      for (int u = 0; u < kSums; ++u) {
         const int64_t row = (key + u) * kPanelWords + lane / kVectors;
         if constexpr (kVectors == 1) {
           store(outputs.probs + row, p[0][u]);
