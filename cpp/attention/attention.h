@@ -129,10 +129,10 @@ DISTCA_EXPORT std::vector<std::string> cpu_instruction_sets();
 /// seen the largest problem. One call at a time.
 class DISTCA_EXPORT CpuAttention {
  public:
-  /// `isa` forces an instruction set: "amx", "avx512_bf16", "avx512", "avx2" or "plain"; with "amx_emulated", which is
-  /// for tests, functions stand for the tile instructions. If it is empty, the environment variable DISTCA_CPU_ISA
-  /// forces one. If that is unset too, the best one for this CPU is taken. Throws InvalidArgumentError for a name that
-  /// is unknown or that this CPU lacks.
+  /// `isa` forces an instruction set: "amx", "avx512_bf16", "avx512", "avx2" or "plain"; with
+  /// "avx512_bf16_emulated" and "amx_emulated", which are for tests, functions stand for what AVX2 lacks. If it is
+  /// empty, the environment variable DISTCA_CPU_ISA forces one. If that is unset too, the best one for this CPU is
+  /// taken. Throws InvalidArgumentError for a name that is unknown or that this CPU lacks.
   explicit CpuAttention(std::string_view isa = {});
   ~CpuAttention();
   CpuAttention(CpuAttention&&) noexcept;

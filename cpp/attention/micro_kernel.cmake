@@ -8,21 +8,25 @@ function(add_micro_kernel target isa)
   target_sources(${target} PRIVATE $<TARGET_OBJECTS:micro_kernel_${isa}>)
 endfunction()
 
+set(avx2_flags -mavx2 -mfma -mf16c)
 set(avx512_flags -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512)
 
 function(add_micro_kernels target)
   add_micro_kernel(${target} plain)
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
-    add_micro_kernel(${target} avx2 -mavx2 -mfma -mf16c)
+    add_micro_kernel(${target} avx2 ${avx2_flags})
     add_micro_kernel(${target} avx512 ${avx512_flags})
     add_micro_kernel(${target} avx512_bf16 ${avx512_flags} -mavx512bf16)
     add_micro_kernel(${target} amx ${avx512_flags} -mavx512bf16 -mamx-tile -mamx-bf16)
   endif()
 endfunction()
 
-# add_emulated_tiles(target): the same of instruction set amx, with its tile instructions emulated.
-function(add_emulated_tiles target)
+# add_emulated_kernels(target): the same of avx512_bf16 and of amx, with the instructions emulated that AVX2 lacks. GCC 12
+# breaks down over them at its higher levels.
+function(add_emulated_kernels target)
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
-    add_micro_kernel(${target} amx_emulated ${avx512_flags} -mavx512bf16 -DDISTCA_EMULATED_TILES)
+    set(flags ${avx2_flags} -O1 -Wno-psabi -DDISTCA_EMULATED_VECTORS)
+    add_micro_kernel(${target} avx512_bf16_emulated ${flags})
+    add_micro_kernel(${target} amx_emulated ${flags} -DDISTCA_EMULATED_TILES)
   endif()
 endfunction()

@@ -1,11 +1,11 @@
 // The inner loops of the CPU kernel, written once with vector extensions and compiled once for each instruction set.
 //
-// DISTCA_ISA names the instruction set (amx, avx512_bf16, avx512, avx2, plain). With DISTCA_EMULATED_TILES, tile
-// instructions are functions that do the same without the tiles of a CPU. Everything but the tables has internal
-// linkage, and no inline function or template of a header outside these parts is used. Otherwise a copy of one that was
-// compiled here for AVX-512 could become the only one in the library and run on a CPU that lacks it. Products are fused
-// explicitly where the instruction set can. The compiler must not contract others (-ffp-contract=off); then all code
-// paths round alike.
+// DISTCA_ISA names the instruction set (amx, avx512_bf16, avx512, avx2, plain). With DISTCA_EMULATED_VECTORS and
+// DISTCA_EMULATED_TILES, functions stand for instructions that the CPU lacks (cpp/emulation). Everything but the tables
+// has internal linkage, and no inline function or template of a header outside these parts is used. Otherwise a copy of
+// one that was compiled here for AVX-512 could become the only one in the library and run on a CPU that lacks it.
+// Products are fused explicitly where the instruction set can. The compiler must not contract others
+// (-ffp-contract=off); then all code paths round alike.
 #include "attention/micro_kernel.h"
 
 #include "attention/micro_pack.h"

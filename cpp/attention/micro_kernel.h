@@ -196,13 +196,18 @@ struct InstructionSet {
   }
 };
 
-/// The tables of "amx" with emulated tiles, or null if the library that has them is missing.
-const InstructionSet* emulated_tiles();
-inline constexpr std::string_view kEmulatedTiles = "amx_emulated";
+/// The tables of "avx512_bf16" and "amx" in which functions stand for instructions that AVX2 lacks.
+struct EmulatedKernels {
+  const InstructionSet* pairs;
+  const InstructionSet* tiles;
+};
+/// They are null if the library that has them is missing.
+const EmulatedKernels* emulated_kernels();
 
-/// The tables for `isa` ("amx", "avx512_bf16", "avx512", "avx2", "plain", or kEmulatedTiles). If it is empty, the
-/// environment variable DISTCA_CPU_ISA names them. If that is unset or empty, they are the best ones for this CPU,
-/// never emulated ones. Throws InvalidArgumentError for a name that is unknown or that this CPU lacks.
+/// The tables for `isa` ("amx", "avx512_bf16", "avx512", "avx2", "plain", or an emulated one: "avx512_bf16_emulated",
+/// "amx_emulated"). If it is empty, the environment variable DISTCA_CPU_ISA names them. If that is unset or empty, they
+/// are the best ones for this CPU, never emulated ones. Throws InvalidArgumentError for a name that is unknown or that
+/// this CPU lacks.
 const InstructionSet& select_instruction_set(std::string_view isa);
 
 }  // namespace distca::attention

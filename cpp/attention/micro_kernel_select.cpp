@@ -53,7 +53,10 @@ const InstructionSet& best_or_named(std::string_view isa, std::string_view sourc
     if (is_wanted && candidate.is_supported() && (!isa.empty() || candidate.is_good())) return *candidate.set;
   }
 #if defined(__x86_64__)
-  if (isa == kEmulatedTiles && has_pairs() && emulated_tiles() != nullptr) return *emulated_tiles();
+  if (isa.ends_with("_emulated") && has_avx2() && emulated_kernels() != nullptr) {
+    for (const InstructionSet* set : {emulated_kernels()->pairs, emulated_kernels()->tiles})
+      if (isa == set->name) return *set;
+  }
 #endif
   std::string allowed;
   for (const std::string& name : cpu_instruction_sets()) allowed += (allowed.empty() ? "" : ", ") + name;

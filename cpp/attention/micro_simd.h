@@ -3,7 +3,9 @@
 
 #include <cstdint>
 
-#if defined(__AVX2__) && defined(__FMA__)
+#if defined(DISTCA_EMULATED_VECTORS)
+#include "emulation/vector_instructions.h"
+#elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #endif
 

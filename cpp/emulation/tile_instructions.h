@@ -1,5 +1,6 @@
 // The tile instructions of AMX that the kernel uses, under the names of their intrinsics, on memory of the thread. They
-// let micro_tiles.h run on a CPU that has AVX-512 and no tiles.
+// let micro_tiles.h run on a CPU that has no tiles. After vector_instructions.h they need AVX2 alone, and AVX-512
+// without it.
 //
 // _tile_dpbf16ps does what Intel's manual says of TDPBF16PS: for each element of the sums, the first elements of all
 // pairs are one chain of fused multiply-adds from zero in ascending order, the second ones are another; the two are

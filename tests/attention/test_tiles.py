@@ -23,8 +23,10 @@ from support.local_tasks import whole_documents
 from support.ranks import launch
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = [f"-mavx512{kind}" for kind in ("f", "bw", "vl", "dq", "bf16")] + ["-mfma", "-mf16c"]
+FLAGS = ["-mavx2", "-mfma", "-mf16c", "-DDISTCA_EMULATED_VECTORS"]
 MULTIPLY = r"""
+#include "emulation/vector_instructions.h"
+
 #include "emulation/tile_instructions.h"
 
 #include <cstdio>
@@ -32,7 +34,7 @@ MULTIPLY = r"""
 namespace distca::attention {
 
 int multiply() {
-  if (!__builtin_cpu_supports("avx512f")) return 77;
+  if (!__builtin_cpu_supports("avx2")) return 77;
   alignas(64) uint8_t config[64] = {1};
   for (int tile = 0; tile < 3; ++tile) config[16 + 2 * tile] = 64, config[48 + tile] = 16;
   uint32_t tiles[3][16][16];
@@ -49,9 +51,8 @@ int multiply() {
 int main() { return distca::attention::multiply(); }
 """
 CONFIGURATION = r"""
-#define DISTCA_ISA amx_emulated
 #define DISTCA_EMULATED_TILES
-#include "attention/micro_kernel.cpp"
+#include "attention/micro_tile_blocks.h"
 
 #include <cstring>
 
@@ -64,8 +65,10 @@ static bool is_configured_like(const void* expected) {
 }
 
 int configure() {
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bf16")) return 77;
-  const MicroKernel& tiles = *kInstructionSet_amx_emulated.pairs;
+  if (!__builtin_cpu_supports("avx2")) return 77;
+  MicroKernel tiles{}, floats{};
+  tiles.begin_work = begin_tiles;
+  tiles.end_work = end_tiles;
   const FoundState nothing{};
   {
     const KernelThread thread(tiles);
@@ -81,7 +84,7 @@ int configure() {
     if (!is_configured_like(&kTileConfig)) return 3;
   }
   if (!is_configured_like(&of_another)) return 4;
-  const KernelThread floats(*kInstructionSet_amx_emulated.floats);
+  const KernelThread thread(floats);
   return is_configured_like(&of_another) ? 0 : 5;
 }
 
@@ -119,7 +122,7 @@ def compiled(code: str, folder: Path, others: Sequence[str] = ()) -> Path:
 def run(program: Path, data: bytes = b"") -> bytes:
     ran = subprocess.run([program], input=data, capture_output=True)
     if ran.returncode == 77:
-        pytest.skip("this CPU has no AVX-512, or no AVX512_BF16")
+        pytest.skip("this CPU has no AVX2")
     assert ran.returncode == 0
     return ran.stdout
 
@@ -181,15 +184,14 @@ def test_bf16_takes_the_dot_instruction_only_where_it_is_faster_than_fp32(tmp_pa
     run(compiled(MODELS, tmp_path, ["attention/cpu_model.cpp"]))
 
 
-def _bits() -> str:
+def _bits(dtype: torch.dtype) -> str:
     try:
-        if distca._C.cpu_operands(distca.Heads(1, 1, 8, dtype=torch.bfloat16).dtype_number) != "tiles":
-            return "no tiles"
+        distca._C.cpu_operands(0)
     except distca.InvalidArgumentError as error:
         return str(error)
     digest = hashlib.sha256()
     for shape in [(8, 2, 64, 64), (5, 5, 24, 40), (2, 1, 256, 16)]:
-        batch = random_batch((33, 700, 5, 129), distca.Heads(*shape, dtype=torch.bfloat16), 1)
+        batch = random_batch((33, 700, 5, 129), distca.Heads(*shape, dtype=dtype), 1)
         batch.v[40] = math.nan
         q, k, v = (t.clone().requires_grad_() for t in (batch.q, batch.k, batch.v))
         out, lse = distca.attention(q, k, v, whole_documents(batch.lengths))
@@ -199,14 +201,24 @@ def _bits() -> str:
     return digest.hexdigest()
 
 
-def test_tiles_and_emulated_tiles_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("isa", "emulated", "dtype"),
+    [
+        ("amx", "amx_emulated", torch.bfloat16),
+        ("avx512", "avx512_bf16_emulated", torch.float32),
+        ("avx512", "avx512_bf16_emulated", torch.float16),
+    ],
+)
+def test_emulated_instructions_give_the_bits_of_the_real_ones(
+    isa: str, emulated: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = {}
-    for isa in ("amx", "amx_emulated"):
-        monkeypatch.setenv("DISTCA_CPU_ISA", isa)
-        [found[isa]] = launch(_bits, ranks=1)
-        if found[isa].startswith("environment variable"):
-            pytest.skip(found[isa])
-    assert found["amx"] == found["amx_emulated"]
+    for name in (isa, emulated):
+        monkeypatch.setenv("DISTCA_CPU_ISA", name)
+        [found[name]] = launch(_bits, dtype, ranks=1)
+        if found[name].startswith("environment variable"):
+            pytest.skip(found[name])
+    assert found[isa] == found[emulated]
 
 
 def run_tests_of_bf16(isa: str, operands: str, names: Sequence[str]) -> None:
@@ -234,4 +246,5 @@ def test_tests_of_bf16_pass_on_emulated_tiles() -> None:
 def test_tests_of_bf16_pass_with_the_dot_instruction_where_it_is_not_chosen() -> None:
     if distca._C.cpu_operands(distca.Heads(1, 1, 8, dtype=torch.bfloat16).dtype_number) == "pairs":
         pytest.skip("the dot instruction is what this process has chosen: the tests of bf16 run with it as they are")
-    run_tests_of_bf16("avx512_bf16", "pairs", ["attention_features", "nan"])
+    has_it = "avx512_bf16" in distca._C.cpu_isas()
+    run_tests_of_bf16("avx512_bf16" if has_it else "avx512_bf16_emulated", "pairs", ["attention_features", "nan"])

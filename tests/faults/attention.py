@@ -36,6 +36,27 @@ FAULTS = [
         (EXACT,),
     ),
     Fault(
+        "scores of keys that the last rows of a tile see are not multiplied",
+        PRODUCTS,
+        "larger_of(p.tile.visible.upto + lane + lanes - 1, p.tile.begin)",
+        "larger_of(p.tile.visible.upto + lane, p.tile.begin)",
+        (ATTENTION,),
+    ),
+    Fault(
+        "AVX2: the last four rows of a product are left out",
+        PRODUCTS,
+        "for (; begin < end; begin += 4) tile",
+        "for (; begin + 4 < end; begin += 4) tile",
+        (ATTENTION,),
+    ),
+    Fault(
+        "exp of a large number is none",
+        "cpp/attention/micro_simd.h",
+        "    x[u] = smaller(broadcast(kLargest), x[u]);\n",
+        "",
+        ("tests/attention/test_exponential.py",),
+    ),
+    Fault(
         "a row sees the key after it",
         FORWARD,
         "keys_visible_from(mask, row, start, step_end)",
@@ -150,8 +171,8 @@ FAULTS = [
     Fault(
         "delta is left out",
         SOFTMAX,
-        "p * (load(dprobs + key * kTileRows) - lanes.delta)",
-        "p * load(dprobs + key * kTileRows)",
+        "p[u] * (load(dprobs + (key + u) * kTileRows) - lanes.delta)",
+        "p[u] * load(dprobs + (key + u) * kTileRows)",
         (ATTENTION,),
     ),
     Fault(

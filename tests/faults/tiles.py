@@ -12,6 +12,20 @@ AGREED = "python/distca/connect/cpu_kernels.py"
 
 FAULTS = [
     Fault(
+        "the emulated dot instruction leaves out the first elements of pairs",
+        "cpp/emulation/vector_instructions.h",
+        "without_denormals(fmadd(first(left), first(right), sum));",
+        "sum;",
+        (TILES_TEST,),
+    ),
+    Fault(
+        "the dot instruction's weights of two keys change places",
+        "cpp/attention/micro_simd.h",
+        "_mm512_cvtne2ps_pbh(second, first));",
+        "_mm512_cvtne2ps_pbh(first, second));",
+        (TILES_TEST,),
+    ),
+    Fault(
         "columns of values change places where they are packed for tiles",
         TILES,
         "return (c / 4 * 8 + c % 4) * kTileWords;",
