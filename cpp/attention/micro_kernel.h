@@ -132,7 +132,8 @@ struct MicroKernel {
   /// columns); sign is 1, -1 or 0. Columns past `rows`, up to the next multiple of kColumnUnit, become zero.
   void (*transpose_rows)(int64_t rows, int64_t words, int sign, const float* panels, int64_t panel_stride, float* dst);
 
-  /// Sets scores = keys * queries for the tile's keys.
+  /// Sets scores = keys * queries for the tile's keys. Scores of keys that no row of a vector sees may stay as they
+  /// are.
   void (*multiply_scores)(const ScoreProduct& product);
   /// Sets sums [rows, columns] = rescale[row] * sums + weights * values, each row over the keys of the tile that it
   /// sees. `weights` are operands [pairs of keys, kTileRows]. `values` come from pack_values; the tile's first key is
@@ -201,7 +202,7 @@ struct EmulatedKernels {
   const InstructionSet* pairs;
   const InstructionSet* tiles;
 };
-/// They are null if the library that has them is missing.
+/// Null if the library that has them is missing.
 const EmulatedKernels* emulated_kernels();
 
 /// The tables for `isa` ("amx", "avx512_bf16", "avx512", "avx2", "plain", or an emulated one: "avx512_bf16_emulated",

@@ -7,7 +7,7 @@ namespace distca::attention {
 namespace {
 
 DISTCA_INLINE Floats widen(Halves x) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
   return (Floats)((Words)_mm256_cvtepu16_epi32((__m128i)x) << 16);
 #else
   return (Floats)(__builtin_convertvector(x, Words) << 16);
@@ -19,7 +19,7 @@ DISTCA_INLINE Halves narrow(Floats x) {
   const Words bits = (Words)x;
   const Words rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   const Words high = (x == x ? rounded : (bits | 0x400000u)) >> 16;
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
   const __m256i packed = _mm256_packus_epi32((__m256i)high, (__m256i)high);
   return (Halves)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
 #else

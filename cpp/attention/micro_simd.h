@@ -82,16 +82,17 @@ DISTCA_INLINE Floats larger(Floats a, Floats b) {
   return a > b ? a : b;
 #endif
 }
+
+#if !defined(__AVX512F__)
 /// The smaller one; b if one of them is NaN.
 DISTCA_INLINE Floats smaller(Floats a, Floats b) {
-#if defined(__AVX512F__)
-  return _mm512_min_ps(a, b);
-#elif defined(__AVX2__) && defined(__FMA__)
+#if defined(__AVX2__) && defined(__FMA__)
   return _mm256_min_ps(a, b);  // GCC makes two instructions of the other form
 #else
   return a < b ? a : b;
 #endif
 }
+#endif
 
 DISTCA_INLINE Ints lane_numbers() {
   Ints lanes{};
@@ -115,7 +116,8 @@ constexpr float kPowers[] = {1.3814320554956794e-3f,
 
 // exponential(x) is exp(x) within 0.9 ulp, or 1.2 where multiply and add are not fused
 // (tests/attention/test_exponential.py). It is exactly 0 for -inf and wherever the result would be denormal, exactly 1
-// for 0, inf where it overflows, NaN for NaN. exponentials replaces each x by exponential(x).
+// for 0, inf where it overflows (without AVX-512 from 88.4 on), NaN for NaN. exponentials replaces each x by
+// exponential(x).
 #if defined(__AVX512F__)
 DISTCA_INLINE Floats exponential(Floats x) {
   const Floats n = _mm512_roundscale_ps(x * kLog2E, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

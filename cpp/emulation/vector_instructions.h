@@ -65,11 +65,13 @@ template <int kRounding>
 DISTCA_EMULATED Floats16 round(Floats16 x) {
   return join(_mm256_round_ps(low(x), kRounding), _mm256_round_ps(high(x), kRounding));
 }
-/// x less what it is rounded to; zero for infinity.
+/// x less what it is rounded down to, which is rounded down too: an exact zero is -0. It is +0 for infinity.
 template <int kRounding>
 DISTCA_EMULATED Floats16 reduce(Floats16 x) {
-  const Words16 size = (Words16)x & 0x7fffffffu;
-  return size == 0x7f800000u ? Floats16{} : x - round<kRounding>(x);
+  static_assert(kRounding == (_MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+  const Floats16 whole = round<kRounding>(x), rest = x - whole;
+  const Floats16 below = rest + whole > x ? (Floats16)((Words16)rest - 1u) : rest == 0.f ? set1(-0.f) : rest;
+  return ((Words16)x & 0x7fffffffu) == 0x7f800000u ? Floats16{} : below;
 }
 
 template <int kOrder>
@@ -192,6 +194,14 @@ DISTCA_EMULATED Floats16 add_dots(Floats16 sum, Longs8 a, Longs8 b) {
 }  // namespace
 }  // namespace distca::attention
 
+// Compilers offer these as macros too.
+#undef _mm512_roundscale_ps
+#undef _mm512_reduce_ps
+#undef _mm512_cmp_ps_mask
+#undef _mm512_shuffle_f32x4
+#undef _mm512_cmpge_epu16_mask
+#undef _mm512_cvtps_ph
+
 // The names of types and intrinsics mean the above from here on.
 #define DISTCA_OF(name) ::distca::attention::emulated::name
 #define __m512 DISTCA_OF(Floats16)
@@ -209,7 +219,6 @@ DISTCA_EMULATED Floats16 add_dots(Floats16 sum, Longs8 a, Longs8 b) {
 #define _mm512_fmadd_ps(a, b, c) DISTCA_OF(fmadd)(a, b, c)
 #define _mm512_maskz_fmadd_ps(mask, a, b, c) DISTCA_OF(where)(mask, DISTCA_OF(fmadd)(a, b, c))
 #define _mm512_max_ps(a, b) DISTCA_OF(larger)(a, b)
-#define _mm512_min_ps(a, b) DISTCA_OF(smaller)(a, b)
 #define _mm512_roundscale_ps(x, rounding) DISTCA_OF(round)<rounding>(x)
 #define _mm512_reduce_ps(x, rounding) DISTCA_OF(reduce)<rounding>(x)
 #define _mm512_cmp_ps_mask(a, b, order) DISTCA_OF(compare)<order>(a, b)

@@ -85,7 +85,9 @@ def _exact_or_why_not_here() -> str:
     return "exact"
 
 
-@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512", "avx512_bf16", "avx512_bf16_emulated", "amx", "amx_emulated"])
+@pytest.mark.parametrize(
+    "isa", ["plain", "avx2", "avx512", "avx512_bf16", "avx512_bf16_emulated", "amx", "amx_emulated"]
+)
 def test_every_instruction_set_is_as_exact_as_pytorch(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process chooses its instruction set once, so each case runs in a process of its own."""
     monkeypatch.setenv("DISTCA_CPU_ISA", isa)

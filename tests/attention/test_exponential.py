@@ -15,7 +15,7 @@ ISA_FLAGS = {
     "plain": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
-    "avx512_emulated": ["-mavx2", "-mfma", "-mf16c", "-O1", "-DDISTCA_EMULATED_VECTORS"],
+    "avx512_emulated": ["-mavx2", "-mfma", "-mf16c", "-mno-avx512f", "-O1", "-DDISTCA_EMULATED_VECTORS"],
 }
 HEAD = r"""
 #include "attention/micro_simd.h"

@@ -23,7 +23,7 @@ from support.local_tasks import whole_documents
 from support.ranks import launch
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = ["-mavx2", "-mfma", "-mf16c", "-DDISTCA_EMULATED_VECTORS"]
+FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mno-avx512f", "-DDISTCA_EMULATED_VECTORS"]
 MULTIPLY = r"""
 #include "emulation/vector_instructions.h"
 
@@ -51,8 +51,9 @@ int multiply() {
 int main() { return distca::attention::multiply(); }
 """
 CONFIGURATION = r"""
+#define DISTCA_ISA amx_emulated
 #define DISTCA_EMULATED_TILES
-#include "attention/micro_tile_blocks.h"
+#include "attention/micro_kernel.cpp"
 
 #include <cstring>
 
@@ -66,9 +67,7 @@ static bool is_configured_like(const void* expected) {
 
 int configure() {
   if (!__builtin_cpu_supports("avx2")) return 77;
-  MicroKernel tiles{}, floats{};
-  tiles.begin_work = begin_tiles;
-  tiles.end_work = end_tiles;
+  const MicroKernel& tiles = *kInstructionSet_amx_emulated.pairs;
   const FoundState nothing{};
   {
     const KernelThread thread(tiles);
@@ -84,7 +83,7 @@ int configure() {
     if (!is_configured_like(&kTileConfig)) return 3;
   }
   if (!is_configured_like(&of_another)) return 4;
-  const KernelThread thread(floats);
+  const KernelThread floats(*kInstructionSet_amx_emulated.floats);
   return is_configured_like(&of_another) ? 0 : 5;
 }
 
@@ -114,7 +113,7 @@ def compiled(code: str, folder: Path, others: Sequence[str] = ()) -> Path:
     source, program = folder / "tiles.cpp", folder / "tiles"
     source.write_text(code)
     others = [str(ROOT / "cpp" / file) for file in others]
-    flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-w", f"-I{ROOT / 'cpp'}", *FLAGS]
+    flags = ["-std=c++20", "-O0", "-ffp-contract=off", "-w", f"-I{ROOT / 'cpp'}", *FLAGS]
     subprocess.run([compiler, *flags, str(source), *others, "-o", str(program)], check=True)
     return program
 

@@ -16,7 +16,7 @@ FAULTS = [
         "cpp/emulation/vector_instructions.h",
         "without_denormals(fmadd(first(left), first(right), sum));",
         "sum;",
-        (TILES_TEST,),
+        ("tests/attention/test_attention.py",),
     ),
     Fault(
         "the dot instruction's weights of two keys change places",
