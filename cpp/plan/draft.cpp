@@ -45,7 +45,14 @@ class Fitter {
     restrict(first, false);
     for (int round = 1; round < kRounds; ++round) {
       Draft draft = draft_of(layout_, options_, first.approach, allowed_);
+      const Allowances before = allowed_;
       if (!restrict(draft, round >= kGentleRounds)) return draft;
+      // Under the same allowances the same draft would come again, until ranks are treated sternly.
+      if (allowed_ == before && round < kGentleRounds) {
+        round = kGentleRounds;
+        restrict(draft, true);
+      }
+      if (allowed_ == before) break;
     }
     return std::nullopt;
   }

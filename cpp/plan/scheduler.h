@@ -20,6 +20,8 @@ struct Allowances {
   // A rank may have to keep more than the limit of the others. Then this says whether they may have as much or stay at
   // the mean.
   bool level_with_largest = false;
+
+  bool operator==(const Allowances&) const = default;
 };
 
 /// Ways to move fewer bytes, with which servers may need more memory, or less.
