@@ -22,10 +22,11 @@ function(add_micro_kernels target)
 endfunction()
 
 # add_emulated_kernels(target): the same of avx512_bf16 and of amx, with the instructions emulated that AVX2 lacks.
-# GCC 12 breaks down over them at its higher levels.
+# GCC 12 breaks down over them at its higher levels, and with this pass.
 function(add_emulated_kernels target)
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
-    set(flags ${avx2_flags} -mno-avx512f -O1 -Wno-psabi -DDISTCA_EMULATED_VECTORS)
+    set(flags ${avx2_flags} -mno-avx512f -O1 -Wno-psabi -DDISTCA_EMULATED_VECTORS
+        $<$<CXX_COMPILER_ID:GNU>:-fno-tree-ch>)
     add_micro_kernel(${target} avx512_bf16_emulated ${flags})
     add_micro_kernel(${target} amx_emulated ${flags} -DDISTCA_EMULATED_TILES)
   endif()
