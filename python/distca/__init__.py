@@ -7,6 +7,7 @@ Language Model Training by Core Attention Disaggregation", arXiv 2510.18121.
 
 import logging as _logging
 import typing as _typing
+from importlib import import_module as _import_module
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
@@ -43,12 +44,12 @@ from distca.planner.stats import ArenaBytes, PlanStats, Task, Transfer
 from distca.recording import Recording
 from distca.registry import get_context
 from distca.serving import serve, serve_ping_pong
-from distca.simulator.simulate import StrategyResult, simulate
 from distca.steps import Step, attend, collect, dispatch
 from distca.trace.trace import Link, Trace, read_trace, write_trace
 
 if _typing.TYPE_CHECKING:
     from distca.pingpong.ping_pong import PingPong
+    from distca.simulator.simulate import StrategyResult, simulate
 
 _logging.getLogger("distca").addHandler(_logging.NullHandler())  # whoever wants to read it configures logging
 
@@ -116,9 +117,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> _typing.Any:
-    if name == "PingPong":  # importing this loads DDP and FSDP
-        from distca.pingpong.ping_pong import PingPong
+# Modules that take long to import, and what is looked up in them when it is first asked for.
+_LATER = {
+    "PingPong": "distca.pingpong.ping_pong",  # loads DDP and FSDP
+    "StrategyResult": "distca.simulator.simulate",
+    "simulate": "distca.simulator.simulate",
+}
 
-        return PingPong
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> _typing.Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_import_module(_LATER[name]), name)

@@ -1,18 +1,13 @@
 """`distca.launch`: what it returns, and how it reports every way in which a rank can fail."""
 
-import contextlib
 import ctypes
 import importlib
 import os
 import re
 import resource
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,29 +74,6 @@ def _leaves_a_child(file: str) -> None:
         os._exit(0)
     Path(file).write_text(str(child))
     os._exit(3)
-
-
-def _writes_pid_and_waits(folder: str) -> str:
-    Path(folder, f"{dist.get_rank()}.tmp").write_text(str(os.getpid()))
-    Path(folder, f"{dist.get_rank()}.tmp").rename(Path(folder, f"{dist.get_rank()}.pid"))
-    threading.Event().wait()
-    return "unreachable"
-
-
-def _finishes_on_interrupt(folder: str) -> str:
-    try:
-        return _writes_pid_and_waits(folder)
-    except KeyboardInterrupt:
-        return "stopped cleanly"
-
-
-def _ignores_interrupts(folder: str) -> str:
-    try:
-        return _writes_pid_and_waits(folder)
-    except KeyboardInterrupt:
-        Path(folder, f"{dist.get_rank()}.interrupted").touch()
-        threading.Event().wait()
-        return "unreachable"
 
 
 def test_values_come_back_in_rank_order_from_an_initialised_group() -> None:
@@ -189,54 +161,6 @@ def test_wrong_arguments_are_refused_before_anything_starts() -> None:
         distca.launch(_vanishes, ranks=1, start_method="fork")
 
 
-BOTH = pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-
-
-@contextlib.contextmanager
-def _start_script(folder: Path, function: str, start_method: str) -> Iterator[subprocess.Popen[str]]:
-    script = folder / "script.py"
-    script.write_text(
-        textwrap.dedent(
-            f"""
-            import sys
-            sys.path[:0] = {[str(Path(__file__).parents[i]) for i in (0, 1)]}
-            import distca, test_launch
-            if __name__ == "__main__":
-                print(distca.launch(
-                    test_launch.{function}, {str(folder)!r}, ranks=2, threads=1, start_method={start_method!r}
-                ))
-            """
-        )
-    )
-    command = [sys.executable, str(script)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()  # where a test has failed: the end of `with` waits for it
-
-
-def _wait_for(condition, what: str):
-    """Polls, because the watched processes are not children of this one."""
-    deadline = time.monotonic() + 60
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"{what} did not happen within 60 seconds"
-        time.sleep(0.01)
-    return value
-
-
-def _rank_pids(folder: Path) -> list[int]:
-    paths = [folder / f"{rank}.pid" for rank in range(2)]
-    return [int(path.read_text()) for path in paths] if all(path.exists() for path in paths) else []
-
-
-def _gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 def _page_faults_of_a_tensor_made_again() -> int:
     """What a tensor of 20 MiB costs after others that were freed. glibc first leaves gaps between aligned ones."""
     for _ in range(40):
@@ -267,49 +191,6 @@ def test_what_the_user_chose_of_freed_memory_stays(variable: str, monkeypatch: p
     monkeypatch.delenv(variable)
     rank_process.keep_freed_memory()
     assert len(calls) == 2
-
-
-@BOTH
-def test_ranks_die_with_a_killed_parent(start_method: str, tmp_path: Path) -> None:
-    with _start_script(tmp_path, "_writes_pid_and_waits", start_method) as parent:
-        pids = _wait_for(lambda: _rank_pids(tmp_path), "the start of the ranks")
-        parent.kill()
-    _wait_for(lambda: all(_gone(pid) for pid in pids), "the end of the ranks")
-
-
-@BOTH
-def test_ctrl_c_reaches_the_ranks_and_those_that_handle_it_still_return(start_method: str, tmp_path: Path) -> None:
-    with _start_script(tmp_path, "_finishes_on_interrupt", start_method) as parent:
-        pids = _wait_for(lambda: _rank_pids(tmp_path), "the start of the ranks")
-        parent.send_signal(signal.SIGINT)
-        out, err = parent.communicate(timeout=60)
-    said = [line for line in out.splitlines() if not line.startswith("[Gloo]")]  # torch 2.10 does this
-    assert (parent.returncode, said, err) == (0, ["['stopped cleanly', 'stopped cleanly']"], "")
-    assert all(_gone(pid) for pid in pids)
-
-
-@BOTH
-def test_ctrl_c_raises_keyboard_interrupt_where_ranks_do_not_handle_it(start_method: str, tmp_path: Path) -> None:
-    with _start_script(tmp_path, "_writes_pid_and_waits", start_method) as parent:
-        pids = _wait_for(lambda: _rank_pids(tmp_path), "the start of the ranks")
-        parent.send_signal(signal.SIGINT)
-        _, err = parent.communicate(timeout=60)
-    assert parent.returncode == -signal.SIGINT
-    assert err.strip().endswith("KeyboardInterrupt")
-    assert all(_gone(pid) for pid in pids)
-
-
-@BOTH
-def test_a_second_ctrl_c_kills_ranks_that_go_on(start_method: str, tmp_path: Path) -> None:
-    with _start_script(tmp_path, "_ignores_interrupts", start_method) as parent:
-        pids = _wait_for(lambda: _rank_pids(tmp_path), "the start of the ranks")
-        parent.send_signal(signal.SIGINT)
-        _wait_for(lambda: len(list(tmp_path.glob("*.interrupted"))) == 2, "the interrupt of both ranks")
-        parent.send_signal(signal.SIGINT)
-        _, err = parent.communicate(timeout=60)
-    assert parent.returncode == -signal.SIGINT
-    assert err.strip().endswith("KeyboardInterrupt")
-    assert all(_gone(pid) for pid in pids)
 
 
 def test_a_limit_of_open_files_that_is_too_low_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ FAULTS = [
     Fault(
         "rows that come home are not awaited",
         DISPATCHER,
-        "  protocol_.await_rows(step.slice.waits(step.phase), Direction::kOut, round);",
+        "  protocol_.await_rows(step.slice.waits(step.phase), Direction::kOut, {round, round + 1});",
         "",
         (STEPS, TRANSPORT),
     ),

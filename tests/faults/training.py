@@ -9,7 +9,7 @@ FAULTS = [
         "python/distca/connect/rank_process.py",
         "        os.close(server._forkserver_alive_fd)\n",
         "",
-        ("tests/connect/test_launch.py::test_ranks_die_with_a_killed_parent",),
+        ("tests/connect/test_launch_interrupts.py::test_ranks_die_with_a_killed_parent",),
     ),
     Fault(
         "a signal for all processes ends what ranks are forked from",
@@ -21,7 +21,7 @@ FAULTS = [
     Fault(
         "ranks of a command import for themselves",
         "python/distca/apps/common/ranks.py",
-        "    multiprocessing.set_forkserver_preload(list(imports))\n",
+        '    multiprocessing.set_forkserver_preload(["distca.apps.common.no_collections", *imports])\n',
         "",
         ("tests/apps/test_start_ranks.py",),
     ),
@@ -113,8 +113,8 @@ FAULTS = [
     Fault(
         "a resumed run reads its documents from the start",
         "python/distca/apps/train/data.py",
-        "itertools.islice(packed, self._start, max(self._start, self._steps))",
-        "itertools.islice(packed, self._steps - self._start)",
+        "itertools.islice(steps, self._start, max(self._start, self._steps))",
+        "itertools.islice(steps, self._steps - self._start)",
         ("tests/apps/test_train_resume.py::test_a_resumed_run_takes_the_same_steps_to_the_bit_and_records_each_once",),
     ),
     Fault(

@@ -100,20 +100,20 @@ def test_the_planner_needs_no_context_transport_or_operator() -> None:
     assert not [other for other in of_planner if not other.startswith(allowed)]
 
 
-def test_importing_distca_loads_nothing_that_is_heavy_and_not_torchs_own() -> None:
-    program = (
-        "import sys, torch; before = set(sys.modules); import distca; "
-        "print(*sorted(set(sys.modules) - before), sep='\\n')"
-    )
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert "distca.ops" in loaded
-    assert not [name for name in loaded if name.startswith((*HEAVY, "distca.apps", "distca.testing"))]
-
-
-def test_what_distca_names_in_all_is_there_and_ping_pong_is_loaded_when_asked_for() -> None:
-    program = (
-        "import sys, distca; assert 'distca.pingpong.ping_pong' not in sys.modules; "
-        "missing = [name for name in distca.__all__ if not hasattr(distca, name)]; assert not missing, missing; "
-        "assert distca.PingPong.__module__ == 'distca.pingpong.ping_pong'"
-    )
+def test_importing_distca_loads_nothing_that_is_heavy_and_the_rest_when_it_is_asked_for() -> None:
+    later = {"PingPong": "distca.pingpong.ping_pong", "simulate": "distca.simulator.simulate"}
+    heavy = (*HEAVY, *later.values(), "distca.apps", "distca.testing")
+    program = f"""
+import sys, torch
+before = set(sys.modules)
+import distca
+loaded = set(sys.modules) - before
+assert "distca.ops" in loaded
+heavy = [name for name in loaded if name.startswith({heavy})]
+assert not heavy, heavy
+missing = [name for name in distca.__all__ if not hasattr(distca, name)]
+assert not missing, missing
+for name, module in {later}.items():
+    assert getattr(distca, name).__module__ == module
+"""
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -191,6 +192,11 @@ def test_the_library_loads_where_nvshmem_is_and_says_its_version() -> None:
 
 
 @needs_library
+def _version_seen(rank: int, ranks: int, pipe: Connection) -> None:
+    ctypes.CDLL(pipe.recv(), ctypes.RTLD_GLOBAL)
+    pipe.send(nvshmem.status())
+
+
 def test_nvshmem_of_another_minor_version_than_that_of_the_build_is_refused(tmp_path: Path) -> None:
     """NVSHMEM takes device code that is older than its host library, though their queue pairs differ since 3.5.19."""
     if nvshmem.library_folder() is None:
@@ -198,20 +204,20 @@ def test_nvshmem_of_another_minor_version_than_that_of_the_build_is_refused(tmp_
     built, problem = nvshmem.status()
     assert problem == ""
     major, minor, _ = map(int, built.split("."))
-    source, other = tmp_path / "version.c", tmp_path / "version.so"
-    code = "from distca.connect import nvshmem; print(*nvshmem.status(), sep='|')"
+    source = tmp_path / "version.c"
     for loaded in ((major, minor, 99), (major, minor + 1, 0), (major + 1, minor, 0)):
+        name = ".".join(map(str, loaded))
+        other = tmp_path / f"version-{name}.so"
         numbers = "*major = {}; *minor = {}; *patch = {};".format(*loaded)
         source.write_text(
             f"void nvshmemx_vendor_get_version_info(int *major, int *minor, int *patch) {{ {numbers} }}\n"
         )
         subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", "-o", other, source], check=True)
-        run = [sys.executable, "-c", code]
-        environment = os.environ | {"LD_PRELOAD": str(other)}
-        found = subprocess.run(run, env=environment, capture_output=True, text=True, check=True).stdout.strip()
-        name = ".".join(map(str, loaded))
+        with Group(_version_seen, 1, network=True) as group:
+            group.send(0, str(other))
+            found = group.receive(0)
         if loaded[:2] == (major, minor):
-            assert found == f"{name}|"
+            assert found == (name, "")
         else:
-            assert found.startswith(f"|distca was built with NVSHMEM {major}.{minor}.")
-            assert f", and {name} is loaded; the first two numbers must be the same. Build distca where" in found
+            assert found[0] == "" and found[1].startswith(f"distca was built with NVSHMEM {major}.{minor}.")
+            assert f", and {name} is loaded; the first two numbers must be the same. Build distca where" in found[1]

@@ -38,7 +38,7 @@ def start_ranks(fn: Callable[..., Result], *args: Any, ranks: int, imports: Sequ
 def _start_method(imports: Sequence[str]) -> StartMethod:
     if torch.version.cuda is not None:
         return "spawn"
-    multiprocessing.set_forkserver_preload(list(imports))
+    multiprocessing.set_forkserver_preload(["distca.apps.common.no_collections", *imports])
     try:
         with signals_blocked():
             forkserver.ensure_running()
