@@ -48,7 +48,7 @@ def test_every_visible_pair_of_every_head_is_computed_exactly_once(made: Made) -
     assert sorted(of_slices) == sorted(tuple(task) for task in plan.tasks)
 
 
-@examples(400)
+@examples(250)
 @given(plans())
 def test_every_row_is_where_its_task_looks_for_it_and_every_result_comes_home_once(
     made: Made,
