@@ -22,6 +22,8 @@ namespace {
 namespace emulated {
 
 #define DISTCA_EMULATED static inline __attribute__((always_inline))
+// Of those that take many instructions: inlined, they would be most of the compiler's time and of the library.
+#define DISTCA_OUTLINED static __attribute__((noinline))
 
 typedef float Floats16 __attribute__((vector_size(64), may_alias));
 typedef double Doubles8 __attribute__((vector_size(64), may_alias));
@@ -67,7 +69,7 @@ DISTCA_EMULATED Floats16 round(Floats16 x) {
 }
 /// x less what it is rounded down to, which is rounded down too: an exact zero is -0. It is +0 for infinity.
 template <int kRounding>
-DISTCA_EMULATED Floats16 reduce(Floats16 x) {
+DISTCA_OUTLINED Floats16 reduce(Floats16 x) {
   static_assert(kRounding == (_MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
   const Floats16 whole = round<kRounding>(x), rest = x - whole;
   const Floats16 below = rest + whole > x ? (Floats16)((Words16)rest - 1u) : rest == 0.f ? set1(-0.f) : rest;
@@ -81,13 +83,13 @@ DISTCA_EMULATED Mask16 compare(Floats16 a, Floats16 b) {
   return static_cast<Mask16>(first | second << 8);
 }
 /// x where the mask has a bit, and zero elsewhere.
-DISTCA_EMULATED Floats16 where(Mask16 mask, Floats16 x) {
+DISTCA_OUTLINED Floats16 where(Mask16 mask, Floats16 x) {
   Words16 bits = Words16{} + mask;
   bits >>= Words16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return (bits & 1u) != 0u ? x : Floats16{};
 }
 /// x * 2^floor(power). Infinite powers give inf and zero, also where x is NaN.
-DISTCA_EMULATED Floats16 scale(Floats16 x, Floats16 power) {
+DISTCA_OUTLINED Floats16 scale(Floats16 x, Floats16 power) {
   const Floats16 floor = round<_MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC>(power);
   const Ints16 exponent = __builtin_convertvector(smaller(larger(floor, set1(-252.f)), set1(252.f)), Ints16);
   const Ints16 half = exponent >> 1;
@@ -124,7 +126,7 @@ DISTCA_EMULATED Longs8 unpack_high_halves(Halves32 a, Halves32 b) {
   return (Longs8)__builtin_shufflevector(a, b, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46, 15, 47, 20, 52, 21,
                                          53, 22, 54, 23, 55, 28, 60, 29, 61, 30, 62, 31, 63);
 }
-DISTCA_EMULATED Longs8 permute_halves(Longs8 order, Longs8 x) {
+DISTCA_OUTLINED Longs8 permute_halves(Longs8 order, Longs8 x) {
   const Halves32 from = (Halves32)order, in = (Halves32)x;
   Halves32 out{};
   for (int i = 0; i < 32; ++i) out[i] = in[from[i] % 32];
@@ -132,24 +134,24 @@ DISTCA_EMULATED Longs8 permute_halves(Longs8 order, Longs8 x) {
 }
 /// The last argument is the first element.
 template <class... Halves>
-DISTCA_EMULATED Longs8 set_halves(Halves... last_to_first) {
+DISTCA_OUTLINED Longs8 set_halves(Halves... last_to_first) {
   static_assert(sizeof...(Halves) == 32);
   const uint16_t halves[32] = {static_cast<uint16_t>(last_to_first)...};
   Halves32 out{};
   for (int i = 0; i < 32; ++i) out[i] = halves[31 - i];
   return (Longs8)out;
 }
-DISTCA_EMULATED void store_halves(void* p, Mask32 mask, Longs8 x) {
+DISTCA_OUTLINED void store_halves(void* p, Mask32 mask, Longs8 x) {
   const Halves32 halves = (Halves32)x;
   for (int i = 0; i < 32; ++i) {
     const uint16_t half = halves[i];
     if (mask >> i & 1) std::memcpy(static_cast<char*>(p) + 2 * i, &half, 2);
   }
 }
-DISTCA_EMULATED Longs8 larger_halves(Longs8 a, Longs8 b) {
+DISTCA_OUTLINED Longs8 larger_halves(Longs8 a, Longs8 b) {
   return (Longs8)((Halves32)a > (Halves32)b ? (Halves32)a : (Halves32)b);
 }
-DISTCA_EMULATED Mask32 at_least(Longs8 a, Longs8 b) {
+DISTCA_OUTLINED Mask32 at_least(Longs8 a, Longs8 b) {
   const Halves32 x = (Halves32)a, y = (Halves32)b;
   Mask32 mask = 0;
   for (int i = 0; i < 32; ++i) mask |= static_cast<Mask32>(x[i] >= y[i]) << i;
@@ -176,7 +178,7 @@ DISTCA_EMULATED Halves16 narrow_to_bf16(Floats16 x) {
   const Words16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return __builtin_convertvector(x == x ? rounded : (bits >> 16 | 0x40u), Halves16);
 }
-DISTCA_EMULATED Longs8 narrow_to_bf16(Floats16 last, Floats16 first) {
+DISTCA_OUTLINED Longs8 narrow_to_bf16(Floats16 last, Floats16 first) {
   return (Longs8)__builtin_shufflevector(narrow_to_bf16(first), narrow_to_bf16(last), 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10,
                                          11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30,
                                          31);

@@ -226,9 +226,12 @@ void Protocol::check_faults() {
     const std::string by = message(where(), ": ", name_of(f.found_by));
     switch (code) {
       case FaultCode::kMismatch:
-        throw PlanMismatchError(message(by, " found that ", name_of(who), " came to the same step with another plan, ",
-                                        "scale or softcap: plan ", hex(d[1]), " on rank ", d[0], ", plan ", hex(d[2]),
-                                        " on rank ", f.found_by, f.text));
+        if (d[1] == d[2])
+          throw PlanMismatchError(message(by, " found that ", name_of(who),
+                                          " came to the same step with another call, ", "scale or softcap", f.text));
+        throw PlanMismatchError(message(by, " found that ", name_of(who),
+                                        " came to the same step with another plan: ", hex(d[1]), " on rank ", d[0],
+                                        ", ", hex(d[2]), " on rank ", f.found_by, f.text));
       case FaultCode::kLayer:
         throw PlanMismatchError(message(by, " found that ", name_of(who), " came to the same step in another layer: ",
                                         describe_layers(d[1], who, d[2], f.found_by)));

@@ -95,7 +95,7 @@ struct Forward {
         out(empty_rows(q, q.size(0), heads.q_heads, heads.v_dim)),
         lse(empty_scalars(q, q.size(0), heads.q_heads)) {
     require(q.size(0) == k.size(0), "q ", shape_of(q), " and k ", shape_of(k), " have different lengths");
-    slice = context->accept(words_of(plan, "plan"), heads, q.size(0));
+    slice = context->accept(plan_words(plan, "plan"), heads, q.size(0));
     scores = context->accept(slice, a.options.scores(q, heads, sinks));
     check_backend(*context, q, slice, scores);
     check_recorded(*context, a.q, q, "q");
@@ -108,7 +108,7 @@ struct Forward {
   /// Throws unless a backward step with `plan_backward` asks for exactly what this step retains, or for nothing.
   void check_backward(const std::optional<Tensor>& plan_backward) const {
     if (!plan_backward) return;
-    const plan::SliceView backward = context->accept(words_of(*plan_backward, "plan_backward"), heads, q.size(0));
+    const plan::SliceView backward = context->accept(plan_words(*plan_backward, "plan_backward"), heads, q.size(0));
     context->check_same_problem(slice, backward);
     const plan::Header &h = backward.header(), &own = slice.header();
     require(h.retains == 0 || (own.retains != 0 && h.plan_digest == own.plan_digest),
@@ -160,7 +160,7 @@ struct Backward {
     check_device_of(q, lse, "lse");
     require(k.size(0) == rows && lse.size(0) == rows && lse.size(1) == heads.q_heads,
             "q, k, v, out and lse have different lengths or head counts");
-    slice = context->accept(words_of(plan, "plan"), heads, rows);
+    slice = context->accept(plan_words(plan, "plan"), heads, rows);
     scores = context->accept(slice, a.options.scores(q, heads, sinks));
     check_backend(*context, q, slice, scores);
     take_retained(a.retained);

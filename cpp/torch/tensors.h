@@ -75,11 +75,15 @@ inline RowView scalars_of(const Tensor& t, const char* name) {
   return {static_cast<std::byte*>(t.data_ptr()), t.stride(0) * 4, t.stride(1) * 4};
 }
 
-/// The words of an int64 CPU tensor, whatever its shape.
-inline std::span<const int64_t> words_of(const Tensor& t, const char* name) {
+/// The words of an int64 CPU tensor, whatever its shape. `advice` ends the message of an error.
+inline std::span<const int64_t> words_of(const Tensor& t, const char* name, const char* advice = "") {
   require(t.is_cpu() && t.scalar_type() == torch::headeronly::ScalarType::Long && t.is_contiguous(), name,
-          " must be a contiguous int64 CPU tensor; pass the Python object distca.Plan, or its .tensor unmoved");
+          " must be a contiguous int64 CPU tensor", advice);
   return {static_cast<const int64_t*>(t.data_ptr()), static_cast<size_t>(t.numel())};
+}
+
+inline std::span<const int64_t> plan_words(const Tensor& plan, const char* name) {
+  return words_of(plan, name, "; pass the Python object distca.Plan, or its .tensor unmoved");
 }
 
 /// The head shape of q [T, H, D], k [T', Hkv, D], v [T', Hkv, Dv], checked against one another.
@@ -132,14 +136,16 @@ inline Tensor with_dense_rows(const Tensor& t) {
 
 inline float scale_or_default(std::optional<double> scale, const HeadShape& heads) {
   const double s = scale.value_or(1.0 / std::sqrt(static_cast<double>(heads.dim)));
-  require(std::isfinite(s), "scale = ", s, "; a finite number is expected");
-  return static_cast<float>(s);
+  const auto rounded = static_cast<float>(s);
+  require(std::isfinite(rounded), "scale = ", s, "; a finite float32 is expected");
+  return rounded;
 }
 
 inline float checked_softcap(double softcap) {
-  require(std::isfinite(softcap) && softcap >= 0.0, "softcap = ", softcap,
-          "; 0 (none) or a positive number is expected");
-  return static_cast<float>(softcap);
+  const auto rounded = static_cast<float>(softcap);
+  require(std::isfinite(rounded) && softcap >= 0.0 && (rounded > 0.f || softcap == 0.0), "softcap = ", softcap,
+          "; 0 (none) or a positive finite float32 is expected");
+  return rounded;
 }
 
 inline void check_sinks(const Tensor& sinks, const HeadShape& heads) {

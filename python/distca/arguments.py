@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 from operator import index
 from typing import Any, SupportsFloat
 
@@ -18,6 +20,14 @@ def is_whole(value: Any, least: int, most: int = _MOST) -> bool:
 def is_number(value: Any, least: float, most: float) -> bool:
     """Whether it is a number from `least` to `most`. True and False do not count."""
     return isinstance(value, SupportsFloat) and not isinstance(value, bool) and least <= float(value) <= most
+
+
+def is_float32(value: Any, least: float) -> bool:
+    """Whether it is a number from `least` on that is finite in float32, and zero there only where it is zero."""
+    if not is_number(value, least, math.inf):
+        return False
+    rounded = ctypes.c_float(float(value)).value
+    return math.isfinite(rounded) and (rounded != 0 or float(value) == 0)
 
 
 def check_type(function: str, name: str, value: Any, expected: type, made_by: str) -> None:

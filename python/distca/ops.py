@@ -13,7 +13,6 @@ from distca.context import Context, collective
 from distca.errors import InvalidArgumentError, refusals_told, typed_errors
 from distca.inputs import (
     as_autocast,
-    check_dtypes,
     check_rows,
     check_scores,
     check_tensors,
@@ -25,7 +24,7 @@ from distca.pingpong.turns import core_attention_in_parts, in_half
 from distca.planner.plan import Plan
 from distca.planner.plan_source import PlanSource, StepOfTick
 from distca.registry import get_context
-from distca.steps import without_derivative
+from distca.steps import refuse_gradient_of_lse, without_derivative
 
 _LAYER = "distca.layer"  # the key in a graph node's metadata under which backward finds the layer
 
@@ -102,7 +101,7 @@ def core_attention(
     tables = plan.tensor, None if plan_backward is None else plan_backward.tensor
     caller = Caller.of(context, layer)
     options = caller.options(scale, softcap, deterministic)
-    sinks = None if sinks is None else sinks.float()
+    sinks = None if sinks is None else sinks.float().contiguous()
     with caller.calls("core_attention"):
         if plan.retains:
             kept = retained_bytes(plan, plan_backward, q, k, v, sinks)
@@ -134,7 +133,7 @@ def attention(
     bfloat16 and float16. There ATen's flash attention computes by default; it requires Dv = D and has no softcap.
     ``attention="own"`` asks for distca's kernels for compute capability 9.0. Under
     ``torch.use_deterministic_algorithms`` their dq has the same bits whatever the tasks, and their dk and dv are the
-    same from run to run.
+    same from run to run. Under autocast, q, k and v are cast to its dtype.
 
     Args:
         q: ``[Tq, H, D]``, float32, bfloat16 or float16; the last dimension is contiguous.
@@ -156,7 +155,7 @@ def attention(
         InvalidArgumentError: an argument is wrong, or ``attention`` cannot compute these shapes on this device.
     """
     check_tensors("attention", q, k, v, sinks)
-    check_dtypes(q, k, v)
+    q, k, v = as_autocast(q, k, v)
     if not torch.compiler.is_compiling():  # a number may be symbolic there
         check_scores(scale, softcap)
     if tasks is None:
@@ -170,7 +169,7 @@ def attention(
             k,
             v,
             tasks,
-            None if sinks is None else sinks.float(),
+            None if sinks is None else sinks.float().contiguous(),
             scale=scale,
             softcap=softcap,
             deterministic=is_deterministic(False),
@@ -178,14 +177,18 @@ def attention(
         )
 
 
-def _check_devices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def _check_devices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor | None) -> None:
     """Refuses a mixture of devices. torch runs the fake kernels as soon as one input is a meta tensor."""
     if not q.device == k.device == v.device:
         raise InvalidArgumentError(f"q, k and v are on different devices: {q.device}, {k.device}, {v.device}")
+    if not q.is_meta and any(t is not None and t.is_meta for t in others):
+        raise InvalidArgumentError(f"q, k and v are on {q.device}; another input is on meta, which has no data")
 
 
-def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
-    _check_devices(q, k, v)
+def _fake_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor | None, **_: Any
+) -> tuple[torch.Tensor, ...]:
+    _check_devices(q, k, v, *others)
     tokens, heads, _dim = q.shape
     return q.new_empty(tokens, heads, v.shape[2]), q.new_empty(tokens, heads, dtype=torch.float32)
 
@@ -197,9 +200,9 @@ def _fake_retain(
 
 
 def _fake_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor | None, **_: Any
 ) -> tuple[torch.Tensor, ...]:
-    _check_devices(q, k, v)
+    _check_devices(q, k, v, *others)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -222,8 +225,7 @@ def _backward(operator: Any, range_name: str) -> Any:
     def one_step(
         ctx: Any, name: str, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: None
     ) -> tuple[Any, ...]:
-        if dlse is not None:
-            raise InvalidArgumentError("distca: lse is not differentiable; use lse.detach()")
+        refuse_gradient_of_lse(dlse)
         q, k, v, out, lse, table, sinks, *kept = ctx.saved_tensors
         retained = {"retained": kept[0]} if kept else {}
         if dout is None:  # the other ranks take part in this step all the same

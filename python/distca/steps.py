@@ -37,6 +37,15 @@ class _WithoutDerivative(torch.autograd.Function):
         )
 
 
+def refuse_gradient_of_lse(dlse: torch.Tensor | None) -> None:
+    """Raises InvalidArgumentError if lse has a gradient. Activation checkpoints that are reentrant, and hooks, give it
+    one of zeros where nobody has used lse; where values are not known, as in compiled code, any gradient is refused.
+    """
+    if dlse is None or (type(dlse) is torch.Tensor and not dlse.is_meta and not dlse.any()):
+        return
+    raise InvalidArgumentError("distca: lse is not differentiable; use lse.detach()")
+
+
 def without_derivative(name: str, results: Any, *inputs: Any) -> Any:
     """The results of an operator of backward, marked as depending on the inputs: differentiating them is an error."""
     sources = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -211,8 +220,7 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        if dlse is not None:
-            raise InvalidArgumentError("distca: lse is not differentiable; use lse.detach()")
+        refuse_gradient_of_lse(dlse)
         saved = ctx.saved_tensors
         if dout is None:  # the other ranks take part in this step all the same
             dout = torch.zeros_like(saved[3])
@@ -325,7 +333,7 @@ def begin(
     call = _Call(plan, plan_backward, caller, caller.options(**options))
     call.caller_backward = caller._replace(layer=layer_backward)
     apply: Any = _Dispatch.apply
-    inputs = (*inputs, *([] if sinks is None else [sinks.float()]))
+    inputs = (*inputs, *([] if sinks is None else [sinks.float().contiguous()]))
     retain = plan.retains and retained_bytes(plan, plan_backward, *inputs) > 0
     return Step(call, apply(call, retain, *inputs))
 

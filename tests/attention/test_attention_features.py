@@ -48,6 +48,16 @@ def test_a_negative_scale_goes_together_with_a_softcap() -> None:
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_sinks_may_lie_apart() -> None:
+    batch = random_batch((70,), distca.Heads(4, 2, 16), 3)
+    apart = torch.randn(4, 3)[:, 1].requires_grad_()
+    together = apart.detach().clone().requires_grad_()
+    for sinks in (apart, together):
+        distca.attention(batch.q, batch.k, batch.v, None, sinks)[0].backward(batch.dout)
+    assert apart.grad is not None and together.grad is not None
+    assert torch.equal(apart.grad, together.grad)
+
+
 @pytest.mark.parametrize("sink", [-math.inf, -1e4, 1e4])
 def test_a_sink_of_any_size_takes_nothing_or_all(sink: float) -> None:
     batch = random_batch((70,), distca.Heads(2, 1, 16), 3)

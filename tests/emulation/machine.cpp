@@ -163,12 +163,16 @@ void Machine::mark_unfenced(const void* p, size_t bytes) {
   Cta& c = cta();
   check_shared(c, p, bytes);
   const auto first = static_cast<size_t>(static_cast<const std::byte*>(p) - c.shared);
-  for (size_t i = first / 16; i <= (first + bytes - 1) / 16; ++i) c.unfenced[i] = 1 + fiber().thread;
+  for (size_t i = first / 16; i <= (first + bytes - 1) / 16; ++i) {
+    c.unfenced[i] = 1 + fiber().thread;
+    fiber().marks.push_back(i);
+  }
 }
 
 void Machine::fence() {
-  for (int& mark : cta().unfenced)
-    if (mark == 1 + fiber().thread) mark = 0;
+  for (const size_t i : fiber().marks)
+    if (cta().unfenced[i] == 1 + fiber().thread) cta().unfenced[i] = 0;
+  fiber().marks.clear();
 }
 
 void Machine::check_fenced(const Cta& cta, const void* p, size_t bytes) const {
@@ -180,14 +184,19 @@ void Machine::check_fenced(const Cta& cta, const void* p, size_t bytes) const {
 
 namespace {
 
-float element(const Machine& machine, const Cta& cta, bool bfloat16, uint64_t address) {
+constexpr int kInner = 16;    // elements of a product in the direction of its sum
+constexpr int kTogether = 8;  // elements in the 16 bytes that a swizzle leaves together
+
+/// Reads elements that lie one after another, to places that are `stride` apart.
+void read(const Machine& machine, const Cta& cta, bool bfloat16, uint64_t address, float* to, int stride) {
   // Swizzle of 128 bytes: bits 4 to 6 of an address are exclusive-ored with bits 7 to 9.
   address ^= (address >> 3) & 0x70;
   const auto* p = reinterpret_cast<const std::byte*>(address);
-  machine.check_fenced(cta, p, 2);
-  uint16_t bits;
-  std::memcpy(&bits, p, 2);
-  return bfloat16 ? distca::bf16_to_float(bits) : distca::fp16_to_float(bits);
+  uint16_t bits[kTogether];
+  machine.check_fenced(cta, p, sizeof(bits));
+  std::memcpy(bits, p, sizeof(bits));
+  for (int i = 0; i < kTogether; ++i)
+    to[i * stride] = bfloat16 ? distca::bf16_to_float(bits[i]) : distca::fp16_to_float(bits[i]);
 }
 
 /// Element (outer, inner) of an operand, by the canonical layouts of the PTX manual for a swizzle of 128 bytes.
@@ -197,31 +206,40 @@ uint64_t operand_address(uint64_t start, bool outer_columns, int chunk, int oute
   return start + static_cast<uint64_t>(outer / 64 * chunk + outer % 64 * 2 + inner / 8 * kEightRows + inner % 8 * 128);
 }
 
+/// Reads an operand of `outer` x 16 elements; element (m, k) goes to `to[m * outer_stride + k * inner_stride]`.
+void read_operand(const Machine& machine, const Cta& cta, const Product& product, bool is_a, int outer, float* to,
+                  int outer_stride, int inner_stride) {
+  const uint64_t start = is_a ? product.a : product.b;
+  const bool outer_columns = is_a ? product.a_outer : product.b_outer;
+  const int chunk = is_a ? product.a_chunk : product.b_chunk;
+  const int outer_step = outer_columns ? kTogether : 1, inner_step = outer_columns ? 1 : kTogether;
+  for (int m = 0; m < outer; m += outer_step)
+    for (int k = 0; k < kInner; k += inner_step)
+      read(machine, cta, product.bfloat16, operand_address(start, outer_columns, chunk, m, k),
+           to + m * outer_stride + k * inner_stride, outer_columns ? outer_stride : inner_stride);
+}
+
 }  // namespace
 
 void execute(const Machine& machine, const Cta& cta, const Product& product) {
-  constexpr int kInner = 16, kRows = 64;
-  static thread_local float a[kRows][kInner], b[kInner][256];
-  for (int row = 0; row < kRows; ++row) {
-    for (int k = 0; k < kInner; ++k) {
-      if (product.a != 0) {
-        a[row][k] = element(machine, cta, product.bfloat16,
-                            operand_address(product.a, product.a_outer, product.a_chunk, row, k));
-        continue;
+  constexpr int kRows = 64, kMostColumns = 256;
+  static thread_local float a[kRows][kInner], b[kInner][kMostColumns];
+  if (product.a != 0) {
+    read_operand(machine, cta, product, true, kRows, a[0], kInner, 1);
+  } else {
+    for (int row = 0; row < kRows; ++row) {
+      for (int k = 0; k < kInner; ++k) {
+        // Register i + 2 j of a thread: its row + 8 i, columns 8 j + twice its number in the quad.
+        const int thread = row / 16 * 32 + row % 8 * 4 + k % 8 / 2;
+        const uint32_t word = product.registers[thread][row % 16 / 8 + 2 * (k / 8)];
+        const auto bits = static_cast<uint16_t>(k % 2 == 0 ? word : word >> 16);
+        a[row][k] = product.bfloat16 ? distca::bf16_to_float(bits) : distca::fp16_to_float(bits);
       }
-      // Register i + 2 j of a thread: its row + 8 i, columns 8 j + twice its number in the quad.
-      const int thread = row / 16 * 32 + row % 8 * 4 + k % 8 / 2;
-      const uint32_t word = product.registers[thread][row % 16 / 8 + 2 * (k / 8)];
-      const auto bits = static_cast<uint16_t>(k % 2 == 0 ? word : word >> 16);
-      a[row][k] = product.bfloat16 ? distca::bf16_to_float(bits) : distca::fp16_to_float(bits);
     }
   }
-  for (int k = 0; k < kInner; ++k)
-    for (int column = 0; column < product.columns; ++column)
-      b[k][column] = element(machine, cta, product.bfloat16,
-                             operand_address(product.b, product.b_outer, product.b_chunk, column, k));
+  read_operand(machine, cta, product, false, product.columns, b[0], 1, kMostColumns);
   for (int row = 0; row < kRows; ++row) {
-    float sums[256] = {};
+    float sums[kMostColumns] = {};
     for (int k = 0; k < kInner; ++k)
       for (int column = 0; column < product.columns; ++column) sums[column] += a[row][k] * b[k][column];
     for (int column = 0; column < product.columns; ++column) {

@@ -25,6 +25,19 @@ Array random_array(DType dtype, int64_t rows, int64_t heads, int64_t dim, std::m
   return a;
 }
 
+double dot(const double* a, const double* b, int64_t size) {
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < size; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+/// Adds `factor` times `a` to `to`.
+void add(double factor, const double* a, int64_t size, double* to) {
+#pragma omp simd
+  for (int64_t i = 0; i < size; ++i) to[i] += factor * a[i];
+}
+
 bool sees(const Mask& mask, int64_t row, int64_t key) {
   if (mask.kind == MaskKind::kFull) return true;
   return key <= row && (mask.window == 0 || key > row - mask.window);
@@ -88,9 +101,7 @@ Answer answer(const Case& c, const std::vector<bool>& covered, bool gradients) {
       const int64_t kv_head = head / heads.group_heads();
       double sum = 0.;
       for (size_t i = 0; i < seen.size(); ++i) {
-        double s = 0;
-        for (int64_t d = 0; d < heads.dim; ++d) s += c.q.at(row, head)[d] * c.k.at(seen[i], kv_head)[d];
-        s *= scale;
+        double s = scale * dot(c.q.at(row, head), c.k.at(seen[i], kv_head), heads.dim);
         if (softcap != 0.f) {
           const double t = std::tanh(s / softcap);
           s = softcap * t;
@@ -103,25 +114,18 @@ Answer answer(const Case& c, const std::vector<bool>& covered, bool gradients) {
       double* out = a.out.at(row, head);
       for (size_t i = 0; i < seen.size(); ++i) {
         const double p = std::exp(scores[i]) / sum;
-        for (int64_t d = 0; d < heads.v_dim; ++d) out[d] += p * c.v.at(seen[i], kv_head)[d];
+        add(p, c.v.at(seen[i], kv_head), heads.v_dim, out);
       }
       if (!gradients) continue;
       const double* dout = c.dout.at(row, head);
-      double delta = 0;
-      for (int64_t d = 0; d < heads.v_dim; ++d) delta += out[d] * dout[d];
+      const double delta = dot(out, dout, heads.v_dim);
       for (size_t i = 0; i < seen.size(); ++i) {
         const int64_t key = seen[i];
         const double p = std::exp(scores[i]) / sum;
-        double dp = 0;
-        for (int64_t d = 0; d < heads.v_dim; ++d) {
-          dp += c.v.at(key, kv_head)[d] * dout[d];
-          a.dv.at(key, kv_head)[d] += p * dout[d];
-        }
-        const double ds = p * (dp - delta) * slopes[i];
-        for (int64_t d = 0; d < heads.dim; ++d) {
-          a.dq.at(row, head)[d] += ds * c.k.at(key, kv_head)[d];
-          a.dk.at(key, kv_head)[d] += ds * c.q.at(row, head)[d];
-        }
+        const double ds = p * (dot(c.v.at(key, kv_head), dout, heads.v_dim) - delta) * slopes[i];
+        add(p, dout, heads.v_dim, a.dv.at(key, kv_head));
+        add(ds, c.k.at(key, kv_head), heads.dim, a.dq.at(row, head));
+        add(ds, c.q.at(row, head), heads.dim, a.dk.at(key, kv_head));
       }
     }
   }

@@ -158,6 +158,10 @@ def test_contexts(options: dict[str, Any], message: str) -> None:
         (lambda q, k, v: {"v": v.long()}, "v has dtype int64; float32, bfloat16 and float16 are"),
         (lambda q, k, v: {"scale": "0.1"}, "scale = '0.1'; a number is expected"),
         (lambda q, k, v: {"softcap": None}, "softcap = None; a number is expected"),
+        (lambda q, k, v: {"scale": 1e39}, "scale = 1e+39; a finite float32 is expected"),
+        (lambda q, k, v: {"softcap": 1e39}, "softcap = 1e+39; 0 (none) or a positive finite float32 is expected"),
+        (lambda q, k, v: {"softcap": 1e-50}, "softcap = 1e-50; 0 (none) or a positive finite float32 is expected"),
+        (lambda q, k, v: {"sinks": torch.zeros(4, device="meta")}, "q, k and v are on cpu; another input is on meta"),
         (lambda q, k, v: {"q": q[None]}, "core_attention: q has shape [1, 100, 4, 16]; [tokens, heads, dim] is"),
         (lambda q, k, v: {"plan": torch.zeros(4)}, "core_attention: plan is a Tensor; a distca.Plan is expected"),
     ],
@@ -175,6 +179,15 @@ def test_the_local_kernel_and_the_report_of_memory() -> None:
     _refused(lambda: distca.attention(q.numpy(), k, v), "attention: q is a ndarray; a torch.Tensor is expected")
     _refused(lambda: distca.attention(q, k, v, bad), "attention: tasks is a list; an int64 tensor [N, 4] is expected")
     _refused(lambda: distca.attention(q, k.double(), v), "k has dtype float64; float32, bfloat16 and float16 are")
+    tasks = torch.tensor([[0, 100, 0, 100]])
+    meta = "q, k and v are on cpu; another input is on meta, which has no data"
+    _refused(lambda: distca.attention(q, k, v, tasks.to("meta")), meta)
+    _refused(lambda: distca.attention(q, k, v, tasks, torch.zeros(4, device="meta")), meta)
+    out, lse = distca.attention(q, k, v, tasks)
+    backward = torch.ops.distca.attention_backward
+    _refused(lambda: backward(out, q, k, v, out, lse.to("meta"), tasks), meta)
+    _refused(lambda: distca.attention(q, k, v, tasks.int()), "tasks must be a contiguous int64 CPU tensor")
+    _refused(lambda: distca.attention(q, k, v, scale=-1e39), "scale = -1e+39; a finite float32 is expected")
     _refused(lambda: distca.attention(q, k, v, scale="0.1"), "scale = '0.1'; a number is expected")
     _refused(lambda: distca.serve(bad, "forward"), "serve: plan is a list; a distca.Plan is expected, as made by")
     _refused(lambda: distca.halves(bad), "halves: layout is a list; a distca.Layout is expected, as made by")

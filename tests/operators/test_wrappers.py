@@ -137,6 +137,24 @@ def test_checkpointing_gives_the_same_bits_and_runs_attention_again_only_where_i
     _on_two_ranks(work)
 
 
+def test_a_reentrant_checkpoint_may_return_lse_that_nobody_uses() -> None:
+    heads = distca.Heads(q=4, kv=2, dim=16)
+    with distca.init(max_tokens=64, heads=heads):
+        plan = distca.plan(distca.Layout.from_documents([[64]]), heads)
+        inputs = [torch.randn(64, n, 16) for n in (4, 2, 2)]
+        for function in (lambda *qkv: distca.core_attention(*qkv, plan), distca.attention):
+            gradients = []
+            for checkpointed in (False, True):
+                q, k, v = (t.clone().requires_grad_() for t in inputs)
+                out, lse = checkpoint(function, q, k, v, use_reentrant=True) if checkpointed else function(q, k, v)
+                out.sum().backward(retain_graph=not checkpointed)
+                gradients.append([q.grad, k.grad, v.grad])
+                if not checkpointed:
+                    with pytest.raises(distca.InvalidArgumentError, match=r"lse is not differentiable; use lse.detach"):
+                        lse.sum().backward()
+            assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 def test_autocast_casts_q_k_and_v_and_without_it_different_dtypes_are_an_error() -> None:
     heads = distca.Heads(q=4, kv=2, dim=16, dtype=torch.bfloat16)
     with distca.init(max_tokens=64, heads=heads):
@@ -150,6 +168,8 @@ def test_autocast_casts_q_k_and_v_and_without_it_different_dtypes_are_an_error()
         assert torch.equal(out, expected)
         out.sum().backward()
         assert q.grad is not None and q.grad.dtype == torch.float32
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(distca.attention(q, k, v)[0], expected)
         with pytest.raises(distca.InvalidArgumentError, match="float32, float32, bfloat16"):
             distca.core_attention(q, k, v, plan)
 

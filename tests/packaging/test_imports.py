@@ -111,6 +111,7 @@ loaded = set(sys.modules) - before
 assert "distca.ops" in loaded
 heavy = [name for name in loaded if name.startswith({heavy})]
 assert not heavy, heavy
+assert set(distca.__all__) <= set(dir(distca))
 missing = [name for name in distca.__all__ if not hasattr(distca, name)]
 assert not missing, missing
 for name, module in {later}.items():

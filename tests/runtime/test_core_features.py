@@ -126,6 +126,7 @@ def test_ranks_that_differ_in_what_makes_scores_are_told_so(options: Any, said: 
     assert all(isinstance(result, distca.PlanMismatchError) for result in results), results
     told = " ".join(map(str, results))
     assert all(part in told for part in said), told
+    assert "another plan" not in told, "a rank that is told of it blames the plan"
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,18 @@
-// Emulated instructions, linked into the program of `make sanitize`, which has no libraries to load them from.
+// The program of `make sanitize` is linked with what distca loads from libdistca_emulation.
 #include "attention/micro_kernel.h"
+
+#if defined(__x86_64__)
+extern "C" const distca::attention::EmulatedKernels* distca_emulated_kernels();
+#endif
 
 namespace distca::attention {
 
-#if defined(__x86_64__)
-extern const InstructionSet kInstructionSet_avx512_bf16_emulated;
-extern const InstructionSet kInstructionSet_amx_emulated;
 const EmulatedKernels* emulated_kernels() {
-  static constexpr EmulatedKernels kKernels = {&kInstructionSet_avx512_bf16_emulated, &kInstructionSet_amx_emulated};
-  return &kKernels;
-}
+#if defined(__x86_64__)
+  return distca_emulated_kernels();
 #else
-const EmulatedKernels* emulated_kernels() { return nullptr; }
+  return nullptr;
 #endif
+}
 
 }  // namespace distca::attention

@@ -32,7 +32,7 @@ RUN_KERNELS = Program(
         + [ROOT / "cuda/attention/work_list.cpp"],
     ],
     [
-        *["-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-Wno-unknown-pragmas"],
+        *["-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp-simd", "-Wno-unknown-pragmas"],
         *[f"-I{ROOT / folder}" for folder in ("tests/emulation", "cuda", "cpp")],
     ],
 )

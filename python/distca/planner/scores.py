@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from distca.arguments import is_number, is_whole, listed
+from distca.arguments import is_float32, is_whole, listed
 from distca.errors import InvalidArgumentError
 
 _MOST_WINDOW = 2**31  # rows of the longest document
@@ -38,11 +38,11 @@ class Scores(NamedTuple):
             raise InvalidArgumentError(
                 f"{function}: window = {self.window!r}; None or an integer from 1 to {_MOST_WINDOW} is allowed"
             )
-        if self.scale is not None and not is_number(self.scale, -math.inf, math.inf):
-            raise InvalidArgumentError(f"{function}: scale = {self.scale!r}; None or a finite number is allowed")
-        if self.softcap is not None and not is_number(self.softcap, 0.0, math.inf):
+        if self.scale is not None and not is_float32(self.scale, -math.inf):
+            raise InvalidArgumentError(f"{function}: scale = {self.scale!r}; None or a finite float32 is allowed")
+        if self.softcap is not None and not is_float32(self.softcap, 0.0):
             raise InvalidArgumentError(
-                f"{function}: softcap = {self.softcap!r}; None, 0 (none) or a positive number is allowed"
+                f"{function}: softcap = {self.softcap!r}; None, 0 (none) or a positive finite float32 is allowed"
             )
 
 
