@@ -17,6 +17,8 @@ BACKWARD = "cpp/attention/cpu_backward.cpp"
 KERNEL = "cpp/attention/cpu_kernel.h"
 PRODUCTS = "cpp/attention/micro_products.h"
 SOFTMAX = "cpp/attention/micro_softmax.h"
+ARGUMENTS = "tests/operators/test_arguments.py"
+WRAPPERS = "tests/operators/test_wrappers.py"
 TILES_TEST = "tests/attention/test_tiles.py"
 
 FAULTS = [
@@ -388,5 +390,55 @@ FAULTS = [
         "  std::memcpy(kind.end() - kScoreWords, p.scores, sizeof(p.scores));\n",
         "",
         ("tests/cuda/test_emulated_graphs.py",),
+    ),
+    # ---- inputs
+    Fault(
+        "an input without data is computed with",
+        "python/distca/ops.py",
+        "if not q.is_meta and any(t is not None and t.is_meta for t in others):",
+        "if False:",
+        (ARGUMENTS,),
+    ),
+    Fault(
+        "local attention ignores autocast",
+        "python/distca/ops.py",
+        '    check_tensors("attention", q, k, v, sinks)\n    q, k, v = as_autocast(q, k, v)\n',
+        '    check_tensors("attention", q, k, v, sinks)\n',
+        (WRAPPERS,),
+    ),
+    Fault(
+        "a gradient of zeros of an lse that nobody uses is refused",
+        "python/distca/steps.py",
+        "type(dlse) is torch.Tensor and not dlse.is_meta and not dlse.any()",
+        "False",
+        (WRAPPERS,),
+    ),
+    Fault(
+        "a gradient of lse is dropped",
+        "python/distca/steps.py",
+        "type(dlse) is torch.Tensor and not dlse.is_meta and not dlse.any()",
+        "True",
+        (WRAPPERS,),
+    ),
+    Fault(
+        "a scale is checked before it is rounded",
+        "cpp/torch/tensors.h",
+        'require(std::isfinite(rounded), "scale = "',
+        'require(std::isfinite(s), "scale = "',
+        (ARGUMENTS,),
+    ),
+    Fault(
+        "a softcap that is too small for float32 is none",
+        "cpp/torch/tensors.h",
+        " && (rounded > 0.f || softcap == 0.0)",
+        "",
+        (ARGUMENTS,),
+    ),
+    Fault(
+        "the softcap of a plan that is too small for float32 is none",
+        "python/distca/arguments.py",
+        "math.isfinite(rounded) and (rounded != 0 or float(value) == 0)",
+        "math.isfinite(rounded)",
+        ("tests/runtime/test_scores_of_documents.py",),
     ),
 ]
