@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from distca.connect.collections_paused import collections_paused
 from emulation import emulated_gpu
 from support.programs import EMULATED_GPU
 
@@ -30,10 +30,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    gc.disable()  # garbage collections while modules are imported take a third of the time, and find nothing
-    result = yield
-    gc.freeze()  # imported modules stay for good; without them each garbage collection is half a second faster
-    gc.enable()
+    with collections_paused():
+        result = yield
     if "support.processes" in sys.modules:
         # Started here, because forks of a server started in a test would inherit that test's changes of the
         # environment.

@@ -125,10 +125,12 @@ _LATER = {
 }
 
 
-def __getattr__(name: str) -> _typing.Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_import_module(_LATER[name]), name)
+if not _typing.TYPE_CHECKING:  # type checkers would take any name for one that is there
+
+    def __getattr__(name: str) -> _typing.Any:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(_import_module(_LATER[name]), name)
 
 
 def __dir__() -> list[str]:

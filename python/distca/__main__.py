@@ -1,19 +1,20 @@
 """`python -m distca`: the command line."""
 
-import gc
+import atexit
 from typing import NoReturn
 
-gc.disable()  # collections while modules are imported take a third of the time and find nothing
-from distca.apps import cli  # noqa: E402
-from distca.connect.rank_process import exit_now  # noqa: E402
+from distca.connect.collections_paused import collections_paused
+from distca.connect.rank_process import exit_now
 
-gc.freeze()
-gc.enable()
+with collections_paused():
+    from distca.apps import cli
 
 
 def main() -> NoReturn:
     """Runs a command, and exits at once: to take apart all that it has imported would take a second."""
-    exit_now(cli.main())
+    code = cli.main()
+    atexit._run_exitfuncs()  # they remove temporary folders, such as that of the socket of a fork server
+    exit_now(code)
 
 
 if __name__ == "__main__":

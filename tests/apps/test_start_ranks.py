@@ -31,7 +31,12 @@ def _run(folder: Path, **variables: str) -> list[str]:
     (folder / "program.py").write_text(PROGRAM)
     (folder / "imported_first.py").write_text("import os\nBY = os.getpid()\n")
     environment = os.environ | {"PYTHONPATH": str(folder)} | variables
-    done = subprocess.run([sys.executable, folder / "program.py"], env=environment, capture_output=True, text=True)
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    if sys.version_info >= (3, 11):  # earlier ones cannot leave out the working directory
+        (elsewhere / "torch.py").write_text("raise ImportError('the working directory has a file of this name')")
+    program = [sys.executable, folder / "program.py"]
+    done = subprocess.run(program, env=environment, cwd=elsewhere, capture_output=True, text=True)
     said = (done.stdout + done.stderr).splitlines()
     return [line for line in said if not line.startswith("[Gloo]")]  # torch 2.10 does this
 

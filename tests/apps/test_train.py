@@ -251,8 +251,15 @@ def test_under_torchrun_ranks_must_agree_with_the_world_size(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
+    assert main(["train"]) == 2
+    assert "has RANK and WORLD_SIZE, as under torchrun, but not MASTER_ADDR and MASTER_PORT" in capsys.readouterr().err
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
     assert main(["train", "--ranks", "2"]) == 2
     assert "--ranks is 2, must be torchrun's world size (4) or left out" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "first")
+    assert main(["train"]) == 2
+    assert "environment variable RANK is 'first', must be an integer" in capsys.readouterr().err
 
 
 def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """`distca.launch`: what it returns, and how it reports every way in which a rank can fail."""
 
 import ctypes
+import gc
 import importlib
 import os
 import re
 import resource
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -79,6 +81,35 @@ def _leaves_a_child(file: str) -> None:
 def test_values_come_back_in_rank_order_from_an_initialised_group() -> None:
     results = distca.launch(_about_this_rank, "hello", ranks=3, threads=1)
     assert results == [("hello", rank, [str(rank), str(rank), "3", "3"], 1, 6.0) for rank in range(3)]
+
+
+def _is_collecting() -> tuple[bool, bool]:
+    return gc.isenabled(), gc.get_threshold()[0] > 0
+
+
+def test_ranks_collect_garbage_unless_their_program_does_not() -> None:
+    assert launch(_is_collecting, ranks=1) == [(True, True)]
+    without = importlib.import_module("support.without_collector")
+    gc.enable()
+    assert launch(without.is_collecting, ranks=1) == [(False, True)]
+
+
+def test_threads_are_by_default_the_cores_of_the_program_over_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, threads in ((7, 3), (1, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        assert distca.launch(torch.get_num_threads, ranks=2, start_method="forkserver") == [threads] * 2
+
+
+def _exits_with_a_stream_that_is(kind: str) -> None:
+    sys.stdout = None if kind == "closed" else open("/dev/full", "w")  # noqa: SIM115
+    print("something")
+    rank_process.exit_now(0)
+
+
+@pytest.mark.parametrize(("kind", "code"), [("closed", 0), ("full", 1)])
+def test_an_exit_says_whether_what_was_printed_is_written(kind: str, code: int) -> None:
+    with pytest.raises(distca.RankError, match=f"rank 0 of 1 exited with code {code} "):
+        launch(_exits_with_a_stream_that_is, kind, ranks=1)
 
 
 def test_forked_ranks_are_as_spawned_ones_and_see_the_environment_of_now(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,3 +103,28 @@ def test_a_second_ctrl_c_kills_ranks_that_go_on(start_method: str, tmp_path: Pat
     assert parent.returncode == -signal.SIGINT
     assert err.strip().endswith("KeyboardInterrupt")
     assert all(_gone(pid) for pid in pids)
+
+
+def test_other_processes_that_a_program_forks_end_when_they_are_told(tmp_path: Path) -> None:
+    """Those of the fork server that a launch has started. The program terminates the daemon at its end."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import multiprocessing, os, time
+            import distca
+            if __name__ == "__main__":
+                distca.launch(os.getpid, ranks=1, threads=1, start_method="forkserver")
+                context = multiprocessing.get_context("forkserver")
+                told = context.Process(target=time.sleep, args=(100,))
+                told.start()
+                told.terminate()
+                told.join()
+                context.Process(target=time.sleep, args=(100,), daemon=True).start()
+                print(told.exitcode)
+            """
+        )
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(-signal.SIGTERM)

@@ -21,7 +21,7 @@ FAULTS = [
     Fault(
         "ranks of a command import for themselves",
         "python/distca/apps/common/ranks.py",
-        '    multiprocessing.set_forkserver_preload(["distca.apps.common.no_collections", *imports])\n',
+        '    multiprocessing.set_forkserver_preload(["distca.apps.common.preloading", *imports])\n',
         "",
         ("tests/apps/test_start_ranks.py",),
     ),

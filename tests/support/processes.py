@@ -48,7 +48,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 # The server imports these, so that its forks need not (see also ranks.py). Otherwise torch imports the last one at the
 # first backward, which takes half a second.
-multiprocessing.set_forkserver_preload(["distca.apps.common.no_collections", "torch.fx.experimental.symbolic_shapes"])
+multiprocessing.set_forkserver_preload(["distca.apps.common.preloading", "torch.fx.experimental.symbolic_shapes"])
 
 
 @functools.cache
@@ -250,8 +250,7 @@ def _fork_rank(
             if other != rank:
                 pipe.close()
         torch.set_num_threads(1)
-        gc.freeze()  # imported modules are left out of garbage collections, which the server has ended
-        gc.enable()
+        gc.freeze()  # imported modules are left out of garbage collections
         program(rank, len(pipes), pipes[rank], *args)
         code = 0
     except BaseException:

@@ -22,7 +22,7 @@ _LAZILY = [
     "torch.utils.tensorboard",
 ]
 #: What the server imports of which ranks are forked.
-PRELOADED = ["distca.apps.common.no_collections", "distca.apps.train.trainer", *_LAZILY, "pytest", "hypothesis"]
+PRELOADED = ["distca.apps.common.preloading", "distca.apps.train.trainer", *_LAZILY, "pytest", "hypothesis"]
 multiprocessing.set_forkserver_preload(PRELOADED)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -31,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for application in (train, plan, simulate, profile, report, export, bench, doctor):
         application.add_command(commands)
     options = parser.parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a path may have characters that the terminal's encoding lacks
+            stream.reconfigure(errors="backslashreplace")
     try:
         return int(options.run(options))
     except KeyboardInterrupt:

@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess, SpawnProcess
 from typing import Any, Literal, TypeVar, get_args
@@ -126,7 +126,8 @@ def launch(
         fn: an importable function.
         args: its arguments. `fn`, `args` and the returned values are pickled; keep them small.
         ranks: number of processes.
-        threads: threads of torch in each process; by default this machine's cores divided by `ranks`.
+        threads: threads of torch in each process; by default the cores that this process may use, divided by
+            `ranks`.
         start_method: `"spawn"`, or `"forkserver"` for programs that launch often and without a GPU, such as tests. The
             first such launch starts one process, which imports what `multiprocessing.set_forkserver_preload` names.
             Ranks are forked from it, which saves each of them the seconds of those imports. Forked ranks run no
@@ -144,7 +145,7 @@ def launch(
     """
     if not is_whole(ranks, 1):
         raise InvalidArgumentError(f"launch: ranks is {ranks!r}, must be an integer from 1 on")
-    threads = threads if threads is not None else max(1, (os.cpu_count() or 1) // ranks)
+    threads = threads if threads is not None else max(1, len(os.sched_getaffinity(0)) // ranks)
     if not is_whole(threads, 1):
         raise InvalidArgumentError(f"launch: threads is {threads!r}, must be an integer from 1 on")
     if start_method not in get_args(StartMethod):
@@ -160,7 +161,10 @@ def launch(
         ) from error
 
     check_open_files(f"launch: {ranks} rank{'s' * (ranks > 1)}", 16 + 4 * ranks)
-    listener = socket.create_server(("127.0.0.1", 0))
+    try:
+        listener = socket.create_server(("127.0.0.1", 0))
+    except OSError as error:
+        raise OperatingSystemError(f"launch: no port on the loopback interface, 127.0.0.1: {error}") from error
     port = listener.getsockname()[1]
     store = dist.TCPStore(
         "127.0.0.1", port, ranks, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -183,29 +187,39 @@ def launch(
 def _start(group: list[_Rank], call: bytes, ranks: int, threads: int, port: int, start_method: StartMethod) -> None:
     context: Any = multiprocessing.get_context(start_method)
     environment = dict(os.environ)  # a fork server would have the environment in which it was started
+    if start_method == "forkserver":
+        # With signals as they are: it forks the program's other processes too, and these must end when they are told.
+        _told(forkserver.ensure_running)
     with signals_blocked():
         for rank in range(ranks):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
                 target=rank_main, args=(call, rank, ranks, threads, port, environment, sender), name=f"rank {rank}"
             )
-            try:
-                process.start()
-            except (EOFError, ConnectionError) as error:
-                raise OperatingSystemError(
-                    f"launch: the process that ranks are forked from has ended ({error}); what it wrote to stderr says "
-                    "why, often an import that failed"
-                ) from error
+            _told(process.start)
             sender.close()
             group.append(_Rank(rank, process, receiver))
+
+
+def _told(start: Callable[[], None]) -> None:
+    """Starts a process. Raises OperatingSystemError if it cannot be started."""
+    try:
+        start()
+    except (EOFError, ConnectionError) as error:
+        raise OperatingSystemError(
+            f"launch: the process that ranks are forked from has ended ({error}); what it wrote to stderr says "
+            "why, often an import that failed"
+        ) from error
+    except OSError as error:
+        raise OperatingSystemError(f"launch: a process cannot be started: {error}") from error
 
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
     """Blocks SIGINT and SIGTERM, also in processes that are started inside.
 
-    A rank unblocks them once it has joined the group; what comes earlier waits until then. A fork server keeps them
-    blocked: it ends with the program that started it, and a signal for all processes must not end the ranks with it.
+    A rank unblocks them once it has joined the group; what comes earlier waits until then. A fork server that commands
+    start keeps them blocked: a signal for all processes must not end the ranks with it.
     """
     resource_tracker.ensure_running()  # to start it inside would unblock signals again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)

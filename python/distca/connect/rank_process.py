@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from distca.connect.collections_paused import collections_paused
 from distca.errors import (
     ContextPoisonedError,
     DistcaError,
@@ -84,8 +85,8 @@ def rank_main(
     call: bytes, rank: int, ranks: int, threads: int, port: int, environment: dict[str, str], pipe: Connection
 ) -> None:
     """Calls the pickled function and arguments `call` on this rank of a new group, and reports through `pipe`."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # a fork server's are not blocked, for it may fork others too
     _die_with_parent()
-    gc.disable()  # the function's module may import much: collections meanwhile take a third of the time
     os.environ.clear()
     os.environ.update(environment)
     keep_freed_memory()
@@ -97,9 +98,8 @@ def rank_main(
         _join_group(rank, ranks, threads, port)
         # Gloo's threads keep these blocked: if one of them took one, this thread would stay asleep.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-        fn, args = pickle.loads(call)
-        gc.freeze()  # keeps what is imported by now out of garbage collections
-        gc.enable()
+        with collections_paused():
+            fn, args = pickle.loads(call)
         value = fn(*args)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a rank that has returned is not interrupted any more
         fn = args = None
@@ -159,9 +159,16 @@ def _report_and_exit(pipe: Connection, error: BaseException) -> NoReturn:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Exits without destructors. What failed may hold a process group, which would make gloo abort."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """Exits without destructors. What failed may hold a process group, which would make gloo abort.
+
+    What cannot be written to stdout or stderr is a failure. A stream that was closed before the program began is None.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            code = code or 1
     os._exit(code)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from typing import Any, TypeVar
 
@@ -38,10 +40,24 @@ def start_ranks(fn: Callable[..., Result], *args: Any, ranks: int, imports: Sequ
 def _start_method(imports: Sequence[str]) -> StartMethod:
     if torch.version.cuda is not None:
         return "spawn"
-    multiprocessing.set_forkserver_preload(["distca.apps.common.no_collections", *imports])
+    multiprocessing.set_forkserver_preload(["distca.apps.common.preloading", *imports])
     try:
-        with signals_blocked():
+        with signals_blocked(), _safe_path():
             forkserver.ensure_running()
     except OSError:  # its socket is a file in the folder for temporary files, whose path may be too long or forbidden
         return "spawn"
     return "forkserver"
+
+
+@contextlib.contextmanager
+def _safe_path() -> Iterator[None]:
+    """Processes that are started inside import nothing from the working directory, as the command itself does not."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"  # from Python 3.11 on
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before

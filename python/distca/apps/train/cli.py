@@ -118,6 +118,17 @@ def _under_torchrun() -> bool:
 
 
 def _torchrun_ranks(asked: int | None) -> int:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"the environment has RANK and WORLD_SIZE, as under torchrun, but not {' and '.join(missing)}: set what is "
+            "missing, or unset RANK and WORLD_SIZE, and ranks are started here"
+        )
+    for name in ("RANK", "WORLD_SIZE"):
+        if not os.environ[name].isdecimal():
+            raise ConfigError(
+                f"environment variable {name} is {os.environ[name]!r}, must be an integer, as of torchrun"
+            )
     world_size = int(os.environ["WORLD_SIZE"])
     if asked is not None and asked != world_size:
         raise ConfigError(f"--ranks is {asked}, must be torchrun's world size ({world_size}) or left out")
