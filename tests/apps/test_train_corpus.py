@@ -91,6 +91,12 @@ def _read(folder: Path, barrier: object, pipe: multiprocessing.connection.Connec
     pipe.send((read_corpus(folder, 1.0).fingerprint, len(made)))
 
 
+def test_a_file_may_have_a_name_in_any_encoding(folder: Path) -> None:
+    before = len(read_corpus(folder, 1.0, None))
+    (folder / os.fsdecode(b"b\xe4d.txt")).write_text("four two")
+    assert len(read_corpus(folder, 1.0, None)) == before + 1
+
+
 def test_of_ranks_that_come_at_once_one_makes_the_tokens_and_the_others_wait(folder: Path) -> None:
     context = multiprocessing.get_context("fork")
     barrier, ends = context.Barrier(4), [context.Pipe(duplex=False) for _ in range(4)]

@@ -175,7 +175,8 @@ def _content(source: Source, cache: Path) -> str:
     for file in source.files:
         with contextlib.suppress(OSError):  # a file that cannot be read is skipped and counted
             found = file.stat()
-            seen.update(f"{file}\0{found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}\0".encode())
+            state = f"{found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
+            seen.update(b"%s\0%s\0" % (os.fsencode(file), state.encode()))  # its name may be in any encoding
     known = cache / f"{seen.hexdigest()}.content"
     with contextlib.suppress(OSError):
         return known.read_text()
