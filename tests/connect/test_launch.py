@@ -100,6 +100,15 @@ def test_threads_are_by_default_the_cores_of_the_program_over_the_ranks(monkeypa
         assert distca.launch(torch.get_num_threads, ranks=2, start_method="forkserver") == [threads] * 2
 
 
+def test_a_program_that_ignores_the_end_of_its_children_learns_how_ranks_ended() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert distca.launch(os.getenv, "RANK", ranks=1) == ["0"]
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def _exits_with_a_stream_that_is(kind: str) -> None:
     sys.stdout = None if kind == "closed" else open("/dev/full", "w")  # noqa: SIM115
     print("something")

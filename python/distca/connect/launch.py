@@ -15,6 +15,7 @@ import os
 import pickle
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -171,9 +172,10 @@ def launch(
     )
     group: list[_Rank] = []
     try:
-        _start(group, call, ranks, threads, port, start_method)
-        interrupted = _supervise(group)
-        return _outcome(group, interrupted)
+        with _exits_told():
+            _start(group, call, ranks, threads, port, start_method)
+            interrupted = _supervise(group)
+            return _outcome(group, interrupted)
     finally:
         for rank in group:
             rank.signal(signal.SIGKILL)
@@ -199,6 +201,20 @@ def _start(group: list[_Rank], call: bytes, ranks: int, threads: int, port: int,
             _told(process.start)
             sender.close()
             group.append(_Rank(rank, process, receiver))
+
+
+@contextlib.contextmanager
+def _exits_told() -> Iterator[None]:
+    """Where SIGCHLD is ignored, as it may be inherited, the system tells no parent how its children ended."""
+    ignored = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    if not ignored or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
 def _told(start: Callable[[], None]) -> None:
