@@ -171,19 +171,19 @@ def launch(
         "127.0.0.1", port, ranks, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     group: list[_Rank] = []
-    try:
-        with _exits_told():
+    with _exits_told():
+        try:
             _start(group, call, ranks, threads, port, start_method)
             interrupted = _supervise(group)
             return _outcome(group, interrupted)
-    finally:
-        for rank in group:
-            rank.signal(signal.SIGKILL)
-        for rank in group:
-            rank.process.join()
-            rank.process.close()
-            rank.pipe.close()
-        del store
+        finally:
+            for rank in group:
+                rank.signal(signal.SIGKILL)
+            for rank in group:
+                rank.process.join()
+                rank.process.close()
+                rank.pipe.close()
+            del store
 
 
 def _start(group: list[_Rank], call: bytes, ranks: int, threads: int, port: int, start_method: StartMethod) -> None:
