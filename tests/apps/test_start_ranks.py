@@ -34,7 +34,7 @@ def _run(folder: Path, **variables: str) -> list[str]:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     if sys.version_info >= (3, 11):  # earlier ones cannot leave out the working directory
-        (elsewhere / "torch.py").write_text("raise ImportError('the working directory has a file of this name')")
+        (elsewhere / "torch.py").write_text("raise RuntimeError('the working directory has a file of this name')")
     program = [sys.executable, folder / "program.py"]
     done = subprocess.run(program, env=environment, cwd=elsewhere, capture_output=True, text=True)
     said = (done.stdout + done.stderr).splitlines()
