@@ -1,7 +1,7 @@
 """`python -m distca`: the command line."""
 
-import atexit
-from typing import NoReturn
+from multiprocessing import util
+from typing import Any, NoReturn
 
 from distca.connect.collections_paused import collections_paused
 from distca.connect.rank_process import exit_now
@@ -13,7 +13,8 @@ with collections_paused():
 def main() -> NoReturn:
     """Runs a command, and exits at once: to take apart all that it has imported would take a second."""
     code = cli.main()
-    atexit._run_exitfuncs()  # they remove temporary folders, such as that of the socket of a fork server
+    multiprocessing: Any = util
+    multiprocessing._run_finalizers()  # removes the temporary folder with the fork server's socket
     exit_now(code)
 
 

@@ -9,10 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def collections_paused() -> Iterator[None]:
-    """Pauses collections, and leaves what is there at the end out of later ones.
-
-    The threshold does it, so that `gc.disable` and `gc.set_threshold` of the modules that are imported hold.
-    """
+    """Pauses collections by their threshold, so that `gc.disable` of a module that is imported inside holds."""
     before = gc.get_threshold()
     gc.set_threshold(0)
     try:
@@ -20,4 +17,3 @@ def collections_paused() -> Iterator[None]:
     finally:
         if gc.get_threshold()[0] == 0:
             gc.set_threshold(*before)
-        gc.freeze()

@@ -89,6 +89,7 @@ def rank_main(
     _die_with_parent()
     os.environ.clear()
     os.environ.update(environment)
+    gc.freeze()  # keeps what is imported by now out of garbage collections
     keep_freed_memory()
     _name_process(f"distca-rank-{rank}")
     os.setpgid(0, 0)  # a Ctrl-C at the terminal reaches the parent alone, which passes it on exactly once

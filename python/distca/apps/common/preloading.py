@@ -1,9 +1,15 @@
 """The first import of a process that ranks are forked from: pauses collections there, and not in what it forks."""
 
+import gc
 import os
 
-from distca.connect.collections_paused import collections_paused
+_before = gc.get_threshold()
 
-_paused = collections_paused()
-_paused.__enter__()
-os.register_at_fork(after_in_child=lambda: _paused.__exit__(None, None, None))
+
+def _collect() -> None:
+    if gc.get_threshold()[0] == 0:
+        gc.set_threshold(*_before)
+
+
+gc.set_threshold(0)
+os.register_at_fork(after_in_child=_collect)
