@@ -33,6 +33,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_collection() -> Generator[None, object, object]:
     with collections_paused():
         result = yield
+    gc.collect()
     gc.freeze()  # imported modules stay for good; without them each garbage collection is half a second faster
     if "support.processes" in sys.modules:
         # Started here, because forks of a server started in a test would inherit that test's changes of the

@@ -73,9 +73,8 @@ class Program:
                 program, read = self._compile(Path(objects))
                 made = folder / self._key(read)
                 program.rename(made)
-            if all(
-                (ROOT / file).stat().st_mtime < begun for file in read
-            ):  # otherwise it may be made from either state
+            changed = any((ROOT / file).stat().st_mtime >= begun for file in read)
+            if not changed:  # otherwise it may be made from either state
                 list_of_read.write_text("".join(f"{file}\n" for file in read))
         return made
 

@@ -191,12 +191,12 @@ def test_the_library_loads_where_nvshmem_is_and_says_its_version() -> None:
     assert _C.nvshmem_status() == (version, "")
 
 
-@needs_library
 def _version_seen(rank: int, ranks: int, pipe: Connection) -> None:
     ctypes.CDLL(pipe.recv(), ctypes.RTLD_GLOBAL)
     pipe.send(nvshmem.status())
 
 
+@needs_library
 def test_nvshmem_of_another_minor_version_than_that_of_the_build_is_refused(tmp_path: Path) -> None:
     """NVSHMEM takes device code that is older than its host library, though their queue pairs differ since 3.5.19."""
     if nvshmem.library_folder() is None:
