@@ -26,10 +26,21 @@ if __name__ == "__main__":
         print(*result)
 """
 
+IMPORTED_FIRST = """
+import os
+
+class TakenApart:
+    def __del__(self):
+        os.write(2, b"taken apart at the end\\n")
+
+BY = os.getpid()
+_global = TakenApart()
+"""
+
 
 def _run(folder: Path, **variables: str) -> list[str]:
     (folder / "program.py").write_text(PROGRAM)
-    (folder / "imported_first.py").write_text("import os\nBY = os.getpid()\n")
+    (folder / "imported_first.py").write_text(IMPORTED_FIRST)
     environment = os.environ | {"PYTHONPATH": str(folder)} | variables
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
@@ -42,11 +53,12 @@ def _run(folder: Path, **variables: str) -> list[str]:
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch knows GPUs: ranks are spawned")
-def test_ranks_are_forked_from_a_process_that_has_imported_what_they_need(tmp_path: Path) -> None:
+def test_ranks_are_forked_from_a_process_that_has_imported_what_they_need_and_ends_at_once(tmp_path: Path) -> None:
     assert _run(tmp_path) == ["True its parent 0", "True its parent 1", "True its parent 2"]
 
 
 def test_ranks_are_spawned_where_that_process_finds_no_place_for_its_socket(tmp_path: Path) -> None:
     folder = tmp_path / ("a path that is too long for a socket" * 4)
     folder.mkdir()
-    assert _run(tmp_path, TMPDIR=str(folder)) == ["False itself 0", "False itself 1", "False itself 2"]
+    said = _run(tmp_path, TMPDIR=str(folder))
+    assert said == ["False itself 0", "False itself 1", "False itself 2"] + 3 * ["taken apart at the end"]

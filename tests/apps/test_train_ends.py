@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,11 +41,14 @@ def _assert_gone(pids: dict[str, int]) -> None:
 def test_an_interrupt_ends_all_ranks_after_a_whole_step_with_the_summary(
     number: signal.Signals, num_ranks: int, data: Path, tmp_path: Path
 ) -> None:
-    with start(command(tmp_path, "--steps", "100000", "--ranks", str(num_ranks))) as process:
-        _wait_for_first_step(tmp_path, process)
-        ranks = ranks_of(process)
-        process.send_signal(number)
-        out, err = process.communicate(timeout=150)
+    arguments = command(tmp_path, "--steps", "100000", "--ranks", str(num_ranks))
+    with tempfile.TemporaryDirectory() as temporary:  # its path is short enough for sockets
+        with start(arguments, env=os.environ | {"TMPDIR": temporary}) as process:
+            _wait_for_first_step(tmp_path, process)
+            ranks = ranks_of(process)
+            process.send_signal(number)
+            out, err = process.communicate(timeout=150)
+        assert not os.listdir(temporary), "a folder for temporary files is left"
     assert (process.returncode, sorted(ranks)) == (130, [f"distca-rank-{rank}" for rank in range(num_ranks)]), err
     summary = summary_of(tmp_path)
     assert summary["interrupted"] and summary["steps"] == len(metrics_of(tmp_path)) < 100000
