@@ -3,7 +3,7 @@
 // For row i of a document, over the keys that the mask lets row i see:
 //   out[i] = softmax(scale * q[i] K^T) V
 //   lse[i] = log sum exp(scale * q[i] K^T), natural logarithm
-// Backward, with P = exp(scale * q K^T - lse) and delta = rowsum(out * dout):
+// Backward, with P = exp(scale * q K^T - lse) and delta = rowsum(out * dout) - dlse:
 //   dV = P^T dout,  dS = P * (dout V^T - delta),  dQ = scale * dS K,  dK = scale * dS^T Q
 // With a softcap c, scores are S = c * tanh(scale * q K^T / c), and dS has a further factor 1 - (S / c)^2.
 // Mask, scale and softcap are the group's (`Scores`). One problem may have groups with different ones.
@@ -153,18 +153,23 @@ class DISTCA_EXPORT CpuAttention {
   std::unique_ptr<State> state_;
 };
 
-/// delta[i, h] = sum over dim of out[i, h, :] * dout[i, h, :], in fp32, for `num_rows` rows.
-DISTCA_EXPORT void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout,
-                           const RowView& delta, const Parallel& parallel);
+/// What a home makes delta of: `out` and `dout`, query heads x v_dim; `dlse` and `delta`, query heads x 1, fp32.
+/// Without `dlse.data`, lse has no gradient.
+struct DeltaRows {
+  RowView out, dout, dlse, delta;
+};
+
+/// delta[i, h] = sum over dim of out[i, h, :] * dout[i, h, :] - dlse[i, h], in fp32, for `num_rows` rows.
+DISTCA_EXPORT void row_delta(const HeadShape& heads, int64_t num_rows, const DeltaRows& rows, const Parallel& parallel);
 
 /// Adds sinks, one fp32 score for each query head, to results without them: lse = log(exp(lse) + exp(sink)), and out
 /// shrinks by exp(lse before - lse after). Rows whose lse is -inf stay as they are.
 DISTCA_EXPORT void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& lse,
                              const float* sinks, const Parallel& parallel);
 
-/// dsinks[h] = - sum over rows of exp(sinks[h] - lse[i, h]) * (out[i, h, :] . dout[i, h, :]), in double, rows in
-/// ascending order. Rows whose lse is -inf add nothing.
-DISTCA_EXPORT void sink_gradient(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout,
-                                 const RowView& lse, const float* sinks, float* dsinks, const Parallel& parallel);
+/// dsinks[h] = - sum over rows of exp(sinks[h] - lse[i, h]) * delta[i, h], in double, rows in ascending order. It makes
+/// delta itself, and does not write it. Rows whose lse is -inf add nothing.
+DISTCA_EXPORT void sink_gradient(const HeadShape& heads, int64_t num_rows, const DeltaRows& rows, const RowView& lse,
+                                 const float* sinks, float* dsinks, const Parallel& parallel);
 
 }  // namespace distca::attention

@@ -17,11 +17,11 @@ using transport::table_part;
 using transport::table_value;
 using transport::TablePart;
 
-/// The arguments of row_dot.
-struct RowDot {
+/// The arguments of row_delta.
+struct RowDelta {
   HeadShape heads;
   int64_t num_rows;
-  RowView out, dout, delta;
+  attention::DeltaRows rows;
 };
 
 /// The arguments of add_sinks.
@@ -74,12 +74,11 @@ class QueuedBackend final : public Backend {
     queue("batch of rows", std::array{table_part("extents of rows", rows)},
           [this](const Table& t) { cpu_->run(t.get<RowWork>(0)); });
   }
-  void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout, const RowView& delta,
-               const Parallel&) override {
-    const RowDot arguments = {heads, num_rows, out, dout, delta};
-    queue("row dot", std::array{table_value("arguments", arguments)}, [this](const Table& t) {
-      const RowDot& a = t.get<RowDot>(0)[0];
-      cpu_->row_dot(a.heads, a.num_rows, a.out, a.dout, a.delta, Parallel());
+  void row_delta(const HeadShape& heads, int64_t num_rows, const attention::DeltaRows& rows, const Parallel&) override {
+    const RowDelta arguments = {heads, num_rows, rows};
+    queue("row delta", std::array{table_value("arguments", arguments)}, [this](const Table& t) {
+      const RowDelta& a = t.get<RowDelta>(0)[0];
+      cpu_->row_delta(a.heads, a.num_rows, a.rows, Parallel());
     });
   }
   void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& lse, const float* sinks,

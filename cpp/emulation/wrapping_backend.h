@@ -16,6 +16,7 @@ class WrappingBackend : public runtime::Backend {
   std::string device() const override { return inner_->device(); }
   std::string attention(const HeadShape& heads) const override { return inner_->attention(heads); }
   bool plan_independent(const HeadShape& heads) const override { return inner_->plan_independent(heads); }
+  bool takes_gradient_of_lse() const override { return inner_->takes_gradient_of_lse(); }
   void check(const HeadShape& heads, float softcap) const override { inner_->check(heads, softcap); }
   std::shared_ptr<std::byte> allocate(int64_t bytes) override { return inner_->allocate(bytes); }
   std::shared_ptr<std::byte> scratch(int64_t bytes) override { return inner_->scratch(bytes); }
@@ -24,9 +25,9 @@ class WrappingBackend : public runtime::Backend {
   void reduce(const runtime::ReduceTable& table, DType dtype) override { inner_->reduce(table, dtype); }
   void fill(const RowView& rows, const RowExtent& n, runtime::Fill value) override { inner_->fill(rows, n, value); }
   void run(std::span<const runtime::RowWork> rows) override { inner_->run(rows); }
-  void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout, const RowView& delta,
-               const Parallel& parallel) override {
-    inner_->row_dot(heads, num_rows, out, dout, delta, parallel);
+  void row_delta(const HeadShape& heads, int64_t num_rows, const attention::DeltaRows& rows,
+                 const Parallel& parallel) override {
+    inner_->row_delta(heads, num_rows, rows, parallel);
   }
   void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& lse, const float* sinks,
                  const Parallel& parallel) override {

@@ -29,9 +29,9 @@ class CpuBackend final : public Backend {
       for (int64_t head = 0; head < n.num_heads; ++head)
         *float_at(rows, i, head) = -std::numeric_limits<float>::infinity();
   }
-  void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout, const RowView& delta,
-               const Parallel& parallel) override {
-    attention::row_dot(heads, num_rows, out, dout, delta, parallel);
+  void row_delta(const HeadShape& heads, int64_t num_rows, const attention::DeltaRows& rows,
+                 const Parallel& parallel) override {
+    attention::row_delta(heads, num_rows, rows, parallel);
   }
   void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& lse, const float* sinks,
                  const Parallel& parallel) override {

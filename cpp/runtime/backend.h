@@ -38,6 +38,8 @@ class DISTCA_EXPORT Backend : public Memory {
   /// Whether attention over such heads is a kernel of this library. If it is, the bits of a row's out and lse do not
   /// depend on the plan; with `deterministic`, nor do those of its dq.
   virtual bool plan_independent(const HeadShape& heads) const = 0;
+  /// Whether backward takes a gradient of lse. It does not where attention makes delta itself, of out and dout.
+  virtual bool takes_gradient_of_lse() const { return true; }
   /// Throws an error that names what is supported, unless attention over such heads is.
   virtual void check(const HeadShape& heads, float softcap) const = 0;
 
@@ -51,9 +53,9 @@ class DISTCA_EXPORT Backend : public Memory {
   virtual void fill(const RowView& rows, const RowExtent& n, Fill value) = 0;
   /// Does all of it, one after another.
   virtual void run(std::span<const RowWork> rows);
-  /// Does what attention::row_dot does.
-  virtual void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout,
-                       const RowView& delta, const Parallel& parallel) = 0;
+  /// Does what attention::row_delta does.
+  virtual void row_delta(const HeadShape& heads, int64_t num_rows, const attention::DeltaRows& rows,
+                         const Parallel& parallel) = 0;
   /// Does what attention::add_sinks does. The sinks lie on the device.
   virtual void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& lse,
                          const float* sinks, const Parallel& parallel) = 0;

@@ -132,7 +132,7 @@ Dispatcher::Step& Dispatcher::begin(const plan::SliceView& slice, const Backward
                             : s.deltas.empty() ? nullptr
                                                : s.deltas.back().get();
   const RowView delta = {memory, h.q_heads * 4, 4};
-  backend_.row_dot(slice.heads(), h.num_rows, t.out, t.dout, delta, parallel);
+  backend_.row_delta(slice.heads(), h.num_rows, {t.out, t.dout, t.dlse, delta}, parallel);
   s.set(TensorKind::kQ, t.q);
   s.set(TensorKind::kK, t.k);
   s.set(TensorKind::kV, t.v);

@@ -27,9 +27,9 @@ struct ForwardTensors {
   std::byte* retained = nullptr;  // returned too, as many bytes as the plan retains; null where no backward will come
 };
 struct BackwardTensors {
-  RowView q, k, v, out, lse, dout;
-  std::byte* retained = nullptr;  // returned by the forward step; null where the plan retains nothing here
-  RowView dq, dk, dv;             // returned
+  RowView q, k, v, out, lse, dout, dlse;  // without dlse.data, lse has no gradient
+  std::byte* retained = nullptr;          // returned by the forward step; null where the plan retains nothing here
+  RowView dq, dk, dv;                     // returned
 };
 
 class Dispatcher {

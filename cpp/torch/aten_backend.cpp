@@ -86,6 +86,7 @@ class AtenBackend final : public runtime::Backend {
   std::string device() const override { return device_name(anchor_); }
   std::string attention(const HeadShape&) const override { return "ATen's flash attention"; }
   bool plan_independent(const HeadShape&) const override { return false; }
+  bool takes_gradient_of_lse() const override { return false; }
   void check(const HeadShape& heads, float softcap) const override { check_flash(anchor_, heads, softcap); }
 
   std::shared_ptr<std::byte> allocate(int64_t bytes) override { return memory(bytes, /*is_zero=*/true); }
@@ -140,15 +141,15 @@ class AtenBackend final : public runtime::Backend {
                            value == Fill::kZero ? 0.0 : -1.0);
   }
 
-  void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout, const RowView& delta,
-               const Parallel&) override {
+  void row_delta(const HeadShape& heads, int64_t num_rows, const attention::DeltaRows& rows, const Parallel&) override {
+    require(rows.dlse.data == nullptr, kNoGradientOfLse);
     if (num_rows == 0) return;
-    const auto rows = [&](const RowView& v) {
+    const auto widened = [&](const RowView& v) {
       return aten::cast(view(v, num_rows, heads.q_heads, heads.v_dim, scalar_type(heads.dtype)), ScalarType::Float);
     };
     const int64_t dim[] = {2};
-    aten::assign(view(delta, num_rows, heads.q_heads, 1, ScalarType::Float),
-                 torch::stable::sum(aten::multiply(rows(out), rows(dout)), dim, /*keepdim=*/true));
+    aten::assign(view(rows.delta, num_rows, heads.q_heads, 1, ScalarType::Float),
+                 torch::stable::sum(aten::multiply(widened(rows.out), widened(rows.dout)), dim, /*keepdim=*/true));
   }
 
   void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& lse, const float* sinks,

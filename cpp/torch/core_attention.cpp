@@ -77,7 +77,7 @@ struct ForwardArguments {
 /// The arguments of an operator that begins a backward step.
 struct BackwardArguments {
   const Tensor &dout, &q, &k, &v, &out, &lse, &plan;
-  const std::optional<Tensor>&sinks, &retained;
+  const std::optional<Tensor>&sinks, &retained, &dlse;
   StepOptions options;
 };
 
@@ -158,6 +158,8 @@ struct Backward {
     check_device_of(q, dout, "dout");
     check_device_of(q, out, "out");
     check_device_of(q, lse, "lse");
+    gradient_of_lse(a.dlse, lse);
+    dlse = taken_gradient_of_lse(context->backend().takes_gradient_of_lse(), a.dlse);
     require(k.size(0) == rows && lse.size(0) == rows && lse.size(1) == heads.q_heads,
             "q, k, v, out and lse have different lengths or head counts");
     slice = context->accept(plan_words(plan, "plan"), heads, rows);
@@ -173,6 +175,7 @@ struct Backward {
             rows_of(out, "out"),
             scalars_of(lse, "lse"),
             rows_of(dout, "dout"),
+            gradient_of_lse(dlse, lse),
             retained ? bytes_of(*retained) : nullptr,
             rows_of(dq, "dq"),
             rows_of(dk, "dk"),
@@ -203,7 +206,7 @@ struct Backward {
   plan::SliceView slice{{}};
   runtime::ScoreOptions scores;
   Tensor dq, dk, dv;
-  std::optional<Tensor> retained;
+  std::optional<Tensor> retained, dlse;
 };
 
 std::tuple<Tensor, Tensor> core_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& plan,
@@ -258,11 +261,12 @@ int64_t dispatch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
 template <Part kPart>
 auto begin_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                     const Tensor& lse, const Tensor& plan, std::optional<Tensor> sinks, StringHandle context,
-                    std::optional<double> scale, double softcap, bool deterministic, std::optional<Tensor> retained) {
+                    std::optional<double> scale, double softcap, bool deterministic, std::optional<Tensor> retained,
+                    std::optional<Tensor> dlse) {
   const Text name(context);
   return collective(name, [&] {
     const auto b = make_reused<Backward>(
-        BackwardArguments{dout, q, k, v, out, lse, plan, sinks, retained, {name, scale, softcap, deterministic}});
+        BackwardArguments{dout, q, k, v, out, lse, plan, sinks, retained, dlse, {name, scale, softcap, deterministic}});
     const auto ctx = std::exchange(b->context, nullptr);
     if constexpr (kPart == Part::kDispatch) {
       return static_cast<int64_t>(ctx->dispatch(b->slice, b->tensors(), b->scores, torch_threads(), b));
@@ -324,7 +328,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
   m.def(
       "core_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor plan, "
       "Tensor? sinks=None, *, str context=\"default\", float? scale=None, float softcap=0., bool deterministic=False, "
-      "Tensor? retained=None) -> (Tensor dq, Tensor dk, Tensor dv)");
+      "Tensor? retained=None, Tensor? dlse=None) -> (Tensor dq, Tensor dk, Tensor dv)");
   m.def(
       "dispatch(Tensor q, Tensor k, Tensor v, Tensor plan, Tensor? plan_backward=None, Tensor? sinks=None, *, "
       "str context=\"default\", float? scale=None, float softcap=0., bool deterministic=False, bool retain=False) -> "
@@ -332,7 +336,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
   m.def(
       "dispatch_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor plan, "
       "Tensor? sinks=None, *, str context=\"default\", float? scale=None, float softcap=0., bool deterministic=False, "
-      "Tensor? retained=None) -> int");
+      "Tensor? retained=None, Tensor? dlse=None) -> int");
   m.def("attend(int step, *, str context=\"default\") -> ()");
   m.def("collect(int step, *, str context=\"default\") -> (Tensor out, Tensor lse)");
   m.def("collect_retained(int step, *, str context=\"default\") -> (Tensor out, Tensor lse, Tensor retained)");

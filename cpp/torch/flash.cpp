@@ -209,6 +209,14 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout_any, const 
   return {dq, sum_of_tasks(dk, k_any, b), sum_of_tasks(dv, v_any, b)};
 }
 
+std::optional<Tensor> taken_gradient_of_lse(bool backend_takes_it, const std::optional<Tensor>& dlse) {
+  if (backend_takes_it || !dlse.has_value()) return dlse;
+  const Tensor any = aten::unary("aten::any", *dlse);
+  const Tensor host = torch::stable::to(any, torch::stable::Device(torch::headeronly::DeviceType::CPU));
+  require(!*static_cast<const bool*>(host.data_ptr()), kNoGradientOfLse);
+  return std::nullopt;
+}
+
 void add_sinks(const Tensor& out, const Tensor& lse, const Tensor& sinks) {
   const Tensor share = aten::unary("aten::sigmoid", torch::stable::subtract(lse, sinks));
   aten::assign(out, aten::multiply(aten::cast(out, ScalarType::Float), torch::stable::unsqueeze(share, 2)));

@@ -36,6 +36,13 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& dout, const Tens
                                                   const Tensor& out, const Tensor& lse,
                                                   std::span<const LocalTask> tasks, const FlashOptions& options);
 
+/// What is said where lse has a gradient: ATen makes delta itself, of out and dout.
+inline constexpr const char* kNoGradientOfLse =
+    "the gradient of lse needs distca's own kernels (attention=\"own\"): PyTorch's flash attention takes none; "
+    "use lse.detach()";
+/// The gradient of lse, if a backend takes one. Else none; throws if it is not zero, for which a GPU's host waits.
+std::optional<Tensor> taken_gradient_of_lse(bool backend_takes_it, const std::optional<Tensor>& dlse);
+
 /// Does what attention::add_sinks does, to out [T, H, D] and lse [T, H] in place. The sinks, [H] fp32, lie on their
 /// device.
 void add_sinks(const Tensor& out, const Tensor& lse, const Tensor& sinks);
@@ -51,6 +58,6 @@ std::tuple<Tensor, Tensor, Tensor> attention_by_flash_backward(const Tensor& dou
                                                                const Tensor& v, const Tensor& out, const Tensor& lse,
                                                                const Tensor& tasks, std::optional<Tensor> sinks,
                                                                std::optional<double> scale, double softcap,
-                                                               bool deterministic);
+                                                               bool deterministic, std::optional<Tensor> dlse);
 
 }  // namespace distca::ops

@@ -50,8 +50,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_by_flash_backward(const Tensor& dou
                                                                const Tensor& v, const Tensor& out, const Tensor& lse,
                                                                const Tensor& tasks, std::optional<Tensor> sinks,
                                                                std::optional<double> scale, double softcap,
-                                                               bool /*deterministic*/) {
+                                                               bool /*deterministic*/, std::optional<Tensor> dlse) {
   return guarded([&] {
+    taken_gradient_of_lse(false, dlse);
     const Checked c = check(q, k, v, tasks, sinks, scale, softcap);
     const Tensor dout = with_dense_rows(dout_any);
     check_like_out(dout, "dout", c.heads, q.size(0));
@@ -68,17 +69,18 @@ std::tuple<Tensor, Tensor, Tensor> attention_by_flash_backward(const Tensor& dou
 namespace {
 
 /// The gradient of sinks, as on the CPU but for the order of the sum over rows.
-Tensor sink_gradient_by_aten(const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& sinks) {
+Tensor sink_gradient_by_aten(const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& sinks,
+                             std::optional<Tensor> dlse) {
   return guarded([&] {
     const auto fp32 = [](const Tensor& t) { return aten::cast(t, ScalarType::Float); };
     const int64_t dim[] = {2}, rows[] = {0};
-    const Tensor delta = torch::stable::sum(aten::multiply(fp32(out), fp32(dout)), dim);
+    Tensor delta = torch::stable::sum(aten::multiply(fp32(out), fp32(dout)), dim);
+    if (dlse.has_value()) delta = torch::stable::subtract(delta, *dlse);
     const Tensor share = aten::unary("aten::exp", torch::stable::subtract(sinks, lse));
-    // Rows of no task have lse -inf and an infinite share. They add nothing.
-    const Tensor finite =
-        aten::tensor(aten::call("aten::nan_to_num", "", share, std::optional(std::numeric_limits<double>::quiet_NaN()),
-                                std::optional(0.0), std::optional(0.0))[0]);
-    return aten::unary("aten::neg", torch::stable::sum(aten::multiply(finite, delta), rows));
+    // Rows of no task have lse -inf and an infinite share. They add nothing, whatever their gradients are.
+    const Tensor empty = aten::unary("aten::isneginf", lse), zero = torch::stable::new_zeros(lse, {});
+    const Tensor terms = aten::tensor(aten::call("aten::where", "self", empty, zero, aten::multiply(share, delta))[0]);
+    return aten::unary("aten::neg", torch::stable::sum(terms, rows));
   });
 }
 
@@ -90,9 +92,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
       "float softcap=0., bool deterministic=False) -> (Tensor out, Tensor lse)");
   m.def(
       "attention_by_flash_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor tasks, "
-      "Tensor? sinks=None, *, float? scale=None, float softcap=0., bool deterministic=False) -> "
+      "Tensor? sinks=None, *, float? scale=None, float softcap=0., bool deterministic=False, Tensor? dlse=None) -> "
       "(Tensor dq, Tensor dk, Tensor dv)");
-  m.def("sink_gradient_by_aten(Tensor dout, Tensor out, Tensor lse, Tensor sinks) -> Tensor");
+  m.def("sink_gradient_by_aten(Tensor dout, Tensor out, Tensor lse, Tensor sinks, Tensor? dlse=None) -> Tensor");
 }
 
 // These run on every device that has ATen's operator.

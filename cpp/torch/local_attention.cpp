@@ -148,7 +148,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
                                                       const Tensor& v, const Tensor& out, const Tensor& lse,
                                                       const Tensor& tasks, const std::optional<Tensor>& sinks,
                                                       std::optional<double> scale, double softcap, bool deterministic,
-                                                      Workspace& w) {
+                                                      const std::optional<Tensor>& dlse, Workspace& w) {
   return guarded([&] {
     const HeadShape heads = heads_of(q, k, v);
     const attention::Scores scores{Mask{}, scale_or_default(scale, heads), checked_softcap(softcap)};
@@ -177,7 +177,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
     }
     const std::shared_ptr<std::byte> deltas = w.backend->scratch(rows * heads.q_heads * 4);
     const RowView delta{deltas.get(), heads.q_heads * 4, 4};
-    w.backend->row_dot(heads, rows, rows_of(out, "out"), rows_of(dout, "dout"), delta, torch_threads());
+    gradient_of_lse(dlse, lse);
+    const std::optional<Tensor> taken = taken_gradient_of_lse(w.backend->takes_gradient_of_lse(), dlse);
+    const attention::DeltaRows home{rows_of(out, "out"), rows_of(dout, "dout"), gradient_of_lse(taken, lse), delta};
+    w.backend->row_delta(heads, rows, home, torch_threads());
     for (size_t i = 0; i < w.tasks.size(); ++i) {
       const int64_t row = w.sorted[i].q_begin;
       w.tasks[i].q = rows_of(q, "q").from_row(row);
@@ -213,9 +216,9 @@ std::tuple<Tensor, Tensor, Tensor> cpu_backward(const Tensor& dout, const Tensor
                                                 const Tensor& out, const Tensor& lse, const Tensor& tasks,
                                                 std::optional<Tensor> sinks, std::optional<double> scale,
                                                 double softcap, bool deterministic,
-                                                std::optional<StringHandle> attention) {
+                                                std::optional<StringHandle> attention, std::optional<Tensor> dlse) {
   Workspace& w = cpu_workspace(q, k, v, softcap, attention);
-  return attention_backward(dout, q, k, v, out, lse, tasks, sinks, scale, softcap, deterministic, w);
+  return attention_backward(dout, q, k, v, out, lse, tasks, sinks, scale, softcap, deterministic, dlse, w);
 }
 
 std::tuple<Tensor, Tensor> gpu_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& tasks,
@@ -230,19 +233,20 @@ std::tuple<Tensor, Tensor, Tensor> gpu_backward(const Tensor& dout, const Tensor
                                                 const Tensor& out, const Tensor& lse, const Tensor& tasks,
                                                 std::optional<Tensor> sinks, std::optional<double> scale,
                                                 double softcap, bool deterministic,
-                                                std::optional<StringHandle> attention) {
+                                                std::optional<StringHandle> attention, std::optional<Tensor> dlse) {
   Workspace* const w = gpu_workspace(q, k, v, softcap, attention);
   if (w == nullptr)
-    return attention_by_flash_backward(dout, q, k, v, out, lse, tasks, sinks, scale, softcap, deterministic);
+    return attention_by_flash_backward(dout, q, k, v, out, lse, tasks, sinks, scale, softcap, deterministic, dlse);
   return attention_backward(aligned_rows(with_dense_rows(dout)), aligned_rows(q), aligned_rows(k), aligned_rows(v), out,
-                            lse, tasks, sinks, scale, softcap, deterministic, *w);
+                            lse, tasks, sinks, scale, softcap, deterministic, dlse, *w);
 }
 
 /// The gradient of sinks, for core_attention as for attention: all that it needs lies at home.
-Tensor sink_gradient(const Tensor& dout_any, const Tensor& out, const Tensor& lse, const Tensor& sinks) {
+Tensor sink_gradient(const Tensor& dout_any, const Tensor& out, const Tensor& lse, const Tensor& sinks,
+                     std::optional<Tensor> dlse) {
   return guarded([&] {
     const Tensor dout = with_dense_rows(dout_any);
-    const RowView out_rows = rows_of(out, "out"), dout_rows = rows_of(dout, "dout"), lse_rows = scalars_of(lse, "lse");
+    const RowView lse_rows = scalars_of(lse, "lse");
     const HeadShape heads{out.size(1), 1, out.size(2), out.size(2), dtype_of(out, "out")};
     check_like_out(dout, "dout", heads, out.size(0));
     require(lse.size(0) == out.size(0) && lse.size(1) == heads.q_heads, "lse has shape ", shape_of(lse), "; [",
@@ -250,8 +254,9 @@ Tensor sink_gradient(const Tensor& dout_any, const Tensor& out, const Tensor& ls
     const float* values = sinks_of(sinks, out, heads);
     const int64_t sizes[] = {heads.q_heads};
     Tensor dsinks = torch::stable::new_empty(sinks, sizes);
-    attention::sink_gradient(heads, out.size(0), out_rows, dout_rows, lse_rows, values,
-                             static_cast<float*>(dsinks.data_ptr()), torch_threads());
+    const attention::DeltaRows rows{rows_of(out, "out"), rows_of(dout, "dout"), gradient_of_lse(dlse, lse), {}};
+    attention::sink_gradient(heads, out.size(0), rows, lse_rows, values, static_cast<float*>(dsinks.data_ptr()),
+                             torch_threads());
     return dsinks;
   });
 }
@@ -265,8 +270,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(distca, m) {
   m.def(
       "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor tasks, "
       "Tensor? sinks=None, *, float? scale=None, float softcap=0., bool deterministic=False, "
-      "str? attention=None) -> (Tensor dq, Tensor dk, Tensor dv)");
-  m.def("sink_gradient(Tensor dout, Tensor out, Tensor lse, Tensor sinks) -> Tensor");
+      "str? attention=None, Tensor? dlse=None) -> (Tensor dq, Tensor dk, Tensor dv)");
+  m.def("sink_gradient(Tensor dout, Tensor out, Tensor lse, Tensor sinks, Tensor? dlse=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(distca, CPU, m) {

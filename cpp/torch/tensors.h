@@ -75,6 +75,16 @@ inline RowView scalars_of(const Tensor& t, const char* name) {
   return {static_cast<std::byte*>(t.data_ptr()), t.stride(0) * 4, t.stride(1) * 4};
 }
 
+/// A view of the gradient of lse, or no rows where lse has none.
+inline RowView gradient_of_lse(const std::optional<Tensor>& dlse, const Tensor& lse) {
+  if (!dlse.has_value()) return {};
+  const RowView rows = scalars_of(*dlse, "dlse");
+  require(dlse->size(0) == lse.size(0) && dlse->size(1) == lse.size(1), "dlse has shape ", shape_of(*dlse),
+          ", and lse ", shape_of(lse));
+  check_device_of(lse, *dlse, "dlse");
+  return rows;
+}
+
 /// The words of an int64 CPU tensor, whatever its shape. `advice` ends the message of an error.
 inline std::span<const int64_t> words_of(const Tensor& t, const char* name, const char* advice = "") {
   require(t.is_cpu() && t.scalar_type() == torch::headeronly::ScalarType::Long && t.is_contiguous(), name,

@@ -44,10 +44,10 @@ uint32_t word_of(runtime::Fill value) {
   return 0;
 }
 
-/// The arguments of a row dot. They must be the same in each replay.
-struct RowDotArguments {
+/// The arguments of row_delta. They must be the same in each replay.
+struct RowDeltaArguments {
   int64_t q_heads, v_dim, dtype, num_rows;
-  RowView out, dout, delta;
+  attention::DeltaRows rows;
 };
 
 /// The arguments of add_sinks. They must be the same in each replay.
@@ -81,6 +81,7 @@ class DeviceBackend final : public runtime::Backend {
     return own_attention_ ? "distca's kernels for compute capability 9.0" : aten_->attention(heads);
   }
   bool plan_independent(const HeadShape&) const override { return own_attention_; }
+  bool takes_gradient_of_lse() const override { return own_attention_ || aten_->takes_gradient_of_lse(); }
   void check(const HeadShape& heads, float softcap) const override {
     const std::string reason = attention::cuda::unsupported_reason(heads, major_, minor_);
     if (own_attention_) return require(reason.empty(), "attention = \"own\": ", reason);
@@ -127,12 +128,10 @@ class DeviceBackend final : public runtime::Backend {
     queue("batch of rows", put_parts_.of(put_table_),
           [](const DeviceTable& t, cudaStream_t stream) { copy_extents(t, stream); });
   }
-  void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout, const RowView& delta,
-               const Parallel&) override {
-    const RowDotArguments arguments = {heads.q_heads, heads.v_dim, static_cast<int64_t>(heads.dtype), num_rows, out,
-                                       dout,          delta};
-    queue("row dot", std::array{fixed_value("rows", arguments)},
-          [=](const DeviceTable&, cudaStream_t stream) { cuda::row_dot(heads, num_rows, out, dout, delta, stream); });
+  void row_delta(const HeadShape& heads, int64_t num_rows, const attention::DeltaRows& rows, const Parallel&) override {
+    const RowDeltaArguments arguments = {heads.q_heads, heads.v_dim, static_cast<int64_t>(heads.dtype), num_rows, rows};
+    queue("row delta", std::array{fixed_value("rows", arguments)},
+          [=](const DeviceTable&, cudaStream_t stream) { cuda::row_delta(heads, num_rows, rows, stream); });
   }
   void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& lse, const float* sinks,
                  const Parallel&) override {

@@ -17,18 +17,20 @@ __device__ std::byte* address(const RowView& view, int64_t row, int head) {
 /// Each row and head takes a warp. Lane i adds elements i, i + 32, ..., and then the lanes are added in halves.
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
-    row_dot_kernel(int64_t num_rows, int num_heads, int dim, RowView out, RowView dout, RowView delta) {
+    row_delta_kernel(int64_t num_rows, int num_heads, int dim, attention::DeltaRows rows) {
   const int lane = threadIdx.x;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y, count = num_rows * num_heads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; i < count; i += step) {
     const int64_t row = i / num_heads;
     const int head = static_cast<int>(i % num_heads);
-    const auto* a = reinterpret_cast<const Element*>(address(out, row, head));
-    const auto* b = reinterpret_cast<const Element*>(address(dout, row, head));
+    const auto* a = reinterpret_cast<const Element*>(address(rows.out, row, head));
+    const auto* b = reinterpret_cast<const Element*>(address(rows.dout, row, head));
     float sum = 0.f;
     for (int d = lane; d < dim; d += 32) sum = __fmaf_rn(as_float(a[d]), as_float(b[d]), sum);
     for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    if (lane == 0) *reinterpret_cast<float*>(address(delta, row, head)) = sum;
+    if (lane != 0) continue;
+    if (rows.dlse.data != nullptr) sum -= *reinterpret_cast<const float*>(address(rows.dlse, row, head));
+    *reinterpret_cast<float*>(address(rows.delta, row, head)) = sum;
   }
 }
 
@@ -64,12 +66,11 @@ Grid grid_of(const HeadShape& heads, int64_t num_rows) {
 }
 
 template <class Element>
-void launch_row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout,
-                    const RowView& delta, cudaStream_t stream) {
+void launch_row_delta(const HeadShape& heads, int64_t num_rows, const attention::DeltaRows& rows, cudaStream_t stream) {
   const Grid grid = grid_of(heads, num_rows);
-  row_dot_kernel<Element><<<grid.blocks, grid.threads, 0, stream>>>(num_rows, static_cast<int>(heads.q_heads),
-                                                                    static_cast<int>(heads.v_dim), out, dout, delta);
-  check(cudaGetLastError(), "the kernel of row sums");
+  row_delta_kernel<Element><<<grid.blocks, grid.threads, 0, stream>>>(num_rows, static_cast<int>(heads.q_heads),
+                                                                      static_cast<int>(heads.v_dim), rows);
+  check(cudaGetLastError(), "the kernel of delta");
 }
 
 template <class Element>
@@ -83,16 +84,15 @@ void launch_add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& o
 
 }  // namespace
 
-void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout, const RowView& delta,
-             cudaStream_t stream) {
+void row_delta(const HeadShape& heads, int64_t num_rows, const attention::DeltaRows& rows, cudaStream_t stream) {
   if (num_rows == 0) return;
   switch (heads.dtype) {
     case DType::kFloat32:
-      return launch_row_dot<float>(heads, num_rows, out, dout, delta, stream);
+      return launch_row_delta<float>(heads, num_rows, rows, stream);
     case DType::kBFloat16:
-      return launch_row_dot<__nv_bfloat16>(heads, num_rows, out, dout, delta, stream);
+      return launch_row_delta<__nv_bfloat16>(heads, num_rows, rows, stream);
     case DType::kFloat16:
-      return launch_row_dot<__half>(heads, num_rows, out, dout, delta, stream);
+      return launch_row_delta<__half>(heads, num_rows, rows, stream);
   }
 }
 
@@ -110,9 +110,9 @@ void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, con
 }
 
 void load_home_row_kernels() {
-  load_kernel(row_dot_kernel<float>);
-  load_kernel(row_dot_kernel<__nv_bfloat16>);
-  load_kernel(row_dot_kernel<__half>);
+  load_kernel(row_delta_kernel<float>);
+  load_kernel(row_delta_kernel<__nv_bfloat16>);
+  load_kernel(row_delta_kernel<__half>);
   load_kernel(add_sinks_kernel<float>);
   load_kernel(add_sinks_kernel<__nv_bfloat16>);
   load_kernel(add_sinks_kernel<__half>);

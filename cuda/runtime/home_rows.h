@@ -5,14 +5,12 @@
 
 #include <cstdint>
 
-#include "common/dtype.h"
-#include "common/rows.h"
+#include "attention/attention.h"
 
 namespace distca::cuda {
 
-/// Does what attention::row_dot does.
-void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout, const RowView& delta,
-             cudaStream_t stream);
+/// Does what attention::row_delta does.
+void row_delta(const HeadShape& heads, int64_t num_rows, const attention::DeltaRows& rows, cudaStream_t stream);
 /// Does what attention::add_sinks does. The sinks lie on the device.
 void add_sinks(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& lse, const float* sinks,
                cudaStream_t stream);

@@ -24,7 +24,7 @@ from distca.pingpong.turns import core_attention_in_parts, in_half
 from distca.planner.plan import Plan
 from distca.planner.plan_source import PlanSource, StepOfTick
 from distca.registry import get_context
-from distca.steps import refuse_gradient_of_lse, without_derivative
+from distca.steps import without_derivative
 
 _LAYER = "distca.layer"  # the key in a graph node's metadata under which backward finds the layer
 
@@ -49,8 +49,9 @@ def core_attention(
     """Core attention of this rank's rows, ``softmax(scale * q k^T) v`` inside each document, computed by all ranks.
 
     This is a collective step. Every rank of the context makes the same calls in the same order, each with its own slice
-    of the same plan. The same holds for backward. The result is differentiable once, in q, k, v and sinks: a second
-    derivative and forward mode raise InvalidArgumentError.
+    of the same plan. The same holds for backward. out and lse are differentiable once, in q, k, v and sinks: a second
+    derivative and forward mode raise InvalidArgumentError. Where ATen's flash attention computes, so does a gradient of
+    lse that is not zero.
 
     Under autocast, q, k and v are cast to its dtype, which must then be the plan's. In compiled code the errors below
     are ``RuntimeError("distca <Kind>: ...")``, without the layer.
@@ -78,7 +79,7 @@ def core_attention(
 
     Returns:
         out ``[T, H, Dv]`` in q's dtype, and lse ``[T, H]`` float32, the natural log-sum-exp of each row's scaled
-        logits. lse is not differentiable. Padding rows have out 0 and lse -inf.
+        logits. Padding rows have out 0 and lse -inf, and take no gradient.
 
     Raises:
         InvalidArgumentError, PlanFormatError, CapacityError: before anything moves. If all ranks raise one of these,
@@ -129,9 +130,9 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Core attention over tasks in this process's own tensors. It needs no context.
 
-    The result is differentiable once, in q, k, v and sinks. On CUDA, which has not run on a GPU yet, dtypes are
-    bfloat16 and float16. There ATen's flash attention computes by default; it requires Dv = D and has no softcap.
-    ``attention="own"`` asks for distca's kernels for compute capability 9.0. Under
+    out and lse are differentiable once, in q, k, v and sinks. On CUDA, which has not run on a GPU yet, dtypes are
+    bfloat16 and float16. There ATen's flash attention computes by default; it requires Dv = D, has no softcap and takes
+    no gradient of lse. ``attention="own"`` asks for distca's kernels for compute capability 9.0. Under
     ``torch.use_deterministic_algorithms`` their dq has the same bits whatever the tasks, and their dk and dv are the
     same from run to run. Under autocast, q, k and v are cast to its dtype.
 
@@ -148,8 +149,8 @@ def attention(
         attention: what computes on a GPU: ``"own"``, ``"flash"`` or ``"auto"``, as in `distca.init`.
 
     Returns:
-        out ``[Tq, H, Dv]`` in q's dtype, and lse ``[Tq, H]`` float32, which is not differentiable. A row of no task has
-        out 0 and lse -inf.
+        out ``[Tq, H, Dv]`` in q's dtype, and lse ``[Tq, H]`` float32, the natural log-sum-exp of each row's scaled
+        logits. A row of no task has out 0 and lse -inf, and takes no gradient.
 
     Raises:
         InvalidArgumentError: an argument is wrong, or ``attention`` cannot compute these shapes on this device.
@@ -200,9 +201,15 @@ def _fake_retain(
 
 
 def _fake_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor | None, **_: Any
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *others: torch.Tensor | None,
+    dlse: torch.Tensor | None = None,
+    **_: Any,
 ) -> tuple[torch.Tensor, ...]:
-    _check_devices(q, k, v, *others)
+    _check_devices(q, k, v, *others, dlse)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -225,17 +232,16 @@ def _backward(operator: Any, range_name: str) -> Any:
     def one_step(
         ctx: Any, name: str, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: None
     ) -> tuple[Any, ...]:
-        refuse_gradient_of_lse(dlse)
         q, k, v, out, lse, table, sinks, *kept = ctx.saved_tensors
         retained = {"retained": kept[0]} if kept else {}
         if dout is None:  # the other ranks take part in this step all the same
             dout = torch.zeros_like(out)
         caller = Caller(name, ctx.metadata.get(_LAYER))
         with caller.calls(range_name):
-            grads = operator(dout, q, k, v, out, lse, table, sinks, **ctx.options, **retained)
+            grads = operator(dout, q, k, v, out, lse, table, sinks, **ctx.options, **retained, dlse=dlse)
             dsinks = None
             if sinks is not None and ctx.needs_input_grad[ctx.num_inputs - 1]:
-                dsinks = torch.ops.distca.sink_gradient(dout, out, lse, sinks)
+                dsinks = torch.ops.distca.sink_gradient(dout, out, lse, sinks, dlse)
         caller.note()
         return (*grads, *[None] * (ctx.num_inputs - len(grads) - 1), dsinks)
 
@@ -286,7 +292,9 @@ def _differentiate_once(name: str) -> None:
     _library.impl(name, kernel, "Autograd", with_keyset=True)
 
 
-def _fake_sink_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def _fake_sink_gradient(
+    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, dlse: torch.Tensor | None = None
+) -> torch.Tensor:
     return sinks.new_empty(sinks.shape)
 
 

@@ -37,15 +37,6 @@ class _WithoutDerivative(torch.autograd.Function):
         )
 
 
-def refuse_gradient_of_lse(dlse: torch.Tensor | None) -> None:
-    """Raises InvalidArgumentError if lse has a gradient. Activation checkpoints that are reentrant, and hooks, give it
-    one of zeros where nobody has used lse; where values are not known, as in compiled code, any gradient is refused.
-    """
-    if dlse is None or (type(dlse) is torch.Tensor and not dlse.is_meta and not dlse.any()):
-        return
-    raise InvalidArgumentError("distca: lse is not differentiable; use lse.detach()")
-
-
 def without_derivative(name: str, results: Any, *inputs: Any) -> Any:
     """The results of an operator of backward, marked as depending on the inputs: differentiating them is an error."""
     sources = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -143,17 +134,18 @@ class _Call:
         self.inputs = []
         return [q, k, v, sinks[0] if sinks else None]
 
-    def dispatch_backward(self, dout: torch.Tensor, *saved: Any) -> _UnderWay:
+    def dispatch_backward(self, dout: torch.Tensor, dlse: torch.Tensor | None, *saved: Any) -> _UnderWay:
         q, k, v, out, lse, table, sinks, *retained = saved
         with self.caller_backward.calls("dispatch_backward"), torch.no_grad():
             number = torch.ops.distca.dispatch_backward(
                 dout,
                 *(q, k, v, out, lse, table, sinks),
                 retained=retained[0] if retained else None,
+                dlse=dlse,
                 **self.options,
             )
             under_way = _UnderWay(number, self.caller_backward)
-            self._dsinks = None if sinks is None else torch.ops.distca.sink_gradient(dout, out, lse, sinks)
+            self._dsinks = None if sinks is None else torch.ops.distca.sink_gradient(dout, out, lse, sinks, dlse)
         self.caller_backward.note(number)
         return under_way
 
@@ -220,14 +212,13 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-        refuse_gradient_of_lse(dlse)
         saved = ctx.saved_tensors
         if dout is None:  # the other ranks take part in this step all the same
             dout = torch.zeros_like(saved[3])
         token: Any = dout.new_empty(0, dtype=torch.float32)
         # If backward breaks off, autograd drops the token and the step with it. The step is then abandoned.
-        token.under_way = ctx.call.dispatch_backward(dout, *saved)
-        token.sources = (dout, *saved) if torch.is_grad_enabled() else ()
+        token.under_way = ctx.call.dispatch_backward(dout, dlse, *saved)
+        token.sources = (dout, dlse, *saved) if torch.is_grad_enabled() else ()
         return None, token
 
 

@@ -117,6 +117,31 @@ def test_row_sums_of_many_columns_differ_from_those_of_the_host_in_the_order_of_
             torch.testing.assert_close(a, b, rtol=bound, atol=bound, equal_nan=True, msg=name)
 
 
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_a_gradient_of_lse_gives_the_bits_of_steps_on_the_host(gpu: EmulatedGpu, dtype: torch.dtype) -> None:
+    heads = distca.Heads(4, 2, 24, 16, dtype)
+    plan = distca.plan(scattered(LENGTHS, 3, 5), heads, tasks=random_tasks(scattered(LENGTHS, 3, 5), 2, 3))
+    batch = random_batch(LENGTHS, heads, 2)
+    dlse = torch.randn(heads.q, sum(LENGTHS), generator=torch.Generator().manual_seed(1)).T
+
+    def work(rank: int, context: distca.Context) -> Tensors:
+        tensors = (batch.q, batch.k, batch.v, batch.dout, dlse)
+        q, k, v, dout, of_lse = (rows_of_rank(batch, plan.layout, rank, t) for t in tensors)
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        out, lse = distca.core_attention(*leaves, plan.for_rank(rank), context=context)
+        torch.autograd.backward([out, lse], [dout, of_lse])
+        return [out.detach(), lse.detach(), *(t.grad for t in leaves)]
+
+    results = []
+    for options in ({}, OPTIONS):
+        with loopback_group(plan, **options) as contexts:
+            results.append(on_all_ranks(contexts, work))
+            for context in contexts:
+                context.check()
+    for right, mine in zip(*results, strict=True):
+        _assert_same(mine, right)
+
+
 def test_two_steps_in_parts_at_once_give_the_bits_of_whole_steps(gpu: EmulatedGpu) -> None:
     heads = distca.Heads(4, 2, 16, 16)
     plan = distca.plan(spill(LENGTHS, 3), heads, tolerance=0.0, min_rows=1)
@@ -201,7 +226,7 @@ def test_steps_in_parts_on_two_streams_at_once_give_the_bits_of_whole_steps(gpu:
 
 
 def test_what_was_run_were_the_kernels(gpu: EmulatedGpu) -> None:
-    kernels = ("put_kernel", "signal_kernel", "await_kernel", "copy_kernel", "reduce_kernel", "row_dot_kernel")
+    kernels = ("put_kernel", "signal_kernel", "await_kernel", "copy_kernel", "reduce_kernel", "row_delta_kernel")
     before = [gpu.launches(name) for name in kernels]
     heads = distca.Heads(4, 2, 16, 16)
     plan = distca.plan(scattered(LENGTHS, 2, 5), heads, tasks=random_tasks(scattered(LENGTHS, 2, 5), 2, 3))

@@ -19,6 +19,7 @@ PRODUCTS = "cpp/attention/micro_products.h"
 SOFTMAX = "cpp/attention/micro_softmax.h"
 ARGUMENTS = "tests/operators/test_arguments.py"
 WRAPPERS = "tests/operators/test_wrappers.py"
+OF_LSE = "tests/operators/test_gradient_of_lse.py"
 TILES_TEST = "tests/attention/test_tiles.py"
 
 FAULTS = [
@@ -407,18 +408,53 @@ FAULTS = [
         (WRAPPERS,),
     ),
     Fault(
-        "a gradient of zeros of an lse that nobody uses is refused",
-        "python/distca/steps.py",
-        "type(dlse) is torch.Tensor and not dlse.is_meta and not dlse.any()",
-        "False",
-        (WRAPPERS,),
+        "a gradient of lse is dropped",
+        "python/distca/ops.py",
+        "**ctx.options, **retained, dlse=dlse)",
+        "**ctx.options, **retained)",
+        (OF_LSE,),
     ),
     Fault(
-        "a gradient of lse is dropped",
+        "a gradient of lse is dropped in steps in parts",
         "python/distca/steps.py",
-        "type(dlse) is torch.Tensor and not dlse.is_meta and not dlse.any()",
-        "True",
-        (WRAPPERS,),
+        "                dlse=dlse,\n",
+        "",
+        (OF_LSE,),
+    ),
+    Fault(
+        "a gradient of lse has the other sign",
+        "cpp/attention/row_delta.cpp",
+        "sum - value_at(rows.dlse, row, head)",
+        "sum + value_at(rows.dlse, row, head)",
+        (OF_LSE,),
+    ),
+    Fault(
+        "the gradient of sinks leaves out that of lse",
+        "python/distca/ops.py",
+        "sink_gradient(dout, out, lse, sinks, dlse)",
+        "sink_gradient(dout, out, lse, sinks)",
+        (OF_LSE,),
+    ),
+    Fault(
+        "the gradient of sinks by ATen leaves out that of lse",
+        "cpp/torch/flash_attention.cpp",
+        "if (dlse.has_value()) delta",
+        "if (false) delta",
+        (OF_LSE,),
+    ),
+    Fault(
+        "flash: a gradient of lse is dropped",
+        "cpp/torch/flash.cpp",
+        "require(!*static_cast<const bool*>(host.data_ptr()), kNoGradientOfLse);",
+        "",
+        (OF_LSE,),
+    ),
+    Fault(
+        "a gradient of lse of another shape is read",
+        "cpp/torch/tensors.h",
+        "dlse->size(0) == lse.size(0) && dlse->size(1) == lse.size(1)",
+        "true",
+        (OF_LSE,),
     ),
     Fault(
         "a scale is checked before it is rounded",

@@ -21,6 +21,13 @@ FAULTS = [
         STEPS,
     ),
     Fault(
+        "the kernel of delta leaves out the gradient of lse",
+        "cuda/runtime/home_rows.cu",
+        "if (rows.dlse.data != nullptr) sum -=",
+        "if (false) sum -=",
+        STEPS,
+    ),
+    Fault(
         "one stream of a rank does not wait for the other",
         "cuda/runtime/device_queue.cpp",
         "    check(cudaStreamWaitEvent(stream(which), points_[static_cast<size_t>(point)], 0), "

@@ -67,6 +67,16 @@ def test_two_ranks_have_loss_and_gradients_of_torchtitans_own_attention(
         assert plan.stats.imbalance_after <= 1.05
 
 
+def test_an_out_transform_of_any_kind_has_exact_gradients() -> None:
+    """That of gpt-oss, taken for one that is not known: its sinks then work on out and lse."""
+    options = ("gpt_oss", "debugmodel", 2)
+    expected = titan.reference(titan.config_of(*options, **EXPERTS))
+    with mock.patch("distca.integrations.torchtitan._sinks", lambda _: None):
+        ours, *_ = titan.on_two_ranks(titan.config_of(*options, **EXPERTS))
+    assert abs(ours.loss - expected.loss) <= 1e-6 * expected.loss
+    assert titan.worst_gradient(ours, expected) <= 1e-5
+
+
 @pytest.mark.parametrize("package", NOT_RUN)
 def test_a_model_that_is_not_run_says_why(package: str) -> None:
     with pytest.raises((ImportError, distca.InvalidArgumentError), match=NOT_RUN[package]):
@@ -164,7 +174,6 @@ REFUSALS = {
     "a mask of torchtitan": (lambda: _called(attention_masks=None), "is a NoneType, a BatchPlan is expected"),
     "a window that the plan lacks": (lambda: _called({"window_size": (6, 0)}), "the layer's window is 7"),
     "later rows": (lambda: _called({"window_size": (-1, -1)}), "a row cannot see later rows"),
-    "a function of lse": (lambda: _called(out_transform=lambda out, lse: out), "only that of gpt-oss"),
     "types of meshes": (_with_types, "spmd_typechecking is not supported"),
     "flex attention": (
         lambda: heads_of(titan.config_of("llama3", "debugmodel", attention="flex")),

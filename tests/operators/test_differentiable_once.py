@@ -29,10 +29,14 @@ def _inputs() -> tuple[torch.Tensor, ...]:
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), torch.zeros(2).requires_grad_()
 
 
-def _in_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, plan: Any) -> torch.Tensor:
+def _both_in_parts(q: Any, k: Any, v: Any, sinks: Any, plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
     step = distca.dispatch(q, k, v, plan, sinks=sinks)
     distca.attend(step)
-    return distca.collect(step)[0]
+    return distca.collect(step)
+
+
+def _in_parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, plan: Any) -> torch.Tensor:
+    return _both_in_parts(q, k, v, sinks, plan)[0]
 
 
 def _whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, plan: Any) -> torch.Tensor:
@@ -63,6 +67,9 @@ ENTRIES: dict[str, Attention] = {
     "checkpointed": _checkpointed,
     "ping-pong": _ping_pong,
     "attention": lambda q, k, v, sinks, plan: distca.attention(q, k, v, sinks=sinks)[0],
+    "lse of core_attention": lambda q, k, v, sinks, plan: distca.core_attention(q, k, v, plan, sinks=sinks)[1],
+    "lse of a step in parts": lambda q, k, v, sinks, plan: _both_in_parts(q, k, v, sinks, plan)[1],
+    "lse of attention": lambda q, k, v, sinks, plan: distca.attention(q, k, v, sinks=sinks)[1],
 }
 every_entry = pytest.mark.parametrize("entry", ENTRIES)
 NOT_TWICE = pytest.raises(distca.InvalidArgumentError, match="derivative for distca::.* is not implemented")

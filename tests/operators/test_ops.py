@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,21 +34,20 @@ def _inputs(heads: distca.Heads, grad: bool = True) -> tuple[torch.Tensor, ...]:
     return tuple(t.requires_grad_(grad) for t in (batch.q, batch.k, batch.v))
 
 
-# opcheck differentiates the sum of all outputs, which our operators refuse for lse. Its tracing checks therefore run
-# without gradients; with gradients they run on the function that returns out alone.
-WITHOUT_TRACING = ("test_schema", "test_autograd_registration", "test_faketensor")
-
-
 def _opcheck(operator: Any, inputs: tuple[torch.Tensor, ...], tables: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Checks the operator, also as differentiated in all its outputs together and in each of them alone."""
     torch.library.opcheck(operator, (*inputs, *tables), options)
     differentiable = tuple(t.detach().requires_grad_() for t in inputs)
     tables = tuple(  # sinks are differentiable too
         t.detach().requires_grad_() if t is not None and t.is_floating_point() else t for t in tables
     )
-    torch.library.opcheck(operator, (*differentiable, *tables), options, test_utils=WITHOUT_TRACING)
-    for dynamic in (False, True):
+    torch.library.opcheck(operator, (*differentiable, *tables), options)
+    for index, dynamic in itertools.product((0, 1), (False, True)):
         optests.aot_autograd_check(
-            lambda *tensors: operator(*tensors, **options)[0], (*differentiable, *tables), {}, dynamic=dynamic
+            lambda *tensors, index=index: operator(*tensors, **options)[index],
+            (*differentiable, *tables),
+            {},
+            dynamic=dynamic,
         )
 
 
@@ -82,8 +82,18 @@ def test_backward_operators_pass_opcheck(alone: tuple[distca.Context, distca.Pla
     torch.library.opcheck(
         torch.ops.distca.core_attention_backward.default, (*saved, plan.tensor), {"context": context.name}
     )
+    torch.library.opcheck(
+        torch.ops.distca.core_attention_backward.default,
+        (*saved, plan.tensor),
+        {"context": context.name, "dlse": torch.ones_like(lse)},
+    )
     tasks = torch.tensor([[0, 70, 0, 70], [70, 71, 70, 71], [71, 104, 71, 104]])
     torch.library.opcheck(torch.ops.distca.attention_backward.default, (*saved, tasks))
+    torch.library.opcheck(
+        torch.ops.distca.attention_backward.default, (*saved, tasks), {"dlse": lse.new_ones(()).expand(lse.shape)}
+    )
+    sinks = torch.zeros(plan.heads.q)
+    torch.library.opcheck(torch.ops.distca.sink_gradient.default, (saved[0], out, lse, sinks, torch.ones_like(lse)))
 
 
 def test_schemas_have_every_argument_of_the_contract_with_its_default() -> None:
@@ -152,22 +162,6 @@ def test_the_default_context_needs_no_name() -> None:
         assert context.step == 1
     assert distca.get_context() is None
     torch.testing.assert_close(out.double(), oracle(random_batch(LENGTHS, heads, 1))[0], rtol=1e-5, atol=1e-5)
-
-
-def test_a_loss_of_lse_is_an_error_that_says_it_is_not_differentiable(
-    alone: tuple[distca.Context, distca.Plan],
-) -> None:
-    context, plan = alone
-    q, k, v = _inputs(plan.heads)
-    out, lse = distca.core_attention(q, k, v, plan, context=context)
-    with pytest.raises(distca.InvalidArgumentError, match="lse is not differentiable"):
-        (out.sum() + lse.sum()).backward()
-    _, lse = distca.attention(q, k, v)
-    with pytest.raises(distca.InvalidArgumentError, match="lse is not differentiable"):
-        lse.sum().backward()
-    out, lse = distca.core_attention(q, k, v, plan, context=context)
-    (out.sum() + lse.detach().sum()).backward()
-    assert q.grad is not None
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2])

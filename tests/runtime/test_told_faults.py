@@ -166,16 +166,19 @@ def of_out(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> None
     distca.core_attention(*tensors[:3], plan, context=context)[0].sum().backward()
 
 
-def of_lse(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> None:
-    distca.core_attention(*tensors[:3], plan, context=context)[1].sum().backward()
+def of_changed_keys(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> None:
+    out, _ = distca.core_attention(*tensors[:3], plan, context=context)
+    with torch.no_grad():
+        tensors[1].zero_()
+    out.sum().backward()
 
 
 def of_out_in_parts(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> None:
     distca.core_attention(*tensors[:3], plan.for_parts(), context=context)[0].sum().backward()
 
 
-def of_lse_in_parts(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> None:
-    distca.core_attention(*tensors[:3], plan.for_parts(), context=context)[1].sum().backward()
+def of_changed_keys_in_parts(plan: distca.Plan, tensors: Tensors, context: distca.Context) -> None:
+    of_changed_keys(plan.for_parts(), tensors, context)
 
 
 #: For each refusal: what the other ranks do, what the refusing rank does, its plan, its tensors, and what it raises.
@@ -190,8 +193,8 @@ REFUSED: dict[str, tuple[Callable[..., None], Callable[..., None], distca.Plan, 
     "the operator's tensor": (whole, by_the_operator, PLAN, lambda ts: [ts[0], ts[1][1:], ts[2]], "k "),
     "a dispatch": (in_parts, in_parts, OTHER, lambda ts: ts, "another layout"),
     "a part out of order": (in_parts, collected_too_early, PLAN, lambda ts: ts, "attend comes next"),
-    "a backward": (of_out, of_lse, PLAN, lambda ts: ts, "lse is not differentiable"),
-    "a backward in parts": (of_out_in_parts, of_lse_in_parts, PLAN, lambda ts: ts, "lse is not differentiable"),
+    "a backward": (of_out, of_changed_keys, PLAN, lambda ts: ts, "inplace operation"),
+    "a backward in parts": (of_out_in_parts, of_changed_keys_in_parts, PLAN, lambda ts: ts, "inplace operation"),
     "serving": (whole, lambda p, _, c: distca.serve(p, "forward", context=c), PLAN, lambda ts: ts, "call core_att"),
 }  # fmt: skip
 

@@ -176,7 +176,7 @@ std::vector<Results> compute(attention::CpuAttention& kernel, std::span<const Do
   const attention::Problem problem{heads, scores, groups, tasks};
   kernel.forward(problem, parallel);
   for (const attention::Task& task : tasks)
-    attention::row_dot(heads, task.q_end - task.q_begin, task.out, task.dout, task.delta, parallel);
+    attention::row_delta(heads, task.q_end - task.q_begin, {task.out, task.dout, {}, task.delta}, parallel);
   kernel.backward(problem, parallel);
   for (size_t i = 0; i < documents.size(); ++i) {
     const Document& d = *documents[i];

@@ -9,7 +9,7 @@ import torch
 import distca
 from support.batches import LENGTHS, Batch, random_batch
 from support.local_tasks import whole_documents
-from support.oracle import ErrorPool
+from support.oracle import ErrorPool, visible
 
 
 def random_sinks(heads: int, seed: int) -> torch.Tensor:
@@ -28,9 +28,19 @@ def with_ours(
 
 
 def eager_attention(
-    batch: Batch, dtype: torch.dtype, softcap: float, sinks: torch.Tensor | None, scale: float | None = None
+    batch: Batch,
+    dtype: torch.dtype,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    scale: float | None = None,
+    dlse: torch.Tensor | None = None,
+    mask: str = "causal",
+    window: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Attention by the textbook formula and PyTorch's autograd, in `dtype`. A sink is a column of P that is dropped."""
+    """Attention by the textbook formula and PyTorch's autograd, in `dtype`. A sink is a column of P that is dropped.
+
+    Returns out, lse, dq, dk, dv and, if there are sinks, their gradient; also for a gradient `dlse` of lse.
+    """
     q, k, v = (t.to(dtype, copy=True).requires_grad_() for t in (batch.q, batch.k, batch.v))
     leaf = None if sinks is None else sinks.to(dtype, copy=True).requires_grad_()
     outs, lses = [], []
@@ -40,16 +50,20 @@ def eager_attention(
         scores = torch.einsum("ihd,jhd->hij", dq, dk) * (dq.shape[2] ** -0.5 if scale is None else scale)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~torch.ones(rows, rows, dtype=torch.bool).tril(), -math.inf)
+        scores = scores.masked_fill(~visible(rows, mask, window), -math.inf)
         if leaf is not None:
             scores = torch.cat([scores, leaf[:, None, None].expand(-1, rows, 1)], dim=2)
         probs = torch.softmax(scores, dim=2)[:, :, :rows]
         outs.append(torch.einsum("hij,jhd->ihd", probs, dv))
         lses.append(torch.logsumexp(scores.float() if dtype != torch.float64 else scores, dim=2).T)
     out = torch.cat(outs)
-    out.backward(batch.dout.to(dtype))
+    lse = torch.cat(lses)
+    if dlse is None:
+        out.backward(batch.dout.to(dtype))
+    else:
+        torch.autograd.backward([out, lse], [batch.dout.to(dtype), dlse.to(lse.dtype)])
     grads = [t.grad for t in (q, k, v, *([] if leaf is None else [leaf]))]
-    return out.detach(), torch.cat(lses).detach(), *grads
+    return out.detach(), lse.detach(), *grads
 
 
 def check_features(heads: distca.Heads, softcap: float, with_sinks: bool) -> None:

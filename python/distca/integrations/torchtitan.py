@@ -91,7 +91,8 @@ class DistcaAttention(VarlenAttention):
             attention_masks: the plan of the batch.
             scale: factor on the logits; ``dim ** -0.5`` by default.
             enable_gqa: ignored, because the numbers of heads say it.
-            out_transform: that of gpt-oss, which adds sinks, or None.
+            out_transform: what makes the result of out ``[B, L, heads, v_dim]`` and lse ``[B, L, heads]`` float32, or
+                None. In the place of gpt-oss's, core attention takes its sinks.
 
         Returns:
             ``[B, L, heads, v_dim]`` in q's dtype.
@@ -102,9 +103,9 @@ class DistcaAttention(VarlenAttention):
         compiling, context = torch.compiler.is_compiling(), getattr(attention_masks, "context", "default")
         with refusals_told(None if compiling else find_context(context)):
             plan, found = self._plan(attention_masks)
-            sinks = None if out_transform is None else _sinks(out_transform)
+            sinks = _sinks(out_transform)
         q, k, v = (x.flatten(0, 1).to(found.heads.dtype) for x in (q_BLNH, k_BLNH, v_BLNH))
-        out, _lse = core_attention(
+        out, lse = core_attention(
             q,
             k,
             v,
@@ -114,7 +115,8 @@ class DistcaAttention(VarlenAttention):
             sinks=sinks,
             layer=None if compiling else self.layer,  # layers that differ in a name would not share a graph
         )
-        return out.unflatten(0, q_BLNH.shape[:2]).to(q_BLNH.dtype)
+        out, lse = out.unflatten(0, q_BLNH.shape[:2]).to(q_BLNH.dtype), lse.unflatten(0, q_BLNH.shape[:2])
+        return out if out_transform is None or sinks is not None else out_transform(out, lse)
 
     def _plan(self, masks: Any) -> tuple[Plan | PlanSource, Plan]:
         """What finds the plan of this call, and the plan. Raises if it is not of this layer."""
@@ -136,10 +138,10 @@ class DistcaAttention(VarlenAttention):
         return plan, found
 
 
-def _sinks(out_transform: Any) -> torch.Tensor:
-    """The sinks that a layer of gpt-oss adds. Raises for any other function of lse, which has no gradient here."""
+def _sinks(out_transform: Any) -> torch.Tensor | None:
+    """The sinks that a layer of gpt-oss adds, or None for any other function."""
     if getattr(out_transform, "__func__", None) is not WITH_SINKS:
-        refuse(f"out_transform is {out_transform}: only that of gpt-oss is supported, because lse has no gradient here")
+        return None
     sinks = out_transform.__self__.sinks
     return sinks.to_local(grad_placements=sinks.placements) if hasattr(sinks, "to_local") else sinks
 

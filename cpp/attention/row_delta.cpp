@@ -1,5 +1,5 @@
-// delta = rowsum(out * dout), and the gradient of sinks that follows from it. Both are the same on every instruction
-// set: eight sums side by side, then a tree.
+// delta = rowsum(out * dout) - dlse, and the gradient of sinks that follows from it. Both are the same on every
+// instruction set: eight sums side by side, then a tree.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -19,7 +19,7 @@ struct Call {
   DType dtype;
   int64_t num_rows;
   int num_workers;
-  RowView out, dout, delta;
+  DeltaRows rows;
 };
 
 inline float widen_fp32(float x) { return x; }
@@ -43,32 +43,42 @@ Dot dot_for(DType dtype) {
                                      : dot<uint16_t, fp16_to_float>;
 }
 
+float value_at(const RowView& scalars, int64_t row, int64_t head) {
+  float value;
+  std::memcpy(&value, scalars.at(row, head), sizeof(value));
+  return value;
+}
+
+float delta_at(Dot dot_of, int64_t dim, const DeltaRows& rows, int64_t row, int64_t head) {
+  const float sum = dot_of(dim, rows.out.at(row, head), rows.dout.at(row, head));
+  return rows.dlse.data == nullptr ? sum : sum - value_at(rows.dlse, row, head);
+}
+
 void work(const Call& call, int worker) {
   const int64_t begin = call.num_rows * worker / call.num_workers;
   const int64_t end = call.num_rows * (worker + 1) / call.num_workers;
   const Dot dot_of = dot_for(call.dtype);
   for (int64_t i = begin; i < end; ++i) {
     for (int64_t h = 0; h < call.q_heads; ++h) {
-      const float delta = dot_of(call.v_dim, call.out.at(i, h), call.dout.at(i, h));
-      std::memcpy(call.delta.at(i, h), &delta, sizeof(delta));
+      const float delta = delta_at(dot_of, call.v_dim, call.rows, i, h);
+      std::memcpy(call.rows.delta.at(i, h), &delta, sizeof(delta));
     }
   }
 }
 
 }  // namespace
 
-void row_dot(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout, const RowView& delta,
-             const Parallel& parallel) {
-  require(heads.v_dim % kLanes == 0, "row_dot: v_dim is ", heads.v_dim, "; allowed are multiples of ", kLanes);
-  require(num_rows >= 0, "row_dot: num_rows is ", num_rows, "; it must not be negative");
+void row_delta(const HeadShape& heads, int64_t num_rows, const DeltaRows& rows, const Parallel& parallel) {
+  require(heads.v_dim % kLanes == 0, "row_delta: v_dim is ", heads.v_dim, "; allowed are multiples of ", kLanes);
+  require(num_rows >= 0, "row_delta: num_rows is ", num_rows, "; it must not be negative");
   if (num_rows == 0) return;
   const int num_workers = static_cast<int>(std::clamp<int64_t>(parallel.num_workers, 1, num_rows));
-  const Call call{heads.q_heads, heads.v_dim, heads.dtype, num_rows, num_workers, out, dout, delta};
+  const Call call{heads.q_heads, heads.v_dim, heads.dtype, num_rows, num_workers, rows};
   parallel.run(num_workers, [&call](int worker) { work(call, worker); });  // one pointer fits into std::function
 }
 
-void sink_gradient(const HeadShape& heads, int64_t num_rows, const RowView& out, const RowView& dout,
-                   const RowView& lse, const float* sinks, float* dsinks, const Parallel& parallel) {
+void sink_gradient(const HeadShape& heads, int64_t num_rows, const DeltaRows& rows, const RowView& lse,
+                   const float* sinks, float* dsinks, const Parallel& parallel) {
   require(heads.v_dim % kLanes == 0, "sink_gradient: v_dim is ", heads.v_dim, "; allowed are multiples of ", kLanes);
   const Dot dot_of = dot_for(heads.dtype);
   const int num_workers = static_cast<int>(std::clamp<int64_t>(parallel.num_workers, 1, heads.q_heads));
@@ -76,10 +86,9 @@ void sink_gradient(const HeadShape& heads, int64_t num_rows, const RowView& out,
     for (int64_t h = heads.q_heads * worker / num_workers; h < heads.q_heads * (worker + 1) / num_workers; ++h) {
       double sum = 0.0;
       for (int64_t i = 0; i < num_rows; ++i) {
-        float row_lse;
-        std::memcpy(&row_lse, lse.at(i, h), sizeof(row_lse));
+        const float row_lse = value_at(lse, i, h);
         if (row_lse == -std::numeric_limits<float>::infinity()) continue;
-        sum -= std::exp(static_cast<double>(sinks[h]) - row_lse) * dot_of(heads.v_dim, out.at(i, h), dout.at(i, h));
+        sum -= std::exp(static_cast<double>(sinks[h]) - row_lse) * delta_at(dot_of, heads.v_dim, rows, i, h);
       }
       dsinks[h] = static_cast<float>(sum);
     }
