@@ -1,7 +1,8 @@
 # libdistca_cuda: what runs on a GPU. Built where nvcc is, loaded on demand, and loadable on a machine without a GPU or a
 # driver: the CUDA runtime is linked statically, the driver is looked up at run time.
 #
-#   DISTCA_CUDA  AUTO (where nvcc is found), ON, OFF
+#   DISTCA_CUDA                 AUTO (where nvcc is found), ON, OFF
+#   $ENV{TORCH_CUDA_ARCH_LIST}  the GPUs to compile for (architectures.cmake)
 #
 # Everything runs from compute capability 8.0 on, but attention: its kernels use instructions of sm_90a alone.
 set(DISTCA_CUDA AUTO CACHE STRING "build libdistca_cuda: AUTO (where nvcc is found), ON or OFF")
@@ -41,12 +42,7 @@ function(add_cuda_library)
   add_library(distca_cuda SHARED ${host_sources} ${kernel_sources})
   set_target_properties(distca_cuda PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_VISIBILITY_PRESET hidden)
   # -DNDEBUG is part of CMAKE_CUDA_FLAGS_RELEASE: with CuTe's asserts ptxas serialises wgmma (C7510).
-  foreach(architecture 80 90 100)
-    list(APPEND all_architectures -gencode=arch=compute_${architecture},code=sm_${architecture})
-  endforeach()
-  # Later GPUs compile what comes last when they load it.
-  list(APPEND all_architectures -gencode=arch=compute_100,code=compute_100)
-  set_source_files_properties(${other_sources} PROPERTIES COMPILE_OPTIONS "${all_architectures}")
+  set_source_files_properties(${other_sources} PROPERTIES COMPILE_OPTIONS "${gpu_options}")
   if(attention_sources)
     find_package(Cutlass REQUIRED)
     target_link_libraries(distca_cuda PRIVATE cutlass)
@@ -71,6 +67,8 @@ if(distca_cuda_found)
   set(CMAKE_CUDA_COMPILER_LAUNCHER "${Python_EXECUTABLE}" "${PROJECT_SOURCE_DIR}/cuda/ptxas.py" compile)
   set(CMAKE_CUDA_FLAGS_RELEASE "-O3 -DNDEBUG")
   list(APPEND CMAKE_MODULE_PATH "${PROJECT_SOURCE_DIR}/third_party/cmake")
+  include(cuda/architectures.cmake)
+  read_gpu_architectures("$ENV{TORCH_CUDA_ARCH_LIST}" gpu_options gpu_architectures)
   add_cuda_library()
   include(cuda/transport/nvshmem/nvshmem.cmake)
 else()

@@ -15,7 +15,10 @@ inline void check(cudaError_t result, const char* what) {
   if (result == cudaSuccess) [[likely]]
     return;
   forget_error();
-  throw DeviceError(message(what, ": ", cudaGetErrorString(result), " (", cudaGetErrorName(result), ")"));
+  const char* const advice = result == cudaErrorNoKernelImageForDevice
+                                 ? "; build distca with a TORCH_CUDA_ARCH_LIST that has this GPU's compute capability"
+                                 : "";
+  throw DeviceError(message(what, ": ", cudaGetErrorString(result), " (", cudaGetErrorName(result), ")", advice));
 }
 
 /// Loads a kernel. Otherwise its first launch would load it, which may wait for the whole device, and therefore for

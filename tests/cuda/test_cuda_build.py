@@ -149,6 +149,7 @@ def test_the_library_gives_away_its_entry_alone_and_no_path_of_its_build() -> No
 
 
 @needs_library
+@pytest.mark.skipif("TORCH_CUDA_ARCH_LIST" in os.environ, reason="TORCH_CUDA_ARCH_LIST names others")
 def test_rows_are_compiled_for_every_supported_architecture() -> None:
     content = LIBRARY.read_bytes()
     for architecture in (b"sm_80", b"sm_90", b"sm_100"):

@@ -239,6 +239,13 @@ def test_what_was_run_were_the_kernels(gpu: EmulatedGpu) -> None:
         assert not gpu.was_loaded_by_a_launch(name), name
 
 
+def test_a_gpu_that_kernels_were_not_compiled_for_is_an_error_that_says_how_to(gpu: EmulatedGpu) -> None:
+    plan = distca.plan(distca.Layout.from_documents([[8]]), distca.Heads(2, 1, 8))
+    said = "no kernel image.*; build distca with a TORCH_CUDA_ARCH_LIST that has this GPU's compute capability"
+    with gpu.without_kernels(), pytest.raises(distca.DeviceError, match=said), loopback_group(plan, **OPTIONS):
+        pass
+
+
 def test_many_steps_whose_tables_take_turns_in_memory_give_the_bits_of_the_host(gpu: EmulatedGpu) -> None:
     heads = distca.Heads(2, 1, 8)
     layout = scattered(LENGTHS, 2, 5)

@@ -110,6 +110,15 @@ class EmulatedGpu:
             self._library.wait_after_steps(True)
 
     @contextmanager
+    def without_kernels(self) -> Iterator[None]:
+        """Inside, no kernel can be loaded, as on a GPU that they were not compiled for."""
+        self._library.set_compiled_for_device(False)
+        try:
+            yield
+        finally:
+            self._library.set_compiled_for_device(True)
+
+    @contextmanager
     def nodes_one_by_one(self) -> Iterator[None]:
         """Inside, a started graph runs its nodes one after another, in a random order that its edges allow."""
         self._library.run_graphs_one_by_one(True)

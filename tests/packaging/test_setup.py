@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -13,6 +16,8 @@ import pytest
 
 pytest.importorskip("setuptools")
 SETUP = Path(__file__).resolve().parents[2] / "setup.py"
+CMAKE = shutil.which("cmake", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]))
+needs_cmake = pytest.mark.skipif(CMAKE is None, reason="cmake is missing")
 
 
 @pytest.fixture
@@ -89,3 +94,52 @@ def test_a_tool_that_fails_ends_the_build_in_one_line_after_what_it_said(
         named["run"](fails, "Look there.")
     assert capfd.readouterr().out == "the reason\n"
     named["run"]([sys.executable, "-c", ""], "")  # and one that does not fail goes on
+
+
+def _architectures(folder: Path, wanted: str) -> tuple[str, str]:
+    """What nvcc and CMake are told for this TORCH_CUDA_ARCH_LIST, and the messages."""
+    script = folder / "script.cmake"
+    script.write_text(
+        f'include("{SETUP.parent}/cuda/architectures.cmake")\n'
+        'read_gpu_architectures("$ENV{WANTED}" options architectures)\n'
+        'file(WRITE "$ENV{FOUND}" "${options}\\n${architectures}")\n'
+    )
+    found = folder / "found"
+    environment = os.environ | {"WANTED": wanted, "FOUND": str(found)}
+    assert CMAKE is not None
+    done = subprocess.run([CMAKE, "-P", script], env=environment, capture_output=True, text=True)
+    return found.read_text() if found.exists() else "", " ".join((done.stdout + done.stderr).split())
+
+
+@needs_cmake
+@pytest.mark.parametrize(
+    ("wanted", "options", "architectures"),
+    [
+        ("", "80 sm_80, 90 sm_90, 100 sm_100, 100 compute_100", "80-real;90-real;100-real"),
+        ("9.0", "90 sm_90", "90-real"),
+        ("7.5 8.0 8.6, 9.0a;12.1+PTX;", "80 sm_80, 86 sm_86, 90a sm_90a, 121 sm_121, 121 compute_121",
+         "80-real;86-real;90a-real;121-real"),
+    ],
+)  # fmt: skip
+def test_the_gpus_to_compile_for_are_those_of_pytorch_s_variable(
+    tmp_path: Path, wanted: str, options: str, architectures: str
+) -> None:
+    found, messages = _architectures(tmp_path, wanted)
+    pairs = (one.split() for one in options.split(", "))
+    assert found == ";".join(f"-gencode=arch=compute_{a},code={b}" for a, b in pairs) + "\n" + architectures
+    assert ("7.5, which is left out: distca needs 8.0 or later" in messages) == ("7.5" in wanted)
+
+
+@needs_cmake
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ("Hopper", "TORCH_CUDA_ARCH_LIST has Hopper; numbers such as 9.0 and 10.0+PTX are expected"),
+        ("9.0+ptx", "TORCH_CUDA_ARCH_LIST has 9.0+ptx; numbers"),
+        ("90", "TORCH_CUDA_ARCH_LIST has 90; numbers"),
+        ("7.0;7.5", "TORCH_CUDA_ARCH_LIST is 7.0;7.5; distca needs 8.0 or later, or DISTCA_CUDA=0"),
+    ],
+)
+def test_gpus_that_cannot_be_compiled_for_are_refused(tmp_path: Path, wanted: str, said: str) -> None:
+    found, messages = _architectures(tmp_path, wanted)
+    assert not found and said in messages

@@ -8,7 +8,7 @@ if(NVSHMEM_FOUND)
     cuda/transport/nvshmem/sender.cu)
   set_target_properties(
     distca_nvshmem
-    PROPERTIES CUDA_ARCHITECTURES "80-real;90-real;100-real" CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_VISIBILITY_PRESET hidden CUDA_SEPARABLE_COMPILATION ON
+    PROPERTIES CUDA_ARCHITECTURES "${gpu_architectures}" CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_VISIBILITY_PRESET hidden CUDA_SEPARABLE_COMPILATION ON
                CUDA_RESOLVE_DEVICE_SYMBOLS ON INSTALL_RPATH "$ORIGIN:$ORIGIN/../nvidia/nvshmem/lib")
   target_compile_options(distca_nvshmem PRIVATE
     "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-ffile-prefix-map=${PROJECT_SOURCE_DIR}/=,-ffile-prefix-map=${NVSHMEM_INCLUDE_DIR}/=>")

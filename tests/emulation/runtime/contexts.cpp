@@ -214,6 +214,7 @@ DISTCA_EXPORT void leave_emulated_gpu() { distca::runtime::set_device_factory(di
 
 /// At the end of a step; a replay or a launch of a graph never waits.
 DISTCA_EXPORT void wait_after_steps(bool wait) { distca::cuda::waits_after_steps = wait; }
+DISTCA_EXPORT void set_compiled_for_device(bool is) { emulated_gpu::compiled_for_device = is; }
 DISTCA_EXPORT void run_graphs_one_by_one(bool on) { emulated_gpu::one_by_one = on; }
 
 /// How many operations of that name, kernels among them, were done in this process.

@@ -170,6 +170,7 @@ cudaError_t cudaDeviceSynchronize() {
 }
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void* kernel) {
+  if (!compiled_for_device) return report(cudaErrorNoKernelImageForDevice);
   load(kernel);
   return cudaSuccess;
 }

@@ -91,6 +91,7 @@ void finish_all();
 /// Waits for the device, as the driver may, unless this kernel was loaded before. A launch says the kernel's name.
 void load(const void* kernel, const char* launched_as = nullptr);
 bool was_loaded_by_a_launch(const std::string& kernel);
+inline std::atomic<bool> compiled_for_device = true;  // whether there are kernels of this GPU
 
 // ---- memory
 

@@ -1,0 +1,32 @@
+# The GPUs that everything but attention is compiled for: those of the environment's TORCH_CUDA_ARCH_LIST, which PyTorch's
+# own extensions read ("8.0;9.0;10.0+PTX"), or one of each generation.
+#
+# Sets <options> to nvcc's options and <architectures> to the same GPUs as CMake's CUDA_ARCHITECTURES. Code for 10.0+PTX
+# is also compiled by later GPUs, when they load it.
+function(read_gpu_architectures list options architectures)
+  if("${list}" STREQUAL "")
+    set(list "8.0;9.0;10.0+PTX")
+  endif()
+  string(REGEX REPLACE "[ ,;]+" ";" entries "${list}")
+  list(REMOVE_ITEM entries "")
+  foreach(entry ${entries})
+    if(NOT entry MATCHES "^([0-9]+)\\.([0-9])([af]?)(\\+PTX)?$")
+      message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST has ${entry}; numbers such as 9.0 and 10.0+PTX are expected")
+    endif()
+    set(number "${CMAKE_MATCH_1}${CMAKE_MATCH_2}${CMAKE_MATCH_3}")
+    if(CMAKE_MATCH_1 LESS 8)
+      message(STATUS "TORCH_CUDA_ARCH_LIST has ${entry}, which is left out: distca needs 8.0 or later")
+      continue()
+    endif()
+    list(APPEND of_nvcc "-gencode=arch=compute_${number},code=sm_${number}")
+    list(APPEND of_cmake "${number}-real")
+    if(CMAKE_MATCH_4)
+      list(APPEND of_nvcc "-gencode=arch=compute_${number},code=compute_${number}")
+    endif()
+  endforeach()
+  if(NOT of_nvcc)
+    message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST is ${list}; distca needs 8.0 or later, or DISTCA_CUDA=0")
+  endif()
+  set(${options} "${of_nvcc}" PARENT_SCOPE)
+  set(${architectures} "${of_cmake}" PARENT_SCOPE)
+endfunction()
