@@ -26,6 +26,7 @@ from distca.planner.plan_source import PlanSource, StepOfTick
 from distca.registry import get_context
 from distca.steps import without_derivative
 
+_FLASH_OF_CPU = "aten::_flash_attention_forward", "CPU"  # an operator that PyTorch has not, and our tests have
 _LAYER = "distca.layer"  # the key in a graph node's metadata under which backward finds the layer
 
 torch.ops.load_library(str(files("distca") / "libdistca_torch.so"))
@@ -159,6 +160,10 @@ def attention(
     q, k, v = as_autocast(q, k, v)
     if not torch.compiler.is_compiling():  # a number may be symbolic there
         check_scores(scale, softcap)
+        if attention == "flash" and q.is_cpu and not torch._C._dispatch_has_kernel_for_dispatch_key(*_FLASH_OF_CPU):
+            raise InvalidArgumentError(
+                "attention: attention = 'flash' is PyTorch's for GPUs; the tensors are on the CPU"
+            )
     if tasks is None:
         rows = [[0, q.shape[0], 0, k.shape[0]]] if q.shape[0] > 0 else []
         tasks = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
