@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -182,6 +183,23 @@ def test_a_rank_has_ended_though_a_process_that_it_forked_has_not(tmp_path: Path
     took = time.monotonic() - begin
     os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
     assert took < 25
+
+
+PROGRAM = "import distca\ndef f():\n  return 1\nif __name__ == '__main__':\n  print(distca.launch(f, ranks=1))\n"
+
+
+@pytest.mark.parametrize("how", ["-c", "-", "a folder", "-m"])
+def test_a_function_that_no_process_can_import_is_refused_with_what_to_do(how: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "folder/__main__.py", tmp_path / "program.py"):
+        path.write_text(PROGRAM)
+    arguments = {"-c": ["-c", PROGRAM], "-": ["-"], "a folder": ["folder"], "-m": ["-m", "program"]}[how]
+    program = [sys.executable, *arguments]
+    ran = subprocess.run(program, input=PROGRAM, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    if how == "-m":
+        assert ran.stdout == "[1]\n", ran.stderr
+    else:
+        assert "InvalidArgumentError: launch: f is defined where other processes cannot import it from" in ran.stderr
 
 
 def test_wrong_arguments_are_refused_before_anything_starts() -> None:

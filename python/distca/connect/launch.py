@@ -15,6 +15,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -161,6 +162,12 @@ def launch(
             f"and the function importable (defined at the top level of a module): {error}"
         ) from error
 
+    if getattr(fn, "__module__", None) == "__main__" and not _main_is_importable():
+        raise InvalidArgumentError(
+            f"launch: {getattr(fn, '__qualname__', fn)!s} is defined where other processes cannot import it from: in "
+            "an interactive session, a notebook, -c, stdin or a __main__.py; import it from a module"
+        )
+
     check_open_files(f"launch: {ranks} rank{'s' * (ranks > 1)}", 16 + 4 * ranks)
     try:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -184,6 +191,14 @@ def launch(
                 rank.process.close()
                 rank.pipe.close()
             del store
+
+
+def _main_is_importable() -> bool:
+    """Whether processes that are started find what the program's main module defines."""
+    main = sys.modules["__main__"]
+    if (spec := getattr(main, "__spec__", None)) is not None:  # multiprocessing imports no __main__.py
+        return spec.name != "__main__" and not spec.name.endswith(".__main__")
+    return os.path.isfile(getattr(main, "__file__", None) or "")
 
 
 def _start(group: list[_Rank], call: bytes, ranks: int, threads: int, port: int, start_method: StartMethod) -> None:
