@@ -42,6 +42,10 @@ def pytest_collection() -> Generator[None, object, object]:
     return result
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # nanobind, which Triton brings, would report what is frozen as leaked
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _cache_of_tokens(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Makes runs of `distca train` keep their tokens in this folder instead of the user's."""

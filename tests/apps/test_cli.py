@@ -1,5 +1,6 @@
 """The commands other than `distca train`: what they print and write, and how they report mistakes."""
 
+import io
 import json
 import logging
 import re
@@ -52,6 +53,15 @@ def test_doctor_names_the_instruction_set_in_use_and_one_that_this_cpu_lacks(
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "!! cpu kernel" in out and "this CPU and build allow" in out
+
+
+def test_a_name_that_the_terminal_cannot_show_is_told_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(said, "ascii", write_through=True))
+    assert main(["report", str(tmp_path / "na\u00efve\udcff")]) == 2
+    assert b"na\\xefve\\udcff" in said.getvalue()
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
