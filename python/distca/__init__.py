@@ -31,6 +31,7 @@ from distca.errors import (
     PlanMismatchError,
 )
 from distca.heads import Heads
+from distca.merging import merge_states
 from distca.ops import attention, core_attention
 from distca.planner.cost import CostModel
 from distca.planner.halves import Half, halves
@@ -105,6 +106,7 @@ __all__ = [
     "launch",
     "loopback",
     "memory_report",
+    "merge_states",
     "plan",
     "plans",
     "read_trace",
