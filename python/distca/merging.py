@@ -35,14 +35,15 @@ def merge_states(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> 
     for out, lse in zip(outs, lses, strict=True):
         _check(out, lse, outs[0])
     stacked = torch.stack(lses)
-    seen = (stacked > -math.inf).any(0)
-    finite = stacked.masked_fill(~seen, 0.0)  # of -inf alone, softmax would make NaN
+    unseen = stacked == -math.inf
+    nothing = unseen.all(0)
+    finite = stacked.masked_fill(nothing, 0.0)  # of -inf alone, softmax would make NaN
     shares = torch.softmax(finite, 0)
-    merged: Any = sum(share[..., None] * one.float() for share, one in zip(shares, outs, strict=True))
-    return (
-        merged.masked_fill(~seen[..., None], 0.0).to(outs[0].dtype),
-        torch.logsumexp(finite, 0).masked_fill(~seen, -math.inf),
+    merged: Any = sum(
+        share[..., None] * out.float().masked_fill(hidden[..., None], 0.0)  # there an attention may leave anything
+        for share, out, hidden in zip(shares, outs, unseen, strict=True)
     )
+    return merged.to(outs[0].dtype), torch.logsumexp(finite, 0).masked_fill(nothing, -math.inf)
 
 
 def _check(out: Any, lse: Any, first: Any) -> None:

@@ -59,6 +59,17 @@ def test_gradients_are_those_of_finite_differences_and_zero_where_nothing_is_see
         torch.testing.assert_close(mine.grad[:4].double(), right.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_what_a_part_leaves_in_rows_that_it_hides_has_no_effect_and_what_is_nan_stays_nan() -> None:
+    outs, lses = _states(2)
+    expected = distca.merge_states(outs, lses)
+    outs[0][4:], outs[1][5:] = math.nan, math.inf
+    assert all(torch.equal(a, b) for a, b in zip(distca.merge_states(outs, lses), expected, strict=True))
+    lses[0][0], outs[1][1] = math.nan, math.nan
+    out, lse = distca.merge_states(outs, lses)
+    assert out[:2].isnan().all() and lse[0].isnan().all()
+    assert torch.equal(out[2:], expected[0][2:]) and torch.equal(lse[1:], expected[1][1:])
+
+
 def test_the_dtype_of_the_parts_is_kept_and_compiled_code_gives_the_same() -> None:
     outs, lses = _states(3, torch.bfloat16)
     out, lse = distca.merge_states(outs, lses)
