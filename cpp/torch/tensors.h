@@ -118,10 +118,9 @@ inline HeadShape heads_of(const Tensor& q, const Tensor& k, const Tensor& v) {
 
 /// Throws unless `t` looks like the output: [rows, H, Dv] in the dtype of q.
 inline void check_like_out(const Tensor& t, const char* name, const HeadShape& heads, int64_t rows) {
-  require(dtype_of(t, name) == heads.dtype && t.dim() == 3 && t.size(0) == rows && t.size(1) == heads.q_heads &&
-              t.size(2) == heads.v_dim,
-          name, " has shape ", shape_of(t), "; [", rows, ", ", heads.q_heads, ", ", heads.v_dim, "] in q's dtype is ",
-          "expected");
+  require(dtype_of(t, name) == heads.dtype, name, " has another dtype than q");
+  require(t.dim() == 3 && t.size(0) == rows && t.size(1) == heads.q_heads && t.size(2) == heads.v_dim, name,
+          " has shape ", shape_of(t), "; [", rows, ", ", heads.q_heads, ", ", heads.v_dim, "] is expected");
 }
 
 inline Tensor empty_rows(const Tensor& like, int64_t rows, int64_t heads, int64_t dim) {
@@ -159,9 +158,9 @@ inline float checked_softcap(double softcap) {
 }
 
 inline void check_sinks(const Tensor& sinks, const HeadShape& heads) {
-  require(sinks.dim() == 1 && sinks.size(0) == heads.q_heads && sinks.is_contiguous() &&
-              sinks.scalar_type() == torch::headeronly::ScalarType::Float,
-          "sinks has shape ", shape_of(sinks), "; a contiguous float32 tensor [", heads.q_heads, "] is expected");
+  require(sinks.scalar_type() == torch::headeronly::ScalarType::Float, "sinks must be float32");
+  require(sinks.dim() == 1 && sinks.size(0) == heads.q_heads && sinks.is_contiguous(), "sinks has shape ",
+          shape_of(sinks), "; a contiguous tensor [", heads.q_heads, "] is expected");
 }
 
 /// The sinks, one float32 for each query head, on the device of `like`; null if there are none.

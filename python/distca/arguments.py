@@ -18,8 +18,10 @@ def is_whole(value: Any, least: int, most: int = _MOST) -> bool:
 
 
 def is_number(value: Any, least: float, most: float) -> bool:
-    """Whether it is a number from `least` to `most`. True and False do not count."""
-    return isinstance(value, SupportsFloat) and not isinstance(value, bool) and least <= float(value) <= most
+    """Whether it is a number from `least` to `most`. True and False do not count, nor tensors that need a gradient."""
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat) or getattr(value, "requires_grad", False):
+        return False
+    return least <= float(value) <= most
 
 
 def is_float32(value: Any, least: float) -> bool:

@@ -42,12 +42,27 @@ def check_tensors(function: str, q: Any, k: Any, v: Any, sinks: Any) -> None:
     for name, value in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
         if not isinstance(value, torch.Tensor) and not (name == "sinks" and value is None):
             raise InvalidArgumentError(f"{function}: {name} is a {type(value).__name__}; a torch.Tensor is expected")
+        if hasattr(value, "device_mesh"):
+            raise InvalidArgumentError(
+                f"{function}: {name} is a DTensor; pass this rank's part of it, {name}.to_local()"
+            )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 3:
             raise InvalidArgumentError(
                 f"{function}: {name} has shape {list(tensor.shape)}; [tokens, heads, dim] is expected, all documents "
                 "of the rank one after another"
             )
+
+
+def check_kept(function: str, *inputs: torch.Tensor | None) -> None:
+    """Raises InvalidArgumentError if backward would keep a tensor of inference mode. PyTorch says so after the step."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        for name, t in zip(("q", "k", "v", "sinks"), inputs, strict=True):
+            if t is not None and t.is_inference():
+                raise InvalidArgumentError(
+                    f"{function}: {name} was made in torch.inference_mode, and backward cannot keep it; pass "
+                    f"{name}.clone()"
+                )
 
 
 def check_rows(function: str, q: torch.Tensor, plan: Plan) -> None:
@@ -76,14 +91,27 @@ def check_dtypes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise InvalidArgumentError(f"{name} has dtype {dtype}; float32, bfloat16 and float16 are supported")
 
 
-def check_scores(scale: Any, softcap: Any) -> None:
-    """Raises InvalidArgumentError unless these are numbers; scale may be None."""
-    for name, value in (("scale", scale), ("softcap", softcap)):
-        # Floats first: to ask a protocol takes microseconds, in every call.
-        if isinstance(value, float) or (name == "scale" and value is None):
-            continue
-        if not isinstance(value, SupportsFloat):
-            raise InvalidArgumentError(f"{name} = {value!r}; a number is expected")
+def as_numbers(scale: Any, softcap: Any) -> tuple[float | None, float]:
+    """Scale, which may be None, and softcap as Python's floats, which nobody changes between forward and backward.
+
+    Raises:
+        InvalidArgumentError: one of them is not a number, or it is a tensor that needs a gradient.
+    """
+    return None if scale is None else _as_number("scale", scale), _as_number("softcap", softcap)
+
+
+def _as_number(name: str, value: Any) -> float:
+    if isinstance(value, float):  # first, because to ask a protocol takes microseconds, in every call
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            advice = "; multiply q by it, and pass scale=1.0" if name == "scale" else ""
+            raise InvalidArgumentError(f"{name} is a tensor that needs a gradient, and would get none{advice}")
+        if value.numel() != 1:
+            raise InvalidArgumentError(f"{name} has shape {list(value.shape)}; a number is expected")
+    if not isinstance(value, SupportsFloat):
+        raise InvalidArgumentError(f"{name} = {value!r}; a number is expected")
+    return float(value)
 
 
 def retained_bytes(plan: Plan, plan_backward: Plan | None, *inputs: torch.Tensor | None) -> int:

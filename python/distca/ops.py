@@ -13,8 +13,9 @@ from distca.context import Context, collective
 from distca.errors import InvalidArgumentError, refusals_told, typed_errors
 from distca.inputs import (
     as_autocast,
+    as_numbers,
+    check_kept,
     check_rows,
-    check_scores,
     check_tensors,
     refuse_forward_mode,
     resolved,
@@ -95,7 +96,8 @@ def core_attention(
         layer = layer_backward = None
     else:
         check_rows("core_attention", q, plan)
-        check_scores(scale, softcap)
+        check_kept("core_attention", q, k, v, sinks)
+        scale, softcap = as_numbers(scale, softcap)
         if plan.in_parts or in_half():
             asked: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
             return core_attention_in_parts(q, k, v, call, context=context, **asked)
@@ -159,14 +161,15 @@ def attention(
     check_tensors("attention", q, k, v, sinks)
     q, k, v = as_autocast(q, k, v)
     if not torch.compiler.is_compiling():  # a number may be symbolic there
-        check_scores(scale, softcap)
+        check_kept("attention", q, k, v, sinks)
+        scale, softcap = as_numbers(scale, softcap)
         if attention == "flash" and q.is_cpu and not torch._C._dispatch_has_kernel_for_dispatch_key(*_FLASH_OF_CPU):
             raise InvalidArgumentError(
                 "attention: attention = 'flash' is PyTorch's for GPUs; the tensors are on the CPU"
             )
     if tasks is None:
         rows = [[0, q.shape[0], 0, k.shape[0]]] if q.shape[0] > 0 else []
-        tasks = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
+        tasks = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 4)
     if not isinstance(tasks, torch.Tensor):
         raise InvalidArgumentError(f"attention: tasks is a {type(tasks).__name__}; an int64 tensor [N, 4] is expected")
     with typed_errors():

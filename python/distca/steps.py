@@ -17,7 +17,16 @@ from distca.arguments import check_type
 from distca.caller import Caller
 from distca.context import Context, collective
 from distca.errors import InvalidArgumentError, refusals_told
-from distca.inputs import as_autocast, check_scores, in_compiled_code, refuse_forward_mode, resolved, retained_bytes
+from distca.inputs import (
+    as_autocast,
+    as_numbers,
+    check_kept,
+    check_tensors,
+    in_compiled_code,
+    refuse_forward_mode,
+    resolved,
+    retained_bytes,
+)
 from distca.planner.plan import Plan
 from distca.planner.plan_source import PlanSource, Resolved, StepOfTick
 from distca.registry import get_context
@@ -85,10 +94,9 @@ class _UnderWay:
 
 def _abandon_broken_off(context: Context | None) -> None:
     """Abandons steps of backward passes that this thread has left. Autograd may keep alive what they left behind."""
-    if context is not None:
+    if context is not None and torch._C._current_graph_task_id() == -1:  # else a pass around this one may be alive
         for step in list(context.backward_steps):
-            if step.graph_task != torch._C._current_graph_task_id():
-                step.abandon(": its backward pass broke off")
+            step.abandon(": its backward pass broke off")
 
 
 class _Call:
@@ -253,6 +261,9 @@ class Step:
             message = f"{part}: {name} was changed in place after its dispatch, when some of its rows may have left"
             self.abandon(message)
             raise InvalidArgumentError(f"{message}; step {self.number} is abandoned")
+        if self._token.requires_grad and not torch.is_grad_enabled():
+            with torch.inference_mode(False), torch.enable_grad():  # dispatch has decided on it
+                return node.apply(self._call, self._token)
         return node.apply(self._call, self._token)
 
 
@@ -300,7 +311,9 @@ def dispatch(
             "outside of torch.compile, or core_attention inside"
         )
     call = resolved("dispatch", plan, plan_backward, layer)
-    check_scores(scale, softcap)
+    check_tensors("dispatch", q, k, v, sinks)
+    check_kept("dispatch", q, k, v, sinks)
+    scale, softcap = as_numbers(scale, softcap)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
     return begin(q, k, v, call, context=context, sinks=sinks, **options)
 
@@ -351,6 +364,10 @@ def collect(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     """
     check_type("collect", "step", step, Step, "distca.dispatch(q, k, v, plan)")
     out, lse = step._next(_Collect, "collect")
+    if torch.is_grad_enabled() and not out.requires_grad:
+        # Activation checkpointing recomputes up to the last tensor that forward has saved, which comes no sooner than
+        # here: a step under way would be left there.
+        torch.empty(0, requires_grad=True).sin()
     step._token = None
     step._under_way.over()
     return out, lse

@@ -56,15 +56,15 @@ class Exchange:
 
     def counts(self, mine: int) -> list[int]:
         """What each rank says about the step: the number of its words, or one of the codes."""
-        return [int(count) for (count,) in self._gather(torch.tensor([mine], dtype=torch.int64))]
+        return [int(count) for (count,) in self._gather(torch.tensor([mine], dtype=torch.int64, device="cpu"))]
 
     def words(self, mine: list[int], counts: list[int]) -> list[list[int]]:
         """The words of every rank."""
         longest = max(max(counts), 0)
         if longest == 0:
             return [[] for _ in counts]
-        padded = torch.zeros(longest, dtype=torch.int64)
-        padded[: len(mine)] = torch.tensor(mine, dtype=torch.int64)
+        padded = torch.zeros(longest, dtype=torch.int64, device="cpu")
+        padded[: len(mine)] = torch.tensor(mine, dtype=torch.int64, device="cpu")
         return [row[: max(count, 0)] for row, count in zip(self._gather(padded), counts, strict=True)]
 
     def _gather(self, mine: torch.Tensor) -> list[list[int]]:

@@ -26,6 +26,11 @@ def _text(digest: int) -> str:
     return f"0x{digest:016x}"
 
 
+def _tensor_of(words: bytearray) -> torch.Tensor:
+    with torch.inference_mode(False):  # else no backward could keep it
+        return torch.frombuffer(words, dtype=torch.int64)
+
+
 class Plan:
     """One layout's tasks, transfers and arenas, seen from one rank. `plan` makes it, the same on every rank.
 
@@ -76,7 +81,7 @@ class Plan:
         # These are plain attributes, not properties: torch.compile reads them without breaking the graph.
         self.rank = rank
         self._words = words
-        self.tensor = torch.frombuffer(words, dtype=torch.int64)
+        self.tensor = _tensor_of(words)
         self.num_rows = self.layout.num_rows(rank)
         number, numbers = 0, self._arguments["scores_of_document"]
         first = next((document for document, _, _ in self.layout.segments(rank) if document >= 0), None)
@@ -122,7 +127,7 @@ class Plan:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         _C.validate_plan(memoryview(state["_words"]).cast("q"))
-        vars(self).update(state, tensor=torch.frombuffer(state["_words"], dtype=torch.int64))
+        vars(self).update(state, tensor=_tensor_of(state["_words"]))
 
     def __copy__(self) -> Plan:
         plan = Plan.__new__(Plan)

@@ -52,10 +52,16 @@ def numbered(function: str, of_documents: Any, num_documents: int) -> tuple[list
     if len(given) != num_documents:
         raise InvalidArgumentError(f"{function}: scores of {len(given)} documents; the layout has {num_documents}")
     numbers: dict[Scores, int] = {}
+    different = []
     for one in given:
         if not isinstance(one, Scores):
             raise InvalidArgumentError(f"{function}: scores of a document are {one!r}; a distca.Scores is expected")
         if one not in numbers:
             one.check(function)
             numbers[one] = len(numbers)
-    return list(numbers), [numbers[one] for one in given]
+            different.append(one._replace(scale=_float(one.scale), softcap=_float(one.softcap)))
+    return different, [numbers[one] for one in given]
+
+
+def _float(value: Any) -> float | None:
+    return None if value is None else float(value)
