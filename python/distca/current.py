@@ -33,6 +33,12 @@ class Current(NamedTuple):
 
 # Each thread has its own value (loopback ranks are threads), and so has each half of a ping-pong.
 _current: ContextVar[Current | None] = ContextVar("distca.current", default=None)
+_num_open = 0
+
+
+def may_be_open() -> bool:
+    """Whether a `using` is open in any thread. Compiled code, which cannot ask for the current plan, guards on this."""
+    return _num_open > 0
 
 
 def current() -> Current | None:
@@ -63,8 +69,11 @@ def using(plan: Plan | Plans | PlanSource, *, context: Context | str = "default"
     """
     if not isinstance(plan, Plan | Plans | PlanSource):
         raise InvalidArgumentError(f"using: plan is a {type(plan).__name__}; a distca.Plan or distca.Plans is expected")
+    global _num_open
     before = _current.set(Current(plan, context))
+    _num_open += 1
     try:
         yield
     finally:
+        _num_open -= 1
         _current.reset(before)

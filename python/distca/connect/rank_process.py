@@ -5,6 +5,7 @@ A rank dies with its parent. It sends its parent either what the function return
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -90,6 +91,7 @@ def rank_main(
     os.environ.clear()
     os.environ.update(environment)
     gc.freeze()  # keeps what is imported by now out of garbage collections
+    atexit.register(gc.unfreeze)  # nanobind, which Triton brings, would report it as leaked
     keep_freed_memory()
     _name_process(f"distca-rank-{rank}")
     os.setpgid(0, 0)  # a Ctrl-C at the terminal reaches the parent alone, which passes it on exactly once

@@ -147,18 +147,25 @@ def _eager(
     mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The model's own eager attention, with the additive mask that it takes."""
+    """The model's own eager attention, with the additive mask that it takes, or none."""
     num_rows, num_keys = query.shape[2], key.shape[2]
-    if mask is None:
+    if mask is None and _is_causal(module, options):
         mask = torch.ones(num_rows, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_rows)[
             None, None
         ]
-    added = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
-    added = added.masked_fill(~mask, torch.finfo(query.dtype).min)
+    if mask is not None and mask.dtype == torch.bool:
+        hidden, mask = ~mask, torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+        mask = mask.masked_fill(hidden, torch.finfo(query.dtype).min)
     # fully_shard makes a class of its own, from a file of torch.
     files = (vars(sys.modules[kind.__module__]) for kind in type(module).__mro__)
     attend = next(file["eager_attention_forward"] for file in files if "eager_attention_forward" in file)
-    return attend(module, query, key, value, added, **options)[0], None
+    return attend(module, query, key, value, mask, **options)[0], None
+
+
+def _is_causal(module: torch.nn.Module, options: dict[str, Any]) -> bool:
+    """Whether a layer is causal: what it says in the call, or else its module, counts."""
+    causal = options.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if causal is None else causal)
 
 
 def _name_of_layer(module: torch.nn.Module) -> str | None:
@@ -257,6 +264,11 @@ def _check_call(
 ) -> None:
     batch, _, num_rows, _ = query.shape
     refuse(
+        not _is_causal(module, kwargs),
+        "this layer is not causal; only causal attention is supported yet. Beside an encoder of images or sound, say "
+        'which part is for distca: attn_implementation={"text_config": "distca", "vision_config": "sdpa"}',
+    )
+    refuse(
         batch != 1,
         f"batch size is {batch}, must be 1: pack the documents of this rank one after the other into one row, "
         "input_ids [1, T], and give their lengths to the plan",
@@ -272,9 +284,6 @@ def _check_call(
         f"{key.shape[2]} keys for {num_rows} rows: a plan covers whole documents, so pass use_cache=False and no "
         "past_key_values",
     )
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    refuse(not causal, "this layer is not causal; only causal attention is supported yet")
     refuse(
         dropout > 0,
         f"attention dropout is {dropout:g}, must be 0: set attention_dropout=0.0 in the model's config "

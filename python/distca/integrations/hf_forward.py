@@ -27,7 +27,7 @@ import torch
 from transformers import PreTrainedModel
 
 from distca.context import Context
-from distca.current import Current, current, using
+from distca.current import Current, current, may_be_open, using
 from distca.errors import InvalidArgumentError, refusals_told
 from distca.integrations.hf_models import (
     NAME,
@@ -45,7 +45,7 @@ from distca.pingpong.turns import in_half
 from distca.planner.layout import PADDING, Layout
 from distca.planner.plan import Plan, Plans
 from distca.planner.plan_source import PlanSource
-from distca.registry import find_context
+from distca.registry import find_context, open_contexts
 
 
 @dataclasses.dataclass
@@ -74,6 +74,9 @@ def check_plan_not_needed(training: bool, distca_context: Context | str) -> None
     if not (training and torch.is_grad_enabled()):
         return
     context = find_context(distca_context)
+    if context is None:  # the step may be of another one
+        others = [one for one in open_contexts.values() if one.num_ranks > 1]
+        context = others[0] if len({one.rank for one in others}) == 1 else None  # else ranks are threads
     if context is not None and context.num_ranks > 1:
         with refusals_told(context):
             refuse(
@@ -146,6 +149,9 @@ def _check(model: PreTrainedModel, layout: Layout, rank: int, args: tuple[Any, .
     inner = _parameters(type(model.get_decoder()).forward)[0] if takes_keywords else []
     arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
     check_model(model, layout.num_ranks, layout)
+    _check_pooling(model, layout)
+    _check_peft(model)
+    _check_axes(model, arguments)
     _check_positions(model, layout, rank, arguments, "position_ids" in (*names, *inner))
     check_loss(model, layout, arguments)
 
@@ -174,6 +180,45 @@ def _check_calls(model: PreTrainedModel, calls: int) -> None:
         True,
         f"{type(model).__name__} has {layers} layers and calls attention {expected} times in a forward pass, but the "
         f"plan was used {calls} times: {why}",
+    )
+
+
+def _check_pooling(model: PreTrainedModel, layout: Layout) -> None:
+    """Refuses models that make one result of a whole row of the batch, where that is not one document."""
+    if not type(model).__name__.endswith("ForSequenceClassification"):
+        return
+    for rank in range(layout.num_ranks):
+        documents = [document for document, _, _ in layout.segments(rank)]
+        one = len(documents) == 1 and documents[0] != PADDING
+        refuse(
+            not one or cut_document(layout) is not None,
+            f"{type(model).__name__} makes one result of all rows of rank {rank}, which are not one whole document: "
+            "take the result of the model inside, and pool the rows of each document yourself",
+        )
+
+
+def _check_peft(model: PreTrainedModel) -> None:
+    """Refuses adapters of a peft whose models call `forward`: what distca sees is then a model without its loss."""
+    peft: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if peft is None or not any(isinstance(m, peft.BaseTunerLayer) for m in model.modules()):
+        return
+    refuse(
+        "self.model.forward(" in inspect.getsource(peft.BaseTuner.forward),
+        "this version of peft calls the forward of the model itself, past the checks of its loss: pip install -U peft",
+    )
+
+
+def _check_axes(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
+    """Refuses positions of one axis beside images in models whose images have positions of three."""
+    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    images = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
+    if "mrope_section" not in parameters or all(arguments.get(name) is None for name in images):
+        return
+    position_ids = arguments.get("position_ids")
+    refuse(
+        not isinstance(position_ids, torch.Tensor) or position_ids.dim() < 3,
+        f"{type(model).__name__} gives images positions of three axes: pass position_ids [3, 1, T], as the model's "
+        "get_rope_index makes them for each document",
     )
 
 
@@ -233,7 +278,7 @@ def _document_rows(layout: Layout, rank: int) -> torch.Tensor:
     return torch.cat(rows) if rows else torch.ones(0, dtype=torch.bool)
 
 
-def check_loss(model: PreTrainedModel, layout: Layout, arguments: Mapping[str, Any]) -> None:
+def check_loss(model: PreTrainedModel, layout: Layout, arguments: Mapping[str, Any], in_halves: bool = False) -> None:
     """Raises InvalidArgumentError, on all ranks, if the model's own loss would not be the loss of the documents."""
     own = has_own_loss(model)
     if arguments.get("labels") is not None and (own or arguments.get("shift_labels") is None):
@@ -250,8 +295,16 @@ def check_loss(model: PreTrainedModel, layout: Layout, arguments: Mapping[str, A
             "in the next row: pass shift_labels=, the labels shifted before documents are cut, beside labels=, or "
             "compute the loss from the logits",
         )
+    text = model.config.get_text_config()
+    refuse(
+        arguments.get("labels") is not None
+        and getattr(text, "z_loss_coefficient", 0) > 0
+        and (layout.num_ranks > 1 or in_halves),
+        "z_loss_coefficient adds a mean over the rows of the tensor, and not a sum over those of all ranks and halves: "
+        "set z_loss_coefficient=0.0 in the model's config",
+    )
     routers = arguments.get("output_router_logits")
-    routers = getattr(model.config.get_text_config(), "output_router_logits", False) if routers is None else routers
+    routers = getattr(text, "output_router_logits", False) if routers is None else routers
     refuse(
         bool(routers) and layout.num_ranks > 1,
         "output_router_logits adds a loss of the routers, which is not a sum over rows, and sees those of this rank "
@@ -296,6 +349,11 @@ def _call(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
                 "the model needs its plan outside of graphs (RoPE of the types dynamic and longrope, layers that no "
                 "keyword reaches), or is refused there: torch.compile(..., fullgraph=False)"
             )
+        if kwargs.get("plan") is None and _IN_GRAPHS in self.__dict__ and may_be_open():
+            raise InvalidArgumentError(
+                "a graph cannot see the plan of distca.using: pass plan= to the model, or torch.compile(..., "
+                "fullgraph=False)"
+            )
         return _call_module(self, *args, **kwargs)
     plan = kwargs.get("plan")
     if _forward.get() is not None or (plan is None and current() is None):
@@ -317,7 +375,7 @@ def _call(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     elif isinstance(plan, Plan | Plans | PlanSource):
         here = Current(plan, kwargs.get("distca_context", "default"))
     elif hasattr(plan, "halves") and hasattr(self, "takes_halves"):  # each half calls again with its plan
-        check_loss(self, plan.layout, kwargs)
+        check_loss(self, plan.layout, kwargs, in_halves=True)
         return run(*args, **kwargs)
     else:
         refuse_other_plan(plan)
@@ -333,11 +391,14 @@ def _rope_types(model: PreTrainedModel) -> dict[str, Any]:
 def _correct_implementation(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> Any:
     """Replaces `PreTrainedModel.get_correct_attn_implementation`, which runs before a model's layers are made."""
     if requested == NAME:
-        self.__dict__[_IN_GRAPHS] = not (
+        in_graphs = not (
             depends_on_longest(_rope_types(self))
             or goes_another_way(self.config)
             or "position_ids" not in _parameters(type(self).forward)[0]
         )
+        for part in self.modules():  # there are others if the model is not just being made
+            if isinstance(part, PreTrainedModel):
+                part.__dict__[_IN_GRAPHS] = in_graphs
         file = vars(sys.modules[type(self).__module__])
         table = next((name for name in file if name.endswith("_ATTENTION_CLASSES")), None)
         refuse(

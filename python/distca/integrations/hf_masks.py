@@ -105,6 +105,8 @@ class DeferredMask:
             raise AttributeError(name)
         _refuse_mask(f"asks for .{name}")
 
+    ndim = 4  # that a mask was made already is what transformers sees by this
+
     @property
     def local_size(self) -> int | None:
         """The window or chunk size of a layer that does not see its whole document; otherwise None."""
@@ -121,5 +123,7 @@ def _refuse_mask(what: str) -> NoReturn:
 
 def distca_mask(**request: Any) -> DeferredMask | torch.Tensor | None:
     """The entry for AttentionMaskInterface: defers a request for a mask if a plan may still be used."""
+    if isinstance(request.get("attention_mask"), DeferredMask):  # made before the model's forward, as generate() does
+        return request["attention_mask"]
     whole = request["q_length"] == request["kv_length"] and isinstance(request.get("q_offset", 0), int)
     return DeferredMask(request) if whole else sdpa_mask(**request)

@@ -135,6 +135,8 @@ def _calls(plan: HalvedPlans, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
             if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[:2] == (1, num_rows):
                 fill = _NO_TARGET if "labels" in name else 1 if name == "attention_mask" else 0
                 call[name] = half.take(value, plan.rank, dim=1, fill=fill)
+            elif name == "position_ids" and isinstance(value, torch.Tensor) and value.shape[1:] == (1, num_rows):
+                call[name] = half.take(value, plan.rank, dim=2, fill=0)  # of several axes
         calls.append(call)
     if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
         # The losses of both halves, divided by the targets of both, add up to the loss of the whole row.

@@ -1,0 +1,254 @@
+"""Models of transformers as their users call them: in compiled code, by wrappers, with heads that pool, locally."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import distca
+from distca.integrations import hf
+from distca.integrations.hf_forward import check_loss
+from distca.registry import open_contexts
+from support.groups import loopback_group, outcomes
+
+HEADS = distca.Heads(q=4, kv=2, dim=16)
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+IDS = torch.arange(2, 14)[None]
+LAYOUT = distca.Layout.from_documents([[12]])
+OF_TWO_RANKS = distca.Layout([[(0, 0, 6)], [(0, 6, 12)]])
+
+
+def _model(kind: str = "LlamaForCausalLM", attention: str = "distca", **options: Any) -> Any:
+    torch.manual_seed(7)
+    config = getattr(transformers, kind.split("For")[0] + "Config")
+    options = {"pad_token_id": None, "eos_token_id": None, "attn_implementation": attention} | SIZES | options
+    return getattr(transformers, kind)(config(**options)).eval()
+
+
+@pytest.fixture
+def plan() -> Iterator[distca.Plan]:
+    with distca.init(max_tokens=12, heads=HEADS):
+        yield distca.plan(LAYOUT, HEADS)
+
+
+# ---- compiled code
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_a_compiled_model_takes_the_plan_of_using(plan: distca.Plan, training: bool) -> None:
+    torch._dynamo.reset()  # frames that were left to Python before are compiled again
+    context = distca.get_context()
+    assert context is not None
+    wanted = _model()(IDS, use_cache=False, plan=plan).logits
+    compiled = torch.compile(_model().train(training), backend="eager")
+    compiled(IDS, use_cache=False)  # locally, and compiled
+    before = context.step
+    with distca.using(plan):
+        logits = compiled(IDS, use_cache=False).logits
+    assert context.step == before + 2 and torch.equal(logits, wanted)
+    compiled(IDS, use_cache=False)
+    assert context.step == before + 2
+
+
+def test_one_graph_that_cannot_see_the_plan_of_using_is_refused(plan: distca.Plan) -> None:
+    torch._dynamo.reset()  # frames that were left to Python before are compiled again
+    compiled = torch.compile(_model(), backend="eager", fullgraph=True)
+    with distca.using(plan), pytest.raises(Exception, match=r"pass plan= to the model"):
+        compiled(IDS, use_cache=False)
+    assert compiled(IDS, use_cache=False, plan=plan).logits.shape == (1, 12, 61)
+
+
+def test_a_model_that_changes_to_distca_is_compiled_in_one_graph(plan: distca.Plan) -> None:
+    torch._dynamo.reset()  # frames that were left to Python before are compiled again
+    model = _model(attention="sdpa")
+    model.set_attn_implementation("distca")
+    logits = torch.compile(model, backend="eager", fullgraph=True)(IDS, use_cache=False, plan=plan).logits
+    assert torch.equal(logits, _model()(IDS, use_cache=False, plan=plan).logits)
+
+
+# ---- without a plan
+
+
+def test_local_attention_of_layers_that_are_not_causal_sees_all_rows() -> None:
+    """Layers with a softcap, which SDPA lacks."""
+
+    def logits(attention: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        module = transformers.T5GemmaModuleConfig(**SIZES).to_dict()
+        config = transformers.T5GemmaConfig(encoder=module, decoder=module, vocab_size=61)
+        model = transformers.T5GemmaForConditionalGeneration(config).eval()
+        model.set_attn_implementation(attention)
+        return model(input_ids=IDS, decoder_input_ids=IDS[:, :7], use_cache=False).logits
+
+    assert torch.equal(logits("distca"), logits("eager"))
+
+
+@pytest.mark.parametrize("kind", ["Gemma2ForCausalLM", "LlamaForCausalLM"])
+def test_local_attention_takes_a_mask_of_numbers(kind: str) -> None:
+    mask = torch.full((1, 1, 12, 12), -1e9).triu(1)
+    ours, own = (_model(kind, attention)(IDS, attention_mask=mask).logits for attention in ("distca", "eager"))
+    torch.testing.assert_close(ours, own, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("LlamaForCausalLM", {}), ("MistralForCausalLM", {"sliding_window": 4})])
+def test_generation_with_a_static_cache_is_that_of_sdpa(kind: str, options: dict[str, int]) -> None:
+    """Its masks are made before the model's forward."""
+    how = {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
+    how |= {"cache_implementation": "static", "disable_compile": True}
+    ours, own = (_model(kind, attention, **options).generate(IDS, **how) for attention in ("distca", "sdpa"))
+    assert torch.equal(ours, own)
+
+
+@pytest.mark.parametrize("name", ["default", "of another name"])
+def test_training_without_a_plan_is_refused_whatever_the_context_is_called(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context: Any = SimpleNamespace(num_ranks=2, rank=1, _core=None)
+    monkeypatch.setitem(open_contexts, name, context)
+    model = _model()
+    with pytest.raises(distca.InvalidArgumentError, match="no plan in a training step of rank 1 of 2"):
+        model.train()(IDS, use_cache=False)
+    model.eval()(IDS, use_cache=False)
+
+
+# ---- losses and heads that look at a whole row of the batch
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_exact"),
+    [
+        (LAYOUT, True),
+        (distca.Layout.from_documents([[5, 7]]), False),
+        (distca.Layout([[(0, 0, 12), (distca.PADDING, 0, 3)]]), False),
+        (distca.Layout([[(distca.PADDING, 0, 12)]]), False),
+    ],
+    ids=["a document", "two documents", "padding behind", "padding alone"],
+)
+def test_a_classifier_takes_one_whole_document_on_each_rank(layout: distca.Layout, is_exact: bool) -> None:
+    model = _model("LlamaForSequenceClassification", num_labels=3)
+    ids = torch.arange(2, 2 + layout.num_rows(0))[None]
+    with distca.init(max_tokens=16, heads=HEADS):
+        call = {"position_ids": layout.position_ids(0)[None], "plan": distca.plan(layout, HEADS), "use_cache": False}
+        if is_exact:
+            own = _model("LlamaForSequenceClassification", "sdpa", num_labels=3)(ids, use_cache=False).logits
+            torch.testing.assert_close(model(ids, **call).logits, own, rtol=1e-5, atol=1e-5)
+        else:
+            with pytest.raises(distca.InvalidArgumentError, match="one result of all rows of rank 0"):
+                model(ids, **call)
+
+
+def test_a_classifier_refuses_a_cut_document() -> None:
+    plan = distca.plan(OF_TWO_RANKS, HEADS)
+
+    def work(rank: int, context: distca.Context) -> None:
+        model = _model("LlamaForSequenceClassification")
+        positions = OF_TWO_RANKS.position_ids(rank)[None]
+        model(IDS[:, :6], position_ids=positions, plan=plan.for_rank(rank), distca_context=context, use_cache=False)
+
+    with loopback_group(plan) as contexts:
+        results = outcomes(contexts, work)
+    assert all("one result of all rows of rank 0" in str(result) for result in results), results
+
+
+@pytest.mark.parametrize(("ranks", "in_halves"), [(1, False), (2, False), (1, True)])
+def test_a_loss_that_is_a_mean_over_rows_is_refused_where_rows_are_apart(ranks: int, in_halves: bool) -> None:
+    """That of Bamba's logits."""
+    model, labels = _model(z_loss_coefficient=0.5), {"labels": IDS, "shift_labels": IDS}
+    layout = LAYOUT if ranks == 1 else OF_TWO_RANKS
+    if ranks == 1 and not in_halves:
+        return check_loss(model, layout, labels, in_halves)
+    with pytest.raises(distca.InvalidArgumentError, match="z_loss_coefficient adds a mean over the rows"):
+        check_loss(model, layout, labels, in_halves)
+    return check_loss(_model(), layout, labels, in_halves)
+
+
+class _OldTuner(torch.nn.Module):
+    """As in peft 0.18."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.forward(*args, **kwargs)
+
+
+class _Tuner(torch.nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
+class _Adapter(torch.nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize("tuner", [_OldTuner, _Tuner])
+def test_adapters_that_go_past_the_checks_are_refused(
+    plan: distca.Plan, tuner: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft: Any = ModuleType("peft.tuners.tuners_utils")
+    peft.BaseTuner, peft.BaseTunerLayer = tuner, _Adapter
+    monkeypatch.setitem(sys.modules, "peft.tuners.tuners_utils", peft)
+    model = _model()
+    model(IDS, plan=plan, use_cache=False)
+    model.model.layers[0].self_attn.q_proj = _Adapter(64, 64)
+    if tuner is _Tuner:
+        model(IDS, plan=plan, use_cache=False)
+    else:
+        with pytest.raises(distca.InvalidArgumentError, match="this version of peft calls the forward of the model"):
+            model.model(IDS, plan=plan, use_cache=False)
+
+
+# ---- images
+
+
+def _with_images() -> Any:
+    text = SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+    text.pop("head_dim")
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, image_token_id=60)
+    return transformers.Qwen2VLForConditionalGeneration(config).eval()
+
+
+def test_images_want_positions_of_three_axes_and_their_encoder_attention_of_its_own(plan: distca.Plan) -> None:
+    model = _with_images()
+    model.set_attn_implementation("distca")
+    call = {"input_ids": IDS.clone(), "plan": plan, "use_cache": False}
+    call["input_ids"][0, 3:7] = 60
+    call |= {"pixel_values": torch.randn(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    positions = LAYOUT.position_ids(0)[None]
+    for given in ({}, {"position_ids": positions}):
+        with pytest.raises(distca.InvalidArgumentError, match=r"pass position_ids \[3, 1, T\]"):
+            model(**call, **given)
+    with pytest.raises(distca.InvalidArgumentError, match='"text_config": "distca", "vision_config": "sdpa"'):
+        model(**call, position_ids=positions.expand(3, 1, -1))
+    model.set_attn_implementation({"text_config": "distca", "vision_config": "sdpa"})
+    ours = model(**call, position_ids=positions.expand(3, 1, -1)).logits
+    model.set_attn_implementation("sdpa")
+    own = model(
+        **{name: value for name, value in call.items() if name != "plan"}, position_ids=positions.expand(3, 1, -1)
+    )
+    torch.testing.assert_close(ours, own.logits, rtol=1e-5, atol=1e-5)
+
+
+def test_positions_of_three_axes_are_cut_into_halves() -> None:
+    layout = distca.Layout.from_documents([[7, 5]])
+    model = _with_images()
+    model.set_attn_implementation({"text_config": "distca", "vision_config": "sdpa"})
+    positions = layout.position_ids(0)[None].expand(3, 1, -1)
+    with distca.init(max_tokens=32, heads=HEADS) as context:
+        plan = distca.plan(layout, HEADS, context=context)
+        whole = model(input_ids=IDS, position_ids=positions, plan=plan, use_cache=False).logits
+        halves = hf.plan_halves(layout, HEADS, context=context)
+        ours = hf.ping_pong(model)(input_ids=IDS, position_ids=positions, plan=halves, use_cache=False).logits
+    torch.testing.assert_close(ours, whole, rtol=1e-5, atol=1e-5)
