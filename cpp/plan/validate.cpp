@@ -55,7 +55,7 @@ class Validator {
     constexpr int64_t kMaxArena = int64_t{1} << 46;
     for (int64_t bytes : h().arena_bytes)
       check_plan(bytes >= 0 && bytes <= h().slot_bytes && h().slot_bytes <= kMaxArena, "an arena of ", bytes,
-                 " bytes in ", h().slot_bytes);
+                 " bytes in a slot of ", h().slot_bytes, ", which may have ", kMaxArena);
     check_plan((h().retains == 0 || h().retains == 1) && h().retained_bytes >= 0 &&
                    h().retained_bytes <= (h().retains != 0 ? kMaxArena : 0),
                "it retains ", h().retained_bytes, " bytes");

@@ -36,7 +36,10 @@ class Caller(NamedTuple):
     @staticmethod
     def of(context: str | Context, layer: int | str | StepOfTick | None, half: int | None = None) -> Caller:
         """The caller in a context that is given as such, or by its name."""
-        return Caller(context.name if isinstance(context, Context) else context, layer, half)
+        if isinstance(context, Context):
+            find_context(context)  # refuses one that another has taken the place of
+            context = context.name
+        return Caller(context, layer, half)
 
     @property
     def name(self) -> str:

@@ -28,8 +28,14 @@ def get_context(name: str = "default") -> Context | None:
 
 
 def find_context(context: Context | str) -> Context | None:
-    """The given context, or the open one of that name. Raises InvalidArgumentError for any other type."""
+    """The given context, or the open one of that name.
+
+    Raises:
+        InvalidArgumentError: it is of any other type, or it was closed, and another one has its name now.
+    """
     if isinstance(context, Registered):
+        if open_contexts.get(context.name, context) is not context:
+            raise InvalidArgumentError(f'context "{context.name}" is closed; there is another one of this name by now')
         return context
     if not isinstance(context, str):
         raise InvalidArgumentError(

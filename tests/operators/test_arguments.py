@@ -121,6 +121,35 @@ def test_plans(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"windows": 3}, "plans: windows is 3; a list of windows, of which None stands for none, is expected"),
+        ({"windows": [[1]]}, "plans: a window is [1]; None, a number of rows or a distca.Chunk is allowed"),
+        ({"windows": [0]}, "plans: a window is 0; None, a number"),
+        ({"windows": [None], "window": 5}, "plans: window and windows are given; name all of them in windows"),
+        (
+            {"windows": [distca.Chunk(4)], "mask": "full"},
+            "plans: mask = 'full' with Chunk(rows=4); the rows of a chunk",
+        ),
+    ],
+)
+def test_plans_of_several_windows(options: dict[str, Any], message: str) -> None:
+    _refused(lambda: distca.plans(LAYOUT, HEADS, **options), message)
+
+
+def test_ranks_of_plans_and_numbers_of_other_kinds() -> None:
+    plan = distca.plan(LAYOUT, HEADS, tolerance=torch.tensor(0.5))
+    assert plan.for_rank(torch.tensor(0)).rank == 0
+    for rank in ("0", None, 1, -1):
+        _refused(lambda rank=rank: plan.for_rank(rank), f"plan: rank = {rank!r}; 0 to 0 are allowed")
+    of_lists: Any = distca.Scores(["causal"])
+    documents = len(LAYOUT.document_lengths)
+    _refused(
+        lambda: distca.plan(LAYOUT, HEADS, scores=[of_lists] * documents), "plan: mask = ['causal']; 'causal', 'full'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"max_tokens": "many"}, "init: max_tokens = 'many'; an integer from 1 on is expected"),
         ({"max_tokens": 10**17}, "init: max_tokens = 100000000000000000; a heap for so many rows of these heads has "),
         ({"heads": (4, 2, 16)}, "init: heads is a tuple; a distca.Heads is expected"),

@@ -109,3 +109,11 @@ def test_what_lacks_chunks_says_so() -> None:
         distca.InvalidArgumentError, match=r"plans\(layout, heads, windows=\[Chunk\(rows=8\)\]\) plans c"
     ):
         distca.plan(layout, HEADS, window=Chunk(8))  # type: ignore[arg-type]
+
+
+def test_a_plan_with_a_full_mask_is_none_for_chunks() -> None:
+    plans = distca.plans(distca.Layout.from_documents([[12]]), HEADS, windows=[None], mask="full")
+    with pytest.raises(distca.InvalidArgumentError, match=r"plans: no plan for a window of Chunk\(rows=50\)"):
+        plans.for_window(Chunk(50))
+    causal = distca.plans(distca.Layout.from_documents([[12]]), HEADS, windows=[None])
+    assert causal.for_window(Chunk(50)) is causal[None]

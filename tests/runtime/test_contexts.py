@@ -30,6 +30,25 @@ def test_a_closed_context_is_refused_and_may_be_closed_again() -> None:
             distca.core_attention(*inputs, plan, context=contexts[0])
 
 
+def test_a_closed_context_is_not_taken_for_the_one_that_has_its_name_now() -> None:
+    heads = distca.Heads(2, 1, 8)
+    layout = distca.Layout.from_documents([[8]])
+    closed = distca.init(max_tokens=8, heads=heads)
+    closed.close()
+    q, k, v = (torch.zeros(8, n, 8) for n in (2, 1, 1))
+    with distca.init(max_tokens=8, heads=heads) as context:
+        plan = distca.plan(layout, heads, context=context)
+        for call in (
+            lambda: distca.plan(layout, heads, context=closed),
+            lambda: distca.core_attention(q, k, v, plan, context=closed),
+            lambda: distca.dispatch(q, k, v, plan, context=closed),
+        ):
+            with pytest.raises(distca.InvalidArgumentError, match='context "default" is closed; there is another one'):
+                call()
+        assert context.step == 0
+        distca.core_attention(q, k, v, plan, context=context)
+
+
 def test_a_name_in_use_is_refused_until_it_is_closed() -> None:
     with distca.init(max_tokens=8, heads=HEADS, name="taken") as first:
         with pytest.raises(distca.InvalidArgumentError, match="'taken' exists already"):

@@ -10,7 +10,7 @@ from distca.errors import CapacityError
 from distca.planner.layout import Chunk, Layout
 from distca.planner.plan import Plan
 from distca.planner.planning import plan as plan_of
-from distca.planner.scores import Scores
+from distca.planner.scores import Scores, ScoresOfDocuments
 from distca.planner.stats import Task
 from distca.registry import find_context
 
@@ -97,7 +97,7 @@ class StepPlanner:
         if all(part.scores == first for part in parts) and first.scale is None and first.softcap is None:
             return plan_of(layout, mask=first.mask, window=first.window, **options)
         scores = [part.scores for part in parts for _ in self._layout_of(part).document_lengths]
-        return plan_of(layout, scores=scores, **options)
+        return plan_of(layout, scores=ScoresOfDocuments(scores, otherwise=first), **options)
 
     def _inside_stages(self, step: Step) -> list[tuple[int, ...]]:
         """The tasks of a step, of each stage as if it were alone."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator, Mapping
+from operator import index
 from typing import Any
 
 import torch
 
 from distca import _C
+from distca.arguments import is_whole
 from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.planner.layout import Chunk, Layout, Window
@@ -169,9 +171,11 @@ class Plan:
 
     def for_rank(self, rank: int) -> Plan:
         """The same plan seen from another rank."""
-        words = self._core.slice(rank)
+        if not is_whole(rank, 0, self.layout.num_ranks - 1):
+            raise InvalidArgumentError(f"plan: rank = {rank!r}; 0 to {self.layout.num_ranks - 1} are allowed")
+        words = self._core.slice(index(rank))
         plan = copy.copy(self)
-        plan._look_from(rank, words)
+        plan._look_from(index(rank), words)
         return plan
 
     @property
@@ -276,8 +280,8 @@ class Plans(Mapping[Window, Plan]):
         if window in self._by_window:
             return self._by_window[window]
         longest = max(self._layout.document_lengths, default=0)
-        if isinstance(window, Chunk) and window.rows >= longest:
-            return self.for_window(None)
+        if isinstance(window, Chunk) and window.rows >= longest and (whole := self.for_window(None)).mask == "causal":
+            return whole
         for of, plan in self.items():
             if isinstance(of, Chunk):
                 if of.rows >= longest and not isinstance(window, Chunk) and (window or longest) >= longest:

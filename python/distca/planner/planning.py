@@ -146,7 +146,6 @@ def plan(
         raise InvalidArgumentError("plan: scores are given, and mask or window as well; scores have both")
     else:
         different, of_documents = numbered("plan", scores, len(layout.document_lengths))
-        different = different or [Scores()]  # there is no document
     if servers is not None:
         servers = listed("plan", "servers", servers, "a list of ranks, or None for all,")
         if not servers:
@@ -196,7 +195,7 @@ def plan(
     check_type("plan", "cost", cost, CostModel, 'distca.CostModel.load("pairs")')
     arguments = {
         "cost": cost,
-        "tolerance_ppm": round(tolerance * 1e6),
+        "tolerance_ppm": round(float(tolerance) * 1e6),
         "min_rows": min_rows,
         "balance": bool(balance),
         "capacity": capacity,
@@ -264,11 +263,23 @@ def plans(layout: Layout, heads: Heads, *, windows: Iterable[Window], **options:
     def made(window: Window) -> Plan:
         if not isinstance(window, Chunk):
             return plan(layout, heads, window=window, **options)
+        if options.get("mask", "causal") != "causal":
+            raise InvalidArgumentError(
+                f"plans: mask = {options['mask']!r} with {window}; the rows of a chunk see it up to themselves"
+            )
         of_chunks = plan(layout.chunked(window.rows), heads, **options)
         of_chunks.whole = layout
         return of_chunks
 
-    return Plans({window: made(window) for window in dict.fromkeys(windows)})
+    given = listed("plans", "windows", windows, "a list of windows, of which None stands for none,")
+    for window in given:
+        if not (window is None or isinstance(window, Chunk) or is_whole(window, 1)):
+            raise InvalidArgumentError(
+                f"plans: a window is {window!r}; None, a number of rows or a distca.Chunk is allowed"
+            )
+    if "window" in options:
+        raise InvalidArgumentError("plans: window and windows are given; name all of them in windows")
+    return Plans({window: made(window) for window in dict.fromkeys(given)})
 
 
 def memory_report(*plans: Plan, context: Context | str | None = None, layers: int = 1) -> MemoryReport:

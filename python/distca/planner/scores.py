@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from distca.arguments import is_float32, is_whole, listed
@@ -46,8 +46,16 @@ class Scores(NamedTuple):
             )
 
 
+class ScoresOfDocuments(list[Scores]):
+    """One for each document, and `otherwise`, which a plan without documents has."""
+
+    def __init__(self, of_documents: Iterable[Scores], otherwise: Scores) -> None:
+        super().__init__(of_documents)
+        self.otherwise = otherwise
+
+
 def numbered(function: str, of_documents: Any, num_documents: int) -> tuple[list[Scores], list[int]]:
-    """The different scores in order of appearance, and for each document the number of its own."""
+    """The different scores in order of appearance, at least one, and for each document the number of its own."""
     given: Sequence[Scores] = listed(function, "scores", of_documents, "one distca.Scores for each document")
     if len(given) != num_documents:
         raise InvalidArgumentError(f"{function}: scores of {len(given)} documents; the layout has {num_documents}")
@@ -56,10 +64,16 @@ def numbered(function: str, of_documents: Any, num_documents: int) -> tuple[list
     for one in given:
         if not isinstance(one, Scores):
             raise InvalidArgumentError(f"{function}: scores of a document are {one!r}; a distca.Scores is expected")
-        if one not in numbers:
+        try:
+            is_new = one not in numbers
+        except TypeError:  # what cannot be hashed is wrong
+            is_new = True
+        if is_new:
             one.check(function)
             numbers[one] = len(numbers)
             different.append(one._replace(scale=_float(one.scale), softcap=_float(one.softcap)))
+    if not different:
+        different = [of_documents.otherwise if isinstance(of_documents, ScoresOfDocuments) else Scores()]
     return different, [numbers[one] for one in given]
 
 
