@@ -200,12 +200,17 @@ def _check_pooling(model: PreTrainedModel, layout: Layout) -> None:
 def _check_peft(model: PreTrainedModel) -> None:
     """Refuses adapters of a peft whose models call `forward`: what distca sees is then a model without its loss."""
     peft: Any = sys.modules.get("peft.tuners.tuners_utils")
-    if peft is None or not any(isinstance(m, peft.BaseTunerLayer) for m in model.modules()):
+    if peft is None or not _calls_forward(peft.BaseTuner.forward):
         return
     refuse(
-        "self.model.forward(" in inspect.getsource(peft.BaseTuner.forward),
+        any(isinstance(m, peft.BaseTunerLayer) for m in model.modules()),
         "this version of peft calls the forward of the model itself, past the checks of its loss: pip install -U peft",
     )
+
+
+@functools.cache
+def _calls_forward(forward: Callable[..., Any]) -> bool:
+    return "self.model.forward(" in inspect.getsource(forward)
 
 
 def _check_axes(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
@@ -298,7 +303,7 @@ def check_loss(model: PreTrainedModel, layout: Layout, arguments: Mapping[str, A
     text = model.config.get_text_config()
     refuse(
         arguments.get("labels") is not None
-        and getattr(text, "z_loss_coefficient", 0) > 0
+        and (getattr(text, "z_loss_coefficient", None) or 0) > 0
         and (layout.num_ranks > 1 or in_halves),
         "z_loss_coefficient adds a mean over the rows of the tensor, and not a sum over those of all ranks and halves: "
         "set z_loss_coefficient=0.0 in the model's config",
