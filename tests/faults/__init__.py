@@ -2,6 +2,7 @@
 
 from faults import (
     attention,
+    callers,
     emulated_gpu,
     megatron,
     models,
@@ -36,6 +37,7 @@ FAULTS = [
     *recording.FAULTS,
     *retained.FAULTS,
     *attention.FAULTS,
+    *callers.FAULTS,
     *tiles.FAULTS,
     *training.FAULTS,
     *models.FAULTS,
