@@ -301,9 +301,9 @@ FAULTS = [
     ),
     Fault(
         "a tick without documents has no scores",
-        "python/distca/planner/planning.py",
-        "        different = different or [Scores()]  # there is no document\n",
-        "",
+        "python/distca/planner/scores.py",
+        "    if not different:\n",
+        "    if False:\n",
         ("tests/pipeline/test_sparse_batches.py",),
     ),
     Fault(
