@@ -14,7 +14,6 @@ from distca.errors import InvalidArgumentError, refusals_told, typed_errors
 from distca.inputs import (
     as_autocast,
     as_numbers,
-    check_kept,
     check_rows,
     check_tensors,
     refuse_forward_mode,
@@ -27,7 +26,6 @@ from distca.planner.plan_source import PlanSource, StepOfTick
 from distca.registry import get_context
 from distca.steps import without_derivative
 
-_FLASH_OF_CPU = "aten::_flash_attention_forward", "CPU"  # an operator that PyTorch has not, and our tests have
 _LAYER = "distca.layer"  # the key in a graph node's metadata under which backward finds the layer
 
 torch.ops.load_library(str(files("distca") / "libdistca_torch.so"))
@@ -96,7 +94,6 @@ def core_attention(
         layer = layer_backward = None
     else:
         check_rows("core_attention", q, plan)
-        check_kept("core_attention", q, k, v, sinks)
         scale, softcap = as_numbers(scale, softcap)
         if plan.in_parts or in_half():
             asked: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
@@ -161,12 +158,7 @@ def attention(
     check_tensors("attention", q, k, v, sinks)
     q, k, v = as_autocast(q, k, v)
     if not torch.compiler.is_compiling():  # a number may be symbolic there
-        check_kept("attention", q, k, v, sinks)
         scale, softcap = as_numbers(scale, softcap)
-        if attention == "flash" and q.is_cpu and not torch._C._dispatch_has_kernel_for_dispatch_key(*_FLASH_OF_CPU):
-            raise InvalidArgumentError(
-                "attention: attention = 'flash' is PyTorch's for GPUs; the tensors are on the CPU"
-            )
     if tasks is None:
         rows = [[0, q.shape[0], 0, k.shape[0]]] if q.shape[0] > 0 else []
         tasks = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 4)

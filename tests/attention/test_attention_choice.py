@@ -54,13 +54,6 @@ def test_another_word_is_refused_wherever_it_stands(monkeypatch: pytest.MonkeyPa
     assert distca.attention(q, k, v, attention="own")[0].shape == q.shape
 
 
-def test_pytorch_s_flash_attention_is_refused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False)  # no stand-in
-    q, k, v = torch.zeros(3, 4, 2, 16).unbind()
-    with pytest.raises(distca.InvalidArgumentError, match="'flash' is PyTorch's for GPUs; the tensors are on the CPU"):
-        distca.attention(q, k, v, attention="flash")
-
-
 def test_local_attention_computes_forward_and_backward_by_what_it_was_asked_for() -> None:
     flash_on_cpu.register()
     batch, ends = random_batch(LENGTHS, HEADS, 1), [0, 700, 701, 1101]
