@@ -81,7 +81,7 @@ FAULTS = [
     ),
     Fault(
         "a classifier pools rows of several documents",
-        "python/distca/integrations/hf_forward.py",
+        "python/distca/integrations/hf_models.py",
         "not one or cut_document(layout) is not None",
         "False",
         (MODELS,),

@@ -149,8 +149,6 @@ def _check(model: PreTrainedModel, layout: Layout, rank: int, args: tuple[Any, .
     inner = _parameters(type(model.get_decoder()).forward)[0] if takes_keywords else []
     arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
     check_model(model, layout.num_ranks, layout)
-    _check_pooling(model, layout)
-    _check_peft(model)
     _check_axes(model, arguments)
     _check_positions(model, layout, rank, arguments, "position_ids" in (*names, *inner))
     check_loss(model, layout, arguments)
@@ -181,36 +179,6 @@ def _check_calls(model: PreTrainedModel, calls: int) -> None:
         f"{type(model).__name__} has {layers} layers and calls attention {expected} times in a forward pass, but the "
         f"plan was used {calls} times: {why}",
     )
-
-
-def _check_pooling(model: PreTrainedModel, layout: Layout) -> None:
-    """Refuses models that make one result of a whole row of the batch, where that is not one document."""
-    if not type(model).__name__.endswith("ForSequenceClassification"):
-        return
-    for rank in range(layout.num_ranks):
-        documents = [document for document, _, _ in layout.segments(rank)]
-        one = len(documents) == 1 and documents[0] != PADDING
-        refuse(
-            not one or cut_document(layout) is not None,
-            f"{type(model).__name__} makes one result of all rows of rank {rank}, which are not one whole document: "
-            "take the result of the model inside, and pool the rows of each document yourself",
-        )
-
-
-def _check_peft(model: PreTrainedModel) -> None:
-    """Refuses adapters of a peft whose models call `forward`: what distca sees is then a model without its loss."""
-    peft: Any = sys.modules.get("peft.tuners.tuners_utils")
-    if peft is None or not _calls_forward(peft.BaseTuner.forward):
-        return
-    refuse(
-        any(isinstance(m, peft.BaseTunerLayer) for m in model.modules()),
-        "this version of peft calls the forward of the model itself, past the checks of its loss: pip install -U peft",
-    )
-
-
-@functools.cache
-def _calls_forward(forward: Callable[..., Any]) -> bool:
-    return "self.model.forward(" in inspect.getsource(forward)
 
 
 def _check_axes(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import re
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,7 @@ from distca.errors import InvalidArgumentError
 from distca.heads import Heads
 from distca.integrations.hf_recurrent import cut_document, is_recurrent, looks_along_rows, run_by_document
 from distca.integrations.hf_rope import watch
-from distca.planner.layout import Chunk, Layout, Window
+from distca.planner.layout import PADDING, Chunk, Layout, Window
 
 NAME = "distca"
 #: The types of layers that call attention once, and whether they have the configuration's sliding window. Hybrid layers
@@ -147,6 +148,9 @@ def check_model(model: PreTrainedModel, num_ranks: int, layout: Layout | None = 
         f"the model's module {along} looks along the rows of its tensor, over the borders of documents and ranks: not "
         "supported yet",
     )
+    _check_peft(model)
+    if layout is not None:
+        _check_pooling(model, layout)
     if num_ranks > 1 and model.training:
         refuse(kind in _REFUSED_IN_TRAINING, _REFUSED_IN_TRAINING.get(kind, ""))
         jitter = next((name for name in _JITTER if getattr(config, name, None)), None)
@@ -155,6 +159,36 @@ def check_model(model: PreTrainedModel, num_ranks: int, layout: Layout | None = 
             f"the router adds random noise to its input, and ranks would differ from one process: set {jitter}=0.0 in "
             "the model's config",
         )
+
+
+def _check_pooling(model: PreTrainedModel, layout: Layout) -> None:
+    """Refuses models that make one result of a whole row of the batch, where that is not one document."""
+    if not type(model).__name__.endswith("ForSequenceClassification"):
+        return
+    for rank in range(layout.num_ranks):
+        documents = [document for document, _, _ in layout.segments(rank)]
+        one = len(documents) == 1 and documents[0] != PADDING
+        refuse(
+            not one or cut_document(layout) is not None,
+            f"{type(model).__name__} makes one result of all rows of rank {rank}, which are not one whole document: "
+            "take the result of the model inside, and pool the rows of each document yourself",
+        )
+
+
+def _check_peft(model: PreTrainedModel) -> None:
+    """Refuses adapters of a peft whose models call `forward`: what distca sees is then a model without its loss."""
+    peft: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if peft is None or not _calls_forward(peft.BaseTuner.forward):
+        return
+    refuse(
+        any(isinstance(m, peft.BaseTunerLayer) for m in model.modules()),
+        "this version of peft calls the forward of the model itself, past the checks of its loss: pip install -U peft",
+    )
+
+
+@functools.cache
+def _calls_forward(forward: Callable[..., Any]) -> bool:
+    return "self.model.forward(" in inspect.getsource(forward)
 
 
 def _check_recurrent(config: PreTrainedConfig, examined: Examined, num_ranks: int, layout: Layout | None) -> None:
