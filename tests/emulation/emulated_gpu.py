@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -90,42 +90,31 @@ class EmulatedGpu:
         self._call("synchronize")
 
     @contextmanager
-    def stream(self, number: int) -> Iterator[None]:
-        """Inside, this thread queues on its own stream of that number; outside it uses stream 0."""
-        self._library.use_stream(number)
+    def _switched(self, function: str, inside: object, outside: object) -> Iterator[None]:
+        """Calls a function of the library with one value at the beginning, and with the other at the end."""
+        self._library[function](inside)
         try:
             yield
         finally:
-            self._library.use_stream(0)
+            self._library[function](outside)
 
-    @contextmanager
-    def steps_do_not_wait(self) -> Iterator[None]:
+    def stream(self, number: int) -> AbstractContextManager[None]:
+        """Inside, this thread queues on its own stream of that number; outside it uses stream 0."""
+        return self._switched("use_stream", number, 0)
+
+    def steps_do_not_wait(self) -> AbstractContextManager[None]:
         """Inside, steps are only queued. The caller keeps all tensors that they read and return, and looks at none
         before it waits.
         """
-        self._library.wait_after_steps(False)
-        try:
-            yield
-        finally:
-            self._library.wait_after_steps(True)
+        return self._switched("wait_after_steps", False, True)
 
-    @contextmanager
-    def without_kernels(self) -> Iterator[None]:
+    def without_kernels(self) -> AbstractContextManager[None]:
         """Inside, no kernel can be loaded, as on a GPU that they were not compiled for."""
-        self._library.set_compiled_for_device(False)
-        try:
-            yield
-        finally:
-            self._library.set_compiled_for_device(True)
+        return self._switched("set_compiled_for_device", False, True)
 
-    @contextmanager
-    def nodes_one_by_one(self) -> Iterator[None]:
+    def nodes_one_by_one(self) -> AbstractContextManager[None]:
         """Inside, a started graph runs its nodes one after another, in a random order that its edges allow."""
-        self._library.run_graphs_one_by_one(True)
-        try:
-            yield
-        finally:
-            self._library.run_graphs_one_by_one(False)
+        return self._switched("run_graphs_one_by_one", True, False)
 
     @contextmanager
     def graph(self) -> Iterator[Callable[[], None]]:
