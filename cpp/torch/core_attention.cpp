@@ -158,7 +158,6 @@ struct Backward {
     check_device_of(q, dout, "dout");
     check_device_of(q, out, "out");
     check_device_of(q, lse, "lse");
-    gradient_of_lse(a.dlse, lse);
     dlse = taken_gradient_of_lse(context->backend().takes_gradient_of_lse(), a.dlse);
     require(k.size(0) == rows && lse.size(0) == rows && lse.size(1) == heads.q_heads,
             "q, k, v, out and lse have different lengths or head counts");

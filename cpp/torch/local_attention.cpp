@@ -177,7 +177,6 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& dout_any, co
     }
     const std::shared_ptr<std::byte> deltas = w.backend->scratch(rows * heads.q_heads * 4);
     const RowView delta{deltas.get(), heads.q_heads * 4, 4};
-    gradient_of_lse(dlse, lse);
     const std::optional<Tensor> taken = taken_gradient_of_lse(w.backend->takes_gradient_of_lse(), dlse);
     const attention::DeltaRows home{rows_of(out, "out"), rows_of(dout, "dout"), gradient_of_lse(taken, lse), delta};
     w.backend->row_delta(heads, rows, home, torch_threads());

@@ -38,7 +38,9 @@ def resolved(function: str, plan: Any, plan_backward: Any, layer: int | str | St
 
 
 def check_tensors(function: str, q: Any, k: Any, v: Any, sinks: Any) -> None:
-    """Raises InvalidArgumentError unless q, k and v are tensors of three dimensions; sinks may be None."""
+    """Raises InvalidArgumentError unless q, k and v are tensors [tokens, heads, dim] that backward can keep. sinks may be
+    None.
+    """
     for name, value in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
         if not isinstance(value, torch.Tensor) and not (name == "sinks" and value is None):
             raise InvalidArgumentError(f"{function}: {name} is a {type(value).__name__}; a torch.Tensor is expected")
@@ -52,9 +54,11 @@ def check_tensors(function: str, q: Any, k: Any, v: Any, sinks: Any) -> None:
                 f"{function}: {name} has shape {list(tensor.shape)}; [tokens, heads, dim] is expected, all documents "
                 "of the rank one after another"
             )
+    if not torch.compiler.is_compiling():
+        _check_kept(function, q, k, v, sinks)
 
 
-def check_kept(function: str, *inputs: torch.Tensor | None) -> None:
+def _check_kept(function: str, *inputs: torch.Tensor | None) -> None:
     """Raises InvalidArgumentError if backward would keep a tensor of inference mode. PyTorch says so after the step."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         for name, t in zip(("q", "k", "v", "sinks"), inputs, strict=True):

@@ -20,7 +20,6 @@ from distca.errors import InvalidArgumentError, refusals_told
 from distca.inputs import (
     as_autocast,
     as_numbers,
-    check_kept,
     check_tensors,
     in_compiled_code,
     refuse_forward_mode,
@@ -312,7 +311,6 @@ def dispatch(
         )
     call = resolved("dispatch", plan, plan_backward, layer)
     check_tensors("dispatch", q, k, v, sinks)
-    check_kept("dispatch", q, k, v, sinks)
     scale, softcap = as_numbers(scale, softcap)
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "deterministic": deterministic}
     return begin(q, k, v, call, context=context, sinks=sinks, **options)
@@ -365,8 +363,8 @@ def collect(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
     check_type("collect", "step", step, Step, "distca.dispatch(q, k, v, plan)")
     out, lse = step._next(_Collect, "collect")
     if torch.is_grad_enabled() and not out.requires_grad:
-        # Activation checkpointing recomputes up to the last tensor that forward has saved, which comes no sooner than
-        # here: a step under way would be left there.
+        # Activation checkpointing recomputes up to the last tensor that forward saved. This saves one, so that it does
+        # not end between dispatch and collect, where a step would stay under way.
         torch.empty(0, requires_grad=True).sin()
     step._token = None
     step._under_way.over()

@@ -156,7 +156,7 @@ def _with_another_plan(q: Any, k: Any, v: Any, plan: distca.Plan, **options: Any
     return _whole(q, k, v, plan, plan_backward=other.for_rank(plan.rank), **options)
 
 
-def _compiled(q: Any, k: Any, v: Any, plan: distca.Plan, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_the_operator(q: Any, k: Any, v: Any, plan: distca.Plan, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator as graphs differentiate it. torch.compile itself is not for several threads of a process."""
     return torch.ops.distca.core_attention(
         q, k, v, plan.tensor, sinks=options["sinks"], context=options["context"].name, softcap=options["softcap"]
@@ -169,7 +169,7 @@ FORMS: dict[str, Attention] = {
     "checkpointed": _checkpointed,
     "checkpointed but for attention": _saved,
     "another plan backward": _with_another_plan,
-    "the operator": _compiled,
+    "the operator": _by_the_operator,
 }
 
 

@@ -141,7 +141,7 @@ def launch(
     Raises:
         RankError: a rank failed. It names the rank that failed first, and why. The others get a second to end by
             themselves, or a few while the cause is not known, and are then killed.
-        InvalidArgumentError: an argument is out of range or cannot be pickled.
+        InvalidArgumentError: an argument is out of range or cannot be pickled, or `fn` cannot be imported.
         OperatingSystemError: the ranks take more open files than this process may have, or the process from which
             they would be forked has ended.
     """
