@@ -38,8 +38,8 @@ def resolved(function: str, plan: Any, plan_backward: Any, layer: int | str | St
 
 
 def check_tensors(function: str, q: Any, k: Any, v: Any, sinks: Any) -> None:
-    """Raises InvalidArgumentError unless q, k and v are tensors [tokens, heads, dim] that backward can keep. sinks may be
-    None.
+    """Raises InvalidArgumentError unless these are tensors that backward can keep, of three dimensions but for sinks,
+    which may be None.
     """
     for name, value in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
         if not isinstance(value, torch.Tensor) and not (name == "sinks" and value is None):
